@@ -94,16 +94,17 @@ def read_finished(folder: Path) -> FinishedRun:
                        results["test_best"])
 
 
-def card(finished: FinishedRun, name: str, dtype: str, result: Evaluation, tta: str, split: str) -> str:
+def card(finished: FinishedRun, name: str, dtype: str, result: Evaluation, by_views: Evaluation | None, tta: str,
+         split: str) -> str:
     """Markdown: what the weights are, how they were made, and the command that checks them.
 
-    tta: views that the result has beside the plain figure. split: of `write_weights`.
+    by_views: the result by views of the kind `tta`, where the run asks for them. split: of `write_weights`.
     """
     config, run, metrics = finished.config, finished.about, finished.metrics
-    by_views, option = "", ""
-    if result.views is not None:
+    said, option = "", ""
+    if by_views is not None:
         option = f" --tta {tta}"
-        by_views = f" With several views of an image (`{option.strip()}`): {result.views.top1:.2f}%."
+        said = f" With several views of an image (`{option.strip()}`): {by_views.top1:.2f}%."
     log = ["| epoch | loss | top-1 % | images/s | seconds |", "| --- | --- | --- | --- | --- |"]
     for epoch, loss, accuracy, speed, seconds in zip(*(metrics[k] for k in (
             "epoch", "train_loss", "top1", "images_per_s", "seconds")), strict=True):
@@ -131,7 +132,7 @@ def card(finished: FinishedRun, name: str, dtype: str, result: Evaluation, tta: 
     return "\n".join([
         f"# {name}", "",
         f"`timm.create_model(\"{name}\", pretrained=True)`: {result.top1:.2f}% top-1, {result.top5:.2f}% top-5 on the "
-        f"test images{f' of `{split}`' if split else ''}.{by_views} {result.images} images: 95% interval of the top-1 "
+        f"test images{f' of `{split}`' if split else ''}.{said} {result.images} images: 95% interval of the top-1 "
         f"{interval(result.top1, result.images)}.",
         "",
         "| | |", "| --- | --- |",
@@ -204,13 +205,14 @@ def write_weights(folder: Path, output: Path, data_dir: str, split: str = "") ->
         exact = evaluate(model, loader, len(run["classes"]), world)
         state, dtype = half(full), "float16"
         model.load_state_dict(state)
-        result = rounded = evaluate(model, loader, len(run["classes"]), world, tta=tta)
+        result = rounded = evaluate(model, loader, len(run["classes"]), world)
         if abs(rounded.top1 - exact.top1) > LARGEST_LOSS:
             state, dtype = full, "float32"
             model.load_state_dict(full)
-            result = evaluate(model, loader, len(run["classes"]), world, tta=tta)
+            result = exact
+        by_views = None if tta == "none" else evaluate(model, loader, len(run["classes"]), world, tta=tta)
 
-    text = card(finished, name, dtype, result, tta, split)
+    text = card(finished, name, dtype, result, by_views, tta, split)
     atomic_write(output, encode_weights(state))
     atomic_write(output.with_suffix(".md"), text.encode())
     return f"{name}: top1 {exact.top1:.2f}% in float32, {rounded.top1:.2f}% in float16; written in {dtype}"

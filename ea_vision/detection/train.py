@@ -204,7 +204,7 @@ class CocoDetection(DataModule):
         return {"mean": tuple(model.transform.image_mean), "std": tuple(model.transform.image_std),
                 "device": self.world.device, "rank": self.world.rank, "world_size": self.world.size}
 
-    def model_to_evaluate(self, target: str, run: Path | None, weights: str) -> tuple[Detector, Path]:
+    def model_to_evaluate(self, target: str, run: Path | None) -> tuple[Detector, Path]:
         """Return a run folder's detector, and the folder for results.
 
         Raises:

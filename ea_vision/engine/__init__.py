@@ -6,16 +6,15 @@
     train_imagenet  images in class folders, tars or FFCV files: options and data
     classification  what classifiers add: options, loss, evaluation
     config          options: defaults < recipe file < command line
-    preflight       what can be checked before the first step: memory, disk, pace
+    preflight       what can be checked before the first step
     train           the training loop
     optimizer       the optimiser by name, and the learning rate of each update
-    gates           values of learnable alpha and beta
     signals         SIGTERM and Ctrl-C as a wish to stop
     evaluate        top-1, top-5, confusion; every image exactly once
     report          what an evaluation leaves on disk
     checkpoint      files with all that resuming needs, verified when they are read
     run_folder      what a run leaves on disk
-    step_log        how a run goes between its epochs: speed.csv, the log, TensorBoard, Weights & Biases
-    watch           attention maps after each epoch: entropy by layer, pictures
+    step_log        how a run goes between its epochs: speed.csv, the log, TensorBoard
+    watch           attention maps after each epoch: entropy and largest probability by layer
     curves          learning curves of several runs in one picture
 """

@@ -19,7 +19,7 @@ import torch
 
 from ea_vision.base.errors import UsageError
 
-FORMAT = "ea_vision-checkpoint-2"
+FORMAT = "ea_vision-checkpoint-3"
 LAST, PREVIOUS, BEST = "last.ckpt", "last.prev.ckpt", "best.ckpt"
 
 

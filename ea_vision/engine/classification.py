@@ -28,11 +28,11 @@ class ClassificationConfig(TrainConfig):
                                 OPTIMISER)
     layer_decay: float = option(1.0, "rate of a layer over that of the one above it (timm's layer-wise decay, 0.65 to "
                                      "0.9 in fine-tuning); 1: one rate", OPTIMISER, above=0.0, maximum=1.0)
-    smoothing: float = option(0.1, "label smoothing: part of the target spread over all classes", LOSS, below=1.0)
+    smoothing: float = option(0.1, "label smoothing: part of the target spread over all classes", LOSS, maximum=1.0)
     bce_loss: bool = option(False, "binary cross-entropy, a yes or no for each class, in place of softmax and "
                                    "cross-entropy", LOSS)
     bce_target_thresh: float = option(0.0, "bce_loss: targets above this become 1, the others 0; 0: as they are", LOSS,
-                                      below=1.0, goes_with="bce_loss")
+                                      maximum=1.0, goes_with="bce_loss")
     mixup: float = option(0.0, "alpha of mixup; 0: off", AUGMENT)
     cutmix: float = option(0.0, "alpha of cutmix; 0: off", AUGMENT)
     mixup_prob: float = option(1.0, "probability that a batch is mixed", AUGMENT, maximum=1.0)
@@ -49,9 +49,8 @@ class ClassificationConfig(TrainConfig):
     compile_mode: str = setting("default", "mode of torch.compile; reduce-overhead: CUDA graphs, for networks whose "
                                            "kernels are short, such as those of CIFAR", SPEED, choices=COMPILE_MODES,
                                 goes_with="compile")
-    tta: str = setting("none", "evaluate: views whose logits are averaged, beside the plain figure; six: mirrored and "
-                               "shifted by a pixel (timm's --tta is a number)",
-                       EVALUATION, choices=VIEWS)
+    tta: str = setting("none", "evaluate: views of an image whose logits are averaged; six: mirrored and shifted by a "
+                               "pixel (timm's --tta is a number)", EVALUATION, choices=VIEWS)
 
     def __post_init__(self):
         super().__post_init__()

@@ -42,25 +42,22 @@ def main(module: type[DataModule], argv: list[str] | None = None) -> int:
     """Run the command of a trainer."""
     parser = make_parser(module.options, module.description, module.examples)
     modes = parser.add_argument_group("instead of training")
-    modes.add_argument("--evaluate", metavar="RUN|MODEL", help="test a run folder's best weights, or a model by name: "
+    modes.add_argument("--evaluate", metavar="RUN|MODEL", help="test a run folder's best weights, or a model by name "
+                       "with its pretrained weights or those of --pretrained-path: "
                        "accuracy, per class too, and a confusion picture, into --output (default: RUN/evaluation)")
-    modes.add_argument("--weights", metavar="FILE", default="", help="with --evaluate MODEL: safetensors weights "
-                       "(default: the model's own pretrained ones)")
     modes.add_argument("--learning-curves", metavar="RUN", nargs="+", help="draw loss and accuracy of run folders "
                        "into --output, PNG, SVG or PDF by its suffix (default: learning_curves.png)")
     modes.add_argument("--check-options", action="store_true", default=False, help="say whether the options hold "
                        "together, and end")
     given = parse(parser, argv)
-    target, weights, runs = given.pop("evaluate", ""), given.pop("weights"), given.pop("learning_curves", [])
+    target, runs = given.pop("evaluate", ""), given.pop("learning_curves", [])
     only_checked = given.pop("check_options")
-    if weights and not target:
-        raise UsageError("--weights goes with --evaluate MODEL")
     if runs:
         from ea_vision.engine.curves import write_learning_curves  # matplotlib, which training does without
 
         write_learning_curves([Path(run) for run in runs], Path(given.get("output", "learning_curves.png")))
     elif target:
-        evaluate_target(module, target, weights, given)
+        evaluate_target(module, target, given)
     else:
         config = resolve(module.options, given)
         if not only_checked:
@@ -136,19 +133,14 @@ def put_together(data: DataModule, folder: Path, stop: StopRequest) -> tuple[Tra
 # ---- evaluation -------------------------------------------------------------------------------------------------
 
 
-def evaluate_target(module: type[DataModule], target: str, weights: str, given: dict[str, Any]) -> None:
-    """Evaluate a run folder, or a model by name, on the test images.
-
-    Args:
-        weights: safetensors file for a model by name; empty: its own pretrained weights.
-        given: options of the command line.
-    """
+def evaluate_target(module: type[DataModule], target: str, given: dict[str, Any]) -> None:
+    """Evaluate a run folder, or a model by name, on the test images; `given` are options of the command line."""
     config, run = resolve_target(module.options, target, given)
     with join_world(config.device, config.dist_timeout) as world:
         log_to_stdout(world.rank)
         data = module(config, world, training=False)
         data.check()
-        model, output = data.model_to_evaluate(target, run, weights)
+        model, output = data.model_to_evaluate(target, run)
         check_writable(output)
         model.to(world.device)
         if config.channels_last:
@@ -157,7 +149,7 @@ def evaluate_target(module: type[DataModule], target: str, weights: str, given: 
         tta = getattr(config, "tta", "none")  # an option of classifiers
         result = module.trainer.evaluate(model, loader, model.num_classes, world, config, tta=tta)
         if world.is_main:
-            about = {"target": target, "model": config.model, "weights": weights or None, **data.about,
+            about = {"target": target, "model": config.model, **data.about,
                      "amp": config.amp, "tta": tta, "data_fingerprint": data.fingerprint, **provenance()}
             written = data.write_evaluation(output, result, about)
             print(result.line())
@@ -195,8 +187,7 @@ def resolve_target(schema: type, target: str, given: dict[str, Any]) -> tuple[An
 def log_to_stdout(world_rank: int = 0) -> None:
     """Show the package's messages on stdout, those of rank 0 only."""
     handler = logging.StreamHandler(sys.stdout)
-    shown = "%(message)s" if sys.stdout.isatty() else "%(asctime)s  %(message)s"  # a log is read later
-    handler.setFormatter(logging.Formatter(shown, "%m-%d %H:%M:%S"))
+    handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%m-%d %H:%M:%S"))
     logger = logging.getLogger("ea_vision")
     logger.handlers = [handler]
     logger.setLevel(logging.INFO if world_rank == 0 else logging.CRITICAL)
@@ -382,19 +373,16 @@ def finish(trainer: Trainer, test_loader, about: dict[str, Any]) -> None:
             result = trainer.evaluate(trainer.best_model, test_loader, len(data.classes), trainer.world, config)
             figures[name] |= {f"held_out_{first}": row[first], **result.figures()}
     if trainer.world.is_main:
-        ends_inside_epoch = config.epochs < progress.epoch < config.epochs + 1
         write_json(folder / run_folder.RESULTS, {
-            "model": config.model, "epochs": config.epochs if ends_inside_epoch else progress.epoch,
-            "eval_split": data.eval_split,
+            "model": config.model, "epochs": config.epochs, "eval_split": data.eval_split,
             f"{split}_images": data.eval_images if split == "held_out" else data.test_images,
             **{f"{split}_{name}": {key: None if math.isnan(value) else round(value, 4) for key, value in of.items()}
                for name, of in figures.items()},  # JSON has no nan: AP where no object is large
-            "seconds_per_epoch": round(sum(r["seconds"] for r in progress.rows) / len(progress.rows), 3),
             "hardware": about["hardware"]})
     trainer.world.barrier()
     said = f"test {trainer.quality}" if split == "test" else f"{trainer.quality} on images held out"
     log.info("%s: best weights (epoch %d) %s, last weights %s", said, progress.best_epoch,
-             *(trainer.text_of(figures[name], " ") for name in ("best", "last")))
+             *(trainer.text_of(figures[name]) for name in ("best", "last")))
     if data.eval_split == "test" and len(progress.rows) > 1:
         log.info("the best epoch was chosen by the images that it is evaluated on: quote the last weights%s",
                  ", or hold images out (--holdout)" if hasattr(config, "holdout") else "")

@@ -11,7 +11,6 @@ import dataclasses
 import json
 import logging
 import math
-import operator
 import typing
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +35,7 @@ class Rules:
 
     help: for --help; states the unit.
     group: title of the options among which --help lists it.
-    choices, minimum, maximum, above, below: the values it allows; the last two are not allowed themselves.
+    choices, minimum, maximum, above: the values it allows; the last is not allowed itself.
     not_with: an option that excludes this one: while that has a value, this must keep its default.
     goes_with: an option that this one needs: while that has no value, this must keep its default.
     bare: the value of the flag without a value.
@@ -49,7 +48,6 @@ class Rules:
     minimum: float = 0
     maximum: float = math.inf
     above: float = -math.inf
-    below: float = math.inf
     not_with: str = ""
     goes_with: str = ""
     bare: str = ""
@@ -120,7 +118,7 @@ class TrainConfig:
                                       "map convolutions)", OPTIMISER)
     gate_lr: float = option(1.0, "learning-rate multiplier of learnable gates (a model's alpha and beta)", OPTIMISER)
     model_ema_decay: float = option(0.0, "decay, per update, of the averaged weights that are evaluated and exported; "
-                                         "0: off", OPTIMISER, below=1.0)
+                                         "0: off", OPTIMISER, maximum=1.0)
     model_ema_warmup: bool = option(True, "let the decay of the average grow from 0 at the start", OPTIMISER)
 
     lr: float = option(0.2, "peak learning rate, per update; with lr_base_size that of so many images (timm: lr_base)",
@@ -189,8 +187,7 @@ class TrainConfig:
         if value == default:
             return
         if rules.not_with and getattr(self, rules.not_with):
-            raise UsageError(f"{field.name} must be {default or (0 if default == 0 else 'empty')} with "
-                             f"--{rules.not_with.replace('_', '-')}, got {value!r}")
+            raise UsageError(f"{field.name} goes without {rules.not_with}, got {value} beside it")
         if rules.goes_with and not getattr(self, rules.goes_with):
             raise UsageError(f"{field.name} goes with {rules.goes_with}, got {value} without it")
 
@@ -315,9 +312,10 @@ def _check_value(name: str, value: Any, rules: Rules) -> None:
             continue
         if not math.isfinite(number):
             raise UsageError(f"{name} must be a finite number, got {number}")
-        for limit, holds, words in ((rules.minimum, operator.ge, "at least"), (rules.maximum, operator.le, "at most"),
-                                    (rules.above, operator.gt, "above"), (rules.below, operator.lt, "below")):
-            if not holds(number, limit):
+        for allowed, words, limit in ((number >= rules.minimum, "at least", rules.minimum),
+                                      (number <= rules.maximum, "at most", rules.maximum),
+                                      (number > rules.above, "above", rules.above)):
+            if not allowed:
                 raise UsageError(f"{name} must be {words} {limit}, got {number}")
 
 

@@ -35,32 +35,32 @@ def plot_learning_curves(folders: list[Path], *, width: float | None = None) -> 
         UsageError: not a run folder, a run without a complete epoch, or a width that no text fits into.
     """
     width = check_width(width) or PAGE
-    runs = []
-    for folder in folders:
-        config, about = read_config(folder)
-        metrics = {name: np.array(column) for name, column in read_metrics(folder).items()}
-        if not len(metrics["epoch"]):
-            raise UsageError(f"{folder} has no complete epoch yet")
-        runs.append((f"{folder.name}: {config['model']}", about["eval_split"].replace("_", "-"),
-                     about.get("measures", MEASURES)[0], metrics))
+    side = 2 if width >= 5 else 1  # panels side by side
+    splits, measures = set(), set()
     with print_style():
-        side = 2 if width >= 5 else 1  # panels side by side
         figure = new_figure(width, 4.0 / side + 0.5, layout="constrained")
-        places = figure.subplots(2 // side, side).tolist()
-        loss_axes, measure_axes = places
-        for color, (label, _, measure, metrics) in zip(cycle(color_cycle()), runs, strict=False):
-            evaluated = ~np.isnan(metrics[measure])  # --eval-epochs leaves epochs out
-            epochs, values, losses = (metrics[name][evaluated] for name in ("epoch", measure, "eval_loss"))
-            loss_axes.plot(metrics["epoch"], metrics["train_loss"], color=color, marker=".")
+        loss_axes, measure_axes = figure.subplots(2 // side, side).tolist()
+        for color, folder in zip(cycle(color_cycle()), folders, strict=False):
+            config, about = read_config(folder)
+            columns = {name: np.array(column) for name, column in read_metrics(folder).items()}
+            if not len(columns["epoch"]):
+                raise UsageError(f"{folder} has no complete epoch yet")
+            measure = about.get("measures", MEASURES)[0]
+            splits.add(about["eval_split"].replace("_", "-"))
+            measures.add(measure)
+            evaluated = ~np.isnan(columns[measure])  # --eval-epochs leaves epochs out
+            epochs, values, losses = (columns[name][evaluated] for name in ("epoch", measure, "eval_loss"))
+            loss_axes.plot(columns["epoch"], columns["train_loss"], color=color, marker=".")
             loss_axes.plot(epochs, losses, color=color, linestyle="--", marker=".")
-            measure_axes.plot(epochs, values, color=color, marker=".", label=f"{label} ({values.max(initial=0):.2f}%)")
-        splits, measures = (" or ".join(sorted({run[place] for run in runs})) for place in (1, 2))
+            label = f"{folder.name}: {config['model']} ({values.max(initial=0):.2f}%)"
+            measure_axes.plot(epochs, values, color=color, marker=".", label=label)
         loss_axes.set_ylabel("loss (evaluation dashed)")
-        measure_axes.set_ylabel(wrapped(f"{measures} on {splits} images (%)", 80.0, points()))
-        for axes in places:
+        what = f"{' or '.join(sorted(measures))} on {' or '.join(sorted(splits))} images (%)"
+        measure_axes.set_ylabel(wrapped(what, 80.0, points()))
+        for axes in (loss_axes, measure_axes):
             small_ticks(axes)
             axes.set_xlabel("epoch")
             axes.grid(alpha=0.3)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        legend_below(figure, *places[1].get_legend_handles_labels())
+        legend_below(figure, *measure_axes.get_legend_handles_labels())
     return figure

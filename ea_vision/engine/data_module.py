@@ -105,12 +105,12 @@ class DataModule:
         return {"mean": tuple(mean), "std": tuple(std), "device": self.world.device, "rank": self.world.rank,
                 "world_size": self.world.size}
 
-    def model_to_evaluate(self, target: str, run: Path | None, weights: str) -> tuple[nn.Module, Path]:
+    def model_to_evaluate(self, target: str, run: Path | None) -> tuple[nn.Module, Path]:
         """Return the model that `target` names, for this data, and the folder for its results.
 
         Args:
-            run: the run folder, where it names one.
-            weights: safetensors file for a model by name; empty: its own pretrained weights.
+            run: the run folder, where it names one; else the model has the weights of --pretrained-path, or its own
+                pretrained ones.
 
         Raises:
             UsageError: weights that are missing or do not fit, or other classes than those of the data.
@@ -119,10 +119,10 @@ class DataModule:
         if run is not None:
             model, _, about = run_folder.load_run(run)
             expected, output = about["classes"], run / "evaluation"
-        elif weights:
+        elif config.pretrained_path:
             model, _ = create_classifier(target, config.model_kwargs, num_classes=len(self.classes),
                                          img_size=config.img_size)
-            load_weights(model, Path(weights))
+            load_weights(model, Path(config.pretrained_path))
             expected = None
         else:
             model = pretrained_model(target, config.model_kwargs)

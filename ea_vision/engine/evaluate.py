@@ -36,11 +36,9 @@ def views(images: torch.Tensor, kind: str) -> list[tuple[float, torch.Tensor]]:
     return [(weight, view) for weight, source in sources for view in (source, source.flip(-1))]
 
 
-def logits_of_views(model: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor,
-                    kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the float32 logits of the images (B, classes), and the weighted mean of those of their views."""
-    pairs = [(weight, model(view).float()) for weight, view in views(images, kind)]
-    return pairs[0][1], sum(weight * logits for weight, logits in pairs)
+def logits_by_views(model: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor, kind: str) -> torch.Tensor:
+    """Return the weighted mean of the logits of the images' views, float32 (B, classes)."""
+    return sum(weight * model(view).float() for weight, view in views(images, kind))
 
 
 def autocast(amp: str, device: torch.device) -> torch.autocast:
@@ -54,65 +52,30 @@ class NonFiniteLoss(RunError):
 
 @dataclass
 class Evaluation:
-    """Result over all images. top1 and top5 in percent; confusion[i, j]: images of class i taken for class j; views:
-    the result by the mean of the logits of views of the kind `tta`, where that was asked for."""
+    """Result over all images. top1 and top5 in percent; confusion[i, j]: images of class i taken for class j."""
 
     images: int
     top1: float
     top5: float
     loss: float
     confusion: torch.Tensor
-    views: Evaluation | None = None
-    tta: str = "none"
 
     def figures(self) -> dict[str, float]:
         """Return the measures of metrics.csv, in percent."""
         return {"top1": self.top1, "top5": self.top5}
 
     def numbers(self) -> dict[str, Any]:
-        """Return what evaluation.json says: images, top1, top5, loss, and under `views` those of views."""
-        numbers = {"images": self.images, "top1": round(self.top1, 4), "top5": round(self.top5, 4),
-                   "loss": round(self.loss, 6)}
-        return numbers if self.views is None else {**numbers, "views": self.views.numbers()}
+        """Return what evaluation.json says."""
+        return {"images": self.images, "top1": round(self.top1, 4), "top5": round(self.top5, 4),
+                "loss": round(self.loss, 6)}
 
     def line(self) -> str:
-        """Return the plain figures and, where there are, those of views."""
-        line = f"top1 {self.top1:.2f}%  top5 {self.top5:.2f}%  loss {self.loss:.4f}"
-        if self.views is not None:
-            line += f"  {self.tta} views: top1 {self.views.top1:.2f}%  loss {self.views.loss:.4f}"
-        return f"{line}  {self.images} images"
+        """Return the figures for the terminal."""
+        return f"top1 {self.top1:.2f}%  top5 {self.top5:.2f}%  loss {self.loss:.4f}  {self.images} images"
 
     def per_class(self) -> torch.Tensor:
         """Return the top-1 of each class in percent, nan for a class without images."""
         return 100 * self.confusion.diagonal() / self.confusion.sum(1)
-
-
-class _Tally:
-    """Counts over the batches of one process, then of all."""
-
-    def __init__(self, num_classes: int, device: torch.device):
-        self.num_classes = num_classes
-        self.confusion = torch.zeros(num_classes * num_classes, dtype=torch.float64, device=device)
-        self.totals = torch.zeros(3, dtype=torch.float64, device=device)  # images, in the top 5, loss
-
-    def add(self, logits: torch.Tensor, targets: torch.Tensor) -> None:
-        top = logits.topk(min(5, self.num_classes), dim=1).indices
-        ones = torch.ones_like(targets, dtype=torch.float64)
-        self.confusion.index_add_(0, targets * self.num_classes + top[:, 0], ones)
-        self.totals += torch.stack([ones.sum(), (top == targets[:, None]).sum().double(),
-                                    F.cross_entropy(logits, targets, reduction="sum").double()])
-
-    def result(self, world: World) -> Evaluation:
-        world.sum(self.confusion)
-        world.sum(self.totals)
-        count, in_top5, loss = self.totals.tolist()
-        if not count:
-            raise RunError("there is no image to evaluate on that can be read")
-        if not math.isfinite(loss):
-            raise NonFiniteLoss(f"the loss of the evaluation on {count:.0f} images is {loss / count}")
-        confusion = self.confusion.view(self.num_classes, self.num_classes).cpu()
-        return Evaluation(int(count), 100 * confusion.diagonal().sum().item() / count, 100 * in_top5 / count,
-                          loss / count, confusion)
 
 
 @torch.no_grad()  # not inference_mode: a tensor that a layer keeps from here must stay usable in training
@@ -121,8 +84,8 @@ def evaluate(model: nn.Module, loader, num_classes: int, world: World, config: T
     """Evaluate in eval mode (left so) over `loader.batches()`, of which each process sees its own share.
 
     The loader gives every process the same number of batches, empty ones if need be. Returns None if `should_stop`,
-    asked before each batch, said so. With a `tta` of VIEWS, the result's `views` has what those give. `config` says the
-    precision and the memory format; None: float32 as it is.
+    asked before each batch, said so. `tta`: the VIEWS whose mean logits count. `config` says the precision and the
+    memory format; None: float32 as it is.
 
     Raises:
         NonFiniteLoss: on every process, where the loss is NaN or infinite: the ranks of such logits mean nothing.
@@ -130,7 +93,8 @@ def evaluate(model: nn.Module, loader, num_classes: int, world: World, config: T
     """
     model.eval()
     amp, last = ("none", False) if config is None else (config.amp, config.channels_last)
-    tallies = [_Tally(num_classes, world.device) for _ in range(1 if tta == "none" else 2)]
+    confusion = torch.zeros(num_classes * num_classes, dtype=torch.float64, device=world.device)
+    totals = torch.zeros(3, dtype=torch.float64, device=world.device)  # images, in the top 5, loss
 
     def logits_of(images: torch.Tensor) -> torch.Tensor:
         with autocast(amp, world.device):
@@ -140,9 +104,19 @@ def evaluate(model: nn.Module, loader, num_classes: int, world: World, config: T
         for images, targets, _ in batches:
             if should_stop is not None and should_stop():
                 return None
-            if len(images):
-                for tally, logits in zip(tallies, logits_of_views(logits_of, images, tta), strict=False):
-                    tally.add(logits, targets)
-    result, *others = (tally.result(world) for tally in tallies)
-    result.views, result.tta = others[0] if others else None, tta
-    return result
+            if not len(images):
+                continue
+            logits = logits_by_views(logits_of, images, tta)
+            top = logits.topk(min(5, num_classes), dim=1).indices
+            ones = torch.ones_like(targets, dtype=torch.float64)
+            confusion.index_add_(0, targets * num_classes + top[:, 0], ones)
+            totals += torch.stack([ones.sum(), (top == targets[:, None]).sum().double(),
+                                   F.cross_entropy(logits, targets, reduction="sum").double()])
+    count, in_top5, loss = world.sum(totals).tolist()
+    if not count:
+        raise RunError("there is no image to evaluate on that can be read")
+    if not math.isfinite(loss):
+        raise NonFiniteLoss(f"the loss of the evaluation on {count:.0f} images is {loss / count}")
+    confusion = world.sum(confusion).view(num_classes, num_classes).cpu()
+    return Evaluation(int(count), 100 * confusion.diagonal().sum().item() / count, 100 * in_top5 / count,
+                      loss / count, confusion)

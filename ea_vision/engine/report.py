@@ -23,8 +23,7 @@ def plot_confusion(result: Evaluation, classes: list[str], name: str, *, width: 
     named = cell >= 1.15 * small
     title = (f"{wrapped(name, 72 * width - 70, medium)}\n"
              f"top-1 {result.top1:.2f}%, top-5 {result.top5:.2f}%, {result.images} images")
-    cell += 0.0 if named else names / count
-    height = (cell * count + (names if named else 20) + 1.25 * medium * (3 + title.count("\n"))) / 72
+    height = (cell * count + names + 20 + 1.25 * medium * (3 + title.count("\n"))) / 72
     with print_style():
         figure = new_figure(width, height, layout="constrained")
         axes = figure.add_subplot()

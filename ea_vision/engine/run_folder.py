@@ -93,10 +93,8 @@ def read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     path = folder / CONFIG
     try:
         config = yaml.safe_load(path.read_text())
-    except OSError as error:
+    except (OSError, yaml.YAMLError, ValueError) as error:
         raise UsageError(f"{folder} is not a run folder: it has no readable {CONFIG}") from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise UsageError(f"{path} is not the {CONFIG} of a run: it is not valid YAML") from error
     about = config.pop("about", {}) if isinstance(config, dict) else {}
     found = about.get("format")
     if found != FORMAT:
@@ -144,19 +142,9 @@ def write_snapshot(folder: Path, weights: dict[str, torch.Tensor], epoch: int) -
 
 
 def read_results(folder: Path) -> dict[str, Any] | None:
-    """Return results.json, which only a complete run has, or None.
-
-    Raises:
-        UsageError: it cannot be read.
-    """
+    """Return results.json, which only a complete run has, or None."""
     path = folder / RESULTS
-    if not path.exists():
-        return None
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read {path}: {error}; without this file the run's own command writes it again") \
-            from error
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def load_run(folder: Path, *, task: str = CLASSIFICATION, create: Callable[..., nn.Module] =

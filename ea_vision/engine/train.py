@@ -253,9 +253,9 @@ class Trainer:
     # ---- what differs between tasks ----------------------------------------------------------------------------------
 
     @classmethod
-    def text_of(cls, figures: Mapping[str, float], between: str = "  ") -> str:
+    def text_of(cls, figures: Mapping[str, float]) -> str:
         """Return the measures among `figures` that are numbers, for a line of the log."""
-        return between.join(f"{name} {figures[name]:.2f}%" for name in cls.measures if not math.isnan(figures[name]))
+        return "  ".join(f"{name} {figures[name]:.2f}%" for name in cls.measures if not math.isnan(figures[name]))
 
     def _compiled(self, model: nn.Module) -> nn.Module:
         """Return what runs the model in training."""
@@ -311,10 +311,11 @@ class Trainer:
         values = torch.stack([update.values for update in unchecked]).tolist()
         if any(unread for *_, unread in values):
             self.data.bad_images.collect(self.world, self.folder)
-        for update, (self.loss, norm, _, _) in zip(unchecked, values, strict=True):
-            self.progress.loss_sum += self.loss
-            if not math.isfinite(self.loss):
-                raise self._reported("the loss of", f"is {self.loss}", update)
+        for update, (loss, norm, *_) in zip(unchecked, values, strict=True):
+            self.loss = loss
+            self.progress.loss_sum += loss
+            if not math.isfinite(loss):
+                raise self._reported("the loss of", f"is {loss}", update)
             if update.strict and not math.isfinite(norm):
                 raise self._reported("the norm of the gradient of", f"is {norm}", update)
         return any(stops for _, _, stops, _ in values)

@@ -28,8 +28,8 @@ from ea_vision.engine.config import resolve
 from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.train import Trainer
 
-BN_MODEL = ["--model", "test_resnet", "--model-kwargs", "drop_rate=0.2"]  # batch statistics and dropout
-GN_MODEL = ["--model", "test_efficientnet_gn", "--model-kwargs", "drop_rate=0"]  # neither
+BN_MODEL = "--model test_resnet --model-kwargs drop_rate=0.2".split()  # batch statistics and dropout
+GN_MODEL = "--model test_efficientnet_gn --model-kwargs drop_rate=0".split()  # neither
 
 
 def make_folder(root: Path, train: int = 40, test: int = 13, classes: int = 3, side: int = 32) -> Path:
@@ -58,11 +58,15 @@ def make_trainer(folder: Path, model: torch.nn.Module, train_loader=range(8), ev
     return kind(data, model, train_loader, eval_loader, folder, StopRequest())
 
 
+def words(*texts: str) -> list[str]:
+    """Return the words of a command; a text that begins with a flag may have several."""
+    return [word for text in texts for word in (text.split() if text.startswith("--") else [text])]
+
+
 def arguments(data: Path, output: Path, *more: str) -> list[str]:
     """A run of two epochs of five updates of eight images, a checkpoint every second update."""
-    return [*BN_MODEL, "--dataset", "folder", "--data-dir", str(data), "--output", str(output),
-            "--epochs", "2", "--batch-size", "8", "--opt", "sgd", "--lr", "0.05", "--checkpoint-steps", "2",
-            "--device", "cpu", *more]
+    return words(*BN_MODEL, f"--dataset folder --data-dir {data} --output {output}",
+                 "--epochs 2 --batch-size 8 --opt sgd --lr 0.05 --checkpoint-steps 2 --device cpu", *more)
 
 
 def _child(main: Callable[[list[str]], int], argv: list[str], sabotage: Callable[[], None] | None,

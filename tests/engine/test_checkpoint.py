@@ -1,7 +1,6 @@
 """Checkpoint files: what goes in comes out, damage is seen, nothing is executed, nothing is half-written."""
 from __future__ import annotations
 
-import errno
 import os
 import pickle
 import random
@@ -11,9 +10,6 @@ import pytest
 import safetensors.torch
 import torch
 
-from ea_vision.base import files
-from ea_vision.base.errors import RunError
-from ea_vision.base.files import atomic_write
 from ea_vision.engine import checkpoint
 from ea_vision.engine.checkpoint import DamagedCheckpoint, encode, read_checkpoint
 from tests.engine.runner import assert_equal
@@ -80,24 +76,6 @@ def test_foreign_files_are_named_and_never_executed(tmp_path):
         with pytest.raises(DamagedCheckpoint, match=name):
             read_checkpoint(tmp_path / f"{name}.ckpt")
     assert not (tmp_path / "executed").exists()
-
-
-@pytest.mark.parametrize("call", ["fsync", "replace", "open"])
-def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch, call):
-    path = tmp_path / "last.ckpt"
-    atomic_write(path, b"old")
-
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    if call == "open":
-        monkeypatch.setattr(files, "open", full, raising=False)
-    else:
-        monkeypatch.setattr(files.os, call, full)
-    with pytest.raises(RunError, match=f"cannot write {path}: No space left on device"):
-        atomic_write(path, b"new")
-    monkeypatch.undo()
-    assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"] and path.read_bytes() == b"old"
 
 
 def test_newest_valid_checkpoint_is_found_and_bad_ones_put_aside(tmp_path):

@@ -19,19 +19,17 @@ from ea_vision.engine.command import enable_checkpointing
 from ea_vision.engine.evaluate import evaluate
 from ea_vision.engine.train import Trainer
 from tests.data.photos import make_photos
-from tests.engine.runner import SignalAfterUpdate, arguments, error_of, make_folder, run
+from tests.engine.runner import SignalAfterUpdate, arguments, error_of, make_folder, run, words
 
 WORLD = World(0, 1, torch.device("cpu"))
 
 
-OF_THE_OLD_RUN = ["--dataset", "digits", "--recipe", "none", "--device", "cpu", "--epochs", "2",
-                  "--batch-size", "250", "--img-size", "16", "--output"]
-NARROW = ["--model-kwargs", "widths=[8,8,8,8]", "depth=1"]
+OLD_RUN = "--dataset digits --recipe none --device cpu --epochs 2 --batch-size 250 --img-size 16"
 
 
 def resume(folder: Path) -> list[str]:
     """The command of the old run, in `folder`."""
-    return [*OF_THE_OLD_RUN, str(folder), *NARROW]
+    return words(OLD_RUN, f"--output {folder} --model-kwargs depth=1 widths=[8,8,8,8]")
 
 
 @pytest.fixture(scope="module")
@@ -56,22 +54,22 @@ NOWHERE = "/nowhere.safetensors"
 
 @pytest.mark.parametrize("more, message", [
     (["--workers", "100000"], f"workers must be at most {MOST_WORKERS}, got 100000"),
-    (["--batch-size", "1", "--mixup", "0.2"],
+    ("--batch-size 1 --mixup 0.2".split(),
      "mixup and cutmix mix pairs of images: batch_size must be at least 2, got 1"),
     (["--model-kwargs", "num_classes=7"], "model keyword num_classes must be 3, as the images are, got 7"),
     (["--batch-size", "1"], "model test_resnet cannot be trained on batches of 1 images of 32 pixels: *"),
     ([*OURS, "--model-kwargs", "alpha=x"],
      "model ea_conv_transformer_cifar refuses num_classes=3 in_chans=3 img_size=32 alpha=x: *"),
-    (["--dataset", "digits", "--evaluate", "ea_conv_transformer_cifar.fast_norm_c10"],
+    ("--dataset digits --evaluate ea_conv_transformer_cifar.fast_norm_c10".split(),
      "ea_conv_transformer_cifar.fast_norm_c10 was trained on other classes: 'airplane' where the data has '0'"),
     (["--sync-bn"], "--sync-bn needs CUDA, got cpu"),
-    (["--epochs", "0.4", "--warmup-epochs", "1", "--sched", "constant"],
+    ("--epochs 0.4 --warmup-epochs 1 --sched constant".split(),
      "warmup_epochs must be at most the 0.4 epochs of the run, got 1; --warmup-epochs 20% is a fifth of them"),
     (["--epochs", "0.01"], "epochs must be enough for an update, of which an epoch has 5, got 0.01"),
     (["--pretrained-path", NOWHERE], f"weights {NOWHERE} cannot be read: there is no such file"),
-    (["--model", "ea_aa_resnet34", "--model-kwargs", "layers=[1,1,1,1]", "--pretrained"],
+    ("--model ea_aa_resnet34 --model-kwargs layers=[1,1,1,1] --pretrained".split(),
      "there are no pretrained weights of ea_aa_resnet34: train it, or give a file by --pretrained-path"),
-    (["--evaluate", "cnn_cifar", "--model", "test_resnet"],
+    ("--evaluate cnn_cifar --model test_resnet".split(),
      "--evaluate cnn_cifar names the model, got --model test_resnet"),
     (["--model", "cnn_cifr"], "*did you mean cnn_cifar*"),
     (["--model-kwargs", "alpah=0.5"], "*has no keyword 'alpah'*"),
@@ -81,7 +79,6 @@ NOWHERE = "/nowhere.safetensors"
      "the data set has fewer, 40: --batch-size 32"),
     (["--holdout", "64"], "holdout must lie between 1 and 39*"),
     (["--resume", "/nowhere.ckpt"], "/nowhere.ckpt cannot be read as a checkpoint: *No such file*"),
-    (["--weights", "w"], "--weights goes with --evaluate MODEL"),
     (["--device", "cuda"], "--device cuda needs a CUDA device*"),
 ])
 def test_refusals(data, tmp_path, capsys, more, message):
@@ -96,8 +93,7 @@ def test_refusals(data, tmp_path, capsys, more, message):
     assert not folder.exists()
 
 
-IMAGENET = ["--model", "test_resnet", "--img-size", "16", "--eval-resize", "20", "--batch-size", "8", "--workers", "1",
-            "--device", "cpu"]
+IMAGENET = "--model test_resnet --img-size 16 --eval-resize 20 --batch-size 8 --workers 1 --device cpu".split()
 
 
 @pytest.mark.parametrize("more, message", [
@@ -107,9 +103,9 @@ IMAGENET = ["--model", "test_resnet", "--img-size", "16", "--eval-resize", "20",
     (["--num-classes", "1000"], "* must have 1000 classes (--num-classes), got 3"),
     (["--eval-resize", "8"], "eval_resize must be at least img_size (16), got 8"),
     (["--train-beton", "/nowhere.beton"], "/nowhere.beton is not a whole .beton file*"),
-    (["--train-beton", "a.beton", "--color-jitter", "0.4"], "color_jitter must be 0 with --train-beton, got 0.4"),
-    (["--train-beton", "a.beton", "--val-beton", "b.beton"], "data_dir must be empty with --train-beton and *"),
-    (["--val-beton", "a.beton", "--val-split", "dev"], "val_split must be empty with --val-beton, got 'dev'"),
+    ("--train-beton a.beton --color-jitter 0.4".split(), "color_jitter goes without train_beton, got 0.4 beside it"),
+    ("--train-beton a.beton --val-beton b.beton".split(), "data_dir must be empty with --train-beton and *"),
+    ("--val-beton a.beton --val-split dev".split(), "val_split goes without val_beton, got dev beside it"),
     (["--no-test"], "--no-test needs training images held out (--holdout) to evaluate on, got none"),
     (["--data-dir", "{data}/train"], "*train must have train/ or train.tar"),
     (["--val-split", "dev"], "validation images: {data} has neither dev nor dev.tar"),
@@ -172,7 +168,7 @@ def test_the_same_images_for_training_and_evaluation(tmp_path, capsys):
     shutil.rmtree(root / "test")
     (root / "test").symlink_to(root / "train")
     folder = tmp_path / "run"
-    argv = arguments(root, folder, "--epochs", "1")
+    argv = arguments(root, folder, "--epochs 1")
     message = "the training images are those to evaluate on: give others"
     assert error_of(train_cifar.main, argv, capsys) == message
     assert not folder.exists()
@@ -185,7 +181,7 @@ def test_the_same_images_for_training_and_evaluation(tmp_path, capsys):
 
 def test_a_complete_run_of_other_data(data, tmp_path, capsys):
     folder, log = tmp_path / "run", tmp_path / "log"
-    argv = arguments(data, folder, "--epochs", "1")
+    argv = arguments(data, folder, "--epochs 1")
     assert run(argv, log) == 0, log.read_text()
     assert train_cifar.main(argv) == 0 and "is complete" in capsys.readouterr().out
     other = make_folder(tmp_path / "other", train=42)
@@ -273,4 +269,4 @@ def test_a_run_folder_of_another_format_is_one_line(old_run, capsys):
         path.write_text(content)
         for argv in (["--evaluate", str(old_run)], ["--learning-curves", str(old_run), "--output", "c.png"]):
             error = error_of(train_cifar.main, argv, capsys)
-            assert error.startswith((f"{old_run} must be a run folder of format 1, got ", f"{path} is not the config"))
+            assert error.startswith((f"{old_run} must be a run folder of format 1, got ", f"{old_run} is not a run"))

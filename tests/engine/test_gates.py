@@ -1,4 +1,4 @@
-"""Learnable gates in a run: raised to fixed values or learnt, logged and drawn; and fine-tuning from other weights."""
+"""Learnable gates in a run; and fine-tuning from other weights."""
 from __future__ import annotations
 
 import pytest
@@ -25,18 +25,9 @@ def network(name="ea_vit_tiny_patch16_224", **options):
 
 def arguments(data, output, *more, model="ea_vit_tiny_patch16_224"):
     """Two epochs of five updates of eight images."""
-    return ["--recipe", "none", "--model", model, "--model-kwargs", *KWARGS, "--img-size", "16", "--dataset", "folder",
-            "--data-dir", str(data), "--output", str(output), "--epochs", "2", "--batch-size",
-            "8", "--opt", "adamw", "--lr", "1e-3", "--device", "cpu", *more]
-
-
-@pytest.fixture(scope="module")
-def raised(data, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs") / "raised"
-    argv = arguments(data, folder, "--gate-lr", "30", "--model-ema-decay", "0.9",
-                     "--checkpoint-steps", "2")
-    assert runner.run(argv, folder.with_suffix(".log")) == 0, folder.with_suffix(".log").read_text()
-    return folder, argv
+    return runner.words(f"--recipe none --model {model} --model-kwargs", *KWARGS,
+                        f"--img-size 16 --dataset folder --data-dir {data} --output {output}",
+                        "--epochs 2 --batch-size 8 --opt adamw --lr 1e-3 --device cpu", *more)
 
 
 def gates_of(folder):
@@ -44,19 +35,18 @@ def gates_of(folder):
     return {name: column for name, column in run_folder.read_metrics(folder).items() if "." in name}
 
 
-def test_gates_are_logged_and_exported(raised, data, tmp_path):
-    folder, _ = raised
+def test_gates_are_logged_and_exported(data, tmp_path):
+    folder = tmp_path / "learnt"
+    assert train_cifar.main(arguments(data, folder, "--gate-lr 30 --model-ema-decay 0.9")) == 0
     gates = gates_of(folder)
     names = [f"blocks.{block}.attn.evolution.{share}" for block in (1, 2) for share in ("alpha", "beta")]
     assert list(gates) == names
     weights = safetensors.torch.load_file(folder / run_folder.WEIGHTS)
     best = run_folder.read_results(folder)["test_best"]["epoch"]
     assert weights[names[1]].item() == pytest.approx(gates[names[1]][best - 1], rel=1e-5)
-    learnt = tmp_path / "learnt"
-    assert train_cifar.main(arguments(data, learnt, "--gate-lr", "30")) == 0
-    assert all(values[1] != 0 for name, values in gates_of(learnt).items())
+    assert all(values[1] != 0 for values in gates.values())
     constants = tmp_path / "constants"
-    assert train_cifar.main(arguments(data, constants, "--model-kwargs", "alpha=0.5")) == 0
+    assert train_cifar.main(arguments(data, constants, "--model-kwargs alpha=0.5")) == 0
     assert not gates_of(constants)
 
 
@@ -80,7 +70,7 @@ def test_pretrained_path_is_the_start_of_a_run(data, tmp_path, capsys):
     assert train_cifar.main(arguments(data, plain, model="vit_tiny_patch16_224")) == 0
     weights = safetensors.torch.load_file(plain / run_folder.WEIGHTS)
     tuned = tmp_path / "tuned"
-    assert train_cifar.main(arguments(data, tuned, "--pretrained-path", str(plain), "--lr", "0")) == 0
+    assert train_cifar.main(arguments(data, tuned, "--pretrained-path", str(plain), "--lr 0")) == 0
     begun = safetensors.torch.load_file(tuned / run_folder.WEIGHTS)
     assert all(torch.equal(begun[name], value) for name, value in weights.items())
     top1 = [run_folder.read_results(folder)["test_best"]["top1"] for folder in (plain, tuned)]
@@ -89,7 +79,7 @@ def test_pretrained_path_is_the_start_of_a_run(data, tmp_path, capsys):
     safetensors.torch.save_file({**weights, "head.weight": torch.ones(7, 12), "head.bias": torch.ones(7)},
                                 tmp_path / "other.safetensors")
     capsys.readouterr()
-    assert train_cifar.main(arguments(data, tmp_path / "seven", "--lr", "0", "--pretrained-path",
+    assert train_cifar.main(arguments(data, tmp_path / "seven", "--lr 0 --pretrained-path",
                                       str(tmp_path / "other.safetensors"))) == 0
     assert "head.weight of" in capsys.readouterr().out
     begun = safetensors.torch.load_file(tmp_path / "seven" / run_folder.WEIGHTS)
@@ -122,9 +112,9 @@ def test_fine_tuning_by_recipe_from_pretrained_weights(data, recipe, tmp_path, m
         return create(name, pretrained=True, pretrained_cfg_overlay={"file": str(file), "custom_load": False}, **kwargs)
 
     monkeypatch.setattr(timm, "create_model", from_file)
-    argv = ["--recipe", recipe, "--model", model, "--pretrained", "--model-kwargs", *KWARGS, "--data-dir", str(data),
-            "--img-size", "16", "--eval-resize", "18", "--epochs", "1", "--batch-size", "8", "--workers", "0",
-            "--lr", "1e-6", "--output", str(tmp_path / "run"), "--device", "cpu"]
+    argv = runner.words(f"--recipe {recipe} --model {model} --pretrained --model-kwargs", *KWARGS,
+                        f"--data-dir {data} --img-size 16 --eval-resize 18 --epochs 1 --batch-size 8 --workers 0",
+                        f"--lr 1e-6 --output {tmp_path / 'run'} --device cpu")
     assert train_imagenet.main(argv) == 0
     begun = safetensors.torch.load_file(tmp_path / "run" / run_folder.WEIGHTS)
     assert begun["head.weight"].shape[0] == 3

@@ -40,7 +40,7 @@ def uninterrupted(data, tmp_path_factory):
     return folder
 
 
-EXTRAS = ["--model-ema-decay", "0.9", "--mixup", "0.2", "--reprob", "0.5", "--holdout", "0", "--snapshot-epochs", "2"]
+EXTRAS = "--model-ema-decay 0.9 --mixup 0.2 --reprob 0.5 --holdout 0 --snapshot-epochs 2".split()
 
 
 def continued(data, folder, uninterrupted):
@@ -110,10 +110,10 @@ def test_signals_finish_the_update_save_and_leave(data, uninterrupted, tmp_path)
 
 def test_a_folder_serves_one_run_at_a_time(data, tmp_path):
     folder, log = tmp_path / "run", tmp_path / "run.log"
-    first = start(arguments(data, folder, "--epochs", "500"), log)
+    first = start(arguments(data, folder, "--epochs 500"), log)
     while not (folder / checkpoint.BEST).exists() and first.is_alive():
         time.sleep(0.01)
-    assert run(arguments(data, folder, "--epochs", "500"), tmp_path / "second.log") == 2
+    assert run(arguments(data, folder, "--epochs 500"), tmp_path / "second.log") == 2
     assert "is in use by another run" in (tmp_path / "second.log").read_text()
     assert first.is_alive()
     first.kill()
@@ -231,7 +231,7 @@ def test_weights_and_statistics_that_are_not_finite_are_never_saved(data, tmp_pa
 
 def test_three_processes_add_gradients_in_one_order(data, tmp_path):
     """gloo's own order depends on a gradient's place in its bucket, and DDP lays the buckets anew when a run begins."""
-    more = ["--model", "ea_conv_transformer_cifar", "--model-kwargs", "widths=[16,16,16,16]", "--batch-size", "2"]
+    more = "--model ea_conv_transformer_cifar --model-kwargs widths=[16,16,16,16] --batch-size 2".split()
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for folder, sabotages in ((whole, [None]), (broken, [SignalAfterUpdate(signal.SIGTERM, 4, rank=1), None])):
         log = folder.with_suffix(".log")

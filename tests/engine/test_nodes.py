@@ -26,10 +26,10 @@ JOIN_SECONDS = 20  # that an agent waits for the other one, which torchrun takes
 
 def arguments(photos: Path, output: Path, *more: str) -> list[str]:
     """Ten epochs of five updates of four times two images, a checkpoint in every update."""
-    return ["--data-dir", str(photos), "--recipe", "none", "--model", "test_resnet", "--model-kwargs", "drop_rate=0.2",
-            "--img-size", "16", "--eval-resize", "20", "--batch-size", "2", "--workers", "0", "--epochs", "10",
-            "--warmup-epochs", "0", "--lr", "0.01", "--device", "cpu", "--log-steps", "0", "--checkpoint-steps", "1",
-            "--output", str(output), *more]
+    return runner.words(
+        f"--data-dir {photos} --recipe none --model test_resnet --model-kwargs drop_rate=0.2 --img-size 16",
+        "--eval-resize 20 --batch-size 2 --workers 0 --epochs 10 --warmup-epochs 0 --lr 0.01 --device cpu",
+        f"--log-steps 0 --checkpoint-steps 1 --output {output}", *more)
 
 
 # ---- in every run of the tests: what processes of different nodes say of themselves ----------------------------------
@@ -134,11 +134,11 @@ class Agents:
     def start(self, *numbers: int) -> None:
         for number in numbers:
             prefix, address, environment = self.nodes[number]
-            launch = [*prefix, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2",
-                      "--rdzv-backend", "c10d", "--rdzv-id", "run", "--rdzv-endpoint",
-                      f"{self.nodes[0][1]}:{self.port}", "--rdzv-conf",
-                      f"is_host={str(number == 0).lower()},join_timeout={JOIN_SECONDS}", "--local-addr", address,
-                      "--max-restarts", "3", str(SCRIPT), *self.argv]
+            launch = [*prefix, sys.executable, "-m", "torch.distributed.run", *runner.words(
+                "--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-id run --max-restarts 3",
+                f"--rdzv-endpoint {self.nodes[0][1]}:{self.port} --local-addr {address}",
+                f"--rdzv-conf is_host={str(number == 0).lower()},join_timeout={JOIN_SECONDS}"),
+                str(SCRIPT), *self.argv]
             with open(self.log, "a") as file:
                 self.running[number] = subprocess.Popen(
                     launch, stdout=file, stderr=file, start_new_session=True,

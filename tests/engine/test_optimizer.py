@@ -101,13 +101,6 @@ def test_attention_lr_scales_the_update(opt):
         build_optimizer(config(attention_lr=0.25), timm.create_model("resnet18_cifar"), 1)
 
 
-def test_frozen_parameters_are_in_no_group():
-    model = network()
-    model.stem.conv.weight.requires_grad_(False)
-    names = set().union(*(names for names, _ in groups_of(model)))
-    assert names == {name for name, _ in model.named_parameters()} - {"stem.conv.weight"}
-
-
 def test_muon_takes_matrices_adamw_the_rest_each_at_its_rate():
     """From the same gradients, the rest moves as AdamW with lr * fallback_lr_scale alone would move it."""
     models = network(), network()

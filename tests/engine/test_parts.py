@@ -10,11 +10,12 @@ from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.base.networks import image_statistics
 from ea_vision.engine import run_folder, train_cifar
 from ea_vision.engine.command import freeze
+from tests.engine.runner import words
 
 
 def arguments(data, output, *more):
-    return ["--data-dir", str(data), "--recipe", "none", "--model", "test_resnet", "--img-size", "16", "--epochs", "1",
-            "--batch-size", "8", "--device", "cpu", "--output", str(output), *more]
+    return words(f"--data-dir {data} --recipe none --model test_resnet --img-size 16 --epochs 1 --batch-size 8",
+                 f"--device cpu --output {output}", *more)
 
 
 @pytest.mark.parametrize("more, trained", [
@@ -23,7 +24,7 @@ def arguments(data, output, *more):
 ])
 def test_frozen_parts_stay_as_they_began_statistics_included(data, tmp_path, more, trained):
     first = tmp_path / "first"
-    assert train_cifar.main(arguments(data, first, "--mean", "0.1", "0.2", "0.3", "--std", "0.4", "0.5", "0.6")) == 0
+    assert train_cifar.main(arguments(data, first, "--mean 0.1 0.2 0.3 --std 0.4 0.5 0.6")) == 0
     begun = safetensors.torch.load_file(first / run_folder.WEIGHTS)
     second = tmp_path / "second"
     argv = arguments(data, second, "--pretrained-path", str(first), *more)
@@ -44,5 +45,5 @@ def test_frozen_parts_stay_as_they_began_statistics_included(data, tmp_path, mor
 def test_names_that_no_part_has(data, tmp_path, capsys):
     with pytest.raises(UsageError, match="freeze: the model has no 'layer9'; did you mean layer"):
         freeze(timm.create_model("test_resnet"), ["layer9"], False)
-    assert exit_code(lambda: train_cifar.main(arguments(data, tmp_path / "run", "--mean", "0.5", "0.5", "0.5"))) == 2
+    assert exit_code(lambda: train_cifar.main(arguments(data, tmp_path / "run", "--mean 0.5 0.5 0.5"))) == 2
     assert "mean goes with std" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """ImageNet as it is trained today: every recipe in small, through both loaders, and what the recipes are made of."""
 from __future__ import annotations
 
+import csv
 import importlib.util
 import random
 import signal
@@ -26,7 +27,7 @@ from tests.engine.runner import SignalAfterUpdate, make_trainer, same_result
 
 RECIPES = ["rsb_a3", "rsb_a2", "rsb_a1", "ffcv_16", "ffcv_88"]
 # A narrow network with position tables whose maps are of a sixteenth of the image: 6, 4 and 2 pixels here.
-NARROW = ["--model", "ea_aa_resnet34", "--model-kwargs", "layers=[1,1,1,1]", "channels=[8,16,16,16]"]
+NARROW = "--model ea_aa_resnet34 --model-kwargs layers=[1,1,1,1] channels=[8,16,16,16]"
 FFCV = importlib.util.find_spec("ffcv") is not None
 needs_ffcv = pytest.mark.skipif(not FFCV, reason="needs FFCV: pip install .[ffcv]")
 
@@ -36,21 +37,20 @@ def photos(tmp_path_factory):
     root = make_photos(tmp_path_factory.mktemp("photos"), side=72)
     if FFCV:
         for split in ("train", "validation"):
-            argv = ["--data-dir", str(root), "--split", split, "--out", str(root / f"{split}.beton"), "--workers", "1",
-                    "--eval-img-size", "80", "--eval-resize", "92"]
+            argv = runner.words(f"--data-dir {root} --split {split} --out {root / split}.beton --workers 1",
+                                "--eval-img-size 80 --eval-resize 92")
             assert write_ffcv.main(argv) == 0
     return root
 
 
 def arguments(photos, kind: str, recipe: str, output, *more: str) -> list[str]:
     """Two epochs of five updates of eight images. Where a recipe's images grow, they do so in the second epoch."""
-    data = (["--train-beton", str(photos / "train.beton"), "--val-beton", str(photos / "validation.beton")]
-            if kind == "ffcv" else ["--data-dir", str(photos)])
-    sizes = (["--first-img-size", "32", "--img-size", "64", "--grow-epochs", "0", "1", "--eval-img-size", "80",
-              "--eval-resize", "92"] if recipe.startswith("ffcv") else
-             ["--img-size", "32", "--eval-img-size", "48", "--eval-resize", "51"])
-    return [*data, "--recipe", recipe, *NARROW, *sizes, "--epochs", "2", "--warmup-epochs", "1", "--batch-size", "8",
-            "--workers", "0", "--device", "cpu", "--log-steps", "0", "--output", str(output), *more]
+    data = (f"--train-beton {photos}/train.beton --val-beton {photos}/validation.beton" if kind == "ffcv" else
+            f"--data-dir {photos}")
+    sizes = ("--first-img-size 32 --img-size 64 --grow-epochs 0 1 --eval-img-size 80 --eval-resize 92"
+             if recipe.startswith("ffcv") else "--img-size 32 --eval-img-size 48 --eval-resize 51")
+    return runner.words(data, f"--recipe {recipe}", NARROW, sizes, "--epochs 2 --warmup-epochs 1 --batch-size 8",
+                        f"--workers 0 --device cpu --log-steps 0 --output {output}", *more)
 
 
 @pytest.mark.parametrize("kind, recipe", [
@@ -93,14 +93,14 @@ def test_the_recipes_are_the_published_ones():
             assert [config.size_of(epoch) for epoch in (0, config.epochs - 1)] == [160, 192]
 
 
-GROWING = ["--first-img-size", "32", "--img-size", "96", "--grow-epochs", "0", "2", "--eval-img-size", "96",
-           "--eval-resize", "100", "--epochs", "3", "--checkpoint-steps", "2", "--model-ema-decay", "0.9"]
+GROWING = ("--first-img-size 32 --img-size 96 --grow-epochs 0 2 --eval-img-size 96 --eval-resize 100 --epochs 3 "
+           "--checkpoint-steps 2 --model-ema-decay 0.9 --log-steps 2")
 
 
 def test_growing_images_and_what_follows_them_survive_a_kill(photos, tmp_path):
     """32, 64 and 96 pixels; killed inside the second epoch, stopped inside the third."""
     def run(folder, sabotage=None):
-        argv = arguments(photos, "files", "rsb_a2", folder, *GROWING)
+        argv = arguments(photos, "files", "rsb_a2", folder, GROWING)
         return runner.run(argv, tmp_path / "log", sabotage, main=train_imagenet.main)
 
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -109,6 +109,8 @@ def test_growing_images_and_what_follows_them_survive_a_kill(photos, tmp_path):
     assert run(broken, SignalAfterUpdate(signal.SIGTERM, 6)) == 128 + signal.SIGTERM
     assert run(broken) == 0, (tmp_path / "log").read_text()
     same_result(broken, whole)
+    steps = [row["step"] for row in csv.DictReader((broken / "speed.csv").open())]
+    assert sorted(set(steps), key=int) == steps and steps[-1] == "15", "no row twice"
 
 
 def test_position_tables_follow_the_images(tmp_path):
@@ -162,9 +164,9 @@ def test_options_that_do_not_fit(given, message):
 
 
 def test_a_model_that_does_not_take_the_sizes_is_refused_before_anything_is_written(photos, tmp_path, capsys):
-    argv = ["--data-dir", str(photos), "--recipe", "none", "--model", "test_vit", "--img-size", "64",
-            "--first-img-size", "32", "--grow-epochs", "0", "1", "--epochs", "2", "--batch-size", "8", "--workers", "0",
-            "--device", "cpu", "--output", str(tmp_path / "run"), "--eval-resize", "64", "--model-kwargs"]
+    argv = runner.words(f"--data-dir {photos} --recipe none --model test_vit --img-size 64 --first-img-size 32",
+                        "--grow-epochs 0 1 --epochs 2 --batch-size 8 --workers 0 --device cpu --eval-resize 64",
+                        f"--output {tmp_path / 'run'} --model-kwargs")
     assert exit_code(lambda: train_imagenet.main([*argv, "dynamic_img_size=false"])) == 2
     error = capsys.readouterr().err
     assert "made for 64 pixels, does not take 32" in error and "dynamic_img_size=true" in error

@@ -128,7 +128,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return checkpoint.read_checkpoint(folder / checkpoint.LAST)["model"]
 
 
-SHARED = [*GN_MODEL, "--total-batch", "8", "--batch-size", "2", "--lr", "0.002", "--clip-grad", "1"]  # small steps
+SHARED = [*GN_MODEL, *"--total-batch 8 --batch-size 2 --lr 0.002 --clip-grad 1".split()]  # small steps
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +160,7 @@ def test_one_process_with_four_batches_equals_two_with_two(data, alone, tmp_path
 def test_stopped_on_two_continued_on_one_and_back_inside_an_epoch(data, alone, tmp_path):
     """Five updates an epoch: two on two processes, two on one, the rest on two; each image once in an epoch."""
     folder, log, ids = tmp_path / "run", tmp_path / "log", tmp_path / "ids"
-    argv = arguments(data, folder, *SHARED, "--checkpoint-steps", "1")
+    argv = arguments(data, folder, *SHARED, "--checkpoint-steps 1")
     assert run_world(2, argv, log, LogIds(ids, 2)) == [128 + signal.SIGTERM] * 2, log.read_text()
     assert 0 < run_folder.read_config(folder)[1]["processes"] == 2
     assert run(argv, log, LogIds(ids, 2)) == 128 + signal.SIGTERM, log.read_text()
@@ -180,5 +180,5 @@ def test_stopped_on_two_continued_on_one_and_back_inside_an_epoch(data, alone, t
 
 def test_another_number_of_images_an_update_is_refused(data, alone, tmp_path, capsys):
     log = tmp_path / "log"
-    assert run(arguments(data, alone, *SHARED, "--total-batch", "4"), log) == 2
+    assert run(arguments(data, alone, *SHARED, "--total-batch 4"), log) == 2
     assert "the images of an update (batch_size x grad_accum_steps x processes) were 8, got 4" in log.read_text()

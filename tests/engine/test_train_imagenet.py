@@ -24,9 +24,8 @@ from tests.data.photos import make_photos
 from tests.engine import runner
 from tests.engine.runner import SignalAfterUpdate, same_result
 
-TINY = ["--model", "test_resnet", "--model-kwargs", "drop_rate=0.2", "--img-size", "16", "--eval-resize", "20",
-        "--batch-size", "8", "--workers", "1", "--epochs", "2", "--warmup-epochs", "0", "--device", "cpu",
-        "--log-steps", "2"]
+TINY = ("--model test_resnet --model-kwargs drop_rate=0.2 --img-size 16 --eval-resize 20 --batch-size 8 --workers 1 "
+        "--epochs 2 --warmup-epochs 0 --device cpu --log-steps 2")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,7 @@ def finished(photos, tmp_path_factory):
 
 def arguments(photos: Path, output: Path, *more: str) -> list[str]:
     """Two epochs of five updates of eight images, a checkpoint every second update."""
-    return [*TINY, "--data-dir", str(photos), "--output", str(output), "--checkpoint-steps", "2", *more]
+    return runner.words(TINY, f"--data-dir {photos} --output {output} --checkpoint-steps 2", *more)
 
 
 def run(argv, log, sabotage=None):
@@ -88,17 +87,6 @@ def test_run_folder(finished):
     timm.create_model("test_resnet", **about["model_kwargs"], checkpoint_path=str(finished / "model.safetensors"))
 
 
-def test_interrupted_runs_end_as_uninterrupted_ones(photos, finished, tmp_path):
-    folder, log = tmp_path / "run", tmp_path / "log"
-    argv = arguments(photos, folder)
-    for number, update, code in ((signal.SIGKILL, 3, -9), (signal.SIGTERM, 6, 143)):
-        assert run(argv, log, SignalAfterUpdate(number, update)) == code
-    assert run(argv, log) == 0, log.read_text()
-    same_result(folder, finished)
-    steps = [r["step"] for r in csv.DictReader((folder / "speed.csv").open())]
-    assert sorted(set(steps), key=int) == steps, "no row twice"
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ffcv") is None, reason="needs FFCV: pip install .[ffcv]")
 def test_ffcv_files_train_and_resume_as_images_do(photos, tmp_path):
@@ -106,10 +94,11 @@ def test_ffcv_files_train_and_resume_as_images_do(photos, tmp_path):
     files = []
     for split in ("train", "validation"):
         out = str(tmp_path / f"{split}.beton")
-        argv = ["--data-dir", str(photos), "--split", split, "--out", out, "--jpeg-share", "0"]
-        assert write_ffcv.main([*argv, "--eval-img-size", "16", "--eval-resize", "20"]) == 0
+        assert write_ffcv.main(runner.words(f"--data-dir {photos} --split {split} --out {out} --jpeg-share 0",
+                                            "--eval-img-size 16 --eval-resize 20")) == 0
         files.append(out)
-    given = [*TINY, "--batch-size", "4", "--train-beton", files[0], "--val-beton", files[1], "--checkpoint-steps", "2"]
+    given = runner.words(TINY, f"--train-beton {files[0]} --val-beton {files[1]}",
+                         "--batch-size 4 --checkpoint-steps 2")
     whole, broken, log = tmp_path / "whole", tmp_path / "broken", tmp_path / "log"
     codes = runner.run_world(2, [*given, "--output", str(whole)], log, main=train_imagenet.main)
     assert codes == [0, 0], log.read_text()
@@ -139,10 +128,10 @@ def test_a_small_evolving_network_learns_its_images_by_heart(tmp_path):
     for path in (data / "val").glob("*/*.jpg"):
         path.rename(path.with_stem(f"again{path.stem}"))
     folder, log = tmp_path / "run", tmp_path / "log"
-    argv = ["--model", "ea_aa_resnet34", "--model-kwargs", "layers=[1,2,2,1]", "channels=[16,32,64,64]", "--img-size",
-            "64", "--eval-resize", "64", "--crop-scale", "0.5", "--batch-size", "16", "--epochs", "16", "--lr", "0.05",
-            "--lr-base-size", "0", "--sched", "constant", "--warmup-epochs", "0", "--workers", "0", "--device", "cpu",
-            "--eval-epochs", "16", "--data-dir", str(data), "--output", str(folder)]
+    argv = runner.words(
+        "--model ea_aa_resnet34 --model-kwargs layers=[1,2,2,1] channels=[16,32,64,64] --img-size 64 --eval-resize 64",
+        "--crop-scale 0.5 --batch-size 16 --epochs 16 --lr 0.05 --lr-base-size 0 --sched constant --warmup-epochs 0",
+        f"--workers 0 --device cpu --eval-epochs 16 --data-dir {data} --output {folder}")
     assert run(argv, log) == 0, log.read_text()
     metrics = run_folder.read_metrics(folder)
     assert metrics["top1"][-1] > 95 and metrics["train_loss"][-1] < 0.1 * metrics["train_loss"][0]
@@ -174,12 +163,12 @@ def test_too_many_unreadable_images_stop_the_run_and_are_listed(tmp_path, capsys
     for path in broken:
         path.write_text("no image")
     folder, log = tmp_path / "run", tmp_path / "log"
-    assert run(arguments(root, folder, "--max-bad-images", "2"), log) == 1
+    assert run(arguments(root, folder, "--max-bad-images 2"), log) == 1
     assert "3 images cannot be read, --max-bad-images allows 2" in log.read_text()
     assert "Traceback" not in log.read_text()
     rows = list(csv.DictReader((folder / "bad_images.csv").open()))
     assert [row["path"] for row in rows] == [str(path) for path in broken]
-    assert run(arguments(root, folder, "--max-bad-images", "3"), log) == 0, "the same run goes on when it may"
+    assert run(arguments(root, folder, "--max-bad-images 3"), log) == 0, "the same run goes on when it may"
 
 
 def test_a_trial_step_changes_nothing():

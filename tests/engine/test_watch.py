@@ -13,7 +13,7 @@ from ea_vision.engine import run_folder, train_cifar
 from ea_vision.engine.classification import ClassificationTrainer
 from ea_vision.engine.watch import MapsWatch
 from ea_vision.recorder.recording import record_attention
-from tests.engine.runner import make_folder
+from tests.engine.runner import make_folder, words
 
 VIT = dict(img_size=16, patch_size=4, embed_dim=12, depth=2, num_heads=3, num_classes=3)
 
@@ -87,9 +87,9 @@ def test_a_run_has_the_columns_and_is_otherwise_as_without(tmp_path, monkeypatch
     data, weights = make_folder(tmp_path / "data", side=16), []
     for name in ("watched", "not"):
         monkeypatch.setattr(ClassificationTrainer, "watches", name == "watched")
-        argv = ["--data-dir", str(data), "--recipe", "none", "--model", "ea_conv_transformer_cifar", "--model-kwargs",
-                "widths=[8,8,8,8]", "depth=1", "--img-size", "16", "--epochs", "2", "--batch-size", "8",
-                "--eval-epochs", "2", "--device", "cpu", "--output", str(tmp_path / name)]
+        argv = words(f"--data-dir {data} --recipe none --model ea_conv_transformer_cifar --model-kwargs depth=1",
+                     "widths=[8,8,8,8]", "--img-size 16 --epochs 2 --batch-size 8 --eval-epochs 2 --device cpu",
+                     f"--output {tmp_path / name}")
         assert train_cifar.main(argv) == 0
         weights.append(safetensors.torch.load_file(tmp_path / name / run_folder.WEIGHTS))
     assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
