@@ -6,7 +6,7 @@
     train_imagenet  images in class folders, tars or FFCV files: options and data
     classification  what classifiers add: options, loss, evaluation
     config          options: defaults < recipe file < command line
-    preflight       what can be checked before the first step
+    preflight       what can be checked before the first step: memory, pace
     train           the training loop
     optimizer       the optimiser by name, and the learning rate of each update
     signals         SIGTERM and Ctrl-C as a wish to stop
@@ -14,7 +14,7 @@
     report          what an evaluation leaves on disk
     checkpoint      files with all that resuming needs, verified when they are read
     run_folder      what a run leaves on disk
-    step_log        how a run goes between its epochs: speed.csv, the log, TensorBoard
+    step_log        how a run goes between its epochs: speed.csv, the log, TensorBoard, Weights & Biases
     watch           attention maps after each epoch: entropy and largest probability by layer
     curves          learning curves of several runs in one picture
 """

@@ -74,7 +74,7 @@ NOWHERE = "/nowhere.safetensors"
     (["--model", "cnn_cifr"], "*did you mean cnn_cifar*"),
     (["--model-kwargs", "alpah=0.5"], "*has no keyword 'alpah'*"),
     (["--data-dir", "/nowhere"], "*does not exist*"),
-    (["--data-dir", "{data}/train"], "*train must have train/ or train.tar"),
+    (["--data-dir", "{data}/train"], "*train must have train/ or train.tar*"),
     (["--batch-size", "128"], "an update needs 128 training images (batch_size x grad_accum_steps x processes), and "
      "the data set has fewer, 40: --batch-size 32"),
     (["--holdout", "64"], "holdout must lie between 1 and 39*"),
@@ -107,7 +107,7 @@ IMAGENET = "--model test_resnet --img-size 16 --eval-resize 20 --batch-size 8 --
     ("--train-beton a.beton --val-beton b.beton".split(), "data_dir must be empty with --train-beton and *"),
     ("--val-beton a.beton --val-split dev".split(), "val_split goes without val_beton, got dev beside it"),
     (["--no-test"], "--no-test needs training images held out (--holdout) to evaluate on, got none"),
-    (["--data-dir", "{data}/train"], "*train must have train/ or train.tar"),
+    (["--data-dir", "{data}/train"], "*train must have train/ or train.tar*"),
     (["--val-split", "dev"], "validation images: {data} has neither dev nor dev.tar"),
 ])
 def test_refusals_of_the_imagenet_trainer(photos, tmp_path, capsys, more, message):
@@ -195,7 +195,7 @@ def test_evaluating_a_run_as_another_model(old_run, capsys):
     error = error_of(train_cifar.main, ["--evaluate", str(old_run), "--model", "resnet18"], capsys)
     assert error == f"--evaluate {old_run} is a run with model 'ea_conv_transformer_cifar', got 'resnet18'"
     error = error_of(train_cifar.main, ["--evaluate", str(old_run), "--model-kwargs", "alpha=0.1"], capsys)
-    assert error.startswith(f"--evaluate {old_run} is a run with model_kwargs {{'widths': [8, 8, 8, 8], ")
+    assert error.startswith(f"--evaluate {old_run} is a run with model_kwargs {{'depth': 1, ")
     assert train_cifar.main(["--evaluate", str(old_run), "--model", "ea_conv_transformer_cifar"]) == 0
 
 
