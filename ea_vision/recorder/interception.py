@@ -56,25 +56,56 @@ FORMS: dict[Callable, Callable[..., Tensor | None]] = {  # from a function's res
 }
 
 
-class Interception(TorchFunctionMode):
-    """Hands the maps that this thread forms to the innermost of the watched layers that are running.
+Take = Callable[[Tensor], None]
+_this_thread = threading.local()
 
-    running: what takes the maps of each of them, the innermost last.
-    """
+
+class Interception(TorchFunctionMode):
+    """Hands the maps that a thread forms to each of its recorders: to the innermost of its watched layers that run."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.running: list[Callable[[Tensor], None]] = []
+        self.recorders: list[list[Take]] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if self.running and func in FORMS:
+        takers = [running[-1] for running in self.recorders if running] if func in FORMS else []
+        if takers:
             with torch.no_grad(), torch._C.DisableTorchFunction():
                 attn = FORMS[func](result, *args, **kwargs)
-                if attn is not None:
-                    self.running[-1](attn)
+                for take in takers if attn is not None else ():
+                    take(attn)
         return result
+
+
+@contextmanager
+def intercepted() -> Iterator[list[Take]]:
+    """Watch the functions in this thread; yield a recorder's list of what takes the running layers' maps, the innermost
+    last.
+
+    The recorders of a thread share one mode, so that none ends with another.
+
+    Raises:
+        RuntimeError: it ends before a recorder that began after it, or in another thread. All is in order then.
+    """
+    thread, state = threading.get_ident(), _this_thread.__dict__
+    if "mode" not in state:
+        state["mode"] = Interception()
+        state["mode"].__enter__()
+    recorders, running = state["mode"].recorders, []
+    recorders.append(running)
+    try:
+        yield running
+    finally:
+        ended_last = recorders[-1] is running
+        recorders[:] = [other for other in recorders if other is not running]
+        if thread != threading.get_ident():
+            raise RuntimeError("a recorder must be closed by the thread that opened it")
+        if not recorders:
+            state.pop("mode").__exit__(None, None, None)
+        if not ended_last:
+            raise RuntimeError("recorders must be closed in the reverse order in which they were opened")
 
 
 _lock = threading.Lock()  # torch numbers hooks without one

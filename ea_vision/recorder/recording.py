@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from ea_vision.layers import AugmentedConv2d, MapsAttention
 from ea_vision.recorder.interception import (
     Hooks,
-    Interception,
+    Take,
     calls_attention,
     compiled_code_runs_eagerly,
     heads_of,
+    intercepted,
 )
 from ea_vision.recorder.layouts import Image, Layout, layout_finder, learned_queries, prefix_names
 from ea_vision.recorder.maps import PARTS, AttentionMaps, LayerMaps
@@ -199,15 +200,15 @@ def _watch_ours(module: nn.Module, watch: _Watch, hooks: Hooks) -> None:
             hooks.after(module, lambda *_: None)  # asks the layer for its logits
 
 
-def _watch_any(module: nn.Module, watch: _Watch, hooks: Hooks, mode: Interception) -> None:
+def _watch_any(module: nn.Module, watch: _Watch, hooks: Hooks, running: list[Take]) -> None:
     """Follow any other layer: take what softmax and the like form while it runs."""
 
     def begin(*_) -> None:
         watch.begin()
-        mode.running.append(watch.take)
+        running.append(watch.take)
 
     hooks.before(module, begin)
-    hooks.after(module, lambda *_: mode.running.pop() and None, always=True)
+    hooks.after(module, lambda *_: running.pop() and None, always=True)
     if _talks(module):  # timm's CaiT mixes probabilities (B, T, T, K) once more
         hooks.after(module.proj_w, lambda _, args, kwargs, output: watch.save("mixed_attn", output.permute(0, 3, 1, 2)))
 
@@ -338,14 +339,15 @@ def record_attention(
     Raises:
         ValueError: a part, layer or head that there is not, or a model without attention layers; during a forward, a
             layer whose maps are not of tokens over the image.
-        RuntimeError: the block ended and none of the chosen layers had formed a map.
+        RuntimeError: the block ended and none of the chosen layers had formed a map; or it ended before a block that
+            began after it, or in another thread.
     """
     model, parts, heads = _unwrap(model), _several(parts), _several(heads)
     chosen = _chosen(model, _several(layers), heads, parts)
     maps, ran = AttentionMaps(), []
     with ExitStack() as stack:
         stack.enter_context(compiled_code_runs_eagerly())
-        mode, hooks = stack.enter_context(Interception()), Hooks(stack)
+        running, hooks = stack.enter_context(intercepted()), Hooks(stack)
         image = Image(model, hooks)
         hooks.before(model, maps._call_begins)
         hooks.after(model, maps._call_ends, always=True)
@@ -355,7 +357,7 @@ def record_attention(
             if isinstance(module, OURS):
                 _watch_ours(module, watch, hooks)
             else:
-                _watch_any(module, watch, hooks, mode)
+                _watch_any(module, watch, hooks, running)
         yield maps
     if not maps:
         names = ", ".join(str(layer) for layer, _ in chosen)

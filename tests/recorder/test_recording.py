@@ -332,3 +332,24 @@ def test_compilation_is_on_again_when_the_last_of_two_threads_has_ended():
         other.result()
         compiled(x)
         assert calls
+
+
+@pytest.mark.parametrize("by", ["another recorder", "another thread"])
+def test_a_recorder_closed_out_of_order_says_so_and_disturbs_nothing(by):
+    model, x = timms()
+    expected, first, second = maps_of(model, x), ea_vision.record_attention(model), ea_vision.record_attention(model)
+    with torch.no_grad(), ThreadPoolExecutor(1) as pool:
+        first.__enter__()
+        model(x)
+        if by == "another thread":
+            with pytest.raises(RuntimeError, match="closed by the thread that opened it"):
+                pool.submit(first.__exit__, None, None, None).result()
+        else:
+            maps = second.__enter__()
+            with pytest.raises(RuntimeError, match="closed in the reverse order in which they were opened"):
+                first.__exit__(None, None, None)
+            model(x)  # still recorded
+            second.__exit__(None, None, None)
+            assert all(torch.equal(maps[number].attn, attn) for number, attn in expected.items())
+    assert all(torch.equal(attn, expected[number]) for number, attn in maps_of(model, x).items())
+    assert hooks_of(model) == 0 and torch._C._len_torch_function_stack() == 0
