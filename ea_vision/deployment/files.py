@@ -14,9 +14,9 @@ import logging
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -129,54 +129,73 @@ def write(program: torch.export.ExportedProgram, path: Path, about: About) -> No
 
 
 class ExportedNetwork(nn.Module):
-    """A file of `write` as a network: normalised images (B, 3, H, W) of the file's size -> (B, num_classes), on a CPU.
+    """A file of `write` as a network: (B, 3, H, W) -> (B, num_classes), on a CPU.
 
     Raises:
-        UsageError: a file that cannot be read, is damaged or has no metadata of ours, or onnxruntime is missing.
+        UsageError: a file that cannot be read, is damaged, has no metadata of ours or others than its network's, or
+            onnxruntime is missing.
     """
 
     def __init__(self, path: Path, threads: int = 0) -> None:
         super().__init__()
         check_packages(path, "onnxruntime")
         try:
-            self.run, said = (_read_program if path.suffix.lower() == ".pt2" else _read_onnx)(path, threads)
-            about = {field.name: json.loads(said[field.name]) for field in fields(About)}
+            read = self._read_program if path.suffix.lower() == ".pt2" else self._read_onnx
+            said, inputs, outputs = read(path, threads)
         except UsageError:
             raise
-        except KeyError as error:
-            raise UsageError(f"{path} must be a network that ea-vision export wrote; its metadata lack {error}"
-                             ) from error
         except Exception as error:  # onnxruntime and torch.export name theirs each in their way
             raise UsageError(f"cannot read {path}: {error}") from error
-        self.about = About(**{**about, "size": tuple(about["size"])})
-        self.num_classes = self.about.num_classes
+        try:
+            about = About(**{field.name: json.loads(said[field.name]) for field in fields(About)})
+            about = replace(about, size=tuple(about.size))
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"{path} must be a network that ea-vision export wrote; its metadata lack {error}"
+                             ) from error
+        wanted = {"images": (3, *about.size)}, {"logits": (about.num_classes,)}
+        if (inputs, outputs) != wanted:
+            raise UsageError(f"{path} says that it takes {wanted[0]} and gives {wanted[1]}, and its network takes "
+                             f"{inputs} and gives {outputs}")
+        if about.classes is not None and len(about.classes) != about.num_classes:
+            raise UsageError(f"{path} must name {about.num_classes} classes, got {len(about.classes)} names")
+        self.about, self.num_classes = about, about.num_classes
+
+    def _read_program(self, path: Path, threads: int) -> tuple[dict, dict, dict]:
+        """Open a program of torch.export; return its metadata, and shapes of inputs and outputs without the batch."""
+        with zipfile.ZipFile(path) as archive:
+            if archive.testzip():
+                raise UsageError(f"{path} is damaged: {archive.testzip()} in it does not match its checksum")
+        extra = {"about.json": ""}
+        with _quiet():
+            program = torch.export.load(path, extra_files=extra)
+        module = program.module()  # hidden from this network, whose eval() it refuses
+        self.run = lambda images: module(images)
+        values = {node.name: node.meta["val"] for node in program.graph.nodes if "val" in node.meta}
+        signature = program.graph_signature
+        inputs, outputs = ([tuple(values[name].shape[1:]) for name in names]
+                           for names in (signature.user_inputs, signature.user_outputs))
+        return json.loads(extra["about.json"] or "{}"), dict(zip(["images"], inputs, strict=True)), dict(
+            zip(["logits"], outputs, strict=True))
+
+    def _read_onnx(self, path: Path, threads: int) -> tuple[dict, dict, dict]:
+        """Open an ONNX file; return its metadata, and shapes of inputs and outputs by name without the batch."""
+        import onnxruntime
+
+        data = path.read_bytes()
+        if data[-64:] != hashlib.sha256(data[:-64 - len(_SEAL)]).hexdigest().encode():
+            raise UsageError(f"{path} is damaged: its checksum does not match" if _SEAL in data else
+                             f"{path} must be a network that ea-vision export wrote; its metadata lack 'sha256'")
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads, options.log_severity_level = threads, 3
+        session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+        self.run = lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+        inputs, outputs = ({value.name: tuple(value.shape[1:]) for value in values}
+                           for values in (session.get_inputs(), session.get_outputs()))
+        return session.get_modelmeta().custom_metadata_map, inputs, outputs
 
     def forward(self, images: Tensor) -> Tensor:
+        """Classify normalised images (B, 3, H, W) of the file's size."""
+        if images.shape[1:] != (3, *self.about.size):
+            raise ValueError(f"images of shape (B, 3, {self.about.size[0]}, {self.about.size[1]}) are required, got "
+                             f"{tuple(images.shape)}")
         return self.run(images.cpu())
-
-
-def _read_program(path: Path, threads: int) -> tuple[Callable[[Tensor], Tensor], dict[str, str]]:
-    """Open a program of torch.export; return what runs it, and its metadata."""
-    with zipfile.ZipFile(path) as archive:
-        if archive.testzip():
-            raise UsageError(f"{path} is damaged: {archive.testzip()} in it does not match its checksum")
-    extra = {"about.json": ""}
-    with _quiet():
-        module = torch.export.load(path, extra_files=extra).module()
-    return lambda images: module(images), json.loads(extra["about.json"] or "{}")  # no module, which refuses eval()
-
-
-def _read_onnx(path: Path, threads: int) -> tuple[Callable[[Tensor], Tensor], dict[str, str]]:
-    """Open an ONNX file; return what runs it, and its metadata."""
-    import onnxruntime
-
-    data = path.read_bytes()
-    if _SEAL not in data:
-        raise KeyError("sha256")
-    if data[-64:] != hashlib.sha256(data[:-64 - len(_SEAL)]).hexdigest().encode():
-        raise UsageError(f"{path} is damaged: its checksum does not match")
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = threads, 3
-    session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-    return (lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0]),
-            session.get_modelmeta().custom_metadata_map)

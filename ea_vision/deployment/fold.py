@@ -5,6 +5,7 @@ import copy
 import math
 import warnings
 from collections.abc import Sequence
+from numbers import Number
 from typing import Any
 
 import timm
@@ -53,12 +54,17 @@ def example_images(model: nn.Module) -> Tensor:
 
 
 def _tensors(outputs: Any) -> list[Tensor]:
-    """Return the tensors of a network's outputs, to compare. Raises UsageError where there is none."""
-    tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    if not tensors:
-        raise UsageError(f"a network that gives tensors is required, whose outputs can be compared, got "
-                         f"{type(outputs).__name__}")
-    return tensors
+    """Return the tensors of a network's outputs, to compare.
+
+    Raises:
+        UsageError: it gives something that is neither a tensor nor a constant nor a container of such.
+    """
+    leaves = tree_leaves(outputs)
+    for leaf in leaves:
+        if not isinstance(leaf, (Tensor, Number, str, type(None))):
+            raise UsageError(f"a network that gives tensors is required, whose outputs can be compared, got "
+                             f"{type(leaf).__name__}")
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _difference(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> float:
@@ -87,7 +93,7 @@ def deploy(model: nn.Module) -> nn.Module:
         model: ours or any other, in evaluation mode.
 
     Raises:
-        UsageError: no nn.Module, one that is (in part) in training mode, or that gives no tensors for an image.
+        UsageError: no nn.Module, one that is (in part) in training mode, or none that gives tensors for an image.
         RunError: the copy's outputs differ by more than 1e-3 of the largest number.
     """
     if not isinstance(model, nn.Module):
@@ -96,21 +102,27 @@ def deploy(model: nn.Module) -> nn.Module:
     if training:
         raise UsageError(f"a network in evaluation mode is required (model.eval()), got {training[0]} in training mode")
     images = example_images(model)
-    wanted = _tensors(model(images))
+    try:
+        wanted = _tensors(model(images))
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"a network for images {tuple(images.shape)} is required, and {type(model).__name__} fails on "
+                         f"one: {error}") from error
     computed = {id(value): value.detach().clone() for module in model.modules() for value in vars(module).values()
                 if isinstance(value, Tensor) and not value.is_leaf}  # pruned weights, which deepcopy refuses
-    model = copy.deepcopy(model, computed)
-    norms, left, attending = look(model)
-    for maker, norm in norms:
+    original, model = model, copy.deepcopy(model, computed)
+    seen = look(model)
+    for maker, norm in seen.norms:
         _fold_pair(maker, norm)
-    if left:
+    if seen.left:
         warnings.warn("deploy leaves BatchNorms as they are: " + ", ".join(
-            f"{name} ({reason})" for name, reason in left.items()), stacklevel=3)
+            f"{name} ({reason})" for name, reason in seen.left.items()), stacklevel=3)
     layers = [module for module in model.modules() if isinstance(module, ATTENTION)]
     for layer in layers:
         if layer.evolution is not None and layer.evolution.changes_nothing():
             layer.evolution = None
-    for layer, readers in attending.items():
+    for layer, readers in seen.readers.items():
         layer.need_logits = any(reader.evolution is not None for reader in readers)
     for layer in layers:
         if not any(map(watched, layer.modules())):
@@ -119,6 +131,8 @@ def deploy(model: nn.Module) -> nn.Module:
     difference = _difference(wanted, _tensors(model(images)))
     most = max(LARGEST, 16 * torch.finfo(images.dtype).eps)
     if not difference <= most:
+        again = _difference(wanted, _tensors(original(images)))
         raise RunError(f"{type(model).__name__} cannot be deployed: on noise its copy's outputs differ by "
-                       f"{difference:.1e} of the largest, at most {most:.0e} required")
+                       f"{difference:.1e} of the largest, at most {most:.0e} required (the network's own, run twice, "
+                       f"by {again:.1e})")
     return model

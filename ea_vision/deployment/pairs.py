@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from dataclasses import dataclass, field
 
 from timm.layers import BatchNormAct2d
 from timm.models import get_notrace_functions, get_notrace_modules
@@ -28,6 +29,20 @@ class _Tracer(fx.Tracer):
         return isinstance(module, leaves) or super().is_leaf_module(module, name)
 
 
+@dataclass
+class Seen:
+    """What the graph shows.
+
+    norms: (convolution or augmented convolution, BatchNorm) to fold.
+    left: names of BatchNorms behind convolutions that are left alone, and why.
+    readers: by an attention layer whose logits nothing else reads, the attention layers that do.
+    """
+
+    norms: list[tuple[nn.Module, nn.Module]] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+    readers: dict[nn.Module, list[nn.Module]] = field(default_factory=dict)
+
+
 def watched(module: nn.Module) -> bool:
     """Return whether a module's call does more than its `forward`: hooks (pruning and weight_norm are such), another
     `forward` of this object, parametrisations."""
@@ -50,24 +65,19 @@ def _foldable(maker: nn.Module | None, norm: nn.Module) -> bool:
     return type(norm) in NORMS and norm.running_mean is not None and all(cls in known for cls in classes)
 
 
-Norms = list[tuple[nn.Module, nn.Module]]
-
-
-def look(model: nn.Module) -> tuple[Norms, dict[str, str], dict[nn.Module, list[nn.Module]]]:
-    """Return what the graph of a network in evaluation mode shows: pairs (convolution or augmented convolution,
-    BatchNorm) to fold; names of BatchNorms behind convolutions that are left alone, and why; and, by an attention layer
-    whose logits nothing else reads, the attention layers that do.
+def look(model: nn.Module) -> Seen:
+    """Return what the graph of a network in evaluation mode shows.
 
     A pair is folded where all is sure: each of the two has one name, runs once and does nothing but its `forward`,
     and nothing else reads their weights or what is between them.
     """
-    norms, left, attending, modules = [], {}, {}, dict(model.named_modules())
+    seen, modules = Seen(), dict(model.named_modules())
     try:
         graph = _Tracer(autowrap_functions=tuple(get_notrace_functions())).trace(model)
     except Exception as error:  # of any kind: the network's own code meets a tracer where it expects tensors
         if any(isinstance(module, NORMS) for module in modules.values()):
-            left["all"] = f"torch.fx cannot trace the network: {str(error).partition(chr(10))[0]}"
-        return norms, left, attending
+            seen.left["all"] = f"torch.fx cannot trace the network: {str(error).partition(chr(10))[0]}"
+        return seen
     calls = {node: modules[node.target] for node in graph.nodes if node.op == "call_module"}
     for node in [node for node, module in calls.items() if type(module) in NOTHING and not watched(module)]:
         node.replace_all_uses_with(node.args[0])
@@ -95,16 +105,16 @@ def look(model: nn.Module) -> tuple[Norms, dict[str, str], dict[nn.Module, list[
             "read past": len(between.users) > 1 or sum(_takes(user, 0) for user in maker_node.users) > 1}
         against = [reason for reason, holds in reasons.items() if holds]
         if against:
-            left[node.target] = against[0]
+            seen.left[node.target] = against[0]
         else:
-            norms.append((maker, norm))
+            seen.norms.append((maker, norm))
     for node, layer in calls.items():
         if isinstance(layer, ATTENTION) and runs[layer] == 1:
             readers = [calls.get(reader) for user in node.users if _takes(user, 1) for reader in
                        (user.users if user.target is operator.getitem else [user])]
             if all(isinstance(reader, ATTENTION) for reader in readers):
-                attending[layer] = readers
-    return norms, left, attending
+                seen.readers[layer] = readers
+    return seen
 
 
 def _takes(user: fx.Node, index: int) -> bool:

@@ -78,6 +78,7 @@ def train(module: type[DataModule], config: TrainConfig) -> None:
     folder = Path(config.output or module.default_output(config))
     with join_world(config.device, config.dist_timeout) as world, StopRequest() as stop:
         log_to_stdout(world.rank)
+        check_writable(folder)
         log.info("recipe      %s", config.recipe)
         data = module(config.for_processes(world.size), world, training=True)
         complete = is_complete(folder, data.config, world.size)

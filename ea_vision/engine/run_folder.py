@@ -142,9 +142,17 @@ def write_snapshot(folder: Path, weights: dict[str, torch.Tensor], epoch: int) -
 
 
 def read_results(folder: Path) -> dict[str, Any] | None:
-    """Return results.json, which only a complete run has, or None."""
+    """Return results.json, which only a complete run has, or None.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
     path = folder / RESULTS
-    return json.loads(path.read_text()) if path.exists() else None
+    try:
+        return json.loads(path.read_text()) if path.exists() else None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {path}: {error}; without this file the run's own command writes it again") \
+            from error
 
 
 def load_run(folder: Path, *, task: str = CLASSIFICATION, create: Callable[..., nn.Module] =

@@ -470,6 +470,11 @@ class Trainer:
                                f"({str(error).partition(chr(10))[0] or 'main memory'}): a smaller --batch-size with "
                                "--total-batch as it is adds up more batches, --grad-checkpointing and --amp need less; "
                                f"last good checkpoint: {self.last_good}") from error
+            except RuntimeError as error:
+                if "DataLoader worker" not in str(error):
+                    raise
+                raise RunError(f"{str(error).strip()} The system kills processes when main memory runs out, fewer "
+                               f"--workers need less; last good checkpoint: {self.last_good}") from error
 
     def _stop_wanted(self) -> bool:
         """Return whether any process was asked to stop; all processes must ask together."""

@@ -65,8 +65,9 @@ def read_image(source: ImageSource) -> Image.Image:
     if str(source).startswith(DIGITS) and not os.path.exists(source):
         return _digit(str(source))
     _check_exists(source)
-    if os.path.isdir(source):
-        raise UsageError(f"one image file is required, and {source} is a folder")
+    if not os.path.isfile(source):  # a named pipe would be waited for
+        kind = "a folder" if os.path.isdir(source) else "not a regular file"
+        raise UsageError(f"one image file is required, and {source} is {kind}")
     try:
         return decode_image(source, over_white=True)
     except BrokenImage as error:

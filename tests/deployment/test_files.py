@@ -1,6 +1,12 @@
 """Exported files compute what the network computes, and classify photos without anything else."""
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -103,13 +109,27 @@ def shipped_file(tmp_path_factory):
     return path
 
 
-def test_a_photo_gets_the_same_class(shipped_file):
+def agrees_on(photos, path) -> None:
+    """Assert that a file gives real photos (RGB images) the network's classes and, nearly, its logits."""
     model = load_model(SHIPPED)
-    with Image.open(ROOT / "docs" / "cat.jpg") as photo:
-        image = model.normalize(model.prepare(photo.convert("RGB")))[None]
+    images = torch.stack([model.normalize(model.prepare(photo.convert("RGB"))) for photo in photos])
     with torch.no_grad():
-        own, got = model.model(image), ExportedNetwork(shipped_file)(image)
-    assert torch.equal(own.argmax(1), got.argmax(1)) and (own - got).abs().max() < 1e-4 * own.abs().max()
+        own, got = model.model(images), ExportedNetwork(path)(images)
+    assert torch.equal(own.argmax(1), got.argmax(1))
+    assert (own - got).abs().max() < 1e-4 * own.abs().max()
+
+
+def test_a_photo_gets_the_same_class(shipped_file):
+    with Image.open(ROOT / "docs" / "cat.jpg") as photo:
+        agrees_on([photo, photo.transpose(Image.Transpose.FLIP_LEFT_RIGHT)], shipped_file)
+
+
+@pytest.mark.slow
+def test_photos_of_cifar_get_the_same_classes(shipped_file, shared):
+    with tarfile.open(shared / "data" / "cifar10" / "test.tar") as tar:
+        members = [member for member in tar if member.isfile()][::50]
+        assert len(members) > 100
+        agrees_on([Image.open(tar.extractfile(member)) for member in members], shipped_file)
 
 
 @pytest.mark.slow
@@ -153,11 +173,39 @@ def test_a_file_is_whole_and_knows_its_network(name, tiny, tmp_path):
             ExportedNetwork(tmp_path / name)
 
 
-def test_a_file_without_our_metadata_is_refused(tiny, tmp_path):
-    proto, path = onnx.load(tiny[1] / "NET.ONNX"), tmp_path / "net.onnx"
+def renamed(proto) -> None:
+    proto.graph.input[0].name = proto.graph.node[0].input[0] = "pixels"
+    assert [node for node in proto.graph.node if "images" in node.input] == []
+
+
+def said(**values):
+    """Return a change of a file's metadata."""
+    def change(proto) -> None:
+        for entry in proto.metadata_props:
+            if entry.key in values:
+                entry.value = json.dumps(values[entry.key])
+    return change
+
+
+def emptied(proto) -> None:
     del proto.metadata_props[:]
+
+
+@pytest.mark.parametrize("change, message", [
+    (said(classes=["a"] * 12), "must name 10 classes, got 12 names"),
+    (said(classes=["a"] * 7), "must name 10 classes, got 7 names"),
+    (said(num_classes=12), r"gives {'logits': \(12,\)}, and its network takes .* and gives {'logits': \(10,\)}"),
+    (said(size=[16, 8]), r"says that it takes {'images': \(3, 16, 8\)} .* its network takes {'images': \(3, 8, 8\)}"),
+    (renamed, r"says that it takes {'images': .* its network takes {'pixels': "),
+    (said(size=8), "its metadata lack"), (emptied, "its metadata lack 'name'"),
+])
+def test_metadata_are_compared_with_the_network(change, message, tiny, tmp_path):
+    """Also of a file whose checksum is right."""
+    proto, path = onnx.load(tiny[1] / "NET.ONNX"), tmp_path / "net.onnx"
+    change(proto)
     path.write_bytes(sealed(proto))
-    with pytest.raises(UsageError, match="its metadata lack 'name'"):
+    onnx.checker.check_model(onnx.load(path))
+    with pytest.raises(UsageError, match=message):
         ExportedNetwork(path)
 
 
@@ -166,6 +214,8 @@ def test_an_onnx_file_is_one_that_others_read(tiny):
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     assert session.get_inputs()[0].shape == ["batch", 3, 8, 8] and session.get_outputs()[0].shape == ["batch", 10]
     assert json.loads(session.get_modelmeta().custom_metadata_map["classes"])[9] == "class 9"
+    with pytest.raises(ValueError, match=r"images of shape \(B, 3, 8, 8\) are required, got \(1, 3, 8, 9\)"):
+        ExportedNetwork(path)(torch.zeros(1, 3, 8, 9))
 
 
 def test_what_onnxruntimes_tools_make_is_sealed_anew(tiny, tmp_path, monkeypatch):
@@ -188,6 +238,25 @@ def test_what_onnxruntimes_tools_make_is_sealed_anew(tiny, tmp_path, monkeypatch
         network = ExportedNetwork(Path(name))
         assert 1e-6 < difference(model, network, torch.randn(16, 3, 8, 8)) < close
         assert network.about.classes[0] == "class 0"
+
+
+@pytest.mark.slow
+def test_a_signal_leaves_no_part_of_a_file(tmp_path):
+    process = subprocess.Popen([sys.executable, "-m", "ea_vision", "export", SHIPPED, "-o", tmp_path / "net.onnx"])
+    time.sleep(8)
+    process.terminate()
+    assert process.wait() in (-signal.SIGTERM, 0)
+    for path in tmp_path.iterdir():  # a quick machine has written the whole file before
+        assert path.name == "net.onnx" and ExportedNetwork(path)(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
+
+
+def test_a_full_folder_for_temporary_files_is_no_obstacle(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", "/dev/full")
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_get_default_tempdir", lambda: "/dev/full")
+    for name in ("net.onnx", "net.pt2"):
+        write(export_program(tiny[0], (8, 8)), tmp_path / name, about(tiny[0], (8, 8)))
+        assert difference(tiny[0], ExportedNetwork(tmp_path / name), torch.randn(3, 3, 8, 8)) < 1e-5
 
 
 def test_errors_are_one_line_before_work_starts(tmp_path, photos, capsys):

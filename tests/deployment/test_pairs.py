@@ -81,20 +81,52 @@ def double(module, inputs):
     return (2 * inputs[0],)
 
 
-def skipped(net, x):
+def unregistered(way):
+    """A norm that a plain list holds, and no name."""
+    net = Net(way)
+    net.listed = [scramble(nn.BatchNorm2d(CHANNELS))]
+    return net
+
+
+def skipped(alias):
     """A skip over the norm, by an alias of what the convolution gives."""
+    def way(net, x):
+        y = net.conv(x)
+        return net.norm(y) + alias(y)
+
+    return Net(way)
+
+
+def chosen(question):
+    """A norm chosen by what the convolution gives."""
+    def way(net, x):
+        return (net.norm if question(x) else net.other)(net.conv(x))
+
+    return Net(way)
+
+
+def in_place(net, x):
     y = net.conv(x)
-    return net.norm(y) + y.detach()
+    z = net.norm(y)
+    return z + y.relu_()
 
 
 FOLDED, ALONE = 1, 2  # norms left, of two
 CASES = {  # name: (network, norms that are left, reason in the warning)
     "plain": (lambda: Net(plain), FOLDED, ""),
     "with an activation": (lambda: Net(plain, BatchNormAct2d), FOLDED, ""),
-    "two names": (body_listed_again, ALONE, "a second name"),
+    "a norm in a plain list, too": (lambda: after(
+        lambda net: setattr(net, "listed", [net.norm]), lambda net, x: net.listed[0](net.conv(x))), FOLDED, ""),
+    "a norm in a plain list alone": (
+        lambda: unregistered(lambda net, x: net.listed[0](net.conv(x))), ALONE, "cannot trace"),
+    "two names: an encoder": (body_listed_again, ALONE, "a second name"),
+    "two names: Sequential": (
+        lambda: after(lambda net: setattr(net, "again", nn.Sequential(net.norm))), ALONE, "a second name"),
     "run twice": (lambda: Net(lambda net, x: plain(net, plain(net, x))), ALONE, "more than once"),
     "a hook on the norm": (lambda: after(lambda net: net.norm.register_forward_hook(half)), ALONE, "hooks"),
+    "a hook on the convolution": (lambda: after(lambda net: net.conv.register_forward_hook(half)), ALONE, "hooks"),
     "a hook before": (lambda: after(lambda net: net.conv.register_forward_pre_hook(double)), ALONE, "hooks"),
+    "a hook between": (lambda: after(lambda net: net.norm.register_forward_pre_hook(double)), ALONE, "hooks"),
     "another forward": (lambda: after(lambda net: setattr(net.conv, "forward", lambda x: 3 * x)), ALONE, "hooks"),
     "pruned": (lambda: after(lambda net: prune.l1_unstructured(net.conv, "weight", 0.5)), ALONE, "pruning"),
     "weight_norm": (lambda: after(lambda net: weight_norm(net.conv)), ALONE, "hooks"),
@@ -103,10 +135,17 @@ CASES = {  # name: (network, norms that are left, reason in the warning)
         lambda net, x: F.conv_transpose2d(net.norm(net.conv(x)), net.conv.weight)), ALONE, "read elsewhere"),
     "a norm's weight is read": (
         lambda: Net(lambda net, x: plain(net, x) + net.norm.weight.sum()), ALONE, "read elsewhere"),
-    "a skip": (lambda: Net(skipped), ALONE, "read past"),
+    "a skip": (lambda: skipped(lambda y: y), ALONE, "read past"),
+    "a skip by data": (lambda: skipped(lambda y: y.data), ALONE, "read past"),
+    "a skip by mT": (lambda: skipped(lambda y: y.mT), ALONE, "read past"),
+    "a skip by detach": (lambda: skipped(lambda y: y.detach()), ALONE, "read past"),
+    "a change in place": (lambda: Net(in_place), ALONE, "read past"),
     "returned": (lambda: Net(lambda net, x: [y := net.conv(x), net.norm(y)]), ALONE, "read past"),
-    "chosen by data": (
-        lambda: Net(lambda net, x: (net.norm if x.sum() > 0 else net.other)(net.conv(x))), ALONE, "cannot trace"),
+    "chosen by a sum": (lambda: chosen(lambda x: x.sum() > 0), ALONE, "cannot trace"),
+    "chosen by item": (lambda: chosen(lambda x: x.mean().item() > 0.5), ALONE, "cannot trace"),
+    "chosen by a list": (lambda: chosen(lambda x: x.flatten().tolist()[0] > 1), ALONE, "cannot trace"),
+    "chosen by NumPy": (lambda: chosen(lambda x: x.numpy().mean() > 0.5), ALONE, "cannot trace"),
+    "chosen by a count": (lambda: chosen(lambda x: len(x[x > 1]) > 40), ALONE, "cannot trace"),
 }
 
 
@@ -166,8 +205,6 @@ STEPS = {
     "chosen by one": lambda net, x, y, conv, norm, kept: norm(y) if y.flatten().tolist()[0] > 0 else y,
     "both": lambda net, x, y, conv, norm, kept: torch.where(y.mean() > 0, norm(y), y),
 }
-
-
 def ordinary(conv: nn.Module) -> bool:
     """Return whether the weight is a parameter, neither pruned nor parametrised."""
     return "weight" in conv._parameters
@@ -204,10 +241,14 @@ def test_generated_networks_give_the_same_or_are_refused(steps, decorated):
 
 def test_a_network_that_gives_something_else_each_time_is_refused():
     model = scramble(Net(lambda net, x: plain(net, x) + torch.rand(())))
-    with pytest.raises(RunError, match="Net cannot be deployed: on noise its copy's outputs differ by"):
+    with pytest.raises(RunError, match="Net cannot be deployed: on noise its copy's outputs differ by .* run twice"):
         ea_vision.deploy(model)
 
 
-def test_a_network_without_tensors_is_refused():
-    with pytest.raises(UsageError, match="a network that gives tensors is required, .* got object"):
-        ea_vision.deploy(scramble(Net(lambda net, x: object())))
+@pytest.mark.parametrize("way, message", [
+    (lambda net, x: object(), "a network that gives tensors is required, .* got object"),
+    (lambda net, x: x @ x.new_ones(1, 99), "a network for images \\(1, 3, 6, 6\\) is required, and Net fails on one"),
+])
+def test_what_is_no_network_of_images_is_refused(way, message):
+    with pytest.raises(UsageError, match=message):
+        ea_vision.deploy(scramble(Net(way)))

@@ -2,6 +2,9 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
+import os
+import re
 import shutil
 import signal
 from fnmatch import fnmatchcase
@@ -72,9 +75,10 @@ NOWHERE = "/nowhere.safetensors"
     ("--evaluate cnn_cifar --model test_resnet".split(),
      "--evaluate cnn_cifar names the model, got --model test_resnet"),
     (["--model", "cnn_cifr"], "*did you mean cnn_cifar*"),
+    (["--output", "x" * 256], "*xxx: File name too long"),
     (["--model-kwargs", "alpah=0.5"], "*has no keyword 'alpah'*"),
     (["--data-dir", "/nowhere"], "*does not exist*"),
-    (["--data-dir", "{data}/train"], "*train must have train/ or train.tar*"),
+    (["--data-dir", "{data}/train"], "*train must have train/ or train.tar; * has it: give that folder"),
     (["--batch-size", "128"], "an update needs 128 training images (batch_size x grad_accum_steps x processes), and "
      "the data set has fewer, 40: --batch-size 32"),
     (["--holdout", "64"], "holdout must lie between 1 and 39*"),
@@ -107,7 +111,7 @@ IMAGENET = "--model test_resnet --img-size 16 --eval-resize 20 --batch-size 8 --
     ("--train-beton a.beton --val-beton b.beton".split(), "data_dir must be empty with --train-beton and *"),
     ("--val-beton a.beton --val-split dev".split(), "val_split goes without val_beton, got dev beside it"),
     (["--no-test"], "--no-test needs training images held out (--holdout) to evaluate on, got none"),
-    (["--data-dir", "{data}/train"], "*train must have train/ or train.tar*"),
+    (["--data-dir", "{data}/train"], "*train must have train/ or train.tar; * has it: give that folder"),
     (["--val-split", "dev"], "validation images: {data} has neither dev nor dev.tar"),
 ])
 def test_refusals_of_the_imagenet_trainer(photos, tmp_path, capsys, more, message):
@@ -126,6 +130,32 @@ def test_different_classes_in_train_and_val_are_an_error(tmp_path, capsys):
 
 
 # ---- while it trains -------------------------------------------------------------------------------------------------
+
+
+class KillWorker:
+    """A process that decodes images is killed after the second update, as the kernel does when memory runs out."""
+
+    def __call__(self):
+        update = Trainer._update
+
+        def hurt(trainer, batches):
+            update(trainer, batches)
+            if trainer.progress.updates == 2:
+                for child in multiprocessing.active_children():
+                    os.kill(child.pid, signal.SIGKILL)
+
+        Trainer._update = hurt
+
+
+def test_a_killed_worker_names_the_last_good_checkpoint(photos, tmp_path):
+    folder, log = tmp_path / "run", tmp_path / "log"
+    argv = [*IMAGENET, "--batch-size", "2", "--checkpoint-steps", "1", "--data-dir", str(photos), "--output",
+            str(folder)]
+    assert run(argv, log, KillWorker(), main=train_imagenet.main) == 1, log.read_text()
+    error = log.read_text().splitlines()[-1]
+    # torch's two sentences: its signal handler's, or its queue's where that notices first.
+    assert re.match(r"error: DataLoader worker \(pid.*(killed by signal|exited unexpectedly)", error), error
+    assert f"fewer --workers need less; last good checkpoint: {folder / checkpoint.LAST}" in error
 
 
 class RunOutOfMemory:
