@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 from timm.utils.misc import natural_key
 
 from ea_vision.base.errors import UsageError
@@ -26,40 +26,33 @@ from ea_vision.data import ilsvrc
 
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM", "TIFF")  # Pillow's names; nothing else is decoded anywhere
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".pbm", ".tif", ".tiff")
-MAX_PIXELS = 100_000_000  # of an image, as it is and scaled
+MAX_PIXELS = 100_000_000  # of an image
 
 
 class BrokenImage(ValueError):
     """An image that cannot be decoded, or is too large; the message says why."""
 
 
-class TooLarge(BrokenImage):
-    """An image of more pixels than are allowed; the message begins with `must have at most`."""
-
-
-def decode_image(file: str | Path | BinaryIO, exif_rotation: bool = False, max_pixels: int = MAX_PIXELS,
-                 over_white: bool = False) -> Image.Image:
-    """Decode a file to 8-bit RGB; its size is looked at before its pixels are decoded.
+def decode_image(file: str | Path | BinaryIO, over_white: bool = False) -> Image.Image:
+    """Decode a file to 8-bit RGB; its size is looked at before its pixels are decoded, and it is not turned as its EXIF
+    data says, as in timm and torchvision, whose published accuracies are without it.
 
     Args:
-        exif_rotation: turn it as its EXIF data says. Off by default, as in timm and torchvision, whose published
-            accuracies are without it.
         over_white: put transparent pixels on white. Off by default, as in timm and torchvision, which drop alpha.
 
     Raises:
-        TooLarge: it has more than `max_pixels`.
-        BrokenImage: it cannot be decoded, or is of none of IMAGE_FORMATS.
+        BrokenImage: it has more than MAX_PIXELS, cannot be decoded, or is of none of IMAGE_FORMATS.
     """
-    limit = f"must have at most {max_pixels / 1e6:g} megapixels"
+    limit = f"must have at most {MAX_PIXELS / 1e6:g} megapixels"
     try:
         with Image.open(file, formats=IMAGE_FORMATS) as image:
-            if image.width * image.height > max_pixels:
-                raise TooLarge(f"{limit}, got {image.width}x{image.height}")
-            return to_rgb(ImageOps.exif_transpose(image) if exif_rotation else image, over_white)
+            if image.width * image.height > MAX_PIXELS:
+                raise BrokenImage(f"{limit}, got {image.width}x{image.height}")
+            return to_rgb(image, over_white)
     except BrokenImage:
         raise
     except Image.DecompressionBombError as error:
-        raise TooLarge(f"{limit}: {error}") from error
+        raise BrokenImage(f"{limit}: {error}") from error
     except Exception as error:  # Pillow's readers raise whatever damaged bytes lead them to
         raise BrokenImage(f"{type(error).__name__}: {error}") from error
 

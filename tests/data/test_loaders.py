@@ -49,7 +49,7 @@ def common(batch_size: int, bad=None, **more):
 def loader(source, kind: str, batch_size: int, **more):
     keywords = {"seed": 1, **common(batch_size, **more)}
     if kind != "files":
-        return BetonTrainLoader(source[kind], scale=(0.3, 1), hflip=0.5, **keywords)
+        return BetonTrainLoader(source[kind], os_cache=True, scale=(0.3, 1), hflip=0.5, **keywords)
     return ImageTrainLoader(source if isinstance(source, ImageFiles) else source["files"], transform=partial(
         train_transform, scale=(0.3, 1), color_jitter=0.4, auto_augment="rand-m7-mstd0.5-inc1"), **keywords)
 

@@ -97,7 +97,7 @@ def test_the_command_writes_results_and_pictures(run, model, photos, tmp_path, c
     assert exit_code(lambda: main(words)) == 1
     sys.stdout.reconfigure(errors=before)
     said = capsys.readouterr()
-    assert said.err.count("error: ") == 1 and "broken.png is not an" in said.err
+    assert said.err.count("error: ") == 1 and "broken.png cannot be read" in said.err
     assert all(Image.open(drawn / f"{name}.png").width >= 373 for name in ("3-same", "4-wide"))
     rows = json.loads(results.read_text())
     assert {row["category_id"] for row in rows} <= set(IDS) and min(row["score"] for row in rows) >= 0.5

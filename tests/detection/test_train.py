@@ -62,6 +62,7 @@ def test_killed_and_resumed_is_undisturbed(data, uninterrupted, tmp_path, number
     same_result(folder, uninterrupted)
 
 
+@pytest.mark.slow
 def test_two_processes_killed_and_resumed_are_undisturbed(data, tmp_path):
     folders = [tmp_path / "a", tmp_path / "b"]
     log, options = tmp_path / "log", ("--batch-size", "2", "--checkpoint-steps", "3")

@@ -171,6 +171,7 @@ def test_resume_goes_on_from_an_older_checkpoint_when_the_newest_is_damaged(data
     assert (folder / "last.ckpt.damaged").read_bytes() == damaged, "it is kept, and has pushed out no good one"
 
 
+@pytest.mark.slow
 def test_config_says_which_start_made_which_updates(data, tmp_path):
     folder, log = tmp_path / "run", tmp_path / "run.log"
     argv, two_threads = [*arguments(data, folder), "--epochs", "1"], partial(torch.set_num_threads, 2)
@@ -229,6 +230,7 @@ def test_weights_and_statistics_that_are_not_finite_are_never_saved(data, tmp_pa
     assert saved["progress"]["updates"] == 2 and all(v.isfinite().all() for v in saved["model"].values())
 
 
+@pytest.mark.slow
 def test_three_processes_add_gradients_in_one_order(data, tmp_path):
     """gloo's own order depends on a gradient's place in its bucket, and DDP lays the buckets anew when a run begins."""
     more = "--model ea_conv_transformer_cifar --model-kwargs widths=[16,16,16,16] --batch-size 2".split()

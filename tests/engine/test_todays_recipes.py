@@ -97,6 +97,7 @@ GROWING = ("--first-img-size 32 --img-size 96 --grow-epochs 0 2 --eval-img-size 
            "--checkpoint-steps 2 --model-ema-decay 0.9 --log-steps 2")
 
 
+@pytest.mark.slow
 def test_growing_images_and_what_follows_them_survive_a_kill(photos, tmp_path):
     """32, 64 and 96 pixels; killed inside the second epoch, stopped inside the third."""
     def run(folder, sabotage=None):

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import shutil
 import signal
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -171,10 +172,17 @@ def test_too_many_unreadable_images_stop_the_run_and_are_listed(tmp_path, capsys
     assert run(arguments(root, folder, "--max-bad-images 3"), log) == 0, "the same run goes on when it may"
 
 
-def test_a_trial_step_changes_nothing():
+def test_a_trial_step_changes_nothing_and_does_not_take_the_building_of_kernels_for_the_pace():
     config = resolve(ImageNetConfig, {"model": "test_resnet", "batch_size": 8})
-    model = timm.create_model("test_resnet")
+    model, steps = timm.create_model("test_resnet"), []
     before, random = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
-    assert trial_step(model, config, 16, torch.device("cpu")) == 0
+
+    def loss_of(model, images):
+        time.sleep(0 if steps else 1)  # what the first step of a fresh installation builds
+        steps.append(len(images))
+        return model(images).square().mean()
+
+    seconds, _ = trial_step(model, config, 16, torch.device("cpu"), loss_of)
+    assert len(steps) > 1 and set(steps) == {8} and 0 < seconds < 1
     assert torch.equal(random, torch.get_rng_state()) and all(p.grad is None for p in model.parameters())
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())

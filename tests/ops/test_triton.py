@@ -36,7 +36,7 @@ def run_alone(*args: str, interpret: str) -> str:
 
 
 @pytest.mark.skipif(HERE, reason="the tests themselves run here")
-@pytest.mark.parametrize("tests", slow_but({"gradients and (last or PA)"}, ["gradients and (last or PA)", "test"]))
+@pytest.mark.parametrize("tests", slow_but({"gradients and last"}, ["gradients and last", "test"]))
 def test_in_interpreter(tests):
     authors = Path(__file__).parents[1] / "layers" / "test_reference.py"
     assert "passed" in run_alone(

@@ -134,6 +134,7 @@ def test_the_command_ends_with_tables_and_a_picture(tmp_path, capsys):
     assert "31.02 / 31.71 / 31.93" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_seeds_draw_everything_but_the_images_and_unseen_takes_test_images(tmp_path, capsys, monkeypatch):
     seen, networks = [], []
 
