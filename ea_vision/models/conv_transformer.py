@@ -246,7 +246,7 @@ def _cfg(**kwargs: Any) -> dict[str, Any]:
 
 
 SHIPPED = (  # of a model's weights the first are the default
-    "conv_transformer_cifar.fast_c10",
+    "conv_transformer_cifar.fast_norm_c10",
     "pa_conv_transformer_cifar.fast_c10",
     "ea_conv_transformer_cifar.fast_norm_c10",
 )
@@ -261,7 +261,8 @@ register_networks(__name__, ConvTransformer, {
     "cnn_cifar": Network(
         "The PA paper's CNN for CIFAR, a reconstruction: no attention.", {"attn_stages": ()}),
     "conv_transformer_cifar": Network(
-        "The PA paper's Conv-Transformer for CIFAR, a reconstruction: attention at 8x8 and 4x4."),
+        "The PA paper's Conv-Transformer for CIFAR, a reconstruction: attention at 8x8 and 4x4.",
+        trained={"fast_norm_c10": {"qk_norm": True}}),
     "pa_conv_transformer_cifar": Network(
         "The PA paper's PA-Conv-Transformer for CIFAR, a reconstruction: alpha 0.01, one convolution.",
         {"evolution": "pa", "alpha": 0.01}),

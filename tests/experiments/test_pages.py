@@ -158,6 +158,9 @@ def test_replaced_maps():
     page_says("experiments/healthy_maps/README.md", "Question 3: which findings were the collapse's?", *(
         f"{top1:.2f}" for top1 in (*healthy, *(healthy["trained"] - healthy[["none", "own"]]))))
     page_says(PAGE, QUESTIONS, f"{healthy['trained'] - healthy['none']:.1f}")
+    without = table("replaced-maps/none-norm-replaced.csv").set_index("maps")["top1"]
+    page_says("experiments/healthy_maps/README.md", "Question 3: which findings were the collapse's?", *(
+        f"{top1:.2f}" for top1 in (*without, without["trained"] - without["none"])))
     lost = (means["trained"] - means["none"])[["none", "PA", "EA", "EA without skip", "EA without convolution"]]
     page_says(PAGE, QUESTIONS, f"{lost.min():.0f} to {lost.max():.0f} points",
               f"{means.trained['ea_conv_transformer_cifar'] - means.none['ea_conv_transformer_cifar']:.1f}")
