@@ -35,7 +35,7 @@ SHORTER = {  # options that end a command, over those that it has
     "train-imagenet": "--epochs 1 --warmup-epochs 0 --batch-size 8 --img-size 32 --eval-img-size 0 --eval-resize 36 "
                       "--device cpu --workers 0 --no-pretrained",
     "heatmap": "--dpi 30", "strip": "--dpi 30",
-    "probe": "--limit 12 --epochs 1 --width 8 --controls none --layers 1 --workers 1",
+    "probe": "--limit 12 --epochs 1 --width 8 --controls none --layers 1",
     "benchmark": "--models resnet18 --img-size 64 --batch-size 2 --repeats 1 --threads 1 --no-memory",
     "predict": "", "explore": "", "write-ffcv": "--workers 1"}
 ELSEWHERE = {  # command lines and the tests that run them
