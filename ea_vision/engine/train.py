@@ -443,13 +443,13 @@ class Trainer:
         left = (self.total_epochs - progress.epoch) * sum(seconds) / len(seconds)
         quality = "not evaluated"
         if not math.isnan(row[self.measures[0]]):
-            best = "best so far" if best else f"best {progress.best_top1:.2f}%, epoch {progress.best_epoch}"
-            quality = f"{self.text_of(row)}  {best}"
+            beside = "best so far" if best else f"best {progress.best_top1:.2f}%, epoch {progress.best_epoch}"
+            quality = f"{self.text_of(row)}  {beside}"
         if not math.isnan(row["eval_loss"]):
             quality = f"evaluation loss {row['eval_loss']:.4f}  {quality}"
-        log.info("epoch %d/%d  training loss %.4f  %s  lr %.3g  %.0f images/s  %.1f s  %s left", progress.epoch,
+        log.info("epoch %d/%d  training loss %.4f  %s  lr %.3g  %.0f images/s  %.1f s%s", progress.epoch,
                  self.total_epochs, row["train_loss"], quality, row["lr"], row["images_per_s"], row["seconds"],
-                 duration(left))
+                 f"  {duration(left)} left" if left else "")
 
     def fit(self) -> None:
         """Train until `config.epochs` epochs are complete.
