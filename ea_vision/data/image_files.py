@@ -96,7 +96,9 @@ class ImageFiles:
             raise UsageError(f"{source} has no images: class/name with a suffix of {', '.join(IMAGE_SUFFIXES)} is "
                              "required")
         found.sort(key=lambda entry: (natural_key(entry[0]), entry[0]))
-        self.names, self._places = [name for name, *_ in found], [place for _, *place in found]  # (file, start, size)
+        self.names = [name for name, *_ in found]
+        self._tars = [tar for _, tar, *_ in found]  # the tar that an image lies in, None: a file of its own
+        self._spans = np.array([span for _, _, *span in found], np.int64)  # (start, bytes); an array, which forks share
         labels = ilsvrc.labels_of(source, self.names) if ilsvrc.is_flat(self.names) else self._labels()
         self.classes, self.targets = np.unique(labels, return_inverse=True)
         order = sorted(range(len(self.classes)), key=lambda label: natural_key(self.classes[label]))
@@ -134,9 +136,9 @@ class ImageFiles:
         Raises:
             BrokenImage: it cannot be read or decoded.
         """
-        file, start, size = self._places[index]
+        start, size = self._spans[index].tolist()
         try:
-            with open(file, "rb") as opened:
+            with open(self._tars[index] or self.describe(index), "rb") as opened:
                 data = os.pread(opened.fileno(), size, start)
         except OSError as error:
             raise BrokenImage(str(error)) from error
@@ -145,7 +147,7 @@ class ImageFiles:
     def fingerprint(self) -> str:
         """Return SHA-256 over the classes, names and sizes of the images: the same wherever they lie."""
         digest = hashlib.sha256("\n".join([*self.classes, "", *self.names]).encode())
-        digest.update(np.array([*(size for *_, size in self._places), *self.targets], np.int64))
+        digest.update(np.concatenate([self._spans[:, 1], self.targets]).astype(np.int64))
         return digest.hexdigest()
 
 
@@ -155,16 +157,21 @@ def check_classes(name: str, classes: list[str], required: int) -> None:
         raise UsageError(f"{name} must have {required} classes (--num-classes), got {len(classes)}")
 
 
-def _is_image(name: str) -> bool:
+def is_image_name(name: str) -> bool:
+    """Return whether a file's name ends as an image's does."""
     return name.lower().endswith(IMAGE_SUFFIXES)
 
 
-def _walk(root: Path) -> Iterator[tuple[str, str, int, int]]:
-    """Yield (name, file, 0, bytes) of every image below a folder; a link to nowhere has none."""
+def _walk(root: Path) -> Iterator[tuple[str, None, int, int]]:
+    """Yield (name, None, 0, bytes) of every image below a folder; a link to nowhere has none."""
     for folder, _, files in os.walk(root, followlinks=True):
-        for file in filter(_is_image, files):
+        for file in filter(is_image_name, files):
             path = f"{folder}/{file}"
-            yield os.path.relpath(path, root), path, 0, os.path.getsize(path) if os.path.exists(path) else 0
+            try:
+                size = os.path.getsize(path)
+            except OSError:  # found out, and said, when the image is read
+                size = 0
+            yield os.path.relpath(path, root), None, 0, size
 
 
 def _scan_tar(path: Path, start: int = 0, prefix: str = "", outer: bool = True) -> Iterator[tuple[str, Path, int, int]]:
@@ -178,7 +185,7 @@ def _scan_tar(path: Path, start: int = 0, prefix: str = "", outer: bool = True) 
                     name = prefix + os.path.normpath(member.name).lstrip("/")
                     if member.isreg() and name.lower().endswith(".tar") and outer:
                         yield from _scan_tar(path, member.offset_data, name[:-4] + "/", outer=False)
-                    elif member.isreg() and _is_image(name):
+                    elif member.isreg() and is_image_name(name):
                         yield name, path, member.offset_data, member.size
         except tarfile.TarError as error:
             raise UsageError(f"{path} is not a readable tar (nor may it be compressed): {error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ea_vision.base.errors import UsageError
-from ea_vision.data.image_files import IMAGE_SUFFIXES
+from ea_vision.data.image_files import is_image_name
 
 NAMES = {  # of a split's folder or tar, the first that exists counts
     "train": ("train", "training", "ILSVRC2012_img_train"),
@@ -30,7 +30,7 @@ def _what_was_meant(root: Path) -> str:
     for folder in above + below:
         if _split_in(folder, "train"):
             return f"; {folder} has it: give that folder"
-    classes = [path.name for path in below if any(file.suffix.lower() in IMAGE_SUFFIXES for file in path.iterdir())]
+    classes = [path.name for path in below if any(is_image_name(file.name) for file in path.iterdir())]
     return f"; it has the classes {', '.join(classes[:3])} itself: move them into train/ and test/" if classes else ""
 
 
