@@ -35,26 +35,21 @@ class DeployedProjection(Projection):
         return F.conv2d(x, self.weight, self.bias) if exporting() else super().forward(x)
 
 
-class _Deployed:
-    """The common part of both layers, beside their class.
-
-    gain: (K, 1, 1), what multiplies the queries.
-    folded: the evolution, or None.
-    """
-
-    def _attend_in_plain_operations(self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None
-                                    ) -> tuple[Tensor, Tensor]:
-        """Attend q (B, K, N, D), times the gain, k (B, K, D, N), v (B, K, N, E): return (B, K, N, E) and the logits."""
-        logits = q @ k
-        if self.folded is not None:
-            logits = self.folded(logits, prev_logits)
-        return logits.softmax(-1) @ v, logits
+def _attend(layer: AugmentedConv2d | TokenAttention, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None,
+            ) -> tuple[Tensor, Tensor]:
+    """Attend q (B, K, N, D), times the gain, k (B, K, D, N), v (B, K, N, E): return (B, K, N, E) and the logits."""
+    logits = q @ k
+    if layer.folded is not None:
+        logits = layer.folded(logits, prev_logits)
+    return logits.softmax(-1) @ v, logits
 
 
 @register_notrace_module
-class DeployedConv2d(_Deployed, AugmentedConv2d):
+class DeployedConv2d(AugmentedConv2d):
     """An `AugmentedConv2d` for inference, made by `make_portable`; its convolution may have a bias.
 
+    gain: (K, 1, 1), what multiplies the queries.
+    folded: the evolution, or None.
     rows, cols: (S, D, S), of each query's row or column what every key's gives.
     places: (H + W, N), of each pixel its row and its column, one-hot.
     """
@@ -73,12 +68,12 @@ class DeployedConv2d(_Deployed, AugmentedConv2d):
             by_col = (q.reshape(B, H, W, K, D) @ self.cols).reshape(B, N, K, W)
             q = torch.cat([q, by_row, by_col], 3).transpose(1, 2)
             k = torch.cat([k, self.places.expand(B, K, -1, -1)], 2)
-        return self._attend_in_plain_operations(q, k, v, prev_logits)
+        return _attend(self, q, k, v, prev_logits)
 
 
 @register_notrace_module
-class DeployedTokenAttention(_Deployed, TokenAttention):
-    """A `TokenAttention` for inference, made by `make_portable`."""
+class DeployedTokenAttention(TokenAttention):
+    """A `TokenAttention` for inference, made by `make_portable`, with the same `gain` and `folded`."""
 
     def _attend(
             self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int] | None,
@@ -86,7 +81,7 @@ class DeployedTokenAttention(_Deployed, TokenAttention):
     ) -> tuple[Tensor, Tensor | None]:
         if not exporting():
             return super()._attend(q, k, v, prev_logits, feat_size, bias)
-        return self._attend_in_plain_operations(q * self.gain, k.transpose(-2, -1), v, prev_logits)
+        return _attend(self, q * self.gain, k.transpose(-2, -1), v, prev_logits)
 
 
 def make_portable(layer: AugmentedConv2d | TokenAttention) -> None:

@@ -14,7 +14,7 @@ import logging
 import re
 import warnings
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
-from ea_vision.deployment.fold import deploy
+from ea_vision.deployment.fold import deploy, example_images
 
 SUFFIXES = (".onnx", ".pt2")
 OPSET = 20
@@ -60,8 +60,8 @@ def check_packages(path: Path, *names: str) -> None:
 def export_program(model: nn.Module, size: tuple[int, int]) -> torch.export.ExportedProgram:
     """Return the program of a network's deployed copy, for images (B, 3, H, W) of one size and any batch size."""
     model = deploy(model)
-    first = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
-    images = torch.zeros(2, first.in_channels, *size, dtype=first.weight.dtype)
+    noise = example_images(model)
+    images = noise.new_zeros(2, noise.shape[1], *size)
     with torch.no_grad():
         return torch.export.export(model, (images,), dynamic_shapes=({0: torch.export.Dim("batch")},))
 
@@ -100,10 +100,9 @@ def sealed(proto) -> bytes:
 
     What onnxruntime's tools make of a file (float16, 8 bits) is sealed anew by this.
     """
-    kept = {entry.key: entry.value for entry in proto.metadata_props if entry.key != "sha256"}
-    del proto.metadata_props[:]
-    for key, value in kept.items():
-        proto.metadata_props.add(key=key, value=value)
+    from onnx.helper import set_model_props
+
+    set_model_props(proto, {entry.key: entry.value for entry in proto.metadata_props if entry.key != "sha256"})
     data = proto.SerializeToString()
     return data + _SEAL + hashlib.sha256(data).hexdigest().encode()
 
@@ -121,77 +120,75 @@ def write(program: torch.export.ExportedProgram, path: Path, about: About) -> No
         torch.export.save(program, file, extra_files={"about.json": json.dumps(said)})
         data = file.getvalue()
     else:
+        from onnx.helper import set_model_props
+
         proto = _onnx_model(program)
-        for key, value in said.items():
-            proto.metadata_props.add(key=key, value=value)
+        set_model_props(proto, said)
         data = sealed(proto)
     atomic_write(path, data)
+
+
+def _open_program(path: Path, _threads: int) -> tuple[dict[str, str], Callable[[Tensor], Tensor]]:
+    """Open a program of torch.export; return its metadata, and what runs it."""
+    with zipfile.ZipFile(path) as archive:
+        if damaged := archive.testzip():
+            raise UsageError(f"{path} is damaged: {damaged} in it does not match its checksum")
+    extra = {"about.json": ""}
+    with _quiet():
+        module = torch.export.load(path, extra_files=extra).module()
+    return json.loads(extra["about.json"] or "{}"), lambda images: module(images)  # a module would refuse eval()
+
+
+def _open_onnx(path: Path, threads: int) -> tuple[dict[str, str], Callable[[Tensor], Tensor]]:
+    """Open an ONNX file; return its metadata, and what runs it."""
+    import onnxruntime
+
+    data = path.read_bytes()
+    if data[-64:] != hashlib.sha256(data[:-64 - len(_SEAL)]).hexdigest().encode():
+        raise UsageError(f"{path} is damaged: its checksum does not match" if _SEAL in data else
+                         f"{path} must be a network that ea-vision export wrote; its metadata lack 'sha256'")
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = threads, 3
+    session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+    return (session.get_modelmeta().custom_metadata_map,
+            lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0]))
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Raise any error as a UsageError of one line: onnxruntime and torch.export name theirs each in their way."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{what} {' '.join(str(error).split())}") from error
 
 
 class ExportedNetwork(nn.Module):
     """A file of `write` as a network: (B, 3, H, W) -> (B, num_classes), on a CPU.
 
     Raises:
-        UsageError: a file that cannot be read, is damaged, has no metadata of ours or others than its network's, or
-            onnxruntime is missing.
+        UsageError: a file that cannot be read, is damaged, has no metadata of ours or others than its network's (which
+            is run once), or onnxruntime is missing.
     """
 
     def __init__(self, path: Path, threads: int = 0) -> None:
         super().__init__()
         check_packages(path, "onnxruntime")
-        try:
-            read = self._read_program if path.suffix.lower() == ".pt2" else self._read_onnx
-            said, inputs, outputs = read(path, threads)
-        except UsageError:
-            raise
-        except Exception as error:  # onnxruntime and torch.export name theirs each in their way
-            raise UsageError(f"cannot read {path}: {error}") from error
-        try:
+        with _named(f"cannot read {path}:"):
+            said, self.run = (_open_program if path.suffix.lower() == ".pt2" else _open_onnx)(path, threads)
+        with _named(f"{path} must be a network that ea-vision export wrote; its metadata lack"):
             about = About(**{field.name: json.loads(said[field.name]) for field in fields(About)})
             about = replace(about, size=tuple(about.size))
-        except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"{path} must be a network that ea-vision export wrote; its metadata lack {error}"
-                             ) from error
-        wanted = {"images": (3, *about.size)}, {"logits": (about.num_classes,)}
-        if (inputs, outputs) != wanted:
-            raise UsageError(f"{path} says that it takes {wanted[0]} and gives {wanted[1]}, and its network takes "
-                             f"{inputs} and gives {outputs}")
+        with _named(f"{path} says that it takes images {(3, *about.size)} and gives logits, and its network refuses:"):
+            shape = tuple(self.run(torch.zeros(1, 3, *about.size)).shape)
+        if shape != (1, about.num_classes):
+            raise UsageError(f"{path} says that it gives {about.num_classes} classes, and its network gives an image "
+                             f"{shape}")
         if about.classes is not None and len(about.classes) != about.num_classes:
             raise UsageError(f"{path} must name {about.num_classes} classes, got {len(about.classes)} names")
         self.about, self.num_classes = about, about.num_classes
-
-    def _read_program(self, path: Path, threads: int) -> tuple[dict, dict, dict]:
-        """Open a program of torch.export; return its metadata, and shapes of inputs and outputs without the batch."""
-        with zipfile.ZipFile(path) as archive:
-            if archive.testzip():
-                raise UsageError(f"{path} is damaged: {archive.testzip()} in it does not match its checksum")
-        extra = {"about.json": ""}
-        with _quiet():
-            program = torch.export.load(path, extra_files=extra)
-        module = program.module()  # hidden from this network, whose eval() it refuses
-        self.run = lambda images: module(images)
-        values = {node.name: node.meta["val"] for node in program.graph.nodes if "val" in node.meta}
-        signature = program.graph_signature
-        inputs, outputs = ([tuple(values[name].shape[1:]) for name in names]
-                           for names in (signature.user_inputs, signature.user_outputs))
-        return json.loads(extra["about.json"] or "{}"), dict(zip(["images"], inputs, strict=True)), dict(
-            zip(["logits"], outputs, strict=True))
-
-    def _read_onnx(self, path: Path, threads: int) -> tuple[dict, dict, dict]:
-        """Open an ONNX file; return its metadata, and shapes of inputs and outputs by name without the batch."""
-        import onnxruntime
-
-        data = path.read_bytes()
-        if data[-64:] != hashlib.sha256(data[:-64 - len(_SEAL)]).hexdigest().encode():
-            raise UsageError(f"{path} is damaged: its checksum does not match" if _SEAL in data else
-                             f"{path} must be a network that ea-vision export wrote; its metadata lack 'sha256'")
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads, options.log_severity_level = threads, 3
-        session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-        self.run = lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
-        inputs, outputs = ({value.name: tuple(value.shape[1:]) for value in values}
-                           for values in (session.get_inputs(), session.get_outputs()))
-        return session.get_modelmeta().custom_metadata_map, inputs, outputs
 
     def forward(self, images: Tensor) -> Tensor:
         """Classify normalised images (B, 3, H, W) of the file's size."""

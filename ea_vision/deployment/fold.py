@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from collections.abc import Sequence
 from numbers import Number
@@ -44,12 +43,10 @@ def example_images(model: nn.Module) -> Tensor:
     first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
     if first is None:
         raise UsageError(f"a network that begins with a convolution is required, got {type(model).__name__}")
-    sizes = (getattr(module, "img_size", None) for module in model.modules())
-    size = next((size for size in sizes if size is not None), None)
-    if size is None:
-        size = timm.data.resolve_model_data_config(model)["input_size"][-2:]
-    height, width = (size, size) if isinstance(size, int) else size
-    noise = torch.randn(1, first.in_channels, height, width, generator=torch.Generator().manual_seed(0))
+    own = [size for module in model.modules() if (size := getattr(module, "img_size", None)) is not None]
+    size = own[0] if own else timm.data.resolve_model_data_config(model)["input_size"][-2:]
+    sides = (size, size) if isinstance(size, int) else size
+    noise = torch.randn(1, first.in_channels, *sides, generator=torch.Generator().manual_seed(0))
     return noise.to(first.weight)
 
 
@@ -71,12 +68,9 @@ def _difference(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> float:
     """Return the largest difference of two networks' outputs, in parts of an output's largest number."""
     if [tensor.shape for tensor in wanted] != [tensor.shape for tensor in got]:
         return float("inf")
-    largest = 0.0
-    for own, other in zip(wanted, got, strict=True):
-        if own.numel():
-            away, size = float((other.double() - own.double()).abs().max()), float(own.double().abs().max())
-            largest = max(largest, away / max(size, 1e-6)) if math.isfinite(away) else float("inf")
-    return largest
+    parts = [(other.double() - own.double()).abs().max() / own.double().abs().max().clamp(min=1e-6)
+             for own, other in zip(wanted, got, strict=True) if own.numel()]
+    return float(torch.stack(parts).max()) if parts else 0.0
 
 
 @torch.no_grad()
@@ -103,27 +97,26 @@ def deploy(model: nn.Module) -> nn.Module:
         raise UsageError(f"a network in evaluation mode is required (model.eval()), got {training[0]} in training mode")
     images = example_images(model)
     try:
-        wanted = _tensors(model(images))
-    except UsageError:
-        raise
+        outputs = model(images)
     except Exception as error:
         raise UsageError(f"a network for images {tuple(images.shape)} is required, and {type(model).__name__} fails on "
                          f"one: {error}") from error
+    wanted = _tensors(outputs)
     computed = {id(value): value.detach().clone() for module in model.modules() for value in vars(module).values()
                 if isinstance(value, Tensor) and not value.is_leaf}  # pruned weights, which deepcopy refuses
     original, model = model, copy.deepcopy(model, computed)
-    seen = look(model)
-    for maker, norm in seen.norms:
+    pairs, left, readers = look(model)
+    for maker, norm in pairs:
         _fold_pair(maker, norm)
-    if seen.left:
+    if left:
         warnings.warn("deploy leaves BatchNorms as they are: " + ", ".join(
-            f"{name} ({reason})" for name, reason in seen.left.items()), stacklevel=3)
+            f"{name} ({reason})" for name, reason in left.items()), stacklevel=3)
     layers = [module for module in model.modules() if isinstance(module, ATTENTION)]
     for layer in layers:
         if layer.evolution is not None and layer.evolution.changes_nothing():
             layer.evolution = None
-    for layer, readers in seen.readers.items():
-        layer.need_logits = any(reader.evolution is not None for reader in readers)
+    for layer, takers in readers.items():
+        layer.need_logits = any(taker.evolution is not None for taker in takers)
     for layer in layers:
         if not any(map(watched, layer.modules())):
             make_portable(layer)

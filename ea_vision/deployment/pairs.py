@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from dataclasses import dataclass, field
 
 from timm.layers import BatchNormAct2d
 from timm.models import get_notrace_functions, get_notrace_modules
@@ -29,20 +28,6 @@ class _Tracer(fx.Tracer):
         return isinstance(module, leaves) or super().is_leaf_module(module, name)
 
 
-@dataclass
-class Seen:
-    """What the graph shows.
-
-    norms: (convolution or augmented convolution, BatchNorm) to fold.
-    left: names of BatchNorms behind convolutions that are left alone, and why.
-    readers: by an attention layer whose logits nothing else reads, the attention layers that do.
-    """
-
-    norms: list[tuple[nn.Module, nn.Module]] = field(default_factory=list)
-    left: dict[str, str] = field(default_factory=dict)
-    readers: dict[nn.Module, list[nn.Module]] = field(default_factory=dict)
-
-
 def watched(module: nn.Module) -> bool:
     """Return whether a module's call does more than its `forward`: hooks (pruning and weight_norm are such), another
     `forward` of this object, parametrisations."""
@@ -58,36 +43,42 @@ def parts_of(maker: nn.Module) -> list[nn.Module]:
 
 
 def _foldable(maker: nn.Module | None, norm: nn.Module) -> bool:
-    if not isinstance(maker, (*CONVOLUTIONS, AugmentedConv2d)):
+    """Return whether these are a convolution, augmented or not, and a norm of kinds that are known here."""
+    if type(norm) not in NORMS or norm.running_mean is None or not isinstance(maker, (*CONVOLUTIONS, AugmentedConv2d)):
         return False
-    classes = [type(part).__mro__[nn.utils.parametrize.is_parametrized(part)] for part in {maker, *parts_of(maker)}]
-    known = (*CONVOLUTIONS, AugmentedConv2d, Projection)
-    return type(norm) in NORMS and norm.running_mean is not None and all(cls in known for cls in classes)
+    classes = [type(part).__mro__[nn.utils.parametrize.is_parametrized(part)] for part in (maker, *parts_of(maker))]
+    return {*classes} <= {*CONVOLUTIONS, AugmentedConv2d, Projection}
 
 
-def look(model: nn.Module) -> Seen:
+def look(model: nn.Module) -> tuple[list[tuple[nn.Module, nn.Module]], dict[str, str],
+                                    dict[nn.Module, list[nn.Module]]]:
     """Return what the graph of a network in evaluation mode shows.
 
     A pair is folded where all is sure: each of the two has one name, runs once and does nothing but its `forward`,
     and nothing else reads their weights or what is between them.
+
+    Returns:
+        (convolution or augmented convolution, BatchNorm) to fold; names of BatchNorms behind convolutions that are left
+        alone, and why; by an attention layer whose logits nothing else reads, the attention layers that do.
     """
-    seen, modules = Seen(), dict(model.named_modules())
+    pairs, left, readers, modules = [], {}, {}, dict(model.named_modules())
     try:
         graph = _Tracer(autowrap_functions=tuple(get_notrace_functions())).trace(model)
     except Exception as error:  # of any kind: the network's own code meets a tracer where it expects tensors
         if any(isinstance(module, NORMS) for module in modules.values()):
-            seen.left["all"] = f"torch.fx cannot trace the network: {str(error).partition(chr(10))[0]}"
-        return seen
+            left["all"] = f"torch.fx cannot trace the network: {str(error).partition(chr(10))[0]}"
+        return pairs, left, readers
     calls = {node: modules[node.target] for node in graph.nodes if node.op == "call_module"}
-    for node in [node for node, module in calls.items() if type(module) in NOTHING and not watched(module)]:
-        node.replace_all_uses_with(node.args[0])
-        graph.erase_node(node)
-        del calls[node]
+    for node, module in list(calls.items()):
+        if type(module) in NOTHING and not watched(module):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+            del calls[node]
 
     runs, names = Counter(calls.values()), Counter(module for _, module in model.named_modules(remove_duplicate=False))
-    shared = Counter(id(tensor) for _, tensor in [*model.named_parameters(remove_duplicate=False),
-                                                  *model.named_buffers(remove_duplicate=False)])
-    read = {id(operator.attrgetter(node.target)(model)) for node in graph.nodes if node.op == "get_attr"}
+    reads = Counter(id(tensor) for _, tensor in [*model.named_parameters(remove_duplicate=False),
+                                                 *model.named_buffers(remove_duplicate=False)])
+    reads.update({id(operator.attrgetter(node.target)(model)) for node in graph.nodes if node.op == "get_attr"})
     for node, norm in calls.items():
         between = maker_node = node.args[0] if node.args else None
         if getattr(between, "target", None) is operator.getitem and between.args[1] == 0:
@@ -95,26 +86,26 @@ def look(model: nn.Module) -> Seen:
         maker = calls.get(maker_node)
         if not _foldable(maker, norm) or isinstance(maker, AugmentedConv2d) == (maker_node is between):
             continue
-        parts = [*{maker, *parts_of(maker)}, norm]
-        weights = {id(tensor) for part in parts for tensor in (*part.parameters(False), *part.buffers(False))}
+        parts = {maker, *parts_of(maker), norm}
         reasons = {
             "runs more than once": runs[maker] > 1 or runs[norm] > 1,
             "hooks, pruning or a parametrisation": any(map(watched, parts)),
             "a second name": any(names[part] > 1 for part in parts),
-            "weights that are read elsewhere": bool(weights & read) or any(shared[each] > 1 for each in weights),
+            "weights that are read elsewhere": any(
+                reads[id(tensor)] > 1 for part in parts for tensor in (*part.parameters(False), *part.buffers(False))),
             "read past": len(between.users) > 1 or sum(_takes(user, 0) for user in maker_node.users) > 1}
-        against = [reason for reason, holds in reasons.items() if holds]
-        if against:
-            seen.left[node.target] = against[0]
+        reason = next((reason for reason, holds in reasons.items() if holds), None)
+        if reason:
+            left[node.target] = reason
         else:
-            seen.norms.append((maker, norm))
+            pairs.append((maker, norm))
     for node, layer in calls.items():
         if isinstance(layer, ATTENTION) and runs[layer] == 1:
-            readers = [calls.get(reader) for user in node.users if _takes(user, 1) for reader in
-                       (user.users if user.target is operator.getitem else [user])]
-            if all(isinstance(reader, ATTENTION) for reader in readers):
-                seen.readers[layer] = readers
-    return seen
+            takers = [calls.get(reader) for user in node.users if _takes(user, 1) for reader in
+                      (user.users if user.target is operator.getitem else [user])]
+            if all(isinstance(reader, ATTENTION) for reader in takers):
+                readers[layer] = takers
+    return pairs, left, readers
 
 
 def _takes(user: fx.Node, index: int) -> bool:
