@@ -57,7 +57,6 @@ FORMS: dict[Callable, Callable[..., Tensor | None]] = {  # from a function's res
 
 
 Take = Callable[[Tensor], None]
-_this_thread = threading.local()
 
 
 class Interception(TorchFunctionMode):
@@ -79,6 +78,13 @@ class Interception(TorchFunctionMode):
         return result
 
 
+class _ThisThread(threading.local):
+    mode: Interception | None = None
+
+
+_this_thread = _ThisThread()
+
+
 @contextmanager
 def intercepted() -> Iterator[list[Take]]:
     """Watch the functions in this thread; yield a recorder's list of what takes the running layers' maps, the innermost
@@ -89,11 +95,10 @@ def intercepted() -> Iterator[list[Take]]:
     Raises:
         RuntimeError: it ends before a recorder that began after it, or in another thread. All is in order then.
     """
-    thread, state = threading.get_ident(), _this_thread.__dict__
-    if "mode" not in state:
-        state["mode"] = Interception()
-        state["mode"].__enter__()
-    recorders, running = state["mode"].recorders, []
+    thread, running = threading.get_ident(), []
+    if _this_thread.mode is None:
+        _this_thread.mode = Interception().__enter__()
+    recorders = _this_thread.mode.recorders
     recorders.append(running)
     try:
         yield running
@@ -103,7 +108,8 @@ def intercepted() -> Iterator[list[Take]]:
         if thread != threading.get_ident():
             raise RuntimeError("a recorder must be closed by the thread that opened it")
         if not recorders:
-            state.pop("mode").__exit__(None, None, None)
+            _this_thread.mode.__exit__(None, None, None)
+            _this_thread.mode = None
         if not ended_last:
             raise RuntimeError("recorders must be closed in the reverse order in which they were opened")
 
@@ -128,14 +134,13 @@ def compiled_code_runs_eagerly() -> Iterator[None]:
                 _eager.pop().__exit__(None, None, None)
 
 
-class Hooks:
-    """Hooks that heed only the thread that made this: the other threads' forwards of the same modules pass by.
+class Hooks(ExitStack):
+    """Hooks, until it closes, that heed only the thread that made this: the other threads' forwards of the same modules
+    pass by."""
 
-    stack: ends them.
-    """
-
-    def __init__(self, stack: ExitStack) -> None:
-        self.stack, self.thread = stack, threading.get_ident()
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread = threading.get_ident()
 
     def _own(self, hook: Callable[..., None]) -> Callable[..., None]:
         return lambda *given: hook(*given) if threading.get_ident() == self.thread else None
@@ -150,7 +155,7 @@ class Hooks:
 
     def _add(self, register: Callable, hook: Callable[..., None], **how: bool) -> None:
         with _lock:
-            self.stack.callback(register(self._own(hook), with_kwargs=True, **how).remove)
+            self.callback(register(self._own(hook), with_kwargs=True, **how).remove)
 
     def around(self, module: nn.Module, method: str, hook: Callable[..., None]) -> None:
         """Call hook(*results, *arguments) after each call of a method that returns several results."""
@@ -167,7 +172,7 @@ class Hooks:
                 if not watched.hooks:
                     delattr(module, method)
 
-        self.stack.callback(end)
+        self.callback(end)
 
 
 class _Watched:

@@ -11,8 +11,8 @@ it, and outputs stay the same bit for bit (nn.MultiheadAttention's, whose fast p
 Shape letters: B batch, K heads, H x W the attention map, N = H*W its pixels, T tokens (N and a class token, ...).
 """
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,53 +63,48 @@ class AttentionLayer:
 class _Watch:
     """Collects the chosen parts and heads of one layer, as they are formed.
 
-    find: from the maps' shape to their layout.
+    heads: None is all. find: from the maps' shape to their layout.
     """
 
-    def __init__(self, layer: AttentionLayer, module: nn.Module, heads: Sequence[int] | None, parts: tuple[str, ...],
+    def __init__(self, layer: AttentionLayer, module: nn.Module, heads: tuple[int, ...] | None, parts: tuple[str, ...],
                  maps: AttentionMaps, find: Callable[[tuple[int, ...]], Layout]) -> None:
-        self.layer, self.num_heads, self.parts, self.maps, self._find = layer, heads_of(module), parts, maps, find
-        self.heads = tuple(range(layer.num_heads)) if heads is None else tuple(heads)
-        self.differential = module if _is_differential(module) else None
-        self.current: LayerMaps | None = None
+        self.layer, self.module, self.heads, self.maps, self._find = layer, module, heads, maps, find
+        self.parts = set(parts).intersection(layer.parts)
+        self.records, self.current = False, None
         self._formed: list[Tensor] = []  # of a differential layer's two maps
 
     def begin(self, *_) -> None:
         """Begin the layer's forward; a recomputation in the backward pass (gradient checkpointing) is not one."""
-        recomputed = torch._C._current_graph_task_id() != -1
-        self.current = None if recomputed else LayerMaps(self.layer.number, self.layer.name, self.heads)
-        self._formed = []
+        self.records, self.current, self._formed = torch._C._current_graph_task_id() == -1, None, []
 
     def place(self, maps: Tensor, layout: Layout | None = None) -> Layout:
         """Say where maps (B, K, queries, keys) lie; None: find it. The layer counts as recorded from now on."""
         try:
-            self.current.layout = layout or self._find(tuple(maps.shape))
+            layout = layout or self._find(tuple(maps.shape))
         except ValueError as error:
             raise ValueError(f"attention layer {self.layer} {error}; choose other layers to record without it"
                              ) from error
+        heads = tuple(range(maps.shape[1])) if self.heads is None else self.heads
+        self.current = LayerMaps(self.layer.number, self.layer.name, heads, layout)
         self.maps._begin(self.current)
-        return self.current.layout
-
-    def wants(self, *parts: str) -> bool:
-        return self.current is not None and not set(self.parts).isdisjoint(parts)
+        return layout
 
     def save(self, part: str, maps: Tensor) -> None:
         """Keep the chosen heads of maps (B, all heads, T, T), or (B, W, all heads, n, n) of windows."""
-        if self.wants(part):
+        if part in self.parts and self.current is not None:
             maps = maps.detach()
-            whole = len(self.heads) == maps.shape[-3]
-            self.current.save(part, maps.clone() if whole else maps[..., list(self.heads), :, :])
+            self.current.save(part, maps.clone() if self.heads is None else maps[..., list(self.heads), :, :])
 
     def take(self, attn: Tensor) -> None:
         """Save what a function formed, (B, K, T, T) or (B*K, T, T), windows as a part of the batch."""
-        if self.current is None:
+        if not self.records:
             return
-        if self.differential is not None:
+        if _is_differential(self.module):
             self._take_differential(attn)
             return
-        if self.current.recorded():
+        if self.current is not None:
             raise ValueError(f"attention layer {self.layer} must form one map in a forward, and forms several")
-        K = self.num_heads or attn.shape[-3]
+        K = heads_of(self.module) or attn.shape[-3]
         if attn.ndim == 3 and attn.shape[0] % K == 0:
             attn = attn.unflatten(0, (-1, K))
         elif attn.ndim == 4 and attn.shape[1] < K == attn.shape[1] * attn.shape[2]:  # groups of one query (Llama's)
@@ -117,58 +112,55 @@ class _Watch:
         if attn.ndim != 4 or attn.shape[1] != K:
             raise ValueError(f"attention layer {self.layer} must form maps of (images, {K} heads, queries, keys), got "
                              f"{list(attn.shape)}")
-        if self.num_heads is None and self.heads == (0,):
-            self.current.heads = self.heads = tuple(range(K))
         windows = self.place(attn).windows
         self.save("attn", attn if windows is None else attn.unflatten(0, (-1, len(windows.tokens))))
 
     def _take_differential(self, attn: Tensor) -> None:
         """Save two maps (B, K, T, T), formed one by one or as (B, 2 K, T, T), and the difference that weighs values."""
-        self._formed += [attn] if attn.shape[1] == self.num_heads else attn.unflatten(1, (-1, 2)).unbind(2)
+        self._formed += [attn] if attn.shape[1] == self.layer.num_heads else attn.unflatten(1, (-1, 2)).unbind(2)
         if len(self._formed) == 2:
             first, second = self._formed
             self.place(first)
+            self.save("attn", first - self.module._compute_lambda().to(first) * second)
             self.save("first_attn", first)
             self.save("second_attn", second)
-            self.save("attn", first - self.differential._compute_lambda().to(first) * second)
 
     @torch.no_grad()
-    def take_ours(self, module: nn.Module, q: Tensor, k: Tensor, logits: Tensor | None, prev_logits: Tensor | None,
+    def take_ours(self, q: Tensor, k: Tensor, logits: Tensor | None, prev_logits: Tensor | None,
                   feat_size: tuple[int, int], attn: Tensor | None, bias: Tensor | None = None,
                   layout: Layout | None = None) -> None:
         """Save the parts of a layer of ours, which hands out its logits (or None) where a fast path computed it.
 
         attn: the maps that weigh the values, where they are not the logits' probabilities.
         """
-        if self.current is None:
+        if not self.records:
             return
+        module, evolution = self.module, self.module.evolution
 
         def own() -> Tensor:
             logits = module.logits_of(q, k, feat_size)
             return logits if bias is None else logits + bias
 
-        evolution, logits = module.evolution, own() if logits is None else logits.detach()
+        logits = own() if logits is None else logits
         self.place(logits, layout)
-        if self.wants("attn"):
+        if "attn" in self.parts:
             attn = module.attention_of(logits, feat_size) if attn is None else attn
             if module.head_window > 1:  # (B, K, N, head_window * N)
                 attn = attn.unflatten(-1, (module.head_window, -1)).sum(-2)
             self.save("attn", attn)
-        if module.head_window > 1:
-            return
         self.save("logits", logits)
         if evolution is None:
             self.save("self_logits", logits)
             return
-        if evolution.reads_previous:
-            self.save("prev_logits", prev_logits)
-        if self.wants("self_logits", *evolution.part_names):
+        if self.parts.intersection(("self_logits", *evolution.part_names)):
             self_logits = own()
             self.save("self_logits", self_logits)
-            if self.wants(*evolution.part_names):
+            if self.parts.intersection(evolution.part_names):
                 previous = self_logits if prev_logits is None else prev_logits
                 for part, maps in evolution.parts(self_logits, previous, logits).items():
                     self.save(part, maps)
+        if evolution.reads_previous:
+            self.save("prev_logits", prev_logits)
 
 
 def _watch_ours(module: nn.Module, watch: _Watch, hooks: Hooks) -> None:
@@ -176,28 +168,28 @@ def _watch_ours(module: nn.Module, watch: _Watch, hooks: Hooks) -> None:
     again, from queries, keys and the previous logits, the parts that only a slow one would have, and all of a window.
     """
     mixed: list[Tensor] = []  # by a mechanism after the softmax: not computed again, it may have running statistics
-    projected: list[Tensor] = []
+    heads: list[tuple] = []
+    evolution = module.evolution
 
-    def on_attended(out, logits, q, k, v, prev_logits, feat_size, bias=None) -> None:
-        watch.take_ours(module, q, k, logits, prev_logits, (1, q.shape[2]), mixed.pop() if mixed else None, bias)
+    def take(logits, q, k, prev_logits, feat_size, *place) -> None:
+        watch.take_ours(q, k, logits, prev_logits, feat_size, mixed.pop() if mixed else None, *place)
 
-    def on_output(_, args, kwargs, output) -> None:
-        q, k, _, feat_size = module.heads_of(projected.pop())
-        prev_logits = kwargs["prev_logits"] if "prev_logits" in kwargs else args[1] if len(args) > 1 else None
-        watch.take_ours(module, q, k, output[1], prev_logits, feat_size, mixed.pop() if mixed else None,
-                        layout=Layout(feat_size, window=module.window))
+    def on_attended(out, logits, x, prev_logits, need_logits) -> None:
+        q, k, feat_size = heads.pop()
+        take(logits, q, k, prev_logits, feat_size, None, Layout(feat_size, window=module.window))
 
     hooks.before(module, watch.begin)
-    evolution = module.evolution
     if evolution is not None and evolution.mixes_attn:
         hooks.before(module.attn_drop, lambda _, args, kwargs: mixed.append(args[0].detach()))
-    if isinstance(module, AugmentedConv2d):
-        hooks.after(module.qkv, lambda _, args, kwargs, output: projected.append(output.detach()))
-        hooks.after(module, torch.no_grad()(on_output))
+    convolves = isinstance(module, AugmentedConv2d)
+    if convolves:
+        hooks.around(module, "heads_of", lambda q, k, v, feat_size, _: heads.append((q.detach(), k.detach(), feat_size)))
+        hooks.around(module, "attend", on_attended)
     else:
-        hooks.around(module, "_attend", on_attended)
-        if evolution is not None and not evolution.mixes_output:
-            hooks.after(module, lambda *_: None)  # asks the layer for its logits
+        hooks.around(module, "_attend", lambda out, logits, q, k, v, prev_logits, _, bias=None: take(
+            logits, q, k, prev_logits, (1, q.shape[2]), bias))
+    if convolves or evolution is not None and not evolution.mixes_output:
+        hooks.after(module, lambda *_: None)  # asks the layer for its logits
 
 
 def _watch_any(module: nn.Module, watch: _Watch, hooks: Hooks, running: list[Take]) -> None:
@@ -253,53 +245,42 @@ def _unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
-Found = list[tuple[AttentionLayer, nn.Module]]
-
-
-def _find(model: nn.Module) -> Found:
+def _find(model: nn.Module) -> dict[AttentionLayer, nn.Module]:
     """Return the innermost modules that attend, in the order in which they stand in the network."""
-    found: Found = []
+    found: dict[AttentionLayer, nn.Module] = {}
     for name, module in model.named_modules():
         inner = () if isinstance(module, ALONE) else list(module.modules())[1:]
         if _is_attention(module) and not any(map(_is_attention, inner)):
-            found.append((AttentionLayer(
-                len(found) + 1, name.replace("_orig_mod.", ""), heads_of(module) or 1, _parts_of(module),
-                bool(learned_queries(model, name))), module))
+            found[AttentionLayer(len(found) + 1, name.replace("_orig_mod.", ""), heads_of(module) or 1,
+                                 _parts_of(module), bool(learned_queries(model, name)))] = module
     return found
 
 
 def recordable_layers(model: nn.Module) -> list[AttentionLayer]:
     """Return the layers that can be recorded, in the papers' numbering."""
-    return [layer for layer, _ in _find(_unwrap(model))]
+    return list(_find(_unwrap(model)))
 
 
-def _chosen(model: nn.Module, layers: Sequence[int | str] | None, heads: Sequence[int] | None,
-            parts: Sequence[str]) -> Found:
+def _chosen(found: Iterable[AttentionLayer], layers: Sequence[int | str] | None, heads: Sequence[int] | None,
+            parts: Sequence[str]) -> list[AttentionLayer]:
     """Return the layers asked for, in forward order.
 
     Raises:
-        ValueError: a network without attention; a layer that it lacks; heads or parts that the layers lack.
+        ValueError: a layer that the network lacks; heads or parts that the layers lack.
     """
-    found = _find(model)
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no attention layer that can be recorded: AugmentedConv2d, "
-            "nn.MultiheadAttention or a module that says how many heads it has is required (a TorchScript model hides "
-            "its layers: record the model it was made from)")
-    keys = {key for layer, _ in found for key in (layer.number, layer.name)}
+    keys = {key for layer in found for key in (layer.number, layer.name)}
     if layers is not None and not (layers and keys.issuperset(layers)):
-        raise ValueError(f"attention layers of this model are {', '.join(str(layer) for layer, _ in found)}; got "
+        raise ValueError(f"attention layers of this model are {', '.join(map(str, found))}; got "
                          f"{[key for key in layers if key not in keys] or 'none'}")
-    chosen = [(layer, module) for layer, module in found
-              if layers is None or layer.number in layers or layer.name in layers]
-    for layer, _ in chosen if heads is not None else ():
+    chosen = [layer for layer in found if layers is None or layer.number in layers or layer.name in layers]
+    for layer in chosen if heads is not None else ():
         outside = [head for head in heads if not 0 <= head < layer.num_heads]
         if outside or not heads:
             raise ValueError(f"heads of layer {layer} are 0 to {layer.num_heads - 1}; got {outside or 'none'}")
-    lacking = [part for part in parts if not any(part in layer.parts for layer, _ in chosen)]
+    lacking = [part for part in parts if not any(part in layer.parts for layer in chosen)]
     if lacking or not parts:
         raise ValueError(f"parts must be some of those of the chosen layers, got {lacking or 'none'}: "
-                         + "; ".join(f"{layer} has {', '.join(layer.parts)}" for layer, _ in chosen))
+                         + "; ".join(f"{layer} has {', '.join(layer.parts)}" for layer in chosen))
     return chosen
 
 
@@ -342,25 +323,31 @@ def record_attention(
         RuntimeError: the block ended and none of the chosen layers had formed a map; or it ended before a block that
             began after it, or in another thread.
     """
-    model, parts, heads = _unwrap(model), _several(parts), _several(heads)
-    chosen = _chosen(model, _several(layers), heads, parts)
+    model, heads, parts = _unwrap(model), _several(heads), _several(parts)
+    found = _find(model)
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no attention layer that can be recorded: AugmentedConv2d, "
+            "nn.MultiheadAttention or a module that says how many heads it has is required (a TorchScript model hides "
+            "its layers: record the model it was made from)")
+    chosen = _chosen(found, _several(layers), heads, parts)
     maps, ran = AttentionMaps(), []
-    with ExitStack() as stack:
-        stack.enter_context(compiled_code_runs_eagerly())
-        running, hooks = stack.enter_context(intercepted()), Hooks(stack)
-        image = Image(model, hooks)
+    with Hooks() as hooks:
+        hooks.enter_context(compiled_code_runs_eagerly())
+        running, image = hooks.enter_context(intercepted()), Image(model, hooks)
         hooks.before(model, maps._call_begins)
         hooks.after(model, maps._call_ends, always=True)
-        for layer, module in chosen:
+        for layer in chosen:
+            module = found[layer]
             watch = _Watch(layer, module, heads, parts, maps, layout_finder(model, layer.name, image, hooks))
-            hooks.before(module, lambda *_: ran.append(1) if not ran else None)
+            hooks.before(module, lambda *_: ran.append(1))
             if isinstance(module, OURS):
                 _watch_ours(module, watch, hooks)
             else:
                 _watch_any(module, watch, hooks, running)
         yield maps
     if not maps:
-        names = ", ".join(str(layer) for layer, _ in chosen)
+        names = ", ".join(map(str, chosen))
         raise RuntimeError(f"attention layer {names} ran, and no map went through softmax, "
                            "scaled_dot_product_attention or nn.MultiheadAttention" if ran else
                            f"no forward ran attention layer {names} while it was recorded, in this thread")
