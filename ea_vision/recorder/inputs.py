@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torchvision.transforms.v2.functional import to_pil_image
 
 from ea_vision.base.errors import UsageError
-from ea_vision.data.image_files import IMAGE_SUFFIXES, BrokenImage, decode_image, to_rgb
+from ea_vision.data.image_files import IMAGE_SUFFIXES, BrokenImage, decode_image, is_image_name, to_rgb
 from ea_vision.data.small_images import load_dataset
 from ea_vision.recorder.loading import LoadedModel
 
@@ -33,7 +34,7 @@ def find_images(paths: Iterable[str]) -> list[str]:
     for text in paths:
         found = [text]
         if os.path.isdir(text):
-            found = sorted(str(file) for file in Path(text).rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
+            found = sorted(str(file) for file in Path(text).rglob("*") if is_image_name(file.name))
             if not found:
                 raise UsageError(f"folder {text} has no image ({', '.join(IMAGE_SUFFIXES)})")
         elif not text.startswith(DIGITS):
@@ -124,16 +125,14 @@ def _check_exists(path: str | Path) -> None:
 
 def _from_array(array: np.ndarray) -> Image.Image:
     """Return the image of an array (H, W) or (H, W, C); see `read_image`."""
-    pixels = array[:, :, None] if array.ndim == 2 else array
-    if pixels.ndim != 3 or pixels.shape[2] not in (1, 3, 4) or not pixels.size:
+    if array.ndim not in (2, 3) or array.shape[2:] not in ((), (1,), (3,), (4,)) or not array.size:
         raise UsageError(f"an image array must have (H, W), (H, W, 1), (H, W, 3) or (H, W, 4), got {array.shape}")
-    values = _in_unit_range(torch.from_numpy(pixels.copy()))
-    pixels = (values * 255).round().byte().numpy()
-    return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
+    pixels = (_in_unit_range(torch.from_numpy(array.copy())) * 255).round().byte().numpy()
+    return Image.fromarray(pixels[:, :, 0] if array.shape[2:] == (1,) else pixels)
 
 
 def _digit(text: str) -> Image.Image:
-    test, number = load_dataset("digits").test, text.removeprefix(DIGITS)
-    if not number.isdecimal() or int(number) >= len(test):
-        raise UsageError(f"digits#N must have N in 0..{len(test) - 1}, got {text}")
-    return Image.fromarray(test.images[int(number)].permute(1, 2, 0).numpy())
+    images, number = load_dataset("digits").test.images, text.removeprefix(DIGITS)
+    if not number.isdecimal() or int(number) >= len(images):
+        raise UsageError(f"digits#N must have N in 0..{len(images) - 1}, got {text}")
+    return to_pil_image(images[int(number)])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -25,22 +25,14 @@ def _softmax(result: Tensor, input: Tensor, dim: int | None = None, *_, **__) ->
 
 
 def _scaled_dot_product(_, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-                        dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
-                        enable_gqa: bool = False) -> Tensor:
-    """Compute the map of torch.nn.functional.scaled_dot_product_attention, whose documentation has the same lines."""
-    device = query.device.type
-    with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
-        if enable_gqa:
-            key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-        logits = query.float() @ key.float().transpose(-2, -1)
-        logits *= query.shape[-1] ** -0.5 if scale is None else scale
-        if is_causal:
-            future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
-            logits = logits.masked_fill(future, -torch.inf)
-        if attn_mask is not None:
-            logits = logits.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else logits + attn_mask
-        seen = (logits > -torch.inf).any(-1, keepdim=True)  # torch gives 0 to a query whose keys are all masked
-        return logits.softmax(-1).where(seen, 0)
+                        dropout_p: float = 0.0, **how: Any) -> Tensor:
+    """Compute the map of torch.nn.functional.scaled_dot_product_attention, as torch's unfused form does, in float32;
+    0 for a query whose keys are all masked."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=torch.float32).masked_fill(~attn_mask, -torch.inf)
+    with torch._C._DisableAutocast():
+        return torch.ops.aten._scaled_dot_product_attention_math(
+            query.float(), key.float(), value[..., :1].float(), attn_mask, **how)[1]
 
 
 def _multi_head(_, *args: Any, **kwargs: Any) -> Tensor:

@@ -92,10 +92,10 @@ class Image:
             hooks.before(module, self._see)
 
     def _see(self, _, args: tuple, kwargs: dict[str, Any]) -> None:
-        values = [*args, *(value for name, value in kwargs.items() if "mask" not in name)]
-        images = [value for value in values if isinstance(value, Tensor) and value.ndim == 4]
-        if images and images[0].shape[1] <= 4:
-            self.size = (images[0].shape[0], *images[0].shape[-2:])
+        for value in (*args, *(value for name, value in kwargs.items() if "mask" not in name)):
+            if isinstance(value, Tensor) and value.ndim == 4 and value.shape[1] <= 4:
+                self.size = (len(value), *value.shape[-2:])
+                break
 
 
 def learned_queries(model: nn.Module, name: str) -> tuple[str, ...]:
@@ -114,13 +114,11 @@ def prefix_names(model: nn.Module) -> tuple[str, ...]:
 
     () of networks that have none.
     """
-    counts = {"cls": 0, "dist": 0, "reg": 0}
-    for name, parameter in model.named_parameters():
-        kind = PREFIX_PARAMETERS.get(name.rpartition(".")[2])
-        if kind is not None and parameter.numel():
-            counts[kind] = max(counts[kind], parameter.shape[-2] if kind == "reg" and parameter.ndim > 1 else 1)
-    names = [kind for kind in ("cls", "dist") if counts[kind]]
-    known = getattr(model, "num_prefix_tokens", len(names) + counts["reg"])  # timm's word, where there is one
+    counts = {PREFIX_PARAMETERS[name]: parameter.shape[-2] if parameter.ndim > 1 else 1
+              for path, parameter in model.named_parameters()
+              if (name := path.rpartition(".")[2]) in PREFIX_PARAMETERS and parameter.numel()}
+    names = [kind for kind in ("cls", "dist") if kind in counts]
+    known = getattr(model, "num_prefix_tokens", len(names) + counts.get("reg", 0))  # timm's word, where there is one
     return (*names[:known], *(f"reg{number + 1}" for number in range(known - len(names))))
 
 
@@ -148,21 +146,17 @@ def token_layout(shape: tuple[int, ...], image: tuple[int, int, int] | None, nam
         ValueError: numbers of tokens that are no grid over the image.
     """
     queries, keys = shape[-2:]
-    images = taken[0] if image is None and taken else image and image[0]
-    for grid in (taken[2:], taken[1:3]) if len(taken) == 4 and taken[0] == shape[0] == images else ():
+    whole = image is None or shape[0] == image[0]  # no windows as a part of the batch
+    for grid in (taken[2:], taken[1:3]) if whole and len(taken) == 4 and taken[0] == shape[0] else ():
         if grid[0] * grid[1] == queries == keys:
             return Layout(tuple(grid))
     if image is None:
         return Layout((1, queries), (1, keys))
-    if shape[0] == image[0]:
-        for prefix in dict.fromkeys((len(names), 0)):
-            key_size = grid_of(keys - prefix, image[1:])
-            if key_size is not None and query_names:
-                return Layout(key_size, None, names[:prefix], query_names)
-            if key_size is not None:
-                feat_size = key_size if queries in (keys, prefix) else grid_of(queries - prefix, image[1:])
-                if feat_size is not None:
-                    return Layout(feat_size, key_size, names[:prefix])
+    for prefix in dict.fromkeys((len(names), 0)) if whole else ():
+        key_size, asked = grid_of(keys - prefix, image[1:]), not query_names and queries not in (keys, prefix)
+        feat_size = grid_of(queries - prefix, image[1:]) if asked else key_size
+        if key_size and feat_size:
+            return Layout(feat_size, key_size, names[:prefix], query_names)
     raise ValueError(f"must attend over {len(names)} prefix tokens and a grid of patches of {image[0]} images of "
                      f"{image[1]}x{image[2]} pixels to have a map, got maps of shape {list(shape)}")
 
@@ -175,15 +169,14 @@ def windows_of(grid: Size, window: Size, shift: Size = (0, 0), pad_first: bool =
     Args:
         pad_first: whether it is padded before it is shifted.
     """
-    padding = (0, -grid[1] % window[1], 0, -grid[0] % window[0])
-    tokens = torch.arange(1, grid[0] * grid[1] + 1).view(grid)  # 0 is padding
-    tokens = nn.functional.pad(tokens, padding) if pad_first else tokens
-    tokens = torch.roll(tokens, (-shift[0], -shift[1]), (0, 1))
-    tokens = tokens if pad_first else nn.functional.pad(tokens, padding)
+    steps = [partial(nn.functional.pad, pad=(0, -grid[1] % window[1], 0, -grid[0] % window[0]), value=-1),
+             partial(torch.roll, shifts=(-shift[0], -shift[1]), dims=(0, 1))]
+    tokens = torch.arange(grid[0] * grid[1]).view(grid)
+    for step in steps if pad_first else reversed(steps):
+        tokens = step(tokens)
     bottom, right = (torch.arange(side) >= side - by for side, by in zip(tokens.shape, shift, strict=True))
-    regions = 2 * bottom[:, None] + right
-    tokens, regions = window_partition(torch.stack([tokens - 1, regions], -1)[None], window).flatten(1, 2).unbind(-1)
-    return Windows(tokens, regions)
+    found = torch.stack([tokens, 2 * bottom[:, None] + right], -1)[None]
+    return Windows(*window_partition(found, window).flatten(1, 2).unbind(-1))
 
 
 def _grouped(block: nn.Module, x: Tensor, size: Any = None, *_, first: int = 1, pad_first: bool = True, **__) -> Layout:

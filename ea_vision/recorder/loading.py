@@ -17,8 +17,9 @@ import timm
 import torch
 from PIL import Image
 from timm.data import ImageNetInfo
+from timm.layers import to_2tuple
 from torch import Tensor, nn
-from torchvision.transforms.v2.functional import pil_to_tensor
+from torchvision.transforms.v2.functional import normalize, pil_to_tensor
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import check_model_name, load_state, load_weights, pretrained_model
@@ -30,7 +31,7 @@ from ea_vision.detection.transforms import fit_image
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.recorder.recording import AttentionLayer, recordable_layers
 
-TOKEN = re.compile(r"cls|dist|mean|pool|(reg|pool)[1-9]\d*")  # as `recorder.recording.prefix_names` calls them
+TOKEN = r"cls|dist|mean|pool|(?:reg|pool)[1-9]\d*"  # as `recorder.recording.prefix_names` calls them
 NUMBER = "[0-9]{1,9}"
 WEIGHTS_HELP = "NAME of a timm model (pretrained where it has weights, else random), RUN folder, or a checkpoint in one"
 
@@ -90,8 +91,7 @@ class LoadedModel:
 
     def normalize(self, images: Tensor) -> Tensor:
         """Return what the network takes of images (..., 3, H, W) in 0..1."""
-        mean, std = (torch.tensor(self.config[name], device=images.device).view(-1, 1, 1) for name in ("mean", "std"))
-        return (images - mean) / std
+        return normalize(images, list(self.config["mean"]), list(self.config["std"]))
 
 
 @dataclass
@@ -143,8 +143,8 @@ def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] |
     else:
         check_model_name(target, "or run folder ")
         trained = not random and timm.models.is_model_pretrained(target)
-        model = _create(lambda name, **given: pretrained_model(name, given) if trained else
-                        timm.create_model(name, **given), target, seed, kwargs)
+        model = _create(lambda: pretrained_model(target, kwargs) if trained else timm.create_model(target, **kwargs),
+                        target, seed)
         loaded = as_loaded(model, target if trained else f"{target} (untrained)", trained)
         loaded.weights = trained and model.pretrained_cfg.get("tag") or ""
     _set_size(loaded, img_size or loaded.img_size)
@@ -164,7 +164,8 @@ def _load_run(path: Path, random: bool, seed: int) -> LoadedModel:
     folder = folder.parent if folder.name == run_folder.SNAPSHOTS else folder
     options, run = run_folder.read_config(folder)
     detects = run.get("task", run_folder.CLASSIFICATION) != run_folder.CLASSIFICATION
-    model = _create(create_detector if detects else timm.create_model, options["model"], seed, run["model_kwargs"])
+    create = create_detector if detects else timm.create_model
+    model = _create(lambda: create(options["model"], **run["model_kwargs"]), options["model"], seed)
     label, epoch = f"{options['model']}, {folder.resolve().name}", None
     if random:
         label += " (untrained)"
@@ -214,10 +215,9 @@ def check_classifies(model: LoadedModel) -> None:
 
 def input_size(model: nn.Module, config: dict[str, Any]) -> tuple[int, int]:
     """Return (height, width) in pixels that a network is built for, or that its configuration says."""
-    owners = (model, "img_size"), (getattr(model, "patch_embed", None), "img_size"), (model, "image_size"), \
-        (getattr(model, "config", None), "image_size")  # timm's two, torchvision's, transformers'
-    own = next(filter(None, (getattr(*owner, None) for owner in owners)), None) or config["input_size"][1:]
-    H, W = (own, own) if isinstance(own, int) else own
+    owners = (model, *(getattr(model, name, None) for name in ("patch_embed", "config")))
+    sizes = (getattr(owner, name, None) for owner in owners for name in ("img_size", "image_size"))
+    H, W = to_2tuple(next(filter(None, sizes), config["input_size"][1:]))  # timm's, torchvision's, transformers'
     return int(H), int(W)
 
 
@@ -231,11 +231,11 @@ def known_classes(model: nn.Module) -> list[str] | None:
     return None
 
 
-def _create(create: Callable[..., nn.Module], name: str, seed: int, kwargs: dict[str, Any]) -> nn.Module:
+def _create(create: Callable[[], nn.Module], name: str, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            return create(name, **kwargs)
+            return create()
         except (ValueError, TypeError, RuntimeError) as error:
             raise UsageError(f"model {name} cannot be created: {error}") from error
 
@@ -272,11 +272,9 @@ def parse_layers(text: str, model: LoadedModel) -> list[AttentionLayer]:
     by_key = {key: layer for layer in available for key in (str(layer.number), layer.name)}
     chosen = []
     for item in text.split(","):
-        keys, numbers = [item], re.fullmatch(f"({NUMBER})-({NUMBER})", item)
-        if numbers:  # up to the first that there is not
-            first, last = map(int, numbers.groups())
-            keys = [str(n) for n in range(first, min(last, first + len(available)) + 1)] or keys
-        for key in keys:
+        ends = re.fullmatch(f"({NUMBER})-({NUMBER})", item)
+        numbers = range(int(ends[1]), int(ends[2]) + 1) if ends else ()
+        for key in map(str, numbers or [item]):  # up to the first that there is not
             if key not in by_key:
                 raise UsageError(f"{model.label} has no attention layer {key!r}; it has "
                                  f"{', '.join(map(str, available))}")
@@ -294,17 +292,13 @@ def parse_queries(texts: Sequence[str], img_size: tuple[int, int],
     H, W = img_size
     points: list[tuple[int, int] | str] = [] if texts else [(int(H * y), int(W * x)) for y, x in default]
     for text in texts:
-        sides = re.fullmatch(f"({NUMBER}), ?({NUMBER})", text)
-        if TOKEN.fullmatch(text):
-            points.append(text)
-        elif not sides:
+        found = re.fullmatch(f"({NUMBER}), ?({NUMBER})|{TOKEN}", text)
+        if not found:
             raise UsageError("a query must be y,x in pixels, or a token before a transformer's patches (cls, dist, "
                              f"reg1, ...), got {text!r}")
-        else:
-            y, x = map(int, sides.groups())
-            if y >= H or x >= W:
-                raise UsageError(f"query y,x must lie within the {H}x{W} input, got {text!r}")
-            points.append((y, x))
+        points.append((int(found[1]), int(found[2])) if found[1] else text)
+        if found[1] and (points[-1][0] >= H or points[-1][1] >= W):
+            raise UsageError(f"query y,x must lie within the {H}x{W} input, got {text!r}")
     return points
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import write_npz
+from ea_vision.ops.reference import within_windows
 from ea_vision.recorder.layouts import Layout
 
 PARTS = ("attn", "logits", "self_logits", "conv_logits", "prev_logits")
@@ -75,7 +76,7 @@ class LayerMaps:
 
     def recorded(self) -> tuple[str, ...]:
         """Return the names of the parts that there are."""
-        return tuple(sorted(self._parts, key=lambda part: PARTS.index(part) if part in PARTS else len(PARTS)))
+        return tuple(self._parts)
 
     def save(self, part: str, maps: Tensor) -> None:
         """Set a part, of windows (B, W, K, n, n)."""
@@ -98,10 +99,8 @@ class LayerMaps:
         return f"{self.number} ({self.name})"
 
     def __repr__(self) -> str:
-        parts = self.recorded()
-        shape = f" of {'x'.join(map(str, self._parts[parts[0]].shape))}" if parts else ""
-        return (f"layer {self}, map {'x'.join(map(str, self.feat_size))}, heads {', '.join(map(str, self.heads))}: "
-                f"{', '.join(parts) or 'nothing'}{shape}")
+        parts = ", ".join(f"{part} {list(maps.shape)}" for part, maps in self._parts.items())
+        return f"layer {self}, map {self.feat_size}, heads {self.heads}: {parts or 'nothing'}"
 
     def check_places(self) -> None:
         """Raise UsageError for a layer whose rows and columns are channels."""
@@ -120,14 +119,14 @@ class LayerMaps:
     def sees(self) -> Tensor:
         """Return (H, W, H', W'), True where the query at a pixel of the map sees the key at another."""
         self.check_places()
-        (H, W), window = self.feat_size, self.layout.window
+        N = math.prod(self.feat_size)
         if self.layout.windows is not None:
-            return self.layout.windows.sees(H * W).view(H, W, H, W)
-        if window is None:
-            return torch.ones(H, W, *self.key_size, dtype=torch.bool)
-        near = [(torch.arange(side)[:, None] - torch.arange(side)).abs() <= width // 2
-                for side, width in zip((H, W), window, strict=True)]
-        return near[0][:, None, :, None] & near[1][None, :, None, :]
+            seen = self.layout.windows.sees(N)
+        elif self.layout.window is not None:
+            seen = within_windows(torch.zeros(1, 1, N, N), self.feat_size, self.layout.window, 1, False) == 0
+        else:
+            seen = torch.ones(N, math.prod(self.key_size), dtype=torch.bool)
+        return seen.view(*self.feat_size, *self.key_size)
 
     def num_keys(self) -> np.ndarray:
         """Return (H, W): how many keys the query at a pixel of the map sees. One over it is uniform attention."""
@@ -138,10 +137,9 @@ class LayerMaps:
         maps = self[part]
         if self.channels:
             return maps * maps.shape[-1]
-        keys = torch.from_numpy(self.num_keys()).flatten()
-        prefix = keys.new_full((len(self.query_names),), int(keys.max()))
-        rows = torch.cat([prefix, keys]) if self.pixels_ask else prefix
-        return maps * rows[:, None].to(maps.device)
+        keys = self.num_keys()
+        rows = [keys.max()] * len(self.query_names) + [*keys.flat] * self.pixels_ask
+        return maps * torch.tensor(rows, device=maps.device)[:, None]
 
     def spatial(self, part: str = "attn") -> Tensor:
         """Return a part from pixel to pixel, without prefix tokens: (B, K, H, W, H, W), query row and column first."""

@@ -105,10 +105,7 @@ def untrained_network(target: str, model: LoadedModel, images: Tensor, seed: int
 
 def sample(images: Images, limit: int | None, seed: int) -> Images:
     """Return at most `limit` images, chosen by `seed`, in their order."""
-    if limit is None or limit >= len(images):
-        return images
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
-    return images.select(order[:limit].sort().values)
+    return images if limit is None or limit >= len(images) else hold_out(images, limit, seed)[1]
 
 
 # ---- probing ---------------------------------------------------------------------------------------------------------
@@ -177,16 +174,15 @@ def probe(target: str, model: LoadedModel, layers: Sequence[int], query: tuple[i
 
 def results_table(results: Sequence[Result]) -> str:
     """Return rows model and maps, columns layers: top-1 in percent, of several seeds the mean ± the deviation."""
-    found: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     for one in results:
-        found[one.model, one.maps][one.layer].append(one.top1)
+        found[one.model, one.maps, one.layer].append(one.top1)
+    top1 = {series: f"{mean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
+            for series, values in found.items()}
     layers = sorted({one.layer for one in results})
-    lines = [["model", "maps", *(f"layer {layer}" for layer in layers)]]
-    for series, by_layer in found.items():
-        top1 = {layer: f"{mean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
-                for layer, values in by_layer.items()}
-        lines.append([*series, *(top1.get(layer, "") for layer in layers)])
-    return markdown(lines)
+    rows = dict.fromkeys((one.model, one.maps) for one in results)
+    return markdown([["model", "maps", *(f"layer {layer}" for layer in layers)],
+                     *([*row, *(top1.get((*row, layer), "") for layer in layers)] for row in rows)])
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

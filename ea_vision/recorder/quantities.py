@@ -15,16 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ea_vision.base.files import csv_text
-from ea_vision.recorder.maps import AttentionMaps, LayerMaps
+from ea_vision.recorder.maps import AttentionMaps
 from ea_vision.recorder.recording import record_attention
 
 
 def as_distributions(attn: Tensor) -> Tensor:
     """Return maps (B, K, ..., N) in float32 with each row divided by its sum, rows of zeros as they are; not a number
     where a head's map has negative entries: a difference of maps, or a mixture by weights of both signs."""
-    attn = attn.float()
-    rows = attn / attn.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-    signed = attn.flatten(2).amin(-1) < 0
+    rows = F.normalize(attn.float(), 1.0, -1, eps=torch.finfo(torch.float32).tiny)
+    signed = (rows < 0).flatten(2).any(-1)
     return rows.masked_fill(signed.view(*signed.shape, *[1] * (attn.ndim - 2)), torch.nan)
 
 
@@ -37,11 +36,7 @@ def attention_entropy(attn: Tensor) -> Tensor:
     Returns:
         (B, K)
     """
-    return _entropy(as_distributions(attn))
-
-
-def _entropy(rows: Tensor) -> Tensor:
-    return torch.special.entr(rows).sum(-1).flatten(2).mean(-1)
+    return torch.special.entr(as_distributions(attn)).sum(-1).flatten(2).mean(-1)
 
 
 def attention_distance(attn: Tensor, cell: tuple[float, float] = (1.0, 1.0)) -> Tensor:
@@ -54,13 +49,14 @@ def attention_distance(attn: Tensor, cell: tuple[float, float] = (1.0, 1.0)) -> 
     Returns:
         (B, K)
     """
-    (H, W), sides = attn.shape[2:4], []
-    for queries, keys, size in zip(attn.shape[2:4], attn.shape[4:], cell, strict=True):
-        at_query = torch.arange(queries, device=attn.device) * size
-        at_key = ((torch.arange(keys, device=attn.device) + 0.5) * (queries / keys) - 0.5) * size
-        sides.append(at_query[:, None] - at_key)
-    distance = (sides[0].view(H, 1, -1, 1) ** 2 + sides[1].view(1, W, 1, -1) ** 2).sqrt()  # (H, W, H', W')
-    return (as_distributions(attn.flatten(-2)) * distance.flatten(-2)).sum(-1).mean((-2, -1))
+    def middles(grid: Sequence[int]) -> Tensor:
+        """Return the middles of a grid's cells, row by row, (cells, 2)."""
+        return torch.cartesian_prod(*((torch.arange(count, device=attn.device) + 0.5) * (side / count * size)
+                                      for count, side, size in zip(grid, attn.shape[2:4], cell, strict=True)))
+
+    distance = torch.cdist(middles(attn.shape[2:4]), middles(attn.shape[4:]),
+                           compute_mode="donot_use_mm_for_euclid_dist")
+    return (as_distributions(attn.flatten(-2)).flatten(2, 3) * distance).sum(-1).mean(-1)
 
 
 def map_correlation(attn: Tensor, previous: Tensor) -> Tensor:
@@ -137,30 +133,26 @@ def measure(model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] |
             if layers is None and layer.layout.query_names:
                 continue
             attn, values = layer.attn.float(), found[number]
-            rows = as_distributions(attn)
-            values["entropies"].append(_entropy(rows).cpu())
-            values["distances"].append(attention_distance(layer.spatial(), _cell(layer, images)).cpu())
-            values["prefixes"].append(rows[..., :layer.num_prefix_tokens].sum(-1).mean(-1).cpu())
-            if previous is not None and previous.shape == attn.shape:
-                values["correlations"].append(map_correlation(attn, previous).cpu())
+            rows, cell = as_distributions(attn), np.divide(images.shape[-2:], layer.feat_size)  # pixels of a cell
+            values["entropies"].append(attention_entropy(rows))
+            values["distances"].append(attention_distance(layer.spatial(), cell))
+            values["prefixes"].append(rows[..., :layer.num_prefix_tokens].sum(-1).mean(-1))
             values["energies"].append(attn.square().sum((-2, -1)))
+            if previous is not None and previous.shape == attn.shape:
+                values["correlations"].append(map_correlation(attn, previous))
             totals[number] += attn.sum(0)
             previous = attn
     if not found:
         raise ValueError("measure needs at least one batch of images, got none")
     measured = []
     for number, lists in found.items():
-        layer, values = maps[number], {name: torch.cat(parts) for name, parts in lists.items()}
-        share = position_share(totals[number], values.pop("energies"))
-        distance = attention_distance(layer.sees().float()[None, None], _cell(layer, images)).item()
+        layer, values = maps[number], {name: torch.cat(parts).cpu() for name, parts in lists.items()}
+        share = position_share(totals[number].cpu(), values.pop("energies"))
+        cell = np.divide(images.shape[-2:], layer.feat_size)
+        distance = attention_distance(layer.sees().float()[None, None], cell).item()
         measured.append(LayerQuantities(number, layer.name, layer.feat_size, float(np.log(layer.num_keys()).mean()),
-                                        distance, positions=share.cpu(), **values))
+                                        distance, positions=share, **values))
     return measured
-
-
-def _cell(layer: LayerMaps, images: Tensor) -> tuple[float, float]:
-    """Return (height, width) of a cell of a layer's map in pixels of the images."""
-    return images.shape[-2] / layer.feat_size[0], images.shape[-1] / layer.feat_size[1]
 
 
 WRITTEN = {  # fields of LayerQuantities: their names in files
@@ -180,13 +172,10 @@ def quantities_csv(measured: dict[str, list[LayerQuantities]]) -> str:
                        "entropy_share": f"{entropy / layer.uniform_entropy:.6f}"}
                 for field, name in WRITTEN.items():
                     value = getattr(layer, field)
-                    if isinstance(value, float):
-                        row[name] = f"{value:.6f}"
-                        continue
-                    row[name] = "" if value is None else f"{value[:, head].mean():.6f}"
-                    if field != "positions":
-                        several = value is not None and len(value) > 1
-                        row[f"{name}_std"] = f"{value[:, head].std():.6f}" if several else ""
+                    of_head = [] if value is None else [value] if isinstance(value, float) else value[:, head].tolist()
+                    row[name] = f"{np.mean(of_head):.6f}" if of_head else ""
+                    if not field.startswith(("uniform", "positions")):
+                        row[f"{name}_std"] = f"{np.std(of_head, ddof=1):.6f}" if len(of_head) > 1 else ""
                 rows.append(row)
     return csv_text(rows)
 

@@ -183,7 +183,8 @@ def _watch_ours(module: nn.Module, watch: _Watch, hooks: Hooks) -> None:
         hooks.before(module.attn_drop, lambda _, args, kwargs: mixed.append(args[0].detach()))
     convolves = isinstance(module, AugmentedConv2d)
     if convolves:
-        hooks.around(module, "heads_of", lambda q, k, v, feat_size, _: heads.append((q.detach(), k.detach(), feat_size)))
+        hooks.around(module, "heads_of", lambda q, k, v, feat_size, _: heads.append(
+            (q.detach(), k.detach(), feat_size)))
         hooks.around(module, "attend", on_attended)
     else:
         hooks.around(module, "_attend", lambda out, logits, q, k, v, prev_logits, _, bias=None: take(
@@ -212,11 +213,9 @@ def _talks(module: nn.Module) -> bool:
 def _parts_of(module: nn.Module) -> tuple[str, ...]:
     """Return the parts that can be recorded of an attention layer."""
     if isinstance(module, OURS):
-        if module.head_window > 1:
-            return ("attn",)
-        own, evolution = ("attn", "logits", "self_logits"), module.evolution
-        return own if evolution is None else (
-            *own, *evolution.part_names, *["prev_logits"] * evolution.reads_previous)
+        evolution = module.evolution
+        added = () if evolution is None else (*evolution.part_names, *["prev_logits"] * evolution.reads_previous)
+        return ("attn",) if module.head_window > 1 else ("attn", "logits", "self_logits", *added)
     if _is_differential(module):
         return ("attn", "first_attn", "second_attn")
     return ("attn", "mixed_attn") if _talks(module) else ("attn",)
