@@ -1,16 +1,19 @@
 """What a page says: numbers that a section must have, whatever words stand around them."""
+import re
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
+from experiments.evidence import by_variant, read_runs
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments" / "results"
 
 
-def table(name: str) -> pd.DataFrame:
+def table(name: str, **options) -> pd.DataFrame:
     """Return a file of experiments/results."""
-    return pd.read_csv(RESULTS / name)
+    return pd.read_csv(RESULTS / name, **options)
 
 
 def last_row(name: str) -> pd.Series:
@@ -18,7 +21,12 @@ def last_row(name: str) -> pd.Series:
     return table(name).iloc[-1]
 
 
-def section(page: str, heading: str) -> str:
+def top1_of(name: str, *variants: str) -> pd.DataFrame:
+    """Return top-1 by seed and variant of a file of runs in experiments/results; no variants: all."""
+    return by_variant(read_runs(RESULTS / name, variants=variants or None))
+
+
+def section(page: str, heading: str = "") -> str:
     """Return a page's text under a heading of any level, up to the next one of that level; "": the whole page."""
     text = (ROOT / page).read_text()
     if not heading:
@@ -30,10 +38,21 @@ def section(page: str, heading: str) -> str:
     raise AssertionError(f"{page} has no section {heading!r}")
 
 
-def page_says(page: str, heading: str, *numbers: str) -> None:
-    """Check that the section under `heading` has these numbers (a minus sign may be a hyphen)."""
+def rows_of(page: str, pattern: str, heading: str = "") -> list:
+    """Return what a pattern finds in the lines of a section."""
+    return re.findall(f"^{pattern}$", section(page, heading), re.M)
+
+
+def shown(numbers) -> list[str]:
+    """Return text as it is and numbers with two digits."""
+    return [number if isinstance(number, str) else f"{number:.2f}" for number in numbers]
+
+
+def page_says(page: str, heading: str, *numbers: str | float) -> None:
+    """Check that the section under `heading` has these numbers; a minus sign may be a hyphen, and a number has two
+    digits after its point."""
     text = " ".join(section(page, heading).replace("\N{MINUS SIGN}", "-").split())
-    missing = [number for number in numbers if number.replace("\N{MINUS SIGN}", "-") not in text]
+    missing = [number for number in shown(numbers) if number.replace("\N{MINUS SIGN}", "-") not in text]
     assert missing == [], f"{page}, {heading}: {missing}"
 
 
@@ -43,9 +62,14 @@ def points(of, plus: str = "") -> str:
     return f"{difference:{plus}.2f} ({low:.2f} to {high:.2f})"
 
 
-def cells(name: str, *values: str) -> str:
-    """Return a row of a table."""
-    return f"| {name} | {' | '.join(values)} |"
+def span(values, digits: int = 2) -> str:
+    """Return the smallest and the largest: "0.12 to 0.34"."""
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+
+
+def cells(name: str, *values: str | float) -> str:
+    """Return a row of a table; numbers have two digits after their point."""
+    return f"| {name} | {' | '.join(shown(values))} |"
 
 
 def spread(values, digits: int = 2) -> str:
