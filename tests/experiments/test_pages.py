@@ -76,7 +76,7 @@ def test_the_tables_by_seed(data):
 
 
 def test_settings_compared_on_held_out_images():
-    """The variants with three seeds and their pairs; what was run at 16x16, with two; slower attention, learned gates."""
+    """With three seeds and their pairs; at 16x16, with two; slower attention and learned gates."""
     runs = read_runs(RESULTS / HELD_OUT)
     is_fine = runs["variant"].str.contains("16x16")
     top1, fine = by_variant(runs[~is_fine]), by_variant(runs[is_fine])
