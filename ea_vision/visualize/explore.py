@@ -20,7 +20,7 @@ from tqdm import tqdm
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
 from ea_vision.recorder.inputs import ImageSource, find_images, names_of, read_image
-from ea_vision.recorder.loading import LoadedModel, parse_layers, positive
+from ea_vision.recorder.loading import LoadedModel, positive
 from ea_vision.visualize.figure_options import (
     Layers,
     Models,
@@ -49,7 +49,7 @@ SUFFIXES = (".html", ".htm")
 
 def make_explorer(options: argparse.Namespace, models: Sequence[LoadedModel]) -> Explorer:
     """Return models with --layers, --heads and --parts."""
-    layers = [parse_layers(options.layers or "all", model) for model in models]
+    layers = [chosen_layers(options.layers, model) for model in models]
     if "mean" in options.heads.split(","):
         raise UsageError(f"--heads must be numbers or all (the page adds the mean), got {options.heads!r}")
     every = [layer for chosen in layers for layer in chosen]
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     load, targets, paths = partial(load_models, options), targets_of(options), find_images(options.images)
     if not epochs and len(targets) > MAX_MODELS:
         raise UsageError(f"--model must be at most {MAX_MODELS} models, got {len(targets)}")
-    models = epochs_of(targets, load) if epochs else load(targets)
+    models = epochs_of(targets, load) if epochs else as_models(load(targets))
     pictures = [read_image(path) for path in paths]
     if epochs:
         image, label = only(pictures, "image"), models[0].label.removesuffix(f", epoch {models[0].epoch}")

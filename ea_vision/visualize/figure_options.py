@@ -13,7 +13,7 @@ What the functions `plot_*` take alike:
              patches by name, such as "cls"; None: three points on the diagonal.
     width    of the figure in inches, 3.3 for a paper's column, 6.75 for its page; None: as wide as it needs to be, at
              most 6.75.
-    **style  how maps are drawn, the fields of `MapStyle`: overlay, scale, cmap, opacity, smooth, as_seen.
+    **style  how maps are drawn, the fields of `MapStyle`: overlay, scale, cmap, opacity.
 
 What cannot be is a UsageError (a ValueError) that names what was required and what was received.
 """
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -54,6 +54,7 @@ Heads = str | int | Sequence[int | str] | None
 Queries = Sequence[Query] | None
 DEMO = "ea_conv_transformer_cifar"  # the model unless one is named
 SOME_LAYERS = 6  # that are drawn unless others are asked for
+KEYWORDS = ("layers", "heads", "queries", "width", *(field.name for field in fields(MapStyle)))  # of `Asked`
 DIAGONAL, MIDDLE = ((0.25, 0.25), (0.5, 0.5), (0.75, 0.75)), ((0.5, 0.5),)
 
 
@@ -98,27 +99,21 @@ def make_parser(description: str, examples: str, *, output: str, layers: str | N
                                  "wide as it needs to be, at most 6.75)")
         parser.add_argument("--dpi", type=dpi, default=150, help="of pictures made of pixels (default: %(default)s)")
     if style:
-        _add_style(parser)
+        parser.add_argument("--bare", dest="overlay", action="store_false",
+                            help="draw the maps alone, not over the photo")
+        parser.add_argument("--scale", default=STYLE.scale, choices=SCALES,
+                            help="of the colours. layer: one for the maps that are compared, which are a layer's (of a "
+                                 "film all); tile: each map its own, its maximum written on it; all: one for the "
+                                 "figure; uniform: from 1/8 to 8 times uniform attention in every figure (default: "
+                                 "%(default)s)")
+        parser.add_argument("--cmap", metavar="NAME",
+                            help="a colour map of matplotlib's (default: viridis for attention, coolwarm for logits)")
+        parser.add_argument("--opacity", type=float, default=STYLE.opacity, metavar="0..1",
+                            help="of maps over the photo (default: %(default)s)")
     parser.add_argument("images", nargs="+", metavar="IMAGE",
                         help="image files, folders of them, or digits#N, the Nth test image of the digits, from 0")
     parser.set_defaults(suffixes=tuple(suffixes))
     return parser
-
-
-def _add_style(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `MapStyle`, by the names of its fields."""
-    parser.add_argument("--bare", dest="overlay", action="store_false", help="draw the maps alone, not over the photo")
-    parser.add_argument("--scale", default=STYLE.scale, choices=SCALES,
-                        help="of the colours. layer: one for the maps that are compared, which are a layer's (of a "
-                             "film all); tile: each map its own, its maximum written on it; all: one for the figure; "
-                             "uniform: from 1/8 to 8 times uniform attention in every figure (default: %(default)s)")
-    parser.add_argument("--cmap", metavar="NAME",
-                        help="a colour map of matplotlib's (default: viridis for attention, coolwarm for logits)")
-    parser.add_argument("--opacity", type=float, default=STYLE.opacity, metavar="0..1",
-                        help="of maps over the photo (default: %(default)s)")
-    parser.add_argument("--smooth", action="store_true", help="shades between the cells of a map")
-    parser.add_argument("--as-seen", action="store_true",
-                        help="under the maps the pixels that the network saw, not the photo at its own resolution")
 
 
 def only(values: Sequence, kind: str):
@@ -140,19 +135,16 @@ def parse_heads(text: str, layers: Sequence[AttentionLayer]) -> list[Head]:
     """
     num_heads = min(layer.num_heads for layer in layers)
     known = {"all": list(range(num_heads)), MEAN: [MEAN], **{str(head): [head] for head in range(num_heads)}}
-    heads: list[Head] = []
     for item in text.split(","):
         if item not in known:
             raise UsageError(f"heads must be 0 to {num_heads - 1}, all or {MEAN}, got {item!r}")
-        heads += known[item]
-    return heads
+    return [head for item in text.split(",") for head in known[item]]
 
 
 def spread(layers: Sequence[AttentionLayer], most: int = SOME_LAYERS) -> list[AttentionLayer]:
     """Return all layers of up to `most`, or so many at even distances, the first and the last among them."""
-    if len(layers) <= most:
-        return list(layers)
-    return [layers[round(index * (len(layers) - 1) / (most - 1))] for index in range(most)]
+    most = min(most, len(layers))
+    return [layers[round(index * (len(layers) - 1) / max(1, most - 1))] for index in range(most)]
 
 
 def targets_of(options: argparse.Namespace) -> list[str]:
@@ -160,14 +152,14 @@ def targets_of(options: argparse.Namespace) -> list[str]:
     return [target for text in options.model or [DEMO] for target in parse_targets(text)]
 
 
-def load_models(options: argparse.Namespace, targets: Sequence[str]) -> list[LoadedModel]:
-    """Load `targets` as the options say; an image that does not exist is found out first."""
+def load_models(options: argparse.Namespace, targets: Sequence[str]) -> Iterator[LoadedModel]:
+    """Return `targets` as the options say, loaded one after the other; see first that the images exist."""
     find_images(options.images)
     size, device = options.img_size, choose_device(options.device)
-    return as_models([load_model(target, random=options.random, img_size=size, device=device) for target in targets])
+    return (load_model(target, random=options.random, img_size=size, device=device) for target in targets)
 
 
-def epochs_of(targets: Sequence[str], load: Callable[[Sequence[str]], Sequence[LoadedModel]]) -> list[LoadedModel]:
+def epochs_of(targets: Sequence[str], load: Callable[[Sequence[str]], Iterable[LoadedModel]]) -> list[LoadedModel]:
     """Return the models of run folders' *.ckpt files and snapshots, or of such files, in the order of epochs; of
     several files of the same epoch the last one.
 
@@ -183,15 +175,12 @@ def epochs_of(targets: Sequence[str], load: Callable[[Sequence[str]], Sequence[L
 
 def checkpoints_of(targets: Sequence[str]) -> list[str]:
     """Replace run folders among the targets by their *.ckpt files and snapshots."""
-    found = []
+    found, names = [], ("*.ckpt", f"{run_folder.SNAPSHOTS}/*.safetensors")
     for target in targets:
-        files = [target]
-        if Path(target).is_dir():
-            names = ("*.ckpt", f"{run_folder.SNAPSHOTS}/*.safetensors")
-            files = sorted(str(path) for name in names for path in Path(target).glob(name))
-            if not files:
-                raise UsageError(f"run {target} has no {' nor '.join(names)}")
-        found += files
+        files = sorted(str(path) for name in names for path in Path(target).glob(name))
+        if Path(target).is_dir() and not files:
+            raise UsageError(f"run {target} has no {' nor '.join(names)}")
+        found += files or [target]
     return found
 
 
@@ -227,14 +216,10 @@ class Asked:
         self.recordings: list[Recording] = []
 
     @classmethod
-    def by_options(cls, options: argparse.Namespace, models: Sequence[LoadedModel] | None = None,
-                   some: bool = False) -> Asked:
+    def by_options(cls, options: argparse.Namespace, models: Iterable[LoadedModel] = (), some: bool = False) -> Asked:
         """Return what a command's options ask for. If only some layers are shown unasked, a line says so."""
-        given = vars(options)
-        style = MapStyle(**{field.name: given[field.name] for field in fields(MapStyle) if field.name in given})
-        models = load_models(options, targets_of(options)) if models is None else models
-        asked = cls(models, options.layers, given.get("heads"), given.get("queries"), some=some, width=options.width,
-                    **vars(style))
+        given = {name: value for name, value in vars(options).items() if name in KEYWORDS}
+        asked = cls(models or load_models(options, targets_of(options)), some=some, **given)
         for model, numbers in zip(asked.models, asked.numbers, strict=True):
             if options.layers is None and len(numbers) < len(found := parse_layers("all", model)):
                 print(f"{model.label}: layers {', '.join(map(str, numbers))} of {len(found)}; "
@@ -251,7 +236,7 @@ class Asked:
 
     def points(self, default: Sequence[tuple[float, float]] = DIAGONAL) -> list[Query]:
         """Return the query points in the first model's input, by default those in shares of its sides."""
-        texts = [query if isinstance(query, str) else ",".join(map(str, query)) for query in self.queries or []]
+        texts = [_text(query, "") for query in self.queries or []]
         return parse_queries(texts, (self.recordings or self.models)[0].img_size, default)
 
 

@@ -4,15 +4,14 @@ several images."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from ea_vision.base.errors import UsageError
-from ea_vision.recorder.inputs import ImageSource, find_images, names_of, read_image
-from ea_vision.visualize.figure_options import Asked, Heads, Layers, Models, Queries, make_parser, only
-from ea_vision.visualize.image_maps import Head, Query, Recording, cell_of_query, title_of
+from ea_vision.recorder.inputs import ImageSource, find_images, names_of
+from ea_vision.visualize.figure_options import Asked, Heads, Layers, Models, Queries, make_parser
+from ea_vision.visualize.image_maps import Head, Query, Recording, cell_of, title_of
 from ea_vision.visualize.map_style import (
     STYLE,
     MapStyle,
@@ -24,7 +23,7 @@ from ea_vision.visualize.map_style import (
     short_names,
 )
 from ea_vision.visualize.sheet import Row
-from ea_vision.visualize.writing import check_output, each_figure, save, save_maps
+from ea_vision.visualize.writing import each_figure
 
 EXAMPLES = """\
   ea-vision heatmap --model ea_conv_transformer_cifar --layers 1,3 -o maps.png digits#0
@@ -44,31 +43,27 @@ def plot_heatmap(models: Models, images: ImageSource | Tensor | Sequence[ImageSo
     Several models, or several images of one: for each layer a row a query and head, a column a model or an image. By
     default models show the mean of heads, and images the mean of all queries.
     """
-    asked = Asked(models, layers, heads, queries, some=True, width=width, **style)
-    if not isinstance(images, (list, tuple)):
-        return _draw(asked, images)
-    if len(asked.models) > 1:
-        raise UsageError(f"several models need one image, got {len(asked.models)} models and {len(images)} images")
-    if not images:
+    return _draw(Asked(models, layers, heads, queries, some=True, width=width, **style), images)
+
+
+def _draw(asked: Asked, images: ImageSource | Tensor | Sequence[ImageSource | Tensor]) -> Figure:
+    models, several = asked.models, isinstance(images, (list, tuple))
+    if several and len(models) > 1:
+        raise UsageError(f"several models need one image, got {len(models)} models and {len(images)} images")
+    if several and not images:
         raise UsageError("at least one image required, got none")
-    if queries is not None and len(queries) != 1:
-        raise UsageError(f"several images take one query, got {len(queries)}")
-    return _draw_images(asked, images, names_of(images))
-
-
-def _draw(asked: Asked, image: ImageSource | Tensor) -> Figure:
-    recordings, points = asked.record(image), asked.points()
-    if len(recordings) == 1:
+    if several and asked.queries and len(asked.queries) != 1:
+        raise UsageError(f"several images take one query, got {len(asked.queries)}")
+    recordings = [recording for image in (images if several else [images]) for recording in asked.record(image)]
+    asked.recordings, points = recordings, asked.points()
+    if several:
+        return draw_columns(recordings, names_of(images), asked.numbers * len(images), asked.heads,
+                            points if asked.queries else [None], asked.style, width=asked.width,
+                            title=title_of(models[0]), what=f" on {len(images)} images")
+    if len(models) == 1:
         return draw_heatmap(recordings[0], asked.numbers[0], asked.heads, points, asked.style, width=asked.width)
-    return draw_columns(recordings, [title_of(model) for model in asked.models], asked.numbers, asked.heads, points,
-                        asked.style, width=asked.width, title=f"{len(recordings)} models", photo=True)
-
-
-def _draw_images(asked: Asked, images: Sequence[ImageSource | Tensor], names: Sequence[str]) -> Figure:
-    asked.recordings = recordings = [recording for image in images for recording in asked.record(image)]
-    points = asked.points() if asked.queries else [None]
-    return draw_columns(recordings, names, asked.numbers * len(images), asked.heads, points, asked.style,
-                        width=asked.width, title=title_of(asked.models[0]), what=f" on {len(images)} images")
+    return draw_columns(recordings, [title_of(model) for model in models], asked.numbers, asked.heads, points,
+                        asked.style, width=asked.width, title=f"{len(models)} models", photo=True)
 
 
 def head_rows(recording: Recording, layer: int, heads: Sequence[Head], points: Sequence[Query],
@@ -130,16 +125,15 @@ def draw_columns(recordings: Sequence[Recording], names: Sequence[str], layers: 
     first, groups = recordings[0], []
     grid = len(layers[0]) > 1 and len(points) == len(heads) == 1
     for of_layer in zip(*layers, strict=True):
-        rows = []
+        columns, rows = list(zip(recordings, of_layer, names, strict=True)), []
         for number, point in enumerate(points, start=1):
             for head in heads:
-                tiles = [attention_of(recording, layer, head, point and cell_of_query(
-                             point, first.img_size, recording.img_size), style, "" if rows else name, number)
-                         for recording, layer, name in zip(recordings, of_layer, names, strict=True)]
                 label = [f"query {number}"] * (len(points) > 1) + [head_name(head)] * (len(heads) > 1)
-                rows.append(Row(tiles, "\n".join(label)))
-        named = [map_name(recording.maps[layer], grid) for recording, layer in zip(recordings, of_layer, strict=True)]
-        groups.append(("\n".join(dict.fromkeys(named)), rows))
+                rows.append(Row([attention_of(
+                    recording, layer, head, point and cell_of(point, first.img_size, recording.img_size), style,
+                    "" if rows else name, number) for recording, layer, name in columns], "\n".join(label)))
+        named = dict.fromkeys(map_name(recording.maps[layer], grid) for recording, layer, _ in columns)
+        groups.append(("\n".join(named), rows))
     whose = "mean of all queries" if points[0] is None else queries_name(points)
     which = f", {head_name(heads[0])}" if len(heads) == 1 else ""
     return map_sheet(title, groups, style, width=width, note=f"attention{what}: {whose}{which}{meaning}",
@@ -148,13 +142,6 @@ def draw_columns(recordings: Sequence[Recording], names: Sequence[str], layers: 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = make_parser(__doc__, EXAMPLES, output="attention.png", layers=None, heads="").parse_args(argv)
-    asked, paths = Asked.by_options(options, some=True), find_images(options.images)
-    if len(paths) == 1 or len(asked.models) > 1:
-        return each_figure(options, asked, _draw)
-    output = check_output(Path(options.output), options.suffixes)
-    if options.queries:
-        only(options.queries, "query")
-    pictures = [read_image(path) for path in paths]
-    save(_draw_images(asked, pictures, names_of(paths)), output, options.dpi)
-    print("written:", output, *([save_maps(asked.recordings, output, names_of(paths))] if options.npz else []))
-    return 0
+    asked = Asked.by_options(options, some=True)
+    together = len(asked.models) == 1 and len(find_images(options.images)) > 1
+    return each_figure(options, asked, _draw, together=together)

@@ -15,7 +15,7 @@ import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.inputs import ImageSource, as_image, as_input
 from ea_vision.recorder.loading import LoadedModel, as_loaded, load_model
-from ea_vision.recorder.recording import AttentionLayer, AttentionMaps, LayerMaps
+from ea_vision.recorder.recording import AttentionLayer, AttentionMaps
 
 MEAN = "mean"
 WITHOUT = ("attn_without_previous", "attn_without_own")  # parts of `add_contributions`
@@ -49,11 +49,29 @@ class Recording:
         """(height, width) of the input in pixels."""
         return tuple(self.image.shape[1:])
 
+    @property
+    def aspect(self) -> float:
+        """Height over width of the input."""
+        return self.img_size[0] / self.img_size[1]
+
+    def pixels(self) -> np.ndarray:
+        """Return the photo, or where there is none (the network sees no less) the image: (height, width, 3) in 0..1."""
+        return self.image.permute(1, 2, 0).cpu().numpy() if self.photo is None else self.photo / 255
+
+    def cell(self, layer: int, query: Query) -> Query:
+        """Return `cell_of` a query in a layer's map."""
+        return cell_of(query, self.img_size, self.maps[layer].feat_size)
+
     def relative_map(self, layer: int, query: Query, head: Head, part: str = "attn") -> np.ndarray:
         """Return (H', W'): attention of a query in units of uniform attention; part: "attn", or a name of WITHOUT."""
-        maps, keys = self.maps[layer], self.maps[layer].num_keys()
-        seen = keys.max() if isinstance(query, str) else keys[cell_of(query, self.img_size, maps.feat_size)]
-        return query_map(maps, query, self.img_size, head, part) * seen
+        keys = self.maps[layer].num_keys()
+        seen = keys.max() if isinstance(query, str) else keys[self.cell(layer, query)]
+        return self.query_map(layer, query, head, part) * seen
+
+    def query_map(self, layer: int, query: Query, head: Head, part: str = "attn") -> np.ndarray:
+        """Return (H', W'): what a query attends to among the map's pixels, by one head or on average."""
+        maps = self.maps[layer].of_query(self.cell(layer, query), part)[1][0]  # (K, H', W')
+        return of_head(maps, head).float().cpu().numpy()
 
     def received(self, layer: int, head: Head) -> np.ndarray:
         """Return (H', W'): what every pixel gets, mean of all pixels' queries, in units of uniform attention."""
@@ -66,7 +84,7 @@ class Recording:
         """Say how much of a query's attention goes to the tokens before the patches: "cls 12%, reg 30%" (all registers
         together); "" where there are none."""
         maps, shares = self.maps[layer], {}
-        row = maps.of_query(cell_of_query(query, self.img_size, maps.feat_size))[0][0]  # (K, P)
+        row = maps.of_query(self.cell(layer, query))[0][0]  # (K, P)
         for name, share in zip(maps.prefix_names, of_head(row, head).tolist(), strict=True):
             kind = name.rstrip("0123456789")
             shares[kind] = shares.get(kind, 0.0) + share
@@ -123,14 +141,15 @@ def record(model: nn.Module | LoadedModel | str, image: ImageSource | Tensor, la
     """Run a network on an image, in evaluation mode; see `as_model` and `as_input`.
 
     Args:
+        parts: some of `ea_vision.recorder.recording.PARTS`; those that none of the layers has are left out.
         places: layers whose rows and columns have a place in the image are required.
 
     Raises:
-        UsageError: an input size that the network refuses, or a layer without places.
+        UsageError: layers with none of the parts, an input size that the network refuses, or a layer without places.
     """
-    model = as_model(model)
-    image = as_image(image)
+    model, image = as_model(model), as_image(image)
     prepared = as_input(model, image)
+    parts = [part for part in parts if any(part in layer.parts for layer in layers)] or parts
     batch = model.normalize(prepared[None].to(next(model.model.parameters()).device))
     try:
         with evaluating(model.model), torch.inference_mode(), ea_vision.record_attention(
@@ -143,14 +162,12 @@ def record(model: nn.Module | LoadedModel | str, image: ImageSource | Tensor, la
     return Recording(model, prepared, maps, None if isinstance(image, Tensor) else model.photo(image), output)
 
 
-def cell_of(point: Point, img_size: tuple[int, int], feat_size: tuple[int, int]) -> Point:
-    """Return (row, column) of the map's cell that a pixel (y, x) of the input lies in."""
-    return point[0] * feat_size[0] // img_size[0], point[1] * feat_size[1] // img_size[1]
-
-
-def cell_of_query(query: Query, img_size: tuple[int, int], feat_size: tuple[int, int]) -> Query:
-    """Return `cell_of` a pixel, which is also its place in an input of another size; a token by name as it is."""
-    return query if isinstance(query, str) else cell_of(query, img_size, feat_size)
+def cell_of(query: Query, img_size: tuple[int, int], feat_size: tuple[int, int]) -> Query:
+    """Return (row, column) of the map's cell that a pixel (y, x) of the input lies in, which is also its place in an
+    input of another size; a token by name as it is."""
+    if isinstance(query, str):
+        return query
+    return query[0] * feat_size[0] // img_size[0], query[1] * feat_size[1] // img_size[1]
 
 
 def add_contributions(recording: Recording) -> None:
@@ -181,9 +198,3 @@ def query_name(query: Query) -> str:
     if not isinstance(query, str):
         return f"y {query[0]}, x {query[1]}"
     return {"cls": "class token", "dist": "distillation token"}.get(query, query.replace("reg", "register "))
-
-
-def query_map(layer: LayerMaps, query: Query, img_size: tuple[int, int], head: Head, part: str = "attn") -> np.ndarray:
-    """Return (H, W): what a query attends to among the map's pixels, by one head or on average."""
-    maps = layer.of_query(cell_of_query(query, img_size, layer.feat_size), part)[1][0]  # (K, H, W)
-    return of_head(maps, head).float().cpu().numpy()

@@ -82,7 +82,7 @@ def draw_jacobian(recording: Recording, jacobian: np.ndarray, chosen: int, style
         jacobian, chosen: of `input_jacobian`; name: of the class.
     """
     subject = map_of(jacobian, recording, style, f"|d {name or f'class {chosen}'} / d input|", part="jacobian")
-    photo = replace(photo_of(recording, style), title="photo")
+    photo = replace(photo_of(recording), title="photo")
     blocks = [Block([Row([photo, subject])], enlarged=1.5,
                     bars=scaled([[subject]], replace(style, scale="all"), "jacobian", "|d logit / d pixel|"))]
     note = f"class {chosen}" + (f" ({name})" if name else "") + ": how much each pixel moves its logit"

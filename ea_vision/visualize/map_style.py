@@ -49,8 +49,6 @@ class MapStyle:
         the figure; "uniform": from an eighth of uniform attention to eight times it, the same in every figure.
     cmap: a matplotlib colour map by name; by default rcParams["image.cmap"] for attention, "coolwarm" for logits.
     opacity: of maps over the photo, 0 to 1.
-    smooth: shades between the cells of a map, or its cells as they are.
-    as_seen: under the maps the pixels that the network saw, not the photo.
 
     Raises:
         UsageError: unknown scale or colour map, or an opacity outside 0..1.
@@ -60,8 +58,6 @@ class MapStyle:
     scale: str = "layer"
     cmap: str | None = None
     opacity: float = 0.8
-    smooth: bool = False
-    as_seen: bool = False
 
     def __post_init__(self) -> None:
         if self.scale not in SCALES:
@@ -74,8 +70,8 @@ class MapStyle:
 
     def colormap(self, part: str = "attn") -> Colormap:
         """Return the colours of a part: sequential for attention and what else has no sign, diverging for logits."""
-        signed = part in PARTS[1:]
-        return matplotlib.colormaps[self.cmap or (SIGNED_MAP if signed else matplotlib.rcParams["image.cmap"])]
+        own = SIGNED_MAP if part in PARTS[1:] else matplotlib.rcParams["image.cmap"]
+        return matplotlib.colormaps[self.cmap or own]
 
 
 STYLE, BARE = MapStyle(), MapStyle(overlay=False)
@@ -113,13 +109,11 @@ def short_names(names: Sequence[str]) -> tuple[Sequence[str], str]:
 
 
 def layers_name(numbers: Sequence[int]) -> str:
-    """Name layers: `layer 4`, `layers 1 to 3` without a gap, `layers 1, 3` otherwise."""
-    numbers = list(numbers)
-    if len(numbers) == 1:
-        return f"layer {numbers[0]}"
-    if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
-        return f"layers {numbers[0]} to {numbers[-1]}"
-    return "layers " + ", ".join(map(str, numbers))
+    """Name layers: `layers 1 to 3` without a gap, `layers 1, 3` otherwise, `layer 4` alone."""
+    first, last = numbers[0], numbers[-1]
+    if len(numbers) > 2 and list(numbers) == list(range(first, last + 1)):
+        return f"layers {first} to {last}"
+    return f"layer{'s' * (len(numbers) > 1)} " + ", ".join(map(str, numbers))
 
 
 def before_shares(model: nn.Module, name: str) -> dict[str, float]:
@@ -149,45 +143,31 @@ def equation(model: nn.Module, name: str, number: int) -> str:
 
 # ---- photos and query points ----------------------------------------------------------------------------------------
 
-def aspect_of(recording: Recording) -> float:
-    """Return the height over the width of the input."""
-    return recording.img_size[0] / recording.img_size[1]
-
-
 def draw_image(axes: Axes, pixels: np.ndarray, size: tuple[int, int], interpolation: str | None = "nearest") -> None:
     """Draw (height, width, 3) in 0..1 over the area of an input of `size` (H, W)."""
     axes.imshow(pixels, extent=(0, size[1], size[0], 0), interpolation=interpolation)
-    bare(axes)
 
 
-def bare(axes: Axes) -> None:
-    axes.set_xticks([])
-    axes.set_yticks([])
-    axes.spines[:].set_visible(False)
-
-
-def draw_photo(axes: Axes, recording: Recording, style: MapStyle, grey: bool = False) -> None:
-    """Draw the photo, or what the network saw of it, in the input's coordinates."""
-    seen = style.as_seen or recording.photo is None
-    pixels = recording.image.permute(1, 2, 0).cpu().numpy() if seen else recording.photo / 255
+def draw_photo(axes: Axes, recording: Recording, grey: bool = False) -> None:
+    """Draw the photo, or where there is none what the network saw, in the input's coordinates."""
+    pixels = recording.pixels()
     if grey:
         pixels = np.repeat((pixels @ (0.299, 0.587, 0.114))[..., None], 3, -1)
-    draw_image(axes, pixels.clip(0, 1), recording.img_size, "nearest" if seen else None)
+    draw_image(axes, pixels.clip(0, 1), recording.img_size, "nearest" if recording.photo is None else None)
 
 
-def photo_of(recording: Recording, style: MapStyle, queries: Sequence[Query] = (),
-             feat_size: tuple[int, int] | None = None) -> Tile:
+def photo_of(recording: Recording, queries: Sequence[Query] = (), feat_size: tuple[int, int] | None = None) -> Tile:
     """Return the photo with numbered query points, framed as cells of maps of `feat_size`."""
     def paint(axes: Axes, _) -> None:
         axes.set_label("photo")
-        draw_photo(axes, recording, style)
+        draw_photo(axes, recording)
         for number, query in enumerate(queries, start=1):
             mark_query(axes, recording, query, feat_size, number, numbered=True)
 
-    return Tile(paint, " " if any(isinstance(query, str) for query in queries) else "", aspect=aspect_of(recording))
+    return Tile(paint, " " if any(isinstance(query, str) for query in queries) else "", aspect=recording.aspect)
 
 
-def mark_query(axes: Axes, recording: Recording, query: Query, feat_size: tuple[int, int] | None, number: int,
+def mark_query(axes: Axes, recording: Recording, query: Query, feat_size: tuple[int, int], number: int,
                numbered: bool = False) -> None:
     """Draw the frame of the map's cell that a query lies in, and its number in a disc. White around both shows on any
     ground. A token that is no patch has no cell: its disc is above the image."""
@@ -196,8 +176,6 @@ def mark_query(axes: Axes, recording: Recording, query: Query, feat_size: tuple[
     if isinstance(query, str):
         y, x = -0.09 * H, (0.08 + 0.2 * (number - 1)) * W
     else:
-        y, x = query[0] + 0.5, query[1] + 0.5
-    if feat_size is not None and not isinstance(query, str):
         row, col = cell_of(query, (H, W), feat_size)
         height, width = H / feat_size[0], W / feat_size[1]
         y, x = (row + 0.5) * height, (col + 0.5) * width
@@ -206,8 +184,8 @@ def mark_query(axes: Axes, recording: Recording, query: Query, feat_size: tuple[
                                  path_effects=rim, clip_on=False))
     if numbered:
         axes.text(x, y, str(number), color="white", fontsize=points(), fontweight="bold", ha="center",
-                  va="center_baseline", clip_on=False,
-                  bbox=dict(boxstyle="circle,pad=0.15", facecolor=color, edgecolor="white", linewidth=0.7))
+                  va="center_baseline", bbox=dict(boxstyle="circle,pad=0.15", facecolor=color, edgecolor="white",
+                                                  linewidth=0.7))
 
 
 # ---- maps -----------------------------------------------------------------------------------------------------------
@@ -225,28 +203,21 @@ def norms_of(groups: Sequence[Sequence[np.ndarray]], style: MapStyle, part: str 
     if style.scale == "tile":
         return [[_norm([values], part, 1.05) for values in group] for group in groups]
     if style.scale == "uniform" and part == "attn":
-        norms = [_attention_norm(UNIFORM_TOP)] * len(groups)
+        groups_shown = [[np.array(UNIFORM_TOP)]] * len(groups)
     elif style.scale == "layer":
-        norms = [_norm(group, part) for group in groups]
+        groups_shown = groups
     else:
-        norms = [_norm([values for group in groups for values in group], part)] * len(groups)
-    return [[norm] * len(group) for norm, group in zip(norms, groups, strict=True)]
-
-
-def _attention_norm(top: float) -> LogNorm:
-    return LogNorm(1 / top, top, clip=True)  # clipped: 0 has the lowest colour
+        groups_shown = [[values for group in groups for values in group]] * len(groups)
+    return [[_norm(shown, part)] * len(group) for shown, group in zip(groups_shown, groups, strict=True)]
 
 
 def _norm(maps: Sequence[np.ndarray], part: str, lowest_top: float = LOWEST_TOP) -> Normalize:
     values = np.concatenate([m.ravel() for m in maps]).astype(np.float64)
     if part == "attn":
-        return _attention_norm(max(lowest_top, float(values.max())))
-    low, high = (float(value) for value in np.quantile(values, (0.005, 0.995)))
-    if part in PARTS:
-        reach = max(abs(low), abs(high), 1e-12)
-        return Normalize(-reach, reach)
-    low = min(low, 0.0)
-    return Normalize(low, max(high, low + 1e-12))
+        top = max(lowest_top, values.max())
+        return LogNorm(1 / top, top, clip=True)  # clipped: 0 has the lowest colour
+    reach = max(*np.abs(np.quantile(values, (0.005, 0.995))), 1e-12)
+    return Normalize(-reach if part in PARTS else 0.0, reach)
 
 
 def draw_map(axes: Axes, values: np.ndarray, recording: Recording, norm: Normalize, style: MapStyle, *,
@@ -261,24 +232,22 @@ def draw_map(axes: Axes, values: np.ndarray, recording: Recording, norm: Normali
     """
     H, W = recording.img_size
     if style.overlay:
-        draw_photo(axes, recording, style, grey=True)
+        draw_photo(axes, recording, grey=True)
     artist = axes.imshow(values, extent=(0, W, H, 0), cmap=style.colormap(part), norm=norm,
-                         alpha=style.opacity if style.overlay else None,
-                         interpolation="bilinear" if style.smooth else "nearest")
+                         alpha=style.opacity if style.overlay else None, interpolation="nearest")
     if point is not None:
         mark_query(axes, recording, point, cells or values.shape, number)
     if style.scale == "tile" and part == "attn":
-        axes.text(0.97, 0.03, f"\N{MULTIPLICATION SIGN}{short(float(values.max()))}", transform=axes.transAxes,
-                  ha="right", va="bottom", fontsize=points(), color="black", parse_math=False,
+        axes.text(0.97, 0.03, f"\N{MULTIPLICATION SIGN}{short(values.max())}", transform=axes.transAxes, ha="right",
+                  va="bottom", fontsize=points(), color="black",
                   path_effects=[patheffects.withStroke(linewidth=1.5, foreground="white")])
-    bare(axes)
     return artist
 
 
 def map_of(values: np.ndarray, recording: Recording, style: MapStyle, title: str = "", note: str = "", **how) -> Tile:
     """Return a tile that `draw_map` draws."""
     return Tile(lambda axes, norm: draw_map(axes, values, recording, norm, style, **how), title, note,
-                aspect_of(recording), values)
+                recording.aspect, values)
 
 
 def attention_of(recording: Recording, layer: int, head: Head, query: Query | None, style: MapStyle, title: str = "",
@@ -300,11 +269,35 @@ def scaled(groups: Sequence[Sequence[Tile]], style: MapStyle, part: str = "attn"
     return [scale_bar(scales[0], style, part, label) for scales in norms]
 
 
+def scale_bar(norm: Normalize, style: MapStyle, part: str = "attn", label: str = "") -> Bar:
+    """Return the colour bar of maps that are compared: of attention in units of uniform attention, which is marked; of
+    other parts or quantities as they are."""
+    attention = part == "attn"
+    label = label or (ATTENTION_BAR if attention else "logit" if part in PARTS else part)
+    if attention:
+        ups = [short(norm.vmax ** 0.5), short(norm.vmax)]
+        texts = [f"1/{ups[1]}", f"1/{ups[0]}", "1", *ups]
+    else:
+        texts = [short(value) for value in np.linspace(norm.vmin, norm.vmax, 5)]
+    if style.scale == "tile":
+        texts = ["lowest", "", "1" * attention, "", "highest"]
+        label += "; \N{MULTIPLICATION SIGN}: a map's highest" if attention else ", of each map its own"
+    return Bar(norm, style.colormap(part), label, texts, attention)
+
+
+def short(value: float) -> str:
+    """Write a number in two figures: 850, not 8.5e+02."""
+    return f"{float(f'{value:.2g}'):g}"
+
+
+# ---- figures --------------------------------------------------------------------------------------------------------
+
 def map_sheet(title: str, groups: Sequence[tuple[str, Sequence[Row]]], style: MapStyle, *, width: float | None,
               note: str, photo: Recording | None = None, points: Sequence[Query] = (),
               feat_size: tuple[int, int] | None = None, part: str = "attn", label: str = "",
               bars: Sequence[Bar] = ()) -> Figure:
-    """Draw a figure of maps: the photo with its query points, and a block a group; groups of one row each are a grid.
+    """Draw a figure of maps: the photo with its query points, and a block a group; groups of one row each, of short
+    names, are a grid.
 
     Args:
         groups: title and rows of each; the maps of a group are compared.
@@ -314,60 +307,26 @@ def map_sheet(title: str, groups: Sequence[tuple[str, Sequence[Row]]], style: Ma
     """
     bars = bars or scaled([[tile for row in rows for tile in row.tiles] for _, rows in groups], style, part, label)
     own = style.scale == "layer" and len(groups) > 1  # else one bar of the whole figure
-    if len(groups) > 1 and all(len(rows) == 1 for _, rows in groups):
-        blocks = [_grid([name for name, _ in groups], [row for _, [row] in groups], bars if own else [],
-                        (width or PAGE) < 5)]
+    names, singles = [name for name, _ in groups], len(groups) > 1 and all(len(rows) == 1 for _, rows in groups)
+    if singles and max(len(line) for name in names for line in name.split("\n")) <= 24:
+        blocks = [_grid(names, [row.tiles for _, [row] in groups], bars if own else [], (width or PAGE) < 5)]
     else:
-        blocks = [Block(rows, name, [bar] if own else []) for (name, rows), bar in zip(groups, bars, strict=True)]
+        blocks = [Block(rows, name, **{"row_bars" if singles else "bars": [bar] if own else []})
+                  for (name, rows), bar in zip(groups, bars, strict=True)]
     return sheet(title, blocks, width=width, note=note, bars=[] if own else bars[:1], photo=photo and photo_of(
-        photo, style, points, feat_size or max((layer.feat_size for layer in photo.maps.values()), key=math.prod)))
+        photo, points, feat_size or max((layer.feat_size for layer in photo.maps.values()), key=math.prod)))
 
 
-def _grid(names: Sequence[str], rows: Sequence[Row], bars: Sequence[Bar], narrow: bool) -> Block:
+def _grid(names: Sequence[str], lines: Sequence[Sequence[Tile]], bars: Sequence[Bar], narrow: bool) -> Block:
     """Return a block of a row a name, whose titles stand once where they are alike; where that would be wider than high
-    in a narrow figure, or higher than wide in another one, a column a name. Long names stand above their rows."""
-    titles = [tile.title for tile in rows[0].tiles]
-    alike = all([tile.title for tile in row.tiles] == titles for row in rows)
-    place = "heading" if any(len(line) > 24 for name in names for line in name.split("\n")) else "label"
-    across = len(titles) > len(rows) if narrow else len(titles) < len(rows)
-    if across and alike and place == "label":
-        turned = [Row([row.tiles[column] for row in rows], title) for column, title in enumerate(titles)]
-        for row, above in zip(turned, [names, *[[""] * len(rows)] * (len(turned) - 1)], strict=True):
-            row.tiles = [replace(tile, title=name) for tile, name in zip(row.tiles, above, strict=True)]
-        return Block(turned, column_bars=bars)
-    for row in rows[1:] if alike else ():
-        row.tiles = [replace(tile, title="") for tile in row.tiles]
-    return Block([replace(row, bar=bar, **{place: name})
-                  for row, name, bar in zip(rows, names, bars or [None] * len(rows), strict=True)])
-
-
-def scale_bar(norm: Normalize, style: MapStyle, part: str = "attn", label: str = "") -> Bar:
-    """Return the colour bar of maps that are compared: of attention in units of uniform attention, which is marked; of
-    other parts or quantities as they are."""
-    cmap, own, unit = style.colormap(part), style.scale == "tile", "logit" if part in PARTS[1:] else part
-    if own and part == "attn":
-        return Bar(Normalize(0, 1), cmap, label or f"{ATTENTION_BAR}; \N{MULTIPLICATION SIGN}: a map's highest",
-                   [(0, "lowest"), (0.5, "1"), (1, "highest")], 0.5)
-    if own:
-        return Bar(Normalize(0, 1), cmap, label or f"{unit}, of each map its own",
-                   [(0, "lowest"), (1, "highest")])
-    if part == "attn":
-        return Bar(norm, cmap, label or ATTENTION_BAR, _attention_ticks(norm), 1.0)
-    ticks = [(value, short(value)) for value in (norm.vmin, (norm.vmin + norm.vmax) / 2, norm.vmax)]
-    return Bar(norm, cmap, label or unit, ticks)
-
-
-def _attention_ticks(norm: Normalize) -> list[tuple[float, str]]:
-    """Return 1, the ends, and powers of two between them."""
-    octaves = float(np.log2(norm.vmax))
-    step = max(1, round(octaves / 3))
-    ups = [(2.0 ** n, str(2 ** n)) for n in range(step, 64, step) if n < octaves - 0.5 * step]
-    ups.append((norm.vmax, f"{float(f'{norm.vmax:.2g}'):g}"))  # 850, not 8.5e+02
-    return [*((1 / value, f"1/{text}") for value, text in reversed(ups)), (1.0, "1"), *ups]
-
-
-def short(value: float) -> str:
-    """Write a number in few figures."""
-    if value == 0:
-        return "0"
-    return f"{value:.3g}" if abs(value) >= 10 or abs(value) < 0.1 else f"{value:.2f}".rstrip("0").rstrip(".")
+    in a narrow figure, or higher than wide in another one, a column a name."""
+    titles = [tile.title for tile in lines[0]]
+    alike = all([tile.title for tile in line] == titles for line in lines)
+    turned = alike and len(titles) != len(lines) and (len(titles) > len(lines)) == narrow
+    if turned:
+        lines, names, titles = list(zip(*lines, strict=True)), titles, names
+    if alike:
+        lines = [[replace(tile, title=title) for tile, title in zip(line, above, strict=True)]
+                 for line, above in zip(lines, [titles, *[[""] * len(titles)] * (len(lines) - 1)], strict=True)]
+    return Block([Row(line, name) for line, name in zip(lines, names, strict=True)],
+                 **{"column_bars" if turned else "row_bars": bars})

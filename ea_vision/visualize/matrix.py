@@ -63,24 +63,20 @@ def draw_matrix(recording: Recording, layers: Sequence[int], heads: Sequence[Hea
 def _tile(layer: LayerMaps, head: Head, part: str, style: MapStyle) -> Tile:
     """Return a head's (T, T) map; attention in units of uniform attention."""
     maps = (layer.relative() if part == "attn" else layer[part])[0].float()  # (K, T, T)
-    values = of_head(maps, head).cpu().numpy()
-    prefix = layer.num_prefix_tokens
+    values, prefix = of_head(maps, head).cpu().numpy(), layer.num_prefix_tokens
 
     def paint(axes: Axes, norm: Normalize) -> None:
         axes.imshow(values, cmap=style.colormap(part), norm=norm, interpolation="nearest", aspect="auto")
-        axes.set_xticks(_ticks(prefix, layer.key_size), [])
-        axes.set_yticks(_ticks(prefix, layer.feat_size if layer.pixels_ask else (0, 1)), [])
+        for set_ticks, (rows, cols) in ((axes.set_xticks, layer.key_size),
+                                        (axes.set_yticks, layer.feat_size if layer.pixels_ask else (0, 1))):
+            set_ticks(prefix + np.arange(0, rows, max(1, -(-rows // 7))) * cols - 0.5, [])
         axes.tick_params(length=1.5, width=0.5, pad=0)
+        axes.set_frame_on(True)
         axes.spines[:].set_linewidth(0.5)
         for line in (axes.axhline, axes.axvline)[not layer.pixels_ask:] if prefix else ():
             line(prefix - 0.5, color="white", linewidth=0.5)
 
     return Tile(paint, head_name(head), values=values)
-
-
-def _ticks(prefix: int, size: tuple[int, int]) -> np.ndarray:
-    """Return where rows of a grid begin, after the prefix tokens; nothing for channels."""
-    return prefix + np.arange(0, size[0], max(1, -(-size[0] // 7))) * size[1] - 0.5
 
 
 def main(argv: Sequence[str] | None = None) -> int:

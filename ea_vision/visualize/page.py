@@ -21,7 +21,6 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-import torch
 from PIL import Image
 from torch import Tensor, nn
 
@@ -84,22 +83,20 @@ def pack(maps: dict[int, dict[str, np.ndarray]]) -> tuple[dict[str, str], dict[i
     places: dict[int, dict[str, list]] = {number: {} for number in maps}
     known: dict[bytes, list] = {}
     for part in STORED_PARTS:
-        deflate = zlib.compressobj(6)
         pieces, offset = [], 0
         for number, parts in maps.items():
             if part not in parts:
                 continue
-            low, step, codes = quantise(parts[part])
-            data = low.astype("<f4").tobytes() + step.astype("<f4").tobytes() + codes.tobytes()
+            data = b"".join(array.astype(array.dtype.newbyteorder("<")).tobytes() for array in quantise(parts[part]))
             data += bytes(-len(data) % 4)
             key = hashlib.sha256(data).digest()
             if key not in known:
                 known[key] = [part, offset]
-                pieces.append(deflate.compress(data))
+                pieces.append(data)
                 offset += len(data)
             places[number][part] = known[key]
-        if offset:
-            streams[part] = base64.b64encode(b"".join((*pieces, deflate.flush()))).decode()
+        if pieces:
+            streams[part] = base64.b64encode(zlib.compress(b"".join(pieces), 6)).decode()
     return streams, places
 
 
@@ -113,22 +110,12 @@ class Explorer:
     layers: of each model; see `recorder.loading.parse_layers`.
     heads: counted from 0; None is all.
     parts: some of STORED_PARTS; a layer gives those that it has.
-
-    Raises:
-        UsageError: layers of a model that have none of the parts.
     """
 
     models: Sequence[LoadedModel]
     layers: Sequence[Sequence[AttentionLayer]]
     heads: Sequence[int] | None = None
     parts: Sequence[str] = STORED_PARTS
-
-    def __post_init__(self) -> None:
-        for model, chosen in zip(self.models, self.layers, strict=True):
-            had = {part for layer in chosen for part in layer.parts}
-            if not had & {*self.parts, *(PARTS if WITHOUT[0] in self.parts else ())}:
-                raise UsageError(f"{model.label} has {', '.join(sorted(had))} in these layers; got --parts "
-                                 + ",".join(self.parts))
 
     def describe(self) -> list[dict[str, Any]]:
         """Return what the page knows of each model before any image."""
@@ -151,26 +138,24 @@ class Explorer:
 
         Args:
             models: those of another epoch.
+
+        Raises:
+            UsageError: layers of a model that have none of the parts.
         """
         return {"name": name, "models": [self._view(image, model, chosen) for model, chosen in
                                          zip(models or self.models, self.layers, strict=True)]}
 
     def _view(self, image: Image.Image, model: LoadedModel, layers: Sequence[AttentionLayer]) -> dict[str, Any]:
         without = WITHOUT[0] in self.parts  # computed from all others
-        had = {part for layer in layers for part in layer.parts}
-        seen = record(model, image, layers, [part for part in PARTS if part in had and (
-            without or part in self.parts)])
+        seen = record(model, image, layers, PARTS if without else self.parts)
         if without:
             add_contributions(seen)
         streams, places = pack({layer.number: self._arrays(layer, len(prefix_names(model.model)))
                                 for layer in seen.maps.values()})
-        photo = seen.photo
-        if photo is None:  # the network sees the image no smaller
-            photo = (seen.image * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
+        predictions = _objects if isinstance(model, DetectorModel) else _likeliest
         return {
-            "photo": data_url(photo),
-            "predictions": (_objects(seen.output[0], model.classes) if isinstance(model, DetectorModel) else
-                            _likeliest(seen.output, model.classes)),
+            "photo": data_url((seen.pixels() * 255).round().astype(np.uint8)),
+            "predictions": predictions(seen.output, model.classes),
             "featSizes": {layer.number: layer.feat_size for layer in seen.maps.values()},
             "places": places,
             "streams": streams,
@@ -197,8 +182,9 @@ def _likeliest(output: Any, names: Sequence[str] | None) -> list[dict[str, Any]]
             for index, probability in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
 
 
-def _objects(found: dict[str, Tensor], classes: Sequence[str]) -> list[dict[str, Any]]:
+def _objects(output: Sequence[dict[str, Tensor]], classes: Sequence[str]) -> list[dict[str, Any]]:
     """Return the surest objects of a detector: name, probability, and box, x1 y1 x2 y2 in pixels of the input."""
+    [found] = output
     rows = zip(*(found[key].tolist() for key in ("boxes", "scores", "labels")), strict=True)
     return [{"name": classes[label], "probability": round(score, 6), "box": [round(side, 2) for side in box]}
             for box, score, label in rows if score >= LEAST_SCORE][:MOST_OBJECTS]
@@ -244,12 +230,8 @@ def build_page(explorer: Explorer, entries: Sequence[dict[str, Any]], epochs: bo
     title = "Attention of " + ", ".join(model.label for model in explorer.models)
     about = {"models": explorer.describe(), "colours": table_of("viridis"), "signed": table_of(SIGNED_MAP),
              "epochs": epochs, "version": ea_vision.__version__}
-    fields = {
-        "title": html.escape(title),
-        "style": (SOURCE / "page.css").read_text(encoding="utf-8"),
-        "data": "\n".join([json_script(about, 'id="about"'),
-                           *(json_script(entry, 'class="image"') for entry in entries)]),
-        "program": program(),
-    }
+    scripts = [json_script(about, 'id="about"'), *(json_script(entry, 'class="image"') for entry in entries)]
+    fields = {"title": html.escape(title), "style": (SOURCE / "page.css").read_text(encoding="utf-8"),
+              "data": "\n".join(scripts), "program": program()}
     template = (SOURCE / "page.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: fields[match[1]], template)

@@ -15,7 +15,7 @@ from ea_vision.recorder.inputs import ImageSource
 from ea_vision.recorder.quantities import attention_rollout
 from ea_vision.recorder.recording import LayerMaps
 from ea_vision.visualize.figure_options import Asked, Layers, Models, Queries, make_parser
-from ea_vision.visualize.image_maps import Query, Recording, cell_of_query, title_of
+from ea_vision.visualize.image_maps import Query, Recording, cell_of, title_of
 from ea_vision.visualize.map_style import STYLE, MapStyle, layers_name, map_of, map_sheet, queries_name
 from ea_vision.visualize.sheet import Row
 from ea_vision.visualize.writing import each_figure
@@ -79,8 +79,8 @@ def _group(recording: Recording, img_size: tuple[int, int], points: Sequence[Que
         math.prod(first.feat_size) + first.num_prefix_tokens)  # (T', H, W)
     tiles = []
     for number, point in enumerate(points, start=1):
-        place = cell_of_query(point, img_size, recording.img_size)
-        values = rollout[last.token(cell_of_query(place, recording.img_size, last.feat_size))]
+        place = cell_of(point, img_size, recording.img_size)
+        values = rollout[last.token(recording.cell(last.number, place))]
         tiles.append(map_of(values, recording, style, f"query {number}", point=place, number=number,
                             cells=last.feat_size))
     tiles.append(map_of(rollout[last.num_prefix_tokens:].mean(0), recording, style, "all pixels"))

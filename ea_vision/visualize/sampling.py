@@ -57,7 +57,7 @@ def _tile(image: Tensor, title: str, corners: np.ndarray | None = None) -> Tile:
         if corners is not None:
             axes.plot(*corners[[0, 1, 2, 3, 0]].T, color=QUERY_COLORS[0], linewidth=1.2, clip_on=False)
             axes.plot(*corners[0], "o", color=QUERY_COLORS[0], markersize=4, markeredgecolor="white", clip_on=False)
-            axes.set(xlim=(min(0, corners[:, 0].min()), max(W, corners[:, 0].max())),
-                     ylim=(max(H, corners[:, 1].max()), min(0, corners[:, 1].min())))
+            (left, top), (right, bottom) = np.minimum(corners.min(0), 0), np.maximum(corners.max(0), (W, H))
+            axes.set(xlim=(left, right), ylim=(bottom, top))
 
     return Tile(paint, title, aspect=H / W)

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Colormap, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
 
 from ea_vision.base.figures import PAGE, check_width
 from ea_vision.base.print import new_figure, points, text_width, wrapped
 
 MARGIN, GAP = 4.0, 3.0
-LARGEST_TILE, SMALLEST_TILE = 92.0, 16.0
-PHOTO = 72.0
+LARGEST_TILE, SMALLEST_TILE, PHOTO = 92.0, 16.0, 72.0
 BAR, BAR_LENGTH = 5.0, 100.0
 LEADING = 1.25  # height of a line of text over its size
 
@@ -47,38 +47,33 @@ class Tile:
 
 @dataclass
 class Bar:
-    """A colour bar: values and texts of its ticks; `mark`: a value with a line across."""
+    """A colour bar: texts at five even places, from its lower to its upper end; `mark`: whether a line crosses its
+    middle."""
 
     norm: Normalize
     cmap: Colormap
     label: str
-    ticks: Sequence[tuple[float, str]]
-    mark: float | None = None
+    texts: Sequence[str]
+    mark: bool
 
 
 @dataclass
 class Row:
-    """Tiles side by side, of one aspect. label: left of them; heading: above; bar: of this row alone, right of it, its
-    label below the block."""
+    """Tiles side by side, of one aspect. label: left of them."""
 
     tiles: Sequence[Tile]
     label: str = ""
-    heading: str = ""
-    bar: Bar | None = None
-
-    @property
-    def aspect(self) -> float:
-        return self.tiles[0].aspect
 
 
 @dataclass
 class Block:
-    """Rows of tiles. bars: below all; column_bars: one below each column; enlarged: width of a tile over that of other
-    blocks."""
+    """Rows of tiles. bars: below all; row_bars, column_bars: one beside each row or below each column, their label
+    below the figure; enlarged: width of a tile over that of other blocks."""
 
     rows: Sequence[Row]
     title: str = ""
     bars: Sequence[Bar] = ()
+    row_bars: Sequence[Bar] = ()
     column_bars: Sequence[Bar] = ()
     enlarged: float = 1.0
 
@@ -89,173 +84,131 @@ def _height(text: str, size: float) -> float:
 
 @dataclass
 class _Laid:
-    """What stands where, from the left upper corner: (x, y, function of figure, x and y)."""
+    """What stands where, from the left upper corner: (x, y, function of figure, x and y). whole: no grid is broken."""
 
     width: float = 0.0
     height: float = 0.0
-    lines: int = 1  # that the row of a block of one row is broken into
+    whole: bool = True
     items: list[tuple[float, float, Callable]] = field(default_factory=list)
+
+    def place(self, other: _Laid, x: float, y: float) -> None:
+        """Add what another one has, its corner at (x, y)."""
+        self.items += [(x + dx, y + dy, paint) for dx, dy, paint in other.items]
+        self.width, self.height = max(self.width, x + other.width), max(self.height, y + other.height)
+        self.whole &= other.whole
 
     def text(self, x: float, text: str, kind: str = "small") -> None:
         """Add text, broken into lines, at the lower end."""
         size = points(kind)
         lines = wrapped(text, self.width - x, size)
-        if lines:
-            self.items.append((x, self.height, lambda figure, x, y: figure.text(
-                x, y, lines, fontsize=size, va="top", parse_math=False, linespacing=1.15)))
-            self.height += _height(lines, size)
+        self.items.append((x, self.height, lambda figure, x, y: lines and figure.text(
+            x, y, lines, fontsize=size, va="top")))
+        self.height += _height(lines, size)
 
-    def bars(self, bars: Sequence[Bar], left: float = 0.0) -> None:
-        """Add colour bars at the lower end, side by side where they fit."""
-        side_by_side = self.width >= len(bars) * BAR_LENGTH
-        each = min(self.width / max(1, len(bars) if side_by_side else 1), 1.4 * BAR_LENGTH)
-        labels = [wrapped(bar.label, each - 2, points()) for bar in bars]
-        below = BAR + LEADING * points() + max([_height(label, points()) for label in labels] or [0.0]) + 7.0
+    def bars(self, bars: Sequence[Bar]) -> None:
+        """Add colour bars side by side at the lower end."""
+        each = min(self.width / max(1, len(bars)), 1.4 * BAR_LENGTH)
+        labels = [wrapped(bar.label, each - 4 * GAP, points()) for bar in bars]
         for index, (bar, label) in enumerate(zip(bars, labels, strict=True)):
-            self.items.append(((index * each if side_by_side else 0.0) + 15, self.height + 1,
-                               _bar_painter(bar, label, each - 30)))
-            if not side_by_side or index == len(bars) - 1:
-                self.height += below
+            self.items.append((index * each, self.height + 1, partial(
+                _paint_bar, bar=bar, length=each - 4 * GAP, label=label)))
+        if bars:
+            self.height += BAR + LEADING * points() + max(_height(label, points()) for label in labels) + 7.0
 
-
-def _lay_block(block: Block, side: float, room: float, alone: bool) -> _Laid:
-    """Lay a block with tiles of this width. A single row breaks into lines, more rows only where `room` forces it."""
-    small, side = points(), side * block.enlarged
-    labels = [wrapped(row.label, max(side * row.aspect, 30.0), small) for row in block.rows]
-    left = max(_height(label, small) for label in labels) + 2.0 * any(labels)
-    bars = [row.bar for row in block.rows if row.bar]
-    right = GAP + BAR + 4 + max(text_width(text, small) for bar in bars for _, text in bar.ticks) if bars else 0.0
-    columns = max(len(row.tiles) for row in block.rows)
-    lines = -(-columns // max(1, int((room - left - right + GAP) // (side + GAP))))
-    each = -(-columns // lines)
-    laid = _Laid(left + each * (side + GAP) - GAP + right, lines=lines)
-    wanted = [text_width(block.title, points("medium")), *(text_width(row.heading, small) for row in block.rows)]
-    least = max(laid.width, min(room, BAR_LENGTH * max(1, len(block.bars))))
-    pair = not alone and 2 * least + 3 * GAP <= room  # another block may stand beside it
-    laid.width = max(laid.width, least * bool(block.bars), 0.0 if pair else min(room, max(wanted)))
-    laid.text(0, block.title, "medium")
-    laid.height += 2.0 * bool(block.title)
-    for first in range(0, columns, each):
-        for row, label in zip(block.rows, labels, strict=True):
-            if row.tiles[first:first + each]:
-                laid.text(0, row.heading)
-                _lay_tiles(laid, row, row.tiles[first:first + each], label, left, side)
-        for col, bar in enumerate(block.column_bars[first:first + each]):
-            painter = _bar_painter(bar, "", side - 6, inward=True)
-            laid.items.append((left + col * (side + GAP) + 3, laid.height, painter))
-        laid.height += (BAR + 4 + LEADING * small) * bool(block.column_bars)
-    laid.bars(block.bars, left)
-    shared = [*bars, *block.column_bars][:1]
-    laid.text(left, f"colours: {shared[0].label}" if shared else "")
-    return laid
-
-
-def _lay_tiles(laid: _Laid, row: Row, tiles: Sequence[Tile], label: str, left: float, side: float) -> None:
-    """Add a line of tiles, with the label of their row and its colour bar, at the lower end."""
-    small, high = points(), side * row.aspect
-    titles = [wrapped(tile.title, side + GAP - 1, small) for tile in tiles]
-    notes = [wrapped(tile.note, side + GAP - 1, small) for tile in tiles]
-    above, below = (max(_height(text, small) for text in texts) for texts in (titles, notes))
-    tall = max(high, text_width(label, small) if label else 0.0)
-    laid.height += above + (0.3 * small if above else 0.0) + (tall - high) / 2
-    for col, (tile, title, note) in enumerate(zip(tiles, titles, notes, strict=True)):
-        laid.items.append((left + col * (side + GAP), laid.height,
-                           _tile_painter(tile, title, note, label if col == 0 else "", side, high)))
-    if row.bar:
-        inset = min(0.5 * small, 0.2 * high)  # so that the numbers at its ends stay beside the row
-        laid.items.append((left + len(tiles) * (side + GAP), laid.height + inset,
-                           _bar_painter(row.bar, "", high - 2 * inset, "vertical")))
-    laid.height += (tall + high) / 2 + (below + 2.0 if below else 0.0) + GAP
+    def row(self, tiles: Sequence[Tile], side: float, left: float, label: str, bar: Bar | None) -> None:
+        """Add a line of tiles, with the label of their row and its colour bar, at the lower end."""
+        small, high = points(), side * tiles[0].aspect
+        titles, notes = ([wrapped(text, side + GAP - 1, small) for text in texts]
+                         for texts in zip(*((tile.title, tile.note) for tile in tiles), strict=True))
+        above, below = (max(_height(text, small) for text in texts) for texts in (titles, notes))
+        edge = max(0.0, text_width(label, small) - high if label else 0.0) / 2
+        self.height += above + (0.3 * small if above else 0.0) + edge
+        for tile, title, note in zip(tiles, titles, notes, strict=True):
+            self.items.append((left, self.height, partial(_paint_tile, tile=tile, width=side, height=high, title=title,
+                                                          xlabel=note, ylabel=label)))
+            left, label = left + side + GAP, ""
+        if bar:
+            self.items.append((left, self.height, partial(_paint_bar, bar=bar, length=high, flat=False)))
+        self.height += high + edge + (below + 2.0 if below else 0.0) + GAP
 
 
 def _add_axes(figure: Figure, x: float, y: float, width: float, height: float) -> Axes:
     """Return axes of points, whose left upper corner is at (x, y) of the figure's 0..1."""
-    W, H = (72 * inches for inches in figure.get_size_inches())
+    W, H = 72 * figure.get_size_inches()
     return figure.add_axes((x, y - height / H, width / W, height / H))
 
 
-def _tile_painter(tile: Tile, title: str, note: str, label: str, width: float, height: float) -> Callable:
-    def paint(figure: Figure, x: float, y: float) -> None:
-        axes, small = _add_axes(figure, x, y, width, height), points()
-        axes.set_xticks([])
-        axes.set_yticks([])
-        if tile.paint is None:
-            axes.set_frame_on(False)
-        else:
-            tile.paint(axes, tile.norm)
-        text = dict(fontsize=small, parse_math=False, linespacing=1.15)
-        axes.set_title(title, pad=0.3 * small, y=1.0, **text)  # below the line hang letters
-        axes.set_xlabel(note, labelpad=1.5, **text)
-        axes.set_ylabel(label, labelpad=2.5, **text)
-
-    return paint
+def _paint_tile(figure: Figure, x: float, y: float, tile: Tile, width: float, height: float, **texts: str) -> None:
+    axes = _add_axes(figure, x, y, width, height)
+    axes.set(xticks=[], yticks=[], frame_on=False, **texts)
+    if tile.paint:
+        tile.paint(axes, tile.norm)
 
 
-def _bar_painter(bar: Bar, label: str, length: float, orientation: str = "horizontal",
-                 inward: bool = False) -> Callable:
-    """Return what draws a colour bar; `inward`: the numbers at its ends stay within it."""
-    flat = orientation == "horizontal"
-
-    def paint(figure: Figure, x: float, y: float) -> None:
-        axes, small = _add_axes(figure, x, y, *((length, BAR) if flat else (BAR, length))), points()
-        axes.set_label("<colorbar>")
-        drawn = figure.colorbar(ScalarMappable(bar.norm, bar.cmap), cax=axes, orientation=orientation)
-        kept: dict[float, str] = {}  # the mark and the ends first, others where they have room
-        taken: list[tuple[float, float]] = []
-        for value, text in sorted(bar.ticks, key=lambda tick: (tick[0] != bar.mark, -tick[0])):
-            half = text_width(text, small) / 2 + (0.5 if inward else 1.5) if flat else 0.65 * small
-            middle = float(drawn.norm(value)) * length
-            if inward:
-                middle = min(max(middle, half), length - half)
-            if all(middle + half <= low or middle - half >= high for low, high in taken):
-                kept[value] = text
-                taken.append((middle - half, middle + half))
-        drawn.set_ticks(sorted(kept), labels=[kept[value] for value in sorted(kept)])
-        (axes.xaxis if flat else axes.yaxis).set_minor_locator(NullLocator())
-        for tick in axes.get_xticklabels() if inward else ():
-            place = float(drawn.norm(tick.get_position()[0]))
-            tick.set_ha("left" if place < 0.1 else "right" if place > 0.9 else "center")
-        axes.tick_params(labelsize=small, pad=1, length=2)
-        drawn.outline.set_visible(False)
-        drawn.set_label(label, fontsize=small, labelpad=1)
-        if bar.mark is not None:
-            (axes.axvline if flat else axes.axhline)(bar.mark, color="black", linewidth=1.2, clip_on=False)
-
-    return paint
+def _paint_bar(figure: Figure, x: float, y: float, bar: Bar, length: float, label: str = "", flat: bool = True) -> None:
+    """Draw a colour bar with as many of its texts as have room, those at the ends within its length."""
+    axes = _add_axes(figure, x, y, *((length, BAR) if flat else (BAR, length)))
+    drawn = figure.colorbar(ScalarMappable(bar.norm, bar.cmap), cax=axes, label=label,
+                            orientation="horizontal" if flat else "vertical")
+    axes.set_label("<colorbar>")
+    drawn.outline.set_visible(False)
+    room = length / (max(text_width(text, points()) for text in bar.texts) + 2 if flat else 1.2 * points())
+    shown = slice(0 if room >= 2 else 4, None, 1 if room >= 6 else 2 if room >= 3 else 4)
+    places = [bar.norm.inverse(place) for place in (0, 0.25, 0.5, 0.75, 1)]
+    drawn.set_ticks(places[shown], labels=bar.texts[shown])
+    drawn.ax.minorticks_off()
+    axes.tick_params(labelsize=points(), pad=1, length=2)
+    texts, low, high = (axes.get_xticklabels(), "left", "right") if flat else (
+        axes.get_yticklabels(), "bottom", "top")
+    for text, side in (texts[0], low), (texts[-1], high):
+        text.set(**{"ha" if flat else "va": side})
+    if bar.mark:
+        (axes.axvline if flat else axes.axhline)(places[2], color="black", linewidth=1.2, clip_on=False)
 
 
-def _flow(blocks: Sequence[_Laid], width: float) -> tuple[list[tuple[float, float]], float, float]:
-    """Return the places of blocks, side by side where they fit, else below; width and height of all."""
-    places, x, y, line, reach = [], 0.0, 0.0, 0.0, 0.0
+def _lay_block(block: Block, side: float, room: float, alone: bool) -> _Laid:
+    """Lay a block with tiles of this width. Rows break into lines where `room` forces it."""
+    small, side = points(), side * block.enlarged
+    labels = [wrapped(row.label, max(side * row.tiles[0].aspect, 30.0), small) for row in block.rows]
+    left = max(_height(label, small) for label in labels) + 2.0 * any(labels)
+    right = GAP + BAR + 4 + max(text_width(text, small) for bar in block.row_bars for text in bar.texts
+                                ) if block.row_bars else 0.0
+    columns = max(len(row.tiles) for row in block.rows)
+    lines = -(-columns // max(1, int((room - left - right + GAP) // (side + GAP))))
+    each = -(-columns // lines)
+    least = text_width(block.title, points("medium")) if alone else BAR_LENGTH * len(block.bars)
+    laid = _Laid(max(left + each * (side + GAP) - GAP + right, min(room, least)),
+                 whole=lines <= 1 + (len(block.rows) == 1 and columns > 4))
+    laid.text(0, block.title, "medium")
+    laid.height += 2.0 * bool(block.title)
+    for first in range(0, columns, each):
+        for row, label, bar in zip(block.rows, labels, block.row_bars or [None] * len(labels), strict=True):
+            if tiles := row.tiles[first:first + each]:
+                laid.row(tiles, side, left, label, bar)
+        for col, bar in enumerate(block.column_bars[first:first + each]):
+            laid.items.append((left + col * (side + GAP) + 3, laid.height, partial(
+                _paint_bar, bar=bar, length=side - 6)))
+        laid.height += (BAR + 4 + LEADING * small) * bool(block.column_bars)
+    laid.bars(block.bars)
+    return laid
+
+
+def _lay_all(blocks: Sequence[Block], side: float, room: float) -> _Laid:
+    """Lay blocks side by side where they fit, else below."""
+    laid, x, y = _Laid(), 0.0, 0.0
     for block in blocks:
-        if x and x + block.width > width + 0.5:
-            x, y, line = 0.0, y + line + 2 * GAP, 0.0
-        places.append((x, y))
-        reach = max(reach, x + block.width)
-        x, line = x + block.width + 3 * GAP, max(line, block.height)
-    return places, reach, y + line
-
-
-def _lay_all(blocks: Sequence[Block], width: float, limit: float) -> tuple[list[_Laid], tuple]:
-    """Return the blocks with the largest tiles that keep grids whole, single rows within two lines, titles' words whole
-    and the height below the limit; else with the smallest."""
-    words = [word for block in blocks for row in block.rows for tile in row.tiles for word in tile.title.split()]
-    smallest = max(SMALLEST_TILE, *(text_width(word, points()) - GAP + 1 for word in words), 0.0)
-    smallest = min(smallest, 46.0 * points() / 7)
-    side = max(LARGEST_TILE, smallest)
-    while True:
-        laid = [_lay_block(block, side, width, len(blocks) == 1) for block in blocks]
-        flow = _flow(laid, width)
-        whole = all(one.lines <= (2 if len(block.rows) == 1 and len(block.rows[0].tiles) > 4 else 1)
-                    for one, block in zip(laid, blocks, strict=True))
-        if whole and flow[2] <= limit or side <= smallest:
-            return laid, flow
-        side = max(smallest, side - 2.0)
+        one = _lay_block(block, side, room, len(blocks) == 1)
+        if x and x + one.width > room + 0.5:
+            x, y = 0.0, laid.height + 2 * GAP
+        laid.place(one, x, y)
+        x += one.width + 3 * GAP
+    return laid
 
 
 def sheet(title: str, blocks: Sequence[Block], *, width: float | None = None, photo: Tile | None = None,
           note: str = "", bars: Sequence[Bar] = ()) -> Figure:
-    """Draw a figure: photo, title and note above, then the blocks.
+    """Draw a figure: photo, title and note above, then the blocks. Tiles are as large as lets grids stay whole, single
+    rows have two lines at most, words of titles stay whole, and the height stay below a limit.
 
     Args:
         width: inches; None: as wide as the blocks need, at most PAGE.
@@ -266,22 +219,31 @@ def sheet(title: str, blocks: Sequence[Block], *, width: float | None = None, ph
     Raises:
         UsageError: a width that no text fits into.
     """
-    room = 72 * (check_width(width) or PAGE) - 2 * MARGIN
-    laid, (places, reach, height) = _lay_all(blocks, room, 72 * min(7.0, 1.7 * (width or PAGE)))
-    if width is None:
-        room = min(room, max(reach, 200.0))
-    head, foot, left = _Laid(room), _Laid(room), 0.0
+    small, room = points(), 72 * (check_width(width) or PAGE) - 2 * MARGIN
+    words = [word for block in blocks for row in block.rows for tile in row.tiles for word in tile.title.split()]
+    smallest = max(SMALLEST_TILE, *(text_width(word, small) - GAP + 1 for word in words), 0.0)
+    smallest = min(smallest, 46.0 * small / 7)
+    for side in np.arange(max(LARGEST_TILE, smallest), smallest - 2, -2):
+        body = _lay_all(blocks, max(side, smallest), room)
+        if body.whole and body.height <= 72 * min(7.0, 1.7 * (width or PAGE)):
+            break
+    whole, left = _Laid(room if width else min(room, max(body.width, 200.0))), 0.0
     if photo:
-        side, above = min(PHOTO, 0.32 * room), 10.0 * bool(photo.title)
-        head.items.append((0.0, above, _tile_painter(photo, photo.title, "", "", side, side * photo.aspect)))
+        side, above = min(PHOTO, 0.32 * whole.width), 10.0 * bool(photo.title)
+        whole.items.append((0.0, above, partial(_paint_tile, tile=photo, width=side, height=side * photo.aspect)))
         left = side + 2 * GAP
-    head.text(left, title, "title")
-    head.text(left, note)
-    head.height = max(head.height, above + side * photo.aspect if photo else 0.0) + 2 * GAP
-    foot.bars(bars)
-    total = head.height + height + foot.height + 2 * MARGIN
-    figure = new_figure((room + 2 * MARGIN) / 72, total / 72)
-    for part, (x, y) in [(head, (0.0, -head.height)), *zip(laid, places, strict=True), (foot, (0.0, height))]:
-        for dx, dy, paint in part.items:
-            paint(figure, (MARGIN + x + dx) / (room + 2 * MARGIN), 1 - (MARGIN + head.height + y + dy) / total)
+    whole.text(left, title, "title")
+    whole.text(left, note)
+    if photo:
+        whole.height = max(whole.height, above + side * photo.aspect)
+    whole.place(body, 0.0, whole.height + 2 * GAP)
+    for bar in [bar for block in blocks for bar in (*block.row_bars, *block.column_bars)][:1]:
+        whole.text(0, f"colours: {bar.label}")
+    whole.bars(bars)
+    W, H = whole.width + 2 * MARGIN, whole.height + 2 * MARGIN
+    figure = new_figure(W / 72, H / 72)
+    with matplotlib.rc_context({"text.parse_math": False, "axes.titlesize": small, "axes.labelsize": small,
+                                "axes.titlepad": 0.3 * small, "axes.titley": 1.0, "axes.labelpad": 2.0}):
+        for x, y, paint in whole.items:  # below the line hang letters of titles
+            paint(figure, (MARGIN + x) / W, 1 - (MARGIN + y) / H)
     return figure

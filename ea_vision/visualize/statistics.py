@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -53,31 +52,21 @@ def _measured(asked: Asked, images: Sequence[ImageSource | Tensor], batch_size: 
     for model, numbers in zip(asked.models, asked.numbers, strict=True):
         starts = tqdm(range(0, len(images), batch_size), unit="batch", desc=model.label,
                       disable=None if progress else True)
-        batches = (torch.stack([as_input(model, image) for image in images[first:first + batch_size]])
-                   for first in starts)
         device = next(model.model.parameters()).device
+        batches = (torch.stack([as_input(model, image) for image in images[first:first + batch_size]]).to(device)
+                   for first in starts)
         with evaluating(model.model):
-            measured[title_of(model)] = measure(
-                model.model, (model.normalize(batch.to(device)) for batch in batches), numbers)
+            measured[title_of(model)] = measure(model.model, map(model.normalize, batches), numbers)
     return measured
 
 
-class Panel(NamedTuple):
-    """A panel: its title, a layer's values (images, K) or None, that of uniform attention or None, and how far its axis
-    reaches at least."""
-
-    title: str
-    values: Callable[[LayerQuantities], Tensor | None]
-    uniform: Callable[[LayerQuantities], float] | None = None
-    top: float = 1.05
-
-
+# title; a layer's values (images, K), or None; those of uniform attention; how far the axis reaches at least
 PANELS = (
-    Panel("entropy / log N", lambda layer: layer.entropies / layer.uniform_entropy, lambda layer: 1.0),
-    Panel("distance of attention (pixels of the input)", lambda layer: layer.distances,
-          lambda layer: layer.uniform_distance, 0.0),
-    Panel("correlation with the previous layer's map", lambda layer: layer.correlations),
-    Panel("share of position alone", lambda layer: layer.positions),
+    ("entropy / log N", lambda layer: layer.entropies / layer.uniform_entropy, lambda layer: 1.0, 1.05),
+    ("distance of attention (pixels of the input)", lambda layer: layer.distances,
+     lambda layer: layer.uniform_distance, 0.0),
+    ("correlation with the previous layer's map", lambda layer: layer.correlations, None, 1.05),
+    ("share of position alone", lambda layer: layer.positions, None, 1.05),
 )
 
 
@@ -89,62 +78,58 @@ def draw_statistics(measured: Mapping[str, Sequence[LayerQuantities]], *, width:
         measured: by label; from `ea_vision.recorder.quantities.measure`.
         width: inches.
     """
-    panels = [panel for panel in PANELS if any(_has(panel, layer) for layers in measured.values() for layer in layers)]
+    panels = [panel for panel in PANELS if any(_known(panel[1](layer)).isfinite().any()
+                                               for layers in measured.values() for layer in layers)]
     width = check_width(width) or PAGE
     columns = 2 if width >= 5 and len(panels) > 1 else 1
     rows = -(-len(panels) // columns)
     longest = max(measured.values(), key=len)
-    images = longest[0].images
     with print_style():
         figure = new_figure(width, rows * 1.55 + 1.0, layout="constrained")
         grid = list(figure.subplots(rows, columns, squeeze=False).ravel())
-        for index, (place, panel) in enumerate(zip(grid, panels, strict=False)):
-            _draw_panel(place, panel, measured)
-            place.set_title(wrapped(panel.title, 72 * width / columns - 40, points("medium")), parse_math=False)
-            small_ticks(place)
-            place.grid(alpha=0.3)
-            place.set_xlabel("attention layer" if index >= len(panels) - columns else "")
-            place.set_xlim(longest[0].number - 0.6, longest[-1].number + 0.6)
-            place.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-        for place in grid[len(panels):]:
-            place.set_visible(False)
+        for index, (axes, (title, values_of, uniform, top)) in enumerate(zip(grid, panels, strict=False)):
+            for number, (label, layers) in enumerate(measured.items()):
+                _draw_model(axes, layers, values_of, number, (number - (len(measured) - 1) / 2) * 0.16, label)
+                if uniform:
+                    places = np.array([layer.number for layer in layers])
+                    axes.hlines([uniform(layer) for layer in layers], places - 0.5, places + 0.5, colors="0.4",
+                                linestyles=":", linewidth=1, label="uniform attention" if number == 0 else None)
+            low, high = axes.get_ylim()
+            axes.set(ylim=(min(low, 0.0), max(high, top)), xlim=(longest[0].number - 0.6, longest[-1].number + 0.6),
+                     xlabel="attention layer" if index >= len(panels) - columns else "")
+            axes.set_title(wrapped(title, 72 * width / columns - 40, points("medium")), parse_math=False)
+            axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+            axes.grid(alpha=0.3)
+            small_ticks(axes)
+        for axes in grid[len(panels):]:
+            axes.set_visible(False)
         legend_below(figure, *grid[0].get_legend_handles_labels())
-        title = (f"mean over {images} image{'s' * (images > 1)}; dots: heads; lines: their means"
-                 + ("; bars: standard deviation over images" if images > 1 else ""))
+        images = longest[0].images
+        title = f"mean over {images} image{'s' * (images > 1)}; dots: heads; lines: their means"
+        title += "; bars: standard deviation over images" * (images > 1)
         figure.suptitle(wrapped(title, 72 * width - 10, points()), fontsize=points())
     return figure
 
 
-def _draw_panel(place: Axes, panel: Panel, measured: Mapping[str, Sequence[LayerQuantities]]) -> None:
-    colors = color_cycle()
-    for index, (label, layers) in enumerate(measured.items()):
-        how = {"color": colors[index % len(colors)], "marker": MARKERS[index % len(MARKERS)]}
-        shift = (index - (len(measured) - 1) / 2) * 0.16
-        line = []
-        for before, layer in zip([layers[0], *layers], layers, strict=False):
-            if before.feat_size != layer.feat_size:
-                line.append([math.nan] * 3)
-            line.append([layer.number + shift, math.nan, math.nan])
-            if _has(panel, layer):
-                values = panel.values(layer)
-                of_heads, of_images = values.nanmean(0), values.nanmean(1)  # NaN where a map is constant
-                of_images = of_images[of_images.isfinite()]
-                line[-1][1:] = float(of_heads.nanmean()), float(of_images.std()) if len(of_images) > 1 else math.nan
-                place.scatter([line[-1][0]] * len(of_heads), of_heads, s=5, alpha=0.35, linewidths=0, **how)
-        x, means, spreads = zip(*line, strict=True)
-        place.plot(x, means, label=label, **how)
-        place.errorbar(x, means, spreads, fmt="none", ecolor=how["color"], elinewidth=0.8, alpha=0.7)
-        if panel.uniform:
-            places = np.array([layer.number for layer in layers])
-            place.hlines([panel.uniform(layer) for layer in layers], places - 0.5, places + 0.5, colors="0.4",
-                         linestyles=":", linewidth=1, label="uniform attention" if index == 0 else None)
-    low, high = place.get_ylim()
-    place.set_ylim(min(low, 0.0), max(high, panel.top))
+def _draw_model(axes: Axes, layers: Sequence[LayerQuantities], values_of: Callable[[LayerQuantities], Tensor | None],
+                number: int, shift: float, label: str) -> None:
+    """Draw a model's heads, their mean and its spread, moved aside so that models do not hide each other."""
+    colors, line = color_cycle(), []
+    how = {"color": colors[number % len(colors)], "marker": MARKERS[number % len(MARKERS)]}
+    for before, layer in zip([layers[0], *layers], layers, strict=False):
+        line += [[math.nan] * 3] * (before.feat_size != layer.feat_size)
+        heads, images = (_known(values_of(layer)).nanmean(dim) for dim in (0, 1))  # NaN where a map is constant
+        images = images[images.isfinite()]
+        line.append([layer.number + shift, float(heads.nanmean()),
+                     float(images.std()) if len(images) > 1 else math.nan])
+        axes.scatter([layer.number + shift] * len(heads), heads, s=5, alpha=0.35, linewidths=0, **how)
+    x, means, spreads = zip(*line, strict=True)
+    axes.plot(x, means, label=label, **how)
+    axes.errorbar(x, means, spreads, fmt="none", ecolor=how["color"], elinewidth=0.8, alpha=0.7)
 
 
-def _has(panel: Panel, layer: LayerQuantities) -> bool:
-    values = panel.values(layer)
-    return values is not None and bool(values.isfinite().any())
+def _known(values: Tensor | None) -> Tensor:
+    return torch.full((1, 1), math.nan) if values is None else values
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -154,14 +139,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=positive, default=16, help="images at a time (default: %(default)s)")
     options = parser.parse_args(argv)
     output = check_output(Path(options.output), options.suffixes)
-    table = check_output(Path(options.csv), (".csv",)) if options.csv else None
-    asked = Asked.by_options(options)
-    measured = _measured(asked, find_images(options.images)[:options.limit], options.batch_size, True)
-    figure = draw_statistics(measured, width=options.width)
-    save(figure, output, options.dpi)
-    if table:
-        atomic_write(table, quantities_csv(measured).encode())
-    written = [output, *([table] if table else [])]
+    written = [output, *([check_output(Path(options.csv), (".csv",))] if options.csv else [])]
+    measured = _measured(Asked.by_options(options), find_images(options.images)[:options.limit], options.batch_size,
+                         progress=True)
+    save(draw_statistics(measured, width=options.width), output, options.dpi)
+    if options.csv:
+        atomic_write(written[1], quantities_csv(measured).encode())
     if options.npz:
         written.append(output.with_suffix(".npz"))
         write_npz(written[-1], quantities_arrays(measured))

@@ -38,14 +38,12 @@ from ea_vision.visualize.image_maps import (
     Query,
     Recording,
     add_contributions,
-    query_map,
     query_name,
     title_of,
 )
 from ea_vision.visualize.map_style import (
     STYLE,
     MapStyle,
-    aspect_of,
     attention_of,
     before_shares,
     equation,
@@ -89,8 +87,7 @@ def plot_strip(model: Model, image: ImageSource | Tensor, layers: Layers = None,
 
 
 def _draw(asked: Asked, image: ImageSource | Tensor) -> Figure:
-    parts = [part for part in PARTS if any(part in layer.parts for layer in asked.layers[0])]
-    [recording] = asked.record(image, parts)
+    [recording] = asked.record(image, PARTS)
     return draw_strip(recording, asked.numbers[0], asked.heads[0], asked.points(MIDDLE)[0], asked.style,
                       width=asked.width)
 
@@ -170,11 +167,11 @@ def draw_strip(recording: Recording, layers: Sequence[int], head: Head, point: Q
                 for layer in chain]
         blocks.append(Block(rows, name, []))
     for kind in ("logits", "attn"):
-        groups = [[tile for row in block.rows for part, tile in zip(columns, row.tiles, strict=True)
-                   if tile.paint and part.startswith("attn") == (kind == "attn")] for block in blocks]
-        with_some = [place for place, group in enumerate(groups) if group]
-        for place, bar in zip(with_some, scaled([groups[place] for place in with_some], style, kind), strict=True):
-            blocks[place].bars.append(bar)
+        compared = [(block, tiles) for block in blocks if (tiles := [
+            tile for row in block.rows for part, tile in zip(columns, row.tiles, strict=True)
+            if tile.paint and part.startswith("attn") == (kind == "attn")])]
+        for (block, _), bar in zip(compared, scaled([tiles for _, tiles in compared], style, kind), strict=True):
+            block.bars.append(bar)
     note += (" (of their logits, and of their attention)" if head == MEAN else "") + query
     texts = [equation(recording.model.model, recording.maps[layer].name, layer) for layer in layers]
     if any(texts):
@@ -182,7 +179,7 @@ def draw_strip(recording: Recording, layers: Sequence[int], head: Head, point: Q
     if WITHOUT[0] in columns:
         note += "; without: its attention where that part is 0"
     return sheet(title_of(recording.model), blocks, width=width, note=note,
-                 photo=photo_of(recording, style, [point], recording.maps[layers[0]].feat_size))
+                 photo=photo_of(recording, [point], recording.maps[layers[0]].feat_size))
 
 
 def _tile(recording: Recording, layer: int, part: str, head: Head, point: Query, style: MapStyle, title: str,
@@ -190,10 +187,10 @@ def _tile(recording: Recording, layer: int, part: str, head: Head, point: Query,
     """Return a layer's map; an empty place where it lacks the part, or its logits stand in the column of its own."""
     maps = recording.maps[layer]
     if part not in maps.recorded() or part == "logits" and own_column and maps.prev_logits is None:
-        return Tile(None, title, aspect=aspect_of(recording))
+        return Tile(None, title, aspect=recording.aspect)
     if part.startswith("attn"):
         return map_of(recording.relative_map(layer, point, head, part), recording, style, title, point=point)
-    return map_of(query_map(maps, point, recording.img_size, head, part), recording, replace(style, overlay=False),
+    return map_of(recording.query_map(layer, point, head, part), recording, replace(style, overlay=False),
                   title, point=point, part=part)
 
 
@@ -235,19 +232,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help="layers: of one model, part by part (a film: attention); checkpoints: attention through "
                              "the *.ckpt and snapshots (the trainers' --snapshot-epochs) of a run folder or the files "
                              "of --model, by epoch (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=0.6,
-                        help="of a film: how long a picture is shown (default: %(default)s)")
     options = parser.parse_args(argv)
     film, training = options.output.lower().endswith(writing.FILM), options.through == "checkpoints"
-    if not 0.02 <= options.seconds <= 60:
-        raise UsageError(f"--seconds must lie between 0.02 and 60, got {options.seconds}")
     targets = targets_of(options)
     asked = Asked.by_options(options, epochs_of(targets, partial(load_models, options)) if training else
                              load_models(options, [only(targets, "model")]))
     if film:
         if training:
             only(asked.layers[0], "layer")
-        return writing.each_figure(options, asked, _draw_frames, writing.film_writer(options.seconds))
+        return writing.each_figure(options, asked, _draw_frames, writing.save_film)
     only(asked.heads, "head")
     only(asked.points(MIDDLE), "query")
     return writing.each_figure(options, asked, _draw_training if training else _draw)

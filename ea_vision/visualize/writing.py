@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from PIL import Image
+from PIL import Image, ImageOps
 from tqdm import tqdm
 
 from ea_vision.base import files
@@ -17,24 +17,20 @@ from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import FORMATS as PICTURES
 from ea_vision.base.figures import figure_bytes
 from ea_vision.base.files import atomic_write, write_npz
-from ea_vision.recorder.inputs import find_images, read_image
+from ea_vision.recorder.inputs import find_images, names_of, read_image
 from ea_vision.visualize.figure_options import Asked
 from ea_vision.visualize.image_maps import Recording, numbered
 
-FILM = ".gif"
+FILM, FRAME = ".gif", 600  # milliseconds a picture
 
 
 def name_outputs(output: Path, images: Sequence[str]) -> list[Path]:
     """Return the file of each image: `output` itself for one, NAME-IMAGE.SUFFIX for several."""
     if len(images) == 1:
         return [output]
-    names, taken = [], set()
-    for number, image in enumerate(images):
-        name = Path(image).stem.replace("#", "-")
-        name = f"{name}-{number}" if name in taken else name
-        taken.add(name)
-        names.append(output.with_name(f"{output.stem}-{name}{output.suffix}"))
-    return names
+    names = [Path(image).stem.replace("#", "-") for image in images]
+    return [output.with_name(f"{output.stem}-{name}{f'-{number}' * (name in names[:number])}{output.suffix}")
+            for number, name in enumerate(names)]
 
 
 def check_output(output: Path, suffixes: Sequence[str] = PICTURES) -> Path:
@@ -53,25 +49,20 @@ def save(figure: Figure, output: Path, dpi: int) -> None:
     atomic_write(output, figure_bytes(figure, output.suffix.lower(), dpi))
 
 
-def film_writer(seconds: float) -> Callable[[Iterable[Figure], Path, int], None]:
-    """Return what writes figures into a GIF that runs for ever, `seconds` a picture."""
-    def write(figures: Iterable[Figure], output: Path, dpi: int) -> None:
-        drawn = [Image.open(io.BytesIO(figure_bytes(figure, ".png", dpi))).convert("RGB") for figure in figures]
-        size = tuple(max(picture.size[axis] for picture in drawn) for axis in (0, 1))  # titles may differ in lines
-        pictures = []
-        for picture in drawn:
-            whole = Image.new("RGB", size, "white")
-            whole.paste(picture)
-            pictures.append(whole.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE))
-        data = io.BytesIO()
-        pictures[0].save(data, "GIF", save_all=True, append_images=pictures[1:], duration=round(1000 * seconds), loop=0)
-        atomic_write(output, data.getvalue())
-
-    return write
+def save_film(figures: Iterable[Figure], output: Path, dpi: int) -> None:
+    """Write figures into a GIF that runs for ever."""
+    drawn = [Image.open(io.BytesIO(figure_bytes(figure, ".png", dpi))).convert("RGB") for figure in figures]
+    W, H = (max(sides) for sides in zip(*(picture.size for picture in drawn), strict=True))
+    first, *others = [  # titles may differ in lines
+        ImageOps.expand(picture, (0, 0, W - picture.width, H - picture.height), "white").quantize(
+            256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE) for picture in drawn]
+    data = io.BytesIO()
+    first.save(data, "GIF", save_all=True, append_images=others, duration=FRAME, loop=0)
+    atomic_write(output, data.getvalue())
 
 
-def save_maps(recordings: Sequence[Recording], output: Path, names: Sequence[str] = ()) -> Path:
-    """Write the maps of recordings, and the images that the networks saw, into FILE.npz beside a figure; return that.
+def save_maps(recordings: Sequence[Recording], output: Path, names: Sequence[str] = ()) -> None:
+    """Write the maps of recordings, and the images that the networks saw, into FILE.npz beside a figure.
 
     The arrays' names are those of `AttentionMaps.arrays` and "image", (3, H, W) in 0..1; of several recordings with the
     name of each, by default the model's label, and a slash before.
@@ -80,27 +71,26 @@ def save_maps(recordings: Sequence[Recording], output: Path, names: Sequence[str
     for recording, name in zip(recordings, numbered(names or [r.model.label for r in recordings]), strict=True):
         prefix = f"{name}/" if len(recordings) > 1 else ""
         own = {"image": recording.image.numpy(), **recording.maps.arrays()}
-        arrays.update({prefix + name: array for name, array in own.items()})
-    path = output.with_suffix(".npz")
-    write_npz(path, arrays)
-    return path
+        arrays |= {prefix + name: array for name, array in own.items()}
+    write_npz(output.with_suffix(".npz"), arrays)
 
 
-def each_figure(options: argparse.Namespace, asked: Asked, draw: Callable[[Asked, Image.Image], Any],
-                write: Callable[[Any, Path, int], None] = save) -> int:
+def each_figure(options: argparse.Namespace, asked: Asked, draw: Callable[[Asked, Any], Any],
+                write: Callable[[Any, Path, int], None] = save, together: bool = False) -> int:
     """Draw and write a figure an image, with a progress bar, and with --npz what it is drawn from; say so at the end.
 
     Args:
-        draw: what is asked for, of an image.
+        draw: what is asked for, of an image's path, or with `together` of all in a list.
         write: the figure, into a file, at --dpi.
     """
     images = find_images(options.images)
-    outputs = name_outputs(check_output(Path(options.output), options.suffixes), images)
+    jobs = [images] if together else images
+    outputs = name_outputs(check_output(Path(options.output), options.suffixes), jobs)
     for path in images:  # a broken one ends the command before the first picture
         read_image(path)
-    for path, output in zip(tqdm(images, unit="image", disable=len(images) == 1 or None), outputs, strict=True):
-        write(draw(asked, read_image(path)), output, options.dpi)
+    for job, output in zip(tqdm(jobs, unit="image", disable=len(jobs) == 1 or None), outputs, strict=True):
+        write(draw(asked, job), output, options.dpi)
         if options.npz:
-            save_maps(asked.recordings, output)
+            save_maps(asked.recordings, output, names_of(images) if together else ())
     print("written:", *outputs, *([output.with_suffix(".npz") for output in outputs] if options.npz else []))
     return 0

@@ -25,7 +25,6 @@ from ea_vision.visualize import plot_heatmap, plot_statistics, plot_strip, show_
     ("heatmap", ["--img-size", "99999999"], "at most 100 million together, got '99999999'"),
     ("heatmap", ["--dpi", "100000"], "--dpi: a whole number from 1 to"),
     ("heatmap", ["--width", "1"], "a width in inches from 2.5 to 40 required, got '1'"),
-    ("strip", ["--seconds", "nan", "-o", "a.gif"], "--seconds must lie between 0.02 and 60, got nan"),
     ("strip", ["--heads", "0,1"], "this figure shows one head; got 2"),
     ("strip", ["--queries", "1,1", "2,2"], "this figure shows one query; got 2"),
     ("strip", ["--model", "ea_conv_transformer_cifar"], "this figure shows one model; got 2"),
