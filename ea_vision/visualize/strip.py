@@ -81,8 +81,8 @@ def plot_strip(model: Model, image: ImageSource | Tensor, layers: Layers = None,
     if through not in ("layers", "checkpoints"):
         raise UsageError(f"through must be layers or checkpoints, got {through!r}")
     training = through == "checkpoints"
-    models = epochs_of([str(model)], lambda files: [load_model(file) for file in files]) if training else model
-    asked = Asked(models, layers, [head], None if query is None else [query], width=width, **style)
+    models = epochs_of([str(model)], partial(map, load_model)) if training else model
+    asked = Asked(models, layers, [head], query and [query], width=width, **style)
     return _draw_training(asked, image) if training else _draw(asked, image)
 
 

@@ -13,12 +13,11 @@ import pytest
 from PIL import Image
 
 from ea_vision.recorder.loading import load_model
-from ea_vision.recorder.recording import PARTS as RECORDED_PARTS
-from ea_vision.recorder.recording import recordable_layers
+from ea_vision.recorder.recording import PARTS, recordable_layers
 from ea_vision.visualize import show_page
 from ea_vision.visualize.image_maps import add_contributions, record
 from ea_vision.visualize.map_style import MapStyle, norms_of
-from ea_vision.visualize.page import Explorer, build_page
+from ea_vision.visualize.page import STORED_PARTS, Explorer, build_page
 
 from .conftest import picture
 
@@ -26,7 +25,6 @@ REQUIRED = os.environ.get("EA_VISION_REQUIRE_BROWSER") == "1"
 CHROMIUM = os.environ.get("EA_VISION_CHROMIUM") or shutil.which("chromium")
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
          "--disable-background-networking", "--disable-component-update", "--disable-sync"]
-PARTS = ("attn", "logits", "conv_logits", "prev_logits", "self_logits", "attn_without_previous")
 
 try:
     from playwright.sync_api import sync_playwright
@@ -115,31 +113,25 @@ def zoom_pixels(page, feat_size) -> np.ndarray:
     return np.array(pixels)[:, :3].astype(int)
 
 
-def choose_part(page, part: str) -> None:
-    page.locator("select[name=part]").select_option(part)
-    settle(page)
-
-
 @pytest.fixture(scope="module")
 def recordings(explorer):
     """(image, model) -> the recorded maps of the page's images, made anew."""
     found = {}
     for image in range(2):
         for index, (model, layers) in enumerate(zip(explorer.models, explorer.layers, strict=True)):
-            recording = record(model, picture(image), layers, RECORDED_PARTS)
+            recording = record(model, picture(image), layers, PARTS)
             add_contributions(recording)
             found[image, index] = recording.maps
     return found
 
 
-def expected_row(explorer, maps, index: int, number: int, part: str, head, query) -> tuple[np.ndarray, float]:
-    """By numpy from a recording: the map of a query (y, x in pixels), and the largest error that the page may have."""
-    layer, (height, width) = maps[number], explorer.models[index].img_size
-    H, W = layer.feat_size
-    cell = query[0] * H // height * W + query[1] * W // width
-    heads = range(layer.logits.shape[1]) if head == "mean" else [head]
-    rows = np.stack([layer[part][0, one, cell].double().numpy() for one in heads])
-    return rows.mean(0), np.mean((rows.max(-1) - rows.min(-1)) / 255 * 0.501 + 1e-5 * np.abs(rows).max(-1))
+def check_row(shown: dict, layer, img_size, part: str, head, query) -> None:
+    """A tile is, by numpy from a recording, the map of a query (y, x in pixels), rounded to 8 bits."""
+    (height, width), (H, W) = img_size, layer.feat_size
+    maps = layer[part][0, :, query[0] * H // height * W + query[1] * W // width].double().numpy()
+    rows = maps if head == "mean" else maps[[head]]
+    bound = np.mean(np.ptp(rows, -1) / 255 * 0.501 + 1e-5 * np.abs(rows).max(-1))
+    assert np.abs(np.array(shown["values"]) - rows.mean(0)).max() <= bound
 
 
 # ---- values ---------------------------------------------------------------------------------------------------------
@@ -149,7 +141,7 @@ def test_tiles_equal_numpy(open_page, explorer, recordings):
     page = open_page()
     compared = 0
     for image, query in ((0, (5, 90)), (1, (63, 0))):
-        for part in PARTS:
+        for part in STORED_PARTS:
             page.evaluate("hash => { location.hash = hash }",
                           f"view=heads&image={image}&part={part}&query={query[0]},{query[1]}")
             page.wait_for_function("hash => ['image', 'part'].every((name) => "
@@ -166,8 +158,7 @@ def test_tiles_equal_numpy(open_page, explorer, recordings):
                         if part in ("conv_logits", "prev_logits", "attn_without_previous") and not evolves:
                             assert shown is None
                             continue
-                        values, bound = expected_row(explorer, maps, index, layer.number, part, head, own)
-                        assert np.abs(np.array(shown["values"]) - values).max() <= bound
+                        check_row(shown, maps[layer.number], explorer.models[index].img_size, part, head, own)
                         compared += 1
     assert compared > 130
 
@@ -191,12 +182,12 @@ def test_drawn_pixels_are_the_values_in_the_colour_map(open_page, part):
     page = open_page(f"#query=20,30&layer=9&head=2&opacity=1&part={part}&scale=tile")
     shown = tile(page, 0, 9, 2)
     values = np.array(shown["values"])
-    [[norm]] = norms_of([[values * len(values)]], MapStyle(scale="all"))
     if part == "logits":
         norm = matplotlib.colors.Normalize(-np.abs(values).max(), np.abs(values).max())
     else:
         values = values * len(values)
-    colour = matplotlib.colormaps["coolwarm" if part == "logits" else "viridis"](norm(values), bytes=True)
+        [[norm]] = norms_of([[values]], MapStyle(scale="all"))
+    colour = MapStyle().colormap(part)(norm(values), bytes=True)
     inside = [cell for cell in range(len(values)) if cell != shown["cell"]]
     assert np.abs(zoom_pixels(page, shown["featSize"]) - colour[:, :3])[inside].max() <= 6  # a neighbour in the table
 
@@ -276,7 +267,7 @@ def test_a_tile_enlarges_in_all_models(open_page):
 
 def test_the_fragment_reproduces_the_view(open_page):
     page = open_page()
-    choose_part(page, "logits")
+    page.locator("select[name=part]").select_option("logits")
     page.keyboard.press("ArrowRight")
     page.get_by_label("layer 21, head 5", exact=True).click()
     page.get_by_label("Colour scale").select_option("all")
@@ -325,8 +316,7 @@ def test_the_first_view_is_what_one_head_computes(open_page, explorer, recording
             shown = page.evaluate("([l, p]) => explorer.tile(0, l, 3, p)", [layer.number, part])
             assert (shown is None) == (part not in recordings[0, 0][layer.number].recorded())
             if shown:
-                values, bound = expected_row(explorer, recordings[0, 0], 0, layer.number, part, 3, (20, 30))
-                assert np.abs(np.array(shown["values"]) - values).max() <= bound
+                check_row(shown, recordings[0, 0][layer.number], (64, 96), part, 3, (20, 30))
     assert page.locator(".equation:visible").all_inner_texts() == [
         "a layer: logits = relu(conv(0.5 previous + 0.5 own)), attention = softmax(logits)",
         "a layer: logits = 0.01 relu(conv(previous)) + 0.99 own, attention = softmax(logits)"]

@@ -3,10 +3,13 @@ import numpy as np
 import pytest
 import timm
 import torch
+from matplotlib.text import Text
 from PIL import Image
 
 from ea_vision.base.files import atomic_write
 from ea_vision.engine import checkpoint, run_folder
+from ea_vision.recorder.recording import recordable_layers
+from ea_vision.visualize import image_maps
 
 KWARGS = dict(num_classes=3, img_size=16, widths=[8, 8, 16, 16])
 PHOTO = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8))
@@ -39,12 +42,21 @@ def photo(tmp_path):
     return tmp_path / "photo.png"
 
 
+def record(model, parts=("attn",), layers=None):
+    """What a model makes of PHOTO in its first `layers` layers."""
+    model = image_maps.as_model(model)
+    return image_maps.record(model, PHOTO, recordable_layers(model.model)[:layers], parts)
+
+
 def maps_of(figure):
     """The arrays of all that a figure shows."""
     return [np.asarray(image.get_array(), float) for axes in figure.axes for image in axes.images]
 
 
-def texts_of(figure) -> str:
-    from matplotlib.text import Text
+def overlaid(figure):
+    """The artists of maps over the grey image."""
+    return [axes.images[-1] for axes in figure.axes if len(axes.images) == 2]
 
+
+def texts_of(figure) -> str:
     return " ".join(" ".join(text.get_text() for text in figure.findobj(Text)).split())

@@ -21,7 +21,7 @@ from ea_vision.visualize.matrix import draw_matrix
 from ea_vision.visualize.rollout import draw_rollout
 from ea_vision.visualize.strip import draw_strip
 
-from .conftest import PHOTO, maps_of, small, texts_of
+from .conftest import PHOTO, maps_of, overlaid, record, small, texts_of
 
 
 class Pointer(nn.Module):
@@ -40,13 +40,9 @@ class Pointer(nn.Module):
         return self.layer(nn.functional.avg_pool2d(x, 8))[0]
 
 
-def pointer(down, right):
+def pointer(down=0, right=0, parts=("attn",)):
     config = dict(mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0, interpolation="bilinear")
-    return LoadedModel(Pointer(down, right).eval(), "pointer", (32, 64), config)
-
-
-def record(model, parts=("attn",)):
-    return image_maps.record(model, Image.new("RGB", (64, 32), "grey"), recordable_layers(model.model), parts)
+    return record(LoadedModel(Pointer(down, right).eval(), "pointer", (32, 64), config), parts)
 
 
 def brightest(artist):
@@ -59,30 +55,22 @@ def brightest(artist):
 
 def test_a_map_lies_where_its_query_looks():
     for down, right in ((0, 0), (1, -3), (-1, 2)):
-        figure = draw_heatmap(record(pointer(down, right)), [1], [0, 1, "mean"], [(13, 27)])  # cell: row 1, column 3
-        shown = [axes.images[-1] for axes in figure.axes if len(axes.images) == 2]  # a map over the grey image
-        assert [brightest(artist) for artist in shown] == [(8 * (1 + down) + 4, 8 * (3 + right) + 4)] * 3
+        figure = draw_heatmap(pointer(down, right), [1], [0, 1, "mean"], [(13, 27)])  # cell: row 1, column 3
+        assert [brightest(artist) for artist in overlaid(figure)] == [(8 * (1 + down) + 4, 8 * (3 + right) + 4)] * 3
 
 
 def test_the_querys_cell_is_framed():
-    recording = record(pointer(0, 0))
-    figure = draw_heatmap(recording, [1], ["mean"], [(3, 60), (20, 10)], MapStyle(overlay=False))
+    figure = draw_heatmap(pointer(), [1], ["mean"], [(3, 60), (20, 10)], MapStyle(overlay=False))
     header, *cells = [axes for axes in figure.axes if axes.images and axes.get_label() != "<colorbar>"]
-    frames = [(0, 56, 8, 8), (16, 8, 8, 8)]
-    assert [frame_of(patch) for patch in header.patches] == frames
+    shown = [[(patch.get_y(), patch.get_x(), patch.get_height(), patch.get_width()) for patch in axes.patches]
+             for axes in (header, *cells[:2])]
+    assert shown == [[(0, 56, 8, 8), (16, 8, 8, 8)], [(0, 56, 8, 8)], [(16, 8, 8, 8)]]
     assert [text.get_text() for text in header.texts] == ["1", "2"]
-    assert [frame_of(axes.patches[0]) for axes in cells[:2]] == frames
-
-
-def frame_of(patch):
-    """(y, x, height, width) in pixels of the input."""
-    return patch.get_y(), patch.get_x(), patch.get_height(), patch.get_width()
 
 
 def test_models_side_by_side_share_one_scale_and_place_the_query():
-    recordings = [record(pointer(0, 0)), record(pointer(1, 1))]
-    figure = draw_columns(recordings, ["one", "other"], [[1], [1]], [0], [(5, 20)], title="models")
-    maps = [axes.images[-1] for axes in figure.axes if len(axes.images) == 2]
+    recordings = [pointer(0, 0), pointer(1, 1)]
+    maps = overlaid(draw_columns(recordings, ["one", "other"], [[1], [1]], [0], [(5, 20)], title="models"))
     assert [brightest(artist) for artist in maps] == [(4, 20), (12, 28)]
     assert len({artist.get_clim() for artist in maps}) == 1
     with pytest.raises(UsageError, match="as many layers each, got 1 of one, 2 of other"):
@@ -91,81 +79,69 @@ def test_models_side_by_side_share_one_scale_and_place_the_query():
 
 def test_rollout_says_where_it_is_an_approximation():
     vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=2).eval()
-    config = timm.data.resolve_model_data_config(vit)
-    exact = record(LoadedModel(vit, "vit", (32, 32), config))
-    titles = [texts_of(draw_rollout([recording], [(5, 5)])) for recording in (record(pointer(0, 0)), exact)]
-    assert "approximation" in titles[0] and "vit, layers 1, 2" in titles[1] and "approximation" not in titles[1]
+    about, exact = (texts_of(draw_rollout([recording], [(5, 5)])) for recording in (pointer(), record(vit)))
+    assert "approximation" in about and "layers 1, 2" in exact and "approximation" not in exact
 
 
-def strip_titles(figure):
-    """Names of the blocks, of the rows and of the columns."""
+# ---- strips ---------------------------------------------------------------------------------------------------------
+
+OWN, BOTH, PREVIOUS, ATTENTION = "+ own\nlogits", "\u2192 conv.\nof both", "prev.\nlogits", "\u2192\nattn."
+ALONE, LOGITS, WITHOUT = "\u2192 conv.\nof prev.", "\u2192\nlogits", ["without\nprev.", "without\nown"]
+
+
+@pytest.mark.parametrize("name, layers, kwargs, blocks, columns", [
+    ("ea_conv_transformer_cifar", [1, 3, 4], dict(beta=1.0), ["layers 1, 3, 4x4", "layer 4, 2x2"],
+     [PREVIOUS, OWN, BOTH, ATTENTION, *WITHOUT] * 2),
+    ("ea_conv_transformer_cifar", [1, 2, 3], dict(beta=0.5, alpha=0.25), [],
+     [PREVIOUS, OWN, BOTH, LOGITS, ATTENTION, *WITHOUT]),
+    ("pa_conv_transformer_cifar", [2, 3], {}, [], [PREVIOUS, ALONE, OWN, LOGITS, ATTENTION, *WITHOUT]),
+    ("conv_transformer_cifar", [2, 3, 4], {}, ["layers 2, 3, 4x4", "layer 4, 2x2"], ["logits", "\u2192 attn."] * 2),
+])
+def test_strips_say_what_they_show_in_the_order_in_which_it_is_computed(name, layers, kwargs, blocks, columns):
+    figure = plot_strip(small(name, **kwargs), PHOTO, layers, 1, (5, 9))
     axes = [axes for axes in figure.axes if axes.get_label() not in ("<colorbar>", "photo")]
-    return ([text.get_text() for text in figure.texts if re.match("layers? [0-9, to]*, [0-9]x", text.get_text())],
-            [axes.get_ylabel() for axes in axes if axes.get_ylabel()], [a.get_title() for a in axes if a.get_title()])
+    texts = [text.get_text() for text in figure.texts]
+    assert [text for text in texts if re.match("layers? [0-9, to]*, [0-9]x", text)] == blocks
+    assert [one.get_ylabel() for one in axes if one.get_ylabel()] == [f"layer {layer}" for layer in layers]
+    assert [one.get_title() for one in axes if one.get_title()] == columns
+    if "alpha" in kwargs:
+        mixed = "0.25 previous + 0.75 own"
+        equation = f"logits = 0.5 relu(conv({mixed})) + 0.5 ({mixed}), attention = softmax(logits)"
+        assert equation in texts_of(figure)
 
 
-def strip_of(name, layers, **kwargs):
-    return plot_strip(small(name, **kwargs), Image.new("RGB", (16, 16), "grey"), layers, 1, (5, 9))
-
-
-def test_strips_say_what_they_show_in_the_order_in_which_it_is_computed():
-    ea, pa, aa = "ea_conv_transformer_cifar", "pa_conv_transformer_cifar", "conv_transformer_cifar"
-    own, both, previous, attention = "+ own\nlogits", "\u2192 conv.\nof both", "prev.\nlogits", "\u2192\nattn."
-    without = ["without\nprev.", "without\nown"]
-    columns = [previous, own, both, attention, *without]
-    assert strip_titles(strip_of(ea, [1, 3, 4], beta=1.0)) == (
-        ["layers 1, 3, 4x4", "layer 4, 2x2"], ["layer 1", "layer 3", "layer 4"], columns * 2)
-    figure = strip_of(ea, [1, 2, 3], beta=0.5, alpha=0.25)
-    assert strip_titles(figure)[2] == [previous, own, both, "\u2192\nlogits", attention, *without]
-    texts = texts_of(figure)
-    mixed = "0.25 previous + 0.75 own"
-    assert f"logits = 0.5 relu(conv({mixed})) + 0.5 ({mixed}), attention = softmax(logits)" in texts
-    columns = [previous, "\u2192 conv.\nof prev.", own, "\u2192\nlogits", attention, *without]
-    assert strip_titles(strip_of(pa, [2, 3]))[1:] == (["layer 2", "layer 3"], columns)
-    assert strip_titles(strip_of(aa, [2, 3, 4]))[2] == ["logits", "\u2192 attn."] * 2
-
-
-@pytest.mark.parametrize("name, kwargs", [
-    ("ea_conv_transformer_cifar", dict(alpha=0.3, beta=0.6)), ("pa_conv_transformer_cifar", dict(alpha=0.4))])
-def test_what_a_layer_attends_to_without_a_part_equals_a_recomputation_by_hand(name, kwargs):
+@pytest.mark.parametrize("name, alpha, kwargs", [
+    ("ea_conv_transformer_cifar", 0.3, dict(beta=0.6)), ("pa_conv_transformer_cifar", 0.4, {})])
+def test_what_a_layer_attends_to_without_a_part_equals_a_recomputation_by_hand(name, alpha, kwargs):
     """By the papers' equations with the previous, or the layer's own, logits set to 0."""
-    model = small(name, **kwargs)
-    recording = image_maps.record(model, Image.new("RGB", (16, 16), "grey"), recordable_layers(model)[:3], PARTS)
+    model = small(name, alpha=alpha, **kwargs)
+    recording = record(model, PARTS, 3)
     image_maps.add_contributions(recording)
     assert recording.maps[1].recorded() == ("attn", "logits", "self_logits")
-    with torch.inference_mode():
-        check_contributions(model, recording, name, kwargs["alpha"])
-    figure = draw_strip(recording, [1, 2, 3], 2, (5, 9))
-    shown = maps_of(figure)
-    assert any(values.shape == (4, 4) and np.allclose(values, recording.maps[3].conv_logits[0, 2, 1 * 4 + 2].view(4, 4))
-               for values in shown)
-    for part in image_maps.WITHOUT:
-        expected = 16 * recording.maps[3][part][0, 2, 1 * 4 + 2].view(4, 4).numpy()
-        assert any(values.shape == (4, 4) and np.allclose(values, expected) for values in shown)
-
-
-def check_contributions(model, recording, name, alpha):
-    for number in (2, 3):
-        maps = recording.maps[number]
+    for maps in (recording.maps[2], recording.maps[3]):
         conv = model.get_submodule(maps.name).evolution.convs[0]
         for part, own, previous in (("attn_without_previous", maps.self_logits, 0 * maps.prev_logits),
                                     ("attn_without_own", 0 * maps.self_logits, maps.prev_logits)):
-            if name.startswith("ea"):
+            with torch.inference_mode():
                 mixed = alpha * previous + (1 - alpha) * own
-                logits = 0.6 * conv(mixed).relu() + 0.4 * mixed
-            else:
-                logits = alpha * conv(previous).relu() + (1 - alpha) * own
+                logits = (0.6 * conv(mixed).relu() + 0.4 * mixed if name.startswith("ea") else
+                          alpha * conv(previous).relu() + (1 - alpha) * own)
             torch.testing.assert_close(maps[part], logits.softmax(-1))
+    shown = maps_of(draw_strip(recording, [1, 2, 3], 2, (5, 9)))
+    for part, scale in (("conv_logits", 1), *((part, 16) for part in image_maps.WITHOUT)):
+        expected = scale * recording.maps[3][part][0, 2, 1 * 4 + 2].view(4, 4).numpy()
+        assert any(values.shape == (4, 4) and np.allclose(values, expected) for values in shown)
 
 
 def test_a_part_that_cannot_be_taken_away_is_left_out():
     """Of a layer whose attention is not what its evolution makes of the recorded parts."""
-    model = small()
-    recording = image_maps.record(model, Image.new("RGB", (16, 16), "grey"), recordable_layers(model)[:2], PARTS)
+    recording = record(small(), PARTS, 2)
     recording.maps[2].save("attn", torch.rand_like(recording.maps[2].attn))
     image_maps.add_contributions(recording)
     assert not set(image_maps.WITHOUT) & set(recording.maps[2].recorded())
 
+
+# ---- scales and colours ---------------------------------------------------------------------------------------------
 
 def test_scales_of_attention():
     """In units of uniform attention: as far down as up, and never nearly-uniform maps as if they were strong."""
@@ -182,7 +158,7 @@ def test_scales_of_attention():
 
 def test_a_map_with_zeros_has_no_transparent_cell():
     """Attention that underflows to 0 has the scale's lowest colour."""
-    recording, values = record(pointer(0, 0)), np.array([[0.0, 0.0, 1e-30, 0.5], [1.0, 2.0, 12.0, 0.0]])
+    recording, values = pointer(), np.array([[0.0, 0.0, 1e-30, 0.5], [1.0, 2.0, 12.0, 0.0]])
     axes = new_figure(1, 1).subplots()
     for style in (MapStyle(overlay, scale, opacity=0.7) for overlay in (True, False) for scale in SCALES):
         [[norm]] = norms_of([[values]], style)
@@ -194,25 +170,23 @@ def test_a_map_with_zeros_has_no_transparent_cell():
 
 
 def test_logits_are_diverging_around_0_and_probabilities_sequential():
-    recording = record(pointer(1, 1), ("attn", "logits"))
-    figure = draw_matrix(recording, [1], [0], "logits")
-    [artist] = [axes.images[0] for axes in figure.axes if axes.images]
-    assert artist.norm.vmin == -artist.norm.vmax and artist.cmap.name == "coolwarm"
-    [artist] = [axes.images[0] for axes in draw_matrix(recording, [1], [0]).axes if axes.images]
-    assert artist.cmap.name == "viridis"
+    recording = pointer(1, 1, ("attn", "logits"))
+    for part, name in (("logits", "coolwarm"), ("attn", "viridis")):
+        [artist] = [axes.images[0] for axes in draw_matrix(recording, [1], [0], part).axes if axes.images]
+        assert artist.cmap.name == name and (part == "attn" or artist.norm.vmin == -artist.norm.vmax)
 
 
-def test_every_bar_of_attention_marks_uniform_attention():
-    for scale in SCALES:
-        figure = draw_heatmap(record(pointer(0, 0)), [1], [0], [(3, 5)], MapStyle(scale=scale))
-        [bar] = [axes for axes in figure.axes if axes.get_xlabel().startswith("attention")]
-        labels = [text.get_text() for text in bar.get_xticklabels()]
-        assert labels.count("1") == 1 and bar.lines[0].get_xdata()[0] == bar.get_xticks()[labels.index("1")]
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_bar_of_attention_marks_uniform_attention(scale):
+    figure = draw_heatmap(pointer(), [1], [0], [(3, 5)], MapStyle(scale=scale))
+    [bar] = [axes for axes in figure.axes if axes.get_xlabel().startswith("attention")]
+    labels = [text.get_text() for text in bar.get_xticklabels()]
+    assert labels.count("1") == 1 and bar.lines[0].get_xdata()[0] == bar.get_xticks()[labels.index("1")]
 
 
-def test_the_photo_lies_under_the_maps_as_the_network_saw_it_but_finer(run):
+def test_the_photo_lies_under_the_maps_as_the_network_saw_it_but_finer():
     """The same part of the image: the network's 16x16 pixels are the means of the photo's."""
-    model = load_model(str(run))
+    model = image_maps.as_model(small())
     pixels = np.random.default_rng(0).integers(0, 256, (8, 12, 3), dtype=np.uint8).repeat(20, 0).repeat(20, 1)
     recording = image_maps.record(model, Image.fromarray(pixels), recordable_layers(model.model)[:1])
     means = recording.photo.reshape(16, 10, 16, 10, 3).mean((1, 3))
@@ -220,6 +194,8 @@ def test_the_photo_lies_under_the_maps_as_the_network_saw_it_but_finer(run):
     figure = draw_heatmap(recording, [1], [0], [(3, 5)])
     assert {axes.images[0].get_array().shape for axes in figure.axes if axes.images} == {(160, 160, 3)}
 
+
+# ---- files ----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("script,options,suffix,magic", [
     (heatmap, ["--layers", "1,3", "--heads", "0,mean", "--queries", "2,3", "--scale", "tile", "--cmap", "gray",
@@ -237,12 +213,25 @@ def test_every_script_writes_its_figure_and_the_maps(script, options, suffix, ma
     assert output.read_bytes().startswith(magic) and f"{output} {output.with_suffix('.npz')}" in capsys.readouterr().out
     assert {path.name for path in output.parent.iterdir()} == {output.name, "figure.npz"}
     part = "conv_logits" if script is matrix else "attn"
-    model = load_model(str(run))
-    recording = image_maps.record(model, PHOTO, recordable_layers(model.model)[2:3], (part,))
+    recording = record(str(run), (*{"attn", part},), 3)
     with np.load(tmp_path / "out" / "figure.npz") as held:
         assert np.array_equal(held["image"], recording.image)
         assert np.array_equal(held[f"layer3.{part}"], recording.maps[3][part])
         assert tuple(held["layer3.feat_size"]) == recording.maps[3].feat_size
+
+
+def test_several_images_stand_side_by_side_or_get_a_file_each(run, photo, tmp_path):
+    """Of one model a figure, and their maps beside it; of several models a file an image."""
+    PHOTO.rotate(90).save(tmp_path / "1.png")
+    models = f"{run},{run / 'snapshots' / 'epoch_0002.safetensors'}"
+    for model, options in ((str(run), ["--npz", "--heads", "1"]), (models, ["--queries", "1,1"])):
+        assert heatmap.main(["--model", model, "--layers", "2", "--dpi", "40", *options, "-o", str(tmp_path / "m.png"),
+                             str(photo), str(tmp_path / "1.png")]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"photo.png", "1.png", "m.png", "m.npz", "m-photo.png",
+                                                          "m-1.png"}
+    assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
+    with np.load(tmp_path / "m.npz") as held:
+        assert held["photo.png/layer2.attn"].shape == held["1.png/layer2.attn"].shape == (1, 4, 16, 16)
 
 
 def test_the_numbers_of_statistics(run, photo, tmp_path):
@@ -259,7 +248,7 @@ def test_the_numbers_of_statistics(run, photo, tmp_path):
 
 def test_text_stays_text_in_vector_files(tmp_path):
     """So that it can be found and edited, and journals that refuse Type 3 fonts take the PDF."""
-    figure = draw_heatmap(record(pointer(0, 0)), [1], [0], [(3, 5)])
+    figure = draw_heatmap(pointer(), [1], [0], [(3, 5)])
     for suffix in (".svg", ".pdf"):
         figure.savefig(tmp_path / f"figure{suffix}")
     assert b">layer 1 (layer), map 4x8</text>" in (tmp_path / "figure.svg").read_bytes()
@@ -267,18 +256,15 @@ def test_text_stays_text_in_vector_files(tmp_path):
     assert b"/CIDFontType2" in pdf and b"/Type3" not in pdf  # TrueType
 
 
-def test_several_images_get_a_file_each_and_several_models_one_figure(run, photo, tmp_path):
-    snapshot = run / "snapshots" / "epoch_0002.safetensors"
-    PHOTO.save(tmp_path / "second.png")
-    assert heatmap.main(["--model", f"{run},{snapshot}", "--layers", "1", "--queries", "1,1", "--dpi", "40", "-o",
-                         str(tmp_path / "m.png"), str(photo), str(tmp_path / "second.png")]) == 0
-    assert (tmp_path / "m-photo.png").exists() and (tmp_path / "m-second.png").exists()
-
-
-def test_films_through_the_snapshots_of_a_run(run, photo, tmp_path):
-    """Checkpoints of epochs 1 and 2, snapshots of 2 and 4: a frame an epoch, of its weights."""
-    files = checkpoints_of([str(run)])
-    assert [load_model(file).epoch for file in files] == [1, 2, 2, 4]
+def test_training_goes_through_the_epochs_in_order(run, photo, tmp_path):
+    """Checkpoints of epochs 1 and 2, snapshots of 2 and 4: a column, or a film's picture, an epoch, of its weights."""
+    figure = plot_strip(str(run), PHOTO, layers="1,2", head=0, query=(5, 9), through="checkpoints")
+    assert [axes.get_title() for axes in figure.axes if axes.get_title()] == ["epoch 1", "epoch 2", "epoch 4"]
+    first, _, later = [artist.get_array() for artist in overlaid(figure)][:3]
+    assert not np.allclose(first, later)
+    with pytest.raises(UsageError, match="nor snapshots/"):
+        plot_strip(str(run.parent), PHOTO, through="checkpoints")
+    assert [load_model(file).epoch for file in checkpoints_of([str(run)])] == [1, 2, 2, 4]
     assert strip.main(["--model", str(run), "--layers", "2", "--through", "checkpoints", "--dpi", "40", "-o",
                        str(tmp_path / "a.gif"), str(photo)]) == 0
     with Image.open(tmp_path / "a.gif") as film:

@@ -21,8 +21,7 @@ from ea_vision.visualize import (
     plot_strip,
 )
 
-from .conftest import PHOTO, small
-from .conftest import texts_of as as_text
+from .conftest import PHOTO, overlaid, small, texts_of
 
 FIGURES = {
     "heatmap": lambda model: plot_heatmap(model, PHOTO, layers=[1, 2], heads="0,mean", queries=[(3, 5)]),
@@ -62,14 +61,6 @@ def test_each_is_a_figure_that_a_notebook_shows_and_leaves_the_model_alone(name,
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-def test_uint8_and_floating_point_are_the_same_image(model):
-    pixels = torch.randint(0, 256, (3, 16, 16), dtype=torch.uint8)
-    images = pixels, pixels / 255, pixels[None].double() / 255
-    figures = [plot_matrix(model, image, layers=1, heads=0) for image in images]
-    first, *others = [figure.axes[0].images[0].get_array() for figure in figures]
-    assert all(np.allclose(first, other, atol=1e-6) for other in others)
-
-
 def test_models_that_share_a_name_stay_apart(model):
     figure = plot_statistics([model, model], [PHOTO], layers="1,2")
     labels = [line.get_label() for line in figure.axes[0].lines if not line.get_label().startswith("_")]
@@ -78,26 +69,25 @@ def test_models_that_share_a_name_stay_apart(model):
 
 def test_titles_say_model_weights_layer_head_and_query():
     image = torch.rand(3, 32, 32)
-    trained = as_text(plot_heatmap("ea_conv_transformer_cifar", image, layers=[2], heads=1, queries=[(9, 14)]))
+    trained = texts_of(plot_heatmap("ea_conv_transformer_cifar", image, layers=[2], heads=1, queries=[(9, 14)]))
     assert "ea_conv_transformer_cifar, weights fast_norm_c10" in trained
     assert "layer 2 (stages.2.blocks.1.conv)" in trained and "head 1" in trained and "query y 9, x 14" in trained
     untrained = load_model("ea_conv_transformer_cifar", random=True)
-    assert "ea_conv_transformer_cifar (untrained)" in as_text(plot_strip(untrained, image, layers="1-3", head=1))
-    several = as_text(plot_heatmap(untrained, [image, image], layers=[2], heads=1))
+    assert "ea_conv_transformer_cifar (untrained)" in texts_of(plot_strip(untrained, image, layers="1-3", head=1))
+    several = texts_of(plot_heatmap(untrained, [image, image], layers=[2], heads=1))
     assert all(text in several for text in ("(untrained)", "layer 2", "head 1", "mean of all queries"))
 
 
 def test_a_tile_is_its_images_map(model):
     """Of several images: what every pixel gets, or of one query."""
     images = [torch.rand(3, 16, 16) for _ in range(3)]
-    mean, asked = ([axes.images[-1].get_array() for axes in figure.axes if len(axes.images) == 2]
-                   for figure in (plot_heatmap(model, images, 2, 1), plot_heatmap(model, images, 2, 1, [(5, 9)])))
+    mean, asked = (overlaid(plot_heatmap(model, images, 2, 1, queries)) for queries in (None, [(5, 9)]))
     for image, got, row in zip(images, mean, asked, strict=True):
         with torch.no_grad(), ea_vision.record_attention(model.eval(), [2]) as maps:
             model(normalised(model, image)[None])
         attn = maps[2].attn[0, 1]
-        np.testing.assert_allclose(got, 16 * attn.mean(0).view(4, 4), rtol=1e-4)
-        np.testing.assert_allclose(row, 16 * attn[1 * 4 + 2].view(4, 4), rtol=1e-4)
+        np.testing.assert_allclose(got.get_array(), 16 * attn.mean(0).view(4, 4), rtol=1e-4)
+        np.testing.assert_allclose(row.get_array(), 16 * attn[1 * 4 + 2].view(4, 4), rtol=1e-4)
 
 
 def test_statistics_in_numbers(model):
@@ -112,7 +102,7 @@ def test_statistics_in_numbers(model):
         assert drawn["entropy / log N"][layer.number] == pytest.approx(entropy.item(), rel=1e-4)
         share = position_share(layer.attn.sum(0), layer.attn.square().sum((2, 3))).mean().item()
         assert drawn["share of position alone"][layer.number] == pytest.approx(share, rel=1e-4)
-    assert "mean over 3 images" in as_text(figure)
+    assert "mean over 3 images" in texts_of(figure)
 
 
 def test_share_of_position_is_the_mean_product_of_two_images_maps():

@@ -29,8 +29,6 @@ from ea_vision.visualize import plot_heatmap, plot_statistics, plot_strip, show_
     ("strip", ["--queries", "1,1", "2,2"], "this figure shows one query; got 2"),
     ("strip", ["--model", "ea_conv_transformer_cifar"], "this figure shows one model; got 2"),
     ("strip", ["-o", "a.webm"], "--output must end in .png or .svg or .pdf or .gif"),
-    ("explore", ["--layers", "1-99999999999", "-o", "a.html"], "no attention layer '1-99999999999'"),
-    ("explore", ["--heads", "\u00b2", "-o", "a.html"], "heads must be 0 to 3"),
     ("explore", ["--heads", "mean"], "the page adds the mean"), ("explore", ["-o", "page.png"], "must end in .html"),
     ("explore", ["--parts", "attn,maps"], "--parts must be .* got 'attn,maps'"),
     ("explore", ["--model", "conv_transformer_cifar", "--parts", "prev_logits"], "has attn, logits, self_logits"),
@@ -66,16 +64,12 @@ def test_functions_refuse_alike(call, message, run, photo):
         call(str(run), photo)
 
 
-def test_weights_of_an_epoch_are_taken_by_figures_and_page(run, photo, tmp_path):
-    snapshot = str(run / "snapshots" / "epoch_0002.safetensors")
-    assert run_command("explore", ["--model", snapshot, "-o", str(tmp_path / "a.html"), str(photo)]) == 0
-    assert "epoch 2" in (tmp_path / "a.html").read_text()
+def test_figures_and_pages_of_a_snapshot_and_a_page_of_the_epochs_of_a_run(run, photo, tmp_path):
+    snapshot, output = str(run / "snapshots" / "epoch_0002.safetensors"), tmp_path / "a.html"
+    through = [str(run), "--through", "checkpoints", "--layers", "1,2"]
     for image in (photo, str(photo)):
         assert plot_heatmap(snapshot, image, layers=1).axes and show_page(snapshot, image).text
-
-
-def test_a_page_of_the_epochs_of_a_run(run, photo, tmp_path):
-    assert run_command("explore", ["--model", str(run), "--through", "checkpoints", "--layers", "1,2", "-o",
-                                   str(tmp_path / "a.html"), str(photo)]) == 0
-    names = re.findall(r'class="image">{"name":"(.*?)"', (tmp_path / "a.html").read_text())
-    assert names == ["epoch 1", "epoch 2", "epoch 4"]
+    for options, names in ([snapshot], ["photo.png"]), (through, ["epoch 1", "epoch 2", "epoch 4"]):
+        assert run_command("explore", ["--model", *options, "-o", str(output), str(photo)]) == 0
+        assert re.findall(r'class="image">{"name":"(.*?)"', output.read_text()) == names
+        assert "epoch 2" in output.read_text()

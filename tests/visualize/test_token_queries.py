@@ -13,6 +13,8 @@ from ea_vision.visualize import plot_frames, plot_heads, plot_heatmap, plot_matr
 from ea_vision.visualize.figure_options import parse_queries
 from tests.models.test_vision_transformer import TINY, active, lively, tiny
 
+from .conftest import texts_of
+
 
 @pytest.fixture(scope="module")
 def seen():
@@ -29,10 +31,6 @@ def drawn(figure, text):
     return [a for a in figure.axes if text in a.get_title() or text in a.get_xlabel()]
 
 
-def texts(figure):
-    return " ".join(" ".join(text.get_text() for text in figure.texts).split())
-
-
 def test_names_of_tokens_are_queries_of_the_commands():
     assert parse_queries(["cls", "3,4", "reg12", "dist"], (8, 8)) == ["cls", (3, 4), "reg12", "dist"]
     for text in ("class", "reg", "reg0", "3"):
@@ -43,8 +41,8 @@ def test_names_of_tokens_are_queries_of_the_commands():
 def test_a_class_tokens_maps_are_its_row_in_units_of_uniform_attention(seen):
     model, image, maps = seen
     figure = plot_heads(model, image, layers=[2], heads="1", queries=["cls", (12, 20), "reg2"], overlay=False)
-    assert "map 4x4 after cls, reg1, reg2" in texts(figure)
-    assert "queries 1: class token; 2: y 12, x 20; 3: register 2" in texts(figure)
+    assert "map 4x4 after cls, reg1, reg2" in texts_of(figure)
+    assert "queries 1: class token; 2: y 12, x 20; 3: register 2" in texts_of(figure)
     for title, token in (("query 1", 0), ("query 2", 3 + 1 * 4 + 2), ("query 3", 2)):
         [axes] = drawn(figure, title)
         row = maps[2].attn[0, 1, token]
@@ -72,7 +70,7 @@ def test_rollout_of_a_class_token(seen):
     for title, row in (("query 1", rollout[0]), ("query 2", rollout[3]), ("all pixels", rollout[3:].mean(0))):
         [axes] = drawn(figure, title)
         np.testing.assert_allclose(np.asarray(axes.images[-1].get_array()).ravel(), row[3:], rtol=1e-4)
-    assert "approximation" not in texts(figure)  # the only convolutions are those of patches and of maps
+    assert "approximation" not in texts_of(figure)  # the only convolutions are those of patches and of maps
 
 
 def test_other_figures_take_a_class_token(seen):
@@ -80,7 +78,7 @@ def test_other_figures_take_a_class_token(seen):
     foreign = lively(timm.create_model("eva02_tiny_patch14_224", **TINY))
     plot_strip(model, image, query="cls")
     figure = plot_heatmap({"ours": model, "foreign": foreign}, image, layers=[3], queries=["cls"])
-    assert "query class token, mean of heads" in texts(figure)
+    assert "query class token, mean of heads" in texts_of(figure)
     assert len(drawn(figure, "cls ")) == 2
     assert len(list(plot_frames(model, image, layers=[2, 3], queries=["cls", (1, 1)]))) == 2
 
@@ -90,4 +88,4 @@ def test_strip_of_a_network_without_evolution_has_its_layers_in_a_row(seen):
     places = [drawn(figure, f"layer {number}")[0].get_position() for number in range(1, TINY["depth"] + 1)]
     assert len({round(place.y0, 6) for place in places}) == 1
     assert [place.x0 for place in places] == sorted({place.x0 for place in places})
-    assert "mean of heads, query y 9, x 9" in texts(figure)  # not "of their logits"
+    assert "mean of heads, query y 9, x 9" in texts_of(figure)  # not "of their logits"

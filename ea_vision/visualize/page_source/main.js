@@ -222,8 +222,7 @@ async function save() {
 // ---- start ----------------------------------------------------------------------------------------------------------
 
 buildControls();
-toolbar.addEventListener("input", onControl);
-byId("images").addEventListener("input", onControl);
+for (const controls of [toolbar, byId("images")]) controls.addEventListener("input", onControl);
 byId("save").addEventListener("click", save);
 document.addEventListener("keydown", onKey);
 window.addEventListener("hashchange", applyFragment);

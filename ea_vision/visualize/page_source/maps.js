@@ -20,8 +20,7 @@ const EVOLUTION = [
 export const isAttention = (part) => part.startsWith("attn");
 
 /** Row-major index of the cell of an H x W map that a pixel [y, x] of a height x width input lies in. */
-export const cellAt = ([y, x], [H, W], [height, width]) =>
-  Math.floor((y * H) / height) * W + Math.floor((x * W) / width);
+export const cellAt = ([y, x], [H, W], [height, width]) => Math.floor((y * H) / height) * W + Math.floor((x * W) / width);
 
 export const bytesOfBase64 = (text) => Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
 

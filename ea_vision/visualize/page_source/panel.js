@@ -97,16 +97,14 @@ export class Panel {
   async setEntry(entry) {
     const image = element("img", { src: entry.photo, alt: "" });
     const [maps] = await Promise.all([Maps.load(this.model, entry), image.decode()]);
-    return () => this.useEntry(entry, image, maps); // the page switches all models at once
-  }
-
-  useEntry(entry, image, maps) {
-    Object.assign(this, { entry, image, maps, grey: greyCopy(image) });
-    const sizes = this.model.layers.map((layer) => maps.featSize(layer));
-    this.finest = sizes.reduce((a, b) => (b[0] * b[1] > a[0] * a[1] ? b : a));
-    this.attn = new Float32Array(this.finest[0] * this.finest[1]);
-    this.predictions.replaceChildren(...entry.predictions.map(({ name, probability }) => element("li", {}, name,
-      element("span", { class: "probability" }, `${(100 * probability).toFixed(1)}%`))));
+    return () => { // the page switches all models at once
+      Object.assign(this, { entry, image, maps, grey: greyCopy(image) });
+      const sizes = this.model.layers.map((layer) => maps.featSize(layer));
+      this.finest = sizes.reduce((a, b) => (b[0] * b[1] > a[0] * a[1] ? b : a));
+      this.attn = new Float32Array(this.finest[0] * this.finest[1]);
+      this.predictions.replaceChildren(...entry.predictions.map(({ name, probability }) => element("li", {}, name,
+        element("span", { class: "probability" }, `${(100 * probability).toFixed(1)}%`))));
+    };
   }
 
   /** Make the tiles of a view: a row a layer, a column a part of one head, or a head of one part. */
@@ -152,8 +150,7 @@ export class Panel {
 
   // ---- the query -----------------------------------------------------------------------------------------------
 
-  /** The query one cell of the finest map further, in pixels [y, x]: the middle of the cell. A token lies nowhere: the
-   * middle of the image takes its place. */
+  /** The middle of the next cell of the finest map, in pixels [y, x]. A token lies nowhere: the image's middle serves. */
   neighbour(query, [down, right]) {
     const [H, W] = this.finest, [height, width] = this.model.imgSize;
     const [y, x] = typeof query === "string" ? [Math.floor(height / 2), Math.floor(width / 2)] : query;
