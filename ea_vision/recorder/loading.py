@@ -217,7 +217,8 @@ def input_size(model: nn.Module, config: dict[str, Any]) -> tuple[int, int]:
     """Return (height, width) in pixels that a network is built for, or that its configuration says."""
     owners = (model, *(getattr(model, name, None) for name in ("patch_embed", "config")))
     sizes = (getattr(owner, name, None) for owner in owners for name in ("img_size", "image_size"))
-    H, W = to_2tuple(next(filter(None, sizes), None) or config["input_size"][1:])  # timm's, torchvision's, transformers'
+    own = next(filter(None, sizes), None)  # timm's, torchvision's, transformers'
+    H, W = to_2tuple(own or config["input_size"][1:])
     return int(H), int(W)
 
 
