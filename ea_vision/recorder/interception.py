@@ -25,14 +25,14 @@ def _softmax(result: Tensor, input: Tensor, dim: int | None = None, *_, **__) ->
 
 
 def _scaled_dot_product(_, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-                        dropout_p: float = 0.0, **how: Any) -> Tensor:
+                        dropout_p: float = 0.0, is_causal: bool = False, **how: Any) -> Tensor:
     """Compute the map of torch.nn.functional.scaled_dot_product_attention, as torch's unfused form does, in float32;
     0 for a query whose keys are all masked."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=torch.float32).masked_fill(~attn_mask, -torch.inf)
     with torch._C._DisableAutocast():
         return torch.ops.aten._scaled_dot_product_attention_math(
-            query.float(), key.float(), value[..., :1].float(), attn_mask, **how)[1]
+            query.float(), key.float(), value[..., :1].float(), attn_mask, is_causal=is_causal, **how)[1]
 
 
 def _multi_head(_, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,8 +1,5 @@
 """The verdict on attention across layers: its analysis on made-up runs (what is compared, corrected, left out), and the
 script that makes its runs."""
-import re
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -33,31 +30,34 @@ from experiments.across.plan import (
     step_times,
 )
 from experiments.across.sequences import recall
-from experiments.evidence import by_variant, read_runs, write_runs
-from tests.experiments.pages import page_says, points, section
+from experiments.evidence import read_runs, write_runs
+from tests.experiments.pages import page_says, points, rows_of, section, span, table, top1_of
 
-ROOT = Path(__file__).resolve().parents[2]
-FACTORIAL = ROOT / "experiments" / "factorial"
-PAGE, CHANCES = "docs/across-layers.md", "What these seeds could have found"
+PAGE, WHICH, CHANCES = "docs/across-layers.md", "Which to use", "What these seeds could have found"
+
+
+def kept() -> pd.DataFrame:
+    """Return the kept verdict, by part and name."""
+    return table("across/verdict.csv").set_index(["part", "name"])
 
 
 def test_each_part_against_its_baseline_by_hand():
-    rows = {(row.part, row.name): row for row in pd.read_csv(RESULTS / "verdict.csv").itertuples(index=False)}
-    rival, top1 = PARTS["vit-rival"], by_variant(read_runs(RESULTS / "vit-rival.csv"))
+    rows, tested, top1 = kept(), PARTS["vit-rival"].tested, top1_of("across/vit-rival.csv")
     assert len(rows) == 5 + 1 + 1 + 2 + 3 + 5
-    p_values = {name: stats.ttest_1samp(top1[name] - top1["token_conv"], 0).pvalue for name in rival.tested}
+    p_values = {name: stats.ttest_1samp(top1[name] - top1["token_conv"], 0).pvalue for name in tested}
     for name, p in p_values.items():
-        row, differences = rows["vit-rival", name], top1[name] - top1["token_conv"]
+        row, differences = rows.loc["vit-rival", name], top1[name] - top1["token_conv"]
         assert (row.difference, row.p) == pytest.approx((differences.mean(), p))
         found = power.power(row.found_at_80_percent, differences.std() / 2 ** 0.5, 8, 5)
         assert found == pytest.approx(0.8, abs=0.05)  # the gains are rounded to 0.01
-    conv2d, longer, same = (rows[part, "conv2d"] for part in ("vit-rival", "equal-time", "equal-operations"))
+    conv2d, longer, same = (rows.loc[part, "conv2d"] for part in ("vit-rival", "equal-time", "equal-operations"))
     assert min(p_values, key=p_values.get) == "conv2d" and conv2d.p_holm == pytest.approx(5 * p_values["conv2d"])
-    of_longer = by_variant(read_runs(RESULTS / "equal-time.csv"))["token_conv longer"]
+    of_longer = top1_of("across/equal-time.csv")["token_conv longer"]
     assert longer.difference == pytest.approx((top1["conv2d"] - of_longer).mean()) and longer.p_holm == longer.p
     assert np.isnan(same.p) and same.time_ratio == pytest.approx(8 / 10.02 * conv2d.time_ratio, abs=0.01)
-    assert [name for (part, name), row in rows.items() if part == "cifar100" and np.isnan(row.p_holm)] == ["uniform"]
-    assert all(np.isnan(row.p) for (part, _), row in rows.items() if part in ("vit-dear", "vit-alone"))
+    cifar100 = rows.loc["cifar100"]
+    assert list(cifar100.index[cifar100["p_holm"].isna()]) == ["uniform"]
+    assert rows.loc[["vit-dear", "vit-alone"], "p"].isna().all()
 
 
 def test_an_incomplete_part_is_left_out_and_named(tmp_path, capsys):
@@ -110,65 +110,53 @@ def test_equal_operations_are_those_that_are_counted():
 def test_the_pages_say_what_the_kept_runs_say(tmp_path, capsys):
     """verdict.csv is what the rows of runs give, and the pages have its tables and figures."""
     assert analyse.main([str(RESULTS), "-o", str(tmp_path)]) == 0
-    kept, made = (pd.read_csv(folder / "verdict.csv") for folder in (RESULTS, tmp_path))
-    pd.testing.assert_frame_equal(made, kept, rtol=1e-9)
-    printed, protocol = capsys.readouterr().out, "experiments/across/README.md"
-    lines = [*section(PAGE, "").splitlines(), *section(protocol, "").splitlines()]
+    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "verdict.csv"), table("across/verdict.csv"), rtol=1e-9)
+    printed = capsys.readouterr().out
+    lines = [*section(PAGE).splitlines(), *section("experiments/across/README.md").splitlines()]
     tables = [line for line in printed[printed.index("\n|  | small"):].splitlines() if line.startswith("|")]
     assert len(tables) >= 20 and [line for line in tables if line not in lines] == []
-    rows = {(row["part"], row["name"]): row for row in kept.to_dict("records")}
-    conv2d, longer, even = (rows[part, "conv2d"] for part in ("vit-rival", "equal-time", "equal-operations"))
-    page_says(PAGE, "Which to use", f"{points(conv2d, '+')}, corrected p = {conv2d['p_holm']:.3f}", points(longer),
-              points(rows["cifar100", "conv2d"], "+"), points(even),
-              f"{100 * (conv2d['time_ratio'] - 1):.0f}% more time")
+    rows = kept()
+    conv2d, longer, even = (rows.loc[part, "conv2d"] for part in ("vit-rival", "equal-time", "equal-operations"))
+    significant = rows[(rows["p_holm"] < 0.05) & (rows["difference"] > 0)]
+    assert list(significant.index) == [("vit-rival", "conv2d")] and longer["p_holm"] < 0.001
+    tested = rows[rows["p"].notna()]
+    beside = tested.loc["cifar100"]  # convolutions: question 3
+    equal = table("../factorial/effects.csv").query("name == 'EA - none equal time' and data == 'cifar100'").iloc[0]
+    page_says(PAGE, WHICH, f"{points(conv2d, '+')}, corrected p = {conv2d['p_holm']:.3f}", points(longer),
+              points(beside.loc["conv2d"], "+"), points(even), f"{100 * (conv2d['time_ratio'] - 1):.0f}% more time",
+              " to ".join(f"{x:+.2f}" for x in beside["difference"].agg(["min", "max"])),
+              f"{beside['p_holm'].min():.3f}", points(equal))
     page_says("README.md", "", f"{conv2d['difference']:.2f} points")
-    significant = kept[(kept["p_holm"] < 0.05) & (kept["difference"] > 0)]
-    assert significant[["part", "name"]].values.tolist() == [["vit-rival", "conv2d"]] and longer["p_holm"] < 0.001
-    beside = kept[(kept["part"] == "cifar100") & kept["p"].notna()]  # convolutions: question 3
-    page_says(PAGE, "Which to use", " to ".join(f"{x:+.2f}" for x in (beside["difference"].min(),
-                                                                    beside["difference"].max())),
-              f"{beside['p_holm'].min():.3f}")
     page_says(PAGE, "The verdict", *(
-        points(rows["vit-alone", name], "+") for name in ("conv2d", "residual", "uniform")))
-    for part in ("vit-rival", "cifar100"):
-        found = kept[(kept["part"] == part) & kept["p"].notna()]["found_at_80_percent"]
-        page_says(PAGE, CHANCES, f"{found.min():.2f} to {found.max():.2f}")
-    equal = pd.read_csv(FACTORIAL / "effects.csv").query("name == 'EA - none equal time' and data == 'cifar100'")
-    page_says(PAGE, "Which to use", points(equal.iloc[0]))
+        points(rows.loc["vit-alone", name], "+") for name in ("conv2d", "residual", "uniform")))
+    page_says(PAGE, CHANCES, *(span(tested.loc[part, "found_at_80_percent"]) for part in ("vit-rival", "cifar100")))
 
 
-def test_token_convs_gain_its_cost_and_what_conv2d_is_worth():
-    alone, rival = (by_variant(read_runs(RESULTS / f"{name}.csv")) for name in ("vit-alone", "vit-rival"))
-    added, times = (rival["token_conv"] - alone["plain"]).dropna(), step_times()
+def test_what_the_seeds_could_have_found_and_what_mechanisms_cost():
+    """power.csv is what the spreads of the runs give; token_conv's gain and cost, what conv2d is worth, the steps."""
+    of = table("across/power.csv").set_index("name")
+    pd.testing.assert_frame_equal(power.achieved().set_index("name"), of)
+    page_says(PAGE, CHANCES, *of["power"], f"{power.PLANNED} points",
+              *(f"{of.overstated[name]:.1f}" for name in ("conv2d", "ea")))
+    added = (top1_of("across/vit-rival.csv")["token_conv"] - top1_of("across/vit-alone.csv")["plain"]).dropna()
+    (first, second, third), share = power.worth_in_updates()
+    times = step_times()
     assert len(added) == 5
-    top1, share = power.worth_in_updates()
-    page_says(PAGE, "Which to use", f"{added.mean():+.2f}, five seeds",
-              f"{times[RIVAL, 'plain'] / times[VIT, 'plain']:.3f}",
-              f"{100 * share:.0f}% more updates", ", ".join(f"{x:.2f}" for x in top1[:2]) + f" and {top1[2]:.2f}%")
-
-
-def test_what_the_seeds_could_have_found():
-    """power.csv is what the spreads of the runs give, and the page says it."""
-    kept = pd.read_csv(RESULTS / "power.csv").set_index("name")
-    pd.testing.assert_frame_equal(power.achieved().set_index("name"), kept)
-    page_says(PAGE, CHANCES, *(f"{row.power:.2f}" for row in kept.itertuples()), f"{power.PLANNED} points",
-              *(f"{kept.overstated[name]:.1f}" for name in ("conv2d", "ea")))
+    page_says(PAGE, WHICH, f"{added.mean():+.2f}, five seeds", f"{times[RIVAL, 'plain'] / times[VIT, 'plain']:.3f}",
+              f"{100 * share:.0f}% more updates", f"{first:.2f}, {second:.2f} and {third:.2f}%")
+    ratios = table("across/benchmark.csv").set_index(["network", "kind"])["train_ratio"]["vit_small_patch16_224"]
+    for kind, ratio in ratios.drop("plain").items():
+        assert rows_of(PAGE, rf"\| `{kind}` \|.*\| {ratio:.2f} \|", "Which there are"), kind
 
 
 def test_what_recall_asks_for_and_what_solves_it():
     symbols, wanted = recall(100_000, torch.Generator().manual_seed(0))
     frequent = 100 * (symbols[:, 1:16:2].mode(1).values == wanted).float().mean().item()
-    rows = pd.read_csv(RESULTS / "recall.csv").groupby("variant")["result"]
+    rows = table("across/recall.csv").groupby("variant")["result"]
     assert all(rows.min()[["token_conv", "conv2d", "mta", "refiner"]] == 100) and sum(rows.get_group("ea") > 99) == 3
-    bits = pd.read_csv(RESULTS / "characters.csv").groupby("variant")["result"].mean()
+    bits = table("across/characters.csv").groupby("variant")["result"].mean()
     page_says(PAGE, "Two tasks without images", f"{frequent:.0f}%", "three of five", f"{bits['none']:.3f}",
               f"{bits['token_conv']:.3f}")
-
-
-def test_the_measured_steps():
-    rows = pd.read_csv(RESULTS / "benchmark.csv").set_index(["network", "kind"])["train_ratio"]
-    for kind, ratio in rows["vit_small_patch16_224"].drop("plain").items():
-        assert re.search(rf"^\| `{kind}` \|.*\| {ratio:.2f} \|$", section(PAGE, "Which there are"), re.M), kind
 
 
 def test_the_second_verdict_is_planned_as_its_protocol_says():

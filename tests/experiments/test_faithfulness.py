@@ -48,11 +48,10 @@ class Marked(nn.Module):
 
 def marked_images(count: int) -> torch.Tensor:
     """Return uint8 images, grey but for a patch in an eighth of the side."""
-    generator = torch.Generator().manual_seed(0)
-    images = torch.full((count, 3, 32, 32), 127.5).round_().to(torch.uint8)
-    place = torch.randint(64, (count,), generator=generator)
-    for image, where, red in zip(images, place.tolist(), torch.rand(count, generator=generator) < 0.5, strict=True):
-        row, col = where // 8 * 4, where % 8 * 4
+    random = np.random.default_rng(0)
+    images = torch.full((count, 3, 32, 32), 128, dtype=torch.uint8)
+    for image, (row, col), red in zip(images, random.integers(8, size=(count, 2)) * 4, random.random(count) < 0.5,
+                                      strict=True):
         image[:, row:row + 4, col:col + 4] = torch.tensor([255, 255, 0] if red else [0, 255, 255]).view(3, 1, 1)
     return images
 
@@ -61,38 +60,28 @@ def loaded(model: nn.Module, size: int = 32) -> LoadedModel:
     return LoadedModel(model.eval(), "marked", (size, size), {"mean": GREY, "std": (1.0, 1.0, 1.0)})
 
 
-@pytest.fixture(scope="module")
-def oracle():
-    """Rankings of 256 marked images by attention to the mark, the gradient, and at random."""
+def test_rankings_score_as_well_as_can_be_and_at_random_near_chance():
+    """256 marked images: by attention to the mark and by the gradient the class falls within the first patch; at random
+    the mark is among the first n of N patches with probability n / N."""
     model = loaded(Marked())
 
     def predict(batch):
         return model.model(model.normalize(batch))
 
     sources = [attention_source(model, [1], ["layers"]), partial(gradient_source, predict, GREY, GRID), random_source]
-    curves = measure(predict, marked_images(256), sources, GRID, mean=GREY, steps=8, batch_size=100)
-    return {of.ranking: of for of in curves}
-
-
-@pytest.mark.parametrize("ranking", ["layer 1", "gradient"])
-def test_the_right_ranking_scores_as_well_as_can_be(oracle, ranking):
-    curves, scores = oracle[ranking], oracle[ranking].scores()
-    assert curves.whole.min() > 0.99  # the probability of the class, and a half without the mark
-    best = curves.whole - curves.empty
-    torch.testing.assert_close(curves.empty, torch.full((256,), 0.5), atol=1e-3, rtol=0)
-    torch.testing.assert_close(scores["comprehensiveness"], best)
-    torch.testing.assert_close(scores["sufficiency"], torch.zeros(256), atol=1e-6, rtol=0)
-    first = 1 / 64  # the class falls within the first patch
-    torch.testing.assert_close(scores["deletion"], curves.empty + first / 2 * best)
-    torch.testing.assert_close(scores["insertion"], curves.whole - first / 2 * best)
-
-
-def test_the_random_ranking_is_near_chance(oracle):
-    """The mark is among the first n of N patches with probability n / N."""
-    curves, row = oracle["random"], oracle["random"].row()
-    assert curves.bins == (1, 3, 6, 13, 32) and curves.counts == (1, 3, 6, 8, 13, 16, 24, 32, 40, 48, 56)
-    chance, best = np.mean(curves.bins) / 64, (curves.whole - curves.empty).mean().item()
-    middle = curves.empty.mean() + best / 2
+    by_attention, by_gradient, at_random = measure(predict, marked_images(256), sources, GRID, mean=GREY, steps=8,
+                                                   batch_size=100)
+    for curves in (by_attention, by_gradient):
+        assert curves.whole.min() > 0.99  # the probability of the class, and a half without the mark
+        torch.testing.assert_close(curves.empty, torch.full((256,), 0.5), atol=1e-3, rtol=0)
+        best, scores = curves.whole - curves.empty, curves.scores()
+        for name, expected in (("comprehensiveness", best), ("sufficiency", 0 * best),
+                               ("deletion", curves.empty + best / 128), ("insertion", curves.whole - best / 128)):
+            torch.testing.assert_close(scores[name], expected, atol=1e-6, rtol=1e-5)
+    row = at_random.row()
+    assert at_random.bins == (1, 3, 6, 13, 32) and at_random.counts == (1, 3, 6, 8, 13, 16, 24, 32, 40, 48, 56)
+    chance, best = np.mean(at_random.bins) / 64, (at_random.whole - at_random.empty).mean().item()
+    middle = at_random.empty.mean() + best / 2
     for score, expected in (("comprehensiveness", chance * best), ("sufficiency", (1 - chance) * best),
                             ("deletion", middle), ("insertion", middle)):
         assert abs(row[score] - expected) < 4 * row[f"{score}_se"] < 0.1

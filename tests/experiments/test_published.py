@@ -46,11 +46,10 @@ def test_commands_train_the_row_s_network_as_long_as_the_page_says():
     trainers = {"train-cifar": CifarConfig, "train-imagenet": ImageNetConfig, "train-detection": DetectionConfig}
     parsers = {cls: make_parser(cls, "", "") for cls in trainers.values()}
     for _, row, data in ROWS:
-        words = shlex.split(command(row, data))
-        [start] = [index for index, word in enumerate(words) if word in trainers]
-        assert words[:start] in (["ea-vision"], ["torchrun", "--nproc-per-node", "8", "-m", "ea_vision"])
-        cls = trainers[words[start]]
-        config = resolve(cls, parse(parsers[cls], words[start + 1:]))
+        start, trainer, options = re.fullmatch(rf"(.*) ({'|'.join(trainers)}) (.*)", command(row, data)).groups()
+        assert start in ("ea-vision", "torchrun --nproc-per-node 8 -m ea_vision")
+        cls, words = trainers[trainer], shlex.split(options)
+        config = resolve(cls, parse(parsers[cls], words))
         assert config.model == row["model"] and row["kwargs"].items() <= config.model_kwargs.items(), words
     named = {row["model"] for _, row, data in ROWS if row["recipes"][data] == f"imagenet_{row['model']}"}
     assert named == set(PUBLISHED), "each of the papers' ImageNet networks has a recipe of its name"
@@ -77,23 +76,20 @@ def test_rows_of_a_network_and_a_wrong_name(capsys):
 def test_every_published_figure_is_in_the_papers_tables(shared):
     """Where the transcription of the papers' tables is at hand: what is typed as theirs stands in it."""
     text = (shared / "PAPERS.md").read_text()
-    pa, ea = text.split("## EA paper")
-    of_papers = {f"{name} paper, table {number}": line for name, part in (("PA", pa), ("EA", ea))
+    of_papers = {f"{name} paper, table {number}": line
+                 for name, part in zip(("PA", "EA"), text.split("## EA paper"), strict=True)
                  for number, line in re.findall(r"^Table ([\d/]+)[,:](.*?)(?=^Table |\Z)", part, re.M | re.S)}
+    rows = [(table, row) for table in TABLES.values() for row in table["rows"]]
+    assert {row["source"].partition(",")[0] for _, row in rows if row["source"] not in of_papers} == {"AA paper"}
     checked = 0
-    for table in TABLES.values():
-        for row in table["rows"]:
-            line = of_papers.get(row["source"])
-            if line is None:
-                assert row["source"].startswith("AA paper"), row["source"]
-                continue
-            typed = [*row["top1"].values(), *row["top5"].values(), *row.get("layers", {}).values()]
-            typed += [value for value in (row["params_m"], row["gflops"]) if value is not None]
-            assert set(map(float, typed)) <= set(map(float, re.findall(r"\d+(?:\.\d+)?", line))), row
-            if row["top1"] and "imagenet" in table["name"]:  # top-1 and top-5 stand together
-                together = f"{row['top1']['ImageNet']:.2f}" + "".join(f" {x:.2f}" for x in row["top5"].values())
-                assert together in line, together
-            checked += len(typed)
+    for table, row in ((table, row) for table, row in rows if row["source"] in of_papers):
+        line = of_papers[row["source"]]
+        typed = [*row["top1"].values(), *row["top5"].values(), *row.get("layers", {}).values()]
+        typed += [value for value in (row["params_m"], row["gflops"]) if value is not None]
+        assert set(map(float, typed)) <= set(map(float, re.findall(r"\d+(?:\.\d+)?", line))), row
+        if row["top1"] and "imagenet" in table["name"]:  # top-1 and top-5 stand together
+            assert " ".join(f"{x:.2f}" for x in (row["top1"]["ImageNet"], *row["top5"].values())) in line, row
+        checked += len(typed)
     assert checked > 100
 
 

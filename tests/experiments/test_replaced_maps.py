@@ -1,7 +1,4 @@
 """experiments/replaced_maps.py: each replacement is what it says, against a network with other weights or keywords."""
-import runpy
-from pathlib import Path
-
 import numpy as np
 import pytest
 import timm
@@ -10,8 +7,8 @@ import torch
 import ea_vision
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.recorder.loading import load_model
+from experiments import replaced_maps
 
-script = runpy.run_path(str(Path(__file__).parents[2] / "experiments" / "replaced_maps.py"))
 KEYWORDS = dict(widths=[8, 16, 16, 16], num_classes=3)
 
 
@@ -28,41 +25,33 @@ def network(name="ea_conv_transformer_cifar", state=None, **keywords):
 
 def outputs(model, kind, x, means=None):
     layers = [module for module in model.modules() if isinstance(module, AugmentedConv2d)]
-    with torch.no_grad(), script["replace_maps"](model, kind, means or [torch.zeros(1)] * len(layers)):
+    with torch.no_grad(), replaced_maps.replace_maps(model, kind, means or [torch.zeros(1)] * len(layers)):
         return model(x)
 
 
 def zeroed(state, part):
     """Queries and position tables, or values, of all layers set to zero."""
-    changed = {name: value.clone() for name, value in state.items()}
-    model = network("conv_transformer_cifar", changed)
+    model = network("conv_transformer_cifar", state)
     for module in model.modules():
         if isinstance(module, AugmentedConv2d):
             rows = slice(0, module.dim_qk) if part == "queries" else slice(2 * module.dim_qk, None)
-            for tensor in (module.qkv.weight.data[rows], module.qkv.bias.data[rows]):
+            tables = (module.height_rel.data, module.width_rel.data) if part == "queries" else ()
+            for tensor in (module.qkv.weight.data[rows], module.qkv.bias.data[rows], *tables):
                 tensor.zero_()
-            if part == "queries":
-                module.height_rel.data.zero_()
-                module.width_rel.data.zero_()
     return model
 
 
-@pytest.mark.parametrize("kind,part", [("uniform", "queries"), ("none", "values")])
-def test_maps_without_a_look_or_without_anything_are_those_of_zero_queries_and_values(kind, part):
-    model, x = network("conv_transformer_cifar"), torch.randn(2, 3, 32, 32)
-    plain, replaced = outputs(model, "trained", x), outputs(model, kind, x)
+@pytest.mark.parametrize("kind, name, replaced", [
+    ("uniform", "conv_transformer_cifar", lambda state: zeroed(state, "queries")),
+    ("none", "conv_transformer_cifar", lambda state: zeroed(state, "values")),
+    ("own", "ea_conv_transformer_cifar", lambda state: network(state=state, alpha=0.0, beta=0.0))])
+def test_replaced_maps_are_those_of_zero_queries_of_zero_values_and_without_shares(kind, name, replaced):
+    model, x = network(name), torch.randn(2, 3, 32, 32)
+    plain, found = outputs(model, "trained", x), outputs(model, kind, x)
     with torch.no_grad():
-        torch.testing.assert_close(replaced, zeroed(model.state_dict(), part)(x), atol=1e-5, rtol=1e-4)
-        assert (replaced - plain).abs().max() > 1e-3
+        torch.testing.assert_close(found, replaced(model.state_dict())(x), atol=1e-5, rtol=1e-4)
+        assert (found - plain).abs().max() > 1e-3
         torch.testing.assert_close(model(x), plain)  # given back
-
-
-def test_own_logits_are_those_without_shares():
-    model, x = network(), torch.randn(2, 3, 32, 32)
-    without = network(state=model.state_dict(), alpha=0.0, beta=0.0)
-    with torch.no_grad():
-        torch.testing.assert_close(outputs(model, "own", x), without(x), atol=1e-5, rtol=1e-4)
-    assert (outputs(model, "own", x) - outputs(model, "trained", x)).abs().max() > 1e-3
 
 
 def test_maps_of_another_image_and_the_mean():
@@ -72,9 +61,9 @@ def test_maps_of_another_image_and_the_mean():
     with torch.no_grad():
         torch.testing.assert_close(outputs(model, "other", same), plain[:1].expand(3, -1), atol=1e-5, rtol=1e-4)
         assert (outputs(model, "other", x) - plain).abs().max() > 1e-3
-        means = script["mean_maps"](model, [x[:1]])
+        means = replaced_maps.mean_maps(model, [x[:1]])
         torch.testing.assert_close(outputs(model, "mean", x[:1], means), plain[:1], atol=1e-5, rtol=1e-4)
-        several = script["mean_maps"](model, [x[:2], x[2:]])
+        several = replaced_maps.mean_maps(model, [x[:2], x[2:]])
         with ea_vision.record_attention(model) as maps:
             model(x)
     for mean, layer in zip(several, maps.values(), strict=True):
@@ -86,7 +75,7 @@ def test_figures_of_logits_against_numpy():
     pixels = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8)
     with torch.no_grad(), ea_vision.record_attention(loaded.model, parts=("logits", "self_logits")) as maps:
         x = loaded.normalize(pixels / 255)
-        rows = script["logits"](loaded, [x[:2], x[2:]])
+        rows = replaced_maps.logits(loaded, [x[:2], x[2:]])
         loaded.model(x)
     assert [row[1] for row in rows] == list(maps)
     for (_, number, own_std, entering_std, correlation) in rows:

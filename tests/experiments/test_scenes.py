@@ -1,11 +1,5 @@
 """The scenes' split: the same everywhere, every labelled photo once, clear words for a damaged list."""
-import importlib.util
-from pathlib import Path
-
-SCRIPT = Path(__file__).resolve().parents[2] / "experiments" / "scenes" / "split.py"
-spec = importlib.util.spec_from_file_location("scenes_split", SCRIPT)
-scenes = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(scenes)
+from experiments.scenes import split as scenes
 
 
 def test_every_photo_is_in_one_part_and_the_order_of_the_list_does_not_matter():

@@ -1,13 +1,10 @@
 """experiments/tiny_boxes.py: Tiny-ImageNet's files as COCO JSON, by what `CocoFolder` reads from it."""
-import runpy
-from pathlib import Path
-
 import pytest
 from PIL import Image
 
 from ea_vision.detection.coco import CocoFolder
+from experiments.tiny_boxes import main
 
-main = runpy.run_path(str(Path(__file__).parents[2] / "experiments" / "tiny_boxes.py"))["main"]
 TRAIN = {"n01": ["0\t0\t63\t63", "3\t4\t10\t20"], "n02": ["9\t9\t8\t30", "5\t5\t5\t9"], "n03": ["1\t2\t3\t4"] * 2}
 VAL = ["val_0.JPEG\tn02\t0\t32\t44\t62", "val_1.JPEG\tn01\t2\t3\t4\t5"]
 
@@ -15,16 +12,17 @@ VAL = ["val_0.JPEG\tn02\t0\t32\t44\t62", "val_1.JPEG\tn01\t2\t3\t4\t5"]
 @pytest.fixture
 def tiny(tmp_path):
     root = tmp_path / "tiny"
+
+    def write(folder, list_of_boxes, lines, mode):
+        (folder / "images").mkdir(parents=True)
+        (folder / list_of_boxes).write_text("".join(f"{line}\n" for line in lines))
+        for line in lines:
+            Image.new(mode, (64, 64)).save(folder / "images" / line.split("\t")[0])
+
     for label, boxes in TRAIN.items():
-        (root / "train" / label / "images").mkdir(parents=True)
-        (root / "train" / label / f"{label}_boxes.txt").write_text(
-            "".join(f"{label}_{i}.JPEG\t{box}\n" for i, box in enumerate(boxes)))
-        for i in range(len(boxes)):
-            Image.new("RGB", (64, 64), (90, 90, 90)).save(root / "train" / label / "images" / f"{label}_{i}.JPEG")
-    (root / "val" / "images").mkdir(parents=True)
-    (root / "val" / "val_annotations.txt").write_text("\n".join(VAL) + "\n")
-    for i in range(len(VAL)):
-        Image.new("L", (64, 64), 90).save(root / "val" / "images" / f"val_{i}.JPEG")
+        lines = [f"{label}_{i}.JPEG\t{box}" for i, box in enumerate(boxes)]
+        write(root / "train" / label, f"{label}_boxes.txt", lines, "RGB")
+    write(root / "val", "val_annotations.txt", VAL, "L")
     (root / "words.txt").write_text("n00\tentity\nn01\tgoldfish, Carassius\nn02\tcrane\nn03\tcrane, bird\n")
     return root
 
@@ -40,18 +38,16 @@ def test_boxes_and_names(tiny, tmp_path):
     assert val[0][1]["boxes"].tolist() == [[0, 32, 45, 63]]
 
 
-def test_a_part_of_it_as_one_class_beside_the_images_and_the_mean_box_by_hand(tiny, tmp_path, capsys):
-    """Mean of (0, 0, 64, 64) and (3, 4, 8, 17): overlaps the box of its class in val by 2 x 3 pixels of 1,500."""
+def test_a_part_of_it_as_one_class_beside_the_images_and_the_mean_box_by_hand(tiny, capsys):
+    """Mean of (0, 0, 64, 64) and (3, 4, 8, 17): that of n01's true box of 1,500 pixels has half of it in common."""
     assert main([str(tiny), str(tiny), "--classes", "n03,n01", "--as-one", "object", "--per-class", "1"]) == 0
     train, val = CocoFolder(tiny, "train"), CocoFolder(tiny, "val")
-    assert train.classes == ["object"] and [image["file_name"] for image in train.images] == [
-        "n03/images/n03_0.JPEG", "n01/images/n01_0.JPEG"]
-    assert [image["file_name"] for image in val.images] == ["images/val_1.JPEG"]
-    assert main([str(tiny), str(tmp_path / "two"), "--classes", "2", "--mean-box"]) == 0
-    assert CocoFolder(tmp_path / "two", "train").classes == ["goldfish", "crane"]
-    assert "AP 0.0%  AP50 0.0%" in capsys.readouterr().out
-    truth = tiny / "val" / "val_annotations.txt"
-    truth.write_text("val_0.JPEG\tn02\t5\t5\t5\t9\nval_1.JPEG\tn01\t1\t2\t37\t42\n")
-    assert main([str(tiny), str(tmp_path / "two"), "--classes", "2", "--mean-box"]) == 0
+    assert train.classes == ["object"]
+    assert [[image["file_name"] for image in split.images] for split in (train, val)] == [
+        ["n03/images/n03_0.JPEG", "n01/images/n01_0.JPEG"], ["images/val_1.JPEG"]]
+    truth = "val_0.JPEG\tn02\t5\t5\t5\t9\nval_1.JPEG\tn01\t1\t2\t37\t42\n"
+    (tiny / "val" / "val_annotations.txt").write_text(truth)
+    assert main([str(tiny), str(tiny), "--classes", "2", "--mean-box"]) == 0
+    assert CocoFolder(tiny, "train").classes == ["goldfish", "crane"]
     # scores are equal, so the first image's count first: of n02 the right box (100%), of n01 a wrong one (50%)
     assert "every image: AP 75.0%  AP50 75.0%" in capsys.readouterr().out

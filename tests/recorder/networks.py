@@ -4,6 +4,7 @@ Shape letters: B images, K heads, W windows of n cells each, H x W a layer's gri
 """
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -151,7 +152,7 @@ class Network(NamedTuple):
 
 NETWORKS = {
     "torchvision vit": Network(torchvision_vit, [CLS] * 2),
-    **{f"transformers {name}": Network(lambda name=name, options=options: transformers_model(name, **options), places)
+    **{f"transformers {name}": Network(partial(transformers_model, name, **options), places)
        for name, options, places in (
            ("ViT", {}, [CLS] * 2), ("DeiT", {}, [DIST] * 2), ("Dinov2", {}, [CLS] * 2),
            ("Dinov2WithRegisters", dict(num_register_tokens=2), [REG2] * 2),
@@ -159,7 +160,7 @@ NETWORKS = {
            ("SiglipVision", {}, [PATCHES] * 2 + [pooled()]))},
     "transformers, wide": Network(lambda: transformers_model("ViT", image_size=(16, 40)),
                                   [Place((2, 5), ("cls",))] * 2, (16, 40)),
-    **{name: Network(lambda name=name, options=options: timms(name, **TINY | options), places)
+    **{name: Network(partial(timms, name, **TINY | options), places)
        for name, options, places in (
            ("deit_tiny_distilled_patch16_224", {}, [DIST] * 3),
            ("vit_small_patch14_reg4_dinov2", dict(init_values=0.5), [REG4] * 3),
@@ -191,7 +192,7 @@ NETWORKS = {
         "SamVision", hidden_size=24, num_hidden_layers=3, num_attention_heads=2, image_size=36, patch_size=4,
         window_size=4, global_attn_indexes=[1], output_channels=8, mlp_dim=32),
         [within((9, 9), 4), Place((9, 9)), within((9, 9), 4)], (36, 36)),
-    **{f"sam {side}": Network(lambda side=side: timms("samvit_base_patch16", **SAM, img_size=side),
+    **{f"sam {side}": Network(partial(timms, "samvit_base_patch16", **SAM, img_size=side),
                               [within((side // 4,) * 2, 4), Place((side // 4,) * 2), within((side // 4,) * 2, 4)],
                               (side, side)) for side in (32, 40)},
     **{f"mobilevit {side}": Network(lambda: timms("mobilevit_xxs"), places, (side, side))
@@ -210,10 +211,9 @@ NETWORKS = {
                                   num_heads=3), [Place((4, 6))] * 2 + [by_class((4, 6))] * 2, (32, 48)),
     "xcit": Network(lambda: timms("xcit_nano_12_p16_224", img_size=32, embed_dim=24, depth=2, num_heads=3,
                                   cls_attn_layers=1), [CHANNELS] * 2 + [by_class((2, 2))]),
-    **{f"{kind.__name__}, {name}": Network(lambda kind=kind, name=name: pool(kind, name == "cls"),
-                                           [Place((3, 5), (name,))], (24, 40))
+    **{f"{kind.__name__}, {name}": Network(partial(pool, kind, name == "cls"), [Place((3, 5), (name,))], (24, 40))
        for kind in (AttentionPool2d, RotAttentionPool2d) for name in ("mean", "cls")},
-    **{f"bottleneck {scaled}": Network(lambda scaled=scaled: bottleneck(scaled), [Place((3, 5))], (24, 40))
+    **{f"bottleneck {scaled}": Network(partial(bottleneck, scaled), [Place((3, 5))], (24, 40))
        for scaled in (False, True)},
 }
 

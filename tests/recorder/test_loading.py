@@ -39,14 +39,13 @@ def photo(size=(80, 60)):
 
 def test_a_run_folder_its_weights_and_its_checkpoint(run):
     folder, model = run
-    loaded = load_model(str(folder))
-    assert loaded.label == f"{NAME}, small" and loaded.img_size == (16, 16) and not loaded.model.training
-    assert all(torch.equal(a, b) for a, b in zip(loaded.model.parameters(), model.parameters(), strict=True))
-    weights = load_model(str(folder / "model.safetensors"))
-    assert all(torch.equal(a, b) for a, b in zip(weights.model.parameters(), model.parameters(), strict=True))
-    ckpt = load_model(str(folder / "last.ckpt"))
-    assert ckpt.epoch == 2 and ckpt.label.endswith("epoch 2")
-    assert all(torch.equal(a, b + 1) for a, b in zip(ckpt.model.parameters(), model.parameters(), strict=True))
+    for path, added, label in (("", 0, f"{NAME}, small"), ("model.safetensors", 0, f"{NAME}, small, model"),
+                               ("last.ckpt", 1, f"{NAME}, small, epoch 2")):
+        loaded = load_model(str(folder / path))
+        assert loaded.label == label and loaded.img_size == (16, 16) and not loaded.model.training
+        assert all(torch.equal(a, b + added)
+                   for a, b in zip(loaded.model.parameters(), model.parameters(), strict=True))
+        assert loaded.epoch == (2 if added else None)
     untrained = load_model(str(folder), random=True)
     assert untrained.label.endswith("(untrained)") and untrained.model.num_classes == 3
 
@@ -91,18 +90,15 @@ def test_images_are_prepared_as_timm_evaluates(size):
 def test_what_cannot_be_loaded(run, tmp_path):
     folder, _ = run
     (tmp_path / "photos").mkdir()
-    with pytest.raises(UsageError, match="did you mean .*/photos"):
-        load_model(str(tmp_path / "phtos"))
-    with pytest.raises(UsageError, match="unknown model or run folder 'ea_conv_transformer'.*did you mean ea_conv"):
-        load_model("ea_conv_transformer")
-    with pytest.raises(UsageError, match="is not a run folder"):
-        load_model(str(tmp_path))
     (folder / "bad.ckpt").write_bytes(b"no checkpoint")
-    with pytest.raises(UsageError, match="bad.ckpt cannot be read as a checkpoint"):
-        load_model(str(folder / "bad.ckpt"))
     run_folder.write_weights(folder, timm.create_model(NAME, **{**KWARGS, "num_classes": 4}).state_dict())
-    with pytest.raises(UsageError, match=r"size mismatch for head.fc.weight: .*\[4, 16\].*\[3, 16\]"):
-        load_model(str(folder))
+    for target, message in (
+            (tmp_path / "phtos", "did you mean .*/photos"), (tmp_path, "is not a run folder"),
+            ("ea_conv_transformer", "unknown model or run folder 'ea_conv_transformer'.*did you mean ea_conv"),
+            (folder / "bad.ckpt", "bad.ckpt cannot be read as a checkpoint"),
+            (folder, r"size mismatch for head.fc.weight: .*\[4, 16\].*\[3, 16\]")):
+        with pytest.raises(UsageError, match=message):
+            load_model(str(target))
 
 
 @pytest.mark.parametrize("damage, message", [(lambda data: data[:-9], "cannot be fetched or loaded"),

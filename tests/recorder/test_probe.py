@@ -10,66 +10,59 @@ from torch import nn
 
 import ea_vision
 from ea_vision.base.errors import UsageError
-from ea_vision.data.small_images import Images, load_dataset
+from ea_vision.data.small_images import load_dataset
 from ea_vision.recorder import probe
 from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.probe import extract_maps, shuffled_in_space, untrained_network
 from ea_vision.recorder.probe_network import ProbeNet, ProbeRecipe, train_probe
 
-SMALL = dict(widths=(8, 8, 16, 16), img_size=16)
+MODEL = ["--model", "ea_conv_transformer_cifar", "--img-size", "16", "--layers", "2"]
 
 
-def images(count=10, size=16):
-    return torch.from_numpy(np.random.default_rng(0).integers(0, 256, (count, 3, size, size), dtype=np.uint8))
+def images(count=10):
+    return torch.from_numpy(np.random.default_rng(0).integers(0, 256, (count, 3, 16, 16), dtype=np.uint8))
 
 
-def small_model(**kwargs):
-    options = {"img_size": (16, 16), "random": True, **kwargs}
-    return load_model("ea_conv_transformer_cifar", **options, widths=SMALL["widths"])
+def small_model(name="ea_conv_transformer_cifar", **options):
+    return load_model(name, random=True, img_size=(16, 16), **options or {"widths": (8, 8, 16, 16)})
+
+
+def rows_of(folder):
+    return list(csv.DictReader((folder / "results.csv").open()))
 
 
 def test_the_network_has_12_layers_and_the_papers_poolings():
-    net = ProbeNet(8, 10, width=256)
-    sizes, widths = [], []
-
-    def note(_, args):
-        sizes.append(args[0][0].shape[-1])
-        widths.append(args[0][0].shape[1])
-
+    net, seen = ProbeNet(8, 10, width=256).eval(), []
     for name, module in net.named_modules():
         if name.split(".")[-1].startswith("denselayer"):
-            module.register_forward_pre_hook(note)
+            module.register_forward_pre_hook(lambda _, args: seen.append(args[0][0].shape[1:3]))
     with torch.no_grad():
-        assert net.eval()(torch.randn(2, 8, 14, 14)).shape == (2, 10)
-    assert sizes == [14] * 4 + [7] * 3 + [4] * 5
-    assert widths == [256] * 4 + [512] * 3 + [1024] * 5
+        assert net(torch.randn(2, 8, 14, 14)).shape == (2, 10)
+    assert seen == [(256, 14)] * 4 + [(512, 7)] * 3 + [(1024, 4)] * 5
 
 
-def test_maps_are_those_of_the_query():
-    model, pixels = small_model(), images()
-    maps, second = extract_maps(model, pixels, (1, 5), batch_size=4)
-    assert maps.shape == (10, 4, 4, 4) and second.shape == (10, 4, 2, 2) and maps.dtype == torch.float16
-    [corner] = extract_maps(model, pixels, (1,), (0, 15))
+@pytest.mark.parametrize("model, layers, query, row", [
+    (small_model, (1, 5), None, 10), (small_model, (1,), (0, 15), 3),
+    (lambda: small_model("ea_vit_tiny_patch16_224", patch_size=4, embed_dim=12, depth=2, num_heads=3), (2,), "cls", 0)])
+def test_maps_are_those_of_the_query(model, layers, query, row):
+    """Of the middle, of a pixel and of a class token, towards the pixels."""
+    model, pixels = model(), images()
+    maps = extract_maps(model, pixels, layers, query, batch_size=4)
     with torch.no_grad(), ea_vision.record_attention(model.model) as recorded:
-        model.model(model.normalize(pixels.float() / 255))
-    np.testing.assert_allclose(maps.reshape(10, 4, 16), recorded[1].attn[:, :, 2 * 4 + 2], atol=1e-3)
-    np.testing.assert_allclose(corner.reshape(10, 4, 16), recorded[1].attn[:, :, 3], atol=1e-3)
+        model.model(model.normalize(pixels / 255))
+    expected = recorded[layers[0]].attn[:, :, row, -16:]
+    assert [len(of) for of in maps] == [10] * len(layers) and maps[0].dtype == torch.float16
+    np.testing.assert_allclose(maps[0].flatten(2), expected, atol=1e-3)
+    assert query or maps[1].shape == (10, 4, 2, 2)
 
+    def asked(text):
+        options = argparse.Namespace(layers=",".join(map(str, layers)), query=text)
+        return probe.layers_and_query(options, model)
 
-def test_a_class_token_is_a_query():
-    model = load_model("ea_vit_tiny_patch16_224", random=True, img_size=(16, 16), patch_size=4, embed_dim=12, depth=2,
-                       num_heads=3)
-
-    def asked(query):
-        return probe.layers_and_query(argparse.Namespace(layers="2", query=query), model)
-
-    assert [asked(query) for query in ("cls", "3,15", None)] == [([2], query) for query in ("cls", (3, 15), None)]
-    with pytest.raises(UsageError, match="--query must be y,x or cls, got 'reg1'"):
+    text = query if isinstance(query, str) or query is None else "0,15"
+    assert asked(text) == (list(layers), query)
+    with pytest.raises(UsageError, match="--query must be y,x.*, got 'reg1'"):
         asked("reg1")
-    [maps] = extract_maps(model, images(), (2,), "cls")
-    with torch.no_grad(), ea_vision.record_attention(model.model) as recorded:
-        model.model(model.normalize(images().float() / 255))
-    np.testing.assert_allclose(maps.reshape(10, 3, 16), recorded[2].attn[:, :, 0, 1:], atol=1e-3)
 
 
 def test_shuffling_moves_the_pixels_of_each_map():
@@ -116,17 +109,9 @@ def test_untrained_networks_get_the_statistics_of_images_in_whatever_order_they_
         assert len(kinds) == 3 and counts.min() > 0.15 * 50
 
 
-def test_drawn_images_keep_their_targets():
-    pixels, targets = images(20), torch.arange(20)
-    drawn = probe.sample(Images(pixels, targets, [str(i) for i in range(20)]), 6, seed=1)
-    assert len(drawn) == 6 and torch.equal(drawn.images, pixels[drawn.targets])
-
-
-def test_the_command_ends_with_tables_and_a_picture(tmp_path, capsys):
-    assert probe.main(["--model", "ea_conv_transformer_cifar", "--img-size", "16", "--layers", "2", "--limit", "24",
-                       "--epochs", "1", "--width", "8", "-o", str(tmp_path / "out")]) == 0
-    rows = list(csv.DictReader((tmp_path / "out" / "results.csv").open()))
-    assert [(row["maps"], row["layer"], row["seed"]) for row in rows] == [
+def test_the_command_ends_with_a_table(tmp_path, capsys):
+    assert probe.main([*MODEL, "--limit", "24", "--epochs", "1", "--width", "8", "-o", str(tmp_path / "out")]) == 0
+    assert [(row["maps"], row["layer"], row["seed"]) for row in rows_of(tmp_path / "out")] == [
         (kind, "2", "0") for kind in ("trained", "untrained", "shuffled")]
     about = json.loads((tmp_path / "out" / "results.json").read_text())
     assert str(tmp_path) not in json.dumps(about) and len(about["data_fingerprint"]) == 1
@@ -136,28 +121,22 @@ def test_the_command_ends_with_tables_and_a_picture(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_seeds_draw_everything_but_the_images_and_unseen_takes_test_images(tmp_path, capsys, monkeypatch):
-    seen, networks = [], []
+    seen, networks = [], set()
 
     def extract(model, images, *_):
         seen.append(images)
-        networks.append(next(model.model.parameters()).detach().clone())
+        networks.add(float(next(model.model.parameters()).sum()))
         return [torch.zeros(len(images), 2, 4, 4)]
 
-    def train(maps, targets, test_maps, test_targets, classes, recipe, *_):
-        return 10.0 * recipe.seed
-
     monkeypatch.setattr(probe, "extract_maps", extract)
-    monkeypatch.setattr(probe, "train_probe", train)
-    assert probe.main(["--model", "ea_conv_transformer_cifar", "--img-size", "16", "--layers", "2", "--unseen",
-                       "--seeds", "1,2,4", "--controls", "untrained", "-o", str(tmp_path)]) == 0
+    monkeypatch.setattr(probe, "train_probe", lambda *given: 10.0 * given[5].seed)
+    assert probe.main([*MODEL, "--unseen", "--seeds", "1,2,4", "--controls", "untrained", "-o", str(tmp_path)]) == 0
     digits = load_dataset("digits", img_size=16).test
     assert [len(split) for split in seen] == [len(digits) - len(digits) // 5, len(digits) // 5] * 4
-    assert all(torch.equal(split, seen[index % 2]) for index, split in enumerate(seen))
+    assert all(torch.equal(split, seen[index % 2]) for index, split in enumerate(seen)) and len(networks) == 4
     both = torch.cat(seen[:2]).flatten(1)
     assert torch.equal(both.unique(dim=0), digits.images.flatten(1).unique(dim=0)), "all test images, none twice"
-    assert len(networks) == 8 and len({float(weights.sum()) for weights in networks}) == 4
-    rows = list(csv.DictReader((tmp_path / "results.csv").open()))
-    assert [(row["maps"], row["seed"], row["top1"]) for row in rows] == [
+    assert [(row["maps"], row["seed"], row["top1"]) for row in rows_of(tmp_path)] == [
         (kind, seed, f"{10 * int(seed):.2f}") for kind in ("trained", "untrained") for seed in "124"]
     assert capsys.readouterr().out.count("23.33 ± 15.28") == 2
 
@@ -165,16 +144,15 @@ def test_seeds_draw_everything_but_the_images_and_unseen_takes_test_images(tmp_p
 def test_a_34_layer_network_is_probed_in_the_papers_layers(tmp_path):
     assert probe.main(["--model", "aa_resnet34", "--img-size", "32", "--limit", "10", "--epochs", "1", "--width", "8",
                        "--controls", "none", "-o", str(tmp_path / "out")]) == 0
-    rows = list(csv.DictReader((tmp_path / "out" / "results.csv").open()))
-    assert [row["layer"] for row in rows] == ["16", "17", "18"]
+    assert [row["layer"] for row in rows_of(tmp_path / "out")] == ["16", "17", "18"]
 
 
 @pytest.mark.parametrize("argv,message", [
-    (["--layers", "99"], "no attention layer '99'"), (["--model", "cnn_cifar"], "has no attention layer"),
-    (["--query", "3,99"], "query y,x must lie within the 32x32 input"), (["--controls", "x"], "--controls must be"),
+    (["--model", "cnn_cifar"], "has no attention layer"), (["--controls", "x"], "--controls must be"),
+    (["--query", "3,99"], "query y,x must lie within the 16x16 input"),
     (["-o", "/proc/nowhere"], "cannot make the folder /proc/nowhere"),
     (["--seeds=1,x"], "invalid seeds value: '1,x'")])
 def test_bad_options(argv, message, tmp_path, capsys):
     with pytest.raises((UsageError, SystemExit)) as error:
-        probe.main(["--model", "ea_conv_transformer_cifar", "-o", str(tmp_path / "out"), *argv])
+        probe.main([*MODEL, "-o", str(tmp_path / "out"), *argv])
     assert message in f"{error.value} {capsys.readouterr().err}" and not (tmp_path / "out").exists()

@@ -4,6 +4,7 @@ import gc
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -53,12 +54,11 @@ def timms():
     (VIT, dict(reg_tokens=2, class_token=False, global_pool="avg"))])
 def test_recorded_parts_satisfy_the_equations_of_the_evolution(name, options):
     if name == VIT:
-        model, x = active(tiny_vit(**options)), images(32, 40)
+        model, x, grids = active(tiny_vit(**options)), images(32, 40), [(4, 5)] * 3
         model.set_input_size((32, 40))
-        prefix, grids = model.num_prefix_tokens, [(4, 5)] * 3
     else:
-        model, x, prefix, grids = tiny(name, **options), small(), 0, [(4, 4)] * 3 + [(2, 2)] * 3
-    maps = recorded(model, x, PARTS)
+        model, x, grids = tiny(name, **options), small(), [(4, 4)] * 3 + [(2, 2)] * 3
+    maps, prefix = recorded(model, x, PARTS), getattr(model, "num_prefix_tokens", 0)
     for (number, module), (height, width) in zip(modules_by_number(model).items(), grids, strict=True):
         layer, evolution = maps[number], module.evolution
         assert layer.feat_size == (height, width) and layer.num_prefix_tokens == prefix
@@ -99,16 +99,12 @@ def test_outputs_gradients_and_random_numbers_stay_and_maps_are_those_before_dro
         model, x = make()
         model.train(train)
         torch.manual_seed(3)
-        if record:
-            with ea_vision.record_attention(model) as maps:
-                output = model(x)
-                output.square().sum().backward()
-            for layer in maps.values():
-                torch.testing.assert_close(layer.attn.sum(-1), torch.ones(layer.attn.shape[:3]))
-                assert not layer.attn.requires_grad
-        else:
+        with ea_vision.record_attention(model) if record else nullcontext({}) as maps:
             output = model(x)
             output.square().sum().backward()
+        for layer in maps.values():
+            torch.testing.assert_close(layer.attn.sum(-1), torch.ones(layer.attn.shape[:3]))
+            assert not layer.attn.requires_grad
         return [output, torch.rand(1), *(p.grad for p in model.parameters())]
 
     limit = 0 if make is ours else 1e-5
@@ -118,9 +114,11 @@ def test_outputs_gradients_and_random_numbers_stay_and_maps_are_those_before_dro
 def test_only_what_is_asked_for_is_kept():
     model = tiny()
     with torch.no_grad(), ea_vision.record_attention(model, layers=[2, 5], heads=[3, 1], parts=["logits"]) as maps, \
-            ea_vision.record_attention(model, layers="stages.2.blocks.1.conv", heads=3, parts="logits") as one:
+            ea_vision.record_attention(model, layers="stages.2.blocks.1.conv", heads=3, parts="logits") as one, \
+            ea_vision.record_attention(model, 2, [3, 1, 2, 0], "logits") as turned:
         model(small())
     everything = recorded(model, small(), ("logits",))
+    assert torch.equal(turned[2].logits, everything[2].logits[:, [3, 1, 2, 0]])
     assert list(maps) == [2, 5] and maps[2].heads == (3, 1)
     for layer in maps.values():
         assert layer.recorded() == ("logits",) and layer.attn is None
@@ -149,7 +147,7 @@ def test_layers_are_numbered_as_the_forward_runs_and_maps_may_be_rectangular(nam
         assert [maps[number].name for number in (16, 17, 18)] == ["layer3.3.conv2", "layer3.4.conv1", "layer3.4.conv2"]
 
 
-def test_of_several_forwards_the_last_is_kept():
+def test_of_several_forwards_and_of_several_runs_of_a_block_the_last_is_kept():
     model = tiny()
     with torch.no_grad(), ea_vision.record_attention(model) as maps:
         model(small())
@@ -157,9 +155,6 @@ def test_of_several_forwards_the_last_is_kept():
         assert {layer.attn.shape[0] for layer in maps.values()} == {3} and maps[1].feat_size == (6, 4)
         model.forward_intermediates(small(1), indices=[2], stop_early=True)
     assert list(maps) == [1, 2, 3]
-
-
-def test_of_a_block_that_runs_several_times_the_last_run_is_kept():
     model, x = tiny_vit("vit_tiny_patch16_224").eval(), images(32, 32)
     twin = copy.deepcopy(model)
     twin.blocks[-1].load_state_dict(model.blocks[0].state_dict())
@@ -215,7 +210,7 @@ class Linear(nn.Module):
     (dict(heads=[4]), ValueError, r"heads of layer 1 .* are 0 to 3; got \[4\]"),
     (dict(parts=["maps", "attn"]), ValueError, r"parts must be some of .*, got \['maps'\]: 1 .* has attn, logits"),
     (dict(layers=[]), ValueError, "got none"), (dict(heads=[]), ValueError, "got none"),
-    (dict(parts=[]), ValueError, "got"),
+    (dict(parts=[]), ValueError, "got none"),
     (dict(layers=[2]), RuntimeError, r"no forward ran attention layer 2 \(stages.2.blocks.1.conv\)"),
     (dict(model=timm.create_model("resnet18", num_classes=2)), ValueError, "has no attention layer that can be"),
     (dict(model=Linear()), RuntimeError, "layer 1 .* ran, and no map went through softmax, scaled_dot_product")])
@@ -269,32 +264,31 @@ def maps_of(model, x):
 @pytest.mark.parametrize("make", [ours, theirs, timms])
 def test_each_thread_has_its_own_maps_and_bystanders_their_outputs(make):
     model, x = make()
-    inputs = [x.roll(n, -1) for n in range(24)]
+    inputs, barrier = [x.roll(n, -1) for n in range(24)], threading.Barrier(4)
     with torch.no_grad():
         expected, outputs = [maps_of(model, x) for x in inputs], [model(x) for x in inputs]
-    barrier = threading.Barrier(4)
 
-    def watch(start):
+    @torch.no_grad()
+    def watch(inputs):
         barrier.wait()
         found = []
-        for x in inputs[start::2]:
-            with torch.no_grad(), ea_vision.record_attention(model) as maps:
+        for x in inputs:
+            with ea_vision.record_attention(model) as maps:
                 model(x)
             found.append({number: layer.attn for number, layer in maps.items()})
         return found
 
-    def pass_by():
+    @torch.no_grad()
+    def pass_by(inputs):
         barrier.wait()
-        with torch.no_grad():
-            return [model(x) for x in inputs]
+        return [model(x) for x in inputs]
 
     with ThreadPoolExecutor(4) as pool:
-        watching = [pool.submit(watch, start) for start in (0, 1)]
-        passing = [pool.submit(pass_by) for _ in range(2)]
-        for start, future in enumerate(watching):
-            torch.testing.assert_close(future.result(timeout=60), expected[start::2], atol=1e-6, rtol=1e-5)
-        for future in passing:
-            torch.testing.assert_close(future.result(timeout=60), outputs, atol=1e-6, rtol=1e-5)
+        futures = [(pool.submit(what, inputs[part]), wanted[part]) for what, part, wanted in (
+            (watch, slice(0, None, 2), expected), (watch, slice(1, None, 2), expected),
+            *[(pass_by, slice(None), outputs)] * 2)]
+        for future, wanted in futures:
+            torch.testing.assert_close(future.result(timeout=60), wanted, atol=1e-6, rtol=1e-5)
     assert hooks_of(model) == 0
 
 
