@@ -77,10 +77,6 @@ class Evolution(nn.Module):
         return out
 
     @torch.jit.ignore
-    def restore_start(self) -> None:
-        """Undo a network's own initialisation of all its convolutions; nothing to undo by default."""
-
-    @torch.jit.ignore
     def operands(self, prev_logits: Tensor) -> dict[str, Any] | str:
         """Return the keywords with which `ea_vision.ops.evolving_attention` does as `forward`; where it cannot, why.
 

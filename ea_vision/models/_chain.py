@@ -12,6 +12,7 @@ from numbers import Integral
 from typing import Any
 
 import torch
+from timm.layers import to_2tuple
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
@@ -19,12 +20,10 @@ from torch.utils import checkpoint as torch_checkpoint
 from ea_vision.layers import (
     AugmentedConv2d,
     Evolution,
-    check_position,
     create_evolution,
     evolution_class,
     evolution_options,
 )
-from ea_vision.ops import check_windows
 
 try:  # not exported; in newer timm its own models call it, so that save_for_hf knows of a resize
     from timm.models._input import update_model_input_size
@@ -41,7 +40,7 @@ def to_size(img_size: int | tuple[int, int], least: int = 1) -> tuple[int, int]:
     Raises:
         ValueError: not one or two whole numbers, or a side below `least`.
     """
-    size = tuple(img_size) if isinstance(img_size, (tuple, list)) else (img_size, img_size)
+    size = to_2tuple(img_size)
     if len(size) != 2 or any(not isinstance(side, int) or side < 1 for side in size):
         raise ValueError(f"img_size must be a positive whole number or a (height, width) of them, got {img_size!r}")
     if min(size) < least:
@@ -98,11 +97,7 @@ class AttentionConfig:
     def __post_init__(self) -> None:
         if self.num_heads < 1:
             raise ValueError(f"num_heads must be 1 or more, got {self.num_heads}")
-        check_position(self.position)
-        check_windows(self.window, self.head_window, self.head_border, self.num_heads)
-        if self.head_window > 1 and self.evolution is not None:
-            raise ValueError(f"head_window must be 1 where maps evolve (evolution={self.evolution!r}), "
-                             f"got {self.head_window}")
+        self.new_evolution(device="meta")  # an option that fits no layer is an error at any depth
         for name in ("window_stages", "attn_stages"):
             if getattr(self, name) is not None:
                 check_numbers(name, getattr(self, name))
@@ -175,30 +170,28 @@ class ChainBuilder:
 
     def layer(
             self, in_channels: int, out_channels: int, kernel_size: int = 3, stride: int = 1, *, reduction: int,
-            dim_qk: int | None = None, dim_v: int | None = None, stage: int | None = None, **options: Any,
+            stage: int | None = None, **options: Any,
     ) -> AugmentedConv2d:
         """Return the next attention layer.
 
         Args:
             reduction: pixels of the image to a pixel of the attention map, along a side.
-            dim_qk, dim_v: widths; by the configuration unless given.
             stage: number of the layer's stage, counted from 1, for `window_stages`.
             **options: further ones of `AugmentedConv2d`.
         """
-        config, previous = self.config, self.previous
-        dims = config.dims(out_channels)
-        evolution = None
-        if previous is not None and previous.map_reduction == reduction:
+        config, previous, evolution = self.config, self.previous, None
+        follows = previous is not None and previous.map_reduction == reduction
+        reads = config.evolution is not None and evolution_class(config.evolution).reads_previous
+        if follows or not reads:
             evolution = config.new_evolution(in_channels, **self.factory)
-            previous.need_logits = evolution is not None and evolution.reads_previous
-        elif config.evolution is not None and not evolution_class(config.evolution).reads_previous:
-            evolution = config.new_evolution(in_channels, **self.factory)
+        if follows:
+            previous.need_logits = reads
+        dim_qk, dim_v = config.dims(out_channels)
         layer = AugmentedConv2d(
-            in_channels, out_channels, kernel_size, stride,
-            dim_qk=dims[0] if dim_qk is None else dim_qk, dim_v=dims[1] if dim_v is None else dim_v,
-            num_heads=config.num_heads, feat_size=self.network.map_size(self.network.img_size, reduction),
-            position=config.position, qk_norm=config.qk_norm, evolution=evolution,
-            attn_drop=config.attn_drop_rate, **{**config.windows(stage), **options}, **self.factory)
+            in_channels, out_channels, kernel_size, stride, num_heads=config.num_heads,
+            feat_size=self.network.map_size(self.network.img_size, reduction), position=config.position,
+            qk_norm=config.qk_norm, evolution=evolution, attn_drop=config.attn_drop_rate,
+            **{"dim_qk": dim_qk, "dim_v": dim_v, **config.windows(stage), **options}, **self.factory)
         layer.need_logits, layer.map_reduction = False, reduction
         self.previous = layer
         return layer
@@ -227,9 +220,7 @@ def checkpoint(block: nn.Module, *args: Any) -> Any:
 class AttnStage(nn.Sequential):
     """A stage whose blocks hand their attention logits on: (x, prev_logits) -> (x, logits)."""
 
-    def __init__(self, *blocks: nn.Module) -> None:
-        super().__init__(*blocks)
-        self.grad_checkpointing = False
+    grad_checkpointing: torch.jit.Final[bool] = False
 
     def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         logits = prev_logits
@@ -241,19 +232,11 @@ class AttnStage(nn.Sequential):
         return x, logits
 
 
-class PlainStage(AttnStage):
-    """A stage without attention, which passes the logits by: (x, prev_logits) -> (x, prev_logits)."""
-
-    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        for block in self:
-            x = checkpoint(block, x) if self.grad_checkpointing and not torch.jit.is_scripting() else block(x)
-        return x, prev_logits
-
-
 class ChainedNetwork:
     """timm's interface for a network with chained attention, beside `nn.Module` or a network of timm's.
 
-    The network has `img_size`; `feature_info`, one entry for each of `feature_steps()`; and `reset_classifier`.
+    The network has `img_size`; `feature_info`, one entry for each of `feature_steps()`, whose "end" names modules that
+    follow its "module"; and `reset_classifier`.
     """
 
     feature_indices: tuple[int, ...] = (0, 1, 2, 3, 4)  # what features_only returns unless asked
@@ -343,14 +326,12 @@ class ChainedNetwork:
     def prune_intermediate_layers(
             self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True,
     ) -> list[int]:
-        """Drop the stages after the last one wanted, and the head."""
+        """Drop the stages after the last one wanted, with what stands behind them, and the head."""
         take_indices, max_index = feature_take_indices(len(self.feature_info), indices)
-        unused = [info["module"] for info in self.feature_info[max_index + 1:]]
+        unused = [name for info in self.feature_info[max_index + 1:] for name in (info["module"], *info.get("end", ()))]
         for name in unused:
-            parent, _, child = name.rpartition(".")
-            stage = self.get_submodule(name)
-            empty = type(stage)() if isinstance(stage, AttnStage) else nn.Identity()
-            setattr(self.get_submodule(parent), child, empty)
+            chained = isinstance(self.get_submodule(name), AttnStage)
+            self.set_submodule(name, AttnStage() if chained else nn.Identity())
         if prune_head or unused:
             self.num_features = self.feature_info[max_index]["num_chs"]
             self.reset_classifier(0, "")
@@ -365,15 +346,11 @@ class HeadedNetwork(ChainedNetwork):
 
     @torch.jit.ignore
     def init_weights(self) -> None:
-        """Initialise convolutions by He; the augmented ones do so themselves."""
+        """Initialise convolutions by He, but those of attention, which have their own start."""
+        attention = {part for layer in self.modules() if isinstance(layer, AugmentedConv2d) for part in layer.modules()}
         for module in self.modules():
-            if isinstance(module, nn.Conv2d):
+            if isinstance(module, nn.Conv2d) and module not in attention:
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        for module in self.modules():
-            if isinstance(module, AugmentedConv2d):
-                module.reset_parameters()
-            if isinstance(module, Evolution):
-                module.restore_start()
 
     @torch.jit.ignore
     def get_classifier(self) -> nn.Module:

@@ -16,20 +16,22 @@ Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map,
 from functools import partial
 from typing import Any
 
+import torch
 from timm.layers import make_divisible
 from timm.models import generate_default_cfgs
 from timm.models._efficientnet_builder import decode_arch_def
 from timm.models.efficientnet import EfficientNet
 from torch import Tensor, nn
 
+from ea_vision.layers import AugmentedConv2d
 from ea_vision.models._build import Network, imagenet_cfg, register_networks
 from ea_vision.models._chain import (
     AttentionConfig,
     AttnStage,
     ChainBuilder,
     ChainedNetwork,
-    PlainStage,
     Step,
+    checkpoint,
     to_size,
 )
 
@@ -40,34 +42,33 @@ MNASNET_A1 = [  # in timm's notation, stages 0 to 6
     ["ir_r2_k3_s1_e6_c112_se0.25"], ["ir_r3_k5_s2_e6_c160_se0.25"], ["ir_r1_k3_s1_e6_c320"]]
 
 
-class ChainBlock(nn.Module):
-    """timm's InvertedResidual, whose modules it takes over: (x, prev_logits) -> (x, None)."""
+class AttnInvertedResidual(nn.Module):
+    """timm's InvertedResidual, whose modules it takes over, its expanding convolution augmented: (x, prev_logits) ->
+    (x, logits)."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, conv_pw: AugmentedConv2d) -> None:
         super().__init__()
         self.has_skip = block.has_skip
         for name, module in block.named_children():
-            setattr(self, name, module)
+            setattr(self, name, conv_pw if name == "conv_pw" else module)
 
-    def after_expansion(self, y: Tensor, x: Tensor) -> Tensor:
-        """Run the block from the expanding convolution's output y on; x is its input."""
+    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        y, logits = self.conv_pw(x, prev_logits)
         y = self.conv_dw(self.bn1(y))
         y = self.se(self.aa(self.bn2(y)))
         y = self.bn3(self.conv_pwl(y))
         if self.has_skip:
             y = self.drop_path(y) + x
-        return y
+        return y, logits
+
+
+class PlainStage(AttnStage):
+    """A stage of timm's blocks, which passes the logits by: (x, prev_logits) -> (x, prev_logits)."""
 
     def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        return self.after_expansion(self.conv_pw(x), x), None
-
-
-class AttnInvertedResidual(ChainBlock):
-    """timm's InvertedResidual, its expanding convolution augmented; (x, prev_logits) -> (x, logits)."""
-
-    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        y, logits = self.conv_pw(x, prev_logits)
-        return self.after_expansion(y, x), logits
+        for block in self:
+            x = checkpoint(block, x) if self.grad_checkpointing and not torch.jit.is_scripting() else block(x)
+        return x, prev_logits
 
 
 class AttnMnasNet(ChainedNetwork, EfficientNet):
@@ -77,8 +78,6 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
         multiplier: of the channels.
         img_size: input size in pixels, one number or (height, width); it sizes the position tables. Other input sizes
             run too.
-        augment_first: whether the first block of stage 2, whose expansion is at 56x56 (of 224), is augmented, too; the
-            paper's 13 blocks include it, but its text begins at 28x28.
         **kwargs: those of `AttentionConfig` (attn_stages, of 2 to 6 and all of them unless given, () for timm's
             semnasnet; num_heads, qk_ratio, v_ratio, min_head_qk, position, evolution, attn_drop_rate), of the evolution
             (alpha, beta, kernel_size, num_layers, ...) and of timm's EfficientNet (num_classes, in_chans,
@@ -93,7 +92,6 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
             self,
             multiplier: float = 1.0,
             img_size: int | tuple[int, int] = 224,
-            augment_first: bool = True,
             device=None,
             dtype=None,
             **kwargs: Any,
@@ -117,14 +115,10 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
                 continue
             links = []
             for number, block in enumerate(self.blocks[index]):
-                if (index, number) == (2, 0) and not augment_first:
-                    links.append(ChainBlock(block))
-                else:
-                    map_reduction = max(16, reduction) if index == 2 else reduction
-                    links.append(AttnInvertedResidual(block))
-                    links[-1].conv_pw = chains.layer(
-                        block.conv_pw.in_channels, block.conv_pw.out_channels, 1, reduction=map_reduction,
-                        stage=index, pool_attention=(map_reduction // reduction).bit_length() - 1)
+                map_reduction = max(16, reduction) if index == 2 else reduction
+                links.append(AttnInvertedResidual(block, chains.layer(
+                    block.conv_pw.in_channels, block.conv_pw.out_channels, 1, reduction=map_reduction, stage=index,
+                    pool_attention=(map_reduction // reduction).bit_length() - 1)))
                 if number == 0:  # the stride follows the first expansion
                     reduction = min(stride * reduction, largest)
             stages.append(AttnStage(*links))
@@ -163,18 +157,17 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
     prune_intermediate_layers = EfficientNet.prune_intermediate_layers
 
 
-_WIDTHS = ("075", "100", "125", "140")
 _NETWORKS = {
     "semnasnet_125": Network("MnasNet-A1 of width 1.25, which timm lacks.", {"multiplier": 1.25, "attn_stages": ()}),
 }
-for _width in _WIDTHS:
-    _NETWORKS[f"aa_mnasnet_{_width}"] = Network(
-        f"AA-MnasNet of width {int(_width) / 100:g}, 13 attention layers.", {"multiplier": int(_width) / 100})
-for _kind, _about in (("pa", "PA in AA-MnasNet of width {:g}, alpha 0.5, one convolution; ours."),
-                      ("ea", "EA in AA-MnasNet of width {:g}, alpha 0.5, beta 1.0; ours.")):
-    for _width in _WIDTHS:
-        _NETWORKS[f"{_kind}_aa_mnasnet_{_width}"] = Network(
-            _about.format(int(_width) / 100), {"multiplier": int(_width) / 100, "evolution": _kind})
+for _prefix, _about, _kwargs in (
+        ("", "AA-MnasNet of width {:g}, 13 attention layers.", {}),
+        ("pa_", "PA in AA-MnasNet of width {:g}, alpha 0.5, one convolution; ours.", {"evolution": "pa"}),
+        ("ea_", "EA in AA-MnasNet of width {:g}, alpha 0.5, beta 1.0; ours.", {"evolution": "ea"})):
+    for _percent in (75, 100, 125, 140):
+        _width = _percent / 100
+        _NETWORKS[f"{_prefix}aa_mnasnet_{_percent:03}"] = Network(
+            _about.format(_width), {"multiplier": _width, **_kwargs})
 
 default_cfgs = generate_default_cfgs({
     name: imagenet_cfg("conv_stem", "classifier", interpolation="bicubic") for name in _NETWORKS})

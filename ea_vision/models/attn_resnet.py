@@ -40,7 +40,6 @@ from ea_vision.models._chain import (
     AttnStage,
     ChainBuilder,
     ChainedNetwork,
-    PlainStage,
     Step,
     check_numbers,
     to_size,
@@ -210,9 +209,7 @@ class AttnResNet(ChainedNetwork, ResNet):
         check_numbers("layers", layers, 4)
         if "channels" in kwargs:
             check_numbers("channels", kwargs["channels"], 4)
-        plain_block = BasicBlock if issubclass(block, BasicBlock) else Bottleneck
-        chained = [block if stage in attending or mrla else plain_block for stage in stages]
-        super().__init__(tuple(chained), layers, **kwargs, device=device, dtype=dtype)
+        super().__init__(block, layers, **kwargs, device=device, dtype=dtype)
         if stem_stride is not None:
             put_small_stem(self, kwargs.get("in_chans", 3), stem_stride, device, dtype)
         self.img_size = to_size(img_size)
@@ -234,7 +231,7 @@ class AttnResNet(ChainedNetwork, ResNet):
                 if mrla:
                     channels = self.feature_info[stage]["num_chs"]
                     attn_block.mrla = MRLALight(channels, identity=mrla != "paper", device=device, dtype=dtype)
-            setattr(self, name, (AttnStage if stage in attending or mrla else PlainStage)(*blocks))
+            setattr(self, name, AttnStage(*blocks))
 
     def forward_stem(self, x: Tensor) -> Tensor:
         """Turn (B, in_chans, H, W) into (B, 64, H/2, W/2); with stem_stride the sides over that."""
@@ -258,21 +255,15 @@ _KINDS = {"34": dict(block=AttnBasicBlock, layers=(3, 4, 6, 3), qk_ratio=0.25, v
           "50": dict(block=AttnBottleneck, layers=(3, 4, 6, 3)),
           "101": dict(block=AttnBottleneck, layers=(3, 4, 23, 3)),
           "152": dict(block=AttnBottleneck, layers=(3, 8, 36, 3))}
-_NETWORKS = {
-    "aa_resnet34": Network("AA-ResNet-34: both 3x3 convolutions of each block augmented, 26 attention layers.",
-                           _KINDS["34"]),
-    "aa_resnet50": Network("AA-ResNet-50: the 3x3 convolution of each block augmented, 13 attention layers.",
-                           _KINDS["50"]),
-    "aa_resnet101": Network("AA-ResNet-101, 30 attention layers.", _KINDS["101"]),
-    "aa_resnet152": Network("AA-ResNet-152, 47 attention layers.", _KINDS["152"]),
-}
-for _depth in _KINDS:
-    _NETWORKS[f"pa_aa_resnet{_depth}"] = Network(
-        f"PA-AA-ResNet-{_depth}, alpha 0.5, one convolution.", {**_KINDS[_depth], "evolution": "pa"})
-for _depth, _alpha in (("34", 0.5), ("50", 0.5), ("101", 0.7), ("152", 0.7)):
-    _NETWORKS[f"ea_aa_resnet{_depth}"] = Network(
-        f"EA-AA-ResNet-{_depth}, alpha {_alpha}, beta 1.0.",
-        {**_KINDS[_depth], "evolution": "ea", **({"alpha": _alpha} if _alpha != 0.5 else {})})
+_NETWORKS = {}
+for _prefix, _about, _options in (
+        ("", "AA-ResNet-{}, {} attention layers.", {}),
+        ("pa_", "PA-AA-ResNet-{}, alpha 0.5, one convolution.", {"evolution": "pa"}),
+        ("ea_", "EA-AA-ResNet-{0}, alpha {2}, beta 1.0.", {"evolution": "ea"})):
+    for _depth, _layers, _alpha in (("34", 26, 0.5), ("50", 13, 0.5), ("101", 30, 0.7), ("152", 47, 0.7)):
+        _more = {"alpha": _alpha} if _prefix == "ea_" else {}
+        _NETWORKS[f"{_prefix}aa_resnet{_depth}"] = Network(
+            _about.format(_depth, _layers, _alpha), {**_KINDS[_depth], **_options, **_more})
 _NETWORKS["csan_resnet50"] = Network(
     "CSAN-ResNet-50: AA-ResNet-50 whose stages 2 (here at 28x28) and 3 attend in windows of 7x7 pixels and 3 heads; no "
     "paper has it.", {**_KINDS["50"], "window": 7, "head_window": 3, "head_border": "clip", "window_stages": (2, 3),
@@ -281,11 +272,9 @@ _CFGS = {name: imagenet_cfg("conv1", "fc") for name in _NETWORKS}
 
 # ResNet-34 of half the width, for photos of 112 pixels: maps of 14x14 in the second stage, as of 224 in the third.
 _HALF = {**_KINDS["34"], "channels": (32, 64, 128, 256), "img_size": 112, "map_reduction": 8, "num_classes": 6}
-_NETWORKS |= {
-    "aa_resnet34_050": Network("AA-ResNet-34 of half the width, for photos of 112 pixels.", _HALF),
-    "pa_aa_resnet34_050": Network("PA-AA-ResNet-34 of half the width, likewise.", {**_HALF, "evolution": "pa"}),
-    "ea_aa_resnet34_050": Network("EA-AA-ResNet-34 of half the width, likewise.", {**_HALF, "evolution": "ea"}),
-}
+_NETWORKS |= {f"{prefix}aa_resnet34_050": Network(
+    f"{prefix.upper().replace('_', '-')}AA-ResNet-34 of half the width, for photos of 112 pixels.", {**_HALF, **kwargs})
+    for prefix, kwargs in (("", {}), ("pa_", {"evolution": "pa"}), ("ea_", {"evolution": "ea"}))}
 SHIPPED = ("aa_resnet34_050.scenes", "ea_aa_resnet34_050.scenes")  # trained on six kinds of scenes, not on ImageNet
 default_cfgs = generate_default_cfgs({
     **_CFGS, "pa_aa_resnet34_050": scenes_cfg("conv1", "fc"),

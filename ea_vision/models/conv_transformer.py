@@ -14,6 +14,8 @@ Papers:
 
 Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map, K heads.
 """
+from collections import OrderedDict
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 from ea_vision.base.networks import CIFAR10
+from ea_vision.layers import AugmentedConv2d
 from ea_vision.models._build import Network, cifar_cfg, register_networks, shipped_weights
 from ea_vision.models._chain import (
     AttentionConfig,
@@ -37,50 +40,40 @@ from ea_vision.models._chain import (
 __all__ = ["ConvTransformer"]
 
 
-class FeedForward(nn.Module):
-    """Bottleneck feed-forward C -> C/2 -> C of 1x1 convolutions, each with BatchNorm."""
-
-    def __init__(self, channels: int, drop: float = 0.0, device=None, dtype=None) -> None:
-        dd = {"device": device, "dtype": dtype}
-        super().__init__()
-        self.conv1 = ConvNormAct(channels, channels // 2, 1, **dd)
-        self.drop = nn.Dropout(drop)
-        self.conv2 = ConvNormAct(channels // 2, channels, 1, apply_act=False, **dd)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv2(self.drop(self.conv1(x)))
+def feed_forward(channels: int, drop: float, **dd: Any) -> nn.Sequential:
+    """Make a bottleneck C -> C/2 -> C of 1x1 convolutions, each with BatchNorm."""
+    return nn.Sequential(OrderedDict(
+        conv1=ConvNormAct(channels, channels // 2, 1, **dd), drop=nn.Dropout(drop),
+        conv2=ConvNormAct(channels // 2, channels, 1, apply_act=False, **dd)))
 
 
 class ConvBlock(nn.Module):
-    """3x3 convolution and feed-forward, each with a residual; hands no attention logits on."""
+    """3x3 convolution, plain or augmented, and feed-forward, each with a residual: (x, prev_logits) -> (x, logits).
+
+    conv_drop is a plain convolution's; an augmented one has its own.
+    """
+
+    attends: torch.jit.Final[bool]
 
     def __init__(
-            self, conv: nn.Module, channels: int, conv_drop: float = 0.0, ff_drop: float = 0.0, drop_path: float = 0.0,
-            device=None, dtype=None,
+            self, conv: nn.Module, channels: int, conv_drop: float, ff_drop: float, drop_path: float, **dd: Any,
     ) -> None:
-        dd = {"device": device, "dtype": dtype}
         super().__init__()
+        self.attends = isinstance(conv, AugmentedConv2d)
         self.conv = conv
         self.conv_drop = nn.Dropout(conv_drop)
         self.bn = nn.BatchNorm2d(channels, **dd)
-        self.ff = FeedForward(channels, ff_drop, **dd)
+        self.ff = feed_forward(channels, ff_drop, **dd)
         self.drop_path = DropPath(drop_path)
 
-    def after_conv(self, x: Tensor, y: Tensor) -> Tensor:
-        """Go on from the convolution's output y; x is the block's input."""
+    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        logits: Tensor | None = None
+        if self.attends:
+            y, logits = self.conv(x, prev_logits)
+        else:
+            y = self.conv_drop(self.conv(x))
         x = F.relu_(x + self.drop_path(self.bn(y)))
-        return F.relu_(x + self.drop_path(self.ff(x)))
-
-    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        return self.after_conv(x, self.conv_drop(self.conv(x))), None
-
-
-class AttnBlock(ConvBlock):
-    """The convolution augmented, which has its own dropout; (x, prev_logits) -> (x, logits)."""
-
-    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        y, logits = self.conv(x, prev_logits)
-        return self.after_conv(x, y), logits
+        return F.relu_(x + self.drop_path(self.ff(x))), logits
 
 
 class DenseStage(nn.Module):
@@ -131,11 +124,9 @@ class ConvTransformer(HeadedNetwork, nn.Module):
         ff_drop_rate: dropout between the two feed-forward layers.
         drop_path_rate: stochastic depth at the last block, growing linearly from 0 at the first.
         zero_init_last: whether every residual branch begins at zero, as in timm's ResNet.
-        dirac_init: whether the 1x1 convolutions between the blocks begin as the identity: on the newest channels of
-            what a block reads, on the first channels where a stage widens (else at random).
         **kwargs: those of `AttentionConfig` (attn_stages, such as (2, 3, 4) for maps of 16x16, 8x8 and 4x4, the last
-            two unless given; num_heads, 4 unless given, position, window, evolution, attn_drop_rate; the widths are the
-            blocks') and of the evolution (alpha, beta, kernel_size, num_layers, ...).
+            two unless given; num_heads, 4 unless given, qk_ratio and v_ratio, 1 unless given, position, window,
+            evolution, attn_drop_rate, ...) and of the evolution (alpha, beta, kernel_size, num_layers, ...).
 
     Raises:
         ValueError: an option that the evolution does not have, widths that the heads do not divide, an img_size below
@@ -158,7 +149,6 @@ class ConvTransformer(HeadedNetwork, nn.Module):
             ff_drop_rate: float = 0.0,
             drop_path_rate: float = 0.0,
             zero_init_last: bool = True,
-            dirac_init: bool = False,
             device=None,
             dtype=None,
             **kwargs: Any,
@@ -173,7 +163,6 @@ class ConvTransformer(HeadedNetwork, nn.Module):
         self.num_features = self.head_hidden_size = widths[-1]
         numbers = range(1, len(widths) + 1)
         attending = config.stages(numbers, default=numbers[-2:])
-        config.new_evolution(**dd)  # an option that fits no layer is an error at any depth
         chains = ChainBuilder(config, self, **dd)
         self.stem = ConvNormAct(in_chans, widths[0], 3, **dd)
         stages = []
@@ -182,40 +171,33 @@ class ConvTransformer(HeadedNetwork, nn.Module):
         num_blocks = depth * len(widths)
         drop_paths = [drop_path_rate * i / max(1, num_blocks - 1) for i in range(num_blocks)]
         for index, channels in enumerate(widths):
-            reduction = 2 ** index
-            blocks: list[nn.Module] = []
-            for j in range(depth):
-                drops = dict(ff_drop=ff_drop_rate, drop_path=drop_paths[index * depth + j])
-                if index + 1 not in attending:
+            reduction, blocks = 2 ** index, []
+            attends = index + 1 in attending
+            if attends and channels % config.num_heads:
+                raise ValueError(f"each width must be a multiple of num_heads={config.num_heads}, got {channels}")
+            for drop_path in drop_paths[index * depth:][:depth]:
+                if attends:
+                    conv = chains.layer(
+                        channels, channels, reduction=reduction, stage=index + 1, attn_channels=channels // 2,
+                        conv_drop=conv_drop_rate)
+                else:
                     conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False, **dd)
-                    blocks.append(ConvBlock(conv, channels, conv_drop_rate, **drops, **dd))
-                    continue
-                conv = chains.layer(
-                    channels, channels, 3, reduction=reduction, dim_qk=channels, dim_v=channels,
-                    attn_channels=channels // 2, conv_drop=conv_drop_rate, stage=index + 1)
-                blocks.append(AttnBlock(conv, channels, **drops, **dd))
+                blocks.append(ConvBlock(conv, channels, conv_drop_rate, ff_drop_rate, drop_path, **dd))
             stages.append(DenseStage(in_channels, channels, pool=index > 0, blocks=blocks, **dd))
             self.feature_info.append(dict(num_chs=channels, reduction=reduction, module=f"stages.{index}"))
             in_channels = channels
         self.stages = nn.Sequential(*stages)
         self.head = ClassifierHead(self.num_features, num_classes, pool_type=global_pool, drop_rate=drop_rate, **dd)
-        self.init_weights(zero_init_last, dirac_init)
+        self.init_weights(zero_init_last)
 
     @torch.jit.ignore
-    def init_weights(self, zero_init_last: bool = True, dirac_init: bool = False) -> None:
-        """As `HeadedNetwork`; then zero for the last norm of each branch, identity for the 1x1 convolutions between
-        blocks."""
+    def init_weights(self, zero_init_last: bool = True) -> None:
+        """As `HeadedNetwork`; then zero for the last norm of each branch."""
         super().init_weights()
-        for module in self.modules():
-            if zero_init_last and isinstance(module, ConvBlock):
-                nn.init.zeros_(module.bn.weight)
-                nn.init.zeros_(module.ff.conv2.bn.weight)
-            if dirac_init and isinstance(module, DenseStage):
-                for conv in [merge.conv for merge in module.merge if isinstance(merge, ConvNormAct)]:
-                    nn.init.zeros_(conv.weight)
-                    nn.init.dirac_(conv.weight.detach()[:, -conv.out_channels:])
-                if isinstance(module.proj, ConvNormAct):
-                    nn.init.dirac_(module.proj.conv.weight.detach()[:module.proj.conv.in_channels])
+        for block in self.modules() if zero_init_last else ():
+            if isinstance(block, ConvBlock):
+                nn.init.zeros_(block.bn.weight)
+                nn.init.zeros_(block.ff.conv2.bn.weight)
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
@@ -241,10 +223,7 @@ class ConvTransformer(HeadedNetwork, nn.Module):
         return img_size[0] // reduction, img_size[1] // reduction
 
 
-def _cfg(**kwargs: Any) -> dict[str, Any]:
-    return cifar_cfg("stem.conv", "head.fc", **kwargs)
-
-
+_cfg = partial(cifar_cfg, "stem.conv", "head.fc")
 SHIPPED = (  # of a model's weights the first are the default
     "conv_transformer_cifar.fast_norm_c10",
     "pa_conv_transformer_cifar.fast_c10",

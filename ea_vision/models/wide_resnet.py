@@ -27,6 +27,7 @@ from timm.layers import BatchNormAct2d, ClassifierHead, DropPath, SEModule
 from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
+from ea_vision.layers import AugmentedConv2d
 from ea_vision.models._build import Network, cifar_cfg, register_networks
 from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, HeadedNetwork, Step, to_size
 
@@ -52,21 +53,22 @@ class Shortcut(nn.Module):
 
 
 class WideBlock(nn.Module):
-    """BatchNorm, ReLU, 3x3 convolution, twice; beside it a shortcut. Hands no attention logits on.
+    """BatchNorm, ReLU, 3x3 convolution, twice; beside it a shortcut: (x, prev_logits) -> (x, logits).
 
     Args:
-        conv1: the first convolution.
+        conv1: the first convolution, plain or augmented.
         shared_norm: whether the shortcut, too, begins after the first norm and ReLU.
         gate: module on the branch's output, such as squeeze-excite.
     """
 
+    attends: torch.jit.Final[bool]
+
     def __init__(
             self, conv1: nn.Module, in_channels: int, out_channels: int, stride: int, shared_norm: bool,
-            gate: nn.Module, drop_path: float, device=None, dtype=None,
+            gate: nn.Module, drop_path: float, **dd: Any,
     ) -> None:
-        dd = {"device": device, "dtype": dtype}
         super().__init__()
-        self.shared_norm = shared_norm
+        self.shared_norm, self.attends = shared_norm, isinstance(conv1, AugmentedConv2d)
         self.bn1 = nn.BatchNorm2d(in_channels, **dd)
         self.conv1 = conv1
         self.bn2 = nn.BatchNorm2d(out_channels, **dd)
@@ -75,23 +77,17 @@ class WideBlock(nn.Module):
         self.drop_path = DropPath(drop_path)
         self.shortcut = Shortcut(in_channels, out_channels, stride)
 
-    def second_half(self, y: Tensor, shortcut: Tensor) -> Tensor:
-        """Go on from the first convolution's output; `shortcut` is (B, in_channels, H, W)."""
+    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        y = F.relu_(self.bn1(x))
+        if self.shared_norm:
+            x = y
+        logits: Tensor | None = None
+        if self.attends:
+            y, logits = self.conv1(y, prev_logits)
+        else:
+            y = self.conv1(y)
         y = self.gate(self.conv2(F.relu_(self.bn2(y))))
-        return self.shortcut(shortcut) + self.drop_path(y)
-
-    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        y = F.relu_(self.bn1(x))
-        return self.second_half(self.conv1(y), y if self.shared_norm else x), None
-
-
-class AttnWideBlock(WideBlock):
-    """The first convolution augmented; (x, prev_logits) -> (x, logits)."""
-
-    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        y = F.relu_(self.bn1(x))
-        z, logits = self.conv1(y, prev_logits)
-        return self.second_half(z, y if self.shared_norm else x), logits
+        return self.shortcut(x) + self.drop_path(y), logits
 
 
 class GatherExcite(nn.Module):
@@ -101,8 +97,7 @@ class GatherExcite(nn.Module):
         return x * x.mean((2, 3), keepdim=True).sigmoid()
 
 
-def _gate(kind: str | None, channels: int, device=None, dtype=None) -> nn.Module:
-    dd = {"device": device, "dtype": dtype}
+def _gate(kind: str | None, channels: int, **dd: Any) -> nn.Module:
     if kind == "se":
         return SEModule(channels, rd_channels=max(8, channels // 16), bias=False, **dd)
     if kind == "ge":
@@ -161,7 +156,6 @@ class WideResNet(HeadedNetwork, nn.Module):
         if width < 1:
             raise ValueError(f"width must be 1 or more, got {width}")
         attending = config.stages((1, 2, 3), default=())
-        config.new_evolution(**dd)  # an option that fits no layer is an error at any depth
         self.img_size = to_size(img_size)
         self.num_classes = num_classes
         self.in_chans = in_chans
@@ -183,12 +177,13 @@ class WideResNet(HeadedNetwork, nn.Module):
                 else:
                     conv1 = nn.Conv2d(block_in, channels, 3, stride, padding=1, bias=False, **dd)
                 number = index * blocks_a_group + j
-                blocks.append((AttnWideBlock if index + 1 in attending else WideBlock)(
+                blocks.append(WideBlock(
                     conv1, block_in, channels, stride, shared_norm=number == 0, gate=_gate(gate, channels, **dd),
                     drop_path=drop_path_rate * number / max(1, 3 * blocks_a_group - 1), **dd))
             setattr(self, f"group{index + 1}", AttnStage(*blocks))
             self.feature_info.append(dict(num_chs=channels, reduction=reduction, module=f"group{index + 1}"))
             in_channels = channels
+        self.feature_info[-1]["end"] = ("norm",)  # goes with the last group
         self.norm = BatchNormAct2d(self.num_features, **dd)
         self.head = ClassifierHead(self.num_features, num_classes, pool_type=global_pool, drop_rate=drop_rate, **dd)
         self.init_weights()
@@ -213,29 +208,17 @@ class WideResNet(HeadedNetwork, nn.Module):
 
         return [lambda x, logits: (self.conv_stem(x), logits), self.group1, self.group2, last]
 
-    @torch.jit.ignore
-    def prune_intermediate_layers(
-            self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True,
-    ) -> list[int]:
-        """Drop the groups after the last one wanted, with the norm behind them, and the head."""
-        taken = super().prune_intermediate_layers(indices, prune_norm, prune_head)
-        if max(taken) < 3:
-            self.norm = nn.Identity()
-        return taken
-
 
 _NETWORKS = {
     "wrn28_10_cifar": Network("Wide-ResNet-28-10 for CIFAR, shortcuts without parameters."),
     "se_wrn28_10_cifar": Network("Wide-ResNet-28-10 with squeeze-excite.", {"gate": "se"}),
     "ge_wrn28_10_cifar": Network("Wide-ResNet-28-10 with gather-excite, its form without parameters.", {"gate": "ge"}),
-    "aa_wrn28_10_cifar": Network(
-        "AA-Wide-ResNet-28-10: the first convolution of each block augmented, 12 attention layers.",
-        {"attn_stages": (1, 2, 3)}),
-    "pa_aa_wrn28_10_cifar": Network(
-        "PA in AA-Wide-ResNet-28-10, alpha 0.5, one convolution; ours.", {"attn_stages": (1, 2, 3), "evolution": "pa"}),
-    "ea_aa_wrn28_10_cifar": Network(
-        "EA in AA-Wide-ResNet-28-10, alpha 0.5, beta 1.0; ours.", {"attn_stages": (1, 2, 3), "evolution": "ea"}),
 }
+for _prefix, _about, _kwargs in (
+        ("", "AA-Wide-ResNet-28-10: the first convolution of each block augmented, 12 attention layers.", {}),
+        ("pa_", "PA in AA-Wide-ResNet-28-10, alpha 0.5, one convolution; ours.", {"evolution": "pa"}),
+        ("ea_", "EA in AA-Wide-ResNet-28-10, alpha 0.5, beta 1.0; ours.", {"evolution": "ea"})):
+    _NETWORKS[f"{_prefix}aa_wrn28_10_cifar"] = Network(_about, {"attn_stages": (1, 2, 3), **_kwargs})
 default_cfgs = generate_default_cfgs({name: cifar_cfg(
     "conv_stem", "head.fc", num_classes=100, pool_size=(8, 8), mean=(0.5071, 0.4865, 0.4409),
     std=(0.2673, 0.2564, 0.2762)) for name in _NETWORKS})

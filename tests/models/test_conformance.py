@@ -219,7 +219,6 @@ def test_drop_path_grows_with_depth_and_is_off_in_evaluation(small):
       for options in (dict(aa_layer=BlurPool2d), dict(output_stride=8), dict(output_stride=16))),
     ("ea_aa_resnet34", dict(block_args=dict(attn_layer="se"))),
     ("ea_aa_resnet34", dict(stem_type="deep", stem_width=32, avg_down=True)),
-    ("ea_aa_mnasnet_075", dict(augment_first=False)),
     ("ea_aa_mnasnet_075", dict(norm_layer=partial(torch.nn.BatchNorm2d, eps=1e-3)))])
 def test_options_of_timms_resnet_and_efficientnet_work(network, options):
     model = lively(network, num_classes=5, **options)

@@ -70,13 +70,6 @@ def gflops_of_the_profiler(model) -> float:
     return operations / 1e9
 
 
-def test_without_the_first_block_aa_mnasnet_prints_the_same_size():
-    for name, count in (("aa_mnasnet_075", 3_015_934), ("aa_mnasnet_100", 4_063_006)):
-        with torch.device("meta"):
-            model = timm.create_model(name, augment_first=False)
-        assert round(millions(model) * 1e6) == count and len(layers_of(model)) == 12
-
-
 def test_plain_mnasnet_is_timms():
     model, plain = AttnMnasNet(attn_stages=()).eval(), timm.create_model("semnasnet_100").eval()
     assert list(model.state_dict()) == list(plain.state_dict()) and model.feature_info == plain.feature_info
@@ -146,27 +139,6 @@ def test_convolutions_with_a_stride_can_stay_plain(name, layers):
     assert [n for n, layer in enumerate(layers_of(model)) if layer.evolution is None] == [0, 18 if layers == 23 else 8]
     x = torch.randn(1, 3, 64, 64)
     torch.testing.assert_close(torch.jit.script(model)(x), model(x))
-
-
-def test_dirac_init_lets_the_newest_channels_through():
-    """At the start a stage of zero branches hands on what comes in, rectified; the default stays as it was."""
-    def built(**kwargs):
-        torch.manual_seed(0)
-        return timm.create_model("ea_conv_transformer_cifar", widths=(8, 16, 12, 12), num_heads=2, **kwargs).eval()
-
-    plain, model = built(), built(dirac_init=True)
-    x = torch.rand(2, 8, 8, 8)
-    for stage, other in zip(model.stages, plain.stages, strict=True):
-        inputs = stage.proj(stage.pool(x))
-        kept = min(x.shape[1], inputs.shape[1])
-        torch.testing.assert_close(inputs[:, :kept], stage.pool(x)[:, :kept])
-        torch.testing.assert_close(stage(x), inputs, atol=1e-4, rtol=1e-4)  # the norms' epsilon, at every merge
-        assert not torch.allclose(other(x), other.proj(other.pool(x)), atol=0.1)
-        x = inputs
-    changed = {name for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True)
-               if not torch.equal(a, b)}
-    assert changed == {name for name, p in model.named_parameters() if ".merge." in name and p.ndim == 4
-                       or ".proj.conv.weight" in name and "blocks" not in name}
 
 
 @pytest.mark.parametrize("name,layers,chains", [
