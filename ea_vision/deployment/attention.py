@@ -54,12 +54,12 @@ class DeployedConv2d(AugmentedConv2d):
     places: (H + W, N), of each pixel its row and its column, one-hot.
     """
 
-    def _attend_by_operator(
+    def _attend(
             self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int],
-            need_logits: bool,
+            bias: Tensor | None, need_logits: bool,
     ) -> tuple[Tensor, Tensor | None]:
         if not exporting() or feat_size != self.feat_size:
-            return super()._attend_by_operator(q, k, v, prev_logits, feat_size, need_logits)
+            return super()._attend(q, k, v, prev_logits, feat_size, bias, need_logits)
         q, k = q * self.gain, k.transpose(-2, -1)
         if self.relative:
             (B, K, N, D), (H, W) = q.shape, feat_size
@@ -77,10 +77,10 @@ class DeployedTokenAttention(TokenAttention):
 
     def _attend(
             self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int] | None,
-            bias: Tensor | None = None,
+            bias: Tensor | None, need_logits: bool,
     ) -> tuple[Tensor, Tensor | None]:
         if not exporting():
-            return super()._attend(q, k, v, prev_logits, feat_size, bias)
+            return super()._attend(q, k, v, prev_logits, feat_size, bias, need_logits)
         return _attend(self, q * self.gain, k.transpose(-2, -1), v, prev_logits)
 
 

@@ -20,25 +20,8 @@ from torch.autograd.function import once_differentiable
 from ea_vision.layers.evolution import EvolvingMaps
 from ea_vision.layers.positions import add_sine, append_coordinates, check_position
 from ea_vision.ops import check_windows, evolving_attention, forced, halve, log_large_map
-from ea_vision.ops.problem import check_prev_logits
 from ea_vision.ops.reference import neighbours_logits, own_logits
 from ea_vision.ops.rel_pos import cover_offsets, fit_rel_table, reach
-
-
-def _check_divides(name: str, value: int, num_heads: int) -> None:
-    if num_heads < 1 or value < num_heads or value % num_heads:
-        raise ValueError(f"{name} must be a positive multiple of num_heads={num_heads}, got {value}")
-
-
-def _kept_groups(in_channels: int, out_channels: int, attn_channels: int, groups: int) -> int:
-    """Return how many of a convolution's groups stay when its last attn_channels outputs are attention's."""
-    if groups < 1 or in_channels % groups or out_channels % groups:
-        raise ValueError(f"groups must divide in_channels={in_channels} and out_channels={out_channels}, got {groups}")
-    width = out_channels // groups  # outputs of a group
-    if groups > 1 and attn_channels % width:
-        raise ValueError(f"attn_channels must be a multiple of the {width} outputs of each of the {groups} groups, "
-                         f"got {attn_channels}")
-    return groups - attn_channels // width if groups > 1 else 1
 
 
 class Projection(nn.Conv2d):
@@ -67,11 +50,7 @@ def _gains(gain: Tensor) -> Tensor:
     return torch.cat([gain, torch.ones_like(gain)]).view(-1, 1, 1)
 
 
-def _inverse_rms(wide: Tensor) -> Tensor:
-    return ((wide * wide).mean(2, keepdim=True) + 1e-6).rsqrt()
-
-
-def normalise_heads(qk: Tensor, gain: Tensor) -> Tensor:
+def normalise_heads(qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Divide each head's queries and keys by the root of their mean square over the head's width, in float32 at least;
     the queries times their head's gain.
 
@@ -80,23 +59,19 @@ def normalise_heads(qk: Tensor, gain: Tensor) -> Tensor:
         gain: (K,).
 
     Returns:
-        (B, 2K, D, N) in the type of qk.
+        queries and keys (B, K, D, N) in the type of qk, and the rates (B, 2K, 1, N) by which they were multiplied.
     """
     wide = qk.to(torch.promote_types(qk.dtype, torch.float32))
-    return (wide * (_inverse_rms(wide) * _gains(gain))).to(qk.dtype)
+    rate = ((wide * wide).mean(2, keepdim=True) + 1e-6).rsqrt()
+    q, k = (wide * (rate * _gains(gain))).to(qk.dtype).chunk(2, dim=1)
+    return q, k, rate
 
 
 class _NormaliseHeads(torch.autograd.Function):
-    """`normalise_heads`, queries and keys apart, (B, K, D, N) each; its gradient passes over memory a third as often as
-    autograd's."""
+    """`normalise_heads`, whose gradient passes over memory a third as often as autograd's."""
 
     generate_vmap_rule = True
-
-    @staticmethod
-    def forward(qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        wide = qk.to(torch.promote_types(qk.dtype, torch.float32))
-        rate = _inverse_rms(wide)
-        return (*(wide * (rate * _gains(gain))).to(qk.dtype).chunk(2, dim=1), rate)
+    forward = staticmethod(normalise_heads)
 
     @staticmethod
     def setup_context(ctx, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -142,9 +117,6 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         attn_channels: output channels of the attention branch (default `dim_v`). Where they are all of out_channels,
             there is no convolution.
         dilation: of the convolution.
-        groups: of the convolution in_channels -> out_channels that the layer stands for, as torch counts them; its
-            branch keeps the first out_channels - attn_channels outputs, whole groups of them, and reads the input
-            channels of these. in_channels = out_channels = groups is a depthwise branch.
         conv_drop: dropout on the convolution branch's output, a probability.
         attn_drop: dropout on the attention probabilities, a probability.
         window: odd side in pixels, or (height, width), of what a query sees of the map around it, or None for all of
@@ -178,7 +150,6 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
             evolution: nn.Module | None = None,
             attn_channels: int | None = None,
             dilation: int = 1,
-            groups: int = 1,
             conv_drop: float = 0.0,
             attn_drop: float = 0.0,
             window: int | tuple[int, int] | None = None,
@@ -190,8 +161,9 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         dd = {"device": device, "dtype": dtype}
         super().__init__()
         attn_channels = dim_v if attn_channels is None else attn_channels
-        _check_divides("dim_qk", dim_qk, num_heads)
-        _check_divides("dim_v", dim_v, num_heads)
+        for name, width in (("dim_qk", dim_qk), ("dim_v", dim_v)):
+            if num_heads < 1 or width < num_heads or width % num_heads:
+                raise ValueError(f"{name} must be a positive multiple of num_heads={num_heads}, got {width}")
         if not 0 < attn_channels <= out_channels:
             raise ValueError(f"attn_channels must be 1 to out_channels={out_channels}, got {attn_channels}")
         if stride not in (1, 2):
@@ -228,16 +200,14 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
 
         self.conv = None
         if attn_channels < out_channels:
-            kept = _kept_groups(in_channels, out_channels, attn_channels, groups)
-            self.conv = nn.Conv2d(
-                kept * in_channels // groups, out_channels - attn_channels, kernel_size, stride=stride,
-                padding=dilation * (kernel_size // 2), dilation=dilation, groups=kept, bias=False, **dd)
+            self.conv = nn.Conv2d(in_channels, out_channels - attn_channels, kernel_size, stride,
+                                  padding=dilation * (kernel_size // 2), dilation=dilation, bias=False, **dd)
         self.conv_drop = nn.Dropout(conv_drop)
         self.qkv = Projection(in_channels + 3 * (self.position == "coord"), 2 * dim_qk + dim_v, **dd)
-        for name, size in zip(("height_rel", "width_rel"), self.reaches(self.feat_size), strict=True):
-            table = nn.Parameter(torch.empty(2 * size - 1, self.dim_head_qk, **dd)) if self.relative else None
-            self.register_parameter(name, table)
-        self.register_parameter("qk_gain", nn.Parameter(torch.empty(num_heads, **dd)) if qk_norm else None)
+        self.height_rel = self.width_rel = None
+        for name, size in self.table_sizes(self.feat_size):
+            setattr(self, name, nn.Parameter(torch.empty(2 * size - 1, self.dim_head_qk, **dd)))
+        self.qk_gain = nn.Parameter(torch.empty(num_heads, **dd)) if qk_norm else None
         self.evolution = evolution
         if evolution is not None:
             log_large_map(num_heads, self.feat_size)
@@ -253,9 +223,8 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         for projection in (self.qkv, self.proj):
             nn.init.xavier_uniform_(projection.weight)
             nn.init.zeros_(projection.bias)
-        if self.relative:
-            nn.init.normal_(self.height_rel, std=self.scale)
-            nn.init.normal_(self.width_rel, std=self.scale)
+        for name, _ in self.table_sizes(self.feat_size):
+            nn.init.normal_(getattr(self, name), std=self.scale)
         if self.qk_gain is not None:
             nn.init.ones_(self.qk_gain)
 
@@ -265,6 +234,12 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         if window is None:
             return feat_size
         return reach(feat_size[0], window[0]), reach(feat_size[1], window[1])
+
+    @torch.jit.ignore
+    def table_sizes(self, feat_size: tuple[int, int]) -> list[tuple[str, int]]:
+        """Return the names of the position tables, and of each how many offsets to one side a map of (height, width)
+        has."""
+        return list(zip(("height_rel", "width_rel"), self.reaches(feat_size), strict=True)) if self.relative else []
 
     @torch.jit.ignore
     def map_elements(self, feat_size: tuple[int, int]) -> int:
@@ -282,11 +257,10 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         self.feat_size = (int(feat_size[0]), int(feat_size[1]))
         if self.evolution is not None:
             log_large_map(self.num_heads, self.feat_size)
-        if self.relative:
-            for name, size in zip(("height_rel", "width_rel"), self.reaches(self.feat_size), strict=True):
-                table = getattr(self, name)
-                fitted = fit_rel_table(table.detach(), size).contiguous()
-                setattr(self, name, nn.Parameter(fitted, requires_grad=table.requires_grad))
+        for name, size in self.table_sizes(self.feat_size):
+            table = getattr(self, name)
+            fitted = fit_rel_table(table.detach(), size).contiguous()
+            setattr(self, name, nn.Parameter(fitted, requires_grad=table.requires_grad))
 
     @torch.no_grad()
     @torch.jit.ignore
@@ -295,9 +269,8 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
 
         Those were not trained by such maps: so a larger one begins with something near what is known.
         """
-        if not self.relative:
-            return
-        for table, size in zip((self.height_rel, self.width_rel), self.reaches(feat_size), strict=True):
+        for name, size in self.table_sizes(feat_size):
+            table = getattr(self, name)
             beyond = (table.shape[0] + 1) // 2 - size
             if beyond > 0:
                 table[:beyond] = table[beyond]
@@ -305,9 +278,9 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         """Fit position tables of a checkpoint that was made for another map size."""
-        for name, size in zip(("height_rel", "width_rel"), self.reaches(self.feat_size), strict=True):
+        for name, size in self.table_sizes(self.feat_size):
             table = state_dict.get(prefix + name)
-            if self.relative and table is not None and table.ndim == 2 and table.shape[1] == self.dim_head_qk:
+            if table is not None and table.ndim == 2 and table.shape[1] == self.dim_head_qk:
                 state_dict[prefix + name] = fit_rel_table(table, size)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -327,10 +300,8 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
     @torch.jit.unused
     def _normalise(self, qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
         # a compiler fuses the plain form, and the reference has second derivatives
-        if torch.is_grad_enabled() and forced[-1:] != ["reference"] and not torch.compiler.is_compiling():
-            q, k, _ = _NormaliseHeads.apply(qk, gain)
-        else:
-            q, k = normalise_heads(qk, gain).chunk(2, dim=1)
+        own = torch.is_grad_enabled() and forced[-1:] != ["reference"] and not torch.compiler.is_compiling()
+        q, k, _ = (_NormaliseHeads.apply if own else normalise_heads)(qk, gain)
         return q, k
 
     def heads_of(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]]:
@@ -349,7 +320,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         if gain is None:
             q, k = qk.chunk(2, dim=1)
         elif torch.jit.is_scripting():
-            q, k = normalise_heads(qk, gain).chunk(2, dim=1)
+            q, k, _ = normalise_heads(qk, gain)
         else:
             q, k = self._normalise(qk, gain)
         v = v.reshape(B, self.num_heads, self.dim_head_v, H * W).transpose(-2, -1)
@@ -369,9 +340,9 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         return own_logits(q, k, height_rel, width_rel, self.scale, feat_size)
 
     @torch.jit.unused
-    def _attend_by_operator(
+    def _attend(
             self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int],
-            need_logits: bool,
+            bias: Tensor | None, need_logits: bool,
     ) -> tuple[Tensor, Tensor | None]:
         operands = self._operands(prev_logits)
         if operands is None:
@@ -388,21 +359,8 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         or None as in `forward`."""
         pooled = self.branch_input(x)
         q, k, v, feat_size = self.heads_of(self.qkv(pooled))
-        B, K, N = q.shape[0], q.shape[1], q.shape[2]
-        if self.evolution is not None:
-            if self.evolution.reads_previous and (prev_logits is None or prev_logits.shape != (B, K, N, N)):
-                check_prev_logits(prev_logits, B, K, N)  # says what is wrong
-        logits: Tensor | None = None
-        if torch.jit.is_scripting():  # which compiles no other branch
-            out, logits = self._attend_by_modules(q, k, v, prev_logits, feat_size)
-        elif forced[-1:] == ["reference"]:
-            out, logits = self._attend_by_modules(q, k, v, prev_logits, feat_size)
-        else:
-            out, logits = self._attend_by_operator(q, k, v, prev_logits, feat_size, need_logits)
-        if self.evolution is not None:
-            if self.evolution.mixes_output:
-                out = self.evolution.mix_output(out, v, pooled.flatten(2).transpose(1, 2))
-        out = out.transpose(-2, -1).reshape(B, self.dim_v, feat_size[0], feat_size[1])  # heads concatenated
+        out, logits = self.attend_heads(pooled, q, k, v, prev_logits, feat_size, need_logits)
+        out = out.transpose(-2, -1).reshape(x.shape[0], self.dim_v, feat_size[0], feat_size[1])  # heads concatenated
         if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
             out = out.contiguous(memory_format=torch.channels_last)
         return self.proj(out), logits
@@ -433,8 +391,6 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
             attn = F.interpolate(attn, size=size, mode="bilinear", align_corners=False)
         if self.conv is None:
             return attn, logits
-        if self.conv.in_channels < x.shape[1]:  # groups that attention takes the place of
-            x = x[:, :self.conv.in_channels]
         return torch.cat([self.conv_drop(self.conv(x)), attn], dim=1), logits
 
     def extra_repr(self) -> str:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.ops import forced, log_once
+from ea_vision.ops.problem import check_prev_logits
 from ea_vision.ops.reference import (
     among_patches,
     mixed,
@@ -157,21 +158,49 @@ class EvolvingMaps:
         out = self.attn_drop(self.attention_of(logits, size)).to(v.dtype) @ v
         return out, logits if self.head_window == 1 else None
 
+    def attend_heads(
+            self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None,
+            feat_size: tuple[int, int] | None, need_logits: bool, bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend by what is fastest, or by the modules, and let the evolution mix the heads' outputs.
+
+        Args:
+            x: the layer's input, (B, N, C) or (B, C, H, W).
+            q, k, v: (B, K, N, D), q not scaled.
+            prev_logits, feat_size, need_logits, bias: see `attend` of the layers.
+
+        Returns:
+            the heads' outputs (B, K, N, D), and the logits (B, K, N, N), or None where nobody reads them.
+        """
+        if self.evolution is not None:
+            if self.evolution.reads_previous:
+                prev_logits = check_prev_logits(prev_logits, q.shape[0], q.shape[1], q.shape[2])
+        logits: Tensor | None = None
+        if torch.jit.is_scripting():  # which compiles no other branch
+            out, logits = self._attend_by_modules(q, k, v, prev_logits, feat_size, bias)
+        else:
+            out, logits = self._attend(q, k, v, prev_logits, feat_size, bias, need_logits)
+        if self.evolution is not None:
+            if self.evolution.mixes_output:
+                out = self.evolution.mix_output(out, v, x if x.ndim == 3 else x.flatten(2).transpose(1, 2))
+        return out, logits
+
     @torch.jit.unused
     def _operands(self, prev_logits: Tensor | None) -> dict[str, Any] | None:
         """Return what `evolving_attention` needs to know of the evolution; None where it cannot do as the modules do,
-        or where a hook wants to see the maps in them.
+        where these are forced as the reference, or where a hook wants to see the maps in them.
 
         Raises:
             ValueError: an implementation is forced that cannot do as the modules do.
         """
         evolving = [] if self.evolution is None else self.evolution.modules()
-        if any(module._forward_hooks or module._forward_pre_hooks for module in (self.attn_drop, *evolving)):
+        watched = any(module._forward_hooks or module._forward_pre_hooks for module in (self.attn_drop, *evolving))
+        if watched or forced[-1:] == ["reference"]:
             return None
         operands = {} if self.evolution is None else self.evolution.operands(prev_logits)
         if not isinstance(operands, str):
             return operands
-        if forced and forced[-1] != "reference":
+        if forced:
             raise UsageError(f"implementation {forced[-1]!r} cannot run this: {operands}")
         log_once(("reference", operands), f"evolving attention by 'reference': {operands}")
         return None
@@ -337,7 +366,7 @@ class _ConvolvedEvolution(Evolution):
 
     def convolve(self, maps: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Convolve (B, K, Q, N); what is not `allowed` is 0 in maps, and enters no convolution and no shift."""
-        patches = among_patches(maps, self.num_prefix_tokens) if self.num_prefix_tokens > 0 else maps
+        patches = among_patches(maps, self.num_prefix_tokens)
         for conv in self.convs:
             patches = F.relu(conv(patches))
             if allowed is not None:
@@ -345,7 +374,7 @@ class _ConvolvedEvolution(Evolution):
         if self.causal != "none":  # the kernel's last row, and column, is to be the entry's own
             down, right = min(self.reach, patches.shape[2]), min(self.reach, patches.shape[3])
             patches = F.pad(patches, [right, -right, down, -down] if self.causal == "self" else [0, 0, down, -down])
-        return with_prefix(maps, patches, self.num_prefix_tokens) if self.num_prefix_tokens > 0 else patches
+        return with_prefix(maps, patches, self.num_prefix_tokens)
 
     @torch.jit.ignore
     def operands(self, prev_logits: Tensor) -> dict[str, Any] | str:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from ea_vision.layers.augmented_conv import AugmentedConv2d
 from ea_vision.layers.evolution import Evolution, EvolvingMaps
 from ea_vision.ops import evolving_attention
-from ea_vision.ops.problem import check_prev_logits
 
 
 class MapsAttention(EvolvingMaps):
@@ -23,11 +22,11 @@ class MapsAttention(EvolvingMaps):
     @torch.jit.unused
     def _attend(
             self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int] | None,
-            bias: Tensor | None = None,
+            bias: Tensor | None, need_logits: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the heads' outputs and, where somebody reads them, the logits. A recorder follows this method."""
         operands = self._operands(prev_logits) if self.fused_attn else None
-        need_logits = self.need_logits or bool(self._forward_hooks and self.evolution is not None)
+        need_logits = need_logits or bool(self._forward_hooks and self.evolution is not None)
         dropout_p = self.attn_drop.p if self.training else 0.0
         if operands is not None and not operands and not need_logits:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p), None
@@ -59,23 +58,13 @@ class MapsAttention(EvolvingMaps):
             ValueError: something missing or of another shape that the mechanisms read of other blocks.
         """
         if self.evolution is not None:
-            if self.evolution.reads_previous:
-                prev_logits = check_prev_logits(prev_logits, q.shape[0], q.shape[1], q.shape[2])
-            if self.evolution.spatial:
-                if feat_size is None:
-                    raise ValueError("this evolution needs the patches' (height, width): images (B, C, H, W) required")
+            if self.evolution.spatial and feat_size is None:
+                raise ValueError("this evolution needs the patches' (height, width): images (B, C, H, W) required")
         if self.value_residual is not None:
             if first_values is None:
                 raise ValueError("the first block's values required, got tokens that no block has made")
             v = self.value_residual(v, first_values)
-        logits: Tensor | None = None
-        if torch.jit.is_scripting():
-            out, logits = self._attend_by_modules(q, k, v, prev_logits, feat_size, bias)
-        else:
-            out, logits = self._attend(q, k, v, prev_logits, feat_size, bias)
-        if self.evolution is not None:
-            if self.evolution.mixes_output:
-                out = self.evolution.mix_output(out, v, x)
+        out, logits = self.attend_heads(x, q, k, v, prev_logits, feat_size, self.need_logits, bias)
         return out.transpose(1, 2).flatten(2), logits, v
 
 

@@ -187,7 +187,7 @@ def _watch_ours(module: nn.Module, watch: _Watch, hooks: Hooks) -> None:
             (q.detach(), k.detach(), feat_size)))
         hooks.around(module, "attend", on_attended)
     else:
-        hooks.around(module, "_attend", lambda out, logits, q, k, v, prev_logits, _, bias=None: take(
+        hooks.around(module, "_attend", lambda out, logits, q, k, v, prev_logits, _, bias, __: take(
             logits, q, k, prev_logits, (1, q.shape[2]), bias))
     if convolves or evolution is not None and not evolution.mixes_output:
         hooks.after(module, lambda *_: None)  # asks the layer for its logits
