@@ -39,9 +39,9 @@ _EVOLUTIONS: dict[str, type["Evolution"]] = {}
 class Evolution(nn.Module):
     """A mechanism over a layer's maps: before the softmax (`forward`), after it (`mix_attn`), or both.
 
-    A subclass has `__init__(self, num_heads, *, its options, device=None, dtype=None)` and `forward`. The rest is what
-    others ask of it, and has defaults: nothing to record beside prev_logits, nothing after the softmax, and no faster
-    form than `forward`, so that its layers run by the reference and the log says so.
+    A subclass has `__init__(self, num_heads, *, its options, device=None, dtype=None)` and one of these. The rest is
+    what others ask of it, and has defaults: nothing to record beside prev_logits, nothing before or after the softmax,
+    and no faster form than `forward`, so that its layers run by the reference and the log says so.
 
     Class attributes:
         reads_previous: whether `forward` needs the previous layer's logits. If not, the first layer of a chain has the
@@ -66,7 +66,7 @@ class Evolution(nn.Module):
 
     def forward(self, logits: Tensor, prev_logits: Tensor) -> Tensor:
         """Return the evolved logits from the layer's own and the previous layer's, (B, K, N, N) each."""
-        raise NotImplementedError
+        return logits
 
     def mix_attn(self, attn: Tensor) -> Tensor:
         """Return the maps that weigh the values, from the probabilities, where `mixes_attn`; (B, K, N, N) each."""

@@ -67,6 +67,14 @@ class MapsAttention(EvolvingMaps):
         out, logits = self.attend_heads(x, q, k, v, prev_logits, feat_size, self.need_logits, bias)
         return out.transpose(1, 2).flatten(2), logits, v
 
+    def finish(self, out: Tensor, x: Tensor) -> Tensor:
+        """Take timm's steps behind attention, norm, gate and projection: out (B, T, K*D), the layer's input x (B, T, C)
+        -> (B, T, C)."""
+        out = self.norm(out)
+        if self.gate is not None:
+            out = out * self.gate(x).sigmoid()
+        return self.proj_drop(self.proj(out))
+
 
 @register_notrace_module  # what runs depends on hooks, so FX keeps the layer whole
 class TokenAttention(MapsAttention, Attention):
@@ -79,8 +87,7 @@ class TokenAttention(MapsAttention, Attention):
     def of(cls, attn: Attention, evolution: Evolution | None, need_logits: bool) -> "TokenAttention":
         """Turn timm's layer, in place, into this one; its parameters and their names stay."""
         attn.__class__ = cls
-        if not hasattr(attn, "gate"):  # timm before 1.0.25
-            attn.gate = None
+        attn.gate = getattr(attn, "gate", None)  # timm before 1.0.25 has none
         attn.evolution, attn.need_logits, attn.value_residual = evolution, need_logits, None
         return attn
 
@@ -108,10 +115,7 @@ class TokenAttention(MapsAttention, Attention):
         """
         q, k, v = self.qkv(x).unflatten(2, [3, self.num_heads, self.head_dim]).permute(2, 0, 3, 1, 4).unbind(0)
         out, logits, _ = self.attend(x, self.q_norm(q), self.k_norm(k), v, prev_logits, feat_size, first_values)
-        out = self.norm(out)
-        if self.gate is not None:
-            out = out * self.gate(x).sigmoid()
-        return self.proj_drop(self.proj(out)), logits
+        return self.finish(out, x), logits
 
 
 def attention_layers(model: nn.Module) -> list[AugmentedConv2d | TokenAttention]:

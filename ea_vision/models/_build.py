@@ -3,6 +3,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,18 +91,12 @@ def imagenet_cfg(first_conv: str, classifier: str, **kwargs: Any) -> dict[str, A
     }
 
 
-def cifar_cfg(first_conv: str, classifier: str, **kwargs: Any) -> dict[str, Any]:
-    """Return the same of a network for 32x32 images, CIFAR-10's unless keywords say otherwise."""
-    return imagenet_cfg(first_conv, classifier, **{
-        "num_classes": 10, "input_size": (3, 32, 32), "pool_size": (4, 4), "crop_pct": 1.0,
-        "mean": (0.4914, 0.4822, 0.4465), "std": (0.2470, 0.2435, 0.2616), **kwargs})
-
-
-def scenes_cfg(first_conv: str, classifier: str, **kwargs: Any) -> dict[str, Any]:
-    """Return the same of a network for photos of six kinds of scenes at 112 pixels (`experiments/scenes`)."""
-    return imagenet_cfg(first_conv, classifier, **{
-        "num_classes": 6, "input_size": (3, 112, 112), "pool_size": (4, 4), "crop_pct": 0.875, "label_names": SCENES,
-        "notes": ("six kinds of scenes at 112 pixels, not ImageNet",), **kwargs})
+# for 32x32 images, CIFAR-10's unless keywords say otherwise
+cifar_cfg = partial(imagenet_cfg, num_classes=10, input_size=(3, 32, 32), pool_size=(4, 4), crop_pct=1.0,
+                    mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
+# for photos of six kinds of scenes at 112 pixels (`experiments/scenes`)
+scenes_cfg = partial(imagenet_cfg, num_classes=6, input_size=(3, 112, 112), pool_size=(4, 4), label_names=SCENES,
+                     notes=("six kinds of scenes at 112 pixels, not ImageNet",))
 
 
 def shipped_weights(name: str) -> str:

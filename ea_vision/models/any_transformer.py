@@ -137,31 +137,21 @@ class CarryingAttention(MapsAttention):
         return torch.zeros_like(attn_mask, dtype=self.proj.weight.dtype).masked_fill(~attn_mask, float("-inf"))
 
 
-class _TimmsAttention(CarryingAttention):
-    """The common part of timm's attention layers with gate, norm and masks."""
-
-    def finish(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-        """Attend, and take timm's steps behind attention: norm, gate, projection."""
-        out = self.norm(self.attended(x, q, k, v, self.checked(attn_mask, is_causal)))
-        if getattr(self, "gate", None) is not None:
-            out = out * self.gate(x).sigmoid()
-        return self.proj_drop(self.proj(out))
-
-
 def by_heads(attn: nn.Module, qkv: Tensor) -> tuple[Tensor, ...]:
     """Split a projection (B, T, 3*K*D) into q, k, v (B, K, T, D)."""
     return qkv.unflatten(2, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
 
-class EvolvingVitAttention(_TimmsAttention, Attention):
+class EvolvingVitAttention(CarryingAttention, Attention):
     """timm's Attention."""
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         q, k, v = by_heads(self, self.qkv(x))
-        return self.finish(x, self.q_norm(q), self.k_norm(k), v, attn_mask, is_causal)
+        out = self.attended(x, self.q_norm(q), self.k_norm(k), v, self.checked(attn_mask, is_causal))
+        return self.finish(out, x)
 
 
-class _Rotary(_TimmsAttention):
+class _Rotary(CarryingAttention):
     """The common part of timm's attention layers with rotary positions."""
 
     def forward(self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None,
@@ -179,7 +169,7 @@ class _Rotary(_TimmsAttention):
         groups = self.num_heads // v.shape[1]  # of heads that share keys and values
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        return self.finish(x, q, k, v, attn_mask, is_causal)
+        return self.finish(self.attended(x, q, k, v, self.checked(attn_mask, is_causal)), x)
 
 
 class EvolvingEvaAttention(_Rotary, eva.EvaAttention):
@@ -310,17 +300,14 @@ def _shared_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
-def _blocks_of(model: nn.Module) -> nn.ModuleList | nn.Sequential:
-    return model.get_submodule(ARCHITECTURES[type(model)].blocks)
-
-
 def _attention_of(block: nn.Module) -> nn.Module:
     return getattr(block, CarryingBlock.attention, None) or getattr(block, EvolvingEncoderBlock.attention, None)
 
 
 def _reason_against_blocks(model: nn.Module) -> str | None:
     path, places = ARCHITECTURES[type(model)].blocks, {}
-    for index, block in enumerate(_blocks_of(model)):
+    blocks = model.get_submodule(path)
+    for index, block in enumerate(blocks):
         attn = _attention_of(block)
         if places.setdefault(attn, index) != index:
             return f"{path}.{index} must have an attention layer of its own, got that of {path}.{places[attn]}"
@@ -332,7 +319,7 @@ def _reason_against_blocks(model: nn.Module) -> str | None:
                 return f"{path}.{index}: its {what} must be {names}, got {type(found).__name__}"
         if any(type(module).__module__.startswith("torch.ao.") for module in attn.modules()):
             return f"{path}.{index}: its attention must not be quantised, got {attn}"
-        if attn.num_heads != _attention_of(_blocks_of(model)[0]).num_heads:
+        if attn.num_heads != _attention_of(blocks[0]).num_heads:
             return f"{path}.{index} must have as many heads as the blocks before, got {attn.num_heads}"
     dropped = getattr(model, "patch_drop", None) or getattr(getattr(model, "embeds", None), "patch_drop", None)
     if dropped is not None and not isinstance(dropped, nn.Identity):
@@ -359,13 +346,15 @@ def _is_ours(model: nn.Module) -> bool:
 
 def _evolve_in_place(model: nn.Module, mechanisms: Mechanisms) -> None:
     """Turn the blocks of a network of `ARCHITECTURES` into evolving ones."""
-    architecture, blocks, grid = ARCHITECTURES[type(model)], _blocks_of(model), PatchGrid()
+    architecture, grid = ARCHITECTURES[type(model)], PatchGrid()
+    blocks = model.get_submodule(architecture.blocks)
     attentions = [_attention_of(block) for block in blocks]
     for number, (block, attn) in enumerate(zip(blocks, attentions, strict=True)):
         attn.__class__, block.__class__ = ATTENTIONS[type(attn)], BLOCKS[type(block)]
         if isinstance(attn, nn.MultiheadAttention):
             attn.attn_drop = nn.Dropout(attn.dropout).train(block.training)
         attn.is_first, attn.carried, block.grid = number == 0, {}, grid
+        attn.gate = getattr(attn, "gate", None)  # older timm has none
     prefix_tokens = architecture.num_prefix_tokens
     prefix_tokens = model.num_prefix_tokens if prefix_tokens is None else prefix_tokens
     class_token_alone = prefix_tokens > 0 and getattr(model, "global_pool", "token") == "token"
@@ -431,10 +420,10 @@ def unevolve(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: another network, or a mechanism that changes something.
     """
-    of_timm = type(model) in ours.NETWORK_CLASSES.values()
-    if not of_timm and not (type(model) in ARCHITECTURES and type(_blocks_of(model)[0]) in BLOCKS.values()):
+    plain_class = PLAIN_CLASSES.get(type(model), type(model))
+    path = getattr(ARCHITECTURES.get(plain_class), "blocks", None)
+    if path is None or type(model.get_submodule(path)[0]) not in PLAIN_CLASSES:
         raise ValueError(f"an evolving vision transformer required, got {type(model).__name__}")
-    path = "blocks" if of_timm else ARCHITECTURES[type(model)].blocks
     active = []
     for index, block in enumerate(model.get_submodule(path)):
         attn, name = _attention_of(block), getattr(block, "attention", "attn")
@@ -446,22 +435,20 @@ def unevolve(model: nn.Module) -> nn.Module:
         raise ValueError("all gates must be 0, or mechanisms at their identity start, for the plain network to compute "
                          f"the same; got {len(active)} blocks where they are not, the first of them {active[0]}")
     plain = _shared_copy(model)
-    if of_timm:
-        blocks, plain.__class__ = plain.blocks, PLAIN_CLASSES[type(plain)]
+    plain.__class__, blocks = plain_class, plain.get_submodule(path)
+    if isinstance(blocks, ours.TokenStage):
         plain.blocks = nn.Sequential(*blocks)
         plain.blocks.training = blocks.training
-    else:
-        embedding = plain.get_submodule(ARCHITECTURES[type(plain)].embedding)
-        for key, hook in list(embedding._forward_pre_hooks.items()):
-            if isinstance(hook, PatchGrid):
-                del embedding._forward_pre_hooks[key]
-    for block in _blocks_of(plain):
+    embedding = plain.get_submodule(ARCHITECTURES[plain_class].embedding)
+    for key in [key for key, hook in embedding._forward_pre_hooks.items() if isinstance(hook, PatchGrid)]:
+        del embedding._forward_pre_hooks[key]
+    for block in blocks:
         attn = _attention_of(block)
-        added = ["token_conv", "grid", "evolution", "need_logits", "value_residual", "is_first", "carried"]
-        added += ["attn_drop"] if isinstance(attn, nn.MultiheadAttention) else []
+        if isinstance(attn, nn.MultiheadAttention):
+            del attn.attn_drop
         for module in (block, attn):
-            for name in added:
+            module.__class__ = PLAIN_CLASSES[type(module)]
+            for name in ("token_conv", "grid", "evolution", "need_logits", "value_residual", "is_first", "carried"):
                 if hasattr(module, name):
                     delattr(module, name)
-            module.__class__ = PLAIN_CLASSES[type(module)]
     return plain

@@ -54,12 +54,8 @@ ConvFactory = Callable[[nn.Conv2d, int], AugmentedConv2d]
 class _AttnBlock:
     """The common part of both blocks, beside timm's class.
 
-    mrla: attention to the block's shortcut, added to its output, or None.
+    mrla: attention to the block's shortcut, added to its output, or None; the network sets it.
     """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.mrla = None
 
     def add_shortcut(self, x: Tensor, shortcut: Tensor) -> tuple[Tensor, Tensor]:
         """Return the branch's output plus the block's input, and this input as it was added."""
@@ -228,8 +224,8 @@ class AttnResNet(ChainedNetwork, ResNet):
             for attn_block in blocks:
                 if stage in attending:
                     attn_block.augment(partial(make, reduction=reduction, stage=stage), augment, augment_strided)
+                channels, attn_block.mrla = self.feature_info[stage]["num_chs"], None
                 if mrla:
-                    channels = self.feature_info[stage]["num_chs"]
                     attn_block.mrla = MRLALight(channels, identity=mrla != "paper", device=device, dtype=dtype)
             setattr(self, name, AttnStage(*blocks))
 

@@ -2,7 +2,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from ea_vision import ops
 from ea_vision.layers import AugmentedConv2d, Evolution, EvolvingAttention, PredictiveAttention
@@ -225,11 +224,7 @@ def test_missing_or_wrong_prev_logits_is_an_error():
     ({"stride": 3}, "stride must be 1 or 2, got 3"), ({"feat_size": (0, 3)}, "feat_size"),
     ({"num_heads": 0}, "num_heads"),
     ({"position": "polar"}, "position must be one of 'relative', 'none', 'sine', 'coord', got 'polar'"),
-    ({"position": "sine"}, "in_channels that 4 divides, got 3"),
-    ({"groups": 2}, "groups must divide in_channels=3 and out_channels=10, got 2"),
-    ({"groups": 0}, "groups must divide"),
-    ({"in_channels": 4, "out_channels": 8, "groups": 2, "dim_v": 6},
-     "multiple of the 4 outputs of each of the 2 groups")])
+    ({"position": "sine"}, "in_channels that 4 divides, got 3")])
 def test_bad_arguments_are_named(wrong, message):
     with pytest.raises(ValueError, match=message):
         make(**wrong)
@@ -306,16 +301,3 @@ def test_an_evolution_that_mixes_after_the_softmax_runs_by_the_reference(caplog)
     torch.testing.assert_close(torch.jit.script(layer)(x, prev), (y, logits))
     with use_implementation("reference"):
         torch.testing.assert_close(layer(x, prev), (y, logits))
-
-
-@pytest.mark.parametrize("in_channels,out_channels,attn,groups", [(8, 8, 2, 8), (8, 16, 4, 4), (6, 12, 6, 2)])
-def test_a_grouped_branch_is_the_first_outputs_of_the_whole_convolution(in_channels, out_channels, attn, groups):
-    layer = AugmentedConv2d(in_channels, out_channels, 5, 2, dim_qk=4, dim_v=2, num_heads=2, feat_size=(3, 3),
-                            attn_channels=attn, groups=groups)
-    whole = nn.Conv2d(in_channels, out_channels, 5, 2, padding=2, groups=groups, bias=False)
-    kept = out_channels - attn
-    assert layer.conv.weight.shape == whole.weight[:kept].shape  # a checkpoint's first outputs fit
-    layer.conv.load_state_dict({"weight": whole.weight[:kept]})
-    x = torch.randn(2, in_channels, 6, 6)
-    torch.testing.assert_close(layer(x)[0][:, :kept], whole(x)[:, :kept])
-    torch.testing.assert_close(torch.jit.script(layer)(x), layer(x))

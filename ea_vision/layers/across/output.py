@@ -17,9 +17,6 @@ class OutputMechanism(Evolution):
     reads_previous = False
     mixes_output = True
 
-    def forward(self, logits: Tensor, prev_logits: Tensor) -> Tensor:
-        return logits
-
     @torch.jit.ignore
     def operands(self, prev_logits: Tensor | None) -> dict[str, Any]:
         return {}

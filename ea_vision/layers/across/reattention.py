@@ -25,9 +25,6 @@ class Gained(Evolution):
         """Return the paper's maps from the probabilities, (B, K, N, N) each."""
         raise NotImplementedError
 
-    def forward(self, logits: Tensor, prev_logits: Tensor) -> Tensor:
-        return logits
-
     def mix_attn(self, attn: Tensor) -> Tensor:
         refined = self.refine(attn)
         return refined if self.gain is None else attn + self.gain * refined
