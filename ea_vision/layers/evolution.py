@@ -330,11 +330,19 @@ class _ConvolvedEvolution(Evolution):
         mixes = learnable if causal == "none" else False  # else alpha is 0 for good
         self.alpha = new_gate("alpha", alpha, mixes, num_heads, **dd)
         self.beta = 1.0 if predict else new_gate("beta", beta, learnable, num_heads, **dd)
+        self.starts = {"alpha": float(alpha), "beta": float(beta)}
         self.convs = nn.ModuleList(nn.Conv2d(num_heads, num_heads, kernel_size, padding=kernel_size // 2, **dd)
                                    for _ in range(num_layers))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise the convolutions by He, and learnable gates with the values that they begin at."""
         for conv in self.convs:
             nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
             nn.init.zeros_(conv.bias)
+        for name, gate in self.gates().items():
+            if isinstance(gate, nn.Parameter):
+                nn.init.constant_(gate, self.starts[name])
 
     def forward(
             self, logits: Tensor, prev_logits: Tensor | None = None, key_padding: Tensor | None = None,

@@ -14,6 +14,7 @@ Papers:
 Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map, K heads.
 """
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -108,19 +109,17 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
         stages: list[nn.Module] = [PlainStage(*self.blocks[0])]
         reduction, largest = 2, kwargs.get("output_stride", 32)
         for index, (first, *_) in enumerate(stage_args[1:], start=1):
-            stride = first["stride"]
+            before, reduction = reduction, min(first["stride"] * reduction, largest)
             if index not in attending:
                 stages.append(PlainStage(*self.blocks[index]))
-                reduction = min(stride * reduction, largest)
                 continue
             links = []
             for number, block in enumerate(self.blocks[index]):
-                map_reduction = max(16, reduction) if index == 2 else reduction
+                own = reduction if number else before  # the stride follows the first expansion
+                map_reduction = max(16, own) if index == 2 else own
                 links.append(AttnInvertedResidual(block, chains.layer(
                     block.conv_pw.in_channels, block.conv_pw.out_channels, 1, reduction=map_reduction, stage=index,
-                    pool_attention=(map_reduction // reduction).bit_length() - 1)))
-                if number == 0:  # the stride follows the first expansion
-                    reduction = min(stride * reduction, largest)
+                    pool_attention=(map_reduction // own).bit_length() - 1)))
             stages.append(AttnStage(*links))
         self.blocks = nn.ModuleList(stages)
 
@@ -140,19 +139,15 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
             x, logits = stage(x, logits)
         return self.forward_end(x)
 
-    def _run_stages(self, x: Tensor, logits: Tensor | None, begin: int, end: int) -> tuple[Tensor, Tensor | None]:
-        """Run the stages from begin up to end; the stem, too, where begin is 0."""
-        if begin == 0:
-            x = self.forward_stem(x)
-        for stage in self.blocks[begin:end]:
-            x, logits = stage(x, logits)
-        return x, logits
-
     def feature_steps(self) -> list[Step]:
         """Return the stages in five groups, each up to the next stride; the stem with the first."""
-        begins = [0, *self.stage_ends[:-1]]
-        return [partial(self._run_stages, begin=begin, end=end)
-                for begin, end in zip(begins, self.stage_ends, strict=True)]
+        def run(begin: int, end: int, x: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            x = self.forward_stem(x) if begin == 0 else x
+            for stage in self.blocks[begin:end]:
+                x, logits = stage(x, logits)
+            return x, logits
+
+        return [partial(run, *ends) for ends in pairwise([0, *self.stage_ends])]
 
     prune_intermediate_layers = EfficientNet.prune_intermediate_layers
 
