@@ -53,19 +53,6 @@ def test_learnable_gates_satisfy_the_equations_and_have_their_gradients(kind, le
     assert fixed.unexpected_keys == list(module.gates()) and not fixed.missing_keys
 
 
-@pytest.mark.parametrize("kind", ["ea", "pa"])
-def test_learnable_gates_at_zero_change_no_bit_and_can_leave(kind):
-    module = create_evolution(kind, 3, alpha=0.0, learnable=True, **({"beta": 0.0} if kind == "ea" else {}))
-    logits, prev = torch.randn(2, 2, 3, 7, 7)
-    evolved = module(logits, prev)
-    assert torch.equal(evolved, logits) and module.changes_nothing()
-    evolved.square().sum().backward()
-    assert all(gate.grad.any() for gate in module.gates().values())
-    with torch.no_grad():
-        module.alpha -= 0.1
-    assert not module.changes_nothing() and not torch.equal(module(logits, prev), logits)
-
-
 def test_half_maps_keep_their_dtype_with_learnable_gates():
     for learnable in (True, "per_head"):
         module = EvolvingAttention(3, 0.3, 0.6, learnable=learnable).bfloat16().float()
@@ -85,6 +72,7 @@ def test_convolutions_begin_by_he_and_never_at_zero():
     assert torch.equal(plain.convs[0].weight, expected)
     with pytest.raises(RuntimeError, match="never gets a gradient"):
         plain.load_state_dict({name: torch.zeros_like(value) for name, value in plain.state_dict().items()})
+    plain.load_state_dict({"convs.0.weight": torch.zeros(3, 3, 3, 3), "convs.0.bias": torch.ones(3)})
 
 
 def layer_with(evolution, over_tokens: bool) -> nn.Module:
@@ -128,3 +116,18 @@ def test_a_forced_implementation_never_gives_way_to_modules(how, reason, over_to
     layer.attn_drop.register_forward_hook(lambda *_: None)  # asks for the modules themselves
     with torch.no_grad(), use_implementation("cpu"):
         torch.testing.assert_close(layer(*args), chosen, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("options", [
+    {}, dict(alpha=0.3, learnable=True), dict(alpha=-0.2, learnable="per_head"), dict(mixture=True),
+    dict(mixture=True, learnable=True)])
+@pytest.mark.parametrize("over_tokens", [False, True])
+def test_residual_runs_on_the_kernels(options, over_tokens):
+    layer, results = layer_with(create_evolution("residual", 2, **options), over_tokens), []
+    inputs = [torch.randn(2, 12, 16) if over_tokens else torch.randn(2, 16, 4, 3), torch.randn(2, 2, 12, 12)]
+    for implementation in ("cpu", "reference"):
+        with use_implementation(implementation):
+            y, logits = layer(*(each.requires_grad_() for each in inputs))
+        loss = y.square().sum() + logits.square().sum()
+        results.append((y, logits, torch.autograd.grad(loss, [*inputs, *layer.parameters()])))
+    torch.testing.assert_close(results[0], results[1], atol=1e-4, rtol=1e-4)

@@ -68,25 +68,6 @@ def test_across_no_later_target_is_read_and_every_source_may_be(kernel_size):
     assert kernel_size == 1 or reads[4, 3].all()
 
 
-def test_changing_a_token_changes_no_output_before_it():
-    """A decoder layer over embeddings: self-attention, then attention across."""
-    torch.manual_seed(1)
-    own, across = evolution("self"), evolution("cross")
-    x, source = torch.randn(1, 2, 9, 4, dtype=D64), torch.randn(1, 2, 6, 4, dtype=D64)
-
-    def decode(x):
-        logits = own(x @ x.transpose(-2, -1))
-        x = attention_of(mask_logits(logits, "self")) @ x
-        return attention_of(mask_logits(across(x @ source.transpose(-2, -1)), "cross")) @ source
-
-    whole = decode(x)
-    for t in range(9):
-        other = x.clone()
-        other[:, :, t] += 1.0
-        changed = (decode(other) - whole).abs().amax((0, 1, 3)) > 0
-        assert not changed[:t].any() and changed[t]
-
-
 @pytest.mark.parametrize("causal", ["self", "cross"])
 def test_step_by_step_equals_at_once(causal):
     """With the two rows of logits before it kept, a step is a map of three rows."""
@@ -120,16 +101,6 @@ def test_a_padded_sequence_is_the_sequence_without_padding(kind, left, right, ke
     attn = attention(whole, padding)[:, :, inside]
     assert not attn[..., :left].any() and not attn[..., left + N:].any()
     torch.testing.assert_close(attn[..., inside], attention(whole[..., inside, inside], None))
-
-
-def test_chains_of_an_encoder_stay_finite_with_padding():
-    module = evolution("none", alpha=0.5)
-    padding = torch.tensor([[False] * 4 + [True] * 2])
-    logits = torch.randn(1, 2, 6, 6, dtype=D64)
-    for _ in range(4):
-        logits = module(torch.randn(1, 2, 6, 6, dtype=D64), logits, padding)
-        attn = attention_of(mask_logits(logits, "none", padding))
-        assert attn.isfinite().all() and not attn[..., 4:].any()
 
 
 def test_bad_options_are_named():

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from timm.layers import BlurPool2d, DropPath
-from timm.models import create_feature_extractor, get_graph_node_names, group_parameters
+from timm.models import group_parameters
 from timm.optim import create_optimizer_v2
 
 from tests.models.zoo import (
@@ -15,6 +15,8 @@ from tests.models.zoo import (
     OUTLINES,
     SMALL,
     TESTED,
+    assert_checkpointing_changes_nothing,
+    assert_fx_and_torchscript_agree,
     layers_of,
     lively,
     other_sizes,
@@ -68,15 +70,12 @@ def test_every_parameter_has_a_gradient(name, model):
 
 def test_gradient_checkpointing_changes_nothing(name, model):
     x = torch.randn(2, 3, side(name), side(name))
-    results = []
-    for enable in (False, True):
-        twin = copy.deepcopy(model).train()
-        twin.set_grad_checkpointing(enable)
-        y = twin(x)
-        y.sum().backward()
-        statistics = list(twin.buffers()) if name in CHAINED else []  # timm's own ResNets move theirs twice
-        results.append((y.detach(), [p.grad for p in twin.parameters()], statistics))
-    torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-4)
+    # timm's own ResNets move their statistics twice
+    assert_checkpointing_changes_nothing(model, x, name in CHAINED, atol=1e-5, rtol=1e-4)
+
+
+def test_fx_and_torchscript_and_one_after_the_other_compute_the_same(model, image):
+    assert_fx_and_torchscript_agree(model, image)
 
 
 @torch.no_grad()
@@ -123,18 +122,8 @@ def test_head_in_timms_ways(name, model, image):
     torch.testing.assert_close(model(image), features)
 
 
-@torch.no_grad()
-def test_fx_and_torchscript_and_one_after_the_other_compute_the_same(model, image):
-    expected, nodes = model(image), get_graph_node_names(model)[1]
-    traced = create_feature_extractor(model, return_nodes=[nodes[-1]])
-    with torch.jit.optimized_execution(False):
-        torch.testing.assert_close(torch.jit.script(model)(image), expected)
-        for extractor in (traced, torch.jit.script(traced)):
-            torch.testing.assert_close(next(iter(extractor(image).values())), expected)
-
-
 def test_layer_decay_follows_the_order_of_the_network(name, image):
-    model, order = lively(name, deep=True, num_classes=5).eval(), []
+    model, order = lively(name, num_classes=5).eval(), []
     owners = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
     handles = [m.register_forward_pre_hook(lambda m, _: order.append(m)) for m in owners]
     with torch.no_grad():
@@ -205,7 +194,7 @@ def test_a_new_classifier_lives_where_the_network_does(small):
 
 @pytest.mark.parametrize("small", CHAINED)
 def test_drop_path_grows_with_depth_and_is_off_in_evaluation(small):
-    model = lively(small, deep=True, num_classes=5, drop_path_rate=0.3)
+    model = lively(small, num_classes=5, drop_path_rate=0.3)
     rates = [m.drop_prob for m in model.modules() if isinstance(m, DropPath)]
     assert rates == sorted(rates) and 0.28 < rates[-1] <= 0.3 and len(rates) > 3
     x = torch.randn(2, 3, side(small), side(small))
@@ -239,9 +228,4 @@ def test_normalised_queries_and_keys_in_every_family(network):
     assert len(gains) == len(layers_of(model)) and gains <= model.no_weight_decay()
     model(image).square().sum().backward()
     assert all(p.grad is not None and p.grad.any() for n, p in model.named_parameters() if n in gains)
-    with torch.no_grad(), torch.jit.optimized_execution(False):
-        expected = model(image)
-        _, nodes = get_graph_node_names(model)
-        extractor = create_feature_extractor(model, return_nodes=[nodes[-1]])
-        torch.testing.assert_close(next(iter(extractor(image).values())), expected)
-        torch.testing.assert_close(torch.jit.script(model)(image), expected)
+    assert_fx_and_torchscript_agree(model, image)

@@ -12,20 +12,21 @@ from ea_vision.base.networks import create_classifier, encode_weights
 from ea_vision.models import get_network
 from ea_vision.models._convert import checkpoint_filter_fn
 from ea_vision.recorder.loading import load_model
-from tests.models.zoo import lively
+from tests.models.zoo import OUTLINES, lively
 
 
-@pytest.mark.parametrize("name,plain", [
-    ("ea_aa_resnet34", "resnet34"), ("aa_resnet50", "resnet50"), ("ea_aa_mnasnet_075", "semnasnet_075")])
-def test_a_timm_network_fills_what_fits(name, plain, tmp_path, caplog):
-    source = timm.create_model(plain)
+@pytest.mark.parametrize("name,plain,options", [
+    ("ea_aa_resnet34", "resnet34", dict(layers=(1, 1, 1, 1))), ("aa_resnet50", "resnet50", dict(layers=(1, 1, 1, 1))),
+    ("ea_aa_mnasnet_075", "semnasnet_075", {})])
+def test_a_timm_network_fills_what_fits(name, plain, options, tmp_path, caplog):
+    source = timm.create_model(plain, **options)
     path = tmp_path / "resnet.safetensors"
     safetensors.torch.save_file(source.state_dict(), path)
     torch.manual_seed(3)
-    fresh = timm.create_model(name)
+    fresh = timm.create_model(name, **options)
     torch.manual_seed(3)
     with caplog.at_level(logging.INFO, logger="ea_vision"):
-        model = timm.create_model(name, pretrained=True, pretrained_cfg_overlay={"file": str(path)})
+        model = timm.create_model(name, pretrained=True, pretrained_cfg_overlay={"file": str(path)}, **options)
     theirs, ours, initial = source.state_dict(), model.state_dict(), fresh.state_dict()
     for key, value in ours.items():
         if key in theirs:
@@ -49,7 +50,7 @@ def test_another_depth_is_named():
     state = timm.create_model("resnet18").state_dict()
     state["layer2.0.conv1.weight"] = state["layer2.0.conv1.weight"][:, :8]
     with pytest.raises(ValueError, match=r"layer2\.0\.conv1\.weight must have at least 112 output channels"):
-        checkpoint_filter_fn(state, timm.create_model("aa_resnet34"))
+        checkpoint_filter_fn(state, OUTLINES["aa_resnet34"])
 
 
 def test_pretrained_weights_name_the_keywords_they_were_trained_with(tmp_path, monkeypatch):

@@ -199,42 +199,30 @@ def test_convolutions_are_alive_whatever_initialises_the_network():
     assert all(parameter.isfinite().all() for parameter in meta.parameters())
 
 
-def test_gates_are_what_the_keywords_say():
-    def evolutions(model):
-        return [block.attn.evolution for block in model.blocks]
-
-    assert [e is None for e in evolutions(tiny())] == [True, False, False]
-    for e in evolutions(tiny())[1:]:
-        assert isinstance(e, EvolvingAttention) and isinstance(e.alpha, nn.Parameter) and not (e.alpha or e.beta)
-    for e in evolutions(tiny(alpha=0.5, beta=1.0, kernel_size=5))[1:]:  # the papers' constants
-        assert (type(e.alpha), e.alpha, e.beta, e.convs[0].kernel_size) == (float, 0.5, 1.0, (5, 5))
-    assert evolutions(tiny(alpha=0.3))[1].beta == 1.0  # the evolution's own
-    for e in evolutions(tiny(alpha=0.3, learnable=True))[1:]:
-        assert e.alpha.item() == pytest.approx(0.3) and e.beta == 0
-    for e in evolutions(tiny("pa_vit_tiny_patch16_224", alpha=0.5))[1:]:
-        assert isinstance(e, PredictiveAttention) and e.alpha == 0.5
-    e = evolutions(ea_vision.evolve(plain(), alpha=0.2, beta=0.1, learnable=False, layers=[3]))
-    assert [e is None for e in evolutions(ea_vision.evolve(plain(), attn_layers=[3]))] == [True, True, False]
-    assert e[1] is None and (e[2].alpha, e[2].beta) == (0.2, 0.1)
-    assert evolutions(ea_vision.evolve(plain(), learnable="per_head"))[1].alpha.shape == (3,)
-    names = [{key for key in tiny(**options).state_dict()} for options in (dict(alpha=0.5, beta=1.0), {})]
-    assert {key.rpartition(".")[2] for key in names[0] ^ names[1]} == {"alpha", "beta"} and names[0] < names[1]
+@pytest.mark.parametrize("name,options,expected", [
+    ("ea", {}, (0.0, 0.0)), ("ea", dict(alpha=0.5, beta=1.0, kernel_size=5), (0.5, 1.0)),  # the papers' constants
+    ("ea", dict(alpha=0.3), (0.3, 1.0)), ("ea", dict(alpha=0.3, learnable=True), (0.3, 0.0)),
+    ("pa", dict(alpha=0.5), (0.5, 1.0)), ("pa", {}, (0.0, 1.0)), ("ea", dict(learnable="per_head"), (0.0, 0.0))])
+def test_gates_are_what_the_keywords_say(name, options, expected):
+    first, *others = [block.attn.evolution for block in tiny(f"{name}_vit_tiny_patch16_224", **options).blocks]
+    learnable = options.get("learnable", "alpha" not in options)
+    assert first is None
+    for e in others:
+        assert type(e) is (EvolvingAttention if name == "ea" else PredictiveAttention)
+        for gate, value in zip((e.alpha, e.beta), expected, strict=True):
+            assert torch.as_tensor(gate).allclose(torch.tensor(value))
+        assert [isinstance(gate, nn.Parameter) for gate in e.gates().values()] == [bool(learnable)] * len(e.gates())
+        assert e.convs[0].kernel_size[0] == options.get("kernel_size", 3)
+        assert learnable != "per_head" or e.alpha.shape == (3,)
 
 
-@torch.no_grad()
-def test_gates_that_count_change_the_network_and_unevolve_refuses():
-    timms = plain()
-    evolving = ea_vision.evolve(timms)
-    back = ea_vision.unevolve(evolving)
-    assert type(back) is type(timms) and type(back.blocks[1]) is type(timms.blocks[1]) and not back.training
-    assert evolving.blocks[1].attn.evolution is not None  # the evolving one stays as it was
-    before = evolving(images())
-    evolving.blocks[2].attn.evolution.beta.fill_(-0.3)  # learnable gates know no bounds
-    assert (evolving(images()) - before).abs().max() > 1e-3
-    with pytest.raises(ValueError, match="got 1 blocks where they are not, the first of them blocks.2.attn.evolution"):
-        ea_vision.unevolve(evolving)
-    with pytest.raises(ValueError, match="got 2 blocks"):
-        ea_vision.unevolve(ea_vision.evolve(timms, "pa", alpha=0.1, learnable=False))
+def test_evolve_takes_gates_and_layers():
+    for layers in (dict(layers=[3]), dict(attn_layers=[3])):
+        model = ea_vision.evolve(plain(), alpha=0.2, beta=0.1, learnable=False, **layers)
+        one, other, last = [block.attn.evolution for block in model.blocks]
+        assert one is other is None and (last.alpha, last.beta) == (0.2, 0.1)
+    with pytest.raises(ValueError, match="got 1 blocks"):
+        ea_vision.unevolve(model)
 
 
 @torch.no_grad()
@@ -419,17 +407,6 @@ def test_checkpoints_with_attention_pooling_load_into_the_network_without(tmp_pa
     model = pretrained(path, "ea_vit_base_patch16_siglip_gap_224")
     tokens = timms.forward_features(images())
     torch.testing.assert_close(model.forward_features(images()), tokens, atol=1e-5, rtol=1e-4)
-
-
-def test_a_dead_convolution_is_not_loaded():
-    model = tiny()
-    state = {key: torch.zeros_like(value) if "evolution" in key else value for key, value in model.state_dict().items()}
-    with pytest.raises(RuntimeError, match="blocks.1.attn.evolution.convs.0 must have a weight.*never gets a gradient"):
-        model.load_state_dict(state)
-    for key in state:
-        if key.endswith("convs.0.bias"):
-            state[key] = torch.ones(3)
-    model.load_state_dict(state)
 
 
 def test_set_fused_attn_is_heeded():

@@ -1,9 +1,11 @@
 """The names the model tests run over: the smallest of each kind, or every one where EA_VISION_TEST_ALL is set."""
+import copy
 import os
 from unittest import mock
 
 import timm
 import torch
+from timm.models import create_feature_extractor, get_graph_node_names
 
 from ea_vision.layers import AugmentedConv2d, SpatialTransformer
 from ea_vision.models import ChainedNetwork, get_network, list_networks
@@ -44,11 +46,14 @@ def shrunk(name: str) -> dict:
     return {} if ALL else SHRUNK.get(family(name), {})
 
 
-def lively(name: str, deep: bool = False, **options):
-    """A new model of which all counts: initial zeros, in the last norms of residual branches and where a spatial
-    transformer says where to look, would hide any mistake. deep: of all its layers."""
-    shorter = {key: value for key, value in shrunk(name).items() if not deep or key == "width"}
-    model = timm.create_model(name, **{**shorter, **options})
+def lively(name: str, **options):
+    """A new model of which all counts."""
+    return woken(timm.create_model(name, **{**shrunk(name), **options}))
+
+
+def woken(model):
+    """The model without initial zeros, in the last norms of residual branches and where a spatial transformer says
+    where to look, which would hide any mistake."""
     for module in model.modules():
         if isinstance(module, torch.nn.BatchNorm2d) and not module.weight.any():
             torch.nn.init.constant_(module.weight, 0.2)
@@ -77,3 +82,28 @@ def other_sizes(name: str) -> list[tuple[int, int]]:
 
 def layers_of(model) -> list[AugmentedConv2d]:
     return [m for m in model.modules() if isinstance(m, AugmentedConv2d)]
+
+
+def assert_checkpointing_changes_nothing(model, x: torch.Tensor, statistics: bool = True, **near: float) -> None:
+    """Outputs and gradients; statistics: running ones, too, which move once."""
+    results = []
+    for enable in (False, True):
+        twin = copy.deepcopy(model).train()
+        twin.set_grad_checkpointing(enable)
+        y = twin(x)
+        y.square().sum().backward()
+        results.append((y.detach(), {n: p.grad for n, p in twin.named_parameters()},
+                        dict(twin.named_buffers()) if statistics else {}))
+    assert all(grad is not None for grad in results[0][1].values())
+    torch.testing.assert_close(results[1], results[0], **near)
+
+
+@torch.no_grad()
+def assert_fx_and_torchscript_agree(model, x: torch.Tensor) -> None:
+    """FX, TorchScript, and one after the other."""
+    expected, nodes = model(x), get_graph_node_names(model)[1]
+    traced = create_feature_extractor(model, return_nodes=[nodes[-1]])
+    with torch.jit.optimized_execution(False):
+        torch.testing.assert_close(torch.jit.script(model)(x), expected)
+        for extractor in (traced, torch.jit.script(traced)):
+            torch.testing.assert_close(next(iter(extractor(x).values())), expected)

@@ -1,18 +1,17 @@
 """What a family and an evolution from outside the package get without a line in it; run by test_outside.py."""
-import copy
 import json
 import re
 
 import pytest
 import timm
 import torch
-from timm.models import create_feature_extractor, get_graph_node_names
 
 import ea_vision
 from ea_vision.__main__ import main
 from ea_vision.layers import AugmentedConv2d, create_evolution, learnable_gates
 from ea_vision.models import list_networks
 from ea_vision.ops import use_implementation
+from tests.models.zoo import assert_checkpointing_changes_nothing, assert_fx_and_torchscript_agree
 from tests.outside import tiny_attn
 
 NAMES = ["aa_tiny", "ea_aa_tiny"]
@@ -43,50 +42,10 @@ def test_one_chain_runs_through_both_stages(name, options):
     assert [layer.need_logits for layer in layers] == [evolving] * 3 + [False]
 
 
-@KINDS
-def test_training_gives_every_parameter_a_gradient_with_checkpointing_too(name, options, image):
-    results = []
-    for enable in (False, True):
-        model = create(name, **options).train()
-        model.set_grad_checkpointing(enable)
-        y = model(image)
-        y.square().sum().backward()
-        results.append((y.detach(), [p.grad for p in model.parameters()]))
-    assert all(grad is not None and grad.any() for grad in results[0][1])
-    torch.testing.assert_close(results[1], results[0])
-
-
-@KINDS
-@torch.no_grad()
-def test_features_intermediates_and_pruning(name, options, image):
-    model = create(name, **options)
-    final, taken = model.forward_intermediates(image)
-    torch.testing.assert_close(final, model.forward_features(image))
-    features = create(name, features_only=True, out_indices=(1,), **options)
-    torch.testing.assert_close(features(image), [taken[1]])
-    assert not any("stage2" in key for key in features.state_dict())
-    pruned = copy.deepcopy(model)
-    assert pruned.prune_intermediate_layers([0, 1]) == [0, 1]
-    torch.testing.assert_close(pruned(image), taken[1])
-
-
-@KINDS
-@torch.no_grad()
-def test_other_sizes_fx_and_torchscript(name, options, image):
-    model, larger = create(name, **options), create(name, img_size=(48, 32), **options)
-    larger.load_state_dict(model.state_dict())
-    x = torch.randn(1, 3, 48, 32)
-    torch.testing.assert_close(larger(x), model(x))
-    model.set_input_size((48, 32))
-    torch.testing.assert_close(larger(x), model(x))
-    extractor = create_feature_extractor(model, return_nodes=[get_graph_node_names(model)[1][-1]])
-    torch.testing.assert_close(next(iter(extractor(image).values())), model(image))
-    torch.testing.assert_close(torch.jit.script(model)(image), model(image))
-
-
-def test_its_position_tables_are_spared_weight_decay():
-    model = create("ea_aa_tiny")
-    assert {name.rsplit(".")[-1] for name in model.no_weight_decay()} == {"height_rel", "width_rel"}
+def test_a_new_evolution_trains_with_checkpointing_and_goes_through_fx_and_torchscript(image):
+    model = create("ea_aa_tiny", **OURS)
+    assert_checkpointing_changes_nothing(model, image)
+    assert_fx_and_torchscript_agree(model, image)
 
 
 @torch.no_grad()
