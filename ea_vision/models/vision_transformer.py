@@ -93,14 +93,14 @@ class TokenStage(AttnStage):
     @torch.jit.ignore
     def one_by_one(self, feat_size: tuple[int, int]) -> list[Callable[[Tensor], Tensor]]:
         """Return the blocks as functions of the tokens alone, to be called once each and in order."""
-        handed_on: dict[str, Tensor | None] = {"prev_logits": None}
+        logits = first_values = None
 
         def call(x: Tensor, block: nn.Module) -> Tensor:
+            nonlocal logits, first_values
             if block is self[0]:
-                handed_on["first_values"] = self.first_values(x)
-            arguments = (x, handed_on["prev_logits"], feat_size, handed_on["first_values"])
-            x, logits = checkpoint(block, *arguments) if self.grad_checkpointing else block(*arguments)
-            handed_on["prev_logits"] = logits
+                first_values = self.first_values(x)
+            run = partial(checkpoint, block) if self.grad_checkpointing else block
+            x, logits = run(x, logits, feat_size, first_values)
             return x
 
         return [partial(call, block=block) for block in self]
