@@ -20,10 +20,12 @@ from torch.utils import checkpoint as torch_checkpoint
 from ea_vision.layers import (
     AugmentedConv2d,
     Evolution,
+    check_position,
     create_evolution,
     evolution_class,
     evolution_options,
 )
+from ea_vision.ops import check_windows
 
 try:  # not exported; in newer timm its own models call it, so that save_for_hf knows of a resize
     from timm.models._input import update_model_input_size
@@ -97,6 +99,11 @@ class AttentionConfig:
     def __post_init__(self) -> None:
         if self.num_heads < 1:
             raise ValueError(f"num_heads must be 1 or more, got {self.num_heads}")
+        check_position(self.position)
+        check_windows(self.window, self.head_window, self.head_border, self.num_heads)
+        if self.head_window > 1 and self.evolution is not None:
+            raise ValueError(f"head_window must be 1 where maps evolve (evolution={self.evolution!r}), "
+                             f"got {self.head_window}")
         self.new_evolution(device="meta")  # an option that fits no layer is an error at any depth
         for name in ("window_stages", "attn_stages"):
             if getattr(self, name) is not None:

@@ -256,10 +256,11 @@ for _prefix, _about, _options in (
         ("", "AA-ResNet-{}, {} attention layers.", {}),
         ("pa_", "PA-AA-ResNet-{}, alpha 0.5, one convolution.", {"evolution": "pa"}),
         ("ea_", "EA-AA-ResNet-{0}, alpha {2}, beta 1.0.", {"evolution": "ea"})):
-    for _depth, _layers, _alpha in (("34", 26, 0.5), ("50", 13, 0.5), ("101", 30, 0.7), ("152", 47, 0.7)):
-        _more = {"alpha": _alpha} if _prefix == "ea_" else {}
+    for _depth, _layers, _gates in (("34", 26, {}), ("50", 13, {}), ("101", 30, {"alpha": 0.7}),
+                                    ("152", 47, {"alpha": 0.7})):
         _NETWORKS[f"{_prefix}aa_resnet{_depth}"] = Network(
-            _about.format(_depth, _layers, _alpha), {**_KINDS[_depth], **_options, **_more})
+            _about.format(_depth, _layers, _gates.get("alpha", 0.5)),
+            {**_KINDS[_depth], **_options, **(_gates if _prefix == "ea_" else {})})
 _NETWORKS["csan_resnet50"] = Network(
     "CSAN-ResNet-50: AA-ResNet-50 whose stages 2 (here at 28x28) and 3 attend in windows of 7x7 pixels and 3 heads; no "
     "paper has it.", {**_KINDS["50"], "window": 7, "head_window": 3, "head_border": "clip", "window_stages": (2, 3),
