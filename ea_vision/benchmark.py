@@ -36,11 +36,10 @@ from ea_vision.base.files import atomic_write, check_output, csv_text
 from ea_vision.base.networks import create_classifier, lay_out
 from ea_vision.base.processes import choose_device
 from ea_vision.base.provenance import hardware
-from ea_vision.base.tables import markdown
 from ea_vision.engine.evaluate import autocast
 from ea_vision.engine.optimizer import check_optimizer_name
 from ea_vision.recorder.loading import add_options, positive
-from ea_vision.sizes import names_of
+from ea_vision.sizes import names_of, table
 
 EXAMPLES = """\
 examples:
@@ -51,8 +50,7 @@ examples:
 """
 DEFAULT = ("resnet50", "aa_resnet50", "pa_aa_resnet50", "ea_aa_resnet50")
 RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}  # where memory is measured
-COLUMNS = {"train_images_per_s": ("train img/s", 2), "infer_images_per_s": ("infer img/s", 2),
-           "memory_mib": ("memory MiB", 0)}  # headings and digits
+MEASURED = {"train_images_per_s": "train img/s", "infer_images_per_s": "infer img/s", "memory_mib": "memory MiB"}
 
 
 def baseline_of(name: str) -> str | None:
@@ -212,7 +210,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, An
         for mode in ("eager", "compiled")[:1 + args.compile]:
             steps[name, mode] = Steps(model, images, args.amp, args.opt, mode == "compiled")
             rows[name, mode] = {"model": name, "mode": mode}
-    clock = time.process_time if args.cpu_time else time.perf_counter
+    clock = time.process_time if args.clock == "CPU" else time.perf_counter
     synchronize = torch.cuda.synchronize if on_gpu else lambda: None
     for phase in ("train", "infer"):
         calls = {key: getattr(of, phase) for key, of in steps.items()}
@@ -228,7 +226,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, An
         rows[key]["memory_mib"] = peak and peak / 2**20
     for (name, mode), row in rows.items():
         base = rows.get((baseline_of(name), mode), {})
-        for key in COLUMNS:
+        for key in MEASURED:
             row[f"{key}_ratio"] = row[key] / base[key] if row[key] and base.get(key) else None
     return list(rows.values())
 
@@ -249,8 +247,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--threads", type=positive, default=2, help="threads of a CPU (default: %(default)s)")
     add("--compile", action="store_true", help="measure each network compiled by torch.compile, too")
     add("--repeats", type=positive, default=7, help="rounds, of which the median is given (default: %(default)s)")
-    add("--cpu-time", action="store_true", help="time a CPU by the CPU time of all threads, which other work on the "
-        "machine changes less; start with OMP_WAIT_POLICY=passive")
+    add("--cpu-time", dest="clock", action="store_const", const="CPU", default="wall", help="time a CPU by the CPU "
+        "time of all threads, which other work on the machine changes less; start with OMP_WAIT_POLICY=passive")
     add("--no-memory", action="store_true", help="leave out the peak memory")
     add("--csv", type=Path, metavar="FILE", help="also write the figures to FILE")
     return parser
@@ -271,21 +269,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     keep_freed_memory()
     under = {"hardware": hardware(device, 1), "date": datetime.now().astimezone().isoformat(timespec="minutes"),
              "ea_vision": ea_vision.__version__, "torch": str(torch.__version__), "timm": timm.__version__,
-             "batch_size": args.batch_size, "img_size": args.img_size, "amp": args.amp, "opt": args.opt,
-             "channels_last": args.channels_last,
              "implementation": os.environ.get("EA_VISION_IMPLEMENTATION", "chosen"),
-             "repeats": args.repeats, "clock": "CPU" if args.cpu_time else "wall"}
-    print("; ".join(f"{name} {value}" for name, value in under.items()))
+             **{name: getattr(args, name) for name in ("batch_size", "img_size", "amp", "opt", "channels_last",
+                                                       "repeats", "clock")}}
+    print("; ".join(f"{name} {value}" for name, value in under.items()), end="\n\n")
     try:
         rows = measure(args, device)
     finally:
         torch.set_num_threads(threads)
-    lines = [["network", "mode", *(word for heading, _ in COLUMNS.values() for word in (heading, "ratio"))]]
-    for row in rows:
-        cells = [(row[name], digits) for key, (_, of_key) in COLUMNS.items()
-                 for name, digits in ((key, of_key), (f"{key}_ratio", 3))]
-        lines.append([row["model"], row["mode"], *("-" if x is None else f"{x:.{digits}f}" for x, digits in cells)])
-    print(f"\n{markdown(lines)}")
+    headings = {"model": "network", "mode": "mode"}
+    for key, heading in MEASURED.items():
+        headings |= {key: heading, f"{key}_ratio": "ratio"}
+    print(table(rows, headings))
     if args.csv:
         atomic_write(args.csv, csv_text([row | under for row in rows]).encode())
     return 0

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torchvision.io import encode_png
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ea_vision.base.errors import UsageError
@@ -97,7 +98,7 @@ def find_objects(loaded: DetectorModel, images: Sequence[str], args: argparse.Na
     if not 0 <= args.min_score <= 1:
         raise UsageError(f"--min-score must be a number from 0 to 1, got {args.min_score}")
     if args.output:
-        from ea_vision.detection.draw import draw_detections, png_bytes  # it needs matplotlib's fonts
+        from ea_vision.detection.draw import draw_detections  # it needs matplotlib's fonts
 
         create(Path(args.output))
     for number, path in enumerate(images, start=1):
@@ -114,7 +115,8 @@ def find_objects(loaded: DetectorModel, images: Sequence[str], args: argparse.Na
         found = {name: value[sure] for name, value in found.items()}
         if args.output:
             file = Path(args.output) / f"{number}-{Path(path).stem}.png".replace(":", "-")
-            atomic_write(file, png_bytes(draw_detections(pil_to_tensor(image), found, loaded.classes)))
+            drawn = draw_detections(pil_to_tensor(image), found, loaded.classes)
+            atomic_write(file, encode_png(drawn).numpy().tobytes())
         named = ", ".join(f"{loaded.classes[label]} {score:.2f}" for label, score in
                           zip(found["labels"].tolist(), found["scores"].tolist(), strict=True))
         yield "", f"{path}: {named or 'nothing found'}", results_of(path, found, loaded.category_ids)

@@ -54,22 +54,17 @@ class BranchCount:
     """An attention branch: all of an augmented convolution but its convolution, or a vision transformer's attention.
 
     layer: name of the module. num_heads: K. feat_size: (H, W) of the map, of a transformer's (1, tokens). evolves:
-    whether it takes up the previous layer's maps. map_elements: pairs of a query and a key that it sees, of all heads.
-    params: weights, of the evolution too. flops_profiler: in the AA paper's counting.
+    whether it takes up the previous layer's maps. map_bytes: of K maps of N x N numbers in bfloat16, or what a window
+    has of them. params: weights, of the evolution too. flops_profiler: in the AA paper's counting.
     """
 
     layer: str
     num_heads: int
     feat_size: tuple[int, int]
     evolves: bool
-    map_elements: int
+    map_bytes: int
     params: int
     flops_profiler: int
-
-    @property
-    def map_bytes(self) -> int:
-        """Return the bytes of K maps of N x N numbers in bfloat16, or what a window has of them."""
-        return BFLOAT16 * self.map_elements
 
 
 @dataclass(frozen=True)
@@ -127,8 +122,8 @@ def count(model: nn.Module, input_size: tuple[int, int, int]) -> Counts:
                 params -= layer.conv.weight.numel()
         by_hand += 6 * elements
         profiler += by_hand
-        branches.append(BranchCount(name, layer.num_heads, feat_size, layer.evolution is not None, elements, params,
-                                    counted + by_hand))
+        branches.append(BranchCount(name, layer.num_heads, feat_size, layer.evolution is not None,
+                                    BFLOAT16 * elements, params, counted + by_hand))
     return Counts(sum(p.numel() for p in model.parameters()), (whole + missed) // 2, (products + missed) // 2, profiler,
                   tuple(branches))
 
@@ -187,16 +182,25 @@ def sizes_of(name: str) -> dict[str, Any]:
     """Return a row of --sizes; maps are layers x heads x (height x width) of each shape of map, in order."""
     size, counts = count_network(name)
     shapes = Counter((branch.num_heads, *branch.feat_size) for branch in counts.branches)
-    return {"model": name, "input": f"{size[1]}x{size[2]}", "params M": round(counts.params / 1e6, 4),
-            "GMACs": round(counts.macs / 1e9, 4), "GFLOPs": round(counts.flops_paper / 1e9, 4),
-            "profiler": round(counts.flops_profiler / 1e9, 4), "layers": len(counts.branches),
+    numbers = {"params M": counts.params / 1e6, "GMACs": counts.macs / 1e9, "GFLOPs": counts.flops_paper / 1e9,
+               "profiler": counts.flops_profiler / 1e9}
+    return {"model": name, "input": f"{size[1]}x{size[2]}", **{key: round(value, 4) for key, value in numbers.items()},
+            "layers": len(counts.branches),
             "maps": " + ".join(f"{n} x {K} x ({H}x{W})" for (K, H, W), n in shapes.items())}
 
 
 def layers_of(name: str) -> list[dict[str, Any]]:
     """Return the rows of --layers: a network's attention branches, their maps in bytes of bfloat16."""
-    return [{"model": name, **asdict(branch), "feat_size": "{}x{}".format(*branch.feat_size),
-             "map_bytes": branch.map_bytes} for branch in count_network(name)[1].branches]
+    return [{"model": name, **asdict(branch), "feat_size": "{}x{}".format(*branch.feat_size)}
+            for branch in count_network(name)[1].branches]
+
+
+def table(rows: Sequence[dict[str, Any]], headings: dict[str, str] | None = None) -> str:
+    """Return a Markdown table of some of the rows' columns, by their headings, or of all of them; None becomes -."""
+    headings = headings or {key: key for key in rows[0]}
+    return markdown([list(headings.values()), *(
+        ["-" if row[key] is None else f"{row[key]:.2f}" if isinstance(row[key], float) else str(row[key])
+         for key in headings] for row in rows)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -220,8 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.csv == "-":
         print(csv_text(rows), end="")
         return 0
-    print(markdown([list(rows[0]), *([f"{x:.2f}" if isinstance(x, float) else str(x) for x in row.values()]
-                                     for row in rows)]))
+    print(table(rows))
     if args.csv:
         path = check_output(Path(args.csv))
         atomic_write(path, csv_text(rows).encode())

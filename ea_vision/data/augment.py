@@ -49,19 +49,18 @@ class Augmentation:
         Returns:
             float32 (B, C, H, W).
         """
-        (B, _, height, width), pad = images.shape, self.crop_padding
-        top, left, flip, cut_y, cut_x = draws.unbind(1)
-        if pad:
-            mode = {"zeros": "constant", "reflect": "reflect"}[self.padding_mode]
-            windows = F.pad(images, [pad], padding_mode=mode).unfold(2, height, 1).unfold(3, width, 1)
-            images = windows[torch.arange(B, device=images.device), :, top, left]  # of (B, C, 2p + 1, 2p + 1, H, W)
-        if self.flip != "off":
-            images = torch.where(flip.bool().view(-1, 1, 1, 1), images.flip(-1), images)
-        result = normalize(images, mean, std)
+        B, _, height, width = images.shape
+        top, left, flip, cut_y, cut_x = draws[:, :, None].unbind(1)  # (B, 1) each
+        rows, columns = (torch.arange(size, device=images.device) for size in (height, width))
+        mode = {"zeros": "constant", "reflect": "reflect"}[self.padding_mode]
+        padded = F.pad(images, [self.crop_padding], padding_mode=mode)
+        mirrored = columns if self.flip == "off" else torch.where(flip.bool(), columns.flip(0), columns)
+        image = torch.arange(B, device=images.device)[:, None, None]
+        cropped = padded[image, :, (top + rows)[:, :, None], (left + mirrored)[:, None, :]]  # (B, H, W, C)
+        result = normalize(cropped.permute(0, 3, 1, 2), mean, std)
         if self.cutout:  # the square [centre - side // 2, centre - side // 2 + side), which the border may cut
-            rows, columns = (torch.arange(size, device=images.device) - centre[:, None] + self.cutout // 2
-                             for size, centre in ((height, cut_y), (width, cut_x)))  # (B, H), (B, W)
-            rows, columns = ((0 <= place) & (place < self.cutout) for place in (rows, columns))
+            rows, columns = ((0 <= place) & (place < self.cutout) for place in (
+                rows - cut_y + self.cutout // 2, columns - cut_x + self.cutout // 2))  # (B, H), (B, W)
             result.masked_fill_((rows[:, :, None] & columns[:, None, :])[:, None], 0.0)
         return result
 

@@ -7,6 +7,7 @@ number of its first batch, and are shuffled; those of evaluation take nothing.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -101,3 +102,16 @@ class Share:
         used = self.train_batches * self.batch_size * self.world_size
         found = torch.stack([order.repeat_interleave(times)[:used], torch.arange(used) % times])
         return found if times == 1 else found.view(2, -1, self.batch_size, self.world_size).mT.reshape(2, -1)
+
+
+class Loader:
+    """Common to all loaders.
+
+    Args: number of images; mean and std of images in 0..1, per channel; batch_size: images per process; seed: of order
+    and augmentation.
+    """
+
+    def __init__(self, images: int, *, mean: Sequence[float], std: Sequence[float], device: torch.device,
+                 batch_size: int, rank: int = 0, world_size: int = 1, seed: int = 0):
+        self.mean, self.std = (torch.tensor(values, dtype=torch.float32, device=device) for values in (mean, std))
+        self.share, self.device, self.seed = Share(images, batch_size, rank, world_size), device, seed

@@ -198,7 +198,7 @@ class BetonTrainLoader(ImageTrainLoader):
         scale: least and largest share of an image's area in its crop; hflip: probability of a left-right flip.
     """
 
-    def __init__(self, source: Beton, *, os_cache: bool, scale: Sequence[float], hflip: float, **common):
+    def __init__(self, source: Beton, *, os_cache: bool = True, scale: Sequence[float], hflip: float, **common):
         super().__init__(source, transform=None, **common)
         self.os_cache, self.scale, self.hflip, self._memory = os_cache, np.array(scale, float), hflip, _Memory()
 

@@ -95,14 +95,14 @@ class ImageFiles:
         if not found:
             raise UsageError(f"{source} has no images: class/name with a suffix of {', '.join(IMAGE_SUFFIXES)} is "
                              "required")
-        found.sort(key=lambda entry: (natural_key(entry[0]), entry[0]))
+        found.sort(key=lambda entry: _in_order(entry[0]))
         self.names = [name for name, *_ in found]
         self._tars = [tar for _, tar, *_ in found]  # the tar that an image lies in, None: a file of its own
         self._spans = np.array([span for _, _, *span in found], np.int64)  # (start, bytes); an array, which forks share
         labels = ilsvrc.labels_of(source, self.names) if ilsvrc.is_flat(self.names) else self._labels()
-        self.classes, self.targets = np.unique(labels, return_inverse=True)
-        order = sorted(range(len(self.classes)), key=lambda label: natural_key(self.classes[label]))
-        self.classes, self.targets = self.classes[order].tolist(), np.argsort(order)[self.targets]
+        self.classes = sorted(set(labels), key=_in_order)
+        number = {name: target for target, name in enumerate(self.classes)}
+        self.targets = np.array([number[label] for label in labels], np.int64)
         check_classes(self.name, self.classes, num_classes)
 
     def __len__(self) -> int:
@@ -155,6 +155,11 @@ def check_classes(name: str, classes: list[str], required: int) -> None:
     """Raise UsageError unless there are `required` classes (0: any number)."""
     if required and required != len(classes):
         raise UsageError(f"{name} must have {required} classes (--num-classes), got {len(classes)}")
+
+
+def _in_order(name: str) -> tuple:
+    """Return what natural order sorts by; names that it takes for equal (a1, a01) have an order, too."""
+    return natural_key(name), name
 
 
 def is_image_name(name: str) -> bool:

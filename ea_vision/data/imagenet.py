@@ -28,7 +28,7 @@ from torchvision import transforms
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.data.augment import normalize
 from ea_vision.data.bad_images import BadImages
-from ea_vision.data.batches import Batch, Share, epoch_generator, sent
+from ea_vision.data.batches import Batch, Loader, epoch_generator, sent
 from ea_vision.data.image_files import BrokenImage, check_classes, decode_image, to_rgb
 
 AHEAD = 2  # batches that each worker prepares
@@ -151,22 +151,19 @@ def _begin_worker(_number: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-class DecodingLoader:
+class DecodingLoader(Loader):
     """Common to all loaders that decode images as they are needed. Other images, or other ways to decode them, are
     subclasses with another `_decoder`, `_decoded`, `_pixels` or `_batch`.
 
-    Args: transform: from a side in pixels to what is done to images (`train_transform`, `eval_transform`); mean and std
-    of images in 0..1, per channel; batch_size: images per process; workers: processes that decode for this one, 0:
-    none; bad_images: gets the unreadable ones.
+    Args: transform: from a side in pixels to what is done to images (`train_transform`, `eval_transform`); workers:
+    processes that decode for this one, 0: none; bad_images: gets the unreadable ones; common: see `Loader`.
     """
 
-    def __init__(self, source, *, transform: Callable[[int], Callable], img_size: int, mean: Sequence[float],
-                 std: Sequence[float], device: torch.device, batch_size: int, workers: int, bad_images: BadImages,
-                 rank: int = 0, world_size: int = 1, seed: int = 0):
-        self.source, self.transform, self.img_size, self.bad_images = source, transform, img_size, bad_images
-        self.mean, self.std = (torch.tensor(values, dtype=torch.float32, device=device) for values in (mean, std))
-        self.share = Share(len(source), batch_size, rank, world_size)
-        self.device, self.seed, self.workers = device, seed, workers
+    def __init__(self, source, *, transform: Callable[[int], Callable], img_size: int, workers: int,
+                 bad_images: BadImages, **common):
+        super().__init__(len(source), **common)
+        self.source, self.transform, self.img_size = source, transform, img_size
+        self.workers, self.bad_images = workers, bad_images
 
     def _decoder(self, img_size: int) -> Decoder:
         transform = self.transform(img_size)
@@ -193,12 +190,13 @@ class DecodingLoader:
         """Yield the batches of these rows of (seed, index), in order."""
         for keys, (images, targets, bad) in zip(batches, self._decoded(batches, img_size), strict=True):
             ids = torch.from_numpy(keys[:, 1].copy())
-            for place, error in bad.items():
-                path = self.source.describe(int(ids[place]))
-                self.bad_images.add(path, error)
             if bad:
+                broken = {self.source.describe(int(ids[place])): error for place, error in bad.items()}
+                for path, error in broken.items():
+                    self.bad_images.add(path, error)
                 places = [place for place in range(len(ids)) if place not in bad]
                 if training and not places:
+                    path, error = min(broken.items())
                     raise RunError(f"none of the {len(ids)} images of a batch can be read, such as {path} ({error})")
                 if training:  # good ones in the place of bad ones
                     places = [places[place % len(places)] if place in bad else place for place in range(len(ids))]

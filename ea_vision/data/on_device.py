@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
 from ea_vision.data.augment import Augmentation, normalize
-from ea_vision.data.batches import Batch, Share, epoch_generator, sent
+from ea_vision.data.batches import Batch, Loader, epoch_generator, sent
 from ea_vision.data.small_images import Images
 
 
-class _OnDevice:
-    """Args: split; mean and std of images in 0..1, per channel; batch_size: images per process."""
-
-    def __init__(self, split: Images, *, mean: Sequence[float], std: Sequence[float], device: torch.device,
-                 batch_size: int, rank: int = 0, world_size: int = 1):
+class _OnDevice(Loader):
+    def __init__(self, split: Images, *, device: torch.device, **common):
+        super().__init__(len(split), device=device, **common)
         self.images, self.targets = split.images.to(device), split.targets.to(device)
-        self.mean = torch.tensor(mean, dtype=torch.float32, device=device)
-        self.std = torch.tensor(std, dtype=torch.float32, device=device)
-        self.device, self.share = device, Share(len(split), batch_size, rank, world_size)
 
 
 class TrainLoader(_OnDevice):
     """Shuffled, augmented batches."""
 
-    def __init__(self, split: Images, *, augmentation: Augmentation, seed: int, **common):
+    def __init__(self, split: Images, *, augmentation: Augmentation, **common):
         super().__init__(split, **common)
-        self.augmentation, self.seed = augmentation, seed
+        self.augmentation = augmentation
 
     def __len__(self) -> int:
         return self.share.train_batches

@@ -163,5 +163,5 @@ def decode_split(source: Path, img_size: int, workers: int = 2) -> tuple[Images,
     broken = [found for found in decoded if isinstance(found, str)]
     if broken:
         raise UsageError(f"{len(broken)} of {len(decoded)} images cannot be decoded: {'; '.join(broken[:5])}")
-    images = torch.from_numpy(np.stack(decoded)).permute(0, 3, 1, 2).contiguous()
+    images = _resized(np.stack(decoded), img_size)
     return Images(images, torch.from_numpy(files.targets), list(map(files.describe, range(len(files))))), files.classes

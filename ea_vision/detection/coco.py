@@ -60,6 +60,8 @@ class CocoFolder(Dataset):
                                      f"its {'images' if known is by_image else 'categories'}, got {row[field]}")
             by_image[row["image_id"]].append({"area": row["bbox"][2] * row["bbox"][3], "iscrowd": 0, **row})
         self.annotations = list(by_image.values())
+        if not self.num_boxes():
+            raise UsageError(f"{len(self)} images of {self.json} must have at least one box that is no crowd, got none")
 
     def __len__(self) -> int:
         return len(self.images)

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.font_manager import findfont
 from torch import Tensor
-from torchvision.io import encode_png
 from torchvision.transforms.v2 import functional as F
 from torchvision.utils import draw_bounding_boxes
 
@@ -36,8 +35,3 @@ def draw_detections(image: Tensor, found: Mapping[str, Tensor], classes: Sequenc
     return draw_bounding_boxes(drawn, found["boxes"][order] * scale, names, colors, width=max(2, side // 250),
                                font=findfont("DejaVu Sans:bold"), font_size=6 + side // 60, label_colors="white",
                                fill_labels=True)
-
-
-def png_bytes(picture: Tensor) -> bytes:
-    """Return uint8 (3, H, W) as a PNG file."""
-    return encode_png(picture.contiguous()).numpy().tobytes()

@@ -122,9 +122,7 @@ def evaluate(model: nn.Module, loader, world: World, amp: str = "none",
 
     Raises:
         RunError: no image that can be read has a box.
-        UsageError: pycocotools is not installed.
     """
-    require_pycocotools()
     model.eval()
     source, found, ids = loader.source, [], []
     with closing(loader.batches()) as batches:

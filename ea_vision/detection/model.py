@@ -37,7 +37,6 @@ STRIDES = (8, 16, 32)  # of the features that the pyramid is made from, in pixel
 LEVELS = (3, 4, 5, 6, 7)  # of the pyramid: level n has one place to 2^n x 2^n pixels
 OCTAVE_SCALES = {6: (0, 1 / 2), 9: (0, 1 / 3, 2 / 3)}  # anchors a place: log2 of their sizes over the level's
 RATIOS = (0.5, 1.0, 2.0)  # height over width
-BOX_LOSSES = ("l1", "smooth_l1", "huber")
 HUBER_DELTA, HUBER_WEIGHT = 0.1, 50.0  # of the AA paper's code
 # Keywords of torchvision's RetinaNet that `create_detector` passes on.
 _RETINANET = ("score_thresh", "nms_thresh", "detections_per_img", "topk_candidates", "fg_iou_thresh", "bg_iou_thresh")
@@ -67,11 +66,12 @@ class Pyramid(nn.Module):
 
     def __init__(self, body: nn.Module, channels: int = 256, norm: bool = False) -> None:
         super().__init__()
-        strides = list(body.feature_info.reduction())
-        if not set(STRIDES) <= set(strides):
+        strides = body.feature_info.reduction()
+        last = {stride: position for position, stride in enumerate(strides)}
+        if not set(STRIDES) <= set(last):
             raise ValueError(f"features at strides {', '.join(map(str, STRIDES))} are required, got "
                              f"{', '.join(map(str, strides))}")
-        self.positions = [len(strides) - 1 - strides[::-1].index(stride) for stride in STRIDES]
+        self.positions = [last[stride] for stride in STRIDES]
         self.body, self.out_channels = body, channels
         widths = [body.feature_info.channels()[position] for position in self.positions]
         self.fpn = FeaturePyramidNetwork(widths, channels, extra_blocks=CoarseLevels(channels, channels))
@@ -100,18 +100,16 @@ class _Tower(nn.Module):
         if norm:
             self.norms = nn.ModuleList(nn.ModuleList(nn.BatchNorm2d(channels) for _ in range(convs)) for _ in LEVELS)
 
-    def forward(self, x: Tensor, level: int) -> Tensor:
-        for n, conv in enumerate(self.convs):
-            x = conv(x)
-            if self.norms is not None:
-                x = self.norms[level][n](x)
-            x = F.relu(x)
-        return x
-
-
-def _by_place(x: Tensor, numbers: int) -> Tensor:
-    """Turn (B, A * numbers, H, W) into (B, H * W * A, numbers), in float32: losses and boxes need its precision."""
-    return x.unflatten(1, (-1, numbers)).permute(0, 3, 4, 1, 2).flatten(1, 3).float()
+    def forward(self, maps: list[Tensor], last: nn.Conv2d, numbers: int) -> Tensor:
+        """Turn the pyramid's maps, by way of a head's last convolution, into float32 (B, places * A, numbers): losses
+        and boxes need its precision."""
+        found = []
+        for level, x in enumerate(maps):
+            for n, conv in enumerate(self.convs):
+                x = conv(x)
+                x = F.relu(x if self.norms is None else self.norms[level][n](x))
+            found.append(last(x).unflatten(1, (-1, numbers)).permute(0, 3, 4, 1, 2).flatten(1, 3).float())
+        return torch.cat(found, dim=1)
 
 
 class ClassHead(RetinaNetClassificationHead):
@@ -125,8 +123,7 @@ class ClassHead(RetinaNetClassificationHead):
 
     def forward(self, maps: list[Tensor]) -> Tensor:
         """Turn the pyramid's maps into logits (B, places * A, C)."""
-        return torch.cat([_by_place(self.cls_logits(self.conv(x, n)), self.num_classes)
-                          for n, x in enumerate(maps)], dim=1)
+        return self.conv(maps, self.cls_logits, self.num_classes)
 
     def compute_loss(self, targets: list[dict[str, Tensor]], outputs: dict[str, Tensor],
                      matched: list[Tensor]) -> Tensor:
@@ -147,24 +144,20 @@ class BoxHead(RetinaNetRegressionHead):
     def __init__(self, channels: int, anchors: int, *, convs: int, norm: bool, loss: str) -> None:
         super().__init__(channels, anchors)
         self.conv = _Tower(channels, convs, norm)
-        self._loss_type = loss
+        self._loss_type, self.stretch, self.weight = loss, 1.0, 1.0
+        if loss == "huber":  # of x: delta^2 times smooth_l1 of x / delta; the mean of the four offsets
+            self._loss_type, self.stretch, self.weight = "smooth_l1", 1 / HUBER_DELTA, HUBER_WEIGHT * HUBER_DELTA**2 / 4
+            self.box_coder.weights = (self.stretch,) * 4
 
     def forward(self, maps: list[Tensor]) -> Tensor:
         """Turn the pyramid's maps into offsets (B, places * A, 4)."""
-        return torch.cat([_by_place(self.bbox_reg(self.conv(x, n)), 4) for n, x in enumerate(maps)], dim=1)
+        return self.conv(maps, self.bbox_reg, 4)
 
     def compute_loss(self, targets: list[dict[str, Tensor]], outputs: dict[str, Tensor], anchors: list[Tensor],
                      matched: list[Tensor]) -> Tensor:
         """Return torchvision's, or `HUBER_WEIGHT` times the mean Huber loss of the matched anchors' offsets."""
-        if self._loss_type != "huber":
-            return super().compute_loss(targets, outputs, anchors, matched)
-        losses = []
-        for target, offsets, places, match in zip(targets, outputs["bbox_regression"], anchors, matched, strict=True):
-            of_object = torch.where(match >= 0)[0]
-            wanted = self.box_coder.encode_single(target["boxes"][match[of_object]], places[of_object])
-            loss = F.huber_loss(offsets[of_object], wanted, reduction="sum", delta=HUBER_DELTA)
-            losses.append(HUBER_WEIGHT * loss / (4 * max(1, len(of_object))))
-        return torch.stack(losses).mean()
+        stretched = {"bbox_regression": self.stretch * outputs["bbox_regression"]}
+        return self.weight * super().compute_loss(targets, stretched, anchors, matched)
 
 
 class Heads(RetinaNetHead):
@@ -231,7 +224,7 @@ def create_detector(backbone: str = "aa_resnet50", num_classes: int = 90, img_si
         img_size: side in pixels of the square that images are scaled into, a multiple of 32.
         anchors: at each place of the pyramid: 6 (the AA paper's) or 9 (torchvision's), in ratios 1/2, 1 and 2.
         gamma, focal_alpha: of the focal loss; torchvision's gamma is 2.
-        box_loss: "l1", "smooth_l1" (torchvision's) or "huber" (that of the AA paper's code, weighted 50).
+        box_loss: one of torchvision's ("l1", "smooth_l1", "giou", ...) or "huber" (the AA paper's code's, weighted 50).
         head_norm: "batch" puts BatchNorms after the pyramid's maps and, for each of them, into the heads.
         fpn_channels, head_convs: width of pyramid and heads, and 3x3 convolutions of a head before its last.
         min_head_qk: least width of a head's queries in the backbone's attention. 0 gives the published detector's
@@ -248,7 +241,6 @@ def create_detector(backbone: str = "aa_resnet50", num_classes: int = 90, img_si
     """
     for right, required in (
             (anchors in OCTAVE_SCALES, f"anchors must be 6 or 9, got {anchors!r}"),
-            (box_loss in BOX_LOSSES, f"box_loss must be one of {', '.join(BOX_LOSSES)}, got {box_loss!r}"),
             (head_norm in (None, "none", "batch"), f"head_norm must be 'batch' or None, got {head_norm!r}"),
             (img_size >= 32 and not img_size % 32, f"img_size must be a multiple of 32 pixels, got {img_size!r}")):
         if not right:

@@ -148,10 +148,6 @@ class CocoDetection(DataModule):
             self.fingerprint = self.train.fingerprint() + self.fingerprint
             self.about["train_data"] = str(self.train.json)
             self.train_images, self.describe = len(self.train), self.train.describe
-        for source in (self.test, *([self.train] if training else [])):
-            if not source.num_boxes():
-                raise UsageError(f"{len(source)} images of {source.json} must have at least one box that is no crowd, "
-                                 "got none")
 
     @staticmethod
     def default_output(config: DetectionConfig) -> str:
@@ -185,15 +181,11 @@ class CocoDetection(DataModule):
         config = self.config
         transform = partial(train_transform, scale=(config.scale_min, config.scale_max), flip=config.hflip,
                             photometric=config.photometric)
-        return self._loader(BoxTrainLoader, self.train, transform, config.batch_size, keywords)
+        return BoxTrainLoader(self.train, transform=transform, batch_size=config.batch_size, seed=config.seed,
+                              **keywords)
 
     def eval_loader(self, **keywords) -> BoxEvalLoader:
-        return self._loader(BoxEvalLoader, self.test, eval_transform, self.config.eval_batch_size, keywords)
-
-    def _loader(self, kind: type, source: CocoFolder, transform, batch_size: int, keywords: dict[str, Any]):
-        config = self.config
-        return kind(source, transform=transform, batch_size=batch_size, img_size=config.img_size,
-                    workers=config.workers, seed=config.seed, bad_images=self.bad_images, **keywords)
+        return BoxEvalLoader(self.test, transform=eval_transform, batch_size=self.config.eval_batch_size, **keywords)
 
     def check(self) -> None:  # one category is enough
         if self.same_images:
@@ -202,7 +194,8 @@ class CocoDetection(DataModule):
     def loader_keywords(self, model: Detector) -> dict[str, Any]:
         """Return the loaders' keywords; mean and std are for config.yaml alone, the detector normalises by itself."""
         return {"mean": tuple(model.transform.image_mean), "std": tuple(model.transform.image_std),
-                "device": self.world.device, "rank": self.world.rank, "world_size": self.world.size}
+                "device": self.world.device, "rank": self.world.rank, "world_size": self.world.size,
+                "img_size": self.config.img_size, "workers": self.config.workers, "bad_images": self.bad_images}
 
     def model_to_evaluate(self, target: str, run: Path | None) -> tuple[Detector, Path]:
         """Return a run folder's detector, and the folder for results.
@@ -233,8 +226,8 @@ def detector_kwargs(config: DetectionConfig, num_classes: int) -> dict[str, Any]
     Raises:
         UsageError: a model keyword that is an option of its own, with another value.
     """
-    wanted = {"num_classes": num_classes, "img_size": config.img_size, "anchors": config.anchors,
-              "gamma": config.gamma, "box_loss": config.box_loss, "head_norm": config.head_norm}
+    wanted = {"num_classes": num_classes, **{name: getattr(config, name) for name in (
+        "img_size", "anchors", "gamma", "box_loss", "head_norm")}}
     for key, value in wanted.items():
         if config.model_kwargs.get(key, value) != value:
             raise UsageError(f"model keyword {key} must be {value}, as data and options are, got "
