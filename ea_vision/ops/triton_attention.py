@@ -46,7 +46,7 @@ Choices:
 
 import importlib.util
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,42 +68,93 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+class Shape(NamedTuple):
+    """What a kernel is compiled for, see `triton_kernels`.
+
+    SPLIT: on 10.x products of 64 rows and more go to tensor memory, where Triton before its pull request 10988 sums
+    chained products wrongly (triton-lang/triton issue 10821); they are done by 32. SMALL: of `triton_tiles`. DTYPE,
+    GATED and GIVEN, the names of the arguments that are not None, tell apart what triton.autotune times.
+    """
+
+    H: int
+    W: int
+    N: int
+    K: int
+    KS: int
+    KP: int
+    DP: int
+    EP: int
+    RP: int
+    SP: int
+    TP: int
+    PREFIX: int
+    RELATIVE: bool
+    SPLIT: bool
+    SMALL: bool
+    DTYPE: str
+    GATED: bool
+    GIVEN: tuple[str, ...] = ()
+
+
+class Rows(NamedTuple):
+    """(B, K, N, D) as the kernels take it; all strides but the last count UNITs of numbers, which tells the compiler
+    how wide it may load."""
+
+    data: Tensor
+    image: int
+    head: int
+    pixel: int
+    width: int
+    UNIT: Any
+    D: Any
+    DP: Any
+
+
+class Weight(NamedTuple):
+    """The convolution's weight with its strides."""
+
+    data: Tensor
+    makes: int
+    takes: int
+    y: int
+    x: int
+
+
 class Share(NamedTuple):
-    """What a term of a sum is multiplied by: a number, or a row of the kernels' gates; 0 drops the term."""
+    """What a term of a sum is multiplied by: a number, or K numbers by heads. A term that is dropped has None."""
 
     number: float = 1.0
-    row: int = -1
-
-    def __bool__(self) -> bool:
-        return self.number != 0.0
+    by_head: Tensor | None = None
 
 
-NO_SHARE, WHOLE = Share(0.0), Share(1.0)
+class Dropout(NamedTuple):
+    """The seed, how many values of 24 random bits drop, and the gain of what is kept."""
+
+    seed: Tensor
+    threshold: int
+    gain: float
 
 
-def _shares(has_prev: bool, has_weight: bool, alpha: float, beta: float, predict: bool, gated: bool):
-    """Return the (conv, maps, own) shares of the logits, and of EA's m, or None where there is none."""
+def _shares(has_prev: bool, has_weight: bool, alpha: float, beta: float, predict: bool, gates: Tensor | None):
+    """Return the (conv, kept, own) shares of the logits, and of EA's m, or None where there is none."""
     if not has_prev:
-        return (NO_SHARE, NO_SHARE, WHOLE), None
-    if gated:
-        alphas, betas, one_less_alpha, one_less_beta = (Share(row=row) for row in range(4))
+        return (None, None, Share()), None
+    if gates is not None:
+        rows = torch.cat([gates, 1.0 - gates]).float()
+        alphas, betas, one_less_alpha, one_less_beta = (Share(by_head=row) for row in rows)
     else:
-        alphas, betas, one_less_alpha, one_less_beta = map(Share, (alpha, beta, 1.0 - alpha, 1.0 - beta))
+        alphas, betas, one_less_alpha, one_less_beta = (
+            Share(number) if number else None for number in (alpha, beta, 1.0 - alpha, 1.0 - beta))
     if predict and has_weight:
-        return (alphas, NO_SHARE, one_less_alpha), None
+        return (alphas, None, one_less_alpha), None
     if predict or not has_weight or not betas:
-        return (NO_SHARE, alphas, one_less_alpha), None
-    return (betas, one_less_beta, NO_SHARE), (NO_SHARE, alphas, one_less_alpha)
+        return (None, alphas, one_less_alpha), None
+    return (betas, one_less_beta, None), (None, alphas, one_less_alpha)
 
 
-def _gate_rows(gates: Tensor | None) -> Tensor | None:
-    """Turn gates (2, K) into alpha, beta, 1 - alpha, 1 - beta, (4, K) in float32."""
-    return None if gates is None else torch.cat([gates, 1.0 - gates]).float()
-
-
-def _heads_last(maps: Tensor) -> Tensor:
+def _heads_last(maps: Tensor | None) -> Tensor | None:
     """Return (B, K, N, N) in any layout as the (B, N, N, K) that the kernels read, copied where it lies otherwise."""
-    return maps.permute(0, 2, 3, 1).contiguous()
+    return None if maps is None else maps.permute(0, 2, 3, 1).contiguous()
 
 
 def _new_maps(q: Tensor) -> Tensor:
@@ -111,17 +162,14 @@ def _new_maps(q: Tensor) -> Tensor:
     return q.new_empty(B, N, N, K)
 
 
-def _new_signs(q: Tensor) -> Tensor:
-    """Return new signs (B, N, N), a bit a head."""
-    B, K, N, _ = q.shape
+def _new_signs(q: Tensor, shares, prefix: int) -> Tensor | None:
+    """Return new signs (B, N, N), a bit a head, or None where the logits, which backward reads, tell where the ReLU
+    passed its gradient."""
+    (B, K, N, _), (conv, kept, own) = q.shape, shares
+    alone = conv and conv.by_head is None and conv.number > 0 and not kept and not own
+    if not conv or alone and prefix == 0:
+        return None
     return q.new_empty(B, N, N, dtype=torch.uint8 if K <= 8 else torch.int16)
-
-
-def _needs_signs(shares, prefix: int) -> bool:
-    """Return whether the logits, which backward reads, leave open where the ReLU passed its gradient."""
-    conv, kept, own = shares
-    alone = conv.row < 0 and conv.number > 0 and not kept and not own
-    return bool(conv) and not (alone and prefix == 0)
 
 
 def _new_rows(q: Tensor, width: int) -> Tensor:
@@ -134,96 +182,62 @@ def _power(n: int, least: int = 16) -> int:
     return max(least, 1 << (n - 1).bit_length())
 
 
-def _sizes(q: Tensor, v: Tensor, H: int, W: int, weight: Tensor | None, relative: bool, prefix: int) -> dict:
-    """Return the kernels' constants, of which each takes what it knows."""
-    import triton.language as tl
-
-    K, D, E = q.shape[1], q.shape[-1], v.shape[-1]
-    kernel_size = 1 if weight is None else weight.shape[-1]
-    operand = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype]
-    if INTERPRETING:
-        operand = tl.float32
+def _shape(q: Tensor, v: Tensor, H: int, W: int, weight: Tensor | None, relative: bool, prefix: int,
+           gated: bool) -> Shape:
+    K, kernel_size = q.shape[1], 1 if weight is None else weight.shape[-1]
     chip = _capability(q.device) if q.is_cuda else None
-    return {
-        "H": H, "W": W, "N": H * W, "K": K, "D": D, "E": E, "KS": kernel_size,
-        "KP": _power(K, 1), "DP": _power(D), "EP": _power(E), "RP": _power(kernel_size * K),
-        "SP": _power(H + W if relative else 1), "TP": _power(2 * H + 2 * W - 2 if relative else 1),
-        "GROUPS": 8, "PREFIX": 0 if weight is None else prefix, "RELATIVE": relative,
-        # on 10.x products of 64 rows and more go to tensor memory, where Triton before its pull request 10988 sums
-        # chained products wrongly (triton-lang/triton issue 10821); they are done by 32
-        "SPLIT": chip is not None and chip[0] == 10, "SMALL": chip in SMALL_MEMORY,
-        "OP": operand, "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
-    }
+    return Shape(
+        H, W, H * W, K, kernel_size, KP=_power(K, 1), DP=_power(q.shape[-1]), EP=_power(v.shape[-1]),
+        RP=_power(kernel_size * K), SP=_power(H + W if relative else 1),
+        TP=_power(2 * H + 2 * W - 2 if relative else 1), PREFIX=0 if weight is None else prefix, RELATIVE=relative,
+        SPLIT=chip is not None and chip[0] == 10, SMALL=chip in SMALL_MEMORY, DTYPE=str(q.dtype), GATED=gated)
+
+
+def _rows(x: Tensor) -> Rows:
+    from triton.language import constexpr
+
+    image, head, pixel, width = x.stride()
+    unit = 1 if width != 1 or (image | head | pixel) % 4 else 4
+    constants = (constexpr(n) for n in (unit, x.shape[-1], _power(x.shape[-1])))
+    return Rows(x, image // unit, head // unit, pixel // unit, width, *constants)
+
+
+def _dense(x: Tensor | None) -> Tensor | None:
+    """Return the tensor, copied only if its numbers do not fill its memory in some order."""
+    return x if x is None or torch.empty_like(x).stride() == x.stride() else x.contiguous()
+
+
+def _weight(weight: Tensor | None) -> Weight | None:
+    return None if weight is None else Weight(weight, *weight.stride())
+
+
+def _dropout(seed: Tensor | None, p: float) -> Dropout | None:
+    return None if seed is None else Dropout(seed, round(p * (1 << 24)), 1.0 / (1.0 - p) if p < 1.0 else 0.0)
 
 
 def _programs(q: Tensor, pixels: int) -> int:
     return q.shape[0] * -(-q.shape[2] // pixels)
 
 
-def _launch(kernel, tile: Tile, q: Tensor, values: dict) -> None:
-    """Run one program for each image and block of pixels, by triton.autotune where that serves. values: the kernel's
-    arguments by name, and others; of tensors that it does not look at, None."""
-    values = {**values, "I": tile.queries, "J": tile.keys}
-    args = [q if values[name] is None else values[name] for name in kernel.arg_names if not name.isupper()]
-    constants = {name: values[name] for name in kernel.arg_names if name.isupper()}
+def _launch(kernel, tile: Tile, like: Tensor, **arguments) -> None:
+    """Run one program for each image and block of pixels, by triton.autotune where that serves."""
     by_keys = kernel.__name__ in BY_KEYS
-    programs = _programs(q, tile.keys if by_keys else tile.queries)
-    if triton_tiles.tunes(q.device, programs, constants):
-        tuner = triton_tiles.tuned(kernel, tile, tuple(constants.items()))
+    programs = _programs(like, tile.keys if by_keys else tile.queries)
+    arguments |= {name: pixels for name, pixels in (("I", tile.queries), ("J", tile.keys)) if name in kernel.arg_names}
+    if triton_tiles.tunes(like.device, programs, arguments):
+        S = arguments["S"]._replace(GIVEN=tuple(name for name, x in arguments.items() if x is not None))
+        tuner = triton_tiles.tuned(kernel, tile, S)
         # a CUDA graph would capture the trials
         if tuner.cache or not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-            del constants["I" if by_keys else "J"]
-            tuner[programs,](*args, **constants)
+            del arguments["I" if by_keys else "J"]
+            tuner[programs,](**arguments | {"S": S})
             return
     limit = {"maxnreg": tile.registers} if tile.registers else {}
-    kernel[programs,](*args, **constants, num_warps=tile.warps, num_stages=tile.stages, **limit)
-
-
-def _strides(unit_name: str, **tensors: Tensor) -> dict[str, int]:
-    """Return strides of (B, K, N, D) tensors, all but the last in units of 4 numbers where these divide them."""
-    unit = 4 if all(x.stride(3) == 1 and all(n % 4 == 0 for n in x.stride()[:3]) for x in tensors.values()) else 1
-    values = {unit_name: unit}
-    for name, x in tensors.items():
-        image, head, pixel = (n // unit for n in x.stride()[:3])
-        values |= {f"{name}_image": image, f"{name}_head": head, f"{name}_pixel": pixel, f"{name}_width": x.stride(3)}
-    return values
-
-
-def _weight_strides(weight: Tensor | None) -> dict[str, int]:
-    return dict(zip(("w_to", "w_from", "w_y", "w_x"), (0, 0, 0, 0) if weight is None else weight.stride(), strict=True))
-
-
-def _terms(**shares: Share) -> dict:
-    """Return the number and the row of each term's share, and whether the term is there."""
-    return {key: value for name, share in shares.items() for key, value in (
-        (f"{name}_share", share.number), (f"{name.upper()}_ROW", share.row), (name.upper(), bool(share)))}
-
-
-def _dropout(p: float) -> dict:
-    """Return how many values of 24 random bits drop, and the gain of what is kept."""
-    return {"threshold": round(p * (1 << 24)), "kept_gain": 1.0 / (1.0 - p) if p < 1.0 else 0.0, "DROP": p > 0}
-
-
-def _evolve(values: dict, shares: tuple[Share, Share, Share], dropout_p: float = 0.0, **filled: Tensor | None) -> None:
-    """Run one forward kernel, which fills `logits`, `signs`, and `out` and `lse`, where these are given."""
-    from ea_vision.ops import triton_kernels
-
-    (conv, kept, own), q = shares, values["q"]
-    filled = dict.fromkeys(("logits", "signs", "out", "lse")) | filled
-    attends = filled["out"] is not None
-    _launch(triton_kernels.evolve, default_tile("evolve", q.dtype, values, bool(conv), attends), q, {
-        **values, **filled, **_weight_strides(values["weight"]), **_strides("UNIT", q=q, k=values["k"]),
-        **_strides("UNIT_V", v=values["v"]), **_terms(conv=conv, maps=kept, own=own), **_dropout(dropout_p),
-        "SAVE": filled["logits"] is not None, "SIGNS": filled["signs"] is not None, "ATTEND": attends})
+    kernel[programs,](**arguments, num_warps=tile.warps, num_stages=tile.stages, **limit)
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
-
-
-def _dense(x: Tensor | None) -> Tensor | None:
-    """Return the tensor, copied only if its numbers do not fill its memory in some order."""
-    return x if x is None or torch.empty_like(x).stride() == x.stride() else x.contiguous()
 
 
 def _run_forward(
@@ -234,26 +248,32 @@ def _run_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out, logits (empty unless `save`), the rows' log-sum-exp, base 2, and the ReLU's signs (empty where the
     logits tell them, and unless `save`)."""
-    shares, mixing = _shares(prev_logits is not None, weight is not None, alpha, beta, predict, gates is not None)
-    values = _sizes(q, v, height, width, weight, height_rel is not None, prefix) | {
-        "q": q, "k": k, "v": v, "height_rel": _contiguous(height_rel), "width_rel": _contiguous(width_rel),
-        "maps": None if prev_logits is None else _heads_last(prev_logits), "weight": _dense(weight),
-        "bias": _contiguous(bias), "gates": _gate_rows(gates), "seed": seed, "scale": scale}
-    B, K, N, _ = q.shape
+    from ea_vision.ops import triton_kernels
+
+    (B, K, N, _), maps = q.shape, _heads_last(prev_logits)
+    shares, mixing = _shares(maps is not None, weight is not None, alpha, beta, predict, gates)
+    S = _shape(q, v, height, width, weight, height_rel is not None, prefix, gates is not None)
+    inputs = {"q": _rows(q), "k": _rows(k), "v": _rows(v), "height_rel": _contiguous(height_rel),
+              "width_rel": _contiguous(width_rel), "weight": _weight(weight), "bias": _contiguous(bias), "scale": scale}
+
+    def evolve(maps, conv, kept, own, dropout=None, logits=None, signs=None, out=None, lse=None):
+        tile = default_tile("evolve", S, conv is not None, out is not None)
+        _launch(triton_kernels.evolve, tile, q, **inputs, maps=maps, conv=conv, kept=kept, own=own, dropout=dropout,
+                logits=logits, signs=signs, out=out, lse=lse, S=S)
+
     with torch.cuda.device_of(q):
         if mixing is not None:
             mixed = _new_maps(q)
-            _evolve(values, mixing, logits=mixed)
-            values["maps"] = mixed
-        logits = _new_maps(q) if save else None
-        signs = _new_signs(q) if save and _needs_signs(shares, prefix) else None
+            evolve(maps, *mixing, logits=mixed)
+            maps = mixed
+        logits, signs = (_new_maps(q), _new_signs(q, shares, prefix)) if save else (None, None)
         out, lse = _new_rows(q, v.shape[-1]), q.new_empty(B, K, N, dtype=torch.float32)
-        if values["KP"] > 8 and shares[0]:  # convolution and softmax of so many heads do not fit into one kernel
+        if S.KP > 8 and shares[0] is not None:  # convolution and softmax of so many heads do not fit into one kernel
             evolved = _new_maps(q) if logits is None else logits
-            _evolve(values, shares, logits=evolved, signs=signs)
-            _evolve(values | {"maps": evolved}, (NO_SHARE, WHOLE, NO_SHARE), dropout_p, out=out, lse=lse)
+            evolve(maps, *shares, logits=evolved, signs=signs)
+            evolve(evolved, None, Share(), None, _dropout(seed, dropout_p), out=out, lse=lse)
         else:
-            _evolve(values, shares, dropout_p, logits=logits, signs=signs, out=out, lse=lse)
+            evolve(maps, *shares, _dropout(seed, dropout_p), logits, signs, out, lse)
     return (out, q.new_empty(0) if logits is None else logits.permute(0, 3, 1, 2), lse,
             q.new_empty(0, dtype=torch.uint8) if signs is None else signs)
 
@@ -264,11 +284,11 @@ _forward = torch.library.custom_op("ea_vision::triton_attention_forward", _run_f
 @_forward.register_fake
 def _(q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, seed, alpha, beta, predict, *rest):
     *_, prefix, save = rest
-    B, K, N, _ = q.shape
-    shares, _ = _shares(prev_logits is not None, weight is not None, alpha, beta, predict, gates is not None)
+    shares, _ = _shares(prev_logits is not None, weight is not None, alpha, beta, predict, gates)
     logits = _new_maps(q).permute(0, 3, 1, 2) if save else q.new_empty(0)
-    signs = _new_signs(q) if save and _needs_signs(shares, prefix) else q.new_empty(0, dtype=torch.uint8)
-    return _new_rows(q, v.shape[-1]), logits, q.new_empty(B, K, N, dtype=torch.float32), signs
+    signs = _new_signs(q, shares, prefix) if save else None
+    return (_new_rows(q, v.shape[-1]), logits, q.new_empty(q.shape[:3], dtype=torch.float32),
+            q.new_empty(0, dtype=torch.uint8) if signs is None else signs)
 
 
 def _run_backward(
@@ -281,62 +301,53 @@ def _run_backward(
     other, and the weight's, without shape, as they lie in memory; empty for what there is not."""
     from ea_vision.ops import triton_kernels
 
-    K, D, gated = q.shape[1], q.shape[-1], gates is not None
-    (conv, kept, own), mixing = _shares(prev_logits is not None, weight is not None, alpha, beta, predict, gated)
-    sizes = _sizes(q, v, height, width, weight, height_rel is not None, prefix)
-    rows, weight = _gate_rows(gates), _dense(weight)
+    K, D, maps = q.shape[1], q.shape[-1], _heads_last(prev_logits)
+    (conv, kept, own), mixing = _shares(maps is not None, weight is not None, alpha, beta, predict, gates)
+    S = _shape(q, v, height, width, weight, height_rel is not None, prefix, gates is not None)
+    rows = {"q": _rows(q), "k": _rows(k), "height_rel": _contiguous(height_rel), "width_rel": _contiguous(width_rel)}
     with torch.cuda.device_of(q):
-        delta = torch.empty_like(lse)
-        values = sizes | _strides("UNIT_OUT", do=d_out) | {
-            "q": q, "k": k, "v": v, "height_rel": _contiguous(height_rel), "width_rel": _contiguous(width_rel),
-            "prev": None if prev_logits is None else _heads_last(prev_logits), "weight": weight, "gates": rows,
-            "seed": seed, "scale": scale, "out": out, "d_out": d_out, "lse": lse, "delta": delta}
-        _launch(triton_kernels.row_products, Tile(), q, values)
+        delta, outer = torch.empty_like(lse), _rows(d_out)
+        _launch(triton_kernels.row_products, Tile(), q, out=_rows(out), d_out=outer, delta=delta, S=S)
 
         # Softmax and ReLU: g (the logits' gradient), d_conv, d_v, d_bias
-        save_g = mixing is None or bool(kept)
-        g = _new_maps(q) if save_g else None
+        g = _new_maps(q) if mixing is None or kept else None
         d_conv = _new_maps(q) if conv else None
         d_v = _new_rows(q, v.shape[-1])
-        tile = default_tile("logits_backward", q.dtype, sizes, bool(conv))
+        tile = default_tile("logits_backward", S, conv is not None)
         d_biases = q.new_empty(_programs(q, tile.keys) if conv else 0, K, dtype=torch.float32)
-        _launch(triton_kernels.logits_backward, tile, q, {
-            **values, **_strides("UNIT_V", v=v), **_terms(conv=conv), **_dropout(dropout_p),
-            "logits": _heads_last(logits), "signs": signs if signs.numel() else None, "SIGNS": signs.numel() > 0,
-            "d_logits": None if d_logits is None else _heads_last(d_logits.to(q.dtype)),
-            "FROM_NEXT": d_logits is not None, "d_conv": d_conv, "d_maps": g, "SAVE": save_g, "d_v": d_v,
-            "d_bias": d_biases})
+        _launch(triton_kernels.logits_backward, tile, q, v=_rows(v), logits=_heads_last(logits),
+                signs=signs if signs.numel() else None, d_out=outer, lse=lse, delta=delta, d_conv=d_conv, d_maps=g,
+                d_logits=None if d_logits is None else _heads_last(d_logits.to(q.dtype)), d_v=d_v, d_bias=d_biases,
+                conv=conv, dropout=_dropout(seed, dropout_p), S=S)
 
         # Convolution, mixing, and the query's side: d_prev, d_q, and by program d_tables, d_weight, d_alpha, d_beta
-        _, prev_share, own_share = (NO_SHARE, WHOLE, own) if mixing is None else mixing
+        prev_share, own_share = (Share(), own) if mixing is None else mixing[1:]
+        own_share = own_share or Share(0.0)
         # d_k comes from the stored d_prev = alpha * a; with alpha 0 that would be lost, so a is stored, d_prev cleared
-        store_share = prev_share if prev_share else WHOLE
-        d_prev = _new_maps(q) if prev_logits is not None else None
+        store_share = prev_share or Share()
+        d_prev = None if maps is None else _new_maps(q)
         n_tables = 0 if height_rel is None else height_rel.numel() + width_rel.numel()
         n_weight = weight.numel() if conv else 0
-        n_gates = K if gated else 0
-        tile = default_tile("queries_backward", q.dtype, sizes, bool(conv))
+        n_gates = 0 if gates is None else K
+        tile = default_tile("queries_backward", S, conv is not None)
         by_query = q.new_empty(_programs(q, tile.queries), n_tables + n_gates, dtype=torch.float32)
-        weight_tile = default_tile("weight_backward", q.dtype, sizes, mixing is not None)
+        weight_tile = default_tile("weight_backward", S, mixing is not None)
         by_tap = q.new_empty(_programs(q, weight_tile.queries) if conv else 0, n_weight + n_gates, dtype=torch.float32)
         d_q, d_k = _new_rows(q, D), _new_rows(q, D)
-        values |= _strides("UNIT", q=q, k=k) | _weight_strides(weight) | _terms(prev=prev_share, own=own_share) | {
-            "d_conv": d_conv, "d_logits": g}
+        rows |= {"weight": _weight(weight), "maps": maps, "d_conv": d_conv, "d_logits": g, "scale": scale, "S": S}
         if conv:
-            _launch(triton_kernels.weight_backward, weight_tile, q, {
-                **values, "d_weight": by_tap, "d_beta": by_tap[:, n_weight:], "part_stride": by_tap.shape[1],
-                "MIXES": mixing is not None, "BETA": mixing is not None and kept.row >= 0})
-        _launch(triton_kernels.queries_backward, tile, q, {
-            **values, **_terms(conv=conv, logits=kept), "d_maps": d_prev, "d_q": d_q, "d_table": by_query,
-            "d_alpha": by_query[:, n_tables:], "part_stride": by_query.shape[1], "maps_share": store_share.number,
-            "LOGITS": save_g, "KEPT": bool(kept), "OWN_FROM_MAPS": mixing is not None, "SAVE": d_prev is not None})
+            _launch(triton_kernels.weight_backward, weight_tile, q, **rows, d_weight=by_tap,
+                    d_beta=by_tap[:, n_weight:] if n_gates and mixing else None, part_stride=by_tap.shape[1],
+                    kept=prev_share or Share(0.0), own=own_share if mixing else None)
+        _launch(triton_kernels.queries_backward, tile, q, **rows, d_maps=d_prev, d_q=d_q, d_table=by_query,
+                d_alpha=by_query[:, n_tables:] if n_gates else None, part_stride=by_query.shape[1], conv=conv,
+                kept=kept, maps_share=store_share.number, own=own_share, OWN_FROM_MAPS=mixing is not None)
 
         # The key's side
-        share = own_share.number / store_share.number if mixing is not None else own_share.number
-        _launch(triton_kernels.keys_backward, default_tile("keys_backward", q.dtype, sizes, True), q, {
-            **values, **_strides("UNIT", q=q), "maps": g if mixing is None else d_prev, "d_k": d_k,
-            "share": scale * share, "SHARE_ROW": own_share.row,
-            "STORED_ROW": store_share.row if mixing is not None else -1})
+        _launch(triton_kernels.keys_backward, default_tile("keys_backward", S, True), q, q=rows["q"],
+                maps=d_prev if mixing else g, d_k=d_k, own=own_share if n_gates else None,
+                share=scale * own_share.number / (store_share.number if mixing else 1.0),
+                stored=store_share if mixing and n_gates else None, S=S)
 
     d_table = by_query.sum(0)
     if conv:
@@ -345,28 +356,28 @@ def _run_backward(
         d_weight, d_bias = (q.new_zeros(0 if weight is None else n, dtype=torch.float32)
                             for n in (0 if weight is None else weight.numel(), K))
     d_gates = q.new_empty(0)
-    if gated:
+    if gates is not None:
         d_alpha, d_beta = d_table[n_tables:], torch.zeros_like(d_table[n_tables:])
         d_table = d_table[:n_tables].clone()
         if conv:
-            if kept.row >= 0:
+            if mixing:
                 d_beta = d_weight[n_weight:]
             d_weight = d_weight[:n_weight].clone()
             as_it_lies = d_weight.as_strided(weight.shape, weight.stride())
             used, used_bias = (x.to(q.dtype).float() for x in (weight, bias))
             d_convolved = (used * as_it_lies).sum((1, 2, 3)) + used_bias * d_bias
-            as_it_lies *= rows[conv.row].view(K, 1, 1, 1)
-            d_bias = rows[conv.row] * d_bias
-            if mixing is None:  # PA: beta is not in it
-                d_alpha = d_alpha + d_convolved
-            else:
+            as_it_lies *= conv.by_head.view(K, 1, 1, 1)
+            d_bias = conv.by_head * d_bias
+            if mixing:
                 d_beta = d_beta + d_convolved
+            else:  # PA: beta is not in it
+                d_alpha = d_alpha + d_convolved
         d_gates = torch.stack([d_alpha, d_beta]).to(gates.dtype)
-    if prev_logits is None:
-        d_maps = q.new_empty(0)
+    if d_prev is None:
+        d_prev = q.new_empty(0)
     else:
-        d_maps = (d_prev if prev_share else d_prev.zero_()).permute(0, 3, 1, 2)
-    return d_q, d_k, d_v, d_maps, d_table, d_weight, d_bias, d_gates
+        d_prev = (d_prev if prev_share else d_prev.zero_()).permute(0, 3, 1, 2)
+    return d_q, d_k, d_v, d_prev, d_table, d_weight, d_bias, d_gates
 
 
 _backward = torch.library.custom_op("ea_vision::triton_attention_backward", _run_backward, mutates_args=())

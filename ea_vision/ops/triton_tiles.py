@@ -10,7 +10,6 @@ a kind. While a CUDA graph is captured nothing is timed.
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -39,18 +38,18 @@ class Tile(NamedTuple):
     registers: int = 0
 
 
-def default_tile(name: str, dtype: torch.dtype, sizes: dict, conv: bool, attends: bool = True) -> Tile:
+def default_tile(name: str, S: Any, conv: bool, attends: bool = True) -> Tile:
     """Return the tile of a shape that nobody has timed. conv, attends: what the kernel does, where it does not always;
     of `weight_backward` conv is whether it mixes."""
-    half = dtype != torch.float32
-    K, width = sizes["KP"], sizes["KP"] * max(sizes["DP"], sizes["EP"])
+    half = S.DTYPE != "torch.float32"
+    K, width = S.KP, S.KP * max(S.DP, S.EP)
     wide = width > 512
     many = K > 8
     warps = 16 if many else 8
     roomy = half and not many and not wide  # a tile leaves room for larger ones, or for two at a time
-    stages = 2 if roomy and not sizes["SMALL"] else 1
+    stages = 2 if roomy and not S.SMALL else 1
     limit = 128 if half and width <= 256 else 0  # two blocks of 256 threads share a multiprocessor's registers
-    if sizes["KS"] == 5 and (name == "weight_backward" or conv and name in ("evolve", "queries_backward")):
+    if S.KS == 5 and (name == "weight_backward" or conv and name in ("evolve", "queries_backward")):
         stages, limit = 1, 0  # five rows of taps: two stages take more shared memory than there is, a limit spills
     few = half and conv and K <= 4 and width >= 256  # by eight warps four heads are done in part twice, and spill
     if name == "evolve":
@@ -64,7 +63,7 @@ def default_tile(name: str, dtype: torch.dtype, sizes: dict, conv: bool, attends
     if name == "logits_backward":
         return Tile(16, 8 if many else 16, 4 if few else 8, 2 if roomy else 1)
     if name == "weight_backward":
-        two = roomy and conv and sizes["KS"] != 5 and sizes["N"] > 64  # of 7x7 they spill
+        two = roomy and conv and S.KS != 5 and S.N > 64  # of 7x7 they spill
         return Tile(8 if many else 16, 16, 8, 2 if two else 1, limit)
     if name == "queries_backward":
         if few:
@@ -93,18 +92,16 @@ def milliseconds(call: Callable[[], Any], quantiles: tuple[float, ...]) -> list[
 
 
 @functools.lru_cache(maxsize=4096)
-def tuned(kernel: Any, tile: Tile, constants: tuple[tuple[str, Any], ...]) -> Any:
-    """Return triton.autotune's form of a kernel for one set of constants; it is called without the stepped side."""
+def tuned(kernel: Any, tile: Tile, S: Any) -> Any:
+    """Return triton.autotune's form of a kernel for a `Shape`; it is called without the stepped side."""
     import triton
 
     side, stepped = ("queries", "I") if kernel.__name__ in BY_KEYS else ("keys", "J")
     configs = [triton.Config({stepped: getattr(other, side)}, other.warps, other.stages,
                              maxnreg=other.registers or None) for other in candidates(kernel.__name__, tile)]
-    known = [name for name, value in constants if name != stepped and isinstance(value, (bool, int, str))]
-    # before 3.4 Triton keeps nothing between processes
-    kept = {"cache_results": True} if "cache_results" in inspect.signature(triton.autotune).parameters else {}
-    in_place = ["maps"] if dict(constants).get("STORED_ROW", -1) >= 0 else None  # multiplied as they are read
-    return triton.autotune(configs, known, restore_value=in_place, do_bench=milliseconds, **kept)(kernel)
+    known = [name for name in kernel.arg_names if name.isupper() and name != stepped]
+    in_place = ["maps"] if "stored" in S.GIVEN else None  # multiplied as they are read
+    return triton.autotune(configs, known, restore_value=in_place, do_bench=milliseconds, cache_results=True)(kernel)
 
 
 def tunes(device: torch.device, programs: int, constants: dict[str, Any]) -> bool:

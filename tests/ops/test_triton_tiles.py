@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ea_vision.ops import triton_tiles as ours
+from ea_vision.ops.triton_attention import Shape
 from ea_vision.ops.triton_tiles import Tile
 
 
@@ -23,16 +24,16 @@ def test_triton_is_given_the_stepped_side_alone_and_a_key_that_its_cache_can_wri
     from ea_vision.ops import triton_kernels
 
     kernel = triton_kernels.keys_backward
-    constants = {"N": 196, "K": 8, "D": 20, "KP": 8, "DP": 32, "UNIT": 4, "I": 16, "J": 32, "OP": object(),
-                 "PRECISION": "tf32", "SHARE_ROW": 2, "STORED_ROW": 0}
-    one = ours.tuned(kernel, Tile(16, 32), tuple(constants.items()))
-    assert {tuple(config.kwargs) for config in one.configs} == {("I",)} and "I" not in one.keys
-    assert set(one.keys) == set(constants) - {"I", "OP"}
-    json.dumps([constants[name] for name in one.keys])
+    shape = Shape(14, 14, 196, 8, 3, 8, 32, 16, 32, 32, 64, 0, True, False, False, "torch.bfloat16", True)
+    stored = shape._replace(GIVEN=("maps", "stored"))
+    one = ours.tuned(kernel, Tile(16, 32), stored)
+    assert {tuple(config.kwargs) for config in one.configs} == {("I",)}
+    assert set(one.keys) == {"S", "J"}
+    json.dumps(stored)
     assert one.restore_value == ["maps"]  # multiplied in place
     assert one.configs[0].num_warps == 8 and one.configs[0].maxnreg is None
-    assert one is ours.tuned(kernel, Tile(16, 32), tuple(constants.items()))
-    other = ours.tuned(kernel, Tile(16, 32, registers=128), tuple((constants | {"STORED_ROW": -1}).items()))
+    assert one is ours.tuned(kernel, Tile(16, 32), stored)
+    other = ours.tuned(kernel, Tile(16, 32, registers=128), shape)
     assert other.restore_value == [] and other.configs[0].maxnreg == 128
 
 
