@@ -9,6 +9,7 @@ speed does not depend on torch.set_flush_denormal.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 
 import torch
@@ -26,7 +27,11 @@ from ea_vision.ops.problem import (
 from ea_vision.ops.rel_pos import cover_offsets
 
 NONE, MIX, PREDICT = range(3)  # as in problem.h
-SIZES = ("kind", "prefix", "H", "W", "window_height", "window_width")  # of AttentionStruct
+SIZES = "kind prefix H W window_height window_width".split()  # of AttentionStruct
+INPUTS = "q k v height_rel width_rel prev weight bias gates".split()  # what has a gradient, in the operator's order
+BY_IMAGES = ("q", "k", "v", "prev")  # the others are parameters
+
+operator = functools.partial(torch.library.custom_op, mutates_args=(), device_types="cpu")
 
 
 def _in_order(x: Tensor) -> Tensor:
@@ -39,16 +44,17 @@ def _pointers(**tensors: Tensor | None) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, scale: float, dropout_p: float, sizes: list[int],
+def _run(inputs: list[Tensor | None], scale: float, dropout_p: float, sizes: list[int],
          **tensors: Tensor | None) -> None:
-    """Run the kernel on q, k, v by `_in_order`; the others are contiguous."""
+    """Run the kernel on the operator's tensors and others, which are contiguous."""
+    q, k, v = (_in_order(x) for x in inputs[:3])
+    named, seed = dict(zip(INPUTS, (q, k, v, *inputs[3:-1]), strict=True)), inputs[-1]
     B, K, D, _ = q.shape
-    weight = tensors["weight"]
     problem = AttentionStruct(
         **dict(zip(SIZES, sizes, strict=True)), B=B, K=K, D=D, E=v.shape[2],
-        kernel=0 if weight is None else weight.shape[-1], dtype=DTYPES[q.dtype], threads=torch.get_num_threads(),
-        scale=scale, dropout=dropout_p, seed=0 if seed is None else seed.item(), q_step=q.stride(0),
-        k_step=k.stride(0), v_step=v.stride(0), **_pointers(q=q, k=k, v=v, **tensors))
+        kernel=0 if named["weight"] is None else named["weight"].shape[-1], dtype=DTYPES[q.dtype],
+        threads=torch.get_num_threads(), scale=scale, dropout=dropout_p, seed=0 if seed is None else seed.item(),
+        q_step=q.stride(0), k_step=k.stride(0), v_step=v.stride(0), **_pointers(**named, **tensors))
     run("evolving_attention", ctypes.byref(problem))
 
 
@@ -59,7 +65,7 @@ def _outputs(q: Tensor, v: Tensor, need_logits: bool) -> tuple[Tensor, Tensor, T
             q.new_empty(B, K, N, 2, dtype=torch.float32))
 
 
-@torch.library.custom_op("ea_vision::cpu_attention", mutates_args=(), device_types="cpu")
+@operator("ea_vision::cpu_attention")
 def _forward(
         q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None, prev: Tensor | None,
         weight: Tensor | None, bias: Tensor | None, gates: Tensor, seed: Tensor | None, scale: float, dropout_p: float,
@@ -70,9 +76,8 @@ def _forward(
     gates: alpha and beta by heads, (2, K); seed: of the dropout, one integer; sizes: of SIZES.
     """
     out, logits, norm = _outputs(q, v, need_logits)
-    q, k, v = (_in_order(x) for x in (q, k, v))
-    _run(q, k, v, seed, scale, dropout_p, sizes, prev=prev, height_rel=height_rel, width_rel=width_rel, weight=weight,
-         bias=bias, gates=gates, out=out, logits=logits if need_logits else None, norm=norm)
+    _run([q, k, v, height_rel, width_rel, prev, weight, bias, gates, seed], scale, dropout_p, sizes, out=out,
+         logits=logits if need_logits else None, norm=norm)
     return out, logits, norm
 
 
@@ -81,30 +86,31 @@ def _(q, k, v, *rest):
     return _outputs(q, v, rest[-1])
 
 
-@torch.library.custom_op("ea_vision::cpu_attention_backward", mutates_args=(), device_types="cpu")
+def _gradients(inputs: list[Tensor | None], gates_learn: bool, *each: int) -> dict[str, Tensor]:
+    """Return room for the gradient of each input, by its name: of q, k and v (B, K, D, N), of a parameter one or a
+    stack of so many."""
+    inputs = [None if x is None else x.transpose(2, 3) if name in "qkv" else x
+              for name, x in zip(INPUTS, inputs, strict=False)]
+    return {name: x.new_empty(x.shape if name in BY_IMAGES else (*each, *x.shape))
+            for name, x in zip(INPUTS, inputs, strict=True) if x is not None and (gates_learn or name != "gates")}
+
+
+@operator("ea_vision::cpu_attention_backward")
 def _backward(
-        d_out: Tensor, d_logits: Tensor | None, q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None,
-        width_rel: Tensor | None, prev: Tensor | None, weight: Tensor | None, bias: Tensor | None, gates: Tensor,
-        seed: Tensor | None, logits: Tensor | None, norm: Tensor, scale: float, dropout_p: float,
-        sizes: list[int], gates_learn: bool,
+        d_out: Tensor, d_logits: Tensor | None, inputs: list[Tensor | None], logits: Tensor | None, norm: Tensor,
+        scale: float, dropout_p: float, sizes: list[int], gates_learn: bool,
 ) -> list[Tensor]:
-    """Return gradients of q, k, v, then of what is given: prev, tables, weight, bias, learnable gates."""
-    q, k, v = (_in_order(x) for x in (q, k, v))
-    by_images = {f"d_{name}": torch.empty_like(x, memory_format=torch.contiguous_format)
-                 for name, x in (("q", q), ("k", k), ("v", v), ("prev", prev)) if x is not None}
-    parameters = {"height_rel": height_rel, "width_rel": width_rel, "weight": weight, "bias": bias, "gates": gates}
-    summed = {f"d_{name}": x.new_empty(len(q), *x.shape) for name, x in parameters.items()
-              if x is not None and (gates_learn or name != "gates")}
-    _run(q, k, v, seed, scale, dropout_p, sizes, prev=prev, **parameters, logits=logits, norm=norm,
-         d_out=d_out.contiguous(), d_logits=None if d_logits is None else d_logits.contiguous(), **by_images, **summed)
-    return [*by_images.values(), *(grad.sum(0) for grad in summed.values())]
+    """Return the gradients of the forward operator's tensors, of which there are some: see `_gradients`."""
+    gradients = _gradients(inputs, gates_learn, len(d_out))
+    _run(inputs, scale, dropout_p, sizes, logits=logits, norm=norm, d_out=d_out.contiguous(),
+         d_logits=None if d_logits is None else d_logits.contiguous(),
+         **{f"d_{name}": x for name, x in gradients.items()})
+    return [x if name in BY_IMAGES else x.sum(0) for name, x in gradients.items()]
 
 
 @_backward.register_fake
-def _(d_out, d_logits, q, k, v, height_rel, width_rel, prev, weight, bias, gates, *rest):
-    made = (*(x.transpose(2, 3) for x in (q, k, v)), prev, height_rel, width_rel, weight, bias,
-            gates if rest[-1] else None)
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in made if x is not None]
+def _(d_out, d_logits, inputs, *rest):
+    return [*_gradients(inputs, rest[-1]).values()]
 
 
 def _save(ctx, inputs, output) -> None:
@@ -116,17 +122,14 @@ def _save(ctx, inputs, output) -> None:
 
 def _differentiate(ctx, d_out, d_logits, _):
     *inputs, logits, norm = ctx.saved_tensors
-    _, _, v, height_rel, width_rel, prev, weight, bias, _, _ = inputs
     gates_learn = ctx.needs_input_grad[8]
     if d_out is None:
-        d_out = torch.zeros_like(v.transpose(2, 3), memory_format=torch.contiguous_format)
-    grads = iter(_backward(d_out, None if logits is None else d_logits, *inputs, logits, norm, *ctx.options,
-                           gates_learn))
-    d_q, d_k, d_v = (next(grads).transpose(2, 3) for _ in range(3))
-    d_prev, d_height, d_width, d_weight, d_bias = (
-        None if x is None else next(grads) for x in (prev, height_rel, width_rel, weight, bias))
-    return (d_q, d_k, d_v, d_height, d_width, d_prev, d_weight, d_bias, next(grads) if gates_learn else None,
-            *(None,) * 5)
+        d_out = torch.zeros_like(inputs[2].transpose(2, 3), memory_format=torch.contiguous_format)
+    d_q, d_k, d_v, *gradients = _backward(
+        d_out, None if logits is None else d_logits, inputs, logits, norm, *ctx.options, gates_learn)
+    rest = iter(gradients)
+    others = (None if x is None else next(rest) for x in (*inputs[3:8], inputs[8] if gates_learn else None))
+    return (*(x.transpose(2, 3) for x in (d_q, d_k, d_v)), *others, *(None,) * 5)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
@@ -202,7 +205,7 @@ def _pool_sizes(x: Tensor) -> tuple[int, int, int, int]:
     return x.shape[0], x.shape[1], (x.shape[2] + 1) // 2, (x.shape[3] + 1) // 2
 
 
-@torch.library.custom_op("ea_vision::cpu_pool", mutates_args=(), device_types="cpu")
+@operator("ea_vision::cpu_pool")
 def pool(x: Tensor) -> Tensor:
     """Pool 3x3 averages with stride 2, padding 1 not counted: float32 (B, C, H, W) -> (B, C, ceil(H/2), ceil(W/2))."""
     x, out = x.contiguous(), x.new_empty(_pool_sizes(x))
@@ -210,7 +213,7 @@ def pool(x: Tensor) -> Tensor:
     return out
 
 
-@torch.library.custom_op("ea_vision::cpu_pool_backward", mutates_args=(), device_types="cpu")
+@operator("ea_vision::cpu_pool_backward")
 def _pool_backward(d_out: Tensor, height: int, width: int) -> Tensor:
     d_out = d_out.contiguous()
     B, C = d_out.shape[:2]
@@ -244,7 +247,7 @@ def _run_planes(own: Tensor, alpha: Tensor, weight: Tensor, height: int, width: 
     run("convolve_planes", ctypes.byref(struct))
 
 
-@torch.library.custom_op("ea_vision::cpu_planes", mutates_args=(), device_types="cpu")
+@operator("ea_vision::cpu_planes")
 def _planes(own: Tensor, prev: Tensor, alpha: Tensor, weight: Tensor, height: int, width: int, prefix: int) -> Tensor:
     own, prev, weight = own.contiguous(), prev.contiguous(), weight.contiguous()
     out = torch.empty_like(own)
@@ -252,7 +255,7 @@ def _planes(own: Tensor, prev: Tensor, alpha: Tensor, weight: Tensor, height: in
     return out
 
 
-@torch.library.custom_op("ea_vision::cpu_planes_backward", mutates_args=(), device_types="cpu")
+@operator("ea_vision::cpu_planes_backward")
 def _planes_backward(d_out: Tensor, own: Tensor, prev: Tensor, alpha: Tensor, weight: Tensor, height: int, width: int,
                      prefix: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return gradients of own, prev, alpha and weight."""

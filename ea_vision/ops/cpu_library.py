@@ -29,29 +29,29 @@ SOURCES = Path(__file__).with_name("cpu_kernel")  # kernel.c takes in the other 
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # as in storage.h
 
-_INTS = ("K", "H", "W", "D", "E", "kernel", "kind", "prefix", "B", "dtype", "threads", "window_height", "window_width")
-_FLOATS = ("scale", "dropout")
-_LONGS = ("q_step", "k_step", "v_step", "seed")
-_POINTERS = ("q", "k", "v", "prev", "height_rel", "width_rel", "weight", "bias", "gates", "out", "logits", "norm",
-             "d_out", "d_logits", "d_q", "d_k", "d_v", "d_prev", "d_height_rel", "d_width_rel", "d_weight", "d_bias",
-             "d_gates")
 _POOLING = [*[ctypes.c_void_p] * 2, ctypes.c_long, *[ctypes.c_int] * 3]
+
+
+def _fields(**names: str) -> list[tuple[str, type]]:
+    """Return a struct's fields: names by their type in ctypes."""
+    return [(name, getattr(ctypes, kind)) for kind, several in names.items() for name in several.split()]
 
 
 class AttentionStruct(ctypes.Structure):
     """`problem` of problem.h."""
 
-    _fields_ = [*((name, ctypes.c_int32) for name in _INTS), *((name, ctypes.c_float) for name in _FLOATS),
-                *((name, ctypes.c_int64) for name in _LONGS), *((name, ctypes.c_void_p) for name in _POINTERS)]
+    _fields_ = _fields(
+        c_int32="K H W D E kernel kind prefix B dtype threads window_height window_width", c_float="scale dropout",
+        c_int64="q_step k_step v_step seed",
+        c_void_p="q k v prev height_rel width_rel weight bias gates out logits norm d_out d_logits d_q d_k d_v d_prev "
+                 "d_height_rel d_width_rel d_weight d_bias d_gates")
 
 
 class PlanesStruct(ctypes.Structure):
     """`planes` of planes.c."""
 
-    _fields_ = [*((name, ctypes.c_int32) for name in ("B", "K", "H", "W", "size", "prefix", "dtype", "threads")),
-                ("alpha", ctypes.c_float),
-                *((name, ctypes.c_void_p) for name in ("own", "prev", "weight", "out", "d_out", "d_own", "d_prev",
-                                                       "d_weight", "d_alpha"))]
+    _fields_ = _fields(c_int32="B K H W size prefix dtype threads", c_float="alpha",
+                       c_void_p="own prev weight out d_out d_own d_prev d_weight d_alpha")
 
 
 def _machine() -> str:

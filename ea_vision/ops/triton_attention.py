@@ -292,19 +292,19 @@ def _(q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, seed, al
 
 
 def _run_backward(
-        d_out: Tensor, d_logits: Tensor | None, q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None,
-        width_rel: Tensor | None, prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-        gates: Tensor | None, seed: Tensor | None, out: Tensor, logits: Tensor, lse: Tensor, signs: Tensor,
-        alpha: float, beta: float, predict: bool, scale: float, dropout_p: float, height: int, width: int, prefix: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return gradients of q, k, v, prev_logits, both tables, weight, bias and gates; those of the tables one after the
-    other, and the weight's, without shape, as they lie in memory; empty for what there is not."""
+        d_out: Tensor, d_logits: Tensor | None, inputs: list[Tensor | None], out: Tensor, logits: Tensor, lse: Tensor,
+        signs: Tensor, alpha: float, beta: float, predict: bool, scale: float, dropout_p: float, height: int,
+        width: int, prefix: int,
+) -> list[Tensor]:
+    """Return gradients of q, k, v, both tables, prev_logits, weight, bias and gates, which with the seed are inputs;
+    those of the tables one after the other, and the weight's, without shape, as they lie in memory; empty for what
+    there is not."""
     from ea_vision.ops import triton_kernels
 
-    K, D, maps = q.shape[1], q.shape[-1], _heads_last(prev_logits)
+    q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, seed = inputs
+    K, maps, weight = q.shape[1], _heads_last(prev_logits), _dense(weight)
     (conv, kept, own), mixing = _shares(maps is not None, weight is not None, alpha, beta, predict, gates)
     S = _shape(q, v, height, width, weight, height_rel is not None, prefix, gates is not None)
-    rows = {"q": _rows(q), "k": _rows(k), "height_rel": _contiguous(height_rel), "width_rel": _contiguous(width_rel)}
     with torch.cuda.device_of(q):
         delta, outer = torch.empty_like(lse), _rows(d_out)
         _launch(triton_kernels.row_products, Tile(), q, out=_rows(out), d_out=outer, delta=delta, S=S)
@@ -314,10 +314,10 @@ def _run_backward(
         d_conv = _new_maps(q) if conv else None
         d_v = _new_rows(q, v.shape[-1])
         tile = default_tile("logits_backward", S, conv is not None)
-        d_biases = q.new_empty(_programs(q, tile.keys) if conv else 0, K, dtype=torch.float32)
+        d_bias = q.new_empty(_programs(q, tile.keys) if conv else 0, K, dtype=torch.float32)
         _launch(triton_kernels.logits_backward, tile, q, v=_rows(v), logits=_heads_last(logits),
                 signs=signs if signs.numel() else None, d_out=outer, lse=lse, delta=delta, d_conv=d_conv, d_maps=g,
-                d_logits=None if d_logits is None else _heads_last(d_logits.to(q.dtype)), d_v=d_v, d_bias=d_biases,
+                d_logits=None if d_logits is None else _heads_last(d_logits.to(q.dtype)), d_v=d_v, d_bias=d_bias,
                 conv=conv, dropout=_dropout(seed, dropout_p), S=S)
 
         # Convolution, mixing, and the query's side: d_prev, d_q, and by program d_tables, d_weight, d_alpha, d_beta
@@ -326,43 +326,37 @@ def _run_backward(
         # d_k comes from the stored d_prev = alpha * a; with alpha 0 that would be lost, so a is stored, d_prev cleared
         store_share = prev_share or Share()
         d_prev = None if maps is None else _new_maps(q)
-        n_tables = 0 if height_rel is None else height_rel.numel() + width_rel.numel()
-        n_weight = weight.numel() if conv else 0
+        n_tables, n_weight = (sum(x.numel() for x in given if x is not None)
+                              for given in ((height_rel, width_rel), (weight,)))
         n_gates = 0 if gates is None else K
         tile = default_tile("queries_backward", S, conv is not None)
         by_query = q.new_empty(_programs(q, tile.queries), n_tables + n_gates, dtype=torch.float32)
-        weight_tile = default_tile("weight_backward", S, mixing is not None)
-        by_tap = q.new_empty(_programs(q, weight_tile.queries) if conv else 0, n_weight + n_gates, dtype=torch.float32)
-        d_q, d_k = _new_rows(q, D), _new_rows(q, D)
-        rows |= {"weight": _weight(weight), "maps": maps, "d_conv": d_conv, "d_logits": g, "scale": scale, "S": S}
-        if conv:
-            _launch(triton_kernels.weight_backward, weight_tile, q, **rows, d_weight=by_tap,
-                    d_beta=by_tap[:, n_weight:] if n_gates and mixing else None, part_stride=by_tap.shape[1],
-                    kept=prev_share or Share(0.0), own=own_share if mixing else None)
-        _launch(triton_kernels.queries_backward, tile, q, **rows, d_maps=d_prev, d_q=d_q, d_table=by_query,
+        d_q, d_k = _new_rows(q, q.shape[-1]), _new_rows(q, q.shape[-1])
+        common = {"q": _rows(q), "k": _rows(k), "height_rel": _contiguous(height_rel), "weight": _weight(weight),
+                  "width_rel": _contiguous(width_rel), "maps": maps, "d_conv": d_conv, "d_logits": g, "scale": scale,
+                  "S": S}
+        _launch(triton_kernels.queries_backward, tile, q, **common, d_maps=d_prev, d_q=d_q, d_table=by_query,
                 d_alpha=by_query[:, n_tables:] if n_gates else None, part_stride=by_query.shape[1], conv=conv,
                 kept=kept, maps_share=store_share.number, own=own_share, OWN_FROM_MAPS=mixing is not None)
+        tile = default_tile("weight_backward", S, mixing is not None)
+        by_tap = q.new_empty(_programs(q, tile.queries) if conv else 0, n_weight + n_gates, dtype=torch.float32)
+        if conv:
+            _launch(triton_kernels.weight_backward, tile, q, **common, d_weight=by_tap,
+                    d_beta=by_tap[:, n_weight:] if n_gates and mixing else None, part_stride=by_tap.shape[1],
+                    kept=prev_share or Share(0.0), own=own_share if mixing else None)
 
         # The key's side
-        _launch(triton_kernels.keys_backward, default_tile("keys_backward", S, True), q, q=rows["q"],
+        _launch(triton_kernels.keys_backward, default_tile("keys_backward", S, True), q, q=common["q"],
                 maps=d_prev if mixing else g, d_k=d_k, own=own_share if n_gates else None,
                 share=scale * own_share.number / (store_share.number if mixing else 1.0),
                 stored=store_share if mixing and n_gates else None, S=S)
 
-    d_table = by_query.sum(0)
-    if conv:
-        d_weight, d_bias = by_tap.sum(0), d_biases.sum(0)
-    else:
-        d_weight, d_bias = (q.new_zeros(0 if weight is None else n, dtype=torch.float32)
-                            for n in (0 if weight is None else weight.numel(), K))
+    d_table, d_weight, d_bias = by_query.sum(0), by_tap.sum(0), d_bias.sum(0)
     d_gates = q.new_empty(0)
     if gates is not None:
-        d_alpha, d_beta = d_table[n_tables:], torch.zeros_like(d_table[n_tables:])
-        d_table = d_table[:n_tables].clone()
+        d_alpha, d_beta = d_table[n_tables:], d_weight[n_weight:]
+        d_table, d_weight = d_table[:n_tables].clone(), d_weight[:n_weight].clone()
         if conv:
-            if mixing:
-                d_beta = d_weight[n_weight:]
-            d_weight = d_weight[:n_weight].clone()
             as_it_lies = d_weight.as_strided(weight.shape, weight.stride())
             used, used_bias = (x.to(q.dtype).float() for x in (weight, bias))
             d_convolved = (used * as_it_lies).sum((1, 2, 3)) + used_bias * d_bias
@@ -371,55 +365,53 @@ def _run_backward(
             if mixing:
                 d_beta = d_beta + d_convolved
             else:  # PA: beta is not in it
-                d_alpha = d_alpha + d_convolved
+                d_alpha, d_beta = d_alpha + d_convolved, torch.zeros_like(d_alpha)
         d_gates = torch.stack([d_alpha, d_beta]).to(gates.dtype)
     if d_prev is None:
         d_prev = q.new_empty(0)
     else:
         d_prev = (d_prev if prev_share else d_prev.zero_()).permute(0, 3, 1, 2)
-    return d_q, d_k, d_v, d_prev, d_table, d_weight, d_bias, d_gates
+    return [d_q, d_k, d_v, d_table, d_prev, d_weight, d_bias, d_gates]
 
 
 _backward = torch.library.custom_op("ea_vision::triton_attention_backward", _run_backward, mutates_args=())
 
 
 @_backward.register_fake
-def _(d_out, d_logits, q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, *_):
-    D, K = q.shape[-1], q.shape[1]
-    tables, taps = (sum(x.numel() for x in xs if x is not None) for xs in ((height_rel, width_rel), (weight,)))
-    d_maps = q.new_empty(0) if prev_logits is None else _new_maps(q).permute(0, 3, 1, 2)
-    return (_new_rows(q, D), _new_rows(q, D), _new_rows(q, v.shape[-1]), d_maps,
-            q.new_empty(tables, dtype=torch.float32), q.new_empty(taps, dtype=torch.float32),
-            q.new_empty(K if weight is not None else 0, dtype=torch.float32),
-            q.new_empty(0) if gates is None else gates.new_empty(gates.shape))
+def _(d_out, d_logits, inputs, *_):
+    q, _, v, height_rel, width_rel, prev_logits, weight, _, gates, _ = inputs
+    tables, taps = (sum(x.numel() for x in given if x is not None) for given in ((height_rel, width_rel), (weight,)))
+    return [_new_rows(q, q.shape[-1]), _new_rows(q, q.shape[-1]), _new_rows(q, v.shape[-1]),
+            q.new_empty(tables, dtype=torch.float32),
+            q.new_empty(0) if prev_logits is None else _new_maps(q).permute(0, 3, 1, 2),
+            *(q.new_empty(size, dtype=torch.float32) for size in (taps, q.shape[1])),
+            q.new_empty(0) if gates is None else gates.new_empty(gates.shape)]
 
 
 def _keep(ctx, inputs, output) -> None:
-    *tensors, alpha, beta, predict, scale, dropout_p, height, width, prefix, _ = inputs
-    out, logits, lse, signs = output
     ctx.set_materialize_grads(False)  # the last logits of a chain have no gradient: no N x N zeros for them
-    ctx.mark_non_differentiable(lse, signs)
-    ctx.save_for_backward(*tensors, out, logits, lse, signs)
-    ctx.options = alpha, beta, predict, scale, dropout_p, height, width, prefix
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.save_for_backward(*inputs[:10], *output)
+    ctx.options = inputs[10:-1]
 
 
 def _differentiate(ctx, d_out, d_logits, d_lse, d_signs):
-    *inputs, out, logits, lse, signs = ctx.saved_tensors
-    _, _, _, height_rel, width_rel, prev_logits, weight, bias, gates, _ = inputs
+    inputs, (out, *saved) = ctx.saved_tensors[:10], ctx.saved_tensors[10:]
+    height_rel, width_rel, _, weight, bias, gates = inputs[3:9]
     if d_out is None:
         d_out = torch.zeros_like(out)
-    d_q, d_k, d_v, d_maps, d_table, d_weight, d_bias, d_gates = _backward(
-        d_out, d_logits, *inputs, out, logits, lse, signs, *ctx.options)
+    *d_rows, d_table, d_maps, d_weight, d_bias, d_gates = _backward(
+        d_out, d_logits, inputs, out, *saved, *ctx.options)
     d_height = d_width = None
     if height_rel is not None:
         d_height, d_width = (x.view(table.shape).to(table.dtype) for x, table in zip(
             d_table.split([height_rel.numel(), width_rel.numel()]), (height_rel, width_rel), strict=True))
     if weight is not None:
         d_weight = d_weight.as_strided(weight.shape, _dense(weight).stride()).to(weight.dtype)
-    return (d_q, d_k, d_v, d_height, d_width, None if prev_logits is None else d_maps,
-            None if weight is None else d_weight,
-            None if bias is None else d_bias.to(bias.dtype), None if gates is None else d_gates, None,
-            *([None] * 9))
+        d_bias = d_bias.to(bias.dtype)
+    gradients = *d_rows, d_height, d_width, d_maps, d_weight, d_bias, d_gates
+    return (*(None if x is None else gradient for x, gradient in zip(inputs[:9], gradients, strict=True)),
+            *(None,) * 10)
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep)
