@@ -24,7 +24,6 @@ from ea_vision.ops.problem import (
     reason_against_kernels,
     refuse_second_derivatives,
 )
-from ea_vision.ops.rel_pos import cover_offsets
 
 NONE, MIX, PREDICT = range(3)  # as in problem.h
 SIZES = "kind prefix H W window_height window_width".split()  # of AttentionStruct
@@ -169,12 +168,10 @@ class Cpu(Implementation):
         gates = p.gates()
         if gates is None:
             gates = torch.tensor([[p.alpha] * K, [p.beta] * K], dtype=torch.float32)
-        tables = (None if x is None else cover_offsets(x, size) for x, size in zip(
-            (p.height_rel, p.width_rel), p.feat_size, strict=True))
-        height_rel, width_rel, weight, bias, gates = (
-            None if x is None else x.float().contiguous() for x in (*tables, p.weight, p.bias, gates))
+        height_rel, width_rel, *parameters = (
+            None if x is None else x.float().contiguous() for x in (*p.tables(), p.weight, p.bias, gates))
         out, logits, _ = _forward(
-            p.q, p.k, p.v, height_rel, width_rel, prev, weight, bias, gates, p.dropout_seed(), p.scale, p.dropout_p,
+            p.q, p.k, p.v, height_rel, width_rel, prev, *parameters, p.dropout_seed(), p.scale, p.dropout_p,
             [kind, p.num_prefix_tokens, *p.feat_size, *(p.window or (0, 0))], p.need_logits)
         return out.transpose(2, 3), logits if p.need_logits else None
 

@@ -18,14 +18,12 @@ import importlib.util
 from functools import cache, lru_cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from ea_vision.ops.problem import Implementation, Problem
 from ea_vision.ops.reference import neighbours_values
-from ea_vision.ops.rel_pos import cover_offsets
-from ea_vision.ops.sdpa import fold_position
+from ea_vision.ops.sdpa import folded, widened
 
 LEAST_WIDTH, MOST_WIDTH = 16, 256  # of a head, in torch's kernels
 CAPABILITY = (8, 0)
@@ -86,14 +84,8 @@ class Flex(Implementation):
         return None if capability >= CAPABILITY else f"it needs compute capability {CAPABILITY}, got {capability}"
 
     def forward(self, problem: Problem) -> tuple[Tensor, None]:
-        p = problem
-        q, k, v = p.q * p.scale, p.k, p.v
-        if p.height_rel is not None and p.width_rel is not None:
-            tables = cover_offsets(p.height_rel, p.feat_size[0]), cover_offsets(p.width_rel, p.feat_size[1])
-            q, k = fold_position(q, k, *tables, p.feat_size)
-        D, E = q.shape[-1], v.shape[-1]
-        q, k = (F.pad(t, (0, max(0, LEAST_WIDTH - D))) for t in (q, k))
-        v = F.pad(v, (0, max(0, LEAST_WIDTH - E)))
+        p, E = problem, problem.v.shape[-1]
+        q, k, v = (widened(x, max(LEAST_WIDTH, x.shape[-1])) for x in (*folded(p), p.v))
         if p.head_window > 1:
             k, v = neighbours_values(k, p.head_window), neighbours_values(v, p.head_window)
         mask = block_mask(q.shape[1], p.feat_size, p.window, p.head_window, p.wrap, q.device)

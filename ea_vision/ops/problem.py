@@ -7,7 +7,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
-from ea_vision.ops.rel_pos import fit_rel_table, reach
+from ea_vision.ops.rel_pos import cover_offsets, fit_rel_table, reach
 
 
 @dataclass(eq=False)
@@ -89,6 +89,13 @@ class Problem:
     def wrap(self) -> bool:
         """Return whether the heads are a ring."""
         return self.head_border == "wrap"
+
+    def tables(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return height_rel and width_rel with a row for every offset on the map, or None twice."""
+        if self.height_rel is None:
+            return None, None
+        H, W = self.feat_size
+        return cover_offsets(self.height_rel, H), cover_offsets(self.width_rel, W)
 
     def gates(self) -> Tensor | None:
         """Return alpha and beta by heads, (2, K) in float32, or None where both are numbers.

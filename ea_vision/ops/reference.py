@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ea_vision.ops.problem import Implementation, Problem
-from ea_vision.ops.rel_pos import cover_offsets, fit_rel_table
+from ea_vision.ops.rel_pos import fit_rel_table
 
 
 def relative_logits(q: Tensor, height_rel: Tensor, width_rel: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,14 +167,11 @@ class Reference(Implementation):
 
     def forward(self, problem: Problem) -> tuple[Tensor, Tensor | None]:
         p, v = problem, problem.v
-        height_rel, width_rel = p.height_rel, p.width_rel
-        if height_rel is not None and width_rel is not None:
-            height_rel, width_rel = cover_offsets(height_rel, p.feat_size[0]), cover_offsets(width_rel, p.feat_size[1])
         if p.head_window > 1:
-            logits = neighbours_logits(p.q, p.k, height_rel, width_rel, p.scale, p.feat_size, p.head_window)
+            logits = neighbours_logits(p.q, p.k, *p.tables(), p.scale, p.feat_size, p.head_window)
             v = neighbours_values(v, p.head_window)
         else:
-            logits = own_logits(p.q, p.k, height_rel, width_rel, p.scale, p.feat_size)
+            logits = own_logits(p.q, p.k, *p.tables(), p.scale, p.feat_size)
         if p.prev_logits is not None:
             before = convolved = p.prev_logits if p.predict else mixed(p.alpha, p.prev_logits, logits)
             if p.weight is not None:

@@ -16,18 +16,24 @@ from ea_vision.ops.problem import Implementation, Problem
 from ea_vision.ops.reference import relative_logits
 
 
-def fold_position(
-        q: Tensor, k: Tensor, height_rel: Tensor, width_rel: Tensor, feat_size: tuple[int, int],
-) -> tuple[Tensor, Tensor]:
-    """Return q, k (B, K, N, D), q scaled, as (B, K, N, D + H + W) each, whose dot product has the position terms."""
-    B, K, N, D = q.shape
-    H, W = feat_size
+def folded(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Return q, scaled, and k as (B, K, N, D + H + W) each, whose dot product has the position terms; as (B, K, N, D)
+    where there are none."""
+    (height_rel, width_rel), q, k = problem.tables(), problem.q * problem.scale, problem.k
+    if height_rel is None:
+        return q, k
+    (B, K, N, D), (H, W) = q.shape, problem.feat_size
     by_row, by_col = relative_logits(q.reshape(B, K, H, W, D), height_rel.to(q.dtype), width_rel.to(q.dtype))
     pixel = torch.arange(N, device=q.device)
     rows = F.one_hot(pixel // W, H).to(k.dtype).expand(B, K, N, H)
     cols = F.one_hot(pixel % W, W).to(k.dtype).expand(B, K, N, W)
     return (torch.cat([q, by_row.reshape(B, K, N, H), by_col.reshape(B, K, N, W)], dim=-1),
             torch.cat([k, rows, cols], dim=-1))
+
+
+def widened(x: Tensor, width: int) -> Tensor:
+    """Return x (B, K, N, D) with zeros beside it, (B, K, N, width)."""
+    return F.pad(x, (0, width - x.shape[-1]))
 
 
 class Sdpa(Implementation):
@@ -38,14 +44,11 @@ class Sdpa(Implementation):
     dropout = fewer_keys = True
 
     def forward(self, problem: Problem) -> tuple[Tensor, None]:
-        q, k, v = problem.q * problem.scale, problem.k, problem.v
-        if problem.height_rel is not None:
-            q, k = fold_position(q, k, problem.height_rel, problem.width_rel, problem.feat_size)
-        # fused kernels want one width, a multiple of 8
-        D, E = q.shape[-1], v.shape[-1]
-        width = -(-max(D, E) // 8) * 8
-        q, k, v = F.pad(q, (0, width - D)), F.pad(k, (0, width - D)), F.pad(v, (0, width - E))
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=problem.dropout_p, scale=1.0)[..., :E], None
+        (q, k), v = folded(problem), problem.v
+        width = -(-max(q.shape[-1], v.shape[-1]) // 8) * 8  # fused kernels want one width, a multiple of 8
+        out = F.scaled_dot_product_attention(
+            *(widened(x, width) for x in (q, k, v)), dropout_p=problem.dropout_p, scale=1.0)
+        return out[..., :v.shape[-1]], None
 
 
 SDPA = Sdpa()

@@ -46,7 +46,7 @@ Choices:
 
 import importlib.util
 import os
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import torch
 from torch import Tensor
@@ -68,86 +68,32 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-class Shape(NamedTuple):
-    """What a kernel is compiled for, see `triton_kernels`.
-
-    SPLIT: on 10.x products of 64 rows and more go to tensor memory, where Triton before its pull request 10988 sums
-    chained products wrongly (triton-lang/triton issue 10821); they are done by 32. SMALL: of `triton_tiles`. DTYPE,
-    GATED and GIVEN, the names of the arguments that are not None, tell apart what triton.autotune times.
-    """
-
-    H: int
-    W: int
-    N: int
-    K: int
-    KS: int
-    KP: int
-    DP: int
-    EP: int
-    RP: int
-    SP: int
-    TP: int
-    PREFIX: int
-    RELATIVE: bool
-    SPLIT: bool
-    SMALL: bool
-    DTYPE: str
-    GATED: bool
-    GIVEN: tuple[str, ...] = ()
-
-
-class Rows(NamedTuple):
-    """(B, K, N, D) as the kernels take it; all strides but the last count UNITs of numbers, which tells the compiler
-    how wide it may load."""
-
-    data: Tensor
-    image: int
-    head: int
-    pixel: int
-    width: int
-    UNIT: Any
-    D: Any
-    DP: Any
-
-
-class Weight(NamedTuple):
-    """The convolution's weight with its strides."""
-
-    data: Tensor
-    makes: int
-    takes: int
-    y: int
-    x: int
-
-
-class Share(NamedTuple):
-    """What a term of a sum is multiplied by: a number, or K numbers by heads. A term that is dropped has None."""
-
-    number: float = 1.0
-    by_head: Tensor | None = None
-
-
-class Dropout(NamedTuple):
-    """The seed, how many values of 24 random bits drop, and the gain of what is kept."""
-
-    seed: Tensor
-    threshold: int
-    gain: float
+# What a kernel is compiled for, see `triton_kernels`. SPLIT: on 10.x products of 64 rows and more go to tensor memory,
+# where Triton before its pull request 10988 sums chained products wrongly (triton-lang/triton issue 10821); they are
+# done by 32. SMALL: of `triton_tiles`. DTYPE, GATED and GIVEN, the names of the arguments that are not None, tell apart
+# what triton.autotune times.
+Shape = namedtuple("Shape", "H W N K KS KP DP EP RP SP TP PREFIX RELATIVE SPLIT SMALL DTYPE GATED GIVEN",
+                   defaults=((),))
+# A tensor (B, K, N, D) with its strides, all but the last by UNITs of numbers: how wide the compiler may load
+Rows = namedtuple("Rows", "data image head pixel width UNIT D DP")
+# The convolution's weight with its strides
+Weight = namedtuple("Weight", "data makes takes y x")
+# The seed, how many values of 24 random bits drop, and the gain of what is kept
+Dropout = namedtuple("Dropout", "seed threshold gain")
 
 
 def _shares(has_prev: bool, has_weight: bool, alpha: float, beta: float, predict: bool, gates: Tensor | None):
-    """Return the (conv, kept, own) shares of the logits, and of EA's m, or None where there is none."""
+    """Return the (conv, kept, own) shares of the logits, and of EA's m, or None where there is none. A share is a
+    number, or of gates (K) numbers by heads, or None: the term is dropped."""
     if not has_prev:
-        return (None, None, Share()), None
-    if gates is not None:
-        rows = torch.cat([gates, 1.0 - gates]).float()
-        alphas, betas, one_less_alpha, one_less_beta = (Share(by_head=row) for row in rows)
+        return (None, None, 1.0), None
+    if gates is None:
+        alphas, betas, one_less_alpha, one_less_beta = (x or None for x in (alpha, beta, 1.0 - alpha, 1.0 - beta))
     else:
-        alphas, betas, one_less_alpha, one_less_beta = (
-            Share(number) if number else None for number in (alpha, beta, 1.0 - alpha, 1.0 - beta))
+        alphas, betas, one_less_alpha, one_less_beta = torch.cat([gates, 1.0 - gates]).float()
     if predict and has_weight:
         return (alphas, None, one_less_alpha), None
-    if predict or not has_weight or not betas:
+    if predict or not has_weight or betas is None:
         return (None, alphas, one_less_alpha), None
     return (betas, one_less_beta, None), (None, alphas, one_less_alpha)
 
@@ -166,8 +112,8 @@ def _new_signs(q: Tensor, shares, prefix: int) -> Tensor | None:
     """Return new signs (B, N, N), a bit a head, or None where the logits, which backward reads, tell where the ReLU
     passed its gradient."""
     (B, K, N, _), (conv, kept, own) = q.shape, shares
-    alone = conv and conv.by_head is None and conv.number > 0 and not kept and not own
-    if not conv or alone and prefix == 0:
+    alone = isinstance(conv, float) and conv > 0 and kept is None and own is None
+    if conv is None or alone and prefix == 0:
         return None
     return q.new_empty(B, N, N, dtype=torch.uint8 if K <= 8 else torch.int16)
 
@@ -271,7 +217,8 @@ def _run_forward(
         if S.KP > 8 and shares[0] is not None:  # convolution and softmax of so many heads do not fit into one kernel
             evolved = _new_maps(q) if logits is None else logits
             evolve(maps, *shares, logits=evolved, signs=signs)
-            evolve(evolved, None, Share(), None, _dropout(seed, dropout_p), out=out, lse=lse)
+            S = S._replace(GATED=False)
+            evolve(evolved, None, 1.0, None, _dropout(seed, dropout_p), out=out, lse=lse)
         else:
             evolve(maps, *shares, _dropout(seed, dropout_p), logits, signs, out, lse)
     return (out, q.new_empty(0) if logits is None else logits.permute(0, 3, 1, 2), lse,
@@ -310,21 +257,21 @@ def _run_backward(
         _launch(triton_kernels.row_products, Tile(), q, out=_rows(out), d_out=outer, delta=delta, S=S)
 
         # Softmax and ReLU: g (the logits' gradient), d_conv, d_v, d_bias
-        g = _new_maps(q) if mixing is None or kept else None
-        d_conv = _new_maps(q) if conv else None
+        g = None if mixing is not None and kept is None else _new_maps(q)
+        d_conv = None if conv is None else _new_maps(q)
         d_v = _new_rows(q, v.shape[-1])
         tile = default_tile("logits_backward", S, conv is not None)
-        d_bias = q.new_empty(_programs(q, tile.keys) if conv else 0, K, dtype=torch.float32)
+        d_bias = q.new_empty(0 if conv is None else _programs(q, tile.keys), K, dtype=torch.float32)
         _launch(triton_kernels.logits_backward, tile, q, v=_rows(v), logits=_heads_last(logits),
                 signs=signs if signs.numel() else None, d_out=outer, lse=lse, delta=delta, d_conv=d_conv, d_maps=g,
                 d_logits=None if d_logits is None else _heads_last(d_logits.to(q.dtype)), d_v=d_v, d_bias=d_bias,
                 conv=conv, dropout=_dropout(seed, dropout_p), S=S)
 
         # Convolution, mixing, and the query's side: d_prev, d_q, and by program d_tables, d_weight, d_alpha, d_beta
-        prev_share, own_share = (Share(), own) if mixing is None else mixing[1:]
-        own_share = own_share or Share(0.0)
+        prev_share, own_share = (0.0 if share is None else share for share in (mixing or (1.0, own))[-2:])
+        by_number = isinstance(own_share, float)
         # d_k comes from the stored d_prev = alpha * a; with alpha 0 that would be lost, so a is stored, d_prev cleared
-        store_share = prev_share or Share()
+        store_share = prev_share if by_number and prev_share else 1.0
         d_prev = None if maps is None else _new_maps(q)
         n_tables, n_weight = (sum(x.numel() for x in given if x is not None)
                               for given in ((height_rel, width_rel), (weight,)))
@@ -337,31 +284,31 @@ def _run_backward(
                   "S": S}
         _launch(triton_kernels.queries_backward, tile, q, **common, d_maps=d_prev, d_q=d_q, d_table=by_query,
                 d_alpha=by_query[:, n_tables:] if n_gates else None, part_stride=by_query.shape[1], conv=conv,
-                kept=kept, maps_share=store_share.number, own=own_share, OWN_FROM_MAPS=mixing is not None)
+                kept=kept, maps_share=store_share, own=own_share, OWN_FROM_MAPS=mixing is not None)
         tile = default_tile("weight_backward", S, mixing is not None)
-        by_tap = q.new_empty(_programs(q, tile.queries) if conv else 0, n_weight + n_gates, dtype=torch.float32)
-        if conv:
+        by_tap = q.new_empty(0 if conv is None else _programs(q, tile.queries), n_weight + n_gates, dtype=torch.float32)
+        if conv is not None:
             _launch(triton_kernels.weight_backward, tile, q, **common, d_weight=by_tap,
                     d_beta=by_tap[:, n_weight:] if n_gates and mixing else None, part_stride=by_tap.shape[1],
-                    kept=prev_share or Share(0.0), own=own_share if mixing else None)
+                    kept=prev_share, own=own_share if mixing else None)
 
         # The key's side
         _launch(triton_kernels.keys_backward, default_tile("keys_backward", S, True), q, q=common["q"],
-                maps=d_prev if mixing else g, d_k=d_k, own=own_share if n_gates else None,
-                share=scale * own_share.number / (store_share.number if mixing else 1.0),
-                stored=store_share if mixing and n_gates else None, S=S)
+                maps=d_prev if mixing else g, d_k=d_k, own=None if by_number else own_share,
+                share=scale * own_share / store_share if by_number else scale,
+                stored=prev_share if mixing and n_gates else None, S=S)
 
     d_table, d_weight, d_bias = by_query.sum(0), by_tap.sum(0), d_bias.sum(0)
     d_gates = q.new_empty(0)
     if gates is not None:
         d_alpha, d_beta = d_table[n_tables:], d_weight[n_weight:]
         d_table, d_weight = d_table[:n_tables].clone(), d_weight[:n_weight].clone()
-        if conv:
+        if conv is not None:
             as_it_lies = d_weight.as_strided(weight.shape, weight.stride())
             used, used_bias = (x.to(q.dtype).float() for x in (weight, bias))
             d_convolved = (used * as_it_lies).sum((1, 2, 3)) + used_bias * d_bias
-            as_it_lies *= conv.by_head.view(K, 1, 1, 1)
-            d_bias = conv.by_head * d_bias
+            as_it_lies *= conv.view(K, 1, 1, 1)
+            d_bias = conv * d_bias
             if mixing:
                 d_beta = d_beta + d_convolved
             else:  # PA: beta is not in it
@@ -370,7 +317,7 @@ def _run_backward(
     if d_prev is None:
         d_prev = q.new_empty(0)
     else:
-        d_prev = (d_prev if prev_share else d_prev.zero_()).permute(0, 3, 1, 2)
+        d_prev = (d_prev.zero_() if by_number and prev_share == 0.0 else d_prev).permute(0, 3, 1, 2)
     return [d_q, d_k, d_v, d_table, d_prev, d_weight, d_bias, d_gates]
 
 

@@ -8,7 +8,8 @@ Maps lie in memory as (B, N, N, K), heads innermost: the K heads of a pixel are 
 three neighbours of a tap row are one run of 3K numbers, and the head convolution is a matrix product over such runs.
 Products are 3-D (heads, ., .) where they are per head. STORE is the maps' dtype, taken from a pointer.
 
-What there is not is None: a tensor that is not read or stored, a share (`triton_attention.Share`) of no term.
+What there is not is None: a tensor that is not read or stored, the share of a term that is dropped. A share, by which
+a term of a sum is multiplied, is a number, or where the problem is GATED the address of K numbers by heads.
 """
 
 import os
@@ -19,6 +20,11 @@ from triton.language import constexpr
 
 LOG2E = constexpr(1.4426950408889634)
 INTERPRETING = constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def _zeros(X, Y, Z):
+    return tl.full((X, Y, Z), 0.0, tl.float32)
 
 
 @triton.jit
@@ -101,7 +107,9 @@ def _load_map(maps, image, at, inside, S):
 
 @triton.jit
 def _store_map(maps, image, at, x, inside, S):
-    tl.store(maps + image * (S.N * S.N * S.K) + at, x.to(maps.dtype.element_ty), mask=inside)
+    """Store a tile, if there is a map for it."""
+    if maps is not None:
+        tl.store(maps + image * (S.N * S.N * S.K) + at, x.to(maps.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -149,13 +157,13 @@ def _taps(weight, head, r, dy, ADJOINT, S):
 
 @triton.jit
 def _weight_row(weight, share, dy, ADJOINT, STORE, S):
-    """Load the weight as the matrix for `_tap_row`'s columns, these times a share that is by heads: (RP, KP)."""
+    """Load the weight as the matrix for `_tap_row`'s columns, these times a share by heads: (RP, KP)."""
     r = tl.arange(0, S.RP)[:, None]
     head = tl.arange(0, S.KP)[None, :]
     mask = (r < S.KS * S.K) & (head < S.K)
     w = tl.load(weight.data + _taps(weight, head, r, dy, ADJOINT, S), mask=mask, other=0.0).to(STORE)
-    if ADJOINT and share.by_head is not None:
-        w = w.to(tl.float32) * tl.load(share.by_head + r % S.K)
+    if ADJOINT and S.GATED:
+        w = w.to(tl.float32) * tl.load(share + r % S.K)
     return _operand(w, STORE)
 
 
@@ -164,7 +172,7 @@ def _convolve(maps, image, weight, share, i0, j0, I, J, ADJOINT, S):
     """Convolve a tile of maps, KS x KS, same-padded, heads -> heads, or by the adjoint, for which the maps are first
     multiplied by a share that is by heads: (I*J, KP) float32."""
     KS: constexpr = S.KS
-    out = tl.zeros((I * J, S.KP), dtype=tl.float32)
+    out = tl.full((I * J, S.KP), 0.0, tl.float32)
     pixel = tl.arange(0, I * J)[:, None]
     for dy in tl.static_range(KS):
         taps = _tap_row(maps, image, pixel, i0, j0, dy, J, False, S)
@@ -174,12 +182,14 @@ def _convolve(maps, image, weight, share, i0, j0, I, J, ADJOINT, S):
 
 @triton.jit
 def _share(share, S):
-    """Return a share's number, or its numbers by heads, (1, 1, KP)."""
-    if share.by_head is None:
-        return share.number
-    else:
+    """Return a share's number, or its numbers by heads, (1, 1, KP); 0 for none."""
+    if share is None:
+        return 0.0
+    elif S.GATED:
         head = tl.arange(0, S.KP)
-        return tl.load(share.by_head + head, mask=head < S.K, other=0.0)[None, None, :]
+        return tl.load(share + head, mask=head < S.K, other=0.0)[None, None, :]
+    else:
+        return share
 
 
 @triton.jit
@@ -326,22 +336,20 @@ def evolve(
     head = tl.arange(0, S.KP)
     if own is not None:
         qi, by_position = _queries(q, height_rel, width_rel, image, i, S)
-        own_gate = _share(own, S) * scale
-    if conv is not None:
-        conv_gate = _share(conv, S)
-    if kept is not None:
-        kept_gate = _share(kept, S)
+    conv_gate = _share(conv, S)
+    kept_gate = _share(kept, S)
+    own_gate = _share(own, S) * scale
     if out is not None:
         top = tl.full((S.KP, I), float("-inf"), dtype=tl.float32)
-        total = tl.zeros((S.KP, I), dtype=tl.float32)
-        mean = tl.zeros((S.KP, I, v.DP), dtype=tl.float32)
+        total = tl.full((S.KP, I), 0.0, tl.float32)
+        mean = _zeros(S.KP, I, v.DP)
     if dropout is not None:
         key, salt = _draws(dropout.seed, image, i, S)
 
     for j0 in range(0, S.N, J):
         j = j0 + tl.arange(0, J)
         at, inside = _map_tile(i, j, S)
-        s = tl.zeros((I, J, S.KP), dtype=tl.float32)
+        s = _zeros(I, J, S.KP)
         if kept is not None or (conv is not None and S.PREFIX > 0):
             here = _load_map(maps, image, at, inside, S).to(tl.float32)
         if conv is not None:
@@ -364,8 +372,7 @@ def evolve(
         if own is not None:
             s += own_gate * _own(qi, by_position, k, image, j0, J, S)
         s = s.to(STORE)  # what backward will read: the softmax is of the rounded logits
-        if logits is not None:
-            _store_map(logits, image, at, s, inside, S)
+        _store_map(logits, image, at, s, inside, S)
         if out is not None:
             t = tl.permute(s, (2, 0, 1)).to(tl.float32) * LOG2E
             t = tl.where((j < S.N)[None, None, :], t, float("-inf"))
@@ -413,9 +420,9 @@ def logits_backward(
     j = j0 + tl.arange(0, J)
     head = tl.arange(0, S.KP)
     vj = _rows(v, image, j, S)
-    dv = tl.zeros((S.KP, J, v.DP), dtype=tl.float32)
+    dv = _zeros(S.KP, J, v.DP)
     if conv is not None:
-        db = tl.zeros((I, J, S.KP), dtype=tl.float32)
+        db = _zeros(I, J, S.KP)
 
     for i0 in range(0, S.N, I):
         i = i0 + tl.arange(0, I)
@@ -438,8 +445,7 @@ def logits_backward(
         g = tl.permute(p * (dp - row_delta[:, None, :]), (2, 1, 0))  # (I, J, KP)
         if d_logits is not None:
             g += _load_map(d_logits, image, at, inside, S).to(tl.float32)
-        if d_maps is not None:
-            _store_map(d_maps, image, at, g, inside, S)
+        _store_map(d_maps, image, at, g, inside, S)
         if conv is not None:
             if signs is not None:
                 places, mask = _signs(signs, image, i[:, None, None], j[None, :, None], S)
@@ -447,8 +453,8 @@ def logits_backward(
                 dz = tl.where((bits >> head[None, None, :]) & 1 != 0, g, 0.0)
             else:
                 dz = tl.where(s > 0.0, g, 0.0)
-            if conv.by_head is None:
-                dz = conv.number * dz
+            if not S.GATED:
+                dz = conv * dz
             db += tl.where(_among_patches(i, j, S), dz, 0.0) if S.PREFIX > 0 else dz
             _store_map(d_conv, image, at, dz, inside, S)
 
@@ -492,9 +498,9 @@ def weight_backward(
     if own is not None:
         qi, by_position = _queries(q, height_rel, width_rel, image, i, S)
         own_gate = _share(own, S) * scale
-        kept_gate = _share(kept, S) if kept.by_head is None else tl.reshape(_share(kept, S), (1, S.KP))
-    db = tl.zeros((I * J, S.KP), dtype=tl.float32)
-    dw = (tl.zeros((GROUPS, S.RP, S.KP), dtype=tl.float32),) * KS  # a tap row each
+        kept_gate = tl.reshape(_share(kept, S), (1, S.KP)) if S.GATED else kept
+    db = tl.full((I * J, S.KP), 0.0, tl.float32)
+    dw = (_zeros(GROUPS, S.RP, S.KP),) * KS  # a tap row each
 
     for j0 in range(0, S.N, J):
         if own is not None:
@@ -545,36 +551,34 @@ def queries_backward(
     T: constexpr = 2 * S.H + 2 * S.W - 2
     image, i0 = _block(I, S)
     i = i0 + tl.arange(0, I)
-    dq = tl.zeros((S.KP, I, q.DP), dtype=tl.float32)
-    if kept is not None:
-        kept_gate = _share(kept, S)
-    da = tl.zeros((I, J, S.KP), dtype=tl.float32)
+    dq = _zeros(S.KP, I, q.DP)
+    kept_gate = _share(kept, S)
+    da = _zeros(I, J, S.KP)
     if S.RELATIVE:
-        d_position = tl.zeros((S.KP, I, S.SP), dtype=tl.float32)
+        d_position = _zeros(S.KP, I, S.SP)
 
     for j0 in range(0, S.N, J):
         j = j0 + tl.arange(0, J)
         at, inside = _map_tile(i, j, S)
         if d_logits is not None:
             g = _load_map(d_logits, image, at, inside, S).to(tl.float32)
-        a = tl.zeros((I, J, S.KP), dtype=tl.float32)
+        a = _zeros(I, J, S.KP)
         if conv is not None:
             a = tl.reshape(_convolve(d_conv, image, weight, conv, i0, j0, I, J, True, S), (I, J, S.KP))
             if S.PREFIX > 0:
                 past = _load_map(d_conv, image, at, inside, S).to(tl.float32)
-                if conv.by_head is not None:
+                if S.GATED:
                     past = _share(conv, S) * past
                 a = tl.where(_among_patches(i, j, S), a, past)
         if kept is not None:
             a += kept_gate * g
-        if d_maps is not None:
-            _store_map(d_maps, image, at, maps_share * a, inside, S)
+        _store_map(d_maps, image, at, maps_share * a, inside, S)
         if OWN_FROM_MAPS:
             d_own = tl.where(inside, a, 0.0)  # the adjoint conv reaches past the edge
         else:
             d_own = g
         if d_alpha is None:
-            d_own = own.number * d_own  # else it comes last, since it may be 0
+            d_own = own * d_own  # else it comes last, since it may be 0
         elif OWN_FROM_MAPS or conv is None or S.PREFIX > 0:
             earlier = d_own * _load_map(maps, image, at, inside, S).to(tl.float32)
             if conv is not None and not OWN_FROM_MAPS:
@@ -620,7 +624,7 @@ def keys_backward(q, maps, d_k, share, own, stored, S: constexpr, I: constexpr, 
     """
     image, j0 = _block(J, S)
     j = j0 + tl.arange(0, J)
-    dk = tl.zeros((S.KP, J, q.DP), dtype=tl.float32)
+    dk = _zeros(S.KP, J, q.DP)
     for i0 in range(0, S.N, I):
         at, inside = _map_tile(i0 + tl.arange(0, I), j, S)
         m = _load_map(maps, image, at, inside, S)
