@@ -59,6 +59,7 @@ MAX_HEADS = 16
 MAX_DIM_HEAD = 64
 MAX_PIXELS, MAX_SIDES = 1024, 64
 LEAST_CAPABILITY = (8, 0)
+LEAST_VERSION = (3, 5)  # before, products need 16 columns, and there may be 8 heads
 INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"  # Triton, too, reads it once
 
@@ -68,14 +69,21 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+@torch.compiler.assume_constant_result
+def _version() -> tuple[int, ...]:
+    import triton
+
+    return tuple(int(number) for number in triton.__version__.split(".")[:2])
+
+
 # What a kernel is compiled for, see `triton_kernels`. SPLIT: on 10.x products of 64 rows and more go to tensor memory,
 # where Triton before its pull request 10988 sums chained products wrongly (triton-lang/triton issue 10821); they are
 # done by 32. SMALL: of `triton_tiles`. DTYPE, GATED and GIVEN, the names of the arguments that are not None, tell apart
 # what triton.autotune times.
-Shape = namedtuple("Shape", "H W N K KS KP DP EP RP SP TP PREFIX RELATIVE SPLIT SMALL DTYPE GATED GIVEN",
+Shape = namedtuple("Shape", "H W N K KS KP DP EP RP SP TP LINE PREFIX RELATIVE SPLIT SMALL DTYPE GATED GIVEN",
                    defaults=((),))
 # A tensor (B, K, N, D) with its strides, all but the last by UNITs of numbers: how wide the compiler may load
-Rows = namedtuple("Rows", "data image head pixel width UNIT D DP")
+Rows = namedtuple("Rows", "data image head pixel width UNIT D DP LINE")
 # The convolution's weight with its strides
 Weight = namedtuple("Weight", "data makes takes y x")
 # The seed, how many values of 24 random bits drop, and the gain of what is kept
@@ -131,10 +139,11 @@ def _power(n: int, least: int = 16) -> int:
 def _shape(q: Tensor, v: Tensor, H: int, W: int, weight: Tensor | None, relative: bool, prefix: int,
            gated: bool) -> Shape:
     K, kernel_size = q.shape[1], 1 if weight is None else weight.shape[-1]
-    chip = _capability(q.device) if q.is_cuda else None
+    chip, RP = _capability(q.device) if q.is_cuda else None, _power(kernel_size * K)
+    line = 32 * min(K & -K, 16 // q.element_size()) // RP
     return Shape(
         H, W, H * W, K, kernel_size, KP=_power(K, 1), DP=_power(q.shape[-1]), EP=_power(v.shape[-1]),
-        RP=_power(kernel_size * K), SP=_power(H + W if relative else 1),
+        RP=RP, LINE=max(1, line), SP=_power(H + W if relative else 1),
         TP=_power(2 * H + 2 * W - 2 if relative else 1), PREFIX=0 if weight is None else prefix, RELATIVE=relative,
         SPLIT=chip is not None and chip[0] == 10, SMALL=chip in SMALL_MEMORY, DTYPE=str(q.dtype), GATED=gated)
 
@@ -144,7 +153,8 @@ def _rows(x: Tensor) -> Rows:
 
     image, head, pixel, width = x.stride()
     unit = 1 if width != 1 or (image | head | pixel) % 4 else 4
-    constants = (constexpr(n) for n in (unit, x.shape[-1], _power(x.shape[-1])))
+    D = x.shape[-1]
+    constants = (constexpr(n) for n in (unit, D, _power(D), max(1, 32 * unit // _power(D))))
     return Rows(x, image // unit, head // unit, pixel // unit, width, *constants)
 
 
@@ -380,6 +390,8 @@ class Triton(Implementation):
                 return f"an NVIDIA GPU is required, got {'ROCm' if torch.version.hip is not None else q.device.type}"
             if _capability(q.device) < LEAST_CAPABILITY:
                 return f"compute capability {LEAST_CAPABILITY} or more is required, got {_capability(q.device)}"
+            if _version() < LEAST_VERSION:
+                return f"Triton {LEAST_VERSION} or later is required, got {_version()}"
         if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"float32, bfloat16 or float16 is required, got {q.dtype}"
         if k.dtype != q.dtype or v.dtype != q.dtype:

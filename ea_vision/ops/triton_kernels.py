@@ -57,15 +57,15 @@ def _rows(x, image, n, S):
     return _operand(_load_rows(x, image, head, n[None, :, None], d, S), x.data.dtype.element_ty)
 
 
-# What one warp loads and another needs goes through shared memory, behind two barriers. A load of rows gives C rows in
-# a line to a warp, C to the next, and so on, and a product has its heads, or groups of pixels, lie by warps. So rows
+# What one warp loads and another needs goes through shared memory, behind two barriers. A load of rows gives a LINE of
+# C rows to a warp, the next C to the next, and so on, and a product has its heads, or groups of pixels, lie by warps. So rows
 # are loaded in the order in which each warp gets its own, and put into theirs in registers. Any C gives one result.
 
 
 @triton.jit
 def _rows_by_warps(x, image, n0, I, S):
     """Load pixels n0 to n0 + I - 1: (KP, I, DP)."""
-    C: constexpr = min(I, max(1, 32 * x.UNIT // x.DP))
+    C: constexpr = x.LINE if x.LINE < I else I
     row = tl.arange(0, S.KP * I)[:, None]
     pixel = n0 + row // (C * S.KP) * C + row % C
     rows = _load_rows(x, image, row // C % S.KP, pixel, tl.arange(0, x.DP)[None, :], S)
@@ -468,9 +468,8 @@ def logits_backward(
 def _add_weight_part(dw, d_conv, image, i0, j0, dy, m, I, J, S):
     """Add to dw (GROUPS, RP, KP) what the adjoint's tap row dy sees at each pixel, times m (GROUPS, pixels, KP)."""
     GROUPS: constexpr = m.shape[0]
-    BITS: constexpr = d_conv.dtype.element_ty.primitive_bitwidth
     # Rows are dealt out to the groups' warps as in _rows_by_warps
-    C: constexpr = max(1, min(m.shape[1], 32 * min(S.K & -S.K, 128 // BITS) // S.RP))
+    C: constexpr = S.LINE if S.LINE < m.shape[1] else m.shape[1]
     RUNS: constexpr = m.shape[1] // C
     row = tl.arange(0, I * J)[:, None]
     pixel = (row // C % GROUPS * RUNS + row // (C * GROUPS)) * C + row % C
