@@ -58,8 +58,9 @@ def _rows(x, image, n, S):
 
 
 # What one warp loads and another needs goes through shared memory, behind two barriers. A load of rows gives a LINE of
-# C rows to a warp, the next C to the next, and so on, and a product has its heads, or groups of pixels, lie by warps. So rows
-# are loaded in the order in which each warp gets its own, and put into theirs in registers. Any C gives one result.
+# C rows to a warp, C to the next, and so on, and a product has its heads, or groups of pixels, lie by warps. So
+# rows are loaded in the order in which each warp gets its own, and put into theirs in registers. Any C gives one
+# result.
 
 
 @triton.jit
