@@ -24,7 +24,7 @@ def test_triton_is_given_the_stepped_side_alone_and_a_key_that_its_cache_can_wri
     from ea_vision.ops import triton_kernels
 
     kernel = triton_kernels.keys_backward
-    shape = Shape(14, 14, 196, 8, 3, 8, 32, 16, 32, 32, 64, 0, True, False, False, "torch.bfloat16", True)
+    shape = Shape(14, 14, 196, 8, 3, 8, 32, 16, 32, 32, 64, 4, 0, True, False, False, "torch.bfloat16", True)
     stored = shape._replace(GIVEN=("maps", "stored"))
     one = ours.tuned(kernel, Tile(16, 32), stored)
     assert {tuple(config.kwargs) for config in one.configs} == {("I",)}
