@@ -7,6 +7,7 @@ import pickle
 import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import safetensors
@@ -65,7 +66,7 @@ def create_classifier(name: str, kwargs: dict[str, Any], optional: frozenset[str
 
     def create(**keywords: Any) -> nn.Module:
         if weights:
-            return _with_weights(timm.create_model(name, **keywords), name, keywords, weights, notice)
+            return _with_weights(name, keywords, weights, notice)
         return pretrained_model(name, keywords) if pretrained else timm.create_model(name, **keywords)
 
     model, taken = create_by_keywords(create, name, wanted | kwargs, optional, notice)
@@ -146,43 +147,36 @@ def pretrained_model(name: str, kwargs: dict[str, Any]) -> nn.Module:
     except (TypeError, UsageError):
         raise
     except Exception as error:  # the Hub's clients raise classes of their own
-        raise UsageError(f"the pretrained weights of {name} cannot be fetched or loaded ({_shortened(error)}): connect "
-                         "to the network, or give a file by --pretrained-path") from error
+        raise UsageError(f"the pretrained weights of {name} cannot be fetched or loaded ({shorten(str(error), 400)}): "
+                         "connect to the network, or give a file by --pretrained-path") from error
 
 
-def _with_weights(model: nn.Module, name: str, kwargs: dict[str, Any], path: str, notice) -> nn.Module:
-    """Create `model` again with the weights of a file, as timm would load its pretrained ones; of a classifier for
-    other classes it keeps its own.
+def _with_weights(name: str, kwargs: dict[str, Any], path: str, notice) -> nn.Module:
+    """Create a model with the weights of a file, as timm would load its pretrained ones; of a classifier for other
+    classes it keeps its own.
 
     Raises:
         UsageError: a file that cannot be read, or that is not this model's.
     """
-    if not Path(path).is_file():
-        raise UsageError(f"weights {path} cannot be read: there is no such file")
+    model = timm.create_model(name, **kwargs)
     try:
+        Path(path).stat()  # timm's error says nothing
         state = timm.models.load_state_dict(path)
     except (*REFUSALS, safetensors.SafetensorError, pickle.UnpicklingError) as error:
         raise UsageError(f"weights {path} cannot be read: {error}") from error
-    classifiers, own = model.pretrained_cfg.get("classifier") or (), model.state_dict()
-    for key in own:
-        of_classifier = key.rpartition(".")[0] in ([classifiers] if isinstance(classifiers, str) else classifiers)
-        if of_classifier and key in state and state[key].shape != own[key].shape:
-            notice(f"{key} of {path} is {list(state[key].shape)}: not taken for {list(own[key].shape)}")
-            state[key] = own[key]
+    for key, own in model.state_dict().items():
+        of_classifier = key.startswith(model.pretrained_cfg.get("classifier") or ())
+        if of_classifier and key in state and state[key].shape != own.shape:
+            notice(f"{key} of {path} is {list(state[key].shape)}: not taken for {list(own.shape)}")
+            state[key] = own
     given = {"state_dict": state, "num_classes": model.num_classes, "label_offset": 0, "custom_load": False}
     try:
         loaded = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=given, **kwargs)
     except REFUSALS as error:
-        raise UsageError(f"weights {path} do not fit {name}: {_shortened(error)}") from error
+        raise UsageError(f"weights {path} do not fit {name}: {shorten(str(error), 400)}") from error
     loaded.pretrained_cfg = model.pretrained_cfg
     check_finite(loaded.state_dict(), path)
     return loaded
-
-
-def _shortened(error: Exception) -> str:
-    """Return an error's message in one line of at most 400 characters."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= 400 else f"{text[:400]} ..."
 
 
 def _digest_of(tensors: dict[str, torch.Tensor]) -> str:
@@ -236,7 +230,7 @@ def load_state(model: nn.Module, state: dict[str, torch.Tensor], source: str) ->
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
-        raise UsageError(f"weights {source} do not fit the model: {_shortened(error)}") from error
+        raise UsageError(f"weights {source} do not fit the model: {shorten(str(error), 400)}") from error
 
 
 def check_finite(state: dict[str, torch.Tensor], source: str) -> None:
@@ -248,9 +242,7 @@ def check_finite(state: dict[str, torch.Tensor], source: str) -> None:
 
 def non_finite(state: dict[str, torch.Tensor]) -> list[str]:
     """Return the names of the weights and buffers that hold NaN or infinity."""
-    names = [name for name, value in state.items() if value.is_floating_point()]
-    finite = torch.stack([state[name].detach().isfinite().all() for name in names]).tolist() if names else []
-    return [name for name, good in zip(names, finite, strict=True) if not good]
+    return [name for name, value in state.items() if not value.isfinite().all()]
 
 
 def lay_out(model: nn.Module, memory_format: torch.memory_format) -> nn.Module:

@@ -129,6 +129,7 @@ class CocoDetection(DataModule):
     """Images with boxes in COCO's format, read as they are needed."""
 
     description, examples, options, trainer = DESCRIPTION, EXAMPLES, DetectionConfig, DetectionTrainer
+    least_classes = 1
 
     def __init__(self, config: DetectionConfig, world: World, training: bool):
         super().__init__(config, world, training)
@@ -186,10 +187,6 @@ class CocoDetection(DataModule):
 
     def eval_loader(self, **keywords) -> BoxEvalLoader:
         return BoxEvalLoader(self.test, transform=eval_transform, batch_size=self.config.eval_batch_size, **keywords)
-
-    def check(self) -> None:  # one category is enough
-        if self.same_images:
-            raise UsageError("the training images are those to evaluate on: give others")
 
     def loader_keywords(self, model: Detector) -> dict[str, Any]:
         """Return the loaders' keywords; mean and std are for config.yaml alone, the detector normalises by itself."""

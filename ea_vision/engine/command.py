@@ -31,7 +31,6 @@ from ea_vision.engine.data_module import DataModule
 from ea_vision.engine.preflight import preflight
 from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.train import Trainer
-from ea_vision.engine.watch import MapsWatch
 
 log = logging.getLogger(__name__)
 # Options that may differ from node to node: where things lie, and how many hands a node has.
@@ -101,9 +100,8 @@ def put_together(data: DataModule, folder: Path, stop: StopRequest) -> tuple[Tra
     Raises:
         UsageError: options, data, model and machine that do not go together.
     """
-    config, world = data.config, data.world
+    config, world, under = data.config, data.world, provenance()
     check_data(data)
-    under = provenance()
     check_same_everywhere(world, {"data": data.fingerprint, "commit": under["git_commit"], **under["versions"],
                                   **{name: value for name, value in asdict(config).items()
                                      if name not in OWN_OF_A_NODE}})
@@ -115,17 +113,12 @@ def put_together(data: DataModule, folder: Path, stop: StopRequest) -> tuple[Tra
         enable_checkpointing(model, config.model)
     keywords = data.loader_keywords(model)
     random_seed(config.seed + 1, world.rank)  # dropout must differ between processes
-    train_loader, eval_loader = data.train_loader(**keywords), data.eval_loader(**keywords)
-    if data.trainer.watches:
-        eval_loader = MapsWatch(eval_loader)
-    trainer = data.trainer(data, model, train_loader, eval_loader, folder, stop)
-    mean, std = keywords["mean"], keywords["std"]
-    if trainer.watches:
-        trainer.watch = eval_loader
+    trainer = data.trainer(data, model, data.train_loader(**keywords), data.eval_loader(**keywords), folder, stop)
     preflight(trainer)
-    test_loader = data.test_loader(**keywords) if data.eval_split == "held_out" else eval_loader
+    test_loader = data.test_loader(**keywords) if data.eval_split == "held_out" else trainer.eval_loader
     return trainer, test_loader, {
-        "model_kwargs": kwargs, "classes": data.classes, "mean": list(mean), "std": list(std),
+        "model_kwargs": kwargs, "classes": data.classes,
+        "mean": list(keywords["mean"]), "std": list(keywords["std"]),
         "train_images": data.train_images, "eval_images": data.eval_images, "eval_split": data.eval_split,
         "measures": list(trainer.measures), **data.about, "data_fingerprint": data.fingerprint,
         "processes": world.size, "hardware": hardware(world.device, world.size), "command": " ".join(sys.argv), **under}
@@ -333,6 +326,9 @@ def resume(trainer: Trainer, path: Path, state: dict[str, Any]) -> None:
     changes = config.differences(state["config"], trainer.world.size, state["world_size"])
     if config.resume == "auto":
         _require_same(changes, path)
+    order = [change for change in changes if change.startswith(("seed ", "the images of an update "))]
+    if order and state["progress"]["step"]:
+        raise UsageError(f"{path} lies inside an epoch, whose order this would change: {'; '.join(order)}")
     for change in changes:
         log.warning("continuing with a changed option: %s", change)
     trainer.data.check_fingerprint(state["data_fingerprint"], path)
@@ -367,7 +363,7 @@ def finish(trainer: Trainer, test_loader, about: dict[str, Any]) -> None:
         if name == "best" and row is rows["last"]:
             figures[name] = figures["last"]
             continue
-        figures[name] = {"epoch": row["epoch"], **{measure: row[measure] for measure in trainer.measures}}
+        figures[name] = {measure: row[measure] for measure in ("epoch", *trainer.measures)}
         if tested:
             if name == "best":
                 trainer.best_model.load_state_dict(safetensors.torch.load_file(folder / run_folder.WEIGHTS))
@@ -376,12 +372,12 @@ def finish(trainer: Trainer, test_loader, about: dict[str, Any]) -> None:
     if trainer.world.is_main:
         write_json(folder / run_folder.RESULTS, {
             "model": config.model, "epochs": config.epochs, "eval_split": data.eval_split,
-            f"{split}_images": data.eval_images if split == "held_out" else data.test_images,
+            f"{split}_images": data.test_images if tested else data.eval_images,
             **{f"{split}_{name}": {key: None if math.isnan(value) else round(value, 4) for key, value in of.items()}
                for name, of in figures.items()},  # JSON has no nan: AP where no object is large
             "hardware": about["hardware"]})
     trainer.world.barrier()
-    said = f"test {trainer.quality}" if split == "test" else f"{trainer.quality} on images held out"
+    said = f"{trainer.quality} on images held out" if split == "held_out" else f"test {trainer.quality}"
     log.info("%s: best weights (epoch %d) %s, last weights %s", said, progress.best_epoch,
              *(trainer.text_of(figures[name]) for name in ("best", "last")))
     if data.eval_split == "test" and len(progress.rows) > 1:

@@ -44,6 +44,7 @@ class DataModule:
         description, examples: for --help.
         options: the dataclass of its options.
         trainer: the training loop; a subclass may have another loss.
+        least_classes: how many there must be.
 
     Attributes:
         classes: names, in the order of the targets.
@@ -59,6 +60,7 @@ class DataModule:
     examples: ClassVar[str]
     options: ClassVar[type[TrainConfig]]
     trainer: ClassVar[type[Trainer]]
+    least_classes: ClassVar[int] = 2
 
     classes: list[str]
     eval_images: int
@@ -88,8 +90,9 @@ class DataModule:
 
     def check(self) -> None:
         """Raise UsageError for data that nothing can be learnt or judged from."""
-        if len(self.classes) < 2:
-            raise UsageError(f"at least 2 classes of images are required, got {', '.join(self.classes) or 'none'}")
+        if len(self.classes) < self.least_classes:
+            raise UsageError(f"at least {self.least_classes} classes of images are required, got "
+                             f"{', '.join(self.classes) or 'none'}")
         if self.same_images:
             raise UsageError("the training images are those to evaluate on: give others")
 

@@ -21,7 +21,7 @@ import yaml
 from torch import nn
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.files import atomic_write, check_writable, create, csv_text
+from ea_vision.base.files import atomic_write, create, csv_text
 from ea_vision.base.networks import REFUSALS, check_model_name, encode_weights, load_weights, set_image_statistics
 from ea_vision.base.processes import World
 from ea_vision.engine.checkpoint import BEST, LAST, PREVIOUS
@@ -52,7 +52,6 @@ def locked(folder: Path, world: World) -> Iterator[None]:
         yield
         return
     create(folder)
-    check_writable(folder)
     handle, held = os.open(folder, os.O_RDONLY), False
     try:
         try:

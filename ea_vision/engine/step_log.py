@@ -11,6 +11,7 @@ import math
 import resource
 import sys
 import uuid
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,11 @@ def memory_mib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def rounded(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of numbers with fractions of six digits."""
+    return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in row.items()}
 
 
 def require(module: str, option: str):
@@ -95,7 +101,7 @@ class StepLog:
         is seen."""
         if not self.is_main:
             return
-        row = {name: float(f"{row[name]:.6g}") if isinstance(row[name], float) else row[name] for name in COLUMNS}
+        row = rounded(row)
         with open(self.folder / FILE, "a", newline="") as file:
             csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row)
         if seconds_left is not None and not sys.stderr.isatty():

@@ -16,7 +16,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +37,8 @@ from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.evaluate import NonFiniteLoss
 from ea_vision.engine.optimizer import build_optimizer, build_schedule, load_optimizer
 from ea_vision.engine.signals import StopRequest
-from ea_vision.engine.step_log import StepLog, memory_mib
+from ea_vision.engine.step_log import StepLog, memory_mib, rounded
+from ea_vision.engine.watch import MapsWatch
 from ea_vision.layers import learnable_gates
 
 if TYPE_CHECKING:
@@ -65,13 +66,9 @@ class Progress:
     def begin(self, about: dict[str, Any]) -> None:
         """Note who makes the updates from here on: the command, hardware, versions and commit of an `about` section."""
         who = copy.deepcopy({key: about[key] for key in ("command", "hardware", "versions", "git_commit")})
-        while self.starts and self.starts[-1]["update"] > self.updates:  # made no update that is left
-            self.starts.pop()
-        if not self.starts or {**self.starts[-1], **who} != self.starts[-1]:
+        self.starts = [start for start in self.starts if start["update"] <= self.updates]  # others' updates are lost
+        if not self.starts or self.starts[-1] | who != self.starts[-1]:
             self.starts.append({"update": self.updates + 1, **who})
-
-    def begin_epoch(self) -> None:
-        self.step, self.loss_sum, self.seconds, self.data_seconds = 0, 0.0, 0.0, 0.0
 
 
 class Update(NamedTuple):
@@ -89,11 +86,8 @@ class Update(NamedTuple):
 def gates(model: nn.Module) -> dict[str, float]:
     """Return learnable gates (alpha and beta of evolutions), by their names in the state dict; of one for each head
     NAME[0], NAME[1]."""
-    values = {}
-    for name, gate in learnable_gates(model).items():
-        numbers = gate.detach().flatten().tolist()
-        values |= {name: numbers[0]} if gate.ndim == 0 else {f"{name}[{i}]": v for i, v in enumerate(numbers)}
-    return values
+    return {f"{name}[{number}]" if gate.ndim else name: value for name, gate in learnable_gates(model).items()
+            for number, value in enumerate(gate.detach().flatten().tolist())}
 
 
 class Trainer:
@@ -116,12 +110,9 @@ class Trainer:
         measures: what `evaluate`'s results give by `figures()`, in percent: columns of metrics.csv. The best epoch is
             that with the highest first one.
         quality: what they measure, for messages.
-        watches: whether its networks take images alone, so that their attention maps can be watched.
+        watches: whether its networks take images alone, so that their attention maps are watched: further columns of
+            metrics.csv.
         check_every: updates between looks at what they came to, on an accelerator; on a CPU, where none waits, 1.
-
-    Attributes:
-        watch: called on the first process with the network that was evaluated; returns further columns of the
-            epoch's row.
     """
 
     measures: ClassVar[tuple[str, ...]] = run_folder.MEASURES
@@ -131,35 +122,33 @@ class Trainer:
     cuda_graphs = False  # whether the compiled model is replayed as CUDA graphs, where there is CUDA
 
     def __init__(self, data: DataModule, model: nn.Module, train_loader, eval_loader, folder: Path, stop: StopRequest):
-        self.data, self.config, self.world, self.folder, self.stop = data, data.config, data.world, folder, stop
-        self.train_loader, self.eval_loader = train_loader, eval_loader
-        self.watch: Callable[[nn.Module], Mapping[str, float]] = lambda _: {}
-        config, world = self.config, self.world
+        config, world = data.config, data.world
+        self.data, self.config, self.world, self.folder, self.stop = data, config, world, folder, stop
+        self.train_loader, self.eval_loader = train_loader, MapsWatch(eval_loader) if self.watches else eval_loader
         self._count_updates()
-        if config.sync_bn and world.device.type != "cuda":
-            raise UsageError(f"--sync-bn needs CUDA, got {world.device.type}")
+        on_cuda = world.device.type == "cuda"
         if config.sync_bn:
+            if not on_cuda:
+                raise UsageError(f"--sync-bn needs CUDA, got {world.device.type}")
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        if config.channels_last:
-            model = lay_out(model, torch.channels_last)
-        self.model = model
-        self.eval_net = self.net = self._compiled(model)
+        self.model = lay_out(model, torch.channels_last) if config.channels_last else model
+        self.eval_net = self.net = self._compiled(self.model)
         self.ema = None
         if config.model_ema_decay:
-            self.ema = ModelEmaV3(model, decay=config.model_ema_decay, use_warmup=config.model_ema_warmup)
+            self.ema = ModelEmaV3(self.model, decay=config.model_ema_decay, use_warmup=config.model_ema_warmup)
             self.eval_net = self.ema.module
         if world.size > 1:
             # Not with static_graph: it fails where the first backward is in no_sync, and brings nothing measurable.
             # Around the compiled model: what is compiled inside DDP's forward torch splits at the borders of its
             # buckets, so that each is averaged while backward goes on with the next (dynamo's optimize_ddp).
             # Statistics that are averaged must be each process's own: broadcast, the first one's replace them all.
-            self.net = DistributedDataParallel(self.net, [world.device.index] if world.device.type == "cuda" else None,
+            self.net = DistributedDataParallel(self.net, [world.device] if on_cuda else None,
                                                gradient_as_bucket_view=True,
                                                broadcast_buffers=config.ddp_bb and config.dist_bn == "broadcast")
-            if world.device.type == "cpu" and world.size > 2:  # of two the order does not matter
+            if world.size > 2 and not on_cuda:  # of two the order does not matter
                 self.net.register_comm_hook(None, mean_in_order)
         self.images_of_update = config.images_of_update(world.size)
-        self.optimizer = build_optimizer(config, model, self.images_of_update)
+        self.optimizer = build_optimizer(config, self.model, self.images_of_update)
         self.scheduler = build_schedule(config, self.optimizer, self.updates_per_epoch)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.amp == "float16")
         self.step_log = StepLog(folder, config, world.is_main)
@@ -190,44 +179,23 @@ class Trainer:
         """The model that is evaluated and exported: the averaged weights where they are on."""
         return self.ema.module if self.ema is not None else self.model
 
-    def state(self) -> dict[str, Any] | None:
-        """Return the checkpoint's content on rank 0, None on other ranks."""
-        random_states = self.world.gather(checkpoint.random_state(self.world.device))
-        if not self.world.is_main:
-            return None
-        return {
-            "config": dataclasses.asdict(self.config), "data_fingerprint": self.data.fingerprint,
-            "world_size": self.world.size, "progress": dataclasses.asdict(self.progress),
-            "model": self.model.state_dict(),
-            "ema": self.ema.module.state_dict() if self.ema is not None else None,
-            "optimizer": self.optimizer.state_dict(), "scheduler": self.scheduler.state_dict(),
-            "scaler": self.scaler.state_dict(), "random": random_states,
-        }
-
     def load(self, state: dict[str, Any], source: Path) -> None:
         """Continue from a checkpoint's state.
 
         Raises:
-            UsageError: its weights are another model's, or it lies inside an epoch of other batches.
+            UsageError: its weights, or those of the optimiser, are another model's.
         """
-        saved, config, own = Progress(**state["progress"]), state["config"], self.config
-        was = (config["batch_size"] * config["grad_accum_steps"] * state["world_size"], config["seed"])
-        now = (own.images_of_update(self.world.size), own.seed)
-        if saved.step and was != now:
-            raise UsageError(f"{source} lies inside an epoch, so images of an update and seed must be {was[0]} and "
-                             f"{was[1]}, got {now[0]} and {now[1]}")
         if (state["ema"] is None) != (self.ema is None):
             raise UsageError(f"{source} has {'no' if state['ema'] is None else 'the'} averaged weights of "
-                             f"--model-ema-decay, got {own.model_ema_decay:g}")
+                             f"--model-ema-decay, got {self.config.model_ema_decay:g}")
         for model, weights in ((self.model, state["model"]), (self.best_model, state["ema"] or state["model"])):
             load_state(model, weights, str(source))
-        load_optimizer(self.optimizer, state["optimizer"], own, str(source))
+        load_optimizer(self.optimizer, state["optimizer"], self.config, str(source))
         self.scaler.load_state_dict(state["scaler"])
         if state["world_size"] == self.world.size:
             checkpoint.set_random_state(state["random"][self.world.rank], self.world.device)
-        self.progress = saved
-        self.last_good = source
-        self.scheduler.step_update(max(saved.updates - 1, 0))  # the rate that the epoch's row names
+        self.progress, self.last_good = Progress(**state["progress"]), source
+        self.scheduler.step_update(max(self.progress.updates - 1, 0))  # the rate that the epoch's row names
 
     def save(self, best: bool = False, snapshot: bool = False) -> None:
         """Write the checkpoint; the one it replaces is kept. All processes must call this.
@@ -237,11 +205,16 @@ class Trainer:
         The order matters: the checkpoints come after everything that belongs to them, so that whatever a kill leaves
         undone is done again by the run that continues.
         """
-        state = self.state()
+        random_states = self.world.gather(checkpoint.random_state(self.world.device))
         self.last_good = self.folder / checkpoint.LAST
-        if state is None:
+        if not self.world.is_main:
             return
-        data, weights = checkpoint.encode(state), self.best_model.state_dict()
+        weights = self.best_model.state_dict()
+        data = checkpoint.encode({
+            "config": dataclasses.asdict(self.config), "data_fingerprint": self.data.fingerprint,
+            "world_size": self.world.size, "progress": dataclasses.asdict(self.progress), "random": random_states,
+            "ema": weights if self.ema is not None else None,
+            **{name: getattr(self, name).state_dict() for name in ("model", "optimizer", "scheduler", "scaler")}})
         run_folder.write_metrics(self.folder, self.progress.rows, self.measures)
         if snapshot:
             run_folder.write_snapshot(self.folder, weights, self.progress.epoch)
@@ -323,9 +296,10 @@ class Trainer:
     def _check_weights(self, latest: Update) -> None:
         """Raise NonFiniteLoss, on every process, for weights and buffers (batch statistics) no checkpoint should hold:
         steps and statistics can overflow where losses and gradients do not."""
-        spoilt = non_finite(self.model.state_dict())
+        weights = self.model.state_dict()
         if self.ema is not None:
-            spoilt += [f"averaged {name}" for name in non_finite(self.ema.module.state_dict())]
+            weights |= {f"averaged {name}": value for name, value in self.ema.module.state_dict().items()}
+        spoilt = non_finite(weights)
         everywhere = [name for of_rank in self.world.gather(spoilt) for name in of_rank]  # statistics differ by rank
         if everywhere:
             raise self._reported("a weight is not finite after", f"({everywhere[0]})", latest)
@@ -355,9 +329,10 @@ class Trainer:
         config, progress = self.config, self.progress
         self.net.train()
         for module in self.model.modules():  # what is frozen keeps its statistics, too
-            if not any(p.requires_grad for p in module.parameters()) and any(True for _ in module.parameters()):
+            trained = [parameter.requires_grad for parameter in module.parameters()]
+            if trained and not any(trained):
                 module.eval()
-        self._logged = (progress.step, progress.seconds, progress.data_seconds)
+        self._logged = copy.copy(progress)
         source = self.train_loader.batches(progress.epoch, progress.step * config.grad_accum_steps)
         updates = self.updates_in(progress.epoch)
         bar = tqdm(total=updates, initial=progress.step, desc=f"epoch {progress.epoch + 1}", leave=False,
@@ -380,28 +355,27 @@ class Trainer:
                 progress.seconds += time.perf_counter() - start
                 bar.update()
                 if logged:
-                    self._log_step()
+                    self._log_step(done)
                 if stop:
                     self._leave()
                 if due and not done:
                     self.save()
 
-    def _log_step(self) -> None:
-        """Add a row to the step log; of an epoch's last update the epoch's own line tells."""
-        progress = self.progress
-        then, self._logged = self._logged, (progress.step, progress.seconds, progress.data_seconds)
-        updates, seconds, waiting = (now - before for now, before in zip(self._logged, then, strict=True))
+    def _log_step(self, done: bool) -> None:
+        """Add a row to the step log; where the epoch is `done`, its own line tells of it."""
+        progress, then = self.progress, self._logged
+        self._logged, seconds = copy.copy(progress), progress.seconds - then.seconds
         left = (self.total_updates - progress.updates) * progress.seconds / progress.step
-        ends = progress.step == self.updates_in(progress.epoch)
         self.step_log.add({
             "step": progress.updates, "epoch": progress.epoch + progress.step / self.updates_per_epoch,
             "lr": self.optimizer.param_groups[0]["lr"], "train_loss": self.loss,
-            "images_per_s": updates * self.images_of_update / seconds, "data_wait_percent": 100 * waiting / seconds,
-            "memory_mib": memory_mib(self.world.device)}, None if ends else left)
+            "images_per_s": (progress.step - then.step) * self.images_of_update / seconds,
+            "data_wait_percent": 100 * (progress.data_seconds - then.data_seconds) / seconds,
+            "memory_mib": memory_mib(self.world.device)}, None if done else left)
 
     def finish_epoch(self) -> None:
         """Evaluate where that is due, add the epoch's row, save."""
-        progress, start = self.progress, time.perf_counter()
+        progress, config, start = self.progress, self.config, time.perf_counter()
         number, trained = progress.epoch + 1, progress.seconds
         figures = self._evaluated(number)
         self.data.bad_images.collect(self.world, self.folder)
@@ -410,41 +384,41 @@ class Trainer:
             "train_loss": progress.loss_sum / progress.step, **figures,
             "images_per_s": progress.step * self.images_of_update / trained,
             "seconds": trained + time.perf_counter() - start}
-        if self.world.is_main:
-            row |= self.watch(self.eval_net)
-        row |= gates(self.best_model)
-        row = {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in row.items()}
+        if self.watches and self.world.is_main:
+            row |= self.eval_loader(self.eval_net)
+        row = rounded(row | gates(self.best_model))
         progress.rows.append(row)
         progress.epoch, measured = number, row[self.measures[0]]
         best = measured > progress.best_top1
         if best:
             progress.best_top1, progress.best_epoch = measured, number
-        progress.begin_epoch()
-        every = self.config.snapshot_epochs
-        self.save(best, snapshot=every > 0 and number % every == 0)
+        progress.step, progress.loss_sum, progress.seconds, progress.data_seconds = 0, 0.0, 0.0, 0.0
+        self.save(best, snapshot=config.snapshot_epochs > 0 and number % config.snapshot_epochs == 0)
         self.step_log.send("epoch", row)
-        self._log_epoch(row, best)
+        self._log_epoch(row)
 
     def _evaluated(self, number: int) -> dict[str, float]:
         """Return eval_loss and the measures after so many epochs, nan where --eval-epochs leaves them out."""
+        figures = dict.fromkeys(("eval_loss", *self.measures), math.nan)
         if self.world.size > 1:  # batch statistics are each process's own until here
             distribute_bn(self.best_model, self.world.size, reduce=self.config.dist_bn == "reduce")
-        if number % self.config.eval_epochs and number != self.total_epochs:
-            return dict.fromkeys(("eval_loss", *self.measures), math.nan)
-        result = self.evaluate(self.eval_net, self.eval_loader, len(self.data.classes), self.world, self.config,
-                               should_stop=self._stop_wanted)
-        if result is None:
-            self._leave()
-        return {"eval_loss": getattr(result, "loss", math.nan), **result.figures()}
+        if number % self.config.eval_epochs == 0 or number == self.total_epochs:
+            result = self.evaluate(self.eval_net, self.eval_loader, len(self.data.classes), self.world, self.config,
+                                   should_stop=self._stop_wanted)
+            if result is None:
+                self._leave()
+            figures |= {"eval_loss": getattr(result, "loss", math.nan), **result.figures()}
+        return figures
 
-    def _log_epoch(self, row: Mapping[str, float], best: bool) -> None:
+    def _log_epoch(self, row: Mapping[str, float]) -> None:
         """Say in a line what an epoch came to."""
         progress, seconds = self.progress, [other["seconds"] for other in self.progress.rows]
         left = (self.total_epochs - progress.epoch) * sum(seconds) / len(seconds)
         quality = "not evaluated"
         if not math.isnan(row[self.measures[0]]):
-            beside = "best so far" if best else f"best {progress.best_top1:.2f}%, epoch {progress.best_epoch}"
-            quality = f"{self.text_of(row)}  {beside}"
+            best = ("best so far" if progress.best_epoch == progress.epoch else
+                    f"best {progress.best_top1:.2f}%, epoch {progress.best_epoch}")
+            quality = f"{self.text_of(row)}  {best}"
         if not math.isnan(row["eval_loss"]):
             quality = f"evaluation loss {row['eval_loss']:.4f}  {quality}"
         log.info("epoch %d/%d  training loss %.4f  %s  lr %.3g  %.0f images/s  %.1f s%s", progress.epoch,
