@@ -357,29 +357,30 @@ def finish(trainer: Trainer, test_loader, about: dict[str, Any]) -> None:
     config, progress, folder, data = trainer.config, trainer.progress, trainer.folder, trainer.data
     tested = config.test and data.eval_split == "held_out"
     split, first = "test" if tested else data.eval_split, trainer.measures[0]
-    rows = {"last": progress.rows[-1], "best": progress.rows[progress.best_epoch - 1]}
-    figures = {}
-    for name, row in rows.items():
-        if name == "best" and row is rows["last"]:
-            figures[name] = figures["last"]
-            continue
-        figures[name] = {measure: row[measure] for measure in ("epoch", *trainer.measures)}
+
+    def figures_of(row: dict[str, float]) -> dict[str, float]:
+        """Return an epoch's measures; with images held out also those of its weights, which are loaded, in a test."""
+        figures = {name: row[name] for name in ("epoch", *trainer.measures)}
         if tested:
-            if name == "best":
-                trainer.best_model.load_state_dict(safetensors.torch.load_file(folder / run_folder.WEIGHTS))
             result = trainer.evaluate(trainer.best_model, test_loader, len(data.classes), trainer.world, config)
-            figures[name] |= {f"held_out_{first}": row[first], **result.figures()}
+            figures |= {f"held_out_{first}": row[first], **result.figures()}
+        return figures
+
+    last = best = figures_of(progress.rows[-1])
+    if 0 < progress.best_epoch < len(progress.rows):
+        trainer.best_model.load_state_dict(safetensors.torch.load_file(folder / run_folder.WEIGHTS))
+        best = figures_of(progress.rows[progress.best_epoch - 1])
     if trainer.world.is_main:
         write_json(folder / run_folder.RESULTS, {
             "model": config.model, "epochs": config.epochs, "eval_split": data.eval_split,
             f"{split}_images": data.test_images if tested else data.eval_images,
             **{f"{split}_{name}": {key: None if math.isnan(value) else round(value, 4) for key, value in of.items()}
-               for name, of in figures.items()},  # JSON has no nan: AP where no object is large
+               for name, of in (("last", last), ("best", best))},  # JSON has no nan: AP where no object is large
             "hardware": about["hardware"]})
     trainer.world.barrier()
     said = f"{trainer.quality} on images held out" if split == "held_out" else f"test {trainer.quality}"
     log.info("%s: best weights (epoch %d) %s, last weights %s", said, progress.best_epoch,
-             *(trainer.text_of(figures[name]) for name in ("best", "last")))
+             trainer.text_of(best), trainer.text_of(last))
     if data.eval_split == "test" and len(progress.rows) > 1:
         log.info("the best epoch was chosen by the images that it is evaluated on: quote the last weights%s",
                  ", or hold images out (--holdout)" if hasattr(config, "holdout") else "")

@@ -248,16 +248,13 @@ class TrainConfig:
         An option that is missing there is younger than what was saved, which was made with its default. How
         processes share the images of an update may change, their number may not.
         """
-        changed = []
-        for field in dataclasses.fields(self):
-            was, now = saved.get(field.name, default_of(field)), getattr(self, field.name)
-            if was != now and not field.metadata["rules"].resume and field.name not in OF_AN_UPDATE:
-                changed.append(f"{field.name} was {was!r}, got {now!r}")
-        was = saved["batch_size"] * saved["grad_accum_steps"] * saved_processes
-        if was != self.images_of_update(processes):
-            changed.append(f"the images of an update (batch_size x grad_accum_steps x processes) were {was}, got "
-                           f"{self.images_of_update(processes)}")
-        return changed
+        name = "the images of an update (batch_size x grad_accum_steps x processes)"
+        pairs = {field.name: (saved.get(field.name, default_of(field)), getattr(self, field.name))
+                 for field in dataclasses.fields(self)
+                 if not field.metadata["rules"].resume and field.name not in OF_AN_UPDATE}
+        pairs[name] = (saved["batch_size"] * saved["grad_accum_steps"] * saved_processes,
+                       self.images_of_update(processes))
+        return [f"{name} was {was!r}, got {now!r}" for name, (was, now) in pairs.items() if was != now]
 
 
 OF_AN_UPDATE = ("batch_size", "grad_accum_steps", "total_batch")  # what counts is their product with the processes
@@ -286,9 +283,25 @@ def _plain(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-CONVERTERS = {int: _whole, float: float, float | str: _percentage, bool: bool,
-              dict: lambda value: _plain(dict(value or {})), list[float]: lambda value: [float(v) for v in value or []],
-              str: lambda value: "none" if value is None else str(value)}
+def _key_value(word: str) -> tuple[str, Any]:
+    """Return a key and its value, read as YAML (0.5, true, [1, 2], text)."""
+    key, equals, value = word.partition("=")
+    try:
+        if not equals or not key:
+            raise ValueError
+        return key, _plain(yaml.safe_load(value))
+    except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError("key=value required, with a number, true, false, text or a [list], got "
+                                         f"{word[:80]!r}") from error
+
+
+# How a value of each type is read, and its flag on the command line.
+KINDS = {int: (_whole, {"metavar": "N"}), float: (float, {"metavar": "X"}),
+         float | str: (_percentage, {"metavar": "X|P%"}), bool: (bool, {"action": argparse.BooleanOptionalAction}),
+         dict: (lambda value: _plain(dict(value or {})),
+                {"nargs": "+", "action": "extend", "type": _key_value, "metavar": "KEY=VALUE"}),
+         list[float]: (lambda value: [float(v) for v in value or []], {"nargs": "*", "metavar": "X"}),
+         str: (lambda value: "none" if value is None else str(value), {})}
 
 
 def _converted(name: str, value: Any, kind: Any) -> Any:
@@ -296,7 +309,7 @@ def _converted(name: str, value: Any, kind: Any) -> Any:
     try:
         if isinstance(value, bool) != (kind is bool):
             raise TypeError
-        return CONVERTERS[kind](value)
+        return KINDS[kind][0](value)
     except (TypeError, ValueError, ArithmeticError) as error:
         wanted = ("a number, or a percentage up to 100%" if kind == float | str else
                   f"of type {getattr(kind, '__name__', kind)}")
@@ -308,15 +321,13 @@ def _check_value(name: str, value: Any, rules: Rules) -> None:
     if rules.choices and value not in rules.choices:
         raise UsageError(f"{name} must be one of {', '.join(rules.choices)}, got {value!r}")
     for number in value if isinstance(value, list) else [value]:
-        if not isinstance(number, (int, float)):
-            continue
-        if not math.isfinite(number):
-            raise UsageError(f"{name} must be a finite number, got {number}")
-        for allowed, words, limit in ((number >= rules.minimum, "at least", rules.minimum),
-                                      (number <= rules.maximum, "at most", rules.maximum),
-                                      (number > rules.above, "above", rules.above)):
-            if not allowed:
-                raise UsageError(f"{name} must be {words} {limit}, got {number}")
+        if isinstance(number, (int, float)):
+            for allowed, words in ((math.isfinite(number), "a finite number"),
+                                   (number >= rules.minimum, f"at least {rules.minimum}"),
+                                   (number <= rules.maximum, f"at most {rules.maximum}"),
+                                   (number > rules.above, f"above {rules.above}")):
+                if not allowed:
+                    raise UsageError(f"{name} must be {words}, got {number}")
 
 
 # ---- recipes ----------------------------------------------------------------------------------------------------
@@ -335,6 +346,16 @@ def recipe_names() -> list[str]:
     return sorted(files | {f"imagenet_{model}" for model in PUBLISHED})
 
 
+def overlaid(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Return options over others. Keywords of the model are merged key by key, and so are those of the optimiser,
+    unless it becomes another one."""
+    merged = {**below, **above}
+    for key in {"model_kwargs", "opt_kwargs"} & merged.keys():
+        replaced = key == "opt_kwargs" and merged.get("opt") != below.get("opt")
+        merged[key] = {**(not replaced and below.get(key) or {}), **(above.get(key) or {})}
+    return merged
+
+
 def load_recipe(name: str) -> dict[str, Any]:
     """Read a recipe by name or path, over the one that it names as its `base`. A run folder's config.yaml is one too.
 
@@ -347,11 +368,8 @@ def load_recipe(name: str) -> dict[str, Any]:
             raise UsageError(f"recipe {name} is its own base: {' -> '.join([*chain, name])}")
         chain.append(name)
         own = _read_recipe(name)
-        kwargs = {**(own.get("model_kwargs") or {}), **recipe.get("model_kwargs", {})}
         name = own.pop("base", "none")
-        if "opt" in recipe:  # another optimiser's keywords
-            own.pop("opt_kwargs", None)
-        recipe = {**own, **recipe, **({"model_kwargs": kwargs} if kwargs else {})}
+        recipe = overlaid(own, recipe)
     return recipe
 
 
@@ -374,14 +392,13 @@ def _read_recipe(name: str) -> dict[str, Any]:
 
 
 def resolve(cls: type[TrainConfig], given: dict[str, Any]) -> Any:
-    """Build the config: defaults < recipe < `given` (the command line). Model keywords are merged key by key; its
-    `optional_kwargs` are those that only the recipe asks for: a model that lacks them goes without.
+    """Build the config: defaults < recipe < `given` (the command line). Its `optional_kwargs` are the keywords of the
+    model that only the recipe asks for: a model that lacks them goes without.
 
     Raises:
         UsageError: unknown key (naming near matches), wrong type or range.
     """
     names = [f.name for f in dataclasses.fields(cls)]
-    given = dict(given)
     recipe_name = given.get("recipe", cls.recipe)
     recipe = load_recipe(recipe_name)
     if "about" in recipe:  # a run folder's, perhaps another trainer's; its folder is no part of the experiment
@@ -390,15 +407,10 @@ def resolve(cls: type[TrainConfig], given: dict[str, Any]) -> Any:
         for key in keys:
             if key not in names:
                 raise UsageError(f"{source}: unknown option {key!r}; {near_matches(key, names, 'options')}")
-    if {"batch_size", "grad_accum_steps"} & given.keys() and "total_batch" not in given:
-        given["total_batch"] = 0
-    opt_kwargs, own = given.get("opt_kwargs") or {}, given.get("model_kwargs") or {}
-    kwargs = recipe.get("model_kwargs") or {}
-    if given.get("opt", recipe.get("opt")) == recipe.get("opt"):  # the recipe's are for the recipe's optimiser
-        opt_kwargs = {**(recipe.get("opt_kwargs") or {}), **opt_kwargs}
-    config = cls(**{**recipe, **given, "recipe": recipe_name, "opt_kwargs": opt_kwargs,
-                    "model_kwargs": {**kwargs, **own}})
-    config.optional_kwargs = frozenset(kwargs) - frozenset(own)
+    if {"batch_size", "grad_accum_steps"} & given.keys():
+        given = {"total_batch": 0, **given}
+    config = cls(**overlaid(recipe, {**given, "recipe": recipe_name}))
+    config.optional_kwargs = frozenset(recipe.get("model_kwargs") or ()) - frozenset(given.get("model_kwargs") or ())
     return config
 
 
@@ -412,18 +424,6 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
-def _key_value(word: str) -> tuple[str, Any]:
-    """Return a key and its value, read as YAML (0.5, true, [1, 2], text)."""
-    key, equals, value = word.partition("=")
-    try:
-        if not equals or not key:
-            raise ValueError
-        return key, _plain(yaml.safe_load(value))
-    except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError("key=value required, with a number, true, false, text or a [list], got "
-                                         f"{word[:80]!r}") from error
-
-
 def make_parser(cls: type[TrainConfig], description: str, examples: str) -> argparse.ArgumentParser:
     """Return a parser with one flag for each field of `cls`; shown defaults are those of the default recipe."""
     parser = _Parser(usage="%(prog)s [OPTION ...]", description=description, epilog="examples:\n" + examples,
@@ -432,20 +432,13 @@ def make_parser(cls: type[TrainConfig], description: str, examples: str) -> argp
     defaults, hints = resolve(cls, {}), typing.get_type_hints(cls)
     groups = {title: parser.add_argument_group(title) for title in GROUPS}
     for field in dataclasses.fields(cls):
-        shown, kind, rules = getattr(defaults, field.name), hints[field.name], field.metadata["rules"]
+        shown, rules = getattr(defaults, field.name), field.metadata["rules"]
         if isinstance(shown, dict):
             shown = " ".join(f"{k}={v}" for k, v in shown.items())
         help = f"{rules.help} (default: {shown if shown not in ('', []) else 'empty'})".replace("%", "%%")
-        words: dict[str, Any] = {"metavar": "|".join(rules.choices) or {
-            int: "N", float: "X", float | str: "X|P%"}.get(kind, field.name.upper())}
-        if kind is bool:
-            words = {"action": argparse.BooleanOptionalAction}
-        elif kind is dict:
-            words = {"nargs": "+", "action": "extend", "type": _key_value, "metavar": "KEY=VALUE"}
-        elif kind == list[float]:
-            words = {"nargs": "*", "metavar": "X"}
-        elif rules.bare:
-            words.update(nargs="?", const=rules.bare)
+        words = KINDS[hints[field.name]][1] or {"metavar": "|".join(rules.choices) or field.name.upper()}
+        if rules.bare:
+            words = {**words, "nargs": "?", "const": rules.bare}
         groups[rules.group].add_argument("--" + field.name.replace("_", "-"), help=help, **words)
     return parser
 

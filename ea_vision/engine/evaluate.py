@@ -30,9 +30,8 @@ def views(images: torch.Tensor, kind: str) -> list[tuple[float, torch.Tensor]]:
         return [(1.0, images)]
     sources = [(0.5, images)]
     if kind == "six":
-        height, width = images.shape[-2:]
         padded = F.pad(images, (1, 1, 1, 1), mode="reflect")
-        sources = [(0.25, images), *((0.125, padded[..., s:s + height, s:s + width]) for s in (0, 2))]
+        sources = [(0.25, images), (0.125, padded[..., :-2, :-2]), (0.125, padded[..., 2:, 2:])]
     return [(weight, view) for weight, source in sources for view in (source, source.flip(-1))]
 
 

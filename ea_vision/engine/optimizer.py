@@ -125,10 +125,10 @@ def _with_apart(groups: list[dict[str, Any]], parameters: Iterable[nn.Parameter]
     apart = {id(parameter) for parameter in parameters if parameter.requires_grad}
     if not apart:
         raise UsageError(f"{option} {scale:g} needs {needed}, and the model has none")
-    rest = [{**group, "params": [p for p in group["params"] if id(p) not in apart]} for group in groups]
-    moved = [{**group, "params": [p for p in group["params"] if id(p) in apart],
-              "lr_scale": scale * group.get("lr_scale", 1.0)} for group in groups]
-    return [group for group in rest + moved if group["params"]]
+    split = [{**group, "params": [p for p in group["params"] if (id(p) in apart) == moved],
+              "lr_scale": group.get("lr_scale", 1.0) * (scale if moved else 1.0)}
+             for moved in (False, True) for group in groups]
+    return [group for group in split if group["params"]]
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], config: TrainConfig, source: str) -> None:

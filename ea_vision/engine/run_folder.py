@@ -89,16 +89,14 @@ def read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     Raises:
         UsageError: not a run folder, or one of another format.
     """
-    path = folder / CONFIG
     try:
-        config = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError, ValueError) as error:
+        config = yaml.safe_load((folder / CONFIG).read_text())
+        about = config.pop("about")
+    except (OSError, yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise UsageError(f"{folder} is not a run folder: it has no readable {CONFIG}") from error
-    about = config.pop("about", {}) if isinstance(config, dict) else {}
-    found = about.get("format")
-    if found != FORMAT:
-        raise UsageError(f"{folder} must be a run folder of format {FORMAT}, got {found or 'one without a format'}: "
-                         "another release wrote it")
+    if about.get("format") != FORMAT:
+        raise UsageError(f"{folder} must be a run folder of format {FORMAT}, got {about.get('format')}: another "
+                         "release wrote it")
     return config, about
 
 
@@ -120,10 +118,10 @@ def read_metrics(folder: Path) -> dict[str, list[float]]:
         UsageError: no metrics.
     """
     try:
-        names, *rows = csv.reader((folder / METRICS).read_text().splitlines())
+        rows = csv.reader((folder / METRICS).read_text().splitlines())
     except OSError as error:
         raise UsageError(f"{folder} is not a run folder: it has no readable {METRICS}") from error
-    return {name: [float(row[number]) for row in rows] for number, name in enumerate(names)}
+    return {name: list(map(float, column)) for name, *column in zip(*rows, strict=True)}
 
 
 # ---- weights and results --------------------------------------------------------------------------------------------

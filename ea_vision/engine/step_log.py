@@ -63,9 +63,8 @@ class StepLog:
     def __init__(self, folder: Path, config: TrainConfig, is_main: bool):
         self.folder, self.config, self.is_main = folder, config, is_main
         self.writer = self.board = None
-        wanted = is_main and config.tensorboard, is_main and config.wandb
-        self.tensorboard = require("torch.utils.tensorboard", "--tensorboard") if wanted[0] else None
-        self.wandb = require("wandb", "--wandb") if wanted[1] else None
+        self.tensorboard = is_main and config.tensorboard and require("torch.utils.tensorboard", "--tensorboard")
+        self.wandb = is_main and config.wandb and require("wandb", "--wandb")
 
     def begin(self, updates: int) -> None:
         """Start after `updates` updates: rows beyond them were written by a run that was killed later.
@@ -105,9 +104,9 @@ class StepLog:
         with open(self.folder / FILE, "a", newline="") as file:
             csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row)
         if seconds_left is not None and not sys.stderr.isatty():
-            log.info("epoch %.2f  update %d  its loss %.4f  lr %.3g  %.0f images/s  waiting for data %.0f%%  %.0f MiB "
-                     "used  %s left", row["epoch"], row["step"], row["train_loss"], row["lr"], row["images_per_s"],
-                     row["data_wait_percent"], row["memory_mib"], duration(seconds_left))
+            log.info("epoch %(epoch).2f  update %(step)d  its loss %(train_loss).4f  lr %(lr).3g  %(images_per_s).0f "
+                     "images/s  waiting for data %(data_wait_percent).0f%%  %(memory_mib).0f MiB used  %(left)s left",
+                     row | {"left": duration(seconds_left)})
         self.send("train", row)
 
     def send(self, group: str, row: dict[str, Any]) -> None:

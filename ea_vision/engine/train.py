@@ -421,9 +421,9 @@ class Trainer:
             quality = f"{self.text_of(row)}  {best}"
         if not math.isnan(row["eval_loss"]):
             quality = f"evaluation loss {row['eval_loss']:.4f}  {quality}"
-        log.info("epoch %d/%d  training loss %.4f  %s  lr %.3g  %.0f images/s  %.1f s%s", progress.epoch,
-                 self.total_epochs, row["train_loss"], quality, row["lr"], row["images_per_s"], row["seconds"],
-                 f"  {duration(left)} left" if left else "")
+        log.info("epoch %(epoch)d/%(of)d  training loss %(train_loss).4f  %(quality)s  lr %(lr).3g  %(images_per_s).0f "
+                 "images/s  %(seconds).1f s%(left)s", row | {"of": self.total_epochs, "quality": quality,
+                                                             "left": f"  {duration(left)} left" if left else ""})
 
     def fit(self) -> None:
         """Train until `config.epochs` epochs are complete.
