@@ -69,7 +69,7 @@ NOWHERE = "/nowhere.safetensors"
     ("--epochs 0.4 --warmup-epochs 1 --sched constant".split(),
      "warmup_epochs must be at most the 0.4 epochs of the run, got 1; --warmup-epochs 20% is a fifth of them"),
     (["--epochs", "0.01"], "epochs must be enough for an update, of which an epoch has 5, got 0.01"),
-    (["--pretrained-path", NOWHERE], f"weights {NOWHERE} cannot be read: there is no such file"),
+    (["--pretrained-path", NOWHERE], f"weights {NOWHERE} cannot be read: *No such file*"),
     ("--model ea_aa_resnet34 --model-kwargs layers=[1,1,1,1] --pretrained".split(),
      "there are no pretrained weights of ea_aa_resnet34: train it, or give a file by --pretrained-path"),
     ("--evaluate cnn_cifar --model test_resnet".split(),
