@@ -77,13 +77,13 @@ def new_figure(width: float, height: float, **kwargs) -> Figure:
 
 @contextmanager
 def print_style() -> Iterator[None]:
-    """Draw axes, lines and markers in the sizes of print while this lasts; for ticks see `small_ticks`, other text
-    gets its `points`."""
+    """Draw axes, lines and markers in the sizes of print while this lasts, and no text as mathematics; for ticks see
+    `small_ticks`, other text gets its `points`."""
     small, medium = points(), points("medium")
     with matplotlib.rc_context({
             "axes.titlesize": medium, "axes.labelsize": small, "legend.fontsize": small, "figure.titlesize": medium,
             "axes.linewidth": 0.6, "lines.linewidth": 1.0, "lines.markersize": 3.5, "errorbar.capsize": 1.5,
-            "legend.columnspacing": 1.0, "legend.handlelength": 1.8, "grid.linewidth": 0.5}):
+            "legend.columnspacing": 1.0, "legend.handlelength": 1.8, "grid.linewidth": 0.5, "text.parse_math": False}):
         yield
 
 
@@ -93,16 +93,14 @@ def small_ticks(axes: Axes) -> None:
 
 
 def legend_below(figure: Figure | SubFigure, lines: Sequence[Artist], names: Sequence[str]) -> Legend:
-    """Draw a legend below all, in as many columns as the width has room for; the figure grows by its lines."""
+    """Draw a legend below all, in `print_style`, in as many columns as the width has room for; the figure grows by its
+    lines."""
     small, root = points(), figure.figure
     width, height = root.get_size_inches()
     names = [wrapped(name, 72 * width - 50, small) for name in names]
     room = 72 * width // (max(text_width(name, small) for name in names) + 34)
     ncols = int(max(1, min(len(names), room)))
-    legend = figure.legend(lines, names, loc="outside lower center", ncols=ncols, fontsize=small, columnspacing=1.0,
-                           handlelength=1.8)
-    for text in legend.get_texts():
-        text.set_parse_math(False)
+    legend = figure.legend(lines, names, loc="outside lower center", ncols=ncols)
     rows = sum(1 + name.count("\n") for name in names) / ncols
     root.set_size_inches(width, height + max(0.0, (rows - 3) * small * 1.4 / 72))
     return legend

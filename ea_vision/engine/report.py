@@ -31,7 +31,7 @@ def plot_confusion(result: Evaluation, classes: list[str], name: str, *, width: 
         small_ticks(figure.colorbar(image, ax=axes, label="percent of the class", shrink=0.8).ax)
         small_ticks(axes)
         axes.set(xlabel="taken for", ylabel="class")
-        figure.suptitle(title).set_parse_math(False)
+        figure.suptitle(title)
         if named:
             axes.set_xticks(range(count), classes, rotation=90)
             axes.set_yticks(range(count), classes)

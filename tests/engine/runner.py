@@ -1,6 +1,8 @@
 """Trainers in processes of their own, started quickly from one that has torch loaded, and means to hurt them."""
 from __future__ import annotations
 
+import inspect
+import io
 import multiprocessing
 import os
 import resource
@@ -8,14 +10,17 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import safetensors.torch
 import torch
 from PIL import Image
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 import train_imagenet  # noqa: F401  (loaded once, for the processes that train with it)
 from ea_vision.base import files
@@ -109,6 +114,15 @@ def run(argv: list[str], log: Path, sabotage=None, seconds: float = 900, main=tr
     return ended([start(argv, log, sabotage, main)], log, seconds)[0]
 
 
+def train(argv: list[str], sabotage=None, *, code: int = 0, size: int = 1, main=train_cifar.main) -> str:
+    """Train in `size` processes, which must all end with `code`; return what they, and those before them in the same
+    run folder, have said."""
+    log = Path(argv[argv.index("--output") + 1]).with_suffix(".log")
+    codes = [run(argv, log, sabotage, main=main)] if size == 1 else run_world(size, argv, log, sabotage, main=main)
+    assert codes == [code] * size, log.read_text()
+    return log.read_text()
+
+
 def error_of(main: Callable[[list[str]], int], argv: list[str], capsys, code: int = 2) -> str:
     """Run a command in this process; return its error, which must be one line."""
     assert exit_code(lambda: main(argv)) == code
@@ -151,18 +165,10 @@ def same_result(a: Path, b: Path) -> None:
 
 def assert_equal(a, b, where: str) -> None:
     """Assert that two nested states are equal, tensors bit for bit."""
-    if isinstance(a, torch.Tensor):
-        assert torch.equal(a, b), where
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_equal(a[key], b[key], f"{where}.{key}")
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b), where
-        for index, pair in enumerate(zip(a, b, strict=True)):
-            assert_equal(*pair, f"{where}.{index}")
-    else:
-        assert a == b, where
+    first, second = map(tree_leaves_with_path, (a, b))
+    assert [path for path, _ in first] == [path for path, _ in second], where
+    for (path, x), (_, y) in zip(first, second, strict=True):
+        assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y, f"{where}{keystr(path)}"
 
 
 def nothing_truncated(folder: Path) -> None:
@@ -183,159 +189,149 @@ def nothing_truncated(folder: Path) -> None:
 # ---- ways to hurt a run: called in the trainer's process before it starts --------------------------------------------
 
 
+def around(owner, name: str, hurt: Callable) -> None:
+    """Let `hurt(original, ...)` take the place of a function of a class or module; it gets the same arguments."""
+    original, found = getattr(owner, name), inspect.getattr_static(owner, name)
+
+    def function(*given, **more):
+        return hurt(original, *given, **more)
+
+    setattr(owner, name, staticmethod(function) if isinstance(found, staticmethod) else function)
+
+
+@dataclass
 class SignalAfterUpdate:
     """Send this process a signal inside update `number` (counted over the run's life in this process)."""
 
-    def __init__(self, signal_number: int, number: int, rank: int | None = None):
-        self.signal_number, self.number, self.rank = signal_number, number, rank
+    signal_number: int
+    number: int
+    rank: int | None = None
 
     def __call__(self):
-        update, seen = Trainer._update, []
+        seen = []
 
-        def hurt(trainer, batches):
+        def hurt(update, trainer, batches):
             seen.append(1)
             if len(seen) == self.number and self.rank in (None, trainer.world.rank):
                 os.kill(os.getpid(), self.signal_number)
             return update(trainer, batches)
 
-        Trainer._update = hurt
+        around(Trainer, "_update", hurt)
 
 
-class SignalInEvaluation:
+def signal_in_evaluation() -> None:
     """Send this process SIGTERM at the beginning of its first evaluation."""
+    def hurt(evaluate, *given, **more):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(*given, **more)
 
-    def __call__(self):
-        evaluate = ClassificationTrainer.evaluate
-
-        def hurt(*args, **kwargs):
-            os.kill(os.getpid(), signal.SIGTERM)
-            return evaluate(*args, **kwargs)
-
-        ClassificationTrainer.evaluate = staticmethod(hurt)
+    around(ClassificationTrainer, "evaluate", hurt)
 
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class HalfFile:
+class HalfFile(io.FileIO):
     """A file of which half of the first write gets out before the process is killed."""
 
-    def __init__(self, file):
-        self.file = file
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.file.close()
-
     def write(self, data):
-        self.file.write(bytes(data)[:len(data) // 2])
-        self.file.flush()
+        super().write(data[:len(data) // 2])
         die()
 
 
+@dataclass
 class KillInWrite:
     """SIGKILL this process in the `nth` write of `name`, at one stage of it."""
 
-    STAGES = ("half", "unsynced", "synced", "between", "renamed")
+    stage: str
+    nth: int
+    name: str = checkpoint.LAST
 
-    def __init__(self, stage: str, nth: int, name: str = checkpoint.LAST):
-        self.stage, self.nth, self.name = stage, nth, name
+    STAGES: ClassVar = ("half", "unsynced", "synced", "between", "renamed")
 
     def __call__(self):
-        real_open, real_fsync, real_replace = open, os.fsync, os.replace
-        count = [0]
+        writes = []
 
-        def now():
-            return count[0] == self.nth
+        def now(stage):
+            return len(writes) == self.nth and self.stage == stage
 
-        def hurt_open(path, mode="r", *args, **kwargs):
-            file = real_open(path, mode, *args, **kwargs)
+        def hurt_open(real, path, *given, **more):
             if fnmatch(Path(path).name, f".{self.name}.*.tmp"):
-                count[0] += 1
-                if now() and self.stage == "half":
-                    return HalfFile(file)
-            return file
+                writes.append(path)
+                if now("half"):
+                    return HalfFile(path, *given, **more)
+            return real(path, *given, **more)
 
-        def hurt_fsync(descriptor):
-            if now() and self.stage == "unsynced":
+        def hurt_fsync(real, descriptor):
+            if now("unsynced"):
                 die()
-            real_fsync(descriptor)
-            if now() and self.stage == "synced":
-                die()
-
-        def hurt_replace(source, target):
-            real_replace(source, target)
-            if now() and self.stage == "between" and Path(target).name == checkpoint.PREVIOUS:
-                die()
-            if now() and self.stage == "renamed" and Path(target).name == self.name:
+            real(descriptor)
+            if now("synced"):
                 die()
 
-        files.open = hurt_open
-        files.os = _Os(fsync=hurt_fsync, replace=hurt_replace)
+        def hurt_replace(real, source, target):
+            real(source, target)
+            if now("between") and Path(target).name == checkpoint.PREVIOUS:
+                die()
+            if now("renamed") and Path(target).name == self.name:
+                die()
+
+        files.open = open
+        around(files, "open", hurt_open)
+        around(os, "fsync", hurt_fsync)
+        around(os, "replace", hurt_replace)
 
 
+@dataclass
 class DiskFullInWrite:
     """Make the `nth` write of `name` fail half-way, as a full disk does."""
 
-    def __init__(self, nth: int, name: str = checkpoint.LAST):
-        self.nth, self.name = nth, name
+    nth: int
+    name: str = checkpoint.LAST
 
     def __call__(self):
-        real_open, count = open, [0]
+        writes = []
 
-        def hurt_open(path, mode="r", *args, **kwargs):
+        def hurt(real, path, *given, **more):
             if fnmatch(Path(path).name, f".{self.name}.*.tmp"):
-                count[0] += 1
-                if count[0] == self.nth:  # the kernel refuses what lies beyond this size: EFBIG, a real failed write
+                writes.append(path)
+                if len(writes) == self.nth:  # the kernel refuses what lies beyond this size: EFBIG, a real failed write
                     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-            return real_open(path, mode, *args, **kwargs)
+            return real(path, *given, **more)
 
-        files.open = hurt_open
+        files.open = open
+        around(files, "open", hurt)
 
 
+@dataclass
 class SpoilLoss:
     """Make the loss of update `number` of the first epoch non-finite on `rank`."""
 
-    def __init__(self, number: int, rank: int = 0):
-        self.number, self.rank = number, rank
+    number: int
+    rank: int = 0
 
     def __call__(self):
-        batch_loss = ClassificationTrainer._batch_loss
-
-        def hurt(trainer, images, targets):
+        def hurt(batch_loss, trainer, images, targets):
             progress = trainer.progress
             if (progress.epoch, progress.step + 1) == (0, self.number) and trainer.world.rank == self.rank:
                 images = images * float("nan")
             return batch_loss(trainer, images, targets)
 
-        ClassificationTrainer._batch_loss = hurt
+        around(ClassificationTrainer, "_batch_loss", hurt)
 
 
+@dataclass
 class SpoilTensor:
     """Put an infinity into a weight or statistic after update `number`, as an overflowing gradient would."""
 
-    def __init__(self, number: int, name: str):
-        self.number, self.name = number, name
+    number: int
+    name: str
 
     def __call__(self):
-        update = Trainer._update
-
-        def hurt(trainer, batches):
+        def hurt(update, trainer, batches):
             update(trainer, batches)
             if trainer.progress.updates == self.number:
                 trainer.model.state_dict()[self.name].view(-1)[0] = float("inf")
 
-        Trainer._update = hurt
-
-
-class _Os:
-    """The os module with some functions replaced."""
-
-    def __init__(self, **functions):
-        self._functions = functions
-
-    def __getattr__(self, name):
-        return self._functions.get(name) or getattr(os, name)
+        around(Trainer, "_update", hurt)

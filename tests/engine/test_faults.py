@@ -16,13 +16,12 @@ import torch
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.processes import MOST_WORKERS, World
+from ea_vision.data.on_device import EvalLoader
 from ea_vision.engine import checkpoint, train_cifar, train_imagenet
-from ea_vision.engine.classification import ClassificationTrainer
 from ea_vision.engine.command import enable_checkpointing
-from ea_vision.engine.evaluate import evaluate
 from ea_vision.engine.train import Trainer
 from tests.data.photos import make_photos
-from tests.engine.runner import SignalAfterUpdate, arguments, error_of, make_folder, run, words
+from tests.engine.runner import SignalAfterUpdate, arguments, around, error_of, make_folder, train, words
 
 WORLD = World(0, 1, torch.device("cpu"))
 
@@ -39,7 +38,7 @@ def resume(folder: Path) -> list[str]:
 def half_done(tmp_path_factory):
     """A run folder with one of two epochs."""
     folder = tmp_path_factory.mktemp("runs") / "half"
-    assert run(resume(folder), folder.with_suffix(".log"), SignalAfterUpdate(signal.SIGTERM, 6)) == 143
+    train(resume(folder), SignalAfterUpdate(signal.SIGTERM, 6), code=143)
     return folder
 
 
@@ -97,7 +96,7 @@ def test_refusals(data, tmp_path, capsys, more, message):
     assert not folder.exists()
 
 
-IMAGENET = "--model test_resnet --img-size 16 --eval-resize 20 --batch-size 8 --workers 1 --device cpu".split()
+IMAGENET = "--model test_resnet --img-size 16 --eval-resize 20 --batch-size 8 --workers 1 --device cpu"
 
 
 @pytest.mark.parametrize("more, message", [
@@ -116,7 +115,7 @@ IMAGENET = "--model test_resnet --img-size 16 --eval-resize 20 --batch-size 8 --
 ])
 def test_refusals_of_the_imagenet_trainer(photos, tmp_path, capsys, more, message):
     folder, more = tmp_path / "run", [word.replace("{data}", str(photos)) for word in more]
-    argv = [*IMAGENET, "--data-dir", str(photos), "--output", str(folder), *more]
+    argv = words(IMAGENET, f"--data-dir {photos} --output {folder}", *more)
     error, wanted = error_of(train_imagenet.main, argv, capsys), message.replace("{data}", str(photos))
     assert fnmatchcase(error, wanted.replace("[", "[[]")), error
     assert not folder.exists()
@@ -125,57 +124,46 @@ def test_refusals_of_the_imagenet_trainer(photos, tmp_path, capsys, more, messag
 def test_different_classes_in_train_and_val_are_an_error(tmp_path, capsys):
     root = make_photos(tmp_path / "photos")
     (root / "val/class_2").rename(root / "val/class_3")
-    argv = [*IMAGENET, "--output", str(tmp_path / "run"), "--data-dir", str(root)]
+    argv = words(IMAGENET, f"--output {tmp_path / 'run'} --data-dir {root}")
     assert "class_2, class_3" in error_of(train_imagenet.main, argv, capsys)
 
 
 # ---- while it trains -------------------------------------------------------------------------------------------------
 
 
-class KillWorker:
-    """A process that decodes images is killed after the second update, as the kernel does when memory runs out."""
+def kill_worker() -> None:
+    """Kill a process that decodes images after the second update, as the kernel does when memory runs out."""
+    def hurt(update, trainer, batches):
+        update(trainer, batches)
+        if trainer.progress.updates == 2:
+            for child in multiprocessing.active_children():
+                os.kill(child.pid, signal.SIGKILL)
 
-    def __call__(self):
-        update = Trainer._update
-
-        def hurt(trainer, batches):
-            update(trainer, batches)
-            if trainer.progress.updates == 2:
-                for child in multiprocessing.active_children():
-                    os.kill(child.pid, signal.SIGKILL)
-
-        Trainer._update = hurt
+    around(Trainer, "_update", hurt)
 
 
 def test_a_killed_worker_names_the_last_good_checkpoint(photos, tmp_path):
-    folder, log = tmp_path / "run", tmp_path / "log"
-    argv = [*IMAGENET, "--batch-size", "2", "--checkpoint-steps", "1", "--data-dir", str(photos), "--output",
-            str(folder)]
-    assert run(argv, log, KillWorker(), main=train_imagenet.main) == 1, log.read_text()
-    error = log.read_text().splitlines()[-1]
+    folder = tmp_path / "run"
+    argv = words(IMAGENET, f"--batch-size 2 --checkpoint-steps 1 --data-dir {photos} --output {folder}")
+    error = train(argv, kill_worker, code=1, main=train_imagenet.main).splitlines()[-1]
     # torch's two sentences: its signal handler's, or its queue's where that notices first.
     assert re.match(r"error: DataLoader worker \(pid.*(killed by signal|exited unexpectedly)", error), error
     assert f"fewer --workers need less; last good checkpoint: {folder / checkpoint.LAST}" in error
 
 
-class RunOutOfMemory:
-    """The third update asks for more memory than there is."""
+def run_out_of_memory() -> None:
+    """Let the third update ask for more memory than there is."""
+    def hurt(update, trainer, batches):
+        if trainer.progress.updates == 2:
+            raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
+        update(trainer, batches)
 
-    def __call__(self):
-        update = Trainer._update
-
-        def hurt(trainer, batches):
-            if trainer.progress.updates == 2:
-                raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
-            update(trainer, batches)
-
-        Trainer._update = hurt
+    around(Trainer, "_update", hurt)
 
 
 def test_out_of_memory_advises(data, tmp_path):
-    folder, log = tmp_path / "run", tmp_path / "log"
-    assert run(arguments(data, folder), log, RunOutOfMemory()) == 1
-    error = log.read_text().splitlines()[-1]
+    folder = tmp_path / "run"
+    error = train(arguments(data, folder), run_out_of_memory, code=1).splitlines()[-1]
     assert error.startswith("error: out of memory in update 3 of epoch 1 (tried to allocate 2.00 GiB): a smaller")
     assert "--grad-checkpointing" in error and str(folder / checkpoint.LAST) in error
 
@@ -210,9 +198,9 @@ def test_the_same_images_for_training_and_evaluation(tmp_path, capsys):
 
 
 def test_a_complete_run_of_other_data(data, tmp_path, capsys):
-    folder, log = tmp_path / "run", tmp_path / "log"
+    folder = tmp_path / "run"
     argv = arguments(data, folder, "--epochs 1")
-    assert run(argv, log) == 0, log.read_text()
+    train(argv)
     assert train_cifar.main(argv) == 0 and "is complete" in capsys.readouterr().out
     other = make_folder(tmp_path / "other", train=42)
     argv[argv.index(str(data))] = str(other)
@@ -245,30 +233,18 @@ def test_weights_and_statistics_that_are_not_finite(old_run, capsys, name, value
     assert error == f"weights {old_run}/last.ckpt must be finite numbers, got others in {name}"
 
 
-class SpoilEvaluation:
-    """Make the loss of the first evaluation NaN."""
-
-    def __call__(self):
-        ClassificationTrainer.evaluate = staticmethod(lambda model, loader, *given, **more: evaluate(
-            model, Spoilt(loader), *given, **more))
-
-
-class Spoilt:
-    """Batches of a loader whose images are NaN."""
-
-    def __init__(self, loader):
-        self.loader = loader
-
-    def batches(self):
-        for images, targets, ids in self.loader.batches():
+def spoil_evaluation() -> None:
+    """Make the loss of every evaluation NaN."""
+    def spoilt(batches, loader):
+        for images, targets, ids in batches(loader):
             yield images * math.nan, targets, ids
+
+    around(EvalLoader, "batches", spoilt)
 
 
 def test_an_evaluation_that_fails_ends_a_run(data, tmp_path):
-    log = tmp_path / "log"
-    assert run(arguments(data, tmp_path / "a"), log, SpoilEvaluation()) == 1
-    assert f"error: the loss of the evaluation on 13 images is nan; last good checkpoint: {tmp_path}/a/last.ckpt\n" \
-        in log.read_text()
+    assert f"error: the loss of the evaluation on 13 images is nan; last good checkpoint: {tmp_path}/a/last.ckpt\n" in \
+        train(arguments(data, tmp_path / "a"), spoil_evaluation, code=1)
 
 
 # ---- run folders --------------------------------------------------------------------------------------------------

@@ -12,11 +12,11 @@ import torch
 
 from ea_vision.engine import checkpoint, run_folder, train_cifar
 from ea_vision.engine.train import Trainer
-from tests.engine.runner import SignalAfterUpdate, arguments, assert_equal, make_folder, run, same_result
+from tests.engine.runner import SignalAfterUpdate, arguments, assert_equal, make_folder, same_result, train
 
-LOOKAHEAD = ["--opt lookahead_sgd --clip-grad 4 --holdout 8"]
 ALL = ["--opt muon --lr 0.02 --opt-kwargs ns_steps=4 --flip alternate --crop-padding-mode reflect",
        "--model-ema-decay 0.9 --tta six --holdout 8"]
+OPTIONS = {"lookahead": ["--opt lookahead_sgd --clip-grad 4 --holdout 8"], "all": ALL}
 
 
 @pytest.fixture(scope="module")
@@ -27,22 +27,20 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
     """Runs that nothing interrupted."""
-    folders = {}
-    for name, options in (("lookahead", LOOKAHEAD), ("all", ALL)):
-        folders[name] = tmp_path_factory.mktemp("runs") / name
-        log = folders[name].with_suffix(".log")
-        assert run(arguments(data, folders[name], *options), log) == 0, log.read_text()
+    folders = {name: tmp_path_factory.mktemp("runs") / name for name in OPTIONS}
+    for name, folder in folders.items():
+        train(arguments(data, folder, *OPTIONS[name]))
     return folders
 
 
 # Lookahead's two weights meet after update 6, and at the ends of the epochs, updates 5 and 10.
-@pytest.mark.parametrize("name, options, updates", [("lookahead", LOOKAHEAD, (4, 3)), ("all", ALL, (4, 4))])
-def test_a_run_that_was_killed_ends_as_one_that_was_not(data, whole, tmp_path, name, options, updates):
-    folder, log = tmp_path / "run", tmp_path / "log"
-    for number, update in zip((signal.SIGKILL, signal.SIGTERM), updates, strict=True):
-        assert run(arguments(data, folder, *options), log, SignalAfterUpdate(number, update)) not in (0, 1, 2)
-    assert run(arguments(data, folder, *options), log) == 0, log.read_text()
-    same_result(folder, whole[name])
+@pytest.mark.parametrize("name, updates", [("lookahead", (4, 3)), ("all", (4, 4))])
+def test_a_run_that_was_killed_ends_as_one_that_was_not(data, whole, tmp_path, name, updates):
+    argv = arguments(data, tmp_path / "run", *OPTIONS[name])
+    for number, code, update in zip((signal.SIGKILL, signal.SIGTERM), (-9, 128 + 15), updates, strict=True):
+        train(argv, SignalAfterUpdate(number, update), code=code)
+    train(argv)
+    same_result(tmp_path / "run", whole[name])
 
 
 def test_exported_weights_give_the_outputs_of_training_bit_for_bit(data, tmp_path, monkeypatch):
@@ -87,15 +85,15 @@ def test_without_a_test_the_test_images_change_nothing(data, tmp_path, capsys):
     shutil.copytree(data, other)
     for path in (other / "test" / "class_0").iterdir():  # where a test would show it
         shutil.copy(other / "train" / "class_1" / "001.png", path)
-    folders, log = [tmp_path / "a", tmp_path / "b"], tmp_path / "log"
-    for folder, source in zip(folders, (data, other), strict=True):
-        assert run(arguments(source, folder, "--holdout 8 --no-test"), log) == 0
+    folders = [tmp_path / "a", tmp_path / "b"]
+    said = [train(arguments(source, folder, "--holdout 8 --no-test"))
+            for folder, source in zip(folders, (data, other), strict=True)]
     results = [run_folder.read_results(folder) for folder in folders]
     assert results[0] == results[1] and not [key for key in results[0] if "test" in key]
     assert results[0]["held_out_last"].keys() == {"epoch", "top1", "top5"}
-    assert "test accuracy" not in log.read_text() and "accuracy on images held out" in log.read_text()
+    assert "test accuracy" not in said[0] and "accuracy on images held out" in said[0]
     tested = arguments(data, folders[0], "--holdout 8")
-    assert run(tested, log) == 0
+    train(tested)
     results = run_folder.read_results(folders[0])
     assert results["test_images"] == 13 and "held_out_top1" in results["test_last"]
     assert train_cifar.main(tested) == 0 and "is complete" in capsys.readouterr().out

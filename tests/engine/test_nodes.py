@@ -11,14 +11,14 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from ea_vision.base.provenance import provenance
 from ea_vision.engine import checkpoint, command, run_folder, train_imagenet
 from tests.engine import runner
-from tests.engine.runner import same_result
+from tests.engine.runner import around, same_result, train
 
 SCRIPT = Path(__file__).parents[2] / "train_imagenet.py"
 JOIN_SECONDS = 20  # that an agent waits for the other one, which torchrun takes for 600 otherwise
@@ -35,60 +35,40 @@ def arguments(photos: Path, output: Path, *more: str) -> list[str]:
 # ---- in every run of the tests: what processes of different nodes say of themselves ----------------------------------
 
 
-class OtherCommit:
+def other_commit() -> None:
     """Give the second process another commit."""
-
-    def __call__(self):
-        told = provenance()
-        if os.environ["RANK"] == "1":
-            command.provenance = lambda: {**told, "git_commit": "0" * 40}
+    if os.environ["RANK"] == "1":
+        around(command, "provenance", lambda provenance: {**provenance(), "git_commit": "0" * 40})
 
 
-class OwnFolder:
+def own_folder(folder: Path) -> None:
     """Give the second process a run folder that the first one does not see."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def __call__(self):
-        newest = checkpoint.newest_checkpoint
-        if os.environ["RANK"] == "1":
-            checkpoint.newest_checkpoint = lambda folder, notice=None: newest(self.folder)
+    if os.environ["RANK"] == "1":
+        around(checkpoint, "newest_checkpoint", lambda newest, *_: newest(folder))
 
 
-@pytest.mark.parametrize("what", ["commit", "data", "option", "folder"])
+def other_arguments(argv: list[str]) -> None:
+    """Give the second process another command line."""
+    if os.environ["RANK"] == "1":
+        around(command, "parse", lambda parse, parser, _: parse(parser, argv))
+
+
+@pytest.mark.parametrize("what", ["commit", "data", "lr", "folder"])
 def test_nodes_that_differ_are_refused(photos, tmp_path, what):
-    log, folder = tmp_path / "log", tmp_path / "run"
-    argv, sabotage = arguments(photos, folder), None
+    folder = tmp_path / "run"
+    argv, sabotage = arguments(photos, folder, "--epochs 2"), other_commit
     message = f"all processes must have the same {what}: process 1 on"
-    if what == "commit":
-        sabotage = OtherCommit()
-    elif what == "data":
+    if what == "data":
         other = shutil.copytree(photos, tmp_path / "other")
         next((other / "train").rglob("*.jpg")).unlink()
-        sabotage = OtherArguments(arguments(other, folder))
-    elif what == "option":
-        sabotage = OtherArguments([*argv, "--lr", "0.02"])
-        message = "all processes must have the same lr: process 1 on"
-    else:
-        codes = runner.run_world(2, [*argv, "--epochs", "1"], log, main=train_imagenet.main)
-        assert codes == [0, 0], log.read_text()
-        sabotage, message = OwnFolder(tmp_path / "empty"), "must be on a disk that all processes share"
-    codes = runner.run_world(2, [*argv, "--epochs", "2"], log, sabotage, main=train_imagenet.main)
-    assert codes == [2, 2] and message in log.read_text(), log.read_text()
+        sabotage = partial(other_arguments, arguments(other, folder, "--epochs 2"))
+    elif what == "lr":
+        sabotage = partial(other_arguments, [*argv, "--lr", "0.02"])
+    elif what == "folder":
+        train([*argv, "--epochs", "1"], size=2, main=train_imagenet.main)
+        sabotage, message = partial(own_folder, tmp_path / "empty"), "must be on a disk that all processes share"
+    assert message in train(argv, sabotage, size=2, code=2, main=train_imagenet.main)
     assert (folder / checkpoint.LAST).exists() == (what == "folder")
-
-
-class OtherArguments:
-    """Give the second process another command line."""
-
-    def __init__(self, argv: list[str]):
-        self.argv = argv
-
-    def __call__(self):
-        if os.environ["RANK"] == "1":
-            parse = command.parse
-            command.parse = lambda parser, argv: parse(parser, [*self.argv, *argv[-2:]])
 
 
 # ---- two agents ------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import csv
 import importlib.util
 import random
 import signal
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from PIL import Image
 from torchvision.transforms import InterpolationMode, TrivialAugmentWide
 
 import ea_vision  # noqa: F401
-from ea_vision.base.errors import UsageError, exit_code
+from ea_vision.base.errors import UsageError
 from ea_vision.data import write_ffcv
 from ea_vision.data.imagenet import train_transform
 from ea_vision.engine import run_folder, train_imagenet
@@ -23,7 +24,7 @@ from ea_vision.engine.config import resolve
 from ea_vision.engine.train_imagenet import ImageNetConfig
 from tests.data.photos import make_photos
 from tests.engine import runner
-from tests.engine.runner import SignalAfterUpdate, make_trainer, same_result
+from tests.engine.runner import SignalAfterUpdate, error_of, make_trainer, same_result
 
 RECIPES = ["rsb_a3", "rsb_a2", "rsb_a1", "ffcv_16", "ffcv_88"]
 # A narrow network with position tables whose maps are of a sixteenth of the image: 6, 4 and 2 pixels here.
@@ -62,7 +63,7 @@ def test_each_recipe_trains_through_all_loaders(photos, tmp_path, monkeypatch, k
     monkeypatch.setattr(ClassificationTrainer, "_batch_loss", lambda trainer, images, targets: (
         seen.append((trainer.progress.epoch, tuple(images.shape[-2:]))), batch_loss(trainer, images, targets))[1])
     folder = tmp_path / "run"
-    assert exit_code(lambda: train_imagenet.main(arguments(photos, kind, recipe, folder))) == 0
+    assert train_imagenet.main(arguments(photos, kind, recipe, folder)) == 0
     metrics = run_folder.read_metrics(folder)
     assert metrics["step"] == [5, 10] and all(0 < loss < 10 for loss in metrics["train_loss"])
     grows = recipe.startswith("ffcv")
@@ -93,6 +94,7 @@ def test_the_recipes_are_the_published_ones():
             assert [config.size_of(epoch) for epoch in (0, config.epochs - 1)] == [160, 192]
 
 
+train = partial(runner.train, main=train_imagenet.main)
 GROWING = ("--first-img-size 32 --img-size 96 --grow-epochs 0 2 --eval-img-size 96 --eval-resize 100 --epochs 3 "
            "--checkpoint-steps 2 --model-ema-decay 0.9 --log-steps 2")
 
@@ -100,17 +102,13 @@ GROWING = ("--first-img-size 32 --img-size 96 --grow-epochs 0 2 --eval-img-size 
 @pytest.mark.slow
 def test_growing_images_and_what_follows_them_survive_a_kill(photos, tmp_path):
     """32, 64 and 96 pixels; killed inside the second epoch, stopped inside the third."""
-    def run(folder, sabotage=None):
-        argv = arguments(photos, "files", "rsb_a2", folder, GROWING)
-        return runner.run(argv, tmp_path / "log", sabotage, main=train_imagenet.main)
-
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    assert run(whole) == 0, (tmp_path / "log").read_text()
-    assert run(broken, SignalAfterUpdate(signal.SIGKILL, 8)) == -signal.SIGKILL
-    assert run(broken, SignalAfterUpdate(signal.SIGTERM, 6)) == 128 + signal.SIGTERM
-    assert run(broken) == 0, (tmp_path / "log").read_text()
-    same_result(broken, whole)
-    steps = [row["step"] for row in csv.DictReader((broken / "speed.csv").open())]
+    whole, broken = (arguments(photos, "files", "rsb_a2", tmp_path / name, GROWING) for name in ("whole", "broken"))
+    train(whole)
+    train(broken, SignalAfterUpdate(signal.SIGKILL, 8), code=-signal.SIGKILL)
+    train(broken, SignalAfterUpdate(signal.SIGTERM, 6), code=128 + signal.SIGTERM)
+    train(broken)
+    same_result(tmp_path / "broken", tmp_path / "whole")
+    steps = [row["step"] for row in csv.DictReader((tmp_path / "broken" / "speed.csv").open())]
     assert sorted(set(steps), key=int) == steps and steps[-1] == "15", "no row twice"
 
 
@@ -168,11 +166,10 @@ def test_a_model_that_does_not_take_the_sizes_is_refused_before_anything_is_writ
     argv = runner.words(f"--data-dir {photos} --recipe none --model test_vit --img-size 64 --first-img-size 32",
                         "--grow-epochs 0 1 --epochs 2 --batch-size 8 --workers 0 --device cpu --eval-resize 64",
                         f"--output {tmp_path / 'run'} --model-kwargs")
-    assert exit_code(lambda: train_imagenet.main([*argv, "dynamic_img_size=false"])) == 2
-    error = capsys.readouterr().err
+    error = error_of(train_imagenet.main, [*argv, "dynamic_img_size=false"], capsys)
     assert "made for 64 pixels, does not take 32" in error and "dynamic_img_size=true" in error
     assert not (tmp_path / "run").exists()
-    assert exit_code(lambda: train_imagenet.main([*argv, "dynamic_img_size=true"])) == 0
+    assert train_imagenet.main([*argv, "dynamic_img_size=true"]) == 0
 
 
 def test_trivial_augment_is_torchvisions():

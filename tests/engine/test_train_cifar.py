@@ -14,7 +14,16 @@ import yaml
 from PIL import Image
 
 from ea_vision.engine import checkpoint, run_folder, train_cifar
-from tests.engine.runner import SignalAfterUpdate, arguments, assert_equal, error_of, make_folder, run, same_result
+from tests.engine.runner import (
+    SignalAfterUpdate,
+    arguments,
+    assert_equal,
+    error_of,
+    make_folder,
+    same_result,
+    train,
+    words,
+)
 
 
 @pytest.fixture(scope="module")
@@ -23,15 +32,14 @@ def data(tmp_path_factory):
 
 
 fails = partial(error_of, train_cifar.main)
-SWITCHES = "--holdout 16 --model-ema-decay 0.5 --amp bfloat16 --channels-last --cutmix 1 --opt adamw".split()
+SWITCHES = "--holdout 16 --model-ema-decay 0.5 --amp bfloat16 --channels-last --cutmix 1 --opt adamw"
 
 
 @pytest.fixture(scope="module")
 def finished(data, tmp_path_factory):
     """A run with held-out images, averaged weights and every switch that this machine has."""
     folder = tmp_path_factory.mktemp("runs") / "finished"
-    log = folder.with_suffix(".log")
-    assert run(arguments(data, folder, *SWITCHES, "--epochs 3 --lr 0.001"), log) == 0, log.read_text()
+    train(arguments(data, folder, SWITCHES, "--epochs 3 --lr 0.001"))
     return folder
 
 
@@ -51,20 +59,20 @@ def test_run_folder(finished):
 
 def test_epochs_may_end_inside_one(data, tmp_path, capsys):
     """2.6 epochs of 8 updates are 21 updates; the rate falls to the end of these, with a kill in the last epoch too."""
-    common = ["--epochs 2.6 --opt sgd --lr 0.4 --recipe fast_sgd --cutout 0"]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    log = tmp_path / "log"
-    assert run(arguments(data, whole, *common), log) == 0, log.read_text()
-    rows = run_folder.read_metrics(whole)
+    whole, killed = (arguments(data, tmp_path / name, "--epochs 2.6 --opt sgd --lr 0.4 --recipe fast_sgd --cutout 0")
+                     for name in ("whole", "killed"))
+    train(whole)
+    rows = run_folder.read_metrics(tmp_path / "whole")
     assert rows["step"] == [8, 16, 21] == [8, 16, round(2.6 * 8)]
     warm = round(0.2 * 21)
     assert rows["lr"][-1] == pytest.approx(0.4 * (21 - 20) / (21 - warm), rel=1e-5), "one update before the end, at 0"
-    assert run_folder.read_results(whole)["epochs"] == run_folder.read_config(whole)[0]["epochs"] == 2.6
-    assert run(arguments(data, killed, *common), log, SignalAfterUpdate(signal.SIGTERM, 19)) == 128 + signal.SIGTERM
-    assert run(arguments(data, killed, *common), log) == 0, log.read_text()
-    same_result(whole, killed)
-    assert train_cifar.main(arguments(data, whole, *common)) == 0 and "is complete" in capsys.readouterr().out
-    assert "more cannot be added: epochs must be 2.6" in fails(arguments(data, whole, *common, "--epochs 4"), capsys)
+    epochs = run_folder.read_results(tmp_path / "whole")["epochs"]
+    assert epochs == run_folder.read_config(tmp_path / "whole")[0]["epochs"] == 2.6
+    train(killed, SignalAfterUpdate(signal.SIGTERM, 19), code=128 + signal.SIGTERM)
+    train(killed)
+    same_result(tmp_path / "whole", tmp_path / "killed")
+    assert train_cifar.main(whole) == 0 and "is complete" in capsys.readouterr().out
+    assert "more cannot be added: epochs must be 2.6" in fails([*whole, "--epochs", "4"], capsys)
 
 
 def test_evaluate_a_run(finished, capsys):
@@ -109,7 +117,7 @@ def test_learning_curves(finished, tmp_path, capsys):
 
 
 def test_a_run_folder_is_not_overwritten_nor_continued_with_other_options(finished, data, capsys):
-    given = arguments(data, finished, *SWITCHES, "--epochs 3 --lr 0.001")
+    given = arguments(data, finished, SWITCHES, "--epochs 3 --lr 0.001")
     files = {p: p.stat().st_mtime_ns for p in finished.iterdir()}
     assert "holds a run" in fails([*given, "--resume", "none"], capsys)
     assert "weight_decay was 0.1, got 0.3" in fails([*given, "--weight-decay", "0.3"], capsys)
@@ -119,14 +127,14 @@ def test_a_run_folder_is_not_overwritten_nor_continued_with_other_options(finish
 
 def test_epochs_left_out_of_evaluation_train_the_same(data, tmp_path, capsys):
     """--eval-epochs 2 of 3: epoch 1 is not evaluated, the last is; killed and continued, it ends like one that was."""
-    every, second, log = tmp_path / "every", tmp_path / "second", tmp_path / "log"
-    assert run(arguments(data, every, "--epochs 3"), log) == 0, log.read_text()
-    assert "chosen by the images that it is evaluated on: quote the last weights, or hold images out" in log.read_text()
+    every, second = tmp_path / "every", tmp_path / "second"
+    assert "chosen by the images that it is evaluated on: quote the last weights, or hold images out" in train(
+        arguments(data, every, "--epochs 3"))
     argv = arguments(data, second, "--epochs 3 --eval-epochs 2")
-    assert run(argv, log, SignalAfterUpdate(signal.SIGTERM, 9)) == 128 + signal.SIGTERM
-    assert "not evaluated" in log.read_text() and not (second / "best.ckpt").exists()
+    assert "not evaluated" in train(argv, SignalAfterUpdate(signal.SIGTERM, 9), code=128 + signal.SIGTERM)
+    assert not (second / "best.ckpt").exists()
     assert "--epochs must be more than 1, got 1" in fails([*argv, "--epochs", "1"], capsys)
-    assert run(argv, log) == 0, log.read_text()
+    train(argv)
     expected, metrics = run_folder.read_metrics(every), run_folder.read_metrics(second)
     for column in ("top1", "top5"):
         assert math.isnan(metrics[column][0]) and metrics[column][1:] == expected[column][1:]
@@ -143,23 +151,22 @@ def test_epochs_left_out_of_evaluation_train_the_same(data, tmp_path, capsys):
 
 def test_resume_from_a_named_run(finished, data, tmp_path, capsys):
     """Another folder continues from a run's checkpoint, here for one more epoch, with a changed option named."""
-    output, log = tmp_path / "more", tmp_path / "log"
-    argv = arguments(data, output, *SWITCHES, "--lr 0.0005 --epochs 4 --resume", str(finished))
-    assert run(argv, log) == 0, log.read_text()
-    assert "lr was 0.001, got 0.0005" in log.read_text() and "epochs were 3, now 4" in log.read_text()
+    output = tmp_path / "more"
+    argv = arguments(data, output, SWITCHES, "--lr 0.0005 --epochs 4 --resume", str(finished))
+    said = train(argv)
+    assert "lr was 0.001, got 0.0005" in said and "epochs were 3, now 4" in said
     assert run_folder.read_metrics(output)["epoch"] == [1, 2, 3, 4]
     assert "do not fit the model" in fails([*argv, "--model", "test_efficientnet"], capsys)
-    digits = [*"--dataset digits --model test_resnet --output".split(), str(tmp_path / "x"), "--epochs", "4"]
-    assert "was trained on other data" in fails([*digits, "--resume", str(finished)], capsys)
+    digits = words(f"--dataset digits --model test_resnet --output {tmp_path / 'x'} --epochs 4 --resume {finished}")
+    assert "was trained on other data" in fails(digits, capsys)
 
 
 def test_recipe_keywords_a_model_lacks_are_left_out_with_a_notice(data, tmp_path):
-    recipe, log = tmp_path / "r.yaml", tmp_path / "log"
+    recipe, folder = tmp_path / "r.yaml", tmp_path / "run"
     recipe.write_text("model_kwargs: {attn_drop_rate: 0.3, drop_rate: 0.1}\n")
-    argv = ["--model", "test_resnet", "--recipe", str(recipe), "--dataset", "folder", "--data-dir", str(data),
-            *"--epochs 1 --batch-size 16 --output".split(), str(tmp_path / "run")]
-    assert run(argv, log) == 0, log.read_text()
-    assert "test_resnet has no attn_drop_rate" in log.read_text()
-    about = run_folder.read_config(tmp_path / "run")[1]
+    argv = words(f"--model test_resnet --recipe {recipe} --dataset folder --data-dir {data} --epochs 1 --batch-size 16",
+                 f"--output {folder}")
+    assert "test_resnet has no attn_drop_rate" in train(argv)
+    about = run_folder.read_config(folder)[1]
     assert about["model_kwargs"] == {"num_classes": 3, "in_chans": 3, "drop_rate": 0.1}
-    assert run(argv, log) == 0 and "is complete" in log.read_text(), "the same command continues, or finds it done"
+    assert "is complete" in train(argv), "the same command continues, or finds it done"

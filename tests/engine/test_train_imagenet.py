@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,9 +33,7 @@ TINY = ("--model test_resnet --model-kwargs drop_rate=0.2 --img-size 16 --eval-r
 @pytest.fixture(scope="module")
 def finished(photos, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "finished"
-    argv = arguments(photos, folder)
-    log = folder.with_suffix(".log")
-    assert run(argv, log) == 0, log.read_text()
+    train(arguments(photos, folder))
     return folder
 
 
@@ -43,8 +42,7 @@ def arguments(photos: Path, output: Path, *more: str) -> list[str]:
     return runner.words(TINY, f"--data-dir {photos} --output {output} --checkpoint-steps 2", *more)
 
 
-def run(argv, log, sabotage=None):
-    return runner.run(argv, log, sabotage, main=train_imagenet.main)
+train = partial(runner.train, main=train_imagenet.main)
 
 
 @pytest.mark.parametrize("processes", [1, 8])
@@ -92,33 +90,28 @@ def test_run_folder(finished):
 @pytest.mark.skipif(importlib.util.find_spec("ffcv") is None, reason="needs FFCV: pip install .[ffcv]")
 def test_ffcv_files_train_and_resume_as_images_do(photos, tmp_path):
     """Two processes on .beton files, one killed. Images stored as evaluated: the folder's figures are the same."""
-    files = []
+    files = {}
     for split in ("train", "validation"):
-        out = str(tmp_path / f"{split}.beton")
-        assert write_ffcv.main(runner.words(f"--data-dir {photos} --split {split} --out {out} --jpeg-share 0",
+        files[split] = tmp_path / f"{split}.beton"
+        assert write_ffcv.main(runner.words(f"--data-dir {photos} --split {split} --out {files[split]} --jpeg-share 0",
                                             "--eval-img-size 16 --eval-resize 20")) == 0
-        files.append(out)
-    given = runner.words(TINY, f"--train-beton {files[0]} --val-beton {files[1]}",
-                         "--batch-size 4 --checkpoint-steps 2")
-    whole, broken, log = tmp_path / "whole", tmp_path / "broken", tmp_path / "log"
-    codes = runner.run_world(2, [*given, "--output", str(whole)], log, main=train_imagenet.main)
-    assert codes == [0, 0], log.read_text()
-    codes = runner.run_world(2, [*given, "--output", str(broken)], log, SignalAfterUpdate(signal.SIGTERM, 8, rank=1),
-                             main=train_imagenet.main)
-    assert codes == [143, 143], log.read_text()
-    codes = runner.run_world(2, [*given, "--output", str(broken)], log, main=train_imagenet.main)
-    assert codes == [0, 0], log.read_text()
-    same_result(broken, whole)
+    given = f"--train-beton {files['train']} --val-beton {files['validation']} --batch-size 4 --checkpoint-steps 2"
+    whole, broken, other = (runner.words(TINY, given, f"--output {tmp_path / name}")
+                            for name in ("whole", "broken", "other"))
+    train(whole, size=2)
+    train(broken, SignalAfterUpdate(signal.SIGTERM, 8, rank=1), size=2, code=143)
+    train(broken, size=2)
+    same_result(tmp_path / "broken", tmp_path / "whole")
     results = []
     for name, more in (("images", ["--val-beton", "", "--data-dir", str(photos)]), ("beton", [])):
-        argv = ["--evaluate", str(whole), "--output", str(tmp_path / name), *more]
-        assert run(argv, log) == 0, log.read_text()
+        train(["--evaluate", str(tmp_path / "whole"), "--output", str(tmp_path / name), *more])
         results.append(json.loads((tmp_path / name / "evaluation.json").read_text()))
     assert results[0]["loss"] == results[1]["loss"]
-    assert run([*given, "--output", str(tmp_path / "other"), "--eval-resize", "24"], log) == 2
-    assert "eval_resize=24" in log.read_text() and "eval_resize=20" in log.read_text()
-    assert run([*given, "--output", str(tmp_path / "other"), "--train-beton", files[1]], log) == 2
-    assert "must have whole images, to train on, got" in log.read_text() and not (tmp_path / "other").exists()
+    said = train([*other, "--eval-resize", "24"], code=2)
+    assert "eval_resize=24" in said and "eval_resize=20" in said
+    assert "must have whole images, to train on, got" in train([*other, "--train-beton", str(files["validation"])],
+                                                               code=2)
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.slow
@@ -128,12 +121,11 @@ def test_a_small_evolving_network_learns_its_images_by_heart(tmp_path):
     shutil.copytree(data / "train", data / "val", dirs_exist_ok=True)  # the same images by other names
     for path in (data / "val").glob("*/*.jpg"):
         path.rename(path.with_stem(f"again{path.stem}"))
-    folder, log = tmp_path / "run", tmp_path / "log"
-    argv = runner.words(
+    folder = tmp_path / "run"
+    train(runner.words(
         "--model ea_aa_resnet34 --model-kwargs layers=[1,2,2,1] channels=[16,32,64,64] --img-size 64 --eval-resize 64",
         "--crop-scale 0.5 --batch-size 16 --epochs 16 --lr 0.05 --lr-base-size 0 --sched constant --warmup-epochs 0",
-        f"--workers 0 --device cpu --eval-epochs 16 --data-dir {data} --output {folder}")
-    assert run(argv, log) == 0, log.read_text()
+        f"--workers 0 --device cpu --eval-epochs 16 --data-dir {data} --output {folder}"))
     metrics = run_folder.read_metrics(folder)
     assert metrics["top1"][-1] > 95 and metrics["train_loss"][-1] < 0.1 * metrics["train_loss"][0]
     with safetensors.safe_open(folder / run_folder.WEIGHTS, framework="pt") as weights:
@@ -145,13 +137,12 @@ def test_evaluation_on_three_processes_equals_one(finished, tmp_path):
     """200 images, exactly."""
     data = make_photos(tmp_path / "photos", train=3, val=200, side=16)
     numbers = []
-    argv = ["--evaluate", str(finished), "--data-dir", str(data), "--eval-batch-size", "16"]
-    assert run([*argv, "--output", str(tmp_path / "1")], tmp_path / "log") == 0, (tmp_path / "log").read_text()
-    codes = runner.run_world(3, [*argv, "--output", str(tmp_path / "3")], tmp_path / "log", main=train_imagenet.main)
-    assert codes == [0, 0, 0], (tmp_path / "log").read_text()
-    for processes in ("1", "3"):
-        numbers.append((tmp_path / processes / "per_class.csv").read_text())
-        found = json.loads((tmp_path / processes / "evaluation.json").read_text())
+    for size in (1, 3):
+        output = tmp_path / str(size)
+        argv = runner.words(f"--evaluate {finished} --data-dir {data} --eval-batch-size 16 --output {output}")
+        train(argv, size=size)
+        numbers.append((output / "per_class.csv").read_text())
+        found = json.loads((output / "evaluation.json").read_text())
         numbers.append((found["top1"], found["top5"]))
     assert numbers[:2] == numbers[2:]
     rows = list(csv.DictReader(numbers[0].splitlines()))
@@ -163,13 +154,12 @@ def test_too_many_unreadable_images_stop_the_run_and_are_listed(tmp_path, capsys
     broken = [root / f"train/class_0/{name}.jpg" for name in ("000", "003", "006")]
     for path in broken:
         path.write_text("no image")
-    folder, log = tmp_path / "run", tmp_path / "log"
-    assert run(arguments(root, folder, "--max-bad-images 2"), log) == 1
-    assert "3 images cannot be read, --max-bad-images allows 2" in log.read_text()
-    assert "Traceback" not in log.read_text()
+    folder = tmp_path / "run"
+    said = train(arguments(root, folder, "--max-bad-images 2"), code=1)
+    assert "3 images cannot be read, --max-bad-images allows 2" in said and "Traceback" not in said
     rows = list(csv.DictReader((folder / "bad_images.csv").open()))
     assert [row["path"] for row in rows] == [str(path) for path in broken]
-    assert run(arguments(root, folder, "--max-bad-images 3"), log) == 0, "the same run goes on when it may"
+    train(arguments(root, folder, "--max-bad-images 3"))  # the same run goes on when it may
 
 
 def test_a_trial_step_changes_nothing_and_does_not_take_the_building_of_kernels_for_the_pace():

@@ -13,7 +13,7 @@ from ea_vision.__main__ import main
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.train import Trainer
 from experiments import evidence
-from tests.engine.runner import SignalAfterUpdate, arguments, make_folder, run, run_world
+from tests.engine.runner import SignalAfterUpdate, arguments, around, make_folder, run, train
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 240  # that a job may take on a busy machine
@@ -110,25 +110,21 @@ def test_a_typo_is_told_once_before_the_training_starts(cluster, script, before)
     assert not noted(cluster, "srun")
 
 
-class TermTwice:
+def term_twice() -> None:
     """Send this process TERM in update 8 and again while it saves, as scancel and torchrun do, 0.2 seconds apart."""
+    def slow(save, trainer, *given, **more):
+        if trainer.stop.signal:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            time.sleep(0.5)
+        save(trainer, *given, **more)
 
-    def __call__(self):
-        SignalAfterUpdate(signal.SIGTERM, 8)()
-        save = Trainer.save
-
-        def slow(trainer, *given, **more):
-            if trainer.stop.signal:
-                threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-                time.sleep(0.5)
-            save(trainer, *given, **more)
-
-        Trainer.save = slow
+    SignalAfterUpdate(signal.SIGTERM, 8)()
+    around(Trainer, "save", slow)
 
 
 def test_a_second_term_does_not_keep_trainers_from_saving(cluster):
-    data, folder, log = make_folder(cluster / "data"), cluster / "run", cluster / "log"
-    assert run_world(2, arguments(data, folder, "--batch-size", "4"), log, TermTwice()) == [143, 143], log.read_text()
+    data, folder = make_folder(cluster / "data"), cluster / "run"
+    train(arguments(data, folder, "--batch-size 4"), term_twice, size=2, code=143)
     assert checkpoint.read_checkpoint(folder / checkpoint.LAST)["progress"]["updates"] == 8
 
 

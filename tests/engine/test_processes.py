@@ -8,29 +8,25 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from ea_vision.engine import checkpoint, run_folder, train, train_cifar
+from ea_vision.engine import checkpoint, run_folder, train_cifar
+from ea_vision.engine import train as training
 from ea_vision.engine.train import Trainer
 from tests.engine.runner import (
     GN_MODEL,
     SignalAfterUpdate,
     SpoilLoss,
     arguments,
-    make_folder,
-    run,
-    run_world,
+    around,
     same_result,
     start_world,
+    train,
 )
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("data"))  # 13 test images: no multiple of two processes
 
 
 def assert_close(a: Path, b: Path) -> None:
@@ -43,28 +39,24 @@ def assert_close(a: Path, b: Path) -> None:
     assert apart.norm() < 1e-4 * moved.norm()
 
 
-class KeepStart:
+def keep_start() -> None:
     """Keep a copy of the first checkpoint, which has the initial weights."""
+    def keep(save, trainer, *given, **more):
+        save(trainer, *given, **more)
+        if trainer.progress.updates == 0 and trainer.world.is_main:
+            shutil.copy(trainer.folder / checkpoint.LAST, trainer.folder / "start.ckpt")
 
-    def __call__(self):
-        save = Trainer.save
-
-        def keep(trainer, *args, **kwargs):
-            save(trainer, *args, **kwargs)
-            if trainer.progress.updates == 0 and trainer.world.is_main:
-                shutil.copy(trainer.folder / checkpoint.LAST, trainer.folder / "start.ckpt")
-
-        Trainer.save = keep
+    around(Trainer, "save", keep)
 
 
 def test_two_processes_or_two_batches_equal_one_with_twice_the_batch(data, tmp_path):
     """Group norm, no dropout: with batch norm each process would take the statistics of its own half. Flips follow the
     image, Lookahead's weights meet at the same updates."""
-    one, two, parts, log = tmp_path / "one", tmp_path / "two", tmp_path / "parts", tmp_path / "log"
-    more = [*GN_MODEL, "--lr", "0.02", "--clip-grad", "1", "--opt", "lookahead_sgd", "--flip", "alternate"]
-    assert run(arguments(data, one, *more), log, KeepStart()) == 0
-    assert run_world(2, arguments(data, two, *more, "--batch-size", "4"), log) == [0, 0], log.read_text()
-    assert run(arguments(data, parts, *more, "--batch-size", "4", "--grad-accum-steps", "2"), log) == 0
+    one, two, parts = tmp_path / "one", tmp_path / "two", tmp_path / "parts"
+    more = [*GN_MODEL, "--lr 0.02 --clip-grad 1 --opt lookahead_sgd --flip alternate"]
+    train(arguments(data, one, *more), keep_start)
+    train(arguments(data, two, *more, "--batch-size 4"), size=2)
+    train(arguments(data, parts, *more, "--batch-size 4 --grad-accum-steps 2"))
     first = run_folder.read_metrics(one)
     for other in (two, parts):
         assert_close(one, other)
@@ -75,21 +67,19 @@ def test_two_processes_or_two_batches_equal_one_with_twice_the_batch(data, tmp_p
 
 def test_signal_to_one_process_stops_all_and_the_run_continues(data, tmp_path):
     """Batch norm and dropout this time: also with two processes a resumed run ends as an uninterrupted one."""
-    whole, broken, log = tmp_path / "whole", tmp_path / "broken", tmp_path / "log"
-    more = ["--batch-size", "4", "--model-ema-decay", "0.9"]
-    assert run_world(2, arguments(data, whole, *more), log) == [0, 0]
-    codes = run_world(2, arguments(data, broken, *more), log, SignalAfterUpdate(signal.SIGTERM, 3, rank=1))
-    assert codes == [128 + signal.SIGTERM] * 2
-    saved = checkpoint.read_checkpoint(broken / checkpoint.LAST)["progress"]["updates"]
+    whole, broken = (arguments(data, tmp_path / name, "--batch-size 4 --model-ema-decay 0.9")
+                     for name in ("whole", "broken"))
+    train(whole, size=2)
+    train(broken, SignalAfterUpdate(signal.SIGTERM, 3, rank=1), size=2, code=128 + signal.SIGTERM)
+    saved = checkpoint.read_checkpoint(tmp_path / "broken" / checkpoint.LAST)["progress"]["updates"]
     assert saved == 3, "all hear of it in the same update"
-    assert run_world(2, arguments(data, broken, *more), log) == [0, 0], log.read_text()
-    same_result(broken, whole)
+    train(broken, size=2)
+    same_result(tmp_path / "broken", tmp_path / "whole")
 
 
 def test_non_finite_loss_on_one_process_stops_all(data, tmp_path):
-    folder, log = tmp_path / "run", tmp_path / "log"
-    assert run_world(2, arguments(data, folder, "--batch-size", "4"), log, SpoilLoss(3, rank=1)) == [1, 1]
-    report = json.loads((folder / "nonfinite-epoch001-update00003.json").read_text())
+    train(arguments(data, tmp_path / "run", "--batch-size 4"), SpoilLoss(3, rank=1), size=2, code=1)
+    report = json.loads((tmp_path / "run" / "nonfinite-epoch001-update00003.json").read_text())
     assert [len(ids) for ids in report["sample_ids"]] == [4, 4], "the samples of every process"
 
 
@@ -130,28 +120,21 @@ def test_torchrun(data, tmp_path):
     assert numbers["images"] == 13 and numbers["top1"] == pytest.approx(results["test_best"]["top1"], abs=1e-3)
 
 
-class RankStatistics:
+def rank_statistics(folder: Path) -> None:
     """Write each process's own statistics of BatchNorm just before they become one."""
+    def watched(distribute, model, *given, **more):
+        torch.save(model.bn1.running_mean.clone(), folder / f"rank{os.environ['RANK']}.pt")
+        distribute(model, *given, **more)
 
-    def __init__(self, folder):
-        self.folder = folder
-
-    def __call__(self):
-        distribute = train.distribute_bn
-
-        def watched(model, *given, **more):
-            torch.save(model.bn1.running_mean.clone(), self.folder / f"rank{os.environ['RANK']}.pt")
-            distribute(model, *given, **more)
-
-        train.distribute_bn = watched
+    around(training, "distribute_bn", watched)
 
 
 @pytest.mark.parametrize("how", ["reduce", "broadcast"])
 def test_statistics_of_unlike_shards(data, tmp_path, how):
     """reduce: the mean of what each process has seen; broadcast: the first one's."""
-    folder, log = tmp_path / "run", tmp_path / "log"
-    argv = arguments(data, folder, "--batch-size", "4", "--epochs", "1", "--dist-bn", how)
-    assert run_world(2, argv, log, RankStatistics(tmp_path)) == [0, 0], log.read_text()
+    folder = tmp_path / "run"
+    train(arguments(data, folder, f"--batch-size 4 --epochs 1 --dist-bn {how}"), partial(rank_statistics, tmp_path),
+          size=2)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1))
     saved = checkpoint.read_checkpoint(folder / checkpoint.LAST)["model"]["bn1.running_mean"]
     assert not torch.allclose(first, second, atol=1e-4), "or this does not test what it says"
