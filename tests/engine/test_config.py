@@ -29,14 +29,6 @@ def test_command_line_over_recipe_over_defaults(tmp_path):
     assert config.optional_kwargs == {"drop_rate"}, "only what the recipe alone asks for may be left out"
 
 
-def test_the_papers_recipe():
-    config = parsed("--recipe", "pa_cifar10")
-    wanted = {"epochs": 630, "batch_size": 50, "lr": 0.05, "min_lr": 1e-4, "momentum": 0.9, "weight_decay": 1e-4,
-              "cutout": 8, "holdout": 5000, "opt": "momentum", "smoothing": 0}
-    assert {key: getattr(config, key) for key in wanted} == wanted
-    assert config.model_kwargs == {"conv_drop_rate": 0.2, "attn_drop_rate": 0.2, "ff_drop_rate": 0.2}
-
-
 @pytest.mark.parametrize("argv, message", [
     (["--lrr", "1"], "--lr"),
     (["--recipe", "pa_cifar1"], "pa_cifar10"),

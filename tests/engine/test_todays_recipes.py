@@ -72,28 +72,6 @@ def test_each_recipe_trains_through_all_loaders(photos, tmp_path, monkeypatch, k
     assert about.get("drop_path_rate") == (0.05 if recipe in ("rsb_a1", "rsb_a2") else None)
 
 
-def test_the_recipes_are_the_published_ones():
-    """Table 2 of ResNet strikes back; FFCV's configuration files."""
-    wanted = {
-        "rsb_a1": dict(epochs=600, lr=5e-3, weight_decay=0.01, smoothing=0.1, aug_repeats=3, mixup=0.2,
-                       img_size=224),
-        "rsb_a2": dict(epochs=300, lr=5e-3, weight_decay=0.02, smoothing=0.0, aug_repeats=3, mixup=0.1,
-                       img_size=224),
-        "ffcv_16": dict(epochs=16, lr=1.7, grow_epochs=[11, 13]),
-        "ffcv_88": dict(epochs=88, lr=1.7, grow_epochs=[65, 76])}
-    for name, values in wanted.items():
-        config = resolve(ImageNetConfig, {"recipe": name})
-        assert {key: getattr(config, key) for key in values} == values
-        five_or_two = 5 if name.startswith("rsb") else 2
-        assert config.warmup_epochs == five_or_two
-        if name.startswith("rsb"):
-            assert (config.opt, config.cutmix, config.bce_loss, config.bce_target_thresh) == ("lamb", 1.0, True, 0.2)
-            assert config.side_to_evaluate == 224 and config.side_to_evaluate / config.eval_resize == pytest.approx(
-                0.95, abs=0.005)
-        else:
-            assert [config.size_of(epoch) for epoch in (0, config.epochs - 1)] == [160, 192]
-
-
 train = partial(runner.train, main=train_imagenet.main)
 GROWING = ("--first-img-size 32 --img-size 96 --grow-epochs 0 2 --eval-img-size 96 --eval-resize 100 --epochs 3 "
            "--checkpoint-steps 2 --model-ema-decay 0.9 --log-steps 2")

@@ -7,43 +7,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import timm
 import torch
 
 from ea_vision.base.errors import UsageError
 from ea_vision.engine import checkpoint, run_folder
-from ea_vision.engine.config import load_recipe, recipe_names
 from ea_vision.engine.preflight import describe_update
 from ea_vision.engine.train import Trainer
 from tests.engine.recipes import resolved
 from tests.engine.runner import GN_MODEL, SignalAfterUpdate, arguments, around, train
-
-PAPERS = {"imagenet": 256, "imagenet_ea_aa_resnet50": 256, "imagenet_semnasnet_100": 1024, "rsb_a1": 2048,
-          "rsb_a2": 2048, "rsb_a3": 2048, "ffcv_16": 4096, "ffcv_88": 4096, "torchvision_v2": 1024,
-          "aa_cifar100": 256, "cifar100_wrn28_10": 1024, "pa_cifar10": 50, "pa_cifar100": 50, "coco_aa_retinanet": 64,
-          "coco_26_epochs": 16, "scenes": 64}
-
-
-@pytest.mark.parametrize("processes", [1, 4, 8, 64])
-@pytest.mark.parametrize("name", recipe_names())
-def test_a_recipe_means_the_same_on_any_number_of_processes(name, processes):
-    """Images of an update, rate, warm-up and updates of an epoch; or one line that names who can share them."""
-    recipe, config = load_recipe(name), resolved(name)
-    total = recipe["total_batch"]
-    assert total == PAPERS.get(name, total)
-    if total % processes:
-        with pytest.raises(UsageError, match=rf"total_batch {total} cannot be shared by {processes} processes: \d+"):
-            config.for_processes(processes)
-        return
-    own = config.for_processes(processes)
-    assert own.images_of_update(processes) == total and own.batch_size <= config.batch_size
-    images = 1_281_167
-    assert images // (own.batch_size * processes) // own.grad_accum_steps == images // total
-    base = recipe.get("lr_base_size", 0)
-    assert own.peak_lr(own.images_of_update(processes)) == pytest.approx(recipe["lr"] * (total / base if base else 1))
-    assert own.warmup_updates(images // total) == config.warmup_updates(images // total)
-    said = describe_update(own, processes)
-    assert said.startswith(f"{total} images = ") and "recipe" not in said
 
 
 def test_who_can_share_is_named():
@@ -84,24 +55,6 @@ def test_rates_scale_as_timms_do(opt, power):
     """timm's train.py: square root for what has ada or lamb in its name, else linear."""
     config = resolved("none", opt=opt, lr=0.01, lr_base_size=256, batch_size=1024)
     assert config.peak_lr(1024) == pytest.approx(0.01 * 4**power)
-
-
-def test_rsb_a3_is_the_papers_table_argument_by_argument():
-    """Table 2 of ResNet strikes back (https://arxiv.org/abs/2110.00476); interpolation, sizes and the crop are
-    those of timm's weights. No file of timm's arguments was found: min_lr is mmpretrain's (imagenet_bs2048_rsb.py),
-    bce_target_thresh has no source but others' commands for timm's train.py."""
-    config = resolved("rsb_a3").for_processes(8)
-    timms = {"epochs": 100, "opt": "lamb", "lr": 8e-3, "sched": "cosine", "weight_decay": 0.02, "warmup_epochs": 5,
-             "min_lr": 1e-6, "smoothing": 0.0, "mixup": 0.1, "cutmix": 1.0, "aa": "rand-m6-mstd0.5-inc1", "reprob": 0.0,
-             "color_jitter": 0.0, "hflip": 0.5, "crop_scale": 0.08, "bce_loss": True, "bce_target_thresh": 0.2,
-             "aug_repeats": 1, "model_ema_decay": 0.0, "clip_grad": 0.0, "img_size": 160, "interpolation": "bicubic"}
-    assert {name: getattr(config, name) for name in timms} == timms
-    assert config.images_of_update(8) == 2048 and config.peak_lr(2048) == 8e-3
-    assert config.side_to_evaluate == 224 and 224 / config.eval_resize == pytest.approx(0.95, abs=0.005)
-    assert "drop_path_rate" not in config.model_kwargs
-    weights = timm.get_pretrained_cfg("resnet50.a3_in1k")
-    assert weights.input_size[1] == config.img_size and weights.test_input_size[1] == config.side_to_evaluate
-    assert weights.interpolation == config.interpolation and int(224 / weights.crop_pct) == config.eval_resize
 
 
 def log_ids(folder: Path, stop_after: int = 0) -> None:

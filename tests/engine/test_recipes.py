@@ -1,0 +1,89 @@
+"""Recipes say what the papers do, and mean the same update on any number of processes."""
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+import timm
+
+from ea_vision.base.errors import UsageError
+from ea_vision.engine.config import load_recipe, recipe_names
+from ea_vision.engine.preflight import describe_update
+from tests.engine.recipes import resolved
+
+# ResNet strikes back (https://arxiv.org/abs/2110.00476), table 2; interpolation, sizes and the crop are those of timm's
+# weights. No file of timm's arguments was found: min_lr is mmpretrain's (imagenet_bs2048_rsb.py), bce_target_thresh has
+# no source but others' commands for timm's train.py. FFCV's configuration files. The PA paper.
+RSB = {"opt": "lamb", "sched": "cosine", "warmup_epochs": 5, "min_lr": 1e-6, "cutmix": 1.0, "bce_loss": True,
+       "bce_target_thresh": 0.2, "reprob": 0.0, "color_jitter": 0.0, "hflip": 0.5, "crop_scale": 0.08,
+       "model_ema_decay": 0.0, "clip_grad": 0.0, "side_to_evaluate": 224, "eval_resize": 235,
+       "interpolation": "bicubic", "total_batch": 2048}
+FFCV = {"lr": 1.7, "warmup_epochs": 2, "total_batch": 4096, "first_img_size": 160, "img_size": 192}
+MNASNET = {"epochs": 350, "decay_epochs": 2.4, "sched": "step", "total_batch": 1024}
+DROP = {"conv_drop_rate": 0.2, "attn_drop_rate": 0.2, "ff_drop_rate": 0.2}
+PAPERS = {
+    "rsb_a1": {**RSB, "epochs": 600, "lr": 5e-3, "weight_decay": 0.01, "smoothing": 0.1, "aug_repeats": 3, "mixup": 0.2,
+               "img_size": 224},
+    "rsb_a2": {**RSB, "epochs": 300, "lr": 5e-3, "weight_decay": 0.02, "smoothing": 0.0, "aug_repeats": 3, "mixup": 0.1,
+               "img_size": 224},
+    "rsb_a3": {**RSB, "epochs": 100, "lr": 8e-3, "weight_decay": 0.02, "smoothing": 0.0, "aug_repeats": 1, "mixup": 0.1,
+               "img_size": 160, "aa": "rand-m6-mstd0.5-inc1", "model_kwargs": {}},
+    "ffcv_16": {**FFCV, "epochs": 16, "grow_epochs": [11, 13]},
+    "ffcv_88": {**FFCV, "epochs": 88, "grow_epochs": [65, 76]},
+    "pa_cifar10": {"epochs": 630, "batch_size": 50, "total_batch": 50, "lr": 0.05, "min_lr": 1e-4, "momentum": 0.9,
+                   "weight_decay": 1e-4, "cutout": 8, "holdout": 5000, "opt": "momentum", "smoothing": 0,
+                   "model_kwargs": DROP},
+    "imagenet": {"weight_decay": 1e-4, "momentum": 0.9, "total_batch": 256},
+    "imagenet_semnasnet_100": MNASNET, "imagenet_aa_mnasnet_100": MNASNET,
+    **{name: {"total_batch": images} for name, images in {
+        "imagenet_ea_aa_resnet50": 256, "torchvision_v2": 1024, "aa_cifar100": 256, "cifar100_wrn28_10": 1024,
+        "pa_cifar100": 50, "coco_aa_retinanet": 64, "coco_26_epochs": 16, "scenes": 64}.items()}}
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_values_are_the_papers(name):
+    config = resolved(name)
+    assert {key: getattr(config, key) for key in PAPERS[name]} == PAPERS[name]
+    if name.startswith("ffcv"):
+        assert [config.size_of(epoch) for epoch in (0, config.epochs - 1)] == [160, 192]
+
+
+def test_sizes_are_those_of_timms_weights():
+    config, weights = resolved("rsb_a3"), timm.get_pretrained_cfg("resnet50.a3_in1k")
+    assert weights.input_size[1] == config.img_size and weights.test_input_size[1] == config.side_to_evaluate
+    assert weights.interpolation == config.interpolation and int(224 / weights.crop_pct) == config.eval_resize
+
+
+def test_half_the_rate_of_aa_ends_where_the_plain_recipe_does():
+    plain, aa = map(resolved, ("imagenet_semnasnet_100", "imagenet_aa_mnasnet_100"))
+    ends = [config.lr * config.decay_rate ** (350 / 2.4) for config in (plain, aa)]
+    assert aa.lr == plain.lr / 2 and ends[1] == pytest.approx(ends[0], rel=2e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in recipe_names() if name.startswith("imagenet_")])
+def test_the_recipe_of_each_published_row_is_the_papers(name):
+    base = "imagenet" if "resnet" in name else f"imagenet_{'aa_mnasnet' if '_aa_' in name else 'semnasnet'}_100"
+    row, papers = (asdict(resolved(recipe)) for recipe in (name, base))
+    assert timm.is_model(row["model"]) and name == f"imagenet_{row['model']}" and row["num_classes"] == 1000
+    own = {"model": "", "num_classes": 0, "recipe": ""}
+    assert row | own == papers | own
+
+
+@pytest.mark.parametrize("processes", [1, 4, 8, 64])
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_means_the_same_on_any_number_of_processes(name, processes):
+    """Images of an update, rate, warm-up and updates of an epoch; or one line that names who can share them."""
+    recipe, config = load_recipe(name), resolved(name)
+    total, images = recipe["total_batch"], 1_281_167
+    if total % processes:
+        with pytest.raises(UsageError, match=rf"total_batch {total} cannot be shared by {processes} processes: \d+"):
+            config.for_processes(processes)
+        return
+    own = config.for_processes(processes)
+    assert own.images_of_update(processes) == total and own.batch_size <= config.batch_size
+    assert images // (own.batch_size * processes) // own.grad_accum_steps == images // total
+    base = recipe.get("lr_base_size", 0)
+    assert own.peak_lr(own.images_of_update(processes)) == pytest.approx(recipe["lr"] * (total / base if base else 1))
+    assert own.warmup_updates(images // total) == config.warmup_updates(images // total)
+    said = describe_update(own, processes)
+    assert said.startswith(f"{total} images = ") and "recipe" not in said
