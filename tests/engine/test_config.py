@@ -16,8 +16,8 @@ from ea_vision.engine.train_cifar import EXAMPLES, CifarConfig
 from ea_vision.engine.train_imagenet import ImageNetConfig
 
 
-def parsed(*argv: str):
-    return resolve(CifarConfig, parse(make_parser(CifarConfig, "", EXAMPLES), list(argv)))
+def parsed(*argv: str, cls=CifarConfig):
+    return resolve(cls, parse(make_parser(cls, "", EXAMPLES), list(argv)))
 
 
 def test_command_line_over_recipe_over_defaults(tmp_path):
@@ -46,10 +46,27 @@ def test_command_line_over_recipe_over_defaults(tmp_path):
     ("--crop-padding 32 --crop-padding-mode reflect".split(), "crop_padding must be less than img_size"),
     (["--gate-lr", "-1"], "gate_lr must be at least 0"),
     (["--warmup-epochs", "120%"], "warmup_epochs must be a number, or a percentage up to 100%, got '120%'"),
+    ("--compile --compile-mode reduce-overhead --grad-accum-steps 2".split(),
+     "compile_mode reduce-overhead needs grad_accum_steps 1, for the next replay of a CUDA graph takes the gradients of "
+     "the one before, got 2"),
+    ("--mean 0.5 0.5 0.5".split(), "mean goes with std"),
 ])
 def test_bad_options_are_named(argv, message):
     with pytest.raises(UsageError, match=re.escape(message)):
         parsed(*argv)
+
+
+@pytest.mark.parametrize("argv, message", [
+    ("--bce-target-thresh 0.2", "bce_target_thresh goes with bce_loss"),
+    ("--first-img-size 160", "first_img_size goes with grow_epochs"),
+    ("--grow-epochs 1 2", "grow_epochs goes with first_img_size"),
+    ("--first-img-size 256 --grow-epochs 1 2", "first_img_size must be 8 to img_size (224), got 256"),
+    ("--first-img-size 160 --grow-epochs 3 2", "grow_epochs must be two epochs that do not fall"),
+    ("--eval-img-size 300", "eval_resize must be at least eval_img_size (300), got 256"),
+])
+def test_bad_options_of_the_imagenet_trainer_are_named(argv, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        parsed(*argv.split(), cls=ImageNetConfig)
 
 
 @pytest.mark.parametrize("text, message", [

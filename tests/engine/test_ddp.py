@@ -9,11 +9,8 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from ea_vision.base.errors import UsageError
 from ea_vision.base.processes import World
 from ea_vision.engine.classification import ClassificationTrainer
-from ea_vision.engine.config import resolve
-from ea_vision.engine.train_cifar import CifarConfig
 from tests.engine.runner import make_trainer
 
 CPU = torch.device("cpu")
@@ -93,12 +90,6 @@ def test_gradients_lie_in_the_buckets_as_their_weights_do(group, tmp_path):
     parameters = list(model.parameters())
     assert all(p.grad.stride() == p.stride() for p in parameters)
     assert len({p.grad.untyped_storage().data_ptr() for p in parameters}) < 5 < len(parameters)
-
-
-def test_a_cuda_graph_takes_one_batch_an_update():
-    with pytest.raises(UsageError, match="compile_mode reduce-overhead needs grad_accum_steps 1, .* got 2"):
-        resolve(CifarConfig, {"recipe": "none", "compile_mode": "reduce-overhead", "compile": True,
-                              "grad_accum_steps": 2})
 
 
 def test_cuda_graphs_that_torch_leaves_out_train_all_the_same(tmp_path, monkeypatch):

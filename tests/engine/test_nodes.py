@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -103,10 +104,10 @@ def nodes():
 class Agents:
     """Two agents of torchrun, each with two processes; `start(n)` may be called again once node n is dead."""
 
-    def __init__(self, nodes, argv: list[str], log: Path):
-        self.nodes, self.argv, self.log = nodes, argv, log
+    def __init__(self, nodes, photos: Path, place: Path):
+        self.nodes, self.folder, self.log = nodes, place / "run", place / "log"
+        self.argv = arguments(photos, self.folder)
         self.running: dict[int, subprocess.Popen] = {}
-        self.first = 0
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -126,24 +127,29 @@ class Agents:
                          # else an agent that comes back waits for an address that the other one gave out only once
                          "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 
-    def wait_for_update(self, folder: Path, number: int) -> None:
-        deadline = time.monotonic() + 300
-        while time.monotonic() < deadline:
-            try:
-                if checkpoint.read_checkpoint(folder / checkpoint.LAST)["progress"]["updates"] >= number:
-                    return
-            except checkpoint.DamagedCheckpoint:
-                pass
-            assert any(process.poll() is None for process in self.running.values()), self.log.read_text()
-            time.sleep(0.05)
-        raise AssertionError(self.log.read_text())
+    def updates(self) -> int:
+        """How many updates of the weights are saved."""
+        try:
+            return checkpoint.read_checkpoint(self.folder / checkpoint.LAST)["progress"]["updates"]
+        except checkpoint.DamagedCheckpoint:  # none yet
+            return 0
 
-    def kill_node(self, number: int) -> None:
-        """The agent and its trainer at once, as when a machine dies."""
-        process = self.running.pop(number)
-        for pid in self.trainers(process) + [process.pid]:
-            os.kill(pid, signal.SIGKILL)
-        process.wait()
+    def start_and_wait(self) -> None:
+        """Start both nodes and wait until twelve updates are saved."""
+        self.start(0, 1)
+        deadline = time.monotonic() + 300
+        while self.updates() < 12:
+            running = any(process.poll() is None for process in self.running.values())
+            assert running and time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.05)
+
+    def kill(self, *numbers: int) -> None:
+        """End agents and their trainers at once, as when machines die."""
+        for number in numbers:
+            process = self.running.pop(number)
+            for pid in self.trainers(process) + [process.pid]:
+                os.kill(pid, signal.SIGKILL)
+            process.wait()
 
     def trainers(self, process: subprocess.Popen) -> list[int]:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -152,73 +158,65 @@ class Agents:
     def wait(self) -> list[int]:
         return [self.running[number].wait(400) for number in sorted(self.running)]
 
-    def __enter__(self) -> Agents:
-        return self
+    def close(self) -> None:
+        self.kill(*(number for number, process in self.running.items() if process.poll() is None))
 
-    def __exit__(self, *_) -> None:
-        for number in list(self.running):
-            if self.running[number].poll() is None:
-                self.kill_node(number)
+
+@pytest.fixture
+def agents(nodes, photos, tmp_path):
+    with closing(Agents(nodes, photos, tmp_path)) as agents:
+        yield agents
 
 
 @pytest.fixture(scope="module")
-def whole(photos, nodes, tmp_path_factory):
+def whole(nodes, photos, tmp_path_factory):
     """The run that nothing disturbed, and its seconds."""
-    folder, log = tmp_path_factory.mktemp("runs") / "whole", tmp_path_factory.mktemp("logs") / "log"
     begun = time.monotonic()
-    with Agents(nodes, arguments(photos, folder), log) as agents:
+    with closing(Agents(nodes, photos, tmp_path_factory.mktemp("whole"))) as agents:
         agents.start(0, 1)
-        assert agents.wait() == [0, 0], log.read_text()
+        assert agents.wait() == [0, 0], agents.log.read_text()
     seconds = time.monotonic() - begun
     print(f"\n| nothing | | {seconds:.0f} s in all |")
-    return folder, seconds
+    return agents.folder, seconds
 
 
 @pytest.mark.slow  # 20 s each
 @pytest.mark.parametrize("fault", ["process", "second node", "first node", "TERM to all"])
-def test_what_dies_and_comes_back_changes_nothing(photos, nodes, whole, tmp_path, fault):
-    folder, log = tmp_path / "run", tmp_path / "log"
+def test_what_dies_and_comes_back_changes_nothing(whole, agents, fault):
     begun = time.monotonic()
-    with Agents(nodes, arguments(photos, folder), log) as agents:
+    agents.start_and_wait()
+    if fault == "process":
+        os.kill(agents.trainers(agents.running[1])[0], signal.SIGKILL)
+    elif fault == "second node":
+        agents.kill(1)
+        time.sleep(2)
+        agents.start(1)
+    elif fault == "first node":  # where the agents meet: the other one ends, and the job is started anew
+        agents.kill(0)
+        assert agents.running[1].wait(120) != 0
         agents.start(0, 1)
-        agents.wait_for_update(folder, 12)
-        if fault == "process":
-            os.kill(agents.trainers(agents.running[1])[0], signal.SIGKILL)
-        elif fault == "second node":
-            agents.kill_node(1)
-            time.sleep(2)
-            agents.start(1)
-        elif fault == "first node":  # where the agents meet: the other one ends, and the job is started anew
-            agents.kill_node(0)
-            assert agents.running[1].wait(120) != 0
-            agents.start(0, 1)
-        else:  # as at a time limit; then the job comes back from the queue
-            for agent in agents.running.values():
-                agent.send_signal(signal.SIGTERM)
-            assert 0 not in agents.wait()
-            agents.start(0, 1)
-        assert agents.wait() == [0, 0], log.read_text()
+    else:  # as at a time limit; then the job comes back from the queue
+        for agent in agents.running.values():
+            agent.send_signal(signal.SIGTERM)
+        assert 0 not in agents.wait()
+        agents.start(0, 1)
+    assert agents.wait() == [0, 0], agents.log.read_text()
     print(f"| {fault} {'' if 'TERM' in fault else 'killed '}| finished, weights as undisturbed | "
           f"{time.monotonic() - begun - whole[1]:.0f} s more |")
-    assert "resumed from" in log.read_text()
-    same_result(folder, whole[0])
+    assert "resumed from" in agents.log.read_text()
+    same_result(agents.folder, whole[0])
 
 
 @pytest.mark.slow  # 20 s each
-def test_a_node_that_does_not_come_back_ends_the_job_and_loses_nothing(photos, nodes, whole, tmp_path):
-    folder, log = tmp_path / "run", tmp_path / "log"
-    with Agents(nodes, arguments(photos, folder), log) as agents:
-        agents.start(0, 1)
-        agents.wait_for_update(folder, 12)
-        begun = time.monotonic()
-        agents.kill_node(1)
-        code = agents.running[0].wait(300)
-        seconds = time.monotonic() - begun
-        assert code != 0 and "RendezvousTimeoutError" in log.read_text()
-        print(f"| a node gone for good | the other agent ends with code {code} | after {seconds:.0f} s, "
-              f"{JOIN_SECONDS} of them join_timeout |")
-        saved = checkpoint.read_checkpoint(folder / checkpoint.LAST)["progress"]["updates"]
-        assert saved >= 12 and run_folder.read_results(folder) is None
-        agents.start(0, 1)
-        assert agents.wait() == [0, 0], log.read_text()
-    same_result(folder, whole[0])
+def test_a_node_that_does_not_come_back_ends_the_job_and_loses_nothing(whole, agents):
+    agents.start_and_wait()
+    begun = time.monotonic()
+    agents.kill(1)
+    code = agents.running[0].wait(300)
+    assert code != 0 and "RendezvousTimeoutError" in agents.log.read_text()
+    print(f"| a node gone for good | the other agent ends with code {code} | after {time.monotonic() - begun:.0f} s, "
+          f"{JOIN_SECONDS} of them join_timeout |")
+    assert agents.updates() >= 12 and run_folder.read_results(agents.folder) is None
+    agents.start(0, 1)
+    assert agents.wait() == [0, 0], agents.log.read_text()
+    same_result(agents.folder, whole[0])

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ea_vision.engine import checkpoint, run_folder, train_cifar
+from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine import train as training
 from ea_vision.engine.train import Trainer
 from tests.engine.runner import (
@@ -106,18 +106,13 @@ def test_a_process_that_hangs_ends_the_run_in_one_line(data, tmp_path, hung):
 
 @pytest.mark.slow
 def test_torchrun(data, tmp_path):
-    """The command of the README, and: evaluation on two processes counts the same images as on one."""
+    """The command of the README."""
     script = Path(__file__).parents[2] / "train_cifar.py"
-    folder = tmp_path / "run"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parent)}
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    subprocess.run([*launch, *arguments(data, folder, "--batch-size", "4", "--epochs", "1")], env=environment,
+    subprocess.run([*launch, *arguments(data, tmp_path / "run", "--batch-size 4 --epochs 1")], env=environment,
                    check=True, timeout=900, capture_output=True)
-    results = run_folder.read_results(folder)
-    assert results["test_images"] == 13
-    assert train_cifar.main(["--evaluate", str(folder), "--output", str(tmp_path / "evaluation")]) == 0
-    numbers = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())
-    assert numbers["images"] == 13 and numbers["top1"] == pytest.approx(results["test_best"]["top1"], abs=1e-3)
+    assert run_folder.read_results(tmp_path / "run")["test_images"] == 13
 
 
 def rank_statistics(folder: Path) -> None:

@@ -15,12 +15,10 @@ from PIL import Image
 from torchvision.transforms import InterpolationMode, TrivialAugmentWide
 
 import ea_vision  # noqa: F401
-from ea_vision.base.errors import UsageError
 from ea_vision.data import write_ffcv
 from ea_vision.data.imagenet import train_transform
 from ea_vision.engine import run_folder, train_imagenet
 from ea_vision.engine.classification import ClassificationTrainer
-from ea_vision.engine.config import resolve
 from ea_vision.engine.train_imagenet import ImageNetConfig
 from tests.data.photos import make_photos
 from tests.engine import runner
@@ -125,19 +123,6 @@ def test_binary_cross_entropy(tmp_path, mixed, threshold):
     share = model(images).sigmoid()
     wanted = -(soft * share.log() + (1 - soft) * (1 - share).log()).mean()
     assert trainer._batch_loss(images, targets).item() == pytest.approx(wanted.item(), rel=1e-5)
-
-
-@pytest.mark.parametrize("given, message", [
-    ({"bce_target_thresh": 0.2}, "bce_target_thresh goes with bce_loss"),
-    ({"first_img_size": 160}, "first_img_size goes with grow_epochs"),
-    ({"grow_epochs": [1, 2]}, "grow_epochs goes with first_img_size"),
-    ({"first_img_size": 256, "grow_epochs": [1, 2]}, r"first_img_size must be 8 to img_size \(224\), got 256"),
-    ({"first_img_size": 160, "grow_epochs": [3, 2]}, "grow_epochs must be two epochs that do not fall"),
-    ({"eval_img_size": 300}, r"eval_resize must be at least eval_img_size \(300\), got 256"),
-])
-def test_options_that_do_not_fit(given, message):
-    with pytest.raises(UsageError, match=message):
-        resolve(ImageNetConfig, {"recipe": "none", **given})
 
 
 def test_a_model_that_does_not_take_the_sizes_is_refused_before_anything_is_written(photos, tmp_path, capsys):
