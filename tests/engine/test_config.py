@@ -29,44 +29,39 @@ def test_command_line_over_recipe_over_defaults(tmp_path):
     assert config.optional_kwargs == {"drop_rate"}, "only what the recipe alone asks for may be left out"
 
 
-@pytest.mark.parametrize("argv, message", [
-    (["--lrr", "1"], "--lr"),
-    (["--recipe", "pa_cifar1"], "pa_cifar10"),
-    (["--epochs", "ten"], "epochs must be of type float, got 'ten'"),
-    (["--batch-size", "1.5"], "batch_size must be of type int"),
-    (["--lr", "nan"], "lr must be a finite number, got nan"),
-    (["--dataset", "cifar"], "dataset must be one of auto, digits, cifar10, cifar100, folder, got 'cifar'"),
-    ("--lr 0.1 --min-lr 0.2".split(), "min_lr must be at most lr"),
-    (["--model-kwargs", "alpha"], "key=value"),
-    (["--lr"], "expected one argument"),
-    (["stray"], "unknown argument 'stray'"),
-    ("--dataset digits --data-dir photos".split(), "data_dir must be empty, got photos (--dataset folder reads it)"),
-    (["--remode", "const"], "remode goes with reprob, got const without it"),
-    (["--clip-mode", "agc"], "clip_mode goes with clip_grad, got agc without it"),
-    ("--crop-padding 32 --crop-padding-mode reflect".split(), "crop_padding must be less than img_size"),
-    (["--gate-lr", "-1"], "gate_lr must be at least 0"),
-    (["--warmup-epochs", "120%"], "warmup_epochs must be a number, or a percentage up to 100%, got '120%'"),
-    ("--compile --compile-mode reduce-overhead --grad-accum-steps 2".split(),
-     "compile_mode reduce-overhead needs grad_accum_steps 1, for the next replay of a CUDA graph takes the gradients of "
-     "the one before, got 2"),
-    ("--mean 0.5 0.5 0.5".split(), "mean goes with std"),
-])
-def test_bad_options_are_named(argv, message):
+@pytest.mark.parametrize("cls, argv, message", [
+    *((CifarConfig, *row) for row in [
+        ("--lrr 1", "--lr"),
+        ("--recipe pa_cifar1", "pa_cifar10"),
+        ("--epochs ten", "epochs must be of type float, got 'ten'"),
+        ("--batch-size 1.5", "batch_size must be of type int"),
+        ("--lr nan", "lr must be a finite number, got nan"),
+        ("--dataset cifar", "dataset must be one of auto, digits, cifar10, cifar100, folder, got 'cifar'"),
+        ("--lr 0.1 --min-lr 0.2", "min_lr must be at most lr"),
+        ("--model-kwargs alpha", "key=value"),
+        ("--lr", "expected one argument"),
+        ("stray", "unknown argument 'stray'"),
+        ("--dataset digits --data-dir photos", "data_dir must be empty, got photos (--dataset folder reads it)"),
+        ("--remode const", "remode goes with reprob, got const without it"),
+        ("--clip-mode agc", "clip_mode goes with clip_grad, got agc without it"),
+        ("--mean 0.5 0.5 0.5", "mean goes with std"),
+        ("--crop-padding 32 --crop-padding-mode reflect", "crop_padding must be less than img_size"),
+        ("--gate-lr -1", "gate_lr must be at least 0"),
+        ("--warmup-epochs 120%", "warmup_epochs must be a number, or a percentage up to 100%, got '120%'"),
+        ("--compile --compile-mode reduce-overhead --grad-accum-steps 2",
+         "compile_mode reduce-overhead needs grad_accum_steps 1, for the next replay of a CUDA graph takes the"),
+    ]),
+    *((ImageNetConfig, *row) for row in [
+        ("--bce-target-thresh 0.2", "bce_target_thresh goes with bce_loss"),
+        ("--first-img-size 160", "first_img_size goes with grow_epochs"),
+        ("--grow-epochs 1 2", "grow_epochs goes with first_img_size"),
+        ("--first-img-size 256 --grow-epochs 1 2", "first_img_size must be 8 to img_size (224), got 256"),
+        ("--first-img-size 160 --grow-epochs 3 2", "grow_epochs must be two epochs that do not fall"),
+        ("--eval-img-size 300", "eval_resize must be at least eval_img_size (300), got 256"),
+    ])])
+def test_bad_options_are_named(cls, argv, message):
     with pytest.raises(UsageError, match=re.escape(message)):
-        parsed(*argv)
-
-
-@pytest.mark.parametrize("argv, message", [
-    ("--bce-target-thresh 0.2", "bce_target_thresh goes with bce_loss"),
-    ("--first-img-size 160", "first_img_size goes with grow_epochs"),
-    ("--grow-epochs 1 2", "grow_epochs goes with first_img_size"),
-    ("--first-img-size 256 --grow-epochs 1 2", "first_img_size must be 8 to img_size (224), got 256"),
-    ("--first-img-size 160 --grow-epochs 3 2", "grow_epochs must be two epochs that do not fall"),
-    ("--eval-img-size 300", "eval_resize must be at least eval_img_size (300), got 256"),
-])
-def test_bad_options_of_the_imagenet_trainer_are_named(argv, message):
-    with pytest.raises(UsageError, match=re.escape(message)):
-        parsed(*argv.split(), cls=ImageNetConfig)
+        parsed(*argv.split(), cls=cls)
 
 
 @pytest.mark.parametrize("text, message", [
