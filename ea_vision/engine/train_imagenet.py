@@ -103,9 +103,9 @@ class ImageNetConfig(ClassificationConfig):
         if self.train_beton and self.val_beton and self.data_dir:
             raise UsageError(f"data_dir must be empty with --train-beton and --val-beton, which are read instead, got "
                              f"{self.data_dir}")
-        name, side = ("eval_img_size", self.eval_img_size) if self.eval_img_size else ("img_size", self.img_size)
-        if self.eval_resize < side:
-            raise UsageError(f"eval_resize must be at least {name} ({side}), got {self.eval_resize}")
+        if self.eval_resize < self.side_to_evaluate:
+            raise UsageError(f"eval_resize must be at least {'eval_img_size' if self.eval_img_size else 'img_size'} "
+                             f"({self.side_to_evaluate}), got {self.eval_resize}")
         if self.first_img_size and not 8 <= self.first_img_size <= self.img_size:
             raise UsageError(f"first_img_size must be 8 to img_size ({self.img_size}), got {self.first_img_size}")
         if self.grow_epochs and not (len(self.grow_epochs) == 2 and 0 <= self.grow_epochs[0] <= self.grow_epochs[1]):
@@ -115,11 +115,6 @@ class ImageNetConfig(ClassificationConfig):
     def side_to_evaluate(self) -> int:
         """Side in pixels of the images that are evaluated on."""
         return self.eval_img_size or self.img_size
-
-    @property
-    def evaluation(self) -> Evaluated:
-        """How images are scaled and cut before evaluation."""
-        return Evaluated(self.side_to_evaluate, self.eval_resize, self.interpolation)
 
     @property
     def size_of(self) -> GrowingSize | None:
@@ -172,7 +167,8 @@ class ClassFolders(DataModule):
         without training that may be class folders alone."""
         config = self.config
         beton, named, evaluation = ((config.train_beton, config.train_split, None) if split == "train" else
-                                    (config.val_beton, config.val_split, config.evaluation))
+                                    (config.val_beton, config.val_split, Evaluated(
+                                        config.side_to_evaluate, config.eval_resize, config.interpolation)))
         if beton:
             return Beton(Path(beton), config.num_classes, evaluation)
         if not config.data_dir:
@@ -193,8 +189,8 @@ class ClassFolders(DataModule):
             "seed": config.seed, "size_of": config.size_of, "repeats": config.aug_repeats}
         if not config.train_beton:
             return ImageTrainLoader(source, transform=partial(checked_train_transform, config), **common)
-        fits = all(self.world.gather(source.fits_in_memory()))  # one order for all, on whatever machine they are
-        os_cache = config.os_cache == "on" or config.os_cache == "auto" and fits
+        os_cache = config.os_cache == "on" or config.os_cache == "auto" and all(  # one order for all, on any machine
+            self.world.gather(source.fits_in_memory()))
         return BetonTrainLoader(source, os_cache=os_cache, scale=(config.crop_scale, 1.0), hflip=config.hflip, **common)
 
     def eval_loader(self, **keywords) -> ImageEvalLoader:
