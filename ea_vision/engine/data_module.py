@@ -141,9 +141,10 @@ class DataModule:
         write_json(paths[0], {**about, **result.numbers()})
         others = result.confusion - torch.diag(result.confusion.diagonal())
         atomic_write(paths[1], csv_text([
-            {"class": name, "images": int(row.sum()), "top1": f"{top1:.2f}",
+            {"class": name, "images": int(row.sum()), "top1": f"{100 * row[index] / row.sum():.2f}",
              "most_confused_with": self.classes[wrong.argmax()] if wrong.any() else "",
-             "confused_images": int(wrong.max())} for name, row, wrong, top1 in zip(
-                self.classes, result.confusion, others, result.per_class().tolist(), strict=True)]).encode())
+             "confused_images": int(wrong.max())}
+            for index, (name, row, wrong) in enumerate(zip(self.classes, result.confusion, others, strict=True))
+        ]).encode())
         atomic_write(paths[2], figure_bytes(plot_confusion(result, self.classes, about["model"])))
         return paths

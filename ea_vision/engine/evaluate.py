@@ -72,10 +72,6 @@ class Evaluation:
         """Return the figures for the terminal."""
         return f"top1 {self.top1:.2f}%  top5 {self.top5:.2f}%  loss {self.loss:.4f}  {self.images} images"
 
-    def per_class(self) -> torch.Tensor:
-        """Return the top-1 of each class in percent, nan for a class without images."""
-        return 100 * self.confusion.diagonal() / self.confusion.sum(1)
-
 
 @torch.no_grad()  # not inference_mode: a tensor that a layer keeps from here must stay usable in training
 def evaluate(model: nn.Module, loader, num_classes: int, world: World, config: TrainConfig | None = None, *,
