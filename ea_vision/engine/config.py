@@ -62,9 +62,7 @@ def option(default: Any, help: str, group: str = RUN, **rules: Any):
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def setting(default: Any, help: str, group: str = RUN, **rules: Any):
-    """Return an `option` that is no part of the experiment: it may change when a run is resumed."""
-    return option(default, help, group, resume=True, **rules)
+setting = partial(option, resume=True)  # no part of the experiment: it may change when a run is resumed
 
 
 def default_of(field: dataclasses.Field) -> Any:
