@@ -42,7 +42,7 @@ def logits_by_views(model: Callable[[torch.Tensor], torch.Tensor], images: torch
 
 def autocast(amp: str, device: torch.device) -> torch.autocast:
     """Return the autocast context of an --amp choice: none, bfloat16 or float16."""
-    return torch.autocast(device.type, dtype=None if amp == "none" else getattr(torch, amp), enabled=amp != "none")
+    return torch.autocast(device.type, dtype=getattr(torch, amp, None), enabled=amp != "none")
 
 
 class NonFiniteLoss(RunError):

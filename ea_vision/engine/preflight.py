@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.networks import REFUSALS, lay_out
+from ea_vision.base.networks import REFUSALS
 from ea_vision.base.units import duration, memory_size
 from ea_vision.engine.config import TrainConfig, load_recipe
 from ea_vision.engine.evaluate import autocast
@@ -64,7 +64,7 @@ def trial_step(model: nn.Module, config: TrainConfig, img_size: int, device: tor
     count = config.batch_size if on_gpu else min(config.batch_size, TRIAL_IMAGES_ON_CPU)
     with torch.random.fork_rng([device] if on_gpu else []):
         memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
-        trial = lay_out(copy.deepcopy(model).train(), memory_format)
+        trial = copy.deepcopy(model).train()
         images = torch.randn(count, 3, img_size, img_size, device=device).contiguous(memory_format=memory_format)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
