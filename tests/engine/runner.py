@@ -165,10 +165,11 @@ def same_result(a: Path, b: Path) -> None:
 
 def assert_equal(a, b, where: str) -> None:
     """Assert that two nested states are equal, tensors bit for bit."""
-    first, second = map(tree_leaves_with_path, (a, b))
-    assert [path for path, _ in first] == [path for path, _ in second], where
-    for (path, x), (_, y) in zip(first, second, strict=True):
-        assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y, f"{where}{keystr(path)}"
+    first, second = ({keystr(path): leaf for path, leaf in tree_leaves_with_path(state)} for state in (a, b))
+    assert first.keys() == second.keys(), where
+    for path, leaf in first.items():
+        same = torch.equal(leaf, second[path]) if isinstance(leaf, torch.Tensor) else leaf == second[path]
+        assert same, f"{where}{path}"
 
 
 def nothing_truncated(folder: Path) -> None:
