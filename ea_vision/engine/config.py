@@ -246,13 +246,15 @@ class TrainConfig:
         An option that is missing there is younger than what was saved, which was made with its default. How
         processes share the images of an update may change, their number may not.
         """
-        name = "the images of an update (batch_size x grad_accum_steps x processes)"
-        pairs = {field.name: (saved.get(field.name, default_of(field)), getattr(self, field.name))
+        pairs = [(field.name, saved.get(field.name, default_of(field)), getattr(self, field.name))
                  for field in dataclasses.fields(self)
-                 if not field.metadata["rules"].resume and field.name not in OF_AN_UPDATE}
-        pairs[name] = (saved["batch_size"] * saved["grad_accum_steps"] * saved_processes,
-                       self.images_of_update(processes))
-        return [f"{name} was {was!r}, got {now!r}" for name, (was, now) in pairs.items() if was != now]
+                 if not field.metadata["rules"].resume and field.name not in OF_AN_UPDATE]
+        changed = [f"{name} was {was!r}, got {now!r}" for name, was, now in pairs if was != now]
+        was = saved["batch_size"] * saved["grad_accum_steps"] * saved_processes
+        now = self.images_of_update(processes)
+        if was != now:
+            changed.append(f"the images of an update (batch_size x grad_accum_steps x processes) were {was}, got {now}")
+        return changed
 
 
 OF_AN_UPDATE = ("batch_size", "grad_accum_steps", "total_batch")  # what counts is their product with the processes
