@@ -22,6 +22,7 @@ from ea_vision.base.files import atomic_write
 from ea_vision.recorder.inputs import ImageSource, find_images, names_of, read_image
 from ea_vision.recorder.loading import LoadedModel, positive
 from ea_vision.visualize.figure_options import (
+    DEMO,
     Layers,
     Models,
     chosen_layers,
@@ -31,7 +32,6 @@ from ea_vision.visualize.figure_options import (
     only,
     parse_heads,
     spread,
-    targets_of,
 )
 from ea_vision.visualize.image_maps import as_models
 from ea_vision.visualize.page import MEGABYTE, STORED_PARTS, Explorer, build_page, size_mb
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                              "%(default)s)")
     options = parser.parse_args(argv)
     output, epochs = check_output(Path(options.output), options.suffixes), options.through == "checkpoints"
-    load, targets, paths = partial(load_models, options), targets_of(options), find_images(options.images)
+    load, targets, paths = partial(load_models, options), options.model or DEMO, find_images(options.images)
     if not epochs and len(targets) > MAX_MODELS:
         raise UsageError(f"--model must be at most {MAX_MODELS} models, got {len(targets)}")
     models = epochs_of(targets, load) if epochs else as_models(load(targets))

@@ -52,7 +52,7 @@ Models = Model | Sequence[Model] | Mapping[str, Model]
 Layers = str | int | Sequence[int | str] | None
 Heads = str | int | Sequence[int | str] | None
 Queries = Sequence[Query] | None
-DEMO = "ea_conv_transformer_cifar"  # the model unless one is named
+DEMO = ["ea_conv_transformer_cifar"]  # the model unless one is named
 SOME_LAYERS = 6  # that are drawn unless others are asked for
 KEYWORDS = ("layers", "heads", "queries", "width", *(field.name for field in fields(MapStyle)))  # of `Asked`
 DIAGONAL, MIDDLE = ((0.25, 0.25), (0.5, 0.5), (0.75, 0.75)), ((0.5, 0.5),)
@@ -72,9 +72,9 @@ def make_parser(description: str, examples: str, *, output: str, layers: str | N
     """
     parser = argparse.ArgumentParser(description=description, epilog="examples:\n" + examples,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", action="append", metavar="NAME|RUN[,..]",
+    parser.add_argument("--model", action="extend", type=parse_targets, metavar="NAME|RUN[,..]",
                         help=f"{WEIGHTS_HELP}; several separated by commas or each with its own --model (default: "
-                             f"{DEMO})")
+                             f"{DEMO[0]})")
     add_options(parser, "--random", "--img-size", "--device")
     parser.add_argument("--layers", default=layers, metavar="1,2|3-5|all",
                         help="attention layers, counted from 1 in forward order, or their module names (default: "
@@ -147,11 +147,6 @@ def spread(layers: Sequence[AttentionLayer], most: int = SOME_LAYERS) -> list[At
     return [layers[round(index * (len(layers) - 1) / max(1, most - 1))] for index in range(most)]
 
 
-def targets_of(options: argparse.Namespace) -> list[str]:
-    """Return the names, run folders and checkpoints of --model."""
-    return [target for text in options.model or [DEMO] for target in parse_targets(text)]
-
-
 def load_models(options: argparse.Namespace, targets: Sequence[str]) -> Iterator[LoadedModel]:
     """Return `targets` as the options say, loaded one after the other; see first that the images exist."""
     find_images(options.images)
@@ -219,7 +214,7 @@ class Asked:
     def by_options(cls, options: argparse.Namespace, models: Iterable[LoadedModel] = (), some: bool = False) -> Asked:
         """Return what a command's options ask for. If only some layers are shown unasked, a line says so."""
         given = {name: value for name, value in vars(options).items() if name in KEYWORDS}
-        asked = cls(models or load_models(options, targets_of(options)), some=some, **given)
+        asked = cls(models or load_models(options, options.model or DEMO), some=some, **given)
         for model, numbers in zip(asked.models, asked.numbers, strict=True):
             if options.layers is None and len(numbers) < len(found := parse_layers("all", model)):
                 print(f"{model.label}: layers {', '.join(map(str, numbers))} of {len(found)}; "

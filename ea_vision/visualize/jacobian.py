@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
@@ -68,26 +67,14 @@ def plot_jacobian(model: Model, image: ImageSource | Tensor, target: int | None 
         jacobian, chosen = input_jacobian(loaded.model, loaded.normalize(x[None].to(device)), target)
     maps = record(loaded, x, shown).maps if shown else AttentionMaps()
     recording = Recording(loaded, x, maps, None if isinstance(image, Tensor) else loaded.photo(image))
-    names = loaded.classes
-    return draw_jacobian(recording, jacobian.float().cpu().numpy(), chosen, look, width=width,
-                         name=names[chosen] if names else "")
-
-
-def draw_jacobian(recording: Recording, jacobian: np.ndarray, chosen: int, style: MapStyle, *,
-                  width: float | None = None, name: str = "") -> Figure:
-    """See `plot_jacobian`.
-
-    Args:
-        recording: with the "attn" of the layers to show, which may be none.
-        jacobian, chosen: of `input_jacobian`; name: of the class.
-    """
-    subject = map_of(jacobian, recording, style, f"|d {name or f'class {chosen}'} / d input|", part="jacobian")
+    name = loaded.classes[chosen] if loaded.classes else f"class {chosen}"
+    subject = map_of(jacobian.float().cpu().numpy(), recording, look, f"|d {name} / d input|", part="jacobian")
     photo = replace(photo_of(recording), title="photo")
     blocks = [Block([Row([photo, subject])], enlarged=1.5,
-                    bars=scaled([[subject]], replace(style, scale="all"), "jacobian", "|d logit / d pixel|"))]
-    note = f"class {chosen}" + (f" ({name})" if name else "") + ": how much each pixel moves its logit"
-    if recording.maps:
-        tiles = [attention_of(recording, layer, MEAN, None, style, f"layer {layer}") for layer in recording.maps]
-        blocks.append(Block([Row(tiles)], "attention that every pixel gets", scaled([tiles], style)))
+                    bars=scaled([[subject]], replace(look, scale="all"), "jacobian", "|d logit / d pixel|"))]
+    note = f"class {chosen}" + f" ({name})" * bool(loaded.classes) + ": how much each pixel moves its logit"
+    if maps:
+        tiles = [attention_of(recording, layer, MEAN, None, look, f"layer {layer}") for layer in maps]
+        blocks.append(Block([Row(tiles)], "attention that every pixel gets", scaled([tiles], look)))
         note += "; attention: mean of heads and queries"
-    return sheet(title_of(recording.model), blocks, width=width, note=note)
+    return sheet(title_of(loaded), blocks, width=width, note=note)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import matplotlib
 import numpy as np
@@ -74,7 +74,7 @@ class MapStyle:
         return matplotlib.colormaps[self.cmap or own]
 
 
-STYLE, BARE = MapStyle(), MapStyle(overlay=False)
+STYLE = MapStyle()
 
 
 # ---- names ----------------------------------------------------------------------------------------------------------
@@ -325,8 +325,8 @@ def _grid(names: Sequence[str], lines: Sequence[Sequence[Tile]], bars: Sequence[
     turned = alike and len(titles) != len(lines) and (len(titles) > len(lines)) == narrow
     if turned:
         lines, names, titles = list(zip(*lines, strict=True)), titles, names
-    if alike:
-        lines = [[replace(tile, title=title) for tile, title in zip(line, above, strict=True)]
-                 for line, above in zip(lines, [titles, *[[""] * len(titles)] * (len(lines) - 1)], strict=True)]
+    for number, line in enumerate(lines) if alike else ():
+        for tile, title in zip(line, titles, strict=True):
+            tile.title = "" if number else title
     return Block([Row(line, name) for line, name in zip(lines, names, strict=True)],
                  **{"column_bars" if turned else "row_bars": bars})

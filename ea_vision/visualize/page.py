@@ -174,8 +174,8 @@ class Explorer:
 def _likeliest(output: Any, names: Sequence[str] | None) -> list[dict[str, Any]]:
     """Return the three likeliest classes: of logits (1, C), or of an output that has them, as transformers' models
     have; [] of another one."""
-    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if logits is None or logits.ndim != 2:
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor) or logits.ndim != 2:
         return []
     top = logits[0].float().softmax(-1).topk(min(3, logits.shape[1]))
     return [{"name": names[index] if names else f"class {index}", "probability": round(probability, 6)}

@@ -5,7 +5,6 @@ is an approximation and the figure says so. Layers whose queries are the class t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure
@@ -74,9 +73,8 @@ def _group(recording: Recording, img_size: tuple[int, int], points: Sequence[Que
     attention."""
     layers = _asking(recording)
     first, last = layers[0], layers[-1]
-    rollout = attention_rollout({layer.number: layer for layer in layers})[0, :, first.num_prefix_tokens:]
-    rollout = rollout.unflatten(-1, first.feat_size).cpu().numpy() * (
-        math.prod(first.feat_size) + first.num_prefix_tokens)  # (T', H, W)
+    rollout = attention_rollout({layer.number: layer for layer in layers})[0]  # (T', T)
+    rollout = rollout[:, first.num_prefix_tokens:].unflatten(-1, first.feat_size).cpu().numpy() * rollout.shape[-1]
     tiles = []
     for number, point in enumerate(points, start=1):
         place = cell_of(point, img_size, recording.img_size)

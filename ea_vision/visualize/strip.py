@@ -17,6 +17,7 @@ from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.recording import PARTS
 from ea_vision.visualize import writing
 from ea_vision.visualize.figure_options import (
+    DEMO,
     MIDDLE,
     Asked,
     Heads,
@@ -28,7 +29,6 @@ from ea_vision.visualize.figure_options import (
     load_models,
     make_parser,
     only,
-    targets_of,
 )
 from ea_vision.visualize.heatmap import draw_columns, head_rows
 from ea_vision.visualize.image_maps import (
@@ -202,27 +202,14 @@ def plot_frames(models: Models, image: ImageSource | Tensor, layers: Layers = No
 
 
 def _draw_frames(asked: Asked, image: ImageSource | Tensor) -> Iterator[Figure]:
-    frames = [(recording, layer) for recording, numbers in zip(asked.record(image), asked.numbers, strict=True)
-              for layer in numbers]
-    return draw_frames(frames, asked.heads, asked.points(), asked.style, width=asked.width)
-
-
-def draw_frames(frames: Sequence[tuple[Recording, int]], heads: Sequence[Head], points: Sequence[Query],
-                style: MapStyle = STYLE, *, width: float | None = None) -> Iterator[Figure]:
-    """Draw the pictures of a film in turn: the photo, and a row a query, a column a head.
-
-    Args:
-        frames: recordings, and of each the number of the layer to show.
-        heads: counted from 0, or "mean".
-        points: (y, x) in pixels of the input.
-        style: how maps are drawn. What is compared are all pictures: they share a scale.
-        width: inches.
-    """
-    pictures = [head_rows(recording, layer, heads, points, style) for recording, layer in frames]
-    bars = scaled([[tile for rows in pictures for row in rows for tile in row.tiles]], style)
-    for (recording, layer), rows in zip(frames, pictures, strict=True):
-        yield map_sheet(title_of(recording.model), [(map_name(recording.maps[layer]), rows)], style, width=width,
-                        photo=recording, points=points, note=f"attention; {queries_name(points)}", bars=bars)
+    recordings, points = asked.record(image), asked.points()
+    frames = [(recording, layer, head_rows(recording, layer, asked.heads, points, asked.style))
+              for recording in recordings for layer in recording.maps]
+    bars = scaled([[tile for *_, rows in frames for row in rows for tile in row.tiles]], asked.style)
+    for recording, layer, rows in frames:
+        yield map_sheet(title_of(recording.model), [(map_name(recording.maps[layer]), rows)], asked.style,
+                        width=asked.width, photo=recording, points=points, note=f"attention; {queries_name(points)}",
+                        bars=bars)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -234,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                              "of --model, by epoch (default: %(default)s)")
     options = parser.parse_args(argv)
     film, training = options.output.lower().endswith(writing.FILM), options.through == "checkpoints"
-    targets = targets_of(options)
+    targets = options.model or DEMO
     asked = Asked.by_options(options, epochs_of(targets, partial(load_models, options)) if training else
                              load_models(options, [only(targets, "model")]))
     if film:

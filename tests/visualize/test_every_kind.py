@@ -16,7 +16,7 @@ from ea_vision.visualize import (
     plot_strip,
     show_page,
 )
-from tests.recorder.networks import SWIN, TINY, lively, torchvision_vit, transformers_model
+from tests.recorder.networks import SWIN, TINY, lively, timms, torchvision_vit, transformers_model
 
 from .conftest import PHOTO, maps_of, small, texts_of
 
@@ -24,17 +24,8 @@ CONFIG = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "crop_pct": 1.0, "interpolation
 IMAGE = torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(0))
 
 
-def tiny(name, **kwargs):
-    torch.manual_seed(0)
-    return lively(timm.create_model(name, **{"num_classes": 3, **kwargs}))
-
-
 def swin():
-    return tiny("swin_tiny_patch4_window7_224", img_size=32, **SWIN)
-
-
-def cait():
-    return tiny("cait_xxs24_224", img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)
+    return timms("swin_tiny_patch4_window7_224", img_size=32, **SWIN)
 
 
 @pytest.mark.parametrize("transformer", [True, False], ids=["transformer", "convolutional"])
@@ -59,8 +50,8 @@ def test_transformers_of_hugging_face():
     assert plot_strip(classifier, PHOTO).axes
 
 
-@pytest.mark.parametrize("make", [torchvision_vit, lambda: transformers_model("ViT"), swin, lambda: tiny("pvt_v2_b0"),
-                                  lambda: tiny("mobilevit_xxs")],
+@pytest.mark.parametrize("make", [torchvision_vit, lambda: transformers_model("ViT"), swin, lambda: timms("pvt_v2_b0"),
+                                  lambda: timms("mobilevit_xxs")],
                          ids=["torchvision", "transformers", "swin", "pvt", "mobilevit"])
 def test_figures_of_any_transformer(make):
     model = make()
@@ -84,7 +75,7 @@ def test_a_querys_map_covers_its_window_alone():
 
 
 def test_channel_maps_have_a_matrix_and_nothing_else():
-    model = tiny("xcit_nano_12_p16_224", img_size=32, embed_dim=24, depth=2, num_heads=3, cls_attn_layers=1)
+    model = timms("xcit_nano_12_p16_224", img_size=32, embed_dim=24, depth=2, num_heads=3, cls_attn_layers=1)
     assert maps_of(plot_matrix(model, IMAGE, layers=[1, 2], heads="all"))[0].shape == (8, 8)
     for figure in (plot_heads, plot_strip, plot_rollout):
         with pytest.raises(UsageError, match="attends from channel to channel of a head: its matrix can be drawn"):
@@ -93,7 +84,7 @@ def test_channel_maps_have_a_matrix_and_nothing_else():
 
 def test_class_attention_shows_its_one_query():
     """And a rollout stops before it, and says so."""
-    model = cait()
+    model = timms("cait_xxs24_224", img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)
     assert maps_of(plot_heads(model, IMAGE, [3, 4], [0], ["cls"], overlay=False))[-1].shape == (4, 4)
     assert maps_of(plot_matrix(model, IMAGE, layers=[3], heads=[0]))[0].shape == (1, 17)
     for layers, query, message in (([3], (4, 4), "is class attention: its queries are cls alone"),

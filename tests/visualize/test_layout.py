@@ -3,10 +3,10 @@ beyond the figure's edge, and every colour bar is labelled. By matplotlib's boun
 kind of figure at the widths of a paper's column and page, few and many models, layers and heads, and long names."""
 import io
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
-import numpy as np
 import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -22,14 +22,15 @@ from ea_vision.recorder.layouts import Layout
 from ea_vision.recorder.loading import LoadedModel
 from ea_vision.recorder.quantities import LayerQuantities
 from ea_vision.recorder.recording import AttentionMaps, LayerMaps
-from ea_vision.visualize import MapStyle
+from ea_vision.visualize import MapStyle, plot_jacobian
 from ea_vision.visualize.heatmap import draw_columns, draw_heatmap
-from ea_vision.visualize.image_maps import Recording
-from ea_vision.visualize.jacobian import draw_jacobian
+from ea_vision.visualize.image_maps import Recording, as_model
 from ea_vision.visualize.matrix import draw_matrix
 from ea_vision.visualize.rollout import draw_rollout
 from ea_vision.visualize.statistics import draw_statistics
-from ea_vision.visualize.strip import draw_frames, draw_strip
+from ea_vision.visualize.strip import draw_strip
+
+from .conftest import small
 
 LONG = "ea_conv_transformer_cifar_with_learnable_alpha_and_beta_per_head, 2026-11-22-cifar10-holdout-seed-3, epoch 195"
 
@@ -120,12 +121,11 @@ KINDS = {  # of recordings (one a model, all alike), their layers' numbers, thei
         made * 3, [f"{number}.jpg" for number in range(3 * len(made))], [layers[:2]] * 3 * len(made), heads[:3], [None],
         width=width, title=LONG),
     "strip": lambda made, layers, heads, width: draw_strip(made[0], layers, heads[0], (16, 16), width=width),
-    "frames": lambda made, layers, heads, width: next(draw_frames([(made[0], layers[-1])], heads, [(3, 3), (31, 31)],
-                                                                  width=width)),
     "matrix": lambda made, layers, heads, width: draw_matrix(made[0], layers, heads, "logits", width=width),
     "rollout": lambda made, layers, heads, width: draw_rollout(made, [(3, 3), (16, 16)], width=width),
-    "jacobian": lambda made, layers, heads, width: draw_jacobian(
-        made[0], np.random.default_rng(0).random((32, 32)), 3, MapStyle(), width=width, name="flying squirrel"),
+    "jacobian": lambda made, layers, heads, width: plot_jacobian(
+        replace(as_model(small()), label=made[0].model.label, classes=["flying squirrel"] * 3), made[0].image, 1,
+        layers, width=width),
     "statistics": lambda made, layers, heads, width: draw_statistics(
         {r.model.label: quantities(len(layers), len(heads)) for r in made}, width=width),
 }
