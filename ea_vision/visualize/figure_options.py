@@ -26,14 +26,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import FORMATS as PICTURES
 from ea_vision.base.figures import dpi, inches
 from ea_vision.base.processes import choose_device
 from ea_vision.engine import run_folder
-from ea_vision.recorder.inputs import ImageSource, find_images
+from ea_vision.recorder.inputs import find_images
 from ea_vision.recorder.loading import (
     WEIGHTS_HELP,
     LoadedModel,
@@ -44,7 +44,7 @@ from ea_vision.recorder.loading import (
     parse_targets,
 )
 from ea_vision.recorder.recording import AttentionLayer
-from ea_vision.visualize.image_maps import MEAN, Head, Query, Recording, as_models, record
+from ea_vision.visualize.image_maps import MEAN, AnyImage, Head, Query, Recording, as_models, record
 from ea_vision.visualize.map_style import SCALES, STYLE, MapStyle
 
 Model = nn.Module | LoadedModel | str
@@ -222,7 +222,7 @@ class Asked:
         asked.points()
         return asked
 
-    def record(self, image: ImageSource | Tensor, parts: Sequence[str] = ("attn",),
+    def record(self, image: AnyImage, parts: Sequence[str] = ("attn",),
                places: bool = True) -> list[Recording]:
         """Run each model on an image; see `ea_vision.visualize.image_maps.record`."""
         self.recordings = [record(model, image, chosen, parts, places)

@@ -6,12 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure
-from torch import Tensor
 
 from ea_vision.base.errors import UsageError
-from ea_vision.recorder.inputs import ImageSource, find_images, names_of
+from ea_vision.recorder.inputs import find_images, names_of
 from ea_vision.visualize.figure_options import Asked, Heads, Layers, Models, Queries, make_parser
-from ea_vision.visualize.image_maps import Head, Query, Recording, cell_of, title_of
+from ea_vision.visualize.image_maps import AnyImage, Head, Query, Recording, cell_of, title_of
 from ea_vision.visualize.map_style import (
     STYLE,
     MapStyle,
@@ -35,7 +34,7 @@ EXAMPLES = """\
 """
 
 
-def plot_heatmap(models: Models, images: ImageSource | Tensor | Sequence[ImageSource | Tensor], layers: Layers = None,
+def plot_heatmap(models: Models, images: AnyImage | Sequence[AnyImage], layers: Layers = None,
                  heads: Heads = None, queries: Queries = None, *, width: float | None = None, **style) -> Figure:
     """Draw what query points attend to. See `ea_vision.visualize.figure_options` for the arguments.
 
@@ -46,7 +45,7 @@ def plot_heatmap(models: Models, images: ImageSource | Tensor | Sequence[ImageSo
     return _draw(Asked(models, layers, heads, queries, some=True, width=width, **style), images)
 
 
-def _draw(asked: Asked, images: ImageSource | Tensor | Sequence[ImageSource | Tensor]) -> Figure:
+def _draw(asked: Asked, images: AnyImage | Sequence[AnyImage]) -> Figure:
     models, several = asked.models, isinstance(images, (list, tuple))
     if several and len(models) > 1:
         raise UsageError(f"several models need one image, got {len(models)} models and {len(images)} images")

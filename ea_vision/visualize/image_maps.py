@@ -22,6 +22,7 @@ WITHOUT = ("attn_without_previous", "attn_without_own")  # parts of `add_contrib
 Point = tuple[int, int]  # y, x in pixels of the input
 Query = Point | str  # a pixel, or a token before a transformer's patches by name: cls, dist, reg1, ...
 Head = int | str  # a number, or MEAN
+AnyImage = ImageSource | Tensor  # see `ea_vision.recorder.inputs.as_input`
 
 
 def of_head(maps: Tensor, head: Head) -> Tensor:
@@ -136,7 +137,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def record(model: nn.Module | LoadedModel | str, image: ImageSource | Tensor, layers: Sequence[AttentionLayer],
+def record(model: nn.Module | LoadedModel | str, image: AnyImage, layers: Sequence[AttentionLayer],
            parts: Sequence[str] = ("attn",), places: bool = True) -> Recording:
     """Run a network on an image, in evaluation mode; see `as_model` and `as_input`.
 

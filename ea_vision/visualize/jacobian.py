@@ -13,11 +13,11 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
-from ea_vision.recorder.inputs import ImageSource, as_image, as_input
+from ea_vision.recorder.inputs import as_image, as_input
 from ea_vision.recorder.loading import check_classifies
 from ea_vision.recorder.recording import AttentionMaps, recordable_layers
 from ea_vision.visualize.figure_options import Layers, Model, chosen_layers, spread
-from ea_vision.visualize.image_maps import MEAN, Recording, as_model, evaluating, record, title_of
+from ea_vision.visualize.image_maps import MEAN, AnyImage, Recording, as_model, evaluating, record, title_of
 from ea_vision.visualize.map_style import MapStyle, attention_of, map_of, photo_of, scaled
 from ea_vision.visualize.sheet import Block, Row, sheet
 
@@ -46,7 +46,7 @@ def input_jacobian(model: nn.Module, batch: Tensor, target: int | None = None) -
     return gradient[0].abs().amax(0), chosen
 
 
-def plot_jacobian(model: Model, image: ImageSource | Tensor, target: int | None = None, layers: Layers = None, *,
+def plot_jacobian(model: Model, image: AnyImage, target: int | None = None, layers: Layers = None, *,
                   width: float | None = None, **style) -> Figure:
     """Draw the Jacobian of a class, and of attention layers what every pixel gets, mean of heads and queries.
 

@@ -10,13 +10,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from torch import Tensor
 
 from ea_vision.base.errors import UsageError
-from ea_vision.recorder.inputs import ImageSource
 from ea_vision.recorder.recording import PARTS, LayerMaps
 from ea_vision.visualize.figure_options import Asked, Heads, Layers, Model, make_parser, only
-from ea_vision.visualize.image_maps import Head, Recording, of_head, title_of
+from ea_vision.visualize.image_maps import AnyImage, Head, Recording, of_head, title_of
 from ea_vision.visualize.map_style import STYLE, MapStyle, head_name, map_name, map_sheet
 from ea_vision.visualize.sheet import Row, Tile
 from ea_vision.visualize.writing import each_figure
@@ -27,14 +25,14 @@ EXAMPLES = """\
 """
 
 
-def plot_matrix(model: Model, image: ImageSource | Tensor, layers: Layers = None, heads: Heads = None,
+def plot_matrix(model: Model, image: AnyImage, layers: Layers = None, heads: Heads = None,
                 part: str = "attn", *, width: float | None = None, **style) -> Figure:
     """Draw whole maps, queries by keys: a row a layer, a tile a head. `part`: one of PARTS. See
     `ea_vision.visualize.figure_options` for the other arguments."""
     return _draw(Asked(model, layers, heads, some=True, width=width, **style), image, part)
 
 
-def _draw(asked: Asked, image: ImageSource | Tensor, part: str) -> Figure:
+def _draw(asked: Asked, image: AnyImage, part: str) -> Figure:
     lacking = [str(layer.number) for layer in asked.layers[0] if part not in layer.parts]
     if lacking:
         raise UsageError(f"{asked.models[0].label} has no {part} in layer {', '.join(lacking)}: choose --layers")

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure
-from torch import Tensor, nn
+from torch import nn
 
-from ea_vision.recorder.inputs import ImageSource
 from ea_vision.recorder.quantities import attention_rollout
 from ea_vision.recorder.recording import LayerMaps
 from ea_vision.visualize.figure_options import Asked, Layers, Models, Queries, make_parser
-from ea_vision.visualize.image_maps import Query, Recording, cell_of, title_of
+from ea_vision.visualize.image_maps import AnyImage, Query, Recording, cell_of, title_of
 from ea_vision.visualize.map_style import STYLE, MapStyle, layers_name, map_of, map_sheet, queries_name
 from ea_vision.visualize.sheet import Row
 from ea_vision.visualize.writing import each_figure
@@ -25,14 +24,14 @@ EXAMPLES = """\
 """
 
 
-def plot_rollout(models: Models, image: ImageSource | Tensor, layers: Layers = None, queries: Queries = None, *,
+def plot_rollout(models: Models, image: AnyImage, layers: Layers = None, queries: Queries = None, *,
                  width: float | None = None, **style) -> Figure:
     """Draw where pixels of the last map come from, through all `layers`: a row a model, a column a query. See
     `ea_vision.visualize.figure_options` for the arguments."""
     return _draw(Asked(models, layers, queries=queries, width=width, **style), image)
 
 
-def _draw(asked: Asked, image: ImageSource | Tensor) -> Figure:
+def _draw(asked: Asked, image: AnyImage) -> Figure:
     return draw_rollout(asked.record(image), asked.points(), asked.style, width=asked.width)
 
 

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from ea_vision.base.errors import UsageError
 from ea_vision.layers import SpatialTransformer, quadrilateral, sample_affine
-from ea_vision.recorder.inputs import ImageSource, as_input
+from ea_vision.recorder.inputs import as_input
 from ea_vision.visualize.figure_options import Model
-from ea_vision.visualize.image_maps import as_model, evaluating, title_of
+from ea_vision.visualize.image_maps import AnyImage, as_model, evaluating, title_of
 from ea_vision.visualize.map_style import QUERY_COLORS, draw_image
 from ea_vision.visualize.sheet import Block, Row, Tile, sheet
 
 
-def plot_sampling(model: Model, images: Sequence[ImageSource | Tensor], *, width: float | None = None) -> Figure:
+def plot_sampling(model: Model, images: Sequence[AnyImage], *, width: float | None = None) -> Figure:
     """Draw a column an image: above the input with the quadrilateral that the model's first spatial transformer
     samples, its left upper corner marked; below what it hands on.
 

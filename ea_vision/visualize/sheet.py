@@ -110,8 +110,7 @@ class _Laid:
         each = min(self.width / max(1, len(bars)), 1.4 * BAR_LENGTH)
         labels = [wrapped(bar.label, each - 4 * GAP, points()) for bar in bars]
         for index, (bar, label) in enumerate(zip(bars, labels, strict=True)):
-            self.items.append((index * each, self.height + 1, partial(
-                _paint_bar, bar=bar, length=each - 4 * GAP, label=label)))
+            self.items.append((index * each, self.height + 1, partial(_paint_bar, bar, each - 4 * GAP, label, True)))
         if bars:
             self.height += BAR + LEADING * points() + max(_height(label, points()) for label in labels) + 7.0
 
@@ -124,30 +123,29 @@ class _Laid:
         edge = max(0.0, text_width(label, small) - high if label else 0.0) / 2
         self.height += above + (0.3 * small if above else 0.0) + edge
         for tile, title, note in zip(tiles, titles, notes, strict=True):
-            self.items.append((left, self.height, partial(_paint_tile, tile=tile, width=side, height=high, title=title,
-                                                          xlabel=note, ylabel=label)))
+            self.items.append((left, self.height, partial(_paint_tile, tile, side, high, title, note, label)))
             left, label = left + side + GAP, ""
         if bar:
-            self.items.append((left, self.height, partial(_paint_bar, bar=bar, length=high, flat=False)))
+            self.items.append((left, self.height, partial(_paint_bar, bar, high, "", False)))
         self.height += high + edge + (below + 2.0 if below else 0.0) + GAP
 
 
-def _add_axes(figure: Figure, x: float, y: float, width: float, height: float) -> Axes:
+def _add_axes(width: float, height: float, figure: Figure, x: float, y: float) -> Axes:
     """Return axes of points, whose left upper corner is at (x, y) of the figure's 0..1."""
     W, H = 72 * figure.get_size_inches()
     return figure.add_axes((x, y - height / H, width / W, height / H))
 
 
-def _paint_tile(figure: Figure, x: float, y: float, tile: Tile, width: float, height: float, **texts: str) -> None:
-    axes = _add_axes(figure, x, y, width, height)
-    axes.set(xticks=[], yticks=[], frame_on=False, **texts)
+def _paint_tile(tile: Tile, width: float, height: float, title: str, note: str, label: str, *place) -> None:
+    axes = _add_axes(width, height, *place)
+    axes.set(xticks=[], yticks=[], frame_on=False, title=title, xlabel=note, ylabel=label)
     if tile.paint:
         tile.paint(axes, tile.norm)
 
 
-def _paint_bar(figure: Figure, x: float, y: float, bar: Bar, length: float, label: str = "", flat: bool = True) -> None:
+def _paint_bar(bar: Bar, length: float, label: str, flat: bool, figure: Figure, *place) -> None:
     """Draw a colour bar with as many of its texts as have room, those at the ends within its length."""
-    axes = _add_axes(figure, x, y, *((length, BAR) if flat else (BAR, length)))
+    axes = _add_axes(*((length, BAR) if flat else (BAR, length)), figure, *place)
     drawn = figure.colorbar(ScalarMappable(bar.norm, bar.cmap), cax=axes, label=label,
                             orientation="horizontal" if flat else "vertical")
     axes.set_label("<colorbar>")
@@ -156,7 +154,7 @@ def _paint_bar(figure: Figure, x: float, y: float, bar: Bar, length: float, labe
     shown = slice(0 if room >= 2 else 4, None, 1 if room >= 6 else 2 if room >= 3 else 4)
     places = [bar.norm.inverse(place) for place in (0, 0.25, 0.5, 0.75, 1)]
     drawn.set_ticks(places[shown], labels=bar.texts[shown])
-    drawn.ax.minorticks_off()
+    axes.minorticks_off()
     axes.tick_params(labelsize=points(), pad=1, length=2)
     texts, low, high = (axes.get_xticklabels(), "left", "right") if flat else (
         axes.get_yticklabels(), "bottom", "top")
@@ -186,8 +184,8 @@ def _lay_block(block: Block, side: float, room: float, alone: bool) -> _Laid:
             if tiles := row.tiles[first:first + each]:
                 laid.row(tiles, side, left, label, bar)
         for col, bar in enumerate(block.column_bars[first:first + each]):
-            laid.items.append((left + col * (side + GAP) + 3, laid.height, partial(
-                _paint_bar, bar=bar, length=side - 6)))
+            x = left + col * (side + GAP) + GAP
+            laid.items.append((x, laid.height, partial(_paint_bar, bar, side - 2 * GAP, "", True)))
         laid.height += (BAR + 4 + LEADING * small) * bool(block.column_bars)
     laid.bars(block.bars)
     return laid
@@ -230,7 +228,7 @@ def sheet(title: str, blocks: Sequence[Block], *, width: float | None = None, ph
     whole, left = _Laid(room if width else min(room, max(body.width, 200.0))), 0.0
     if photo:
         side, above = min(PHOTO, 0.32 * whole.width), 10.0 * bool(photo.title)
-        whole.items.append((0.0, above, partial(_paint_tile, tile=photo, width=side, height=side * photo.aspect)))
+        whole.items.append((0.0, above, partial(_paint_tile, photo, side, side * photo.aspect, "", "", "")))
         left = side + 2 * GAP
     whole.text(left, title, "title")
     whole.text(left, note)

@@ -17,11 +17,11 @@ from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import PAGE, check_width, color_cycle
 from ea_vision.base.files import atomic_write, write_npz
 from ea_vision.base.print import legend_below, new_figure, points, print_style, small_ticks, wrapped
-from ea_vision.recorder.inputs import ImageSource, as_input, find_images
+from ea_vision.recorder.inputs import as_input, find_images
 from ea_vision.recorder.loading import positive
 from ea_vision.recorder.quantities import LayerQuantities, measure, quantities_arrays, quantities_csv
 from ea_vision.visualize.figure_options import Asked, Layers, Models, make_parser
-from ea_vision.visualize.image_maps import evaluating, title_of
+from ea_vision.visualize.image_maps import AnyImage, evaluating, title_of
 from ea_vision.visualize.writing import check_output, save
 
 EXAMPLES = """\
@@ -31,7 +31,7 @@ EXAMPLES = """\
 MARKERS = "osD^vP*"
 
 
-def plot_statistics(models: Models, images: ImageSource | Tensor | Sequence[ImageSource | Tensor],
+def plot_statistics(models: Models, images: AnyImage | Sequence[AnyImage],
                     layers: Layers = None, *, width: float | None = None) -> Figure:
     """Draw entropy, distance, likeness to the previous layer's map and share of position alone by layer and head, means
     over images. See `ea_vision.visualize.figure_options` for the arguments.
@@ -45,7 +45,7 @@ def plot_statistics(models: Models, images: ImageSource | Tensor | Sequence[Imag
     return draw_statistics(_measured(Asked(models, layers), several), width=width)
 
 
-def _measured(asked: Asked, images: Sequence[ImageSource | Tensor], batch_size: int = 16,
+def _measured(asked: Asked, images: Sequence[AnyImage], batch_size: int = 16,
               progress: bool = False) -> dict[str, list[LayerQuantities]]:
     """Return quantities by title of the model, with a progress bar where it is asked for."""
     measured = {}

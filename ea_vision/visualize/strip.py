@@ -9,10 +9,8 @@ from functools import partial
 
 import torch
 from matplotlib.figure import Figure
-from torch import Tensor
 
 from ea_vision.base.errors import UsageError
-from ea_vision.recorder.inputs import ImageSource
 from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.recording import PARTS
 from ea_vision.visualize import writing
@@ -34,6 +32,7 @@ from ea_vision.visualize.heatmap import draw_columns, head_rows
 from ea_vision.visualize.image_maps import (
     MEAN,
     WITHOUT,
+    AnyImage,
     Head,
     Query,
     Recording,
@@ -68,7 +67,7 @@ EXAMPLES = """\
 """
 
 
-def plot_strip(model: Model, image: ImageSource | Tensor, layers: Layers = None, head: Head = 0,
+def plot_strip(model: Model, image: AnyImage, layers: Layers = None, head: Head = 0,
                query: Query | None = None, *, through: str = "layers", width: float | None = None, **style) -> Figure:
     """Draw one query of one head through the layers of each chain, part by part, a row a layer; or through training.
 
@@ -86,13 +85,13 @@ def plot_strip(model: Model, image: ImageSource | Tensor, layers: Layers = None,
     return _draw_training(asked, image) if training else _draw(asked, image)
 
 
-def _draw(asked: Asked, image: ImageSource | Tensor) -> Figure:
+def _draw(asked: Asked, image: AnyImage) -> Figure:
     [recording] = asked.record(image, PARTS)
     return draw_strip(recording, asked.numbers[0], asked.heads[0], asked.points(MIDDLE)[0], asked.style,
                       width=asked.width)
 
 
-def _draw_training(asked: Asked, image: ImageSource | Tensor) -> Figure:
+def _draw_training(asked: Asked, image: AnyImage) -> Figure:
     """Draw attention through training: a row a layer, a column an epoch."""
     model = asked.models[0]
     return draw_columns(asked.record(image), [f"epoch {model.epoch}" for model in asked.models], asked.numbers,
@@ -194,14 +193,14 @@ def _tile(recording: Recording, layer: int, part: str, head: Head, point: Query,
                   title, point=point, part=part)
 
 
-def plot_frames(models: Models, image: ImageSource | Tensor, layers: Layers = None, heads: Heads = MEAN,
+def plot_frames(models: Models, image: AnyImage, layers: Layers = None, heads: Heads = MEAN,
                 queries: Queries = None, *, width: float | None = None, **style) -> Iterator[Figure]:
     """Draw the pictures of a film, of one scale: for each model (such as the snapshots of a run) each layer in turn.
     See `ea_vision.visualize.figure_options` for the arguments."""
     return _draw_frames(Asked(models, layers, heads, queries, width=width, **style), image)
 
 
-def _draw_frames(asked: Asked, image: ImageSource | Tensor) -> Iterator[Figure]:
+def _draw_frames(asked: Asked, image: AnyImage) -> Iterator[Figure]:
     recordings, points = asked.record(image), asked.points()
     frames = [(recording, layer, head_rows(recording, layer, asked.heads, points, asked.style))
               for recording in recordings for layer in recording.maps]
