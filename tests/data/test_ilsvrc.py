@@ -58,25 +58,28 @@ def devkit(photos: Path, folder: Path) -> None:
     savemat(folder / "data" / "meta.mat", {"synsets": synsets})
 
 
-def test_flat_images_have_the_classes_of_the_files_beside_them(photos, tmp_path):
-    wanted = labels_of(photos)
+def synsets(photos: Path, path: Path) -> None:
+    path.write_text("\n".join(label for _, label in sorted(labels_of(photos).items())))
+
+
+def packed_devkit(photos: Path, path: Path) -> None:
+    folder = path.with_name("ILSVRC2012_devkit_t12")
+    devkit(photos, folder)
+    with tarfile.open(path, "w:gz") as tar:
+        tar.add(folder, folder.name)
+
+
+@pytest.mark.parametrize("write, name", [
+    (kaggle, "LOC_val_solution.csv"), (kaggle, "val/LOC_val_solution.csv"),
+    (packed_devkit, "ILSVRC2012_devkit_t12.tar.gz"), (synsets, "imagenet_2012_validation_synset_labels.txt")],
+    ids=lambda given: getattr(given, "__name__", given))
+def test_flat_images_have_the_classes_of_the_files_beside_them(photos, tmp_path, write, name):
+    wanted, val = labels_of(photos), flat(photos, tmp_path / "val")
     assert len(wanted) == 20 and set(wanted.values()) == set(CLASSES)
-    for kind in ("solution", "devkit", "synsets", "inside"):
-        val = flat(photos, tmp_path / kind / "val")
-        with pytest.raises(UsageError, match="LOC_val_solution.csv or ILSVRC2012_devkit_t12.* is required .* got none"):
-            ImageFiles(val)
-        if kind == "solution":
-            kaggle(photos, val.parent / "LOC_val_solution.csv")
-        elif kind == "inside":
-            kaggle(photos, val / "LOC_val_solution.csv")
-        elif kind == "synsets":
-            lines = [label for _, label in sorted(wanted.items())]
-            (val.parent / "imagenet_2012_validation_synset_labels.txt").write_text("\n".join(lines))
-        else:
-            devkit(photos, val.parent / "ILSVRC2012_devkit_t12")
-            with tarfile.open(val.parent / "ILSVRC2012_devkit_t12.tar.gz", "w:gz") as tar:
-                tar.add(val.parent / "ILSVRC2012_devkit_t12", "ILSVRC2012_devkit_t12")
-        assert labels_of(val) == wanted, kind
+    with pytest.raises(UsageError, match="LOC_val_solution.csv or ILSVRC2012_devkit_t12.* is required .* got none"):
+        ImageFiles(val)
+    write(photos, tmp_path / name)
+    assert labels_of(val) == wanted
 
 
 def test_a_flat_tar_and_kaggles_archive_are_found_and_labelled(photos, tmp_path):

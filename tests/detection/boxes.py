@@ -5,7 +5,10 @@ import json
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
+
+from ea_vision.data.bad_images import BadImages
 
 NAMES = ("red", "green", "blue")
 
@@ -34,3 +37,10 @@ def make_boxes(out: Path, img_size: int = 64, sizes: tuple[int, int] = (16, 32),
         categories = [{"id": number, "name": name} for number, name in zip(category_ids, NAMES, strict=True)]
         (out / f"{split}.json").write_text(json.dumps({"images": images, "annotations": annotations,
                                                        "categories": categories}))
+
+
+def box_loader(kind: type, source, transform, img_size: int = 32, **options):
+    """Return a loader, in batches of three, on a CPU."""
+    return kind(source, transform=transform, **{
+        "img_size": img_size, "mean": (0, 0, 0), "std": (1, 1, 1), "device": torch.device("cpu"), "batch_size": 3,
+        "workers": 0, "bad_images": BadImages(9), **options})

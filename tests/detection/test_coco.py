@@ -53,40 +53,34 @@ def test_boxes_labels_and_an_image_without_boxes(tmp_path, images, file):
     assert [category["id"] for category in truth["categories"]] == data.category_ids
 
 
-def with_value(part, field, value):
+def with_value(part, field, *value, place=-1):
+    """Return the content with another value of a field, or without it."""
     what = content()
-    what[part][-1][field] = value
-    return what
-
-
-def without(part, field):
-    what = content()
-    del what[part][0][field]
+    what[part][place] = {key: old for key, old in what[part][place].items() if key != field} | (
+        {field: value[0]} if value else {})
     return what
 
 
 @pytest.mark.parametrize("what, message", [
     ('{"images": [', "val.json is damaged: it is not valid JSON"),
     ("[]", "images must be a list that is not empty, got None"),
-    ({**content(), "categories": None}, "categories must be a list that is not empty, got None"),
     ({**content(), "images": []}, "images must be a list that is not empty, got []"),
-    (without("images", "width"), "images[0].width must be a positive whole number of pixels, got nothing"),
+    (with_value("images", "width"), "images[1].width must be a positive whole number of pixels, got nothing"),
+    (with_value("images", "width", 10**400), "images[1].width must be a positive whole number of pixels, got 1000"),
+    (with_value("images", "id", "7"), "images[1].id must be a whole number, got '7'"),
+    (with_value("images", "id", 7), "images[1].id must be there once, got 7"),
+    (with_value("images", "file_name", "\ud800\0"), "1 of the 2 images of"),
+    (with_value("categories", "name", 3), "categories[2].name must be a text, got 3"),
     (with_value("annotations", "bbox", [1, 2, 3]), "annotations[2].bbox must be four numbers: x, y, width, height in "
                                                    "pixels, got [1, 2, 3]"),
     (with_value("annotations", "bbox", [1, 2, 3, float("nan")]), "annotations[2].bbox"),
-    (with_value("annotations", "category_id", "cat"), "annotations[2].category_id must be a whole number, got 'cat'"),
     (with_value("annotations", "category_id", 2), "annotations[2].category_id must be the id of one of its categories, "
                                                   "got 2"),
     (with_value("annotations", "image_id", 8), "annotations[2].image_id must be the id of one of its images, got 8"),
-    (with_value("images", "id", 7), "images[1].id must be there once, got 7"),
-    (with_value("images", "id", "7"), "images[1].id must be a whole number, got '7'"),
-    (with_value("images", "file_name", "c.png"), "1 of the 2 images of"),
-    (with_value("images", "width", 10**400), "images[1].width must be a positive whole number of pixels, got 1000"),
     (with_value("annotations", "area", -1), "annotations[2].area must be a number of at least 0, got -1"),
     (with_value("annotations", "iscrowd", None), "annotations[2].iscrowd must be 0 or 1, got None"),
     ({**content(), "annotations": [[]]}, "annotations[0] must be a mapping, got []"),
-    (with_value("categories", "name", 3), "categories[2].name must be a text, got 3"),
-    (with_value("images", "file_name", "\ud800\0"), "1 of the 2 images of"),
+    ({**content(), "annotations": content()["annotations"][2:]}, "must have at least one box that is no crowd, got "),
 ])
 def test_damaged_json_is_one_clear_line(tmp_path, what, message):
     with pytest.raises(UsageError) as error:
@@ -102,11 +96,10 @@ def test_missing_folders_are_named(tmp_path):
 def test_an_image_of_another_size_or_that_is_broken(tmp_path):
     data = CocoFolder(write(tmp_path, content()), "val")
     Image.new("RGB", (20, 30)).save(data.folder / "a.png")
-    with pytest.raises(BrokenImage, match="20x30 pixels, val.json says 30x20"):
-        data[0]
-    (data.folder / "a.png").write_bytes(b"no image")
-    with pytest.raises(BrokenImage):
-        data[0]
+    (data.folder / "deep/b.png").write_bytes(b"no image")
+    for index, message in ((0, "20x30 pixels, val.json says 30x20"), (1, "cannot identify")):
+        with pytest.raises(BrokenImage, match=message):
+            data[index]
 
 
 def test_select_and_fingerprint(tmp_path):

@@ -8,12 +8,11 @@ pytest.importorskip("pycocotools", reason="needs pycocotools")
 
 from ea_vision.base.errors import RunError  # noqa: E402
 from ea_vision.base.processes import World  # noqa: E402
-from ea_vision.data.bad_images import BadImages  # noqa: E402
 from ea_vision.detection.coco import CocoFolder  # noqa: E402
 from ea_vision.detection.evaluate import MEASURES, DetectionResult, coco_metrics, evaluate  # noqa: E402
 from ea_vision.detection.loaders import BoxEvalLoader  # noqa: E402
 from ea_vision.detection.transforms import eval_transform  # noqa: E402
-from tests.detection.boxes import make_boxes  # noqa: E402
+from tests.detection.boxes import box_loader, make_boxes  # noqa: E402
 
 TRUTH = {
     "images": [{"id": n, "file_name": f"{n}.png", "width": 200, "height": 200} for n in (1, 2, 3)],
@@ -51,57 +50,39 @@ def test_no_detection_scores_nothing_and_what_is_not_there_is_nan():
 
 
 def test_what_is_in_a_crowd_counts_for_nothing():
+    found = as_detections(TRUTH["annotations"][:3])
     inside = {"image_id": 2, "category_id": 3, "bbox": [155, 155, 30, 30], "score": 0.95}
-    measures, _ = coco_metrics(TRUTH, [*as_detections(TRUTH["annotations"][:3]), inside])
-    assert measures["AP"] == pytest.approx(100)
-    outside = {**inside, "bbox": [100, 160, 30, 30]}
-    measures, _ = coco_metrics(TRUTH, [*as_detections(TRUTH["annotations"][:3]), outside])
-    assert measures["AP"] < 100
+    assert coco_metrics(TRUTH, [*found, inside])[0]["AP"] == pytest.approx(100)
+    assert coco_metrics(TRUTH, [*found, {**inside, "bbox": [100, 160, 30, 30]}])[0]["AP"] < 100
 
 
 class Perfect(torch.nn.Module):
     """Finds the boxes that are there, in the order of a data set, whose images numbered `broken` it never sees."""
 
-    def __init__(self, source, img_size, broken):
+    def __init__(self, source, broken):
         super().__init__()
-        self.left = [(row["boxes"], row["labels"], row["size"]) for index in range(len(source)) if index not in broken
-                     for row in [source[index][1]]]
-        self.img_size = img_size
+        self.left = [source[index][1] for index in range(len(source)) if index not in broken]
 
     def forward(self, images):
         found, self.left = self.left[:len(images)], self.left[len(images):]
-        return [{"boxes": boxes * self.img_size / max(size), "labels": labels,
-                 "scores": torch.full((len(labels),), 0.9)} for boxes, labels, size in found]
+        return [{"boxes": one["boxes"] * images.shape[-1] / max(one["size"]), "labels": one["labels"],
+                 "scores": torch.full((len(one["labels"]),), 0.9)} for one in found]
 
 
-@pytest.fixture
-def data(tmp_path):
+@pytest.mark.parametrize("broken", [(), (2, 5), range(7)], ids=len)
+def test_boxes_of_images_that_cannot_be_read_are_left_out(tmp_path, broken):
     make_boxes(tmp_path / "data", val=7)
-    return CocoFolder(tmp_path / "data", "val")
-
-
-def loader(data: CocoFolder) -> BoxEvalLoader:
-    return BoxEvalLoader(data, transform=eval_transform, img_size=64, mean=(0, 0, 0), std=(1, 1, 1),
-                         device=torch.device("cpu"), batch_size=3, workers=0, bad_images=BadImages(9))
-
-
-@pytest.mark.parametrize("broken", [(), (2, 5)])
-def test_boxes_of_images_that_cannot_be_read_are_left_out(data, broken):
-    detector = Perfect(data, 64, broken)
+    data = CocoFolder(tmp_path / "data", "val")
+    detector, loader = Perfect(data, broken), box_loader(BoxEvalLoader, data, eval_transform, img_size=64)
     for index in broken:
         (data.folder / data.images[index]["file_name"]).write_bytes(b"no image")
-    result = evaluate(detector, loader(data), World(0, 1, torch.device("cpu")))
+    if len(broken) == 7:
+        with pytest.raises(RunError, match="boxes on images that can be read, got 0 of 7 images"):
+            evaluate(detector, loader, World(0, 1, torch.device("cpu")))
+        return
+    result = evaluate(detector, loader, World(0, 1, torch.device("cpu")))
     lost = sum(len(data.annotations[index]) for index in broken)
     assert result.measures["AP"] == pytest.approx(100) and result.images == 7 - len(broken)
     assert sum(row["objects"] for row in result.per_class) == data.num_boxes() - lost
-    if broken:
-        assert "5 images without 2 that cannot be read" in result.line() and result.numbers()["unreadable_images"] == 2
-    else:
-        assert result.line().endswith(" 7 images")
-
-
-def test_no_box_on_an_image_that_can_be_read_is_an_error(data):
-    for image in data.images:
-        (data.folder / image["file_name"]).write_bytes(b"no image")
-    with pytest.raises(RunError, match="boxes on images that can be read, got 0 of 7 images"):
-        evaluate(Perfect(data, 64, range(7)), loader(data), World(0, 1, torch.device("cpu")))
+    assert result.line().endswith("5 images without 2 that cannot be read" if broken else " 7 images")
+    assert result.numbers()["unreadable_images"] == len(broken)

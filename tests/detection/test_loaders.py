@@ -4,11 +4,10 @@ from functools import partial
 import pytest
 import torch
 
-from ea_vision.data.bad_images import BadImages
 from ea_vision.detection.coco import CocoFolder
 from ea_vision.detection.loaders import BoxEvalLoader, BoxTrainLoader
 from ea_vision.detection.transforms import eval_transform, train_transform
-from tests.detection.boxes import make_boxes
+from tests.detection.boxes import box_loader, make_boxes
 
 
 @pytest.fixture(scope="module")
@@ -21,20 +20,13 @@ def data(tmp_path_factory):
     return source
 
 
-def loader(kind, source, transform, **options):
-    common = {"img_size": 32, "mean": (0, 0, 0), "std": (1, 1, 1), "device": torch.device("cpu"), "batch_size": 3,
-              "workers": 0, "bad_images": BadImages(3)}
-    return kind(source, transform=transform, **{**common, **options})
-
-
 def train(source, **options):
-    return loader(BoxTrainLoader, source, partial(train_transform, photometric=True), **options)
+    return box_loader(BoxTrainLoader, source, partial(train_transform, photometric=True), **options)
 
 
 def same(a, b) -> bool:
     return torch.equal(a.images, b.images) and torch.equal(a.ids, b.ids) and all(
-        torch.equal(x["boxes"], y["boxes"]) and torch.equal(x["labels"], y["labels"])
-        for x, y in zip(a.targets, b.targets, strict=True))
+        torch.equal(x[key], y[key]) for x, y in zip(a.targets, b.targets, strict=True) for key in ("boxes", "labels"))
 
 
 def test_an_epoch_is_the_same_from_wherever_it_is_entered_and_by_any_workers(data):
@@ -54,8 +46,7 @@ def test_an_unreadable_image_is_replaced_in_training_and_left_out_in_evaluation(
     ids = [index for batch in training.batches(0) for index in batch.ids.tolist()]
     assert 5 not in ids and len(ids) == 9 and set(ids) | {5} == set(range(9))
     assert list(training.bad_images.new) == [data.describe(5)]
-    evaluation = loader(BoxEvalLoader, data, eval_transform)
-    batches = list(evaluation.batches())
+    batches = list(box_loader(BoxEvalLoader, data, eval_transform).batches())
     assert [batch.ids.tolist() for batch in batches] == [[0, 1, 2], [3, 4], [6, 7, 8]]
     assert [len(batch.images) for batch in batches] == [len(batch.targets) for batch in batches] == [3, 2, 3]
     [target] = [t for batch in batches for t, index in zip(batch.targets, batch.ids.tolist(), strict=True)
