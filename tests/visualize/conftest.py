@@ -17,7 +17,7 @@ PHOTO = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 50, 3), d
 
 def small(name="ea_conv_transformer_cifar", seed=0, **kwargs):
     torch.manual_seed(seed)
-    return timm.create_model(name, **KWARGS, **kwargs).eval()
+    return timm.create_model(name, **{**KWARGS, **kwargs}).eval()
 
 
 @pytest.fixture(scope="session")

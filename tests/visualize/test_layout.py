@@ -1,5 +1,5 @@
 """In print: no text is smaller than 6.5 points, lies on another text, on a picture that it does not belong to, or
-beyond the figure's edge, and every colour bar is labelled. By matplotlib's bounding boxes, on maps made here, for every
+beyond the figure's edge, and every colour bar is labelled. By matplotlib's bounding boxes, of small networks, for every
 kind of figure at the widths of a paper's column and page, few and many models, layers and heads, and long names."""
 import io
 import itertools
@@ -12,48 +12,30 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
-from torch import nn
 
 from ea_vision.base.print import text_width, wrapped
 from ea_vision.engine import curves
 from ea_vision.engine.evaluate import Evaluation
 from ea_vision.engine.report import plot_confusion
-from ea_vision.recorder.layouts import Layout
-from ea_vision.recorder.loading import LoadedModel
 from ea_vision.recorder.quantities import LayerQuantities
-from ea_vision.recorder.recording import AttentionMaps, LayerMaps
+from ea_vision.recorder.recording import PARTS
 from ea_vision.visualize import MapStyle, plot_jacobian
 from ea_vision.visualize.heatmap import draw_columns, draw_heatmap
-from ea_vision.visualize.image_maps import Recording, as_model
+from ea_vision.visualize.image_maps import as_model
 from ea_vision.visualize.matrix import draw_matrix
 from ea_vision.visualize.rollout import draw_rollout
 from ea_vision.visualize.statistics import draw_statistics
 from ea_vision.visualize.strip import draw_strip
 
-from .conftest import small
+from .conftest import PHOTO, record, small
 
 LONG = "ea_conv_transformer_cifar_with_learnable_alpha_and_beta_per_head, 2026-11-22-cifar10-holdout-seed-3, epoch 195"
 
 
-def recording(heads=2, sizes=((8, 8),), label="a model", img_size=(32, 32), name="stages.2.blocks.0.attention.conv"):
-    """An EA network's maps: every layer after the first of its size evolves from the one before."""
-    torch.manual_seed(0)
-    maps, before = AttentionMaps(), None
-    for number, size in enumerate(sizes, start=1):
-        N = size[0] * size[1]
-        own = torch.randn(1, heads, N, N)
-        layer = LayerMaps(number, name, tuple(range(heads)), Layout(size), self_logits=own, logits=own)
-        if before is not None and before.feat_size == size:
-            layer.prev_logits, layer.conv_logits = before.logits, torch.randn(1, heads, N, N)
-            layer.logits = 0.5 * layer.conv_logits + 0.5 * own
-        layer.attn = layer.logits.softmax(-1)
-        maps._begin(layer)
-        before = layer
-    model = nn.Module()
-    for part in name.split(".")[::-1]:  # a module of that name, whose layer has no evolution to ask
-        model, inner = nn.Module(), model
-        model.add_module(part, inner)
-    return Recording(LoadedModel(model, label, img_size, {}), torch.rand(3, *img_size), maps)
+def recording(heads=2, label="a model", img_size=(32, 32)):
+    """An EA network's maps: two chains of three layers."""
+    model = as_model(small(num_heads=heads, widths=[24] * 4, img_size=img_size))
+    return record(replace(model, label=label, classes=["flying squirrel"] * 3), PARTS)
 
 
 def problems(figure, smallest: float = 6.5) -> list[str]:
@@ -123,9 +105,7 @@ KINDS = {  # of recordings (one a model, all alike), their layers' numbers, thei
     "strip": lambda made, layers, heads, width: draw_strip(made[0], layers, heads[0], (16, 16), width=width),
     "matrix": lambda made, layers, heads, width: draw_matrix(made[0], layers, heads, "logits", width=width),
     "rollout": lambda made, layers, heads, width: draw_rollout(made, [(3, 3), (16, 16)], width=width),
-    "jacobian": lambda made, layers, heads, width: plot_jacobian(
-        replace(as_model(small()), label=made[0].model.label, classes=["flying squirrel"] * 3), made[0].image, 1,
-        layers, width=width),
+    "jacobian": lambda made, layers, heads, width: plot_jacobian(made[0].model, PHOTO, 1, layers, width=width),
     "statistics": lambda made, layers, heads, width: draw_statistics(
         {r.model.label: quantities(len(layers), len(heads)) for r in made}, width=width),
 }
@@ -145,16 +125,14 @@ def check(figure, width):
 @pytest.mark.parametrize("width, layers, heads, models", SIZES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_figure_in_print(kind, width, layers, heads, models):
-    sizes = (((8, 8),) * ((layers + 1) // 2) + ((4, 4),) * (layers // 2))
-    label = LONG if models > 1 else "a model"
-    made = [recording(heads, sizes, f"{label} [{number}]" if models > 1 else label) for number in range(models)]
+    made = [recording(heads, f"{LONG} [{number}]") for number in range(models)]
     check(KINDS[kind](made, list(range(1, layers + 1)), [*range(heads), "mean"], width), width)
 
 
 @pytest.mark.parametrize("style", [MapStyle(overlay=False, scale="tile"), MapStyle(scale="tile"),
                                    MapStyle(scale="all")])
 def test_styles(style):
-    made = recording(2, ((8, 8), (8, 8)))
+    made = recording()
     assert not problems(draw_strip(made, [1, 2], 0, (3, 3), style, width=3.3))
     assert not problems(draw_matrix(made, [1, 2], [0, 1], "logits", style, width=3.3))
 
@@ -165,23 +143,23 @@ def columns(made, layers):
 
 def test_the_users_size_of_text():
     with matplotlib.rc_context({"font.size": 16}):
-        made = recording(2, ((8, 8), (8, 8), (4, 4)), LONG)
-        for figure in (draw_heatmap(made, [1, 3], [0, "mean"], [(3, 3)]), draw_strip(made, [1, 2], 0, (3, 3)),
-                       columns(made, [1, 3])):
+        made = recording(label=LONG)
+        for figure in (draw_heatmap(made, [1, 4], [0, "mean"], [(3, 3)]), draw_strip(made, [1, 2], 0, (3, 3)),
+                       columns(made, [1, 4])):
             assert not problems(figure)
             sizes = [text.get_fontsize() for text in figure.findobj(Text) if text.get_text().strip()]
             assert max(sizes) == pytest.approx(0.9 * 16)
 
 
 def test_without_a_width_a_figure_is_as_wide_as_it_needs_to_be():
-    small, large = recording(1), recording(8, ((8, 8),) * 2)
-    assert draw_heatmap(small, [1], [0], [(3, 3)]).get_size_inches()[0] < 3.3
-    assert 4 < draw_heatmap(large, [1, 2], range(8), [(3, 3)]).get_size_inches()[0] <= 6.75
+    made = recording(8)
+    assert draw_heatmap(made, [1], [0], [(3, 3)]).get_size_inches()[0] < 3.3
+    assert 4 < draw_heatmap(made, [1, 2], range(8), [(3, 3)]).get_size_inches()[0] <= 6.75
 
 
-@pytest.mark.parametrize("img_size, feat_size", [((64, 24), (8, 3)), ((24, 64), (3, 8))])
-def test_tall_and_wide_images(img_size, feat_size):
-    made = recording(2, (feat_size, feat_size), LONG, img_size)
+@pytest.mark.parametrize("img_size", [(64, 24), (24, 64)])
+def test_tall_and_wide_images(img_size):
+    made = recording(2, LONG, img_size)
     assert not problems(draw_strip(made, [1, 2], 0, (3, 3))) and not problems(columns(made, [1, 2]))
 
 
