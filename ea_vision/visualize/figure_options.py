@@ -188,8 +188,8 @@ def chosen_layers(layers: Layers, model: LoadedModel, some: bool = False) -> lis
 
 
 class Asked:
-    """What a figure is drawn of: models, and of each its layers; heads and query points, which are those of all; width
-    and style. `recordings`: what `record` has recorded last.
+    """What a figure is drawn of: models, and of each its layers; heads and query points, which are those of all; `how`:
+    style and width for what draws it. `recordings`: what `record` has recorded last.
 
     Args:
         models, layers, heads, queries, width, **style: see above; heads None: all and their mean, of several models the
@@ -202,7 +202,7 @@ class Asked:
 
     def __init__(self, models: Models, layers: Layers = None, heads: Heads = None, queries: Queries = None, *,
                  some: bool = False, width: float | None = None, **style):
-        self.style, self.width, self.queries = MapStyle(**style), width, queries
+        self.how, self.queries = dict(style=MapStyle(**style), width=width), queries
         self.models = as_models(models)
         self.layers = [chosen_layers(layers, model, some) for model in self.models]
         self.numbers = [[layer.number for layer in chosen] for chosen in self.layers]

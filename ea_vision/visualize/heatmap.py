@@ -57,12 +57,12 @@ def _draw(asked: Asked, images: AnyImage | Sequence[AnyImage]) -> Figure:
     asked.recordings, points = recordings, asked.points()
     if several:
         return draw_columns(recordings, names_of(images), asked.numbers * len(images), asked.heads,
-                            points if asked.queries else [None], asked.style, width=asked.width,
-                            title=title_of(models[0]), what=f" on {len(images)} images")
+                            points if asked.queries else [None], **asked.how, title=title_of(models[0]),
+                            what=f" on {len(images)} images")
     if len(models) == 1:
-        return draw_heatmap(recordings[0], asked.numbers[0], asked.heads, points, asked.style, width=asked.width)
+        return draw_heatmap(recordings[0], asked.numbers[0], asked.heads, points, **asked.how)
     return draw_columns(recordings, [title_of(model) for model in models], asked.numbers, asked.heads, points,
-                        asked.style, width=asked.width, title=f"{len(models)} models", photo=True)
+                        **asked.how, title=f"{len(models)} models", photo=True)
 
 
 def head_rows(recording: Recording, layer: int, heads: Sequence[Head], points: Sequence[Query],

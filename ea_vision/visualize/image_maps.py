@@ -137,6 +137,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def as_batch(model: LoadedModel, images: Sequence[AnyImage]) -> Tensor:
+    """Return (B, 3, H, W) as the network takes it, on its device."""
+    batch = torch.stack([as_input(model, image) for image in images])
+    return model.normalize(batch.to(next(model.model.parameters()).device))
+
+
 def record(model: nn.Module | LoadedModel | str, image: AnyImage, layers: Sequence[AttentionLayer],
            parts: Sequence[str] = ("attn",), places: bool = True) -> Recording:
     """Run a network on an image, in evaluation mode; see `as_model` and `as_input`.
@@ -151,7 +157,7 @@ def record(model: nn.Module | LoadedModel | str, image: AnyImage, layers: Sequen
     model, image = as_model(model), as_image(image)
     prepared = as_input(model, image)
     parts = [part for part in parts if any(part in layer.parts for layer in layers)] or parts
-    batch = model.normalize(prepared[None].to(next(model.model.parameters()).device))
+    batch = as_batch(model, [prepared])
     try:
         with evaluating(model.model), torch.inference_mode(), ea_vision.record_attention(
                 model.model, [layer.number for layer in layers], parts=parts) as maps:

@@ -17,7 +17,7 @@ from ea_vision.recorder.inputs import as_image, as_input
 from ea_vision.recorder.loading import check_classifies
 from ea_vision.recorder.recording import AttentionMaps, recordable_layers
 from ea_vision.visualize.figure_options import Layers, Model, chosen_layers, spread
-from ea_vision.visualize.image_maps import MEAN, AnyImage, Recording, as_model, evaluating, record, title_of
+from ea_vision.visualize.image_maps import MEAN, AnyImage, Recording, as_batch, as_model, evaluating, record, title_of
 from ea_vision.visualize.map_style import MapStyle, attention_of, map_of, photo_of, scaled
 from ea_vision.visualize.sheet import Block, Row, sheet
 
@@ -62,9 +62,8 @@ def plot_jacobian(model: Model, image: AnyImage, target: int | None = None, laye
     check_classifies(loaded)
     shown = spread(recordable_layers(loaded.model)) if layers is None else chosen_layers(layers, loaded)
     x = as_input(loaded, image)
-    device = next(loaded.model.parameters()).device
     with evaluating(loaded.model):
-        jacobian, chosen = input_jacobian(loaded.model, loaded.normalize(x[None].to(device)), target)
+        jacobian, chosen = input_jacobian(loaded.model, as_batch(loaded, [x]), target)
     maps = record(loaded, x, shown).maps if shown else AttentionMaps()
     recording = Recording(loaded, x, maps, None if isinstance(image, Tensor) else loaded.photo(image))
     name = loaded.classes[chosen] if loaded.classes else f"class {chosen}"

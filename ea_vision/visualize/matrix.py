@@ -37,7 +37,7 @@ def _draw(asked: Asked, image: AnyImage, part: str) -> Figure:
     if lacking:
         raise UsageError(f"{asked.models[0].label} has no {part} in layer {', '.join(lacking)}: choose --layers")
     [recording] = asked.record(image, (part,), places=False)
-    return draw_matrix(recording, asked.numbers[0], asked.heads, part, asked.style, width=asked.width)
+    return draw_matrix(recording, asked.numbers[0], asked.heads, part, **asked.how)
 
 
 def draw_matrix(recording: Recording, layers: Sequence[int], heads: Sequence[Head], part: str = "attn",

@@ -32,7 +32,7 @@ def plot_rollout(models: Models, image: AnyImage, layers: Layers = None, queries
 
 
 def _draw(asked: Asked, image: AnyImage) -> Figure:
-    return draw_rollout(asked.record(image), asked.points(), asked.style, width=asked.width)
+    return draw_rollout(asked.record(image), asked.points(), **asked.how)
 
 
 def draw_rollout(recordings: Sequence[Recording], points: Sequence[Query], style: MapStyle = STYLE, *,

@@ -14,7 +14,7 @@ from ea_vision.base.errors import UsageError
 from ea_vision.layers import SpatialTransformer, quadrilateral, sample_affine
 from ea_vision.recorder.inputs import as_input
 from ea_vision.visualize.figure_options import Model
-from ea_vision.visualize.image_maps import AnyImage, as_model, evaluating, title_of
+from ea_vision.visualize.image_maps import AnyImage, as_batch, as_model, evaluating, title_of
 from ea_vision.visualize.map_style import QUERY_COLORS, draw_image
 from ea_vision.visualize.sheet import Block, Row, Tile, sheet
 
@@ -34,13 +34,12 @@ def plot_sampling(model: Model, images: Sequence[AnyImage], *, width: float | No
     if not transformers or not images:
         raise UsageError(f"plot_sampling needs a model with a SpatialTransformer and at least one image, got "
                          f"{loaded.label} with {len(transformers)} and {len(images)} images")
-    device = next(loaded.model.parameters()).device
     above, below = [], []
     for number, image in enumerate(images, start=1):
-        x = as_input(loaded, image).to(device)
+        x = as_input(loaded, image)
         with evaluating(loaded.model), torch.inference_mode():
-            theta = transformers[0].theta(loaded.normalize(x[None]))
-            seen = sample_affine(x[None], theta, transformers[0].out_size or tuple(x.shape[1:]))[0]
+            theta = transformers[0].theta(as_batch(loaded, [x]))
+            seen = sample_affine(x[None].to(theta.device), theta, transformers[0].out_size or tuple(x.shape[1:]))[0]
         corners = quadrilateral(theta.float(), tuple(x.shape[1:]))[0].cpu().numpy()
         above.append(_tile(x, f"input {number}", corners))
         below.append(_tile(seen.clamp(0, 1), f"sampled {number}"))

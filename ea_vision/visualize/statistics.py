@@ -17,11 +17,11 @@ from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import PAGE, check_width, color_cycle
 from ea_vision.base.files import atomic_write, write_npz
 from ea_vision.base.print import legend_below, new_figure, points, print_style, small_ticks, wrapped
-from ea_vision.recorder.inputs import as_input, find_images
+from ea_vision.recorder.inputs import find_images
 from ea_vision.recorder.loading import positive
 from ea_vision.recorder.quantities import LayerQuantities, measure, quantities_arrays, quantities_csv
 from ea_vision.visualize.figure_options import Asked, Layers, Models, make_parser
-from ea_vision.visualize.image_maps import AnyImage, evaluating, title_of
+from ea_vision.visualize.image_maps import AnyImage, as_batch, evaluating, title_of
 from ea_vision.visualize.writing import check_output, save
 
 EXAMPLES = """\
@@ -52,11 +52,9 @@ def _measured(asked: Asked, images: Sequence[AnyImage], batch_size: int = 16,
     for model, numbers in zip(asked.models, asked.numbers, strict=True):
         starts = tqdm(range(0, len(images), batch_size), unit="batch", desc=model.label,
                       disable=None if progress else True)
-        device = next(model.model.parameters()).device
-        batches = (torch.stack([as_input(model, image) for image in images[first:first + batch_size]]).to(device)
-                   for first in starts)
+        batches = (as_batch(model, images[first:first + batch_size]) for first in starts)
         with evaluating(model.model):
-            measured[title_of(model)] = measure(model.model, map(model.normalize, batches), numbers)
+            measured[title_of(model)] = measure(model.model, batches, numbers)
     return measured
 
 

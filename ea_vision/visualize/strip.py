@@ -87,15 +87,14 @@ def plot_strip(model: Model, image: AnyImage, layers: Layers = None, head: Head 
 
 def _draw(asked: Asked, image: AnyImage) -> Figure:
     [recording] = asked.record(image, PARTS)
-    return draw_strip(recording, asked.numbers[0], asked.heads[0], asked.points(MIDDLE)[0], asked.style,
-                      width=asked.width)
+    return draw_strip(recording, asked.numbers[0], asked.heads[0], asked.points(MIDDLE)[0], **asked.how)
 
 
 def _draw_training(asked: Asked, image: AnyImage) -> Figure:
     """Draw attention through training: a row a layer, a column an epoch."""
     model = asked.models[0]
     return draw_columns(asked.record(image), [f"epoch {model.epoch}" for model in asked.models], asked.numbers,
-                        asked.heads, asked.points(MIDDLE), asked.style, width=asked.width, photo=True,
+                        asked.heads, asked.points(MIDDLE), **asked.how, photo=True,
                         title=model.label.removesuffix(f", epoch {model.epoch}"), what=" through training")
 
 
@@ -201,14 +200,13 @@ def plot_frames(models: Models, image: AnyImage, layers: Layers = None, heads: H
 
 
 def _draw_frames(asked: Asked, image: AnyImage) -> Iterator[Figure]:
-    recordings, points = asked.record(image), asked.points()
-    frames = [(recording, layer, head_rows(recording, layer, asked.heads, points, asked.style))
+    recordings, points, style = asked.record(image), asked.points(), asked.how["style"]
+    frames = [(recording, layer, head_rows(recording, layer, asked.heads, points, style))
               for recording in recordings for layer in recording.maps]
-    bars = scaled([[tile for *_, rows in frames for row in rows for tile in row.tiles]], asked.style)
+    bars = scaled([[tile for *_, rows in frames for row in rows for tile in row.tiles]], style)
     for recording, layer, rows in frames:
-        yield map_sheet(title_of(recording.model), [(map_name(recording.maps[layer]), rows)], asked.style,
-                        width=asked.width, photo=recording, points=points, note=f"attention; {queries_name(points)}",
-                        bars=bars)
+        yield map_sheet(title_of(recording.model), [(map_name(recording.maps[layer]), rows)], **asked.how, bars=bars,
+                        photo=recording, points=points, note=f"attention; {queries_name(points)}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
