@@ -86,7 +86,7 @@ def test_a_number_beside_a_gate_that_learns():
 @pytest.mark.parametrize("kind,size,num_heads,dim_v,dtype,p", [
     ("aa", (5, 7), 8, 3, torch.float32, 0.1), ("aa", (4, 4), 2, 16, torch.float32, 0.6),
     ("ea", (5, 7), 8, 3, torch.float32, 0.6), ("ea", (1, 50), 3, 16, torch.float32, 0.1),
-    ("pa", (7, 6), 8, 4, torch.float32, 0.1), ("ea", (5, 7), 4, 6, torch.bfloat16, 0.6)])
+    ("pa", (7, 6), 8, 8, torch.float32, 0.1), ("ea", (5, 7), 4, 6, torch.bfloat16, 0.6)])
 def test_dropout_is_the_references_with_the_same_entries(kind, size, num_heads, dim_v, dtype, p):
     tensors = problem(kind, size, num_heads, dim_v=dim_v, dtype=dtype, gates="one" if size[0] > 1 else "heads")
     if dtype != torch.float32:
@@ -175,7 +175,7 @@ def test_cpu_kernel_gives_the_same_bits_however_the_work_is_cut(gates, dropout_p
     assert torch.equal(without[0], whole["out"]) and without[1] is None
 
 
-@pytest.mark.parametrize("dim_v", [3, 6])
+@pytest.mark.parametrize("dim_v", [3, 6, 8])
 def test_cpu_kernel_takes_rows_of_logits_far_from_zero(dim_v):
     tensors = problem("ea", (4, 5), dim_v=dim_v, kernel=0)
     shift = torch.tensor([0.0, -20.0, 30.0, -45.0, 60.0, 85.0, -85.0, 1000.0, -1000.0, 0.0])

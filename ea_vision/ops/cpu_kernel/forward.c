@@ -7,7 +7,7 @@
 INLINE float weigh(const image *g, const float *l, float shift, const float *v, const int count, float *total,
                    float *attn, const dropout *drop, draws of, const char *logits) {
     const int n = g->N;
-    vec sum = {}, sums[FEW] = {};
+    vec sum = {}, sums[EIGHT] = {};
     for (int j = 0; j < n; j += VL) {
         fetch(g, logits, j, 1);
         vec x = exp_of(LOAD(l + j) - shift);
@@ -15,7 +15,7 @@ INLINE float weigh(const image *g, const float *l, float shift, const float *v, 
         sum += x;
         if (drop) x = (vec)((ivec)x & kept(drop, of, j));
         if (attn) STORE(attn + j, x);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int e = 0; e < count; e++) sums[e] += x * LOAD(v + e * g->Np + j);
     }
     for (int e = 0; e < count; e++) total[e] = sum_of(sums[e]);
@@ -30,6 +30,7 @@ static float weigh_row(const image *g, int head, int row, const float *l, float 
     const float *v = g->v + (long)head * g->p->E * g->Np;
     const dropout *drop = g->drop.threshold ? &g->drop : NULL;
     const draws of = drop ? draws_of(drop, query_of(g, head, row)) : (draws){0, 0};
+    if (g->p->E == EIGHT) return WEIGH(EIGHT);
     RETURN_BY_WIDTH(WEIGH)
 }
 
@@ -52,7 +53,7 @@ static void attend_row(const image *g, float *rows, int i, int begin, int end) {
     const problem *p = g->p;
     const int place = (i - begin) % BLOCK;
     for (int head = 0; head < p->K; head++) {
-        float *l = rows + head * g->P + MARGIN, total[FEW];
+        float *l = rows + head * g->P + MARGIN, total[EIGHT];
         float *attn = g->attn ? g->attn + ((long)head * BLOCK + place) * g->Np : NULL;
         const long query = query_of(g, head, i);
         float *norm = p->norm + 2 * query;
@@ -67,11 +68,8 @@ static void attend_row(const image *g, float *rows, int i, int begin, int end) {
             sum = weigh_row(g, head, i, l, norm[0], total, attn, (char *)l);
         }
         norm[1] = 1 / sum;
-        if (p->E > FEW) {
-            if (place == BLOCK - 1 || i == end - 1) sum_values(g, head, i - place, i + 1);
-            continue;
-        }
-        for (int e = 0; e < p->E; e++) {
+        if (g->v_rows && (place == BLOCK - 1 || i == end - 1)) sum_values(g, head, i - place, i + 1);
+        for (int e = 0; e < p->E && !g->v_rows; e++) {
             const float value = total[e] * (norm[1] * g->drop.gain);
             write_floats(at(p->out, channel_of(g, p->E, head, e, i), p->dtype), &value, 1, p->dtype);
         }

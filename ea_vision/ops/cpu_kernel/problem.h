@@ -39,6 +39,7 @@ static float gain_of(const problem *p, int head) { return p->kind == NONE ? 1.0f
 #define BLOCK (2 * GROUP) /* rows whose values are summed, or whose softmax is differentiated, together */
 #define TERMS (5 * BLOCK) /* queries whose position terms are kept */
 #define FEW 4             /* values of a head that are summed while its softmax is made; more are a matrix product */
+#define EIGHT 8           /* forward, so many are summed so, too */
 
 /* Returns ROW(E), compiled for the width of a head's values, 0 where it is above FEW. */
 #define RETURN_BY_WIDTH(ROW) \
@@ -64,7 +65,7 @@ typedef struct {
     long position_ld, *terms;    /* of the queries terms[0]..terms[1] */
     convolution conv;
     float *weight;               /* (planes, K, taps) */
-    float *v_rows;               /* (K, N, Ep) where heads are wider than FEW: the values transposed */
+    float *v_rows;               /* (K, N, Ep) where a matrix product sums them: the values transposed */
     float *attn;                 /* (K, BLOCK, Np) there: exp(logits - c) of rows whose values are still to come */
     float *sums;                 /* (BLOCK, Ep) there: their values */
     float *previous;             /* (Np), a row of prev, or for passing use */
@@ -84,7 +85,7 @@ static void allocate_image(image *g, buffers *m, const problem *p) {
     g->k = new_floats(m, (long)p->K * p->D * g->Np);
     g->v = new_floats(m, (long)p->K * p->E * g->Np);
     g->q_factors = new_floats(m, (long)p->K * p->D);
-    if (p->E > FEW && !p->d_out) {
+    if (p->E > FEW && p->E != EIGHT && !p->d_out) {
         g->v_rows = new_floats(m, (long)p->K * N * g->Ep);
         g->attn = new_floats(m, (long)p->K * BLOCK * g->Np);
         g->sums = new_floats(m, (long)BLOCK * g->Ep);
