@@ -125,7 +125,7 @@ def test_seeds_draw_everything_but_the_images_and_unseen_takes_test_images(tmp_p
 
     def extract(model, images, *_):
         seen.append(images)
-        networks.add(float(next(model.model.parameters()).sum()))
+        networks.add(next(model.model.parameters()).sum().item())
         return [torch.zeros(len(images), 2, 4, 4)]
 
     monkeypatch.setattr(probe, "extract_maps", extract)
