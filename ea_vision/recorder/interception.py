@@ -137,15 +137,9 @@ class Hooks(ExitStack):
     def _own(self, hook: Callable[..., None]) -> Callable[..., None]:
         return lambda *given: hook(*given) if threading.get_ident() == self.thread else None
 
-    def before(self, module: nn.Module, hook: Callable[[nn.Module, tuple, dict], None]) -> None:
-        """Call hook(module, args, kwargs) before each forward."""
-        self._add(module.register_forward_pre_hook, hook)
-
-    def after(self, module: nn.Module, hook: Callable[..., None], always: bool = False) -> None:
-        """Call hook(module, args, kwargs, output) after each forward; `always`: also after one that raises."""
-        self._add(module.register_forward_hook, hook, always_call=always)
-
-    def _add(self, register: Callable, hook: Callable[..., None], **how: bool) -> None:
+    def add(self, register: Callable, hook: Callable[..., None], **how: bool) -> None:
+        """Call hook(module, args, kwargs[, output]) where a module's own method has it called, such as
+        `module.register_forward_hook`; how: further keywords of that method."""
         with _lock:
             self.callback(register(self._own(hook), with_kwargs=True, **how).remove)
 

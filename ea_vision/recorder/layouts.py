@@ -89,7 +89,7 @@ class Image:
         stem = next((module for name, module in model.named_modules() if ".evolution." not in name
                      and isinstance(module, nn.Conv2d) and module.in_channels <= 4), None)
         for module in [model] if stem is None else [model, stem]:
-            hooks.before(module, self._see)
+            hooks.add(module.register_forward_pre_hook, self._see)
 
     def _see(self, _, args: tuple, kwargs: dict[str, Any]) -> None:
         for value in (*args, *(value for name, value in kwargs.items() if "mask" not in name)):
@@ -247,5 +247,5 @@ def layout_finder(model: nn.Module, name: str, image: Image, hooks: Hooks) -> Ca
     def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
         seen[:] = [read(module, *args, **kwargs)] if read else [x.shape for x in args if isinstance(x, Tensor)][:1]
 
-    hooks.before(owner, look)
+    hooks.add(owner.register_forward_pre_hook, look)
     return lambda shape: seen[0] if read else token_layout(shape, image.size, names, *seen, query_names=learned)

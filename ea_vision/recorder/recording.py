@@ -60,27 +60,33 @@ class AttentionLayer:
         return f"{self.number} ({self.name})"
 
 
+@dataclass
 class _Watch:
     """Collects the chosen parts and heads of one layer, as they are formed.
 
-    heads: None is all. find: from the maps' shape to their layout.
+    heads: None is all. parts: those of the chosen ones that the layer has. find: from the maps' shape to their layout.
+    records: whether a forward is under way that is to be recorded. current: its maps, once they are formed.
+    formed: of a differential layer's two maps.
     """
 
-    def __init__(self, layer: AttentionLayer, module: nn.Module, heads: tuple[int, ...] | None, parts: tuple[str, ...],
-                 maps: AttentionMaps, find: Callable[[tuple[int, ...]], Layout]) -> None:
-        self.layer, self.module, self.heads, self.maps, self._find = layer, module, heads, maps, find
-        self.parts = set(parts).intersection(layer.parts)
-        self.records, self.current = False, None
-        self._formed: list[Tensor] = []  # of a differential layer's two maps
+    layer: AttentionLayer
+    module: nn.Module
+    heads: tuple[int, ...] | None
+    parts: set[str]
+    maps: AttentionMaps
+    find: Callable[[tuple[int, ...]], Layout]
+    records: bool = False
+    current: LayerMaps | None = None
+    formed: tuple[Tensor, ...] = ()
 
     def begin(self, *_) -> None:
         """Begin the layer's forward; a recomputation in the backward pass (gradient checkpointing) is not one."""
-        self.records, self.current, self._formed = torch._C._current_graph_task_id() == -1, None, []
+        self.records, self.current, self.formed = torch._C._current_graph_task_id() == -1, None, ()
 
     def place(self, maps: Tensor, layout: Layout | None = None) -> Layout:
         """Say where maps (B, K, queries, keys) lie; None: find it. The layer counts as recorded from now on."""
         try:
-            layout = layout or self._find(tuple(maps.shape))
+            layout = layout or self.find(tuple(maps.shape))
         except ValueError as error:
             raise ValueError(f"attention layer {self.layer} {error}; choose other layers to record without it"
                              ) from error
@@ -117,9 +123,9 @@ class _Watch:
 
     def _take_differential(self, attn: Tensor) -> None:
         """Save two maps (B, K, T, T), formed one by one or as (B, 2 K, T, T), and the difference that weighs values."""
-        self._formed += [attn] if attn.shape[1] == self.layer.num_heads else attn.unflatten(1, (-1, 2)).unbind(2)
-        if len(self._formed) == 2:
-            first, second = self._formed
+        self.formed += (attn,) if attn.shape[1] == self.layer.num_heads else attn.unflatten(1, (-1, 2)).unbind(2)
+        if len(self.formed) == 2:
+            first, second = self.formed
             self.place(first)
             self.save("attn", first - self.module._compute_lambda().to(first) * second)
             self.save("first_attn", first)
@@ -152,13 +158,13 @@ class _Watch:
         if evolution is None:
             self.save("self_logits", logits)
             return
-        if self.parts.intersection(("self_logits", *evolution.part_names)):
+        if wanted := self.parts & {"self_logits", *evolution.part_names}:
             self_logits = own()
             self.save("self_logits", self_logits)
-            if self.parts.intersection(evolution.part_names):
-                previous = self_logits if prev_logits is None else prev_logits
-                for part, maps in evolution.parts(self_logits, previous, logits).items():
-                    self.save(part, maps)
+            previous = self_logits if prev_logits is None else prev_logits
+            added = evolution.parts(self_logits, previous, logits) if wanted - {"self_logits"} else {}
+            for part, maps in added.items():
+                self.save(part, maps)
         if evolution.reads_previous:
             self.save("prev_logits", prev_logits)
 
@@ -178,9 +184,9 @@ def _watch_ours(module: nn.Module, watch: _Watch, hooks: Hooks) -> None:
         q, k, feat_size = heads.pop()
         take(logits, q, k, prev_logits, feat_size, None, Layout(feat_size, window=module.window))
 
-    hooks.before(module, watch.begin)
+    hooks.add(module.register_forward_pre_hook, watch.begin)
     if evolution is not None and evolution.mixes_attn:
-        hooks.before(module.attn_drop, lambda _, args, kwargs: mixed.append(args[0].detach()))
+        hooks.add(module.attn_drop.register_forward_pre_hook, lambda _, args, kwargs: mixed.append(args[0].detach()))
     convolves = isinstance(module, AugmentedConv2d)
     if convolves:
         hooks.around(module, "heads_of", lambda q, k, v, feat_size, _: heads.append(
@@ -190,7 +196,7 @@ def _watch_ours(module: nn.Module, watch: _Watch, hooks: Hooks) -> None:
         hooks.around(module, "_attend", lambda out, logits, q, k, v, prev_logits, _, bias, __: take(
             logits, q, k, prev_logits, (1, q.shape[2]), bias))
     if convolves or evolution is not None and not evolution.mixes_output:
-        hooks.after(module, lambda *_: None)  # asks the layer for its logits
+        hooks.add(module.register_forward_hook, lambda *_: None)  # asks the layer for its logits
 
 
 def _watch_any(module: nn.Module, watch: _Watch, hooks: Hooks, running: list[Take]) -> None:
@@ -200,10 +206,11 @@ def _watch_any(module: nn.Module, watch: _Watch, hooks: Hooks, running: list[Tak
         watch.begin()
         running.append(watch.take)
 
-    hooks.before(module, begin)
-    hooks.after(module, lambda *_: running.pop() and None, always=True)
+    hooks.add(module.register_forward_pre_hook, begin)
+    hooks.add(module.register_forward_hook, lambda *_: running.pop() and None, always_call=True)
     if _talks(module):  # timm's CaiT mixes probabilities (B, T, T, K) once more
-        hooks.after(module.proj_w, lambda _, args, kwargs, output: watch.save("mixed_attn", output.permute(0, 3, 1, 2)))
+        hooks.add(module.proj_w.register_forward_hook, lambda _, args, kwargs, output: watch.save(
+            "mixed_attn", output.permute(0, 3, 1, 2)))
 
 
 def _talks(module: nn.Module) -> bool:
@@ -334,12 +341,13 @@ def record_attention(
     with Hooks() as hooks:
         hooks.enter_context(compiled_code_runs_eagerly())
         running, image = hooks.enter_context(intercepted()), Image(model, hooks)
-        hooks.before(model, maps._call_begins)
-        hooks.after(model, maps._call_ends, always=True)
+        hooks.add(model.register_forward_pre_hook, maps._call_begins)
+        hooks.add(model.register_forward_hook, maps._call_ends, always_call=True)
         for layer in chosen:
             module = found[layer]
-            watch = _Watch(layer, module, heads, parts, maps, layout_finder(model, layer.name, image, hooks))
-            hooks.before(module, lambda *_: ran.append(1))
+            watch = _Watch(layer, module, heads, {*parts} & {*layer.parts}, maps,
+                           layout_finder(model, layer.name, image, hooks))
+            hooks.add(module.register_forward_pre_hook, lambda *_: ran.append(1))
             if isinstance(module, OURS):
                 _watch_ours(module, watch, hooks)
             else:
