@@ -23,9 +23,9 @@ from tests.detection.tiny import tiny_run
 from .conftest import picture
 
 
-def run(capsys, *arguments) -> str:
+def run(capsys, options: str) -> str:
     """What the command says on stderr, in this process."""
-    assert explore.main([str(argument) for argument in arguments]) == 0
+    assert explore.main(options.split()) == 0
     return capsys.readouterr().err
 
 
@@ -119,8 +119,8 @@ def image(tmp_path):
 
 def test_the_command_writes_a_page(tmp_path, capsys, image):
     output = tmp_path / "pages" / "page.html"
-    run(capsys, "--model", "ea_conv_transformer_cifar,pa_conv_transformer_cifar", "--layers", "1-3", "--heads", "0,3",
-        "--random", "-o", output, image)
+    run(capsys, "--model ea_conv_transformer_cifar,pa_conv_transformer_cifar --layers 1-3 --heads 0,3 --random "
+                f"-o {output} {image}")
     [about] = entries_of(output.read_text(), 'id="about"')
     assert [model["label"] for model in about["models"]] == [
         "ea_conv_transformer_cifar (untrained)", "pa_conv_transformer_cifar (untrained)"]
@@ -133,14 +133,14 @@ def test_three_models_keep_the_parts_of_fewer_layers(tmp_path, monkeypatch, caps
     """Unless layers are asked for: all parts of layers over the depth, in pages below --max-mb."""
     names = "ea_conv_transformer_cifar,pa_conv_transformer_cifar,conv_transformer_cifar"
     monkeypatch.setattr(page, "MEGABYTE", 100_000)
-    said = run(capsys, "--model", names, "--max-mb", "3", "-o", tmp_path / "a.html", image)
+    said = run(capsys, f"--model {names} --max-mb 3 -o {tmp_path}/a.html {image}")
     assert re.fullmatch(r"layers on the page, to stay below 3 MB: ea_conv_transformer_cifar: 1, .*6; .*\n", said)
     [entry] = entries_of((tmp_path / "a.html").read_text())
     assert len(json.dumps(entry)) < 3 * 100_000
     for view, evolved in zip(entry["models"], (True, True, False), strict=True):
         assert 2 <= len(view["places"]) < 6 and {"1", "6"} <= set(view["places"])
         assert set(view["places"]["6"]) == ({*STORED_PARTS} if evolved else {"attn", "logits", "self_logits"})
-    said = run(capsys, "--max-mb", "1", "--layers", "all", "-o", tmp_path / "b.html", image)
+    said = run(capsys, f"--max-mb 1 --layers all -o {tmp_path}/b.html {image}")
     assert "warning" in said and "--layers" in said and "--parts" in said
 
 

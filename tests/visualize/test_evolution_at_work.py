@@ -37,8 +37,8 @@ def test_the_picture_shows_evolution_at_work(recording):
 
 
 def test_the_script_draws_it(tmp_path, capsys):
-    assert main([str(ROOT / "docs" / "cat.jpg"), "--typical", str(ROOT / "docs" / "cat.jpg"), "-o",
-                 str(tmp_path / "evolution.png")]) == 0
+    cat = ROOT / "docs" / "cat.jpg"
+    assert main(f"{cat} --typical {cat} -o {tmp_path}/evolution.png".split()) == 0
     assert "layer 2: change 0.60 of head 0 and query 10,22; 1 images: mean 0.42" in capsys.readouterr().out
     with Image.open(tmp_path / "evolution.png") as new, Image.open(ROOT / "visualize" / "evolution.png") as shown:
         assert new.size == shown.size and new.width >= 2 * 72 * 6.7

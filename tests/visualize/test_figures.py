@@ -198,18 +198,17 @@ def test_the_photo_lies_under_the_maps_as_the_network_saw_it_but_finer():
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("script,options,suffix,magic", [
-    (heatmap, ["--layers", "1,3", "--heads", "0,mean", "--queries", "2,3", "--scale", "tile", "--cmap", "gray",
-               "--opacity", "1"], ".png", b"\x89PNG"),
-    (heatmap, ["--layers", "2,3", "--bare"], ".svg", b"<?xml"),
-    (strip, ["--heads", "1", "--layers", "2,3"], ".pdf", b"%PDF"),
-    (matrix, ["--part", "conv_logits", "--layers", "2,3"], ".png", b"\x89PNG"),
-    (rollout, ["--layers", "2,3"], ".png", b"\x89PNG"),
-    (strip, ["--layers", "1-3", "--dpi", "40"], ".gif", b"GIF8"),
+    (heatmap, "--layers 1,3 --heads 0,mean --queries 2,3 --scale tile --cmap gray --opacity 1", ".png", b"\x89PNG"),
+    (heatmap, "--layers 2,3 --bare", ".svg", b"<?xml"),
+    (strip, "--heads 1 --layers 2,3", ".pdf", b"%PDF"),
+    (matrix, "--part conv_logits --layers 2,3", ".png", b"\x89PNG"),
+    (rollout, "--layers 2,3", ".png", b"\x89PNG"),
+    (strip, "--layers 1-3 --dpi 40", ".gif", b"GIF8"),
 ])
 def test_every_script_writes_its_figure_and_the_maps(script, options, suffix, magic, run, photo, tmp_path, capsys):
     """The maps as they were recorded, with the image that the network saw."""
     output = tmp_path / "out" / f"figure{suffix}"
-    assert script.main(["--model", str(run), *options, "--npz", "-o", str(output), str(photo)]) == 0
+    assert script.main(f"--model {run} {options} --npz -o {output} {photo}".split()) == 0
     assert output.read_bytes().startswith(magic) and f"{output} {output.with_suffix('.npz')}" in capsys.readouterr().out
     assert {path.name for path in output.parent.iterdir()} == {output.name, "figure.npz"}
     part = "conv_logits" if script is matrix else "attn"
@@ -224,9 +223,9 @@ def test_several_images_stand_side_by_side_or_get_a_file_each(run, photo, tmp_pa
     """Of one model a figure, and their maps beside it; of several models a file an image."""
     PHOTO.rotate(90).save(tmp_path / "1.png")
     models = f"{run},{run / 'snapshots' / 'epoch_0002.safetensors'}"
-    for model, options in ((str(run), ["--npz", "--heads", "1"]), (models, ["--queries", "1,1"])):
-        assert heatmap.main(["--model", model, "--layers", "2", "--dpi", "40", *options, "-o", str(tmp_path / "m.png"),
-                             str(photo), str(tmp_path / "1.png")]) == 0
+    for options in f"{run} --npz --heads 1", f"{models} --queries 1,1":
+        command = f"--model {options} --layers 2 --dpi 40 -o {tmp_path}/m.png {photo} {tmp_path}/1.png"
+        assert heatmap.main(command.split()) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"photo.png", "1.png", "m.png", "m.npz", "m-photo.png",
                                                           "m-1.png"}
     assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
@@ -237,8 +236,8 @@ def test_several_images_stand_side_by_side_or_get_a_file_each(run, photo, tmp_pa
 def test_the_numbers_of_statistics(run, photo, tmp_path):
     """By image and head, as they are averaged in the figure."""
     PHOTO.rotate(90).save(tmp_path / "second.png")
-    assert statistics.main(["--model", str(run), "--layers", "1,2", "--npz", "--csv", str(tmp_path / "s.csv"), "-o",
-                            str(tmp_path / "s.png"), str(photo), str(tmp_path / "second.png")]) == 0
+    assert statistics.main(f"--model {run} --layers 1,2 --npz --csv {tmp_path}/s.csv -o {tmp_path}/s.png {photo} "
+                           f"{tmp_path}/second.png".split()) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"photo.png", "second.png", "s.png", "s.npz", "s.csv"}
     with np.load(tmp_path / "s.npz") as held:
         assert held["layer2.entropy_nats"].shape == held["layer2.correlation_with_previous"].shape == (2, 4)
@@ -265,12 +264,12 @@ def test_training_goes_through_the_epochs_in_order(run, photo, tmp_path):
     with pytest.raises(UsageError, match="nor snapshots/"):
         plot_strip(str(run.parent), PHOTO, through="checkpoints")
     assert [load_model(file).epoch for file in checkpoints_of([str(run)])] == [1, 2, 2, 4]
-    assert strip.main(["--model", str(run), "--layers", "2", "--through", "checkpoints", "--dpi", "40", "-o",
-                       str(tmp_path / "a.gif"), str(photo)]) == 0
+    command = f"--model {run} --layers 2 --through checkpoints --dpi 40 -o {tmp_path}/a.gif {photo}"
+    assert strip.main(command.split()) == 0
     with Image.open(tmp_path / "a.gif") as film:
         assert film.n_frames == 3 and film.info["duration"] == 600
 
 
 def test_a_part_that_a_layer_lacks_is_named(run, photo, tmp_path):
     with pytest.raises(UsageError, match="has no conv_logits in layer 1, 4: choose --layers"):
-        matrix.main(["--model", str(run), "--part", "conv_logits", "-o", str(tmp_path / "a.png"), str(photo)])
+        matrix.main(f"--model {run} --part conv_logits -o {tmp_path}/a.png {photo}".split())

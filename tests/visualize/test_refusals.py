@@ -11,35 +11,36 @@ from ea_vision.base.errors import UsageError
 from ea_vision.visualize import plot_heatmap, plot_statistics, plot_strip, show_page
 
 
-@pytest.mark.parametrize("command, options, message", [
-    ("heatmap", ["--layers", "1-99999999999"], "no attention layer '1-99999999999'; it has 1"),
-    ("heatmap", ["--queries", "16,0"], "query y,x must lie within the 16x16 input, got '16,0'"),
-    ("heatmap", ["--model", "cnn_cifar"], "no attention layer that can be recorded"),
-    ("heatmap", ["--opacity", "2"], "opacity must lie between 0 and 1, got 2.0"),
-    ("heatmap", ["--cmap", "virids"], "cmap must be one of matplotlib's colour maps"),
-    ("heatmap", ["-o", "/proc/nowhere/a.png"], "cannot make the folder /proc/nowhere"),
-    ("heatmap", [__file__], "test_refusals.py cannot be read: UnidentifiedImageError"),
-    ("heatmap", ["--heads", "\u00b2"], "heads must be 0 to 3, all or mean, got '\u00b2'"),
-    ("heatmap", ["--queries", "\u00b2,1"], "a query must be y,x in pixels.*got '\u00b2,1'"),
-    ("heatmap", ["--img-size", "\u00b2"], "--img-size: must be N or H,W"),
-    ("heatmap", ["--img-size", "99999999"], "at most 100 million together, got '99999999'"),
-    ("heatmap", ["--dpi", "100000"], "--dpi: a whole number from 1 to"),
-    ("heatmap", ["--width", "1"], "a width in inches from 2.5 to 40 required, got '1'"),
-    ("strip", ["--heads", "0,1"], "this figure shows one head; got 2"),
-    ("strip", ["--queries", "1,1", "2,2"], "this figure shows one query; got 2"),
-    ("strip", ["--model", "ea_conv_transformer_cifar"], "this figure shows one model; got 2"),
-    ("strip", ["-o", "a.webm"], "--output must end in .png or .svg or .pdf or .gif"),
-    ("explore", ["--heads", "mean"], "the page adds the mean"), ("explore", ["-o", "page.png"], "must end in .html"),
-    ("explore", ["--parts", "attn,maps"], "--parts must be .* got 'attn,maps'"),
-    ("explore", ["--model", "conv_transformer_cifar", "--parts", "prev_logits"], "has attn, logits, self_logits"),
-    ("explore", ["--model", "a,b,c"], "at most 3 models, got 4"),
-    ("heatmap", ["digits#\u00b2"], "digits#N must have N in 0..354"),
+@pytest.mark.parametrize("command, message", [
+    ("heatmap --layers 1-99999999999", "no attention layer '1-99999999999'; it has 1"),
+    ("heatmap --queries 16,0", "query y,x must lie within the 16x16 input, got '16,0'"),
+    ("heatmap --model cnn_cifar", "no attention layer that can be recorded"),
+    ("heatmap --opacity 2", "opacity must lie between 0 and 1, got 2.0"),
+    ("heatmap --cmap virids", "cmap must be one of matplotlib's colour maps"),
+    ("heatmap -o /proc/nowhere/a.png", "cannot make the folder /proc/nowhere"),
+    (f"heatmap {__file__}", "test_refusals.py cannot be read: UnidentifiedImageError"),
+    ("heatmap --heads \u00b2", "heads must be 0 to 3, all or mean, got '\u00b2'"),
+    ("heatmap --queries \u00b2,1", "a query must be y,x in pixels.*got '\u00b2,1'"),
+    ("heatmap --img-size \u00b2", "--img-size: must be N or H,W"),
+    ("heatmap --img-size 99999999", "at most 100 million together, got '99999999'"),
+    ("heatmap --dpi 100000", "--dpi: a whole number from 1 to"),
+    ("heatmap --width 1", "a width in inches from 2.5 to 40 required, got '1'"),
+    ("heatmap digits#\u00b2", "digits#N must have N in 0..354"),
+    ("strip --heads 0,1", "this figure shows one head; got 2"),
+    ("strip --queries 1,1 2,2", "this figure shows one query; got 2"),
+    ("strip --model ea_conv_transformer_cifar", "this figure shows one model; got 2"),
+    ("strip -o a.webm", "--output must end in .png or .svg or .pdf or .gif"),
+    ("explore --heads mean", "the page adds the mean"), ("explore -o page.png", "must end in .html"),
+    ("explore --parts attn,maps", "--parts must be .* got 'attn,maps'"),
+    ("explore --model conv_transformer_cifar --parts prev_logits", "has attn, logits, self_logits"),
+    ("explore --model a,b,c", "at most 3 models, got 4"),
 ])
-def test_refused_at_once_in_one_line(command, options, message, run, photo, monkeypatch, capsys):
+def test_refused_at_once_in_one_line(command, message, run, photo, monkeypatch, capsys):
     monkeypatch.chdir(photo.parent)
     begin = time.process_time()
     try:
-        code = run_command(command, ["--model", str(run), str(photo), *options])
+        name, *options = command.split()
+        code = run_command(name, ["--model", str(run), str(photo), *options])
     except SystemExit as left:  # argparse
         code = left.code
     said = capsys.readouterr().err.strip().splitlines()[-1]
@@ -66,10 +67,10 @@ def test_functions_refuse_alike(call, message, run, photo):
 
 def test_figures_and_pages_of_a_snapshot_and_a_page_of_the_epochs_of_a_run(run, photo, tmp_path):
     snapshot, output = str(run / "snapshots" / "epoch_0002.safetensors"), tmp_path / "a.html"
-    through = [str(run), "--through", "checkpoints", "--layers", "1,2"]
+    through = f"{run} --through checkpoints --layers 1,2"
     for image in (photo, str(photo)):
         assert plot_heatmap(snapshot, image, layers=1).axes and show_page(snapshot, image).text
-    for options, names in ([snapshot], ["photo.png"]), (through, ["epoch 1", "epoch 2", "epoch 4"]):
-        assert run_command("explore", ["--model", *options, "-o", str(output), str(photo)]) == 0
+    for options, names in (snapshot, ["photo.png"]), (through, ["epoch 1", "epoch 2", "epoch 4"]):
+        assert run_command("explore", f"--model {options} -o {output} {photo}".split()) == 0
         assert re.findall(r'class="image">{"name":"(.*?)"', output.read_text()) == names
         assert "epoch 2" in output.read_text()
