@@ -7,17 +7,14 @@ engine/test_processes.py, odd parts of a batch in engine/test_total_batch.py, a 
 """
 import json
 import resource
-from pathlib import Path
 
 import pytest
 import torch
 
-import ea_vision
 from ea_vision.__main__ import main
 from ea_vision.recorder.loading import load_model
 
 MODEL = "ea_conv_transformer_cifar"
-WEIGHTS = Path(ea_vision.__file__).parents[1] / "weights"
 
 
 @pytest.mark.parametrize("words", [
@@ -51,21 +48,3 @@ def test_an_image_without_a_finite_prediction(monkeypatch, capsys):
     said = capsys.readouterr()
     assert said.err == f"error: {MODEL} gives no finite number for digits#0\n"
     assert json.loads(said.out)[0]["classes"] == []
-
-
-@pytest.mark.parametrize("name", ["ea_aa_resnet34_050.scenes", "aa_resnet34_050.scenes"])
-def test_cut_weights_of_the_scenes(name, tmp_path):
-    path = tmp_path / "weights.safetensors"
-    path.write_bytes((WEIGHTS / f"{name}.safetensors").read_bytes()[:-9])
-    with pytest.raises(ValueError, match="cannot be fetched or loaded") as error:
-        load_model(name, pretrained_cfg_overlay={"file": str(path)})
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("words, said", [
-    (["export", MODEL, "-o", "net.onnx", "--split"], "unrecognized arguments: --split"),
-    (["heatmap", "--split", "digits#0"], "unrecognized arguments: --split")])
-def test_an_option_that_there_is_not(words, said, capsys):
-    with pytest.raises(SystemExit) as left:
-        main(words)
-    assert left.value.code == 2 and said in capsys.readouterr().err

@@ -23,11 +23,11 @@ def boxes(*corners) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("backbone, kwargs, params, profiler_gflops", [
     ("resnet50", {}, 33_397_364, 182.3),  # published: 33.4, 182
-    ("resnet101", {}, 52_389_492, 242.9),  # 52.4, 243
+    pytest.param("resnet101", {}, 52_389_492, 242.9, marks=pytest.mark.slow),  # 52.4, 243
     ("aa_resnet50", {}, 32_969_804, 182.7),  # the paper prints 33.1, 182
     ("aa_resnet101", {}, 51_572_496, 244.5),  # 51.7, 245
     ("aa_resnet50", {"augment_strided": False}, 33_088_934, 182.7),
-    ("aa_resnet101", {"augment_strided": False}, 51_691_626, 244.5),
+    pytest.param("aa_resnet101", {"augment_strided": False}, 51_691_626, 244.5, marks=pytest.mark.slow),
     ("aa_resnet50", {"min_head_qk": 20}, 33_678_444, 185.1),
     ("resnet50", {"head_norm": "batch"}, 33_397_364 + 23_040, 182.3),
     ("resnet50", {"anchors": 9, "num_classes": 91}, 34_068_119, 193.8),  # torchvision's own
