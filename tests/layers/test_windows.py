@@ -80,18 +80,14 @@ def test_windows_are_their_definition_with_their_gradients(monkeypatch, size, wi
 
 def test_what_an_implementation_cannot_do_is_named():
     tensors = [t.detach() for t in problem((4, 5), (3, 3))]
-
-    def refused(by, reason, *further, window=3, **options):
+    form = {"feat_size": (4, 5), "window": 3, "need_logits": False}
+    for by, reason, options in (
+            ("flex", "it is for windows", {"window": None}),
+            ("flex", "it has no place for previous logits", {"prev_logits": torch.zeros(2, 4, 20, 20, dtype=D64)}),
+            ("flex", "it never has the logits that are wanted", {"need_logits": True}),
+            ("sdpa", "it has no windows", {}), ("cpu", "it has no windows of heads", {"head_window": 3})):
         with pytest.raises(ValueError, match=f"'{by}' cannot run this: {reason}"):
-            evolving_attention(*tensors, *further, feat_size=(4, 5), window=window, implementation=by,
-                               **{"need_logits": False, **options})
-
-    refused("flex", "it is for windows", window=None)
-    refused("flex", "it has no place for previous logits", torch.zeros(2, 4, 20, 20, dtype=D64))
-    refused("flex", "it never has the logits that are wanted", need_logits=True)
-    refused("flex", "it has no dropout on the attention probabilities", dropout_p=0.1)
-    refused("sdpa", "it has no windows")
-    refused("cpu", "it has no windows of heads", head_window=3)
+            evolving_attention(*tensors, implementation=by, **{**form, **options})
     wide = [torch.randn(1, 1, 6, 250) for _ in range(3)]
     with pytest.raises(ValueError, match="it takes heads up to 256 wide, got 257 with positions and values of 250"):
         evolving_attention(*wide, torch.randn(3, 250), torch.randn(3, 250), feat_size=(1, 6), window=3,

@@ -20,7 +20,7 @@ from tests.models.test_vision_transformer import lively as random_linear
 from tests.models.zoo import assert_checkpointing_changes_nothing
 from tests.slow import slow_but
 
-SMALL = dict(embed_dim=48, depth=3, num_heads=3, num_classes=5)
+SMALL = dict(embed_dim=48, num_heads=3, num_classes=5)
 SIZED = {**SMALL, "img_size": 32, "patch_size": 8}
 NAMES = {  # one of each block, attention layer and kind of position
     "vit_tiny_patch16_224": SIZED,  # the explicit network of `vision_transformer.py`
@@ -38,13 +38,13 @@ KEPT = {"vit_small_patch16_dinov3", "cait_xxs24_224", "torchvision"}
 thorough = pytest.mark.parametrize("name", slow_but(KEPT, [*NAMES][1:]))
 
 
-def create(name: str, **options) -> nn.Module:
+def create(name: str, depth: int = 3) -> nn.Module:
     """A small network of which all counts."""
     torch.manual_seed(0)
     if name == "torchvision":
-        model = torchvision.models.VisionTransformer(32, 8, 3, 3, 48, 96, num_classes=5)
+        model = torchvision.models.VisionTransformer(32, 8, depth, 3, 48, 96, num_classes=5)
     else:
-        model = timm.create_model(name, **NAMES[name], **options)
+        model = timm.create_model(name, depth=depth, **NAMES[name])
     random_linear(model)
     for key, parameter in model.named_parameters():
         if key.endswith(("q_bias", "v_bias", "relative_position_bias_table", "in_proj_weight")):
@@ -151,7 +151,7 @@ def test_computes_what_the_network_of_timms_vision_transformer_does(kind, fused,
 def test_compiles_and_exports(name):
     x = images(*size_of(name))
     with torch.enable_grad():
-        model = stepped(ea_vision.evolve(create(name), "ea", token_conv=True, value_residual=True), x).eval()
+        model = stepped(ea_vision.evolve(create(name, 2), "ea", token_conv=True, value_residual=True), x).eval()
     expected = model(x)
     torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(torch.compile(model, backend="eager")(x), expected, atol=1e-4, rtol=1e-4)
@@ -168,7 +168,7 @@ def test_onnx_agrees(name, tmp_path):
 
     x, path = images(), tmp_path / "model.onnx"
     with torch.enable_grad():
-        model = stepped(ea_vision.evolve(create(name), "ea", token_conv=True), x).eval()
+        model = stepped(ea_vision.evolve(create(name, 2), "ea", token_conv=True), x).eval()
     torch.onnx.export(model, (x,), path, dynamo=True, verbose=False)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
@@ -177,7 +177,7 @@ def test_onnx_agrees(name, tmp_path):
 
 @torch.no_grad()
 def test_rotary_transformers_of_other_sizes():
-    model = timm.create_model("vit_small_patch16_dinov3", **SIZED, dynamic_img_size=True).eval()
+    model = timm.create_model("vit_small_patch16_dinov3", **SIZED, depth=3, dynamic_img_size=True).eval()
     evolved = ea_vision.evolve(model, "conv2d", token_conv=True)
     for size in ((32, 48), (40, 16)):
         assert_near(evolved(images(*size)), model(images(*size)))
@@ -185,7 +185,7 @@ def test_rotary_transformers_of_other_sizes():
 
 @torch.no_grad()
 def test_threads_share_a_network():
-    model = timm.create_model("vit_small_patch16_dinov3", **SIZED, dynamic_img_size=True).eval()
+    model = timm.create_model("vit_small_patch16_dinov3", **SIZED, depth=3, dynamic_img_size=True).eval()
     model = stirred(ea_vision.evolve(model, "conv2d", token_conv="paper", value_residual="paper"))
     inputs = [torch.randn(2, 3, 32, 16 * width) for width in (1, 2, 3, 4)]
     expected = [model(x) for x in inputs]

@@ -12,7 +12,7 @@ from ea_vision.base.networks import create_classifier, encode_weights
 from ea_vision.models import get_network
 from ea_vision.models._convert import checkpoint_filter_fn
 from ea_vision.recorder.loading import load_model
-from tests.models.zoo import OUTLINES, lively
+from tests.models.zoo import OUTLINES
 
 
 @pytest.mark.parametrize("name,plain,options", [
@@ -56,7 +56,7 @@ def test_another_depth_is_named():
 def test_pretrained_weights_name_the_keywords_they_were_trained_with(tmp_path, monkeypatch):
     """As if the file of the default weights were of a network with `qk_norm`: each way by name builds that network."""
     name = "ea_conv_transformer_cifar"
-    expected, path = lively(name, qk_norm=True).state_dict(), tmp_path / "weights.safetensors"
+    expected, path = timm.create_model(name, qk_norm=True).state_dict(), tmp_path / "weights.safetensors"
     path.write_bytes(encode_weights(expected))
     tag = timm.get_pretrained_cfg(name).tag
     monkeypatch.setitem(get_network(name).trained, tag, {"qk_norm": True})
