@@ -214,13 +214,7 @@ def test_mrla_begins_as_the_network_without_and_learns(block, width):
     assert 0.18e6 < sum(p.numel() for n, p in whole.named_parameters() if "mrla" in n) < 0.182e6  # SPEC: 0.181M
 
 
-def test_what_is_refused():
-    with pytest.raises(ValueError, match="value_residual must be False, True or 'paper', got 'half'"):
-        mini(value_residual="half")
-    with pytest.raises(ValueError, match="mrla must be False, True or 'paper', got 'base'"):
-        timm.create_model("aa_resnet50", mrla="base")
-    with pytest.raises(ValueError, match="window must be None where maps are mixed after the softmax, by TalkingHeads"):
-        timm.create_model("conv_transformer_cifar", evolution="talking_heads", window=3)
+def test_tokens_without_a_grid_are_refused():
     layer = ea_vision.evolve(plain(), "conv2d").blocks[1].attn
     with pytest.raises(ValueError, match="needs the patches' .height, width."):
         layer(torch.randn(1, 17, 48), torch.randn(1, 3, 17, 17))

@@ -227,6 +227,7 @@ def shared() -> nn.Module:
     (lambda: meta("vit_relpos_small_patch16_224"), {}, "required, got VisionTransformerRelPos"),
     (lambda: create("beit_base_patch16_224"), dict(kind=None), "a kind, token_conv or value_residual required"),
     (lambda: ea_vision.evolve(create("torchvision")), {}, "encoder.layers.0 a EvolvingEncoderBlock, whose maps evolve"),
+    (lambda: ea_vision.evolve(plain()), {}, "got EvolvingVisionTransformer, whose maps evolve already"),
     (lambda: create("cait_xxs24_224"), dict(layers=[1]), r"that can evolve are \[2, 3\] of 3"),
     (lambda: meta("vit_tiny_patch16_224", depth=1), {}, r"that can evolve are \[\] of 1"),
     (shared, {}, r"blocks\.2 must have an attention layer of its own, got that of blocks\.0"),
