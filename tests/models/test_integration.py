@@ -4,26 +4,17 @@ import pytest
 import timm
 import torch
 from timm.models import save_for_hf
-from torch._dynamo.testing import CompileCounter
 
 from ea_vision.models import get_network
-from tests.models.zoo import FAMILIES, lively, shrunk, side
+from tests.models.zoo import FAMILIES, assert_compiles_and_exports, lively, shrunk, side
 from tests.slow import slow_but
 
 KINDS = list(dict.fromkeys([*FAMILIES, "pa_aa_resnet50"]))
 
 
 @pytest.mark.parametrize("name", slow_but({"ea_conv_transformer_cifar"}, KINDS))
-def test_compiles_in_one_graph_once(name):
-    counter = CompileCounter()
-    model = lively(name, num_classes=5).eval()
-    compiled = torch.compile(model, fullgraph=True, backend=counter)
-    with torch.no_grad():
-        for _ in range(3):
-            x = torch.randn(2, 3, side(name), side(name))
-            torch.testing.assert_close(compiled(x), model(x))
-    assert counter.frame_count == 1
-    torch._dynamo.reset()
+def test_compiles_in_one_graph_once_and_exports_with_any_batch_size(name):
+    assert_compiles_and_exports(lively(name, num_classes=5).eval(), torch.randn(2, 3, side(name), side(name)))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -47,12 +38,3 @@ def test_half_precision_inference(name, dtype):
         expected = model(x)
         got = model.to(dtype)(x.to(dtype))
     assert got.dtype == dtype and (got.float() - expected).norm() < 0.1 * expected.norm()
-
-
-@pytest.mark.parametrize("name", slow_but({"ea_conv_transformer_cifar"}, FAMILIES))
-def test_exports_with_any_batch_size(name):
-    model = lively(name, num_classes=5).eval()
-    x = torch.randn(2, 3, side(name), side(name))
-    program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
-    other = torch.randn(5, *x.shape[1:])
-    torch.testing.assert_close(program.module()(other), model(other))

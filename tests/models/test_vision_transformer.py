@@ -11,12 +11,12 @@ from timm.layers import set_fused_attn
 from timm.models.vision_transformer import VisionTransformer
 from timm.optim import create_optimizer_v2
 from torch import nn
-from torch._dynamo.testing import CompileCounter
 
 import ea_vision
 import ea_vision.ops as ops
 from ea_vision.layers import EvolvingAttention, PredictiveAttention
 from ea_vision.models import get_network, list_networks
+from tests.models.zoo import assert_compiles_and_exports, idle
 
 NAMES = list_networks("vision_transformer")
 # what older timm lacks
@@ -168,11 +168,10 @@ def test_every_evolution_parameter_has_a_gradient_after_one_step(options):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(images(batch=8)), torch.arange(8) % 5).backward()
         optimizer.step()
-    gradients = {name: p.grad for name, p in model.named_parameters() if ".evolution." in name}
     evolving = [number for number, block in enumerate(model.blocks, 1) if block.attn.evolution is not None]
     last = 2 if options.get("prefix") == "pass" and model.global_pool == "token" else 3
     assert evolving == options.get("attn_layers", list(range(2, last + 1)))
-    assert gradients and [name for name, g in gradients.items() if g is None or not g.any()] == []
+    assert idle(model, ".evolution.") == []
 
 
 @pytest.mark.skipif(not RESETS, reason="needs a timm whose ViT resets every module in init_weights")
@@ -332,17 +331,8 @@ def test_other_sizes_in_timms_ways():
     assert model(images(48, 32)).shape == (2, 7)
 
 
-@torch.no_grad()
 def test_compiles_in_one_graph_and_exports_with_any_batch_size():
-    counter = CompileCounter()
-    model = active(tiny())
-    compiled = torch.compile(model, fullgraph=True, backend=counter)
-    for _ in range(2):
-        torch.testing.assert_close(compiled(images()), model(images()), atol=1e-5, rtol=1e-4)
-    assert counter.frame_count == 1
-    torch._dynamo.reset()
-    program = torch.export.export(model, (images(),), dynamic_shapes=({0: torch.export.Dim("batch")},))
-    torch.testing.assert_close(program.module()(images(batch=5)), model(images(batch=5)), atol=1e-5, rtol=1e-4)
+    assert_compiles_and_exports(active(tiny(depth=2)), images(), atol=1e-5, rtol=1e-4)
 
 
 def test_layer_decay_and_weight_decay_are_timms():

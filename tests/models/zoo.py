@@ -6,6 +6,7 @@ from unittest import mock
 import timm
 import torch
 from timm.models import create_feature_extractor, get_graph_node_names
+from torch._dynamo.testing import CompileCounter
 
 from ea_vision.layers import AugmentedConv2d, SpatialTransformer
 from ea_vision.models import ChainedNetwork, get_network, list_networks
@@ -108,3 +109,23 @@ def assert_fx_and_torchscript_agree(model, x: torch.Tensor) -> None:
         torch.testing.assert_close(torch.jit.script(model)(x), expected)
         for extractor in (traced, torch.jit.script(traced)):
             torch.testing.assert_close(next(iter(extractor(x).values())), expected)
+
+
+@torch.no_grad()
+def assert_compiles_and_exports(model, x: torch.Tensor, **near: float) -> None:
+    """In one graph, compiled once, and for any batch size."""
+    counter = CompileCounter()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for images in (x, torch.randn_like(x)):
+        torch.testing.assert_close(compiled(images), model(images), **near)
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    other = torch.randn(5, *x.shape[1:])
+    torch.testing.assert_close(program.module()(other), model(other), **near)
+
+
+def idle(model, where: str = "") -> list[str]:
+    """The parameters with this in their names whose gradient is missing, not finite or 0."""
+    return [n for n, p in model.named_parameters()
+            if where in n and (p.grad is None or not p.grad.isfinite().all() or not p.grad.any())]
