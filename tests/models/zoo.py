@@ -16,7 +16,7 @@ EVERY = [name for name in list_networks() if name not in list_networks("vision_t
 RESNETS = list_networks("attn_resnet")
 CIFAR = list_networks("conv_transformer")
 SHRUNK = {"wide_resnet": {"width": 1, "depth": 16}, "attn_resnet": {"layers": (1, 1, 2, 1)},  # keywords by family
-          "conv_transformer": {"widths": (16, 32, 64, 64), "depth": 2}, "attn_mnasnet": {"multiplier": 0.25}}
+          "conv_transformer": {"widths": (16, 32, 64, 64), "depth": 2}}
 
 
 def family(name: str) -> str:
