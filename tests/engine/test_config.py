@@ -125,7 +125,7 @@ def test_an_option_younger_than_a_checkpoint_had_its_default():
     assert config.differences(saved) == ["momentum was 0.9, got 0.8"]
 
 
-@settings(max_examples=100, deadline=None, derandomize=True,
+@settings(max_examples=40, deadline=None, derandomize=True,
           suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(max_size=200))
 def test_recipes_of_any_text(tmp_path, text):
