@@ -19,8 +19,8 @@ import torch
 from PIL import Image
 
 import ea_vision  # noqa: F401
-from ea_vision.ops import evolving_attention, use_implementation
-from tests.ops.oracle import assert_as_reference, problem
+from ea_vision.ops import use_implementation
+from tests.ops.oracle import check
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -30,17 +30,17 @@ NETWORKS = {"aa_resnet34": 224, "ea_aa_resnet50": 224, "pa_aa_resnet50": 224, "e
             "ea_vit_tiny_patch16_224": 224} if ON_GPU else {"ea_conv_transformer_cifar": 32}
 on_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 
-CASES = {  # heads, size, width of q and v, then what differs
-    "EA": ("ea", (8, (14, 14), 20, 3), {}),
-    "EA, beta 0.6": ("ea", (4, (7, 9), 20, 6), {"beta": 0.6}),
-    "EA, kernel 5": ("ea", (8, (7, 7), 20, 6), {"kernel": 5}),
-    "EA, gates, prefix, 12 heads": ("ea", (12, (1, 197), 64, 64), {"gates": "heads", "num_prefix_tokens": 1}),
-    "EA, prefix, 577 tokens": ("ea", (6, (1, 577), 64, 64), {"num_prefix_tokens": 1}),
-    "PA": ("pa", (8, (14, 14), 20, 3), {}),
-    "PA, gates": ("pa", (4, (8, 8), 64, 64), {"gates": "heads"}),
-    "first": ("aa", (8, (14, 14), 20, 3), {}),
-    "AA": ("aa", (8, (14, 14), 20, 3), {"need_logits": False, "implementation": "sdpa"}),
-    "windows": ("aa", (4, (14, 14), 32, 32), {"need_logits": False, "window": 5, "implementation": "flex"}),
+CASES = {  # at the sizes of the networks
+    "EA": dict(kind="ea", size=(14, 14), D=20, E=3),
+    "EA, beta 0.6": dict(kind="ea", size=(7, 9), K=4, D=20, E=6, beta=0.6),
+    "EA, kernel 5": dict(kind="ea", size=(7, 7), D=20, E=6, kernel=5),
+    "EA, gates, prefix, 12 heads": dict(kind="ea", size=(1, 197), K=12, D=64, E=64, gates="heads", prefix=1),
+    "EA, prefix, 577 tokens": dict(kind="ea", size=(1, 577), K=6, D=64, E=64, prefix=1),
+    "PA": dict(kind="pa", size=(14, 14), D=20, E=3),
+    "PA, gates": dict(kind="pa", size=(8, 8), K=4, D=64, E=64, gates="heads"),
+    "first": dict(kind="aa", size=(14, 14), D=20, E=3),
+    "AA": dict(kind="aa", size=(14, 14), D=20, E=3, need_logits=False, implementation="sdpa"),
+    "windows": dict(kind="aa", size=(14, 14), K=4, D=32, E=32, need_logits=False, window=5, implementation="flex"),
 }
 
 
@@ -48,29 +48,11 @@ CASES = {  # heads, size, width of q and v, then what differs
 @pytest.mark.parametrize("name", CASES)
 def test_operators_are_the_reference_in_float64(name, dtype):
     """Outputs and every gradient, relative to their norms; on a CPU small maps by its own path."""
-    kind, (K, (H, W), D, E), options = CASES[name]
-    options = {"implementation": "triton", **options}
+    case = {"implementation": "triton", **CASES[name]}
     if not ON_GPU:
-        K, H, W, D, E = min(K, 3), min(H, 3), min(W, 5), min(D, 8), min(E, 6)
-        options |= {"implementation": "cpu"} | ({"window": 3} if name == "windows" else {})
-    shape = {key: options.pop(key) for key in ("kernel", "gates") if key in options}
-    tensors = problem(kind, (H, W), K, D, E, relative=H > 1 and name != "windows", dtype=DTYPES[dtype], device=DEVICE,
-                      channels_last=True, **shape)
-    assert_as_reference(tensors, feat_size=(H, W), predict=kind == "pa", **options,
-                        tolerance=TOLERANCE if dtype == "float32" else None)
-
-
-def test_dropout_has_one_mask_in_forward_and_backward():
-    """The output is linear in v, so v's gradient says which mask the backward pass had."""
-    size, *widths = ((8, 8), 4, 64, 64) if ON_GPU else ((2, 3), 2, 4, 3)
-    x = problem("ea", size, *widths, device=DEVICE)
-    x["v"] = x["v"].detach().requires_grad_()
-    out, _ = evolving_attention(**x, feat_size=size, dropout_p=0.2,
-                                implementation="triton" if ON_GPU else "cpu")
-    up = torch.randn_like(out)
-    forward = (out.double() * up.double()).sum()
-    backward = (torch.autograd.grad(out, x["v"], up)[0].double() * x["v"].double()).sum()
-    assert (forward - backward).abs() <= TOLERANCE * (out.double() * up.double()).norm()
+        case |= {"implementation": "cpu", "size": (min(case["size"][0], 3), 5), "K": 3}
+    check(**case, B=2, relative=case["size"][0] > 1 and name != "windows", dtype=DTYPES[dtype], device=DEVICE,
+          tolerance=TOLERANCE if dtype == "float32" else None)
 
 
 def made_network(name: str) -> tuple[torch.nn.Module, torch.Tensor]:
@@ -141,17 +123,11 @@ def run(command: list[str]) -> str:
 
 
 @on_gpu
-@pytest.mark.parametrize("options", ["--amp bfloat16", "--amp float16",
-                                     "--amp bfloat16 --compile --model-ema-decay 0.99"])
-def test_the_trainer_in_each_precision(images, tmp_path, options):
-    run(trainer(images, tmp_path / "run", "--epochs", "1", *options.split()))
-    assert (tmp_path / "run" / "results.json").is_file()
-
-
-@on_gpu
-@pytest.mark.parametrize("processes", sorted({1, min(torch.cuda.device_count(), 8) or 1}))
-def test_the_trainer_on_several_gpus(images, tmp_path, processes):
-    run(trainer(images, tmp_path / "run", "--epochs", "1", "--amp", "bfloat16", processes=processes))
+@pytest.mark.parametrize("options, processes", [
+    ("--amp bfloat16", 0), ("--amp float16", 0), ("--amp bfloat16 --compile --model-ema-decay 0.99", 0),
+    *(("--amp bfloat16", count) for count in sorted({1, min(torch.cuda.device_count(), 8) or 1}))])
+def test_the_trainer_in_each_precision_and_on_several_gpus(images, tmp_path, options, processes):
+    run(trainer(images, tmp_path / "run", "--epochs", "1", *options.split(), processes=processes))
     assert (tmp_path / "run" / "results.json").is_file()
 
 

@@ -3,6 +3,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from hypothesis import strategies as st
 
 from ea_vision.ops import evolving_attention
 
@@ -78,6 +79,85 @@ def assert_as_reference(tensors, implementation="cpu", seed=123456789123456789, 
         error = (fast[name].double() - expected).norm() / expected.norm().clamp_min(least)
         assert error <= (tolerance or TOLERANCE[tensors["q"].dtype]), f"{name}: relative error {error:.1e}"
     return fast
+
+
+def check(implementation, kind, size, *, K=8, D=4, E=1, B=1, kernel=3, relative=True, gates=None, bias=0.0,
+          dtype=torch.float32, prefix=0, device="cpu", channels_last=True, **options) -> None:
+    """Compare an implementation with the reference on a problem; `bias` is added to the convolution's."""
+    tensors = problem(kind, size, K, D, E, batch=B, kernel=kernel, relative=relative, gates=gates, dtype=dtype,
+                      device=device, channels_last=channels_last)
+    if bias:
+        tensors["bias"] += bias
+    options = {name: x for name, x in ({"alpha": 0.5} | options).items() if name not in tensors}
+    assert_as_reference(tensors, implementation, feat_size=size, predict=kind == "pa", num_prefix_tokens=prefix,
+                        **options)
+
+
+KINDS = {"EA": "ea", "PA": "pa", "fi": "aa"}  # by a case's first letters
+CASES = {name: dict(case, kind=KINDS[name[:2]]) for name, case in {
+    "EA": dict(size=(4, 5), D=20, E=6),
+    "EA, two images, last layer": dict(size=(3, 4), B=2, D=20, E=3, alpha=0.7, need_logits=False),
+    "EA, beta 0.6, wide heads": dict(size=(3, 6), K=4, D=64, E=64, beta=0.6),
+    "EA without convolution": dict(size=(5, 4), kernel=0),
+    "EA, beta 0": dict(size=(3, 3), beta=0.0),
+    "EA, alpha 0": dict(size=(2, 3), alpha=0.0),
+    "EA, alpha 1": dict(size=(3, 3), alpha=1.0),
+    "EA, 1x1, not relative": dict(size=(4, 4), kernel=1, relative=False),
+    "PA": dict(size=(6, 3), D=4, E=1),
+    "PA without convolution": dict(size=(2, 9), K=4, kernel=0),
+    "first": dict(size=(5, 4), D=20),
+    "first, last layer": dict(size=(3, 2), K=3, relative=False, need_logits=False),
+    "PA, one row": dict(size=(1, 17), K=4),
+    "EA, gates": dict(size=(4, 5), D=20, E=6, gates="heads"),
+    "EA, gates, no table": dict(size=(1, 17), K=3, D=16, E=16, relative=False, gates=(0.2, -0.1)),
+    "EA, gates at 0": dict(size=(3, 3), K=4, gates=(0.0, 0.0)),
+    "EA, gates at 1": dict(size=(3, 3), K=4, gates=(1.0, 1.0)),
+    "EA, gates without convolution": dict(size=(3, 4), kernel=0, gates="heads"),
+    "PA, gates": dict(size=(4, 3), K=4, D=12, E=16, gates="heads"),
+    "PA, gate at 0, without convolution": dict(size=(2, 4), K=4, kernel=0, gates=(0.0, 1.0)),
+    "EA, dropout": dict(size=(3, 4), B=2, D=20, E=6, dropout_p=0.1, seed=123456789123456789),
+    "EA, dropout, last layer": dict(size=(1, 17), K=3, relative=False, dropout_p=0.6, seed=-3,
+                                    need_logits=False),
+    "PA, dropout": dict(size=(4, 3), K=4, D=12, E=16, dropout_p=0.3, seed=1 << 40),
+    "first, dropout": dict(size=(5, 4), D=20, dropout_p=0.3),
+    "EA, 12 heads": dict(size=(1, 19), K=12, D=16, E=16, relative=False),
+    "PA, 16 heads, kernel 5": dict(size=(3, 4), K=16, D=6, E=5, kernel=5),
+    "EA, kernel 5": dict(size=(5, 4), K=3, kernel=5),
+    "EA, prefix": dict(size=(1, 19), K=3, relative=False, prefix=1),
+    "EA, prefix, 12 heads, gates": dict(size=(1, 18), K=12, relative=False, prefix=2, gates="heads"),
+    "EA, prefix, beta 0.6, last layer": dict(size=(1, 18), B=2, K=4, relative=False, prefix=5, beta=0.6,
+                                             need_logits=False),
+    "PA, prefix": dict(size=(1, 19), K=3, relative=False, prefix=1, dropout_p=0.2),
+    "PA, prefix, gates": dict(size=(1, 18), K=4, relative=False, prefix=2, gates="heads"),
+    "EA, only the logits are used": dict(size=(3, 3), uses=("logits",)),
+    "PA, the logits are not used": dict(size=(3, 3), uses=("out",)),
+}.items()}
+
+
+def random_case(data, most_side, heads, kernels, most_width) -> dict:
+    """Draw what `check` takes."""
+    def among(*values):
+        return data.draw(st.sampled_from(values))
+
+    def to(most):
+        return data.draw(st.integers(1, most))
+
+    return dict(kind=among("aa", "ea", "pa"), size=(to(most_side), to(2 * most_side)), B=to(3), K=among(*heads),
+                D=to(most_width), E=to(most_width), kernel=among(*kernels), relative=among(True, False),
+                alpha=among(0.5, 0.0, 0.7), beta=among(1.0, 0.6), gates=among(None, "one", "heads"),
+                need_logits=among(True, False), channels_last=among(True, False))
+
+
+def same_bits(compute) -> list[torch.Tensor]:
+    """Check that a function's tensors do not depend on how many threads there are; return them."""
+    whole, threads = compute(), torch.get_num_threads()
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            assert all(torch.equal(*pair) for pair in zip(whole, compute(), strict=True))
+    finally:
+        torch.set_num_threads(threads)
+    return whole
 
 
 MASK = (1 << 32) - 1
