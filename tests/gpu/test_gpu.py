@@ -30,15 +30,10 @@ NETWORKS = {"aa_resnet34": 224, "ea_aa_resnet50": 224, "pa_aa_resnet50": 224, "e
             "ea_vit_tiny_patch16_224": 224} if ON_GPU else {"ea_conv_transformer_cifar": 32}
 on_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 
-CASES = {  # at the sizes of the networks
+CASES = {  # tests/ops has more, of smaller maps
     "EA": dict(kind="ea", size=(14, 14), D=20, E=3),
-    "EA, beta 0.6": dict(kind="ea", size=(7, 9), K=4, D=20, E=6, beta=0.6),
-    "EA, kernel 5": dict(kind="ea", size=(7, 7), D=20, E=6, kernel=5),
     "EA, gates, prefix, 12 heads": dict(kind="ea", size=(1, 197), K=12, D=64, E=64, gates="heads", prefix=1),
     "EA, prefix, 577 tokens": dict(kind="ea", size=(1, 577), K=6, D=64, E=64, prefix=1),
-    "PA": dict(kind="pa", size=(14, 14), D=20, E=3),
-    "PA, gates": dict(kind="pa", size=(8, 8), K=4, D=64, E=64, gates="heads"),
-    "first": dict(kind="aa", size=(14, 14), D=20, E=3),
     "AA": dict(kind="aa", size=(14, 14), D=20, E=3, need_logits=False, implementation="sdpa"),
     "windows": dict(kind="aa", size=(14, 14), K=4, D=32, E=32, need_logits=False, window=5, implementation="flex"),
 }

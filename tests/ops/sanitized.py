@@ -2,28 +2,27 @@
 
 For a process that has the address sanitizer loaded.
 """
+import math
 import os
 import random
 import sys
 
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ea_vision.ops import cpu, cpu_library
-from tests.ops.oracle import outputs_and_gradients, problem
+from tests.ops.oracle import check, random_case
 
 
-def attend(draw: random.Random, dtype: torch.dtype, kernel: int, kind: str) -> None:
-    """Forward and backward of two images of a random shape."""
-    size, widths = (draw.choice((1, 2, 3, 5)), draw.choice((1, 3, 4, 9, 17))), draw.choices(range(1, 10), k=3)
-    tensors = problem(kind, size, *widths, kernel=kernel, relative=draw.random() < 0.5, dtype=dtype,
-                      seed=draw.randrange(1 << 30), gates=draw.choice((None, "heads")),
-                      channels_last=draw.random() < 0.5)
-    shares = {"alpha": 0.3, "beta": draw.choice((0.6, 1.0))}
-    outputs_and_gradients(
-        tensors, implementation="cpu", **{name: x for name, x in shares.items() if name not in tensors}, feat_size=size,
-        predict=kind == "pa", num_prefix_tokens=draw.choice((0, 0, min(2, size[0] * size[1]))),
-        dropout_p=draw.choice((0.0, 0.3)), need_logits=draw.random() < 0.5, window=draw.choice((None, None, 1, (3, 5))),
-        uses=draw.choice((("out",), ("out", "logits"))))
+@settings(max_examples=100, derandomize=True, deadline=None, database=None)
+@given(st.data())
+def attend(data) -> None:
+    """Forward and backward of a random shape."""
+    among = {"dtype": cpu_library.DTYPES, "prefix": (0, 0, 1), "dropout_p": (0.0, 0.3),
+             "window": (None, None, 1, (3, 5)), "uses": (("out",), ("out", "logits"))}
+    check("cpu", **random_case(data, 5, (1, 3, 4, 9, 17), (0, 1, 3, 5), 9), tolerance=math.inf,
+          **{name: data.draw(st.sampled_from([*values])) for name, values in among.items()})
 
 
 def pool(*size: int) -> None:
@@ -46,11 +45,9 @@ for compiler in sys.argv[1:]:
     cpu_library.load.cache_clear()
     if isinstance(cpu_library.load(), str):
         sys.exit(cpu_library.load())
+    attend()
     draw = random.Random(0)
     for dtype in cpu_library.DTYPES:
-        for kernel in (0, 1, 3, 5):
-            for kind in ("aa", "ea", "pa") * 2:
-                attend(draw, dtype, kernel, kind)
         for _ in range(5):
             convolve_planes(draw, dtype)
     for size in (1, 1), (5, 7), (8, 6), (2, 9):

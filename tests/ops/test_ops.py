@@ -167,17 +167,11 @@ def test_pytorch_accepts_the_custom_operators():
             (*arguments, torch.rand(2, 4, requires_grad=learns), seed, 0.3, dropout_p, [cpu.MIX, 0, 3, 4, 0, 0],
              True),
             test_utils=("test_schema", "test_faketensor", *(["test_aot_dispatch_dynamic"] if learns else [])))
-    torch.library.opcheck(torch.ops.ea_vision.cpu_pool.default, (torch.randn(2, 3, 5, 4, requires_grad=True),))
-
-
-@pytest.mark.parametrize("kind", ["aa", "ea"])
-def test_operations_are_counted_like_the_references(kind):
-    counts = []
-    for implementation in ("cpu", "reference"):
-        with FlopCounterMode(display=False) as counter:
-            evolving_attention(**problem(kind, (3, 5)), feat_size=(3, 5), implementation=implementation)
-        counts.append(counter.get_total_flops())
-    assert counts[0] == counts[1] > 0
+    x, maps = (torch.randn(2, 3, 6, size, requires_grad=True) for size in (4, 6))
+    torch.library.opcheck(torch.ops.ea_vision.cpu_pool.default, (x,))
+    kernels = torch.randn(3, 3, 2, 3, 3, requires_grad=True)
+    torch.library.opcheck(torch.ops.ea_vision.cpu_planes.default, (
+        maps, maps, torch.tensor(0.3, requires_grad=True), kernels, 2, 3, 0))
 
 
 @pytest.mark.parametrize("size", [(5, 7), (8, 6), (1, 1), (2, 9)])
@@ -441,28 +435,36 @@ def test_maps_of_more_than_2500_pixels_are_logged_once(caplog):
 
 
 def test_what_the_kernel_would_misread_goes_elsewhere_or_is_an_error():
-    size = (3, 4)
-    tensors = problem("ea", size)
-    mixed = tensors | {"q": tensors["q"].bfloat16(), "k": tensors["k"].bfloat16()}
-    assert reason_against(mixed) == ("it needs q, k and v of one dtype, got torch.bfloat16, torch.bfloat16 and "
-                                     "torch.float32")
+    tensors = problem("ea", (3, 4))
+    assert "it needs q, k and v of one dtype, got torch.bfloat16, torch.float32" in reason_against(
+        tensors | {"q": tensors["q"].bfloat16()})
     empty = {n: t[:0] if n in ("q", "k", "v", "prev_logits") else t for n, t in tensors.items()}
-    results = outputs_and_gradients(empty, feat_size=size)
+    results = outputs_and_gradients(empty, feat_size=(3, 4))
     assert results["out"].shape == (0, 8, 12, 3) and not results["weight"].any()
-    unused = tensors | {"prev_logits": None}  # attention that does not evolve has no use for a convolution
-    inputs = {n: t if t is None else t.clone().requires_grad_() for n, t in unused.items()}
-    out, logits = evolving_attention(**inputs, feat_size=size, implementation="cpu")
-    (out.sum() + logits.sum()).backward()
-    assert inputs["weight"].grad is None and inputs["q"].grad is not None
-    expected = evolving_attention(**unused, feat_size=size, implementation="reference")[0]
-    torch.testing.assert_close(out, expected)
+    # attention that does not evolve has no use for a convolution
+    del tensors["prev_logits"]
+    made = [outputs_and_gradients(tensors, feat_size=(3, 4), implementation=each) for each in ("cpu", "reference")]
+    torch.testing.assert_close(*made)
+    assert not made[0]["weight"].any() and made[0]["q"].any()
 
 
 CONV2D = create_evolution("conv2d", 2, alpha=0.7, std=0.3)
+EA = {name: x for name, x in problem("ea", (3, 4), 2, 12).items() if name not in "qkv"}
 OPERATORS = {
-    "attention": lambda x: evolving_attention(x, x, x, feat_size=(3, 4), prev_logits=x @ x.mT)[0],
+    "attention": lambda x: evolving_attention(x, x, x, **EA, feat_size=(3, 4))[0],
+    "first": lambda x: evolving_attention(x, x, x, EA["height_rel"], EA["width_rel"], feat_size=(3, 4))[0],
     "pooling": halve, "conv2d": lambda x: CONV2D(x @ x.mT, (x + 1) @ x.mT, (3, 4)),
 }
+
+
+@pytest.mark.parametrize("name", ["attention", "first", "conv2d"])
+def test_operations_are_counted_like_the_references(name):
+    counts = []
+    for implementation in ("cpu", "reference"):
+        with FlopCounterMode(display=False) as counter, use_implementation(implementation):
+            OPERATORS[name](torch.randn(2, 2, 12, 12))
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.parametrize("name", OPERATORS)

@@ -3,7 +3,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from ea_vision.layers import create_evolution
 from ea_vision.ops import cpu_library, use_implementation
@@ -59,27 +58,6 @@ def test_a_nan_stays_and_reaches_no_other_image():
     prev[1, 2, 0, 0] = torch.nan
     out = mechanism(own, prev, (8, 8))
     assert out[1].isnan().any() and not out[[0, 2]].isnan().any()
-
-
-def test_pytorch_accepts_the_operator_and_counts_its_operations():
-    mechanism, own, prev, _ = problem(*SHAPES[0])
-    weight = torch.stack([mechanism.keys, mechanism.queries], 2).detach()
-    inputs = [x.requires_grad_() for x in (own, prev, torch.tensor(0.3), weight)]
-    torch.library.opcheck(torch.ops.ea_vision.cpu_planes.default, (*inputs, 2, 3, 0))
-    counts = []
-    for by in (None, "reference"):
-        with FlopCounterMode(display=False) as counter, use_implementation(by) if by else nullcontext():
-            mechanism(own, prev, (2, 3))
-        counts.append(counter.get_total_flops())
-    assert counts[0] == counts[1] > 0
-
-
-def test_compiles_whole():
-    mechanism, own, prev, weights = problem(*SHAPES[2])
-    compiled = torch.compile(mechanism, fullgraph=True, backend="aot_eager")
-    gradients = [torch.autograd.grad((form(own, prev, (8, 8)) * weights).sum(), [*mechanism.parameters()])
-                 for form in (mechanism, compiled)]
-    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
 
 def test_maps_of_another_size_are_refused():
