@@ -26,7 +26,7 @@ from ea_vision.ops.problem import check_prev_logits
 from ea_vision.ops.reference import (
     among_patches,
     mixed,
-    neighbours_values,
+    neighbours,
     own_logits,
     readable,
     with_prefix,
@@ -154,7 +154,7 @@ class EvolvingMaps:
             else:
                 logits = self.evolution(logits, prev)
         if self.head_window > 1:
-            v = neighbours_values(v, self.head_window)
+            v = torch.cat(neighbours(v, self.head_window), dim=2)
         out = self.attn_drop(self.attention_of(logits, size)).to(v.dtype) @ v
         return out, logits if self.head_window == 1 else None
 

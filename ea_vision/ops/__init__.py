@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 IMPLEMENTATIONS: dict[str, Implementation] = {each.name: each for each in (
-    cpu.CPU, triton_attention.TRITON, sdpa.SDPA, flex.FLEX, reference.REFERENCE)}
+    cpu.Cpu(), triton_attention.Triton(), sdpa.Sdpa(), flex.Flex(), reference.Reference())}
 BY_DEVICE = {"cpu": ("cpu",), "cuda": ("sdpa", "triton", "flex")}  # in this order
 OTHER_DEVICES = ("triton",)
 LARGE_MAP = 2500  # pixels

@@ -176,9 +176,6 @@ class Cpu(Implementation):
         return out.transpose(2, 3), logits if p.need_logits else None
 
 
-CPU = Cpu()
-
-
 def _reason_against(*tensors: Tensor) -> str | None:
     """Return why the C kernels cannot take the tensors, or None."""
     for x in tensors:

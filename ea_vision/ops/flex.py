@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from ea_vision.ops.problem import Implementation, Problem
-from ea_vision.ops.reference import neighbours_values
+from ea_vision.ops.reference import neighbours
 from ea_vision.ops.sdpa import folded, widened
 
 LEAST_WIDTH, MOST_WIDTH = 16, 256  # of a head, in torch's kernels
@@ -87,12 +87,9 @@ class Flex(Implementation):
         p, E = problem, problem.v.shape[-1]
         q, k, v = (widened(x, max(LEAST_WIDTH, x.shape[-1])) for x in (*folded(p), p.v))
         if p.head_window > 1:
-            k, v = neighbours_values(k, p.head_window), neighbours_values(v, p.head_window)
-        mask = block_mask(q.shape[1], p.feat_size, p.window, p.head_window, p.wrap, q.device)
+            k, v = (torch.cat(neighbours(x, p.head_window), dim=2) for x in (k, v))
+        mask = block_mask(q.shape[1], p.feat_size, p.window, p.head_window, p.head_border == "wrap", q.device)
         if q.device.type == "cpu":  # not compiled: a C++ compiler may be missing, and nobody needs it here
             return flex_attention(q, k, v, block_mask=mask, scale=1.0)[..., :E], None
         with torch._dynamo.config.patch(recompile_limit=SIZES):
             return _compiled()(q, k, v, block_mask=mask, scale=1.0)[..., :E], None
-
-
-FLEX = Flex()

@@ -85,11 +85,6 @@ class Problem:
         """Return whether a query sees only a part of the map, or other heads."""
         return self.window is not None or self.head_window > 1
 
-    @property
-    def wrap(self) -> bool:
-        """Return whether the heads are a ring."""
-        return self.head_border == "wrap"
-
     def tables(self) -> tuple[Tensor | None, Tensor | None]:
         """Return height_rel and width_rel with a row for every offset on the map, or None twice."""
         if self.height_rel is None:

@@ -83,20 +83,19 @@ def with_prefix(maps: Tensor, patches: Tensor, num_prefix_tokens: int) -> Tensor
     return torch.cat([maps[:, :, :num_prefix_tokens], rows], dim=-2)
 
 
+def neighbours(x: Tensor, head_window: int) -> list[Tensor]:
+    """Return keys or values (B, K, N, D) of the heads around each: of head h - S//2 first, of h + S//2 last, S =
+    head_window; the heads are a ring."""
+    return [x.roll(-offset, 1) for offset in range(-(head_window // 2), head_window // 2 + 1)]
+
+
 def neighbours_logits(
         q: Tensor, k: Tensor, height_rel: Tensor | None, width_rel: Tensor | None, scale: float,
         feat_size: tuple[int, int], head_window: int,
 ) -> Tensor:
-    """Return `own_logits` of each head's queries with the keys of the heads around it: (B, K, N, D) -> (B, K, N, S*N),
-    S = head_window neighbours one after another, from head h - S//2 to h + S//2; the heads are a ring."""
-    logits = [own_logits(q, k.roll(-offset, 1), height_rel, width_rel, scale, feat_size)
-              for offset in range(-(head_window // 2), head_window // 2 + 1)]
-    return torch.cat(logits, dim=-1)
-
-
-def neighbours_values(v: Tensor, head_window: int) -> Tensor:
-    """Return the values that belong to `neighbours_logits`: (B, K, N, E) -> (B, K, S*N, E)."""
-    return torch.cat([v.roll(-offset, 1) for offset in range(-(head_window // 2), head_window // 2 + 1)], dim=2)
+    """Return `own_logits` of each head's queries with the keys of its `neighbours`: (B, K, N, D) -> (B, K, N, S*N)."""
+    return torch.cat([own_logits(q, keys, height_rel, width_rel, scale, feat_size)
+                      for keys in neighbours(k, head_window)], dim=-1)
 
 
 def within_windows(
@@ -169,7 +168,7 @@ class Reference(Implementation):
         p, v = problem, problem.v
         if p.head_window > 1:
             logits = neighbours_logits(p.q, p.k, *p.tables(), p.scale, p.feat_size, p.head_window)
-            v = neighbours_values(v, p.head_window)
+            v = torch.cat(neighbours(v, p.head_window), dim=2)
         else:
             logits = own_logits(p.q, p.k, *p.tables(), p.scale, p.feat_size)
         if p.prev_logits is not None:
@@ -179,9 +178,8 @@ class Reference(Implementation):
                                    p.bias.to(before.dtype), padding=p.weight.shape[-1] // 2)
                 convolved = with_prefix(before, F.relu(patches), p.num_prefix_tokens)
             logits = mixed(p.alpha, convolved, logits) if p.predict else mixed(p.beta, convolved, before)
-        seen = within_windows(logits, p.feat_size, p.window, p.head_window, p.wrap) if p.local else logits
+        seen = logits
+        if p.local:
+            seen = within_windows(logits, p.feat_size, p.window, p.head_window, p.head_border == "wrap")
         attn = F.dropout(attention_of(seen), p.dropout_p)
         return attn.to(v.dtype) @ v, logits if p.need_logits else None
-
-
-REFERENCE = Reference()

@@ -49,6 +49,3 @@ class Sdpa(Implementation):
         out = F.scaled_dot_product_attention(
             *(widened(x, width) for x in (q, k, v)), dropout_p=problem.dropout_p, scale=1.0)
         return out[..., :v.shape[-1]], None
-
-
-SDPA = Sdpa()

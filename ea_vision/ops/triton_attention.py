@@ -116,20 +116,24 @@ def _new_maps(q: Tensor) -> Tensor:
     return q.new_empty(B, N, N, K)
 
 
-def _new_signs(q: Tensor, shares, prefix: int) -> Tensor | None:
-    """Return new signs (B, N, N), a bit a head, or None where the logits, which backward reads, tell where the ReLU
-    passed its gradient."""
-    (B, K, N, _), (conv, kept, own) = q.shape, shares
-    alone = isinstance(conv, float) and conv > 0 and kept is None and own is None
-    if conv is None or alone and prefix == 0:
-        return None
-    return q.new_empty(B, N, N, dtype=torch.uint8 if K <= 8 else torch.int16)
-
-
 def _new_rows(q: Tensor, width: int) -> Tensor:
     """Return new rows (B, K, N, width), laid out so that heads concatenate without a copy."""
     B, K, N, _ = q.shape
     return q.new_empty(B, N, K, width).transpose(1, 2)
+
+
+def _outputs(q: Tensor, v: Tensor, shares, prefix: int, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return room for out, logits (empty unless `save`), the rows' log-sum-exp, base 2, and where the ReLU passed its
+    gradient, (B, N, N), a bit a head (empty unless `save`, and where the logits, which backward reads, tell)."""
+    (B, K, N, _), (conv, kept, own) = q.shape, shares
+    alone = isinstance(conv, float) and conv > 0 and kept is None and own is None and prefix == 0
+    signs = (B, N, N) if save and conv is not None and not alone else (0,)
+    return (_new_rows(q, v.shape[-1]), _new_maps(q).permute(0, 3, 1, 2) if save else q.new_empty(0),
+            q.new_empty(B, K, N, dtype=torch.float32), q.new_empty(signs, dtype=torch.uint8 if K <= 8 else torch.int16))
+
+
+def _given(x: Tensor) -> Tensor | None:
+    return x if x.numel() else None
 
 
 def _power(n: int, least: int = 16) -> int:
@@ -202,11 +206,10 @@ def _run_forward(
         seed: Tensor | None, alpha: float, beta: float, predict: bool, scale: float, dropout_p: float, height: int,
         width: int, prefix: int, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return out, logits (empty unless `save`), the rows' log-sum-exp, base 2, and the ReLU's signs (empty where the
-    logits tell them, and unless `save`)."""
+    """Return `_outputs`, filled."""
     from ea_vision.ops import triton_kernels
 
-    (B, K, N, _), maps = q.shape, _heads_last(prev_logits)
+    maps = _heads_last(prev_logits)
     shares, mixing = _shares(maps is not None, weight is not None, alpha, beta, predict, gates)
     S = _shape(q, v, height, width, weight, height_rel is not None, prefix, gates is not None)
     inputs = {"q": _rows(q), "k": _rows(k), "v": _rows(v), "height_rel": _contiguous(height_rel),
@@ -222,17 +225,15 @@ def _run_forward(
             mixed = _new_maps(q)
             evolve(maps, *mixing, logits=mixed)
             maps = mixed
-        logits, signs = (_new_maps(q), _new_signs(q, shares, prefix)) if save else (None, None)
-        out, lse = _new_rows(q, v.shape[-1]), q.new_empty(B, K, N, dtype=torch.float32)
+        out, logits, lse, signs = _outputs(q, v, shares, prefix, save)
         if S.KP > 8 and shares[0] is not None:  # convolution and softmax of so many heads do not fit into one kernel
-            evolved = _new_maps(q) if logits is None else logits
-            evolve(maps, *shares, logits=evolved, signs=signs)
+            evolved = logits if save else _new_maps(q)
+            evolve(maps, *shares, logits=evolved, signs=_given(signs))
             S = S._replace(GATED=False)
             evolve(evolved, None, 1.0, None, _dropout(seed, dropout_p), out=out, lse=lse)
         else:
-            evolve(maps, *shares, _dropout(seed, dropout_p), logits, signs, out, lse)
-    return (out, q.new_empty(0) if logits is None else logits.permute(0, 3, 1, 2), lse,
-            q.new_empty(0, dtype=torch.uint8) if signs is None else signs)
+            evolve(maps, *shares, _dropout(seed, dropout_p), _given(logits), _given(signs), out, lse)
+    return out, logits, lse, signs
 
 
 _forward = torch.library.custom_op("ea_vision::triton_attention_forward", _run_forward, mutates_args=())
@@ -242,10 +243,7 @@ _forward = torch.library.custom_op("ea_vision::triton_attention_forward", _run_f
 def _(q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, seed, alpha, beta, predict, *rest):
     *_, prefix, save = rest
     shares, _ = _shares(prev_logits is not None, weight is not None, alpha, beta, predict, gates)
-    logits = _new_maps(q).permute(0, 3, 1, 2) if save else q.new_empty(0)
-    signs = _new_signs(q, shares, prefix) if save else None
-    return (_new_rows(q, v.shape[-1]), logits, q.new_empty(q.shape[:3], dtype=torch.float32),
-            q.new_empty(0, dtype=torch.uint8) if signs is None else signs)
+    return _outputs(q, v, shares, prefix, save)
 
 
 def _run_backward(
@@ -273,7 +271,7 @@ def _run_backward(
         tile = default_tile("logits_backward", S, conv is not None)
         d_bias = q.new_empty(0 if conv is None else _programs(q, tile.keys), K, dtype=torch.float32)
         _launch(triton_kernels.logits_backward, tile, q, v=_rows(v), logits=_heads_last(logits),
-                signs=signs if signs.numel() else None, d_out=outer, lse=lse, delta=delta, d_conv=d_conv, d_maps=g,
+                signs=_given(signs), d_out=outer, lse=lse, delta=delta, d_conv=d_conv, d_maps=g,
                 d_logits=None if d_logits is None else _heads_last(d_logits.to(q.dtype)), d_v=d_v, d_bias=d_bias,
                 conv=conv, dropout=_dropout(seed, dropout_p), S=S)
 
@@ -422,6 +420,3 @@ class Triton(Implementation):
             *inputs, float(alpha), float(beta), p.predict, float(p.scale), float(p.dropout_p), *p.feat_size,
             p.num_prefix_tokens, p.need_logits or learns)
         return out, logits if p.need_logits else None
-
-
-TRITON = Triton()

@@ -44,9 +44,8 @@ def _operand(x, STORE):
 @triton.jit
 def _load_rows(x, image, head, pixel, d, S):
     """Load heads, pixels and numbers, which broadcast, of one image's (K, N, D) tensor x, zeros outside."""
-    mask = (head < S.K) & (pixel < S.N) & (d < x.D)
     at = (head * x.head + pixel * x.pixel) * x.UNIT + d * x.width
-    return tl.load(x.data + image * x.image * x.UNIT + at, mask=mask, other=0.0)
+    return tl.load(x.data + image * x.image * x.UNIT + at, mask=(head < S.K) & (pixel < S.N) & (d < x.D), other=0.0)
 
 
 @triton.jit
@@ -80,9 +79,8 @@ def _store_rows(ptr, image, n, x, D, S):
     head = tl.arange(0, S.KP)[:, None, None]
     pixel = n[None, :, None]
     d = tl.arange(0, x.shape[2])[None, None, :]
-    mask = (head < S.K) & (pixel < S.N) & (d < D)
-    at = (pixel * S.K + head) * D + d
-    tl.store(ptr + image * (S.N * S.K * D) + at, x.to(ptr.dtype.element_ty), mask=mask)
+    at = ptr + image * (S.N * S.K * D) + ((pixel * S.K + head) * D + d)
+    tl.store(at, x.to(ptr.dtype.element_ty), mask=(head < S.K) & (pixel < S.N) & (d < D))
 
 
 @triton.jit
@@ -161,8 +159,8 @@ def _weight_row(weight, share, dy, ADJOINT, STORE, S):
     """Load the weight as the matrix for `_tap_row`'s columns, these times a share by heads: (RP, KP)."""
     r = tl.arange(0, S.RP)[:, None]
     head = tl.arange(0, S.KP)[None, :]
-    mask = (r < S.KS * S.K) & (head < S.K)
-    w = tl.load(weight.data + _taps(weight, head, r, dy, ADJOINT, S), mask=mask, other=0.0).to(STORE)
+    at = weight.data + _taps(weight, head, r, dy, ADJOINT, S)
+    w = tl.load(at, mask=(r < S.KS * S.K) & (head < S.K), other=0.0).to(STORE)
     if ADJOINT and S.GATED:
         w = w.to(tl.float32) * tl.load(share + r % S.K)
     return _operand(w, STORE)
@@ -548,7 +546,6 @@ def queries_backward(
     their gradient by q), and alpha before the previous maps where these are not convolved.
     """
     STORE: constexpr = q.data.dtype.element_ty
-    T: constexpr = 2 * S.H + 2 * S.W - 2
     image, i0 = _block(I, S)
     i = i0 + tl.arange(0, I)
     dq = _zeros(S.KP, I, q.DP)
@@ -609,10 +606,10 @@ def queries_backward(
         qi = _rows(q, image, i, S)
         if d_alpha is not None:
             qi = _operand(qi * own_gate, STORE)
-        dt = _product(tl.trans(d_offset), tl.reshape(qi, (S.KP * I, q.DP)), S)
+        dt = scale * _product(tl.trans(d_offset), tl.reshape(qi, (S.KP * I, q.DP)), S)
         t = tl.arange(0, S.TP)[:, None]
         d = tl.arange(0, q.DP)[None, :]
-        tl.store(d_table + part + t * q.D + d, scale * dt, mask=(t < T) & (d < q.D))
+        tl.store(d_table + part + t * q.D + d, dt, mask=(t < 2 * S.H + 2 * S.W - 2) & (d < q.D))
 
 
 @triton.jit

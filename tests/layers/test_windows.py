@@ -75,7 +75,7 @@ def test_windows_are_their_definition_with_their_gradients(monkeypatch, size, wi
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
     names = ("q", "k", "v", "height_rel", "width_rel")
-    assert_right(flex.FLEX.forward(Problem(**dict(zip(names, tensors, strict=False)), **form).checked())[0])
+    assert_right(flex.Flex().forward(Problem(**dict(zip(names, tensors, strict=False)), **form).checked())[0])
 
 
 def test_what_an_implementation_cannot_do_is_named():

@@ -216,7 +216,7 @@ def compiler_with(tmp_path):
 def reason_against(tensors):
     """Why the C kernel cannot solve the problem, on a map of any height."""
     H = 1 if "height_rel" not in tensors else (len(tensors["height_rel"]) + 1) // 2
-    return cpu.CPU.reason_against(Problem(**tensors, feat_size=(H, tensors["q"].shape[2] // H)).checked())
+    return cpu.Cpu().reason_against(Problem(**tensors, feat_size=(H, tensors["q"].shape[2] // H)).checked())
 
 
 def load_library(_) -> int:

@@ -182,10 +182,10 @@ SINGLE = dict.fromkeys("qkv", torch.zeros(1, 4, 6, 4))
     ("pixels", dict.fromkeys("qkv", torch.zeros(1, 4, 1200, 4)))])
 def test_reasons(reason, tensors):
     problem = Problem(**{name: x.to(DEVICE) for name, x in (SINGLE | tensors).items()})
-    assert reason in ours.TRITON.reason_against(problem.checked())
+    assert reason in ours.Triton().reason_against(problem.checked())
 
 
 def test_reason_on_the_cpu():
     if ours.INTERPRETING:
         pytest.skip("the interpreter runs there")
-    assert "NVIDIA GPU is required, got cpu" in ours.TRITON.reason_against(Problem(**SINGLE).checked())
+    assert "NVIDIA GPU is required, got cpu" in ours.Triton().reason_against(Problem(**SINGLE).checked())
