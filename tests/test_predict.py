@@ -86,22 +86,15 @@ def test_names_that_are_not_utf8_stop_nothing(photos, tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize("words, message", [
-    ([MODEL, "/nowhere.png"], "does not exist"),
-    (["ea_conv_transformer_cifr", "digits#0"], "did you mean"),
+    ([MODEL, "/nowhere.png"], "does not exist"), ([MODEL, "n" * 300], "does not exist"), ([MODEL, "-"], "got none"),
+    (["ea_conv_transformer_cifr", "digits#0"], "did you mean"), (["m" * 300, "digits#0"], "unknown model"),
     (["resnet18_cifar", "digits#0"], "resnet18_cifar has no weights"),
-    ([MODEL, "n" * 300], "does not exist"),
-    (["m" * 300, "digits#0"], "unknown model"),
 ])
-def test_bad_input_is_one_line(words, message, capsys):
+def test_bad_input_is_one_line(words, message, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert exit_code(lambda: main(words)) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
-
-
-def test_standard_input_without_a_path(monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    assert exit_code(lambda: main([MODEL, "-"])) == 2
-    assert "got none" in capsys.readouterr().err
 
 
 def test_weights_of_an_epoch_in_a_run_folder(photos, tmp_path, capsys):

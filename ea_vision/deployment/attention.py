@@ -35,53 +35,42 @@ class DeployedProjection(Projection):
         return F.conv2d(x, self.weight, self.bias) if exporting() else super().forward(x)
 
 
-def _attend(layer: AugmentedConv2d | TokenAttention, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None,
-            ) -> tuple[Tensor, Tensor]:
-    """Attend q (B, K, N, D), times the gain, k (B, K, D, N), v (B, K, N, E): return (B, K, N, E) and the logits."""
-    logits = q @ k
-    if layer.folded is not None:
-        logits = layer.folded(logits, prev_logits)
-    return logits.softmax(-1) @ v, logits
-
-
-@register_notrace_module
-class DeployedConv2d(AugmentedConv2d):
-    """An `AugmentedConv2d` for inference, made by `make_portable`; its convolution may have a bias.
+class _Deployed:
+    """Beside the class of a layer: its attention for inference, made by `make_portable`.
 
     gain: (K, 1, 1), what multiplies the queries.
     folded: the evolution, or None.
-    rows, cols: (S, D, S), of each query's row or column what every key's gives.
+    rows, cols: (S, D, S), of an augmented convolution: of each query's row or column what every key's gives.
     places: (H + W, N), of each pixel its row and its column, one-hot.
     """
 
-    def _attend(
-            self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int],
-            bias: Tensor | None, need_logits: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        if not exporting() or feat_size != self.feat_size:
-            return super()._attend(q, k, v, prev_logits, feat_size, bias, need_logits)
-        q, k = q * self.gain, k.transpose(-2, -1)
-        if self.relative:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int] | None,
+                *more) -> tuple[Tensor, Tensor | None]:
+        over_pixels = isinstance(self, AugmentedConv2d)
+        if not exporting() or over_pixels and feat_size != self.feat_size:
+            return super()._attend(q, k, v, prev_logits, feat_size, *more)
+        q, k = q * self.gain, k.transpose(-2, -1)  # (B, K, N, D), (B, K, D, N)
+        if over_pixels and self.relative:
             (B, K, N, D), (H, W) = q.shape, feat_size
             q = q.transpose(1, 2)  # (B, N, K, D)
             by_row = (q.reshape(B, H, W * K, D) @ self.rows).reshape(B, N, K, H)
             by_col = (q.reshape(B, H, W, K, D) @ self.cols).reshape(B, N, K, W)
             q = torch.cat([q, by_row, by_col], 3).transpose(1, 2)
             k = torch.cat([k, self.places.expand(B, K, -1, -1)], 2)
-        return _attend(self, q, k, v, prev_logits)
+        logits = q @ k
+        if self.folded is not None:
+            logits = self.folded(logits, prev_logits)
+        return logits.softmax(-1) @ v, logits
 
 
 @register_notrace_module
-class DeployedTokenAttention(TokenAttention):
-    """A `TokenAttention` for inference, made by `make_portable`, with the same `gain` and `folded`."""
+class DeployedConv2d(_Deployed, AugmentedConv2d):
+    """An `AugmentedConv2d` for inference; its convolution may have a bias."""
 
-    def _attend(
-            self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int] | None,
-            bias: Tensor | None, need_logits: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        if not exporting():
-            return super()._attend(q, k, v, prev_logits, feat_size, bias, need_logits)
-        return _attend(self, q * self.gain, k.transpose(-2, -1), v, prev_logits)
+
+@register_notrace_module
+class DeployedTokenAttention(_Deployed, TokenAttention):
+    """A `TokenAttention` for inference."""
 
 
 def make_portable(layer: AugmentedConv2d | TokenAttention) -> None:

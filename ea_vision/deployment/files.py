@@ -95,14 +95,15 @@ def _onnx_model(program: torch.export.ExportedProgram):
     return proto
 
 
-def sealed(proto) -> bytes:
-    """Return the file of an onnx.ModelProto: what it is, then the SHA-256 of that.
+def sealed(proto, **said: str) -> bytes:
+    """Return the file of an onnx.ModelProto: what it is, `said` added to its metadata, then the SHA-256 of that.
 
     What onnxruntime's tools make of a file (float16, 8 bits) is sealed anew by this.
     """
     from onnx.helper import set_model_props
 
-    set_model_props(proto, {entry.key: entry.value for entry in proto.metadata_props if entry.key != "sha256"})
+    kept = {entry.key: entry.value for entry in proto.metadata_props if entry.key != "sha256"}
+    set_model_props(proto, kept | said)
     data = proto.SerializeToString()
     return data + _SEAL + hashlib.sha256(data).hexdigest().encode()
 
@@ -120,11 +121,7 @@ def write(program: torch.export.ExportedProgram, path: Path, about: About) -> No
         torch.export.save(program, file, extra_files={"about.json": json.dumps(said)})
         data = file.getvalue()
     else:
-        from onnx.helper import set_model_props
-
-        proto = _onnx_model(program)
-        set_model_props(proto, said)
-        data = sealed(proto)
+        data = sealed(_onnx_model(program), **said)
     atomic_write(path, data)
 
 

@@ -75,30 +75,24 @@ def test_onnx_computes_what_the_network_computes(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_program_of_torch_computes_the_same(tmp_path, photos, capsys):
-    path = tmp_path / "net.pt2"
+@pytest.mark.parametrize("suffix, kind", [(".onnx", "opset 20"), (".pt2", "torch.export")])
+def test_predict_needs_the_file_alone(suffix, kind, tmp_path, photos, capsys):
+    path = tmp_path / f"net{suffix}"
     assert export.main([SHIPPED, "-o", str(path), "--check", str(photos)]) == 0
-    assert "torch.export); same class on 5 of 5 image(s), largest difference" in capsys.readouterr().out
-    model = load_model(SHIPPED)
-    loaded = load_model(str(path))
+    assert f"{kind}); same class on 5 of 5 image(s), largest difference" in capsys.readouterr().out
+    if suffix == ".onnx":
+        assert {entry.domain: entry.version for entry in onnx.load(path).opset_import}[""] == 20
+    model, loaded = load_model(SHIPPED), load_model(str(path))
     assert loaded.img_size == (32, 32) and loaded.config["mean"] == list(model.config["mean"])
     assert difference(model.model, loaded.model, torch.randn(2, 3, 32, 32)) < 1e-5
-
-
-@pytest.mark.slow
-def test_predict_needs_the_file_alone(tmp_path, photos, capsys, monkeypatch):
-    path, out = tmp_path / "net.onnx", [tmp_path / "a.json", tmp_path / "b.json"]
-    assert export.main([SHIPPED, "-o", str(path), "--check", str(photos)]) == 0
-    said = capsys.readouterr().out
-    assert "opset 20); same class on 5 of 5 image(s), largest difference" in said
-    assert {entry.domain: entry.version for entry in onnx.load(path).opset_import}[""] == 20
-    for target, file in zip((SHIPPED, path), out, strict=True):
-        assert predict.main([str(target), str(photos), "--json", str(file)]) == 0
-    own, got = (json.loads(file.read_text()) for file in out)
-    assert [[c["name"] for c in row["classes"]] for row in own] == [[c["name"] for c in row["classes"]] for row in got]
-    for a, b in zip(own, got, strict=True):
-        probabilities = [[c["probability"] for c in row["classes"]] for row in (a, b)]
-        assert probabilities[0] == pytest.approx(probabilities[1], abs=1e-4)
+    rows = []
+    for target in (SHIPPED, path):
+        assert predict.main([str(target), str(photos), "--json", "-"]) == 0
+        rows.append(json.loads(capsys.readouterr().out))
+    for own, got in zip(*rows, strict=True):
+        assert [c["name"] for c in own["classes"]] == [c["name"] for c in got["classes"]]
+        assert [c["probability"] for c in got["classes"]] == pytest.approx(
+            [c["probability"] for c in own["classes"]], abs=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -109,27 +103,23 @@ def shipped_file(tmp_path_factory):
     return path
 
 
-def agrees_on(photos, path) -> None:
-    """Assert that a file gives real photos (RGB images) the network's classes and, nearly, its logits."""
+@pytest.mark.parametrize("photos_of", ["the docs", pytest.param("CIFAR-10", marks=pytest.mark.slow)])
+def test_photos_get_the_same_classes(photos_of, shipped_file, request):
+    """And, nearly, the logits."""
+    if photos_of == "the docs":
+        photo = Image.open(ROOT / "docs" / "cat.jpg")
+        photos = [photo, photo.transpose(Image.Transpose.FLIP_LEFT_RIGHT)]
+    else:
+        with tarfile.open(request.getfixturevalue("shared") / "data" / "cifar10" / "test.tar") as tar:
+            photos = [Image.open(tar.extractfile(member)).convert("RGB")
+                      for member in [member for member in tar if member.isfile()][::50]]
+        assert len(photos) > 100
     model = load_model(SHIPPED)
     images = torch.stack([model.normalize(model.prepare(photo.convert("RGB"))) for photo in photos])
     with torch.no_grad():
-        own, got = model.model(images), ExportedNetwork(path)(images)
+        own, got = model.model(images), ExportedNetwork(shipped_file)(images)
     assert torch.equal(own.argmax(1), got.argmax(1))
     assert (own - got).abs().max() < 1e-4 * own.abs().max()
-
-
-def test_a_photo_gets_the_same_class(shipped_file):
-    with Image.open(ROOT / "docs" / "cat.jpg") as photo:
-        agrees_on([photo, photo.transpose(Image.Transpose.FLIP_LEFT_RIGHT)], shipped_file)
-
-
-@pytest.mark.slow
-def test_photos_of_cifar_get_the_same_classes(shipped_file, shared):
-    with tarfile.open(shared / "data" / "cifar10" / "test.tar") as tar:
-        members = [member for member in tar if member.isfile()][::50]
-        assert len(members) > 100
-        agrees_on([Image.open(tar.extractfile(member)) for member in members], shipped_file)
 
 
 @pytest.mark.slow
@@ -251,9 +241,7 @@ def test_a_signal_leaves_no_part_of_a_file(tmp_path):
 
 
 def test_a_full_folder_for_temporary_files_is_no_obstacle(tiny, tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", "/dev/full")
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(tempfile, "_get_default_tempdir", lambda: "/dev/full")
+    monkeypatch.setattr(tempfile, "tempdir", "/dev/full")
     for name in ("net.onnx", "net.pt2"):
         write(export_program(tiny[0], (8, 8)), tmp_path / name, about(tiny[0], (8, 8)))
         assert difference(tiny[0], ExportedNetwork(tmp_path / name), torch.randn(3, 3, 8, 8)) < 1e-5
