@@ -174,9 +174,10 @@ def _lay_block(block: Block, side: float, room: float, alone: bool) -> _Laid:
     columns = max(len(row.tiles) for row in block.rows)
     lines = -(-columns // max(1, int((room - left - right + GAP) // (side + GAP))))
     each = -(-columns // lines)
+    grid = left + each * (side + GAP) - GAP + right
+    alone |= 2 * grid + 3 * GAP > room  # no other fits beside it
     least = max(BAR_LENGTH * len(block.bars), text_width(block.title, points("medium")) * alone)
-    laid = _Laid(max(left + each * (side + GAP) - GAP + right, min(room, least)),
-                 whole=lines <= 1 + (len(block.rows) == 1 and columns > 4))
+    laid = _Laid(max(grid, min(room, least)), whole=lines <= 1 + (len(block.rows) == 1 and columns > 4))
     laid.text(0, block.title, "medium")
     laid.height += 2.0 * bool(block.title)
     for first in range(0, columns, each):
