@@ -165,7 +165,8 @@ def main(argv: list[str] | None = None) -> int:
         raise UsageError(f"no part of the verdict is complete in {args.sweeps}")
     pd.concat(found.values()).to_csv(args.output / "verdict.csv", index=False)
     draw(found).savefig(args.output / "verdict.png", dpi=200)
-    main_parts = {part: effects for part, effects in found.items() if part.name not in ("vit-alone", "vit-dear")}
+    told = ("vit-alone", "vit-dear", "second-token-conv")  # in words, not in the table
+    main_parts = {part: effects for part, effects in found.items() if part.name not in told}
     print(*verdict_table(main_parts), "", sep="\n")
     try:
         print(*sequences_table(args.sweeps), sep="\n")
