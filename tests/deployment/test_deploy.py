@@ -151,7 +151,8 @@ def test_unknown_evolutions_stay(monkeypatch):
         deployed = check(model, "ea_conv_transformer_cifar", monkeypatch)
     finally:
         del _EVOLUTIONS["doubled_for_a_test"]
-    assert sum(isinstance(module, Doubled) for module in deployed.modules()) == 4
+    kept, had = (sum(isinstance(module, Doubled) for module in network.modules()) for network in (deployed, model))
+    assert kept == had > 0
     assert not any(isinstance(module, NORMS) for module in deployed.modules())
 
 
