@@ -15,6 +15,7 @@ import safetensors.torch
 import timm
 import timm.data
 import torch
+from timm.layers import to_ntuple
 from torch import nn
 
 from ea_vision.base.errors import UsageError, near_matches
@@ -164,8 +165,9 @@ def _with_weights(name: str, kwargs: dict[str, Any], path: str, notice) -> nn.Mo
         state = timm.models.load_state_dict(path)
     except (*REFUSALS, safetensors.SafetensorError, pickle.UnpicklingError) as error:
         raise UsageError(f"weights {path} cannot be read: {error}") from error
+    classifiers = to_ntuple(1)(model.pretrained_cfg.get("classifier") or ())
     for key, own in model.state_dict().items():
-        of_classifier = key.startswith(model.pretrained_cfg.get("classifier") or ())
+        of_classifier = key.rpartition(".")[0] in classifiers
         if of_classifier and key in state and state[key].shape != own.shape:
             notice(f"{key} of {path} is {list(state[key].shape)}: not taken for {list(own.shape)}")
             state[key] = own
