@@ -69,7 +69,7 @@ def assert_as_reference(tensors, implementation="cpu", seed=123456789123456789, 
         slow = outputs_and_gradients(tensors, implementation="reference", double=True, **options)
     for name, expected in slow.items():
         assert fast[name].dtype == (tensors[name].dtype if name in tensors else tensors["q"].dtype)
-        least = 1e-3
+        least = 1e-3 if N > 1 else 1.0  # a softmax over one key passes on nothing but rounding
         if name in ("alpha", "beta"):  # a sum of all entries, most of which cancels
             least = (tensors["prev_logits"].numel() / expected.numel()) ** 0.5
         elif name == "bias":  # likewise, over the queries and keys of every image
