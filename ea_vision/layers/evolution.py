@@ -78,6 +78,11 @@ class Evolution(nn.Module):
         return out
 
     @torch.jit.ignore
+    def restore_start(self) -> None:
+        """Set what does not begin as a network's own initialisation leaves it, of convolutions by He; by default
+        nothing."""
+
+    @torch.jit.ignore
     def operands(self, prev_logits: Tensor) -> dict[str, Any] | str:
         """Return the keywords with which `ea_vision.ops.evolving_attention` does as `forward`; where it cannot, why.
 
@@ -339,6 +344,11 @@ class _ConvolvedEvolution(Evolution):
         """Initialise the convolutions by He, and learnable gates with the values that they begin at."""
         for conv in self.convs:
             nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
+        self.restore_start()
+
+    @torch.jit.ignore
+    def restore_start(self) -> None:
+        for conv in self.convs:
             nn.init.zeros_(conv.bias)
         for name, gate in self.gates().items():
             if isinstance(gate, nn.Parameter):

@@ -353,11 +353,15 @@ class HeadedNetwork(ChainedNetwork):
 
     @torch.jit.ignore
     def init_weights(self) -> None:
-        """Initialise convolutions by He, but those of attention, which have their own start."""
-        attention = {part for layer in self.modules() if isinstance(layer, AugmentedConv2d) for part in layer.modules()}
+        """Initialise convolutions by He; attention layers and what evolves their maps then take their own start."""
         for module in self.modules():
-            if isinstance(module, nn.Conv2d) and module not in attention:
+            if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        for module in self.modules():
+            if isinstance(module, AugmentedConv2d):
+                module.reset_parameters()
+            if isinstance(module, Evolution):
+                module.restore_start()
 
     @torch.jit.ignore
     def get_classifier(self) -> nn.Module:

@@ -163,6 +163,7 @@ class ConvTransformer(HeadedNetwork, nn.Module):
         self.num_features = self.head_hidden_size = widths[-1]
         numbers = range(1, len(widths) + 1)
         attending = config.stages(numbers, default=numbers[-2:])
+        config.new_evolution(**dd)  # drawn and dropped: a seed gives the weights that it gave recorded runs
         chains = ChainBuilder(config, self, **dd)
         self.stem = ConvNormAct(in_chans, widths[0], 3, **dd)
         stages = []

@@ -156,6 +156,7 @@ class WideResNet(HeadedNetwork, nn.Module):
         if width < 1:
             raise ValueError(f"width must be 1 or more, got {width}")
         attending = config.stages((1, 2, 3), default=())
+        config.new_evolution(**dd)  # drawn and dropped: a seed gives the weights that it gave recorded runs
         self.img_size = to_size(img_size)
         self.num_classes = num_classes
         self.in_chans = in_chans

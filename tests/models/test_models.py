@@ -286,3 +286,25 @@ def test_a_stem_of_stride_2_keeps_maps_of_16x16_at_64_pixels(name, keywords):
     assert [info["reduction"] for info in model.feature_info] == [2, 2, 4, 8, 16]
     if keywords:  # the tables have an entry an offset
         assert {(len(layer.height_rel) + 1) // 2 for layer in layers_of(model)} == {16, 8, 4}
+
+
+@pytest.mark.parametrize("name, options", [
+    ("ea_conv_transformer_cifar", {"widths": (8, 8, 8, 8), "learnable": True}),
+    ("ea_conv_transformer_cifar", {"widths": (8, 8, 8, 8), "evolution": "reattention"}),
+    ("ea_aa_wrn28_10_cifar", {"width": 1, "depth": 10, "qk_norm": True})])
+def test_initialised_anew_a_network_begins_as_one_that_was_created(name, options):
+    """Every weight of attention and of what evolves its maps: none keeps what training left."""
+    network = timm.create_model(name, **options)
+    attention = [(path, module) for path, module in network.named_modules() if isinstance(module, AugmentedConv2d)]
+    with torch.no_grad():
+        for _, module in attention:
+            for parameter in module.parameters():
+                parameter.fill_(7.0)
+    network.init_weights()
+    created = timm.create_model(name, **options)
+    for path, module in attention:
+        for part, parameter in module.named_parameters():
+            as_created = created.get_submodule(path).get_parameter(part)
+            assert not (parameter == 7.0).any(), f"{path}.{part}"
+            assert bool((parameter == parameter.flatten()[0]).all()) == bool(
+                (as_created == as_created.flatten()[0]).all()), f"{path}.{part}"
