@@ -270,10 +270,10 @@ def is_complete(folder: Path, config: TrainConfig, processes: int = 1) -> bool:
     return results["epochs"] >= config.epochs
 
 
-def _require_same(changed: list[str], source: Path) -> None:
+def _require_same(changed: dict[str, str], source: Path) -> None:
     if changed:
-        raise UsageError(f"{source} holds a run with other options ({'; '.join(changed)}): choose another --output, or "
-                         "continue it with the new options by --resume PATH")
+        raise UsageError(f"{source} holds a run with other options ({'; '.join(changed.values())}): choose another "
+                         "--output, or continue it with the new options by --resume PATH")
 
 
 def begin_or_resume(trainer: Trainer, about: dict[str, Any]) -> None:
@@ -326,10 +326,10 @@ def resume(trainer: Trainer, path: Path, state: dict[str, Any]) -> None:
     changes = config.differences(state["config"], trainer.world.size, state["world_size"])
     if config.resume == "auto":
         _require_same(changes, path)
-    order = [change for change in changes if change.startswith(("seed ", "the images of an update "))]
+    order = [changes[name] for name in ("seed", "total_batch") if name in changes]
     if order and state["progress"]["step"]:
         raise UsageError(f"{path} lies inside an epoch, whose order this would change: {'; '.join(order)}")
-    for change in changes:
+    for change in changes.values():
         log.warning("continuing with a changed option: %s", change)
     trainer.data.check_fingerprint(state["data_fingerprint"], path)
     trainer.load(state, path)

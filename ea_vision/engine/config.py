@@ -240,20 +240,21 @@ class TrainConfig:
             part in self.opt.lower() for part in ("ada", "lamb"))
         return self.lr * (images / self.lr_base_size) ** (0.5 if root else 1)
 
-    def differences(self, saved: dict[str, Any], processes: int = 1, saved_processes: int = 1) -> list[str]:
-        """Return, as text, the options that differ from the saved ones and may not change on resume.
+    def differences(self, saved: dict[str, Any], processes: int = 1, saved_processes: int = 1) -> dict[str, str]:
+        """Return the options that differ from the saved ones and may not change on resume, with what differs as text.
 
         An option that is missing there is younger than what was saved, which was made with its default. How
-        processes share the images of an update may change, their number may not.
+        processes share the images of an update may change, their number (total_batch) may not.
         """
         pairs = [(field.name, saved.get(field.name, default_of(field)), getattr(self, field.name))
                  for field in dataclasses.fields(self)
                  if not field.metadata["rules"].resume and field.name not in OF_AN_UPDATE]
-        changed = [f"{name} was {was!r}, got {now!r}" for name, was, now in pairs if was != now]
+        changed = {name: f"{name} was {was!r}, got {now!r}" for name, was, now in pairs if was != now}
         was = saved["batch_size"] * saved["grad_accum_steps"] * saved_processes
         now = self.images_of_update(processes)
         if was != now:
-            changed.append(f"the images of an update (batch_size x grad_accum_steps x processes) were {was}, got {now}")
+            changed["total_batch"] = ("the images of an update (batch_size x grad_accum_steps x processes) were "
+                                      f"{was}, got {now}")
         return changed
 
 
