@@ -280,7 +280,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     headings = {"model": "network", "mode": "mode"}
     for key, heading in MEASURED.items():
         headings |= {key: heading, f"{key}_ratio": "ratio"}
-    print(table(rows, headings))
+    print(table([{key: f"{value:.3f}" if key.endswith("_ratio") and value is not None else value
+                  for key, value in row.items()} for row in rows], headings))
     if args.csv:
         atomic_write(args.csv, csv_text([row | under for row in rows]).encode())
     return 0
