@@ -10,7 +10,6 @@ import html
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,14 @@ from ea_vision.visualize.figure_options import (
     Models,
     chosen_layers,
     epochs_of,
-    load_models,
+    loader,
     make_parser,
     only,
     parse_heads,
+    run_label,
     spread,
 )
-from ea_vision.visualize.image_maps import as_models
+from ea_vision.visualize.image_maps import as_images, as_models
 from ea_vision.visualize.page import MEGABYTE, STORED_PARTS, Explorer, build_page, size_mb
 from ea_vision.visualize.writing import check_output
 
@@ -83,12 +83,12 @@ def show_page(models: Models, images: ImageSource | Sequence[ImageSource], layer
         height: of the page in the notebook, in pixels.
 
     Raises:
-        UsageError: more than three models.
+        UsageError: more than three models, or no image.
     """
     loaded = as_models(models)
     if len(loaded) > MAX_MODELS:
         raise UsageError(f"a page takes at most {MAX_MODELS} models, got {len(loaded)}")
-    several = list(images) if isinstance(images, (list, tuple)) else [images]
+    several = as_images(images)
     jobs = [(name, read_image(image), loaded) for name, image in zip(names_of(several), several, strict=True)]
     explorer = Explorer(loaded, [chosen_layers(layers, model) for model in loaded])
     return PageInNotebook(build_page(*make_entries(explorer, jobs, MAX_MB, layers is not None)), height)
@@ -119,15 +119,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                              "%(default)s)")
     options = parser.parse_args(argv)
     output, epochs = check_output(Path(options.output), options.suffixes), options.through == "checkpoints"
-    load, targets, paths = partial(load_models, options), options.model or DEMO, find_images(options.images)
+    load, targets, paths = loader(options), options.model or DEMO, find_images(options.images)
     if not epochs and len(targets) > MAX_MODELS:
         raise UsageError(f"--model must be at most {MAX_MODELS} models, got {len(targets)}")
-    models = epochs_of(targets, load) if epochs else as_models(load(targets))
+    models = epochs_of(targets, load) if epochs else as_models(map(load, targets))
     pictures = [read_image(path) for path in paths]
     if epochs:
-        image, label = only(pictures, "image"), models[0].label.removesuffix(f", epoch {models[0].epoch}")
+        image = only(pictures, "image")
         jobs = [(f"epoch {model.epoch}", image, [model]) for model in models]
-        models = [replace(models[0], label=label)]
+        models = [replace(models[0], label=run_label(models[0]))]
     else:
         jobs = [(name, image, models) for name, image in zip(names_of(paths), pictures, strict=True)]
     whole = make_explorer(options, models)

@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -54,6 +55,7 @@ Heads = str | int | Sequence[int | str] | None
 Queries = Sequence[Query] | None
 DEMO = ["ea_conv_transformer_cifar"]  # the model unless one is named
 SOME_LAYERS = 6  # that are drawn unless others are asked for
+CHECKPOINTS = ("*.ckpt", f"{run_folder.SNAPSHOTS}/*.safetensors")  # in a run folder
 KEYWORDS = ("layers", "heads", "queries", "width", *(field.name for field in fields(MapStyle)))  # of `Asked`
 DIAGONAL, MIDDLE = ((0.25, 0.25), (0.5, 0.5), (0.75, 0.75)), ((0.5, 0.5),)
 
@@ -147,36 +149,35 @@ def spread(layers: Sequence[AttentionLayer], most: int = SOME_LAYERS) -> list[At
     return [layers[round(index * (len(layers) - 1) / max(1, most - 1))] for index in range(most)]
 
 
-def load_models(options: argparse.Namespace, targets: Sequence[str]) -> Iterator[LoadedModel]:
-    """Return `targets` as the options say, loaded one after the other; see first that the images exist."""
+def loader(options: argparse.Namespace) -> Callable[[str], LoadedModel]:
+    """Return a function that loads a model as the options say; see first that the images exist."""
     find_images(options.images)
-    size, device = options.img_size, choose_device(options.device)
-    return (load_model(target, random=options.random, img_size=size, device=device) for target in targets)
+    return partial(load_model, random=options.random, img_size=options.img_size, device=choose_device(options.device))
 
 
-def epochs_of(targets: Sequence[str], load: Callable[[Sequence[str]], Iterable[LoadedModel]]) -> list[LoadedModel]:
+def epochs_of(targets: Sequence[str], load: Callable[[str], LoadedModel] = load_model) -> list[LoadedModel]:
     """Return the models of run folders' *.ckpt files and snapshots, or of such files, in the order of epochs; of
     several files of the same epoch the last one.
 
     Raises:
         UsageError: a run folder without such files, or a model without an epoch.
     """
-    found = {model.epoch: model for model in load(checkpoints_of(targets))}
-    if None in found:
-        raise UsageError("what goes through checkpoints needs run folders or their *.ckpt or snapshots, got "
-                         + found[None].label)
-    return [found[epoch] for epoch in sorted(found)]
-
-
-def checkpoints_of(targets: Sequence[str]) -> list[str]:
-    """Replace run folders among the targets by their *.ckpt files and snapshots."""
-    found, names = [], ("*.ckpt", f"{run_folder.SNAPSHOTS}/*.safetensors")
+    files: list[str] = []
     for target in targets:
-        files = sorted(str(path) for name in names for path in Path(target).glob(name))
-        if Path(target).is_dir() and not files:
-            raise UsageError(f"run {target} has no {' nor '.join(names)}")
-        found += files or [target]
-    return found
+        held = sorted(str(path) for name in CHECKPOINTS for path in Path(target).glob(name))
+        if Path(target).is_dir() and not held:
+            raise UsageError(f"run {target} has no {' nor '.join(CHECKPOINTS)}")
+        files += held or [target]
+    models = {model.epoch: model for model in map(load, files)}
+    if None in models:
+        raise UsageError("what goes through checkpoints needs run folders or their *.ckpt or snapshots, got "
+                         + models[None].label)
+    return [models[epoch] for epoch in sorted(models)]
+
+
+def run_label(model: LoadedModel) -> str:
+    """Return a checkpoint's label without its epoch."""
+    return model.label.removesuffix(f", epoch {model.epoch}")
 
 
 # ---- what a figure is drawn of --------------------------------------------------------------------------------------
@@ -213,8 +214,8 @@ class Asked:
     @classmethod
     def by_options(cls, options: argparse.Namespace, models: Iterable[LoadedModel] = (), some: bool = False) -> Asked:
         """Return what a command's options ask for. If only some layers are shown unasked, a line says so."""
-        given = {name: value for name, value in vars(options).items() if name in KEYWORDS}
-        asked = cls(models or load_models(options, options.model or DEMO), some=some, **given)
+        given = {name: getattr(options, name) for name in KEYWORDS if name in options}
+        asked = cls(models or map(loader(options), options.model or DEMO), some=some, **given)
         for model, numbers in zip(asked.models, asked.numbers, strict=True):
             if options.layers is None and len(numbers) < len(found := parse_layers("all", model)):
                 print(f"{model.label}: layers {', '.join(map(str, numbers))} of {len(found)}; "
@@ -222,10 +223,9 @@ class Asked:
         asked.points()
         return asked
 
-    def record(self, image: AnyImage, parts: Sequence[str] = ("attn",),
-               places: bool = True) -> list[Recording]:
+    def record(self, image: AnyImage, parts: Sequence[str] = ("attn",)) -> list[Recording]:
         """Run each model on an image; see `ea_vision.visualize.image_maps.record`."""
-        self.recordings = [record(model, image, chosen, parts, places)
+        self.recordings = [record(model, image, chosen, parts)
                            for model, chosen in zip(self.models, self.layers, strict=True)]
         return self.recordings
 

@@ -1,8 +1,6 @@
 """Attention of query points by head (AA paper, figure 10), of several models side by side (EA paper, figure 4), or of
 several images."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure
@@ -10,7 +8,7 @@ from matplotlib.figure import Figure
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.inputs import find_images, names_of
 from ea_vision.visualize.figure_options import Asked, Heads, Layers, Models, Queries, make_parser
-from ea_vision.visualize.image_maps import AnyImage, Head, Query, Recording, cell_of, title_of
+from ea_vision.visualize.image_maps import AnyImage, Head, Query, Recording, as_images, cell_of, title_of
 from ea_vision.visualize.map_style import (
     STYLE,
     MapStyle,
@@ -18,6 +16,7 @@ from ea_vision.visualize.map_style import (
     head_name,
     map_name,
     map_sheet,
+    photo_of,
     queries_name,
     short_names,
 )
@@ -49,11 +48,9 @@ def _draw(asked: Asked, images: AnyImage | Sequence[AnyImage]) -> Figure:
     models, several = asked.models, isinstance(images, (list, tuple))
     if several and len(models) > 1:
         raise UsageError(f"several models need one image, got {len(models)} models and {len(images)} images")
-    if several and not images:
-        raise UsageError("at least one image required, got none")
     if several and asked.queries and len(asked.queries) != 1:
         raise UsageError(f"several images take one query, got {len(asked.queries)}")
-    recordings = [recording for image in (images if several else [images]) for recording in asked.record(image)]
+    recordings = [recording for image in as_images(images) for recording in asked.record(image)]
     asked.recordings, points = recordings, asked.points()
     if several:
         return draw_columns(recordings, names_of(images), asked.numbers * len(images), asked.heads,
@@ -94,7 +91,7 @@ def draw_heatmap(recording: Recording, layers: Sequence[int], heads: Sequence[He
     groups = [(map_name(recording.maps[layer], grid), head_rows(recording, layer, heads, points, style))
               for layer in layers]
     which = f", {head_name(heads[0])}" if len(heads) == 1 else " by head"
-    return map_sheet(title_of(recording.model), groups, style, width=width, photo=recording, points=points,
+    return map_sheet(title_of(recording.model), groups, style, width=width, photo=photo_of(recording, points),
                      note=f"attention{which}; {queries_name(points)}")
 
 
@@ -136,7 +133,7 @@ def draw_columns(recordings: Sequence[Recording], names: Sequence[str], layers: 
     whose = "mean of all queries" if points[0] is None else queries_name(points)
     which = f", {head_name(heads[0])}" if len(heads) == 1 else ""
     return map_sheet(title, groups, style, width=width, note=f"attention{what}: {whose}{which}{meaning}",
-                     photo=first if photo else None, points=points)
+                     photo=photo_of(first, points) if photo else None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

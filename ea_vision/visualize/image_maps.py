@@ -1,7 +1,5 @@
 """An image as a network saw it, with the maps of its layers: what every figure is drawn from."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -110,13 +108,24 @@ def title_of(model: LoadedModel) -> str:
 
 def as_models(models) -> list[LoadedModel]:
     """Return the models of one, several, or several by label (a mapping); their labels differ."""
-    if isinstance(models, Mapping):
-        return [replace(as_model(model), label=label) for label, model in models.items()]
     if isinstance(models, (str, nn.Module, LoadedModel)):
         models = [models]
-    loaded = [as_model(model) for model in models]
-    labels = numbered([model.label for model in loaded])
+    named = isinstance(models, Mapping)
+    loaded = [as_model(model) for model in (models.values() if named else models)]
+    labels = models if named else numbered([model.label for model in loaded])
     return [replace(model, label=label) for model, label in zip(loaded, labels, strict=True)]
+
+
+def as_images(images: AnyImage | Sequence[AnyImage]) -> list[AnyImage]:
+    """Return a list of one image or several.
+
+    Raises:
+        UsageError: none.
+    """
+    several = list(images) if isinstance(images, (list, tuple)) else [images]
+    if not several:
+        raise UsageError("at least one image required, got none")
+    return several
 
 
 def numbered(names: Sequence[str]) -> list[str]:
@@ -144,15 +153,14 @@ def as_batch(model: LoadedModel, images: Sequence[AnyImage]) -> Tensor:
 
 
 def record(model: nn.Module | LoadedModel | str, image: AnyImage, layers: Sequence[AttentionLayer],
-           parts: Sequence[str] = ("attn",), places: bool = True) -> Recording:
+           parts: Sequence[str] = ("attn",)) -> Recording:
     """Run a network on an image, in evaluation mode; see `as_model` and `as_input`.
 
     Args:
         parts: some of `ea_vision.recorder.recording.PARTS`; those that none of the layers has are left out.
-        places: layers whose rows and columns have a place in the image are required.
 
     Raises:
-        UsageError: layers with none of the parts, an input size that the network refuses, or a layer without places.
+        UsageError: layers with none of the parts, or an input size that the network refuses.
     """
     model, image = as_model(model), as_image(image)
     prepared = as_input(model, image)
@@ -164,8 +172,6 @@ def record(model: nn.Module | LoadedModel | str, image: AnyImage, layers: Sequen
             output = model.model(batch)
     except (ValueError, AssertionError) as error:
         raise UsageError(f"{model.label} on a {prepared.shape[1]}x{prepared.shape[2]} input: {error}") from error
-    for layer in maps.values() if places else ():
-        layer.check_places()
     return Recording(model, prepared, maps, None if isinstance(image, Tensor) else model.photo(image), output)
 
 
@@ -189,15 +195,12 @@ def add_contributions(recording: Recording) -> None:
         if own is None or previous is None or layer.attn is None or getattr(module, "evolution", None) is None:
             continue
         size = [layer.feat_size] if module.evolution.spatial else []
-
-        def attention(own: Tensor, previous: Tensor, module=module, layer=layer, size=size) -> Tensor:
-            with evaluating(module), torch.inference_mode():
-                return module.attention_of(module.evolution(own, previous, *size), layer.feat_size)
-
-        again = attention(own, previous)
+        with evaluating(module), torch.inference_mode():
+            again, *without = (module.attention_of(module.evolution(*logits, *size), layer.feat_size) for logits in (
+                (own, previous), (own, torch.zeros_like(previous)), (torch.zeros_like(own), previous)))
         if again.shape == layer.attn.shape and torch.allclose(again, layer.attn, atol=1e-3):
-            layer.save(WITHOUT[0], attention(own, torch.zeros_like(previous)))
-            layer.save(WITHOUT[1], attention(torch.zeros_like(own), previous))
+            for part, attn in zip(WITHOUT, without, strict=True):
+                layer.save(part, attn)
 
 
 def query_name(query: Query) -> str:

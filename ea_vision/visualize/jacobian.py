@@ -4,8 +4,6 @@ The Jacobian of the outputs says what a network attends to whether or not it has
 not agree.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -8,8 +8,6 @@ lowest colour. Logits and other signed parts have a diverging scale with 0 in it
 Lines, fonts and colours that are not data follow matplotlib's rcParams.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import COLORS as QUERY_COLORS
 from ea_vision.base.figures import PAGE
 from ea_vision.base.print import points
-from ea_vision.recorder.recording import PARTS, LayerMaps
+from ea_vision.recorder.recording import PARTS, AttentionLayer, LayerMaps
 from ea_vision.visualize.image_maps import MEAN, Head, Query, Recording, cell_of, query_name
 from ea_vision.visualize.sheet import Bar, Block, Row, Tile, sheet
 
@@ -122,13 +120,14 @@ def before_shares(model: nn.Module, name: str) -> dict[str, float]:
     return evolution.before_shares() if evolution else {}
 
 
-def equation(model: nn.Module, name: str, number: int) -> str:
-    """Say how the parts of a layer make each other, with its gates (of learnable ones their mean); "" where it
-    convolves no maps of a layer before."""
-    shares = before_shares(model, name)
-    if not shares:
+def equation(model: nn.Module, layers: Sequence[AttentionLayer | LayerMaps]) -> str:
+    """Say how the parts of the first layer that convolves maps of a layer before make each other, with its gates (of
+    learnable ones their mean); "" where none does."""
+    convolving = [layer for layer in layers if before_shares(model, layer.name)]
+    if not convolving:
         return ""
-    gates = model.get_submodule(name).evolution.gates()
+    first = convolving[0]
+    shares, gates = before_shares(model, first.name), model.get_submodule(first.name).evolution.gates()
     alpha, beta = (float(torch.as_tensor(gates.get(gate, 1.0)).detach().float().mean()) for gate in ("alpha", "beta"))
     names = {"prev_logits": "previous", "self_logits": "own"}
     mixed = " + ".join(f"{'' if share == 1 else f'{share:.2g} '}{names[part]}" for part, share in shares.items())
@@ -138,14 +137,16 @@ def equation(model: nn.Module, name: str, number: int) -> str:
     elif beta != 1:
         logits = f"{beta:.2g} {logits} + {1 - beta:.2g} ({mixed})"
     learned = any(isinstance(value, Tensor) for value in gates.values())
-    return f"{f'layer {number}' if learned else 'a layer'}: logits = {logits}, attention = softmax(logits)"
+    return f"{f'layer {first.number}' if learned else 'a layer'}: logits = {logits}, attention = softmax(logits)"
 
 
 # ---- photos and query points ----------------------------------------------------------------------------------------
 
-def draw_image(axes: Axes, pixels: np.ndarray, size: tuple[int, int], interpolation: str | None = "nearest") -> None:
-    """Draw (height, width, 3) in 0..1 over the area of an input of `size` (H, W)."""
-    axes.imshow(pixels, extent=(0, size[1], size[0], 0), interpolation=interpolation)
+def draw_image(axes: Axes, pixels: np.ndarray, size: tuple[int, int], interpolation: str | None = "nearest",
+               **how) -> None:
+    """Draw (height, width) or (height, width, 3) in 0..1 over the area of an input of `size` (H, W); **how: see
+    `Axes.imshow`."""
+    axes.imshow(pixels, extent=(0, size[1], size[0], 0), interpolation=interpolation, **how)
 
 
 def draw_photo(axes: Axes, recording: Recording, grey: bool = False) -> None:
@@ -157,12 +158,13 @@ def draw_photo(axes: Axes, recording: Recording, grey: bool = False) -> None:
 
 
 def photo_of(recording: Recording, queries: Sequence[Query] = (), feat_size: tuple[int, int] | None = None) -> Tile:
-    """Return the photo with numbered query points, framed as cells of maps of `feat_size`."""
+    """Return the photo with numbered query points, framed as cells of maps of `feat_size`; default: of the largest."""
     def paint(axes: Axes, _) -> None:
         axes.set_label("photo")
         draw_photo(axes, recording)
+        sizes = [feat_size] if feat_size else [layer.feat_size for layer in recording.maps.values()]
         for number, query in enumerate(queries, start=1):
-            mark_query(axes, recording, query, feat_size, number, numbered=True)
+            mark_query(axes, recording, query, max(sizes, key=math.prod), number, numbered=True)
 
     return Tile(paint, " " if any(isinstance(query, str) for query in queries) else "", aspect=recording.aspect)
 
@@ -190,64 +192,30 @@ def mark_query(axes: Axes, recording: Recording, query: Query, feat_size: tuple[
 
 # ---- maps -----------------------------------------------------------------------------------------------------------
 
-def norms_of(groups: Sequence[Sequence[np.ndarray]], style: MapStyle, part: str = "attn") -> list[list[Normalize]]:
-    """Return the scale of every map, in the nesting of `groups`, which are the maps that are compared with each other.
-
-    Attention, in units of uniform attention, has a logarithmic one, as far down as up, so that uniform attention is in
-    the middle. Logits: the middle 99% of their values, as far down as up. Other quantities: from 0.
-
-    Args:
-        groups: maps by group.
-        part: one of PARTS, or another quantity's name.
-    """
-    if style.scale == "tile":
-        return [[_norm([values], part, 1.05) for values in group] for group in groups]
-    if style.scale == "uniform" and part == "attn":
-        groups_shown = [[np.array(UNIFORM_TOP)]] * len(groups)
-    elif style.scale == "layer":
-        groups_shown = groups
-    else:
-        groups_shown = [[values for group in groups for values in group]] * len(groups)
-    return [[_norm(shown, part)] * len(group) for shown, group in zip(groups_shown, groups, strict=True)]
-
-
-def _norm(maps: Sequence[np.ndarray], part: str, lowest_top: float = LOWEST_TOP) -> Normalize:
-    values = np.concatenate([m.ravel() for m in maps]).astype(np.float64)
-    if part == "attn":
-        top = max(lowest_top, values.max())
-        return LogNorm(1 / top, top, clip=True)  # clipped: 0 has the lowest colour
-    reach = max(*np.abs(np.quantile(values, (0.005, 0.995))), 1e-12)
-    return Normalize(-reach if part in PARTS else 0.0, reach)
-
-
-def draw_map(axes: Axes, values: np.ndarray, recording: Recording, norm: Normalize, style: MapStyle, *,
-             point: Query | None = None, number: int = 1, cells: tuple[int, int] | None = None, part: str = "attn"):
-    """Draw a map (H', W') over the input's area, its query's cell framed; return the artist.
+def map_of(values: np.ndarray, recording: Recording, style: MapStyle, title: str = "", note: str = "", *,
+           point: Query | None = None, number: int = 1, cells: tuple[int, int] | None = None,
+           part: str = "attn") -> Tile:
+    """Return a tile of a map (H', W') over the input's area, its query's cell framed.
 
     Args:
         values: attention in units of uniform attention (`Recording.relative_map`), or another part.
-        norm: from `norms_of`.
+        title, note: above and below it.
         point: the query, in pixels of the input or a token by name; number: which of the queries.
         cells: (height, width) of the map that the query's cell is of; default: this one.
     """
-    H, W = recording.img_size
-    if style.overlay:
-        draw_photo(axes, recording, grey=True)
-    artist = axes.imshow(values, extent=(0, W, H, 0), cmap=style.colormap(part), norm=norm,
-                         alpha=style.opacity if style.overlay else None, interpolation="nearest")
-    if point is not None:
-        mark_query(axes, recording, point, cells or values.shape, number)
-    if style.scale == "tile" and part == "attn":
-        axes.text(0.97, 0.03, f"\N{MULTIPLICATION SIGN}{short(values.max())}", transform=axes.transAxes, ha="right",
-                  va="bottom", fontsize=points(), color="black",
-                  path_effects=[patheffects.withStroke(linewidth=1.5, foreground="white")])
-    return artist
+    def paint(axes: Axes, norm: Normalize) -> None:
+        if style.overlay:
+            draw_photo(axes, recording, grey=True)
+        draw_image(axes, values, recording.img_size, cmap=style.colormap(part), norm=norm,
+                   alpha=style.opacity if style.overlay else None)
+        if point is not None:
+            mark_query(axes, recording, point, cells or values.shape, number)
+        if style.scale == "tile" and part == "attn":
+            axes.text(0.97, 0.03, f"\N{MULTIPLICATION SIGN}{short(values.max())}", transform=axes.transAxes, ha="right",
+                      va="bottom", fontsize=points(), color="black",
+                      path_effects=[patheffects.withStroke(linewidth=1.5, foreground="white")])
 
-
-def map_of(values: np.ndarray, recording: Recording, style: MapStyle, title: str = "", note: str = "", **how) -> Tile:
-    """Return a tile that `draw_map` draws."""
-    return Tile(lambda axes, norm: draw_map(axes, values, recording, norm, style, **how), title, note,
-                recording.aspect, values)
+    return Tile(paint, title, note, recording.aspect, values)
 
 
 def attention_of(recording: Recording, layer: int, head: Head, query: Query | None, style: MapStyle, title: str = "",
@@ -262,18 +230,39 @@ def attention_of(recording: Recording, layer: int, head: Head, query: Query | No
 
 def scaled(groups: Sequence[Sequence[Tile]], style: MapStyle, part: str = "attn", label: str = "") -> list[Bar]:
     """Give the tiles of each group, whose maps are compared, their scale; return the colour bar of each group."""
-    norms = norms_of([[tile.values for tile in group] for group in groups], style, part)
-    for group, scales in zip(groups, norms, strict=True):
-        for tile, norm in zip(group, scales, strict=True):
-            tile.norm = norm
-    return [scale_bar(scales[0], style, part, label) for scales in norms]
+    every, bars = [tile for group in groups for tile in group], []
+    for group in groups:
+        compared = every if style.scale in ("all", "uniform") else group
+        shared = norm_of([tile.values for tile in compared], style, part)
+        for tile in group:
+            tile.norm = norm_of([tile.values], style, part) if style.scale == "tile" else shared
+        bars.append(bar_of(group[0].norm, style, part, label))
+    return bars
 
 
-def scale_bar(norm: Normalize, style: MapStyle, part: str = "attn", label: str = "") -> Bar:
+def norm_of(maps: Sequence[np.ndarray], style: MapStyle, part: str = "attn") -> Normalize:
+    """Return the scale of maps that are compared with each other.
+
+    Attention, in units of uniform attention, has a logarithmic one, as far down as up, so that uniform attention is in
+    the middle. Logits: the middle 99% of their values, as far down as up. Other quantities: from 0.
+
+    Args:
+        part: one of PARTS, or another quantity's name.
+    """
+    values = np.concatenate([m.ravel() for m in maps]).astype(np.float64)
+    if part == "attn":
+        lowest = 1.05 if style.scale == "tile" else LOWEST_TOP
+        top = UNIFORM_TOP if style.scale == "uniform" else max(lowest, values.max())
+        return LogNorm(1 / top, top, clip=True)  # clipped: 0 has the lowest colour
+    reach = max(*np.abs(np.quantile(values, (0.005, 0.995))), 1e-12)
+    return Normalize(-reach if part in PARTS else 0.0, reach)
+
+
+def bar_of(norm: Normalize, style: MapStyle, part: str = "attn", label: str = "") -> Bar:
     """Return the colour bar of maps that are compared: of attention in units of uniform attention, which is marked; of
-    other parts or quantities as they are."""
+    other parts or quantities as they are. label: default: attention's, or logits'."""
     attention = part == "attn"
-    label = label or (ATTENTION_BAR if attention else "logit" if part in PARTS else part)
+    label = label or (ATTENTION_BAR if attention else "logit")
     if attention:
         ups = [short(norm.vmax ** 0.5), short(norm.vmax)]
         texts = [f"1/{ups[1]}", f"1/{ups[0]}", "1", *ups]
@@ -293,16 +282,15 @@ def short(value: float) -> str:
 # ---- figures --------------------------------------------------------------------------------------------------------
 
 def map_sheet(title: str, groups: Sequence[tuple[str, Sequence[Row]]], style: MapStyle, *, width: float | None,
-              note: str, photo: Recording | None = None, points: Sequence[Query] = (),
-              feat_size: tuple[int, int] | None = None, part: str = "attn", label: str = "",
+              note: str, photo: Tile | None = None, part: str = "attn", label: str = "",
               bars: Sequence[Bar] = ()) -> Figure:
     """Draw a figure of maps: the photo with its query points, and a block a group; groups of one row each, of short
     names, are a grid.
 
     Args:
         groups: title and rows of each; the maps of a group are compared.
-        photo, points, feat_size: see `photo_of`; by default cells of the largest map are framed.
-        part, label: see `scale_bar`.
+        photo: see `photo_of`.
+        part, label: see `bar_of`.
         bars: of the groups, where their tiles have their scale already.
     """
     bars = bars or scaled([[tile for row in rows for tile in row.tiles] for _, rows in groups], style, part, label)
@@ -313,8 +301,7 @@ def map_sheet(title: str, groups: Sequence[tuple[str, Sequence[Row]]], style: Ma
     else:
         blocks = [Block(rows, name, **{"row_bars" if singles else "bars": [bar] if own else []})
                   for (name, rows), bar in zip(groups, bars, strict=True)]
-    return sheet(title, blocks, width=width, note=note, bars=[] if own else bars[:1], photo=photo and photo_of(
-        photo, points, feat_size or max((layer.feat_size for layer in photo.maps.values()), key=math.prod)))
+    return sheet(title, blocks, width=width, note=note, bars=[] if own else bars[:1], photo=photo)
 
 
 def _grid(names: Sequence[str], lines: Sequence[Sequence[Tile]], bars: Sequence[Bar], narrow: bool) -> Block:

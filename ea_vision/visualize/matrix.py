@@ -2,8 +2,6 @@
 
 Of a vision transformer the tokens before the patches (class token, registers) come first, before a line."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -36,7 +34,7 @@ def _draw(asked: Asked, image: AnyImage, part: str) -> Figure:
     lacking = [str(layer.number) for layer in asked.layers[0] if part not in layer.parts]
     if lacking:
         raise UsageError(f"{asked.models[0].label} has no {part} in layer {', '.join(lacking)}: choose --layers")
-    [recording] = asked.record(image, (part,), places=False)
+    [recording] = asked.record(image, (part,))
     return draw_matrix(recording, asked.numbers[0], asked.heads, part, **asked.how)
 
 

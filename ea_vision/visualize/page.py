@@ -5,10 +5,7 @@ is off by at most half a step, that is by (largest - smallest of the row) / 510.
 each image, model and part; maps that occur twice are stored once.
 """
 
-from __future__ import annotations
-
 import base64
-import hashlib
 import html
 import io
 import json
@@ -83,20 +80,18 @@ def pack(maps: dict[int, dict[str, np.ndarray]]) -> tuple[dict[str, str], dict[i
     places: dict[int, dict[str, list]] = {number: {} for number in maps}
     known: dict[bytes, list] = {}
     for part in STORED_PARTS:
-        pieces, offset = [], 0
+        stream = bytearray()
         for number, parts in maps.items():
             if part not in parts:
                 continue
             data = b"".join(array.astype(array.dtype.newbyteorder("<")).tobytes() for array in quantise(parts[part]))
             data += bytes(-len(data) % 4)
-            key = hashlib.sha256(data).digest()
-            if key not in known:
-                known[key] = [part, offset]
-                pieces.append(data)
-                offset += len(data)
-            places[number][part] = known[key]
-        if pieces:
-            streams[part] = base64.b64encode(zlib.compress(b"".join(pieces), 6)).decode()
+            if data not in known:
+                known[data] = [part, len(stream)]
+                stream += data
+            places[number][part] = known[data]
+        if stream:
+            streams[part] = base64.b64encode(zlib.compress(stream, 6)).decode()
     return streams, places
 
 
@@ -123,8 +118,7 @@ class Explorer:
             "label": model.label,
             "imgSize": model.img_size,
             "prefix": prefix_names(model.model),
-            "equation": next((text for layer in chosen if (text := equation(model.model, layer.name, layer.number))),
-                             ""),
+            "equation": equation(model.model, chosen),
             "layers": [{
                 "number": layer.number,
                 "name": layer.name,

@@ -3,8 +3,6 @@
 Heads are averaged, the residual counts as identity. Where a network has convolutions, which move information too, this
 is an approximation and the figure says so. Layers whose queries are the class token alone are left out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure
@@ -14,7 +12,7 @@ from ea_vision.recorder.quantities import attention_rollout
 from ea_vision.recorder.recording import LayerMaps
 from ea_vision.visualize.figure_options import Asked, Layers, Models, Queries, make_parser
 from ea_vision.visualize.image_maps import AnyImage, Query, Recording, cell_of, title_of
-from ea_vision.visualize.map_style import STYLE, MapStyle, layers_name, map_of, map_sheet, queries_name
+from ea_vision.visualize.map_style import STYLE, MapStyle, layers_name, map_of, map_sheet, photo_of, queries_name
 from ea_vision.visualize.sheet import Row
 from ea_vision.visualize.writing import each_figure
 
@@ -47,8 +45,8 @@ def draw_rollout(recordings: Sequence[Recording], points: Sequence[Query], style
     """
     first = recordings[0]
     groups = [_group(recording, first.img_size, points, style) for recording in recordings]
-    return map_sheet("attention rollout", groups, style, width=width, photo=first, points=points,
-                     feat_size=_asking(first)[-1].feat_size,
+    return map_sheet("attention rollout", groups, style, width=width,
+                     photo=photo_of(first, points, _asking(first)[-1].feat_size),
                      label="share of the last map's pixel \N{MULTIPLICATION SIGN} N (1: uniform)",
                      note="where the last map's pixels come from, through all layers; "
                           f"{queries_name(points)}; all pixels: their mean")
@@ -58,11 +56,13 @@ def _asking(recording: Recording) -> list[LayerMaps]:
     """Return the layers whose queries are pixels.
 
     Raises:
-        UsageError: there are none.
+        UsageError: there are none, or a layer whose rows and columns are channels.
     """
+    for layer in recording.maps.values():
+        layer.check_places()
     layers = [layer for layer in recording.maps.values() if layer.pixels_ask]
     if not layers:
-        next(iter(recording.maps.values())).check_pixels_ask()
+        layer.check_pixels_ask()
     return layers
 
 

@@ -1,7 +1,5 @@
 """Where a spatial transformer looks: the quadrilateral that it samples, on the input, and what it hands on."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -7,6 +7,7 @@ matplotlib's); every text is measured, so that none meets another one. Lengths h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -84,16 +85,22 @@ def _height(text: str, size: float) -> float:
 
 @dataclass
 class _Laid:
-    """What stands where, from the left upper corner: (x, y, function of figure, x and y). whole: no grid is broken."""
+    """What stands where, in points from the left upper corner.
+
+    boxes: axes, (x, y, width, height, function that draws into them). texts: (x, y, text, size). whole: no grid is
+    broken.
+    """
 
     width: float = 0.0
     height: float = 0.0
     whole: bool = True
-    items: list[tuple[float, float, Callable]] = field(default_factory=list)
+    boxes: list[tuple[float, float, float, float, Callable[[Axes], object]]] = field(default_factory=list)
+    texts: list[tuple[float, float, str, float]] = field(default_factory=list)
 
     def place(self, other: _Laid, x: float, y: float) -> None:
         """Add what another one has, its corner at (x, y)."""
-        self.items += [(x + dx, y + dy, paint) for dx, dy, paint in other.items]
+        self.boxes += [(x + dx, y + dy, *rest) for dx, dy, *rest in other.boxes]
+        self.texts += [(x + dx, y + dy, *rest) for dx, dy, *rest in other.texts]
         self.width, self.height = max(self.width, x + other.width), max(self.height, y + other.height)
         self.whole &= other.whole
 
@@ -101,18 +108,24 @@ class _Laid:
         """Add text, broken into lines, at the lower end."""
         size = points(kind)
         lines = wrapped(text, self.width - x, size)
-        self.items.append((x, self.height, lambda figure, x, y: lines and figure.text(
-            x, y, lines, fontsize=size, va="top")))
+        self.texts.append((x, self.height, lines, size))
         self.height += _height(lines, size)
+
+    def bar(self, bar: Bar, x: float, length: float, label: str = "", flat: bool = True) -> None:
+        """Add a colour bar at the lower end."""
+        sides = (length, BAR) if flat else (BAR, length)
+        self.boxes.append((x, self.height, *sides, partial(_paint_bar, bar, length, label, flat)))
 
     def bars(self, bars: Sequence[Bar]) -> None:
         """Add colour bars side by side at the lower end."""
-        each = min(self.width / max(1, len(bars)), 1.4 * BAR_LENGTH)
+        if not bars:
+            return
+        each = min(self.width / len(bars), 1.4 * BAR_LENGTH)
         labels = [wrapped(bar.label, each - 4 * GAP, points()) for bar in bars]
+        self.height += 1
         for index, (bar, label) in enumerate(zip(bars, labels, strict=True)):
-            self.items.append((index * each, self.height + 1, partial(_paint_bar, bar, each - 4 * GAP, label, True)))
-        if bars:
-            self.height += BAR + LEADING * points() + max(_height(label, points()) for label in labels) + 7.0
+            self.bar(bar, index * each, each - 4 * GAP, label)
+        self.height += BAR + LEADING * points() + max(_height(label, points()) for label in labels) + 6.0
 
     def row(self, tiles: Sequence[Tile], side: float, left: float, label: str, bar: Bar | None) -> None:
         """Add a line of tiles, with the label of their row and its colour bar, at the lower end."""
@@ -123,31 +136,23 @@ class _Laid:
         edge = max(0.0, text_width(label, small) - high if label else 0.0) / 2
         self.height += above + (0.3 * small if above else 0.0) + edge
         for tile, title, note in zip(tiles, titles, notes, strict=True):
-            self.items.append((left, self.height, partial(_paint_tile, tile, side, high, title, note, label)))
+            self.boxes.append((left, self.height, side, high, partial(_paint_tile, tile, title, note, label)))
             left, label = left + side + GAP, ""
         if bar:
-            self.items.append((left, self.height, partial(_paint_bar, bar, high, "", False)))
+            self.bar(bar, left, high, flat=False)
         self.height += high + edge + (below + 2.0 if below else 0.0) + GAP
 
 
-def _add_axes(width: float, height: float, figure: Figure, x: float, y: float) -> Axes:
-    """Return axes of points, whose left upper corner is at (x, y) of the figure's 0..1."""
-    W, H = 72 * figure.get_size_inches()
-    return figure.add_axes((x, y - height / H, width / W, height / H))
-
-
-def _paint_tile(tile: Tile, width: float, height: float, title: str, note: str, label: str, *place) -> None:
-    axes = _add_axes(width, height, *place)
+def _paint_tile(tile: Tile, title: str, note: str, label: str, axes: Axes) -> None:
     axes.set(xticks=[], yticks=[], frame_on=False, title=title, xlabel=note, ylabel=label)
     if tile.paint:
         tile.paint(axes, tile.norm)
 
 
-def _paint_bar(bar: Bar, length: float, label: str, flat: bool, figure: Figure, *place) -> None:
+def _paint_bar(bar: Bar, length: float, label: str, flat: bool, axes: Axes) -> None:
     """Draw a colour bar with as many of its texts as have room, those at the ends within its length."""
-    axes = _add_axes(*((length, BAR) if flat else (BAR, length)), figure, *place)
-    drawn = figure.colorbar(ScalarMappable(bar.norm, bar.cmap), cax=axes, label=label,
-                            orientation="horizontal" if flat else "vertical")
+    drawn = axes.figure.colorbar(ScalarMappable(bar.norm, bar.cmap), cax=axes, label=label,
+                                 orientation="horizontal" if flat else "vertical")
     axes.set_label("<colorbar>")
     drawn.outline.set_visible(False)
     room = length / (max(text_width(text, points()) for text in bar.texts) + 2 if flat else 1.2 * points())
@@ -156,10 +161,9 @@ def _paint_bar(bar: Bar, length: float, label: str, flat: bool, figure: Figure, 
     drawn.set_ticks(places[shown], labels=bar.texts[shown])
     axes.minorticks_off()
     axes.tick_params(labelsize=points(), pad=1, length=2)
-    texts, low, high = (axes.get_xticklabels(), "left", "right") if flat else (
-        axes.get_yticklabels(), "bottom", "top")
-    for text, side in (texts[0], low), (texts[-1], high):
-        text.set(**{"ha" if flat else "va": side})
+    first, last = (drawn.long_axis.get_ticklabels()[end] for end in (0, -1))
+    first.set(**{"ha": "left"} if flat else {"va": "bottom"})
+    last.set(**{"ha": "right"} if flat else {"va": "top"})
     if bar.mark:
         (axes.axvline if flat else axes.axhline)(places[2], color="black", linewidth=1.2, clip_on=False)
 
@@ -169,11 +173,11 @@ def _lay_block(block: Block, side: float, room: float, alone: bool) -> _Laid:
     small, side = points(), side * block.enlarged
     labels = [wrapped(row.label, max(side * row.tiles[0].aspect, 30.0), small) for row in block.rows]
     left = max(_height(label, small) for label in labels) + 2.0 * any(labels)
-    right = GAP + BAR + 4 + max(text_width(text, small) for bar in block.row_bars for text in bar.texts
-                                ) if block.row_bars else 0.0
+    numbers = [text_width(text, small) for bar in block.row_bars for text in bar.texts]
+    right = GAP + BAR + 4 + max(numbers) if numbers else 0.0
     columns = max(len(row.tiles) for row in block.rows)
-    lines = -(-columns // max(1, int((room - left - right + GAP) // (side + GAP))))
-    each = -(-columns // lines)
+    lines = math.ceil(columns / max(1, (room - left - right + GAP) // (side + GAP)))
+    each = math.ceil(columns / lines)
     grid = left + each * (side + GAP) - GAP + right
     alone |= 2 * grid + 3 * GAP > room  # no other fits beside it
     least = max(BAR_LENGTH * len(block.bars), text_width(block.title, points("medium")) * alone)
@@ -185,8 +189,7 @@ def _lay_block(block: Block, side: float, room: float, alone: bool) -> _Laid:
             if tiles := row.tiles[first:first + each]:
                 laid.row(tiles, side, left, label, bar)
         for col, bar in enumerate(block.column_bars[first:first + each]):
-            x = left + col * (side + GAP) + GAP
-            laid.items.append((x, laid.height, partial(_paint_bar, bar, side - 2 * GAP, "", True)))
+            laid.bar(bar, left + col * (side + GAP) + GAP, side - 2 * GAP)
         laid.height += (BAR + 4 + LEADING * small) * bool(block.column_bars)
     laid.bars(block.bars)
     return laid
@@ -220,8 +223,7 @@ def sheet(title: str, blocks: Sequence[Block], *, width: float | None = None, ph
     """
     small, room = points(), 72 * (check_width(width) or PAGE) - 2 * MARGIN
     words = [word for block in blocks for row in block.rows for tile in row.tiles for word in tile.title.split()]
-    smallest = max(SMALLEST_TILE, *(text_width(word, small) - GAP + 1 for word in words), 0.0)
-    smallest = min(smallest, 46.0 * small / 7)
+    smallest = min(46.0 * small / 7, max([SMALLEST_TILE, *(text_width(word, small) - GAP + 1 for word in words)]))
     for side in np.arange(max(LARGEST_TILE, smallest), smallest - 2, -2):
         body = _lay_all(blocks, max(side, smallest), room)
         if body.whole and body.height <= 72 * min(7.0, 1.7 * (width or PAGE)):
@@ -229,7 +231,7 @@ def sheet(title: str, blocks: Sequence[Block], *, width: float | None = None, ph
     whole, left = _Laid(room if width else min(room, max(body.width, 200.0))), 0.0
     if photo:
         side, above = min(PHOTO, 0.32 * whole.width), 10.0 * bool(photo.title)
-        whole.items.append((0.0, above, partial(_paint_tile, photo, side, side * photo.aspect, "", "", "")))
+        whole.boxes.append((0.0, above, side, side * photo.aspect, partial(_paint_tile, photo, "", "", "")))
         left = side + 2 * GAP
     whole.text(left, title, "title")
     whole.text(left, note)
@@ -243,6 +245,8 @@ def sheet(title: str, blocks: Sequence[Block], *, width: float | None = None, ph
     figure = new_figure(W / 72, H / 72)
     with matplotlib.rc_context({"text.parse_math": False, "axes.titlesize": small, "axes.labelsize": small,
                                 "axes.titlepad": 0.3 * small, "axes.titley": 1.0, "axes.labelpad": 2.0}):
-        for x, y, paint in whole.items:  # below the line hang letters of titles
-            paint(figure, (MARGIN + x) / W, 1 - (MARGIN + y) / H)
+        for x, y, width, height, paint in whole.boxes:
+            paint(figure.add_axes(((MARGIN + x) / W, 1 - (MARGIN + y + height) / H, width / W, height / H)))
+        for x, y, text, size in whole.texts:
+            figure.text((MARGIN + x) / W, 1 - (MARGIN + y) / H, text, fontsize=size, va="top")
     return figure

@@ -1,7 +1,5 @@
 """Entropy, distance, likeness to the previous layer's map and share of position alone, by layer and head."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +11,6 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
-from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import PAGE, check_width, color_cycle
 from ea_vision.base.files import atomic_write, write_npz
 from ea_vision.base.print import legend_below, new_figure, points, print_style, small_ticks, wrapped
@@ -21,7 +18,7 @@ from ea_vision.recorder.inputs import find_images
 from ea_vision.recorder.loading import positive
 from ea_vision.recorder.quantities import LayerQuantities, measure, quantities_arrays, quantities_csv
 from ea_vision.visualize.figure_options import Asked, Layers, Models, make_parser
-from ea_vision.visualize.image_maps import AnyImage, as_batch, evaluating, title_of
+from ea_vision.visualize.image_maps import AnyImage, as_batch, as_images, evaluating, title_of
 from ea_vision.visualize.writing import check_output, save
 
 EXAMPLES = """\
@@ -39,10 +36,7 @@ def plot_statistics(models: Models, images: AnyImage | Sequence[AnyImage],
     Raises:
         UsageError: no image.
     """
-    several = list(images) if isinstance(images, (list, tuple)) else [images]
-    if not several:
-        raise UsageError("at least one image required, got none")
-    return draw_statistics(_measured(Asked(models, layers), several), width=width)
+    return draw_statistics(_measured(Asked(models, layers), as_images(images)), width=width)
 
 
 def _measured(asked: Asked, images: Sequence[AnyImage], batch_size: int = 16,
@@ -58,12 +52,17 @@ def _measured(asked: Asked, images: Sequence[AnyImage], batch_size: int = 16,
     return measured
 
 
-# title; a layer's values (images, K), or None; those of uniform attention; how far the axis reaches at least
+def _correlations(layer: LayerQuantities) -> Tensor:
+    """Return the correlations with the previous layer's map, not a number where that has another shape."""
+    return torch.full((1, 1), math.nan) if layer.correlations is None else layer.correlations
+
+
+# title; a layer's values (images, K); those of uniform attention; how far the axis reaches at least
 PANELS = (
     ("entropy / log N", lambda layer: layer.entropies / layer.uniform_entropy, lambda layer: 1.0, 1.05),
     ("distance of attention (pixels of the input)", lambda layer: layer.distances,
      lambda layer: layer.uniform_distance, 0.0),
-    ("correlation with the previous layer's map", lambda layer: layer.correlations, None, 1.05),
+    ("correlation with the previous layer's map", _correlations, None, 1.05),
     ("share of position alone", lambda layer: layer.positions, None, 1.05),
 )
 
@@ -76,7 +75,7 @@ def draw_statistics(measured: Mapping[str, Sequence[LayerQuantities]], *, width:
         measured: by label; from `ea_vision.recorder.quantities.measure`.
         width: inches.
     """
-    panels = [panel for panel in PANELS if any(_known(panel[1](layer)).isfinite().any()
+    panels = [panel for panel in PANELS if any(panel[1](layer).isfinite().any()
                                                for layers in measured.values() for layer in layers)]
     width = check_width(width) or PAGE
     columns = 2 if width >= 5 and len(panels) > 1 else 1
@@ -109,14 +108,14 @@ def draw_statistics(measured: Mapping[str, Sequence[LayerQuantities]], *, width:
     return figure
 
 
-def _draw_model(axes: Axes, layers: Sequence[LayerQuantities], values_of: Callable[[LayerQuantities], Tensor | None],
+def _draw_model(axes: Axes, layers: Sequence[LayerQuantities], values_of: Callable[[LayerQuantities], Tensor],
                 number: int, shift: float, label: str) -> None:
     """Draw a model's heads, their mean and its spread, moved aside so that models do not hide each other."""
     colors, line = color_cycle(), []
     how = {"color": colors[number % len(colors)], "marker": MARKERS[number % len(MARKERS)]}
     for before, layer in zip([layers[0], *layers], layers, strict=False):
         line += [[math.nan] * 3] * (before.feat_size != layer.feat_size)
-        heads, images = (_known(values_of(layer)).nanmean(dim) for dim in (0, 1))  # NaN where a map is constant
+        heads, images = (values_of(layer).nanmean(dim) for dim in (0, 1))  # NaN where a map is constant
         images = images[images.isfinite()]
         line.append([layer.number + shift, float(heads.nanmean()),
                      float(images.std()) if len(images) > 1 else math.nan])
@@ -124,10 +123,6 @@ def _draw_model(axes: Axes, layers: Sequence[LayerQuantities], values_of: Callab
     x, means, spreads = zip(*line, strict=True)
     axes.plot(x, means, label=label, **how)
     axes.errorbar(x, means, spreads, fmt="none", ecolor=how["color"], elinewidth=0.8, alpha=0.7)
-
-
-def _known(values: Tensor | None) -> Tensor:
-    return torch.full((1, 1), math.nan) if values is None else values
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,17 +1,13 @@
 """One query through the layers of a chain: previous, own and convolved logits, the attention they give, and what that
 is without either (PA paper, figure 8; EA paper, figure 11). The suffix .gif makes a film of the attention."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from matplotlib.figure import Figure
 
 from ea_vision.base.errors import UsageError
-from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.recording import PARTS
 from ea_vision.visualize import writing
 from ea_vision.visualize.figure_options import (
@@ -24,9 +20,10 @@ from ea_vision.visualize.figure_options import (
     Models,
     Queries,
     epochs_of,
-    load_models,
+    loader,
     make_parser,
     only,
+    run_label,
 )
 from ea_vision.visualize.heatmap import draw_columns, head_rows
 from ea_vision.visualize.image_maps import (
@@ -80,7 +77,7 @@ def plot_strip(model: Model, image: AnyImage, layers: Layers = None, head: Head 
     if through not in ("layers", "checkpoints"):
         raise UsageError(f"through must be layers or checkpoints, got {through!r}")
     training = through == "checkpoints"
-    models = epochs_of([str(model)], partial(map, load_model)) if training else model
+    models = epochs_of([str(model)]) if training else model
     asked = Asked(models, layers, [head], query and [query], width=width, **style)
     return _draw_training(asked, image) if training else _draw(asked, image)
 
@@ -92,10 +89,9 @@ def _draw(asked: Asked, image: AnyImage) -> Figure:
 
 def _draw_training(asked: Asked, image: AnyImage) -> Figure:
     """Draw attention through training: a row a layer, a column an epoch."""
-    model = asked.models[0]
     return draw_columns(asked.record(image), [f"epoch {model.epoch}" for model in asked.models], asked.numbers,
-                        asked.heads, asked.points(MIDDLE), **asked.how, photo=True,
-                        title=model.label.removesuffix(f", epoch {model.epoch}"), what=" through training")
+                        asked.heads, asked.points(MIDDLE), **asked.how, photo=True, title=run_label(asked.models[0]),
+                        what=" through training")
 
 
 def chains_of(recording: Recording, layers: Sequence[int]) -> list[list[int]]:
@@ -124,12 +120,13 @@ def columns_of(recording: Recording, layers: Sequence[int]) -> dict[str, str]:
             "attn": "attention"}
     convolved = [layer for layer in evolved if layer.conv_logits is not None]
     own_too = any("self_logits" in before_shares(recording.model.model, layer.name) for layer in convolved)
-    own = "self_logits", "+ own\nlogits"
-    mixed = "conv_logits", f"{ARROW} conv.\nof {'both' if own_too else 'prev.'}"
-    again = len(convolved) == len(evolved) and all(torch.equal(one.conv_logits, one.logits) for one in convolved)
-    names = dict([("prev_logits", "prev.\nlogits"), *((own, mixed) if own_too else (mixed, own)),
-                  *([] if again else [("logits", f"{ARROW}\nlogits")]), ("attn", f"{ARROW}\nattn."),
-                  *zip(WITHOUT, ("without\nprev.", "without\nown"), strict=True)])
+    own = {"self_logits": "+ own\nlogits"}
+    mixed = {"conv_logits": f"{ARROW} conv.\nof {'both' if own_too else 'prev.'}"}
+    names = {"prev_logits": "prev.\nlogits", **(own | mixed if own_too else mixed | own),
+             "logits": f"{ARROW}\nlogits", "attn": f"{ARROW}\nattn.",
+             WITHOUT[0]: "without\nprev.", WITHOUT[1]: "without\nown"}
+    if len(convolved) == len(evolved) and all(torch.equal(one.conv_logits, one.logits) for one in convolved):
+        del names["logits"]
     return {part: name for part, name in names.items() if any(part in layer.recorded() for layer in maps)}
 
 
@@ -154,10 +151,10 @@ def draw_strip(recording: Recording, layers: Sequence[int], head: Head, point: Q
         f"{layers_name(chain)}, {'x'.join(map(str, recording.maps[chain[0]].feat_size))}" for chain in chains]
     note, query = f"{layers_name(layers)}, {head_name(head)}", f", query {query_name(point)}"
     if len(columns) == 1:
-        rows = [Row([attention_of(recording, layer, head, point, style, f"layer {layer}") for layer in chain])
-                for chain in chains]
-        return map_sheet(title_of(recording.model), [(name, [row]) for name, row in zip(names, rows, strict=True)],
-                         style, width=width, note=note + query, photo=recording, points=[point])
+        groups = [(name, [Row([attention_of(recording, layer, head, point, style, f"layer {layer}")
+                               for layer in chain])]) for name, chain in zip(names, chains, strict=True)]
+        return map_sheet(title_of(recording.model), groups, style, width=width, note=note + query,
+                         photo=photo_of(recording, [point]))
     blocks = []
     for chain, name in zip(chains, names, strict=True):
         rows = [Row([_tile(recording, layer, part, head, point, style, title if layer == chain[0] else "",
@@ -171,9 +168,8 @@ def draw_strip(recording: Recording, layers: Sequence[int], head: Head, point: Q
         for (block, _), bar in zip(compared, scaled([tiles for _, tiles in compared], style, kind), strict=True):
             block.bars.append(bar)
     note += (" (of their logits, and of their attention)" if head == MEAN else "") + query
-    texts = [equation(recording.model.model, recording.maps[layer].name, layer) for layer in layers]
-    if any(texts):
-        note += f"\n{next(text for text in texts if text)}; previous: the logits of the row above"
+    if text := equation(recording.model.model, [recording.maps[layer] for layer in layers]):
+        note += f"\n{text}; previous: the logits of the row above"
     if WITHOUT[0] in columns:
         note += "; without: its attention where that part is 0"
     return sheet(title_of(recording.model), blocks, width=width, note=note,
@@ -206,7 +202,7 @@ def _draw_frames(asked: Asked, image: AnyImage) -> Iterator[Figure]:
     bars = scaled([[tile for *_, rows in frames for row in rows for tile in row.tiles]], style)
     for recording, layer, rows in frames:
         yield map_sheet(title_of(recording.model), [(map_name(recording.maps[layer]), rows)], **asked.how, bars=bars,
-                        photo=recording, points=points, note=f"attention; {queries_name(points)}")
+                        photo=photo_of(recording, points), note=f"attention; {queries_name(points)}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -218,9 +214,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                              "of --model, by epoch (default: %(default)s)")
     options = parser.parse_args(argv)
     film, training = options.output.lower().endswith(writing.FILM), options.through == "checkpoints"
-    targets = options.model or DEMO
-    asked = Asked.by_options(options, epochs_of(targets, partial(load_models, options)) if training else
-                             load_models(options, [only(targets, "model")]))
+    targets, load = options.model or DEMO, loader(options)
+    asked = Asked.by_options(options, epochs_of(targets, load) if training else [load(only(targets, "model"))])
     if film:
         if training:
             only(asked.layers[0], "layer")

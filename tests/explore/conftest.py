@@ -4,7 +4,8 @@ import pytest
 from PIL import Image
 
 from ea_vision.recorder.loading import load_model
-from ea_vision.recorder.recording import recordable_layers
+from ea_vision.recorder.recording import PARTS, recordable_layers
+from ea_vision.visualize.image_maps import Recording, add_contributions, record
 from ea_vision.visualize.page import Explorer
 
 
@@ -29,3 +30,14 @@ def explorer() -> Explorer:
 def entries(explorer) -> list[dict]:
     """Two images' entries; the second one's name tries to end the page's script."""
     return [explorer.view("first.png", picture(0)), explorer.view("</script><b>second.png", picture(1))]
+
+
+@pytest.fixture(scope="session")
+def recordings(explorer) -> dict[tuple[int, int], Recording]:
+    """(image, model) -> the page's images, recorded anew."""
+    found = {}
+    for image in range(2):
+        for index, (model, layers) in enumerate(zip(explorer.models, explorer.layers, strict=True)):
+            found[image, index] = record(model, picture(image), layers, PARTS)
+            add_contributions(found[image, index])
+    return found

@@ -13,10 +13,10 @@ import pytest
 from PIL import Image
 
 from ea_vision.recorder.loading import load_model
-from ea_vision.recorder.recording import PARTS, recordable_layers
+from ea_vision.recorder.recording import recordable_layers
 from ea_vision.visualize import show_page
-from ea_vision.visualize.image_maps import add_contributions, record
-from ea_vision.visualize.map_style import MapStyle, norms_of
+from ea_vision.visualize.image_maps import record
+from ea_vision.visualize.map_style import MapStyle, norm_of
 from ea_vision.visualize.page import STORED_PARTS, Explorer, build_page
 
 from .conftest import picture
@@ -64,20 +64,18 @@ def open_page(browser, address):
     """Opens a page. At the end of the test none may have asked the network, complained, or written to its console."""
     contexts, wrong = [], []
 
-    def open_it(fragment: str = "", url: str = address, script: str = "", width: int = 1280, view: str = "heads",
+    def open_it(fragment: str = "", url: str = address, width: int = 1280, height: int = 800, view: str = "heads",
                 **options):
         """view: "heads" unless the address says another one; "": what the page begins with."""
         if view and "view=" not in fragment:
             fragment = f"#view={view}&{fragment.removeprefix('#')}"
-        context = browser.new_context(viewport={"width": width, "height": 800}, **options)
+        context = browser.new_context(viewport={"width": width, "height": height}, **options)
         contexts.append(context)
         page = context.new_page()
         page.on("console", lambda message: wrong.append(f"console: {message.text}"))
         page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
         page.on("request", lambda request: request.url.startswith((url.split("#")[0], "data:", "blob:"))
                 or wrong.append(f"request: {request.url}"))
-        if script:
-            page.add_init_script(script)
         page.goto(url + fragment)
         settle(page)
         return page
@@ -89,15 +87,19 @@ def open_page(browser, address):
 
 
 def settle(page) -> None:
+    """Wait until all is drawn."""
     page.evaluate("explorer.ready()")
 
 
 def state(page) -> dict:
+    settle(page)
     return page.evaluate("explorer.state()")
 
 
-def tile(page, model: int, layer: int, head) -> dict | None:
-    return page.evaluate("([model, layer, head]) => explorer.tile(model, layer, head)", [model, layer, head])
+def tile(page, *place) -> dict | None:
+    """What the tile of (model, layer, head) shows, or of (model, layer, head, part)."""
+    settle(page)
+    return page.evaluate("place => explorer.tile(...place)", place)
 
 
 def zoom_pixels(page, feat_size) -> np.ndarray:
@@ -111,18 +113,6 @@ def zoom_pixels(page, feat_size) -> np.ndarray:
         at(i % W, W, canvas.width), at(Math.floor(i / W), H, canvas.height), 1, 1).data]);
     }""", feat_size)
     return np.array(pixels)[:, :3].astype(int)
-
-
-@pytest.fixture(scope="module")
-def recordings(explorer):
-    """(image, model) -> the recorded maps of the page's images, made anew."""
-    found = {}
-    for image in range(2):
-        for index, (model, layers) in enumerate(zip(explorer.models, explorer.layers, strict=True)):
-            recording = record(model, picture(image), layers, PARTS)
-            add_contributions(recording)
-            found[image, index] = recording.maps
-    return found
 
 
 def check_row(shown: dict, layer, img_size, part: str, head, query) -> None:
@@ -139,6 +129,8 @@ def check_row(shown: dict, layer, img_size, part: str, head, query) -> None:
 def test_tiles_equal_numpy(open_page, explorer, recordings):
     """Every part, head and the mean, of both models and images, for queries by fragment."""
     page = open_page()
+    places = [(index, layer, head) for index, layers in enumerate(explorer.layers) for layer in layers
+              for head in (0, layer.num_heads - 1, "mean")]
     compared = 0
     for image, query in ((0, (5, 90)), (1, (63, 0))):
         for part in STORED_PARTS:
@@ -148,25 +140,22 @@ def test_tiles_equal_numpy(open_page, explorer, recordings):
                                    "String(explorer.state()[name]) === new URLSearchParams(hash).get(name))",
                                    arg=f"image={image}&part={part}")
             settle(page)
-            for index, layers in enumerate(explorer.layers):
-                maps = recordings[image, index]
-                own = query if index == 0 else (query[0] * 32 // 64, query[1] * 32 // 96)
-                for layer in layers:
-                    evolves = "prev_logits" in layer.parts
-                    for head in (0, layer.num_heads - 1, "mean"):
-                        shown = tile(page, index, layer.number, head)
-                        if part in ("conv_logits", "prev_logits", "attn_without_previous") and not evolves:
-                            assert shown is None
-                            continue
-                        check_row(shown, maps[layer.number], explorer.models[index].img_size, part, head, own)
-                        compared += 1
+            tiles = page.evaluate("places => places.map((place) => explorer.tile(...place))",
+                                  [(index, layer.number, head) for index, layer, head in places])
+            for (index, layer, head), shown in zip(places, tiles, strict=True):
+                maps = recordings[image, index].maps[layer.number]
+                assert (shown is None) == (part not in maps.recorded())
+                if shown:
+                    own = query if index == 0 else (query[0] * 32 // 64, query[1] * 32 // 96)
+                    check_row(shown, maps, explorer.models[index].img_size, part, head, own)
+                    compared += 1
     assert compared > 130
 
 
 def test_entropy_and_distance_equal_numpy(open_page, explorer, recordings):
     page = open_page("#query=40,50&part=logits")  # of the attention, whatever part is shown
     for number in (8, 9, 21):
-        layer = recordings[0, 0][number]
+        layer = recordings[0, 0].maps[number]
         (H, W), attn = layer.feat_size, layer.attn[0, 3].double().numpy()
         row, col = 40 * H // 64, 50 * W // 96
         p = attn[row * W + col]
@@ -186,7 +175,7 @@ def test_drawn_pixels_are_the_values_in_the_colour_map(open_page, part):
         norm = matplotlib.colors.Normalize(-np.abs(values).max(), np.abs(values).max())
     else:
         values = values * len(values)
-        [[norm]] = norms_of([[values]], MapStyle(scale="all"))
+        norm = norm_of([values], MapStyle(scale="all"))
     colour = MapStyle().colormap(part)(norm(values), bytes=True)
     inside = [cell for cell in range(len(values)) if cell != shown["cell"]]
     assert np.abs(zoom_pixels(page, shown["featSize"]) - colour[:, :3])[inside].max() <= 6  # a neighbour in the table
@@ -201,12 +190,10 @@ def test_the_mouse_moves_the_query_and_a_click_pins_it(open_page):
     at = lambda y, x: {"position": {"x": (x + 0.5) * box["width"] / 96, "y": (y + 0.5) * box["height"] / 64}}  # noqa: E731
     before = tile(page, 0, 9, 0)["values"]
     photo.hover(**at(10, 80))
-    settle(page)
     assert state(page)["queries"] == [[10, 80], [5, 26]] and not state(page)["pinned"], "linked models follow"
     assert tile(page, 0, 9, 0)["values"] != before
     photo.click(**at(50, 20))
     photo.hover(**at(10, 80))
-    settle(page)
     assert state(page)["queries"][0] == [50, 20] and state(page)["pinned"], "a pinned query stays"
     assert "pinned" in page.locator(".caption").first.inner_text()
     page.keyboard.press("Escape")
@@ -218,7 +205,6 @@ def test_arrows_move_the_query_by_a_cell_and_stop_at_the_edge(open_page):
     H, W = tile(page, 0, 8, 0)["featSize"]
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowDown")
-    settle(page)
     shown = tile(page, 0, 8, 0)
     assert shown["cell"] == W + 1
     assert tile(page, 0, 21, 0)["cell"] == 0, "a coarser map stays in its cell"
@@ -226,7 +212,6 @@ def test_arrows_move_the_query_by_a_cell_and_stop_at_the_edge(open_page):
         page.keyboard.press("ArrowRight")
     for _ in range(H + 2):
         page.keyboard.press("ArrowUp")
-    settle(page)
     assert tile(page, 0, 8, 0)["cell"] == W - 1
 
 
@@ -248,7 +233,6 @@ def test_keyboard_alone(open_page):
     assert seen[-1][0] == "layer 8, head 1" and all(ring for _, ring in seen)
     assert any("arrow keys move the query" in name for name, _ in seen)
     page.keyboard.press("Enter")
-    settle(page)
     assert (state(page)["layer"], state(page)["head"]) == (8, 1)
     assert "layer 8 \u00b7 head 1" in page.locator(".stage").first.inner_text()
 
@@ -313,10 +297,11 @@ def test_the_first_view_is_what_one_head_computes(open_page, explorer, recording
     assert page.locator(".buttons").nth(1).locator("button").count() == 6 * 6
     for layer in explorer.layers[0]:
         for part, _ in COLUMNS:
-            shown = page.evaluate("([l, p]) => explorer.tile(0, l, 3, p)", [layer.number, part])
-            assert (shown is None) == (part not in recordings[0, 0][layer.number].recorded())
+            shown = tile(page, 0, layer.number, 3, part)
+            maps = recordings[0, 0].maps[layer.number]
+            assert (shown is None) == (part not in maps.recorded())
             if shown:
-                check_row(shown, recordings[0, 0][layer.number], (64, 96), part, 3, (20, 30))
+                check_row(shown, maps, (64, 96), part, 3, (20, 30))
     assert page.locator(".equation:visible").all_inner_texts() == [
         "a layer: logits = relu(conv(0.5 previous + 0.5 own)), attention = softmax(logits)",
         "a layer: logits = 0.01 relu(conv(previous)) + 0.99 own, attention = softmax(logits)"]
@@ -348,12 +333,10 @@ def pages(tmp_path_factory) -> list[str]:
 
 
 @pytest.mark.parametrize("width, height, rows", [(1400, 900, (3, 3, 2)), (400, 800, (1, 1, 1))])
-def test_the_first_rows_are_in_view(browser, pages, width, height, rows):
+def test_the_first_rows_are_in_view(open_page, pages, width, height, rows):
     """Of models side by side; and rows of several models begin alike. One model uses the width."""
-    page = browser.new_page(viewport={"width": width, "height": height})
     for count, address in enumerate(pages, start=1):
-        page.goto(address)
-        settle(page)
+        page = open_page(url=address, view="", width=width, height=height)
         boxes = [[page.locator(".buttons").nth(index).get_by_label(f"layer {row + 1}, attention", exact=True)
                   .bounding_box() for row in range(rows[count - 1])] for index in range(count if width > 1000 else 1)]
         for of_model in boxes:
@@ -362,7 +345,6 @@ def test_the_first_rows_are_in_view(browser, pages, width, height, rows):
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         tiles = page.locator(".tiles canvas").first.bounding_box()
         assert count > 1 or tiles["x"] + tiles["width"] > 0.95 * width
-    page.close()
 
 
 def test_a_slider_over_epochs(open_page, tmp_path):
@@ -373,7 +355,6 @@ def test_a_slider_over_epochs(open_page, tmp_path):
     before = tile(page, 0, 2, 1)["values"]
     page.get_by_label("epoch", exact=True).focus()
     page.keyboard.press("ArrowRight")
-    settle(page)
     assert state(page)["image"] == 1 and page.locator("output").inner_text() == "epoch 5 \u00b7 2 of 2"
     assert tile(page, 0, 2, 1)["values"] != before
 
@@ -399,7 +380,6 @@ def test_attention_that_is_everywhere_alike_does_not_look_strong(open_page):
     assert max(tile(page, 0, 8, 0)["values"]) < 1.7 / 24, "random weights look everywhere nearly alike"
     for scale, heads in (("tile", [0]), ("layer", [*range(8), "mean"])):
         page.get_by_label("Colour scale").select_option(scale)
-        settle(page)
         end = max(2, *(24 * value for head in heads for value in tile(page, 0, 8, head)["values"]))
         assert tile(page, 0, 8, 0)["range"] == pytest.approx([1 / 24 / end, end / 24], rel=1e-5)
 
@@ -449,13 +429,11 @@ def test_class_tokens_and_registers_are_queries(open_page, tmp_path):
     page = open_page(url=address)
     for token, number in (("reg2", 2), ("cls", 0)):
         page.locator(".tokens button", has_text=token).click()
-        settle(page)
         assert state(page)["queries"] == [token, [16, 16]] and state(page)["pinned"]
         row, shown = maps[2].attn[0, 1, number].double().numpy(), tile(page, 0, 2, 1)
         assert np.abs(np.array(shown["values"]) - row[3:]).max() <= np.ptp(row[3:]) / 510 * 1.01 + 1e-6
         assert shown["outside"] == pytest.approx(row[:3].sum(), abs=2e-2) and shown.get("distance") is None
     assert page.evaluate("explorer.fragment()").startswith("#query=cls")
     page.keyboard.press("ArrowDown")  # from the middle on
-    settle(page)
     assert state(page)["queries"][0] == [28, 20]
     assert state(open_page("#query=reg3", url=address))["queries"][0] == [16, 16]

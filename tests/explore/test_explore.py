@@ -14,9 +14,9 @@ from hypothesis.extra import numpy as arrays
 
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.loading import load_model
-from ea_vision.recorder.recording import PARTS, recordable_layers
+from ea_vision.recorder.recording import recordable_layers
 from ea_vision.visualize import explore, page, show_page
-from ea_vision.visualize.image_maps import WITHOUT, add_contributions, record
+from ea_vision.visualize.image_maps import WITHOUT
 from ea_vision.visualize.page import STORED_PARTS, build_page, pack, quantise
 from tests.detection.tiny import tiny_run
 
@@ -60,12 +60,10 @@ def unpack(view: dict, number: int, part: str, num_heads: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_entries_hold_the_recorded_maps(explorer, entries, index):
-    model, layers, view = explorer.models[index], explorer.layers[index], entries[0]["models"][index]
-    recording = record(model, picture(0), layers, PARTS)
-    add_contributions(recording)
+def test_entries_hold_the_recorded_maps(explorer, entries, recordings, index):
+    view, recording = entries[0]["models"][index], recordings[0, index]
     maps, probabilities = recording.maps, recording.output.softmax(-1)[0]
-    for layer in layers:
+    for layer in explorer.layers[index]:
         assert tuple(view["featSizes"][layer.number]) == maps[layer.number].feat_size
         assert set(view["places"][layer.number]) == set(maps[layer.number].recorded()) - {WITHOUT[1]}
         assert (WITHOUT[0] in maps[layer.number].recorded()) == ("prev_logits" in layer.parts)

@@ -3,84 +3,55 @@ import re
 
 import numpy as np
 import pytest
-import timm
 import torch
 from PIL import Image
-from torch import nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.print import new_figure
-from ea_vision.layers import AugmentedConv2d
-from ea_vision.recorder.loading import LoadedModel, load_model
 from ea_vision.recorder.recording import PARTS, recordable_layers
 from ea_vision.visualize import MapStyle, heatmap, image_maps, matrix, plot_strip, rollout, statistics, strip
-from ea_vision.visualize.figure_options import checkpoints_of
+from ea_vision.visualize.figure_options import epochs_of
 from ea_vision.visualize.heatmap import draw_columns, draw_heatmap
-from ea_vision.visualize.map_style import SCALES, STYLE, draw_map, norms_of
+from ea_vision.visualize.map_style import SCALES, map_of, norm_of, scaled
 from ea_vision.visualize.matrix import draw_matrix
 from ea_vision.visualize.rollout import draw_rollout
+from ea_vision.visualize.sheet import Tile
 from ea_vision.visualize.strip import draw_strip
 
 from .conftest import PHOTO, maps_of, overlaid, record, small, texts_of
 
 
-class Pointer(nn.Module):
-    """A network of one attention layer on a 4x8 map; every query attends `down` rows below and `right` columns on."""
-
-    def __init__(self, down, right):
-        super().__init__()
-        self.layer = AugmentedConv2d(3, 8, dim_qk=4, dim_v=2, num_heads=2, feat_size=(4, 8))
-        with torch.no_grad():
-            self.layer.qkv.weight.zero_()
-            self.layer.qkv.bias.zero_()[:4] = 1.0
-            self.layer.height_rel.zero_()[3 + down] = 60.0
-            self.layer.width_rel.zero_()[7 + right] = 60.0
-
-    def forward(self, x):
-        return self.layer(nn.functional.avg_pool2d(x, 8))[0]
+@pytest.fixture(scope="module")
+def wide():
+    """The first layer's maps, 4x8, of a 16x32 input."""
+    return record(small(img_size=(16, 32)), ("attn", "logits"), 1)
 
 
-def pointer(down=0, right=0, parts=("attn",)):
-    config = dict(mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0, interpolation="bilinear")
-    return record(LoadedModel(Pointer(down, right).eval(), "pointer", (32, 64), config), parts)
-
-
-def brightest(artist):
-    """(y, x) in pixels of the input, of the middle of the largest value that an image artist shows."""
-    values = artist.get_array()
-    row, col = np.unravel_index(values.argmax(), values.shape)
-    left, right, bottom, top = artist.get_extent()
-    return top + (row + 0.5) * (bottom - top) / values.shape[0], left + (col + 0.5) * (right - left) / values.shape[1]
-
-
-def test_a_map_lies_where_its_query_looks():
-    for down, right in ((0, 0), (1, -3), (-1, 2)):
-        figure = draw_heatmap(pointer(down, right), [1], [0, 1, "mean"], [(13, 27)])  # cell: row 1, column 3
-        assert [brightest(artist) for artist in overlaid(figure)] == [(8 * (1 + down) + 4, 8 * (3 + right) + 4)] * 3
-
-
-def test_the_querys_cell_is_framed():
-    figure = draw_heatmap(pointer(), [1], ["mean"], [(3, 60), (20, 10)], MapStyle(overlay=False))
+def test_the_querys_cell_is_framed(wide):
+    figure = draw_heatmap(wide, [1], ["mean"], [(1, 30), (10, 5)], MapStyle(overlay=False))
     header, *cells = [axes for axes in figure.axes if axes.images and axes.get_label() != "<colorbar>"]
     shown = [[(patch.get_y(), patch.get_x(), patch.get_height(), patch.get_width()) for patch in axes.patches]
              for axes in (header, *cells[:2])]
-    assert shown == [[(0, 56, 8, 8), (16, 8, 8, 8)], [(0, 56, 8, 8)], [(16, 8, 8, 8)]]
+    assert shown == [[(0, 28, 4, 4), (8, 4, 4, 4)], [(0, 28, 4, 4)], [(8, 4, 4, 4)]]
     assert [text.get_text() for text in header.texts] == ["1", "2"]
 
 
-def test_models_side_by_side_share_one_scale_and_place_the_query():
-    recordings = [pointer(0, 0), pointer(1, 1)]
-    maps = overlaid(draw_columns(recordings, ["one", "other"], [[1], [1]], [0], [(5, 20)], title="models"))
-    assert [brightest(artist) for artist in maps] == [(4, 20), (12, 28)]
-    assert len({artist.get_clim() for artist in maps}) == 1
+def test_models_side_by_side_share_one_scale_and_place_the_query(wide):
+    """Models with inputs of different sizes: the query is at the same place of each."""
+    recordings = [wide, record(small(img_size=(32, 64), seed=1), layers=1)]
+    shown = overlaid(draw_columns(recordings, ["one", "other"], [[1], [1]], [0], [(5, 20)], title="models"))
+    for artist, recording in zip(shown, recordings, strict=True):
+        H, W = recording.maps[1].feat_size
+        row, col = 5 * H // 16, 20 * W // 32
+        expected = H * W * recording.maps[1].attn[0, 0, row * W + col].view(H, W)
+        np.testing.assert_allclose(artist.get_array(), expected, rtol=1e-4)
+    assert len({artist.get_clim() for artist in shown}) == 1
     with pytest.raises(UsageError, match="as many layers each, got 1 of one, 2 of other"):
         draw_columns(recordings, ["one", "other"], [[1], [1, 1]], [0], [(5, 20)], title="models")
 
 
-def test_rollout_says_where_it_is_an_approximation():
-    vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=2).eval()
-    about, exact = (texts_of(draw_rollout([recording], [(5, 5)])) for recording in (pointer(), record(vit)))
-    assert "approximation" in about and "layers 1, 2" in exact and "approximation" not in exact
+def test_rollout_says_where_it_is_an_approximation(wide):
+    assert "approximation: convolutions left out" in texts_of(draw_rollout([wide], [(5, 5)]))
 
 
 # ---- strips ---------------------------------------------------------------------------------------------------------
@@ -146,39 +117,37 @@ def test_a_part_that_cannot_be_taken_away_is_left_out():
 def test_scales_of_attention():
     """In units of uniform attention: as far down as up, and never nearly-uniform maps as if they were strong."""
     weak, strong = np.array([[0.9, 1.1]]), np.array([[0.2, 8.0]])
-    limits = {scale: [(norm.vmin, norm.vmax) for group in norms_of([[weak, weak], [weak, strong]],
-                                                                   MapStyle(scale=scale))
-                      for norm in group] for scale in SCALES}
-    to = {top: (1 / top, top) for top in (1.1, 2, 8)}
-    assert limits == {"layer": [to[2], to[2], to[8], to[8]], "all": [to[8]] * 4, "uniform": [to[8]] * 4,
-                      "tile": [to[1.1], to[1.1], to[1.1], to[8]]}
-    [[norm]] = norms_of([[strong]], STYLE)
-    assert norm(1.0) == 0.5
+    tiles, to = [Tile(None, values=values) for values in (weak, weak, weak, strong)], {}
+    for scale in SCALES:
+        scaled([tiles[:2], tiles[2:]], MapStyle(scale=scale))
+        to[scale] = [tile.norm.vmax for tile in tiles]
+        assert all(tile.norm.vmin == 1 / tile.norm.vmax and tile.norm(1.0) == pytest.approx(0.5) for tile in tiles)
+    assert to == {"layer": [2, 2, 8, 8], "all": [8] * 4, "uniform": [8] * 4, "tile": [1.1, 1.1, 1.1, 8]}
 
 
-def test_a_map_with_zeros_has_no_transparent_cell():
+def test_a_map_with_zeros_has_no_transparent_cell(wide):
     """Attention that underflows to 0 has the scale's lowest colour."""
-    recording, values = pointer(), np.array([[0.0, 0.0, 1e-30, 0.5], [1.0, 2.0, 12.0, 0.0]])
+    values = np.array([[0.0, 0.0, 1e-30, 0.5], [1.0, 2.0, 12.0, 0.0]])
     axes = new_figure(1, 1).subplots()
     for style in (MapStyle(overlay, scale, opacity=0.7) for overlay in (True, False) for scale in SCALES):
-        [[norm]] = norms_of([[values]], style)
-        artist = draw_map(axes, values, recording, norm, style)
+        norm = norm_of([values], style)
+        map_of(values, wide, style).paint(axes, norm)
+        artist = axes.images[-1]
         assert not np.ma.is_masked(norm(values))
         colours = artist.cmap(norm(artist.get_array()))
         assert (colours[..., 3] == 1).all() and np.array_equal(colours[0, 0], artist.cmap(0.0))
         assert artist.get_alpha() == (0.7 if style.overlay else None)
 
 
-def test_logits_are_diverging_around_0_and_probabilities_sequential():
-    recording = pointer(1, 1, ("attn", "logits"))
+def test_logits_are_diverging_around_0_and_probabilities_sequential(wide):
     for part, name in (("logits", "coolwarm"), ("attn", "viridis")):
-        [artist] = [axes.images[0] for axes in draw_matrix(recording, [1], [0], part).axes if axes.images]
+        [artist] = [axes.images[0] for axes in draw_matrix(wide, [1], [0], part).axes if axes.images]
         assert artist.cmap.name == name and (part == "attn" or artist.norm.vmin == -artist.norm.vmax)
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_every_bar_of_attention_marks_uniform_attention(scale):
-    figure = draw_heatmap(pointer(), [1], [0], [(3, 5)], MapStyle(scale=scale))
+def test_every_bar_of_attention_marks_uniform_attention(wide, scale):
+    figure = draw_heatmap(wide, [1], [0], [(3, 5)], MapStyle(scale=scale))
     [bar] = [axes for axes in figure.axes if axes.get_xlabel().startswith("attention")]
     labels = [text.get_text() for text in bar.get_xticklabels()]
     assert labels.count("1") == 1 and bar.lines[0].get_xdata()[0] == bar.get_xticks()[labels.index("1")]
@@ -199,11 +168,11 @@ def test_the_photo_lies_under_the_maps_as_the_network_saw_it_but_finer():
 
 @pytest.mark.parametrize("script,options,suffix,magic", [
     (heatmap, "--layers 1,3 --heads 0,mean --queries 2,3 --scale tile --cmap gray --opacity 1", ".png", b"\x89PNG"),
-    (heatmap, "--layers 2,3 --bare", ".svg", b"<?xml"),
+    (heatmap, "--layers 2,3 --heads 1 --bare", ".svg", b"<?xml"),
     (strip, "--heads 1 --layers 2,3", ".pdf", b"%PDF"),
     (matrix, "--part conv_logits --layers 2,3", ".png", b"\x89PNG"),
     (rollout, "--layers 2,3", ".png", b"\x89PNG"),
-    (strip, "--layers 1-3 --dpi 40", ".gif", b"GIF8"),
+    (strip, "--layers 2,3 --dpi 40", ".gif", b"GIF8"),
 ])
 def test_every_script_writes_its_figure_and_the_maps(script, options, suffix, magic, run, photo, tmp_path, capsys):
     """The maps as they were recorded, with the image that the network saw."""
@@ -245,12 +214,12 @@ def test_the_numbers_of_statistics(run, photo, tmp_path):
         assert held["layer2.uniform_entropy_nats"] == pytest.approx(np.log(16))
 
 
-def test_text_stays_text_in_vector_files(tmp_path):
+def test_text_stays_text_in_vector_files(wide, tmp_path):
     """So that it can be found and edited, and journals that refuse Type 3 fonts take the PDF."""
-    figure = draw_heatmap(pointer(), [1], [0], [(3, 5)])
+    figure = draw_heatmap(wide, [1], [0], [(3, 5)])
     for suffix in (".svg", ".pdf"):
         figure.savefig(tmp_path / f"figure{suffix}")
-    assert b">layer 1 (layer), map 4x8</text>" in (tmp_path / "figure.svg").read_bytes()
+    assert b">layer 1 (stages.2.blocks.0.conv), map 4x8</text>" in (tmp_path / "figure.svg").read_bytes()
     pdf = (tmp_path / "figure.pdf").read_bytes()
     assert b"/CIDFontType2" in pdf and b"/Type3" not in pdf  # TrueType
 
@@ -261,15 +230,8 @@ def test_training_goes_through_the_epochs_in_order(run, photo, tmp_path):
     assert [axes.get_title() for axes in figure.axes if axes.get_title()] == ["epoch 1", "epoch 2", "epoch 4"]
     first, _, later = [artist.get_array() for artist in overlaid(figure)][:3]
     assert not np.allclose(first, later)
-    with pytest.raises(UsageError, match="nor snapshots/"):
-        plot_strip(str(run.parent), PHOTO, through="checkpoints")
-    assert [load_model(file).epoch for file in checkpoints_of([str(run)])] == [1, 2, 2, 4]
-    command = f"--model {run} --layers 2 --through checkpoints --dpi 40 -o {tmp_path}/a.gif {photo}"
+    assert [model.epoch for model in epochs_of([str(run)])] == [1, 2, 4]
+    command = f"--model {run} --layers 2 --queries 1,1 --through checkpoints --dpi 40 -o {tmp_path}/a.gif {photo}"
     assert strip.main(command.split()) == 0
     with Image.open(tmp_path / "a.gif") as film:
         assert film.n_frames == 3 and film.info["duration"] == 600
-
-
-def test_a_part_that_a_layer_lacks_is_named(run, photo, tmp_path):
-    with pytest.raises(UsageError, match="has no conv_logits in layer 1, 4: choose --layers"):
-        matrix.main(f"--model {run} --part conv_logits -o {tmp_path}/a.png {photo}".split())
