@@ -10,27 +10,13 @@ from PIL import Image
 
 import ea_vision
 from ea_vision.recorder.loading import load_model
-from ea_vision.recorder.quantities import position_share
-from ea_vision.visualize import (
-    plot_frames,
-    plot_heatmap,
-    plot_jacobian,
-    plot_matrix,
-    plot_rollout,
-    plot_statistics,
-    plot_strip,
-)
+from ea_vision.visualize import plot_heatmap, plot_jacobian, plot_statistics, plot_strip
 
 from .conftest import PHOTO, overlaid, small, texts_of
 
-FIGURES = {
-    "heatmap": lambda model: plot_heatmap(model, PHOTO, layers=[1, 2], heads="0,mean", queries=[(3, 5)]),
-    "models": lambda model: plot_heatmap([model, model], PHOTO, layers=[2]),
-    "images": lambda model: plot_heatmap(model, [PHOTO, PHOTO], layers=[2], heads=0),
+FIGURES = {  # whatever runs a network in a way of its own
+    "heatmap": lambda model: plot_heatmap([model, model], PHOTO, layers=[2]),
     "strip": lambda model: plot_strip(model, PHOTO, layers="1-3"),
-    "frames": lambda model: list(plot_frames(model, PHOTO, layers="1,2", queries=[(1, 1)]))[1],
-    "matrix": lambda model: plot_matrix(model, PHOTO, layers=2, heads=0),
-    "rollout": lambda model: plot_rollout(model, PHOTO, layers="1-3", queries=[(5, 5)]),
     "statistics": lambda model: plot_statistics(model, PHOTO, layers="1,2"),
     "jacobian": lambda model: plot_jacobian(model, PHOTO, 1, layers=2),
 }
@@ -78,20 +64,24 @@ def test_titles_say_model_weights_layer_head_and_query():
     assert all(text in several for text in ("(untrained)", "layer 2", "head 1", "mean of all queries"))
 
 
-def test_a_tile_is_its_images_map(model):
-    """Of several images: what every pixel gets, or of one query."""
-    images = [torch.rand(3, 16, 16) for _ in range(3)]
-    mean, asked = (overlaid(plot_heatmap(model, images, 2, 1, queries)) for queries in (None, [(5, 9)]))
-    for image, got, row in zip(images, mean, asked, strict=True):
-        with torch.no_grad(), ea_vision.record_attention(model.eval(), [2]) as maps:
-            model(normalised(model, image)[None])
-        attn = maps[2].attn[0, 1]
-        np.testing.assert_allclose(got.get_array(), 16 * attn.mean(0).view(4, 4), rtol=1e-4)
-        np.testing.assert_allclose(row.get_array(), 16 * attn[1 * 4 + 2].view(4, 4), rtol=1e-4)
+def test_a_tile_is_its_images_map():
+    """Of an image by head; of several images what every pixel gets, or of one query."""
+    model, query = small(img_size=(16, 32)), (5, 9)
+    images = [torch.rand(3, 16, 32) for _ in range(2)]
+    by_head = overlaid(plot_heatmap(model, images[0], 1, "1,mean", [query]))
+    mean, asked = (overlaid(plot_heatmap(model, images, 1, 1, queries)) for queries in (None, [query]))
+    with torch.no_grad(), ea_vision.record_attention(model, [1]) as maps:
+        model(normalised(model, torch.stack(images)))
+    attn = 32 * maps[1].attn  # on a map of 4x8
+    row = attn[:, :, 1 * 8 + 2]
+    expected = [row[0, 1], row[0].mean(0), *attn[:, 1].mean(1), *row[:, 1]]
+    for tile, values in zip([*by_head, *mean, *asked], expected, strict=True):
+        np.testing.assert_allclose(tile.get_array(), values.view(4, 8), rtol=1e-4)
+        assert tile.get_extent() == [0, 32, 16, 0]
 
 
 def test_statistics_in_numbers(model):
-    """Entropy, mean of heads and images, and share of position alone, as they are measured."""
+    """Entropy, mean of heads and images, and share of position alone: the mean product of two images' maps."""
     images = [torch.rand(3, 16, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     figure = plot_statistics(model, images)
     drawn = {axes.get_title(): dict(axes.lines[0].get_xydata()) for axes in figure.axes if axes.get_visible()}
@@ -100,16 +90,10 @@ def test_statistics_in_numbers(model):
     for layer in maps.values():
         entropy = torch.special.entr(layer.attn).sum(-1).mean() / np.log(layer.attn.shape[-1])
         assert drawn["entropy / log N"][layer.number] == pytest.approx(entropy.item(), rel=1e-4)
-        share = position_share(layer.attn.sum(0), layer.attn.square().sum((2, 3))).mean().item()
+        products = torch.einsum("ikqn,jkqn->kij", layer.attn, layer.attn)  # of two images' maps
+        same = products.diagonal(dim1=1, dim2=2)
+        others = (products.sum((1, 2)) - same.sum(1)) / 6
+        share = (others / same.mean(1)).mean().item()
         assert drawn["share of position alone"][layer.number] == pytest.approx(share, rel=1e-4)
     assert "mean over 3 images" in texts_of(figure)
-
-
-def test_share_of_position_is_the_mean_product_of_two_images_maps():
-    torch.manual_seed(0)
-    maps = torch.rand(5, 2, 9, 9)
-    energies = maps.square().sum((2, 3))
-    share = position_share(maps.sum(0), energies)
-    products = torch.stack([(maps[i] * maps[j]).sum((1, 2)) for i in range(5) for j in range(5) if i != j]).mean(0)
-    torch.testing.assert_close(share[0], products / energies.mean(0))
-    assert position_share(maps[0], energies[:1]).isnan().all()
+    assert "share of position" not in texts_of(plot_statistics(model, images[0], layers=1)), "it takes two images"

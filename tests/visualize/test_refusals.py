@@ -8,7 +8,7 @@ from PIL import Image
 
 from ea_vision.__main__ import run as run_command
 from ea_vision.base.errors import UsageError
-from ea_vision.visualize import plot_heatmap, plot_statistics, plot_strip, show_page
+from ea_vision.visualize import plot_heatmap, plot_matrix, plot_statistics, plot_strip, show_page
 
 
 @pytest.mark.parametrize("command, message", [
@@ -54,6 +54,9 @@ def test_refused_at_once_in_one_line(command, message, run, photo, monkeypatch, 
     (lambda run, photo: plot_heatmap(run, [photo], queries=[(1, 1), (2, 2)]), "one query"),
     (lambda run, photo: plot_heatmap(run, photo.with_name("nothing.png")), "nothing.png does not exist"),
     (lambda run, photo: plot_strip(run, photo, through="time"), "layers or checkpoints"),
+    (lambda run, photo: plot_strip(str(photo.parent), photo, through="checkpoints"), "nor snapshots/"),
+    (lambda run, photo: plot_matrix(run, photo, part="conv_logits"), "no conv_logits in layer 1, 4: choose --layers"),
+    (lambda run, photo: show_page(run, []), "at least one image required, got none"),
     (lambda run, photo: plot_strip(run, photo, width=99), "2.5 and 40 inches, got 99"),
     (lambda run, photo: plot_statistics(run, []), "at least one image required, got none"),
     (lambda run, photo: plot_heatmap(run, torch.rand(16, 16)), r"tensor \(3, H, W\), got \(16, 16\)"),

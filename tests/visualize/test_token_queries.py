@@ -1,6 +1,4 @@
 """Class tokens and registers in figures: as queries, as keys, and in the matrix."""
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import timm
@@ -70,7 +68,8 @@ def test_rollout_of_a_class_token(seen):
     for title, row in (("query 1", rollout[0]), ("query 2", rollout[3]), ("all pixels", rollout[3:].mean(0))):
         [axes] = drawn(figure, title)
         np.testing.assert_allclose(np.asarray(axes.images[-1].get_array()).ravel(), row[3:], rtol=1e-4)
-    assert "approximation" not in texts_of(figure)  # the only convolutions are those of patches and of maps
+    texts = texts_of(figure)
+    assert "layers 1 to 3" in texts and "approximation" not in texts  # its only convolutions: of patches and of maps
 
 
 def test_other_figures_take_a_class_token(seen):
