@@ -11,6 +11,8 @@ Papers:
 Shape letters: B batch, C channels, H x W the attention map, N = H*W its pixels (row-major), K heads, D width of a
 head.
 """
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from timm.models import register_notrace_module
@@ -22,6 +24,8 @@ from ea_vision.layers.positions import add_sine, append_coordinates, check_posit
 from ea_vision.ops import check_windows, evolving_attention, forced, halve, log_large_map
 from ea_vision.ops.reference import neighbours_logits, own_logits
 from ea_vision.ops.rel_pos import cover_offsets, fit_rel_table, reach
+
+CACHED_NUMBERS = 2 ** 18  # a megabyte in float32
 
 
 class Projection(nn.Conv2d):
@@ -67,11 +71,28 @@ def normalise_heads(qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, rate
 
 
+def _in_parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Split tensors (B, ...) into some images at a time: on a CPU as many as its cache holds, elsewhere all."""
+    first, images = tensors[0], len(tensors[0])
+    if first.device.type == "cpu":
+        images = max(1, images * CACHED_NUMBERS // max(1, first.numel()))
+    return zip(*(tensor.split(images) for tensor in tensors), strict=True)
+
+
 class _NormaliseHeads(torch.autograd.Function):
-    """`normalise_heads`, whose gradient passes over memory a third as often as autograd's."""
+    """`normalise_heads` and its gradient, some images at a time, so that what is computed in between stays in the
+    cache."""
 
     generate_vmap_rule = True
-    forward = staticmethod(normalise_heads)
+
+    @staticmethod
+    def forward(qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k = torch.empty_like(qk).chunk(2, dim=1)  # in the layout of qk
+        rate = torch.empty_like(qk[:, :, :1], dtype=torch.promote_types(qk.dtype, torch.float32))
+        for part, *places in _in_parts(qk, q, k, rate):
+            for place, made in zip(places, normalise_heads(part, gain), strict=True):
+                place.copy_(made)
+        return q, k, rate
 
     @staticmethod
     def setup_context(ctx, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -83,13 +104,17 @@ class _NormaliseHeads(torch.autograd.Function):
     def backward(ctx, grad_q: Tensor, grad_k: Tensor, _) -> tuple[Tensor, Tensor]:
         """Return gradients: y = rate * gain * x, d rate / dx = -rate**3 x / D."""
         qk, gain, rate = ctx.saved_tensors
-        K, x = len(gain), qk.to(rate.dtype)
-        grad = torch.empty_like(x)  # in the layout of x
-        grad[:, :K], grad[:, K:] = grad_q, grad_k
-        along = (grad * x).sum(2, keepdim=True).mul_(rate)
-        times = rate * _gains(gain)
-        grad.mul_(times).addcmul_(x, times.mul_(rate).mul_(along), value=-1 / qk.shape[2])
-        return grad.to(qk.dtype), along[:, :K].sum((0, 2, 3)).to(gain.dtype)
+        K, gains = len(gain), _gains(gain)
+        grad_qk, along = torch.empty_like(qk), torch.empty_like(rate)
+        for x, r, from_q, from_k, to_qk, product in _in_parts(qk, rate, grad_q, grad_k, grad_qk, along):
+            x = x.to(rate.dtype)
+            grad = torch.empty_like(x)
+            grad[:, :K], grad[:, K:] = from_q, from_k
+            product.copy_((grad * x).sum(2, keepdim=True)).mul_(r)
+            times = r * gains
+            grad.mul_(times).addcmul_(x, times.mul_(r).mul_(product), value=-1 / qk.shape[2])
+            to_qk.copy_(grad)
+        return grad_qk, along[:, :K].sum((0, 2, 3)).to(gain.dtype)
 
 
 @register_notrace_module  # sizes are checked at run time, so FX keeps the layer whole
