@@ -130,8 +130,7 @@ class CarryingAttention(MapsAttention):
         """
         if is_causal or attn_mask is not None and (self.need_logits or self.evolution is not None and not
                                                    self.evolution.mixes_output):
-            raise ValueError("maps that evolve take no mask (their convolutions would read what it hides): "
-                             "attn_mask=None and is_causal=False required")
+            ours.refuse_masks(attn_mask, is_causal)
         if attn_mask is None or attn_mask.dtype != torch.bool:
             return attn_mask
         return torch.zeros_like(attn_mask, dtype=self.proj.weight.dtype).masked_fill(~attn_mask, float("-inf"))
@@ -339,11 +338,6 @@ def reason_against(model: nn.Module) -> str | None:
     return f"timm's {known} or torchvision's VisionTransformer required, got {type(model).__name__} ({attention})"
 
 
-def _is_ours(model: nn.Module) -> bool:
-    """Return whether a plain network can become one of `vision_transformer.py`."""
-    return type(model) in ours.NETWORK_CLASSES and ours.reason_against_blocks(model) is None
-
-
 def _evolve_in_place(model: nn.Module, mechanisms: Mechanisms) -> None:
     """Turn the blocks of a network of `ARCHITECTURES` into evolving ones."""
     architecture, grid = ARCHITECTURES[type(model)], PatchGrid()
@@ -406,7 +400,7 @@ def evolve(
     chosen = attn_layers if layers is None else layers
     mechanisms = Mechanisms(kind, chosen, prefix, token_conv, value_residual, options)
     evolving = _shared_copy(model)
-    if _is_ours(evolving):
+    if type(model) in ours.NETWORK_CLASSES and ours.reason_against_blocks(model) is None:
         evolving.__class__ = ours.NETWORK_CLASSES[type(model)]
         ours.give(evolving, mechanisms)
     else:

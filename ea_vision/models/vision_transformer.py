@@ -108,7 +108,8 @@ class TokenStage(AttnStage):
 
 @torch.fx.wrap
 @register_notrace_function
-def _check_no_mask(attn_mask: Tensor | None, is_causal: bool) -> None:
+def refuse_masks(attn_mask: Tensor | None, is_causal: bool) -> None:
+    """Raise ValueError if attention is to be masked, in whatever way."""
     if attn_mask is not None or is_causal:
         raise ValueError("maps that evolve take no mask (their convolutions would read what it hides): "
                          "attn_mask=None and is_causal=False required")
@@ -161,7 +162,7 @@ class _Evolves:
         Raises:
             ValueError: a mask.
         """
-        _check_no_mask(attn_mask, is_causal)
+        refuse_masks(attn_mask, is_causal)
         feat_size: tuple[int, int] | None = None
         if self.blocks.spatial:
             feat_size = self.patch_embed.dynamic_feat_size((x.shape[-2], x.shape[-1]))
@@ -177,7 +178,7 @@ class _Evolves:
         Raises:
             ValueError: a mask.
         """
-        _check_no_mask(attn_mask, is_causal)
+        refuse_masks(attn_mask, is_causal)
         as_timms = copy.copy(self)  # shares all but the blocks, which timm calls with the tokens alone
         feat_size = self.patch_embed.dynamic_feat_size((x.shape[-2], x.shape[-1]))
         as_timms._modules = {**self._modules, "blocks": self.blocks.one_by_one(feat_size)}

@@ -92,18 +92,14 @@ def test_sizes_of_one_attention_branch_are_the_aa_papers():
         assert count / 1000 == pytest.approx(thousands, rel=0.011)
 
 
-def test_the_authors_widths_are_reachable():
+@pytest.mark.parametrize("qk_ratio,v_ratio,min_head_qk,published", [
+    (0.25, 0.125, None, 24.96),  # the EA authors' code; the others are the AA paper's
+    (0.25, 0.25, 20, 24.3), (0.5, 0.5, 20, 22.3), (0.75, 0.75, 20, 20.7), (1.0, 1.0, 20, 19.4)])
+def test_shares_of_attention_have_the_published_sizes(qk_ratio, v_ratio, min_head_qk, published):
     with torch.device("meta"):
-        model = timm.create_model("ea_aa_resnet50", qk_ratio=0.25, v_ratio=0.125)
-    assert millions(model) == pytest.approx(24.96, abs=0.01)
-
-
-@pytest.mark.parametrize("share,published", [(0.25, 24.3), (0.5, 22.3), (0.75, 20.7), (1.0, 19.4)])
-def test_shares_of_attention_have_the_aa_papers_sizes(share, published):
-    with torch.device("meta"):
-        model = timm.create_model("aa_resnet50", qk_ratio=share, v_ratio=share, min_head_qk=20)
-    assert millions(model) == pytest.approx(published, abs=0.06)
-    assert all((layer.conv is None) == (share == 1.0) for layer in layers_of(model))
+        model = timm.create_model("aa_resnet50", qk_ratio=qk_ratio, v_ratio=v_ratio, min_head_qk=min_head_qk)
+    assert millions(model) == pytest.approx(published, abs=0.06 if min_head_qk else 0.01)
+    assert all((layer.conv is None) == (v_ratio == 1.0) for layer in layers_of(model))
 
 
 def test_attention_alone_runs_and_takes_what_fits_of_a_timm_resnet():
@@ -162,7 +158,7 @@ def test_alpha_and_beta_are_the_papers():
 @pytest.mark.parametrize("name,options", [
     *((name, options) for name in ("ea_aa_resnet34", "ea_conv_transformer_cifar") for options in (
         {"beta": 0.0}, {"alpha": 0.0}, {"alpha": 0.2, "beta": 0.4}, {"kernel_size": 1}, {"kernel_size": 5},
-        {"position": "none"}, {"num_heads": 2})),
+        {"position": "none"}, {"num_heads": 2}, {"qk_ratio": 0.5, "v_ratio": 0.25})),
     *((name, {"alpha": alpha, "num_layers": layers}) for name, alpha in (
         ("pa_aa_resnet34", 0.5), ("pa_conv_transformer_cifar", 0.01)) for layers in (0, 1, 2, 3))])
 def test_ablations_by_keyword(name, options):
@@ -177,6 +173,7 @@ def test_ablations_by_keyword(name, options):
         assert all(conv.kernel_size == (options.get("kernel_size", 3),) * 2 for conv in evolution.convs)
     for layer in layers_of(model):
         assert layer.num_heads == options.get("num_heads", layer.num_heads)
+        assert "qk_ratio" not in options or layer.dim_qk == 2 * layer.dim_v
         assert (layer.height_rel is None) == ("position" in options)
     assert evolutions and model(torch.randn(2, 3, 32, 32)).shape == (2, 5)
 
