@@ -87,11 +87,8 @@ class _NormaliseHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k = torch.empty_like(qk).chunk(2, dim=1)  # in the layout of qk
-        rate = torch.empty_like(qk[:, :, :1], dtype=torch.promote_types(qk.dtype, torch.float32))
-        for part, *places in _in_parts(qk, q, k, rate):
-            for place, made in zip(places, normalise_heads(part, gain), strict=True):
-                place.copy_(made)
+        made = [normalise_heads(*part, gain) for part in _in_parts(qk)]
+        q, k, rate = map(torch.cat, zip(*made, strict=True))
         return q, k, rate
 
     @staticmethod
