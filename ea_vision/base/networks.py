@@ -60,18 +60,27 @@ def create_classifier(name: str, kwargs: dict[str, Any], optional: frozenset[str
         UsageError: unknown model or keyword, or values the model refuses.
     """
     check_model_name(name)
-    wanted = {"num_classes": num_classes, "in_chans": 3, "img_size": img_size}
-    for key, value in wanted.items():
-        if kwargs.get(key, value) != value:
-            raise UsageError(f"model keyword {key} must be {value}, as the images are, got {kwargs[key]!r}")
+    wanted = settled({"num_classes": num_classes, "in_chans": 3, "img_size": img_size}, kwargs)
 
     def create(**keywords: Any) -> nn.Module:
         if weights:
             return _with_weights(name, keywords, weights, notice)
         return pretrained_model(name, keywords) if pretrained else timm.create_model(name, **keywords)
 
-    model, taken = create_by_keywords(create, name, wanted | kwargs, optional, notice)
+    model, taken = create_by_keywords(create, name, wanted, optional, notice)
     return model, {**getattr(model, "trained_with", {}), **taken}
+
+
+def settled(fixed: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return a model's keywords, those that data and options have `fixed` and its further ones.
+
+    Raises:
+        UsageError: a further one contradicts.
+    """
+    for key, value in fixed.items():
+        if kwargs.get(key, value) != value:
+            raise UsageError(f"model keyword {key} must be {value}, as data and options are, got {kwargs[key]!r}")
+    return fixed | kwargs
 
 
 def create_by_keywords(create: Callable[..., nn.Module], name: str, wanted: dict[str, Any], optional: frozenset[str],

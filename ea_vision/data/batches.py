@@ -105,13 +105,18 @@ class Share:
 
 
 class Loader:
-    """Common to all loaders.
+    """Common to all loaders: `training` ones have full batches alone.
 
     Args: number of images; mean and std of images in 0..1, per channel; batch_size: images per process; seed: of order
     and augmentation.
     """
 
+    training: bool
+
     def __init__(self, images: int, *, mean: Sequence[float], std: Sequence[float], device: torch.device,
                  batch_size: int, rank: int = 0, world_size: int = 1, seed: int = 0):
         self.mean, self.std = (torch.tensor(values, dtype=torch.float32, device=device) for values in (mean, std))
         self.share, self.device, self.seed = Share(images, batch_size, rank, world_size), device, seed
+
+    def __len__(self) -> int:
+        return self.share.train_batches if self.training else self.share.eval_batches

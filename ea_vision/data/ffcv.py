@@ -90,10 +90,9 @@ class Beton:
                              f"got {', '.join(kinds)}, {path.stat().st_size} bytes")
         images, self.labels = (reader.metadata[name] for name in reader.metadata.dtype.names)
         self.pages = (images["data_ptr"] // np.uint64(reader.page_size)).astype(np.int64)
-        by_place = np.sort(reader.alloc_table, order="ptr")
-        sizes = by_place["size"][np.searchsorted(by_place["ptr"], images["data_ptr"])]
+        stored = np.sort(reader.alloc_table, order="sample_id")["size"]
         self.table = np.stack([column.astype(np.int64) for column in (
-            images["data_ptr"], sizes, images["height"], images["width"], images["mode"] != RAW)], 1)
+            images["data_ptr"], stored, images["height"], images["width"], images["mode"] != RAW)], 1)
         self.data = np.memmap(path, np.uint8, mode="r").view(np.ndarray)  # Linux refuses "c" beyond the memory's size
         about = json.loads(sidecar(path).read_text()) if sidecar(path).exists() else {}
         self.evaluated = Evaluated(*about["evaluated"]) if about.get("evaluated") else None
@@ -178,7 +177,7 @@ class _Memory:
     def __init__(self):
         self._free: dict[tuple[int, ...], list[np.ndarray]] = defaultdict(list)
 
-    def empty(self, *shape: int) -> torch.Tensor:
+    def empty(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Return an uninitialised tensor."""
         try:
             array = self._free[shape].pop()
@@ -216,7 +215,7 @@ class BetonTrainLoader(ImageTrainLoader):
         def decode(keys: np.ndarray) -> tuple[torch.Tensor, list[int], dict[int, str]]:
             seeds, ids = keys.T
             shape, bad = (len(ids), 3, img_size, img_size), np.zeros(len(ids), bool)
-            out = self._memory.empty(*shape) if on_cpu else torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+            out = self._memory.empty(shape) if on_cpu else torch.empty(shape, dtype=torch.uint8, pin_memory=True)
             show(self.source.data, table[ids], (seeds % 2**32).astype(np.uint32), self.scale, RATIO, self.hflip, levels,
                  np.empty(largest, np.uint8), out.numpy(), bad)
             return out, labels[ids].tolist(), dict.fromkeys(bad.nonzero()[0].tolist(), "it is a damaged JPEG")
@@ -227,8 +226,7 @@ class BetonTrainLoader(ImageTrainLoader):
                 running.append(pool.submit(decode, keys))
                 if len(running) > self.workers + AHEAD:
                     yield running.popleft().result()
-            while running:
-                yield running.popleft().result()
+            yield from (decoded.result() for decoded in running)
 
     def _pixels(self, images: torch.Tensor) -> torch.Tensor:
         if self.device.type == "cpu":

@@ -183,10 +183,11 @@ class DecodingLoader(Loader):
             time.sleep(GLOO_SECONDS)
         yield from DataLoader(
             self._decoder(img_size), batch_sampler=batches, num_workers=self.workers, collate_fn=lambda batch: batch,
-            pin_memory=self.device.type == "cuda", worker_init_fn=_begin_worker, **(of_workers if self.workers else {}),
+            pin_memory=self.device.type == "cuda", worker_init_fn=_begin_worker,
+            **(of_workers if self.workers else {}),
             generator=torch.Generator())  # its own: the trainer's random state is part of its checkpoints
 
-    def _show(self, batches: list[np.ndarray], img_size: int, training: bool) -> Iterator[Batch]:
+    def _show(self, batches: list[np.ndarray], img_size: int) -> Iterator[Batch]:
         """Yield the batches of these rows of (seed, index), in order."""
         for keys, (images, targets, bad) in zip(batches, self._decoded(batches, img_size), strict=True):
             ids = torch.from_numpy(keys[:, 1].copy())
@@ -194,12 +195,12 @@ class DecodingLoader(Loader):
                 broken = {self.source.describe(int(ids[place])): error for place, error in bad.items()}
                 for path, error in broken.items():
                     self.bad_images.add(path, error)
-                places = [place for place in range(len(ids)) if place not in bad]
-                if training and not places:
+                places = good = [place for place in range(len(ids)) if place not in bad]
+                if self.training and not good:
                     path, error = min(broken.items())
                     raise RunError(f"none of the {len(ids)} images of a batch can be read, such as {path} ({error})")
-                if training:  # good ones in the place of bad ones
-                    places = [places[place % len(places)] if place in bad else place for place in range(len(ids))]
+                if self.training:
+                    places = [good[place % len(good)] if place in bad else place for place in range(len(ids))]
                 images, ids, targets = images[places], ids[places], [targets[place] for place in places]
             yield self._batch(images, targets, ids)
 
@@ -220,12 +221,11 @@ class ImageTrainLoader(DecodingLoader):
         repeats: how often an epoch has each of its images (see `Share.repeated`).
     """
 
+    training = True
+
     def __init__(self, source, *, size_of: Callable[[int], int] | None = None, repeats: int = 1, **common):
         super().__init__(source, **common)
         self.size_of, self.repeats = size_of or (lambda epoch: self.img_size), repeats
-
-    def __len__(self) -> int:
-        return self.share.train_batches
 
     def _order(self, epoch: int) -> torch.Tensor:
         return torch.randperm(len(self.source), generator=epoch_generator(self.seed, epoch))
@@ -235,17 +235,15 @@ class ImageTrainLoader(DecodingLoader):
         order, copies = self.share.repeated(self._order(epoch), self.repeats).numpy()
         seeds = np.random.default_rng((self.seed, epoch)).integers(2**63, size=(self.repeats, len(self.source)))
         keys = np.stack([seeds[copies, order], order], 1)
-        yield from self._show([keys[places] for places in self.share.train_places(first)], self.size_of(epoch),
-                              training=True)
+        yield from self._show([keys[places] for places in self.share.train_places(first)], self.size_of(epoch))
 
 
 class ImageEvalLoader(DecodingLoader):
     """Every image once over all processes; unreadable ones are left out."""
 
-    def __len__(self) -> int:
-        return self.share.eval_batches
+    training = False
 
     def batches(self) -> Iterator[Batch]:
         """Yield the batches; the last ones may be short or empty."""
         yield from self._show([np.array([(0, index) for index in images], np.int64).reshape(-1, 2)
-                               for images in self.share.eval_images()], self.img_size, training=False)
+                               for images in self.share.eval_images()], self.img_size)

@@ -20,12 +20,11 @@ class _OnDevice(Loader):
 class TrainLoader(_OnDevice):
     """Shuffled, augmented batches."""
 
+    training = True
+
     def __init__(self, split: Images, *, augmentation: Augmentation, **common):
         super().__init__(split, **common)
         self.augmentation = augmentation
-
-    def __len__(self) -> int:
-        return self.share.train_batches
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `first` on."""
@@ -44,8 +43,7 @@ class TrainLoader(_OnDevice):
 class EvalLoader(_OnDevice):
     """Every image once over all processes."""
 
-    def __len__(self) -> int:
-        return self.share.eval_batches
+    training = False
 
     def batches(self) -> Iterator[Batch]:
         """Yield the batches; the last ones may be short or empty."""

@@ -106,7 +106,7 @@ def _load_torchvision(name: str, root: Path, img_size: int, download: bool) -> D
     """Load CIFAR-10 or -100 in torchvision's layout under `root`."""
     from torchvision import datasets
 
-    kind = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[name]
+    kind = getattr(datasets, name.upper())
     try:
         splits = {split: kind(str(root), train=split == "train", download=download) for split in ("train", "test")}
     except (RuntimeError, OSError) as error:

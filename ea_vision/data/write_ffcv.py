@@ -1,26 +1,24 @@
 """Write a split of an image data set as one FFCV file (.beton), which trains several times faster than image files.
 
 Every image is decoded and converted to 8-bit RGB. Training images are stored whole, validation images as the trainer
-shows them to evaluate on: the folder's pixels, bit for bit. FFCV's own writer writes them; the classes and how images
+shows them to evaluate on: the folder's pixels, bit for bit. FFCV stores and describes them; the classes and how images
 were stored are written beside the file as FILE.json. The file appears under its name when it is whole.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
-from collections.abc import Iterable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from functools import partial
-from multiprocessing import Value
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 from types import SimpleNamespace
 
 import numpy as np
 
-from ea_vision.base.errors import RunError, UsageError, exit_code
+from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.files import check_output, write_json
 from ea_vision.data.ffcv import Evaluated, require_ffcv, sidecar
 from ea_vision.data.image_files import BrokenImage, ImageFiles
@@ -35,69 +33,7 @@ examples:
   python train_imagenet.py --train-beton train.beton --val-beton val.beton
 """
 LARGEST = 1672  # pixels: the side of a square whose pixels fit into a page of FFCV's writer
-
-
-class _Samples:
-    """What FFCV's writer reads: (uint8 (H, W, 3), class) by index. A broken image is a black pixel, and noted."""
-
-    def __init__(self, source: ImageFiles, max_size: int, evaluated: Evaluated | None):
-        self.source, self.max_size, self.broken = source, max_size, []
-        self.transform = eval_transform(*evaluated) if evaluated else None
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        if index and not index % 10_000:
-            print(f"{index:,} of {len(self):,} images", file=sys.stderr)
-        try:
-            image, target = self.source.read(int(index))
-            if self.transform is not None:
-                return self.transform(image).numpy(), target
-        except BrokenImage as error:
-            self.broken.append(f"{self.source.describe(index)} ({error})")
-            return np.zeros((1, 1, 3), np.uint8), 0
-        image.thumbnail((self.max_size, self.max_size))
-        return np.asarray(image), target
-
-
-def _writer():
-    """Return FFCV's writer with threads in place of its processes, which wait for ever when one of them fails."""
-    memory = require_ffcv("ffcv.memory_allocator")
-
-    class Pages(memory.MemoryAllocator):
-        """The pages of one thread, which does not wait for the others' to be written."""
-
-        def __enter__(self):
-            self.fp = open(self.fname, "r+b")  # noqa: SIM115  __exit__ closes it
-
-        def flush_page(self):
-            if self.my_page >= 0:
-                self.fp.seek(self.offset + self.my_page * self.page_size)
-                self.fp.write(self.page_data)
-
-    class Writer(require_ffcv("ffcv.writer").DatasetWriter):
-        def _write_common(self, num_samples: int, queue_content: Iterable, work_fn, extra_worker_args: tuple) -> None:
-            self.num_samples = num_samples
-            self.prepare()
-            self.metadata_sm.unlink()  # threads need no shared memory
-            self.metadata_sm = SimpleNamespace(buf=bytearray(num_samples * self.metadata_type.itemsize))
-            todo, found = SimpleNamespace(get=partial(next, iter(list(queue_content)), None)), SimpleQueue()
-            pages = [Pages(self.fname, self.data_region_start, self.page_size) for _ in range(self.num_workers)]
-            with ThreadPoolExecutor(self.num_workers) as pool:
-                try:
-                    running = []
-                    for own in pages:
-                        own.next_page_allocated = pages[0].next_page_allocated
-                        running.append(pool.submit(work_fn, todo, self.metadata_sm, self.metadata_type, self.fields,
-                                                   own, Value("Q"), found, *extra_worker_args))
-                    for done in wait(running, return_when=FIRST_EXCEPTION).done:
-                        done.result()
-                finally:
-                    todo.get = lambda: None  # an error or Ctrl-C: the other threads end, too
-            self.finalize([row for _ in pages for row in found.get()])
-
-    return Writer
+AHEAD = 16  # images of each thread that may wait to be written
 
 
 def write_beton(source: ImageFiles, out: Path, *, max_size: int = 500, jpeg_share: float = 0.5, workers: int = 2,
@@ -114,18 +50,39 @@ def write_beton(source: ImageFiles, out: Path, *, max_size: int = 500, jpeg_shar
         UsageError: FFCV is not installed, or images cannot be decoded.
         RunError: the file cannot be written.
     """
-    fields = require_ffcv("ffcv.fields")
-    jpeg_share = 0 if evaluated else jpeg_share
-    image = fields.RGBImageField(write_mode={0: "raw", 1: "jpg"}.get(jpeg_share, "proportion"),
+    fields, jpeg_share = require_ffcv("ffcv.fields"), 0 if evaluated else jpeg_share
+    field = fields.RGBImageField(write_mode={0: "raw", 1: "jpg"}.get(jpeg_share, "proportion"),
                                  compress_probability=jpeg_share)
     out = Path(os.path.realpath(check_output(out)))
-    temporary, samples = out.with_name(f".{out.name}.tmp"), _Samples(source, max_size, evaluated)
+    temporary, broken = out.with_name(f".{out.name}.tmp"), []
+    writer = require_ffcv("ffcv.writer").DatasetWriter(str(temporary), {"image": field, "label": fields.IntField()})
+    transform = eval_transform(*evaluated) if evaluated else None
+
+    table = np.zeros(len(source), writer.metadata_type)  # FFCV's: an image's mode, width, height and place; its label
+
+    def encode(index: int) -> np.ndarray:
+        """Return the bytes to store of an image, none of a broken one, and fill its row but for the place."""
+        stored = [np.empty(0, np.uint8)]
+
+        def reserve(size: int) -> tuple[int, np.ndarray]:
+            stored[0] = np.empty(size, np.uint8)
+            return 0, stored[0]
+
+        try:
+            image, table["f1"][index] = source.read(index)
+        except BrokenImage as error:
+            broken.append(f"{source.describe(index)} ({error})")
+            return stored[0]
+        if transform is None:
+            image.thumbnail((max_size, max_size))
+        field.encode(table["f0"][index:index + 1], transform(image).numpy() if transform else image, reserve)
+        return stored[0]
+
     try:
-        _writer()(str(temporary), {"image": image, "label": fields.IntField()}, num_workers=workers
-                  ).from_indexed_dataset(samples, chunksize=10)
-        if samples.broken:
-            raise UsageError(f"{len(samples.broken)} of {len(source)} images cannot be decoded, mend or remove them: "
-                             + "; ".join(sorted(samples.broken)))
+        _write(writer, table, encode, workers)
+        if broken:
+            raise UsageError(f"{len(broken)} of {len(source)} images cannot be decoded, mend or remove them: "
+                             + "; ".join(sorted(broken)))
         sidecar(out).unlink(missing_ok=True)  # never the old one beside the new file
         os.replace(temporary, out)
     except OSError as error:
@@ -133,6 +90,28 @@ def write_beton(source: ImageFiles, out: Path, *, max_size: int = 500, jpeg_shar
     finally:
         temporary.unlink(missing_ok=True)
     write_json(sidecar(out), {"source": source.name, "classes": source.classes, "evaluated": evaluated})
+
+
+def _write(writer, table: np.ndarray, encode: Callable[[int], np.ndarray], workers: int) -> None:
+    """Write what threads `encode`, in order, no image across the border of a page, with FFCV's header and tables. (The
+    processes of FFCV's writer would wait for ever when one of them fails.)"""
+    writer.num_samples = len(table)
+    writer.prepare()
+    writer.metadata_sm.unlink()  # threads need no shared memory
+    places, page, end = [], writer.page_size, writer.data_region_start
+    with open(writer.fname, "r+b") as file, ThreadPoolExecutor(workers) as pool:
+        for numbers in np.array_split(np.arange(len(table)), math.ceil(len(table) / (AHEAD * workers))):
+            for index, stored in zip(numbers.tolist(), pool.map(encode, numbers.tolist()), strict=True):
+                if index and not index % 10_000:
+                    print(f"{index:,} of {len(table):,} images", file=sys.stderr)
+                if not places or end % page + len(stored) > page:
+                    end += -end % page
+                table["f0"]["data_ptr"][index] = file.seek(end)
+                places.append((index, end, len(stored)))
+                end += file.write(stored)
+        file.truncate(end + -end % page)
+    writer.metadata_sm = SimpleNamespace(buf=table.tobytes())
+    writer.finalize(places)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -167,7 +146,3 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{given.out}: {len(source)} images of {len(source.classes)} classes, "
           f"{given.out.stat().st_size / 2**20:.1f} MiB")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(exit_code(main))

@@ -7,13 +7,12 @@ image count. What there is no object for is nan.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import io
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +87,7 @@ def coco_metrics(ground_truth: dict[str, Any], detections: Sequence[dict[str, An
     truth, found = COCO(), COCO()
     truth.dataset = copy.deepcopy(ground_truth)  # it adds fields to what it is given
     found.dataset = {**truth.dataset, "annotations": []}
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints its steps
+    with redirect_stdout(io.StringIO()):  # it prints its steps
         truth.createIndex()
         found.createIndex()
         if detections:  # loadRes takes no empty list

@@ -75,15 +75,13 @@ class Pyramid(nn.Module):
         self.body, self.out_channels = body, channels
         widths = [body.feature_info.channels()[position] for position in self.positions]
         self.fpn = FeaturePyramidNetwork(widths, channels, extra_blocks=CoarseLevels(channels, channels))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in LEVELS) if norm else None
+        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) if norm else nn.Identity() for _ in LEVELS)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """Turn (B, 3, H, W) into the maps "p3" to "p7", (B, channels, H / 2^n, W / 2^n) each."""
         features = self.body(x)
         maps = self.fpn(OrderedDict((f"p{LEVELS[n]}", features[at]) for n, at in enumerate(self.positions)))
-        if self.norms is not None:
-            maps = OrderedDict((name, norm(x)) for norm, (name, x) in zip(self.norms, maps.items(), strict=True))
-        return maps
+        return OrderedDict((name, norm(x)) for norm, (name, x) in zip(self.norms, maps.items(), strict=True))
 
 
 class _Tower(nn.Module):
@@ -96,18 +94,16 @@ class _Tower(nn.Module):
         for conv in self.convs:
             nn.init.normal_(conv.weight, std=0.01)
             nn.init.zeros_(conv.bias)
-        self.norms = None
-        if norm:
-            self.norms = nn.ModuleList(nn.ModuleList(nn.BatchNorm2d(channels) for _ in range(convs)) for _ in LEVELS)
+        self.norms = nn.ModuleList(nn.ModuleList(nn.BatchNorm2d(channels) if norm else nn.Identity()
+                                                 for _ in range(convs)) for _ in LEVELS)
 
     def forward(self, maps: list[Tensor], last: nn.Conv2d, numbers: int) -> Tensor:
         """Turn the pyramid's maps, by way of a head's last convolution, into float32 (B, places * A, numbers): losses
         and boxes need its precision."""
         found = []
-        for level, x in enumerate(maps):
-            for n, conv in enumerate(self.convs):
-                x = conv(x)
-                x = F.relu(x if self.norms is None else self.norms[level][n](x))
+        for x, norms in zip(maps, self.norms, strict=True):
+            for conv, norm in zip(self.convs, norms, strict=True):
+                x = F.relu(norm(conv(x)))
             found.append(last(x).unflatten(1, (-1, numbers)).permute(0, 3, 4, 1, 2).flatten(1, 3).float())
         return torch.cat(found, dim=1)
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write, create, csv_text, write_json
-from ea_vision.base.networks import check_model_name, create_by_keywords
+from ea_vision.base.networks import check_model_name, create_by_keywords, settled
 from ea_vision.base.processes import MOST_WORKERS, World
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.small_images import check_same_classes
@@ -166,9 +166,12 @@ class CocoDetection(DataModule):
                                  f"{config.pretrained_path}")
             weights["pretrained_cfg_overlay"] = {"file": str(path)}
         check_model_name(config.model)
+        kwargs = settled({"num_classes": len(self.classes), "img_size": config.img_size, "anchors": config.anchors,
+                          "gamma": config.gamma, "box_loss": config.box_loss, "head_norm": config.head_norm},
+                         config.model_kwargs)
         try:
-            return create_by_keywords(partial(create_detector, config.model, **weights), config.model,
-                                      detector_kwargs(config, len(self.classes)), config.optional_kwargs, log.info)
+            return create_by_keywords(partial(create_detector, config.model, **weights), config.model, kwargs,
+                                      config.optional_kwargs, log.info)
         except UsageError as error:
             if weights and "size mismatch" in str(error):
                 raise UsageError(f"weights {config.pretrained_path or 'of timm'} do not fit {config.model}: those of a "
@@ -217,28 +220,5 @@ class CocoDetection(DataModule):
         return paths
 
 
-def detector_kwargs(config: DetectionConfig, num_classes: int) -> dict[str, Any]:
-    """Return the keywords of `create_detector` that the options ask for.
-
-    Raises:
-        UsageError: a model keyword that is an option of its own, with another value.
-    """
-    wanted = {"num_classes": num_classes, **{name: getattr(config, name) for name in (
-        "img_size", "anchors", "gamma", "box_loss", "head_norm")}}
-    for key, value in wanted.items():
-        if config.model_kwargs.get(key, value) != value:
-            raise UsageError(f"model keyword {key} must be {value}, as data and options are, got "
-                             f"{config.model_kwargs[key]!r}")
-    return {**wanted, **config.model_kwargs}
-
-
 def main(argv: list[str] | None = None) -> int:
     return command.main(CocoDetection, argv)
-
-
-if __name__ == "__main__":
-    import sys
-
-    from ea_vision.base.errors import exit_code
-
-    sys.exit(exit_code(main))

@@ -1,7 +1,7 @@
 """Train a network on ImageNet, or on any images in class folders, tars or FFCV files, to the papers' recipe.
 
 The data folder has train and val (or validation, test), each a folder or a .tar of class/name.jpg. Images are read by
-processes that decode them, or from .beton files that `python -m ea_vision.data.write_ffcv` wrote (much faster).
+processes that decode them, or from .beton files that `ea-vision write-ffcv` wrote (much faster).
 Started by torchrun it runs on several GPUs or machines; the same command continues a run that was interrupted.
 """
 

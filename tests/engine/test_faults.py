@@ -58,7 +58,7 @@ NOWHERE = "/nowhere.safetensors"
     (["--workers", "100000"], f"workers must be at most {MOST_WORKERS}, got 100000"),
     ("--batch-size 1 --mixup 0.2".split(),
      "mixup and cutmix mix pairs of images: batch_size must be at least 2, got 1"),
-    (["--model-kwargs", "num_classes=7"], "model keyword num_classes must be 3, as the images are, got 7"),
+    (["--model-kwargs", "num_classes=7"], "model keyword num_classes must be 3, as data and options are, got 7"),
     (["--batch-size", "1"], "model test_resnet cannot be trained on batches of 1 images of 32 pixels: *"),
     ([*OURS, "--model-kwargs", "alpha=x"],
      "model ea_conv_transformer_cifar refuses num_classes=3 in_chans=3 img_size=32 alpha=x: *"),
