@@ -1,10 +1,13 @@
 """Errors become one line and an exit code, also among several processes; torchrun gets them, too."""
+import io
 import json
-import subprocess
+import multiprocessing
+import os
 import sys
 
 import pytest
 
+from ea_vision import __main__ as commands
 from ea_vision.base.errors import RunError, UsageError, exit_code
 
 
@@ -29,13 +32,23 @@ def test_other_errors_and_ends_stay_what_they_are(capsys):
     assert capsys.readouterr().err == "error: interrupted\n"
 
 
-def test_a_reader_that_goes_ends_a_command_quietly():
-    lines = "import sys; from ea_vision.base.errors import exit_code; " \
-            "sys.exit(exit_code(lambda: [print(n) for n in range(10**5)] and 0))"
-    done = subprocess.run(["bash", "-c", '"$@" | head -1; exit ${PIPESTATUS[0]}', "bash", sys.executable, "-u", "-c",
-                           lines], capture_output=True, text=True)
-    assert (done.stdout, done.stderr, done.returncode) == ("0\n", "", 141)
-    with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-m", "ea_vision", "--version"], stdout=full, stderr=subprocess.PIPE,
-                              text=True)
-    assert (done.stderr, done.returncode) == ("error: standard output cannot be written: No space left on device\n", 1)
+@pytest.mark.parametrize("output, buffered, code, said", [
+    ("pipe", True, 141, ""), ("pipe", False, 141, ""),
+    ("/dev/full", True, 1, "error: standard output cannot be written: No space left on device\n")])
+def test_a_reader_that_goes_ends_a_command_quietly_and_a_full_disk_does_not(tmp_path, output, buffered, code, said):
+    def command():
+        os.dup2(written, 1)
+        sys.stdout = os.fdopen(1, "w") if buffered else io.TextIOWrapper(os.fdopen(1, "wb", 0), write_through=True)
+        sys.stderr = open(tmp_path / "errors", "w")
+        sys.exit(exit_code(lambda: commands.main(["--version"])))
+
+    if output == "pipe":
+        reader, written = os.pipe()
+        os.close(reader)
+    else:
+        written = os.open(output, os.O_WRONLY)
+    process = multiprocessing.get_context("fork").Process(target=command)
+    process.start()
+    process.join()
+    os.close(written)
+    assert (process.exitcode, (tmp_path / "errors").read_text()) == (code, said)

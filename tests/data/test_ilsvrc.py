@@ -47,8 +47,8 @@ def kaggle(photos: Path, path: Path) -> None:
     path.write_text("\n".join(["ImageId,PredictionString", *rows]) + "\n")
 
 
-def devkit(photos: Path, folder: Path) -> None:
-    savemat = pytest.importorskip("scipy.io").savemat
+def devkit(photos: Path, path: Path) -> None:
+    savemat, folder = pytest.importorskip("scipy.io").savemat, path.with_name("ILSVRC2012_devkit_t12")
     numbers = {label: number for number, label in enumerate(reversed(CLASSES), start=1)}
     (folder / "data").mkdir(parents=True)
     truth = [str(numbers[label]) for _, label in sorted(labels_of(photos).items())]
@@ -56,22 +56,17 @@ def devkit(photos: Path, folder: Path) -> None:
     synsets = np.array([(number, label) for label, number in numbers.items()],
                        dtype=[("ILSVRC2012_ID", object), ("WNID", object)])
     savemat(folder / "data" / "meta.mat", {"synsets": synsets})
+    with tarfile.open(path, "w:gz") as tar:
+        tar.add(folder, folder.name)
 
 
 def synsets(photos: Path, path: Path) -> None:
     path.write_text("\n".join(label for _, label in sorted(labels_of(photos).items())))
 
 
-def packed_devkit(photos: Path, path: Path) -> None:
-    folder = path.with_name("ILSVRC2012_devkit_t12")
-    devkit(photos, folder)
-    with tarfile.open(path, "w:gz") as tar:
-        tar.add(folder, folder.name)
-
-
 @pytest.mark.parametrize("write, name", [
     (kaggle, "LOC_val_solution.csv"), (kaggle, "val/LOC_val_solution.csv"),
-    (packed_devkit, "ILSVRC2012_devkit_t12.tar.gz"), (synsets, "imagenet_2012_validation_synset_labels.txt")],
+    (devkit, "ILSVRC2012_devkit_t12.tar.gz"), (synsets, "imagenet_2012_validation_synset_labels.txt")],
     ids=lambda given: getattr(given, "__name__", given))
 def test_flat_images_have_the_classes_of_the_files_beside_them(photos, tmp_path, write, name):
     wanted, val = labels_of(photos), flat(photos, tmp_path / "val")

@@ -1,9 +1,10 @@
-"""Loaders that decode images as they are needed, files and FFCV's: what is shown is a function of seed, epoch and image
-alone, evaluation shows every image once, damage is named and replaced."""
+"""Loaders of images that are decoded as they are needed, files and FFCV's, or lie on the device: what is shown is a
+function of seed, epoch and image alone, evaluation shows every image once, damage is named and replaced."""
 from __future__ import annotations
 
 from collections import Counter
 from functools import partial
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -14,16 +15,20 @@ from timm.data.distributed_sampler import RepeatAugSampler
 from ea_vision.base.errors import RunError
 from ea_vision.base.processes import World
 from ea_vision.data import write_ffcv
+from ea_vision.data.augment import Augmentation
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.batches import GrowingSize, Share, epoch_generator
 from ea_vision.data.ffcv import Beton, BetonTrainLoader
 from ea_vision.data.image_files import ImageFiles
 from ea_vision.data.imagenet import ImageEvalLoader, ImageTrainLoader, eval_transform, train_transform
+from ea_vision.data.on_device import EvalLoader, TrainLoader
+from ea_vision.data.small_images import Images
 from tests.data.photos import make_photos
 from tests.data.test_image_files import narrow_png
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.25)
-KINDS = ["files", "ffcv"]
+DECODED = ["files", pytest.param("ffcv", marks=pytest.mark.skipif(not find_spec("ffcv"), reason="needs FFCV"))]
+KINDS = [*DECODED, "device"]
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +38,16 @@ def photos(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sources(photos):
-    """Training images by kind."""
-    pytest.importorskip("ffcv", reason="needs FFCV: pip install .[ffcv]")
+    """40 training images by kind."""
     files, out = ImageFiles(photos / "train"), photos / "train.beton"
-    write_ffcv.write_beton(files, out)
-    return {"files": files, "ffcv": Beton(out)}
+    if find_spec("ffcv"):
+        write_ffcv.write_beton(files, out)
+    return {"files": files, "ffcv": find_spec("ffcv") and Beton(out), "device": small_images(40)}
+
+
+def small_images(count: int, side: int = 8) -> Images:
+    pixels = torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8)
+    return Images(pixels, torch.arange(count) % 10, list(map(str, range(count))))
 
 
 def common(batch_size: int, bad=None, **more):
@@ -48,10 +58,17 @@ def common(batch_size: int, bad=None, **more):
 
 def loader(source, kind: str, batch_size: int, **more):
     keywords = {"seed": 1, **common(batch_size, **more)}
-    if kind != "files":
+    if kind == "device":
+        return TrainLoader(source[kind], augmentation=Augmentation(cutout=3), **of_device(keywords))
+    if kind == "ffcv":
         return BetonTrainLoader(source[kind], os_cache=True, scale=(0.3, 1), hflip=0.5, **keywords)
     return ImageTrainLoader(source if isinstance(source, ImageFiles) else source["files"], transform=partial(
         train_transform, scale=(0.3, 1), color_jitter=0.4, auto_augment="rand-m7-mstd0.5-inc1"), **keywords)
+
+
+def of_device(keywords):
+    """Return the keywords of a loader of images that lie on the device."""
+    return {name: value for name, value in keywords.items() if name not in ("img_size", "workers", "bad_images")}
 
 
 def eval_loader(folder, batch_size: int, **more) -> ImageEvalLoader:
@@ -94,12 +111,14 @@ def test_images_depend_on_seed_and_epoch_only(sources, kind):
     assert len(whole) == 5 and len(halves[0]) == 4
     for batch, both in zip(whole[1:], together(*halves), strict=True):
         assert all(map(torch.equal, batch, both))
+    targets = torch.from_numpy(np.array(sources[kind].labels if kind == "ffcv" else sources[kind].targets))
+    assert all(torch.equal(batch.targets, targets[batch.ids]) for batch in whole)
     assert sorted(torch.cat([b.ids for b in whole]).tolist()) == list(range(40))
     for other in (next(used.batches(4)), next(loader(sources, kind, 8, seed=2).batches(3))):
         assert not torch.equal(other.ids, whole[0].ids)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DECODED)
 def test_each_image_is_shown_so_many_times_each_time_otherwise(sources, kind):
     batches = list(loader(sources, kind, 10, repeats=4).batches(3))
     ids, images = torch.cat([b.ids for b in batches]), torch.cat([b.images for b in batches])
@@ -114,7 +133,7 @@ def test_each_image_is_shown_so_many_times_each_time_otherwise(sources, kind):
         assert kind != "files" or seen[0] == seen[1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DECODED)
 def test_images_have_the_size_of_their_epoch(sources, kind):
     grows = loader(sources, kind, 8, size_of=GrowingSize(8, 16, 1, 2))
     for epoch, side in enumerate((8, 8, 16, 16)):
@@ -132,12 +151,15 @@ def test_sizes_are_ffcvs():
             assert size_of(epoch) == wanted
 
 
-@pytest.mark.parametrize("world_size, batch_size", [(1, 5), (2, 5), (4, 4)])
-def test_evaluation_shows_every_image_once(photos, world_size, batch_size):
-    loaders = [eval_loader(photos, batch_size, rank=rank, world_size=world_size) for rank in range(world_size)]
+@pytest.mark.parametrize("kind, images, world_size, batch_size", [
+    ("files", 13, 1, 5), ("files", 13, 2, 5), ("files", 13, 4, 4), ("device", 13, 2, 5), ("device", 3, 4, 2)])
+def test_evaluation_shows_every_image_once(photos, kind, images, world_size, batch_size):
+    places = [{"rank": rank, "world_size": world_size} for rank in range(world_size)]
+    loaders = [eval_loader(photos, batch_size, **place) if kind == "files" else EvalLoader(
+        small_images(images), **of_device(common(batch_size, **place))) for place in places]
     batches = [list(of_rank.batches()) for of_rank in loaders]
     assert {len(b) for b in batches} == {len(loaders[0])}, "as many batches for all: they ask each other before each"
-    assert sorted(index for of_rank in batches for b in of_rank for index in b.ids.tolist()) == list(range(13))
+    assert sorted(index for of_rank in batches for b in of_rank for index in b.ids.tolist()) == list(range(images))
 
 
 def test_evaluation_pixels_are_timms(photos):
@@ -176,3 +198,22 @@ def test_a_batch_without_a_good_image_ends_the_run(tmp_path):
         path.write_text("no image")
     with pytest.raises(RunError, match=r"none of the 3 images of a batch can be read, such as .*/00.\.jpg \(Unid"):
         next(loader(ImageFiles(root / "train"), "files", 3).batches(0))
+
+
+def test_alternating_flips_follow_each_image_through_the_epochs():
+    """Images of two columns, numbered: every image is seen flipped in all even or in all odd epochs, on any process."""
+    split = small_images(40, side=2)
+    split.images[:] = torch.tensor([0, 255])
+
+    def flipped(epoch, rank=0, world_size=1, first=0):
+        loader = TrainLoader(split, augmentation=Augmentation(flip="alternate", crop_padding=0), **of_device(
+            common(8 // world_size, rank=rank, world_size=world_size)))
+        return {number: bool(image[0, 0, 0] > image[0, 0, 1]) for batch in loader.batches(epoch, first)
+                for number, image in zip(batch.ids.tolist(), batch.images, strict=True)}
+
+    epochs = list(map(flipped, range(4)))
+    assert len(epochs[0]) == 40 and set(epochs[0].values()) == {False, True}
+    for number, value in epochs[0].items():
+        assert [e[number] for e in epochs] == [value, not value, value, not value]
+    assert flipped(2, 0, 2) | flipped(2, 1, 2) == epochs[2], "as on one process"
+    assert flipped(3, first=3).items() <= epochs[3].items(), "and from the middle of an epoch on"

@@ -89,7 +89,7 @@ def test_digits():
 
 
 def test_hold_out_is_decided_by_the_seed():
-    train = load_dataset("digits").train
+    train = load_dataset("digits", img_size=8).train
     kept, held_out = hold_out(train, 100, seed=3)
     assert len(held_out) == 100 and len(kept) == len(train) - 100
     assert sorted(kept.names + held_out.names) == sorted(train.names)

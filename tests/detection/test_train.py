@@ -158,16 +158,6 @@ def test_errors_are_one_line(data, tmp_path, more, message):
     assert not os.path.exists(tmp_path / "run")
 
 
-def test_data_without_boxes_is_refused_before_training(tmp_path):
-    make_boxes(tmp_path / "data")
-    path = tmp_path / "data" / "train.json"
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, "annotations": [{**row, "iscrowd": 1} for row in content["annotations"]]}))
-    with pytest.raises(UsageError, match="train.json must have at least one box that is no crowd, got none"):
-        train.main(arguments(tmp_path / "data", tmp_path / "run"))
-    assert not (tmp_path / "run").exists()
-
-
 def test_without_pycocotools_one_line_says_what_to_install(data, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pycocotools.coco", None)
     with pytest.raises(UsageError, match=r"need pycocotools, not installed .*pip install 'ea_vision\[detection\]'"):
