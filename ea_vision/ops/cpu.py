@@ -149,17 +149,15 @@ class Cpu(Implementation):
     """The C kernel."""
 
     name = "cpu"
-    windows = dropout = prefix = True
+    windows = True
 
     def own_reason_against(self, problem: Problem) -> str | None:
-        q, k, v, weight = problem.q, problem.k, problem.v, problem.weight
-        if not q.dtype == k.dtype == v.dtype:
-            return f"it needs q, k and v of one dtype, got {q.dtype}, {k.dtype} and {v.dtype}"
+        weight = problem.weight
         if problem.head_window > 1:
             return "it has no windows of heads"
         if weight is not None and weight.shape[-1] > 7:
             return f"it needs map convolutions of at most 7x7, got {weight.shape[-1]}x{weight.shape[-1]}"
-        return _reason_against(q, v)
+        return _reason_against(problem.q, problem.v)
 
     def forward(self, problem: Problem) -> tuple[Tensor, Tensor | None]:
         p, K, kind, prev = problem, problem.q.shape[1], NONE, None

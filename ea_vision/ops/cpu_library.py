@@ -56,10 +56,8 @@ class PlanesStruct(ctypes.Structure):
 
 def _machine() -> str:
     """Return what -march=native depends on; a cache on a shared disk serves machines of several kinds."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 
 
@@ -81,9 +79,8 @@ def library_name(compiler: list[str]) -> str:
     """Return the compiled library's file name: another one for everything that would make it another."""
     version = _output_of(*compiler, "--version")
     sources = [part for file in sorted(SOURCES.glob("*.[ch]")) for part in (file.name, file.read_text())]
-    parts = (*sources, *compiler, version, *FLAGS, *_openmp(), _machine(), torch.__version__)
-    key = hashlib.sha256(b"\0".join(part.encode() for part in parts)).hexdigest()[:16]
-    return f"cpu_kernel-{key}.so"
+    parts = "\0".join((*sources, *compiler, version, *FLAGS, *_openmp(), _machine(), torch.__version__))
+    return f"cpu_kernel-{hashlib.sha256(parts.encode()).hexdigest()[:16]}.so"
 
 
 def _built(compiler: list[str], folder: str) -> Path:
@@ -97,11 +94,8 @@ def _built(compiler: list[str], folder: str) -> Path:
 def _is_whole(library: Path) -> bool:
     """Return whether the file ends with its digest, which loaders of libraries do not read. To load a damaged library
     may kill the process."""
-    try:
-        content = library.read_bytes()
-    except FileNotFoundError:
-        return False
-    return len(content) > 32 and hashlib.sha256(content[:-32]).digest() == content[-32:]
+    content = library.read_bytes() if library.exists() else b""
+    return hashlib.sha256(content[:-32]).digest() == content[-32:]
 
 
 def _opened(compiler: list[str]) -> ctypes.CDLL:

@@ -14,7 +14,6 @@ a CPU a backward pass. There it is the test that the mask and the folding are ri
 Paper: `Flex Attention` - https://arxiv.org/abs/2412.05496
 """
 
-import importlib.util
 from functools import cache, lru_cache
 
 import torch
@@ -24,6 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from ea_vision.ops.problem import Implementation, Problem
 from ea_vision.ops.reference import neighbours
 from ea_vision.ops.sdpa import folded, widened
+from ea_vision.ops.triton_attention import INSTALLED
 
 LEAST_WIDTH, MOST_WIDTH = 16, 256  # of a head, in torch's kernels
 CAPABILITY = (8, 0)
@@ -62,10 +62,12 @@ class Flex(Implementation):
 
     name = "flex"
     windows = True
-    whole = evolves = logits = False
+    maps = dropout = False
 
     def own_reason_against(self, problem: Problem) -> str | None:
         q, k, v = problem.q, problem.k, problem.v
+        if not problem.local:
+            return "it is for windows"
         if torch.compiler.is_compiling():
             return "it compiles its own kernel, outside of other compiled code"
         width = q.shape[-1] + (0 if problem.height_rel is None else sum(problem.feat_size))
@@ -78,7 +80,7 @@ class Flex(Implementation):
             return f"it runs on CUDA and on a CPU, got {q.device.type}"
         if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             return f"it takes float16, bfloat16 and float32, got {q.dtype}"
-        if importlib.util.find_spec("triton") is None:
+        if not INSTALLED:
             return "Triton is not installed"
         capability = torch.cuda.get_device_capability(q.device)
         return None if capability >= CAPABILITY else f"it needs compute capability {CAPABILITY}, got {capability}"

@@ -98,15 +98,16 @@ class Problem:
         Raises:
             ValueError: a gate with neither 1 nor K numbers.
         """
-        tensors = [gate for gate in (self.alpha, self.beta) if isinstance(gate, Tensor)]
-        if not tensors:
+        K, both = self.q.shape[1], []
+        if not isinstance(self.alpha, Tensor) and not isinstance(self.beta, Tensor):
             return None
-        K = self.q.shape[1]
-        for gate in tensors:
+        for gate in (self.alpha, self.beta):
+            if not isinstance(gate, Tensor):
+                gate = self.q.new_full((1,), gate, dtype=torch.float32)
             if gate.numel() not in (1, K):
                 raise ValueError(f"a gate must have 1 or num_heads={K} numbers, got shape {list(gate.shape)}")
-        return torch.stack([gate.float().reshape(-1).expand(K) if isinstance(gate, Tensor) else
-                            tensors[0].new_full((K,), gate, dtype=torch.float32) for gate in (self.alpha, self.beta)])
+            both.append(gate.float().reshape(-1).expand(K))
+        return torch.stack(both)
 
     def dropout_seed(self) -> Tensor | None:
         """Draw the dropout's seed, (1), from torch's generator; None without dropout.
@@ -137,12 +138,9 @@ class Implementation:
     """One way to solve a `Problem`. A subclass states what it supports, and has `forward`."""
 
     name = ""
-    whole = True  # for whole maps
-    windows = False  # for windows of pixels and heads
-    evolves = True  # takes previous logits
-    logits = True  # can return the logits
-    dropout = False
-    prefix = False  # can keep prefix tokens out of the convolution
+    maps = True  # takes previous logits, and can return its own
+    dropout = True
+    windows = False  # of pixels and heads
     fewer_keys = False  # takes M keys for N queries
 
     def reason_against(self, problem: Problem) -> str | None:
@@ -151,12 +149,11 @@ class Implementation:
         reasons = (
             (p.local and not self.windows, "it has no windows"),
             (p.dropout_p > 0 and not self.dropout, "it has no dropout on the attention probabilities"),
-            (p.num_prefix_tokens and not self.prefix,
-             f"it convolves whole maps, and {p.num_prefix_tokens} prefix tokens are to stay out of the convolution"),
             (keys != queries and not self.fewer_keys, f"it needs as many keys as queries, got {keys} and {queries}"),
-            (not self.whole and not p.local, "it is for windows"),
-            (p.prev_logits is not None and not self.evolves, "it has no place for previous logits"),
-            (p.need_logits and not self.logits, "it never has the logits that are wanted"),
+            (p.prev_logits is not None and not self.maps, "it has no place for previous logits"),
+            (p.need_logits and not self.maps, "it never has the logits that are wanted"),
+            (not p.q.dtype == p.k.dtype == p.v.dtype,
+             f"it needs q, k and v of one dtype, got {p.q.dtype}, {p.k.dtype} and {p.v.dtype}"),
         )
         for against, reason in reasons:  # a loop: older torch.compile does not know next() with a default
             if against:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ea_vision.ops.problem import Implementation, Problem
-from ea_vision.ops.rel_pos import fit_rel_table
+from ea_vision.ops.rel_pos import by_position, fit_rel_table
 
 
 def relative_logits(q: Tensor, height_rel: Tensor, width_rel: Tensor) -> tuple[Tensor, Tensor]:
@@ -27,14 +27,9 @@ def relative_logits(q: Tensor, height_rel: Tensor, width_rel: Tensor) -> tuple[T
         width_logits (B, K, H, W, W): q_i . width_rel[col(j) - col(i)] by query pixel and key column.
     """
     H, W = q.shape[2], q.shape[3]
-    if height_rel.shape[0] != 2 * H - 1 or width_rel.shape[0] != 2 * W - 1:
-        height_rel, width_rel = fit_rel_table(height_rel, H), fit_rel_table(width_rel, W)
-    row, col = torch.arange(H, device=q.device), torch.arange(W, device=q.device)
-    by_row = height_rel[row.unsqueeze(0) - row.unsqueeze(1) + (H - 1)]  # (H, H, D)
-    by_col = width_rel[col.unsqueeze(0) - col.unsqueeze(1) + (W - 1)]  # (W, W, D)
-    height_logits = torch.einsum("bkhwd,hpd->bkhwp", q, by_row)
-    width_logits = torch.einsum("bkhwd,wpd->bkhwp", q, by_col)
-    return height_logits, width_logits
+    by_row = by_position(fit_rel_table(height_rel, H), H)  # (H, H, D)
+    by_col = by_position(fit_rel_table(width_rel, W), W)  # (W, W, D)
+    return torch.einsum("bkhwd,hpd->bkhwp", q, by_row), torch.einsum("bkhwd,wpd->bkhwp", q, by_col)
 
 
 def own_logits(

@@ -40,8 +40,8 @@ class Sdpa(Implementation):
     """torch's scaled_dot_product_attention."""
 
     name = "sdpa"
-    evolves = logits = False
-    dropout = fewer_keys = True
+    maps = False
+    fewer_keys = True
 
     def forward(self, problem: Problem) -> tuple[Tensor, None]:
         (q, k), v = folded(problem), problem.v

@@ -47,6 +47,7 @@ Choices:
 import importlib.util
 import os
 from collections import namedtuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -136,20 +137,13 @@ def _given(x: Tensor) -> Tensor | None:
     return x if x.numel() else None
 
 
+def _count(*tensors: Tensor | None) -> int:
+    """Return how many numbers there are in all."""
+    return sum(x.numel() for x in tensors if x is not None)
+
+
 def _power(n: int, least: int = 16) -> int:
     return max(least, 1 << (n - 1).bit_length())
-
-
-def _shape(q: Tensor, v: Tensor, H: int, W: int, weight: Tensor | None, relative: bool, prefix: int,
-           gated: bool) -> Shape:
-    K, kernel_size = q.shape[1], 1 if weight is None else weight.shape[-1]
-    chip, RP = _capability(q.device) if q.is_cuda else None, _power(kernel_size * K)
-    line = 32 * min(K & -K, 16 // q.element_size()) // RP
-    return Shape(
-        H, W, H * W, K, kernel_size, KP=_power(K, 1), DP=_power(q.shape[-1]), EP=_power(v.shape[-1]),
-        RP=RP, LINE=max(1, line), SP=_power(H + W if relative else 1),
-        TP=_power(2 * H + 2 * W - 2 if relative else 1), PREFIX=0 if weight is None else prefix, RELATIVE=relative,
-        SPLIT=chip is not None and chip[0] == 10, SMALL=chip in SMALL_MEMORY, DTYPE=str(q.dtype), GATED=gated)
 
 
 def _rows(x: Tensor) -> Rows:
@@ -167,24 +161,46 @@ def _dense(x: Tensor | None) -> Tensor | None:
     return x if x is None or torch.empty_like(x).stride() == x.stride() else x.contiguous()
 
 
-def _weight(weight: Tensor | None) -> Weight | None:
-    return None if weight is None else Weight(weight, *weight.stride())
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
-def _dropout(seed: Tensor | None, p: float) -> Dropout | None:
-    return None if seed is None else Dropout(seed, round(p * (1 << 24)), 1.0 / (1.0 - p) if p < 1.0 else 0.0)
+def _prepared(
+        inputs: Sequence[Tensor | None], alpha: float, beta: float, predict: bool, scale: float, dropout_p: float,
+        H: int, W: int, prefix: int,
+):
+    """Return the shares of the logits and of EA's m, see `_shares`, and by name what kernels take of the inputs."""
+    q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, seed = inputs
+    shares, mixing = _shares(prev_logits is not None, weight is not None, alpha, beta, predict, gates)
+    K, kernel_size = q.shape[1], 1 if weight is None else weight.shape[-1]
+    chip, RP = _capability(q.device) if q.is_cuda else None, _power(kernel_size * K)
+    line, relative = 32 * min(K & -K, 16 // q.element_size()) // RP, height_rel is not None
+    S = Shape(
+        H, W, H * W, K, kernel_size, KP=_power(K, 1), DP=_power(q.shape[-1]), EP=_power(v.shape[-1]), RP=RP,
+        LINE=max(1, line), SP=_power(H + W if relative else 1), TP=_power(2 * H + 2 * W - 2 if relative else 1),
+        PREFIX=0 if weight is None else prefix, RELATIVE=relative, SPLIT=chip is not None and chip[0] == 10,
+        SMALL=chip in SMALL_MEMORY, DTYPE=str(q.dtype), GATED=gates is not None)
+    weight = _dense(weight)
+    return shares, mixing, {
+        "q": _rows(q), "k": _rows(k), "v": _rows(v), "height_rel": _contiguous(height_rel),
+        "width_rel": _contiguous(width_rel), "maps": _heads_last(prev_logits), "bias": _contiguous(bias),
+        "weight": None if weight is None else Weight(weight, *weight.stride()), "scale": scale, "S": S,
+        "dropout": None if seed is None else Dropout(
+            seed, round(dropout_p * (1 << 24)), 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0)}
 
 
 def _programs(q: Tensor, pixels: int) -> int:
     return q.shape[0] * -(-q.shape[2] // pixels)
 
 
-def _launch(kernel, tile: Tile, like: Tensor, **arguments) -> None:
-    """Run one program for each image and block of pixels, by triton.autotune where that serves."""
-    by_keys = kernel.__name__ in BY_KEYS
-    programs = _programs(like, tile.keys if by_keys else tile.queries)
-    arguments |= {name: pixels for name, pixels in (("I", tile.queries), ("J", tile.keys)) if name in kernel.arg_names}
-    if triton_tiles.tunes(like.device, programs, arguments):
+def _launch(kernel, tile: Tile, **arguments) -> None:
+    """Run one program for each image and block of pixels, by triton.autotune where that serves, with those of the
+    arguments that the kernel takes."""
+    q, by_keys = arguments["q"].data, kernel.__name__ in BY_KEYS
+    programs = _programs(q, tile.keys if by_keys else tile.queries)
+    arguments |= {"I": tile.queries, "J": tile.keys}
+    arguments = {name: x for name, x in arguments.items() if name in kernel.arg_names}
+    if triton_tiles.tunes(q.device, programs, arguments):
         S = arguments["S"]._replace(GIVEN=tuple(name for name, x in arguments.items() if x is not None))
         tuner = triton_tiles.tuned(kernel, tile, S)
         # a CUDA graph would capture the trials
@@ -196,10 +212,6 @@ def _launch(kernel, tile: Tile, like: Tensor, **arguments) -> None:
     kernel[programs,](**arguments, num_warps=tile.warps, num_stages=tile.stages, **limit)
 
 
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
-
-
 def _run_forward(
         q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None,
         prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None, gates: Tensor | None,
@@ -209,16 +221,15 @@ def _run_forward(
     """Return `_outputs`, filled."""
     from ea_vision.ops import triton_kernels
 
-    maps = _heads_last(prev_logits)
-    shares, mixing = _shares(maps is not None, weight is not None, alpha, beta, predict, gates)
-    S = _shape(q, v, height, width, weight, height_rel is not None, prefix, gates is not None)
-    inputs = {"q": _rows(q), "k": _rows(k), "v": _rows(v), "height_rel": _contiguous(height_rel),
-              "width_rel": _contiguous(width_rel), "weight": _weight(weight), "bias": _contiguous(bias), "scale": scale}
+    inputs = q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, seed
+    shares, mixing, common = _prepared(inputs, alpha, beta, predict, scale, dropout_p, height, width, prefix)
+    maps, dropout, S = common["maps"], common["dropout"], common["S"]
 
     def evolve(maps, conv, kept, own, dropout=None, logits=None, signs=None, out=None, lse=None):
         tile = default_tile("evolve", S, conv is not None, out is not None)
-        _launch(triton_kernels.evolve, tile, q, **inputs, maps=maps, conv=conv, kept=kept, own=own, dropout=dropout,
-                logits=logits, signs=signs, out=out, lse=lse, S=S)
+        _launch(triton_kernels.evolve, tile, **common | {
+            "maps": maps, "conv": conv, "kept": kept, "own": own, "dropout": dropout, "logits": logits, "signs": signs,
+            "out": out, "lse": lse, "S": S})
 
     with torch.cuda.device_of(q):
         if mixing is not None:
@@ -230,9 +241,9 @@ def _run_forward(
             evolved = logits if save else _new_maps(q)
             evolve(maps, *shares, logits=evolved, signs=_given(signs))
             S = S._replace(GATED=False)
-            evolve(evolved, None, 1.0, None, _dropout(seed, dropout_p), out=out, lse=lse)
+            evolve(evolved, None, 1.0, None, dropout, out=out, lse=lse)
         else:
-            evolve(maps, *shares, _dropout(seed, dropout_p), _given(logits), _given(signs), out, lse)
+            evolve(maps, *shares, dropout, _given(logits), _given(signs), out, lse)
     return out, logits, lse, signs
 
 
@@ -251,71 +262,67 @@ def _run_backward(
         signs: Tensor, alpha: float, beta: float, predict: bool, scale: float, dropout_p: float, height: int,
         width: int, prefix: int,
 ) -> list[Tensor]:
-    """Return gradients of q, k, v, both tables, prev_logits, weight, bias and gates, which with the seed are inputs;
-    those of the tables one after the other, and the weight's, without shape, as they lie in memory; empty for what
-    there is not."""
+    """Return gradients of q, k, v, both tables, one after the other, prev_logits, weight, bias and gates, which with
+    the seed are `inputs`; empty for what there is not."""
     from ea_vision.ops import triton_kernels
 
-    q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, seed = inputs
-    K, maps, weight = q.shape[1], _heads_last(prev_logits), _dense(weight)
-    (conv, kept, own), mixing = _shares(maps is not None, weight is not None, alpha, beta, predict, gates)
-    S = _shape(q, v, height, width, weight, height_rel is not None, prefix, gates is not None)
+    q, _, v, height_rel, width_rel, _, weight, bias, gates, _ = inputs
+    (conv, kept, own), mixing, common = _prepared(
+        inputs, alpha, beta, predict, scale, dropout_p, height, width, prefix)
+    K, S, weight = q.shape[1], common["S"], _dense(weight)
     with torch.cuda.device_of(q):
-        delta, outer = torch.empty_like(lse), _rows(d_out)
-        _launch(triton_kernels.row_products, Tile(), q, out=_rows(out), d_out=outer, delta=delta, S=S)
+        delta = torch.empty_like(lse)
+        common |= {"d_out": _rows(d_out), "delta": delta}
+        _launch(triton_kernels.row_products, Tile(), **common, out=_rows(out))
 
         # Softmax and ReLU: g (the logits' gradient), d_conv, d_v, d_bias
         g = None if mixing is not None and kept is None else _new_maps(q)
         d_conv = None if conv is None else _new_maps(q)
         d_v = _new_rows(q, v.shape[-1])
+        common |= {"d_conv": d_conv, "conv": conv}
         tile = default_tile("logits_backward", S, conv is not None)
         d_bias = q.new_empty(0 if conv is None else _programs(q, tile.keys), K, dtype=torch.float32)
-        _launch(triton_kernels.logits_backward, tile, q, v=_rows(v), logits=_heads_last(logits),
-                signs=_given(signs), d_out=outer, lse=lse, delta=delta, d_conv=d_conv, d_maps=g,
-                d_logits=None if d_logits is None else _heads_last(d_logits.to(q.dtype)), d_v=d_v, d_bias=d_bias,
-                conv=conv, dropout=_dropout(seed, dropout_p), S=S)
+        _launch(triton_kernels.logits_backward, tile, **common, logits=_heads_last(logits), signs=_given(signs),
+                lse=lse, d_logits=_heads_last(d_logits), d_maps=g, d_v=d_v, d_bias=d_bias)
 
         # Convolution, mixing, and the query's side: d_prev, d_q, and by program d_tables, d_weight, d_alpha, d_beta
         prev_share, own_share = (0.0 if share is None else share for share in (mixing or (1.0, own))[-2:])
         by_number = isinstance(own_share, float)
         # d_k comes from the stored d_prev = alpha * a; with alpha 0 that would be lost, so a is stored, d_prev cleared
         store_share = prev_share if by_number and prev_share else 1.0
-        d_prev = None if maps is None else _new_maps(q)
-        n_tables, n_weight = (sum(x.numel() for x in given if x is not None)
-                              for given in ((height_rel, width_rel), (weight,)))
+        d_prev = None if common["maps"] is None else _new_maps(q)
+        n_tables, n_weight = _count(height_rel, width_rel), _count(weight)
         n_gates = 0 if gates is None else K
         tile = default_tile("queries_backward", S, conv is not None)
         by_query = q.new_empty(_programs(q, tile.queries), n_tables + n_gates, dtype=torch.float32)
         d_q, d_k = _new_rows(q, q.shape[-1]), _new_rows(q, q.shape[-1])
-        common = {"q": _rows(q), "k": _rows(k), "height_rel": _contiguous(height_rel), "weight": _weight(weight),
-                  "width_rel": _contiguous(width_rel), "maps": maps, "d_conv": d_conv, "d_logits": g, "scale": scale,
-                  "S": S}
-        _launch(triton_kernels.queries_backward, tile, q, **common, d_maps=d_prev, d_q=d_q, d_table=by_query,
-                d_alpha=by_query[:, n_tables:] if n_gates else None, part_stride=by_query.shape[1], conv=conv,
-                kept=kept, maps_share=store_share, own=own_share, OWN_FROM_MAPS=mixing is not None)
+        common["d_logits"] = g
+        _launch(triton_kernels.queries_backward, tile, **common, d_maps=d_prev, d_q=d_q, d_table=by_query,
+                d_alpha=by_query[:, n_tables:] if n_gates else None, part_stride=by_query.shape[1], kept=kept,
+                maps_share=store_share, own=own_share, OWN_FROM_MAPS=mixing is not None)
         tile = default_tile("weight_backward", S, mixing is not None)
         by_tap = q.new_empty(0 if conv is None else _programs(q, tile.queries), n_weight + n_gates, dtype=torch.float32)
         if conv is not None:
-            _launch(triton_kernels.weight_backward, tile, q, **common, d_weight=by_tap,
+            _launch(triton_kernels.weight_backward, tile, **common, d_weight=by_tap,
                     d_beta=by_tap[:, n_weight:] if n_gates and mixing else None, part_stride=by_tap.shape[1],
                     kept=prev_share, own=own_share if mixing else None)
 
         # The key's side
-        _launch(triton_kernels.keys_backward, default_tile("keys_backward", S, True), q, q=common["q"],
-                maps=d_prev if mixing else g, d_k=d_k, own=None if by_number else own_share,
-                share=scale * own_share / store_share if by_number else scale,
-                stored=prev_share if mixing and n_gates else None, S=S)
+        _launch(triton_kernels.keys_backward, default_tile("keys_backward", S, True), **common | {
+            "maps": d_prev if mixing else g, "d_k": d_k, "own": None if by_number else own_share,
+            "share": scale * own_share / store_share if by_number else scale,
+            "stored": prev_share if mixing and n_gates else None})
 
     d_table, d_weight, d_bias = by_query.sum(0), by_tap.sum(0), d_bias.sum(0)
-    d_gates = q.new_empty(0)
+    d_alpha, d_beta = d_table[n_tables:], d_weight[n_weight:]
+    d_table, d_weight, d_gates = d_table[:n_tables], d_weight[:n_weight], q.new_empty(0)
+    if weight is not None:
+        d_weight = d_weight.as_strided(weight.shape, weight.stride())
     if gates is not None:
-        d_alpha, d_beta = d_table[n_tables:], d_weight[n_weight:]
-        d_table, d_weight = d_table[:n_tables].clone(), d_weight[:n_weight].clone()
         if conv is not None:
-            as_it_lies = d_weight.as_strided(weight.shape, weight.stride())
             used, used_bias = (x.to(q.dtype).float() for x in (weight, bias))
-            d_convolved = (used * as_it_lies).sum((1, 2, 3)) + used_bias * d_bias
-            as_it_lies *= conv.view(K, 1, 1, 1)
+            d_convolved = (used * d_weight).sum((1, 2, 3)) + used_bias * d_bias
+            d_weight *= conv.view(K, 1, 1, 1)
             d_bias = conv * d_bias
             if mixing:
                 d_beta = d_beta + d_convolved
@@ -335,12 +342,12 @@ _backward = torch.library.custom_op("ea_vision::triton_attention_backward", _run
 @_backward.register_fake
 def _(d_out, d_logits, inputs, *_):
     q, _, v, height_rel, width_rel, prev_logits, weight, _, gates, _ = inputs
-    tables, taps = (sum(x.numel() for x in given if x is not None) for given in ((height_rel, width_rel), (weight,)))
+    sums = q.new_empty(0, dtype=torch.float32)
     return [_new_rows(q, q.shape[-1]), _new_rows(q, q.shape[-1]), _new_rows(q, v.shape[-1]),
-            q.new_empty(tables, dtype=torch.float32),
+            sums.new_empty(_count(height_rel, width_rel)),
             q.new_empty(0) if prev_logits is None else _new_maps(q).permute(0, 3, 1, 2),
-            *(q.new_empty(size, dtype=torch.float32) for size in (taps, q.shape[1])),
-            q.new_empty(0) if gates is None else gates.new_empty(gates.shape)]
+            sums if weight is None else torch.empty_like(_dense(weight), dtype=torch.float32),
+            sums.new_empty(q.shape[1]), q.new_empty(0) if gates is None else gates.new_empty(gates.shape)]
 
 
 def _keep(ctx, inputs, output) -> None:
@@ -352,20 +359,17 @@ def _keep(ctx, inputs, output) -> None:
 
 def _differentiate(ctx, d_out, d_logits, d_lse, d_signs):
     inputs, (out, *saved) = ctx.saved_tensors[:10], ctx.saved_tensors[10:]
-    height_rel, width_rel, _, weight, bias, gates = inputs[3:9]
+    height_rel, width_rel = inputs[3:5]
     if d_out is None:
         d_out = torch.zeros_like(out)
-    *d_rows, d_table, d_maps, d_weight, d_bias, d_gates = _backward(
+    *d_rows, d_table, d_prev, d_weight, d_bias, d_gates = _backward(
         d_out, d_logits, inputs, out, *saved, *ctx.options)
     d_height = d_width = None
     if height_rel is not None:
-        d_height, d_width = (x.view(table.shape).to(table.dtype) for x, table in zip(
+        d_height, d_width = (x.view(table.shape) for x, table in zip(
             d_table.split([height_rel.numel(), width_rel.numel()]), (height_rel, width_rel), strict=True))
-    if weight is not None:
-        d_weight = d_weight.as_strided(weight.shape, _dense(weight).stride()).to(weight.dtype)
-        d_bias = d_bias.to(bias.dtype)
-    gradients = *d_rows, d_height, d_width, d_maps, d_weight, d_bias, d_gates
-    return (*(None if x is None else gradient for x, gradient in zip(inputs[:9], gradients, strict=True)),
+    gradients = *d_rows, d_height, d_width, d_prev, d_weight, d_bias, d_gates
+    return (*(None if x is None else gradient.to(x.dtype) for x, gradient in zip(inputs[:9], gradients, strict=True)),
             *(None,) * 10)
 
 
@@ -377,10 +381,9 @@ class Triton(Implementation):
     """The Triton kernels."""
 
     name = "triton"
-    dropout = prefix = True
 
     def own_reason_against(self, problem: Problem) -> str | None:
-        q, k, v, weight = problem.q, problem.k, problem.v, problem.weight
+        q, v, weight = problem.q, problem.v, problem.weight
         if not INSTALLED:
             return "triton is not installed"
         if not INTERPRETING:
@@ -392,8 +395,6 @@ class Triton(Implementation):
                 return f"Triton {LEAST_VERSION} or later is required, got {_version()}"
         if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"float32, bfloat16 or float16 is required, got {q.dtype}"
-        if k.dtype != q.dtype or v.dtype != q.dtype:
-            return f"q, k and v of one dtype are required, got {q.dtype}, {k.dtype}, {v.dtype}"
         most_heads = 8 if q.dtype == torch.float32 and not INTERPRETING else MAX_HEADS  # by the shared memory there is
         if q.shape[1] > most_heads:
             return f"at most {most_heads} heads are supported in {str(q.dtype)[6:]}, got {q.shape[1]}"

@@ -69,9 +69,7 @@ def default_tile(name: str, S: Any, conv: bool, attends: bool = True) -> Tile:
         if few:
             return Tile(16, 16, 4, stages)
         return Tile(8 if many and conv else 16, 16, 8, stages, limit)
-    if name == "keys_backward":
-        return Tile(16, 32 if roomy else 16, warps, 2 if half else 1)
-    return Tile()
+    return Tile(16, 32 if roomy else 16, warps, 2 if half else 1)  # keys_backward
 
 
 def candidates(kernel: str, tile: Tile) -> list[Tile]:
