@@ -1,5 +1,8 @@
 """The pages of experiments say what the files say: each figure that has a file is computed from it and looked for in
-the section it belongs to, whatever words stand around it."""
+the section it belongs to, whatever words stand around it.
+
+A function of the table `CLAIMS` yields (page, heading, its figures ...); what a page has in tables, it compares itself.
+"""
 import re
 import statistics
 
@@ -11,6 +14,7 @@ from experiments import published, sensitivity
 from experiments.evidence import by_variant, factorial, holm, paired, read_runs, shown_p
 from experiments.factorial import analyse
 from experiments.factorial.analyse import CELLS, FACTORS
+from experiments.healthy_maps.analyse import effects_of
 from tests.experiments.pages import (
     RESULTS,
     ROOT,
@@ -20,80 +24,73 @@ from tests.experiments.pages import (
     points,
     rows_of,
     section,
+    shown,
     span,
     spread,
     table,
     top1_of,
 )
 
-FACTORIAL = ROOT / "experiments" / "factorial"
+FACTORIAL, HEALTHY_RUNS = ROOT / "experiments" / "factorial", ROOT / "experiments" / "healthy_maps"
 REST, SPEED = "all else: copies, layouts, sums, pooling", "Speed and memory on a CPU"
-PAGE, QUESTIONS, HELP, OWE = "docs/experiments.md", "", "Does evolving attention help?", "What the networks owe to " \
-    "their maps"
+PAGE, HELP, OWE = "docs/experiments.md", "Does evolving attention help?", "What the networks owe to their maps"
 EVOLUTION, CIFAR, MAPS, KERNELS = (f"experiments/{name}.md" for name in ("evolution", "cifar", "maps", "kernels"))
 CELL, SCENES, TUNING, HEALTHY = (f"experiments/{name}/README.md" for name in (
     "factorial", "scenes", "finetune_scenes", "healthy_maps"))
 COLLAPSE = "Question 3: which findings were the collapse's?"
 SETS, KINDS = ("cifar10", "cifar100"), ("trained", "untrained", "shuffled")
-HELD_OUT = "evidence/cifar10-held-out-runs.csv"
-EA = "ea_conv_transformer_cifar"
+AA, EA = "conv_transformer_cifar", "ea_conv_transformer_cifar"
 
 
 def by_seed(top1: pd.DataFrame) -> list[str]:
     """Return the variants' rows in the tables by seed."""
-    return [cells(name, ", ".join(f"{x:.2f}" for x in of), of.mean(), of.std()) for name, of in top1.items()]
-
-
-def effects() -> dict:
-    """Return the factorial's effects by data, name and seeds."""
-    return {(row["data"], row["name"], row["seeds"][:6]): row
-            for row in pd.read_csv(FACTORIAL / "effects.csv").to_dict("records")}
+    return [cells(name, ", ".join(shown(of)), of.mean(), of.std()) for name, of in top1.items()]
 
 
 # ---- does evolution help? --------------------------------------------------------------------------------------------
 
-def test_the_question_by_seeds():
+def the_question_by_seeds():
     """EA - none in the first seeds, the fresh ones and all ten, at equal time; PA beside none."""
     by_data = [published.seeds_of(data) for data in SETS]
     for seeds in by_data[0]:
-        gains, is_first = [paired(of[seeds]["EA"] - of[seeds]["none"]) for of in by_data], seeds == "seeds 0 to 4"
-        page_says(PAGE, HELP if is_first else QUESTIONS, *(points(of, "+").rstrip(")") for of in gains),
-                  *[f"p = {of['p']:.3f}" for of in gains] * is_first)
-    page_says(PAGE, HELP, *(points(paired((top1 := of["seeds 0 to 4"])["PA"] - top1["none"])) for of in by_data))
+        gains = [paired(of[seeds]["EA"] - of[seeds]["none"]) for of in by_data]
+        yield PAGE, "", *(points(of, "+").rstrip(")") for of in gains)
+        if seeds == "seeds 0 to 4":
+            yield PAGE, HELP, *(f"{points(of, '+').rstrip(')')}, p = {of['p']:.3f}" for of in gains)
+            yield PAGE, HELP, *(points(paired(of[seeds]["PA"] - of[seeds]["none"])) for of in by_data)
     logits = table("replaced-maps/full-logits.csv")
     assert logits[logits["model"].str.startswith("pa_")]["correlation"].min() >= 0.999
 
 
-@pytest.mark.parametrize("data", SETS)
-def test_the_tables_by_seed(data):
-    top1 = top1_of(f"evidence/{data}-runs.csv")
-    assert top1.shape == (5, 7)
-    means, gain = top1.mean(), paired(top1["EA"] - top1["none"])
-    page_says(EVOLUTION, "", *by_seed(top1), f"EA is {gain['difference']:.2f} points above none (95% interval "
-              f"{gain['low']:.2f} to {gain['high']:.2f}", f"A fifth epoch brings none "
-              f"{means['none 5 epochs'] - means['none']:.2f} points (interval",
-              f"and puts it {means['none 5 epochs'] - means['EA']:.2f} above EA (")
+def the_tables_by_seed():
+    for data in SETS:
+        top1 = top1_of(f"evidence/{data}-runs.csv")
+        assert top1.shape == (5, 7)
+        gain, longer = paired(top1["EA"] - top1["none"]), top1["none 5 epochs"].mean()
+        yield (EVOLUTION, "", *by_seed(top1), f"EA is {gain['difference']:.2f} points above none (95% interval "
+               f"{gain['low']:.2f} to {gain['high']:.2f}",
+               f"A fifth epoch brings none {longer - top1['none'].mean():.2f} points (interval",
+               f"and puts it {longer - top1['EA'].mean():.2f} above EA (")
 
 
-def test_settings_compared_on_held_out_images():
+def settings_compared_on_held_out_images():
     """With three seeds and their pairs; at 16x16, with two; slower attention and learned gates."""
-    runs = read_runs(RESULTS / HELD_OUT)
+    runs = read_runs(RESULTS / "evidence/cifar10-held-out-runs.csv")
     is_fine = runs["variant"].str.contains("16x16")
     top1, fine = by_variant(runs[~is_fine]), by_variant(runs[is_fine])
     assert len(top1) == 3 and len(fine) == 2
     pairs = rows_of(EVOLUTION, r"\| (EA[^|]*?) − ([^|]*) \| ([-\d.]+) \| ([-\d.]+ to [-\d.]+) \|")
     assert len(set(pairs)) == 7
-    for first, second, *found in pairs:
-        of = paired(top1[first] - top1[second])
-        assert found == [f"{of['difference']:.2f}", f"{of['low']:.2f} to {of['high']:.2f}"]
-    ea, none = (" and ".join(f"{x:.2f}" for x in fine[f"{name} 16x16 too"]) for name in ("EA", "none"))
-    page_says(EVOLUTION, "", *by_seed(top1), f"EA {ea}, none {none}.")
-    slower = paired(top1["EA slower attention"] - top1["none slower attention"])
-    gates = table("evidence/learned-gates.csv")
+    for first, second, difference, interval in pairs:
+        assert f"{difference} ({interval})" == points(paired(top1[first] - top1[second]))
+    ea, none = (" and ".join(shown(fine[f"{name} 16x16 too"])) for name in ("EA", "none"))
+    yield EVOLUTION, "", *by_seed(top1), f"EA {ea}, none {none}."
+    slower, gates = paired(top1["EA slower attention"] - top1["none slower attention"]), table(
+        "evidence/learned-gates.csv")
     assert slower["high"] < 0
     assert gates.groupby("seed")["held_out_top1"].first().to_dict() == top1["EA learned"].dropna().to_dict()
-    page_says(PAGE, "Other settings of evolution", points(slower), span(gates["alpha"]),
-              span(gates["beta"]).replace("to", "and"))
+    yield (PAGE, "Other settings of evolution", points(slower), span(gates["alpha"]),
+           span(gates["beta"]).replace("to", "and"))
 
 
 def test_the_factorial(tmp_path):
@@ -103,9 +100,9 @@ def test_the_factorial(tmp_path):
     assert (tmp_path / "cifar10-runs.csv").read_text() == kept
     made = pd.read_csv(tmp_path / "effects.csv")
     pd.testing.assert_frame_equal(made, pd.read_csv(FACTORIAL / "effects.csv"), rtol=1e-9)
-    tested, is_time = made[made["p"].notna()], made["name"] == "EA - none equal time"
-    assert set(tested["seeds"]) == {"5 to 9"} and len(tested) == 4 + 2
-    for which in (tested[~is_time[tested.index]], tested[is_time[tested.index]]):
+    is_tested, is_time = made["p"].notna(), made["name"] == "EA - none equal time"
+    assert set(made["seeds"][is_tested]) == {"5 to 9"} and is_tested.sum() == 4 + 2
+    for which in (made[is_tested & ~is_time], made[is_tested & is_time]):
         assert which["p_holm"].tolist() == pytest.approx(holm(which["p"]))
     alone = analyse.analysed({"cifar10": analyse.read_fresh(FACTORIAL / "cifar10-runs.csv")})
     assert alone["p_holm"][:2].tolist() == pytest.approx(holm(alone["p"][:2], 4)), "still over four hypotheses"
@@ -114,107 +111,109 @@ def test_the_factorial(tmp_path):
         analyse.read_fresh(tmp_path / "few.csv")
 
 
-def test_the_pages_have_the_factorial():
+def the_factorial():
     """Skip and convolution on the page, all rows beside the protocol."""
-    rows = effects()
-    for name, seeds, heading in (("convolution", "0 to 9", QUESTIONS), ("skip", "0 to 9", QUESTIONS), (
-            "EA - none equal time", "5 to 9", QUESTIONS), ("skip", "5 to 9", HELP)):
-        page_says(PAGE, heading, *(points(rows[data, name, seeds], "+") for data in SETS))
+    rows = {(row["data"], row["name"], row["seeds"][:6]): row
+            for row in pd.read_csv(FACTORIAL / "effects.csv").to_dict("records")}
+    for name, seeds, heading in (("convolution", "0 to 9", ""), ("skip", "0 to 9", ""), (
+            "EA - none equal time", "5 to 9", ""), ("skip", "5 to 9", HELP)):
+        yield PAGE, heading, *(points(rows[data, name, seeds], "+") for data in SETS)
     paper = {row["label"]: row["top1"]["ImageNet"] for row in published.tables()["evolution"]["rows"]}
-    page_says(PAGE, HELP, f"{paper['ea_aa_resnet34'] - paper['ea_aa_resnet34, without convolution']:+.2f}",
-              " and ".join(f"{rows[data, 'skip', '5 to 9']['p_holm']:.3f}" for data in SETS),
-              " and ".join(f"{rows[data, 'convolution', '0 to 9']['high']:.2f}" for data in SETS))
+    yield (PAGE, HELP, f"{paper['ea_aa_resnet34'] - paper['ea_aa_resnet34, without convolution']:+.2f}",
+           " and ".join(f"{rows[data, 'skip', '5 to 9']['p_holm']:.3f}" for data in SETS),
+           " and ".join(f"{rows[data, 'convolution', '0 to 9']['high']:.2f}" for data in SETS))
     for folder, label in (("evidence", "{}"), (FACTORIAL, "{}, seeds 5 to 9")):
         of = [factorial(top1_of(f"{folder}/{data}-runs.csv")[CELLS], FACTORS).to_dict("records") for data in SETS]
         for name, *both in zip(("skip connection", "convolution", "interaction"), *of, strict=True):
-            page_says(CELL, "Results", f"| {label.format(name)} | " + " | ".join(
-                f"{points(one, '+')} | {shown_p(one['p'])}".rstrip() for one in both))
+            yield CELL, "Results", f"| {label.format(name)} | " + " | ".join(
+                f"{points(one, '+')} | {shown_p(one['p'])}".rstrip() for one in both)
 
 
-def test_what_each_study_could_have_found():
+def what_each_study_could_have_found():
     kept = table("sensitivity.csv")
     pd.testing.assert_frame_equal(sensitivity.table(), kept)
-    found = [f"{value:.2f}" for value in kept["found_at_80_percent"]]
-    page_says(EVOLUTION, "What each study could have found", *(" | ".join(found[i:i + 2]) for i in (0, 2, 4)),
-              *found[6:])
-    page_says(PAGE, QUESTIONS, f"{min(found[:6])} to {max(found[:6])} points")
+    found = shown(kept["found_at_80_percent"])
+    yield EVOLUTION, "What each study could have found", *(" | ".join(found[i:i + 2]) for i in (0, 2, 4)), *found[6:]
+    yield PAGE, "", f"{min(found[:6])} to {max(found[:6])} points"
 
 
-def test_equal_time_has_the_measured_ratio():
+def equal_time():
+    """By the measured ratio."""
     ratios = sorted(round(float(ratio), 3) for ratio in table("evidence/time-ratio.csv")["ratio"])
     r = statistics.median(ratios)
     updates = f"{round(1560 * r):,} updates"
-    page_says(CELL, "Equal time", ", ".join(map(str, ratios)), updates, "`--epochs 4.256`")
     assert round(390 * 4 * r) == round(390 * 4.256)
-    page_says(PAGE, HELP, f"{r} times", updates)
+    yield CELL, "Equal time", ", ".join(map(str, ratios)), updates, "`--epochs 4.256`"
+    yield PAGE, HELP, f"{r} times", updates
 
 
 # ---- maps, and recipes of CIFAR-10 -----------------------------------------------------------------------------------
 
-def test_replaced_maps():
+def replaced_maps():
     figures = pd.concat([table(f"replaced-maps/{name}-replaced.csv") for name in ("full", "narrow")])
     figures["network"] = figures["model"].str.replace(r".*variant=(.*),seed=\d|\.fast_c10", r"\1", regex=True)
     means = figures.groupby(["network", "maps"])["top1"].mean().unstack()
-    page_says(MAPS, "", *(cells(network, *row).replace(" nan |", " |") for network, row in means[
-        ["trained", "uniform", "mean", "other", "none", "own"]].iterrows()))
+    yield MAPS, "", *(cells(network, *row).replace(" nan |", " |") for network, row in means[
+        ["trained", "uniform", "mean", "other", "none", "own"]].iterrows())
     slower = table("replaced-maps/attention-lr-replaced.csv")["top1"]
-    page_says(MAPS, "", cells("that of the rest", *slower[:6]), cells("a quarter of it", *slower[6:]))
+    yield MAPS, "", cells("that of the rest", *slower[:6]), cells("a quarter of it", *slower[6:])
     healthy, without = (table(f"replaced-maps/{name}-replaced.csv").set_index("maps")["top1"]
                         for name in ("norm", "none-norm"))
-    page_says(PAGE, OWE, *means.loc[[EA, "EA"], ["trained", "other", "none"]].values.flat, means.own["EA"],
-              *healthy[["trained", "other", "none"]])
-    page_says(HEALTHY, COLLAPSE, *healthy, *(healthy["trained"] - healthy[["none", "own"]]), *without,
-              without["trained"] - without["none"])
+    yield (PAGE, OWE, *means.loc[[EA, "EA"], ["trained", "other", "none"]].values.flat, means.own["EA"],
+           *healthy[["trained", "other", "none"]])
+    yield (HEALTHY, COLLAPSE, *healthy, *(healthy["trained"] - healthy[["none", "own"]]), *without,
+           without["trained"] - without["none"])
     lost = means["trained"] - means["none"]
-    page_says(PAGE, QUESTIONS, f"{healthy['trained'] - healthy['none']:.1f}", f"{lost[EA]:.1f}",
-              span(lost[["none", "PA", "EA", "EA without skip", "EA without convolution"]], 0) + " points")
+    yield (PAGE, "", f"{healthy['trained'] - healthy['none']:.1f}", f"{lost[EA]:.1f}",
+           span(lost[["none", "PA", "EA", "EA without skip", "EA without convolution"]], 0) + " points")
 
 
-@pytest.mark.parametrize("name", ["conv_transformer_cifar", EA])
-@pytest.mark.parametrize("rate, runs, maps", [("that of the rest", "fast-cifar10", "full"),
-                                              ("a quarter of it", "attention-lr-cifar10", "attention-lr-10-epochs")])
-def test_slower_attention(name, rate, runs, maps):
-    last, figures = last_row(f"{runs}/{name}.csv"), table(f"replaced-maps/{maps}-replaced.csv")
-    start = re.escape(cells(name, rate, last["top1"]))
-    end = re.escape(cells("", *figures[figures["model"].str.match(rf"{name}\b")]["top1"])[3:])
-    assert last["epoch"] == 10 and rows_of(MAPS, rf"{start} [\d.]+ {end}.*")
-    page_says(MAPS, "", f"{last['train_loss']:.4f}")
+def slower_attention():
+    for rate, runs, maps in (("that of the rest", "fast-cifar10", "full"),
+                             ("a quarter of it", "attention-lr-cifar10", "attention-lr-10-epochs")):
+        figures = table(f"replaced-maps/{maps}-replaced.csv")
+        for name in (AA, EA):
+            last = last_row(f"{runs}/{name}.csv")
+            start = re.escape(cells(name, rate, last["top1"]))
+            end = re.escape(cells("", *figures[figures["model"].str.match(rf"{name}\b")]["top1"])[3:])
+            assert last["epoch"] == 10 and rows_of(MAPS, rf"{start} [\d.]+ {end}.*")
+            yield MAPS, "", f"{last['train_loss']:.4f}"
 
 
-@pytest.mark.parametrize("recipe, row", [
-    ("fast-sgd", r"\| (\w+_cifar) +\| [\d.]+ +\| ([\d.]+) +\| ([\d.]+) +\| \d+ ()().*"),
-    ("fast", r"\| (\w+_cifar) \| [\d.]+ \| ([\d.]+) \|(?: [\d.]+)? \| ([\d.]+) \| ([\d.]+) \| \d+ \|")])
-def test_the_recipes_of_ten_epochs(recipe, row):
+def the_recipes_of_ten_epochs():
     """The page's table and the recipe's own words have the figures of its runs."""
-    runs = {path.stem: last_row(path) for path in (RESULTS / f"{recipe}-cifar10").glob("*.csv")}
-    found = {name: figures for name, *figures in rows_of(CIFAR, row)}
-    assert len(found) == 5 and found.keys() == runs.keys()
-    expected = section(f"ea_vision/recipes/{recipe.replace('-', '_')}.yaml")
-    for name, (top1, top5, *loss) in found.items():
-        assert [float(top1), float(top5)] == runs[name][["top1", "top5"]].tolist() and runs[name]["epoch"] == 10
-        assert not loss[0] or loss[0] == f"{runs[name]['train_loss']:.4f}"
-        assert re.search(rf"{top1}[^(]{{0,40}} \({name}\)", expected), name
+    for recipe, row in (
+            ("fast-sgd", r"\| (\w+_cifar) +\| [\d.]+ +\| ([\d.]+) +\| ([\d.]+) +\| \d+ ()().*"),
+            ("fast", r"\| (\w+_cifar) \| [\d.]+ \| ([\d.]+) \|(?: [\d.]+)? \| ([\d.]+) \| ([\d.]+) \| \d+ \|")):
+        runs = {path.stem: last_row(path) for path in (RESULTS / f"{recipe}-cifar10").glob("*.csv")}
+        found = {name: figures for name, *figures in rows_of(CIFAR, row)}
+        assert len(found) == 5 and found.keys() == runs.keys()
+        file = f"ea_vision/recipes/{recipe.replace('-', '_')}.yaml"
+        for name, (top1, top5, *loss) in found.items():
+            assert [float(top1), float(top5)] == runs[name][["top1", "top5"]].tolist() and runs[name]["epoch"] == 10
+            assert not loss[0] or loss[0] == f"{runs[name]['train_loss']:.4f}"
+            assert re.search(rf"{top1}[^(]{{0,40}} \({name}\)", section(file)), name
+            yield file, "", top1
 
 
-def test_cifar10():
+def cifar10():
     """The full networks, maps of the shipped ones, the optimisers' parameters, widths, positions and shares."""
     last = {kind: last_row(f"fast-cifar10/{name}_cifar.csv")["top1"] for kind, name in (
         ("`cnn_cifar` has", "cnn"), ("AA", "conv_transformer"), ("PA", "pa_conv_transformer"),
         ("EA", "ea_conv_transformer"))}
-    page_says(PAGE, "CIFAR-10", *(f"{kind} {top1:.2f}" for kind, top1 in last.items()))
-    page_says(PAGE, QUESTIONS, span(last.values(), 1) + "%")
+    yield PAGE, "CIFAR-10", *(f"{kind} {top1:.2f}" for kind, top1 in last.items())
+    yield PAGE, "", span(last.values(), 1) + "%"
     figures = table("shipped-entropy.csv")
     for _, kept in figures.groupby(figures["model"].str.endswith("fast_norm_c10")):
-        page_says(PAGE, "CIFAR-10", span(kept["entropy_share"]), span(kept["largest"]))
-    kept = table("muon-parameters.csv")
-    muon, adamw = (int(kept[f"{name}_tensors"].sum()) for name in ("muon", "adamw"))
+        yield PAGE, "CIFAR-10", span(kept["entropy_share"]), span(kept["largest"])
+    muon, adamw = table("muon-parameters.csv")[["muon_tensors", "adamw_tensors"]].sum()
     trials = table("recipe-search/trials.csv").set_index("trial")["held_out_top1_by_epoch"].str.split().str[-1]
     base, changed = ([trials[name], trials[f"{name}-seed1"]] for name in ("t1-base", "t2-tables-classifier"))
-    page_says(CIFAR, "CIFAR-10", f"{muon} of the EA network's {muon + adamw} parameters", " and ".join(changed),
-              " and ".join(base))
+    yield (CIFAR, "CIFAR-10", f"{muon} of the EA network's {muon + adamw} parameters", " and ".join(changed),
+           " and ".join(base))
     assert all(float(new) < float(old) for new, old in zip(changed, base, strict=True))
     wide = table("wrn16-4-short.csv").groupby("model")["held_out_top1"].mean()
-    page_says(CIFAR, "", f"{wide['wrn28_10_cifar'] - wide['aa_wrn28_10_cifar']:.1f} points")
+    yield CIFAR, "", f"{wide['wrn28_10_cifar'] - wide['aa_wrn28_10_cifar']:.1f} points"
     for name in ("share", "position"):
         for row in table(f"ablation/{name}.csv").itertuples():
             figures = [row.position if name == "position" else f"{row.share:g}", f"{row.params_m:.3f}",
@@ -222,106 +221,131 @@ def test_cifar10():
             assert rows_of(CIFAR, r"\| " + r" +\| ".join(map(re.escape, figures)) + r" +\|"), figures
 
 
-def test_readme_has_the_three_figures_of_conv2d():
+def conv2d():
+    """Its three figures."""
     for page in ("README.md", "docs/across-layers.md"):
-        page_says(page, "", "1.76", "4.42", "0.03")
+        yield page, "", "1.76", "4.42", "0.03"
 
 
 # ---- scenes ----------------------------------------------------------------------------------------------------------
 
-def test_scenes():
+def scenes():
     """The table in docs, beside the protocol and on the cards; copies among the test photos."""
     for row in table("scenes/results.csv", dtype=str).to_dict("records"):
         kind = row["model"].partition("_")[0].upper().replace("RESNET34", "plain")
-        page_says(PAGE, "Scenes", f"{kind} {row['top1']}")
-        page_says(SCENES, "", cells(*(row[name] for name in (
-            "model", "validation_top1", "top1", "interval", "minutes"))))
+        yield PAGE, "Scenes", f"{kind} {row['top1']}"
+        yield SCENES, "", cells(*(row[name] for name in ("model", "validation_top1", "top1", "interval", "minutes")))
         last = last_row(f"scenes/{row['model']}.csv")
         assert last["epoch"] == 10 and f"{last['top1']:.2f}" == row["validation_top1"] and row["images"] == "2534"
         if f"`{row['model']}`" in section("README.md"):
-            page_says("README.md", "", f"{float(row['top1']):.1f} (10)")
+            yield "README.md", "", f"{float(row['top1']):.1f} (10)"
     copies, without = table("scenes/copies.csv"), table("scenes/copies-top1.csv").set_index("model")
     other = sum(row.test.split("/")[0] != row.train.split("/")[0] for row in copies.itertuples())
     assert copies["test"].is_unique and without["new_images"].tolist() == [2534 - len(copies)] * 2
     known = f"{len(copies)} of the 2,534"
-    page_says(PAGE, "Scenes", known, f"{other} of them", *without["new_top1"])
+    yield PAGE, "Scenes", known, f"{other} of them", *without["new_top1"]
     for name, row in without.iterrows():
-        page_says(f"weights/{name}.md", "", f"{row.top1:.2f}% top-1", known, f"{row.new_top1:.2f}%")
+        yield f"weights/{name}.md", "", f"{row.top1:.2f}% top-1", known, f"{row.new_top1:.2f}%"
 
 
-def test_quarter_width_networks_and_tuning_on_scenes():
+def quarter_width_networks_and_tuning_on_scenes():
     path = "scenes/quarter-width-runs.csv"
     assert {(run.images, run.updates) for run in read_runs(RESULTS / path).itertuples()} == {(2534, 812)}
     top1, tuning = top1_of(path), top1_of("scenes/fine-tuning-runs.csv")
     plain, aa, taught = (paired(top1[a] - top1[b]) for a, b in (("EA", "plain"), ("EA", "AA"), ("taught", "plain")))
     assert holm([plain["p"], aa["p"]]).tolist() == [1.0, 1.0]
-    page_says(SCENES, "", *(cells(variant, *values, values.mean()) for variant, values in top1.items()),
-              *(f"({of['low']:.2f} to {of['high']:.2f}" for of in (plain, aa, taught)))
-    page_says(PAGE, "Scenes", *(f"{name} {top1[name].mean():.2f}" for name in ("plain", "AA", "EA")), points(aa, "+"),
-              f"{top1['taught'].mean():.2f}, p = {taught['p']:.3f}")
-    page_says(PAGE, QUESTIONS, points(plain), points(taught))
-    page_says("docs/imagenet.md", "", f"{taught['difference']:+.2f} points")
     tuned, scratch = tuning["fine-tuned"], tuning["from scratch"]
     assert scratch.nunique() == 1
-    page_says(SCENES, "", f"mean {tuned.mean():.2f}", scratch[0],
-              points(paired(tuned - scratch)).replace(" ", " points ", 1).rstrip(")"))
-    page_says("docs/fine-tune.md", "", tuned.mean(), scratch[0])
+    yield (SCENES, "", *(cells(variant, *values, values.mean()) for variant, values in top1.items()),
+           *(f"({of['low']:.2f} to {of['high']:.2f}" for of in (plain, aa, taught)), f"mean {tuned.mean():.2f}",
+           scratch[0], points(paired(tuned - scratch)).replace(" ", " points ", 1).rstrip(")"))
+    yield (PAGE, "Scenes", *(f"{name} {top1[name].mean():.2f}" for name in ("plain", "AA", "EA")), points(aa, "+"),
+           f"{top1['taught'].mean():.2f}, p = {taught['p']:.3f}")
+    yield PAGE, "", points(plain), points(taught)
+    yield "docs/imagenet.md", "", f"{taught['difference']:+.2f} points"
+    yield "docs/fine-tune.md", "", tuned.mean(), scratch[0]
 
 
-def test_what_maps_of_scenes_tell():
+def what_maps_of_scenes_tell():
     found = table("probe/scenes/results.csv").groupby(["model", "maps", "layer"])["top1"].apply(spread)
     faithful = table("faithfulness/scenes/results.csv").set_index(["ranking", "model"])
     networks = ("aa_resnet34_050", "ea_aa_resnet34_050")
-    page_says(SCENES, "", *(cells(network, maps, *(found[network, maps, layer] for layer in (16, 17, 18)))
-                            for network in networks for maps in KINDS))
-    page_says(SCENES, "", *(cells(ranking, *(
+    yield SCENES, "", *(cells(network, maps, *(found[network, maps, layer] for layer in (16, 17, 18)))
+                        for network in networks for maps in KINDS)
+    yield SCENES, "", *(cells(ranking, *(
         f"{faithful.loc[(ranking, network), score]:.3f} ± {faithful.loc[(ranking, network), f'{score}_se']:.3f}"
         for score in ("comprehensiveness", "sufficiency") for network in networks))
-        for ranking in faithful.index.unique("ranking")))
+        for ranking in faithful.index.unique("ranking"))
 
 
-def test_pictures_show_what_their_captions_say():
+def captions_of_pictures():
     """A scene's houses and road, and the cat's eyes in the maps of a pretrained transformer."""
     maps = np.load(RESULTS / "scenes" / "scene.npz")["attn"].reshape(8, 2, 14, 14)
     for part, thing in ((maps[7, :, 2:6], "of its attention on the lit houses"), (maps[5, :, 7:], "on the road")):
-        page_says(PAGE, "Scenes", f"{span(100 * part.sum((1, 2)), 0)}% {thing}")
+        yield PAGE, "Scenes", f"{span(100 * part.sum((1, 2)), 0)}% {thing}"
     kept = {name: maps.astype(float) for name, maps in np.load(RESULTS / "pretrained-maps.npz").items()}
     eyes = np.mean([kept["cls"][..., 9:16, 6:14].mean((-2, -1)), kept["cls"][..., 11:18, 24:30].mean((-2, -1))], 0)
-    page_says(TUNING, "", f"{eyes[5]:.1f} times", span(np.delete(eyes, 5), 1) + " times")
+    yield TUNING, "", f"{eyes[5]:.1f} times", span(np.delete(eyes, 5), 1) + " times"
 
     def moved(first: str, second: str) -> np.ndarray:
         one, other = (kept[way] / kept[way].sum((1, 2), keepdims=True) for way in (first, second))
         return 50 * np.abs(one - other).sum((1, 2))
 
     for moves in ([*moved("before", "plain"), *moved("before", "gates")], moved("plain", "gates")):
-        page_says(TUNING, "", span(moves, 0) + "%")
+        yield TUNING, "", span(moves, 0) + "%"
 
 
-WAYS = {"plain": "Plain it has", "gates": "EA whose gates learn from 0", "residual": "residual maps",
-        "conv2d": "conv2d"}
-
-
-def test_fine_tuning_of_a_pretrained_transformer_on_scenes():
+def fine_tuning_of_a_pretrained_transformer_on_scenes():
+    ways = {"plain": "Plain it has", "gates": "EA whose gates learn from 0", "residual": "residual maps",
+            "conv2d": "conv2d"}
     top1 = top1_of("finetune-scenes-runs.csv")
-    assert set(top1) == set(WAYS) and len(top1) == 5
-    gains = {way: paired(top1[way] - top1["plain"]) for way in WAYS if way != "plain"}
+    assert set(top1) == set(ways) and len(top1) == 5
+    gains = {way: paired(top1[way] - top1["plain"]) for way in ways if way != "plain"}
     p = holm([gain["p"] for gain in gains.values()])
     maps = table("finetune-scenes-maps.csv").query("layer == 12").groupby("model")[
         ["entropy_share", "distance_pixels"]].mean().loc[["before", "plain", "gates"]]
-    page_says(TUNING, "", *(cells(f"`{way}`", *top1[way], top1[way].mean()) for way in WAYS),
-              *(f"({of['low']:.2f} to {of['high']:.2f})" for of in gains.values()),
-              f"{p[0]:.2f}, {p[1]:.2f} and {p[2]:.2f}", *maps.entropy_share,
-              *(f"{distance:.0f}" for distance in maps.distance_pixels))
+    yield (TUNING, "", *(cells(f"`{way}`", *top1[way], top1[way].mean()) for way in ways),
+           *(f"({of['low']:.2f} to {of['high']:.2f})" for of in gains.values()),
+           f"{p[0]:.2f}, {p[1]:.2f} and {p[2]:.2f}", *maps.entropy_share,
+           *(f"{distance:.0f}" for distance in maps.distance_pixels))
     kept = table("finetune-scenes-runs.csv")[["alpha", "beta"]].stack().dropna()
     gates = [abs(float(value)) for values in kept for value in values.split(" to ")]
-    page_says(PAGE, "Tuning a vision transformer", *(f"{name} {spread(top1[way])}" for way, name in WAYS.items()),
-              points(gains["conv2d"]), f"within {max(gates):.2f} of 0")
-    page_says(PAGE, QUESTIONS, points(gains["gates"]))
+    yield (PAGE, "Tuning a vision transformer", *(f"{name} {spread(top1[way])}" for way, name in ways.items()),
+           points(gains["conv2d"]), f"within {max(gates):.2f} of 0")
+    yield PAGE, "", points(gains["gates"])
+
+
+# ---- healthy maps ----------------------------------------------------------------------------------------------------
+
+def the_trials_of_healthy_maps_and_what_the_norm_costs_so_far():
+    trials, runs, effects = (pd.read_csv(HEALTHY_RUNS / f"{name}.csv") for name in (
+        "trials", "norm-runs", "norm-effects"))
+    first, second = trials["held_out_top1"][:2]
+    entropies = trials.filter(like="entropy_").stack()
+    assert 0.55 <= second - first < 0.565
+    yield (HEALTHY, "", f"({first:.2f} to {second:.2f}%)", "0.55 points",
+           f"entropies are {entropies.min()} to {entropies.max()} of log N")
+    pd.testing.assert_frame_equal(effects_of(runs), effects)
+    of_norm = runs.filter(like="entropy").stack().sort_values()
+    yield (HEALTHY, "Question 1: does the norm cost or bring accuracy?", of_norm.iloc[-1], f"{span(of_norm[:-1])} of",
+           *(points(row, "+") for row in effects.to_dict("records")))
+    assert runs.groupby("network")["seed"].apply(list).to_dict() == {"EA": [5, 6, 7], "none": [5, 6, 7]}
+
+
+def the_runs_with_the_norm():
+    for name, in_recipe in ((EA, "six views "), (AA, "")):
+        last = pd.read_csv(HEALTHY_RUNS / f"{name}.csv").iloc[-1]
+        stored, views = re.findall(r"(\d\d\.\d\d)%(?: top-1,|\. 10000)", section(f"weights/{name}.fast_norm_c10.md"))
+        shares = table("shipped-entropy.csv").query(f"model == '{name}.fast_norm_c10'")["entropy_share"]
+        yield (HEALTHY, COLLAPSE, f"{last['top1']:.2f}% in bfloat16, {stored} as stored", f"with six views {views}",
+               f"training loss {last['train_loss']:.4f}", ", ".join(shown(shares[:5])))
+        assert (shares.min() < 0.25) == name.startswith("ea_"), "the rule"
+        yield "ea_vision/recipes/fast.yaml", "", f"{last['top1']:.2f}, {in_recipe}{views} ({name})"
 
 
 # ---- the probe, faithfulness, detection, speed -----------------------------------------------------------------------
 
-def test_probe_and_faithfulness():
+def the_probe_and_faithfulness():
     """Mean and standard deviation over three seeds, from images seen and unseen."""
     found = pd.concat([table(f"probe/{kind}/results.csv").assign(kind=kind) for kind in ("seen", "unseen")])
     found = found.groupby(["model", "maps", "kind", "layer"])["top1"]
@@ -329,65 +353,82 @@ def test_probe_and_faithfulness():
     models = {name: f"{kind}_transformer_cifar.fast_c10" for name, kind in (
         ("AA", "conv"), ("PA", "pa_conv"), ("EA", "ea_conv"))}
     for maps in KINDS:
-        page_says(MAPS, "", *(f"| {name} | {maps} | " + " | ".join(
+        yield MAPS, "", *(f"| {name} | {maps} | " + " | ".join(
             rows[model, maps, kind, layer] for kind in ("seen", "unseen") for layer in (3, 6))
-            for name, model in models.items()))
+            for name, model in models.items())
     faithful = table("faithfulness/results.csv").set_index(["ranking", "model"])["comprehensiveness"]
-    page_says(PAGE, "The probe", *(unseen[model, maps, "unseen", layer] for model in models.values()
-                                   for maps in KINDS[:2] for layer in (3, 6)))
-    page_says(PAGE, "Faithfulness", *(f"{faithful['layer 6', model]:.3f}" for model in models.values()), *(
-        ", ".join(f"{faithful[ranking, model]:.3f}" for model in models.values()) for ranking in ("centre", "random")))
+    yield PAGE, "The probe", *(unseen[model, maps, "unseen", layer] for model in models.values()
+                               for maps in KINDS[:2] for layer in (3, 6))
+    yield PAGE, "Faithfulness", *(f"{faithful['layer 6', model]:.3f}" for model in models.values()), *(
+        ", ".join(f"{faithful[ranking, model]:.3f}" for model in models.values()) for ranking in ("centre", "random"))
 
 
-def test_detectors():
+def detectors():
     for name, label in (("plain", "resnet18"), ("aa", "aa_resnet34, two blocks a stage"),
                         ("ea_aa", "ea_aa_resnet34, two blocks a stage")):
         runs = pd.DataFrame([last_row(f"detection/{name}-seed{seed}.csv") for seed in (0, 1)])
         figures = [text for of in (runs["AP"], runs["AP50"])
                    for text in (", ".join(f"{x:.1f}" for x in of), f"{of.mean():.1f}")]
-        page_says("experiments/detection.md", "", cells(label, *figures, f"{runs['AP75'].mean():.1f}"))
+        yield "experiments/detection.md", "", cells(label, *figures, f"{runs['AP75'].mean():.1f}")
 
 
-def test_smaller_experiments():
+def smaller_experiments():
     tiny = table("tiny-imagenet/attention.csv").query("images == 160").groupby("run")["top1"].mean() + 1e-9
     digits = table("moved-digits.csv").groupby("transform")["top1"].mean()
-    page_says(PAGE, "Smaller experiments", f"{tiny['resnet34']:.1f}%", *(
+    yield PAGE, "Smaller experiments", f"{tiny['resnet34']:.1f}%", *(
         f"{kind} {tiny[name]:.1f}" for kind, name in (
-            ("AA", "aa_resnet34"), ("PA", "pa_aa_resnet34"), ("EA", "ea_aa_resnet34"))),
-        *(f"{top1:.2f}%" for top1 in digits))
+            ("AA", "aa_resnet34"), ("PA", "pa_aa_resnet34"), ("EA", "ea_aa_resnet34"))), *(
+        f"{top1:.2f}%" for top1 in digits)
     kept = table("widths/misses.csv")
     best = kept.groupby("kind")["largest_miss_percent"].min()
-    page_says("docs/results.md", "", f"{best['doubled']:.0f}%", f"{best['rising']:.1f}%", f"{best['any']:.1f}%",
-              f"{kept['cnn_params_m'][1]:.1f}M parameters")
+    yield ("docs/results.md", "", f"{best['doubled']:.0f}%", f"{best['rising']:.1f}%", f"{best['any']:.1f}%",
+           f"{kept['cnn_params_m'][1]:.1f}M parameters")
 
 
-def test_speed():
+def speed():
     for row in table("benchmark-cpu.csv").query("part == 'network' and mode == 'eager'").itertuples():
-        of_plain = (row.train_images_per_s, row.infer_images_per_s, f"{row.memory_mib:.0f}")
-        page_says(PAGE, SPEED, *(of_plain if row.model == "resnet50" else [
-            cells(row.model, row.train_ratio, row.infer_ratio, row.memory_ratio)]))
+        yield PAGE, SPEED, *((row.train_images_per_s, row.infer_images_per_s, f"{row.memory_mib:.0f}")
+                             if row.model == "resnet50" else [
+                                 cells(row.model, row.train_ratio, row.infer_ratio, row.memory_ratio)])
     for row in table("recording-cost.csv").itertuples():
-        page_says("docs/record.md", "Cost", cells(f"`{row.network}`", row.plain_s + 1e-6, row.recorded_s + 1e-6,
-                                                  f"{row.maps_mib:.1f}"))
+        yield "docs/record.md", "Cost", cells(f"`{row.network}`", row.plain_s + 1e-6, row.recorded_s + 1e-6,
+                                              f"{row.maps_mib:.1f}")
 
 
-def test_large_maps():
+def large_maps():
     """The networks at 640 pixels, and the parts of a layer."""
     assert rows_of("docs/kernels.md", r"\| .* \| ([\d.]+) \| ([\d.]+) \| ([\d,]+) \|", "Large images") == [
-        (f"{infer + 1e-6:.2f}", f"{train + 1e-6:.2f}", f"{mib:,.0f}")
+        (*shown([infer + 1e-6, train + 1e-6]), f"{mib:,.0f}")
         for *_, infer, train, mib in table("large-maps.csv").itertuples(index=False)]
     parts = table("large-maps-parts.csv").pivot(index="part", columns=["pixels", "pass"], values="ms")
     for part, ms in parts.iterrows():
-        page_says(KERNELS, "Parts of a layer on a CPU", f"| {part} | " + " | ".join(
+        yield KERNELS, "Parts of a layer on a CPU", f"| {part} | " + " | ".join(
             f"{ms[n, 'forward']:.1f} {'-' if ms[n, 'backward'] < 0 else '+'} "
-            f"{abs(ms[n, 'backward']):.1f}" for n in (196, 400, 784)))
+            f"{abs(ms[n, 'backward']):.1f}" for n in (196, 400, 784))
 
 
-def test_the_profile_of_deployed_networks():
+def the_profile_of_deployed_networks():
     profile = table("onnx-profile.csv").set_index("operation")
     kinds = {"convolutions, also of maps": ["Conv"], "products": ["MatMul", "FusedMatMul"], "softmax": ["Softmax"]}
     sums = {name: profile.loc[of].sum() for name, of in kinds.items()}
     sums |= {REST: profile.sum() - sum(sums.values()), "all": profile.sum()}
     figures = {name: [f"{time + 1e-6:.0f}" for time in times] for name, times in sums.items()}
-    page_says(KERNELS, "", *(cells(name, *times) for name, times in figures.items()))
-    page_says("docs/deploy.md", "Speed", *figures["all"])
+    yield KERNELS, "", *(cells(name, *times) for name, times in figures.items())
+    yield "docs/deploy.md", "Speed", *figures["all"]
+
+
+CLAIMS = [
+    the_question_by_seeds, the_tables_by_seed, settings_compared_on_held_out_images, the_factorial,
+    what_each_study_could_have_found, equal_time, replaced_maps, slower_attention, the_recipes_of_ten_epochs, cifar10,
+    conv2d, scenes, quarter_width_networks_and_tuning_on_scenes, what_maps_of_scenes_tell, captions_of_pictures,
+    fine_tuning_of_a_pretrained_transformer_on_scenes, the_trials_of_healthy_maps_and_what_the_norm_costs_so_far,
+    the_runs_with_the_norm, the_probe_and_faithfulness, detectors, smaller_experiments, speed, large_maps,
+    the_profile_of_deployed_networks]
+
+
+@pytest.mark.parametrize("claims", CLAIMS)
+def test_the_pages_say_what_the_files_say(claims):
+    said = [*claims()]
+    assert said
+    for page, heading, *figures in said:
+        page_says(page, heading, *figures)
