@@ -43,8 +43,7 @@ def default_tile(name: str, S: Any, conv: bool, attends: bool = True) -> Tile:
     of `weight_backward` conv is whether it mixes."""
     half = S.DTYPE != "torch.float32"
     K, width = S.KP, S.KP * max(S.DP, S.EP)
-    wide = width > 512
-    many = K > 8
+    many, wide = K > 8, width > 512
     warps = 16 if many else 8
     roomy = half and not many and not wide  # a tile leaves room for larger ones, or for two at a time
     stages = 2 if roomy and not S.SMALL else 1
@@ -52,12 +51,12 @@ def default_tile(name: str, S: Any, conv: bool, attends: bool = True) -> Tile:
     if S.KS == 5 and (name == "weight_backward" or conv and name in ("evolve", "queries_backward")):
         stages, limit = 1, 0  # five rows of taps: two stages take more shared memory than there is, a limit spills
     few = half and conv and K <= 4 and width >= 256  # by eight warps four heads are done in part twice, and spill
+    if few and name in ("evolve", "queries_backward"):
+        return Tile(16, 16, 4, stages)
     if name == "evolve":
         if many or wide:
             mixes = many and half and not conv and not attends  # 76 registers by itself, one block
             return Tile(8 if many and conv else 16, 16, warps, 1, 64 if mixes else 0)
-        if few:
-            return Tile(16, 16, 4, stages)
         # Twice the queries halve the reads of k; a convolution and float32 need the room themselves
         return Tile(16 if conv or not half else 32, 16, 8, stages, limit)
     if name == "logits_backward":
@@ -66,8 +65,6 @@ def default_tile(name: str, S: Any, conv: bool, attends: bool = True) -> Tile:
         two = roomy and conv and S.KS != 5 and S.N > 64  # of 7x7 they spill
         return Tile(8 if many else 16, 16, 8, 2 if two else 1, limit)
     if name == "queries_backward":
-        if few:
-            return Tile(16, 16, 4, stages)
         return Tile(8 if many and conv else 16, 16, 8, stages, limit)
     return Tile(16, 32 if roomy else 16, warps, 2 if half else 1)  # keys_backward
 
