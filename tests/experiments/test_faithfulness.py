@@ -12,6 +12,7 @@ from torch import nn
 from ea_vision.base.errors import UsageError
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.recorder.loading import LoadedModel, load_model
+from ea_vision.recorder.probe import untrained_network
 from experiments import faithfulness
 from experiments.faithfulness import (
     attention_source,
@@ -133,6 +134,7 @@ def test_a_class_token_ranks_where_the_classifier_reads_it():
 def test_the_script(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(faithfulness, "load_model", lambda target, **keywords: load_model(
         target, random=True, widths=[8, 8, 16, 16], **keywords))
+    monkeypatch.setattr(faithfulness, "untrained_network", partial(untrained_network, count=4))
     names = ["layer 3", "layer 6", "rollout", "layer 3, untrained", "layer 6, untrained", "gradient", "centre",
              "random"]
     assert main(["--img-size", "16", "--limit", "3", "--steps", "2", "--layers", "3,6", "--rankings",

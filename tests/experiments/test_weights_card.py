@@ -2,7 +2,6 @@
 import re
 import shutil
 
-import pytest
 import safetensors.torch
 import timm
 import torch
@@ -16,31 +15,30 @@ from tests.data.photos import make_photos
 from tests.engine.runner import arguments, make_folder, run
 
 
-@pytest.mark.parametrize("largest_loss, dtype", [(100, "float16"), (-1, "float32")])
-def test_the_card_of_exported_weights_has_the_figures_of_the_file(tmp_path, monkeypatch, largest_loss, dtype):
+def test_the_card_of_exported_weights_has_the_figures_of_the_file(tmp_path, monkeypatch):
     """Plain and with views, counted here from the written file; the run's one look at the test images chose nothing."""
     folder, log, out = tmp_path / "run", tmp_path / "log", tmp_path / "test_resnet.t.safetensors"
     data = make_folder(tmp_path / "data", train=48)
     assert run(arguments(data, folder, "--epochs", "2", "--eval-epochs", "2", "--tta", "six"), log) == 0
-    monkeypatch.setattr(weights_card, "LARGEST_LOSS", largest_loss)
-    assert weights_card.main([str(folder), "-o", str(out), "--data-dir", str(data)]) == 0
     about = run_folder.read_config(folder)[1]
-    model = timm.create_model("test_resnet", **about["model_kwargs"], checkpoint_path=str(out)).eval()
     test = load_dataset("folder", str(data)).test
     mean, std = (torch.tensor(about[key]).view(-1, 1, 1) for key in ("mean", "std"))
     x = (test.images / 255 - mean) / std
-    with torch.no_grad():
-        plain = model(x)
-        six = sum(weight * model(view) for weight, view in views(x, "six"))
-    top1, by_six = (100 * (logits.argmax(1) == test.targets).double().mean().item() for logits in (plain, six))
-    card = out.with_suffix(".md").read_text()
-    assert safetensors.torch.load_file(out)["conv1.0.weight"].dtype == getattr(torch, dtype)
-    for said in (f"| stored as | {dtype} |", f"{top1:.2f}% top-1, 100.00% top-5 on the test images. ",
-                 f"With several views of an image (`--tta six`): {by_six:.2f}%.",
-                 "after epoch 2: nothing was chosen by them",
-                 "48 training images, 3 classes: class_0, class_1, class_2;",
-                 "--evaluate test_resnet.t --dataset folder --data-dir DIR --tta six"):
-        assert said in card
+    for largest_loss, dtype in ((100, "float16"), (-1, "float32")):
+        monkeypatch.setattr(weights_card, "LARGEST_LOSS", largest_loss)
+        assert weights_card.main([str(folder), "-o", str(out), "--data-dir", str(data)]) == 0
+        model = timm.create_model("test_resnet", **about["model_kwargs"], checkpoint_path=str(out)).eval()
+        with torch.no_grad():
+            plain, six = model(x), sum(weight * model(view) for weight, view in views(x, "six"))
+        top1, by_six = (100 * (logits.argmax(1) == test.targets).double().mean().item() for logits in (plain, six))
+        card = out.with_suffix(".md").read_text()
+        assert safetensors.torch.load_file(out)["conv1.0.weight"].dtype == getattr(torch, dtype)
+        for said in (f"| stored as | {dtype} |", f"{top1:.2f}% top-1, 100.00% top-5 on the test images. ",
+                     f"With several views of an image (`--tta six`): {by_six:.2f}%.",
+                     "after epoch 2: nothing was chosen by them",
+                     "48 training images, 3 classes: class_0, class_1, class_2;",
+                     "--evaluate test_resnet.t --dataset folder --data-dir DIR --tta six"):
+            assert said in card
 
 
 def test_weights_of_photos_are_tested_on_photos_the_run_has_not_seen(tmp_path, capsys):

@@ -3,7 +3,6 @@ import importlib.util
 import json
 
 import pytest
-import torch
 
 from ea_vision.ops import triton_tiles as ours
 from ea_vision.ops.triton_attention import Shape
@@ -35,16 +34,3 @@ def test_triton_is_given_the_stepped_side_alone_and_a_key_that_its_cache_can_wri
     assert one is ours.tuned(kernel, Tile(16, 32), stored)
     other = ours.tuned(kernel, Tile(16, 32, registers=128), shape)
     assert other.restore_value == [] and other.configs[0].maxnreg == 128
-
-
-def test_what_is_timed(monkeypatch):
-    class Properties:
-        multi_processor_count = 132
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    cuda, stepped = torch.device("cuda"), {"J": 16}
-    assert ours.tunes(cuda, 132, stepped)
-    assert not ours.tunes(cuda, 131, stepped)  # does not fill the GPU
-    assert not ours.tunes(cuda, 132, {"I": 16}) and not ours.tunes(torch.device("cpu"), 132, stepped)
-    monkeypatch.setattr(ours, "MODE", "default")
-    assert not ours.tunes(cuda, 132, stepped)
