@@ -98,16 +98,15 @@ class Problem:
         Raises:
             ValueError: a gate with neither 1 nor K numbers.
         """
-        K, both = self.q.shape[1], []
         if not isinstance(self.alpha, Tensor) and not isinstance(self.beta, Tensor):
             return None
+        K, by_head = self.q.shape[1], []
         for gate in (self.alpha, self.beta):
-            if not isinstance(gate, Tensor):
-                gate = self.q.new_full((1,), gate, dtype=torch.float32)
-            if gate.numel() not in (1, K):
-                raise ValueError(f"a gate must have 1 or num_heads={K} numbers, got shape {list(gate.shape)}")
-            both.append(gate.float().reshape(-1).expand(K))
-        return torch.stack(both)
+            numbers = gate if isinstance(gate, Tensor) else self.q.new_full((1,), gate, dtype=torch.float32)
+            if numbers.numel() not in (1, K):
+                raise ValueError(f"a gate must have 1 or num_heads={K} numbers, got shape {list(numbers.shape)}")
+            by_head.append(numbers.float().reshape(-1).expand(K))
+        return torch.stack(by_head)
 
     def dropout_seed(self) -> Tensor | None:
         """Draw the dropout's seed, (1), from torch's generator; None without dropout.

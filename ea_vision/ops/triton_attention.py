@@ -172,21 +172,25 @@ def _prepared(
     """Return the shares of the logits and of EA's m, see `_shares`, and by name what kernels take of the inputs."""
     q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, seed = inputs
     shares, mixing = _shares(prev_logits is not None, weight is not None, alpha, beta, predict, gates)
-    K, kernel_size = q.shape[1], 1 if weight is None else weight.shape[-1]
-    chip, RP = _capability(q.device) if q.is_cuda else None, _power(kernel_size * K)
-    line, relative = 32 * min(K & -K, 16 // q.element_size()) // RP, height_rel is not None
+    K, relative = q.shape[1], height_rel is not None
+    kernel_size = 1 if weight is None else weight.shape[-1]
+    chip = _capability(q.device) if q.is_cuda else None
+    RP = _power(kernel_size * K)
+    line = 32 * min(K & -K, 16 // q.element_size()) // RP
     S = Shape(
         H, W, H * W, K, kernel_size, KP=_power(K, 1), DP=_power(q.shape[-1]), EP=_power(v.shape[-1]), RP=RP,
         LINE=max(1, line), SP=_power(H + W if relative else 1), TP=_power(2 * H + 2 * W - 2 if relative else 1),
         PREFIX=0 if weight is None else prefix, RELATIVE=relative, SPLIT=chip is not None and chip[0] == 10,
         SMALL=chip in SMALL_MEMORY, DTYPE=str(q.dtype), GATED=gates is not None)
     weight = _dense(weight)
+    dropout = None
+    if seed is not None:
+        dropout = Dropout(seed, round(dropout_p * (1 << 24)), 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0)
     return shares, mixing, {
         "q": _rows(q), "k": _rows(k), "v": _rows(v), "height_rel": _contiguous(height_rel),
         "width_rel": _contiguous(width_rel), "maps": _heads_last(prev_logits), "bias": _contiguous(bias),
         "weight": None if weight is None else Weight(weight, *weight.stride()), "scale": scale, "S": S,
-        "dropout": None if seed is None else Dropout(
-            seed, round(dropout_p * (1 << 24)), 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0)}
+        "dropout": dropout}
 
 
 def _programs(q: Tensor, pixels: int) -> int:
