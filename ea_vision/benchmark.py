@@ -61,22 +61,18 @@ def baseline_of(name: str) -> str | None:
 
 
 def interleaved(calls: dict[Hashable, Callable[[], object]], repeats: int, warm_up: int = 1,
-                synchronize: Callable[[], None] = lambda: None,
                 clock: Callable[[], float] = time.perf_counter) -> dict[Hashable, float]:
     """Return the median seconds of each call; a round has one of each, in any order; `warm_up` rounds do not count."""
     seconds = {key: [] for key in calls}
     shuffle = random.Random(0).shuffle  # what one leaves in the caches shall not always meet the same next one
-    turns = list(calls.items())
-    for repeat in range(-warm_up, repeats):
+    turns = list(calls)
+    for _ in range(warm_up + repeats):
         shuffle(turns)
-        for key, call in turns:
-            synchronize()
+        for key in turns:
             start = clock()
-            call()
-            synchronize()
-            if repeat >= 0:
-                seconds[key].append(clock() - start)
-    return {key: median(values) for key, values in seconds.items()}
+            calls[key]()
+            seconds[key].append(clock() - start)
+    return {key: median(values[warm_up:]) for key, values in seconds.items()}
 
 
 class Steps:
@@ -121,7 +117,6 @@ class Steps:
         before = torch.cuda.memory_allocated() - sum(t.nbytes for t in own)
         torch.cuda.reset_peak_memory_stats()
         self.train()
-        self.optimizer.zero_grad()
         return torch.cuda.max_memory_allocated() - before
 
 
@@ -196,7 +191,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, An
         UsageError: a network that is asked for by name refuses the setting.
         RunError: a loss that is not finite.
     """
-    images, on_gpu, rows = noise(args, device), device.type == "cuda", {}
+    images, on_gpu = noise(args, device), device.type == "cuda"
     steps: dict[tuple[str, str], Steps] = {}
     for name in names_of(args.models):
         print(name, file=sys.stderr)
@@ -209,21 +204,25 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, An
             continue
         for mode in ("eager", "compiled")[:1 + args.compile]:
             steps[name, mode] = Steps(model, images, args.amp, args.opt, mode == "compiled")
-            rows[name, mode] = {"model": name, "mode": mode}
-    clock = time.process_time if args.clock == "CPU" else time.perf_counter
-    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
+    rows = {(name, mode): {"model": name, "mode": mode} for name, mode in steps}
+
+    def clock() -> float:
+        if on_gpu:
+            torch.cuda.synchronize()
+        return time.process_time() if args.clock == "CPU" else time.perf_counter()
+
     for phase in ("train", "infer"):
         calls = {key: getattr(of, phase) for key, of in steps.items()}
-        for key, seconds in interleaved(calls, args.repeats, 3 if on_gpu else 1, synchronize, clock).items():
+        for key, seconds in interleaved(calls, args.repeats, 3 if on_gpu else 1, clock).items():
             rows[key] |= {f"{phase}_ms": 1e3 * seconds, f"{phase}_images_per_s": len(images) / seconds}
-    for key, of in steps.items():
+    for (name, mode), of in steps.items():
         if not of.train().isfinite():
-            raise RunError(f"the loss of {', '.join(key)}, is not finite: its times mean nothing")
+            raise RunError(f"the loss of {name}, {mode}, is not finite: its times mean nothing")
         peak = None
-        if not args.no_memory and (on_gpu or key[1] == "eager"):
-            peak = of.peak_on_gpu() if on_gpu else peak_on_cpu(key[0], args)
+        if not args.no_memory and (on_gpu or mode == "eager"):
+            peak = of.peak_on_gpu() if on_gpu else peak_on_cpu(name, args)
         of.optimizer.zero_grad()
-        rows[key]["memory_mib"] = peak and peak / 2**20
+        rows[name, mode]["memory_mib"] = peak and peak / 2**20
     for (name, mode), row in rows.items():
         base = rows.get((baseline_of(name), mode), {})
         for key in MEASURED:

@@ -160,13 +160,9 @@ def names_of(words: Sequence[str]) -> list[str]:
 
 def list_models(names: Sequence[str], weights: bool = False) -> list[dict[str, str]]:
     """Return a row for each network, or for each file of weights, with where it is from."""
-    tags: dict[str, list[str]] = {}
-    for name in timm.list_pretrained():
-        base, _, tag = name.partition(".")
-        tags.setdefault(base, []).append(tag)
-    rows = []
+    pretrained, rows = [full.partition(".") for full in timm.list_pretrained()], []
     for name in names:
-        own = tags.get(name, [])
+        own = [tag for base, _, tag in pretrained if base == name]
         having = f"{own[0]} and {len(own) - 1} more" if len(own) > 1 else "".join(own)
         about = get_network(name).about if name in list_networks() else "of timm"
         for full in [f"{name}.{tag}" for tag in own] if weights else [name]:
@@ -226,7 +222,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     print(table(rows))
     if args.csv:
-        path = check_output(Path(args.csv))
-        atomic_write(path, csv_text(rows).encode())
-        print(f"\nwritten: {path}")
+        atomic_write(check_output(Path(args.csv)), csv_text(rows).encode())
+        print(f"\nwritten: {args.csv}")
     return 0

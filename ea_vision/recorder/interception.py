@@ -47,7 +47,6 @@ FORMS: dict[Callable, Callable[..., Tensor | None]] = {  # from a function's res
     F.multi_head_attention_forward: _multi_head,
 }
 
-
 Take = Callable[[Tensor], None]
 
 
@@ -61,20 +60,15 @@ class Interception(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        takers = [running[-1] for running in self.recorders if running] if func in FORMS else []
-        if takers:
+        if func in FORMS and any(self.recorders):
             with torch.no_grad(), torch._C.DisableTorchFunction():
                 attn = FORMS[func](result, *args, **kwargs)
-                for take in takers if attn is not None else ():
-                    take(attn)
+                for running in filter(None, self.recorders if attn is not None else ()):
+                    running[-1](attn)
         return result
 
 
-class _ThisThread(threading.local):
-    mode: Interception | None = None
-
-
-_this_thread = _ThisThread()
+_this_thread = threading.local()  # mode: its Interception, while it records
 
 
 @contextmanager
@@ -87,10 +81,9 @@ def intercepted() -> Iterator[list[Take]]:
     Raises:
         RuntimeError: it ends before a recorder that began after it, or in another thread. All is in order then.
     """
-    thread, running = threading.get_ident(), []
-    if _this_thread.mode is None:
+    if not hasattr(_this_thread, "mode"):
         _this_thread.mode = Interception().__enter__()
-    recorders = _this_thread.mode.recorders
+    thread, recorders, running = threading.get_ident(), _this_thread.mode.recorders, []
     recorders.append(running)
     try:
         yield running
@@ -101,29 +94,27 @@ def intercepted() -> Iterator[list[Take]]:
             raise RuntimeError("a recorder must be closed by the thread that opened it")
         if not recorders:
             _this_thread.mode.__exit__(None, None, None)
-            _this_thread.mode = None
+            del _this_thread.mode
         if not ended_last:
             raise RuntimeError("recorders must be closed in the reverse order in which they were opened")
 
 
 _lock = threading.Lock()  # torch numbers hooks without one
-_eager: list = []  # the compiler's stance before the first recorder, and a place for each recorder
+_stances: list = []  # of those who asked for eager code: the first one's gives back the stance from before
 
 
 @contextmanager
 def compiled_code_runs_eagerly() -> Iterator[None]:
     """Have compiled code run eagerly, in all threads, until the last of those who asked for it has ended."""
     with _lock:
-        if not _eager:
-            _eager.append(torch.compiler.set_stance("force_eager"))
-        _eager.append(None)
+        _stances.append(_stances[0] if _stances else torch.compiler.set_stance("force_eager"))
     try:
         yield
     finally:
         with _lock:
-            _eager.pop()
-            if len(_eager) == 1:
-                _eager.pop().__exit__(None, None, None)
+            stance = _stances.pop()
+            if not _stances:
+                stance.__exit__(None, None, None)
 
 
 class Hooks(ExitStack):
@@ -134,8 +125,13 @@ class Hooks(ExitStack):
         super().__init__()
         self.thread = threading.get_ident()
 
-    def _own(self, hook: Callable[..., None]) -> Callable[..., None]:
-        return lambda *given: hook(*given) if threading.get_ident() == self.thread else None
+    def _own(self, hook: Callable) -> Callable[..., None]:
+        """Return a hook that other threads pass by, and whose result is not taken for the module's."""
+        def own(*given: Any) -> None:
+            if threading.get_ident() == self.thread:
+                hook(*given)
+
+        return own
 
     def add(self, register: Callable, hook: Callable[..., None], **how: bool) -> None:
         """Call hook(module, args, kwargs[, output]) where a module's own method has it called, such as

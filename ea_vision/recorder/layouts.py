@@ -206,10 +206,6 @@ def _pool2d(pool: nn.Module, x: Tensor, *_, **__) -> Layout:
     return Layout(tuple(x.shape[-2:]), prefix_names=("mean" if getattr(pool, "cls_token", None) is None else "cls",))
 
 
-def _channels(*_) -> Layout:
-    return Layout(channels=True)
-
-
 SPECIAL: dict[str, Callable[..., Layout]] = {  # by the layer's class, or that of the block around it
     "timm.models.swin_transformer.SwinTransformerBlock": partial(_grouped, pad_first=False),
     "timm.models.swin_transformer_v2.SwinTransformerV2Block": partial(_grouped, pad_first=False),
@@ -225,7 +221,8 @@ SPECIAL: dict[str, Callable[..., Layout]] = {  # by the layer's class, or that o
     **dict.fromkeys(("timm.layers.attention_pool2d.AttentionPool2d",
                      "timm.layers.attention_pool2d.RotAttentionPool2d"), _pool2d),
     **dict.fromkeys(("timm.models.xcit.XCA", "timm.models.edgenext.CrossCovarianceAttn",
-                     "timm.models.davit.ChannelAttention", "timm.models.davit.ChannelAttentionV2"), _channels),
+                     "timm.models.davit.ChannelAttention", "timm.models.davit.ChannelAttentionV2"),
+                    lambda *_: Layout(channels=True)),
 }
 
 

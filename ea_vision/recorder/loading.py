@@ -297,9 +297,10 @@ def parse_queries(texts: Sequence[str], img_size: tuple[int, int],
         if not found:
             raise UsageError("a query must be y,x in pixels, or a token before a transformer's patches (cls, dist, "
                              f"reg1, ...), got {text!r}")
-        points.append((int(found[1]), int(found[2])) if found[1] else text)
-        if found[1] and (points[-1][0] >= H or points[-1][1] >= W):
+        y, x = (int(found[1]), int(found[2])) if found[1] else (0, 0)
+        if y >= H or x >= W:
             raise UsageError(f"query y,x must lie within the {H}x{W} input, got {text!r}")
+        points.append((y, x) if found[1] else text)
     return points
 
 

@@ -23,11 +23,7 @@ Query = tuple[int, int] | str  # (row, column) of the map, or a prefix token by 
 
 
 def _part(name: str) -> property:
-    return property(lambda layer: layer._dense(name), lambda layer, maps: layer.save(name, maps))
-
-
-def _of_layout(name: str) -> property:
-    return property(lambda layer: getattr(layer.layout, name))
+    return property(lambda layer: layer._dense(name))
 
 
 class LayerMaps:
@@ -63,8 +59,10 @@ class LayerMaps:
         self._parts = parts  # of windows (B, W, K, n, n)
 
     attn, logits, self_logits, conv_logits, prev_logits = map(_part, PARTS)
-    feat_size, prefix_names, channels = map(_of_layout, ("feat_size", "prefix_names", "channels"))
+    feat_size = property(lambda self: self.layout.feat_size)
     key_size = property(lambda self: self.layout.key_size or self.feat_size)
+    prefix_names = property(lambda self: self.layout.prefix_names)
+    channels = property(lambda self: self.layout.channels)
     query_names = property(lambda self: self.layout.query_names or self.prefix_names)
     num_prefix_tokens = property(lambda self: len(self.prefix_names))
 

@@ -18,13 +18,12 @@ Shape letters: M images, B a batch of them, K heads, H x W the map.
 from __future__ import annotations
 
 import argparse
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,24 +102,7 @@ def untrained_network(target: str, model: LoadedModel, images: Tensor, seed: int
     return network
 
 
-def sample(images: Images, limit: int | None, seed: int) -> Images:
-    """Return at most `limit` images, chosen by `seed`, in their order."""
-    return images if limit is None or limit >= len(images) else hold_out(images, limit, seed)[1]
-
-
 # ---- probing ---------------------------------------------------------------------------------------------------------
-
-
-class Result(NamedTuple):
-    """A row of results.csv. top1 in percent."""
-
-    model: str
-    maps: str
-    layer: int
-    seed: int
-    top1: float
-    train_images: int
-    test_images: int
 
 
 def layers_and_query(options: argparse.Namespace, model: LoadedModel) -> tuple[list[int], tuple[int, int] | str | None]:
@@ -142,8 +124,8 @@ def layers_and_query(options: argparse.Namespace, model: LoadedModel) -> tuple[l
 
 def probe(target: str, model: LoadedModel, layers: Sequence[int], query: tuple[int, int] | str | None,
           splits: Sequence[Images], num_classes: int, controls: Sequence[str], seeds: Sequence[int],
-          recipe: ProbeRecipe) -> Iterator[Result]:
-    """Probe each layer on the maps of a network and on its controls; yield the results.
+          recipe: ProbeRecipe) -> Iterator[dict[str, Any]]:
+    """Probe each layer on the maps of a network and on its controls; yield the rows of results.csv, top1 in percent.
 
     Args:
         target: what `load_model` made the network from.
@@ -166,23 +148,25 @@ def probe(target: str, model: LoadedModel, layers: Sequence[int], query: tuple[i
             top1 = train_probe(maps[0], splits[0].targets, maps[1], splits[1].targets, num_classes,
                                replace(recipe, seed=seed), device, name)
             print(f"{name}: top-1 {top1:.2f}%", flush=True)
-            yield Result(model.label, kind, number, seed, top1, *map(len, splits))
+            yield {"model": model.label, "maps": kind, "layer": number, "seed": seed, "top1": top1,
+                   "train_images": len(splits[0]), "test_images": len(splits[1])}
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 
-def results_table(results: Sequence[Result]) -> str:
+def results_table(results: Sequence[dict[str, Any]]) -> str:
     """Return rows model and maps, columns layers: top-1 in percent, of several seeds the mean ± the deviation."""
-    found: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    found: dict[tuple[str, str], dict[int, list[float]]] = {}
     for one in results:
-        found[one.model, one.maps, one.layer].append(one.top1)
-    top1 = {series: f"{mean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
-            for series, values in found.items()}
-    layers = sorted({one.layer for one in results})
-    rows = dict.fromkeys((one.model, one.maps) for one in results)
-    return markdown([["model", "maps", *(f"layer {layer}" for layer in layers)],
-                     *([*row, *(top1.get((*row, layer), "") for layer in layers)] for row in rows)])
+        found.setdefault((one["model"], one["maps"]), {}).setdefault(one["layer"], []).append(one["top1"])
+    layers = sorted({one["layer"] for one in results})
+    rows = [["model", "maps", *(f"layer {layer}" for layer in layers)]]
+    for series, top1 in found.items():
+        several = [top1.get(layer, []) for layer in layers]  # of one run there is no deviation
+        rows.append([*series, *(" ± ".join(f"{number(values):.2f}" for number in (mean, stdev)[:len(values)])
+                                for values in several)])
+    return markdown(rows)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -243,12 +227,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         data = load_dataset(options.dataset, options.data_dir, model.img_size[0])
         fingerprints[model.label] = data.fingerprint()
         splits = hold_out(data.test, len(data.test) // 5, first) if options.unseen else (data.train, data.test)
-        splits = [sample(split, options.limit, first) for split in splits]
+        limit = options.limit or max(map(len, splits))
+        splits = [split if limit >= len(split) else hold_out(split, limit, first)[1] for split in splits]
         for one in probe(target, model, *asked[target], splits, len(data.classes), controls, options.seeds, recipe):
             results.append(one)
-            atomic_write(csv, csv_text([{**of._asdict(), "top1": f"{of.top1:.2f}"} for of in results]).encode())
+            atomic_write(csv, csv_text([{**row, "top1": f"{row['top1']:.2f}"} for row in results]).encode())
     given = {name: value for name, value in vars(options).items() if name not in ("data_dir", "output")}  # no places
-    write_json(about, {"results": [one._asdict() for one in results], "recipe": asdict(replace(recipe, seed=first)),
+    write_json(about, {"results": results, "recipe": asdict(replace(recipe, seed=first)),
                        "data_fingerprint": fingerprints, "options": given, "hardware": hardware(device, 1),
                        **provenance()})
     runs = f"mean ± standard deviation of seeds {', '.join(map(str, options.seeds))}"

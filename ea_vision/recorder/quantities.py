@@ -18,25 +18,31 @@ from ea_vision.base.files import csv_text
 from ea_vision.recorder.maps import AttentionMaps
 from ea_vision.recorder.recording import record_attention
 
+TINY = torch.finfo(torch.float32).tiny
+
 
 def as_distributions(attn: Tensor) -> Tensor:
-    """Return maps (B, K, ..., N) in float32 with each row divided by its sum, rows of zeros as they are; not a number
-    where a head's map has negative entries: a difference of maps, or a mixture by weights of both signs."""
-    rows = F.normalize(attn.float(), 1.0, -1, eps=torch.finfo(torch.float32).tiny)
-    signed = (rows < 0).flatten(2).any(-1)
-    return rows.masked_fill(signed.view(*signed.shape, *[1] * (attn.ndim - 2)), torch.nan)
+    """Return maps (B, K, queries, keys) in float32 with each row divided by its sum, rows of zeros as they are; not a
+    number where a head's map has negative entries: a difference of maps, or a mixture by weights of both signs."""
+    rows = attn.float() / attn.float().sum(-1, keepdim=True).clamp_min(TINY)
+    return rows.masked_fill(_signed(attn)[:, :, None, None], torch.nan)
+
+
+def _signed(attn: Tensor) -> Tensor:
+    """Return (B, K), True where a head's map has negative entries."""
+    return attn.flatten(2).amin(-1) < 0
 
 
 def attention_entropy(attn: Tensor) -> Tensor:
     """Return the mean entropy of the rows, in nats: 0 where a query looks at one pixel, log(N) where at all alike.
 
     Args:
-        attn: (B, K, ..., N); see `as_distributions`.
+        attn: (B, K, queries, keys); see `as_distributions`.
 
     Returns:
         (B, K)
     """
-    return torch.special.entr(as_distributions(attn)).sum(-1).flatten(2).mean(-1)
+    return torch.special.entr(as_distributions(attn)).sum(-1).mean(-1)
 
 
 def attention_distance(attn: Tensor, cell: tuple[float, float] = (1.0, 1.0)) -> Tensor:
@@ -56,7 +62,9 @@ def attention_distance(attn: Tensor, cell: tuple[float, float] = (1.0, 1.0)) -> 
 
     distance = torch.cdist(middles(attn.shape[2:4]), middles(attn.shape[4:]),
                            compute_mode="donot_use_mm_for_euclid_dist")
-    return (as_distributions(attn.flatten(-2)).flatten(2, 3) * distance).sum(-1).mean(-1)
+    weights = attn.float().flatten(4).flatten(2, 3)  # (B, K, queries, keys)
+    means = (weights * distance).sum(-1) / weights.sum(-1).clamp_min(TINY)
+    return means.mean(-1).masked_fill(_signed(weights), torch.nan)
 
 
 def map_correlation(attn: Tensor, previous: Tensor) -> Tensor:
@@ -132,11 +140,13 @@ def measure(model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] |
         for number, layer in maps.items():
             if layers is None and layer.layout.query_names:
                 continue
-            attn, values = layer.attn.float(), found[number]
+            layer.check_pixels_ask()
+            attn, values, first = layer.attn.float(), found[number], layer.num_prefix_tokens
             rows, cell = as_distributions(attn), np.divide(images.shape[-2:], layer.feat_size)  # pixels of a cell
-            values["entropies"].append(attention_entropy(rows))
-            values["distances"].append(attention_distance(layer.spatial(), cell))
-            values["prefixes"].append(rows[..., :layer.num_prefix_tokens].sum(-1).mean(-1))
+            patches = rows[:, :, first:, first:].unflatten(-1, layer.key_size).unflatten(2, layer.feat_size)
+            values["entropies"].append(torch.special.entr(rows).sum(-1).mean(-1))
+            values["distances"].append(attention_distance(patches, cell))
+            values["prefixes"].append(rows[..., :first].sum(-1).mean(-1))
             values["energies"].append(attn.square().sum((-2, -1)))
             if previous is not None and previous.shape == attn.shape:
                 values["correlations"].append(map_correlation(attn, previous))
@@ -184,14 +194,10 @@ def quantities_arrays(measured: dict[str, list[LayerQuantities]]) -> dict[str, n
     """Return every image's values, float32 (images, K), under "layer2.entropy_nats" and the other names of WRITTEN, the
     share of position alone (1, K), and "layer2.name" and "layer2.feat_size" (H, W); of several models with the model's
     label and a slash before."""
-    arrays = {}
-    for model, layers in measured.items():
-        for layer in layers:
-            key = f"{model}/layer{layer.number}." if len(measured) > 1 else f"layer{layer.number}."
-            for field, name in {"name": "name", "feat_size": "feat_size", **WRITTEN}.items():
-                if getattr(layer, field) is not None:
-                    arrays[key + name] = np.asarray(getattr(layer, field))
-    return arrays
+    fields = {"name": "name", "feat_size": "feat_size", **WRITTEN}
+    return {(f"{model}/" if len(measured) > 1 else "") + f"layer{layer.number}.{name}": np.asarray(value)
+            for model, layers in measured.items() for layer in layers for field, name in fields.items()
+            if (value := getattr(layer, field)) is not None}
 
 
 def attention_rollout(maps: AttentionMaps, residual: float = 0.5) -> Tensor:

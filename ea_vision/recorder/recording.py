@@ -65,8 +65,9 @@ class _Watch:
     """Collects the chosen parts and heads of one layer, as they are formed.
 
     heads: None is all. parts: those of the chosen ones that the layer has. find: from the maps' shape to their layout.
-    records: whether a forward is under way that is to be recorded. current: its maps, once they are formed.
-    formed: of a differential layer's two maps.
+    ran: whether a forward of it began. records: whether one is under way that is to be recorded. current: its maps,
+    once they are formed. formed: of a differential layer's two maps. mixed: the maps that weigh the values, where a
+    mechanism of ours mixes them after the softmax: not computed again, since it may have running statistics.
     """
 
     layer: AttentionLayer
@@ -75,13 +76,16 @@ class _Watch:
     parts: set[str]
     maps: AttentionMaps
     find: Callable[[tuple[int, ...]], Layout]
+    ran: bool = False
     records: bool = False
     current: LayerMaps | None = None
     formed: tuple[Tensor, ...] = ()
+    mixed: Tensor | None = None
 
     def begin(self, *_) -> None:
         """Begin the layer's forward; a recomputation in the backward pass (gradient checkpointing) is not one."""
-        self.records, self.current, self.formed = torch._C._current_graph_task_id() == -1, None, ()
+        self.ran, self.records = True, torch._C._current_graph_task_id() == -1
+        self.current, self.formed, self.mixed = None, (), None
 
     def place(self, maps: Tensor, layout: Layout | None = None) -> Layout:
         """Say where maps (B, K, queries, keys) lie; None: find it. The layer counts as recorded from now on."""
@@ -132,25 +136,29 @@ class _Watch:
             self.save("second_attn", second)
 
     @torch.no_grad()
-    def take_ours(self, q: Tensor, k: Tensor, logits: Tensor | None, prev_logits: Tensor | None,
-                  feat_size: tuple[int, int], attn: Tensor | None, bias: Tensor | None = None,
-                  layout: Layout | None = None) -> None:
-        """Save the parts of a layer of ours, which hands out its logits (or None) where a fast path computed it.
+    def take_ours(self, out: Tensor, logits: Tensor | None, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None,
+                  feat_size: tuple[int, int] | None, bias: Tensor | None, need_logits: bool) -> None:
+        """Save the parts of a layer of ours after its `_attend`, of which these are the results and the arguments.
 
-        attn: the maps that weigh the values, where they are not the logits' probabilities.
+        It goes on by its fast path and hands out the logits, or None. What only a slow path would form, and all maps
+        of a window, are computed here from queries, keys and the previous logits.
         """
         if not self.records:
             return
-        module, evolution = self.module, self.module.evolution
+        module, evolution, layout = self.module, self.module.evolution, None
+        if isinstance(module, AugmentedConv2d):
+            layout = Layout(feat_size, window=module.window)
+        else:
+            feat_size = (1, q.shape[2])  # tokens have no positions in their logits
 
         def own() -> Tensor:
-            logits = module.logits_of(q, k, feat_size)
-            return logits if bias is None else logits + bias
+            own_logits = module.logits_of(q, k, feat_size)
+            return own_logits if bias is None else own_logits + bias
 
         logits = own() if logits is None else logits
         self.place(logits, layout)
         if "attn" in self.parts:
-            attn = module.attention_of(logits, feat_size) if attn is None else attn
+            attn = module.attention_of(logits, feat_size) if self.mixed is None else self.mixed
             if module.head_window > 1:  # (B, K, N, head_window * N)
                 attn = attn.unflatten(-1, (module.head_window, -1)).sum(-2)
             self.save("attn", attn)
@@ -158,59 +166,39 @@ class _Watch:
         if evolution is None:
             self.save("self_logits", logits)
             return
-        if wanted := self.parts & {"self_logits", *evolution.part_names}:
+        added = self.parts & {*evolution.part_names}
+        if added or "self_logits" in self.parts:
             self_logits = own()
             self.save("self_logits", self_logits)
+        if added:
             previous = self_logits if prev_logits is None else prev_logits
-            added = evolution.parts(self_logits, previous, logits) if wanted - {"self_logits"} else {}
-            for part, maps in added.items():
+            for part, maps in evolution.parts(self_logits, previous, logits).items():
                 self.save(part, maps)
         if evolution.reads_previous:
             self.save("prev_logits", prev_logits)
 
+    def take_mixed(self, _, args: tuple, kwargs: dict) -> None:
+        """Keep what a layer of ours weighs its values with, the input of its dropout."""
+        self.mixed = args[0].detach()
 
-def _watch_ours(module: nn.Module, watch: _Watch, hooks: Hooks) -> None:
-    """Follow a layer of ours, which goes on by its fast path and hands out the logits (and so their softmax); compute
-    again, from queries, keys and the previous logits, the parts that only a slow one would have, and all of a window.
-    """
-    mixed: list[Tensor] = []  # by a mechanism after the softmax: not computed again, it may have running statistics
-    heads: list[tuple] = []
-    evolution = module.evolution
-
-    def take(logits, q, k, prev_logits, feat_size, *place) -> None:
-        watch.take_ours(q, k, logits, prev_logits, feat_size, mixed.pop() if mixed else None, *place)
-
-    def on_attended(out, logits, x, prev_logits, need_logits) -> None:
-        q, k, feat_size = heads.pop()
-        take(logits, q, k, prev_logits, feat_size, None, Layout(feat_size, window=module.window))
-
-    hooks.add(module.register_forward_pre_hook, watch.begin)
-    if evolution is not None and evolution.mixes_attn:
-        hooks.add(module.attn_drop.register_forward_pre_hook, lambda _, args, kwargs: mixed.append(args[0].detach()))
-    convolves = isinstance(module, AugmentedConv2d)
-    if convolves:
-        hooks.around(module, "heads_of", lambda q, k, v, feat_size, _: heads.append(
-            (q.detach(), k.detach(), feat_size)))
-        hooks.around(module, "attend", on_attended)
-    else:
-        hooks.around(module, "_attend", lambda out, logits, q, k, v, prev_logits, _, bias, __: take(
-            logits, q, k, prev_logits, (1, q.shape[2]), bias))
-    if convolves or evolution is not None and not evolution.mixes_output:
-        hooks.add(module.register_forward_hook, lambda *_: None)  # asks the layer for its logits
-
-
-def _watch_any(module: nn.Module, watch: _Watch, hooks: Hooks, running: list[Take]) -> None:
-    """Follow any other layer: take what softmax and the like form while it runs."""
-
-    def begin(*_) -> None:
-        watch.begin()
-        running.append(watch.take)
-
-    hooks.add(module.register_forward_pre_hook, begin)
-    hooks.add(module.register_forward_hook, lambda *_: running.pop() and None, always_call=True)
-    if _talks(module):  # timm's CaiT mixes probabilities (B, T, T, K) once more
-        hooks.add(module.proj_w.register_forward_hook, lambda _, args, kwargs, output: watch.save(
-            "mixed_attn", output.permute(0, 3, 1, 2)))
+    def follow(self, hooks: Hooks, running: list[Take]) -> None:
+        """Take the layer's maps: of ours from its `_attend`, of any other what softmax and the like form while it runs.
+        """
+        module = self.module
+        hooks.add(module.register_forward_pre_hook, self.begin)
+        if isinstance(module, OURS):
+            evolution = module.evolution
+            hooks.around(module, "_attend", self.take_ours)
+            if evolution is not None and evolution.mixes_attn:
+                hooks.add(module.attn_drop.register_forward_pre_hook, self.take_mixed)
+            if isinstance(module, AugmentedConv2d) or evolution is not None and not evolution.mixes_output:
+                hooks.add(module.register_forward_hook, lambda *_: None)  # asks the layer for its logits
+            return
+        hooks.add(module.register_forward_pre_hook, lambda *_: running.append(self.take))
+        hooks.add(module.register_forward_hook, lambda *_: running.pop(), always_call=True)
+        if _talks(module):  # timm's CaiT mixes probabilities (B, T, T, K) once more
+            hooks.add(module.proj_w.register_forward_hook, lambda _, args, kwargs, output: self.save(
+                "mixed_attn", output.permute(0, 3, 1, 2)))
 
 
 def _talks(module: nn.Module) -> bool:
@@ -337,24 +325,19 @@ def record_attention(
             "nn.MultiheadAttention or a module that says how many heads it has is required (a TorchScript model hides "
             "its layers: record the model it was made from)")
     chosen = _chosen(found, _several(layers), heads, parts)
-    maps, ran = AttentionMaps(), []
+    maps, watches = AttentionMaps(), []
     with Hooks() as hooks:
         hooks.enter_context(compiled_code_runs_eagerly())
         running, image = hooks.enter_context(intercepted()), Image(model, hooks)
         hooks.add(model.register_forward_pre_hook, maps._call_begins)
         hooks.add(model.register_forward_hook, maps._call_ends, always_call=True)
         for layer in chosen:
-            module = found[layer]
-            watch = _Watch(layer, module, heads, {*parts} & {*layer.parts}, maps,
-                           layout_finder(model, layer.name, image, hooks))
-            hooks.add(module.register_forward_pre_hook, lambda *_: ran.append(1))
-            if isinstance(module, OURS):
-                _watch_ours(module, watch, hooks)
-            else:
-                _watch_any(module, watch, hooks, running)
+            watches.append(_Watch(layer, found[layer], heads, {*parts} & {*layer.parts}, maps,
+                                  layout_finder(model, layer.name, image, hooks)))
+            watches[-1].follow(hooks, running)
         yield maps
     if not maps:
         names = ", ".join(map(str, chosen))
         raise RuntimeError(f"attention layer {names} ran, and no map went through softmax, "
-                           "scaled_dot_product_attention or nn.MultiheadAttention" if ran else
+                           "scaled_dot_product_attention or nn.MultiheadAttention" if any(of.ran for of in watches) else
                            f"no forward ran attention layer {names} while it was recorded, in this thread")
