@@ -1,5 +1,4 @@
 """README and docs: their links exist, their commands have the options they name, their Python runs."""
-import ast
 import contextlib
 import functools
 import io
@@ -74,12 +73,6 @@ def test_commands_have_the_options_that_are_named(page):
             command, ours = f"{command} --sizes", ours[1:]
         for flag in {word.partition("=")[0] for word in ours if word.startswith("--")} - {"--help"}:
             assert re.search(rf"{flag}\b", help_of(command)), f"{command} {flag}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_python_is_python(page):
-    for block in blocks(page, "python"):
-        ast.parse(block)
 
 
 def test_readme_is_short():

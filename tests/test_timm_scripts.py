@@ -2,8 +2,8 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
+from ea_vision.base.errors import exit_code
 from ea_vision.timm import main
 from tests.data.photos import make_photos
 from tests.engine import runner
@@ -82,22 +82,18 @@ OPTIONS = ("--model", "ea_conv_transformer_cifar", "--num-classes", "3", "--img-
            "widths=[16,32,32,64]", "alpha=0.25", "img_size=24")
 
 
-def run(*argv: str, folder: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "ea_vision", "timm", *argv]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder)
-
-
 def test_a_script_sees_our_models_its_arguments_and_its_neighbours(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "helper.py").write_text("VALUE = 7")
-    done = run("train.py", "DATA", "--model", "ea_aa_resnet50", folder=tmp_path)
+    command = [sys.executable, "-m", "ea_vision", "timm", "train.py", "DATA", "--model", "ea_aa_resnet50"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout == "True __main__ ['DATA', '--model', 'ea_aa_resnet50'] 7\n", done.stderr
 
 
-def test_a_missing_script_is_one_line(tmp_path):
-    done = run("validate.py", "DATA", folder=tmp_path)
-    assert (done.returncode, done.stderr) == (2, "error: there is no script validate.py; timm's are in the repository "
-                                                 "pytorch-image-models\n")
+def test_a_missing_script_is_one_line(capsys):
+    assert exit_code(lambda: main(["validate.py", "DATA"])) == 2
+    assert capsys.readouterr().err == ("error: there is no script validate.py; timm's are in the repository "
+                                       "pytorch-image-models\n")
 
 
 def test_train_and_validate_as_timms_scripts_do(tmp_path):

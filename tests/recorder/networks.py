@@ -7,10 +7,12 @@ from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import timm
 import torch
 import torchvision
+from PIL import Image
 from timm.layers.attention_pool2d import AttentionPool2d, RotAttentionPool2d
 from timm.layers.bottleneck_attn import BottleneckAttn
 from torch import nn
@@ -25,6 +27,10 @@ LIMIT = 1e-5
 
 def images(height=32, width=32, batch=2):
     return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(1))
+
+
+def photo(size=(80, 60)):
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
 
 
 def lively(model):
@@ -276,12 +282,11 @@ def unfused(model, *args, **kwargs):
 
 
 def in_image(maps, place):
-    """Return maps of windows (B * W, K, n, n) from cell to cell of the image, entry by entry: (B, K, N, N)."""
+    """Return maps of windows (B * W, K, n, n) from cell to cell of the image, window by window: (B, K, N, N)."""
     maps, (H, W) = maps.unflatten(0, (-1, len(place.windows))), place.grid
-    image = torch.zeros(len(maps), maps.shape[2], H, W, H, W)
+    image = torch.zeros(len(maps), maps.shape[2], H * W, H * W)
     for window, cells in enumerate(place.windows):
-        for i, query in enumerate(cells):
-            for j, key in enumerate(cells):
-                if query and key:
-                    image[:, :, query[0], query[1], key[0], key[1]] = maps[:, window, :, i, j]
-    return image.view(*image.shape[:2], H * W, H * W)
+        inside = [i for i, cell in enumerate(cells) if cell]
+        at = torch.tensor([cells[i][0] * W + cells[i][1] for i in inside])
+        image[:, :, at[:, None], at] = maps[:, window][:, :, inside][..., inside]
+    return image

@@ -9,10 +9,7 @@ from PIL import Image
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.inputs import as_input, find_images, read_image
 from ea_vision.recorder.loading import load_model
-
-
-def photo(size=(80, 60)):
-    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
+from tests.recorder.networks import photo
 
 
 def test_images_of_files_folders_and_digits(tmp_path):
@@ -24,15 +21,14 @@ def test_images_of_files_folders_and_digits(tmp_path):
     assert [name.rsplit("/", 1)[-1] for name in found] == ["1.JPEG", "2.png", "digits#3"]
     assert read_image(found[1]).size == (80, 60) and read_image("digits#3").size == (32, 32)
     (tmp_path / "cut.png").write_bytes(Path(found[1]).read_bytes()[:5000])
+    for name in ("a/notes.txt", "cut.png"):
+        with pytest.raises(UsageError, match=f"{Path(name).name} cannot be read"):
+            read_image(tmp_path / name)
     (tmp_path / "empty").mkdir()
-    for call, wrong, message in (
-            (read_image, "digits#100000", r"must have N in 0\.\.\d+, got digits#100000"),
-            (read_image, tmp_path / "a" / "notes.txt", "notes.txt cannot be read"),
-            (read_image, tmp_path / "cut.png", "cut.png cannot be read"),
-            (find_images, ["nowhere.png"], "does not exist"), (find_images, [], "got none"),
-            (find_images, [str(tmp_path / "empty")], "has no image")):
+    for wrong, message in ((["nowhere.png"], "does not exist"), ([], "got none"),
+                           ([str(tmp_path / "empty")], "has no image")):
         with pytest.raises(UsageError, match=message):
-            call(wrong)
+            find_images(wrong)
 
 
 @pytest.mark.parametrize("mode,clear,opaque,left,right", [
@@ -64,6 +60,7 @@ def test_arrays_files_and_pil_images_are_one_image(tmp_path):
 @pytest.mark.parametrize("source,message", [
     ("https://example.org/cat.jpg", "image https://example.org/cat.jpg does not exist .*download first"),
     (".", "one image file is required, and . is a folder"), (b"text", r"got bytes"),
+    ("digits#100000", r"must have N in 0\.\.\d+, got digits#100000"),
     (np.zeros((3, 8, 9), np.uint8), r"got \(3, 8, 9\)"), (np.zeros((0, 8, 3), np.uint8), r"got \(0, 8, 3\)"),
     (np.full((8, 8, 3), 2.0), "0..1 .* got torch.float64 from 2 to 2"), (np.full((8, 8, 3), np.nan), "from nan"),
     (np.zeros((8, 8, 3), np.uint16), "got torch.uint16")])

@@ -1,7 +1,6 @@
 """Models by name, run folder and checkpoint; images from files, folders and the digits."""
 from pathlib import Path
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -14,6 +13,7 @@ from ea_vision.base.files import atomic_write
 from ea_vision.data import imagenet
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.recorder.loading import load_model, parse_layers, parse_targets
+from tests.recorder.networks import photo
 
 NAME = "ea_conv_transformer_cifar"
 KWARGS = dict(num_classes=3, img_size=16, widths=[8, 8, 16, 16])
@@ -31,10 +31,6 @@ def run(tmp_path):
     data = checkpoint.encode({"model": state, "ema": None, "progress": {"epoch": 2, "updates": 5}})
     atomic_write(folder / "last.ckpt", data)
     return folder, model
-
-
-def photo(size=(80, 60)):
-    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
 
 
 def test_a_run_folder_its_weights_and_its_checkpoint(run):
@@ -135,8 +131,6 @@ def test_runs_of_train_imagenet_are_shown_images_as_they_were_evaluated(tmp_path
     run_folder.write_weights(tmp_path, timm.create_model("test_resnet", **kwargs).state_dict())
     loaded = load_model(str(tmp_path), img_size=asked)
     assert loaded.img_size == (side, side)
-    rng = np.random.default_rng(0)
-    image = Image.fromarray(rng.integers(0, 256, (70, 105, 3), dtype=np.uint8))
     if resize:
-        wanted = imagenet.eval_transform(side, resize, "bicubic")(image).permute(2, 0, 1) / 255
-        assert (loaded.prepare(image) - wanted).abs().max() <= 1 / 255
+        wanted = imagenet.eval_transform(side, resize, "bicubic")(photo((105, 70))).permute(2, 0, 1) / 255
+        assert (loaded.prepare(photo((105, 70))) - wanted).abs().max() <= 1 / 255

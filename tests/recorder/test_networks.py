@@ -9,7 +9,6 @@ from torch import nn
 
 import ea_vision
 from ea_vision.base.errors import UsageError
-from ea_vision.recorder.layouts import prefix_names
 from ea_vision.recorder.recording import recordable_layers
 from tests.models.test_vision_transformer import needs_attn_layer
 from tests.recorder.networks import (
@@ -74,12 +73,7 @@ def test_windows_alone_are_kept():
     assert maps[1]._parts["attn"].numel() < maps[1].attn.numel() / 4
 
 
-def test_names_of_prefix_tokens():
-    with torch.device("meta"):
-        assert prefix_names(timm.create_model("resnet18")) == ()
-        for name, names in (("vit_small_patch16_dinov3", ("cls", "reg1", "reg2", "reg3", "reg4")),
-                            ("vit_base_patch16_siglip_gap_224", ())):
-            assert prefix_names(timm.create_model(name, **TINY)) == names
+def test_a_query_that_a_layer_lacks():
     with pytest.raises(UsageError, match="query dist must be a token before the patches of layer 3 .* cls, reg1"):
         recorded(*made("vit_small_patch16_dinov3"))[3].of_query("dist")
 
