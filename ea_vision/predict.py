@@ -145,12 +145,12 @@ def main(argv: list[str] | None = None) -> int:
     if args.json not in (None, "-"):
         check_output(Path(args.json))
     loaded = load_model(args.model, img_size=args.img_size, device=choose_device(args.device))
-    rows, failed = [], False
+    rows, code = [], 0
     each = find_objects if isinstance(loaded, DetectorModel) else classify
     for error, text, of_image in each(loaded, images, args):
         rows += of_image
         if error:
-            failed = True
+            code = 1
             print(f"error: {error}", file=sys.stderr)
         elif args.json != "-":
             print(text, flush=True)
@@ -159,4 +159,4 @@ def main(argv: list[str] | None = None) -> int:
     elif args.json:
         write_json(Path(args.json), rows)
         print(f"written: {args.json}")
-    return 1 if failed else 0
+    return code

@@ -6,7 +6,6 @@ import sys
 from ea_vision.base.errors import exit_code
 from ea_vision.timm import main
 from tests.data.photos import make_photos
-from tests.engine import runner
 
 SCRIPT = """
 import sys, helper, timm
@@ -96,14 +95,17 @@ def test_a_missing_script_is_one_line(capsys):
                                        "pytorch-image-models\n")
 
 
-def test_train_and_validate_as_timms_scripts_do(tmp_path):
+def test_train_and_validate_as_timms_scripts_do(tmp_path, monkeypatch, capsys):
+    data, said = make_photos(tmp_path / "data", side=24), []
     for name, text in (("common", COMMON), ("train", TRAIN), ("validate", VALIDATE)):
         (tmp_path / f"{name}.py").write_text(text)
-    data, log = make_photos(tmp_path / "data", side=24), tmp_path / "log"
-    argv = [str(tmp_path / "train.py"), str(data), *OPTIONS, "--output", str(tmp_path)]
-    assert runner.run(argv, log, main=main) == 0, log.read_text()
-    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", log.read_text())]
-    assert len(losses) == 3 and losses[-1] < losses[0], log.read_text()
-    argv = [str(tmp_path / "validate.py"), str(data), *OPTIONS, "--checkpoint", str(tmp_path / "model_best.pth.tar")]
-    assert runner.run(argv, log, main=main) == 0, log.read_text()
-    assert float(re.findall(r"top1 (\d+\.\d+)", log.read_text())[0]) > 40  # a third by chance
+    for name in ("path", "argv"):  # which each script gets anew
+        monkeypatch.setattr(sys, name, [*getattr(sys, name)])
+    for words in (["train.py", "--output", str(tmp_path)],
+                  ["validate.py", "--checkpoint", str(tmp_path / "model_best.pth.tar")]):
+        monkeypatch.delitem(sys.modules, "common", raising=False)
+        assert main([str(tmp_path / words[0]), str(data), *OPTIONS, *words[1:]]) == 0
+        said.append(capsys.readouterr().out)
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", said[0])]
+    assert len(losses) == 3 and losses[-1] < losses[0], said[0]
+    assert float(re.findall(r"top1 (\d+\.\d+)", said[1])[0]) > 40  # a third by chance

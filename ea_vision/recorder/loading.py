@@ -33,6 +33,7 @@ from ea_vision.recorder.recording import AttentionLayer, recordable_layers
 
 TOKEN = r"cls|dist|mean|pool|(?:reg|pool)[1-9]\d*"  # as `recorder.recording.prefix_names` calls them
 NUMBER = "[0-9]{1,9}"
+PHOTO_SIDE = 512  # pixels of an image that is shown beside its maps
 WEIGHTS_HELP = "NAME of a timm model (pretrained where it has weights, else random), RUN folder, or a checkpoint in one"
 
 
@@ -66,12 +67,12 @@ class LoadedModel:
         cut = image.convert("RGB").resize(size, resample).crop((left, top, left + W, top + H))
         return pil_to_tensor(cut) / 255
 
-    def photo(self, image: Image.Image, side: int = 512) -> np.ndarray | None:
+    def photo(self, image: Image.Image) -> np.ndarray | None:
         """Return (height, width, 3) uint8: the part of the image that `prepare` cuts, at its own resolution or, where
-        that is finer, with `side` pixels along the longer side. None where the network sees it no smaller."""
+        that is finer, with PHOTO_SIDE pixels along the longer side. None where the network sees it no smaller."""
         (H, W), (size, left, top) = self.img_size, self._place(image)
         right, down = image.width / size[0], image.height / size[1]  # pixels of the image a pixel of the input
-        finer = min(max(right, down), side / max(H, W))
+        finer = min(max(right, down), PHOTO_SIDE / max(H, W))
         if finer <= 1:
             return None
         box = (left * right, top * down, (left + W) * right, (top + H) * down)
@@ -107,10 +108,10 @@ class DetectorModel(LoadedModel):
         """Return (3, S, S) in 0..1; see `ea_vision.detection.transforms.fit_image`."""
         return fit_image(image.convert("RGB"), self.img_size[0])
 
-    def photo(self, image: Image.Image, side: int = 512) -> np.ndarray | None:
-        """Return (side, side, 3) uint8: the same square at the image's own resolution or with `side` pixels, whichever
-        is coarser. None where the network sees it no smaller."""
-        whole = min(max(image.size), side)
+    def photo(self, image: Image.Image) -> np.ndarray | None:
+        """Return (side, side, 3) uint8: the same square at the image's own resolution or with PHOTO_SIDE pixels,
+        whichever is coarser. None where the network sees it no smaller."""
+        whole = min(max(image.size), PHOTO_SIDE)
         if whole <= self.img_size[0]:
             return None
         return (fit_image(image.convert("RGB"), whole) * 255).round().byte().permute(1, 2, 0).numpy()
@@ -174,8 +175,8 @@ def _load_run(path: Path, random: bool, seed: int) -> LoadedModel:
         label += f", epoch {epoch}" if epoch is not None else f", {path.stem}" if path != folder else ""
     if detects:
         config = {"mean": (0.0,) * 3, "std": (1.0,) * 3, "interpolation": "bilinear", "crop_pct": 1.0}
-        return DetectorModel(model, label, (model.img_size,) * 2, config, epoch, not random, "",
-                             run["classes"], run["category_ids"])
+        return DetectorModel(model, label, (model.img_size,) * 2, config, epoch, not random,
+                             classes=run["classes"], category_ids=run["category_ids"])
     loaded = as_loaded(model, label, not random)
     loaded.epoch, loaded.classes = epoch, run.get("classes")
     loaded.config |= {key: tuple(run[key]) for key in ("mean", "std") if key in run}
