@@ -4,8 +4,6 @@ Files are written beside their place, synced and renamed: a reader, or a machine
 the new one, never half of one.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import random
@@ -76,8 +74,7 @@ def newest_checkpoint(folder: Path, notice: Callable[[str], None] | None = None)
 def random_state(device: torch.device) -> dict[str, Any]:
     """Return the state of every generator a step may draw from: torch's, CUDA's, NumPy's and Python's."""
     name, keys, *rest = np.random.get_state()
-    state = {"torch": torch.get_rng_state(), "python": random.getstate(),
-             "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *rest]}
+    state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": [name, keys.tolist(), *rest]}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state
@@ -87,7 +84,6 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     """Put back what `random_state` returned."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    np.random.set_state(state["numpy"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)

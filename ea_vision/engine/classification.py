@@ -1,10 +1,9 @@
 """What training a classifier adds to the engine: its options, its loss, its evaluation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from timm.data import Mixup
 from timm.data.random_erasing import RandomErasing
 from timm.loss import BinaryCrossEntropy
@@ -13,7 +12,6 @@ from torch import nn
 from ea_vision.base.errors import UsageError
 from ea_vision.engine.config import AUGMENT, EVALUATION, LOSS, OPTIMISER, SPEED, TrainConfig, option, setting
 from ea_vision.engine.evaluate import VIEWS, autocast, evaluate
-from ea_vision.engine.preflight import loss_on_noise
 from ea_vision.engine.train import Trainer
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # torch.compile's
@@ -76,13 +74,12 @@ class ClassificationTrainer(Trainer):
 
     config: ClassificationConfig
     watches = True
-    loss_on_noise = staticmethod(loss_on_noise)
     evaluate = staticmethod(evaluate)
 
     def __init__(self, data, *args):
         super().__init__(data, *args)
         config = self.config
-        self.cuda_graphs, self.mix, self.erase = config.cuda_graphs, None, None
+        self.mix = self.erase = None
         if config.mixes:
             self.mix = Mixup(config.mixup, config.cutmix, prob=config.mixup_prob,
                              switch_prob=config.mixup_switch_prob, mode=config.mixup_mode,
@@ -91,6 +88,11 @@ class ClassificationTrainer(Trainer):
             self.erase = RandomErasing(config.reprob, mode=config.remode, device=self.world.device)
         self.loss_of = (BinaryCrossEntropy(config.smoothing, config.bce_target_thresh or None) if config.bce_loss else
                         nn.CrossEntropyLoss(label_smoothing=0.0 if config.mixes else config.smoothing))
+
+    @staticmethod
+    def loss_on_noise(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+        """Return the loss on images (B, 3, H, W), all of the first class."""
+        return F.cross_entropy(model(images).float(), torch.zeros(len(images), dtype=torch.int64, device=images.device))
 
     def _compiled(self, model: nn.Module) -> nn.Module:
         config = self.config
@@ -111,6 +113,8 @@ class ClassificationTrainer(Trainer):
             images, targets = self.mix(images, targets)  # targets (B, classes), smoothed
         if config.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
+        if config.cuda_graphs:
+            torch.compiler.cudagraph_mark_step_begin()  # what the last replay left is not needed any more
         with autocast(config.amp, self.world.device):
             logits = self.net(images)
         return self.loss_of(logits.float(), targets)

@@ -4,8 +4,6 @@ A run is put together once, in `put_together`, for all trainers alike: model, lo
 first step. Then it begins or resumes, trains, and is tested.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import socket
@@ -46,11 +44,10 @@ def main(module: type[DataModule], argv: list[str] | None = None) -> int:
                        "accuracy, per class too, and a confusion picture, into --output (default: RUN/evaluation)")
     modes.add_argument("--learning-curves", metavar="RUN", nargs="+", help="draw loss and accuracy of run folders "
                        "into --output, PNG, SVG or PDF by its suffix (default: learning_curves.png)")
-    modes.add_argument("--check-options", action="store_true", default=False, help="say whether the options hold "
-                       "together, and end")
+    modes.add_argument("--check-options", action="store_true", help="say whether the options hold together, and end")
     given = parse(parser, argv)
-    target, runs = given.pop("evaluate", ""), given.pop("learning_curves", [])
-    only_checked = given.pop("check_options")
+    target, runs = given.pop("evaluate", None), given.pop("learning_curves", None)
+    only_checked = given.pop("check_options", False)
     if runs:
         from ea_vision.engine.curves import write_learning_curves  # matplotlib, which training does without
 
@@ -178,13 +175,13 @@ def resolve_target(schema: type, target: str, given: dict[str, Any]) -> tuple[An
 # ---- before a run -----------------------------------------------------------------------------------------------
 
 
-def log_to_stdout(world_rank: int = 0) -> None:
+def log_to_stdout(rank: int) -> None:
     """Show the package's messages on stdout, those of rank 0 only."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%m-%d %H:%M:%S"))
     logger = logging.getLogger("ea_vision")
     logger.handlers = [handler]
-    logger.setLevel(logging.INFO if world_rank == 0 else logging.CRITICAL)
+    logger.setLevel(logging.INFO if rank == 0 else logging.CRITICAL)
 
 
 def check_data(data: DataModule) -> None:
@@ -254,7 +251,7 @@ def check_same_everywhere(world: World, own: dict[str, Any]) -> None:
 # ---- begin or resume --------------------------------------------------------------------------------------------
 
 
-def is_complete(folder: Path, config: TrainConfig, processes: int = 1) -> bool:
+def is_complete(folder: Path, config: TrainConfig, processes: int) -> bool:
     """Return whether `folder` holds this run, complete, and --resume is auto.
 
     Raises:

@@ -33,6 +33,7 @@ RUN, MODEL, DATA, AUGMENT, LOSS, LENGTH, OPTIMISER, RATE, SPEED, EVALUATION, KEP
 class Rules:
     """What an option is for, and which values it allows.
 
+    default: its value where nothing else is said.
     help: for --help; states the unit.
     group: title of the options among which --help lists it.
     choices, minimum, maximum, above: the values it allows; the last is not allowed itself.
@@ -42,8 +43,9 @@ class Rules:
     resume: whether it may change when a run is resumed.
     """
 
+    default: Any
     help: str
-    group: str = RUN
+    group: str
     choices: tuple[str, ...] = ()
     minimum: float = 0
     maximum: float = math.inf
@@ -54,20 +56,13 @@ class Rules:
     resume: bool = False
 
 
-def option(default: Any, help: str, group: str = RUN, **rules: Any):
+def option(default: Any, help: str, group: str, **rules: Any):
     """Return a field of an options dataclass that is part of the experiment: it must not change on resume."""
-    metadata = {"rules": Rules(help, group, **rules)}
-    if isinstance(default, (list, dict)):
-        return dataclasses.field(default_factory=default.copy, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+    wanted = {"default_factory": default.copy} if isinstance(default, (list, dict)) else {"default": default}
+    return dataclasses.field(**wanted, metadata={"rules": Rules(default, help, group, **rules)})
 
 
 setting = partial(option, resume=True)  # no part of the experiment: it may change when a run is resumed
-
-
-def default_of(field: dataclasses.Field) -> Any:
-    """Return the default of a field."""
-    return field.default_factory() if field.default is dataclasses.MISSING else field.default
 
 
 @dataclass
@@ -168,26 +163,27 @@ class TrainConfig:
 
     def __post_init__(self):
         hints = typing.get_type_hints(type(self))
-        for field in dataclasses.fields(self):
-            value = _converted(field.name, getattr(self, field.name), hints[field.name])
-            _check_value(field.name, value, field.metadata["rules"])
-            setattr(self, field.name, value)
-        for field in dataclasses.fields(self):
-            self._check_company(field)
+        for name, rules in self.rules().items():
+            value = _converted(name, getattr(self, name), hints[name])
+            _check_value(name, value, rules)
+            setattr(self, name, value)
+        for name, rules in self.rules().items():
+            value = getattr(self, name)
+            if value == rules.default:
+                continue
+            if rules.not_with and getattr(self, rules.not_with):
+                raise UsageError(f"{name} goes without {rules.not_with}, got {value} beside it")
+            if rules.goes_with and not getattr(self, rules.goes_with):
+                raise UsageError(f"{name} goes with {rules.goes_with}, got {value} without it")
         if self.epochs == int(self.epochs):
             self.epochs = int(self.epochs)
         if self.min_lr > self.lr:
             raise UsageError(f"min_lr must be at most lr ({self.lr:g}), got {self.min_lr:g}")
 
-    def _check_company(self, field: dataclasses.Field) -> None:
-        """Raise UsageError where an option has a value beside one that excludes it, or without one that it needs."""
-        default, value, rules = default_of(field), getattr(self, field.name), field.metadata["rules"]
-        if value == default:
-            return
-        if rules.not_with and getattr(self, rules.not_with):
-            raise UsageError(f"{field.name} goes without {rules.not_with}, got {value} beside it")
-        if rules.goes_with and not getattr(self, rules.goes_with):
-            raise UsageError(f"{field.name} goes with {rules.goes_with}, got {value} without it")
+    @classmethod
+    def rules(cls) -> dict[str, Rules]:
+        """Return the rules of every option, by its name."""
+        return {field.name: field.metadata["rules"] for field in dataclasses.fields(cls)}
 
     def warmup_updates(self, updates_per_epoch: int) -> int:
         """Return the updates of the warm-up."""
@@ -246,9 +242,8 @@ class TrainConfig:
         An option that is missing there is younger than what was saved, which was made with its default. How
         processes share the images of an update may change, their number (total_batch) may not.
         """
-        pairs = [(field.name, saved.get(field.name, default_of(field)), getattr(self, field.name))
-                 for field in dataclasses.fields(self)
-                 if not field.metadata["rules"].resume and field.name not in OF_AN_UPDATE]
+        pairs = [(name, saved.get(name, rules.default), getattr(self, name)) for name, rules in self.rules().items()
+                 if not rules.resume and name not in OF_AN_UPDATE]
         changed = {name: f"{name} was {was!r}, got {now!r}" for name, was, now in pairs if was != now}
         was = saved["batch_size"] * saved["grad_accum_steps"] * saved_processes
         now = self.images_of_update(processes)
@@ -334,11 +329,12 @@ def _check_value(name: str, value: Any, rules: Rules) -> None:
 # ---- recipes ----------------------------------------------------------------------------------------------------
 
 RECIPES = resources.files("ea_vision.recipes")
+RESNETS, MNASNETS = ("34", "50", "101", "152"), ("075", "100", "125", "140")
 # The networks of the papers' ImageNet tables, and the recipe that a recipe imagenet_MODEL differs from.
-PUBLISHED = {f"{kind}{size}": base for base, kinds, sizes in (
-    ("imagenet", ("resnet", "aa_resnet", "pa_aa_resnet", "ea_aa_resnet"), (34, 50, 101, 152)),
-    *((f"imagenet_{kind}100", (kind,), ("075", "100", "125", "140")) for kind in ("semnasnet_", "aa_mnasnet_")))
-    for kind in kinds for size in sizes if (kind, size) != ("pa_aa_resnet", 152)}
+PUBLISHED = {kind + size: base for kind, sizes, base in (
+    ("resnet", RESNETS, "imagenet"), ("aa_resnet", RESNETS, "imagenet"), ("pa_aa_resnet", RESNETS[:3], "imagenet"),
+    ("ea_aa_resnet", RESNETS, "imagenet"), ("semnasnet_", MNASNETS, "imagenet_semnasnet_100"),
+    ("aa_mnasnet_", MNASNETS, "imagenet_aa_mnasnet_100")) for size in sizes}
 
 
 def recipe_names() -> list[str]:
@@ -399,7 +395,7 @@ def resolve(cls: type[TrainConfig], given: dict[str, Any]) -> Any:
     Raises:
         UsageError: unknown key (naming near matches), wrong type or range.
     """
-    names = [f.name for f in dataclasses.fields(cls)]
+    names = list(cls.rules())
     recipe_name = given.get("recipe", cls.recipe)
     recipe = load_recipe(recipe_name)
     if "about" in recipe:  # a run folder's, perhaps another trainer's; its folder is no part of the experiment
@@ -432,15 +428,15 @@ def make_parser(cls: type[TrainConfig], description: str, examples: str) -> argp
                          argparse.RawDescriptionHelpFormatter, max_help_position=26, width=100))
     defaults, hints = resolve(cls, {}), typing.get_type_hints(cls)
     groups = {title: parser.add_argument_group(title) for title in GROUPS}
-    for field in dataclasses.fields(cls):
-        shown, rules = getattr(defaults, field.name), field.metadata["rules"]
+    for name, rules in cls.rules().items():
+        shown = getattr(defaults, name)
         if isinstance(shown, dict):
             shown = " ".join(f"{k}={v}" for k, v in shown.items())
         help = f"{rules.help} (default: {shown if shown not in ('', []) else 'empty'})".replace("%", "%%")
-        words = KINDS[hints[field.name]][1] or {"metavar": "|".join(rules.choices) or field.name.upper()}
+        words = KINDS[hints[name]][1] or {"metavar": "|".join(rules.choices) or name.upper()}
         if rules.bare:
             words = {**words, "nargs": "?", "const": rules.bare}
-        groups[rules.group].add_argument("--" + field.name.replace("_", "-"), help=help, **words)
+        groups[rules.group].add_argument("--" + name.replace("_", "-"), help=help, **words)
     return parser
 
 

@@ -1,7 +1,5 @@
 """Learning curves of several runs in one picture (figure 5 of the EA paper, figure 7 of the PA paper)."""
 
-from __future__ import annotations
-
 from itertools import cycle
 from pathlib import Path
 

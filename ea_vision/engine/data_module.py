@@ -1,7 +1,5 @@
 """The data of a trainer: its options, how its images are opened and loaded, how a result of it is written."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Accuracy of a model: each image counted exactly once, on any number of processes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import closing
@@ -89,7 +87,7 @@ def evaluate(model: nn.Module, loader, num_classes: int, world: World, config: T
     model.eval()
     amp, last = ("none", False) if config is None else (config.amp, config.channels_last)
     confusion = torch.zeros(num_classes * num_classes, dtype=torch.float64, device=world.device)
-    totals = torch.zeros(3, dtype=torch.float64, device=world.device)  # images, in the top 5, loss
+    totals = torch.zeros(2, dtype=torch.float64, device=world.device)  # in the top 5, loss
 
     def logits_of(images: torch.Tensor) -> torch.Tensor:
         with autocast(amp, world.device):
@@ -103,15 +101,14 @@ def evaluate(model: nn.Module, loader, num_classes: int, world: World, config: T
                 continue
             logits = logits_by_views(logits_of, images, tta)
             top = logits.topk(min(5, num_classes), dim=1).indices
-            ones = torch.ones_like(targets, dtype=torch.float64)
-            confusion.index_add_(0, targets * num_classes + top[:, 0], ones)
-            totals += torch.stack([ones.sum(), (top == targets[:, None]).sum().double(),
-                                   F.cross_entropy(logits, targets, reduction="sum").double()])
-    count, in_top5, loss = world.sum(totals).tolist()
+            confusion.index_add_(0, targets * num_classes + top[:, 0], torch.ones_like(targets, dtype=torch.float64))
+            totals += torch.stack([(top == targets[:, None]).sum(), F.cross_entropy(logits, targets, reduction="sum")])
+    in_top5, loss = world.sum(totals).tolist()
+    confusion = world.sum(confusion).view(num_classes, num_classes).cpu()
+    count = int(confusion.sum())
     if not count:
         raise RunError("there is no image to evaluate on that can be read")
     if not math.isfinite(loss):
-        raise NonFiniteLoss(f"the loss of the evaluation on {count:.0f} images is {loss / count}")
-    confusion = world.sum(confusion).view(num_classes, num_classes).cpu()
-    return Evaluation(int(count), 100 * confusion.diagonal().sum().item() / count, 100 * in_top5 / count,
-                      loss / count, confusion)
+        raise NonFiniteLoss(f"the loss of the evaluation on {count} images is {loss / count}")
+    return Evaluation(count, 100 * confusion.diagonal().sum().item() / count, 100 * in_top5 / count, loss / count,
+                      confusion)

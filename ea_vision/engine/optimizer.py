@@ -13,8 +13,6 @@ Schedules are timm's; update u of an epoch of U updates is at epoch u / U.
     constant    lr, after the warm-up
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable
 from typing import Any
@@ -31,19 +29,13 @@ from ea_vision.layers import attention_layers, learnable_gates
 LOOKAHEAD = "lookahead_"  # before the name of the optimiser that it wraps
 FALLBACK_SCALE = "fallback_lr_scale"  # a keyword of Muon: the rate of its AdamW over that of the matrices
 MUON_SCALES_FALLBACK = FALLBACK_SCALE in inspect.signature(timm.optim.Muon).parameters  # not in older releases of timm
-FALLBACK = ("fallback_list", "fallback_no_weight_decay")  # of timm's keywords, those that form groups
-
-
-def optimizer_names() -> list[str]:
-    """Return what --opt takes: timm's optimisers, each by itself and within Lookahead."""
-    names = timm.optim.list_optimizers()
-    return names + [LOOKAHEAD + name for name in names]
 
 
 def check_optimizer_name(name: str) -> None:
-    """Raise UsageError, with near matches, unless --opt takes this name."""
-    known = optimizer_names()
-    if name not in known:
+    """Raise UsageError, with near matches, unless --opt takes this name: one of timm's, alone or in Lookahead."""
+    known = timm.optim.list_optimizers()
+    if name.removeprefix(LOOKAHEAD) not in known:
+        known += [LOOKAHEAD + other for other in known]
         raise UsageError(f"unknown optimiser {name!r}; {near_matches(name, known, 'optimisers')}")
 
 
@@ -52,40 +44,30 @@ def build_optimizer(config: TrainConfig, model: nn.Module, images_per_update: in
 
     There is no weight decay on norms, biases and what `model.no_weight_decay()` names, and frozen parameters are in no
     group. timm's schedulers multiply the rate by a group's `lr_scale`: with `config.layer_decay` each layer has one.
-    With `config.attention_lr` the `map_parameters`, and with
-    `config.gate_lr` the learnable gates (alpha, beta) of evolutions are groups of their own, the last ones, whose
-    scales are multiplied by it.
+    With `config.attention_lr` the `map_parameters`, and with `config.gate_lr` the learnable gates (alpha, beta) of
+    evolutions are groups of their own, the last ones, whose scales are multiplied by it.
 
     Raises:
         UsageError: unknown optimiser (naming near matches), a keyword or value it refuses, attention_lr for a model
             without attention layers of ours, or gate_lr for one without learnable gates.
     """
     check_optimizer_name(config.opt)
-    lr = config.peak_lr(images_per_update)
-    others = dict(config.opt_kwargs)
-    kwargs = {key: others.pop(key) for key in FALLBACK if key in others}
-    kwargs["no_weight_decay_list"] = getattr(model, "no_weight_decay", set)()
-    scale = others.pop(FALLBACK_SCALE, 1.0) if config.opt.endswith("muon") and not MUON_SCALES_FALLBACK else 1.0
+    lr, kwargs = config.peak_lr(images_per_update), dict(config.opt_kwargs)
+    scale = kwargs.pop(FALLBACK_SCALE, 1.0) if config.opt.endswith("muon") and not MUON_SCALES_FALLBACK else 1.0
     layer_decay = getattr(config, "layer_decay", 1.0)  # an option of classifiers
     try:
-        if layer_decay != 1:
-            groups = timm.optim.param_groups_layer_decay(model, config.weight_decay, layer_decay=layer_decay, **kwargs)
-            groups.sort(key=lambda group: -group["lr_scale"])  # the first group's rate, which is logged, is lr
-        else:
-            groups = timm.optim.param_groups_weight_decay(model, config.weight_decay, **kwargs)
-        groups = _with_apart(groups, map_parameters(model), config.attention_lr, "attention_lr",
-                             "attention layers of ea_vision")
-        groups = _with_apart(groups, learnable_gates(model).values(), config.gate_lr, "gate_lr",
-                             "learnable gates (alpha, beta)")
-        optimizer = timm.optim.create_optimizer_v2(groups, opt=config.opt, lr=lr, momentum=config.momentum, **others)
-    except UsageError:
-        raise
+        optimizer = timm.optim.create_optimizer_v2(
+            model, config.opt, lr=lr, weight_decay=config.weight_decay, momentum=config.momentum,
+            layer_decay=None if layer_decay == 1 else layer_decay, **kwargs)
     except (TypeError, ValueError, AssertionError) as error:
         shown = " ".join(f"{key}={value}" for key, value in config.opt_kwargs.items())
         raise UsageError(f"optimiser {config.opt} refuses lr={lr:g} momentum={config.momentum:g} {shown}: "
                          f"{error}") from error
     for group in optimizer.param_groups:
         group.setdefault("lr_scale", 1.0)
+    optimizer.param_groups.sort(key=lambda group: -group["lr_scale"])  # the first group's rate, which is logged, is lr
+    _set_apart(optimizer, map_parameters(model), config.attention_lr, "attention_lr", "attention layers of ea_vision")
+    _set_apart(optimizer, learnable_gates(model).values(), config.gate_lr, "gate_lr", "learnable gates (alpha, beta)")
     _schedule_fallback(getattr(optimizer, "_base_optimizer", optimizer), scale)
     return optimizer
 
@@ -116,19 +98,19 @@ def map_parameters(model: nn.Module) -> list[nn.Parameter]:
             if name.split(".")[0] in ("qkv", "height_rel", "width_rel", "evolution") and id(parameter) not in gates]
 
 
-def _with_apart(groups: list[dict[str, Any]], parameters: Iterable[nn.Parameter], scale: float, option: str,
-                needed: str) -> list[dict[str, Any]]:
-    """Move those of the parameters that are trained from timm's groups into groups of their own, behind the others,
-    unless `scale` is 1."""
+def _set_apart(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], scale: float, option: str,
+               needed: str) -> None:
+    """Move those of the parameters that are trained into groups of their own, behind the others, with `scale` times the
+    rate; nothing is moved where it is 1."""
     if scale == 1:
-        return groups
+        return
     apart = {id(parameter) for parameter in parameters if parameter.requires_grad}
     if not apart:
         raise UsageError(f"{option} {scale:g} needs {needed}, and the model has none")
+    groups = optimizer.param_groups
     split = [{**group, "params": [p for p in group["params"] if (id(p) in apart) == moved],
-              "lr_scale": group.get("lr_scale", 1.0) * (scale if moved else 1.0)}
-             for moved in (False, True) for group in groups]
-    return [group for group in split if group["params"]]
+              "lr_scale": group["lr_scale"] * (scale if moved else 1.0)} for moved in (False, True) for group in groups]
+    groups[:] = [group for group in split if group["params"]]  # in place: Lookahead and what it wraps share the list
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], config: TrainConfig, source: str) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ea_vision.base.errors import UsageError
@@ -24,11 +23,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 TRIAL_IMAGES_ON_CPU = 8
-
-
-def loss_on_noise(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
-    """Return a classifier's loss on images (B, 3, H, W), all of the first class."""
-    return F.cross_entropy(model(images).float(), torch.zeros(len(images), dtype=torch.int64, device=images.device))
 
 
 def describe_update(config: TrainConfig, processes: int, has_norms: bool = False) -> str:
@@ -49,7 +43,7 @@ def describe_update(config: TrainConfig, processes: int, has_norms: bool = False
 
 
 def trial_step(model: nn.Module, config: TrainConfig, img_size: int, device: torch.device,
-               loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor] = loss_on_noise) -> tuple[float, int]:
+               loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> tuple[float, int]:
     """Make training steps on noise with a copy of the model; nothing of the run is changed by it.
 
     loss_of: the loss of a model and images.

@@ -1,7 +1,5 @@
 """The confusion picture of an evaluation."""
 
-from __future__ import annotations
-
 from ea_vision.base.figures import check_width
 from ea_vision.engine.evaluate import Evaluation
 

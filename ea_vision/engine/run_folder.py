@@ -2,8 +2,6 @@
 results.json.
 """
 
-from __future__ import annotations
-
 import csv
 import fcntl
 import json

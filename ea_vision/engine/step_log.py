@@ -2,8 +2,6 @@
 wanted TensorBoard and Weights & Biases.
 """
 
-from __future__ import annotations
-
 import csv
 import importlib
 import logging
@@ -19,7 +17,7 @@ from typing import Any
 import torch
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.files import atomic_write
+from ea_vision.base.files import atomic_write, csv_text
 from ea_vision.base.units import duration
 from ea_vision.engine.config import TrainConfig
 
@@ -72,15 +70,13 @@ class StepLog:
         Raises:
             UsageError: Weights & Biases refuses, for want of a login for example.
         """
-        config, path, rows = self.config, self.folder / FILE, []
+        config, path = self.config, self.folder / FILE
         if not self.is_main:
             return
-        if path.exists():
-            rows = [row for row in csv.reader(path.read_text().splitlines()[1:])
-                    if len(row) == len(COLUMNS) and int(row[0]) <= updates]  # a kill may have cut the last one
         if config.log_steps:
-            with open(path, "w", newline="") as file:
-                csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
+            rows = csv.DictReader(path.read_text().splitlines() if path.exists() else [])
+            kept = [row for row in rows if row[COLUMNS[-1]] and int(row["step"]) <= updates]  # a kill may have cut one
+            atomic_write(path, csv_text(kept, COLUMNS).encode())
         if self.tensorboard:
             self.writer = self.tensorboard.SummaryWriter(str(self.folder / "tensorboard"), purge_step=updates + 1)
         if self.wandb:

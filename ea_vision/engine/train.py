@@ -83,6 +83,11 @@ class Update(NamedTuple):
     values: torch.Tensor
 
 
+def is_multiple(count: int, of: int) -> bool:
+    """Return whether a count is a multiple of a number, which none is of 0."""
+    return of > 0 and count % of == 0
+
+
 def gates(model: nn.Module) -> dict[str, float]:
     """Return learnable gates (alpha and beta of evolutions), by their names in the state dict; of one for each head
     NAME[0], NAME[1]."""
@@ -119,7 +124,6 @@ class Trainer:
     quality: ClassVar[str] = "accuracy"
     watches: ClassVar[bool] = False
     check_every = 10
-    cuda_graphs = False  # whether the compiled model is replayed as CUDA graphs, where there is CUDA
 
     def __init__(self, data: DataModule, model: nn.Module, train_loader, eval_loader, folder: Path, stop: StopRequest):
         config, world = data.config, data.world
@@ -244,8 +248,6 @@ class Trainer:
         total = torch.zeros((), device=self.world.device)
         for index, (images, targets, _) in enumerate(batches):
             wait = size > 1 and index < len(batches) - 1  # gradients are averaged with the last batch
-            if self.cuda_graphs:
-                torch.compiler.cudagraph_mark_step_begin()  # what the last replay left is not needed any more
             with self.net.no_sync() if wait else nullcontext():
                 loss = self._batch_loss(images, targets) / len(batches)
                 self.scaler.scale(loss).backward()
@@ -344,10 +346,10 @@ class Trainer:
                 progress.data_seconds += time.perf_counter() - start
                 self._update(batches)
                 latest, done = self.unchecked[-1], progress.step == updates
-                due = bool(config.checkpoint_steps) and progress.step % config.checkpoint_steps == 0
-                logged = bool(config.log_steps) and (done or progress.step % config.log_steps == 0)
+                due = is_multiple(progress.step, config.checkpoint_steps)
+                logged = config.log_steps > 0 and (done or is_multiple(progress.step, config.log_steps))
                 stop = self.world.size == 1 and self.stop.signal is not None  # else all processes hear of it together
-                if stop or done or due or logged or progress.step % self.check_every == 0:
+                if stop or done or due or logged or is_multiple(progress.step, self.check_every):
                     stop = self.check() or stop
                     bar.set_postfix(loss=f"{self.loss:.3f}", refresh=False)
                 if stop or done or due:
@@ -393,7 +395,7 @@ class Trainer:
         if best:
             progress.best_top1, progress.best_epoch = measured, number
         progress.step, progress.loss_sum, progress.seconds, progress.data_seconds = 0, 0.0, 0.0, 0.0
-        self.save(best, snapshot=config.snapshot_epochs > 0 and number % config.snapshot_epochs == 0)
+        self.save(best, snapshot=is_multiple(number, config.snapshot_epochs))
         self.step_log.send("epoch", row)
         self._log_epoch(row)
 

@@ -1,8 +1,7 @@
 """Train or evaluate any registered timm model on small images: digits, CIFAR-10, CIFAR-100, or folders of your own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -104,5 +103,4 @@ class SmallImages(DataModule):
         return self.train.names[index]
 
 
-def main(argv: list[str] | None = None) -> int:
-    return command.main(SmallImages, argv)
+main = partial(command.main, SmallImages)

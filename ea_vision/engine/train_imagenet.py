@@ -5,8 +5,6 @@ processes that decode them, or from .beton files that `ea-vision write-ffcv` wro
 Started by torchrun it runs on several GPUs or machines; the same command continues a run that was interrupted.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from dataclasses import dataclass
@@ -146,8 +144,9 @@ class ClassFolders(DataModule):
         if training:
             if not config.train_beton:
                 checked_train_transform(config, config.img_size)
-            self.train = self._open("train", training)
-        self.evaluated = self._open("validation", training)
+            self.train = self._open("train", config.train_beton, config.train_split)
+        self.evaluated = self._open("validation", config.val_beton, config.val_split, training, Evaluated(
+            config.side_to_evaluate, config.eval_resize, config.interpolation))
         self.classes, self.fingerprint = self.evaluated.classes, self.evaluated.fingerprint()
         self.eval_images = self.test_images = len(self.evaluated)
         self.about = {"data": self.evaluated.name}
@@ -162,15 +161,12 @@ class ClassFolders(DataModule):
     def default_output(config: ImageNetConfig) -> str:
         return f"runs/imagenet-{config.model}"
 
-    def _open(self, split: str, training: bool):
-        """Return the images of "train" or "validation": an FFCV file where one is given, else what --data-dir holds;
-        without training that may be class folders alone."""
+    def _open(self, split: str, beton: str, named: str, training: bool = True, evaluated: Evaluated | None = None):
+        """Return the images of "train" or "validation": an FFCV file where one is given, of images as they are
+        `evaluated`, else what --data-dir holds; without training that may be class folders alone."""
         config = self.config
-        beton, named, evaluation = ((config.train_beton, config.train_split, None) if split == "train" else
-                                    (config.val_beton, config.val_split, Evaluated(
-                                        config.side_to_evaluate, config.eval_resize, config.interpolation)))
         if beton:
-            return Beton(Path(beton), config.num_classes, evaluation)
+            return Beton(Path(beton), config.num_classes, evaluated)
         if not config.data_dir:
             raise UsageError(f"no {split} images: --data-dir is required, or --train-beton and --val-beton")
         root = Path(config.data_dir)
@@ -242,5 +238,4 @@ def checked_train_transform(config: ImageNetConfig, img_size: int):
                          f"{config.aa!r} ({error})") from error
 
 
-def main(argv: list[str] | None = None) -> int:
-    return command.main(ClassFolders, argv)
+main = partial(command.main, ClassFolders)

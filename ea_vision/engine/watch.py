@@ -2,8 +2,6 @@
 of metrics.csv. The recorder lives on a floor above and is loaded by its name.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import math
@@ -23,9 +21,6 @@ class MapsWatch:
 
     def __init__(self, loader):
         self.loader, self.images, self.warned = loader, None, False
-
-    def __len__(self) -> int:
-        return len(self.loader)
 
     def batches(self) -> Iterator:
         with closing(self.loader.batches()) as batches:
