@@ -257,7 +257,8 @@ def is_complete(folder: Path, config: TrainConfig, processes: int) -> bool:
     Raises:
         UsageError: the folder holds a run and --resume none asks for a new one.
     """
-    if config.resume == "none" and run_folder.holds_run(folder):
+    files = (run_folder.CONFIG, checkpoint.LAST, checkpoint.PREVIOUS, checkpoint.BEST)
+    if config.resume == "none" and any((folder / name).exists() for name in files):
         raise UsageError(f"{folder} holds a run: continue it with --resume auto, choose another --output, or delete it")
     results = run_folder.read_results(folder) if config.resume == "auto" else None
     if results is None or config.test and "held_out_last" in results:  # all but the test is done

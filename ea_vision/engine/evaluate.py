@@ -85,13 +85,13 @@ def evaluate(model: nn.Module, loader, num_classes: int, world: World, config: T
         RunError: there was no image that could be read.
     """
     model.eval()
-    amp, last = ("none", False) if config is None else (config.amp, config.channels_last)
+    config = config or TrainConfig()
     confusion = torch.zeros(num_classes * num_classes, dtype=torch.float64, device=world.device)
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)  # in the top 5, loss
 
     def logits_of(images: torch.Tensor) -> torch.Tensor:
-        with autocast(amp, world.device):
-            return model(images.contiguous(memory_format=torch.channels_last) if last else images)
+        with autocast(config.amp, world.device):
+            return model(images.contiguous(memory_format=torch.channels_last) if config.channels_last else images)
 
     with closing(loader.batches()) as batches:
         for images, targets, _ in batches:

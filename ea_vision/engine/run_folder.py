@@ -22,7 +22,6 @@ from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write, create, csv_text
 from ea_vision.base.networks import REFUSALS, check_model_name, encode_weights, load_weights, set_image_statistics
 from ea_vision.base.processes import World
-from ea_vision.engine.checkpoint import BEST, LAST, PREVIOUS
 
 log = logging.getLogger(__name__)
 FORMAT = 1  # of a run folder, in config.yaml
@@ -30,11 +29,6 @@ CONFIG, METRICS, WEIGHTS, RESULTS = "config.yaml", "metrics.csv", "model.safeten
 SNAPSHOTS = "snapshots"  # the folder of --snapshot-epochs
 MEASURES = ("top1", "top5")  # of an evaluation, in percent; another trainer may have others
 CLASSIFICATION = "classification"  # what a run learns, unless its `about` section has another `task`
-
-
-def holds_run(folder: Path) -> bool:
-    """Return whether a run has written into this folder."""
-    return any((folder / name).exists() for name in (CONFIG, LAST, PREVIOUS, BEST))
 
 
 @contextmanager
