@@ -8,7 +8,7 @@ from tests.engine.runner import make_folder
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     """40 training images and 13 to test on, of 3 classes."""
-    return make_folder(tmp_path_factory.mktemp("data"))
+    return make_folder(tmp_path_factory.mktemp("data"), side=16)
 
 
 @pytest.fixture(scope="session")

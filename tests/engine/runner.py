@@ -1,6 +1,4 @@
 """Trainers in processes of their own, started quickly from one that has torch loaded, and means to hurt them."""
-from __future__ import annotations
-
 import inspect
 import io
 import multiprocessing
@@ -14,7 +12,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
 
 import numpy as np
 import safetensors.torch
@@ -34,6 +31,7 @@ from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.train import Trainer
 
 BN_MODEL = "--model test_resnet --model-kwargs drop_rate=0.2".split()  # batch statistics and dropout
+SECONDS = 900  # that a run may take on a busy machine
 GN_MODEL = "--model test_efficientnet_gn --model-kwargs drop_rate=0".split()  # neither
 
 
@@ -70,7 +68,7 @@ def words(*texts: str) -> list[str]:
 
 def arguments(data: Path, output: Path, *more: str) -> list[str]:
     """A run of two epochs of five updates of eight images, a checkpoint every second update."""
-    return words(*BN_MODEL, f"--dataset folder --data-dir {data} --output {output}",
+    return words(*BN_MODEL, f"--dataset folder --data-dir {data} --img-size 16 --output {output}",
                  "--epochs 2 --batch-size 8 --opt sgd --lr 0.05 --checkpoint-steps 2 --device cpu", *more)
 
 
@@ -98,29 +96,34 @@ def start(argv: list[str], log: Path, sabotage=None, main=train_cifar.main, **en
     return process
 
 
-def ended(processes: list, log: Path, seconds: float) -> list[int]:
-    """Wait for processes; return their exit codes, negative for a signal."""
-    for process in processes:
-        process.join(seconds)
-    for process in processes:
-        if process.is_alive():
-            process.kill()
-            raise AssertionError(f"no end after {seconds} s:\n{log.read_text()}")
-    return [process.exitcode for process in processes]
-
-
-def run(argv: list[str], log: Path, sabotage=None, seconds: float = 900, main=train_cifar.main) -> int:
+def run(argv: list[str], log: Path, sabotage=None, main=train_cifar.main) -> int:
     """Run to the end; return the exit code, negative for a signal."""
-    return ended([start(argv, log, sabotage, main)], log, seconds)[0]
+    return run_world(1, argv, log, sabotage, main)[0]
 
 
 def train(argv: list[str], sabotage=None, *, code: int = 0, size: int = 1, main=train_cifar.main) -> str:
     """Train in `size` processes, which must all end with `code`; return what they, and those before them in the same
     run folder, have said."""
     log = Path(argv[argv.index("--output") + 1]).with_suffix(".log")
-    codes = [run(argv, log, sabotage, main=main)] if size == 1 else run_world(size, argv, log, sabotage, main=main)
-    assert codes == [code] * size, log.read_text()
+    assert run_world(size, argv, log, sabotage, main) == [code] * size, log.read_text()
     return log.read_text()
+
+
+def stopped(argv: list[str], update: int, number: int = signal.SIGTERM, *, rank: int | None = None, size: int = 1,
+            main=train_cifar.main) -> str:
+    """Train until a signal comes in this update, of one process or of all; they must all end as it asks."""
+    code = -number if number == signal.SIGKILL else 128 + number
+    return train(argv, SignalAfterUpdate(number, update, rank), code=code, size=size, main=main)
+
+
+def saved(folder: Path, name: str = checkpoint.LAST) -> dict:
+    """Return the content of a run's checkpoint."""
+    return checkpoint.read_checkpoint(folder / name)
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights that a run exported."""
+    return safetensors.torch.load_file(folder / run_folder.WEIGHTS)
 
 
 def error_of(main: Callable[[list[str]], int], argv: list[str], capsys, code: int = 2) -> str:
@@ -131,10 +134,17 @@ def error_of(main: Callable[[list[str]], int], argv: list[str], capsys, code: in
     return lines[0].removeprefix("error: ")
 
 
-def run_world(size: int, argv: list[str], log: Path, sabotage=None, seconds: float = 900,
-              main=train_cifar.main) -> list[int]:
-    """Run `size` processes with the environment that torchrun gives them; return their exit codes."""
-    return ended(start_world(size, argv, log, sabotage, main), log, seconds)
+def run_world(size: int, argv: list[str], log: Path, sabotage=None, main=train_cifar.main) -> list[int]:
+    """Run `size` processes with the environment that torchrun gives them; return their exit codes, negative for a
+    signal."""
+    processes = start_world(size, argv, log, sabotage, main)
+    for process in processes:
+        process.join(SECONDS)
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+            raise AssertionError(f"no end after {SECONDS} s:\n{log.read_text()}")
+    return [process.exitcode for process in processes]
 
 
 def start_world(size: int, argv: list[str], log: Path, sabotage=None, main=train_cifar.main) -> list:
@@ -149,18 +159,16 @@ def start_world(size: int, argv: list[str], log: Path, sabotage=None, main=train
 
 def same_result(a: Path, b: Path) -> None:
     """Assert that two run folders ended alike, bit for bit, times apart."""
-    first, second = (checkpoint.read_checkpoint(folder / checkpoint.LAST) for folder in (a, b))
+    first, second = saved(a), saved(b)
     for part in ("model", "ema", "optimizer", "scheduler", "random"):
         assert_equal(first[part], second[part], part)
     metrics = [run_folder.read_metrics(folder) for folder in (a, b)]
     for column in metrics[0].keys() - {"images_per_s", "seconds"}:
         assert np.array_equal(metrics[0][column], metrics[1][column], equal_nan=True), column
-    for name in (run_folder.WEIGHTS, f"{run_folder.SNAPSHOTS}/*"):
-        written = [{path.name: safetensors.torch.load_file(path) for path in folder.glob(name)} for folder in (a, b)]
-        assert_equal(*written, name)
+    assert_equal(*({path.name: safetensors.torch.load_file(path) for path in folder.rglob("*.safetensors")}
+                   for folder in (a, b)), "weights")
     results = [run_folder.read_results(folder) for folder in (a, b)]
-    assert results[0]["test_last"] == results[1]["test_last"]
-    assert results[0]["test_best"] == results[1]["test_best"]
+    assert all(results[0][name] == results[1][name] for name in ("test_last", "test_best"))
 
 
 def assert_equal(a, b, where: str) -> None:
@@ -174,17 +182,13 @@ def assert_equal(a, b, where: str) -> None:
 
 def nothing_truncated(folder: Path) -> None:
     """Assert that every file of a run folder is whole (temporary files are hidden and do not count)."""
-    for path in [*folder.iterdir(), *folder.glob(f"{run_folder.SNAPSHOTS}/*")]:
-        if path.name.startswith("."):
-            continue
-        if path.suffix == ".ckpt":
-            checkpoint.read_checkpoint(path)
-        elif path.suffix == ".safetensors":
-            safetensors.torch.load_file(path)
-        elif path.name == run_folder.CONFIG:
-            run_folder.read_config(folder)
-        elif path.name == run_folder.METRICS:
-            run_folder.read_metrics(folder)
+    for path in folder.glob("[!.]*.ckpt"):
+        checkpoint.read_checkpoint(path)
+    for path in folder.rglob("[!.]*.safetensors"):
+        safetensors.torch.load_file(path)
+    for name, read in ((run_folder.CONFIG, run_folder.read_config), (run_folder.METRICS, run_folder.read_metrics)):
+        if (folder / name).exists():
+            read(folder)
 
 
 # ---- ways to hurt a run: called in the trainer's process before it starts --------------------------------------------
@@ -249,8 +253,6 @@ class KillInWrite:
     nth: int
     name: str = checkpoint.LAST
 
-    STAGES: ClassVar = ("half", "unsynced", "synced", "between", "renamed")
-
     def __call__(self):
         writes = []
 
@@ -289,7 +291,7 @@ class DiskFullInWrite:
     """Make the `nth` write of `name` fail half-way, as a full disk does."""
 
     nth: int
-    name: str = checkpoint.LAST
+    name: str
 
     def __call__(self):
         writes = []

@@ -1,6 +1,4 @@
 """Checkpoint files: what goes in comes out, damage is seen, nothing is executed, nothing is half-written."""
-from __future__ import annotations
-
 import os
 import pickle
 import random

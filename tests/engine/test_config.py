@@ -1,6 +1,4 @@
 """Options: defaults < recipe < command line, and errors that help."""
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

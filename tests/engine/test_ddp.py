@@ -1,6 +1,4 @@
 """Gradients among processes: buckets that are averaged while backward goes on, compiled too, and their layout."""
-from __future__ import annotations
-
 import warnings
 
 import pytest
@@ -24,6 +22,14 @@ def group():
     dist.destroy_process_group()
 
 
+@pytest.fixture
+def eager_compile(monkeypatch):
+    """Let torch.compile split networks as always, without compiling kernels."""
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, mode, dynamic: compile_(model, backend="aot_eager",
+                                                                                dynamic=dynamic))
+
+
 def two(folder, model, **given) -> ClassificationTrainer:
     """Return the training loop of the first of two processes."""
     return make_trainer(folder, model, classes=4, world=World(0, 2, CPU), batch_size=4, **given)
@@ -43,11 +49,8 @@ def compiled_parts(node) -> list:
     return found
 
 
-def test_compiled_gradients_are_averaged_while_backward_goes_on(group, tmp_path, monkeypatch):
+def test_compiled_gradients_are_averaged_while_backward_goes_on(group, tmp_path, eager_compile):
     """torch splits what it compiles inside DDP at the borders of the buckets: one goes out between two parts."""
-    compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model, mode, dynamic: compile_(model, backend="aot_eager",
-                                                                                dynamic=dynamic))
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 512), *(nn.Linear(512, 512) for _ in range(4)), nn.Linear(512, 4))
     trainer = two(tmp_path, model, compile=True)
     events = []
@@ -92,11 +95,8 @@ def test_gradients_lie_in_the_buckets_as_their_weights_do(group, tmp_path):
     assert len({p.grad.untyped_storage().data_ptr() for p in parameters}) < 5 < len(parameters)
 
 
-def test_cuda_graphs_that_torch_leaves_out_train_all_the_same(tmp_path, monkeypatch):
+def test_cuda_graphs_that_torch_leaves_out_train_all_the_same(tmp_path, eager_compile):
     """On a CPU torch makes none: the mode goes through the trainer's update, marked steps included."""
-    compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model, mode, dynamic: compile_(model, backend="aot_eager",
-                                                                                dynamic=dynamic))
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.BatchNorm1d(4))
     trainer = make_trainer(tmp_path, model, classes=4, batch_size=4, compile=True, compile_mode="reduce-overhead")
     for size in (4, 4, 3):

@@ -1,6 +1,4 @@
 """One row a fault: what a user can get wrong, or a disk do to files, and the one line that says so."""
-from __future__ import annotations
-
 import math
 import multiprocessing
 import os
@@ -15,16 +13,13 @@ import safetensors.torch
 import torch
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.processes import MOST_WORKERS, World
+from ea_vision.base.processes import MOST_WORKERS
 from ea_vision.data.on_device import EvalLoader
 from ea_vision.engine import checkpoint, train_cifar, train_imagenet
 from ea_vision.engine.command import enable_checkpointing
 from ea_vision.engine.train import Trainer
 from tests.data.photos import make_photos
-from tests.engine.runner import SignalAfterUpdate, arguments, around, error_of, make_folder, train, words
-
-WORLD = World(0, 1, torch.device("cpu"))
-
+from tests.engine.runner import arguments, around, error_of, make_folder, saved, stopped, train, weights_of, words
 
 OLD_RUN = "--dataset digits --recipe none --device cpu --epochs 2 --batch-size 250 --img-size 16"
 
@@ -38,7 +33,7 @@ def resume(folder: Path) -> list[str]:
 def half_done(tmp_path_factory):
     """A run folder with one of two epochs."""
     folder = tmp_path_factory.mktemp("runs") / "half"
-    train(resume(folder), SignalAfterUpdate(signal.SIGTERM, 6), code=143)
+    stopped(resume(folder), 6)
     return folder
 
 
@@ -50,49 +45,45 @@ def old_run(half_done, tmp_path):
 
 # ---- what is refused before anything is written ----------------------------------------------------------------------
 
-OURS = ["--model", "ea_conv_transformer_cifar"]
 NOWHERE = "/nowhere.safetensors"
 
 
 @pytest.mark.parametrize("more, message", [
-    (["--workers", "100000"], f"workers must be at most {MOST_WORKERS}, got 100000"),
-    ("--batch-size 1 --mixup 0.2".split(),
+    ("--workers 100000", f"workers must be at most {MOST_WORKERS}, got 100000"),
+    ("--batch-size 1 --mixup 0.2",
      "mixup and cutmix mix pairs of images: batch_size must be at least 2, got 1"),
-    (["--model-kwargs", "num_classes=7"], "model keyword num_classes must be 3, as data and options are, got 7"),
-    (["--batch-size", "1"], "model test_resnet cannot be trained on batches of 1 images of 32 pixels: *"),
-    ([*OURS, "--model-kwargs", "alpha=x"],
-     "model ea_conv_transformer_cifar refuses num_classes=3 in_chans=3 img_size=32 alpha=x: *"),
-    ("--dataset digits --evaluate ea_conv_transformer_cifar.fast_norm_c10".split(),
+    ("--model-kwargs num_classes=7", "model keyword num_classes must be 3, as data and options are, got 7"),
+    ("--batch-size 1", "model test_resnet cannot be trained on batches of 1 images of 16 pixels: *"),
+    ("--model ea_aa_resnet34 --model-kwargs alpha=x",
+     "model ea_aa_resnet34 refuses num_classes=3 in_chans=3 img_size=16 drop_rate=0.2 alpha=x: *"),
+    ("--dataset digits --evaluate ea_conv_transformer_cifar.fast_norm_c10",
      "ea_conv_transformer_cifar.fast_norm_c10 was trained on other classes: 'airplane' where the data has '0'"),
-    (["--sync-bn"], "--sync-bn needs CUDA, got cpu"),
-    ("--epochs 0.4 --warmup-epochs 1 --sched constant".split(),
+    ("--sync-bn", "--sync-bn needs CUDA, got cpu"),
+    ("--epochs 0.4 --warmup-epochs 1 --sched constant",
      "warmup_epochs must be at most the 0.4 epochs of the run, got 1; --warmup-epochs 20% is a fifth of them"),
-    (["--epochs", "0.01"], "epochs must be enough for an update, of which an epoch has 5, got 0.01"),
-    (["--pretrained-path", NOWHERE], f"weights {NOWHERE} cannot be read: *No such file*"),
-    ("--model ea_aa_resnet34 --model-kwargs layers=[1,1,1,1] --pretrained".split(),
+    ("--epochs 0.01", "epochs must be enough for an update, of which an epoch has 5, got 0.01"),
+    (f"--pretrained-path {NOWHERE}", f"weights {NOWHERE} cannot be read: *No such file*"),
+    ("--model ea_aa_resnet34 --model-kwargs layers=[1,1,1,1] --pretrained",
      "there are no pretrained weights of ea_aa_resnet34: train it, or give a file by --pretrained-path"),
-    ("--evaluate cnn_cifar --model test_resnet".split(),
+    ("--evaluate cnn_cifar --model test_resnet",
      "--evaluate cnn_cifar names the model, got --model test_resnet"),
-    (["--model", "cnn_cifr"], "*did you mean cnn_cifar*"),
-    (["--output", "x" * 256], "*xxx: File name too long"),
-    (["--model-kwargs", "alpah=0.5"], "*has no keyword 'alpah'*"),
-    (["--data-dir", "/nowhere"], "*does not exist*"),
-    (["--data-dir", "{data}/train"], "*train must have train/ or train.tar; * has it: give that folder"),
-    (["--batch-size", "128"], "an update needs 128 training images (batch_size x grad_accum_steps x processes), and "
+    ("--model cnn_cifr", "*did you mean cnn_cifar*"),
+    (f"--output {'x' * 256}", "*xxx: File name too long"),
+    ("--model-kwargs alpah=0.5", "*has no keyword 'alpah'*"),
+    ("--data-dir /nowhere", "*does not exist*"),
+    ("--data-dir {data}/train", "*train must have train/ or train.tar; * has it: give that folder"),
+    ("--batch-size 128", "an update needs 128 training images (batch_size x grad_accum_steps x processes), and "
      "the data set has fewer, 40: --batch-size 32"),
-    (["--holdout", "64"], "holdout must lie between 1 and 39*"),
-    (["--resume", "/nowhere.ckpt"], "/nowhere.ckpt cannot be read as a checkpoint: *No such file*"),
-    (["--device", "cuda"], "--device cuda needs a CUDA device*"),
+    ("--holdout 64", "holdout must lie between 1 and 39*"),
+    ("--resume /nowhere.ckpt", "/nowhere.ckpt cannot be read as a checkpoint: *No such file*"),
+    ("--device cuda", "--device cuda needs a CUDA device*"),
 ])
 def test_refusals(data, tmp_path, capsys, more, message):
-    if more[-1] == "cuda" and torch.cuda.is_available():
+    if "cuda" in more and torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
-    folder, more = tmp_path / "run", [word.replace("{data}", str(data)) for word in more]
-    argv = ["--output", str(folder)] if "--evaluate" in more else arguments(data, folder)
-    if "ea_conv_transformer_cifar" in more:
-        argv = [word for word in argv if word not in ("--model-kwargs", "drop_rate=0.2")]
-    error = error_of(train_cifar.main, [*argv, *more], capsys)
-    assert fnmatchcase(error, message.replace("[", "[[]")), error
+    folder, more = tmp_path / "run", more.replace("{data}", str(data))
+    argv = words(f"--output {folder}") if "--evaluate" in more else arguments(data, folder)
+    assert fnmatchcase(error_of(train_cifar.main, [*argv, *more.split()], capsys), message.replace("[", "[[]"))
     assert not folder.exists()
 
 
@@ -100,24 +91,23 @@ IMAGENET = "--model test_resnet --img-size 16 --eval-resize 20 --batch-size 8 --
 
 
 @pytest.mark.parametrize("more, message", [
-    (["--aa", "zzz"], "aa must be a policy of timm, such as rand-m9-mstd0.5, augmix-m3 or original, got 'zzz' (Unknown "
+    ("--aa zzz", "aa must be a policy of timm, such as rand-m9-mstd0.5, augmix-m3 or original, got 'zzz' (Unknown "
      "AA policy zzz)"),
-    (["--data-dir", ""], "*--data-dir is required*"),
-    (["--num-classes", "1000"], "* must have 1000 classes (--num-classes), got 3"),
-    (["--eval-resize", "8"], "eval_resize must be at least img_size (16), got 8"),
-    (["--train-beton", "/nowhere.beton"], "/nowhere.beton is not a whole .beton file*"),
-    ("--train-beton a.beton --color-jitter 0.4".split(), "color_jitter goes without train_beton, got 0.4 beside it"),
-    ("--train-beton a.beton --val-beton b.beton".split(), "data_dir must be empty with --train-beton and *"),
-    ("--val-beton a.beton --val-split dev".split(), "val_split goes without val_beton, got dev beside it"),
-    (["--no-test"], "--no-test needs training images held out (--holdout) to evaluate on, got none"),
-    (["--data-dir", "{data}/train"], "*train must have train/ or train.tar; * has it: give that folder"),
-    (["--val-split", "dev"], "validation images: {data} has neither dev nor dev.tar"),
+    ("--data-dir=", "*--data-dir is required*"),
+    ("--num-classes 1000", "* must have 1000 classes (--num-classes), got 3"),
+    ("--eval-resize 8", "eval_resize must be at least img_size (16), got 8"),
+    ("--train-beton /nowhere.beton", "/nowhere.beton is not a whole .beton file*"),
+    ("--train-beton a.beton --color-jitter 0.4", "color_jitter goes without train_beton, got 0.4 beside it"),
+    ("--train-beton a.beton --val-beton b.beton", "data_dir must be empty with --train-beton and *"),
+    ("--val-beton a.beton --val-split dev", "val_split goes without val_beton, got dev beside it"),
+    ("--no-test", "--no-test needs training images held out (--holdout) to evaluate on, got none"),
+    ("--data-dir {data}/train", "*train must have train/ or train.tar; * has it: give that folder"),
+    ("--val-split dev", "validation images: {data} has neither dev nor dev.tar"),
 ])
 def test_refusals_of_the_imagenet_trainer(photos, tmp_path, capsys, more, message):
-    folder, more = tmp_path / "run", [word.replace("{data}", str(photos)) for word in more]
-    argv = words(IMAGENET, f"--data-dir {photos} --output {folder}", *more)
-    error, wanted = error_of(train_imagenet.main, argv, capsys), message.replace("{data}", str(photos))
-    assert fnmatchcase(error, wanted.replace("[", "[[]")), error
+    folder, (more, message) = tmp_path / "run", (text.replace("{data}", str(photos)) for text in (more, message))
+    error = error_of(train_imagenet.main, words(IMAGENET, f"--data-dir {photos} --output {folder}", more), capsys)
+    assert fnmatchcase(error, message)
     assert not folder.exists()
 
 
@@ -221,12 +211,12 @@ def test_evaluating_a_run_as_another_model(old_run, capsys):
 
 @pytest.mark.parametrize("name, value", [("stem.bn.running_mean", math.nan), ("head.fc.weight", math.inf)])
 def test_weights_and_statistics_that_are_not_finite(old_run, capsys, name, value):
-    weights = safetensors.torch.load_file(old_run / "model.safetensors")
+    weights = weights_of(old_run)
     weights[name].view(-1)[0] = value
     safetensors.torch.save_file(weights, old_run / "model.safetensors")
     error = error_of(train_cifar.main, ["--evaluate", str(old_run)], capsys)
     assert error == f"weights {old_run}/model.safetensors must be finite numbers, got others in {name}"
-    state = checkpoint.read_checkpoint(old_run / "last.ckpt")
+    state = saved(old_run)
     state["model"][name].view(-1)[0] = value
     (old_run / "last.ckpt").write_bytes(checkpoint.encode(state))
     error = error_of(train_cifar.main, resume(old_run), capsys)

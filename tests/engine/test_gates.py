@@ -1,6 +1,4 @@
 """Learnable gates in a run; and fine-tuning from other weights."""
-from __future__ import annotations
-
 import pytest
 import safetensors.torch
 import timm
@@ -40,7 +38,7 @@ def test_gates_are_logged_and_exported(data, tmp_path):
     gates = gates_of(folder)
     names = [f"blocks.{block}.attn.evolution.{share}" for block in (1, 2) for share in ("alpha", "beta")]
     assert list(gates) == names
-    weights = safetensors.torch.load_file(folder / run_folder.WEIGHTS)
+    weights = runner.weights_of(folder)
     best = run_folder.read_results(folder)["test_best"]["epoch"]
     assert weights[names[1]].item() == pytest.approx(gates[names[1]][best - 1], rel=1e-5)
     assert all(values[1] != 0 for values in gates.values())
@@ -67,10 +65,10 @@ def test_pretrained_path_is_the_start_of_a_run(data, tmp_path, capsys):
     """A plain network's weights, from a run folder, in an evolving one; other classes, files and models."""
     plain = tmp_path / "plain"
     assert train_cifar.main(arguments(data, plain, model="vit_tiny_patch16_224")) == 0
-    weights = safetensors.torch.load_file(plain / run_folder.WEIGHTS)
+    weights = runner.weights_of(plain)
     tuned = tmp_path / "tuned"
     assert train_cifar.main(arguments(data, tuned, f"--pretrained-path {plain} --lr 0")) == 0
-    begun = safetensors.torch.load_file(tuned / run_folder.WEIGHTS)
+    begun = runner.weights_of(tuned)
     assert all(torch.equal(begun[name], value) for name, value in weights.items())
     top1 = [run_folder.read_results(folder)["test_best"]["top1"] for folder in (plain, tuned)]
     assert top1[0] == top1[1], "no class's score has changed"
@@ -81,7 +79,7 @@ def test_pretrained_path_is_the_start_of_a_run(data, tmp_path, capsys):
     assert train_cifar.main(arguments(data, tmp_path / "seven",
                                       f"--lr 0 --pretrained-path {tmp_path}/other.safetensors")) == 0
     assert "head.weight of" in capsys.readouterr().out
-    begun = safetensors.torch.load_file(tmp_path / "seven" / run_folder.WEIGHTS)
+    begun = runner.weights_of(tmp_path / "seven")
     assert begun["head.weight"].shape == (3, 12) and torch.equal(begun["norm.weight"], weights["norm.weight"])
 
     lacking = {name: value for name, value in weights.items() if name != "blocks.1.mlp.fc1.weight"}
@@ -113,6 +111,6 @@ def test_fine_tuning_by_recipe_from_pretrained_weights(data, recipe, tmp_path, m
                         f"--data-dir {data} --img-size 16 --eval-resize 18 --epochs 1 --batch-size 8 --workers 0",
                         f"--lr 1e-6 --output {tmp_path / 'run'} --device cpu")
     assert train_imagenet.main(argv) == 0
-    begun = safetensors.torch.load_file(tmp_path / "run" / run_folder.WEIGHTS)
+    begun = runner.weights_of(tmp_path / "run")
     assert begun["head.weight"].shape[0] == 3
     assert (begun["blocks.2.mlp.fc1.weight"] - state["blocks.2.mlp.fc1.weight"]).abs().max() < 1e-4

@@ -1,18 +1,15 @@
 """What the recipes are made of, in real runs: killed and continued, exported, tested with views, not tested at all."""
-from __future__ import annotations
-
 import json
 import shutil
 import signal
 
 import pytest
-import safetensors.torch
 import timm
 import torch
 
-from ea_vision.engine import checkpoint, run_folder, train_cifar
+from ea_vision.engine import run_folder, train_cifar
 from ea_vision.engine.train import Trainer
-from tests.engine.runner import SignalAfterUpdate, arguments, assert_equal, make_folder, same_result, train
+from tests.engine.runner import arguments, assert_equal, make_folder, same_result, saved, stopped, train, weights_of
 
 ALL = ["--opt muon --lr 0.02 --opt-kwargs ns_steps=4 --flip alternate --crop-padding-mode reflect",
        "--model-ema-decay 0.9 --tta six --holdout 8"]
@@ -21,7 +18,7 @@ OPTIONS = {"lookahead": ["--opt lookahead_sgd --clip-grad 4 --holdout 8"], "all"
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("data"), train=48)
+    return make_folder(tmp_path_factory.mktemp("data"), train=48, side=16)
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +34,8 @@ def whole(data, tmp_path_factory):
 @pytest.mark.parametrize("name, updates", [("lookahead", (4, 3)), ("all", (4, 4))])
 def test_a_run_that_was_killed_ends_as_one_that_was_not(data, whole, tmp_path, name, updates):
     argv = arguments(data, tmp_path / "run", *OPTIONS[name])
-    for number, code, update in zip((signal.SIGKILL, signal.SIGTERM), (-9, 128 + 15), updates, strict=True):
-        train(argv, SignalAfterUpdate(number, update), code=code)
+    for number, update in zip((signal.SIGKILL, signal.SIGTERM), updates, strict=True):
+        stopped(argv, update, number)
     train(argv)
     same_result(tmp_path / "run", whole[name])
 
@@ -62,8 +59,7 @@ def test_exported_weights_give_the_outputs_of_training_bit_for_bit(data, tmp_pat
                               checkpoint_path=str(folder / run_folder.WEIGHTS)).eval()
     with torch.no_grad():
         assert torch.equal(model(seen["images"]), seen["logits"])
-    state = checkpoint.read_checkpoint(folder / checkpoint.LAST)
-    assert_equal(state["ema"], safetensors.torch.load_file(folder / run_folder.WEIGHTS), "weights")
+    assert_equal(saved(folder)["ema"], weights_of(folder), "weights")
 
 
 def test_an_evaluation_by_views(whole):

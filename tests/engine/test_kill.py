@@ -1,6 +1,4 @@
 """The kill matrix: a run that was killed, anywhere, and continued by the same command ends as one that was not."""
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -23,13 +21,16 @@ from tests.engine.runner import (
     arguments,
     nothing_truncated,
     same_result,
+    saved,
     signal_in_evaluation,
     start,
+    stopped,
     train,
 )
 
-EXTRAS = "--model-ema-decay 0.9 --mixup 0.2 --reprob 0.5 --holdout 0 --snapshot-epochs 2"
+EXTRAS = "--lr 0.1 --model-ema-decay 0.9 --mixup 0.2 --reprob 0.5 --holdout 0 --snapshot-epochs 2"
 KILLED = -signal.SIGKILL
+STAGES = ("half", "unsynced", "synced", "between", "renamed")  # of a write, at which a process may be killed
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +71,9 @@ def killed(argv, folder, uninterrupted, *sabotages) -> None:
     continued(argv, folder, uninterrupted)
 
 
-def saved(folder, name=checkpoint.LAST) -> dict:
+def progress(folder, name=checkpoint.LAST) -> dict:
     """How far the run had come by a checkpoint."""
-    return checkpoint.read_checkpoint(folder / name)["progress"]
+    return saved(folder, name)["progress"]
 
 
 # Updates 1 to 5 are the first epoch; checkpoints lie before 1 and after 2, 4, 5, 7, 9 and 10. Each start counts its own
@@ -84,7 +85,7 @@ def test_sigkill_during_training(argv, folder, uninterrupted):
 @pytest.mark.parametrize("first", [1, 2, 3])
 def test_sigkill_during_checkpoint_writes(argv, folder, uninterrupted, first):
     """At every stage of a write: of the run's first, one inside an epoch, one at its end."""
-    stages = [stage for stage in KillInWrite.STAGES if (first, stage) != (1, "between")]  # the first replaces none
+    stages = [stage for stage in STAGES if (first, stage) != (1, "between")]  # the first replaces none
     before = [KillInWrite("renamed", 1)] * (first - 1)
     killed(argv, folder, uninterrupted, *before, *(KillInWrite(stage, 1) for stage in stages))
 
@@ -98,9 +99,9 @@ def test_sigkill_during_other_writes(argv, folder, uninterrupted, names):
 
 def test_sigkill_between_the_last_epochs_best_and_last_checkpoint(argv, folder, uninterrupted):
     """best.ckpt alone says that the epochs are done: the run that continues writes last.ckpt."""
-    assert saved(uninterrupted, checkpoint.BEST)["epoch"] == 2, "or it says nothing"
+    assert progress(uninterrupted, checkpoint.BEST)["epoch"] == 2, "or it says nothing"
     train(argv, KillInWrite("renamed", 2, checkpoint.BEST), code=KILLED)
-    assert saved(folder)["updates"] == 9
+    assert progress(folder)["updates"] == 9
     continued(argv, folder, uninterrupted)
 
 
@@ -109,7 +110,7 @@ def test_signals_finish_the_update_save_and_leave(argv, folder, uninterrupted):
     for sabotage, number, wanted in ((SignalAfterUpdate(signal.SIGTERM, 3), signal.SIGTERM, (0, 3, 3)),
                                      (signal_in_evaluation, signal.SIGTERM, (0, 5, 5)),
                                      (SignalAfterUpdate(signal.SIGINT, 3), signal.SIGINT, (1, 3, 8))):
-        said, at = train(argv, sabotage, code=128 + number), saved(folder)
+        said, at = train(argv, sabotage, code=128 + number), progress(folder)
         assert (at["epoch"], at["step"], at["updates"]) == wanted, "the update it was in is finished and saved"
         assert len(at["rows"]) == wanted[0] and run_folder.read_results(folder) is None
     assert "Traceback" not in said
@@ -164,7 +165,7 @@ def test_complete_run_ends_at_once(data, uninterrupted):
 
 
 def test_resume_goes_on_from_an_older_checkpoint_when_the_newest_is_damaged(argv, folder, uninterrupted):
-    train(argv, SignalAfterUpdate(signal.SIGKILL, 8), code=KILLED)
+    stopped(argv, 8, signal.SIGKILL)
     path = folder / checkpoint.LAST
     damaged = bytearray(path.read_bytes())
     damaged[len(damaged) // 2] ^= 1
@@ -178,15 +179,15 @@ def test_resume_goes_on_from_an_older_checkpoint_when_the_newest_is_damaged(argv
 @pytest.mark.slow
 def test_config_says_which_start_made_which_updates(data, folder):
     argv = arguments(data, folder, "--epochs 1")
-    train(argv, SignalAfterUpdate(signal.SIGKILL, 4), code=KILLED)  # updates 1 and 2 are saved, the third is lost
-    train(argv, SignalAfterUpdate(signal.SIGTERM, 1), code=128 + signal.SIGTERM)  # 3, like those before
+    stopped(argv, 4, signal.SIGKILL)  # updates 1 and 2 are saved, the third is lost
+    stopped(argv, 1)  # 3, like those before
     train(argv, partial(torch.set_num_threads, 2))
     _, about = run_folder.read_config(folder)
     threads = [(s["update"], s["hardware"].split(" x ")[1]) for s in about["starts"]]
     assert threads == [(1, "1 threads"), (4, "2 threads")]
     same = ("command", "versions", "git_commit")
     assert all({key: s[key] for key in same} == {key: about[key] for key in same} for s in about["starts"])
-    assert saved(folder)["starts"] == about["starts"]
+    assert progress(folder)["starts"] == about["starts"]
 
 
 def test_a_start_without_updates_is_not_kept():
@@ -215,7 +216,7 @@ def test_non_finite_loss_stops_and_says_where(argv, folder, uninterrupted):
     report = json.loads((folder / "nonfinite-epoch001-update00004.json").read_text())
     assert (report["epoch"], report["update"]) == (1, 4) and report["last_good_checkpoint"] == str(folder / "last.ckpt")
     assert len(set(report["sample_ids"][0])) == 8 and all(name.endswith(".png") for name in report["samples"][0])
-    assert saved(folder)["updates"] == 2
+    assert progress(folder)["updates"] == 2
     continued(argv, folder, uninterrupted)
 
 
@@ -223,8 +224,8 @@ def test_non_finite_loss_stops_and_says_where(argv, folder, uninterrupted):
 def test_weights_and_statistics_that_are_not_finite_are_never_saved(data, folder, spoilt):
     said = train(arguments(data, folder), SpoilTensor(4, spoilt), code=1)
     assert f"a weight is not finite after update 4 of epoch 1 ({spoilt})" in said
-    model = checkpoint.read_checkpoint(folder / checkpoint.LAST)["model"]
-    assert saved(folder)["updates"] == 2 and all(value.isfinite().all() for value in model.values())
+    model = saved(folder)["model"]
+    assert progress(folder)["updates"] == 2 and all(value.isfinite().all() for value in model.values())
 
 
 @pytest.mark.slow
@@ -233,6 +234,6 @@ def test_three_processes_add_gradients_in_one_order(data, tmp_path):
     more = "--model ea_conv_transformer_cifar --model-kwargs widths=[16,16,16,16] --batch-size 2"
     whole, broken = (arguments(data, tmp_path / name, more) for name in ("whole", "broken"))
     train(whole, size=3)
-    train(broken, SignalAfterUpdate(signal.SIGTERM, 4, rank=1), size=3, code=128 + signal.SIGTERM)
+    stopped(broken, 4, rank=1, size=3)
     train(broken, size=3)
     same_result(tmp_path / "broken", tmp_path / "whole")

@@ -2,8 +2,6 @@
 them. Faults and what comes of them: `pytest -s -m slow` of this file prints the table that
 experiments/others.md has.
 """
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -36,40 +34,32 @@ def arguments(photos: Path, output: Path, *more: str) -> list[str]:
 # ---- in every run of the tests: what processes of different nodes say of themselves ----------------------------------
 
 
-def other_commit() -> None:
-    """Give the second process another commit."""
-    if os.environ["RANK"] == "1":
-        around(command, "provenance", lambda provenance: {**provenance(), "git_commit": "0" * 40})
-
-
-def own_folder(folder: Path) -> None:
-    """Give the second process a run folder that the first one does not see."""
-    if os.environ["RANK"] == "1":
-        around(checkpoint, "newest_checkpoint", lambda newest, *_: newest(folder))
-
-
-def other_arguments(argv: list[str]) -> None:
-    """Give the second process another command line."""
+def of_the_second(argv: list[str], what: str, empty: Path) -> None:
+    """Give the second process this command line and, by `what`, another commit, or a run folder that is empty."""
     if os.environ["RANK"] == "1":
         around(command, "parse", lambda parse, parser, _: parse(parser, argv))
+        if what == "commit":
+            around(command, "provenance", lambda provenance: {**provenance(), "git_commit": "0" * 40})
+        if what == "folder":
+            around(checkpoint, "newest_checkpoint", lambda newest, *_: newest(empty))
 
 
 @pytest.mark.parametrize("what", ["commit", "data", "lr", "folder"])
 def test_nodes_that_differ_are_refused(photos, tmp_path, what):
-    folder = tmp_path / "run"
-    argv, sabotage = arguments(photos, folder, "--epochs 2"), other_commit
+    folder, other = tmp_path / "run", tmp_path / "other"
+    argv = second = arguments(photos, folder, "--epochs 2")
     message = f"all processes must have the same {what}: process 1 on"
     if what == "data":
-        other = shutil.copytree(photos, tmp_path / "other")
+        shutil.copytree(photos, other)
         next((other / "train").rglob("*.jpg")).unlink()
-        sabotage = partial(other_arguments, arguments(other, folder, "--epochs 2"))
+        second = arguments(other, folder, "--epochs 2")
     elif what == "lr":
-        sabotage = partial(other_arguments, [*argv, "--lr", "0.02"])
+        second = [*argv, "--lr", "0.02"]
     elif what == "folder":
         train([*argv, "--epochs", "1"], size=2, main=train_imagenet.main)
-        sabotage, message = partial(own_folder, tmp_path / "empty"), "must be on a disk that all processes share"
-    assert message in train(argv, sabotage, size=2, code=2, main=train_imagenet.main)
-    assert (folder / checkpoint.LAST).exists() == (what == "folder")
+        message = "must be on a disk that all processes share"
+    said = train(argv, partial(of_the_second, second, what, other), size=2, code=2, main=train_imagenet.main)
+    assert message in said and (folder / checkpoint.LAST).exists() == (what == "folder")
 
 
 # ---- two agents ------------------------------------------------------------------------------------------------------
@@ -130,7 +120,7 @@ class Agents:
     def updates(self) -> int:
         """How many updates of the weights are saved."""
         try:
-            return checkpoint.read_checkpoint(self.folder / checkpoint.LAST)["progress"]["updates"]
+            return runner.saved(self.folder)["progress"]["updates"]
         except checkpoint.DamagedCheckpoint:  # none yet
             return 0
 

@@ -1,8 +1,5 @@
 """Parts of a network that are not trained, and what its images were normalised with."""
-from __future__ import annotations
-
 import pytest
-import safetensors.torch
 import timm
 import torch
 
@@ -10,7 +7,7 @@ from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import image_statistics
 from ea_vision.engine import run_folder, train_cifar
 from ea_vision.engine.command import freeze
-from tests.engine.runner import words
+from tests.engine.runner import weights_of, words
 
 
 def arguments(data, output, *more):
@@ -25,11 +22,11 @@ def arguments(data, output, *more):
 def test_frozen_parts_stay_as_they_began_statistics_included(data, tmp_path, more, trained):
     first = tmp_path / "first"
     assert train_cifar.main(arguments(data, first, "--mean 0.1 0.2 0.3 --std 0.4 0.5 0.6")) == 0
-    begun = safetensors.torch.load_file(first / run_folder.WEIGHTS)
+    begun = weights_of(first)
     second = tmp_path / "second"
     argv = arguments(data, second, f"--pretrained-path {first}", more)
     assert train_cifar.main(argv) == 0
-    ended = safetensors.torch.load_file(second / run_folder.WEIGHTS)
+    ended = weights_of(second)
     changed = {name for name, value in ended.items() if not torch.equal(value, begun[name])}
     if trained is not None:
         assert changed == trained

@@ -1,12 +1,8 @@
 """Several gloo processes: the same weights as one process with the same images, every test image once."""
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -24,15 +20,16 @@ from tests.engine.runner import (
     arguments,
     around,
     same_result,
+    saved,
     start_world,
+    stopped,
     train,
 )
 
 
 def assert_close(a: Path, b: Path) -> None:
     """Assert that two runs reached the same weights, up to the order of sums, and that they went some way to them."""
-    first, second, start = (checkpoint.read_checkpoint(path)["model"] for path in
-                            (a / checkpoint.LAST, b / checkpoint.LAST, a / "start.ckpt"))
+    first, second, start = (state["model"] for state in (saved(a), saved(b), saved(a, "start.ckpt")))
     moved = torch.cat([(first[name] - start[name]).flatten() for name in first])
     apart = torch.cat([(first[name] - second[name]).flatten() for name in first])
     assert moved.norm() > 0.1
@@ -70,9 +67,8 @@ def test_signal_to_one_process_stops_all_and_the_run_continues(data, tmp_path):
     whole, broken = (arguments(data, tmp_path / name, "--batch-size 4 --model-ema-decay 0.9")
                      for name in ("whole", "broken"))
     train(whole, size=2)
-    train(broken, SignalAfterUpdate(signal.SIGTERM, 3, rank=1), size=2, code=128 + signal.SIGTERM)
-    saved = checkpoint.read_checkpoint(tmp_path / "broken" / checkpoint.LAST)["progress"]["updates"]
-    assert saved == 3, "all hear of it in the same update"
+    stopped(broken, 3, rank=1, size=2)
+    assert saved(tmp_path / "broken")["progress"]["updates"] == 3, "all hear of it in the same update"
     train(broken, size=2)
     same_result(tmp_path / "broken", tmp_path / "whole")
 
@@ -101,18 +97,7 @@ def test_a_process_that_hangs_ends_the_run_in_one_line(data, tmp_path, hung):
     errors = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
     who = "" if hung else "process 1: "
     assert errors == [f"error: {who}waited in vain for the other processes: one has ended, or not answered for 0.1 min"]
-    assert checkpoint.read_checkpoint(folder / checkpoint.LAST)["progress"]["epoch"] == 1, "the run can go on"
-
-
-@pytest.mark.slow
-def test_torchrun(data, tmp_path):
-    """The command of the README."""
-    script = Path(__file__).parents[2] / "train_cifar.py"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parent)}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    subprocess.run([*launch, *arguments(data, tmp_path / "run", "--batch-size 4 --epochs 1")], env=environment,
-                   check=True, timeout=900, capture_output=True)
-    assert run_folder.read_results(tmp_path / "run")["test_images"] == 13
+    assert saved(folder)["progress"]["epoch"] == 1, "the run can go on"
 
 
 def rank_statistics(folder: Path) -> None:
@@ -131,6 +116,6 @@ def test_statistics_of_unlike_shards(data, tmp_path, how):
     train(arguments(data, folder, f"--batch-size 4 --epochs 1 --dist-bn {how}"), partial(rank_statistics, tmp_path),
           size=2)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1))
-    saved = checkpoint.read_checkpoint(folder / checkpoint.LAST)["model"]["bn1.running_mean"]
+    kept = saved(folder)["model"]["bn1.running_mean"]
     assert not torch.allclose(first, second, atol=1e-4), "or this does not test what it says"
-    torch.testing.assert_close(saved, (first + second) / 2 if how == "reduce" else first)
+    torch.testing.assert_close(kept, (first + second) / 2 if how == "reduce" else first)

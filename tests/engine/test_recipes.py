@@ -1,6 +1,4 @@
 """Recipes say what the papers do, and mean the same update on any number of processes."""
-from __future__ import annotations
-
 from dataclasses import asdict
 
 import pytest

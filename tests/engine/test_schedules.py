@@ -1,6 +1,4 @@
 """Learning rates, update by update, against the papers' formulas."""
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,6 +1,4 @@
 """What a run tells Weights & Biases, which a stand-in plays here: tried once with the real one, offline."""
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

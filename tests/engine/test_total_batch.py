@@ -1,6 +1,4 @@
 """A recipe means the same update on any number of processes, and a run may go on with another number of them."""
-from __future__ import annotations
-
 import json
 import signal
 from functools import partial
@@ -10,11 +8,11 @@ import pytest
 import torch
 
 from ea_vision.base.errors import UsageError
-from ea_vision.engine import checkpoint, run_folder
+from ea_vision.engine import run_folder
 from ea_vision.engine.preflight import describe_update
 from ea_vision.engine.train import Trainer
 from tests.engine.recipes import resolved
-from tests.engine.runner import GN_MODEL, SignalAfterUpdate, arguments, around, train
+from tests.engine.runner import GN_MODEL, SignalAfterUpdate, arguments, around, saved, train
 
 
 def test_who_can_share_is_named():
@@ -86,7 +84,7 @@ def test_stopped_on_two_continued_on_one_and_back_inside_an_epoch(data, tmp_path
     assert "8 images = 2 x 2 processes x 2 batches" in train(argv, partial(log_ids, ids, 2), size=2, code=STOPPED)
     assert run_folder.read_config(folder)[1]["processes"] == 2
     train(argv, partial(log_ids, ids, 2), code=STOPPED)
-    assert checkpoint.read_checkpoint(folder / checkpoint.LAST)["progress"]["step"] not in (0, 5)
+    assert saved(folder)["progress"]["step"] not in (0, 5)
     train(argv, partial(log_ids, ids), size=2)
     seen: dict[tuple[int, int], dict[str, list[int]]] = {}
     for path in sorted(ids.iterdir()):
@@ -97,7 +95,7 @@ def test_stopped_on_two_continued_on_one_and_back_inside_an_epoch(data, tmp_path
     for epoch in (0, 1):
         images = [i for step in range(5) for part in seen[epoch, step].values() for i in part]
         assert sorted(images) == list(range(40)), "each image once"
-    first, second = (checkpoint.read_checkpoint(path / checkpoint.LAST)["model"] for path in (alone, folder))
+    first, second = (saved(path)["model"] for path in (alone, folder))
     torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
     refused = train(arguments(data, alone, *SHARED, "--total-batch 4"), code=2)
     assert "the images of an update (batch_size x grad_accum_steps x processes) were 8, got 4" in refused

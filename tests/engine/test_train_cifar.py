@@ -1,10 +1,7 @@
 """The command, as users meet it: a run folder that others can read, modes, and bad input in one clear line."""
-from __future__ import annotations
-
 import csv
 import json
 import math
-import signal
 from functools import partial
 
 import pytest
@@ -13,14 +10,15 @@ import timm
 import yaml
 from PIL import Image
 
-from ea_vision.engine import checkpoint, run_folder, train_cifar
+from ea_vision.engine import run_folder, train_cifar
 from tests.engine.runner import (
-    SignalAfterUpdate,
     arguments,
     assert_equal,
     error_of,
     make_folder,
     same_result,
+    saved,
+    stopped,
     train,
     words,
 )
@@ -32,7 +30,7 @@ def data(tmp_path_factory):
 
 
 fails = partial(error_of, train_cifar.main)
-SWITCHES = "--holdout 16 --model-ema-decay 0.5 --amp bfloat16 --channels-last --cutmix 1 --opt adamw"
+SWITCHES = "--img-size 32 --holdout 16 --model-ema-decay 0.5 --amp bfloat16 --channels-last --cutmix 1 --opt adamw"
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +61,11 @@ def test_epochs_may_end_inside_one(data, tmp_path, capsys):
                      for name in ("whole", "killed"))
     train(whole)
     rows = run_folder.read_metrics(tmp_path / "whole")
-    assert rows["step"] == [8, 16, 21] == [8, 16, round(2.6 * 8)]
-    warm = round(0.2 * 21)
-    assert rows["lr"][-1] == pytest.approx(0.4 * (21 - 20) / (21 - warm), rel=1e-5), "one update before the end, at 0"
+    assert rows["step"] == [8, 16, 21]
+    assert rows["lr"][-1] == pytest.approx(0.4 / (21 - 4), rel=1e-5), "after 4 of warm-up, one update before the end"
     epochs = run_folder.read_results(tmp_path / "whole")["epochs"]
     assert epochs == run_folder.read_config(tmp_path / "whole")[0]["epochs"] == 2.6
-    train(killed, SignalAfterUpdate(signal.SIGTERM, 19), code=128 + signal.SIGTERM)
+    stopped(killed, 19)
     train(killed)
     same_result(tmp_path / "whole", tmp_path / "killed")
     assert train_cifar.main(whole) == 0 and "is complete" in capsys.readouterr().out
@@ -108,10 +105,7 @@ def test_evaluating_on_other_classes_is_an_error(finished, capsys):
     assert "has 3 classes, the data 10" in error
 
 
-def test_learning_curves(finished, tmp_path, capsys):
-    picture = tmp_path / "curves.png"
-    assert train_cifar.main(["--learning-curves", str(finished), str(finished), "--output", str(picture)]) == 0
-    assert Image.open(picture).size[0] > 500
+def test_learning_curves_that_cannot_be_drawn(finished, tmp_path, capsys):
     assert "not a run folder" in fails(["--learning-curves", str(tmp_path)], capsys)
     assert "must end in .png" in fails(["--learning-curves", str(finished), "--output", "a.gif"], capsys)
 
@@ -128,7 +122,7 @@ def test_epochs_left_out_of_evaluation_train_the_same(data, tmp_path, capsys):
     assert "chosen by the images that it is evaluated on: quote the last weights, or hold images out" in train(
         arguments(data, every, "--epochs 3"))
     argv = arguments(data, second, "--epochs 3 --eval-epochs 2")
-    assert "not evaluated" in train(argv, SignalAfterUpdate(signal.SIGTERM, 9), code=128 + signal.SIGTERM)
+    assert "not evaluated" in stopped(argv, 9)
     assert not (second / "best.ckpt").exists()
     assert "--epochs must be more than 1, got 1" in fails([*argv, "--epochs", "1"], capsys)
     train(argv)
@@ -136,7 +130,7 @@ def test_epochs_left_out_of_evaluation_train_the_same(data, tmp_path, capsys):
     for column in ("top1", "top5"):
         assert math.isnan(metrics[column][0]) and metrics[column][1:] == expected[column][1:]
     assert metrics["train_loss"] == expected["train_loss"]
-    states = [checkpoint.read_checkpoint(folder / "last.ckpt")["model"] for folder in (every, second)]
+    states = [saved(folder)["model"] for folder in (every, second)]
     assert_equal(*states, "model")
     results = run_folder.read_results(second)
     assert results["test_last"] == run_folder.read_results(every)["test_last"]

@@ -1,11 +1,8 @@
 """The ImageNet command: the papers' rates, exact evaluation, runs that survive, bad input in one clear line."""
-from __future__ import annotations
-
 import csv
 import importlib.util
 import json
 import shutil
-import signal
 import time
 from functools import partial
 from pathlib import Path
@@ -22,7 +19,7 @@ from ea_vision.engine.preflight import trial_step
 from ea_vision.engine.train_imagenet import ImageNetConfig
 from tests.data.photos import make_photos
 from tests.engine import runner
-from tests.engine.runner import SignalAfterUpdate, same_result
+from tests.engine.runner import same_result
 
 TINY = ("--model test_resnet --model-kwargs drop_rate=0.2 --img-size 16 --eval-resize 20 --batch-size 8 --workers 1 "
         "--epochs 2 --warmup-epochs 0 --device cpu --log-steps 2")
@@ -68,7 +65,7 @@ def test_ffcv_files_train_and_resume_as_images_do(photos, tmp_path):
     whole, broken, other = (runner.words(TINY, given, f"--output {tmp_path / name}")
                             for name in ("whole", "broken", "other"))
     train(whole, size=2)
-    train(broken, SignalAfterUpdate(signal.SIGTERM, 8, rank=1), size=2, code=143)
+    runner.stopped(broken, 8, rank=1, size=2, main=train_imagenet.main)
     train(broken, size=2)
     same_result(tmp_path / "broken", tmp_path / "whole")
     results = []

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from ea_vision.__main__ import main
-from ea_vision.engine import checkpoint, run_folder
+from ea_vision.engine import checkpoint, run_folder, train_cifar, train_imagenet
 from ea_vision.engine.train import Trainer
 from experiments import evidence
-from tests.engine.runner import SignalAfterUpdate, arguments, around, make_folder, run, train
+from tests.engine.runner import SignalAfterUpdate, arguments, around, error_of, make_folder, run, saved, train
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 240  # that a job may take on a busy machine
@@ -102,11 +102,14 @@ def test_without_sbatch_one_line_says_how_to_start_it(script, cluster):
 
 
 @pytest.mark.parametrize("script, before", [("imagenet.sbatch", ()), ("seeds.sbatch", ("sweep", "0", "a=", "--"))])
-def test_a_typo_is_told_once_before_the_training_starts(cluster, script, before):
-    (cluster / "bin" / "ea-vision").write_text(REAL)
-    code, out = sbatch(cluster, script, *before, "--epoch", "3", TRAINER="0", **(
-        {"task": 0} if before else {}))
-    assert code == 2 and out.count("error: ") == 1 and "unknown argument '--epoch'; did you mean --epochs" in out
+def test_a_typo_is_told_once_before_the_training_starts(cluster, capsys, script, before):
+    """The script asks by a command that a stand-in notes and refuses, and which says this where it is run."""
+    (cluster / "bin" / "ea-vision").write_text('#!/bin/bash\necho "$@" > "$PLACE/asked"; exit 2\n')
+    assert sbatch(cluster, script, *before, "--epoch", "3", TRAINER="0", **({"task": 0} if before else {}))[0] == 2
+    [asked] = noted(cluster, "asked")
+    command, *words = asked.split()
+    error = error_of({"train-imagenet": train_imagenet, "train-cifar": train_cifar}[command].main, words, capsys)
+    assert error.startswith("unknown argument '--epoch'; did you mean --epochs") and "--check-options" in words
     assert not noted(cluster, "srun")
 
 
@@ -125,7 +128,7 @@ def term_twice() -> None:
 def test_a_second_term_does_not_keep_trainers_from_saving(cluster):
     data, folder = make_folder(cluster / "data"), cluster / "run"
     train(arguments(data, folder, "--batch-size 4"), term_twice, size=2, code=143)
-    assert checkpoint.read_checkpoint(folder / checkpoint.LAST)["progress"]["updates"] == 8
+    assert saved(folder)["progress"]["updates"] == 8
 
 
 VARIANTS = ("none=--model conv_transformer_cifar --model-kwargs 'widths=[8, 8, 16, 16]'",
