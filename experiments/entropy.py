@@ -17,7 +17,7 @@ from PIL import Image
 
 import ea_vision
 
-NETWORKS = ("conv_transformer_cifar.fast_norm_c10", "pa_conv_transformer_cifar.fast_c10",
+NETWORKS = ("conv_transformer_cifar.fast_norm_c10", "pa_conv_transformer_cifar.fast_norm_c10",
             "ea_conv_transformer_cifar.fast_norm_c10")
 
 

@@ -138,6 +138,7 @@ def card(finished: FinishedRun, name: str, dtype: str, result: Evaluation, by_vi
         "| | |", "| --- | --- |",
         f"| recipe | `{config['recipe']}`: {options} |",
         f"| model keywords | {run['model_kwargs']} |",
+        *([f"| began with | `{Path(start).name}` |"] if (start := config.get("pretrained_path")) else []),
         f"| data | {run['train_images']} training images, {len(run['classes'])} classes: {', '.join(run['classes'])}; "
         f"SHA-256 of {'files' if split else 'pixels and labels'} `{run['data_fingerprint']}` |",
         f"| evaluated in training on | {seen}; the weights are those of epoch "

@@ -227,7 +227,7 @@ class ConvTransformer(HeadedNetwork, nn.Module):
 _cfg = partial(cifar_cfg, "stem.conv", "head.fc")
 SHIPPED = (  # of a model's weights the first are the default
     "conv_transformer_cifar.fast_norm_c10",
-    "pa_conv_transformer_cifar.fast_c10",
+    "pa_conv_transformer_cifar.fast_norm_c10",
     "ea_conv_transformer_cifar.fast_norm_c10",
 )
 default_cfgs = generate_default_cfgs({
@@ -245,7 +245,7 @@ register_networks(__name__, ConvTransformer, {
         trained={"fast_norm_c10": {"qk_norm": True}}),
     "pa_conv_transformer_cifar": Network(
         "The PA paper's PA-Conv-Transformer for CIFAR, a reconstruction: alpha 0.01, one convolution.",
-        {"evolution": "pa", "alpha": 0.01}),
+        {"evolution": "pa", "alpha": 0.01}, {"fast_norm_c10": {"qk_norm": True}}),
     "ea_conv_transformer_cifar": Network(
         "Evolving attention in the same network: alpha 0.5, beta 1.0; no paper gives EA on CIFAR.",
         {"evolution": "ea"}, {"fast_norm_c10": {"qk_norm": True}}),

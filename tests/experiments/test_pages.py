@@ -38,8 +38,9 @@ EVOLUTION, CIFAR, MAPS, KERNELS = (f"experiments/{name}.md" for name in ("evolut
 CELL, SCENES, TUNING, HEALTHY = (f"experiments/{name}/README.md" for name in (
     "factorial", "scenes", "finetune_scenes", "healthy_maps"))
 COLLAPSE = "Question 3: which findings were the collapse's?"
+HEALED = "Question 6: does a network that looks at single pixels recover without a new training?"
 SETS, KINDS = ("cifar10", "cifar100"), ("trained", "untrained", "shuffled")
-AA, EA = "conv_transformer_cifar", "ea_conv_transformer_cifar"
+AA, PA, EA = "conv_transformer_cifar", "pa_conv_transformer_cifar", "ea_conv_transformer_cifar"
 
 
 def by_seed(top1: pd.DataFrame) -> list[str]:
@@ -163,6 +164,8 @@ def replaced_maps():
            *healthy[["trained", "other", "none"]])
     yield (HEALTHY, COLLAPSE, *healthy, *(healthy["trained"] - healthy[["none", "own"]]), *without,
            without["trained"] - without["none"])
+    healed = table("replaced-maps/pa-norm-replaced.csv").set_index("maps")["top1"]
+    yield HEALTHY, HEALED, *healed, healed["trained"] - healed["none"], means.loc[PA, "trained"] - means.loc[PA, "none"]
     lost = means["trained"] - means["none"]
     yield (PAGE, "", f"{healthy['trained'] - healthy['none']:.1f}", f"{lost[EA]:.1f}",
            span(lost[["none", "PA", "EA", "EA without skip", "EA without convolution"]], 0) + " points")
@@ -333,14 +336,17 @@ def the_trials_of_healthy_maps_and_what_the_norm_costs_so_far():
 
 
 def the_runs_with_the_norm():
-    for name, in_recipe in ((EA, "six views "), (AA, "")):
+    for name, heading, in_recipe in ((EA, COLLAPSE, "six views "), (AA, COLLAPSE, ""), (PA, HEALED, None)):
         last = pd.read_csv(HEALTHY_RUNS / f"{name}.csv").iloc[-1]
         stored, views = re.findall(r"(\d\d\.\d\d)%(?: top-1,|\. 10000)", section(f"weights/{name}.fast_norm_c10.md"))
         shares = table("shipped-entropy.csv").query(f"model == '{name}.fast_norm_c10'")["entropy_share"]
-        yield (HEALTHY, COLLAPSE, f"{last['top1']:.2f}% in bfloat16, {stored} as stored", f"with six views {views}",
+        yield (HEALTHY, heading, f"{last['top1']:.2f}% in bfloat16, {stored} as stored", f"with six views {views}",
                f"training loss {last['train_loss']:.4f}", ", ".join(shown(shares[:5])))
         assert (shares.min() < 0.25) == name.startswith("ea_"), "the rule"
-        yield "ea_vision/recipes/fast.yaml", "", f"{last['top1']:.2f}, {in_recipe}{views} ({name})"
+        if in_recipe is not None:
+            yield "ea_vision/recipes/fast.yaml", "", f"{last['top1']:.2f}, {in_recipe}{views} ({name})"
+        else:
+            yield PAGE, "CIFAR-10", f"PA {last['top1']:.2f} and {views}"
 
 
 # ---- the probe, faithfulness, detection, speed -----------------------------------------------------------------------

@@ -101,7 +101,7 @@ def test_what_cannot_be_loaded(run, tmp_path):
                                              (lambda data: data[:-9] + b"x" + data[-8:], "checksum does not match")])
 def test_damaged_shipped_weights_are_one_line(tmp_path, damage, message):
     """timm itself reads a flipped bit in silence."""
-    name, path = "pa_conv_transformer_cifar.fast_c10", tmp_path / "weights.safetensors"
+    name, path = "aa_resnet34_050.scenes", tmp_path / "weights.safetensors"
     path.write_bytes((Path(ea_vision.__file__).parents[1] / "weights" / f"{name}.safetensors").read_bytes())
     overlay = {"pretrained_cfg_overlay": {"file": str(path)}}
     assert load_model(name, **overlay).trained
