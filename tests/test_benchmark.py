@@ -70,7 +70,8 @@ def test_memory_is_that_of_the_steps_alone(tmp_path):
     assert main([*TINY, "--models", "resnet18_cifar", "--csv", str(tmp_path / "m.csv")]) == 0
     [row] = csv.DictReader((tmp_path / "m.csv").open())
     weights = 4 * sum(p.numel() for p in timm.create_model("resnet18_cifar").parameters()) / 2**20
-    assert 3 * weights < float(row["memory_mib"]) < 4 * weights, "weights, gradients and momentum, without torch itself"
+    # weights, gradients and momentum, and on some CPUs 50 MB of oneDNN's own, but without torch itself, which takes 300
+    assert 3 * weights < float(row["memory_mib"]) < 5 * weights
 
 
 @pytest.mark.parametrize("more, message", [
