@@ -226,7 +226,8 @@ class BetonTrainLoader(ImageTrainLoader):
                 running.append(pool.submit(decode, keys))
                 if len(running) > self.workers + AHEAD:
                     yield running.popleft().result()
-            yield from (decoded.result() for decoded in running)
+            while running:
+                yield running.popleft().result()
 
     def _pixels(self, images: torch.Tensor) -> torch.Tensor:
         if self.device.type == "cpu":

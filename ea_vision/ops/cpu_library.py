@@ -56,8 +56,10 @@ class PlanesStruct(ctypes.Structure):
 
 def _machine() -> str:
     """Return what -march=native depends on; a cache on a shared disk serves machines of several kinds."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 
 
@@ -94,8 +96,11 @@ def _built(compiler: list[str], folder: str) -> Path:
 def _is_whole(library: Path) -> bool:
     """Return whether the file ends with its digest, which loaders of libraries do not read. To load a damaged library
     may kill the process."""
-    content = library.read_bytes() if library.exists() else b""
-    return hashlib.sha256(content[:-32]).digest() == content[-32:]
+    try:
+        content = library.read_bytes()
+    except FileNotFoundError:
+        return False
+    return len(content) > 32 and hashlib.sha256(content[:-32]).digest() == content[-32:]
 
 
 def _opened(compiler: list[str]) -> ctypes.CDLL:

@@ -62,7 +62,7 @@ def _asking(recording: Recording) -> list[LayerMaps]:
         layer.check_places()
     layers = [layer for layer in recording.maps.values() if layer.pixels_ask]
     if not layers:
-        layer.check_pixels_ask()
+        next(iter(recording.maps.values())).check_pixels_ask()
     return layers
 
 
