@@ -42,7 +42,11 @@ def attention_entropy(attn: Tensor) -> Tensor:
     Returns:
         (B, K)
     """
-    return torch.special.entr(as_distributions(attn)).sum(-1).mean(-1)
+    return _entropy(as_distributions(attn))
+
+
+def _entropy(rows: Tensor) -> Tensor:
+    return torch.special.entr(rows).sum(-1).mean(-1)
 
 
 def attention_distance(attn: Tensor, cell: tuple[float, float] = (1.0, 1.0)) -> Tensor:
@@ -140,13 +144,11 @@ def measure(model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] |
         for number, layer in maps.items():
             if layers is None and layer.layout.query_names:
                 continue
-            layer.check_pixels_ask()
-            attn, values, first = layer.attn.float(), found[number], layer.num_prefix_tokens
+            attn, values = layer.attn.float(), found[number]
             rows, cell = as_distributions(attn), np.divide(images.shape[-2:], layer.feat_size)  # pixels of a cell
-            patches = rows[:, :, first:, first:].unflatten(-1, layer.key_size).unflatten(2, layer.feat_size)
-            values["entropies"].append(torch.special.entr(rows).sum(-1).mean(-1))
-            values["distances"].append(attention_distance(patches, cell))
-            values["prefixes"].append(rows[..., :first].sum(-1).mean(-1))
+            values["entropies"].append(_entropy(rows))
+            values["distances"].append(attention_distance(layer.spatial(), cell))
+            values["prefixes"].append(rows[..., :layer.num_prefix_tokens].sum(-1).mean(-1))
             values["energies"].append(attn.square().sum((-2, -1)))
             if previous is not None and previous.shape == attn.shape:
                 values["correlations"].append(map_correlation(attn, previous))
