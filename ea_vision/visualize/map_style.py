@@ -123,10 +123,9 @@ def before_shares(model: nn.Module, name: str) -> dict[str, float]:
 def equation(model: nn.Module, layers: Sequence[AttentionLayer | LayerMaps]) -> str:
     """Say how the parts of the first layer that convolves maps of a layer before make each other, with its gates (of
     learnable ones their mean); "" where none does."""
-    convolving = [layer for layer in layers if before_shares(model, layer.name)]
-    if not convolving:
+    first = next((layer for layer in layers if before_shares(model, layer.name)), None)
+    if first is None:
         return ""
-    first = convolving[0]
     shares, gates = before_shares(model, first.name), model.get_submodule(first.name).evolution.gates()
     alpha, beta = (float(torch.as_tensor(gates.get(gate, 1.0)).detach().float().mean()) for gate in ("alpha", "beta"))
     names = {"prev_logits": "previous", "self_logits": "own"}
@@ -230,14 +229,13 @@ def attention_of(recording: Recording, layer: int, head: Head, query: Query | No
 
 def scaled(groups: Sequence[Sequence[Tile]], style: MapStyle, part: str = "attn", label: str = "") -> list[Bar]:
     """Give the tiles of each group, whose maps are compared, their scale; return the colour bar of each group."""
-    every, bars = [tile for group in groups for tile in group], []
-    for group in groups:
-        compared = every if style.scale in ("all", "uniform") else group
-        shared = norm_of([tile.values for tile in compared], style, part)
-        for tile in group:
-            tile.norm = norm_of([tile.values], style, part) if style.scale == "tile" else shared
-        bars.append(bar_of(group[0].norm, style, part, label))
-    return bars
+    every = [tile for group in groups for tile in group]
+    sharing = {"tile": [[tile] for tile in every], "layer": groups}.get(style.scale, [every])
+    for tiles in sharing:
+        norm = norm_of([tile.values for tile in tiles], style, part)
+        for tile in tiles:
+            tile.norm = norm
+    return [bar_of(group[0].norm, style, part, label) for group in groups]
 
 
 def norm_of(maps: Sequence[np.ndarray], style: MapStyle, part: str = "attn") -> Normalize:
