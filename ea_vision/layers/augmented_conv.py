@@ -54,21 +54,20 @@ def _gains(gain: Tensor) -> Tensor:
     return torch.cat([gain, torch.ones_like(gain)]).view(-1, 1, 1)
 
 
-def normalise_heads(qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Divide each head's queries and keys by the root of their mean square over the head's width, in float32 at least;
-    the queries times their head's gain.
+def normalise_heads(qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+    """Divide each head's queries and keys by the root of their mean square over the head's width; the queries times
+    their head's gain.
 
     Args:
         qk: (B, 2K, D, N), the heads of queries, then those of keys.
         gain: (K,).
 
     Returns:
-        queries and keys (B, K, D, N) in the type of qk, and the rates (B, 2K, 1, N) by which they were multiplied.
+        what they become, likewise, and the rates (B, 2K, 1, N) by which they were multiplied; in float32 at least.
     """
     wide = qk.to(torch.promote_types(qk.dtype, torch.float32))
     rate = ((wide * wide).mean(2, keepdim=True) + 1e-6).rsqrt()
-    q, k = (wide * (rate * _gains(gain))).to(qk.dtype).chunk(2, dim=1)
-    return q, k, rate
+    return wide * (rate * _gains(gain)), rate
 
 
 def _in_parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -87,9 +86,13 @@ class _NormaliseHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        made = [normalise_heads(*part, gain) for part in _in_parts(qk)]
-        q, k, rate = map(torch.cat, zip(*made, strict=True))
-        return q, k, rate
+        made = torch.empty_like(qk)
+        rate = torch.empty_like(qk[:, :, :1], dtype=torch.promote_types(qk.dtype, torch.float32))
+        for x, to_made, to_rate in _in_parts(qk, made, rate):
+            normalised, of_part = normalise_heads(x, gain)
+            to_made.copy_(normalised)
+            to_rate.copy_(of_part)
+        return *made.chunk(2, dim=1), rate
 
     @staticmethod
     def setup_context(ctx, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -322,9 +325,9 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
     @torch.jit.unused
     def _normalise(self, qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
         # a compiler fuses the plain form, and the reference has second derivatives
-        own = torch.is_grad_enabled() and forced[-1:] != ["reference"] and not torch.compiler.is_compiling()
-        q, k, _ = (_NormaliseHeads.apply if own else normalise_heads)(qk, gain)
-        return q, k
+        if torch.is_grad_enabled() and forced[-1:] != ["reference"] and not torch.compiler.is_compiling():
+            return _NormaliseHeads.apply(qk, gain)[:2]
+        return normalise_heads(qk, gain)[0].to(qk.dtype).chunk(2, dim=1)
 
     def heads_of(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]]:
         """Return queries, keys and values of the attention branch, and the map's size.
@@ -342,7 +345,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         if gain is None:
             q, k = qk.chunk(2, dim=1)
         elif torch.jit.is_scripting():
-            q, k, _ = normalise_heads(qk, gain)
+            q, k = normalise_heads(qk, gain)[0].to(qk.dtype).chunk(2, dim=1)
         else:
             q, k = self._normalise(qk, gain)
         v = v.reshape(B, self.num_heads, self.dim_head_v, H * W).transpose(-2, -1)
