@@ -11,10 +11,9 @@
     optimizer       the optimiser by name, and the learning rate of each update
     signals         SIGTERM and Ctrl-C as a wish to stop
     evaluate        top-1, top-5, confusion; every image exactly once
-    report          what an evaluation leaves on disk
     checkpoint      files with all that resuming needs, verified when they are read
     run_folder      what a run leaves on disk
     step_log        how a run goes between its epochs: speed.csv, the log, TensorBoard, Weights & Biases
     watch           attention maps after each epoch: entropy and largest probability by layer
-    curves          learning curves of several runs in one picture
+    pictures        learning curves of several runs, and the confusion of an evaluation
 """

@@ -28,6 +28,7 @@ from ea_vision.engine.config import TrainConfig, make_parser, parse, resolve
 from ea_vision.engine.data_module import DataModule
 from ea_vision.engine.preflight import preflight
 from ea_vision.engine.signals import StopRequest
+from ea_vision.engine.step_log import StepLog
 from ea_vision.engine.train import Trainer
 
 log = logging.getLogger(__name__)
@@ -46,10 +47,9 @@ def main(module: type[DataModule], argv: list[str] | None = None) -> int:
                        "into --output, PNG, SVG or PDF by its suffix (default: learning_curves.png)")
     modes.add_argument("--check-options", action="store_true", help="say whether the options hold together, and end")
     given = parse(parser, argv)
-    target, runs = given.pop("evaluate", None), given.pop("learning_curves", None)
-    only_checked = given.pop("check_options", False)
+    target, runs, only_checked = (given.pop(mode, None) for mode in ("evaluate", "learning_curves", "check_options"))
     if runs:
-        from ea_vision.engine.curves import write_learning_curves  # matplotlib, which training does without
+        from ea_vision.engine.pictures import write_learning_curves  # matplotlib, which training does without
 
         write_learning_curves([Path(run) for run in runs], Path(given.get("output", "learning_curves.png")))
     elif target:
@@ -77,28 +77,24 @@ def train(module: type[DataModule], config: TrainConfig) -> None:
         check_writable(folder)
         log.info("recipe      %s", config.recipe)
         data = module(config.for_processes(world.size), world, training=True)
-        complete = is_complete(folder, data.config, world.size)
         data.check()
-        if complete:
-            data.check_fingerprint(run_folder.read_config(folder)[1]["data_fingerprint"], folder)
+        if is_complete(folder, data):
             log.info("%s is complete", folder)
             return
-        trainer, test_loader, about = put_together(data, folder, stop)
+        trainer, about = put_together(data, folder, stop)
         with run_folder.locked(folder, world):
             begin_or_resume(trainer, about)
             trainer.fit()
-            finish(trainer, test_loader, about)
-            trainer.step_log.close()
+            finish(trainer, about)
 
 
-def put_together(data: DataModule, folder: Path, stop: StopRequest) -> tuple[Trainer, Any, dict[str, Any]]:
-    """Return the training loop of a run, the loader of its test images, and the `about` section of its config.yaml.
+def put_together(data: DataModule, folder: Path, stop: StopRequest) -> tuple[Trainer, dict[str, Any]]:
+    """Return the training loop of a run, and the `about` section of its config.yaml.
 
     Raises:
         UsageError: options, data, model and machine that do not go together.
     """
     config, world, under = data.config, data.world, provenance()
-    check_data(data)
     check_same_everywhere(world, {"data": data.fingerprint, "commit": under["git_commit"], **under["versions"],
                                   **{name: value for name, value in asdict(config).items()
                                      if name not in OWN_OF_A_NODE}})
@@ -112,8 +108,7 @@ def put_together(data: DataModule, folder: Path, stop: StopRequest) -> tuple[Tra
     random_seed(config.seed + 1, world.rank)  # dropout must differ between processes
     trainer = data.trainer(data, model, data.train_loader(**keywords), data.eval_loader(**keywords), folder, stop)
     preflight(trainer)
-    test_loader = data.test_loader(**keywords) if data.eval_split == "held_out" else trainer.eval_loader
-    return trainer, test_loader, {
+    return trainer, {
         "model_kwargs": kwargs, "classes": data.classes,
         "mean": list(keywords["mean"]), "std": list(keywords["std"]),
         "train_images": data.train_images, "eval_images": data.eval_images, "eval_split": data.eval_split,
@@ -184,26 +179,12 @@ def log_to_stdout(rank: int) -> None:
     logger.setLevel(logging.INFO if rank == 0 else logging.CRITICAL)
 
 
-def check_data(data: DataModule) -> None:
-    """Raise UsageError for data that an update or an evaluation of this run cannot be made of."""
-    config, needed = data.config, data.config.images_of_update(data.world.size)
-    if not config.test and data.eval_split != "held_out":
-        raise UsageError("--no-test needs training images held out (--holdout) to evaluate on, got none")
-    if data.train_images < needed:
-        fits = 2 ** int(math.log2(max(data.train_images // data.world.size, 1)))
-        raise UsageError(f"an update needs {needed} training images (batch_size x grad_accum_steps x processes), and "
-                         f"the data set has fewer, {data.train_images}: --batch-size {fits}")
-
-
 def check_keywords(config: TrainConfig) -> None:
     """Raise UsageError for a keyword that the model lacks, before data is opened, which may take minutes."""
-    kwargs = {key: value for key, value in config.model_kwargs.items() if key not in ("num_classes", "in_chans")}
-    if not kwargs.keys() - config.optional_kwargs:
-        return
     try:
         with torch.device("meta"):
-            create_classifier(config.model, kwargs, config.optional_kwargs, num_classes=2,
-                              img_size=kwargs.get("img_size", config.img_size), notice=lambda line: None)
+            create_classifier(config.model, config.model_kwargs, config.optional_kwargs, num_classes=2,
+                              img_size=config.img_size, notice=lambda line: None)
     except UsageError as error:
         if "has no keyword" in str(error):  # values are refused when the classes are known, and not on this device
             raise
@@ -229,7 +210,7 @@ def freeze(model: nn.Module, names: list[str], all_but_classifier: bool) -> None
             raise UsageError(f"freeze: the model has no {name!r}; "
                              f"{near_matches(name, dict(model.named_modules()), 'modules')}")
         for parameter in found:
-            parameter.requires_grad_(False)
+            parameter.requires_grad = False
     if all_but_classifier:
         model.requires_grad_(False)
         model.get_classifier().requires_grad_(True)
@@ -251,20 +232,21 @@ def check_same_everywhere(world: World, own: dict[str, Any]) -> None:
 # ---- begin or resume --------------------------------------------------------------------------------------------
 
 
-def is_complete(folder: Path, config: TrainConfig, processes: int) -> bool:
+def is_complete(folder: Path, data: DataModule) -> bool:
     """Return whether `folder` holds this run, complete, and --resume is auto.
 
     Raises:
-        UsageError: the folder holds a run and --resume none asks for a new one.
+        UsageError: the folder holds a run of other options or data, or --resume none asks for a new one.
     """
-    files = (run_folder.CONFIG, checkpoint.LAST, checkpoint.PREVIOUS, checkpoint.BEST)
-    if config.resume == "none" and any((folder / name).exists() for name in files):
+    config = data.config
+    if config.resume == "none" and (folder / run_folder.CONFIG).exists():
         raise UsageError(f"{folder} holds a run: continue it with --resume auto, choose another --output, or delete it")
     results = run_folder.read_results(folder) if config.resume == "auto" else None
     if results is None or config.test and "held_out_last" in results:  # all but the test is done
         return False
     saved, about = run_folder.read_config(folder)
-    _require_same(config.differences(saved, processes, about["processes"]), folder)
+    _require_same(config.differences(saved, data.world.size, about["processes"]), folder)
+    data.check_fingerprint(about["data_fingerprint"], folder)
     return results["epochs"] >= config.epochs
 
 
@@ -278,17 +260,18 @@ def begin_or_resume(trainer: Trainer, about: dict[str, Any]) -> None:
     """Load the checkpoint that --resume names or finds, write config.yaml.
 
     Raises:
-        UsageError: a checkpoint that does not fit; the folder is as it was.
+        UsageError: a checkpoint that does not fit, or a log that cannot be kept; the folder is as it was.
     """
-    found = checkpoint_to_resume(trainer.config, trainer.folder, trainer.world)
+    config, folder, world = trainer.config, trainer.folder, trainer.world
+    found = checkpoint_to_resume(config, folder, world)
     if found is not None:
         resume(trainer, *found)
     trainer.progress.begin(about)
-    if trainer.world.is_main:
-        (trainer.folder / run_folder.RESULTS).unlink(missing_ok=True)  # only a complete run has it
-        run_folder.write_config(trainer.folder, asdict(trainer.config), {**about, "starts": trainer.progress.starts})
-    trainer.step_log.begin(trainer.progress.updates)
-    trainer.world.barrier()
+    if world.is_main:
+        trainer.step_log = StepLog(folder, config, trainer.progress.updates)
+        (folder / run_folder.RESULTS).unlink(missing_ok=True)  # only a complete run has it
+        run_folder.write_config(folder, asdict(config), {**about, "starts": trainer.progress.starts})
+    world.barrier()
 
 
 def checkpoint_to_resume(config: TrainConfig, folder: Path, world: World) -> tuple[Path, dict[str, Any]] | None:
@@ -347,7 +330,7 @@ def resume(trainer: Trainer, path: Path, state: dict[str, Any]) -> None:
 # ---- the end ----------------------------------------------------------------------------------------------------
 
 
-def finish(trainer: Trainer, test_loader, about: dict[str, Any]) -> None:
+def finish(trainer: Trainer, about: dict[str, Any]) -> None:
     """Test the best and the last weights, each image once; write results.json, which marks the run complete.
 
     With --no-test the test images are left alone, and the results are those on the images held out.
@@ -355,12 +338,13 @@ def finish(trainer: Trainer, test_loader, about: dict[str, Any]) -> None:
     config, progress, folder, data = trainer.config, trainer.progress, trainer.folder, trainer.data
     tested = config.test and data.eval_split == "held_out"
     split, first = "test" if tested else data.eval_split, trainer.measures[0]
+    loader = data.test_loader(**data.loader_keywords(trainer.model)) if tested else None
 
     def figures_of(row: dict[str, float]) -> dict[str, float]:
         """Return an epoch's measures; with images held out also those of its weights, which are loaded, in a test."""
         figures = {name: row[name] for name in ("epoch", *trainer.measures)}
         if tested:
-            result = trainer.evaluate(trainer.best_model, test_loader, len(data.classes), trainer.world, config)
+            result = trainer.evaluate(trainer.best_model, loader, len(data.classes), trainer.world, config)
             figures |= {f"held_out_{first}": row[first], **result.figures()}
         return figures
 
@@ -375,6 +359,7 @@ def finish(trainer: Trainer, test_loader, about: dict[str, Any]) -> None:
             **{f"{split}_{name}": {key: None if math.isnan(value) else round(value, 4) for key, value in of.items()}
                for name, of in (("last", last), ("best", best))},  # JSON has no nan: AP where no object is large
             "hardware": about["hardware"]})
+        trainer.step_log.close()
     trainer.world.barrier()
     said = f"{trainer.quality} on images held out" if split == "held_out" else f"test {trainer.quality}"
     log.info("%s: best weights (epoch %d) %s, last weights %s", said, progress.best_epoch,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import yaml
@@ -29,37 +30,23 @@ GROUPS = ("run", "model", "data", "augmentation", "loss", "length and batch", "o
 RUN, MODEL, DATA, AUGMENT, LOSS, LENGTH, OPTIMISER, RATE, SPEED, EVALUATION, KEPT = GROUPS
 
 
-@dataclass(frozen=True)
-class Rules:
-    """What an option is for, and which values it allows.
+def option(default: Any, help: str, group: str, *, choices: tuple[str, ...] = (), minimum: float = 0,
+           maximum: float = math.inf, above: float = -math.inf, not_with: str = "", goes_with: str = "", bare: str = "",
+           resume: bool = False):
+    """Return a field of an options dataclass that is part of the experiment: it must not change on resume.
 
-    default: its value where nothing else is said.
-    help: for --help; states the unit.
-    group: title of the options among which --help lists it.
-    choices, minimum, maximum, above: the values it allows; the last is not allowed itself.
-    not_with: an option that excludes this one: while that has a value, this must keep its default.
-    goes_with: an option that this one needs: while that has no value, this must keep its default.
-    bare: the value of the flag without a value.
-    resume: whether it may change when a run is resumed.
+    Args:
+        default: its value where nothing else is said.
+        help: for --help; states the unit.
+        group: title of the options among which --help lists it.
+        choices, minimum, maximum, above: the values it allows; the last is not allowed itself.
+        not_with: an option that excludes this one: while that has a value, this must keep its default.
+        goes_with: an option that this one needs: while that has no value, this must keep its default.
+        bare: the value of the flag without a value.
+        resume: whether it may change when a run is resumed.
     """
-
-    default: Any
-    help: str
-    group: str
-    choices: tuple[str, ...] = ()
-    minimum: float = 0
-    maximum: float = math.inf
-    above: float = -math.inf
-    not_with: str = ""
-    goes_with: str = ""
-    bare: str = ""
-    resume: bool = False
-
-
-def option(default: Any, help: str, group: str, **rules: Any):
-    """Return a field of an options dataclass that is part of the experiment: it must not change on resume."""
-    wanted = {"default_factory": default.copy} if isinstance(default, (list, dict)) else {"default": default}
-    return dataclasses.field(**wanted, metadata={"rules": Rules(default, help, group, **rules)})
+    rules = SimpleNamespace(**locals())
+    return dataclasses.field(default_factory=lambda: copy.copy(default), metadata={"rules": rules})
 
 
 setting = partial(option, resume=True)  # no part of the experiment: it may change when a run is resumed
@@ -181,7 +168,7 @@ class TrainConfig:
             raise UsageError(f"min_lr must be at most lr ({self.lr:g}), got {self.min_lr:g}")
 
     @classmethod
-    def rules(cls) -> dict[str, Rules]:
+    def rules(cls) -> dict[str, SimpleNamespace]:
         """Return the rules of every option, by its name."""
         return {field.name: field.metadata["rules"] for field in dataclasses.fields(cls)}
 
@@ -268,10 +255,9 @@ def _percentage(value: Any) -> float | str:
     """Return a number, or a percentage as text."""
     if not str(value).endswith("%"):
         return float(value)
-    percent = float(str(value)[:-1])
-    if not 0 <= percent <= 100:
+    if not 0 <= float(value[:-1]) <= 100:
         raise ValueError
-    return f"{percent:.10g}%"
+    return value
 
 
 def _plain(value: Any) -> Any:
@@ -312,7 +298,7 @@ def _converted(name: str, value: Any, kind: Any) -> Any:
         raise UsageError(f"{name} must be {wanted}, got {value!r}") from error
 
 
-def _check_value(name: str, value: Any, rules: Rules) -> None:
+def _check_value(name: str, value: Any, rules: SimpleNamespace) -> None:
     """Raise UsageError unless `rules` allow this value, or each of a list."""
     if rules.choices and value not in rules.choices:
         raise UsageError(f"{name} must be one of {', '.join(rules.choices)}, got {value!r}")
@@ -396,7 +382,7 @@ def resolve(cls: type[TrainConfig], given: dict[str, Any]) -> Any:
         UsageError: unknown key (naming near matches), wrong type or range.
     """
     names = list(cls.rules())
-    recipe_name = given.get("recipe", cls.recipe)
+    recipe_name = given.get("recipe", cls.rules()["recipe"].default)
     recipe = load_recipe(recipe_name)
     if "about" in recipe:  # a run folder's, perhaps another trainer's; its folder is no part of the experiment
         recipe = {key: value for key, value in recipe.items() if key in names and key not in ("output", "resume")}
@@ -448,7 +434,7 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> dict[str, 
     """
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
-        flags = [s for action in parser._actions for s in action.option_strings if s.startswith("--")]
         flag = unknown[0].partition("=")[0]
-        raise UsageError(f"unknown argument {unknown[0]!r}; {near_matches(flag, flags, 'flags')}")
+        raise UsageError(f"unknown argument {unknown[0]!r}; "
+                         f"{near_matches(flag, parser._option_string_actions, 'flags')}")
     return {key: dict(value) if key.endswith("_kwargs") else value for key, value in vars(namespace).items()}

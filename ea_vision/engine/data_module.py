@@ -1,13 +1,13 @@
 """The data of a trainer: its options, how its images are opened and loaded, how a result of it is written."""
 
+import math
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.figures import figure_bytes
 from ea_vision.base.files import atomic_write, create, csv_text, write_json
 from ea_vision.base.networks import (
     check_classes,
@@ -22,8 +22,6 @@ from ea_vision.base.processes import World
 from ea_vision.data.bad_images import BadImages
 from ea_vision.engine import run_folder
 from ea_vision.engine.config import TrainConfig
-from ea_vision.engine.report import plot_confusion
-from ea_vision.engine.train import Trainer
 
 
 class DataModule:
@@ -54,19 +52,10 @@ class DataModule:
         bad_images: where the loaders put what they cannot read.
     """
 
-    description: ClassVar[str]
-    examples: ClassVar[str]
-    options: ClassVar[type[TrainConfig]]
-    trainer: ClassVar[type[Trainer]]
-    least_classes: ClassVar[int] = 2
-
-    classes: list[str]
-    eval_images: int
-    test_images: int
-    fingerprint: str
-    same_images: bool = False
-    train_images: int = 0
-    eval_split: str = "test"
+    least_classes = 2
+    same_images = False
+    train_images = 0
+    eval_split = "test"
 
     def __init__(self, config: TrainConfig, world: World, training: bool):
         self.config, self.world = config, world
@@ -87,12 +76,22 @@ class DataModule:
         return model, kwargs
 
     def check(self) -> None:
-        """Raise UsageError for data that nothing can be learnt or judged from."""
+        """Raise UsageError for data that nothing can be learnt or judged from, or no update be made of."""
+        config, processes, images = self.config, self.world.size, self.train_images
         if len(self.classes) < self.least_classes:
             raise UsageError(f"at least {self.least_classes} classes of images are required, got "
                              f"{', '.join(self.classes) or 'none'}")
+        if not images:  # an evaluation
+            return
         if self.same_images:
             raise UsageError("the training images are those to evaluate on: give others")
+        if not config.test and self.eval_split != "held_out":
+            raise UsageError("--no-test needs training images held out (--holdout) to evaluate on, got none")
+        needed = config.images_of_update(processes)
+        if images < needed:
+            raise UsageError(f"an update needs {needed} training images (batch_size x grad_accum_steps x processes), "
+                             f"and the data set has fewer, {images}: --batch-size "
+                             f"{2 ** int(math.log2(max(images // processes, 1)))}")
 
     def check_fingerprint(self, saved: str, source: Path) -> None:
         """Raise UsageError unless a run's fingerprint is that of this data."""
@@ -134,6 +133,8 @@ class DataModule:
     def write_evaluation(self, folder: Path, result, about: dict[str, Any]) -> list[Path]:
         """Write evaluation.json, per_class.csv and confusion.png, both of the images as they are, of a result of the
         trainer's `evaluate`; return their paths."""
+        from ea_vision.engine.pictures import figure_bytes, plot_confusion  # matplotlib
+
         create(folder)
         paths = [folder / "evaluation.json", folder / "per_class.csv", folder / "confusion.png"]
         write_json(paths[0], {**about, **result.numbers()})

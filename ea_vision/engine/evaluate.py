@@ -22,20 +22,15 @@ from ea_vision.engine.config import TrainConfig
 VIEWS = ("none", "mirror", "six")
 
 
-def views(images: torch.Tensor, kind: str) -> list[tuple[float, torch.Tensor]]:
-    """Return the views of images (B, C, H, W) as (weight, view), the images themselves first; the weights' sum is 1."""
-    if kind == "none":
-        return [(1.0, images)]
-    sources = [(0.5, images)]
+def logits_by_views(model: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor, kind: str) -> torch.Tensor:
+    """Return the weighted mean of the logits of the VIEWS of images (B, C, H, W), float32 (B, classes)."""
+    views = [(1.0, images)]
     if kind == "six":
         padded = F.pad(images, (1, 1, 1, 1), mode="reflect")
-        sources = [(0.25, images), (0.125, padded[..., :-2, :-2]), (0.125, padded[..., 2:, 2:])]
-    return [(weight, view) for weight, source in sources for view in (source, source.flip(-1))]
-
-
-def logits_by_views(model: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return the weighted mean of the logits of the images' views, float32 (B, classes)."""
-    return sum(weight * model(view).float() for weight, view in views(images, kind))
+        views = [(0.5, images), (0.25, padded[..., :-2, :-2]), (0.25, padded[..., 2:, 2:])]
+    if kind != "none":
+        views = [(weight / 2, view) for weight, source in views for view in (source, source.flip(-1))]
+    return sum(weight * model(view).float() for weight, view in views)
 
 
 def autocast(amp: str, device: torch.device) -> torch.autocast:
@@ -89,17 +84,16 @@ def evaluate(model: nn.Module, loader, num_classes: int, world: World, config: T
     confusion = torch.zeros(num_classes * num_classes, dtype=torch.float64, device=world.device)
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)  # in the top 5, loss
 
-    def logits_of(images: torch.Tensor) -> torch.Tensor:
-        with autocast(config.amp, world.device):
-            return model(images.contiguous(memory_format=torch.channels_last) if config.channels_last else images)
-
     with closing(loader.batches()) as batches:
         for images, targets, _ in batches:
             if should_stop is not None and should_stop():
                 return None
             if not len(images):
                 continue
-            logits = logits_by_views(logits_of, images, tta)
+            if config.channels_last:
+                images = images.contiguous(memory_format=torch.channels_last)
+            with autocast(config.amp, world.device):
+                logits = logits_by_views(model, images, tta)
             top = logits.topk(min(5, num_classes), dim=1).indices
             confusion.index_add_(0, targets * num_classes + top[:, 0], torch.ones_like(targets, dtype=torch.float64))
             totals += torch.stack([(top == targets[:, None]).sum(), F.cross_entropy(logits, targets, reduction="sum")])

@@ -1,13 +1,10 @@
 """What can be known before the first step: memory and pace. Problems are errors, the rest a few lines to read."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,9 +14,7 @@ from ea_vision.base.networks import REFUSALS
 from ea_vision.base.units import duration, memory_size
 from ea_vision.engine.config import TrainConfig, load_recipe
 from ea_vision.engine.evaluate import autocast
-
-if TYPE_CHECKING:
-    from ea_vision.engine.train import Trainer
+from ea_vision.engine.train import Trainer
 
 log = logging.getLogger(__name__)
 TRIAL_IMAGES_ON_CPU = 8
@@ -43,13 +38,13 @@ def describe_update(config: TrainConfig, processes: int, has_norms: bool = False
 
 
 def trial_step(model: nn.Module, config: TrainConfig, img_size: int, device: torch.device,
-               loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> tuple[float, int]:
+               loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> float:
     """Make training steps on noise with a copy of the model; nothing of the run is changed by it.
 
     loss_of: the loss of a model and images.
 
     Returns:
-        Seconds per batch, computation alone, and the peak device memory in bytes (0 on a CPU).
+        Seconds per batch, computation alone.
 
     Raises:
         UsageError: the batch does not fit into the device's memory, or the model refuses it.
@@ -57,9 +52,10 @@ def trial_step(model: nn.Module, config: TrainConfig, img_size: int, device: tor
     on_gpu = device.type == "cuda"
     count = config.batch_size if on_gpu else min(config.batch_size, TRIAL_IMAGES_ON_CPU)
     with torch.random.fork_rng([device] if on_gpu else []):
-        memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
         trial = copy.deepcopy(model).train()
-        images = torch.randn(count, 3, img_size, img_size, device=device).contiguous(memory_format=memory_format)
+        images = torch.randn(count, 3, img_size, img_size, device=device)
+        if config.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
         try:
@@ -78,8 +74,7 @@ def trial_step(model: nn.Module, config: TrainConfig, img_size: int, device: tor
         except REFUSALS as error:
             raise UsageError(f"model {config.model} cannot be trained on batches of {count} images of {img_size} "
                              f"pixels: {error}") from error
-    peak = torch.cuda.max_memory_allocated(device) if on_gpu else 0
-    return seconds * config.batch_size / count, peak
+    return seconds * config.batch_size / count
 
 
 def preflight(trainer: Trainer) -> None:
@@ -89,16 +84,19 @@ def preflight(trainer: Trainer) -> None:
         UsageError: something does not fit.
     """
     model, config, data, world = trainer.model, trainer.config, trainer.data, trainer.world
-    seconds, peak = trial_step(model, config, config.img_size, world.device, trainer.loss_on_noise)
+    seconds = trial_step(model, config, config.img_size, world.device, trainer.loss_on_noise)
     norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
     split = data.eval_split.replace("_", " ")
-    where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    where = "CPU"
+    if world.device.type == "cuda":
+        where = (f"{torch.cuda.get_device_name(world.device)}, "
+                 f"{memory_size(torch.cuda.max_memory_allocated(world.device))} used each")
     for name, said in {
         "run": f"{trainer.folder}, seed {config.seed}",
         "data": f"{data.train_images} training images, {data.eval_images} to evaluate on ({split}), "
                 f"{len(data.classes)} classes",
         "model": f"{config.model}, {sum(p.numel() for p in model.parameters()):,} parameters, {config.img_size} pixels",
-        "processes": f"{world.size} on {where}{f', {memory_size(peak)} used each' if peak else ''}",
+        "processes": f"{world.size} on {where}",
         "update": describe_update(config, world.size, norms),
         "time": f"about {duration(seconds * len(trainer.train_loader) * config.epochs)} for "
                 f"{trainer.total_updates} updates, {trainer.updates_per_epoch} an epoch (computation alone, from one "

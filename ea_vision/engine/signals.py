@@ -9,13 +9,10 @@ class StopRequest:
     """While active, remembers the first SIGTERM or SIGINT, and ignores a further SIGTERM: schedulers signal every
     process of a job, and torchrun forwards its own to them. A second Ctrl-C acts at once."""
 
-    def __init__(self):
-        self.signal: int | None = None
-        self._previous: dict[int, object] = {}
+    signal: int | None = None
 
     def __enter__(self) -> StopRequest:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._previous[number] = signal.signal(number, self._remember)
+        self._previous = {number: signal.signal(number, self._remember) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
     def __exit__(self, *_) -> None:
@@ -27,4 +24,4 @@ class StopRequest:
         if self.signal is None:
             self.signal = number
         if number == signal.SIGINT:
-            signal.signal(number, self._previous[number])
+            signal.signal(number, signal.default_int_handler)

@@ -16,11 +16,12 @@ import dataclasses
 import logging
 import math
 import time
+from collections import namedtuple
 from collections.abc import Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any
 
 import torch
 from timm.utils import ModelEmaV3, dispatch_clip_grad, distribute_bn
@@ -34,18 +35,20 @@ from ea_vision.base.networks import lay_out, load_state, non_finite
 from ea_vision.base.processes import mean_in_order
 from ea_vision.base.units import duration
 from ea_vision.engine import checkpoint, run_folder
+from ea_vision.engine.data_module import DataModule
 from ea_vision.engine.evaluate import NonFiniteLoss
 from ea_vision.engine.optimizer import build_optimizer, build_schedule, load_optimizer
 from ea_vision.engine.signals import StopRequest
-from ea_vision.engine.step_log import StepLog, memory_mib, rounded
+from ea_vision.engine.step_log import memory_mib, rounded
 from ea_vision.engine.watch import MapsWatch
 from ea_vision.layers import learnable_gates
 
-if TYPE_CHECKING:
-    from ea_vision.engine.data_module import DataModule
-
 log = logging.getLogger(__name__)
 LEAST_SCALE = 1e-4  # of float16 gradients, as fairseq's --min-loss-scale
+# An update: its number within the epoch, learning rate, ids of this process's samples by batch, whether an
+# infinite gradient is a fault; on the device (4,): mean loss, norm of the gradient, processes that were asked to stop,
+# images that could not be read.
+Update = namedtuple("Update", ("step", "rate", "ids", "strict", "values"))
 
 
 @dataclass
@@ -69,18 +72,6 @@ class Progress:
         self.starts = [start for start in self.starts if start["update"] <= self.updates]  # others' updates are lost
         if not self.starts or self.starts[-1] | who != self.starts[-1]:
             self.starts.append({"update": self.updates + 1, **who})
-
-
-class Update(NamedTuple):
-    """An update that was made: number within its epoch, learning rate, ids of this process's samples by batch, and
-    whether an infinite gradient is a fault; on the device (4,): mean loss, norm of the gradient, processes that were
-    asked to stop, images that could not be read."""
-
-    step: int
-    rate: float
-    ids: list[torch.Tensor]
-    strict: bool
-    values: torch.Tensor
 
 
 def is_multiple(count: int, of: int) -> bool:
@@ -118,11 +109,13 @@ class Trainer:
         watches: whether its networks take images alone, so that their attention maps are watched: further columns of
             metrics.csv.
         check_every: updates between looks at what they came to, on an accelerator; on a CPU, where none waits, 1.
+
+    `best_model` is what is evaluated and exported: the averaged weights where they are on.
     """
 
-    measures: ClassVar[tuple[str, ...]] = run_folder.MEASURES
-    quality: ClassVar[str] = "accuracy"
-    watches: ClassVar[bool] = False
+    measures = run_folder.MEASURES
+    quality = "accuracy"
+    watches = False
     check_every = 10
 
     def __init__(self, data: DataModule, model: nn.Module, train_loader, eval_loader, folder: Path, stop: StopRequest):
@@ -135,12 +128,12 @@ class Trainer:
             if not on_cuda:
                 raise UsageError(f"--sync-bn needs CUDA, got {world.device.type}")
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        self.model = lay_out(model, torch.channels_last) if config.channels_last else model
+        self.model = self.best_model = lay_out(model, torch.channels_last) if config.channels_last else model
         self.eval_net = self.net = self._compiled(self.model)
         self.ema = None
         if config.model_ema_decay:
             self.ema = ModelEmaV3(self.model, decay=config.model_ema_decay, use_warmup=config.model_ema_warmup)
-            self.eval_net = self.ema.module
+            self.best_model = self.eval_net = self.ema.module
         if world.size > 1:
             # Not with static_graph: it fails where the first backward is in no_sync, and brings nothing measurable.
             # Around the compiled model: what is compiled inside DDP's forward torch splits at the borders of its
@@ -155,10 +148,9 @@ class Trainer:
         self.optimizer = build_optimizer(config, self.model, self.images_of_update)
         self.scheduler = build_schedule(config, self.optimizer, self.updates_per_epoch)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.amp == "float16")
-        self.step_log = StepLog(folder, config, world.is_main)
         self.progress = Progress()
-        self.last_good: Path | None = None
-        if world.device.type == "cpu":
+        self.step_log = self.last_good = None  # a StepLog and the path of a checkpoint, once the run begins
+        if not on_cuda:
             self.check_every = 1
         self.unchecked: list[Update] = []  # those since the last look
         self.loss = math.nan  # of the latest update that was looked at
@@ -177,11 +169,6 @@ class Trainer:
                              f"{config.warmup_epochs:g}; --warmup-epochs 20% is a fifth of them")
 
     # ---- state ----------------------------------------------------------------------------------------------------
-
-    @property
-    def best_model(self) -> nn.Module:
-        """The model that is evaluated and exported: the averaged weights where they are on."""
-        return self.ema.module if self.ema is not None else self.model
 
     def load(self, state: dict[str, Any], source: Path) -> None:
         """Continue from a checkpoint's state.
@@ -218,7 +205,7 @@ class Trainer:
             "config": dataclasses.asdict(self.config), "data_fingerprint": self.data.fingerprint,
             "world_size": self.world.size, "progress": dataclasses.asdict(self.progress), "random": random_states,
             "ema": weights if self.ema is not None else None,
-            **{name: getattr(self, name).state_dict() for name in ("model", "optimizer", "scheduler", "scaler")}})
+            **{name: getattr(self, name).state_dict() for name in ("model", "optimizer", "scaler")}})
         run_folder.write_metrics(self.folder, self.progress.rows, self.measures)
         if snapshot:
             run_folder.write_snapshot(self.folder, weights, self.progress.epoch)
@@ -274,12 +261,15 @@ class Trainer:
 
     # ---- what updates came to -------------------------------------------------------------------------------------
 
-    def check(self) -> bool:
+    def check(self, weights: bool = False) -> bool:
         """Read what the updates since the last look came to; return whether a process was asked to stop. All processes
         must call this after the same update.
 
+        weights: also look, as where a process was asked to stop, for weights and buffers (batch statistics) that no
+            checkpoint should hold: steps and statistics can overflow where losses and gradients do not.
+
         Raises:
-            NonFiniteLoss: a loss or gradient was not finite.
+            NonFiniteLoss: a loss or gradient, or a weight, was not finite.
             RunError: more images than are allowed cannot be read.
         """
         unchecked, self.unchecked = self.unchecked, []
@@ -293,22 +283,19 @@ class Trainer:
                 raise self._reported("the loss of", f"is {loss}", update)
             if update.strict and not math.isfinite(norm):
                 raise self._reported("the norm of the gradient of", f"is {norm}", update)
-        return any(stops for _, _, stops, _ in values)
-
-    def _check_weights(self, latest: Update) -> None:
-        """Raise NonFiniteLoss, on every process, for weights and buffers (batch statistics) no checkpoint should hold:
-        steps and statistics can overflow where losses and gradients do not."""
-        weights = self.model.state_dict()
-        if self.ema is not None:
-            weights |= {f"averaged {name}": value for name, value in self.ema.module.state_dict().items()}
-        spoilt = non_finite(weights)
-        everywhere = [name for of_rank in self.world.gather(spoilt) for name in of_rank]  # statistics differ by rank
-        if everywhere:
-            raise self._reported("a weight is not finite after", f"({everywhere[0]})", latest)
+        stops = any(stops for _, _, stops, _ in values)
+        if weights or stops:
+            spoilt = non_finite(self.model.state_dict())
+            if self.ema is not None:
+                spoilt += [f"averaged {name}" for name in non_finite(self.best_model.state_dict())]
+            everywhere = [name for of_rank in self.world.gather(spoilt) for name in of_rank]  # statistics differ
+            if everywhere:
+                raise self._reported("a weight is not finite after", f"({everywhere[0]})", unchecked[-1])
+        return stops
 
     def _reported(self, before: str, after: str, update: Update) -> NonFiniteLoss:
         """Write which samples every process had in an update of the epoch; return the error that names it."""
-        everywhere = self.world.gather([i for batch_ids in update.ids for i in batch_ids.tolist()])
+        everywhere = self.world.gather(torch.cat(update.ids).tolist())
         epoch = self.progress.epoch + 1
         path = self.folder / f"nonfinite-epoch{epoch:03d}-update{update.step:05d}.json"
         error = NonFiniteLoss(f"{before} update {update.step} of epoch {epoch} {after}; its samples are in {path}")
@@ -345,15 +332,13 @@ class Trainer:
                 batches = [next(source) for _ in range(config.grad_accum_steps)]
                 progress.data_seconds += time.perf_counter() - start
                 self._update(batches)
-                latest, done = self.unchecked[-1], progress.step == updates
-                due = is_multiple(progress.step, config.checkpoint_steps)
+                done = progress.step == updates
+                due = done or is_multiple(progress.step, config.checkpoint_steps)
                 logged = config.log_steps > 0 and (done or is_multiple(progress.step, config.log_steps))
                 stop = self.world.size == 1 and self.stop.signal is not None  # else all processes hear of it together
-                if stop or done or due or logged or is_multiple(progress.step, self.check_every):
-                    stop = self.check() or stop
+                if stop or due or logged or is_multiple(progress.step, self.check_every):
+                    stop |= self.check(weights=due or stop)
                     bar.set_postfix(loss=f"{self.loss:.3f}", refresh=False)
-                if stop or done or due:
-                    self._check_weights(latest)
                 progress.seconds += time.perf_counter() - start
                 bar.update()
                 if logged:
@@ -365,6 +350,8 @@ class Trainer:
 
     def _log_step(self, done: bool) -> None:
         """Add a row to the step log; where the epoch is `done`, its own line tells of it."""
+        if self.step_log is None:
+            return
         progress, then = self.progress, self._logged
         self._logged, seconds = copy.copy(progress), progress.seconds - then.seconds
         left = (self.total_updates - progress.updates) * progress.seconds / progress.step
@@ -379,7 +366,15 @@ class Trainer:
         """Evaluate where that is due, add the epoch's row, save."""
         progress, config, start = self.progress, self.config, time.perf_counter()
         number, trained = progress.epoch + 1, progress.seconds
-        figures = self._evaluated(number)
+        if self.world.size > 1:  # batch statistics are each process's own until here
+            distribute_bn(self.best_model, self.world.size, reduce=config.dist_bn == "reduce")
+        figures = dict.fromkeys(("eval_loss", *self.measures), math.nan)
+        if number % config.eval_epochs == 0 or number == self.total_epochs:
+            result = self.evaluate(self.eval_net, self.eval_loader, len(self.data.classes), self.world, config,
+                                   should_stop=self._stop_wanted)
+            if result is None:
+                self._leave()
+            figures |= {"eval_loss": getattr(result, "loss", math.nan), **result.figures()}
         self.data.bad_images.collect(self.world, self.folder)
         row = {
             "epoch": number, "step": progress.updates, "lr": self.optimizer.param_groups[0]["lr"],
@@ -389,40 +384,27 @@ class Trainer:
         if self.watches and self.world.is_main:
             row |= self.eval_loader(self.eval_net)
         row = rounded(row | gates(self.best_model))
-        progress.rows.append(row)
-        progress.epoch, measured = number, row[self.measures[0]]
-        best = measured > progress.best_top1
+        best = row[self.measures[0]] > progress.best_top1
         if best:
-            progress.best_top1, progress.best_epoch = measured, number
-        progress.step, progress.loss_sum, progress.seconds, progress.data_seconds = 0, 0.0, 0.0, 0.0
+            progress.best_top1, progress.best_epoch = row[self.measures[0]], number
+        progress.rows.append(row)
+        progress.epoch, progress.step = number, 0
+        progress.loss_sum = progress.seconds = progress.data_seconds = 0.0
         self.save(best, snapshot=is_multiple(number, config.snapshot_epochs))
-        self.step_log.send("epoch", row)
+        if self.step_log is not None:
+            self.step_log.send("epoch", row)
         self._log_epoch(row)
-
-    def _evaluated(self, number: int) -> dict[str, float]:
-        """Return eval_loss and the measures after so many epochs, nan where --eval-epochs leaves them out."""
-        figures = dict.fromkeys(("eval_loss", *self.measures), math.nan)
-        if self.world.size > 1:  # batch statistics are each process's own until here
-            distribute_bn(self.best_model, self.world.size, reduce=self.config.dist_bn == "reduce")
-        if number % self.config.eval_epochs == 0 or number == self.total_epochs:
-            result = self.evaluate(self.eval_net, self.eval_loader, len(self.data.classes), self.world, self.config,
-                                   should_stop=self._stop_wanted)
-            if result is None:
-                self._leave()
-            figures |= {"eval_loss": getattr(result, "loss", math.nan), **result.figures()}
-        return figures
 
     def _log_epoch(self, row: Mapping[str, float]) -> None:
         """Say in a line what an epoch came to."""
         progress, seconds = self.progress, [other["seconds"] for other in self.progress.rows]
         left = (self.total_epochs - progress.epoch) * sum(seconds) / len(seconds)
-        quality = "not evaluated"
+        best = "not evaluated"
         if not math.isnan(row[self.measures[0]]):
             best = ("best so far" if progress.best_epoch == progress.epoch else
                     f"best {progress.best_top1:.2f}%, epoch {progress.best_epoch}")
-            quality = f"{self.text_of(row)}  {best}"
-        if not math.isnan(row["eval_loss"]):
-            quality = f"evaluation loss {row['eval_loss']:.4f}  {quality}"
+        loss = "" if math.isnan(row["eval_loss"]) else f"evaluation loss {row['eval_loss']:.4f}"
+        quality = "  ".join(filter(None, (loss, self.text_of(row), best)))
         log.info("epoch %(epoch)d/%(of)d  training loss %(train_loss).4f  %(quality)s  lr %(lr).3g  %(images_per_s).0f "
                  "images/s  %(seconds).1f s%(left)s", row | {"of": self.total_epochs, "quality": quality,
                                                              "left": f"  {duration(left)} left" if left else ""})

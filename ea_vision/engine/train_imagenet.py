@@ -148,7 +148,7 @@ class ClassFolders(DataModule):
         self.evaluated = self._open("validation", config.val_beton, config.val_split, training, Evaluated(
             config.side_to_evaluate, config.eval_resize, config.interpolation))
         self.classes, self.fingerprint = self.evaluated.classes, self.evaluated.fingerprint()
-        self.eval_images = self.test_images = len(self.evaluated)
+        self.eval_images = len(self.evaluated)
         self.about = {"data": self.evaluated.name}
         if training:
             check_same_classes(self.train.name, self.train.classes, self.evaluated.name, self.classes)
@@ -181,25 +181,23 @@ class ClassFolders(DataModule):
 
     def train_loader(self, **keywords) -> ImageTrainLoader | BetonTrainLoader:
         config, source = self.config, self.train
-        common = self._common(keywords, config.img_size, config.batch_size) | {
-            "seed": config.seed, "size_of": config.size_of, "repeats": config.aug_repeats}
+        keywords.update(img_size=config.img_size, batch_size=config.batch_size, workers=config.workers,
+                        bad_images=self.bad_images, seed=config.seed, size_of=config.size_of,
+                        repeats=config.aug_repeats)
         if not config.train_beton:
-            return ImageTrainLoader(source, transform=partial(checked_train_transform, config), **common)
+            return ImageTrainLoader(source, transform=partial(checked_train_transform, config), **keywords)
         os_cache = config.os_cache == "on" or config.os_cache == "auto" and all(  # one order for all, on any machine
             self.world.gather(source.fits_in_memory()))
-        return BetonTrainLoader(source, os_cache=os_cache, scale=(config.crop_scale, 1.0), hflip=config.hflip, **common)
+        return BetonTrainLoader(source, os_cache=os_cache, scale=(config.crop_scale, 1.0), hflip=config.hflip,
+                                **keywords)
 
     def eval_loader(self, **keywords) -> ImageEvalLoader:
         config = self.config
         transform = (partial(eval_transform, resize=config.eval_resize, interpolation=config.interpolation)
                      if not config.val_beton else lambda _: lambda pixels: pixels)  # stored as they are evaluated
-        return ImageEvalLoader(self.evaluated, transform=transform, **self._common(
-            keywords, config.side_to_evaluate, config.eval_batch_size))
-
-    def _common(self, keywords: dict[str, Any], img_size: int, batch_size: int) -> dict[str, Any]:
-        """Return the keywords of loaders of such images and batches."""
-        return {**keywords, "img_size": img_size, "batch_size": batch_size, "workers": self.config.workers,
-                "bad_images": self.bad_images}
+        return ImageEvalLoader(self.evaluated, transform=transform, img_size=config.side_to_evaluate,
+                               batch_size=config.eval_batch_size, workers=config.workers, bad_images=self.bad_images,
+                               **keywords)
 
     def loader_keywords(self, model: nn.Module) -> dict[str, Any]:
         config = self.config

@@ -30,8 +30,7 @@ def begun(monkeypatch):
 
 def log(folder, project="p", step=3):
     folder.mkdir(parents=True, exist_ok=True)
-    step_log = StepLog(folder, resolve(CifarConfig, {"recipe": "none", "wandb": project, "lr": 1}), is_main=True)
-    step_log.begin(0)
+    step_log = StepLog(folder, resolve(CifarConfig, {"recipe": "none", "wandb": project, "lr": 1}), 0)
     step_log.add(dict.fromkeys(COLUMNS, 0.5) | {"step": step})
     step_log.close()
 

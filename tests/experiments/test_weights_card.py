@@ -9,7 +9,7 @@ import torch
 from ea_vision.base.errors import exit_code
 from ea_vision.data.small_images import load_dataset
 from ea_vision.engine import run_folder, train_imagenet
-from ea_vision.engine.evaluate import views
+from ea_vision.engine.evaluate import logits_by_views
 from experiments import weights_card
 from tests.data.photos import make_photos
 from tests.engine.runner import arguments, make_folder, run
@@ -29,7 +29,7 @@ def test_the_card_of_exported_weights_has_the_figures_of_the_file(tmp_path, monk
         assert weights_card.main([str(folder), "-o", str(out), "--data-dir", str(data)]) == 0
         model = timm.create_model("test_resnet", **about["model_kwargs"], checkpoint_path=str(out)).eval()
         with torch.no_grad():
-            plain, six = model(x), sum(weight * model(view) for weight, view in views(x, "six"))
+            plain, six = model(x), logits_by_views(model, x, "six")
         top1, by_six = (100 * (logits.argmax(1) == test.targets).double().mean().item() for logits in (plain, six))
         card = out.with_suffix(".md").read_text()
         assert safetensors.torch.load_file(out)["conv1.0.weight"].dtype == getattr(torch, dtype)

@@ -4,7 +4,6 @@ kind of figure at the widths of a paper's column and page, few and many models, 
 import itertools
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import matplotlib
 import pytest
@@ -14,9 +13,6 @@ from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
 
 from ea_vision.base.print import text_width, wrapped
-from ea_vision.engine import curves
-from ea_vision.engine.evaluate import Evaluation
-from ea_vision.engine.report import plot_confusion
 from ea_vision.recorder.quantities import LayerQuantities
 from ea_vision.recorder.recording import PARTS
 from ea_vision.visualize import MapStyle, plot_jacobian
@@ -168,26 +164,3 @@ def test_names_break_between_words_first():
     assert wrapped("one two-three four", text_width("two-three", 7) + 0.1, 7) == "one\ntwo-three\nfour"
     assert wrapped("stages.2.blocks.0", text_width("stages.2.", 7) + 0.1, 7) == "stages.2.\nblocks.0"
     assert "".join(wrapped("w" * 40, 30, 7).split("\n")) == "w" * 40
-
-
-def learning_curves(labels, width, monkeypatch):
-    """Of runs without folders: the readers of folders are replaced."""
-    metrics = {"epoch": [1, 2, 3, 4], "train_loss": [2.0, 1.5, 1.2, 1.0], "eval_loss": [2.1, 1.7, 1.5, 1.4],
-               "top1": [30.0, 40.0, 50.0, 55.0]}
-    monkeypatch.setattr(curves, "read_config", lambda *of: ({"model": "ea_conv_transformer_cifar"},
-                                                            {"eval_split": "held_out"}))
-    monkeypatch.setattr(curves, "read_metrics", lambda *of: metrics)
-    return curves.plot_learning_curves([Path("runs") / label for label in labels], width=width)
-
-
-def confusion(labels, width, _):
-    figure = plot_confusion(Evaluation(30, 50.0, 90.0, 1.0, torch.eye(10 * len(labels))),
-                            ["flying_squirrel"] * 10 * len(labels), labels[0], width=width)
-    assert labels[0].replace(" ", "") in figure.get_suptitle().replace("\n", "").replace(" ", "")
-    return figure
-
-
-@pytest.mark.parametrize("width, count", [(3.3, 4), (6.75, 1)])
-@pytest.mark.parametrize("draw", [learning_curves, confusion])
-def test_figures_of_results_in_print(draw, width, count, monkeypatch):
-    check(draw([f"{LONG} [{number}]" for number in range(count)], width, monkeypatch), width)

@@ -1,0 +1,62 @@
+"""Learning curves of runs (figure 5 of the EA paper, figure 7 of the PA paper), and the confusion of an evaluation.
+
+Importing this imports matplotlib, which training does without.
+"""
+
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from ea_vision.base.errors import UsageError
+from ea_vision.base.figures import FORMATS, figure_bytes
+from ea_vision.base.files import atomic_write, check_output
+from ea_vision.engine.evaluate import Evaluation
+from ea_vision.engine.run_folder import read_config, read_metrics
+
+MOST_NAMED = 40  # classes whose names and numbers have room
+
+
+def write_learning_curves(folders: list[Path], output: Path) -> None:
+    """Draw losses and top-1 (of a detector AP) of run folders over their epochs, into a PNG, SVG or PDF.
+
+    Raises:
+        UsageError: not a run folder, a run without a complete epoch, or another suffix.
+    """
+    if output.suffix.lower() not in FORMATS:
+        raise UsageError(f"--output of learning curves must end in {' or '.join(FORMATS)}, got {output}")
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    loss_axes, measure_axes = figure.subplots(1, 2, subplot_kw={"xlabel": "epoch"})
+    loss_axes.set_ylabel("loss (evaluation dashed)")
+    for folder in folders:
+        config, about = read_config(folder)
+        columns = {name: np.array(column) for name, column in read_metrics(folder).items()}
+        if not len(columns["epoch"]):
+            raise UsageError(f"{folder} has no complete epoch yet")
+        measure = about["measures"][0]
+        evaluated = ~np.isnan(columns[measure])  # --eval-epochs leaves epochs out
+        epochs, values, losses = (columns[name][evaluated] for name in ("epoch", measure, "eval_loss"))
+        [line] = measure_axes.plot(epochs, values, ".-", label=f"{folder.name}: {config['model']}, {measure} (%) on "
+                                   f"{about['eval_split']} images, best {values.max(initial=0):.2f}")
+        loss_axes.plot(columns["epoch"], columns["train_loss"], ".-", epochs, losses, ".--", color=line.get_color())
+    figure.legend(loc="outside lower center")
+    atomic_write(check_output(output), figure_bytes(figure, output.suffix.lower()))
+    print(f"written: {output}")
+
+
+def plot_confusion(result: Evaluation, classes: list[str], name: str) -> Figure:
+    """Draw the confusion matrix, each row as percent of its class, with the names and numbers of few classes."""
+    percent = 100 * result.confusion / result.confusion.sum(1, keepdim=True).clamp(min=1)
+    side = min(5 + 0.4 * len(classes), 17)
+    figure = Figure(figsize=(side, side), layout="constrained")
+    axes = figure.add_subplot(xlabel="taken for", ylabel="class", title=f"{name}\ntop-1 {result.top1:.2f}%, "
+                              f"top-5 {result.top5:.2f}%, {result.images} images")
+    image = axes.imshow(percent.numpy(), cmap="Blues", vmin=0, vmax=100)
+    figure.colorbar(image, label="percent of the class", shrink=0.8)
+    if len(classes) <= MOST_NAMED:
+        axes.set_xticks(range(len(classes)), classes, rotation=90)
+        axes.set_yticks(range(len(classes)), classes)
+        for row, column in (percent >= 0.5).nonzero().tolist():
+            value = percent[row, column]
+            axes.text(column, row, f"{value:.0f}", ha="center", va="center", color="white" if value > 50 else "black")
+    return figure
