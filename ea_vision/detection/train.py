@@ -74,7 +74,7 @@ class DetectionConfig(TrainConfig):
     data_dir: str = setting("", "folder with train/, val/, train.json and val.json, or COCO's own", DATA)
     workers: int = setting(8, "processes that decode images, per training process; 0: in this one", DATA,
                            maximum=MOST_WORKERS)
-    batch_size: int = option(8, "images per process and step", LENGTH, minimum=1)
+    batch_size: int = setting(8, "images per process and step", LENGTH, minimum=1)
     eval_batch_size: int = option(8, "images per process and evaluation step", EVALUATION, minimum=1)
     opt: str = option("momentum", "timm optimiser, lookahead_NAME too (sgd is Nesterov's, momentum the plain one)",
                       OPTIMISER)
@@ -139,7 +139,7 @@ class CocoDetection(DataModule):
         self.bad_images = BadImages(config.max_bad_images)
         self.test = CocoFolder(config.data_dir, "val")
         self.classes, self.fingerprint = self.test.classes, self.test.fingerprint()
-        self.eval_images = self.test_images = len(self.test)
+        self.evaluated = self.test
         self.about = {"task": TASK, "category_ids": self.test.category_ids, "eval_data": str(self.test.json)}
         if training:
             self.train = CocoFolder(config.data_dir, "train")
@@ -148,7 +148,7 @@ class CocoDetection(DataModule):
             self.same_images = self.train.fingerprint() == self.fingerprint
             self.fingerprint = self.train.fingerprint() + self.fingerprint
             self.about["train_data"] = str(self.train.json)
-            self.train_images, self.describe = len(self.train), self.train.describe
+            self.describe = self.train.describe
 
     @staticmethod
     def default_output(config: DetectionConfig) -> str:

@@ -111,7 +111,7 @@ def put_together(data: DataModule, folder: Path, stop: StopRequest) -> tuple[Tra
     return trainer, {
         "model_kwargs": kwargs, "classes": data.classes,
         "mean": list(keywords["mean"]), "std": list(keywords["std"]),
-        "train_images": data.train_images, "eval_images": data.eval_images, "eval_split": data.eval_split,
+        "train_images": len(data.train), "eval_images": len(data.evaluated), "eval_split": data.eval_split,
         "measures": list(trainer.measures), **data.about, "data_fingerprint": data.fingerprint,
         "processes": world.size, "hardware": hardware(world.device, world.size), "command": " ".join(sys.argv), **under}
 
@@ -355,7 +355,7 @@ def finish(trainer: Trainer, about: dict[str, Any]) -> None:
     if trainer.world.is_main:
         write_json(folder / run_folder.RESULTS, {
             "model": config.model, "epochs": config.epochs, "eval_split": data.eval_split,
-            f"{split}_images": data.test_images if tested else data.eval_images,
+            f"{split}_images": len(data.test if tested else data.evaluated),
             **{f"{split}_{name}": {key: None if math.isnan(value) else round(value, 4) for key, value in of.items()}
                for name, of in (("last", last), ("best", best))},  # JSON has no nan: AP where no object is large
             "hardware": about["hardware"]})

@@ -78,11 +78,12 @@ class TrainConfig:
 
     epochs: float = setting(10, "passes over the training images; of 4.3 the last one ends after 0.3 of its updates",
                             LENGTH, above=0)
-    batch_size: int = option(128, "images per process and step", LENGTH, minimum=1)
-    grad_accum_steps: int = option(1, "batches added up for one update of the weights", LENGTH, minimum=1)
-    total_batch: int = option(0, "images of an update over all processes: they share it, in batches of at most "
-                                 "batch_size, which are added up; 0, and where batch_size or grad_accum_steps is given "
-                                 "alone: batch_size x grad_accum_steps x processes", LENGTH)
+    # Of these three their product with the processes must not change, which `differences` compares.
+    batch_size: int = setting(128, "images per process and step", LENGTH, minimum=1)
+    grad_accum_steps: int = setting(1, "batches added up for one update of the weights", LENGTH, minimum=1)
+    total_batch: int = setting(0, "images of an update over all processes: they share it, in batches of at most "
+                                  "batch_size, which are added up; 0, and where batch_size or grad_accum_steps is "
+                                  "given alone: batch_size x grad_accum_steps x processes", LENGTH)
 
     opt: str = option("sgd", "timm optimiser, lookahead_NAME too (sgd is Nesterov's, momentum the plain one; muon: "
                              "AdamW for what is no matrix)", OPTIMISER)
@@ -229,18 +230,17 @@ class TrainConfig:
         An option that is missing there is younger than what was saved, which was made with its default. How
         processes share the images of an update may change, their number (total_batch) may not.
         """
-        pairs = [(name, saved.get(name, rules.default), getattr(self, name)) for name, rules in self.rules().items()
-                 if not rules.resume and name not in OF_AN_UPDATE]
-        changed = {name: f"{name} was {was!r}, got {now!r}" for name, was, now in pairs if was != now}
+        changed = {}
+        for name, rules in self.rules().items():
+            was, now = saved.get(name, rules.default), getattr(self, name)
+            if was != now and not rules.resume:
+                changed[name] = f"{name} was {was!r}, got {now!r}"
         was = saved["batch_size"] * saved["grad_accum_steps"] * saved_processes
         now = self.images_of_update(processes)
         if was != now:
             changed["total_batch"] = ("the images of an update (batch_size x grad_accum_steps x processes) were "
                                       f"{was}, got {now}")
         return changed
-
-
-OF_AN_UPDATE = ("batch_size", "grad_accum_steps", "total_batch")  # what counts is their product with the processes
 
 
 def _whole(value: Any) -> int:

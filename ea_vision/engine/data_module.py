@@ -4,7 +4,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from ea_vision.base.errors import UsageError
@@ -44,8 +43,9 @@ class DataModule:
 
     Attributes:
         classes: names, in the order of the targets.
-        train_images, eval_images, test_images: how many there are; train_images is 0 for an evaluation.
-        eval_split: what the eval_loader has: "test", or "held_out" where the test images are kept for the end.
+        train, evaluated, test: the images to train on (None for an evaluation), those to evaluate on and, where
+            eval_split is held_out, those to test on; `len()` says how many.
+        eval_split: what is evaluated on: "test", or "held_out" where the test images are kept for the end.
         fingerprint: the same for the same data; goes into checkpoints.
         same_images: the training images are those that are evaluated on, which `check` refuses.
         about: what config.yaml and evaluation.json say of the data besides.
@@ -54,7 +54,7 @@ class DataModule:
 
     least_classes = 2
     same_images = False
-    train_images = 0
+    train = None
     eval_split = "test"
 
     def __init__(self, config: TrainConfig, world: World, training: bool):
@@ -77,17 +77,17 @@ class DataModule:
 
     def check(self) -> None:
         """Raise UsageError for data that nothing can be learnt or judged from, or no update be made of."""
-        config, processes, images = self.config, self.world.size, self.train_images
+        config, processes = self.config, self.world.size
         if len(self.classes) < self.least_classes:
             raise UsageError(f"at least {self.least_classes} classes of images are required, got "
                              f"{', '.join(self.classes) or 'none'}")
-        if not images:  # an evaluation
+        if self.train is None:  # an evaluation
             return
         if self.same_images:
             raise UsageError("the training images are those to evaluate on: give others")
         if not config.test and self.eval_split != "held_out":
             raise UsageError("--no-test needs training images held out (--holdout) to evaluate on, got none")
-        needed = config.images_of_update(processes)
+        images, needed = len(self.train), config.images_of_update(processes)
         if images < needed:
             raise UsageError(f"an update needs {needed} training images (batch_size x grad_accum_steps x processes), "
                              f"and the data set has fewer, {images}: --batch-size "
@@ -133,17 +133,17 @@ class DataModule:
     def write_evaluation(self, folder: Path, result, about: dict[str, Any]) -> list[Path]:
         """Write evaluation.json, per_class.csv and confusion.png, both of the images as they are, of a result of the
         trainer's `evaluate`; return their paths."""
-        from ea_vision.engine.pictures import figure_bytes, plot_confusion  # matplotlib
+        from ea_vision.engine.pictures import confusion_png  # matplotlib, which training does without
 
         create(folder)
         paths = [folder / "evaluation.json", folder / "per_class.csv", folder / "confusion.png"]
         write_json(paths[0], {**about, **result.numbers()})
-        others = result.confusion - torch.diag(result.confusion.diagonal())
+        others = result.confusion.clone().fill_diagonal_(0)
         atomic_write(paths[1], csv_text([
             {"class": name, "images": int(row.sum()), "top1": f"{100 * row[index] / row.sum():.2f}",
              "most_confused_with": self.classes[wrong.argmax()] if wrong.any() else "",
              "confused_images": int(wrong.max())}
             for index, (name, row, wrong) in enumerate(zip(self.classes, result.confusion, others, strict=True))
         ]).encode())
-        atomic_write(paths[2], figure_bytes(plot_confusion(result, self.classes, about["model"])))
+        atomic_write(paths[2], confusion_png(result, self.classes, about["model"]))
         return paths

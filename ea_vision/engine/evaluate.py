@@ -44,13 +44,15 @@ class NonFiniteLoss(RunError):
 
 @dataclass
 class Evaluation:
-    """Result over all images. top1 and top5 in percent; confusion[i, j]: images of class i taken for class j."""
+    """Result over all images. top1 and top5 in percent; confusion[i, j]: images of class i taken for class j; sample:
+    the first images of this process, at most 32."""
 
     images: int
     top1: float
     top5: float
     loss: float
     confusion: torch.Tensor
+    sample: torch.Tensor
 
     def figures(self) -> dict[str, float]:
         """Return the measures of metrics.csv, in percent."""
@@ -81,6 +83,7 @@ def evaluate(model: nn.Module, loader, num_classes: int, world: World, config: T
     """
     model.eval()
     config = config or TrainConfig()
+    sample = torch.empty(0)
     confusion = torch.zeros(num_classes * num_classes, dtype=torch.float64, device=world.device)
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)  # in the top 5, loss
 
@@ -90,6 +93,8 @@ def evaluate(model: nn.Module, loader, num_classes: int, world: World, config: T
                 return None
             if not len(images):
                 continue
+            if not len(sample):
+                sample = images[:32].clone()
             if config.channels_last:
                 images = images.contiguous(memory_format=torch.channels_last)
             with autocast(config.amp, world.device):
@@ -105,4 +110,4 @@ def evaluate(model: nn.Module, loader, num_classes: int, world: World, config: T
     if not math.isfinite(loss):
         raise NonFiniteLoss(f"the loss of the evaluation on {count} images is {loss / count}")
     return Evaluation(count, 100 * confusion.diagonal().sum().item() / count, 100 * in_top5 / count, loss / count,
-                      confusion)
+                      confusion, sample)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
+from sklearn.metrics import ConfusionMatrixDisplay
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import FORMATS, figure_bytes
@@ -28,6 +29,8 @@ def write_learning_curves(folders: list[Path], output: Path) -> None:
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     loss_axes, measure_axes = figure.subplots(1, 2, subplot_kw={"xlabel": "epoch"})
     loss_axes.set_ylabel("loss (evaluation dashed)")
+    for axes in figure.axes:
+        axes.locator_params(axis="x", integer=True)
     for folder in folders:
         config, about = read_config(folder)
         columns = {name: np.array(column) for name, column in read_metrics(folder).items()}
@@ -44,19 +47,17 @@ def write_learning_curves(folders: list[Path], output: Path) -> None:
     print(f"written: {output}")
 
 
-def plot_confusion(result: Evaluation, classes: list[str], name: str) -> Figure:
-    """Draw the confusion matrix, each row as percent of its class, with the names and numbers of few classes."""
+def confusion_png(result: Evaluation, classes: list[str], name: str) -> bytes:
+    """Draw the confusion matrix, each row as percent of its class, with the names and numbers of few classes; return a
+    PNG file."""
     percent = 100 * result.confusion / result.confusion.sum(1, keepdim=True).clamp(min=1)
-    side = min(5 + 0.4 * len(classes), 17)
+    few, side = len(classes) <= MOST_NAMED, min(5 + 0.4 * len(classes), 17)
     figure = Figure(figsize=(side, side), layout="constrained")
-    axes = figure.add_subplot(xlabel="taken for", ylabel="class", title=f"{name}\ntop-1 {result.top1:.2f}%, "
-                              f"top-5 {result.top5:.2f}%, {result.images} images")
-    image = axes.imshow(percent.numpy(), cmap="Blues", vmin=0, vmax=100)
-    figure.colorbar(image, label="percent of the class", shrink=0.8)
-    if len(classes) <= MOST_NAMED:
-        axes.set_xticks(range(len(classes)), classes, rotation=90)
-        axes.set_yticks(range(len(classes)), classes)
-        for row, column in (percent >= 0.5).nonzero().tolist():
-            value = percent[row, column]
-            axes.text(column, row, f"{value:.0f}", ha="center", va="center", color="white" if value > 50 else "black")
-    return figure
+    axes = figure.add_subplot()
+    ConfusionMatrixDisplay(percent.numpy(), display_labels=classes).plot(
+        ax=axes, cmap="Blues", include_values=few, values_format=".0f", xticks_rotation="vertical")
+    if not few:
+        axes.set(xticks=[], yticks=[])
+    axes.set(xlabel="taken for", ylabel="class", title=f"{name}\ntop-1 {result.top1:.2f}%, top-5 {result.top5:.2f}%, "
+             f"{result.images} images; percent of the class")
+    return figure_bytes(figure)

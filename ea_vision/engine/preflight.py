@@ -93,7 +93,7 @@ def preflight(trainer: Trainer) -> None:
                  f"{memory_size(torch.cuda.max_memory_allocated(world.device))} used each")
     for name, said in {
         "run": f"{trainer.folder}, seed {config.seed}",
-        "data": f"{data.train_images} training images, {data.eval_images} to evaluate on ({split}), "
+        "data": f"{len(data.train)} training images, {len(data.evaluated)} to evaluate on ({split}), "
                 f"{len(data.classes)} classes",
         "model": f"{config.model}, {sum(p.numel() for p in model.parameters()):,} parameters, {config.img_size} pixels",
         "processes": f"{world.size} on {where}",

@@ -44,21 +44,21 @@ def locked(folder: Path, world: World) -> Iterator[None]:
         yield
         return
     create(folder)
-    handle, held = os.open(folder, os.O_RDONLY), False
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UsageError(f"{folder} is in use by another run that has not ended yet") from error
-        except OSError as error:  # some network file systems have no locks
-            log.warning("%s cannot be locked: %s", folder, error.strerror)
-        held = True
-        for leftover in [*folder.glob(".*.tmp"), *folder.glob(f"{SNAPSHOTS}/.*.tmp")]:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise UsageError(f"{folder} is in use by another run that has not ended yet") from error
+    except OSError as error:  # some network file systems have no locks
+        log.warning("%s cannot be locked: %s", folder, error.strerror)
+    try:
+        for leftover in folder.rglob(".*.tmp"):
             leftover.unlink(missing_ok=True)
         yield
     finally:
         os.close(handle)
-        if held and not any(folder.iterdir()):  # else the run that holds it has only just begun
+        if not any(folder.iterdir()):
             folder.rmdir()
 
 

@@ -2,7 +2,6 @@
 wanted TensorBoard and Weights & Biases.
 """
 
-import importlib
 import logging
 import math
 import resource
@@ -21,8 +20,6 @@ from ea_vision.base.units import duration
 from ea_vision.engine.config import TrainConfig
 
 log = logging.getLogger(__name__)
-FILE = "speed.csv"
-WANDB_ID = "wandb_id.txt"
 COLUMNS = ("step", "epoch", "lr", "train_loss", "images_per_s", "data_wait_percent", "memory_mib")
 
 
@@ -38,15 +35,6 @@ def rounded(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in row.items()}
 
 
-def require(module: str, option: str):
-    """Import what an option needs; raise UsageError where it is not installed."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = module.rpartition(".")[2]
-        raise UsageError(f"{option} needs {package}, not installed ({error}): pip install {package}") from error
-
-
 class StepLog:
     """Rows of speed.csv, and what the boards show; of the first process alone.
 
@@ -60,25 +48,37 @@ class StepLog:
     """
 
     def __init__(self, folder: Path, config: TrainConfig, updates: int):
-        self.path, self.writer, self.board = folder / FILE, None, None
-        if config.tensorboard:
-            tensorboard = require("torch.utils.tensorboard", "--tensorboard")
-            self.writer = tensorboard.SummaryWriter(str(folder / "tensorboard"), purge_step=updates + 1)
-        if config.wandb:
-            wandb, known = require("wandb", "--wandb"), folder / WANDB_ID
-            number = known.read_text() if known.exists() else uuid.uuid4().hex  # a run that continues keeps its id
-            try:
-                self.board = wandb.init(
-                    project=config.wandb, id=number, resume="allow", name=folder.resolve().name, dir=str(folder),
-                    config=asdict(config), tags=list(filter(None, config.wandb_tags.split(","))))
-            except wandb.Error as error:
-                raise UsageError(f"--wandb: {error} (WANDB_MODE=offline logs into the run folder only)") from error
-            atomic_write(known, number.encode())
+        self.path, self.writer, self.board = folder / "speed.csv", None, None
+        try:
+            if config.tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=updates + 1)
+            if config.wandb:
+                self.board = self._board(config)
+        except ImportError as error:
+            raise UsageError(f"--tensorboard and --wandb need packages that are not installed ({error}): "
+                             "pip install 'ea_vision[logging]'") from error
         if config.log_steps:
             rows = self.path.read_text().splitlines()[1:] if self.path.exists() else []
             kept = [row for row in rows if row.count(",") == len(COLUMNS) - 1  # a kill may have cut one
                     and int(row.partition(",")[0]) <= updates]
             atomic_write(self.path, "\n".join([",".join(COLUMNS), *kept, ""]).encode())
+
+    def _board(self, config: TrainConfig):
+        """Return the run of Weights & Biases that shows this folder; one that continues keeps its id."""
+        import wandb
+
+        folder = self.path.parent.resolve()
+        known = folder / "wandb_id.txt"
+        number = known.read_text() if known.exists() else uuid.uuid4().hex
+        try:
+            board = wandb.init(project=config.wandb, id=number, resume="allow", name=folder.name, dir=str(folder),
+                               config=asdict(config), tags=list(filter(None, config.wandb_tags.split(","))))
+        except wandb.Error as error:
+            raise UsageError(f"--wandb: {error} (WANDB_MODE=offline logs into the run folder only)") from error
+        atomic_write(known, number.encode())
+        return board
 
     def add(self, row: dict[str, Any], seconds_left: float | None = None) -> None:
         """Add a row of speed.csv; with the seconds that the run will take, also a line to the log where no progress bar

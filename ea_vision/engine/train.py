@@ -68,7 +68,7 @@ class Progress:
 
     def begin(self, about: dict[str, Any]) -> None:
         """Note who makes the updates from here on: the command, hardware, versions and commit of an `about` section."""
-        who = copy.deepcopy({key: about[key] for key in ("command", "hardware", "versions", "git_commit")})
+        who = {key: copy.copy(about[key]) for key in ("command", "hardware", "versions", "git_commit")}
         self.starts = [start for start in self.starts if start["update"] <= self.updates]  # others' updates are lost
         if not self.starts or self.starts[-1] | who != self.starts[-1]:
             self.starts.append({"update": self.updates + 1, **who})
@@ -121,7 +121,7 @@ class Trainer:
     def __init__(self, data: DataModule, model: nn.Module, train_loader, eval_loader, folder: Path, stop: StopRequest):
         config, world = data.config, data.world
         self.data, self.config, self.world, self.folder, self.stop = data, config, world, folder, stop
-        self.train_loader, self.eval_loader = train_loader, MapsWatch(eval_loader) if self.watches else eval_loader
+        self.train_loader, self.eval_loader, self.watch = train_loader, eval_loader, MapsWatch()
         self._count_updates()
         on_cuda = world.device.type == "cuda"
         if config.sync_bn:
@@ -368,22 +368,22 @@ class Trainer:
         number, trained = progress.epoch + 1, progress.seconds
         if self.world.size > 1:  # batch statistics are each process's own until here
             distribute_bn(self.best_model, self.world.size, reduce=config.dist_bn == "reduce")
-        figures = dict.fromkeys(("eval_loss", *self.measures), math.nan)
+        figures, maps = dict.fromkeys(("eval_loss", *self.measures), math.nan), {}
         if number % config.eval_epochs == 0 or number == self.total_epochs:
             result = self.evaluate(self.eval_net, self.eval_loader, len(self.data.classes), self.world, config,
                                    should_stop=self._stop_wanted)
             if result is None:
                 self._leave()
             figures |= {"eval_loss": getattr(result, "loss", math.nan), **result.figures()}
+            if self.watches and self.world.is_main and len(result.sample):
+                maps = self.watch(self.eval_net, result.sample)
         self.data.bad_images.collect(self.world, self.folder)
         row = {
             "epoch": number, "step": progress.updates, "lr": self.optimizer.param_groups[0]["lr"],
             "train_loss": progress.loss_sum / progress.step, **figures,
             "images_per_s": progress.step * self.images_of_update / trained,
             "seconds": trained + time.perf_counter() - start}
-        if self.watches and self.world.is_main:
-            row |= self.eval_loader(self.eval_net)
-        row = rounded(row | gates(self.best_model))
+        row = rounded(row | maps | gates(self.best_model))
         best = row[self.measures[0]] > progress.best_top1
         if best:
             progress.best_top1, progress.best_epoch = row[self.measures[0]], number

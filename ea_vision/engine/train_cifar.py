@@ -69,15 +69,13 @@ class SmallImages(DataModule):
             data = load_dataset(config.dataset, config.data_dir, config.img_size, config.download, config.workers)
         self.classes, self.fingerprint = data.classes, data.fingerprint()
         self.test = self.evaluated = data.test
-        self.test_images = self.eval_images = len(data.test)
         if not training:
             self.about = {"dataset": config.dataset}
             return
-        train, self.same_images = data.train, torch.equal(data.train.images, data.test.images)
+        self.train, self.same_images = data.train, torch.equal(data.train.images, data.test.images)
         if config.holdout:
-            train, held_out = hold_out(data.train, config.holdout, config.seed)
-            self.evaluated, self.eval_images, self.eval_split = held_out, len(held_out), "held_out"
-        self.train, self.train_images = train, len(train)
+            self.train, self.evaluated = hold_out(data.train, config.holdout, config.seed)
+            self.eval_split = "held_out"
 
     @staticmethod
     def default_output(config: CifarConfig) -> str:

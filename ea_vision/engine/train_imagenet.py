@@ -148,13 +148,12 @@ class ClassFolders(DataModule):
         self.evaluated = self._open("validation", config.val_beton, config.val_split, training, Evaluated(
             config.side_to_evaluate, config.eval_resize, config.interpolation))
         self.classes, self.fingerprint = self.evaluated.classes, self.evaluated.fingerprint()
-        self.eval_images = len(self.evaluated)
         self.about = {"data": self.evaluated.name}
         if training:
             check_same_classes(self.train.name, self.train.classes, self.evaluated.name, self.classes)
             self.same_images = self.train.fingerprint() == self.fingerprint
             self.fingerprint = self.train.fingerprint() + self.fingerprint
-            self.train_images, self.describe = len(self.train), self.train.describe
+            self.describe = self.train.describe
             self.about = {"train_data": self.train.name, "eval_data": self.evaluated.name}
 
     @staticmethod

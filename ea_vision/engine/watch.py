@@ -5,8 +5,6 @@ of metrics.csv. The recorder lives on a floor above and is loaded by its name.
 import importlib
 import logging
 import math
-from collections.abc import Iterator
-from contextlib import closing
 
 import torch
 from torch import nn
@@ -16,32 +14,23 @@ log = logging.getLogger(__name__)
 
 
 class MapsWatch:
-    """A loader of the images that are evaluated on, which keeps the first ones that it gives, about as many pixels as
-    32 images of 32 x 32 have; called with the network that was evaluated on them, it returns what its maps come to."""
+    """What the attention maps of a run come to; a warning is logged once."""
 
-    def __init__(self, loader):
-        self.loader, self.images, self.warned = loader, None, False
-
-    def batches(self) -> Iterator:
-        with closing(self.loader.batches()) as batches:
-            for batch in batches:
-                if self.images is None and len(batch[0]):
-                    self.images = batch[0][:max(4, min(32, 2**15 // batch[0].shape[-1] ** 2))].clone()
-                yield batch
+    warned = False
 
     @torch.no_grad()
-    def __call__(self, network: nn.Module) -> dict[str, float]:
+    def __call__(self, network: nn.Module, images: torch.Tensor) -> dict[str, float]:
         """Return entropy_N and largest_N of each layer N: the mean entropy of its maps' rows over that of uniform
         attention (nan for maps with negative entries), and their mean largest probability; {} of a network without
-        attention that can be recorded."""
+        attention that can be recorded. Of images (B, 3, S, S) about as many pixels as 32 of 32 x 32 have are taken."""
         recorder = importlib.import_module("ea_vision.recorder.recording")
         attention_entropy = importlib.import_module("ea_vision.recorder.quantities").attention_entropy
-        if self.images is None or not recorder.recordable_layers(network):
+        if not recorder.recordable_layers(network):
             return {}
         training, columns = network.training, {}
         try:
             with recorder.record_attention(network.eval()) as maps:
-                network(self.images)
+                network(images[:max(4, 2**15 // images.shape[-1] ** 2)])
         except (ValueError, RuntimeError) as error:  # maps that are not of tokens over the image, or none formed
             self._warn(f"attention maps are not watched: {error}")
             return {}

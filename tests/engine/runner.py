@@ -38,14 +38,12 @@ GN_MODEL = "--model test_efficientnet_gn --model-kwargs drop_rate=0".split()  # 
 def make_folder(root: Path, train: int = 40, test: int = 13, classes: int = 3, side: int = 32) -> Path:
     """Write PNG images of `classes` colours in noise: root/{train,test}/class_i/name.png."""
     rng = np.random.default_rng(0)
-    for split, count in (("train", train), ("test", test)):
-        for index in range(count):
-            label = index % classes
-            pixels = rng.integers(0, 120, (side, side, 3), dtype=np.uint8)
-            pixels[..., label % 3] += 100
-            path = root / split / f"class_{label}" / f"{index:03d}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(pixels).save(path)
+    for split, index in [("train", index) for index in range(train)] + [("test", index) for index in range(test)]:
+        pixels = rng.integers(0, 120, (side, side, 3), dtype=np.uint8)
+        pixels[..., index % classes % 3] += 100
+        path = root / split / f"class_{index % classes}" / f"{index:03d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(path)
     return root
 
 
@@ -140,7 +138,6 @@ def run_world(size: int, argv: list[str], log: Path, sabotage=None, main=train_c
     processes = start_world(size, argv, log, sabotage, main)
     for process in processes:
         process.join(SECONDS)
-    for process in processes:
         if process.is_alive():
             process.kill()
             raise AssertionError(f"no end after {SECONDS} s:\n{log.read_text()}")
@@ -152,23 +149,22 @@ def start_world(size: int, argv: list[str], log: Path, sabotage=None, main=train
     log.touch()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     return [start(argv, log, sabotage, main, RANK=str(rank), LOCAL_RANK=str(rank), **world) for rank in range(size)]
 
 
 def same_result(a: Path, b: Path) -> None:
     """Assert that two run folders ended alike, bit for bit, times apart."""
-    first, second = saved(a), saved(b)
-    for part in ("model", "ema", "optimizer", "random"):
-        assert_equal(first[part], second[part], part)
-    metrics = [run_folder.read_metrics(folder) for folder in (a, b)]
-    for column in metrics[0].keys() - {"images_per_s", "seconds"}:
-        assert np.array_equal(metrics[0][column], metrics[1][column], equal_nan=True), column
-    assert_equal(*({path.name: safetensors.torch.load_file(path) for path in folder.rglob("*.safetensors")}
-                   for folder in (a, b)), "weights")
-    results = [run_folder.read_results(folder) for folder in (a, b)]
-    assert all(results[0][name] == results[1][name] for name in ("test_last", "test_best"))
+    ends = []
+    for folder in (a, b):
+        state, results = saved(folder), run_folder.read_results(folder)
+        metrics = run_folder.read_metrics(folder)
+        ends.append({
+            **{part: state[part] for part in ("model", "ema", "optimizer", "random")},
+            **{name: repr(metrics[name]) for name in metrics.keys() - {"images_per_s", "seconds"}},  # nan is nan
+            "weights": {path.name: safetensors.torch.load_file(path) for path in folder.rglob("*.safetensors")},
+            "test_last": results["test_last"], "test_best": results["test_best"]})
+    assert_equal(*ends, "")
 
 
 def assert_equal(a, b, where: str) -> None:
@@ -180,15 +176,19 @@ def assert_equal(a, b, where: str) -> None:
         assert same, f"{where}{path}"
 
 
+def times_of(folder: Path) -> dict[str, int]:
+    """Return when each file of a folder was written."""
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob("[!.]*")}
+
+
 def nothing_truncated(folder: Path) -> None:
     """Assert that every file of a run folder is whole (temporary files are hidden and do not count)."""
-    for path in folder.glob("[!.]*.ckpt"):
-        checkpoint.read_checkpoint(path)
-    for path in folder.rglob("[!.]*.safetensors"):
-        safetensors.torch.load_file(path)
-    for name, read in ((run_folder.CONFIG, run_folder.read_config), (run_folder.METRICS, run_folder.read_metrics)):
-        if (folder / name).exists():
-            read(folder)
+    for pattern, read in (("[!.]*.ckpt", checkpoint.read_checkpoint),
+                          ("[!.]*.safetensors", safetensors.torch.load_file),
+                          (run_folder.CONFIG, lambda path: run_folder.read_config(path.parent)),
+                          (run_folder.METRICS, lambda path: run_folder.read_metrics(path.parent))):
+        for path in folder.rglob(pattern):
+            read(path)
 
 
 # ---- ways to hurt a run: called in the trainer's process before it starts --------------------------------------------
@@ -202,6 +202,16 @@ def around(owner, name: str, hurt: Callable) -> None:
         return hurt(original, *given, **more)
 
     setattr(owner, name, staticmethod(function) if isinstance(found, staticmethod) else function)
+
+
+def after_update(number: int, act: Callable[[Trainer], None]) -> None:
+    """Let `act` follow update `number` of the run."""
+    def hurt(update, trainer, batches):
+        update(trainer, batches)
+        if trainer.progress.updates == number:
+            act(trainer)
+
+    around(Trainer, "_update", hurt)
 
 
 @dataclass
@@ -246,8 +256,8 @@ class HalfFile(io.FileIO):
 
 
 @dataclass
-class KillInWrite:
-    """SIGKILL this process in the `nth` write of `name`, at one stage of it."""
+class HurtWrite:
+    """SIGKILL this process in the `nth` write of `name`, at one stage of it; or "full": the disk is, half-way."""
 
     stage: str
     nth: int
@@ -264,6 +274,8 @@ class KillInWrite:
                 writes.append(path)
                 if now("half"):
                     return HalfFile(path, *given, **more)
+                if now("full"):  # the kernel refuses what lies beyond this size: EFBIG, a real failed write
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
             return real(path, *given, **more)
 
         def hurt_fsync(real, descriptor):
@@ -287,27 +299,6 @@ class KillInWrite:
 
 
 @dataclass
-class DiskFullInWrite:
-    """Make the `nth` write of `name` fail half-way, as a full disk does."""
-
-    nth: int
-    name: str
-
-    def __call__(self):
-        writes = []
-
-        def hurt(real, path, *given, **more):
-            if fnmatch(Path(path).name, f".{self.name}.*.tmp"):
-                writes.append(path)
-                if len(writes) == self.nth:  # the kernel refuses what lies beyond this size: EFBIG, a real failed write
-                    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-            return real(path, *given, **more)
-
-        files.open = open
-        around(files, "open", hurt)
-
-
-@dataclass
 class SpoilLoss:
     """Make the loss of update `number` of the first epoch non-finite on `rank`."""
 
@@ -324,17 +315,6 @@ class SpoilLoss:
         around(ClassificationTrainer, "_batch_loss", hurt)
 
 
-@dataclass
-class SpoilTensor:
+def spoil_tensor(number: int, name: str) -> None:
     """Put an infinity into a weight or statistic after update `number`, as an overflowing gradient would."""
-
-    number: int
-    name: str
-
-    def __call__(self):
-        def hurt(update, trainer, batches):
-            update(trainer, batches)
-            if trainer.progress.updates == self.number:
-                trainer.model.state_dict()[self.name].view(-1)[0] = float("inf")
-
-        around(Trainer, "_update", hurt)
+    after_update(number, lambda trainer: trainer.model.state_dict()[name].view(-1)[:1].fill_(float("inf")))

@@ -31,23 +31,21 @@ def test_round_trip(tmp_path):
 
 
 def test_random_states_come_back():
+    def drawn():
+        return [torch.rand(3).tolist(), random.gauss(0, 1), np.random.randn(3).tolist(), random.random()]
+
     random.gauss(0, 1), np.random.randn()  # leaves half of a pair behind in both generators
-    saved, drawn = checkpoint.random_state(CPU), []
-    for _ in range(2):
-        checkpoint.set_random_state(saved, CPU)
-        drawn.append([torch.rand(3).tolist(), random.gauss(0, 1), np.random.randn(3).tolist(), random.random()])
-    other = [torch.rand(3).tolist(), random.gauss(0, 1), np.random.randn(3).tolist(), random.random()]
-    assert drawn[0] == drawn[1] and all(a != b for a, b in zip(drawn[0], other, strict=True))
+    saved, first = checkpoint.random_state(CPU), drawn()
+    checkpoint.set_random_state(saved, CPU)
+    assert drawn() == first and all(a != b for a, b in zip(first, drawn(), strict=True))
 
 
 def test_damage_anywhere_is_seen(tmp_path):
     """A flipped bit in any part of the file, or a cut anywhere, is an error of the right kind, or changes nothing: as
     in the padding of a zip file."""
-    saved = state()
-    data, seen = encode(saved), 0
-    path = tmp_path / "a.ckpt"
-    places = range(0, len(data), max(1, len(data) // 300))
-    for place in places:
+    saved, path, seen = state(), tmp_path / "a.ckpt", 0
+    data = encode(saved)
+    for place in range(0, len(data), len(data) // 300):
         damaged = bytearray(data)
         damaged[place] ^= 0x04
         path.write_bytes(damaged)
@@ -77,13 +75,15 @@ def test_foreign_files_are_named_and_never_executed(tmp_path):
 
 
 def test_newest_valid_checkpoint_is_found_and_bad_ones_put_aside(tmp_path):
+    def newest(*notice):
+        return checkpoint.newest_checkpoint(tmp_path, *notice)
+
+    assert newest() is None
     for name, updates in ((checkpoint.PREVIOUS, 5), (checkpoint.BEST, 4), (checkpoint.LAST, 9)):
         (tmp_path / name).write_bytes(encode({"progress": {"updates": updates}}))
-    assert checkpoint.newest_checkpoint(tmp_path)[0].name == checkpoint.LAST
+    assert newest()[0].name == checkpoint.LAST
     (tmp_path / checkpoint.LAST).write_bytes(b"no checkpoint")
     notices = []
-    assert checkpoint.newest_checkpoint(tmp_path, notices.append)[0].name == checkpoint.PREVIOUS
+    assert newest(notices.append)[0].name == newest()[0].name == checkpoint.PREVIOUS
     assert len(notices) == 1 and str(tmp_path / checkpoint.LAST) in notices[0]
-    assert checkpoint.newest_checkpoint(tmp_path)[0].name == checkpoint.PREVIOUS
     assert (tmp_path / "last.ckpt.damaged").exists()
-    assert checkpoint.newest_checkpoint(tmp_path / "nowhere") is None

@@ -16,9 +16,11 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def group():
-    """A process group of this process alone."""
+    """A process group of this process alone; what torch warns of, it does every time."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch.set_warn_always(True)
     yield
+    torch.set_warn_always(False)
     dist.destroy_process_group()
 
 
@@ -37,16 +39,13 @@ def two(folder, model, **given) -> ClassificationTrainer:
 
 def compiled_parts(node) -> list:
     """The nodes of an autograd graph that are compiled backwards."""
-    found, seen, left = [], set(), [node]
+    seen, left = {None}, [node]
     while left:
         node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if "CompiledFunction" in node.name():
-            found.append(node)
-        left += [following for following, _ in node.next_functions]
-    return found
+        if node not in seen:
+            seen.add(node)
+            left += [following for following, _ in node.next_functions]
+    return [node for node in seen if node and "CompiledFunction" in node.name()]
 
 
 def test_compiled_gradients_are_averaged_while_backward_goes_on(group, tmp_path, eager_compile):
@@ -78,16 +77,11 @@ def test_gradients_lie_in_the_buckets_as_their_weights_do(group, tmp_path):
     """Also those of map convolutions, channels-last: no copy to and from the buckets, and no warning of DDP's."""
     model = timm.create_model("ea_conv_transformer_cifar", num_classes=4, widths=[8, 8, 8, 8])
     trainer = two(tmp_path, model, channels_last=True)
-    always = torch.is_warn_always_enabled()
-    torch.set_warn_always(True)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for _ in range(2):
-                trainer.optimizer.zero_grad()
-                trainer._batch_loss(torch.randn(4, 3, 32, 32), torch.arange(4)).backward()
-    finally:
-        torch.set_warn_always(always)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            trainer.optimizer.zero_grad()
+            trainer._batch_loss(torch.randn(4, 3, 32, 32), torch.arange(4)).backward()
     maps = {name: p for name, p in model.named_parameters() if "evolution.convs" in name and p.ndim == 4}
     assert len(maps) == 4 and all(p.is_contiguous(memory_format=torch.channels_last) for p in maps.values())
     parameters = list(model.parameters())

@@ -49,44 +49,43 @@ def test_gates_are_logged_and_exported(data, tmp_path):
 
 def test_layer_decay_is_timms_and_multiplies_the_rate_of_the_shares():
     model = network()
-    options = dict(opt="adamw", lr=0.1, weight_decay=0.05, layer_decay=0.5)
-    theirs = timm.optim.create_optimizer_v2(model, "adamw", lr=0.1, weight_decay=0.05, layer_decay=0.5)
-    scale = {id(p): (g["lr_scale"], g["weight_decay"]) for g in theirs.param_groups for p in g["params"]}
     gates = {id(gate) for gate in learnable_gates(model).values()}
+
+    def scales(optimizer, gate_lr=1):
+        return {id(p): (pytest.approx(group["lr_scale"] / (gate_lr if id(p) in gates else 1)), group["weight_decay"])
+                for group in optimizer.param_groups for p in group["params"]}
+
+    options = dict(lr=0.1, weight_decay=0.05, layer_decay=0.5)
+    theirs = scales(timm.optim.create_optimizer_v2(model, "adamw", **options))
+    assert len({scale.expected for scale, _ in theirs.values()}) > 4
     for gate_lr in (1, 30):
-        groups = build_optimizer(ClassificationConfig(**options, gate_lr=gate_lr), model, 8).param_groups
-        found = {id(p): (g["lr_scale"] / (gate_lr if id(p) in gates else 1), g["weight_decay"])
-                 for g in groups for p in g["params"]}
-        assert found == {key: (pytest.approx(a), b) for key, (a, b) in scale.items()} and len({*found.values()}) > 5
-        assert groups[0]["lr_scale"] == 1, "the first group's rate, which is logged, is lr"
+        ours = build_optimizer(ClassificationConfig(opt="adamw", gate_lr=gate_lr, **options), model, 8)
+        assert {p: (scale.expected, decay) for p, (scale, decay) in scales(ours, gate_lr).items()} == theirs
+        assert ours.param_groups[0]["lr_scale"] == 1, "the first group's rate, which is logged, is lr"
 
 
 def test_pretrained_path_is_the_start_of_a_run(data, tmp_path, capsys):
     """A plain network's weights, from a run folder, in an evolving one; other classes, files and models."""
     plain = tmp_path / "plain"
     assert train_cifar.main(arguments(data, plain, model="vit_tiny_patch16_224")) == 0
-    weights = runner.weights_of(plain)
-    tuned = tmp_path / "tuned"
-    assert train_cifar.main(arguments(data, tuned, f"--pretrained-path {plain} --lr 0")) == 0
-    begun = runner.weights_of(tuned)
-    assert all(torch.equal(begun[name], value) for name, value in weights.items())
-    top1 = [run_folder.read_results(folder)["test_best"]["top1"] for folder in (plain, tuned)]
-    assert top1[0] == top1[1], "no class's score has changed"
-
-    safetensors.torch.save_file({**weights, "head.weight": torch.ones(7, 12), "head.bias": torch.ones(7)},
-                                tmp_path / "other.safetensors")
-    capsys.readouterr()
-    assert train_cifar.main(arguments(data, tmp_path / "seven",
-                                      f"--lr 0 --pretrained-path {tmp_path}/other.safetensors")) == 0
-    assert "head.weight of" in capsys.readouterr().out
-    begun = runner.weights_of(tmp_path / "seven")
-    assert begun["head.weight"].shape == (3, 12) and torch.equal(begun["norm.weight"], weights["norm.weight"])
-
-    lacking = {name: value for name, value in weights.items() if name != "blocks.1.mlp.fc1.weight"}
-    spoilt = {**weights, "norm.weight": torch.full((12,), torch.nan)}
+    weights, results = runner.weights_of(plain), []
+    for name, changed in (("seven", {"head.weight": torch.ones(7, 12), "head.bias": torch.ones(7)}),
+                          ("lacking", {"blocks.1.mlp.fc1.weight": None}),
+                          ("spoilt", {"norm.weight": torch.full((12,), torch.nan)})):
+        safetensors.torch.save_file({key: value for key, value in (weights | changed).items() if value is not None},
+                                    tmp_path / f"{name}.safetensors")
     (tmp_path / "text.safetensors").write_text("no weights")
-    safetensors.torch.save_file(lacking, tmp_path / "lacking.safetensors")
-    safetensors.torch.save_file(spoilt, tmp_path / "spoilt.safetensors")
+    capsys.readouterr()
+    for source in (plain, tmp_path / "seven.safetensors"):
+        folder = tmp_path / f"from_{source.stem}"
+        assert train_cifar.main(arguments(data, folder, f"--pretrained-path {source} --lr 0")) == 0
+        begun = runner.weights_of(folder)
+        changed = {name for name, value in weights.items() if not torch.equal(begun[name], value)}
+        assert changed == (set() if source == plain else {"head.weight", "head.bias"})
+        assert begun["head.weight"].shape == (3, 12)
+        results.append(run_folder.read_results(folder)["test_best"]["top1"])
+    assert results[0] == run_folder.read_results(plain)["test_best"]["top1"], "no class's score has changed"
+    assert "head.weight of" in capsys.readouterr().out
     for name, message in (("lacking", "blocks.1.mlp.fc1.weight"), ("spoilt", "must be finite"),
                           ("text", "cannot be read"), ("missing", "cannot be read")):
         argv = arguments(data, tmp_path / "bad", f"--pretrained-path {tmp_path}/{name}.safetensors")

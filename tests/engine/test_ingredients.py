@@ -1,15 +1,12 @@
 """What the recipes are made of, in real runs: killed and continued, exported, tested with views, not tested at all."""
-import json
 import shutil
 import signal
 
 import pytest
 import timm
-import torch
 
-from ea_vision.engine import run_folder, train_cifar
-from ea_vision.engine.train import Trainer
-from tests.engine.runner import arguments, assert_equal, make_folder, same_result, saved, stopped, train, weights_of
+from ea_vision.engine import checkpoint, run_folder, train_cifar
+from tests.engine.runner import arguments, assert_equal, make_folder, same_result, saved, stopped, train
 
 ALL = ["--opt muon --lr 0.02 --opt-kwargs ns_steps=4 --flip alternate --crop-padding-mode reflect",
        "--model-ema-decay 0.9 --tta six --holdout 8"]
@@ -40,39 +37,12 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(data, whole, tmp_path, n
     same_result(tmp_path / "run", whole[name])
 
 
-def test_exported_weights_give_the_outputs_of_training_bit_for_bit(data, tmp_path, monkeypatch):
-    seen = {}
-    fit = Trainer.fit
-
-    def spy(trainer):
-        fit(trainer)
-        trainer.best_model.eval()
-        images = next(trainer.eval_loader.batches()).images
-        with torch.no_grad():
-            seen.update(images=images, logits=trainer.best_model(images))
-
-    monkeypatch.setattr(Trainer, "fit", spy)
-    folder = tmp_path / "run"
-    assert train_cifar.main(arguments(data, folder, *ALL, "--epochs 1 --resume none")) == 0
-    about = run_folder.read_config(folder)[1]
-    model = timm.create_model("test_resnet", **about["model_kwargs"],
-                              checkpoint_path=str(folder / run_folder.WEIGHTS)).eval()
-    with torch.no_grad():
-        assert torch.equal(model(seen["images"]), seen["logits"])
-    assert_equal(saved(folder)["ema"], weights_of(folder), "weights")
-
-
-def test_an_evaluation_by_views(whole):
+def test_exported_weights_are_those_that_were_evaluated(whole):
+    """The averaged ones, bit for bit, as timm loads them by the run's keywords."""
     folder = whole["all"]
-    results = run_folder.read_results(folder)
-    assert results["test_best"].keys() == {"epoch", "top1", "top5", "held_out_top1"}
-    losses = []
-    for tta in ("six", "none"):
-        assert train_cifar.main(["--evaluate", str(folder), "--tta", tta]) == 0
-        numbers = json.loads((folder / "evaluation" / "evaluation.json").read_text())
-        assert numbers["tta"] == tta and numbers["images"] == 13
-        losses.append(numbers["loss"])
-    assert losses[0] != losses[1] and numbers["top1"] == pytest.approx(results["test_best"]["top1"], abs=1e-3)
+    model = timm.create_model("test_resnet", **run_folder.read_config(folder)[1]["model_kwargs"],
+                              checkpoint_path=str(folder / run_folder.WEIGHTS))
+    assert_equal(saved(folder, checkpoint.BEST)["ema"], dict(model.state_dict()), "weights")
 
 
 def test_without_a_test_the_test_images_change_nothing(data, tmp_path, capsys):

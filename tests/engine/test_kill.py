@@ -2,27 +2,24 @@
 import json
 import os
 import signal
-import time
 from functools import partial
 
 import pytest
-import torch
 
 from ea_vision.base.errors import UsageError
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.train import Progress
 from tests.engine.runner import (
     CPU,
-    DiskFullInWrite,
-    KillInWrite,
+    HurtWrite,
     SignalAfterUpdate,
     SpoilLoss,
-    SpoilTensor,
     arguments,
     nothing_truncated,
     same_result,
     saved,
     signal_in_evaluation,
+    spoil_tensor,
     start,
     stopped,
     train,
@@ -59,6 +56,7 @@ def continued(argv, folder, uninterrupted):
     said = train(argv)
     nothing_truncated(folder)
     same_result(folder, uninterrupted)
+    assert run_folder.read_config(folder)[1]["starts"] == progress(folder)["starts"]
     assert not list(folder.rglob(".*.tmp")), "an interrupted write is cleared away"
     return said
 
@@ -86,21 +84,21 @@ def test_sigkill_during_training(argv, folder, uninterrupted):
 def test_sigkill_during_checkpoint_writes(argv, folder, uninterrupted, first):
     """At every stage of a write: of the run's first, one inside an epoch, one at its end."""
     stages = [stage for stage in STAGES if (first, stage) != (1, "between")]  # the first replaces none
-    before = [KillInWrite("renamed", 1)] * (first - 1)
-    killed(argv, folder, uninterrupted, *before, *(KillInWrite(stage, 1) for stage in stages))
+    before = [HurtWrite("renamed", 1)] * (first - 1)
+    killed(argv, folder, uninterrupted, *before, *(HurtWrite(stage, 1) for stage in stages))
 
 
 @pytest.mark.parametrize("names", [(run_folder.CONFIG, run_folder.METRICS, checkpoint.BEST),
                                    (run_folder.WEIGHTS, "epoch_0002.safetensors", run_folder.RESULTS)])
 def test_sigkill_during_other_writes(argv, folder, uninterrupted, names):
-    killed(argv, folder, uninterrupted, *(KillInWrite(stage, 1, name) for name in names
+    killed(argv, folder, uninterrupted, *(HurtWrite(stage, 1, name) for name in names
                                           for stage in ("half", "renamed")))
 
 
 def test_sigkill_between_the_last_epochs_best_and_last_checkpoint(argv, folder, uninterrupted):
     """best.ckpt alone says that the epochs are done: the run that continues writes last.ckpt."""
     assert progress(uninterrupted, checkpoint.BEST)["epoch"] == 2, "or it says nothing"
-    train(argv, KillInWrite("renamed", 2, checkpoint.BEST), code=KILLED)
+    train(argv, HurtWrite("renamed", 2, checkpoint.BEST), code=KILLED)
     assert progress(folder)["updates"] == 9
     continued(argv, folder, uninterrupted)
 
@@ -117,18 +115,6 @@ def test_signals_finish_the_update_save_and_leave(argv, folder, uninterrupted):
     continued(argv, folder, uninterrupted)
 
 
-def test_a_folder_serves_one_run_at_a_time(argv, folder, tmp_path):
-    argv += ["--epochs", "500"]
-    first = start(argv, tmp_path / "first.log")
-    while not (folder / checkpoint.BEST).exists() and first.is_alive():
-        time.sleep(0.01)
-    assert "is in use by another run" in train(argv, code=2)
-    assert first.is_alive()
-    first.kill()
-    first.join()
-    nothing_truncated(folder)
-
-
 def test_a_second_run_that_is_refused_leaves_the_folder_of_one_that_has_only_just_begun(folder):
     """Nothing is in it yet, so it looks like one to clear away."""
     with run_folder.locked(folder, CPU):
@@ -143,25 +129,12 @@ def test_a_second_run_that_is_refused_leaves_the_folder_of_one_that_has_only_jus
 
 def test_kill_at_any_time_and_twice(argv, folder, uninterrupted):
     """Kill from outside, whenever it hits, as often as it takes."""
-    path = folder / checkpoint.LAST
-
-    def written():
-        return path.stat().st_mtime_ns if path.exists() else None
-
-    for _ in range(2):
-        before, deadline = written(), time.monotonic() + 600
+    for seconds in (0.4, 0.6, 0.8):
         process = start(argv, folder.with_suffix(".log"))
-        while written() == before and time.monotonic() < deadline and process.is_alive():
-            time.sleep(0.01)
+        process.join(seconds)
         process.kill()
         process.join()
     continued(argv, folder, uninterrupted)
-
-
-def test_complete_run_ends_at_once(data, uninterrupted):
-    files = {path: path.stat().st_mtime_ns for path in uninterrupted.iterdir()}
-    train(arguments(data, uninterrupted, EXTRAS), SignalAfterUpdate(signal.SIGKILL, 1))
-    assert {path: path.stat().st_mtime_ns for path in uninterrupted.iterdir()} == files
 
 
 def test_resume_goes_on_from_an_older_checkpoint_when_the_newest_is_damaged(argv, folder, uninterrupted):
@@ -176,33 +149,18 @@ def test_resume_goes_on_from_an_older_checkpoint_when_the_newest_is_damaged(argv
     assert (folder / "last.ckpt.damaged").read_bytes() == damaged, "it is kept, and has pushed out no good one"
 
 
-@pytest.mark.slow
-def test_config_says_which_start_made_which_updates(data, folder):
-    argv = arguments(data, folder, "--epochs 1")
-    stopped(argv, 4, signal.SIGKILL)  # updates 1 and 2 are saved, the third is lost
-    stopped(argv, 1)  # 3, like those before
-    train(argv, partial(torch.set_num_threads, 2))
-    _, about = run_folder.read_config(folder)
-    threads = [(s["update"], s["hardware"].split(" x ")[1]) for s in about["starts"]]
-    assert threads == [(1, "1 threads"), (4, "2 threads")]
-    same = ("command", "versions", "git_commit")
-    assert all({key: s[key] for key in same} == {key: about[key] for key in same} for s in about["starts"])
-    assert progress(folder)["starts"] == about["starts"]
-
-
 def test_a_start_without_updates_is_not_kept():
     progress = Progress()
-    for updates, commit in ((0, "a"), (0, "b"), (5, "c"), (5, "d"), (9, "d"), (8, "e"), (7, "d"), (4, "e")):
+    for updates, commit, kept in ((0, "a", "1a"), (0, "b", "1b"), (5, "c", "1b 6c"), (5, "d", "1b 6d"),
+                                  (9, "d", "1b 6d"), (8, "e", "1b 6d 9e"), (7, "d", "1b 6d"), (4, "e", "1b 5e")):
         progress.updates = updates
         progress.begin({"command": "", "hardware": "", "versions": {}, "git_commit": commit, "classes": []})
-        if (updates, commit) == (7, "d"):
-            assert [(s["update"], s["git_commit"]) for s in progress.starts] == [(1, "b"), (6, "d")]
-    assert [(s["update"], s["git_commit"]) for s in progress.starts] == [(1, "b"), (5, "e")]
+        assert " ".join(f"{start['update']}{start['git_commit']}" for start in progress.starts) == kept
 
 
 def test_disk_full(argv, folder, uninterrupted):
     for name, nth in ((checkpoint.LAST, 3), (checkpoint.BEST, 1), (run_folder.WEIGHTS, 1)):
-        said = train(argv, DiskFullInWrite(nth, name), code=1)
+        said = train(argv, HurtWrite("full", nth, name), code=1)
         error = said.splitlines()[-1]
         assert error.startswith("error: ") and f"cannot write {folder / name}" in error and "Traceback" not in said
         assert not list(folder.glob(".*.tmp")), "what was written in vain is freed"
@@ -214,15 +172,15 @@ def test_non_finite_loss_stops_and_says_where(argv, folder, uninterrupted):
     error = train(argv, SpoilLoss(4), code=1).splitlines()[-1]
     assert "update 4 of epoch 1" in error and str(folder / checkpoint.LAST) in error
     report = json.loads((folder / "nonfinite-epoch001-update00004.json").read_text())
-    assert (report["epoch"], report["update"]) == (1, 4) and report["last_good_checkpoint"] == str(folder / "last.ckpt")
-    assert len(set(report["sample_ids"][0])) == 8 and all(name.endswith(".png") for name in report["samples"][0])
+    assert report["last_good_checkpoint"] == str(folder / checkpoint.LAST)
+    assert len(report["samples"][0]) == 8 and all(name.endswith(".png") for name in report["samples"][0])
     assert progress(folder)["updates"] == 2
     continued(argv, folder, uninterrupted)
 
 
 @pytest.mark.parametrize("spoilt", ["conv1.0.weight", "bn1.running_var"])
 def test_weights_and_statistics_that_are_not_finite_are_never_saved(data, folder, spoilt):
-    said = train(arguments(data, folder), SpoilTensor(4, spoilt), code=1)
+    said = train(arguments(data, folder), partial(spoil_tensor, 4, spoilt), code=1)
     assert f"a weight is not finite after update 4 of epoch 1 ({spoilt})" in said
     model = saved(folder)["model"]
     assert progress(folder)["updates"] == 2 and all(value.isfinite().all() for value in model.values())

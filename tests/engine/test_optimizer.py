@@ -20,12 +20,15 @@ def network() -> torch.nn.Module:
     return timm.create_model("ea_conv_transformer_cifar", widths=(8, 8, 8, 8), depth=1, img_size=8)
 
 
-def values_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def set_gradients(model: torch.nn.Module) -> None:
-    model(torch.randn(4, 3, 8, 8)).square().sum().backward()
+def moved(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rate: float | None = None) -> dict:
+    """How far each parameter moves in a step of random gradients, at this rate of all groups if one is given."""
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] if rate is None else rate
+    optimizer.step()
+    return {name: parameter.detach() - before[name] for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("options, message", [
@@ -46,12 +49,9 @@ def test_what_timm_builds_makes_a_step(name):
     if name.removeprefix("lookahead_") not in timm.optim.list_optimizers():
         pytest.skip(f"timm {timm.__version__} has no {name}")
     model = network()
-    before = values_of(model)
     optimizer = build_optimizer(config(opt=name, lr=0.01), model, 1)
     assert isinstance(optimizer, timm.optim.Lookahead) == name.startswith("lookahead_")
-    set_gradients(model)
-    optimizer.step()
-    assert sum(not torch.equal(before[name], p) for name, p in model.named_parameters()) > len(before) / 2
+    assert all(way.any() for way in moved(model, optimizer).values())
 
 
 def test_attention_lr_leaves_learnable_gates_to_gate_lr():
@@ -68,22 +68,18 @@ def test_attention_lr_leaves_learnable_gates_to_gate_lr():
 def test_attention_lr_scales_the_update(opt):
     """From the same weights and gradients: the maps' parameters move by that share, the others as without, at every
     rate of a schedule."""
-    moved = []
+    ways = []
     for scale in (1, 0.25):
         model = network()
         settings = config(opt=opt, lr=0.01, attention_lr=scale, sched="linear")
         optimizer = build_optimizer(settings, model, 1)
         build_schedule(settings, optimizer, 10).step_update(20)  # which multiplies the rates by the groups' scales
-        for number, parameter in enumerate(model.parameters()):
-            torch.manual_seed(number)
-            parameter.grad = torch.randn_like(parameter)
-        before = values_of(model)
-        optimizer.step()
-        moved.append({name: value - before[name] for name, value in values_of(model).items()})
-    for name, whole in moved[0].items():
+        torch.manual_seed(1)
+        ways.append(moved(model, optimizer))
+    for name, whole in ways[0].items():
         share = 0.25 if any(part in name for part in (".qkv.", "_rel", ".evolution.")) else 1
         assert whole.abs().max() > 1e-4
-        torch.testing.assert_close(moved[1][name], share * whole, atol=1e-6, rtol=1e-3)
+        torch.testing.assert_close(ways[1][name], share * whole, atol=1e-6, rtol=1e-3)
 
 
 def test_muon_takes_matrices_adamw_the_rest_each_at_its_rate():
@@ -93,18 +89,14 @@ def test_muon_takes_matrices_adamw_the_rest_each_at_its_rate():
                            models[0], 1)
     adamw = build_optimizer(config(opt="adamw", lr=0.005, weight_decay=0.1,
                                    opt_kwargs={"betas": [0.9, 0.95], "eps": muon.defaults["eps"]}), models[1], 1)
-    for _ in range(2):
-        muon.zero_grad()
-        set_gradients(models[0])
-        for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
-            b.grad = a.grad.clone()
-        muon.step()
-        adamw.step()
-    for (name, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        if a.ndim < 2:
-            torch.testing.assert_close(a, b, msg=name)
-    kernels = [p for name, p in models[0].named_parameters() if p.ndim == 4 and "stages" in name and p.shape[0] > 1]
-    assert kernels and all("momentum_buffer" in muon.state[kernel] for kernel in kernels)
+    for seed in (1, 2):
+        ways = []
+        for model, optimizer in zip(models, (muon, adamw), strict=True):
+            torch.manual_seed(seed)
+            ways.append(moved(model, optimizer))
+    kernels = [name for name, way in ways[0].items() if way.ndim == 4 and "stages" in name and len(way) > 1]
+    torch.testing.assert_close(*({name: way for name, way in found.items() if way.ndim < 2} for found in ways))
+    assert kernels and all("momentum_buffer" in muon.state[models[0].get_parameter(name)] for name in kernels)
 
 
 @pytest.mark.parametrize("opt, kwargs, share", [("muon", {}, 1), ("lookahead_muon", {"adamw_lr": 0.01}, 0.1)])
@@ -115,18 +107,10 @@ def test_schedules_reach_all_parameters_of_muon(opt, kwargs, share):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # newer releases of timm warn of adamw_lr
         optimizer = build_optimizer(config(opt=opt, opt_kwargs=kwargs), model, 1)
-    for rate in (0.0, 0.05):
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        before = values_of(model)
-        set_gradients(model)
-        optimizer.step()
-        if not rate:  # as schedules have it at their end
-            assert all(torch.equal(before[name], value) for name, value in model.named_parameters())
-            getattr(optimizer, "_base_optimizer", optimizer).state.clear()
-    # AdamW's first step: the rate, whatever the gradient.
-    moved = (model.head.fc.bias.detach() - before["head.fc.bias"]).abs()
-    torch.testing.assert_close(moved, torch.full_like(moved, 0.05 * share), atol=1e-4, rtol=0)
+    assert not any(way.any() for way in moved(model, optimizer, 0.0).values()), "as schedules have it at their end"
+    getattr(optimizer, "_base_optimizer", optimizer).state.clear()
+    way = moved(model, optimizer, 0.05)["head.fc.bias"].abs()  # AdamW's first step: the rate, whatever the gradient
+    torch.testing.assert_close(way, torch.full_like(way, 0.05 * share), atol=1e-4, rtol=0)
 
 
 def test_a_recipes_keywords_are_for_its_own_optimiser(tmp_path):
@@ -140,20 +124,15 @@ def test_a_recipes_keywords_are_for_its_own_optimiser(tmp_path):
 
 
 def test_what_an_optimiser_counts_in_its_groups_is_kept_and_changed_options_are_the_runs():
-    def started(count, **options):
-        layer = torch.nn.Conv2d(2, 2, 3, bias=False).to(memory_format=torch.channels_last)
-        torch.nn.init.ones_(layer.weight)
-        optimizer = build_optimizer(config(opt="lookahead_sgd", **options), layer, 1)
-        for number in range(count):
-            layer.weight.grad = torch.full_like(layer.weight, 1.0 + number)
-            optimizer.step()
-        return optimizer
-
-    saved, second = started(8).state_dict(), started(0, weight_decay=0.3)  # k is 6
+    layer = torch.nn.Conv2d(2, 2, 3, bias=False).to(memory_format=torch.channels_last)
+    first, second = (build_optimizer(config(opt="lookahead_sgd", weight_decay=decay), layer, 1) for decay in (0.1, 0.3))
+    for _ in range(8):  # k is 6
+        moved(layer, first)
+    saved = first.state_dict()
     load_optimizer(second, saved, config(opt="lookahead_sgd", weight_decay=0.3), "x")
     group, buffers = second.param_groups[0], second.state_dict()["state"][0]
     assert group["lookahead_step"] == 8 and group["weight_decay"] == 0.3
     assert torch.equal(buffers["lookahead_slow_buff"], saved["state"][0]["lookahead_slow_buff"])
-    assert all(b.is_contiguous(memory_format=torch.channels_last) for b in buffers.values() if torch.is_tensor(b))
+    assert buffers["momentum_buffer"].is_contiguous(memory_format=torch.channels_last)
     with pytest.raises(UsageError, match="optimiser state of x does not fit lookahead_sgd"):
         load_optimizer(build_optimizer(config(attention_lr=3), network(), 1), saved, config(opt="lookahead_sgd"), "x")

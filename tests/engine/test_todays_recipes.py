@@ -22,7 +22,7 @@ from tests.data.photos import make_photos
 from tests.engine import runner
 from tests.engine.runner import error_of, make_trainer, same_result
 
-RECIPES = ["rsb_a3", "rsb_a2", "rsb_a1", "ffcv_16", "ffcv_88"]
+RECIPES = ["rsb_a3", "rsb_a1", "ffcv_88"]
 # A narrow network with position tables whose maps are of a sixteenth of the image: 6, 4 and 2 pixels here.
 NARROW = "--model ea_aa_resnet34 --model-kwargs layers=[1,1,1,1] channels=[8,16,16,16]"
 FFCV = importlib.util.find_spec("ffcv") is not None
@@ -89,18 +89,16 @@ def test_position_tables_follow_the_images(tmp_path):
     """What no map has reached yet is what the farthest offset is that one has."""
     model = timm.create_model("ea_aa_resnet34", layers=[1, 1, 1, 1], channels=[8, 16, 16, 16], img_size=96,
                               zero_init_last=False)
-    layer = model.layer2[0].conv1
-    assert layer.height_rel.shape[0] == 11  # a map of 6x6
-    before, parameter = layer.height_rel.detach().clone(), layer.height_rel
+    table = model.layer2[0].conv1.height_rel
+    before = table.detach().clone()
+    assert len(table) == 11  # a map of 6x6
     model.fill_offsets_beyond(64)  # 4x4: offsets -3 to 3 are trained
-    assert layer.height_rel is parameter and torch.equal(layer.height_rel[2:9], before[2:9])
-    assert torch.equal(layer.height_rel[:2], before[[2, 2]]) and torch.equal(layer.height_rel[9:], before[[8, 8]])
-    images = torch.randn(2, 3, 64, 64)
-    filled = {name: table.detach().clone() for name, table in model.named_parameters()}
-    model.train()(images).sum().backward()
-    assert not layer.height_rel.grad[:2].any() and layer.height_rel.grad[2:9].any()
+    filled = before[[2, 2, *range(2, 9), 8, 8]]
+    assert torch.equal(table, filled)
+    model.train()(torch.randn(2, 3, 64, 64)).sum().backward()
+    assert not table.grad[:2].any() and table.grad[2:9].any()
     model.fill_offsets_beyond(96)
-    assert all(torch.equal(filled[name], table) for name, table in model.named_parameters())
+    assert model.layer2[0].conv1.height_rel is table and torch.equal(table, filled)
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -111,14 +109,13 @@ def test_binary_cross_entropy(tmp_path, mixed, threshold):
     trainer = make_trainer(tmp_path, model, schema=ImageNetConfig, bce_loss=True, bce_target_thresh=threshold,
                            batch_size=8, smoothing=0.1, mixup=0.4 if mixed else 0.0)
     images, targets = torch.randn(8, 3, 32, 32), torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
-    soft = torch.full((8, 3), 0.1 / 3).scatter(1, targets[:, None], 0.9 + 0.1 / 3)
+    soft = 0.9 * torch.eye(3)[targets] + 0.1 / 3
     if mixed:
         soft = 0.75 * soft + 0.25 * soft.flip(0)
         trainer.mix = lambda images, targets, mixed=soft: (images, mixed)
     if threshold:
         soft = (soft > threshold).float()
-    share = model(images).sigmoid()
-    wanted = -(soft * share.log() + (1 - soft) * (1 - share).log()).mean()
+    wanted = torch.nn.functional.binary_cross_entropy(model(images).sigmoid(), soft)
     assert trainer._batch_loss(images, targets).item() == pytest.approx(wanted.item(), rel=1e-5)
 
 
@@ -135,15 +132,13 @@ def test_a_model_that_does_not_take_the_sizes_is_refused_before_anything_is_writ
 def test_trivial_augment_is_torchvisions():
     image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 40, 3), dtype=np.uint8))
     for seed in range(10):
-        torch.manual_seed(seed)
         random.seed(seed)
-        plain = Image.fromarray(train_transform(16)(image).numpy())
-        state = torch.get_rng_state()
         torch.manual_seed(seed)
-        random.seed(seed)
-        ours = train_transform(16, auto_augment="ta_wide")(image)
-        torch.set_rng_state(state)
+        plain = Image.fromarray(train_transform(16)(image).numpy())  # leaves torch's generator before the policy
         theirs = TrivialAugmentWide(interpolation=InterpolationMode.BILINEAR)(plain)
+        random.seed(seed)
+        torch.manual_seed(seed)
+        ours = train_transform(16, auto_augment="ta_wide")(image)
         assert torch.equal(ours, torch.from_numpy(np.array(theirs)))
 
 
@@ -152,8 +147,7 @@ def test_mixing_ends_at_its_epoch(tmp_path):
     model = timm.create_model("test_resnet", num_classes=3)
     trainer = make_trainer(tmp_path, model, mixup=8.0, mixup_off_epoch=2, smoothing=0.0)  # halves, nearly
     images, targets = torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 0])
-    plain, losses = torch.nn.functional.cross_entropy(trainer.model(images), targets).item(), []
-    for epoch in (1, 2):
-        trainer.progress.epoch = epoch
-        losses.append(trainer._batch_loss(images.clone(), targets).item())
-    assert losses[0] != pytest.approx(plain, rel=1e-4) and losses[1] == pytest.approx(plain, rel=1e-5)
+    plain = torch.nn.functional.cross_entropy(trainer.model(images), targets).item()
+    for trainer.progress.epoch in (1, 2):
+        mixed = trainer._batch_loss(images.clone(), targets).item()
+        assert (mixed == pytest.approx(plain, rel=1e-4)) == (trainer.progress.epoch == 2)

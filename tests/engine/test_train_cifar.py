@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import safetensors.torch
 import timm
-import yaml
 from PIL import Image
 
 from ea_vision.engine import run_folder, train_cifar
@@ -42,15 +41,11 @@ def finished(data, tmp_path_factory):
 
 
 def test_run_folder(finished):
-    assert {p.name for p in finished.iterdir() if p.is_file()} == {
-        "config.yaml", "metrics.csv", "last.ckpt", "last.prev.ckpt", "best.ckpt", "model.safetensors", "results.json",
-        "speed.csv"}
     rows = list(csv.DictReader((finished / "metrics.csv").open()))
     assert ",".join(rows[0]) == "epoch,step,lr,train_loss,eval_loss,top1,top5,images_per_s,seconds"
     assert [(r["epoch"], r["step"]) for r in rows] == [("1", "6"), ("2", "12"), ("3", "18")]
-    config = yaml.safe_load((finished / "config.yaml").read_text())
+    config, about = run_folder.read_config(finished)
     assert config["lr"] == 0.001 and config["momentum"] == 0.9, "resolved: given options and defaults"
-    about = config["about"]
     assert about["versions"].keys() >= {"ea_vision", "torch", "timm"} and len(about["data_fingerprint"]) == 64
     assert (about["train_images"], about["eval_images"], about["eval_split"]) == (48, 16, "held_out")
 
@@ -73,12 +68,16 @@ def test_epochs_may_end_inside_one(data, tmp_path, capsys):
 
 
 def test_evaluate_a_run(finished, capsys):
-    assert train_cifar.main(["--evaluate", str(finished), "--amp", "bfloat16", "--channels-last"]) == 0
-    written = finished / "evaluation"
-    numbers = json.loads((written / "evaluation.json").read_text())
-    results = json.loads((finished / "results.json").read_text())
-    assert results["test_images"] == 30 and "held_out_top1" in results["test_best"]
-    assert numbers["images"] == 30 and numbers["top1"] == pytest.approx(results["test_best"]["top1"], abs=1e-3)
+    written, results = finished / "evaluation", run_folder.read_results(finished)
+    assert results["test_images"] == 30
+    assert results["test_best"].keys() == {"epoch", "top1", "top5", "held_out_top1"}
+    losses = []
+    for tta in ("six", "none"):
+        assert train_cifar.main(["--evaluate", str(finished), "--channels-last", "--tta", tta]) == 0
+        numbers = json.loads((written / "evaluation.json").read_text())
+        assert numbers["images"] == 30 and numbers["tta"] == tta
+        losses.append(numbers["loss"])
+    assert losses[0] != losses[1] and numbers["top1"] == pytest.approx(results["test_best"]["top1"], abs=1e-3)
     rows = list(csv.DictReader((written / "per_class.csv").open()))
     assert [row["class"] for row in rows] == ["class_0", "class_1", "class_2"]
     mean = sum(float(row["top1"]) * int(row["images"]) for row in rows) / 30
@@ -130,8 +129,7 @@ def test_epochs_left_out_of_evaluation_train_the_same(data, tmp_path, capsys):
     for column in ("top1", "top5"):
         assert math.isnan(metrics[column][0]) and metrics[column][1:] == expected[column][1:]
     assert metrics["train_loss"] == expected["train_loss"]
-    states = [saved(folder)["model"] for folder in (every, second)]
-    assert_equal(*states, "model")
+    assert_equal(*(saved(folder)["model"] for folder in (every, second)), "model")
     results = run_folder.read_results(second)
     assert results["test_last"] == run_folder.read_results(every)["test_last"]
     assert results["test_best"]["top1"] == max(metrics["top1"][1:])

@@ -1,4 +1,5 @@
 """The ImageNet command: the papers' rates, exact evaluation, runs that survive, bad input in one clear line."""
+import copy
 import csv
 import importlib.util
 import json
@@ -19,7 +20,7 @@ from ea_vision.engine.preflight import trial_step
 from ea_vision.engine.train_imagenet import ImageNetConfig
 from tests.data.photos import make_photos
 from tests.engine import runner
-from tests.engine.runner import same_result
+from tests.engine.runner import assert_equal, same_result
 
 TINY = ("--model test_resnet --model-kwargs drop_rate=0.2 --img-size 16 --eval-resize 20 --batch-size 8 --workers 1 "
         "--epochs 2 --warmup-epochs 0 --device cpu --log-steps 2")
@@ -48,8 +49,6 @@ def test_run_folder(finished):
     assert all(0 < float(r["data_wait_percent"]) < 100 and float(r["images_per_s"]) > 0 for r in speed)
     log = finished.with_suffix(".log").read_text()
     assert "the best epoch was chosen by the images that it is evaluated on: quote the last weights\n" in log
-    about = run_folder.read_config(finished)[1]
-    timm.create_model("test_resnet", **about["model_kwargs"], checkpoint_path=str(finished / "model.safetensors"))
 
 
 @pytest.mark.slow
@@ -98,23 +97,6 @@ def test_a_small_evolving_network_learns_its_images_by_heart(tmp_path):
         assert sum(name.endswith("evolution.convs.0.weight") for name in weights.keys()) == 8
 
 
-@pytest.mark.slow
-def test_evaluation_on_three_processes_equals_one(finished, tmp_path):
-    """200 images, exactly."""
-    data = make_photos(tmp_path / "photos", train=3, val=200, side=16)
-    numbers = []
-    for size in (1, 3):
-        output = tmp_path / str(size)
-        argv = runner.words(f"--evaluate {finished} --data-dir {data} --eval-batch-size 16 --output {output}")
-        train(argv, size=size)
-        numbers.append((output / "per_class.csv").read_text())
-        found = json.loads((output / "evaluation.json").read_text())
-        numbers.append((found["top1"], found["top5"]))
-    assert numbers[:2] == numbers[2:]
-    rows = list(csv.DictReader(numbers[0].splitlines()))
-    assert [int(row["images"]) for row in rows] == [67, 67, 66] and 0 < float(numbers[1][0]) < 100
-
-
 def test_too_many_unreadable_images_stop_the_run_and_are_listed(tmp_path, capsys):
     root = make_photos(tmp_path / "photos")
     broken = [root / f"train/class_0/{name}.jpg" for name in ("000", "003", "006")]
@@ -131,14 +113,14 @@ def test_too_many_unreadable_images_stop_the_run_and_are_listed(tmp_path, capsys
 def test_a_trial_step_changes_nothing_and_does_not_take_the_building_of_kernels_for_the_pace():
     config = resolve(ImageNetConfig, {"model": "test_resnet", "batch_size": 8})
     model, steps = timm.create_model("test_resnet"), []
-    before, random = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
 
     def loss_of(model, images):
         time.sleep(0 if steps else 1)  # what the first step of a fresh installation builds
         steps.append(len(images))
         return model(images).square().mean()
 
-    seconds = trial_step(model, config, 16, torch.device("cpu"), loss_of)
-    assert len(steps) > 1 and set(steps) == {8} and 0 < seconds < 1
+    assert 0 < trial_step(model, config, 16, torch.device("cpu"), loss_of) < 1
+    assert len(steps) > 1 and set(steps) == {8}
     assert torch.equal(random, torch.get_rng_state()) and all(p.grad is None for p in model.parameters())
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert_equal(dict(model.state_dict()), dict(before), "state")

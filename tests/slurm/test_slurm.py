@@ -13,7 +13,7 @@ from ea_vision.__main__ import main
 from ea_vision.engine import checkpoint, run_folder, train_cifar, train_imagenet
 from ea_vision.engine.train import Trainer
 from experiments import evidence
-from tests.engine.runner import SignalAfterUpdate, arguments, around, error_of, make_folder, run, saved, train
+from tests.engine.runner import SignalAfterUpdate, arguments, around, error_of, make_folder, run, saved, train, words
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 240  # that a job may take on a busy machine
@@ -40,7 +40,7 @@ def cluster(tmp_path):
     return tmp_path
 
 
-def sbatch(cluster, script, *arguments, until=None, restart=0, task=None, **more) -> tuple[int, str]:
+def sbatch(cluster, script, *arguments, until=None, **more: str) -> tuple[int, str]:
     """Run a batch script as SLURM does; its exit code and output.
 
     until: TERM is sent to the script once this file exists.
@@ -48,10 +48,6 @@ def sbatch(cluster, script, *arguments, until=None, restart=0, task=None, **more
     env = {**os.environ, "PATH": f"{cluster / 'bin'}:{os.environ['PATH']}", "PLACE": str(cluster),
            "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SLURM_JOB_ID": "7", "SLURM_NNODES": "2",
            "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_GPUS_ON_NODE": "4", **more}
-    if restart:
-        env["SLURM_RESTART_COUNT"] = str(restart)
-    if task is not None:
-        env["SLURM_ARRAY_TASK_ID"] = str(task)
     job = subprocess.Popen(["bash", ROOT / "slurm" / script, *map(str, arguments)], env=env, cwd=cluster,
                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if until is not None:
@@ -81,7 +77,7 @@ def test_at_the_time_limit_trainers_are_told_and_the_job_is_put_back(cluster):
     code, _ = sbatch(cluster, "imagenet.sbatch", until=cluster / "began", TRAINER="hang")
     assert code == 143 and noted(cluster, "trainer") == ["saved"]
     assert noted(cluster, "scancel") == ["--signal=TERM 7.0"] and noted(cluster, "requeue") == ["7"]
-    assert sbatch(cluster, "imagenet.sbatch", restart=1, TRAINER="0")[0] == 0
+    assert sbatch(cluster, "imagenet.sbatch", SLURM_RESTART_COUNT="1", TRAINER="0")[0] == 0
     assert "--rdzv-id 7-1 " in noted(cluster, "srun")[1] and noted(cluster, "requeue") == ["7"]
 
 
@@ -105,11 +101,11 @@ def test_without_sbatch_one_line_says_how_to_start_it(script, cluster):
 def test_a_typo_is_told_once_before_the_training_starts(cluster, capsys, script, before):
     """The script asks by a command that a stand-in notes and refuses, and which says this where it is run."""
     (cluster / "bin" / "ea-vision").write_text('#!/bin/bash\necho "$@" > "$PLACE/asked"; exit 2\n')
-    assert sbatch(cluster, script, *before, "--epoch", "3", TRAINER="0", **({"task": 0} if before else {}))[0] == 2
+    assert sbatch(cluster, script, *before, "--epoch", "3", TRAINER="0", SLURM_ARRAY_TASK_ID="0")[0] == 2
     [asked] = noted(cluster, "asked")
-    command, *words = asked.split()
-    error = error_of({"train-imagenet": train_imagenet, "train-cifar": train_cifar}[command].main, words, capsys)
-    assert error.startswith("unknown argument '--epoch'; did you mean --epochs") and "--check-options" in words
+    command, *argv = asked.split()
+    error = error_of({"train-imagenet": train_imagenet, "train-cifar": train_cifar}[command].main, argv, capsys)
+    assert error.startswith("unknown argument '--epoch'; did you mean --epochs") and "--check-options" in argv
     assert not noted(cluster, "srun")
 
 
@@ -142,24 +138,27 @@ def test_an_array_trains_what_evidence_reads_and_continues_after_its_limit(clust
     From then on the script notes the command, which a process that has torch loaded runs.
     """
     make_folder(cluster / "data", train=24, test=6, side=8)
-    common = ["--", "--dataset", "folder", "--data-dir", cluster / "data", "--recipe", "none", "--epochs", "2",
-              "--batch-size", "8", "--img-size", "8", "--workers", "0", "--device", "cpu",
-              "--holdout", "6", "--checkpoint-steps", "1"]
-    first, command = cluster / "sweep" / "variant=none,seed=0", cluster / "bin" / "ea-vision"
+    command = cluster / "bin" / "ea-vision"
+
+    def array(task, **more):
+        return sbatch(cluster, "seeds.sbatch", cluster / "sweep", "0,1", *VARIANTS, "--", *words(
+            f"--dataset folder --data-dir {cluster / 'data'} --recipe none --epochs 2 --batch-size 8 --img-size 8",
+            "--workers 0 --device cpu --holdout 6 --checkpoint-steps 1"), SLURM_ARRAY_TASK_ID=str(task), **more)
+
     command.write_text(f'#!/bin/bash\n[ "$2" = --check-options ] && exit\n{REAL.partition(chr(10))[2]}')
-    code, out = sbatch(cluster, "seeds.sbatch", cluster / "sweep", "0,1", *VARIANTS, *common, task=0,
-                       until=first / checkpoint.LAST)
+    first = cluster / "sweep" / "variant=none,seed=0"
+    code, out = array(0, until=first / checkpoint.LAST)
     assert code == 143 and noted(cluster, "requeue") == ["7"], out
     assert run_folder.read_results(first) is None
     command.write_text("#!/bin/bash\nprintf '%s\\0' \"$@\" > \"$PLACE/words\"\n")
     for task in range(4):
-        code, out = sbatch(cluster, "seeds.sbatch", cluster / "sweep", "0,1", *VARIANTS, *common, task=task, restart=1)
+        code, out = array(task, SLURM_RESTART_COUNT="1")
         assert code == 0, out
-        words = (cluster / "words").read_text().split("\0")[:-1]
-        assert run(words, cluster / "log", main=main) == 0, (cluster / "log").read_text()
+        argv = (cluster / "words").read_text().split("\0")[:-1]
+        assert run(argv, cluster / "log", main=main) == 0, (cluster / "log").read_text()
     assert "2 variants x 2 seeds: --array=0-3 trains all; this is task 3" in out
     assert evidence.main([str(cluster / "sweep"), "--question", "EA,none"]) == 0
     said = capsys.readouterr().out
     assert "EA" in said and "none" in said
-    code, out = sbatch(cluster, "seeds.sbatch", cluster / "sweep", "0,1", *VARIANTS, *common, task=4)
+    code, out = array(4)
     assert code == 2 and "error: there is no run for task 4" in out
