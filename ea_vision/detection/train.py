@@ -129,6 +129,7 @@ class CocoDetection(DataModule):
     """Images with boxes in COCO's format, read as they are needed."""
 
     description, examples, options, trainer = DESCRIPTION, EXAMPLES, DetectionConfig, DetectionTrainer
+    default_output = "runs/detection-{model}"
     least_classes = 1
 
     def __init__(self, config: DetectionConfig, world: World, training: bool):
@@ -149,10 +150,6 @@ class CocoDetection(DataModule):
             self.fingerprint = self.train.fingerprint() + self.fingerprint
             self.about["train_data"] = str(self.train.json)
             self.describe = self.train.describe
-
-    @staticmethod
-    def default_output(config: DetectionConfig) -> str:
-        return f"runs/detection-{config.model}"
 
     def create_model(self) -> tuple[nn.Module, dict[str, Any]]:
         """Return the detector, and the keywords that `create_detector` needs to make it again."""

@@ -10,7 +10,6 @@ import random
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,14 +24,14 @@ class DamagedCheckpoint(UsageError):
     """A file that is no checkpoint of ours, or not the one that was written."""
 
 
-def encode(state: dict[str, Any]) -> bytes:
+def encode(state: dict) -> bytes:
     """Return the bytes of a checkpoint file: tensors, dicts, lists, tuples, numbers, text and None."""
     file = io.BytesIO()
     torch.save({"format": FORMAT, **state}, file)
     return file.getvalue()
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
+def read_checkpoint(path: Path) -> dict:
     """Read and verify a checkpoint, its tensors into main memory.
 
     Raises:
@@ -53,7 +52,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return state
 
 
-def newest_checkpoint(folder: Path, notice: Callable[[str], None] | None = None) -> tuple[Path, dict[str, Any]] | None:
+def newest_checkpoint(folder: Path, notice: Callable[[str], None] | None = None) -> tuple[Path, dict] | None:
     """Return the valid checkpoint of a run folder with the most updates, as its path and state, or None.
 
     notice: where it is given, damaged and foreign files are renamed to NAME.damaged, so that none pushes out a good one
@@ -71,7 +70,7 @@ def newest_checkpoint(folder: Path, notice: Callable[[str], None] | None = None)
     return max(found, key=lambda entry: entry[1]["progress"]["updates"], default=None)
 
 
-def random_state(device: torch.device) -> dict[str, Any]:
+def random_state(device: torch.device) -> dict:
     """Return the state of every generator a step may draw from: torch's, CUDA's, NumPy's and Python's."""
     name, keys, *rest = np.random.get_state()
     state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": [name, keys.tolist(), *rest]}
@@ -80,7 +79,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
     return state
 
 
-def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+def set_random_state(state: dict, device: torch.device) -> None:
     """Put back what `random_state` returned."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])

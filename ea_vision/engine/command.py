@@ -71,7 +71,7 @@ def train(module: type[DataModule], config: TrainConfig) -> None:
     check_model_name(config.model)
     if module.trainer.watches:  # a classifier's
         check_keywords(config)
-    folder = Path(config.output or module.default_output(config))
+    folder = Path(config.output or module.default_output.format(**vars(config)))
     with join_world(config.device, config.dist_timeout) as world, StopRequest() as stop:
         log_to_stdout(world.rank)
         check_writable(folder)
@@ -88,7 +88,7 @@ def train(module: type[DataModule], config: TrainConfig) -> None:
             finish(trainer, about)
 
 
-def put_together(data: DataModule, folder: Path, stop: StopRequest) -> tuple[Trainer, dict[str, Any]]:
+def put_together(data: DataModule, folder: Path, stop: StopRequest) -> tuple[Trainer, dict]:
     """Return the training loop of a run, and the `about` section of its config.yaml.
 
     Raises:
@@ -119,7 +119,7 @@ def put_together(data: DataModule, folder: Path, stop: StopRequest) -> tuple[Tra
 # ---- evaluation -------------------------------------------------------------------------------------------------
 
 
-def evaluate_target(module: type[DataModule], target: str, given: dict[str, Any]) -> None:
+def evaluate_target(module: type[DataModule], target: str, given: dict) -> None:
     """Evaluate a run folder, or a model by name, on the test images; `given` are options of the command line."""
     config, run = resolve_target(module.options, target, given)
     with join_world(config.device, config.dist_timeout) as world:
@@ -143,7 +143,7 @@ def evaluate_target(module: type[DataModule], target: str, given: dict[str, Any]
         data.bad_images.collect(world, output)
 
 
-def resolve_target(schema: type, target: str, given: dict[str, Any]) -> tuple[Any, Path | None]:
+def resolve_target(schema: type, target: str, given: dict) -> tuple[Any, Path | None]:
     """Return the options of an evaluation, and the run folder where `target` is one rather than a model's name.
 
     Args:
@@ -216,7 +216,7 @@ def freeze(model: nn.Module, names: list[str], all_but_classifier: bool) -> None
         model.get_classifier().requires_grad_(True)
 
 
-def check_same_everywhere(world: World, own: dict[str, Any]) -> None:
+def check_same_everywhere(world: World, own: dict) -> None:
     """Raise UsageError, on every process, unless all processes of a run, on whatever node, say the same of themselves.
 
     own: what this process says, as text or numbers by name.
@@ -239,7 +239,7 @@ def is_complete(folder: Path, data: DataModule) -> bool:
         UsageError: the folder holds a run of other options or data, or --resume none asks for a new one.
     """
     config = data.config
-    if config.resume == "none" and (folder / run_folder.CONFIG).exists():
+    if config.resume == "none" and any((folder / name).exists() for name in (run_folder.CONFIG, checkpoint.LAST)):
         raise UsageError(f"{folder} holds a run: continue it with --resume auto, choose another --output, or delete it")
     results = run_folder.read_results(folder) if config.resume == "auto" else None
     if results is None or config.test and "held_out_last" in results:  # all but the test is done
@@ -256,7 +256,7 @@ def _require_same(changed: dict[str, str], source: Path) -> None:
                          "--output, or continue it with the new options by --resume PATH")
 
 
-def begin_or_resume(trainer: Trainer, about: dict[str, Any]) -> None:
+def begin_or_resume(trainer: Trainer, about: dict) -> None:
     """Load the checkpoint that --resume names or finds, write config.yaml.
 
     Raises:
@@ -274,7 +274,7 @@ def begin_or_resume(trainer: Trainer, about: dict[str, Any]) -> None:
     world.barrier()
 
 
-def checkpoint_to_resume(config: TrainConfig, folder: Path, world: World) -> tuple[Path, dict[str, Any]] | None:
+def checkpoint_to_resume(config: TrainConfig, folder: Path, world: World) -> tuple[Path, dict] | None:
     """Return the path and state of the checkpoint that --resume names or finds.
 
     Raises:
@@ -297,7 +297,7 @@ def checkpoint_to_resume(config: TrainConfig, folder: Path, world: World) -> tup
     return found
 
 
-def resume(trainer: Trainer, path: Path, state: dict[str, Any]) -> None:
+def resume(trainer: Trainer, path: Path, state: dict) -> None:
     """Continue from a checkpoint.
 
     Raises:
@@ -330,7 +330,7 @@ def resume(trainer: Trainer, path: Path, state: dict[str, Any]) -> None:
 # ---- the end ----------------------------------------------------------------------------------------------------
 
 
-def finish(trainer: Trainer, about: dict[str, Any]) -> None:
+def finish(trainer: Trainer, about: dict) -> None:
     """Test the best and the last weights, each image once; write results.json, which marks the run complete.
 
     With --no-test the test images are left alone, and the results are those on the images held out.

@@ -224,7 +224,7 @@ class TrainConfig:
             part in self.opt.lower() for part in ("ada", "lamb"))
         return self.lr * (images / self.lr_base_size) ** (0.5 if root else 1)
 
-    def differences(self, saved: dict[str, Any], processes: int = 1, saved_processes: int = 1) -> dict[str, str]:
+    def differences(self, saved: dict, processes: int = 1, saved_processes: int = 1) -> dict[str, str]:
         """Return the options that differ from the saved ones and may not change on resume, with what differs as text.
 
         An option that is missing there is younger than what was saved, which was made with its default. How
@@ -329,17 +329,16 @@ def recipe_names() -> list[str]:
     return sorted(files | {f"imagenet_{model}" for model in PUBLISHED})
 
 
-def overlaid(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+def overlaid(below: dict, above: dict) -> dict:
     """Return options over others. Keywords of the model are merged key by key, and so are those of the optimiser,
     unless it becomes another one."""
-    merged = {**below, **above}
-    for key in {"model_kwargs", "opt_kwargs"} & merged.keys():
-        replaced = key == "opt_kwargs" and merged.get("opt") != below.get("opt")
-        merged[key] = {**(not replaced and below.get(key) or {}), **(above.get(key) or {})}
-    return merged
+    if above.get("opt", below.get("opt")) != below.get("opt"):
+        below = {**below, "opt_kwargs": {}}
+    kwargs = {key: {**(below.get(key) or {}), **(above.get(key) or {})} for key in ("model_kwargs", "opt_kwargs")}
+    return {**below, **above, **kwargs}
 
 
-def load_recipe(name: str) -> dict[str, Any]:
+def load_recipe(name: str) -> dict:
     """Read a recipe by name or path, over the one that it names as its `base`. A run folder's config.yaml is one too.
 
     Raises:
@@ -356,7 +355,7 @@ def load_recipe(name: str) -> dict[str, Any]:
     return recipe
 
 
-def _read_recipe(name: str) -> dict[str, Any]:
+def _read_recipe(name: str) -> dict:
     """Return what one recipe says, `base` included."""
     path = Path(name)
     if name in recipe_names():
@@ -374,26 +373,25 @@ def _read_recipe(name: str) -> dict[str, Any]:
     return recipe
 
 
-def resolve(cls: type[TrainConfig], given: dict[str, Any]) -> Any:
+def resolve(cls: type[TrainConfig], given: dict) -> Any:
     """Build the config: defaults < recipe < `given` (the command line). Its `optional_kwargs` are the keywords of the
     model that only the recipe asks for: a model that lacks them goes without.
 
     Raises:
         UsageError: unknown key (naming near matches), wrong type or range.
     """
-    names = list(cls.rules())
-    recipe_name = given.get("recipe", cls.rules()["recipe"].default)
+    names = cls.rules()
+    recipe_name = given.get("recipe", names["recipe"].default)
     recipe = load_recipe(recipe_name)
     if "about" in recipe:  # a run folder's, perhaps another trainer's; its folder is no part of the experiment
         recipe = {key: value for key, value in recipe.items() if key in names and key not in ("output", "resume")}
-    for source, keys in (("recipe " + recipe_name, recipe), ("command line", given)):
-        for key in keys:
-            if key not in names:
-                raise UsageError(f"{source}: unknown option {key!r}; {near_matches(key, names, 'options')}")
+    for key in recipe:
+        if key not in names:
+            raise UsageError(f"recipe {recipe_name}: unknown option {key!r}; {near_matches(key, names, 'options')}")
     if {"batch_size", "grad_accum_steps"} & given.keys():
         given = {"total_batch": 0, **given}
     config = cls(**overlaid(recipe, {**given, "recipe": recipe_name}))
-    config.optional_kwargs = frozenset(recipe.get("model_kwargs") or ()) - frozenset(given.get("model_kwargs") or ())
+    config.optional_kwargs = frozenset(recipe.get("model_kwargs", ())) - frozenset(given.get("model_kwargs", ()))
     return config
 
 
@@ -426,7 +424,7 @@ def make_parser(cls: type[TrainConfig], description: str, examples: str) -> argp
     return parser
 
 
-def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> dict[str, Any]:
+def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> dict:
     """Return the options that the command line gives, and only those.
 
     Raises:

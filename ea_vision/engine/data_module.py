@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -30,15 +29,15 @@ class DataModule:
     has said how it wants its images. `keywords` has those that all loaders take: mean and std of images in 0..1,
     device, rank and world_size.
 
-    A subclass has besides: `default_output(config)`, the run folder where --output names none;
-    `train_loader(**keywords)`; `eval_loader(**keywords)` of the images that are evaluated on after each epoch and by
-    --evaluate; `test_loader(**keywords)` of the test images where eval_split is held_out; `describe(index)`, the name
-    of a training image.
+    A subclass has besides: `train_loader(**keywords)`; `eval_loader(**keywords)` of the images that are evaluated on
+    after each epoch and by --evaluate; `test_loader(**keywords)` of the test images where eval_split is held_out;
+    `describe(index)`, the name of a training image.
 
     Class attributes:
         description, examples: for --help.
         options: the dataclass of its options.
         trainer: the training loop; a subclass may have another loss.
+        default_output: the run folder where --output names none, with options in braces.
         least_classes: how many there must be.
 
     Attributes:
@@ -59,10 +58,10 @@ class DataModule:
 
     def __init__(self, config: TrainConfig, world: World, training: bool):
         self.config, self.world = config, world
-        self.about: dict[str, Any] = {}
+        self.about: dict = {}
         self.bad_images = BadImages(limit=0)
 
-    def create_model(self) -> tuple[nn.Module, dict[str, Any]]:
+    def create_model(self) -> tuple[nn.Module, dict]:
         """Return the network with its initial weights, and the keywords that make it again by `timm.create_model`."""
         config, weights = self.config, self.config.pretrained_path
         run = Path(weights) if weights and Path(weights).is_dir() else None
@@ -99,7 +98,7 @@ class DataModule:
             raise UsageError(f"{source} was trained on other data: fingerprint {saved[:12]}, got "
                              f"{self.fingerprint[:12]}")
 
-    def loader_keywords(self, model: nn.Module) -> dict[str, Any]:
+    def loader_keywords(self, model: nn.Module) -> dict:
         """Return the keywords of all loaders for this model."""
         mean, std = (self.config.mean, self.config.std) if self.config.mean else image_statistics(model)
         return {"mean": tuple(mean), "std": tuple(std), "device": self.world.device, "rank": self.world.rank,
@@ -130,7 +129,7 @@ class DataModule:
         check_classes(model, self.classes, expected, target)
         return model, Path(config.output or output)
 
-    def write_evaluation(self, folder: Path, result, about: dict[str, Any]) -> list[Path]:
+    def write_evaluation(self, folder: Path, result, about: dict) -> list[Path]:
         """Write evaluation.json, per_class.csv and confusion.png, both of the images as they are, of a result of the
         trainer's `evaluate`; return their paths."""
         from ea_vision.engine.pictures import confusion_png  # matplotlib, which training does without

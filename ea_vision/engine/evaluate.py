@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +57,7 @@ class Evaluation:
         """Return the measures of metrics.csv, in percent."""
         return {"top1": self.top1, "top5": self.top5}
 
-    def numbers(self) -> dict[str, Any]:
+    def numbers(self) -> dict:
         """Return what evaluation.json says."""
         return {"images": self.images, "top1": round(self.top1, 4), "top5": round(self.top5, 4),
                 "loss": round(self.loss, 6)}
@@ -86,7 +85,6 @@ def evaluate(model: nn.Module, loader, num_classes: int, world: World, config: T
     sample = torch.empty(0)
     confusion = torch.zeros(num_classes * num_classes, dtype=torch.float64, device=world.device)
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)  # in the top 5, loss
-
     with closing(loader.batches()) as batches:
         for images, targets, _ in batches:
             if should_stop is not None and should_stop():

@@ -14,8 +14,6 @@ Schedules are timm's; update u of an epoch of U updates is at epoch u / U.
 """
 
 import inspect
-from collections.abc import Iterable
-from typing import Any
 
 import timm.optim
 import torch
@@ -44,7 +42,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module, images_per_update: in
 
     There is no weight decay on norms, biases and what `model.no_weight_decay()` names, and frozen parameters are in no
     group. timm's schedulers multiply the rate by a group's `lr_scale`: with `config.layer_decay` each layer has one.
-    With `config.attention_lr` the `map_parameters`, and with `config.gate_lr` the learnable gates (alpha, beta) of
+    With `config.attention_lr` those of attention maps, and with `config.gate_lr` the learnable gates (alpha, beta) of
     evolutions are groups of their own, the last ones, whose scales are multiplied by it.
 
     Raises:
@@ -66,8 +64,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module, images_per_update: in
     for group in optimizer.param_groups:
         group.setdefault("lr_scale", 1.0)
     optimizer.param_groups.sort(key=lambda group: -group["lr_scale"])  # the first group's rate, which is logged, is lr
-    _set_apart(optimizer, map_parameters(model), config.attention_lr, "attention_lr", "attention layers of ea_vision")
-    _set_apart(optimizer, learnable_gates(model).values(), config.gate_lr, "gate_lr", "learnable gates (alpha, beta)")
+    _scale_rates(optimizer, model, config)
     _schedule_fallback(getattr(optimizer, "_base_optimizer", optimizer), scale)
     return optimizer
 
@@ -90,30 +87,26 @@ def _schedule_fallback(optimizer: torch.optim.Optimizer, scale: float) -> None:
     optimizer.register_step_pre_hook(follow)
 
 
-def map_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of attention maps: queries, keys and (of the same matrix) values, position tables, map
-    convolutions; learnable gates are not among them."""
-    gates = {id(gate) for gate in learnable_gates(model).values()}
-    return [parameter for layer in attention_layers(model) for name, parameter in layer.named_parameters()
-            if name.split(".")[0] in ("qkv", "height_rel", "width_rel", "evolution") and id(parameter) not in gates]
-
-
-def _set_apart(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], scale: float, option: str,
-               needed: str) -> None:
-    """Move those of the parameters that are trained into groups of their own, behind the others, with `scale` times the
-    rate; nothing is moved where it is 1."""
-    if scale == 1:
-        return
-    apart = {id(parameter) for parameter in parameters if parameter.requires_grad}
-    if not apart:
-        raise UsageError(f"{option} {scale:g} needs {needed}, and the model has none")
-    groups = optimizer.param_groups
-    split = [{**group, "params": [p for p in group["params"] if (id(p) in apart) == moved],
-              "lr_scale": group["lr_scale"] * (scale if moved else 1.0)} for moved in (False, True) for group in groups]
+def _scale_rates(optimizer: torch.optim.Optimizer, model: nn.Module, config: TrainConfig) -> None:
+    """Give the parameters of attention maps (queries, keys and, of the same matrix, values, position tables, map
+    convolutions) and the learnable gates groups of their own, behind the others, at their multiples of the rate."""
+    maps = [parameter for layer in attention_layers(model) for name, parameter in layer.named_parameters()
+            if name.split(".")[0] in ("qkv", "height_rel", "width_rel", "evolution")]  # gates too, which come last
+    scales, groups = {}, optimizer.param_groups
+    for option, scale, parameters, needed in (
+            ("attention_lr", config.attention_lr, maps, "attention layers of ea_vision"),
+            ("gate_lr", config.gate_lr, learnable_gates(model).values(), "learnable gates (alpha, beta)")):
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        if scale != 1 and not trained:
+            raise UsageError(f"{option} {scale:g} needs {needed}, and the model has none")
+        scales.update(dict.fromkeys(trained, scale))
+    split = [{**group, "params": [p for p in group["params"] if scales.get(p, 1) == scale],
+              "lr_scale": group["lr_scale"] * scale}
+             for scale in dict.fromkeys((1, config.attention_lr, config.gate_lr)) for group in groups]
     groups[:] = [group for group in split if group["params"]]  # in place: Lookahead and what it wraps share the list
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], config: TrainConfig, source: str) -> None:
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict, config: TrainConfig, source: str) -> None:
     """Load an optimiser's state, counters and averages, from `source`; the values that options set are this run's.
 
     Some optimisers count in their groups (Lookahead its steps, Prodigy its estimates), so other values are the saved.

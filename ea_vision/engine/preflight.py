@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -37,11 +36,8 @@ def describe_update(config: TrainConfig, processes: int, has_norms: bool = False
     return said
 
 
-def trial_step(model: nn.Module, config: TrainConfig, img_size: int, device: torch.device,
-               loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> float:
-    """Make training steps on noise with a copy of the model; nothing of the run is changed by it.
-
-    loss_of: the loss of a model and images.
+def trial_step(trainer: Trainer) -> float:
+    """Make training steps on noise with a copy of the model, by which nothing of the run is changed.
 
     Returns:
         Seconds per batch, computation alone.
@@ -49,11 +45,12 @@ def trial_step(model: nn.Module, config: TrainConfig, img_size: int, device: tor
     Raises:
         UsageError: the batch does not fit into the device's memory, or the model refuses it.
     """
+    config, device, size = trainer.config, trainer.world.device, trainer.config.img_size
     on_gpu = device.type == "cuda"
     count = config.batch_size if on_gpu else min(config.batch_size, TRIAL_IMAGES_ON_CPU)
     with torch.random.fork_rng([device] if on_gpu else []):
-        trial = copy.deepcopy(model).train()
-        images = torch.randn(count, 3, img_size, img_size, device=device)
+        trial = copy.deepcopy(trainer.model).train()
+        images = torch.randn(count, 3, size, size, device=device)
         if config.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
         if on_gpu:
@@ -62,17 +59,17 @@ def trial_step(model: nn.Module, config: TrainConfig, img_size: int, device: tor
             for _ in range(3 if on_gpu else 2):  # the last is timed: the first ones build kernels and choose algorithms
                 start = time.perf_counter()
                 with autocast(config.amp, device):
-                    loss = loss_of(trial, images)
+                    loss = trainer.loss_on_noise(trial, images)
                 loss.backward()
                 loss.item()
             seconds = time.perf_counter() - start
         except torch.OutOfMemoryError as error:
-            raise UsageError(f"a batch of {count} images of {img_size} pixels does not fit into the memory of {device} "
+            raise UsageError(f"a batch of {count} images of {size} pixels does not fit into the memory of {device} "
                              f"({memory_size(torch.cuda.get_device_properties(device).total_memory)}): lower "
                              "--batch-size (with --total-batch more batches are added up), or set "
                              "--grad-checkpointing or --amp") from error
         except REFUSALS as error:
-            raise UsageError(f"model {config.model} cannot be trained on batches of {count} images of {img_size} "
+            raise UsageError(f"model {config.model} cannot be trained on batches of {count} images of {size} "
                              f"pixels: {error}") from error
     return seconds * config.batch_size / count
 
@@ -84,7 +81,7 @@ def preflight(trainer: Trainer) -> None:
         UsageError: something does not fit.
     """
     model, config, data, world = trainer.model, trainer.config, trainer.data, trainer.world
-    seconds = trial_step(model, config, config.img_size, world.device, trainer.loss_on_noise)
+    seconds = trial_step(trainer)
     norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
     split = data.eval_split.replace("_", " ")
     where = "CPU"

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import timm
 import torch
@@ -65,7 +64,7 @@ def locked(folder: Path, world: World) -> Iterator[None]:
 # ---- config.yaml ----------------------------------------------------------------------------------------------------
 
 
-def write_config(folder: Path, config: dict[str, Any], about: dict[str, Any]) -> None:
+def write_config(folder: Path, config: dict, about: dict) -> None:
     """Write the resolved options and, under `about`, what is needed to judge and repeat the run.
 
     The section speaks of the last start; its `starts` say from which update on each start, under another commit, other
@@ -75,7 +74,7 @@ def write_config(folder: Path, config: dict[str, Any], about: dict[str, Any]) ->
     atomic_write(folder / CONFIG, yaml.safe_dump(content, sort_keys=False, width=120).encode())
 
 
-def read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_config(folder: Path) -> tuple[dict, dict]:
     """Return the options and the `about` section of a run folder.
 
     Raises:
@@ -130,7 +129,7 @@ def write_snapshot(folder: Path, weights: dict[str, torch.Tensor], epoch: int) -
     atomic_write(folder / SNAPSHOTS / f"epoch_{epoch:04d}.safetensors", encode_weights(weights, {"epoch": str(epoch)}))
 
 
-def read_results(folder: Path) -> dict[str, Any] | None:
+def read_results(folder: Path) -> dict | None:
     """Return results.json, which only a complete run has, or None.
 
     Raises:
@@ -145,7 +144,7 @@ def read_results(folder: Path) -> dict[str, Any] | None:
 
 
 def load_run(folder: Path, *, task: str = CLASSIFICATION, create: Callable[..., nn.Module] =
-             timm.create_model) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
+             timm.create_model) -> tuple[nn.Module, dict, dict]:
     """Build the model of a run with its best weights, in eval mode; return it with the run's options and `about`.
 
     Args:

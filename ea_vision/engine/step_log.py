@@ -7,10 +7,8 @@ import math
 import resource
 import sys
 import uuid
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,7 +28,7 @@ def memory_mib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
-def rounded(row: Mapping[str, Any]) -> dict[str, Any]:
+def rounded(row: dict) -> dict:
     """Return a row of numbers with fractions of six digits."""
     return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in row.items()}
 
@@ -80,7 +78,7 @@ class StepLog:
         atomic_write(known, number.encode())
         return board
 
-    def add(self, row: dict[str, Any], seconds_left: float | None = None) -> None:
+    def add(self, row: dict, seconds_left: float | None = None) -> None:
         """Add a row of speed.csv; with the seconds that the run will take, also a line to the log where no progress bar
         is seen."""
         row = rounded(row)
@@ -92,7 +90,7 @@ class StepLog:
                      row | {"left": duration(seconds_left)})
         self.send("train", row)
 
-    def send(self, group: str, row: dict[str, Any]) -> None:
+    def send(self, group: str, row: dict) -> None:
         """Show the numbers of a row, which has the updates as `step`, on the boards."""
         values = {f"{group}/{name}": value for name, value in row.items() if name != "step" and not math.isnan(value)}
         if self.writer:

@@ -9,19 +9,15 @@ stop, are added up there and read every `Trainer.check_every` updates, with each
 checkpoint and evaluation: weights that such a loss spoilt are never saved or evaluated.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import logging
 import math
 import time
 from collections import namedtuple
-from collections.abc import Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from timm.utils import ModelEmaV3, dispatch_clip_grad, distribute_bn
@@ -64,9 +60,9 @@ class Progress:
     best_top1: float = -1.0  # of the trainer's first measure, top-1 or another
     best_epoch: int = 0
     rows: list[dict[str, float]] = field(default_factory=list)  # of metrics.csv
-    starts: list[dict[str, Any]] = field(default_factory=list)  # from which update on, under which commit and hardware
+    starts: list[dict] = field(default_factory=list)  # from which update on, under which commit and hardware
 
-    def begin(self, about: dict[str, Any]) -> None:
+    def begin(self, about: dict) -> None:
         """Note who makes the updates from here on: the command, hardware, versions and commit of an `about` section."""
         who = {key: copy.copy(about[key]) for key in ("command", "hardware", "versions", "git_commit")}
         self.starts = [start for start in self.starts if start["update"] <= self.updates]  # others' updates are lost
@@ -152,8 +148,7 @@ class Trainer:
         self.step_log = self.last_good = None  # a StepLog and the path of a checkpoint, once the run begins
         if not on_cuda:
             self.check_every = 1
-        self.unchecked: list[Update] = []  # those since the last look
-        self.loss = math.nan  # of the latest update that was looked at
+        self.unchecked = []  # updates since the last look
 
     def _count_updates(self) -> None:
         """Set the updates of an epoch and of the run; raise UsageError where there is none."""
@@ -170,7 +165,7 @@ class Trainer:
 
     # ---- state ----------------------------------------------------------------------------------------------------
 
-    def load(self, state: dict[str, Any], source: Path) -> None:
+    def load(self, state: dict, source: Path) -> None:
         """Continue from a checkpoint's state.
 
         Raises:
@@ -216,10 +211,9 @@ class Trainer:
 
     # ---- what differs between tasks ----------------------------------------------------------------------------------
 
-    @classmethod
-    def text_of(cls, figures: Mapping[str, float]) -> str:
+    def text_of(self, figures: dict[str, float]) -> str:
         """Return the measures among `figures` that are numbers, for a line of the log."""
-        return "  ".join(f"{name} {figures[name]:.2f}%" for name in cls.measures if not math.isnan(figures[name]))
+        return "  ".join(f"{name} {figures[name]:.2f}%" for name in self.measures if not math.isnan(figures[name]))
 
     def _compiled(self, model: nn.Module) -> nn.Module:
         """Return what runs the model in training."""
@@ -395,7 +389,7 @@ class Trainer:
             self.step_log.send("epoch", row)
         self._log_epoch(row)
 
-    def _log_epoch(self, row: Mapping[str, float]) -> None:
+    def _log_epoch(self, row: dict[str, float]) -> None:
         """Say in a line what an epoch came to."""
         progress, seconds = self.progress, [other["seconds"] for other in self.progress.rows]
         left = (self.total_epochs - progress.epoch) * sum(seconds) / len(seconds)

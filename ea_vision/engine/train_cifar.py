@@ -62,6 +62,7 @@ class SmallImages(DataModule):
     """Images that fit in memory, decoded once."""
 
     description, examples, options, trainer = DESCRIPTION, EXAMPLES, CifarConfig, ClassificationTrainer
+    default_output = "runs/{dataset}-{model}"
 
     def __init__(self, config: CifarConfig, world: World, training: bool):
         super().__init__(config, world, training)
@@ -76,10 +77,6 @@ class SmallImages(DataModule):
         if config.holdout:
             self.train, self.evaluated = hold_out(data.train, config.holdout, config.seed)
             self.eval_split = "held_out"
-
-    @staticmethod
-    def default_output(config: CifarConfig) -> str:
-        return f"runs/{config.dataset}-{config.model}"
 
     def train_loader(self, **keywords) -> TrainLoader:
         config = self.config

@@ -10,7 +10,6 @@ import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -137,6 +136,7 @@ class ClassFolders(DataModule):
     """Images in class folders, tars or FFCV files, read as they are needed."""
 
     description, examples, options, trainer = DESCRIPTION, EXAMPLES, ImageNetConfig, GrowingTrainer
+    default_output = "runs/imagenet-{model}"
 
     def __init__(self, config: ImageNetConfig, world: World, training: bool):
         super().__init__(config, world, training)
@@ -155,10 +155,6 @@ class ClassFolders(DataModule):
             self.fingerprint = self.train.fingerprint() + self.fingerprint
             self.describe = self.train.describe
             self.about = {"train_data": self.train.name, "eval_data": self.evaluated.name}
-
-    @staticmethod
-    def default_output(config: ImageNetConfig) -> str:
-        return f"runs/imagenet-{config.model}"
 
     def _open(self, split: str, beton: str, named: str, training: bool = True, evaluated: Evaluated | None = None):
         """Return the images of "train" or "validation": an FFCV file where one is given, of images as they are
@@ -198,7 +194,7 @@ class ClassFolders(DataModule):
                                batch_size=config.eval_batch_size, workers=config.workers, bad_images=self.bad_images,
                                **keywords)
 
-    def loader_keywords(self, model: nn.Module) -> dict[str, Any]:
+    def loader_keywords(self, model: nn.Module) -> dict:
         config = self.config
         sizes = set(map(config.size_of, range(math.ceil(config.epochs)))) if config.size_of else set()
         check_sizes(model, sizes | {config.side_to_evaluate}, config)
@@ -206,8 +202,8 @@ class ClassFolders(DataModule):
 
 
 def check_sizes(model: nn.Module, sizes: set[int], config: ImageNetConfig) -> None:
-    """Raise UsageError unless the model takes square images of all these sides, in pixels."""
-    device, training = next(model.parameters()).device, model.training
+    """Raise UsageError unless the model, left in eval mode, takes square images of all these sides, in pixels."""
+    device = next(model.parameters()).device
     try:
         for size in sorted(sizes - {config.img_size}):
             with torch.no_grad():
@@ -215,8 +211,6 @@ def check_sizes(model: nn.Module, sizes: set[int], config: ImageNetConfig) -> No
     except REFUSALS as error:
         raise UsageError(f"model {config.model}, made for {config.img_size} pixels, does not take {size}: {error}; "
                          "timm's vision transformers do with --model-kwargs dynamic_img_size=true") from error
-    finally:
-        model.train(training)
 
 
 def checked_train_transform(config: ImageNetConfig, img_size: int):

@@ -1,17 +1,21 @@
-"""Learnable gates in a run; and fine-tuning from other weights."""
+"""Learnable gates in a run; fine-tuning from other weights, and parts of a network that are not trained."""
 import pytest
 import safetensors.torch
 import timm
 import torch
 
 import ea_vision  # noqa: F401
+from ea_vision.base.errors import UsageError
+from ea_vision.base.networks import image_statistics
 from ea_vision.engine import run_folder, train_cifar, train_imagenet
 from ea_vision.engine.classification import ClassificationConfig
+from ea_vision.engine.command import freeze
 from ea_vision.engine.optimizer import build_optimizer
 from ea_vision.layers import learnable_gates
 from tests.engine import runner
 
 SMALL = dict(img_size=16, patch_size=8, embed_dim=12, depth=3, num_heads=3, num_classes=3)
+ONCE = "--recipe none --epochs 1"
 KWARGS = [f"{key}={value}" for key, value in SMALL.items() if key not in ("img_size", "num_classes")]
 
 
@@ -113,3 +117,28 @@ def test_fine_tuning_by_recipe_from_pretrained_weights(data, recipe, tmp_path, m
     begun = runner.weights_of(tmp_path / "run")
     assert begun["head.weight"].shape[0] == 3
     assert (begun["blocks.2.mlp.fc1.weight"] - state["blocks.2.mlp.fc1.weight"]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("more, trained", [
+    ("--linear-probe", {"fc.weight", "fc.bias"}),
+    ("--freeze conv1,bn1,layer1", {"layer4.0.conv1.weight", "layer4.0.bn1.running_mean"}),
+])
+def test_frozen_parts_stay_as_they_began_statistics_included(data, tmp_path, more, trained):
+    first = tmp_path / "first"
+    assert train_cifar.main(runner.arguments(data, first, ONCE, "--mean 0.1 0.2 0.3 --std 0.4 0.5 0.6")) == 0
+    begun, second = runner.weights_of(first), tmp_path / "second"
+    argv = runner.arguments(data, second, ONCE, f"--pretrained-path {first}", more)
+    assert train_cifar.main(argv) == 0
+    changed = {name for name, value in runner.weights_of(second).items() if not torch.equal(value, begun[name])}
+    assert trained <= changed
+    assert not [name for name in changed if name.startswith(("conv1.", "bn1.", "layer1."))]
+    assert len(changed) == len(trained) or "freeze" in more
+    _, about = run_folder.read_config(second)
+    assert about["mean"] == [0.1, 0.2, 0.3] and about["std"] == [0.4, 0.5, 0.6], "of the first run"
+    assert image_statistics(run_folder.load_run(second)[0]) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    assert train_cifar.main(argv) == 0, "the same command finds it complete"
+
+
+def test_names_that_no_part_has():
+    with pytest.raises(UsageError, match="freeze: the model has no 'layer9'; did you mean layer"):
+        freeze(timm.create_model("test_resnet"), ["layer9"], False)

@@ -5,6 +5,7 @@ import signal
 from functools import partial
 
 import pytest
+import timm
 
 from ea_vision.base.errors import UsageError
 from ea_vision.engine import checkpoint, run_folder
@@ -15,6 +16,7 @@ from tests.engine.runner import (
     SignalAfterUpdate,
     SpoilLoss,
     arguments,
+    assert_equal,
     nothing_truncated,
     same_result,
     saved,
@@ -186,12 +188,32 @@ def test_weights_and_statistics_that_are_not_finite_are_never_saved(data, folder
     assert progress(folder)["updates"] == 2 and all(value.isfinite().all() for value in model.values())
 
 
-@pytest.mark.slow
-def test_three_processes_add_gradients_in_one_order(data, tmp_path):
-    """gloo's own order depends on a gradient's place in its bucket, and DDP lays the buckets anew when a run begins."""
-    more = "--model ea_conv_transformer_cifar --model-kwargs widths=[16,16,16,16] --batch-size 2"
-    whole, broken = (arguments(data, tmp_path / name, more) for name in ("whole", "broken"))
-    train(whole, size=3)
-    stopped(broken, 4, rank=1, size=3)
-    train(broken, size=3)
-    same_result(tmp_path / "broken", tmp_path / "whole")
+# ---- what the recipes are made of -----------------------------------------------------------------------------------
+
+MUON = "--opt muon --lr 0.02 --opt-kwargs ns_steps=4 --flip alternate --crop-padding-mode reflect --model-ema-decay 0.9"
+ATTENTION = "--model ea_conv_transformer_cifar --model-kwargs widths=[16,16,16,16] --batch-size 2"
+
+
+# Lookahead's two weights meet after update 6, and at the ends of the epochs, updates 5 and 10. gloo's own order of
+# adding depends on a gradient's place in its bucket, and DDP lays the buckets anew when a run begins.
+@pytest.mark.parametrize("size, options, stops", [
+    pytest.param(1, "--opt lookahead_sgd --clip-grad 4", {4: signal.SIGKILL, 3: signal.SIGTERM}, id="lookahead"),
+    pytest.param(1, MUON, {4: signal.SIGKILL, 5: signal.SIGTERM}, id="muon"),
+    pytest.param(1, "--epochs 2.6", {12: signal.SIGTERM}, id="in the part of an epoch"),
+    pytest.param(2, "--batch-size 4 --model-ema-decay 0.9", {3: signal.SIGTERM}, id="one of two processes"),
+    pytest.param(3, ATTENTION, {4: signal.SIGTERM}, id="three processes", marks=pytest.mark.slow)])
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(data, folder, tmp_path, size, options, stops):
+    argv = arguments(data, folder, options)
+    train(arguments(data, tmp_path / "whole", options), size=size)
+    for update, number in stops.items():
+        stopped(argv, update, number, rank=size - 1, size=size)
+    assert len(stops) > 1 or progress(folder)["updates"] == update, "all processes hear of it in the same update"
+    train(argv, size=size)
+    same_result(folder, tmp_path / "whole")
+
+
+def test_exported_weights_are_those_that_were_evaluated(uninterrupted):
+    """The averaged ones, bit for bit, as timm loads them by the run's keywords."""
+    model = timm.create_model("test_resnet", **run_folder.read_config(uninterrupted)[1]["model_kwargs"],
+                              checkpoint_path=str(uninterrupted / run_folder.WEIGHTS))
+    assert_equal(saved(uninterrupted, checkpoint.BEST)["ema"], dict(model.state_dict()), "weights")

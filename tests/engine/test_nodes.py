@@ -65,23 +65,19 @@ def test_nodes_that_differ_are_refused(photos, tmp_path, what):
 # ---- two agents ------------------------------------------------------------------------------------------------------
 
 
-def _sh(command: str) -> None:
-    subprocess.run(command.split(), check=True, capture_output=True)
-
-
 @pytest.fixture(scope="module")
 def nodes():
     """By node: what its commands begin with, its address, and its environment."""
     if os.geteuid() == 0 and shutil.which("ip"):
         names = [f"ea{os.getpid()}a", f"ea{os.getpid()}b"]
+        commands = [f"netns add {name}" for name in names]
+        commands += [f"link add veth0 netns {names[0]} type veth peer name veth0 netns {names[1]}"]
+        for number, name in enumerate(names, start=1):
+            commands += [f"-n {name} {what}" for what in (
+                f"addr add 10.77.0.{number}/24 dev veth0", "link set veth0 up", "link set lo up")]
         try:
-            for name in names:
-                _sh(f"ip netns add {name}")
-            _sh(f"ip link add veth0 netns {names[0]} type veth peer name veth0 netns {names[1]}")
-            for number, name in enumerate(names, start=1):
-                _sh(f"ip -n {name} addr add 10.77.0.{number}/24 dev veth0")
-                _sh(f"ip -n {name} link set veth0 up")
-                _sh(f"ip -n {name} link set lo up")
+            for command in commands:
+                subprocess.run(["ip", *command.split()], check=True, capture_output=True)
             yield [(["ip", "netns", "exec", name], f"10.77.0.{number}", {"GLOO_SOCKET_IFNAME": "veth0"})
                    for number, name in enumerate(names, start=1)]
         finally:

@@ -1,4 +1,5 @@
-"""Several gloo processes: the same weights as one process with the same images, every test image once."""
+"""Several gloo processes: the same weights as one process with the same images, every test image once, and a run that
+goes on with another number of them."""
 import json
 import os
 import shutil
@@ -19,10 +20,8 @@ from tests.engine.runner import (
     SpoilLoss,
     arguments,
     around,
-    same_result,
     saved,
     start_world,
-    stopped,
     train,
 )
 
@@ -59,17 +58,6 @@ def test_two_processes_or_two_batches_equal_one_with_twice_the_batch(data, tmp_p
         second = run_folder.read_metrics(other)
         assert first["step"] == second["step"] and first["top1"] == second["top1"]
         assert first["train_loss"] == pytest.approx(second["train_loss"], rel=1e-4)
-
-
-def test_signal_to_one_process_stops_all_and_the_run_continues(data, tmp_path):
-    """Batch norm and dropout this time: also with two processes a resumed run ends as an uninterrupted one."""
-    whole, broken = (arguments(data, tmp_path / name, "--batch-size 4 --model-ema-decay 0.9")
-                     for name in ("whole", "broken"))
-    train(whole, size=2)
-    stopped(broken, 3, rank=1, size=2)
-    assert saved(tmp_path / "broken")["progress"]["updates"] == 3, "all hear of it in the same update"
-    train(broken, size=2)
-    same_result(tmp_path / "broken", tmp_path / "whole")
 
 
 def test_non_finite_loss_on_one_process_stops_all(data, tmp_path):
@@ -118,3 +106,44 @@ def test_statistics_of_unlike_shards(data, tmp_path, how):
     kept = saved(folder)["model"]["bn1.running_mean"]
     assert not torch.allclose(first, second, atol=1e-4), "or this does not test what it says"
     torch.testing.assert_close(kept, (first + second) / 2 if how == "reduce" else first)
+
+
+def log_ids(folder: Path, stop_after: int = 0) -> None:
+    """Write the ids of every update to a file of its process; perhaps end in the middle."""
+    folder.mkdir(exist_ok=True)
+
+    def watched(update, trainer, batches):
+        with open(folder / f"{trainer.world.rank}-of-{trainer.world.size}", "a") as file:
+            file.write(json.dumps([trainer.progress.epoch, torch.cat([batch[2] for batch in batches]).tolist()]) + "\n")
+        return update(trainer, batches)
+
+    around(Trainer, "_update", watched)
+    if stop_after:
+        SignalAfterUpdate(signal.SIGTERM, stop_after)()
+
+
+SHARED = [*GN_MODEL, "--total-batch 8 --batch-size 2 --lr 0.002 --clip-grad 1"]  # small steps
+STOPPED = 128 + signal.SIGTERM
+
+
+def test_stopped_on_two_continued_on_one_and_back_inside_an_epoch(data, tmp_path):
+    """Five updates an epoch: two on two processes, two on one, the rest on two; each image once in an epoch, and the
+    weights of one process alone, four batches an update. Without BatchNorm, whose statistics are of a batch of two
+    either way, but of other pairs."""
+    alone, folder, ids = tmp_path / "alone", tmp_path / "run", tmp_path / "ids"
+    assert "8 images = 2 x 1 processes x 4 batches" in train(arguments(data, alone, *SHARED))
+    argv = arguments(data, folder, *SHARED, "--checkpoint-steps 1")
+    assert "8 images = 2 x 2 processes x 2 batches" in train(argv, partial(log_ids, ids, 2), size=2, code=STOPPED)
+    assert run_folder.read_config(folder)[1]["processes"] == 2
+    train(argv, partial(log_ids, ids, 2), code=STOPPED)
+    assert saved(folder)["progress"]["step"] not in (0, 5)
+    train(argv, partial(log_ids, ids), size=2)
+    assert {path.name for path in ids.iterdir()} == {"0-of-1", "0-of-2", "1-of-2"}
+    made = [json.loads(line) for path in ids.iterdir() for line in path.read_text().splitlines()]
+    for epoch in (0, 1):
+        images = [i for of, images in made for i in images if of == epoch]
+        assert sorted(images) == list(range(40)), "each image once"
+    first, second = (saved(path)["model"] for path in (alone, folder))
+    torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
+    refused = train(arguments(data, alone, *SHARED, "--total-batch 4"), code=2)
+    assert "the images of an update (batch_size x grad_accum_steps x processes) were 8, got 4" in refused

@@ -85,3 +85,43 @@ def test_a_recipe_means_the_same_on_any_number_of_processes(name, processes):
     assert own.warmup_updates(images // total) == config.warmup_updates(images // total)
     said = describe_update(own, processes)
     assert said.startswith(f"{total} images = ") and "recipe" not in said
+
+
+def test_who_can_share_is_named():
+    config = resolved("imagenet")
+    with pytest.raises(UsageError, match="256 cannot be shared by 3 processes: 255 or 258 can"):
+        config.for_processes(3)
+    with pytest.raises(UsageError, match="by 300 processes: 300 can"):
+        config.for_processes(300)
+
+
+def test_mixed_batches_are_even_and_small_ones_are_warned_of(caplog):
+    """An odd batch would lose an image to mixup, which takes pairs."""
+    mixed = resolved("none", total_batch=1026, batch_size=128, mixup=0.2)
+    with pytest.raises(UsageError, match="by 2 processes in pairs, .*: 1024 or 1028 can"):
+        mixed.for_processes(2)
+    assert all(mixed.for_processes(processes).batch_size % 2 == 0 for processes in (1, 3))
+    resolved("rsb_a3").for_processes(8)
+    assert not caplog.messages
+    odd = resolved("none", total_batch=514, batch_size=128).for_processes(2)
+    assert (odd.batch_size, odd.grad_accum_steps) == (1, 257)
+    assert caplog.messages[-1] == ("total_batch 514 on 2 processes is made of batches of 1, far below batch_size 128: "
+                                   "512 or 768 is made of full ones")
+
+
+def test_a_batch_size_that_is_given_stays_a_process_and_the_run_says_what_the_recipe_means():
+    config = resolved("imagenet", batch_size=64).for_processes(2)
+    assert (config.batch_size, config.grad_accum_steps, config.total_batch) == (64, 1, 0)
+    assert describe_update(config, 2, has_norms=True) == (
+        "128 images = 64 x 2 processes, peak learning rate 0.064; recipe imagenet means 256 images, rate 0.128; "
+        "BatchNorm sees 64 images a process, the recipe's has 32")
+    both = resolved("imagenet", batch_size=64, total_batch=256).for_processes(1)
+    assert (both.batch_size, both.grad_accum_steps) == (64, 4) and "recipe" not in describe_update(both, 1)
+
+
+@pytest.mark.parametrize("opt, power", [("lamb", 0.5), ("adamw", 0.5), ("adafactor", 0.5), ("momentum", 1),
+                                        ("rmsproptf", 1)])
+def test_rates_scale_as_timms_do(opt, power):
+    """timm's train.py: square root for what has ada or lamb in its name, else linear."""
+    config = resolved("none", opt=opt, lr=0.01, lr_base_size=256, batch_size=1024)
+    assert config.peak_lr(1024) == pytest.approx(0.01 * 4**power)

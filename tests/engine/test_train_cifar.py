@@ -2,6 +2,7 @@
 import csv
 import json
 import math
+import shutil
 from functools import partial
 
 import pytest
@@ -15,7 +16,6 @@ from tests.engine.runner import (
     assert_equal,
     error_of,
     make_folder,
-    same_result,
     saved,
     stopped,
     train,
@@ -51,18 +51,14 @@ def test_run_folder(finished):
 
 
 def test_epochs_may_end_inside_one(data, tmp_path, capsys):
-    """2.6 epochs of 8 updates are 21 updates; the rate falls to the end of these, with a kill in the last epoch too."""
-    whole, killed = (arguments(data, tmp_path / name, "--epochs 2.6 --opt sgd --lr 0.4 --recipe fast_sgd --cutout 0")
-                     for name in ("whole", "killed"))
+    """2.6 epochs of 8 updates are 21 updates; the rate falls to the end of these."""
+    whole = arguments(data, tmp_path / "whole", "--epochs 2.6 --opt sgd --lr 0.4 --recipe fast_sgd --cutout 0")
     train(whole)
     rows = run_folder.read_metrics(tmp_path / "whole")
     assert rows["step"] == [8, 16, 21]
     assert rows["lr"][-1] == pytest.approx(0.4 / (21 - 4), rel=1e-5), "after 4 of warm-up, one update before the end"
     epochs = run_folder.read_results(tmp_path / "whole")["epochs"]
     assert epochs == run_folder.read_config(tmp_path / "whole")[0]["epochs"] == 2.6
-    stopped(killed, 19)
-    train(killed)
-    same_result(tmp_path / "whole", tmp_path / "killed")
     assert train_cifar.main(whole) == 0 and "is complete" in capsys.readouterr().out
     assert "more cannot be added: epochs must be 2.6" in fails([*whole, "--epochs", "4"], capsys)
 
@@ -159,3 +155,23 @@ def test_recipe_keywords_a_model_lacks_are_left_out_with_a_notice(data, tmp_path
     about = run_folder.read_config(folder)[1]
     assert about["model_kwargs"] == {"num_classes": 3, "in_chans": 3, "drop_rate": 0.1}
     assert "is complete" in train(argv), "the same command continues, or finds it done"
+
+
+def test_without_a_test_the_test_images_change_nothing(data, tmp_path, capsys):
+    """--no-test: other test images, the same results, and no figure of theirs anywhere; the test can be made up for."""
+    other = tmp_path / "data"
+    shutil.copytree(data, other)
+    for path in (other / "test" / "class_0").iterdir():  # where a test would show it
+        shutil.copy(other / "train" / "class_1" / "001.png", path)
+    folders = [tmp_path / "a", tmp_path / "b"]
+    said = [train(arguments(source, folder, "--holdout 16 --no-test"))
+            for folder, source in zip(folders, (data, other), strict=True)]
+    results = [run_folder.read_results(folder) for folder in folders]
+    assert results[0] == results[1] and not [key for key in results[0] if "test" in key]
+    assert results[0]["held_out_last"].keys() == {"epoch", "top1", "top5"}
+    assert "test accuracy" not in said[0] and "accuracy on images held out" in said[0]
+    tested = arguments(data, folders[0], "--holdout 16")
+    train(tested)
+    results = run_folder.read_results(folders[0])
+    assert results["test_images"] == 30 and "held_out_top1" in results["test_last"]
+    assert train_cifar.main(tested) == 0 and "is complete" in capsys.readouterr().out

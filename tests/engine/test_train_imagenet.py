@@ -15,7 +15,6 @@ import torch
 
 from ea_vision.data import write_ffcv
 from ea_vision.engine import run_folder, train_imagenet
-from ea_vision.engine.config import resolve
 from ea_vision.engine.preflight import trial_step
 from ea_vision.engine.train_imagenet import ImageNetConfig
 from tests.data.photos import make_photos
@@ -110,17 +109,18 @@ def test_too_many_unreadable_images_stop_the_run_and_are_listed(tmp_path, capsys
     train(arguments(root, folder, "--max-bad-images 3"))  # the same run goes on when it may
 
 
-def test_a_trial_step_changes_nothing_and_does_not_take_the_building_of_kernels_for_the_pace():
-    config = resolve(ImageNetConfig, {"model": "test_resnet", "batch_size": 8})
+def test_a_trial_step_changes_nothing_and_does_not_take_the_building_of_kernels_for_the_pace(tmp_path):
     model, steps = timm.create_model("test_resnet"), []
+    trainer = runner.make_trainer(tmp_path, model, schema=ImageNetConfig, batch_size=8, img_size=16)
     before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
 
-    def loss_of(model, images):
+    def loss_on_noise(model, images):
         time.sleep(0 if steps else 1)  # what the first step of a fresh installation builds
         steps.append(len(images))
         return model(images).square().mean()
 
-    assert 0 < trial_step(model, config, 16, torch.device("cpu"), loss_of) < 1
+    trainer.loss_on_noise = loss_on_noise
+    assert 0 < trial_step(trainer) < 1
     assert len(steps) > 1 and set(steps) == {8}
     assert torch.equal(random, torch.get_rng_state()) and all(p.grad is None for p in model.parameters())
     assert_equal(dict(model.state_dict()), dict(before), "state")

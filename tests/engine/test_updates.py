@@ -52,24 +52,20 @@ def trainer_of(folder, loader, device=CPU, **given) -> Trainer:
     return trainer
 
 
-def updates(trainer: Trainer):
-    """Make the updates of an epoch, one at each step of the iterator."""
-    trainer.net.train()
-    batches = trainer.train_loader.batches()
-    while trainer.progress.step < trainer.updates_per_epoch:
-        trainer._update([next(batches) for _ in range(trainer.config.grad_accum_steps)])
-        yield trainer.progress.step
+def make_update(trainer: Trainer) -> None:
+    """Make the next update of an epoch."""
+    accum = trainer.config.grad_accum_steps
+    batches = trainer.train_loader.batches(0, trainer.progress.step * accum)
+    trainer._update([next(batches) for _ in range(accum)])
 
 
-def overflow_once(trainer):
-    """Make an update whose gradient overflows; return the steps of the following ones, whose gradients do not."""
+def overflow_once(trainer) -> None:
+    """Make an update whose gradient overflows, while its loss does not."""
     hook = next(trainer.model.parameters()).register_hook(lambda grad: grad * math.inf)
-    steps = updates(trainer)
-    next(steps)
+    make_update(trainer)
     hook.remove()
     loss, norm, *_ = trainer.unchecked[-1].values
     assert loss.isfinite() and not norm.isfinite()
-    return steps
 
 
 def test_an_overflow_in_float16_is_left_out_and_lowers_the_scale(tmp_path, monkeypatch):
@@ -77,10 +73,10 @@ def test_an_overflow_in_float16_is_left_out_and_lowers_the_scale(tmp_path, monke
     monkeypatch.setattr(classification, "autocast", lambda amp, device: nullcontext())
     trainer = trainer_of(tmp_path, Loader(3), amp="float16")
     before = copy.deepcopy(dict(trainer.model.named_parameters()))
-    steps = overflow_once(trainer)
+    overflow_once(trainer)
     assert_equal(dict(trainer.model.named_parameters()), before, "weights")
     assert trainer.scaler.get_scale() == 2.0**15
-    next(steps)
+    make_update(trainer)
     assert not trainer.check()
     assert not torch.equal(trainer.model.conv1[0].weight, before["conv1.0.weight"])
 
@@ -118,9 +114,7 @@ def test_an_update_asks_nothing_of_the_device(tmp_path, monkeypatch, given):
     loader = TrainLoader(images, augmentation=Augmentation(cutout=4), seed=0, mean=(0.5,) * 3, std=(0.2,) * 3,
                          device=meta, batch_size=8)
     trainer = trainer_of(tmp_path, loader, meta, **given)
-    trainer.net.train()
-    batches = loader.batches(0)
-    accum = trainer.config.grad_accum_steps
+    batches, accum = loader.batches(0), trainer.config.grad_accum_steps
     trainer._update([next(batches) for _ in range(accum)])  # the optimiser and the loader make their tensors
     with NoCopies():
         for _ in range(len(loader) // accum - 1):
