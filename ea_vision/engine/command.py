@@ -69,7 +69,7 @@ def train(module: type[DataModule], config: TrainConfig) -> None:
         RunError: the run had to stop.
     """
     check_model_name(config.model)
-    if module.trainer.watches:  # a classifier's
+    if module.trainer.watches and config.model_kwargs:  # a classifier's
         check_keywords(config)
     folder = Path(config.output or module.default_output.format(**vars(config)))
     with join_world(config.device, config.dist_timeout) as world, StopRequest() as stop:

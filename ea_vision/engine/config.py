@@ -17,7 +17,7 @@ from functools import partial
 from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -147,14 +147,12 @@ class TrainConfig:
     wandb: str = setting("", "Weights & Biases project; empty: none", KEPT)
     wandb_tags: str = setting("", "tags of the run on Weights & Biases, separated by commas", KEPT, goes_with="wandb")
 
-    optional_kwargs: ClassVar[frozenset[str]] = frozenset()  # model keywords of the recipe alone: a model may lack them
+    optional_kwargs = frozenset()  # no option: model keywords of the recipe alone: a model may lack them
 
     def __post_init__(self):
         hints = typing.get_type_hints(type(self))
         for name, rules in self.rules().items():
-            value = _converted(name, getattr(self, name), hints[name])
-            _check_value(name, value, rules)
-            setattr(self, name, value)
+            setattr(self, name, _checked(name, getattr(self, name), hints[name], rules))
         for name, rules in self.rules().items():
             value = getattr(self, name)
             if value == rules.default:
@@ -286,20 +284,20 @@ KINDS = {int: (_whole, {"metavar": "N"}), float: (float, {"metavar": "X"}),
          str: (lambda value: "none" if value is None else str(value), {})}
 
 
-def _converted(name: str, value: Any, kind: Any) -> Any:
-    """Return `value` as `kind`. YAML reads 1e-4 as text, and 1 for a float as an integer: both are taken as meant."""
+def _checked(name: str, value: Any, kind: Any, rules: SimpleNamespace) -> Any:
+    """Return `value` as `kind`. YAML reads 1e-4 as text, and 1 for a float as an integer: both are taken as meant.
+
+    Raises:
+        UsageError: another type, or a value, or one of a list, that `rules` do not allow.
+    """
     try:
         if isinstance(value, bool) != (kind is bool):
             raise TypeError
-        return KINDS[kind][0](value)
+        value = KINDS[kind][0](value)
     except (TypeError, ValueError, ArithmeticError) as error:
         wanted = ("a number, or a percentage up to 100%" if kind == float | str else
                   f"of type {getattr(kind, '__name__', kind)}")
         raise UsageError(f"{name} must be {wanted}, got {value!r}") from error
-
-
-def _check_value(name: str, value: Any, rules: SimpleNamespace) -> None:
-    """Raise UsageError unless `rules` allow this value, or each of a list."""
     if rules.choices and value not in rules.choices:
         raise UsageError(f"{name} must be one of {', '.join(rules.choices)}, got {value!r}")
     for number in value if isinstance(value, list) else [value]:
@@ -310,6 +308,7 @@ def _check_value(name: str, value: Any, rules: SimpleNamespace) -> None:
                                    (number > rules.above, f"above {rules.above}")):
                 if not allowed:
                     raise UsageError(f"{name} must be {words}, got {number}")
+    return value
 
 
 # ---- recipes ----------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """What can be known before the first step: memory and pace. Problems are errors, the rest a few lines to read."""
 
 import copy
-import dataclasses
 import logging
 import time
 
@@ -11,7 +10,7 @@ from torch import nn
 from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import REFUSALS
 from ea_vision.base.units import duration, memory_size
-from ea_vision.engine.config import TrainConfig, load_recipe
+from ea_vision.engine.config import TrainConfig, load_recipe, resolve
 from ea_vision.engine.evaluate import autocast
 from ea_vision.engine.train import Trainer
 
@@ -28,8 +27,7 @@ def describe_update(config: TrainConfig, processes: int, has_norms: bool = False
     recipe = load_recipe(config.recipe)
     total, batch = recipe.get("total_batch") or images, recipe.get("batch_size", config.batch_size)
     if total != images:
-        meant = dataclasses.replace(config, lr=recipe.get("lr", config.lr), lr_base_size=recipe.get("lr_base_size", 0),
-                                    min_lr=0.0).peak_lr(total)
+        meant = resolve(type(config), {"recipe": config.recipe}).peak_lr(total)
         said += f"; recipe {config.recipe} means {total} images, rate {meant:g}"
     if has_norms and batch != config.batch_size and not config.sync_bn:
         said += f"; BatchNorm sees {config.batch_size} images a process, the recipe's has {batch}"

@@ -104,15 +104,14 @@ class Trainer:
         quality: what they measure, for messages.
         watches: whether its networks take images alone, so that their attention maps are watched: further columns of
             metrics.csv.
-        check_every: updates between looks at what they came to, on an accelerator; on a CPU, where none waits, 1.
 
+    `check_every` is the number of updates between looks at what they came to, 1 on a CPU, where no look has to wait;
     `best_model` is what is evaluated and exported: the averaged weights where they are on.
     """
 
     measures = run_folder.MEASURES
     quality = "accuracy"
     watches = False
-    check_every = 10
 
     def __init__(self, data: DataModule, model: nn.Module, train_loader, eval_loader, folder: Path, stop: StopRequest):
         config, world = data.config, data.world
@@ -146,8 +145,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.amp == "float16")
         self.progress = Progress()
         self.step_log = self.last_good = None  # a StepLog and the path of a checkpoint, once the run begins
-        if not on_cuda:
-            self.check_every = 1
+        self.check_every = 10 if on_cuda else 1
         self.unchecked = []  # updates since the last look
 
     def _count_updates(self) -> None:

@@ -298,21 +298,14 @@ class HurtWrite:
         around(os, "replace", hurt_replace)
 
 
-@dataclass
-class SpoilLoss:
-    """Make the loss of update `number` of the first epoch non-finite on `rank`."""
+def spoil_loss(number: int, rank: int) -> None:
+    """Make the loss of update `number` of the run non-finite on `rank`."""
+    def hurt(batch_loss, trainer, images, targets):
+        if (trainer.progress.updates + 1, trainer.world.rank) == (number, rank):
+            images = images * float("nan")
+        return batch_loss(trainer, images, targets)
 
-    number: int
-    rank: int = 0
-
-    def __call__(self):
-        def hurt(batch_loss, trainer, images, targets):
-            progress = trainer.progress
-            if (progress.epoch, progress.step + 1) == (0, self.number) and trainer.world.rank == self.rank:
-                images = images * float("nan")
-            return batch_loss(trainer, images, targets)
-
-        around(ClassificationTrainer, "_batch_loss", hurt)
+    around(ClassificationTrainer, "_batch_loss", hurt)
 
 
 def spoil_tensor(number: int, name: str) -> None:

@@ -14,13 +14,13 @@ from tests.engine.runner import (
     CPU,
     HurtWrite,
     SignalAfterUpdate,
-    SpoilLoss,
     arguments,
     assert_equal,
     nothing_truncated,
     same_result,
     saved,
     signal_in_evaluation,
+    spoil_loss,
     spoil_tensor,
     start,
     stopped,
@@ -171,7 +171,7 @@ def test_disk_full(argv, folder, uninterrupted):
 
 
 def test_non_finite_loss_stops_and_says_where(argv, folder, uninterrupted):
-    error = train(argv, SpoilLoss(4), code=1).splitlines()[-1]
+    error = train(argv, partial(spoil_loss, 4, 0), code=1).splitlines()[-1]
     assert "update 4 of epoch 1" in error and str(folder / checkpoint.LAST) in error
     report = json.loads((folder / "nonfinite-epoch001-update00004.json").read_text())
     assert report["last_good_checkpoint"] == str(folder / checkpoint.LAST)

@@ -115,10 +115,8 @@ class Agents:
 
     def updates(self) -> int:
         """How many updates of the weights are saved."""
-        try:
-            return runner.saved(self.folder)["progress"]["updates"]
-        except checkpoint.DamagedCheckpoint:  # none yet
-            return 0
+        found = checkpoint.newest_checkpoint(self.folder)
+        return found[1]["progress"]["updates"] if found else 0
 
     def start_and_wait(self) -> None:
         """Start both nodes and wait until twelve updates are saved."""

@@ -17,10 +17,10 @@ from ea_vision.engine.train import Trainer
 from tests.engine.runner import (
     GN_MODEL,
     SignalAfterUpdate,
-    SpoilLoss,
     arguments,
     around,
     saved,
+    spoil_loss,
     start_world,
     train,
 )
@@ -61,7 +61,7 @@ def test_two_processes_or_two_batches_equal_one_with_twice_the_batch(data, tmp_p
 
 
 def test_non_finite_loss_on_one_process_stops_all(data, tmp_path):
-    train(arguments(data, tmp_path / "run", "--batch-size 4"), SpoilLoss(3, rank=1), size=2, code=1)
+    train(arguments(data, tmp_path / "run", "--batch-size 4"), partial(spoil_loss, 3, 1), size=2, code=1)
     report = json.loads((tmp_path / "run" / "nonfinite-epoch001-update00003.json").read_text())
     assert [len(ids) for ids in report["sample_ids"]] == [4, 4], "the samples of every process"
 
