@@ -101,7 +101,7 @@ def put_together(data: DataModule, folder: Path, stop: StopRequest) -> tuple[Tra
     random_seed(config.seed)
     model, kwargs = data.create_model()
     model.to(world.device)
-    freeze(model, [name for name in config.freeze.split(",") if name], getattr(config, "linear_probe", False))
+    freeze(model, config)
     if config.grad_checkpointing:
         enable_checkpointing(model, config.model)
     keywords = data.loader_keywords(model)
@@ -198,20 +198,20 @@ def enable_checkpointing(model: nn.Module, name: str) -> None:
         raise UsageError(f"--grad-checkpointing needs a model that has it, {name} has not") from error
 
 
-def freeze(model: nn.Module, names: list[str], all_but_classifier: bool) -> None:
-    """Freeze the modules and parameters whose names begin so, or all but the classifier.
+def freeze(model: nn.Module, config: TrainConfig) -> None:
+    """Freeze the modules and parameters whose names begin as --freeze says; with --linear-probe all but the classifier.
 
     Raises:
         UsageError: a name that none has.
     """
-    for name in names:
+    for name in filter(None, config.freeze.split(",")):
         found = [p for path, p in model.named_parameters() if f"{path}.".startswith(f"{name}.")]
         if not found:
             raise UsageError(f"freeze: the model has no {name!r}; "
                              f"{near_matches(name, dict(model.named_modules()), 'modules')}")
         for parameter in found:
             parameter.requires_grad = False
-    if all_but_classifier:
+    if getattr(config, "linear_probe", False):  # an option of classifiers
         model.requires_grad_(False)
         model.get_classifier().requires_grad_(True)
 

@@ -58,7 +58,7 @@ class DataModule:
 
     def __init__(self, config: TrainConfig, world: World, training: bool):
         self.config, self.world = config, world
-        self.about: dict = {}
+        self.about = {}
         self.bad_images = BadImages(limit=0)
 
     def create_model(self) -> tuple[nn.Module, dict]:

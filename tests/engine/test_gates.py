@@ -141,4 +141,4 @@ def test_frozen_parts_stay_as_they_began_statistics_included(data, tmp_path, mor
 
 def test_names_that_no_part_has():
     with pytest.raises(UsageError, match="freeze: the model has no 'layer9'; did you mean layer"):
-        freeze(timm.create_model("test_resnet"), ["layer9"], False)
+        freeze(timm.create_model("test_resnet"), ClassificationConfig(freeze="layer9"))
