@@ -99,7 +99,7 @@ def intercepted() -> Iterator[list[Take]]:
             raise RuntimeError("recorders must be closed in the reverse order in which they were opened")
 
 
-_lock = threading.Lock()  # torch numbers hooks without one
+_lock = threading.RLock()  # torch numbers hooks without one
 _stances: list = []  # of those who asked for eager code: the first one's gives back the stance from before
 
 
@@ -125,49 +125,31 @@ class Hooks(ExitStack):
         super().__init__()
         self.thread = threading.get_ident()
 
-    def _own(self, hook: Callable) -> Callable[..., None]:
-        """Return a hook that other threads pass by, and whose result is not taken for the module's."""
+    def add(self, register: Callable, hook: Callable[..., None], **how: bool) -> None:
+        """Call hook(module, args, kwargs[, output]) where a module's own method has it called, such as
+        `module.register_forward_hook`; how: further keywords of that method. What the hook returns is not heeded."""
         def own(*given: Any) -> None:
             if threading.get_ident() == self.thread:
                 hook(*given)
 
-        return own
-
-    def add(self, register: Callable, hook: Callable[..., None], **how: bool) -> None:
-        """Call hook(module, args, kwargs[, output]) where a module's own method has it called, such as
-        `module.register_forward_hook`; how: further keywords of that method."""
         with _lock:
-            self.callback(register(self._own(hook), with_kwargs=True, **how).remove)
+            self.callback(register(own, with_kwargs=True, **how).remove)
 
-    def around(self, module: nn.Module, method: str, hook: Callable[..., None]) -> None:
-        """Call hook(*results, *arguments) after each call of a method that returns several results."""
-        own = self._own(hook)
-        with _lock:
-            if method not in vars(module):
-                setattr(module, method, _Watched(getattr(module, method)))
-            watched = vars(module)[method]
-            watched.hooks.append(own)
-
+    def after(self, module: nn.Module, method: str, hook: Callable[..., None]) -> None:
+        """Call hook(_, args, kwargs, results) after each call of a module's method. The method is a module of its own
+        meanwhile, so that the hooks of all recorders follow it, in whatever order they end."""
         def end() -> None:
             with _lock:
-                watched.hooks.remove(own)
-                if not watched.hooks:
+                if method in vars(module) and not vars(module)[method]._forward_hooks:
                     delattr(module, method)
 
-        self.callback(end)
-
-
-class _Watched:
-    """A method of one object, which the hooks of all its recorders follow, in whatever order they end."""
-
-    def __init__(self, method: Callable[..., tuple]) -> None:
-        self.method, self.hooks = method, []
-
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple:
-        results = self.method(*args, **kwargs)
-        for hook in tuple(self.hooks):
-            hook(*results, *args, **kwargs)
-        return results
+        with _lock:
+            if method not in vars(module):
+                followed = nn.Module()
+                followed.forward = getattr(module, method)
+                vars(module)[method] = followed  # not among the network's modules
+            self.callback(end)
+            self.add(vars(module)[method].register_forward_hook, hook)
 
 
 def heads_of(module: nn.Module) -> int | None:

@@ -81,21 +81,21 @@ class Layout:
     channels: bool = False
 
 
-class Image:
-    """The size of the image that a network is looking at: (B, H, W) of its stem's input, or of its own; None before."""
+def image_seen(model: nn.Module, hooks: Hooks) -> list[torch.Size]:
+    """Return a list that holds, once the network looks at an image, its shape (B, C, H, W): its stem's input, or its
+    own."""
+    seen: list[torch.Size] = []
 
-    def __init__(self, model: nn.Module, hooks: Hooks) -> None:
-        self.size: tuple[int, int, int] | None = None
-        stem = next((module for name, module in model.named_modules() if ".evolution." not in name
-                     and isinstance(module, nn.Conv2d) and module.in_channels <= 4), None)
-        for module in [model] if stem is None else [model, stem]:
-            hooks.add(module.register_forward_pre_hook, self._see)
+    def look(_, args: tuple, kwargs: dict[str, Any]) -> None:
+        values = (*args, *(value for name, value in kwargs.items() if "mask" not in name))
+        shapes = [x.shape for x in values if isinstance(x, Tensor) and x.ndim == 4 and x.shape[1] <= 4]
+        seen[:] = shapes[:1] or seen
 
-    def _see(self, _, args: tuple, kwargs: dict[str, Any]) -> None:
-        for value in (*args, *(value for name, value in kwargs.items() if "mask" not in name)):
-            if isinstance(value, Tensor) and value.ndim == 4 and value.shape[1] <= 4:
-                self.size = (len(value), *value.shape[-2:])
-                break
+    stem = next((module for name, module in model.named_modules() if ".evolution." not in name
+                 and isinstance(module, nn.Conv2d) and module.in_channels <= 4), model)
+    for module in dict.fromkeys((model, stem)):
+        hooks.add(module.register_forward_pre_hook, look)
+    return seen
 
 
 def learned_queries(model: nn.Module, name: str) -> tuple[str, ...]:
@@ -132,12 +132,12 @@ def grid_of(tokens: int, image: Size) -> Size | None:
     return None
 
 
-def token_layout(shape: tuple[int, ...], image: tuple[int, int, int] | None, names: tuple[str, ...],
-                 taken: tuple[int, ...] = (), query_names: tuple[str, ...] = ()) -> Layout:
+def token_layout(shape: torch.Size, image: torch.Size | None, names: tuple[str, ...], taken: torch.Size,
+                 query_names: tuple[str, ...]) -> Layout:
     """Return where the rows and columns of maps (B, K, queries, keys) lie, prefix tokens first.
 
     Args:
-        image: (B, H, W); None: there is none, and the tokens are a sequence.
+        image: (B, C, H, W); None: there is none, and the tokens are a sequence.
         names: of the prefix tokens that the network has; a layer may leave them out, among keys or queries.
         taken: shape of what the layer takes; the grid, where that is (B, C, H, W) or (B, H, W, C).
         query_names: of learned queries.
@@ -148,17 +148,18 @@ def token_layout(shape: tuple[int, ...], image: tuple[int, int, int] | None, nam
     queries, keys = shape[-2:]
     whole = image is None or shape[0] == image[0]  # no windows as a part of the batch
     for grid in (taken[2:], taken[1:3]) if whole and len(taken) == 4 and taken[0] == shape[0] else ():
-        if grid[0] * grid[1] == queries == keys:
+        if math.prod(grid) == queries == keys:
             return Layout(tuple(grid))
     if image is None:
         return Layout((1, queries), (1, keys))
-    for prefix in dict.fromkeys((len(names), 0)) if whole else ():
-        key_size, asked = grid_of(keys - prefix, image[1:]), not query_names and queries not in (keys, prefix)
-        feat_size = grid_of(queries - prefix, image[1:]) if asked else key_size
+    for prefix in (len(names), 0) if whole else ():
+        key_size = feat_size = grid_of(keys - prefix, image[2:])
+        if not query_names and queries not in (keys, prefix):
+            feat_size = grid_of(queries - prefix, image[2:])
         if key_size and feat_size:
             return Layout(feat_size, key_size, names[:prefix], query_names)
     raise ValueError(f"must attend over {len(names)} prefix tokens and a grid of patches of {image[0]} images of "
-                     f"{image[1]}x{image[2]} pixels to have a map, got maps of shape {list(shape)}")
+                     f"{image[2]}x{image[3]} pixels to have a map, got maps of shape {list(shape)}")
 
 
 # ---- layers that attend inside windows, or among channels ------------------------------------------------------------
@@ -169,11 +170,11 @@ def windows_of(grid: Size, window: Size, shift: Size = (0, 0), pad_first: bool =
     Args:
         pad_first: whether it is padded before it is shifted.
     """
-    steps = [partial(nn.functional.pad, pad=(0, -grid[1] % window[1], 0, -grid[0] % window[0]), value=-1),
-             partial(torch.roll, shifts=(-shift[0], -shift[1]), dims=(0, 1))]
-    tokens = torch.arange(grid[0] * grid[1]).view(grid)
-    for step in steps if pad_first else reversed(steps):
-        tokens = step(tokens)
+    def pad(tokens: Tensor) -> Tensor:
+        return nn.functional.pad(tokens, (0, -grid[1] % window[1], 0, -grid[0] % window[0]), value=-1)
+
+    tokens, back = torch.arange(math.prod(grid)).view(grid), (-shift[0], -shift[1])
+    tokens = pad(tokens).roll(back, (0, 1)) if pad_first else pad(tokens.roll(back, (0, 1)))
     bottom, right = (torch.arange(side) >= side - by for side, by in zip(tokens.shape, shift, strict=True))
     found = torch.stack([tokens, 2 * bottom[:, None] + right], -1)[None]
     return Windows(*window_partition(found, window).flatten(1, 2).unbind(-1))
@@ -228,21 +229,23 @@ SPECIAL: dict[str, Callable[..., Layout]] = {  # by the layer's class, or that o
 
 def _owners(model: nn.Module, name: str) -> Iterator[nn.Module]:
     """Yield the module of a name, then the modules around it, the network last."""
-    parts = name.split(".") if name else []
+    parts = name.split(".")
     for depth in range(len(parts), -1, -1):
         yield model.get_submodule(".".join(parts[:depth]))
 
 
-def layout_finder(model: nn.Module, name: str, image: Image, hooks: Hooks) -> Callable[[tuple[int, ...]], Layout]:
-    """Return a function from the maps' shape to a layer's layout: that of its windows or channels, which the input of
-    the layer or of a block around it tells, or that of tokens over the image."""
+def layout_finder(model: nn.Module, name: str, image: list[torch.Size], hooks: Hooks) -> Callable[[Tensor], Layout]:
+    """Return a function from maps to a layer's layout: that of its windows or channels, which the input of the layer or
+    of a block around it tells, or that of tokens over the image. `image`: see `image_seen`."""
     known = ((module, SPECIAL[path]) for module in _owners(model, name) for cls in type(module).__mro__
              if (path := f"{cls.__module__}.{cls.__name__}") in SPECIAL)
     owner, read = next(known, (model.get_submodule(name), None))
-    names, learned, seen = prefix_names(model), learned_queries(model, name), []
+    names, learned, found = prefix_names(model), learned_queries(model, name), []
 
     def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        seen[:] = [read(module, *args, **kwargs)] if read else [x.shape for x in args if isinstance(x, Tensor)][:1]
+        found[:] = [read(module, *args, **kwargs) if read else
+                    next((x.shape for x in args if isinstance(x, Tensor)), ())]
 
     hooks.add(owner.register_forward_pre_hook, look)
-    return lambda shape: seen[0] if read else token_layout(shape, image.size, names, *seen, query_names=learned)
+    return lambda maps: found[0] if read else token_layout(
+        maps.shape, image[0] if image else None, names, found[0], learned)

@@ -23,7 +23,7 @@ Query = tuple[int, int] | str  # (row, column) of the map, or a prefix token by 
 
 
 def _part(name: str) -> property:
-    return property(lambda layer: layer._dense(name))
+    return property(lambda layer: layer[name] if name in layer.recorded() else None)
 
 
 class LayerMaps:
@@ -56,15 +56,13 @@ class LayerMaps:
     def __init__(self, number: int, name: str, heads: tuple[int, ...], layout: Layout = Layout(),  # noqa: B008
                  **parts: Tensor) -> None:
         self.number, self.name, self.heads, self.layout = number, name, heads, layout
+        self.feat_size, self.prefix_names, self.channels = layout.feat_size, layout.prefix_names, layout.channels
+        self.key_size = layout.key_size or layout.feat_size
+        self.query_names = layout.query_names or layout.prefix_names
+        self.num_prefix_tokens = len(layout.prefix_names)
         self._parts = parts  # of windows (B, W, K, n, n)
 
     attn, logits, self_logits, conv_logits, prev_logits = map(_part, PARTS)
-    feat_size = property(lambda self: self.layout.feat_size)
-    key_size = property(lambda self: self.layout.key_size or self.feat_size)
-    prefix_names = property(lambda self: self.layout.prefix_names)
-    channels = property(lambda self: self.layout.channels)
-    query_names = property(lambda self: self.layout.query_names or self.prefix_names)
-    num_prefix_tokens = property(lambda self: len(self.prefix_names))
 
     @property
     def pixels_ask(self) -> bool:
@@ -80,18 +78,12 @@ class LayerMaps:
         """Set a part, of windows (B, W, K, n, n)."""
         self._parts[part] = maps
 
-    def _dense(self, part: str) -> Tensor | None:
-        maps = self._parts.get(part)
-        if maps is None or self.layout.windows is None:
-            return maps
-        return self.layout.windows.dense(maps, math.prod(self.feat_size))
-
     def __getitem__(self, part: str) -> Tensor:
         """Return the tensor of a part, which must have been recorded."""
-        tensor = self._dense(part)
-        if tensor is None:
+        if part not in self._parts:
             raise KeyError(f"layer {self} has recorded {', '.join(self.recorded())}; got {part!r}")
-        return tensor
+        maps, windows = self._parts[part], self.layout.windows
+        return maps if windows is None else windows.dense(maps, math.prod(self.feat_size))
 
     def __str__(self) -> str:
         return f"{self.number} ({self.name})"

@@ -28,7 +28,7 @@ from ea_vision.recorder.interception import (
     heads_of,
     intercepted,
 )
-from ea_vision.recorder.layouts import Image, Layout, layout_finder, learned_queries, prefix_names
+from ea_vision.recorder.layouts import Layout, image_seen, layout_finder, learned_queries, prefix_names
 from ea_vision.recorder.maps import PARTS, AttentionMaps, LayerMaps
 
 __all__ = ["PARTS", "AttentionLayer", "AttentionMaps", "LayerMaps", "prefix_names", "record_attention",
@@ -64,7 +64,7 @@ class AttentionLayer:
 class _Watch:
     """Collects the chosen parts and heads of one layer, as they are formed.
 
-    heads: None is all. parts: those of the chosen ones that the layer has. find: from the maps' shape to their layout.
+    heads: None is all. parts: those of the chosen ones that the layer has. find: from maps to their layout.
     ran: whether a forward of it began. records: whether one is under way that is to be recorded. current: its maps,
     once they are formed. formed: of a differential layer's two maps. mixed: the maps that weigh the values, where a
     mechanism of ours mixes them after the softmax: not computed again, since it may have running statistics.
@@ -75,7 +75,7 @@ class _Watch:
     heads: tuple[int, ...] | None
     parts: set[str]
     maps: AttentionMaps
-    find: Callable[[tuple[int, ...]], Layout]
+    find: Callable[[Tensor], Layout]
     ran: bool = False
     records: bool = False
     current: LayerMaps | None = None
@@ -90,7 +90,7 @@ class _Watch:
     def place(self, maps: Tensor, layout: Layout | None = None) -> Layout:
         """Say where maps (B, K, queries, keys) lie; None: find it. The layer counts as recorded from now on."""
         try:
-            layout = layout or self.find(tuple(maps.shape))
+            layout = layout or self.find(maps)
         except ValueError as error:
             raise ValueError(f"attention layer {self.layer} {error}; choose other layers to record without it"
                              ) from error
@@ -109,7 +109,7 @@ class _Watch:
         """Save what a function formed, (B, K, T, T) or (B*K, T, T), windows as a part of the batch."""
         if not self.records:
             return
-        if _is_differential(self.module):
+        if "first_attn" in self.layer.parts:
             self._take_differential(attn)
             return
         if self.current is not None:
@@ -136,15 +136,15 @@ class _Watch:
             self.save("second_attn", second)
 
     @torch.no_grad()
-    def take_ours(self, out: Tensor, logits: Tensor | None, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None,
-                  feat_size: tuple[int, int] | None, bias: Tensor | None, need_logits: bool) -> None:
-        """Save the parts of a layer of ours after its `_attend`, of which these are the results and the arguments.
+    def take_ours(self, _, args: tuple, kwargs: dict, results: tuple[Tensor, Tensor | None]) -> None:
+        """Save the parts of a layer of ours after its `_attend`.
 
         It goes on by its fast path and hands out the logits, or None. What only a slow path would form, and all maps
         of a window, are computed here from queries, keys and the previous logits.
         """
         if not self.records:
             return
+        (q, k, _, prev_logits, feat_size, bias, _), (_, logits) = args, results
         module, evolution, layout = self.module, self.module.evolution, None
         if isinstance(module, AugmentedConv2d):
             layout = Layout(feat_size, window=module.window)
@@ -188,7 +188,7 @@ class _Watch:
         hooks.add(module.register_forward_pre_hook, self.begin)
         if isinstance(module, OURS):
             evolution = module.evolution
-            hooks.around(module, "_attend", self.take_ours)
+            hooks.after(module, "_attend", self.take_ours)
             if evolution is not None and evolution.mixes_attn:
                 hooks.add(module.attn_drop.register_forward_pre_hook, self.take_mixed)
             if isinstance(module, AugmentedConv2d) or evolution is not None and not evolution.mixes_output:
@@ -196,13 +196,9 @@ class _Watch:
             return
         hooks.add(module.register_forward_pre_hook, lambda *_: running.append(self.take))
         hooks.add(module.register_forward_hook, lambda *_: running.pop(), always_call=True)
-        if _talks(module):  # timm's CaiT mixes probabilities (B, T, T, K) once more
+        if "mixed_attn" in self.layer.parts:  # timm's CaiT mixes probabilities (B, T, T, K) once more
             hooks.add(module.proj_w.register_forward_hook, lambda _, args, kwargs, output: self.save(
                 "mixed_attn", output.permute(0, 3, 1, 2)))
-
-
-def _talks(module: nn.Module) -> bool:
-    return all(isinstance(getattr(module, name, None), nn.Linear) for name in ("proj_l", "proj_w"))
 
 
 def _parts_of(module: nn.Module) -> tuple[str, ...]:
@@ -211,14 +207,10 @@ def _parts_of(module: nn.Module) -> tuple[str, ...]:
         evolution = module.evolution
         added = () if evolution is None else (*evolution.part_names, *["prev_logits"] * evolution.reads_previous)
         return ("attn",) if module.head_window > 1 else ("attn", "logits", "self_logits", *added)
-    if _is_differential(module):
+    if hasattr(module, "lambda_init"):  # timm's DiffAttention: a difference of two maps, by heads
         return ("attn", "first_attn", "second_attn")
-    return ("attn", "mixed_attn") if _talks(module) else ("attn",)
-
-
-def _is_differential(module: nn.Module) -> bool:
-    """Return whether a module is timm's DiffAttention: a difference of two maps, by heads."""
-    return type(module).__name__ == "DiffAttention" and hasattr(module, "lambda_init")
+    talks = all(isinstance(getattr(module, name, None), nn.Linear) for name in ("proj_l", "proj_w"))
+    return ("attn", "mixed_attn") if talks else ("attn",)
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -228,8 +220,9 @@ def _is_attention(module: nn.Module) -> bool:
         return True
     name = type(module).__name__
     foreign_pool = "AttentionPool" in name and not type(module).__module__.startswith("timm.layers.")
+    foreign_difference = hasattr(module, "lambda_init") and name != "DiffAttention"
     return (heads_of(module) is not None or calls_attention(module)) and not (
-        foreign_pool or POSITIONS.search(name) or hasattr(module, "lambda_init") and not _is_differential(module))
+        foreign_pool or foreign_difference or POSITIONS.search(name))
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
@@ -328,7 +321,7 @@ def record_attention(
     maps, watches = AttentionMaps(), []
     with Hooks() as hooks:
         hooks.enter_context(compiled_code_runs_eagerly())
-        running, image = hooks.enter_context(intercepted()), Image(model, hooks)
+        running, image = hooks.enter_context(intercepted()), image_seen(model, hooks)
         hooks.add(model.register_forward_pre_hook, maps._call_begins)
         hooks.add(model.register_forward_hook, maps._call_ends, always_call=True)
         for layer in chosen:
