@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import datetime
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -49,15 +50,19 @@ examples:
   EA_VISION_IMPLEMENTATION=reference ea-vision benchmark --models resnet50 ea_aa_resnet50 --repeats 15
 """
 DEFAULT = ("resnet50", "aa_resnet50", "pa_aa_resnet50", "ea_aa_resnet50")
-RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}  # where memory is measured
+# Options of mallopt. Where times are measured, freed memory is kept: else each step gets its pages anew, zeroed.
+TRIM, TOP_PAD, MMAP_THRESHOLD, MMAP_MAX = -1, -2, -3, -4
+KEEP_MEMORY = {TOP_PAD: 10**9, MMAP_MAX: 0, TRIM: 2 * 10**9}
+RETURN_MEMORY = {MMAP_THRESHOLD: 65536, TRIM: 65536}
 MEASURED = {"train_images_per_s": "train img/s", "infer_images_per_s": "infer img/s", "memory_mib": "memory MiB"}
 
 
 def baseline_of(name: str) -> str | None:
     """Return timm's resnet of the same depth, of a vision transformer timm's plain one, or None."""
-    transformer = re.fullmatch(r"(?:[ep]a_)?((?:vit|deit)_.*)", name)
+    if transformer := re.fullmatch(r"(?:[ep]a_)?((?:vit|deit)_.*)", name):
+        return transformer[1]
     depth = re.search(r"net(\d+)", name)
-    return transformer[1] if transformer else f"resnet{depth[1]}" if depth else None
+    return f"resnet{depth[1]}" if depth else None
 
 
 def interleaved(calls: dict[Hashable, Callable[[], object]], repeats: int, warm_up: int = 1,
@@ -81,13 +86,10 @@ class Steps:
     Args:
         amp: none, bfloat16 or float16.
         opt: timm's name of the optimiser.
-        compiled: by torch.compile.
     """
 
-    def __init__(self, model: nn.Module, images: Tensor, amp: str = "none", opt: str = "sgd",
-                 compiled: bool = False) -> None:
+    def __init__(self, model: nn.Module, images: Tensor, amp: str = "none", opt: str = "sgd") -> None:
         self.model, self.images, self.amp = model, images, amp
-        self.net = torch.compile(model, dynamic=False) if compiled else model
         self.optimizer = timm.optim.create_optimizer_v2(model, opt=opt, lr=1e-3, momentum=0.9)
         self.scaler = torch.amp.GradScaler(images.device.type, enabled=amp == "float16")
 
@@ -97,7 +99,7 @@ class Steps:
         self.optimizer.zero_grad()
         with autocast(self.amp, self.images.device):
             targets = torch.zeros(len(self.images), dtype=torch.int64, device=self.images.device)
-            loss = F.cross_entropy(self.net(self.images).float(), targets)
+            loss = F.cross_entropy(self.model(self.images).float(), targets)
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -107,17 +109,7 @@ class Steps:
         """Return the outputs in evaluation mode."""
         self.model.eval()
         with torch.inference_mode(), autocast(self.amp, self.images.device):
-            return self.net(self.images)
-
-    def peak_on_gpu(self) -> int:
-        """Return the most bytes that a training step allocates, its weights and optimiser state included."""
-        self.optimizer.zero_grad()
-        own = [*self.model.parameters(), *self.model.buffers(),
-               *(t for state in self.optimizer.state.values() for t in state.values() if torch.is_tensor(t))]
-        before = torch.cuda.memory_allocated() - sum(t.nbytes for t in own)
-        torch.cuda.reset_peak_memory_stats()
-        self.train()
-        return torch.cuda.max_memory_allocated() - before
+            return self.model(self.images)
 
 
 def live_network(name: str, images: Tensor) -> nn.Module:
@@ -137,8 +129,6 @@ def live_network(name: str, images: Tensor) -> nn.Module:
         with torch.no_grad():  # two passes make the statistics of BatchNorm
             model(images)
             model(images)
-    except RunError:
-        raise
     except (ValueError, AssertionError, RuntimeError) as error:
         raise UsageError(f"{name} cannot run {len(images)} images of {images.shape[-1]} pixels: "
                          f"{str(error) or type(error).__name__}") from error
@@ -152,8 +142,16 @@ def noise(args: argparse.Namespace, device: torch.device) -> Tensor:
     return images.contiguous(memory_format=torch.channels_last if args.channels_last else torch.contiguous_format)
 
 
+def set_malloc(options: dict[int, int]) -> None:
+    """Set options of glibc's allocator, where it is the C library."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    for option, value in options.items() if mallopt else ():
+        mallopt(option, value)
+
+
 def peak_resident(name: str, args: argparse.Namespace) -> int:
     """Return the most bytes of main memory that three training steps take, in a process in which nothing else ran."""
+    set_malloc(RETURN_MEMORY)
     torch.set_num_threads(args.threads)
     images = noise(args, torch.device("cpu"))
     before = psutil.Process().memory_info().rss
@@ -164,24 +162,21 @@ def peak_resident(name: str, args: argparse.Namespace) -> int:
     return 1024 * int(re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)[1]) - before
 
 
-def peak_on_cpu(name: str, args: argparse.Namespace) -> int | None:
-    """Return `peak_resident` of a process of its own, or None where there is no /proc to read it from."""
-    if not Path("/proc/self/status").exists():
+def peak_memory(steps: Steps, name: str, mode: str, before: int, args: argparse.Namespace) -> float | None:
+    """Return the peak of a training step in MiB, or None where it cannot be told.
+
+    Args:
+        before: bytes that were allocated on the GPU before the network was built.
+    """
+    if steps.images.is_cuda:
+        steps.train()
+        torch.cuda.reset_peak_memory_stats()
+        steps.train()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+    if mode == "compiled" or not Path("/proc/self/status").exists():
         return None
-    os.environ.update(RETURN_MEMORY)  # read by the C library as a process begins
-    try:
-        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            return pool.submit(peak_resident, name, args).result()
-    finally:
-        for key in RETURN_MEMORY:
-            del os.environ[key]
-
-
-def keep_freed_memory() -> None:
-    """Tell glibc to keep freed memory: else each step gets its pages anew from the system, zeroed one by one."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    for option, value in ((-2, 10**9), (-4, 0), (-1, 2 * 10**9)) if mallopt else ():  # top pad, mmap's most, trim
-        mallopt(option, value)
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(peak_resident, name, args).result() / 2**20
 
 
 def measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
@@ -191,10 +186,10 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, An
         UsageError: a network that is asked for by name refuses the setting.
         RunError: a loss that is not finite.
     """
-    images, on_gpu = noise(args, device), device.type == "cuda"
-    steps: dict[tuple[str, str], Steps] = {}
-    for name in names_of(args.models):
-        print(name, file=sys.stderr)
+    images, steps, rows = noise(args, device), {}, {}
+    for name, mode in product(names_of(args.models), ("eager", "compiled")[:1 + args.compile]):
+        print(name, mode, file=sys.stderr)
+        before = torch.cuda.memory_allocated()
         try:
             model = live_network(name, images)
         except UsageError as error:
@@ -202,28 +197,23 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, An
                 raise
             print(f"left out: {error}")
             continue
-        for mode in ("eager", "compiled")[:1 + args.compile]:
-            steps[name, mode] = Steps(model, images, args.amp, args.opt, mode == "compiled")
-    rows = {(name, mode): {"model": name, "mode": mode} for name, mode in steps}
+        of = Steps(torch.compile(model, dynamic=False) if mode == "compiled" else model, images, args.amp, args.opt)
+        steps[name, mode], rows[name, mode] = of, {"model": name, "mode": mode, "memory_mib": None}
+        if not args.no_memory:
+            rows[name, mode]["memory_mib"] = peak_memory(of, name, mode, before, args)
 
     def clock() -> float:
-        if on_gpu:
+        if images.is_cuda:
             torch.cuda.synchronize()
         return time.process_time() if args.clock == "CPU" else time.perf_counter()
 
     for phase in ("train", "infer"):
         calls = {key: getattr(of, phase) for key, of in steps.items()}
-        for key, seconds in interleaved(calls, args.repeats, 3 if on_gpu else 1, clock).items():
+        for key, seconds in interleaved(calls, args.repeats, 3 if images.is_cuda else 1, clock).items():
             rows[key] |= {f"{phase}_ms": 1e3 * seconds, f"{phase}_images_per_s": len(images) / seconds}
-    for (name, mode), of in steps.items():
-        if not of.train().isfinite():
-            raise RunError(f"the loss of {name}, {mode}, is not finite: its times mean nothing")
-        peak = None
-        if not args.no_memory and (on_gpu or mode == "eager"):
-            peak = of.peak_on_gpu() if on_gpu else peak_on_cpu(name, args)
-        of.optimizer.zero_grad()
-        rows[name, mode]["memory_mib"] = peak and peak / 2**20
     for (name, mode), row in rows.items():
+        if not steps[name, mode].train().isfinite():
+            raise RunError(f"the loss of {name}, {mode}, is not finite: its times mean nothing")
         base = rows.get((baseline_of(name), mode), {})
         for key in MEASURED:
             row[f"{key}_ratio"] = row[key] / base[key] if row[key] and base.get(key) else None
@@ -263,24 +253,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.csv:
         check_output(args.csv)
     threads = torch.get_num_threads()
-    if device.type == "cpu":
-        torch.set_num_threads(args.threads)
-    keep_freed_memory()
+    torch.set_num_threads(args.threads)
+    set_malloc(KEEP_MEMORY)
     under = {"hardware": hardware(device, 1), "date": datetime.now().astimezone().isoformat(timespec="minutes"),
              "ea_vision": ea_vision.__version__, "torch": str(torch.__version__), "timm": timm.__version__,
              "implementation": os.environ.get("EA_VISION_IMPLEMENTATION", "chosen"),
              **{name: getattr(args, name) for name in ("batch_size", "img_size", "amp", "opt", "channels_last",
                                                        "repeats", "clock")}}
     print("; ".join(f"{name} {value}" for name, value in under.items()), end="\n\n")
-    try:
-        rows = measure(args, device)
-    finally:
-        torch.set_num_threads(threads)
+    rows = measure(args, device)
+    torch.set_num_threads(threads)
     headings = {"model": "network", "mode": "mode"}
     for key, heading in MEASURED.items():
         headings |= {key: heading, f"{key}_ratio": "ratio"}
-    print(table([{key: f"{value:.3f}" if key.endswith("_ratio") and value is not None else value
-                  for key, value in row.items()} for row in rows], headings))
+    print(table(rows, headings))
     if args.csv:
         atomic_write(args.csv, csv_text([row | under for row in rows]).encode())
     return 0

@@ -79,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UsageError(f"{args.model} has no weights: --random exports it with random ones")
     noise = torch.rand(2, 3, *model.img_size, generator=torch.Generator().manual_seed(0))
     images = [model.prepare(read_image(path)) for path in paths] or list(noise)
-    mean, std, crop_pct, interpolation = (model.config[key] for key in ("mean", "std", "crop_pct", "interpolation"))
-    about = About(model.label, model.img_size, tuple(mean), tuple(std), crop_pct, interpolation,
+    about = About(model.label, model.img_size,
+                  *(model.config[key] for key in ("mean", "std", "crop_pct", "interpolation")),
                   model.model.num_classes, model.classes)
     write(export_program(model.model, model.img_size), args.output, about)
     said = compare(model, images, args.output)

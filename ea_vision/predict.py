@@ -53,29 +53,27 @@ def predict(loaded: LoadedModel, images: Sequence[ImageSource | Tensor], top: in
         `image`, its path, or its number from "image 1" on; `classes`, from the likeliest on, with `name`, `index` and
         `probability` each; and `error`, why there are none, of an image that cannot be read or has no finite result.
     """
-    device = next((weight.device for weight in loaded.model.parameters()), "cpu")
     for start in range(0, len(images), batch_size):
         entries, inputs = [], []
         for number, image in enumerate(images[start:start + batch_size], start + 1):
-            named = str(image) if isinstance(image, (str, Path)) else f"image {number}"
-            entries.append({"image": named, "classes": []})
+            entry = {"image": str(image) if isinstance(image, (str, Path)) else f"image {number}", "classes": []}
+            entries.append(entry)
             try:
-                inputs.append((entries[-1], as_input(loaded, image)))
+                inputs.append((entry, as_input(loaded, image)))
             except UsageError as error:
-                entries[-1]["error"] = str(error)
+                entry["error"] = str(error)
         if inputs:
             with torch.inference_mode():
-                batch = loaded.normalize(torch.stack([x for _, x in inputs]).to(device))
+                batch = loaded.normalize(torch.stack([x for _, x in inputs]).to(loaded.device))
                 likely = loaded.model(batch).float().softmax(-1).cpu()
             for (entry, _), shares in zip(inputs, likely, strict=True):
-                if not shares.isfinite().all():
+                if shares.isfinite().all():
+                    highest = zip(*map(Tensor.tolist, shares.topk(min(top, len(shares)))), strict=True)
+                    entry["classes"] = [
+                        {"name": loaded.classes[index] if loaded.classes else f"class {index}", "index": index,
+                         "probability": round(value, 6)} for value, index in highest]
+                else:
                     entry["error"] = f"{loaded.label} gives no finite number for {entry['image']}"
-                    continue
-                values, indices = shares.topk(min(top, len(shares)))
-                entry["classes"] = [
-                    {"name": loaded.classes[index] if loaded.classes else f"class {index}", "index": index,
-                     "probability": round(value, 6)}
-                    for value, index in zip(values.tolist(), indices.tolist(), strict=True)]
         yield from entries
 
 
@@ -107,19 +105,18 @@ def find_objects(loaded: DetectorModel, images: Sequence[str], args: argparse.Na
             [found] = loaded.detect([image])
         except UsageError as error:
             yield str(error), "", []
-            continue
         except FloatingPointError as error:
             yield f"{loaded.label} {error} for {path}", "", []
-            continue
-        sure = found["scores"] >= args.min_score
-        found = {name: value[sure] for name, value in found.items()}
-        if args.output:
-            file = Path(args.output) / f"{number}-{Path(path).stem}.png".replace(":", "-")
-            drawn = draw_detections(pil_to_tensor(image), found, loaded.classes)
-            atomic_write(file, encode_png(drawn).numpy().tobytes())
-        named = ", ".join(f"{loaded.classes[label]} {score:.2f}" for label, score in
-                          zip(found["labels"].tolist(), found["scores"].tolist(), strict=True))
-        yield "", f"{path}: {named or 'nothing found'}", results_of(path, found, loaded.category_ids)
+        else:
+            sure = found["scores"] >= args.min_score
+            found = {name: value[sure] for name, value in found.items()}
+            if args.output:
+                file = Path(args.output) / f"{number}-{Path(path).stem}.png".replace(":", "-")
+                drawn = draw_detections(pil_to_tensor(image), found, loaded.classes)
+                atomic_write(file, encode_png(drawn).numpy().tobytes())
+            named = ", ".join(f"{loaded.classes[label]} {score:.2f}"
+                              for label, score in zip(found["labels"], found["scores"], strict=True))
+            yield "", f"{path}: {named or 'nothing found'}", results_of(path, found, loaded.category_ids)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -192,11 +192,15 @@ def layers_of(name: str) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[dict[str, Any]], headings: dict[str, str] | None = None) -> str:
-    """Return a Markdown table of some of the rows' columns, by their headings, or of all of them; None becomes -."""
+    """Return a Markdown table of some of the rows' columns, by their headings, or of all of them. Numbers have two
+    decimals, ratios three; None becomes -."""
+    def shown(key: str, value: Any) -> str:
+        if value is None:
+            return "-"
+        return f"{value:.{3 if key.endswith('ratio') else 2}f}" if isinstance(value, float) else str(value)
+
     headings = headings or {key: key for key in rows[0]}
-    return markdown([list(headings.values()), *(
-        ["-" if row[key] is None else f"{row[key]:.2f}" if isinstance(row[key], float) else str(row[key])
-         for key in headings] for row in rows)])
+    return markdown([list(headings.values()), *([shown(key, row[key]) for key in headings] for row in rows)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

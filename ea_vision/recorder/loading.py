@@ -56,39 +56,43 @@ class LoadedModel:
     weights: str = ""
     classes: Sequence[str] | None = None
 
+    @property
+    def device(self) -> torch.device:
+        """Where the network lies; an exported one computes on the CPU."""
+        return next((weight.device for weight in self.model.parameters()), torch.device("cpu"))
+
     def prepare(self, image: Image.Image) -> Tensor:
         """Return (3, H, W) in 0..1: resized and cut around its middle, as in evaluation; what queries are counted on.
 
         Raises:
             UsageError: so narrow that it has more than MAX_PIXELS once its short side fits.
         """
-        (H, W), (size, left, top) = self.img_size, self._place(image)
+        size, box = self._place(image)
         resample = Image.Resampling[self.config["interpolation"].upper()]
-        cut = image.convert("RGB").resize(size, resample).crop((left, top, left + W, top + H))
-        return pil_to_tensor(cut) / 255
+        return pil_to_tensor(image.convert("RGB").resize(size, resample).crop(box)) / 255
 
     def photo(self, image: Image.Image) -> np.ndarray | None:
         """Return (height, width, 3) uint8: the part of the image that `prepare` cuts, at its own resolution or, where
         that is finer, with PHOTO_SIDE pixels along the longer side. None where the network sees it no smaller."""
-        (H, W), (size, left, top) = self.img_size, self._place(image)
-        right, down = image.width / size[0], image.height / size[1]  # pixels of the image a pixel of the input
-        finer = min(max(right, down), PHOTO_SIDE / max(H, W))
+        (H, W), (size, box) = self.img_size, self._place(image)
+        shrunk = np.divide(image.size, size)  # pixels of the image a pixel of the input, across and down
+        finer = min(shrunk.max(), PHOTO_SIDE / max(H, W))
         if finer <= 1:
             return None
-        box = (left * right, top * down, (left + W) * right, (top + H) * down)
-        cut = image.convert("RGB").resize((round(W * finer), round(H * finer)), Image.Resampling.LANCZOS, box)
-        return np.asarray(cut)
+        return np.asarray(image.convert("RGB").resize((round(W * finer), round(H * finer)), Image.Resampling.LANCZOS,
+                                                      np.multiply(box, (*shrunk, *shrunk)).tolist()))
 
-    def _place(self, image: Image.Image) -> tuple[tuple[int, int], int, int]:
-        """Return (width, height) that an image is scaled to, and where in it the input begins, from the left and the
-        top."""
+    def _place(self, image: Image.Image) -> tuple[tuple[int, int], tuple[int, int, int, int]]:
+        """Return (width, height) that an image is scaled to, and which part of that is the input: left, top, right,
+        bottom."""
         H, W = self.img_size
         scale = max(H / image.height, W / image.width) / self.config["crop_pct"]
         size = (max(W, math.floor(image.width * scale + 0.5)), max(H, math.floor(image.height * scale + 0.5)))
         if size[0] * size[1] > MAX_PIXELS:
             raise UsageError(f"an image must have at most {MAX_PIXELS / 1e6:g} megapixels once it is scaled to "
                              f"{W}x{H} pixels, got {size[0]}x{size[1]} from {image.width}x{image.height}")
-        return size, (size[0] - W) // 2, (size[1] - H) // 2
+        left, top = (size[0] - W) // 2, (size[1] - H) // 2
+        return size, (left, top, left + W, top + H)
 
     def normalize(self, images: Tensor) -> Tensor:
         """Return what the network takes of images (..., 3, H, W) in 0..1."""
@@ -137,8 +141,8 @@ def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] |
     path = Path(target)
     if os.path.isfile(path) and path.suffix.lower() in SUFFIXES:
         network = ExportedNetwork(path)
-        config = {"input_size": (3, *network.about.size), **asdict(network.about)}
-        loaded = LoadedModel(network, network.about.name, network.about.size, config, classes=network.about.classes)
+        about, config = network.about, {"input_size": (3, *network.about.size), **asdict(network.about)}
+        loaded = LoadedModel(network, about.name, about.size, config, classes=about.classes)
     elif os.path.exists(path):
         loaded = _load_run(path, random, seed)
     else:
@@ -164,17 +168,17 @@ def _load_run(path: Path, random: bool, seed: int) -> LoadedModel:
     folder = path if path.is_dir() else path.parent
     folder = folder.parent if folder.name == run_folder.SNAPSHOTS else folder
     options, run = run_folder.read_config(folder)
-    detects = run.get("task", run_folder.CLASSIFICATION) != run_folder.CLASSIFICATION
+    name, detects, epoch = options["model"], "category_ids" in run, None
     create = create_detector if detects else timm.create_model
-    model = _create(lambda: create(options["model"], **run["model_kwargs"]), options["model"], seed)
-    label, epoch = f"{options['model']}, {folder.resolve().name}", None
+    model = _create(lambda: create(name, **run["model_kwargs"]), name, seed)
+    label = f"{name}, {folder.resolve().name}"
     if random:
         label += " (untrained)"
     else:
         epoch = _load_file(model, folder / run_folder.WEIGHTS if path.is_dir() else path)
         label += f", epoch {epoch}" if epoch is not None else f", {path.stem}" if path != folder else ""
     if detects:
-        config = {"mean": (0.0,) * 3, "std": (1.0,) * 3, "interpolation": "bilinear", "crop_pct": 1.0}
+        config = {"mean": (0.0,) * 3, "std": (1.0,) * 3}
         return DetectorModel(model, label, (model.img_size,) * 2, config, epoch, not random,
                              classes=run["classes"], category_ids=run["category_ids"])
     loaded = as_loaded(model, label, not random)
@@ -292,16 +296,17 @@ def parse_queries(texts: Sequence[str], img_size: tuple[int, int],
         UsageError: neither y,x nor such a name, or outside the image.
     """
     H, W = img_size
-    points: list[tuple[int, int] | str] = [] if texts else [(int(H * y), int(W * x)) for y, x in default]
+    if not texts:
+        return [(int(H * y), int(W * x)) for y, x in default]
+    points: list[tuple[int, int] | str] = []
     for text in texts:
         found = re.fullmatch(f"({NUMBER}), ?({NUMBER})|{TOKEN}", text)
         if not found:
             raise UsageError("a query must be y,x in pixels, or a token before a transformer's patches (cls, dist, "
                              f"reg1, ...), got {text!r}")
-        y, x = (int(found[1]), int(found[2])) if found[1] else (0, 0)
-        if y >= H or x >= W:
+        points.append((int(found[1]), int(found[2])) if found[1] else text)
+        if found[1] and not (points[-1][0] < H and points[-1][1] < W):
             raise UsageError(f"query y,x must lie within the {H}x{W} input, got {text!r}")
-        points.append((y, x) if found[1] else text)
     return points
 
 

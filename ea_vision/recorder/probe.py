@@ -18,6 +18,7 @@ Shape letters: M images, B a batch of them, K heads, H x W the map.
 from __future__ import annotations
 
 import argparse
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import product
@@ -48,6 +49,7 @@ from ea_vision.recorder.loading import (
     parse_targets,
     positive,
 )
+from ea_vision.recorder.maps import Query
 from ea_vision.recorder.probe_network import ProbeRecipe, train_probe
 from ea_vision.recorder.recording import record_attention, recordable_layers
 
@@ -64,20 +66,19 @@ examples:
 # ---- what a probe sees -----------------------------------------------------------------------------------------------
 
 
-def extract_maps(model: LoadedModel, images: Tensor, layers: Sequence[int], query: tuple[int, int] | str | None = None,
+def extract_maps(model: LoadedModel, images: Tensor, layers: Sequence[int], query: Query,
                  batch_size: int = 64) -> list[Tensor]:
     """Return the maps of one query, float16 (M, K, H, W) on the CPU, for each layer.
 
     Args:
         images: uint8 (M, 3, H, W) of the model's input size.
-        query: y,x in pixels of the input, or a token before a transformer's patches; None: the middle.
+        query: y,x in pixels of the input, or a token before a transformer's patches.
     """
-    device, (height, width) = next(model.model.parameters()).device, images.shape[-2:]
-    query = query or (height // 2, width // 2)
+    height, width = images.shape[-2:]
     found: list[list[Tensor]] = [[] for _ in layers]
     for batch in tqdm(images.split(batch_size), desc=f"maps of {model.label}", unit="batch", disable=None):
         with torch.no_grad(), record_attention(model.model, layers) as maps:
-            model.model(model.normalize(batch.to(device) / 255))
+            model.model(model.normalize(batch.to(model.device) / 255))
         for kept, number in zip(found, layers, strict=True):
             H, W = maps[number].feat_size
             cell = query if isinstance(query, str) else (query[0] * H // height, query[1] * W // width)
@@ -95,18 +96,17 @@ def untrained_network(target: str, model: LoadedModel, images: Tensor, seed: int
                       batch_size: int = 64) -> LoadedModel:
     """Return the network of `target` as it begins training, for images of the size that `model` takes; its batch
     statistics are those of `count` images of uint8 (M, 3, H, W), drawn by `seed`: folders lie class by class."""
-    device = next(model.model.parameters()).device
-    network = load_model(target, random=True, img_size=model.img_size, seed=seed, device=device)
+    network = load_model(target, random=True, img_size=model.img_size, seed=seed, device=model.device)
     drawn = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[:count].split(batch_size)
-    update_bn((network.normalize(images[index].to(device) / 255) for index in drawn), network.model)
+    update_bn((network.normalize(images[index].to(model.device) / 255) for index in drawn), network.model)
     return network
 
 
 # ---- probing ---------------------------------------------------------------------------------------------------------
 
 
-def layers_and_query(options: argparse.Namespace, model: LoadedModel) -> tuple[list[int], tuple[int, int] | str | None]:
-    """Return the layers and the query that are asked for, None: the middle.
+def layers_and_query(options: argparse.Namespace, model: LoadedModel) -> tuple[list[int], Query]:
+    """Return the layers and the query that are asked for, by default the middle.
 
     Raises:
         UsageError: the model lacks a layer, or the query is outside the input.
@@ -116,13 +116,13 @@ def layers_and_query(options: argparse.Namespace, model: LoadedModel) -> tuple[l
     if layers == "auto":
         layers = "16,17,18" if len(recordable_layers(model.model)) >= 18 else "all"
     chosen = [layer.number for layer in parse_layers(layers, model)]
-    [query] = [None] if options.query is None else parse_queries([options.query], model.img_size)
+    [query] = parse_queries([options.query] if options.query else [], model.img_size, default=[(0.5, 0.5)])
     if isinstance(query, str) and query not in tokens:
         raise UsageError(f"--query must be y,x{''.join(f' or {name}' for name in tokens)}, got {query!r}")
     return chosen, query
 
 
-def probe(target: str, model: LoadedModel, layers: Sequence[int], query: tuple[int, int] | str | None,
+def probe(target: str, model: LoadedModel, layers: Sequence[int], query: Query,
           splits: Sequence[Images], num_classes: int, controls: Sequence[str], seeds: Sequence[int],
           recipe: ProbeRecipe) -> Iterator[dict[str, Any]]:
     """Probe each layer on the maps of a network and on its controls; yield the rows of results.csv, top1 in percent.
@@ -134,7 +134,6 @@ def probe(target: str, model: LoadedModel, layers: Sequence[int], query: tuple[i
         controls: some of CONTROLS.
         seeds: of all that is drawn but the images.
     """
-    device = next(model.model.parameters()).device
     trained = [extract_maps(model, split.images, layers, query) for split in splits]
     for kind, seed in product(("trained", *controls), seeds):
         both = trained
@@ -146,7 +145,7 @@ def probe(target: str, model: LoadedModel, layers: Sequence[int], query: tuple[i
                 maps = [shuffled_in_space(of_split, seed + split) for split, of_split in enumerate(maps)]
             name = f"{model.label}, {kind}, layer {number}, seed {seed}"
             top1 = train_probe(maps[0], splits[0].targets, maps[1], splits[1].targets, num_classes,
-                               replace(recipe, seed=seed), device, name)
+                               replace(recipe, seed=seed), model.device, name)
             print(f"{name}: top-1 {top1:.2f}%", flush=True)
             yield {"model": model.label, "maps": kind, "layer": number, "seed": seed, "top1": top1,
                    "train_images": len(splits[0]), "test_images": len(splits[1])}
@@ -157,13 +156,13 @@ def probe(target: str, model: LoadedModel, layers: Sequence[int], query: tuple[i
 
 def results_table(results: Sequence[dict[str, Any]]) -> str:
     """Return rows model and maps, columns layers: top-1 in percent, of several seeds the mean ± the deviation."""
-    found: dict[tuple[str, str], dict[int, list[float]]] = {}
+    found = defaultdict(list)
     for one in results:
-        found.setdefault((one["model"], one["maps"]), {}).setdefault(one["layer"], []).append(one["top1"])
-    layers = sorted({one["layer"] for one in results})
-    rows = [["model", "maps", *(f"layer {layer}" for layer in layers)]]
-    for series, top1 in found.items():
-        several = [top1.get(layer, []) for layer in layers]  # of one run there is no deviation
+        found[one["model"], one["maps"], one["layer"]].append(one["top1"])
+    models, kinds, layers = (dict.fromkeys(names) for names in zip(*found, strict=True))
+    rows = [["model", "maps", *(f"layer {layer}" for layer in sorted(layers))]]
+    for series in product(models, kinds):
+        several = [found[(*series, layer)] for layer in sorted(layers)]  # of one run there is no deviation
         rows.append([*series, *(" ± ".join(f"{number(values):.2f}" for number in (mean, stdev)[:len(values)])
                                 for values in several)])
     return markdown(rows)
@@ -227,8 +226,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         data = load_dataset(options.dataset, options.data_dir, model.img_size[0])
         fingerprints[model.label] = data.fingerprint()
         splits = hold_out(data.test, len(data.test) // 5, first) if options.unseen else (data.train, data.test)
-        limit = options.limit or max(map(len, splits))
-        splits = [split if limit >= len(split) else hold_out(split, limit, first)[1] for split in splits]
+        if options.limit:
+            splits = [hold_out(split, options.limit, first)[1] if options.limit < len(split) else split
+                      for split in splits]
         for one in probe(target, model, *asked[target], splits, len(data.classes), controls, options.seeds, recipe):
             results.append(one)
             atomic_write(csv, csv_text([{**row, "top1": f"{row['top1']:.2f}"} for row in results]).encode())

@@ -25,12 +25,7 @@ def as_distributions(attn: Tensor) -> Tensor:
     """Return maps (B, K, queries, keys) in float32 with each row divided by its sum, rows of zeros as they are; not a
     number where a head's map has negative entries: a difference of maps, or a mixture by weights of both signs."""
     rows = attn.float() / attn.float().sum(-1, keepdim=True).clamp_min(TINY)
-    return rows.masked_fill(_signed(attn)[:, :, None, None], torch.nan)
-
-
-def _signed(attn: Tensor) -> Tensor:
-    """Return (B, K), True where a head's map has negative entries."""
-    return attn.flatten(2).amin(-1) < 0
+    return rows.masked_fill(attn.amin((-2, -1), keepdim=True) < 0, torch.nan)
 
 
 def attention_entropy(attn: Tensor) -> Tensor:
@@ -66,9 +61,7 @@ def attention_distance(attn: Tensor, cell: tuple[float, float] = (1.0, 1.0)) -> 
 
     distance = torch.cdist(middles(attn.shape[2:4]), middles(attn.shape[4:]),
                            compute_mode="donot_use_mm_for_euclid_dist")
-    weights = attn.float().flatten(4).flatten(2, 3)  # (B, K, queries, keys)
-    means = (weights * distance).sum(-1) / weights.sum(-1).clamp_min(TINY)
-    return means.mean(-1).masked_fill(_signed(weights), torch.nan)
+    return (as_distributions(attn.flatten(4).flatten(2, 3)) * distance).sum(-1).mean(-1)
 
 
 def map_correlation(attn: Tensor, previous: Tensor) -> Tensor:
@@ -135,7 +128,7 @@ def measure(model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] |
     Raises:
         ValueError: no batch; a layer that there is not.
     """
-    found: dict[int, dict[str, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[int, list[dict[str, Tensor]]] = defaultdict(list)  # by layer and batch
     totals: dict[int, Tensor | float] = defaultdict(float)
     for images in batches:
         with torch.inference_mode(), record_attention(model, layers) as maps:
@@ -144,26 +137,26 @@ def measure(model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] |
         for number, layer in maps.items():
             if layers is None and layer.layout.query_names:
                 continue
-            attn, values = layer.attn.float(), found[number]
-            rows, cell = as_distributions(attn), np.divide(images.shape[-2:], layer.feat_size)  # pixels of a cell
-            values["entropies"].append(_entropy(rows))
-            values["distances"].append(attention_distance(layer.spatial(), cell))
-            values["prefixes"].append(rows[..., :layer.num_prefix_tokens].sum(-1).mean(-1))
-            values["energies"].append(attn.square().sum((-2, -1)))
+            attn, cell = layer.attn.float(), np.divide(images.shape[-2:], layer.feat_size)  # in pixels
+            rows = as_distributions(attn)
+            values = {"entropies": _entropy(rows), "distances": attention_distance(layer.spatial(), cell),
+                      "prefixes": rows[..., :layer.num_prefix_tokens].sum(-1).mean(-1),
+                      "energies": attn.square().sum((-2, -1))}
             if previous is not None and previous.shape == attn.shape:
-                values["correlations"].append(map_correlation(attn, previous))
+                values["correlations"] = map_correlation(attn, previous)
+            found[number].append(values)
             totals[number] += attn.sum(0)
             previous = attn
     if not found:
         raise ValueError("measure needs at least one batch of images, got none")
     measured = []
-    for number, lists in found.items():
-        layer, values = maps[number], {name: torch.cat(parts).cpu() for name, parts in lists.items()}
-        share = position_share(totals[number].cpu(), values.pop("energies"))
+    for number, parts in found.items():
+        layer, values = maps[number], {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
         cell = np.divide(images.shape[-2:], layer.feat_size)
-        distance = attention_distance(layer.sees().float()[None, None], cell).item()
-        measured.append(LayerQuantities(number, layer.name, layer.feat_size, float(np.log(layer.num_keys()).mean()),
-                                        distance, positions=share, **values))
+        measured.append(LayerQuantities(
+            number, layer.name, layer.feat_size, uniform_entropy=np.log(layer.num_keys()).mean().item(),
+            uniform_distance=attention_distance(layer.sees().float()[None, None], cell).item(),
+            positions=position_share(totals[number].cpu(), values.pop("energies")), **values))
     return measured
 
 

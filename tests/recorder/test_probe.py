@@ -42,7 +42,7 @@ def test_the_network_has_12_layers_and_the_papers_poolings():
 
 
 @pytest.mark.parametrize("model, layers, query, row", [
-    (small_model, (1, 5), None, 10), (small_model, (1,), (0, 15), 3),
+    (small_model, (1, 5), (8, 8), 10), (small_model, (1,), (0, 15), 3),
     (lambda: small_model("ea_vit_tiny_patch16_224", patch_size=4, embed_dim=12, depth=2, num_heads=3), (2,), "cls", 0)])
 def test_maps_are_those_of_the_query(model, layers, query, row):
     """Of the middle, of a pixel and of a class token, towards the pixels."""
@@ -53,13 +53,13 @@ def test_maps_are_those_of_the_query(model, layers, query, row):
     expected = recorded[layers[0]].attn[:, :, row, -16:]
     assert [len(of) for of in maps] == [10] * len(layers) and maps[0].dtype == torch.float16
     np.testing.assert_allclose(maps[0].flatten(2), expected, atol=1e-3)
-    assert query or maps[1].shape == (10, 4, 2, 2)
+    assert maps[-1].shape == (10, *{1: (4, 4, 4), 5: (4, 2, 2), 2: (3, 4, 4)}[layers[-1]])
 
     def asked(text):
         options = argparse.Namespace(layers=",".join(map(str, layers)), query=text)
         return probe.layers_and_query(options, model)
 
-    text = query if isinstance(query, str) or query is None else "0,15"
+    text = {(8, 8): None, (0, 15): "0,15"}.get(query, query)  # by default the middle
     assert asked(text) == (list(layers), query)
     with pytest.raises(UsageError, match="--query must be y,x.*, got 'reg1'"):
         asked("reg1")
