@@ -61,9 +61,11 @@ def torchvision_vit(num_layers=2, **kwargs):
         **kwargs))
 
 
-def torchvision_swin(**kwargs):
-    return lively(torchvision.models.SwinTransformer(
-        patch_size=[2, 2], embed_dim=12, depths=[2, 2], num_heads=[2, 3], window_size=[4, 4], num_classes=3, **kwargs))
+def torchvision_swin():
+    """The second version: its layers are the first's with other logits."""
+    return lively(swin_transformer.SwinTransformer(
+        patch_size=[2, 2], embed_dim=12, depths=[2, 2], num_heads=[2, 3], window_size=[4, 4], num_classes=3,
+        block=swin_transformer.SwinTransformerBlockV2, downsample_layer=swin_transformer.PatchMergingV2))
 
 
 def transformers_model(name, **kwargs):
@@ -81,12 +83,11 @@ def pool(kind, class_token):
     return lively(nn.Sequential(nn.Conv2d(3, 16, 8, 8), kind(16, num_heads=2, class_token=class_token, **size)))
 
 
-def bottleneck(scale_pos_embed):
-    layer = BottleneckAttn(8, 8, feat_size=(3, 5), num_heads=2, scale_pos_embed=scale_pos_embed)
-    return lively(nn.Sequential(nn.Conv2d(3, 8, 8, 8), layer))
+def bottleneck():
+    return lively(nn.Sequential(nn.Conv2d(3, 8, 8, 8), BottleneckAttn(8, 8, feat_size=(3, 5), num_heads=2)))
 
 
-def windows_of(grid, side, shift=0, pad_first=True):
+def windows_of(grid, side, shift, pad_first):
     """Return the cells (row, column) of each window, row by row, None for padding: shifted up and to the left, padded
     below and at the right."""
     (H, W), found = grid, []
@@ -121,9 +122,13 @@ def within(grid, side, shift=0, pad_first=True):
     return Place(grid, windows=windows_of(grid, side, shift, pad_first))
 
 
-def swin(grids, pad_first=True):
+def swin(*grids, pad_first=True):
     """Two layers a grid, the second one's windows of 4 shifted by 2."""
     return [within(grid, 4, shift, pad_first) for grid in grids for shift in (0, 2)]
+
+
+def sam(side):
+    return [within((side, side), 4), Place((side, side)), within((side, side), 4)]
 
 
 def same_places(H, W):
@@ -142,10 +147,7 @@ def pooled(names=()):
 
 CHANNELS = Place((0, 0), alone="attends from channel to channel of a head: its matrix can be drawn")
 PATCHES, CLS, DIST = (Place((4, 4), names) for names in ((), ("cls",), ("cls", "dist")))
-REG1, REG2, REG4 = (Place((4, 4), ("cls", *(f"reg{n + 1}" for n in range(count)))) for count in (1, 2, 4))
-SAM = dict(patch_size=4, embed_dim=24, depth=3, num_heads=2, window_size=4, global_attn_indexes=(1,), neck_chans=8)
-MOBILE = {side: [same_places(s, s) for s, count in zip(sides, (2, 4, 3), strict=True) for _ in range(count)]
-          for side, sides in ((64, (8, 4, 2)), (80, (10, 6, 4)))}
+REG2, REG4 = (Place((4, 4), ("cls", *(f"reg{n + 1}" for n in range(count)))) for count in (2, 4))
 
 
 class Network(NamedTuple):
@@ -156,58 +158,48 @@ class Network(NamedTuple):
     side: tuple[int, int] = (32, 32)
 
 
+def table(make, *rows):
+    """Return networks of images of 32x32 by name, of rows (name, options, places)."""
+    return {name: Network(partial(make, name, **options), places) for name, options, places in rows}
+
+
 NETWORKS = {
     "torchvision vit": Network(torchvision_vit, [CLS] * 2),
-    **{f"transformers {name}": Network(partial(transformers_model, name, **options), places)
-       for name, options, places in (
-           ("ViT", {}, [CLS] * 2), ("DeiT", {}, [DIST] * 2), ("Dinov2", {}, [CLS] * 2),
-           ("Dinov2WithRegisters", dict(num_register_tokens=2), [REG2] * 2),
-           ("DINOv3ViT", dict(num_register_tokens=2), [REG2] * 2), ("CLIPVision", {}, [CLS] * 2),
-           ("SiglipVision", {}, [PATCHES] * 2 + [pooled()]))},
+    **table(transformers_model,
+            ("DeiT", {}, [DIST] * 2), ("Dinov2WithRegisters", dict(num_register_tokens=2), [REG2] * 2),
+            ("DINOv3ViT", dict(num_register_tokens=2), [REG2] * 2), ("CLIPVision", {}, [CLS] * 2),
+            ("SiglipVision", {}, [PATCHES] * 2 + [pooled()])),
     "transformers, wide": Network(lambda: transformers_model("ViT", image_size=(16, 40)),
                                   [Place((2, 5), ("cls",))] * 2, (16, 40)),
-    **{name: Network(partial(timms, name, **TINY | options), places)
-       for name, options, places in (
-           ("deit_tiny_distilled_patch16_224", {}, [DIST] * 3),
-           ("vit_small_patch14_reg4_dinov2", dict(init_values=0.5), [REG4] * 3),
-           ("eva02_tiny_patch14_224", {}, [CLS] * 3),
-           ("vit_small_patch16_dinov3", {}, [REG4] * 3),  # rotary positions and registers
-           ("vit_base_patch16_rope_224", {}, [CLS] * 3), ("vit_base_patch16_rope_mixed_224", {}, [CLS] * 3),
-           ("beit_base_patch16_224", {}, [CLS] * 3), ("vit_relpos_small_patch16_224", {}, [PATCHES] * 3),
-           ("vit_base_patch16_siglip_224", {}, [PATCHES] * 3 + [pooled()]),
-           ("vit_pe_core_tiny_patch16_384", {}, [CLS] * 3 + [pooled(("cls",))]),
-           ("vit_pwee_patch16_reg1_gap_256", {}, [Place((4, 4), ("reg1",))] * 3))},  # blocks that attend themselves
-    "eva, three projections": Network(
-        lambda: timms("eva02_tiny_patch14_224", **TINY, qkv_fused=False), [CLS] * 3),
+    **table(partial(timms, **TINY),
+            ("deit_tiny_distilled_patch16_224", {}, [DIST] * 3),
+            ("vit_small_patch14_reg4_dinov2", dict(init_values=0.5), [REG4] * 3),
+            ("eva02_tiny_patch14_224", {}, [CLS] * 3),
+            ("vit_small_patch16_dinov3", {}, [REG4] * 3),  # rotary positions and registers
+            ("beit_base_patch16_224", {}, [CLS] * 3),
+            ("vit_base_patch16_siglip_224", {}, [PATCHES] * 3 + [pooled()]),
+            ("vit_pe_core_tiny_patch16_384", {}, [CLS] * 3 + [pooled(("cls",))]),
+            ("vit_pwee_patch16_reg1_gap_256", {}, [Place((4, 4), ("reg1",))] * 3)),  # blocks that attend themselves
     "vit, wide": Network(lambda: timms("vit_tiny_patch16_224", img_size=(32, 48), depth=2),
                          [Place((2, 3), ("cls",))] * 2, (32, 48)),
-    "swin": Network(lambda: timms("swin_tiny_patch4_window7_224", **SWIN, img_size=(32, 40)),
-                    swin([(16, 20), (8, 10)], False), (32, 40)),
-    "swin, padded": Network(lambda: timms("swin_tiny_patch4_window7_224", **SWIN, img_size=(36, 28)),
-                            swin([(18, 14), (9, 7)], False), (36, 28)),
+    "swin": Network(lambda: timms("swin_tiny_patch4_window7_224", **SWIN, img_size=(36, 28)),
+                    swin((18, 14), (9, 7), pad_first=False), (36, 28)),
     "swinv2": Network(lambda: timms("swinv2_tiny_window8_256", **SWIN, img_size=(32, 40)),
-                      swin([(16, 20), (8, 10)], False), (32, 40)),
-    "torchvision swin": Network(torchvision_swin, swin([(18, 14), (9, 7)]), (36, 28)),
-    "torchvision swinv2": Network(
-        lambda: torchvision_swin(block=swin_transformer.SwinTransformerBlockV2,
-                                 downsample_layer=swin_transformer.PatchMergingV2),
-        swin([(18, 14), (9, 7)]), (36, 28)),
-    "transformers swin": Network(lambda: transformers_model("Swin"), swin([(18, 18), (9, 9)]), (36, 36)),
-    "transformers swinv2": Network(lambda: transformers_model("Swinv2"), swin([(18, 18), (9, 9)]), (36, 36)),
+                      swin((16, 20), (8, 10), pad_first=False), (32, 40)),
+    "torchvision swin": Network(torchvision_swin, swin((18, 14), (9, 7)), (36, 28)),
+    "transformers swin": Network(lambda: transformers_model("Swin"), swin((18, 18), (9, 9)), (36, 36)),
+    "transformers swinv2": Network(lambda: transformers_model("Swinv2"), swin((18, 18), (9, 9)), (36, 36)),
     "transformers sam": Network(lambda: transformers_model(
-        "SamVision", hidden_size=24, num_hidden_layers=3, num_attention_heads=2, image_size=36, patch_size=4,
-        window_size=4, global_attn_indexes=[1], output_channels=8, mlp_dim=32),
-        [within((9, 9), 4), Place((9, 9)), within((9, 9), 4)], (36, 36)),
-    **{f"sam {side}": Network(partial(timms, "samvit_base_patch16", **SAM, img_size=side),
-                              [within((side // 4,) * 2, 4), Place((side // 4,) * 2), within((side // 4,) * 2, 4)],
-                              (side, side)) for side in (32, 40)},
-    **{f"mobilevit {side}": Network(lambda: timms("mobilevit_xxs"), places, (side, side))
-       for side, places in MOBILE.items()},
+        "SamVision", num_hidden_layers=3, num_attention_heads=2, image_size=36, patch_size=4, window_size=4,
+        global_attn_indexes=[1], output_channels=8, mlp_dim=32), sam(9), (36, 36)),
+    "sam": Network(lambda: timms("samvit_base_patch16", patch_size=4, embed_dim=24, depth=3, num_heads=2, window_size=4,
+                                 global_attn_indexes=(1,), neck_chans=8, img_size=40), sam(10), (40, 40)),
+    "mobilevit": Network(lambda: timms("mobilevit_xxs"), [same_places(10, 10)] * 2 + [same_places(6, 6)] * 4
+                         + [same_places(4, 4)] * 3, (80, 80)),
     "tiny_vit": Network(lambda: timms("tiny_vit_5m_224"), [within((8, 8), 7)] * 2 + [within((4, 4), 14)] * 6
                         + [within((2, 2), 7)] * 2, (64, 64)),
     "davit": Network(lambda: timms("davit_tiny"), [
-        place for side, count in ((16, 1), (8, 1), (4, 3), (2, 1)) for _ in range(count)
-        for place in (within((side, side), 7), CHANNELS)], (64, 64)),
+        place for side in (16, 8, 4, 4, 4, 2) for place in (within((side, side), 7), CHANNELS)], (64, 64)),
     "gcvit": Network(lambda: timms("gcvit_xxtiny", img_size=64),
                      [within((16, 16), 2)] * 2 + [within((8, 8), 2)] * 2 + [within((4, 4), 4)] * 6
                      + [within((2, 2), 2)] * 2, (64, 64)),
@@ -217,10 +209,9 @@ NETWORKS = {
                                   num_heads=3), [Place((4, 6))] * 2 + [by_class((4, 6))] * 2, (32, 48)),
     "xcit": Network(lambda: timms("xcit_nano_12_p16_224", img_size=32, embed_dim=24, depth=2, num_heads=3,
                                   cls_attn_layers=1), [CHANNELS] * 2 + [by_class((2, 2))]),
-    **{f"{kind.__name__}, {name}": Network(partial(pool, kind, name == "cls"), [Place((3, 5), (name,))], (24, 40))
-       for kind in (AttentionPool2d, RotAttentionPool2d) for name in ("mean", "cls")},
-    **{f"bottleneck {scaled}": Network(partial(bottleneck, scaled), [Place((3, 5))], (24, 40))
-       for scaled in (False, True)},
+    "pool after the mean": Network(partial(pool, AttentionPool2d, False), [Place((3, 5), ("mean",))], (24, 40)),
+    "rotary pool by class": Network(partial(pool, RotAttentionPool2d, True), [Place((3, 5), ("cls",))], (24, 40)),
+    "bottleneck": Network(bottleneck, [Place((3, 5))], (24, 40)),
 }
 
 
@@ -235,13 +226,13 @@ def hooks_of(model):
 
 
 @torch.no_grad()
-def recorded(model, x, parts=("attn",), **kwargs):
+def recorded(model, x, parts="attn", layers=None, heads=None, **kwargs):
     """Return the maps; outputs keep every bit, of nn.MultiheadAttention (whose fast path is left) to 1e-6."""
     def first(output):
         return output if isinstance(output, torch.Tensor) else output[0]
 
     before, expected = hooks_of(model), first(model(x, **kwargs))
-    with ea_vision.record_attention(model, parts=parts) as maps:
+    with ea_vision.record_attention(model, layers, heads, parts) as maps:
         output = first(model(x, **kwargs))
     multi = any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
     torch.testing.assert_close(output, expected, atol=1e-6 * multi, rtol=1e-6 * multi)
