@@ -7,6 +7,7 @@ import torch
 from PIL import Image
 
 from ea_vision.base.errors import UsageError
+from ea_vision.predict import predict
 from ea_vision.recorder.inputs import as_input, find_images, read_image
 from ea_vision.recorder.loading import load_model
 from tests.recorder.networks import photo
@@ -18,17 +19,16 @@ def test_images_of_files_folders_and_digits(tmp_path):
     photo().save(tmp_path / "a" / "1.JPEG")
     (tmp_path / "a" / "notes.txt").write_text("no image")
     found = find_images([str(tmp_path / "a"), "digits#3"])
-    assert [name.rsplit("/", 1)[-1] for name in found] == ["1.JPEG", "2.png", "digits#3"]
+    assert [Path(name).name for name in found] == ["1.JPEG", "2.png", "digits#3"]
     assert read_image(found[1]).size == (80, 60) and read_image("digits#3").size == (32, 32)
     (tmp_path / "cut.png").write_bytes(Path(found[1]).read_bytes()[:5000])
     for name in ("a/notes.txt", "cut.png"):
         with pytest.raises(UsageError, match=f"{Path(name).name} cannot be read"):
             read_image(tmp_path / name)
     (tmp_path / "empty").mkdir()
-    for wrong, message in ((["nowhere.png"], "does not exist"), ([], "got none"),
-                           ([str(tmp_path / "empty")], "has no image")):
+    for wrong, message in (["nowhere.png"], "does not exist"), ([], "got none"), ([tmp_path / "empty"], "has no image"):
         with pytest.raises(UsageError, match=message):
-            find_images(wrong)
+            find_images(map(str, wrong))
 
 
 @pytest.mark.parametrize("mode,clear,opaque,left,right", [
@@ -72,13 +72,10 @@ def test_what_is_no_image_is_refused_with_one_line(source, message):
 
 def test_predict_takes_the_same_images(tmp_path):
     """A path has its name, all else its number; one that cannot be read is named, and the others are classified."""
-    from ea_vision.predict import predict
-
-    model = load_model("conv_transformer_cifar", random=True)
-    photo().save(tmp_path / "cat.png")
-    path = tmp_path / "cat.png"
-    given = [str(path), path, np.asarray(photo()), "https://example.org/cat.jpg", photo(), np.zeros(3)]
-    found = list(predict(model, given, batch_size=2))
+    path, cat = tmp_path / "cat.png", photo()
+    cat.save(path)
+    given = [str(path), path, np.asarray(cat), "https://example.org/cat.jpg", cat, np.zeros(3)]
+    found = list(predict(load_model("conv_transformer_cifar", random=True), given, batch_size=2))
     assert [one["image"] for one in found] == [str(path), str(path), "image 3", given[3], "image 5", "image 6"]
     assert found[0]["classes"] == found[1]["classes"] == found[2]["classes"] == found[4]["classes"] != []
     assert "does not exist" in found[3]["error"] and "an image array must have" in found[5]["error"]

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.data.small_images import load_dataset
 from ea_vision.recorder import probe
 from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.probe import extract_maps, shuffled_in_space, untrained_network
 from ea_vision.recorder.probe_network import ProbeNet, ProbeRecipe, train_probe
+from tests.recorder.networks import recorded
 
-MODEL = ["--model", "ea_conv_transformer_cifar", "--img-size", "16", "--layers", "2"]
+SHORT = ["--model", "ea_conv_transformer_cifar", "--img-size", "16", "--layers", "2", "--epochs", "1", "--width", "8"]
 
 
 def images(count=10):
@@ -27,8 +27,9 @@ def small_model(name="ea_conv_transformer_cifar", **options):
     return load_model(name, random=True, img_size=(16, 16), **options or {"widths": (8, 8, 16, 16)})
 
 
-def rows_of(folder):
-    return list(csv.DictReader((folder / "results.csv").open()))
+def rows_of(folder, *names):
+    """Return columns of results.csv, row by row."""
+    return [tuple(row[name] for name in names) for row in csv.DictReader((folder / "results.csv").open())]
 
 
 def test_the_network_has_12_layers_and_the_papers_poolings():
@@ -41,28 +42,22 @@ def test_the_network_has_12_layers_and_the_papers_poolings():
     assert seen == [(256, 14)] * 4 + [(512, 7)] * 3 + [(1024, 4)] * 5
 
 
-@pytest.mark.parametrize("model, layers, query, row", [
-    (small_model, (1, 5), (8, 8), 10), (small_model, (1,), (0, 15), 3),
-    (lambda: small_model("ea_vit_tiny_patch16_224", patch_size=4, embed_dim=12, depth=2, num_heads=3), (2,), "cls", 0)])
-def test_maps_are_those_of_the_query(model, layers, query, row):
+@pytest.mark.parametrize("model, layers, text, query, row", [
+    (small_model, "1,5", None, (8, 8), 10), (small_model, "1", "0,15", (0, 15), 3),
+    (lambda: small_model("ea_vit_tiny_patch16_224", patch_size=4, embed_dim=12, depth=2, num_heads=3), "2", "cls", "cls",
+     0)])
+def test_maps_are_those_of_the_query(model, layers, text, query, row):
     """Of the middle, of a pixel and of a class token, towards the pixels."""
     model, pixels = model(), images()
-    maps = extract_maps(model, pixels, layers, query, batch_size=4)
-    with torch.no_grad(), ea_vision.record_attention(model.model) as recorded:
-        model.model(model.normalize(pixels / 255))
-    expected = recorded[layers[0]].attn[:, :, row, -16:]
-    assert [len(of) for of in maps] == [10] * len(layers) and maps[0].dtype == torch.float16
-    np.testing.assert_allclose(maps[0].flatten(2), expected, atol=1e-3)
-    assert maps[-1].shape == (10, *{1: (4, 4, 4), 5: (4, 2, 2), 2: (3, 4, 4)}[layers[-1]])
-
-    def asked(text):
-        options = argparse.Namespace(layers=",".join(map(str, layers)), query=text)
-        return probe.layers_and_query(options, model)
-
-    text = {(8, 8): None, (0, 15): "0,15"}.get(query, query)  # by default the middle
-    assert asked(text) == (list(layers), query)
+    chosen = [int(number) for number in layers.split(",")]
+    assert probe.layers_and_query(argparse.Namespace(layers=layers, query=text), model) == (chosen, query)
     with pytest.raises(UsageError, match="--query must be y,x.*, got 'reg1'"):
-        asked("reg1")
+        probe.layers_and_query(argparse.Namespace(layers=layers, query="reg1"), model)
+    maps = extract_maps(model, pixels, chosen, query, batch_size=4)
+    expected = recorded(model.model, model.normalize(pixels / 255))[chosen[0]].attn[:, :, row, -16:]
+    assert [len(of) for of in maps] == [10] * len(chosen) and maps[0].dtype == torch.float16
+    np.testing.assert_allclose(maps[0].flatten(2), expected, atol=1e-3)
+    assert maps[-1].shape[-2:] == ((2, 2) if 5 in chosen else (4, 4))
 
 
 def test_shuffling_moves_the_pixels_of_each_map():
@@ -75,21 +70,18 @@ def test_shuffling_moves_the_pixels_of_each_map():
     assert (came_from - 1 / 16).abs().max() < 0.06  # from anywhere to anywhere
 
 
-@pytest.mark.parametrize("shuffle,low,high", [(False, 75, 101), (True, 0, 50)])
-def test_the_probe_learns_what_is_in_the_maps_and_shuffling_takes_it_away(shuffle, low, high):
+def test_the_probe_learns_what_is_in_the_maps_and_shuffling_takes_it_away():
     """The class is where the maps' spot lies; the same seed gives the same result."""
-    generator = np.random.default_rng(0)
-    targets, maps = generator.integers(0, 4, 260), 0.01 * generator.random((260, 2, 4, 4))
-    maps[np.arange(260), :, targets] *= 3
-    maps, targets = torch.from_numpy(maps).half(), torch.from_numpy(targets)
-    maps = shuffled_in_space(maps, 0) if shuffle else maps
+    targets, maps = torch.randint(4, (260,)), 0.01 * torch.rand(260, 2, 4, 4)
+    maps[torch.arange(260), :, targets] *= 3
+    maps = maps.half()
 
-    def top1(train, epochs):
+    def top1(maps, train, epochs):
         recipe = ProbeRecipe(epochs=epochs, batch_size=20, width=8)
         return train_probe(maps[:train], targets[:train], maps[-100:], targets[-100:], 4, recipe)
 
-    assert low < top1(160, 6) < high
-    assert top1(40, 1) == top1(40, 1)
+    assert top1(maps, 160, 6) > 75 and top1(shuffled_in_space(maps, 0), 160, 6) < 50
+    assert top1(maps, 40, 1) == top1(maps, 40, 1)
 
 
 def test_untrained_networks_get_the_statistics_of_images_in_whatever_order_they_lie(monkeypatch):
@@ -110,8 +102,8 @@ def test_untrained_networks_get_the_statistics_of_images_in_whatever_order_they_
 
 
 def test_the_command_ends_with_a_table(tmp_path, capsys):
-    assert probe.main([*MODEL, "--limit", "24", "--epochs", "1", "--width", "8", "-o", str(tmp_path / "out")]) == 0
-    assert [(row["maps"], row["layer"], row["seed"]) for row in rows_of(tmp_path / "out")] == [
+    assert probe.main([*SHORT, "--limit", "24", "-o", str(tmp_path / "out")]) == 0
+    assert rows_of(tmp_path / "out", "maps", "layer", "seed") == [
         (kind, "2", "0") for kind in ("trained", "untrained", "shuffled")]
     about = json.loads((tmp_path / "out" / "results.json").read_text())
     assert str(tmp_path) not in json.dumps(about) and len(about["data_fingerprint"]) == 1
@@ -130,21 +122,21 @@ def test_seeds_draw_everything_but_the_images_and_unseen_takes_test_images(tmp_p
 
     monkeypatch.setattr(probe, "extract_maps", extract)
     monkeypatch.setattr(probe, "train_probe", lambda *given: 10.0 * given[5].seed)
-    assert probe.main([*MODEL, "--unseen", "--seeds", "1,2,4", "--controls", "untrained", "-o", str(tmp_path)]) == 0
+    assert probe.main([*SHORT, "--unseen", "--seeds", "1,2,4", "--controls", "untrained", "-o", str(tmp_path)]) == 0
     digits = load_dataset("digits", img_size=16).test
     assert [len(split) for split in seen] == [len(digits) - len(digits) // 5, len(digits) // 5] * 4
     assert all(torch.equal(split, seen[index % 2]) for index, split in enumerate(seen)) and len(networks) == 4
     both = torch.cat(seen[:2]).flatten(1)
     assert torch.equal(both.unique(dim=0), digits.images.flatten(1).unique(dim=0)), "all test images, none twice"
-    assert [(row["maps"], row["seed"], row["top1"]) for row in rows_of(tmp_path)] == [
+    assert rows_of(tmp_path, "maps", "seed", "top1") == [
         (kind, seed, f"{10 * int(seed):.2f}") for kind in ("trained", "untrained") for seed in "124"]
     assert capsys.readouterr().out.count("23.33 ± 15.28") == 2
 
 
 def test_a_34_layer_network_is_probed_in_the_papers_layers(tmp_path):
-    assert probe.main(["--model", "aa_resnet34", "--img-size", "32", "--limit", "10", "--epochs", "1", "--width", "8",
-                       "--controls", "none", "-o", str(tmp_path / "out")]) == 0
-    assert [row["layer"] for row in rows_of(tmp_path / "out")] == ["16", "17", "18"]
+    assert probe.main([*SHORT, "--model", "aa_resnet34", "--img-size", "32", "--layers", "auto", "--limit", "10",
+                       "--controls", "none", "-o", str(tmp_path)]) == 0
+    assert rows_of(tmp_path, "layer") == [("16",), ("17",), ("18",)]
 
 
 @pytest.mark.parametrize("argv,message", [
@@ -154,5 +146,5 @@ def test_a_34_layer_network_is_probed_in_the_papers_layers(tmp_path):
     (["--seeds=1,x"], "invalid seeds value: '1,x'")])
 def test_bad_options(argv, message, tmp_path, capsys):
     with pytest.raises((UsageError, SystemExit)) as error:
-        probe.main([*MODEL, "-o", str(tmp_path / "out"), *argv])
+        probe.main([*SHORT, "-o", str(tmp_path / "out"), *argv])
     assert message in f"{error.value} {capsys.readouterr().err}" and not (tmp_path / "out").exists()

@@ -8,7 +8,6 @@ import timm
 import torch
 from torch import nn
 
-import ea_vision
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.recorder.layouts import Layout
 from ea_vision.recorder.quantities import (
@@ -20,17 +19,9 @@ from ea_vision.recorder.quantities import (
     quantities_arrays,
     quantities_csv,
 )
-from ea_vision.recorder.recording import AttentionMaps, LayerMaps
+from ea_vision.recorder.recording import LayerMaps
 from tests.models.test_vision_transformer import needs_attn_layer
-from tests.recorder.networks import SWIN, TINY, made, recorded, timms
-
-
-def handmade(*layers):
-    """AttentionMaps of (feat_size, attn) pairs."""
-    maps = AttentionMaps()
-    for number, (feat_size, attn) in enumerate(layers, start=1):
-        maps._begin(LayerMaps(number, f"layer{number}", tuple(range(attn.shape[1])), Layout(feat_size), attn=attn))
-    return maps
+from tests.recorder.networks import SWIN, TINY, made, recorded, timms, tiny
 
 
 def test_entropy_of_one_pixel_and_of_all_pixels():
@@ -41,22 +32,22 @@ def test_entropy_of_one_pixel_and_of_all_pixels():
 @needs_attn_layer
 def test_measures_of_differential_attention_are_of_distributions_or_not_numbers():
     """Maps without negative entries, whose rows sum to 1 - lambda, are divided by that; the others have no entropy."""
-    torch.manual_seed(0)
     model, x = timm.create_model("vit_tiny_patch16_224", attn_layer="diff", **TINY).eval(), torch.randn(2, 3, 32, 32)
     torch.nn.init.normal_(model.blocks[2].attn.qkv.weight)
-    with torch.no_grad(), ea_vision.record_attention(model) as maps:
-        model(x)
-    measured = measure(model, [x])
+    maps, measured = recorded(model, x), measure(model, [x])
     for layer in measured:
         attn = maps[layer.number].attn
         signed, rows = attn.amin((-2, -1)) < 0, attn / attn.sum(-1, keepdim=True)
         assert signed.all() == (layer.number == 3) and (attn.sum(-1) < 0.9).all()
-        expected = (-(rows * rows.log()).sum(-1).mean(-1)).masked_fill(signed, torch.nan)
-        torch.testing.assert_close(layer.entropies, expected, equal_nan=True)
-        torch.testing.assert_close(layer.prefixes, rows[..., 0].mean(-1).masked_fill(signed, torch.nan), equal_nan=True)
+        for found, expected in ((layer.entropies, -(rows * rows.log()).sum(-1)), (layer.prefixes, rows[..., 0])):
+            expected = expected.mean(-1).masked_fill(signed, torch.nan)
+            torch.testing.assert_close(found, expected, equal_nan=True)
         assert torch.equal(layer.distances.isnan(), signed) and layer.positions.isfinite().all()
-    rows = list(csv.DictReader(io.StringIO(quantities_csv({"a": measured}))))
-    assert [row["entropy_nats"] == "nan" for row in rows] == [False] * 6 + [True] * 3
+    assert [row["entropy_nats"] == "nan" for row in rows_of(measured)] == [False] * 6 + [True] * 3
+
+
+def rows_of(measured):
+    return list(csv.DictReader(io.StringIO(quantities_csv({"a": measured}))))
 
 
 def test_distance_of_a_known_shift_in_pixels_of_the_input():
@@ -85,9 +76,8 @@ def test_references_are_those_of_uniform_attention_also_in_windows(name):
                 parameter.zero_()
     measured = measure(model, [torch.rand(2, 3, H * cell, W * cell)] * 2)
     for layer in measured:
-        heads = layer.images * layer.entropies.shape[1]
-        assert layer.entropies.flatten().tolist() == pytest.approx([layer.uniform_entropy] * heads, rel=1e-4)
-        assert layer.distances.flatten().tolist() == pytest.approx([layer.uniform_distance] * heads, rel=1e-4)
+        for found, uniform in ((layer.entropies, layer.uniform_entropy), (layer.distances, layer.uniform_distance)):
+            torch.testing.assert_close(found, torch.full_like(found, uniform), atol=0, rtol=1e-4)
     if name == "swin":
         return
     high, wide = window or (99, 99)
@@ -96,7 +86,7 @@ def test_references_are_those_of_uniform_attention_also_in_windows(name):
             for a in pixels]
     assert layer.uniform_distance == pytest.approx(sum(sum(row) / len(row) for row in seen) / (H * W))
     assert layer.uniform_entropy == pytest.approx(sum(math.log(len(row) + prefix) for row in seen) / (H * W))
-    assert layer.prefixes.flatten().tolist() == pytest.approx([prefix / (H * W + prefix)] * heads, rel=1e-5)
+    torch.testing.assert_close(layer.prefixes, torch.full_like(layer.prefixes, prefix / (H * W + prefix)))
 
 
 def test_correlation_of_a_map_with_itself_its_opposite_and_a_constant():
@@ -106,7 +96,7 @@ def test_correlation_of_a_map_with_itself_its_opposite_and_a_constant():
 
 
 def test_rollout_through_a_pooling_stays_in_place():
-    maps = handmade(((4, 4), torch.eye(16)[None, None]), ((2, 2), torch.eye(4)[None, None]))
+    maps = {side: LayerMaps(1, "a", (0,), Layout((side, side)), attn=torch.eye(side**2)[None, None]) for side in (4, 2)}
     corner = attention_rollout(maps)[0, 1].view(4, 4)  # the new map's upper right cell
     expected = torch.zeros(4, 4)
     expected[:2, 2:] = 0.25
@@ -127,26 +117,18 @@ def test_rollout_multiplies_later_layers_from_the_left(name):
 
 
 def test_measure_does_not_depend_on_the_batches():
-    model = timm.create_model("ea_conv_transformer_cifar", widths=(8, 8, 16, 16), img_size=16).eval()
-    images = torch.randn(6, 3, 16, 16)
-    whole, parts = measure(model, [images]), measure(model, images.split((1, 3, 2)))
-    with torch.no_grad(), ea_vision.record_attention(model) as maps:
-        model(images)
+    model, images = tiny(), torch.randn(6, 3, 16, 16)
+    whole, parts, maps = measure(model, [images]), measure(model, images.split((1, 3, 2))), recorded(model, images)
     for a, b in zip(whole, parts, strict=True):
-        assert a.images == b.images == 6 and a.number == b.number
-        for field in ("entropies", "distances", "prefixes", "correlations", "positions"):
-            one, other = getattr(a, field), getattr(b, field)
-            assert (one is None) == (field == "correlations" and a.number in (1, 4))
-            if one is not None:
-                torch.testing.assert_close(one, other, equal_nan=True)
+        assert a.images == b.images == 6 and (a.correlations is None) == (a.number in (1, 4))
+        torch.testing.assert_close(*({**vars(one), "name": 0} for one in (a, b)), equal_nan=True)
         torch.testing.assert_close(a.entropies, attention_entropy(maps[a.number].attn))
     with pytest.raises(ValueError, match="at least one batch"):
         measure(model, [])
 
-    rows = list(csv.DictReader(io.StringIO(quantities_csv({"a": whole}))))
+    rows, arrays = rows_of(whole), quantities_arrays({"a": whole})
     assert len(rows) == 6 * 4 and rows[0]["map"] == "4x4" and rows[0]["correlation_with_previous"] == ""
-    assert float(rows[5]["entropy_nats_std"]) == pytest.approx(
-        attention_entropy(maps[2].attn).std(0)[1].item(), abs=1e-5)
-    arrays = quantities_arrays({"a": whole})
     assert arrays["layer2.distance_pixels"].shape == (6, 4) and "layer1.correlation_with_previous" not in arrays
-    assert float(rows[5]["entropy_nats"]) == pytest.approx(whole[1].entropies[:, 1].mean().item(), abs=1e-5)
+    entropies = attention_entropy(maps[2].attn)[:, 1]
+    assert float(rows[5]["entropy_nats"]) == pytest.approx(entropies.mean().item(), abs=1e-5)
+    assert float(rows[5]["entropy_nats_std"]) == pytest.approx(entropies.std().item(), abs=1e-5)
