@@ -9,9 +9,8 @@ import pytest
 from PIL import Image
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-pytest.importorskip("nbclient", reason="needs nbclient, nbformat and ipykernel (the extra dev)")
-pytest.importorskip("ipykernel", reason="needs nbclient, nbformat and ipykernel (the extra dev)")
-nbformat = pytest.importorskip("nbformat", reason="needs nbclient, nbformat and ipykernel (the extra dev)")
+needs = "needs nbclient, nbformat and ipykernel (the extra dev)"
+_, _, nbformat = (pytest.importorskip(name, reason=needs) for name in ("nbclient", "ipykernel", "nbformat"))
 
 
 @pytest.fixture(scope="module")
@@ -19,16 +18,13 @@ def script() -> dict:
     return runpy.run_path(str(DOCS / "quickstart.py"))
 
 
-def texts(book) -> list[str]:
-    """What the cells printed."""
-    return ["".join(output.text for output in cell.outputs if output.output_type == "stream")
-            for cell in book.cells if cell.cell_type == "code"]
-
-
-def pictures(book) -> list[Image.Image]:
-    """The PNG outputs."""
-    return [Image.open(io.BytesIO(base64.b64decode(output.data["image/png"]))) for cell in book.cells
-            for output in cell.get("outputs", []) if "image/png" in output.get("data", {})]
+def outputs(book) -> tuple[list[str], list[Image.Image], list[str]]:
+    """What the cells printed, one text a cell; their pictures; their pages."""
+    cells = [cell.outputs for cell in book.cells if cell.cell_type == "code"]
+    data = [output.data for of_cell in cells for output in of_cell if "data" in output]
+    return (["".join(output.text for output in of_cell if output.output_type == "stream") for of_cell in cells],
+            [Image.open(io.BytesIO(base64.b64decode(one["image/png"]))) for one in data if "image/png" in one],
+            [one["text/html"] for one in data if "text/html" in one])
 
 
 def test_the_stored_notebook_is_the_scripts(script):
@@ -37,7 +33,7 @@ def test_the_stored_notebook_is_the_scripts(script):
     assert [(cell.cell_type, cell.source) for cell in stored.cells] == [
         (cell.cell_type, cell.source) for cell in script["notebook"]().cells], "run docs/quickstart.py"
     assert all(cell.execution_count for cell in stored.cells if cell.cell_type == "code")
-    assert len(pictures(stored)) == 2 and (DOCS / "quickstart.ipynb").stat().st_size < 1_000_000
+    assert len(outputs(stored)[1]) == 2 and (DOCS / "quickstart.ipynb").stat().st_size < 1_000_000
     assert str(Path.home()) not in (DOCS / "quickstart.ipynb").read_text()
 
 
@@ -47,15 +43,13 @@ def test_its_cells_run(script, tmp_path, monkeypatch):
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     shutil.copy(DOCS / "cat.jpg", tmp_path)
     book = script["run"](script["notebook"](), tmp_path)
-    _, top, _, _, _, _, numbers, vit = texts(book)
-    first = top.split()[:2]
-    assert first[0] == "cat" and float(first[1]) > 0.5
+    texts, pictures, [page] = outputs(book)
+    _, top, _, _, _, _, numbers, vit = texts
+    name, share = top.split()[:2]
+    assert name == "cat" and float(share) > 0.5
     assert numbers.count("entropy by head") == 3 and "difference of the logits below 1e-5: True" in vit
-    stored = texts(nbformat.read(DOCS / "quickstart.ipynb", as_version=4))
-    assert [len(text.splitlines()) for text in texts(book)] == [len(text.splitlines()) for text in stored]
-    for picture in pictures(book):
+    stored = outputs(nbformat.read(DOCS / "quickstart.ipynb", as_version=4))[0]
+    assert [len(text.splitlines()) for text in texts] == [len(text.splitlines()) for text in stored]
+    assert len(pictures) == 2 and page.startswith("<iframe srcdoc=") and "layer by layer" in page
+    for picture in pictures:
         assert picture.width > 400 and len(picture.convert("RGB").getcolors(picture.width * picture.height)) > 1000
-    assert len(pictures(book)) == 2
-    [page] = [output.data["text/html"] for cell in book.cells for output in cell.get("outputs", [])
-              if "text/html" in output.get("data", {})]
-    assert page.startswith("<iframe srcdoc=") and "layer by layer" in page

@@ -3,13 +3,13 @@ import re
 import tarfile
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 import timm
 import torch
 from PIL import Image
 from timm.models import adapt_input_conv
+from torchvision.transforms.v2.functional import pil_to_tensor
 
 import ea_vision  # noqa: F401
 from tests.slow import slow_but
@@ -27,28 +27,25 @@ def test_each_has_its_card():
 
 
 @pytest.mark.parametrize("name", slow_but({"ea_conv_transformer_cifar.fast_norm_c10"}, SHIPPED))
+@torch.no_grad()
 def test_weights_are_adapted_in_timms_ways(name):
-    plain = timm.create_model(name, pretrained=True).eval()
-    side = plain.default_cfg["input_size"][-1]
-    x = torch.randn(1, 1, side, side)
-    with torch.no_grad():
-        grey = timm.create_model(name, pretrained=True, in_chans=1).eval()
-        rounding = dict(atol=0.02, rtol=0.01)  # the file's half precision, in which timm adapts the stem
-        torch.testing.assert_close(grey(x), plain(x.expand(-1, 3, -1, -1)), **rounding)
+    def create(**options):
+        return timm.create_model(name, pretrained=True, **options).eval()
 
-        four = timm.create_model(name, pretrained=True, in_chans=4, num_classes=3)
-        stem = plain.get_submodule(plain.default_cfg["first_conv"]).weight
-        adapted = four.get_submodule(plain.default_cfg["first_conv"]).weight
-        torch.testing.assert_close(adapted.detach(), adapt_input_conv(4, stem), atol=1e-3, rtol=1e-3)
-        assert four(torch.randn(2, 4, side, side)).shape == (2, 3)
+    plain, grey, four = create(), create(in_chans=1), create(in_chans=4, num_classes=3)
+    side, stem = plain.default_cfg["input_size"][-1], plain.default_cfg["first_conv"] + ".weight"
+    x = torch.randn(2, 1, side, side)
+    rounding = dict(atol=0.02, rtol=0.01)  # the file's half precision, in which timm adapts the stem
+    torch.testing.assert_close(grey(x), plain(x.expand(-1, 3, -1, -1)), **rounding)
+    adapted = adapt_input_conv(4, plain.get_parameter(stem))
+    torch.testing.assert_close(four.get_parameter(stem), adapted, atol=1e-3, rtol=1e-3)
+    assert four(x.expand(-1, 4, -1, -1)).shape == (2, 3)
 
-        # the tables are resized on load, as the plain network resizes them at every call
-        size = (side * 5 // 4, side * 3 // 2)
-        larger, x = timm.create_model(name, pretrained=True, img_size=size).eval(), torch.randn(1, 3, *size)
-        torch.testing.assert_close(larger(x), plain(x), atol=1e-4, rtol=1e-4)
-
-        features = timm.create_model(name, pretrained=True, features_only=True).eval()
-        torch.testing.assert_close(features(x)[-1], plain.forward_features(x))
+    # the tables are resized on load, as the plain network resizes them at every call
+    size = (side * 5 // 4, side * 3 // 2)
+    x = torch.randn(1, 3, *size)
+    torch.testing.assert_close(create(img_size=size)(x), plain(x), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(create(features_only=True)(x)[-1], plain.forward_features(x))
 
 
 def test_results_are_those_of_the_cards():
@@ -69,9 +66,9 @@ def test_weights_know_their_images(name, shared):
     cfg, images, targets = model.pretrained_cfg, [], []
     with tarfile.open(shared / "data" / "cifar10" / "test.tar") as tar:
         for member in [m for m in tar if m.isfile()][::100]:  # 100 images, all classes
-            images.append(np.asarray(Image.open(tar.extractfile(member)).convert("RGB")))
+            images.append(pil_to_tensor(Image.open(tar.extractfile(member)).convert("RGB")))
             targets.append(cfg["label_names"].index(member.name.split("/")[-2]))
-    x = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2) / 255
+    x = torch.stack(images) / 255
     mean, std = (torch.tensor(cfg[key]).view(-1, 1, 1) for key in ("mean", "std"))
     with torch.no_grad():
         predicted = model((x - mean) / std).argmax(1)

@@ -40,17 +40,16 @@ def verdict(name: str) -> str:
         [reason] = [text for said, text in REASONS.items() if said in str(error)]
         return reason
     assert list(maps) == [layer.number for layer in found]
-    layers, said = list(maps.values()), []
-    for text, applies in (
-            ("in windows", any(layer.layout.windows is not None for layer in layers)),
-            ("of channels", any(layer.channels for layer in layers)),
-            ("reduced keys", any(layer.key_size != layer.feat_size for layer in layers)),
-            ("talking heads", any("mixed_attn" in layer.parts for layer in found)),
-            ("class attention", any(not (layer.channels or layer.pixels_ask or layer.layout.query_names)
-                                    for layer in layers)),
-            ("pooling", any(layer.pools for layer in found))):
-        said += [text] if applies else []
-    return ", ".join(said) or "of all tokens"
+    layers = maps.values()
+    applies = {
+        "in windows": any(layer.layout.windows is not None for layer in layers),
+        "of channels": any(layer.channels for layer in layers),
+        "reduced keys": any(layer.key_size != layer.feat_size for layer in layers),
+        "talking heads": any("mixed_attn" in layer.parts for layer in found),
+        "class attention": any(not layer.channels and not layer.pixels_ask and not layer.layout.query_names
+                               for layer in layers),
+        "pooling": any(layer.pools for layer in found)}
+    return ", ".join(text for text in applies if applies[text]) or "of all tokens"
 
 
 def evolves(name: str) -> str:

@@ -25,8 +25,10 @@ def run(tmp_path):
     folder = tmp_path / "runs" / "small"
     folder.mkdir(parents=True)
     model = timm.create_model(NAME, **KWARGS)
-    run_folder.write_config(folder, {"model": NAME, "dataset": "digits"}, {"model_kwargs": KWARGS})
+    about = {"model_kwargs": KWARGS, "classes": ["ant", "bee", "cow"], "mean": [0.5] * 3, "std": [0.2] * 3}
+    run_folder.write_config(folder, {"model": NAME, "dataset": "digits"}, about)
     run_folder.write_weights(folder, model.state_dict())
+    run_folder.write_snapshot(folder, model.state_dict(), epoch=1)
     state = {name: value + 1 for name, value in model.state_dict().items()}
     data = checkpoint.encode({"model": state, "ema": None, "progress": {"epoch": 2, "updates": 5}})
     atomic_write(folder / "last.ckpt", data)
@@ -35,13 +37,15 @@ def run(tmp_path):
 
 def test_a_run_folder_its_weights_and_its_checkpoint(run):
     folder, model = run
-    for path, added, label in (("", 0, f"{NAME}, small"), ("model.safetensors", 0, f"{NAME}, small, model"),
-                               ("last.ckpt", 1, f"{NAME}, small, epoch 2")):
+    for path, added, label, epoch in (("", 0, "small", None), ("model.safetensors", 0, "small, model", None),
+                                      ("snapshots/epoch_0001.safetensors", 0, "small, epoch 1", 1),
+                                      ("last.ckpt", 1, "small, epoch 2", 2)):
         loaded = load_model(str(folder / path))
-        assert loaded.label == label and loaded.img_size == (16, 16) and not loaded.model.training
+        assert (loaded.label, loaded.epoch, loaded.img_size) == (f"{NAME}, {label}", epoch, (16, 16))
+        assert loaded.classes == ["ant", "bee", "cow"] and loaded.config["std"] == (0.2,) * 3
+        assert not loaded.model.training
         assert all(torch.equal(a, b + added)
                    for a, b in zip(loaded.model.parameters(), model.parameters(), strict=True))
-        assert loaded.epoch == (2 if added else None)
     untrained = load_model(str(folder), random=True)
     assert untrained.label.endswith("(untrained)") and untrained.model.num_classes == 3
 
@@ -56,29 +60,25 @@ def test_targets_are_separated_by_commas_and_a_name_that_has_some_is_one(run, tm
 
 
 def test_random_weights_are_the_same_every_time_and_leave_the_generator_alone():
-    torch.manual_seed(5)
-    expected = torch.rand(1)
-    torch.manual_seed(5)
+    expected = torch.get_rng_state()
     a, b, c = load_model("cnn_cifar"), load_model("cnn_cifar"), load_model("cnn_cifar", seed=1)
-    assert torch.equal(torch.rand(1), expected)
-    pairs = list(zip(a.model.parameters(), b.model.parameters(), c.model.parameters(), strict=True))
-    assert all(torch.equal(x, y) for x, y, _ in pairs) and not all(torch.equal(x, z) for x, _, z in pairs)
-    assert a.label == "cnn_cifar (untrained)"
+    assert torch.equal(torch.get_rng_state(), expected) and a.label == "cnn_cifar (untrained)"
+    one, same, other = (torch.nn.utils.parameters_to_vector(loaded.model.parameters()) for loaded in (a, b, c))
+    assert torch.equal(one, same) and not torch.equal(one, other)
 
 
 @pytest.mark.parametrize("size", [(80, 60), (500, 300)])
 def test_images_are_prepared_as_timm_evaluates(size):
     """And a rectangular input keeps the aspect."""
     loaded = load_model("cnn_cifar", img_size=(32, 32))
-    loaded.config["crop_pct"] = 0.8
-    transform = create_transform((3, 32, 32), interpolation="bilinear", crop_pct=0.8, mean=(0, 0, 0), std=(1, 1, 1))
-    prepared = loaded.prepare(photo(size))
+    loaded.config |= {"crop_pct": 0.8, "mean": (0.1, 0.2, 0.3), "std": (0.5, 1.0, 2.0)}
+    transform = create_transform((3, 32, 32), **{name: loaded.config[name] for name in (
+        "interpolation", "crop_pct", "mean", "std")})
+    prepared = loaded.normalize(loaded.prepare(photo(size)))
     assert prepared.shape == (3, 32, 32) and (prepared - transform(photo(size))).abs().mean() < 0.02
-    mean, std = (torch.tensor(loaded.config[name]).view(3, 1, 1) for name in ("mean", "std"))
-    torch.testing.assert_close(loaded.normalize(prepared), (prepared - mean) / std)
     loaded.img_size = (32, 64)
-    image = Image.new("RGB", size, "white")
-    image.paste("black", (size[0] // 2 - 10, size[1] // 2 - 10, size[0] // 2 + 10, size[1] // 2 + 10))
+    image, (x, y) = Image.new("RGB", size, "white"), (size[0] // 2, size[1] // 2)
+    image.paste("black", (x - 10, y - 10, x + 10, y + 10))
     dark = loaded.prepare(image)[0] < 0.5
     assert dark.shape == (32, 64) and abs(int(dark.any(1).sum()) - int(dark.any(0).sum())) <= 1
 

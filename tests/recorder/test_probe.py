@@ -44,8 +44,8 @@ def test_the_network_has_12_layers_and_the_papers_poolings():
 
 @pytest.mark.parametrize("model, layers, text, query, row", [
     (small_model, "1,5", None, (8, 8), 10), (small_model, "1", "0,15", (0, 15), 3),
-    (lambda: small_model("ea_vit_tiny_patch16_224", patch_size=4, embed_dim=12, depth=2, num_heads=3), "2", "cls", "cls",
-     0)])
+    (lambda: small_model("ea_vit_tiny_patch16_224", patch_size=4, embed_dim=12, depth=2, num_heads=3), "2",
+     "cls", "cls", 0)])
 def test_maps_are_those_of_the_query(model, layers, text, query, row):
     """Of the middle, of a pixel and of a class token, towards the pixels."""
     model, pixels = model(), images()
