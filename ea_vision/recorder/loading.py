@@ -61,38 +61,33 @@ class LoadedModel:
         """Where the network lies; an exported one computes on the CPU."""
         return next((weight.device for weight in self.model.parameters()), torch.device("cpu"))
 
-    def prepare(self, image: Image.Image) -> Tensor:
+    def prepare(self, image: Image.Image, finer: float = 1.0) -> Tensor:
         """Return (3, H, W) in 0..1: resized and cut around its middle, as in evaluation; what queries are counted on.
+        `finer`: of how many pixels each pixel of the input is made.
 
         Raises:
             UsageError: so narrow that it has more than MAX_PIXELS once its short side fits.
         """
-        size, box = self._place(image)
-        resample = Image.Resampling[self.config["interpolation"].upper()]
-        return pil_to_tensor(image.convert("RGB").resize(size, resample).crop(box)) / 255
-
-    def photo(self, image: Image.Image) -> np.ndarray | None:
-        """Return (height, width, 3) uint8: the part of the image that `prepare` cuts, at its own resolution or, where
-        that is finer, with PHOTO_SIDE pixels along the longer side. None where the network sees it no smaller."""
-        (H, W), (size, box) = self.img_size, self._place(image)
-        shrunk = np.divide(image.size, size)  # pixels of the image a pixel of the input, across and down
-        finer = min(shrunk.max(), PHOTO_SIDE / max(H, W))
-        if finer <= 1:
-            return None
-        return np.asarray(image.convert("RGB").resize((round(W * finer), round(H * finer)), Image.Resampling.LANCZOS,
-                                                      np.multiply(box, (*shrunk, *shrunk)).tolist()))
-
-    def _place(self, image: Image.Image) -> tuple[tuple[int, int], tuple[int, int, int, int]]:
-        """Return (width, height) that an image is scaled to, and which part of that is the input: left, top, right,
-        bottom."""
-        H, W = self.img_size
+        H, W = (round(side * finer) for side in self.img_size)
         scale = max(H / image.height, W / image.width) / self.config["crop_pct"]
         size = (max(W, math.floor(image.width * scale + 0.5)), max(H, math.floor(image.height * scale + 0.5)))
         if size[0] * size[1] > MAX_PIXELS:
             raise UsageError(f"an image must have at most {MAX_PIXELS / 1e6:g} megapixels once it is scaled to "
                              f"{W}x{H} pixels, got {size[0]}x{size[1]} from {image.width}x{image.height}")
         left, top = (size[0] - W) // 2, (size[1] - H) // 2
-        return size, (left, top, left + W, top + H)
+        resized = image.convert("RGB").resize(size, Image.Resampling[self.config["interpolation"].upper()])
+        return pil_to_tensor(resized.crop((left, top, left + W, top + H))) / 255
+
+    def shrinks(self, image: Image.Image) -> float:
+        """Return how many pixels of an image a pixel of the input stands for, along a side."""
+        H, W = self.img_size
+        return min(image.height / H, image.width / W) * self.config["crop_pct"]
+
+    def photo(self, image: Image.Image) -> np.ndarray | None:
+        """Return (height, width, 3) uint8: what `prepare` makes, at the image's own resolution or, where that is finer,
+        with PHOTO_SIDE pixels along the longer side. None where the network sees it no smaller."""
+        finer = min(self.shrinks(image), PHOTO_SIDE / max(self.img_size))
+        return None if finer <= 1 else (self.prepare(image, finer) * 255).round().byte().permute(1, 2, 0).numpy()
 
     def normalize(self, images: Tensor) -> Tensor:
         """Return what the network takes of images (..., 3, H, W) in 0..1."""
@@ -108,17 +103,13 @@ class DetectorModel(LoadedModel):
 
     category_ids: Sequence[int] = ()
 
-    def prepare(self, image: Image.Image) -> Tensor:
+    def prepare(self, image: Image.Image, finer: float = 1.0) -> Tensor:
         """Return (3, S, S) in 0..1; see `ea_vision.detection.transforms.fit_image`."""
-        return fit_image(image.convert("RGB"), self.img_size[0])
+        return fit_image(image.convert("RGB"), round(self.img_size[0] * finer))
 
-    def photo(self, image: Image.Image) -> np.ndarray | None:
-        """Return (side, side, 3) uint8: the same square at the image's own resolution or with PHOTO_SIDE pixels,
-        whichever is coarser. None where the network sees it no smaller."""
-        whole = min(max(image.size), PHOTO_SIDE)
-        if whole <= self.img_size[0]:
-            return None
-        return (fit_image(image.convert("RGB"), whole) * 255).round().byte().permute(1, 2, 0).numpy()
+    def shrinks(self, image: Image.Image) -> float:
+        """Return how many pixels of an image a pixel of the input stands for, along a side."""
+        return max(image.size) / self.img_size[0]
 
     def detect(self, images: Sequence[Image.Image], batch_size: int = 8) -> Iterator[dict[str, Tensor]]:
         """Find objects in RGB images of any size, in their order; see `ea_vision.detection.predict.detect`."""

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ea_vision.base.errors import UsageError
@@ -145,13 +144,12 @@ class LayerMaps:
         """
         self.check_pixels_ask()
         P, maps, (H, W), (h, w) = self.num_prefix_tokens, self[part], self.feat_size, self.key_size
-        if (H, W) == (h, w):
-            return maps
         if H % h or W % w:
             raise UsageError(f"keys reduced by whole numbers are required, and those of layer {self} are {h}x{w} of "
                              f"{H}x{W}: choose other layers")
-        keys = F.interpolate(maps[..., P:].flatten(0, 1).unflatten(-1, (h, w)), (H, W)) / (H // h * (W // w))
-        return torch.cat([maps[..., :P], keys.flatten(-2).unflatten(0, maps.shape[:2])], -1)
+        rows, cols = H // h, W // w
+        keys = maps[..., P:].unflatten(-1, (h, w)).repeat_interleave(rows, -2).repeat_interleave(cols, -1)
+        return torch.cat([maps[..., :P], keys.flatten(-2) / (rows * cols)], -1)
 
     def token(self, query: Query) -> int:
         """Return the row of a query: (row, column) of the map, or a prefix token by name, such as "cls".
