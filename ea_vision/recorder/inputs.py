@@ -127,8 +127,7 @@ def _from_array(array: np.ndarray) -> Image.Image:
     """Return the image of an array (H, W) or (H, W, C); see `read_image`."""
     if array.ndim not in (2, 3) or array.shape[2:] not in ((), (1,), (3,), (4,)) or not array.size:
         raise UsageError(f"an image array must have (H, W), (H, W, 1), (H, W, 3) or (H, W, 4), got {array.shape}")
-    pixels = (_in_unit_range(torch.from_numpy(array.copy())) * 255).round().byte().numpy()
-    return Image.fromarray(pixels[:, :, 0] if array.shape[2:] == (1,) else pixels)
+    return to_pil_image((_in_unit_range(torch.from_numpy(array.copy())) * 255).round().byte().numpy())
 
 
 def _digit(text: str) -> Image.Image:

@@ -164,7 +164,7 @@ def token_layout(shape: torch.Size, image: torch.Size | None, names: tuple[str, 
 
 # ---- layers that attend inside windows, or among channels ------------------------------------------------------------
 
-def windows_of(grid: Size, window: Size, shift: Size = (0, 0), pad_first: bool = True) -> Windows:
+def windows_of(grid: Size, window: Size, shift: Size, pad_first: bool) -> Windows:
     """Return the windows of a grid that is shifted up and to the left (cyclically) and padded below and at the right.
 
     Args:

@@ -243,7 +243,7 @@ def _load_file(model: nn.Module, path: Path) -> int | None:
         load_weights(model, path)
         with safetensors.safe_open(path, framework="pt") as file:
             epoch = (file.metadata() or {}).get("epoch")
-        return int(epoch) if epoch and epoch.isdecimal() else None
+        return int(epoch) if epoch else None
     state = checkpoint.read_checkpoint(path)
     load_state(model, state["ema"] or state["model"], str(path))
     return state["progress"].get("epoch")

@@ -122,25 +122,23 @@ def layers_and_query(options: argparse.Namespace, model: LoadedModel) -> tuple[l
     return chosen, query
 
 
-def probe(target: str, model: LoadedModel, layers: Sequence[int], query: Query,
-          splits: Sequence[Images], num_classes: int, controls: Sequence[str], seeds: Sequence[int],
-          recipe: ProbeRecipe) -> Iterator[dict[str, Any]]:
+def probe(target: str, model: LoadedModel, options: argparse.Namespace, recipe: ProbeRecipe, splits: Sequence[Images],
+          num_classes: int) -> Iterator[dict[str, Any]]:
     """Probe each layer on the maps of a network and on its controls; yield the rows of results.csv, top1 in percent.
 
     Args:
         target: what `load_model` made the network from.
-        query: see `extract_maps`.
         splits: the images to learn from and to measure on.
-        controls: some of CONTROLS.
-        seeds: of all that is drawn but the images.
     """
-    trained = [extract_maps(model, split.images, layers, query) for split in splits]
-    for kind, seed in product(("trained", *controls), seeds):
-        both = trained
-        if kind == "untrained":
-            network = untrained_network(target, model, splits[0].images, seed)
-            both = [extract_maps(network, split.images, layers, query) for split in splits]
-        for number, *maps in zip(layers, *both, strict=True):
+    layers, query = layers_and_query(options, model)
+
+    def maps_of(network: LoadedModel) -> list[list[Tensor]]:
+        return [extract_maps(network, split.images, layers, query) for split in splits]
+
+    trained = maps_of(model)
+    for kind, seed in product(("trained", *options.controls), options.seeds):
+        untrained = kind == "untrained" and untrained_network(target, model, splits[0].images, seed)
+        for number, *maps in zip(layers, *(maps_of(untrained) if untrained else trained), strict=True):
             if kind == "shuffled":
                 maps = [shuffled_in_space(of_split, seed + split) for split, of_split in enumerate(maps)]
             name = f"{model.label}, {kind}, layer {number}, seed {seed}"
@@ -212,14 +210,15 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Probe the models as the arguments say."""
     options = make_parser().parse_args(argv)
-    controls = [] if options.controls == "none" else options.controls.split(",")
-    if set(controls) - set(CONTROLS):
-        raise UsageError(f"--controls must be some of {', '.join(CONTROLS)}, or none, got {options.controls!r}")
-    recipe = ProbeRecipe(options.epochs, options.batch_size, width=options.width)
+    options.controls = [] if options.controls == "none" else options.controls.split(",")
+    if set(options.controls) - set(CONTROLS):
+        raise UsageError(f"--controls must be some of {', '.join(CONTROLS)}, or none, got {options.controls}")
     device, first = choose_device(options.device), options.seeds[0]
+    recipe = ProbeRecipe(options.epochs, options.batch_size, width=options.width, seed=first)
     size = options.img_size and (options.img_size,) * 2
     models = {target: load_model(target, img_size=size, device=device) for target in parse_targets(options.model)}
-    asked = {target: layers_and_query(options, model) for target, model in models.items()}
+    for model in models.values():
+        layers_and_query(options, model)
     csv, about = (check_output(options.output / f"results.{suffix}") for suffix in ("csv", "json"))
     results, fingerprints = [], {}
     for target, model in models.items():
@@ -229,13 +228,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.limit:
             splits = [hold_out(split, options.limit, first)[1] if options.limit < len(split) else split
                       for split in splits]
-        for one in probe(target, model, *asked[target], splits, len(data.classes), controls, options.seeds, recipe):
+        for one in probe(target, model, options, recipe, splits, len(data.classes)):
             results.append(one)
             atomic_write(csv, csv_text([{**row, "top1": f"{row['top1']:.2f}"} for row in results]).encode())
     given = {name: value for name, value in vars(options).items() if name not in ("data_dir", "output")}  # no places
-    write_json(about, {"results": results, "recipe": asdict(replace(recipe, seed=first)),
-                       "data_fingerprint": fingerprints, "options": given, "hardware": hardware(device, 1),
-                       **provenance()})
+    write_json(about, {"results": results, "recipe": asdict(recipe), "data_fingerprint": fingerprints, "options": given,
+                       "hardware": hardware(device, 1), **provenance()})
     runs = f"mean ± standard deviation of seeds {', '.join(map(str, options.seeds))}"
     print(results_table(results))
     print(f"top-1 in percent, {runs if len(options.seeds) > 1 else 'one run each'}; published on ImageNet, layers 16, "

@@ -18,6 +18,8 @@ from tqdm import tqdm
 
 from ea_vision.base.errors import RunError
 
+GROWTH = 32  # channels that a layer adds
+
 
 class ProbeNet(nn.Module):
     """A DenseNet of 12 layers for (B, K, H, W) maps.
@@ -29,15 +31,14 @@ class ProbeNet(nn.Module):
         num_heads: K.
         num_classes: classes.
         width: channels, 256 in the paper.
-        growth: channels that a layer adds.
     """
 
-    def __init__(self, num_heads: int, num_classes: int, width: int = 256, growth: int = 32) -> None:
+    def __init__(self, num_heads: int, num_classes: int, width: int = 256) -> None:
         super().__init__()
         layers: list[nn.Module] = [nn.Conv2d(num_heads, width, 3, padding=1, bias=False)]
         for depth, block_width in ((4, width), (3, 2 * width), (5, 4 * width)):
-            layers.append(DenseBlock(depth, block_width, bn_size=4, growth_rate=growth))
-            channels = block_width + depth * growth
+            layers.append(DenseBlock(depth, block_width, bn_size=4, growth_rate=GROWTH))
+            channels = block_width + depth * GROWTH
             if block_width < 4 * width:
                 layers += [BatchNormAct2d(channels), nn.Conv2d(channels, 2 * block_width, 1, bias=False),
                            nn.AvgPool2d(2, ceil_mode=True)]

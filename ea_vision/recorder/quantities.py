@@ -195,16 +195,15 @@ def quantities_arrays(measured: dict[str, list[LayerQuantities]]) -> dict[str, n
             if (value := getattr(layer, field)) is not None}
 
 
-def attention_rollout(maps: AttentionMaps, residual: float = 0.5) -> Tensor:
+def attention_rollout(maps: AttentionMaps) -> Tensor:
     """Return where each pixel of the last map comes from, through all recorded layers (Abnar and Zuidema 2020).
 
-    Heads are averaged and the residual added as a share of identity. Where the map's size changes, cells are averaged
-    into the new ones; reduced keys are spread over the cells that they cover. Convolutions beside or between the
-    attention are left out: for our networks an approximation.
+    Heads are averaged, and half of each layer is the identity, for the residual. Where the map's size changes, cells
+    are averaged into the new ones; reduced keys are spread over the cells that they cover. Convolutions beside or
+    between the attention are left out: for our networks an approximation.
 
     Args:
         maps: with "attn", at least one layer, no heads left out.
-        residual: share of identity in each layer.
 
     Returns:
         (B, T', T), T' the last layer's tokens, T the first's; rows sum to 1.
@@ -212,7 +211,7 @@ def attention_rollout(maps: AttentionMaps, residual: float = 0.5) -> Tensor:
     rollout, size = None, (0, 0)
     for layer in maps.values():
         attn = layer.on_queries_grid().float().mean(1)
-        step = (1 - residual) * attn + residual * torch.eye(attn.shape[-1], device=attn.device)
+        step = (attn + torch.eye(attn.shape[-1], device=attn.device)) / 2
         if rollout is not None and layer.feat_size != size:
             cells = rollout.transpose(1, 2).unflatten(2, size)  # (B, T, old H, W): a new cell is the mean of old ones
             rollout = F.adaptive_avg_pool2d(cells, layer.feat_size).flatten(2).transpose(1, 2)
