@@ -24,7 +24,6 @@ from tests.test_docs import BLOCK, PAGES, ROOT, blocks, commands
 NARROW = {"ea_conv_transformer_cifar": "widths=[8,8,16,16]", "aa_wrn28_10_cifar": "depth=10 width=1",
           "ea_aa_resnet50": "layers=[1,1,1,1]", "ea_vit_small_patch16_224": "depth=2 embed_dim=24 num_heads=2",
           "vit_small_patch16_224": "depth=2 embed_dim=24 num_heads=2"}
-NARROW_CIFAR = ["--model-kwargs", "widths=[8,8,16,16]"]
 PLACES = {"cifar10": "folder", "DIR": "data", "CIFAR10": "data", "/data/imagenet": "photos", "OWN_PHOTOS": "photos",
           "PHOTOS": "photos", "RUN_OR_MODEL": "runs/demo", "runs/imagenet-ea_aa_resnet50": "runs/imagenet",
           "/shared/runs/ea50": "runs/ea50", "docs/cat.jpg": "photo.jpg", "*.jpg": "photo.jpg",
@@ -58,20 +57,19 @@ LINES = list(dict.fromkeys(line for page in PAGES if page.name != "published.md"
 def place(tmp_path_factory):
     """A folder with what the commands name: photos, data, runs; the working directory of the tests."""
     folder = tmp_path_factory.mktemp("docs")
+    small = ["--dataset", "folder", "--data-dir", "data", *SHORTER["train-cifar"].split(), "--img-size", "32"]
+    large = ["--data-dir", "photos", *SHORTER["train-imagenet"].split()]
+    vit = ["--model", "test_vit", "--model-kwargs", "patch_size=8"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         Image.open(ROOT / "docs" / "cat.jpg").resize((80, 60)).save("photo.jpg")
         make_folder(Path("data"), train=30, test=6, side=16)
         make_folder(Path("photos"), train=12, test=3, side=64)
         Path("photos/val").symlink_to("test")
-        common = ["--dataset", "folder", "--data-dir", "data", *SHORTER["train-cifar"].split()]
-        assert main(["train-cifar", *common, *NARROW_CIFAR, "--img-size", "32", "--output", "runs/aa"]) == 0
-        assert main(["train-cifar", *common, "--model", "test_vit", "--img-size", "32", "--model-kwargs",
-                     "patch_size=8", "--output", "runs/vit"]) == 0
-        assert main(["train-imagenet", "--data-dir", "photos", *SHORTER["train-imagenet"].split(), "--model",
-                     "test_resnet", "--output", "runs/imagenet"]) == 0
-        assert main(["train-imagenet", "--data-dir", "photos", *SHORTER["train-imagenet"].split(), "--model",
-                     "test_vit", "--model-kwargs", "patch_size=8", "--output", "runs/photos"]) == 0
+        for output, words in {"aa": ["train-cifar", *small, "--model-kwargs", "widths=[8,8,16,16]"],
+                              "vit": ["train-cifar", *small, *vit], "photos": ["train-imagenet", *large, *vit],
+                              "imagenet": ["train-imagenet", *large, "--model", "test_resnet"]}.items():
+            assert main([*words, "--output", f"runs/{output}"]) == 0
         for copy in ("a", "b", "ea", "demo"):
             shutil.copytree("runs/aa", f"runs/{copy}")
         yield folder
@@ -133,46 +131,35 @@ def run(words: list[str]) -> int:
         signal.signal(signal.SIGTERM, kept)
 
 
-def snippets() -> list:
-    return [pytest.param(page, block, id=f"{page.name}-{index}") for page in PAGES if page.name != "README.md"
+SNIPPETS = [pytest.param(page, block, id=f"{page.name}-{index}") for page in PAGES if page.name != "README.md"
             for index, block in enumerate(blocks(page, "python"))]
+SMALLER = {'"vit_small_patch16_224", num_classes=3,': '"test_vit", num_classes=3, patch_size=8, img_size=32,',
+           "pretrained=True": "pretrained=False", "vit_small_patch16_224": "vit_tiny_patch16_224",
+           "vit_base_patch16_224.dino": "vit_tiny_patch16_224"}
 
 
-@pytest.mark.parametrize("page, block", snippets())
+@pytest.mark.parametrize("page, block", SNIPPETS)
 def test_snippets_run(page, block, place, tmp_path, monkeypatch):
     """README's run in test_docs.py, the quick start's in test_quickstart.py."""
-    for start, test in SNIPPETS_ELSEWHERE.items():
-        if start in block:
-            kept = {line.strip() for line in (ROOT / "tests" / test).read_text().splitlines()}
-            if test.startswith("outside/"):  # an excerpt: its statements stand there
-                names = re.findall(r"(?:class|def) \w+", block)
-                assert all(any(name in line for line in kept) for name in names)
-            return
-    if "photo.rename" in block:
+    for test in (test for start, test in SNIPPETS_ELSEWHERE.items() if start in block):
+        if test.startswith("outside/"):  # an excerpt: its statements stand there
+            kept = (ROOT / "tests" / test).read_text()
+            assert all(name in kept for name in re.findall(r"(?:class|def) \w+", block))
+        return
+    for package in ("transformers", "wandb"):
+        if f"import {package}" in block:
+            pytest.importorskip(package, reason=f"needs {package} (of an extra)")
+    if "photo.rename" in block or "import wandb" in block:
         monkeypatch.chdir(tmp_path)
         make_folder(Path("photos"), train=24, test=0)
-        exec(compile(block, page.name, "exec"), {})
-        counts = {split: len(list(Path("photos", split).rglob("*.png"))) for split in ("train", "val")}
-        assert counts == {"train": 18, "val": 6}
-        return
-    images = torch.randn(1, 3, 224, 224)
-    space = {"model": timm.create_model("ea_aa_resnet34"), "images": images, "timm": timm}
-    if "runs/photos" in block:  # the run of `place`
-        block = block.replace('"vit_small_patch16_224", num_classes=3,',
-                              '"test_vit", num_classes=3, patch_size=8, img_size=32,')
-    for word, other in (("pretrained=True", "pretrained=False"), ("vit_small_patch16_224", "vit_tiny_patch16_224"),
-                        ("vit_base_patch16_224.dino", "vit_tiny_patch16_224")):
+    for word, other in SMALLER.items():
         block = block.replace(word, other)
-    if "import transformers" in block and not importlib.util.find_spec("transformers"):
-        pytest.skip("needs transformers (the extra dev)")
-    if page.name in ("transformers.md", "record.md"):
-        space["ea_vision"] = ea_vision
-    if page.name == "record.md":
-        space["model"] = timm.create_model("deit_tiny_distilled_patch16_224").eval()
-    if "import wandb" in block:
-        pytest.importorskip("wandb", reason="needs wandb (the extra logging)")
-        monkeypatch.chdir(tmp_path)
+    network = "deit_tiny_distilled_patch16_224" if page.name == "record.md" else "ea_aa_resnet34"
+    space = {"model": timm.create_model(network).eval(), "images": torch.randn(1, 3, 224, 224), "timm": timm,
+             "ea_vision": ea_vision}
     exec(compile(block, page.name, "exec"), space)
+    if "photo.rename" in block:
+        assert [len(list(Path("photos", split).rglob("*.png"))) for split in ("train", "val")] == [18, 6]
     if "def attend" in block:
         q, k, v = torch.randn(3, 2, 8, 6, 4).unbind()
         out, logits = space["attend"](q, k, v, space["decoder"])

@@ -28,13 +28,11 @@ def table() -> str:
     """Return lines, statements and tokens of Python and lines of other code, by room."""
     rooms: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     for path in map(Path, subprocess.check_output(["git", "ls-files"], text=True).splitlines()):
-        room = "/".join(path.parts[:2 if path.parts[0] == "ea_vision" else 1][:len(path.parts) - 1])
-        if path.suffix == ".py" and path.is_file():
-            rooms[room][:3] = map(sum, zip(rooms[room], size_of(path.read_text()), strict=False))
-        elif path.suffix in OTHERS and path.is_file():
-            rooms[room][3] += len(path.read_text().splitlines())
-    rooms["ea_vision, all"] = [sum(sizes) for sizes in zip(
-        *(size for room, size in rooms.items() if room.startswith("ea_vision")), strict=True)]
+        if path.is_file() and (path.suffix == ".py" or path.suffix in OTHERS):
+            text, package = path.read_text(), path.parts[0] == "ea_vision"
+            size = (*size_of(text), 0) if path.suffix == ".py" else (0, 0, 0, len(text.splitlines()))
+            for room in ("/".join(path.parts[:-1][:1 + package]), *["ea_vision, all"] * package):
+                rooms[room] = [sum(pair) for pair in zip(rooms[room], size, strict=True)]
     rows = [("room", "lines", "statements", "tokens", "other lines"),
             *((room, *size) for room, size in sorted(rooms.items(), key=lambda item: -item[1][2]))]
     return "\n".join(f"{name:28}{a:>8}{b:>12}{c:>9}{d:>13}" for name, a, b, c, d in rows)
