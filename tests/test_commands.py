@@ -43,14 +43,14 @@ def test_the_overview_has_a_line_for_each_command(helped):
         assert line in COMMANDS
 
 
-@pytest.mark.parametrize("word, shown", [("", "  heatmap "), ("--help", "  heatmap "),
-                                         ("--version", f"ea-vision {ea_vision.__version__}\n")])
-def test_the_overview_and_the_version_need_no_torch(word, shown, tmp_path):
+@pytest.mark.parametrize("words, shown", [([], "  heatmap "), (["--help"], "  heatmap "),
+                                          (["--version"], f"ea-vision {ea_vision.__version__}\n")])
+def test_the_overview_and_the_version_need_no_torch(words, shown, tmp_path):
     """Nor anything else that takes long to import; by `python -m` as by the script that pip writes."""
     script = tmp_path / "ea-vision"
     script.write_text("import sys\nfrom ea_vision.__main__ import main\nsys.exit(main())\n")
     for start in (["-m", "ea_vision"], [str(script)]):
-        done = python("-X", "importtime", *start, *filter(None, [word]), PYTHONPATH=str(ROOT))
+        done = python("-X", "importtime", *start, *words, PYTHONPATH=str(ROOT))
         imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
         assert done.returncode == 0 and shown in done.stdout and "ea_vision.base.errors" in imported
         assert not imported & {"torch", "timm", "matplotlib", "numpy", "PIL"}

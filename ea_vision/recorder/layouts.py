@@ -164,34 +164,28 @@ def token_layout(shape: torch.Size, image: torch.Size | None, names: tuple[str, 
 
 # ---- layers that attend inside windows, or among channels ------------------------------------------------------------
 
-def windows_of(grid: Size, window: Size, shift: Size, pad_first: bool) -> Windows:
-    """Return the windows of a grid that is shifted up and to the left (cyclically) and padded below and at the right.
-
-    Args:
-        pad_first: whether it is padded before it is shifted.
-    """
-    def pad(tokens: Tensor) -> Tensor:
-        return nn.functional.pad(tokens, (0, -grid[1] % window[1], 0, -grid[0] % window[0]), value=-1)
-
-    tokens, back = torch.arange(math.prod(grid)).view(grid), (-shift[0], -shift[1])
-    tokens = pad(tokens).roll(back, (0, 1)) if pad_first else pad(tokens.roll(back, (0, 1)))
-    bottom, right = (torch.arange(side) >= side - by for side, by in zip(tokens.shape, shift, strict=True))
-    found = torch.stack([tokens, 2 * bottom[:, None] + right], -1)[None]
-    return Windows(*window_partition(found, window).flatten(1, 2).unbind(-1))
-
-
 def _grouped(block: nn.Module, x: Tensor, size: Any = None, *_, first: int = 1, pad_first: bool = True, **__) -> Layout:
-    """Lay out a grid in the windows of a block, which may shift; SAM's window_size is 0 where there are none.
+    """Lay out a grid in the windows of a block: it is shifted up and to the left (cyclically), where the block says so,
+    and padded below and at the right; SAM's window_size is 0 where there are none.
 
     The grid is `size`, where a block is told it (transformers' Swin), else the input's sides from dimension `first` on.
-    A side that one window covers does not shift.
+    A side that one window covers does not shift. pad_first: whether the grid is padded before it is shifted.
     """
     grid = tuple(size) if isinstance(size, (tuple, list)) else tuple(x.shape[first:first + 2])
     if not block.window_size:
         return Layout(grid)
     window, shift = (to_2tuple(value) for value in (block.window_size, getattr(block, "shift_size", 0)))
-    shift = tuple(0 if width >= side else by for width, side, by in zip(window, grid, shift, strict=True))
-    return Layout(grid, windows=windows_of(grid, tuple(window), shift, pad_first))
+    down, right = (0 if width >= side else by for width, side, by in zip(window, grid, shift, strict=True))
+
+    def pad(tokens: Tensor) -> Tensor:
+        return nn.functional.pad(tokens, (0, -grid[1] % window[1], 0, -grid[0] % window[0]), value=-1)
+
+    tokens = torch.arange(math.prod(grid)).view(grid)
+    tokens = pad(tokens).roll((-down, -right), (0, 1)) if pad_first else pad(tokens.roll((-down, -right), (0, 1)))
+    H, W = tokens.shape
+    regions = 2 * (torch.arange(H) >= H - down)[:, None] + (torch.arange(W) >= W - right)
+    cells = window_partition(torch.stack([tokens, regions], -1)[None], tuple(window)).flatten(1, 2)
+    return Layout(grid, windows=Windows(*cells.unbind(-1)))
 
 
 def _mobilevit(block: nn.Module, x: Tensor) -> Layout:

@@ -49,10 +49,10 @@ def test_transparent_pixels_are_white(tmp_path, mode, clear, opaque, left, right
 def test_arrays_files_and_pil_images_are_one_image(tmp_path):
     model, image, path = load_model("conv_transformer_cifar", random=True), photo(), tmp_path / "a photo.png"
     image.save(path)
-    array, grey, expected = np.asarray(image), np.asarray(image.convert("L")), model.prepare(image)
-    for source in (image, array, array.astype(np.float32) / 255, array.astype(np.float64) / 255, str(path), path,
+    array, grey = np.asarray(image), np.asarray(image.convert("L"))
+    for source in (image, array, *(array.astype(kind) / 255 for kind in (np.float32, np.float64)), str(path), path,
                    np.asarray(image.convert("RGBA"))):
-        assert torch.equal(as_input(model, source), expected)
+        assert torch.equal(as_input(model, source), model.prepare(image))
     assert torch.equal(as_input(model, grey), as_input(model, grey[:, :, None]))
     assert torch.equal(as_input(model, torch.ones(1, 3, 5, 6, dtype=torch.uint8)), torch.full((3, 5, 6), 1 / 255))
 

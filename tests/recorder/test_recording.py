@@ -154,11 +154,7 @@ def test_of_several_forwards_and_of_several_runs_of_a_block_the_last_is_kept():
 
 def test_gradient_checkpointing_records_once():
     model, plain = tiny(), recorded(tiny(), small(), PARTS)
-    model.train()
     model.set_grad_checkpointing()
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.eval()
     with ea_vision.record_attention(model, parts=PARTS) as maps:
         output = model(small())
         held = dict(maps)
@@ -193,21 +189,25 @@ class Linear(nn.Module):
         return x * x.sigmoid()
 
 
-@pytest.mark.parametrize("options,error,message", [
-    (dict(layers=[1, 99]), ValueError, r"1 \(stages.2.blocks.0.conv\), 2 .*; got \[99\]"),
-    (dict(heads=[4]), ValueError, r"heads of layer 1 .* are 0 to 3; got \[4\]"),
-    (dict(parts=["maps", "attn"]), ValueError, r"parts must be some of .*, got \['maps'\]: 1 .* has attn, logits"),
-    (dict(layers=[]), ValueError, "got none"), (dict(heads=[]), ValueError, "got none"),
-    (dict(parts=[]), ValueError, "got none"),
-    (dict(layers=[2]), RuntimeError, r"no forward ran attention layer 2 \(stages.2.blocks.1.conv\)"),
-    (dict(model=timm.create_model("resnet18", num_classes=2)), ValueError, "has no attention layer that can be"),
-    (dict(model=Linear()), RuntimeError, "layer 1 .* ran, and no map went through softmax, scaled_dot_product")])
-def test_what_cannot_be_recorded_says_what_is_in_the_way(options, error, message):
-    model = options.pop("model", None) or tiny("conv_transformer_cifar")
-    with pytest.raises(error, match=message), ea_vision.record_attention(model, **options):
-        if isinstance(model, Linear):
-            model(torch.ones(1))
-    assert hooks_of(model) == 0
+@pytest.mark.parametrize("options,message", [
+    (dict(layers=[1, 99]), r"1 \(stages.2.blocks.0.conv\), 2 .*; got \[99\]"),
+    (dict(heads=[4]), r"heads of layer 1 .* are 0 to 3; got \[4\]"),
+    (dict(parts=["maps", "attn"]), r"parts must be some of .*, got \['maps'\]: 1 .* has attn, logits"),
+    (dict(layers=[]), "got none"), (dict(heads=[]), "got none"), (dict(parts=[]), "got none"),
+    (dict(model=nn.Linear(1, 1)), "Linear has no attention layer that can be")])
+def test_what_there_is_not_is_refused(options, message):
+    with pytest.raises(ValueError, match=message), \
+            ea_vision.record_attention(**{"model": tiny("conv_transformer_cifar"), **options}):
+        pass
+
+
+def test_a_block_without_a_map_says_so():
+    for model, x, message in ((tiny("conv_transformer_cifar"), None, "no forward ran attention layer 1 .*, 2 "),
+                              (Linear(), torch.ones(1), "layer 1 .* ran, and no map went through softmax, scaled_dot")):
+        with pytest.raises(RuntimeError, match=message), ea_vision.record_attention(model):
+            if x is not None:
+                model(x)
+        assert hooks_of(model) == 0
 
 
 @pytest.mark.parametrize("make", [ours, theirs, timms])
