@@ -14,7 +14,7 @@ FILE = "bad_images.csv"
 
 
 class BadImages:
-    """The unreadable images of a run. Loaders `add` what their process meets; `collect` brings all processes together.
+    """The unreadable images of a run. `collect` brings those that the processes meet together.
 
     Args:
         limit: the run stops when there are more.
@@ -23,12 +23,7 @@ class BadImages:
     def __init__(self, limit: int):
         self.limit = limit
         self.known: dict[str, str] = {}  # path -> what is wrong with it, over all processes
-        self.new: dict[str, str] = {}  # met by this process since the last `collect`
-
-    def add(self, path: str, error: str) -> None:
-        """Note an image."""
-        if path not in self.known:
-            self.new[path] = error
+        self.new: dict[str, str] = {}  # what this process's loaders have met since the last `collect`
 
     def collect(self, world: World, folder: Path) -> None:
         """Merge what the processes met, log it and list it in bad_images.csv. All processes must call this together.
@@ -36,7 +31,8 @@ class BadImages:
         Raises:
             RunError: on every process, when there are more than `limit`.
         """
-        met = {path: error for of_rank in world.gather(self.new) for path, error in of_rank.items()}
+        met = {path: error for of_rank in world.gather(self.new) for path, error in of_rank.items()
+               if path not in self.known}
         self.new = {}
         self.known.update(met)
         for path, error in met.items():

@@ -46,45 +46,46 @@ class GrowingSize:
     def __call__(self, epoch: int) -> int:
         if epoch >= self.end:
             return self.last
-        share = max(0.0, (epoch - self.start) / (self.end - self.start))
+        if epoch <= self.start:
+            return self.first
+        share = (epoch - self.start) / (self.end - self.start)
         side = 32 * round((self.first + share * (self.last - self.first)) / 32)
-        return min(max(side, self.first), self.last) if share else self.first
+        return min(max(side, self.first), self.last)
 
 
-@dataclass(frozen=True)
-class Share:
-    """Which of a split's `images` process `rank` of `world_size` gets, `batch_size` at a time.
+class Loader:
+    """Common to all loaders: which of a split's `count` images process `rank` of `world_size` gets, and when.
 
     Training: batch b of rank r takes the places [(b R + r) B, (b R + r + 1) B) of the epoch's order, R processes of B
     images, so two processes see, together, what one process with twice the batch size sees; what is left over after the
     last full batch of all processes is not used. Evaluation: every image once over all processes, rank r those of
     number r, r + R, ...; all processes get the same number of batches, of which the last may be short or empty.
+
+    Args: mean and std of images in 0..1, per channel; batch_size: images per process; seed: of order and augmentation.
     """
 
-    images: int
-    batch_size: int
-    rank: int = 0
-    world_size: int = 1
+    training: bool
 
-    @property
-    def train_batches(self) -> int:
-        return self.images // (self.batch_size * self.world_size)
+    def __init__(self, count: int, *, mean: Sequence[float], std: Sequence[float], device: torch.device,
+                 batch_size: int, rank: int = 0, world_size: int = 1, seed: int = 0):
+        self.mean, self.std = (torch.tensor(values, dtype=torch.float32, device=device) for values in (mean, std))
+        self.count, self.batch_size, self.rank, self.world_size = count, batch_size, rank, world_size
+        self.device, self.seed = device, seed
 
-    @property
-    def eval_batches(self) -> int:
-        return math.ceil(math.ceil(self.images / self.world_size) / self.batch_size)
+    def __len__(self) -> int:
+        if self.training:
+            return self.count // (self.batch_size * self.world_size)
+        return math.ceil(math.ceil(self.count / self.world_size) / self.batch_size)
 
     def train_places(self, first: int = 0) -> list[slice]:
         """Return places in the epoch's order of the batches from number `first` on."""
-        starts = [(number * self.world_size + self.rank) * self.batch_size
-                  for number in range(first, self.train_batches)]
+        starts = [(number * self.world_size + self.rank) * self.batch_size for number in range(first, len(self))]
         return [slice(start, start + self.batch_size) for start in starts]
 
     def eval_images(self) -> list[range]:
         """Return indices of the images of each batch."""
-        own = range(self.rank, self.images, self.world_size)
-        return [own[start:start + self.batch_size]
-                for start in range(0, self.eval_batches * self.batch_size, self.batch_size)]
+        own = range(self.rank, self.count, self.world_size)
+        return [own[number * self.batch_size:(number + 1) * self.batch_size] for number in range(len(self))]
 
     def repeated(self, order: torch.Tensor, times: int) -> torch.Tensor:
         """Return an epoch that has each of its images `times` times (repeated augmentation, Hoffer et al. 2019), so as
@@ -99,24 +100,6 @@ class Share:
         Returns:
             int64 (2, M), M images of whole updates: the new order, and the number of each copy, 0 to times - 1.
         """
-        used = self.train_batches * self.batch_size * self.world_size
+        used = len(self) * self.batch_size * self.world_size
         found = torch.stack([order.repeat_interleave(times)[:used], torch.arange(used) % times])
         return found if times == 1 else found.view(2, -1, self.batch_size, self.world_size).mT.reshape(2, -1)
-
-
-class Loader:
-    """Common to all loaders: `training` ones have full batches alone.
-
-    Args: number of images; mean and std of images in 0..1, per channel; batch_size: images per process; seed: of order
-    and augmentation.
-    """
-
-    training: bool
-
-    def __init__(self, images: int, *, mean: Sequence[float], std: Sequence[float], device: torch.device,
-                 batch_size: int, rank: int = 0, world_size: int = 1, seed: int = 0):
-        self.mean, self.std = (torch.tensor(values, dtype=torch.float32, device=device) for values in (mean, std))
-        self.share, self.device, self.seed = Share(images, batch_size, rank, world_size), device, seed
-
-    def __len__(self) -> int:
-        return self.share.train_batches if self.training else self.share.eval_batches

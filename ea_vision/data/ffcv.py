@@ -8,12 +8,11 @@ Here order, crops and flips are functions of seed, epoch and image.
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import json
 import os
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,7 +23,7 @@ import torch
 
 from ea_vision.base.errors import UsageError
 from ea_vision.data.augment import normalize
-from ea_vision.data.image_files import check_classes
+from ea_vision.data.image_files import check_classes, fingerprint
 from ea_vision.data.imagenet import AHEAD, ImageTrainLoader
 
 HELP = """Debian, Ubuntu: apt-get install libturbojpeg0-dev libopencv-dev pkg-config && pip install 'ea_vision[ffcv]'; \
@@ -77,30 +76,28 @@ class Beton:
     """
 
     def __init__(self, path: Path, num_classes: int = 0, evaluated: Evaluated | None = None):
-        self.path, self.name = path, str(path)
-        reader_module, types = require_ffcv("ffcv.reader"), require_ffcv("ffcv.types")
+        self.name, reader_module = str(path), require_ffcv("ffcv.reader")
         try:
             reader = reader_module.Reader(self.name)
             kinds = [type(field).__name__ for field in reader.handlers.values()]
-            size = int(reader.header["alloc_table_ptr"]) + len(reader.metadata) * types.ALLOC_TABLE_TYPE.itemsize
         except Exception as error:  # whatever other bytes lead it to
             raise UsageError(f"{path} is not a whole .beton file: {error}") from error
-        if kinds != ["RGBImageField", "IntField"] or size != path.stat().st_size:
-            raise UsageError(f"{path} is not a whole .beton file of an RGB image and an integer label, {size} bytes: "
-                             f"got {', '.join(kinds)}, {path.stat().st_size} bytes")
+        count, stored = reader.num_samples, np.sort(reader.alloc_table, order="sample_id")["size"]
+        if kinds != ["RGBImageField", "IntField"] or len(stored) != count:  # sizes are the file's end
+            raise UsageError(f"{path} is not a whole .beton file of {count} RGB images and integer labels: got "
+                             f"{', '.join(kinds)}, {len(stored)} sizes")
         images, self.labels = (reader.metadata[name] for name in reader.metadata.dtype.names)
-        self.pages = (images["data_ptr"] // np.uint64(reader.page_size)).astype(np.int64)
-        stored = np.sort(reader.alloc_table, order="sample_id")["size"]
-        self.table = np.stack([column.astype(np.int64) for column in (
-            images["data_ptr"], stored, images["height"], images["width"], images["mode"] != RAW)], 1)
+        self.table = np.stack([images["data_ptr"], stored, images["height"], images["width"], images["mode"] != RAW],
+                              axis=1, dtype=np.int64, casting="unsafe")
+        self.pages = self.table[:, 0] // int(reader.page_size)
         self.data = np.memmap(path, np.uint8, mode="r").view(np.ndarray)  # Linux refuses "c" beyond the memory's size
         about = json.loads(sidecar(path).read_text()) if sidecar(path).exists() else {}
         self.evaluated = Evaluated(*about["evaluated"]) if about.get("evaluated") else None
-        self.classes = about.get("classes") or list(map(str, range(num_classes or self.labels.max() + 1)))
+        least, most = self.labels.min(), self.labels.max()
+        self.classes = about.get("classes") or list(map(str, range(num_classes or most + 1)))
         check_classes(self.name, self.classes, num_classes)
-        if self.labels.min() < 0 or self.labels.max() >= len(self.classes):
-            raise UsageError(f"labels of {path} must lie in 0..{len(self.classes) - 1}, got {self.labels.min()}.."
-                             f"{self.labels.max()}")
+        if least < 0 or most >= len(self.classes):
+            raise UsageError(f"labels of {path} must lie in 0..{len(self.classes) - 1}, got {least}..{most}")
         if self.evaluated != evaluated:
             wanted, got = (f"those of validation for {how}" if how else "whole images, to train on"
                            for how in (evaluated, self.evaluated))
@@ -111,7 +108,7 @@ class Beton:
 
     def describe(self, index: int) -> str:
         """Return a name for an image."""
-        return f"{self.path} {index}"
+        return f"{self.name} {index}"
 
     def read(self, index: int) -> tuple[torch.Tensor, int]:
         """Return an image that is stored as pixels, uint8 (H, W, 3), and its target."""
@@ -124,17 +121,15 @@ class Beton:
 
     def fingerprint(self) -> str:
         """Return SHA-256 over classes, labels and the size of every image in pixels and bytes."""
-        digest = hashlib.sha256("\n".join(self.classes).encode())
-        for array in (self.labels, self.table[:, 1:]):
-            digest.update(np.ascontiguousarray(array))
-        return digest.hexdigest()
+        return fingerprint(self.classes, self.labels, self.table[:, 1:])
 
 
-def quasi_random_order(pages: np.ndarray, seed: int, epoch: int, together: int = PAGES_TOGETHER) -> torch.Tensor:
-    """Return an order that reads the file in large pieces: pages (N,) of the images, shuffled, `together` at a time."""
+def quasi_random_order(pages: np.ndarray, seed: int, epoch: int) -> torch.Tensor:
+    """Return an order that reads the file in large pieces: images by their pages (N,), PAGES_TOGETHER shuffled pages at
+    a time."""
     rng = np.random.default_rng((seed, epoch, 1))
     _, page = np.unique(pages, return_inverse=True)
-    group = rng.permutation(page.max() + 1)[page] // together
+    group = rng.permutation(page.max() + 1)[page] // PAGES_TOGETHER
     return torch.from_numpy(np.lexsort((rng.random(len(pages)), group)))
 
 
@@ -146,11 +141,12 @@ def _compiled() -> Callable[..., None]:
     choose_crop = njit(require_ffcv("ffcv.fields.rgb_image").get_random_crop)
 
     @njit(nogil=True)
-    def show(data, table, seeds, scale, ratio, hflip, levels, decoded, out, bad):
+    def show(data, table, seeds, scale, ratio, hflip, levels, out, bad):
         """Show crops of the images that `table` (B, 5) places in `data`: out (B, 3, S, S) are the values of their bytes
-        in `levels` (3, 256); bad (B,) is where a JPEG is damaged. decoded: memory for the largest image."""
+        in `levels` (3, 256); bad (B,) is where a JPEG is damaged."""
         side = out.shape[2]
         scaled = np.empty((side, side, 3), np.uint8)
+        decoded = np.empty((table[:, 2] * table[:, 3]).max() * 3, np.uint8)  # of the largest image
         for n in range(len(table)):
             start, size, height, width, is_jpeg = table[n]
             pixels = data[start:start + size]
@@ -170,22 +166,16 @@ def _compiled() -> Callable[..., None]:
     return show
 
 
-class _Memory:
-    """float32 arrays on the CPU whose memory is used again once no tensor shares it: that of new ones costs as much as
-    their pixels."""
-
-    def __init__(self):
-        self._free: dict[tuple[int, ...], list[np.ndarray]] = defaultdict(list)
-
-    def empty(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return an uninitialised tensor."""
-        try:
-            array = self._free[shape].pop()
-        except IndexError:
-            array = np.empty(shape, np.float32)
-        view = array[:]  # lives as long as the storage that all views of the tensor share
-        weakref.finalize(view, self._free[shape].append, array).atexit = False
-        return torch.from_numpy(view)
+def _reused(free: list[np.ndarray], shape: tuple[int, ...]) -> torch.Tensor:
+    """Return an uninitialised float32 tensor on the CPU in memory of `free`, to which it returns once no tensor shares
+    it: new memory costs as much as the pixels."""
+    try:
+        array = free.pop()
+    except IndexError:
+        array = np.empty(shape, np.float32)
+    view = array[:]  # lives as long as the storage that all views of the tensor share
+    weakref.finalize(view, free.append, array).atexit = False
+    return torch.from_numpy(view)
 
 
 class BetonTrainLoader(ImageTrainLoader):
@@ -199,7 +189,7 @@ class BetonTrainLoader(ImageTrainLoader):
 
     def __init__(self, source: Beton, *, os_cache: bool = True, scale: Sequence[float], hflip: float, **common):
         super().__init__(source, transform=None, **common)
-        self.os_cache, self.scale, self.hflip, self._memory = os_cache, np.array(scale, float), hflip, _Memory()
+        self.os_cache, self.scale, self.hflip = os_cache, np.array(scale, float), hflip
 
     def _order(self, epoch: int) -> torch.Tensor:
         return super()._order(epoch) if self.os_cache else quasi_random_order(self.source.pages, self.seed, epoch)
@@ -207,18 +197,18 @@ class BetonTrainLoader(ImageTrainLoader):
     def _decoded(self, batches: list[np.ndarray], img_size: int) -> Iterator[tuple[torch.Tensor, list, dict[int, str]]]:
         """Yield the images of each batch, which one thread decodes. On a CPU they are normalised; a GPU gets bytes and
         normalises them itself."""
-        show, table, labels = _compiled(), self.source.table, self.source.labels
-        largest, on_cpu = 3 * int((table[:, 2] * table[:, 3]).max()), self.device.type == "cpu"
+        show, on_cpu = _compiled(), self.device.type == "cpu"
         levels = torch.arange(256, dtype=torch.uint8).expand(3, 1, 256)
         levels = (normalize(levels, self.mean, self.std) if on_cpu else levels)[:, 0].numpy()
+        shape, free = (self.batch_size, 3, img_size, img_size), []
 
         def decode(keys: np.ndarray) -> tuple[torch.Tensor, list[int], dict[int, str]]:
-            seeds, ids = keys.T
-            shape, bad = (len(ids), 3, img_size, img_size), np.zeros(len(ids), bool)
-            out = self._memory.empty(shape) if on_cpu else torch.empty(shape, dtype=torch.uint8, pin_memory=True)
-            show(self.source.data, table[ids], (seeds % 2**32).astype(np.uint32), self.scale, RATIO, self.hflip, levels,
-                 np.empty(largest, np.uint8), out.numpy(), bad)
-            return out, labels[ids].tolist(), dict.fromkeys(bad.nonzero()[0].tolist(), "it is a damaged JPEG")
+            (seeds, ids), bad = keys.T, np.zeros(len(keys), bool)
+            out = _reused(free, shape) if on_cpu else torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+            show(self.source.data, self.source.table[ids], (seeds % 2**32).astype(np.uint32), self.scale, RATIO,
+                 self.hflip, levels, out.numpy(), bad)
+            return out, self.source.labels[ids].tolist(), dict.fromkeys(bad.nonzero()[0].tolist(),
+                                                                        "it is a damaged JPEG")
 
         running: deque = deque()
         with ThreadPoolExecutor(max(self.workers, 1)) as pool:

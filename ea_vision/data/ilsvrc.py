@@ -11,19 +11,20 @@ import csv
 import io
 import re
 import tarfile
+from itertools import takewhile
 from pathlib import Path
 
 from ea_vision.base.errors import UsageError
 
-NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.jpe?g", re.IGNORECASE)
+NAME = re.compile(r"((?:.*/)?)ILSVRC2012_val_(\d{8})\.jpe?g", re.IGNORECASE)  # folder, number
 FOLDERS_UP = 5  # ROOT/ILSVRC/Data/CLS-LOC/val, with Kaggle's file in ROOT
 
 
 def is_flat(names: list[str]) -> bool:
     """Return whether these are ILSVRC's validation images, by name relative to their source, without class folders."""
-    folders = {name.rpartition("/")[0] for name in names}
-    flat = len(folders) == 1 and not re.search(r"n\d{8}$", next(iter(folders)))
-    return flat and all(NAME.fullmatch(name.rpartition("/")[2]) for name in names)
+    found = list(takewhile(bool, map(NAME.fullmatch, names)))
+    folders = {match[1] for match in found}
+    return len(found) == len(names) and len(folders) == 1 and not re.search(r"n\d{8}/$", folders.pop())
 
 
 def labels_of(source: Path, names: list[str]) -> list[str]:
@@ -42,15 +43,14 @@ def labels_of(source: Path, names: list[str]) -> list[str]:
                          "required in it, beside it or above it, got none of them")
     try:
         by_number = read(path)
-        return [by_number[int(NAME.fullmatch(name.rpartition("/")[2])[1])] for name in names]
+        return [by_number[int(NAME.fullmatch(name)[2])] for name in names]
     except Exception as error:  # csv, scipy, tarfile and what they meet have theirs
         raise UsageError(f"{path} cannot be read as labels of the {len(names)} images of {source}: "
                          f"{type(error).__name__} {error}") from error
 
 
 def _solution(path: Path) -> dict[int, str]:
-    with open(path, newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = csv.DictReader(path.read_text().splitlines())
     return {int(row["ImageId"].rpartition("_")[2]): row["PredictionString"].split()[0] for row in rows}
 
 

@@ -13,7 +13,7 @@ import hashlib
 import io
 import os
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -96,9 +96,8 @@ class ImageFiles:
             raise UsageError(f"{source} has no images: class/name with a suffix of {', '.join(IMAGE_SUFFIXES)} is "
                              "required")
         found.sort(key=lambda entry: _in_order(entry[0]))
-        self.names = [name for name, *_ in found]
-        self._tars = [tar for _, tar, *_ in found]  # the tar that an image lies in, None: a file of its own
-        self._spans = np.array([span for _, _, *span in found], np.int64)  # (start, bytes); an array, which forks share
+        self.names, self._tars, spans = map(list, zip(*found, strict=True))  # no tar: a file of its own
+        self._spans = np.array(spans, np.int64)  # (start, bytes); an array, which forks share
         labels = ilsvrc.labels_of(source, self.names) if ilsvrc.is_flat(self.names) else self._labels()
         self.classes = sorted(set(labels), key=_in_order)
         number = {name: target for target, name in enumerate(self.classes)}
@@ -110,13 +109,11 @@ class ImageFiles:
 
     def _labels(self) -> list[str]:
         """Return the class of each image: the first folder that not all of them share."""
-        parts = [name.split("/") for name in self.names]
-        stray = next((name for name, of_name in zip(self.names, parts, strict=True) if len(of_name) < 2), None)
+        stray = next((name for name in self.names if "/" not in name), None)
         if stray is not None:
             raise UsageError(f"images of {self.source} must lie in class folders, got {stray}")
-        depth = 0
-        while len({of_name[depth] for of_name in parts}) == 1 and all(len(of_name) > depth + 2 for of_name in parts):
-            depth += 1
+        parts = [name.split("/") for name in self.names]
+        depth = min(len(Path(os.path.commonpath(self.names)).parts), min(map(len, parts)) - 2)
         labels = [of_name[depth] for of_name in parts]
         if self.source.is_dir():
             folders = filter(os.DirEntry.is_dir, os.scandir(self.source.joinpath(*parts[0][:depth])))
@@ -146,9 +143,15 @@ class ImageFiles:
 
     def fingerprint(self) -> str:
         """Return SHA-256 over the classes, names and sizes of the images: the same wherever they lie."""
-        digest = hashlib.sha256("\n".join([*self.classes, "", *self.names]).encode())
-        digest.update(np.concatenate([self._spans[:, 1], self.targets]).astype(np.int64))
-        return digest.hexdigest()
+        return fingerprint([*self.classes, "", *self.names], self._spans[:, 1], self.targets)
+
+
+def fingerprint(lines: Iterable[str], *arrays) -> str:
+    """Return SHA-256 over lines of text and the values of arrays or tensors on the CPU."""
+    digest = hashlib.sha256("\n".join(lines).encode())
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array))
+    return digest.hexdigest()
 
 
 def check_classes(name: str, classes: list[str], required: int) -> None:
@@ -167,8 +170,8 @@ def is_image_name(name: str) -> bool:
     return name.lower().endswith(IMAGE_SUFFIXES)
 
 
-def _walk(root: Path) -> Iterator[tuple[str, None, int, int]]:
-    """Yield (name, None, 0, bytes) of every image below a folder; a link to nowhere has none."""
+def _walk(root: Path) -> Iterator[tuple[str, None, tuple[int, int]]]:
+    """Yield (name, None, (0, bytes)) of every image below a folder; a link to nowhere has none."""
     for folder, _, files in os.walk(root, followlinks=True):
         for file in filter(is_image_name, files):
             path = f"{folder}/{file}"
@@ -176,11 +179,11 @@ def _walk(root: Path) -> Iterator[tuple[str, None, int, int]]:
                 size = os.path.getsize(path)
             except OSError:  # found out, and said, when the image is read
                 size = 0
-            yield os.path.relpath(path, root), None, 0, size
+            yield os.path.relpath(path, root), None, (0, size)
 
 
-def _scan_tar(path: Path, start: int = 0, prefix: str = "", outer: bool = True) -> Iterator[tuple[str, Path, int, int]]:
-    """Yield (name, tar, place in it, bytes) of every image of a tar and, of an outer one, of the tars in it."""
+def _scan_tar(path: Path, prefix: str = "", start: int = 0) -> Iterator[tuple[str, Path, tuple[int, int]]]:
+    """Yield (name, tar, (place in it, bytes)) of every image of a tar and of the tars in it, which lie beyond 0."""
     with open(path, "rb") as file:
         file.seek(start)
         try:
@@ -188,10 +191,10 @@ def _scan_tar(path: Path, start: int = 0, prefix: str = "", outer: bool = True) 
                 while (member := tar.next()) is not None:
                     tar.members.clear()  # it would keep them all
                     name = prefix + os.path.normpath(member.name).lstrip("/")
-                    if member.isreg() and name.lower().endswith(".tar") and outer:
-                        yield from _scan_tar(path, member.offset_data, name[:-4] + "/", outer=False)
+                    if member.isreg() and name.lower().endswith(".tar") and not start:
+                        yield from _scan_tar(path, name[:-4] + "/", member.offset_data)
                     elif member.isreg() and is_image_name(name):
-                        yield name, path, member.offset_data, member.size
+                        yield name, path, (member.offset_data, member.size)
         except tarfile.TarError as error:
             raise UsageError(f"{path} is not a readable tar (nor may it be compressed): {error}") from error
         file.seek(tar.offset)

@@ -8,13 +8,11 @@ entered.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import random
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ from ea_vision.base.errors import RunError, UsageError
 from ea_vision.data.augment import normalize
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.batches import Batch, Loader, epoch_generator, sent
-from ea_vision.data.image_files import BrokenImage, check_classes, decode_image, to_rgb
+from ea_vision.data.image_files import BrokenImage, check_classes, decode_image, fingerprint, to_rgb
 
 AHEAD = 2  # batches that each worker prepares
 GLOO_SECONDS = 0.3  # that gloo's threads have to end a collective in
@@ -75,7 +73,7 @@ class TimmImages:
             raise BrokenImage(f"{type(error).__name__}: {error}") from error
 
     def fingerprint(self) -> str:
-        return hashlib.sha256("\n".join([*self.classes, str(len(self))]).encode()).hexdigest()
+        return fingerprint([*self.classes, str(len(self))])
 
 
 def _pixels(image: Image.Image) -> torch.Tensor:
@@ -108,16 +106,6 @@ def eval_transform(img_size: int, resize: int, interpolation: str = "bilinear"):
     return transforms.Compose([transforms.Resize(resize, mode), transforms.CenterCrop(img_size), _pixels])
 
 
-@contextmanager
-def _random_state() -> Iterator[None]:
-    """Keep what seeds the decoder sets from the trainer, whose random state is part of its checkpoints."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        yield
-    random.setstate(python)
-    np.random.set_state(numpy)
-
-
 class Decoder(Dataset):
     """Turns rows of (seed, index) into a batch, in the worker processes.
 
@@ -130,7 +118,8 @@ class Decoder(Dataset):
     def __getitems__(self, keys: np.ndarray) -> tuple[torch.Tensor, list[Any], dict[int, str]]:
         """Return uint8 (B, *shape), targets, and what is wrong with bad ones, by place; their pixels are 0."""
         images, targets, bad = torch.zeros(len(keys), *self.shape, dtype=torch.uint8), [0] * len(keys), {}
-        with _random_state():
+        python, numpy = random.getstate(), np.random.get_state()
+        with torch.random.fork_rng(devices=[]):  # the trainer's random state is part of its checkpoints
             for place, (seed, index) in enumerate(keys.tolist()):
                 random.seed(seed)
                 np.random.seed(seed % 2**32)
@@ -139,6 +128,8 @@ class Decoder(Dataset):
                     images[place], targets[place] = self.read(index)
                 except BrokenImage as error:
                     bad[place] = str(error)
+        random.setstate(python)
+        np.random.set_state(numpy)
         return images, targets, bad
 
 
@@ -177,7 +168,7 @@ class DecodingLoader(Loader):
     def _decoded(self, batches: list[np.ndarray], img_size: int) -> Iterator[tuple[torch.Tensor, list, dict[int, str]]]:
         """Yield what the decoder makes of each batch's rows of (seed, index), in order."""
         of_workers = {"prefetch_factor": AHEAD, "multiprocessing_context": "fork", "timeout": STUCK_SECONDS}
-        if self.workers and self.share.world_size > 1 and self.device.type == "cpu":
+        if self.workers and self.world_size > 1 and self.device.type == "cpu":
             # A fork while one of gloo's threads enters the interpreter, as they do after a collective to drop its
             # tensors, leaves a worker that waits for ever for the interpreter's list of threads.
             time.sleep(GLOO_SECONDS)
@@ -193,13 +184,13 @@ class DecodingLoader(Loader):
             ids = torch.from_numpy(keys[:, 1].copy())
             if bad:
                 broken = {self.source.describe(int(ids[place])): error for place, error in bad.items()}
-                for path, error in broken.items():
-                    self.bad_images.add(path, error)
+                self.bad_images.new |= broken
                 places = good = [place for place in range(len(ids)) if place not in bad]
-                if self.training and not good:
-                    path, error = min(broken.items())
-                    raise RunError(f"none of the {len(ids)} images of a batch can be read, such as {path} ({error})")
                 if self.training:
+                    if not good:
+                        path, error = min(broken.items())
+                        raise RunError(f"none of the {len(ids)} images of a batch can be read, such as {path} "
+                                       f"({error})")
                     places = [good[place % len(good)] if place in bad else place for place in range(len(ids))]
                 images, ids, targets = images[places], ids[places], [targets[place] for place in places]
             yield self._batch(images, targets, ids)
@@ -218,7 +209,7 @@ class ImageTrainLoader(DecodingLoader):
 
     Args:
         size_of: side in pixels by epoch; None: img_size throughout.
-        repeats: how often an epoch has each of its images (see `Share.repeated`).
+        repeats: how often an epoch has each of its images (see `Loader.repeated`).
     """
 
     training = True
@@ -232,10 +223,10 @@ class ImageTrainLoader(DecodingLoader):
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `first` on."""
-        order, copies = self.share.repeated(self._order(epoch), self.repeats).numpy()
+        order, copies = self.repeated(self._order(epoch), self.repeats).numpy()
         seeds = np.random.default_rng((self.seed, epoch)).integers(2**63, size=(self.repeats, len(self.source)))
         keys = np.stack([seeds[copies, order], order], 1)
-        yield from self._show([keys[places] for places in self.share.train_places(first)], self.size_of(epoch))
+        yield from self._show([keys[places] for places in self.train_places(first)], self.size_of(epoch))
 
 
 class ImageEvalLoader(DecodingLoader):
@@ -245,5 +236,5 @@ class ImageEvalLoader(DecodingLoader):
 
     def batches(self) -> Iterator[Batch]:
         """Yield the batches; the last ones may be short or empty."""
-        yield from self._show([np.array([(0, index) for index in images], np.int64).reshape(-1, 2)
-                               for images in self.share.eval_images()], self.img_size)
+        yield from self._show([np.array([[0] * len(images), images], np.int64).T
+                               for images in self.eval_images()], self.img_size)

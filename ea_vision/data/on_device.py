@@ -34,7 +34,7 @@ class TrainLoader(_OnDevice):
         if self.augmentation.flip == "alternate":  # by the image, wherever the epoch's order has it
             draws[:, 2] = self.augmentation.alternating_flips(len(self.targets), epoch, self.seed)[order]
         draws, order_there = draws.to(self.device), order.to(self.device)  # once, so that no batch has to wait
-        for places in self.share.train_places(first):
+        for places in self.train_places(first):
             images = self.images[order_there[places]]
             images = self.augmentation.apply(images, draws[places], self.mean, self.std)
             yield Batch(images, self.targets[order_there[places]], order[places])
@@ -47,7 +47,7 @@ class EvalLoader(_OnDevice):
 
     def batches(self) -> Iterator[Batch]:
         """Yield the batches; the last ones may be short or empty."""
-        for images in self.share.eval_images():
+        for images in self.eval_images():
             chosen = torch.tensor(list(images), dtype=torch.int64)
             there = sent(chosen, self.device)
             yield Batch(normalize(self.images[there], self.mean, self.std), self.targets[there], chosen)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from PIL import Image
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import cache_root
-from ea_vision.data.image_files import BrokenImage, ImageFiles
+from ea_vision.data.image_files import BrokenImage, ImageFiles, fingerprint
 from ea_vision.data.splits import find_split
 
 DATASETS = ("digits", "cifar10", "cifar100", "folder")
@@ -44,11 +43,7 @@ class DataSet:
 
     def fingerprint(self) -> str:
         """Return SHA-256 over pixels, targets and class names: the same for the same data, wherever it lay."""
-        digest = hashlib.sha256("\n".join(self.classes).encode())
-        for split in (self.train, self.test):
-            digest.update(split.images.numpy())
-            digest.update(split.targets.numpy())
-        return digest.hexdigest()
+        return fingerprint(self.classes, self.train.images, self.train.targets, self.test.images, self.test.targets)
 
 
 def hold_out(images: Images, count: int, seed: int) -> tuple[Images, Images]:
@@ -82,10 +77,9 @@ def load_dataset(name: str, data_dir: str = "", img_size: int = 32, download: bo
         return _load_torchvision(name, root, img_size, download)
     if not data_dir:
         raise UsageError("--dataset folder needs --data-dir: a folder with train and test (or val)")
-    sources = [find_split(Path(data_dir), split) for split in ("train", "test")]
-    (train, classes), (test, test_classes) = (decode_split(source, img_size, workers) for source in sources)
-    check_same_classes(sources[0], classes, sources[1], test_classes)
-    return DataSet(train, test, classes)
+    train, test = (ImageFiles(find_split(Path(data_dir), split)) for split in ("train", "test"))
+    check_same_classes(train.name, train.classes, test.name, test.classes)
+    return DataSet(_decoded(train, img_size, workers), _decoded(test, img_size, workers), train.classes)
 
 
 def _load_digits(img_size: int) -> DataSet:
@@ -106,16 +100,15 @@ def _load_torchvision(name: str, root: Path, img_size: int, download: bool) -> D
     """Load CIFAR-10 or -100 in torchvision's layout under `root`."""
     from torchvision import datasets
 
-    kind = getattr(datasets, name.upper())
     try:
-        splits = {split: kind(str(root), train=split == "train", download=download) for split in ("train", "test")}
+        splits = [getattr(datasets, name.upper())(str(root), train=train, download=download) for train in (True, False)]
     except (RuntimeError, OSError) as error:
         raise UsageError(f"{name} cannot be read from {root}: {error} (--download fetches it; --dataset folder reads "
                          "tars and folders)") from error
-    train, test = (Images(_resized(np.asarray(found.data), img_size), torch.tensor(found.targets, dtype=torch.int64),
-                          [f"{name} {split} {i}" for i in range(len(found.targets))])
-                   for split, found in splits.items())
-    return DataSet(train, test, list(splits["train"].classes))
+    train, test = (Images(_resized(found.data, img_size), torch.tensor(found.targets),
+                          [f"{name} {split} {i}" for i in range(len(found))])
+                   for split, found in zip(("train", "test"), splits, strict=True))
+    return DataSet(train, test, splits[0].classes)
 
 
 def _resized(pixels: np.ndarray, img_size: int) -> torch.Tensor:
@@ -143,15 +136,12 @@ def check_same_classes(train: object, classes: list[str], test: object, test_cla
                          f"classes; they differ in {', '.join(differ[:5])}")
 
 
-def decode_split(source: Path, img_size: int, workers: int = 2) -> tuple[Images, list[str]]:
-    """Decode all images of a folder or tar on `workers` threads, in the order of their names; return them and the
-    names of their classes.
+def _decoded(files: ImageFiles, img_size: int, workers: int) -> Images:
+    """Decode all images on `workers` threads.
 
     Raises:
-        UsageError: what `ImageFiles` does not take, or broken images, by path.
+        UsageError: broken images, by path.
     """
-    files = ImageFiles(source)
-
     def decode(index: int) -> np.ndarray | str:
         try:
             return _fit(files.read(index)[0], img_size)
@@ -163,5 +153,5 @@ def decode_split(source: Path, img_size: int, workers: int = 2) -> tuple[Images,
     broken = [found for found in decoded if isinstance(found, str)]
     if broken:
         raise UsageError(f"{len(broken)} of {len(decoded)} images cannot be decoded: {'; '.join(broken[:5])}")
-    images = _resized(np.stack(decoded), img_size)
-    return Images(images, torch.from_numpy(files.targets), list(map(files.describe, range(len(files))))), files.classes
+    return Images(_resized(np.stack(decoded), img_size), torch.from_numpy(files.targets),
+                  list(map(files.describe, range(len(files)))))

@@ -50,32 +50,30 @@ def write_beton(source: ImageFiles, out: Path, *, max_size: int = 500, jpeg_shar
         UsageError: FFCV is not installed, or images cannot be decoded.
         RunError: the file cannot be written.
     """
-    fields, jpeg_share = require_ffcv("ffcv.fields"), 0 if evaluated else jpeg_share
-    field = fields.RGBImageField(write_mode={0: "raw", 1: "jpg"}.get(jpeg_share, "proportion"),
-                                 compress_probability=jpeg_share)
+    fields = require_ffcv("ffcv.fields")
+    field = fields.RGBImageField("proportion", compress_probability=0 if evaluated else jpeg_share)
     out = Path(os.path.realpath(check_output(out)))
     temporary, broken = out.with_name(f".{out.name}.tmp"), []
     writer = require_ffcv("ffcv.writer").DatasetWriter(str(temporary), {"image": field, "label": fields.IntField()})
-    transform = eval_transform(*evaluated) if evaluated else None
-
     table = np.zeros(len(source), writer.metadata_type)  # FFCV's: an image's mode, width, height and place; its label
 
-    def encode(index: int) -> np.ndarray:
+    def encode(index: int) -> np.ndarray | bytes:
         """Return the bytes to store of an image, none of a broken one, and fill its row but for the place."""
-        stored = [np.empty(0, np.uint8)]
-
         def reserve(size: int) -> tuple[int, np.ndarray]:
-            stored[0] = np.empty(size, np.uint8)
+            stored.append(np.empty(size, np.uint8))
             return 0, stored[0]
 
+        stored: list[np.ndarray] = []
         try:
             image, table["f1"][index] = source.read(index)
         except BrokenImage as error:
             broken.append(f"{source.describe(index)} ({error})")
-            return stored[0]
-        if transform is None:
+            return b""
+        if evaluated:
+            image = eval_transform(*evaluated)(image).numpy()
+        else:
             image.thumbnail((max_size, max_size))
-        field.encode(table["f0"][index:index + 1], transform(image).numpy() if transform else image, reserve)
+        field.encode(table["f0"][index:index + 1], image, reserve)
         return stored[0]
 
     try:

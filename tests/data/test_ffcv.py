@@ -120,10 +120,10 @@ def test_validation_images_are_the_folders_bit_for_bit(tmp_path, interpolation):
 
 def test_quasi_random_order_reads_few_pages_at_a_time():
     pages = np.repeat(np.arange(100, 140), 25)
-    order = quasi_random_order(pages, seed=0, epoch=0, together=4).numpy()
+    order = quasi_random_order(pages, seed=0, epoch=0).numpy()
     assert sorted(order) == list(range(1000))
-    assert all(len(set(pages[order[start:start + 100]])) == 4 for start in range(0, 1000, 100))
-    assert not np.array_equal(order, quasi_random_order(pages, seed=0, epoch=1, together=4).numpy())
+    assert [len(set(pages[order[start:start + 400]])) for start in (0, 400, 800)] == [16, 16, 8]
+    assert not np.array_equal(order, quasi_random_order(pages, seed=0, epoch=1).numpy())
 
 
 def test_a_file_larger_than_the_memory_is_read_as_any_other(betons, tmp_path):

@@ -17,7 +17,7 @@ from ea_vision.base.processes import World
 from ea_vision.data import write_ffcv
 from ea_vision.data.augment import Augmentation
 from ea_vision.data.bad_images import BadImages
-from ea_vision.data.batches import GrowingSize, Share, epoch_generator
+from ea_vision.data.batches import GrowingSize, epoch_generator
 from ea_vision.data.ffcv import Beton, BetonTrainLoader
 from ea_vision.data.image_files import ImageFiles
 from ea_vision.data.imagenet import ImageEvalLoader, ImageTrainLoader, eval_transform, train_transform
@@ -81,8 +81,9 @@ def eval_loader(folder, batch_size: int, **more) -> ImageEvalLoader:
 def test_repeated_augmentation_is_timms(images, batch_size, processes, times):
     order = torch.randperm(images, generator=epoch_generator(5, 2))
     for rank in range(processes):
-        share = Share(images, batch_size, rank, processes)
-        used = share.train_batches * batch_size * processes
+        share = TrainLoader(small_images(images), augmentation=Augmentation(), **of_device(
+            common(batch_size, rank=rank, world_size=processes)))
+        used = len(share) * batch_size * processes
         assert torch.equal(share.repeated(order, 1)[0], order[:used])
         repeated, copies = share.repeated(order, times)
         own = torch.cat([repeated[places] for places in share.train_places()])
