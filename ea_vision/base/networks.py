@@ -59,44 +59,36 @@ def create_classifier(name: str, kwargs: dict[str, Any], optional: frozenset[str
     Raises:
         UsageError: unknown model or keyword, or values the model refuses.
     """
-    check_model_name(name)
-    wanted = settled({"num_classes": num_classes, "in_chans": 3, "img_size": img_size}, kwargs)
-
     def create(**keywords: Any) -> nn.Module:
         if weights:
             return _with_weights(name, keywords, weights, notice)
         return pretrained_model(name, keywords) if pretrained else timm.create_model(name, **keywords)
 
-    model, taken = create_by_keywords(create, name, wanted, optional, notice)
+    fixed = {"num_classes": num_classes, "in_chans": 3, "img_size": img_size}
+    model, taken = create_by_keywords(create, name, fixed, kwargs, optional, notice)
     return model, {**getattr(model, "trained_with", {}), **taken}
 
 
-def settled(fixed: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return a model's keywords, those that data and options have `fixed` and its further ones.
-
-    Raises:
-        UsageError: a further one contradicts.
-    """
-    for key, value in fixed.items():
-        if kwargs.get(key, value) != value:
-            raise UsageError(f"model keyword {key} must be {value}, as data and options are, got {kwargs[key]!r}")
-    return fixed | kwargs
-
-
-def create_by_keywords(create: Callable[..., nn.Module], name: str, wanted: dict[str, Any], optional: frozenset[str],
-                       notice=print) -> tuple[nn.Module, dict[str, Any]]:
-    """Call create(**wanted), dropping img_size and `optional` keywords (a recipe's) that it does not accept.
+def create_by_keywords(create: Callable[..., nn.Module], name: str, fixed: dict[str, Any], kwargs: dict[str, Any],
+                       optional: frozenset[str], notice=print) -> tuple[nn.Module, dict[str, Any]]:
+    """Call `create` with the keywords that data and options have `fixed` and with `kwargs`, dropping img_size and
+    `optional` keywords (a recipe's) that it does not accept.
 
     Args:
-        name: of the model, for messages.
+        name: of the model.
         notice: called with a line for each of a recipe's keywords that was dropped.
 
     Returns:
         the model, and the keywords that it was made with.
 
     Raises:
-        UsageError: a keyword that it lacks, or values that it refuses.
+        UsageError: unknown model, a keyword that contradicts a fixed one or that it lacks, or values that it refuses.
     """
+    check_model_name(name)
+    for key, value in fixed.items():
+        if kwargs.get(key, value) != value:
+            raise UsageError(f"model keyword {key} must be {value}, as data and options are, got {kwargs[key]!r}")
+    wanted = fixed | kwargs
     try:
         model, taken = create_leaving_out(create, wanted, optional | {"img_size"})
     except UsageError:  # of weights

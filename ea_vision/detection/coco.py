@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +52,10 @@ class CocoFolder(Dataset):
         self.categories = sorted(content["categories"], key=lambda category: category["id"])
         self.category_ids, self.classes = ([category[key] for category in self.categories] for key in ("id", "name"))
         by_image: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in self.images}
-        for number, row in enumerate(content["annotations"]):
-            for field, known in (("image_id", by_image), ("category_id", self.category_ids)):
-                if row[field] not in known:
-                    raise UsageError(f"{self.json} is damaged: annotations[{number}].{field} must be the id of one of "
-                                     f"its {'images' if known is by_image else 'categories'}, got {row[field]}")
+        for row in content["annotations"]:
             by_image[row["image_id"]].append({"area": row["bbox"][2] * row["bbox"][3], "iscrowd": 0, **row})
         self.annotations = list(by_image.values())
-        if not self.num_boxes():
+        if all(row["iscrowd"] for rows in self.annotations for row in rows):
             raise UsageError(f"{len(self)} images of {self.json} must have at least one box that is no crowd, got none")
 
     def __len__(self) -> int:
@@ -92,21 +87,11 @@ class CocoFolder(Dataset):
             "labels": torch.tensor([self.category_ids.index(row["category_id"]) for row in own], dtype=torch.int64),
             "image_id": about["id"], "size": size}
 
-    def select(self, indices: Sequence[int]) -> CocoFolder:
-        """Return the images at these places, in this order."""
-        chosen = copy.copy(self)
-        chosen.images, chosen.annotations, chosen._bytes = (
-            [table[index] for index in indices] for table in (self.images, self.annotations, self._bytes))
-        return chosen
-
-    def num_boxes(self) -> int:
-        """Return the number of boxes, without crowds."""
-        return sum(not row["iscrowd"] for rows in self.annotations for row in rows)
-
-    def ground_truth(self) -> dict[str, Any]:
-        """Return the content of a COCO JSON, for the metric."""
-        rows = [row for of_image in self.annotations for row in of_image]
-        return {"images": self.images, "categories": self.categories,
+    def ground_truth(self, indices: Iterable[int] | None = None) -> dict[str, Any]:
+        """Return the content of a COCO JSON of the images at these places (None: of all), for the metric."""
+        indices = range(len(self)) if indices is None else indices
+        rows = [row for index in indices for row in self.annotations[index]]
+        return {"images": [self.images[index] for index in indices], "categories": self.categories,
                 "annotations": [{**row, "id": number} for number, row in enumerate(rows, start=1)]}
 
     def fingerprint(self) -> str:
@@ -153,34 +138,36 @@ def read_coco(path: Path) -> dict[str, list[dict[str, Any]]]:
     Raises:
         UsageError: it cannot be read or is damaged; the message says where.
     """
-    def refuse(where: str, required: str, *received: Any) -> None:
-        got = f"{received[0]!r:.60}" if received else "nothing"
+    def refuse(where: str, required: str, received: Any) -> None:
+        got = "nothing" if received is ABSENT else f"{received!r:.60}"
         raise UsageError(f"{path} is damaged: {where} must be {required}, got {got}")
 
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} is damaged: it is not valid JSON ({error})") from error
-    found: dict[str, list[dict[str, Any]]] = {part: [] for part in FIELDS}
+    ids: dict[str, set[int]] = {part: set() for part in FIELDS}
     for part, fields in FIELDS.items():
-        entries, ids = content.get(part) if isinstance(content, dict) else None, set()
+        entries = content.get(part) if isinstance(content, dict) else None
         if not isinstance(entries, list) or not entries and part != "annotations":
             refuse(part, "a list that is not empty", entries)
         for number, entry in enumerate(entries):
-            where = f"{part}[{number}]"
             if not isinstance(entry, dict):
-                refuse(where, "a mapping", entry)
+                refuse(f"{part}[{number}]", "a mapping", entry)
             for field, (required, fits) in fields.items():
-                if field not in entry and field not in OPTIONAL:
-                    refuse(f"{where}.{field}", required)
-                if field in entry and not fits(entry[field]):
-                    refuse(f"{where}.{field}", required, entry[field])
-            found[part].append({field: entry[field] for field in fields if field in entry})
-            if part != "annotations":
-                if entry["id"] in ids:
-                    refuse(f"{where}.id", "there once", entry["id"])
-                ids.add(entry["id"])
-    return found
+                where, value = f"{part}[{number}].{field}", entry.get(field, ABSENT)
+                if value is ABSENT and field in OPTIONAL:
+                    continue
+                if not fits(value):
+                    refuse(where, required, value)
+                if field == "id" and value in ids[part]:
+                    refuse(where, "there once", value)
+                if field == "id":
+                    ids[part].add(value)
+                if field in OWNERS and value not in ids[OWNERS[field]]:
+                    refuse(where, f"the id of one of its {OWNERS[field]}", value)
+    return {part: [{field: entry[field] for field in fields if field in entry} for entry in content[part]]
+            for part, fields in FIELDS.items()}
 
 
 def _number(value: Any) -> bool:
@@ -190,7 +177,9 @@ def _number(value: Any) -> bool:
 WHOLE = ("a whole number", lambda value: type(value) is int and _number(value))
 TEXT = ("a text", lambda value: isinstance(value, str))
 PIXELS = ("a positive whole number of pixels", lambda value: WHOLE[1](value) and value > 0)
+ABSENT = ...  # stands for what an entry lacks
 OPTIONAL = {"area", "iscrowd"}
+OWNERS = {"image_id": "images", "category_id": "categories"}
 FIELDS = {  # that are read: what they must be
     "images": {"id": WHOLE, "file_name": TEXT, "width": PIXELS, "height": PIXELS},
     "categories": {"id": WHOLE, "name": TEXT},

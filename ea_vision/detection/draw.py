@@ -10,6 +10,7 @@ from torchvision.transforms.v2 import functional as F
 from torchvision.utils import draw_bounding_boxes
 
 from ea_vision.base.figures import COLORS
+from ea_vision.detection.transforms import fitted_size
 
 SIDE = 640  # pixels: a smaller image is scaled up before it is drawn upon
 
@@ -24,14 +25,14 @@ def draw_detections(image: Tensor, found: Mapping[str, Tensor], classes: Sequenc
     Returns:
         uint8 (3, H', W'), the longer side at least SIDE.
     """
-    H, W = image.shape[1:]
-    scale = max(1.0, SIDE / max(H, W))
-    drawn = F.resize(image, [max(1, round(H * scale)), max(1, round(W * scale))], antialias=True)
-    if not len(found["boxes"]):
+    longer = max(image.shape[1:])
+    side, order = max(SIDE, longer), found["scores"].argsort()
+    drawn = F.resize(image, list(fitted_size(image.shape[1:], side)), antialias=True)
+    if not len(order):
         return drawn
-    side, order = max(drawn.shape[1:]), found["scores"].argsort()
-    labels, colors = found["labels"][order].tolist(), [COLORS[label % len(COLORS)] for label in found["labels"][order]]
+    labels = found["labels"][order].tolist()
     names = [f"{classes[label]} {score:.2f}" for label, score in zip(labels, found["scores"][order], strict=True)]
-    return draw_bounding_boxes(drawn, found["boxes"][order] * scale, names, colors, width=max(2, side // 250),
+    return draw_bounding_boxes(drawn, found["boxes"][order] * side / longer, names,
+                               [COLORS[label % len(COLORS)] for label in labels], width=max(2, side // 250),
                                font=findfont("DejaVu Sans:bold"), font_size=6 + side // 60, label_colors="white",
                                fill_labels=True)

@@ -23,6 +23,7 @@ from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.processes import World
 from ea_vision.detection.coco import results_of
 from ea_vision.detection.transforms import boxes_to_original
+from ea_vision.engine.config import TrainConfig
 from ea_vision.engine.evaluate import autocast
 
 MEASURES = ("AP", "AP50", "AP75", "APs", "APm", "APl")
@@ -84,14 +85,11 @@ def coco_metrics(ground_truth: dict[str, Any], detections: Sequence[dict[str, An
         UsageError: pycocotools is not installed.
     """
     COCO, COCOeval = require_pycocotools()
-    truth, found = COCO(), COCO()
+    truth = COCO()
     truth.dataset = copy.deepcopy(ground_truth)  # it adds fields to what it is given
-    found.dataset = {**truth.dataset, "annotations": []}
     with redirect_stdout(io.StringIO()):  # it prints its steps
         truth.createIndex()
-        found.createIndex()
-        if detections:  # loadRes takes no empty list
-            found = truth.loadRes(copy.deepcopy(detections))
+        found = truth.loadRes(copy.deepcopy(detections)) if detections else COCO()  # loadRes takes no empty list
         evaluation = COCOeval(truth, found, "bbox")
         evaluation.evaluate()
         evaluation.accumulate()
@@ -113,11 +111,12 @@ def _percent(value: float) -> float:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, loader, world: World, amp: str = "none",
-             should_stop: Callable[[], bool] | None = None) -> DetectionResult | None:
+def evaluate(model: nn.Module, loader, num_classes: int, world: World, config: TrainConfig, *,
+             should_stop: Callable[[], bool] | None = None, tta: str = "none") -> DetectionResult | None:
     """Evaluate a detector in eval mode (left so) over `loader.batches()`, each process its share.
 
-    loader: a `BoxEvalLoader`. Returns None if `should_stop`, asked before each batch, said so.
+    loader: a `BoxEvalLoader`. Returns None if `should_stop`, asked before each batch, said so. The classes are those of
+    the loader's images, which have one view each, whatever `num_classes` and `tta` say.
 
     Raises:
         RunError: no image that can be read has a box.
@@ -131,17 +130,17 @@ def evaluate(model: nn.Module, loader, world: World, amp: str = "none",
             if not len(pixels):
                 continue
             ids += indices.tolist()
-            with autocast(amp, world.device):
+            with autocast(config.amp, world.device):
                 detected = model(pixels)
             for target, one in zip(targets, detected, strict=True):
                 boxes = boxes_to_original(one["boxes"].float().cpu(), target["size"], pixels.shape[-1])
                 found += results_of(target["image_id"], {**one, "boxes": boxes}, source.category_ids)
-    found = [row for of_rank in world.gather(found) for row in of_rank]
     ids = sorted(index for of_rank in world.gather(ids) for index in of_rank)
-    seen = source.select(ids)
-    if not seen.num_boxes():
+    truth = source.ground_truth(ids)
+    if all(row["iscrowd"] for row in truth["annotations"]):
         raise RunError(f"there must be boxes on images that can be read, got {len(ids)} of {len(source)} images and "
                        "none")
-    found.sort(key=lambda row: str(row["image_id"]))  # the same order on any number of processes
-    measures, per_class = coco_metrics(seen.ground_truth(), found)
+    found = sorted((row for of_rank in world.gather(found) for row in of_rank),
+                   key=lambda row: str(row["image_id"]))  # the same order on any number of processes
+    measures, per_class = coco_metrics(truth, found)
     return DetectionResult(len(ids), measures, per_class, found, len(source) - len(ids))

@@ -156,14 +156,6 @@ class BoxHead(RetinaNetRegressionHead):
         return self.weight * super().compute_loss(targets, stretched, anchors, matched)
 
 
-class Heads(RetinaNetHead):
-    """torchvision's pair of heads, of these two."""
-
-    def __init__(self, classes: ClassHead, boxes: BoxHead) -> None:
-        nn.Module.__init__(self)  # torchvision's would make heads of its own
-        self.classification_head, self.regression_head = classes, boxes
-
-
 class Anchors(AnchorGenerator):
     """torchvision's anchors, in float32 whatever precision the maps have."""
 
@@ -193,19 +185,6 @@ class Detector(RetinaNet):
     def no_weight_decay(self) -> set[str]:
         """Return the names of the position tables, which timm's optimisers leave without weight decay."""
         return {name for name, _ in self.named_parameters() if name.endswith(("height_rel", "width_rel"))}
-
-
-class DetectorNetwork(nn.Module):
-    """A detector's network alone, without decoding of boxes, for counting."""
-
-    def __init__(self, detector: Detector) -> None:
-        super().__init__()
-        self.detector = detector
-
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn normalised images (B, 3, H, W) into logits (B, places * A, C) and offsets (B, places * A, 4)."""
-        outputs = self.detector.head(list(self.detector.backbone(images).values()))
-        return outputs["cls_logits"], outputs["bbox_regression"]
 
 
 def create_detector(backbone: str = "aa_resnet50", num_classes: int = 90, img_size: int = 640, anchors: int = 6,
@@ -254,9 +233,11 @@ def create_detector(backbone: str = "aa_resnet50", num_classes: int = 90, img_si
         body.set_grad_checkpointing(True)
     pyramid = Pyramid(body, fpn_channels, norm)
     sizes = tuple(tuple(4 * 2 ** (level + octave) for octave in OCTAVE_SCALES[anchors]) for level in LEVELS)
-    heads = Heads(ClassHead(fpn_channels, anchors, num_classes, convs=head_convs, norm=norm, alpha=focal_alpha,
-                            gamma=gamma),
-                  BoxHead(fpn_channels, anchors, convs=head_convs, norm=norm, loss=box_loss))
+    with torch.device("meta"):
+        heads = RetinaNetHead(1, 1, 1)  # torchvision's two, in place of which come ours
+    heads.classification_head = ClassHead(fpn_channels, anchors, num_classes, convs=head_convs, norm=norm,
+                                          alpha=focal_alpha, gamma=gamma)
+    heads.regression_head = BoxHead(fpn_channels, anchors, convs=head_convs, norm=norm, loss=box_loss)
     mean, std = image_statistics(body)
     detector = Detector(pyramid, num_classes, min_size=img_size, max_size=img_size, image_mean=list(mean),
                         image_std=list(std), anchor_generator=Anchors(sizes, (RATIOS,) * len(sizes)), head=heads,

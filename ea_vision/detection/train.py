@@ -19,7 +19,7 @@ from torch import nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write, create, csv_text, write_json
-from ea_vision.base.networks import check_model_name, create_by_keywords, settled
+from ea_vision.base.networks import create_by_keywords
 from ea_vision.base.processes import MOST_WORKERS, World
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.small_images import check_same_classes
@@ -104,7 +104,7 @@ class DetectionConfig(TrainConfig):
 class DetectionTrainer(Trainer):
     """The training loop with the detector's own losses, judged by COCO's metrics."""
 
-    measures, quality = MEASURES, "precision"
+    measures, quality, evaluate = MEASURES, "precision", staticmethod(evaluate)
 
     def _batch_loss(self, images: torch.Tensor, targets: list[dict[str, Any]]) -> torch.Tensor:
         """Return the sum of the losses of classes and boxes; images (B, 3, S, S) in 0..1."""
@@ -114,15 +114,9 @@ class DetectionTrainer(Trainer):
 
     @staticmethod
     def loss_on_noise(model: Detector, images: torch.Tensor) -> torch.Tensor:
-        side = images.shape[-1]
-        target = {"boxes": torch.tensor([[0.1 * side, 0.1 * side, 0.6 * side, 0.7 * side]], device=images.device),
+        target = {"boxes": images.shape[-1] * images.new_tensor([[0.1, 0.1, 0.6, 0.7]]),
                   "labels": torch.zeros(1, dtype=torch.int64, device=images.device)}
         return sum(model(images, [target] * len(images)).values())
-
-    @staticmethod
-    def evaluate(model: nn.Module, loader, num_classes: int, world: World, config: TrainConfig, *, should_stop=None,
-              tta: str = "none") -> DetectionResult | None:
-        return evaluate(model, loader, world, config.amp, should_stop)
 
 
 class CocoDetection(DataModule):
@@ -162,13 +156,11 @@ class CocoDetection(DataModule):
                 raise UsageError(f"pretrained_path must be a weights file or a run folder, got "
                                  f"{config.pretrained_path}")
             weights["pretrained_cfg_overlay"] = {"file": str(path)}
-        check_model_name(config.model)
-        kwargs = settled({"num_classes": len(self.classes), "img_size": config.img_size, "anchors": config.anchors,
-                          "gamma": config.gamma, "box_loss": config.box_loss, "head_norm": config.head_norm},
-                         config.model_kwargs)
+        fixed = {"num_classes": len(self.classes), **{
+            name: getattr(config, name) for name in ("img_size", "anchors", "gamma", "box_loss", "head_norm")}}
         try:
-            return create_by_keywords(partial(create_detector, config.model, **weights), config.model, kwargs,
-                                      config.optional_kwargs, log.info)
+            return create_by_keywords(partial(create_detector, config.model, **weights), config.model, fixed,
+                                      config.model_kwargs, config.optional_kwargs, log.info)
         except UsageError as error:
             if weights and "size mismatch" in str(error):
                 raise UsageError(f"weights {config.pretrained_path or 'of timm'} do not fit {config.model}: those of a "

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torchvision import tv_tensors
+from torchvision.ops import clip_boxes_to_image
 from torchvision.transforms import v2
 
 FILL = (124, 116, 104)  # ImageNet's mean colour, 0..255: what lies beside an image
@@ -74,7 +75,7 @@ def fit_image(image: Image.Image, img_size: int) -> Tensor:
 
 def fitted_size(size: tuple[int, int], img_size: int) -> tuple[int, int]:
     """Return (H, W) of an image of `size` (H, W) once its longer side has `img_size` pixels; at least 1."""
-    return max(1, round(size[0] * img_size / max(size))), max(1, round(size[1] * img_size / max(size)))
+    return tuple(max(1, round(side * img_size / max(size))) for side in size)
 
 
 def boxes_to_original(boxes: Tensor, size: tuple[int, int], img_size: int) -> Tensor:
@@ -82,4 +83,4 @@ def boxes_to_original(boxes: Tensor, size: tuple[int, int], img_size: int) -> Te
     border."""
     height, width = fitted_size(size, img_size)
     boxes = boxes * boxes.new_tensor([size[1] / width, size[0] / height] * 2)
-    return torch.minimum(boxes.clamp(min=0), boxes.new_tensor([size[1], size[0]] * 2))
+    return clip_boxes_to_image(boxes, size)

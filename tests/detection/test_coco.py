@@ -102,11 +102,10 @@ def test_an_image_of_another_size_or_that_is_broken(tmp_path):
             data[index]
 
 
-def test_select_and_fingerprint(tmp_path):
+def test_some_images_and_fingerprint(tmp_path):
     data, other = (CocoFolder(write(tmp_path / name, content()), "val") for name in ("one", "two"))
-    chosen = data.select([1, 0])
-    assert [chosen[index][1]["image_id"] for index in (0, 1)] == [3, 7] and data[0][1]["image_id"] == 7
-    assert [len(data.select([1]).ground_truth()[part]) for part in ("images", "annotations")] == [1, 0]
-    assert data.fingerprint() == other.fingerprint() != chosen.fingerprint()
+    truth = data.ground_truth([1])
+    assert [image["id"] for image in truth["images"]] == [3] and not truth["annotations"]
+    assert data.fingerprint() == other.fingerprint()
     Image.new("RGB", (30, 20), "red").save(data.folder / "a.png")
     assert CocoFolder(tmp_path / "one", "val").fingerprint() != other.fingerprint()  # by its size
