@@ -34,11 +34,10 @@ def check_model_name(name: str, alternative: str = "") -> None:
     alternative: what else it might be, "or run folder "; then the folders beside a path are near matches, too.
     """
     if not timm.is_model(name):
-        beside = Path(name).parent
-        folders = [str(folder) for folder in beside.iterdir() if folder.is_dir()] if (
-            alternative and "/" in name and beside.is_dir()) else []
-        near = near_matches(name if folders else name.split(".")[0], folders or timm.list_models(),
-                            f"folders in {beside}" if folders else "models")
+        folder = Path(name).parent
+        beside = list(map(str, filter(Path.is_dir, folder.glob("*")))) if alternative and "/" in name else []
+        near = (near_matches(name, beside, f"folders in {folder}") if beside else
+                near_matches(name.split(".")[0], timm.list_models(), "models"))
         raise UsageError(f"unknown model {alternative}{name!r}; {near}")
 
 

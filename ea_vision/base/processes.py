@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import reduce
 from typing import Any
 
 import torch
@@ -69,11 +70,8 @@ def mean_in_order(_, bucket):  # without annotations, which are text here: torch
     """
     parts = [torch.empty_like(bucket.buffer()) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, bucket.buffer())
-    total = parts[0]
-    for part in parts[1:]:
-        total += part
     mean = torch.futures.Future()
-    mean.set_result(total.div_(len(parts)))
+    mean.set_result(reduce(torch.Tensor.add_, parts).div_(len(parts)))
     return mean
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,12 @@ from ea_vision import __version__
 
 def provenance() -> dict[str, Any]:
     """Return versions, hardware and, in a checkout, the git commit (with `+changes` where files differ from it)."""
-    here = Path(__file__).parents[1]
-    git = ["git", "-C", str(here)]
-    commit = None
+    here, commit = Path(__file__).parents[1], None
     try:
-        found = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changes = subprocess.run([*git, "status", "--porcelain", "-uno", "--", "."], capture_output=True, text=True)
-        commit = found + ("+changes" if changes.stdout.strip() else "")
+        commit, changes = (
+            subprocess.check_output(["git", *words], cwd=here, stderr=subprocess.DEVNULL, text=True) for words in
+            (["rev-parse", "HEAD"], ["status", "--porcelain", "-uno", "--", "."]))
+        commit = commit.strip() + ("+changes" if changes else "")
     except (OSError, subprocess.CalledProcessError):
         pass  # an installed package has no commit; its version says as much
     return {
@@ -36,9 +36,7 @@ def hardware(device: torch.device, processes: int) -> str:
     """Return one line: the device, how many of them, and threads on a CPU."""
     if device.type == "cuda":
         return f"{processes} x {torch.cuda.get_device_name(device)}"
-    model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
+    found = re.search(r"model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "")
+    model = found[1] if found else platform.processor() or platform.machine()
     return f"{model}, {processes} process(es) x {torch.get_num_threads()} threads"

@@ -74,7 +74,7 @@ class CocoFolder(Dataset):
             BrokenImage: it cannot be decoded, or has not the size that the JSON says.
         """
         about = self.images[index]
-        image = decode_image(self.folder / about["file_name"])
+        image = decode_image(self.describe(index))
         if image.size != (about["width"], about["height"]):
             raise BrokenImage(f"it has {image.width}x{image.height} pixels, {self.json.name} says "
                               f"{about['width']}x{about['height']}")

@@ -96,10 +96,9 @@ def coco_metrics(ground_truth: dict[str, Any], detections: Sequence[dict[str, An
         evaluation.summarize()
     measures = dict(zip(MEASURES, map(_percent, evaluation.stats.tolist()), strict=False))
     objects = Counter(row["category_id"] for row in ground_truth["annotations"] if not row["iscrowd"])
-    names = {category["id"]: category["name"] for category in ground_truth["categories"]}
     precision = evaluation.eval["precision"][..., 0, -1]  # thresholds from 0.5, recalls, classes; all areas, 100 each
     return measures, [
-        {"class": names[category], "objects": objects[category],
+        {"class": truth.cats[category]["name"], "objects": objects[category],
          "AP": round(_percent(precision[:, :, place].mean()), 2),
          "AP50": round(_percent(precision[0, :, place].mean()), 2)}
         for place, category in enumerate(evaluation.params.catIds)]

@@ -12,7 +12,6 @@ Shape letters: B images, H x W pixels, A anchors a place, C classes.
 """
 from __future__ import annotations
 
-from collections import OrderedDict
 from functools import partial
 from typing import Any
 
@@ -80,8 +79,8 @@ class Pyramid(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """Turn (B, 3, H, W) into the maps "p3" to "p7", (B, channels, H / 2^n, W / 2^n) each."""
         features = self.body(x)
-        maps = self.fpn(OrderedDict((f"p{LEVELS[n]}", features[at]) for n, at in enumerate(self.positions)))
-        return OrderedDict((name, norm(x)) for norm, (name, x) in zip(self.norms, maps.items(), strict=True))
+        maps = self.fpn({f"p{level}": features[at] for level, at in zip(LEVELS, self.positions, strict=False)})
+        return {name: norm(x) for norm, (name, x) in zip(self.norms, maps.items(), strict=True)}
 
 
 class _Tower(nn.Module):
@@ -239,8 +238,8 @@ def create_detector(backbone: str = "aa_resnet50", num_classes: int = 90, img_si
                                           alpha=focal_alpha, gamma=gamma)
     heads.regression_head = BoxHead(fpn_channels, anchors, convs=head_convs, norm=norm, loss=box_loss)
     mean, std = image_statistics(body)
-    detector = Detector(pyramid, num_classes, min_size=img_size, max_size=img_size, image_mean=list(mean),
-                        image_std=list(std), anchor_generator=Anchors(sizes, (RATIOS,) * len(sizes)), head=heads,
-                        size_divisible=img_size, **retinanet)
+    detector = Detector(pyramid, num_classes, min_size=img_size, max_size=img_size, image_mean=mean, image_std=std,
+                        anchor_generator=Anchors(sizes, (RATIOS,) * len(sizes)), head=heads, size_divisible=img_size,
+                        **retinanet)
     detector.num_classes, detector.img_size = num_classes, img_size
     return detector

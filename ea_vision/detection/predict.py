@@ -31,7 +31,7 @@ def detect(detector: Detector, images: Sequence[Image.Image], batch_size: int = 
         chunk = images[start:start + batch_size]
         fitted = torch.stack([fit_image(image, detector.img_size) for image in chunk])
         with torch.inference_mode(), detector.head.register_forward_hook(check):
-            detected = detector(list(fitted.to(device)))
+            detected = detector(fitted.to(device))
         for image, one in zip(chunk, detected, strict=True):
             found = {name: value.cpu() for name, value in one.items()}
             size = (image.height, image.width)

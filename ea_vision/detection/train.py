@@ -148,21 +148,22 @@ class CocoDetection(DataModule):
     def create_model(self) -> tuple[nn.Module, dict[str, Any]]:
         """Return the detector, and the keywords that `create_detector` needs to make it again."""
         config = self.config
-        weights: dict[str, Any] = {"pretrained": True} if config.pretrained or config.pretrained_path else {}
+        overlay = None
         if config.pretrained_path:
             path = Path(config.pretrained_path)
             path = path / run_folder.WEIGHTS if path.is_dir() else path
             if not path.is_file():
                 raise UsageError(f"pretrained_path must be a weights file or a run folder, got "
                                  f"{config.pretrained_path}")
-            weights["pretrained_cfg_overlay"] = {"file": str(path)}
+            overlay = {"file": str(path)}
+        make = partial(create_detector, config.model, pretrained=config.pretrained or overlay is not None,
+                       pretrained_cfg_overlay=overlay)
         fixed = {"num_classes": len(self.classes), **{
             name: getattr(config, name) for name in ("img_size", "anchors", "gamma", "box_loss", "head_norm")}}
         try:
-            return create_by_keywords(partial(create_detector, config.model, **weights), config.model, fixed,
-                                      config.model_kwargs, config.optional_kwargs, log.info)
+            return create_by_keywords(make, config.model, fixed, config.model_kwargs, config.optional_kwargs, log.info)
         except UsageError as error:
-            if weights and "size mismatch" in str(error):
+            if "size mismatch" in str(error):
                 raise UsageError(f"weights {config.pretrained_path or 'of timm'} do not fit {config.model}: those of a "
                                  "network that classifies have queries of at least 20 channels a head, which "
                                  "--model-kwargs min_head_qk=20 gives a detector") from error
@@ -182,7 +183,7 @@ class CocoDetection(DataModule):
 
     def loader_keywords(self, model: Detector) -> dict[str, Any]:
         """Return the loaders' keywords; mean and std are for config.yaml alone, the detector normalises by itself."""
-        return {"mean": tuple(model.transform.image_mean), "std": tuple(model.transform.image_std),
+        return {"mean": model.transform.image_mean, "std": model.transform.image_std,
                 "device": self.world.device, "rank": self.world.rank, "world_size": self.world.size,
                 "img_size": self.config.img_size, "workers": self.config.workers, "bad_images": self.bad_images}
 
@@ -209,5 +210,4 @@ class CocoDetection(DataModule):
         return paths
 
 
-def main(argv: list[str] | None = None) -> int:
-    return command.main(CocoDetection, argv)
+main = partial(command.main, CocoDetection)
