@@ -15,9 +15,8 @@ def plainly(image: torch.Tensor, draw: list[int], augmentation: Augmentation) ->
     # Padding is torch's own, which reflects floating-point images.
     top, left, flip, cut_y, cut_x = draw
     height, width = image.shape[1:]
-    pad = augmentation.crop_padding
     mode = "constant" if augmentation.padding_mode == "zeros" else "reflect"
-    image = F.pad(image.float(), (pad, pad, pad, pad), mode)[:, top:top + height, left:left + width]
+    image = F.pad(image.float(), [augmentation.crop_padding] * 4, mode)[:, top:top + height, left:left + width]
     if augmentation.flip != "off" and flip:
         image = image.flip(-1)
     result = (image / 255 - MEAN.view(-1, 1, 1)) / STD.view(-1, 1, 1)
@@ -28,11 +27,8 @@ def plainly(image: torch.Tensor, draw: list[int], augmentation: Augmentation) ->
 
 
 @pytest.mark.parametrize("augmentation", [
-    Augmentation(), Augmentation(flip="off"), Augmentation(crop_padding=0), Augmentation(cutout=8),
-    Augmentation(flip="off", crop_padding=0, cutout=5), Augmentation(flip="off", crop_padding=0),
-    Augmentation(crop_padding=2, cutout=3), Augmentation(padding_mode="reflect"),
-    Augmentation(padding_mode="reflect", crop_padding=11, cutout=3), Augmentation(flip="alternate", crop_padding=0),
-])
+    Augmentation(), Augmentation(flip="off", cutout=5), Augmentation(flip="alternate", crop_padding=0, cutout=8),
+    Augmentation(padding_mode="reflect", crop_padding=11, cutout=3)])
 def test_batches_equal_single_images(augmentation):
     images = torch.randint(0, 256, (64, 3, 12, 17), dtype=torch.uint8)  # H != W
     draws = augmentation.draw(64, (12, 17), torch.Generator().manual_seed(1))

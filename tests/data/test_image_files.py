@@ -11,8 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from PIL import Image
 from timm.data import create_dataset
 
@@ -48,29 +46,21 @@ def narrow_png(width: int, height: int) -> bytes:
 
 # ---- folders and tars: what is refused, and what is taken ------------------------------------------------------------
 
-def empty_class(train: Path) -> None:
-    (train / "class_9").mkdir()
-    (train / "class_9" / "x.heic").touch()
-
-
-def as_text(train: Path) -> None:
-    for path in train.rglob("*.jpg"):
-        path.rename(path.with_suffix(".txt"))
-
-
 NO_IMAGES = f"{{train}} has no images: class/name with a suffix of {', '.join(IMAGE_SUFFIXES)} is required"
 
 
-@pytest.mark.parametrize("fault, message", [
-    (lambda train: shutil.copy(train / "class_0" / "000.jpg", train / "stray.jpg"),
-     "images of {train} must lie in class folders, got stray.jpg"),
-    (as_text, NO_IMAGES), (lambda train: [shutil.rmtree(folder) for folder in train.iterdir()], NO_IMAGES),
-    (empty_class, r"1 class folder\(s\) of {train} have no images: class_9"),
-], ids=["stray image", "other files", "empty", "empty class"])
-def test_folders_that_are_refused(photos, fault, message):
-    fault(photos / "train")
-    with pytest.raises(UsageError, match=message.format(train=re.escape(str(photos / "train")))):
-        ImageFiles(photos / "train")
+@pytest.mark.parametrize("suffix, more, message", [
+    (".jpg", "stray.jpg", "images of {train} must lie in class folders, got stray.jpg"), (".txt", "", NO_IMAGES),
+    (".jpg", "class_9/x.heic", r"1 class folder\(s\) of {train} have no images: class_9")])
+def test_folders_that_are_refused(photos, suffix, more, message):
+    train = photos / "train"
+    for path in list(train.rglob("*.jpg")):
+        path.rename(path.with_suffix(suffix))
+    if more:
+        (train / more).parent.mkdir(exist_ok=True)
+        (train / more).touch()
+    with pytest.raises(UsageError, match=message.format(train=re.escape(str(train)))):
+        ImageFiles(train)
 
 
 def last_member_end(data: bytes) -> int:
@@ -88,26 +78,22 @@ def last_member_end(data: bytes) -> int:
 ], ids=["empty", "foreign", "inside an image", "inside a header", "no end mark", "a header", "compressed", "no images"])
 def test_tars_that_are_refused(photos, hurt, message):
     path = photos / "train.tar"
-    content = hurt(pack(photos / "train", path))
-    path.write_bytes(content)
-    with pytest.raises(UsageError, match=message) as error:
+    path.write_bytes(hurt(pack(photos / "train", path)))
+    with pytest.raises(UsageError, match=f"^{path}.*({message})"):
         ImageFiles(path)
-    assert str(error.value).startswith(str(path))
 
 
 def images_folders(train: Path) -> None:
     """class/images/x.jpg, as Tiny-ImageNet has it."""
-    for folder in list(train.iterdir()):
-        (folder / "images").mkdir()
-        for path in folder.glob("*.jpg"):
-            path.rename(folder / "images" / path.name)
+    for path in list(train.glob("*/*.jpg")):
+        (path.parent / "images").mkdir(exist_ok=True)
+        path.rename(path.parent / "images" / path.name)
 
 
 def one_folder_around(train: Path) -> None:
-    around = train / "train"
-    around.mkdir()
-    for folder in list(train.glob("class_*")):
-        folder.rename(around / folder.name)
+    train.rename(train.with_name("inner"))
+    train.mkdir()
+    train.with_name("inner").rename(train / "train")
 
 
 def linked_class(train: Path) -> None:
@@ -131,16 +117,14 @@ def test_layouts(photos, tmp_path, layout):
     if layout is not linked_class:
         pack(photos / "train", tmp_path / "train.tar")
         assert ImageFiles(tmp_path / "train.tar").names == source.names
-    if layout is Path.exists:  # timm has the same
-        theirs = create_dataset("", root=str(tmp_path / "train.tar"))
-        for index in range(12):
-            number = source.names.index(theirs.filename(index, basename=False).removeprefix("./"))
-            assert [np.array(part).tolist() for part in theirs[index]] == [
-                np.array(part).tolist() for part in source.read(number)]
     assert source.classes == ["class_0", "class_1", "class_2"] and len(source) == 12
+    theirs = create_dataset("", root=str(tmp_path / "train.tar")) if layout is Path.exists else ()  # timm has the same
     for index in range(12):
-        assert source.read(index)[1] == int(Path(source.describe(index)).stem) % 3
-    assert np.bincount(source.targets).tolist() == [4, 4, 4]
+        image, target = source.read(index)
+        assert target == int(Path(source.describe(index)).stem) % 3
+        if theirs:
+            [same] = [n for n in range(12) if theirs.filename(n, basename=False) == f"./{source.names[index]}"]
+            assert np.array_equal(theirs[same][0], image) and theirs[same][1] == target
 
 
 def test_a_tar_of_tars_and_a_folder_of_tars_have_a_class_in_each(photos, tmp_path):
@@ -157,8 +141,7 @@ def test_a_tar_of_tars_and_a_folder_of_tars_have_a_class_in_each(photos, tmp_pat
     for source in packed:
         assert source.classes == folder.classes and source.names == folder.names
         for index in range(12):
-            image, target = source.read(index)
-            assert target == folder.read(index)[1] and np.array_equal(image, folder.read(index)[0])
+            assert all(map(np.array_equal, source.read(index), folder.read(index)))
 
 
 def test_splits_are_found_or_named(photos, tmp_path):
@@ -174,18 +157,14 @@ def test_splits_are_found_or_named(photos, tmp_path):
 
 
 def test_a_fingerprint_is_of_names_classes_and_sizes_wherever_they_lie(photos, tmp_path):
-    def of(root: Path) -> str:
-        return ImageFiles(root / "train").fingerprint()
-
-    moved = tmp_path / "moved"
-    shutil.copytree(photos, moved)  # other times
-    before = of(photos)
-    assert of(moved) == before
-    path = moved / "train" / "class_0" / "000.jpg"
-    path.write_bytes(path.read_bytes() + b"\0")
-    assert of(moved) != before
-    shutil.move(photos / "train/class_0/000.jpg", photos / "train/class_1/000.jpg")
-    assert of(photos) != before
+    train, moved = photos / "train", tmp_path / "moved"
+    shutil.copytree(train, moved)  # other times
+    before = ImageFiles(train).fingerprint()
+    assert ImageFiles(moved).fingerprint() == before
+    with (moved / "class_0/000.jpg").open("ab") as file:
+        file.write(b"\0")
+    shutil.move(train / "class_0/000.jpg", train / "class_1/000.jpg")
+    assert before not in (ImageFiles(moved).fingerprint(), ImageFiles(train).fingerprint())
 
 
 # ---- images ----------------------------------------------------------------------------------------------------------
@@ -210,16 +189,15 @@ def test_kinds_of_pixels(tmp_path):
     """CMYK, grey, palettes, transparency and 16 bits show the same picture; numbers without a white are refused."""
     pixels = np.tile(np.arange(0, 240, 4, dtype=np.uint8)[None, :, None], (20, 1, 3))  # (20, 60, 3)
     image, wide = Image.fromarray(pixels), pixels[..., 0].astype(np.uint16) * 256
-    for name, kind in {"cmyk.jpg": image.convert("CMYK"), "cmyk.tif": image.convert("CMYK"), "grey.png": image.convert(
-            "L"), "rgba.png": image.convert("RGBA"), "palette.gif": image.quantize(64), "sixteen.png": Image.fromarray(
-            wide), "sixteen.tif": Image.fromarray(wide), "la.png": image.convert("LA")}.items():
-        kind.save(tmp_path / name, quality=95)
-        read = decode_image(tmp_path / name)
-        assert read.mode == "RGB" and np.abs(np.asarray(read).astype(int) - pixels).max() <= 3, name
+    sixteen, cmyk = Image.fromarray(wide), image.convert("CMYK")
+    for suffix, kind in (("jpg", cmyk), ("tif", cmyk), ("png", sixteen), ("tif", sixteen), ("gif", image.quantize(64)),
+                         *(("png", image.convert(mode)) for mode in ("L", "LA", "RGBA"))):
+        kind.save(tmp_path / f"x.{suffix}", quality=95)
+        read = decode_image(tmp_path / f"x.{suffix}")
+        assert read.mode == "RGB" and np.abs(np.asarray(read).astype(int) - pixels).max() <= 3, (suffix, kind.mode)
     (tmp_path / "sixteen.pgm").write_bytes(b"P5 60 20 65535\n" + wide.astype(">u2").tobytes())
     assert np.array_equal(decode_image(tmp_path / "sixteen.pgm"), pixels)
-    white = to_rgb(Image.fromarray(np.full((2, 2), 65535, np.uint16)))
-    assert np.array_equal(np.asarray(white), np.full((2, 2, 3), 255))
+    assert to_rgb(Image.fromarray(np.full((1, 1), 65535, np.uint16))).getpixel((0, 0)) == (255, 255, 255)
     for numbers in (np.float32(wide / 65536), wide.astype(np.int32)):
         Image.fromarray(numbers).save(tmp_path / "numbers.tif")
         with pytest.raises(BrokenImage, match="must have 8 or 16 bits a channel, got pixels of Pillow's mode [FI]"):
@@ -233,27 +211,18 @@ PHOTO = Image.fromarray(np.random.default_rng(0).integers(0, 255, (6, 7, 3), dty
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM", "TIFF"])
 def test_damaged_images(kind):
-    """The same picture, perhaps with other pixels, or one error; a cut is noticed."""
+    """Bytes are changed, or missing from one on: the same picture, perhaps with other pixels, or one error."""
     PHOTO.save(saved := io.BytesIO(), kind, **({"compression": "tiff_lzw"} if kind == "TIFF" else {}))
-    content = saved.getvalue()
-    whole = np.asarray(decode_image(io.BytesIO(content)))
+    content, rng = np.frombuffer(saved.getvalue(), np.uint8), np.random.default_rng(0)
+    whole = np.asarray(decode_image(saved))
     assert np.abs(whole.astype(int) - np.asarray(PHOTO)).mean() < 30 and whole.shape == (30, 40, 3)
-    place = st.integers(0, len(content) - 1)
-
-    @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-    @given(flips=st.lists(st.tuples(place, st.integers(1, 255)), max_size=3), end=place)
-    def holds(flips, end):
-        """Bits are flipped, or the bytes from `end` on are missing."""
-        data = bytearray(content if flips else content[:end])
-        for at, bits in flips:
-            data[at] ^= bits
+    for changed in rng.integers(4, size=30):
+        data = content[:None if changed else rng.integers(len(content))].copy()
+        if changed:
+            data[rng.integers(len(data), size=changed)] ^= rng.integers(1, 256, changed, np.uint8)
         try:
-            image = decode_image(io.BytesIO(data))
+            image = decode_image(io.BytesIO(data.tobytes()))
         except BrokenImage as error:
             assert str(error)
-            return
-        assert image.mode == "RGB"
-        if not flips:
-            assert np.array_equal(np.asarray(image), whole)
-
-    holds()
+            continue
+        assert image.mode == "RGB" and (changed or np.array_equal(image, whole)), "a cut is noticed"

@@ -28,7 +28,6 @@ from tests.data.test_image_files import narrow_png
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.25)
 DECODED = ["files", pytest.param("ffcv", marks=pytest.mark.skipif(not find_spec("ffcv"), reason="needs FFCV"))]
-KINDS = [*DECODED, "device"]
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +37,12 @@ def photos(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sources(photos):
-    """40 training images by kind."""
+    """40 training images by kind, and 13 files to evaluate on."""
     files, out = ImageFiles(photos / "train"), photos / "train.beton"
     if find_spec("ffcv"):
         write_ffcv.write_beton(files, out)
-    return {"files": files, "ffcv": find_spec("ffcv") and Beton(out), "device": small_images(40)}
+    return {"files": files, "ffcv": find_spec("ffcv") and Beton(out), "device": small_images(40),
+            "eval": ImageFiles(photos / "val")}
 
 
 def small_images(count: int, side: int = 8) -> Images:
@@ -50,30 +50,19 @@ def small_images(count: int, side: int = 8) -> Images:
     return Images(pixels, torch.arange(count) % 10, list(map(str, range(count))))
 
 
-def common(batch_size: int, bad=None, **more):
-    """Keywords of a loader of 16 pixels."""
-    return {"img_size": 16, "mean": MEAN, "std": STD, "device": torch.device("cpu"), "batch_size": batch_size,
-            "workers": 0, "bad_images": bad or BadImages(0), **more}
-
-
-def loader(source, kind: str, batch_size: int, **more):
-    keywords = {"seed": 1, **common(batch_size, **more)}
+def loader(source, kind: str, batch_size: int, bad: BadImages | None = None, **more):
+    """Return a loader of images of 16 pixels; of those on the device, with their own augmentation where it is given."""
+    more = {"mean": MEAN, "std": STD, "device": torch.device("cpu"), "seed": 1, "batch_size": batch_size, **more}
     if kind == "device":
-        return TrainLoader(source[kind], augmentation=Augmentation(cutout=3), **of_device(keywords))
+        more.pop("workers", None)
+        return TrainLoader(source, **{"augmentation": Augmentation(cutout=3), **more})
+    more = {"img_size": 16, "workers": 0, "bad_images": bad or BadImages(0), **more}
     if kind == "ffcv":
-        return BetonTrainLoader(source[kind], os_cache=True, scale=(0.3, 1), hflip=0.5, **keywords)
-    return ImageTrainLoader(source if isinstance(source, ImageFiles) else source["files"], transform=partial(
-        train_transform, scale=(0.3, 1), color_jitter=0.4, auto_augment="rand-m7-mstd0.5-inc1"), **keywords)
-
-
-def of_device(keywords):
-    """Return the keywords of a loader of images that lie on the device."""
-    return {name: value for name, value in keywords.items() if name not in ("img_size", "workers", "bad_images")}
-
-
-def eval_loader(folder, batch_size: int, **more) -> ImageEvalLoader:
-    return ImageEvalLoader(ImageFiles(folder / "val"), transform=partial(eval_transform, resize=20),
-                           **common(batch_size, **more))
+        return BetonTrainLoader(source, os_cache=True, scale=(0.3, 1), hflip=0.5, **more)
+    if kind == "eval":
+        return ImageEvalLoader(source, transform=partial(eval_transform, resize=20), **more)
+    return ImageTrainLoader(source, transform=partial(
+        train_transform, scale=(0.3, 1), color_jitter=0.4, auto_augment="rand-m7-mstd0.5-inc1"), **more)
 
 
 @pytest.mark.parametrize("images, batch_size, processes, times", [
@@ -81,8 +70,7 @@ def eval_loader(folder, batch_size: int, **more) -> ImageEvalLoader:
 def test_repeated_augmentation_is_timms(images, batch_size, processes, times):
     order = torch.randperm(images, generator=epoch_generator(5, 2))
     for rank in range(processes):
-        share = TrainLoader(small_images(images), augmentation=Augmentation(), **of_device(
-            common(batch_size, rank=rank, world_size=processes)))
+        share = loader(small_images(images), "device", batch_size, rank=rank, world_size=processes)
         used = len(share) * batch_size * processes
         assert torch.equal(share.repeated(order, 1)[0], order[:used])
         repeated, copies = share.repeated(order, times)
@@ -95,52 +83,56 @@ def test_repeated_augmentation_is_timms(images, batch_size, processes, times):
         assert len(set(zip(repeated.tolist(), copies.tolist(), strict=True))) == used
 
 
-def together(*parts):
-    """Return the batches of processes as those of one."""
-    return [[torch.cat(of_all) for of_all in zip(*batches, strict=True)] for batches in zip(*parts, strict=True)]
+def on_two(source, kind: str, epoch: int, first: int, **more):
+    """Return an epoch's batches from one on as one process sees them, and as two do together."""
+    parts = [loader(source, kind, 4, workers=2, rank=rank, world_size=2, **more) for rank in (0, 1)]
+    pairs = zip(*(part.batches(epoch, first) for part in parts), strict=True)
+    return (list(loader(source, kind, 8, **more).batches(epoch)),
+            [[torch.cat(both) for both in zip(*pair, strict=True)] for pair in pairs])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*DECODED, "device"])
 def test_images_depend_on_seed_and_epoch_only(sources, kind):
     """Not on the number of workers or processes, on where the epoch is entered, nor on loaders used before."""
-    state = torch.get_rng_state(), np.random.get_state()[1].tolist()
-    used = loader(sources, kind, 8)
+    source, state = sources[kind], (torch.get_rng_state(), np.random.get_state()[1].tolist())
+    used = loader(source, kind, 8)
     next(used.batches(0))
-    whole = list(used.batches(3))
+    again = list(used.batches(3))
+    whole, halves = on_two(source, kind, 3, first=1)
     assert torch.equal(state[0], torch.get_rng_state()) and state[1] == np.random.get_state()[1].tolist()
-    halves = [list(loader(sources, kind, 4, workers=2, rank=rank, world_size=2).batches(3, first=1)) for rank in (0, 1)]
-    assert len(whole) == 5 and len(halves[0]) == 4
-    for batch, both in zip(whole[1:], together(*halves), strict=True):
+    assert len(whole) == 5 and len(halves) == 4
+    for batch, both in zip(again[1:], halves, strict=True):
         assert all(map(torch.equal, batch, both))
-    targets = torch.from_numpy(np.array(sources[kind].labels if kind == "ffcv" else sources[kind].targets))
+    targets = torch.tensor(np.asarray(source.labels if kind == "ffcv" else source.targets))
     assert all(torch.equal(batch.targets, targets[batch.ids]) for batch in whole)
-    assert sorted(torch.cat([b.ids for b in whole]).tolist()) == list(range(40))
-    for other in (next(used.batches(4)), next(loader(sources, kind, 8, seed=2).batches(3))):
+    assert sorted(torch.cat([batch.ids for batch in whole]).tolist()) == list(range(40))
+    for other in (next(used.batches(4)), next(loader(source, kind, 8, seed=2).batches(3))):
         assert not torch.equal(other.ids, whole[0].ids)
+
+
+def distinct(images: torch.Tensor) -> set[bytes]:
+    return {image.numpy().tobytes() for image in images}
 
 
 @pytest.mark.parametrize("kind", DECODED)
 def test_each_image_is_shown_so_many_times_each_time_otherwise(sources, kind):
-    batches = list(loader(sources, kind, 10, repeats=4).batches(3))
-    ids, images = torch.cat([b.ids for b in batches]), torch.cat([b.images for b in batches])
-    assert set(Counter(ids.tolist()).values()) == {4} and len(ids) == 40
-    for index in ids.unique():
-        assert len({copy.numpy().tobytes() for copy in images[ids == index]}) == 4
-    whole = list(loader(sources, kind, 8, repeats=3).batches(1))
-    halves = [list(loader(sources, kind, 4, repeats=3, rank=rank, world_size=2).batches(1, first=2)) for rank in (0, 1)]
-    for batch, (shown, _, numbers) in zip(whole[2:], together(*halves), strict=True):  # copies are of both processes
+    batches = list(loader(sources[kind], kind, 10, repeats=4).batches(3))
+    ids, images = torch.cat([batch.ids for batch in batches]), torch.cat([batch.images for batch in batches])
+    assert ids.bincount()[ids.unique()].tolist() == [4] * 10
+    assert all(len(distinct(images[ids == index])) == 4 for index in ids.unique())
+    whole, halves = on_two(sources[kind], kind, 1, first=2, repeats=3)
+    for batch, (shown, _, numbers) in zip(whole[2:], halves, strict=True):  # copies are of both processes
         assert sorted(batch.ids.tolist()) == sorted(numbers.tolist())
-        seen = [{image.numpy().tobytes() for image in images} for images in (batch.images, shown)]
-        assert kind != "files" or seen[0] == seen[1]
+        assert kind != "files" or distinct(batch.images) == distinct(shown)
 
 
 @pytest.mark.parametrize("kind", DECODED)
 def test_images_have_the_size_of_their_epoch(sources, kind):
-    grows = loader(sources, kind, 8, size_of=GrowingSize(8, 16, 1, 2))
+    grows = loader(sources[kind], kind, 8, size_of=GrowingSize(8, 16, 1, 2))
     for epoch, side in enumerate((8, 8, 16, 16)):
         batches = list(grows.batches(epoch, first=epoch))
-        assert len(batches) == 5 - epoch and all(b.images.shape == (8, 3, side, side) for b in batches)
-    assert torch.equal(next(grows.batches(3)).images, next(loader(sources, kind, 8).batches(3)).images)
+        assert len(batches) == 5 - epoch and all(batch.images.shape == (8, 3, side, side) for batch in batches)
+    assert torch.equal(next(grows.batches(3)).images, next(loader(sources[kind], kind, 8).batches(3)).images)
 
 
 def test_sizes_are_ffcvs():
@@ -154,40 +146,41 @@ def test_sizes_are_ffcvs():
 
 @pytest.mark.parametrize("kind, images, world_size, batch_size", [
     ("files", 13, 1, 5), ("files", 13, 2, 5), ("files", 13, 4, 4), ("device", 13, 2, 5), ("device", 3, 4, 2)])
-def test_evaluation_shows_every_image_once(photos, kind, images, world_size, batch_size):
-    places = [{"rank": rank, "world_size": world_size} for rank in range(world_size)]
-    loaders = [eval_loader(photos, batch_size, **place) if kind == "files" else EvalLoader(
-        small_images(images), **of_device(common(batch_size, **place))) for place in places]
-    batches = [list(of_rank.batches()) for of_rank in loaders]
-    assert {len(b) for b in batches} == {len(loaders[0])}, "as many batches for all: they ask each other before each"
-    assert sorted(index for of_rank in batches for b in of_rank for index in b.ids.tolist()) == list(range(images))
+def test_evaluation_shows_every_image_once(sources, kind, images, world_size, batch_size):
+    def share(rank: int) -> list:
+        there = {"mean": MEAN, "std": STD, "device": torch.device("cpu"), "rank": rank, "world_size": world_size}
+        return list((EvalLoader(small_images(images), batch_size=batch_size, **there) if kind == "device" else
+                     loader(sources["eval"], "eval", batch_size, **there)).batches())
+
+    shares = list(map(share, range(world_size)))
+    assert len(set(map(len, shares))) == 1, "as many batches for all: they ask each other before each"
+    assert torch.cat([batch.ids for batches in shares for batch in batches]).sort()[0].tolist() == list(range(images))
 
 
-def test_evaluation_pixels_are_timms(photos):
-    batch, files = next(eval_loader(photos, 13).batches()), ImageFiles(photos / "val")
+def test_evaluation_pixels_are_timms(sources):
+    batch = next(loader(sources["eval"], "eval", 13).batches())
     transform = timm.data.create_transform(16, crop_pct=0.8, interpolation="bilinear", mean=MEAN, std=STD)
-    wanted = torch.stack([transform(files.read(index)[0]) for index in range(13)])
+    wanted = torch.stack([transform(sources["eval"].read(index)[0]) for index in range(13)])
     assert torch.allclose(batch.images, wanted, atol=1e-5)
 
 
 def test_unreadable_images_are_named_and_replaced(tmp_path):
-    root = make_photos(tmp_path)
-    (root / "train/class_0/000.jpg").write_text("no image")
-    (root / "train/class_0/gone.jpg").symlink_to(root / "nowhere.jpg")
-    (root / "val/class_1/001.jpg").write_bytes((root / "val/class_1/001.jpg").read_bytes()[:300])
-    (root / "val/class_1/large.png").write_bytes(narrow_png(11_000, 10_000))
-    bad, train = BadImages(3), ImageFiles(root / "train")
-    broken = [index for index in range(41) if train.describe(index).endswith(("000.jpg", "gone.jpg"))]
+    train, val = make_photos(tmp_path) / "train", tmp_path / "val"
+    (train / "class_0/000.jpg").write_text("no image")
+    (train / "class_0/001.jpg").symlink_to(train / "nowhere.jpg")
+    (val / "class_1/001.jpg").write_bytes((val / "class_1/001.jpg").read_bytes()[:300])
+    (val / "class_1/large.png").write_bytes(narrow_png(11_000, 10_000))
+    bad, files = BadImages(3), ImageFiles(train)
     for workers in (0, 1):
-        batches = list(loader(train, "files", 8, bad=bad, workers=workers).batches(0))
+        batches = list(loader(files, "files", 8, bad=bad, workers=workers).batches(0))
         for batch in batches:
-            assert len(batch.ids) == 8 and torch.equal(batch.targets, torch.from_numpy(train.targets)[batch.ids])
+            assert len(batch.ids) == 8 and torch.equal(batch.targets, torch.from_numpy(files.targets)[batch.ids])
         ids = torch.cat([batch.ids for batch in batches])
-        assert len(ids) == 40 and not set(broken) & set(ids.tolist())
-    assert set(bad.new) == {f"{root}/train/class_0/{name}.jpg" for name in ("gone", "000")}
+        assert len(ids) == 40 and 0 not in ids and 1 not in ids
+    assert set(bad.new) == {files.describe(0), files.describe(1)}
     assert "UnidentifiedImageError" in str(bad.new) and "No such file" in str(bad.new)
-    assert sum(len(b.ids) for b in eval_loader(root, 5, bad=bad).batches()) == 12
-    assert bad.new[f"{root}/val/class_1/large.png"] == "must have at most 100 megapixels, got 11000x10000"
+    assert sum(len(batch.ids) for batch in loader(ImageFiles(val), "eval", 5, bad=bad).batches()) == 12
+    assert bad.new[f"{val}/class_1/large.png"] == "must have at most 100 megapixels, got 11000x10000"
     with pytest.raises(RunError, match=r"4 images cannot be read, --max-bad-images allows 3; the first: .*/000.jpg"):
         bad.collect(World(0, 1, torch.device("cpu")), tmp_path)
     assert (tmp_path / "bad_images.csv").read_text().count("\n") == 5
@@ -203,13 +196,12 @@ def test_a_batch_without_a_good_image_ends_the_run(tmp_path):
 
 def test_alternating_flips_follow_each_image_through_the_epochs():
     """Images of two columns, numbered: every image is seen flipped in all even or in all odd epochs, on any process."""
-    split = small_images(40, side=2)
+    split, augmentation = small_images(40, side=2), Augmentation(flip="alternate", crop_padding=0)
     split.images[:] = torch.tensor([0, 255])
 
     def flipped(epoch, rank=0, world_size=1, first=0):
-        loader = TrainLoader(split, augmentation=Augmentation(flip="alternate", crop_padding=0), **of_device(
-            common(8 // world_size, rank=rank, world_size=world_size)))
-        return {number: bool(image[0, 0, 0] > image[0, 0, 1]) for batch in loader.batches(epoch, first)
+        batches = loader(split, "device", 8 // world_size, augmentation=augmentation, rank=rank, world_size=world_size)
+        return {number: bool(image[0, 0, 0] > image[0, 0, 1]) for batch in batches.batches(epoch, first)
                 for number, image in zip(batch.ids.tolist(), batch.images, strict=True)}
 
     epochs = list(map(flipped, range(4)))

@@ -4,15 +4,19 @@ from __future__ import annotations
 import pickle
 import shutil
 import tarfile
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision import datasets
 
 from ea_vision.base.errors import UsageError
 from ea_vision.data.small_images import hold_out, load_dataset
 from tests.engine.runner import make_folder
+
+load = partial(load_dataset, "folder")
 
 
 @pytest.fixture
@@ -20,13 +24,9 @@ def folder(tmp_path):
     return make_folder(tmp_path / "data", train=12, test=6)
 
 
-def load(folder, **kwargs):
-    return load_dataset("folder", str(folder), **kwargs)
-
-
-def pack(folder, split, name=None):
+def pack(folder, split, name):
     """Replace a split's folder by a tar."""
-    with tarfile.open(folder / f"{name or split}.tar", "w") as tar:
+    with tarfile.open(folder / f"{name}.tar", "w") as tar:
         for path in sorted((folder / split).rglob("*.png"), reverse=True):
             tar.add(path, path.relative_to(folder / split))
     shutil.rmtree(folder / split)
@@ -39,8 +39,8 @@ def test_folders_and_tars(folder):
     assert data.train.targets.bincount().tolist() == [4, 4, 4] and len(data.test) == 6
     for pixels, target, name in zip(data.train.images, data.train.targets, data.train.names, strict=True):
         assert f"class_{target}" in name
-        assert np.array_equal(np.asarray(Image.open(name)), pixels.permute(1, 2, 0).numpy())
-    pack(folder, "train")
+        assert np.array_equal(Image.open(name), pixels.permute(1, 2, 0))
+    pack(folder, "train", "train")
     pack(folder, "test", "val")
     assert load(folder).fingerprint() == data.fingerprint()
 
@@ -48,9 +48,8 @@ def test_folders_and_tars(folder):
 def test_other_sizes_are_scaled_by_the_short_side_and_cut(folder):
     wide = Image.new("RGB", (64, 32), "red")
     wide.paste("blue", (16, 0, 48, 32))
-    wide.save(folder / "train" / "class_0" / "wide.png")
-    data = load(folder)
-    pixels = data.train.images[next(i for i, n in enumerate(data.train.names) if n.endswith("wide.png"))]
+    wide.save(folder / "train" / "class_0" / "a.png")  # the last of its class
+    pixels = load(folder).train.images[4]
     assert (pixels[2] == 255).all() and (pixels[0] == 0).all(), "the middle 32 x 32"
     assert load(folder, img_size=16).train.images.shape[-2:] == (16, 16)
 
@@ -60,17 +59,15 @@ def test_broken_images_are_named(folder):
     path.write_bytes(path.read_bytes()[:path.stat().st_size // 2])
     (folder / "train" / "class_2" / "002.png").write_text("not an image")
     for source in ("train/", "train.tar/"):
-        with pytest.raises(UsageError, match=f"2 of 12 images cannot be decoded: .*{source}class_1/001.png") as error:
+        with pytest.raises(UsageError, match=f"2 of 12 images cannot be decoded: .*{source}class_1/001.*class_2/002"):
             load(folder)
-        assert "class_2/002.png" in str(error.value)
         if source == "train/":
-            pack(folder, "train")
+            pack(folder, "train", "train")
 
 
 def test_bad_folders_are_named(folder, tmp_path):
     (folder / "test" / "class_2").rename(folder / "test" / "class_x")
     (tmp_path / "empty" / "train").mkdir(parents=True)
-    (tmp_path / "empty" / "test.tar").write_bytes(b"not a tar")
     for given, message in ((tmp_path / "nowhere", "nowhere must have train/ or train.tar; it does not exist"),
                            ("", "needs --data-dir"), (tmp_path / "empty", "has no images"),
                            (folder, "must have the same classes; they differ in class_2, class_x")):
@@ -83,45 +80,35 @@ def test_digits():
     assert len(data.train) + len(data.test) == 1797 and data.train.images.shape[1:] == (3, 32, 32)
     assert data.train.images.max() == 255 and data.train.images.min() == 0
     assert not set(data.train.names) & set(data.test.names)
-    shares = data.test.targets.bincount() / (data.test.targets.bincount() + data.train.targets.bincount())
-    assert ((shares - 0.2).abs() < 0.01).all(), "every class is split alike"
+    train, test = data.train.targets.bincount(), data.test.targets.bincount()
+    assert ((test / (test + train) - 0.2).abs() < 0.01).all(), "every class is split alike"
     assert data.fingerprint() == load_dataset("digits").fingerprint()
 
 
 def test_hold_out_is_decided_by_the_seed():
     train = load_dataset("digits", img_size=8).train
-    kept, held_out = hold_out(train, 100, seed=3)
-    assert len(held_out) == 100 and len(kept) == len(train) - 100
-    assert sorted(kept.names + held_out.names) == sorted(train.names)
-    again, other = hold_out(train, 100, seed=3)[1], hold_out(train, 100, seed=4)[1]
-    assert again.names == held_out.names != other.names
-    assert torch.equal(again.images, held_out.images)
+    (kept, held_out), (_, again), (_, other) = (hold_out(train, 100, seed) for seed in (3, 3, 4))
+    assert len(held_out) == 100 and sorted(kept.names + held_out.names) == sorted(train.names)
+    assert again.names == held_out.names != other.names and torch.equal(again.images, held_out.images)
     for count in (0, len(train)):
         with pytest.raises(UsageError, match="holdout must lie between"):
             hold_out(train, count, seed=0)
 
 
-@pytest.mark.parametrize("name, coarse", [("cifar10", False), ("cifar100", True)])
-def test_torchvisions_files(tmp_path, monkeypatch, name, coarse):
-    """Files in torchvision's layout, a few images each, without their checksums."""
-    from torchvision import datasets
-
-    kind, label_key = (datasets.CIFAR100, "fine_labels") if coarse else (datasets.CIFAR10, "labels")
+@pytest.mark.parametrize("name, labels", [("cifar10", "labels"), ("cifar100", "fine_labels")])
+def test_torchvisions_files(tmp_path, monkeypatch, name, labels):
+    """Files in torchvision's layout, a few images each, without their checksums; missing ones are one clear error."""
+    with pytest.raises(UsageError, match=f"{name} cannot be read from {tmp_path}.*--download"):
+        load_dataset(name, str(tmp_path))
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
-    rng, root, written = np.random.default_rng(0), tmp_path / kind.base_folder, []
+    kind, rng, written = getattr(datasets, name.upper()), np.random.default_rng(0), []
+    root = tmp_path / kind.base_folder
     root.mkdir()
     for file_name, _ in [*kind.train_list, *kind.test_list]:
         written.append(rng.integers(0, 256, (4, 3072), dtype=np.uint8))
-        (root / file_name).write_bytes(pickle.dumps({"data": written[-1], label_key: [0, 1, 2, 3]}))
-    names = [f"class {i}" for i in range(100 if coarse else 10)]
+        (root / file_name).write_bytes(pickle.dumps({"data": written[-1], labels: [0, 1, 2, 3]}))
+    names = [f"class {i}" for i in range(100)]
     (root / kind.meta["filename"]).write_bytes(pickle.dumps({kind.meta["key"]: names}))
     data = load_dataset(name, str(tmp_path))
-    for split, files in ((data.train, written[:-1]), (data.test, written[-1:])):
-        assert np.array_equal(split.images.numpy(), np.concatenate(files).reshape(-1, 3, 32, 32))
-    assert data.classes[1] == "class 1" and data.test.targets.tolist() == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
-def test_missing_torchvision_files_are_one_clear_error(tmp_path, name):
-    with pytest.raises(UsageError, match=f"{name} cannot be read from {tmp_path}.*--download"):
-        load_dataset(name, str(tmp_path))
+    assert np.array_equal(torch.cat([data.train.images, data.test.images]).flatten(1), np.concatenate(written))
+    assert data.classes == names and len(data.test) == 4 and data.test.targets.tolist() == [0, 1, 2, 3]

@@ -1,7 +1,6 @@
 """`CocoFolder`: what it reads, and what it refuses."""
 import json
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -10,32 +9,28 @@ from ea_vision.base.errors import UsageError
 from ea_vision.data.image_files import BrokenImage
 from ea_vision.detection.coco import CocoFolder, results_of
 
-
-def content() -> dict:
-    """Two images; three categories whose ids have gaps and no order."""
-    return {
-        "images": [{"id": 7, "file_name": "a.png", "width": 30, "height": 20},
-                   {"id": 3, "file_name": "deep/b.png", "width": 16, "height": 24}],
-        "categories": [{"id": 90, "name": "cat"}, {"id": 1, "name": "ship"}, {"id": 13, "name": "dog"}],
-        "annotations": [{"id": 1, "image_id": 7, "category_id": 90, "bbox": [2, 3, 10.5, 8]},
-                        {"id": 2, "image_id": 7, "category_id": 13, "bbox": [0, 0, 30, 20], "area": 400, "iscrowd": 0},
-                        {"id": 3, "image_id": 7, "category_id": 1, "bbox": [1, 1, 5, 5], "iscrowd": 1}],
-    }
+CONTENT = {  # two images; three categories whose ids have gaps and no order
+    "images": [{"id": 7, "file_name": "a.png", "width": 30, "height": 20},
+               {"id": 3, "file_name": "deep/b.png", "width": 16, "height": 24}],
+    "categories": [{"id": 90, "name": "cat"}, {"id": 1, "name": "ship"}, {"id": 13, "name": "dog"}],
+    "annotations": [{"id": 1, "image_id": 7, "category_id": 90, "bbox": [2, 3, 10.5, 8]},
+                    {"id": 2, "image_id": 7, "category_id": 13, "bbox": [0, 0, 30, 20], "area": 400, "iscrowd": 0},
+                    {"id": 3, "image_id": 7, "category_id": 1, "bbox": [1, 1, 5, 5], "iscrowd": 1}]}
 
 
-def write(root, what, images="val", file="val.json"):
+def folder(root, content=CONTENT, images="val", file="val.json") -> CocoFolder:
     for name, size in (("a.png", (30, 20)), ("deep/b.png", (16, 24))):
         path = root / images / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.full((size[1], size[0], 3), 9, np.uint8)).save(path)
+        Image.new("RGB", size).save(path)
     (root / file).parent.mkdir(exist_ok=True)
-    (root / file).write_text(what if isinstance(what, str) else json.dumps(what))
-    return root
+    (root / file).write_text(content if isinstance(content, str) else json.dumps(content))
+    return CocoFolder(root, "val")
 
 
-@pytest.mark.parametrize("images, file", [("val", "val.json"), ("val2017", "annotations/instances_val2017.json")])
-def test_boxes_labels_and_an_image_without_boxes(tmp_path, images, file):
-    data = CocoFolder(write(tmp_path, content(), images, file), "val")
+@pytest.mark.parametrize("places", [("val", "val.json"), ("val2017", "annotations/instances_val2017.json")])
+def test_boxes_labels_and_an_image_without_boxes(tmp_path, places):
+    data = folder(tmp_path, CONTENT, *places)
     assert data.classes == ["ship", "dog", "cat"] and data.category_ids == [1, 13, 90]
     image, target = data[0]
     assert image.shape == (3, 20, 30) and image.dtype == torch.uint8 and target["size"] == (20, 30)
@@ -43,59 +38,51 @@ def test_boxes_labels_and_an_image_without_boxes(tmp_path, images, file):
     assert target["labels"].tolist() == [2, 1] and target["image_id"] == 7
     empty = data[1][1]
     assert len(data) == 2 and empty["boxes"].shape == (0, 4) and empty["labels"].shape == (0,)
-    assert data.describe(1).endswith("deep/b.png")
     rows = results_of(7, {**target, "scores": torch.tensor([0.9, 0.5])}, data.category_ids)
-    assert rows == [{"image_id": 7, "category_id": 90, "bbox": [2, 3, 10.5, 8], "score": 0.9},
-                    {"image_id": 7, "category_id": 13, "bbox": [0, 0, 30, 20], "score": 0.5}]
+    assert rows == [{key: row[key] for key in ("image_id", "category_id", "bbox")} | {"score": score}
+                    for row, score in zip(CONTENT["annotations"], (0.9, 0.5), strict=False)]
     truth = data.ground_truth()
     assert [(row["category_id"], row["area"], row["iscrowd"]) for row in truth["annotations"]] == [
         (90, 84, 0), (13, 400, 0), (1, 25, 1)]
     assert [category["id"] for category in truth["categories"]] == data.category_ids
 
 
-def with_value(part, field, *value, place=-1):
-    """Return the content with another value of a field, or without it."""
-    what = content()
-    what[part][place] = {key: old for key, old in what[part][place].items() if key != field} | (
-        {field: value[0]} if value else {})
-    return what
+def with_last(part: str, **values) -> dict:
+    """Return the content with other values in the last entry of a part."""
+    return {**CONTENT, part: [*CONTENT[part][:-1], CONTENT[part][-1] | values]}
 
 
-@pytest.mark.parametrize("what, message", [
+@pytest.mark.parametrize("content, message", [
     ('{"images": [', "val.json is damaged: it is not valid JSON"),
     ("[]", "images must be a list that is not empty, got None"),
-    ({**content(), "images": []}, "images must be a list that is not empty, got []"),
-    (with_value("images", "width"), "images[1].width must be a positive whole number of pixels, got nothing"),
-    (with_value("images", "width", 10**400), "images[1].width must be a positive whole number of pixels, got 1000"),
-    (with_value("images", "id", "7"), "images[1].id must be a whole number, got '7'"),
-    (with_value("images", "id", 7), "images[1].id must be there once, got 7"),
-    (with_value("images", "file_name", "\ud800\0"), "1 of the 2 images of"),
-    (with_value("categories", "name", 3), "categories[2].name must be a text, got 3"),
-    (with_value("annotations", "bbox", [1, 2, 3]), "annotations[2].bbox must be four numbers: x, y, width, height in "
-                                                   "pixels, got [1, 2, 3]"),
-    (with_value("annotations", "bbox", [1, 2, 3, float("nan")]), "annotations[2].bbox"),
-    (with_value("annotations", "category_id", 2), "annotations[2].category_id must be the id of one of its categories, "
-                                                  "got 2"),
-    (with_value("annotations", "image_id", 8), "annotations[2].image_id must be the id of one of its images, got 8"),
-    (with_value("annotations", "area", -1), "annotations[2].area must be a number of at least 0, got -1"),
-    (with_value("annotations", "iscrowd", None), "annotations[2].iscrowd must be 0 or 1, got None"),
-    ({**content(), "annotations": [[]]}, "annotations[0] must be a mapping, got []"),
-    ({**content(), "annotations": content()["annotations"][2:]}, "must have at least one box that is no crowd, got "),
+    ({**CONTENT, "images": []}, "images must be a list that is not empty, got []"),
+    ({**CONTENT, "images": [{"id": 1, "file_name": "a.png"}]},
+     "images[0].width must be a positive whole number of pixels, got nothing"),
+    (with_last("images", width=10**400), "images[1].width must be a positive whole number of pixels, got 1000"),
+    (with_last("images", id="7"), "images[1].id must be a whole number, got '7'"),
+    (with_last("images", id=7), "images[1].id must be there once, got 7"),
+    (with_last("images", file_name="\ud800\0"), "1 of the 2 images of"),
+    (with_last("categories", name=3), "categories[2].name must be a text, got 3"),
+    (with_last("annotations", bbox=[1, 2, 3]), "bbox must be four numbers: x, y, width, height in pixels, got [1, 2, "),
+    (with_last("annotations", bbox=[1, 2, 3, float("nan")]), "annotations[2].bbox"),
+    (with_last("annotations", category_id=2), "[2].category_id must be the id of one of its categories, got 2"),
+    (with_last("annotations", image_id=8), "annotations[2].image_id must be the id of one of its images, got 8"),
+    (with_last("annotations", area=-1), "annotations[2].area must be a number of at least 0, got -1"),
+    (with_last("annotations", iscrowd=None), "annotations[2].iscrowd must be 0 or 1, got None"),
+    ({**CONTENT, "annotations": [[]]}, "annotations[0] must be a mapping, got []"),
+    ({**CONTENT, "annotations": CONTENT["annotations"][2:]}, "must have at least one box that is no crowd, got "),
 ])
-def test_damaged_json_is_one_clear_line(tmp_path, what, message):
+def test_damaged_json_is_one_clear_line(tmp_path, content, message):
     with pytest.raises(UsageError) as error:
-        CocoFolder(write(tmp_path, what), "val")
+        folder(tmp_path, content)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_missing_folders_are_named(tmp_path):
+def test_missing_folders_and_images_of_another_size_or_that_are_broken(tmp_path):
+    data = folder(tmp_path)
     with pytest.raises(UsageError, match="must have train/ with images and train.json, or COCO's own train2017/"):
-        CocoFolder(write(tmp_path, content()), "train")
-
-
-def test_an_image_of_another_size_or_that_is_broken(tmp_path):
-    data = CocoFolder(write(tmp_path, content()), "val")
-    Image.new("RGB", (20, 30)).save(data.folder / "a.png")
+        CocoFolder(tmp_path, "train")
+    Image.new("RGB", (20, 30)).save(data.describe(0))
     (data.folder / "deep/b.png").write_bytes(b"no image")
     for index, message in ((0, "20x30 pixels, val.json says 30x20"), (1, "cannot identify")):
         with pytest.raises(BrokenImage, match=message):
@@ -103,9 +90,10 @@ def test_an_image_of_another_size_or_that_is_broken(tmp_path):
 
 
 def test_some_images_and_fingerprint(tmp_path):
-    data, other = (CocoFolder(write(tmp_path / name, content()), "val") for name in ("one", "two"))
+    data, other = folder(tmp_path / "one"), folder(tmp_path / "two")
     truth = data.ground_truth([1])
     assert [image["id"] for image in truth["images"]] == [3] and not truth["annotations"]
     assert data.fingerprint() == other.fingerprint()
-    Image.new("RGB", (30, 20), "red").save(data.folder / "a.png")
+    assert data.fingerprint() != folder(tmp_path / "three", with_last("annotations", iscrowd=0)).fingerprint()
+    Image.new("RGB", (30, 20), "red").save(data.describe(0))
     assert CocoFolder(tmp_path / "one", "val").fingerprint() != other.fingerprint()  # by its size

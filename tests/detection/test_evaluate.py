@@ -15,7 +15,6 @@ from ea_vision.detection.transforms import eval_transform  # noqa: E402
 from ea_vision.engine.config import TrainConfig  # noqa: E402
 from tests.detection.boxes import box_loader, make_boxes  # noqa: E402
 
-CONFIG = TrainConfig(amp="none")
 TRUTH = {
     "images": [{"id": n, "file_name": f"{n}.png", "width": 200, "height": 200} for n in (1, 2, 3)],
     "categories": [{"id": 3, "name": "cat"}, {"id": 90, "name": "brush"}],  # ids with gaps
@@ -75,14 +74,15 @@ class Perfect(torch.nn.Module):
 def test_boxes_of_images_that_cannot_be_read_are_left_out(tmp_path, broken):
     make_boxes(tmp_path / "data", val=7)
     data = CocoFolder(tmp_path / "data", "val")
-    detector, loader = Perfect(data, broken), box_loader(BoxEvalLoader, data, eval_transform, img_size=64)
+    given = (Perfect(data, broken), box_loader(BoxEvalLoader, data, eval_transform, img_size=64), 3,
+             World(0, 1, torch.device("cpu")), TrainConfig())
     for index in broken:
-        (data.folder / data.images[index]["file_name"]).write_bytes(b"no image")
+        (data.folder / f"{index}.png").write_bytes(b"no image")
     if len(broken) == 7:
         with pytest.raises(RunError, match="boxes on images that can be read, got 0 of 7 images"):
-            evaluate(detector, loader, 3, World(0, 1, torch.device("cpu")), CONFIG)
+            evaluate(*given)
         return
-    result = evaluate(detector, loader, 3, World(0, 1, torch.device("cpu")), CONFIG)
+    result = evaluate(*given)
     lost = sum(len(data.annotations[index]) for index in broken)
     assert result.measures["AP"] == pytest.approx(100) and result.images == 7 - len(broken)
     assert sum(row["objects"] for row in result.per_class) == sum(map(len, data.annotations)) - lost

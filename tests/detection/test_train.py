@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -17,65 +18,63 @@ import timm  # noqa: E402
 from ea_vision.base.errors import UsageError  # noqa: E402
 from ea_vision.base.networks import encode_weights  # noqa: E402
 from ea_vision.detection import train  # noqa: E402
-from ea_vision.engine import checkpoint, run_folder  # noqa: E402
+from ea_vision.engine import run_folder  # noqa: E402
 from ea_vision.engine.config import resolve  # noqa: E402
 from tests.detection.boxes import make_boxes  # noqa: E402
-from tests.engine.runner import SignalAfterUpdate, nothing_truncated, run, run_world, same_result  # noqa: E402
+from tests.engine import runner  # noqa: E402
+from tests.engine.runner import nothing_truncated, same_result, saved, stopped, words  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """12 training and 6 validation images of 64 pixels."""
     root = tmp_path_factory.mktemp("data") / "boxes"
-    make_boxes(root, most=2, train=12, val=6, category_ids=(3, 7, 90), empty=4)
+    make_boxes(root, train=12, val=6, empty=4)
     return root
 
 
 def arguments(data, output, *more):
     """Two epochs of three updates of four images, a checkpoint after every second update."""
-    return ["--model", "test_resnet", "--model-kwargs", "fpn_channels=16", "head_convs=1", "drop_path_rate=0.1",
-            "score_thresh=0.001", "--recipe", "none", "--head-norm", "batch", "--photometric", "--data-dir", str(data),
-            "--output", str(output), "--img-size", "64", "--epochs", "2", "--batch-size", "4", "--eval-batch-size", "4",
-            "--opt", "adamw", "--lr", "1e-3", "--model-ema-decay", "0.5", "--workers", "0", "--checkpoint-steps", "2",
-            "--device",
-            "cpu", *more]
+    return words(
+        "--model test_resnet --model-kwargs fpn_channels=16 head_convs=1 drop_path_rate=0.1 score_thresh=0.001",
+        f"--recipe none --head-norm batch --photometric --data-dir {data} --output {output} --img-size 64 --epochs 2",
+        "--batch-size 4 --eval-batch-size 4 --opt adamw --lr 1e-3 --model-ema-decay 0.5 --workers 0",
+        "--checkpoint-steps 2 --device cpu", *more)
+
+
+finish = partial(runner.train, main=train.main)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "uninterrupted"
-    log = folder.with_suffix(".log")
-    assert run(arguments(data, folder), log, main=train.main) == 0, log.read_text()
+    finish(arguments(data, folder))
     return folder
 
 
 # Updates 1 to 3 are the first epoch; checkpoints lie before 1 and after 2, 3, 5 and 6.
 @pytest.mark.parametrize("number, update", [(signal.SIGKILL, 3), (signal.SIGKILL, 6), (signal.SIGTERM, 4)])
 def test_killed_and_resumed_is_undisturbed(data, uninterrupted, tmp_path, number, update):
-    folder, log = tmp_path / "run", tmp_path / "log"
-    code = run(arguments(data, folder, "--workers", "1"), log, SignalAfterUpdate(number, update), main=train.main)
-    assert code == (-number if number == signal.SIGKILL else 128 + number), log.read_text()
+    folder = tmp_path / "run"
+    stopped(arguments(data, folder, "--workers 1"), update, number, main=train.main)
     nothing_truncated(folder)
-    assert run(arguments(data, folder), log, main=train.main) == 0, log.read_text()
+    finish(arguments(data, folder))
     nothing_truncated(folder)
     same_result(folder, uninterrupted)
 
 
 @pytest.mark.slow
 def test_two_processes_killed_and_resumed_are_undisturbed(data, tmp_path):
-    folders = [tmp_path / "a", tmp_path / "b"]
-    log, options = tmp_path / "log", ("--batch-size", "2", "--checkpoint-steps", "3")
-    assert run_world(2, arguments(data, folders[0], *options), log, main=train.main) == [0, 0], log.read_text()
-    codes = run_world(2, arguments(data, folders[1], *options), log, SignalAfterUpdate(signal.SIGTERM, 2, rank=1),
-                      main=train.main)
-    assert codes == [143, 143], log.read_text()
-    assert checkpoint.read_checkpoint(folders[1] / checkpoint.LAST)["progress"]["updates"] == 2, "in the same update"
-    assert run_world(2, arguments(data, folders[1], *options), log, main=train.main) == [0, 0], log.read_text()
-    same_result(*folders)
+    whole, broken = (arguments(data, tmp_path / name, "--batch-size 2 --checkpoint-steps 3") for name in "ab")
+    finish(whole, size=2)
+    stopped(broken, 2, rank=1, size=2, main=train.main)
+    assert saved(tmp_path / "b")["progress"]["updates"] == 2, "in the same update"
+    finish(broken, size=2)
+    same_result(tmp_path / "a", tmp_path / "b")
 
 
-def test_the_run_folder_has_what_the_other_trainers_write(data, uninterrupted):
-    config, about = run_folder.read_config(uninterrupted)
+def test_the_run_folder_has_what_the_other_trainers_write(uninterrupted):
+    about = run_folder.read_config(uninterrupted)[1]
     assert about["task"] == "detection" and about["measures"] == ["AP", "AP50", "AP75", "APs", "APm", "APl"]
     assert about["category_ids"] == [3, 7, 90] and about["classes"] == ["red", "green", "blue"]
     metrics = run_folder.read_metrics(uninterrupted)
@@ -87,27 +86,23 @@ def test_the_run_folder_has_what_the_other_trainers_write(data, uninterrupted):
 
 
 def test_the_best_weights_are_evaluated_and_gaps_in_category_ids_map_back(data, uninterrupted, tmp_path, capsys):
-    output = tmp_path / "evaluation"
-    assert train.main(["--evaluate", str(uninterrupted), "--data-dir", str(data), "--output", str(output), "--workers",
-                       "0", "--device", "cpu"]) == 0
+    assert train.main(words(f"--evaluate {uninterrupted} --data-dir {data} --output {tmp_path} --workers 0")) == 0
     assert "AP50" in capsys.readouterr().out
-    found = json.loads((output / "detections.json").read_text())
+    found, numbers, truth = (json.loads(path.read_text()) for path in (
+        tmp_path / "detections.json", tmp_path / "evaluation.json", data / "val.json"))
     assert found and {row["category_id"] for row in found} <= {3, 7, 90}
-    truth = json.loads((data / "val.json").read_text())
-    assert {row["image_id"] for row in found} <= {image["id"] for image in truth["images"]}
-    numbers = json.loads((output / "evaluation.json").read_text())
+    assert {row["image_id"] for row in found} <= {1, 2, 3, 4, 5, 6} and numbers["images"] == 6
     best = run_folder.read_results(uninterrupted)["test_best"]
     assert numbers["AP"] == pytest.approx(best["AP"], abs=1e-3)
-    assert numbers["images"] == 6
-    rows = list(csv.DictReader((output / "per_class.csv").read_text().splitlines()))
+    rows = list(csv.DictReader((tmp_path / "per_class.csv").open()))
     assert [row["class"] for row in rows] == ["red", "green", "blue"]
     assert sum(int(row["objects"]) for row in rows) == len(truth["annotations"])
 
 
 def test_bfloat16_trains_and_the_curves_are_drawn(data, tmp_path):
     folder, picture = tmp_path / "run", tmp_path / "curves.png"
-    more = ["--epochs", "1", "--amp", "bfloat16", "--channels-last", "--model-ema-decay", "0"]
-    assert train.main(arguments(data, folder, *more)) == 0
+    more = "--epochs 1 --amp bfloat16 --channels-last --model-ema-decay 0"
+    assert train.main(arguments(data, folder, more)) == 0
     assert train.main(["--learning-curves", str(folder), "--output", str(picture)]) == 0 and picture.stat().st_size
 
 
@@ -142,17 +137,18 @@ World = None  # what only loaders ask
 
 
 @pytest.mark.parametrize("more, message", [
-    (["--mixup", "0.2"], "unknown argument '--mixup'"),
-    (["--anchors", "7"], "anchors must be 6 or 9, got 7"),
-    (["--mean", "0.5", "--std", "0.5"], "mean and std must be empty: a detector takes its backbone's"),
-    (["--model-kwargs", "anchors=9"], "model keyword anchors must be 6"),
-    (["--model-kwargs", "nonsense=9"], "no keyword 'nonsense'"),
-    (["--data-dir", "/nowhere"], "/nowhere must have"),
-    (["--pretrained-path", "/nowhere"], "must be a weights file or a run folder"),
-    (["--evaluate", "resnet18"], "--evaluate needs a run folder, got resnet18"),
+    ("--mixup 0.2", "unknown argument '--mixup'"),
+    ("--anchors 7", "anchors must be 6 or 9, got 7"),
+    ("--mean 0.5 --std 0.5", "mean and std must be empty: a detector takes its backbone's"),
+    ("--scale-min 2", "scale_min must be at most scale_max .1.2., got 2"),
+    ("--model-kwargs anchors=9", "model keyword anchors must be 6"),
+    ("--model-kwargs nonsense=9", "no keyword 'nonsense'"),
+    ("--data-dir /nowhere", "/nowhere must have"),
+    ("--pretrained-path /nowhere", "must be a weights file or a run folder"),
+    ("--evaluate resnet18", "--evaluate needs a run folder, got resnet18"),
 ])
 def test_errors_are_one_line(data, tmp_path, more, message):
-    given = arguments(data, tmp_path / "run", *more)
+    given = arguments(data, tmp_path / "run", more)
     with pytest.raises(UsageError, match=message):
         train.main(given[given.index("--recipe"):] if "--evaluate" in more else given)
     assert not os.path.exists(tmp_path / "run")
