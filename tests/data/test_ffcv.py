@@ -14,9 +14,11 @@ import pytest
 import torch
 from PIL import Image
 
-from ea_vision.base.errors import UsageError, exit_code
+from ea_vision.__main__ import main
+from ea_vision.base.errors import UsageError
 from ea_vision.data import write_ffcv
 from ea_vision.data.bad_images import BadImages
+from ea_vision.data.batches import Batch
 from ea_vision.data.ffcv import Beton, BetonTrainLoader, Evaluated, quasi_random_order, sidecar
 from ea_vision.data.image_files import ImageFiles
 from ea_vision.data.imagenet import eval_transform
@@ -25,7 +27,7 @@ from tests.data.test_image_files import narrow_png
 from tests.engine.runner import words
 
 COMMON = {"img_size": 32, "mean": (0.5,) * 3, "std": (0.2,) * 3, "device": torch.device("cpu"), "workers": 2,
-          "bad_images": BadImages(0), "scale": (0.08, 1), "hflip": 0.5, "os_cache": True}
+          "bad_images": BadImages(0), "scale": (0.08, 1), "hflip": 0.5, "os_cache": True, "batch_size": 8}
 
 
 def test_without_ffcv_the_error_says_how_to_install_it(tmp_path, monkeypatch, capsys):
@@ -35,20 +37,23 @@ def test_without_ffcv_the_error_says_how_to_install_it(tmp_path, monkeypatch, ca
     (tmp_path / "a.beton").write_bytes(b"1")
     with pytest.raises(UsageError, match="apt-get install .*libturbojpeg0-dev.* conda"):
         Beton(tmp_path / "a.beton")
-    argv = ["--data-dir", str(make_photos(tmp_path / "photos")), "--out", str(tmp_path / "b.beton")]
-    assert exit_code(lambda: write_ffcv.main(argv)) == 2 and capsys.readouterr().err.count("\n") == 1
+    assert write(make_photos(tmp_path), tmp_path / "b.beton") == 2 and capsys.readouterr().err.count("\n") == 1
 
 
 # ---- written and read ------------------------------------------------------------------------------------------------
 
-def write(data: Path, out: Path, *more: str) -> int:
-    pytest.importorskip("ffcv")
-    argv = ["--data-dir", str(data), "--out", str(out), "--workers", "2", *more]
-    return exit_code(lambda: write_ffcv.main(argv))
+def write(data: Path, out: Path, more: str = "") -> int:
+    return main(words("write-ffcv", f"--data-dir {data} --out {out} --workers 2 {more}"))
+
+
+def shown(beton: Beton, **more) -> Batch:
+    """Return an epoch's batches as one."""
+    return Batch(*map(torch.cat, zip(*BetonTrainLoader(beton, **{**COMMON, **more}).batches(0), strict=True)))
 
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
+    pytest.importorskip("ffcv")
     return make_photos(tmp_path_factory.mktemp("photos"), side=96)
 
 
@@ -56,9 +61,9 @@ def photos(tmp_path_factory):
 def betons(photos, tmp_path_factory):
     """The training images as pixels, as JPEG and half and half."""
     folder = tmp_path_factory.mktemp("betons")
-    for name, share in (("raw", "0"), ("jpeg", "1"), ("half", "0.5")):
-        assert write(photos, folder / f"{name}.beton", "--jpeg-share", share) == 0
-    return {name: folder / f"{name}.beton" for name in ("raw", "jpeg", "half")}
+    for name, share in (("raw", 0), ("jpeg", 1), ("half", 0.5)):
+        assert write(photos, folder / f"{name}.beton", f"--jpeg-share {share}") == 0
+    return {path.stem: path for path in folder.glob("*.beton")}
 
 
 @pytest.mark.parametrize("kind", ["raw", "jpeg", "half"])
@@ -67,26 +72,25 @@ def test_whole_images_are_shown_as_they_are(photos, betons, kind):
     files, beton = ImageFiles(photos / "train"), Beton(betons[kind], num_classes=3)
     assert set(beton.table[:, 4].tolist()) == {"raw": {0}, "jpeg": {1}, "half": {0, 1}}[kind]
     assert beton.classes == files.classes and np.array_equal(beton.labels, files.targets)
-    loader = BetonTrainLoader(beton, batch_size=20, **{**COMMON, "scale": (1, 1), "hflip": 0})
-    for batch in loader.batches(0):
-        assert torch.equal(batch.targets, torch.from_numpy(files.targets)[batch.ids])
-        for image, index in zip(batch.images, batch.ids.tolist(), strict=True):
-            whole = files.read(index)[0].resize((32, 32), Image.Resampling.BOX)
-            assert np.abs(np.asarray(whole) - (image * 51 + 127.5).permute(1, 2, 0).numpy()).mean() < 3
+    images, targets, ids = shown(beton, scale=(1, 1), hflip=0)
+    assert targets.tolist() == files.targets[ids].tolist()
+    for image, index in zip(images, ids.tolist(), strict=True):
+        whole = files.read(index)[0].resize((32, 32), Image.Resampling.BOX)
+        assert np.abs(np.asarray(whole) - (image * 51 + 127.5).permute(1, 2, 0).numpy()).mean() < 3
 
 
 def test_training_crops_are_of_all_sizes_flipped_half_of_the_time_and_kept(tmp_path):
     """400 times an image of two ramps, which show where a crop lies; a batch that is kept is not written over."""
+    pytest.importorskip("ffcv")
     pixels = np.zeros((200, 250, 3), np.uint8)
     pixels[..., 0], pixels[..., 1] = np.arange(250), np.arange(200)[:, None]
     (tmp_path / "train" / "class").mkdir(parents=True)
     Image.fromarray(pixels).save(tmp_path / "train" / "class" / "ramps.png")
-    assert write(tmp_path, tmp_path / "train.beton", "--jpeg-share", "0") == 0
+    assert write(tmp_path, tmp_path / "train.beton", "--jpeg-share 0") == 0
     beton = Beton(tmp_path / "train.beton")
     beton.labels, beton.table = np.resize(beton.labels, 400), np.resize(beton.table, (400, 5))
-    loader = BetonTrainLoader(beton, seed=1, batch_size=40, **COMMON)
-    kept, images = list(loader.batches(0)), torch.cat([batch.images for batch in loader.batches(0)])
-    assert torch.equal(torch.cat([batch.images for batch in kept]), images)
+    images = shown(beton, seed=1).images
+    assert torch.equal(images, shown(beton, seed=1).images)
     images = images * 0.2 * 255 + 127.5  # (400, 3, 32, 32), in 0..255
     across, down = images[:, 0, 16, [0, -1]].diff()[:, 0] * 32 / 31, images[:, 1, [0, -1], 16].diff()[:, 0] * 32 / 31
     area, aspect = across.abs() * down / (200 * 250), across.abs() / down
@@ -98,13 +102,14 @@ def test_training_crops_are_of_all_sizes_flipped_half_of_the_time_and_kept(tmp_p
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_validation_images_are_the_folders_bit_for_bit(tmp_path, interpolation):
     """Photos of odd sizes, smaller and larger than what they are scaled to, upright and wide, grey and lossless."""
+    pytest.importorskip("ffcv")
     root = make_photos(tmp_path, train=0, val=4, side=64)
     for number, size in enumerate([(37, 53), (33, 33), (61, 301), (97, 45), (36, 36), (20, 15)]):
         image = Image.effect_mandelbrot(size, (-2, -1, 1, 1), 90)
         (image if number == 4 else image.convert("RGB")).save(root / f"val/class_{number % 3}/{number}.png")
     out, stored = tmp_path / "val.beton", Evaluated(32, 37, interpolation)
-    assert write(root, out, *words("--eval-img-size 32 --eval-resize 37 --split validation --interpolation",
-                                   interpolation)) == 0
+    assert write(root, out, "--eval-img-size 32 --eval-resize 37 --split validation --interpolation "
+                            + interpolation) == 0
     beton, files, transform = Beton(out, evaluated=stored), ImageFiles(root / "val"), eval_transform(*stored)
     for index in range(10):
         (image, target), (pixels, label) = files.read(index), beton.read(index)
@@ -134,14 +139,14 @@ def test_a_file_larger_than_the_memory_is_read_as_any_other(betons, tmp_path):
         file.seek(int(header["alloc_table_ptr"][0]))
         file.write(data[tables:])
     assert Beton(betons["half"]).fits_in_memory() and not Beton(path).fits_in_memory()
-    few, large = (torch.cat([batch.images for batch in BetonTrainLoader(
-        Beton(file), batch_size=8, **{**COMMON, "os_cache": False}).batches(0)]) for file in (betons["half"], path))
-    assert len(few) == 40 and torch.equal(few, large)
+    few, large = (shown(Beton(file), os_cache=False) for file in (betons["half"], path))
+    assert len(few.ids) == 40 and torch.equal(few.images, large.images)
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------
 
 def test_broken_images_stop_the_writing_and_are_all_named(tmp_path, capsys):
+    pytest.importorskip("ffcv")
     root, out = make_photos(tmp_path / "photos", train=9), tmp_path / "out" / "train.beton"
     broken = root / "train/class_0/003.jpg", root / "train/class_1/large.png"
     broken[0].write_bytes(b"no image")
@@ -153,9 +158,9 @@ def test_broken_images_stop_the_writing_and_are_all_named(tmp_path, capsys):
     for path in broken:
         path.unlink()
     assert write(root, out) == 0 and len(Beton(out)) == 9 and Beton(out).table[:, 2].max() == 500, "the narrow one"
-    for more, message in ((["--eval-img-size", "300"], "--eval-img-size must lie in 8..256, got 300"),
-                          (["--jpeg-share", "2"], "--jpeg-share must lie in 0..1, got 2")):
-        assert write(root, out, *more) == 2 and message in capsys.readouterr().err
+    for more, limits in (("--eval-img-size 300", "8..256"), ("--jpeg-share 2", "0..1")):
+        flag, given = more.split()
+        assert write(root, out, more) == 2 and f"{flag} must lie in {limits}, got {given}" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -190,26 +195,22 @@ def test_damaged_and_foreign_files_are_named(betons, tmp_path):
     assert len({Beton(betons[name]).fingerprint() for name in ("raw", "raw", "jpeg")}) == 2
 
 
-@pytest.mark.parametrize("kind", ["zeros", "cut"])
-def test_a_damaged_jpeg_is_counted_named_and_replaced(betons, tmp_path, kind):
-    out, bad = Path(shutil.copy(betons["jpeg"], tmp_path)), BadImages(1)
-    start, size = Beton(out).table[1, :2].tolist()
-    with open(out, "r+b") as file:
-        file.seek(start + (0 if kind == "zeros" else size // 2))
-        file.write(bytes(size if kind == "zeros" else size - size // 2))
+@pytest.mark.parametrize("left", [0, 0.5])
+def test_a_damaged_jpeg_is_counted_named_and_replaced(betons, tmp_path, left):
+    out, bad, data = tmp_path / "out.beton", BadImages(1), bytearray(betons["jpeg"].read_bytes())
+    start, size = Beton(betons["jpeg"]).table[1, :2].tolist()
+    data[start + int(left * size):start + size] = bytes(size - int(left * size))
+    out.write_bytes(data)
     beton = Beton(out)
-    batches = list(BetonTrainLoader(beton, batch_size=8, **{**COMMON, "bad_images": bad}).batches(0))
-    ids = torch.cat([batch.ids for batch in batches])
-    assert len(ids) == 40 and 1 not in ids and len(set(ids.tolist())) == 39
-    for batch in batches:
-        assert torch.equal(batch.targets, torch.from_numpy(beton.labels.copy())[batch.ids])
+    _, targets, ids = shown(beton, bad_images=bad)
+    assert len(ids) == 40 and 1 not in ids and len(ids.unique()) == 39
+    assert targets.tolist() == beton.labels[ids].tolist()
     assert bad.new == {f"{out} 1": "it is a damaged JPEG"}
 
 
 @pytest.mark.parametrize("label, got", [(3, "0..3"), (-1, "-1..2")])
 def test_labels_beyond_the_classes_are_refused(photos, tmp_path, label, got):
     """Classes are named beside the file, counted, or, without either, those of the labels."""
-    pytest.importorskip("ffcv")
     path, files = tmp_path / "train.beton", ImageFiles(photos / "train")
     files.targets[1] = label
     write_ffcv.write_beton(files, path)

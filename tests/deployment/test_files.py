@@ -111,7 +111,8 @@ def test_photos_get_the_same_classes(photos_of, shipped, request):
         photos = [photo, photo.transpose(Image.Transpose.FLIP_LEFT_RIGHT)]
     else:
         with tarfile.open(request.getfixturevalue("shared") / "data" / "cifar10" / "test.tar") as tar:
-            photos = [Image.open(tar.extractfile(member)) for member in tar if member.isfile()][::50]
+            members = [member for member in tar if member.isfile()][::50]
+            photos = [Image.open(tar.extractfile(member)).convert("RGB") for member in members]
         assert len(photos) > 100
     model, network = shipped
     images = torch.stack([model.normalize(model.prepare(photo)) for photo in photos])
