@@ -10,13 +10,12 @@ from torchvision.ops import box_convert
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ea_vision import __main__ as commands
-from ea_vision.base.errors import exit_code
 from ea_vision.detection.draw import draw_detections
 from ea_vision.detection.predict import detect
-from ea_vision.predict import main
 from ea_vision.recorder.loading import DetectorModel, load_model, parse_layers
 from ea_vision.visualize.image_maps import record
 from tests.detection.tiny import CLASSES, IDS, SIDE, tiny_run
+from tests.engine.runner import error_of
 
 SIZES = {"same.png": (64, 64), "tall.png": (120, 70), "wide.png": (60, 90)}  # H, W
 
@@ -85,8 +84,8 @@ def test_the_command_writes_results_and_pictures(run, model, photos, tmp_path, c
     folder, results, drawn = tmp_path / "photos", tmp_path / "new" / "results.json", tmp_path / "pictures"
     shutil.copytree(photos, folder)
     (folder / "broken.png").write_bytes(b"none")
-    words = [str(run), str(folder), "--json", str(results), "-o", str(drawn), "--min-score", "0.5", "--device", "cpu"]
-    assert exit_code(lambda: main(words)) == 1
+    words = f"predict {run} {folder} --json {results} -o {drawn} --min-score 0.5 --device cpu"
+    assert commands.main(words.split()) == 1
     said = capsys.readouterr()
     assert said.err.count("error: ") == 1 and "broken.png cannot be read" in said.err
     assert all(Image.open(drawn / f"{name}.png").width >= 373 for name in ("2-same", "3-tall", "4-wide"))
@@ -103,28 +102,21 @@ def test_outputs_that_are_not_finite_are_an_error_of_the_image(run, photos, tmp_
     broken = load_model(str(run))
     broken.model.head.classification_head.cls_logits.bias.data.fill_(torch.inf)
     monkeypatch.setattr("ea_vision.predict.load_model", lambda *_, **__: broken)
-    assert main([str(run), str(photos / "wide.png"), "--json", "-"]) == 1
+    assert commands.main(["predict", str(run), str(photos / "wide.png"), "--json", "-"]) == 1
     said = capsys.readouterr()
     assert json.loads(said.out) == [] and "gives no finite number for" in said.err
 
 
-@pytest.mark.parametrize("command, words", [
-    ("export", ["RUN", "-o", "a.pt2"]), ("probe", ["--model", "RUN", "--layers", "6"])])
-def test_commands_that_need_classes_of_images_say_so(run, command, words, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert commands.run(command, [str(run) if word == "RUN" else word for word in words]) == 2
-    assert "a network that classifies images is required, and ea_aa_resnet34, mine finds" in capsys.readouterr().err
+NO_CLASSES = "a network that classifies images is required, and ea_aa_resnet34, mine finds"
 
 
-@pytest.mark.parametrize("words, message", [
-    (["ea_conv_transformer_cifar", "PHOTO", "-o", "a"], "--output draws boxes, and ea_conv_transformer_cifar"),
-    (["RUN", "PHOTO", "--min-score", "nan"], "--min-score must be a number from 0 to 1, got nan"),
-    (["RUN", "PHOTO", "--img-size", "32"], "mine takes images of 64x64 pixels, got 32x32"),
-    (["RUN", "/nowhere.png"], "does not exist"),
+@pytest.mark.parametrize("command, message", [
+    ("predict ea_conv_transformer_cifar {photo} -o a", "--output draws boxes, and ea_conv_transformer_cifar"),
+    ("predict {run} {photo} --min-score nan", "--min-score must be a number from 0 to 1, got nan"),
+    ("predict {run} {photo} --img-size 32", "mine takes images of 64x64 pixels, got 32x32"),
+    ("predict {run} /nowhere.png", "does not exist"),
+    ("export {run} -o a.pt2", NO_CLASSES), ("probe --model {run} --layers 6", NO_CLASSES),
 ])
-def test_bad_input_is_one_line(run, photos, words, message, tmp_path, monkeypatch, capsys):
+def test_bad_input_is_one_line(run, photos, command, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    filled = [{"RUN": str(run), "PHOTO": str(photos / "wide.png")}.get(word, word) for word in words]
-    assert exit_code(lambda: main(filled)) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    assert message in error_of(commands.main, command.format(run=run, photo=photos / "wide.png").split(), capsys)

@@ -86,7 +86,8 @@ def test_the_run_folder_has_what_the_other_trainers_write(uninterrupted):
 
 
 def test_the_best_weights_are_evaluated_and_gaps_in_category_ids_map_back(data, uninterrupted, tmp_path, capsys):
-    assert train.main(words(f"--evaluate {uninterrupted} --data-dir {data} --output {tmp_path} --workers 0")) == 0
+    argv = words(f"--evaluate {uninterrupted} --data-dir {data} --output {tmp_path} --workers 0 --device cpu")
+    assert train.main(argv) == 0
     assert "AP50" in capsys.readouterr().out
     found, numbers, truth = (json.loads(path.read_text()) for path in (
         tmp_path / "detections.json", tmp_path / "evaluation.json", data / "val.json"))
@@ -106,31 +107,31 @@ def test_bfloat16_trains_and_the_curves_are_drawn(data, tmp_path):
     assert train.main(["--learning-curves", str(folder), "--output", str(picture)]) == 0 and picture.stat().st_size
 
 
-def task_of(data, model, path, **model_kwargs) -> train.CocoDetection:
-    """The data module of a run that begins with the weights of a file."""
-    given = {"recipe": "none", "model": model, "img_size": 64, "data_dir": str(data), "pretrained_path": str(path),
-             "model_kwargs": model_kwargs}
-    return train.CocoDetection(resolve(train.DetectionConfig, given), World, training=True)
+def made(data, **options):
+    """Return the model of a run of these options, and its keywords."""
+    config = resolve(train.DetectionConfig, {"data_dir": str(data), **options})
+    return train.CocoDetection(config, World, training=False).create_model()
 
 
 def test_backbones_begin_with_weights_of_classification(data, tmp_path):
     """Those of attention at its least width alone."""
     layers, path = {"layers": [1, 1, 1, 1]}, tmp_path / "weights.safetensors"
+    begin = partial(made, data, recipe="none", img_size=64, pretrained_path=str(path))
     classifier = timm.create_model("test_resnet", num_classes=7)
     path.write_bytes(encode_weights(classifier.state_dict()))
-    model, kwargs = task_of(data, "test_resnet", path).create_model()
+    model, kwargs = begin(model="test_resnet")
     assert torch.equal(model.backbone.body.conv1[0].weight, classifier.conv1[0].weight)
     assert set(kwargs) == {"num_classes", "img_size", "anchors", "gamma", "box_loss", "head_norm"}
     classifier = timm.create_model("aa_resnet34", num_classes=7, img_size=224, min_head_qk=20, **layers)
     path.write_bytes(encode_weights(classifier.state_dict()))
-    model, _ = task_of(data, "aa_resnet34", path, **layers, min_head_qk=20).create_model()
+    model, _ = begin(model="aa_resnet34", model_kwargs={**layers, "min_head_qk": 20})
     own = model.backbone.body.model.layer4[0].conv1
     assert torch.equal(own.conv.weight, classifier.layer4[0].conv1.conv.weight)
     with pytest.raises(UsageError, match="do not fit aa_resnet34: .* min_head_qk=20 gives a detector$"):
-        task_of(data, "aa_resnet34", path, **layers).create_model()
+        begin(model="aa_resnet34", model_kwargs=layers)
     path.write_bytes(b"nothing of the kind")
     with pytest.raises(UsageError, match="weights.safetensors cannot be read"):
-        task_of(data, "test_resnet", path).create_model()
+        begin(model="test_resnet")
 
 
 World = None  # what only loaders ask
@@ -162,8 +163,7 @@ def test_without_pycocotools_one_line_says_what_to_install(data, tmp_path, monke
 
 @pytest.mark.parametrize("recipe, weights", [("coco_aa_retinanet", 32_217_194), ("coco_26_epochs", 32_189_439)])
 def test_recipes_make_their_detectors(data, recipe, weights):
-    config = resolve(train.DetectionConfig, {"recipe": recipe, "model": "resnet50", "data_dir": str(data)})
     with torch.device("meta"):
-        model, _ = train.CocoDetection(config, World, training=False).create_model()
+        model, kwargs = made(data, recipe=recipe, model="resnet50")
     assert sum(p.numel() for p in model.parameters()) == weights
-    assert model.anchor_generator.num_anchors_per_location()[0] == config.anchors
+    assert model.anchor_generator.num_anchors_per_location()[0] == kwargs["anchors"]
