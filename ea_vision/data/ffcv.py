@@ -12,7 +12,7 @@ import importlib
 import json
 import os
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -141,12 +141,11 @@ def _compiled() -> Callable[..., None]:
     choose_crop = njit(require_ffcv("ffcv.fields.rgb_image").get_random_crop)
 
     @njit(nogil=True)
-    def show(data, table, seeds, scale, ratio, hflip, levels, out, bad):
+    def show(data, table, seeds, scale, ratio, hflip, levels, decoded, out, bad):
         """Show crops of the images that `table` (B, 5) places in `data`: out (B, 3, S, S) are the values of their bytes
-        in `levels` (3, 256); bad (B,) is where a JPEG is damaged."""
+        in `levels` (3, 256); bad (B,) is where a JPEG is damaged. decoded: memory for the largest image."""
         side = out.shape[2]
         scaled = np.empty((side, side, 3), np.uint8)
-        decoded = np.empty((table[:, 2] * table[:, 3]).max() * 3, np.uint8)  # of the largest image
         for n in range(len(table)):
             start, size, height, width, is_jpeg = table[n]
             pixels = data[start:start + size]
@@ -190,6 +189,7 @@ class BetonTrainLoader(ImageTrainLoader):
     def __init__(self, source: Beton, *, os_cache: bool = True, scale: Sequence[float], hflip: float, **common):
         super().__init__(source, transform=None, **common)
         self.os_cache, self.scale, self.hflip = os_cache, np.array(scale, float), hflip
+        self._free: dict[tuple[int, ...], list[np.ndarray]] = defaultdict(list)
 
     def _order(self, epoch: int) -> torch.Tensor:
         return super()._order(epoch) if self.os_cache else quasi_random_order(self.source.pages, self.seed, epoch)
@@ -200,13 +200,14 @@ class BetonTrainLoader(ImageTrainLoader):
         show, on_cpu = _compiled(), self.device.type == "cpu"
         levels = torch.arange(256, dtype=torch.uint8).expand(3, 1, 256)
         levels = (normalize(levels, self.mean, self.std) if on_cpu else levels)[:, 0].numpy()
-        shape, free = (self.batch_size, 3, img_size, img_size), []
+        shape = self.batch_size, 3, img_size, img_size
 
         def decode(keys: np.ndarray) -> tuple[torch.Tensor, list[int], dict[int, str]]:
             (seeds, ids), bad = keys.T, np.zeros(len(keys), bool)
-            out = _reused(free, shape) if on_cpu else torch.empty(shape, dtype=torch.uint8, pin_memory=True)
-            show(self.source.data, self.source.table[ids], (seeds % 2**32).astype(np.uint32), self.scale, RATIO,
-                 self.hflip, levels, out.numpy(), bad)
+            out = _reused(self._free[shape], shape) if on_cpu else torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+            table = self.source.table[ids]
+            show(self.source.data, table, (seeds % 2**32).astype(np.uint32), self.scale, RATIO, self.hflip, levels,
+                 np.empty(3 * (table[:, 2] * table[:, 3]).max(), np.uint8), out.numpy(), bad)
             return out, self.source.labels[ids].tolist(), dict.fromkeys(bad.nonzero()[0].tolist(),
                                                                         "it is a damaged JPEG")
 
