@@ -204,8 +204,9 @@ class BetonTrainLoader(ImageTrainLoader):
 
         def decode(keys: np.ndarray) -> tuple[torch.Tensor, list[int], dict[int, str]]:
             (seeds, ids), bad = keys.T, np.zeros(len(keys), bool)
-            out = _reused(self._free[shape], shape) if on_cpu else torch.empty(shape, dtype=torch.uint8, pin_memory=True)
             table = self.source.table[ids]
+            out = (_reused(self._free[shape], shape) if on_cpu else
+                   torch.empty(shape, dtype=torch.uint8, pin_memory=True))
             show(self.source.data, table, (seeds % 2**32).astype(np.uint32), self.scale, RATIO, self.hflip, levels,
                  np.empty(3 * (table[:, 2] * table[:, 3]).max(), np.uint8), out.numpy(), bad)
             return out, self.source.labels[ids].tolist(), dict.fromkeys(bad.nonzero()[0].tolist(),
