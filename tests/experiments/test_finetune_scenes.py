@@ -25,7 +25,6 @@ def test_the_table_comes_and_a_second_start_trains_nothing(tmp_path, monkeypatch
     assert len(list((runs / "data" / "train").rglob("*.jpg"))) == 6
     rows = pd.read_csv(runs / "evidence-runs.csv")
     assert rows[["variant", "seed"]].values.tolist() == [["plain", 0], ["gates", 0]]
-    assert set(rows["test_top1"]) <= {0, 25, 50, 75, 100}
     assert pd.isna(rows["alpha"][0]) and " to " in rows["alpha"][1]
     made = {path: path.stat().st_mtime_ns for path in runs.rglob("model.safetensors")}
     assert study.main(command) == 0

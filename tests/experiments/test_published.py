@@ -14,52 +14,34 @@ from ea_vision.engine.config import PUBLISHED, make_parser, parse, resolve
 from ea_vision.engine.train_cifar import CifarConfig
 from ea_vision.engine.train_imagenet import ImageNetConfig
 from experiments import published
-from experiments.published import command, cost, counted, figures, section, tables
+from experiments.published import command, counted, figures, section, tables
 from tests.slow import slow_but
 
 TABLES = tables()
-ROWS = [(table, row, data) for table in TABLES.values() for row in table["rows"] for data in row["recipes"]]
 SMALL = ("wide-resnet", "conv-transformer", "attention-cost", "probe")
 ALL = os.environ.get("EA_VISION_TEST_ALL") == "1"
 
 
 @pytest.mark.parametrize("name", slow_but(SMALL, TABLES))
 def test_the_pages_are_what_the_script_writes(name):
-    [(path, text)] = [(path, text) for path, text in published.TEXT.items()
+    [(page, text)] = [(path.read_text(), text) for path, text in published.TEXT.items()
                       if (path.name == "results.md") == (name in published.MAIN)]
-    page = path.read_text()
     [shown] = [f"## {part.rstrip()}" for part in page.split("\n## ") if part.startswith(f"{TABLES[name]['title']}:")]
     assert section(TABLES[name], TABLES[name]["rows"]) == shown, "run: python -m experiments.published"
     assert page.startswith(text)
 
 
-def test_a_network_stands_beside_its_own_papers_baseline():
-    """PA-50's 77.55 is a gain over the PA paper's AA-50, 77.15; the EA paper's has 77.70."""
-    for paper, kind, table in (("PA", "pa", "pa-imagenet"), ("EA", "ea", "imagenet")):
-        top1 = {row["model"]: row["top1"]["ImageNet"] for row in TABLES[table]["rows"]}
-        assert {row["source"].split()[0] for row in TABLES[table]["rows"]} == {paper}
-        for name in (name for name in top1 if name.startswith(f"{kind}_")):
-            assert top1[name] > top1[name.removeprefix(f"{kind}_")] > top1[name.removeprefix(f"{kind}_aa_")]
-
-
 def test_commands_train_the_row_s_network_as_long_as_the_page_says():
     trainers = {"train-cifar": CifarConfig, "train-imagenet": ImageNetConfig, "train-detection": DetectionConfig}
-    parsers = {cls: make_parser(cls, "", "") for cls in trainers.values()}
-    for _, row, data in ROWS:
-        start, trainer, options = re.fullmatch(rf"(.*) ({'|'.join(trainers)}) (.*)", command(row, data)).groups()
-        assert start in ("ea-vision", "torchrun --nproc-per-node 8 -m ea_vision")
+    rows = [(row, data) for table in TABLES.values() for row in table["rows"] for data in row["recipes"]]
+    for row, data in rows:
+        trainer, options = re.fullmatch(r"(?:ea-vision|torchrun --nproc-per-node 8 -m ea_vision) (\S+) (.*)",
+                                        command(row, data)).groups()
         cls, words = trainers[trainer], shlex.split(options)
-        config = resolve(cls, parse(parsers[cls], words))
+        config = resolve(cls, parse(make_parser(cls, "", ""), words))
         assert config.model == row["model"] and row["kwargs"].items() <= config.model_kwargs.items(), words
-    named = {row["model"] for _, row, data in ROWS if row["recipes"][data] == f"imagenet_{row['model']}"}
+    named = {row["model"] for row, data in rows if row["recipes"][data] == f"imagenet_{row['model']}"}
     assert named == set(PUBLISHED), "each of the papers' ImageNet networks has a recipe of its name"
-
-
-def test_cost_is_three_forward_passes_an_image():
-    [row] = [row for row in TABLES["imagenet"]["rows"] if row["model"] == "resnet50"]
-    macs = 4.09e9  # of ResNet-50, as is well known
-    epochs, eflop = cost(row, "ImageNet")
-    assert epochs == 100 and eflop == pytest.approx(3 * 2 * macs * 1_281_167 * 100 / 1e18, rel=1e-3)
 
 
 def test_rows_of_a_network_and_a_wrong_name(capsys):
@@ -81,28 +63,27 @@ def test_every_published_figure_is_in_the_papers_tables(shared):
                  for number, line in re.findall(r"^Table ([\d/]+)[,:](.*?)(?=^Table |\Z)", part, re.M | re.S)}
     rows = [(table, row) for table in TABLES.values() for row in table["rows"]]
     assert {row["source"].partition(",")[0] for _, row in rows if row["source"] not in of_papers} == {"AA paper"}
-    checked = 0
-    for table, row in ((table, row) for table, row in rows if row["source"] in of_papers):
-        line = of_papers[row["source"]]
+    rows = [(table, row, of_papers[row["source"]]) for table, row in rows if row["source"] in of_papers]
+    assert len(rows) > 30
+    for table, row, line in rows:
         typed = [*row["top1"].values(), *row["top5"].values(), *row.get("layers", {}).values()]
         typed += [value for value in (row["params_m"], row["gflops"]) if value is not None]
         assert set(map(float, typed)) <= set(map(float, re.findall(r"\d+(?:\.\d+)?", line))), row
         if row["top1"] and "imagenet" in table["name"]:  # top-1 and top-5 stand together
             assert " ".join(f"{x:.2f}" for x in (row["top1"]["ImageNet"], *row["top5"].values())) in line, row
-        checked += len(typed)
-    assert checked > 100
 
 
 @pytest.mark.parametrize("name", slow_but({"share"}, ["share", "position"]))
 def test_published_positions_and_shares_are_built_as_the_paper_says(name):
     """They change the sizes as published, and positions that learn nothing add nothing."""
     rows = [row for row in TABLES[name]["rows"] if row["model"] == "aa_resnet50" or ALL]
-    for row in (row for row in rows if row["params_m"]):
-        counts = counted(row, "ImageNet")
-        assert counts.params / 1e6 == pytest.approx(row["params_m"], abs=0.06)
-        assert counts.flops_profiler / 1e9 == pytest.approx(row["gflops"], rel=0.02)
+    counts = [counted(row, "ImageNet") for row in rows]
+    for row, of in zip(rows, counts, strict=True):
+        if row["params_m"]:
+            assert of.params / 1e6 == pytest.approx(row["params_m"], abs=0.06)
+            assert of.flops_profiler / 1e9 == pytest.approx(row["gflops"], rel=0.02)
     if name == "position":
-        none, sine, coord, relative = (counted(row, "ImageNet").params for row in rows[-4:])
+        none, sine, coord, relative = (of.params for of in counts[-4:])
         assert none == sine < relative and none < coord
 
 

@@ -5,6 +5,7 @@ import shutil
 import safetensors.torch
 import timm
 import torch
+from torchvision.transforms.functional import normalize
 
 from ea_vision.base.errors import exit_code
 from ea_vision.data.small_images import load_dataset
@@ -22,8 +23,7 @@ def test_the_card_of_exported_weights_has_the_figures_of_the_file(tmp_path, monk
     assert run(arguments(data, folder, "--epochs", "2", "--eval-epochs", "2", "--tta", "six"), log) == 0
     about = run_folder.read_config(folder)[1]
     test = load_dataset("folder", str(data)).test
-    mean, std = (torch.tensor(about[key]).view(-1, 1, 1) for key in ("mean", "std"))
-    x = (test.images / 255 - mean) / std
+    x = normalize(test.images / 255, about["mean"], about["std"])
     for largest_loss, dtype in ((100, "float16"), (-1, "float32")):
         monkeypatch.setattr(weights_card, "LARGEST_LOSS", largest_loss)
         assert weights_card.main([str(folder), "-o", str(out), "--data-dir", str(data)]) == 0
