@@ -6,10 +6,16 @@ import timm
 import torch
 
 import ea_vision
-from ea_vision.layers import AugmentedConv2d, evolution_class, learnable_gates
+from ea_vision.layers import evolution_class, learnable_gates
 from ea_vision.ops import use_implementation
 from tests.models.test_vision_transformer import fused, images, lively, plain
-from tests.models.zoo import assert_checkpointing_changes_nothing, assert_fx_and_torchscript_agree, idle, woken
+from tests.models.zoo import (
+    assert_checkpointing_changes_nothing,
+    assert_fx_and_torchscript_agree,
+    idle,
+    layers_of,
+    woken,
+)
 from tests.slow import slow_but
 
 KINDS = ["ea", "pa", "residual", "talking_heads", "reattention", "refiner", "mta", "conv2d", "xsa", "gated"]
@@ -70,10 +76,7 @@ def test_timms_ways(kind):
     torch.testing.assert_close(features(images()), [taken[1]])
     assert_fx_and_torchscript_agree(mini(depth=2, **options), images())
     for sizes in (dict(img_size=(16, 24)), dict(dynamic_img_size=True)):  # not square
-        other = mini(**options, **sizes)
-        if "img_size" in sizes:
-            other.set_input_size((16, 24))
-        assert other(images(16, 24)).isfinite().all()
+        assert mini(**options, **sizes)(images(16, 24)).isfinite().all()
     pruned = copy.deepcopy(model)
     pruned.prune_intermediate_layers([1], prune_norm=True)
     torch.testing.assert_close(pruned.forward_intermediates(images(), [1], intermediates_only=True), [taken[1]])
@@ -98,19 +101,17 @@ def test_onnx_and_torch_export_agree(kind, tmp_path):
 @torch.no_grad()
 def test_recorded_maps_are_those_that_weigh_the_values_and_recording_changes_nothing(kind):
     model = mini(evolution=kind, start="paper").train()  # batch statistics: recording must not move them twice
-    twin = copy.deepcopy(model)
-    kind_class = evolution_class(kind)
-    parts = ("attn", "logits", "self_logits", *kind_class.part_names,
-             *(["prev_logits"] if kind_class.reads_previous else []))
-    seen = {}
+    twin, kind_class, seen = copy.deepcopy(model), evolution_class(kind), []
     layer = twin.blocks[1].attn
-    layer.attn_drop.register_forward_pre_hook(lambda _, args: seen.update(attn=args[0]))
-    with ea_vision.record_attention(model, [2], parts=parts) as maps:
+    layer.attn_drop.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with ea_vision.record_attention(model, [2], parts=(
+            "attn", "logits", "self_logits", *kind_class.part_names,
+            *(["prev_logits"] if kind_class.reads_previous else []))) as maps:
         y = model(images())
     torch.testing.assert_close(y, twin(images()))
     torch.testing.assert_close(model.state_dict(), twin.state_dict())
     recorded = maps[2]
-    torch.testing.assert_close(recorded.attn, seen["attn"])
+    torch.testing.assert_close(recorded.attn, seen[0])
     if kind_class.mixes_attn:
         torch.testing.assert_close(recorded["softmax"], recorded.logits.softmax(-1))
     if kind == "conv2d":
@@ -134,13 +135,13 @@ def test_gates_are_named_for_the_trainer():
 def test_convolutional_networks_by_keyword(name, options, kind):
     torch.manual_seed(0)
     model = timm.create_model(name, evolution=kind, num_classes=5, start="identity", **options)
-    layers = [m for m in model.modules() if isinstance(m, AugmentedConv2d)]
-    assert any(layer.evolution is not None for layer in layers)
-    assert (layers[0].evolution is None) == evolution_class(kind).reads_previous
-    base = timm.create_model(name.replace("ea_", ""), num_classes=5, **options).eval()
+    first, *others = layers_of(model)
+    assert (first.evolution is None) == evolution_class(kind).reads_previous
+    assert any(layer.evolution is not None for layer in others)
+    base = timm.create_model(name, num_classes=5, **options).eval()
     missing = model.load_state_dict(base.state_dict(), strict=False)
     assert not missing.unexpected_keys and all(".evolution." in n for n in missing.missing_keys)
-    x = torch.randn(2, 3, *([64, 64] if "img_size" in options else [32, 32]))
+    x = images(options.get("img_size", 32), options.get("img_size", 32))
     with torch.no_grad(), use_implementation("reference"):
         assert torch.equal(model.eval()(x), base(x))
         with torch.jit.optimized_execution(False):
@@ -150,27 +151,23 @@ def test_convolutional_networks_by_keyword(name, options, kind):
 
 def test_general_initialisation_leaves_mechanisms_at_their_start():
     model = timm.create_model("conv_transformer_cifar", evolution="reattention", gain=0.0)
-    conv = next(m.evolution.reatten_matrix for m in model.modules() if isinstance(m, AugmentedConv2d))
+    conv = layers_of(model)[0].evolution.reatten_matrix
     assert conv.weight.abs().max() <= conv.in_channels ** -0.5 + 1e-6  # torch's uniform start
 
 
 @torch.no_grad()
 def test_values_are_the_first_blocks_and_begin_as_the_plain_network():
-    reference, begins = mini(), mini(value_residual=True)
+    reference, begins, halves = mini(), mini(value_residual=True), mini(value_residual="paper")
     begins.load_state_dict(reference.state_dict(), strict=False)
     torch.testing.assert_close(begins(images()), reference(images()))
-    halves = mini(value_residual="paper")
-    halves.load_state_dict(reference.state_dict(), strict=False)
-    values = {}
-    for index, block in enumerate(halves.blocks):
+    values, mixed = [], []
+    for block in halves.blocks:
         block.attn.qkv.register_forward_hook(
-            lambda _, args, y, index=index: values.update({index: y.unflatten(2, (3, 4, -1))[:, :, 2].transpose(1, 2)}))
-        if index:
-            block.attn.value_residual.register_forward_hook(
-                lambda _, args, y, index=index: values.update({f"mixed{index}": y}))
+            lambda _, args, y: values.append(y.unflatten(2, (3, 4, -1))[:, :, 2].transpose(1, 2)))
+    for block in halves.blocks[1:]:
+        block.attn.value_residual.register_forward_hook(lambda _, args, y: mixed.append(y))
     halves(images())
-    for index in (1, 2):
-        torch.testing.assert_close(values[f"mixed{index}"], 0.5 * values[0] + 0.5 * values[index])
+    torch.testing.assert_close(mixed, [0.5 * values[0] + 0.5 * own for own in values[1:]])
 
 
 def test_token_convolutions_stand_before_each_block_but_the_first():
@@ -195,7 +192,7 @@ def test_mrla_begins_as_the_network_without_and_learns(block, width):
     base, begins, paper = (timm.create_model(name, **options, mrla=mrla).eval() for mrla in (False, True, "paper"))
     missing = begins.load_state_dict(base.state_dict(), strict=False)
     assert not missing.unexpected_keys and all(".mrla." in n for n in missing.missing_keys)
-    x = torch.randn(2, 3, 64, 64)
+    x = images(64, 64)
     with torch.no_grad():
         assert torch.equal(begins(x), base(x))
         torch.testing.assert_close(begins.forward_intermediates(x)[0], begins.forward_features(x))

@@ -62,9 +62,7 @@ def test_default_cfg_is_true_and_every_size_has_its_shapes(name):
 
 def test_every_parameter_has_a_gradient(name, model):
     twin = copy.deepcopy(model).train()
-    y = twin(torch.randn(2, 3, side(name), side(name)))
-    assert y.shape == (2, 5) and y.isfinite().all()
-    y.square().sum().backward()
+    twin(torch.randn(2, 3, side(name), side(name))).square().sum().backward()
     assert idle(twin) == []
 
 
@@ -97,13 +95,12 @@ def test_intermediates_are_those_of_the_whole_network(model, image):
 def test_features_only_are_the_intermediates(name, model, image):
     features = lively(name, features_only=True, out_indices=(0, -2)).eval()
     inner = getattr(features, "model", features)  # timm's ResNet is unwrapped
-    kept = inner.state_dict().keys()
-    inner.load_state_dict({n: v for n, v in model.state_dict().items() if n in kept})
+    assert len(inner.state_dict()) < len(model.state_dict())  # what no wanted feature needs is gone
+    inner.load_state_dict({n: model.state_dict()[n] for n in inner.state_dict()})
     expected = model.forward_intermediates(image, intermediates_only=True)
     torch.testing.assert_close(features(image), [expected[0], expected[-2]])
     assert features.feature_info.channels() == [model.feature_info[i]["num_chs"] for i in (0, -2)]
     assert features.feature_info.reduction() == [model.feature_info[i]["reduction"] for i in (0, -2)]
-    assert len(kept) < len(model.state_dict())  # what no wanted feature needs is gone
     features.set_grad_checkpointing(True)
 
 
@@ -125,24 +122,22 @@ def test_head_in_timms_ways(name, model, image):
 def test_layer_decay_follows_the_order_of_the_network(name, image):
     model, order = lively(name, num_classes=5).eval(), []
     owners = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
-    handles = [m.register_forward_pre_hook(lambda m, _: order.append(m)) for m in owners]
+    for module in owners:
+        module.register_forward_pre_hook(lambda m, _: order.append(m))
     with torch.no_grad():
         model(image)
-    for handle in handles:
-        handle.remove()
     assert set(order) == set(owners)
 
     optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.05, layer_decay=0.75)
-    groups = [(p, group) for group in optimizer.param_groups for p in group["params"]]
-    assert sorted(id(p) for p, _ in groups) == sorted(id(p) for p in model.parameters())  # each in one
-    group_of = {id(p): group for p, group in groups}
-    scales = [group_of[id(p)]["lr_scale"] for module in order for p in module.parameters(recurse=False)]
+    group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+    assert group_of.keys() == set(model.parameters())
+    scales = [group_of[p]["lr_scale"] for module in order for p in module.parameters(recurse=False)]
     assert scales == sorted(scales) and scales[-1] == 1.0 and len(set(scales)) > len(model.feature_info)
     for layer in layers_of(model):
-        assert len({group_of[id(p)]["lr_scale"] for p in layer.parameters()}) == 1
+        assert len({group_of[p]["lr_scale"] for p in layer.parameters()}) == 1
     for n, p in model.named_parameters():
         spared = p.ndim < 2 or n.endswith("_rel")  # norms, biases, position tables
-        assert group_of[id(p)]["weight_decay"] == (0.0 if spared else 0.05), n
+        assert group_of[p]["weight_decay"] == (0.0 if spared else 0.05), n
     coarse = group_parameters(model, model.group_matcher(coarse=True), reverse=True)
     assert coarse.keys() == dict(model.named_parameters()).keys()
     assert coarse[f"{model.default_cfg['first_conv']}.weight"] == 0

@@ -89,19 +89,18 @@ def test_every_name_begins_as_timms(name):
     evolving = timm.create_model(name, **options).eval()
     missing = evolving.load_state_dict(timms.state_dict(), strict=False)
     assert not missing.unexpected_keys and {key.split(".")[3] for key in missing.missing_keys} == {"evolution"}
-    for size in ((224, 224), (384, 384), (224, 320)):
-        for model in (timms, evolving):
-            model.set_input_size(size)
-        assert_same_function(evolving, timms, images(*size, batch=1))
+    for model in (timms, evolving):
+        model.set_input_size((96, 160))
+    assert_same_function(evolving, timms, images(96, 160))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_is_timms_network_with_convolutions_of_maps(name):
     with torch.device("meta"):
         evolving, timms = timm.create_model(name).eval(), timm.create_model(name[3:]).eval()
-        shapes = {key: value.shape for key, value in evolving.state_dict().items()}
-        extra = {key: shape for key, shape in shapes.items() if key not in timms.state_dict()}
-        assert all(shapes[key] == value.shape for key, value in timms.state_dict().items())
+        shapes, theirs = ({key: value.shape for key, value in of.state_dict().items()} for of in (evolving, timms))
+        assert theirs.items() <= shapes.items()
+        extra = {key: shape for key, shape in shapes.items() if key not in theirs}
         gates = ["alpha", "beta"] if name.startswith("ea") else ["alpha"]
         assert list(extra) == [f"blocks.{i}.attn.evolution.{part}" for i in range(1, 12)
                                for part in (*gates, "convs.0.weight", "convs.0.bias")]
@@ -112,8 +111,8 @@ def test_every_name_is_timms_network_with_convolutions_of_maps(name):
     for key in ("hf_hub_id", "tag", "url", "input_size", "num_classes", "mean", "classifier", "first_conv"):
         assert cfg.get(key) == timms_cfg.get(key), key
     assert "not fine-tuned" in cfg["description"] and "not fine-tuned" in get_network(name).about
-    tags = [each.split(".")[1] for each in timm.list_pretrained(f"{name}.*")]
-    assert sorted(tags) == sorted(each.split(".")[1] for each in timm.list_pretrained(f"{name[3:]}.*")) and tags
+    tags, timms_tags = ([each.split(".")[1] for each in timm.list_pretrained(f"{of}.*")] for of in (name, name[3:]))
+    assert tags and sorted(tags) == sorted(timms_tags)
 
 
 EXACT = [  # timm's names of many families, made small where the names allow it
@@ -134,9 +133,8 @@ EXACT = [  # timm's names of many families, made small where the names allow it
 ]
 
 
-@pytest.mark.parametrize("name,options", EXACT)
-@pytest.mark.parametrize("kind", ["ea", "pa"])
-def test_evolve_is_exact_in_many_families(name, options, kind):
+@pytest.mark.parametrize("kind, name, options", [*(("ea", *each) for each in EXACT), ("pa", *EXACT[0])])
+def test_evolve_is_exact_in_many_families(kind, name, options):
     torch.manual_seed(0)
     timms = lively(timm.create_model(name, **{**TINY, **options}))
     if name == "vit_base_patch16_rpn_224":
@@ -202,10 +200,9 @@ def test_gates_are_what_the_keywords_say(name, options, expected):
     for e in others:
         assert type(e) is (EvolvingAttention if name == "ea" else PredictiveAttention)
         for gate, value in zip((e.alpha, e.beta), expected, strict=True):
-            assert torch.as_tensor(gate).allclose(torch.tensor(value))
-        assert [isinstance(gate, nn.Parameter) for gate in e.gates().values()] == [bool(learnable)] * len(e.gates())
+            assert torch.as_tensor(gate).tolist() == pytest.approx([value] * 3 if learnable == "per_head" else value)
+        assert all(isinstance(gate, nn.Parameter) == bool(learnable) for gate in e.gates().values())
         assert e.convs[0].kernel_size[0] == options.get("kernel_size", 3)
-        assert learnable != "per_head" or e.alpha.shape == (3,)
 
 
 def test_evolve_takes_gates_and_layers():
@@ -213,8 +210,6 @@ def test_evolve_takes_gates_and_layers():
         model = ea_vision.evolve(plain(), alpha=0.2, beta=0.1, learnable=False, **layers)
         one, other, last = [block.attn.evolution for block in model.blocks]
         assert one is other is None and (last.alpha, last.beta) == (0.2, 0.1)
-    with pytest.raises(ValueError, match="got 1 blocks"):
-        ea_vision.unevolve(model)
 
 
 @torch.no_grad()
@@ -239,18 +234,16 @@ def test_prefix_tokens_pass_the_convolution(options):
     whole = copy.deepcopy(evolution)
     whole.num_prefix_tokens = 0
     logits, prev = torch.randn(2, 2, 3, 12, 12)
-    evolved = evolution(logits, prev)
-    torch.testing.assert_close(evolved[:, :, 3:, 3:], whole(logits[:, :, 3:, 3:], prev[:, :, 3:, 3:]))
-    mixed = 0.4 * prev + 0.6 * logits
-    torch.testing.assert_close(evolved[:, :, :3], mixed[:, :, :3])
-    torch.testing.assert_close(evolved[:, :, 3:, :3], mixed[:, :, 3:, :3])
-    assert not torch.allclose(whole(logits, prev), evolved)
+    expected = 0.4 * prev + 0.6 * logits
+    expected[:, :, 3:, 3:] = whole(logits[:, :, 3:, 3:], prev[:, :, 3:, 3:])
+    torch.testing.assert_close(evolution(logits, prev), expected)
+    assert not torch.allclose(whole(logits, prev), expected)
     q, k, v = torch.randn(3, 2, 3, 12, 4)
     by_operator = ops.evolving_attention(q, k, v, **evolution.operands(prev))[1]
     torch.testing.assert_close(by_operator, evolution(q @ k.transpose(-2, -1) / 2, prev))
 
 
-def chosen(caplog, monkeypatch, model, **options):
+def chosen(caplog, monkeypatch, model):
     """What the log says of the implementations that a forward took."""
     monkeypatch.setattr(ops, "_logged", set())
     caplog.clear()
@@ -260,15 +253,16 @@ def chosen(caplog, monkeypatch, model, **options):
 
 
 def test_the_kernel_takes_learnable_gates_and_the_log_says_what_it_does_not_take(caplog, monkeypatch):
-    for options in ({}, dict(learnable="per_head"), dict(alpha=0.5, beta=1.0), dict(evolution="pa", alpha=0.1),
-                    dict(prefix="pass")):
-        assert chosen(caplog, monkeypatch, tiny(**options)) == ["'cpu'"]
-        with torch.no_grad():
-            assert chosen(caplog, monkeypatch, tiny(**options)) == ["'cpu'"]
+    models = [tiny(**options) for options in (
+        {}, dict(learnable="per_head"), dict(alpha=0.5, beta=1.0), dict(evolution="pa", alpha=0.1),
+        dict(prefix="pass"))]
     frozen = tiny()
     for block in frozen.blocks[1:]:
         block.attn.evolution.requires_grad_(False)
-    assert chosen(caplog, monkeypatch, frozen) == ["'cpu'"]
+    for model in (*models, frozen):
+        assert chosen(caplog, monkeypatch, model) == ["'cpu'"]
+    with torch.no_grad():
+        assert chosen(caplog, monkeypatch, models[0]) == ["'cpu'"]
     compiled = torch.compile(tiny(depth=2), fullgraph=True, backend="aot_eager")  # in silence neither
     assert chosen(caplog, monkeypatch, compiled)[0].startswith("'cpu'")
     torch._dynamo.reset()
@@ -278,26 +272,21 @@ def test_the_kernel_takes_learnable_gates_and_the_log_says_what_it_does_not_take
 def test_the_kernel_computes_what_the_reference_does(options):
     results = []
     for implementation in ("cpu", "reference"):
-        model, kept = active(tiny(**options)), {}
+        model, kept = active(tiny(**options)), set()
 
         def pack(tensor, kept=kept):
             if tensor.shape == (2, 3, 17, 17):
-                kept[tensor.data_ptr()] = tensor
+                kept.add(tensor.data_ptr())
             return tensor
 
         with ops.use_implementation(implementation), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             y = model(images())
-            y.square().sum().backward()
+            (y.square().sum() / 100).backward()
         results.append((y.detach(), {name: p.grad for name, p in model.named_parameters()}))
-        assert (len(kept) == 2) == (implementation == "cpu")  # one map for each block but the last
+        assert implementation == "reference" or len(kept) == 2  # one map for each block but the last
+    torch.testing.assert_close(*results, atol=3e-5, rtol=1e-3)
     gates = [grad for name, grad in results[0][1].items() if name.endswith((".alpha", ".beta"))]
     assert len(gates) == (2 if options.get("evolution") == "pa" else 4) and all(grad.all() for grad in gates)
-    (y, grads), (expected_y, expected) = results
-    assert not torch.equal(y, expected_y)
-    torch.testing.assert_close(y, expected_y, atol=3e-5, rtol=1e-3)
-    for name, grad in grads.items():  # which reach 200 in some: rounding is a share of the largest
-        largest = float(expected[name].abs().max())
-        torch.testing.assert_close(grad, expected[name], atol=max(3e-5, 3e-6 * largest), rtol=1e-3)
 
 
 @torch.no_grad()
@@ -321,10 +310,9 @@ def test_intermediates_are_timms():
 
 @torch.no_grad()
 def test_other_sizes_in_timms_ways():
-    model, timms = active(tiny()), plain()
-    for network in (model, timms):
-        network.set_input_size((48, 32))
-    assert model.pos_embed.shape == timms.pos_embed.shape and model(images(48, 32)).shape == (2, 5)
+    model = active(tiny())
+    model.set_input_size((48, 32))
+    assert model.pos_embed.shape == (1, 1 + 6 * 4, 48) and model(images(48, 32)).shape == (2, 5)
     dynamic = active(tiny(dynamic_img_size=True, dynamic_img_pad=True))
     assert dynamic.forward_features(images(44, 61)).shape == (2, 1 + 6 * 8, 48)
     model.reset_classifier(7, "avg")
@@ -338,12 +326,11 @@ def test_compiles_in_one_graph_and_exports_with_any_batch_size():
 def test_layer_decay_and_weight_decay_are_timms():
     model = tiny(learnable="per_head")
     optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.05, layer_decay=0.5)
-    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
     for number, block in enumerate(model.blocks):
-        assert len({group_of[id(p)]["lr_scale"] for p in block.parameters()}) == 1, number
-    for name, parameter in model.named_parameters():
-        if ".evolution." in name:
-            assert group_of[id(parameter)]["weight_decay"] == (0.05 if parameter.ndim == 4 else 0.0), name
+        assert len({group_of[p]["lr_scale"] for p in block.parameters()}) == 1, number
+        for p in block.attn.evolution.parameters() if number else ():
+            assert group_of[p]["weight_decay"] == (0.05 if p.ndim == 4 else 0.0), number
 
 
 def test_masks_are_refused():
