@@ -1,4 +1,5 @@
 """Absolute positions against loops over pixels, alone and within the layer."""
+import itertools
 import math
 
 import pytest
@@ -20,10 +21,9 @@ def sine(C, size):
 
 def loop_coordinates(H, W):
     table = torch.zeros(3, H, W, dtype=D64)
-    for y in range(H):
-        for x in range(W):
-            down, right = (2 * p / (size - 1) - 1 if size > 1 else 0 for p, size in ((y, H), (x, W)))
-            table[:, y, x] = torch.tensor([right, down, math.hypot(right, down)])
+    for y, x in itertools.product(range(H), range(W)):
+        down, right = (2 * p / (size - 1) - 1 if size > 1 else 0 for p, size in ((y, H), (x, W)))
+        table[:, y, x] = torch.tensor([right, down, math.hypot(right, down)])
     return table
 
 
@@ -39,19 +39,17 @@ def test_they_equal_timms_and_the_loop(size):
     ((3, 5), {}), ((4, 2), {}), ((7, 6), {"stride": 2}), ((6, 9), {"pool_attention": True})])
 def test_the_branch_reads_them_at_the_maps_size(position, size, options):
     """As a layer without positions whose input, at the map's size, has them already."""
-    layer = AugmentedConv2d(4, 10, dim_qk=4, dim_v=6, num_heads=2, feat_size=(3, 5), position=position, **options)
-    layer = layer.double()
-    in_channels = 7 if position == "coord" else 4
-    plain = AugmentedConv2d(in_channels, 10, dim_qk=4, dim_v=6, num_heads=2, feat_size=(3, 5), position="none").double()
+    common = dict(dim_qk=4, dim_v=6, num_heads=2, feat_size=(3, 5))
+    layer = AugmentedConv2d(4, 10, position=position, **common, **options).double()
+    plain = AugmentedConv2d(7 if position == "coord" else 4, 10, position="none", **common).double()
     assert not layer.relative and layer.height_rel is None
     plain.load_state_dict({**layer.state_dict(), "conv.weight": plain.conv.weight})
-    x = torch.randn(2, 4, *size, dtype=D64)
-    pooled = x
+    x = pooled = torch.randn(2, 4, *size, dtype=D64)
     for _ in range(layer.num_pools):
         pooled = torch.nn.functional.avg_pool2d(pooled, 3, 2, 1, count_include_pad=False)
-    H, W = pooled.shape[2:]
-    table = sine(4, (H, W)) if position == "sine" else loop_coordinates(H, W).expand(2, -1, -1, -1)
-    placed = pooled + table if position == "sine" else torch.cat([pooled, table], 1)
+    map_size = pooled.shape[2:]
+    placed = pooled + sine(4, map_size) if position == "sine" else torch.cat(
+        [pooled, loop_coordinates(*map_size).expand(2, -1, -1, -1)], 1)
     torch.testing.assert_close(layer.attend(x, None), plain.attend(placed, None))
     torch.testing.assert_close(torch.jit.script(layer)(x), layer(x))
 

@@ -33,7 +33,7 @@ def test_saved_for_the_hub_loads_from_a_folder(name, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_inference(name, dtype):
     model = lively(name, num_classes=5).eval()
-    x = torch.randn(2, 3, side(name), side(name))
+    x = torch.randn(2, 3, side(name) // 2, side(name) // 2)  # a CPU may convolve float16 number by number
     with torch.no_grad():
         expected = model(x)
         got = model.to(dtype)(x.to(dtype))

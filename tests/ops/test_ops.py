@@ -579,12 +579,16 @@ def test_hooks_see_the_maps():
 def test_compiles_whole_and_once(learnable, dropout_p):
     layers, x, graphs = chain(dropout_p, learnable=learnable), torch.randn(2, 8, 6, 5), []
 
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
     def results(function, x):
         torch.manual_seed(1)
         y, _ = function(layers, x)
         return y, torch.autograd.grad(y.square().sum(), list(layers.parameters()))
 
-    compiled = torch.compile(run, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph)
+    compiled = torch.compile(run, fullgraph=True, backend=backend)
     for batch in (x, x + 1, x * 2):
         torch.testing.assert_close(results(compiled, batch), results(run, batch), atol=1e-4, rtol=1e-5)
     assert len(graphs) == 1 and str(graphs[0].code).count("ea_vision.cpu_attention") == 3

@@ -1,22 +1,7 @@
-"""Relative position logits: by offset alone, broadcast, and fitted to other sizes."""
-import pytest
+"""Tables of relative positions fitted to maps of other sizes; their logits are compared in tests/layers."""
 import torch
 
-from ea_vision.layers import fit_rel_table, relative_logits
-
-
-@pytest.mark.parametrize("H,W", [(3, 5), (5, 3), (1, 4), (4, 4)])
-def test_terms_are_the_tables_rows_by_offset(H, W):
-    q = torch.randn(2, 2, H, W, 3)
-    height_rel, width_rel = torch.randn(2 * H - 1, 3), torch.randn(2 * W - 1, 3)
-    height_logits, width_logits = relative_logits(q, height_rel, width_rel)
-    assert height_logits.shape == (2, 2, H, W, H) and width_logits.shape == (2, 2, H, W, W)
-    for y in range(H):
-        for x in range(W):
-            for p in range(H):
-                torch.testing.assert_close(height_logits[:, :, y, x, p], q[:, :, y, x] @ height_rel[p - y + H - 1])
-            for p in range(W):
-                torch.testing.assert_close(width_logits[:, :, y, x, p], q[:, :, y, x] @ width_rel[p - x + W - 1])
+from ea_vision.layers import fit_rel_table
 
 
 def test_a_smaller_map_uses_the_middle_of_the_table():
