@@ -1,18 +1,17 @@
-"""Faithfulness of rankings: patches of known weights, ties, class tokens, and the script from end to end."""
+"""Faithfulness of rankings: patches of known weights, ties, and the script from end to end."""
 from functools import partial
 
 import numpy as np
 import pandas as pd
 import pytest
-import timm
 import torch
 import torch.nn.functional as F
 
 from ea_vision.base.errors import UsageError
-from ea_vision.recorder.loading import LoadedModel, load_model
+from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.probe import untrained_network
 from experiments import faithfulness
-from experiments.faithfulness import attention_source, centre_source, gradient_source, main, measure, order_of
+from experiments.faithfulness import centre_source, gradient_source, main, measure, order_of
 
 
 def test_patches_by_hand():
@@ -44,21 +43,6 @@ def test_orders_and_ties():
     assert order_of(torch.arange(16.0).view(1, 4, 4), (2, 2), ties).tolist() == [[3, 2, 1, 0]]  # reduced to the grid
     centre = centre_source((3, 3), torch.zeros(2, 3, 9, 9), None)["centre"]
     assert centre.flatten(1).argmax(1).tolist() == [4, 4]
-
-
-def test_a_class_token_ranks_where_the_classifier_reads_it():
-    by_pool = []
-    for pool in ("token", "avg"):
-        torch.manual_seed(0)
-        vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, embed_dim=24, num_heads=3,
-                                global_pool=pool).eval()
-        loaded = LoadedModel(vit, "vit", (32, 32), {"mean": (0.5,) * 3, "std": (1.0,) * 3})
-        by_pool.append(attention_source(loaded, [1, 2])(torch.rand(2, 3, 32, 32), None))
-    by_token, by_all = by_pool
-    assert list(by_token) == ["layer 1", "layer 2", "rollout"]
-    assert not torch.allclose(by_token["layer 2"], by_all["layer 2"])
-    sums = by_token["rollout"].sum((1, 2))
-    assert ((0 < sums) & (sums < 1)).all()  # the rest is the token's own
 
 
 def test_the_script(tmp_path, capsys, monkeypatch):

@@ -12,6 +12,7 @@ from tests.models.test_vision_transformer import fused, images, lively, plain
 from tests.models.zoo import (
     assert_checkpointing_changes_nothing,
     assert_fx_and_torchscript_agree,
+    assert_onnx_agrees,
     idle,
     layers_of,
     woken,
@@ -83,18 +84,8 @@ def test_timms_ways(kind):
 
 
 @pytest.mark.parametrize("kind", slow_but({"conv2d", "ea"}, KINDS))
-@torch.no_grad()
 def test_onnx_and_torch_export_agree(kind, tmp_path):
-    import onnxruntime
-
-    model = mini(evolution=kind, start="paper", token_conv="paper")
-    x = images()
-    program = torch.export.export(model, (x,))
-    torch.testing.assert_close(program.module()(x), model(x), atol=1e-5, rtol=1e-4)
-    path = tmp_path / "model.onnx"
-    torch.onnx.export(program, (), path, dynamo=True, verbose=False)
-    (y,) = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, {"x": x.numpy()})
-    torch.testing.assert_close(torch.from_numpy(y), model(x), atol=1e-4, rtol=1e-3)
+    assert_onnx_agrees(mini(evolution=kind, start="paper", token_conv="paper"), images(), tmp_path)
 
 
 @new_kinds

@@ -1,6 +1,7 @@
 """The names the model tests run over: the smallest of each kind, or every one where EA_VISION_TEST_ALL is set."""
 import copy
 import os
+from pathlib import Path
 from unittest import mock
 
 import timm
@@ -123,6 +124,19 @@ def assert_compiles_and_exports(model, x: torch.Tensor, **near: float) -> None:
     program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     other = torch.randn(5, *x.shape[1:])
     torch.testing.assert_close(program.module()(other), model(other), **near)
+
+
+@torch.no_grad()
+def assert_onnx_agrees(model, x: torch.Tensor, folder: Path) -> None:
+    """By torch.export and, of its program, by ONNX Runtime."""
+    import onnxruntime
+
+    program = torch.export.export(model, (x,))
+    torch.testing.assert_close(program.module()(x), model(x), atol=1e-4, rtol=1e-4)
+    torch.onnx.export(program, (), folder / "model.onnx", dynamo=True, verbose=False)
+    session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
+    (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(y), model(x), atol=1e-4, rtol=1e-3)
 
 
 def idle(model, where: str = "") -> list[str]:

@@ -11,7 +11,7 @@ from ea_vision.__main__ import main
 from ea_vision.layers import AugmentedConv2d, create_evolution, learnable_gates
 from ea_vision.models import list_networks
 from ea_vision.ops import use_implementation
-from tests.models.zoo import assert_checkpointing_changes_nothing, assert_fx_and_torchscript_agree
+from tests.models.zoo import assert_checkpointing_changes_nothing, assert_fx_and_torchscript_agree, assert_onnx_agrees
 from tests.outside import tiny_attn
 
 NAMES = ["aa_tiny", "ea_aa_tiny"]
@@ -67,8 +67,6 @@ def test_a_new_evolution_is_recorded_with_its_own_part(image):
 
 @torch.no_grad()
 def test_a_new_evolution_in_timms_transformer(image, tmp_path):
-    import onnxruntime
-
     torch.manual_seed(0)
     plain = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=16, depth=3, num_heads=2)
     for block in plain.eval().blocks:
@@ -84,10 +82,7 @@ def test_a_new_evolution_in_timms_transformer(image, tmp_path):
         y = model(image)
     assert not torch.equal(y, plain(image))
     torch.testing.assert_close(maps[2]["shared_logits"], 0.7 * maps[2].prev_logits, atol=1e-5, rtol=1e-4)
-    path = tmp_path / "model.onnx"
-    torch.onnx.export(model, (image,), path, dynamo=True, verbose=False)
-    (exported,) = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, {"x": image.numpy()})
-    torch.testing.assert_close(torch.from_numpy(exported), y, atol=1e-4, rtol=1e-3)
+    assert_onnx_agrees(model, image, tmp_path)
     started = ea_vision.evolve(plain, "shared", start="paper")
     assert [gate.flatten().tolist() for gate in learnable_gates(started).values()] == [[0.5, 0.5]] * 2
 
