@@ -1,18 +1,13 @@
-"""Exported weights and their card: figures of the written file, and images that the run has not seen."""
-import re
-import shutil
-
+"""Exported weights and their card, with the figures of the written file."""
 import safetensors.torch
 import timm
 import torch
 from torchvision.transforms.functional import normalize
 
-from ea_vision.base.errors import exit_code
 from ea_vision.data.small_images import load_dataset
-from ea_vision.engine import run_folder, train_imagenet
+from ea_vision.engine import run_folder
 from ea_vision.engine.evaluate import logits_by_views
 from experiments import weights_card
-from tests.data.photos import make_photos
 from tests.engine.runner import arguments, make_folder, run
 
 
@@ -39,21 +34,6 @@ def test_the_card_of_exported_weights_has_the_figures_of_the_file(tmp_path, monk
                      "48 training images, 3 classes: class_0, class_1, class_2;",
                      "--evaluate test_resnet.t --dataset folder --data-dir DIR --tta six"):
             assert said in card
-
-
-def test_weights_of_photos_are_tested_on_photos_the_run_has_not_seen(tmp_path, capsys):
-    root, folder, log = make_photos(tmp_path / "data"), tmp_path / "run", tmp_path / "log"
-    argv = ["--recipe", "none", "--model", "test_resnet", "--img-size", "16", "--eval-resize", "20", "--batch-size",
-            "8", "--workers", "0", "--epochs", "1", "--device", "cpu", "--data-dir", str(root), "--output", str(folder)]
-    assert run(argv, log, main=train_imagenet.main) == 0, log.read_text()
-    shutil.copytree(make_photos(tmp_path / "more", val=30) / "val", root / "unseen")
-    out = tmp_path / "test_resnet.t.safetensors"
-    argv = [str(folder), "-o", str(out), "--data-dir", str(root)]
-    for more, message in ((["--split", "val"], "has not seen, got val"), ([], "--split names the test images")):
-        assert exit_code(lambda more=more: weights_card.main([*argv, *more])) == 2
-        assert message in capsys.readouterr().err
-    assert weights_card.main([*argv, "--split", "unseen"]) == 0
-    assert re.search(r"on the\s+test images of `unseen`", out.with_suffix(".md").read_text())
 
 
 def test_cards_say_which_updates_an_earlier_start_made():

@@ -6,15 +6,17 @@ import timm
 import torch
 
 import ea_vision
-from ea_vision.layers import evolution_class, learnable_gates
+from ea_vision.layers import evolution_class
 from ea_vision.ops import use_implementation
-from tests.models.test_vision_transformer import fused, images, lively, plain
+from tests.models.test_vision_transformer import fused, lively, plain
 from tests.models.zoo import (
     assert_checkpointing_changes_nothing,
     assert_fx_and_torchscript_agree,
     assert_onnx_agrees,
     idle,
+    images,
     layers_of,
+    stepped,
     woken,
 )
 from tests.slow import slow_but
@@ -28,18 +30,6 @@ new_kinds = pytest.mark.parametrize("kind", NEW)
 def mini(**options):
     torch.manual_seed(0)
     return lively(timm.create_model("vit_mini_patch4_32", **{"depth": 3, "embed_dim": 32, "num_classes": 5, **options}))
-
-
-def stepped(model, x=None):
-    """The model one step of SGD later, in which everything counts."""
-    model.train()
-    for rate in (0.05, 0.0):
-        model.zero_grad()
-        model(images() if x is None else x).square().sum().backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.sub_(rate * parameter.grad.clamp(-1, 1))
-    return model
 
 
 @new_kinds
@@ -110,13 +100,6 @@ def test_recorded_maps_are_those_that_weigh_the_values_and_recording_changes_not
         torch.testing.assert_close(recorded.logits, mixed + recorded.conv_logits)
     if kind == "residual":
         torch.testing.assert_close(recorded.logits, recorded.self_logits + recorded.prev_logits)
-
-
-def test_gates_are_named_for_the_trainer():
-    names = {"residual": "alpha", "reattention": "gain", "refiner": "gain", "conv2d": "alpha"}
-    for kind, gate in names.items():
-        assert list(learnable_gates(mini(evolution=kind))) == [
-            f"blocks.{b}.attn.evolution.{gate}" for b in range(evolution_class(kind).reads_previous, 3)]
 
 
 @new_kinds

@@ -13,11 +13,11 @@ from torch import nn
 import ea_vision
 from ea_vision.layers import MapsAttention, evolution_class, learnable_gates
 from ea_vision.models import any_transformer
-from tests.models.test_across import KINDS, stepped
+from tests.models.test_across import KINDS
 from tests.models.test_vision_transformer import active, needs_attn_layer, plain
 from tests.models.test_vision_transformer import fused as set_fused
 from tests.models.test_vision_transformer import lively as random_linear
-from tests.models.zoo import assert_checkpointing_changes_nothing, assert_onnx_agrees, idle
+from tests.models.zoo import assert_checkpointing_changes_nothing, assert_onnx_agrees, idle, images, stepped
 from tests.slow import slow_but
 
 SMALL = dict(embed_dim=48, num_heads=3, num_classes=5)
@@ -52,10 +52,6 @@ def create(name: str, depth: int = 3) -> nn.Module:
         elif "gamma" in key or parameter.ndim == 1 and not parameter.any() and key.endswith(".weight"):
             nn.init.constant_(parameter, 0.7)  # scales of layers and last norms, which begin at 0 or nearly
     return model
-
-
-def images(height: int = 32, width: int = 32) -> torch.Tensor:
-    return torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(1))
 
 
 def size_of(name: str) -> tuple[int, int]:

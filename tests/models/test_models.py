@@ -7,7 +7,6 @@ import torch
 from timm.layers import GatherExcite
 
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention, PredictiveAttention
-from ea_vision.models import AttnMnasNet
 from ea_vision.models._convert import checkpoint_filter_fn
 from experiments.published import figures
 from tests.models.zoo import CIFAR, OUTLINES, RESNETS, idle, layers_of, lively, shrunk
@@ -55,8 +54,12 @@ def test_sizes_are_the_aa_papers(name):
     assert round(count / 1e6, digits) == cut_off.get(name, figures(name)["params_m"])
 
 
-def test_plain_mnasnet_is_timms():
-    model, plain = AttnMnasNet(attn_stages=()).eval(), timm.create_model("semnasnet_100").eval()
+@torch.no_grad()
+@pytest.mark.parametrize("name, plain, options", [
+    ("aa_mnasnet_100", "semnasnet_100", {}), ("aa_resnet50", "resnet50", {"layers": (1, 1, 1, 1)})])
+def test_a_network_without_attention_is_timms(name, plain, options):
+    model = timm.create_model(name, attn_stages=(), **options).eval()
+    plain = timm.create_model(plain, **options).eval()
     assert list(model.state_dict()) == list(plain.state_dict()) and model.feature_info == plain.feature_info
     model.load_state_dict(plain.state_dict())
     x = torch.randn(2, 3, 64, 64)
@@ -182,14 +185,9 @@ def test_where_attention_stands_is_one_keyword_in_every_family(name, usual, poss
 
 
 @torch.no_grad()
-def test_a_resnet_without_attention_is_timms_and_chains_pass_plain_stages():
-    plain, model = (timm.create_model(name, layers=(1, 1, 1, 1), **options).eval() for name, options in (
-        ("resnet50", {}), ("aa_resnet50", {"attn_stages": ()})))
-    model.load_state_dict(plain.state_dict())
-    x = torch.randn(1, 3, 64, 64)
-    torch.testing.assert_close(model(x), plain(x))
-    model = timm.create_model("ea_aa_resnet50", layers=(1, 1, 1, 1), attn_stages=(1, 3)).eval()
-    first, second = layers_of(model)  # both have maps of 1/16
+def test_chains_pass_plain_stages():
+    model, x = lively("ea_aa_resnet50", attn_stages=(1, 3)).eval(), torch.randn(1, 3, 64, 64)
+    first, second, *_ = layers_of(model)  # both have maps of 1/16
     assert first.evolution is None and first.need_logits and second.evolution is not None
     torch.testing.assert_close(torch.jit.script(model)(x), model(x))
     assert model.prune_intermediate_layers([2]) == [2] and model(x).shape == (1, 512, 8, 8)

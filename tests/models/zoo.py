@@ -69,6 +69,23 @@ CHAINED = [name for name in TESTED if isinstance(OUTLINES[name], ChainedNetwork)
 FAMILIES = [name for name in TESTED if ALL or get_network(name).kwargs.get("evolution") == "ea"]  # for what takes long
 
 
+def images(height: int = 32, width: int = 32, batch: int = 2) -> torch.Tensor:
+    """The same at every call."""
+    return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(1))
+
+
+def stepped(model, x: torch.Tensor | None = None):
+    """The model one step of SGD later, in which everything counts, with the gradients of the next."""
+    model.train()
+    for rate in (0.05, 0.0):
+        model.zero_grad()
+        model(images() if x is None else x).square().sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(rate * parameter.grad.clamp(-1, 1))
+    return model
+
+
 def input_side(name: str) -> int:
     return timm.get_pretrained_cfg(name).input_size[-1]
 
