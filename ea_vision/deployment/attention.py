@@ -19,13 +19,8 @@ from torch import Tensor
 from ea_vision.deployment.evolution import fold_evolution
 from ea_vision.layers import AugmentedConv2d, TokenAttention, fit_rel_table
 from ea_vision.layers.augmented_conv import Projection
+from ea_vision.ops import exporting
 from ea_vision.ops.rel_pos import by_position
-
-
-def exporting() -> bool:
-    """Return whether torch.export or a tracer runs, whose programs must do without our kernels."""
-    # torch.compile answers True to is_exporting
-    return torch.jit.is_tracing() or torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 class DeployedProjection(Projection):

@@ -32,8 +32,8 @@ from ea_vision.ops import cpu, flex, reference, sdpa, triton_attention
 from ea_vision.ops.problem import Implementation, Problem, check_windows, reason_against_kernels
 
 __all__ = [
-    "IMPLEMENTATIONS", "check_windows", "evolving_attention", "forced", "halve", "log_large_map", "log_once",
-    "use_implementation",
+    "IMPLEMENTATIONS", "check_windows", "evolving_attention", "exporting", "forced", "halve", "log_large_map",
+    "log_once", "use_implementation",
 ]
 
 IMPLEMENTATIONS: dict[str, Implementation] = {each.name: each for each in (
@@ -73,8 +73,8 @@ def use_implementation(name: str) -> Iterator[None]:
         forced.pop()
 
 
-def _exporting() -> bool:
-    """Return whether a program is exported, which must run where ea_vision is not."""
+def exporting() -> bool:
+    """Return whether torch.export or a tracer runs, whose programs must run where ea_vision is not."""
     # torch.compile answers True to is_exporting
     return torch.jit.is_tracing() or torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
@@ -86,7 +86,7 @@ def _as_number(gate: float | Tensor) -> float | Tensor:
     learns = torch.is_grad_enabled() and gate.requires_grad
     if learns or gate.numel() != 1 or gate.device.type != "cpu" or reason_against_kernels() is not None:
         return gate
-    return gate if torch.compiler.is_compiling() or _exporting() else gate.item()
+    return gate if torch.compiler.is_compiling() or exporting() else gate.item()
 
 
 def _choose(problem: Problem) -> Implementation:
@@ -196,7 +196,7 @@ def evolving_attention(
         predict, num_prefix_tokens, scale, dropout_p, need_logits, window, head_window, head_border).checked()
     if problem.prev_logits is not None and not torch.compiler.is_compiling():
         log_large_map(q.shape[1], problem.feat_size)
-    name = implementation or (forced[-1] if forced else "reference" if _exporting() else None)
+    name = implementation or (forced[-1] if forced else "reference" if exporting() else None)
     if name is None:
         return _choose(problem).forward(problem)
     reason = IMPLEMENTATIONS[_check_name(name, "implementation")].reason_against(problem)
@@ -207,7 +207,7 @@ def evolving_attention(
 
 def by_torch() -> bool:
     """Return whether torch's own operations must do what a C kernel could: the reference is forced, or an export."""
-    return forced[-1:] == ["reference"] or _exporting()
+    return forced[-1:] == ["reference"] or exporting()
 
 
 def halve(x: Tensor) -> Tensor:
