@@ -1,4 +1,5 @@
-"""An independent attention branch, written from DESIGN's equations alone, by sums over offsets and shifted maps."""
+"""An independent attention branch, written from DESIGN's equations alone, by sums over offsets and shifted maps; and
+the comparison of outputs and gradients."""
 import itertools
 import math
 
@@ -64,3 +65,17 @@ def attention_branch(layer, x, prev_logits=None, evolve=None):
     if out.shape[2:] != conv.shape[2:]:
         out = F.interpolate(out, size=size, mode="bilinear", align_corners=False)
     return torch.cat([conv, out], 1), logits
+
+
+def gradients(outputs, inputs):
+    """Of a fixed random projection of the outputs, so that every element counts differently."""
+    generator = torch.Generator().manual_seed(1)
+    total = sum((y * torch.randn(y.shape, generator=generator, dtype=y.dtype)).sum() for y in outputs)
+    return torch.autograd.grad(total, inputs, retain_graph=True)
+
+
+def assert_same(actual, expected, inputs, **near):
+    """Outputs, a tensor or several, and their gradients for the inputs."""
+    actual, expected = ([made] if isinstance(made, torch.Tensor) else made for made in (actual, expected))
+    torch.testing.assert_close(actual, expected, **near)
+    torch.testing.assert_close(gradients(actual, inputs), gradients(expected, inputs), **near)

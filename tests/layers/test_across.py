@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from ea_vision.layers import MRLALight, TokenConv, ValueResidual, create_evolution
-from tests.layers.oracle import neighbours
+from tests.layers.oracle import assert_same, neighbours
 
 K, SIZE = 3, (2, 3)
 N = SIZE[0] * SIZE[1]
@@ -30,15 +30,9 @@ def run(mechanism, logits, prev):
     return mechanism.mix_attn(mechanism(logits, prev).softmax(-1))
 
 
-def assert_same(module, actual, expected, *inputs) -> None:
-    """Two functions of the same inputs and parameters have the same outputs and gradients."""
-    torch.testing.assert_close(actual, expected, atol=1e-10, rtol=1e-10)
-    weights = torch.randn(actual.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-    inputs = [*inputs, *module.parameters()]
-    grads = [torch.autograd.grad((y * weights).sum(), inputs, retain_graph=True, allow_unused=True)
-             for y in (actual, expected)]
-    assert all(grad is not None for grad in grads[1])
-    torch.testing.assert_close(grads[0], grads[1], atol=1e-10, rtol=1e-10)
+def assert_equation(module, actual, expected, *inputs) -> None:
+    """Outputs are those of the equation, and gradients of inputs and parameters."""
+    assert_same(actual, expected, [*inputs, *module.parameters()], atol=1e-10, rtol=1e-10)
 
 
 # ---- the equations, by sums over shifted maps
@@ -106,7 +100,7 @@ def residual(m, logits, prev):
     (multi_token, "mta", {"map_kernel": (3, 5), "head_kernel": 1})])
 def test_a_mechanism_is_its_equation(equation, kind, options):
     m, logits, prev = new(kind, **options), maps(1), maps(2)
-    assert_same(m, run(m, logits, prev), equation(m, logits, prev), logits, *([prev] if m.reads_previous else []))
+    assert_equation(m, run(m, logits, prev), equation(m, logits, prev), logits, *([prev] if m.reads_previous else []))
 
 
 def test_residual_begins_as_the_papers_and_its_mixture_is_realformers_running_mean():
@@ -130,7 +124,7 @@ def test_conv2d_convolves_four_dimensions_of_a_map_that_is_not_square(prefix):
     total = total + sum(torch.einsum("ab,nb...->na...", m.queries[:, :, u, w], seen)
                         for u, w, seen in neighbours(over_queries, 3, 3)).permute(0, 1, 4, 5, 2, 3)
     expected = mixed + F.pad(total.reshape(2, K, N, N), [prefix, 0, prefix, 0])
-    assert_same(m, m(logits, prev, SIZE), expected, logits, prev)
+    assert_equation(m, m(logits, prev, SIZE), expected, logits, prev)
     above = m.parts(logits, prev, m(logits, prev, SIZE))["conv_logits"]
     torch.testing.assert_close(above, expected - mixed)
 
@@ -140,7 +134,7 @@ def test_exclusive_attention_is_its_equation(gain):
     m, out, values = new("xsa", gain=gain), maps(1, 2, K, N, 4), maps(2, 2, K, N, 4)
     along = (out * values).sum(-1, keepdim=True) / (values * values).sum(-1, keepdim=True) * values
     actual = m.mix_output(out, values, None)
-    assert_same(m, actual, out - (1.0 if gain is None else by_head(m.gain)) * along, out, values)
+    assert_equation(m, actual, out - (1.0 if gain is None else by_head(m.gain)) * along, out, values)
     if gain is None:
         assert (actual * values).sum(-1).abs().max() < 1e-12  # nothing of the own value is left
 
@@ -149,7 +143,7 @@ def test_exclusive_attention_is_its_equation(gain):
 def test_gated_attention_is_its_equation(identity):
     m, out, x = new("gated", channels=5, identity=identity), maps(1, 2, K, N, 4), maps(2, 2, N, 5)
     gates = [(2.0 if identity else 1.0) / (1 + (-(x @ m.gate.weight[k]) - m.gate.bias[k]).exp()) for k in range(K)]
-    assert_same(m, m.mix_output(out, None, x), torch.stack(gates, 1).unsqueeze(-1) * out, out, x)
+    assert_equation(m, m.mix_output(out, None, x), torch.stack(gates, 1).unsqueeze(-1) * out, out, x)
 
 
 def test_value_residual_is_its_equation():
@@ -158,7 +152,7 @@ def test_value_residual_is_its_equation():
         module.lambdas.add_(torch.tensor([0.2, -0.1], dtype=torch.float64))
     values, first = maps(1), maps(2)
     one, other = module.lambdas
-    assert_same(module, module(values, first), one * first + other * values, values, first)
+    assert_equation(module, module(values, first), one * first + other * values, values, first)
 
 
 def test_mrla_is_its_equation():
@@ -169,7 +163,7 @@ def test_mrla_is_its_equation():
     q, k = (sum(conv.weight[0, 0, i] * y[:, i:i + 8] for i in range(3)) for conv in (m.query, m.key))
     share = torch.stack([1 / (1 + (-(q * k)[:, c // 4 * 4:c // 4 * 4 + 4].sum(1) / 2).exp()) for c in range(8)], 1)
     expected = share[..., None, None] * depthwise(m.value.weight, x) + m.shortcut_scale * shortcut
-    assert_same(m, m(x, shortcut), batch_norm(m.bn, expected), x, shortcut)
+    assert_equation(m, m(x, shortcut), batch_norm(m.bn, expected), x, shortcut)
 
 
 def test_token_conv_sees_the_patches_neighbours_in_the_image():
@@ -178,7 +172,7 @@ def test_token_conv_sees_the_patches_neighbours_in_the_image():
     assert torch.equal(y[:, :1], x[:, :1])
     image = x[:, 1:].transpose(1, 2).reshape(2, 4, *SIZE)
     expected = image + depthwise(m.conv.weight, image) + by_head(m.conv.bias)
-    assert_same(m, y[:, 1:], expected.flatten(2).transpose(1, 2), x)
+    assert_equation(m, y[:, 1:], expected.flatten(2).transpose(1, 2), x)
 
 
 @pytest.mark.parametrize("kind,options,message", [

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from ea_vision.layers import AugmentedConv2d, Evolution, EvolvingAttention, PredictiveAttention
 from ea_vision.layers.augmented_conv import Projection
 from ea_vision.ops import use_implementation
-from tests.layers.oracle import attention_branch, map_conv
+from tests.layers.oracle import assert_same, attention_branch, gradients, map_conv
 
 D64 = torch.float64
 
@@ -20,19 +20,10 @@ def make(in_channels=3, out_channels=10, stride=1, feat_size=(3, 4), num_heads=2
     return layer.double()
 
 
-def gradients(outputs, inputs):
-    """Of a fixed random projection of the outputs, so that every element counts differently."""
-    generator = torch.Generator().manual_seed(1)
-    total = sum((o * torch.randn(o.shape, generator=generator, dtype=o.dtype)).sum() for o in outputs)
-    return torch.autograd.grad(total, inputs)
-
-
-def assert_same(layer, x, prev=None, evolve=None):
-    x = x.requires_grad_()
-    inputs = [x, *layer.parameters()] + ([prev.requires_grad_()] if prev is not None else [])
-    fast, slow = layer(x, prev), attention_branch(layer, x, prev, evolve)
-    torch.testing.assert_close(fast, slow)
-    torch.testing.assert_close(gradients(fast, inputs), gradients(slow, inputs))
+def assert_defined(layer, x, prev=None, evolve=None):
+    """Outputs and gradients are those of the definition."""
+    inputs = [tensor.requires_grad_() for tensor in (x, prev) if tensor is not None]
+    assert_same(layer(x, prev), attention_branch(layer, x, prev, evolve), [*inputs, *layer.parameters()])
 
 
 @pytest.mark.parametrize("size,options", [
@@ -45,7 +36,7 @@ def assert_same(layer, x, prev=None, evolve=None):
     ((5, 6), {"attn_channels": 10, "feat_size": (3, 3), "pool_attention": True})])  # in place of the whole convolution
 def test_output_and_gradients_equal_the_definition(size, options):
     layer, x = make(**options), torch.randn(2, 3, *size, dtype=D64)
-    assert_same(layer, x)
+    assert_defined(layer, x)
     alone = 10 in options.values()
     assert alone == (layer.conv is None) == (not [name for name in layer.state_dict() if name.startswith("conv")])
     if alone:
@@ -69,7 +60,7 @@ def residual_convolution(layer):
 def test_evolving_and_normalised_layers_equal_the_definition(gates, options):
     layer = make(evolution=gates and EvolvingAttention(2, *gates), **options)
     further = (torch.randn(2, 2, 12, 12, dtype=D64), residual_convolution(layer)) if gates else ()
-    assert_same(layer, torch.randn(2, 3, 3, 4, dtype=D64), *further)
+    assert_defined(layer, torch.randn(2, 3, 3, 4, dtype=D64), *further)
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
@@ -121,7 +112,7 @@ def test_predicting_layer_equals_the_definition(num_layers):
             prev = map_conv(prev, conv)
         return 0.3 * prev + 0.7 * logits
 
-    assert_same(layer, torch.randn(2, 3, 3, 4, dtype=D64), torch.randn(2, 2, 12, 12, dtype=D64), evolve)
+    assert_defined(layer, torch.randn(2, 3, 3, 4, dtype=D64), torch.randn(2, 2, 12, 12, dtype=D64), evolve)
 
 
 @pytest.mark.parametrize("shape,feat_size", [((2, 3), (4, 5)), ((6, 7), (4, 5)), ((2, 9), (4, 5)), ((1, 1), (4, 5))])
@@ -179,8 +170,7 @@ def test_a_projection_is_the_1x1_convolution_in_its_inputs_layout(channels, layo
     inputs = (x.requires_grad_(), projection.weight, projection.bias)
     y, expected = projection(x), F.conv2d(*inputs)
     assert y.is_contiguous(memory_format=layout)
-    torch.testing.assert_close(y, expected)
-    torch.testing.assert_close(gradients((y,), inputs), gradients((expected,), inputs))
+    assert_same(y, expected, inputs)
 
 
 def test_autocast_keeps_the_softmax_in_float32():

@@ -8,7 +8,7 @@ from ea_vision import ops
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention
 from ea_vision.ops import evolving_attention, flex, use_implementation
 from ea_vision.ops.problem import Problem
-from tests.layers.oracle import offsets, own_logits
+from tests.layers.oracle import assert_same, offsets, own_logits
 from tests.models.zoo import layers_of
 
 D64 = torch.float64
@@ -56,24 +56,17 @@ def test_windows_are_their_definition_with_their_gradients(monkeypatch, size, wi
     form = {"feat_size": size, "window": window, "head_window": head_window, "head_border": head_border,
             "need_logits": False}
     expected = defined(*tensors[:3], *(tensors[3:] or [None, None]), size, window, head_window, head_border)
-    weights = torch.randn_like(expected)
-    gradients = torch.autograd.grad((expected * weights).sum(), tensors)
-
-    def assert_right(out):
-        torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-10)
-        torch.testing.assert_close(torch.autograd.grad((out * weights).sum(), tensors), gradients, atol=1e-12,
-                                   rtol=1e-9)
-
-    assert_right(evolving_attention(*tensors, **form)[0])
+    near = {"atol": 1e-12, "rtol": 1e-9}
+    assert_same(evolving_attention(*tensors, **form)[0], expected, tensors, **near)
     with torch.no_grad():
         out, _ = evolving_attention(*tensors, implementation="flex", **form)
-    torch.testing.assert_close(out, expected.detach(), atol=1e-12, rtol=1e-10)
+    torch.testing.assert_close(out, expected.detach(), **near)
     with pytest.raises(ValueError, match="'flex' cannot run this: it has no backward pass on a CPU"):
         evolving_attention(*tensors, implementation="flex", **form)
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
     named = dict(zip(("q", "k", "v", "height_rel", "width_rel"), tensors, strict=False))
-    assert_right(flex.Flex().forward(Problem(**named, **form).checked())[0])
+    assert_same(flex.Flex().forward(Problem(**named, **form).checked())[0], expected, tensors, **near)
 
 
 def test_what_an_implementation_cannot_do_is_named():

@@ -21,6 +21,7 @@ from tests.models.zoo import (
     layers_of,
     lively,
     other_sizes,
+    sample,
     side,
 )
 
@@ -41,7 +42,7 @@ def model(name):
 
 @pytest.fixture(scope="module")
 def image(name) -> torch.Tensor:
-    return torch.randn(1, 3, side(name), side(name), generator=torch.Generator().manual_seed(1))
+    return sample(name, 1)
 
 
 @torch.no_grad()
@@ -62,14 +63,13 @@ def test_default_cfg_is_true_and_every_size_has_its_shapes(name):
 
 def test_every_parameter_has_a_gradient(name, model):
     twin = copy.deepcopy(model).train()
-    twin(torch.randn(2, 3, side(name), side(name))).square().sum().backward()
+    twin(sample(name)).square().sum().backward()
     assert idle(twin) == []
 
 
 def test_gradient_checkpointing_changes_nothing(name, model):
-    x = torch.randn(2, 3, side(name), side(name))
     # timm's own ResNets move their statistics twice
-    assert_checkpointing_changes_nothing(model, x, name in CHAINED, atol=1e-5, rtol=1e-4)
+    assert_checkpointing_changes_nothing(model, sample(name), name in CHAINED, atol=1e-5, rtol=1e-4)
 
 
 def test_fx_and_torchscript_and_one_after_the_other_compute_the_same(model, image):
@@ -192,7 +192,7 @@ def test_drop_path_grows_with_depth_and_is_off_in_evaluation(small):
     model = lively(small, num_classes=5, drop_path_rate=0.3)
     rates = [m.drop_prob for m in model.modules() if isinstance(m, DropPath)]
     assert rates == sorted(rates) and 0.28 < rates[-1] <= 0.3 and len(rates) > 3
-    x = torch.randn(2, 3, side(small), side(small))
+    x = sample(small, 8)
     assert not torch.equal(model(x), model(x))
     model.eval()
     assert torch.equal(model(x), model(x))
@@ -218,7 +218,7 @@ NORMED = ["csan_resnet50", "ea_aa_resnet34", "ea_aa_mnasnet_075", "ea_aa_wrn28_1
 
 @pytest.mark.parametrize("network", NORMED)
 def test_normalised_queries_and_keys_in_every_family(network):
-    model, image = lively(network, num_classes=5, qk_norm=True).eval(), torch.randn(1, 3, side(network), side(network))
+    model, image = lively(network, num_classes=5, qk_norm=True).eval(), sample(network, 1)
     gains = {n for n, _ in model.named_parameters() if n.endswith(".qk_gain")}
     assert len(gains) == len(layers_of(model)) and gains <= model.no_weight_decay()
     model(image).square().sum().backward()

@@ -95,6 +95,11 @@ def side(name: str) -> int:
     return min(64, input_side(name))
 
 
+def sample(name: str, batch: int = 2) -> torch.Tensor:
+    """Small images for a network."""
+    return images(side(name), side(name), batch)
+
+
 def other_sizes(name: str) -> list[tuple[int, int]]:
     """Of inputs, in pixels."""
     return [(24, 40), (40, 16)] if input_side(name) == 32 else [(40, 72), (96, 160)]
