@@ -11,9 +11,8 @@ import pandas as pd
 import pytest
 
 from experiments import published, sensitivity
-from experiments.evidence import by_variant, factorial, holm, paired, read_runs, shown_p
+from experiments.evidence import by_variant, holm, paired, read_runs, shown_p
 from experiments.factorial import analyse
-from experiments.factorial.analyse import CELLS, FACTORS
 from experiments.healthy_maps.analyse import effects_of
 from tests.experiments.pages import (
     RESULTS,
@@ -108,8 +107,8 @@ def test_the_factorial(tmp_path):
 
 def the_factorial():
     """Skip and convolution on the page, all rows beside the protocol."""
-    rows = {(row["data"], row["name"], row["seeds"][:6]): row
-            for row in pd.read_csv(FACTORIAL / "effects.csv").to_dict("records")}
+    effects = pd.read_csv(FACTORIAL / "effects.csv")
+    rows = {(row["data"], row["name"], row["seeds"][:6]): row for row in effects.to_dict("records")}
     for name, seeds, heading in (("convolution", "0 to 9", ""), ("skip", "0 to 9", ""), (
             "EA - none equal time", "5 to 9", ""), ("skip", "5 to 9", HELP)):
         yield PAGE, heading, *(points(rows[data, name, seeds], "+") for data in SETS)
@@ -117,10 +116,12 @@ def the_factorial():
     yield (PAGE, HELP, f"{paper['ea_aa_resnet34'] - paper['ea_aa_resnet34, without convolution']:+.2f}",
            " and ".join(f"{rows[data, 'skip', '5 to 9']['p_holm']:.3f}" for data in SETS),
            " and ".join(f"{rows[data, 'convolution', '0 to 9']['high']:.2f}" for data in SETS))
-    for folder, label in (("evidence", "{}"), (FACTORIAL, "{}, seeds 5 to 9")):
-        of = [factorial(top1_of(f"{folder}/{data}-runs.csv")[CELLS], FACTORS).to_dict("records") for data in SETS]
-        for name, *both in zip(("skip connection", "convolution", "interaction"), *of, strict=True):
-            yield CELL, "Results", f"| {label.format(name)} | " + " | ".join(
+    earlier = {data: table(f"evidence/{data}-factors.csv").set_index("name") for data in SETS}
+    for title, name in (("skip connection", "skip"), ("convolution", "convolution"),
+                        ("interaction", "skip x convolution")):
+        for label, both in ((title, [earlier[data].loc[name] for data in SETS]), (
+                f"{title}, seeds 5 to 9", [rows[data, name, "5 to 9"] for data in SETS])):
+            yield CELL, "Results", f"| {label} | " + " | ".join(
                 f"{points(one, '+')} | {shown_p(one['p'])}".rstrip() for one in both)
 
 
@@ -152,13 +153,12 @@ def replaced_maps():
         ["trained", "uniform", "mean", "other", "none", "own"]].iterrows())
     slower = table("replaced-maps/attention-lr-replaced.csv")["top1"]
     yield MAPS, "", cells("that of the rest", *slower[:6]), cells("a quarter of it", *slower[6:])
-    healthy, without = (table(f"replaced-maps/{name}-replaced.csv").set_index("maps")["top1"]
-                        for name in ("norm", "none-norm"))
+    healthy, without, healed = (table(f"replaced-maps/{name}-replaced.csv").set_index("maps")["top1"]
+                                for name in ("norm", "none-norm", "pa-norm"))
     yield (PAGE, OWE, *means.loc[[EA, "EA"], ["trained", "other", "none"]].values.flat, means.own["EA"],
            *healthy[["trained", "other", "none"]])
     yield (HEALTHY, COLLAPSE, *healthy, *(healthy["trained"] - healthy[["none", "own"]]), *without,
            without["trained"] - without["none"])
-    healed = table("replaced-maps/pa-norm-replaced.csv").set_index("maps")["top1"]
     yield HEALTHY, HEALED, *healed, healed["trained"] - healed["none"], means.loc[PA, "trained"] - means.loc[PA, "none"]
     lost = means["trained"] - means["none"]
     yield (PAGE, "", f"{healthy['trained'] - healthy['none']:.1f}", f"{lost[EA]:.1f}",
@@ -195,11 +195,10 @@ def the_recipes_of_ten_epochs():
 
 def cifar10():
     """The full networks, maps of the shipped ones, the optimisers' parameters, widths, positions and shares."""
-    last = {kind: last_row(f"fast-cifar10/{name}_cifar.csv")["top1"] for kind, name in (
-        ("`cnn_cifar` has", "cnn"), ("AA", "conv_transformer"), ("PA", "pa_conv_transformer"),
-        ("EA", "ea_conv_transformer"))}
-    yield PAGE, "CIFAR-10", *(f"{kind} {top1:.2f}" for kind, top1 in last.items())
-    yield PAGE, "", span(last.values(), 1) + "%"
+    top1 = [last_row(f"fast-cifar10/{name}.csv")["top1"] for name in ("cnn_cifar", AA, PA, EA)]
+    kinds = ("`cnn_cifar` has", "AA", "PA", "EA")
+    yield PAGE, "CIFAR-10", *(f"{kind} {of:.2f}" for kind, of in zip(kinds, top1, strict=True))
+    yield PAGE, "", span(top1, 1) + "%"
     figures = table("shipped-entropy.csv")
     for _, kept in figures.groupby(figures["model"].str.endswith("fast_norm_c10")):
         yield PAGE, "CIFAR-10", span(kept["entropy_share"]), span(kept["largest"])
@@ -337,8 +336,7 @@ def the_probe_and_faithfulness():
     found = pd.concat([table(f"probe/{kind}/results.csv").assign(kind=kind) for kind in ("seen", "unseen")])
     found = found.groupby(["model", "maps", "kind", "layer"])["top1"]
     rows, unseen = found.apply(spread), found.mean()
-    models = {name: f"{kind}_transformer_cifar.fast_c10" for name, kind in (
-        ("AA", "conv"), ("PA", "pa_conv"), ("EA", "ea_conv"))}
+    models = {"AA": f"{AA}.fast_c10", "PA": f"{PA}.fast_c10", "EA": f"{EA}.fast_c10"}
     for maps in KINDS:
         yield MAPS, "", *(f"| {name} | {maps} | " + " | ".join(
             rows[model, maps, kind, layer] for kind in ("seen", "unseen") for layer in (3, 6))
