@@ -14,7 +14,6 @@ from ea_vision.models import ChainedNetwork, get_network, list_networks
 
 ALL = bool(os.environ.get("EA_VISION_TEST_ALL"))
 EVERY = [name for name in list_networks() if name not in list_networks("vision_transformer")]  # these: a file of theirs
-RESNETS = list_networks("attn_resnet")
 CIFAR = list_networks("conv_transformer")
 SHRUNK = {"wide_resnet": {"width": 1, "depth": 16}, "attn_resnet": {"layers": (1, 1, 2, 1)},  # keywords by family
           "conv_transformer": {"widths": (16, 32, 64, 64), "depth": 2}}
