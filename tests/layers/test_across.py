@@ -38,10 +38,6 @@ def assert_equation(module, actual, expected, *inputs) -> None:
 # ---- the equations, by sums over shifted maps
 
 
-def softmax(logits):
-    return logits.exp() / logits.exp().sum(-1, keepdim=True)
-
-
 def mix_heads(weight, maps):
     """out[a] = sum_b weight[a, b] maps[b]"""
     return torch.stack([sum(weight[a, b] * maps[:, b] for b in range(maps.shape[1])) for a in range(len(weight))], 1)
@@ -52,9 +48,7 @@ def by_head(numbers):
 
 
 def batch_norm(norm, x):
-    mean = x.mean((0, 2, 3), keepdim=True)
-    rate = ((x - mean).square().mean((0, 2, 3), keepdim=True) + norm.eps).rsqrt()
-    return (x - mean) * rate * by_head(norm.weight) + by_head(norm.bias)
+    return F.batch_norm(x, None, None, norm.weight, norm.bias, training=True, eps=norm.eps)
 
 
 def depthwise(weight, x):
@@ -62,18 +56,18 @@ def depthwise(weight, x):
 
 
 def talking_heads(m, logits, prev):
-    attn = softmax(mix_heads(m.proj_l.weight, logits) + by_head(m.proj_l.bias))
+    attn = (mix_heads(m.proj_l.weight, logits) + by_head(m.proj_l.bias)).softmax(-1)
     return mix_heads(m.proj_w.weight, attn) + by_head(m.proj_w.bias)
 
 
 def reattention(m, logits, prev):
-    conv, attn = m.reatten_matrix, softmax(logits)
+    conv, attn = m.reatten_matrix, logits.softmax(-1)
     refined = 0.5 * batch_norm(m.var_norm, mix_heads(conv.weight[:, :, 0, 0], attn) + by_head(conv.bias))
     return refined if m.gain is None else attn + m.gain * refined
 
 
 def refiner(m, logits, prev):
-    attn = softmax(logits)
+    attn = logits.softmax(-1)
     x = batch_norm(m.bn1, mix_heads(m.conv_exp.weight[:, :, 0, 0], attn)).clamp(0, 6)
     x = batch_norm(m.bn2, depthwise(m.depth_sep_conv.weight, x)).clamp(0, 6)
     x = attn + batch_norm(m.bn3, mix_heads(m.conv_pro.weight[:, :, 0, 0], x))
@@ -82,13 +76,13 @@ def refiner(m, logits, prev):
 
 
 def multi_token(m, logits, prev):
-    attn = softmax(mix_heads(m.heads_before, depthwise(m.conv_before, logits)))
+    attn = mix_heads(m.heads_before, depthwise(m.conv_before, logits)).softmax(-1)
     return by_head(m.heads_after[:, 0, 0]) * depthwise(m.conv_after, attn)
 
 
 def residual(m, logits, prev):
     alpha = m.alpha.view(-1, 1, 1) if isinstance(m.alpha, torch.Tensor) else m.alpha
-    return softmax(((1 - alpha) if m.mixture else 1.0) * logits + alpha * prev)
+    return (((1 - alpha) if m.mixture else 1.0) * logits + alpha * prev).softmax(-1)
 
 
 @pytest.mark.parametrize("equation,kind,options", [

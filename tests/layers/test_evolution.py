@@ -70,33 +70,32 @@ def test_convolutions_begin_by_he_and_never_at_zero():
     plain.load_state_dict({"convs.0.weight": torch.zeros(3, 3, 3, 3), "convs.0.bias": torch.ones(3)})
 
 
-def layer_with(evolution, over_tokens: bool) -> nn.Module:
+def layer_and_input(evolution, over_tokens: bool) -> tuple[nn.Module, torch.Tensor]:
     if over_tokens:
-        return TokenAttention.of(timm.layers.Attention(16, num_heads=2), evolution, need_logits=True)
-    return AugmentedConv2d(16, 8, dim_qk=8, dim_v=4, num_heads=2, feat_size=(4, 3), evolution=evolution)
+        attn = timm.layers.Attention(16, num_heads=2)
+        return TokenAttention.of(attn, evolution, need_logits=True), torch.randn(2, 12, 16)
+    layer = AugmentedConv2d(16, 8, dim_qk=8, dim_v=4, num_heads=2, feat_size=(4, 3), evolution=evolution)
+    return layer, torch.randn(2, 16, 4, 3)
 
 
-def evolution_that_the_kernels_do_not_know(how: str) -> nn.Module:
-    if how == "parametrised":  # one more class than Conv2d, whose weights mean the same
-        evolution = create_evolution("ea", 2)
-        nn.utils.parametrizations.weight_norm(evolution.convs[0])
-        return evolution
-    return create_evolution(how, 2)
+def parametrised() -> nn.Module:
+    """Of one more class than Conv2d, whose weights mean the same."""
+    evolution = create_evolution("ea", 2)
+    nn.utils.parametrizations.weight_norm(evolution.convs[0])
+    return evolution
 
 
 @pytest.mark.parametrize("over_tokens", [False, True])
 @pytest.mark.parametrize("how, reason", [
     ("conv2d", "FourDimensionalConvolution has only its forward, which the others do not know"),
     ("talking_heads", "TalkingHeads has only its forward, which the others do not know"),
-    ("parametrised", "the others take the weights of a Conv2d; got ParametrizedConv2d"),
-])
+    ("parametrised", "the others take the weights of a Conv2d; got ParametrizedConv2d")])
 def test_a_forced_implementation_never_gives_way_to_modules(how, reason, over_tokens, caplog):
     """Where the choice is free the modules run, as the reference does, and the log says why."""
     torch.manual_seed(0)
-    layer = layer_with(evolution_that_the_kernels_do_not_know(how), over_tokens).eval()
-    x = torch.randn(2, 12, 16) if over_tokens else torch.randn(2, 16, 4, 3)
-    prev = torch.randn(2, 2, 12, 12)
-    args = (x, prev, (4, 3)) if over_tokens else (x, prev)
+    evolution = parametrised() if how == "parametrised" else create_evolution(how, 2)
+    layer, x = layer_and_input(evolution, over_tokens)
+    args = (x, torch.randn(2, 2, 12, 12), *([(4, 3)] if over_tokens else []))
     for name in ("cpu", "triton", "sdpa", "flex"):
         with use_implementation(name), pytest.raises(ValueError) as error:
             layer(*args)
@@ -118,10 +117,9 @@ def test_a_forced_implementation_never_gives_way_to_modules(how, reason, over_to
     dict(mixture=True, learnable=True)])
 @pytest.mark.parametrize("over_tokens", [False, True])
 def test_residual_runs_on_the_kernels(options, over_tokens):
-    layer = layer_with(create_evolution("residual", 2, **options), over_tokens)
-    x, prev = torch.randn(2, 12, 16) if over_tokens else torch.randn(2, 16, 4, 3), torch.randn(2, 2, 12, 12)
-    inputs, results = [x.requires_grad_(), prev.requires_grad_(), *layer.parameters()], []
+    layer, x = layer_and_input(create_evolution("residual", 2, **options), over_tokens)
+    prev, results = torch.randn(2, 2, 12, 12, requires_grad=True), []
     for implementation in ("cpu", "reference"):
         with use_implementation(implementation):
-            results.append(layer(x, prev))
-    assert_same(*results, inputs, atol=1e-4, rtol=1e-4)
+            results.append(layer(x.requires_grad_(), prev))
+    assert_same(*results, [x, prev, *layer.parameters()], atol=1e-4, rtol=1e-4)
