@@ -24,9 +24,9 @@ from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.recorder.inputs import find_images, read_image
 from ea_vision.recorder.loading import load_model, parse_layers
 from ea_vision.recorder.recording import PARTS
+from ea_vision.visualize.figure_options import check_output, save
 from ea_vision.visualize.image_maps import WITHOUT, Recording, add_contributions, cell_of, record
 from ea_vision.visualize.strip import draw_strip
-from ea_vision.visualize.writing import check_output, save
 
 PHOTOS = 200  # for the means, at most
 

@@ -1,8 +1,7 @@
 """Figures as bytes, their widths, and the colours of their lines. Importing this does not import matplotlib."""
 
-import argparse
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ea_vision.base.errors import UsageError
 
@@ -11,23 +10,6 @@ FORMATS = (".png", ".svg", ".pdf")
 MOST_PIXELS = 250_000_000
 PAGE = 6.75  # inches: the width of a figure that is not asked for another one, if it has enough to show
 NARROWEST, WIDEST = 2.5, 40.0  # inches
-
-
-def _number(kind: type, low: float, high: float, what: str) -> Callable[[str], float]:
-    """Return argparse's type of a number from `low` to `high`."""
-    def number(text: str) -> float:
-        try:
-            if low <= kind(text) <= high:
-                return kind(text)
-        except ValueError:
-            pass  # refused below
-        raise argparse.ArgumentTypeError(f"{what} from {low:g} to {high:g} required, got {text[:20]!r}")
-
-    return number
-
-
-dpi = _number(int, 1, 2400, "a whole number")
-inches = _number(float, NARROWEST, WIDEST, "a width in inches")
 
 
 def check_width(width: float | None) -> float | None:
@@ -41,10 +23,10 @@ def figure_bytes(figure, suffix: str = ".png", dpi: int = 200) -> bytes:
     """Return the figure in the format of one of FORMATS.
 
     Raises:
-        UsageError: more than MOST_PIXELS.
+        UsageError: more than MOST_PIXELS; those that SVG and PDF have inside, too.
     """
-    width, height = (side * dpi for side in figure.get_size_inches())
-    if suffix == ".png" and (width * height > MOST_PIXELS or max(width, height) >= 2**16):
+    width, height = figure.get_size_inches() * dpi
+    if width * height > MOST_PIXELS or max(width, height) >= 2**16:
         raise UsageError(f"a picture must have at most {MOST_PIXELS / 1e6:g} megapixels and 65535 pixels a side, got "
                          f"{width:.0f}x{height:.0f} at {dpi} dots per inch: ask for fewer (--dpi)")
     data = io.BytesIO()

@@ -3,21 +3,22 @@ rcParams["font.size"] is not matplotlib's), and how wide it is."""
 
 from __future__ import annotations
 
-import io
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 
 import matplotlib
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure, SubFigure
+from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.legend import Legend
 from matplotlib.textpath import text_to_path
 
-BREAKS = ("[^ ]* ?", r"[^_\-./,]*[_\-./,]?", ".")  # pieces of a line: words, what ends in punctuation, letters
+from ea_vision.base.figures import figure_bytes
+
+PIECES = (r"[^ \n]*[ \n]?", r"[^_\-./,]*[_\-./,]?", ".")  # of a text: words, what ends in punctuation, letters
 
 
 def points(kind: str = "small") -> float:
@@ -27,33 +28,26 @@ def points(kind: str = "small") -> float:
 
 
 @lru_cache(4096)
-def _width(text: str, size: float, family: tuple[str, ...]) -> float:
-    properties = FontProperties(family=list(family), size=size)
-    return 1.06 * text_to_path.get_text_width_height_descent(text, properties, ismath=False)[0]
+def _width(line: str, size: float, family: tuple[str, ...]) -> float:
+    font = FontProperties(family=list(family), size=size)
+    return 1.06 * text_to_path.get_text_width_height_descent(line or " ", font, ismath=False)[0]
 
 
 def text_width(text: str, size: float) -> float:
     """Return the width of text's longest line in points, as letters of `size` points have it."""
-    return max(_width(line, size, tuple(matplotlib.rcParams["font.family"])) if line else 0.0
-               for line in text.split("\n"))
+    return max(_width(line, size, tuple(matplotlib.rcParams["font.family"])) for line in text.split("\n"))
 
 
-def wrapped(text: str, width: float, size: float) -> str:
+def wrapped(text: str, width: float, size: float, pieces: Sequence[str] = PIECES) -> str:
     """Break text into lines no wider than `width`: between words, else after _ - . / , and last anywhere."""
-    return "\n".join(line.rstrip() for part in text.split("\n") for line in _filled([part], width, size, BREAKS))
-
-
-def _filled(pieces: list[str], width: float, size: float, breaks: Sequence[str]) -> list[str]:
-    """Return lines of pieces; one that is too wide for a line is broken by the first of `breaks`."""
-    lines = [""]
-    for piece in pieces:
-        if text_width((lines[-1] + piece).rstrip(), size) <= width:
-            lines[-1] += piece
-            continue
-        lines += [""] if lines[-1] else []
-        broken = breaks and text_width(piece.rstrip(), size) > width
-        lines[-1:] = _filled(re.findall(breaks[0], piece), width, size, breaks[1:]) if broken else [piece]
-    return lines
+    done = ""
+    for piece in re.findall(pieces[0], text):
+        if len(pieces) > 1 and text_width(piece.rstrip(), size) > width:
+            piece = wrapped(piece, width, size, pieces[1:])
+        if done and text_width((done + piece).rstrip(), size) > width:
+            done = done.rstrip() + "\n"
+        done += piece
+    return done
 
 
 class Picture(Figure):
@@ -65,9 +59,7 @@ class Picture(Figure):
             super().savefig(fname, **kwargs)
 
     def _repr_png_(self) -> bytes:
-        data = io.BytesIO()
-        self.savefig(data, format="png")
-        return data.getvalue()
+        return figure_bytes(self, dpi=150)
 
 
 def new_figure(width: float, height: float, **kwargs) -> Figure:
@@ -75,16 +67,14 @@ def new_figure(width: float, height: float, **kwargs) -> Figure:
     return Picture(figsize=(width, height), dpi=150, **kwargs)
 
 
-@contextmanager
-def print_style() -> Iterator[None]:
+def print_style() -> AbstractContextManager[None]:
     """Draw axes, lines and markers in the sizes of print while this lasts, and no text as mathematics; for ticks see
     `small_ticks`, other text gets its `points`."""
     small, medium = points(), points("medium")
-    with matplotlib.rc_context({
-            "axes.titlesize": medium, "axes.labelsize": small, "legend.fontsize": small, "figure.titlesize": medium,
-            "axes.linewidth": 0.6, "lines.linewidth": 1.0, "lines.markersize": 3.5, "errorbar.capsize": 1.5,
-            "legend.columnspacing": 1.0, "legend.handlelength": 1.8, "grid.linewidth": 0.5, "text.parse_math": False}):
-        yield
+    return matplotlib.rc_context({
+        "axes.titlesize": medium, "axes.labelsize": small, "legend.fontsize": small, "figure.titlesize": medium,
+        "axes.linewidth": 0.6, "lines.linewidth": 1.0, "lines.markersize": 3.5, "errorbar.capsize": 1.5,
+        "legend.columnspacing": 1.0, "legend.handlelength": 1.8, "grid.linewidth": 0.5, "text.parse_math": False})
 
 
 def small_ticks(axes: Axes) -> None:
@@ -92,15 +82,13 @@ def small_ticks(axes: Axes) -> None:
     axes.tick_params(labelsize=points(), width=0.6, length=2.5, pad=2)
 
 
-def legend_below(figure: Figure | SubFigure, lines: Sequence[Artist], names: Sequence[str]) -> Legend:
+def legend_below(figure: Figure, lines: Sequence[Artist], names: Sequence[str]) -> Legend:
     """Draw a legend below all, in `print_style`, in as many columns as the width has room for; the figure grows by its
     lines."""
-    small, root = points(), figure.figure
-    width, height = root.get_size_inches()
+    small, (width, height) = points(), figure.get_size_inches()
     names = [wrapped(name, 72 * width - 50, small) for name in names]
     room = 72 * width // (max(text_width(name, small) for name in names) + 34)
     ncols = int(max(1, min(len(names), room)))
-    legend = figure.legend(lines, names, loc="outside lower center", ncols=ncols)
     rows = sum(1 + name.count("\n") for name in names) / ncols
-    root.set_size_inches(width, height + max(0.0, (rows - 3) * small * 1.4 / 72))
-    return legend
+    figure.set_size_inches(width, height + max(0.0, (rows - 3) * small * 1.4 / 72))
+    return figure.legend(lines, names, loc="outside lower center", ncols=ncols)

@@ -1,41 +1,53 @@
 """One HTML page in which a click on a pixel shows where every head of every layer looks.
 
-The page needs no server and no network: images, maps and program are inside it.
+The page needs no server and no network: images, maps and program (page_source/) are inside it. Of every map row (one
+query) it holds the smallest value, a step, and 8-bit codes; value = low + step * code, so a value is off by at most
+half a step, that is by (largest - smallest of the row) / 510. Streams are zlib's in base64, one for each image, model
+and part; maps that occur twice are stored once.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import html
+import io
+import json
+import re
 import sys
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+import numpy as np
 from PIL import Image
+from torch import Tensor, nn
 from tqdm import tqdm
 
+import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
 from ea_vision.recorder.inputs import ImageSource, find_images, names_of, read_image
-from ea_vision.recorder.loading import LoadedModel, positive
+from ea_vision.recorder.loading import DetectorModel, LoadedModel, positive
+from ea_vision.recorder.recording import PARTS, AttentionLayer, LayerMaps, prefix_names
 from ea_vision.visualize.figure_options import (
     DEMO,
+    Asked,
     Layers,
     Models,
-    chosen_layers,
+    check_output,
     epochs_of,
     loader,
     make_parser,
     only,
-    parse_heads,
     run_label,
     spread,
 )
-from ea_vision.visualize.image_maps import as_images, as_models
-from ea_vision.visualize.page import MEGABYTE, STORED_PARTS, Explorer, build_page, size_mb
-from ea_vision.visualize.writing import check_output
+from ea_vision.visualize.image_maps import MEAN, WITHOUT, add_contributions, as_images, record
+from ea_vision.visualize.map_style import SIGNED_MAP, equation
 
 EXAMPLES = """\
   ea-vision explore --model ea_conv_transformer_cifar -o page.html photo.jpg
@@ -45,24 +57,218 @@ EXAMPLES = """\
 """
 MAX_MODELS, MAX_MB = 3, 10
 SUFFIXES = (".html", ".htm")
+SOURCE = Path(__file__).with_name("page_source")
+MODULES = ("maps.js", "state.js", "draw.js", "panel.js", "main.js")  # in order of need
+STORED_PARTS = (*PARTS, WITHOUT[0])
+MEGABYTE = 1_000_000
+MOST_OBJECTS, LEAST_SCORE = 9, 0.3  # of a detector's
 
+
+# ---- images ---------------------------------------------------------------------------------------------------------
+
+def data_url(pixels: np.ndarray) -> str:
+    """Return (H, W, 3) uint8 as a data: address, PNG where it is small, JPEG otherwise."""
+    data, kind = io.BytesIO(), "png" if pixels.size <= 3 * 128 * 128 else "jpeg"
+    Image.fromarray(pixels).save(data, kind, quality=90, optimize=True)
+    return f"data:image/{kind};base64,{base64.b64encode(data.getvalue()).decode()}"
+
+
+# ---- maps -----------------------------------------------------------------------------------------------------------
+
+def quantise(maps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Round (K, T, N) to 256 even steps from the smallest to the largest value of each row.
+
+    Returns:
+        low, step, float32 (K, T), and codes, uint8 (K, T, N): value = low + step * code, off by at most step / 2.
+
+    Raises:
+        UsageError: values that are not finite.
+    """
+    if not np.isfinite(maps).all():
+        raise UsageError(f"maps must be finite, got {np.count_nonzero(~np.isfinite(maps))} values that are not")
+    low = maps.min(-1)
+    step = ((maps.max(-1).astype(np.float64) - low) / 255).astype(np.float32)
+    codes = (maps - low[..., None]) / np.where(step > 0, step, 1)[..., None]
+    return low, step, codes.round().clip(0, 255).astype(np.uint8)
+
+
+def pack(maps: dict[int, dict[str, np.ndarray]]) -> tuple[dict[str, str], dict[int, dict[str, list]]]:
+    """Return streams by part, and where each layer's maps are.
+
+    Args:
+        maps: layer number -> part -> float32 (K, T, N), T >= N queries.
+
+    Returns:
+        part -> base64 of a zlib stream; layer number -> part -> [part of the stream, offset in it in bytes], where low,
+        step and codes follow each other, filled up to a multiple of 4 bytes. A map that is the same as
+        one of an earlier part or layer refers to it: EA's convolved logits are its logits where beta is 1, and a
+        layer's previous logits are the layer's before.
+    """
+    streams: dict[str, str] = {}
+    places: dict[int, dict[str, list]] = {number: {} for number in maps}
+    known: dict[bytes, list] = {}
+    for part in STORED_PARTS:
+        stream = bytearray()
+        for number, parts in maps.items():
+            if part in parts:
+                data = b"".join(array.tobytes() for array in quantise(parts[part]))
+                data += bytes(-len(data) % 4)
+                if data not in known:
+                    known[data] = [part, len(stream)]
+                    stream += data
+                places[number][part] = known[data]
+        if stream:
+            streams[part] = base64.b64encode(zlib.compress(stream, 6)).decode()
+    return streams, places
+
+
+# ---- the page's contents --------------------------------------------------------------------------------------------
+
+@dataclass
+class Explorer:
+    """Models, and the layers and heads of them that a page shows.
+
+    models: one to three.
+    layers: of each model; see `recorder.loading.parse_layers`.
+    heads: counted from 0; () is all.
+    parts: some of STORED_PARTS; a layer gives those that it has.
+    """
+
+    models: Sequence[LoadedModel]
+    layers: Sequence[Sequence[AttentionLayer]]
+    heads: Sequence[int] = ()
+    parts: Sequence[str] = STORED_PARTS
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return what the page knows of each model before any image."""
+        return [{
+            "label": model.label,
+            "imgSize": model.img_size,
+            "prefix": prefix_names(model.model),
+            "equation": equation(model.model, chosen),
+            "layers": [{
+                "number": layer.number,
+                "name": layer.name,
+                "heads": list(self.heads or range(layer.num_heads)),
+                "evolves": "prev_logits" in layer.parts,
+            } for layer in chosen],
+        } for model, chosen in zip(self.models, self.layers, strict=True)]
+
+    def view(self, name: str, image: Image.Image, models: Sequence[LoadedModel] | None = None) -> dict[str, Any]:
+        """Return an image's entry: its name, and for each model photo, predictions, streams and where the maps are.
+
+        Args:
+            models: those of another epoch.
+
+        Raises:
+            UsageError: layers of a model that have none of the parts.
+        """
+        return {"name": name, "models": [self._view(image, model, chosen) for model, chosen in
+                                         zip(models or self.models, self.layers, strict=True)]}
+
+    def _view(self, image: Image.Image, model: LoadedModel, layers: Sequence[AttentionLayer]) -> dict[str, Any]:
+        without = WITHOUT[0] in self.parts  # computed from all others
+        seen = record(model, image, layers, PARTS if without else self.parts)
+        if without:
+            add_contributions(seen)
+        streams, places = pack({layer.number: self._arrays(layer, len(prefix_names(model.model)))
+                                for layer in seen.maps.values()})
+        predictions = _objects if isinstance(model, DetectorModel) else _likeliest
+        return {
+            "photo": data_url((seen.pixels() * 255).round().astype(np.uint8)),
+            "predictions": predictions(seen.output, model.classes),
+            "featSizes": {layer.number: layer.feat_size for layer in seen.maps.values()},
+            "places": places,
+            "streams": streams,
+        }
+
+    def _arrays(self, layer: LayerMaps, prefix: int) -> dict[str, np.ndarray]:
+        """Return (K, T, N) of each recorded part: rows of all tokens, those before the patches first, over N pixels.
+        A layer that runs before a prefix token comes in has zeros there."""
+        missing, heads = prefix - layer.num_prefix_tokens, list(self.heads or layer.heads)
+        return {part: nn.functional.pad(layer.on_queries_grid(part)[0, heads, :, layer.num_prefix_tokens:].float(),
+                                        (0, 0, missing, 0)).cpu().numpy()
+                for part in STORED_PARTS if part in self.parts and part in layer.recorded()}
+
+
+def _likeliest(output: Any, names: Sequence[str] | None) -> list[dict[str, Any]]:
+    """Return the three likeliest classes: of logits (1, C), or of an output that has them, as transformers' models
+    have; [] of another one."""
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor) or logits.ndim != 2:
+        return []
+    top = logits[0].float().softmax(-1).topk(min(3, logits.shape[1]))
+    return [{"name": names[index] if names else f"class {index}", "probability": round(probability, 6)}
+            for index, probability in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
+
+
+def _objects(output: Sequence[dict[str, Tensor]], classes: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the surest objects of a detector: name, probability, and box, x1 y1 x2 y2 in pixels of the input."""
+    [found] = output
+    rows = zip(*(found[key].tolist() for key in ("boxes", "scores", "labels")), strict=True)
+    return [{"name": classes[label], "probability": round(score, 6), "box": [round(side, 2) for side in box]}
+            for box, score, label in rows if score >= LEAST_SCORE][:MOST_OBJECTS]
+
+
+def size_mb(entries: Sequence[dict[str, Any]]) -> float:
+    """Return the size of the entries in a page, in millions of bytes."""
+    return sum(len(json.dumps(entry)) for entry in entries) / MEGABYTE
+
+
+# ---- the page -------------------------------------------------------------------------------------------------------
+
+def json_script(value: Any, attributes: str) -> str:
+    """Return a script element that holds data; nothing in it can end the element."""
+    text = json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
+    return f'<script type="application/json" {attributes}>{text}</script>'
+
+
+def program() -> str:
+    """Return the modules of page_source/ in one: what they import from each other comes before."""
+    text = "\n".join((SOURCE / name).read_text(encoding="utf-8") for name in MODULES)
+    return re.sub(r'^(import [^;]*? from "\./[a-z]+\.js";\n|export )', "", text, flags=re.MULTILINE)
+
+
+def table_of(name: str) -> str:
+    """Return 256 colours of a matplotlib colour map, RGB, in base64."""
+    return base64.b64encode(matplotlib.colormaps[name](range(256), bytes=True)[:, :3].tobytes()).decode()
+
+
+def build_page(explorer: Explorer, entries: Sequence[dict[str, Any]], epochs: bool = False) -> str:
+    """Return the whole page as text.
+
+    Args:
+        explorer: the models.
+        entries: images, from `Explorer.view`.
+        epochs: whether they are one image at the epochs of a run.
+    """
+    title = "Attention of " + ", ".join(model.label for model in explorer.models)
+    about = {"models": explorer.describe(), "colours": table_of("viridis"), "signed": table_of(SIGNED_MAP),
+             "epochs": epochs, "version": ea_vision.__version__}
+    scripts = [json_script(about, 'id="about"'), *(json_script(entry, 'class="image"') for entry in entries)]
+    fields = {"title": html.escape(title), "style": (SOURCE / "page.css").read_text(encoding="utf-8"),
+              "data": "\n".join(scripts), "program": program()}
+    template = (SOURCE / "page.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: fields[match[1]], template)
+
+
+# ---- the command, notebooks -----------------------------------------------------------------------------------------
 
 def make_explorer(options: argparse.Namespace, models: Sequence[LoadedModel]) -> Explorer:
-    """Return models with --layers, --heads and --parts."""
-    layers = [chosen_layers(options.layers, model) for model in models]
-    if "mean" in options.heads.split(","):
+    """Return models, by default those of --model, with --layers, --heads and --parts."""
+    asked = Asked.by_options(options, models)
+    if MEAN in asked.heads:
         raise UsageError(f"--heads must be numbers or all (the page adds the mean), got {options.heads!r}")
-    every = [layer for chosen in layers for layer in chosen]
     parts = STORED_PARTS if options.parts == "all" else options.parts.split(",")
     if not set(parts) <= set(STORED_PARTS):
         raise UsageError(f"--parts must be all or some of {', '.join(STORED_PARTS)}; got {options.parts!r}")
-    return Explorer(models, layers, None if options.heads == "all" else parse_heads(options.heads, every), parts)
+    return Explorer(asked.models, asked.layers, () if options.heads == "all" else asked.heads, parts)
 
 
-def make_entries(explorer: Explorer, jobs: Sequence[tuple[str, Image.Image, Sequence[LoadedModel]]], max_mb: float,
+def make_entries(explorer: Explorer, jobs: Sequence[tuple], max_mb: float,
                  all_layers: bool) -> tuple[Explorer, list[dict[str, Any]]]:
-    """Return the entries of names, images and models, with a progress bar, and the explorer that made them: unless all
-    layers are wanted, of so many over the depth as fit into max_mb, by the size of the first entry."""
+    """Return the entries of jobs, which are what `Explorer.view` takes, with a progress bar, and the explorer that made
+    them: unless all layers are wanted, of so many over the depth as fit into max_mb, by the size of the first entry."""
     first, most = explorer.view(*jobs[0]), max(map(len, explorer.layers))
     while not all_layers and most > 2 and (size := len(jobs) * size_mb([first])) > max_mb:
         most = max(2, min(most - 1, int(most * max_mb / size)))
@@ -85,13 +291,12 @@ def show_page(models: Models, images: ImageSource | Sequence[ImageSource], layer
     Raises:
         UsageError: more than three models, or no image.
     """
-    loaded = as_models(models)
-    if len(loaded) > MAX_MODELS:
-        raise UsageError(f"a page takes at most {MAX_MODELS} models, got {len(loaded)}")
-    several = as_images(images)
-    jobs = [(name, read_image(image), loaded) for name, image in zip(names_of(several), several, strict=True)]
-    explorer = Explorer(loaded, [chosen_layers(layers, model) for model in loaded])
-    return PageInNotebook(build_page(*make_entries(explorer, jobs, MAX_MB, layers is not None)), height)
+    asked, several = Asked(models, layers), as_images(images)
+    if len(asked.models) > MAX_MODELS:
+        raise UsageError(f"a page takes at most {MAX_MODELS} models, got {len(asked.models)}")
+    jobs = [(name, read_image(image)) for name, image in zip(names_of(several), several, strict=True)]
+    entries = make_entries(Explorer(asked.models, asked.layers), jobs, MAX_MB, layers is not None)
+    return PageInNotebook(build_page(*entries), height)
 
 
 @dataclass
@@ -119,22 +324,19 @@ def main(argv: Sequence[str] | None = None) -> int:
                              "%(default)s)")
     options = parser.parse_args(argv)
     output, epochs = check_output(Path(options.output), options.suffixes), options.through == "checkpoints"
-    load, targets, paths = loader(options), options.model or DEMO, find_images(options.images)
+    targets, paths = options.model or DEMO, find_images(options.images)
     if not epochs and len(targets) > MAX_MODELS:
         raise UsageError(f"--model must be at most {MAX_MODELS} models, got {len(targets)}")
-    models = epochs_of(targets, load) if epochs else as_models(map(load, targets))
-    pictures = [read_image(path) for path in paths]
+    jobs = [(name, read_image(path)) for name, path in zip(names_of(paths), paths, strict=True)]
+    models = epochs_of(targets, loader(options)) if epochs else []
     if epochs:
-        image = only(pictures, "image")
+        _, image = only(jobs, "image")
         jobs = [(f"epoch {model.epoch}", image, [model]) for model in models]
-        models = [replace(models[0], label=run_label(models[0]))]
-    else:
-        jobs = [(name, image, models) for name, image in zip(names_of(paths), pictures, strict=True)]
-    whole = make_explorer(options, models)
+    whole = make_explorer(options, [replace(model, label=run_label(model)) for model in models[:1]])
     explorer, entries = make_entries(whole, jobs, options.max_mb, options.layers is not None)
     if explorer is not whole:
         layers = "; ".join(f"{model.label}: {', '.join(str(layer.number) for layer in chosen)}"
-                           for model, chosen in zip(models, explorer.layers, strict=True))
+                           for model, chosen in zip(explorer.models, explorer.layers, strict=True))
         print(f"layers on the page, to stay below {options.max_mb} MB: {layers}; --layers chooses others, --max-mb "
               "allows more", file=sys.stderr)
     if size_mb(entries) > options.max_mb:

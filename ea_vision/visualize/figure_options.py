@@ -1,4 +1,4 @@
-"""The options that the figures' commands have in common, and what their values mean.
+"""The options that the figures' commands have in common, what their values mean, and how figures become files.
 
 What the functions `plot_*` take alike:
 
@@ -21,20 +21,27 @@ What cannot be is a UsageError (a ValueError) that names what was required and w
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from matplotlib.figure import Figure
+from PIL import Image, ImageOps
 from torch import nn
+from tqdm import tqdm
 
+from ea_vision.base import files
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import FORMATS as PICTURES
-from ea_vision.base.figures import dpi, inches
+from ea_vision.base.figures import check_width, figure_bytes
 from ea_vision.base.processes import choose_device
 from ea_vision.engine import run_folder
-from ea_vision.recorder.inputs import find_images
+from ea_vision.recorder.inputs import find_images, names_of, read_image
 from ea_vision.recorder.loading import (
     WEIGHTS_HELP,
     LoadedModel,
@@ -43,9 +50,10 @@ from ea_vision.recorder.loading import (
     parse_layers,
     parse_queries,
     parse_targets,
+    positive,
 )
 from ea_vision.recorder.recording import AttentionLayer
-from ea_vision.visualize.image_maps import MEAN, AnyImage, Head, Query, Recording, as_models, record
+from ea_vision.visualize.image_maps import MEAN, AnyImage, Head, Query, Recording, as_models, numbered, record
 from ea_vision.visualize.map_style import SCALES, STYLE, MapStyle
 
 Model = nn.Module | LoadedModel | str
@@ -57,6 +65,7 @@ DEMO = ["ea_conv_transformer_cifar"]  # the model unless one is named
 SOME_LAYERS = 6  # that are drawn unless others are asked for
 CHECKPOINTS = ("*.ckpt", f"{run_folder.SNAPSHOTS}/*.safetensors")  # in a run folder
 KEYWORDS = ("layers", "heads", "queries", "width", *(field.name for field in fields(MapStyle)))  # of `Asked`
+FILM, FRAME = ".gif", 600  # milliseconds a picture
 DIAGONAL, MIDDLE = ((0.25, 0.25), (0.5, 0.5), (0.75, 0.75)), ((0.5, 0.5),)
 
 
@@ -96,10 +105,11 @@ def make_parser(description: str, examples: str, *, output: str, layers: str | N
     if PICTURES[0] in suffixes:
         parser.add_argument("--npz", action="store_true",
                             help="write the maps or numbers, too, as FILE.npz for np.load")
-        parser.add_argument("--width", type=inches, metavar="3.3|6.75|N",
+        parser.add_argument("--width", type=float, metavar="3.3|6.75|N",
                             help="of the figure in inches; text keeps its 7 to 9 points, tiles shrink (default: as "
                                  "wide as it needs to be, at most 6.75)")
-        parser.add_argument("--dpi", type=dpi, default=150, help="of pictures made of pixels (default: %(default)s)")
+        parser.add_argument("--dpi", type=positive, default=150,
+                            help="of pictures made of pixels (default: %(default)s)")
     if style:
         parser.add_argument("--bare", dest="overlay", action="store_false",
                             help="draw the maps alone, not over the photo")
@@ -137,16 +147,15 @@ def parse_heads(text: str, layers: Sequence[AttentionLayer]) -> list[Head]:
     """
     num_heads = min(layer.num_heads for layer in layers)
     known = {"all": list(range(num_heads)), MEAN: [MEAN], **{str(head): [head] for head in range(num_heads)}}
-    for item in text.split(","):
-        if item not in known:
-            raise UsageError(f"heads must be 0 to {num_heads - 1}, all or {MEAN}, got {item!r}")
-    return [head for item in text.split(",") for head in known[item]]
+    try:
+        return [head for item in text.split(",") for head in known[item]]
+    except KeyError as error:
+        raise UsageError(f"heads must be 0 to {num_heads - 1}, all or {MEAN}, got {error}") from error
 
 
 def spread(layers: Sequence[AttentionLayer], most: int = SOME_LAYERS) -> list[AttentionLayer]:
     """Return all layers of up to `most`, or so many at even distances, the first and the last among them."""
-    most = min(most, len(layers))
-    return [layers[round(index * (len(layers) - 1) / max(1, most - 1))] for index in range(most)]
+    return [layers[round(place)] for place in np.linspace(0, len(layers) - 1, min(most, len(layers)))]
 
 
 def loader(options: argparse.Namespace) -> Callable[[str], LoadedModel]:
@@ -162,13 +171,13 @@ def epochs_of(targets: Sequence[str], load: Callable[[str], LoadedModel] = load_
     Raises:
         UsageError: a run folder without such files, or a model without an epoch.
     """
-    files: list[str] = []
+    paths: list[str] = []
     for target in targets:
         held = sorted(str(path) for name in CHECKPOINTS for path in Path(target).glob(name))
         if Path(target).is_dir() and not held:
             raise UsageError(f"run {target} has no {' nor '.join(CHECKPOINTS)}")
-        files += held or [target]
-    models = {model.epoch: model for model in map(load, files)}
+        paths += held or [target]
+    models = {model.epoch: model for model in map(load, paths)}
     if None in models:
         raise UsageError("what goes through checkpoints needs run folders or their *.ckpt or snapshots, got "
                          + models[None].label)
@@ -203,7 +212,7 @@ class Asked:
 
     def __init__(self, models: Models, layers: Layers = None, heads: Heads = None, queries: Queries = None, *,
                  some: bool = False, width: float | None = None, **style):
-        self.how, self.queries = dict(style=MapStyle(**style), width=width), queries
+        self.how, self.queries = dict(style=MapStyle(**style), width=check_width(width)), queries
         self.models = as_models(models)
         self.layers = [chosen_layers(layers, model, some) for model in self.models]
         self.numbers = [[layer.number for layer in chosen] for chosen in self.layers]
@@ -240,3 +249,73 @@ def _text(value: str | int | Sequence[int | str] | None, default: str) -> str:
     if value is None:
         return default
     return ",".join(map(str, [value] if isinstance(value, (str, int)) else value))
+
+
+# ---- files: checked before any work, one an image, written whole or not at all --------------------------------------
+
+def check_output(output: Path, suffixes: Sequence[str] = PICTURES) -> Path:
+    """See that a file can be written, before any work; return it.
+
+    Raises:
+        UsageError: a suffix that cannot be written, or a folder that cannot be made.
+    """
+    if output.suffix.lower() not in suffixes:
+        raise UsageError(f"--output must end in {' or '.join(suffixes)}, got {output}")
+    return files.check_output(output)
+
+
+def save(figure: Figure, output: Path, dpi: int) -> None:
+    """Write a figure, all or nothing, in the format of the file's suffix."""
+    files.atomic_write(output, figure_bytes(figure, output.suffix.lower(), dpi))
+
+
+def save_film(figures: Iterable[Figure], output: Path, dpi: int) -> None:
+    """Write figures into a GIF that runs for ever."""
+    drawn = [Image.open(io.BytesIO(figure_bytes(figure, ".png", dpi))).convert("RGB") for figure in figures]
+    W, H = (max(sides) for sides in zip(*(picture.size for picture in drawn), strict=True))
+    first, *others = [  # titles may differ in lines
+        ImageOps.expand(picture, (0, 0, W - picture.width, H - picture.height), "white").quantize(
+            256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE) for picture in drawn]
+    data = io.BytesIO()
+    first.save(data, "GIF", save_all=True, append_images=others, duration=FRAME, loop=0)
+    files.atomic_write(output, data.getvalue())
+
+
+def each_figure(options: argparse.Namespace, asked: Asked, draw: Callable[[Asked, Any], Any],
+                write: Callable[[Any, Path, int], None] = save, together: bool = False) -> int:
+    """Draw and write a figure an image, with a progress bar, and with --npz what it is drawn from; say so at the end.
+
+    Args:
+        draw: what is asked for, of an image's path, or with `together` of all in a list.
+        write: the figure, into a file, at --dpi.
+    """
+    images = find_images(options.images)
+    jobs = [images] if together else images
+    outputs = [check_output(Path(options.output), options.suffixes)]
+    if len(jobs) > 1:
+        stem, suffix = outputs[0].stem, outputs[0].suffix
+        names = [Path(image).stem.replace("#", "-") for image in images]
+        outputs = [outputs[0].with_name(f"{stem}-{name}{f'-{number}' * (name in names[:number])}{suffix}")
+                   for number, name in enumerate(names)]
+    for path in images:  # a broken one ends the command before the first picture
+        read_image(path)
+    for job, output in zip(tqdm(jobs, unit="image", disable=len(jobs) == 1 or None), outputs, strict=True):
+        write(draw(asked, job), output, options.dpi)
+        if options.npz:
+            save_maps(asked.recordings, output, names_of(images) if together else ())
+    print("written:", *outputs, *(output.with_suffix(".npz") for output in outputs if options.npz))
+    return 0
+
+
+def save_maps(recordings: Sequence[Recording], output: Path, names: Sequence[str] = ()) -> None:
+    """Write the maps of recordings, and the images that the networks saw, into FILE.npz beside a figure.
+
+    The arrays' names are those of `AttentionMaps.arrays` and "image", (3, H, W) in 0..1; of several recordings with the
+    name of each, by default the model's label, and a slash before.
+    """
+    arrays = {}
+    for recording, name in zip(recordings, numbered(names or [r.model.label for r in recordings]), strict=True):
+        prefix = f"{name}/" * (len(recordings) > 1)
+        own = {"image": recording.image.numpy(), **recording.maps.arrays()}
+        arrays |= {prefix + key: array for key, array in own.items()}
+    files.write_npz(output.with_suffix(".npz"), arrays)

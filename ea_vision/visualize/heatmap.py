@@ -2,12 +2,13 @@
 several images."""
 
 from collections.abc import Sequence
+from itertools import product
 
 from matplotlib.figure import Figure
 
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.inputs import find_images, names_of
-from ea_vision.visualize.figure_options import Asked, Heads, Layers, Models, Queries, make_parser
+from ea_vision.visualize.figure_options import Asked, Heads, Layers, Models, Queries, each_figure, make_parser
 from ea_vision.visualize.image_maps import AnyImage, Head, Query, Recording, as_images, cell_of, title_of
 from ea_vision.visualize.map_style import (
     STYLE,
@@ -21,7 +22,6 @@ from ea_vision.visualize.map_style import (
     short_names,
 )
 from ea_vision.visualize.sheet import Row
-from ea_vision.visualize.writing import each_figure
 
 EXAMPLES = """\
   ea-vision heatmap --model ea_conv_transformer_cifar --layers 1,3 -o maps.png digits#0
@@ -122,12 +122,11 @@ def draw_columns(recordings: Sequence[Recording], names: Sequence[str], layers: 
     grid = len(layers[0]) > 1 and len(points) == len(heads) == 1
     for of_layer in zip(*layers, strict=True):
         columns, rows = list(zip(recordings, of_layer, names, strict=True)), []
-        for number, point in enumerate(points, start=1):
-            for head in heads:
-                label = [f"query {number}"] * (len(points) > 1) + [head_name(head)] * (len(heads) > 1)
-                rows.append(Row([attention_of(
-                    recording, layer, head, point and cell_of(point, first.img_size, recording.img_size), style,
-                    "" if rows else name, number) for recording, layer, name in columns], "\n".join(label)))
+        for (number, point), head in product(enumerate(points, start=1), heads):
+            label = [f"query {number}"] * (len(points) > 1) + [head_name(head)] * (len(heads) > 1)
+            rows.append(Row([attention_of(
+                recording, layer, head, point and cell_of(point, first.img_size, recording.img_size), style,
+                "" if rows else name, number) for recording, layer, name in columns], "\n".join(label)))
         named = dict.fromkeys(map_name(recording.maps[layer], grid) for recording, layer, _ in columns)
         groups.append(("\n".join(named), rows))
     whose = "mean of all queries" if points[0] is None else queries_name(points)

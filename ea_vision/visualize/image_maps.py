@@ -1,7 +1,8 @@
 """An image as a network saw it, with the maps of its layers: what every figure is drawn from."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +18,7 @@ from ea_vision.recorder.recording import AttentionLayer, AttentionMaps
 
 MEAN = "mean"
 WITHOUT = ("attn_without_previous", "attn_without_own")  # parts of `add_contributions`
-Point = tuple[int, int]  # y, x in pixels of the input
-Query = Point | str  # a pixel, or a token before a transformer's patches by name: cls, dist, reg1, ...
+Query = tuple[int, int] | str  # y, x in pixels of the input, or a token before a transformer's patches: cls, reg1, ...
 Head = int | str  # a number, or MEAN
 AnyImage = ImageSource | Tensor  # see `ea_vision.recorder.inputs.as_input`
 
@@ -53,6 +53,11 @@ class Recording:
         """Height over width of the input."""
         return self.img_size[0] / self.img_size[1]
 
+    @property
+    def extent(self) -> tuple[int, int, int, int]:
+        """Where `Axes.imshow` draws what covers the input: left, right, bottom and top, in pixels of the input."""
+        return 0, self.img_size[1], self.img_size[0], 0
+
     def pixels(self) -> np.ndarray:
         """Return the photo, or where there is none (the network sees no less) the image: (height, width, 3) in 0..1."""
         return self.image.permute(1, 2, 0).cpu().numpy() if self.photo is None else self.photo / 255
@@ -61,32 +66,31 @@ class Recording:
         """Return `cell_of` a query in a layer's map."""
         return cell_of(query, self.img_size, self.maps[layer].feat_size)
 
-    def relative_map(self, layer: int, query: Query, head: Head, part: str = "attn") -> np.ndarray:
-        """Return (H', W'): attention of a query in units of uniform attention; part: "attn", or a name of WITHOUT."""
-        keys = self.maps[layer].num_keys()
-        seen = keys.max() if isinstance(query, str) else keys[self.cell(layer, query)]
-        return self.query_map(layer, query, head, part) * seen
-
     def query_map(self, layer: int, query: Query, head: Head, part: str = "attn") -> np.ndarray:
-        """Return (H', W'): what a query attends to among the map's pixels, by one head or on average."""
-        maps = self.maps[layer].of_query(self.cell(layer, query), part)[1][0]  # (K, H', W')
-        return of_head(maps, head).float().cpu().numpy()
+        """Return (H', W'): a query's row of a part, among the map's pixels, by one head or on average. Attention, that
+        of WITHOUT too, is in units of uniform attention."""
+        maps, cell = self.maps[layer], self.cell(layer, query)
+        values = of_head(maps.of_query(cell, part)[1][0], head).float().cpu().numpy()
+        if part.startswith("attn"):
+            keys = maps.num_keys()
+            values = values * (keys.max() if isinstance(query, str) else keys[cell])
+        return values
 
     def received(self, layer: int, head: Head) -> np.ndarray:
         """Return (H', W'): what every pixel gets, mean of all pixels' queries, in units of uniform attention."""
         maps = self.maps[layer]
         maps.check_pixels_ask()
-        got = maps.relative()[0, :, maps.num_prefix_tokens:, maps.num_prefix_tokens:].float().mean(1)  # (K, N)
-        return of_head(got, head).reshape(maps.key_size).cpu().numpy()
+        first = maps.num_prefix_tokens
+        got = of_head(maps.relative()[0], head)[first:, first:].float().mean(0)  # (N)
+        return got.view(maps.key_size).cpu().numpy()
 
     def beside_patches(self, layer: int, query: Query, head: Head) -> str:
         """Say how much of a query's attention goes to the tokens before the patches: "cls 12%, reg 30%" (all registers
         together); "" where there are none."""
-        maps, shares = self.maps[layer], {}
+        maps, shares = self.maps[layer], Counter()
         row = maps.of_query(self.cell(layer, query))[0][0]  # (K, P)
         for name, share in zip(maps.prefix_names, of_head(row, head).tolist(), strict=True):
-            kind = name.rstrip("0123456789")
-            shares[kind] = shares.get(kind, 0.0) + share
+            shares[name.rstrip("0123456789")] += share
         return ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items())
 
 
@@ -108,11 +112,10 @@ def title_of(model: LoadedModel) -> str:
 
 def as_models(models) -> list[LoadedModel]:
     """Return the models of one, several, or several by label (a mapping); their labels differ."""
-    if isinstance(models, (str, nn.Module, LoadedModel)):
-        models = [models]
-    named = isinstance(models, Mapping)
-    loaded = [as_model(model) for model in (models.values() if named else models)]
-    labels = models if named else numbered([model.label for model in loaded])
+    if isinstance(models, Mapping):
+        return [replace(as_model(model), label=label) for label, model in models.items()]
+    loaded = [as_model(model) for model in ([models] if isinstance(models, (str, nn.Module, LoadedModel)) else models)]
+    labels = numbered([model.label for model in loaded])
     return [replace(model, label=label) for model, label in zip(loaded, labels, strict=True)]
 
 
@@ -157,6 +160,7 @@ def record(model: nn.Module | LoadedModel | str, image: AnyImage, layers: Sequen
     """Run a network on an image, in evaluation mode; see `as_model` and `as_input`.
 
     Args:
+        layers: those to record, if any.
         parts: some of `ea_vision.recorder.recording.PARTS`; those that none of the layers has are left out.
 
     Raises:
@@ -164,11 +168,12 @@ def record(model: nn.Module | LoadedModel | str, image: AnyImage, layers: Sequen
     """
     model, image = as_model(model), as_image(image)
     prepared = as_input(model, image)
-    parts = [part for part in parts if any(part in layer.parts for layer in layers)] or parts
-    batch = as_batch(model, [prepared])
+    batch, watch = as_batch(model, [prepared]), nullcontext(AttentionMaps())
+    if layers:
+        parts = [part for part in parts if any(part in layer.parts for layer in layers)] or parts
+        watch = ea_vision.record_attention(model.model, [layer.number for layer in layers], parts=parts)
     try:
-        with evaluating(model.model), torch.inference_mode(), ea_vision.record_attention(
-                model.model, [layer.number for layer in layers], parts=parts) as maps:
+        with evaluating(model.model), torch.inference_mode(), watch as maps:
             output = model.model(batch)
     except (ValueError, AssertionError) as error:
         raise UsageError(f"{model.label} on a {prepared.shape[1]}x{prepared.shape[2]} input: {error}") from error
@@ -192,7 +197,7 @@ def add_contributions(recording: Recording) -> None:
     for layer in recording.maps.values():
         module = recording.model.model.get_submodule(layer.name)
         own, previous = layer.self_logits, layer.prev_logits
-        if own is None or previous is None or layer.attn is None or getattr(module, "evolution", None) is None:
+        if own is None or previous is None or layer.attn is None:
             continue
         size = [layer.feat_size] if module.evolution.spatial else []
         with evaluating(module), torch.inference_mode():
@@ -201,10 +206,3 @@ def add_contributions(recording: Recording) -> None:
         if again.shape == layer.attn.shape and torch.allclose(again, layer.attn, atol=1e-3):
             for part, attn in zip(WITHOUT, without, strict=True):
                 layer.save(part, attn)
-
-
-def query_name(query: Query) -> str:
-    """Name a query: `y 3, x 4`, `class token`, `distillation token`, `register 1`."""
-    if not isinstance(query, str):
-        return f"y {query[0]}, x {query[1]}"
-    return {"cls": "class token", "dist": "distillation token"}.get(query, query.replace("reg", "register "))

@@ -27,7 +27,7 @@ from ea_vision.base.figures import COLORS as QUERY_COLORS
 from ea_vision.base.figures import PAGE
 from ea_vision.base.print import points
 from ea_vision.recorder.recording import PARTS, AttentionLayer, LayerMaps
-from ea_vision.visualize.image_maps import MEAN, Head, Query, Recording, cell_of, query_name
+from ea_vision.visualize.image_maps import MEAN, Head, Query, Recording, cell_of
 from ea_vision.visualize.sheet import Bar, Block, Row, Tile, sheet
 
 SCALES = ("layer", "tile", "all", "uniform")
@@ -81,6 +81,13 @@ def head_name(head: Head) -> str:
     return "mean of heads" if head == MEAN else f"head {head}"
 
 
+def query_name(query: Query) -> str:
+    """Name a query: `y 3, x 4`, `class token`, `distillation token`, `register 1`."""
+    if not isinstance(query, str):
+        return f"y {query[0]}, x {query[1]}"
+    return {"cls": "class token", "dist": "distillation token"}.get(query, query.replace("reg", "register "))
+
+
 def queries_name(points: Sequence[Query]) -> str:
     """Name query points: `query y 3, x 4`, of several `queries 1: y 3, x 4; 2: class token`."""
     if len(points) == 1:
@@ -90,12 +97,12 @@ def queries_name(points: Sequence[Query]) -> str:
 
 def map_name(layer: LayerMaps, short: bool = False) -> str:
     """Name a layer and the size of its map at length, or beside a row of a grid in two lines."""
-    size = "x".join(map(str, layer.feat_size))
+    size = "channels" if layer.channels else "x".join(map(str, layer.feat_size))
     if short:
-        return f"layer {layer.number}\n" + ("channels" if layer.channels else size)
-    prefix = f" after {', '.join(layer.prefix_names)}" if layer.prefix_names else ""
-    return f"layer {layer.number} ({layer.name}), " + (
-        "from channel to channel of a head" if layer.channels else f"map {size}{prefix}")
+        return f"layer {layer.number}\n{size}"
+    what = "from channel to channel of a head" if layer.channels else f"map {size}"
+    return f"layer {layer.number} ({layer.name}), {what}" + (
+        f" after {', '.join(layer.prefix_names)}" if layer.prefix_names else "")
 
 
 def short_names(names: Sequence[str]) -> tuple[Sequence[str], str]:
@@ -141,31 +148,17 @@ def equation(model: nn.Module, layers: Sequence[AttentionLayer | LayerMaps]) -> 
 
 # ---- photos and query points ----------------------------------------------------------------------------------------
 
-def draw_image(axes: Axes, pixels: np.ndarray, size: tuple[int, int], interpolation: str | None = "nearest",
-               **how) -> None:
-    """Draw (height, width) or (height, width, 3) in 0..1 over the area of an input of `size` (H, W); **how: see
-    `Axes.imshow`."""
-    axes.imshow(pixels, extent=(0, size[1], size[0], 0), interpolation=interpolation, **how)
-
-
-def draw_photo(axes: Axes, recording: Recording, grey: bool = False) -> None:
-    """Draw the photo, or where there is none what the network saw, in the input's coordinates."""
-    pixels = recording.pixels()
-    if grey:
-        pixels = np.repeat((pixels @ (0.299, 0.587, 0.114))[..., None], 3, -1)
-    draw_image(axes, pixels.clip(0, 1), recording.img_size, "nearest" if recording.photo is None else None)
-
-
 def photo_of(recording: Recording, queries: Sequence[Query] = (), feat_size: tuple[int, int] | None = None) -> Tile:
     """Return the photo with numbered query points, framed as cells of maps of `feat_size`; default: of the largest."""
+    cells = feat_size or max((layer.feat_size for layer in recording.maps.values()), key=math.prod, default=(1, 1))
+
     def paint(axes: Axes, _) -> None:
         axes.set_label("photo")
-        draw_photo(axes, recording)
-        sizes = [feat_size] if feat_size else [layer.feat_size for layer in recording.maps.values()]
+        axes.imshow(recording.pixels(), extent=recording.extent)
         for number, query in enumerate(queries, start=1):
-            mark_query(axes, recording, query, max(sizes, key=math.prod), number, numbered=True)
+            mark_query(axes, recording, query, cells, number, numbered=True)
 
-    return Tile(paint, " " if any(isinstance(query, str) for query in queries) else "", aspect=recording.aspect)
+    return Tile(paint, " " * any(isinstance(query, str) for query in queries), aspect=recording.aspect)
 
 
 def mark_query(axes: Axes, recording: Recording, query: Query, feat_size: tuple[int, int], number: int,
@@ -197,24 +190,27 @@ def map_of(values: np.ndarray, recording: Recording, style: MapStyle, title: str
     """Return a tile of a map (H', W') over the input's area, its query's cell framed.
 
     Args:
-        values: attention in units of uniform attention (`Recording.relative_map`), or another part.
+        values: of a part, as `Recording.query_map` gives it; logits are never drawn over the photo.
         title, note: above and below it.
         point: the query, in pixels of the input or a token by name; number: which of the queries.
         cells: (height, width) of the map that the query's cell is of; default: this one.
     """
+    overlay = style.overlay and part not in PARTS[1:]
+
     def paint(axes: Axes, norm: Normalize) -> None:
-        if style.overlay:
-            draw_photo(axes, recording, grey=True)
-        draw_image(axes, values, recording.img_size, cmap=style.colormap(part), norm=norm,
-                   alpha=style.opacity if style.overlay else None)
+        if overlay:
+            grey = recording.pixels() @ (0.299, 0.587, 0.114)
+            axes.imshow(grey, "gray", vmin=0, vmax=1, extent=recording.extent)
+        axes.imshow(values, style.colormap(part), norm, extent=recording.extent, interpolation="nearest",
+                    alpha=style.opacity if overlay else None)
         if point is not None:
             mark_query(axes, recording, point, cells or values.shape, number)
-        if style.scale == "tile" and part == "attn":
+        if style.scale == "tile" and part.startswith("attn"):
             axes.text(0.97, 0.03, f"\N{MULTIPLICATION SIGN}{short(values.max())}", transform=axes.transAxes, ha="right",
                       va="bottom", fontsize=points(), color="black",
                       path_effects=[patheffects.withStroke(linewidth=1.5, foreground="white")])
 
-    return Tile(paint, title, note, recording.aspect, values)
+    return Tile(paint, title, note, recording.aspect, values, part)
 
 
 def attention_of(recording: Recording, layer: int, head: Head, query: Query | None, style: MapStyle, title: str = "",
@@ -223,19 +219,20 @@ def attention_of(recording: Recording, layer: int, head: Head, query: Query | No
     query of what every pixel gets. `number`: which of the queries."""
     if query is None:
         return map_of(recording.received(layer, head), recording, style, title)
-    return map_of(recording.relative_map(layer, query, head), recording, style, title,
+    return map_of(recording.query_map(layer, query, head), recording, style, title,
                   recording.beside_patches(layer, query, head), point=query, number=number)
 
 
-def scaled(groups: Sequence[Sequence[Tile]], style: MapStyle, part: str = "attn", label: str = "") -> list[Bar]:
-    """Give the tiles of each group, whose maps are compared, their scale; return the colour bar of each group."""
+def scaled(groups: Sequence[Sequence[Tile]], style: MapStyle, label: str = "") -> list[Bar]:
+    """Give the tiles of each group, whose maps are compared, their scale; return the colour bar of each group. All show
+    attention, or all the same other part."""
     every = [tile for group in groups for tile in group]
     sharing = {"tile": [[tile] for tile in every], "layer": groups}.get(style.scale, [every])
     for tiles in sharing:
-        norm = norm_of([tile.values for tile in tiles], style, part)
+        norm = norm_of([tile.values for tile in tiles], style, tiles[0].part)
         for tile in tiles:
             tile.norm = norm
-    return [bar_of(group[0].norm, style, part, label) for group in groups]
+    return [bar_of(group[0].norm, style, group[0].part, label) for group in groups]
 
 
 def norm_of(maps: Sequence[np.ndarray], style: MapStyle, part: str = "attn") -> Normalize:
@@ -248,7 +245,7 @@ def norm_of(maps: Sequence[np.ndarray], style: MapStyle, part: str = "attn") -> 
         part: one of PARTS, or another quantity's name.
     """
     values = np.concatenate([m.ravel() for m in maps]).astype(np.float64)
-    if part == "attn":
+    if part.startswith("attn"):
         lowest = 1.05 if style.scale == "tile" else LOWEST_TOP
         top = UNIFORM_TOP if style.scale == "uniform" else max(lowest, values.max())
         return LogNorm(1 / top, top, clip=True)  # clipped: 0 has the lowest colour
@@ -259,7 +256,7 @@ def norm_of(maps: Sequence[np.ndarray], style: MapStyle, part: str = "attn") -> 
 def bar_of(norm: Normalize, style: MapStyle, part: str = "attn", label: str = "") -> Bar:
     """Return the colour bar of maps that are compared: of attention in units of uniform attention, which is marked; of
     other parts or quantities as they are. label: default: attention's, or logits'."""
-    attention = part == "attn"
+    attention = part.startswith("attn")
     label = label or (ATTENTION_BAR if attention else "logit")
     if attention:
         ups = [short(norm.vmax ** 0.5), short(norm.vmax)]
@@ -280,38 +277,35 @@ def short(value: float) -> str:
 # ---- figures --------------------------------------------------------------------------------------------------------
 
 def map_sheet(title: str, groups: Sequence[tuple[str, Sequence[Row]]], style: MapStyle, *, width: float | None,
-              note: str, photo: Tile | None = None, part: str = "attn", label: str = "",
-              bars: Sequence[Bar] = ()) -> Figure:
+              note: str, photo: Tile | None = None, label: str = "", bars: Sequence[Bar] = ()) -> Figure:
     """Draw a figure of maps: the photo with its query points, and a block a group; groups of one row each, of short
     names, are a grid.
 
     Args:
         groups: title and rows of each; the maps of a group are compared.
         photo: see `photo_of`.
-        part, label: see `bar_of`.
+        label: of the colour bars, unless it is attention's.
         bars: of the groups, where their tiles have their scale already.
     """
-    bars = bars or scaled([[tile for row in rows for tile in row.tiles] for _, rows in groups], style, part, label)
+    bars = bars or scaled([[tile for row in rows for tile in row.tiles] for _, rows in groups], style, label)
     own = style.scale == "layer" and len(groups) > 1  # else one bar of the whole figure
     names, singles = [name for name, _ in groups], len(groups) > 1 and all(len(rows) == 1 for _, rows in groups)
     if singles and max(len(line) for name in names for line in name.split("\n")) <= 24:
-        blocks = [_grid(names, [row.tiles for _, [row] in groups], bars if own else [], (width or PAGE) < 5)]
+        blocks = [_grid(names, [row.tiles for _, [row] in groups], bars * own, (width or PAGE) < 5)]
     else:
-        blocks = [Block(rows, name, **{"row_bars" if singles else "bars": [bar] if own else []})
+        blocks = [Block(rows, name, [bar] * own, "rows" * singles)
                   for (name, rows), bar in zip(groups, bars, strict=True)]
-    return sheet(title, blocks, width=width, note=note, bars=[] if own else bars[:1], photo=photo)
+    return sheet(title, blocks, width=width, note=note, photo=photo, bars=[] if own else bars[:1])
 
 
 def _grid(names: Sequence[str], lines: Sequence[Sequence[Tile]], bars: Sequence[Bar], narrow: bool) -> Block:
     """Return a block of a row a name, whose titles stand once where they are alike; where that would be wider than high
     in a narrow figure, or higher than wide in another one, a column a name."""
-    titles = [tile.title for tile in lines[0]]
-    alike = all([tile.title for tile in line] == titles for line in lines)
-    turned = alike and len(titles) != len(lines) and (len(titles) > len(lines)) == narrow
-    if turned:
-        lines, names, titles = list(zip(*lines, strict=True)), titles, names
-    for number, line in enumerate(lines) if alike else ():
-        for tile, title in zip(line, titles, strict=True):
-            tile.title = "" if number else title
-    return Block([Row(line, name) for line, name in zip(lines, names, strict=True)],
-                 **{"column_bars" if turned else "row_bars": bars})
+    titles, bars_of = [tile.title for tile in lines[0]], "rows"
+    if all([tile.title for tile in line] == titles for line in lines):
+        if len(titles) != len(lines) and (len(titles) > len(lines)) == narrow:
+            lines, names, titles, bars_of = list(zip(*lines, strict=True)), titles, names, "columns"
+        for number, line in enumerate(lines):
+            for tile, title in zip(line, titles, strict=True):
+                tile.title = "" if number else title
+    return Block([Row(line, name) for line, name in zip(lines, names, strict=True)], bars=bars, bars_of=bars_of)

@@ -11,11 +11,10 @@ from matplotlib.figure import Figure
 
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.recording import PARTS, LayerMaps
-from ea_vision.visualize.figure_options import Asked, Heads, Layers, Model, make_parser, only
+from ea_vision.visualize.figure_options import Asked, Heads, Layers, Model, each_figure, make_parser, only
 from ea_vision.visualize.image_maps import AnyImage, Head, Recording, of_head, title_of
 from ea_vision.visualize.map_style import STYLE, MapStyle, head_name, map_name, map_sheet
 from ea_vision.visualize.sheet import Row, Tile
-from ea_vision.visualize.writing import each_figure
 
 EXAMPLES = """\
   python visualize/matrix.py --model ea_conv_transformer_cifar --layers 1-3 -o matrix.png photo.jpg
@@ -51,7 +50,7 @@ def draw_matrix(recording: Recording, layers: Sequence[int], heads: Sequence[Hea
     """
     groups = [(map_name(recording.maps[layer], len(layers) > 1),
                [Row([_tile(recording.maps[layer], head, part, style) for head in heads])]) for layer in layers]
-    return map_sheet(f"{title_of(recording.model)}: {part}", groups, style, width=width, part=part,
+    return map_sheet(f"{title_of(recording.model)}: {part}", groups, style, width=width,
                      note="a row a query, a column a key, both row by row over the image; ticks: where a row of it "
                           "begins")
 
@@ -72,7 +71,7 @@ def _tile(layer: LayerMaps, head: Head, part: str, style: MapStyle) -> Tile:
         for line in (axes.axhline, axes.axvline)[not layer.pixels_ask:] if prefix else ():
             line(prefix - 0.5, color="white", linewidth=0.5)
 
-    return Tile(paint, head_name(head), values=values)
+    return Tile(paint, head_name(head), values=values, part=part)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,11 +10,10 @@ from torch import nn
 
 from ea_vision.recorder.quantities import attention_rollout
 from ea_vision.recorder.recording import LayerMaps
-from ea_vision.visualize.figure_options import Asked, Layers, Models, Queries, make_parser
+from ea_vision.visualize.figure_options import Asked, Layers, Models, Queries, each_figure, make_parser
 from ea_vision.visualize.image_maps import AnyImage, Query, Recording, cell_of, title_of
 from ea_vision.visualize.map_style import STYLE, MapStyle, layers_name, map_of, map_sheet, photo_of, queries_name
 from ea_vision.visualize.sheet import Row
-from ea_vision.visualize.writing import each_figure
 
 EXAMPLES = """\
   python visualize/rollout.py --model aa_resnet50,ea_aa_resnet50 --queries 60,60 -o rollout.png photo.jpg

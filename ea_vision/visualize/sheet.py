@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import matplotlib
 import numpy as np
@@ -35,7 +34,8 @@ class Tile:
     paint: draws it into axes, by `norm`; None leaves its place empty.
     title, note: above and below it.
     aspect: its height over its width.
-    values: what is drawn; norm: their scale, once the maps that are compared are known.
+    values: what is drawn, of which part ("attn", "logits" or another quantity); norm: their scale, once the maps that
+        are compared are known.
     """
 
     paint: Callable[[Axes, Normalize | None], object] | None
@@ -43,7 +43,13 @@ class Tile:
     note: str = ""
     aspect: float = 1.0
     values: np.ndarray | None = None
+    part: str = "attn"
     norm: Normalize | None = None
+
+    def draw(self, axes: Axes) -> None:
+        axes.set(xticks=[], yticks=[], frame_on=False)
+        if self.paint:
+            self.paint(axes, self.norm)
 
 
 @dataclass
@@ -57,6 +63,25 @@ class Bar:
     texts: Sequence[str]
     mark: bool
 
+    def draw(self, axes: Axes) -> None:
+        """Draw it along the longer side, with as many texts as have room, those at the ends within its length."""
+        (width, height), small = axes.bbox.size * 72 / axes.figure.dpi, points()
+        flat, places = width > height, self.norm.inverse(np.linspace(0, 1, 5))
+        drawn = axes.figure.colorbar(ScalarMappable(self.norm, self.cmap), cax=axes,
+                                     orientation="horizontal" if flat else "vertical")
+        axes.set_label("<colorbar>")
+        drawn.outline.set_visible(False)
+        room = width / (max(text_width(text, small) for text in self.texts) + 2) if flat else height / (1.2 * small)
+        shown = slice(0 if room >= 2 else 4, None, 1 if room >= 6 else 2 if room >= 3 else 4)
+        drawn.set_ticks(places[shown], labels=self.texts[shown])
+        axes.minorticks_off()
+        axes.tick_params(labelsize=small, pad=1, length=2)
+        texts = drawn.long_axis.get_ticklabels()
+        for text, side in (texts[0], ("left", "bottom")), (texts[-1], ("right", "top")):
+            text.set(**{"ha": side[0]} if flat else {"va": side[1]})
+        if self.mark:
+            (axes.axvline if flat else axes.axhline)(places[2], color="black", linewidth=1.2, clip_on=False)
+
 
 @dataclass
 class Row:
@@ -68,14 +93,13 @@ class Row:
 
 @dataclass
 class Block:
-    """Rows of tiles. bars: below all; row_bars, column_bars: one beside each row or below each column, their label
+    """Rows of tiles. bars: below all, or one each beside "rows" or below "columns" as `bars_of` says, their label then
     below the figure; enlarged: width of a tile over that of other blocks."""
 
     rows: Sequence[Row]
     title: str = ""
     bars: Sequence[Bar] = ()
-    row_bars: Sequence[Bar] = ()
-    column_bars: Sequence[Bar] = ()
+    bars_of: str = ""
     enlarged: float = 1.0
 
 
@@ -85,113 +109,83 @@ def _height(text: str, size: float) -> float:
 
 @dataclass
 class _Laid:
-    """What stands where, in points from the left upper corner.
+    """What stands where, in points from the left upper corner; more is added at the lower end.
 
-    boxes: axes, (x, y, width, height, function that draws into them). texts: (x, y, text, size). whole: no grid is
-    broken.
+    boxes: axes, (x, y, width, height, what is drawn into them, title and labels). texts: (x, y, text, size). whole: no
+    grid is broken.
     """
 
     width: float = 0.0
     height: float = 0.0
     whole: bool = True
-    boxes: list[tuple[float, float, float, float, Callable[[Axes], object]]] = field(default_factory=list)
-    texts: list[tuple[float, float, str, float]] = field(default_factory=list)
+    boxes: list[tuple] = field(default_factory=list)
+    texts: list[tuple] = field(default_factory=list)
 
     def place(self, other: _Laid, x: float, y: float) -> None:
         """Add what another one has, its corner at (x, y)."""
-        self.boxes += [(x + dx, y + dy, *rest) for dx, dy, *rest in other.boxes]
-        self.texts += [(x + dx, y + dy, *rest) for dx, dy, *rest in other.texts]
+        for held, added in (self.boxes, other.boxes), (self.texts, other.texts):
+            held += [(x + dx, y + dy, *rest) for dx, dy, *rest in added]
         self.width, self.height = max(self.width, x + other.width), max(self.height, y + other.height)
         self.whole &= other.whole
 
+    def box(self, x: float, width: float, height: float, drawn: Tile | Bar, **texts: str) -> None:
+        self.boxes.append((x, self.height, width, height, drawn, texts))
+
     def text(self, x: float, text: str, kind: str = "small") -> None:
-        """Add text, broken into lines, at the lower end."""
+        """Add text, broken into lines."""
         size = points(kind)
         lines = wrapped(text, self.width - x, size)
         self.texts.append((x, self.height, lines, size))
         self.height += _height(lines, size)
 
-    def bar(self, bar: Bar, x: float, length: float, label: str = "", flat: bool = True) -> None:
-        """Add a colour bar at the lower end."""
-        sides = (length, BAR) if flat else (BAR, length)
-        self.boxes.append((x, self.height, *sides, partial(_paint_bar, bar, length, label, flat)))
-
-    def bars(self, bars: Sequence[Bar]) -> None:
-        """Add colour bars side by side at the lower end."""
-        if not bars:
-            return
-        each = min(self.width / len(bars), 1.4 * BAR_LENGTH)
-        labels = [wrapped(bar.label, each - 4 * GAP, points()) for bar in bars]
-        self.height += 1
+    def bars(self, bars: Sequence[Bar], labelled: bool = True, x: float = 0.0, each: float = 1.4 * BAR_LENGTH) -> None:
+        """Add colour bars side by side, from x on, with this room for each where there is as much."""
+        small, each = points(), min(self.width / max(1, len(bars)), each)
+        labels = [wrapped(bar.label * labelled, each - 3 * GAP, small) for bar in bars]
         for index, (bar, label) in enumerate(zip(bars, labels, strict=True)):
-            self.bar(bar, index * each, each - 4 * GAP, label)
-        self.height += BAR + LEADING * points() + max(_height(label, points()) for label in labels) + 6.0
+            self.box(x + index * each, each - 3 * GAP, BAR, bar, xlabel=label)
+        high = BAR + 4 + LEADING * small + GAP * labelled
+        self.height += max([0, *(high + _height(label, small) for label in labels)])
 
-    def row(self, tiles: Sequence[Tile], side: float, left: float, label: str, bar: Bar | None) -> None:
-        """Add a line of tiles, with the label of their row and its colour bar, at the lower end."""
+    def row(self, tiles: Sequence[Tile], side: float, left: float, label: str, bars: Sequence[Bar]) -> None:
+        """Add a line of tiles, with the label of their row and its colour bar."""
         small, high = points(), side * tiles[0].aspect
         titles, notes = ([wrapped(text, side + GAP - 1, small) for text in texts]
                          for texts in zip(*((tile.title, tile.note) for tile in tiles), strict=True))
         above, below = (max(_height(text, small) for text in texts) for texts in (titles, notes))
-        edge = max(0.0, text_width(label, small) - high if label else 0.0) / 2
-        self.height += above + (0.3 * small if above else 0.0) + edge
+        edge = max(0.0, text_width(label, small) - high) / 2 * bool(label)
+        self.height += above + 0.3 * small * bool(above) + edge
         for tile, title, note in zip(tiles, titles, notes, strict=True):
-            self.boxes.append((left, self.height, side, high, partial(_paint_tile, tile, title, note, label)))
+            self.box(left, side, high, tile, title=title, xlabel=note, ylabel=label)
             left, label = left + side + GAP, ""
-        if bar:
-            self.bar(bar, left, high, flat=False)
-        self.height += high + edge + (below + 2.0 if below else 0.0) + GAP
-
-
-def _paint_tile(tile: Tile, title: str, note: str, label: str, axes: Axes) -> None:
-    axes.set(xticks=[], yticks=[], frame_on=False, title=title, xlabel=note, ylabel=label)
-    if tile.paint:
-        tile.paint(axes, tile.norm)
-
-
-def _paint_bar(bar: Bar, length: float, label: str, flat: bool, axes: Axes) -> None:
-    """Draw a colour bar with as many of its texts as have room, those at the ends within its length."""
-    drawn = axes.figure.colorbar(ScalarMappable(bar.norm, bar.cmap), cax=axes, label=label,
-                                 orientation="horizontal" if flat else "vertical")
-    axes.set_label("<colorbar>")
-    drawn.outline.set_visible(False)
-    room = length / (max(text_width(text, points()) for text in bar.texts) + 2 if flat else 1.2 * points())
-    shown = slice(0 if room >= 2 else 4, None, 1 if room >= 6 else 2 if room >= 3 else 4)
-    places = [bar.norm.inverse(place) for place in (0, 0.25, 0.5, 0.75, 1)]
-    drawn.set_ticks(places[shown], labels=bar.texts[shown])
-    axes.minorticks_off()
-    axes.tick_params(labelsize=points(), pad=1, length=2)
-    first, last = (drawn.long_axis.get_ticklabels()[end] for end in (0, -1))
-    first.set(**{"ha": "left"} if flat else {"va": "bottom"})
-    last.set(**{"ha": "right"} if flat else {"va": "top"})
-    if bar.mark:
-        (axes.axvline if flat else axes.axhline)(places[2], color="black", linewidth=1.2, clip_on=False)
+        for bar in bars:
+            self.box(left, BAR, high, bar)
+        self.height += high + edge + (below + 2.0) * bool(below) + GAP
 
 
 def _lay_block(block: Block, side: float, room: float, alone: bool) -> _Laid:
     """Lay a block with tiles of this width. Rows break into lines where `room` forces it."""
     small, side = points(), side * block.enlarged
+    of_rows, of_columns, below = (block.bars if block.bars_of == kind else [] for kind in ("rows", "columns", ""))
     labels = [wrapped(row.label, max(side * row.tiles[0].aspect, 30.0), small) for row in block.rows]
     left = max(_height(label, small) for label in labels) + 2.0 * any(labels)
-    numbers = [text_width(text, small) for bar in block.row_bars for text in bar.texts]
-    right = GAP + BAR + 4 + max(numbers) if numbers else 0.0
+    right = max([0.0, *(GAP + BAR + 4 + text_width(text, small) for bar in of_rows for text in bar.texts)])
     columns = max(len(row.tiles) for row in block.rows)
     lines = math.ceil(columns / max(1, (room - left - right + GAP) // (side + GAP)))
     each = math.ceil(columns / lines)
     grid = left + each * (side + GAP) - GAP + right
     alone |= 2 * grid + 3 * GAP > room  # no other fits beside it
-    least = max(BAR_LENGTH * len(block.bars), text_width(block.title, points("medium")) * alone)
+    least = max(BAR_LENGTH * len(below), text_width(block.title, points("medium")) * alone)
     laid = _Laid(max(grid, min(room, least)), whole=lines <= 1 + (len(block.rows) == 1 and columns > 4))
     laid.text(0, block.title, "medium")
     laid.height += 2.0 * bool(block.title)
     for first in range(0, columns, each):
-        for row, label, bar in zip(block.rows, labels, block.row_bars or [None] * len(labels), strict=True):
-            if tiles := row.tiles[first:first + each]:
-                laid.row(tiles, side, left, label, bar)
-        for col, bar in enumerate(block.column_bars[first:first + each]):
-            laid.bar(bar, left + col * (side + GAP) + GAP, side - 2 * GAP)
-        laid.height += (BAR + 4 + LEADING * small) * bool(block.column_bars)
-    laid.bars(block.bars)
+        part = slice(first, first + each)
+        for number, (row, label) in enumerate(zip(block.rows, labels, strict=True)):
+            if row.tiles[part]:
+                laid.row(row.tiles[part], side, left, label, of_rows[number:number + 1])
+        laid.bars(of_columns[part], False, left + GAP, side + GAP)
+    laid.bars(below)
     return laid
 
 
@@ -230,23 +224,24 @@ def sheet(title: str, blocks: Sequence[Block], *, width: float | None = None, ph
             break
     whole, left = _Laid(room if width else min(room, max(body.width, 200.0))), 0.0
     if photo:
-        side, above = min(PHOTO, 0.32 * whole.width), 10.0 * bool(photo.title)
-        whole.boxes.append((0.0, above, side, side * photo.aspect, partial(_paint_tile, photo, "", "", "")))
-        left = side + 2 * GAP
+        picture = _lay_block(Block([Row([photo])]), min(PHOTO, 0.32 * whole.width), room, False)
+        left, picture.height = picture.width + 2 * GAP, picture.height - GAP
     whole.text(left, title, "title")
     whole.text(left, note)
     if photo:
-        whole.height = max(whole.height, above + side * photo.aspect)
+        whole.place(picture, 0.0, 0.0)
     whole.place(body, 0.0, whole.height + 2 * GAP)
-    for bar in [bar for block in blocks for bar in (*block.row_bars, *block.column_bars)][:1]:
+    for bar in [bar for block in blocks if block.bars_of for bar in block.bars][:1]:
         whole.text(0, f"colours: {bar.label}")
     whole.bars(bars)
     W, H = whole.width + 2 * MARGIN, whole.height + 2 * MARGIN
     figure = new_figure(W / 72, H / 72)
     with matplotlib.rc_context({"text.parse_math": False, "axes.titlesize": small, "axes.labelsize": small,
                                 "axes.titlepad": 0.3 * small, "axes.titley": 1.0, "axes.labelpad": 2.0}):
-        for x, y, width, height, paint in whole.boxes:
-            paint(figure.add_axes(((MARGIN + x) / W, 1 - (MARGIN + y + height) / H, width / W, height / H)))
+        for x, y, width, height, drawn, texts in whole.boxes:
+            axes = figure.add_axes(((MARGIN + x) / W, 1 - (MARGIN + y + height) / H, width / W, height / H))
+            drawn.draw(axes)
+            axes.set(**texts)
         for x, y, text, size in whole.texts:
             figure.text((MARGIN + x) / W, 1 - (MARGIN + y) / H, text, fontsize=size, va="top")
     return figure

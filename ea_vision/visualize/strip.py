@@ -1,29 +1,32 @@
 """One query through the layers of a chain: previous, own and convolved logits, the attention they give, and what that
 is without either (PA paper, figure 8; EA paper, figure 11). The suffix .gif makes a film of the attention."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from matplotlib.figure import Figure
+from torch import nn
 
 from ea_vision.base.errors import UsageError
-from ea_vision.recorder.recording import PARTS
-from ea_vision.visualize import writing
+from ea_vision.recorder.recording import PARTS, LayerMaps
 from ea_vision.visualize.figure_options import (
     DEMO,
+    FILM,
     MIDDLE,
+    PICTURES,
     Asked,
     Heads,
     Layers,
     Model,
     Models,
     Queries,
+    each_figure,
     epochs_of,
     loader,
     make_parser,
     only,
     run_label,
+    save_film,
 )
 from ea_vision.visualize.heatmap import draw_columns, head_rows
 from ea_vision.visualize.image_maps import (
@@ -34,7 +37,6 @@ from ea_vision.visualize.image_maps import (
     Query,
     Recording,
     add_contributions,
-    query_name,
     title_of,
 )
 from ea_vision.visualize.map_style import (
@@ -94,38 +96,34 @@ def _draw_training(asked: Asked, image: AnyImage) -> Figure:
                         what=" through training")
 
 
-def chains_of(recording: Recording, layers: Sequence[int]) -> list[list[int]]:
+def chains_of(maps: Sequence[LayerMaps]) -> list[list[LayerMaps]]:
     """Group layers by chain; without evolution by the size of their maps, layers in a row together."""
-    evolving = any(recording.maps[layer].prev_logits is not None for layer in layers)
-    chains: list[list[int]] = []
-    for layer in layers:
-        maps = recording.maps[layer]
-        begins = evolving and maps.prev_logits is None
-        if not chains or begins or maps.feat_size != recording.maps[chains[-1][-1]].feat_size:
+    evolving, chains = any(layer.prev_logits is not None for layer in maps), []
+    for layer in maps:
+        begins = evolving and layer.prev_logits is None
+        if not chains or begins or layer.feat_size != chains[-1][-1].feat_size:
             chains.append([])
         chains[-1].append(layer)
     return chains
 
 
-def columns_of(recording: Recording, layers: Sequence[int]) -> dict[str, str]:
+def columns_of(model: nn.Module, maps: Sequence[LayerMaps]) -> dict[str, str]:
     """Return the parts to draw, with their names, in the order in which a layer computes them; no two columns alike.
 
     EA convolves the mixture of the previous and the layer's own logits, PA the previous ones alone. Logits that are the
     convolved ones (EA's beta = 1) have no column of their own, nor have own logits where nothing evolves.
     """
-    maps = [recording.maps[layer] for layer in layers]
     evolved = [layer for layer in maps if layer.prev_logits is not None]
     if not evolved:
         return {"logits": "logits", "attn": f"{ARROW} attn."} if all(m.logits is not None for m in maps) else {
             "attn": "attention"}
-    convolved = [layer for layer in evolved if layer.conv_logits is not None]
-    own_too = any("self_logits" in before_shares(recording.model.model, layer.name) for layer in convolved)
+    own_too = any("self_logits" in before_shares(model, layer.name) for layer in evolved)
     own = {"self_logits": "+ own\nlogits"}
     mixed = {"conv_logits": f"{ARROW} conv.\nof {'both' if own_too else 'prev.'}"}
     names = {"prev_logits": "prev.\nlogits", **(own | mixed if own_too else mixed | own),
              "logits": f"{ARROW}\nlogits", "attn": f"{ARROW}\nattn.",
              WITHOUT[0]: "without\nprev.", WITHOUT[1]: "without\nown"}
-    if len(convolved) == len(evolved) and all(torch.equal(one.conv_logits, one.logits) for one in convolved):
+    if all(one.conv_logits is not None and torch.equal(one.conv_logits, one.logits) for one in evolved):
         del names["logits"]
     return {part: name for part, name in names.items() if any(part in layer.recorded() for layer in maps)}
 
@@ -146,46 +144,43 @@ def draw_strip(recording: Recording, layers: Sequence[int], head: Head, point: Q
         width: inches.
     """
     add_contributions(recording)
-    columns, chains = columns_of(recording, layers), chains_of(recording, layers)
-    names = [""] if len(chains) == 1 else [
-        f"{layers_name(chain)}, {'x'.join(map(str, recording.maps[chain[0]].feat_size))}" for chain in chains]
-    note, query = f"{layers_name(layers)}, {head_name(head)}", f", query {query_name(point)}"
+    model, maps, title = recording.model.model, [recording.maps[layer] for layer in layers], title_of(recording.model)
+    columns, chains = columns_of(model, maps), chains_of(maps)
+    names = [f"{layers_name([layer.number for layer in chain])}, {'x'.join(map(str, chain[0].feat_size))}"
+             for chain in chains] if len(chains) > 1 else [""]
+    note, query = f"{layers_name(layers)}, {head_name(head)}", f", {queries_name([point])}"
     if len(columns) == 1:
-        groups = [(name, [Row([attention_of(recording, layer, head, point, style, f"layer {layer}")
+        groups = [(name, [Row([attention_of(recording, layer.number, head, point, style, f"layer {layer.number}")
                                for layer in chain])]) for name, chain in zip(names, chains, strict=True)]
-        return map_sheet(title_of(recording.model), groups, style, width=width, note=note + query,
-                         photo=photo_of(recording, [point]))
-    blocks = []
-    for chain, name in zip(chains, names, strict=True):
-        rows = [Row([_tile(recording, layer, part, head, point, style, title if layer == chain[0] else "",
-                           "self_logits" in columns) for part, title in columns.items()], f"layer {layer}")
-                for layer in chain]
-        blocks.append(Block(rows, name, []))
-    for kind in ("logits", "attn"):
+        return map_sheet(title, groups, style, width=width, note=note + query, photo=photo_of(recording, [point]))
+    blocks = [Block([_row(recording, layer, columns, head, point, style, layer is chain[0]) for layer in chain], name,
+                    []) for chain, name in zip(chains, names, strict=True)]
+    for attention in (False, True):
         compared = [(block, tiles) for block in blocks if (tiles := [
-            tile for row in block.rows for part, tile in zip(columns, row.tiles, strict=True)
-            if tile.paint and part.startswith("attn") == (kind == "attn")])]
-        for (block, _), bar in zip(compared, scaled([tiles for _, tiles in compared], style, kind), strict=True):
+            tile for row in block.rows for tile in row.tiles
+            if tile.paint and tile.part.startswith("attn") == attention])]
+        for (block, _), bar in zip(compared, scaled([tiles for _, tiles in compared], style), strict=True):
             block.bars.append(bar)
     note += (" (of their logits, and of their attention)" if head == MEAN else "") + query
-    if text := equation(recording.model.model, [recording.maps[layer] for layer in layers]):
+    if text := equation(model, maps):
         note += f"\n{text}; previous: the logits of the row above"
     if WITHOUT[0] in columns:
         note += "; without: its attention where that part is 0"
-    return sheet(title_of(recording.model), blocks, width=width, note=note,
-                 photo=photo_of(recording, [point], recording.maps[layers[0]].feat_size))
+    return sheet(title, blocks, width=width, note=note, photo=photo_of(recording, [point], maps[0].feat_size))
 
 
-def _tile(recording: Recording, layer: int, part: str, head: Head, point: Query, style: MapStyle, title: str,
-          own_column: bool) -> Tile:
-    """Return a layer's map; an empty place where it lacks the part, or its logits stand in the column of its own."""
-    maps = recording.maps[layer]
-    if part not in maps.recorded() or part == "logits" and own_column and maps.prev_logits is None:
-        return Tile(None, title, aspect=recording.aspect)
-    if part.startswith("attn"):
-        return map_of(recording.relative_map(layer, point, head, part), recording, style, title, point=point)
-    return map_of(recording.query_map(layer, point, head, part), recording, replace(style, overlay=False),
-                  title, point=point, part=part)
+def _row(recording: Recording, layer: LayerMaps, columns: Mapping[str, str], head: Head, point: Query,
+         style: MapStyle, titled: bool) -> Row:
+    """Return a layer's maps; an empty place where it lacks the part, or its logits stand in the column of its own."""
+    tiles, first = [], layer.prev_logits is None
+    for part, title in columns.items():
+        tile = Tile(None, aspect=recording.aspect)
+        if part in layer.recorded() and not (part == "logits" and first and "self_logits" in columns):
+            values = recording.query_map(layer.number, point, head, part)
+            tile = map_of(values, recording, style, point=point, part=part)
+        tile.title = title * titled
+        tiles.append(tile)
+    return Row(tiles, f"layer {layer.number}")
 
 
 def plot_frames(models: Models, image: AnyImage, layers: Layers = None, heads: Heads = MEAN,
@@ -207,19 +202,20 @@ def _draw_frames(asked: Asked, image: AnyImage) -> Iterator[Figure]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, EXAMPLES, output="evolution.png", heads="0",
-                         suffixes=(*writing.PICTURES, writing.FILM))
+                         suffixes=(*PICTURES, FILM))
     parser.add_argument("--through", default="layers", choices=("layers", "checkpoints"),
                         help="layers: of one model, part by part (a film: attention); checkpoints: attention through "
                              "the *.ckpt and snapshots (the trainers' --snapshot-epochs) of a run folder or the files "
                              "of --model, by epoch (default: %(default)s)")
     options = parser.parse_args(argv)
-    film, training = options.output.lower().endswith(writing.FILM), options.through == "checkpoints"
-    targets, load = options.model or DEMO, loader(options)
-    asked = Asked.by_options(options, epochs_of(targets, load) if training else [load(only(targets, "model"))])
+    film, training = options.output.lower().endswith(FILM), options.through == "checkpoints"
+    asked = Asked.by_options(options, epochs_of(options.model or DEMO, loader(options)) if training else ())
+    if not training:
+        only(asked.models, "model")
     if film:
         if training:
             only(asked.layers[0], "layer")
-        return writing.each_figure(options, asked, _draw_frames, writing.save_film)
+        return each_figure(options, asked, _draw_frames, save_film)
     only(asked.heads, "head")
     only(asked.points(MIDDLE), "query")
-    return writing.each_figure(options, asked, _draw_training if training else _draw)
+    return each_figure(options, asked, _draw_training if training else _draw)

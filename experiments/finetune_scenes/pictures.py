@@ -80,8 +80,8 @@ def main(argv: list[str] | None = None) -> int:
     before = seen["before"]
     draw_heatmap(before, [12], [*range(HEADS), "mean"], ["cls"], width=6.75).savefig(
         PICTURES / "class_token.png", dpi=150)
-    kept = {way: np.stack([of.relative_map(layer, QUERY, "mean") for layer in of.maps]) for way, of in seen.items()}
-    kept["cls"] = np.stack([before.relative_map(12, "cls", head) for head in range(HEADS)])
+    kept = {way: np.stack([of.query_map(layer, QUERY, "mean") for layer in of.maps]) for way, of in seen.items()}
+    kept["cls"] = np.stack([before.query_map(12, "cls", head) for head in range(HEADS)])
     np.savez_compressed(RESULTS / "pretrained-maps.npz",
                         **{name: maps.astype(np.float16) for name, maps in kept.items()})
     if args.runs:

@@ -73,7 +73,7 @@ def test_maps_of_the_backbone_lie_over_the_padded_photo(model, photos):
         H, W = layer.feat_size
         for query in ((20, 40), (63, 0)):
             row = layer.attn[0, 0, query[0] * H // SIDE * W + query[1] * W // SIDE].reshape(H, W) * H * W
-            np.testing.assert_allclose(recording.relative_map(layer.number, query, 0), row.numpy(), rtol=1e-5)
+            np.testing.assert_allclose(recording.query_map(layer.number, query, 0), row.numpy(), rtol=1e-5)
     photo = model.photo(image)
     assert photo.shape == (90, 90, 3) and (photo[60:] == (124, 116, 104)).all()
     np.testing.assert_array_equal(photo[:60], np.asarray(image))

@@ -5,8 +5,8 @@ from PIL import Image
 
 from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.recording import PARTS, recordable_layers
+from ea_vision.visualize.explore import Explorer
 from ea_vision.visualize.image_maps import Recording, add_contributions, record
-from ea_vision.visualize.page import Explorer
 
 
 def picture(seed: int, size: tuple[int, int] = (120, 90)) -> Image.Image:

@@ -15,9 +15,9 @@ from PIL import Image
 from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.recording import recordable_layers
 from ea_vision.visualize import show_page
+from ea_vision.visualize.explore import STORED_PARTS, Explorer, build_page
 from ea_vision.visualize.image_maps import record
 from ea_vision.visualize.map_style import MapStyle, norm_of
-from ea_vision.visualize.page import STORED_PARTS, Explorer, build_page
 
 from .conftest import picture
 

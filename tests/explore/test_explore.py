@@ -15,9 +15,9 @@ from hypothesis.extra import numpy as arrays
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.recording import recordable_layers
-from ea_vision.visualize import explore, page, show_page
+from ea_vision.visualize import explore, show_page
+from ea_vision.visualize.explore import STORED_PARTS, build_page, pack, quantise
 from ea_vision.visualize.image_maps import WITHOUT
-from ea_vision.visualize.page import STORED_PARTS, build_page, pack, quantise
 from tests.detection.tiny import tiny_run
 
 from .conftest import picture
@@ -89,7 +89,7 @@ def test_entries_hold_the_surest_objects_of_a_detector(tmp_path):
     """With their boxes in pixels of the input, 64 along the longer side."""
     tiny_run(tmp_path / "run")
     model = load_model(str(tmp_path / "run"))
-    made = page.Explorer([model], [recordable_layers(model.model)[-2:]], parts=("attn",))
+    made = explore.Explorer([model], [recordable_layers(model.model)[-2:]], parts=("attn",))
     [found], photo = model.detect([picture(0, (90, 60))]), picture(0, (90, 60))
     objects = made.view("photo.png", photo)["models"][0]["predictions"]
     sure = found["scores"] >= 0.3
@@ -130,7 +130,7 @@ def test_the_command_writes_a_page(tmp_path, capsys, image):
 def test_three_models_keep_the_parts_of_fewer_layers(tmp_path, monkeypatch, capsys, image):
     """Unless layers are asked for: all parts of layers over the depth, in pages below --max-mb."""
     names = "ea_conv_transformer_cifar,pa_conv_transformer_cifar,conv_transformer_cifar"
-    monkeypatch.setattr(page, "MEGABYTE", 100_000)
+    monkeypatch.setattr(explore, "MEGABYTE", 100_000)
     said = run(capsys, f"--model {names} --max-mb 3 -o {tmp_path}/a.html {image}")
     assert re.fullmatch(r"layers on the page, to stay below 3 MB: ea_conv_transformer_cifar: 1, .*6; .*\n", said)
     [entry] = entries_of((tmp_path / "a.html").read_text())
@@ -143,12 +143,12 @@ def test_three_models_keep_the_parts_of_fewer_layers(tmp_path, monkeypatch, caps
 
 
 def test_images_are_recorded_once_and_the_first_one_tells_how_many_layers_fit(monkeypatch):
-    model, seen, view = load_model("ea_conv_transformer_cifar", random=True), [], page.Explorer.view
-    monkeypatch.setattr(page.Explorer, "view", lambda one, name, *more: seen.append(
+    model, seen, view = load_model("ea_conv_transformer_cifar", random=True), [], explore.Explorer.view
+    monkeypatch.setattr(explore.Explorer, "view", lambda one, name, *more: seen.append(
         (name, len(one.layers[0]))) or view(one, name, *more))
     show_page(model, [picture(3), picture(4)])
     assert seen == [("image 1", 6), ("image 2", 6)]
-    monkeypatch.setattr(page, "MEGABYTE", 20_000)
+    monkeypatch.setattr(explore, "MEGABYTE", 20_000)
     show_page(model, [picture(3), picture(4)])
     *tried, last = seen[2:]
     assert last == ("image 2", tried[-1][1]) and {name for name, _ in tried} == {"image 1"} and tried[-1][1] < 6

@@ -31,9 +31,6 @@ def drawn(figure, text):
 
 def test_names_of_tokens_are_queries_of_the_commands():
     assert parse_queries(["cls", "3,4", "reg12", "dist"], (8, 8)) == ["cls", (3, 4), "reg12", "dist"]
-    for text in ("class", "reg", "reg0", "3"):
-        with pytest.raises(UsageError, match=r"y,x in pixels, or a token .*cls, dist, reg1"):
-            parse_queries([text], (8, 8))
 
 
 def test_a_class_tokens_maps_are_its_row_in_units_of_uniform_attention(seen):
@@ -74,11 +71,9 @@ def test_rollout_of_a_class_token(seen):
 
 def test_other_figures_take_a_class_token(seen):
     model, image, _ = seen
-    foreign = lively(timm.create_model("eva02_tiny_patch14_224", **TINY))
     plot_strip(model, image, query="cls")
-    figure = plot_heatmap({"ours": model, "foreign": foreign}, image, layers=[3], queries=["cls"])
-    assert "query class token, mean of heads" in texts_of(figure)
-    assert len(drawn(figure, "cls ")) == 2
+    figure = plot_heatmap({"one": model, "other": model}, image, layers=[3], queries=["cls"])
+    assert "query class token, mean of heads" in texts_of(figure) and len(drawn(figure, "cls ")) == 2
     assert len(list(plot_frames(model, image, layers=[2, 3], queries=["cls", (1, 1)]))) == 2
 
 

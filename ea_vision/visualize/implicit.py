@@ -1,0 +1,122 @@
+"""Attention of networks whether or not they have maps: how much each pixel of the input moves the logit of a class,
+beside the maps, and where a spatial transformer looks.
+
+The Jacobian of the outputs says what a network attends to; where it has attention, the two need not agree.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from ea_vision.base.errors import UsageError
+from ea_vision.layers import SpatialTransformer, quadrilateral, sample_affine
+from ea_vision.recorder.inputs import as_input
+from ea_vision.recorder.loading import check_classifies
+from ea_vision.recorder.recording import recordable_layers
+from ea_vision.visualize.figure_options import Layers, Model, chosen_layers, spread
+from ea_vision.visualize.image_maps import MEAN, AnyImage, as_batch, as_model, evaluating, record, title_of
+from ea_vision.visualize.map_style import QUERY_COLORS, MapStyle, attention_of, map_of, photo_of, scaled
+from ea_vision.visualize.sheet import Block, Row, Tile, sheet
+
+
+def input_jacobian(model: nn.Module, batch: Tensor, target: int | None = None) -> tuple[Tensor, int]:
+    """Return |d logit of a class / d pixel|, the largest of the channels.
+
+    Args:
+        model: in evaluation mode.
+        batch: (1, C, H, W), as the model takes it.
+        target: class; the model's own first choice unless given.
+
+    Returns:
+        (H, W), and the class.
+
+    Raises:
+        UsageError: a class that the model does not have.
+    """
+    x = batch.detach().clone().requires_grad_()
+    with torch.enable_grad():
+        logits = model(x)
+        chosen = int(logits[0].argmax()) if target is None else target
+        if not 0 <= chosen < logits.shape[1]:
+            raise UsageError(f"target must be a class from 0 to {logits.shape[1] - 1}, got {target}")
+        gradient, = torch.autograd.grad(logits[0, chosen], x)
+    return gradient[0].abs().amax(0), chosen
+
+
+def plot_jacobian(model: Model, image: AnyImage, target: int | None = None, layers: Layers = None, *,
+                  width: float | None = None, **style) -> Figure:
+    """Draw the Jacobian of a class, and of attention layers what every pixel gets, mean of heads and queries.
+
+    Args:
+        model, image, layers, width, **style: see `ea_vision.visualize.figure_options`; a model may also have no
+            attention.
+        target: class; the model's own first choice unless given.
+
+    Raises:
+        UsageError: a class or a layer that the model does not have.
+    """
+    loaded, look = as_model(model), MapStyle(**style)
+    check_classifies(loaded)
+    recording = record(loaded, image, spread(recordable_layers(loaded.model)) if layers is None else
+                       chosen_layers(layers, loaded))
+    with evaluating(loaded.model):
+        jacobian, chosen = input_jacobian(loaded.model, as_batch(loaded, [recording.image]), target)
+    name = loaded.classes[chosen] if loaded.classes else f"class {chosen}"
+    subject = map_of(jacobian.float().cpu().numpy(), recording, look, f"|d {name} / d input|", part="jacobian")
+    photo = replace(photo_of(recording), title="photo")
+    blocks = [Block([Row([photo, subject])], enlarged=1.5,
+                    bars=scaled([[subject]], replace(look, scale="all"), "|d logit / d pixel|"))]
+    note = f"class {chosen}" + f" ({name})" * bool(loaded.classes) + ": how much each pixel moves its logit"
+    if recording.maps:
+        tiles = [attention_of(recording, layer, MEAN, None, look, f"layer {layer}") for layer in recording.maps]
+        blocks.append(Block([Row(tiles)], "attention that every pixel gets", scaled([tiles], look)))
+        note += "; attention: mean of heads and queries"
+    return sheet(title_of(loaded), blocks, width=width, note=note)
+
+
+def plot_sampling(model: Model, images: Sequence[AnyImage], *, width: float | None = None) -> Figure:
+    """Draw a column an image: above the input with the quadrilateral that the model's first spatial transformer
+    samples, its left upper corner marked; below what it hands on.
+
+    Args:
+        model, images, width: see `ea_vision.visualize.figure_options`.
+
+    Raises:
+        UsageError: no image, or a model without a `SpatialTransformer` that reads the input.
+    """
+    loaded = as_model(model)
+    transformers = [m for m in loaded.model.modules() if isinstance(m, SpatialTransformer)]
+    if not transformers or not images:
+        raise UsageError(f"plot_sampling needs a model with a SpatialTransformer and at least one image, got "
+                         f"{loaded.label} with {len(transformers)} and {len(images)} images")
+    above, below = [], []
+    for number, image in enumerate(images, start=1):
+        x = as_input(loaded, image)
+        with evaluating(loaded.model), torch.inference_mode():
+            theta = transformers[0].theta(as_batch(loaded, [x]))
+            seen = sample_affine(x[None].to(theta.device), theta, transformers[0].out_size or tuple(x.shape[1:]))[0]
+        corners = quadrilateral(theta.float(), tuple(x.shape[1:]))[0].cpu().numpy()
+        above.append(_tile(x, f"input {number}", corners))
+        below.append(_tile(seen.clamp(0, 1), f"sampled {number}"))
+    return sheet(title_of(loaded), [Block([Row(above), Row(below)])], width=width,
+                 note="what the first spatial transformer samples of each input, its left upper corner marked")
+
+
+def _tile(image: Tensor, title: str, corners: np.ndarray | None = None) -> Tile:
+    """Return an image (3, H, W), with the quadrilateral of these corners (4, 2), x and y."""
+    H, W = image.shape[1:]
+
+    def paint(axes: Axes, _) -> None:
+        axes.imshow(image.permute(1, 2, 0).cpu().numpy(), extent=(0, W, H, 0))
+        if corners is not None:
+            axes.plot(*corners[[0, 1, 2, 3, 0]].T, color=QUERY_COLORS[0], linewidth=1.2, clip_on=False)
+            axes.plot(*corners[0], "o", color=QUERY_COLORS[0], markersize=4, markeredgecolor="white", clip_on=False)
+            (left, top), (right, bottom) = np.minimum(corners.min(0), 0), np.maximum(corners.max(0), (W, H))
+            axes.set(xlim=(left, right), ylim=(bottom, top))
+
+    return Tile(paint, title, aspect=H / W)
