@@ -44,7 +44,6 @@ from ea_vision.visualize.figure_options import (
     make_parser,
     only,
     run_label,
-    spread,
 )
 from ea_vision.visualize.image_maps import MEAN, WITHOUT, add_contributions, as_images, record
 from ea_vision.visualize.map_style import SIGNED_MAP, equation
@@ -210,11 +209,6 @@ def _objects(output: Sequence[dict[str, Tensor]], classes: Sequence[str]) -> lis
             for box, score, label in rows if score >= LEAST_SCORE][:MOST_OBJECTS]
 
 
-def size_mb(entries: Sequence[dict[str, Any]]) -> float:
-    """Return the size of the entries in a page, in millions of bytes."""
-    return sum(len(json.dumps(entry)) for entry in entries) / MEGABYTE
-
-
 # ---- the page -------------------------------------------------------------------------------------------------------
 
 def json_script(value: Any, attributes: str) -> str:
@@ -265,26 +259,12 @@ def make_explorer(options: argparse.Namespace, models: Sequence[LoadedModel]) ->
     return Explorer(asked.models, asked.layers, () if options.heads == "all" else asked.heads, parts)
 
 
-def make_entries(explorer: Explorer, jobs: Sequence[tuple], max_mb: float,
-                 all_layers: bool) -> tuple[Explorer, list[dict[str, Any]]]:
-    """Return the entries of jobs, which are what `Explorer.view` takes, with a progress bar, and the explorer that made
-    them: unless all layers are wanted, of so many over the depth as fit into max_mb, by the size of the first entry."""
-    first, most = explorer.view(*jobs[0]), max(map(len, explorer.layers))
-    while not all_layers and most > 2 and (size := len(jobs) * size_mb([first])) > max_mb:
-        most = max(2, min(most - 1, int(most * max_mb / size)))
-        explorer = replace(explorer, layers=[spread(layers, most) for layers in explorer.layers])
-        first = explorer.view(*jobs[0])
-    rest = tqdm(jobs[1:], unit="image", disable=len(jobs) == 1 or None)
-    return explorer, [first, *(explorer.view(*job) for job in rest)]
-
-
 def show_page(models: Models, images: ImageSource | Sequence[ImageSource], layers: Layers = None, *,
               height: int = 720) -> PageInNotebook:
     """Return the page of models and images, which a notebook displays inline.
 
     Args:
-        models, layers: see `ea_vision.visualize.figure_options`; layers None: all, or as many over the depth as a page
-            of 10 MB holds.
+        models, layers: see `ea_vision.visualize.figure_options`.
         images: one or several: paths, PIL images or arrays.
         height: of the page in the notebook, in pixels.
 
@@ -294,9 +274,9 @@ def show_page(models: Models, images: ImageSource | Sequence[ImageSource], layer
     asked, several = Asked(models, layers), as_images(images)
     if len(asked.models) > MAX_MODELS:
         raise UsageError(f"a page takes at most {MAX_MODELS} models, got {len(asked.models)}")
-    jobs = [(name, read_image(image)) for name, image in zip(names_of(several), several, strict=True)]
-    entries = make_entries(Explorer(asked.models, asked.layers), jobs, MAX_MB, layers is not None)
-    return PageInNotebook(build_page(*entries), height)
+    explorer = Explorer(asked.models, asked.layers)
+    entries = [explorer.view(name, read_image(image)) for name, image in zip(names_of(several), several, strict=True)]
+    return PageInNotebook(build_page(explorer, entries), height)
 
 
 @dataclass
@@ -312,13 +292,13 @@ class PageInNotebook:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__, EXAMPLES, output="attention.html", layers=None, heads="all", queries=False,
-                         style=False, suffixes=SUFFIXES)
+    parser = make_parser(__doc__, EXAMPLES, output="attention.html", heads="all", queries=False, style=False,
+                         suffixes=SUFFIXES)
     parser.add_argument("--parts", default="all", metavar="attn,logits|all",
                         help=f"some of {', '.join(STORED_PARTS)} (default: %(default)s)")
     parser.add_argument("--max-mb", type=positive, default=MAX_MB,
-                        help="size of the page in millions of bytes; where all layers are more, and none are named, it "
-                             "takes fewer (default: %(default)s)")
+                        help="millions of bytes above which a warning says what makes the page smaller (default: "
+                             "%(default)s)")
     parser.add_argument("--through", default="models", choices=("models", "checkpoints"),
                         help="checkpoints: the *.ckpt and snapshots of one run, by a slider over its epochs (default: "
                              "%(default)s)")
@@ -332,17 +312,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if epochs:
         _, image = only(jobs, "image")
         jobs = [(f"epoch {model.epoch}", image, [model]) for model in models]
-    whole = make_explorer(options, [replace(model, label=run_label(model)) for model in models[:1]])
-    explorer, entries = make_entries(whole, jobs, options.max_mb, options.layers is not None)
-    if explorer is not whole:
-        layers = "; ".join(f"{model.label}: {', '.join(str(layer.number) for layer in chosen)}"
-                           for model, chosen in zip(explorer.models, explorer.layers, strict=True))
-        print(f"layers on the page, to stay below {options.max_mb} MB: {layers}; --layers chooses others, --max-mb "
-              "allows more", file=sys.stderr)
-    if size_mb(entries) > options.max_mb:
-        print(f"warning: the page has {size_mb(entries):.1f} MB, more than --max-mb {options.max_mb}; fewer --layers, "
-              "--heads, --parts or images make it smaller", file=sys.stderr)
+    explorer = make_explorer(options, [replace(model, label=run_label(model)) for model in models[:1]])
+    entries = [explorer.view(*job) for job in tqdm(jobs, unit="image", disable=len(jobs) == 1 or None)]
     page = build_page(explorer, entries, epochs).encode()
+    size = len(page) / MEGABYTE
+    if size > options.max_mb:
+        print(f"warning: the page has {size:.1f} MB, more than --max-mb {options.max_mb}; fewer --layers, --heads, "
+              "--parts or images make it smaller", file=sys.stderr)
     atomic_write(output, page)
-    print(f"written: {output} ({len(page) / MEGABYTE:.1f} MB)")
+    print(f"written: {output} ({size:.1f} MB)")
     return 0

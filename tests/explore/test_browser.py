@@ -321,24 +321,15 @@ def test_the_first_view_shows_what_a_chain_hands_on(open_page):
     assert "the chain begins" in page.locator(".stage").first.inner_text()
 
 
-@pytest.fixture(scope="module")
-def pages(tmp_path_factory) -> list[str]:
-    """Of one, two and three models with shipped weights."""
-    folder = tmp_path_factory.mktemp("pages")
-    names = ("ea_conv_transformer_cifar", "pa_conv_transformer_cifar", "conv_transformer_cifar")
-    models = [load_model(name) for name in names]
-    for count in (1, 2, 3):
-        (folder / f"{count}.html").write_text(show_page(models[:count], picture(3)).text)
-    return [(folder / f"{count}.html").as_uri() for count in (1, 2, 3)]
-
-
-@pytest.mark.parametrize("width, height, rows", [(1400, 900, (3, 3, 2)), (400, 800, (1, 1, 1))])
-def test_the_first_rows_are_in_view(open_page, pages, width, height, rows):
+@pytest.mark.parametrize("count, wide_rows", [(1, 3), (2, 3), (3, 2)])
+def test_the_first_rows_are_in_view(open_page, tmp_path, count, wide_rows):
     """Of models side by side; and rows of several models begin alike. One model uses the width."""
-    for count, address in enumerate(pages, start=1):
-        page = open_page(url=address, view="", width=width, height=height)
+    names = ["ea_conv_transformer_cifar", "pa_conv_transformer_cifar", "conv_transformer_cifar"]
+    (tmp_path / "page.html").write_text(show_page(names[:count], picture(3)).text)
+    for width, height, rows, models in ((1400, 900, wide_rows, count), (400, 800, 1, 1)):
+        page = open_page(url=(tmp_path / "page.html").as_uri(), view="", width=width, height=height)
         boxes = [[page.locator(".buttons").nth(index).get_by_label(f"layer {row + 1}, attention", exact=True)
-                  .bounding_box() for row in range(rows[count - 1])] for index in range(count if width > 1000 else 1)]
+                  .bounding_box() for row in range(rows)] for index in range(models)]
         for of_model in boxes:
             assert [box["y"] for box in of_model] == [box["y"] for box in boxes[0]]
             assert of_model[-1]["y"] + of_model[-1]["height"] <= height
@@ -363,15 +354,15 @@ def test_a_page_inside_a_notebook_works(browser, tmp_path):
     shown = show_page(load_model("ea_conv_transformer_cifar", random=True), picture(3))
     (tmp_path / "notebook.html").write_text(f"<!doctype html><body>{shown._repr_html_()}</body>")
     page, errors = browser.new_page(), []
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("console", lambda message: errors.append(message.text))
+    page.on("pageerror", errors.append)
+    page.on("console", errors.append)
     page.goto((tmp_path / "notebook.html").as_uri())
     frame = page.frame_locator("iframe")
     frame.get_by_label("layer 2, own", exact=True).click()
     frame.locator("strong", has_text="layer 2 \u00b7 head 0 \u00b7 own").wait_for(timeout=5000)
     page.wait_for_timeout(400)  # the address is written when the hand rests
-    assert not errors
     page.close()
+    assert not errors
 
 
 def test_attention_that_is_everywhere_alike_does_not_look_strong(open_page):
@@ -420,12 +411,11 @@ def test_looks(open_page, width, view, theme):
 
 def test_class_tokens_and_registers_are_queries(open_page, tmp_path):
     """Values by numpy, of a button and of an address; a linked network without such a token stays where it was."""
-    models = [load_model("ea_vit_tiny_patch16_224", random=True, img_size=(32, 32), reg_tokens=2, alpha=0.3,
-                         patch_size=8, embed_dim=24, depth=2, num_heads=3),
-              load_model("pa_conv_transformer_cifar", random=True, seed=2)]
-    made = Explorer(models, [recordable_layers(model.model) for model in models], parts=("attn",))
-    address = written(made, [made.view("photo.png", picture(0))], tmp_path)
-    maps = record(models[0], picture(0), made.layers[0]).maps
+    transformer = load_model("ea_vit_tiny_patch16_224", random=True, img_size=(32, 32), reg_tokens=2, alpha=0.3,
+                             patch_size=8, embed_dim=24, depth=2, num_heads=3)
+    (tmp_path / "page.html").write_text(show_page([transformer, "pa_conv_transformer_cifar"], picture(0)).text)
+    address = (tmp_path / "page.html").as_uri()
+    maps = record(transformer, picture(0), recordable_layers(transformer.model)).maps
     page = open_page(url=address)
     for token, number in (("reg2", 2), ("cls", 0)):
         page.locator(".tokens button", has_text=token).click()

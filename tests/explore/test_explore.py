@@ -16,17 +16,11 @@ from ea_vision.base.errors import UsageError
 from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.recording import recordable_layers
 from ea_vision.visualize import explore, show_page
-from ea_vision.visualize.explore import STORED_PARTS, build_page, pack, quantise
+from ea_vision.visualize.explore import build_page, pack, quantise
 from ea_vision.visualize.image_maps import WITHOUT
 from tests.detection.tiny import tiny_run
 
 from .conftest import picture
-
-
-def run(capsys, options: str) -> str:
-    """What the command says on stderr, in this process."""
-    assert explore.main(options.split()) == 0
-    return capsys.readouterr().err
 
 
 def entries_of(text: str, what: str = 'class="image"') -> list:
@@ -115,43 +109,20 @@ def image(tmp_path):
     return tmp_path / "photo.png"
 
 
-def test_the_command_writes_a_page(tmp_path, capsys, image):
+def test_the_command_writes_a_page_and_says_what_makes_it_smaller(tmp_path, monkeypatch, capsys, image):
     output = tmp_path / "pages" / "page.html"
-    run(capsys, "--model ea_conv_transformer_cifar,pa_conv_transformer_cifar --layers 1-3 --heads 0,3 --random "
-                f"-o {output} {image}")
+    command = ("--model ea_conv_transformer_cifar,pa_conv_transformer_cifar --layers 1-3 --heads 0,3 --random "
+               f"--max-mb 1 -o {output} {image}")
+    assert explore.main(command.split()) == 0 and capsys.readouterr().err == ""
+    monkeypatch.setattr(explore, "MEGABYTE", 20_000)
+    assert explore.main(command.split()) == 0
+    assert re.search("warning: the page has .* MB, more than --max-mb 1; fewer --layers", capsys.readouterr().err)
     [about] = entries_of(output.read_text(), 'id="about"')
     assert [model["label"] for model in about["models"]] == [
         "ea_conv_transformer_cifar (untrained)", "pa_conv_transformer_cifar (untrained)"]
     assert [(layer["number"], layer["heads"]) for layer in about["models"][0]["layers"]] == [
         (1, [0, 3]), (2, [0, 3]), (3, [0, 3])]
     assert [path.name for path in output.parent.iterdir()] == ["page.html"]
-
-
-def test_three_models_keep_the_parts_of_fewer_layers(tmp_path, monkeypatch, capsys, image):
-    """Unless layers are asked for: all parts of layers over the depth, in pages below --max-mb."""
-    names = "ea_conv_transformer_cifar,pa_conv_transformer_cifar,conv_transformer_cifar"
-    monkeypatch.setattr(explore, "MEGABYTE", 100_000)
-    said = run(capsys, f"--model {names} --max-mb 3 -o {tmp_path}/a.html {image}")
-    assert re.fullmatch(r"layers on the page, to stay below 3 MB: ea_conv_transformer_cifar: 1, .*6; .*\n", said)
-    [entry] = entries_of((tmp_path / "a.html").read_text())
-    assert len(json.dumps(entry)) < 3 * 100_000
-    for view, evolved in zip(entry["models"], (True, True, False), strict=True):
-        assert 2 <= len(view["places"]) < 6 and {"1", "6"} <= set(view["places"])
-        assert set(view["places"]["6"]) == ({*STORED_PARTS} if evolved else {"attn", "logits", "self_logits"})
-    said = run(capsys, f"--max-mb 1 --layers all -o {tmp_path}/b.html {image}")
-    assert "warning" in said and "--layers" in said and "--parts" in said
-
-
-def test_images_are_recorded_once_and_the_first_one_tells_how_many_layers_fit(monkeypatch):
-    model, seen, view = load_model("ea_conv_transformer_cifar", random=True), [], explore.Explorer.view
-    monkeypatch.setattr(explore.Explorer, "view", lambda one, name, *more: seen.append(
-        (name, len(one.layers[0]))) or view(one, name, *more))
-    show_page(model, [picture(3), picture(4)])
-    assert seen == [("image 1", 6), ("image 2", 6)]
-    monkeypatch.setattr(explore, "MEGABYTE", 20_000)
-    show_page(model, [picture(3), picture(4)])
-    *tried, last = seen[2:]
-    assert last == ("image 2", tried[-1][1]) and {name for name, _ in tried} == {"image 1"} and tried[-1][1] < 6
 
 
 def test_a_notebook_displays_the_page():
