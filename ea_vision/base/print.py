@@ -13,7 +13,6 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
-from matplotlib.legend import Legend
 from matplotlib.textpath import text_to_path
 
 from ea_vision.base.figures import figure_bytes
@@ -82,7 +81,7 @@ def small_ticks(axes: Axes) -> None:
     axes.tick_params(labelsize=points(), width=0.6, length=2.5, pad=2)
 
 
-def legend_below(figure: Figure, lines: Sequence[Artist], names: Sequence[str]) -> Legend:
+def legend_below(figure: Figure, lines: Sequence[Artist], names: Sequence[str]) -> None:
     """Draw a legend below all, in `print_style`, in as many columns as the width has room for; the figure grows by its
     lines."""
     small, (width, height) = points(), figure.get_size_inches()
@@ -91,4 +90,4 @@ def legend_below(figure: Figure, lines: Sequence[Artist], names: Sequence[str]) 
     ncols = int(max(1, min(len(names), room)))
     rows = sum(1 + name.count("\n") for name in names) / ncols
     figure.set_size_inches(width, height + max(0.0, (rows - 3) * small * 1.4 / 72))
-    return figure.legend(lines, names, loc="outside lower center", ncols=ncols)
+    figure.legend(lines, names, loc="outside lower center", ncols=ncols)

@@ -54,8 +54,7 @@ EXAMPLES = """\
   ea-vision explore --model ea_aa_resnet34 --layers 16-18 --parts attn,logits -o page.html photo.jpg
   ea-vision explore --model runs/ea --through checkpoints -o training.html photo.jpg
 """
-MAX_MODELS, MAX_MB = 3, 10
-SUFFIXES = (".html", ".htm")
+MAX_MODELS = 3
 SOURCE = Path(__file__).with_name("page_source")
 MODULES = ("maps.js", "state.js", "draw.js", "panel.js", "main.js")  # in order of need
 STORED_PARTS = (*PARTS, WITHOUT[0])
@@ -293,10 +292,10 @@ class PageInNotebook:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, EXAMPLES, output="attention.html", heads="all", queries=False, style=False,
-                         suffixes=SUFFIXES)
+                         suffixes=(".html", ".htm"))
     parser.add_argument("--parts", default="all", metavar="attn,logits|all",
                         help=f"some of {', '.join(STORED_PARTS)} (default: %(default)s)")
-    parser.add_argument("--max-mb", type=positive, default=MAX_MB,
+    parser.add_argument("--max-mb", type=positive, default=10,
                         help="millions of bytes above which a warning says what makes the page smaller (default: "
                              "%(default)s)")
     parser.add_argument("--through", default="models", choices=("models", "checkpoints"),

@@ -286,10 +286,11 @@ def each_figure(options: argparse.Namespace, asked: Asked, draw: Callable[[Asked
     """Draw and write a figure an image, with a progress bar, and with --npz what it is drawn from; say so at the end.
 
     Args:
-        draw: what is asked for, of an image's path, or with `together` of all in a list.
+        draw: what is asked for, of an image's path, or with `together` of several in a list.
         write: the figure, into a file, at --dpi.
     """
     images = find_images(options.images)
+    together = together and len(images) > 1
     jobs = [images] if together else images
     outputs = [check_output(Path(options.output), options.suffixes)]
     if len(jobs) > 1:
@@ -315,7 +316,6 @@ def save_maps(recordings: Sequence[Recording], output: Path, names: Sequence[str
     """
     arrays = {}
     for recording, name in zip(recordings, numbered(names or [r.model.label for r in recordings]), strict=True):
-        prefix = f"{name}/" * (len(recordings) > 1)
         own = {"image": recording.image.numpy(), **recording.maps.arrays()}
-        arrays |= {prefix + key: array for key, array in own.items()}
+        arrays |= {f"{name}/" * (len(recordings) > 1) + key: array for key, array in own.items()}
     files.write_npz(output.with_suffix(".npz"), arrays)

@@ -7,7 +7,7 @@ from itertools import product
 from matplotlib.figure import Figure
 
 from ea_vision.base.errors import UsageError
-from ea_vision.recorder.inputs import find_images, names_of
+from ea_vision.recorder.inputs import names_of
 from ea_vision.visualize.figure_options import Asked, Heads, Layers, Models, Queries, each_figure, make_parser
 from ea_vision.visualize.image_maps import AnyImage, Head, Query, Recording, as_images, cell_of, title_of
 from ea_vision.visualize.map_style import (
@@ -138,5 +138,4 @@ def draw_columns(recordings: Sequence[Recording], names: Sequence[str], layers: 
 def main(argv: Sequence[str] | None = None) -> int:
     options = make_parser(__doc__, EXAMPLES, output="attention.png", layers=None, heads="").parse_args(argv)
     asked = Asked.by_options(options, some=True)
-    together = len(asked.models) == 1 and len(find_images(options.images)) > 1
-    return each_figure(options, asked, _draw, together=together)
+    return each_figure(options, asked, _draw, together=len(asked.models) == 1)

@@ -32,7 +32,7 @@ def of_head(maps: Tensor, head: Head) -> Tensor:
 class Recording:
     """An image as a network saw it, and the maps of its layers.
 
-    image: (3, H, W) in 0..1.
+    image: (3, H, W) in 0..1. img_size: (H, W). aspect: H over W. extent: where `Axes.imshow` draws what covers it.
     photo: (height, width, 3) uint8, the same part of the image at its own resolution; None where there is only `image`.
     output: what the network gave.
     """
@@ -43,20 +43,9 @@ class Recording:
     photo: np.ndarray | None = None
     output: Any = None
 
-    @property
-    def img_size(self) -> tuple[int, int]:
-        """(height, width) of the input in pixels."""
-        return tuple(self.image.shape[1:])
-
-    @property
-    def aspect(self) -> float:
-        """Height over width of the input."""
-        return self.img_size[0] / self.img_size[1]
-
-    @property
-    def extent(self) -> tuple[int, int, int, int]:
-        """Where `Axes.imshow` draws what covers the input: left, right, bottom and top, in pixels of the input."""
-        return 0, self.img_size[1], self.img_size[0], 0
+    img_size = property(lambda self: tuple(self.image.shape[1:]))
+    aspect = property(lambda self: self.img_size[0] / self.img_size[1])
+    extent = property(lambda self: (0, self.img_size[1], self.img_size[0], 0))
 
     def pixels(self) -> np.ndarray:
         """Return the photo, or where there is none (the network sees no less) the image: (height, width, 3) in 0..1."""

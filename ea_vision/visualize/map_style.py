@@ -10,7 +10,7 @@ Lines, fonts and colours that are not data follow matplotlib's rcParams.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import matplotlib
 import numpy as np
@@ -32,9 +32,6 @@ from ea_vision.visualize.sheet import Bar, Block, Row, Tile, sheet
 
 SCALES = ("layer", "tile", "all", "uniform")
 SIGNED_MAP = "coolwarm"  # Moreland's: even steps in CIELAB, both ends as dark, apart for the colour-blind
-UNIFORM_TOP = 8.0  # times uniform attention: where --scale uniform ends
-LOWEST_TOP = 2.0  # a scale reaches at least twice uniform attention: what is nearly uniform looks so
-ATTENTION_BAR = "attention \N{MULTIPLICATION SIGN} N keys (1: uniform)"
 
 
 @dataclass(frozen=True)
@@ -246,8 +243,8 @@ def norm_of(maps: Sequence[np.ndarray], style: MapStyle, part: str = "attn") -> 
     """
     values = np.concatenate([m.ravel() for m in maps]).astype(np.float64)
     if part.startswith("attn"):
-        lowest = 1.05 if style.scale == "tile" else LOWEST_TOP
-        top = UNIFORM_TOP if style.scale == "uniform" else max(lowest, values.max())
+        lowest = 1.05 if style.scale == "tile" else 2.0  # what is nearly uniform looks so
+        top = 8.0 if style.scale == "uniform" else max(lowest, values.max())
         return LogNorm(1 / top, top, clip=True)  # clipped: 0 has the lowest colour
     reach = max(*np.abs(np.quantile(values, (0.005, 0.995))), 1e-12)
     return Normalize(-reach if part in PARTS else 0.0, reach)
@@ -257,7 +254,7 @@ def bar_of(norm: Normalize, style: MapStyle, part: str = "attn", label: str = ""
     """Return the colour bar of maps that are compared: of attention in units of uniform attention, which is marked; of
     other parts or quantities as they are. label: default: attention's, or logits'."""
     attention = part.startswith("attn")
-    label = label or (ATTENTION_BAR if attention else "logit")
+    label = label or ("attention \N{MULTIPLICATION SIGN} N keys (1: uniform)" if attention else "logit")
     if attention:
         ups = [short(norm.vmax ** 0.5), short(norm.vmax)]
         texts = [f"1/{ups[1]}", f"1/{ups[0]}", "1", *ups]
@@ -288,24 +285,26 @@ def map_sheet(title: str, groups: Sequence[tuple[str, Sequence[Row]]], style: Ma
         bars: of the groups, where their tiles have their scale already.
     """
     bars = bars or scaled([[tile for row in rows for tile in row.tiles] for _, rows in groups], style, label)
-    own = style.scale == "layer" and len(groups) > 1  # else one bar of the whole figure
-    names, singles = [name for name, _ in groups], len(groups) > 1 and all(len(rows) == 1 for _, rows in groups)
-    if singles and max(len(line) for name in names for line in name.split("\n")) <= 24:
-        blocks = [_grid(names, [row.tiles for _, [row] in groups], bars * own, (width or PAGE) < 5)]
+    own, foot = style.scale == "layer" and len(groups) > 1, ""  # else one bar of the whole figure
+    names, lines = [name for name, _ in groups], [rows[0].tiles for _, rows in groups if len(rows) == 1]
+    if 1 < len(lines) == len(groups) and max(len(line) for name in names for line in name.split("\n")) <= 24:
+        blocks = [_grid(names, lines, (width or PAGE) < 5)]
+        if own:
+            foot = f"colours: {bars[0].label}"
+            blocks[0].bars = [replace(bar, label=name.split("\n")[0]) for bar, name in zip(bars, names, strict=True)]
     else:
-        blocks = [Block(rows, name, [bar] * own, "rows" * singles)
-                  for (name, rows), bar in zip(groups, bars, strict=True)]
-    return sheet(title, blocks, width=width, note=note, photo=photo, bars=[] if own else bars[:1])
+        blocks = [Block(rows, name, [bar] * own) for (name, rows), bar in zip(groups, bars, strict=True)]
+    return sheet(title, blocks, width=width, note=note, photo=photo, bars=[] if own else bars[:1], foot=foot)
 
 
-def _grid(names: Sequence[str], lines: Sequence[Sequence[Tile]], bars: Sequence[Bar], narrow: bool) -> Block:
+def _grid(names: Sequence[str], lines: Sequence[Sequence[Tile]], narrow: bool) -> Block:
     """Return a block of a row a name, whose titles stand once where they are alike; where that would be wider than high
     in a narrow figure, or higher than wide in another one, a column a name."""
-    titles, bars_of = [tile.title for tile in lines[0]], "rows"
+    titles = [tile.title for tile in lines[0]]
     if all([tile.title for tile in line] == titles for line in lines):
         if len(titles) != len(lines) and (len(titles) > len(lines)) == narrow:
-            lines, names, titles, bars_of = list(zip(*lines, strict=True)), titles, names, "columns"
+            lines, names, titles = list(zip(*lines, strict=True)), titles, names
         for number, line in enumerate(lines):
             for tile, title in zip(line, titles, strict=True):
                 tile.title = "" if number else title
-    return Block([Row(line, name) for line, name in zip(lines, names, strict=True)], bars=bars, bars_of=bars_of)
+    return Block([Row(line, name) for line, name in zip(lines, names, strict=True)])

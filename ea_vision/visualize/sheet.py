@@ -64,23 +64,22 @@ class Bar:
     mark: bool
 
     def draw(self, axes: Axes) -> None:
-        """Draw it along the longer side, with as many texts as have room, those at the ends within its length."""
-        (width, height), small = axes.bbox.size * 72 / axes.figure.dpi, points()
-        flat, places = width > height, self.norm.inverse(np.linspace(0, 1, 5))
-        drawn = axes.figure.colorbar(ScalarMappable(self.norm, self.cmap), cax=axes,
-                                     orientation="horizontal" if flat else "vertical")
+        """Draw it with as many texts as have room, those at the ends within its length."""
+        small, places = points(), self.norm.inverse(np.linspace(0, 1, 5))
+        drawn = axes.figure.colorbar(ScalarMappable(self.norm, self.cmap), cax=axes, orientation="horizontal")
         axes.set_label("<colorbar>")
         drawn.outline.set_visible(False)
-        room = width / (max(text_width(text, small) for text in self.texts) + 2) if flat else height / (1.2 * small)
+        width = 72 / axes.figure.dpi * axes.bbox.width
+        room = width / (max(text_width(text, small) for text in self.texts) + 2)
         shown = slice(0 if room >= 2 else 4, None, 1 if room >= 6 else 2 if room >= 3 else 4)
         drawn.set_ticks(places[shown], labels=self.texts[shown])
         axes.minorticks_off()
         axes.tick_params(labelsize=small, pad=1, length=2)
-        texts = drawn.long_axis.get_ticklabels()
-        for text, side in (texts[0], ("left", "bottom")), (texts[-1], ("right", "top")):
-            text.set(**{"ha": side[0]} if flat else {"va": side[1]})
+        texts = axes.get_xticklabels()
+        texts[0].set_ha("left")
+        texts[-1].set_ha("right")
         if self.mark:
-            (axes.axvline if flat else axes.axhline)(places[2], color="black", linewidth=1.2, clip_on=False)
+            axes.axvline(places[2], color="black", linewidth=1.2, clip_on=False)
 
 
 @dataclass
@@ -93,13 +92,11 @@ class Row:
 
 @dataclass
 class Block:
-    """Rows of tiles. bars: below all, or one each beside "rows" or below "columns" as `bars_of` says, their label then
-    below the figure; enlarged: width of a tile over that of other blocks."""
+    """Rows of tiles. bars: below all; enlarged: width of a tile over that of other blocks."""
 
     rows: Sequence[Row]
     title: str = ""
     bars: Sequence[Bar] = ()
-    bars_of: str = ""
     enlarged: float = 1.0
 
 
@@ -138,54 +135,47 @@ class _Laid:
         self.texts.append((x, self.height, lines, size))
         self.height += _height(lines, size)
 
-    def bars(self, bars: Sequence[Bar], labelled: bool = True, x: float = 0.0, each: float = 1.4 * BAR_LENGTH) -> None:
-        """Add colour bars side by side, from x on, with this room for each where there is as much."""
-        small, each = points(), min(self.width / max(1, len(bars)), each)
-        labels = [wrapped(bar.label * labelled, each - 3 * GAP, small) for bar in bars]
+    def bars(self, bars: Sequence[Bar]) -> None:
+        """Add colour bars side by side."""
+        small, each = points(), min(self.width / max(1, len(bars)), 1.4 * BAR_LENGTH)
+        labels = [wrapped(bar.label, each - 4 * GAP, small) for bar in bars]
         for index, (bar, label) in enumerate(zip(bars, labels, strict=True)):
-            self.box(x + index * each, each - 3 * GAP, BAR, bar, xlabel=label)
-        high = BAR + 4 + LEADING * small + GAP * labelled
-        self.height += max([0, *(high + _height(label, small) for label in labels)])
+            self.box(index * each, each - 4 * GAP, BAR, bar, xlabel=label)
+        self.height += max([0, *(BAR + 7 + LEADING * small + _height(label, small) for label in labels)])
 
-    def row(self, tiles: Sequence[Tile], side: float, left: float, label: str, bars: Sequence[Bar]) -> None:
-        """Add a line of tiles, with the label of their row and its colour bar."""
+    def row(self, tiles: Sequence[Tile], side: float, left: float, label: str) -> None:
+        """Add a line of tiles, with the label of their row."""
         small, high = points(), side * tiles[0].aspect
         titles, notes = ([wrapped(text, side + GAP - 1, small) for text in texts]
                          for texts in zip(*((tile.title, tile.note) for tile in tiles), strict=True))
         above, below = (max(_height(text, small) for text in texts) for texts in (titles, notes))
-        edge = max(0.0, text_width(label, small) - high) / 2 * bool(label)
+        edge = max(0.0, text_width(label, small) - high) / 2
         self.height += above + 0.3 * small * bool(above) + edge
         for tile, title, note in zip(tiles, titles, notes, strict=True):
             self.box(left, side, high, tile, title=title, xlabel=note, ylabel=label)
             left, label = left + side + GAP, ""
-        for bar in bars:
-            self.box(left, BAR, high, bar)
         self.height += high + edge + (below + 2.0) * bool(below) + GAP
 
 
 def _lay_block(block: Block, side: float, room: float, alone: bool) -> _Laid:
     """Lay a block with tiles of this width. Rows break into lines where `room` forces it."""
     small, side = points(), side * block.enlarged
-    of_rows, of_columns, below = (block.bars if block.bars_of == kind else [] for kind in ("rows", "columns", ""))
     labels = [wrapped(row.label, max(side * row.tiles[0].aspect, 30.0), small) for row in block.rows]
     left = max(_height(label, small) for label in labels) + 2.0 * any(labels)
-    right = max([0.0, *(GAP + BAR + 4 + text_width(text, small) for bar in of_rows for text in bar.texts)])
     columns = max(len(row.tiles) for row in block.rows)
-    lines = math.ceil(columns / max(1, (room - left - right + GAP) // (side + GAP)))
+    lines = math.ceil(columns / max(1, (room - left + GAP) // (side + GAP)))
     each = math.ceil(columns / lines)
-    grid = left + each * (side + GAP) - GAP + right
+    grid = left + each * (side + GAP) - GAP
     alone |= 2 * grid + 3 * GAP > room  # no other fits beside it
-    least = max(BAR_LENGTH * len(below), text_width(block.title, points("medium")) * alone)
+    least = max(BAR_LENGTH * len(block.bars), text_width(block.title, points("medium")) * alone)
     laid = _Laid(max(grid, min(room, least)), whole=lines <= 1 + (len(block.rows) == 1 and columns > 4))
     laid.text(0, block.title, "medium")
     laid.height += 2.0 * bool(block.title)
     for first in range(0, columns, each):
-        part = slice(first, first + each)
-        for number, (row, label) in enumerate(zip(block.rows, labels, strict=True)):
-            if row.tiles[part]:
-                laid.row(row.tiles[part], side, left, label, of_rows[number:number + 1])
-        laid.bars(of_columns[part], False, left + GAP, side + GAP)
-    laid.bars(below)
+        for row, label in zip(block.rows, labels, strict=True):
+            if tiles := row.tiles[first:first + each]:
+                laid.row(tiles, side, left, label)
+    laid.bars(block.bars)
     return laid
 
 
@@ -202,7 +192,7 @@ def _lay_all(blocks: Sequence[Block], side: float, room: float) -> _Laid:
 
 
 def sheet(title: str, blocks: Sequence[Block], *, width: float | None = None, photo: Tile | None = None,
-          note: str = "", bars: Sequence[Bar] = ()) -> Figure:
+          note: str = "", bars: Sequence[Bar] = (), foot: str = "") -> Figure:
     """Draw a figure: photo, title and note above, then the blocks. Tiles are as large as lets grids stay whole, single
     rows have two lines at most, words of titles stay whole, and the height stay below a limit.
 
@@ -210,7 +200,7 @@ def sheet(title: str, blocks: Sequence[Block], *, width: float | None = None, ph
         width: inches; None: as wide as the blocks need, at most PAGE.
         photo: left of the title.
         note: below the title, in small text.
-        bars: of the whole figure, below.
+        bars, foot: of the whole figure, and small text, below.
 
     Raises:
         UsageError: a width that no text fits into.
@@ -220,7 +210,7 @@ def sheet(title: str, blocks: Sequence[Block], *, width: float | None = None, ph
     smallest = min(46.0 * small / 7, max([SMALLEST_TILE, *(text_width(word, small) - GAP + 1 for word in words)]))
     for side in np.arange(max(LARGEST_TILE, smallest), smallest - 2, -2):
         body = _lay_all(blocks, max(side, smallest), room)
-        if body.whole and body.height <= 72 * min(7.0, 1.7 * (width or PAGE)):
+        if body.whole and body.height <= 72 * min(7.0, 1.75 * (width or PAGE)):
             break
     whole, left = _Laid(room if width else min(room, max(body.width, 200.0))), 0.0
     if photo:
@@ -231,9 +221,8 @@ def sheet(title: str, blocks: Sequence[Block], *, width: float | None = None, ph
     if photo:
         whole.place(picture, 0.0, 0.0)
     whole.place(body, 0.0, whole.height + 2 * GAP)
-    for bar in [bar for block in blocks if block.bars_of for bar in block.bars][:1]:
-        whole.text(0, f"colours: {bar.label}")
     whole.bars(bars)
+    whole.text(0, foot)
     W, H = whole.width + 2 * MARGIN, whole.height + 2 * MARGIN
     figure = new_figure(W / 72, H / 72)
     with matplotlib.rc_context({"text.parse_math": False, "axes.titlesize": small, "axes.labelsize": small,
