@@ -56,7 +56,7 @@ EXAMPLES = """\
 """
 MAX_MODELS = 3
 SOURCE = Path(__file__).with_name("page_source")
-MODULES = ("maps.js", "state.js", "draw.js", "panel.js", "main.js")  # in order of need
+FILES = ("page.html", "page.css", "maps.js", "state.js", "draw.js", "panel.js", "main.js")  # modules in order of need
 STORED_PARTS = (*PARTS, WITHOUT[0])
 MEGABYTE = 1_000_000
 MOST_OBJECTS, LEAST_SCORE = 9, 0.3  # of a detector's
@@ -171,10 +171,9 @@ class Explorer:
             add_contributions(seen)
         streams, places = pack({layer.number: self._arrays(layer, len(prefix_names(model.model)))
                                 for layer in seen.maps.values()})
-        predictions = _objects if isinstance(model, DetectorModel) else _likeliest
         return {
             "photo": data_url((seen.pixels() * 255).round().astype(np.uint8)),
-            "predictions": predictions(seen.output, model.classes),
+            "predictions": (_objects if isinstance(model, DetectorModel) else _likeliest)(seen.output, model.classes),
             "featSizes": {layer.number: layer.feat_size for layer in seen.maps.values()},
             "places": places,
             "streams": streams,
@@ -216,12 +215,6 @@ def json_script(value: Any, attributes: str) -> str:
     return f'<script type="application/json" {attributes}>{text}</script>'
 
 
-def program() -> str:
-    """Return the modules of page_source/ in one: what they import from each other comes before."""
-    text = "\n".join((SOURCE / name).read_text(encoding="utf-8") for name in MODULES)
-    return re.sub(r'^(import [^;]*? from "\./[a-z]+\.js";\n|export )', "", text, flags=re.MULTILINE)
-
-
 def table_of(name: str) -> str:
     """Return 256 colours of a matplotlib colour map, RGB, in base64."""
     return base64.b64encode(matplotlib.colormaps[name](range(256), bytes=True)[:, :3].tobytes()).decode()
@@ -239,9 +232,10 @@ def build_page(explorer: Explorer, entries: Sequence[dict[str, Any]], epochs: bo
     about = {"models": explorer.describe(), "colours": table_of("viridis"), "signed": table_of(SIGNED_MAP),
              "epochs": epochs, "version": ea_vision.__version__}
     scripts = [json_script(about, 'id="about"'), *(json_script(entry, 'class="image"') for entry in entries)]
-    fields = {"title": html.escape(title), "style": (SOURCE / "page.css").read_text(encoding="utf-8"),
-              "data": "\n".join(scripts), "program": program()}
-    template = (SOURCE / "page.html").read_text(encoding="utf-8")
+    template, style, *modules = ((SOURCE / name).read_text(encoding="utf-8") for name in FILES)
+    # in one program, what the modules import from each other comes before
+    program = re.sub(r'^(import [^;]*? from "\./[a-z]+\.js";\n|export )', "", "\n".join(modules), flags=re.MULTILINE)
+    fields = {"title": html.escape(title), "style": style, "data": "\n".join(scripts), "program": program}
     return re.sub(r"\{\{(\w+)\}\}", lambda match: fields[match[1]], template)
 
 

@@ -65,7 +65,7 @@ DEMO = ["ea_conv_transformer_cifar"]  # the model unless one is named
 SOME_LAYERS = 6  # that are drawn unless others are asked for
 CHECKPOINTS = ("*.ckpt", f"{run_folder.SNAPSHOTS}/*.safetensors")  # in a run folder
 KEYWORDS = ("layers", "heads", "queries", "width", *(field.name for field in fields(MapStyle)))  # of `Asked`
-FILM, FRAME = ".gif", 600  # milliseconds a picture
+FILM = ".gif"
 DIAGONAL, MIDDLE = ((0.25, 0.25), (0.5, 0.5), (0.75, 0.75)), ((0.5, 0.5),)
 
 
@@ -124,7 +124,7 @@ def make_parser(description: str, examples: str, *, output: str, layers: str | N
                             help="of maps over the photo (default: %(default)s)")
     parser.add_argument("images", nargs="+", metavar="IMAGE",
                         help="image files, folders of them, or digits#N, the Nth test image of the digits, from 0")
-    parser.set_defaults(suffixes=tuple(suffixes))
+    parser.set_defaults(suffixes=suffixes)
     return parser
 
 
@@ -153,9 +153,9 @@ def parse_heads(text: str, layers: Sequence[AttentionLayer]) -> list[Head]:
         raise UsageError(f"heads must be 0 to {num_heads - 1}, all or {MEAN}, got {error}") from error
 
 
-def spread(layers: Sequence[AttentionLayer], most: int = SOME_LAYERS) -> list[AttentionLayer]:
-    """Return all layers of up to `most`, or so many at even distances, the first and the last among them."""
-    return [layers[round(place)] for place in np.linspace(0, len(layers) - 1, min(most, len(layers)))]
+def spread(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
+    """Return all of up to SOME_LAYERS, or so many at even distances, the first and the last among them."""
+    return [layers[round(place)] for place in np.linspace(0, len(layers) - 1, min(SOME_LAYERS, len(layers)))]
 
 
 def loader(options: argparse.Namespace) -> Callable[[str], LoadedModel]:
@@ -277,7 +277,7 @@ def save_film(figures: Iterable[Figure], output: Path, dpi: int) -> None:
         ImageOps.expand(picture, (0, 0, W - picture.width, H - picture.height), "white").quantize(
             256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE) for picture in drawn]
     data = io.BytesIO()
-    first.save(data, "GIF", save_all=True, append_images=others, duration=FRAME, loop=0)
+    first.save(data, "GIF", save_all=True, append_images=others, duration=600, loop=0)  # milliseconds a picture
     files.atomic_write(output, data.getvalue())
 
 

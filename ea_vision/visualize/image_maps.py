@@ -95,8 +95,7 @@ def as_model(model: nn.Module | LoadedModel | str) -> LoadedModel:
 
 def title_of(model: LoadedModel) -> str:
     """Name a model in a title, with its weights."""
-    named = model.weights and model.weights not in model.label
-    return f"{model.label}, weights {model.weights}" if named else model.label
+    return model.label if model.weights in model.label else f"{model.label}, weights {model.weights}"
 
 
 def as_models(models) -> list[LoadedModel]:

@@ -112,9 +112,8 @@ def short_names(names: Sequence[str]) -> tuple[Sequence[str], str]:
 
 def layers_name(numbers: Sequence[int]) -> str:
     """Name layers: `layers 1 to 3` without a gap, `layers 1, 3` otherwise, `layer 4` alone."""
-    first, last = numbers[0], numbers[-1]
-    if len(numbers) > 2 and list(numbers) == list(range(first, last + 1)):
-        return f"layers {first} to {last}"
+    if len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
+        return f"layers {numbers[0]} to {numbers[-1]}"
     return f"layer{'s' * (len(numbers) > 1)} " + ", ".join(map(str, numbers))
 
 

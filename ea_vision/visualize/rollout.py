@@ -83,9 +83,10 @@ def _group(recording: Recording, img_size: tuple[int, int], points: Sequence[Que
     approximate = any(isinstance(module, nn.Conv2d) and max(module.kernel_size) > 1
                       for name, module in recording.model.model.named_modules()
                       if "patch_embed" not in name and ".evolution." not in name)
-    note = "; approximation: convolutions left out" * approximate
-    note += "; its class attention is left out" * (len(layers) < len(recording.maps))
-    return f"{title_of(recording.model)}, {layers_name([layer.number for layer in layers])}{note}", [Row(tiles)]
+    name = (f"{title_of(recording.model)}, {layers_name([layer.number for layer in layers])}"
+            + "; approximation: convolutions left out" * approximate
+            + "; its class attention is left out" * (len(layers) < len(recording.maps)))
+    return name, [Row(tiles)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

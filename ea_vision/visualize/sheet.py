@@ -125,9 +125,6 @@ class _Laid:
         self.width, self.height = max(self.width, x + other.width), max(self.height, y + other.height)
         self.whole &= other.whole
 
-    def box(self, x: float, width: float, height: float, drawn: Tile | Bar, **texts: str) -> None:
-        self.boxes.append((x, self.height, width, height, drawn, texts))
-
     def text(self, x: float, text: str, kind: str = "small") -> None:
         """Add text, broken into lines."""
         size = points(kind)
@@ -140,7 +137,7 @@ class _Laid:
         small, each = points(), min(self.width / max(1, len(bars)), 1.4 * BAR_LENGTH)
         labels = [wrapped(bar.label, each - 4 * GAP, small) for bar in bars]
         for index, (bar, label) in enumerate(zip(bars, labels, strict=True)):
-            self.box(index * each, each - 4 * GAP, BAR, bar, xlabel=label)
+            self.boxes.append((index * each, self.height + 1, each - 4 * GAP, BAR, bar, {"xlabel": label}))
         self.height += max([0, *(BAR + 7 + LEADING * small + _height(label, small) for label in labels)])
 
     def row(self, tiles: Sequence[Tile], side: float, left: float, label: str) -> None:
@@ -152,7 +149,8 @@ class _Laid:
         edge = max(0.0, text_width(label, small) - high) / 2
         self.height += above + 0.3 * small * bool(above) + edge
         for tile, title, note in zip(tiles, titles, notes, strict=True):
-            self.box(left, side, high, tile, title=title, xlabel=note, ylabel=label)
+            texts = {"title": title, "xlabel": note, "ylabel": label}
+            self.boxes.append((left, self.height, side, high, tile, texts))
             left, label = left + side + GAP, ""
         self.height += high + edge + (below + 2.0) * bool(below) + GAP
 
@@ -212,14 +210,14 @@ def sheet(title: str, blocks: Sequence[Block], *, width: float | None = None, ph
         body = _lay_all(blocks, max(side, smallest), room)
         if body.whole and body.height <= 72 * min(7.0, 1.75 * (width or PAGE)):
             break
-    whole, left = _Laid(room if width else min(room, max(body.width, 200.0))), 0.0
-    if photo:
-        picture = _lay_block(Block([Row([photo])]), min(PHOTO, 0.32 * whole.width), room, False)
-        left, picture.height = picture.width + 2 * GAP, picture.height - GAP
+    whole = _Laid(room if width else min(room, max(body.width, 200.0)))
+    side = min(PHOTO, 0.32 * whole.width)
+    picture = _lay_block(Block([Row([photo])]), side, room, False) if photo else _Laid()
+    left = picture.width + 2 * GAP * bool(photo)
     whole.text(left, title, "title")
     whole.text(left, note)
-    if photo:
-        whole.place(picture, 0.0, 0.0)
+    picture.height -= GAP  # which ends a row
+    whole.place(picture, 0.0, 0.0)
     whole.place(body, 0.0, whole.height + 2 * GAP)
     whole.bars(bars)
     whole.text(0, foot)

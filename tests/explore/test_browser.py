@@ -354,8 +354,8 @@ def test_a_page_inside_a_notebook_works(browser, tmp_path):
     shown = show_page(load_model("ea_conv_transformer_cifar", random=True), picture(3))
     (tmp_path / "notebook.html").write_text(f"<!doctype html><body>{shown._repr_html_()}</body>")
     page, errors = browser.new_page(), []
-    page.on("pageerror", errors.append)
-    page.on("console", errors.append)
+    page.on("pageerror", lambda error: errors.append(error))
+    page.on("console", lambda message: errors.append(message))
     page.goto((tmp_path / "notebook.html").as_uri())
     frame = page.frame_locator("iframe")
     frame.get_by_label("layer 2, own", exact=True).click()

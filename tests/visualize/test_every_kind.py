@@ -87,7 +87,7 @@ def test_class_attention_shows_its_one_query():
     assert maps_of(plot_heads(model, IMAGE, [3, 4], [0], ["cls"], overlay=False))[-1].shape == (4, 4)
     assert maps_of(plot_matrix(model, IMAGE, layers=[3], heads=[0]))[0].shape == (1, 17)
     for layers, query, message in (([3], (4, 4), "is class attention: its queries are cls alone"),
-                                   ([1], "cls", "query cls must be a token before the patches of layer 1 .*, which")):
+                                   ([1], "cls", "query cls must be a token before .* layer 1 .*, which has none")):
         with pytest.raises(UsageError, match=message):
             plot_heads(model, IMAGE, layers=layers, queries=[query])
     texts = texts_of(plot_rollout(model, PHOTO, queries=[(5, 20)]))

@@ -87,18 +87,17 @@ def test_what_a_layer_attends_to_without_a_part_equals_a_recomputation_by_hand(n
     """By the papers' equations with the previous, or the layer's own, logits set to 0."""
     model = small(name, alpha=alpha, **kwargs)
     recording = record(model, PARTS, 3)
-    image_maps.add_contributions(recording)
+    shown = maps_of(draw_strip(recording, [1, 2, 3], 2, (5, 9)))
     assert recording.maps[1].recorded() == ("attn", "logits", "self_logits")
     for maps in (recording.maps[2], recording.maps[3]):
         conv = model.get_submodule(maps.name).evolution.convs[0]
-        for part, own, previous in (("attn_without_previous", maps.self_logits, 0 * maps.prev_logits),
-                                    ("attn_without_own", 0 * maps.self_logits, maps.prev_logits)):
+        for part, without_own in zip(image_maps.WITHOUT, (False, True), strict=True):
+            own, previous = maps.self_logits * (not without_own), maps.prev_logits * without_own
             with torch.inference_mode():
                 mixed = alpha * previous + (1 - alpha) * own
                 logits = (0.6 * conv(mixed).relu() + 0.4 * mixed if name.startswith("ea") else
                           alpha * conv(previous).relu() + (1 - alpha) * own)
             torch.testing.assert_close(maps[part], logits.softmax(-1))
-    shown = maps_of(draw_strip(recording, [1, 2, 3], 2, (5, 9)))
     for part, scale in (("conv_logits", 1), *((part, 16) for part in image_maps.WITHOUT)):
         expected = scale * recording.maps[3][part][0, 2, 1 * 4 + 2].view(4, 4).numpy()
         assert any(values.shape == (4, 4) and np.allclose(values, expected) for values in shown)
@@ -109,7 +108,7 @@ def test_a_part_that_cannot_be_taken_away_is_left_out():
     recording = record(small(), PARTS, 2)
     recording.maps[2].save("attn", torch.rand_like(recording.maps[2].attn))
     image_maps.add_contributions(recording)
-    assert not set(image_maps.WITHOUT) & set(recording.maps[2].recorded())
+    assert {*recording.maps[2].recorded()} == {*PARTS}
 
 
 # ---- scales and colours ---------------------------------------------------------------------------------------------
@@ -223,7 +222,7 @@ def test_training_goes_through_the_epochs_in_order(run, photo, tmp_path):
     first, _, later = [artist.get_array() for artist in overlaid(figure)][:3]
     assert not np.allclose(first, later)
     assert [model.epoch for model in epochs_of([str(run)])] == [1, 2, 4]
-    command = f"--model {run} --layers 2 --queries 1,1 --through checkpoints --dpi 40 -o {tmp_path}/a.gif {photo}"
-    assert strip.main(command.split()) == 0
+    options = f"--model {run} --layers 2 --through checkpoints --dpi 40 -o {tmp_path}/a.gif {photo}"
+    assert strip.main(options.split()) == 0
     with Image.open(tmp_path / "a.gif") as film:
         assert film.n_frames == 3 and film.info["duration"] == 600
