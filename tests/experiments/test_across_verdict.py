@@ -8,7 +8,19 @@ from ea_vision.base.errors import UsageError
 from ea_vision.sizes import count
 from experiments import sweep
 from experiments.across import analyse, power, run
-from experiments.across.plan import EPOCHS, EVEN, NETWORKS, PARTS, RESULTS, RIVAL, SECOND, VIT, mechanism, step_times
+from experiments.across.plan import (
+    AS_TOKEN_CONV,
+    EPOCHS,
+    EVEN,
+    NETWORKS,
+    PARTS,
+    RESULTS,
+    RIVAL,
+    SECOND,
+    VIT,
+    mechanism,
+    step_times,
+)
 from experiments.across.sequences import recall
 from experiments.evidence import read_runs, write_runs
 from tests.experiments.pages import page_says, points, rows_of, section, span, table, top1_of
@@ -66,7 +78,8 @@ def test_the_pages_say_what_the_kept_runs_say(tmp_path, capsys):
     assert list(significant.index) == [("vit-rival", "conv2d"), ("second-token-conv", "token_conv")]
     assert longer["p_holm"] < 0.001
     equal_time = rows.loc["second-token-conv", "token_conv"]
-    means = [top1_of(f"across/{part}.csv").mean().iloc[0] for part in ("second-updates", "second-token-conv")]
+    means = [top1_of(f"across/{part}.csv")[variant].mean() for part, variant in (
+        ("second-updates", "token_conv"), ("second-token-conv", AS_TOKEN_CONV))]
     tested = rows[rows["p"].notna()]
     beside = tested.loc["cifar100"]  # convolutions: question 3
     equal = table("../factorial/effects.csv").query("name == 'EA - none equal time' and data == 'cifar100'").iloc[0]
