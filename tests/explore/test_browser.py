@@ -318,7 +318,7 @@ def test_the_first_view_shows_what_a_chain_hands_on(open_page):
     assert page.evaluate("explorer.links(1)") == [[0, 3, 0], [1, 3, 0], [3, 3, 0], [4, 3, 0]]
     assert page.locator(".bar.logits:visible").count() == page.locator(".bar.attn:visible").count() == 1
     box.click()
-    assert "the chain begins" in page.locator(".stage").first.inner_text()
+    page.locator(".stage", has_text="the chain begins").first.wait_for()  # drawn with the next frame
 
 
 @pytest.mark.parametrize("count, wide_rows", [(1, 3), (2, 3), (3, 2)])
