@@ -23,11 +23,10 @@ _LISTING = _COMMAND and sys.argv[1:] in ([], ["-h"], ["--help"], ["--version"])
 
 try:
     if not _LISTING:
-        from ea_vision import models as models  # registers the networks
-        from ea_vision.deployment import deploy as deploy
-        from ea_vision.models import evolve as evolve
-        from ea_vision.models import unevolve as unevolve
-        from ea_vision.recorder.recording import record_attention as record_attention
+        from ea_vision import models  # registers the networks
+        from ea_vision.deployment import deploy
+        from ea_vision.models import evolve, unevolve
+        from ea_vision.recorder.recording import record_attention
 
         for _module in filter(None, os.environ.get("EA_VISION_IMPORT", "").split(",")):
             try:

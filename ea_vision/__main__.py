@@ -1,7 +1,5 @@
 """The commands of ea_vision: `ea-vision COMMAND`, which is `python -m ea_vision COMMAND`."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 

@@ -7,8 +7,6 @@ alive. A ratio is to timm's resnet of the same depth, of a vision transformer wh
 where that is measured too. Memory on a CPU is resident, of three training steps in a process of its own; on a GPU it is
 what torch allocates, the network's weights and optimiser state included.
 """
-from __future__ import annotations
-
 import argparse
 import ctypes
 import os
@@ -23,7 +21,6 @@ from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import psutil
 import timm
@@ -88,7 +85,7 @@ class Steps:
         opt: timm's name of the optimiser.
     """
 
-    def __init__(self, model: nn.Module, images: Tensor, amp: str = "none", opt: str = "sgd") -> None:
+    def __init__(self, model: nn.Module, images: Tensor, amp: str = "none", opt: str = "sgd"):
         self.model, self.images, self.amp = model, images, amp
         self.optimizer = timm.optim.create_optimizer_v2(model, opt=opt, lr=1e-3, momentum=0.9)
         self.scaler = torch.amp.GradScaler(images.device.type, enabled=amp == "float16")
@@ -179,7 +176,7 @@ def peak_memory(steps: Steps, name: str, mode: str, before: int, args: argparse.
         return pool.submit(peak_resident, name, args).result() / 2**20
 
 
-def measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+def measure(args: argparse.Namespace, device: torch.device) -> list[dict]:
     """Build and measure the networks; return a row for each network and mode.
 
     Raises:

@@ -8,8 +8,6 @@ number, normalised, and gives `logits` (batch, classes). Names of the classes, m
 ONNX files have opset 20. What was written is run beside the network, and the largest difference is printed.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 from collections.abc import Sequence
@@ -20,24 +18,10 @@ from torch import Tensor
 
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.files import check_output
-from ea_vision.deployment.files import (
-    OPSET,
-    SUFFIXES,
-    About,
-    ExportedNetwork,
-    check_packages,
-    export_program,
-    write,
-)
+from ea_vision.deployment.files import OPSET, SUFFIXES, About, ExportedNetwork, check_packages, export_program, write
 from ea_vision.deployment.fold import LARGEST
 from ea_vision.recorder.inputs import find_images, read_image
-from ea_vision.recorder.loading import (
-    WEIGHTS_HELP,
-    LoadedModel,
-    add_options,
-    check_classifies,
-    load_model,
-)
+from ea_vision.recorder.loading import WEIGHTS_HELP, LoadedModel, add_options, check_classifies, load_model
 
 
 def compare(model: LoadedModel, images: Sequence[Tensor], output: Path) -> str:

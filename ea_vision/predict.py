@@ -10,15 +10,12 @@ Of a run of train-detection: names and scores of what is found, boxes by --outpu
 path as image_id. An image that cannot be read, or of which the network makes no finite number, is named, the others are
 gone through, and the exit code is 1.
 """
-from __future__ import annotations
-
 import argparse
 import io
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,18 +27,11 @@ from ea_vision.base.files import atomic_write, check_output, create, write_json
 from ea_vision.base.processes import choose_device
 from ea_vision.detection.coco import results_of
 from ea_vision.recorder.inputs import ImageSource, as_input, find_images, read_image
-from ea_vision.recorder.loading import (
-    WEIGHTS_HELP,
-    DetectorModel,
-    LoadedModel,
-    add_options,
-    load_model,
-    positive,
-)
+from ea_vision.recorder.loading import WEIGHTS_HELP, DetectorModel, LoadedModel, add_options, load_model, positive
 
 
 def predict(loaded: LoadedModel, images: Sequence[ImageSource | Tensor], top: int = 5,
-            batch_size: int = 16) -> Iterator[dict[str, Any]]:
+            batch_size: int = 16) -> Iterator[dict]:
     """Classify images, in their order.
 
     Args:

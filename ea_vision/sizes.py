@@ -21,8 +21,6 @@ For one image, the same operations are counted in three ways:
 --layers: the maps of an image in bfloat16 as dense attention keeps them (this project's kernels keep fewer), parameters
 with the biases of the projections, FLOPs in the profiler's counting. AA paper: https://arxiv.org/abs/1904.09925
 """
-from __future__ import annotations
-
 import argparse
 from collections import Counter
 from collections.abc import Sequence
@@ -174,7 +172,7 @@ def list_models(names: Sequence[str], weights: bool = False) -> list[dict[str, s
     return rows
 
 
-def sizes_of(name: str) -> dict[str, Any]:
+def sizes_of(name: str) -> dict:
     """Return a row of --sizes; maps are layers x heads x (height x width) of each shape of map, in order."""
     size, counts = count_network(name)
     shapes = Counter((branch.num_heads, *branch.feat_size) for branch in counts.branches)
@@ -185,13 +183,13 @@ def sizes_of(name: str) -> dict[str, Any]:
             "maps": " + ".join(f"{n} x {K} x ({H}x{W})" for (K, H, W), n in shapes.items())}
 
 
-def layers_of(name: str) -> list[dict[str, Any]]:
+def layers_of(name: str) -> list[dict]:
     """Return the rows of --layers: a network's attention branches, their maps in bytes of bfloat16."""
     return [{"model": name, **asdict(branch), "feat_size": "{}x{}".format(*branch.feat_size)}
             for branch in count_network(name)[1].branches]
 
 
-def table(rows: Sequence[dict[str, Any]], headings: dict[str, str] | None = None) -> str:
+def table(rows: Sequence[dict], headings: dict[str, str] | None = None) -> str:
     """Return a Markdown table of some of the rows' columns, by their headings, or of all of them. Numbers have two
     decimals, ratios three; None becomes -."""
     def shown(key: str, value: Any) -> str:

@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
             write(program, path, about)
             if precision != "float32":
                 atomic_write(path, to_float16(path) if precision == "float16" else to_int8(path, photos))
-            size, network = path.stat().st_size / 2**20, ExportedNetwork(path, torch.get_num_threads())
+            size, network = path.stat().st_size / 2**20, ExportedNetwork(path)
         right, start = 0, time.perf_counter()
         for images, targets in zip(data.test.images.split(100), data.test.targets.split(100), strict=True):
             right += int((network(normalised(images)).argmax(1) == targets).sum())

@@ -1,7 +1,5 @@
 """The two errors that a command reports in one line instead of a traceback, and the exit codes that go with them."""
 
-from __future__ import annotations
-
 import io
 import os
 import sys

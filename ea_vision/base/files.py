@@ -3,8 +3,6 @@
 Every writer of this package writes by `atomic_write`; commands ask `check_output` before they begin to work.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -17,8 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ea_vision.base.errors import RunError, UsageError
 
 
@@ -29,11 +25,6 @@ def cache_root() -> Path:
         RuntimeError: the user has no home.
     """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ea_vision"
-
-
-def _is_device(path: Path) -> bool:
-    """Return whether data goes through `path` instead of into it: /dev/stdout, a named pipe."""
-    return path.parts[:2] == ("/", "dev") or path.exists() and not path.is_file() and not path.is_dir()
 
 
 def create(folder: Path) -> None:
@@ -68,13 +59,11 @@ def check_output(path: Path) -> Path:
     """Make the folder of a file that is to be written and see that it can be written; return `path`.
 
     Raises:
-        UsageError: it is a folder, has no possible name, or its folder cannot be made or written into.
+        UsageError: it is a folder or a device, has no possible name, or its folder cannot be made or written into.
     """
     try:
-        if path.is_dir():
-            raise UsageError(f"the output must be a file, and {path} is a folder")
-        if _is_device(path):
-            return path
+        if path.exists() and not path.is_file():
+            raise UsageError(f"the output must be a file, and {path} is a {'folder' if path.is_dir() else 'device'}")
     except OSError as error:  # a name that is too long
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
     create(path.parent)
@@ -99,8 +88,8 @@ def _before_a_signal_ends_it() -> Iterator[None]:
 
 
 def atomic_write(path: Path, data: bytes, keep_previous_as: Path | None = None) -> None:
-    """Replace `path` by `data`, all or nothing. Of a link, its file is replaced; into a device the data is written. A
-    process that SIGTERM ends in the middle writes it whole first.
+    """Replace `path` by `data`, all or nothing. Of a link, its file is replaced. A process that SIGTERM ends in the
+    middle writes it whole first.
 
     Args:
         keep_previous_as: a name for the file that was there before (default: it is gone).
@@ -109,9 +98,6 @@ def atomic_write(path: Path, data: bytes, keep_previous_as: Path | None = None) 
         RunError: the file could not be written (a folder, disk full, no permission); the old one is untouched.
     """
     try:
-        if _is_device(path):
-            path.write_bytes(data)
-            return
         path = Path(os.path.realpath(path))
         temporary = path.with_name(f".{path.name[:40]}.{uuid.uuid4().hex}.tmp")  # two runs may write the same file
         with _before_a_signal_ends_it():
@@ -132,13 +118,6 @@ def atomic_write(path: Path, data: bytes, keep_previous_as: Path | None = None) 
 def write_json(path: Path, value: Any) -> None:
     """Write a value as JSON, all or nothing."""
     atomic_write(path, (json.dumps(value, indent=2) + "\n").encode())
-
-
-def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays by name, compressed, for np.load; all or nothing."""
-    data = io.BytesIO()
-    np.savez_compressed(data, **arrays)
-    atomic_write(path, data.getvalue())
 
 
 def csv_text(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> str:

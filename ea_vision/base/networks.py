@@ -1,7 +1,5 @@
 """Models by name and their weights, with errors that name what was near."""
 
-from __future__ import annotations
-
 import hashlib
 import pickle
 import re
@@ -41,9 +39,9 @@ def check_model_name(name: str, alternative: str = "") -> None:
         raise UsageError(f"unknown model {alternative}{name!r}; {near}")
 
 
-def create_classifier(name: str, kwargs: dict[str, Any], optional: frozenset[str] = frozenset(), *, num_classes: int,
+def create_classifier(name: str, kwargs: dict, optional: frozenset[str] = frozenset(), *, num_classes: int,
                       img_size: int, pretrained: bool = False, weights: str = "",
-                      notice=print) -> tuple[nn.Module, dict[str, Any]]:
+                      notice=print) -> tuple[nn.Module, dict]:
     """Create a registered timm model for square RGB images.
 
     Args:
@@ -68,8 +66,8 @@ def create_classifier(name: str, kwargs: dict[str, Any], optional: frozenset[str
     return model, {**getattr(model, "trained_with", {}), **taken}
 
 
-def create_by_keywords(create: Callable[..., nn.Module], name: str, fixed: dict[str, Any], kwargs: dict[str, Any],
-                       optional: frozenset[str], notice=print) -> tuple[nn.Module, dict[str, Any]]:
+def create_by_keywords(create: Callable[..., nn.Module], name: str, fixed: dict, kwargs: dict,
+                       optional: frozenset[str], notice=print) -> tuple[nn.Module, dict]:
     """Call `create` with the keywords that data and options have `fixed` and with `kwargs`, dropping img_size and
     `optional` keywords (a recipe's) that it does not accept.
 
@@ -104,8 +102,8 @@ def create_by_keywords(create: Callable[..., nn.Module], name: str, fixed: dict[
     return model, taken
 
 
-def create_leaving_out(create: Callable[..., nn.Module], wanted: dict[str, Any],
-                       optional: Collection[str]) -> tuple[nn.Module, dict[str, Any]]:
+def create_leaving_out(create: Callable[..., nn.Module], wanted: dict,
+                       optional: Collection[str]) -> tuple[nn.Module, dict]:
     """Call create(**wanted), dropping `optional` keywords that it does not accept; return the model and the keywords.
 
     Raises:
@@ -129,7 +127,7 @@ def _unknown_keyword(error: Exception) -> str | None:
     return found[1] if found else None
 
 
-def pretrained_model(name: str, kwargs: dict[str, Any]) -> nn.Module:
+def pretrained_model(name: str, kwargs: dict) -> nn.Module:
     """Create a model with its pretrained weights.
 
     Raises:
@@ -152,7 +150,7 @@ def pretrained_model(name: str, kwargs: dict[str, Any]) -> nn.Module:
                          "connect to the network, or give a file by --pretrained-path") from error
 
 
-def _with_weights(name: str, kwargs: dict[str, Any], path: str, notice) -> nn.Module:
+def _with_weights(name: str, kwargs: dict, path: str, notice) -> nn.Module:
     """Create a model with the weights of a file, as timm would load its pretrained ones; of a classifier for other
     classes it keeps its own.
 

@@ -1,8 +1,6 @@
 """Figures for print: text of 7 to 9 points whatever the width (in proportion larger or smaller where
 rcParams["font.size"] is not matplotlib's), and how wide it is."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

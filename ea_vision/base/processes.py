@@ -1,7 +1,5 @@
 """Processes of one run: torchrun starts them, gloo joins them on CPU, nccl on CUDA. Without torchrun there is one."""
 
-from __future__ import annotations
-
 import os
 import re
 import time
@@ -62,7 +60,7 @@ class World:
             self.barrier()
 
 
-def mean_in_order(_, bucket):  # without annotations, which are text here: torch compares them with its classes
+def mean_in_order(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Return a bucket of gradients, averaged over the processes in the order of ranks, for DDP's register_comm_hook.
 
     In which order gloo adds three processes or more depends on a gradient's place in its bucket, and DDP lays its

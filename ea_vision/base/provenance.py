@@ -1,12 +1,9 @@
 """Versions, git commit and hardware, which results are stored with."""
 
-from __future__ import annotations
-
 import platform
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import timm
 import torch
@@ -15,7 +12,7 @@ import torchvision
 from ea_vision import __version__
 
 
-def provenance() -> dict[str, Any]:
+def provenance() -> dict:
     """Return versions, hardware and, in a checkout, the git commit (with `+changes` where files differ from it)."""
     here, commit = Path(__file__).parents[1], None
     try:

@@ -4,8 +4,6 @@ The draws for an epoch are made at once, on the CPU, from seed and epoch: what h
 the device nor on the number of processes, and a run that continues inside an epoch sees the same images.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

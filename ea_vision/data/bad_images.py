@@ -1,7 +1,5 @@
 """Images that cannot be read: counted over all processes, listed with their path, a run stopped when they are many."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A loader has `len(loader)` batches and yields them from `loader.batches(...)`. T
 number of its first batch, and are shuffled; those of evaluation take nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ reached 0.2 to 0.7 of the images per second on a CPU, does not notice a damaged 
 Here order, crops and flips are functions of seed, epoch and image.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json

@@ -5,8 +5,6 @@
     *validation_synset_labels.txt                   a WordNet ID a line, in the order of the images' names
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import re

@@ -7,8 +7,6 @@ that come with them (`ilsvrc`). timm's readers, which would do most of this, rea
 take `images` for the class of class/images/x.jpg.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

@@ -5,8 +5,6 @@ happens to an image is a function of seed, epoch and index, whatever the number 
 entered.
 """
 
-from __future__ import annotations
-
 import ctypes
 import random
 import signal

@@ -1,7 +1,5 @@
 """Loaders for images that fit in memory: decoded once, kept as uint8 on the device, augmented there in batches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

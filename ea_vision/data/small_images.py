@@ -1,7 +1,5 @@
 """Small images, decoded once: scikit-learn's digits, CIFAR-10, CIFAR-100, and folders or tars of class/name.png."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +27,7 @@ class Images:
     def __len__(self) -> int:
         return len(self.targets)
 
-    def select(self, index: torch.Tensor) -> Images:
+    def select(self, index: torch.Tensor) -> "Images":
         return Images(self.images[index], self.targets[index], [self.names[i] for i in index.tolist()])
 
 

@@ -1,7 +1,5 @@
 """The folders and tars of a data folder's splits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from ea_vision.base.errors import UsageError

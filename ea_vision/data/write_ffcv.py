@@ -5,8 +5,6 @@ shows them to evaluate on: the folder's pixels, bit for bit. FFCV stores and des
 were stored are written beside the file as FILE.json. The file appears under its name when it is whole.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

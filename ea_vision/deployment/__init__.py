@@ -7,5 +7,3 @@ In eager PyTorch and under torch.compile the kernels of `ea_vision.ops` go on co
 program `PortableAttention` and `PortableTokenAttention` do, in plain operations with folded weights.
 """
 from ea_vision.deployment.fold import deploy
-
-__all__ = ["deploy"]

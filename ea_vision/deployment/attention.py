@@ -9,8 +9,6 @@ so that no position term is repeated to the size of a map; the scale and the evo
 
 Shape letters: B batch, H x W the attention map, N = H*W its pixels, K heads, D width of a head.
 """
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from timm.models import register_notrace_module

@@ -2,8 +2,6 @@
 
 Shape letters: B batch, K heads, N pixels or tokens of a map.
 """
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -31,7 +29,7 @@ class FoldedEvolution(nn.Module):
     own_gain: (K, 1, 1) in float64, the factor that the queries take.
     """
 
-    def __init__(self, evolution: EvolvingAttention | PredictiveAttention, num_heads: int) -> None:
+    def __init__(self, evolution: EvolvingAttention | PredictiveAttention, num_heads: int):
         super().__init__()
         self.predict, self.num_prefix_tokens = evolution.predict, evolution.num_prefix_tokens
         alpha, beta = (torch.as_tensor(gate).detach().double().cpu().reshape(-1).expand(num_heads).view(-1, 1, 1)

@@ -4,8 +4,6 @@ A file takes `images`, float32 (batch, 3, H, W), normalised by the mean and std 
 float32 (batch, classes). The metadata of both kinds are the fields of `About`, as JSON; an ONNX file ends in one more
 entry of them, the SHA-256 of what stands before it.
 """
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import io
@@ -125,7 +123,7 @@ def write(program: torch.export.ExportedProgram, path: Path, about: About) -> No
     atomic_write(path, data)
 
 
-def _open_program(path: Path, _threads: int) -> tuple[dict[str, str], Callable[[Tensor], Tensor]]:
+def _open_program(path: Path) -> tuple[dict[str, str], Callable[[Tensor], Tensor]]:
     """Open a program of torch.export; return its metadata, and what runs it."""
     with zipfile.ZipFile(path) as archive:
         if damaged := archive.testzip():
@@ -136,7 +134,7 @@ def _open_program(path: Path, _threads: int) -> tuple[dict[str, str], Callable[[
     return json.loads(extra["about.json"] or "{}"), lambda images: module(images)  # a module would refuse eval()
 
 
-def _open_onnx(path: Path, threads: int) -> tuple[dict[str, str], Callable[[Tensor], Tensor]]:
+def _open_onnx(path: Path) -> tuple[dict[str, str], Callable[[Tensor], Tensor]]:
     """Open an ONNX file; return its metadata, and what runs it."""
     import onnxruntime
 
@@ -145,7 +143,7 @@ def _open_onnx(path: Path, threads: int) -> tuple[dict[str, str], Callable[[Tens
         raise UsageError(f"{path} is damaged: its checksum does not match" if _SEAL in data else
                          f"{path} must be a network that ea-vision export wrote; its metadata lack 'sha256'")
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = threads, 3
+    options.intra_op_num_threads, options.log_severity_level = torch.get_num_threads(), 3
     session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
     return (session.get_modelmeta().custom_metadata_map,
             lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0]))
@@ -170,11 +168,11 @@ class ExportedNetwork(nn.Module):
             is run once), or onnxruntime is missing.
     """
 
-    def __init__(self, path: Path, threads: int = 0) -> None:
+    def __init__(self, path: Path):
         super().__init__()
         check_packages(path, "onnxruntime")
         with _named(f"cannot read {path}:"):
-            said, self.run = (_open_program if path.suffix.lower() == ".pt2" else _open_onnx)(path, threads)
+            said, self.run = (_open_program if path.suffix.lower() == ".pt2" else _open_onnx)(path)
         with _named(f"{path} must be a network that ea-vision export wrote; its metadata lack"):
             about = About(**{field.name: json.loads(said[field.name]) for field in fields(About)})
             about = replace(about, size=tuple(about.size))

@@ -1,6 +1,4 @@
 """`deploy`: a network for inference, its BatchNorms folded and its attention layers made ready for export."""
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What the graph that torch.fx traces shows: which BatchNorm can be folded into which convolution, and which attention
 layers read the logits of which."""
-from __future__ import annotations
-
 import operator
 from collections import Counter
 

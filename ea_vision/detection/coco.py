@@ -1,7 +1,5 @@
 """Images with boxes: a folder of images and one COCO JSON for each split, checked as a whole before work starts."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -51,7 +49,7 @@ class CocoFolder(Dataset):
                              f"{self.folder}: {', '.join(map(ascii, missing[:3]))}")
         self.categories = sorted(content["categories"], key=lambda category: category["id"])
         self.category_ids, self.classes = ([category[key] for category in self.categories] for key in ("id", "name"))
-        by_image: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in self.images}
+        by_image: dict[int, list[dict]] = {image["id"]: [] for image in self.images}
         for row in content["annotations"]:
             by_image[row["image_id"]].append({"area": row["bbox"][2] * row["bbox"][3], "iscrowd": 0, **row})
         self.annotations = list(by_image.values())
@@ -64,7 +62,7 @@ class CocoFolder(Dataset):
     def describe(self, index: int) -> str:
         return f"{self.folder}/{self.images[index]['file_name']}"
 
-    def __getitem__(self, index: int) -> tuple[Any, dict[str, Any]]:
+    def __getitem__(self, index: int) -> tuple[Any, dict]:
         """Return (image, target).
 
         The image is uint8 (3, H, W). The target has boxes: float32 (n, 4), x1 y1 x2 y2 in pixels, n may be 0; labels:
@@ -87,7 +85,7 @@ class CocoFolder(Dataset):
             "labels": torch.tensor([self.category_ids.index(row["category_id"]) for row in own], dtype=torch.int64),
             "image_id": about["id"], "size": size}
 
-    def ground_truth(self, indices: Iterable[int] | None = None) -> dict[str, Any]:
+    def ground_truth(self, indices: Iterable[int] | None = None) -> dict:
         """Return the content of a COCO JSON of the images at these places (None: of all), for the metric."""
         indices = range(len(self)) if indices is None else indices
         rows = [row for index in indices for row in self.annotations[index]]
@@ -101,7 +99,7 @@ class CocoFolder(Dataset):
 
 
 def results_of(image_id: int | str, detected: Mapping[str, Tensor], category_ids: Sequence[int],
-               ) -> list[dict[str, Any]]:
+               ) -> list[dict]:
     """Return COCO's results of an image: image_id, category_id, bbox (x, y, width, height) in pixels, score.
 
     Args:
@@ -132,7 +130,7 @@ def find_coco(root: Path, split: str) -> tuple[Path, Path]:
 
 # ---- what a COCO JSON must be ----------------------------------------------------------------------------------------
 
-def read_coco(path: Path) -> dict[str, list[dict[str, Any]]]:
+def read_coco(path: Path) -> dict[str, list[dict]]:
     """Return images, categories and annotations of a COCO JSON, the fields of each that are in FIELDS.
 
     Raises:

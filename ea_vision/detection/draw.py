@@ -1,7 +1,5 @@
 """Detections drawn on their images by torchvision: boxes, names and scores."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from matplotlib.font_manager import findfont

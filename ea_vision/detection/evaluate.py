@@ -5,8 +5,6 @@ and APl are AP of objects of less than 32^2, of 32^2 to 96^2, and of more than 9
 image count. What there is no object for is nan.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import math
@@ -14,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing, redirect_stdout
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -54,15 +51,15 @@ class DetectionResult:
 
     images: int
     measures: dict[str, float]
-    per_class: list[dict[str, Any]]
-    detections: list[dict[str, Any]]
+    per_class: list[dict]
+    detections: list[dict]
     unreadable: int = 0
 
     def figures(self) -> dict[str, float]:
         """Return the measures of metrics.csv, in percent."""
         return self.measures
 
-    def numbers(self) -> dict[str, Any]:
+    def numbers(self) -> dict:
         """Return the content of evaluation.json; measures without an object are None."""
         return {"images": self.images, "unreadable_images": self.unreadable, "detections": len(self.detections),
                 **{name: None if math.isnan(value) else round(value, 4) for name, value in self.measures.items()}}
@@ -73,8 +70,8 @@ class DetectionResult:
                           f"{self.images} images{without}"])
 
 
-def coco_metrics(ground_truth: dict[str, Any], detections: Sequence[dict[str, Any]],
-                 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
+def coco_metrics(ground_truth: dict, detections: Sequence[dict],
+                 ) -> tuple[dict[str, float], list[dict]]:
     """Return MEASURES in percent, and a row of AP and AP50 for each class.
 
     Args:

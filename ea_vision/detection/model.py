@@ -10,8 +10,6 @@ Papers:
 
 Shape letters: B images, H x W pixels, A anchors a place, C classes.
 """
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -22,11 +20,7 @@ from timm.layers import freeze_batch_norm_2d
 from torch import Tensor, nn
 from torchvision.models.detection import RetinaNet
 from torchvision.models.detection.anchor_utils import AnchorGenerator
-from torchvision.models.detection.retinanet import (
-    RetinaNetClassificationHead,
-    RetinaNetHead,
-    RetinaNetRegressionHead,
-)
+from torchvision.models.detection.retinanet import RetinaNetClassificationHead, RetinaNetHead, RetinaNetRegressionHead
 from torchvision.ops import FeaturePyramidNetwork, sigmoid_focal_loss
 from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 
@@ -63,7 +57,7 @@ class Pyramid(nn.Module):
         ValueError: a network without features at these strides.
     """
 
-    def __init__(self, body: nn.Module, channels: int = 256, norm: bool = False) -> None:
+    def __init__(self, body: nn.Module, channels: int = 256, norm: bool = False):
         super().__init__()
         strides = body.feature_info.reduction()
         last = {stride: position for position, stride in enumerate(strides)}
@@ -87,7 +81,7 @@ class _Tower(nn.Module):
     """The 3x3 convolutions of a head, shared by the levels of the pyramid; with `norm`, every level has its own
     BatchNorms after them."""
 
-    def __init__(self, channels: int, convs: int, norm: bool) -> None:
+    def __init__(self, channels: int, convs: int, norm: bool):
         super().__init__()
         self.convs = nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1) for _ in range(convs))
         for conv in self.convs:
@@ -111,7 +105,7 @@ class ClassHead(RetinaNetClassificationHead):
     """torchvision's head for classes, with the focal loss's alpha and gamma, and towers as `_Tower` has them."""
 
     def __init__(self, channels: int, anchors: int, num_classes: int, *, convs: int, norm: bool, alpha: float,
-                 gamma: float) -> None:
+                 gamma: float):
         super().__init__(channels, anchors, num_classes)
         self.conv = _Tower(channels, convs, norm)
         self.alpha, self.gamma = alpha, gamma
@@ -136,7 +130,7 @@ class ClassHead(RetinaNetClassificationHead):
 class BoxHead(RetinaNetRegressionHead):
     """torchvision's head for boxes, with the Huber loss as a choice, and towers as `_Tower` has them."""
 
-    def __init__(self, channels: int, anchors: int, *, convs: int, norm: bool, loss: str) -> None:
+    def __init__(self, channels: int, anchors: int, *, convs: int, norm: bool, loss: str):
         super().__init__(channels, anchors)
         self.conv = _Tower(channels, convs, norm)
         self._loss_type, self.stretch, self.weight = loss, 1.0, 1.0

@@ -1,7 +1,5 @@
 """A trained detector on images of any size."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -4,14 +4,11 @@ The data folder has train/ and val/ with images, and train.json and val.json (or
 Started by torchrun it runs on several GPUs or machines; the same command continues a run that was interrupted.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -90,7 +87,6 @@ class DetectionConfig(TrainConfig):
     scale_min: float = option(0.8, "training: least longer side of an image, in units of img_size", AUGMENT, above=0.0)
     scale_max: float = option(1.2, "training: its greatest longer side", AUGMENT, above=0.0)
     hflip: float = option(0.5, "probability of a left-right flip", AUGMENT, maximum=1.0)
-    photometric: bool = option(False, "training: vary brightness, contrast, saturation and hue", AUGMENT)
     max_bad_images: int = setting(10, "the run stops when more images cannot be read", DATA)
 
     def __post_init__(self):
@@ -106,7 +102,7 @@ class DetectionTrainer(Trainer):
 
     measures, quality, evaluate = MEASURES, "precision", staticmethod(evaluate)
 
-    def _batch_loss(self, images: torch.Tensor, targets: list[dict[str, Any]]) -> torch.Tensor:
+    def _batch_loss(self, images: torch.Tensor, targets: list[dict]) -> torch.Tensor:
         """Return the sum of the losses of classes and boxes; images (B, 3, S, S) in 0..1."""
         with autocast(self.config.amp, self.world.device):
             losses = self.net(images, targets)
@@ -145,7 +141,7 @@ class CocoDetection(DataModule):
             self.about["train_data"] = str(self.train.json)
             self.describe = self.train.describe
 
-    def create_model(self) -> tuple[nn.Module, dict[str, Any]]:
+    def create_model(self) -> tuple[nn.Module, dict]:
         """Return the detector, and the keywords that `create_detector` needs to make it again."""
         config = self.config
         overlay = None
@@ -173,15 +169,14 @@ class CocoDetection(DataModule):
 
     def train_loader(self, **keywords) -> BoxTrainLoader:
         config = self.config
-        transform = partial(train_transform, scale=(config.scale_min, config.scale_max), flip=config.hflip,
-                            photometric=config.photometric)
+        transform = partial(train_transform, scale=(config.scale_min, config.scale_max), flip=config.hflip)
         return BoxTrainLoader(self.train, transform=transform, batch_size=config.batch_size, seed=config.seed,
                               **keywords)
 
     def eval_loader(self, **keywords) -> BoxEvalLoader:
         return BoxEvalLoader(self.test, transform=eval_transform, batch_size=self.config.eval_batch_size, **keywords)
 
-    def loader_keywords(self, model: Detector) -> dict[str, Any]:
+    def loader_keywords(self, model: Detector) -> dict:
         """Return the loaders' keywords; mean and std are for config.yaml alone, the detector normalises by itself."""
         return {"mean": model.transform.image_mean, "std": model.transform.image_std,
                 "device": self.world.device, "rank": self.world.rank, "world_size": self.world.size,
@@ -200,7 +195,7 @@ class CocoDetection(DataModule):
             raise UsageError(f"{run} was trained on other categories than those of {self.test.json}")
         return model, Path(self.config.output or run / "evaluation")
 
-    def write_evaluation(self, folder: Path, result: DetectionResult, about: dict[str, Any]) -> list[Path]:
+    def write_evaluation(self, folder: Path, result: DetectionResult, about: dict) -> list[Path]:
         """Write evaluation.json, per_class.csv and detections.json (COCO's results); return their paths."""
         create(folder)
         paths = [folder / "evaluation.json", folder / "per_class.csv", folder / "detections.json"]

@@ -4,8 +4,6 @@ Both give a float32 image (3, S, S) in 0..1, not normalised, and a target whose 
 positions has tables for one size of map, so every image of a detector has the same.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -18,8 +16,7 @@ from torchvision.transforms import v2
 FILL = (124, 116, 104)  # ImageNet's mean colour, 0..255: what lies beside an image
 
 
-def train_transform(img_size: int, scale: tuple[float, float] = (0.8, 1.2), flip: float = 0.5,
-                    photometric: bool = False) -> v2.Transform:
+def train_transform(img_size: int, scale: tuple[float, float] = (0.8, 1.2), flip: float = 0.5) -> v2.Transform:
     """Return scale jitter, crop or pad to a square at a random place, and flip. Boxes are cut at the image's
     border; those below one pixel are left out.
 
@@ -27,11 +24,9 @@ def train_transform(img_size: int, scale: tuple[float, float] = (0.8, 1.2), flip
         img_size: S, the side in pixels.
         scale: of the longer side, in units of S; the AA paper's 512 to 768 at 640 pixels are 0.8 to 1.2.
         flip: probability of a horizontal flip.
-        photometric: also jitter brightness, contrast, saturation and hue (SSD's distortion).
     """
     return v2.Compose([
         v2.ClampBoundingBoxes(),
-        *([v2.RandomPhotometricDistort(p=0.5)] if photometric else []),
         v2.ScaleJitter((img_size, img_size), scale, antialias=True),
         v2.RandomCrop((img_size, img_size), pad_if_needed=True, fill={tv_tensors.Image: FILL, "others": 0}),
         v2.RandomHorizontalFlip(flip),
@@ -57,10 +52,10 @@ class Fit(v2.Transform):
         super().__init__()
         self.img_size = img_size
 
-    def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
+    def make_params(self, flat_inputs: list[Any]) -> dict:
         return {"size": fitted_size(v2.query_size(flat_inputs), self.img_size)}
 
-    def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
+    def transform(self, inpt: Any, params: dict) -> Any:
         height, width = params["size"]
         inpt = v2.functional.resize(inpt, [height, width], antialias=True)
         padding = [0, 0, self.img_size - width, self.img_size - height]

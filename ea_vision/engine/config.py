@@ -3,8 +3,6 @@
 Every field becomes a flag and a recipe key of the same name. An unknown key is an error that names its near matches.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import dataclasses
@@ -182,7 +180,7 @@ class TrainConfig:
         """Whether pairs of images of a batch are mixed, so that it must be even."""
         return False
 
-    def for_processes(self, processes: int) -> TrainConfig:
+    def for_processes(self, processes: int) -> "TrainConfig":
         """Return these options with the batch and accumulation by which so many processes make `total_batch`.
 
         The fewest batches of at most `batch_size` images that divide a process's images are added up; a warning says

@@ -1,7 +1,5 @@
 """SIGTERM and Ctrl-C as a wish to stop, which the training loop fulfils after the step it is in."""
 
-from __future__ import annotations
-
 import signal
 
 
@@ -11,7 +9,7 @@ class StopRequest:
 
     signal: int | None = None
 
-    def __enter__(self) -> StopRequest:
+    def __enter__(self) -> "StopRequest":
         self._previous = {number: signal.signal(number, self._remember) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 

@@ -16,30 +16,3 @@ from ea_vision.layers.spatial_transformer import SpatialTransformer, quadrilater
 from ea_vision.layers.token_attention import MapsAttention, TokenAttention, attention_layers
 from ea_vision.ops.reference import relative_logits
 from ea_vision.ops.rel_pos import fit_rel_table
-
-__all__ = [
-    "POSITIONS",
-    "AugmentedConv2d",
-    "Evolution",
-    "EvolvingAttention",
-    "MRLALight",
-    "MapsAttention",
-    "PredictiveAttention",
-    "SpatialTransformer",
-    "TokenAttention",
-    "TokenConv",
-    "ValueResidual",
-    "add_sine",
-    "append_coordinates",
-    "attention_layers",
-    "check_position",
-    "create_evolution",
-    "evolution_class",
-    "evolution_options",
-    "fit_rel_table",
-    "learnable_gates",
-    "quadrilateral",
-    "register_evolution",
-    "relative_logits",
-    "sample_affine",
-]

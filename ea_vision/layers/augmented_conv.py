@@ -32,7 +32,7 @@ class Projection(nn.Conv2d):
     """A 1x1 convolution with bias. On a CPU a matrix product wherever that is no slower: it needs no other layout of
     its input, and of few channels its gradients cost a fraction of the convolution's."""
 
-    def __init__(self, in_channels: int, out_channels: int, device=None, dtype=None) -> None:
+    def __init__(self, in_channels: int, out_channels: int, device=None, dtype=None):
         super().__init__(in_channels, out_channels, 1, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
             head_border: str = "clip",
             device=None,
             dtype=None,
-    ) -> None:
+    ):
         dd = {"device": device, "dtype": dtype}
         super().__init__()
         attn_channels = dim_v if attn_channels is None else attn_channels

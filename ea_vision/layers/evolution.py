@@ -23,15 +23,7 @@ from torch import Tensor, nn
 from ea_vision.base.errors import UsageError
 from ea_vision.ops import forced, log_once
 from ea_vision.ops.problem import check_prev_logits
-from ea_vision.ops.reference import (
-    among_patches,
-    mixed,
-    neighbours,
-    own_logits,
-    readable,
-    with_prefix,
-    within_windows,
-)
+from ea_vision.ops.reference import among_patches, mixed, neighbours, own_logits, readable, with_prefix, within_windows
 
 _EVOLUTIONS: dict[str, type["Evolution"]] = {}
 
@@ -83,7 +75,7 @@ class Evolution(nn.Module):
         nothing."""
 
     @torch.jit.ignore
-    def operands(self, prev_logits: Tensor) -> dict[str, Any] | str:
+    def operands(self, prev_logits: Tensor) -> dict | str:
         """Return the keywords with which `ea_vision.ops.evolving_attention` does as `forward`; where it cannot, why.
 
         own_scale among them multiplies the layer's own logits.
@@ -191,7 +183,7 @@ class EvolvingMaps:
         return out, logits
 
     @torch.jit.unused
-    def _operands(self, prev_logits: Tensor | None) -> dict[str, Any] | None:
+    def _operands(self, prev_logits: Tensor | None) -> dict | None:
         """Return what `evolving_attention` needs to know of the evolution; None where it cannot do as the modules do,
         where these are forced as the reference, or where a hook wants to see the maps in them.
 
@@ -325,7 +317,7 @@ class _ConvolvedEvolution(Evolution):
     part_names = ("conv_logits",)
 
     def __init__(self, num_heads: int, num_layers: int, alpha: float, beta: float, kernel_size: int, predict: bool,
-                 learnable: bool | str, causal: str = "none", **dd) -> None:
+                 learnable: bool | str, causal: str = "none", **dd):
         super().__init__()
         check_kernel_size(kernel_size)
         self.predict = predict  # PA's equations, else EA's
@@ -395,7 +387,7 @@ class _ConvolvedEvolution(Evolution):
         return with_prefix(maps, patches, self.num_prefix_tokens)
 
     @torch.jit.ignore
-    def operands(self, prev_logits: Tensor) -> dict[str, Any] | str:
+    def operands(self, prev_logits: Tensor) -> dict | str:
         """Do all but the last convolution (PA alone has more than one); the operator does the rest."""
         if self.causal != "none":
             return f"the others have no causal form; got causal={self.causal!r}"
@@ -426,19 +418,6 @@ class _ConvolvedEvolution(Evolution):
             return {"prev_logits": 1.0}
         alpha = float(torch.as_tensor(self.alpha).detach().mean())
         return {"prev_logits": alpha, "self_logits": 1.0 - alpha}
-
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys,
-                              error_msgs) -> None:
-        """Refuse a convolution that no training can wake: zero, and its ReLU gives no gradient at 0."""
-        for i in range(len(self.convs)):
-            weight, bias = (state_dict.get(f"{prefix}convs.{i}.{name}") for name in ("weight", "bias"))
-            known = all(tensor is not None and not tensor.is_meta for tensor in (weight, bias))
-            if known and not weight.any() and not (bias > 0).any():
-                error_msgs.append(f"{prefix}convs.{i} must have a weight or a positive bias that is not zero: behind "
-                                  "its ReLU a zero convolution never gets a gradient; an identity start is alpha = "
-                                  "beta = 0 with learnable=True")
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys,
-                                      error_msgs)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={gate if isinstance(gate, float) else f'learnable {tuple(gate.shape)}'}"
@@ -480,7 +459,7 @@ class EvolvingAttention(_ConvolvedEvolution):
     def __init__(
             self, num_heads: int, alpha: float | None = None, beta: float = 1.0, kernel_size: int = 3,
             learnable: bool | str = False, causal: str = "none", device=None, dtype=None,
-    ) -> None:
+    ):
         if causal not in ("none", "self", "cross"):
             raise ValueError(f"causal must be 'none', 'self' or 'cross', got {causal!r}")
         if causal != "none" and alpha:
@@ -514,7 +493,7 @@ class PredictiveAttention(_ConvolvedEvolution):
     def __init__(
             self, num_heads: int, alpha: float = 0.5, num_layers: int = 1, kernel_size: int = 3,
             learnable: bool | str = False, device=None, dtype=None,
-    ) -> None:
+    ):
         if num_layers < 0:
             raise ValueError(f"num_layers must be 0 or more, got {num_layers}")
         super().__init__(num_heads, num_layers, alpha, 1.0, kernel_size, True, learnable, device=device, dtype=dtype)

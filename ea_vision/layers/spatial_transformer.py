@@ -5,7 +5,6 @@ describe for images the one that moves the image and not its weights.
 
 Shape letters: B batch, C channels, H x W the input, h x w the output.
 """
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,8 +57,8 @@ class SpatialTransformer(nn.Module):
 
     def __init__(
             self, in_channels: int, hidden: int = 32, out_size: tuple[int, int] | None = None, device=None, dtype=None,
-    ) -> None:
-        dd: dict[str, Any] = {"device": device, "dtype": dtype}
+    ):
+        dd: dict = {"device": device, "dtype": dtype}
         super().__init__()
         if hidden < 2:
             raise ValueError(f"hidden must be 2 or more, got {hidden}")

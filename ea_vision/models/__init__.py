@@ -14,33 +14,5 @@ from ea_vision.models.attn_resnet import AttnResNet
 from ea_vision.models.conv_transformer import ConvTransformer
 from ea_vision.models.plain_resnet import ResNetCifar
 from ea_vision.models.spatial_transformer import SpatialTransformerNet
-from ea_vision.models.vision_transformer import (
-    EvolvingVisionTransformer,
-    EvolvingVisionTransformerDistilled,
-)
+from ea_vision.models.vision_transformer import EvolvingVisionTransformer, EvolvingVisionTransformerDistilled
 from ea_vision.models.wide_resnet import WideResNet
-
-__all__ = [
-    "AttentionConfig",
-    "AttnMnasNet",
-    "AttnResNet",
-    "AttnStage",
-    "ChainBuilder",
-    "ChainedNetwork",
-    "HeadedNetwork",
-    "ConvTransformer",
-    "EvolvingVisionTransformer",
-    "EvolvingVisionTransformerDistilled",
-    "Network",
-    "ResNetCifar",
-    "SpatialTransformerNet",
-    "WideResNet",
-    "build_network",
-    "evolve",
-    "get_network",
-    "list_networks",
-    "register_networks",
-    "shipped_weights",
-    "to_size",
-    "unevolve",
-]

@@ -82,7 +82,7 @@ def get_network(name: str) -> Network:
     return _NETWORKS[name.split(".")[0]][1]
 
 
-def imagenet_cfg(first_conv: str, classifier: str, **kwargs: Any) -> dict[str, Any]:
+def imagenet_cfg(first_conv: str, classifier: str, **kwargs: Any) -> dict:
     """Return timm's default configuration of a network for ImageNet; keywords replace its entries."""
     return {
         "url": "", "num_classes": 1000, "input_size": (3, 224, 224), "pool_size": (7, 7), "crop_pct": 0.875,

@@ -94,7 +94,7 @@ class AttentionConfig:
     attn_stages: tuple[int, ...] | None = None
     evolution: str | None = None
     attn_drop_rate: float = 0.0
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.num_heads < 1:
@@ -110,7 +110,7 @@ class AttentionConfig:
                 check_numbers(name, getattr(self, name))
 
     @classmethod
-    def take(cls, kwargs: dict[str, Any], **defaults: Any) -> "AttentionConfig":
+    def take(cls, kwargs: dict, **defaults: Any) -> "AttentionConfig":
         """Return the configuration that a network's keywords ask for, and take these out of `kwargs`."""
         own = {name: kwargs.pop(name) for name in [f.name for f in fields(cls)] if name in kwargs}
         options = {name: kwargs.pop(name) for name in evolution_options() if name in kwargs}
@@ -126,7 +126,7 @@ class AttentionConfig:
     def _whole_heads(self, width: float) -> int:
         return max(self.num_heads, int(width + 1e-6) // self.num_heads * self.num_heads)
 
-    def windows(self, stage: int | None) -> dict[str, Any]:
+    def windows(self, stage: int | None) -> dict:
         """Return the keywords of windows for `AugmentedConv2d` in a stage, counted from 1.
 
         Raises:
@@ -171,7 +171,7 @@ class ChainBuilder:
         network: a `ChainedNetwork`, whose `img_size` is set.
     """
 
-    def __init__(self, config: AttentionConfig, network: "ChainedNetwork", device=None, dtype=None) -> None:
+    def __init__(self, config: AttentionConfig, network: "ChainedNetwork", device=None, dtype=None):
         self.config, self.network, self.factory = config, network, {"device": device, "dtype": dtype}
         self.previous: AugmentedConv2d | None = None
 

@@ -1,7 +1,6 @@
 """Which mechanisms the blocks of a vision transformer get."""
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
@@ -23,7 +22,7 @@ class Mechanisms:
     prefix: str = "convolve"
     token_conv: bool | str = False
     value_residual: bool | str = False
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("value_residual", "token_conv"):

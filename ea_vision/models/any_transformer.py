@@ -51,7 +51,7 @@ def _thread() -> int:
 class PatchGrid:
     """(H, W) of the patches by thread, noted by a hook before the patch embedding; None where images are packed."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.sizes: dict[int, tuple[int, int] | None] = {}
 
     def __call__(self, embedding: nn.Module, args: tuple[Any, ...]) -> None:

@@ -26,17 +26,7 @@ from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.models._build import Network, imagenet_cfg, register_networks
-from ea_vision.models._chain import (
-    AttentionConfig,
-    AttnStage,
-    ChainBuilder,
-    ChainedNetwork,
-    Step,
-    checkpoint,
-    to_size,
-)
-
-__all__ = ["AttnMnasNet"]
+from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, ChainedNetwork, Step, checkpoint, to_size
 
 MNASNET_A1 = [  # in timm's notation, stages 0 to 6
     ["ds_r1_k3_s1_e1_c16_noskip"], ["ir_r2_k3_s2_e6_c24"], ["ir_r3_k5_s2_e3_c40_se0.25"], ["ir_r4_k3_s2_e6_c80"],
@@ -47,7 +37,7 @@ class AttnInvertedResidual(nn.Module):
     """timm's InvertedResidual, whose modules it takes over, its expanding convolution augmented: (x, prev_logits) ->
     (x, logits)."""
 
-    def __init__(self, block: nn.Module, conv_pw: AugmentedConv2d) -> None:
+    def __init__(self, block: nn.Module, conv_pw: AugmentedConv2d):
         super().__init__()
         self.has_skip = block.has_skip
         for name, module in block.named_children():
@@ -96,7 +86,7 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
             device=None,
             dtype=None,
             **kwargs: Any,
-    ) -> None:
+    ):
         dd = {"device": device, "dtype": dtype}
         config = AttentionConfig.take(kwargs, num_heads=4, qk_ratio=0.1, v_ratio=0.05)
         attending = config.stages((2, 3, 4, 5, 6), default=(2, 3, 4, 5, 6))

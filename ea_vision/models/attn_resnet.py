@@ -46,8 +46,6 @@ from ea_vision.models._chain import (
 )
 from ea_vision.models._stem import put_small_stem
 
-__all__ = ["AttnResNet"]
-
 ConvFactory = Callable[[nn.Conv2d, int], AugmentedConv2d]
 
 
@@ -192,7 +190,7 @@ class AttnResNet(ChainedNetwork, ResNet):
             device=None,
             dtype=None,
             **kwargs: Any,
-    ) -> None:
+    ):
         if augment not in ("all", "first"):
             raise ValueError(f"augment must be 'all' or 'first', got {augment!r}")
         if not isinstance(map_reduction, int) or map_reduction.bit_count() != 1:

@@ -37,8 +37,6 @@ from ea_vision.models._chain import (
     to_size,
 )
 
-__all__ = ["ConvTransformer"]
-
 
 def feed_forward(channels: int, drop: float, **dd: Any) -> nn.Sequential:
     """Make a bottleneck C -> C/2 -> C of 1x1 convolutions, each with BatchNorm."""
@@ -57,7 +55,7 @@ class ConvBlock(nn.Module):
 
     def __init__(
             self, conv: nn.Module, channels: int, conv_drop: float, ff_drop: float, drop_path: float, **dd: Any,
-    ) -> None:
+    ):
         super().__init__()
         self.attends = isinstance(conv, AugmentedConv2d)
         self.conv = conv
@@ -152,7 +150,7 @@ class ConvTransformer(HeadedNetwork, nn.Module):
             device=None,
             dtype=None,
             **kwargs: Any,
-    ) -> None:
+    ):
         dd = {"device": device, "dtype": dtype}
         config = AttentionConfig.take(kwargs, num_heads=4, qk_ratio=1.0, v_ratio=1.0)
         super().__init__(**kwargs)  # refuses what is left
@@ -201,7 +199,7 @@ class ConvTransformer(HeadedNetwork, nn.Module):
                 nn.init.zeros_(block.ff.conv2.bn.weight)
 
     @torch.jit.ignore
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+    def group_matcher(self, coarse: bool = False) -> dict:
         if coarse:
             return dict(stem=r"^stem", blocks=r"^stages\.(\d+)")
         return dict(

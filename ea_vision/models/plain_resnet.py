@@ -12,14 +12,12 @@ from timm.models.resnet import BasicBlock, ResNet
 from ea_vision.models._build import Network, cifar_cfg, register_networks, scenes_cfg
 from ea_vision.models._stem import put_small_stem
 
-__all__ = ["ResNetCifar"]
-
 
 class ResNetCifar(ResNet):
     """timm's ResNet with a 3x3 stem of stride `stem_stride` and no max-pooling; the other keywords as there."""
 
     def __init__(self, *args: Any, in_chans: int = 3, stem_stride: int = 1, device=None, dtype=None,
-                 **kwargs: Any) -> None:
+                 **kwargs: Any):
         super().__init__(*args, in_chans=in_chans, **kwargs, device=device, dtype=dtype)
         put_small_stem(self, in_chans, stem_stride, device, dtype)
 

@@ -16,8 +16,6 @@ from ea_vision.layers import SpatialTransformer
 from ea_vision.models._build import Network, cifar_cfg, register_networks
 from ea_vision.models.plain_resnet import ResNetCifar
 
-__all__ = ["SpatialTransformerNet"]
-
 
 class SpatialTransformerNet(ResNetCifar):
     """ResNet for small images with a spatial transformer before its stem.
@@ -29,7 +27,7 @@ class SpatialTransformerNet(ResNetCifar):
     """
 
     def __init__(self, *args: Any, transform: bool = True, hidden: int = 32, in_chans: int = 3, device=None, dtype=None,
-                 **kwargs: Any) -> None:
+                 **kwargs: Any):
         dd = {"device": device, "dtype": dtype}
         super().__init__(*args, in_chans=in_chans, **kwargs, **dd)
         first = [("transform", SpatialTransformer(in_chans, hidden, **dd))] if transform else []

@@ -41,8 +41,6 @@ from ea_vision.models._chain import AttnStage, checkpoint
 from ea_vision.models._convert import checkpoint_filter_fn
 from ea_vision.models._mechanisms import Mechanisms
 
-__all__ = ["EvolvingVisionTransformer", "EvolvingVisionTransformerDistilled"]
-
 _logger = logging.getLogger(__name__)
 
 
@@ -69,7 +67,7 @@ class TokenStage(AttnStage):
     carries_values: whether a block reads the first one's values.
     """
 
-    def __init__(self, *blocks: nn.Module) -> None:
+    def __init__(self, *blocks: nn.Module):
         super().__init__(*blocks)
         self.spatial = any(block.token_conv is not None or getattr(block.attn.evolution, "spatial", False)
                            for block in self)
@@ -129,7 +127,7 @@ class _Evolves:
             value_residual: bool | str = False,
             token_conv: bool | str = False,
             **kwargs: Any,
-    ) -> None:
+    ):
         options = {name: kwargs.pop(name) for name in evolution_options() if name in kwargs}
         mechanisms = Mechanisms(evolution, attn_layers, prefix, token_conv, value_residual,
                                 _with_start(evolution, options))
@@ -253,7 +251,7 @@ def _is_added(name: str) -> bool:
     return any(part in name for part in (".attn.evolution.", ".attn.value_residual.", ".token_conv."))
 
 
-def _with_start(kind: str | None, options: dict[str, Any]) -> dict[str, Any]:
+def _with_start(kind: str | None, options: dict) -> dict:
     """Return an evolution's options with a `start`: the identity, unless they set an option of that start and no
     learnable gates."""
     given = {name: value for name, value in options.items() if value is not None}
@@ -272,7 +270,7 @@ _PLAIN["vit_base_patch16_siglip_gap_224"] = _VIT | _SIZES["base"] | dict(
     class_token=False, global_pool="avg", fc_norm=False)
 
 
-def _cfgs(kind: str, plain: str) -> dict[str, Any]:
+def _cfgs(kind: str, plain: str) -> dict:
     """Return timm's own weights of the plain network, its default first."""
     first = f"{plain}.{timm.get_pretrained_cfg(plain).tag}"
     tagged = sorted(timm.list_pretrained(f"{plain}.*"), key=lambda name: name != first)

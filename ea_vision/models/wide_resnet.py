@@ -31,13 +31,11 @@ from ea_vision.layers import AugmentedConv2d
 from ea_vision.models._build import Network, cifar_cfg, register_networks
 from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, HeadedNetwork, Step, to_size
 
-__all__ = ["WideResNet"]
-
 
 class Shortcut(nn.Module):
     """To another shape without parameters: average pooling of side = stride, zero channels before and behind."""
 
-    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
+    def __init__(self, in_channels: int, out_channels: int, stride: int):
         super().__init__()
         self.stride = stride
         self.before = (out_channels - in_channels) // 2
@@ -66,7 +64,7 @@ class WideBlock(nn.Module):
     def __init__(
             self, conv1: nn.Module, in_channels: int, out_channels: int, stride: int, shared_norm: bool,
             gate: nn.Module, drop_path: float, **dd: Any,
-    ) -> None:
+    ):
         super().__init__()
         self.shared_norm, self.attends = shared_norm, isinstance(conv1, AugmentedConv2d)
         self.bn1 = nn.BatchNorm2d(in_channels, **dd)
@@ -147,7 +145,7 @@ class WideResNet(HeadedNetwork, nn.Module):
             device=None,
             dtype=None,
             **kwargs: Any,
-    ) -> None:
+    ):
         dd = {"device": device, "dtype": dtype}
         config = AttentionConfig.take(kwargs)
         super().__init__(**kwargs)  # refuses what is left
@@ -190,7 +188,7 @@ class WideResNet(HeadedNetwork, nn.Module):
         self.init_weights()
 
     @torch.jit.ignore
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+    def group_matcher(self, coarse: bool = False) -> dict:
         blocks = r"^group(\d+)" if coarse else r"^group(\d+)\.(\d+)"
         return dict(stem=r"^conv_stem", blocks=[(blocks, None), (r"^norm", (99999,))])
 

@@ -31,11 +31,6 @@ from ea_vision.base.errors import UsageError
 from ea_vision.ops import cpu, flex, reference, sdpa, triton_attention
 from ea_vision.ops.problem import Implementation, Problem, check_windows, reason_against_kernels
 
-__all__ = [
-    "IMPLEMENTATIONS", "check_windows", "evolving_attention", "exporting", "forced", "halve", "log_large_map",
-    "log_once", "use_implementation",
-]
-
 IMPLEMENTATIONS: dict[str, Implementation] = {each.name: each for each in (
     cpu.Cpu(), triton_attention.Triton(), sdpa.Sdpa(), flex.Flex(), reference.Reference())}
 BY_DEVICE = {"cpu": ("cpu",), "cuda": ("sdpa", "triton", "flex")}  # in this order

@@ -6,8 +6,6 @@ one number a row) and computes the rest again. What enters exp is kept above the
 speed does not depend on torch.set_flush_denormal.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math

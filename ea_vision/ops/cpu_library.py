@@ -4,8 +4,6 @@ The compiler is $CC or cc; the library is kept in ~/.cache/ea_vision ($XDG_CACHE
 be written built in a temporary folder by each process.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

@@ -7,8 +7,6 @@ small to be timed. EA_VISION_TILES=default takes the defaults alone, so that sum
 a kind. While a CUDA graph is captured nothing is timed.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable
@@ -99,7 +97,7 @@ def tuned(kernel: Any, tile: Tile, S: Any) -> Any:
     return triton.autotune(configs, known, restore_value=in_place, do_bench=milliseconds, cache_results=True)(kernel)
 
 
-def tunes(device: torch.device, programs: int, constants: dict[str, Any]) -> bool:
+def tunes(device: torch.device, programs: int, constants: dict) -> bool:
     """Return whether triton.autotune is asked about a launch."""
     return (MODE == "tune" and "J" in constants and device.type == "cuda"
             and programs >= torch.cuda.get_device_properties(device).multi_processor_count)

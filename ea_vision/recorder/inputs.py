@@ -3,8 +3,6 @@
 Whatever has transparent pixels is put on white. Files of 16 bits a channel keep the upper 8 bits.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path

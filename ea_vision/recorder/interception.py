@@ -4,8 +4,6 @@ A `TorchFunctionMode` sees every call of a torch function in its thread, whichev
 as they are; fused ones, which never form the map, are followed by its computation from queries and keys.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -53,7 +51,7 @@ Take = Callable[[Tensor], None]
 class Interception(TorchFunctionMode):
     """Hands the maps that a thread forms to each of its recorders: to the innermost of its watched layers that run."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.recorders: list[list[Take]] = []
 
@@ -121,7 +119,7 @@ class Hooks(ExitStack):
     """Hooks, until it closes, that heed only the thread that made this: the other threads' forwards of the same modules
     pass by."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.thread = threading.get_ident()
 

@@ -7,8 +7,6 @@ the end, by the name of their class.
 Shape letters: B images, K heads, H x W a layer's grid, N = H*W, P prefix tokens, W windows of n tokens each.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -86,7 +84,7 @@ def image_seen(model: nn.Module, hooks: Hooks) -> list[torch.Size]:
     own."""
     seen: list[torch.Size] = []
 
-    def look(_, args: tuple, kwargs: dict[str, Any]) -> None:
+    def look(_, args: tuple, kwargs: dict) -> None:
         values = (*args, *(value for name, value in kwargs.items() if "mask" not in name))
         shapes = [x.shape for x in values if isinstance(x, Tensor) and x.ndim == 4 and x.shape[1] <= 4]
         seen[:] = shapes[:1] or seen

@@ -1,7 +1,5 @@
 """Load models to look at: what the probe and the figures take on the command line."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import os
@@ -50,7 +48,7 @@ class LoadedModel:
     model: nn.Module
     label: str
     img_size: tuple[int, int]
-    config: dict[str, Any]
+    config: dict
     epoch: int | None = None
     trained: bool = True
     weights: str = ""
@@ -209,7 +207,7 @@ def check_classifies(model: LoadedModel) -> None:
                          "(ea-vision predict)")
 
 
-def input_size(model: nn.Module, config: dict[str, Any]) -> tuple[int, int]:
+def input_size(model: nn.Module, config: dict) -> tuple[int, int]:
     """Return (height, width) in pixels that a network is built for, or that its configuration says."""
     owners = (model, *(getattr(model, name, None) for name in ("patch_embed", "config")))
     sizes = (getattr(owner, name, None) for owner in owners for name in ("img_size", "image_size"))

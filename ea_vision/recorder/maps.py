@@ -2,8 +2,7 @@
 
 Shape letters: B batch, K heads, H x W the attention map, N = H*W its pixels, T tokens (N and a class token, ...).
 """
-from __future__ import annotations
-
+import io
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.files import write_npz
+from ea_vision.base.files import atomic_write
 from ea_vision.ops.reference import within_windows
 from ea_vision.recorder.layouts import Layout
 
@@ -53,7 +52,7 @@ class LayerMaps:
     """
 
     def __init__(self, number: int, name: str, heads: tuple[int, ...], layout: Layout = Layout(),  # noqa: B008
-                 **parts: Tensor) -> None:
+                 **parts: Tensor):
         self.number, self.name, self.heads, self.layout = number, name, heads, layout
         self.feat_size, self.prefix_names, self.channels = layout.feat_size, layout.prefix_names, layout.channels
         self.key_size = layout.key_size or layout.feat_size
@@ -121,9 +120,9 @@ class LayerMaps:
         """Return (H, W): how many keys the query at a pixel of the map sees. One over it is uniform attention."""
         return self.sees().sum((-2, -1)).numpy() + self.num_prefix_tokens
 
-    def relative(self, part: str = "attn") -> Tensor:
-        """Return (B, K, T, T): a part times the number of keys that the query sees, so that uniform attention is 1."""
-        maps = self[part]
+    def relative(self) -> Tensor:
+        """Return (B, K, T, T): attention times the number of keys that the query sees, so that uniform is 1."""
+        maps = self["attn"]
         if self.channels:
             return maps * maps.shape[-1]
         keys = self.num_keys()
@@ -180,7 +179,7 @@ class LayerMaps:
 class AttentionMaps(Mapping[int, LayerMaps]):
     """The recorded layers by number; `maps["layer3.0.conv2"]` finds one by its module's name."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._layers: dict[int, LayerMaps] = {}
         self._in_call = self._is_first = False  # a call of the network runs; none of its layers has run yet
 
@@ -217,7 +216,9 @@ class AttentionMaps(Mapping[int, LayerMaps]):
         Raises:
             RunError: it cannot be written.
         """
-        write_npz(Path(path), self.arrays())
+        data = io.BytesIO()
+        np.savez_compressed(data, **self.arrays())
+        atomic_write(Path(path), data.getvalue())
 
     def _begin(self, layer: LayerMaps) -> None:
         """Take a layer whose forward begins; the first of another forward of the network drops the last one's layers.

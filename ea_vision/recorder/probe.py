@@ -15,8 +15,6 @@ on: four fifths and one fifth of the test images.
 Paper: `Evolving Attention with Residual Convolutions` (ICML 2021) - https://arxiv.org/abs/2102.12895
 Shape letters: M images, B a batch of them, K heads, H x W the map.
 """
-from __future__ import annotations
-
 import argparse
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -24,7 +22,6 @@ from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,7 +120,7 @@ def layers_and_query(options: argparse.Namespace, model: LoadedModel) -> tuple[l
 
 
 def probe(target: str, model: LoadedModel, options: argparse.Namespace, recipe: ProbeRecipe, splits: Sequence[Images],
-          num_classes: int) -> Iterator[dict[str, Any]]:
+          num_classes: int) -> Iterator[dict]:
     """Probe each layer on the maps of a network and on its controls; yield the rows of results.csv, top1 in percent.
 
     Args:
@@ -152,7 +149,7 @@ def probe(target: str, model: LoadedModel, options: argparse.Namespace, recipe: 
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 
-def results_table(results: Sequence[dict[str, Any]]) -> str:
+def results_table(results: Sequence[dict]) -> str:
     """Return rows model and maps, columns layers: top-1 in percent, of several seeds the mean ± the deviation."""
     found = defaultdict(list)
     for one in results:

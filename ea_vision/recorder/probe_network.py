@@ -3,8 +3,6 @@
 Shape letters: B a batch of M images, K heads, H x W the map.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -33,7 +31,7 @@ class ProbeNet(nn.Module):
         width: channels, 256 in the paper.
     """
 
-    def __init__(self, num_heads: int, num_classes: int, width: int = 256) -> None:
+    def __init__(self, num_heads: int, num_classes: int, width: int = 256):
         super().__init__()
         layers: list[nn.Module] = [nn.Conv2d(num_heads, width, 3, padding=1, bias=False)]
         for depth, block_width in ((4, width), (3, 2 * width), (5, 4 * width)):

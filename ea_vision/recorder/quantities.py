@@ -3,8 +3,6 @@
 Shape letters: B batch, K heads, H x W the attention map, N = H*W its pixels (row-major).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -183,16 +181,6 @@ def quantities_csv(measured: dict[str, list[LayerQuantities]]) -> str:
                         row[f"{name}_std"] = f"{np.std(of_head, ddof=1):.6f}" if len(of_head) > 1 else ""
                 rows.append(row)
     return csv_text(rows)
-
-
-def quantities_arrays(measured: dict[str, list[LayerQuantities]]) -> dict[str, np.ndarray]:
-    """Return every image's values, float32 (images, K), under "layer2.entropy_nats" and the other names of WRITTEN, the
-    share of position alone (1, K), and "layer2.name" and "layer2.feat_size" (H, W); of several models with the model's
-    label and a slash before."""
-    fields = {"name": "name", "feat_size": "feat_size", **WRITTEN}
-    return {(f"{model}/" if len(measured) > 1 else "") + f"layer{layer.number}.{name}": np.asarray(value)
-            for model, layers in measured.items() for layer in layers for field, name in fields.items()
-            if (value := getattr(layer, field)) is not None}
 
 
 def attention_rollout(maps: AttentionMaps) -> Tensor:

@@ -20,18 +20,14 @@ show_page        the page of `ea-vision explore`, inside a notebook
 the recording, and the modules' draw_* functions draw it. Heads are counted from 0, layers from 1, query points are
 (y, x) in pixels of the input.
 """
-from ea_vision.visualize.explore import show_page as show_page
-from ea_vision.visualize.heatmap import plot_heatmap as plot_heatmap
-from ea_vision.visualize.image_maps import Recording as Recording
-from ea_vision.visualize.image_maps import record as record
-from ea_vision.visualize.implicit import input_jacobian as input_jacobian
-from ea_vision.visualize.implicit import plot_jacobian as plot_jacobian
-from ea_vision.visualize.implicit import plot_sampling as plot_sampling
-from ea_vision.visualize.map_style import MapStyle as MapStyle
-from ea_vision.visualize.matrix import plot_matrix as plot_matrix
-from ea_vision.visualize.rollout import plot_rollout as plot_rollout
-from ea_vision.visualize.statistics import plot_statistics as plot_statistics
-from ea_vision.visualize.strip import plot_frames as plot_frames
-from ea_vision.visualize.strip import plot_strip as plot_strip
+from ea_vision.visualize.explore import show_page
+from ea_vision.visualize.heatmap import plot_heatmap
+from ea_vision.visualize.image_maps import Recording, record
+from ea_vision.visualize.implicit import input_jacobian, plot_jacobian, plot_sampling
+from ea_vision.visualize.map_style import MapStyle
+from ea_vision.visualize.matrix import plot_matrix
+from ea_vision.visualize.rollout import plot_rollout
+from ea_vision.visualize.statistics import plot_statistics
+from ea_vision.visualize.strip import plot_frames, plot_strip
 
 plot_heads = plot_heatmap

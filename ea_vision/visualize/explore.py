@@ -6,8 +6,6 @@ half a step, that is by (largest - smallest of the row) / 510. Streams are zlib'
 and part; maps that occur twice are stored once.
 """
 
-from __future__ import annotations
-
 import argparse
 import base64
 import html
@@ -137,7 +135,7 @@ class Explorer:
     heads: Sequence[int] = ()
     parts: Sequence[str] = STORED_PARTS
 
-    def describe(self) -> list[dict[str, Any]]:
+    def describe(self) -> list[dict]:
         """Return what the page knows of each model before any image."""
         return [{
             "label": model.label,
@@ -152,7 +150,7 @@ class Explorer:
             } for layer in chosen],
         } for model, chosen in zip(self.models, self.layers, strict=True)]
 
-    def view(self, name: str, image: Image.Image, models: Sequence[LoadedModel] | None = None) -> dict[str, Any]:
+    def view(self, name: str, image: Image.Image, models: Sequence[LoadedModel] | None = None) -> dict:
         """Return an image's entry: its name, and for each model photo, predictions, streams and where the maps are.
 
         Args:
@@ -164,7 +162,7 @@ class Explorer:
         return {"name": name, "models": [self._view(image, model, chosen) for model, chosen in
                                          zip(models or self.models, self.layers, strict=True)]}
 
-    def _view(self, image: Image.Image, model: LoadedModel, layers: Sequence[AttentionLayer]) -> dict[str, Any]:
+    def _view(self, image: Image.Image, model: LoadedModel, layers: Sequence[AttentionLayer]) -> dict:
         without = WITHOUT[0] in self.parts  # computed from all others
         seen = record(model, image, layers, PARTS if without else self.parts)
         if without:
@@ -188,7 +186,7 @@ class Explorer:
                 for part in STORED_PARTS if part in self.parts and part in layer.recorded()}
 
 
-def _likeliest(output: Any, names: Sequence[str] | None) -> list[dict[str, Any]]:
+def _likeliest(output: Any, names: Sequence[str] | None) -> list[dict]:
     """Return the three likeliest classes: of logits (1, C), or of an output that has them, as transformers' models
     have; [] of another one."""
     logits = getattr(output, "logits", output)
@@ -199,7 +197,7 @@ def _likeliest(output: Any, names: Sequence[str] | None) -> list[dict[str, Any]]
             for index, probability in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
 
 
-def _objects(output: Sequence[dict[str, Tensor]], classes: Sequence[str]) -> list[dict[str, Any]]:
+def _objects(output: Sequence[dict[str, Tensor]], classes: Sequence[str]) -> list[dict]:
     """Return the surest objects of a detector: name, probability, and box, x1 y1 x2 y2 in pixels of the input."""
     [found] = output
     rows = zip(*(found[key].tolist() for key in ("boxes", "scores", "labels")), strict=True)
@@ -220,7 +218,7 @@ def table_of(name: str) -> str:
     return base64.b64encode(matplotlib.colormaps[name](range(256), bytes=True)[:, :3].tobytes()).decode()
 
 
-def build_page(explorer: Explorer, entries: Sequence[dict[str, Any]], epochs: bool = False) -> str:
+def build_page(explorer: Explorer, entries: Sequence[dict], epochs: bool = False) -> str:
     """Return the whole page as text.
 
     Args:
@@ -252,6 +250,18 @@ def make_explorer(options: argparse.Namespace, models: Sequence[LoadedModel]) ->
     return Explorer(asked.models, asked.layers, () if options.heads == "all" else asked.heads, parts)
 
 
+@dataclass
+class PageInNotebook:
+    """A page that notebooks display. text: of the HTML file; height: in pixels."""
+
+    text: str = field(repr=False)
+    height: int
+
+    def _repr_html_(self) -> str:
+        return (f'<iframe srcdoc="{html.escape(self.text)}" title="attention" style="width: 100%; border: 0; height: '
+                f'{self.height}px"></iframe>')
+
+
 def show_page(models: Models, images: ImageSource | Sequence[ImageSource], layers: Layers = None, *,
               height: int = 720) -> PageInNotebook:
     """Return the page of models and images, which a notebook displays inline.
@@ -270,18 +280,6 @@ def show_page(models: Models, images: ImageSource | Sequence[ImageSource], layer
     explorer = Explorer(asked.models, asked.layers)
     entries = [explorer.view(name, read_image(image)) for name, image in zip(names_of(several), several, strict=True)]
     return PageInNotebook(build_page(explorer, entries), height)
-
-
-@dataclass
-class PageInNotebook:
-    """A page that notebooks display. text: of the HTML file; height: in pixels."""
-
-    text: str = field(repr=False)
-    height: int
-
-    def _repr_html_(self) -> str:
-        return (f'<iframe srcdoc="{html.escape(self.text)}" title="attention" style="width: 100%; border: 0; height: '
-                f'{self.height}px"></iframe>')
 
 
 def main(argv: Sequence[str] | None = None) -> int:

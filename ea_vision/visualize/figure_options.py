@@ -18,8 +18,6 @@ What the functions `plot_*` take alike:
 What cannot be is a UsageError (a ValueError) that names what was required and what was received.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import sys
@@ -41,7 +39,7 @@ from ea_vision.base.figures import FORMATS as PICTURES
 from ea_vision.base.figures import check_width, figure_bytes
 from ea_vision.base.processes import choose_device
 from ea_vision.engine import run_folder
-from ea_vision.recorder.inputs import find_images, names_of, read_image
+from ea_vision.recorder.inputs import find_images, read_image
 from ea_vision.recorder.loading import (
     WEIGHTS_HELP,
     LoadedModel,
@@ -53,7 +51,7 @@ from ea_vision.recorder.loading import (
     positive,
 )
 from ea_vision.recorder.recording import AttentionLayer
-from ea_vision.visualize.image_maps import MEAN, AnyImage, Head, Query, Recording, as_models, numbered, record
+from ea_vision.visualize.image_maps import MEAN, AnyImage, Head, Query, Recording, as_models, record
 from ea_vision.visualize.map_style import SCALES, STYLE, MapStyle
 
 Model = nn.Module | LoadedModel | str
@@ -103,8 +101,6 @@ def make_parser(description: str, examples: str, *, output: str, layers: str | N
                         help=f"{', '.join(s[1:].upper() for s in suffixes)} by its suffix; of several images, "
                              "each figure gets its own file, its name added (default: %(default)s)")
     if PICTURES[0] in suffixes:
-        parser.add_argument("--npz", action="store_true",
-                            help="write the maps or numbers, too, as FILE.npz for np.load")
         parser.add_argument("--width", type=float, metavar="3.3|6.75|N",
                             help="of the figure in inches; text keeps its 7 to 9 points, tiles shrink (default: as "
                                  "wide as it needs to be, at most 6.75)")
@@ -199,7 +195,7 @@ def chosen_layers(layers: Layers, model: LoadedModel, some: bool = False) -> lis
 
 class Asked:
     """What a figure is drawn of: models, and of each its layers; heads and query points, which are those of all; `how`:
-    style and width for what draws it. `recordings`: what `record` has recorded last.
+    style and width for what draws it.
 
     Args:
         models, layers, heads, queries, width, **style: see above; heads None: all and their mean, of several models the
@@ -218,10 +214,9 @@ class Asked:
         self.numbers = [[layer.number for layer in chosen] for chosen in self.layers]
         text = _text(heads, MEAN if len(self.models) > 1 else f"all,{MEAN}")
         self.heads = parse_heads(text, [layer for chosen in self.layers for layer in chosen])
-        self.recordings: list[Recording] = []
 
     @classmethod
-    def by_options(cls, options: argparse.Namespace, models: Iterable[LoadedModel] = (), some: bool = False) -> Asked:
+    def by_options(cls, options: argparse.Namespace, models: Iterable[LoadedModel] = (), some: bool = False) -> "Asked":
         """Return what a command's options ask for. If only some layers are shown unasked, a line says so."""
         given = {name: getattr(options, name) for name in KEYWORDS if name in options}
         asked = cls(models or map(loader(options), options.model or DEMO), some=some, **given)
@@ -234,14 +229,14 @@ class Asked:
 
     def record(self, image: AnyImage, parts: Sequence[str] = ("attn",)) -> list[Recording]:
         """Run each model on an image; see `ea_vision.visualize.image_maps.record`."""
-        self.recordings = [record(model, image, chosen, parts)
-                           for model, chosen in zip(self.models, self.layers, strict=True)]
-        return self.recordings
+        return [record(model, image, chosen, parts) for model, chosen in zip(self.models, self.layers, strict=True)]
 
-    def points(self, default: Sequence[tuple[float, float]] = DIAGONAL) -> list[Query]:
-        """Return the query points in the first model's input, by default those in shares of its sides."""
+    def points(self, default: Sequence[tuple[float, float]] = DIAGONAL,
+               seen: Sequence[Recording] = ()) -> list[Query]:
+        """Return the query points in the first model's input, or in what is `seen`; by default those in shares of its
+        sides."""
         texts = [_text(query, "") for query in self.queries or []]
-        return parse_queries(texts, (self.recordings or self.models)[0].img_size, default)
+        return parse_queries(texts, (seen or self.models)[0].img_size, default)
 
 
 def _text(value: str | int | Sequence[int | str] | None, default: str) -> str:
@@ -283,7 +278,7 @@ def save_film(figures: Iterable[Figure], output: Path, dpi: int) -> None:
 
 def each_figure(options: argparse.Namespace, asked: Asked, draw: Callable[[Asked, Any], Any],
                 write: Callable[[Any, Path, int], None] = save, together: bool = False) -> int:
-    """Draw and write a figure an image, with a progress bar, and with --npz what it is drawn from; say so at the end.
+    """Draw and write a figure an image, with a progress bar; say so at the end.
 
     Args:
         draw: what is asked for, of an image's path, or with `together` of several in a list.
@@ -302,20 +297,5 @@ def each_figure(options: argparse.Namespace, asked: Asked, draw: Callable[[Asked
         read_image(path)
     for job, output in zip(tqdm(jobs, unit="image", disable=len(jobs) == 1 or None), outputs, strict=True):
         write(draw(asked, job), output, options.dpi)
-        if options.npz:
-            save_maps(asked.recordings, output, names_of(images) if together else ())
-    print("written:", *outputs, *(output.with_suffix(".npz") for output in outputs if options.npz))
+    print("written:", *outputs)
     return 0
-
-
-def save_maps(recordings: Sequence[Recording], output: Path, names: Sequence[str] = ()) -> None:
-    """Write the maps of recordings, and the images that the networks saw, into FILE.npz beside a figure.
-
-    The arrays' names are those of `AttentionMaps.arrays` and "image", (3, H, W) in 0..1; of several recordings with the
-    name of each, by default the model's label, and a slash before.
-    """
-    arrays = {}
-    for recording, name in zip(recordings, numbered(names or [r.model.label for r in recordings]), strict=True):
-        own = {"image": recording.image.numpy(), **recording.maps.arrays()}
-        arrays |= {f"{name}/" * (len(recordings) > 1) + key: array for key, array in own.items()}
-    files.write_npz(output.with_suffix(".npz"), arrays)

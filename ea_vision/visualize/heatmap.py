@@ -51,7 +51,7 @@ def _draw(asked: Asked, images: AnyImage | Sequence[AnyImage]) -> Figure:
     if several and asked.queries and len(asked.queries) != 1:
         raise UsageError(f"several images take one query, got {len(asked.queries)}")
     recordings = [recording for image in as_images(images) for recording in asked.record(image)]
-    asked.recordings, points = recordings, asked.points()
+    points = asked.points(seen=recordings)
     if several:
         return draw_columns(recordings, names_of(images), asked.numbers * len(images), asked.heads,
                             points if asked.queries else [None], **asked.how, title=title_of(models[0]),

@@ -29,7 +29,8 @@ def plot_rollout(models: Models, image: AnyImage, layers: Layers = None, queries
 
 
 def _draw(asked: Asked, image: AnyImage) -> Figure:
-    return draw_rollout(asked.record(image), asked.points(), **asked.how)
+    recordings = asked.record(image)
+    return draw_rollout(recordings, asked.points(seen=recordings), **asked.how)
 
 
 def draw_rollout(recordings: Sequence[Recording], points: Sequence[Query], style: MapStyle = STYLE, *,

@@ -5,8 +5,6 @@ column (3.3) or page (6.75). Text has 7 to 9 points (in proportion larger or sma
 matplotlib's); every text is measured, so that none meets another one. Lengths here are points, 72 an inch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -118,7 +116,7 @@ class _Laid:
     boxes: list[tuple] = field(default_factory=list)
     texts: list[tuple] = field(default_factory=list)
 
-    def place(self, other: _Laid, x: float, y: float) -> None:
+    def place(self, other: "_Laid", x: float, y: float) -> None:
         """Add what another one has, its corner at (x, y)."""
         for held, added in (self.boxes, other.boxes), (self.texts, other.texts):
             held += [(x + dx, y + dy, *rest) for dx, dy, *rest in added]

@@ -12,11 +12,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ea_vision.base.figures import PAGE, check_width, color_cycle
-from ea_vision.base.files import atomic_write, write_npz
+from ea_vision.base.files import atomic_write
 from ea_vision.base.print import legend_below, new_figure, points, print_style, small_ticks, wrapped
 from ea_vision.recorder.inputs import find_images
 from ea_vision.recorder.loading import positive
-from ea_vision.recorder.quantities import LayerQuantities, measure, quantities_arrays, quantities_csv
+from ea_vision.recorder.quantities import LayerQuantities, measure, quantities_csv
 from ea_vision.visualize.figure_options import Asked, Layers, Models, check_output, make_parser, save
 from ea_vision.visualize.image_maps import AnyImage, as_batch, as_images, evaluating, title_of
 
@@ -131,8 +131,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     save(draw_statistics(measured, width=options.width), output, options.dpi)
     if options.csv:
         atomic_write(written[1], quantities_csv(measured).encode())
-    if options.npz:
-        written.append(output.with_suffix(".npz"))
-        write_npz(written[-1], quantities_arrays(measured))
     print("written:", *written)
     return 0

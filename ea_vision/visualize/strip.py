@@ -29,16 +29,7 @@ from ea_vision.visualize.figure_options import (
     save_film,
 )
 from ea_vision.visualize.heatmap import draw_columns, head_rows
-from ea_vision.visualize.image_maps import (
-    MEAN,
-    WITHOUT,
-    AnyImage,
-    Head,
-    Query,
-    Recording,
-    add_contributions,
-    title_of,
-)
+from ea_vision.visualize.image_maps import MEAN, WITHOUT, AnyImage, Head, Query, Recording, add_contributions, title_of
 from ea_vision.visualize.map_style import (
     STYLE,
     MapStyle,
@@ -86,14 +77,16 @@ def plot_strip(model: Model, image: AnyImage, layers: Layers = None, head: Head 
 
 def _draw(asked: Asked, image: AnyImage) -> Figure:
     [recording] = asked.record(image, PARTS)
-    return draw_strip(recording, asked.numbers[0], asked.heads[0], asked.points(MIDDLE)[0], **asked.how)
+    return draw_strip(recording, asked.numbers[0], asked.heads[0], asked.points(MIDDLE, [recording])[0],
+                      **asked.how)
 
 
 def _draw_training(asked: Asked, image: AnyImage) -> Figure:
     """Draw attention through training: a row a layer, a column an epoch."""
-    return draw_columns(asked.record(image), [f"epoch {model.epoch}" for model in asked.models], asked.numbers,
-                        asked.heads, asked.points(MIDDLE), **asked.how, photo=True, title=run_label(asked.models[0]),
-                        what=" through training")
+    recordings = asked.record(image)
+    return draw_columns(recordings, [f"epoch {model.epoch}" for model in asked.models], asked.numbers,
+                        asked.heads, asked.points(MIDDLE, recordings), **asked.how, photo=True,
+                        title=run_label(asked.models[0]), what=" through training")
 
 
 def chains_of(maps: Sequence[LayerMaps]) -> list[list[LayerMaps]]:
@@ -191,7 +184,8 @@ def plot_frames(models: Models, image: AnyImage, layers: Layers = None, heads: H
 
 
 def _draw_frames(asked: Asked, image: AnyImage) -> Iterator[Figure]:
-    recordings, points, style = asked.record(image), asked.points(), asked.how["style"]
+    recordings, style = asked.record(image), asked.how["style"]
+    points = asked.points(seen=recordings)
     frames = [(recording, layer, head_rows(recording, layer, asked.heads, points, style))
               for recording in recordings for layer in recording.maps]
     bars = scaled([[tile for *_, rows in frames for row in rows for tile in row.tiles]], style)

@@ -1,5 +1,4 @@
 """Batches of images with boxes: the same wherever an epoch is entered, and without images that cannot be read."""
-from functools import partial
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ def data(tmp_path_factory):
 
 
 def train(source, **options):
-    return box_loader(BoxTrainLoader, source, partial(train_transform, photometric=True), **options)
+    return box_loader(BoxTrainLoader, source, train_transform, **options)
 
 
 def same(a, b) -> bool:

@@ -37,7 +37,7 @@ def arguments(data, output, *more):
     """Two epochs of three updates of four images, a checkpoint after every second update."""
     return words(
         "--model test_resnet --model-kwargs fpn_channels=16 head_convs=1 drop_path_rate=0.1 score_thresh=0.001",
-        f"--recipe none --head-norm batch --photometric --data-dir {data} --output {output} --img-size 64 --epochs 2",
+        f"--recipe none --head-norm batch --data-dir {data} --output {output} --img-size 64 --epochs 2",
         "--batch-size 4 --eval-batch-size 4 --opt adamw --lr 1e-3 --model-ema-decay 0.5 --workers 0",
         "--checkpoint-steps 2 --device cpu", *more)
 

@@ -14,16 +14,7 @@ import torch
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine import train as training
 from ea_vision.engine.train import Trainer
-from tests.engine.runner import (
-    GN_MODEL,
-    SignalAfterUpdate,
-    arguments,
-    around,
-    saved,
-    spoil_loss,
-    start_world,
-    train,
-)
+from tests.engine.runner import GN_MODEL, SignalAfterUpdate, arguments, around, saved, spoil_loss, start_world, train
 
 
 def assert_close(a: Path, b: Path) -> None:

@@ -11,16 +11,7 @@ import timm
 from PIL import Image
 
 from ea_vision.engine import run_folder, train_cifar
-from tests.engine.runner import (
-    arguments,
-    assert_equal,
-    error_of,
-    make_folder,
-    saved,
-    stopped,
-    train,
-    words,
-)
+from tests.engine.runner import arguments, assert_equal, error_of, make_folder, saved, stopped, train, words
 
 
 @pytest.fixture(scope="module")

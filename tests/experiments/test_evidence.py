@@ -10,17 +10,7 @@ from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.files import write_json
 from ea_vision.engine.run_folder import write_config
 from experiments import sweep
-from experiments.evidence import (
-    by_variant,
-    compare,
-    factorial,
-    holm,
-    main,
-    paired,
-    read_run,
-    read_runs,
-    write_runs,
-)
+from experiments.evidence import by_variant, compare, factorial, holm, main, paired, read_run, read_runs, write_runs
 from experiments.factorial.analyse import FACTORS
 from tests.experiments.pages import RESULTS
 

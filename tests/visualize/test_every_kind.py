@@ -8,14 +8,7 @@ import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.layers import evolution
 from ea_vision.recorder.loading import LoadedModel
-from ea_vision.visualize import (
-    plot_heads,
-    plot_matrix,
-    plot_rollout,
-    plot_statistics,
-    plot_strip,
-    show_page,
-)
+from ea_vision.visualize import plot_heads, plot_matrix, plot_rollout, plot_statistics, plot_strip, show_page
 from tests.recorder.networks import SWIN, TINY, lively, timms, torchvision_vit, transformers_model
 
 from .conftest import PHOTO, maps_of, small, texts_of

@@ -8,6 +8,3 @@ from ea_vision.layers.across import conv2d, mta, output, reattention, refiner, r
 from ea_vision.layers.across.mrla import MRLALight
 from ea_vision.layers.across.token_conv import TokenConv
 from ea_vision.layers.across.value_residual import ValueResidual
-
-__all__ = ["MRLALight", "TokenConv", "ValueResidual", "conv2d", "mta", "output", "reattention", "refiner", "residual",
-           "talking_heads", "uniform"]

@@ -40,7 +40,7 @@ class FourDimensionalConvolution(Evolution):
     part_names = ("conv_logits",)
 
     def __init__(self, num_heads: int, alpha: float = 0.0, std: float = 0.02, kernel_size: int = 3, device=None,
-                 dtype=None) -> None:
+                 dtype=None):
         super().__init__()
         check_kernel_size(kernel_size)
         dd = {"device": device, "dtype": dtype}

@@ -23,7 +23,7 @@ class MRLALight(nn.Module):
         ValueError: channels that dim_group does not divide.
     """
 
-    def __init__(self, channels: int, dim_group: int = 32, identity: bool = True, device=None, dtype=None) -> None:
+    def __init__(self, channels: int, dim_group: int = 32, identity: bool = True, device=None, dtype=None):
         super().__init__()
         if channels % dim_group:
             raise ValueError(f"MRLA needs channels that dim_group={dim_group} divides, got {channels}")

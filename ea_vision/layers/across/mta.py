@@ -33,7 +33,7 @@ class MultiTokenAttention(Evolution):
     part_names = ("softmax",)
 
     def __init__(self, num_heads: int, map_kernel: tuple[int, int] = (5, 11), head_kernel: int | None = None,
-                 device=None, dtype=None) -> None:
+                 device=None, dtype=None):
         super().__init__()
         head_kernel = num_heads if head_kernel is None else head_kernel
         if len(map_kernel) != 2 or any(side < 1 or side % 2 == 0 for side in map_kernel):

@@ -2,7 +2,6 @@
 
 The maps stay as they are, so every implementation computes them.
 """
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +17,7 @@ class OutputMechanism(Evolution):
     mixes_output = True
 
     @torch.jit.ignore
-    def operands(self, prev_logits: Tensor | None) -> dict[str, Any]:
+    def operands(self, prev_logits: Tensor | None) -> dict:
         return {}
 
 
@@ -40,7 +39,7 @@ class ExclusiveAttention(OutputMechanism):
     identity_start = {"gain": 0.0}
     gate_names = ("gain",)
 
-    def __init__(self, num_heads: int, gain: float | None = None, device=None, dtype=None) -> None:
+    def __init__(self, num_heads: int, gain: float | None = None, device=None, dtype=None):
         super().__init__()
         self.gain = None
         if gain is not None:
@@ -72,7 +71,7 @@ class GatedAttention(OutputMechanism):
 
     identity_start = {"identity": True}
 
-    def __init__(self, num_heads: int, channels: int = 1, identity: bool = False, device=None, dtype=None) -> None:
+    def __init__(self, num_heads: int, channels: int = 1, identity: bool = False, device=None, dtype=None):
         super().__init__()
         self.scale = 2.0 if identity else 1.0
         self.gate = nn.Linear(channels, num_heads, device=device, dtype=dtype)

@@ -17,7 +17,7 @@ class Gained(Evolution):
     gate_names = ("gain",)
     part_names = ("softmax",)
 
-    def __init__(self, gain: float | None, device=None, dtype=None) -> None:
+    def __init__(self, gain: float | None, device=None, dtype=None):
         super().__init__()
         self.gain = None if gain is None else nn.Parameter(torch.full((), float(gain), device=device, dtype=dtype))
 
@@ -52,7 +52,7 @@ class ReAttention(Gained):
         gain: start of the learned gain; None for the paper's form.
     """
 
-    def __init__(self, num_heads: int, scale: float = 1.0, gain: float | None = None, device=None, dtype=None) -> None:
+    def __init__(self, num_heads: int, scale: float = 1.0, gain: float | None = None, device=None, dtype=None):
         dd = {"device": device, "dtype": dtype}
         super().__init__(gain, **dd)
         self.scale = scale

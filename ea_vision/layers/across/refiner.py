@@ -28,7 +28,7 @@ class Refiner(Gained):
     """
 
     def __init__(self, num_heads: int, expansion: float = 3.0, gain: float | None = None, device=None,
-                 dtype=None) -> None:
+                 dtype=None):
         dd = {"device": device, "dtype": dtype}
         super().__init__(gain, **dd)
         wide = round(num_heads * expansion)

@@ -1,5 +1,4 @@
 """The previous layer's logits added to a layer's own: RealFormer and ReViT."""
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +36,7 @@ class ResidualAttention(Evolution):
     gate_names = ("alpha",)
 
     def __init__(self, num_heads: int, alpha: float | None = None, mixture: bool = False,
-                 learnable: bool | str = False, device=None, dtype=None) -> None:
+                 learnable: bool | str = False, device=None, dtype=None):
         super().__init__()
         self.mixture = mixture
         alpha = (0.5 if mixture else 1.0) if alpha is None else alpha
@@ -52,7 +51,7 @@ class ResidualAttention(Evolution):
         return logits + alpha * prev_logits
 
     @torch.jit.ignore
-    def operands(self, prev_logits: Tensor) -> dict[str, Any]:
+    def operands(self, prev_logits: Tensor) -> dict:
         """Return those of EA without convolution: RealFormer's sum is half of twice the own logits and half of 2 alpha
         the previous."""
         if self.mixture:

@@ -29,7 +29,7 @@ class TalkingHeads(Evolution):
     identity_start = {"identity": True}
     part_names = ("softmax",)
 
-    def __init__(self, num_heads: int, identity: bool = False, device=None, dtype=None) -> None:
+    def __init__(self, num_heads: int, identity: bool = False, device=None, dtype=None):
         super().__init__()
         self.proj_l = nn.Linear(num_heads, num_heads, device=device, dtype=dtype)
         self.proj_w = nn.Linear(num_heads, num_heads, device=device, dtype=dtype)

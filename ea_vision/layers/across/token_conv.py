@@ -16,7 +16,7 @@ class TokenConv(nn.Module):
     """
 
     def __init__(self, channels: int, num_prefix_tokens: int = 0, identity: bool = True, device=None,
-                 dtype=None) -> None:
+                 dtype=None):
         super().__init__()
         self.num_prefix_tokens = num_prefix_tokens
         self.conv = nn.Conv2d(channels, channels, 3, padding=1, groups=channels, device=device, dtype=dtype)
