@@ -25,7 +25,7 @@ from ea_vision.ops import check_windows, evolving_attention, forced, halve, log_
 from ea_vision.ops.reference import neighbours_logits, own_logits
 from ea_vision.ops.rel_pos import cover_offsets, fit_rel_table, reach
 
-CACHED_NUMBERS = 2 ** 18  # a megabyte in float32
+CACHED_NUMBERS = 2 ** 17  # half a megabyte in float32
 
 
 class Projection(nn.Conv2d):
@@ -54,6 +54,11 @@ def _gains(gain: Tensor) -> Tensor:
     return torch.cat([gain, torch.ones_like(gain)]).view(-1, 1, 1)
 
 
+def _rate(wide: Tensor) -> Tensor:
+    """Return one over the root of the mean square over the width of heads (B, 2K, D, N): (B, 2K, 1, N)."""
+    return ((wide * wide).mean(2, keepdim=True) + 1e-6).rsqrt()
+
+
 def normalise_heads(qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
     """Divide each head's queries and keys by the root of their mean square over the head's width; the queries times
     their head's gain.
@@ -66,7 +71,7 @@ def normalise_heads(qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
         what they become, likewise, and the rates (B, 2K, 1, N) by which they were multiplied; in float32 at least.
     """
     wide = qk.to(torch.promote_types(qk.dtype, torch.float32))
-    rate = ((wide * wide).mean(2, keepdim=True) + 1e-6).rsqrt()
+    rate = _rate(wide)
     return wide * (rate * _gains(gain)), rate
 
 
@@ -89,9 +94,8 @@ class _NormaliseHeads(torch.autograd.Function):
         made = torch.empty_like(qk)
         rate = torch.empty_like(qk[:, :, :1], dtype=torch.promote_types(qk.dtype, torch.float32))
         for x, to_made, to_rate in _in_parts(qk, made, rate):
-            normalised, of_part = normalise_heads(x, gain)
-            to_made.copy_(normalised)
-            to_rate.copy_(of_part)
+            wide = x.to(rate.dtype, copy=True)
+            to_made.copy_(wide.mul_(to_rate.copy_(_rate(wide)) * _gains(gain)))
         return *made.chunk(2, dim=1), rate
 
     @staticmethod
