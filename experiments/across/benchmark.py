@@ -22,7 +22,7 @@ import ea_vision
 from ea_vision.base.networks import lay_out
 from ea_vision.base.provenance import hardware
 from ea_vision.benchmark import Steps, interleaved
-from experiments.across.plan import NETWORKS, kinds_of, mechanism
+from experiments.across.plan import NETWORKS, UNFUSED, kinds_of, mechanism
 
 KINDS = ("residual", "ea", "pa", "talking_heads", "reattention", "refiner", "mta", "conv2d")
 SETTINGS = {"vit_small_patch16_224": (224, 2), "vit_mini_patch4_32": (32, 128)}  # pixels, images
@@ -42,11 +42,10 @@ def verdict_networks(name: str) -> dict[str, nn.Module]:
     """Return the verdict's networks by kind, "plain" first, each with its fastest code."""
     network = NETWORKS[name]
     keywords = {**network.keywords, "num_classes": network.classes}
-    set_fused_attn(False)
-    made = {"plain": timm.create_model(network.model, **keywords)}
-    set_fused_attn(True)
-    for kind in kinds_of(name):
-        made[kind] = timm.create_model(network.model, **keywords, **mechanism(name, kind))
+    made = {}
+    for kind in ("plain", *kinds_of(name)):
+        set_fused_attn(kind not in UNFUSED)
+        made[kind] = timm.create_model(network.model, **keywords, **({} if kind == "plain" else mechanism(name, kind)))
     return made
 
 

@@ -10,6 +10,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "results" / "across"
 VIT, RIVAL, NARROW = "small ViT", "small ViT, token_conv", "narrow Conv-Transformer"
 LONGER, EVEN = "token_conv longer", "token_conv same operations"  # as long as conv2d, in time and in multiply-adds
 EPOCHS = {LONGER: 11.92, EVEN: 10.02}  # in place of 8; 11.92 is 8r of README.md, fixed before the runs
+UNFUSED = ("plain", "xsa", "gated")  # kinds that leave the maps to timm's attention, slow in bfloat16 where it is fused
 _ALL = "--eval-epochs 100 --amp bfloat16 --channels-last --workers 0 --device cpu --test".split()
 _VIT = ("--recipe none --opt adamw --lr 2e-3 --sched linear --weight-decay 0.05 --smoothing 0.1 --clip-grad 1 "
         "--epochs 8 --batch-size 128 --cutout 0 --holdout 30000").split()

@@ -17,7 +17,7 @@ import pandas as pd
 
 from ea_vision.base.errors import UsageError, exit_code
 from experiments import sweep
-from experiments.across.plan import NARROW, NETWORKS, RESULTS, RUNS, Part, mechanism
+from experiments.across.plan import NETWORKS, RESULTS, RUNS, UNFUSED, Part, mechanism
 from experiments.evidence import read_runs, write_runs
 
 
@@ -36,9 +36,8 @@ def keep(part: Part, run: pd.DataFrame, results: Path) -> None:
 
 def train(part: Part, variant: str, seed: int, runs: Path, data: dict[str, Path]) -> pd.DataFrame:
     """Make a run in its own process and return it, a table of one row."""
-    kind = None if variant == part.baseline else mechanism(part.network, variant).get("evolution")
-    timms = part.network != NARROW and kind in (None, "xsa", "gated")  # these leave the maps alone
-    os.environ["TIMM_FUSED_ATTN"] = "0" if timms else "1"  # torch's fused attention is slow in bfloat16 on a CPU
+    kind = "plain" if variant == part.baseline else mechanism(part.network, variant).get("evolution", "plain")
+    os.environ["TIMM_FUSED_ATTN"] = "0" if kind in UNFUSED else "1"
     run = sweep.train(["-m", "ea_vision", "train-cifar", *part.options(variant), "--dataset", "folder", "--data-dir",
                        str(data[part.data])], runs / f"{part.name},{variant},{seed}", seed)
     return pd.DataFrame([{"variant": variant, **run,
