@@ -1,4 +1,5 @@
-"""What all tests share: paths of the trial data where it is present, and threads that leave room for pytest-xdist."""
+"""What all tests share: which are slow, a seed, and the trial data where it is present."""
+import gc
 import os
 from pathlib import Path
 
@@ -15,6 +16,12 @@ def pytest_collection_modifyitems(config, items) -> None:
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.skip(reason="slow: make test-slow"))
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from going through the modules of torch and others again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

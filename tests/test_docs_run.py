@@ -3,7 +3,6 @@
 A command that is too long or needs what is not here is in ELSEWHERE, beside the test that runs it; what shortens the
 others is in SHORTER. Multi-GPU commands run as one process.
 """
-import importlib.util
 import re
 import shlex
 import shutil
@@ -18,7 +17,7 @@ from PIL import Image
 import ea_vision
 from ea_vision.__main__ import main
 from tests.engine.runner import make_folder
-from tests.slow import slow_but
+from tests.slow import FFCV, slow_but
 from tests.test_docs import BLOCK, PAGES, ROOT, blocks, commands
 
 NARROW = {"ea_conv_transformer_cifar": "widths=[8,8,16,16]", "aa_wrn28_10_cifar": "depth=10 width=1",
@@ -107,7 +106,7 @@ README_LINES = {shlex.join(words) for words in commands(ROOT / "README.md")}
 
 @pytest.mark.parametrize("line", slow_but(README_LINES, LINES))
 def test_commands_run(line, place, capsys):
-    if ("beton" in line or line.startswith("write-ffcv")) and not importlib.util.find_spec("ffcv"):
+    if ("beton" in line or line.startswith("write-ffcv")) and not FFCV:
         pytest.skip("needs FFCV (the extra ffcv)")
     if "--train-beton" in line:
         for split in ("train", "validation"):

@@ -23,7 +23,7 @@ MODEL = "ea_conv_transformer_cifar"
     ["heatmap", "--model", MODEL, "--layers", "1", "-o", "FILE.png", "digits#0"],
     ["strip", "--model", MODEL, "--layers", "1-3", "-o", "FILE.gif", "digits#0"],
     ["statistics", "--model", MODEL, "--layers", "1", "-o", "FILE.pdf", "digits#0"],
-    ["export", MODEL, "-o", "FILE.pt2"],
+    ["export", "cnn_cifar", "--random", "-o", "FILE.pt2"],
     ["models", MODEL, "--csv", "FILE.csv"],
     ["probe", "--model", MODEL, "--layers", "1", "--limit", "12", "--epochs", "1", "--width", "8", "--controls", "none",
      "-o", "FILE"]], ids=lambda words: words[0])

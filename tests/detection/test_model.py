@@ -3,15 +3,9 @@ import pytest
 import torch
 from torchvision.models.detection.image_list import ImageList
 
-from ea_vision.detection.model import Anchors, Detector, create_detector
+from ea_vision.detection.model import Anchors, create_detector
 from ea_vision.sizes import count
-
-SMALL = {"num_classes": 3, "img_size": 64, "fpn_channels": 16, "head_convs": 1}
-
-
-def small_detector(backbone: str = "aa_resnet34", **kwargs) -> Detector:
-    layers = {"layers": (1, 1, 1, 1)} if backbone.endswith("aa_resnet34") else {}
-    return create_detector(backbone, **{**SMALL, **layers, **kwargs})
+from tests.detection.tiny import small_detector
 
 
 def boxes(*corners) -> dict[str, torch.Tensor]:

@@ -54,15 +54,6 @@ def test_the_branch_reads_them_at_the_maps_size(position, size, options):
     torch.testing.assert_close(torch.jit.script(layer)(x), layer(x))
 
 
-@pytest.mark.parametrize("options,parameters", [
-    ({}, 25_814_192), ({"position": "none"}, 25_801_832),
-    ({"position": "sine"}, 25_801_832), ({"position": "coord"}, 25_815_272)])
-def test_weights_of_aa_resnet50(options, parameters):
-    with torch.device("meta"):
-        model = timm.create_model("aa_resnet50", **options)
-    assert sum(p.numel() for p in model.parameters()) == parameters
-
-
 @pytest.mark.parametrize("position", ["none", "sine", "coord"])
 def test_networks_take_them_by_keyword_at_any_size(position):
     model = timm.create_model("ea_conv_transformer_cifar", widths=(8, 8, 16, 16), depth=2, num_classes=3,

@@ -16,7 +16,7 @@ import ea_vision
 import ea_vision.ops as ops
 from ea_vision.layers import EvolvingAttention, PredictiveAttention
 from ea_vision.models import get_network, list_networks
-from tests.models.zoo import assert_compiles_and_exports, idle, images, stepped
+from tests.models.zoo import TINY, assert_compiles_and_exports, idle, images, stepped
 
 NAMES = list_networks("vision_transformer")
 # what older timm lacks
@@ -24,7 +24,6 @@ HAS_CAUSAL = "is_causal" in inspect.signature(VisionTransformer.forward).paramet
 RESETS = "needs_reset" in inspect.signature(VisionTransformer.init_weights).parameters
 needs_attn_layer = pytest.mark.skipif("attn_layer" not in inspect.signature(VisionTransformer).parameters,
                                       reason="needs a timm whose ViT has attn_layer")
-TINY = dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=3, num_classes=5)  # 4x4 patches
 
 
 def lively(model):

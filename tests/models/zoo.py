@@ -15,6 +15,7 @@ from ea_vision.models import ChainedNetwork, get_network, list_networks
 ALL = bool(os.environ.get("EA_VISION_TEST_ALL"))
 EVERY = [name for name in list_networks() if name not in list_networks("vision_transformer")]  # these: a file of theirs
 CIFAR = list_networks("conv_transformer")
+TINY = dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=3, num_classes=5)  # a ViT of 4x4 patches
 SHRUNK = {"wide_resnet": {"width": 1, "depth": 16}, "attn_resnet": {"layers": (1, 1, 2, 1)},  # keywords by family
           "conv_transformer": {"widths": (16, 32, 64, 64), "depth": 2}}
 

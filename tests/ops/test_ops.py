@@ -226,17 +226,6 @@ def load_library(_) -> int:
     return 0
 
 
-def in_processes(log: Path, main, count=1) -> str:
-    """What so many processes print that run `main` at once."""
-    logs = [log.with_suffix(f".{i}") for i in range(count)]
-    processes = [runner.start([], each, main=main) for each in logs]
-    for process in processes:
-        process.join(900)
-    text = "\n".join(each.read_text() for each in logs)
-    assert [process.exitcode for process in processes] == [0] * count, text[-2000:]
-    return text
-
-
 def test_a_damaged_library_is_built_again(use_compiler, compiler_with, tmp_path):
     """What is cut in two processes of their own, which build it at once: to load it would kill them."""
     use_compiler(compiler_with("-O0"))
@@ -249,7 +238,8 @@ def test_a_damaged_library_is_built_again(use_compiler, compiler_with, tmp_path)
     assert reason_against(problem("ea", (3, 4))) is None and library.read_bytes() == whole
     library.unlink()
     library.write_bytes(whole[:len(whole) // 2])
-    assert in_processes(tmp_path / "log", load_library, 2).count(str(library)) == 2
+    log = tmp_path / "log"
+    assert runner.run_world(2, [], log, main=load_library) == [0, 0] and log.read_text().count(str(library)) == 2
     assert library.read_bytes() == whole and [*library.parent.iterdir()] == [library]
 
 
@@ -333,7 +323,7 @@ def without_memory(_) -> int:
 
 
 def test_memory_that_cannot_be_had_is_an_error_that_says_how_much(tmp_path):
-    in_processes(tmp_path / "log", without_memory)
+    assert runner.run_world(1, [], tmp_path / "log", main=without_memory) == [0], (tmp_path / "log").read_text()
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from torch import nn
 import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.recording import recordable_layers
+from tests.models.test_any_transformer import NAMES, create, size_of
 from tests.models.test_vision_transformer import needs_attn_layer
 from tests.recorder.networks import (
     LIMIT,
@@ -21,8 +22,6 @@ from tests.recorder.networks import (
     lively,
     made,
     recorded,
-    timms,
-    torchvision_vit,
     transformers_model,
     unfused,
 )
@@ -243,19 +242,11 @@ def test_multihead_attention_alone(kwargs, need_weights):
 
 # ---- networks that evolve --------------------------------------------------------------------------------------------
 
-EVOLVED = {
-    **{name: lambda name=name: timms(name, **TINY) for name in (
-        "vit_tiny_patch16_224", "eva02_tiny_patch14_224", "vit_small_patch16_dinov3", "beit_base_patch16_224",
-        "cait_xxs24_224")},
-    "naflexvit": lambda: timms("naflexvit_base_patch16_gap", **{k: v for k, v in TINY.items() if k != "img_size"}),
-    "torchvision": lambda: torchvision_vit(3)}
-
-
-@pytest.mark.parametrize("name", EVOLVED)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["ea", "conv2d", "talking_heads", "xsa", None])
 def test_evolved_transformers_begin_with_the_maps_of_the_plain_ones(name, kind):
     """Of CaiT with those that weigh the values; outputs keep every bit, and logits hand on what they should."""
-    plain, x = EVOLVED[name](), images()
+    plain, x = create(name).eval(), images(*size_of(name))
     model = ea_vision.evolve(plain, kind=kind, token_conv=kind is None).eval()
     found, hooks = [layer for layer in recordable_layers(model) if "logits" in layer.parts], hooks_of(model)
     theirs = "mixed_attn" if name.startswith("cait") else "attn"
@@ -268,7 +259,8 @@ def test_evolved_transformers_begin_with_the_maps_of_the_plain_ones(name, kind):
     assert len(found) >= 2 and len(maps) == len(recordable_layers(plain))
     for layer in found:
         own = maps[layer.number]
-        assert (own.attn - before[layer.number][theirs]).abs().max() <= LIMIT and own.feat_size == (4, 4)
+        assert (own.attn - before[layer.number][theirs]).abs().max() <= LIMIT
+        assert own.feat_size == tuple(side // 8 for side in size_of(name))
         if theirs == "attn":
             torch.testing.assert_close(own.attn, own.logits.softmax(-1), atol=LIMIT, rtol=LIMIT)
         if own.prev_logits is not None:

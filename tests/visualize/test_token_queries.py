@@ -9,7 +9,8 @@ from ea_vision.base.errors import UsageError
 from ea_vision.recorder.quantities import attention_rollout
 from ea_vision.visualize import plot_frames, plot_heads, plot_heatmap, plot_matrix, plot_rollout, plot_strip
 from ea_vision.visualize.figure_options import parse_queries
-from tests.models.test_vision_transformer import TINY, active, lively, tiny
+from tests.models.test_vision_transformer import active, lively, tiny
+from tests.models.zoo import TINY
 
 from .conftest import texts_of
 
