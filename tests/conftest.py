@@ -1,6 +1,8 @@
 """What all tests share: which are slow, a seed, and the trial data where it is present."""
 import gc
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,5 +35,9 @@ def shared() -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _seed() -> Iterator[None]:
+    """And leave SIGTERM to the process that runs the tests, whatever a trainer makes of it."""
     torch.manual_seed(0)
+    kept = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, kept)

@@ -6,7 +6,6 @@ others is in SHORTER. Multi-GPU commands run as one process.
 import re
 import shlex
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -118,16 +117,7 @@ def test_commands_run(line, place, capsys):
             main(shlex.split(line))
         assert left.value.code == 0
         return
-    assert run(shorten(line)) == 0, capsys.readouterr().err
-
-
-def run(words: list[str]) -> int:
-    """Return the exit code of a command."""
-    kept = signal.getsignal(signal.SIGTERM)
-    try:
-        return main(words)
-    finally:
-        signal.signal(signal.SIGTERM, kept)
+    assert main(shorten(line)) == 0, capsys.readouterr().err
 
 
 SNIPPETS = [pytest.param(page, block, id=f"{page.name}-{index}") for page in PAGES if page.name != "README.md"
@@ -179,4 +169,4 @@ def test_the_demo_s_next_commands_run(place, monkeypatch):
     assert len(next_ones) == 3
     for line in next_ones:
         words = shlex.split(line.replace("$(DEMO)", "runs/demo"))
-        assert run([PLACES.get(word, word) for word in words]) == 0
+        assert main([PLACES.get(word, word) for word in words]) == 0

@@ -3,7 +3,7 @@
 Other faults of this kind are tested where they belong: deploy in deployment/test_pairs.py, exported files and signals
 in deployment/test_files.py, token_conv's start and statistics under checkpointing in models/test_across.py, tangents
 and memory of the kernels in ops/test_ops.py, threads in recorder/test_recording.py, unlike shards in
-engine/test_processes.py, odd parts of a batch in engine/test_total_batch.py, a second TERM in slurm/test_slurm.py.
+engine/test_processes.py, odd parts of a batch in engine/test_recipes.py, a second TERM in slurm/test_slurm.py.
 """
 import json
 import resource

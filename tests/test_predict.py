@@ -14,6 +14,7 @@ import ea_vision  # noqa: F401  (registers the models)
 from ea_vision.base.errors import exit_code
 from ea_vision.predict import main
 from tests.data.photos import picture
+from tests.engine.runner import error_of
 
 MODEL = "ea_conv_transformer_cifar"
 
@@ -86,6 +87,4 @@ def test_names_that_are_not_utf8_stop_nothing(photos, tmp_path, monkeypatch, cap
 ])
 def test_bad_input_is_one_line(words, message, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    assert exit_code(lambda: main(words)) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    assert message in error_of(main, words, capsys)

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from ea_vision.base.errors import exit_code
 from ea_vision.timm import main
 from tests.data.photos import make_photos
+from tests.engine.runner import error_of
 
 SCRIPT = """
 import sys, helper, timm
@@ -98,9 +98,8 @@ def test_a_script_sees_our_models_its_arguments_and_its_neighbours(tmp_path, mon
 
 
 def test_a_missing_script_is_one_line(capsys):
-    assert exit_code(lambda: main(["validate.py", "DATA"])) == 2
-    assert capsys.readouterr().err == ("error: there is no script validate.py; timm's are in the repository "
-                                       "pytorch-image-models\n")
+    assert error_of(main, ["validate.py", "DATA"], capsys) == (
+        "there is no script validate.py; timm's are in the repository pytorch-image-models")
 
 
 def test_train_and_validate_as_timms_scripts_do(tmp_path, monkeypatch, capsys):

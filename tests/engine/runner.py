@@ -121,9 +121,9 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(folder / run_folder.WEIGHTS)
 
 
-def error_of(main: Callable[[list[str]], int], argv: list[str], capsys, code: int = 2) -> str:
+def error_of(main: Callable[[list[str]], int], argv: list[str], capsys) -> str:
     """Run a command in this process; return its error, which must be one line."""
-    assert exit_code(lambda: main(argv)) == code
+    assert exit_code(lambda: main(argv)) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line]
     assert len(lines) == 1 and lines[0].startswith("error: "), lines
     return lines[0].removeprefix("error: ")

@@ -7,6 +7,7 @@ import torch
 from timm.layers import BlurPool2d, DropPath
 from timm.models import group_parameters
 from timm.optim import create_optimizer_v2
+from torch.testing import assert_close
 
 from tests.models.zoo import (
     CHAINED,
@@ -74,16 +75,16 @@ def test_fx_and_torchscript_and_one_after_the_other_compute_the_same(model, imag
 @torch.no_grad()
 def test_intermediates_are_those_of_the_whole_network(model, image):
     final, taken = model.forward_intermediates(image)
-    torch.testing.assert_close(final, model.forward_features(image))
+    assert_close(final, model.forward_features(image))
     end = getattr(model, "forward_end", torch.nn.Identity())  # what is between the last feature and the head
-    torch.testing.assert_close(final, end(taken[-1]))
+    assert_close(final, end(taken[-1]))
     assert len(taken) == len(model.feature_info)
     for feature, info in zip(taken, model.feature_info, strict=True):
         assert feature.shape[1] == info["num_chs"] and feature.shape[2] == image.shape[2] // info["reduction"]
     early = model.forward_intermediates(image, indices=[0, 2], stop_early=True, intermediates_only=True)
-    torch.testing.assert_close(early, [taken[0], taken[2]])
+    assert_close(early, [taken[0], taken[2]])
     last = model.forward_intermediates(image, indices=2, norm=True, intermediates_only=True)
-    torch.testing.assert_close(last, taken[-2:])
+    assert_close(last, taken[-2:])
 
 
 @torch.no_grad()
@@ -93,7 +94,7 @@ def test_features_only_are_the_intermediates(name, model, image):
     assert len(inner.state_dict()) < len(model.state_dict())  # what no wanted feature needs is gone
     inner.load_state_dict({n: model.state_dict()[n] for n in inner.state_dict()})
     expected = model.forward_intermediates(image, intermediates_only=True)
-    torch.testing.assert_close(features(image), [expected[0], expected[-2]])
+    assert_close(features(image), [expected[0], expected[-2]])
     assert features.feature_info.channels() == [model.feature_info[i]["num_chs"] for i in (0, -2)]
     assert features.feature_info.reduction() == [model.feature_info[i]["reduction"] for i in (0, -2)]
     features.set_grad_checkpointing(True)
@@ -103,15 +104,15 @@ def test_features_only_are_the_intermediates(name, model, image):
 def test_head_in_timms_ways(name, model, image):
     model = copy.deepcopy(model)
     features = model.forward_features(image)
-    torch.testing.assert_close(model.forward_head(features), model(image))
+    assert_close(model.forward_head(features), model(image))
     assert model.forward_head(features, pre_logits=True).shape == (1, model.head_hidden_size)
     model.reset_classifier(0, "max")
-    torch.testing.assert_close(model(image), features.amax((2, 3)))
+    assert_close(model(image), features.amax((2, 3)))
     model.reset_classifier(4, "catavgmax")
     assert model(image).shape == (1, 4)
     assert model.forward_head(features, pre_logits=True).shape == (1, 2 * model.num_features)
     model.reset_classifier(0, "")
-    torch.testing.assert_close(model(image), features)
+    assert_close(model(image), features)
 
 
 def test_layer_decay_follows_the_order_of_the_network(name, image):
@@ -161,9 +162,9 @@ def test_img_size_sizes_the_tables_and_loads_others(small):
     large.load_state_dict(plain.state_dict())
     x = torch.randn(1, 3, *size)
     with torch.no_grad():
-        torch.testing.assert_close(large(x), plain(x))
+        assert_close(large(x), plain(x))
         plain.requires_grad_(False).set_input_size(size)
-        torch.testing.assert_close(large(x), plain(x))
+        assert_close(large(x), plain(x))
     shapes = [{n: p.shape for n, p in m.named_parameters()} for m in (plain, large)]
     assert shapes[0] == shapes[1]
     assert not any(p.requires_grad for p in plain.parameters())  # what was frozen stays so
