@@ -36,7 +36,7 @@ def shared() -> Path:
 
 @pytest.fixture(autouse=True)
 def _seed() -> Iterator[None]:
-    """And leave SIGTERM to the process that runs the tests, whatever a trainer makes of it."""
+    """Seed torch, and handle SIGTERM afterwards as before, whatever a trainer has made of it."""
     torch.manual_seed(0)
     kept = signal.getsignal(signal.SIGTERM)
     yield

@@ -198,7 +198,7 @@ def use_compiler(monkeypatch, tmp_path):
 
 
 def compiler(folder: Path, commands: str) -> str:
-    """A compiler made of the commands of a shell."""
+    """Make a compiler of the commands of a shell."""
     path = folder / f"cc{len(list(folder.glob('cc*')))}"
     path.write_text(f"#!/bin/sh\ncd {folder}\n{commands}\n")
     path.chmod(0o755)
@@ -206,7 +206,7 @@ def compiler(folder: Path, commands: str) -> str:
 
 
 def compiler_with(folder: Path, *flags: str) -> str:
-    """A compiler that adds flags to whatever it is told."""
+    """Make a compiler that adds flags to whatever it is told."""
     return compiler(folder, f'exec {os.environ.get("CC") or "cc"} "$@" {shlex.join(flags)}')
 
 

@@ -55,7 +55,7 @@ def tiny(name=NAME, seed=0, **options):
 
 
 def write_run(folder):
-    """A run folder of it: checkpoints of epochs 1 and 2, snapshots of 2 and 4, each of its epoch's seed."""
+    """Write a run folder of it: checkpoints of epochs 1 and 2, snapshots of 2 and 4, each of its epoch's seed."""
     folder.mkdir(parents=True)
     run_folder.write_config(folder, {"model": NAME, "dataset": "digits"}, {
         "model_kwargs": KWARGS, "classes": ["ant", "bee", "cow"], "mean": [0.5] * 3, "std": [0.2] * 3})
