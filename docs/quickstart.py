@@ -3,8 +3,6 @@
 
 The photo, cat.jpg, is Stefan van der Walt's "Chelsea", in the public domain (CC0), from scikit-image.
 """
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -10,8 +10,6 @@ queries of the photo; the means are over all heads, queries and photos, at most 
 of --typical where there are some.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Mapping, Sequence

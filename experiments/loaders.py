@@ -11,8 +11,6 @@ The step stands for an accelerator that takes `--rate` images a second: it sleep
 image files it waits for their normalising, too, which a GPU would do.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os

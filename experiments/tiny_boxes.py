@@ -8,8 +8,6 @@ where they are, FOLDER/train and FOLDER/val are links to them. Corners in Tiny-I
 so a box from 0 to 63 is 64 pixels wide. --mean-box evaluates a guess that looks at no image, every class's mean
 training box: what a detector must beat.
 """
-from __future__ import annotations
-
 import argparse
 import json
 import sys

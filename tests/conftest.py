@@ -1,5 +1,8 @@
-"""What all tests share: paths of the trial data where it is present, and threads that leave room for pytest-xdist."""
+"""What all tests share: which are slow, a seed, and the trial data where it is present."""
+import gc
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,12 @@ def pytest_collection_modifyitems(config, items) -> None:
             item.add_marker(pytest.mark.skip(reason="slow: make test-slow"))
 
 
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from going through the modules of torch and others again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder of reference cases and trial data beside the checkout; skips the test where it is absent."""
@@ -26,5 +35,9 @@ def shared() -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _seed() -> Iterator[None]:
+    """Seed torch, and handle SIGTERM afterwards as before, whatever a trainer has made of it."""
     torch.manual_seed(0)
+    kept = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, kept)

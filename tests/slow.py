@@ -1,7 +1,11 @@
-"""Parameters of which `make test` takes few, and `make test-slow` (CI) the others."""
+"""What is left out: parameters of which `make test` takes few and `make test-slow` (CI) the others; what needs FFCV."""
 from collections.abc import Container, Iterable
+from importlib.util import find_spec
 
 import pytest
+
+FFCV = find_spec("ffcv") is not None
+needs_ffcv = pytest.mark.skipif(not FFCV, reason="needs FFCV: pip install .[ffcv]")
 
 
 def slow_but(kept: Container, values: Iterable) -> list:

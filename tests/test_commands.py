@@ -10,6 +10,8 @@ import pytest
 
 import ea_vision
 from ea_vision.__main__ import COMMANDS, main
+from tests.engine.runner import run_world
+from tests.slow import slow_but
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTRACT = ["train-cifar", "train-imagenet", "train-detection", "timm", "write-ffcv", "predict", "export", "models",
@@ -88,12 +90,14 @@ def test_ctrl_c_while_torch_is_loaded(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
 
 
-@pytest.mark.parametrize("name, value, said", [
-    *(pytest.param("EA_VISION_IMPORT", value, "must name modules that can be imported, got ", marks=mark)
-      for value, mark in (("no_such.module", ()), ("..x", pytest.mark.slow), ("os.path.no", pytest.mark.slow))),
-    ("EA_VISION_IMPLEMENTATION", "fast", "must be one of "),
-    pytest.param("EA_VISION_TILES", "no", "must be one of ", marks=pytest.mark.slow)])
-def test_nonsense_in_the_environment_is_one_line(name, value, said):
+NONSENSE = [*(("EA_VISION_IMPORT", value, "must name modules that can be imported, got ")
+              for value in ("no_such.module", "..x", "os.path.no")),
+            ("EA_VISION_IMPLEMENTATION", "fast", "must be one of "), ("EA_VISION_TILES", "no", "must be one of ")]
+
+
+@pytest.mark.parametrize("nonsense", slow_but(NONSENSE[:1], NONSENSE), ids=str)
+def test_nonsense_in_the_environment_is_one_line(nonsense):
+    name, value, said = nonsense
     done = python("-m", "ea_vision", "models", **{name: value})
     assert done.returncode == 2 and done.stderr.startswith(f"error: {name} {said}") and done.stderr.count("\n") == 1
     assert repr(value) in done.stderr
@@ -111,7 +115,11 @@ def test_odd_environments(env, tmp_path):
     assert picture.stat().st_size > 1000
 
 
-def test_figures_are_a_name_of_the_package_that_loads_matplotlib_at_its_first_use():
-    words = "import sys, ea_vision; assert 'matplotlib' not in sys.modules; ea_vision.visualize.plot_heatmap"
-    done = python("-c", words)
-    assert done.returncode == 0, done.stderr
+def draw_at_last(_) -> int:
+    before = "matplotlib" in sys.modules
+    return before or not ea_vision.visualize.plot_heatmap
+
+
+def test_figures_are_a_name_of_the_package_that_loads_matplotlib_at_its_first_use(tmp_path):
+    """In a process that has all that trains."""
+    assert run_world(1, [], tmp_path / "log", main=draw_at_last) == [0], (tmp_path / "log").read_text()

@@ -3,11 +3,9 @@
 A command that is too long or needs what is not here is in ELSEWHERE, beside the test that runs it; what shortens the
 others is in SHORTER. Multi-GPU commands run as one process.
 """
-import importlib.util
 import re
 import shlex
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,7 @@ from PIL import Image
 import ea_vision
 from ea_vision.__main__ import main
 from tests.engine.runner import make_folder
-from tests.slow import slow_but
+from tests.slow import FFCV, slow_but
 from tests.test_docs import BLOCK, PAGES, ROOT, blocks, commands
 
 NARROW = {"ea_conv_transformer_cifar": "widths=[8,8,16,16]", "aa_wrn28_10_cifar": "depth=10 width=1",
@@ -107,7 +105,7 @@ README_LINES = {shlex.join(words) for words in commands(ROOT / "README.md")}
 
 @pytest.mark.parametrize("line", slow_but(README_LINES, LINES))
 def test_commands_run(line, place, capsys):
-    if ("beton" in line or line.startswith("write-ffcv")) and not importlib.util.find_spec("ffcv"):
+    if ("beton" in line or line.startswith("write-ffcv")) and not FFCV:
         pytest.skip("needs FFCV (the extra ffcv)")
     if "--train-beton" in line:
         for split in ("train", "validation"):
@@ -119,16 +117,7 @@ def test_commands_run(line, place, capsys):
             main(shlex.split(line))
         assert left.value.code == 0
         return
-    assert run(shorten(line)) == 0, capsys.readouterr().err
-
-
-def run(words: list[str]) -> int:
-    """Return the exit code of a command."""
-    kept = signal.getsignal(signal.SIGTERM)
-    try:
-        return main(words)
-    finally:
-        signal.signal(signal.SIGTERM, kept)
+    assert main(shorten(line)) == 0, capsys.readouterr().err
 
 
 SNIPPETS = [pytest.param(page, block, id=f"{page.name}-{index}") for page in PAGES if page.name != "README.md"
@@ -180,4 +169,4 @@ def test_the_demo_s_next_commands_run(place, monkeypatch):
     assert len(next_ones) == 3
     for line in next_ones:
         words = shlex.split(line.replace("$(DEMO)", "runs/demo"))
-        assert run([PLACES.get(word, word) for word in words]) == 0
+        assert main([PLACES.get(word, word) for word in words]) == 0

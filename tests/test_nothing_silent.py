@@ -3,7 +3,7 @@
 Other faults of this kind are tested where they belong: deploy in deployment/test_pairs.py, exported files and signals
 in deployment/test_files.py, token_conv's start and statistics under checkpointing in models/test_across.py, tangents
 and memory of the kernels in ops/test_ops.py, threads in recorder/test_recording.py, unlike shards in
-engine/test_processes.py, odd parts of a batch in engine/test_total_batch.py, a second TERM in slurm/test_slurm.py.
+engine/test_processes.py, odd parts of a batch in engine/test_recipes.py, a second TERM in slurm/test_slurm.py.
 """
 import json
 import resource
@@ -23,7 +23,7 @@ MODEL = "ea_conv_transformer_cifar"
     ["heatmap", "--model", MODEL, "--layers", "1", "-o", "FILE.png", "digits#0"],
     ["strip", "--model", MODEL, "--layers", "1-3", "-o", "FILE.gif", "digits#0"],
     ["statistics", "--model", MODEL, "--layers", "1", "-o", "FILE.pdf", "digits#0"],
-    ["export", MODEL, "-o", "FILE.pt2"],
+    ["export", "cnn_cifar", "--random", "-o", "FILE.pt2"],
     ["models", MODEL, "--csv", "FILE.csv"],
     ["probe", "--model", MODEL, "--layers", "1", "--limit", "12", "--epochs", "1", "--width", "8", "--controls", "none",
      "-o", "FILE"]], ids=lambda words: words[0])

@@ -5,7 +5,6 @@ import os
 import shutil
 import sys
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -14,6 +13,8 @@ from PIL import Image
 import ea_vision  # noqa: F401  (registers the models)
 from ea_vision.base.errors import exit_code
 from ea_vision.predict import main
+from tests.data.photos import picture
+from tests.engine.runner import error_of
 
 MODEL = "ea_conv_transformer_cifar"
 
@@ -22,11 +23,9 @@ MODEL = "ea_conv_transformer_cifar"
 def photos(tmp_path_factory):
     """Three images of 32 x 32 pixels, one of them in a folder below."""
     folder = tmp_path_factory.mktemp("photos")
-    rng = np.random.default_rng(0)
-    for name in ("a.png", "b.png", "deep/c.png"):
-        path = folder / name
-        path.parent.mkdir(exist_ok=True)
-        Image.fromarray(np.kron(rng.integers(0, 256, (8, 8, 3)), np.ones((4, 4, 1))).astype(np.uint8)).save(path)
+    (folder / "deep").mkdir()
+    for seed, name in enumerate(("a.png", "b.png", "deep/c.png")):
+        picture(seed, (32, 32)).save(folder / name)
     return folder
 
 
@@ -88,6 +87,4 @@ def test_names_that_are_not_utf8_stop_nothing(photos, tmp_path, monkeypatch, cap
 ])
 def test_bad_input_is_one_line(words, message, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    assert exit_code(lambda: main(words)) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    assert message in error_of(main, words, capsys)

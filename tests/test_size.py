@@ -15,13 +15,12 @@ OTHERS = {".c", ".h", ".js", ".css", ".html", ".yaml"}
 
 def size_of(text: str) -> tuple[int, int, int]:
     """Return lines, statements and tokens of a Python file."""
-    nodes = list(ast.walk(ast.parse(text)))
-    docstrings = {node.body[0].lineno for node in nodes
-                  if isinstance(node, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-                  and ast.get_docstring(node) is not None}
+    statements = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
+    docstrings = {node.lineno for node in statements
+                  if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
     tokens = sum(t.type in COUNTED and not (t.type == tokenize.STRING and t.start[0] in docstrings)
                  for t in tokenize.generate_tokens(io.StringIO(text).readline))
-    return len(text.splitlines()), sum(isinstance(node, ast.stmt) for node in nodes) - len(docstrings), tokens
+    return len(text.splitlines()), len(statements) - len(docstrings), tokens
 
 
 def table() -> str:

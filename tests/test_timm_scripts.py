@@ -1,11 +1,12 @@
 """`ea-vision timm` runs scripts with our models, here some that do as timm's train.py and validate.py."""
 import re
-import subprocess
 import sys
 
-from ea_vision.base.errors import exit_code
+import pytest
+
 from ea_vision.timm import main
 from tests.data.photos import make_photos
+from tests.engine.runner import error_of
 
 SCRIPT = """
 import sys, helper, timm
@@ -81,26 +82,30 @@ OPTIONS = ("--model", "ea_conv_transformer_cifar", "--num-classes", "3", "--img-
            "widths=[16,32,32,64]", "alpha=0.25", "img_size=24")
 
 
-def test_a_script_sees_our_models_its_arguments_and_its_neighbours(tmp_path):
+@pytest.fixture(autouse=True)
+def _own_interpreter(monkeypatch):
+    """Each script gets anew what runs it."""
+    for name in ("path", "argv"):
+        monkeypatch.setattr(sys, name, [*getattr(sys, name)])
+
+
+def test_a_script_sees_our_models_its_arguments_and_its_neighbours(tmp_path, monkeypatch, capsys):
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "helper.py").write_text("VALUE = 7")
-    command = [sys.executable, "-m", "ea_vision", "timm", "train.py", "DATA", "--model", "ea_aa_resnet50"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.stdout == "True __main__ ['DATA', '--model', 'ea_aa_resnet50'] 7\n", done.stderr
+    monkeypatch.chdir(tmp_path)
+    assert main(["train.py", "DATA", "--model", "ea_aa_resnet50"]) == 0
+    assert capsys.readouterr().out == "True __main__ ['DATA', '--model', 'ea_aa_resnet50'] 7\n"
 
 
 def test_a_missing_script_is_one_line(capsys):
-    assert exit_code(lambda: main(["validate.py", "DATA"])) == 2
-    assert capsys.readouterr().err == ("error: there is no script validate.py; timm's are in the repository "
-                                       "pytorch-image-models\n")
+    assert error_of(main, ["validate.py", "DATA"], capsys) == (
+        "there is no script validate.py; timm's are in the repository pytorch-image-models")
 
 
 def test_train_and_validate_as_timms_scripts_do(tmp_path, monkeypatch, capsys):
     data, said = make_photos(tmp_path / "data", side=24), []
     for name, text in (("common", COMMON), ("train", TRAIN), ("validate", VALIDATE)):
         (tmp_path / f"{name}.py").write_text(text)
-    for name in ("path", "argv"):  # which each script gets anew
-        monkeypatch.setattr(sys, name, [*getattr(sys, name)])
     for words in (["train.py", "--output", str(tmp_path)],
                   ["validate.py", "--checkpoint", str(tmp_path / "model_best.pth.tar")]):
         monkeypatch.delitem(sys.modules, "common", raising=False)

@@ -9,6 +9,7 @@ import timm
 import torch
 from PIL import Image
 from timm.models import adapt_input_conv
+from torch.testing import assert_close
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 import ea_vision  # noqa: F401
@@ -36,15 +37,15 @@ def test_weights_are_adapted_in_timms_ways(name):
     side, stem = plain.default_cfg["input_size"][-1], plain.default_cfg["first_conv"] + ".weight"
     x = torch.randn(2, 1, side, side)
     rounding = dict(atol=0.02, rtol=0.01)  # the file's half precision, in which timm adapts the stem
-    torch.testing.assert_close(grey(x), plain(x.expand(-1, 3, -1, -1)), **rounding)
+    assert_close(grey(x), plain(x.expand(-1, 3, -1, -1)), **rounding)
     adapted = adapt_input_conv(4, plain.get_parameter(stem))
-    torch.testing.assert_close(four.get_parameter(stem), adapted, atol=1e-3, rtol=1e-3)
+    assert_close(four.get_parameter(stem), adapted, atol=1e-3, rtol=1e-3)
     assert four(x.expand(-1, 4, -1, -1)).shape == (2, 3)
 
     # the tables are resized on load, as the plain network resizes them at every call
     size = (side * 5 // 4, side * 3 // 2)
     x = torch.randn(1, 3, *size)
-    torch.testing.assert_close(create(img_size=size)(x), plain(x), atol=1e-4, rtol=1e-4)
+    assert_close(create(img_size=size)(x), plain(x), atol=1e-4, rtol=1e-4)
 
 
 def test_results_are_those_of_the_cards():

@@ -1,10 +1,14 @@
 """Small JPEG photos to train on: colours in noise."""
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
+
+
+def picture(seed: int, size: tuple[int, int] = (120, 90)) -> Image.Image:
+    """Return a smooth image of (width, height) with blobs of colour."""
+    small = np.random.default_rng(seed).integers(0, 256, (5, 6, 3), dtype=np.uint8)
+    return Image.fromarray(small).resize(size, Image.Resampling.BICUBIC)
 
 
 def make_photos(root: Path, train: int = 40, val: int = 13, classes: int = 3, side: int = 40) -> Path:

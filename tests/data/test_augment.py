@@ -1,6 +1,4 @@
 """Augmentation of batches against one image at a time, done the plain way."""
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,6 +1,4 @@
 """FFCV files: what was written is read back, as the image loader shows it or near; damage and other files are named."""
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,6 +1,4 @@
 """ImageNet as it comes: flat validation images with three kinds of label files, tars, Kaggle's archive."""
-from __future__ import annotations
-
 import tarfile
 from pathlib import Path
 

@@ -1,6 +1,4 @@
 """Folders, tars and image files: what is refused and in which words, what is read; damage is never silent."""
-from __future__ import annotations
-
 import io
 import re
 import shutil
@@ -17,7 +15,7 @@ from timm.data import create_dataset
 from ea_vision.base.errors import UsageError
 from ea_vision.data.image_files import IMAGE_SUFFIXES, BrokenImage, ImageFiles, decode_image, to_rgb
 from ea_vision.data.splits import find_split
-from tests.data.photos import make_photos
+from tests.data.photos import make_photos, picture
 
 
 @pytest.fixture
@@ -206,7 +204,7 @@ def test_kinds_of_pixels(tmp_path):
 
 # ---- damaged bytes: one error, or what was there ---------------------------------------------------------------------
 
-PHOTO = Image.fromarray(np.random.default_rng(0).integers(0, 255, (6, 7, 3), dtype=np.uint8)).resize((40, 30))
+PHOTO = picture(0, (40, 30))
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM", "TIFF"])

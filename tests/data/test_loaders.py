@@ -1,10 +1,7 @@
 """Loaders of images that are decoded as they are needed, files and FFCV's, or lie on the device: what is shown is a
 function of seed, epoch and image alone, evaluation shows every image once, damage is named and replaced."""
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -25,9 +22,10 @@ from ea_vision.data.on_device import EvalLoader, TrainLoader
 from ea_vision.data.small_images import Images
 from tests.data.photos import make_photos
 from tests.data.test_image_files import narrow_png
+from tests.slow import FFCV, needs_ffcv
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.25)
-DECODED = ["files", pytest.param("ffcv", marks=pytest.mark.skipif(not find_spec("ffcv"), reason="needs FFCV"))]
+DECODED = ["files", pytest.param("ffcv", marks=needs_ffcv)]
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +37,9 @@ def photos(tmp_path_factory):
 def sources(photos):
     """40 training images by kind, and 13 files to evaluate on."""
     files, out = ImageFiles(photos / "train"), photos / "train.beton"
-    if find_spec("ffcv"):
+    if FFCV:
         write_ffcv.write_beton(files, out)
-    return {"files": files, "ffcv": find_spec("ffcv") and Beton(out), "device": small_images(40),
+    return {"files": files, "ffcv": FFCV and Beton(out), "device": small_images(40),
             "eval": ImageFiles(photos / "val")}
 
 

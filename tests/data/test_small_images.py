@@ -1,7 +1,4 @@
 """Reading small images: folders and tars alike, digits, torchvision's files; bad data is named before training."""
-from __future__ import annotations
-
-import pickle
 import shutil
 import tarfile
 from functools import partial
@@ -65,11 +62,9 @@ def test_broken_images_are_named(folder):
             pack(folder, "train", "train")
 
 
-def test_bad_folders_are_named(folder, tmp_path):
+def test_bad_folders_are_named(folder):
     (folder / "test" / "class_2").rename(folder / "test" / "class_x")
-    (tmp_path / "empty" / "train").mkdir(parents=True)
-    for given, message in ((tmp_path / "nowhere", "nowhere must have train/ or train.tar; it does not exist"),
-                           ("", "needs --data-dir"), (tmp_path / "empty", "has no images"),
+    for given, message in (("", "needs --data-dir"),
                            (folder, "must have the same classes; they differ in class_2, class_x")):
         with pytest.raises(UsageError, match=message):
             load(given)
@@ -95,20 +90,18 @@ def test_hold_out_is_decided_by_the_seed():
             hold_out(train, count, seed=0)
 
 
-@pytest.mark.parametrize("name, labels", [("cifar10", "labels"), ("cifar100", "fine_labels")])
-def test_torchvisions_files(tmp_path, monkeypatch, name, labels):
-    """Files in torchvision's layout, a few images each, without their checksums; missing ones are one clear error."""
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+def test_torchvisions_files(tmp_path, monkeypatch, name):
+    """What torchvision reads is what is loaded; where it finds nothing that is one clear error."""
     with pytest.raises(UsageError, match=f"{name} cannot be read from {tmp_path}.*--download"):
         load_dataset(name, str(tmp_path))
-    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
-    kind, rng, written = getattr(datasets, name.upper()), np.random.default_rng(0), []
-    root = tmp_path / kind.base_folder
-    root.mkdir()
-    for file_name, _ in [*kind.train_list, *kind.test_list]:
-        written.append(rng.integers(0, 256, (4, 3072), dtype=np.uint8))
-        (root / file_name).write_bytes(pickle.dumps({"data": written[-1], labels: [0, 1, 2, 3]}))
-    names = [f"class {i}" for i in range(100)]
-    (root / kind.meta["filename"]).write_bytes(pickle.dumps({kind.meta["key"]: names}))
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 4, 32, 32, 3), dtype=np.uint8)
+
+    def read(self, root, train, download):
+        self.data, self.targets, self.classes = pixels[int(train)], [0, 1, 2, 3], [name]
+
+    monkeypatch.setattr(getattr(datasets, name.upper()), "__init__", read)
     data = load_dataset(name, str(tmp_path))
-    assert np.array_equal(torch.cat([data.train.images, data.test.images]).flatten(1), np.concatenate(written))
-    assert data.classes == names and len(data.test) == 4 and data.test.targets.tolist() == [0, 1, 2, 3]
+    for split, images in zip((data.test, data.train), pixels, strict=True):
+        assert np.array_equal(split.images.permute(0, 2, 3, 1), images) and split.targets.tolist() == [0, 1, 2, 3]
+    assert data.classes == [name]

@@ -8,8 +8,7 @@ from torch import nn
 
 import ea_vision
 from ea_vision.deployment import attention
-from ea_vision.deployment.evolution import FoldedEvolution
-from ea_vision.layers import AugmentedConv2d, EvolvingAttention, PredictiveAttention, TokenAttention
+from ea_vision.layers import AugmentedConv2d, TokenAttention
 from ea_vision.layers.evolution import _EVOLUTIONS, Evolution
 from ea_vision.models import list_networks
 from tests.models import zoo
@@ -17,7 +16,6 @@ from tests.slow import slow_but
 
 SMALL = {  # keywords by family; every kind of layer stays
     "attn_resnet": {"layers": (1, 1, 2, 2), "channels": (32, 64, 128, 128), "qk_ratio": 0.25, "v_ratio": 0.125},
-    "wide_resnet": {"width": 1, "depth": 16},
     "attn_mnasnet": {"multiplier": 0.5},
     "vision_transformer": {"embed_dim": 48, "depth": 3, "num_heads": 3, "img_size": (32, 48), "learnable": "per_head"},
 }
@@ -103,20 +101,6 @@ def test_equals_the_network_with(options, monkeypatch):
 def test_equals_a_transformer_whose_prefix_tokens(prefix, kind, monkeypatch):
     name = f"{kind}_vit_tiny_patch16_224"
     check(small(name, prefix=prefix, global_pool="avg", reg_tokens=2, init_values=0.5), name, monkeypatch)
-
-
-@pytest.mark.parametrize("kind, options", [
-    (EvolvingAttention, {}), (EvolvingAttention, {"kernel_size": 5}), (PredictiveAttention, {"num_layers": 2}),
-], ids=str)
-@pytest.mark.parametrize("num_heads", [3, 4, 8, 9])
-def test_rows_in_phases_are_the_maps_that_an_evolution_gives(kind, options, num_heads):
-    evolution = kind(num_heads, alpha=0.4, **({"beta": 0.7} if kind is EvolvingAttention else {}), **options).eval()
-    folded = FoldedEvolution(evolution, num_heads)
-    gain = folded.own_gain.float().view(-1, 1, 1)
-    for rows, cols in [(12, 12), (6, 6), (7, 7), (1, 1), (6, 5)]:
-        own, prev = torch.randn(2, 2, num_heads, rows, cols)
-        with torch.no_grad():
-            torch.testing.assert_close(folded(gain * own, prev), evolution(own, prev), rtol=1e-5, atol=1e-5)
 
 
 def test_evolutions_that_change_nothing_fall_away_and_so_do_norms_of_timms_networks():

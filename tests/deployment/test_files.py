@@ -19,6 +19,7 @@ from ea_vision import export, predict
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.deployment.files import About, ExportedNetwork, export_program, sealed, write
 from ea_vision.recorder.loading import load_model
+from tests.data.photos import picture
 from tests.deployment.test_deploy import difference, small
 from tests.engine.runner import error_of
 from tests.models import zoo
@@ -44,10 +45,10 @@ def about(model, size=(32, 32), classes=None) -> About:
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
-    """A folder of five photos: smooth colours, which no two of share."""
+    """A folder of five photos."""
     folder = tmp_path_factory.mktemp("photos")
-    for number, coarse in enumerate(np.random.default_rng(0).integers(0, 256, (5, 4, 5, 3), dtype=np.uint8)):
-        Image.fromarray(coarse).resize((60, 44), Image.Resampling.BICUBIC).save(folder / f"{number}.png")
+    for number in range(5):
+        picture(number, (60, 44)).save(folder / f"{number}.png")
     return folder
 
 

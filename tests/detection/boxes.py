@@ -1,6 +1,4 @@
 """A made data set: rectangles of three colours on noise, with exact boxes, as folders and COCO JSON."""
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

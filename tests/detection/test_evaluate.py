@@ -27,8 +27,8 @@ TRUTH = {
 }
 
 
-def as_detections(annotations, score=0.9):
-    return [{key: row[key] for key in ("image_id", "category_id", "bbox")} | {"score": score} for row in annotations]
+def as_detections(annotations):
+    return [{key: row[key] for key in ("image_id", "category_id", "bbox")} | {"score": 0.9} for row in annotations]
 
 
 def test_ground_truth_scores_all():

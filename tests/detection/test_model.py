@@ -1,17 +1,12 @@
 """The detector: published sizes, losses, boxes, and what it refuses."""
 import pytest
 import torch
+from torch.testing import assert_close
 from torchvision.models.detection.image_list import ImageList
 
-from ea_vision.detection.model import Anchors, Detector, create_detector
+from ea_vision.detection.model import Anchors, create_detector
 from ea_vision.sizes import count
-
-SMALL = {"num_classes": 3, "img_size": 64, "fpn_channels": 16, "head_convs": 1}
-
-
-def small_detector(backbone: str = "aa_resnet34", **kwargs) -> Detector:
-    layers = {"layers": (1, 1, 1, 1)} if backbone.endswith("aa_resnet34") else {}
-    return create_detector(backbone, **{**SMALL, **layers, **kwargs})
+from tests.detection.tiny import small_detector
 
 
 def boxes(*corners) -> dict[str, torch.Tensor]:
@@ -60,7 +55,7 @@ def test_a_detection_does_not_depend_on_the_other_images():
     [alone], (_, together) = detector([image]), detector([torch.rand(3, 64, 64), image])
     assert len(alone["boxes"]) == 100
     assert alone["boxes"][:, 2].max() <= 40 and alone["boxes"][:, 3].max() <= 50  # pixels of the image given
-    torch.testing.assert_close(alone, together)
+    assert_close(alone, together)
 
 
 def test_anchors_are_exact_in_bfloat16():
@@ -79,7 +74,7 @@ def test_gamma_and_the_huber_loss_are_the_formulas():
     expected = (-share * (1 - right) ** 1.2 * right.log())[match > -2].sum()
     head = small_detector("resnet18", gamma=1.2, focal_alpha=0.3, box_loss="huber").head
     found = head.classification_head.compute_loss([target], {"cls_logits": logits[None]}, [match])
-    torch.testing.assert_close(found, expected)
+    assert_close(found, expected)
     offsets[0] = torch.tensor([0.05, 0.3, 0, 0])
     found = head.regression_head.compute_loss([target], {"bbox_regression": offsets[None]},
                                               [target["boxes"].expand(5, 4)], [match])
@@ -119,4 +114,4 @@ def test_bfloat16_has_the_gradients_of_float32_on_a_map_of_one_pixel():
         sum(losses.values()).backward()
         gradients.append(detector.backbone.fpn.extra_blocks.p7.weight.grad.clone())
     assert gradients[0].abs().max() > 0
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0.1 * gradients[0].abs().max().item())
+    assert_close(gradients[1], gradients[0], rtol=0, atol=0.1 * gradients[0].abs().max().item())

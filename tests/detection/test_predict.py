@@ -14,6 +14,7 @@ from ea_vision.detection.draw import draw_detections
 from ea_vision.detection.predict import detect
 from ea_vision.recorder.loading import DetectorModel, load_model, parse_layers
 from ea_vision.visualize.image_maps import record
+from tests.data.photos import picture
 from tests.detection.tiny import CLASSES, IDS, SIDE, tiny_run
 from tests.engine.runner import error_of
 
@@ -22,9 +23,9 @@ SIZES = {"same.png": (64, 64), "tall.png": (120, 70), "wide.png": (60, 90)}  # H
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
-    folder, rng = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
-    for name, (height, width) in SIZES.items():
-        Image.fromarray(rng.integers(0, 256, (12, 14, 3), dtype=np.uint8)).resize((width, height)).save(folder / name)
+    folder = tmp_path_factory.mktemp("photos")
+    for seed, (name, (height, width)) in enumerate(SIZES.items()):
+        picture(seed, (width, height)).save(folder / name)
     return folder
 
 

@@ -1,6 +1,4 @@
 """The trainer of detectors is the other trainers' engine: killed runs go on bit for bit, on one and two processes."""
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,4 +1,5 @@
 """Trainers in processes of their own, started quickly from one that has torch loaded, and means to hurt them."""
+import gc
 import inspect
 import io
 import multiprocessing
@@ -72,6 +73,7 @@ def arguments(data: Path, output: Path, *more: str) -> list[str]:
 
 def _child(main: Callable[[list[str]], int], argv: list[str], sabotage: Callable[[], None] | None,
            environment: dict[str, str], log: Path) -> None:
+    gc.freeze()  # what is imported is no garbage, and to look at it copies it from the parent's memory
     torch.set_num_threads(1)
     os.environ.clear()  # of the test that was the first to start a process
     os.environ.update(environment)
@@ -92,11 +94,6 @@ def start(argv: list[str], log: Path, sabotage=None, main=train_cifar.main, **en
     process = context.Process(target=_child, args=(main, argv, sabotage, {**os.environ, **environment}, log))
     process.start()
     return process
-
-
-def run(argv: list[str], log: Path, sabotage=None, main=train_cifar.main) -> int:
-    """Run to the end; return the exit code, negative for a signal."""
-    return run_world(1, argv, log, sabotage, main)[0]
 
 
 def train(argv: list[str], sabotage=None, *, code: int = 0, size: int = 1, main=train_cifar.main) -> str:
@@ -124,9 +121,9 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(folder / run_folder.WEIGHTS)
 
 
-def error_of(main: Callable[[list[str]], int], argv: list[str], capsys, code: int = 2) -> str:
+def error_of(main: Callable[[list[str]], int], argv: list[str], capsys) -> str:
     """Run a command in this process; return its error, which must be one line."""
-    assert exit_code(lambda: main(argv)) == code
+    assert exit_code(lambda: main(argv)) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line]
     assert len(lines) == 1 and lines[0].startswith("error: "), lines
     return lines[0].removeprefix("error: ")

@@ -31,6 +31,7 @@ from tests.engine.runner import (
     weights_of,
     words,
 )
+from tests.slow import needs_ffcv
 
 OLD_RUN = "--dataset digits --recipe none --device cpu --epochs 2 --batch-size 250 --img-size 16"
 
@@ -106,6 +107,7 @@ IMAGENET = "--model test_resnet --img-size 16 --eval-resize 20 --batch-size 8 --
      "AA policy zzz)"),
     ("--data-dir=", "*--data-dir is required*"),
     ("--num-classes 1000", "* must have 1000 classes (--num-classes), got 3"),
+    pytest.param("--train-beton /nowhere.beton", "/nowhere.beton is not a whole .beton file*", marks=needs_ffcv),
     ("--train-beton a.beton --val-beton b.beton", "data_dir must be empty with --train-beton and *"),
     ("--val-beton a.beton --val-split dev", "val_split goes without val_beton, got dev beside it"),
     ("--no-test", "--no-test needs training images held out (--holdout) to evaluate on, got none"),

@@ -1,6 +1,5 @@
 """ImageNet as it is trained today: every recipe in small, through both loaders, and what the recipes are made of."""
 import csv
-import importlib.util
 import random
 import signal
 from functools import partial
@@ -21,12 +20,11 @@ from ea_vision.engine.train_imagenet import ImageNetConfig
 from tests.data.photos import make_photos
 from tests.engine import runner
 from tests.engine.runner import error_of, make_trainer, same_result
+from tests.slow import FFCV, needs_ffcv
 
 RECIPES = ["rsb_a3", "rsb_a1", "ffcv_88"]
 # A narrow network with position tables whose maps are of a sixteenth of the image: 6, 4 and 2 pixels here.
 NARROW = "--model ea_aa_resnet34 --model-kwargs layers=[1,1,1,1] channels=[8,16,16,16]"
-FFCV = importlib.util.find_spec("ffcv") is not None
-needs_ffcv = pytest.mark.skipif(not FFCV, reason="needs FFCV: pip install .[ffcv]")
 
 
 @pytest.fixture(scope="module")

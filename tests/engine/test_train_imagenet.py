@@ -1,7 +1,6 @@
 """The ImageNet command: the papers' rates, exact evaluation, runs that survive, bad input in one clear line."""
 import copy
 import csv
-import importlib.util
 import json
 import shutil
 import time
@@ -20,6 +19,7 @@ from ea_vision.engine.train_imagenet import ImageNetConfig
 from tests.data.photos import make_photos
 from tests.engine import runner
 from tests.engine.runner import assert_equal, same_result
+from tests.slow import needs_ffcv
 
 TINY = ("--model test_resnet --model-kwargs drop_rate=0.2 --img-size 16 --eval-resize 20 --batch-size 8 --workers 1 "
         "--epochs 2 --warmup-epochs 0 --device cpu --log-steps 2")
@@ -51,7 +51,7 @@ def test_run_folder(finished):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("ffcv") is None, reason="needs FFCV: pip install .[ffcv]")
+@needs_ffcv
 def test_ffcv_files_train_and_resume_as_images_do(photos, tmp_path):
     """Two processes on .beton files, one killed. Images stored as evaluated: the folder's figures are the same."""
     files = {}

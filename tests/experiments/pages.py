@@ -72,6 +72,6 @@ def cells(name: str, *values: str | float) -> str:
     return f"| {name} | {' | '.join(shown(values))} |"
 
 
-def spread(values, digits: int = 2) -> str:
+def spread(values) -> str:
     """Return mean and standard deviation: "25.50 ± 0.59"."""
-    return f"{np.mean(values):.{digits}f} ± {np.std(values, ddof=1):.{digits}f}"
+    return f"{np.mean(values):.2f} ± {np.std(values, ddof=1):.2f}"

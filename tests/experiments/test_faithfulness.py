@@ -6,6 +6,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.testing import assert_close
 
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.loading import load_model
@@ -30,11 +31,11 @@ def test_patches_by_hand():
     assert curves.counts == (1, 2, 3) and curves.bins == (1, 1, 1, 1, 2)
     p = torch.sigmoid(torch.tensor([4.5, 1.5, -0.5, -1.0, 0.0]))  # as 3, 2, 0.5, -1 go
     q = torch.sigmoid(torch.tensor([0.0, 3.0, 5.0, 5.5, 4.5]))  # as they come
-    torch.testing.assert_close(curves.curve("deletion"), p.expand(2, -1))
-    torch.testing.assert_close(curves.curve("insertion"), q.expand(2, -1))
+    assert_close(curves.curve("deletion"), p.expand(2, -1))
+    assert_close(curves.curve("insertion"), q.expand(2, -1))
     by_hand = {"comprehensiveness": p[0] - (4 * p[1] + p[2]) / 5, "sufficiency": p[0] - (4 * q[1] + q[2]) / 5,
                **{name: (x[0] / 2 + x[1:4].sum() + x[4] / 2) / 4 for name, x in (("deletion", p), ("insertion", q))}}
-    torch.testing.assert_close({name: score[0] for name, score in curves.scores().items()}, by_hand)
+    assert_close({name: score[0] for name, score in curves.scores().items()}, by_hand)
 
 
 def test_orders_and_ties():

@@ -1,5 +1,4 @@
 """The pages are what experiments/published.py writes; what is typed as the papers' stands in them."""
-import os
 import re
 import shlex
 from importlib import resources
@@ -10,16 +9,17 @@ import yaml
 
 from ea_vision.base.errors import UsageError
 from ea_vision.detection.train import DetectionConfig
-from ea_vision.engine.config import PUBLISHED, make_parser, parse, resolve
+from ea_vision.engine.config import PUBLISHED
 from ea_vision.engine.train_cifar import CifarConfig
 from ea_vision.engine.train_imagenet import ImageNetConfig
 from experiments import published
 from experiments.published import command, counted, figures, section, tables
+from tests.engine.test_config import parsed
+from tests.models.zoo import ALL
 from tests.slow import slow_but
 
 TABLES = tables()
 SMALL = ("wide-resnet", "conv-transformer", "attention-cost", "probe")
-ALL = os.environ.get("EA_VISION_TEST_ALL") == "1"
 
 
 @pytest.mark.parametrize("name", slow_but(SMALL, TABLES))
@@ -37,9 +37,8 @@ def test_commands_train_the_row_s_network_as_long_as_the_page_says():
     for row, data in rows:
         trainer, options = re.fullmatch(r"(?:ea-vision|torchrun --nproc-per-node 8 -m ea_vision) (\S+) (.*)",
                                         command(row, data)).groups()
-        cls, words = trainers[trainer], shlex.split(options)
-        config = resolve(cls, parse(make_parser(cls, "", ""), words))
-        assert config.model == row["model"] and row["kwargs"].items() <= config.model_kwargs.items(), words
+        config = parsed(*shlex.split(options), cls=trainers[trainer])
+        assert config.model == row["model"] and row["kwargs"].items() <= config.model_kwargs.items(), options
     named = {row["model"] for row, data in rows if row["recipes"][data] == f"imagenet_{row['model']}"}
     assert named == set(PUBLISHED), "each of the papers' ImageNet networks has a recipe of its name"
 

@@ -8,16 +8,14 @@ import torch
 import ea_vision
 from ea_vision.recorder.loading import load_model
 from experiments import replaced_maps
+from tests.models.zoo import woken
 
 NAME, KEYWORDS = "ea_conv_transformer_cifar", dict(widths=[8, 16, 16, 16], num_classes=3)
 
 
 def network(state=None, **keywords):
     torch.manual_seed(0)
-    model = timm.create_model(NAME, **KEYWORDS, **keywords).eval()
-    for norm in model.modules():
-        if isinstance(norm, torch.nn.BatchNorm2d):
-            torch.nn.init.ones_(norm.weight)  # the last of a block begins at 0, and no map would matter
+    model = woken(timm.create_model(NAME, **KEYWORDS, **keywords)).eval()
     if state is not None:
         model.load_state_dict(state)
     return model

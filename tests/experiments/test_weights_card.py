@@ -8,14 +8,14 @@ from ea_vision.data.small_images import load_dataset
 from ea_vision.engine import run_folder
 from ea_vision.engine.evaluate import logits_by_views
 from experiments import weights_card
-from tests.engine.runner import arguments, make_folder, run
+from tests.engine.runner import arguments, make_folder, train
 
 
 def test_the_card_of_exported_weights_has_the_figures_of_the_file(tmp_path, monkeypatch):
     """Plain and with views, counted here from the written file; the run's one look at the test images chose nothing."""
-    folder, log, out = tmp_path / "run", tmp_path / "log", tmp_path / "test_resnet.t.safetensors"
+    folder, out = tmp_path / "run", tmp_path / "test_resnet.t.safetensors"
     data = make_folder(tmp_path / "data", train=48)
-    assert run(arguments(data, folder, "--epochs", "2", "--eval-epochs", "2", "--tta", "six"), log) == 0
+    train(arguments(data, folder, "--epochs 2 --eval-epochs 2 --tta six"))
     about = run_folder.read_config(folder)[1]
     test = load_dataset("folder", str(data)).test
     x = normalize(test.images / 255, about["mean"], about["std"])

@@ -1,18 +1,11 @@
 """Images and models for the attention page."""
-import numpy as np
 import pytest
-from PIL import Image
 
 from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.recording import PARTS, recordable_layers
 from ea_vision.visualize.explore import Explorer
 from ea_vision.visualize.image_maps import Recording, add_contributions, record
-
-
-def picture(seed: int, size: tuple[int, int] = (120, 90)) -> Image.Image:
-    """A smooth image of (width, height) with blobs of colour."""
-    small = np.random.default_rng(seed).integers(0, 255, (5, 6, 3), dtype=np.uint8)
-    return Image.fromarray(small).resize(size, Image.Resampling.BICUBIC)
+from tests.data.photos import picture
 
 
 @pytest.fixture(scope="session")

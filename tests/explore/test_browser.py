@@ -18,8 +18,7 @@ from ea_vision.visualize import show_page
 from ea_vision.visualize.explore import STORED_PARTS, Explorer, build_page
 from ea_vision.visualize.image_maps import record
 from ea_vision.visualize.map_style import MapStyle, norm_of
-
-from .conftest import picture
+from tests.data.photos import picture
 
 REQUIRED = os.environ.get("EA_VISION_REQUIRE_BROWSER") == "1"
 CHROMIUM = os.environ.get("EA_VISION_CHROMIUM") or shutil.which("chromium")

@@ -18,9 +18,8 @@ from ea_vision.recorder.recording import recordable_layers
 from ea_vision.visualize import explore, show_page
 from ea_vision.visualize.explore import build_page, pack, quantise
 from ea_vision.visualize.image_maps import WITHOUT
+from tests.data.photos import picture
 from tests.detection.tiny import tiny_run
-
-from .conftest import picture
 
 
 def entries_of(text: str, what: str = 'class="image"') -> list:

@@ -12,14 +12,13 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
-import numpy as np
 import pytest
 import timm
 import torch
-from PIL import Image
 
 import ea_vision  # noqa: F401
 from ea_vision.ops import use_implementation
+from tests.engine.runner import make_folder
 from tests.ops.oracle import check
 
 ON_GPU = torch.cuda.is_available()
@@ -89,16 +88,8 @@ def test_compiled_in_one_graph(name):
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory) -> Path:
-    """Class folders of small images, made of stripes and noise: train and test."""
-    folder, rng = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
-    for split, count in (("train", 512 if ON_GPU else 16), ("test", 64 if ON_GPU else 4)):
-        for label in range(4):
-            (folder / split / f"class{label}").mkdir(parents=True)
-            for number in range(count):
-                image = rng.integers(0, 120, (32, 32, 3), dtype=np.uint8)
-                (image[::label + 2] if number % 2 else image[:, ::label + 2])[..., label % 3] += 120
-                Image.fromarray(image).save(folder / split / f"class{label}" / f"{number}.png")
-    return folder
+    """Class folders of small images."""
+    return make_folder(tmp_path_factory.mktemp("images"), *((2048, 256) if ON_GPU else (64, 16)), classes=4)
 
 
 def trainer(data: Path, output: Path, *options: str, processes: int = 0) -> list[str]:

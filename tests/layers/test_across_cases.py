@@ -1,6 +1,5 @@
 """The mechanisms against numbers from their authors' code: ../shared/across/cases, described in SPEC.md beside it."""
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from ea_vision.layers import MRLALight, ValueResidual, create_evolution
+from tests.conftest import SHARED
 
-CASES = Path(__file__).parents[3] / "shared" / "across" / "cases"
+CASES = SHARED / "across" / "cases"
 pytestmark = pytest.mark.skipif(not CASES.is_dir(), reason="../shared/across/cases is not there")
 
 

@@ -2,6 +2,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.testing import assert_close
 
 from ea_vision.layers import AugmentedConv2d, Evolution, EvolvingAttention, PredictiveAttention
 from ea_vision.layers.augmented_conv import Projection
@@ -40,7 +41,7 @@ def test_output_and_gradients_equal_the_definition(size, options):
     alone = 10 in options.values()
     assert alone == (layer.conv is None) == (not [name for name in layer.state_dict() if name.startswith("conv")])
     if alone:
-        torch.testing.assert_close(torch.jit.script(layer)(x), layer(x))
+        assert_close(torch.jit.script(layer)(x), layer(x))
 
 
 def residual_convolution(layer):
@@ -73,7 +74,7 @@ def test_gradients_of_normalised_queries_and_keys_are_the_same_in_every_way(layo
     results += [gradients(each(x), inputs) for each in (
         layer, torch.jit.script(layer), torch.compile(layer, backend="aot_eager", fullgraph=True))]
     for result in results[1:]:
-        torch.testing.assert_close(result, results[0], atol=1e-4, rtol=1e-4)
+        assert_close(result, results[0], atol=1e-4, rtol=1e-4)
     torch._dynamo.reset()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         half = gradients([y.float() for y in layer(x)], inputs)
@@ -89,10 +90,10 @@ def test_every_implementation_normalises(implementation):
     x, prev = torch.randn(2, 3, 4, 4), torch.randn(2, 2, 16, 16) if evolution else None
     expected = layer(x, prev)[0]
     with use_implementation(implementation):
-        torch.testing.assert_close(layer(x, prev, need_logits=False)[0], expected)
-    torch.testing.assert_close(torch.jit.script(layer)(x, prev)[0], expected)
+        assert_close(layer(x, prev, need_logits=False)[0], expected)
+    assert_close(torch.jit.script(layer)(x, prev)[0], expected)
     large = layer.heads_of(1e3 * torch.randn(2, 22, 4, 4))  # however large the projection grows
-    torch.testing.assert_close(large[1].square().mean(-1), torch.ones(2, 2, 16))
+    assert_close(large[1].square().mean(-1), torch.ones(2, 2, 16))
     half = layer.heads_of((1e3 * torch.randn(2, 22, 4, 4)).half())
     assert half[0].dtype == torch.float16 and half[0].isfinite().all()  # 1e3 squared is none of float16's numbers
 
@@ -123,9 +124,9 @@ def test_other_sizes_run_and_tables_fit(shape, feat_size):
     resized = make(feat_size=shape)
     resized.load_state_dict(layer.state_dict())  # fits the tables for good
     x = torch.randn(1, 3, *shape, dtype=D64)
-    torch.testing.assert_close(layer(x), resized(x))
+    assert_close(layer(x), resized(x))
     layer.set_feat_size(shape)
-    torch.testing.assert_close(layer(x), resized(x))
+    assert_close(layer(x), resized(x))
 
 
 def test_missing_or_wrong_prev_logits_is_an_error():
@@ -146,7 +147,12 @@ def test_missing_or_wrong_prev_logits_is_an_error():
     ({"stride": 3}, "stride must be 1 or 2, got 3"), ({"feat_size": (0, 3)}, "feat_size"),
     ({"num_heads": 0}, "num_heads"),
     ({"position": "polar"}, "position must be one of 'relative', 'none', 'sine', 'coord', got 'polar'"),
-    ({"position": "sine"}, "in_channels that 4 divides, got 3")])
+    ({"position": "sine"}, "in_channels that 4 divides, got 3"),
+    *(({"window": window}, "window must be an odd number of pixels") for window in (4, (3, 0))),
+    ({"head_window": 2}, "head_window must be an odd number of heads, got 2"),
+    ({"head_border": "zero"}, "head_border must be 'clip' or 'wrap', got 'zero'"),
+    ({"head_window": 3, "head_border": "wrap"}, "at most num_heads=2 where heads wrap around, got 3"),
+    ({"head_window": 3, "evolution": EvolvingAttention(2)}, "head_window must be 1 where maps evolve, got 3")])
 def test_bad_arguments_are_named(wrong, message):
     with pytest.raises(ValueError, match=message):
         make(**wrong)
@@ -159,7 +165,7 @@ def test_channels_last_in_gives_channels_last_out():
     last, _ = layer.to(memory_format=torch.channels_last)(x.to(memory_format=torch.channels_last), prev)
     assert plain.is_contiguous()
     assert last.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(last, plain)
+    assert_close(last, plain)
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
@@ -180,7 +186,7 @@ def test_autocast_keeps_the_softmax_in_float32():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y, logits = layer(torch.randn(2, 3, 3, 4))
     assert seen[0].dtype == torch.float32
-    torch.testing.assert_close(seen[0].sum(-1), torch.ones(2, 2, 12))  # far tighter than bfloat16 allows
+    assert_close(seen[0].sum(-1), torch.ones(2, 2, 12))  # far tighter than bfloat16 allows
     assert logits.dtype == torch.bfloat16 and y.dtype == torch.bfloat16
 
 
@@ -206,7 +212,7 @@ def test_maps_that_are_mixed_after_the_softmax_weigh_the_values():
     x, prev = torch.randn(2, 3, 3, 4, dtype=D64), torch.randn(2, 2, 12, 12, dtype=D64)
     y, logits = layer(x, prev)
     q, k, v, size = layer.heads_of(layer.qkv(layer.branch_input(x)))
-    torch.testing.assert_close(logits, layer.logits_of(q, k, size))
+    assert_close(logits, layer.logits_of(q, k, size))
     attn = logits.softmax(-1).mean(1, keepdim=True)
-    torch.testing.assert_close(y[:, 4:], layer.proj((attn @ v).transpose(-2, -1).reshape(2, 6, 3, 4)))
-    torch.testing.assert_close(torch.jit.script(layer)(x, prev), (y, logits))
+    assert_close(y[:, 4:], layer.proj((attn @ v).transpose(-2, -1).reshape(2, 6, 3, 4)))
+    assert_close(torch.jit.script(layer)(x, prev), (y, logits))

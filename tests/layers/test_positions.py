@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 from timm.layers import build_sincos2d_pos_embed
+from torch.testing import assert_close
 
 from ea_vision.layers import AugmentedConv2d, add_sine, append_coordinates
 from tests.models.zoo import layers_of
@@ -30,8 +31,8 @@ def loop_coordinates(H, W):
 @pytest.mark.parametrize("size", SIZES)
 def test_they_equal_timms_and_the_loop(size):
     x = torch.randn(2, 8, *size, dtype=D64)
-    torch.testing.assert_close(add_sine(x), x + sine(8, size), atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(append_coordinates(x), torch.cat([x, loop_coordinates(*size).expand(2, -1, -1, -1)], 1))
+    assert_close(add_sine(x), x + sine(8, size), atol=1e-6, rtol=1e-6)
+    assert_close(append_coordinates(x), torch.cat([x, loop_coordinates(*size).expand(2, -1, -1, -1)], 1))
 
 
 @pytest.mark.parametrize("position", ["sine", "coord"])
@@ -50,17 +51,8 @@ def test_the_branch_reads_them_at_the_maps_size(position, size, options):
     map_size = pooled.shape[2:]
     placed = pooled + sine(4, map_size) if position == "sine" else torch.cat(
         [pooled, loop_coordinates(*map_size).expand(2, -1, -1, -1)], 1)
-    torch.testing.assert_close(layer.attend(x, None), plain.attend(placed, None))
-    torch.testing.assert_close(torch.jit.script(layer)(x), layer(x))
-
-
-@pytest.mark.parametrize("options,parameters", [
-    ({}, 25_814_192), ({"position": "none"}, 25_801_832),
-    ({"position": "sine"}, 25_801_832), ({"position": "coord"}, 25_815_272)])
-def test_weights_of_aa_resnet50(options, parameters):
-    with torch.device("meta"):
-        model = timm.create_model("aa_resnet50", **options)
-    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert_close(layer.attend(x, None), plain.attend(placed, None))
+    assert_close(torch.jit.script(layer)(x), layer(x))
 
 
 @pytest.mark.parametrize("position", ["none", "sine", "coord"])

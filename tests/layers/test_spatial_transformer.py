@@ -3,6 +3,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from torch.testing import assert_close
 
 from ea_vision.layers import SpatialTransformer, quadrilateral, sample_affine
 
@@ -26,21 +27,21 @@ def image():
     (((0, -1, 0), (1, 0, 0)), (8, 6), lambda image: image.rot90(1, (2, 3))),  # turns
     (((-1, 0, 0), (0, 1, 0)), (6, 8), lambda image: image.flip(3))])
 def test_it_samples_where_theta_says(image, rows, size, expected):
-    torch.testing.assert_close(sample_affine(image, theta(*rows), size), expected(image), atol=1e-9, rtol=1e-9)
+    assert_close(sample_affine(image, theta(*rows), size), expected(image), atol=1e-9, rtol=1e-9)
 
 
 def test_the_quadrilateral_is_what_is_sampled():
-    torch.testing.assert_close(quadrilateral(theta((1, 0, 0), (0, 1, 0)), (6, 8)),
+    assert_close(quadrilateral(theta((1, 0, 0), (0, 1, 0)), (6, 8)),
                                torch.tensor([[[0, 0], [8, 0], [8, 6], [0, 6]]], dtype=D64))
-    torch.testing.assert_close(quadrilateral(theta((0.5, 0, 0.25), (0, 1 / 3, -1 / 3)), (6, 8)),
+    assert_close(quadrilateral(theta((0.5, 0, 0.25), (0, 1 / 3, -1 / 3)), (6, 8)),
                                torch.tensor([[[3, 1], [7, 1], [7, 3], [3, 3]]], dtype=D64))  # as in the crop
 
 
 def test_layer_begins_as_the_identity_and_learns_where_to_look():
     layer = SpatialTransformer(2, 8)
     x = torch.randn(3, 2, 12, 10)
-    torch.testing.assert_close(layer(x), x)
-    torch.testing.assert_close(torch.jit.script(layer)(x), x)
+    assert_close(layer(x), x)
+    assert_close(torch.jit.script(layer)(x), x)
     assert SpatialTransformer(2, 8, out_size=(5, 7))(x).shape == (3, 2, 5, 7)
     (layer(x) * torch.randn(3, 2, 12, 10)).sum().backward()
     assert layer.fc.weight.grad.any() and layer.fc.bias.grad.all()
@@ -58,4 +59,4 @@ def test_network_without_it_is_the_same_network():
     missing = plain.load_state_dict(model.state_dict(), strict=False)
     assert not missing.missing_keys and all("conv1.transform" in key for key in missing.unexpected_keys)
     x = torch.randn(2, 3, 32, 32)
-    torch.testing.assert_close(model(x), plain(x), atol=1e-4, rtol=1e-4)
+    assert_close(model(x), plain(x), atol=1e-4, rtol=1e-4)

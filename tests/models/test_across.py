@@ -4,8 +4,9 @@ import copy
 import pytest
 import timm
 import torch
+from torch.testing import assert_close
 
-import ea_vision
+from ea_vision import evolve, record_attention, unevolve
 from ea_vision.layers import evolution_class
 from ea_vision.ops import use_implementation
 from tests.models.test_vision_transformer import fused, lively, plain
@@ -34,16 +35,16 @@ def mini(**options):
 
 @new_kinds
 def test_every_parameter_has_a_gradient_one_step_from_the_identity(kind):
-    model = stepped(ea_vision.evolve(plain(), kind))
+    model = stepped(evolve(plain(), kind))
     assert idle(model) == []
 
 
 @new_kinds
 @torch.no_grad()
 def test_paper_starts_are_not_the_plain_network_but_for_mta(kind):
-    evolved = ea_vision.evolve(plain(), kind, start="paper")
+    evolved = evolve(plain(), kind, start="paper")
     assert torch.equal(fused(evolved, False)(images()), fused(plain(), False)(images())) == (kind == "mta")
-    assert isinstance(ea_vision.evolve(plain(), "ea", start="paper").blocks[1].attn.evolution.beta, float)
+    assert isinstance(evolve(plain(), "ea", start="paper").blocks[1].attn.evolution.beta, float)
 
 
 @kinds
@@ -59,18 +60,18 @@ def test_timms_ways(kind):
     options = dict(evolution=kind, value_residual="paper", token_conv="paper", start="paper")
     model = mini(**options)
     final, taken = model.forward_intermediates(images())
-    torch.testing.assert_close(final, model.forward_features(images()))
+    assert_close(final, model.forward_features(images()))
     assert [y.shape for y in taken] == [(2, 32, 8, 8)] * 3
     features = timm.create_model("vit_mini_patch4_32", depth=3, embed_dim=32, features_only=True, out_indices=(1,),
                                  **options).eval()
     features.model.load_state_dict(model.state_dict(), strict=False)
-    torch.testing.assert_close(features(images()), [taken[1]])
+    assert_close(features(images()), [taken[1]])
     assert_fx_and_torchscript_agree(mini(depth=2, **options), images())
     for sizes in (dict(img_size=(16, 24)), dict(dynamic_img_size=True)):  # not square
         assert mini(**options, **sizes)(images(16, 24)).isfinite().all()
     pruned = copy.deepcopy(model)
     pruned.prune_intermediate_layers([1], prune_norm=True)
-    torch.testing.assert_close(pruned.forward_intermediates(images(), [1], intermediates_only=True), [taken[1]])
+    assert_close(pruned.forward_intermediates(images(), [1], intermediates_only=True), [taken[1]])
 
 
 @pytest.mark.parametrize("kind", slow_but({"conv2d", "ea"}, KINDS))
@@ -85,21 +86,21 @@ def test_recorded_maps_are_those_that_weigh_the_values_and_recording_changes_not
     twin, kind_class, seen = copy.deepcopy(model), evolution_class(kind), []
     layer = twin.blocks[1].attn
     layer.attn_drop.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    with ea_vision.record_attention(model, [2], parts=(
+    with record_attention(model, [2], parts=(
             "attn", "logits", "self_logits", *kind_class.part_names,
             *(["prev_logits"] if kind_class.reads_previous else []))) as maps:
         y = model(images())
-    torch.testing.assert_close(y, twin(images()))
-    torch.testing.assert_close(model.state_dict(), twin.state_dict())
+    assert_close(y, twin(images()))
+    assert_close(model.state_dict(), twin.state_dict())
     recorded = maps[2]
-    torch.testing.assert_close(recorded.attn, seen[0])
+    assert_close(recorded.attn, seen[0])
     if kind_class.mixes_attn:
-        torch.testing.assert_close(recorded["softmax"], recorded.logits.softmax(-1))
+        assert_close(recorded["softmax"], recorded.logits.softmax(-1))
     if kind == "conv2d":
         mixed = recorded.self_logits + layer.evolution.alpha * recorded.prev_logits
-        torch.testing.assert_close(recorded.logits, mixed + recorded.conv_logits)
+        assert_close(recorded.logits, mixed + recorded.conv_logits)
     if kind == "residual":
-        torch.testing.assert_close(recorded.logits, recorded.self_logits + recorded.prev_logits)
+        assert_close(recorded.logits, recorded.self_logits + recorded.prev_logits)
 
 
 @new_kinds
@@ -119,7 +120,7 @@ def test_convolutional_networks_by_keyword(name, options, kind):
     with torch.no_grad(), use_implementation("reference"):
         assert torch.equal(model.eval()(x), base(x))
         with torch.jit.optimized_execution(False):
-            torch.testing.assert_close(torch.jit.script(model)(x), base(x))
+            assert_close(torch.jit.script(model)(x), base(x))
     assert [n for n in idle(stepped(woken(model), x)) if not n.endswith(".bias")] == []  # which a norm cancels
 
 
@@ -133,7 +134,7 @@ def test_general_initialisation_leaves_mechanisms_at_their_start():
 def test_values_are_the_first_blocks_and_begin_as_the_plain_network():
     reference, begins, halves = mini(), mini(value_residual=True), mini(value_residual="paper")
     begins.load_state_dict(reference.state_dict(), strict=False)
-    torch.testing.assert_close(begins(images()), reference(images()))
+    assert_close(begins(images()), reference(images()))
     values, mixed = [], []
     for block in halves.blocks:
         block.attn.qkv.register_forward_hook(
@@ -141,20 +142,20 @@ def test_values_are_the_first_blocks_and_begin_as_the_plain_network():
     for block in halves.blocks[1:]:
         block.attn.value_residual.register_forward_hook(lambda _, args, y: mixed.append(y))
     halves(images())
-    torch.testing.assert_close(mixed, [0.5 * values[0] + 0.5 * own for own in values[1:]])
+    assert_close(mixed, [0.5 * values[0] + 0.5 * own for own in values[1:]])
 
 
 def test_token_convolutions_stand_before_each_block_but_the_first():
     assert [block.token_conv is not None for block in mini(token_conv=True).blocks] == [False, True, True]
     with pytest.raises(ValueError, match="got 2 blocks where they are not, the first of them blocks.1.token_conv"):
-        ea_vision.unevolve(mini(token_conv="paper"))
+        unevolve(mini(token_conv="paper"))
     both = stepped(mini(token_conv=True, evolution="conv2d"))
     assert idle(both) == []
 
 
 def test_uniform_maps_pool_the_values():
     model = mini(evolution="uniform")
-    with torch.no_grad(), ea_vision.record_attention(model) as maps:
+    with torch.no_grad(), record_attention(model) as maps:
         model(images())
     assert all(torch.allclose(layer.attn, torch.full_like(layer.attn, 1 / 64)) for layer in maps.values())
 
@@ -169,7 +170,7 @@ def test_mrla_begins_as_the_network_without_and_learns(block, width):
     x = images(64, 64)
     with torch.no_grad():
         assert torch.equal(begins(x), base(x))
-        torch.testing.assert_close(begins.forward_intermediates(x)[0], begins.forward_features(x))
+        assert_close(begins.forward_intermediates(x)[0], begins.forward_features(x))
     assert idle(stepped(woken(begins), x)) == []
     assert_fx_and_torchscript_agree(begins.eval(), x)
     assert all(block.mrla.bn.weight.eq(1).all() for stage in (paper.layer1, paper.layer4) for block in stage)
@@ -179,7 +180,7 @@ def test_mrla_begins_as_the_network_without_and_learns(block, width):
 
 
 def test_tokens_without_a_grid_are_refused():
-    layer = ea_vision.evolve(plain(), "conv2d").blocks[1].attn
+    layer = evolve(plain(), "conv2d").blocks[1].attn
     with pytest.raises(ValueError, match="needs the patches' .height, width."):
         layer(torch.randn(1, 17, 48), torch.randn(1, 3, 17, 17))
 

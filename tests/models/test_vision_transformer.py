@@ -11,12 +11,13 @@ from timm.layers import set_fused_attn
 from timm.models.vision_transformer import VisionTransformer
 from timm.optim import create_optimizer_v2
 from torch import nn
+from torch.testing import assert_close
 
 import ea_vision
 import ea_vision.ops as ops
 from ea_vision.layers import EvolvingAttention, PredictiveAttention
 from ea_vision.models import get_network, list_networks
-from tests.models.zoo import assert_compiles_and_exports, idle, images, stepped
+from tests.models.zoo import TINY, assert_compiles_and_exports, idle, images, stepped
 
 NAMES = list_networks("vision_transformer")
 # what older timm lacks
@@ -24,7 +25,6 @@ HAS_CAUSAL = "is_causal" in inspect.signature(VisionTransformer.forward).paramet
 RESETS = "needs_reset" in inspect.signature(VisionTransformer.init_weights).parameters
 needs_attn_layer = pytest.mark.skipif("attn_layer" not in inspect.signature(VisionTransformer).parameters,
                                       reason="needs a timm whose ViT has attn_layer")
-TINY = dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=3, num_classes=5)  # 4x4 patches
 
 
 def lively(model):
@@ -201,7 +201,7 @@ def test_by_hand():
     evolved = 0.6 * attn.evolution.convs[0](mixed).relu() + 0.4 * mixed
     tokens = tokens + attn.proj((evolved.softmax(-1) @ v).transpose(1, 2).reshape(2, 17, 48))
     tokens = tokens + model.blocks[1].mlp(model.blocks[1].norm2(tokens))
-    torch.testing.assert_close(model.forward_features(x), model.norm(tokens), atol=1e-5, rtol=1e-5)
+    assert_close(model.forward_features(x), model.norm(tokens), atol=1e-5, rtol=1e-5)
 
 
 @torch.no_grad()
@@ -213,11 +213,11 @@ def test_prefix_tokens_pass_the_convolution(options):
     logits, prev = torch.randn(2, 2, 3, 12, 12)
     expected = 0.4 * prev + 0.6 * logits
     expected[:, :, 3:, 3:] = whole(logits[:, :, 3:, 3:], prev[:, :, 3:, 3:])
-    torch.testing.assert_close(evolution(logits, prev), expected)
+    assert_close(evolution(logits, prev), expected)
     assert not torch.allclose(whole(logits, prev), expected)
     q, k, v = torch.randn(3, 2, 3, 12, 4)
     by_operator = ops.evolving_attention(q, k, v, **evolution.operands(prev))[1]
-    torch.testing.assert_close(by_operator, evolution(q @ k.transpose(-2, -1) / 2, prev))
+    assert_close(by_operator, evolution(q @ k.transpose(-2, -1) / 2, prev))
 
 
 def chosen(caplog, monkeypatch, model):
@@ -253,13 +253,13 @@ def test_intermediates_are_timms():
             {}, dict(norm=True), dict(indices=2), dict(indices=[0, 2]), dict(indices=[-2], stop_early=True),
             dict(output_fmt="NLC"), dict(return_prefix_tokens=True), dict(intermediates_only=True),
             dict(output_dict=True), dict(output_dict=True, return_prefix_tokens=True, intermediates_only=True)):
-        torch.testing.assert_close(evolving.forward_intermediates(images(), **options),
+        assert_close(evolving.forward_intermediates(images(), **options),
                                    timms.forward_intermediates(images(), **options))
     last_two = [model.get_intermediate_layers(images(), 2) for model in (evolving, timms)]
-    torch.testing.assert_close(*last_two)
+    assert_close(*last_two)
     final, taken = active(evolving).forward_intermediates(images(), norm=True, output_fmt="NLC")
-    torch.testing.assert_close(final[:, 3:], taken[-1])
-    torch.testing.assert_close(final, evolving.forward_features(images()))
+    assert_close(final[:, 3:], taken[-1])
+    assert_close(final, evolving.forward_features(images()))
     with pytest.raises(AssertionError, match="NCHW or NLC"):
         evolving.forward_intermediates(images(), output_fmt="NHWC")
 
@@ -315,7 +315,7 @@ def test_pretrained_takes_timms_weights(tmp_path, caplog):
     larger = pretrained(path, img_size=48, num_classes=0)  # positions are resampled, the head is left
     expected = timm.create_model("vit_tiny_patch16_224", pretrained=True, pretrained_cfg_overlay=dict(
         file=str(path), num_classes=5, custom_load=False), **{**TINY, "img_size": 48, "num_classes": 0}).eval()
-    torch.testing.assert_close(larger(images(48, 48)), expected(images(48, 48)), atol=1e-5, rtol=1e-4)
+    assert_close(larger(images(48, 48)), expected(images(48, 48)), atol=1e-5, rtol=1e-4)
 
     safetensors.torch.save_file(active(model).state_dict(), path)
     again = pretrained(path)
@@ -330,7 +330,7 @@ def test_checkpoints_with_attention_pooling_load_into_the_network_without(tmp_pa
     path = tmp_path / "siglip.safetensors"
     safetensors.torch.save_file(timms.state_dict(), path)
     model = pretrained(path, "ea_vit_base_patch16_siglip_gap_224")
-    torch.testing.assert_close(model.forward_features(images()), timms.forward_features(images()), atol=1e-5,
+    assert_close(model.forward_features(images()), timms.forward_features(images()), atol=1e-5,
                                rtol=1e-4)
 
 

@@ -8,6 +8,7 @@ import timm
 import torch
 from timm.models import create_feature_extractor, get_graph_node_names
 from torch._dynamo.testing import CompileCounter
+from torch.testing import assert_close
 
 from ea_vision.layers import AugmentedConv2d, SpatialTransformer
 from ea_vision.models import ChainedNetwork, get_network, list_networks
@@ -15,6 +16,7 @@ from ea_vision.models import ChainedNetwork, get_network, list_networks
 ALL = bool(os.environ.get("EA_VISION_TEST_ALL"))
 EVERY = [name for name in list_networks() if name not in list_networks("vision_transformer")]  # these: a file of theirs
 CIFAR = list_networks("conv_transformer")
+TINY = dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=3, num_classes=5)  # a ViT of 4x4 patches
 SHRUNK = {"wide_resnet": {"width": 1, "depth": 16}, "attn_resnet": {"layers": (1, 1, 2, 1)},  # keywords by family
           "conv_transformer": {"widths": (16, 32, 64, 64), "depth": 2}}
 
@@ -119,7 +121,7 @@ def assert_checkpointing_changes_nothing(model, x: torch.Tensor, statistics: boo
         results.append((y.detach(), {n: p.grad for n, p in twin.named_parameters()},
                         dict(twin.named_buffers()) if statistics else {}))
     assert all(grad is not None for grad in results[0][1].values())
-    torch.testing.assert_close(results[1], results[0], **near)
+    assert_close(results[1], results[0], **near)
 
 
 @torch.no_grad()
@@ -128,9 +130,9 @@ def assert_fx_and_torchscript_agree(model, x: torch.Tensor) -> None:
     expected, nodes = model(x), get_graph_node_names(model)[1]
     traced = create_feature_extractor(model, return_nodes=[nodes[-1]])
     with torch.jit.optimized_execution(False):
-        torch.testing.assert_close(torch.jit.script(model)(x), expected)
+        assert_close(torch.jit.script(model)(x), expected)
         for extractor in (traced, torch.jit.script(traced)):
-            torch.testing.assert_close(next(iter(extractor(x).values())), expected)
+            assert_close(next(iter(extractor(x).values())), expected)
 
 
 @torch.no_grad()
@@ -139,12 +141,12 @@ def assert_compiles_and_exports(model, x: torch.Tensor, **near: float) -> None:
     counter = CompileCounter()
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     for images in (x, torch.randn_like(x)):
-        torch.testing.assert_close(compiled(images), model(images), **near)
+        assert_close(compiled(images), model(images), **near)
     assert counter.frame_count == 1
     torch._dynamo.reset()
     program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     other = torch.randn(5, *x.shape[1:])
-    torch.testing.assert_close(program.module()(other), model(other), **near)
+    assert_close(program.module()(other), model(other), **near)
 
 
 @torch.no_grad()
@@ -153,11 +155,11 @@ def assert_onnx_agrees(model, x: torch.Tensor, folder: Path) -> None:
     import onnxruntime
 
     program = torch.export.export(model, (x,))
-    torch.testing.assert_close(program.module()(x), model(x), atol=1e-4, rtol=1e-4)
+    assert_close(program.module()(x), model(x), atol=1e-4, rtol=1e-4)
     torch.onnx.export(program, (), folder / "model.onnx", dynamo=True, verbose=False)
     session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
     (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    torch.testing.assert_close(torch.from_numpy(y), model(x), atol=1e-4, rtol=1e-3)
+    assert_close(torch.from_numpy(y), model(x), atol=1e-4, rtol=1e-3)
 
 
 def idle(model, where: str = "") -> list[str]:

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.autograd import forward_ad
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -83,7 +84,7 @@ def test_dropout_drops_what_it_says_and_by_the_generator():
         torch.manual_seed(3)
         assert torch.equal(attention(p), attn)
         kept = kept_entries(int(torch.randint(2 ** 62, (1,), generator=torch.Generator().manual_seed(3))), 2, 4, 50, p)
-        torch.testing.assert_close(attn, kept / (50 * (1 - p)) if p < 1 else torch.zeros_like(attn))
+        assert_close(attn, kept / (50 * (1 - p)) if p < 1 else torch.zeros_like(attn))
         assert torch.equal(attention(p), attn) == (p != 0.25)  # the generator has moved on
 
 
@@ -134,7 +135,7 @@ def test_cpu_kernel_takes_rows_of_logits_far_from_zero(dim_v):
     assert_as_reference(tensors, alpha=1.0, feat_size=(4, 5), need_logits=False)
     tensors["prev_logits"][..., 7] = -torch.inf
     out = evolving_attention(**tensors, alpha=1.0, feat_size=(4, 5), implementation="cpu")[0]
-    torch.testing.assert_close(out, tensors["prev_logits"].softmax(-1) @ tensors["v"], atol=1e-5, rtol=1e-5)
+    assert_close(out, tensors["prev_logits"].softmax(-1) @ tensors["v"], atol=1e-5, rtol=1e-5)
 
 
 def test_cpu_kernel_makes_no_subnormal_number_and_hides_no_nan():
@@ -174,8 +175,8 @@ def test_halving_is_average_pooling(size):
     x = torch.randn(2, 3, *size, requires_grad=True)
     plain = F.avg_pool2d(x, 3, stride=2, padding=1, count_include_pad=False)
     weight = torch.randn_like(plain)
-    torch.testing.assert_close(halve(x), plain)
-    torch.testing.assert_close(*(torch.autograd.grad((y * weight).sum(), x) for y in (halve(x), plain)))
+    assert_close(halve(x), plain)
+    assert_close(*(torch.autograd.grad((y * weight).sum(), x) for y in (halve(x), plain)))
     assert halve(x).grad_fn.name() != plain.grad_fn.name()
 
 
@@ -196,23 +197,17 @@ def use_compiler(monkeypatch, tmp_path):
     assert reason_against(problem("ea", (3, 4))) is None
 
 
-@pytest.fixture
-def compiler(tmp_path):
-    """Called with the commands of a shell, it makes a compiler of them."""
-    def make(commands):
-        path = tmp_path / f"cc{len(list(tmp_path.glob('cc*')))}"
-        path.write_text(f"#!/bin/sh\ncd {tmp_path}\n{commands}\n")
-        path.chmod(0o755)
-        return str(path)
-
-    return make
+def compiler(folder: Path, commands: str) -> str:
+    """Make a compiler of the commands of a shell."""
+    path = folder / f"cc{len(list(folder.glob('cc*')))}"
+    path.write_text(f"#!/bin/sh\ncd {folder}\n{commands}\n")
+    path.chmod(0o755)
+    return str(path)
 
 
-@pytest.fixture
-def compiler_with(compiler):
-    """Called with flags, it makes a compiler that adds them to whatever it is told."""
-    cc = os.environ.get("CC") or "cc"
-    return lambda *flags: compiler(f'exec {cc} "$@" {shlex.join(flags)}')
+def compiler_with(folder: Path, *flags: str) -> str:
+    """Make a compiler that adds flags to whatever it is told."""
+    return compiler(folder, f'exec {os.environ.get("CC") or "cc"} "$@" {shlex.join(flags)}')
 
 
 def reason_against(tensors):
@@ -226,20 +221,9 @@ def load_library(_) -> int:
     return 0
 
 
-def in_processes(log: Path, main, count=1) -> str:
-    """What so many processes print that run `main` at once."""
-    logs = [log.with_suffix(f".{i}") for i in range(count)]
-    processes = [runner.start([], each, main=main) for each in logs]
-    for process in processes:
-        process.join(900)
-    text = "\n".join(each.read_text() for each in logs)
-    assert [process.exitcode for process in processes] == [0] * count, text[-2000:]
-    return text
-
-
-def test_a_damaged_library_is_built_again(use_compiler, compiler_with, tmp_path):
+def test_a_damaged_library_is_built_again(use_compiler, tmp_path):
     """What is cut in two processes of their own, which build it at once: to load it would kill them."""
-    use_compiler(compiler_with("-O0"))
+    use_compiler(compiler_with(tmp_path, "-O0"))
     assert reason_against(problem("ea", (3, 4))) is None
     library, = (tmp_path / "cache").rglob("cpu_kernel-*.so")
     whole = library.read_bytes()
@@ -249,7 +233,8 @@ def test_a_damaged_library_is_built_again(use_compiler, compiler_with, tmp_path)
     assert reason_against(problem("ea", (3, 4))) is None and library.read_bytes() == whole
     library.unlink()
     library.write_bytes(whole[:len(whole) // 2])
-    assert in_processes(tmp_path / "log", load_library, 2).count(str(library)) == 2
+    log = tmp_path / "log"
+    assert runner.run_world(2, [], log, main=load_library) == [0, 0] and log.read_text().count(str(library)) == 2
     assert library.read_bytes() == whole and [*library.parent.iterdir()] == [library]
 
 
@@ -264,9 +249,9 @@ BROKEN = {  # compilers by name: commands of a shell, if any, and what the log s
 
 @pytest.mark.parametrize("cc", BROKEN)
 def test_whatever_goes_wrong_with_the_library_the_reference_runs_and_the_log_says_why(
-        use_compiler, compiler, caplog, cc):
+        use_compiler, tmp_path, caplog, cc):
     commands, reason = BROKEN[cc]
-    use_compiler(compiler(commands) if commands else cc)
+    use_compiler(compiler(tmp_path, commands) if commands else cc)
     tensors = problem("ea", (3, 4))
     ops._logged.clear()
     with caplog.at_level(logging.INFO, "ea_vision.ops"):
@@ -276,8 +261,8 @@ def test_whatever_goes_wrong_with_the_library_the_reference_runs_and_the_log_say
 
 
 @pytest.mark.parametrize("flag", ["-mno-avx512f", "-mno-avx"])
-def test_narrower_vectors(use_compiler, compiler_with, flag):
-    use_compiler(compiler_with("-O1", flag))
+def test_narrower_vectors(use_compiler, tmp_path, flag):
+    use_compiler(compiler_with(tmp_path, "-O1", flag))
     if isinstance(cpu_library.load(), str):
         pytest.skip(cpu_library.load())
     for kind, size, dim_v in (("aa", (3, 3), 3), ("ea", (5, 7), 3), ("ea", (2, 9), 6), ("pa", (4, 4), 2)):
@@ -297,9 +282,8 @@ def test_the_library_is_another_after_any_change(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("home", ["a file", "none"])
-def test_where_nothing_can_be_kept_each_process_builds_the_library(use_compiler, compiler_with, tmp_path, monkeypatch,
-                                                                   caplog, home):
-    use_compiler(compiler_with("-O0"))
+def test_where_nothing_can_be_kept_each_process_builds_the_library(use_compiler, tmp_path, monkeypatch, caplog, home):
+    use_compiler(compiler_with(tmp_path, "-O0"))
     if home == "none":
         monkeypatch.delenv("XDG_CACHE_HOME")
 
@@ -333,21 +317,21 @@ def without_memory(_) -> int:
 
 
 def test_memory_that_cannot_be_had_is_an_error_that_says_how_much(tmp_path):
-    in_processes(tmp_path / "log", without_memory)
+    assert runner.run_world(1, [], tmp_path / "log", main=without_memory) == [0], (tmp_path / "log").read_text()
 
 
 @pytest.mark.slow
-def test_memory_errors_and_undefined_behaviour(tmp_path, compiler_with):
+def test_memory_errors_and_undefined_behaviour(tmp_path):
     """The kernel under the address and undefined-behaviour sanitizers, with the widest and the narrowest vectors."""
     sanitize = ("-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-    compiler = compiler_with(*sanitize)
+    plain = compiler_with(tmp_path, *sanitize)
     (tmp_path / "main.c").write_text("int main(void) { return 0; }")
-    trial = subprocess.run(f"{compiler} main.c -o main && ./main && {compiler} -print-file-name=libasan.so",
+    trial = subprocess.run(f"{plain} main.c -o main && ./main && {plain} -print-file-name=libasan.so",
                            shell=True, cwd=tmp_path, capture_output=True, text=True)
     runtime = Path(trial.stdout.strip()).resolve()
     if trial.returncode or not runtime.is_file() or not runtime.is_absolute():
         pytest.skip(f"the compiler has no shared sanitizer runtime: {trial.stdout} {trial.stderr}")
-    compilers = [compiler, compiler_with(*sanitize, "-mno-avx")]
+    compilers = [plain, compiler_with(tmp_path, *sanitize, "-mno-avx")]
     done = subprocess.run(
         [sys.executable, "-m", "tests.ops.sanitized", *compilers], cwd=Path(__file__).parents[2],
         capture_output=True, text=True, env={
@@ -442,7 +426,7 @@ def test_what_the_kernel_would_misread_goes_elsewhere_or_is_an_error():
     # attention that does not evolve has no use for a convolution
     del tensors["prev_logits"]
     made = [outputs_and_gradients(tensors, feat_size=(3, 4), implementation=each) for each in ("cpu", "reference")]
-    torch.testing.assert_close(*made)
+    assert_close(*made)
     assert not made[0]["weight"].any() and made[0]["q"].any()
 
 
@@ -500,9 +484,9 @@ def test_forward_derivatives_and_transforms_are_the_references(name):
 
     made = all_of_them()
     with use_implementation("reference"):
-        torch.testing.assert_close(made, all_of_them())
+        assert_close(made, all_of_them())
         near = (operator(x + 1e-2 * tangent) - operator(x - 1e-2 * tangent)) / 2e-2
-    torch.testing.assert_close(made[0], near, atol=2e-2, rtol=1e-2)
+    assert_close(made[0], near, atol=2e-2, rtol=1e-2)
     if name == "attention":
         with use_implementation("cpu"), pytest.raises(ValueError, match="'cpu' cannot run this: forward-mode deriv"):
             forward(x)
@@ -521,9 +505,9 @@ def test_fewer_keys_than_queries(kind):
     elif kind == "pa":
         logits = 0.3 * F.conv2d(prev, weight, bias, padding=1).relu() + 0.7 * logits
     out, made = evolving_attention(q, k, v, **further, alpha=0.3, beta=0.6, predict=kind == "pa")
-    torch.testing.assert_close((out, made), (logits.softmax(-1) @ v, logits))
+    assert_close((out, made), (logits.softmax(-1) @ v, logits))
     if kind == "aa":
-        torch.testing.assert_close(evolving_attention(q, k, v, need_logits=False, implementation="sdpa")[0], out)
+        assert_close(evolving_attention(q, k, v, need_logits=False, implementation="sdpa")[0], out)
 
 
 # ---- the layer
@@ -565,10 +549,10 @@ def test_hooks_see_the_maps():
     fast, _ = run(layers, x)
     with use_implementation("reference"):
         slow, _ = run(layers, x)
-    torch.testing.assert_close(fast, slow)
+    assert_close(fast, slow)
     assert not torch.equal(fast, slow)  # two implementations ran
     handle = layers[0].attn_drop.register_forward_hook(lambda _, args, output: seen.append(output))
-    torch.testing.assert_close(run(layers, x)[0], fast)
+    assert_close(run(layers, x)[0], fast)
     handle.remove()
     assert torch.equal(run(layers, x)[0], fast) and [maps.shape for maps in seen] == [(2, 4, 30, 30)]
 
@@ -588,7 +572,7 @@ def test_compiles_whole_and_once(learnable, dropout_p):
 
     compiled = torch.compile(run, fullgraph=True, backend=backend)
     for batch in (x, x + 1, x * 2):
-        torch.testing.assert_close(results(compiled, batch), results(run, batch), atol=1e-4, rtol=1e-5)
+        assert_close(results(compiled, batch), results(run, batch), atol=1e-4, rtol=1e-5)
     assert len(graphs) == 1 and str(graphs[0].code).count("ea_vision.cpu_attention") == 3
 
 

@@ -1,12 +1,13 @@
 """Tables of relative positions fitted to maps of other sizes; their logits are compared in tests/layers."""
 import torch
+from torch.testing import assert_close
 
 from ea_vision.layers import fit_rel_table
 
 
 def test_a_smaller_map_uses_the_middle_of_the_table():
     table = torch.arange(13.0).unsqueeze(1)  # offsets -6..6
-    torch.testing.assert_close(fit_rel_table(table, 4).squeeze(1), torch.arange(3.0, 10.0))  # offsets -3..3
+    assert_close(fit_rel_table(table, 4).squeeze(1), torch.arange(3.0, 10.0))  # offsets -3..3
     assert fit_rel_table(table, 7) is table
 
 
@@ -18,5 +19,5 @@ def test_a_larger_map_uses_a_linearly_resized_table():
         at = min(max((row + 0.5) * 5 / 11 - 0.5, 0), 4)
         low = int(at)
         high = min(low + 1, 4)
-        torch.testing.assert_close(fitted[row], table[low] * (1 - at + low) + table[high] * (at - low))
-    torch.testing.assert_close(fitted[5], table[2])  # offset 0 stays offset 0
+        assert_close(fitted[row], table[low] * (1 - at + low) + table[high] * (at - low))
+    assert_close(fitted[5], table[2])  # offset 0 stays offset 0

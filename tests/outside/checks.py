@@ -5,16 +5,23 @@ import re
 import pytest
 import timm
 import torch
+from torch.testing import assert_close
 
-import ea_vision
+from ea_vision import evolve, record_attention, unevolve
 from ea_vision.__main__ import main
 from ea_vision.layers import AugmentedConv2d, create_evolution, learnable_gates
 from ea_vision.models import list_networks
 from ea_vision.ops import use_implementation
-from tests.models.zoo import assert_checkpointing_changes_nothing, assert_fx_and_torchscript_agree, assert_onnx_agrees
+from tests.models.zoo import (
+    assert_checkpointing_changes_nothing,
+    assert_fx_and_torchscript_agree,
+    assert_onnx_agrees,
+    images,
+)
 from tests.outside import tiny_attn
 
 NAMES = ["aa_tiny", "ea_aa_tiny"]
+IMAGES = images()
 OURS = {"evolution": "shared", "start": 0.25}
 KINDS = pytest.mark.parametrize("name,options", [("aa_tiny", {}), ("ea_aa_tiny", {}), ("ea_aa_tiny", OURS)])
 
@@ -22,11 +29,6 @@ KINDS = pytest.mark.parametrize("name,options", [("aa_tiny", {}), ("ea_aa_tiny",
 def create(name: str, **options):
     torch.manual_seed(0)
     return timm.create_model(name, **options).eval()
-
-
-@pytest.fixture
-def image() -> torch.Tensor:
-    return torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
 
 def test_is_registered_in_order():
@@ -42,48 +44,48 @@ def test_one_chain_runs_through_both_stages(name, options):
     assert [layer.need_logits for layer in layers] == [evolving] * 3 + [False]
 
 
-def test_a_new_evolution_trains_with_checkpointing_and_goes_through_fx_and_torchscript(image):
+def test_a_new_evolution_trains_with_checkpointing_and_goes_through_fx_and_torchscript():
     model = create("ea_aa_tiny", **OURS)
-    assert_checkpointing_changes_nothing(model, image)
-    assert_fx_and_torchscript_agree(model, image)
+    assert_checkpointing_changes_nothing(model, IMAGES)
+    assert_fx_and_torchscript_agree(model, IMAGES)
 
 
 @torch.no_grad()
-def test_a_new_evolution_is_recorded_with_its_own_part(image):
+def test_a_new_evolution_is_recorded_with_its_own_part():
     model = create("ea_aa_tiny", **OURS)
     assert [layer.evolution.share.flatten().tolist() for layer in model.modules()
             if isinstance(layer, AugmentedConv2d) and layer.evolution is not None] == [[0.25, 0.25]] * 3
     parts = ("logits", "self_logits", "prev_logits", "shared_logits")
-    with ea_vision.record_attention(model, [2], parts=parts) as maps:
-        y = model(image)
+    with record_attention(model, [2], parts=parts) as maps:
+        y = model(IMAGES)
     layer = maps[2]
-    torch.testing.assert_close(layer.logits, layer.self_logits + 0.25 * layer.prev_logits)
-    torch.testing.assert_close(layer["shared_logits"], 0.25 * layer.prev_logits)
+    assert_close(layer.logits, layer.self_logits + 0.25 * layer.prev_logits)
+    assert_close(layer["shared_logits"], 0.25 * layer.prev_logits)
     with use_implementation("reference"):
-        torch.testing.assert_close(model(image), y)
+        assert_close(model(IMAGES), y)
     with pytest.raises(ValueError, match="evolution='shared' has start; got beta"):
         create_evolution("shared", 2, beta=0.5)
 
 
 @torch.no_grad()
-def test_a_new_evolution_in_timms_transformer(image, tmp_path):
+def test_a_new_evolution_in_timms_transformer(tmp_path):
     torch.manual_seed(0)
     plain = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=16, depth=3, num_heads=2)
     for block in plain.eval().blocks:
         torch.nn.init.normal_(block.attn.qkv.weight)
         block.attn.fused_attn = False
-    model = ea_vision.evolve(plain, "shared")
-    assert torch.equal(model(image), plain(image)) and torch.equal(ea_vision.unevolve(model)(image), plain(image))
+    model = evolve(plain, "shared")
+    assert torch.equal(model(IMAGES), plain(IMAGES)) and torch.equal(unevolve(model)(IMAGES), plain(IMAGES))
     gates = learnable_gates(model)
     assert list(gates) == ["blocks.1.attn.evolution.share", "blocks.2.attn.evolution.share"]
     for gate in gates.values():
         gate.fill_(0.7)
-    with ea_vision.record_attention(model, [2], parts=("shared_logits", "prev_logits")) as maps:
-        y = model(image)
-    assert not torch.equal(y, plain(image))
-    torch.testing.assert_close(maps[2]["shared_logits"], 0.7 * maps[2].prev_logits, atol=1e-5, rtol=1e-4)
-    assert_onnx_agrees(model, image, tmp_path)
-    started = ea_vision.evolve(plain, "shared", start="paper")
+    with record_attention(model, [2], parts=("shared_logits", "prev_logits")) as maps:
+        y = model(IMAGES)
+    assert not torch.equal(y, plain(IMAGES))
+    assert_close(maps[2]["shared_logits"], 0.7 * maps[2].prev_logits, atol=1e-5, rtol=1e-4)
+    assert_onnx_agrees(model, IMAGES, tmp_path)
+    started = evolve(plain, "shared", start="paper")
     assert [gate.flatten().tolist() for gate in learnable_gates(started).values()] == [[0.5, 0.5]] * 2
 
 
@@ -91,13 +93,6 @@ def test_summary(capsys):
     assert main(["models", "--sizes", *NAMES]) == 0
     table = capsys.readouterr().out
     assert re.search(r"ea_aa_tiny +\| 32x32 .*4 x 2 x \(8x8\)", table)
-
-
-def test_benchmark(tmp_path):
-    path = tmp_path / "speed.csv"
-    assert main(["benchmark", "--models", "ea_aa_tiny", "--batch-size", "2", "--img-size", "32", "--repeats", "1",
-                 "--device", "cpu", "--no-memory", "--csv", str(path)]) == 0
-    assert "ea_aa_tiny" in path.read_text()
 
 
 def test_page_and_figures(tmp_path):

@@ -19,14 +19,13 @@ from torch import nn
 from torchvision.models import swin_transformer
 
 import ea_vision
+from ea_vision.base.files import atomic_write
+from ea_vision.engine import checkpoint, run_folder
+from tests.models.zoo import TINY, images
 
-TINY = dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=3, num_classes=5)  # 4x4 patches
+NAME, KWARGS = "ea_conv_transformer_cifar", dict(num_classes=3, img_size=16, widths=[8, 8, 16, 16])
 SWIN = dict(patch_size=2, window_size=4, embed_dim=12, depths=(2, 2), num_heads=(2, 3), num_classes=3)
 LIMIT = 1e-5
-
-
-def images(height=32, width=32, batch=2):
-    return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(1))
 
 
 def photo(size=(80, 60)):
@@ -49,10 +48,24 @@ def timms(name, **options):
     return lively(timm.create_model(name, **{"num_classes": 3, **options}))
 
 
-def tiny(name="ea_conv_transformer_cifar", **options):
+def tiny(name=NAME, seed=0, **options):
     """A convolutional network of ours: maps of 4x4 and 2x2, two chains of three layers."""
-    torch.manual_seed(0)
-    return timm.create_model(name, **{"widths": (8, 8, 16, 16), "num_classes": 3, "img_size": 16, **options}).eval()
+    torch.manual_seed(seed)
+    return timm.create_model(name, **{**KWARGS, **options}).eval()
+
+
+def write_run(folder):
+    """Write a run folder of it: checkpoints of epochs 1 and 2, snapshots of 2 and 4, each of its epoch's seed."""
+    folder.mkdir(parents=True)
+    run_folder.write_config(folder, {"model": NAME, "dataset": "digits"}, {
+        "model_kwargs": KWARGS, "classes": ["ant", "bee", "cow"], "mean": [0.5] * 3, "std": [0.2] * 3})
+    run_folder.write_weights(folder, tiny().state_dict())
+    for epoch, file in (2, "last.ckpt"), (1, "best.ckpt"):
+        held = {"model": tiny(seed=epoch).state_dict(), "ema": None, "progress": {"epoch": epoch, "updates": epoch}}
+        atomic_write(folder / file, checkpoint.encode(held))
+    for epoch in (2, 4):
+        run_folder.write_snapshot(folder, tiny(seed=epoch).state_dict(), epoch)
+    return folder
 
 
 def torchvision_vit(num_layers=2, **kwargs):

@@ -9,44 +9,27 @@ from timm.data import create_transform
 
 import ea_vision
 from ea_vision.base.errors import UsageError
-from ea_vision.base.files import atomic_write
 from ea_vision.data import imagenet
-from ea_vision.engine import checkpoint, run_folder
+from ea_vision.engine import run_folder
 from ea_vision.recorder.loading import load_model, parse_layers, parse_targets
-from tests.recorder.networks import photo
-
-NAME = "ea_conv_transformer_cifar"
-KWARGS = dict(num_classes=3, img_size=16, widths=[8, 8, 16, 16])
+from tests.recorder.networks import NAME, photo, tiny, write_run
 
 
 @pytest.fixture
 def run(tmp_path):
-    """A run folder of a small network, with weights and a checkpoint of the second epoch."""
-    folder = tmp_path / "runs" / "small"
-    folder.mkdir(parents=True)
-    model = timm.create_model(NAME, **KWARGS)
-    about = {"model_kwargs": KWARGS, "classes": ["ant", "bee", "cow"], "mean": [0.5] * 3, "std": [0.2] * 3}
-    run_folder.write_config(folder, {"model": NAME, "dataset": "digits"}, about)
-    run_folder.write_weights(folder, model.state_dict())
-    run_folder.write_snapshot(folder, model.state_dict(), epoch=1)
-    state = {name: value + 1 for name, value in model.state_dict().items()}
-    data = checkpoint.encode({"model": state, "ema": None, "progress": {"epoch": 2, "updates": 5}})
-    atomic_write(folder / "last.ckpt", data)
-    return folder, model
+    return write_run(tmp_path / "runs" / "small")
 
 
 def test_a_run_folder_its_weights_and_its_checkpoint(run):
-    folder, model = run
-    for path, added, label, epoch in (("", 0, "small", None), ("model.safetensors", 0, "small, model", None),
-                                      ("snapshots/epoch_0001.safetensors", 0, "small, epoch 1", 1),
-                                      ("last.ckpt", 1, "small, epoch 2", 2)):
-        loaded = load_model(str(folder / path))
+    for path, seed, label, epoch in (("", 0, "small", None), ("model.safetensors", 0, "small, model", None),
+                                     ("snapshots/epoch_0004.safetensors", 4, "small, epoch 4", 4),
+                                     ("last.ckpt", 2, "small, epoch 2", 2)):
+        loaded = load_model(str(run / path))
         assert (loaded.label, loaded.epoch, loaded.img_size) == (f"{NAME}, {label}", epoch, (16, 16))
         assert loaded.classes == ["ant", "bee", "cow"] and loaded.config["std"] == (0.2,) * 3
         assert not loaded.model.training
-        assert all(torch.equal(a, b + added)
-                   for a, b in zip(loaded.model.parameters(), model.parameters(), strict=True))
-    untrained = load_model(str(folder), random=True)
+        assert all(map(torch.equal, loaded.model.parameters(), tiny(seed=seed).parameters()))
+    untrained = load_model(str(run), random=True)
     assert untrained.label.endswith("(untrained)") and untrained.model.num_classes == 3
 
 
@@ -54,7 +37,7 @@ def test_targets_are_separated_by_commas_and_a_name_that_has_some_is_one(run, tm
     """Runs of a sweep are named `model=a,seed=0`."""
     monkeypatch.chdir(tmp_path)
     name = "alpha=0.5,seed=0"
-    run[0].rename(tmp_path / name)
+    run.rename(tmp_path / name)
     assert parse_targets(f"{NAME},x") == [NAME, "x"] and parse_targets(name) == [name]
     assert load_model(name).label == f"{NAME}, {name}"
 
@@ -84,15 +67,14 @@ def test_images_are_prepared_as_timm_evaluates(size):
 
 
 def test_what_cannot_be_loaded(run, tmp_path):
-    folder, _ = run
     (tmp_path / "photos").mkdir()
-    (folder / "bad.ckpt").write_bytes(b"no checkpoint")
-    run_folder.write_weights(folder, timm.create_model(NAME, **{**KWARGS, "num_classes": 4}).state_dict())
+    (run / "bad.ckpt").write_bytes(b"no checkpoint")
+    run_folder.write_weights(run, tiny(num_classes=4).state_dict())
     for target, message in (
             (tmp_path / "phtos", "did you mean .*/photos"), (tmp_path, "is not a run folder"),
             ("ea_conv_transformer", "unknown model or run folder 'ea_conv_transformer'.*did you mean ea_conv"),
-            (folder / "bad.ckpt", "bad.ckpt cannot be read as a checkpoint"),
-            (folder, r"size mismatch for head.fc.weight: .*\[4, 16\].*\[3, 16\]")):
+            (run / "bad.ckpt", "bad.ckpt cannot be read as a checkpoint"),
+            (run, r"size mismatch for head.fc.weight: .*\[4, 16\].*\[3, 16\]")):
         with pytest.raises(UsageError, match=message):
             load_model(str(target))
 

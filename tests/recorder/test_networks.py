@@ -6,10 +6,12 @@ import timm
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.testing import assert_close
 
-import ea_vision
+from ea_vision import evolve, record_attention
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.recording import recordable_layers
+from tests.models.test_any_transformer import NAMES, create, size_of
 from tests.models.test_vision_transformer import needs_attn_layer
 from tests.recorder.networks import (
     LIMIT,
@@ -21,8 +23,6 @@ from tests.recorder.networks import (
     lively,
     made,
     recorded,
-    timms,
-    torchvision_vit,
     transformers_model,
     unfused,
 )
@@ -46,7 +46,7 @@ def check(layer, attn, place):
         assert torch.equal(layer.spatial().flatten(-2).flatten(2, 3), layer.attn[:, :, P:, P:])
         seen = (attn.flatten(0, 1).amax(0)[P:] > 1e-20).sum(-1).view(H, W)
         assert torch.equal(torch.from_numpy(layer.num_keys()), seen)
-        torch.testing.assert_close(layer.relative()[:, :, P:], layer.attn[:, :, P:] * seen.view(-1, 1))
+        assert_close(layer.relative()[:, :, P:], layer.attn[:, :, P:] * seen.view(-1, 1))
     for query, row in rows.items():
         prefix, pixels = layer.of_query(query)
         assert pixels.shape[-2:] == layer.key_size
@@ -81,7 +81,7 @@ def test_talking_heads_mix_the_recorded_probabilities():
     for block, layer in zip(model.blocks, maps.values(), strict=False):
         with torch.no_grad():
             again = block.attn.proj_w(layer.attn.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-        torch.testing.assert_close(layer["mixed_attn"], again, atol=LIMIT, rtol=LIMIT)
+        assert_close(layer["mixed_attn"], again, atol=LIMIT, rtol=LIMIT)
 
 
 @needs_attn_layer
@@ -105,7 +105,7 @@ def test_differential_attention(dual_lambda):
         lambda _, args, output: values.append(output[..., 96:].reshape(2, 17, 3, 16).transpose(1, 2)))
     attention.sub_norm.register_forward_pre_hook(lambda _, args: values.append(args[0]))
     formed = unfused(model, x)
-    torch.testing.assert_close(maps[3].attn @ values[0], values[1], atol=1e-5, rtol=1e-5)
+    assert_close(maps[3].attn @ values[0], values[1], atol=1e-5, rtol=1e-5)
     for layer, slow, both in zip(maps.values(), recorded(model, x, parts).values(), formed, strict=True):
         for part, expected in zip(parts[1:], both.view(2, 3, 2, 17, 17).unbind(2), strict=True):
             assert (layer[part] - expected).abs().max() <= LIMIT
@@ -129,7 +129,7 @@ def test_language_models_of_transformers(name):
 
     for queries in (7, 1):
         model.set_attn_implementation("sdpa")
-        with torch.no_grad(), ea_vision.record_attention(model) as maps:
+        with torch.no_grad(), record_attention(model) as maps:
             forward(queries)
         model.set_attn_implementation("eager")
         with torch.no_grad():
@@ -150,12 +150,12 @@ def test_a_layer_of_one_tower_and_windows_that_are_not_known():
         text_config=dict(**small, vocab_size=30, max_position_embeddings=8),
         vision_config=dict(**small, image_size=32, patch_size=8), projection_dim=8)).eval()
     [vision] = [layer.name for layer in recordable_layers(clip) if layer.name.startswith("vision_model")]
-    with torch.no_grad(), ea_vision.record_attention(clip, vision) as maps:
+    with torch.no_grad(), record_attention(clip, vision) as maps:
         clip(input_ids=torch.ones(2, 5, dtype=torch.long), pixel_values=images())
     assert len(recordable_layers(clip)) == 2 and maps[vision].attn.shape == (2, 3, 17, 17)
     maxvit = timm.create_model("maxvit_rmlp_pico_rw_256", num_classes=3).eval()
     with torch.no_grad(), pytest.raises(ValueError, match=r"attention layer 1 \(.*\) must attend over .*got maps of"), \
-            ea_vision.record_attention(maxvit):
+            record_attention(maxvit):
         maxvit(images(256, 256, 1))
 
 
@@ -234,43 +234,36 @@ def test_multihead_attention_alone(kwargs, need_weights):
         given = [x.transpose(0, 1) for x in given]
     with torch.no_grad():
         expected, attn = layer(*given, average_attn_weights=False)
-        with ea_vision.record_attention(layer) as maps:
+        with record_attention(layer) as maps:
             output, weights = layer(*given, need_weights=need_weights)
     assert (weights is None) != need_weights and maps[1].attn.shape == attn.shape
-    torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-6)
+    assert_close(output, expected, atol=1e-6, rtol=1e-6)
     assert (maps[1].attn - attn).abs().max() <= LIMIT
 
 
 # ---- networks that evolve --------------------------------------------------------------------------------------------
 
-EVOLVED = {
-    **{name: lambda name=name: timms(name, **TINY) for name in (
-        "vit_tiny_patch16_224", "eva02_tiny_patch14_224", "vit_small_patch16_dinov3", "beit_base_patch16_224",
-        "cait_xxs24_224")},
-    "naflexvit": lambda: timms("naflexvit_base_patch16_gap", **{k: v for k, v in TINY.items() if k != "img_size"}),
-    "torchvision": lambda: torchvision_vit(3)}
-
-
-@pytest.mark.parametrize("name", EVOLVED)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["ea", "conv2d", "talking_heads", "xsa", None])
 def test_evolved_transformers_begin_with_the_maps_of_the_plain_ones(name, kind):
     """Of CaiT with those that weigh the values; outputs keep every bit, and logits hand on what they should."""
-    plain, x = EVOLVED[name](), images()
-    model = ea_vision.evolve(plain, kind=kind, token_conv=kind is None).eval()
+    plain, x = create(name).eval(), images(*size_of(name))
+    model = evolve(plain, kind=kind, token_conv=kind is None).eval()
     found, hooks = [layer for layer in recordable_layers(model) if "logits" in layer.parts], hooks_of(model)
     theirs = "mixed_attn" if name.startswith("cait") else "attn"
     with torch.no_grad():
         expected = model(x)
-        with ea_vision.record_attention(model, parts={part for layer in found for part in layer.parts}) as maps, \
-                ea_vision.record_attention(plain, parts=theirs) as before:
+        with record_attention(model, parts={part for layer in found for part in layer.parts}) as maps, \
+                record_attention(plain, parts=theirs) as before:
             assert torch.equal(model(x), expected)
             plain(x)
     assert len(found) >= 2 and len(maps) == len(recordable_layers(plain))
     for layer in found:
         own = maps[layer.number]
-        assert (own.attn - before[layer.number][theirs]).abs().max() <= LIMIT and own.feat_size == (4, 4)
+        assert (own.attn - before[layer.number][theirs]).abs().max() <= LIMIT
+        assert own.feat_size == tuple(side // 8 for side in size_of(name))
         if theirs == "attn":
-            torch.testing.assert_close(own.attn, own.logits.softmax(-1), atol=LIMIT, rtol=LIMIT)
+            assert_close(own.attn, own.logits.softmax(-1), atol=LIMIT, rtol=LIMIT)
         if own.prev_logits is not None:
             assert torch.equal(own.prev_logits, maps[layer.number - 1].logits)
     assert hooks_of(model) == hooks and not any("_attend" in vars(module) for module in model.modules())

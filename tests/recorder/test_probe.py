@@ -19,10 +19,6 @@ from tests.recorder.networks import recorded
 SHORT = ["--model", "ea_conv_transformer_cifar", "--img-size", "16", "--layers", "2", "--epochs", "1", "--width", "8"]
 
 
-def images(count=10):
-    return torch.from_numpy(np.random.default_rng(0).integers(0, 256, (count, 3, 16, 16), dtype=np.uint8))
-
-
 def small_model(name="ea_conv_transformer_cifar", **options):
     return load_model(name, random=True, img_size=(16, 16), **options or {"widths": (8, 8, 16, 16)})
 
@@ -48,7 +44,7 @@ def test_the_network_has_12_layers_and_the_papers_poolings():
      "cls", "cls", 0)])
 def test_maps_are_those_of_the_query(model, layers, text, query, row):
     """Of the middle, of a pixel and of a class token, towards the pixels."""
-    model, pixels = model(), images()
+    model, pixels = model(), torch.randint(0, 256, (10, 3, 16, 16), dtype=torch.uint8)
     chosen = [int(number) for number in layers.split(",")]
     assert probe.layers_and_query(argparse.Namespace(layers=layers, query=text), model) == (chosen, query)
     with pytest.raises(UsageError, match="--query must be y,x.*, got 'reg1'"):

@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.recorder.layouts import Layout
@@ -25,7 +26,7 @@ from tests.recorder.networks import SWIN, TINY, made, recorded, timms, tiny
 
 def test_entropy_of_one_pixel_and_of_all_pixels():
     for maps, entropy in ((torch.eye(12), 0.0), (torch.full((12, 12), 1 / 12), math.log(12))):
-        torch.testing.assert_close(attention_entropy(maps.expand(2, 3, 12, 12)), torch.full((2, 3), entropy))
+        assert_close(attention_entropy(maps.expand(2, 3, 12, 12)), torch.full((2, 3), entropy))
 
 
 @needs_attn_layer
@@ -40,7 +41,7 @@ def test_measures_of_differential_attention_are_of_distributions_or_not_numbers(
         assert signed.all() == (layer.number == 3) and (attn.sum(-1) < 0.9).all()
         for found, expected in ((layer.entropies, -(rows * rows.log()).sum(-1)), (layer.prefixes, rows[..., 0])):
             expected = expected.mean(-1).masked_fill(signed, torch.nan)
-            torch.testing.assert_close(found, expected, equal_nan=True)
+            assert_close(found, expected, equal_nan=True)
         assert torch.equal(layer.distances.isnan(), signed) and layer.positions.isfinite().all()
     assert [row["entropy_nats"] == "nan" for row in rows_of(measured)] == [False] * 6 + [True] * 3
 
@@ -52,7 +53,7 @@ def rows_of(measured):
 def test_distance_of_a_known_shift_in_pixels_of_the_input():
     itself = torch.eye(4 * 5).view(1, 1, 4, 5, 4, 5)
     shifted = itself.roll(2, -1)  # columns 0 to 2 look 2 to the right, 3 and 4 look 3 to the left
-    torch.testing.assert_close(attention_distance(shifted, (7.0, 10.0)), torch.tensor([[10 * (3 * 2 + 2 * 3) / 5]]))
+    assert_close(attention_distance(shifted, (7.0, 10.0)), torch.tensor([[10 * (3 * 2 + 2 * 3) / 5]]))
     assert attention_distance(itself).item() == 0
 
 
@@ -76,7 +77,7 @@ def test_references_are_those_of_uniform_attention_also_in_windows(name):
     measured = measure(model, [torch.rand(2, 3, H * cell, W * cell)] * 2)
     for layer in measured:
         for found, uniform in ((layer.entropies, layer.uniform_entropy), (layer.distances, layer.uniform_distance)):
-            torch.testing.assert_close(found, torch.full_like(found, uniform), atol=0, rtol=1e-4)
+            assert_close(found, torch.full_like(found, uniform), atol=0, rtol=1e-4)
     if name == "swin":
         return
     high, wide = window or (99, 99)
@@ -85,13 +86,13 @@ def test_references_are_those_of_uniform_attention_also_in_windows(name):
             for a in pixels]
     assert layer.uniform_distance == pytest.approx(sum(sum(row) / len(row) for row in seen) / (H * W))
     assert layer.uniform_entropy == pytest.approx(sum(math.log(len(row) + prefix) for row in seen) / (H * W))
-    torch.testing.assert_close(layer.prefixes, torch.full_like(layer.prefixes, prefix / (H * W + prefix)))
+    assert_close(layer.prefixes, torch.full_like(layer.prefixes, prefix / (H * W + prefix)))
 
 
 def test_correlation_of_a_map_with_itself_its_opposite_and_a_constant():
     maps = torch.rand(2, 3, 8, 8)
     for other, expected in ((3 * maps + 1, 1.0), (-maps, -1.0), (torch.ones_like(maps), math.nan)):
-        torch.testing.assert_close(map_correlation(maps, other), torch.full((2, 3), expected), equal_nan=True)
+        assert_close(map_correlation(maps, other), torch.full((2, 3), expected), equal_nan=True)
 
 
 def test_rollout_through_a_pooling_stays_in_place():
@@ -99,7 +100,7 @@ def test_rollout_through_a_pooling_stays_in_place():
     corner = attention_rollout(maps)[0, 1].view(4, 4)  # the new map's upper right cell
     expected = torch.zeros(4, 4)
     expected[:2, 2:] = 0.25
-    torch.testing.assert_close(corner, expected)
+    assert_close(corner, expected)
 
 
 @pytest.mark.parametrize("name", ["vit_small_patch14_reg4_dinov2", "pvt"])
@@ -107,12 +108,12 @@ def test_rollout_multiplies_later_layers_from_the_left(name):
     """Of all tokens; reduced keys go to their cells alike, and rows sum to 1."""
     maps = recorded(*made(name))
     rollout = attention_rollout(maps)
-    torch.testing.assert_close(rollout.sum(-1), torch.ones(rollout.shape[:2]))
+    assert_close(rollout.sum(-1), torch.ones(rollout.shape[:2]))
     if name == "pvt":
         assert rollout.shape == (2, 6, 16 * 24)
     else:
         first, second, third = (0.5 * layer.attn.mean(1) + 0.5 * torch.eye(21) for layer in maps.values())
-        torch.testing.assert_close(rollout, third @ second @ first)
+        assert_close(rollout, third @ second @ first)
 
 
 def test_measure_does_not_depend_on_the_batches():
@@ -120,8 +121,8 @@ def test_measure_does_not_depend_on_the_batches():
     whole, parts, maps = measure(model, [images]), measure(model, images.split((1, 3, 2))), recorded(model, images)
     for a, b in zip(whole, parts, strict=True):
         assert a.images == b.images == 6 and (a.correlations is None) == (a.number in (1, 4))
-        torch.testing.assert_close(*({**vars(one), "name": 0} for one in (a, b)), equal_nan=True)
-        torch.testing.assert_close(a.entropies, attention_entropy(maps[a.number].attn))
+        assert_close(*({**vars(one), "name": 0} for one in (a, b)), equal_nan=True)
+        assert_close(a.entropies, attention_entropy(maps[a.number].attn))
     with pytest.raises(ValueError, match="at least one batch"):
         measure(model, [])
 

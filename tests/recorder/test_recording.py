@@ -10,10 +10,10 @@ import pytest
 import timm
 import torch
 from torch import nn
+from torch.testing import assert_close
 
-import ea_vision
 from ea_vision.layers import AugmentedConv2d
-from ea_vision.recorder.recording import PARTS, recordable_layers
+from ea_vision.recorder.recording import PARTS, record_attention, recordable_layers
 from tests.models.test_vision_transformer import active
 from tests.models.test_vision_transformer import tiny as tiny_vit
 from tests.recorder.networks import hooks_of, images, made, recorded, tiny, torchvision_vit
@@ -69,8 +69,8 @@ def test_recorded_parts_satisfy_the_equations_of_the_evolution(name, options):
             before, own, beta = layer.prev_logits, layer.self_logits, alpha
         with torch.no_grad():
             convolved = evolution.convolve(before)
-        torch.testing.assert_close(layer.conv_logits, convolved, atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(layer.logits, beta * convolved + (1 - beta) * own, atol=1e-5, rtol=1e-4)
+        assert_close(layer.conv_logits, convolved, atol=1e-5, rtol=1e-4)
+        assert_close(layer.logits, beta * convolved + (1 - beta) * own, atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()
@@ -79,7 +79,7 @@ def test_attention_times_values_is_the_attention_branch():
     layer, x = AugmentedConv2d(6, 10, dim_qk=8, dim_v=4, num_heads=2, feat_size=(3, 5)).eval(), torch.randn(2, 6, 3, 5)
     v = layer.heads_of(layer.qkv(layer.branch_input(x)))[2]
     out = (recorded(layer, x)[1].attn @ v).transpose(1, 2).reshape(2, 3, 5, 4).permute(0, 3, 1, 2)
-    torch.testing.assert_close(layer.proj(out), layer(x)[0][:, 6:])
+    assert_close(layer.proj(out), layer(x)[0][:, 6:])
 
 
 @pytest.mark.parametrize("train", [False, True])
@@ -91,16 +91,16 @@ def test_outputs_gradients_and_random_numbers_stay_and_maps_are_those_before_dro
         model, x = make()
         model.train(train)
         torch.manual_seed(3)
-        with ea_vision.record_attention(model) if record else nullcontext({}) as maps:
+        with record_attention(model) if record else nullcontext({}) as maps:
             output = model(x)
             output.square().sum().backward()
         for layer in maps.values():
-            torch.testing.assert_close(layer.attn.sum(-1), torch.ones(layer.attn.shape[:3]))
+            assert_close(layer.attn.sum(-1), torch.ones(layer.attn.shape[:3]))
             assert not layer.attn.requires_grad
         return [output, torch.rand(1), *(p.grad for p in model.parameters())]
 
     limit = 0 if make is ours else 1e-5
-    torch.testing.assert_close(step(True), step(False), atol=limit, rtol=limit)
+    assert_close(step(True), step(False), atol=limit, rtol=limit)
 
 
 def test_only_what_is_asked_for_is_kept():
@@ -137,7 +137,7 @@ def test_layers_are_numbered_as_the_forward_runs_and_maps_may_be_rectangular(nam
 
 def test_of_several_forwards_and_of_several_runs_of_a_block_the_last_is_kept():
     model = tiny()
-    with torch.no_grad(), ea_vision.record_attention(model) as maps:
+    with torch.no_grad(), record_attention(model) as maps:
         model(small())
         model(small(3, 24, 16))
         assert {layer.attn.shape[0] for layer in maps.values()} == {3} and maps[1].feat_size == (6, 4)
@@ -155,7 +155,7 @@ def test_of_several_forwards_and_of_several_runs_of_a_block_the_last_is_kept():
 def test_gradient_checkpointing_records_once():
     model, plain = tiny(), recorded(tiny(), small(), PARTS)
     model.set_grad_checkpointing()
-    with ea_vision.record_attention(model, parts=PARTS) as maps:
+    with record_attention(model, parts=PARTS) as maps:
         output = model(small())
         held = dict(maps)
         output.sum().backward()
@@ -163,7 +163,7 @@ def test_gradient_checkpointing_records_once():
     for number, layer in plain.items():
         assert maps[number] is held[number] and maps[number].recorded() == layer.recorded()
         for part in layer.recorded():
-            torch.testing.assert_close(maps[number][part], layer[part])
+            assert_close(maps[number][part], layer[part])
 
 
 def test_wrapped_networks(tmp_path):
@@ -174,7 +174,7 @@ def test_wrapped_networks(tmp_path):
     try:
         for wrapped in (nn.parallel.DistributedDataParallel(model), torch.compile(model, backend="eager"),
                         torch.compile(nn.parallel.DistributedDataParallel(model), backend="eager")):
-            with torch.no_grad(), ea_vision.record_attention(wrapped) as maps:
+            with torch.no_grad(), record_attention(wrapped) as maps:
                 wrapped(small())
             assert torch.equal(maps["stages.3.blocks.0.conv"].attn, plain[4].attn)
     finally:
@@ -197,14 +197,14 @@ class Linear(nn.Module):
     (dict(model=nn.Linear(1, 1)), "Linear has no attention layer that can be")])
 def test_what_there_is_not_is_refused(options, message):
     with pytest.raises(ValueError, match=message), \
-            ea_vision.record_attention(**{"model": tiny("conv_transformer_cifar"), **options}):
+            record_attention(**{"model": tiny("conv_transformer_cifar"), **options}):
         pass
 
 
 def test_a_block_without_a_map_says_so():
     for model, x, message in ((tiny("conv_transformer_cifar"), None, "no forward ran attention layer 1 .*, 2 "),
                               (Linear(), torch.ones(1), "layer 1 .* ran, and no map went through softmax, scaled_dot")):
-        with pytest.raises(RuntimeError, match=message), ea_vision.record_attention(model):
+        with pytest.raises(RuntimeError, match=message), record_attention(model):
             if x is not None:
                 model(x)
         assert hooks_of(model) == 0
@@ -215,10 +215,10 @@ def test_nothing_is_kept_alive_and_an_error_in_a_forward_leaves_no_trace(make):
     model, x = make()
     inner, numbers = modules_by_number(model)[2], [layer.number for layer in recordable_layers(model)]
     handle = inner.register_forward_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError), ea_vision.record_attention(model):
+    with pytest.raises(ZeroDivisionError), record_attention(model):
         model(x)
     assert hooks_of(model) == 1 and torch._C._len_torch_function_stack() == 0
-    with torch.no_grad(), ea_vision.record_attention(model) as maps:
+    with torch.no_grad(), record_attention(model) as maps:
         with pytest.raises(ZeroDivisionError):
             model(x)
         handle.remove()
@@ -256,7 +256,7 @@ def test_each_thread_has_its_own_maps_and_bystanders_their_outputs(make):
 
     @torch.no_grad()
     def watch(x):
-        with ea_vision.record_attention(model) as maps:
+        with record_attention(model) as maps:
             model(x)
         return {number: layer.attn for number, layer in maps.items()}
 
@@ -270,15 +270,15 @@ def test_each_thread_has_its_own_maps_and_bystanders_their_outputs(make):
             (watch, slice(0, None, 2), expected), (watch, slice(1, None, 2), expected),
             *[(model, slice(None), outputs)] * 2)]
         for future, wanted in futures:
-            torch.testing.assert_close(future.result(timeout=60), wanted, atol=1e-6, rtol=1e-5)
+            assert_close(future.result(timeout=60), wanted, atol=1e-6, rtol=1e-5)
     assert hooks_of(model) == 0
 
 
 def test_two_recorders_and_two_networks_do_not_disturb_one_another():
     (one, x), (other, y) = ours(), timms()
     expected, hers = maps_of(one, x), maps_of(other, y)
-    with torch.no_grad(), ea_vision.record_attention(one, [1]) as first, ea_vision.record_attention(one) as both, \
-            ea_vision.record_attention(other) as second:
+    with torch.no_grad(), record_attention(one, [1]) as first, record_attention(one) as both, \
+            record_attention(other) as second:
         one(x)
         other(y)
     assert list(first) == [1]
@@ -292,13 +292,13 @@ def test_compilation_is_on_again_when_the_last_of_two_threads_has_ended():
     inside, go_on = threading.Event(), threading.Event()
 
     def watch():
-        with torch.no_grad(), ea_vision.record_attention(model):
+        with torch.no_grad(), record_attention(model):
             model(x)
             inside.set()
             go_on.wait()
 
     with torch.no_grad(), ThreadPoolExecutor(1) as pool:
-        with ea_vision.record_attention(model):
+        with record_attention(model):
             model(x)
             other = pool.submit(watch)
             inside.wait()
@@ -314,7 +314,7 @@ def test_compilation_is_on_again_when_the_last_of_two_threads_has_ended():
 @pytest.mark.parametrize("by", ["another recorder", "another thread"])
 def test_a_recorder_closed_out_of_order_says_so_and_disturbs_nothing(by, make):
     model, x = make()
-    expected, first, second = maps_of(model, x), ea_vision.record_attention(model), ea_vision.record_attention(model)
+    expected, first, second = maps_of(model, x), record_attention(model), record_attention(model)
     with torch.no_grad(), ThreadPoolExecutor(1) as pool:
         first.__enter__()
         if by == "another thread":

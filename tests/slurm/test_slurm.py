@@ -13,7 +13,17 @@ from ea_vision.__main__ import main
 from ea_vision.engine import checkpoint, run_folder, train_cifar, train_imagenet
 from ea_vision.engine.train import Trainer
 from experiments import evidence
-from tests.engine.runner import SignalAfterUpdate, arguments, around, error_of, make_folder, run, saved, train, words
+from tests.engine.runner import (
+    SignalAfterUpdate,
+    arguments,
+    around,
+    error_of,
+    make_folder,
+    run_world,
+    saved,
+    train,
+    words,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 240  # that a job may take on a busy machine
@@ -155,7 +165,7 @@ def test_an_array_trains_what_evidence_reads_and_continues_after_its_limit(clust
         code, out = array(task, SLURM_RESTART_COUNT="1")
         assert code == 0, out
         argv = (cluster / "words").read_text().split("\0")[:-1]
-        assert run(argv, cluster / "log", main=main) == 0, (cluster / "log").read_text()
+        assert run_world(1, argv, cluster / "log", main=main) == [0], (cluster / "log").read_text()
     assert "2 variants x 2 seeds: --array=0-3 trains all; this is task 3" in out
     assert evidence.main([str(cluster / "sweep"), "--question", "EA,none"]) == 0
     said = capsys.readouterr().out

@@ -1,39 +1,18 @@
 """A photo, a small EA network, and a run folder of it with checkpoints and snapshots."""
 import numpy as np
 import pytest
-import timm
-import torch
 from matplotlib.text import Text
-from PIL import Image
 
-from ea_vision.base.files import atomic_write
-from ea_vision.engine import checkpoint, run_folder
 from ea_vision.recorder.recording import recordable_layers
 from ea_vision.visualize import image_maps
+from tests.recorder import networks
 
-KWARGS = dict(num_classes=3, img_size=16, widths=[8, 8, 16, 16])
-PHOTO = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8))
-
-
-def small(name="ea_conv_transformer_cifar", seed=0, **kwargs):
-    torch.manual_seed(seed)
-    return timm.create_model(name, **{**KWARGS, **kwargs}).eval()
+PHOTO, small = networks.photo((50, 40)), networks.tiny
 
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
-    """Checkpoints of epochs 1 and 2, snapshots of 2 and 4, of different weights."""
-    folder = tmp_path_factory.mktemp("runs") / "small"
-    folder.mkdir()
-    run_folder.write_config(folder, {"model": "ea_conv_transformer_cifar", "dataset": "digits"},
-                            {"model_kwargs": KWARGS, "classes": ["one", "two", "three"]})
-    run_folder.write_weights(folder, small().state_dict())
-    for epoch, file in (2, "last.ckpt"), (1, "best.ckpt"):
-        held = {"model": small(seed=epoch).state_dict(), "ema": None, "progress": {"epoch": epoch, "updates": epoch}}
-        atomic_write(folder / file, checkpoint.encode(held))
-    for epoch in (2, 4):
-        run_folder.write_snapshot(folder, small(seed=epoch).state_dict(), epoch)
-    return folder
+    return networks.write_run(tmp_path_factory.mktemp("runs") / "small")
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ def recording(heads=2, label="a model", img_size=(32, 32)):
     return record(replace(model, label=label, classes=["flying squirrel"] * 3), PARTS)
 
 
-def problems(figure, smallest: float = 6.5) -> list[str]:
+def problems(figure) -> list[str]:
     """What is wrong with the places of a figure's texts."""
     renderer = FigureCanvasAgg(figure).get_renderer()
     if figure.get_layout_engine():
@@ -49,7 +49,7 @@ def problems(figure, smallest: float = 6.5) -> list[str]:
         low, high = sorted(axis.get_view_interval())
         left_out |= {label for tick in axis.get_major_ticks() + axis.get_minor_ticks()
                      if not low <= tick.get_loc() <= high for label in (tick.label1, tick.label2)}
-    found = [f"{text.get_fontsize()} points: {text.get_text()!r}" for text in texts if text.get_fontsize() < smallest]
+    found = [f"{text.get_fontsize()} points: {text.get_text()!r}" for text in texts if text.get_fontsize() < 6.5]
     found += ["a colour bar has no label" for axes in figure.axes
               if axes.get_label() == "<colorbar>" and not (axes.get_xlabel() or axes.get_ylabel())]
     boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in texts if text not in left_out]
@@ -79,12 +79,12 @@ def test_what_is_looked_for_is_found():
     assert "on each other: 'one', 'other'" in found and "on a picture: 'one'" in found and "cut off: 'beyond'" in found
 
 
-def quantities(layers, heads, images=3):
+def quantities(layers, heads):
     """Of maps that shrink after the first half of the layers."""
     torch.manual_seed(0)
     return [LayerQuantities(number, "a", (8, 8) if number <= (layers + 1) // 2 else (4, 4),
-                            1.0, 0.5, *torch.rand(3, images, heads),
-                            torch.rand(images, heads) if number > 1 else None, torch.rand(1, heads))
+                            1.0, 0.5, *torch.rand(3, 3, heads),
+                            torch.rand(3, heads) if number > 1 else None, torch.rand(1, heads))
             for number in range(1, layers + 1)]
 
 

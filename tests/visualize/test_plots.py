@@ -8,9 +8,9 @@ import torch
 from matplotlib.figure import Figure
 from PIL import Image
 
-import ea_vision
 from ea_vision.recorder.loading import load_model
 from ea_vision.visualize import plot_heatmap, plot_jacobian, plot_statistics, plot_strip
+from tests.recorder.networks import recorded
 
 from .conftest import PHOTO, overlaid, small, texts_of
 
@@ -67,9 +67,7 @@ def test_a_tile_is_its_images_map():
     images = [torch.rand(3, 16, 32) for _ in range(2)]
     by_head = overlaid(plot_heatmap(model, images[0], 1, "1,mean", [query]))
     mean, asked = (overlaid(plot_heatmap(model, images, 1, 1, queries)) for queries in (None, [query]))
-    with torch.no_grad(), ea_vision.record_attention(model, [1]) as maps:
-        model(normalised(model, torch.stack(images)))
-    attn = 32 * maps[1].attn  # on a map of 4x8
+    attn = 32 * recorded(model, normalised(model, torch.stack(images)), layers=[1])[1].attn  # on a map of 4x8
     row = attn[:, :, 1 * 8 + 2]
     expected = [row[0, 1], row[0].mean(0), *attn[:, 1].mean(1), *row[:, 1]]
     for tile, values in zip([*by_head, *mean, *asked], expected, strict=True):
@@ -82,9 +80,7 @@ def test_statistics_in_numbers(model):
     images = [torch.rand(3, 16, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     figure = plot_statistics(model, images)
     drawn = {axes.get_title(): dict(axes.lines[0].get_xydata()) for axes in figure.axes if axes.get_visible()}
-    with torch.no_grad(), ea_vision.record_attention(model.eval()) as maps:
-        model(normalised(model, torch.stack(images)))
-    for layer in maps.values():
+    for layer in recorded(model.eval(), normalised(model, torch.stack(images))).values():
         entropy = torch.special.entr(layer.attn).sum(-1).mean() / np.log(layer.attn.shape[-1])
         assert drawn["entropy / log N"][layer.number] == pytest.approx(entropy.item(), rel=1e-4)
         products = torch.einsum("ikqn,jkqn->kij", layer.attn, layer.attn)  # of two images' maps

@@ -4,12 +4,13 @@ import pytest
 import timm
 import torch
 
-import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.quantities import attention_rollout
 from ea_vision.visualize import plot_frames, plot_heads, plot_heatmap, plot_matrix, plot_rollout, plot_strip
 from ea_vision.visualize.figure_options import parse_queries
-from tests.models.test_vision_transformer import TINY, active, lively, tiny
+from tests.models.test_vision_transformer import active, lively, tiny
+from tests.models.zoo import TINY
+from tests.recorder.networks import recorded
 
 from .conftest import texts_of
 
@@ -19,9 +20,7 @@ def seen():
     """An evolving transformer with a class token and two registers, an image, and the maps of it."""
     model = active(tiny(reg_tokens=2))
     image = torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), ea_vision.record_attention(model) as maps:
-        model((image[None] - 0.5) / 0.5)
-    return model, image, maps
+    return model, image, recorded(model, (image[None] - 0.5) / 0.5)
 
 
 def drawn(figure, text):
