@@ -179,8 +179,6 @@ def emptied(proto) -> None:
 
 
 @pytest.mark.parametrize("change, message", [
-    (said(classes=["a"] * 12), "must name 10 classes, got 12 names"),
-    (said(num_classes=12), r"says that it gives 12 classes, and its network gives an image \(1, 10\)"),
     (said(size=[16, 8]), r"says that it takes images \(3, 16, 8\) .* refuses: .* index: 2 Got: 16 Expected: 8"),
     (renamed, r"says that it takes images .* refuses: Required inputs \(\['pixels'\]\)"),
     (said(size=8), "its metadata lack"), (emptied, "its metadata lack 'name'"),
