@@ -104,10 +104,10 @@ def _solve_backward(
     in_place: whether that of prev, where there is one, is written over d_logits, as no operator of torch's may.
     """
     gradients = _gradients(inputs, gates_learn, len(d_out))
+    d_logits = None if d_logits is None else d_logits.contiguous()
     if in_place and "prev" in gradients:
         gradients["prev"] = d_logits
-    _run(inputs, scale, dropout_p, sizes, logits=logits, norm=norm, d_out=d_out.contiguous(),
-         d_logits=None if d_logits is None else d_logits.contiguous(),
+    _run(inputs, scale, dropout_p, sizes, logits=logits, norm=norm, d_out=d_out.contiguous(), d_logits=d_logits,
          **{f"d_{name}": x for name, x in gradients.items()})
     return [x if name in BY_IMAGES else x.sum(0) for name, x in gradients.items()]
 
@@ -149,7 +149,7 @@ def _is_unshared(gradients: tuple, number: int) -> bool:
 
     gradients: as an operator's backward function gets them, (ctx, *gradients), none of them bound to another name.
     """
-    return (type(gradients[number]) is Tensor and gradients[number].is_contiguous() and not torch.is_grad_enabled()
+    return (not torch.compiler.is_compiling() and not torch.is_grad_enabled() and type(gradients[number]) is Tensor
             and _holders(gradients, number) == _fewest_holders())
 
 
