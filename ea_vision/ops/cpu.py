@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import sys
 
 import torch
 from torch import Tensor
@@ -95,62 +94,22 @@ def _gradients(inputs: list[Tensor | None], gates_learn: bool, *each: int) -> di
             for name, x in zip(INPUTS, inputs, strict=True) if x is not None and (gates_learn or name != "gates")}
 
 
-def _solve_backward(
+@operator("ea_vision::cpu_attention_backward")
+def _backward(
         d_out: Tensor, d_logits: Tensor | None, inputs: list[Tensor | None], logits: Tensor | None, norm: Tensor,
-        scale: float, dropout_p: float, sizes: list[int], gates_learn: bool, in_place: bool = False,
+        scale: float, dropout_p: float, sizes: list[int], gates_learn: bool,
 ) -> list[Tensor]:
-    """Return the gradients of the forward operator's tensors, of which there are some: see `_gradients`.
-
-    in_place: whether that of prev, where there is one, is written over d_logits, as no operator of torch's may.
-    """
+    """Return the gradients of the forward operator's tensors, of which there are some: see `_gradients`."""
     gradients = _gradients(inputs, gates_learn, len(d_out))
-    d_logits = None if d_logits is None else d_logits.contiguous()
-    if in_place and "prev" in gradients:
-        gradients["prev"] = d_logits
-    _run(inputs, scale, dropout_p, sizes, logits=logits, norm=norm, d_out=d_out.contiguous(), d_logits=d_logits,
+    _run(inputs, scale, dropout_p, sizes, logits=logits, norm=norm, d_out=d_out.contiguous(),
+         d_logits=None if d_logits is None else d_logits.contiguous(),
          **{f"d_{name}": x for name, x in gradients.items()})
     return [x if name in BY_IMAGES else x.sum(0) for name, x in gradients.items()]
 
 
-_backward = operator("ea_vision::cpu_attention_backward")(_solve_backward)
-
-
 @_backward.register_fake
 def _(d_out, d_logits, inputs, *rest):
-    return [*_gradients(inputs, rest[5]).values()]
-
-
-def _holders(gradients: tuple, number: int) -> tuple:
-    """Count what holds one of the gradients that an operator's backward function gets: references to it in Python and
-    in C++, and users of its memory."""
-    x = gradients[number]
-    return sys.getrefcount(x), x._use_count(), torch._C._storage_Use_Count(x.untyped_storage()._cdata)
-
-
-@operator("ea_vision::cpu_probe")
-def _probe(x: Tensor) -> Tensor:
-    return x.clone()
-
-
-_counted: list[tuple] = []
-_probe.register_autograd(lambda ctx, *gradients: _counted.append(_holders(gradients, 0)))
-
-
-@functools.cache
-def _fewest_holders() -> tuple:
-    """Return the `_holders` of a gradient that autograd alone holds; versions of Python and torch differ."""
-    with torch.enable_grad():
-        (2 * _probe(torch.ones(1, requires_grad=True))).backward()
-    return _counted.pop()
-
-
-def _is_unshared(gradients: tuple, number: int) -> bool:
-    """Return whether a gradient may be written over: no hook keeps it, no second layer and no caller gets it.
-
-    gradients: as an operator's backward function gets them, (ctx, *gradients), none of them bound to another name.
-    """
-    return (not torch.compiler.is_compiling() and not torch.is_grad_enabled() and type(gradients[number]) is Tensor
-            and _holders(gradients, number) == _fewest_holders())
+    return [*_gradients(inputs, rest[-1]).values()]
 
 
 def _save(ctx, inputs, output) -> None:
@@ -160,16 +119,13 @@ def _save(ctx, inputs, output) -> None:
     ctx.options = options
 
 
-def _differentiate(ctx, *gradients):
-    in_place = _is_unshared(gradients, 1)
-    d_out, d_logits, _ = gradients
+def _differentiate(ctx, d_out, d_logits, _):
     *inputs, logits, norm = ctx.saved_tensors
     gates_learn = ctx.needs_input_grad[8]
     if d_out is None:
         d_out = torch.zeros_like(inputs[2].transpose(2, 3), memory_format=torch.contiguous_format)
-    solve = _solve_backward if in_place else _backward
-    d_q, d_k, d_v, *gradients = solve(
-        d_out, None if logits is None else d_logits, inputs, logits, norm, *ctx.options, gates_learn, in_place)
+    d_q, d_k, d_v, *gradients = _backward(
+        d_out, None if logits is None else d_logits, inputs, logits, norm, *ctx.options, gates_learn)
     rest = iter(gradients)
     others = (None if x is None else next(rest) for x in (*inputs[3:8], inputs[8] if gates_learn else None))
     return (*(x.transpose(2, 3) for x in (d_q, d_k, d_v)), *others, *(None,) * 5)

@@ -465,55 +465,6 @@ def test_operations_are_counted_like_the_references(name):
     assert counts[0] == counts[1] > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["ea", "pa"])
-def test_a_gradient_of_logits_is_written_over_where_nobody_else_has_it(kind, dtype, monkeypatch):
-    tensors, kernel = problem(kind, (7, 5), dtype=dtype), cpu._run
-
-    def gradients(watch=lambda logits: None, further=(), **options):
-        """Return gradients of leaves and of the maps of these layers, and by layer whether the kernel wrote over."""
-        leaves = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
-        logits, total = leaves.pop("prev_logits"), 0
-        maps = [logits]
-        for _ in range(3):
-            out, logits = evolving_attention(**leaves, prev_logits=logits, feat_size=(7, 5), predict=kind == "pa")
-            watch(logits)
-            maps.append(logits)
-            total = total + out.float().square().sum()
-        wanted = [*leaves.values(), maps[0], *(maps[number] for number in further)]
-        in_place = []
-
-        def run(*args, **tensors):
-            in_place.append(tensors["d_logits"] is tensors["d_prev"])
-            kernel(*args, **tensors)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(cpu, "_run", run)
-            return torch.autograd.grad(total, wanted, **options), in_place
-
-    expected, in_place = gradients()
-    assert in_place == [False, True, True]
-    asked, in_place = gradients(further=(1, 2))
-    assert not any(in_place)
-    kept = []
-    hooks = {
-        "keeps it": lambda logits: logits.register_hook(kept.append),
-        "keeps its memory": lambda logits: logits.register_hook(lambda x: kept.append(x if x is None else x.detach())),
-        "copies it": lambda logits: logits.retain_grad(),
-        "after the layer": lambda logits: logits.grad_fn.register_hook(lambda _, x: kept.append(x[1])),
-        "before it": lambda logits: logits.grad_fn.register_prehook(lambda x: kept.append(x[1])),
-    }
-    for name, hook in hooks.items():
-        kept.clear()
-        made, in_place = gradients(hook)
-        assert in_place == [False, name == "copies it", name == "copies it"], name
-        assert all(map(torch.equal, made, expected)), name
-        if kept:
-            assert kept[0] is None and torch.equal(kept[1], asked[-1]) and torch.equal(kept[2], asked[-2]), name
-    assert all(map(torch.equal, asked, expected))
-    assert all(map(torch.equal, gradients(retain_graph=True)[0], expected))
-
-
 @pytest.mark.parametrize("name", OPERATORS)
 def test_second_derivatives_are_refused_and_the_reference_has_them(name):
     x = torch.randn(2, 2, 12, 12, requires_grad=True)

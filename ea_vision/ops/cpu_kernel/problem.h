@@ -24,7 +24,7 @@ typedef struct {
     float *norm;                                        /* (B, K, N, 2): c and 1 / sum of exp(logits - c) */
     /* backward only */
     const void *d_out, *d_logits;                       /* d_logits or NULL */
-    void *d_q, *d_k, *d_v, *d_prev;                     /* d_prev as d_logits, which it may be, or NULL */
+    void *d_q, *d_k, *d_v, *d_prev;                     /* d_prev (B, K, N, N) or NULL */
     float *d_height_rel, *d_width_rel, *d_weight, *d_bias; /* of each image: (B, ...) */
     float *d_gates;                                     /* likewise, or NULL where not wanted */
 } problem;
