@@ -49,7 +49,7 @@ examples:
 DEFAULT = ("resnet50", "aa_resnet50", "pa_aa_resnet50", "ea_aa_resnet50")
 # Options of mallopt. Where times are measured, freed memory is kept: else each step gets its pages anew, zeroed.
 TRIM, TOP_PAD, MMAP_THRESHOLD, MMAP_MAX = -1, -2, -3, -4
-KEEP_MEMORY = {TOP_PAD: 10**9, MMAP_MAX: 0, TRIM: 2 * 10**9}
+KEEP_MEMORY = {TOP_PAD: 10**9, MMAP_MAX: 0, TRIM: -1}  # -1: never returned, not from any size on
 RETURN_MEMORY = {MMAP_THRESHOLD: 65536, TRIM: 65536}
 MEASURED = {"train_images_per_s": "train img/s", "infer_images_per_s": "infer img/s", "memory_mib": "memory MiB"}
 

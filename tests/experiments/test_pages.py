@@ -385,6 +385,14 @@ def large_maps():
     assert rows_of("docs/kernels.md", r"\| .* \| ([\d.]+) \| ([\d.]+) \| ([\d,]+) \|", "Large images") == [
         (*shown([infer + 1e-6, train + 1e-6]), f"{mib:,.0f}")
         for *_, infer, train, mib in table("large-maps.csv").itertuples(index=False)]
+    sizes = table("large-maps-sizes.csv").set_index(["malloc", "code"])
+    for of in (sizes.loc["kept", "after"], sizes.loc["kept", "before"]):
+        for *_, infer, train, mib in of[of["network"] != "resnet50"].itertuples(index=False):
+            memory = "" if np.isnan(mib) else f"; {mib:,.0f}"
+            yield KERNELS, "Networks by image size", f"| {infer:.2f}, {train:.2f}{memory} |"
+    yield KERNELS, "Networks by image size", *(
+        sizes[sizes["network"] == "ea"].loc[malloc, code]["training, ratio"].item() for malloc, code in (
+            ("as it is", "before"), ("as it is", "after"), ("kept by environment", "after")))
     parts = table("large-maps-parts.csv").pivot(index="part", columns=["pixels", "pass"], values="ms")
     for part, ms in parts.iterrows():
         yield KERNELS, "Parts of a layer on a CPU", f"| {part} | " + " | ".join(

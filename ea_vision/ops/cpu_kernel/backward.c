@@ -15,6 +15,7 @@ INLINE float value_gradient(const image *g, float *attn, float *d, const float *
     const int n = g->N;
     vec total = {};
     for (int j = 0; j < n; j += VL) {
+        __builtin_prefetch(l + j + AHEAD, 0, 2);
         vec x = norm[1] * exp_of(LOAD(l + j) - norm[0]), y = E ? (vec){} : LOAD(d + j);
         if (n - j < VL) x = (vec)((ivec)x & before(n - j));
 #pragma GCC unroll 4
@@ -78,6 +79,7 @@ static void softmax_gradients(const image *g, workspace *w, int begin, int end) 
             vec bias = {};
             for (int j = 0; j < g->Np; j += VL) {
                 vec x = LOAD(d_attn + j) - mean * LOAD(attn + j);
+                if (more) __builtin_prefetch(more + j + AHEAD, 0, 2);
                 if (more) x += g->N - j < VL ? (vec)((ivec)LOAD(more + j) & before(g->N - j)) : LOAD(more + j);
                 if (!g->only_convolved) STORE(d + j, x);
                 if (gate) {

@@ -99,13 +99,6 @@ typedef struct {
 
 #define WINDOW (BLOCK + 3 * GROUP) /* a block's rows, and those before whose gradient still waits (r < GROUP) */
 
-static void allocate_window(window *w, buffers *m, const image *g) {
-    const long size = (WINDOW + 2L * g->conv.r) * g->p->K * g->P;
-    w->maps = new_floats(m, size);
-    w->patches = g->p->prefix ? new_floats(m, size) : w->maps;
-    w->d_conv = g->p->d_out && g->p->weight ? new_floats(m, size) : NULL;
-}
-
 /* Let the window begin at map row `base`; of d_conv the rows before `made` are there. */
 static void move_window(const image *g, window *w, int base, int made) {
     const int r = g->conv.r;
@@ -157,12 +150,18 @@ typedef struct {
 } workspace;
 
 #define L2_FLOATS (1L << 18) /* half of what a second-level cache has, at least */
+#define AHEAD 512 /* floats: so far ahead the backward pass asks for stored rows; the processor does to a page's end */
 
 static void allocate_workspace(workspace *w, buffers *m, const image *g, const problem *p) {
     const long map_row = (long)p->K * g->P, weights = (long)g->conv.planes * p->K * g->conv.taps;
     *w = (workspace){.own = new_floats(m, BLOCK * map_row), .conv = new_floats(m, BLOCK * map_row),
                      .logits = new_floats(m, BLOCK * map_row)};
-    if (p->kind != NONE) allocate_window(&w->around, m, g);
+    if (p->kind != NONE) {
+        const long size = (WINDOW + 2L * g->conv.r) * map_row;
+        w->around.maps = new_floats(m, size);
+        w->around.patches = p->prefix ? new_floats(m, size) : w->around.maps;
+        w->around.d_conv = p->d_out && p->weight ? new_floats(m, size) : NULL;
+    }
     if (!p->d_out) return;
     w->own_rows = L2_FLOATS / map_row < 32 ? 32 : L2_FLOATS / map_row;
     w->own_rows = w->own_rows < g->N ? w->own_rows : g->N;
