@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from ea_vision.layers.evolution import EvolvingMaps
 from ea_vision.layers.positions import add_sine, append_coordinates, check_position
-from ea_vision.ops import check_windows, evolving_attention, forced, halve, log_large_map
+from ea_vision.ops import by_torch, check_windows, evolving_attention, halve, log_large_map
 from ea_vision.ops.reference import neighbours_logits, own_logits
 from ea_vision.ops.rel_pos import cover_offsets, fit_rel_table, reach
 
@@ -329,7 +329,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
     @torch.jit.unused
     def _normalise(self, qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
         # a compiler fuses the plain form, and the reference has second derivatives
-        if torch.is_grad_enabled() and forced[-1:] != ["reference"] and not torch.compiler.is_compiling():
+        if not by_torch() and not torch.compiler.is_compiling():
             return _NormaliseHeads.apply(qk, gain)[:2]
         return normalise_heads(qk, gain)[0].to(qk.dtype).chunk(2, dim=1)
 
