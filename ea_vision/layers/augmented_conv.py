@@ -68,11 +68,11 @@ def normalise_heads(qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
         gain: (K,).
 
     Returns:
-        what they become, likewise, and the rates (B, 2K, 1, N) by which they were multiplied; in float32 at least.
+        queries and keys, (B, K, D, N) each, computed in float32 at least.
     """
     wide = qk.to(torch.promote_types(qk.dtype, torch.float32))
-    rate = _rate(wide)
-    return wide * (rate * _gains(gain)), rate
+    q, k = (wide * (_rate(wide) * _gains(gain))).to(qk.dtype).chunk(2, dim=1)
+    return q, k
 
 
 def _in_parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -331,7 +331,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         # a compiler fuses the plain form, and the reference has second derivatives
         if not by_torch() and not torch.compiler.is_compiling():
             return _NormaliseHeads.apply(qk, gain)[:2]
-        return normalise_heads(qk, gain)[0].to(qk.dtype).chunk(2, dim=1)
+        return normalise_heads(qk, gain)
 
     def heads_of(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]]:
         """Return queries, keys and values of the attention branch, and the map's size.
@@ -349,7 +349,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         if gain is None:
             q, k = qk.chunk(2, dim=1)
         elif torch.jit.is_scripting():
-            q, k = normalise_heads(qk, gain)[0].to(qk.dtype).chunk(2, dim=1)
+            q, k = normalise_heads(qk, gain)
         else:
             q, k = self._normalise(qk, gain)
         v = v.reshape(B, self.num_heads, self.dim_head_v, H * W).transpose(-2, -1)

@@ -320,14 +320,16 @@ def the_runs_with_the_norm():
     first = pd.read_csv(HEALTHY_RUNS / f"{EA}.csv").iloc[-1]
     yield HEALTHY, COLLAPSE, f"{first['top1']:.2f}% in bfloat16", f"training loss {first['train_loss']:.4f}"
     yield "ea_vision/recipes/fast.yaml", "", f"{first['top1']:.2f}, six views"
-    for name, heading, run in ((EA, SECOND_CYCLE, "ea_second_cycle"), (AA, COLLAPSE, AA), (PA, HEALED, PA)):
+    for name, heading, run, said in ((EA, SECOND_CYCLE, "ea_second_cycle", "EA {:.2f} and {}"),
+                                     (AA, COLLAPSE, AA, "AA {:.2f}%, six views {}"),
+                                     (PA, HEALED, PA, "PA {:.2f} and {}")):
         last = pd.read_csv(HEALTHY_RUNS / f"{run}.csv").iloc[-1]
         stored, views = re.findall(r"(\d\d\.\d\d)%(?: top-1,|\. 10000)", section(f"weights/{name}.fast_norm_c10.md"))
         shares = table("shipped-entropy.csv").query(f"model == '{name}.fast_norm_c10'")["entropy_share"]
         yield (HEALTHY, heading, f"{last['top1']:.2f}% in bfloat16, {stored} as stored", f"with six views {views}",
                f"training loss {last['train_loss']:.4f}", ", ".join(shown(shares[:5])))
         assert shares.min() >= 0.25, "the rule"
-        yield PAGE, "CIFAR-10", last["top1"], views
+        yield PAGE, "CIFAR-10", said.format(last["top1"], views)
         if name == AA:
             yield "ea_vision/recipes/fast.yaml", "", f"{last['top1']:.2f}, {views} ({name})"
 
