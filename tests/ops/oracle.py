@@ -83,10 +83,10 @@ def assert_as_reference(tensors, implementation="cpu", seed=123456789123456789, 
 
 def check(implementation, kind, size, *, K=8, D=4, E=1, B=1, kernel=3, relative=True, gates=None, bias=0.0,
           dtype=torch.float32, prefix=0, device="cpu", channels_last=True, **options) -> None:
-    """Compare an implementation with the reference on a problem; `bias` is added to the convolution's."""
+    """Compare an implementation with the reference on a problem; `bias` is added to the convolution's, if any."""
     tensors = problem(kind, size, K, D, E, batch=B, kernel=kernel, relative=relative, gates=gates, dtype=dtype,
                       device=device, channels_last=channels_last)
-    if bias:
+    if "bias" in tensors:
         tensors["bias"] += bias
     options = {name: x for name, x in ({"alpha": 0.5} | options).items() if name not in tensors}
     assert_as_reference(tensors, implementation, feat_size=size, predict=kind == "pa", num_prefix_tokens=prefix,

@@ -335,8 +335,9 @@ def test_memory_errors_and_undefined_behaviour(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "tests.ops.sanitized", *compilers], cwd=Path(__file__).parents[2],
         capture_output=True, text=True, env={
-            **os.environ, "LD_PRELOAD": str(runtime), "ASAN_OPTIONS": "detect_leaks=0", "XDG_CACHE_HOME": str(tmp_path),
-            "UBSAN_OPTIONS": "print_stacktrace=1"})
+            **os.environ, "LD_PRELOAD": str(runtime), "XDG_CACHE_HOME": str(tmp_path),
+            # GCC 13 misaligns vectors on the stack of the second one (its bug 110027)
+            "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0", "UBSAN_OPTIONS": "print_stacktrace=1"})
     assert done.stdout.splitlines() == ["clean"] * len(compilers), done.stderr[-4000:]
     # and last, on purpose, a read beyond the end: were it not found, nothing above would have been
     assert done.returncode and "heap-buffer-overflow" in done.stderr and "in pool_forward" in done.stderr

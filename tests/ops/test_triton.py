@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ea_vision.base.errors import UsageError
 from ea_vision.ops import evolving_attention, triton_tiles
 from ea_vision.ops import triton_attention as ours
 from ea_vision.ops.problem import Problem
@@ -53,7 +54,11 @@ HALF = ("EA", "PA", "first", "EA, beta 0.6, wide heads", "EA, gates", "PA, gates
 @kernels
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_and_gradients(case):
-    check("triton", device=DEVICE, **CASES[case])
+    if DEVICE == "cuda" and CASES[case].get("K", 0) > 8:  # their maps do not fit into shared memory
+        with pytest.raises(UsageError, match="at most 8 heads"):
+            check("triton", device=DEVICE, **CASES[case])
+    else:
+        check("triton", device=DEVICE, **CASES[case])
 
 
 @kernels
@@ -63,15 +68,18 @@ def test_outputs_and_gradients(case):
     for case in (HALF if DEVICE == "cpu" else CASES)], ids=str)
 def test_half_precision(case, dtype):
     # where rounding decides what passes the ReLU, it stays positive
-    check("triton", device=DEVICE, dtype=dtype, bias=6.0 if "12 heads" in case else 0.0, **CASES[case])
+    bias = 6.0 if case not in HALF or "12 heads" in case else 0.0
+    check("triton", device=DEVICE, dtype=dtype, bias=bias, **CASES[case])
 
 
 @kernels
 @settings(max_examples=4 if DEVICE == "cpu" else 100, derandomize=True, deadline=None)
 @given(st.data())
 def test_any_shape(data):
-    case = random_case(data, 3 if DEVICE == "cpu" else 10, (1, 4, 8, 12), (0, 1, 3, 5), 64)
-    check("triton", dtype=data.draw(st.sampled_from([*TOLERANCE])), device=DEVICE, **case)
+    dtype, on_gpu = data.draw(st.sampled_from([*TOLERANCE])), DEVICE == "cuda"
+    heads = (1, 4, 8) if on_gpu and dtype == torch.float32 else (1, 4, 8, 12)
+    case = random_case(data, 10 if on_gpu else 3, heads, (0, 1, 3, 5), 64)
+    check("triton", dtype=dtype, device=DEVICE, bias=0.0 if dtype == torch.float32 else 6.0, **case)
 
 
 @kernels
@@ -125,7 +133,7 @@ def test_chain():
         return torch.autograd.grad(total, used)
 
     for have, want in zip(chain("triton", torch.float32), chain("reference", torch.float64), strict=True):
-        assert (have.double() - want).norm() <= 1e-6 * want.norm()
+        assert (have.double() - want).norm() <= (1e-6 if DEVICE == "cpu" else TOLERANCE[torch.float32]) * want.norm()
 
 
 @kernels
