@@ -17,8 +17,8 @@ from PIL import Image
 
 import ea_vision
 
-NETWORKS = ("conv_transformer_cifar.fast_norm_c10", "pa_conv_transformer_cifar.fast_norm_c10",
-            "ea_conv_transformer_cifar.fast_norm_c10")
+NETWORKS = ("conv_transformer_cifar.long_c10", "pa_conv_transformer_cifar.fast_norm_c10",
+            "ea_conv_transformer_cifar.long_c10")
 
 
 def photos(tar: str, step: int = 10) -> torch.Tensor:

@@ -27,7 +27,7 @@ def test_each_has_its_card():
         assert name in card and re.search(r"\d\d\.\d\d% top-1", card) and "commit" in card and "SHA-256" in card
 
 
-@pytest.mark.parametrize("name", slow_but({"ea_conv_transformer_cifar.fast_norm_c10"}, SHIPPED))
+@pytest.mark.parametrize("name", slow_but({"ea_conv_transformer_cifar.long_c10"}, SHIPPED))
 @torch.no_grad()
 def test_weights_are_adapted_in_timms_ways(name):
     def create(**options):
@@ -59,7 +59,7 @@ def test_results_are_those_of_the_cards():
         assert row["top1"] + row["top1_err"] == pytest.approx(100)
 
 
-@pytest.mark.parametrize("name", slow_but({"ea_conv_transformer_cifar.fast_norm_c10"},
+@pytest.mark.parametrize("name", slow_but({"ea_conv_transformer_cifar.long_c10"},
                                           [name for name in SHIPPED if name.endswith("_c10")]))
 def test_weights_know_their_images(name, shared):
     model = timm.create_model(name, pretrained=True).eval()

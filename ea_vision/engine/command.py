@@ -364,7 +364,8 @@ def finish(trainer: Trainer, about: dict) -> None:
     said = f"{trainer.quality} on images held out" if split == "held_out" else f"test {trainer.quality}"
     log.info("%s: best weights (epoch %d) %s, last weights %s", said, progress.best_epoch,
              trainer.text_of(best), trainer.text_of(last))
-    if data.eval_split == "test" and len(progress.rows) > 1:
+    evaluated = [row for row in progress.rows if not math.isnan(row[trainer.measures[0]])]
+    if data.eval_split == "test" and len(evaluated) > 1:
         log.info("the best epoch was chosen by the images that it is evaluated on: quote the last weights%s",
                  ", or hold images out (--holdout)" if hasattr(config, "holdout") else "")
     log.info("run folder: %s, %d updates in %s", folder, progress.updates, duration(sum(

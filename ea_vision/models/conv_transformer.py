@@ -224,9 +224,9 @@ class ConvTransformer(HeadedNetwork, nn.Module):
 
 _cfg = partial(cifar_cfg, "stem.conv", "head.fc")
 SHIPPED = (  # of a model's weights the first are the default
-    "conv_transformer_cifar.fast_norm_c10",
+    "conv_transformer_cifar.long_c10",
     "pa_conv_transformer_cifar.fast_norm_c10",
-    "ea_conv_transformer_cifar.fast_norm_c10",
+    "ea_conv_transformer_cifar.long_c10",
 )
 default_cfgs = generate_default_cfgs({
     "cnn_cifar": _cfg(),
@@ -240,13 +240,13 @@ register_networks(__name__, ConvTransformer, {
         "The PA paper's CNN for CIFAR, a reconstruction: no attention.", {"attn_stages": ()}),
     "conv_transformer_cifar": Network(
         "The PA paper's Conv-Transformer for CIFAR, a reconstruction: attention at 8x8 and 4x4.",
-        trained={"fast_norm_c10": {"qk_norm": True}}),
+        trained={"long_c10": {"qk_norm": True}}),
     "pa_conv_transformer_cifar": Network(
         "The PA paper's PA-Conv-Transformer for CIFAR, a reconstruction: alpha 0.01, one convolution.",
         {"evolution": "pa", "alpha": 0.01}, {"fast_norm_c10": {"qk_norm": True}}),
     "ea_conv_transformer_cifar": Network(
         "Evolving attention in the same network: alpha 0.5, beta 1.0; no paper gives EA on CIFAR.",
-        {"evolution": "ea"}, {"fast_norm_c10": {"qk_norm": True}}),
+        {"evolution": "ea"}, {"long_c10": {"qk_norm": True}}),
     "csan_conv_transformer_cifar": Network(
         "CSAN's windows in the same network: 5x5 pixels and 3 of 4 heads at 8x8, all of a 4x4 map; no paper has it.",
         {"window": 5, "head_window": 3, "head_border": "clip", "window_stages": (3,)}),

@@ -13,6 +13,7 @@ from pathlib import Path
 import pandas as pd
 
 from ea_vision.base.errors import UsageError, exit_code
+from ea_vision.engine.run_folder import read_config
 from experiments.evidence import effects_table, holm, paired, read_run, read_runs
 
 HERE = Path(__file__).resolve().parent
@@ -24,7 +25,8 @@ def run_of(folder: Path, without: dict[str, pd.DataFrame]) -> dict:
     """Return a run's row; `without` are the runs without the norm, by data set."""
     run, metrics = read_run(folder), pd.read_csv(folder / "metrics.csv").iloc[-1]
     network = folder.name.removeprefix("variant=").partition(" norm")[0]
-    [(data, others)] = [(data, runs) for data, runs in without.items() if runs["data"].iloc[0] == run["data"]]
+    data = f"cifar{len(read_config(folder)[1]['classes'])}"
+    others = without[data]
     [same] = others[(others["variant"] == network) & (others["seed"] == run["seed"])]["top1"]
     return {"data": data, "network": network, "seed": run["seed"], "top1": run["top1"], "without_norm": same,
             "train_loss": run["train_loss"], "updates": run["updates"], "fingerprint": run["data"],

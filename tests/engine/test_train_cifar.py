@@ -103,10 +103,14 @@ def test_a_run_folder_is_not_overwritten_nor_continued_with_other_options(finish
 
 
 def test_epochs_left_out_of_evaluation_train_the_same(data, tmp_path, capsys):
-    """--eval-epochs 2 of 3: epoch 1 is not evaluated, the last is; killed and continued, it ends like one that was."""
+    """--eval-epochs 2 of 3: epoch 1 is not evaluated, the last is; killed and continued, it ends like one that was.
+
+    Where one epoch alone is evaluated nothing is chosen by it.
+    """
     every, second = tmp_path / "every", tmp_path / "second"
     assert "chosen by the images that it is evaluated on: quote the last weights, or hold images out" in train(
         arguments(data, every, "--epochs 3"))
+    assert "chosen by" not in train(arguments(data, tmp_path / "once", "--epochs 2 --eval-epochs 2"))
     argv = arguments(data, second, "--epochs 3 --eval-epochs 2")
     assert "not evaluated" in stopped(argv, 9)
     assert not (second / "best.ckpt").exists()

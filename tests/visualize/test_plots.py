@@ -52,7 +52,7 @@ def test_titles_say_model_weights_layer_head_and_query():
     untrained = load_model("ea_conv_transformer_cifar", random=True)
     for figure, expected in (
             (plot_heatmap("ea_conv_transformer_cifar", image, layers=[2], heads=1, queries=[(9, 14)]), (
-                "ea_conv_transformer_cifar, weights fast_norm_c10", "layer 2 (stages.2.blocks.1.conv)", "head 1",
+                "ea_conv_transformer_cifar, weights long_c10", "layer 2 (stages.2.blocks.1.conv)", "head 1",
                 "query y 9, x 14")),
             (plot_strip(untrained, image, layers="1-3", head=1), ("ea_conv_transformer_cifar (untrained)", "head 1")),
             (plot_heatmap(untrained, [image, image], layers=[2], heads=1), (
