@@ -157,14 +157,21 @@ def replaced_maps():
     yield MAPS, "", cells("that of the rest", *slower[:6]), cells("a quarter of it", *slower[6:])
     healthy, without, healed = (table(f"replaced-maps/{name}-replaced.csv").set_index("maps")["top1"]
                                 for name in ("norm", "none-norm", "pa-norm"))
-    yield (PAGE, OWE, *means.loc[[EA, "EA"], ["trained", "other", "none"]].values.flat, means.own["EA"],
-           *healthy[["trained", "other", "none"]])
+    yield PAGE, OWE, *means.loc[[EA, "EA"], ["trained", "other", "none"]].values.flat, means.own["EA"]
+    long, logits = (table(f"replaced-maps/long-{name}.csv") for name in ("replaced", "logits"))
+    for name in (AA, EA):
+        of = long.query(f"model == '{name}.long_c10'").set_index("maps")["top1"]
+        yield PAGE, OWE, *of[["trained", "other", "none"]]
+        yield PAGE, "", f"{of['trained'] - of['none']:.2f} ({'AA' if name == AA else 'EA'})"
+        yield MAPS, "", cells(f"{name}, 60 epochs", *of), *(of["trained"] - of[["none", "other"]])
+    of_evolved = logits.query("model.str.startswith('ea') and correlation < 1")["correlation"]
+    yield MAPS, "", of["trained"] - of["own"], of_evolved.max()
     yield (HEALTHY, COLLAPSE, *healthy, *(healthy["trained"] - healthy[["none", "own"]]), *without,
            without["trained"] - without["none"])
     yield HEALTHY, HEALED, *healed, healed["trained"] - healed["none"], means.loc[PA, "trained"] - means.loc[PA, "none"]
     lost = means["trained"] - means["none"]
-    yield (PAGE, "", f"{healthy['trained'] - healthy['none']:.1f}", f"{lost[EA]:.1f}",
-           span(lost[["none", "PA", "EA", "EA without skip", "EA without convolution"]], 0) + " points")
+    yield PAGE, "", f"{lost[EA]:.1f}", span(
+        lost[["none", "PA", "EA", "EA without skip", "EA without convolution"]], 0) + " points"
 
 
 def slower_attention():
@@ -363,7 +370,13 @@ def the_probe_and_faithfulness():
         yield MAPS, "", *(f"| {name} | {maps} | " + " | ".join(
             rows[model, maps, kind, layer] for kind in ("seen", "unseen") for layer in (3, 6))
             for name, model in models.items())
-    faithful = table("faithfulness/results.csv").set_index(["ranking", "model"])["comprehensiveness"]
+    faithful = table("faithfulness/results.csv").set_index(["ranking", "model"])
+    for scores in (("comprehensiveness", "sufficiency"), ("deletion", "insertion")):
+        for ranking in faithful.index.unique("ranking"):
+            yield MAPS, "Faithfulness", cells(ranking, *(
+                f"{faithful.loc[(ranking, model), score]:.3f} ± {faithful.loc[(ranking, model), f'{score}_se']:.3f}"
+                for score in scores for model in models.values()))
+    faithful = faithful["comprehensiveness"]
     yield PAGE, "The probe", *(unseen[model, maps, "unseen", layer] for model in models.values()
                                for maps in KINDS[:2] for layer in (3, 6))
     yield PAGE, "Faithfulness", *(f"{faithful['layer 6', model]:.3f}" for model in models.values()), *(
