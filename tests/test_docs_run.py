@@ -95,7 +95,7 @@ def shorten(line: str) -> list[str]:
         own = "ea_conv_transformer_cifar" if command == "train-cifar" else "ea_aa_resnet50"
         name = here[here.index("--model") + 1] if "--model" in here else own
         more += ["--model-kwargs", *NARROW.get(name, NARROW["ea_conv_transformer_cifar"]).split()]
-    if "--holdout" in words or "pa_cifar10" in words:
+    if "--holdout" in words:
         more += ["--holdout", "6"]
     return [command, *here, *more, "--output", f"out/{LINES.index(line)}"]
 

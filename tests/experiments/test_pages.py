@@ -361,14 +361,14 @@ def the_shipped_networks():
 # ---- the probe, faithfulness, detection, speed -----------------------------------------------------------------------
 
 def the_probe_and_faithfulness():
-    """Mean and standard deviation over three seeds, from images seen and unseen."""
-    found = pd.concat([table(f"probe/{kind}/results.csv").assign(kind=kind) for kind in ("seen", "unseen")])
-    found = found.groupby(["model", "maps", "kind", "layer"])["top1"]
+    """Of the shipped weights and of the former, whose maps had collapsed; the probe's mean and deviation of 3 seeds."""
+    found = pd.concat([table(f"probe/{name}.csv") for name in ("results", "former")])
+    found = found.groupby(["model", "maps", "layer"])["top1"]
     rows, unseen = found.apply(spread), found.mean()
-    models = {"AA": f"{AA}.fast_c10", "PA": f"{PA}.fast_c10", "EA": f"{EA}.fast_c10"}
+    models = {"AA": f"{AA}.long_c10", "PA": f"{PA}.fast_norm_c10", "EA": f"{EA}.long_c10"}
     for maps in KINDS:
         yield MAPS, "", *(f"| {name} | {maps} | " + " | ".join(
-            rows[model, maps, kind, layer] for kind in ("seen", "unseen") for layer in (3, 6))
+            rows[of, maps, layer] for of in (model, f"{model.partition('.')[0]}.fast_c10") for layer in (3, 6))
             for name, model in models.items())
     faithful = table("faithfulness/results.csv").set_index(["ranking", "model"])
     for scores in (("comprehensiveness", "sufficiency"), ("deletion", "insertion")):
@@ -377,7 +377,7 @@ def the_probe_and_faithfulness():
                 f"{faithful.loc[(ranking, model), score]:.3f} ± {faithful.loc[(ranking, model), f'{score}_se']:.3f}"
                 for score in scores for model in models.values()))
     faithful = faithful["comprehensiveness"]
-    yield PAGE, "The probe", *(unseen[model, maps, "unseen", layer] for model in models.values()
+    yield PAGE, "The probe", *(unseen[model, maps, layer] for model in models.values()
                                for maps in KINDS[:2] for layer in (3, 6))
     yield PAGE, "Faithfulness", *(f"{faithful['layer 6', model]:.3f}" for model in models.values()), *(
         ", ".join(f"{faithful[ranking, model]:.3f}" for model in models.values()) for ranking in ("centre", "random"))
