@@ -16,9 +16,7 @@ import torch
 from PIL import Image
 
 import ea_vision
-
-NETWORKS = ("conv_transformer_cifar.long_c10", "pa_conv_transformer_cifar.fast_norm_c10",
-            "ea_conv_transformer_cifar.long_c10")
+from ea_vision.models.conv_transformer import SHIPPED
 
 
 def photos(tar: str, step: int = 10) -> torch.Tensor:
@@ -47,6 +45,6 @@ def rows(name: str, images: torch.Tensor) -> list[dict]:
 
 if __name__ == "__main__":
     images = photos(sys.argv[1])
-    table = pd.DataFrame([row for name in NETWORKS for row in rows(name, images)])
+    table = pd.DataFrame([row for name in SHIPPED for row in rows(name, images)])
     table.to_csv(sys.argv[2], index=False)
     print(table.to_string(index=False))

@@ -318,23 +318,35 @@ def the_trials_of_healthy_maps_and_what_the_norm_costs_so_far():
     yield (HEALTHY, "", f"({first:.2f} to {second:.2f}%)", "0.55 points",
            f"entropies are {entropies.min()} to {entropies.max()} of log N")
     pd.testing.assert_frame_equal(effects_of(runs), effects)
+    repeats = pd.read_csv(HEALTHY_RUNS / "norm-repeats.csv").set_index("seed")["top1"]
+    none = runs.query("network == 'none'").set_index("seed")
+    changed = none["top1"] - none["without_norm"].where(none.index != 5, repeats[5])
+    assert repeats[6] == none.loc[6, "without_norm"], "to the digit"
+    yield (HEALTHY, "Question 1: does the norm cost or bring accuracy?", *(f"{of:.2f}%" for of in repeats[:1]),
+           f"where {none.loc[5, 'without_norm']} is recorded", points(paired(changed, 0.01)).replace(" (", ", ")[:-1])
     of_norm = runs.filter(like="entropy").stack().sort_values()
     yield (HEALTHY, "Question 1: does the norm cost or bring accuracy?", of_norm.iloc[-1], f"{span(of_norm[:-1])} of",
            *(points(row, "+") for row in effects.to_dict("records")))
 
 
 def the_runs_with_the_norm():
-    first = pd.read_csv(HEALTHY_RUNS / f"{EA}.csv").iloc[-1]
-    yield HEALTHY, COLLAPSE, f"{first['top1']:.2f}% in bfloat16", f"training loss {first['train_loss']:.4f}"
-    yield "ea_vision/recipes/fast.yaml", "", f"{first['top1']:.2f}, six views"
-    former = pd.read_csv(HEALTHY_RUNS / "former-entropy.csv")
-    for name, heading, run in ((EA, SECOND_CYCLE, "ea_second_cycle"), (AA, COLLAPSE, AA), (PA, HEALED, PA)):
+    """Of the former weights, and PA's: bfloat16 and entropies; where no card has them, as stored and with six views."""
+    entropies = pd.read_csv(HEALTHY_RUNS / "former-entropy.csv")
+    figures = pd.read_csv(HEALTHY_RUNS / "former-accuracy.csv", dtype=str).set_index("run")
+    for name, heading, run in ((EA, COLLAPSE, EA), (EA, SECOND_CYCLE, "ea_second_cycle"), (AA, COLLAPSE, AA),
+                               (PA, HEALED, PA)):
         last = pd.read_csv(HEALTHY_RUNS / f"{run}.csv").iloc[-1]
-        shares = former.query(f"model == '{name}.fast_norm_c10'")
-        yield (HEALTHY, heading, f"{last['top1']:.2f}% in bfloat16", f"training loss {last['train_loss']:.4f}",
-               ", ".join(shown(shares["entropy_share"][:5])))
-        if name == AA:
-            yield "ea_vision/recipes/fast.yaml", "", f"{last['top1']:.2f}, "
+        yield HEALTHY, heading, f"{last['top1']:.2f}% in bfloat16", f"training loss {last['train_loss']:.4f}"
+        if run != PA:
+            stored, views = figures.loc[run, ["stored", "six_views"]]
+            yield HEALTHY, heading, f"in bfloat16, {stored} as stored", f"with six views {views}"
+        if run in (EA, AA):
+            before = "six views " if run == EA else ""
+            yield "ea_vision/recipes/fast.yaml", "", f"{last['top1']:.2f}, {before}{views} ({name})"
+        if run != EA:  # of which the second cycle's are
+            shares = entropies.query(f"model == '{name}.fast_norm_c10'")["entropy_share"]
+            yield HEALTHY, heading, ", ".join(shown(shares[:5]))
+            assert shares.min() >= 0.25, "the rule"
 
 
 def the_shipped_networks():
@@ -428,6 +440,8 @@ def large_maps():
     yield KERNELS, "Networks by image size", *(
         sizes[sizes["network"] == "ea"].loc[malloc, code]["training, ratio"].item() for malloc, code in (
             ("as it is", "before"), ("kept by environment", "after, in place")))
+    for row in table("h200-steps.csv").itertuples(index=False):
+        yield KERNELS, "On an H200", cells(f"{row.network}, {row.batch}", *row[2:])
     parts = table("large-maps-parts.csv").pivot(index="part", columns=["pixels", "pass"], values="ms")
     for part, ms in parts.iterrows():
         yield KERNELS, "Parts of a layer on a CPU", f"| {part} | " + " | ".join(
