@@ -440,6 +440,18 @@ def large_maps():
     yield KERNELS, "Networks by image size", *(
         sizes[sizes["network"] == "ea"].loc[malloc, code]["training, ratio"].item() for malloc, code in (
             ("as it is", "before"), ("kept by environment", "after, in place")))
+    ratios = ["inference, ratio", "training, ratio"]
+    levels = sizes.loc["kept"].loc[["second level", "first level"]]
+    for network, name in (("aa", "aa"), ("pa", "pa_aa"), ("ea", "ea_aa")):
+        of = levels[levels["network"] == network].sort_values("size", kind="stable")[ratios]
+        yield KERNELS, "Networks by image size", cells(f"{name}_resnet50", *(", ".join(shown(pair)) for pair in
+                                                                            of.to_numpy()))
+    limit = sizes.loc["kept", "limit"].set_index("network")
+    left, taken = limit.loc["aa without attention"], limit.loc["aa"]
+    yield KERNELS, "Networks by image size", *(" and ".join(shown(of[ratios])) for of in (left, taken)), *(
+        f"{2000 * limit.loc['resnet50', time] * (1 / goal - 1 / left[ratio]):.0f}"
+        for goal, ratio, time in zip((0.89, 0.86), ratios, ("inference, s", "training, s"), strict=True)), *(
+        f"{2000 * (taken[time] - left[time]):.0f}" for time in ("inference, s", "training, s"))
     for row in table("h200-steps.csv").itertuples(index=False):
         yield KERNELS, "On an H200", cells(f"{row.network}, {row.batch}", *row[2:])
     parts = table("large-maps-parts.csv").pivot(index="part", columns=["pixels", "pass"], values="ms")

@@ -25,7 +25,7 @@ INLINE void tile(const int rows, const int vecs, int fresh, int depth, const flo
     }
     for (int t = 0; t < depth; t++) {
         const float *row = b + (offsets ? offsets[t] : t * ldb);
-        for (int v = 0; v < vecs; v++) __builtin_prefetch(row + (vecs + v) * VL, 0, 2); /* the next tile's */
+        for (int v = 0; v < vecs; v++) __builtin_prefetch(row + (vecs + v) * VL, 0, 3); /* the next tile's */
         vec x[NR];
 #pragma GCC unroll 4
         for (int v = 0; v < vecs; v++) x[v] = LOAD(row + v * VL);
