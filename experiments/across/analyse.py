@@ -35,7 +35,8 @@ from experiments.evidence import (
 )
 
 ROWS = {"equal-time": "{}, equal time", "equal-operations": "{}, equal operations", "vit-dear": "{}, two seeds",
-        **{f"second-{name}": "{}, equal time" for name in ("xsa", "gated", "token-conv", "long")}}
+        **{f"second-{name}": "{}, equal time" for name in ("xsa", "gated", "token-conv")},
+        "second-long": "{}, equal time, three seeds"}
 AFTER = {"equal-time": "vit-rival", "second-xsa": "second-updates", "second-gated": "second-updates"}
 
 

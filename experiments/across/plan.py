@@ -115,7 +115,7 @@ SECOND = {part.name: part for part in (
          beside="second-updates"),
     Part("second-token-conv", "token_conv at equal time", AS_TOKEN_CONV, ("token_conv",), (), range(200, 208), VIT,
          beside="second-updates"),
-    Part("second-long", "conv2d at equal time, long training", LONG_TOKEN_CONV, (LONG_CONV2D,), (), range(200, 208),
+    Part("second-long", "conv2d at equal time, long training", LONG_TOKEN_CONV, (LONG_CONV2D,), (), range(200, 203),
          RIVAL),
 )}
 RUNS = PARTS | SECOND
