@@ -170,7 +170,7 @@ class Reference(Implementation):
             before = convolved = p.prev_logits if p.predict else mixed(p.alpha, p.prev_logits, logits)
             if p.weight is not None:
                 patches = F.conv2d(among_patches(before, p.num_prefix_tokens), p.weight.to(before.dtype),
-                                   p.bias.to(before.dtype), padding=p.weight.shape[-1] // 2)
+                                   p.bias.to(before.dtype), padding="same")
                 convolved = with_prefix(before, F.relu(patches), p.num_prefix_tokens)
             logits = mixed(p.alpha, convolved, logits) if p.predict else mixed(p.beta, convolved, before)
         seen = logits

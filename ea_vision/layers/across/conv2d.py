@@ -52,12 +52,12 @@ class FourDimensionalConvolution(Evolution):
     def convolve(self, maps: Tensor, feat_size: tuple[int, int]) -> Tensor:
         """Return the sum of both convolutions of maps (B, K, N, N), N = H*W, of the same shape."""
         B, K, N = maps.shape[0], maps.shape[1], maps.shape[2]
-        H, W, pad = feat_size[0], feat_size[1], self.keys.shape[-1] // 2
+        H, W = feat_size[0], feat_size[1]
         last = maps.permute(0, 2, 3, 1).contiguous()  # (B, query, key, K): channels last, which takes half the time
         by_query = last.view(B * N, H, W, K).permute(0, 3, 1, 2)
         by_key = last.transpose(1, 2).reshape(B * N, H, W, K).permute(0, 3, 1, 2)
-        over_keys = F.conv2d(by_query, self.keys, None, padding=pad).permute(0, 2, 3, 1).reshape(B, N, N, K)
-        over_queries = F.conv2d(by_key, self.queries, None, padding=pad).permute(0, 2, 3, 1).reshape(B, N, N, K)
+        over_keys = F.conv2d(by_query, self.keys, None, padding="same").permute(0, 2, 3, 1).reshape(B, N, N, K)
+        over_queries = F.conv2d(by_key, self.queries, None, padding="same").permute(0, 2, 3, 1).reshape(B, N, N, K)
         return (over_keys + over_queries.transpose(1, 2)).permute(0, 3, 1, 2)
 
     @torch.jit.unused

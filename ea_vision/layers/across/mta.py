@@ -48,9 +48,8 @@ class MultiTokenAttention(Evolution):
         self.heads_after = nn.Parameter(eye[:head_kernel, :head_kernel].repeat(num_heads // head_kernel, 1, 1))
 
     def _convolve(self, maps: Tensor, weight: Tensor) -> Tensor:
-        padding = [weight.shape[2] // 2, weight.shape[3] // 2]
         last = maps.contiguous(memory_format=torch.channels_last)  # which takes half the time on a CPU
-        return F.conv2d(last, weight, None, padding=padding, groups=maps.shape[1])
+        return F.conv2d(last, weight, None, padding="same", groups=maps.shape[1])
 
     def forward(self, logits: Tensor, prev_logits: Tensor) -> Tensor:
         return torch.einsum("ab,nbij->naij", self.heads_before, self._convolve(logits, self.conv_before))
