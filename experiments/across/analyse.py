@@ -20,7 +20,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from ea_vision.base.errors import UsageError, exit_code
-from experiments.across.plan import RESULTS, RUNS, Part, run_time, step_times
+from experiments.across.plan import RESULTS, RUNS, SECOND, Part, run_time, step_times
 from experiments.across.sequences import MECHANISMS
 from experiments.evidence import (
     by_variant,
@@ -34,9 +34,7 @@ from experiments.evidence import (
     write_runs,
 )
 
-ROWS = {"equal-time": "{}, equal time", "equal-operations": "{}, equal operations", "vit-dear": "{}, two seeds",
-        **{f"second-{name}": "{}, equal time" for name in ("xsa", "gated", "token-conv")},
-        "second-long": "{}, equal time, three seeds"}
+ROWS = {"equal-time": "{}, equal time", "equal-operations": "{}, equal operations", "vit-dear": "{}, two seeds"}
 AFTER = {"equal-time": "vit-rival", "second-xsa": "second-updates", "second-gated": "second-updates"}
 
 
@@ -166,7 +164,7 @@ def main(argv: list[str] | None = None) -> int:
         raise UsageError(f"no part of the verdict is complete in {args.sweeps}")
     pd.concat(found.values()).to_csv(args.output / "verdict.csv", index=False)
     draw(found).savefig(args.output / "verdict.png", dpi=200)
-    told = ("vit-alone", "vit-dear", "second-token-conv")  # in words, not in the table
+    told = {"vit-alone", "vit-dear", *SECOND} - {"second-updates"}  # in words, not in the table
     main_parts = {part: effects for part, effects in found.items() if part.name not in told}
     print(*verdict_table(main_parts), "", sep="\n")
     try:
