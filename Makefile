@@ -76,6 +76,7 @@ test-browser: $(READY)
 
 lint: $(READY)
 	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
 
 # Tokens and statements by room, without docstrings and comments.
 size:

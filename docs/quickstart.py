@@ -3,6 +3,7 @@
 
 The photo, cat.jpg, is Stefan van der Walt's "Chelsea", in the public domain (CC0), from scikit-image.
 """
+
 import os
 from pathlib import Path
 
@@ -112,15 +113,23 @@ def notebook() -> NotebookNode:
             cells.append(new_markdown_cell(text, id=f"cell-{index}"))
         else:
             cells.append(new_code_cell(text, id=f"cell-{index}"))
-    return new_notebook(cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": "Python 3",
-                                                              "language": "python"}})
+    return new_notebook(
+        cells=cells,
+        metadata={
+            "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}
+        },
+    )
 
 
 def run(book: NotebookNode, folder: Path) -> NotebookNode:
     """Run all cells, in a folder that has cat.jpg; the first that fails is a CellExecutionError."""
-    quiet = {**os.environ, "PYTHONWARNINGS": "ignore:IProgress not found"}  # tqdm's, where there is no ipywidgets
-    nbclient.NotebookClient(book, timeout=300, kernel_name="python3",
-                            resources={"metadata": {"path": str(folder)}}).execute(env=quiet)
+    quiet = {
+        **os.environ,
+        "PYTHONWARNINGS": "ignore:IProgress not found",
+    }  # tqdm's, where there is no ipywidgets
+    nbclient.NotebookClient(
+        book, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    ).execute(env=quiet)
     for cell in book.cells:
         cell.metadata.pop("execution", None)  # times
         for output in cell.get("outputs", []):

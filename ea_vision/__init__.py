@@ -8,6 +8,7 @@ Importing the package registers the models with timm; nothing else is loaded:
 Modules named in the environment variable EA_VISION_IMPORT, separated by commas, are imported with it, so that commands
 and their processes know the families and evolutions of your own files.
 """
+
 import importlib
 import os
 import sys
@@ -18,7 +19,9 @@ from ea_vision.base.errors import UsageError
 __version__ = "1.0.0"
 
 # The list of commands and --version do without torch and timm, which take seconds to import.
-_COMMAND = Path(sys.argv[0]).stem == "ea-vision" or sys.argv[0] == "-m" and "ea_vision" in sys.orig_argv
+_COMMAND = (
+    Path(sys.argv[0]).stem == "ea-vision" or sys.argv[0] == "-m" and "ea_vision" in sys.orig_argv
+)
 _LISTING = _COMMAND and sys.argv[1:] in ([], ["-h"], ["--help"], ["--version"])
 
 try:
@@ -35,8 +38,10 @@ try:
                 _named = getattr(_error, "name", None) in (_module, _module.partition(".")[0])
                 if not _named and not _module.startswith("."):
                     raise
-                raise UsageError(f"EA_VISION_IMPORT must name modules that can be imported, got {_module!r}: "
-                                 f"{_error}") from _error
+                raise UsageError(
+                    f"EA_VISION_IMPORT must name modules that can be imported, got {_module!r}: "
+                    f"{_error}"
+                ) from _error
 except (KeyboardInterrupt, UsageError) as _error:
     if not _COMMAND:
         raise

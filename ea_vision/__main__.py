@@ -7,20 +7,44 @@ from ea_vision import __version__
 from ea_vision.base.errors import UsageError, exit_code, near_matches
 
 COMMANDS = {  # name: (module whose main(argv) runs it, what it does); another command is a line here and that module
-    "train-cifar": ("ea_vision.engine.train_cifar", "train on small images: digits, CIFAR, your own folders"),
-    "train-imagenet": ("ea_vision.engine.train_imagenet", "train on ImageNet or any images in class folders"),
-    "train-detection": ("ea_vision.detection.train", "train a RetinaNet on COCO or your own images with boxes"),
+    "train-cifar": (
+        "ea_vision.engine.train_cifar",
+        "train on small images: digits, CIFAR, your own folders",
+    ),
+    "train-imagenet": (
+        "ea_vision.engine.train_imagenet",
+        "train on ImageNet or any images in class folders",
+    ),
+    "train-detection": (
+        "ea_vision.detection.train",
+        "train a RetinaNet on COCO or your own images with boxes",
+    ),
     "timm": ("ea_vision.timm", "run one of timm's own scripts with our models registered"),
-    "write-ffcv": ("ea_vision.data.write_ffcv", "write images into an FFCV file, which is read faster"),
+    "write-ffcv": (
+        "ea_vision.data.write_ffcv",
+        "write images into an FFCV file, which is read faster",
+    ),
     "predict": ("ea_vision.predict", "the likeliest classes of images, as text or JSON"),
     "export": ("ea_vision.export", "write a network as ONNX or torch.export"),
     "models": ("ea_vision.sizes", "names, weights and (--sizes) parameters and GFLOPs of networks"),
     "benchmark": ("ea_vision.benchmark", "speed and memory of networks"),
-    "probe": ("ea_vision.recorder.probe", "classify images from their attention maps (EA paper, table 7)"),
-    "heatmap": ("ea_vision.visualize.heatmap", "attention of query points by head, of several models or images"),
-    "strip": ("ea_vision.visualize.strip", "a map from layer to layer, part by part, or as a film (.gif)"),
+    "probe": (
+        "ea_vision.recorder.probe",
+        "classify images from their attention maps (EA paper, table 7)",
+    ),
+    "heatmap": (
+        "ea_vision.visualize.heatmap",
+        "attention of query points by head, of several models or images",
+    ),
+    "strip": (
+        "ea_vision.visualize.strip",
+        "a map from layer to layer, part by part, or as a film (.gif)",
+    ),
     "statistics": ("ea_vision.visualize.statistics", "entropy, distance, ... by layer and head"),
-    "explore": ("ea_vision.visualize.explore", "one HTML page: click a pixel, see every head of every layer"),
+    "explore": (
+        "ea_vision.visualize.explore",
+        "one HTML page: click a pixel, see every head of every layer",
+    ),
 }
 OVERVIEW = """\
 usage: ea-vision COMMAND ...    (ea-vision COMMAND --help says more; ea-vision --version)
@@ -38,9 +62,12 @@ def run(command: str, argv: list[str] | None = None) -> int:
 
     What the user can mend becomes one line on stderr and exit code 2.
     """
+
     def of_command() -> int:
         if command not in COMMANDS:
-            raise UsageError(f"unknown command {command!r}; {near_matches(command, COMMANDS, 'commands')}")
+            raise UsageError(
+                f"unknown command {command!r}; {near_matches(command, COMMANDS, 'commands')}"
+            )
         return importlib.import_module(COMMANDS[command][0]).main(argv)
 
     return exit_code(of_command)

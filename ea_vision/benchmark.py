@@ -7,6 +7,7 @@ alive. A ratio is to timm's resnet of the same depth, of a vision transformer wh
 where that is measured too. Memory on a CPU is resident, of three training steps in a process of its own; on a GPU it is
 what torch allocates, the network's weights and optimiser state included.
 """
+
 import argparse
 import ctypes
 import os
@@ -51,7 +52,11 @@ DEFAULT = ("resnet50", "aa_resnet50", "pa_aa_resnet50", "ea_aa_resnet50")
 TRIM, TOP_PAD, MMAP_THRESHOLD, MMAP_MAX = -1, -2, -3, -4
 KEEP_MEMORY = {TOP_PAD: 10**9, MMAP_MAX: 0, TRIM: -1}  # -1: never returned, not from any size on
 RETURN_MEMORY = {MMAP_THRESHOLD: 65536, TRIM: 65536}
-MEASURED = {"train_images_per_s": "train img/s", "infer_images_per_s": "infer img/s", "memory_mib": "memory MiB"}
+MEASURED = {
+    "train_images_per_s": "train img/s",
+    "infer_images_per_s": "infer img/s",
+    "memory_mib": "memory MiB",
+}
 
 
 def baseline_of(name: str) -> str | None:
@@ -62,11 +67,17 @@ def baseline_of(name: str) -> str | None:
     return f"resnet{depth[1]}" if depth else None
 
 
-def interleaved(calls: dict[Hashable, Callable[[], object]], repeats: int, warm_up: int = 1,
-                clock: Callable[[], float] = time.perf_counter) -> dict[Hashable, float]:
+def interleaved(
+    calls: dict[Hashable, Callable[[], object]],
+    repeats: int,
+    warm_up: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[Hashable, float]:
     """Return the median seconds of each call; a round has one of each, in any order; `warm_up` rounds do not count."""
     seconds = {key: [] for key in calls}
-    shuffle = random.Random(0).shuffle  # what one leaves in the caches shall not always meet the same next one
+    shuffle = random.Random(
+        0
+    ).shuffle  # what one leaves in the caches shall not always meet the same next one
     turns = list(calls)
     for _ in range(warm_up + repeats):
         shuffle(turns)
@@ -116,19 +127,29 @@ def live_network(name: str, images: Tensor) -> nn.Module:
         UsageError: unknown, or one that refuses these images.
     """
     torch.manual_seed(0)
-    layout = torch.channels_last if images.is_contiguous(memory_format=torch.channels_last) else torch.contiguous_format
+    layout = (
+        torch.channels_last
+        if images.is_contiguous(memory_format=torch.channels_last)
+        else torch.contiguous_format
+    )
     try:
         model = create_classifier(name, {}, num_classes=1000, img_size=images.shape[-1])[0]
         model = lay_out(model.to(images.device), layout).train()
         for norm in model.modules():
-            if isinstance(norm, nn.modules.batchnorm._BatchNorm) and norm.affine and not norm.weight.any():
+            if (
+                isinstance(norm, nn.modules.batchnorm._BatchNorm)
+                and norm.affine
+                and not norm.weight.any()
+            ):
                 nn.init.constant_(norm.weight, 0.2)
         with torch.no_grad():  # two passes make the statistics of BatchNorm
             model(images)
             model(images)
     except (ValueError, AssertionError, RuntimeError) as error:
-        raise UsageError(f"{name} cannot run {len(images)} images of {images.shape[-1]} pixels: "
-                         f"{str(error) or type(error).__name__}") from error
+        raise UsageError(
+            f"{name} cannot run {len(images)} images of {images.shape[-1]} pixels: "
+            f"{str(error) or type(error).__name__}"
+        ) from error
     return model
 
 
@@ -136,7 +157,9 @@ def noise(args: argparse.Namespace, device: torch.device) -> Tensor:
     """Return the images of all networks, (B, 3, H, W)."""
     torch.manual_seed(0)
     images = torch.randn(args.batch_size, 3, args.img_size, args.img_size, device=device)
-    return images.contiguous(memory_format=torch.channels_last if args.channels_last else torch.contiguous_format)
+    return images.contiguous(
+        memory_format=torch.channels_last if args.channels_last else torch.contiguous_format
+    )
 
 
 def set_malloc(options: dict[int, int]) -> None:
@@ -159,7 +182,9 @@ def peak_resident(name: str, args: argparse.Namespace) -> int:
     return 1024 * int(re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)[1]) - before
 
 
-def peak_memory(steps: Steps, name: str, mode: str, before: int, args: argparse.Namespace) -> float | None:
+def peak_memory(
+    steps: Steps, name: str, mode: str, before: int, args: argparse.Namespace
+) -> float | None:
     """Return the peak of a training step in MiB, or None where it cannot be told.
 
     Args:
@@ -184,7 +209,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[dict]:
         RunError: a loss that is not finite.
     """
     images, steps, rows = noise(args, device), {}, {}
-    for name, mode in product(names_of(args.models), ("eager", "compiled")[:1 + args.compile]):
+    for name, mode in product(names_of(args.models), ("eager", "compiled")[: 1 + args.compile]):
         print(name, mode, file=sys.stderr)
         before = torch.cuda.memory_allocated()
         try:
@@ -194,7 +219,12 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[dict]:
                 raise
             print(f"left out: {error}")
             continue
-        of = Steps(torch.compile(model, dynamic=False) if mode == "compiled" else model, images, args.amp, args.opt)
+        of = Steps(
+            torch.compile(model, dynamic=False) if mode == "compiled" else model,
+            images,
+            args.amp,
+            args.opt,
+        )
         steps[name, mode], rows[name, mode] = of, {"model": name, "mode": mode, "memory_mib": None}
         if not args.no_memory:
             rows[name, mode]["memory_mib"] = peak_memory(of, name, mode, before, args)
@@ -206,8 +236,13 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[dict]:
 
     for phase in ("train", "infer"):
         calls = {key: getattr(of, phase) for key, of in steps.items()}
-        for key, seconds in interleaved(calls, args.repeats, 3 if images.is_cuda else 1, clock).items():
-            rows[key] |= {f"{phase}_ms": 1e3 * seconds, f"{phase}_images_per_s": len(images) / seconds}
+        for key, seconds in interleaved(
+            calls, args.repeats, 3 if images.is_cuda else 1, clock
+        ).items():
+            rows[key] |= {
+                f"{phase}_ms": 1e3 * seconds,
+                f"{phase}_images_per_s": len(images) / seconds,
+            }
     for (name, mode), row in rows.items():
         if not steps[name, mode].train().isfinite():
             raise RunError(f"the loss of {name}, {mode}, is not finite: its times mean nothing")
@@ -218,23 +253,51 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[dict]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     add = parser.add_argument
-    add("--models", nargs="+", default=DEFAULT, metavar="NAME", help="registered timm models, or patterns of ours, of "
-        f"which those that refuse the images are left out (default: {' '.join(DEFAULT)})")
+    add(
+        "--models",
+        nargs="+",
+        default=DEFAULT,
+        metavar="NAME",
+        help="registered timm models, or patterns of ours, of "
+        f"which those that refuse the images are left out (default: {' '.join(DEFAULT)})",
+    )
     add_options(parser, "--device")
     add("--batch-size", type=positive, help="images (default: 8 on a CPU, 256 on CUDA)")
     add("--img-size", type=positive, default=224, help="side in pixels (default: %(default)s)")
-    add("--amp", choices=("none", "bfloat16", "float16"), default="none", help="precision of the forward pass "
-        "(default: %(default)s, float32)")
+    add(
+        "--amp",
+        choices=("none", "bfloat16", "float16"),
+        default="none",
+        help="precision of the forward pass (default: %(default)s, float32)",
+    )
     add("--channels-last", action="store_true", help="images and weights channels-last in memory")
     add("--opt", default="sgd", metavar="NAME", help="timm's optimiser (default: %(default)s)")
     add("--threads", type=positive, default=2, help="threads of a CPU (default: %(default)s)")
-    add("--compile", action="store_true", help="measure each network compiled by torch.compile, too")
-    add("--repeats", type=positive, default=7, help="rounds, of which the median is given (default: %(default)s)")
-    add("--cpu-time", dest="clock", action="store_const", const="CPU", default="wall", help="time a CPU by the CPU "
-        "time of all threads, which other work on the machine changes less; start with OMP_WAIT_POLICY=passive")
+    add(
+        "--compile", action="store_true", help="measure each network compiled by torch.compile, too"
+    )
+    add(
+        "--repeats",
+        type=positive,
+        default=7,
+        help="rounds, of which the median is given (default: %(default)s)",
+    )
+    add(
+        "--cpu-time",
+        dest="clock",
+        action="store_const",
+        const="CPU",
+        default="wall",
+        help="time a CPU by the CPU "
+        "time of all threads, which other work on the machine changes less; start with OMP_WAIT_POLICY=passive",
+    )
     add("--no-memory", action="store_true", help="leave out the peak memory")
     add("--csv", type=Path, metavar="FILE", help="also write the figures to FILE")
     return parser
@@ -252,11 +315,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     threads = torch.get_num_threads()
     torch.set_num_threads(args.threads)
     set_malloc(KEEP_MEMORY)
-    under = {"hardware": hardware(device, 1), "date": datetime.now().astimezone().isoformat(timespec="minutes"),
-             "ea_vision": ea_vision.__version__, "torch": str(torch.__version__), "timm": timm.__version__,
-             "implementation": os.environ.get("EA_VISION_IMPLEMENTATION", "chosen"),
-             **{name: getattr(args, name) for name in ("batch_size", "img_size", "amp", "opt", "channels_last",
-                                                       "repeats", "clock")}}
+    under = {
+        "hardware": hardware(device, 1),
+        "date": datetime.now().astimezone().isoformat(timespec="minutes"),
+        "ea_vision": ea_vision.__version__,
+        "torch": str(torch.__version__),
+        "timm": timm.__version__,
+        "implementation": os.environ.get("EA_VISION_IMPLEMENTATION", "chosen"),
+        **{
+            name: getattr(args, name)
+            for name in (
+                "batch_size",
+                "img_size",
+                "amp",
+                "opt",
+                "channels_last",
+                "repeats",
+                "clock",
+            )
+        },
+    }
     print("; ".join(f"{name} {value}" for name, value in under.items()), end="\n\n")
     rows = measure(args, device)
     torch.set_num_threads(threads)

@@ -18,10 +18,24 @@ from torch import Tensor
 
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.files import check_output
-from ea_vision.deployment.files import OPSET, SUFFIXES, About, ExportedNetwork, check_packages, export_program, write
+from ea_vision.deployment.files import (
+    OPSET,
+    SUFFIXES,
+    About,
+    ExportedNetwork,
+    check_packages,
+    export_program,
+    write,
+)
 from ea_vision.deployment.fold import LARGEST
 from ea_vision.recorder.inputs import find_images, read_image
-from ea_vision.recorder.loading import WEIGHTS_HELP, LoadedModel, add_options, check_classifies, load_model
+from ea_vision.recorder.loading import (
+    WEIGHTS_HELP,
+    LoadedModel,
+    add_options,
+    check_classifies,
+    load_model,
+)
 
 
 def compare(model: LoadedModel, images: Sequence[Tensor], output: Path) -> str:
@@ -39,17 +53,30 @@ def compare(model: LoadedModel, images: Sequence[Tensor], output: Path) -> str:
     largest = max(float((own - got).abs().max() / own.abs().max()) for own, got in pairs)
     said = f"same class on {agreeing} of {len(pairs)} image(s), largest difference {largest:.1e} of the largest logit"
     if not largest < LARGEST:
-        raise RunError(f"{output} was written, and computes something else than {model.label}: {said}")
+        raise RunError(
+            f"{output} was written, and computes something else than {model.label}: {said}"
+        )
     return said
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Export a network as the arguments say."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", metavar="MODEL", help=WEIGHTS_HELP.replace("else random", "or --random"))
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help=" or ".join(SUFFIXES))
-    parser.add_argument("--check", nargs="+", default=[], metavar="IMAGE", help="image files or folders to compare on "
-                        "(default: two of noise)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", help=WEIGHTS_HELP.replace("else random", "or --random")
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="FILE", help=" or ".join(SUFFIXES)
+    )
+    parser.add_argument(
+        "--check",
+        nargs="+",
+        default=[],
+        metavar="IMAGE",
+        help="image files or folders to compare on (default: two of noise)",
+    )
     add_options(parser, "--random", "--img-size")
     args = parser.parse_args(argv)
     check_packages(args.output, "onnx", "onnxscript")
@@ -63,9 +90,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UsageError(f"{args.model} has no weights: --random exports it with random ones")
     noise = torch.rand(2, 3, *model.img_size, generator=torch.Generator().manual_seed(0))
     images = [model.prepare(read_image(path)) for path in paths] or list(noise)
-    about = About(model.label, model.img_size,
-                  *(model.config[key] for key in ("mean", "std", "crop_pct", "interpolation")),
-                  model.model.num_classes, model.classes)
+    about = About(
+        model.label,
+        model.img_size,
+        *(model.config[key] for key in ("mean", "std", "crop_pct", "interpolation")),
+        model.model.num_classes,
+        model.classes,
+    )
     write(export_program(model.model, model.img_size), args.output, about)
     said = compare(model, images, args.output)
     kind = f"opset {OPSET}" if args.output.suffix.lower() == ".onnx" else "torch.export"

@@ -10,6 +10,7 @@ Of a run of train-detection: names and scores of what is found, boxes by --outpu
 path as image_id. An image that cannot be read, or of which the network makes no finite number, is named, the others are
 gone through, and the exit code is 1.
 """
+
 import argparse
 import io
 import json
@@ -27,11 +28,19 @@ from ea_vision.base.files import atomic_write, check_output, create, write_json
 from ea_vision.base.processes import choose_device
 from ea_vision.detection.coco import results_of
 from ea_vision.recorder.inputs import ImageSource, as_input, find_images, read_image
-from ea_vision.recorder.loading import WEIGHTS_HELP, DetectorModel, LoadedModel, add_options, load_model, positive
+from ea_vision.recorder.loading import (
+    WEIGHTS_HELP,
+    DetectorModel,
+    LoadedModel,
+    add_options,
+    load_model,
+    positive,
+)
 
 
-def predict(loaded: LoadedModel, images: Sequence[ImageSource | Tensor], top: int = 5,
-            batch_size: int = 16) -> Iterator[dict]:
+def predict(
+    loaded: LoadedModel, images: Sequence[ImageSource | Tensor], top: int = 5, batch_size: int = 16
+) -> Iterator[dict]:
     """Classify images, in their order.
 
     Args:
@@ -45,8 +54,11 @@ def predict(loaded: LoadedModel, images: Sequence[ImageSource | Tensor], top: in
     """
     for start in range(0, len(images), batch_size):
         entries, inputs = [], []
-        for number, image in enumerate(images[start:start + batch_size], start + 1):
-            entry = {"image": str(image) if isinstance(image, (str, Path)) else f"image {number}", "classes": []}
+        for number, image in enumerate(images[start : start + batch_size], start + 1):
+            entry = {
+                "image": str(image) if isinstance(image, (str, Path)) else f"image {number}",
+                "classes": [],
+            }
             entries.append(entry)
             try:
                 inputs.append((entry, as_input(loaded, image)))
@@ -58,30 +70,48 @@ def predict(loaded: LoadedModel, images: Sequence[ImageSource | Tensor], top: in
                 likely = loaded.model(batch).float().softmax(-1).cpu()
             for (entry, _), shares in zip(inputs, likely, strict=True):
                 if shares.isfinite().all():
-                    highest = zip(*map(Tensor.tolist, shares.topk(min(top, len(shares)))), strict=True)
+                    highest = zip(
+                        *map(Tensor.tolist, shares.topk(min(top, len(shares)))), strict=True
+                    )
                     entry["classes"] = [
-                        {"name": loaded.classes[index] if loaded.classes else f"class {index}", "index": index,
-                         "probability": round(value, 6)} for value, index in highest]
+                        {
+                            "name": loaded.classes[index] if loaded.classes else f"class {index}",
+                            "index": index,
+                            "probability": round(value, 6),
+                        }
+                        for value, index in highest
+                    ]
                 else:
                     entry["error"] = f"{loaded.label} gives no finite number for {entry['image']}"
         yield from entries
 
 
-def classify(loaded: LoadedModel, images: Sequence[str], args: argparse.Namespace) -> Iterator[tuple[str, str, list]]:
+def classify(
+    loaded: LoadedModel, images: Sequence[str], args: argparse.Namespace
+) -> Iterator[tuple[str, str, list]]:
     """Yield for each image what is wrong with it, its likeliest classes as text, and its entries of the JSON."""
     if not loaded.trained or not loaded.model.num_classes:
         lacking = "weights" if not loaded.trained else "classifier"
-        raise UsageError("a run folder or a model with trained weights and a classifier is required (`ea-vision models "
-                         f"--weights` lists ours), and {args.model} has no {lacking}")
+        raise UsageError(
+            "a run folder or a model with trained weights and a classifier is required (`ea-vision models "
+            f"--weights` lists ours), and {args.model} has no {lacking}"
+        )
     if args.output:
-        raise UsageError(f"--output draws boxes, and {args.model} finds none: a run of train-detection is required")
+        raise UsageError(
+            f"--output draws boxes, and {args.model} finds none: a run of train-detection is required"
+        )
     for entry in predict(loaded, images, args.top, args.batch_size):
-        likely = ", ".join(f"{one['name']} {100 * one['probability']:.1f}%" for one in entry["classes"])
+        likely = ", ".join(
+            f"{one['name']} {100 * one['probability']:.1f}%" for one in entry["classes"]
+        )
         yield entry.get("error", ""), f"{entry['image']}: {likely}", [entry]
 
 
-def find_objects(loaded: DetectorModel, images: Sequence[str], args: argparse.Namespace,
-                 ) -> Iterator[tuple[str, str, list]]:
+def find_objects(
+    loaded: DetectorModel,
+    images: Sequence[str],
+    args: argparse.Namespace,
+) -> Iterator[tuple[str, str, list]]:
     """Yield for each image what is wrong with it, what is found as text, and COCO's results; draw it by --output."""
     if not 0 <= args.min_score <= 1:
         raise UsageError(f"--min-score must be a number from 0 to 1, got {args.min_score}")
@@ -104,30 +134,68 @@ def find_objects(loaded: DetectorModel, images: Sequence[str], args: argparse.Na
                 file = Path(args.output) / f"{number}-{Path(path).stem}.png".replace(":", "-")
                 drawn = draw_detections(pil_to_tensor(image), found, loaded.classes)
                 atomic_write(file, encode_png(drawn).numpy().tobytes())
-            named = ", ".join(f"{loaded.classes[label]} {score:.2f}"
-                              for label, score in zip(found["labels"], found["scores"], strict=True))
-            yield "", f"{path}: {named or 'nothing found'}", results_of(path, found, loaded.category_ids)
+            named = ", ".join(
+                f"{loaded.classes[label]} {score:.2f}"
+                for label, score in zip(found["labels"], found["scores"], strict=True)
+            )
+            yield (
+                "",
+                f"{path}: {named or 'nothing found'}",
+                results_of(path, found, loaded.category_ids),
+            )
 
 
 def main(argv: list[str] | None = None) -> int:
     """Predict as the arguments say."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", metavar="MODEL", help=WEIGHTS_HELP.replace("else random", "which it must have"))
-    parser.add_argument("images", nargs="+", metavar="IMAGE", help="image files, folders, digits#N (the Nth test image "
-                        "of the digits), or - for paths on standard input, one a line")
-    parser.add_argument("--top", type=positive, default=5, metavar="K", help="classes an image (default: 5)")
-    parser.add_argument("--json", metavar="FILE", help="write a list of images with their classes, or COCO's results, "
-                        "to FILE ('-': to standard output instead of the table)")
-    parser.add_argument("--batch-size", type=positive, default=16, help="images computed together (default: 16)")
-    parser.add_argument("--min-score", type=float, default=0.4, metavar="0..1", help="of a found object (default: 0.4)")
-    parser.add_argument("-o", "--output", metavar="FOLDER", help="draw the found objects of each image into a PNG here")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", help=WEIGHTS_HELP.replace("else random", "which it must have")
+    )
+    parser.add_argument(
+        "images",
+        nargs="+",
+        metavar="IMAGE",
+        help="image files, folders, digits#N (the Nth test image "
+        "of the digits), or - for paths on standard input, one a line",
+    )
+    parser.add_argument(
+        "--top", type=positive, default=5, metavar="K", help="classes an image (default: 5)"
+    )
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write a list of images with their classes, or COCO's results, "
+        "to FILE ('-': to standard output instead of the table)",
+    )
+    parser.add_argument(
+        "--batch-size", type=positive, default=16, help="images computed together (default: 16)"
+    )
+    parser.add_argument(
+        "--min-score",
+        type=float,
+        default=0.4,
+        metavar="0..1",
+        help="of a found object (default: 0.4)",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FOLDER",
+        help="draw the found objects of each image into a PNG here",
+    )
     add_options(parser, "--img-size", "--device")
     args = parser.parse_args(argv)
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # names that are not UTF-8 are names of files, too
+        sys.stdin.reconfigure(
+            errors="surrogateescape"
+        )  # names that are not UTF-8 are names of files, too
     paths: list[str] = []
     for word in args.images:
-        paths += [line.rstrip("\r\n") for line in sys.stdin if line.strip()] if word == "-" else [word]
+        paths += (
+            [line.rstrip("\r\n") for line in sys.stdin if line.strip()] if word == "-" else [word]
+        )
     images = find_images(paths)
     if args.json not in (None, "-"):
         check_output(Path(args.json))

@@ -21,6 +21,7 @@ For one image, the same operations are counted in three ways:
 --layers: the maps of an image in bfloat16 as dense attention keeps them (this project's kernels keep fewer), parameters
 with the biases of the projections, FLOPs in the profiler's counting. AA paper: https://arxiv.org/abs/1904.09925
 """
+
 import argparse
 from collections import Counter
 from collections.abc import Sequence
@@ -90,8 +91,12 @@ def count(model: nn.Module, input_size: tuple[int, int, int]) -> Counts:
     Readable torch multiplies whole maps where a window would not: there the products are those of the window.
     """
     # Torch's fused attention on a CPU is no operation that the counter knows; the products of the plain form are.
-    with (use_implementation("reference"), sdpa_kernel(SDPBackend.MATH), torch.no_grad(),
-          FlopCounterMode(display=False) as counter):
+    with (
+        use_implementation("reference"),
+        sdpa_kernel(SDPBackend.MATH),
+        torch.no_grad(),
+        FlopCounterMode(display=False) as counter,
+    ):
         model.eval()(torch.zeros(1, *input_size, device=next(model.parameters()).device))
     flops = counter.get_flop_counts()  # by module and operation; Global: all
     bmm = torch.ops.aten.bmm  # projections are baddbmm, linear layers mm or addmm
@@ -101,7 +106,11 @@ def count(model: nn.Module, input_size: tuple[int, int, int]) -> Counts:
         if not isinstance(layer, (AugmentedConv2d, TokenAttention)):
             continue
         path = f"{type(model).__name__}.{name}"
-        dense, params, by_hand = flops[path].get(bmm, 0), sum(p.numel() for p in layer.parameters()), 0
+        dense, params, by_hand = (
+            flops[path].get(bmm, 0),
+            sum(p.numel() for p in layer.parameters()),
+            0,
+        )
         counted = sum(flops[path].values()) - dense
         if isinstance(layer, TokenAttention):
             feat_size = (1, model.num_prefix_tokens + model.patch_embed.num_patches)
@@ -111,19 +120,37 @@ def count(model: nn.Module, input_size: tuple[int, int, int]) -> Counts:
             elements = layer.map_elements(feat_size)
             if layer.height_rel is not None:
                 by_hand = 2 * H * W * (len(layer.height_rel) + len(layer.width_rel)) * layer.dim_qk
-            if layer.local and layer.evolution is None and not layer.need_logits:  # nobody wants the whole map
+            if (
+                layer.local and layer.evolution is None and not layer.need_logits
+            ):  # nobody wants the whole map
                 missed += by_hand + 2 * elements * (layer.dim_head_qk + layer.dim_head_v) - dense
-            elif layer.height_rel is not None and layer.dim_head_qk == 1:  # torch multiplies without a counted product
+            elif (
+                layer.height_rel is not None and layer.dim_head_qk == 1
+            ):  # torch multiplies without a counted product
                 missed += 2 * H * W * (H + W) * layer.dim_qk
             if layer.conv is not None:
                 counted -= sum(flops[f"{path}.conv"].values())
                 params -= layer.conv.weight.numel()
         by_hand += 6 * elements
         profiler += by_hand
-        branches.append(BranchCount(name, layer.num_heads, feat_size, layer.evolution is not None,
-                                    BFLOAT16 * elements, params, counted + by_hand))
-    return Counts(sum(p.numel() for p in model.parameters()), (whole + missed) // 2, (products + missed) // 2, profiler,
-                  tuple(branches))
+        branches.append(
+            BranchCount(
+                name,
+                layer.num_heads,
+                feat_size,
+                layer.evolution is not None,
+                BFLOAT16 * elements,
+                params,
+                counted + by_hand,
+            )
+        )
+    return Counts(
+        sum(p.numel() for p in model.parameters()),
+        (whole + missed) // 2,
+        (products + missed) // 2,
+        profiler,
+        tuple(branches),
+    )
 
 
 @cache
@@ -149,9 +176,15 @@ def names_of(words: Sequence[str]) -> list[str]:
     names: dict[str, None] = {}
     for word in words or ["*"]:
         pattern = word if set(word) & set("*?[") else f"*{word}*"
-        found = [word] if timm.is_model(word) else [name for name in list_networks() if fnmatch(name, pattern)]
+        found = (
+            [word]
+            if timm.is_model(word)
+            else [name for name in list_networks() if fnmatch(name, pattern)]
+        )
         if not found:
-            raise UsageError(f"no network fits {word!r}; {near_matches(word, list_networks(), 'networks')}")
+            raise UsageError(
+                f"no network fits {word!r}; {near_matches(word, list_networks(), 'networks')}"
+            )
         names |= dict.fromkeys(found)
     return list(names)
 
@@ -167,8 +200,14 @@ def list_models(names: Sequence[str], weights: bool = False) -> list[dict[str, s
             cfg = timm.get_pretrained_cfg(full)
             if weights:
                 having = "comes with ea_vision" if cfg.file else f"hub: {cfg.hf_hub_id or cfg.url}"
-            rows.append({"model": full, "input": "{1}x{2}".format(*cfg.input_size), "weights": having,
-                         "what it is": about})
+            rows.append(
+                {
+                    "model": full,
+                    "input": "{1}x{2}".format(*cfg.input_size),
+                    "weights": having,
+                    "what it is": about,
+                }
+            )
     return rows
 
 
@@ -176,49 +215,79 @@ def sizes_of(name: str) -> dict:
     """Return a row of --sizes; maps are layers x heads x (height x width) of each shape of map, in order."""
     size, counts = count_network(name)
     shapes = Counter((branch.num_heads, *branch.feat_size) for branch in counts.branches)
-    numbers = {"params M": counts.params / 1e6, "GMACs": counts.macs / 1e9, "GFLOPs": counts.flops_paper / 1e9,
-               "profiler": counts.flops_profiler / 1e9}
-    return {"model": name, "input": f"{size[1]}x{size[2]}", **{key: round(value, 4) for key, value in numbers.items()},
-            "layers": len(counts.branches),
-            "maps": " + ".join(f"{n} x {K} x ({H}x{W})" for (K, H, W), n in shapes.items())}
+    numbers = {
+        "params M": counts.params / 1e6,
+        "GMACs": counts.macs / 1e9,
+        "GFLOPs": counts.flops_paper / 1e9,
+        "profiler": counts.flops_profiler / 1e9,
+    }
+    return {
+        "model": name,
+        "input": f"{size[1]}x{size[2]}",
+        **{key: round(value, 4) for key, value in numbers.items()},
+        "layers": len(counts.branches),
+        "maps": " + ".join(f"{n} x {K} x ({H}x{W})" for (K, H, W), n in shapes.items()),
+    }
 
 
 def layers_of(name: str) -> list[dict]:
     """Return the rows of --layers: a network's attention branches, their maps in bytes of bfloat16."""
-    return [{"model": name, **asdict(branch), "feat_size": "{}x{}".format(*branch.feat_size)}
-            for branch in count_network(name)[1].branches]
+    return [
+        {"model": name, **asdict(branch), "feat_size": "{}x{}".format(*branch.feat_size)}
+        for branch in count_network(name)[1].branches
+    ]
 
 
 def table(rows: Sequence[dict], headings: dict[str, str] | None = None) -> str:
     """Return a Markdown table of some of the rows' columns, by their headings, or of all of them. Numbers have two
     decimals, ratios three; None becomes -."""
+
     def shown(key: str, value: Any) -> str:
         if value is None:
             return "-"
-        return f"{value:.{3 if key.endswith('ratio') else 2}f}" if isinstance(value, float) else str(value)
+        return (
+            f"{value:.{3 if key.endswith('ratio') else 2}f}"
+            if isinstance(value, float)
+            else str(value)
+        )
 
     headings = headings or {key: key for key in rows[0]}
-    return markdown([list(headings.values()), *([shown(key, row[key]) for key in headings] for row in rows)])
+    return markdown(
+        [list(headings.values()), *([shown(key, row[key]) for key in headings] for row in rows)]
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what the arguments ask of the networks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", metavar="NAME", help="names or patterns (default: all of ours)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "models", nargs="*", metavar="NAME", help="names or patterns (default: all of ours)"
+    )
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--weights", action="store_true", help="a row for each file of weights")
-    kind.add_argument("--sizes", action="store_true", help="parameters, arithmetic and attention maps")
+    kind.add_argument(
+        "--sizes", action="store_true", help="parameters, arithmetic and attention maps"
+    )
     kind.add_argument("--layers", action="store_true", help="a row for each attention branch")
-    parser.add_argument("--csv", metavar="FILE", help="also write the rows to FILE ('-': to standard output instead of "
-                        "the table)")
+    parser.add_argument(
+        "--csv",
+        metavar="FILE",
+        help="also write the rows to FILE ('-': to standard output instead of the table)",
+    )
     args = parser.parse_args(argv)
     names = names_of(args.models)
     if args.layers:
         rows = [row for name in names for row in layers_of(name)]
     else:
-        rows = [sizes_of(name) for name in names] if args.sizes else list_models(names, args.weights)
+        rows = (
+            [sizes_of(name) for name in names] if args.sizes else list_models(names, args.weights)
+        )
     if not rows:
-        raise UsageError(f"none of the {len(names)} networks has {'weights' if args.weights else 'our attention'}")
+        raise UsageError(
+            f"none of the {len(names)} networks has {'weights' if args.weights else 'our attention'}"
+        )
     if args.csv == "-":
         print(csv_text(rows), end="")
         return 0

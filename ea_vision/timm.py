@@ -7,6 +7,7 @@ They know the models that are registered when they start:
     ea-vision timm pytorch-image-models/validate.py DATA --model ea_aa_resnet50 --checkpoint model.safetensors
     torchrun --nproc-per-node 8 -m ea_vision timm pytorch-image-models/train.py DATA --model ea_aa_resnet50
 """
+
 import runpy
 import sys
 from pathlib import Path
@@ -22,7 +23,9 @@ def main(argv: list[str] | None = None) -> int:
         print(__doc__.strip())
         return 0
     if not Path(script).is_file():
-        raise UsageError(f"there is no script {script}; timm's are in the repository pytorch-image-models")
+        raise UsageError(
+            f"there is no script {script}; timm's are in the repository pytorch-image-models"
+        )
     sys.argv = [script, *rest]
     sys.path[0] = str(Path(script).resolve().parent)  # as when Python runs the script itself
     runpy.run_path(script, run_name="__main__")

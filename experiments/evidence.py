@@ -10,6 +10,7 @@ the runs: is A better than B? Its p stands as it is; those of all other pairs ar
 Sources are sweeps' folders or files of runs; several are read as one. Written: evidence-runs.csv (a row a run), which
 can be given in place of the folder, evidence.csv, .md and .png.
 """
+
 import argparse
 import json
 import sys
@@ -28,12 +29,41 @@ from statsmodels.stats.power import TTestPower
 
 from ea_vision.base.errors import UsageError, exit_code
 
-COLUMNS = ["variant", "seed", "top1", "train_loss", "seconds", "images", "updates", "data", "options"]
+COLUMNS = [
+    "variant",
+    "seed",
+    "top1",
+    "train_loss",
+    "seconds",
+    "images",
+    "updates",
+    "data",
+    "options",
+]
 # Options that do not belong to the experiment: where and how fast it runs, what it writes besides.
-IGNORED = {"about", "data_dir", "output", "resume", "seed", "workers", "device", "download", "recipe",
-           "channels_last", "compile", "compile_mode", "eval_batch_size", "eval_epochs", "checkpoint_steps",
-           "snapshot_epochs", "log_steps", "tensorboard", "max_bad_images", "train_beton",
-           "val_beton"}
+IGNORED = {
+    "about",
+    "data_dir",
+    "output",
+    "resume",
+    "seed",
+    "workers",
+    "device",
+    "download",
+    "recipe",
+    "channels_last",
+    "compile",
+    "compile_mode",
+    "eval_batch_size",
+    "eval_epochs",
+    "checkpoint_steps",
+    "snapshot_epochs",
+    "log_steps",
+    "tensorboard",
+    "max_bad_images",
+    "train_beton",
+    "val_beton",
+}
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -48,11 +78,17 @@ def read_run(folder: Path) -> dict[str, Any]:
     config = yaml.safe_load((folder / "config.yaml").read_text())
     metrics = pd.read_csv(folder / "metrics.csv")
     split = "test" if "test_last" in results else results["eval_split"]
-    return {"seed": config["seed"], "top1": results[f"{split}_last"]["top1"],
-            "train_loss": metrics["train_loss"].iloc[-1], "seconds": round(metrics["seconds"].sum()),
-            "images": results.get(f"{split}_images"), "updates": int(metrics["step"].iloc[-1]),
-            "data": config["about"]["data_fingerprint"], "split": split,
-            "options": {key: value for key, value in config.items() if key not in IGNORED}}
+    return {
+        "seed": config["seed"],
+        "top1": results[f"{split}_last"]["top1"],
+        "train_loss": metrics["train_loss"].iloc[-1],
+        "seconds": round(metrics["seconds"].sum()),
+        "images": results.get(f"{split}_images"),
+        "updates": int(metrics["step"].iloc[-1]),
+        "data": config["about"]["data_fingerprint"],
+        "split": split,
+        "options": {key: value for key, value in config.items() if key not in IGNORED},
+    }
 
 
 def _of_folder(folder: Path, variants: Sequence[str] | None) -> pd.DataFrame:
@@ -67,17 +103,29 @@ def _of_folder(folder: Path, variants: Sequence[str] | None) -> pd.DataFrame:
         if variants is None or variant in variants:
             rows.append({"variant": variant, **read_run(path)})
     if not rows:
-        raise UsageError(f"runs of `python -m experiments.sweep --variant ...` are required in {folder}, got none")
+        raise UsageError(
+            f"runs of `python -m experiments.sweep --variant ...` are required in {folder}, got none"
+        )
     first: dict[str, dict] = {}
     for row in rows:
         of_variant = first.setdefault(row["variant"], row["options"])
         for key in (key for key in of_variant if row["options"].get(key) != of_variant[key]):
-            raise UsageError(f"the runs of a variant must have equal options: {key} of {row['variant']} is "
-                             f"{of_variant[key]!r} and {row['options'].get(key)!r}")
-    keys = {key for options in first.values() for key, value in options.items() if value != rows[0]["options"].get(key)}
+            raise UsageError(
+                f"the runs of a variant must have equal options: {key} of {row['variant']} is "
+                f"{of_variant[key]!r} and {row['options'].get(key)!r}"
+            )
+    keys = {
+        key
+        for options in first.values()
+        for key, value in options.items()
+        if value != rows[0]["options"].get(key)
+    }
     for row in rows:
-        row["options"] = " ".join(f"{key}={json.dumps(value, default=str)}".replace('"', "")
-                                  for key, value in row["options"].items() if key in keys | {"model"})
+        row["options"] = " ".join(
+            f"{key}={json.dumps(value, default=str)}".replace('"', "")
+            for key, value in row["options"].items()
+            if key in keys | {"model"}
+        )
     return pd.DataFrame(rows)
 
 
@@ -95,25 +143,42 @@ def read_runs(*sources: Path, variants: Sequence[str] | None = None) -> pd.DataF
         UsageError: a source without runs, a variant that is missing, a run twice, or runs that cannot be compared: of
             other data, evaluated on other images, or of one variant with other numbers of updates.
     """
-    runs = pd.concat([_of_file(source) if source.is_file() else _of_folder(source, variants) for source in sources])
+    runs = pd.concat(
+        [
+            _of_file(source) if source.is_file() else _of_folder(source, variants)
+            for source in sources
+        ]
+    )
     runs = runs.reindex(columns=[*COLUMNS, "split"]).reset_index(drop=True)
     runs[["images", "updates"]] = runs[["images", "updates"]].astype("Int64")
     runs[["data", "options"]] = runs[["data", "options"]].astype(object).fillna("")
     if variants is not None:
         if lacking := [name for name in variants if name not in set(runs["variant"])]:
-            raise UsageError(f"no runs of {', '.join(lacking)}; there are {', '.join(runs['variant'].unique())}")
+            raise UsageError(
+                f"no runs of {', '.join(lacking)}; there are {', '.join(runs['variant'].unique())}"
+            )
         runs = runs[runs["variant"].isin(variants)].sort_values(
-            "variant", key=lambda names: names.map(list(variants).index), kind="stable")
+            "variant", key=lambda names: names.map(list(variants).index), kind="stable"
+        )
     for twice in runs[runs.duplicated(["variant", "seed"])].itertuples():
-        raise UsageError(f"one run of each variant and seed is required, got two of {twice.variant}, seed {twice.seed}")
-    for what, values in (("split", runs["split"]), ("data", runs["data"].str[:12].replace("", None)),
-                         ("number of images", runs["images"])):
+        raise UsageError(
+            f"one run of each variant and seed is required, got two of {twice.variant}, seed {twice.seed}"
+        )
+    for what, values in (
+        ("split", runs["split"]),
+        ("data", runs["data"].str[:12].replace("", None)),
+        ("number of images", runs["images"]),
+    ):
         if values.nunique() > 1:
-            raise UsageError(f"all runs must have the same {what}, got {', '.join(map(str, values.dropna().unique()))}")
+            raise UsageError(
+                f"all runs must have the same {what}, got {', '.join(map(str, values.dropna().unique()))}"
+            )
     for name, updates in runs.groupby("variant")["updates"]:
         if updates.nunique() > 1:
-            raise UsageError(f"the runs of a variant must be equally long, got {name} with "
-                             f"{' and '.join(map(str, updates.unique()))} updates")
+            raise UsageError(
+                f"the runs of a variant must be equally long, got {name} with "
+                f"{' and '.join(map(str, updates.unique()))} updates"
+            )
     return runs
 
 
@@ -129,11 +194,18 @@ def by_variant(runs: pd.DataFrame) -> pd.DataFrame:
     Raises:
         UsageError: a seed that one variant has and another lacks.
     """
-    table = runs.pivot(index="seed", columns="variant", values="top1")[list(runs["variant"].unique())]
-    lacking = [f"{name}: {', '.join(map(str, table.index[table[name].isna()]))}"
-               for name in table if table[name].isna().any()]
+    table = runs.pivot(index="seed", columns="variant", values="top1")[
+        list(runs["variant"].unique())
+    ]
+    lacking = [
+        f"{name}: {', '.join(map(str, table.index[table[name].isna()]))}"
+        for name in table
+        if table[name].isna().any()
+    ]
     if lacking:
-        raise UsageError(f"the variants must have the same seeds; seeds that are missing: {'; '.join(lacking)}")
+        raise UsageError(
+            f"the variants must have the same seeds; seeds that are missing: {'; '.join(lacking)}"
+        )
     return table
 
 
@@ -147,7 +219,13 @@ def paired(differences: Sequence[float], resolution: float = 0.0) -> dict[str, f
     values = np.asarray(differences, float)
     if len(values) < 2:
         raise UsageError(f"a paired test needs at least 2 seeds, got {len(values)}")
-    found = {"seeds": len(values), "difference": values.mean(), "low": np.nan, "high": np.nan, "p": np.nan}
+    found = {
+        "seeds": len(values),
+        "difference": values.mean(),
+        "low": np.nan,
+        "high": np.nan,
+        "p": np.nan,
+    }
     if np.ptp(values) > max(resolution / 2, 1e-9):
         test = stats.ttest_1samp(values, 0.0)
         interval = test.confidence_interval(0.95)
@@ -160,7 +238,9 @@ def holm(p_values: Sequence[float], hypotheses: int = 0) -> np.ndarray:
     p_values = np.asarray(p_values, float)
     order, count = np.argsort(p_values), max(len(p_values), hypotheses)  # NaN comes last
     corrected = np.empty_like(p_values)
-    corrected[order] = np.maximum.accumulate(p_values[order] * (count - np.arange(len(order)))).clip(max=1)
+    corrected[order] = np.maximum.accumulate(
+        p_values[order] * (count - np.arange(len(order)))
+    ).clip(max=1)
     return corrected
 
 
@@ -184,14 +264,23 @@ def compare(top1: pd.DataFrame, question: Sequence[str], resolution: float = 0.0
         UsageError: not two variants that were run.
     """
     if len(set(question)) != 2 or not set(question) <= set(top1):
-        raise UsageError(f"--question takes two variants as A,B of {', '.join(top1)}, got {','.join(question)}")
-    pairs = [tuple(question), *(pair for pair in combinations(top1, 2) if set(pair) != set(question))]
-    table = pd.DataFrame([{"first": a, "second": b, **paired(top1[a] - top1[b], resolution)} for a, b in pairs])
+        raise UsageError(
+            f"--question takes two variants as A,B of {', '.join(top1)}, got {','.join(question)}"
+        )
+    pairs = [
+        tuple(question),
+        *(pair for pair in combinations(top1, 2) if set(pair) != set(question)),
+    ]
+    table = pd.DataFrame(
+        [{"first": a, "second": b, **paired(top1[a] - top1[b], resolution)} for a, b in pairs]
+    )
     table["p_holm"] = np.append(np.nan, holm(table["p"][1:]))
     return table
 
 
-def factorial(top1: pd.DataFrame, factors: Mapping[str, Mapping[str, int]], resolution: float = 0.0) -> pd.DataFrame:
+def factorial(
+    top1: pd.DataFrame, factors: Mapping[str, Mapping[str, int]], resolution: float = 0.0
+) -> pd.DataFrame:
     """Return the effects of K factors in 2^K variants: main effects with their p corrected, then interactions of two.
 
     A main effect is the mean over the others' settings, an interaction the effect of one factor with the other minus
@@ -199,11 +288,20 @@ def factorial(top1: pd.DataFrame, factors: Mapping[str, Mapping[str, int]], reso
     """
     signs = pd.DataFrame(factors)
     cells = top1[list(signs.index)]
-    rows = [{"name": name, **paired(cells @ signs[name] * 2 / len(signs), resolution)} for name in factors]
-    rows += [{"name": f"{a} x {b}", **paired(cells @ (signs[a] * signs[b]) * 4 / len(signs), resolution), "p": np.nan}
-             for a, b in combinations(factors, 2)]
+    rows = [
+        {"name": name, **paired(cells @ signs[name] * 2 / len(signs), resolution)}
+        for name in factors
+    ]
+    rows += [
+        {
+            "name": f"{a} x {b}",
+            **paired(cells @ (signs[a] * signs[b]) * 4 / len(signs), resolution),
+            "p": np.nan,
+        }
+        for a, b in combinations(factors, 2)
+    ]
     table = pd.DataFrame(rows)
-    return table.assign(p_holm=pd.Series(holm(table["p"][:len(factors)])))
+    return table.assign(p_holm=pd.Series(holm(table["p"][: len(factors)])))
 
 
 def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -223,25 +321,65 @@ def shown_p(p: float) -> str:
 
 def effects_table(table: pd.DataFrame) -> list[str]:
     """Return the lines of a table of pairs or effects."""
-    return markdown(["", "points", "95% interval", "p", "p, corrected"], [[
-        label, f"{row.difference:+.2f}", "no spread" if np.isnan(row.low) else f"{row.low:+.2f} to {row.high:+.2f}",
-        shown_p(row.p), shown_p(row.p_holm)] for label, row in zip(labels(table), table.itertuples(), strict=True)])
+    return markdown(
+        ["", "points", "95% interval", "p", "p, corrected"],
+        [
+            [
+                label,
+                f"{row.difference:+.2f}",
+                "no spread" if np.isnan(row.low) else f"{row.low:+.2f} to {row.high:+.2f}",
+                shown_p(row.p),
+                shown_p(row.p_holm),
+            ]
+            for label, row in zip(labels(table), table.itertuples(), strict=True)
+        ],
+    )
 
 
 def study(runs: pd.DataFrame, table: pd.DataFrame) -> str:
     """Return the runs by variant, the table of pairs, and what the runs could have found."""
     top1, options = by_variant(runs), runs.groupby("variant")["options"].first()
-    lines = markdown(["variant", f"top-1 % on {runs['split'].iloc[0]} images, by seed", "mean", "standard deviation",
-                      "options"], [[name, ", ".join(f"{value:.2f}" for value in top1[name]), f"{top1[name].mean():.2f}",
-                                    f"{top1[name].std():.2f}", options[name]] for name in top1])
+    lines = markdown(
+        [
+            "variant",
+            f"top-1 % on {runs['split'].iloc[0]} images, by seed",
+            "mean",
+            "standard deviation",
+            "options",
+        ],
+        [
+            [
+                name,
+                ", ".join(f"{value:.2f}" for value in top1[name]),
+                f"{top1[name].mean():.2f}",
+                f"{top1[name].std():.2f}",
+                options[name],
+            ]
+            for name in top1
+        ],
+    )
     spread = (top1[table["first"][0]] - top1[table["second"][0]]).std()
-    return "\n".join([*lines, "", *effects_table(table), "", f"With the question's spread {len(top1)} seeds find a "
-                      f"difference of {smallest_shown(spread, len(top1)):.2f} points at 80% power (paired t test, "
-                      "0.05).", f"Mean correlation of the variants over seeds: {mean_correlation(top1):.1f}; near 0, "
-                      "pairing gains nothing."]) + "\n"
+    return (
+        "\n".join(
+            [
+                *lines,
+                "",
+                *effects_table(table),
+                "",
+                f"With the question's spread {len(top1)} seeds find a "
+                f"difference of {smallest_shown(spread, len(top1)):.2f} points at 80% power (paired t test, "
+                "0.05).",
+                f"Mean correlation of the variants over seeds: {mean_correlation(top1):.1f}; near 0, "
+                "pairing gains nothing.",
+            ]
+        )
+        + "\n"
+    )
 
 
-def draw_differences(axes: Axes, table: pd.DataFrame, names: Sequence[str], blue: Sequence[bool]) -> None:
+def draw_differences(
+    axes: Axes, table: pd.DataFrame, names: Sequence[str], blue: Sequence[bool]
+) -> None:
     """Draw differences with 95% intervals, the first row on top, in blue what is tested."""
     for place, (row, tested) in enumerate(zip(table.itertuples(), blue, strict=True)):
         colour = "tab:blue" if tested else "0.45"
@@ -262,18 +400,30 @@ def plot_evidence(top1: pd.DataFrame, table: pd.DataFrame, split: str) -> Figure
     left.plot(names, top1.mean(), "_", markersize=20, markeredgewidth=2, color="tab:blue")
     left.tick_params(axis="x", rotation=90 if len(names) > 3 else 0)
     left.set_ylabel(f"top-1 on {split} images (%), {len(top1)} seeds and their mean")
-    draw_differences(right, table, labels(table),
-                     table.index == 0 if "first" in table else table["p_holm"].notna())
+    draw_differences(
+        right,
+        table,
+        labels(table),
+        table.index == 0 if "first" in table else table["p_holm"].notna(),
+    )
     right.set_xlabel("difference, points of top-1, 95% interval")
     return figure
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="+", help="sweeps' folders, or files evidence-runs.csv")
-    parser.add_argument("--question", metavar="A,B", required=True, help="is variant A better than variant B?")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "runs", type=Path, nargs="+", help="sweeps' folders, or files evidence-runs.csv"
+    )
+    parser.add_argument(
+        "--question", metavar="A,B", required=True, help="is variant A better than variant B?"
+    )
     parser.add_argument("--variants", metavar="A,B,...", help="compare these alone (default: all)")
-    parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="default: that of the first source")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FOLDER", help="default: that of the first source"
+    )
     args = parser.parse_args(argv)
     runs = read_runs(*args.runs, variants=args.variants and args.variants.split(","))
     top1, split = by_variant(runs), runs["split"].iloc[0]

@@ -38,8 +38,13 @@ def changes(recording: Recording) -> dict[int, Tensor]:
     add_contributions(recording)
     layers = [layer for layer in recording.maps.values() if WITHOUT[0] in layer.recorded()]
     if not layers:
-        raise UsageError(f"a network whose layers evolve is required, and {recording.model.label} has none of these")
-    return {layer.number: (layer.spatial() - layer.spatial(WITHOUT[0])).abs().sum((-2, -1))[0] / 2 for layer in layers}
+        raise UsageError(
+            f"a network whose layers evolve is required, and {recording.model.label} has none of these"
+        )
+    return {
+        layer.number: (layer.spatial() - layer.spatial(WITHOUT[0])).abs().sum((-2, -1))[0] / 2
+        for layer in layers
+    }
 
 
 def choose(changed: Mapping[int, Tensor], img_size: tuple[int, int]) -> tuple[int, tuple[int, int]]:
@@ -51,11 +56,20 @@ def choose(changed: Mapping[int, Tensor], img_size: tuple[int, int]) -> tuple[in
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("photo", help="image file that is drawn")
-    parser.add_argument("--typical", nargs="+", metavar="IMAGE", default=[],
-                        help="image files or folders, for the means")
-    parser.add_argument("--model", default="ea_conv_transformer_cifar", help="name or run folder (%(default)s)")
+    parser.add_argument(
+        "--typical",
+        nargs="+",
+        metavar="IMAGE",
+        default=[],
+        help="image files or folders, for the means",
+    )
+    parser.add_argument(
+        "--model", default="ea_conv_transformer_cifar", help="name or run folder (%(default)s)"
+    )
     parser.add_argument("--layers", default="1-3", help="of one chain (default: %(default)s)")
     parser.add_argument("-o", "--output", help="draw the strip of the chosen query and head")
     args = parser.parse_args(argv)
@@ -66,16 +80,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     changed = changes(recording)
     head, query = choose(changed, model.img_size)
     images = find_images(args.typical) if args.typical else []
-    others = [changes(record(model, read_image(image), layers, PARTS))
-              for image in images[::-(-len(images) // PHOTOS) or 1]] or [changed]
+    others = [
+        changes(record(model, read_image(image), layers, PARTS))
+        for image in images[:: -(-len(images) // PHOTOS) or 1]
+    ] or [changed]
     for number, change in changed.items():
         row, col = cell_of(query, model.img_size, change.shape[1:])
         typical = torch.stack([other[number] for other in others])
-        print(f"layer {number}: change {change[head, row, col]:.2f} of head {head} and query {query[0]},{query[1]}; "
-              f"{len(others)} images: mean {typical.mean():.2f}, above 0.5 in "
-              f"{100 * (typical > 0.5).float().mean():.0f}% of all heads and queries")
+        print(
+            f"layer {number}: change {change[head, row, col]:.2f} of head {head} and query {query[0]},{query[1]}; "
+            f"{len(others)} images: mean {typical.mean():.2f}, above 0.5 in "
+            f"{100 * (typical > 0.5).float().mean():.0f}% of all heads and queries"
+        )
     if output:
-        save(draw_strip(recording, [layer.number for layer in layers], head, query, width=6.75), output, 150)
+        save(
+            draw_strip(recording, [layer.number for layer in layers], head, query, width=6.75),
+            output,
+            150,
+        )
         print("written:", output)
     return 0
 

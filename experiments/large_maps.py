@@ -11,6 +11,7 @@ networks: seconds of processor time an image, inference and training step, media
 process of its own had resident at most in training steps, less what it had before the network was made. malloc keeps
 freed memory while times are taken (else each page is cleared again) and returns it where the peak is.
 """
+
 import argparse
 import multiprocessing
 import os
@@ -29,7 +30,11 @@ import ea_vision  # noqa: F401  (registers the networks)
 from ea_vision.ops import evolving_attention
 
 HEADS, DIM_QK, DIM_V = 8, 20, 3
-KEEP = {"MALLOC_TOP_PAD_": "1000000000", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "20000000000"}
+KEEP = {
+    "MALLOC_TOP_PAD_": "1000000000",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "20000000000",
+}
 RETURN = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 LADDER = (  # each adds a part to the one before
     ("softmax, values", {"dim": 4}),
@@ -40,15 +45,25 @@ LADDER = (  # each adds a part to the one before
     ("convolution", {"relative": True, "logits": True, "prev": True, "conv": True}),
 )
 
-def layer(side: int, dim: int = DIM_QK, relative: bool = False, logits: bool = False, prev: bool = False,
-          conv: bool = False) -> Callable[[], tuple[float, float]]:
+
+def layer(
+    side: int,
+    dim: int = DIM_QK,
+    relative: bool = False,
+    logits: bool = False,
+    prev: bool = False,
+    conv: bool = False,
+) -> Callable[[], tuple[float, float]]:
     """Return what measures milliseconds of a layer, forward and backward."""
-    N = side ** 2
+    N = side**2
 
     def new(*shape: int) -> torch.Tensor:
         return torch.randn(shape).requires_grad_()
 
-    x = {name: new(1, N, HEADS, width).transpose(1, 2) for name, width in (("q", dim), ("k", dim), ("v", DIM_V))}
+    x = {
+        name: new(1, N, HEADS, width).transpose(1, 2)
+        for name, width in (("q", dim), ("k", dim), ("v", DIM_V))
+    }
     if relative:
         x |= {"height_rel": new(2 * side - 1, dim), "width_rel": new(2 * side - 1, dim)}
     if prev:
@@ -58,7 +73,11 @@ def layer(side: int, dim: int = DIM_QK, relative: bool = False, logits: bool = F
 
     def measured() -> tuple[float, float]:
         begun = time.process_time()
-        made = [y for y in evolving_attention(**x, feat_size=(side, side), need_logits=logits) if y is not None]
+        made = [
+            y
+            for y in evolving_attention(**x, feat_size=(side, side), need_logits=logits)
+            if y is not None
+        ]
         middle = time.process_time()
         gradients = [torch.ones_like(y) for y in made]
         again = time.process_time()
@@ -77,17 +96,23 @@ def parts(repeats: int) -> pd.DataFrame:
         rounds = [[each() for each in measured] for _ in range(repeats + 1)][1:]
         for way, name in enumerate(("forward", "backward")):
             taken = [statistics.median(run[i][way] for run in rounds) for i in range(len(LADDER))]
-            rows += [{"pixels": side ** 2, "pass": name, "part": part, "ms": after - before}
-                     for (part, _), before, after in zip(LADDER, [0, *taken], taken, strict=False)]
+            rows += [
+                {"pixels": side**2, "pass": name, "part": part, "ms": after - before}
+                for (part, _), before, after in zip(LADDER, [0, *taken], taken, strict=False)
+            ]
     return pd.DataFrame(rows)
 
 
 NETWORKS = {
-    "resnet50": ("resnet50", {}), "aa": ("aa_resnet50", {}), "pa": ("pa_aa_resnet50", {}), "ea": ("ea_aa_resnet50", {}),
+    "resnet50": ("resnet50", {}),
+    "aa": ("aa_resnet50", {}),
+    "pa": ("pa_aa_resnet50", {}),
+    "ea": ("ea_aa_resnet50", {}),
     "ea, map_reduction=32": ("ea_aa_resnet50", {"map_reduction": 32}),
     "ea, attn_stages=(4,)": ("ea_aa_resnet50", {"attn_stages": (4,)}),
     "aa, window=7": ("aa_resnet50", {"window": 7}),
-    "retinanet, resnet50": ("resnet50", None), "retinanet, ea": ("ea_aa_resnet50", None),
+    "retinanet, resnet50": ("resnet50", None),
+    "retinanet, ea": ("ea_aa_resnet50", None),
 }
 
 
@@ -99,9 +124,17 @@ def create(name: str, size: int) -> tuple[torch.nn.Module, Callable[[torch.Tenso
 
         detector = create_detector(model, img_size=size)
         boxes = {"boxes": torch.tensor([[10.0, 20.0, 200.0, 180.0]]), "labels": torch.tensor([1])}
-        return detector, lambda x: (sum(detector([*x], [boxes] * len(x)).values()) if detector.training
-                                    else detector([*x]))
-    network = timm.create_model(model, **({} if model == "resnet50" else {"img_size": size, **options}))
+        return (
+            detector,
+            lambda x: (
+                sum(detector([*x], [boxes] * len(x)).values())
+                if detector.training
+                else detector([*x])
+            ),
+        )
+    network = timm.create_model(
+        model, **({} if model == "resnet50" else {"img_size": size, **options})
+    )
     return network, lambda x: network(x).square().mean()
 
 
@@ -121,7 +154,14 @@ def step(network: torch.nn.Module, loss: Callable, images: torch.Tensor, train: 
 
 def resident(field: str) -> float:
     """Return MiB: VmRSS, what is resident now, or VmHWM, at most so far (getrusage's begins with the parent's)."""
-    return int(re.search(rf"^{field}:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)[1]) / 1024
+    return (
+        int(
+            re.search(
+                rf"^{field}:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE
+            )[1]
+        )
+        / 1024
+    )
 
 
 def peak(name: str, size: int, batch: int, threads: int) -> float:
@@ -151,28 +191,48 @@ def networks(sizes: list[int], names: list[str], batch: int, rounds: int) -> pd.
             os.environ.pop(variable, None)
         os.environ.update(RETURN)
         with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-            peaks = pool.starmap(peak, [(name, size, batch, torch.get_num_threads()) for name in names], chunksize=1)
+            peaks = pool.starmap(
+                peak, [(name, size, batch, torch.get_num_threads()) for name in names], chunksize=1
+            )
         for name, most in zip(names, peaks, strict=True):
-            rows.append({"size": size, "network": name, "inference, s": statistics.median(taken[name, False]),
-                         "training, s": statistics.median(taken[name, True]), "peak, MiB": most})
+            rows.append(
+                {
+                    "size": size,
+                    "network": name,
+                    "inference, s": statistics.median(taken[name, False]),
+                    "training, s": statistics.median(taken[name, True]),
+                    "peak, MiB": most,
+                }
+            )
             print(rows[-1], flush=True)
     return pd.DataFrame(rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("parts", "networks"))
     parser.add_argument("csv", type=Path)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--sizes", type=int, nargs="+", default=[224, 320, 448, 640])
-    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=["resnet50", "aa", "pa", "ea"])
+    parser.add_argument(
+        "--networks", nargs="+", choices=NETWORKS, default=["resnet50", "aa", "pa", "ea"]
+    )
     parser.add_argument("--batch-size", type=int, default=2)
     args = parser.parse_args()
     if os.environ.get("MALLOC_TOP_PAD_") is None:
-        os.execve(sys.executable, [sys.executable, "-m", "experiments.large_maps", *sys.argv[1:]], os.environ | KEEP)
+        os.execve(
+            sys.executable,
+            [sys.executable, "-m", "experiments.large_maps", *sys.argv[1:]],
+            os.environ | KEEP,
+        )
     torch.manual_seed(0)
-    table = parts(args.repeats) if args.what == "parts" else networks(
-        args.sizes, args.networks, args.batch_size, args.repeats)
+    table = (
+        parts(args.repeats)
+        if args.what == "parts"
+        else networks(args.sizes, args.networks, args.batch_size, args.repeats)
+    )
     table.round(3).to_csv(args.csv, index=False)
     print(table.round(3).to_string(index=False))
 

@@ -55,21 +55,45 @@ class Repeated:
 
 def batches(kind: str, path: str, given: argparse.Namespace):
     """Yield training batches of one loader."""
-    common = {"batch_size": given.batch_size, "device": torch.device(given.device), "mean": MEAN, "std": STD}
+    common = {
+        "batch_size": given.batch_size,
+        "device": torch.device(given.device),
+        "mean": MEAN,
+        "std": STD,
+    }
     if kind == "timm":
-        dataset = timm.data.create_dataset("", str(find_split(Path(path), "train", or_root=True)), search_split=False)
+        dataset = timm.data.create_dataset(
+            "", str(find_split(Path(path), "train", or_root=True)), search_split=False
+        )
         dataset.reader = Repeated(dataset.reader)
         yield from timm.data.create_loader(
-            dataset, (3, given.img_size, given.img_size), is_training=True, color_jitter=None, hflip=0.5,
-            interpolation="bilinear", num_workers=given.workers, **common)
+            dataset,
+            (3, given.img_size, given.img_size),
+            is_training=True,
+            color_jitter=None,
+            hflip=0.5,
+            interpolation="bilinear",
+            num_workers=given.workers,
+            **common,
+        )
         return
-    common |= {"img_size": given.img_size, "workers": given.workers, "seed": 0, "bad_images": BadImages(0)}
+    common |= {
+        "img_size": given.img_size,
+        "workers": given.workers,
+        "seed": 0,
+        "bad_images": BadImages(0),
+    }
     if kind == "files":
         source = ImageFiles(find_split(Path(path), "train", or_root=True))
-        yield from ImageTrainLoader(Repeated(source), transform=train_transform, **common).batches(0)
+        yield from ImageTrainLoader(Repeated(source), transform=train_transform, **common).batches(
+            0
+        )
         return
     source = Beton(Path(path))
-    source.labels, source.table = np.resize(source.labels, EPOCH), np.resize(source.table, (EPOCH, 5))
+    source.labels, source.table = (
+        np.resize(source.labels, EPOCH),
+        np.resize(source.table, (EPOCH, 5)),
+    )
     yield from BetonTrainLoader(source, scale=(0.08, 1), hflip=0.5, **common).batches(0)
 
 
@@ -102,25 +126,44 @@ def serve(connection: Connection, kind: str, path: str, given: argparse.Namespac
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data-dir", required=True, help="folder with train, or of class folders")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes or threads that decode")
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count(), help="processes or threads that decode"
+    )
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--img-size", type=int, default=224)
-    parser.add_argument("--max-size", type=int, default=500, help="longest side in the FFCV files, in pixels")
-    parser.add_argument("--rate", type=float, default=1000.0, help="images a second that the step takes")
-    parser.add_argument("--seconds", type=float, default=1.5, help="of each of the two measurements")
+    parser.add_argument(
+        "--max-size", type=int, default=500, help="longest side in the FFCV files, in pixels"
+    )
+    parser.add_argument(
+        "--rate", type=float, default=1000.0, help="images a second that the step takes"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=1.5, help="of each of the two measurements"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
-    targets = [("timm's loader, files", "timm", given.data_dir), ("image files", "files", given.data_dir)]
+    targets = [
+        ("timm's loader, files", "timm", given.data_dir),
+        ("image files", "files", given.data_dir),
+    ]
     with tempfile.TemporaryDirectory() as folder:
         source = ImageFiles(find_split(Path(given.data_dir), "train", or_root=True))
         for name, share in SHARES.items():
             out = Path(folder) / f"{share}.beton"
-            write_beton(source, out, jpeg_share=share, max_size=given.max_size, workers=given.workers)
+            write_beton(
+                source, out, jpeg_share=share, max_size=given.max_size, workers=given.workers
+            )
             targets.append((f"{name}, {out.stat().st_size / 2**20:.0f} MiB", "ffcv", str(out)))
-        found, served, context = {name: [] for name, *_ in targets}, {}, multiprocessing.get_context("spawn")
+        found, served, context = (
+            {name: [] for name, *_ in targets},
+            {},
+            multiprocessing.get_context("spawn"),
+        )
         for name, kind, path in targets:
             served[name], theirs = context.Pipe()
             context.Process(target=serve, args=(theirs, kind, path, given)).start()
@@ -132,13 +175,19 @@ def main() -> None:
                 found[name].append(connection.recv())
         for connection in served.values():
             connection.send(None)
-    print(f"{len(source)} images, {given.img_size} pixels, batch {given.batch_size}, {given.workers} workers, "
-          f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}; medians of {given.rounds}\n")
-    print(f"| loader | images/s | least, most | a step of {given.rate:g} images/s waits |\n| --- | --- | --- | --- |")
+    print(
+        f"{len(source)} images, {given.img_size} pixels, batch {given.batch_size}, {given.workers} workers, "
+        f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}; medians of {given.rounds}\n"
+    )
+    print(
+        f"| loader | images/s | least, most | a step of {given.rate:g} images/s waits |\n| --- | --- | --- | --- |"
+    )
     for name, rows in found.items():
         rates = sorted(row["rate"] for row in rows)
-        print(f"| {name} | {statistics.median(rates):,.0f} | {rates[0]:,.0f}, {rates[-1]:,.0f} | "
-              f"{statistics.median(row['waits'] for row in rows):.0%} |")
+        print(
+            f"| {name} | {statistics.median(rates):,.0f} | {rates[0]:,.0f}, {rates[-1]:,.0f} | "
+            f"{statistics.median(row['waits'] for row in rows):.0%} |"
+        )
 
 
 if __name__ == "__main__":

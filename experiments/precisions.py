@@ -7,6 +7,7 @@ exports ea_conv_transformer_cifar, with its shipped weights, converts the file b
 on all test images, and prints a table. DIR has train and test of CIFAR-10, folders or tars; 8 bits are calibrated on
 128 training images.
 """
+
 import argparse
 import sys
 import tempfile
@@ -37,6 +38,7 @@ def to_float16(path: Path) -> bytes:
 
 def to_int8(path: Path, photos: list[torch.Tensor]) -> bytes:
     """Return an ONNX file with convolutions and products with weights in 8 bits, calibrated on normalised photos."""
+
     class Reader(CalibrationDataReader):
         left = iter(photos)
 
@@ -47,17 +49,34 @@ def to_int8(path: Path, photos: list[torch.Tensor]) -> bytes:
     plain, small = path.with_name("plain.onnx"), path.with_name("int8.onnx")
     quant_pre_process(path, plain)
     graph = onnx.load(plain).graph
-    weights = {tensor.name for tensor in graph.initializer if len(tensor.dims) == 2}  # 8 bits by column need two axes
-    maps = [node.name for node in graph.node if node.op_type == "MatMul" and node.input[1] not in weights]
-    quantize_static(plain, small, Reader(), per_channel=True, activation_type=QuantType.QUInt8,
-                    op_types_to_quantize=["Conv", "Gemm", "MatMul"], nodes_to_exclude=maps)
+    weights = {
+        tensor.name for tensor in graph.initializer if len(tensor.dims) == 2
+    }  # 8 bits by column need two axes
+    maps = [
+        node.name
+        for node in graph.node
+        if node.op_type == "MatMul" and node.input[1] not in weights
+    ]
+    quantize_static(
+        plain,
+        small,
+        Reader(),
+        per_channel=True,
+        activation_type=QuantType.QUInt8,
+        op_types_to_quantize=["Conv", "Gemm", "MatMul"],
+        nodes_to_exclude=maps,
+    )
     return sealed(onnx.load(small))
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="ea_conv_transformer_cifar", help="default: %(default)s")
-    parser.add_argument("--data-dir", required=True, help="CIFAR-10 as folders or tars of class/name.png")
+    parser.add_argument(
+        "--data-dir", required=True, help="CIFAR-10 as folders or tars of class/name.png"
+    )
     args = parser.parse_args(argv)
     data = load_dataset("folder", args.data_dir)
     model = timm.create_model(args.model, pretrained=True).eval()
@@ -68,21 +87,28 @@ def main(argv: list[str] | None = None) -> int:
 
     program = export_program(model, SIZE)
     about = About(args.model, SIZE, mean, std, 1.0, "bilinear", model.num_classes, data.classes)
-    photos = list(normalised(data.train.images[::len(data.train.images) // 128][:128]).split(1))
+    photos = list(normalised(data.train.images[:: len(data.train.images) // 128][:128]).split(1))
     print("| precision | MiB | top-1, % | ms an image, batch 100 |\n| --- | --- | --- | --- |")
     for precision in ("float32", "float16", "int8"):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "net.onnx"
             write(program, path, about)
             if precision != "float32":
-                atomic_write(path, to_float16(path) if precision == "float16" else to_int8(path, photos))
+                atomic_write(
+                    path, to_float16(path) if precision == "float16" else to_int8(path, photos)
+                )
             size, network = path.stat().st_size / 2**20, ExportedNetwork(path)
         right, start = 0, time.perf_counter()
-        for images, targets in zip(data.test.images.split(100), data.test.targets.split(100), strict=True):
+        for images, targets in zip(
+            data.test.images.split(100), data.test.targets.split(100), strict=True
+        ):
             right += int((network(normalised(images)).argmax(1) == targets).sum())
         count = len(data.test.targets)
         milliseconds = 1e3 * (time.perf_counter() - start) / count
-        print(f"| {precision} | {size:.1f} | {100 * right / count:.2f} | {milliseconds:.2f} |", flush=True)
+        print(
+            f"| {precision} | {size:.1f} | {100 * right / count:.2f} | {milliseconds:.2f} |",
+            flush=True,
+        )
     return 0
 
 

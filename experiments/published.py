@@ -6,6 +6,7 @@
 Published figures are those of published.yaml. Parameters and GFLOPs are counted on the networks as this package builds
 them. Accuracies are those of the last epoch, on the test images, of the runs in results/runs.yaml.
 """
+
 import argparse
 import csv
 import sys
@@ -45,7 +46,8 @@ with the name of a network or table prints the commands that would train it, the
 `python -m experiments.published` writes this page. The PA paper's rows are counted as on the page of
 [results](../docs/results.md), the AA paper's as TensorFlow's profiler did: 2 for a multiply-add of a convolution or a
 relative position, 6 for an element of the maps, 0 for other attention products. Not known to us: the AA paper's
-ImageNet rows of other attention than squeeze-excite."""}
+ImageNet rows of other attention than squeeze-excite.""",
+}
 MAIN = ("imagenet", "conv-transformer", "evolution")  # tables of docs/results.md
 DATA = {  # the trainer and where its images are; classes; images for training
     "ImageNet": ("train-imagenet --data-dir DIR", 1000, 1_281_167),
@@ -60,18 +62,34 @@ Row = dict[str, Any]
 def tables() -> dict[str, dict[str, Any]]:
     """Return the tables of published.yaml by name. Each row has a label, keywords, its source, recipes by data set, and
     its top1 and top5 in percent by data set."""
-    found = {table["name"]: table for table in yaml.safe_load((HERE / "published.yaml").read_text())}
+    found = {
+        table["name"]: table for table in yaml.safe_load((HERE / "published.yaml").read_text())
+    }
     for table in found.values():
         table["rows"] = [_row(table, row) for row in table["rows"]]
     return found
 
 
 def _row(table: dict[str, Any], row: Row) -> Row:
-    row = {"kwargs": {}, "note": "", "source": table["source"], "recipe": table.get("recipe", {}),
-           "processes": table.get("processes", 1), "params_m": None, "gflops": None, "top1": {}, "top5": {}, **row}
+    row = {
+        "kwargs": {},
+        "note": "",
+        "source": table["source"],
+        "recipe": table.get("recipe", {}),
+        "processes": table.get("processes", 1),
+        "params_m": None,
+        "gflops": None,
+        "top1": {},
+        "top5": {},
+        **row,
+    }
     for key in ("top1", "top5"):
         row[key] = row[key] if isinstance(row[key], dict) else {table["data"][0]: row[key]}
-    recipes = row["recipe"] if isinstance(row["recipe"], dict) else dict.fromkeys(table["data"], row["recipe"])
+    recipes = (
+        row["recipe"]
+        if isinstance(row["recipe"], dict)
+        else dict.fromkeys(table["data"], row["recipe"])
+    )
     row["recipes"] = {data: recipe.format(model=row["model"]) for data, recipe in recipes.items()}
     row["label"] = f"{row['model']}, {row['name']}" if "name" in row else row["model"]
     return row
@@ -79,8 +97,15 @@ def _row(table: dict[str, Any], row: Row) -> Row:
 
 def figures(model: str) -> Row | None:
     """Return the row of a network as it is registered, of the first table that has its accuracy."""
-    return next((row for table in tables().values() for row in table["rows"]
-                 if row["model"] == model and row["top1"] and not row["kwargs"]), None)
+    return next(
+        (
+            row
+            for table in tables().values()
+            for row in table["rows"]
+            if row["model"] == model and row["top1"] and not row["kwargs"]
+        ),
+        None,
+    )
 
 
 @cache
@@ -98,7 +123,9 @@ def _counted(model: str, kwargs: tuple[tuple[str, Any], ...], data: str) -> Coun
     with torch.device("meta"):
         if data == "COCO":
             detector = create_detector(model, DATA[data][1], 640, **dict(kwargs))
-            detector.forward = lambda images: detector.head(list(detector.backbone(images).values()))  # no decoding
+            detector.forward = lambda images: detector.head(
+                list(detector.backbone(images).values())
+            )  # no decoding
             return count(detector, (3, 640, 640))
         network = timm.create_model(model, num_classes=DATA[data][1], **dict(kwargs))
         return count(network, network.pretrained_cfg["input_size"])
@@ -111,12 +138,18 @@ def counted(row: Row, data: str) -> Counts:
 
 def command(row: Row, data: str) -> str:
     """Return the command that trains a row's network: the recipe, and what the recipe does not say."""
-    start = f"torchrun --nproc-per-node {row['processes']} -m ea_vision" if row["processes"] > 1 else "ea-vision"
+    start = (
+        f"torchrun --nproc-per-node {row['processes']} -m ea_vision"
+        if row["processes"] > 1
+        else "ea-vision"
+    )
     words = [start, DATA[data][0], f"--recipe {row['recipes'][data]}"]
     if load_recipe(row["recipes"][data]).get("model") != row["model"]:
         words.append(f"--model {row['model']}")
     if row["kwargs"]:
-        words.append("--model-kwargs " + " ".join(f"{key}={value}" for key, value in row["kwargs"].items()))
+        words.append(
+            "--model-kwargs " + " ".join(f"{key}={value}" for key, value in row["kwargs"].items())
+        )
     return " ".join(words)
 
 
@@ -129,14 +162,18 @@ def cost(row: Row, data: str) -> tuple[int, float]:
 
 def ours(row: Row, data: str) -> str:
     """Return the accuracies of the runs of a row."""
-    found = runs()[(runs()["model"] == row["model"]) & (runs()["data"] == data) & (not row["kwargs"])]
+    found = runs()[
+        (runs()["model"] == row["model"]) & (runs()["data"] == data) & (not row["kwargs"])
+    ]
     said = [f"{run.top1:.2f} ({run.epochs} epochs of `{run.recipe}`)" for run in found.itertuples()]
     return "; ".join(said) or "not run"
 
 
 def digits(values: Iterable[float | None]) -> int:
     """Return the decimals of a column as the paper prints it."""
-    return max((len(f"{value:g}".partition(".")[2]) for value in values if value is not None), default=1)
+    return max(
+        (len(f"{value:g}".partition(".")[2]) for value in values if value is not None), default=1
+    )
 
 
 def cell(value: float | None, decimals: int) -> str:
@@ -147,7 +184,10 @@ def cell(value: float | None, decimals: int) -> str:
 def classifiers(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
     """Return the lines of a table of networks that are trained to classify; columns without a figure are left out."""
     decimals = {key: digits(row[key] for row in table["rows"]) for key in ("params_m", "gflops")}
-    decimals |= {key: digits(x for row in table["rows"] for x in row[key].values()) for key in ("top1", "top5")}
+    decimals |= {
+        key: digits(x for row in table["rows"] for x in row[key].values())
+        for key in ("top1", "top5")
+    }
     lines = []
     for row in rows:
         for data in row["recipes"]:
@@ -156,14 +196,19 @@ def classifiers(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
                 continue  # the first line says as much
             counts = counted(row, data)
             flops = counts.flops_paper if table["counting"] == "paper" else counts.flops_profiler
-            lines.append({
-                "network": row["label"], "data": data if len(table["data"]) > 1 else "",
-                "params M": cell(counts.params / 1e6, decimals["params_m"] + 1),
-                "params M, published": cell(row["params_m"], decimals["params_m"]),
-                "GFLOPs": cell(flops / 1e9, decimals["gflops"] + 1),
-                "GFLOPs, published": cell(row["gflops"], decimals["gflops"]),
-                "top-1 %, published": cell(row["top1"].get(data), decimals["top1"]),
-                "top-5 %, published": cell(row["top5"].get(data), decimals["top5"]), "top-1 %, ours": said})
+            lines.append(
+                {
+                    "network": row["label"],
+                    "data": data if len(table["data"]) > 1 else "",
+                    "params M": cell(counts.params / 1e6, decimals["params_m"] + 1),
+                    "params M, published": cell(row["params_m"], decimals["params_m"]),
+                    "GFLOPs": cell(flops / 1e9, decimals["gflops"] + 1),
+                    "GFLOPs, published": cell(row["gflops"], decimals["gflops"]),
+                    "top-1 %, published": cell(row["top1"].get(data), decimals["top1"]),
+                    "top-5 %, published": cell(row["top5"].get(data), decimals["top5"]),
+                    "top-1 %, ours": said,
+                }
+            )
     lines = pd.DataFrame(lines)
     shown = lines.loc[:, [set(lines[name]) not in ({""}, {"not run"}) for name in lines]]
     return markdown(list(shown), shown.values.tolist())
@@ -171,11 +216,30 @@ def classifiers(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
 
 def detectors(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
     """Return the lines of the table of detectors."""
-    return markdown(["backbone", "params M", "published", "GFLOPs", "published", "mAP, published", "AP50, published",
-                     "AP75, published"],
-                    [[row["label"], cell(counts.params / 1e6, 2), cell(row["params_m"], 1),
-                      cell(counts.flops_profiler / 1e9, 1), cell(row["gflops"], 0), *(cell(ap, 1) for ap in row["ap"])]
-                     for row in rows for counts in [counted(row, "COCO")]])
+    return markdown(
+        [
+            "backbone",
+            "params M",
+            "published",
+            "GFLOPs",
+            "published",
+            "mAP, published",
+            "AP50, published",
+            "AP75, published",
+        ],
+        [
+            [
+                row["label"],
+                cell(counts.params / 1e6, 2),
+                cell(row["params_m"], 1),
+                cell(counts.flops_profiler / 1e9, 1),
+                cell(row["gflops"], 0),
+                *(cell(ap, 1) for ap in row["ap"]),
+            ]
+            for row in rows
+            for counts in [counted(row, "COCO")]
+        ],
+    )
 
 
 @cache
@@ -183,23 +247,50 @@ def seeds_of(data: str) -> dict[str, pd.DataFrame]:
     """Return top-1 by seed and variant of the narrow networks: the first five seeds, five fresh ones, and all ten."""
     first = by_variant(read_runs(HERE / "results" / "evidence" / f"{data}-runs.csv"))
     fresh = by_variant(read_runs(HERE / "factorial" / f"{data}-runs.csv"))
-    return {"seeds 0 to 4": first, "5 to 9": fresh, "all ten": pd.concat([first, fresh], join="inner")}
+    return {
+        "seeds 0 to 4": first,
+        "5 to 9": fresh,
+        "all ten": pd.concat([first, fresh], join="inner"),
+    }
 
 
 def parts_of_evolution(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
     """Return the lines of the ablation of evolution: published gains over AA, ours over no evolution."""
-    ours = {title: seeds_of(data)["all ten"] for title, data in (("CIFAR-10", "cifar10"), ("CIFAR-100", "cifar100"))}
+    ours = {
+        title: seeds_of(data)["all ten"]
+        for title, data in (("CIFAR-10", "cifar10"), ("CIFAR-100", "cifar100"))
+    }
     aa, lines = table["rows"][0]["top1"]["ImageNet"], []
     for row in rows:
-        gains = [paired(top1[row["ours"]] - top1["none"]) if row.get("ours", "none") in set(top1) - {"none"} else None
-                 for top1 in ours.values()]
+        gains = [
+            paired(top1[row["ours"]] - top1["none"])
+            if row.get("ours", "none") in set(top1) - {"none"}
+            else None
+            for top1 in ours.values()
+        ]
         top1 = row["top1"]["ImageNet"]
-        lines.append([row["label"], f"{top1:.2f}", "" if row["label"] == "aa_resnet34" else f"{top1 - aa:+.2f}",
-                      *("" if g is None else f"{g['difference']:+.2f} ({g['low']:.2f} to {g['high']:.2f})"
-                        for g in gains)])
-    return [*markdown(["network", "top-1 %, published", "minus AA", *(f"ours, {title}" for title in ours)], lines), "",
-            "- Ours: minus the same network without evolution, 95% interval, narrow Conv-Transformers after 4 epochs, "
-            "[ten seeds](experiments.md#does-evolving-attention-help)."]
+        lines.append(
+            [
+                row["label"],
+                f"{top1:.2f}",
+                "" if row["label"] == "aa_resnet34" else f"{top1 - aa:+.2f}",
+                *(
+                    ""
+                    if g is None
+                    else f"{g['difference']:+.2f} ({g['low']:.2f} to {g['high']:.2f})"
+                    for g in gains
+                ),
+            ]
+        )
+    return [
+        *markdown(
+            ["network", "top-1 %, published", "minus AA", *(f"ours, {title}" for title in ours)],
+            lines,
+        ),
+        "",
+        "- Ours: minus the same network without evolution, 95% interval, narrow Conv-Transformers after 4 epochs, "
+        "[ten seeds](experiments.md#does-evolving-attention-help).",
+    ]
 
 
 def attention_cost(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
@@ -209,35 +300,69 @@ def attention_cost(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
         branches = counted(row, "ImageNet").branches
         stage = [branch for branch in branches if branch.layer.startswith(f"{row['name']}.")]
         if stage:
-            label, maps, params, flops = (f"{row['name']}, one of {len(stage)} layers", stage[0].map_bytes,
-                                          stage[0].params, stage[0].flops_profiler)
+            label, maps, params, flops = (
+                f"{row['name']}, one of {len(stage)} layers",
+                stage[0].map_bytes,
+                stage[0].params,
+                stage[0].flops_profiler,
+            )
         elif row["name"] == "training":
             label, maps = "all, training", sum(branch.map_bytes for branch in branches)
-            params, flops = (sum(getattr(branch, key) for branch in branches) for key in ("params", "flops_profiler"))
+            params, flops = (
+                sum(getattr(branch, key) for branch in branches)
+                for key in ("params", "flops_profiler")
+            )
         else:
             # at once: a layer's maps and, where they evolve, the previous one's
             maps = max(branch.map_bytes * (1 + branch.evolves) for branch in branches)
             label, params, flops = "all, inference", None, None
-        lines.append([label, cell(maps / 1024, 2), cell(row["map_kb"], digits([row["map_kb"]])), cell(params, 0),
-                      cell(row.get("branch_params"), 0), cell(flops and flops / 1e6, 1), cell(row.get("mflops"), 0)])
-    return [*markdown(["", "maps, KiB", "published, KB", "parameters", "published", "MFLOPs", "published"], lines), "",
-            "- Maps are those of dense attention in bfloat16; our kernels keep fewer.",
-            "- `ea-vision models aa_resnet50 --layers` gives every branch."]
+        lines.append(
+            [
+                label,
+                cell(maps / 1024, 2),
+                cell(row["map_kb"], digits([row["map_kb"]])),
+                cell(params, 0),
+                cell(row.get("branch_params"), 0),
+                cell(flops and flops / 1e6, 1),
+                cell(row.get("mflops"), 0),
+            ]
+        )
+    return [
+        *markdown(
+            ["", "maps, KiB", "published, KB", "parameters", "published", "MFLOPs", "published"],
+            lines,
+        ),
+        "",
+        "- Maps are those of dense attention in bfloat16; our kernels keep fewer.",
+        "- `ea-vision models aa_resnet50 --layers` gives every branch.",
+    ]
 
 
 def probes(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
     """Return the lines of the EA paper's table of networks that see one map alone."""
     layers = list(rows[0]["layers"])
-    return [*markdown(["network", *(f"layer {layer}, published" for layer in layers)],
-                      [[row["label"], *(cell(top1, 2) for top1 in row["layers"].values())] for row in rows]), "",
-            "- Top-1 in percent. The command needs both networks trained on ImageNet; "
-            "[ours](../docs/experiments.md#the-probe) are of CIFAR-10.", "", "```sh",
-            f"ea-vision probe --model RUN_OF_AA,RUN_OF_EA --layers "
-            f"{','.join(map(str, layers))} --dataset folder --data-dir DIR --device cuda -o probe", "```"]
+    return [
+        *markdown(
+            ["network", *(f"layer {layer}, published" for layer in layers)],
+            [[row["label"], *(cell(top1, 2) for top1 in row["layers"].values())] for row in rows],
+        ),
+        "",
+        "- Top-1 in percent. The command needs both networks trained on ImageNet; "
+        "[ours](../docs/experiments.md#the-probe) are of CIFAR-10.",
+        "",
+        "```sh",
+        f"ea-vision probe --model RUN_OF_AA,RUN_OF_EA --layers "
+        f"{','.join(map(str, layers))} --dataset folder --data-dir DIR --device cuda -o probe",
+        "```",
+    ]
 
 
 LINES: dict[str, Callable[[dict[str, Any], Sequence[Row]], list[str]]] = {
-    "detection": detectors, "attention-cost": attention_cost, "probe": probes, "evolution": parts_of_evolution}
+    "detection": detectors,
+    "attention-cost": attention_cost,
+    "probe": probes,
+    "evolution": parts_of_evolution,
+}
 
 
 def section(table: dict[str, Any], rows: Sequence[Row]) -> str:
@@ -252,14 +377,33 @@ def section(table: dict[str, Any], rows: Sequence[Row]) -> str:
     notes += [f"Source of {', '.join(labels)}: {source}." for source, labels in elsewhere.items()]
     notes += [f"`{row['label']}`: {row['note']}." for row in rows if row["note"]]
     notes += table.get("remarks", [])
-    return "\n".join([f"## {table['title']}: `{table['name']}`", "", *lines, "", *(f"- {note}" for note in notes)])
+    return "\n".join(
+        [
+            f"## {table['title']}: `{table['name']}`",
+            "",
+            *lines,
+            "",
+            *(f"- {note}" for note in notes),
+        ]
+    )
 
 
 def pages() -> dict[Path, str]:
     """Return both pages by path."""
-    return {path: "\n\n".join([text, *(section(table, table["rows"]) for name, table in tables().items()
-                                       if (name in MAIN) == (path.name == "results.md"))]) + "\n"
-            for path, text in TEXT.items()}
+    return {
+        path: "\n\n".join(
+            [
+                text,
+                *(
+                    section(table, table["rows"])
+                    for name, table in tables().items()
+                    if (name in MAIN) == (path.name == "results.md")
+                ),
+            ]
+        )
+        + "\n"
+        for path, text in TEXT.items()
+    }
 
 
 def chosen(names: Sequence[str]) -> str:
@@ -270,21 +414,31 @@ def chosen(names: Sequence[str]) -> str:
     """
     known = {*tables(), *(row["model"] for table in tables().values() for row in table["rows"])}
     for name in set(names) - known:
-        raise UsageError(f"no row of a paper's table is called {name!r}; {near_matches(name, known, 'names')}")
+        raise UsageError(
+            f"no row of a paper's table is called {name!r}; {near_matches(name, known, 'names')}"
+        )
     parts = []
     for table in tables().values():
-        if rows := [row for row in table["rows"] if table["name"] in names or row["model"] in names]:
+        if rows := [
+            row for row in table["rows"] if table["name"] in names or row["model"] in names
+        ]:
             commands = []
             for of, data in [(row, data) for row in rows for data in row["recipes"]]:
                 epochs, eflop = cost(of, data)
-                commands.append(f"# {of['label']}, {data}: {epochs} epochs, {eflop:.2g} EFLOP\n{command(of, data)}")
+                commands.append(
+                    f"# {of['label']}, {data}: {epochs} epochs, {eflop:.2g} EFLOP\n{command(of, data)}"
+                )
             parts += [section(table, rows), *(["\n".join(commands)] if commands else [])]
     return "\n\n".join(parts) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="networks or tables (default: write the pages)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="networks or tables (default: write the pages)"
+    )
     names = parser.parse_args(argv).names
     if names:
         print(chosen(names), end="")

@@ -5,6 +5,7 @@
 A row a network: seconds of processor time of a forward of the images, plain and with all layers recorded (medians of
 interleaved rounds), and MiB of maps an image. Random weights, evaluation mode, float32.
 """
+
 import argparse
 import time
 from pathlib import Path
@@ -17,7 +18,12 @@ import ea_vision
 from ea_vision.base.provenance import hardware
 from ea_vision.benchmark import interleaved
 
-MODELS = ("vit_small_patch16_224", "swin_tiny_patch4_window7_224", "ea_vit_small_patch16_224", "ea_aa_resnet34")
+MODELS = (
+    "vit_small_patch16_224",
+    "swin_tiny_patch4_window7_224",
+    "ea_vit_small_patch16_224",
+    "ea_aa_resnet34",
+)
 
 
 @torch.no_grad()
@@ -32,22 +38,36 @@ def measure(name: str, images: int, repeats: int) -> dict[str, str | float]:
             model(batch)
         return maps
 
-    plain, with_maps = interleaved({"plain": lambda: model(batch), "recorded": recorded}, repeats,
-                                   clock=time.process_time).values()
-    kept = sum(part.nbytes for layer in recorded().values() for part in layer._parts.values()) / images
-    return {"network": name, "plain_s": round(plain, 3), "recorded_s": round(with_maps, 3),
-            "ratio": round(with_maps / plain, 2), "maps_mib": round(kept / 2**20, 1)}
+    plain, with_maps = interleaved(
+        {"plain": lambda: model(batch), "recorded": recorded}, repeats, clock=time.process_time
+    ).values()
+    kept = (
+        sum(part.nbytes for layer in recorded().values() for part in layer._parts.values()) / images
+    )
+    return {
+        "network": name,
+        "plain_s": round(plain, 3),
+        "recorded_s": round(with_maps, 3),
+        "ratio": round(with_maps / plain, 2),
+        "maps_mib": round(kept / 2**20, 1),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("csv", type=Path)
     parser.add_argument("--images", type=int, default=8, help="in a batch (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=11, help="rounds (default: %(default)s)")
     args = parser.parse_args()
     rows = [measure(name, args.images, args.repeats) for name in MODELS]
-    under = {"images": args.images, "repeats": args.repeats, "torch": torch.__version__,
-             "hardware": hardware(torch.device("cpu"), 1)}
+    under = {
+        "images": args.images,
+        "repeats": args.repeats,
+        "torch": torch.__version__,
+        "hardware": hardware(torch.device("cpu"), 1),
+    }
     pd.DataFrame(rows).assign(**under).to_csv(args.csv, index=False)
     print(args.csv.read_text(), end="")
 

@@ -6,6 +6,7 @@ Every network goes through `ea_vision.deploy`, timm's plain ones too. "eager" is
 frozen weights, both channels-last; "onnx" is ONNX Runtime on a CPU. Gates that learn are at the papers' values. Peak
 memory is that of a process which runs the ONNX file alone, beyond onnxruntime itself.
 """
+
 import argparse
 import subprocess
 import sys
@@ -38,10 +39,16 @@ def peak_mib(path: Path, batch: int, side: int) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="+", metavar="MODEL")
-    parser.add_argument("--runtimes", nargs="+", choices=("eager", "compiled", "onnx"),
-                        default=("eager", "compiled", "onnx"))
+    parser.add_argument(
+        "--runtimes",
+        nargs="+",
+        choices=("eager", "compiled", "onnx"),
+        default=("eager", "compiled", "onnx"),
+    )
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--img-size", type=int, default=224)
     parser.add_argument("--repeats", type=int, default=7)
@@ -50,7 +57,11 @@ def main(argv: list[str] | None = None) -> int:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     calls, peaks = {}, {}
-    with tempfile.TemporaryDirectory() as folder, torch._inductor.config.patch(freezing=True), torch.no_grad():
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        torch._inductor.config.patch(freezing=True),
+        torch.no_grad(),
+    ):
         for name in args.models:
             model = live_network(name, images).eval()
             for gate_name, gate in learnable_gates(model).items():
@@ -59,11 +70,21 @@ def main(argv: list[str] | None = None) -> int:
             if "onnx" in args.runtimes:
                 path = Path(folder) / f"{name}.onnx"
                 batch = torch.export.Dim("batch", min=1, max=1024)
-                torch.onnx.export(deployed, (images,), path, input_names=["images"], dynamic_shapes=({0: batch},),
-                                  dynamo=True)
-                session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+                torch.onnx.export(
+                    deployed,
+                    (images,),
+                    path,
+                    input_names=["images"],
+                    dynamic_shapes=({0: batch},),
+                    dynamo=True,
+                )
+                session = onnxruntime.InferenceSession(
+                    path, options, providers=["CPUExecutionProvider"]
+                )
                 calls[name, "onnx"] = partial(session.run, None, {"images": images.numpy()})
-                peaks[name, "onnx"] = [f"{peak_mib(path, batch, args.img_size):.0f}" for batch in (1, 8)]
+                peaks[name, "onnx"] = [
+                    f"{peak_mib(path, batch, args.img_size):.0f}" for batch in (1, 8)
+                ]
             deployed, last = (t.to(memory_format=torch.channels_last) for t in (deployed, images))
             if "eager" in args.runtimes:
                 calls[name, "eager"] = partial(deployed, last)
@@ -73,9 +94,21 @@ def main(argv: list[str] | None = None) -> int:
     rows = []
     for (name, runtime), time in seconds.items():
         base = seconds.get((baseline_of(name), runtime))
-        rows.append([name, runtime, f"{args.batch_size / time:.1f}", f"{base / time:.2f}" if base else "",
-                     *peaks.get((name, runtime), ["", ""])])
-    print(*markdown(["network", "runtime", "images/s", "ratio", "peak MiB, batch 1", "batch 8"], rows), sep="\n")
+        rows.append(
+            [
+                name,
+                runtime,
+                f"{args.batch_size / time:.1f}",
+                f"{base / time:.2f}" if base else "",
+                *peaks.get((name, runtime), ["", ""]),
+            ]
+        )
+    print(
+        *markdown(
+            ["network", "runtime", "images/s", "ratio", "peak MiB, batch 1", "batch 8"], rows
+        ),
+        sep="\n",
+    )
     return 0
 
 

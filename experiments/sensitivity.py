@@ -5,6 +5,7 @@
 A two-sided paired t test at 0.05, or at Holm's first level where a study has several hypotheses. mean_correlation: of
 the variants over seeds; near 0, pairing gains nothing.
 """
+
 import sys
 from pathlib import Path
 
@@ -15,8 +16,18 @@ from experiments.evidence import by_variant, mean_correlation, read_runs, smalle
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 STUDIES = {  # study: (files of runs, read as one; first, second; hypotheses)
-    "narrow networks, CIFAR-10, seeds 0 to 4": (["results/evidence/cifar10-runs.csv"], "EA", "none", 1),
-    "narrow networks, CIFAR-100, seeds 0 to 4": (["results/evidence/cifar100-runs.csv"], "EA", "none", 1),
+    "narrow networks, CIFAR-10, seeds 0 to 4": (
+        ["results/evidence/cifar10-runs.csv"],
+        "EA",
+        "none",
+        1,
+    ),
+    "narrow networks, CIFAR-100, seeds 0 to 4": (
+        ["results/evidence/cifar100-runs.csv"],
+        "EA",
+        "none",
+        1,
+    ),
     "narrow networks, CIFAR-10, seeds 5 to 9": (["factorial/cifar10-runs.csv"], "EA", "none", 1),
     "narrow networks, CIFAR-100, seeds 5 to 9": (["factorial/cifar100-runs.csv"], "EA", "none", 1),
     "equal time, CIFAR-10": (["factorial/cifar10-runs.csv"], "EA", "none equal time", 2),
@@ -32,10 +43,18 @@ def table() -> pd.DataFrame:
     for study, (files, first, second, hypotheses) in STUDIES.items():
         top1 = by_variant(read_runs(*(HERE / file for file in files)))
         spread = (top1[first] - top1[second]).std()
-        rows.append({"study": study, "comparison": f"{first} - {second}", "seeds": len(top1),
-                     "spread": round(spread, 2),
-                     "found_at_80_percent": round(smallest_shown(spread, len(top1), 0.05 / hypotheses), 2),
-                     "mean_correlation": round(float(mean_correlation(top1)), 1)})
+        rows.append(
+            {
+                "study": study,
+                "comparison": f"{first} - {second}",
+                "seeds": len(top1),
+                "spread": round(spread, 2),
+                "found_at_80_percent": round(
+                    smallest_shown(spread, len(top1), 0.05 / hypotheses), 2
+                ),
+                "mean_correlation": round(float(mean_correlation(top1)), 1),
+            }
+        )
     return pd.DataFrame(rows)
 
 

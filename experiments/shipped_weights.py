@@ -6,6 +6,7 @@
 writes experiments/results/results-cifar10.csv, best first: of every CIFAR-10 weights file that can be loaded by name,
 what its card says. `ea-vision export` measured the cards' figures on the test images, with the weights as stored.
 """
+
 import argparse
 import re
 import sys
@@ -29,15 +30,26 @@ def collect(folder: Path) -> list[dict]:
         if cfg.num_classes == 10:
             top1, top5 = map(float, ACCURACY.search((folder / f"{name}.md").read_text()).groups())
             params = sum(p.numel() for p in timm.create_model(name).parameters())
-            rows.append({"model": name, "img_size": cfg.input_size[-1], "top1": f"{top1:.3f}",
-                         "top1_err": f"{100 - top1:.3f}", "top5": f"{top5:.3f}", "top5_err": f"{100 - top5:.3f}",
-                         "param_count": f"{params / 1e6:.2f}", "crop_pct": cfg.crop_pct,
-                         "interpolation": cfg.interpolation})
+            rows.append(
+                {
+                    "model": name,
+                    "img_size": cfg.input_size[-1],
+                    "top1": f"{top1:.3f}",
+                    "top1_err": f"{100 - top1:.3f}",
+                    "top5": f"{top5:.3f}",
+                    "top5_err": f"{100 - top5:.3f}",
+                    "param_count": f"{params / 1e6:.2f}",
+                    "crop_pct": cfg.crop_pct,
+                    "interpolation": cfg.interpolation,
+                }
+            )
     return sorted(rows, key=lambda row: -float(row["top1"]))
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.parse_args(argv)
     here = Path(__file__).resolve().parent
     text = csv_text(collect(here.parent / "weights"))

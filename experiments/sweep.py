@@ -11,6 +11,7 @@ out (--holdout) and leaves the test images alone; with --test, for settings that
 Top-1 is that of the last epoch's weights. Written is sweep.csv; `python -m experiments.evidence` reads the folder,
 tests whether variants differ and draws them.
 """
+
 import argparse
 import itertools
 import shlex
@@ -32,9 +33,17 @@ def parse_variants(words: Sequence[str]) -> dict[str, list[str]]:
     variants: dict[str, list[str]] = {}
     for word in words:
         name, _, arguments = word.partition("=")
-        if not name.strip() or not arguments or set(name) & set("/,|") or not name.isprintable() or name in variants:
-            raise UsageError("--variant takes NAME=ARGUMENTS, each name once and without comma, slash and |, got "
-                             f"{word!r}")
+        if (
+            not name.strip()
+            or not arguments
+            or set(name) & set("/,|")
+            or not name.isprintable()
+            or name in variants
+        ):
+            raise UsageError(
+                "--variant takes NAME=ARGUMENTS, each name once and without comma, slash and |, got "
+                f"{word!r}"
+            )
         variants[name] = shlex.split(arguments)
     return variants
 
@@ -47,8 +56,14 @@ def with_settings(variants: dict[str, list[str]], words: Sequence[str]) -> dict[
         if not key or "" in values.split(","):
             raise UsageError(f"--set takes KEY=V1,V2,..., got {word!r}")
         grid.append([f"{key}={value}" for value in values.split(",")])
-    return {" ".join(filter(None, (name, *setting))): [*arguments, *(["--model-kwargs", *setting] if setting else [])]
-            for name, arguments in (variants or {"": []}).items() for setting in itertools.product(*grid)}
+    return {
+        " ".join(filter(None, (name, *setting))): [
+            *arguments,
+            *(["--model-kwargs", *setting] if setting else []),
+        ]
+        for name, arguments in (variants or {"": []}).items()
+        for setting in itertools.product(*grid)
+    }
 
 
 def train(command: Sequence[str], folder: Path, seed: int) -> dict[str, Any]:
@@ -57,7 +72,9 @@ def train(command: Sequence[str], folder: Path, seed: int) -> dict[str, Any]:
     Raises:
         RunError: the trainer failed.
     """
-    process = subprocess.Popen([sys.executable, *command, "--output", str(folder), "--seed", str(seed)])
+    process = subprocess.Popen(
+        [sys.executable, *command, "--output", str(folder), "--seed", str(seed)]
+    )
     try:
         code = process.wait()
     finally:
@@ -65,7 +82,9 @@ def train(command: Sequence[str], folder: Path, seed: int) -> dict[str, Any]:
             process.terminate()
             process.wait()
     if code:
-        raise RunError(f"{folder.name} ended with exit code {code}; mend it and run the same sweep again to continue")
+        raise RunError(
+            f"{folder.name} ended with exit code {code}; mend it and run the same sweep again to continue"
+        )
     return read_run(folder)
 
 
@@ -75,16 +94,40 @@ def stop(number: int, _frame) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variant", action="append", default=[], metavar="NAME=ARGUMENTS", dest="variants",
-                        help="a named variant and the trainer's arguments that make it, as one word")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=V1,V2,...", dest="keywords",
-                        help="a model keyword and its values; given again, all combinations are run")
-    parser.add_argument("--test", action="store_true", help="test each run, once: for settings that are fixed")
-    parser.add_argument("--seeds", type=lambda text: sorted(set(map(int, text.split(",")))), default=[0],
-                        help="seeds, each of which runs every variant (default: 0)")
-    parser.add_argument("--output", required=True, type=Path, help="folder of the runs and sweep.csv")
-    parser.add_argument("arguments", nargs="*", metavar="-- ARGUMENT", help="arguments of the trainer, after --")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--variant",
+        action="append",
+        default=[],
+        metavar="NAME=ARGUMENTS",
+        dest="variants",
+        help="a named variant and the trainer's arguments that make it, as one word",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=V1,V2,...",
+        dest="keywords",
+        help="a model keyword and its values; given again, all combinations are run",
+    )
+    parser.add_argument(
+        "--test", action="store_true", help="test each run, once: for settings that are fixed"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=lambda text: sorted(set(map(int, text.split(",")))),
+        default=[0],
+        help="seeds, each of which runs every variant (default: 0)",
+    )
+    parser.add_argument(
+        "--output", required=True, type=Path, help="folder of the runs and sweep.csv"
+    )
+    parser.add_argument(
+        "arguments", nargs="*", metavar="-- ARGUMENT", help="arguments of the trainer, after --"
+    )
     args = parser.parse_args(argv)
     if not (args.variants or args.keywords):
         raise UsageError("--variant or --set is required, got neither")
@@ -94,8 +137,11 @@ def main(argv: list[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     for (name, arguments), seed in itertools.product(variants.items(), args.seeds):
         tested = "--test" if args.test else "--no-test"
-        run = train(["-m", "ea_vision", "train-cifar", *args.arguments, tested, *arguments],
-                    args.output / f"variant={name},seed={seed}", seed)
+        run = train(
+            ["-m", "ea_vision", "train-cifar", *args.arguments, tested, *arguments],
+            args.output / f"variant={name},seed={seed}",
+            seed,
+        )
         rows.append({"variant": name, **run, "options": shlex.join(arguments)})
         write_runs(pd.DataFrame(rows), args.output / "sweep.csv")  # after every run
     best = max(rows, key=lambda row: row["top1"])

@@ -6,6 +6,7 @@
 prints the page's tables: options of one name, those that are called otherwise here, and those that there are not. The
 parser is timm's own; an option that timm adds stands among the last until it is named here.
 """
+
 import argparse
 import importlib.util
 import sys
@@ -16,30 +17,61 @@ from ea_vision.engine.config import make_parser
 from ea_vision.engine.train_imagenet import ImageNetConfig
 
 # Of one name and another meaning or default.
-UNLIKE = {"lr": "per `--lr-base-size` images (timm's `--lr-base`), 0: as it is", "output": "the run folder itself",
-          "amp": "bfloat16, timm's is float16", "dist-bn": "`broadcast`, timm's is `reduce`",
-          "resume": "`auto` continues, a path names a checkpoint",
-          "sched": "linear, cosine, multistep, step, constant; by update", "tta": "`mirror` or `six`",
-          "decay-epochs": "30, timm's is 90", "interpolation": "of training, too"}
-OTHERWISE = {"data": "--data-dir", "initial-checkpoint": "--pretrained-path", "input-size": "--img-size",
-             "crop-pct": "--eval-resize PIXELS", "validation-batch-size": "--eval-batch-size",
-             "torchcompile": "--compile", "torchcompile-mode": "--compile-mode", "amp-dtype": "--amp DTYPE",
-             "opt-eps": "--opt-kwargs eps=X", "opt-betas": "--opt-kwargs betas=[X,Y]", "lr-base": "--lr",
-             "scale": "--crop-scale LEAST", "no-aug": "--crop-scale 1 --hflip 0 --color-jitter 0",
-             "train-interpolation": "--interpolation", "drop": "--model-kwargs drop_rate=X",
-             "drop-path": "--model-kwargs drop_path_rate=X", "drop-block": "--model-kwargs drop_block_rate=X",
-             "gp": "--model-kwargs global_pool=X", "epoch-repeats": "--epochs", "model-ema": "--model-ema-decay X",
-             "log-interval": "--log-steps", "val-interval": "--eval-epochs", "recovery-interval": "--checkpoint-steps",
-             "checkpoint-hist": "--snapshot-epochs", "experiment": "--output", "log-wandb": "--wandb PROJECT",
-             "wandb-project": "--wandb PROJECT", "train-img-sizes": "--first-img-size, --grow-epochs",
-             "config": "--recipe FILE", "sched-on-updates": "always so", "wandb-resume-id": "kept in the run folder",
-             "warmup-prefix": "`cosine` and `linear` always", "pin-mem": "always so on CUDA"}
+UNLIKE = {
+    "lr": "per `--lr-base-size` images (timm's `--lr-base`), 0: as it is",
+    "output": "the run folder itself",
+    "amp": "bfloat16, timm's is float16",
+    "dist-bn": "`broadcast`, timm's is `reduce`",
+    "resume": "`auto` continues, a path names a checkpoint",
+    "sched": "linear, cosine, multistep, step, constant; by update",
+    "tta": "`mirror` or `six`",
+    "decay-epochs": "30, timm's is 90",
+    "interpolation": "of training, too",
+}
+OTHERWISE = {
+    "data": "--data-dir",
+    "initial-checkpoint": "--pretrained-path",
+    "input-size": "--img-size",
+    "crop-pct": "--eval-resize PIXELS",
+    "validation-batch-size": "--eval-batch-size",
+    "torchcompile": "--compile",
+    "torchcompile-mode": "--compile-mode",
+    "amp-dtype": "--amp DTYPE",
+    "opt-eps": "--opt-kwargs eps=X",
+    "opt-betas": "--opt-kwargs betas=[X,Y]",
+    "lr-base": "--lr",
+    "scale": "--crop-scale LEAST",
+    "no-aug": "--crop-scale 1 --hflip 0 --color-jitter 0",
+    "train-interpolation": "--interpolation",
+    "drop": "--model-kwargs drop_rate=X",
+    "drop-path": "--model-kwargs drop_path_rate=X",
+    "drop-block": "--model-kwargs drop_block_rate=X",
+    "gp": "--model-kwargs global_pool=X",
+    "epoch-repeats": "--epochs",
+    "model-ema": "--model-ema-decay X",
+    "log-interval": "--log-steps",
+    "val-interval": "--eval-epochs",
+    "recovery-interval": "--checkpoint-steps",
+    "checkpoint-hist": "--snapshot-epochs",
+    "experiment": "--output",
+    "log-wandb": "--wandb PROJECT",
+    "wandb-project": "--wandb PROJECT",
+    "train-img-sizes": "--first-img-size, --grow-epochs",
+    "config": "--recipe FILE",
+    "sched-on-updates": "always so",
+    "wandb-resume-id": "kept in the run folder",
+    "warmup-prefix": "`cosine` and `linear` always",
+    "pin-mem": "always so on CUDA",
+}
 
 
 def names_of(parser: argparse.ArgumentParser) -> list[str]:
     """Return the longest name of each option of a parser but --help, without its dashes."""
-    return [max(action.option_strings or [action.dest], key=len).lstrip("-") for action in parser._actions
-            if action.dest != "help"]
+    return [
+        max(action.option_strings or [action.dest], key=len).lstrip("-")
+        for action in parser._actions
+        if action.dest != "help"
+    ]
 
 
 def section(timms: argparse.ArgumentParser) -> str:
@@ -53,17 +85,29 @@ def section(timms: argparse.ArgumentParser) -> str:
     def listed(names: list[str]) -> str:
         return ", ".join(f"`--{name}`" for name in names)
 
-    return "\n".join([
-        f"Same name, same meaning ({len(same)}): {listed(same)}.", "",
-        "| timm | here |", "| --- | --- |",
-        *(f"| `--{name}` | {said} |" for name, said in UNLIKE.items() if name in names),
-        *(f"| `--{name}` | {said if said[0] != '-' else f'`{said}`'} |" for name, said in OTHERWISE.items()
-          if name in names), "",
-        f"Not here, and refused ({len(missing)}): {listed(missing)}.", ""])
+    return "\n".join(
+        [
+            f"Same name, same meaning ({len(same)}): {listed(same)}.",
+            "",
+            "| timm | here |",
+            "| --- | --- |",
+            *(f"| `--{name}` | {said} |" for name, said in UNLIKE.items() if name in names),
+            *(
+                f"| `--{name}` | {said if said[0] != '-' else f'`{said}`'} |"
+                for name, said in OTHERWISE.items()
+                if name in names
+            ),
+            "",
+            f"Not here, and refused ({len(missing)}): {listed(missing)}.",
+            "",
+        ]
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("script", type=Path, metavar="TRAIN.PY", help="of a checkout of timm")
     spec = importlib.util.spec_from_file_location("timms_train", parser.parse_args(argv).script)
     script = importlib.util.module_from_spec(spec)

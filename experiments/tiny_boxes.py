@@ -8,6 +8,7 @@ where they are, FOLDER/train and FOLDER/val are links to them. Corners in Tiny-I
 so a box from 0 to 63 is 64 pixels wide. --mean-box evaluates a guess that looks at no image, every class's mean
 training box: what a detector must beat.
 """
+
 import argparse
 import json
 import sys
@@ -29,15 +30,25 @@ def rows_of(tiny: Path, classes: Sequence[str], per_class: int) -> Iterator[tupl
     train = []
     for label in classes:
         lines = (tiny / "train" / label / f"{label}_boxes.txt").read_text().split("\n")
-        train += [(f"{label}/images/{name}", label, list(map(int, box)))
-                  for name, *box in (line.split("\t") for line in lines[:per_class or None] if line)]
+        train += [
+            (f"{label}/images/{name}", label, list(map(int, box)))
+            for name, *box in (line.split("\t") for line in lines[: per_class or None] if line)
+        ]
     yield "train", train
     lines = (tiny / "val" / "val_annotations.txt").read_text().split("\n")
-    yield "val", [(f"images/{name}", label, list(map(int, box)))
-                  for name, label, *box in (line.split("\t") for line in lines if line) if label in classes]
+    yield (
+        "val",
+        [
+            (f"images/{name}", label, list(map(int, box)))
+            for name, label, *box in (line.split("\t") for line in lines if line)
+            if label in classes
+        ],
+    )
 
 
-def convert(tiny: Path, out: Path, classes: Sequence[str], as_one: str = "", per_class: int = 0) -> None:
+def convert(
+    tiny: Path, out: Path, classes: Sequence[str], as_one: str = "", per_class: int = 0
+) -> None:
     """Write `out`/{train,val}.json and the links beside them.
 
     Args:
@@ -48,9 +59,14 @@ def convert(tiny: Path, out: Path, classes: Sequence[str], as_one: str = "", per
     names = {label: words[label].split(",")[0] for label in classes}
     shared = Counter(names.values())
     id_of = {label: 1 if as_one else number for number, label in enumerate(classes, start=1)}
-    categories = [{"id": 1, "name": as_one}] if as_one else [
-        {"id": id_of[label], "name": f"{name} ({label})" if shared[name] > 1 else name}
-        for label, name in names.items()]
+    categories = (
+        [{"id": 1, "name": as_one}]
+        if as_one
+        else [
+            {"id": id_of[label], "name": f"{name} ({label})" if shared[name] > 1 else name}
+            for label, name in names.items()
+        ]
+    )
     out.mkdir(parents=True, exist_ok=True)
     for split, rows in rows_of(tiny, classes, per_class):
         images, annotations = [], []
@@ -59,12 +75,21 @@ def convert(tiny: Path, out: Path, classes: Sequence[str], as_one: str = "", per
             box = [left, top, right - left + 1, bottom - top + 1]
             images.append({"id": number, "file_name": name, "width": width, "height": height})
             if min(box[2:]) > 0:
-                annotations.append({"id": number, "image_id": number, "category_id": id_of[label], "bbox": box,
-                                    "area": box[2] * box[3], "iscrowd": 0})
+                annotations.append(
+                    {
+                        "id": number,
+                        "image_id": number,
+                        "category_id": id_of[label],
+                        "bbox": box,
+                        "area": box[2] * box[3],
+                        "iscrowd": 0,
+                    }
+                )
         if not (out / split).exists():
             (out / split).symlink_to((tiny / split).resolve())
-        (out / f"{split}.json").write_text(json.dumps({"images": images, "annotations": annotations,
-                                                       "categories": categories}))
+        (out / f"{split}.json").write_text(
+            json.dumps({"images": images, "annotations": annotations, "categories": categories})
+        )
         print(f"written: {out / split}.json with {len(images)} images")
 
 
@@ -75,27 +100,49 @@ def mean_box_metrics(root: Path) -> dict[str, float]:
     boxes = defaultdict(list)
     for row in (row for of_image in train.annotations for row in of_image):
         boxes[row["category_id"]].append(row["bbox"])
-    rows = [{"image_id": image["id"], "category_id": category, "bbox": np.mean(own, 0).tolist(),
-             "score": len(own) / len(train)} for image in val.images for category, own in boxes.items()]
+    rows = [
+        {
+            "image_id": image["id"],
+            "category_id": category,
+            "bbox": np.mean(own, 0).tolist(),
+            "score": len(own) / len(train),
+        }
+        for image in val.images
+        for category, own in boxes.items()
+    ]
     return coco_metrics(val.ground_truth(), rows)[0]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("tiny", metavar="TINY", type=Path, help="Tiny-ImageNet's folder")
-    parser.add_argument("out", metavar="FOLDER", type=Path, help="folder to write to; may be TINY itself")
-    parser.add_argument("--classes", default="200", metavar="N|ID,ID,..", help="the first N classes, or these")
-    parser.add_argument("--as-one", default="", metavar="NAME", help="all classes become one category of this name")
-    parser.add_argument("--per-class", type=int, default=0, metavar="N", help="training images a class (0: all)")
-    parser.add_argument("--mean-box", action="store_true", help="print what the mean training box reaches")
+    parser.add_argument(
+        "out", metavar="FOLDER", type=Path, help="folder to write to; may be TINY itself"
+    )
+    parser.add_argument(
+        "--classes", default="200", metavar="N|ID,ID,..", help="the first N classes, or these"
+    )
+    parser.add_argument(
+        "--as-one", default="", metavar="NAME", help="all classes become one category of this name"
+    )
+    parser.add_argument(
+        "--per-class", type=int, default=0, metavar="N", help="training images a class (0: all)"
+    )
+    parser.add_argument(
+        "--mean-box", action="store_true", help="print what the mean training box reaches"
+    )
     args = parser.parse_args(argv)
     folders = sorted(path.name for path in args.tiny.glob("train/*") if path.is_dir())
-    classes = folders[:int(args.classes)] if args.classes.isdecimal() else args.classes.split(",")
+    classes = folders[: int(args.classes)] if args.classes.isdecimal() else args.classes.split(",")
     convert(args.tiny, args.out, classes, args.as_one, args.per_class)
     if args.mean_box:
         found = mean_box_metrics(args.out)
-        print("mean training box in every image:", "  ".join(f"{name} {found[name]:.1f}%" for name in (
-            "AP", "AP50", "AP75")))
+        print(
+            "mean training box in every image:",
+            "  ".join(f"{name} {found[name]:.1f}%" for name in ("AP", "AP50", "AP75")),
+        )
     return 0
 
 

@@ -9,6 +9,7 @@ Where a run was tested with several views of an image (--tta), the card has thei
 tag must stand in the `default_cfgs` of the model's file, and keywords of the run that are not the network's own in its
 `Network(..., trained={TAG: keywords})`; then `python experiments/shipped_weights.py` renews the table of results.
 """
+
 import argparse
 import math
 import sys
@@ -40,7 +41,9 @@ LARGEST_LOSS = 0.1  # points of top-1 that float16 may cost
 
 def half(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Floating-point tensors in float16, the others (BatchNorm's counters) as they are."""
-    return {name: value.half() if value.is_floating_point() else value for name, value in state.items()}
+    return {
+        name: value.half() if value.is_floating_point() else value for name, value in state.items()
+    }
 
 
 def by_update(starts: list[dict], describe: Callable[[dict], str]) -> str:
@@ -50,15 +53,21 @@ def by_update(starts: list[dict], describe: Callable[[dict], str]) -> str:
         said.insert(0, (1, "not recorded"))
     changes = [next(same) for _, same in groupby(said, key=itemgetter(1))]
     last = changes[-1][1]
-    others = [f"updates {first} to {following - 1}: {text}"
-              for (first, text), (following, _) in pairwise(changes) if text != last]
+    others = [
+        f"updates {first} to {following - 1}: {text}"
+        for (first, text), (following, _) in pairwise(changes)
+        if text != last
+    ]
     return last + (f" ({'; '.join(others)})" if others else "")
 
 
 def evaluated_on(split: str, metrics: dict) -> str:
     """Which images the run was evaluated on, after which epochs, and what that says of its best weights."""
-    epochs = [f"{epoch:.0f}" for epoch, accuracy in zip(metrics["epoch"], metrics["top1"], strict=True)
-              if not math.isnan(accuracy)]
+    epochs = [
+        f"{epoch:.0f}"
+        for epoch, accuracy in zip(metrics["epoch"], metrics["top1"], strict=True)
+        if not math.isnan(accuracy)
+    ]
     if split != "test":
         return f"training images held out; after epoch {', '.join(epochs)}"
     if len(epochs) == 1:
@@ -87,15 +96,28 @@ def read_finished(folder: Path) -> FinishedRun:
     """Return a run; raise UsageError where it is not complete or was not tested."""
     results = run_folder.read_results(folder)
     if results is None:
-        raise UsageError(f"only a complete run can be exported, and {folder} has no {run_folder.RESULTS}")
+        raise UsageError(
+            f"only a complete run can be exported, and {folder} has no {run_folder.RESULTS}"
+        )
     if "test_best" not in results:
         raise UsageError(f"{folder} has not been tested: continue it without --no-test")
-    return FinishedRun(*run_folder.read_config(folder), run_folder.read_metrics(folder), results["eval_split"],
-                       results["test_best"])
+    return FinishedRun(
+        *run_folder.read_config(folder),
+        run_folder.read_metrics(folder),
+        results["eval_split"],
+        results["test_best"],
+    )
 
 
-def card(finished: FinishedRun, name: str, dtype: str, result: Evaluation, by_views: Evaluation | None, tta: str,
-         split: str) -> str:
+def card(
+    finished: FinishedRun,
+    name: str,
+    dtype: str,
+    result: Evaluation,
+    by_views: Evaluation | None,
+    tta: str,
+    split: str,
+) -> str:
     """Markdown: what the weights are, how they were made, and the command that checks them.
 
     by_views: the result by views of the kind `tta`, where the run asks for them. split: of `write_weights`.
@@ -106,74 +128,153 @@ def card(finished: FinishedRun, name: str, dtype: str, result: Evaluation, by_vi
         option = f" --tta {tta}"
         said = f" With several views of an image (`{option.strip()}`): {by_views.top1:.2f}%."
     log = ["| epoch | loss | top-1 % | images/s | seconds |", "| --- | --- | --- | --- | --- |"]
-    for epoch, loss, accuracy, speed, seconds in zip(*(metrics[k] for k in (
-            "epoch", "train_loss", "top1", "images_per_s", "seconds")), strict=True):
+    for epoch, loss, accuracy, speed, seconds in zip(
+        *(metrics[k] for k in ("epoch", "train_loss", "top1", "images_per_s", "seconds")),
+        strict=True,
+    ):
         top = "" if math.isnan(accuracy) else f"{accuracy:.2f}"
         log.append(f"| {epoch:.0f} | {loss:.4f} | {top} | {speed:.0f} | {seconds:.0f} |")
-    options = ", ".join(f"{k} {config[k]}" for k in (
-        "epochs", "batch_size", "opt", "opt_kwargs", "lr", "momentum", "weight_decay", "attention_lr", "sched",
-        "warmup_epochs", "smoothing", "flip", "crop_padding", "crop_padding_mode", "cutout", "img_size",
-        "first_img_size", "grow_epochs", "eval_resize", "crop_scale", "hflip", "aa", "mixup", "cutmix",
-        "model_ema_decay", "amp", "channels_last") if k in config)  # runs from before an option was there lack it
-    commit, hardware, versions = (by_update(run["starts"], describe) for describe in (
-        lambda start: f"`{start['git_commit']}`", lambda start: start["hardware"],
-        lambda start: ", ".join(f"{k} {v}" for k, v in start["versions"].items())))
+    options = ", ".join(
+        f"{k} {config[k]}"
+        for k in (
+            "epochs",
+            "batch_size",
+            "opt",
+            "opt_kwargs",
+            "lr",
+            "momentum",
+            "weight_decay",
+            "attention_lr",
+            "sched",
+            "warmup_epochs",
+            "smoothing",
+            "flip",
+            "crop_padding",
+            "crop_padding_mode",
+            "cutout",
+            "img_size",
+            "first_img_size",
+            "grow_epochs",
+            "eval_resize",
+            "crop_scale",
+            "hflip",
+            "aa",
+            "mixup",
+            "cutmix",
+            "model_ema_decay",
+            "amp",
+            "channels_last",
+        )
+        if k in config
+    )  # runs from before an option was there lack it
+    commit, hardware, versions = (
+        by_update(run["starts"], describe)
+        for describe in (
+            lambda start: f"`{start['git_commit']}`",
+            lambda start: start["hardware"],
+            lambda start: ", ".join(f"{k} {v}" for k, v in start["versions"].items()),
+        )
+    )
     if split:
         seen = f"{run['eval_images']} images of `{Path(run['eval_data']).name}`, by which the best epoch was chosen"
         recipe = asdict(resolve(ImageNetConfig, {"recipe": config["recipe"]}))
-        own = "".join(f" --{key.replace('_', '-')} {config[key]}" for key in (
-            "img_size", "eval_img_size", "eval_resize", "interpolation") if config[key] != recipe[key])
-        check = (f"python train_imagenet.py --evaluate {name} --recipe {config['recipe']}{own} --data-dir DIR "
-                 f"--val-split {split}")
+        own = "".join(
+            f" --{key.replace('_', '-')} {config[key]}"
+            for key in ("img_size", "eval_img_size", "eval_resize", "interpolation")
+            if config[key] != recipe[key]
+        )
+        check = (
+            f"python train_imagenet.py --evaluate {name} --recipe {config['recipe']}{own} --data-dir DIR "
+            f"--val-split {split}"
+        )
     else:
         dataset = "cifar10" if tuple(run["classes"]) == CIFAR10 else config["dataset"]
-        seen, check = evaluated_on(finished.eval_split, metrics), (
-            f"python train_cifar.py --evaluate {name} --dataset {dataset} --data-dir DIR")
-    return "\n".join([
-        f"# {name}", "",
-        f"`timm.create_model(\"{name}\", pretrained=True)`: {result.top1:.2f}% top-1, {result.top5:.2f}% top-5 on the "
-        f"test images{f' of `{split}`' if split else ''}.{said} {result.images} images: 95% interval of the top-1 "
-        f"{interval(result.top1, result.images)}.",
-        "",
-        "| | |", "| --- | --- |",
-        f"| recipe | `{config['recipe']}`: {options} |",
-        f"| model keywords | {run['model_kwargs']} |",
-        *([f"| began with | `{Path(start).name}` |"] if (start := config.get("pretrained_path")) else []),
-        f"| data | {run['train_images']} training images, {len(run['classes'])} classes: {', '.join(run['classes'])}; "
-        f"SHA-256 of {'files' if split else 'pixels and labels'} `{run['data_fingerprint']}` |",
-        f"| evaluated in training on | {seen}; the weights are those of epoch "
-        f"{finished.best['epoch']} |",
-        f"| seed, runs | {config['seed']}, one run |",
-        f"| commit | {commit} |",
-        f"| hardware | {hardware} |",
-        f"| versions | {versions} |",
-        f"| stored as | {dtype} |", "",
-        "Log:", "", *log, "",
-        "Check:", "",
-        f"    {check}{option}", ""])
+        seen, check = (
+            evaluated_on(finished.eval_split, metrics),
+            (f"python train_cifar.py --evaluate {name} --dataset {dataset} --data-dir DIR"),
+        )
+    return "\n".join(
+        [
+            f"# {name}",
+            "",
+            f'`timm.create_model("{name}", pretrained=True)`: '
+            f"{result.top1:.2f}% top-1, {result.top5:.2f}% top-5 on the "
+            f"test images{f' of `{split}`' if split else ''}.{said} {result.images} images: 95% interval of the top-1 "
+            f"{interval(result.top1, result.images)}.",
+            "",
+            "| | |",
+            "| --- | --- |",
+            f"| recipe | `{config['recipe']}`: {options} |",
+            f"| model keywords | {run['model_kwargs']} |",
+            *(
+                [f"| began with | `{Path(start).name}` |"]
+                if (start := config.get("pretrained_path"))
+                else []
+            ),
+            f"| data | {run['train_images']} training images, "
+            f"{len(run['classes'])} classes: {', '.join(run['classes'])}; "
+            f"SHA-256 of {'files' if split else 'pixels and labels'} `{run['data_fingerprint']}` |",
+            f"| evaluated in training on | {seen}; the weights are those of epoch "
+            f"{finished.best['epoch']} |",
+            f"| seed, runs | {config['seed']}, one run |",
+            f"| commit | {commit} |",
+            f"| hardware | {hardware} |",
+            f"| versions | {versions} |",
+            f"| stored as | {dtype} |",
+            "",
+            "Log:",
+            "",
+            *log,
+            "",
+            "Check:",
+            "",
+            f"    {check}{option}",
+            "",
+        ]
+    )
 
 
-def test_images(model: torch.nn.Module, finished: FinishedRun, folder: Path, data_dir: str, split: str, world: World):
+def test_images(
+    model: torch.nn.Module,
+    finished: FinishedRun,
+    folder: Path,
+    data_dir: str,
+    split: str,
+    world: World,
+):
     """Return the loader of the images that a run's weights are tested on, and the views that it asks for.
 
     Raises:
         UsageError: other data than the run's, or a split that the run has seen.
     """
     run = finished.about
-    common = {"mean": run["mean"], "std": run["std"], "device": torch.device("cpu"), "rank": 0, "world_size": 1}
+    common = {
+        "mean": run["mean"],
+        "std": run["std"],
+        "device": torch.device("cpu"),
+        "rank": 0,
+        "world_size": 1,
+    }
     if split:
-        options, _ = resolve_target(ImageNetConfig, str(folder), {
-            "data_dir": data_dir, "val_split": split, "device": "cpu", "workers": 0})
+        options, _ = resolve_target(
+            ImageNetConfig,
+            str(folder),
+            {"data_dir": data_dir, "val_split": split, "device": "cpu", "workers": 0},
+        )
         data = ClassFolders(options, world, training=False)
         check_classes(model, data.classes, run["classes"], str(folder))
-        if data.fingerprint in run["data_fingerprint"]:  # that of the training images, then that of the others
+        if (
+            data.fingerprint in run["data_fingerprint"]
+        ):  # that of the training images, then that of the others
             raise UsageError(f"--split must name images that {folder} has not seen, got {split}")
         return data.eval_loader(**common), options.tta
     options, _ = resolve_target(CifarConfig, str(folder), {})
     data = load_dataset(options.dataset, data_dir, img_size=options.img_size)
     if data.fingerprint() != run["data_fingerprint"]:
-        raise UsageError(f"{data_dir} is not the data of the run: fingerprint {run['data_fingerprint']} required, "
-                         f"got {data.fingerprint()}")
+        raise UsageError(
+            f"{data_dir} is not the data of the run: fingerprint {run['data_fingerprint']} required, "
+            f"got {data.fingerprint()}"
+        )
     return EvalLoader(data.test, batch_size=100, **common), options.tta
 
 
@@ -195,11 +296,15 @@ def write_weights(folder: Path, output: Path, data_dir: str, split: str = "") ->
     finished = read_finished(folder)
     model, config, run = run_folder.load_run(folder)
     if bool(split) != ("val_split" in config):
-        raise UsageError("--split names the test images of a run of train-imagenet, and of no other: "
-                         f"{folder} is {'none' if split else 'one'}")
+        raise UsageError(
+            "--split names the test images of a run of train-imagenet, and of no other: "
+            f"{folder} is {'none' if split else 'one'}"
+        )
     name = output.stem
     if not name.startswith(f"{config['model']}.") or name.endswith("."):
-        raise UsageError(f"the file must be named {config['model']}.TAG.safetensors, got {output.name}")
+        raise UsageError(
+            f"the file must be named {config['model']}.TAG.safetensors, got {output.name}"
+        )
     full = {name: value.clone().contiguous() for name, value in model.state_dict().items()}
     with join_world("cpu") as world:
         loader, tta = test_images(model, finished, folder, data_dir, split, world)
@@ -211,7 +316,9 @@ def write_weights(folder: Path, output: Path, data_dir: str, split: str = "") ->
             state, dtype = full, "float32"
             model.load_state_dict(full)
             result = exact
-        by_views = None if tta == "none" else evaluate(model, loader, len(run["classes"]), world, tta=tta)
+        by_views = (
+            None if tta == "none" else evaluate(model, loader, len(run["classes"]), world, tta=tta)
+        )
 
     text = card(finished, name, dtype, result, by_views, tta, split)
     atomic_write(output, encode_weights(state))
@@ -220,12 +327,19 @@ def write_weights(folder: Path, output: Path, data_dir: str, split: str = "") ->
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a complete run")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="MODEL.TAG.safetensors")
     parser.add_argument("--data-dir", required=True, metavar="DIR", help="data set of the run")
-    parser.add_argument("--split", default="", metavar="NAME", help="of a run of train-imagenet: the folder or tar of "
-                        "--data-dir with test images that the run has not seen")
+    parser.add_argument(
+        "--split",
+        default="",
+        metavar="NAME",
+        help="of a run of train-imagenet: the folder or tar of "
+        "--data-dir with test images that the run has not seen",
+    )
     args = parser.parse_args(argv)
     print(write_weights(args.run, args.output, args.data_dir, args.split))
     return 0

@@ -1,4 +1,5 @@
 """What all tests share: which are slow, a seed, and the trial data where it is present."""
+
 import gc
 import os
 import signal

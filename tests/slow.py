@@ -1,4 +1,5 @@
 """What is left out: parameters of which `make test` takes few and `make test-slow` (CI) the others; what needs FFCV."""
+
 from collections.abc import Container, Iterable
 from importlib.util import find_spec
 
@@ -10,4 +11,6 @@ needs_ffcv = pytest.mark.skipif(not FFCV, reason="needs FFCV: pip install .[ffcv
 
 def slow_but(kept: Container, values: Iterable) -> list:
     """Return a test's parameters, marked as slow but for those that are kept."""
-    return [value if value in kept else pytest.param(value, marks=pytest.mark.slow) for value in values]
+    return [
+        value if value in kept else pytest.param(value, marks=pytest.mark.slow) for value in values
+    ]

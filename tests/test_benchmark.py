@@ -1,4 +1,5 @@
 """The benchmark: fair turns, figures that follow from the times, the steps' own memory, errors in one line."""
+
 import csv
 
 import pytest
@@ -9,15 +10,31 @@ from ea_vision.base.errors import exit_code
 from ea_vision.base.networks import lay_out
 from ea_vision.benchmark import baseline_of, interleaved, live_network, main
 
-TINY = ["--device", "cpu", "--batch-size", "2", "--img-size", "32", "--repeats", "1", "--threads", "1"]
+TINY = [
+    "--device",
+    "cpu",
+    "--batch-size",
+    "2",
+    "--img-size",
+    "32",
+    "--repeats",
+    "1",
+    "--threads",
+    "1",
+]
 
 
 def test_channels_last_leaves_weights_of_other_dimensions_alone():
     """timm's lambda networks have 3-D convolutions, which `Module.to` refuses."""
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv3d(2, 4, 3), torch.nn.Linear(3, 3))
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.Conv3d(2, 4, 3), torch.nn.Linear(3, 3)
+    )
     before = [p.clone() for p in model.parameters()]
     assert lay_out(model, torch.channels_last) is model
-    assert model[0].weight.is_contiguous(memory_format=torch.channels_last) and not model[0].weight.is_contiguous()
+    assert (
+        model[0].weight.is_contiguous(memory_format=torch.channels_last)
+        and not model[0].weight.is_contiguous()
+    )
     assert model[1].weight.is_contiguous() and all(map(torch.equal, model.parameters(), before))
 
 
@@ -29,21 +46,32 @@ def test_turns_are_interleaved_and_medians_are_of_the_counted_ones():
         now[0] += next(pauses)
 
     seconds = interleaved({"a": a, "b": lambda: turns.append("b")}, repeats=3, clock=lambda: now[0])
-    rounds = [turns[i:i + 2] for i in range(0, 8, 2)]
-    assert all(sorted(turn) == ["a", "b"] for turn in rounds) and len({*map(tuple, rounds)}) == 2, "in any order"
+    rounds = [turns[i : i + 2] for i in range(0, 8, 2)]
+    assert all(sorted(turn) == ["a", "b"] for turn in rounds) and len({*map(tuple, rounds)}) == 2, (
+        "in any order"
+    )
     assert seconds == {"a": 30, "b": 0}, "the median; the warm-up does not count"
 
 
-@pytest.mark.parametrize("name, baseline", [
-    ("ea_aa_resnet101", "resnet101"), ("halonet50ts", "resnet50"), ("ea_conv_transformer_cifar", None),
-    ("ea_vit_tiny_patch16_224", "vit_tiny_patch16_224"), ("pa_deit_base_patch16_224", "deit_base_patch16_224")])
+@pytest.mark.parametrize(
+    "name, baseline",
+    [
+        ("ea_aa_resnet101", "resnet101"),
+        ("halonet50ts", "resnet50"),
+        ("ea_conv_transformer_cifar", None),
+        ("ea_vit_tiny_patch16_224", "vit_tiny_patch16_224"),
+        ("pa_deit_base_patch16_224", "deit_base_patch16_224"),
+    ],
+)
 def test_baseline_is_the_resnet_of_the_same_depth_or_timms_transformer(name, baseline):
     assert baseline_of(name) == baseline
 
 
 def test_every_branch_is_alive():
     model = live_network("resnet18", torch.randn(2, 3, 32, 32))
-    assert all(norm.weight.any() for norm in model.modules() if isinstance(norm, torch.nn.BatchNorm2d))
+    assert all(
+        norm.weight.any() for norm in model.modules() if isinstance(norm, torch.nn.BatchNorm2d)
+    )
     assert model.training and model.bn1.num_batches_tracked == 2
 
 
@@ -51,17 +79,44 @@ def test_a_run(tmp_path, capsys):
     path, threads = tmp_path / "sub" / "speed.csv", torch.get_num_threads()
     names = ["cnn_cifar", "vit_tiny_patch16_224", "ea_vit_tiny_patch16_224"]
     words = [*names[:2], "ea_vit_tiny*"]
-    assert main([*TINY, "--models", *words, "--no-memory", "--opt", "muon", "--cpu-time", "--csv", str(path)]) == 0
+    assert (
+        main(
+            [
+                *TINY,
+                "--models",
+                *words,
+                "--no-memory",
+                "--opt",
+                "muon",
+                "--cpu-time",
+                "--csv",
+                str(path),
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
-    assert f"torch {torch.__version__}" in out and "1 threads" in out and torch.get_num_threads() == threads
+    assert (
+        f"torch {torch.__version__}" in out
+        and "1 threads" in out
+        and torch.get_num_threads() == threads
+    )
     rows = list(csv.DictReader(path.open()))
     assert [row["model"] for row in rows] == names and {row["clock"] for row in rows} == {"CPU"}
     for row in rows:
-        speed, train_ms, infer_ms = (float(row[key]) for key in ("train_images_per_s", "train_ms", "infer_ms"))
-        assert speed == pytest.approx(2000 / train_ms, rel=1e-3) and infer_ms < train_ms and row["memory_mib"] == ""
+        speed, train_ms, infer_ms = (
+            float(row[key]) for key in ("train_images_per_s", "train_ms", "infer_ms")
+        )
+        assert (
+            speed == pytest.approx(2000 / train_ms, rel=1e-3)
+            and infer_ms < train_ms
+            and row["memory_mib"] == ""
+        )
         assert row["model"] in out and f"{speed:.2f}" in out
     ratio = float(rows[1]["infer_ms"]) / float(rows[2]["infer_ms"])
-    assert float(rows[2]["infer_images_per_s_ratio"]) == pytest.approx(ratio) and f"{ratio:.3f}" in out
+    assert (
+        float(rows[2]["infer_images_per_s_ratio"]) == pytest.approx(ratio) and f"{ratio:.3f}" in out
+    )
     assert rows[0]["train_images_per_s_ratio"] == "", "without its baseline"
 
 
@@ -74,10 +129,17 @@ def test_memory_is_that_of_the_steps_alone(tmp_path):
     assert 3 * weights < float(row["memory_mib"]) < 5 * weights
 
 
-@pytest.mark.parametrize("more, message", [
-    (["--models", "ea_resnet5O"], "no network fits 'ea_resnet5O'; did you mean"),
-    (["--opt", "muonn"], "unknown optimiser 'muonn'; did you mean"),
-    (["--models", "halonet50ts"], "halonet50ts cannot run 2 images of 32 pixels: AssertionError")])
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (["--models", "ea_resnet5O"], "no network fits 'ea_resnet5O'; did you mean"),
+        (["--opt", "muonn"], "unknown optimiser 'muonn'; did you mean"),
+        (
+            ["--models", "halonet50ts"],
+            "halonet50ts cannot run 2 images of 32 pixels: AssertionError",
+        ),
+    ],
+)
 def test_bad_input(more, message, capsys):
     assert exit_code(lambda: main([*TINY, *more])) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]

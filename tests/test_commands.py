@@ -1,4 +1,5 @@
 """Every command, of `ea-vision` and of the scripts of a checkout; the errors that all of them share."""
+
 import os
 import re
 import runpy
@@ -14,14 +15,33 @@ from tests.engine.runner import run_world
 from tests.slow import slow_but
 
 ROOT = Path(__file__).resolve().parents[1]
-CONTRACT = ["train-cifar", "train-imagenet", "train-detection", "timm", "write-ffcv", "predict", "export", "models",
-            "benchmark", "probe", "heatmap", "strip", "statistics", "explore"]  # of release 1.0
-SCRIPTS = [path.relative_to(ROOT) for folder in (".", "visualize") for path in sorted(ROOT.glob(f"{folder}/*.py"))]
+CONTRACT = [
+    "train-cifar",
+    "train-imagenet",
+    "train-detection",
+    "timm",
+    "write-ffcv",
+    "predict",
+    "export",
+    "models",
+    "benchmark",
+    "probe",
+    "heatmap",
+    "strip",
+    "statistics",
+    "explore",
+]  # of release 1.0
+SCRIPTS = [
+    path.relative_to(ROOT)
+    for folder in (".", "visualize")
+    for path in sorted(ROOT.glob(f"{folder}/*.py"))
+]
 
 
 @pytest.fixture
 def helped(monkeypatch, capsys):
     """Return the --help of what `call` runs, under a name on the command line; it must end well and print no errors."""
+
     def of(name: str, call) -> str:
         monkeypatch.setattr(sys, "argv", [name, "--help"])
         with pytest.raises(SystemExit) as left:
@@ -34,19 +54,33 @@ def helped(monkeypatch, capsys):
 
 
 def python(*words, **env) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT, env={**os.environ, **env})
+    return subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **env},
+    )
 
 
 def test_the_overview_has_a_line_for_each_command(helped):
     text = helped("ea-vision", main)
-    assert set(CONTRACT) <= set(re.findall(r"^  ([a-z-]+)  ", text.partition("commands:")[2], re.MULTILINE))
+    assert set(CONTRACT) <= set(
+        re.findall(r"^  ([a-z-]+)  ", text.partition("commands:")[2], re.MULTILINE)
+    )
     assert set(CONTRACT) <= set(COMMANDS) and max(map(len, text.splitlines())) <= 100
     for line in re.findall(r"^  ea-vision ([a-z-]+)", text, re.MULTILINE):
         assert line in COMMANDS
 
 
-@pytest.mark.parametrize("words, shown", [([], "  heatmap "), (["--help"], "  heatmap "),
-                                          (["--version"], f"ea-vision {ea_vision.__version__}\n")])
+@pytest.mark.parametrize(
+    "words, shown",
+    [
+        ([], "  heatmap "),
+        (["--help"], "  heatmap "),
+        (["--version"], f"ea-vision {ea_vision.__version__}\n"),
+    ],
+)
 def test_the_overview_and_the_version_need_no_torch(words, shown, tmp_path):
     """Nor anything else that takes long to import; by `python -m` as by the script that pip writes."""
     script = tmp_path / "ea-vision"
@@ -75,7 +109,9 @@ def test_each_command_names_itself(command, helped):
 @pytest.mark.parametrize("script", SCRIPTS, ids=str)
 def test_scripts_of_a_checkout_take_the_commands_options(script, helped):
     """They show their own name, and otherwise what the command shows, where there is one."""
-    own = helped(f"/checkout/{script}", lambda: runpy.run_path(str(ROOT / script), run_name="__main__"))
+    own = helped(
+        f"/checkout/{script}", lambda: runpy.run_path(str(ROOT / script), run_name="__main__")
+    )
     assert own.startswith(f"usage: {script.name} ")
     if (name := script.stem.replace("_", "-")) in COMMANDS:
         command = helped("ea-vision", lambda: main([name, "--help"]))
@@ -90,26 +126,45 @@ def test_ctrl_c_while_torch_is_loaded(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
 
 
-NONSENSE = [*(("EA_VISION_IMPORT", value, "must name modules that can be imported, got ")
-              for value in ("no_such.module", "..x", "os.path.no")),
-            ("EA_VISION_IMPLEMENTATION", "fast", "must be one of "), ("EA_VISION_TILES", "no", "must be one of ")]
+NONSENSE = [
+    *(
+        ("EA_VISION_IMPORT", value, "must name modules that can be imported, got ")
+        for value in ("no_such.module", "..x", "os.path.no")
+    ),
+    ("EA_VISION_IMPLEMENTATION", "fast", "must be one of "),
+    ("EA_VISION_TILES", "no", "must be one of "),
+]
 
 
 @pytest.mark.parametrize("nonsense", slow_but(NONSENSE[:1], NONSENSE), ids=str)
 def test_nonsense_in_the_environment_is_one_line(nonsense):
     name, value, said = nonsense
     done = python("-m", "ea_vision", "models", **{name: value})
-    assert done.returncode == 2 and done.stderr.startswith(f"error: {name} {said}") and done.stderr.count("\n") == 1
+    assert (
+        done.returncode == 2
+        and done.stderr.startswith(f"error: {name} {said}")
+        and done.stderr.count("\n") == 1
+    )
     assert repr(value) in done.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("env", [{"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"COLUMNS": "20"},
-                                 {"HOME": "/proc/none", "MPLCONFIGDIR": "", "XDG_CACHE_HOME": ""}], ids=str)
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        {"COLUMNS": "20"},
+        {"HOME": "/proc/none", "MPLCONFIGDIR": "", "XDG_CACHE_HOME": ""},
+    ],
+    ids=str,
+)
 def test_odd_environments(env, tmp_path):
     photo, picture = str(ROOT / "docs" / "cat.jpg"), tmp_path / "h.png"
-    for words in (["predict", "ea_conv_transformer_cifar", photo], ["heatmap", "--layers", "1", "-o", picture, photo],
-                  ["export", "--help"]):
+    for words in (
+        ["predict", "ea_conv_transformer_cifar", photo],
+        ["heatmap", "--layers", "1", "-o", picture, photo],
+        ["export", "--help"],
+    ):
         done = python("-m", "ea_vision", *words, **env)
         assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     assert picture.stat().st_size > 1000
@@ -122,4 +177,6 @@ def draw_at_last(_) -> int:
 
 def test_figures_are_a_name_of_the_package_that_loads_matplotlib_at_its_first_use(tmp_path):
     """In a process that has all that trains."""
-    assert run_world(1, [], tmp_path / "log", main=draw_at_last) == [0], (tmp_path / "log").read_text()
+    assert run_world(1, [], tmp_path / "log", main=draw_at_last) == [0], (
+        tmp_path / "log"
+    ).read_text()

@@ -1,4 +1,5 @@
 """README and docs: their links exist, their commands have the options they name, their Python runs."""
+
 import contextlib
 import functools
 import io
@@ -16,15 +17,25 @@ import ea_vision
 from ea_vision.__main__ import COMMANDS, main
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "experiments").glob("[a-z]*.md"))]
-OTHERS = [*(ROOT / "experiments").glob("*/**/README.md"), *(ROOT / "weights").glob("*.md"), ROOT / "CONTRIBUTING.md"]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "experiments").glob("[a-z]*.md")),
+]
+OTHERS = [
+    *(ROOT / "experiments").glob("*/**/README.md"),
+    *(ROOT / "weights").glob("*.md"),
+    ROOT / "CONTRIBUTING.md",
+]
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 
 
 def blocks(page: Path, language: str) -> list[str]:
     """The page's code blocks of a language, without their indentation."""
     found = [match for match in BLOCK.finditer(page.read_text()) if match[2] == language]
-    return ["\n".join(line.removeprefix(match[1]) for line in match[3].splitlines()) for match in found]
+    return [
+        "\n".join(line.removeprefix(match[1]) for line in match[3].splitlines()) for match in found
+    ]
 
 
 def commands(page: Path) -> list[list[str]]:
@@ -35,7 +46,9 @@ def commands(page: Path) -> list[list[str]]:
             ours = re.search(r"(?:ea-vision|-m ea_vision) +([a-z][\w-]*.*)", line)
             if ours and not line.startswith("#"):
                 words = shlex.split(ours[1], comments=True)
-                found.append(words[:-1] if words[-1] == "&" else words)  # SLURM's script runs it in the background
+                found.append(
+                    words[:-1] if words[-1] == "&" else words
+                )  # SLURM's script runs it in the background
     return found
 
 
@@ -66,7 +79,7 @@ def test_links_inside_the_repository_exist(page):
 def test_commands_have_the_options_that_are_named(page):
     for command, *words in commands(page):
         assert command in COMMANDS, command
-        ours = words[:words.index("--")] if "--" in words else words
+        ours = words[: words.index("--")] if "--" in words else words
         if command == "timm":  # the options are those of timm's script
             continue
         if words[:1] == ["--sizes"]:
@@ -83,7 +96,9 @@ def test_readme_is_short():
 def test_readme_records_and_draws(tmp_path, monkeypatch):
     """The first block of README; transformers' weights, which are not at hand, are random."""
     small = transformers.ViTConfig(hidden_size=24, num_attention_heads=6, intermediate_size=32)
-    monkeypatch.setattr(transformers.ViTModel, "from_pretrained", lambda name: transformers.ViTModel(small))
+    monkeypatch.setattr(
+        transformers.ViTModel, "from_pretrained", lambda name: transformers.ViTModel(small)
+    )
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (60, 40), (90, 140, 220)).save("photo.jpg")
     space = {"images": torch.randn(2, 3, 224, 224)}
@@ -95,8 +110,13 @@ def test_readme_records_and_draws(tmp_path, monkeypatch):
 def test_readme_creates(monkeypatch):
     """The second block of README; timm's weights, which are not at hand, are random."""
     create = timm.create_model
-    monkeypatch.setattr(timm, "create_model", lambda name, pretrained=False, **keywords: create(
-        name, pretrained=pretrained and name.startswith("ea_"), **keywords))
+    monkeypatch.setattr(
+        timm,
+        "create_model",
+        lambda name, pretrained=False, **keywords: create(
+            name, pretrained=pretrained and name.startswith("ea_"), **keywords
+        ),
+    )
     space = {}
     exec(compile(blocks(ROOT / "README.md", "python")[1], "README.md", "exec"), space)
     assert space["model"].eval()(torch.randn(1, 3, 224, 224)).shape == (1, 1000)

@@ -3,6 +3,7 @@
 A command that is too long or needs what is not here is in ELSEWHERE, beside the test that runs it; what shortens the
 others is in SHORTER. Multi-GPU commands run as one process.
 """
+
 import re
 import shlex
 import shutil
@@ -19,43 +20,80 @@ from tests.engine.runner import make_folder
 from tests.slow import FFCV, slow_but
 from tests.test_docs import BLOCK, PAGES, ROOT, blocks, commands
 
-NARROW = {"ea_conv_transformer_cifar": "widths=[8,8,16,16]", "aa_wrn28_10_cifar": "depth=10 width=1",
-          "ea_aa_resnet50": "layers=[1,1,1,1]", "ea_vit_small_patch16_224": "depth=2 embed_dim=24 num_heads=2",
-          "vit_small_patch16_224": "depth=2 embed_dim=24 num_heads=2"}
-PLACES = {"cifar10": "folder", "DIR": "data", "CIFAR10": "data", "/data/imagenet": "photos", "OWN_PHOTOS": "photos",
-          "PHOTOS": "photos", "RUN_OR_MODEL": "runs/demo", "runs/imagenet-ea_aa_resnet50": "runs/imagenet",
-          "/shared/runs/ea50": "runs/ea50", "docs/cat.jpg": "photo.jpg", "*.jpg": "photo.jpg",
-          "docs/attention.html": "page.html", "photos/val/bird": "photos/val/class_0",
-          "vit_small_patch16_224.dino": "runs/vit", "deit_small_patch16_224,vit_small_patch16_224": "runs/vit"}
+NARROW = {
+    "ea_conv_transformer_cifar": "widths=[8,8,16,16]",
+    "aa_wrn28_10_cifar": "depth=10 width=1",
+    "ea_aa_resnet50": "layers=[1,1,1,1]",
+    "ea_vit_small_patch16_224": "depth=2 embed_dim=24 num_heads=2",
+    "vit_small_patch16_224": "depth=2 embed_dim=24 num_heads=2",
+}
+PLACES = {
+    "cifar10": "folder",
+    "DIR": "data",
+    "CIFAR10": "data",
+    "/data/imagenet": "photos",
+    "OWN_PHOTOS": "photos",
+    "PHOTOS": "photos",
+    "RUN_OR_MODEL": "runs/demo",
+    "runs/imagenet-ea_aa_resnet50": "runs/imagenet",
+    "/shared/runs/ea50": "runs/ea50",
+    "docs/cat.jpg": "photo.jpg",
+    "*.jpg": "photo.jpg",
+    "docs/attention.html": "page.html",
+    "photos/val/bird": "photos/val/class_0",
+    "vit_small_patch16_224.dino": "runs/vit",
+    "deit_small_patch16_224,vit_small_patch16_224": "runs/vit",
+}
 SHORTER = {  # options that end a command, over those that it has
     "train-cifar": "--epochs 1 --batch-size 8 --img-size 8 --device cpu --workers 0",
     "train-imagenet": "--epochs 1 --warmup-epochs 0 --batch-size 8 --img-size 32 --eval-img-size 0 --eval-resize 36 "
-                      "--device cpu --workers 0 --no-pretrained",
-    "heatmap": "--dpi 30", "strip": "--dpi 30",
+    "--device cpu --workers 0 --no-pretrained",
+    "heatmap": "--dpi 30",
+    "strip": "--dpi 30",
     "probe": "--limit 12 --epochs 1 --width 8 --controls none --layers 1",
     "benchmark": "--models resnet18 --img-size 64 --batch-size 2 --repeats 1 --threads 1 --no-memory",
-    "predict": "", "explore": "", "write-ffcv": "--workers 1"}
+    "predict": "",
+    "explore": "",
+    "write-ffcv": "--workers 1",
+}
 ELSEWHERE = (  # command lines that other tests run
     "export |predict net.onnx "  # deployment/test_files.py
     "|predict runs/mine |train-detection "  # detection/test_predict.py, test_train.py
     "|models --sizes ea_aa_tiny"  # outside/test_outside.py
     "|timm "  # test_timm_scripts.py
-    "|train-cifar$")  # all digits: slow, test_wheel.py
+    "|train-cifar$"
+)  # all digits: slow, test_wheel.py
 SNIPPETS_ELSEWHERE = {  # first line of a Python block, and the test that runs it or what it is an excerpt of
     "register_networks(__name__, TinyAttn, {": "outside/tiny_attn.py",
     '@register_evolution("shared")': "outside/residual_maps.py",
     "detector = create_detector(": "detection/test_model.py",
     "half = convert_float_to_float16(": "deployment/test_files.py",
-    "model = load_model(\"runs/mine\")": "detection/test_predict.py"}
-LINES = list(dict.fromkeys(line for page in PAGES if page.name != "published.md"  # experiments/test_published.py
-                           for line in map(shlex.join, commands(page)) if not re.match(ELSEWHERE, line)))
+    'model = load_model("runs/mine")': "detection/test_predict.py",
+}
+LINES = list(
+    dict.fromkeys(
+        line
+        for page in PAGES
+        if page.name != "published.md"  # experiments/test_published.py
+        for line in map(shlex.join, commands(page))
+        if not re.match(ELSEWHERE, line)
+    )
+)
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A folder with what the commands name: photos, data, runs; the working directory of the tests."""
     folder = tmp_path_factory.mktemp("docs")
-    small = ["--dataset", "folder", "--data-dir", "data", *SHORTER["train-cifar"].split(), "--img-size", "32"]
+    small = [
+        "--dataset",
+        "folder",
+        "--data-dir",
+        "data",
+        *SHORTER["train-cifar"].split(),
+        "--img-size",
+        "32",
+    ]
     large = ["--data-dir", "photos", *SHORTER["train-imagenet"].split()]
     vit = ["--model", "test_vit", "--model-kwargs", "patch_size=8"]
     with pytest.MonkeyPatch.context() as patch:
@@ -64,9 +102,12 @@ def place(tmp_path_factory):
         make_folder(Path("data"), train=30, test=6, side=16)
         make_folder(Path("photos"), train=12, test=3, side=64)
         Path("photos/val").symlink_to("test")
-        for output, words in {"aa": ["train-cifar", *small, "--model-kwargs", "widths=[8,8,16,16]"],
-                              "vit": ["train-cifar", *small, *vit], "photos": ["train-imagenet", *large, *vit],
-                              "imagenet": ["train-imagenet", *large, "--model", "test_resnet"]}.items():
+        for output, words in {
+            "aa": ["train-cifar", *small, "--model-kwargs", "widths=[8,8,16,16]"],
+            "vit": ["train-cifar", *small, *vit],
+            "photos": ["train-imagenet", *large, *vit],
+            "imagenet": ["train-imagenet", *large, "--model", "test_resnet"],
+        }.items():
             assert main([*words, "--output", f"runs/{output}"]) == 0
         for copy in ("a", "b", "ea", "demo"):
             shutil.copytree("runs/aa", f"runs/{copy}")
@@ -110,8 +151,24 @@ def test_commands_run(line, place, capsys):
     if "--train-beton" in line:
         for split in ("train", "validation"):
             out = f"{split.removesuffix('idation')}.beton"
-            assert main(["write-ffcv", "--data-dir", "photos", "--split", split, "--out", out, "--eval-img-size", "32",
-                         "--eval-resize", "36"]) == 0
+            assert (
+                main(
+                    [
+                        "write-ffcv",
+                        "--data-dir",
+                        "photos",
+                        "--split",
+                        split,
+                        "--out",
+                        out,
+                        "--eval-img-size",
+                        "32",
+                        "--eval-resize",
+                        "36",
+                    ]
+                )
+                == 0
+            )
     if line.endswith("--help"):
         with pytest.raises(SystemExit) as left:
             main(shlex.split(line))
@@ -120,11 +177,18 @@ def test_commands_run(line, place, capsys):
     assert main(shorten(line)) == 0, capsys.readouterr().err
 
 
-SNIPPETS = [pytest.param(page, block, id=f"{page.name}-{index}") for page in PAGES if page.name != "README.md"
-            for index, block in enumerate(blocks(page, "python"))]
-SMALLER = {'"vit_small_patch16_224", num_classes=3,': '"test_vit", num_classes=3, patch_size=8, img_size=32,',
-           "pretrained=True": "pretrained=False", "vit_small_patch16_224": "vit_tiny_patch16_224",
-           "vit_base_patch16_224.dino": "vit_tiny_patch16_224"}
+SNIPPETS = [
+    pytest.param(page, block, id=f"{page.name}-{index}")
+    for page in PAGES
+    if page.name != "README.md"
+    for index, block in enumerate(blocks(page, "python"))
+]
+SMALLER = {
+    '"vit_small_patch16_224", num_classes=3,': '"test_vit", num_classes=3, patch_size=8, img_size=32,',
+    "pretrained=True": "pretrained=False",
+    "vit_small_patch16_224": "vit_tiny_patch16_224",
+    "vit_base_patch16_224.dino": "vit_tiny_patch16_224",
+}
 
 
 @pytest.mark.parametrize("page, block", SNIPPETS)
@@ -144,11 +208,18 @@ def test_snippets_run(page, block, place, tmp_path, monkeypatch):
     for word, other in SMALLER.items():
         block = block.replace(word, other)
     network = "deit_tiny_distilled_patch16_224" if page.name == "record.md" else "ea_aa_resnet34"
-    space = {"model": timm.create_model(network).eval(), "images": torch.randn(1, 3, 224, 224), "timm": timm,
-             "ea_vision": ea_vision}
+    space = {
+        "model": timm.create_model(network).eval(),
+        "images": torch.randn(1, 3, 224, 224),
+        "timm": timm,
+        "ea_vision": ea_vision,
+    }
     exec(compile(block, page.name, "exec"), space)
     if "photo.rename" in block:
-        assert [len(list(Path("photos", split).rglob("*.png"))) for split in ("train", "val")] == [18, 6]
+        assert [len(list(Path("photos", split).rglob("*.png"))) for split in ("train", "val")] == [
+            18,
+            6,
+        ]
     if "def attend" in block:
         q, k, v = torch.randn(3, 2, 8, 6, 4).unbind()
         out, logits = space["attend"](q, k, v, space["decoder"])
@@ -158,8 +229,12 @@ def test_snippets_run(page, block, place, tmp_path, monkeypatch):
 
 def test_make_s_targets_exist():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {target for page in [*PAGES, ROOT / "CONTRIBUTING.md"] for match in BLOCK.finditer(page.read_text())
-             for target in re.findall(r"^make ([\w-]+)", match[3], re.MULTILINE)}
+    named = {
+        target
+        for page in [*PAGES, ROOT / "CONTRIBUTING.md"]
+        for match in BLOCK.finditer(page.read_text())
+        for target in re.findall(r"^make ([\w-]+)", match[3], re.MULTILINE)
+    }
     assert {"demo", "test"} <= named <= targets
 
 

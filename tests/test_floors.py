@@ -1,11 +1,23 @@
 """The package's floors: every import points downwards."""
+
 import ast
 from pathlib import Path
 
 import ea_vision
 
 ROOT = Path(ea_vision.__file__).parent
-FLOORS = ("base", "ops", "layers", "models", "deployment", "data", "engine", "detection", "recorder", "visualize")
+FLOORS = (
+    "base",
+    "ops",
+    "layers",
+    "models",
+    "deployment",
+    "data",
+    "engine",
+    "detection",
+    "recorder",
+    "visualize",
+)
 
 
 def floor_of(parts: list[str]) -> int:
@@ -22,13 +34,24 @@ def imports_of(path: Path, inside: bool = True) -> list[list[str]]:
             found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         elif isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
-    return [name.split(".") for name in found if name.startswith("ea_vision.") and name != "ea_vision.__version__"]
+    return [
+        name.split(".")
+        for name in found
+        if name.startswith("ea_vision.") and name != "ea_vision.__version__"
+    ]
 
 
 def test_every_import_points_downwards():
-    pairs = [(path.relative_to(ROOT.parent), module) for path in ROOT.rglob("*.py") for module in imports_of(path)]
-    upwards = [f"{path} imports {'.'.join(module)}" for path, module in pairs
-               if floor_of(module) > floor_of([*path.with_suffix("").parts])]
+    pairs = [
+        (path.relative_to(ROOT.parent), module)
+        for path in ROOT.rglob("*.py")
+        for module in imports_of(path)
+    ]
+    upwards = [
+        f"{path} imports {'.'.join(module)}"
+        for path, module in pairs
+        if floor_of(module) > floor_of([*path.with_suffix("").parts])
+    ]
     assert len(pairs) > 100 and not upwards, upwards
 
 
@@ -46,5 +69,15 @@ def test_predict_does_not_wait_for_what_trains():
             loaded.add(path)
             left += imports_of(path, inside=False)
     names = {path.relative_to(ROOT).as_posix() for path in loaded}
-    assert {"recorder/loading.py", "deployment/fold.py", "engine/run_folder.py", "detection/predict.py"} <= names
-    assert not names & {"engine/train.py", "engine/command.py", "engine/config.py", "detection/train.py"}
+    assert {
+        "recorder/loading.py",
+        "deployment/fold.py",
+        "engine/run_folder.py",
+        "detection/predict.py",
+    } <= names
+    assert not names & {
+        "engine/train.py",
+        "engine/command.py",
+        "engine/config.py",
+        "detection/train.py",
+    }

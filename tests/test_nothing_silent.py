@@ -5,6 +5,7 @@ in deployment/test_files.py, token_conv's start and statistics under checkpointi
 and memory of the kernels in ops/test_ops.py, threads in recorder/test_recording.py, unlike shards in
 engine/test_processes.py, odd parts of a batch in engine/test_recipes.py, a second TERM in slurm/test_slurm.py.
 """
+
 import json
 import resource
 
@@ -17,16 +18,36 @@ from ea_vision.recorder.loading import load_model
 MODEL = "ea_conv_transformer_cifar"
 
 
-@pytest.mark.parametrize("words", [
-    ["predict", MODEL, "digits#0", "--json", "FILE.json"],
-    ["explore", "--model", MODEL, "--layers", "1", "-o", "FILE.html", "digits#0"],
-    ["heatmap", "--model", MODEL, "--layers", "1", "-o", "FILE.png", "digits#0"],
-    ["strip", "--model", MODEL, "--layers", "1-3", "-o", "FILE.gif", "digits#0"],
-    ["statistics", "--model", MODEL, "--layers", "1", "-o", "FILE.pdf", "digits#0"],
-    ["export", "cnn_cifar", "--random", "-o", "FILE.pt2"],
-    ["models", MODEL, "--csv", "FILE.csv"],
-    ["probe", "--model", MODEL, "--layers", "1", "--limit", "12", "--epochs", "1", "--width", "8", "--controls", "none",
-     "-o", "FILE"]], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["predict", MODEL, "digits#0", "--json", "FILE.json"],
+        ["explore", "--model", MODEL, "--layers", "1", "-o", "FILE.html", "digits#0"],
+        ["heatmap", "--model", MODEL, "--layers", "1", "-o", "FILE.png", "digits#0"],
+        ["strip", "--model", MODEL, "--layers", "1-3", "-o", "FILE.gif", "digits#0"],
+        ["statistics", "--model", MODEL, "--layers", "1", "-o", "FILE.pdf", "digits#0"],
+        ["export", "cnn_cifar", "--random", "-o", "FILE.pt2"],
+        ["models", MODEL, "--csv", "FILE.csv"],
+        [
+            "probe",
+            "--model",
+            MODEL,
+            "--layers",
+            "1",
+            "--limit",
+            "12",
+            "--epochs",
+            "1",
+            "--width",
+            "8",
+            "--controls",
+            "none",
+            "-o",
+            "FILE",
+        ],
+    ],
+    ids=lambda words: words[0],
+)
 def test_a_full_disk(words, tmp_path, capsys):
     """No file may become longer than 64 bytes, which the system answers as a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -36,7 +57,11 @@ def test_a_full_disk(words, tmp_path, capsys):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-    assert code == 1 and line.startswith(f"error: cannot write {tmp_path}") and "File too large" in line
+    assert (
+        code == 1
+        and line.startswith(f"error: cannot write {tmp_path}")
+        and "File too large" in line
+    )
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 

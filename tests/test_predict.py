@@ -1,4 +1,5 @@
 """`ea-vision predict`: the classes that timm's own transform gives, from files, folders and standard input."""
+
 import io
 import json
 import os
@@ -34,16 +35,26 @@ def expected(path, top: int) -> dict[str, float]:
     model = timm.create_model(MODEL, pretrained=True).eval()
     transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
     with torch.inference_mode():
-        values, indices = model(transform(Image.open(path).convert("RGB"))[None]).softmax(-1)[0].topk(top)
-    return {model.pretrained_cfg["label_names"][i]: v for v, i in zip(values.tolist(), indices.tolist(), strict=True)}
+        values, indices = (
+            model(transform(Image.open(path).convert("RGB"))[None]).softmax(-1)[0].topk(top)
+        )
+    return {
+        model.pretrained_cfg["label_names"][i]: v
+        for v, i in zip(values.tolist(), indices.tolist(), strict=True)
+    }
 
 
 def test_classes_are_those_of_timm_s_own_steps(photos, capsys):
     assert main([MODEL, str(photos), "--json", "-", "--batch-size", "2", "--device", "cpu"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert [row["image"] for row in rows] == [str(photos / name) for name in ("a.png", "b.png", "deep/c.png")]
+    assert [row["image"] for row in rows] == [
+        str(photos / name) for name in ("a.png", "b.png", "deep/c.png")
+    ]
     for row in rows:
-        found, wanted = {one["name"]: one["probability"] for one in row["classes"]}, expected(row["image"], 5)
+        found, wanted = (
+            {one["name"]: one["probability"] for one in row["classes"]},
+            expected(row["image"], 5),
+        )
         assert [*found] == [*wanted] and found == pytest.approx(wanted, abs=2e-6)
 
 
@@ -51,7 +62,9 @@ def test_paths_from_standard_input_and_a_table(photos, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{photos / 'b.png'}\n\n{photos / 'a.png'}\n"))
     assert main([MODEL, "-", "--top", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    shares = ", ".join(f"{name} {100 * share:.1f}%" for name, share in expected(photos / "b.png", 2).items())
+    shares = ", ".join(
+        f"{name} {100 * share:.1f}%" for name, share in expected(photos / "b.png", 2).items()
+    )
     assert lines[0] == f"{photos / 'b.png'}: {shares}" and len(lines) == 2
 
 
@@ -61,7 +74,12 @@ def test_a_broken_image_is_named_and_the_others_are_classified(photos, tmp_path,
     assert main([MODEL, str(broken), str(photos / "a.png"), "--json", str(output)]) == 1
     assert capsys.readouterr().err.startswith(f"error: image {broken} cannot be read: ")
     bad, good = json.loads(output.read_text())
-    assert bad["classes"] == [] and str(broken) in bad["error"] and "error" not in good and len(good["classes"]) == 5
+    assert (
+        bad["classes"] == []
+        and str(broken) in bad["error"]
+        and "error" not in good
+        and len(good["classes"]) == 5
+    )
 
 
 def test_names_that_are_not_utf8_stop_nothing(photos, tmp_path, monkeypatch, capfd):
@@ -69,10 +87,15 @@ def test_names_that_are_not_utf8_stop_nothing(photos, tmp_path, monkeypatch, cap
     shutil.copytree(photos, folder)
     strange = os.fsencode(folder) + b"/caf\xe9.png"
     os.rename(os.fsencode(folder / "a.png"), strange)
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(strange + b"\n"), encoding="utf-8"))
+    monkeypatch.setattr(
+        "sys.stdin", io.TextIOWrapper(io.BytesIO(strange + b"\n"), encoding="utf-8")
+    )
     before = sys.stdout.errors
     sys.stdout.reconfigure(errors="strict")
-    assert exit_code(lambda: main([MODEL, str(folder), "-", "--json", str(tmp_path / "found.json")])) == 0
+    assert (
+        exit_code(lambda: main([MODEL, str(folder), "-", "--json", str(tmp_path / "found.json")]))
+        == 0
+    )
     sys.stdout.reconfigure(errors=before)
     said = capfd.readouterr()
     assert said.out.count("caf\\udce9.png: ") == 2 and "b.png: " in said.out
@@ -80,11 +103,17 @@ def test_names_that_are_not_utf8_stop_nothing(photos, tmp_path, monkeypatch, cap
     assert [os.fsencode(row["image"]) for row in rows].count(strange) == 2
 
 
-@pytest.mark.parametrize("words, message", [
-    ([MODEL, "/nowhere.png"], "does not exist"), ([MODEL, "n" * 300], "does not exist"), ([MODEL, "-"], "got none"),
-    (["ea_conv_transformer_cifr", "digits#0"], "did you mean"), (["m" * 300, "digits#0"], "unknown model"),
-    (["resnet18_cifar", "digits#0"], "resnet18_cifar has no weights"),
-])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ([MODEL, "/nowhere.png"], "does not exist"),
+        ([MODEL, "n" * 300], "does not exist"),
+        ([MODEL, "-"], "got none"),
+        (["ea_conv_transformer_cifr", "digits#0"], "did you mean"),
+        (["m" * 300, "digits#0"], "unknown model"),
+        (["resnet18_cifar", "digits#0"], "resnet18_cifar has no weights"),
+    ],
+)
 def test_bad_input_is_one_line(words, message, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert message in error_of(main, words, capsys)

@@ -1,4 +1,5 @@
 """`ea-vision timm` runs scripts with our models, here some that do as timm's train.py and validate.py."""
+
 import re
 import sys
 
@@ -78,8 +79,18 @@ with torch.no_grad():
 print(f"top1 {top1.item():.2f}")
 """
 
-OPTIONS = ("--model", "ea_conv_transformer_cifar", "--num-classes", "3", "--img-size", "24", "--model-kwargs",
-           "widths=[16,32,32,64]", "alpha=0.25", "img_size=24")
+OPTIONS = (
+    "--model",
+    "ea_conv_transformer_cifar",
+    "--num-classes",
+    "3",
+    "--img-size",
+    "24",
+    "--model-kwargs",
+    "widths=[16,32,32,64]",
+    "alpha=0.25",
+    "img_size=24",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -99,15 +110,18 @@ def test_a_script_sees_our_models_its_arguments_and_its_neighbours(tmp_path, mon
 
 def test_a_missing_script_is_one_line(capsys):
     assert error_of(main, ["validate.py", "DATA"], capsys) == (
-        "there is no script validate.py; timm's are in the repository pytorch-image-models")
+        "there is no script validate.py; timm's are in the repository pytorch-image-models"
+    )
 
 
 def test_train_and_validate_as_timms_scripts_do(tmp_path, monkeypatch, capsys):
     data, said = make_photos(tmp_path / "data", side=24), []
     for name, text in (("common", COMMON), ("train", TRAIN), ("validate", VALIDATE)):
         (tmp_path / f"{name}.py").write_text(text)
-    for words in (["train.py", "--output", str(tmp_path)],
-                  ["validate.py", "--checkpoint", str(tmp_path / "model_best.pth.tar")]):
+    for words in (
+        ["train.py", "--output", str(tmp_path)],
+        ["validate.py", "--checkpoint", str(tmp_path / "model_best.pth.tar")],
+    ):
         monkeypatch.delitem(sys.modules, "common", raising=False)
         assert main([str(tmp_path / words[0]), str(data), *OPTIONS, *words[1:]]) == 0
         said.append(capsys.readouterr().out)

@@ -1,4 +1,5 @@
 """The shipped weights load by name, without a network, and have a card that says what they reach."""
+
 import re
 import tarfile
 from pathlib import Path
@@ -21,10 +22,17 @@ SHIPPED = [name for name in timm.list_pretrained() if name.split(".")[0] in OURS
 
 
 def test_each_has_its_card():
-    assert {"ea_conv_transformer_cifar", "conv_transformer_cifar"} <= {name.split(".")[0] for name in SHIPPED}
+    assert {"ea_conv_transformer_cifar", "conv_transformer_cifar"} <= {
+        name.split(".")[0] for name in SHIPPED
+    }
     for name in SHIPPED:
         card = Path(timm.get_pretrained_cfg(name).file).with_suffix(".md").read_text()
-        assert name in card and re.search(r"\d\d\.\d\d% top-1", card) and "commit" in card and "SHA-256" in card
+        assert (
+            name in card
+            and re.search(r"\d\d\.\d\d% top-1", card)
+            and "commit" in card
+            and "SHA-256" in card
+        )
 
 
 @pytest.mark.parametrize("name", slow_but({"ea_conv_transformer_cifar.long_c10"}, SHIPPED))
@@ -36,7 +44,9 @@ def test_weights_are_adapted_in_timms_ways(name):
     plain, grey, four = create(), create(in_chans=1), create(in_chans=4, num_classes=3)
     side, stem = plain.default_cfg["input_size"][-1], plain.default_cfg["first_conv"] + ".weight"
     x = torch.randn(2, 1, side, side)
-    rounding = dict(atol=0.02, rtol=0.01)  # the file's half precision, in which timm adapts the stem
+    rounding = dict(
+        atol=0.02, rtol=0.01
+    )  # the file's half precision, in which timm adapts the stem
     assert_close(grey(x), plain(x.expand(-1, 3, -1, -1)), **rounding)
     adapted = adapt_input_conv(4, plain.get_parameter(stem))
     assert_close(four.get_parameter(stem), adapted, atol=1e-3, rtol=1e-3)
@@ -59,8 +69,12 @@ def test_results_are_those_of_the_cards():
         assert row["top1"] + row["top1_err"] == pytest.approx(100)
 
 
-@pytest.mark.parametrize("name", slow_but({"ea_conv_transformer_cifar.long_c10"},
-                                          [name for name in SHIPPED if name.endswith("_c10")]))
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        {"ea_conv_transformer_cifar.long_c10"}, [name for name in SHIPPED if name.endswith("_c10")]
+    ),
+)
 def test_weights_know_their_images(name, shared):
     model = timm.create_model(name, pretrained=True).eval()
     cfg, images, targets = model.pretrained_cfg, [], []

@@ -1,4 +1,5 @@
 """The built wheel is enough: what it holds, and its commands, run outside the checkout on nothing but the wheel."""
+
 import os
 import subprocess
 import sys
@@ -31,8 +32,11 @@ for command in (
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    built = subprocess.run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT],
-                           capture_output=True, text=True)
+    built = subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT],
+        capture_output=True,
+        text=True,
+    )
     assert built.returncode == 0, built.stdout + built.stderr
     [file] = folder.glob("*.whl")
     return file
@@ -41,8 +45,22 @@ def wheel(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
-    done = subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target",
-                           folder, wheel], capture_output=True, text=True)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--no-index",
+            "--target",
+            folder,
+            wheel,
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -55,9 +73,18 @@ def run(command: list, folder: Path, installed: Path) -> str:
 
 
 def test_it_holds_the_package_and_the_weights_and_nothing_else(wheel):
-    held = {name for name in zipfile.ZipFile(wheel).namelist() if not name.split("/")[0].endswith(".dist-info")}
-    listed = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard", "ea_vision", "weights"],
-                            cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    held = {
+        name
+        for name in zipfile.ZipFile(wheel).namelist()
+        if not name.split("/")[0].endswith(".dist-info")
+    }
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "ea_vision", "weights"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
     package = {name for name in listed if name.startswith("ea_vision/") and (ROOT / name).is_file()}
     weights = {f"ea_vision/{name}" for name in listed if Path(name).match("weights/*.safetensors")}
     cards = {name.replace(".safetensors", ".md") for name in weights}
@@ -72,7 +99,14 @@ def test_its_commands_run_outside_the_checkout(installed, tmp_path):
     out = run([sys.executable, "-c", COMMANDS], tmp_path, installed)
     assert f"imported {installed / 'ea_vision' / '__init__.py'}" in out
     made = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
-    assert set(made) == {"run", "heads.png", "shipped.png", "page.html", "classes.json", "summary.csv"}
+    assert set(made) == {
+        "run",
+        "heads.png",
+        "shipped.png",
+        "page.html",
+        "classes.json",
+        "summary.csv",
+    }
     assert made["page.html"] > 50_000 and (tmp_path / "run" / "results.json").is_file()
     assert (tmp_path / "summary.csv").read_text().count("ea_conv_transformer_cifar") == 1
     assert "heatmap" in run([installed / "bin" / "ea-vision", "--help"], tmp_path, installed)

@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
 """Attention of query points by head: `ea-vision heatmap` from a checkout."""
+
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder, whose statistics.py hides Python's
+sys.path[0] = str(
+    Path(__file__).resolve().parents[1]
+)  # not this folder, whose statistics.py hides Python's
 
 from ea_vision.__main__ import run  # noqa: E402
 

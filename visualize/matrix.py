@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
 """Whole maps, queries by keys: a figure of ea_vision.visualize.matrix."""
+
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder, whose statistics.py hides Python's
+sys.path[0] = str(
+    Path(__file__).resolve().parents[1]
+)  # not this folder, whose statistics.py hides Python's
 
 from ea_vision.base.errors import exit_code  # noqa: E402
 from ea_vision.visualize.matrix import main  # noqa: E402

@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
 """A map from layer to layer, part by part: `ea-vision strip` from a checkout."""
+
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder, whose statistics.py hides Python's
+sys.path[0] = str(
+    Path(__file__).resolve().parents[1]
+)  # not this folder, whose statistics.py hides Python's
 
 from ea_vision.__main__ import run  # noqa: E402
 

@@ -5,7 +5,15 @@ from collections.abc import Sequence
 
 from ea_vision.base.errors import UsageError
 
-COLORS = ("#D55E00", "#0072B2", "#E69F00", "#CC79A7", "#56B4E9", "#009E73", "#F0E442")  # Okabe and Ito
+COLORS = (
+    "#D55E00",
+    "#0072B2",
+    "#E69F00",
+    "#CC79A7",
+    "#56B4E9",
+    "#009E73",
+    "#F0E442",
+)  # Okabe and Ito
 FORMATS = (".png", ".svg", ".pdf")
 MOST_PIXELS = 250_000_000
 PAGE = 6.75  # inches: the width of a figure that is not asked for another one, if it has enough to show
@@ -27,8 +35,10 @@ def figure_bytes(figure, suffix: str = ".png", dpi: int = 200) -> bytes:
     """
     width, height = figure.get_size_inches() * dpi
     if width * height > MOST_PIXELS or max(width, height) >= 2**16:
-        raise UsageError(f"a picture must have at most {MOST_PIXELS / 1e6:g} megapixels and 65535 pixels a side, got "
-                         f"{width:.0f}x{height:.0f} at {dpi} dots per inch: ask for fewer (--dpi)")
+        raise UsageError(
+            f"a picture must have at most {MOST_PIXELS / 1e6:g} megapixels and 65535 pixels a side, got "
+            f"{width:.0f}x{height:.0f} at {dpi} dots per inch: ask for fewer (--dpi)"
+        )
     data = io.BytesIO()
     figure.savefig(data, format=suffix.removeprefix("."), dpi=dpi)
     return data.getvalue()

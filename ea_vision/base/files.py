@@ -50,7 +50,9 @@ def check_writable(folder: Path) -> None:
             folder = folder.parent
         probe = folder / f".{uuid.uuid4().hex}.tmp"
         probe.touch()
-        probe.unlink(missing_ok=True)  # another run that begins in the same folder clears such files away
+        probe.unlink(
+            missing_ok=True
+        )  # another run that begins in the same folder clears such files away
     except OSError as error:
         raise UsageError(f"cannot write into the folder {folder}: {error.strerror}") from error
 
@@ -63,7 +65,9 @@ def check_output(path: Path) -> Path:
     """
     try:
         if path.exists() and not path.is_file():
-            raise UsageError(f"the output must be a file, and {path} is a {'folder' if path.is_dir() else 'device'}")
+            raise UsageError(
+                f"the output must be a file, and {path} is a {'folder' if path.is_dir() else 'device'}"
+            )
     except OSError as error:  # a name that is too long
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
     create(path.parent)
@@ -75,7 +79,10 @@ def check_output(path: Path) -> Path:
 def _before_a_signal_ends_it() -> Iterator[None]:
     """Let a SIGTERM that would end the process do so after the block, in which a temporary file may lie about."""
     came = []
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    ):
         yield
         return
     signal.signal(signal.SIGTERM, lambda *_: came.append(True))
@@ -99,7 +106,9 @@ def atomic_write(path: Path, data: bytes, keep_previous_as: Path | None = None) 
     """
     try:
         path = Path(os.path.realpath(path))
-        temporary = path.with_name(f".{path.name[:40]}.{uuid.uuid4().hex}.tmp")  # two runs may write the same file
+        temporary = path.with_name(
+            f".{path.name[:40]}.{uuid.uuid4().hex}.tmp"
+        )  # two runs may write the same file
         with _before_a_signal_ends_it():
             try:
                 with open(temporary, "wb") as file:
@@ -112,7 +121,9 @@ def atomic_write(path: Path, data: bytes, keep_previous_as: Path | None = None) 
             finally:
                 temporary.unlink(missing_ok=True)
     except OSError as error:
-        raise RunError(f"cannot write {path}: {error.strerror}; what was there before is whole") from error
+        raise RunError(
+            f"cannot write {path}: {error.strerror}; what was there before is whole"
+        ) from error
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -20,10 +20,26 @@ from ea_vision.base.errors import UsageError, near_matches
 
 # CIFAR-10's classes in its order, as timm's `label_names` and our folders have them.
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-SCENES = ("buildings", "forest", "glacier", "mountain", "sea", "street")  # of experiments/scenes, likewise
+SCENES = (
+    "buildings",
+    "forest",
+    "glacier",
+    "mountain",
+    "sea",
+    "street",
+)  # of experiments/scenes, likewise
 
 # What constructors raise on keywords that make no sense to them.
-REFUSALS = (ValueError, TypeError, AssertionError, RuntimeError, LookupError, AttributeError, ArithmeticError, OSError)
+REFUSALS = (
+    ValueError,
+    TypeError,
+    AssertionError,
+    RuntimeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    OSError,
+)
 
 
 def check_model_name(name: str, alternative: str = "") -> None:
@@ -33,15 +49,30 @@ def check_model_name(name: str, alternative: str = "") -> None:
     """
     if not timm.is_model(name):
         folder = Path(name).parent
-        beside = list(map(str, filter(Path.is_dir, folder.glob("*")))) if alternative and "/" in name else []
-        near = (near_matches(name, beside, f"folders in {folder}") if beside else
-                near_matches(name.split(".")[0], timm.list_models(), "models"))
+        beside = (
+            list(map(str, filter(Path.is_dir, folder.glob("*"))))
+            if alternative and "/" in name
+            else []
+        )
+        near = (
+            near_matches(name, beside, f"folders in {folder}")
+            if beside
+            else near_matches(name.split(".")[0], timm.list_models(), "models")
+        )
         raise UsageError(f"unknown model {alternative}{name!r}; {near}")
 
 
-def create_classifier(name: str, kwargs: dict, optional: frozenset[str] = frozenset(), *, num_classes: int,
-                      img_size: int, pretrained: bool = False, weights: str = "",
-                      notice=print) -> tuple[nn.Module, dict]:
+def create_classifier(
+    name: str,
+    kwargs: dict,
+    optional: frozenset[str] = frozenset(),
+    *,
+    num_classes: int,
+    img_size: int,
+    pretrained: bool = False,
+    weights: str = "",
+    notice=print,
+) -> tuple[nn.Module, dict]:
     """Create a registered timm model for square RGB images.
 
     Args:
@@ -56,18 +87,27 @@ def create_classifier(name: str, kwargs: dict, optional: frozenset[str] = frozen
     Raises:
         UsageError: unknown model or keyword, or values the model refuses.
     """
+
     def create(**keywords: Any) -> nn.Module:
         if weights:
             return _with_weights(name, keywords, weights, notice)
-        return pretrained_model(name, keywords) if pretrained else timm.create_model(name, **keywords)
+        return (
+            pretrained_model(name, keywords) if pretrained else timm.create_model(name, **keywords)
+        )
 
     fixed = {"num_classes": num_classes, "in_chans": 3, "img_size": img_size}
     model, taken = create_by_keywords(create, name, fixed, kwargs, optional, notice)
     return model, {**getattr(model, "trained_with", {}), **taken}
 
 
-def create_by_keywords(create: Callable[..., nn.Module], name: str, fixed: dict, kwargs: dict,
-                       optional: frozenset[str], notice=print) -> tuple[nn.Module, dict]:
+def create_by_keywords(
+    create: Callable[..., nn.Module],
+    name: str,
+    fixed: dict,
+    kwargs: dict,
+    optional: frozenset[str],
+    notice=print,
+) -> tuple[nn.Module, dict]:
     """Call `create` with the keywords that data and options have `fixed` and with `kwargs`, dropping img_size and
     `optional` keywords (a recipe's) that it does not accept.
 
@@ -84,7 +124,9 @@ def create_by_keywords(create: Callable[..., nn.Module], name: str, fixed: dict,
     check_model_name(name)
     for key, value in fixed.items():
         if kwargs.get(key, value) != value:
-            raise UsageError(f"model keyword {key} must be {value}, as data and options are, got {kwargs[key]!r}")
+            raise UsageError(
+                f"model keyword {key} must be {value}, as data and options are, got {kwargs[key]!r}"
+            )
     wanted = fixed | kwargs
     try:
         model, taken = create_leaving_out(create, wanted, optional | {"img_size"})
@@ -93,7 +135,9 @@ def create_by_keywords(create: Callable[..., nn.Module], name: str, fixed: dict,
     except REFUSALS as error:
         unknown = _unknown_keyword(error)
         if unknown in wanted:
-            raise UsageError(f"model {name} has no keyword {unknown!r} (given by --model-kwargs)") from error
+            raise UsageError(
+                f"model {name} has no keyword {unknown!r} (given by --model-kwargs)"
+            ) from error
         shown = " ".join(f"{k}={v}" for k, v in wanted.items())
         raise UsageError(f"model {name} refuses {shown}: {error}") from error
     for key in wanted:
@@ -102,8 +146,9 @@ def create_by_keywords(create: Callable[..., nn.Module], name: str, fixed: dict,
     return model, taken
 
 
-def create_leaving_out(create: Callable[..., nn.Module], wanted: dict,
-                       optional: Collection[str]) -> tuple[nn.Module, dict]:
+def create_leaving_out(
+    create: Callable[..., nn.Module], wanted: dict, optional: Collection[str]
+) -> tuple[nn.Module, dict]:
     """Call create(**wanted), dropping `optional` keywords that it does not accept; return the model and the keywords.
 
     Raises:
@@ -112,7 +157,9 @@ def create_leaving_out(create: Callable[..., nn.Module], wanted: dict,
     wanted = dict(wanted)
     random_state = torch.get_rng_state()
     while True:
-        torch.set_rng_state(random_state)  # a refused attempt must not change the weights of the next
+        torch.set_rng_state(
+            random_state
+        )  # a refused attempt must not change the weights of the next
         try:
             return create(**wanted), wanted
         except TypeError as error:
@@ -136,7 +183,9 @@ def pretrained_model(name: str, kwargs: dict) -> nn.Module:
     """
     check_model_name(name)
     if not timm.models.is_model_pretrained(name):
-        raise UsageError(f"there are no pretrained weights of {name}: train it, or give a file by --pretrained-path")
+        raise UsageError(
+            f"there are no pretrained weights of {name}: train it, or give a file by --pretrained-path"
+        )
     try:
         model = timm.create_model(name, pretrained=True, **kwargs)
         shipped = str(model.pretrained_cfg.get("file") or "")
@@ -146,8 +195,10 @@ def pretrained_model(name: str, kwargs: dict) -> nn.Module:
     except (TypeError, UsageError):
         raise
     except Exception as error:  # the Hub's clients raise classes of their own
-        raise UsageError(f"the pretrained weights of {name} cannot be fetched or loaded ({shorten(str(error), 400)}): "
-                         "connect to the network, or give a file by --pretrained-path") from error
+        raise UsageError(
+            f"the pretrained weights of {name} cannot be fetched or loaded ({shorten(str(error), 400)}): "
+            "connect to the network, or give a file by --pretrained-path"
+        ) from error
 
 
 def _with_weights(name: str, kwargs: dict, path: str, notice) -> nn.Module:
@@ -169,7 +220,12 @@ def _with_weights(name: str, kwargs: dict, path: str, notice) -> nn.Module:
         if of_classifier and key in state and state[key].shape != own.shape:
             notice(f"{key} of {path} is {list(state[key].shape)}: not taken for {list(own.shape)}")
             state[key] = own
-    given = {"state_dict": state, "num_classes": model.num_classes, "label_offset": 0, "custom_load": False}
+    given = {
+        "state_dict": state,
+        "num_classes": model.num_classes,
+        "label_offset": 0,
+        "custom_load": False,
+    }
     try:
         loaded = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=given, **kwargs)
     except REFUSALS as error:
@@ -195,7 +251,9 @@ def encode_weights(state: dict[str, torch.Tensor], about: dict[str, str] | None 
     about: what else the file's metadata says.
     """
     state = {name: value.detach().cpu().contiguous() for name, value in state.items()}
-    return safetensors.torch.save(state, {"format": "pt", **(about or {}), "sha256": _digest_of(state)})
+    return safetensors.torch.save(
+        state, {"format": "pt", **(about or {}), "sha256": _digest_of(state)}
+    )
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -230,14 +288,18 @@ def load_state(model: nn.Module, state: dict[str, torch.Tensor], source: str) ->
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
-        raise UsageError(f"weights {source} do not fit the model: {shorten(str(error), 400)}") from error
+        raise UsageError(
+            f"weights {source} do not fit the model: {shorten(str(error), 400)}"
+        ) from error
 
 
 def check_finite(state: dict[str, torch.Tensor], source: str) -> None:
     """Raise UsageError unless all weights and buffers are finite."""
     spoilt = non_finite(state)
     if spoilt:
-        raise UsageError(f"weights {source} must be finite numbers, got others in {', '.join(spoilt[:3])}")
+        raise UsageError(
+            f"weights {source} must be finite numbers, got others in {', '.join(spoilt[:3])}"
+        )
 
 
 def non_finite(state: dict[str, torch.Tensor]) -> list[str]:
@@ -257,13 +319,17 @@ def lay_out(model: nn.Module, memory_format: torch.memory_format) -> nn.Module:
     return model
 
 
-def check_classes(model: nn.Module, classes: list[str], expected: list[str] | None, source: str) -> None:
+def check_classes(
+    model: nn.Module, classes: list[str], expected: list[str] | None, source: str
+) -> None:
     """Raise UsageError unless a model's classes are those of the data, in number and, where known, in name."""
     if model.num_classes != len(classes):
         raise UsageError(f"{source} has {model.num_classes} classes, the data {len(classes)}")
     if expected is not None and expected != classes:
         first = next((a, b) for a, b in zip(expected, classes, strict=True) if a != b)
-        raise UsageError(f"{source} was trained on other classes: {first[0]!r} where the data has {first[1]!r}")
+        raise UsageError(
+            f"{source} was trained on other classes: {first[0]!r} where the data has {first[1]!r}"
+        )
 
 
 def pretrained_classes(model: nn.Module, classes: list[str]) -> list[str] | None:

@@ -15,13 +15,21 @@ from matplotlib.textpath import text_to_path
 
 from ea_vision.base.figures import figure_bytes
 
-PIECES = (r"[^ \n]*[ \n]?", r"[^_\-./,]*[_\-./,]?", ".")  # of a text: words, what ends in punctuation, letters
+PIECES = (
+    r"[^ \n]*[ \n]?",
+    r"[^_\-./,]*[_\-./,]?",
+    ".",
+)  # of a text: words, what ends in punctuation, letters
 
 
 def points(kind: str = "small") -> float:
     """Return the size of text: "title", "medium" or "small", by default 9, 8 and 7 points."""
     default = matplotlib.rcParamsDefault["font.size"]
-    return {"title": 9.0, "medium": 8.0, "small": 7.0}[kind] * matplotlib.rcParams["font.size"] / default
+    return (
+        {"title": 9.0, "medium": 8.0, "small": 7.0}[kind]
+        * matplotlib.rcParams["font.size"]
+        / default
+    )
 
 
 @lru_cache(4096)
@@ -32,7 +40,9 @@ def _width(line: str, size: float, family: tuple[str, ...]) -> float:
 
 def text_width(text: str, size: float) -> float:
     """Return the width of text's longest line in points, as letters of `size` points have it."""
-    return max(_width(line, size, tuple(matplotlib.rcParams["font.family"])) for line in text.split("\n"))
+    return max(
+        _width(line, size, tuple(matplotlib.rcParams["font.family"])) for line in text.split("\n")
+    )
 
 
 def wrapped(text: str, width: float, size: float, pieces: Sequence[str] = PIECES) -> str:
@@ -68,10 +78,22 @@ def print_style() -> AbstractContextManager[None]:
     """Draw axes, lines and markers in the sizes of print while this lasts, and no text as mathematics; for ticks see
     `small_ticks`, other text gets its `points`."""
     small, medium = points(), points("medium")
-    return matplotlib.rc_context({
-        "axes.titlesize": medium, "axes.labelsize": small, "legend.fontsize": small, "figure.titlesize": medium,
-        "axes.linewidth": 0.6, "lines.linewidth": 1.0, "lines.markersize": 3.5, "errorbar.capsize": 1.5,
-        "legend.columnspacing": 1.0, "legend.handlelength": 1.8, "grid.linewidth": 0.5, "text.parse_math": False})
+    return matplotlib.rc_context(
+        {
+            "axes.titlesize": medium,
+            "axes.labelsize": small,
+            "legend.fontsize": small,
+            "figure.titlesize": medium,
+            "axes.linewidth": 0.6,
+            "lines.linewidth": 1.0,
+            "lines.markersize": 3.5,
+            "errorbar.capsize": 1.5,
+            "legend.columnspacing": 1.0,
+            "legend.handlelength": 1.8,
+            "grid.linewidth": 0.5,
+            "text.parse_math": False,
+        }
+    )
 
 
 def small_ticks(axes: Axes) -> None:

@@ -82,9 +82,13 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
     if name == "cpu" or name == "auto" and not torch.cuda.is_available():
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise UsageError("--device cuda needs a CUDA device and a torch build with CUDA; none was found")
+        raise UsageError(
+            "--device cuda needs a CUDA device and a torch build with CUDA; none was found"
+        )
     if local_rank >= torch.cuda.device_count():
-        raise UsageError(f"process {local_rank} needs its own CUDA device, {torch.cuda.device_count()} found")
+        raise UsageError(
+            f"process {local_rank} needs its own CUDA device, {torch.cuda.device_count()} found"
+        )
     torch.cuda.set_device(local_rank)
     torch.backends.cudnn.benchmark = True  # every batch has the same shape
     return torch.device("cuda", local_rank)
@@ -107,18 +111,29 @@ def join_world(device_name: str, timeout_minutes: float = 10.0) -> Iterator[Worl
         return
     timeout = timedelta(minutes=timeout_minutes)
     store, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timeout)))
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it keeps addresses of processes that were replaced
+    if (
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    ):  # it keeps addresses of processes that were replaced
         store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=size,
-                            timeout=timeout)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+    )
     try:
         yield World(rank, size, device)
     except RuntimeError as error:  # torch's, of a collective
-        in_vain = re.search(r"tim(ed )?(e)?out|connection (reset|closed|refused)|peer", str(error), re.IGNORECASE)
+        in_vain = re.search(
+            r"tim(ed )?(e)?out|connection (reset|closed|refused)|peer", str(error), re.IGNORECASE
+        )
         if isinstance(error, RunError) or not in_vain:
             raise
-        raise RunError(f"waited in vain for the other processes: one has ended, or not answered for {timeout_minutes:g}"
-                       " min") from error
+        raise RunError(
+            f"waited in vain for the other processes: one has ended, or not answered for {timeout_minutes:g}"
+            " min"
+        ) from error
     finally:
         # gloo's threads need the interpreter's lock to drop the tensors of the last collective; the destructor of the
         # process group waits for them while it holds that lock, and so for ever, unless they are done before it runs.

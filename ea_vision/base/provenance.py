@@ -17,14 +17,20 @@ def provenance() -> dict:
     here, commit = Path(__file__).parents[1], None
     try:
         commit, changes = (
-            subprocess.check_output(["git", *words], cwd=here, stderr=subprocess.DEVNULL, text=True) for words in
-            (["rev-parse", "HEAD"], ["status", "--porcelain", "-uno", "--", "."]))
+            subprocess.check_output(["git", *words], cwd=here, stderr=subprocess.DEVNULL, text=True)
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "-uno", "--", "."])
+        )
         commit = commit.strip() + ("+changes" if changes else "")
     except (OSError, subprocess.CalledProcessError):
         pass  # an installed package has no commit; its version says as much
     return {
-        "versions": {"ea_vision": __version__, "torch": str(torch.__version__), "timm": timm.__version__,
-                     "torchvision": torchvision.__version__, "python": platform.python_version()},
+        "versions": {
+            "ea_vision": __version__,
+            "torch": str(torch.__version__),
+            "timm": timm.__version__,
+            "torchvision": torchvision.__version__,
+            "python": platform.python_version(),
+        },
         "git_commit": commit,
     }
 

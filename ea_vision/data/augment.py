@@ -21,7 +21,9 @@ class Augmentation:
     flip: str = "on"  # left-right; on: half of the time; alternate: in the first epoch half of the images, then each
     # image every other epoch (Keller Jordan, https://arxiv.org/abs/2404.00498, section 3.6)
     crop_padding: int = 4  # pad by this much and cut the original size out anywhere
-    padding_mode: str = "zeros"  # zeros: black; reflect: mirrored at the border, whose pixels are not repeated
+    padding_mode: str = (
+        "zeros"  # zeros: black; reflect: mirrored at the border, whose pixels are not repeated
+    )
     cutout: int = 0  # side of the square that is set to the mean colour; its centre lies anywhere (DeVries 2017)
 
     def draw(self, count: int, size: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
@@ -31,14 +33,18 @@ class Augmentation:
         """
         height, width = size
         limits = (2 * self.crop_padding + 1, 2 * self.crop_padding + 1, 2, height, width)
-        return torch.stack([torch.randint(limit, (count,), generator=generator) for limit in limits], dim=1)
+        return torch.stack(
+            [torch.randint(limit, (count,), generator=generator) for limit in limits], dim=1
+        )
 
     def alternating_flips(self, count: int, epoch: int, seed: int) -> torch.Tensor:
         """Return integers (count,): 1 for the images that are flipped in an epoch, by number."""
         first = torch.randint(2, (count,), generator=epoch_generator(seed, -1))  # no epoch's own
         return first ^ (epoch % 2)
 
-    def apply(self, images: torch.Tensor, draws: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
+    def apply(
+        self, images: torch.Tensor, draws: torch.Tensor, mean: torch.Tensor, std: torch.Tensor
+    ) -> torch.Tensor:
         """Augment and normalise.
 
         Args:
@@ -52,13 +58,21 @@ class Augmentation:
         rows, columns = (torch.arange(size, device=images.device) for size in (height, width))
         mode = {"zeros": "constant", "reflect": "reflect"}[self.padding_mode]
         padded = F.pad(images, [self.crop_padding], padding_mode=mode)
-        mirrored = columns if self.flip == "off" else torch.where(flip.bool(), columns.flip(0), columns)
+        mirrored = (
+            columns if self.flip == "off" else torch.where(flip.bool(), columns.flip(0), columns)
+        )
         image = torch.arange(B, device=images.device)[:, None, None]
-        cropped = padded[image, :, (top + rows)[:, :, None], (left + mirrored)[:, None, :]]  # (B, H, W, C)
+        cropped = padded[
+            image, :, (top + rows)[:, :, None], (left + mirrored)[:, None, :]
+        ]  # (B, H, W, C)
         result = normalize(cropped.permute(0, 3, 1, 2), mean, std)
-        if self.cutout:  # the square [centre - side // 2, centre - side // 2 + side), which the border may cut
-            rows, columns = ((0 <= place) & (place < self.cutout) for place in (
-                rows - cut_y + self.cutout // 2, columns - cut_x + self.cutout // 2))  # (B, H), (B, W)
+        if (
+            self.cutout
+        ):  # the square [centre - side // 2, centre - side // 2 + side), which the border may cut
+            rows, columns = (
+                (0 <= place) & (place < self.cutout)
+                for place in (rows - cut_y + self.cutout // 2, columns - cut_x + self.cutout // 2)
+            )  # (B, H), (B, W)
             result.masked_fill_((rows[:, :, None] & columns[:, None, :])[:, None], 0.0)
         return result
 

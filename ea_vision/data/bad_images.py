@@ -21,7 +21,9 @@ class BadImages:
     def __init__(self, limit: int):
         self.limit = limit
         self.known: dict[str, str] = {}  # path -> what is wrong with it, over all processes
-        self.new: dict[str, str] = {}  # what this process's loaders have met since the last `collect`
+        self.new: dict[
+            str, str
+        ] = {}  # what this process's loaders have met since the last `collect`
 
     def collect(self, world: World, folder: Path) -> None:
         """Merge what the processes met, log it and list it in bad_images.csv. All processes must call this together.
@@ -29,8 +31,12 @@ class BadImages:
         Raises:
             RunError: on every process, when there are more than `limit`.
         """
-        met = {path: error for of_rank in world.gather(self.new) for path, error in of_rank.items()
-               if path not in self.known}
+        met = {
+            path: error
+            for of_rank in world.gather(self.new)
+            for path, error in of_rank.items()
+            if path not in self.known
+        }
         self.new = {}
         self.known.update(met)
         for path, error in met.items():
@@ -40,5 +46,7 @@ class BadImages:
             atomic_write(folder / FILE, csv_text(rows).encode())
         if len(self.known) > self.limit:
             path, error = min(self.known.items())
-            raise RunError(f"{len(self.known)} images cannot be read, --max-bad-images allows {self.limit}; the first: "
-                           f"{path} ({error}); all are listed in {folder / FILE}")
+            raise RunError(
+                f"{len(self.known)} images cannot be read, --max-bad-images allows {self.limit}; the first: "
+                f"{path} ({error}); all are listed in {folder / FILE}"
+            )

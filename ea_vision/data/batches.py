@@ -28,7 +28,9 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def epoch_generator(seed: int, epoch: int) -> torch.Generator:
     """Return the generator of an epoch's random numbers, on the CPU; the order is drawn first."""
-    return torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)  # an odd factor keeps the pairs apart
+    return torch.Generator().manual_seed(
+        (seed * 1_000_003 + epoch) % 2**63
+    )  # an odd factor keeps the pairs apart
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,27 @@ class Loader:
 
     training: bool
 
-    def __init__(self, count: int, *, mean: Sequence[float], std: Sequence[float], device: torch.device,
-                 batch_size: int, rank: int = 0, world_size: int = 1, seed: int = 0):
-        self.mean, self.std = (torch.tensor(values, dtype=torch.float32, device=device) for values in (mean, std))
-        self.count, self.batch_size, self.rank, self.world_size = count, batch_size, rank, world_size
+    def __init__(
+        self,
+        count: int,
+        *,
+        mean: Sequence[float],
+        std: Sequence[float],
+        device: torch.device,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+    ):
+        self.mean, self.std = (
+            torch.tensor(values, dtype=torch.float32, device=device) for values in (mean, std)
+        )
+        self.count, self.batch_size, self.rank, self.world_size = (
+            count,
+            batch_size,
+            rank,
+            world_size,
+        )
         self.device, self.seed = device, seed
 
     def __len__(self) -> int:
@@ -77,13 +96,19 @@ class Loader:
 
     def train_places(self, first: int = 0) -> list[slice]:
         """Return places in the epoch's order of the batches from number `first` on."""
-        starts = [(number * self.world_size + self.rank) * self.batch_size for number in range(first, len(self))]
+        starts = [
+            (number * self.world_size + self.rank) * self.batch_size
+            for number in range(first, len(self))
+        ]
         return [slice(start, start + self.batch_size) for start in starts]
 
     def eval_images(self) -> list[range]:
         """Return indices of the images of each batch."""
         own = range(self.rank, self.count, self.world_size)
-        return [own[number * self.batch_size:(number + 1) * self.batch_size] for number in range(len(self))]
+        return [
+            own[number * self.batch_size : (number + 1) * self.batch_size]
+            for number in range(len(self))
+        ]
 
     def repeated(self, order: torch.Tensor, times: int) -> torch.Tensor:
         """Return an epoch that has each of its images `times` times (repeated augmentation, Hoffer et al. 2019), so as
@@ -100,4 +125,8 @@ class Loader:
         """
         used = len(self) * self.batch_size * self.world_size
         found = torch.stack([order.repeat_interleave(times)[:used], torch.arange(used) % times])
-        return found if times == 1 else found.view(2, -1, self.batch_size, self.world_size).mT.reshape(2, -1)
+        return (
+            found
+            if times == 1
+            else found.view(2, -1, self.batch_size, self.world_size).mT.reshape(2, -1)
+        )

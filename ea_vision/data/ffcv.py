@@ -27,7 +27,9 @@ from ea_vision.data.imagenet import AHEAD, ImageTrainLoader
 HELP = """Debian, Ubuntu: apt-get install libturbojpeg0-dev libopencv-dev pkg-config && pip install 'ea_vision[ffcv]'; \
 conda: conda install -c conda-forge opencv libjpeg-turbo pkg-config compilers && pip install 'ea_vision[ffcv]'; or \
 leave .beton files out and give --data-dir"""
-PAGES_TOGETHER = 16  # os_cache off: images are shuffled within this many pages (of 8 MiB, as FFCV writes them)
+PAGES_TOGETHER = (
+    16  # os_cache off: images are shuffled within this many pages (of 8 MiB, as FFCV writes them)
+)
 RAW = 1  # FFCV's mode of an image that is stored as pixels; 0: as JPEG
 RATIO = np.array([3 / 4, 4 / 3])  # least and greatest width of a training crop to its height
 
@@ -81,25 +83,41 @@ class Beton:
         except Exception as error:  # whatever other bytes lead it to
             raise UsageError(f"{path} is not a whole .beton file: {error}") from error
         count, stored = reader.num_samples, np.sort(reader.alloc_table, order="sample_id")["size"]
-        if kinds != ["RGBImageField", "IntField"] or len(stored) != count:  # sizes are the file's end
-            raise UsageError(f"{path} is not a whole .beton file of {count} RGB images and integer labels: got "
-                             f"{', '.join(kinds)}, {len(stored)} sizes")
+        if (
+            kinds != ["RGBImageField", "IntField"] or len(stored) != count
+        ):  # sizes are the file's end
+            raise UsageError(
+                f"{path} is not a whole .beton file of {count} RGB images and integer labels: got "
+                f"{', '.join(kinds)}, {len(stored)} sizes"
+            )
         images, self.labels = (reader.metadata[name] for name in reader.metadata.dtype.names)
-        self.table = np.stack([images["data_ptr"], stored, images["height"], images["width"], images["mode"] != RAW],
-                              axis=1, dtype=np.int64, casting="unsafe")
+        self.table = np.stack(
+            [images["data_ptr"], stored, images["height"], images["width"], images["mode"] != RAW],
+            axis=1,
+            dtype=np.int64,
+            casting="unsafe",
+        )
         self.pages = self.table[:, 0] // int(reader.page_size)
-        self.data = np.memmap(path, np.uint8, mode="r").view(np.ndarray)  # Linux refuses "c" beyond the memory's size
+        self.data = np.memmap(path, np.uint8, mode="r").view(
+            np.ndarray
+        )  # Linux refuses "c" beyond the memory's size
         about = json.loads(sidecar(path).read_text()) if sidecar(path).exists() else {}
         self.evaluated = Evaluated(*about["evaluated"]) if about.get("evaluated") else None
         least, most = self.labels.min(), self.labels.max()
         self.classes = about.get("classes") or list(map(str, range(num_classes or most + 1)))
         check_classes(self.name, self.classes, num_classes)
         if least < 0 or most >= len(self.classes):
-            raise UsageError(f"labels of {path} must lie in 0..{len(self.classes) - 1}, got {least}..{most}")
+            raise UsageError(
+                f"labels of {path} must lie in 0..{len(self.classes) - 1}, got {least}..{most}"
+            )
         if self.evaluated != evaluated:
-            wanted, got = (f"those of validation for {how}" if how else "whole images, to train on"
-                           for how in (evaluated, self.evaluated))
-            raise UsageError(f"{path} must have {wanted}, got {got}: write it anew by ea-vision write-ffcv")
+            wanted, got = (
+                f"those of validation for {how}" if how else "whole images, to train on"
+                for how in (evaluated, self.evaluated)
+            )
+            raise UsageError(
+                f"{path} must have {wanted}, got {got}: write it anew by ea-vision write-ffcv"
+            )
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -111,7 +129,9 @@ class Beton:
     def read(self, index: int) -> tuple[torch.Tensor, int]:
         """Return an image that is stored as pixels, uint8 (H, W, 3), and its target."""
         start, size, height, width, _ = self.table[index]
-        return torch.tensor(self.data[start:start + size].reshape(height, width, 3)), int(self.labels[index])
+        return torch.tensor(self.data[start : start + size].reshape(height, width, 3)), int(
+            self.labels[index]
+        )
 
     def fits_in_memory(self) -> bool:
         """Return whether the file takes at most half of this machine's memory."""
@@ -146,14 +166,36 @@ def _compiled() -> Callable[..., None]:
         scaled = np.empty((side, side, 3), np.uint8)
         for n in range(len(table)):
             start, size, height, width, is_jpeg = table[n]
-            pixels = data[start:start + size]
+            pixels = data[start : start + size]
             if is_jpeg:
-                pixels = decoded[:height * width * 3]
-                bad[n] = imdecode(data[start:start + size], pixels, height, width, height, width, 0, 0, 1, 1, False,
-                                  False) != 0
+                pixels = decoded[: height * width * 3]
+                bad[n] = (
+                    imdecode(
+                        data[start : start + size],
+                        pixels,
+                        height,
+                        width,
+                        height,
+                        width,
+                        0,
+                        0,
+                        1,
+                        1,
+                        False,
+                        False,
+                    )
+                    != 0
+                )
             np.random.seed(seeds[n])  # of this thread's generator in compiled code
             top, left, crop_height, crop_width = choose_crop(height, width, scale, ratio)
-            resize_crop(pixels.reshape(height, width, 3), top, top + crop_height, left, left + crop_width, scaled)
+            resize_crop(
+                pixels.reshape(height, width, 3),
+                top,
+                top + crop_height,
+                left,
+                left + crop_width,
+                scaled,
+            )
             shown = scaled[:, ::-1] if np.random.random() < hflip else scaled[:, ::1]
             for y in range(side):
                 for x in range(side):
@@ -184,15 +226,29 @@ class BetonTrainLoader(ImageTrainLoader):
         scale: least and largest share of an image's area in its crop; hflip: probability of a left-right flip.
     """
 
-    def __init__(self, source: Beton, *, os_cache: bool = True, scale: Sequence[float], hflip: float, **common):
+    def __init__(
+        self,
+        source: Beton,
+        *,
+        os_cache: bool = True,
+        scale: Sequence[float],
+        hflip: float,
+        **common,
+    ):
         super().__init__(source, transform=None, **common)
         self.os_cache, self.scale, self.hflip = os_cache, np.array(scale, float), hflip
         self._free: dict[tuple[int, ...], list[np.ndarray]] = defaultdict(list)
 
     def _order(self, epoch: int) -> torch.Tensor:
-        return super()._order(epoch) if self.os_cache else quasi_random_order(self.source.pages, self.seed, epoch)
+        return (
+            super()._order(epoch)
+            if self.os_cache
+            else quasi_random_order(self.source.pages, self.seed, epoch)
+        )
 
-    def _decoded(self, batches: list[np.ndarray], img_size: int) -> Iterator[tuple[torch.Tensor, list, dict[int, str]]]:
+    def _decoded(
+        self, batches: list[np.ndarray], img_size: int
+    ) -> Iterator[tuple[torch.Tensor, list, dict[int, str]]]:
         """Yield the images of each batch, which one thread decodes. On a CPU they are normalised; a GPU gets bytes and
         normalises them itself."""
         show, on_cpu = _compiled(), self.device.type == "cpu"
@@ -203,12 +259,28 @@ class BetonTrainLoader(ImageTrainLoader):
         def decode(keys: np.ndarray) -> tuple[torch.Tensor, list[int], dict[int, str]]:
             (seeds, ids), bad = keys.T, np.zeros(len(keys), bool)
             table = self.source.table[ids]
-            out = (_reused(self._free[shape], shape) if on_cpu else
-                   torch.empty(shape, dtype=torch.uint8, pin_memory=True))
-            show(self.source.data, table, (seeds % 2**32).astype(np.uint32), self.scale, RATIO, self.hflip, levels,
-                 np.empty(3 * (table[:, 2] * table[:, 3]).max(), np.uint8), out.numpy(), bad)
-            return out, self.source.labels[ids].tolist(), dict.fromkeys(bad.nonzero()[0].tolist(),
-                                                                        "it is a damaged JPEG")
+            out = (
+                _reused(self._free[shape], shape)
+                if on_cpu
+                else torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+            )
+            show(
+                self.source.data,
+                table,
+                (seeds % 2**32).astype(np.uint32),
+                self.scale,
+                RATIO,
+                self.hflip,
+                levels,
+                np.empty(3 * (table[:, 2] * table[:, 3]).max(), np.uint8),
+                out.numpy(),
+                bad,
+            )
+            return (
+                out,
+                self.source.labels[ids].tolist(),
+                dict.fromkeys(bad.nonzero()[0].tolist(), "it is a damaged JPEG"),
+            )
 
         running: deque = deque()
         with ThreadPoolExecutor(max(self.workers, 1)) as pool:

@@ -1,8 +1,8 @@
 """Labels of ILSVRC's validation images, which come in one flat folder or tar, from the files that come beside them.
 
-    LOC_val_solution.csv                            Kaggle's: ImageId,PredictionString, which begins with a WordNet ID
-    ILSVRC2012_devkit_t12.tar.gz                    numbers of classes, and their names in a file that scipy reads
-    *validation_synset_labels.txt                   a WordNet ID a line, in the order of the images' names
+LOC_val_solution.csv                            Kaggle's: ImageId,PredictionString, which begins with a WordNet ID
+ILSVRC2012_devkit_t12.tar.gz                    numbers of classes, and their names in a file that scipy reads
+*validation_synset_labels.txt                   a WordNet ID a line, in the order of the images' names
 """
 
 import csv
@@ -22,7 +22,9 @@ def is_flat(names: list[str]) -> bool:
     """Return whether these are ILSVRC's validation images, by name relative to their source, without class folders."""
     found = list(takewhile(bool, map(NAME.fullmatch, names)))
     folders = {match[1] for match in found}
-    return len(found) == len(names) and len(folders) == 1 and not re.search(r"n\d{8}/$", folders.pop())
+    return (
+        len(found) == len(names) and len(folders) == 1 and not re.search(r"n\d{8}/$", folders.pop())
+    )
 
 
 def labels_of(source: Path, names: list[str]) -> list[str]:
@@ -34,22 +36,35 @@ def labels_of(source: Path, names: list[str]) -> list[str]:
     Raises:
         UsageError: no label file, or one that is damaged or does not name every image.
     """
-    path, read = next(((path, read) for folder in (source, *source.absolute().parents[:FOLDERS_UP])
-                       for pattern, read in READERS.items() for path in sorted(folder.glob(pattern))), (None, None))
+    path, read = next(
+        (
+            (path, read)
+            for folder in (source, *source.absolute().parents[:FOLDERS_UP])
+            for pattern, read in READERS.items()
+            for path in sorted(folder.glob(pattern))
+        ),
+        (None, None),
+    )
     if path is None:
-        raise UsageError(f"{source} has ILSVRC's validation images without class folders: {' or '.join(READERS)} is "
-                         "required in it, beside it or above it, got none of them")
+        raise UsageError(
+            f"{source} has ILSVRC's validation images without class folders: {' or '.join(READERS)} is "
+            "required in it, beside it or above it, got none of them"
+        )
     try:
         by_number = read(path)
         return [by_number[int(NAME.fullmatch(name)[2])] for name in names]
     except Exception as error:  # csv, scipy, tarfile and what they meet have theirs
-        raise UsageError(f"{path} cannot be read as labels of the {len(names)} images of {source}: "
-                         f"{type(error).__name__} {error}") from error
+        raise UsageError(
+            f"{path} cannot be read as labels of the {len(names)} images of {source}: "
+            f"{type(error).__name__} {error}"
+        ) from error
 
 
 def _solution(path: Path) -> dict[int, str]:
     rows = csv.DictReader(path.read_text().splitlines())
-    return {int(row["ImageId"].rpartition("_")[2]): row["PredictionString"].split()[0] for row in rows}
+    return {
+        int(row["ImageId"].rpartition("_")[2]): row["PredictionString"].split()[0] for row in rows
+    }
 
 
 def _synsets(path: Path) -> dict[int, str]:
@@ -60,12 +75,17 @@ def _devkit(path: Path) -> dict[int, str]:
     from scipy.io import loadmat
 
     with tarfile.open(path) as tar:
-        truth, meta = (tar.extractfile(f"ILSVRC2012_devkit_t12/data/{name}").read()
-                       for name in ("ILSVRC2012_validation_ground_truth.txt", "meta.mat"))
+        truth, meta = (
+            tar.extractfile(f"ILSVRC2012_devkit_t12/data/{name}").read()
+            for name in ("ILSVRC2012_validation_ground_truth.txt", "meta.mat")
+        )
     synsets = loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"]
     wordnet = dict(zip(synsets["ILSVRC2012_ID"].tolist(), synsets["WNID"].tolist(), strict=True))
     return {image: wordnet[int(number)] for image, number in enumerate(truth.split(), start=1)}
 
 
-READERS = {"LOC_val_solution.csv": _solution, "ILSVRC2012_devkit_t12.tar.gz": _devkit,
-           "*validation_synset_labels.txt": _synsets}
+READERS = {
+    "LOC_val_solution.csv": _solution,
+    "ILSVRC2012_devkit_t12.tar.gz": _devkit,
+    "*validation_synset_labels.txt": _synsets,
+}

@@ -22,8 +22,28 @@ from timm.utils.misc import natural_key
 from ea_vision.base.errors import UsageError
 from ea_vision.data import ilsvrc
 
-IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM", "TIFF")  # Pillow's names; nothing else is decoded anywhere
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".pbm", ".tif", ".tiff")
+IMAGE_FORMATS = (
+    "JPEG",
+    "PNG",
+    "WEBP",
+    "BMP",
+    "GIF",
+    "PPM",
+    "TIFF",
+)  # Pillow's names; nothing else is decoded anywhere
+IMAGE_SUFFIXES = (
+    ".jpg",
+    ".jpeg",
+    ".png",
+    ".webp",
+    ".bmp",
+    ".gif",
+    ".ppm",
+    ".pgm",
+    ".pbm",
+    ".tif",
+    ".tiff",
+)
 MAX_PIXELS = 100_000_000  # of an image
 
 
@@ -61,13 +81,19 @@ def to_rgb(image: Image.Image, over_white: bool = False) -> Image.Image:
     Raises:
         BrokenImage: 32-bit integers or floating-point numbers, of which no file says what white is.
     """
-    if over_white and (image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info):
+    if over_white and (
+        image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info
+    ):
         image = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
     if image.mode == "F" or image.mode == "I" and image.format == "TIFF":
-        raise BrokenImage(f"must have 8 or 16 bits a channel, got pixels of Pillow's mode {image.mode}")
+        raise BrokenImage(
+            f"must have 8 or 16 bits a channel, got pixels of Pillow's mode {image.mode}"
+        )
     if image.mode == "I" or image.mode.startswith("I;16"):
-        image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
+        image = Image.fromarray(
+            (np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)
+        )
     return image.convert("RGB")
 
 
@@ -87,16 +113,28 @@ class ImageFiles:
         try:
             found = list(_walk(source) if source.is_dir() else _scan_tar(source))
             if not found and source.is_dir():
-                found = [entry for tar in source.glob("*.tar") for entry in _scan_tar(tar, prefix=f"{tar.stem}/")]
+                found = [
+                    entry
+                    for tar in source.glob("*.tar")
+                    for entry in _scan_tar(tar, prefix=f"{tar.stem}/")
+                ]
         except OSError as error:
-            raise UsageError(f"{error.filename or source} cannot be read: {error.strerror or error}") from error
+            raise UsageError(
+                f"{error.filename or source} cannot be read: {error.strerror or error}"
+            ) from error
         if not found:
-            raise UsageError(f"{source} has no images: class/name with a suffix of {', '.join(IMAGE_SUFFIXES)} is "
-                             "required")
+            raise UsageError(
+                f"{source} has no images: class/name with a suffix of {', '.join(IMAGE_SUFFIXES)} is "
+                "required"
+            )
         found.sort(key=lambda entry: _in_order(entry[0]))
-        self.names, self._tars, spans = map(list, zip(*found, strict=True))  # no tar: a file of its own
+        self.names, self._tars, spans = map(
+            list, zip(*found, strict=True)
+        )  # no tar: a file of its own
         self._spans = np.array(spans, np.int64)  # (start, bytes); an array, which forks share
-        labels = ilsvrc.labels_of(source, self.names) if ilsvrc.is_flat(self.names) else self._labels()
+        labels = (
+            ilsvrc.labels_of(source, self.names) if ilsvrc.is_flat(self.names) else self._labels()
+        )
         self.classes = sorted(set(labels), key=_in_order)
         number = {name: target for target, name in enumerate(self.classes)}
         self.targets = np.array([number[label] for label in labels], np.int64)
@@ -114,11 +152,17 @@ class ImageFiles:
         depth = min(len(Path(os.path.commonpath(self.names)).parts), min(map(len, parts)) - 2)
         labels = [of_name[depth] for of_name in parts]
         if self.source.is_dir():
-            folders = filter(os.DirEntry.is_dir, os.scandir(self.source.joinpath(*parts[0][:depth])))
-            empty = sorted({folder.name for folder in folders if folder.name[0] != "."} - set(labels))
+            folders = filter(
+                os.DirEntry.is_dir, os.scandir(self.source.joinpath(*parts[0][:depth]))
+            )
+            empty = sorted(
+                {folder.name for folder in folders if folder.name[0] != "."} - set(labels)
+            )
             if empty:
-                raise UsageError(f"{len(empty)} class folder(s) of {self.source} have no images: "
-                                 f"{', '.join(empty[:5])}")
+                raise UsageError(
+                    f"{len(empty)} class folder(s) of {self.source} have no images: "
+                    f"{', '.join(empty[:5])}"
+                )
         return labels
 
     def describe(self, index: int) -> str:
@@ -180,7 +224,9 @@ def _walk(root: Path) -> Iterator[tuple[str, None, tuple[int, int]]]:
             yield os.path.relpath(path, root), None, (0, size)
 
 
-def _scan_tar(path: Path, prefix: str = "", start: int = 0) -> Iterator[tuple[str, Path, tuple[int, int]]]:
+def _scan_tar(
+    path: Path, prefix: str = "", start: int = 0
+) -> Iterator[tuple[str, Path, tuple[int, int]]]:
     """Yield (name, tar, (place in it, bytes)) of every image of a tar and of the tars in it, which lie beyond 0."""
     with open(path, "rb") as file:
         file.seek(start)
@@ -194,7 +240,13 @@ def _scan_tar(path: Path, prefix: str = "", start: int = 0) -> Iterator[tuple[st
                     elif member.isreg() and is_image_name(name):
                         yield name, path, (member.offset_data, member.size)
         except tarfile.TarError as error:
-            raise UsageError(f"{path} is not a readable tar (nor may it be compressed): {error}") from error
+            raise UsageError(
+                f"{path} is not a readable tar (nor may it be compressed): {error}"
+            ) from error
         file.seek(tar.offset)
-        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile takes a damaged header for the end
-            raise UsageError(f"{path} is not a readable tar: it is damaged or cut off at byte {tar.offset}")
+        if file.read(tarfile.BLOCKSIZE) != bytes(
+            tarfile.BLOCKSIZE
+        ):  # tarfile takes a damaged header for the end
+            raise UsageError(
+                f"{path} is not a readable tar: it is damaged or cut off at byte {tar.offset}"
+            )

@@ -29,7 +29,9 @@ from ea_vision.data.image_files import BrokenImage, check_classes, decode_image,
 
 AHEAD = 2  # batches that each worker prepares
 GLOO_SECONDS = 0.3  # that gloo's threads have to end a collective in
-STUCK_SECONDS = 900  # without a batch from a worker: the process ends with an error, and torchrun restarts it
+STUCK_SECONDS = (
+    900  # without a batch from a worker: the process ends with an error, and torchrun restarts it
+)
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 TRIVIAL = "ta_wide"  # torchvision's name of a policy that timm has not
 
@@ -48,10 +50,16 @@ class TimmImages:
         except (RuntimeError, AssertionError, OSError, ImportError, ValueError) as error:
             raise UsageError(f"no images in {self.name}: {error}") from error
         if isinstance(found, torch.utils.data.IterableDataset):
-            raise UsageError(f"{dataset} is a stream; one that can be indexed is required (torch/*, hfds/*)")
+            raise UsageError(
+                f"{dataset} is a stream; one that can be indexed is required (torch/*, hfds/*)"
+            )
         self.items = getattr(found, "reader", found)  # (file or image, target) by number
-        number = getattr(self.items, "class_to_idx", None) or getattr(self.items, "class_name_to_idx", {})
-        self.classes = sorted(number, key=number.get) or [str(label) for label in range(num_classes)]
+        number = getattr(self.items, "class_to_idx", None) or getattr(
+            self.items, "class_name_to_idx", {}
+        )
+        self.classes = sorted(number, key=number.get) or [
+            str(label) for label in range(num_classes)
+        ]
         if not self.classes:
             raise UsageError(f"{self.name} does not name its classes: --num-classes is required")
         check_classes(self.name, self.classes, num_classes)
@@ -66,7 +74,9 @@ class TimmImages:
         """Return an image in RGB and its target. Raises BrokenImage."""
         try:
             image, target = self.items[index][:2]
-            return (to_rgb(image) if isinstance(image, Image.Image) else decode_image(image)), int(target)
+            return (to_rgb(image) if isinstance(image, Image.Image) else decode_image(image)), int(
+                target
+            )
         except (OSError, SyntaxError, ValueError) as error:
             raise BrokenImage(f"{type(error).__name__}: {error}") from error
 
@@ -79,8 +89,16 @@ def _pixels(image: Image.Image) -> torch.Tensor:
     return torch.from_numpy(np.array(image))
 
 
-def train_transform(img_size: int, *, scale: Sequence[float] = (0.08, 1.0), hflip: float = 0.5,
-                    color_jitter: float = 0.0, auto_augment: str = "", interpolation: str = "bilinear", **more):
+def train_transform(
+    img_size: int,
+    *,
+    scale: Sequence[float] = (0.08, 1.0),
+    hflip: float = 0.5,
+    color_jitter: float = 0.0,
+    auto_augment: str = "",
+    interpolation: str = "bilinear",
+    **more,
+):
     """Return timm's transform: crop of random area and aspect ratio (Szegedy et al. 2015), flip, and further ones.
 
     Args:
@@ -89,19 +107,34 @@ def train_transform(img_size: int, *, scale: Sequence[float] = (0.08, 1.0), hfli
         more: other keywords of timm's `create_transform`: vflip, ratio, train_crop_mode.
     """
     trivial = auto_augment == TRIVIAL
-    steps = list(timm.data.create_transform(
-        img_size, is_training=True, scale=tuple(scale), hflip=hflip, normalize=False, separate=True,
-        color_jitter=color_jitter or None, auto_augment=None if trivial else auto_augment or None,
-        interpolation=interpolation, use_prefetcher=True, **more)[:2])
+    steps = list(
+        timm.data.create_transform(
+            img_size,
+            is_training=True,
+            scale=tuple(scale),
+            hflip=hflip,
+            normalize=False,
+            separate=True,
+            color_jitter=color_jitter or None,
+            auto_augment=None if trivial else auto_augment or None,
+            interpolation=interpolation,
+            use_prefetcher=True,
+            **more,
+        )[:2]
+    )
     if trivial:
-        steps.append(transforms.TrivialAugmentWide(interpolation=transforms.InterpolationMode(interpolation)))
+        steps.append(
+            transforms.TrivialAugmentWide(interpolation=transforms.InterpolationMode(interpolation))
+        )
     return transforms.Compose([*steps, _pixels])
 
 
 def eval_transform(img_size: int, resize: int, interpolation: str = "bilinear"):
     """Scale the short side to `resize`, cut the middle `img_size` x `img_size`."""
     mode = transforms.InterpolationMode(interpolation)
-    return transforms.Compose([transforms.Resize(resize, mode), transforms.CenterCrop(img_size), _pixels])
+    return transforms.Compose(
+        [transforms.Resize(resize, mode), transforms.CenterCrop(img_size), _pixels]
+    )
 
 
 class Decoder(Dataset):
@@ -115,9 +148,15 @@ class Decoder(Dataset):
 
     def __getitems__(self, keys: np.ndarray) -> tuple[torch.Tensor, list[Any], dict[int, str]]:
         """Return uint8 (B, *shape), targets, and what is wrong with bad ones, by place; their pixels are 0."""
-        images, targets, bad = torch.zeros(len(keys), *self.shape, dtype=torch.uint8), [0] * len(keys), {}
+        images, targets, bad = (
+            torch.zeros(len(keys), *self.shape, dtype=torch.uint8),
+            [0] * len(keys),
+            {},
+        )
         python, numpy = random.getstate(), np.random.get_state()
-        with torch.random.fork_rng(devices=[]):  # the trainer's random state is part of its checkpoints
+        with torch.random.fork_rng(
+            devices=[]
+        ):  # the trainer's random state is part of its checkpoints
             for place, (seed, index) in enumerate(keys.tolist()):
                 random.seed(seed)
                 np.random.seed(seed % 2**32)
@@ -148,8 +187,16 @@ class DecodingLoader(Loader):
     processes that decode for this one, 0: none; bad_images: gets the unreadable ones; common: see `Loader`.
     """
 
-    def __init__(self, source, *, transform: Callable[[int], Callable], img_size: int, workers: int,
-                 bad_images: BadImages, **common):
+    def __init__(
+        self,
+        source,
+        *,
+        transform: Callable[[int], Callable],
+        img_size: int,
+        workers: int,
+        bad_images: BadImages,
+        **common,
+    ):
         super().__init__(len(source), **common)
         self.source, self.transform, self.img_size = source, transform, img_size
         self.workers, self.bad_images = workers, bad_images
@@ -163,38 +210,64 @@ class DecodingLoader(Loader):
 
         return Decoder(read, (img_size, img_size, 3))
 
-    def _decoded(self, batches: list[np.ndarray], img_size: int) -> Iterator[tuple[torch.Tensor, list, dict[int, str]]]:
+    def _decoded(
+        self, batches: list[np.ndarray], img_size: int
+    ) -> Iterator[tuple[torch.Tensor, list, dict[int, str]]]:
         """Yield what the decoder makes of each batch's rows of (seed, index), in order."""
-        of_workers = {"prefetch_factor": AHEAD, "multiprocessing_context": "fork", "timeout": STUCK_SECONDS}
+        of_workers = {
+            "prefetch_factor": AHEAD,
+            "multiprocessing_context": "fork",
+            "timeout": STUCK_SECONDS,
+        }
         if self.workers and self.world_size > 1 and self.device.type == "cpu":
             # A fork while one of gloo's threads enters the interpreter, as they do after a collective to drop its
             # tensors, leaves a worker that waits for ever for the interpreter's list of threads.
             time.sleep(GLOO_SECONDS)
         yield from DataLoader(
-            self._decoder(img_size), batch_sampler=batches, num_workers=self.workers, collate_fn=lambda batch: batch,
-            pin_memory=self.device.type == "cuda", worker_init_fn=_begin_worker,
+            self._decoder(img_size),
+            batch_sampler=batches,
+            num_workers=self.workers,
+            collate_fn=lambda batch: batch,
+            pin_memory=self.device.type == "cuda",
+            worker_init_fn=_begin_worker,
             **(of_workers if self.workers else {}),
-            generator=torch.Generator())  # its own: the trainer's random state is part of its checkpoints
+            generator=torch.Generator(),
+        )  # its own: the trainer's random state is part of its checkpoints
 
     def _show(self, batches: list[np.ndarray], img_size: int) -> Iterator[Batch]:
         """Yield the batches of these rows of (seed, index), in order."""
-        for keys, (images, targets, bad) in zip(batches, self._decoded(batches, img_size), strict=True):
+        for keys, (images, targets, bad) in zip(
+            batches, self._decoded(batches, img_size), strict=True
+        ):
             ids = torch.from_numpy(keys[:, 1].copy())
             if bad:
-                broken = {self.source.describe(int(ids[place])): error for place, error in bad.items()}
+                broken = {
+                    self.source.describe(int(ids[place])): error for place, error in bad.items()
+                }
                 self.bad_images.new |= broken
                 places = good = [place for place in range(len(ids)) if place not in bad]
                 if self.training:
                     if not good:
                         path, error = min(broken.items())
-                        raise RunError(f"none of the {len(ids)} images of a batch can be read, such as {path} "
-                                       f"({error})")
-                    places = [good[place % len(good)] if place in bad else place for place in range(len(ids))]
-                images, ids, targets = images[places], ids[places], [targets[place] for place in places]
+                        raise RunError(
+                            f"none of the {len(ids)} images of a batch can be read, such as {path} "
+                            f"({error})"
+                        )
+                    places = [
+                        good[place % len(good)] if place in bad else place
+                        for place in range(len(ids))
+                    ]
+                images, ids, targets = (
+                    images[places],
+                    ids[places],
+                    [targets[place] for place in places],
+                )
             yield self._batch(images, targets, ids)
 
     def _batch(self, images: torch.Tensor, targets: list[int], ids: torch.Tensor) -> Batch:
-        return Batch(self._pixels(images), sent(torch.tensor(targets, dtype=torch.int64), self.device), ids)
+        return Batch(
+            self._pixels(images), sent(torch.tensor(targets, dtype=torch.int64), self.device), ids
+        )
 
     def _pixels(self, images: torch.Tensor) -> torch.Tensor:
         """Return a decoder's images as the network takes them, on the device."""
@@ -212,7 +285,9 @@ class ImageTrainLoader(DecodingLoader):
 
     training = True
 
-    def __init__(self, source, *, size_of: Callable[[int], int] | None = None, repeats: int = 1, **common):
+    def __init__(
+        self, source, *, size_of: Callable[[int], int] | None = None, repeats: int = 1, **common
+    ):
         super().__init__(source, **common)
         self.size_of, self.repeats = size_of or (lambda epoch: self.img_size), repeats
 
@@ -222,9 +297,13 @@ class ImageTrainLoader(DecodingLoader):
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `first` on."""
         order, copies = self.repeated(self._order(epoch), self.repeats).numpy()
-        seeds = np.random.default_rng((self.seed, epoch)).integers(2**63, size=(self.repeats, len(self.source)))
+        seeds = np.random.default_rng((self.seed, epoch)).integers(
+            2**63, size=(self.repeats, len(self.source))
+        )
         keys = np.stack([seeds[copies, order], order], 1)
-        yield from self._show([keys[places] for places in self.train_places(first)], self.size_of(epoch))
+        yield from self._show(
+            [keys[places] for places in self.train_places(first)], self.size_of(epoch)
+        )
 
 
 class ImageEvalLoader(DecodingLoader):
@@ -234,5 +313,7 @@ class ImageEvalLoader(DecodingLoader):
 
     def batches(self) -> Iterator[Batch]:
         """Yield the batches; the last ones may be short or empty."""
-        yield from self._show([np.array([[0] * len(images), images], np.int64).T
-                               for images in self.eval_images()], self.img_size)
+        yield from self._show(
+            [np.array([[0] * len(images), images], np.int64).T for images in self.eval_images()],
+            self.img_size,
+        )

@@ -30,8 +30,13 @@ class TrainLoader(_OnDevice):
         order = torch.randperm(len(self.targets), generator=generator)
         draws = self.augmentation.draw(len(self.targets), tuple(self.images.shape[-2:]), generator)
         if self.augmentation.flip == "alternate":  # by the image, wherever the epoch's order has it
-            draws[:, 2] = self.augmentation.alternating_flips(len(self.targets), epoch, self.seed)[order]
-        draws, order_there = draws.to(self.device), order.to(self.device)  # once, so that no batch has to wait
+            draws[:, 2] = self.augmentation.alternating_flips(len(self.targets), epoch, self.seed)[
+                order
+            ]
+        draws, order_there = (
+            draws.to(self.device),
+            order.to(self.device),
+        )  # once, so that no batch has to wait
         for places in self.train_places(first):
             images = self.images[order_there[places]]
             images = self.augmentation.apply(images, draws[places], self.mean, self.std)
@@ -48,4 +53,6 @@ class EvalLoader(_OnDevice):
         for images in self.eval_images():
             chosen = torch.tensor(list(images), dtype=torch.int64)
             there = sent(chosen, self.device)
-            yield Batch(normalize(self.images[there], self.mean, self.std), self.targets[there], chosen)
+            yield Batch(
+                normalize(self.images[there], self.mean, self.std), self.targets[there], chosen
+            )

@@ -28,7 +28,9 @@ class Images:
         return len(self.targets)
 
     def select(self, index: torch.Tensor) -> "Images":
-        return Images(self.images[index], self.targets[index], [self.names[i] for i in index.tolist()])
+        return Images(
+            self.images[index], self.targets[index], [self.names[i] for i in index.tolist()]
+        )
 
 
 @dataclass
@@ -41,7 +43,9 @@ class DataSet:
 
     def fingerprint(self) -> str:
         """Return SHA-256 over pixels, targets and class names: the same for the same data, wherever it lay."""
-        return fingerprint(self.classes, self.train.images, self.train.targets, self.test.images, self.test.targets)
+        return fingerprint(
+            self.classes, self.train.images, self.train.targets, self.test.images, self.test.targets
+        )
 
 
 def hold_out(images: Images, count: int, seed: int) -> tuple[Images, Images]:
@@ -51,13 +55,16 @@ def hold_out(images: Images, count: int, seed: int) -> tuple[Images, Images]:
         UsageError: `count` leaves nothing to train on.
     """
     if not 0 < count < len(images):
-        raise UsageError(f"holdout must lie between 1 and {len(images) - 1} of {len(images)} images, got {count}")
+        raise UsageError(
+            f"holdout must lie between 1 and {len(images) - 1} of {len(images)} images, got {count}"
+        )
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
     return images.select(order[count:].sort().values), images.select(order[:count].sort().values)
 
 
-def load_dataset(name: str, data_dir: str = "", img_size: int = 32, download: bool = False,
-                 workers: int = 2) -> DataSet:
+def load_dataset(
+    name: str, data_dir: str = "", img_size: int = 32, download: bool = False, workers: int = 2
+) -> DataSet:
     """Load a data set as uint8 tensors of `img_size` x `img_size` RGB pixels.
 
     Args:
@@ -77,7 +84,9 @@ def load_dataset(name: str, data_dir: str = "", img_size: int = 32, download: bo
         raise UsageError("--dataset folder needs --data-dir: a folder with train and test (or val)")
     train, test = (ImageFiles(find_split(Path(data_dir), split)) for split in ("train", "test"))
     check_same_classes(train.name, train.classes, test.name, test.classes)
-    return DataSet(_decoded(train, img_size, workers), _decoded(test, img_size, workers), train.classes)
+    return DataSet(
+        _decoded(train, img_size, workers), _decoded(test, img_size, workers), train.classes
+    )
 
 
 def _load_digits(img_size: int) -> DataSet:
@@ -88,10 +97,15 @@ def _load_digits(img_size: int) -> DataSet:
     grey = np.rint(digits.images * (255 / 16)).astype(np.uint8)  # (1797, 8, 8), values were 0..16
     targets = torch.from_numpy(digits.target.astype(np.int64))
     is_test = (targets[:, None] == targets).tril(-1).sum(1) % 5 == 4  # by the number in its class
-    images = Images(_resized(grey[..., None].repeat(3, axis=-1), img_size), targets,
-                    [f"digit {i}" for i in range(len(targets))])
-    return DataSet(*(images.select(which.nonzero()[:, 0]) for which in (~is_test, is_test)),
-                   list(map(str, range(10))))
+    images = Images(
+        _resized(grey[..., None].repeat(3, axis=-1), img_size),
+        targets,
+        [f"digit {i}" for i in range(len(targets))],
+    )
+    return DataSet(
+        *(images.select(which.nonzero()[:, 0]) for which in (~is_test, is_test)),
+        list(map(str, range(10))),
+    )
 
 
 def _load_torchvision(name: str, root: Path, img_size: int, download: bool) -> DataSet:
@@ -99,13 +113,23 @@ def _load_torchvision(name: str, root: Path, img_size: int, download: bool) -> D
     from torchvision import datasets
 
     try:
-        splits = [getattr(datasets, name.upper())(str(root), train=train, download=download) for train in (True, False)]
+        splits = [
+            getattr(datasets, name.upper())(str(root), train=train, download=download)
+            for train in (True, False)
+        ]
     except (RuntimeError, OSError) as error:
-        raise UsageError(f"{name} cannot be read from {root}: {error} (--download fetches it; --dataset folder reads "
-                         "tars and folders)") from error
-    train, test = (Images(_resized(found.data, img_size), torch.tensor(found.targets),
-                          [f"{name} {split} {i}" for i in range(len(found))])
-                   for split, found in zip(("train", "test"), splits, strict=True))
+        raise UsageError(
+            f"{name} cannot be read from {root}: {error} (--download fetches it; --dataset folder reads "
+            "tars and folders)"
+        ) from error
+    train, test = (
+        Images(
+            _resized(found.data, img_size),
+            torch.tensor(found.targets),
+            [f"{name} {split} {i}" for i in range(len(found))],
+        )
+        for split, found in zip(("train", "test"), splits, strict=True)
+    )
     return DataSet(train, test, splits[0].classes)
 
 
@@ -120,18 +144,24 @@ def _fit(image: Image.Image, img_size: int) -> np.ndarray:
     """Return RGB uint8 (img_size, img_size, 3): another size is scaled by its short side and cut in the middle."""
     if image.size != (img_size, img_size):
         scale = img_size / min(image.size)
-        image = image.resize([max(img_size, round(side * scale)) for side in image.size], Image.Resampling.BICUBIC)
+        image = image.resize(
+            [max(img_size, round(side * scale)) for side in image.size], Image.Resampling.BICUBIC
+        )
         left, top = (image.width - img_size) // 2, (image.height - img_size) // 2
         image = image.crop((left, top, left + img_size, top + img_size))
     return np.asarray(image)
 
 
-def check_same_classes(train: object, classes: list[str], test: object, test_classes: list[str]) -> None:
+def check_same_classes(
+    train: object, classes: list[str], test: object, test_classes: list[str]
+) -> None:
     """Raise UsageError, naming the two sources, unless both have the same classes in the same order."""
     if classes != test_classes:
         differ = sorted(set(classes) ^ set(test_classes)) or ["their order"]
-        raise UsageError(f"{train} ({len(classes)} classes) and {test} ({len(test_classes)}) must have the same "
-                         f"classes; they differ in {', '.join(differ[:5])}")
+        raise UsageError(
+            f"{train} ({len(classes)} classes) and {test} ({len(test_classes)}) must have the same "
+            f"classes; they differ in {', '.join(differ[:5])}"
+        )
 
 
 def _decoded(files: ImageFiles, img_size: int, workers: int) -> Images:
@@ -140,6 +170,7 @@ def _decoded(files: ImageFiles, img_size: int, workers: int) -> Images:
     Raises:
         UsageError: broken images, by path.
     """
+
     def decode(index: int) -> np.ndarray | str:
         try:
             return _fit(files.read(index)[0], img_size)
@@ -150,6 +181,11 @@ def _decoded(files: ImageFiles, img_size: int, workers: int) -> Images:
         decoded = list(pool.map(decode, range(len(files))))
     broken = [found for found in decoded if isinstance(found, str)]
     if broken:
-        raise UsageError(f"{len(broken)} of {len(decoded)} images cannot be decoded: {'; '.join(broken[:5])}")
-    return Images(_resized(np.stack(decoded), img_size), torch.from_numpy(files.targets),
-                  list(map(files.describe, range(len(files)))))
+        raise UsageError(
+            f"{len(broken)} of {len(decoded)} images cannot be decoded: {'; '.join(broken[:5])}"
+        )
+    return Images(
+        _resized(np.stack(decoded), img_size),
+        torch.from_numpy(files.targets),
+        list(map(files.describe, range(len(files)))),
+    )

@@ -14,8 +14,16 @@ KAGGLE = "ILSVRC/Data/CLS-LOC"  # of Kaggle's archive of ImageNet, below the dat
 
 
 def _split_in(root: Path, split: str) -> Path | None:
-    return next((path for name in NAMES[split] for folder in (root, root / KAGGLE)
-                 for path in (folder / name, folder / f"{name}.tar") if path.exists()), None)
+    return next(
+        (
+            path
+            for name in NAMES[split]
+            for folder in (root, root / KAGGLE)
+            for path in (folder / name, folder / f"{name}.tar")
+            if path.exists()
+        ),
+        None,
+    )
 
 
 def _what_was_meant(root: Path) -> str:
@@ -28,8 +36,14 @@ def _what_was_meant(root: Path) -> str:
     for folder in above + below:
         if _split_in(folder, "train"):
             return f"; {folder} has it: give that folder"
-    classes = [path.name for path in below if any(is_image_name(file.name) for file in path.iterdir())]
-    return f"; it has the classes {', '.join(classes[:3])} itself: move them into train/ and test/" if classes else ""
+    classes = [
+        path.name for path in below if any(is_image_name(file.name) for file in path.iterdir())
+    ]
+    return (
+        f"; it has the classes {', '.join(classes[:3])} itself: move them into train/ and test/"
+        if classes
+        else ""
+    )
 
 
 def find_split(root: Path, split: str, or_root: bool = False) -> Path:
@@ -46,5 +60,7 @@ def find_split(root: Path, split: str, or_root: bool = False) -> Path:
         return found
     if or_root and root.exists() and not any(_split_in(root, name) for name in NAMES):
         return root
-    wanted = " or ".join(f"{name}/ or {name}.tar" for name in NAMES[split][:1 if split == "train" else 2])
+    wanted = " or ".join(
+        f"{name}/ or {name}.tar" for name in NAMES[split][: 1 if split == "train" else 2]
+    )
     raise UsageError(f"data folder {root} must have {wanted}{_what_was_meant(root)}")

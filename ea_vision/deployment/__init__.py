@@ -6,4 +6,5 @@
 In eager PyTorch and under torch.compile the kernels of `ea_vision.ops` go on computing the attention; in an exported
 program `PortableAttention` and `PortableTokenAttention` do, in plain operations with folded weights.
 """
+
 from ea_vision.deployment.fold import deploy

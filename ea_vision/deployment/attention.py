@@ -9,6 +9,7 @@ so that no position term is repeated to the size of a map; the scale and the evo
 
 Shape letters: B batch, H x W the attention map, N = H*W its pixels, K heads, D width of a head.
 """
+
 import torch
 import torch.nn.functional as F
 from timm.models import register_notrace_module
@@ -37,8 +38,15 @@ class _Deployed:
     places: (H + W, N), of each pixel its row and its column, one-hot.
     """
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int] | None,
-                *more) -> tuple[Tensor, Tensor | None]:
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prev_logits: Tensor | None,
+        feat_size: tuple[int, int] | None,
+        *more,
+    ) -> tuple[Tensor, Tensor | None]:
         over_pixels = isinstance(self, AugmentedConv2d)
         if not exporting() or over_pixels and feat_size != self.feat_size:
             return super()._attend(q, k, v, prev_logits, feat_size, *more)
@@ -69,12 +77,20 @@ class DeployedTokenAttention(_Deployed, TokenAttention):
 def make_portable(layer: AugmentedConv2d | TokenAttention) -> None:
     """Turn a layer, in place, into its form for inference, unless it has windows or an evolution that cannot be folded,
     or needs no maps at all: then torch's fused attention is best."""
-    over_tokens, evolution = type(layer) is TokenAttention, fold_evolution(layer.evolution, layer.num_heads)
-    if type(layer) not in (AugmentedConv2d, TokenAttention) or (evolution is None) != (layer.evolution is None):
+    over_tokens, evolution = (
+        type(layer) is TokenAttention,
+        fold_evolution(layer.evolution, layer.num_heads),
+    )
+    if type(layer) not in (AugmentedConv2d, TokenAttention) or (evolution is None) != (
+        layer.evolution is None
+    ):
         return
     if not (layer.evolution or layer.need_logits) if over_tokens else layer.local:
         return
-    layer.__class__, layer.folded = DeployedTokenAttention if over_tokens else DeployedConv2d, evolution
+    layer.__class__, layer.folded = (
+        DeployedTokenAttention if over_tokens else DeployedConv2d,
+        evolution,
+    )
     gain = torch.full((layer.num_heads, 1, 1), layer.scale, dtype=torch.float64)
     tables = {"gain": gain if evolution is None else gain * evolution.own_gain}
     if not over_tokens:
@@ -82,7 +98,13 @@ def make_portable(layer: AugmentedConv2d | TokenAttention) -> None:
         if layer.relative:
             H, W = layer.feat_size
             for name, table, size in (("rows", layer.height_rel, H), ("cols", layer.width_rel, W)):
-                tables[name] = by_position(fit_rel_table(table.detach(), size), size).transpose(1, 2).contiguous()
-            tables["places"] = torch.cat([torch.eye(H).repeat_interleave(W, 1), torch.eye(W).repeat(1, H)])
+                tables[name] = (
+                    by_position(fit_rel_table(table.detach(), size), size)
+                    .transpose(1, 2)
+                    .contiguous()
+                )
+            tables["places"] = torch.cat(
+                [torch.eye(H).repeat_interleave(W, 1), torch.eye(W).repeat(1, H)]
+            )
     for name, table in tables.items():
         layer.register_buffer(name, table.to(layer.qkv.weight), persistent=False)

@@ -2,6 +2,7 @@
 
 Shape letters: B batch, K heads, N pixels or tokens of a map.
 """
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -32,15 +33,32 @@ class FoldedEvolution(nn.Module):
     def __init__(self, evolution: EvolvingAttention | PredictiveAttention, num_heads: int):
         super().__init__()
         self.predict, self.num_prefix_tokens = evolution.predict, evolution.num_prefix_tokens
-        alpha, beta = (torch.as_tensor(gate).detach().double().cpu().reshape(-1).expand(num_heads).view(-1, 1, 1)
-                       for gate in (evolution.alpha, evolution.beta))
-        self.own_gain, share = 1 - alpha, alpha if self.predict else beta  # share: of what the convolution gives
-        unit = torch.ones_like(alpha)  # what the convolution takes is this times what `forward` mixes
+        alpha, beta = (
+            torch.as_tensor(gate)
+            .detach()
+            .double()
+            .cpu()
+            .reshape(-1)
+            .expand(num_heads)
+            .view(-1, 1, 1)
+            for gate in (evolution.alpha, evolution.beta)
+        )
+        self.own_gain, share = (
+            1 - alpha,
+            alpha if self.predict else beta,
+        )  # share: of what the convolution gives
+        unit = torch.ones_like(
+            alpha
+        )  # what the convolution takes is this times what `forward` mixes
         if not self.predict and bool((alpha.abs() >= SMALLEST).all()):
             self.own_gain, unit = (1 - alpha) / alpha, alpha
         dtype = next((conv.weight.dtype for conv in evolution.convs), torch.float32)
-        for name, gain, idle in (("prev", alpha / unit, 1), ("rest", (1 - beta) * unit, 0),
-                                 ("passing", share * unit, None), ("sign", share.sign(), 1)):
+        for name, gain, idle in (
+            ("prev", alpha / unit, 1),
+            ("rest", (1 - beta) * unit, 0),
+            ("passing", share * unit, None),
+            ("sign", share.sign(), 1),
+        ):
             value = None if idle is not None and bool((gain == idle).all()) else gain.to(dtype)
             self.register_buffer(name, value, persistent=False)
         self.phases = [phases for phases in (4, 2, 1) if phases == 1 or phases * num_heads <= BLOCK]
@@ -52,7 +70,11 @@ class FoldedEvolution(nn.Module):
             if number == self.num_convs - 1:
                 weight, bias = weight * share.abs().unsqueeze(-1), bias * share.abs().flatten()
             for phases in self.phases:
-                self.register_buffer(f"weight{number}_{phases}", in_phases(weight, phases).to(dtype), persistent=False)
+                self.register_buffer(
+                    f"weight{number}_{phases}",
+                    in_phases(weight, phases).to(dtype),
+                    persistent=False,
+                )
             self.register_buffer(f"bias{number}", bias.to(dtype), persistent=False)
 
     def _convolve(self, maps: Tensor) -> Tensor:
@@ -68,7 +90,11 @@ class FoldedEvolution(nn.Module):
             bias = getattr(self, f"bias{number}").repeat_interleave(phases)
             maps = F.relu(F.conv2d(maps, weight, bias, (phases, 1), weight.shape[-1] // 2))
             if phases > 1:  # (B, K*phases, N/phases, N)
-                maps = maps.reshape(B, K, phases, rows // phases, cols).transpose(2, 3).reshape(B, K, rows, cols)
+                maps = (
+                    maps.reshape(B, K, phases, rows // phases, cols)
+                    .transpose(2, 3)
+                    .reshape(B, K, rows, cols)
+                )
         return maps if self.sign is None else self.sign * maps
 
     def forward(self, own: Tensor, prev: Tensor) -> Tensor:
@@ -92,7 +118,10 @@ def fold_evolution(evolution: Evolution | None, num_heads: int) -> FoldedEvoluti
 
     EA and PA are known, no subclasses of them, with torch's own convolutions.
     """
-    if type(evolution) not in (EvolvingAttention, PredictiveAttention) or evolution.causal != "none":
+    if (
+        type(evolution) not in (EvolvingAttention, PredictiveAttention)
+        or evolution.causal != "none"
+    ):
         return None
     if any(type(conv) is not nn.Conv2d or conv.bias is None for conv in evolution.convs):
         return None

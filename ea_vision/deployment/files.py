@@ -4,6 +4,7 @@ A file takes `images`, float32 (batch, 3, H, W), normalised by the mean and std 
 float32 (batch, classes). The metadata of both kinds are the fields of `About`, as JSON; an ONNX file ends in one more
 entry of them, the SHA-256 of what stands before it.
 """
+
 import hashlib
 import importlib.util
 import io
@@ -52,7 +53,9 @@ def check_packages(path: Path, *names: str) -> None:
         raise UsageError(f"the file must end in {' or '.join(SUFFIXES)}, got {path}")
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if path.suffix.lower() == ".onnx" and missing:
-        raise UsageError(f"{path.name} needs {' and '.join(missing)}: pip install 'ea_vision[export]'")
+        raise UsageError(
+            f"{path.name} needs {' and '.join(missing)}: pip install 'ea_vision[export]'"
+        )
 
 
 def export_program(model: nn.Module, size: tuple[int, int]) -> torch.export.ExportedProgram:
@@ -61,7 +64,9 @@ def export_program(model: nn.Module, size: tuple[int, int]) -> torch.export.Expo
     noise = example_images(model)
     images = noise.new_zeros(2, noise.shape[1], *size)
     with torch.no_grad():
-        return torch.export.export(model, (images,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+        return torch.export.export(
+            model, (images,), dynamic_shapes=({0: torch.export.Dim("batch")},)
+        )
 
 
 @contextmanager
@@ -79,8 +84,15 @@ def _quiet() -> Iterator[None]:
 def _onnx_model(program: torch.export.ExportedProgram):
     """Return an onnx.ModelProto of the program, its batch axis named `batch`."""
     with _quiet():
-        onnx = torch.onnx.export(program, (), dynamo=True, verbose=False, opset_version=OPSET,
-                                 input_names=["images"], output_names=["logits"])
+        onnx = torch.onnx.export(
+            program,
+            (),
+            dynamo=True,
+            verbose=False,
+            opset_version=OPSET,
+            input_names=["images"],
+            output_names=["logits"],
+        )
     proto = onnx.model_proto  # made anew at each look
     graph = proto.graph
     for node in graph.node:  # where in torch's code it was traced
@@ -131,7 +143,9 @@ def _open_program(path: Path) -> tuple[dict[str, str], Callable[[Tensor], Tensor
     extra = {"about.json": ""}
     with _quiet():
         module = torch.export.load(path, extra_files=extra).module()
-    return json.loads(extra["about.json"] or "{}"), lambda images: module(images)  # a module would refuse eval()
+    return json.loads(extra["about.json"] or "{}"), lambda images: module(
+        images
+    )  # a module would refuse eval()
 
 
 def _open_onnx(path: Path) -> tuple[dict[str, str], Callable[[Tensor], Tensor]]:
@@ -139,14 +153,19 @@ def _open_onnx(path: Path) -> tuple[dict[str, str], Callable[[Tensor], Tensor]]:
     import onnxruntime
 
     data = path.read_bytes()
-    if data[-64:] != hashlib.sha256(data[:-64 - len(_SEAL)]).hexdigest().encode():
-        raise UsageError(f"{path} is damaged: its checksum does not match" if _SEAL in data else
-                         f"{path} must be a network that ea-vision export wrote; its metadata lack 'sha256'")
+    if data[-64:] != hashlib.sha256(data[: -64 - len(_SEAL)]).hexdigest().encode():
+        raise UsageError(
+            f"{path} is damaged: its checksum does not match"
+            if _SEAL in data
+            else f"{path} must be a network that ea-vision export wrote; its metadata lack 'sha256'"
+        )
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = torch.get_num_threads(), 3
     session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-    return (session.get_modelmeta().custom_metadata_map,
-            lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0]))
+    return (
+        session.get_modelmeta().custom_metadata_map,
+        lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0]),
+    )
 
 
 @contextmanager
@@ -176,13 +195,17 @@ class ExportedNetwork(nn.Module):
         with _named(f"{path} must be a network that ea-vision export wrote; its metadata lack"):
             about = About(**{field.name: json.loads(said[field.name]) for field in fields(About)})
             about = replace(about, size=tuple(about.size))
-        with _named(f"{path} says that it takes images {(3, *about.size)} and gives logits, and its network refuses:"):
+        with _named(
+            f"{path} says that it takes images {(3, *about.size)} and gives logits, and its network refuses:"
+        ):
             self.run(torch.zeros(1, 3, *about.size))
         self.about, self.num_classes = about, about.num_classes
 
     def forward(self, images: Tensor) -> Tensor:
         """Classify normalised images (B, 3, H, W) of the file's size."""
         if images.shape[1:] != (3, *self.about.size):
-            raise ValueError(f"images of shape (B, 3, {self.about.size[0]}, {self.about.size[1]}) are required, got "
-                             f"{tuple(images.shape)}")
+            raise ValueError(
+                f"images of shape (B, 3, {self.about.size[0]}, {self.about.size[1]}) are required, got "
+                f"{tuple(images.shape)}"
+            )
         return self.run(images.cpu())

@@ -1,4 +1,5 @@
 """`deploy`: a network for inference, its BatchNorms folded and its attention layers made ready for export."""
+
 import copy
 import warnings
 from collections.abc import Sequence
@@ -23,12 +24,18 @@ def _fold_pair(maker: nn.Module, norm: nn.Module) -> None:
     first = 0
     for conv in parts_of(maker):
         channels = slice(first, first := first + conv.out_channels)
-        mean, var, scale, shift = (None if tensor is None else tensor.detach().double()[channels] for tensor in (
-            norm.running_mean, norm.running_var, norm.weight, norm.bias))
+        mean, var, scale, shift = (
+            None if tensor is None else tensor.detach().double()[channels]
+            for tensor in (norm.running_mean, norm.running_var, norm.weight, norm.bias)
+        )
         bias = None if conv.bias is None else conv.bias.detach().double()
-        folded = fuse_conv_bn_weights(conv.weight.detach().double(), bias, mean, var, norm.eps, scale, shift)
+        folded = fuse_conv_bn_weights(
+            conv.weight.detach().double(), bias, mean, var, norm.eps, scale, shift
+        )
         conv.weight, conv.bias = (nn.Parameter(tensor.to(conv.weight.dtype)) for tensor in folded)
-    norm.__class__ = nn.Sequential  # of timm's activation in it, or of nothing; by every name that it has
+    norm.__class__ = (
+        nn.Sequential
+    )  # of timm's activation in it, or of nothing; by every name that it has
     norm._parameters, norm._buffers = {}, {}
 
 
@@ -40,8 +47,14 @@ def example_images(model: nn.Module) -> Tensor:
     """
     first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
     if first is None:
-        raise UsageError(f"a network that begins with a convolution is required, got {type(model).__name__}")
-    own = [size for module in model.modules() if (size := getattr(module, "img_size", None)) is not None]
+        raise UsageError(
+            f"a network that begins with a convolution is required, got {type(model).__name__}"
+        )
+    own = [
+        size
+        for module in model.modules()
+        if (size := getattr(module, "img_size", None)) is not None
+    ]
     size = own[0] if own else timm.data.resolve_model_data_config(model)["input_size"][-2:]
     sides = (size, size) if isinstance(size, int) else size
     noise = torch.randn(1, first.in_channels, *sides, generator=torch.Generator().manual_seed(0))
@@ -57,8 +70,10 @@ def _tensors(outputs: Any) -> list[Tensor]:
     leaves = tree_leaves(outputs)
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, Number, str, type(None))):
-            raise UsageError(f"a network that gives tensors is required, whose outputs can be compared, got "
-                             f"{type(leaf).__name__}")
+            raise UsageError(
+                f"a network that gives tensors is required, whose outputs can be compared, got "
+                f"{type(leaf).__name__}"
+            )
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
@@ -66,8 +81,11 @@ def _difference(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> float:
     """Return the largest difference of two networks' outputs, in parts of an output's largest number."""
     if [tensor.shape for tensor in wanted] != [tensor.shape for tensor in got]:
         return float("inf")
-    parts = [(other.double() - own.double()).abs().max() / own.double().abs().max().clamp(min=1e-6)
-             for own, other in zip(wanted, got, strict=True) if own.numel()]
+    parts = [
+        (other.double() - own.double()).abs().max() / own.double().abs().max().clamp(min=1e-6)
+        for own, other in zip(wanted, got, strict=True)
+        if own.numel()
+    ]
     return float(torch.stack(parts).max()) if parts else 0.0
 
 
@@ -90,25 +108,38 @@ def deploy(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"a network (torch.nn.Module) is required, got {type(model).__name__}")
-    training = [name or type(model).__name__ for name, module in model.named_modules() if module.training]
+    training = [
+        name or type(model).__name__ for name, module in model.named_modules() if module.training
+    ]
     if training:
-        raise UsageError(f"a network in evaluation mode is required (model.eval()), got {training[0]} in training mode")
+        raise UsageError(
+            f"a network in evaluation mode is required (model.eval()), got {training[0]} in training mode"
+        )
     images = example_images(model)
     try:
         outputs = model(images)
     except Exception as error:
-        raise UsageError(f"a network for images {tuple(images.shape)} is required, and {type(model).__name__} fails on "
-                         f"one: {error}") from error
+        raise UsageError(
+            f"a network for images {tuple(images.shape)} is required, and {type(model).__name__} fails on "
+            f"one: {error}"
+        ) from error
     wanted = _tensors(outputs)
-    computed = {id(value): value.detach().clone() for module in model.modules() for value in vars(module).values()
-                if isinstance(value, Tensor) and not value.is_leaf}  # pruned weights, which deepcopy refuses
+    computed = {
+        id(value): value.detach().clone()
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, Tensor) and not value.is_leaf
+    }  # pruned weights, which deepcopy refuses
     original, model = model, copy.deepcopy(model, computed)
     pairs, left, readers = look(model)
     for maker, norm in pairs:
         _fold_pair(maker, norm)
     if left:
-        warnings.warn("deploy leaves BatchNorms as they are: " + ", ".join(
-            f"{name} ({reason})" for name, reason in left.items()), stacklevel=3)
+        warnings.warn(
+            "deploy leaves BatchNorms as they are: "
+            + ", ".join(f"{name} ({reason})" for name, reason in left.items()),
+            stacklevel=3,
+        )
     layers = [module for module in model.modules() if isinstance(module, ATTENTION)]
     for layer in layers:
         if layer.evolution is not None and layer.evolution.changes_nothing():
@@ -123,7 +154,9 @@ def deploy(model: nn.Module) -> nn.Module:
     most = max(LARGEST, 16 * torch.finfo(images.dtype).eps)
     if not difference <= most:
         again = _difference(wanted, _tensors(original(images)))
-        raise RunError(f"{type(model).__name__} cannot be deployed: on noise its copy's outputs differ by "
-                       f"{difference:.1e} of the largest, at most {most:.0e} required (the network's own, run twice, "
-                       f"by {again:.1e})")
+        raise RunError(
+            f"{type(model).__name__} cannot be deployed: on noise its copy's outputs differ by "
+            f"{difference:.1e} of the largest, at most {most:.0e} required (the network's own, run twice, "
+            f"by {again:.1e})"
+        )
     return model

@@ -41,20 +41,34 @@ class CocoFolder(Dataset):
         self.folder, self.json = find_coco(Path(root), split)
         content = read_coco(self.json)
         self.images = content["images"]
-        self._bytes = [path.stat().st_size if os.path.isfile(path) else None
-                       for path in (self.folder / image["file_name"] for image in self.images)]
-        missing = [image["file_name"] for image, size in zip(self.images, self._bytes, strict=True) if size is None]
+        self._bytes = [
+            path.stat().st_size if os.path.isfile(path) else None
+            for path in (self.folder / image["file_name"] for image in self.images)
+        ]
+        missing = [
+            image["file_name"]
+            for image, size in zip(self.images, self._bytes, strict=True)
+            if size is None
+        ]
         if missing:
-            raise UsageError(f"{len(missing)} of the {len(self.images)} images of {self.json} are not in "
-                             f"{self.folder}: {', '.join(map(ascii, missing[:3]))}")
+            raise UsageError(
+                f"{len(missing)} of the {len(self.images)} images of {self.json} are not in "
+                f"{self.folder}: {', '.join(map(ascii, missing[:3]))}"
+            )
         self.categories = sorted(content["categories"], key=lambda category: category["id"])
-        self.category_ids, self.classes = ([category[key] for category in self.categories] for key in ("id", "name"))
+        self.category_ids, self.classes = (
+            [category[key] for category in self.categories] for key in ("id", "name")
+        )
         by_image: dict[int, list[dict]] = {image["id"]: [] for image in self.images}
         for row in content["annotations"]:
-            by_image[row["image_id"]].append({"area": row["bbox"][2] * row["bbox"][3], "iscrowd": 0, **row})
+            by_image[row["image_id"]].append(
+                {"area": row["bbox"][2] * row["bbox"][3], "iscrowd": 0, **row}
+            )
         self.annotations = list(by_image.values())
         if all(row["iscrowd"] for rows in self.annotations for row in rows):
-            raise UsageError(f"{len(self)} images of {self.json} must have at least one box that is no crowd, got none")
+            raise UsageError(
+                f"{len(self)} images of {self.json} must have at least one box that is no crowd, got none"
+            )
 
     def __len__(self) -> int:
         return len(self.images)
@@ -74,23 +88,35 @@ class CocoFolder(Dataset):
         about = self.images[index]
         image = decode_image(self.describe(index))
         if image.size != (about["width"], about["height"]):
-            raise BrokenImage(f"it has {image.width}x{image.height} pixels, {self.json.name} says "
-                              f"{about['width']}x{about['height']}")
+            raise BrokenImage(
+                f"it has {image.width}x{image.height} pixels, {self.json.name} says "
+                f"{about['width']}x{about['height']}"
+            )
         own = [row for row in self.annotations[index] if not row["iscrowd"]]
-        boxes = box_convert(torch.tensor([row["bbox"] for row in own], dtype=torch.float32).reshape(-1, 4),
-                            "xywh", "xyxy")
+        boxes = box_convert(
+            torch.tensor([row["bbox"] for row in own], dtype=torch.float32).reshape(-1, 4),
+            "xywh",
+            "xyxy",
+        )
         size = (image.height, image.width)
         return tv_tensors.Image(image), {
             "boxes": tv_tensors.BoundingBoxes(boxes, format="XYXY", canvas_size=size),
-            "labels": torch.tensor([self.category_ids.index(row["category_id"]) for row in own], dtype=torch.int64),
-            "image_id": about["id"], "size": size}
+            "labels": torch.tensor(
+                [self.category_ids.index(row["category_id"]) for row in own], dtype=torch.int64
+            ),
+            "image_id": about["id"],
+            "size": size,
+        }
 
     def ground_truth(self, indices: Iterable[int] | None = None) -> dict:
         """Return the content of a COCO JSON of the images at these places (None: of all), for the metric."""
         indices = range(len(self)) if indices is None else indices
         rows = [row for index in indices for row in self.annotations[index]]
-        return {"images": [self.images[index] for index in indices], "categories": self.categories,
-                "annotations": [{**row, "id": number} for number, row in enumerate(rows, start=1)]}
+        return {
+            "images": [self.images[index] for index in indices],
+            "categories": self.categories,
+            "annotations": [{**row, "id": number} for number, row in enumerate(rows, start=1)],
+        }
 
     def fingerprint(self) -> str:
         """Return SHA-256 over classes, boxes, and the names and sizes of the images: the same wherever they lie."""
@@ -98,8 +124,11 @@ class CocoFolder(Dataset):
         return hashlib.sha256(content.encode()).hexdigest()
 
 
-def results_of(image_id: int | str, detected: Mapping[str, Tensor], category_ids: Sequence[int],
-               ) -> list[dict]:
+def results_of(
+    image_id: int | str,
+    detected: Mapping[str, Tensor],
+    category_ids: Sequence[int],
+) -> list[dict]:
     """Return COCO's results of an image: image_id, category_id, bbox (x, y, width, height) in pixels, score.
 
     Args:
@@ -107,10 +136,17 @@ def results_of(image_id: int | str, detected: Mapping[str, Tensor], category_ids
         category_ids: of the labels.
     """
     boxes = box_convert(detected["boxes"].detach().double().cpu(), "xyxy", "xywh")
-    return [{"image_id": image_id, "category_id": category_ids[label], "bbox": [round(side, 3) for side in box],
-             "score": round(score, 6)}
-            for box, score, label in zip(boxes.tolist(), detected["scores"].tolist(), detected["labels"].tolist(),
-                                         strict=True)]
+    return [
+        {
+            "image_id": image_id,
+            "category_id": category_ids[label],
+            "bbox": [round(side, 3) for side in box],
+            "score": round(score, 6),
+        }
+        for box, score, label in zip(
+            boxes.tolist(), detected["scores"].tolist(), detected["labels"].tolist(), strict=True
+        )
+    ]
 
 
 def find_coco(root: Path, split: str) -> tuple[Path, Path]:
@@ -119,16 +155,24 @@ def find_coco(root: Path, split: str) -> tuple[Path, Path]:
     Raises:
         UsageError: they are not there.
     """
-    for folder, file in ((root / split, root / f"{split}.json"),
-                         *((root / f"{split}{year}", root / "annotations" / f"instances_{split}{year}.json")
-                           for year in COCO_YEARS)):
+    for folder, file in (
+        (root / split, root / f"{split}.json"),
+        *(
+            (root / f"{split}{year}", root / "annotations" / f"instances_{split}{year}.json")
+            for year in COCO_YEARS
+        ),
+    ):
         if folder.is_dir() and file.is_file():
             return folder, file
-    raise UsageError(f"data folder {root} must have {split}/ with images and {split}.json, or COCO's own {split}2017/ "
-                     f"and annotations/instances_{split}2017.json" + ("" if root.is_dir() else "; it does not exist"))
+    raise UsageError(
+        f"data folder {root} must have {split}/ with images and {split}.json, or COCO's own {split}2017/ "
+        f"and annotations/instances_{split}2017.json"
+        + ("" if root.is_dir() else "; it does not exist")
+    )
 
 
 # ---- what a COCO JSON must be ----------------------------------------------------------------------------------------
+
 
 def read_coco(path: Path) -> dict[str, list[dict]]:
     """Return images, categories and annotations of a COCO JSON, the fields of each that are in FIELDS.
@@ -136,6 +180,7 @@ def read_coco(path: Path) -> dict[str, list[dict]]:
     Raises:
         UsageError: it cannot be read or is damaged; the message says where.
     """
+
     def refuse(where: str, required: str, received: Any) -> None:
         got = "nothing" if received is ABSENT else f"{received!r:.60}"
         raise UsageError(f"{path} is damaged: {where} must be {required}, got {got}")
@@ -164,8 +209,12 @@ def read_coco(path: Path) -> dict[str, list[dict]]:
                     ids[part].add(value)
                 if field in OWNERS and value not in ids[OWNERS[field]]:
                     refuse(where, f"the id of one of its {OWNERS[field]}", value)
-    return {part: [{field: entry[field] for field in fields if field in entry} for entry in content[part]]
-            for part, fields in FIELDS.items()}
+    return {
+        part: [
+            {field: entry[field] for field in fields if field in entry} for entry in content[part]
+        ]
+        for part, fields in FIELDS.items()
+    }
 
 
 def _number(value: Any) -> bool:
@@ -181,9 +230,14 @@ OWNERS = {"image_id": "images", "category_id": "categories"}
 FIELDS = {  # that are read: what they must be
     "images": {"id": WHOLE, "file_name": TEXT, "width": PIXELS, "height": PIXELS},
     "categories": {"id": WHOLE, "name": TEXT},
-    "annotations": {"image_id": WHOLE, "category_id": WHOLE,
-                    "bbox": ("four numbers: x, y, width, height in pixels",
-                             lambda value: isinstance(value, list) and len(value) == 4 and all(map(_number, value))),
-                    "area": ("a number of at least 0", lambda value: _number(value) and value >= 0),
-                    "iscrowd": ("0 or 1", lambda value: type(value) is int and value in (0, 1))},
+    "annotations": {
+        "image_id": WHOLE,
+        "category_id": WHOLE,
+        "bbox": (
+            "four numbers: x, y, width, height in pixels",
+            lambda value: isinstance(value, list) and len(value) == 4 and all(map(_number, value)),
+        ),
+        "area": ("a number of at least 0", lambda value: _number(value) and value >= 0),
+        "iscrowd": ("0 or 1", lambda value: type(value) is int and value in (0, 1)),
+    },
 }

@@ -29,8 +29,18 @@ def draw_detections(image: Tensor, found: Mapping[str, Tensor], classes: Sequenc
     if not len(order):
         return drawn
     labels = found["labels"][order].tolist()
-    names = [f"{classes[label]} {score:.2f}" for label, score in zip(labels, found["scores"][order], strict=True)]
-    return draw_bounding_boxes(drawn, found["boxes"][order] * side / longer, names,
-                               [COLORS[label % len(COLORS)] for label in labels], width=max(2, side // 250),
-                               font=findfont("DejaVu Sans:bold"), font_size=6 + side // 60, label_colors="white",
-                               fill_labels=True)
+    names = [
+        f"{classes[label]} {score:.2f}"
+        for label, score in zip(labels, found["scores"][order], strict=True)
+    ]
+    return draw_bounding_boxes(
+        drawn,
+        found["boxes"][order] * side / longer,
+        names,
+        [COLORS[label % len(COLORS)] for label in labels],
+        width=max(2, side // 250),
+        font=findfont("DejaVu Sans:bold"),
+        font_size=6 + side // 60,
+        label_colors="white",
+        fill_labels=True,
+    )

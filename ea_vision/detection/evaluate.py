@@ -36,8 +36,10 @@ def require_pycocotools():
         from pycocotools.coco import COCO
         from pycocotools.cocoeval import COCOeval
     except ImportError as error:
-        raise UsageError(f"COCO's metrics need pycocotools, not installed ({error}): pip install "
-                         "'ea_vision[detection]'") from error
+        raise UsageError(
+            f"COCO's metrics need pycocotools, not installed ({error}): pip install "
+            "'ea_vision[detection]'"
+        ) from error
     return COCO, COCOeval
 
 
@@ -61,17 +63,34 @@ class DetectionResult:
 
     def numbers(self) -> dict:
         """Return the content of evaluation.json; measures without an object are None."""
-        return {"images": self.images, "unreadable_images": self.unreadable, "detections": len(self.detections),
-                **{name: None if math.isnan(value) else round(value, 4) for name, value in self.measures.items()}}
+        return {
+            "images": self.images,
+            "unreadable_images": self.unreadable,
+            "detections": len(self.detections),
+            **{
+                name: None if math.isnan(value) else round(value, 4)
+                for name, value in self.measures.items()
+            },
+        }
 
     def line(self) -> str:
         without = f" without {self.unreadable} that cannot be read" if self.unreadable else ""
-        return "  ".join([*(f"{name} {value:.2f}%" for name, value in self.measures.items() if not math.isnan(value)),
-                          f"{self.images} images{without}"])
+        return "  ".join(
+            [
+                *(
+                    f"{name} {value:.2f}%"
+                    for name, value in self.measures.items()
+                    if not math.isnan(value)
+                ),
+                f"{self.images} images{without}",
+            ]
+        )
 
 
-def coco_metrics(ground_truth: dict, detections: Sequence[dict],
-                 ) -> tuple[dict[str, float], list[dict]]:
+def coco_metrics(
+    ground_truth: dict,
+    detections: Sequence[dict],
+) -> tuple[dict[str, float], list[dict]]:
     """Return MEASURES in percent, and a row of AP and AP50 for each class.
 
     Args:
@@ -86,19 +105,29 @@ def coco_metrics(ground_truth: dict, detections: Sequence[dict],
     truth.dataset = copy.deepcopy(ground_truth)  # it adds fields to what it is given
     with redirect_stdout(io.StringIO()):  # it prints its steps
         truth.createIndex()
-        found = truth.loadRes(copy.deepcopy(detections)) if detections else COCO()  # loadRes takes no empty list
+        found = (
+            truth.loadRes(copy.deepcopy(detections)) if detections else COCO()
+        )  # loadRes takes no empty list
         evaluation = COCOeval(truth, found, "bbox")
         evaluation.evaluate()
         evaluation.accumulate()
         evaluation.summarize()
     measures = dict(zip(MEASURES, map(_percent, evaluation.stats.tolist()), strict=False))
-    objects = Counter(row["category_id"] for row in ground_truth["annotations"] if not row["iscrowd"])
-    precision = evaluation.eval["precision"][..., 0, -1]  # thresholds from 0.5, recalls, classes; all areas, 100 each
+    objects = Counter(
+        row["category_id"] for row in ground_truth["annotations"] if not row["iscrowd"]
+    )
+    precision = evaluation.eval["precision"][
+        ..., 0, -1
+    ]  # thresholds from 0.5, recalls, classes; all areas, 100 each
     return measures, [
-        {"class": truth.cats[category]["name"], "objects": objects[category],
-         "AP": round(_percent(precision[:, :, place].mean()), 2),
-         "AP50": round(_percent(precision[0, :, place].mean()), 2)}
-        for place, category in enumerate(evaluation.params.catIds)]
+        {
+            "class": truth.cats[category]["name"],
+            "objects": objects[category],
+            "AP": round(_percent(precision[:, :, place].mean()), 2),
+            "AP50": round(_percent(precision[0, :, place].mean()), 2),
+        }
+        for place, category in enumerate(evaluation.params.catIds)
+    ]
 
 
 def _percent(value: float) -> float:
@@ -107,8 +136,16 @@ def _percent(value: float) -> float:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, loader, num_classes: int, world: World, config: TrainConfig, *,
-             should_stop: Callable[[], bool] | None = None, tta: str = "none") -> DetectionResult | None:
+def evaluate(
+    model: nn.Module,
+    loader,
+    num_classes: int,
+    world: World,
+    config: TrainConfig,
+    *,
+    should_stop: Callable[[], bool] | None = None,
+    tta: str = "none",
+) -> DetectionResult | None:
     """Evaluate a detector in eval mode (left so) over `loader.batches()`, each process its share.
 
     loader: a `BoxEvalLoader`. Returns None if `should_stop`, asked before each batch, said so. The classes are those of
@@ -129,14 +166,22 @@ def evaluate(model: nn.Module, loader, num_classes: int, world: World, config: T
             with autocast(config.amp, world.device):
                 detected = model(pixels)
             for target, one in zip(targets, detected, strict=True):
-                boxes = boxes_to_original(one["boxes"].float().cpu(), target["size"], pixels.shape[-1])
-                found += results_of(target["image_id"], {**one, "boxes": boxes}, source.category_ids)
+                boxes = boxes_to_original(
+                    one["boxes"].float().cpu(), target["size"], pixels.shape[-1]
+                )
+                found += results_of(
+                    target["image_id"], {**one, "boxes": boxes}, source.category_ids
+                )
     ids = sorted(index for of_rank in world.gather(ids) for index in of_rank)
     truth = source.ground_truth(ids)
     if all(row["iscrowd"] for row in truth["annotations"]):
-        raise RunError(f"there must be boxes on images that can be read, got {len(ids)} of {len(source)} images and "
-                       "none")
-    found = sorted((row for of_rank in world.gather(found) for row in of_rank),
-                   key=lambda row: str(row["image_id"]))  # the same order on any number of processes
+        raise RunError(
+            f"there must be boxes on images that can be read, got {len(ids)} of {len(source)} images and "
+            "none"
+        )
+    found = sorted(
+        (row for of_rank in world.gather(found) for row in of_rank),
+        key=lambda row: str(row["image_id"]),
+    )  # the same order on any number of processes
     measures, per_class = coco_metrics(truth, found)
     return DetectionResult(len(ids), measures, per_class, found, len(source) - len(ids))

@@ -4,7 +4,6 @@ A batch's images are float32 (B, 3, S, S) in 0..1, not normalised, which the det
 boxes (n, 4), labels (n,), image_id and size, as `CocoFolder` has them.
 """
 
-
 import torch
 
 from ea_vision.data.batches import Batch, sent
@@ -20,14 +19,25 @@ class _Boxes(DecodingLoader):
         def read(index: int) -> tuple[torch.Tensor, dict]:
             """Boxes travel as NumPy arrays: every tensor would take a file descriptor on its way."""
             image, target = transform(*self.source[index])
-            return image.mul(255).round_(), {**target, **{key: target[key].numpy() for key in ("boxes", "labels")}}
+            return image.mul(255).round_(), {
+                **target,
+                **{key: target[key].numpy() for key in ("boxes", "labels")},
+            }
 
         return Decoder(read, (3, img_size, img_size))
 
     def _batch(self, images: torch.Tensor, targets: list[dict], ids: torch.Tensor) -> Batch:
         images = images.to(self.device, non_blocking=True).float().div_(255)
-        targets = [{**target, **{name: sent(torch.from_numpy(target[name]), self.device)
-                                 for name in ("boxes", "labels")}} for target in targets]
+        targets = [
+            {
+                **target,
+                **{
+                    name: sent(torch.from_numpy(target[name]), self.device)
+                    for name in ("boxes", "labels")
+                },
+            }
+            for target in targets
+        ]
         return Batch(images, targets, ids)
 
 

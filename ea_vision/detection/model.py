@@ -10,6 +10,7 @@ Papers:
 
 Shape letters: B images, H x W pixels, A anchors a place, C classes.
 """
+
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,11 @@ from timm.layers import freeze_batch_norm_2d
 from torch import Tensor, nn
 from torchvision.models.detection import RetinaNet
 from torchvision.models.detection.anchor_utils import AnchorGenerator
-from torchvision.models.detection.retinanet import RetinaNetClassificationHead, RetinaNetHead, RetinaNetRegressionHead
+from torchvision.models.detection.retinanet import (
+    RetinaNetClassificationHead,
+    RetinaNetHead,
+    RetinaNetRegressionHead,
+)
 from torchvision.ops import FeaturePyramidNetwork, sigmoid_focal_loss
 from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 
@@ -28,18 +33,30 @@ from ea_vision.base.networks import create_leaving_out, image_statistics
 
 STRIDES = (8, 16, 32)  # of the features that the pyramid is made from, in pixels
 LEVELS = (3, 4, 5, 6, 7)  # of the pyramid: level n has one place to 2^n x 2^n pixels
-OCTAVE_SCALES = {6: (0, 1 / 2), 9: (0, 1 / 3, 2 / 3)}  # anchors a place: log2 of their sizes over the level's
+OCTAVE_SCALES = {
+    6: (0, 1 / 2),
+    9: (0, 1 / 3, 2 / 3),
+}  # anchors a place: log2 of their sizes over the level's
 RATIOS = (0.5, 1.0, 2.0)  # height over width
 HUBER_DELTA, HUBER_WEIGHT = 0.1, 50.0  # of the AA paper's code
 # Keywords of torchvision's RetinaNet that `create_detector` passes on.
-_RETINANET = ("score_thresh", "nms_thresh", "detections_per_img", "topk_candidates", "fg_iou_thresh", "bg_iou_thresh")
+_RETINANET = (
+    "score_thresh",
+    "nms_thresh",
+    "detections_per_img",
+    "topk_candidates",
+    "fg_iou_thresh",
+    "bg_iou_thresh",
+)
 
 
 class CoarseLevels(LastLevelP6P7):
     """torchvision's P6 and P7 from P5, on a CPU in the weights' own precision: of a 1x1 map with stride 2 the bfloat16
     weight gradients are wrong there (torch 2.11)."""
 
-    def forward(self, p: list[Tensor], c: list[Tensor], names: list[str]) -> tuple[list[Tensor], list[str]]:
+    def forward(
+        self, p: list[Tensor], c: list[Tensor], names: list[str]
+    ) -> tuple[list[Tensor], list[str]]:
         with torch.autocast("cpu", enabled=False):
             (_, *coarse), names = super().forward([p[-1].to(self.p6.weight.dtype)], c, names)
         return [*p, *coarse], names
@@ -62,18 +79,26 @@ class Pyramid(nn.Module):
         strides = body.feature_info.reduction()
         last = {stride: position for position, stride in enumerate(strides)}
         if not set(STRIDES) <= set(last):
-            raise ValueError(f"features at strides {', '.join(map(str, STRIDES))} are required, got "
-                             f"{', '.join(map(str, strides))}")
+            raise ValueError(
+                f"features at strides {', '.join(map(str, STRIDES))} are required, got "
+                f"{', '.join(map(str, strides))}"
+            )
         self.positions = [last[stride] for stride in STRIDES]
         self.body, self.out_channels = body, channels
         widths = [body.feature_info.channels()[position] for position in self.positions]
-        self.fpn = FeaturePyramidNetwork(widths, channels, extra_blocks=CoarseLevels(channels, channels))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) if norm else nn.Identity() for _ in LEVELS)
+        self.fpn = FeaturePyramidNetwork(
+            widths, channels, extra_blocks=CoarseLevels(channels, channels)
+        )
+        self.norms = nn.ModuleList(
+            nn.BatchNorm2d(channels) if norm else nn.Identity() for _ in LEVELS
+        )
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """Turn (B, 3, H, W) into the maps "p3" to "p7", (B, channels, H / 2^n, W / 2^n) each."""
         features = self.body(x)
-        maps = self.fpn({f"p{level}": features[at] for level, at in zip(LEVELS, self.positions, strict=False)})
+        maps = self.fpn(
+            {f"p{level}": features[at] for level, at in zip(LEVELS, self.positions, strict=False)}
+        )
         return {name: norm(x) for norm, (name, x) in zip(self.norms, maps.items(), strict=True)}
 
 
@@ -83,12 +108,16 @@ class _Tower(nn.Module):
 
     def __init__(self, channels: int, convs: int, norm: bool):
         super().__init__()
-        self.convs = nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1) for _ in range(convs))
+        self.convs = nn.ModuleList(
+            nn.Conv2d(channels, channels, 3, padding=1) for _ in range(convs)
+        )
         for conv in self.convs:
             nn.init.normal_(conv.weight, std=0.01)
             nn.init.zeros_(conv.bias)
-        self.norms = nn.ModuleList(nn.ModuleList(nn.BatchNorm2d(channels) if norm else nn.Identity()
-                                                 for _ in range(convs)) for _ in LEVELS)
+        self.norms = nn.ModuleList(
+            nn.ModuleList(nn.BatchNorm2d(channels) if norm else nn.Identity() for _ in range(convs))
+            for _ in LEVELS
+        )
 
     def forward(self, maps: list[Tensor], last: nn.Conv2d, numbers: int) -> Tensor:
         """Turn the pyramid's maps, by way of a head's last convolution, into float32 (B, places * A, numbers): losses
@@ -97,15 +126,26 @@ class _Tower(nn.Module):
         for x, norms in zip(maps, self.norms, strict=True):
             for conv, norm in zip(self.convs, norms, strict=True):
                 x = F.relu(norm(conv(x)))
-            found.append(last(x).unflatten(1, (-1, numbers)).permute(0, 3, 4, 1, 2).flatten(1, 3).float())
+            found.append(
+                last(x).unflatten(1, (-1, numbers)).permute(0, 3, 4, 1, 2).flatten(1, 3).float()
+            )
         return torch.cat(found, dim=1)
 
 
 class ClassHead(RetinaNetClassificationHead):
     """torchvision's head for classes, with the focal loss's alpha and gamma, and towers as `_Tower` has them."""
 
-    def __init__(self, channels: int, anchors: int, num_classes: int, *, convs: int, norm: bool, alpha: float,
-                 gamma: float):
+    def __init__(
+        self,
+        channels: int,
+        anchors: int,
+        num_classes: int,
+        *,
+        convs: int,
+        norm: bool,
+        alpha: float,
+        gamma: float,
+    ):
         super().__init__(channels, anchors, num_classes)
         self.conv = _Tower(channels, convs, norm)
         self.alpha, self.gamma = alpha, gamma
@@ -114,15 +154,18 @@ class ClassHead(RetinaNetClassificationHead):
         """Turn the pyramid's maps into logits (B, places * A, C)."""
         return self.conv(maps, self.cls_logits, self.num_classes)
 
-    def compute_loss(self, targets: list[dict[str, Tensor]], outputs: dict[str, Tensor],
-                     matched: list[Tensor]) -> Tensor:
+    def compute_loss(
+        self, targets: list[dict[str, Tensor]], outputs: dict[str, Tensor], matched: list[Tensor]
+    ) -> Tensor:
         """Return the focal loss of matched and background anchors over the matched ones, the images' mean."""
         losses = []
         for target, logits, match in zip(targets, outputs["cls_logits"], matched, strict=True):
             wanted, of_object = torch.zeros_like(logits), match >= 0
             wanted[of_object, target["labels"][match[of_object]]] = 1.0
             clear = match != self.BETWEEN_THRESHOLDS
-            loss = sigmoid_focal_loss(logits[clear], wanted[clear], self.alpha, self.gamma, reduction="sum")
+            loss = sigmoid_focal_loss(
+                logits[clear], wanted[clear], self.alpha, self.gamma, reduction="sum"
+            )
             losses.append(loss / of_object.sum().clamp(min=1))
         return torch.stack(losses).mean()
 
@@ -134,16 +177,27 @@ class BoxHead(RetinaNetRegressionHead):
         super().__init__(channels, anchors)
         self.conv = _Tower(channels, convs, norm)
         self._loss_type, self.stretch, self.weight = loss, 1.0, 1.0
-        if loss == "huber":  # of x: delta^2 times smooth_l1 of x / delta; the mean of the four offsets
-            self._loss_type, self.stretch, self.weight = "smooth_l1", 1 / HUBER_DELTA, HUBER_WEIGHT * HUBER_DELTA**2 / 4
+        if (
+            loss == "huber"
+        ):  # of x: delta^2 times smooth_l1 of x / delta; the mean of the four offsets
+            self._loss_type, self.stretch, self.weight = (
+                "smooth_l1",
+                1 / HUBER_DELTA,
+                HUBER_WEIGHT * HUBER_DELTA**2 / 4,
+            )
             self.box_coder.weights = (self.stretch,) * 4
 
     def forward(self, maps: list[Tensor]) -> Tensor:
         """Turn the pyramid's maps into offsets (B, places * A, 4)."""
         return self.conv(maps, self.bbox_reg, 4)
 
-    def compute_loss(self, targets: list[dict[str, Tensor]], outputs: dict[str, Tensor], anchors: list[Tensor],
-                     matched: list[Tensor]) -> Tensor:
+    def compute_loss(
+        self,
+        targets: list[dict[str, Tensor]],
+        outputs: dict[str, Tensor],
+        anchors: list[Tensor],
+        matched: list[Tensor],
+    ) -> Tensor:
         """Return torchvision's, or `HUBER_WEIGHT` times the mean Huber loss of the matched anchors' offsets."""
         stretched = {"bbox_regression": self.stretch * outputs["bbox_regression"]}
         return self.weight * super().compute_loss(targets, stretched, anchors, matched)
@@ -177,13 +231,30 @@ class Detector(RetinaNet):
 
     def no_weight_decay(self) -> set[str]:
         """Return the names of the position tables, which timm's optimisers leave without weight decay."""
-        return {name for name, _ in self.named_parameters() if name.endswith(("height_rel", "width_rel"))}
+        return {
+            name
+            for name, _ in self.named_parameters()
+            if name.endswith(("height_rel", "width_rel"))
+        }
 
 
-def create_detector(backbone: str = "aa_resnet50", num_classes: int = 90, img_size: int = 640, anchors: int = 6,
-                    gamma: float = 1.5, focal_alpha: float = 0.25, box_loss: str = "l1", head_norm: str | None = None,
-                    fpn_channels: int = 256, head_convs: int = 4, min_head_qk: int = 0, augment_strided: bool = True,
-                    frozen_norm: bool = False, grad_checkpointing: bool = False, **backbone_kwargs: Any) -> Detector:
+def create_detector(
+    backbone: str = "aa_resnet50",
+    num_classes: int = 90,
+    img_size: int = 640,
+    anchors: int = 6,
+    gamma: float = 1.5,
+    focal_alpha: float = 0.25,
+    box_loss: str = "l1",
+    head_norm: str | None = None,
+    fpn_channels: int = 256,
+    head_convs: int = 4,
+    min_head_qk: int = 0,
+    augment_strided: bool = True,
+    frozen_norm: bool = False,
+    grad_checkpointing: bool = False,
+    **backbone_kwargs: Any,
+) -> Detector:
     """Create a RetinaNet over a network of ours or timm's, with initial weights but for a `pretrained` backbone.
 
     Args:
@@ -208,32 +279,73 @@ def create_detector(backbone: str = "aa_resnet50", num_classes: int = 90, img_si
         TypeError, RuntimeError: what timm raises for keywords that the backbone lacks, and for unknown backbones.
     """
     for right, required in (
-            (anchors in OCTAVE_SCALES, f"anchors must be 6 or 9, got {anchors!r}"),
-            (head_norm in (None, "none", "batch"), f"head_norm must be 'batch' or None, got {head_norm!r}"),
-            (img_size >= 32 and not img_size % 32, f"img_size must be a multiple of 32 pixels, got {img_size!r}")):
+        (anchors in OCTAVE_SCALES, f"anchors must be 6 or 9, got {anchors!r}"),
+        (
+            head_norm in (None, "none", "batch"),
+            f"head_norm must be 'batch' or None, got {head_norm!r}",
+        ),
+        (
+            img_size >= 32 and not img_size % 32,
+            f"img_size must be a multiple of 32 pixels, got {img_size!r}",
+        ),
+    ):
         if not right:
             raise ValueError(required)
     norm = head_norm == "batch"
-    retinanet = {"detections_per_img": 100,
-                 **{key: backbone_kwargs.pop(key) for key in _RETINANET if key in backbone_kwargs}}
-    wanted = {"img_size": img_size, "min_head_qk": min_head_qk, "augment_strided": augment_strided, **backbone_kwargs}
-    defaults = {"img_size": img_size, "min_head_qk": 0, "augment_strided": True}  # a plain network has none of them
-    body, _ = create_leaving_out(partial(timm.create_model, backbone, features_only=True), wanted,
-                                 {key for key in defaults if wanted[key] == defaults[key]})
+    retinanet = {
+        "detections_per_img": 100,
+        **{key: backbone_kwargs.pop(key) for key in _RETINANET if key in backbone_kwargs},
+    }
+    wanted = {
+        "img_size": img_size,
+        "min_head_qk": min_head_qk,
+        "augment_strided": augment_strided,
+        **backbone_kwargs,
+    }
+    defaults = {
+        "img_size": img_size,
+        "min_head_qk": 0,
+        "augment_strided": True,
+    }  # a plain network has none of them
+    body, _ = create_leaving_out(
+        partial(timm.create_model, backbone, features_only=True),
+        wanted,
+        {key for key in defaults if wanted[key] == defaults[key]},
+    )
     if frozen_norm:
         body = freeze_batch_norm_2d(body)
     if grad_checkpointing:
         body.set_grad_checkpointing(True)
     pyramid = Pyramid(body, fpn_channels, norm)
-    sizes = tuple(tuple(4 * 2 ** (level + octave) for octave in OCTAVE_SCALES[anchors]) for level in LEVELS)
+    sizes = tuple(
+        tuple(4 * 2 ** (level + octave) for octave in OCTAVE_SCALES[anchors]) for level in LEVELS
+    )
     with torch.device("meta"):
         heads = RetinaNetHead(1, 1, 1)  # torchvision's two, in place of which come ours
-    heads.classification_head = ClassHead(fpn_channels, anchors, num_classes, convs=head_convs, norm=norm,
-                                          alpha=focal_alpha, gamma=gamma)
-    heads.regression_head = BoxHead(fpn_channels, anchors, convs=head_convs, norm=norm, loss=box_loss)
+    heads.classification_head = ClassHead(
+        fpn_channels,
+        anchors,
+        num_classes,
+        convs=head_convs,
+        norm=norm,
+        alpha=focal_alpha,
+        gamma=gamma,
+    )
+    heads.regression_head = BoxHead(
+        fpn_channels, anchors, convs=head_convs, norm=norm, loss=box_loss
+    )
     mean, std = image_statistics(body)
-    detector = Detector(pyramid, num_classes, min_size=img_size, max_size=img_size, image_mean=mean, image_std=std,
-                        anchor_generator=Anchors(sizes, (RATIOS,) * len(sizes)), head=heads, size_divisible=img_size,
-                        **retinanet)
+    detector = Detector(
+        pyramid,
+        num_classes,
+        min_size=img_size,
+        max_size=img_size,
+        image_mean=mean,
+        image_std=std,
+        anchor_generator=Anchors(sizes, (RATIOS,) * len(sizes)),
+        head=heads,
+        size_divisible=img_size,
+        **retinanet,
+    )
     detector.num_classes, detector.img_size = num_classes, img_size
     return detector

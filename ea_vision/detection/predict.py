@@ -10,7 +10,9 @@ from ea_vision.detection.model import Detector
 from ea_vision.detection.transforms import boxes_to_original, fit_image
 
 
-def detect(detector: Detector, images: Sequence[Image.Image], batch_size: int = 8) -> Iterator[dict[str, Tensor]]:
+def detect(
+    detector: Detector, images: Sequence[Image.Image], batch_size: int = 8
+) -> Iterator[dict[str, Tensor]]:
     """Run a detector, in evaluation mode, on RGB images of any size; yield for each, in their order, torchvision's
     boxes (n, 4), x1 y1 x2 y2 in pixels of the image, scores (n,) and labels (n,), the surest first, on the CPU.
 
@@ -20,17 +22,21 @@ def detect(detector: Detector, images: Sequence[Image.Image], batch_size: int = 
     Raises:
         FloatingPointError: the network's outputs are not finite.
     """
+
     def check(_, args: tuple, outputs: dict[str, Tensor]) -> None:
         if not all(x.isfinite().all() for x in outputs.values()):
             raise FloatingPointError("gives no finite number")
 
     device = next(detector.parameters()).device
     for start in range(0, len(images), batch_size):
-        chunk = images[start:start + batch_size]
+        chunk = images[start : start + batch_size]
         fitted = torch.stack([fit_image(image, detector.img_size) for image in chunk])
         with torch.inference_mode(), detector.head.register_forward_hook(check):
             detected = detector(fitted.to(device))
         for image, one in zip(chunk, detected, strict=True):
             found = {name: value.cpu() for name, value in one.items()}
             size = (image.height, image.width)
-            yield {**found, "boxes": boxes_to_original(found["boxes"].float(), size, detector.img_size)}
+            yield {
+                **found,
+                "boxes": boxes_to_original(found["boxes"].float(), size, detector.img_size),
+            }

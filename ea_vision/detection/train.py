@@ -60,31 +60,71 @@ log = logging.getLogger("ea_vision.detection.train")
 class DetectionConfig(TrainConfig):
     """The options of this trainer."""
 
-    model: str = option("aa_resnet50", "registered timm model, ours or timm's, with features at strides 8, 16 and 32",
-                        MODEL)
-    model_kwargs: dict = option({}, "further keywords of the detector (fpn_channels, head_convs, min_head_qk, "
-                                    "score_thresh, ...) and of its backbone, as key=value ...", MODEL)
-    recipe: str = setting("coco_aa_retinanet", "recipe: a name in ea_vision/recipes, a YAML file, or none", RUN)
+    model: str = option(
+        "aa_resnet50",
+        "registered timm model, ours or timm's, with features at strides 8, 16 and 32",
+        MODEL,
+    )
+    model_kwargs: dict = option(
+        {},
+        "further keywords of the detector (fpn_channels, head_convs, min_head_qk, "
+        "score_thresh, ...) and of its backbone, as key=value ...",
+        MODEL,
+    )
+    recipe: str = setting(
+        "coco_aa_retinanet", "recipe: a name in ea_vision/recipes, a YAML file, or none", RUN
+    )
     pretrained: bool = option(False, "begin with timm's weights of the backbone", MODEL)
-    pretrained_path: str = setting("", "begin with the weights of a file or run folder of classification instead, "
-                                       "for the backbone", MODEL)
-    data_dir: str = setting("", "folder with train/, val/, train.json and val.json, or COCO's own", DATA)
-    workers: int = setting(8, "processes that decode images, per training process; 0: in this one", DATA,
-                           maximum=MOST_WORKERS)
+    pretrained_path: str = setting(
+        "",
+        "begin with the weights of a file or run folder of classification instead, "
+        "for the backbone",
+        MODEL,
+    )
+    data_dir: str = setting(
+        "", "folder with train/, val/, train.json and val.json, or COCO's own", DATA
+    )
+    workers: int = setting(
+        8,
+        "processes that decode images, per training process; 0: in this one",
+        DATA,
+        maximum=MOST_WORKERS,
+    )
     batch_size: int = setting(8, "images per process and step", LENGTH, minimum=1)
-    eval_batch_size: int = option(8, "images per process and evaluation step", EVALUATION, minimum=1)
-    opt: str = option("momentum", "timm optimiser, lookahead_NAME too (sgd is Nesterov's, momentum the plain one)",
-                      OPTIMISER)
+    eval_batch_size: int = option(
+        8, "images per process and evaluation step", EVALUATION, minimum=1
+    )
+    opt: str = option(
+        "momentum",
+        "timm optimiser, lookahead_NAME too (sgd is Nesterov's, momentum the plain one)",
+        OPTIMISER,
+    )
     lr: float = option(0.01, "peak learning rate, per update", RATE)
-    weight_decay: float = option(1e-4, "weight decay (not of norms, biases and position tables)", OPTIMISER)
-    img_size: int = option(640, "side in pixels, a multiple of 32, of the square that images are scaled into", DATA,
-                           minimum=32)
-    anchors: int = option(6, "boxes at each place that objects are told from, 6 or 9", MODEL, minimum=6, maximum=9)
+    weight_decay: float = option(
+        1e-4, "weight decay (not of norms, biases and position tables)", OPTIMISER
+    )
+    img_size: int = option(
+        640,
+        "side in pixels, a multiple of 32, of the square that images are scaled into",
+        DATA,
+        minimum=32,
+    )
+    anchors: int = option(
+        6, "boxes at each place that objects are told from, 6 or 9", MODEL, minimum=6, maximum=9
+    )
     gamma: float = option(1.5, "of the focal loss", LOSS)
-    box_loss: str = option("l1", "loss of boxes; huber: of the AA paper's code, weighted 50", LOSS,
-                           choices=("l1", "smooth_l1", "huber"))
-    head_norm: str = option("none", "norms in pyramid and heads, one for each level", MODEL, choices=("none", "batch"))
-    scale_min: float = option(0.8, "training: least longer side of an image, in units of img_size", AUGMENT, above=0.0)
+    box_loss: str = option(
+        "l1",
+        "loss of boxes; huber: of the AA paper's code, weighted 50",
+        LOSS,
+        choices=("l1", "smooth_l1", "huber"),
+    )
+    head_norm: str = option(
+        "none", "norms in pyramid and heads, one for each level", MODEL, choices=("none", "batch")
+    )
+    scale_min: float = option(
+        0.8, "training: least longer side of an image, in units of img_size", AUGMENT, above=0.0
+    )
     scale_max: float = option(1.2, "training: its greatest longer side", AUGMENT, above=0.0)
     hflip: float = option(0.5, "probability of a left-right flip", AUGMENT, maximum=1.0)
     max_bad_images: int = setting(10, "the run stops when more images cannot be read", DATA)
@@ -92,9 +132,13 @@ class DetectionConfig(TrainConfig):
     def __post_init__(self):
         super().__post_init__()
         if self.mean:
-            raise UsageError(f"mean and std must be empty: a detector takes its backbone's, got {self.mean}")
+            raise UsageError(
+                f"mean and std must be empty: a detector takes its backbone's, got {self.mean}"
+            )
         if self.scale_min > self.scale_max:
-            raise UsageError(f"scale_min must be at most scale_max ({self.scale_max:g}), got {self.scale_min:g}")
+            raise UsageError(
+                f"scale_min must be at most scale_max ({self.scale_max:g}), got {self.scale_min:g}"
+            )
 
 
 class DetectionTrainer(Trainer):
@@ -110,15 +154,22 @@ class DetectionTrainer(Trainer):
 
     @staticmethod
     def loss_on_noise(model: Detector, images: torch.Tensor) -> torch.Tensor:
-        target = {"boxes": images.shape[-1] * images.new_tensor([[0.1, 0.1, 0.6, 0.7]]),
-                  "labels": torch.zeros(1, dtype=torch.int64, device=images.device)}
+        target = {
+            "boxes": images.shape[-1] * images.new_tensor([[0.1, 0.1, 0.6, 0.7]]),
+            "labels": torch.zeros(1, dtype=torch.int64, device=images.device),
+        }
         return sum(model(images, [target] * len(images)).values())
 
 
 class CocoDetection(DataModule):
     """Images with boxes in COCO's format, read as they are needed."""
 
-    description, examples, options, trainer = DESCRIPTION, EXAMPLES, DetectionConfig, DetectionTrainer
+    description, examples, options, trainer = (
+        DESCRIPTION,
+        EXAMPLES,
+        DetectionConfig,
+        DetectionTrainer,
+    )
     default_output = "runs/detection-{model}"
     least_classes = 1
 
@@ -126,16 +177,26 @@ class CocoDetection(DataModule):
         super().__init__(config, world, training)
         require_pycocotools()
         if not config.data_dir:
-            raise UsageError("no images: --data-dir is required, a folder with train/, val/, train.json and val.json")
+            raise UsageError(
+                "no images: --data-dir is required, a folder with train/, val/, train.json and val.json"
+            )
         self.bad_images = BadImages(config.max_bad_images)
         self.test = CocoFolder(config.data_dir, "val")
         self.classes, self.fingerprint = self.test.classes, self.test.fingerprint()
         self.evaluated = self.test
-        self.about = {"task": TASK, "category_ids": self.test.category_ids, "eval_data": str(self.test.json)}
+        self.about = {
+            "task": TASK,
+            "category_ids": self.test.category_ids,
+            "eval_data": str(self.test.json),
+        }
         if training:
             self.train = CocoFolder(config.data_dir, "train")
-            check_same_classes(self.train.json, list(map(str, self.train.categories)),
-                               self.test.json, list(map(str, self.test.categories)))
+            check_same_classes(
+                self.train.json,
+                list(map(str, self.train.categories)),
+                self.test.json,
+                list(map(str, self.test.categories)),
+            )
             self.same_images = self.train.fingerprint() == self.fingerprint
             self.fingerprint = self.train.fingerprint() + self.fingerprint
             self.about["train_data"] = str(self.train.json)
@@ -149,38 +210,69 @@ class CocoDetection(DataModule):
             path = Path(config.pretrained_path)
             path = path / run_folder.WEIGHTS if path.is_dir() else path
             if not path.is_file():
-                raise UsageError(f"pretrained_path must be a weights file or a run folder, got "
-                                 f"{config.pretrained_path}")
+                raise UsageError(
+                    f"pretrained_path must be a weights file or a run folder, got "
+                    f"{config.pretrained_path}"
+                )
             overlay = {"file": str(path)}
-        make = partial(create_detector, config.model, pretrained=config.pretrained or overlay is not None,
-                       pretrained_cfg_overlay=overlay)
-        fixed = {"num_classes": len(self.classes), **{
-            name: getattr(config, name) for name in ("img_size", "anchors", "gamma", "box_loss", "head_norm")}}
+        make = partial(
+            create_detector,
+            config.model,
+            pretrained=config.pretrained or overlay is not None,
+            pretrained_cfg_overlay=overlay,
+        )
+        fixed = {
+            "num_classes": len(self.classes),
+            **{
+                name: getattr(config, name)
+                for name in ("img_size", "anchors", "gamma", "box_loss", "head_norm")
+            },
+        }
         try:
-            return create_by_keywords(make, config.model, fixed, config.model_kwargs, config.optional_kwargs, log.info)
+            return create_by_keywords(
+                make, config.model, fixed, config.model_kwargs, config.optional_kwargs, log.info
+            )
         except UsageError as error:
             if "size mismatch" in str(error):
-                raise UsageError(f"weights {config.pretrained_path or 'of timm'} do not fit {config.model}: those of a "
-                                 "network that classifies have queries of at least 20 channels a head, which "
-                                 "--model-kwargs min_head_qk=20 gives a detector") from error
+                raise UsageError(
+                    f"weights {config.pretrained_path or 'of timm'} do not fit {config.model}: those of a "
+                    "network that classifies have queries of at least 20 channels a head, which "
+                    "--model-kwargs min_head_qk=20 gives a detector"
+                ) from error
             raise
         except (SafetensorError, UnpicklingError) as error:
             raise UsageError(f"weights {config.pretrained_path} cannot be read: {error}") from error
 
     def train_loader(self, **keywords) -> BoxTrainLoader:
         config = self.config
-        transform = partial(train_transform, scale=(config.scale_min, config.scale_max), flip=config.hflip)
-        return BoxTrainLoader(self.train, transform=transform, batch_size=config.batch_size, seed=config.seed,
-                              **keywords)
+        transform = partial(
+            train_transform, scale=(config.scale_min, config.scale_max), flip=config.hflip
+        )
+        return BoxTrainLoader(
+            self.train,
+            transform=transform,
+            batch_size=config.batch_size,
+            seed=config.seed,
+            **keywords,
+        )
 
     def eval_loader(self, **keywords) -> BoxEvalLoader:
-        return BoxEvalLoader(self.test, transform=eval_transform, batch_size=self.config.eval_batch_size, **keywords)
+        return BoxEvalLoader(
+            self.test, transform=eval_transform, batch_size=self.config.eval_batch_size, **keywords
+        )
 
     def loader_keywords(self, model: Detector) -> dict:
         """Return the loaders' keywords; mean and std are for config.yaml alone, the detector normalises by itself."""
-        return {"mean": model.transform.image_mean, "std": model.transform.image_std,
-                "device": self.world.device, "rank": self.world.rank, "world_size": self.world.size,
-                "img_size": self.config.img_size, "workers": self.config.workers, "bad_images": self.bad_images}
+        return {
+            "mean": model.transform.image_mean,
+            "std": model.transform.image_std,
+            "device": self.world.device,
+            "rank": self.world.rank,
+            "world_size": self.world.size,
+            "img_size": self.config.img_size,
+            "workers": self.config.workers,
+            "bad_images": self.bad_images,
+        }
 
     def model_to_evaluate(self, target: str, run: Path | None) -> tuple[Detector, Path]:
         """Return a run folder's detector, and the folder for results.
@@ -189,10 +281,14 @@ class CocoDetection(DataModule):
             UsageError: a name, or classes that do not fit.
         """
         if run is None:
-            raise UsageError(f"there are no pretrained detectors: --evaluate needs a run folder, got {target}")
+            raise UsageError(
+                f"there are no pretrained detectors: --evaluate needs a run folder, got {target}"
+            )
         model, _, about = run_folder.load_run(run, task=TASK, create=create_detector)
         if (about["classes"], about["category_ids"]) != (self.classes, self.test.category_ids):
-            raise UsageError(f"{run} was trained on other categories than those of {self.test.json}")
+            raise UsageError(
+                f"{run} was trained on other categories than those of {self.test.json}"
+            )
         return model, Path(self.config.output or run / "evaluation")
 
     def write_evaluation(self, folder: Path, result: DetectionResult, about: dict) -> list[Path]:

@@ -16,7 +16,9 @@ from torchvision.transforms import v2
 FILL = (124, 116, 104)  # ImageNet's mean colour, 0..255: what lies beside an image
 
 
-def train_transform(img_size: int, scale: tuple[float, float] = (0.8, 1.2), flip: float = 0.5) -> v2.Transform:
+def train_transform(
+    img_size: int, scale: tuple[float, float] = (0.8, 1.2), flip: float = 0.5
+) -> v2.Transform:
     """Return scale jitter, crop or pad to a square at a random place, and flip. Boxes are cut at the image's
     border; those below one pixel are left out.
 
@@ -25,13 +27,17 @@ def train_transform(img_size: int, scale: tuple[float, float] = (0.8, 1.2), flip
         scale: of the longer side, in units of S; the AA paper's 512 to 768 at 640 pixels are 0.8 to 1.2.
         flip: probability of a horizontal flip.
     """
-    return v2.Compose([
-        v2.ClampBoundingBoxes(),
-        v2.ScaleJitter((img_size, img_size), scale, antialias=True),
-        v2.RandomCrop((img_size, img_size), pad_if_needed=True, fill={tv_tensors.Image: FILL, "others": 0}),
-        v2.RandomHorizontalFlip(flip),
-        *_end(),
-    ])
+    return v2.Compose(
+        [
+            v2.ClampBoundingBoxes(),
+            v2.ScaleJitter((img_size, img_size), scale, antialias=True),
+            v2.RandomCrop(
+                (img_size, img_size), pad_if_needed=True, fill={tv_tensors.Image: FILL, "others": 0}
+            ),
+            v2.RandomHorizontalFlip(flip),
+            *_end(),
+        ]
+    )
 
 
 def eval_transform(img_size: int) -> v2.Transform:
@@ -41,8 +47,11 @@ def eval_transform(img_size: int) -> v2.Transform:
 
 
 def _end() -> list[v2.Transform]:
-    return [v2.SanitizeBoundingBoxes(), v2.ToDtype({tv_tensors.Image: torch.float32, "others": None}, scale=True),
-            v2.ToPureTensor()]
+    return [
+        v2.SanitizeBoundingBoxes(),
+        v2.ToDtype({tv_tensors.Image: torch.float32, "others": None}, scale=True),
+        v2.ToPureTensor(),
+    ]
 
 
 class Fit(v2.Transform):
@@ -65,7 +74,9 @@ class Fit(v2.Transform):
 
 def fit_image(image: Image.Image, img_size: int) -> Tensor:
     """Apply `eval_transform` to an image without boxes."""
-    return v2.Compose([v2.PILToTensor(), Fit(img_size), v2.ToDtype(torch.float32, scale=True)])(image)
+    return v2.Compose([v2.PILToTensor(), Fit(img_size), v2.ToDtype(torch.float32, scale=True)])(
+        image
+    )
 
 
 def fitted_size(size: tuple[int, int], img_size: int) -> tuple[int, int]:

@@ -41,18 +41,24 @@ def read_checkpoint(path: Path) -> dict:
         with zipfile.ZipFile(path) as file:  # torch.load alone takes flipped bits for numbers
             wrong = file.testzip()
         state = None if wrong else torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever the readers of zip and pickle raise for bytes that are none
+    except (
+        Exception
+    ) as error:  # whatever the readers of zip and pickle raise for bytes that are none
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DamagedCheckpoint(f"{path} cannot be read as a checkpoint: {reason}") from error
     if wrong:
         raise DamagedCheckpoint(f"{path} is damaged: the checksum of {wrong} in it does not match")
     found = state.pop("format", None) if isinstance(state, dict) else None
     if found != FORMAT:
-        raise DamagedCheckpoint(f"{path} is not a checkpoint of this trainer: its format must be {FORMAT}, got {found}")
+        raise DamagedCheckpoint(
+            f"{path} is not a checkpoint of this trainer: its format must be {FORMAT}, got {found}"
+        )
     return state
 
 
-def newest_checkpoint(folder: Path, notice: Callable[[str], None] | None = None) -> tuple[Path, dict] | None:
+def newest_checkpoint(
+    folder: Path, notice: Callable[[str], None] | None = None
+) -> tuple[Path, dict] | None:
     """Return the valid checkpoint of a run folder with the most updates, as its path and state, or None.
 
     notice: where it is given, damaged and foreign files are renamed to NAME.damaged, so that none pushes out a good one
@@ -73,7 +79,11 @@ def newest_checkpoint(folder: Path, notice: Callable[[str], None] | None = None)
 def random_state(device: torch.device) -> dict:
     """Return the state of every generator a step may draw from: torch's, CUDA's, NumPy's and Python's."""
     name, keys, *rest = np.random.get_state()
-    state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": [name, keys.tolist(), *rest]}
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": [name, keys.tolist(), *rest],
+    }
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state

@@ -10,11 +10,25 @@ from timm.loss import BinaryCrossEntropy
 from torch import nn
 
 from ea_vision.base.errors import UsageError
-from ea_vision.engine.config import AUGMENT, EVALUATION, LOSS, OPTIMISER, SPEED, TrainConfig, option, setting
+from ea_vision.engine.config import (
+    AUGMENT,
+    EVALUATION,
+    LOSS,
+    OPTIMISER,
+    SPEED,
+    TrainConfig,
+    option,
+    setting,
+)
 from ea_vision.engine.evaluate import VIEWS, autocast, evaluate
 from ea_vision.engine.train import Trainer
 
-COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # torch.compile's
+COMPILE_MODES = (
+    "default",
+    "reduce-overhead",
+    "max-autotune",
+    "max-autotune-no-cudagraphs",
+)  # torch.compile's
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
@@ -22,42 +36,89 @@ CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 class ClassificationConfig(TrainConfig):
     """The options of trainers of classifiers."""
 
-    linear_probe: bool = option(False, "train the classifier alone, on the features of the network as it begins",
-                                OPTIMISER)
-    layer_decay: float = option(1.0, "rate of a layer over that of the one above it (timm's layer-wise decay, 0.65 to "
-                                     "0.9 in fine-tuning); 1: one rate", OPTIMISER, above=0.0, maximum=1.0)
-    smoothing: float = option(0.1, "label smoothing: part of the target spread over all classes", LOSS, maximum=1.0)
-    bce_loss: bool = option(False, "binary cross-entropy, a yes or no for each class, in place of softmax and "
-                                   "cross-entropy", LOSS)
-    bce_target_thresh: float = option(0.0, "bce_loss: targets above this become 1, the others 0; 0: as they are", LOSS,
-                                      maximum=1.0, goes_with="bce_loss")
+    linear_probe: bool = option(
+        False, "train the classifier alone, on the features of the network as it begins", OPTIMISER
+    )
+    layer_decay: float = option(
+        1.0,
+        "rate of a layer over that of the one above it (timm's layer-wise decay, 0.65 to "
+        "0.9 in fine-tuning); 1: one rate",
+        OPTIMISER,
+        above=0.0,
+        maximum=1.0,
+    )
+    smoothing: float = option(
+        0.1, "label smoothing: part of the target spread over all classes", LOSS, maximum=1.0
+    )
+    bce_loss: bool = option(
+        False,
+        "binary cross-entropy, a yes or no for each class, in place of softmax and cross-entropy",
+        LOSS,
+    )
+    bce_target_thresh: float = option(
+        0.0,
+        "bce_loss: targets above this become 1, the others 0; 0: as they are",
+        LOSS,
+        maximum=1.0,
+        goes_with="bce_loss",
+    )
     mixup: float = option(0.0, "alpha of mixup; 0: off", AUGMENT)
     cutmix: float = option(0.0, "alpha of cutmix; 0: off", AUGMENT)
     mixup_prob: float = option(1.0, "probability that a batch is mixed", AUGMENT, maximum=1.0)
-    mixup_switch_prob: float = option(0.5, "probability of cutmix in place of mixup, where both are on", AUGMENT,
-                                      maximum=1.0)
-    mixup_mode: str = option("batch", "what one strength of mixing is drawn for", AUGMENT,
-                             choices=("batch", "pair", "elem"))
-    mixup_off_epoch: int = option(0, "epoch, counted from 0, from which on mixup and cutmix are off; 0: never", AUGMENT)
-    reprob: float = option(0.0, "random erasing: probability that an image has a rectangle replaced", AUGMENT,
-                           maximum=1.0)
-    remode: str = option("pixel", "by what; pixel: noise, rand: noise of one colour, const: the mean", AUGMENT,
-                         choices=("pixel", "rand", "const"), goes_with="reprob")
+    mixup_switch_prob: float = option(
+        0.5, "probability of cutmix in place of mixup, where both are on", AUGMENT, maximum=1.0
+    )
+    mixup_mode: str = option(
+        "batch",
+        "what one strength of mixing is drawn for",
+        AUGMENT,
+        choices=("batch", "pair", "elem"),
+    )
+    mixup_off_epoch: int = option(
+        0, "epoch, counted from 0, from which on mixup and cutmix are off; 0: never", AUGMENT
+    )
+    reprob: float = option(
+        0.0,
+        "random erasing: probability that an image has a rectangle replaced",
+        AUGMENT,
+        maximum=1.0,
+    )
+    remode: str = option(
+        "pixel",
+        "by what; pixel: noise, rand: noise of one colour, const: the mean",
+        AUGMENT,
+        choices=("pixel", "rand", "const"),
+        goes_with="reprob",
+    )
     compile: bool = setting(False, "compile the model with torch.compile", SPEED)
-    compile_mode: str = setting("default", "mode of torch.compile; reduce-overhead: CUDA graphs, for networks whose "
-                                           "kernels are short, such as those of CIFAR", SPEED, choices=COMPILE_MODES,
-                                goes_with="compile")
-    tta: str = setting("none", "evaluate: views of an image whose logits are averaged; six: mirrored and shifted by a "
-                               "pixel (timm's --tta is a number)", EVALUATION, choices=VIEWS)
+    compile_mode: str = setting(
+        "default",
+        "mode of torch.compile; reduce-overhead: CUDA graphs, for networks whose "
+        "kernels are short, such as those of CIFAR",
+        SPEED,
+        choices=COMPILE_MODES,
+        goes_with="compile",
+    )
+    tta: str = setting(
+        "none",
+        "evaluate: views of an image whose logits are averaged; six: mirrored and shifted by a "
+        "pixel (timm's --tta is a number)",
+        EVALUATION,
+        choices=VIEWS,
+    )
 
     def __post_init__(self):
         super().__post_init__()
         if self.mixes and self.batch_size < 2:
-            raise UsageError(f"mixup and cutmix mix pairs of images: batch_size must be at least 2, got "
-                             f"{self.batch_size}")
+            raise UsageError(
+                f"mixup and cutmix mix pairs of images: batch_size must be at least 2, got "
+                f"{self.batch_size}"
+            )
         if self.cuda_graphs and self.grad_accum_steps > 1:
-            raise UsageError(f"compile_mode {self.compile_mode} needs grad_accum_steps 1, for the next replay of a "
-                             f"CUDA graph takes the gradients of the one before, got {self.grad_accum_steps}")
+            raise UsageError(
+                f"compile_mode {self.compile_mode} needs grad_accum_steps 1, for the next replay of a "
+                f"CUDA graph takes the gradients of the one before, got {self.grad_accum_steps}"
+            )
 
     @property
     def mixes(self) -> bool:
@@ -81,25 +142,38 @@ class ClassificationTrainer(Trainer):
         config = self.config
         self.mix = self.erase = None
         if config.mixes:
-            self.mix = Mixup(config.mixup, config.cutmix, prob=config.mixup_prob,
-                             switch_prob=config.mixup_switch_prob, mode=config.mixup_mode,
-                             label_smoothing=config.smoothing, num_classes=len(data.classes))
+            self.mix = Mixup(
+                config.mixup,
+                config.cutmix,
+                prob=config.mixup_prob,
+                switch_prob=config.mixup_switch_prob,
+                mode=config.mixup_mode,
+                label_smoothing=config.smoothing,
+                num_classes=len(data.classes),
+            )
         if config.reprob:
             self.erase = RandomErasing(config.reprob, mode=config.remode, device=self.world.device)
-        self.loss_of = (BinaryCrossEntropy(config.smoothing, config.bce_target_thresh or None) if config.bce_loss else
-                        nn.CrossEntropyLoss(label_smoothing=0.0 if config.mixes else config.smoothing))
+        self.loss_of = (
+            BinaryCrossEntropy(config.smoothing, config.bce_target_thresh or None)
+            if config.bce_loss
+            else nn.CrossEntropyLoss(label_smoothing=0.0 if config.mixes else config.smoothing)
+        )
 
     @staticmethod
     def loss_on_noise(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
         """Return the loss on images (B, 3, H, W), all of the first class."""
-        return F.cross_entropy(model(images).float(), torch.zeros(len(images), dtype=torch.int64, device=images.device))
+        return F.cross_entropy(
+            model(images).float(), torch.zeros(len(images), dtype=torch.int64, device=images.device)
+        )
 
     def _compiled(self, model: nn.Module) -> nn.Module:
         config = self.config
         if not config.compile:
             return model
         # A CUDA graph is of one shape: each is compiled by itself.
-        return torch.compile(model, mode=config.compile_mode, dynamic=False if config.cuda_graphs else None)
+        return torch.compile(
+            model, mode=config.compile_mode, dynamic=False if config.cuda_graphs else None
+        )
 
     def _batch_loss(self, images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of one batch, images (B, 3, H, W), targets (B,)."""
@@ -109,7 +183,9 @@ class ClassificationTrainer(Trainer):
         if self.mix is not None:
             if len(images) % 2:  # timm mixes pairs
                 images, targets = images[:-1], targets[:-1]
-            self.mix.mixup_enabled = not config.mixup_off_epoch or self.progress.epoch < config.mixup_off_epoch
+            self.mix.mixup_enabled = (
+                not config.mixup_off_epoch or self.progress.epoch < config.mixup_off_epoch
+            )
             images, targets = self.mix(images, targets)  # targets (B, classes), smoothed
         if config.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)

@@ -33,25 +33,52 @@ from ea_vision.engine.train import Trainer
 
 log = logging.getLogger(__name__)
 # Options that may differ from node to node: where things lie, and how many hands a node has.
-OWN_OF_A_NODE = ("data_dir", "train_beton", "val_beton", "output", "pretrained_path", "workers", "recipe")
+OWN_OF_A_NODE = (
+    "data_dir",
+    "train_beton",
+    "val_beton",
+    "output",
+    "pretrained_path",
+    "workers",
+    "recipe",
+)
 
 
 def main(module: type[DataModule], argv: list[str] | None = None) -> int:
     """Run the command of a trainer."""
     parser = make_parser(module.options, module.description, module.examples)
     modes = parser.add_argument_group("instead of training")
-    modes.add_argument("--evaluate", metavar="RUN|MODEL", help="test a run folder's best weights, or a model by name "
-                       "with its pretrained weights or those of --pretrained-path: "
-                       "accuracy, per class too, and a confusion picture, into --output (default: RUN/evaluation)")
-    modes.add_argument("--learning-curves", metavar="RUN", nargs="+", help="draw loss and accuracy of run folders "
-                       "into --output, PNG, SVG or PDF by its suffix (default: learning_curves.png)")
-    modes.add_argument("--check-options", action="store_true", help="say whether the options hold together, and end")
+    modes.add_argument(
+        "--evaluate",
+        metavar="RUN|MODEL",
+        help="test a run folder's best weights, or a model by name "
+        "with its pretrained weights or those of --pretrained-path: "
+        "accuracy, per class too, and a confusion picture, into --output (default: RUN/evaluation)",
+    )
+    modes.add_argument(
+        "--learning-curves",
+        metavar="RUN",
+        nargs="+",
+        help="draw loss and accuracy of run folders "
+        "into --output, PNG, SVG or PDF by its suffix (default: learning_curves.png)",
+    )
+    modes.add_argument(
+        "--check-options",
+        action="store_true",
+        help="say whether the options hold together, and end",
+    )
     given = parse(parser, argv)
-    target, runs, only_checked = (given.pop(mode, None) for mode in ("evaluate", "learning_curves", "check_options"))
+    target, runs, only_checked = (
+        given.pop(mode, None) for mode in ("evaluate", "learning_curves", "check_options")
+    )
     if runs:
-        from ea_vision.engine.pictures import write_learning_curves  # matplotlib, which training does without
+        from ea_vision.engine.pictures import (
+            write_learning_curves,
+        )  # matplotlib, which training does without
 
-        write_learning_curves([Path(run) for run in runs], Path(given.get("output", "learning_curves.png")))
+        write_learning_curves(
+            [Path(run) for run in runs], Path(given.get("output", "learning_curves.png"))
+        )
     elif target:
         evaluate_target(module, target, given)
     else:
@@ -95,9 +122,15 @@ def put_together(data: DataModule, folder: Path, stop: StopRequest) -> tuple[Tra
         UsageError: options, data, model and machine that do not go together.
     """
     config, world, under = data.config, data.world, provenance()
-    check_same_everywhere(world, {"data": data.fingerprint, "commit": under["git_commit"], **under["versions"],
-                                  **{name: value for name, value in asdict(config).items()
-                                     if name not in OWN_OF_A_NODE}})
+    check_same_everywhere(
+        world,
+        {
+            "data": data.fingerprint,
+            "commit": under["git_commit"],
+            **under["versions"],
+            **{name: value for name, value in asdict(config).items() if name not in OWN_OF_A_NODE},
+        },
+    )
     random_seed(config.seed)
     model, kwargs = data.create_model()
     model.to(world.device)
@@ -106,14 +139,26 @@ def put_together(data: DataModule, folder: Path, stop: StopRequest) -> tuple[Tra
         enable_checkpointing(model, config.model)
     keywords = data.loader_keywords(model)
     random_seed(config.seed + 1, world.rank)  # dropout must differ between processes
-    trainer = data.trainer(data, model, data.train_loader(**keywords), data.eval_loader(**keywords), folder, stop)
+    trainer = data.trainer(
+        data, model, data.train_loader(**keywords), data.eval_loader(**keywords), folder, stop
+    )
     preflight(trainer)
     return trainer, {
-        "model_kwargs": kwargs, "classes": data.classes,
-        "mean": list(keywords["mean"]), "std": list(keywords["std"]),
-        "train_images": len(data.train), "eval_images": len(data.evaluated), "eval_split": data.eval_split,
-        "measures": list(trainer.measures), **data.about, "data_fingerprint": data.fingerprint,
-        "processes": world.size, "hardware": hardware(world.device, world.size), "command": " ".join(sys.argv), **under}
+        "model_kwargs": kwargs,
+        "classes": data.classes,
+        "mean": list(keywords["mean"]),
+        "std": list(keywords["std"]),
+        "train_images": len(data.train),
+        "eval_images": len(data.evaluated),
+        "eval_split": data.eval_split,
+        "measures": list(trainer.measures),
+        **data.about,
+        "data_fingerprint": data.fingerprint,
+        "processes": world.size,
+        "hardware": hardware(world.device, world.size),
+        "command": " ".join(sys.argv),
+        **under,
+    }
 
 
 # ---- evaluation -------------------------------------------------------------------------------------------------
@@ -135,8 +180,15 @@ def evaluate_target(module: type[DataModule], target: str, given: dict) -> None:
         tta = getattr(config, "tta", "none")  # an option of classifiers
         result = module.trainer.evaluate(model, loader, model.num_classes, world, config, tta=tta)
         if world.is_main:
-            about = {"target": target, "model": config.model, **data.about,
-                     "amp": config.amp, "tta": tta, "data_fingerprint": data.fingerprint, **provenance()}
+            about = {
+                "target": target,
+                "model": config.model,
+                **data.about,
+                "amp": config.amp,
+                "tta": tta,
+                "data_fingerprint": data.fingerprint,
+                **provenance(),
+            }
             written = data.write_evaluation(output, result, about)
             print(result.line())
             print("written:", *written)
@@ -159,7 +211,9 @@ def resolve_target(schema: type, target: str, given: dict) -> tuple[Any, Path | 
         saved, _ = run_folder.read_config(path.parent)
         for key in ("model", "model_kwargs"):
             if key in given and given[key] != saved.get(key):
-                raise UsageError(f"--evaluate {target} is a run with {key} {saved.get(key)!r}, got {given[key]!r}")
+                raise UsageError(
+                    f"--evaluate {target} is a run with {key} {saved.get(key)!r}, got {given[key]!r}"
+                )
         return resolve(schema, {"recipe": str(path), **given}), path.parent
     check_model_name(target, "or run folder ")
     if given.get("model", target) != target:
@@ -183,10 +237,18 @@ def check_keywords(config: TrainConfig) -> None:
     """Raise UsageError for a keyword that the model lacks, before data is opened, which may take minutes."""
     try:
         with torch.device("meta"):
-            create_classifier(config.model, config.model_kwargs, config.optional_kwargs, num_classes=2,
-                              img_size=config.img_size, notice=lambda line: None)
+            create_classifier(
+                config.model,
+                config.model_kwargs,
+                config.optional_kwargs,
+                num_classes=2,
+                img_size=config.img_size,
+                notice=lambda line: None,
+            )
     except UsageError as error:
-        if "has no keyword" in str(error):  # values are refused when the classes are known, and not on this device
+        if "has no keyword" in str(
+            error
+        ):  # values are refused when the classes are known, and not on this device
             raise
 
 
@@ -195,7 +257,9 @@ def enable_checkpointing(model: nn.Module, name: str) -> None:
     try:
         model.set_grad_checkpointing(True)
     except (AttributeError, AssertionError, NotImplementedError) as error:
-        raise UsageError(f"--grad-checkpointing needs a model that has it, {name} has not") from error
+        raise UsageError(
+            f"--grad-checkpointing needs a model that has it, {name} has not"
+        ) from error
 
 
 def freeze(model: nn.Module, config: TrainConfig) -> None:
@@ -207,8 +271,10 @@ def freeze(model: nn.Module, config: TrainConfig) -> None:
     for name in filter(None, config.freeze.split(",")):
         found = [p for path, p in model.named_parameters() if f"{path}.".startswith(f"{name}.")]
         if not found:
-            raise UsageError(f"freeze: the model has no {name!r}; "
-                             f"{near_matches(name, dict(model.named_modules()), 'modules')}")
+            raise UsageError(
+                f"freeze: the model has no {name!r}; "
+                f"{near_matches(name, dict(model.named_modules()), 'modules')}"
+            )
         for parameter in found:
             parameter.requires_grad = False
     if getattr(config, "linear_probe", False):  # an option of classifiers
@@ -225,8 +291,10 @@ def check_same_everywhere(world: World, own: dict) -> None:
     for rank, other in enumerate(others, start=1):
         for name in own:
             if other[name] != first[name]:
-                raise UsageError(f"all processes must have the same {name}: process {rank} on {other['']} has "
-                                 f"{other[name]!r}, process 0 on {first['']} {first[name]!r}")
+                raise UsageError(
+                    f"all processes must have the same {name}: process {rank} on {other['']} has "
+                    f"{other[name]!r}, process 0 on {first['']} {first[name]!r}"
+                )
 
 
 # ---- begin or resume --------------------------------------------------------------------------------------------
@@ -239,8 +307,12 @@ def is_complete(folder: Path, data: DataModule) -> bool:
         UsageError: the folder holds a run of other options or data, or --resume none asks for a new one.
     """
     config = data.config
-    if config.resume == "none" and any((folder / name).exists() for name in (run_folder.CONFIG, checkpoint.LAST)):
-        raise UsageError(f"{folder} holds a run: continue it with --resume auto, choose another --output, or delete it")
+    if config.resume == "none" and any(
+        (folder / name).exists() for name in (run_folder.CONFIG, checkpoint.LAST)
+    ):
+        raise UsageError(
+            f"{folder} holds a run: continue it with --resume auto, choose another --output, or delete it"
+        )
     results = run_folder.read_results(folder) if config.resume == "auto" else None
     if results is None or config.test and "held_out_last" in results:  # all but the test is done
         return False
@@ -252,8 +324,10 @@ def is_complete(folder: Path, data: DataModule) -> bool:
 
 def _require_same(changed: dict[str, str], source: Path) -> None:
     if changed:
-        raise UsageError(f"{source} holds a run with other options ({'; '.join(changed.values())}): choose another "
-                         "--output, or continue it with the new options by --resume PATH")
+        raise UsageError(
+            f"{source} holds a run with other options ({'; '.join(changed.values())}): choose another "
+            "--output, or continue it with the new options by --resume PATH"
+        )
 
 
 def begin_or_resume(trainer: Trainer, about: dict) -> None:
@@ -270,11 +344,15 @@ def begin_or_resume(trainer: Trainer, about: dict) -> None:
     if world.is_main:
         trainer.step_log = StepLog(folder, config, trainer.progress.updates)
         (folder / run_folder.RESULTS).unlink(missing_ok=True)  # only a complete run has it
-        run_folder.write_config(folder, asdict(config), {**about, "starts": trainer.progress.starts})
+        run_folder.write_config(
+            folder, asdict(config), {**about, "starts": trainer.progress.starts}
+        )
     world.barrier()
 
 
-def checkpoint_to_resume(config: TrainConfig, folder: Path, world: World) -> tuple[Path, dict] | None:
+def checkpoint_to_resume(
+    config: TrainConfig, folder: Path, world: World
+) -> tuple[Path, dict] | None:
     """Return the path and state of the checkpoint that --resume names or finds.
 
     Raises:
@@ -284,7 +362,11 @@ def checkpoint_to_resume(config: TrainConfig, folder: Path, world: World) -> tup
         return None
     if config.resume != "auto":
         path = Path(config.resume)
-        found = checkpoint.newest_checkpoint(path) if path.is_dir() else (path, checkpoint.read_checkpoint(path))
+        found = (
+            checkpoint.newest_checkpoint(path)
+            if path.is_dir()
+            else (path, checkpoint.read_checkpoint(path))
+        )
         if found is None:
             raise UsageError(f"--resume {path}: no valid checkpoint in this folder")
         return found
@@ -292,8 +374,10 @@ def checkpoint_to_resume(config: TrainConfig, folder: Path, world: World) -> tup
         found = checkpoint.newest_checkpoint(folder, log.warning if world.is_main else None)
     updates = world.gather(None if found is None else found[1]["progress"]["updates"])
     if len(set(updates)) > 1:
-        raise UsageError(f"{folder} must be on a disk that all processes share: they find checkpoints after "
-                         f"updates {', '.join(map(str, updates))}")
+        raise UsageError(
+            f"{folder} must be on a disk that all processes share: they find checkpoints after "
+            f"updates {', '.join(map(str, updates))}"
+        )
     return found
 
 
@@ -309,21 +393,31 @@ def resume(trainer: Trainer, path: Path, state: dict) -> None:
         _require_same(changes, path)
     order = [changes[name] for name in ("seed", "total_batch") if name in changes]
     if order and state["progress"]["step"]:
-        raise UsageError(f"{path} lies inside an epoch, whose order this would change: {'; '.join(order)}")
+        raise UsageError(
+            f"{path} lies inside an epoch, whose order this would change: {'; '.join(order)}"
+        )
     for change in changes.values():
         log.warning("continuing with a changed option: %s", change)
     trainer.data.check_fingerprint(state["data_fingerprint"], path)
     trainer.load(state, path)
     progress, epochs = trainer.progress, state["config"]["epochs"]
     if epochs < progress.epoch < epochs + 1 and config.epochs > epochs:
-        raise UsageError(f"{path} stands at the end of a run of {epochs:g} epochs, inside an epoch, from where "
-                         f"more cannot be added: epochs must be {epochs:g}, got {config.epochs:g}")
+        raise UsageError(
+            f"{path} stands at the end of a run of {epochs:g} epochs, inside an epoch, from where "
+            f"more cannot be added: epochs must be {epochs:g}, got {config.epochs:g}"
+        )
     evaluated = not progress.rows or not math.isnan(progress.rows[-1][trainer.measures[0]])
     if progress.epoch >= trainer.total_epochs and not evaluated:
-        raise UsageError(f"{path} stands after epoch {progress.epoch}, which --eval-epochs left out, so --epochs "
-                         f"must be more than {progress.epoch}, got {config.epochs}")
+        raise UsageError(
+            f"{path} stands after epoch {progress.epoch}, which --eval-epochs left out, so --epochs "
+            f"must be more than {progress.epoch}, got {config.epochs}"
+        )
     if epochs != config.epochs:
-        log.warning("epochs were %s, now %s: the learning rate follows the new length", epochs, config.epochs)
+        log.warning(
+            "epochs were %s, now %s: the learning rate follows the new length",
+            epochs,
+            config.epochs,
+        )
     log.info("resumed from %s: epoch %d, update %d", path, progress.epoch, progress.updates)
 
 
@@ -344,7 +438,9 @@ def finish(trainer: Trainer, about: dict) -> None:
         """Return an epoch's measures; with images held out also those of its weights, which are loaded, in a test."""
         figures = {name: row[name] for name in ("epoch", *trainer.measures)}
         if tested:
-            result = trainer.evaluate(trainer.best_model, loader, len(data.classes), trainer.world, config)
+            result = trainer.evaluate(
+                trainer.best_model, loader, len(data.classes), trainer.world, config
+            )
             figures |= {f"held_out_{first}": row[first], **result.figures()}
         return figures
 
@@ -353,20 +449,46 @@ def finish(trainer: Trainer, about: dict) -> None:
         trainer.best_model.load_state_dict(safetensors.torch.load_file(folder / run_folder.WEIGHTS))
         best = figures_of(progress.rows[progress.best_epoch - 1])
     if trainer.world.is_main:
-        write_json(folder / run_folder.RESULTS, {
-            "model": config.model, "epochs": config.epochs, "eval_split": data.eval_split,
-            f"{split}_images": len(data.test if tested else data.evaluated),
-            **{f"{split}_{name}": {key: None if math.isnan(value) else round(value, 4) for key, value in of.items()}
-               for name, of in (("last", last), ("best", best))},  # JSON has no nan: AP where no object is large
-            "hardware": about["hardware"]})
+        write_json(
+            folder / run_folder.RESULTS,
+            {
+                "model": config.model,
+                "epochs": config.epochs,
+                "eval_split": data.eval_split,
+                f"{split}_images": len(data.test if tested else data.evaluated),
+                **{
+                    f"{split}_{name}": {
+                        key: None if math.isnan(value) else round(value, 4)
+                        for key, value in of.items()
+                    }
+                    for name, of in (("last", last), ("best", best))
+                },  # JSON has no nan: AP where no object is large
+                "hardware": about["hardware"],
+            },
+        )
         trainer.step_log.close()
     trainer.world.barrier()
-    said = f"{trainer.quality} on images held out" if split == "held_out" else f"test {trainer.quality}"
-    log.info("%s: best weights (epoch %d) %s, last weights %s", said, progress.best_epoch,
-             trainer.text_of(best), trainer.text_of(last))
+    said = (
+        f"{trainer.quality} on images held out"
+        if split == "held_out"
+        else f"test {trainer.quality}"
+    )
+    log.info(
+        "%s: best weights (epoch %d) %s, last weights %s",
+        said,
+        progress.best_epoch,
+        trainer.text_of(best),
+        trainer.text_of(last),
+    )
     evaluated = [row for row in progress.rows if not math.isnan(row[trainer.measures[0]])]
     if data.eval_split == "test" and len(evaluated) > 1:
-        log.info("the best epoch was chosen by the images that it is evaluated on: quote the last weights%s",
-                 ", or hold images out (--holdout)" if hasattr(config, "holdout") else "")
-    log.info("run folder: %s, %d updates in %s", folder, progress.updates, duration(sum(
-        row["seconds"] for row in progress.rows)))
+        log.info(
+            "the best epoch was chosen by the images that it is evaluated on: quote the last weights%s",
+            ", or hold images out (--holdout)" if hasattr(config, "holdout") else "",
+        )
+    log.info(
+        "run folder: %s, %d updates in %s",
+        folder,
+        progress.updates,
+        duration(sum(row["seconds"] for row in progress.rows)),
+    )

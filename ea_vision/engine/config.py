@@ -23,14 +23,36 @@ from ea_vision.base.errors import UsageError, near_matches
 from ea_vision.base.processes import MOST_WORKERS
 
 log = logging.getLogger(__name__)
-GROUPS = ("run", "model", "data", "augmentation", "loss", "length and batch", "optimiser", "learning rate",
-          "precision and speed", "evaluation", "checkpoints and logs")
+GROUPS = (
+    "run",
+    "model",
+    "data",
+    "augmentation",
+    "loss",
+    "length and batch",
+    "optimiser",
+    "learning rate",
+    "precision and speed",
+    "evaluation",
+    "checkpoints and logs",
+)
 RUN, MODEL, DATA, AUGMENT, LOSS, LENGTH, OPTIMISER, RATE, SPEED, EVALUATION, KEPT = GROUPS
 
 
-def option(default: Any, help: str, group: str, *, choices: tuple[str, ...] = (), minimum: float = 0,
-           maximum: float = math.inf, above: float = -math.inf, not_with: str = "", goes_with: str = "", bare: str = "",
-           resume: bool = False):
+def option(
+    default: Any,
+    help: str,
+    group: str,
+    *,
+    choices: tuple[str, ...] = (),
+    minimum: float = 0,
+    maximum: float = math.inf,
+    above: float = -math.inf,
+    not_with: str = "",
+    goes_with: str = "",
+    bare: str = "",
+    resume: bool = False,
+):
     """Return a field of an options dataclass that is part of the experiment: it must not change on resume.
 
     Args:
@@ -47,7 +69,9 @@ def option(default: Any, help: str, group: str, *, choices: tuple[str, ...] = ()
     return dataclasses.field(default_factory=lambda: copy.copy(default), metadata={"rules": rules})
 
 
-setting = partial(option, resume=True)  # no part of the experiment: it may change when a run is resumed
+setting = partial(
+    option, resume=True
+)  # no part of the experiment: it may change when a run is resumed
 
 
 @dataclass
@@ -56,96 +80,223 @@ class TrainConfig:
 
     model: str = option("ea_conv_transformer_cifar", "registered timm model, ours or timm's", MODEL)
     model_kwargs: dict = option({}, "further keywords of the model, as key=value ...", MODEL)
-    pretrained: bool = option(False, "begin with timm's weights of the model; their classifier goes where the data has "
-                                     "another number of classes", MODEL)
-    pretrained_path: str = setting("", "begin with the weights of a file or run folder instead: the model's own, or "
-                                       "those of the plain transformer for one whose maps evolve", MODEL)
-    mean: list[float] = option([], "mean of images in 0..1, by channel; empty: that of the run folder in "
-                                   "pretrained_path, else as the model's name says", MODEL, goes_with="std")
+    pretrained: bool = option(
+        False,
+        "begin with timm's weights of the model; their classifier goes where the data has "
+        "another number of classes",
+        MODEL,
+    )
+    pretrained_path: str = setting(
+        "",
+        "begin with the weights of a file or run folder instead: the model's own, or "
+        "those of the plain transformer for one whose maps evolve",
+        MODEL,
+    )
+    mean: list[float] = option(
+        [],
+        "mean of images in 0..1, by channel; empty: that of the run folder in "
+        "pretrained_path, else as the model's name says",
+        MODEL,
+        goes_with="std",
+    )
     std: list[float] = option([], "their standard deviation, likewise", MODEL, goes_with="mean")
-    freeze: str = option("", "modules and parameters that are not trained, by the beginnings of their names, such as "
-                             "patch_embed,blocks.0,blocks.1", MODEL)
+    freeze: str = option(
+        "",
+        "modules and parameters that are not trained, by the beginnings of their names, such as "
+        "patch_embed,blocks.0,blocks.1",
+        MODEL,
+    )
     recipe: str = setting("fast", "recipe: a name in ea_vision/recipes, a YAML file, or none", RUN)
     data_dir: str = setting("", "folder of the data set; empty: the cache folder's", DATA)
-    output: str = setting("", "run folder itself (timm: the folder of run folders); empty: runs/DATASET-MODEL", RUN)
-    resume: str = setting("auto", "auto: continue from the newest valid checkpoint of --output, or begin; "
-                                  "none: begin; PATH: continue from this checkpoint or run folder", RUN)
-    seed: int = option(0, "seed of weights, order, augmentation and held-out images", RUN, maximum=2**31 - 1)
-    workers: int = setting(2, "threads that decode images; 0: in this process", DATA, maximum=MOST_WORKERS)
-    device: str = setting("auto", "where to compute; auto: cuda if there is one", RUN, choices=("auto", "cpu", "cuda"))
+    output: str = setting(
+        "", "run folder itself (timm: the folder of run folders); empty: runs/DATASET-MODEL", RUN
+    )
+    resume: str = setting(
+        "auto",
+        "auto: continue from the newest valid checkpoint of --output, or begin; "
+        "none: begin; PATH: continue from this checkpoint or run folder",
+        RUN,
+    )
+    seed: int = option(
+        0, "seed of weights, order, augmentation and held-out images", RUN, maximum=2**31 - 1
+    )
+    workers: int = setting(
+        2, "threads that decode images; 0: in this process", DATA, maximum=MOST_WORKERS
+    )
+    device: str = setting(
+        "auto", "where to compute; auto: cuda if there is one", RUN, choices=("auto", "cpu", "cuda")
+    )
 
-    epochs: float = setting(10, "passes over the training images; of 4.3 the last one ends after 0.3 of its updates",
-                            LENGTH, above=0)
+    epochs: float = setting(
+        10,
+        "passes over the training images; of 4.3 the last one ends after 0.3 of its updates",
+        LENGTH,
+        above=0,
+    )
     # Of these three their product with the processes must not change, which `differences` compares.
     batch_size: int = setting(128, "images per process and step", LENGTH, minimum=1)
-    grad_accum_steps: int = setting(1, "batches added up for one update of the weights", LENGTH, minimum=1)
-    total_batch: int = setting(0, "images of an update over all processes: they share it, in batches of at most "
-                                  "batch_size, which are added up; 0, and where batch_size or grad_accum_steps is "
-                                  "given alone: batch_size x grad_accum_steps x processes", LENGTH)
+    grad_accum_steps: int = setting(
+        1, "batches added up for one update of the weights", LENGTH, minimum=1
+    )
+    total_batch: int = setting(
+        0,
+        "images of an update over all processes: they share it, in batches of at most "
+        "batch_size, which are added up; 0, and where batch_size or grad_accum_steps is "
+        "given alone: batch_size x grad_accum_steps x processes",
+        LENGTH,
+    )
 
-    opt: str = option("sgd", "timm optimiser, lookahead_NAME too (sgd is Nesterov's, momentum the plain one; muon: "
-                             "AdamW for what is no matrix)", OPTIMISER)
-    opt_kwargs: dict = option({}, "further keywords of the optimiser, as key=value ..., such as muon's "
-                                  "fallback_lr_scale=0.5 (rate of its AdamW, times lr)", OPTIMISER)
+    opt: str = option(
+        "sgd",
+        "timm optimiser, lookahead_NAME too (sgd is Nesterov's, momentum the plain one; muon: "
+        "AdamW for what is no matrix)",
+        OPTIMISER,
+    )
+    opt_kwargs: dict = option(
+        {},
+        "further keywords of the optimiser, as key=value ..., such as muon's "
+        "fallback_lr_scale=0.5 (rate of its AdamW, times lr)",
+        OPTIMISER,
+    )
     momentum: float = option(0.9, "momentum of the optimiser", OPTIMISER, maximum=1.0)
-    weight_decay: float = option(5e-4, "weight decay (not of norms, biases and position tables)", OPTIMISER)
+    weight_decay: float = option(
+        5e-4, "weight decay (not of norms, biases and position tables)", OPTIMISER
+    )
     clip_grad: float = option(0.0, "largest norm of the gradient; 0: no limit", OPTIMISER)
-    clip_mode: str = option("norm", "how it is clipped; agc: each parameter's by the parameter's own norm, timm's "
-                                    "adaptive clipping, by a factor of clip_grad", OPTIMISER, choices=("norm", "agc"),
-                            goes_with="clip_grad")
-    attention_lr: float = option(1.0, "learning-rate multiplier of the attention parameters (q, k, v, position tables, "
-                                      "map convolutions)", OPTIMISER)
-    gate_lr: float = option(1.0, "learning-rate multiplier of learnable gates (a model's alpha and beta)", OPTIMISER)
-    model_ema_decay: float = option(0.0, "decay, per update, of the averaged weights that are evaluated and exported; "
-                                         "0: off", OPTIMISER, maximum=1.0)
-    model_ema_warmup: bool = option(True, "let the decay of the average grow from 0 at the start", OPTIMISER)
+    clip_mode: str = option(
+        "norm",
+        "how it is clipped; agc: each parameter's by the parameter's own norm, timm's "
+        "adaptive clipping, by a factor of clip_grad",
+        OPTIMISER,
+        choices=("norm", "agc"),
+        goes_with="clip_grad",
+    )
+    attention_lr: float = option(
+        1.0,
+        "learning-rate multiplier of the attention parameters (q, k, v, position tables, "
+        "map convolutions)",
+        OPTIMISER,
+    )
+    gate_lr: float = option(
+        1.0, "learning-rate multiplier of learnable gates (a model's alpha and beta)", OPTIMISER
+    )
+    model_ema_decay: float = option(
+        0.0,
+        "decay, per update, of the averaged weights that are evaluated and exported; 0: off",
+        OPTIMISER,
+        maximum=1.0,
+    )
+    model_ema_warmup: bool = option(
+        True, "let the decay of the average grow from 0 at the start", OPTIMISER
+    )
 
-    lr: float = option(0.2, "peak learning rate, per update; with lr_base_size that of so many images (timm: lr_base)",
-                       RATE)
-    lr_base_size: int = option(0, "if not 0, lr is per this many images and scaled to those of an update", RATE)
-    sched: str = option("linear", "learning rate over time; linear: line up, line down; cosine: warm-up, then cosine "
-                                  "cycles; multistep: warm-up, then factors at decay_milestones; step: warm-up, then a "
-                                  "factor every decay_epochs", RATE,
-                        choices=("linear", "cosine", "multistep", "step", "constant"))
-    warmup_epochs: float | str = option("20%", "epochs of linear warm-up from 0; 20%: a fifth of all", RATE)
-    lr_base_scale: str = option("auto", "how lr grows with the images of an update, where lr_base_size says of how "
-                                        "many it is; auto, as in timm: sqrt for LAMB and the optimisers with ada in "
-                                        "their name, linear for others", RATE, choices=("auto", "linear", "sqrt"))
+    lr: float = option(
+        0.2,
+        "peak learning rate, per update; with lr_base_size that of so many images (timm: lr_base)",
+        RATE,
+    )
+    lr_base_size: int = option(
+        0, "if not 0, lr is per this many images and scaled to those of an update", RATE
+    )
+    sched: str = option(
+        "linear",
+        "learning rate over time; linear: line up, line down; cosine: warm-up, then cosine "
+        "cycles; multistep: warm-up, then factors at decay_milestones; step: warm-up, then a "
+        "factor every decay_epochs",
+        RATE,
+        choices=("linear", "cosine", "multistep", "step", "constant"),
+    )
+    warmup_epochs: float | str = option(
+        "20%", "epochs of linear warm-up from 0; 20%: a fifth of all", RATE
+    )
+    lr_base_scale: str = option(
+        "auto",
+        "how lr grows with the images of an update, where lr_base_size says of how "
+        "many it is; auto, as in timm: sqrt for LAMB and the optimisers with ada in "
+        "their name, linear for others",
+        RATE,
+        choices=("auto", "linear", "sqrt"),
+    )
     min_lr: float = option(0.0, "lowest learning rate", RATE)
-    cycle_epochs: float = option(0.0, "cosine: epochs of the first cycle; 0: one cycle for all", RATE)
-    lr_cycle_mul: float = option(1.0, "cosine: each cycle is this many times longer than the one before", RATE,
-                                 minimum=1.0)
-    decay_milestones: list[float] = option([], "multistep: epochs at which the rate is multiplied by decay_rate", RATE)
-    decay_epochs: float = option(30.0, "step: epochs, or a fraction of one, after which the rate is multiplied by "
-                                       "decay_rate", RATE, above=0.0)
+    cycle_epochs: float = option(
+        0.0, "cosine: epochs of the first cycle; 0: one cycle for all", RATE
+    )
+    lr_cycle_mul: float = option(
+        1.0, "cosine: each cycle is this many times longer than the one before", RATE, minimum=1.0
+    )
+    decay_milestones: list[float] = option(
+        [], "multistep: epochs at which the rate is multiplied by decay_rate", RATE
+    )
+    decay_epochs: float = option(
+        30.0,
+        "step: epochs, or a fraction of one, after which the rate is multiplied by decay_rate",
+        RATE,
+        above=0.0,
+    )
     decay_rate: float = option(0.1, "step, multistep: the factor", RATE, maximum=1.0)
 
-    amp: str = option("none", "precision of the forward pass; --amp alone: bfloat16", SPEED,
-                      choices=("none", "bfloat16", "float16"), bare="bfloat16")
+    amp: str = option(
+        "none",
+        "precision of the forward pass; --amp alone: bfloat16",
+        SPEED,
+        choices=("none", "bfloat16", "float16"),
+        bare="bfloat16",
+    )
     channels_last: bool = setting(False, "keep images and weights channels-last in memory", SPEED)
     sync_bn: bool = option(False, "batch statistics over all processes (CUDA only)", SPEED)
-    dist_bn: str = option("broadcast", "statistics of BatchNorm that are evaluated; broadcast: the first process's; "
-                                       "reduce: the mean of all", SPEED, choices=("broadcast", "reduce"))
-    ddp_bb: bool = setting(True, "broadcast the first process's statistics of BatchNorm before each forward; never "
-                                 "with dist_bn reduce, which averages each process's own", SPEED)
-    grad_checkpointing: bool = setting(False, "compute activations again in the backward pass: less memory, about a "
-                                              "third more time; of models that have it", SPEED)
-    dist_timeout: float = setting(10.0, "minutes that processes wait for one that does not answer", RUN, above=0.0)
+    dist_bn: str = option(
+        "broadcast",
+        "statistics of BatchNorm that are evaluated; broadcast: the first process's; "
+        "reduce: the mean of all",
+        SPEED,
+        choices=("broadcast", "reduce"),
+    )
+    ddp_bb: bool = setting(
+        True,
+        "broadcast the first process's statistics of BatchNorm before each forward; never "
+        "with dist_bn reduce, which averages each process's own",
+        SPEED,
+    )
+    grad_checkpointing: bool = setting(
+        False,
+        "compute activations again in the backward pass: less memory, about a "
+        "third more time; of models that have it",
+        SPEED,
+    )
+    dist_timeout: float = setting(
+        10.0, "minutes that processes wait for one that does not answer", RUN, above=0.0
+    )
 
-    eval_batch_size: int = option(500, "images per process and evaluation step", EVALUATION, minimum=1)
-    eval_epochs: int = setting(1, "epochs between evaluations; the last epoch is always evaluated", EVALUATION,
-                               minimum=1)
-    test: bool = setting(True, "test a finished run on the test images; --no-test, with images held out: leave them "
-                               "alone", EVALUATION)
+    eval_batch_size: int = option(
+        500, "images per process and evaluation step", EVALUATION, minimum=1
+    )
+    eval_epochs: int = setting(
+        1, "epochs between evaluations; the last epoch is always evaluated", EVALUATION, minimum=1
+    )
+    test: bool = setting(
+        True,
+        "test a finished run on the test images; --no-test, with images held out: leave them alone",
+        EVALUATION,
+    )
 
-    checkpoint_steps: int = setting(0, "updates between checkpoints inside an epoch; 0: at its end only", KEPT)
-    snapshot_epochs: int = setting(0, "keep the weights of every so many epochs in RUN/snapshots; 0: none", KEPT)
-    log_steps: int = setting(50, "updates between rows of speed.csv and lines of the log; 0: none", KEPT)
+    checkpoint_steps: int = setting(
+        0, "updates between checkpoints inside an epoch; 0: at its end only", KEPT
+    )
+    snapshot_epochs: int = setting(
+        0, "keep the weights of every so many epochs in RUN/snapshots; 0: none", KEPT
+    )
+    log_steps: int = setting(
+        50, "updates between rows of speed.csv and lines of the log; 0: none", KEPT
+    )
     tensorboard: bool = setting(False, "write TensorBoard events into the run folder", KEPT)
     wandb: str = setting("", "Weights & Biases project; empty: none", KEPT)
-    wandb_tags: str = setting("", "tags of the run on Weights & Biases, separated by commas", KEPT, goes_with="wandb")
+    wandb_tags: str = setting(
+        "", "tags of the run on Weights & Biases, separated by commas", KEPT, goes_with="wandb"
+    )
 
-    optional_kwargs = frozenset()  # no option: model keywords of the recipe alone: a model may lack them
+    optional_kwargs = (
+        frozenset()
+    )  # no option: model keywords of the recipe alone: a model may lack them
 
     def __post_init__(self):
         hints = typing.get_type_hints(type(self))
@@ -172,7 +323,9 @@ class TrainConfig:
     def warmup_updates(self, updates_per_epoch: int) -> int:
         """Return the updates of the warm-up."""
         if isinstance(self.warmup_epochs, str):
-            return round(float(self.warmup_epochs[:-1]) / 100 * round(self.epochs * updates_per_epoch))
+            return round(
+                float(self.warmup_epochs[:-1]) / 100 * round(self.epochs * updates_per_epoch)
+            )
         return round(self.warmup_epochs * updates_per_epoch)
 
     @property
@@ -194,18 +347,28 @@ class TrainConfig:
             return self
         if total % (processes * pair):
             near = total - total % (processes * pair)
-            raise UsageError(f"total_batch {total} cannot be shared by {processes} processes"
-                             f"{' in pairs, which mixup and cutmix need' if self.mixes else ''}: "
-                             f"{f'{near} or ' if near else ''}{near + processes * pair} can")
+            raise UsageError(
+                f"total_batch {total} cannot be shared by {processes} processes"
+                f"{' in pairs, which mixup and cutmix need' if self.mixes else ''}: "
+                f"{f'{near} or ' if near else ''}{near + processes * pair} can"
+            )
         own, shared = total // processes, copy.copy(self)
-        shared.grad_accum_steps = next(n for n in range(1, own + 1)
-                                       if own % (n * pair) == 0 and own // n <= most)
+        shared.grad_accum_steps = next(
+            n for n in range(1, own + 1) if own % (n * pair) == 0 and own // n <= most
+        )
         shared.batch_size = own // shared.grad_accum_steps
         if 2 * shared.batch_size <= min(most, own):
             full = total - total % (processes * most)
-            log.warning("total_batch %d on %d processes is made of batches of %d, far below batch_size %d: %d or %d "
-                        "is made of full ones", total, processes, shared.batch_size, most, full,
-                        full + processes * most)
+            log.warning(
+                "total_batch %d on %d processes is made of batches of %d, far below batch_size %d: %d or %d "
+                "is made of full ones",
+                total,
+                processes,
+                shared.batch_size,
+                most,
+                full,
+                full + processes * most,
+            )
         return shared
 
     def images_of_update(self, processes: int) -> int:
@@ -216,11 +379,16 @@ class TrainConfig:
         """Return the peak learning rate of updates of so many images."""
         if not self.lr_base_size:
             return self.lr
-        root = self.lr_base_scale == "sqrt" or self.lr_base_scale == "auto" and any(
-            part in self.opt.lower() for part in ("ada", "lamb"))
+        root = (
+            self.lr_base_scale == "sqrt"
+            or self.lr_base_scale == "auto"
+            and any(part in self.opt.lower() for part in ("ada", "lamb"))
+        )
         return self.lr * (images / self.lr_base_size) ** (0.5 if root else 1)
 
-    def differences(self, saved: dict, processes: int = 1, saved_processes: int = 1) -> dict[str, str]:
+    def differences(
+        self, saved: dict, processes: int = 1, saved_processes: int = 1
+    ) -> dict[str, str]:
         """Return the options that differ from the saved ones and may not change on resume, with what differs as text.
 
         An option that is missing there is younger than what was saved, which was made with its default. How
@@ -234,8 +402,10 @@ class TrainConfig:
         was = saved["batch_size"] * saved["grad_accum_steps"] * saved_processes
         now = self.images_of_update(processes)
         if was != now:
-            changed["total_batch"] = ("the images of an update (batch_size x grad_accum_steps x processes) were "
-                                      f"{was}, got {now}")
+            changed["total_batch"] = (
+                "the images of an update (batch_size x grad_accum_steps x processes) were "
+                f"{was}, got {now}"
+            )
         return changed
 
 
@@ -269,17 +439,24 @@ def _key_value(word: str) -> tuple[str, Any]:
             raise ValueError
         return key, _plain(yaml.safe_load(value))
     except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError("key=value required, with a number, true, false, text or a [list], got "
-                                         f"{word[:80]!r}") from error
+        raise argparse.ArgumentTypeError(
+            f"key=value required, with a number, true, false, text or a [list], got {word[:80]!r}"
+        ) from error
 
 
 # How a value of each type is read, and its flag on the command line.
-KINDS = {int: (_whole, {"metavar": "N"}), float: (float, {"metavar": "X"}),
-         float | str: (_percentage, {"metavar": "X|P%"}), bool: (bool, {"action": argparse.BooleanOptionalAction}),
-         dict: (lambda value: _plain(dict(value or {})),
-                {"nargs": "+", "action": "extend", "type": _key_value, "metavar": "KEY=VALUE"}),
-         list[float]: (lambda value: [float(v) for v in value or []], {"nargs": "*", "metavar": "X"}),
-         str: (lambda value: "none" if value is None else str(value), {})}
+KINDS = {
+    int: (_whole, {"metavar": "N"}),
+    float: (float, {"metavar": "X"}),
+    float | str: (_percentage, {"metavar": "X|P%"}),
+    bool: (bool, {"action": argparse.BooleanOptionalAction}),
+    dict: (
+        lambda value: _plain(dict(value or {})),
+        {"nargs": "+", "action": "extend", "type": _key_value, "metavar": "KEY=VALUE"},
+    ),
+    list[float]: (lambda value: [float(v) for v in value or []], {"nargs": "*", "metavar": "X"}),
+    str: (lambda value: "none" if value is None else str(value), {}),
+}
 
 
 def _checked(name: str, value: Any, kind: Any, rules: SimpleNamespace) -> Any:
@@ -293,17 +470,22 @@ def _checked(name: str, value: Any, kind: Any, rules: SimpleNamespace) -> Any:
             raise TypeError
         value = KINDS[kind][0](value)
     except (TypeError, ValueError, ArithmeticError) as error:
-        wanted = ("a number, or a percentage up to 100%" if kind == float | str else
-                  f"of type {getattr(kind, '__name__', kind)}")
+        wanted = (
+            "a number, or a percentage up to 100%"
+            if kind == float | str
+            else f"of type {getattr(kind, '__name__', kind)}"
+        )
         raise UsageError(f"{name} must be {wanted}, got {value!r}") from error
     if rules.choices and value not in rules.choices:
         raise UsageError(f"{name} must be one of {', '.join(rules.choices)}, got {value!r}")
     for number in value if isinstance(value, list) else [value]:
         if isinstance(number, (int, float)):
-            for allowed, words in ((math.isfinite(number), "a finite number"),
-                                   (number >= rules.minimum, f"at least {rules.minimum}"),
-                                   (number <= rules.maximum, f"at most {rules.maximum}"),
-                                   (number > rules.above, f"above {rules.above}")):
+            for allowed, words in (
+                (math.isfinite(number), "a finite number"),
+                (number >= rules.minimum, f"at least {rules.minimum}"),
+                (number <= rules.maximum, f"at most {rules.maximum}"),
+                (number > rules.above, f"above {rules.above}"),
+            ):
                 if not allowed:
                     raise UsageError(f"{name} must be {words}, got {number}")
     return value
@@ -314,15 +496,25 @@ def _checked(name: str, value: Any, kind: Any, rules: SimpleNamespace) -> Any:
 RECIPES = resources.files("ea_vision.recipes")
 RESNETS, MNASNETS = ("34", "50", "101", "152"), ("075", "100", "125", "140")
 # The networks of the papers' ImageNet tables, and the recipe that a recipe imagenet_MODEL differs from.
-PUBLISHED = {kind + size: base for kind, sizes, base in (
-    ("resnet", RESNETS, "imagenet"), ("aa_resnet", RESNETS, "imagenet"), ("pa_aa_resnet", RESNETS[:3], "imagenet"),
-    ("ea_aa_resnet", RESNETS, "imagenet"), ("semnasnet_", MNASNETS, "imagenet_semnasnet_100"),
-    ("aa_mnasnet_", MNASNETS, "imagenet_aa_mnasnet_100")) for size in sizes}
+PUBLISHED = {
+    kind + size: base
+    for kind, sizes, base in (
+        ("resnet", RESNETS, "imagenet"),
+        ("aa_resnet", RESNETS, "imagenet"),
+        ("pa_aa_resnet", RESNETS[:3], "imagenet"),
+        ("ea_aa_resnet", RESNETS, "imagenet"),
+        ("semnasnet_", MNASNETS, "imagenet_semnasnet_100"),
+        ("aa_mnasnet_", MNASNETS, "imagenet_aa_mnasnet_100"),
+    )
+    for size in sizes
+}
 
 
 def recipe_names() -> list[str]:
     """Return the names of the recipes: the files of the package, and imagenet_MODEL for each published network."""
-    files = {file.name.removesuffix(".yaml") for file in RECIPES.iterdir() if file.name.endswith(".yaml")}
+    files = {
+        file.name.removesuffix(".yaml") for file in RECIPES.iterdir() if file.name.endswith(".yaml")
+    }
     return sorted(files | {f"imagenet_{model}" for model in PUBLISHED})
 
 
@@ -331,7 +523,10 @@ def overlaid(below: dict, above: dict) -> dict:
     unless it becomes another one."""
     if above.get("opt", below.get("opt")) != below.get("opt"):
         below = {**below, "opt_kwargs": {}}
-    kwargs = {key: {**(below.get(key) or {}), **(above.get(key) or {})} for key in ("model_kwargs", "opt_kwargs")}
+    kwargs = {
+        key: {**(below.get(key) or {}), **(above.get(key) or {})}
+        for key in ("model_kwargs", "opt_kwargs")
+    }
     return {**below, **above, **kwargs}
 
 
@@ -360,7 +555,9 @@ def _read_recipe(name: str) -> dict:
         if not path.is_file():
             return {"base": PUBLISHED[model], "model": model, "num_classes": 1000}
     elif not path.is_file():
-        raise UsageError(f"no recipe {name!r}: {near_matches(name, recipe_names() + ['none'], 'recipes')}")
+        raise UsageError(
+            f"no recipe {name!r}: {near_matches(name, recipe_names() + ['none'], 'recipes')}"
+        )
     try:
         recipe = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
@@ -380,15 +577,25 @@ def resolve(cls: type[TrainConfig], given: dict) -> Any:
     names = cls.rules()
     recipe_name = given.get("recipe", names["recipe"].default)
     recipe = load_recipe(recipe_name)
-    if "about" in recipe:  # a run folder's, perhaps another trainer's; its folder is no part of the experiment
-        recipe = {key: value for key, value in recipe.items() if key in names and key not in ("output", "resume")}
+    if (
+        "about" in recipe
+    ):  # a run folder's, perhaps another trainer's; its folder is no part of the experiment
+        recipe = {
+            key: value
+            for key, value in recipe.items()
+            if key in names and key not in ("output", "resume")
+        }
     for key in recipe:
         if key not in names:
-            raise UsageError(f"recipe {recipe_name}: unknown option {key!r}; {near_matches(key, names, 'options')}")
+            raise UsageError(
+                f"recipe {recipe_name}: unknown option {key!r}; {near_matches(key, names, 'options')}"
+            )
     if {"batch_size", "grad_accum_steps"} & given.keys():
         given = {"total_batch": 0, **given}
     config = cls(**overlaid(recipe, {**given, "recipe": recipe_name}))
-    config.optional_kwargs = frozenset(recipe.get("model_kwargs", ())) - frozenset(given.get("model_kwargs", ()))
+    config.optional_kwargs = frozenset(recipe.get("model_kwargs", ())) - frozenset(
+        given.get("model_kwargs", ())
+    )
     return config
 
 
@@ -404,16 +611,25 @@ class _Parser(argparse.ArgumentParser):
 
 def make_parser(cls: type[TrainConfig], description: str, examples: str) -> argparse.ArgumentParser:
     """Return a parser with one flag for each field of `cls`; shown defaults are those of the default recipe."""
-    parser = _Parser(usage="%(prog)s [OPTION ...]", description=description, epilog="examples:\n" + examples,
-                     allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=partial(
-                         argparse.RawDescriptionHelpFormatter, max_help_position=26, width=100))
+    parser = _Parser(
+        usage="%(prog)s [OPTION ...]",
+        description=description,
+        epilog="examples:\n" + examples,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=partial(
+            argparse.RawDescriptionHelpFormatter, max_help_position=26, width=100
+        ),
+    )
     defaults, hints = resolve(cls, {}), typing.get_type_hints(cls)
     groups = {title: parser.add_argument_group(title) for title in GROUPS}
     for name, rules in cls.rules().items():
         shown = getattr(defaults, name)
         if isinstance(shown, dict):
             shown = " ".join(f"{k}={v}" for k, v in shown.items())
-        help = f"{rules.help} (default: {shown if shown not in ('', []) else 'empty'})".replace("%", "%%")
+        help = f"{rules.help} (default: {shown if shown not in ('', []) else 'empty'})".replace(
+            "%", "%%"
+        )
         words = KINDS[hints[name]][1] or {"metavar": "|".join(rules.choices) or name.upper()}
         if rules.bare:
             words = {**words, "nargs": "?", "const": rules.bare}
@@ -430,6 +646,11 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> dict:
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
         flag = unknown[0].partition("=")[0]
-        raise UsageError(f"unknown argument {unknown[0]!r}; "
-                         f"{near_matches(flag, parser._option_string_actions, 'flags')}")
-    return {key: dict(value) if key.endswith("_kwargs") else value for key, value in vars(namespace).items()}
+        raise UsageError(
+            f"unknown argument {unknown[0]!r}; "
+            f"{near_matches(flag, parser._option_string_actions, 'flags')}"
+        )
+    return {
+        key: dict(value) if key.endswith("_kwargs") else value
+        for key, value in vars(namespace).items()
+    }

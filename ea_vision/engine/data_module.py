@@ -65,10 +65,15 @@ class DataModule:
         """Return the network with its initial weights, and the keywords that make it again by `timm.create_model`."""
         config, weights = self.config, self.config.pretrained_path
         run = Path(weights) if weights and Path(weights).is_dir() else None
-        model, kwargs = create_classifier(config.model, config.model_kwargs, config.optional_kwargs,
-                                          num_classes=len(self.classes), img_size=config.img_size,
-                                          pretrained=config.pretrained,
-                                          weights=str(run / run_folder.WEIGHTS) if run else weights)
+        model, kwargs = create_classifier(
+            config.model,
+            config.model_kwargs,
+            config.optional_kwargs,
+            num_classes=len(self.classes),
+            img_size=config.img_size,
+            pretrained=config.pretrained,
+            weights=str(run / run_folder.WEIGHTS) if run else weights,
+        )
         if run:
             about = run_folder.read_config(run)[1]
             set_image_statistics(model, about["mean"], about["std"])
@@ -78,31 +83,46 @@ class DataModule:
         """Raise UsageError for data that nothing can be learnt or judged from, or no update be made of."""
         config, processes = self.config, self.world.size
         if len(self.classes) < self.least_classes:
-            raise UsageError(f"at least {self.least_classes} classes of images are required, got "
-                             f"{', '.join(self.classes) or 'none'}")
+            raise UsageError(
+                f"at least {self.least_classes} classes of images are required, got "
+                f"{', '.join(self.classes) or 'none'}"
+            )
         if self.train is None:  # an evaluation
             return
         if self.same_images:
             raise UsageError("the training images are those to evaluate on: give others")
         if not config.test and self.eval_split != "held_out":
-            raise UsageError("--no-test needs training images held out (--holdout) to evaluate on, got none")
+            raise UsageError(
+                "--no-test needs training images held out (--holdout) to evaluate on, got none"
+            )
         images, needed = len(self.train), config.images_of_update(processes)
         if images < needed:
-            raise UsageError(f"an update needs {needed} training images (batch_size x grad_accum_steps x processes), "
-                             f"and the data set has fewer, {images}: --batch-size "
-                             f"{2 ** int(math.log2(max(images // processes, 1)))}")
+            raise UsageError(
+                f"an update needs {needed} training images (batch_size x grad_accum_steps x processes), "
+                f"and the data set has fewer, {images}: --batch-size "
+                f"{2 ** int(math.log2(max(images // processes, 1)))}"
+            )
 
     def check_fingerprint(self, saved: str, source: Path) -> None:
         """Raise UsageError unless a run's fingerprint is that of this data."""
         if saved != self.fingerprint:
-            raise UsageError(f"{source} was trained on other data: fingerprint {saved[:12]}, got "
-                             f"{self.fingerprint[:12]}")
+            raise UsageError(
+                f"{source} was trained on other data: fingerprint {saved[:12]}, got "
+                f"{self.fingerprint[:12]}"
+            )
 
     def loader_keywords(self, model: nn.Module) -> dict:
         """Return the keywords of all loaders for this model."""
-        mean, std = (self.config.mean, self.config.std) if self.config.mean else image_statistics(model)
-        return {"mean": tuple(mean), "std": tuple(std), "device": self.world.device, "rank": self.world.rank,
-                "world_size": self.world.size}
+        mean, std = (
+            (self.config.mean, self.config.std) if self.config.mean else image_statistics(model)
+        )
+        return {
+            "mean": tuple(mean),
+            "std": tuple(std),
+            "device": self.world.device,
+            "rank": self.world.rank,
+            "world_size": self.world.size,
+        }
 
     def model_to_evaluate(self, target: str, run: Path | None) -> tuple[nn.Module, Path]:
         """Return the model that `target` names, for this data, and the folder for its results.
@@ -119,8 +139,9 @@ class DataModule:
             model, _, about = run_folder.load_run(run)
             expected, output = about["classes"], run / "evaluation"
         elif config.pretrained_path:
-            model, _ = create_classifier(target, config.model_kwargs, num_classes=len(self.classes),
-                                         img_size=config.img_size)
+            model, _ = create_classifier(
+                target, config.model_kwargs, num_classes=len(self.classes), img_size=config.img_size
+            )
             load_weights(model, Path(config.pretrained_path))
             expected = None
         else:
@@ -132,17 +153,30 @@ class DataModule:
     def write_evaluation(self, folder: Path, result, about: dict) -> list[Path]:
         """Write evaluation.json, per_class.csv and confusion.png, both of the images as they are, of a result of the
         trainer's `evaluate`; return their paths."""
-        from ea_vision.engine.pictures import confusion_png  # matplotlib, which training does without
+        from ea_vision.engine.pictures import (
+            confusion_png,
+        )  # matplotlib, which training does without
 
         create(folder)
         paths = [folder / "evaluation.json", folder / "per_class.csv", folder / "confusion.png"]
         write_json(paths[0], {**about, **result.numbers()})
         others = result.confusion.clone().fill_diagonal_(0)
-        atomic_write(paths[1], csv_text([
-            {"class": name, "images": int(row.sum()), "top1": f"{100 * row[index] / row.sum():.2f}",
-             "most_confused_with": self.classes[wrong.argmax()] if wrong.any() else "",
-             "confused_images": int(wrong.max())}
-            for index, (name, row, wrong) in enumerate(zip(self.classes, result.confusion, others, strict=True))
-        ]).encode())
+        atomic_write(
+            paths[1],
+            csv_text(
+                [
+                    {
+                        "class": name,
+                        "images": int(row.sum()),
+                        "top1": f"{100 * row[index] / row.sum():.2f}",
+                        "most_confused_with": self.classes[wrong.argmax()] if wrong.any() else "",
+                        "confused_images": int(wrong.max()),
+                    }
+                    for index, (name, row, wrong) in enumerate(
+                        zip(self.classes, result.confusion, others, strict=True)
+                    )
+                ]
+            ).encode(),
+        )
         atomic_write(paths[2], confusion_png(result, self.classes, about["model"]))
         return paths

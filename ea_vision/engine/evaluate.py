@@ -21,14 +21,18 @@ from ea_vision.engine.config import TrainConfig
 VIEWS = ("none", "mirror", "six")
 
 
-def logits_by_views(model: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor, kind: str) -> torch.Tensor:
+def logits_by_views(
+    model: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor, kind: str
+) -> torch.Tensor:
     """Return the weighted mean of the logits of the VIEWS of images (B, C, H, W), float32 (B, classes)."""
     views = [(1.0, images)]
     if kind == "six":
         padded = F.pad(images, (1, 1, 1, 1), mode="reflect")
         views = [(0.5, images), (0.25, padded[..., :-2, :-2]), (0.25, padded[..., 2:, 2:])]
     if kind != "none":
-        views = [(weight / 2, view) for weight, source in views for view in (source, source.flip(-1))]
+        views = [
+            (weight / 2, view) for weight, source in views for view in (source, source.flip(-1))
+        ]
     return sum(weight * model(view).float() for weight, view in views)
 
 
@@ -59,8 +63,12 @@ class Evaluation:
 
     def numbers(self) -> dict:
         """Return what evaluation.json says."""
-        return {"images": self.images, "top1": round(self.top1, 4), "top5": round(self.top5, 4),
-                "loss": round(self.loss, 6)}
+        return {
+            "images": self.images,
+            "top1": round(self.top1, 4),
+            "top5": round(self.top5, 4),
+            "loss": round(self.loss, 6),
+        }
 
     def line(self) -> str:
         """Return the figures for the terminal."""
@@ -68,8 +76,16 @@ class Evaluation:
 
 
 @torch.no_grad()  # not inference_mode: a tensor that a layer keeps from here must stay usable in training
-def evaluate(model: nn.Module, loader, num_classes: int, world: World, config: TrainConfig | None = None, *,
-             should_stop: Callable[[], bool] | None = None, tta: str = "none") -> Evaluation | None:
+def evaluate(
+    model: nn.Module,
+    loader,
+    num_classes: int,
+    world: World,
+    config: TrainConfig | None = None,
+    *,
+    should_stop: Callable[[], bool] | None = None,
+    tta: str = "none",
+) -> Evaluation | None:
     """Evaluate in eval mode (left so) over `loader.batches()`, of which each process sees its own share.
 
     The loader gives every process the same number of batches, empty ones if need be. Returns None if `should_stop`,
@@ -98,8 +114,12 @@ def evaluate(model: nn.Module, loader, num_classes: int, world: World, config: T
             with autocast(config.amp, world.device):
                 logits = logits_by_views(model, images, tta)
             top = logits.topk(min(5, num_classes), dim=1).indices
-            confusion.index_add_(0, targets * num_classes + top[:, 0], torch.ones_like(targets, dtype=torch.float64))
-            totals += torch.stack([(top == targets[:, None]).sum(), F.cross_entropy(logits, targets, reduction="sum")])
+            confusion.index_add_(
+                0, targets * num_classes + top[:, 0], torch.ones_like(targets, dtype=torch.float64)
+            )
+            totals += torch.stack(
+                [(top == targets[:, None]).sum(), F.cross_entropy(logits, targets, reduction="sum")]
+            )
     in_top5, loss = world.sum(totals).tolist()
     confusion = world.sum(confusion).view(num_classes, num_classes).cpu()
     count = int(confusion.sum())
@@ -107,5 +127,11 @@ def evaluate(model: nn.Module, loader, num_classes: int, world: World, config: T
         raise RunError("there is no image to evaluate on that can be read")
     if not math.isfinite(loss):
         raise NonFiniteLoss(f"the loss of the evaluation on {count} images is {loss / count}")
-    return Evaluation(count, 100 * confusion.diagonal().sum().item() / count, 100 * in_top5 / count, loss / count,
-                      confusion, sample)
+    return Evaluation(
+        count,
+        100 * confusion.diagonal().sum().item() / count,
+        100 * in_top5 / count,
+        loss / count,
+        confusion,
+        sample,
+    )

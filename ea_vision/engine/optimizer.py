@@ -25,8 +25,12 @@ from ea_vision.engine.config import TrainConfig
 from ea_vision.layers import attention_layers, learnable_gates
 
 LOOKAHEAD = "lookahead_"  # before the name of the optimiser that it wraps
-FALLBACK_SCALE = "fallback_lr_scale"  # a keyword of Muon: the rate of its AdamW over that of the matrices
-MUON_SCALES_FALLBACK = FALLBACK_SCALE in inspect.signature(timm.optim.Muon).parameters  # not in older releases of timm
+FALLBACK_SCALE = (
+    "fallback_lr_scale"  # a keyword of Muon: the rate of its AdamW over that of the matrices
+)
+MUON_SCALES_FALLBACK = (
+    FALLBACK_SCALE in inspect.signature(timm.optim.Muon).parameters
+)  # not in older releases of timm
 
 
 def check_optimizer_name(name: str) -> None:
@@ -37,7 +41,9 @@ def check_optimizer_name(name: str) -> None:
         raise UsageError(f"unknown optimiser {name!r}; {near_matches(name, known, 'optimisers')}")
 
 
-def build_optimizer(config: TrainConfig, model: nn.Module, images_per_update: int) -> torch.optim.Optimizer:
+def build_optimizer(
+    config: TrainConfig, model: nn.Module, images_per_update: int
+) -> torch.optim.Optimizer:
     """Return the timm optimiser of the config.
 
     There is no weight decay on norms, biases and what `model.no_weight_decay()` names, and frozen parameters are in no
@@ -51,19 +57,33 @@ def build_optimizer(config: TrainConfig, model: nn.Module, images_per_update: in
     """
     check_optimizer_name(config.opt)
     lr, kwargs = config.peak_lr(images_per_update), dict(config.opt_kwargs)
-    scale = kwargs.pop(FALLBACK_SCALE, 1.0) if config.opt.endswith("muon") and not MUON_SCALES_FALLBACK else 1.0
+    scale = (
+        kwargs.pop(FALLBACK_SCALE, 1.0)
+        if config.opt.endswith("muon") and not MUON_SCALES_FALLBACK
+        else 1.0
+    )
     layer_decay = getattr(config, "layer_decay", 1.0)  # an option of classifiers
     try:
         optimizer = timm.optim.create_optimizer_v2(
-            model, config.opt, lr=lr, weight_decay=config.weight_decay, momentum=config.momentum,
-            layer_decay=None if layer_decay == 1 else layer_decay, **kwargs)
+            model,
+            config.opt,
+            lr=lr,
+            weight_decay=config.weight_decay,
+            momentum=config.momentum,
+            layer_decay=None if layer_decay == 1 else layer_decay,
+            **kwargs,
+        )
     except (TypeError, ValueError, AssertionError) as error:
         shown = " ".join(f"{key}={value}" for key, value in config.opt_kwargs.items())
-        raise UsageError(f"optimiser {config.opt} refuses lr={lr:g} momentum={config.momentum:g} {shown}: "
-                         f"{error}") from error
+        raise UsageError(
+            f"optimiser {config.opt} refuses lr={lr:g} momentum={config.momentum:g} {shown}: "
+            f"{error}"
+        ) from error
     for group in optimizer.param_groups:
         group.setdefault("lr_scale", 1.0)
-    optimizer.param_groups.sort(key=lambda group: -group["lr_scale"])  # the first group's rate, which is logged, is lr
+    optimizer.param_groups.sort(
+        key=lambda group: -group["lr_scale"]
+    )  # the first group's rate, which is logged, is lr
     _scale_rates(optimizer, model, config)
     _schedule_fallback(getattr(optimizer, "_base_optimizer", optimizer), scale)
     return optimizer
@@ -90,23 +110,43 @@ def _schedule_fallback(optimizer: torch.optim.Optimizer, scale: float) -> None:
 def _scale_rates(optimizer: torch.optim.Optimizer, model: nn.Module, config: TrainConfig) -> None:
     """Give the parameters of attention maps (queries, keys and, of the same matrix, values, position tables, map
     convolutions) and the learnable gates groups of their own, behind the others, at their multiples of the rate."""
-    maps = [parameter for layer in attention_layers(model) for name, parameter in layer.named_parameters()
-            if name.split(".")[0] in ("qkv", "height_rel", "width_rel", "evolution")]  # gates too, which come last
+    maps = [
+        parameter
+        for layer in attention_layers(model)
+        for name, parameter in layer.named_parameters()
+        if name.split(".")[0] in ("qkv", "height_rel", "width_rel", "evolution")
+    ]  # gates too, which come last
     scales, groups = {}, optimizer.param_groups
     for option, scale, parameters, needed in (
-            ("attention_lr", config.attention_lr, maps, "attention layers of ea_vision"),
-            ("gate_lr", config.gate_lr, learnable_gates(model).values(), "learnable gates (alpha, beta)")):
+        ("attention_lr", config.attention_lr, maps, "attention layers of ea_vision"),
+        (
+            "gate_lr",
+            config.gate_lr,
+            learnable_gates(model).values(),
+            "learnable gates (alpha, beta)",
+        ),
+    ):
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         if scale != 1 and not trained:
             raise UsageError(f"{option} {scale:g} needs {needed}, and the model has none")
         scales.update(dict.fromkeys(trained, scale))
-    split = [{**group, "params": [p for p in group["params"] if scales.get(p, 1) == scale],
-              "lr_scale": group["lr_scale"] * scale}
-             for scale in dict.fromkeys((1, config.attention_lr, config.gate_lr)) for group in groups]
-    groups[:] = [group for group in split if group["params"]]  # in place: Lookahead and what it wraps share the list
+    split = [
+        {
+            **group,
+            "params": [p for p in group["params"] if scales.get(p, 1) == scale],
+            "lr_scale": group["lr_scale"] * scale,
+        }
+        for scale in dict.fromkeys((1, config.attention_lr, config.gate_lr))
+        for group in groups
+    ]
+    groups[:] = [
+        group for group in split if group["params"]
+    ]  # in place: Lookahead and what it wraps share the list
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, state: dict, config: TrainConfig, source: str) -> None:
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, state: dict, config: TrainConfig, source: str
+) -> None:
     """Load an optimiser's state, counters and averages, from `source`; the values that options set are this run's.
 
     Some optimisers count in their groups (Lookahead its steps, Prodigy its estimates), so other values are the saved.
@@ -115,29 +155,55 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict, config: TrainC
         UsageError: the state of other parameters.
     """
     of_options = {"lr", "initial_lr", "lr_scale", "weight_decay", "momentum", *config.opt_kwargs}
-    own = [{key: value for key, value in group.items() if key in of_options} for group in optimizer.param_groups]
+    own = [
+        {key: value for key, value in group.items() if key in of_options}
+        for group in optimizer.param_groups
+    ]
     try:
         optimizer.load_state_dict(state)
     except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"optimiser state of {source} does not fit {config.opt}: {error!r}") from error
+        raise UsageError(
+            f"optimiser state of {source} does not fit {config.opt}: {error!r}"
+        ) from error
     for group, ours in zip(optimizer.param_groups, own, strict=True):
         group.update(ours)
 
 
 def build_schedule(config: TrainConfig, optimizer: torch.optim.Optimizer, updates_per_epoch: int):
     """Return a timm scheduler; call `step_update(n)` after n updates, n = 0 included."""
-    total, warmup = round(config.epochs * updates_per_epoch), config.warmup_updates(updates_per_epoch)
-    common = {"warmup_t": warmup, "t_in_epochs": False, "warmup_prefix": config.sched in ("linear", "cosine")}
+    total, warmup = (
+        round(config.epochs * updates_per_epoch),
+        config.warmup_updates(updates_per_epoch),
+    )
+    common = {
+        "warmup_t": warmup,
+        "t_in_epochs": False,
+        "warmup_prefix": config.sched in ("linear", "cosine"),
+    }
     if config.sched == "linear":
-        return PolyLRScheduler(optimizer, max(total - warmup, 1), power=1.0, lr_min=config.min_lr, **common)
+        return PolyLRScheduler(
+            optimizer, max(total - warmup, 1), power=1.0, lr_min=config.min_lr, **common
+        )
     if config.sched == "cosine":
         first = round(config.cycle_epochs * updates_per_epoch) or max(total - warmup, 1)
         # The cycle limit only has to exceed the number of cycles that fit.
-        return CosineLRScheduler(optimizer, first, lr_min=config.min_lr, cycle_mul=config.lr_cycle_mul,
-                                 cycle_limit=total // first + 1, **common)
+        return CosineLRScheduler(
+            optimizer,
+            first,
+            lr_min=config.min_lr,
+            cycle_mul=config.lr_cycle_mul,
+            cycle_limit=total // first + 1,
+            **common,
+        )
     if config.sched == "step":
-        return StepLRScheduler(optimizer, config.decay_epochs * updates_per_epoch, config.decay_rate, **common)
+        return StepLRScheduler(
+            optimizer, config.decay_epochs * updates_per_epoch, config.decay_rate, **common
+        )
     milestones = sorted(config.decay_milestones) if config.sched == "multistep" else []
     # timm's milestone m acts from index m - 1 on, hence the + 1.
-    return MultiStepLRScheduler(optimizer, [round(e * updates_per_epoch) + 1 for e in milestones], config.decay_rate,
-                                **common)
+    return MultiStepLRScheduler(
+        optimizer,
+        [round(e * updates_per_epoch) + 1 for e in milestones],
+        config.decay_rate,
+        **common,
+    )

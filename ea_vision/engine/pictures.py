@@ -25,7 +25,9 @@ def write_learning_curves(folders: list[Path], output: Path) -> None:
         UsageError: not a run folder, a run without a complete epoch, or another suffix.
     """
     if output.suffix.lower() not in FORMATS:
-        raise UsageError(f"--output of learning curves must end in {' or '.join(FORMATS)}, got {output}")
+        raise UsageError(
+            f"--output of learning curves must end in {' or '.join(FORMATS)}, got {output}"
+        )
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     loss_axes, measure_axes = figure.subplots(1, 2, subplot_kw={"xlabel": "epoch"})
     loss_axes.set_ylabel("loss (evaluation dashed)")
@@ -38,10 +40,25 @@ def write_learning_curves(folders: list[Path], output: Path) -> None:
             raise UsageError(f"{folder} has no complete epoch yet")
         measure = about["measures"][0]
         evaluated = ~np.isnan(columns[measure])  # --eval-epochs leaves epochs out
-        epochs, values, losses = (columns[name][evaluated] for name in ("epoch", measure, "eval_loss"))
-        [line] = measure_axes.plot(epochs, values, ".-", label=f"{folder.name}: {config['model']}, {measure} (%) on "
-                                   f"{about['eval_split']} images, best {values.max(initial=0):.2f}")
-        loss_axes.plot(columns["epoch"], columns["train_loss"], ".-", epochs, losses, ".--", color=line.get_color())
+        epochs, values, losses = (
+            columns[name][evaluated] for name in ("epoch", measure, "eval_loss")
+        )
+        [line] = measure_axes.plot(
+            epochs,
+            values,
+            ".-",
+            label=f"{folder.name}: {config['model']}, {measure} (%) on "
+            f"{about['eval_split']} images, best {values.max(initial=0):.2f}",
+        )
+        loss_axes.plot(
+            columns["epoch"],
+            columns["train_loss"],
+            ".-",
+            epochs,
+            losses,
+            ".--",
+            color=line.get_color(),
+        )
     figure.legend(loc="outside lower center")
     atomic_write(check_output(output), figure_bytes(figure, output.suffix.lower()))
     print(f"written: {output}")
@@ -55,9 +72,14 @@ def confusion_png(result: Evaluation, classes: list[str], name: str) -> bytes:
     figure = Figure(figsize=(side, side), layout="constrained")
     axes = figure.add_subplot()
     ConfusionMatrixDisplay(percent.numpy(), display_labels=classes).plot(
-        ax=axes, cmap="Blues", include_values=few, values_format=".0f", xticks_rotation="vertical")
+        ax=axes, cmap="Blues", include_values=few, values_format=".0f", xticks_rotation="vertical"
+    )
     if not few:
         axes.set(xticks=[], yticks=[])
-    axes.set(xlabel="taken for", ylabel="class", title=f"{name}\ntop-1 {result.top1:.2f}%, top-5 {result.top5:.2f}%, "
-             f"{result.images} images; percent of the class")
+    axes.set(
+        xlabel="taken for",
+        ylabel="class",
+        title=f"{name}\ntop-1 {result.top1:.2f}%, top-5 {result.top5:.2f}%, "
+        f"{result.images} images; percent of the class",
+    )
     return figure_bytes(figure)

@@ -22,8 +22,10 @@ def describe_update(config: TrainConfig, processes: int, has_norms: bool = False
     """Return, for a line of the log, how so many processes make an update, its peak learning rate, and where the recipe
     means another number of images, or BatchNorm (`has_norms`) other batches."""
     images, accum = config.images_of_update(processes), config.grad_accum_steps
-    said = (f"{images} images = {config.batch_size} x {processes} processes"
-            f"{f' x {accum} batches' if accum > 1 else ''}, peak learning rate {config.peak_lr(images):g}")
+    said = (
+        f"{images} images = {config.batch_size} x {processes} processes"
+        f"{f' x {accum} batches' if accum > 1 else ''}, peak learning rate {config.peak_lr(images):g}"
+    )
     recipe = load_recipe(config.recipe)
     total, batch = recipe.get("total_batch") or images, recipe.get("batch_size", config.batch_size)
     if total != images:
@@ -54,7 +56,9 @@ def trial_step(trainer: Trainer) -> float:
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
         try:
-            for _ in range(3 if on_gpu else 2):  # the last is timed: the first ones build kernels and choose algorithms
+            for _ in range(
+                3 if on_gpu else 2
+            ):  # the last is timed: the first ones build kernels and choose algorithms
                 start = time.perf_counter()
                 with autocast(config.amp, device):
                     loss = trainer.loss_on_noise(trial, images)
@@ -62,13 +66,17 @@ def trial_step(trainer: Trainer) -> float:
                 loss.item()
             seconds = time.perf_counter() - start
         except torch.OutOfMemoryError as error:
-            raise UsageError(f"a batch of {count} images of {size} pixels does not fit into the memory of {device} "
-                             f"({memory_size(torch.cuda.get_device_properties(device).total_memory)}): lower "
-                             "--batch-size (with --total-batch more batches are added up), or set "
-                             "--grad-checkpointing or --amp") from error
+            raise UsageError(
+                f"a batch of {count} images of {size} pixels does not fit into the memory of {device} "
+                f"({memory_size(torch.cuda.get_device_properties(device).total_memory)}): lower "
+                "--batch-size (with --total-batch more batches are added up), or set "
+                "--grad-checkpointing or --amp"
+            ) from error
         except REFUSALS as error:
-            raise UsageError(f"model {config.model} cannot be trained on batches of {count} images of {size} "
-                             f"pixels: {error}") from error
+            raise UsageError(
+                f"model {config.model} cannot be trained on batches of {count} images of {size} "
+                f"pixels: {error}"
+            ) from error
     return seconds * config.batch_size / count
 
 
@@ -84,16 +92,19 @@ def preflight(trainer: Trainer) -> None:
     split = data.eval_split.replace("_", " ")
     where = "CPU"
     if world.device.type == "cuda":
-        where = (f"{torch.cuda.get_device_name(world.device)}, "
-                 f"{memory_size(torch.cuda.max_memory_allocated(world.device))} used each")
+        where = (
+            f"{torch.cuda.get_device_name(world.device)}, "
+            f"{memory_size(torch.cuda.max_memory_allocated(world.device))} used each"
+        )
     for name, said in {
         "run": f"{trainer.folder}, seed {config.seed}",
         "data": f"{len(data.train)} training images, {len(data.evaluated)} to evaluate on ({split}), "
-                f"{len(data.classes)} classes",
+        f"{len(data.classes)} classes",
         "model": f"{config.model}, {sum(p.numel() for p in model.parameters()):,} parameters, {config.img_size} pixels",
         "processes": f"{world.size} on {where}",
         "update": describe_update(config, world.size, norms),
         "time": f"about {duration(seconds * len(trainer.train_loader) * config.epochs)} for "
-                f"{trainer.total_updates} updates, {trainer.updates_per_epoch} an epoch (computation alone, from one "
-                "batch)"}.items():
+        f"{trainer.total_updates} updates, {trainer.updates_per_epoch} an epoch (computation alone, from one "
+        "batch)",
+    }.items():
         log.info("%-11s %s", name, said)

@@ -19,15 +19,28 @@ from torch import nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write, create, csv_text
-from ea_vision.base.networks import REFUSALS, check_model_name, encode_weights, load_weights, set_image_statistics
+from ea_vision.base.networks import (
+    REFUSALS,
+    check_model_name,
+    encode_weights,
+    load_weights,
+    set_image_statistics,
+)
 from ea_vision.base.processes import World
 
 log = logging.getLogger(__name__)
 FORMAT = 1  # of a run folder, in config.yaml
-CONFIG, METRICS, WEIGHTS, RESULTS = "config.yaml", "metrics.csv", "model.safetensors", "results.json"
+CONFIG, METRICS, WEIGHTS, RESULTS = (
+    "config.yaml",
+    "metrics.csv",
+    "model.safetensors",
+    "results.json",
+)
 SNAPSHOTS = "snapshots"  # the folder of --snapshot-epochs
 MEASURES = ("top1", "top5")  # of an evaluation, in percent; another trainer may have others
-CLASSIFICATION = "classification"  # what a run learns, unless its `about` section has another `task`
+CLASSIFICATION = (
+    "classification"  # what a run learns, unless its `about` section has another `task`
+)
 
 
 @contextmanager
@@ -86,20 +99,38 @@ def read_config(folder: Path) -> tuple[dict, dict]:
     except (OSError, yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise UsageError(f"{folder} is not a run folder: it has no readable {CONFIG}") from error
     if about.get("format") != FORMAT:
-        raise UsageError(f"{folder} must be a run folder of format {FORMAT}, got {about.get('format')}: another "
-                         "release wrote it")
+        raise UsageError(
+            f"{folder} must be a run folder of format {FORMAT}, got {about.get('format')}: another "
+            "release wrote it"
+        )
     return config, about
 
 
 # ---- metrics.csv ----------------------------------------------------------------------------------------------------
 
 
-def write_metrics(folder: Path, rows: list[dict[str, float]], measures: Sequence[str] = MEASURES) -> None:
+def write_metrics(
+    folder: Path, rows: list[dict[str, float]], measures: Sequence[str] = MEASURES
+) -> None:
     """Write metrics.csv: one row per epoch; measures are nan where an epoch was not evaluated. Columns that rows have
     besides, of attention layers and learnable gates, follow."""
-    columns = dict.fromkeys(("epoch", "step", "lr", "train_loss", "eval_loss", *measures, "images_per_s", "seconds",
-                             *(name for row in rows for name in row)), math.nan)
-    atomic_write(folder / METRICS, csv_text([{**columns, **row} for row in rows], list(columns)).encode())
+    columns = dict.fromkeys(
+        (
+            "epoch",
+            "step",
+            "lr",
+            "train_loss",
+            "eval_loss",
+            *measures,
+            "images_per_s",
+            "seconds",
+            *(name for row in rows for name in row),
+        ),
+        math.nan,
+    )
+    atomic_write(
+        folder / METRICS, csv_text([{**columns, **row} for row in rows], list(columns)).encode()
+    )
 
 
 def read_metrics(folder: Path) -> dict[str, list[float]]:
@@ -126,7 +157,10 @@ def write_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
 def write_snapshot(folder: Path, weights: dict[str, torch.Tensor], epoch: int) -> None:
     """Write snapshots/epoch_NNNN.safetensors, weights like model.safetensors' that say their epoch."""
     create(folder / SNAPSHOTS)
-    atomic_write(folder / SNAPSHOTS / f"epoch_{epoch:04d}.safetensors", encode_weights(weights, {"epoch": str(epoch)}))
+    atomic_write(
+        folder / SNAPSHOTS / f"epoch_{epoch:04d}.safetensors",
+        encode_weights(weights, {"epoch": str(epoch)}),
+    )
 
 
 def read_results(folder: Path) -> dict | None:
@@ -139,12 +173,17 @@ def read_results(folder: Path) -> dict | None:
     try:
         return json.loads(path.read_text()) if path.exists() else None
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read {path}: {error}; without this file the run's own command writes it again") \
-            from error
+        raise UsageError(
+            f"cannot read {path}: {error}; without this file the run's own command writes it again"
+        ) from error
 
 
-def load_run(folder: Path, *, task: str = CLASSIFICATION, create: Callable[..., nn.Module] =
-             timm.create_model) -> tuple[nn.Module, dict, dict]:
+def load_run(
+    folder: Path,
+    *,
+    task: str = CLASSIFICATION,
+    create: Callable[..., nn.Module] = timm.create_model,
+) -> tuple[nn.Module, dict, dict]:
     """Build the model of a run with its best weights, in eval mode; return it with the run's options and `about`.
 
     Args:
@@ -159,12 +198,16 @@ def load_run(folder: Path, *, task: str = CLASSIFICATION, create: Callable[..., 
         raise UsageError(f"{folder} must be a run of {task}, got one of {found}")
     weights = folder / WEIGHTS
     if not weights.exists():
-        raise UsageError(f"run {folder} has no {WEIGHTS} yet: it appears with the first evaluated epoch")
+        raise UsageError(
+            f"run {folder} has no {WEIGHTS} yet: it appears with the first evaluated epoch"
+        )
     check_model_name(config["model"])
     try:
         model = create(config["model"], **about["model_kwargs"])
     except REFUSALS as error:
-        raise UsageError(f"run {folder}: model {config['model']} refuses {about['model_kwargs']}: {error}") from error
+        raise UsageError(
+            f"run {folder}: model {config['model']} refuses {about['model_kwargs']}: {error}"
+        ) from error
     load_weights(model, weights)
     if "mean" in about and hasattr(model, "pretrained_cfg"):  # a classifier's
         set_image_statistics(model, about["mean"], about["std"])

@@ -10,12 +10,17 @@ class StopRequest:
     signal: int | None = None
 
     def __enter__(self) -> "StopRequest":
-        self._previous = {number: signal.signal(number, self._remember) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._previous = {
+            number: signal.signal(number, self._remember)
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
         return self
 
     def __exit__(self, *_) -> None:
         for number, handler in self._previous.items():
-            stopping = number == signal.SIGTERM and self.signal is not None  # the second one may come at any time
+            stopping = (
+                number == signal.SIGTERM and self.signal is not None
+            )  # the second one may come at any time
             signal.signal(number, signal.SIG_IGN if stopping else handler)
 
     def _remember(self, number: int, _frame) -> None:

@@ -30,7 +30,10 @@ def memory_mib(device: torch.device) -> float:
 
 def rounded(row: dict) -> dict:
     """Return a row of numbers with fractions of six digits."""
-    return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in row.items()}
+    return {
+        name: float(f"{value:.6g}") if isinstance(value, float) else value
+        for name, value in row.items()
+    }
 
 
 class StepLog:
@@ -55,12 +58,18 @@ class StepLog:
             if config.wandb:
                 self.board = self._board(config)
         except ImportError as error:
-            raise UsageError(f"--tensorboard and --wandb need packages that are not installed ({error}): "
-                             "pip install 'ea_vision[logging]'") from error
+            raise UsageError(
+                f"--tensorboard and --wandb need packages that are not installed ({error}): "
+                "pip install 'ea_vision[logging]'"
+            ) from error
         if config.log_steps:
             rows = self.path.read_text().splitlines()[1:] if self.path.exists() else []
-            kept = [row for row in rows if row.count(",") == len(COLUMNS) - 1  # a kill may have cut one
-                    and int(row.partition(",")[0]) <= updates]
+            kept = [
+                row
+                for row in rows
+                if row.count(",") == len(COLUMNS) - 1  # a kill may have cut one
+                and int(row.partition(",")[0]) <= updates
+            ]
             atomic_write(self.path, "\n".join([",".join(COLUMNS), *kept, ""]).encode())
 
     def _board(self, config: TrainConfig):
@@ -71,10 +80,19 @@ class StepLog:
         known = folder / "wandb_id.txt"
         number = known.read_text() if known.exists() else uuid.uuid4().hex
         try:
-            board = wandb.init(project=config.wandb, id=number, resume="allow", name=folder.name, dir=str(folder),
-                               config=asdict(config), tags=list(filter(None, config.wandb_tags.split(","))))
+            board = wandb.init(
+                project=config.wandb,
+                id=number,
+                resume="allow",
+                name=folder.name,
+                dir=str(folder),
+                config=asdict(config),
+                tags=list(filter(None, config.wandb_tags.split(","))),
+            )
         except wandb.Error as error:
-            raise UsageError(f"--wandb: {error} (WANDB_MODE=offline logs into the run folder only)") from error
+            raise UsageError(
+                f"--wandb: {error} (WANDB_MODE=offline logs into the run folder only)"
+            ) from error
         atomic_write(known, number.encode())
         return board
 
@@ -85,14 +103,20 @@ class StepLog:
         with open(self.path, "a") as file:
             file.write(",".join(str(row[name]) for name in COLUMNS) + "\n")
         if seconds_left is not None and not sys.stderr.isatty():
-            log.info("epoch %(epoch).2f  update %(step)d  its loss %(train_loss).4f  lr %(lr).3g  %(images_per_s).0f "
-                     "images/s  waiting for data %(data_wait_percent).0f%%  %(memory_mib).0f MiB used  %(left)s left",
-                     row | {"left": duration(seconds_left)})
+            log.info(
+                "epoch %(epoch).2f  update %(step)d  its loss %(train_loss).4f  lr %(lr).3g  %(images_per_s).0f "
+                "images/s  waiting for data %(data_wait_percent).0f%%  %(memory_mib).0f MiB used  %(left)s left",
+                row | {"left": duration(seconds_left)},
+            )
         self.send("train", row)
 
     def send(self, group: str, row: dict) -> None:
         """Show the numbers of a row, which has the updates as `step`, on the boards."""
-        values = {f"{group}/{name}": value for name, value in row.items() if name != "step" and not math.isnan(value)}
+        values = {
+            f"{group}/{name}": value
+            for name, value in row.items()
+            if name != "step" and not math.isnan(value)
+        }
         if self.writer:
             for name, value in values.items():
                 self.writer.add_scalar(name, value, row["step"])

@@ -60,12 +60,18 @@ class Progress:
     best_top1: float = -1.0  # of the trainer's first measure, top-1 or another
     best_epoch: int = 0
     rows: list[dict[str, float]] = field(default_factory=list)  # of metrics.csv
-    starts: list[dict] = field(default_factory=list)  # from which update on, under which commit and hardware
+    starts: list[dict] = field(
+        default_factory=list
+    )  # from which update on, under which commit and hardware
 
     def begin(self, about: dict) -> None:
         """Note who makes the updates from here on: the command, hardware, versions and commit of an `about` section."""
-        who = {key: copy.copy(about[key]) for key in ("command", "hardware", "versions", "git_commit")}
-        self.starts = [start for start in self.starts if start["update"] <= self.updates]  # others' updates are lost
+        who = {
+            key: copy.copy(about[key]) for key in ("command", "hardware", "versions", "git_commit")
+        }
+        self.starts = [
+            start for start in self.starts if start["update"] <= self.updates
+        ]  # others' updates are lost
         if not self.starts or self.starts[-1] | who != self.starts[-1]:
             self.starts.append({"update": self.updates + 1, **who})
 
@@ -78,8 +84,11 @@ def is_multiple(count: int, of: int) -> bool:
 def gates(model: nn.Module) -> dict[str, float]:
     """Return learnable gates (alpha and beta of evolutions), by their names in the state dict; of one for each head
     NAME[0], NAME[1]."""
-    return {f"{name}[{number}]" if gate.ndim else name: value for name, gate in learnable_gates(model).items()
-            for number, value in enumerate(gate.detach().flatten().tolist())}
+    return {
+        f"{name}[{number}]" if gate.ndim else name: value
+        for name, gate in learnable_gates(model).items()
+        for number, value in enumerate(gate.detach().flatten().tolist())
+    }
 
 
 class Trainer:
@@ -113,9 +122,23 @@ class Trainer:
     quality = "accuracy"
     watches = False
 
-    def __init__(self, data: DataModule, model: nn.Module, train_loader, eval_loader, folder: Path, stop: StopRequest):
+    def __init__(
+        self,
+        data: DataModule,
+        model: nn.Module,
+        train_loader,
+        eval_loader,
+        folder: Path,
+        stop: StopRequest,
+    ):
         config, world = data.config, data.world
-        self.data, self.config, self.world, self.folder, self.stop = data, config, world, folder, stop
+        self.data, self.config, self.world, self.folder, self.stop = (
+            data,
+            config,
+            world,
+            folder,
+            stop,
+        )
         self.train_loader, self.eval_loader, self.watch = train_loader, eval_loader, MapsWatch()
         self._count_updates()
         on_cuda = world.device.type == "cuda"
@@ -123,20 +146,27 @@ class Trainer:
             if not on_cuda:
                 raise UsageError(f"--sync-bn needs CUDA, got {world.device.type}")
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        self.model = self.best_model = lay_out(model, torch.channels_last) if config.channels_last else model
+        self.model = self.best_model = (
+            lay_out(model, torch.channels_last) if config.channels_last else model
+        )
         self.eval_net = self.net = self._compiled(self.model)
         self.ema = None
         if config.model_ema_decay:
-            self.ema = ModelEmaV3(self.model, decay=config.model_ema_decay, use_warmup=config.model_ema_warmup)
+            self.ema = ModelEmaV3(
+                self.model, decay=config.model_ema_decay, use_warmup=config.model_ema_warmup
+            )
             self.best_model = self.eval_net = self.ema.module
         if world.size > 1:
             # Not with static_graph: it fails where the first backward is in no_sync, and brings nothing measurable.
             # Around the compiled model: what is compiled inside DDP's forward torch splits at the borders of its
             # buckets, so that each is averaged while backward goes on with the next (dynamo's optimize_ddp).
             # Statistics that are averaged must be each process's own: broadcast, the first one's replace them all.
-            self.net = DistributedDataParallel(self.net, [world.device] if on_cuda else None,
-                                               gradient_as_bucket_view=True,
-                                               broadcast_buffers=config.ddp_bb and config.dist_bn == "broadcast")
+            self.net = DistributedDataParallel(
+                self.net,
+                [world.device] if on_cuda else None,
+                gradient_as_bucket_view=True,
+                broadcast_buffers=config.ddp_bb and config.dist_bn == "broadcast",
+            )
             if world.size > 2 and not on_cuda:  # of two the order does not matter
                 self.net.register_comm_hook(None, mean_in_order)
         self.images_of_update = config.images_of_update(world.size)
@@ -144,7 +174,9 @@ class Trainer:
         self.scheduler = build_schedule(config, self.optimizer, self.updates_per_epoch)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.amp == "float16")
         self.progress = Progress()
-        self.step_log = self.last_good = None  # a StepLog and the path of a checkpoint, once the run begins
+        self.step_log = self.last_good = (
+            None  # a StepLog and the path of a checkpoint, once the run begins
+        )
         self.check_every = 10 if on_cuda else 1
         self.unchecked = []  # updates since the last look
 
@@ -154,12 +186,18 @@ class Trainer:
         self.updates_per_epoch = len(self.train_loader) // config.grad_accum_steps
         self.total_updates = round(config.epochs * self.updates_per_epoch)
         if self.total_updates < 1:
-            raise UsageError(f"epochs must be enough for an update, of which an epoch has {self.updates_per_epoch}, "
-                             f"got {config.epochs:g}")
-        self.total_epochs = math.ceil(self.total_updates / self.updates_per_epoch)  # the last may be a part
+            raise UsageError(
+                f"epochs must be enough for an update, of which an epoch has {self.updates_per_epoch}, "
+                f"got {config.epochs:g}"
+            )
+        self.total_epochs = math.ceil(
+            self.total_updates / self.updates_per_epoch
+        )  # the last may be a part
         if config.warmup_updates(self.updates_per_epoch) > self.total_updates:
-            raise UsageError(f"warmup_epochs must be at most the {config.epochs:g} epochs of the run, got "
-                             f"{config.warmup_epochs:g}; --warmup-epochs 20% is a fifth of them")
+            raise UsageError(
+                f"warmup_epochs must be at most the {config.epochs:g} epochs of the run, got "
+                f"{config.warmup_epochs:g}; --warmup-epochs 20% is a fifth of them"
+            )
 
     # ---- state ----------------------------------------------------------------------------------------------------
 
@@ -170,16 +208,23 @@ class Trainer:
             UsageError: its weights, or those of the optimiser, are another model's.
         """
         if (state["ema"] is None) != (self.ema is None):
-            raise UsageError(f"{source} has {'no' if state['ema'] is None else 'the'} averaged weights of "
-                             f"--model-ema-decay, got {self.config.model_ema_decay:g}")
-        for model, weights in ((self.model, state["model"]), (self.best_model, state["ema"] or state["model"])):
+            raise UsageError(
+                f"{source} has {'no' if state['ema'] is None else 'the'} averaged weights of "
+                f"--model-ema-decay, got {self.config.model_ema_decay:g}"
+            )
+        for model, weights in (
+            (self.model, state["model"]),
+            (self.best_model, state["ema"] or state["model"]),
+        ):
             load_state(model, weights, str(source))
         load_optimizer(self.optimizer, state["optimizer"], self.config, str(source))
         self.scaler.load_state_dict(state["scaler"])
         if state["world_size"] == self.world.size:
             checkpoint.set_random_state(state["random"][self.world.rank], self.world.device)
         self.progress, self.last_good = Progress(**state["progress"]), source
-        self.scheduler.step_update(max(self.progress.updates - 1, 0))  # the rate that the epoch's row names
+        self.scheduler.step_update(
+            max(self.progress.updates - 1, 0)
+        )  # the rate that the epoch's row names
 
     def save(self, best: bool = False, snapshot: bool = False) -> None:
         """Write the checkpoint; the one it replaces is kept. All processes must call this.
@@ -194,11 +239,20 @@ class Trainer:
         if not self.world.is_main:
             return
         weights = self.best_model.state_dict()
-        data = checkpoint.encode({
-            "config": dataclasses.asdict(self.config), "data_fingerprint": self.data.fingerprint,
-            "world_size": self.world.size, "progress": dataclasses.asdict(self.progress), "random": random_states,
-            "ema": weights if self.ema is not None else None,
-            **{name: getattr(self, name).state_dict() for name in ("model", "optimizer", "scaler")}})
+        data = checkpoint.encode(
+            {
+                "config": dataclasses.asdict(self.config),
+                "data_fingerprint": self.data.fingerprint,
+                "world_size": self.world.size,
+                "progress": dataclasses.asdict(self.progress),
+                "random": random_states,
+                "ema": weights if self.ema is not None else None,
+                **{
+                    name: getattr(self, name).state_dict()
+                    for name in ("model", "optimizer", "scaler")
+                },
+            }
+        )
         run_folder.write_metrics(self.folder, self.progress.rows, self.measures)
         if snapshot:
             run_folder.write_snapshot(self.folder, weights, self.progress.epoch)
@@ -211,7 +265,11 @@ class Trainer:
 
     def text_of(self, figures: dict[str, float]) -> str:
         """Return the measures among `figures` that are numbers, for a line of the log."""
-        return "  ".join(f"{name} {figures[name]:.2f}%" for name in self.measures if not math.isnan(figures[name]))
+        return "  ".join(
+            f"{name} {figures[name]:.2f}%"
+            for name in self.measures
+            if not math.isnan(figures[name])
+        )
 
     def _compiled(self, model: nn.Module) -> nn.Module:
         """Return what runs the model in training."""
@@ -226,16 +284,27 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self.world.device)
         for index, (images, targets, _) in enumerate(batches):
-            wait = size > 1 and index < len(batches) - 1  # gradients are averaged with the last batch
+            wait = (
+                size > 1 and index < len(batches) - 1
+            )  # gradients are averaged with the last batch
             with self.net.no_sync() if wait else nullcontext():
                 loss = self._batch_loss(images, targets) / len(batches)
                 self.scaler.scale(loss).backward()
             total += loss.detach().float()
         # One small sum over the processes: they all learn of a bad loss, a signal or a bad image in the same update.
-        summed = self.world.sum(torch.stack([total, torch.full_like(total, self.stop.signal is not None),
-                                             torch.full_like(total, len(self.data.bad_images.new))]))
+        summed = self.world.sum(
+            torch.stack(
+                [
+                    total,
+                    torch.full_like(total, self.stop.signal is not None),
+                    torch.full_like(total, len(self.data.bad_images.new)),
+                ]
+            )
+        )
         self.scaler.unscale_(self.optimizer)
-        norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        norm = nn.utils.get_total_norm(
+            [p.grad for p in self.model.parameters() if p.grad is not None]
+        )
         if clip:
             dispatch_clip_grad(self.model.parameters(), clip, self.config.clip_mode)
         self.scaler.step(self.optimizer)  # of float16 alone it waits for the device
@@ -244,12 +313,21 @@ class Trainer:
         progress.step += 1
         if self.ema is not None:
             self.ema.update(self.model, step=progress.updates)
-        if progress.step == self.updates_in(progress.epoch) and hasattr(self.optimizer, "sync_lookahead"):
+        if progress.step == self.updates_in(progress.epoch) and hasattr(
+            self.optimizer, "sync_lookahead"
+        ):
             self.optimizer.sync_lookahead()  # the slow weights are those that are evaluated; here, as gradients exist
         # An overflow in float16 is no fault: the scaler lowers its scale.
         strict = not self.scaler.is_enabled() or self.scaler.get_scale() < LEAST_SCALE
-        self.unchecked.append(Update(progress.step, self.optimizer.param_groups[0]["lr"], [b[2] for b in batches],
-                                     strict, torch.stack([summed[0] / size, norm.float(), *summed[1:]])))
+        self.unchecked.append(
+            Update(
+                progress.step,
+                self.optimizer.param_groups[0]["lr"],
+                [b[2] for b in batches],
+                strict,
+                torch.stack([summed[0] / size, norm.float(), *summed[1:]]),
+            )
+        )
 
     # ---- what updates came to -------------------------------------------------------------------------------------
 
@@ -280,9 +358,13 @@ class Trainer:
             spoilt = non_finite(self.model.state_dict())
             if self.ema is not None:
                 spoilt += [f"averaged {name}" for name in non_finite(self.best_model.state_dict())]
-            everywhere = [name for of_rank in self.world.gather(spoilt) for name in of_rank]  # statistics differ
+            everywhere = [
+                name for of_rank in self.world.gather(spoilt) for name in of_rank
+            ]  # statistics differ
             if everywhere:
-                raise self._reported("a weight is not finite after", f"({everywhere[0]})", unchecked[-1])
+                raise self._reported(
+                    "a weight is not finite after", f"({everywhere[0]})", unchecked[-1]
+                )
         return stops
 
     def _reported(self, before: str, after: str, update: Update) -> NonFiniteLoss:
@@ -290,12 +372,22 @@ class Trainer:
         everywhere = self.world.gather(torch.cat(update.ids).tolist())
         epoch = self.progress.epoch + 1
         path = self.folder / f"nonfinite-epoch{epoch:03d}-update{update.step:05d}.json"
-        error = NonFiniteLoss(f"{before} update {update.step} of epoch {epoch} {after}; its samples are in {path}")
+        error = NonFiniteLoss(
+            f"{before} update {update.step} of epoch {epoch} {after}; its samples are in {path}"
+        )
         if self.world.is_main:
-            write_json(path, {
-                "error": str(error), "epoch": epoch, "update": update.step, "lr": update.rate,
-                "last_good_checkpoint": str(self.last_good), "sample_ids": everywhere,
-                "samples": [[self.data.describe(i) for i in of_rank] for of_rank in everywhere]})
+            write_json(
+                path,
+                {
+                    "error": str(error),
+                    "epoch": epoch,
+                    "update": update.step,
+                    "lr": update.rate,
+                    "last_good_checkpoint": str(self.last_good),
+                    "sample_ids": everywhere,
+                    "samples": [[self.data.describe(i) for i in of_rank] for of_rank in everywhere],
+                },
+            )
         self.world.barrier()  # nobody leaves, and has the others ended, before the report is written
         return error
 
@@ -303,7 +395,9 @@ class Trainer:
 
     def updates_in(self, epoch: int) -> int:
         """Return the updates of an epoch, counted from 0; a fraction in --epochs makes the last one shorter."""
-        return min(self.updates_per_epoch, max(self.total_updates - epoch * self.updates_per_epoch, 0))
+        return min(
+            self.updates_per_epoch, max(self.total_updates - epoch * self.updates_per_epoch, 0)
+        )
 
     def train_epoch(self) -> None:
         """Make the updates of the current epoch that are still to make."""
@@ -316,8 +410,14 @@ class Trainer:
         self._logged = copy.copy(progress)
         source = self.train_loader.batches(progress.epoch, progress.step * config.grad_accum_steps)
         updates = self.updates_in(progress.epoch)
-        bar = tqdm(total=updates, initial=progress.step, desc=f"epoch {progress.epoch + 1}", leave=False,
-                   disable=None if self.world.is_main else True, unit="step")
+        bar = tqdm(
+            total=updates,
+            initial=progress.step,
+            desc=f"epoch {progress.epoch + 1}",
+            leave=False,
+            disable=None if self.world.is_main else True,
+            unit="step",
+        )
         with bar, closing(source):  # ends the loader's processes and threads, whatever happens
             while progress.step < updates:
                 start = time.perf_counter()
@@ -326,8 +426,12 @@ class Trainer:
                 self._update(batches)
                 done = progress.step == updates
                 due = done or is_multiple(progress.step, config.checkpoint_steps)
-                logged = config.log_steps > 0 and (done or is_multiple(progress.step, config.log_steps))
-                stop = self.world.size == 1 and self.stop.signal is not None  # else all processes hear of it together
+                logged = config.log_steps > 0 and (
+                    done or is_multiple(progress.step, config.log_steps)
+                )
+                stop = (
+                    self.world.size == 1 and self.stop.signal is not None
+                )  # else all processes hear of it together
                 if stop or due or logged or is_multiple(progress.step, self.check_every):
                     stop |= self.check(weights=due or stop)
                     bar.set_postfix(loss=f"{self.loss:.3f}", refresh=False)
@@ -347,12 +451,18 @@ class Trainer:
         progress, then = self.progress, self._logged
         self._logged, seconds = copy.copy(progress), progress.seconds - then.seconds
         left = (self.total_updates - progress.updates) * progress.seconds / progress.step
-        self.step_log.add({
-            "step": progress.updates, "epoch": progress.epoch + progress.step / self.updates_per_epoch,
-            "lr": self.optimizer.param_groups[0]["lr"], "train_loss": self.loss,
-            "images_per_s": (progress.step - then.step) * self.images_of_update / seconds,
-            "data_wait_percent": 100 * (progress.data_seconds - then.data_seconds) / seconds,
-            "memory_mib": memory_mib(self.world.device)}, None if done else left)
+        self.step_log.add(
+            {
+                "step": progress.updates,
+                "epoch": progress.epoch + progress.step / self.updates_per_epoch,
+                "lr": self.optimizer.param_groups[0]["lr"],
+                "train_loss": self.loss,
+                "images_per_s": (progress.step - then.step) * self.images_of_update / seconds,
+                "data_wait_percent": 100 * (progress.data_seconds - then.data_seconds) / seconds,
+                "memory_mib": memory_mib(self.world.device),
+            },
+            None if done else left,
+        )
 
     def finish_epoch(self) -> None:
         """Evaluate where that is due, add the epoch's row, save."""
@@ -362,8 +472,14 @@ class Trainer:
             distribute_bn(self.best_model, self.world.size, reduce=config.dist_bn == "reduce")
         figures, maps = dict.fromkeys(("eval_loss", *self.measures), math.nan), {}
         if number % config.eval_epochs == 0 or number == self.total_epochs:
-            result = self.evaluate(self.eval_net, self.eval_loader, len(self.data.classes), self.world, config,
-                                   should_stop=self._stop_wanted)
+            result = self.evaluate(
+                self.eval_net,
+                self.eval_loader,
+                len(self.data.classes),
+                self.world,
+                config,
+                should_stop=self._stop_wanted,
+            )
             if result is None:
                 self._leave()
             figures |= {"eval_loss": getattr(result, "loss", math.nan), **result.figures()}
@@ -371,10 +487,14 @@ class Trainer:
                 maps = self.watch(self.eval_net, result.sample)
         self.data.bad_images.collect(self.world, self.folder)
         row = {
-            "epoch": number, "step": progress.updates, "lr": self.optimizer.param_groups[0]["lr"],
-            "train_loss": progress.loss_sum / progress.step, **figures,
+            "epoch": number,
+            "step": progress.updates,
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "train_loss": progress.loss_sum / progress.step,
+            **figures,
             "images_per_s": progress.step * self.images_of_update / trained,
-            "seconds": trained + time.perf_counter() - start}
+            "seconds": trained + time.perf_counter() - start,
+        }
         row = rounded(row | maps | gates(self.best_model))
         best = row[self.measures[0]] > progress.best_top1
         if best:
@@ -393,13 +513,23 @@ class Trainer:
         left = (self.total_epochs - progress.epoch) * sum(seconds) / len(seconds)
         best = "not evaluated"
         if not math.isnan(row[self.measures[0]]):
-            best = ("best so far" if progress.best_epoch == progress.epoch else
-                    f"best {progress.best_top1:.2f}%, epoch {progress.best_epoch}")
+            best = (
+                "best so far"
+                if progress.best_epoch == progress.epoch
+                else f"best {progress.best_top1:.2f}%, epoch {progress.best_epoch}"
+            )
         loss = "" if math.isnan(row["eval_loss"]) else f"evaluation loss {row['eval_loss']:.4f}"
         quality = "  ".join(filter(None, (loss, self.text_of(row), best)))
-        log.info("epoch %(epoch)d/%(of)d  training loss %(train_loss).4f  %(quality)s  lr %(lr).3g  %(images_per_s).0f "
-                 "images/s  %(seconds).1f s%(left)s", row | {"of": self.total_epochs, "quality": quality,
-                                                             "left": f"  {duration(left)} left" if left else ""})
+        log.info(
+            "epoch %(epoch)d/%(of)d  training loss %(train_loss).4f  %(quality)s  lr %(lr).3g  %(images_per_s).0f "
+            "images/s  %(seconds).1f s%(left)s",
+            row
+            | {
+                "of": self.total_epochs,
+                "quality": quality,
+                "left": f"  {duration(left)} left" if left else "",
+            },
+        )
 
     def fit(self) -> None:
         """Train until `config.epochs` epochs are complete.
@@ -416,15 +546,19 @@ class Trainer:
             except NonFiniteLoss as error:
                 raise RunError(f"{error}; last good checkpoint: {self.last_good}") from error
             except (torch.OutOfMemoryError, MemoryError) as error:
-                raise RunError(f"out of memory in update {self.progress.step + 1} of epoch {self.progress.epoch + 1} "
-                               f"({str(error).partition(chr(10))[0] or 'main memory'}): a smaller --batch-size with "
-                               "--total-batch as it is adds up more batches, --grad-checkpointing and --amp need less; "
-                               f"last good checkpoint: {self.last_good}") from error
+                raise RunError(
+                    f"out of memory in update {self.progress.step + 1} of epoch {self.progress.epoch + 1} "
+                    f"({str(error).partition(chr(10))[0] or 'main memory'}): a smaller --batch-size with "
+                    "--total-batch as it is adds up more batches, --grad-checkpointing and --amp need less; "
+                    f"last good checkpoint: {self.last_good}"
+                ) from error
             except RuntimeError as error:
                 if "DataLoader worker" not in str(error):
                     raise
-                raise RunError(f"{str(error).strip()} The system kills processes when main memory runs out, fewer "
-                               f"--workers need less; last good checkpoint: {self.last_good}") from error
+                raise RunError(
+                    f"{str(error).strip()} The system kills processes when main memory runs out, fewer "
+                    f"--workers need less; last good checkpoint: {self.last_good}"
+                ) from error
 
     def _stop_wanted(self) -> bool:
         """Return whether any process was asked to stop; all processes must ask together."""
@@ -435,5 +569,8 @@ class Trainer:
         self.save()
         self.world.barrier()  # nobody leaves, and has the others ended, before the checkpoint is written
         number = self.stop.signal or 15
-        raise RunError(f"stopped by signal {number} after update {self.progress.step} of epoch "
-                       f"{self.progress.epoch + 1}; saved {self.last_good}", 128 + number)
+        raise RunError(
+            f"stopped by signal {number} after update {self.progress.step} of epoch "
+            f"{self.progress.epoch + 1}; saved {self.last_good}",
+            128 + number,
+        )

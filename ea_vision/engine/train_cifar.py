@@ -32,42 +32,75 @@ EXAMPLES = """\
 class CifarConfig(ClassificationConfig):
     """The options of this trainer."""
 
-    dataset: str = option("auto", "digits (scikit-learn's), cifar10, cifar100 (torchvision's files), folder; auto: "
-                                  "folder where data_dir names one, else digits", DATA, choices=("auto", *DATASETS))
+    dataset: str = option(
+        "auto",
+        "digits (scikit-learn's), cifar10, cifar100 (torchvision's files), folder; auto: "
+        "folder where data_dir names one, else digits",
+        DATA,
+        choices=("auto", *DATASETS),
+    )
     download: bool = setting(False, "fetch cifar10 or cifar100 if it is not in data_dir", DATA)
-    img_size: int = option(32, "side of the images in pixels; others are scaled and cut", DATA, minimum=8)
-    holdout: int = option(0, "training images to hold out and evaluate on each epoch; 0: the test images are used",
-                          EVALUATION)
-    flip: str = option("auto", "mirror half of the training images; auto: on; alternate: by chance in the first "
-                               "epoch, then each every other epoch; these two never mirror digits", AUGMENT,
-                       choices=("auto", "on", "off", "alternate"))
-    crop_padding: int = option(4, "pixels by which training images are padded before the random crop", AUGMENT)
-    crop_padding_mode: str = option("zeros", "what they are padded with; zeros: black; reflect: the image, mirrored "
-                                             "at its border", AUGMENT, choices=PADDING_MODES)
-    cutout: int = option(8, "side, in pixels, of the square cut out of each training image; 0: none", AUGMENT)
+    img_size: int = option(
+        32, "side of the images in pixels; others are scaled and cut", DATA, minimum=8
+    )
+    holdout: int = option(
+        0,
+        "training images to hold out and evaluate on each epoch; 0: the test images are used",
+        EVALUATION,
+    )
+    flip: str = option(
+        "auto",
+        "mirror half of the training images; auto: on; alternate: by chance in the first "
+        "epoch, then each every other epoch; these two never mirror digits",
+        AUGMENT,
+        choices=("auto", "on", "off", "alternate"),
+    )
+    crop_padding: int = option(
+        4, "pixels by which training images are padded before the random crop", AUGMENT
+    )
+    crop_padding_mode: str = option(
+        "zeros",
+        "what they are padded with; zeros: black; reflect: the image, mirrored at its border",
+        AUGMENT,
+        choices=PADDING_MODES,
+    )
+    cutout: int = option(
+        8, "side, in pixels, of the square cut out of each training image; 0: none", AUGMENT
+    )
 
     def __post_init__(self):
         super().__post_init__()
         if self.dataset == "auto":
             self.dataset = "folder" if self.data_dir else "digits"
         if self.dataset == "digits" and self.data_dir:
-            raise UsageError(f"digits are scikit-learn's: data_dir must be empty, got {self.data_dir} (--dataset "
-                             "folder reads it)")
+            raise UsageError(
+                f"digits are scikit-learn's: data_dir must be empty, got {self.data_dir} (--dataset "
+                "folder reads it)"
+            )
         if self.crop_padding_mode == "reflect" and self.crop_padding >= self.img_size:
-            raise UsageError(f"crop_padding must be less than img_size ({self.img_size}) to be reflected, got "
-                             f"{self.crop_padding}")
+            raise UsageError(
+                f"crop_padding must be less than img_size ({self.img_size}) to be reflected, got "
+                f"{self.crop_padding}"
+            )
 
 
 class SmallImages(DataModule):
     """Images that fit in memory, decoded once."""
 
-    description, examples, options, trainer = DESCRIPTION, EXAMPLES, CifarConfig, ClassificationTrainer
+    description, examples, options, trainer = (
+        DESCRIPTION,
+        EXAMPLES,
+        CifarConfig,
+        ClassificationTrainer,
+    )
     default_output = "runs/{dataset}-{model}"
 
     def __init__(self, config: CifarConfig, world: World, training: bool):
         super().__init__(config, world, training)
         with world.main_first():
-            data = load_dataset(config.dataset, config.data_dir, config.img_size, config.download, config.workers)
+            data = load_dataset(
+                config.dataset, config.data_dir, config.img_size, config.download, config.workers
+            )
         self.classes, self.fingerprint = data.classes, data.fingerprint()
         self.test = self.evaluated = data.test
         if not training:
@@ -81,12 +114,24 @@ class SmallImages(DataModule):
     def train_loader(self, **keywords) -> TrainLoader:
         config = self.config
         flip = "on" if config.flip == "auto" else config.flip
-        if config.dataset == "digits" and config.flip in ("auto", "alternate"):  # mirrored they are none
+        if config.dataset == "digits" and config.flip in (
+            "auto",
+            "alternate",
+        ):  # mirrored they are none
             flip = "off"
-        augmentation = Augmentation(flip=flip, crop_padding=config.crop_padding, padding_mode=config.crop_padding_mode,
-                                    cutout=config.cutout)
-        return TrainLoader(self.train, batch_size=config.batch_size, augmentation=augmentation, seed=config.seed,
-                           **keywords)
+        augmentation = Augmentation(
+            flip=flip,
+            crop_padding=config.crop_padding,
+            padding_mode=config.crop_padding_mode,
+            cutout=config.cutout,
+        )
+        return TrainLoader(
+            self.train,
+            batch_size=config.batch_size,
+            augmentation=augmentation,
+            seed=config.seed,
+            **keywords,
+        )
 
     def eval_loader(self, **keywords) -> EvalLoader:
         return EvalLoader(self.evaluated, batch_size=self.config.eval_batch_size, **keywords)

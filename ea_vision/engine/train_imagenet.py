@@ -21,7 +21,13 @@ from ea_vision.data.bad_images import BadImages
 from ea_vision.data.batches import GrowingSize
 from ea_vision.data.ffcv import Beton, BetonTrainLoader, Evaluated
 from ea_vision.data.image_files import ImageFiles
-from ea_vision.data.imagenet import ImageEvalLoader, ImageTrainLoader, TimmImages, eval_transform, train_transform
+from ea_vision.data.imagenet import (
+    ImageEvalLoader,
+    ImageTrainLoader,
+    TimmImages,
+    eval_transform,
+    train_transform,
+)
 from ea_vision.data.small_images import check_same_classes
 from ea_vision.data.splits import find_split
 from ea_vision.engine import command
@@ -48,65 +54,157 @@ class ImageNetConfig(ClassificationConfig):
     """The options of this trainer."""
 
     model: str = option("ea_aa_resnet50", "registered timm model, ours or timm's", MODEL)
-    recipe: str = setting("imagenet", "recipe: a name in ea_vision/recipes, a YAML file, or none", RUN)
-    data_dir: str = setting("", "folder with train and val, each a folder or .tar of class/name.jpg", DATA)
-    workers: int = setting(min(8, len(os.sched_getaffinity(0))), "processes (threads for FFCV) that decode images, per "
-                           "training process; 0: in this one", DATA, maximum=MOST_WORKERS)
-    dataset: str = option("", "timm's name of another data set that can be indexed (torch/*, hfds/*); empty: images",
-                          DATA)
-    train_beton: str = setting("", "FFCV file of the training images; empty: data_dir is read", DATA)
-    val_beton: str = setting("", "FFCV file of the images to evaluate on; empty: data_dir is read", DATA)
-    os_cache: str = option("auto", "FFCV: order of the training images; on: random over the whole file; off: random "
-                                   "within a few pages at a time; auto: on if the file fits in half the memory", DATA,
-                           choices=("auto", "on", "off"))
-    train_split: str = setting("", "folder or tar of data_dir (of --dataset: split) with the training images; empty: "
-                                   "train, ILSVRC2012_img_train or that of ILSVRC/Data/CLS-LOC", DATA,
-                               not_with="train_beton")
-    val_split: str = setting("", "the same of the images to evaluate on; empty: val, validation, valid, "
-                                 "ILSVRC2012_img_val, test", DATA, not_with="val_beton")
+    recipe: str = setting(
+        "imagenet", "recipe: a name in ea_vision/recipes, a YAML file, or none", RUN
+    )
+    data_dir: str = setting(
+        "", "folder with train and val, each a folder or .tar of class/name.jpg", DATA
+    )
+    workers: int = setting(
+        min(8, len(os.sched_getaffinity(0))),
+        "processes (threads for FFCV) that decode images, per training process; 0: in this one",
+        DATA,
+        maximum=MOST_WORKERS,
+    )
+    dataset: str = option(
+        "",
+        "timm's name of another data set that can be indexed (torch/*, hfds/*); empty: images",
+        DATA,
+    )
+    train_beton: str = setting(
+        "", "FFCV file of the training images; empty: data_dir is read", DATA
+    )
+    val_beton: str = setting(
+        "", "FFCV file of the images to evaluate on; empty: data_dir is read", DATA
+    )
+    os_cache: str = option(
+        "auto",
+        "FFCV: order of the training images; on: random over the whole file; off: random "
+        "within a few pages at a time; auto: on if the file fits in half the memory",
+        DATA,
+        choices=("auto", "on", "off"),
+    )
+    train_split: str = setting(
+        "",
+        "folder or tar of data_dir (of --dataset: split) with the training images; empty: "
+        "train, ILSVRC2012_img_train or that of ILSVRC/Data/CLS-LOC",
+        DATA,
+        not_with="train_beton",
+    )
+    val_split: str = setting(
+        "",
+        "the same of the images to evaluate on; empty: val, validation, valid, "
+        "ILSVRC2012_img_val, test",
+        DATA,
+        not_with="val_beton",
+    )
     num_classes: int = option(0, "classes the data must have; 0: those it has", DATA)
-    img_size: int = option(224, "side of the training images in pixels; of those to evaluate on, unless "
-                                "eval_img_size says otherwise", DATA, minimum=8)
-    first_img_size: int = option(0, "side of the training images at first, from which they grow to img_size; 0: one "
-                                    "size", AUGMENT, goes_with="grow_epochs")
-    grow_epochs: list[float] = option([], "the epochs up to which they have first_img_size and from which on "
-                                          "img_size, counted from 0; between them multiples of 32 pixels", AUGMENT,
-                                          goes_with="first_img_size")
-    eval_img_size: int = option(0, "evaluation: side in pixels of the middle that is cut out; 0: img_size", EVALUATION)
-    eval_resize: int = option(256, "evaluation: the short side in pixels, before the middle is cut out", EVALUATION,
-                              minimum=8)
-    aug_repeats: int = option(1, "repeated augmentation: an epoch has each of its images this many times, and so "
-                                 "many times fewer images", AUGMENT, minimum=1)
-    crop_scale: float = option(0.08, "least share of an image's area in a training crop", AUGMENT, above=0.0,
-                               maximum=1.0)
+    img_size: int = option(
+        224,
+        "side of the training images in pixels; of those to evaluate on, unless "
+        "eval_img_size says otherwise",
+        DATA,
+        minimum=8,
+    )
+    first_img_size: int = option(
+        0,
+        "side of the training images at first, from which they grow to img_size; 0: one size",
+        AUGMENT,
+        goes_with="grow_epochs",
+    )
+    grow_epochs: list[float] = option(
+        [],
+        "the epochs up to which they have first_img_size and from which on "
+        "img_size, counted from 0; between them multiples of 32 pixels",
+        AUGMENT,
+        goes_with="first_img_size",
+    )
+    eval_img_size: int = option(
+        0, "evaluation: side in pixels of the middle that is cut out; 0: img_size", EVALUATION
+    )
+    eval_resize: int = option(
+        256,
+        "evaluation: the short side in pixels, before the middle is cut out",
+        EVALUATION,
+        minimum=8,
+    )
+    aug_repeats: int = option(
+        1,
+        "repeated augmentation: an epoch has each of its images this many times, and so "
+        "many times fewer images",
+        AUGMENT,
+        minimum=1,
+    )
+    crop_scale: float = option(
+        0.08, "least share of an image's area in a training crop", AUGMENT, above=0.0, maximum=1.0
+    )
     hflip: float = option(0.5, "probability of a left-right flip", AUGMENT, maximum=1.0)
-    vflip: float = option(0.0, "probability of an upside-down flip (not FFCV)", AUGMENT, maximum=1.0,
-                          not_with="train_beton")
-    ratio: list[float] = option([0.75, 4 / 3], "least and greatest ratio of width to height of a training crop (not "
-                                               "FFCV)", AUGMENT, above=0.0, not_with="train_beton")
-    train_crop_mode: str = option("rrc", "timm's crop of training images: rrc a part that is resized, rkrc resized "
-                                         "with its ratio kept and cut at random, rkrr by random factors besides (not "
-                                         "FFCV)", AUGMENT, choices=("rrc", "rkrc", "rkrr"), not_with="train_beton")
-    color_jitter: float = option(0.0, "strength of brightness, contrast and saturation changes (not FFCV)", AUGMENT,
-                                 not_with="train_beton")
-    aa: str = option("", "timm's policy, such as rand-m9-mstd0.5, or ta_wide, torchvision's TrivialAugment (not FFCV); "
-                         "empty: none", AUGMENT, not_with="train_beton")
-    interpolation: str = option("bilinear", "how images are scaled (FFCV, training: area)", DATA,
-                                choices=("bilinear", "bicubic"))
+    vflip: float = option(
+        0.0,
+        "probability of an upside-down flip (not FFCV)",
+        AUGMENT,
+        maximum=1.0,
+        not_with="train_beton",
+    )
+    ratio: list[float] = option(
+        [0.75, 4 / 3],
+        "least and greatest ratio of width to height of a training crop (not FFCV)",
+        AUGMENT,
+        above=0.0,
+        not_with="train_beton",
+    )
+    train_crop_mode: str = option(
+        "rrc",
+        "timm's crop of training images: rrc a part that is resized, rkrc resized "
+        "with its ratio kept and cut at random, rkrr by random factors besides (not "
+        "FFCV)",
+        AUGMENT,
+        choices=("rrc", "rkrc", "rkrr"),
+        not_with="train_beton",
+    )
+    color_jitter: float = option(
+        0.0,
+        "strength of brightness, contrast and saturation changes (not FFCV)",
+        AUGMENT,
+        not_with="train_beton",
+    )
+    aa: str = option(
+        "",
+        "timm's policy, such as rand-m9-mstd0.5, or ta_wide, torchvision's TrivialAugment (not FFCV); "
+        "empty: none",
+        AUGMENT,
+        not_with="train_beton",
+    )
+    interpolation: str = option(
+        "bilinear",
+        "how images are scaled (FFCV, training: area)",
+        DATA,
+        choices=("bilinear", "bicubic"),
+    )
     max_bad_images: int = setting(10, "the run stops when more images cannot be read", DATA)
 
     def __post_init__(self):
         super().__post_init__()
         if self.train_beton and self.val_beton and self.data_dir:
-            raise UsageError(f"data_dir must be empty with --train-beton and --val-beton, which are read instead, got "
-                             f"{self.data_dir}")
+            raise UsageError(
+                f"data_dir must be empty with --train-beton and --val-beton, which are read instead, got "
+                f"{self.data_dir}"
+            )
         if self.eval_resize < self.side_to_evaluate:
-            raise UsageError(f"eval_resize must be at least {'eval_img_size' if self.eval_img_size else 'img_size'} "
-                             f"({self.side_to_evaluate}), got {self.eval_resize}")
+            raise UsageError(
+                f"eval_resize must be at least {'eval_img_size' if self.eval_img_size else 'img_size'} "
+                f"({self.side_to_evaluate}), got {self.eval_resize}"
+            )
         if self.first_img_size and not 8 <= self.first_img_size <= self.img_size:
-            raise UsageError(f"first_img_size must be 8 to img_size ({self.img_size}), got {self.first_img_size}")
-        if self.grow_epochs and not (len(self.grow_epochs) == 2 and 0 <= self.grow_epochs[0] <= self.grow_epochs[1]):
-            raise UsageError(f"grow_epochs must be two epochs that do not fall, got {self.grow_epochs}")
+            raise UsageError(
+                f"first_img_size must be 8 to img_size ({self.img_size}), got {self.first_img_size}"
+            )
+        if self.grow_epochs and not (
+            len(self.grow_epochs) == 2 and 0 <= self.grow_epochs[0] <= self.grow_epochs[1]
+        ):
+            raise UsageError(
+                f"grow_epochs must be two epochs that do not fall, got {self.grow_epochs}"
+            )
 
     @property
     def side_to_evaluate(self) -> int:
@@ -116,7 +214,11 @@ class ImageNetConfig(ClassificationConfig):
     @property
     def size_of(self) -> GrowingSize | None:
         """Side in pixels of the training images by epoch; None where it is always img_size."""
-        return GrowingSize(self.first_img_size, self.img_size, *self.grow_epochs) if self.first_img_size else None
+        return (
+            GrowingSize(self.first_img_size, self.img_size, *self.grow_epochs)
+            if self.first_img_size
+            else None
+        )
 
 
 class GrowingTrainer(ClassificationTrainer):
@@ -145,25 +247,41 @@ class ClassFolders(DataModule):
             if not config.train_beton:
                 checked_train_transform(config, config.img_size)
             self.train = self._open("train", config.train_beton, config.train_split)
-        self.evaluated = self._open("validation", config.val_beton, config.val_split, training, Evaluated(
-            config.side_to_evaluate, config.eval_resize, config.interpolation))
+        self.evaluated = self._open(
+            "validation",
+            config.val_beton,
+            config.val_split,
+            training,
+            Evaluated(config.side_to_evaluate, config.eval_resize, config.interpolation),
+        )
         self.classes, self.fingerprint = self.evaluated.classes, self.evaluated.fingerprint()
         self.about = {"data": self.evaluated.name}
         if training:
-            check_same_classes(self.train.name, self.train.classes, self.evaluated.name, self.classes)
+            check_same_classes(
+                self.train.name, self.train.classes, self.evaluated.name, self.classes
+            )
             self.same_images = self.train.fingerprint() == self.fingerprint
             self.fingerprint = self.train.fingerprint() + self.fingerprint
             self.describe = self.train.describe
             self.about = {"train_data": self.train.name, "eval_data": self.evaluated.name}
 
-    def _open(self, split: str, beton: str, named: str, training: bool = True, evaluated: Evaluated | None = None):
+    def _open(
+        self,
+        split: str,
+        beton: str,
+        named: str,
+        training: bool = True,
+        evaluated: Evaluated | None = None,
+    ):
         """Return the images of "train" or "validation": an FFCV file where one is given, of images as they are
         `evaluated`, else what --data-dir holds; without training that may be class folders alone."""
         config = self.config
         if beton:
             return Beton(Path(beton), config.num_classes, evaluated)
         if not config.data_dir:
-            raise UsageError(f"no {split} images: --data-dir is required, or --train-beton and --val-beton")
+            raise UsageError(
+                f"no {split} images: --data-dir is required, or --train-beton and --val-beton"
+            )
         root = Path(config.data_dir)
         if config.dataset:
             return TimmImages(config.dataset, root, named or split, config.num_classes)
@@ -176,27 +294,56 @@ class ClassFolders(DataModule):
 
     def train_loader(self, **keywords) -> ImageTrainLoader | BetonTrainLoader:
         config, source = self.config, self.train
-        keywords.update(img_size=config.img_size, batch_size=config.batch_size, workers=config.workers,
-                        bad_images=self.bad_images, seed=config.seed, size_of=config.size_of,
-                        repeats=config.aug_repeats)
+        keywords.update(
+            img_size=config.img_size,
+            batch_size=config.batch_size,
+            workers=config.workers,
+            bad_images=self.bad_images,
+            seed=config.seed,
+            size_of=config.size_of,
+            repeats=config.aug_repeats,
+        )
         if not config.train_beton:
-            return ImageTrainLoader(source, transform=partial(checked_train_transform, config), **keywords)
-        os_cache = config.os_cache == "on" or config.os_cache == "auto" and all(  # one order for all, on any machine
-            self.world.gather(source.fits_in_memory()))
-        return BetonTrainLoader(source, os_cache=os_cache, scale=(config.crop_scale, 1.0), hflip=config.hflip,
-                                **keywords)
+            return ImageTrainLoader(
+                source, transform=partial(checked_train_transform, config), **keywords
+            )
+        os_cache = (
+            config.os_cache == "on"
+            or config.os_cache == "auto"
+            and all(  # one order for all, on any machine
+                self.world.gather(source.fits_in_memory())
+            )
+        )
+        return BetonTrainLoader(
+            source,
+            os_cache=os_cache,
+            scale=(config.crop_scale, 1.0),
+            hflip=config.hflip,
+            **keywords,
+        )
 
     def eval_loader(self, **keywords) -> ImageEvalLoader:
         config = self.config
-        transform = (partial(eval_transform, resize=config.eval_resize, interpolation=config.interpolation)
-                     if not config.val_beton else lambda _: lambda pixels: pixels)  # stored as they are evaluated
-        return ImageEvalLoader(self.evaluated, transform=transform, img_size=config.side_to_evaluate,
-                               batch_size=config.eval_batch_size, workers=config.workers, bad_images=self.bad_images,
-                               **keywords)
+        transform = (
+            partial(eval_transform, resize=config.eval_resize, interpolation=config.interpolation)
+            if not config.val_beton
+            else lambda _: lambda pixels: pixels
+        )  # stored as they are evaluated
+        return ImageEvalLoader(
+            self.evaluated,
+            transform=transform,
+            img_size=config.side_to_evaluate,
+            batch_size=config.eval_batch_size,
+            workers=config.workers,
+            bad_images=self.bad_images,
+            **keywords,
+        )
 
     def loader_keywords(self, model: nn.Module) -> dict:
         config = self.config
-        sizes = set(map(config.size_of, range(math.ceil(config.epochs)))) if config.size_of else set()
+        sizes = (
+            set(map(config.size_of, range(math.ceil(config.epochs)))) if config.size_of else set()
+        )
         check_sizes(model, sizes | {config.side_to_evaluate}, config)
         return super().loader_keywords(model)
 
@@ -209,8 +356,10 @@ def check_sizes(model: nn.Module, sizes: set[int], config: ImageNetConfig) -> No
             with torch.no_grad():
                 model.eval()(torch.zeros(1, 3, size, size, device=device))
     except REFUSALS as error:
-        raise UsageError(f"model {config.model}, made for {config.img_size} pixels, does not take {size}: {error}; "
-                         "timm's vision transformers do with --model-kwargs dynamic_img_size=true") from error
+        raise UsageError(
+            f"model {config.model}, made for {config.img_size} pixels, does not take {size}: {error}; "
+            "timm's vision transformers do with --model-kwargs dynamic_img_size=true"
+        ) from error
 
 
 def checked_train_transform(config: ImageNetConfig, img_size: int):
@@ -220,13 +369,22 @@ def checked_train_transform(config: ImageNetConfig, img_size: int):
         UsageError: timm knows no such policy.
     """
     try:
-        return train_transform(img_size, scale=(config.crop_scale, 1.0), hflip=config.hflip, vflip=config.vflip,
-                               ratio=tuple(config.ratio), train_crop_mode=config.train_crop_mode,
-                               color_jitter=config.color_jitter, auto_augment=config.aa,
-                               interpolation=config.interpolation)
+        return train_transform(
+            img_size,
+            scale=(config.crop_scale, 1.0),
+            hflip=config.hflip,
+            vflip=config.vflip,
+            ratio=tuple(config.ratio),
+            train_crop_mode=config.train_crop_mode,
+            color_jitter=config.color_jitter,
+            auto_augment=config.aa,
+            interpolation=config.interpolation,
+        )
     except (AssertionError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise UsageError(f"aa must be a policy of timm, such as rand-m9-mstd0.5, augmix-m3 or original, got "
-                         f"{config.aa!r} ({error})") from error
+        raise UsageError(
+            f"aa must be a policy of timm, such as rand-m9-mstd0.5, augmix-m3 or original, got "
+            f"{config.aa!r} ({error})"
+        ) from error
 
 
 main = partial(command.main, ClassFolders)

@@ -27,20 +27,28 @@ class MapsWatch:
         Of images (B, 3, S, S) about as many pixels as 32 of 32 x 32 have are taken.
         """
         recorder = importlib.import_module("ea_vision.recorder.recording")
-        attention_entropy = importlib.import_module("ea_vision.recorder.quantities").attention_entropy
+        attention_entropy = importlib.import_module(
+            "ea_vision.recorder.quantities"
+        ).attention_entropy
         if not recorder.recordable_layers(network):
             return {}
         columns = {}
         try:
             with recorder.record_attention(network.eval()) as maps:
-                network(images[:max(4, 2**15 // images.shape[-1] ** 2)])
-        except (ValueError, RuntimeError) as error:  # maps that are not of tokens over the image, or none formed
+                network(images[: max(4, 2**15 // images.shape[-1] ** 2)])
+        except (
+            ValueError,
+            RuntimeError,
+        ) as error:  # maps that are not of tokens over the image, or none formed
             self._warn(f"attention maps are not watched: {error}")
             return {}
         for number, layer in maps.items():
             attn = layer.attn.float()  # (B, heads, N, keys)
             entropy = attention_entropy(attn).mean().item() / max(math.log(attn.shape[-1]), 1e-9)
-            columns |= {f"entropy_{number}": entropy, f"largest_{number}": attn.amax(-1).mean().item()}
+            columns |= {
+                f"entropy_{number}": entropy,
+                f"largest_{number}": attn.amax(-1).mean().item(),
+            }
             if entropy < COLLAPSED:
                 self._warn(f"layer {number}: attention has collapsed to single pixels; see qk_norm")
         return columns

@@ -1,4 +1,5 @@
 """The attention layers and the evolutions of their maps; their arithmetic is `ea_vision.ops`."""
+
 from ea_vision.layers.across import MRLALight, TokenConv, ValueResidual
 from ea_vision.layers.augmented_conv import AugmentedConv2d
 from ea_vision.layers.evolution import (

@@ -11,6 +11,7 @@ Papers:
 Shape letters: B batch, C channels, H x W the attention map, N = H*W its pixels (row-major), K heads, D width of a
 head.
 """
+
 from collections.abc import Iterator
 
 import torch
@@ -25,7 +26,7 @@ from ea_vision.ops import by_torch, check_windows, evolving_attention, halve, lo
 from ea_vision.ops.reference import neighbours_logits, own_logits
 from ea_vision.ops.rel_pos import cover_offsets, fit_rel_table, reach
 
-CACHED_NUMBERS = 2 ** 17  # half a megabyte in float32
+CACHED_NUMBERS = 2**17  # half a megabyte in float32
 
 
 class Projection(nn.Conv2d):
@@ -42,10 +43,14 @@ class Projection(nn.Conv2d):
         if x.device.type == "cpu" and x.is_contiguous():
             B, C, H, W = x.shape
             weight = self.weight.view(1, self.out_channels, C).expand(B, self.out_channels, C)
-            return torch.baddbmm(self.bias.unsqueeze(-1), weight, x.view(B, C, H * W)).view(B, self.out_channels, H, W)
+            return torch.baddbmm(self.bias.unsqueeze(-1), weight, x.view(B, C, H * W)).view(
+                B, self.out_channels, H, W
+            )
         few = min(self.in_channels, self.out_channels) < 64
         if x.device.type == "cpu" and few and x.is_contiguous(memory_format=torch.channels_last):
-            return F.linear(x.permute(0, 2, 3, 1), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+            return F.linear(x.permute(0, 2, 3, 1), self.weight.flatten(1), self.bias).permute(
+                0, 3, 1, 2
+            )
         return F.conv2d(x, self.weight, self.bias)
 
 
@@ -99,7 +104,9 @@ class _NormaliseHeads(torch.autograd.Function):
         return *made.chunk(2, dim=1), rate
 
     @staticmethod
-    def setup_context(ctx, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    def setup_context(
+        ctx, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
         ctx.mark_non_differentiable(output[2])
         ctx.save_for_backward(*inputs, output[2])
 
@@ -110,7 +117,9 @@ class _NormaliseHeads(torch.autograd.Function):
         qk, gain, rate = ctx.saved_tensors
         K, gains = len(gain), _gains(gain)
         grad_qk, along = torch.empty_like(qk), torch.empty_like(rate)
-        for x, r, from_q, from_k, to_qk, product in _in_parts(qk, rate, grad_q, grad_k, grad_qk, along):
+        for x, r, from_q, from_k, to_qk, product in _in_parts(
+            qk, rate, grad_q, grad_k, grad_qk, along
+        ):
             x = x.to(rate.dtype)
             grad = torch.empty_like(x)
             grad[:, :K], grad[:, K:] = from_q, from_k
@@ -163,44 +172,50 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
     """
 
     def __init__(
-            self,
-            in_channels: int,
-            out_channels: int,
-            kernel_size: int = 3,
-            stride: int = 1,
-            *,
-            dim_qk: int,
-            dim_v: int,
-            num_heads: int = 8,
-            feat_size: tuple[int, int],
-            position: str = "relative",
-            qk_norm: bool = False,
-            pool_attention: bool | int = False,
-            evolution: nn.Module | None = None,
-            attn_channels: int | None = None,
-            dilation: int = 1,
-            conv_drop: float = 0.0,
-            attn_drop: float = 0.0,
-            window: int | tuple[int, int] | None = None,
-            head_window: int = 1,
-            head_border: str = "clip",
-            device=None,
-            dtype=None,
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int = 3,
+        stride: int = 1,
+        *,
+        dim_qk: int,
+        dim_v: int,
+        num_heads: int = 8,
+        feat_size: tuple[int, int],
+        position: str = "relative",
+        qk_norm: bool = False,
+        pool_attention: bool | int = False,
+        evolution: nn.Module | None = None,
+        attn_channels: int | None = None,
+        dilation: int = 1,
+        conv_drop: float = 0.0,
+        attn_drop: float = 0.0,
+        window: int | tuple[int, int] | None = None,
+        head_window: int = 1,
+        head_border: str = "clip",
+        device=None,
+        dtype=None,
     ):
         dd = {"device": device, "dtype": dtype}
         super().__init__()
         attn_channels = dim_v if attn_channels is None else attn_channels
         for name, width in (("dim_qk", dim_qk), ("dim_v", dim_v)):
             if num_heads < 1 or width < num_heads or width % num_heads:
-                raise ValueError(f"{name} must be a positive multiple of num_heads={num_heads}, got {width}")
+                raise ValueError(
+                    f"{name} must be a positive multiple of num_heads={num_heads}, got {width}"
+                )
         if not 0 < attn_channels <= out_channels:
-            raise ValueError(f"attn_channels must be 1 to out_channels={out_channels}, got {attn_channels}")
+            raise ValueError(
+                f"attn_channels must be 1 to out_channels={out_channels}, got {attn_channels}"
+            )
         if stride not in (1, 2):
             raise ValueError(f"stride must be 1 or 2, got {stride}")
         if kernel_size < 1 or kernel_size % 2 == 0:
             raise ValueError(f"kernel_size must be odd and positive, got {kernel_size}")
         if len(feat_size) != 2 or min(feat_size) < 1:
-            raise ValueError(f"feat_size must be a positive (height, width), got {tuple(feat_size)}")
+            raise ValueError(
+                f"feat_size must be a positive (height, width), got {tuple(feat_size)}"
+            )
 
         self.position = check_position(position)
         if self.position == "sine" and in_channels % 4:
@@ -209,8 +224,10 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         if head_window > 1 and evolution is not None:
             raise ValueError(f"head_window must be 1 where maps evolve, got {head_window}")
         if self.window is not None and evolution is not None and evolution.mixes_attn:
-            raise ValueError(f"window must be None where maps are mixed after the softmax, by "
-                             f"{type(evolution).__name__}: it would reach beyond; got {window}")
+            raise ValueError(
+                f"window must be None where maps are mixed after the softmax, by "
+                f"{type(evolution).__name__}: it would reach beyond; got {window}"
+            )
         self.head_window = head_window
         self.head_border = head_border
         self.local = self.window is not None or head_window > 1
@@ -224,15 +241,25 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         self.relative = self.position == "relative"
         self.resize_result = int(pool_attention) > 0
         self.num_pools = int(pool_attention) + (stride == 2)
-        self.scale = self.dim_head_qk ** -0.5
+        self.scale = self.dim_head_qk**-0.5
         self.need_logits = evolution is not None or not self.local
 
         self.conv = None
         if attn_channels < out_channels:
-            self.conv = nn.Conv2d(in_channels, out_channels - attn_channels, kernel_size, stride,
-                                  padding=dilation * (kernel_size // 2), dilation=dilation, bias=False, **dd)
+            self.conv = nn.Conv2d(
+                in_channels,
+                out_channels - attn_channels,
+                kernel_size,
+                stride,
+                padding=dilation * (kernel_size // 2),
+                dilation=dilation,
+                bias=False,
+                **dd,
+            )
         self.conv_drop = nn.Dropout(conv_drop)
-        self.qkv = Projection(in_channels + 3 * (self.position == "coord"), 2 * dim_qk + dim_v, **dd)
+        self.qkv = Projection(
+            in_channels + 3 * (self.position == "coord"), 2 * dim_qk + dim_v, **dd
+        )
         self.height_rel = self.width_rel = None
         for name, size in self.table_sizes(self.feat_size):
             setattr(self, name, nn.Parameter(torch.empty(2 * size - 1, self.dim_head_qk, **dd)))
@@ -268,16 +295,25 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
     def table_sizes(self, feat_size: tuple[int, int]) -> list[tuple[str, int]]:
         """Return the names of the position tables, and of each how many offsets to one side a map of (height, width)
         has."""
-        return list(zip(("height_rel", "width_rel"), self.reaches(feat_size), strict=True)) if self.relative else []
+        return (
+            list(zip(("height_rel", "width_rel"), self.reaches(feat_size), strict=True))
+            if self.relative
+            else []
+        )
 
     @torch.jit.ignore
     def map_elements(self, feat_size: tuple[int, int]) -> int:
         """Return the number of query-key pairs that attention reads on a map of (height, width), in all heads."""
+
         def pairs(size: int, most: int) -> int:
             return sum(size - abs(offset) for offset in range(1 - most, most))
 
         (H, W), (high, wide), K = feat_size, self.reaches(feat_size), self.num_heads
-        heads = K * self.head_window if self.head_border == "wrap" else pairs(K, min(K, self.head_window // 2 + 1))
+        heads = (
+            K * self.head_window
+            if self.head_border == "wrap"
+            else pairs(K, min(K, self.head_window // 2 + 1))
+        )
         return heads * pairs(H, high) * pairs(W, wide)
 
     @torch.jit.ignore
@@ -362,16 +398,27 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         if height_rel is not None and width_rel is not None:
             if height_rel.shape[0] != 2 * H - 1 or width_rel.shape[0] != 2 * W - 1:
                 high, wide = self.reaches(feat_size)
-                height_rel, width_rel = fit_rel_table(height_rel, high), fit_rel_table(width_rel, wide)
+                height_rel, width_rel = (
+                    fit_rel_table(height_rel, high),
+                    fit_rel_table(width_rel, wide),
+                )
                 height_rel, width_rel = cover_offsets(height_rel, H), cover_offsets(width_rel, W)
         if self.head_window > 1:
-            return neighbours_logits(q, k, height_rel, width_rel, self.scale, feat_size, self.head_window)
+            return neighbours_logits(
+                q, k, height_rel, width_rel, self.scale, feat_size, self.head_window
+            )
         return own_logits(q, k, height_rel, width_rel, self.scale, feat_size)
 
     @torch.jit.unused
     def _attend(
-            self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int],
-            bias: Tensor | None, need_logits: bool,
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prev_logits: Tensor | None,
+        feat_size: tuple[int, int],
+        bias: Tensor | None,
+        need_logits: bool,
     ) -> tuple[Tensor, Tensor | None]:
         operands = self._operands(prev_logits)
         if operands is None:
@@ -379,23 +426,41 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         watched = bool(self._forward_hooks) and (self.evolution is not None or not self.local)
         scale = self.scale * operands.pop("own_scale", 1.0)
         return evolving_attention(
-            q, k, v, self.height_rel, self.width_rel, **operands, feat_size=feat_size, scale=scale,
-            need_logits=need_logits or watched, dropout_p=self.attn_drop.p if self.training else 0.0,
-            window=self.window, head_window=self.head_window, head_border=self.head_border)
+            q,
+            k,
+            v,
+            self.height_rel,
+            self.width_rel,
+            **operands,
+            feat_size=feat_size,
+            scale=scale,
+            need_logits=need_logits or watched,
+            dropout_p=self.attn_drop.p if self.training else 0.0,
+            window=self.window,
+            head_window=self.head_window,
+            head_border=self.head_border,
+        )
 
-    def attend(self, x: Tensor, prev_logits: Tensor | None, need_logits: bool = True) -> tuple[Tensor, Tensor | None]:
+    def attend(
+        self, x: Tensor, prev_logits: Tensor | None, need_logits: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the attention branch before its resizing, (B, attn_channels, H, W), and the logits (B, K, N, N),
         or None as in `forward`."""
         pooled = self.branch_input(x)
         q, k, v, feat_size = self.heads_of(self.qkv(pooled))
         out, logits = self.attend_heads(pooled, q, k, v, prev_logits, feat_size, need_logits)
-        out = out.transpose(-2, -1).reshape(x.shape[0], self.dim_v, feat_size[0], feat_size[1])  # heads concatenated
+        out = out.transpose(-2, -1).reshape(
+            x.shape[0], self.dim_v, feat_size[0], feat_size[1]
+        )  # heads concatenated
         if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
             out = out.contiguous(memory_format=torch.channels_last)
         return self.proj(out), logits
 
     def forward(
-            self, x: Tensor, prev_logits: Tensor | None = None, need_logits: bool | None = None,
+        self,
+        x: Tensor,
+        prev_logits: Tensor | None = None,
+        need_logits: bool | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """
         Args:
@@ -414,7 +479,9 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         Raises:
             ValueError: prev_logits missing or of another shape, in a layer with `evolution`.
         """
-        attn, logits = self.attend(x, prev_logits, self.need_logits if need_logits is None else need_logits)
+        attn, logits = self.attend(
+            x, prev_logits, self.need_logits if need_logits is None else need_logits
+        )
         if self.resize_result:
             size: list[int] = [-(-x.shape[2] // self.stride), -(-x.shape[3] // self.stride)]
             attn = F.interpolate(attn, size=size, mode="bilinear", align_corners=False)

@@ -10,6 +10,7 @@ TensorFlow code swaps their names.
 A new evolution is a subclass of `Evolution` under `@register_evolution("name")`: networks take it by
 `evolution="name"`, and the keywords of its constructor as theirs.
 """
+
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -23,7 +24,15 @@ from torch import Tensor, nn
 from ea_vision.base.errors import UsageError
 from ea_vision.ops import forced, log_once
 from ea_vision.ops.problem import check_prev_logits
-from ea_vision.ops.reference import among_patches, mixed, neighbours, own_logits, readable, with_prefix, within_windows
+from ea_vision.ops.reference import (
+    among_patches,
+    mixed,
+    neighbours,
+    own_logits,
+    readable,
+    with_prefix,
+    within_windows,
+)
 
 _EVOLUTIONS: dict[str, type["Evolution"]] = {}
 
@@ -102,9 +111,17 @@ class Evolution(nn.Module):
     def changes_nothing(self) -> bool:
         """Return whether it leaves the layer as it is; unless a subclass knows better, whether its gates stand at
         `identity_start` and nothing else does."""
-        start, gates = {name: x for name, x in self.identity_start.items() if name != "learnable"}, self.gates()
-        return bool(gates) and start.keys() == gates.keys() and not any(
-            (torch.as_tensor(gate) != start[name]).any() for name, gate in gates.items())
+        start, gates = (
+            {name: x for name, x in self.identity_start.items() if name != "learnable"},
+            self.gates(),
+        )
+        return (
+            bool(gates)
+            and start.keys() == gates.keys()
+            and not any(
+                (torch.as_tensor(gate) != start[name]).any() for name, gate in gates.items()
+            )
+        )
 
 
 class EvolvingMaps:
@@ -128,7 +145,9 @@ class EvolvingMaps:
     def attention_of(self, logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
         """Return the probabilities of (evolved) logits, within the windows; the shape stays."""
         if self.local:
-            logits = within_windows(logits, feat_size, self.window, self.head_window, self.head_border == "wrap")
+            logits = within_windows(
+                logits, feat_size, self.window, self.head_window, self.head_border == "wrap"
+            )
         attn = logits.softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
         if self.evolution is not None:
             if self.evolution.mixes_attn:
@@ -136,8 +155,13 @@ class EvolvingMaps:
         return attn
 
     def _attend_by_modules(
-            self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int] | None,
-            bias: Tensor | None = None,
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prev_logits: Tensor | None,
+        feat_size: tuple[int, int] | None,
+        bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the reference: every map passes through a module of this layer, where a hook can see it."""
         size = (1, q.shape[2]) if feat_size is None else feat_size
@@ -156,8 +180,15 @@ class EvolvingMaps:
         return out, logits if self.head_window == 1 else None
 
     def attend_heads(
-            self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None,
-            feat_size: tuple[int, int] | None, need_logits: bool, bias: Tensor | None = None,
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prev_logits: Tensor | None,
+        feat_size: tuple[int, int] | None,
+        need_logits: bool,
+        bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend by what is fastest, or by the modules, and let the evolution mix the heads' outputs.
 
@@ -179,7 +210,9 @@ class EvolvingMaps:
             out, logits = self._attend(q, k, v, prev_logits, feat_size, bias, need_logits)
         if self.evolution is not None:
             if self.evolution.mixes_output:
-                out = self.evolution.mix_output(out, v, x if x.ndim == 3 else x.flatten(2).transpose(1, 2))
+                out = self.evolution.mix_output(
+                    out, v, x if x.ndim == 3 else x.flatten(2).transpose(1, 2)
+                )
         return out, logits
 
     @torch.jit.unused
@@ -191,7 +224,10 @@ class EvolvingMaps:
             ValueError: an implementation is forced that cannot do as the modules do.
         """
         evolving = [] if self.evolution is None else self.evolution.modules()
-        watched = any(module._forward_hooks or module._forward_pre_hooks for module in (self.attn_drop, *evolving))
+        watched = any(
+            module._forward_hooks or module._forward_pre_hooks
+            for module in (self.attn_drop, *evolving)
+        )
         if watched or forced[-1:] == ["reference"]:
             return None
         operands = {} if self.evolution is None else self.evolution.operands(prev_logits)
@@ -209,10 +245,13 @@ def register_evolution(name: str) -> Callable[[type[Evolution]], type[Evolution]
     Raises:
         ValueError: the name is taken.
     """
+
     def register(cls: type[Evolution]) -> type[Evolution]:
         if name in _EVOLUTIONS:
-            raise ValueError(f"evolution {name!r} is {_EVOLUTIONS[name].__name__}; another name required for "
-                             f"{cls.__name__}")
+            raise ValueError(
+                f"evolution {name!r} is {_EVOLUTIONS[name].__name__}; another name required for "
+                f"{cls.__name__}"
+            )
         _EVOLUTIONS[name] = cls
         return cls
 
@@ -226,7 +265,9 @@ def evolution_class(kind: str) -> type[Evolution]:
         ValueError: unknown kind.
     """
     if kind not in _EVOLUTIONS:
-        raise ValueError(f"evolution must be one of {', '.join(map(repr, _EVOLUTIONS))} or None, got {kind!r}")
+        raise ValueError(
+            f"evolution must be one of {', '.join(map(repr, _EVOLUTIONS))} or None, got {kind!r}"
+        )
     return _EVOLUTIONS[kind]
 
 
@@ -246,8 +287,13 @@ def evolution_options(kind: str | None = None) -> tuple[str, ...]:
 
 
 def create_evolution(
-        kind: str | None, num_heads: int, device=None, dtype=None, start: str | None = None,
-        channels: int | None = None, **options,
+    kind: str | None,
+    num_heads: int,
+    device=None,
+    dtype=None,
+    start: str | None = None,
+    channels: int | None = None,
+    **options,
 ) -> Evolution | None:
     """Return the evolution module of a layer, or None.
 
@@ -284,11 +330,18 @@ def create_evolution(
 
 def learnable_gates(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the learnable gates of a network's evolutions, by their names in its state dict."""
-    return {f"{path}.{name}".removeprefix("."): gate for path, module in model.named_modules()
-            if isinstance(module, Evolution) for name, gate in module.gates().items() if isinstance(gate, nn.Parameter)}
+    return {
+        f"{path}.{name}".removeprefix("."): gate
+        for path, module in model.named_modules()
+        if isinstance(module, Evolution)
+        for name, gate in module.gates().items()
+        if isinstance(gate, nn.Parameter)
+    }
 
 
-def new_gate(name: str, value: float, learnable: bool | str, num_heads: int, **dd) -> float | nn.Parameter:
+def new_gate(
+    name: str, value: float, learnable: bool | str, num_heads: int, **dd
+) -> float | nn.Parameter:
     """Return a gate: a number from 0 to 1, or a parameter, () or (K), that begins at any finite number."""
     if learnable not in (False, True, "per_head"):
         raise ValueError(f"learnable must be False, True or 'per_head', got {learnable!r}")
@@ -304,7 +357,9 @@ def new_gate(name: str, value: float, learnable: bool | str, num_heads: int, **d
 def check_kernel_size(kernel_size: int) -> None:
     """Check the side of a convolution over the maps."""
     if kernel_size < 1 or kernel_size % 2 == 0:
-        raise ValueError(f"kernel_size of an attention-map convolution must be odd and positive, got {kernel_size}")
+        raise ValueError(
+            f"kernel_size of an attention-map convolution must be odd and positive, got {kernel_size}"
+        )
 
 
 class _ConvolvedEvolution(Evolution):
@@ -316,8 +371,18 @@ class _ConvolvedEvolution(Evolution):
 
     part_names = ("conv_logits",)
 
-    def __init__(self, num_heads: int, num_layers: int, alpha: float, beta: float, kernel_size: int, predict: bool,
-                 learnable: bool | str, causal: str = "none", **dd):
+    def __init__(
+        self,
+        num_heads: int,
+        num_layers: int,
+        alpha: float,
+        beta: float,
+        kernel_size: int,
+        predict: bool,
+        learnable: bool | str,
+        causal: str = "none",
+        **dd,
+    ):
         super().__init__()
         check_kernel_size(kernel_size)
         self.predict = predict  # PA's equations, else EA's
@@ -328,8 +393,10 @@ class _ConvolvedEvolution(Evolution):
         self.alpha = new_gate("alpha", alpha, mixes, num_heads, **dd)
         self.beta = 1.0 if predict else new_gate("beta", beta, learnable, num_heads, **dd)
         self.starts = {"alpha": float(alpha), "beta": float(beta)}
-        self.convs = nn.ModuleList(nn.Conv2d(num_heads, num_heads, kernel_size, padding=kernel_size // 2, **dd)
-                                   for _ in range(num_layers))
+        self.convs = nn.ModuleList(
+            nn.Conv2d(num_heads, num_heads, kernel_size, padding=kernel_size // 2, **dd)
+            for _ in range(num_layers)
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -347,8 +414,11 @@ class _ConvolvedEvolution(Evolution):
                 nn.init.constant_(gate, self.starts[name])
 
     def forward(
-            self, logits: Tensor, prev_logits: Tensor | None = None, key_padding: Tensor | None = None,
-            query_padding: Tensor | None = None,
+        self,
+        logits: Tensor,
+        prev_logits: Tensor | None = None,
+        key_padding: Tensor | None = None,
+        query_padding: Tensor | None = None,
     ) -> Tensor:
         """
         Args:
@@ -360,19 +430,29 @@ class _ConvolvedEvolution(Evolution):
         """
         allowed: Tensor | None = None
         if self.causal != "none" or key_padding is not None or query_padding is not None:
-            if query_padding is None and self.causal != "cross" and logits.shape[2] == logits.shape[3]:
+            if (
+                query_padding is None
+                and self.causal != "cross"
+                and logits.shape[2] == logits.shape[3]
+            ):
                 query_padding = key_padding
             allowed = readable(logits, self.causal, key_padding, query_padding)
         before = logits
         if self.causal == "none":
             if prev_logits is None:
-                raise ValueError("prev_logits of the previous layer required, got None (the first layer of a chain has "
-                                 "no evolution)")
+                raise ValueError(
+                    "prev_logits of the previous layer required, got None (the first layer of a chain has "
+                    "no evolution)"
+                )
             before = prev_logits if self.predict else mixed(self.alpha, prev_logits, logits)
         if allowed is not None:
             before = before.masked_fill(~allowed, 0.0)
         convolved = self.convolve(before, allowed)
-        return mixed(self.alpha, convolved, logits) if self.predict else mixed(self.beta, convolved, before)
+        return (
+            mixed(self.alpha, convolved, logits)
+            if self.predict
+            else mixed(self.beta, convolved, before)
+        )
 
     def convolve(self, maps: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Convolve (B, K, Q, N); what is not `allowed` is 0 in maps, and enters no convolution and no shift."""
@@ -383,7 +463,10 @@ class _ConvolvedEvolution(Evolution):
                 patches = patches.masked_fill(~allowed, 0.0)
         if self.causal != "none":  # the kernel's last row, and column, is to be the entry's own
             down, right = min(self.reach, patches.shape[2]), min(self.reach, patches.shape[3])
-            patches = F.pad(patches, [right, -right, down, -down] if self.causal == "self" else [0, 0, down, -down])
+            patches = F.pad(
+                patches,
+                [right, -right, down, -down] if self.causal == "self" else [0, 0, down, -down],
+            )
         return with_prefix(maps, patches, self.num_prefix_tokens)
 
     @torch.jit.ignore
@@ -401,8 +484,15 @@ class _ConvolvedEvolution(Evolution):
                 patches = F.relu(conv(patches))
             prev_logits = with_prefix(prev_logits, patches, self.num_prefix_tokens)
         weight, bias = (None, None) if last is None else (last.weight, last.bias)
-        return {"prev_logits": prev_logits, "weight": weight, "bias": bias, "alpha": self.alpha, "beta": self.beta,
-                "predict": self.predict, "num_prefix_tokens": self.num_prefix_tokens}
+        return {
+            "prev_logits": prev_logits,
+            "weight": weight,
+            "bias": bias,
+            "alpha": self.alpha,
+            "beta": self.beta,
+            "predict": self.predict,
+            "num_prefix_tokens": self.num_prefix_tokens,
+        }
 
     @torch.jit.ignore
     def parts(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
@@ -420,8 +510,10 @@ class _ConvolvedEvolution(Evolution):
         return {"prev_logits": alpha, "self_logits": 1.0 - alpha}
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={gate if isinstance(gate, float) else f'learnable {tuple(gate.shape)}'}"
-                         for name, gate in self.gates().items())
+        return ", ".join(
+            f"{name}={gate if isinstance(gate, float) else f'learnable {tuple(gate.shape)}'}"
+            for name, gate in self.gates().items()
+        )
 
 
 @register_evolution("ea")
@@ -457,16 +549,35 @@ class EvolvingAttention(_ConvolvedEvolution):
     gate_names = ("alpha", "beta")
 
     def __init__(
-            self, num_heads: int, alpha: float | None = None, beta: float = 1.0, kernel_size: int = 3,
-            learnable: bool | str = False, causal: str = "none", device=None, dtype=None,
+        self,
+        num_heads: int,
+        alpha: float | None = None,
+        beta: float = 1.0,
+        kernel_size: int = 3,
+        learnable: bool | str = False,
+        causal: str = "none",
+        device=None,
+        dtype=None,
     ):
         if causal not in ("none", "self", "cross"):
             raise ValueError(f"causal must be 'none', 'self' or 'cross', got {causal!r}")
         if causal != "none" and alpha:
-            raise ValueError(f"causal={causal!r} has no skip connection: alpha=0 required, got {alpha}")
+            raise ValueError(
+                f"causal={causal!r} has no skip connection: alpha=0 required, got {alpha}"
+            )
         default = 0.5 if causal == "none" else 0.0
-        super().__init__(num_heads, 1, default if alpha is None else alpha, beta, kernel_size, False, learnable,
-                         causal, device=device, dtype=dtype)
+        super().__init__(
+            num_heads,
+            1,
+            default if alpha is None else alpha,
+            beta,
+            kernel_size,
+            False,
+            learnable,
+            causal,
+            device=device,
+            dtype=dtype,
+        )
 
 
 @register_evolution("pa")
@@ -491,9 +602,25 @@ class PredictiveAttention(_ConvolvedEvolution):
     gate_names = ("alpha",)
 
     def __init__(
-            self, num_heads: int, alpha: float = 0.5, num_layers: int = 1, kernel_size: int = 3,
-            learnable: bool | str = False, device=None, dtype=None,
+        self,
+        num_heads: int,
+        alpha: float = 0.5,
+        num_layers: int = 1,
+        kernel_size: int = 3,
+        learnable: bool | str = False,
+        device=None,
+        dtype=None,
     ):
         if num_layers < 0:
             raise ValueError(f"num_layers must be 0 or more, got {num_layers}")
-        super().__init__(num_heads, num_layers, alpha, 1.0, kernel_size, True, learnable, device=device, dtype=dtype)
+        super().__init__(
+            num_heads,
+            num_layers,
+            alpha,
+            1.0,
+            kernel_size,
+            True,
+            learnable,
+            device=device,
+            dtype=dtype,
+        )

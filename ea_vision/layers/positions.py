@@ -11,6 +11,7 @@ and are computed for the size of the map at hand: they have no weights and fit e
 
 Shape letters: B batch, C channels, H x W the attention map.
 """
+
 import torch
 from torch import Tensor
 
@@ -24,7 +25,9 @@ def check_position(position: str) -> str:
         ValueError: no such kind.
     """
     if position not in POSITIONS:
-        raise ValueError(f"position must be one of {', '.join(map(repr, POSITIONS))}, got {position!r}")
+        raise ValueError(
+            f"position must be one of {', '.join(map(repr, POSITIONS))}, got {position!r}"
+        )
     return position
 
 
@@ -55,5 +58,5 @@ def append_coordinates(x: Tensor) -> Tensor:
     B, H, W = x.shape[0], x.shape[2], x.shape[3]
     rows = ((2 * _axis(H, x) - (H - 1)) / max(H - 1, 1)).unsqueeze(1).expand(H, W)
     cols = ((2 * _axis(W, x) - (W - 1)) / max(W - 1, 1)).unsqueeze(0).expand(H, W)
-    channels = torch.stack([cols, rows, (rows ** 2 + cols ** 2).sqrt()]).to(x.dtype)
+    channels = torch.stack([cols, rows, (rows**2 + cols**2).sqrt()]).to(x.dtype)
     return torch.cat([x, channels.unsqueeze(0).expand(B, 3, H, W)], dim=1)

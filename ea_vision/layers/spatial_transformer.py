@@ -34,7 +34,9 @@ def sample_affine(x: Tensor, theta: Tensor, out_size: tuple[int, int]) -> Tensor
 def quadrilateral(theta: Tensor, in_size: tuple[int, int]) -> Tensor:
     """Return the corners of the sampled area: theta (B, 2, 3) -> (B, 4, 2), (x, y) in pixels of an input of (H, W),
     whose left upper corner is (0, 0); in the order left upper, right upper, right lower, left lower of the output."""
-    corners = torch.tensor([[-1, -1, 1], [1, -1, 1], [1, 1, 1], [-1, 1, 1]], dtype=theta.dtype, device=theta.device)
+    corners = torch.tensor(
+        [[-1, -1, 1], [1, -1, 1], [1, 1, 1], [-1, 1, 1]], dtype=theta.dtype, device=theta.device
+    )
     H, W = in_size
     return (corners @ theta.transpose(1, 2) + 1) / 2 * theta.new_tensor([W, H])
 
@@ -56,7 +58,12 @@ class SpatialTransformer(nn.Module):
     """
 
     def __init__(
-            self, in_channels: int, hidden: int = 32, out_size: tuple[int, int] | None = None, device=None, dtype=None,
+        self,
+        in_channels: int,
+        hidden: int = 32,
+        out_size: tuple[int, int] | None = None,
+        device=None,
+        dtype=None,
     ):
         dd: dict = {"device": device, "dtype": dtype}
         super().__init__()
@@ -64,9 +71,15 @@ class SpatialTransformer(nn.Module):
             raise ValueError(f"hidden must be 2 or more, got {hidden}")
         self.out_size = out_size
         self.localise = nn.Sequential(
-            nn.Conv2d(in_channels, hidden // 2, 5, stride=2, padding=2, **dd), nn.ReLU(),
-            nn.Conv2d(hidden // 2, hidden, 5, stride=2, padding=2, **dd), nn.ReLU(),
-            nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(16 * hidden, hidden, **dd), nn.ReLU())
+            nn.Conv2d(in_channels, hidden // 2, 5, stride=2, padding=2, **dd),
+            nn.ReLU(),
+            nn.Conv2d(hidden // 2, hidden, 5, stride=2, padding=2, **dd),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(4),
+            nn.Flatten(),
+            nn.Linear(16 * hidden, hidden, **dd),
+            nn.ReLU(),
+        )
         self.fc = nn.Linear(hidden, 6, **dd)
         self.reset_parameters()
 

@@ -2,6 +2,7 @@
 
 Shape letters: B batch, C channels, K heads, T tokens (prefix tokens and patches), D width of a head.
 """
+
 import torch
 import torch.nn.functional as F
 from timm.layers import Attention
@@ -21,24 +22,40 @@ class MapsAttention(EvolvingMaps):
 
     @torch.jit.unused
     def _attend(
-            self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int] | None,
-            bias: Tensor | None, need_logits: bool,
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prev_logits: Tensor | None,
+        feat_size: tuple[int, int] | None,
+        bias: Tensor | None,
+        need_logits: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the heads' outputs and, where somebody reads them, the logits. A recorder follows this method."""
         operands = self._operands(prev_logits) if self.fused_attn else None
         need_logits = need_logits or bool(self._forward_hooks and self.evolution is not None)
         dropout_p = self.attn_drop.p if self.training else 0.0
         if operands is not None and not operands and not need_logits:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p), None
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=bias, dropout_p=dropout_p
+            ), None
         if operands is None or bias is not None:
             return self._attend_by_modules(q, k, v, prev_logits, feat_size, bias)
         scale = self.scale * operands.pop("own_scale", 1.0)
         return evolving_attention(
-            q, k, v, **operands, scale=scale, need_logits=need_logits, dropout_p=dropout_p)
+            q, k, v, **operands, scale=scale, need_logits=need_logits, dropout_p=dropout_p
+        )
 
     def attend(
-            self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None,
-            feat_size: tuple[int, int] | None, first_values: Tensor | None, bias: Tensor | None = None,
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prev_logits: Tensor | None,
+        feat_size: tuple[int, int] | None,
+        first_values: Tensor | None,
+        bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Attend, with the layer's mechanisms.
 
@@ -59,10 +76,14 @@ class MapsAttention(EvolvingMaps):
         """
         if self.evolution is not None:
             if self.evolution.spatial and feat_size is None:
-                raise ValueError("this evolution needs the patches' (height, width): images (B, C, H, W) required")
+                raise ValueError(
+                    "this evolution needs the patches' (height, width): images (B, C, H, W) required"
+                )
         if self.value_residual is not None:
             if first_values is None:
-                raise ValueError("the first block's values required, got tokens that no block has made")
+                raise ValueError(
+                    "the first block's values required, got tokens that no block has made"
+                )
             v = self.value_residual(v, first_values)
         out, logits = self.attend_heads(x, q, k, v, prev_logits, feat_size, self.need_logits, bias)
         return out.transpose(1, 2).flatten(2), logits, v
@@ -84,7 +105,9 @@ class TokenAttention(MapsAttention, Attention):
     """
 
     @classmethod
-    def of(cls, attn: Attention, evolution: Evolution | None, need_logits: bool) -> "TokenAttention":
+    def of(
+        cls, attn: Attention, evolution: Evolution | None, need_logits: bool
+    ) -> "TokenAttention":
         """Turn timm's layer, in place, into this one; its parameters and their names stay."""
         attn.__class__ = cls
         attn.gate = getattr(attn, "gate", None)  # timm before 1.0.25 has none
@@ -99,8 +122,11 @@ class TokenAttention(MapsAttention, Attention):
         return values.unflatten(2, [self.num_heads, self.head_dim]).transpose(1, 2)
 
     def forward(
-            self, x: Tensor, prev_logits: Tensor | None = None, feat_size: tuple[int, int] | None = None,
-            first_values: Tensor | None = None,
+        self,
+        x: Tensor,
+        prev_logits: Tensor | None = None,
+        feat_size: tuple[int, int] | None = None,
+        first_values: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """
         Args:
@@ -113,11 +139,20 @@ class TokenAttention(MapsAttention, Attention):
         Raises:
             ValueError: prev_logits missing or of another shape, or feat_size missing, where the evolution reads them.
         """
-        q, k, v = self.qkv(x).unflatten(2, [3, self.num_heads, self.head_dim]).permute(2, 0, 3, 1, 4).unbind(0)
-        out, logits, _ = self.attend(x, self.q_norm(q), self.k_norm(k), v, prev_logits, feat_size, first_values)
+        q, k, v = (
+            self.qkv(x)
+            .unflatten(2, [3, self.num_heads, self.head_dim])
+            .permute(2, 0, 3, 1, 4)
+            .unbind(0)
+        )
+        out, logits, _ = self.attend(
+            x, self.q_norm(q), self.k_norm(k), v, prev_logits, feat_size, first_values
+        )
         return self.finish(out, x), logits
 
 
 def attention_layers(model: nn.Module) -> list[AugmentedConv2d | TokenAttention]:
     """Return the layers of a network whose attention branches are ours, in order."""
-    return [layer for layer in model.modules() if isinstance(layer, (AugmentedConv2d, TokenAttention))]
+    return [
+        layer for layer in model.modules() if isinstance(layer, (AugmentedConv2d, TokenAttention))
+    ]

@@ -1,4 +1,5 @@
 """The networks; importing this package registers them with timm. A family's file needs nothing but these names."""
+
 from ea_vision.models._build import (
     Network,
     build_network,
@@ -7,12 +8,22 @@ from ea_vision.models._build import (
     register_networks,
     shipped_weights,
 )
-from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, ChainedNetwork, HeadedNetwork, to_size
+from ea_vision.models._chain import (
+    AttentionConfig,
+    AttnStage,
+    ChainBuilder,
+    ChainedNetwork,
+    HeadedNetwork,
+    to_size,
+)
 from ea_vision.models.any_transformer import evolve, unevolve
 from ea_vision.models.attn_mnasnet import AttnMnasNet
 from ea_vision.models.attn_resnet import AttnResNet
 from ea_vision.models.conv_transformer import ConvTransformer
 from ea_vision.models.plain_resnet import ResNetCifar
 from ea_vision.models.spatial_transformer import SpatialTransformerNet
-from ea_vision.models.vision_transformer import EvolvingVisionTransformer, EvolvingVisionTransformerDistilled
+from ea_vision.models.vision_transformer import (
+    EvolvingVisionTransformer,
+    EvolvingVisionTransformerDistilled,
+)
 from ea_vision.models.wide_resnet import WideResNet

@@ -1,4 +1,5 @@
 """How timm builds and registers our networks."""
+
 import logging
 import sys
 from collections.abc import Mapping
@@ -8,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.models import build_model_with_cfg, list_pretrained, register_model, resolve_pretrained_cfg
+from timm.models import (
+    build_model_with_cfg,
+    list_pretrained,
+    register_model,
+    resolve_pretrained_cfg,
+)
 from torch import nn
 
 from ea_vision.base.errors import UsageError
@@ -27,10 +33,14 @@ class Network:
     trained: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
-_NETWORKS: dict[str, tuple[str, Network]] = {}  # name: (module of the family, network), in order of registration
+_NETWORKS: dict[
+    str, tuple[str, Network]
+] = {}  # name: (module of the family, network), in order of registration
 
 
-def register_networks(module: str, model_cls: type[nn.Module], networks: Mapping[str, Network]) -> None:
+def register_networks(
+    module: str, model_cls: type[nn.Module], networks: Mapping[str, Network]
+) -> None:
     """Register a family's networks with timm, each as a function of the family's module.
 
     Args:
@@ -39,10 +49,17 @@ def register_networks(module: str, model_cls: type[nn.Module], networks: Mapping
         networks: by name.
     """
     for name, network in networks.items():
-        def entry(pretrained: bool = False, *, name: str = name, network: Network = network, **kwargs: Any):
+
+        def entry(
+            pretrained: bool = False, *, name: str = name, network: Network = network, **kwargs: Any
+        ):
             trained = _trained_with(name, network, **kwargs) if pretrained else {}
-            model = build_network(model_cls, name, pretrained, **{**network.kwargs, **trained, **kwargs})
-            model.trained_with = trained  # what building it again needs; timm's configuration has no place for it
+            model = build_network(
+                model_cls, name, pretrained, **{**network.kwargs, **trained, **kwargs}
+            )
+            model.trained_with = (
+                trained  # what building it again needs; timm's configuration has no place for it
+            )
             return model
 
         entry.__name__ = entry.__qualname__ = name
@@ -51,8 +68,13 @@ def register_networks(module: str, model_cls: type[nn.Module], networks: Mapping
         _NETWORKS[name] = (module, network)
 
 
-def _trained_with(name: str, network: Network, pretrained_cfg: Any = None, pretrained_cfg_overlay: Any = None,
-                  **kwargs: Any) -> Mapping[str, Any]:
+def _trained_with(
+    name: str,
+    network: Network,
+    pretrained_cfg: Any = None,
+    pretrained_cfg_overlay: Any = None,
+    **kwargs: Any,
+) -> Mapping[str, Any]:
     """Return the keywords that the weights timm would load were trained with; none of a caller's own weights.
 
     Raises:
@@ -64,13 +86,19 @@ def _trained_with(name: str, network: Network, pretrained_cfg: Any = None, pretr
     trained = network.trained.get(tag, {})
     for key, value in trained.items():
         if kwargs.get(key, value) != value:
-            raise UsageError(f"the weights {name}.{tag} were trained with {key}={value}, got {key}={kwargs[key]}")
+            raise UsageError(
+                f"the weights {name}.{tag} were trained with {key}={value}, got {key}={kwargs[key]}"
+            )
     return trained
 
 
 def list_networks(module: str | None = None) -> list[str]:
     """Return the names of our networks, of one family's file ("attn_resnet") or all, in order of registration."""
-    return [name for name, (home, _) in _NETWORKS.items() if module is None or home.split(".")[-1] == module]
+    return [
+        name
+        for name, (home, _) in _NETWORKS.items()
+        if module is None or home.split(".")[-1] == module
+    ]
 
 
 def get_network(name: str) -> Network:
@@ -85,28 +113,54 @@ def get_network(name: str) -> Network:
 def imagenet_cfg(first_conv: str, classifier: str, **kwargs: Any) -> dict:
     """Return timm's default configuration of a network for ImageNet; keywords replace its entries."""
     return {
-        "url": "", "num_classes": 1000, "input_size": (3, 224, 224), "pool_size": (7, 7), "crop_pct": 0.875,
-        "interpolation": "bilinear", "mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD,
-        "first_conv": first_conv, "classifier": classifier, "license": "apache-2.0", **kwargs,
+        "url": "",
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "pool_size": (7, 7),
+        "crop_pct": 0.875,
+        "interpolation": "bilinear",
+        "mean": IMAGENET_DEFAULT_MEAN,
+        "std": IMAGENET_DEFAULT_STD,
+        "first_conv": first_conv,
+        "classifier": classifier,
+        "license": "apache-2.0",
+        **kwargs,
     }
 
 
 # for 32x32 images, CIFAR-10's unless keywords say otherwise
-cifar_cfg = partial(imagenet_cfg, num_classes=10, input_size=(3, 32, 32), pool_size=(4, 4), crop_pct=1.0,
-                    mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
+cifar_cfg = partial(
+    imagenet_cfg,
+    num_classes=10,
+    input_size=(3, 32, 32),
+    pool_size=(4, 4),
+    crop_pct=1.0,
+    mean=(0.4914, 0.4822, 0.4465),
+    std=(0.2470, 0.2435, 0.2616),
+)
 # for photos of six kinds of scenes at 112 pixels (`experiments/scenes`)
-scenes_cfg = partial(imagenet_cfg, num_classes=6, input_size=(3, 112, 112), pool_size=(4, 4), label_names=SCENES,
-                     notes=("six kinds of scenes at 112 pixels, not ImageNet",))
+scenes_cfg = partial(
+    imagenet_cfg,
+    num_classes=6,
+    input_size=(3, 112, 112),
+    pool_size=(4, 4),
+    label_names=SCENES,
+    notes=("six kinds of scenes at 112 pixels, not ImageNet",),
+)
 
 
 def shipped_weights(name: str) -> str:
     """Return the path of a shipped weights file: in the installed package, or in a checkout beside it."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "weights" / f"{name}.safetensors"
-    return str(installed if installed.is_file() else package.parent / "weights" / f"{name}.safetensors")
+    return str(
+        installed if installed.is_file() else package.parent / "weights" / f"{name}.safetensors"
+    )
 
 
-def build_network(model_cls: type[nn.Module], variant: str, pretrained: bool, **kwargs: Any) -> nn.Module:
+def build_network(
+    model_cls: type[nn.Module], variant: str, pretrained: bool, **kwargs: Any
+) -> nn.Module:
     """Build by timm's build_model_with_cfg, features by forward_intermediates where the class has `feature_indices`.
 
     Stages that hand attention logits on cannot be run one by one, as timm does by default. Checkpoints pass through the
@@ -117,24 +171,34 @@ def build_network(model_cls: type[nn.Module], variant: str, pretrained: bool, **
         RuntimeError: pretrained weights wanted where there are none, or whose file is missing.
     """
     if pretrained:
-        cfg = resolve_pretrained_cfg(variant, kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay"))
+        cfg = resolve_pretrained_cfg(
+            variant, kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay")
+        )
         if not cfg.has_weights and not cfg.state_dict:
             having = [name for name in list_pretrained() if name.split(".")[0] in _NETWORKS]
             raise RuntimeError(
                 f"{variant} has no pretrained weights; create it with pretrained=False. "
-                f"Models of ea_vision that have them: {', '.join(having) or 'none yet'}")
+                f"Models of ea_vision that have them: {', '.join(having) or 'none yet'}"
+            )
         if cfg.file and not Path(cfg.file).exists():
             raise RuntimeError(
                 f"the weights of {variant} are missing: {Path(cfg.file).name} belongs into the folder weights/ of a "
-                f"checkout, or comes with the wheel; got neither")
+                f"checkout, or comes with the wheel; got neither"
+            )
         if cfg.notes:
             log.info("weights of %s: %s", variant, "; ".join(cfg.notes))
     if hasattr(model_cls, "feature_indices"):
-        kwargs["feature_cfg"] = {"out_indices": kwargs.pop("out_indices", model_cls.feature_indices),
-                                 "feature_cls": "getter"}
+        kwargs["feature_cfg"] = {
+            "out_indices": kwargs.pop("out_indices", model_cls.feature_indices),
+            "feature_cls": "getter",
+        }
     filter_fn = getattr(model_cls, "checkpoint_filter_fn", checkpoint_filter_fn)
-    net = build_model_with_cfg(model_cls, variant, pretrained, pretrained_filter_fn=filter_fn, **kwargs)
+    net = build_model_with_cfg(
+        model_cls, variant, pretrained, pretrained_filter_fn=filter_fn, **kwargs
+    )
     net.pretrained_cfg.pop("state_dict", None)  # loaded, and timm would keep it
-    if hasattr(getattr(net, "model", None), "feature_indices"):  # the feature getter lacks what the others have
+    if hasattr(
+        getattr(net, "model", None), "feature_indices"
+    ):  # the feature getter lacks what the others have
         net.set_grad_checkpointing = net.model.set_grad_checkpointing
     return net

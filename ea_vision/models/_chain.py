@@ -5,6 +5,7 @@ that papers print of them. A file outside this package can do the same with the 
 
 Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map, K heads.
 """
+
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
@@ -30,10 +31,14 @@ from ea_vision.ops import check_windows
 try:  # not exported; in newer timm its own models call it, so that save_for_hf knows of a resize
     from timm.models._input import update_model_input_size
 except ImportError:
+
     def update_model_input_size(model: nn.Module, img_size: tuple[int, int]) -> None:
         """Do nothing: older timm keeps no record of sizes."""
 
-Step = Callable[[Tensor, "Tensor | None"], "tuple[Tensor, Tensor | None]"]  # (x, prev_logits) -> (x, logits)
+
+Step = Callable[
+    [Tensor, "Tensor | None"], "tuple[Tensor, Tensor | None]"
+]  # (x, prev_logits) -> (x, logits)
 
 
 def to_size(img_size: int | tuple[int, int], least: int = 1) -> tuple[int, int]:
@@ -44,7 +49,9 @@ def to_size(img_size: int | tuple[int, int], least: int = 1) -> tuple[int, int]:
     """
     size = to_2tuple(img_size)
     if len(size) != 2 or any(not isinstance(side, int) or side < 1 for side in size):
-        raise ValueError(f"img_size must be a positive whole number or a (height, width) of them, got {img_size!r}")
+        raise ValueError(
+            f"img_size must be a positive whole number or a (height, width) of them, got {img_size!r}"
+        )
     if min(size) < least:
         raise ValueError(f"img_size must be at least {least} pixels a side, got {img_size}")
     return size
@@ -56,7 +63,9 @@ def check_numbers(name: str, value: Any, count: int | None = None) -> None:
     Raises:
         ValueError: one number alone, something else than whole numbers, more or fewer than `count`.
     """
-    numbers = isinstance(value, Collection) and all(isinstance(number, Integral) for number in value)
+    numbers = isinstance(value, Collection) and all(
+        isinstance(number, Integral) for number in value
+    )
     if not numbers or count not in (None, len(value)):
         wanted = "whole numbers, such as (2, 3)" if count is None else f"{count} whole numbers"
         raise ValueError(f"{name} must be {wanted}, got {value!r}")
@@ -102,8 +111,10 @@ class AttentionConfig:
         check_position(self.position)
         check_windows(self.window, self.head_window, self.head_border, self.num_heads)
         if self.head_window > 1 and self.evolution is not None:
-            raise ValueError(f"head_window must be 1 where maps evolve (evolution={self.evolution!r}), "
-                             f"got {self.head_window}")
+            raise ValueError(
+                f"head_window must be 1 where maps evolve (evolution={self.evolution!r}), "
+                f"got {self.head_window}"
+            )
         self.new_evolution(device="meta")  # an option that fits no layer is an error at any depth
         for name in ("window_stages", "attn_stages"):
             if getattr(self, name) is not None:
@@ -134,10 +145,16 @@ class AttentionConfig:
         """
         if self.window_stages is not None:
             if stage is None:
-                raise ValueError(f"this network's stages have no numbers; got window_stages={self.window_stages}")
+                raise ValueError(
+                    f"this network's stages have no numbers; got window_stages={self.window_stages}"
+                )
             if stage not in self.window_stages:
                 return {}
-        return {"window": self.window, "head_window": self.head_window, "head_border": self.head_border}
+        return {
+            "window": self.window,
+            "head_window": self.head_window,
+            "head_border": self.head_border,
+        }
 
     def stages(self, possible: Collection[int], default: Collection[int]) -> tuple[int, ...]:
         """Return the stages with attention, of those `possible` in a family, where `default` is the family's choice.
@@ -147,17 +164,32 @@ class AttentionConfig:
         """
         chosen = tuple(sorted(set(default if self.attn_stages is None else self.attn_stages)))
         if not set(chosen) <= set(possible) or self.evolution is not None and not chosen:
-            why = (f", at least one for evolution={self.evolution!r}"
-                   if self.evolution is not None else "")
-            raise ValueError(f"attn_stages must be of {tuple(possible)}{why}, got {self.attn_stages or chosen}")
-        if self.window_stages is not None and not (self.window_stages and set(self.window_stages) <= set(chosen)):
-            raise ValueError(f"window_stages must be of {chosen}, which have attention, got {self.window_stages}")
+            why = (
+                f", at least one for evolution={self.evolution!r}"
+                if self.evolution is not None
+                else ""
+            )
+            raise ValueError(
+                f"attn_stages must be of {tuple(possible)}{why}, got {self.attn_stages or chosen}"
+            )
+        if self.window_stages is not None and not (
+            self.window_stages and set(self.window_stages) <= set(chosen)
+        ):
+            raise ValueError(
+                f"window_stages must be of {chosen}, which have attention, got {self.window_stages}"
+            )
         return chosen
 
     def new_evolution(self, in_channels: int = 1, device=None, dtype=None) -> Evolution | None:
         """Return the evolution module of a layer of `in_channels`, or None; see `create_evolution` for the errors."""
-        return create_evolution(self.evolution, self.num_heads, device=device, dtype=dtype, **self.options,
-                                channels=in_channels + 3 * (self.position == "coord"))
+        return create_evolution(
+            self.evolution,
+            self.num_heads,
+            device=device,
+            dtype=dtype,
+            **self.options,
+            channels=in_channels + 3 * (self.position == "coord"),
+        )
 
 
 class ChainBuilder:
@@ -172,12 +204,23 @@ class ChainBuilder:
     """
 
     def __init__(self, config: AttentionConfig, network: "ChainedNetwork", device=None, dtype=None):
-        self.config, self.network, self.factory = config, network, {"device": device, "dtype": dtype}
+        self.config, self.network, self.factory = (
+            config,
+            network,
+            {"device": device, "dtype": dtype},
+        )
         self.previous: AugmentedConv2d | None = None
 
     def layer(
-            self, in_channels: int, out_channels: int, kernel_size: int = 3, stride: int = 1, *, reduction: int,
-            stage: int | None = None, **options: Any,
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int = 3,
+        stride: int = 1,
+        *,
+        reduction: int,
+        stage: int | None = None,
+        **options: Any,
     ) -> AugmentedConv2d:
         """Return the next attention layer.
 
@@ -195,10 +238,19 @@ class ChainBuilder:
             previous.need_logits = reads
         dim_qk, dim_v = config.dims(out_channels)
         layer = AugmentedConv2d(
-            in_channels, out_channels, kernel_size, stride, num_heads=config.num_heads,
-            feat_size=self.network.map_size(self.network.img_size, reduction), position=config.position,
-            qk_norm=config.qk_norm, evolution=evolution, attn_drop=config.attn_drop_rate,
-            **{"dim_qk": dim_qk, "dim_v": dim_v, **config.windows(stage), **options}, **self.factory)
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride,
+            num_heads=config.num_heads,
+            feat_size=self.network.map_size(self.network.img_size, reduction),
+            position=config.position,
+            qk_norm=config.qk_norm,
+            evolution=evolution,
+            attn_drop=config.attn_drop_rate,
+            **{"dim_qk": dim_qk, "dim_v": dim_v, **config.windows(stage), **options},
+            **self.factory,
+        )
         layer.need_logits, layer.map_reduction = False, reduction
         self.previous = layer
         return layer
@@ -207,7 +259,9 @@ class ChainBuilder:
 @contextmanager
 def frozen_statistics(block: nn.Module) -> Iterator[None]:
     """Leave the running statistics of a block's batch norms alone, which still normalise by the batch in training."""
-    norms = [module for module in block.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    norms = [
+        module for module in block.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    ]
     before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
         norm.momentum, norm.num_batches_tracked = 0.0, None
@@ -220,7 +274,11 @@ def frozen_statistics(block: nn.Module) -> Iterator[None]:
 
 def checkpoint(block: nn.Module, *args: Any) -> Any:
     """Run block(*args), recomputed in the backward pass, which moves no running statistics a second time."""
-    options = {} if torch.compiler.is_compiling() else {"context_fn": lambda: (nullcontext(), frozen_statistics(block))}
+    options = (
+        {}
+        if torch.compiler.is_compiling()
+        else {"context_fn": lambda: (nullcontext(), frozen_statistics(block))}
+    )
     return torch_checkpoint.checkpoint(block, *args, use_reentrant=False, **options)
 
 
@@ -278,11 +336,17 @@ class ChainedNetwork:
         `AugmentedConv2d.fill_offsets_beyond`."""
         for module in self.modules():
             if isinstance(module, AugmentedConv2d):
-                module.fill_offsets_beyond(self.map_size(to_size(img_size, self.min_img_size), module.map_reduction))
+                module.fill_offsets_beyond(
+                    self.map_size(to_size(img_size, self.min_img_size), module.map_reduction)
+                )
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        return {name for name, _ in self.named_parameters() if name.endswith(("height_rel", "width_rel", "qk_gain"))}
+        return {
+            name
+            for name, _ in self.named_parameters()
+            if name.endswith(("height_rel", "width_rel", "qk_gain"))
+        }
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -291,13 +355,13 @@ class ChainedNetwork:
                 module.grad_checkpointing = enable
 
     def forward_intermediates(
-            self,
-            x: Tensor,
-            indices: int | list[int] | None = None,
-            norm: bool = False,
-            stop_early: bool = False,
-            output_fmt: str = "NCHW",
-            intermediates_only: bool = False,
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
         """Return the features of `feature_info`.
 
@@ -321,7 +385,7 @@ class ChainedNetwork:
         take_indices, max_index = feature_take_indices(len(self.feature_info), indices)
         steps = self.feature_steps()
         intermediates, logits = [], None
-        for index, step in enumerate(steps[:max_index + 1] if stop_early else steps):
+        for index, step in enumerate(steps[: max_index + 1] if stop_early else steps):
             x, logits = step(x, logits)
             if index in take_indices:
                 intermediates.append(x)
@@ -331,11 +395,18 @@ class ChainedNetwork:
 
     @torch.jit.ignore
     def prune_intermediate_layers(
-            self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True,
+        self,
+        indices: int | list[int] = 1,
+        prune_norm: bool = False,
+        prune_head: bool = True,
     ) -> list[int]:
         """Drop the stages after the last one wanted, with what stands behind them, and the head."""
         take_indices, max_index = feature_take_indices(len(self.feature_info), indices)
-        unused = [name for info in self.feature_info[max_index + 1:] for name in (info["module"], *info.get("end", ()))]
+        unused = [
+            name
+            for info in self.feature_info[max_index + 1 :]
+            for name in (info["module"], *info.get("end", ()))
+        ]
         for name in unused:
             chained = isinstance(self.get_submodule(name), AttnStage)
             self.set_submodule(name, AttnStage() if chained else nn.Identity())
@@ -372,7 +443,9 @@ class HeadedNetwork(ChainedNetwork):
         self.num_classes = num_classes
         self.head.in_features = self.num_features
         self.head.reset(num_classes, global_pool)
-        weight = next(self.parameters())  # a head without classifier does not know where the network lives
+        weight = next(
+            self.parameters()
+        )  # a head without classifier does not know where the network lives
         self.head.to(weight.device, weight.dtype).train(self.training)
         self.head_hidden_size = self.num_features * self.head.global_pool.feat_mult()
 

@@ -1,4 +1,5 @@
 """Weights of timm's ResNets, turned into ours."""
+
 import logging
 
 from torch import Tensor, nn
@@ -38,13 +39,23 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
             if weight.shape[1:] != wanted[1:] or weight.shape[0] < wanted[0]:
                 raise ValueError(
                     f"{name}.weight must have at least {wanted[0]} output channels and shape (*, "
-                    f"{', '.join(map(str, wanted[1:]))}), got {tuple(weight.shape)}")
-            out[f"{name}.conv.weight"] = weight[:wanted[0]]
-            _logger.info("%s.conv.weight: the first %d of %d output channels", name, wanted[0], weight.shape[0])
+                    f"{', '.join(map(str, wanted[1:]))}), got {tuple(weight.shape)}"
+                )
+            out[f"{name}.conv.weight"] = weight[: wanted[0]]
+            _logger.info(
+                "%s.conv.weight: the first %d of %d output channels",
+                name,
+                wanted[0],
+                weight.shape[0],
+            )
         fresh = [key for key in own if key.startswith(f"{name}.") and key not in out]
         out.update((key, own[key]) for key in fresh)
-        _logger.info("%s: fresh %s", name, ", ".join(key[len(name) + 1:] for key in fresh))
+        _logger.info("%s: fresh %s", name, ", ".join(key[len(name) + 1 :] for key in fresh))
     if len(out) > len(state_dict):
         whole = sum(key in state_dict for key in out)
-        _logger.info("%d tensors as they are, %d of the checkpoint's not used", whole, sum(k not in own for k in out))
+        _logger.info(
+            "%d tensors as they are, %d of the checkpoint's not used",
+            whole,
+            sum(k not in own for k in out),
+        )
     return out

@@ -1,4 +1,5 @@
 """Which mechanisms the blocks of a vision transformer get."""
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -27,14 +28,22 @@ class Mechanisms:
     def __post_init__(self) -> None:
         for name in ("value_residual", "token_conv"):
             if getattr(self, name) not in (False, True, "paper"):
-                raise ValueError(f"{name} must be False, True or 'paper', got {getattr(self, name)!r}")
+                raise ValueError(
+                    f"{name} must be False, True or 'paper', got {getattr(self, name)!r}"
+                )
         if self.attn_layers is not None:
             check_numbers("attn_layers", self.attn_layers)
         if self.prefix not in ("convolve", "pass"):
             raise ValueError(f"prefix must be 'convolve' or 'pass', got {self.prefix!r}")
 
-    def give(self, blocks: Sequence[nn.Module], attentions: Sequence[nn.Module], channels: int, num_prefix_tokens: int,
-             class_token_alone: bool) -> None:
+    def give(
+        self,
+        blocks: Sequence[nn.Module],
+        attentions: Sequence[nn.Module],
+        channels: int,
+        num_prefix_tokens: int,
+        class_token_alone: bool,
+    ) -> None:
         """Give each block its `token_conv`, and its attention `evolution`, `need_logits` and `value_residual`.
 
         class_token_alone: whether nothing but the class token's row of the last map is read.
@@ -47,16 +56,22 @@ class Mechanisms:
             attn.evolution = attn.value_residual = block.token_conv = None
             attn.need_logits = reads and number + 1 in evolving
             if number in evolving:
-                attn.evolution = create_evolution(self.kind, attn.num_heads, channels=channels, **dd, **self.options)
+                attn.evolution = create_evolution(
+                    self.kind, attn.num_heads, channels=channels, **dd, **self.options
+                )
                 if hasattr(attn.evolution, "num_prefix_tokens"):
                     passing = self.prefix == "pass" or attn.evolution.spatial
                     attn.evolution.num_prefix_tokens = num_prefix_tokens if passing else 0
                 elif self.prefix == "pass":
-                    raise ValueError(f"prefix='pass' needs an evolution with num_prefix_tokens, got {self.kind!r}")
+                    raise ValueError(
+                        f"prefix='pass' needs an evolution with num_prefix_tokens, got {self.kind!r}"
+                    )
             if number > 1 and self.value_residual:
                 attn.value_residual = ValueResidual(self.value_residual != "paper", **dd)
             if number > 1 and self.token_conv:
-                block.token_conv = TokenConv(channels, num_prefix_tokens, self.token_conv != "paper", **dd)
+                block.token_conv = TokenConv(
+                    channels, num_prefix_tokens, self.token_conv != "paper", **dd
+                )
             for module in filter(None, (attn.evolution, attn.value_residual, block.token_conv)):
                 module.train(block.training)
 
@@ -75,8 +90,12 @@ class Mechanisms:
             why = "the first block has no predecessor"
             if idle_last:
                 passing = "prefix='pass'" if self.prefix == "pass" else "prefix tokens that pass"
-                why += (f", and with {passing} a convolution in the last would never get a gradient, since only the "
-                        "class token's row is read there")
-            raise ValueError(f"attn_layers of this model that can evolve are {list(possible)} of {depth} ({why}); "
-                             f"got {wrong or 'none'}")
+                why += (
+                    f", and with {passing} a convolution in the last would never get a gradient, since only the "
+                    "class token's row is read there"
+                )
+            raise ValueError(
+                f"attn_layers of this model that can evolve are {list(possible)} of {depth} ({why}); "
+                f"got {wrong or 'none'}"
+            )
         return chosen

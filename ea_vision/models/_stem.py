@@ -1,4 +1,5 @@
 """The stem of small images: a 3x3 convolution in place of timm's 7x7 convolution and max-pooling of stride 2 each."""
+
 from timm.models.resnet import ResNet
 from torch import nn
 
@@ -14,8 +15,16 @@ def put_small_stem(network: ResNet, in_chans: int, stride: int, device=None, dty
     """
     if stride not in (1, 2, 4):
         raise ValueError(f"stem_stride must be 1, 2 or 4, got {stride!r}")
-    network.conv1 = nn.Conv2d(in_chans, network.bn1.num_features, 3, stride, padding=1, bias=False, device=device,
-                              dtype=dtype)
+    network.conv1 = nn.Conv2d(
+        in_chans,
+        network.bn1.num_features,
+        3,
+        stride,
+        padding=1,
+        bias=False,
+        device=device,
+        dtype=dtype,
+    )
     nn.init.kaiming_normal_(network.conv1.weight, mode="fan_out", nonlinearity="relu")
     network.maxpool = nn.Identity()
     for index, info in enumerate(network.feature_info):

@@ -11,6 +11,7 @@ reads, so gradient checkpointing, torch.compile and torch.export see nothing unu
 
 Shape letters: B batch, C channels, K heads, T tokens, P prefix tokens, D width of a head.
 """
+
 import copy
 import itertools
 import threading
@@ -76,23 +77,35 @@ class CarryingBlock:
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Say to torch.jit.script why it cannot read this block."""
-        raise ValueError("TorchScript cannot read what evolving blocks hand on beside their tokens: torch.jit.trace or "
-                         f"torch.export required, got {type(self).__name__} to script")
+        raise ValueError(
+            "TorchScript cannot read what evolving blocks hand on beside their tokens: torch.jit.trace or "
+            f"torch.export required, got {type(self).__name__} to script"
+        )
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the block's own forward on (B, T, C) tokens."""
         attn, carried = getattr(self, self.attention), getattr(x, CARRIED, None)
-        if carried is None:  # of the first block; a recomputation, in another thread perhaps, finds it there
+        if (
+            carried is None
+        ):  # of the first block; a recomputation, in another thread perhaps, finds it there
             carried = Carried(self.grid.sizes.get(_thread()))
             setattr(x, CARRIED, carried)
         if self.token_conv is not None:
             if carried.feat_size is None:
-                raise ValueError("token_conv needs the patches' (height, width): images (B, C, H, W) required")
+                raise ValueError(
+                    "token_conv needs the patches' (height, width): images (B, C, H, W) required"
+                )
             x = self.token_conv(x, carried.feat_size)
         attn.carried[_thread()] = carried
-        again = self.training and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        again = (
+            self.training
+            and not torch.compiler.is_compiling()
+            and torch._C._current_graph_task_id() != -1
+        )
         try:
-            with frozen_statistics(self) if again else nullcontext():  # timm's checkpointing, in the backward pass
+            with (
+                frozen_statistics(self) if again else nullcontext()
+            ):  # timm's checkpointing, in the backward pass
                 y = super().forward(x, *args, **kwargs)
         finally:
             carried = attn.carried.pop(_thread())
@@ -105,7 +118,9 @@ class CarryingAttention(MapsAttention):
 
     fused_attn = True
 
-    def attended(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+    def attended(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
         """Attend, with the layer's mechanisms.
 
         Args:
@@ -117,7 +132,9 @@ class CarryingAttention(MapsAttention):
             (B, T, K*D), heads concatenated.
         """
         carried = self.carried[_thread()]
-        out, logits, v = self.attend(x, q, k, v, carried.logits, carried.feat_size, carried.first_values, bias)
+        out, logits, v = self.attend(
+            x, q, k, v, carried.logits, carried.feat_size, carried.first_values, bias
+        )
         first_values = v if self.is_first else carried.first_values
         self.carried[_thread()] = replace(carried, logits=logits, first_values=first_values)
         return out
@@ -128,12 +145,17 @@ class CarryingAttention(MapsAttention):
         Raises:
             ValueError: a mask where maps evolve, or a causal one.
         """
-        if is_causal or attn_mask is not None and (self.need_logits or self.evolution is not None and not
-                                                   self.evolution.mixes_output):
+        if (
+            is_causal
+            or attn_mask is not None
+            and (self.need_logits or self.evolution is not None and not self.evolution.mixes_output)
+        ):
             ours.refuse_masks(attn_mask, is_causal)
         if attn_mask is None or attn_mask.dtype != torch.bool:
             return attn_mask
-        return torch.zeros_like(attn_mask, dtype=self.proj.weight.dtype).masked_fill(~attn_mask, float("-inf"))
+        return torch.zeros_like(attn_mask, dtype=self.proj.weight.dtype).masked_fill(
+            ~attn_mask, float("-inf")
+        )
 
 
 def by_heads(attn: nn.Module, qkv: Tensor) -> tuple[Tensor, ...]:
@@ -144,27 +166,45 @@ def by_heads(attn: nn.Module, qkv: Tensor) -> tuple[Tensor, ...]:
 class EvolvingVitAttention(CarryingAttention, Attention):
     """timm's Attention."""
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
         q, k, v = by_heads(self, self.qkv(x))
-        out = self.attended(x, self.q_norm(q), self.k_norm(k), v, self.checked(attn_mask, is_causal))
+        out = self.attended(
+            x, self.q_norm(q), self.k_norm(k), v, self.checked(attn_mask, is_causal)
+        )
         return self.finish(out, x)
 
 
 class _Rotary(CarryingAttention):
     """The common part of timm's attention layers with rotary positions."""
 
-    def forward(self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None,
-                is_causal: bool = False) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rope: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
         if self.qkv is None:
-            q, k, v = (proj(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
-                       for proj in (self.q_proj, self.k_proj, self.v_proj))
+            q, k, v = (
+                proj(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+                for proj in (self.q_proj, self.k_proj, self.v_proj)
+            )
         else:
             q, k, v = by_heads(self, with_separate_biases(self, x))
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
-            P, half = self.num_prefix_tokens, {"half": True} if getattr(self, "rotate_half", False) else {}
-            q, k = (torch.cat([t[:, :, :P], apply_rot_embed_cat(t[:, :, P:], rope, **half)], dim=2).type_as(v)
-                    for t in (q, k))
+            P, half = (
+                self.num_prefix_tokens,
+                {"half": True} if getattr(self, "rotate_half", False) else {},
+            )
+            q, k = (
+                torch.cat(
+                    [t[:, :, :P], apply_rot_embed_cat(t[:, :, P:], rope, **half)], dim=2
+                ).type_as(v)
+                for t in (q, k)
+            )
         groups = self.num_heads // v.shape[1]  # of heads that share keys and values
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -224,7 +264,7 @@ class EvolvingMultiheadAttention(CarryingAttention, nn.MultiheadAttention):
 
     @property
     def scale(self) -> float:
-        return self.head_dim ** -0.5
+        return self.head_dim**-0.5
 
     def forward(self, query: Tensor, *_: Tensor, **__: Any) -> tuple[Tensor, None]:
         q, k, v = by_heads(self, F.linear(query, self.in_proj_weight, self.in_proj_bias))
@@ -263,13 +303,29 @@ class EvolvingEncoderBlock(CarryingBlock, torchvision.models.vision_transformer.
 
 def _by_plain_class(*classes: type[nn.Module]) -> dict[type[nn.Module], type[nn.Module]]:
     """Return classes of ours by that of timm or torchvision which each extends."""
-    return {next(base for base in cls.__mro__ if not base.__module__.startswith("ea_vision")): cls for cls in classes}
+    return {
+        next(base for base in cls.__mro__ if not base.__module__.startswith("ea_vision")): cls
+        for cls in classes
+    }
 
 
-ATTENTIONS = _by_plain_class(EvolvingVitAttention, EvolvingEvaAttention, EvolvingAttentionRope, EvolvingBeitAttention,
-                             EvolvingTalkingHeadAttn, EvolvingMultiheadAttention)
-BLOCKS = _by_plain_class(EvolvingEvaBlock, EvolvingEvaBlockPostNorm, EvolvingVitBlock, EvolvingResPostBlock,
-                         EvolvingBeitBlock, EvolvingCaitBlock, EvolvingEncoderBlock)
+ATTENTIONS = _by_plain_class(
+    EvolvingVitAttention,
+    EvolvingEvaAttention,
+    EvolvingAttentionRope,
+    EvolvingBeitAttention,
+    EvolvingTalkingHeadAttn,
+    EvolvingMultiheadAttention,
+)
+BLOCKS = _by_plain_class(
+    EvolvingEvaBlock,
+    EvolvingEvaBlockPostNorm,
+    EvolvingVitBlock,
+    EvolvingResPostBlock,
+    EvolvingBeitBlock,
+    EvolvingCaitBlock,
+    EvolvingEncoderBlock,
+)
 
 
 @dataclass(frozen=True)
@@ -282,15 +338,26 @@ class Architecture:
 
 
 ARCHITECTURES = {
-    vision_transformer.VisionTransformer: Architecture(), deit.VisionTransformerDistilled: Architecture(),
-    eva.Eva: Architecture(), beit.Beit: Architecture(), naflexvit.NaFlexVit: Architecture(embedding="embeds"),
+    vision_transformer.VisionTransformer: Architecture(),
+    deit.VisionTransformerDistilled: Architecture(),
+    eva.Eva: Architecture(),
+    beit.Beit: Architecture(),
+    naflexvit.NaFlexVit: Architecture(embedding="embeds"),
     cait.Cait: Architecture(num_prefix_tokens=0),  # the class token comes behind these blocks
     torchvision.models.VisionTransformer: Architecture("encoder.layers", "conv_proj", 1),
 }
 
 
-PLAIN_CLASSES = {evolving: plain for classes in (ATTENTIONS, BLOCKS, ours.NETWORK_CLASSES, {
-    Attention: TokenAttention, vision_transformer.Block: ours.EvolvingBlock}) for plain, evolving in classes.items()}
+PLAIN_CLASSES = {
+    evolving: plain
+    for classes in (
+        ATTENTIONS,
+        BLOCKS,
+        ours.NETWORK_CLASSES,
+        {Attention: TokenAttention, vision_transformer.Block: ours.EvolvingBlock},
+    )
+    for plain, evolving in classes.items()
+}
 
 
 def _shared_copy(model: nn.Module) -> nn.Module:
@@ -300,7 +367,9 @@ def _shared_copy(model: nn.Module) -> nn.Module:
 
 
 def _attention_of(block: nn.Module) -> nn.Module:
-    return getattr(block, CarryingBlock.attention, None) or getattr(block, EvolvingEncoderBlock.attention, None)
+    return getattr(block, CarryingBlock.attention, None) or getattr(
+        block, EvolvingEncoderBlock.attention, None
+    )
 
 
 def _reason_against_blocks(model: nn.Module) -> str | None:
@@ -319,8 +388,12 @@ def _reason_against_blocks(model: nn.Module) -> str | None:
         if any(type(module).__module__.startswith("torch.ao.") for module in attn.modules()):
             return f"{path}.{index}: its attention must not be quantised, got {attn}"
         if attn.num_heads != _attention_of(blocks[0]).num_heads:
-            return f"{path}.{index} must have as many heads as the blocks before, got {attn.num_heads}"
-    dropped = getattr(model, "patch_drop", None) or getattr(getattr(model, "embeds", None), "patch_drop", None)
+            return (
+                f"{path}.{index} must have as many heads as the blocks before, got {attn.num_heads}"
+            )
+    dropped = getattr(model, "patch_drop", None) or getattr(
+        getattr(model, "embeds", None), "patch_drop", None
+    )
     if dropped is not None and not isinstance(dropped, nn.Identity):
         return f"patch_drop must be off (tokens would stop being neighbours), got {dropped}"
     return None
@@ -332,8 +405,14 @@ def reason_against(model: nn.Module) -> str | None:
         return f"a plain network required, got {type(model).__name__}, whose maps evolve already"
     if type(model) in ARCHITECTURES:
         return _reason_against_blocks(model)
-    attention = next((f"{name} is {type(module).__name__}" for name, module in model.named_modules()
-                      if name and "attn" in name.split(".")[-1]), "no attention layer found")
+    attention = next(
+        (
+            f"{name} is {type(module).__name__}"
+            for name, module in model.named_modules()
+            if name and "attn" in name.split(".")[-1]
+        ),
+        "no attention layer found",
+    )
     known = ", ".join(cls.__name__ for cls in [*ARCHITECTURES][:-1])
     return f"timm's {known} or torchvision's VisionTransformer required, got {type(model).__name__} ({attention})"
 
@@ -358,15 +437,15 @@ def _evolve_in_place(model: nn.Module, mechanisms: Mechanisms) -> None:
 
 
 def evolve(
-        model: nn.Module,
-        kind: str | None = "ea",
-        layers: Sequence[int] | None = None,
-        prefix: str = "convolve",
-        start: str = "identity",
-        attn_layers: Sequence[int] | None = None,
-        token_conv: bool | str = False,
-        value_residual: bool | str = False,
-        **options: Any,
+    model: nn.Module,
+    kind: str | None = "ea",
+    layers: Sequence[int] | None = None,
+    prefix: str = "convolve",
+    start: str = "identity",
+    attn_layers: Sequence[int] | None = None,
+    token_conv: bool | str = False,
+    value_residual: bool | str = False,
+    **options: Any,
 ) -> nn.Module:
     """Let the attention maps of timm's or torchvision's transformer evolve: a new model, which shares the weights.
 
@@ -389,7 +468,9 @@ def evolve(
             evolution does not have, or nothing to add.
     """
     if not isinstance(model, nn.Module):
-        raise ValueError(f"a network is required, such as timm.create_model('vit_small_patch16_224'), got {model!r}")
+        raise ValueError(
+            f"a network is required, such as timm.create_model('vit_small_patch16_224'), got {model!r}"
+        )
     reason = reason_against(model)
     if reason is not None:
         raise ValueError(f"this {type(model).__name__} cannot evolve: {reason}")
@@ -421,20 +502,30 @@ def unevolve(model: nn.Module) -> nn.Module:
     active = []
     for index, block in enumerate(model.get_submodule(path)):
         attn, name = _attention_of(block), getattr(block, "attention", "attn")
-        parts = {f"{name}.evolution": attn.evolution, f"{name}.value_residual": attn.value_residual,
-                 "token_conv": block.token_conv}
-        active += [f"{path}.{index}.{name} ({part})" for name, part in parts.items()
-                   if part is not None and not part.changes_nothing()][:1]
+        parts = {
+            f"{name}.evolution": attn.evolution,
+            f"{name}.value_residual": attn.value_residual,
+            "token_conv": block.token_conv,
+        }
+        active += [
+            f"{path}.{index}.{name} ({part})"
+            for name, part in parts.items()
+            if part is not None and not part.changes_nothing()
+        ][:1]
     if active:
-        raise ValueError("all gates must be 0, or mechanisms at their identity start, for the plain network to compute "
-                         f"the same; got {len(active)} blocks where they are not, the first of them {active[0]}")
+        raise ValueError(
+            "all gates must be 0, or mechanisms at their identity start, for the plain network to compute "
+            f"the same; got {len(active)} blocks where they are not, the first of them {active[0]}"
+        )
     plain = _shared_copy(model)
     plain.__class__, blocks = plain_class, plain.get_submodule(path)
     if isinstance(blocks, ours.TokenStage):
         plain.blocks = nn.Sequential(*blocks)
         plain.blocks.training = blocks.training
     embedding = plain.get_submodule(ARCHITECTURES[plain_class].embedding)
-    for key in [key for key, hook in embedding._forward_pre_hooks.items() if isinstance(hook, PatchGrid)]:
+    for key in [
+        key for key, hook in embedding._forward_pre_hooks.items() if isinstance(hook, PatchGrid)
+    ]:
         del embedding._forward_pre_hooks[key]
     for block in blocks:
         attn = _attention_of(block)
@@ -442,7 +533,15 @@ def unevolve(model: nn.Module) -> nn.Module:
             del attn.attn_drop
         for module in (block, attn):
             module.__class__ = PLAIN_CLASSES[type(module)]
-            for name in ("token_conv", "grid", "evolution", "need_logits", "value_residual", "is_first", "carried"):
+            for name in (
+                "token_conv",
+                "grid",
+                "evolution",
+                "need_logits",
+                "value_residual",
+                "is_first",
+                "carried",
+            ):
                 if hasattr(module, name):
                     delattr(module, name)
     return plain

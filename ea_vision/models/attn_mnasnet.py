@@ -13,6 +13,7 @@ Papers:
 
 Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map, K heads.
 """
+
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -26,11 +27,25 @@ from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.models._build import Network, imagenet_cfg, register_networks
-from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, ChainedNetwork, Step, checkpoint, to_size
+from ea_vision.models._chain import (
+    AttentionConfig,
+    AttnStage,
+    ChainBuilder,
+    ChainedNetwork,
+    Step,
+    checkpoint,
+    to_size,
+)
 
 MNASNET_A1 = [  # in timm's notation, stages 0 to 6
-    ["ds_r1_k3_s1_e1_c16_noskip"], ["ir_r2_k3_s2_e6_c24"], ["ir_r3_k5_s2_e3_c40_se0.25"], ["ir_r4_k3_s2_e6_c80"],
-    ["ir_r2_k3_s1_e6_c112_se0.25"], ["ir_r3_k5_s2_e6_c160_se0.25"], ["ir_r1_k3_s1_e6_c320"]]
+    ["ds_r1_k3_s1_e1_c16_noskip"],
+    ["ir_r2_k3_s2_e6_c24"],
+    ["ir_r3_k5_s2_e3_c40_se0.25"],
+    ["ir_r4_k3_s2_e6_c80"],
+    ["ir_r2_k3_s1_e6_c112_se0.25"],
+    ["ir_r3_k5_s2_e6_c160_se0.25"],
+    ["ir_r1_k3_s1_e6_c320"],
+]
 
 
 class AttnInvertedResidual(nn.Module):
@@ -58,7 +73,11 @@ class PlainStage(AttnStage):
 
     def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         for block in self:
-            x = checkpoint(block, x) if self.grad_checkpointing and not torch.jit.is_scripting() else block(x)
+            x = (
+                checkpoint(block, x)
+                if self.grad_checkpointing and not torch.jit.is_scripting()
+                else block(x)
+            )
         return x, prev_logits
 
 
@@ -80,20 +99,24 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
     """
 
     def __init__(
-            self,
-            multiplier: float = 1.0,
-            img_size: int | tuple[int, int] = 224,
-            device=None,
-            dtype=None,
-            **kwargs: Any,
+        self,
+        multiplier: float = 1.0,
+        img_size: int | tuple[int, int] = 224,
+        device=None,
+        dtype=None,
+        **kwargs: Any,
     ):
         dd = {"device": device, "dtype": dtype}
         config = AttentionConfig.take(kwargs, num_heads=4, qk_ratio=0.1, v_ratio=0.05)
         attending = config.stages((2, 3, 4, 5, 6), default=(2, 3, 4, 5, 6))
         stage_args = decode_arch_def(MNASNET_A1)
         super().__init__(
-            stage_args, stem_size=32, round_chs_fn=lambda channels: make_divisible(channels * multiplier),
-            **kwargs, **dd)
+            stage_args,
+            stem_size=32,
+            round_chs_fn=lambda channels: make_divisible(channels * multiplier),
+            **kwargs,
+            **dd,
+        )
         self.img_size = to_size(img_size)
         chains = ChainBuilder(config, self, **dd)
         stages: list[nn.Module] = [PlainStage(*self.blocks[0])]
@@ -107,9 +130,19 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
             for number, block in enumerate(self.blocks[index]):
                 own = reduction if number else before  # the stride follows the first expansion
                 map_reduction = max(16, own) if index == 2 else own
-                links.append(AttnInvertedResidual(block, chains.layer(
-                    block.conv_pw.in_channels, block.conv_pw.out_channels, 1, reduction=map_reduction, stage=index,
-                    pool_attention=(map_reduction // own).bit_length() - 1)))
+                links.append(
+                    AttnInvertedResidual(
+                        block,
+                        chains.layer(
+                            block.conv_pw.in_channels,
+                            block.conv_pw.out_channels,
+                            1,
+                            reduction=map_reduction,
+                            stage=index,
+                            pool_attention=(map_reduction // own).bit_length() - 1,
+                        ),
+                    )
+                )
             stages.append(AttnStage(*links))
         self.blocks = nn.ModuleList(stages)
 
@@ -131,7 +164,10 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
 
     def feature_steps(self) -> list[Step]:
         """Return the stages in five groups, each up to the next stride; the stem with the first."""
-        def run(begin: int, end: int, x: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor | None]:
+
+        def run(
+            begin: int, end: int, x: Tensor, logits: Tensor | None
+        ) -> tuple[Tensor, Tensor | None]:
             x = self.forward_stem(x) if begin == 0 else x
             for stage in self.blocks[begin:end]:
                 x, logits = stage(x, logits)
@@ -143,17 +179,26 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
 
 
 _NETWORKS = {
-    "semnasnet_125": Network("MnasNet-A1 of width 1.25, which timm lacks.", {"multiplier": 1.25, "attn_stages": ()}),
+    "semnasnet_125": Network(
+        "MnasNet-A1 of width 1.25, which timm lacks.", {"multiplier": 1.25, "attn_stages": ()}
+    ),
 }
 for _prefix, _about, _kwargs in (
-        ("", "AA-MnasNet of width {:g}, 13 attention layers.", {}),
-        ("pa_", "PA in AA-MnasNet of width {:g}, alpha 0.5, one convolution; ours.", {"evolution": "pa"}),
-        ("ea_", "EA in AA-MnasNet of width {:g}, alpha 0.5, beta 1.0; ours.", {"evolution": "ea"})):
+    ("", "AA-MnasNet of width {:g}, 13 attention layers.", {}),
+    (
+        "pa_",
+        "PA in AA-MnasNet of width {:g}, alpha 0.5, one convolution; ours.",
+        {"evolution": "pa"},
+    ),
+    ("ea_", "EA in AA-MnasNet of width {:g}, alpha 0.5, beta 1.0; ours.", {"evolution": "ea"}),
+):
     for _percent in (75, 100, 125, 140):
         _width = _percent / 100
         _NETWORKS[f"{_prefix}aa_mnasnet_{_percent:03}"] = Network(
-            _about.format(_width), {"multiplier": _width, **_kwargs})
+            _about.format(_width), {"multiplier": _width, **_kwargs}
+        )
 
-default_cfgs = generate_default_cfgs({
-    name: imagenet_cfg("conv_stem", "classifier", interpolation="bicubic") for name in _NETWORKS})
+default_cfgs = generate_default_cfgs(
+    {name: imagenet_cfg("conv_stem", "classifier", interpolation="bicubic") for name in _NETWORKS}
+)
 register_networks(__name__, AttnMnasNet, _NETWORKS)

@@ -24,6 +24,7 @@ layers and global attention above.
 
 Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map, K heads.
 """
+
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -34,7 +35,13 @@ from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d, MRLALight
-from ea_vision.models._build import Network, imagenet_cfg, register_networks, scenes_cfg, shipped_weights
+from ea_vision.models._build import (
+    Network,
+    imagenet_cfg,
+    register_networks,
+    scenes_cfg,
+    shipped_weights,
+)
 from ea_vision.models._chain import (
     AttentionConfig,
     AttnStage,
@@ -178,18 +185,18 @@ class AttnResNet(ChainedNetwork, ResNet):
     """
 
     def __init__(
-            self,
-            block: type[AttnBasicBlock | AttnBottleneck],
-            layers: tuple[int, int, int, int],
-            img_size: int | tuple[int, int] = 224,
-            augment: str = "all",
-            augment_strided: bool = True,
-            map_reduction: int = 16,
-            stem_stride: int | None = None,
-            mrla: bool | str = False,
-            device=None,
-            dtype=None,
-            **kwargs: Any,
+        self,
+        block: type[AttnBasicBlock | AttnBottleneck],
+        layers: tuple[int, int, int, int],
+        img_size: int | tuple[int, int] = 224,
+        augment: str = "all",
+        augment_strided: bool = True,
+        map_reduction: int = 16,
+        stem_stride: int | None = None,
+        mrla: bool | str = False,
+        device=None,
+        dtype=None,
+        **kwargs: Any,
     ):
         if augment not in ("all", "first"):
             raise ValueError(f"augment must be 'all' or 'first', got {augment!r}")
@@ -212,19 +219,30 @@ class AttnResNet(ChainedNetwork, ResNet):
         def make(conv: nn.Conv2d, stride: int, reduction: int, stage: int) -> AugmentedConv2d:
             pools = (max(map_reduction, reduction) // reduction).bit_length() - 1
             return chains.layer(
-                conv.in_channels, conv.out_channels, 3, conv.stride[0], reduction=reduction << pools, stage=stage,
+                conv.in_channels,
+                conv.out_channels,
+                3,
+                conv.stride[0],
+                reduction=reduction << pools,
+                stage=stage,
                 # an anti-aliased block strides after the convolution, so the attention pools in its stead
-                pool_attention=pools + (stride != conv.stride[0]), dilation=conv.dilation[0])
+                pool_attention=pools + (stride != conv.stride[0]),
+                dilation=conv.dilation[0],
+            )
 
         for stage in stages:
             name = f"layer{stage}"
             blocks, reduction = list(getattr(self, name)), self.feature_info[stage]["reduction"]
             for attn_block in blocks:
                 if stage in attending:
-                    attn_block.augment(partial(make, reduction=reduction, stage=stage), augment, augment_strided)
+                    attn_block.augment(
+                        partial(make, reduction=reduction, stage=stage), augment, augment_strided
+                    )
                 channels, attn_block.mrla = self.feature_info[stage]["num_chs"], None
                 if mrla:
-                    attn_block.mrla = MRLALight(channels, identity=mrla != "paper", device=device, dtype=dtype)
+                    attn_block.mrla = MRLALight(
+                        channels, identity=mrla != "paper", device=device, dtype=dtype
+                    )
             setattr(self, name, AttnStage(*blocks))
 
     def forward_stem(self, x: Tensor) -> Tensor:
@@ -241,37 +259,75 @@ class AttnResNet(ChainedNetwork, ResNet):
 
     def feature_steps(self) -> list[Step]:
         """Return the stem and the four stages."""
-        return [lambda x, logits: (self.forward_stem(x), logits),
-                lambda x, logits: self.layer1(self.maxpool(x), logits), self.layer2, self.layer3, self.layer4]
+        return [
+            lambda x, logits: (self.forward_stem(x), logits),
+            lambda x, logits: self.layer1(self.maxpool(x), logits),
+            self.layer2,
+            self.layer3,
+            self.layer4,
+        ]
 
 
-_KINDS = {"34": dict(block=AttnBasicBlock, layers=(3, 4, 6, 3), qk_ratio=0.25, v_ratio=0.125),
-          "50": dict(block=AttnBottleneck, layers=(3, 4, 6, 3)),
-          "101": dict(block=AttnBottleneck, layers=(3, 4, 23, 3)),
-          "152": dict(block=AttnBottleneck, layers=(3, 8, 36, 3))}
+_KINDS = {
+    "34": dict(block=AttnBasicBlock, layers=(3, 4, 6, 3), qk_ratio=0.25, v_ratio=0.125),
+    "50": dict(block=AttnBottleneck, layers=(3, 4, 6, 3)),
+    "101": dict(block=AttnBottleneck, layers=(3, 4, 23, 3)),
+    "152": dict(block=AttnBottleneck, layers=(3, 8, 36, 3)),
+}
 _NETWORKS = {}
 for _prefix, _about, _options in (
-        ("", "AA-ResNet-{}, {} attention layers.", {}),
-        ("pa_", "PA-AA-ResNet-{}, alpha 0.5, one convolution.", {"evolution": "pa"}),
-        ("ea_", "EA-AA-ResNet-{0}, alpha {2}, beta 1.0.", {"evolution": "ea"})):
-    for _depth, _layers, _gates in (("34", 26, {}), ("50", 13, {}), ("101", 30, {"alpha": 0.7}),
-                                    ("152", 47, {"alpha": 0.7})):
+    ("", "AA-ResNet-{}, {} attention layers.", {}),
+    ("pa_", "PA-AA-ResNet-{}, alpha 0.5, one convolution.", {"evolution": "pa"}),
+    ("ea_", "EA-AA-ResNet-{0}, alpha {2}, beta 1.0.", {"evolution": "ea"}),
+):
+    for _depth, _layers, _gates in (
+        ("34", 26, {}),
+        ("50", 13, {}),
+        ("101", 30, {"alpha": 0.7}),
+        ("152", 47, {"alpha": 0.7}),
+    ):
         _NETWORKS[f"{_prefix}aa_resnet{_depth}"] = Network(
             _about.format(_depth, _layers, _gates.get("alpha", 0.5)),
-            {**_KINDS[_depth], **_options, **(_gates if _prefix == "ea_" else {})})
+            {**_KINDS[_depth], **_options, **(_gates if _prefix == "ea_" else {})},
+        )
 _NETWORKS["csan_resnet50"] = Network(
     "CSAN-ResNet-50: AA-ResNet-50 whose stages 2 (here at 28x28) and 3 attend in windows of 7x7 pixels and 3 heads; no "
-    "paper has it.", {**_KINDS["50"], "window": 7, "head_window": 3, "head_border": "clip", "window_stages": (2, 3),
-                         "map_reduction": 8})
+    "paper has it.",
+    {
+        **_KINDS["50"],
+        "window": 7,
+        "head_window": 3,
+        "head_border": "clip",
+        "window_stages": (2, 3),
+        "map_reduction": 8,
+    },
+)
 _CFGS = {name: imagenet_cfg("conv1", "fc") for name in _NETWORKS}
 
 # ResNet-34 of half the width, for photos of 112 pixels: maps of 14x14 in the second stage, as of 224 in the third.
-_HALF = {**_KINDS["34"], "channels": (32, 64, 128, 256), "img_size": 112, "map_reduction": 8, "num_classes": 6}
-_NETWORKS |= {f"{prefix}aa_resnet34_050": Network(
-    f"{prefix.upper().replace('_', '-')}AA-ResNet-34 of half the width, for photos of 112 pixels.", {**_HALF, **kwargs})
-    for prefix, kwargs in (("", {}), ("pa_", {"evolution": "pa"}), ("ea_", {"evolution": "ea"}))}
-SHIPPED = ("aa_resnet34_050.scenes", "ea_aa_resnet34_050.scenes")  # trained on six kinds of scenes, not on ImageNet
-default_cfgs = generate_default_cfgs({
-    **_CFGS, "pa_aa_resnet34_050": scenes_cfg("conv1", "fc"),
-    **{name: scenes_cfg("conv1", "fc", file=shipped_weights(name)) for name in SHIPPED}})
+_HALF = {
+    **_KINDS["34"],
+    "channels": (32, 64, 128, 256),
+    "img_size": 112,
+    "map_reduction": 8,
+    "num_classes": 6,
+}
+_NETWORKS |= {
+    f"{prefix}aa_resnet34_050": Network(
+        f"{prefix.upper().replace('_', '-')}AA-ResNet-34 of half the width, for photos of 112 pixels.",
+        {**_HALF, **kwargs},
+    )
+    for prefix, kwargs in (("", {}), ("pa_", {"evolution": "pa"}), ("ea_", {"evolution": "ea"}))
+}
+SHIPPED = (
+    "aa_resnet34_050.scenes",
+    "ea_aa_resnet34_050.scenes",
+)  # trained on six kinds of scenes, not on ImageNet
+default_cfgs = generate_default_cfgs(
+    {
+        **_CFGS,
+        "pa_aa_resnet34_050": scenes_cfg("conv1", "fc"),
+        **{name: scenes_cfg("conv1", "fc", file=shipped_weights(name)) for name in SHIPPED},
+    }
+)
 register_networks(__name__, AttnResNet, _NETWORKS)

@@ -14,6 +14,7 @@ Papers:
 
 Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map, K heads.
 """
+
 from collections import OrderedDict
 from functools import partial
 from typing import Any
@@ -40,9 +41,13 @@ from ea_vision.models._chain import (
 
 def feed_forward(channels: int, drop: float, **dd: Any) -> nn.Sequential:
     """Make a bottleneck C -> C/2 -> C of 1x1 convolutions, each with BatchNorm."""
-    return nn.Sequential(OrderedDict(
-        conv1=ConvNormAct(channels, channels // 2, 1, **dd), drop=nn.Dropout(drop),
-        conv2=ConvNormAct(channels // 2, channels, 1, apply_act=False, **dd)))
+    return nn.Sequential(
+        OrderedDict(
+            conv1=ConvNormAct(channels, channels // 2, 1, **dd),
+            drop=nn.Dropout(drop),
+            conv2=ConvNormAct(channels // 2, channels, 1, apply_act=False, **dd),
+        )
+    )
 
 
 class ConvBlock(nn.Module):
@@ -54,7 +59,13 @@ class ConvBlock(nn.Module):
     attends: torch.jit.Final[bool]
 
     def __init__(
-            self, conv: nn.Module, channels: int, conv_drop: float, ff_drop: float, drop_path: float, **dd: Any,
+        self,
+        conv: nn.Module,
+        channels: int,
+        conv_drop: float,
+        ff_drop: float,
+        drop_path: float,
+        **dd: Any,
     ):
         super().__init__()
         self.attends = isinstance(conv, AugmentedConv2d)
@@ -81,14 +92,27 @@ class DenseStage(nn.Module):
     stage's input.
     """
 
-    def __init__(self, in_channels: int, channels: int, pool: bool, blocks: list[nn.Module], device=None, dtype=None):
+    def __init__(
+        self,
+        in_channels: int,
+        channels: int,
+        pool: bool,
+        blocks: list[nn.Module],
+        device=None,
+        dtype=None,
+    ):
         dd = {"device": device, "dtype": dtype}
         super().__init__()
         self.pool = nn.AvgPool2d(2) if pool else nn.Identity()
-        self.proj = ConvNormAct(in_channels, channels, 1, **dd) if in_channels != channels else nn.Identity()
+        self.proj = (
+            ConvNormAct(in_channels, channels, 1, **dd)
+            if in_channels != channels
+            else nn.Identity()
+        )
         self.merge = nn.ModuleList(
             nn.Identity() if j == 0 else ConvNormAct((j + 1) * channels, channels, 1, **dd)
-            for j in range(len(blocks)))
+            for j in range(len(blocks))
+        )
         self.blocks = nn.ModuleList(blocks)
         self.grad_checkpointing = False
 
@@ -135,21 +159,21 @@ class ConvTransformer(HeadedNetwork, nn.Module):
     min_img_size = 8
 
     def __init__(
-            self,
-            num_classes: int = 10,
-            in_chans: int = 3,
-            img_size: int | tuple[int, int] = 32,
-            global_pool: str = "avg",
-            widths: tuple[int, ...] = (64, 128, 256, 256),
-            depth: int = 3,
-            drop_rate: float = 0.0,
-            conv_drop_rate: float = 0.0,
-            ff_drop_rate: float = 0.0,
-            drop_path_rate: float = 0.0,
-            zero_init_last: bool = True,
-            device=None,
-            dtype=None,
-            **kwargs: Any,
+        self,
+        num_classes: int = 10,
+        in_chans: int = 3,
+        img_size: int | tuple[int, int] = 32,
+        global_pool: str = "avg",
+        widths: tuple[int, ...] = (64, 128, 256, 256),
+        depth: int = 3,
+        drop_rate: float = 0.0,
+        conv_drop_rate: float = 0.0,
+        ff_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        zero_init_last: bool = True,
+        device=None,
+        dtype=None,
+        **kwargs: Any,
     ):
         dd = {"device": device, "dtype": dtype}
         config = AttentionConfig.take(kwargs, num_heads=4, qk_ratio=1.0, v_ratio=1.0)
@@ -161,7 +185,9 @@ class ConvTransformer(HeadedNetwork, nn.Module):
         self.num_features = self.head_hidden_size = widths[-1]
         numbers = range(1, len(widths) + 1)
         attending = config.stages(numbers, default=numbers[-2:])
-        config.new_evolution(**dd)  # drawn and dropped: a seed gives the weights that it gave recorded runs
+        config.new_evolution(
+            **dd
+        )  # drawn and dropped: a seed gives the weights that it gave recorded runs
         chains = ChainBuilder(config, self, **dd)
         self.stem = ConvNormAct(in_chans, widths[0], 3, **dd)
         stages = []
@@ -170,23 +196,36 @@ class ConvTransformer(HeadedNetwork, nn.Module):
         num_blocks = depth * len(widths)
         drop_paths = [drop_path_rate * i / max(1, num_blocks - 1) for i in range(num_blocks)]
         for index, channels in enumerate(widths):
-            reduction, blocks = 2 ** index, []
+            reduction, blocks = 2**index, []
             attends = index + 1 in attending
             if attends and channels % config.num_heads:
-                raise ValueError(f"each width must be a multiple of num_heads={config.num_heads}, got {channels}")
-            for drop_path in drop_paths[index * depth:][:depth]:
+                raise ValueError(
+                    f"each width must be a multiple of num_heads={config.num_heads}, got {channels}"
+                )
+            for drop_path in drop_paths[index * depth :][:depth]:
                 if attends:
                     conv = chains.layer(
-                        channels, channels, reduction=reduction, stage=index + 1, attn_channels=channels // 2,
-                        conv_drop=conv_drop_rate)
+                        channels,
+                        channels,
+                        reduction=reduction,
+                        stage=index + 1,
+                        attn_channels=channels // 2,
+                        conv_drop=conv_drop_rate,
+                    )
                 else:
                     conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False, **dd)
-                blocks.append(ConvBlock(conv, channels, conv_drop_rate, ff_drop_rate, drop_path, **dd))
+                blocks.append(
+                    ConvBlock(conv, channels, conv_drop_rate, ff_drop_rate, drop_path, **dd)
+                )
             stages.append(DenseStage(in_channels, channels, pool=index > 0, blocks=blocks, **dd))
-            self.feature_info.append(dict(num_chs=channels, reduction=reduction, module=f"stages.{index}"))
+            self.feature_info.append(
+                dict(num_chs=channels, reduction=reduction, module=f"stages.{index}")
+            )
             in_channels = channels
         self.stages = nn.Sequential(*stages)
-        self.head = ClassifierHead(self.num_features, num_classes, pool_type=global_pool, drop_rate=drop_rate, **dd)
+        self.head = ClassifierHead(
+            self.num_features, num_classes, pool_type=global_pool, drop_rate=drop_rate, **dd
+        )
         self.init_weights(zero_init_last)
 
     @torch.jit.ignore
@@ -204,7 +243,11 @@ class ConvTransformer(HeadedNetwork, nn.Module):
             return dict(stem=r"^stem", blocks=r"^stages\.(\d+)")
         return dict(
             stem=r"^stem",
-            blocks=[(r"^stages\.(\d+)\.(?:blocks|merge)\.(\d+)", None), (r"^stages\.(\d+)\.proj", (0,))])
+            blocks=[
+                (r"^stages\.(\d+)\.(?:blocks|merge)\.(\d+)", None),
+                (r"^stages\.(\d+)\.proj", (0,)),
+            ],
+        )
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Turn (B, in_chans, H, W) into (B, num_features, H/8, W/8)."""
@@ -213,8 +256,10 @@ class ConvTransformer(HeadedNetwork, nn.Module):
     def feature_steps(self) -> list[Step]:
         """Return the stages, the stem with the first. A chain does not leave its stage."""
         first, *others = self.stages
-        return [lambda x, logits: (first(self.stem(x)), None),
-                *(lambda x, logits, stage=stage: (stage(x), None) for stage in others)]
+        return [
+            lambda x, logits: (first(self.stem(x)), None),
+            *(lambda x, logits, stage=stage: (stage(x), None) for stage in others),
+        ]
 
     @staticmethod
     def map_size(img_size: tuple[int, int], reduction: int) -> tuple[int, int]:
@@ -228,26 +273,39 @@ SHIPPED = (  # of a model's weights the first are the default
     "pa_conv_transformer_cifar.fast_norm_c10",
     "ea_conv_transformer_cifar.long_c10",
 )
-default_cfgs = generate_default_cfgs({
-    "cnn_cifar": _cfg(),
-    "csan_conv_transformer_cifar": _cfg(),
-    **{name: _cfg(file=shipped_weights(name), label_names=CIFAR10) for name in SHIPPED},
-})
+default_cfgs = generate_default_cfgs(
+    {
+        "cnn_cifar": _cfg(),
+        "csan_conv_transformer_cifar": _cfg(),
+        **{name: _cfg(file=shipped_weights(name), label_names=CIFAR10) for name in SHIPPED},
+    }
+)
 
 
-register_networks(__name__, ConvTransformer, {
-    "cnn_cifar": Network(
-        "The PA paper's CNN for CIFAR, a reconstruction: no attention.", {"attn_stages": ()}),
-    "conv_transformer_cifar": Network(
-        "The PA paper's Conv-Transformer for CIFAR, a reconstruction: attention at 8x8 and 4x4.",
-        trained={"long_c10": {"qk_norm": True}}),
-    "pa_conv_transformer_cifar": Network(
-        "The PA paper's PA-Conv-Transformer for CIFAR, a reconstruction: alpha 0.01, one convolution.",
-        {"evolution": "pa", "alpha": 0.01}, {"fast_norm_c10": {"qk_norm": True}}),
-    "ea_conv_transformer_cifar": Network(
-        "Evolving attention in the same network: alpha 0.5, beta 1.0; no paper gives EA on CIFAR.",
-        {"evolution": "ea"}, {"long_c10": {"qk_norm": True}}),
-    "csan_conv_transformer_cifar": Network(
-        "CSAN's windows in the same network: 5x5 pixels and 3 of 4 heads at 8x8, all of a 4x4 map; no paper has it.",
-        {"window": 5, "head_window": 3, "head_border": "clip", "window_stages": (3,)}),
-})
+register_networks(
+    __name__,
+    ConvTransformer,
+    {
+        "cnn_cifar": Network(
+            "The PA paper's CNN for CIFAR, a reconstruction: no attention.", {"attn_stages": ()}
+        ),
+        "conv_transformer_cifar": Network(
+            "The PA paper's Conv-Transformer for CIFAR, a reconstruction: attention at 8x8 and 4x4.",
+            trained={"long_c10": {"qk_norm": True}},
+        ),
+        "pa_conv_transformer_cifar": Network(
+            "The PA paper's PA-Conv-Transformer for CIFAR, a reconstruction: alpha 0.01, one convolution.",
+            {"evolution": "pa", "alpha": 0.01},
+            {"fast_norm_c10": {"qk_norm": True}},
+        ),
+        "ea_conv_transformer_cifar": Network(
+            "Evolving attention in the same network: alpha 0.5, beta 1.0; no paper gives EA on CIFAR.",
+            {"evolution": "ea"},
+            {"long_c10": {"qk_norm": True}},
+        ),
+        "csan_conv_transformer_cifar": Network(
+            "CSAN's windows in this network: 5x5 pixels, 3 of 4 heads at 8x8; all of a 4x4 map. No paper has it.",
+            {"window": 5, "head_window": 3, "head_border": "clip", "window_stages": (3,)},
+        ),
+    },
+)

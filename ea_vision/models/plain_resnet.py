@@ -4,6 +4,7 @@
 Recognition` (section 4.2, https://arxiv.org/abs/1512.03385) has it for CIFAR; the rest is timm's. `stem_stride=2` is
 for images of 64 pixels; `layers=[3,4,6,3]` makes it a ResNet-34. `resnet34_050` is timm's ResNet-34 at half its width.
 """
+
 from typing import Any
 
 from timm.models import generate_default_cfgs
@@ -16,20 +17,45 @@ from ea_vision.models._stem import put_small_stem
 class ResNetCifar(ResNet):
     """timm's ResNet with a 3x3 stem of stride `stem_stride` and no max-pooling; the other keywords as there."""
 
-    def __init__(self, *args: Any, in_chans: int = 3, stem_stride: int = 1, device=None, dtype=None,
-                 **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        in_chans: int = 3,
+        stem_stride: int = 1,
+        device=None,
+        dtype=None,
+        **kwargs: Any,
+    ):
         super().__init__(*args, in_chans=in_chans, **kwargs, device=device, dtype=dtype)
         put_small_stem(self, in_chans, stem_stride, device, dtype)
 
 
-default_cfgs = generate_default_cfgs({"resnet18_cifar": cifar_cfg("conv1", "fc"),
-                                      "resnet34_050": scenes_cfg("conv1", "fc")})
+default_cfgs = generate_default_cfgs(
+    {"resnet18_cifar": cifar_cfg("conv1", "fc"), "resnet34_050": scenes_cfg("conv1", "fc")}
+)
 
-register_networks(__name__, ResNetCifar, {
-    "resnet18_cifar": Network("timm's ResNet-18 with the 3x3 stem of 32x32 images.",
-                              {"block": BasicBlock, "layers": (2, 2, 2, 2), "num_classes": 10}),
-})
-register_networks(__name__, ResNet, {
-    "resnet34_050": Network("timm's ResNet-34, stages of half the width.", {
-        "block": BasicBlock, "layers": (3, 4, 6, 3), "channels": (32, 64, 128, 256), "num_classes": 6}),
-})
+register_networks(
+    __name__,
+    ResNetCifar,
+    {
+        "resnet18_cifar": Network(
+            "timm's ResNet-18 with the 3x3 stem of 32x32 images.",
+            {"block": BasicBlock, "layers": (2, 2, 2, 2), "num_classes": 10},
+        ),
+    },
+)
+register_networks(
+    __name__,
+    ResNet,
+    {
+        "resnet34_050": Network(
+            "timm's ResNet-34, stages of half the width.",
+            {
+                "block": BasicBlock,
+                "layers": (3, 4, 6, 3),
+                "channels": (32, 64, 128, 256),
+                "num_classes": 6,
+            },
+        ),
+    },
+)

@@ -5,6 +5,7 @@ stem. `transform=False` is the same network without it, to compare with.
 
 Paper: `Spatial Transformer Networks` - https://arxiv.org/abs/1506.02025 (its networks for MNIST are other ones)
 """
+
 from collections import OrderedDict
 from typing import Any
 
@@ -26,19 +27,38 @@ class SpatialTransformerNet(ResNetCifar):
         **kwargs: timm's ResNet's.
     """
 
-    def __init__(self, *args: Any, transform: bool = True, hidden: int = 32, in_chans: int = 3, device=None, dtype=None,
-                 **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        transform: bool = True,
+        hidden: int = 32,
+        in_chans: int = 3,
+        device=None,
+        dtype=None,
+        **kwargs: Any,
+    ):
         dd = {"device": device, "dtype": dtype}
         super().__init__(*args, in_chans=in_chans, **kwargs, **dd)
         first = [("transform", SpatialTransformer(in_chans, hidden, **dd))] if transform else []
         self.conv1 = nn.Sequential(OrderedDict([*first, ("conv", self.conv1)]))
 
 
-default_cfgs = generate_default_cfgs({
-    "stn_digits": cifar_cfg("conv1.conv", "fc", mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))})
+default_cfgs = generate_default_cfgs(
+    {"stn_digits": cifar_cfg("conv1.conv", "fc", mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))}
+)
 
-register_networks(__name__, SpatialTransformerNet, {
-    "stn_digits": Network(
-        "A spatial transformer before a narrow ResNet-18, for 32x32 images of digits.",
-        {"block": BasicBlock, "layers": (2, 2, 2, 2), "channels": (16, 32, 64, 128), "num_classes": 10}),
-})
+register_networks(
+    __name__,
+    SpatialTransformerNet,
+    {
+        "stn_digits": Network(
+            "A spatial transformer before a narrow ResNet-18, for 32x32 images of digits.",
+            {
+                "block": BasicBlock,
+                "layers": (2, 2, 2, 2),
+                "channels": (16, 32, 64, 128),
+                "num_classes": 10,
+            },
+        ),
+    },
+)

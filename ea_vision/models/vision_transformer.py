@@ -19,6 +19,7 @@ Papers:
 
 Shape letters: B batch, C channels, H x W image in pixels, K heads, P prefix tokens (class token, registers), T tokens.
 """
+
 import copy
 import logging
 from collections.abc import Callable, Sequence
@@ -48,8 +49,11 @@ class EvolvingBlock(Block):
     """timm's Block; (x, prev_logits) -> (x, logits). A dropped block still hands its maps on."""
 
     def forward(
-            self, x: Tensor, prev_logits: Tensor | None = None, feat_size: tuple[int, int] | None = None,
-            first_values: Tensor | None = None,
+        self,
+        x: Tensor,
+        prev_logits: Tensor | None = None,
+        feat_size: tuple[int, int] | None = None,
+        first_values: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         if self.token_conv is not None:
             assert feat_size is not None
@@ -69,8 +73,10 @@ class TokenStage(AttnStage):
 
     def __init__(self, *blocks: nn.Module):
         super().__init__(*blocks)
-        self.spatial = any(block.token_conv is not None or getattr(block.attn.evolution, "spatial", False)
-                           for block in self)
+        self.spatial = any(
+            block.token_conv is not None or getattr(block.attn.evolution, "spatial", False)
+            for block in self
+        )
         self.carries_values = any(block.attn.value_residual is not None for block in self)
 
     def first_values(self, x: Tensor) -> Tensor | None:
@@ -78,7 +84,10 @@ class TokenStage(AttnStage):
         return self[0].attn.values_of(self[0].norm1(x)) if self.carries_values else None
 
     def forward(
-            self, x: Tensor, prev_logits: Tensor | None = None, feat_size: tuple[int, int] | None = None,
+        self,
+        x: Tensor,
+        prev_logits: Tensor | None = None,
+        feat_size: tuple[int, int] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         logits, first_values = prev_logits, self.first_values(x)
         for block in self:
@@ -109,8 +118,10 @@ class TokenStage(AttnStage):
 def refuse_masks(attn_mask: Tensor | None, is_causal: bool) -> None:
     """Raise ValueError if attention is to be masked, in whatever way."""
     if attn_mask is not None or is_causal:
-        raise ValueError("maps that evolve take no mask (their convolutions would read what it hides): "
-                         "attn_mask=None and is_causal=False required")
+        raise ValueError(
+            "maps that evolve take no mask (their convolutions would read what it hides): "
+            "attn_mask=None and is_causal=False required"
+        )
 
 
 class _Evolves:
@@ -119,18 +130,24 @@ class _Evolves:
     feature_indices = 3  # what features_only returns unless asked, timm's way: the last three
 
     def __init__(
-            self,
-            *args: Any,
-            evolution: str | None = "ea",
-            attn_layers: Sequence[int] | None = None,
-            prefix: str = "convolve",
-            value_residual: bool | str = False,
-            token_conv: bool | str = False,
-            **kwargs: Any,
+        self,
+        *args: Any,
+        evolution: str | None = "ea",
+        attn_layers: Sequence[int] | None = None,
+        prefix: str = "convolve",
+        value_residual: bool | str = False,
+        token_conv: bool | str = False,
+        **kwargs: Any,
     ):
         options = {name: kwargs.pop(name) for name in evolution_options() if name in kwargs}
-        mechanisms = Mechanisms(evolution, attn_layers, prefix, token_conv, value_residual,
-                                _with_start(evolution, options))
+        mechanisms = Mechanisms(
+            evolution,
+            attn_layers,
+            prefix,
+            token_conv,
+            value_residual,
+            _with_start(evolution, options),
+        )
         super().__init__(*args, **kwargs)
         reason = reason_against_blocks(self)
         if reason is not None:
@@ -146,15 +163,22 @@ class _Evolves:
         """
         state = timm_filter(checkpoint_filter_fn(state_dict, model), model, adapt_layer_scale=True)
         if model.attn_pool is None:
-            state = {name: tensor for name, tensor in state.items() if not name.startswith("attn_pool.")}
+            state = {
+                name: tensor for name, tensor in state.items() if not name.startswith("attn_pool.")
+            }
         if not any(_is_added(name) for name in state):
             start = {name: tensor for name, tensor in model.state_dict().items() if _is_added(name)}
-            _logger.info("checkpoint without evolution: %d tensors of the maps' convolutions and gates stay at their "
-                         "start", len(start))
+            _logger.info(
+                "checkpoint without evolution: %d tensors of the maps' convolutions and gates stay at their "
+                "start",
+                len(start),
+            )
             state.update(start)
         return state
 
-    def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    def forward_features(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
         """Turn (B, in_chans, H, W) into (B, T, C).
 
         Raises:
@@ -169,7 +193,12 @@ class _Evolves:
         return self.norm(x)
 
     def forward_intermediates(
-            self, x: Tensor, *args: Any, attn_mask: Tensor | None = None, is_causal: bool = False, **kwargs: Any,
+        self,
+        x: Tensor,
+        *args: Any,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        **kwargs: Any,
     ) -> Any:
         """Return the blocks' outputs as timm's method of this name, whose arguments it takes.
 
@@ -177,7 +206,9 @@ class _Evolves:
             ValueError: a mask.
         """
         refuse_masks(attn_mask, is_causal)
-        as_timms = copy.copy(self)  # shares all but the blocks, which timm calls with the tokens alone
+        as_timms = copy.copy(
+            self
+        )  # shares all but the blocks, which timm calls with the tokens alone
         feat_size = self.patch_embed.dynamic_feat_size((x.shape[-2], x.shape[-1]))
         as_timms._modules = {**self._modules, "blocks": self.blocks.one_by_one(feat_size)}
         as_timms.grad_checkpointing = False  # the functions know it
@@ -219,18 +250,25 @@ class EvolvingVisionTransformerDistilled(_Evolves, VisionTransformerDistilled):
     """
 
 
-NETWORK_CLASSES = {VisionTransformer: EvolvingVisionTransformer,
-                   VisionTransformerDistilled: EvolvingVisionTransformerDistilled}
+NETWORK_CLASSES = {
+    VisionTransformer: EvolvingVisionTransformer,
+    VisionTransformerDistilled: EvolvingVisionTransformerDistilled,
+}
 
 
 def reason_against_blocks(model: nn.Module) -> str | None:
     """Return why the blocks of a VisionTransformer cannot become ours, or None."""
     for index, block in enumerate(model.blocks):
-        for path, module, known in ((f"blocks.{index}", block, Block), (f"blocks.{index}.attn", block.attn, Attention)):
+        for path, module, known in (
+            (f"blocks.{index}", block, Block),
+            (f"blocks.{index}.attn", block.attn, Attention),
+        ):
             if type(module) is not known:
                 return f"{path} must be timm's {known.__name__}, got {type(module).__name__}"
     if not isinstance(model.patch_drop, nn.Identity):
-        return f"patch_drop must be off (tokens would stop being neighbours), got {model.patch_drop}"
+        return (
+            f"patch_drop must be off (tokens would stop being neighbours), got {model.patch_drop}"
+        )
     return None
 
 
@@ -239,8 +277,13 @@ def give(model: nn.Module, mechanisms: Mechanisms) -> None:
     for block in model.blocks:
         TokenAttention.of(block.attn, None, False)
         block.__class__ = EvolvingBlock
-    mechanisms.give(model.blocks, [block.attn for block in model.blocks], model.embed_dim, model.num_prefix_tokens,
-                    model.global_pool == "token")
+    mechanisms.give(
+        model.blocks,
+        [block.attn for block in model.blocks],
+        model.embed_dim,
+        model.num_prefix_tokens,
+        model.global_pool == "token",
+    )
     stage = TokenStage(*model.blocks)
     stage.training, stage.grad_checkpointing = model.training, model.grad_checkpointing
     model.blocks = stage
@@ -248,7 +291,9 @@ def give(model: nn.Module, mechanisms: Mechanisms) -> None:
 
 def _is_added(name: str) -> bool:
     """Return whether a tensor of this name is none of timm's plain network."""
-    return any(part in name for part in (".attn.evolution.", ".attn.value_residual.", ".token_conv."))
+    return any(
+        part in name for part in (".attn.evolution.", ".attn.value_residual.", ".token_conv.")
+    )
 
 
 def _with_start(kind: str | None, options: dict) -> dict:
@@ -257,26 +302,39 @@ def _with_start(kind: str | None, options: dict) -> dict:
     given = {name: value for name, value in options.items() if value is not None}
     if kind is None or "start" in given:
         return given
-    chooses = any(name in given for name in evolution_class(kind).identity_start if name != "learnable")
+    chooses = any(
+        name in given for name in evolution_class(kind).identity_start if name != "learnable"
+    )
     return {"start": "identity" if given.get("learnable", not chooses) else "paper", **given}
 
 
 _VIT = {"patch_size": 16}
-_SIZES = {"tiny": dict(embed_dim=192, depth=12, num_heads=3), "small": dict(embed_dim=384, depth=12, num_heads=6),
-          "base": dict(embed_dim=768, depth=12, num_heads=12)}
-_PLAIN = {f"{family}_{size}_patch16_224": _VIT | options for family in ("vit", "deit")
-          for size, options in _SIZES.items()}
-_PLAIN["vit_base_patch16_siglip_gap_224"] = _VIT | _SIZES["base"] | dict(
-    class_token=False, global_pool="avg", fc_norm=False)
+_SIZES = {
+    "tiny": dict(embed_dim=192, depth=12, num_heads=3),
+    "small": dict(embed_dim=384, depth=12, num_heads=6),
+    "base": dict(embed_dim=768, depth=12, num_heads=12),
+}
+_PLAIN = {
+    f"{family}_{size}_patch16_224": _VIT | options
+    for family in ("vit", "deit")
+    for size, options in _SIZES.items()
+}
+_PLAIN["vit_base_patch16_siglip_gap_224"] = (
+    _VIT | _SIZES["base"] | dict(class_token=False, global_pool="avg", fc_norm=False)
+)
 
 
 def _cfgs(kind: str, plain: str) -> dict:
     """Return timm's own weights of the plain network, its default first."""
     first = f"{plain}.{timm.get_pretrained_cfg(plain).tag}"
     tagged = sorted(timm.list_pretrained(f"{plain}.*"), key=lambda name: name != first)
-    return {f"{kind}_{name}": replace(
-        timm.get_pretrained_cfg(name), description=f"identity start from timm's {name}, not fine-tuned")
-        for name in tagged}
+    return {
+        f"{kind}_{name}": replace(
+            timm.get_pretrained_cfg(name),
+            description=f"identity start from timm's {name}, not fine-tuned",
+        )
+        for name in tagged
+    }
 
 
 _NETWORKS, _CFGS = {}, {}
@@ -284,9 +342,13 @@ for _kind in ("ea", "pa"):
     for _name, _options in _PLAIN.items():
         _NETWORKS[f"{_kind}_{_name}"] = Network(
             f"{_kind.upper()} in timm's {_name}: learnable gates that begin at 0, where it computes what that does; "
-            "pretrained weights are timm's, not fine-tuned.", {**_options, "evolution": _kind})
+            "pretrained weights are timm's, not fine-tuned.",
+            {**_options, "evolution": _kind},
+        )
         _CFGS |= _cfgs(_kind, _name)
-_CFGS["vit_mini_patch4_32"] = cifar_cfg("patch_embed.proj", "head", pool_size=None, fixed_input_size=True)
+_CFGS["vit_mini_patch4_32"] = cifar_cfg(
+    "patch_embed.proj", "head", pool_size=None, fixed_input_size=True
+)
 default_cfgs = generate_default_cfgs(_CFGS)
 register_networks(__name__, EvolvingVisionTransformer, _NETWORKS)
 
@@ -294,6 +356,17 @@ register_networks(__name__, EvolvingVisionTransformer, _NETWORKS)
 @register_model
 def vit_mini_patch4_32(pretrained: bool = False, **kwargs: Any) -> EvolvingVisionTransformer:
     """Create the small ViT for 32x32 images: 5 blocks, 64 wide, 4 heads, mean pooling, plain without `evolution`."""
-    options = dict(img_size=32, patch_size=4, embed_dim=64, depth=5, num_heads=4, class_token=False, global_pool="avg",
-                   fc_norm=False, evolution=None)
-    return build_network(EvolvingVisionTransformer, "vit_mini_patch4_32", pretrained, **{**options, **kwargs})
+    options = dict(
+        img_size=32,
+        patch_size=4,
+        embed_dim=64,
+        depth=5,
+        num_heads=4,
+        class_token=False,
+        global_pool="avg",
+        fc_norm=False,
+        evolution=None,
+    )
+    return build_network(
+        EvolvingVisionTransformer, "vit_mini_patch4_32", pretrained, **{**options, **kwargs}
+    )

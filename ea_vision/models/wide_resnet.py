@@ -19,6 +19,7 @@ Papers:
 
 Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map, K heads.
 """
+
 from typing import Any
 
 import torch
@@ -29,7 +30,14 @@ from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.models._build import Network, cifar_cfg, register_networks
-from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, HeadedNetwork, Step, to_size
+from ea_vision.models._chain import (
+    AttentionConfig,
+    AttnStage,
+    ChainBuilder,
+    HeadedNetwork,
+    Step,
+    to_size,
+)
 
 
 class Shortcut(nn.Module):
@@ -62,8 +70,15 @@ class WideBlock(nn.Module):
     attends: torch.jit.Final[bool]
 
     def __init__(
-            self, conv1: nn.Module, in_channels: int, out_channels: int, stride: int, shared_norm: bool,
-            gate: nn.Module, drop_path: float, **dd: Any,
+        self,
+        conv1: nn.Module,
+        in_channels: int,
+        out_channels: int,
+        stride: int,
+        shared_norm: bool,
+        gate: nn.Module,
+        drop_path: float,
+        **dd: Any,
     ):
         super().__init__()
         self.shared_norm, self.attends = shared_norm, isinstance(conv1, AugmentedConv2d)
@@ -132,29 +147,33 @@ class WideResNet(HeadedNetwork, nn.Module):
     feature_indices = (0, 1, 2, 3)
 
     def __init__(
-            self,
-            num_classes: int = 100,
-            in_chans: int = 3,
-            img_size: int | tuple[int, int] = 32,
-            global_pool: str = "avg",
-            depth: int = 28,
-            width: int = 10,
-            gate: str | None = None,
-            drop_rate: float = 0.0,
-            drop_path_rate: float = 0.0,
-            device=None,
-            dtype=None,
-            **kwargs: Any,
+        self,
+        num_classes: int = 100,
+        in_chans: int = 3,
+        img_size: int | tuple[int, int] = 32,
+        global_pool: str = "avg",
+        depth: int = 28,
+        width: int = 10,
+        gate: str | None = None,
+        drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        device=None,
+        dtype=None,
+        **kwargs: Any,
     ):
         dd = {"device": device, "dtype": dtype}
         config = AttentionConfig.take(kwargs)
         super().__init__(**kwargs)  # refuses what is left
         if depth < 10 or (depth - 4) % 6:
-            raise ValueError(f"depth must be 6 n + 4 with n blocks a group, n at least 1, got {depth}")
+            raise ValueError(
+                f"depth must be 6 n + 4 with n blocks a group, n at least 1, got {depth}"
+            )
         if width < 1:
             raise ValueError(f"width must be 1 or more, got {width}")
         attending = config.stages((1, 2, 3), default=())
-        config.new_evolution(**dd)  # drawn and dropped: a seed gives the weights that it gave recorded runs
+        config.new_evolution(
+            **dd
+        )  # drawn and dropped: a seed gives the weights that it gave recorded runs
         self.img_size = to_size(img_size)
         self.num_classes = num_classes
         self.in_chans = in_chans
@@ -166,25 +185,40 @@ class WideResNet(HeadedNetwork, nn.Module):
         self.feature_info = [dict(num_chs=16, reduction=1, module="conv_stem")]
         in_channels = 16
         for index in range(3):
-            channels, reduction = 16 * width * 2 ** index, 2 ** index
+            channels, reduction = 16 * width * 2**index, 2**index
             blocks = []
             for j in range(blocks_a_group):
                 stride = 2 if index > 0 and j == 0 else 1
                 block_in = in_channels if j == 0 else channels
                 if index + 1 in attending:
-                    conv1 = chains.layer(block_in, channels, 3, stride, reduction=reduction, stage=index + 1)
+                    conv1 = chains.layer(
+                        block_in, channels, 3, stride, reduction=reduction, stage=index + 1
+                    )
                 else:
                     conv1 = nn.Conv2d(block_in, channels, 3, stride, padding=1, bias=False, **dd)
                 number = index * blocks_a_group + j
-                blocks.append(WideBlock(
-                    conv1, block_in, channels, stride, shared_norm=number == 0, gate=_gate(gate, channels, **dd),
-                    drop_path=drop_path_rate * number / max(1, 3 * blocks_a_group - 1), **dd))
+                blocks.append(
+                    WideBlock(
+                        conv1,
+                        block_in,
+                        channels,
+                        stride,
+                        shared_norm=number == 0,
+                        gate=_gate(gate, channels, **dd),
+                        drop_path=drop_path_rate * number / max(1, 3 * blocks_a_group - 1),
+                        **dd,
+                    )
+                )
             setattr(self, f"group{index + 1}", AttnStage(*blocks))
-            self.feature_info.append(dict(num_chs=channels, reduction=reduction, module=f"group{index + 1}"))
+            self.feature_info.append(
+                dict(num_chs=channels, reduction=reduction, module=f"group{index + 1}")
+            )
             in_channels = channels
         self.feature_info[-1]["end"] = ("norm",)  # goes with the last group
         self.norm = BatchNormAct2d(self.num_features, **dd)
-        self.head = ClassifierHead(self.num_features, num_classes, pool_type=global_pool, drop_rate=drop_rate, **dd)
+        self.head = ClassifierHead(
+            self.num_features, num_classes, pool_type=global_pool, drop_rate=drop_rate, **dd
+        )
         self.init_weights()
 
     @torch.jit.ignore
@@ -201,6 +235,7 @@ class WideResNet(HeadedNetwork, nn.Module):
 
     def feature_steps(self) -> list[Step]:
         """Return the stem and the groups, the last one with the norm and ReLU behind it."""
+
         def last(x: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor | None]:
             x, logits = self.group3(x, logits)
             return self.norm(x), logits
@@ -211,14 +246,33 @@ class WideResNet(HeadedNetwork, nn.Module):
 _NETWORKS = {
     "wrn28_10_cifar": Network("Wide-ResNet-28-10 for CIFAR, shortcuts without parameters."),
     "se_wrn28_10_cifar": Network("Wide-ResNet-28-10 with squeeze-excite.", {"gate": "se"}),
-    "ge_wrn28_10_cifar": Network("Wide-ResNet-28-10 with gather-excite, its form without parameters.", {"gate": "ge"}),
+    "ge_wrn28_10_cifar": Network(
+        "Wide-ResNet-28-10 with gather-excite, its form without parameters.", {"gate": "ge"}
+    ),
 }
 for _prefix, _about, _kwargs in (
-        ("", "AA-Wide-ResNet-28-10: the first convolution of each block augmented, 12 attention layers.", {}),
-        ("pa_", "PA in AA-Wide-ResNet-28-10, alpha 0.5, one convolution; ours.", {"evolution": "pa"}),
-        ("ea_", "EA in AA-Wide-ResNet-28-10, alpha 0.5, beta 1.0; ours.", {"evolution": "ea"})):
-    _NETWORKS[f"{_prefix}aa_wrn28_10_cifar"] = Network(_about, {"attn_stages": (1, 2, 3), **_kwargs})
-default_cfgs = generate_default_cfgs({name: cifar_cfg(
-    "conv_stem", "head.fc", num_classes=100, pool_size=(8, 8), mean=(0.5071, 0.4865, 0.4409),
-    std=(0.2673, 0.2564, 0.2762)) for name in _NETWORKS})
+    (
+        "",
+        "AA-Wide-ResNet-28-10: the first convolution of each block augmented, 12 attention layers.",
+        {},
+    ),
+    ("pa_", "PA in AA-Wide-ResNet-28-10, alpha 0.5, one convolution; ours.", {"evolution": "pa"}),
+    ("ea_", "EA in AA-Wide-ResNet-28-10, alpha 0.5, beta 1.0; ours.", {"evolution": "ea"}),
+):
+    _NETWORKS[f"{_prefix}aa_wrn28_10_cifar"] = Network(
+        _about, {"attn_stages": (1, 2, 3), **_kwargs}
+    )
+default_cfgs = generate_default_cfgs(
+    {
+        name: cifar_cfg(
+            "conv_stem",
+            "head.fc",
+            num_classes=100,
+            pool_size=(8, 8),
+            mean=(0.5071, 0.4865, 0.4409),
+            std=(0.2673, 0.2564, 0.2762),
+        )
+        for name in _NETWORKS
+    }
+)
 register_networks(__name__, WideResNet, _NETWORKS)

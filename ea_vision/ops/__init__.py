@@ -31,8 +31,16 @@ from ea_vision.base.errors import UsageError
 from ea_vision.ops import cpu, flex, reference, sdpa, triton_attention
 from ea_vision.ops.problem import Implementation, Problem, check_windows, reason_against_kernels
 
-IMPLEMENTATIONS: dict[str, Implementation] = {each.name: each for each in (
-    cpu.Cpu(), triton_attention.Triton(), sdpa.Sdpa(), flex.Flex(), reference.Reference())}
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    each.name: each
+    for each in (
+        cpu.Cpu(),
+        triton_attention.Triton(),
+        sdpa.Sdpa(),
+        flex.Flex(),
+        reference.Reference(),
+    )
+}
 BY_DEVICE = {"cpu": ("cpu",), "cuda": ("sdpa", "triton", "flex")}  # in this order
 OTHER_DEVICES = ("triton",)
 LARGE_MAP = 2500  # pixels
@@ -71,7 +79,11 @@ def use_implementation(name: str) -> Iterator[None]:
 def exporting() -> bool:
     """Return whether torch.export or a tracer runs, whose programs must run where ea_vision is not."""
     # torch.compile answers True to is_exporting
-    return torch.jit.is_tracing() or torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+    return (
+        torch.jit.is_tracing()
+        or torch.compiler.is_exporting()
+        and not torch.compiler.is_dynamo_compiling()
+    )
 
 
 def _as_number(gate: float | Tensor) -> float | Tensor:
@@ -79,7 +91,12 @@ def _as_number(gate: float | Tensor) -> float | Tensor:
     if not isinstance(gate, Tensor):
         return float(gate)
     learns = torch.is_grad_enabled() and gate.requires_grad
-    if learns or gate.numel() != 1 or gate.device.type != "cpu" or reason_against_kernels() is not None:
+    if (
+        learns
+        or gate.numel() != 1
+        or gate.device.type != "cpu"
+        or reason_against_kernels() is not None
+    ):
         return gate
     return gate if torch.compiler.is_compiling() or exporting() else gate.item()
 
@@ -109,33 +126,35 @@ def log_large_map(num_heads: int, feat_size: tuple[int, int]) -> None:
     """Log once for a size what maps of more than 2,500 pixels that are handed on take of memory."""
     (H, W), N = feat_size, feat_size[0] * feat_size[1]
     if N > LARGE_MAP:
-        log_once(("large map", f"{num_heads} {H} {W}"),
-                 f"a map of {H} x {W} takes {num_heads * N ** 2 * 4 / 1e6:,.0f} MB an image and layer in float32; "
-                 "map_reduction=32, attn_stages or smaller images take less")
+        log_once(
+            ("large map", f"{num_heads} {H} {W}"),
+            f"a map of {H} x {W} takes {num_heads * N**2 * 4 / 1e6:,.0f} MB an image and layer in float32; "
+            "map_reduction=32, attn_stages or smaller images take less",
+        )
 
 
 def evolving_attention(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        height_rel: Tensor | None = None,
-        width_rel: Tensor | None = None,
-        prev_logits: Tensor | None = None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        alpha: float | Tensor = 0.5,
-        beta: float | Tensor = 1.0,
-        *,
-        feat_size: tuple[int, int] | None = None,
-        predict: bool = False,
-        num_prefix_tokens: int = 0,
-        scale: float | None = None,
-        dropout_p: float = 0.0,
-        need_logits: bool = True,
-        window: int | tuple[int, int] | None = None,
-        head_window: int = 1,
-        head_border: str = "clip",
-        implementation: str | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    height_rel: Tensor | None = None,
+    width_rel: Tensor | None = None,
+    prev_logits: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    alpha: float | Tensor = 0.5,
+    beta: float | Tensor = 1.0,
+    *,
+    feat_size: tuple[int, int] | None = None,
+    predict: bool = False,
+    num_prefix_tokens: int = 0,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    need_logits: bool = True,
+    window: int | tuple[int, int] | None = None,
+    head_window: int = 1,
+    head_border: str = "clip",
+    implementation: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend over the pixels of a map, or over any N tokens, with logits that evolve from the previous layer's.
 
@@ -187,8 +206,26 @@ def evolving_attention(
         ValueError: shapes that do not fit, or an implementation that cannot run this.
     """
     problem = Problem(
-        q, k, v, height_rel, width_rel, prev_logits, weight, bias, _as_number(alpha), _as_number(beta), feat_size,
-        predict, num_prefix_tokens, scale, dropout_p, need_logits, window, head_window, head_border).checked()
+        q,
+        k,
+        v,
+        height_rel,
+        width_rel,
+        prev_logits,
+        weight,
+        bias,
+        _as_number(alpha),
+        _as_number(beta),
+        feat_size,
+        predict,
+        num_prefix_tokens,
+        scale,
+        dropout_p,
+        need_logits,
+        window,
+        head_window,
+        head_border,
+    ).checked()
     if problem.prev_logits is not None and not torch.compiler.is_compiling():
         log_large_map(q.shape[1], problem.feat_size)
     name = implementation or (forced[-1] if forced else "reference" if exporting() else None)

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ea_vision.ops.cpu_library import DTYPES, AttentionStruct, PlanesStruct, reason_against_library, run
+from ea_vision.ops.cpu_library import (
+    DTYPES,
+    AttentionStruct,
+    PlanesStruct,
+    reason_against_library,
+    run,
+)
 from ea_vision.ops.problem import (
     Implementation,
     Problem,
@@ -25,7 +31,9 @@ from ea_vision.ops.problem import (
 
 NONE, MIX, PREDICT = range(3)  # as in problem.h
 SIZES = "kind prefix H W window_height window_width".split()  # of AttentionStruct
-INPUTS = "q k v height_rel width_rel prev weight bias gates".split()  # what has a gradient, in the operator's order
+INPUTS = (
+    "q k v height_rel width_rel prev weight bias gates".split()
+)  # what has a gradient, in the operator's order
 BY_IMAGES = ("q", "k", "v", "prev")  # the others are parameters
 
 operator = functools.partial(torch.library.custom_op, mutates_args=(), device_types="cpu")
@@ -41,40 +49,78 @@ def _pointers(**tensors: Tensor | None) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}
 
 
-def _run(inputs: list[Tensor | None], scale: float, dropout_p: float, sizes: list[int],
-         **tensors: Tensor | None) -> None:
+def _run(
+    inputs: list[Tensor | None],
+    scale: float,
+    dropout_p: float,
+    sizes: list[int],
+    **tensors: Tensor | None,
+) -> None:
     """Run the kernel on the operator's tensors and others, which are contiguous."""
     q, k, v = (_in_order(x) for x in inputs[:3])
     named, seed = dict(zip(INPUTS, (q, k, v, *inputs[3:-1]), strict=True)), inputs[-1]
     B, K, D, _ = q.shape
     problem = AttentionStruct(
-        **dict(zip(SIZES, sizes, strict=True)), B=B, K=K, D=D, E=v.shape[2],
-        kernel=0 if named["weight"] is None else named["weight"].shape[-1], dtype=DTYPES[q.dtype],
-        threads=torch.get_num_threads(), scale=scale, dropout=dropout_p, seed=0 if seed is None else seed.item(),
-        q_step=q.stride(0), k_step=k.stride(0), v_step=v.stride(0), **_pointers(**named, **tensors))
+        **dict(zip(SIZES, sizes, strict=True)),
+        B=B,
+        K=K,
+        D=D,
+        E=v.shape[2],
+        kernel=0 if named["weight"] is None else named["weight"].shape[-1],
+        dtype=DTYPES[q.dtype],
+        threads=torch.get_num_threads(),
+        scale=scale,
+        dropout=dropout_p,
+        seed=0 if seed is None else seed.item(),
+        q_step=q.stride(0),
+        k_step=k.stride(0),
+        v_step=v.stride(0),
+        **_pointers(**named, **tensors),
+    )
     run("evolving_attention", ctypes.byref(problem))
 
 
 def _outputs(q: Tensor, v: Tensor, need_logits: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return room for out (B, K, E, N), logits (B, K, N, N) or none, norm (B, K, N, 2): see problem.h."""
     B, K, N, E = v.shape
-    return (v.new_empty(B, K, E, N), q.new_empty((B, K, N, N) if need_logits else (0,)),
-            q.new_empty(B, K, N, 2, dtype=torch.float32))
+    return (
+        v.new_empty(B, K, E, N),
+        q.new_empty((B, K, N, N) if need_logits else (0,)),
+        q.new_empty(B, K, N, 2, dtype=torch.float32),
+    )
 
 
 @operator("ea_vision::cpu_attention")
 def _forward(
-        q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None, prev: Tensor | None,
-        weight: Tensor | None, bias: Tensor | None, gates: Tensor, seed: Tensor | None, scale: float, dropout_p: float,
-        sizes: list[int], need_logits: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    height_rel: Tensor | None,
+    width_rel: Tensor | None,
+    prev: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    gates: Tensor,
+    seed: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    sizes: list[int],
+    need_logits: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return `_outputs`, filled.
 
     gates: alpha and beta by heads, (2, K); seed: of the dropout, one integer; sizes: of SIZES.
     """
     out, logits, norm = _outputs(q, v, need_logits)
-    _run([q, k, v, height_rel, width_rel, prev, weight, bias, gates, seed], scale, dropout_p, sizes, out=out,
-         logits=logits if need_logits else None, norm=norm)
+    _run(
+        [q, k, v, height_rel, width_rel, prev, weight, bias, gates, seed],
+        scale,
+        dropout_p,
+        sizes,
+        out=out,
+        logits=logits if need_logits else None,
+        norm=norm,
+    )
     return out, logits, norm
 
 
@@ -86,22 +132,42 @@ def _(q, k, v, *rest):
 def _gradients(inputs: list[Tensor | None], gates_learn: bool, *each: int) -> dict[str, Tensor]:
     """Return room for the gradient of each input, by its name: of q, k and v (B, K, D, N), of a parameter one or a
     stack of so many."""
-    inputs = [None if x is None else x.transpose(2, 3) if name in "qkv" else x
-              for name, x in zip(INPUTS, inputs, strict=False)]
-    return {name: x.new_empty(x.shape if name in BY_IMAGES else (*each, *x.shape))
-            for name, x in zip(INPUTS, inputs, strict=True) if x is not None and (gates_learn or name != "gates")}
+    inputs = [
+        None if x is None else x.transpose(2, 3) if name in "qkv" else x
+        for name, x in zip(INPUTS, inputs, strict=False)
+    ]
+    return {
+        name: x.new_empty(x.shape if name in BY_IMAGES else (*each, *x.shape))
+        for name, x in zip(INPUTS, inputs, strict=True)
+        if x is not None and (gates_learn or name != "gates")
+    }
 
 
 @operator("ea_vision::cpu_attention_backward")
 def _backward(
-        d_out: Tensor, d_logits: Tensor | None, inputs: list[Tensor | None], logits: Tensor | None, norm: Tensor,
-        scale: float, dropout_p: float, sizes: list[int], gates_learn: bool,
+    d_out: Tensor,
+    d_logits: Tensor | None,
+    inputs: list[Tensor | None],
+    logits: Tensor | None,
+    norm: Tensor,
+    scale: float,
+    dropout_p: float,
+    sizes: list[int],
+    gates_learn: bool,
 ) -> list[Tensor]:
     """Return the gradients of the forward operator's tensors, of which there are some: see `_gradients`."""
     gradients = _gradients(inputs, gates_learn, len(d_out))
-    _run(inputs, scale, dropout_p, sizes, logits=logits, norm=norm, d_out=d_out.contiguous(),
-         d_logits=None if d_logits is None else d_logits.contiguous(),
-         **{f"d_{name}": x for name, x in gradients.items()})
+    _run(
+        inputs,
+        scale,
+        dropout_p,
+        sizes,
+        logits=logits,
+        norm=norm,
+        d_out=d_out.contiguous(),
+        d_logits=None if d_logits is None else d_logits.contiguous(),
+        **{f"d_{name}": x for name, x in gradients.items()},
+    )
     return [x if name in BY_IMAGES else x.sum(0) for name, x in gradients.items()]
 
 
@@ -123,9 +189,13 @@ def _differentiate(ctx, d_out, d_logits, _):
     if d_out is None:
         d_out = torch.zeros_like(inputs[2].transpose(2, 3), memory_format=torch.contiguous_format)
     d_q, d_k, d_v, *gradients = _backward(
-        d_out, None if logits is None else d_logits, inputs, logits, norm, *ctx.options, gates_learn)
+        d_out, None if logits is None else d_logits, inputs, logits, norm, *ctx.options, gates_learn
+    )
     rest = iter(gradients)
-    others = (None if x is None else next(rest) for x in (*inputs[3:8], inputs[8] if gates_learn else None))
+    others = (
+        None if x is None else next(rest)
+        for x in (*inputs[3:8], inputs[8] if gates_learn else None)
+    )
     return (*(x.transpose(2, 3) for x in (d_q, d_k, d_v)), *others, *(None,) * 5)
 
 
@@ -165,10 +235,23 @@ class Cpu(Implementation):
         if gates is None:
             gates = torch.tensor([[p.alpha] * K, [p.beta] * K], dtype=torch.float32)
         height_rel, width_rel, *parameters = (
-            None if x is None else x.float().contiguous() for x in (*p.tables(), p.weight, p.bias, gates))
+            None if x is None else x.float().contiguous()
+            for x in (*p.tables(), p.weight, p.bias, gates)
+        )
         out, logits, _ = _forward(
-            p.q, p.k, p.v, height_rel, width_rel, prev, *parameters, p.dropout_seed(), p.scale, p.dropout_p,
-            [kind, p.num_prefix_tokens, *p.feat_size, *(p.window or (0, 0))], p.need_logits)
+            p.q,
+            p.k,
+            p.v,
+            height_rel,
+            width_rel,
+            prev,
+            *parameters,
+            p.dropout_seed(),
+            p.scale,
+            p.dropout_p,
+            [kind, p.num_prefix_tokens, *p.feat_size, *(p.window or (0, 0))],
+            p.need_logits,
+        )
         return out.transpose(2, 3), logits if p.need_logits else None
 
 
@@ -199,7 +282,14 @@ def _pool_sizes(x: Tensor) -> tuple[int, int, int, int]:
 def pool(x: Tensor) -> Tensor:
     """Pool 3x3 averages with stride 2, padding 1 not counted: float32 (B, C, H, W) -> (B, C, ceil(H/2), ceil(W/2))."""
     x, out = x.contiguous(), x.new_empty(_pool_sizes(x))
-    run("pool_forward", out.data_ptr(), x.data_ptr(), x.shape[0] * x.shape[1], *x.shape[2:], torch.get_num_threads())
+    run(
+        "pool_forward",
+        out.data_ptr(),
+        x.data_ptr(),
+        x.shape[0] * x.shape[1],
+        *x.shape[2:],
+        torch.get_num_threads(),
+    )
     return out
 
 
@@ -208,7 +298,15 @@ def _pool_backward(d_out: Tensor, height: int, width: int) -> Tensor:
     d_out = d_out.contiguous()
     B, C = d_out.shape[:2]
     d_x = d_out.new_empty(B, C, height, width)
-    run("pool_backward", d_x.data_ptr(), d_out.data_ptr(), B * C, height, width, torch.get_num_threads())
+    run(
+        "pool_backward",
+        d_x.data_ptr(),
+        d_out.data_ptr(),
+        B * C,
+        height,
+        width,
+        torch.get_num_threads(),
+    )
     return d_x
 
 
@@ -217,8 +315,12 @@ def _pool_save(ctx, inputs, output) -> None:
 
 
 pool.register_fake(lambda x: x.new_empty(_pool_sizes(x)))
-_pool_backward.register_fake(lambda d_out, height, width: d_out.new_empty(*d_out.shape[:2], height, width))
-pool.register_autograd(lambda ctx, d_out: _pool_backward(d_out, *ctx.size), setup_context=_pool_save)
+_pool_backward.register_fake(
+    lambda d_out, height, width: d_out.new_empty(*d_out.shape[:2], height, width)
+)
+pool.register_autograd(
+    lambda ctx, d_out: _pool_backward(d_out, *ctx.size), setup_context=_pool_save
+)
 refuse_second_derivatives(_pool_backward)
 
 
@@ -229,16 +331,34 @@ def reason_against_planes(own: Tensor, prev: Tensor) -> str | None:
     return _reason_against(own)
 
 
-def _run_planes(own: Tensor, alpha: Tensor, weight: Tensor, height: int, width: int, prefix: int,
-                **tensors: Tensor) -> None:
-    struct = PlanesStruct(B=own.shape[0], K=own.shape[1], H=height, W=width, size=weight.shape[-1], prefix=prefix,
-                          dtype=DTYPES[own.dtype], threads=torch.get_num_threads(), alpha=alpha.item(),
-                          **_pointers(own=own, weight=weight, **tensors))
+def _run_planes(
+    own: Tensor,
+    alpha: Tensor,
+    weight: Tensor,
+    height: int,
+    width: int,
+    prefix: int,
+    **tensors: Tensor,
+) -> None:
+    struct = PlanesStruct(
+        B=own.shape[0],
+        K=own.shape[1],
+        H=height,
+        W=width,
+        size=weight.shape[-1],
+        prefix=prefix,
+        dtype=DTYPES[own.dtype],
+        threads=torch.get_num_threads(),
+        alpha=alpha.item(),
+        **_pointers(own=own, weight=weight, **tensors),
+    )
     run("convolve_planes", ctypes.byref(struct))
 
 
 @operator("ea_vision::cpu_planes")
-def _planes(own: Tensor, prev: Tensor, alpha: Tensor, weight: Tensor, height: int, width: int, prefix: int) -> Tensor:
+def _planes(
+    own: Tensor, prev: Tensor, alpha: Tensor, weight: Tensor, height: int, width: int, prefix: int
+) -> Tensor:
     own, prev, weight = own.contiguous(), prev.contiguous(), weight.contiguous()
     out = torch.empty_like(own)
     _run_planes(own, alpha, weight, height, width, prefix, prev=prev, out=out)
@@ -246,14 +366,34 @@ def _planes(own: Tensor, prev: Tensor, alpha: Tensor, weight: Tensor, height: in
 
 
 @operator("ea_vision::cpu_planes_backward")
-def _planes_backward(d_out: Tensor, own: Tensor, prev: Tensor, alpha: Tensor, weight: Tensor, height: int, width: int,
-                     prefix: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _planes_backward(
+    d_out: Tensor,
+    own: Tensor,
+    prev: Tensor,
+    alpha: Tensor,
+    weight: Tensor,
+    height: int,
+    width: int,
+    prefix: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return gradients of own, prev, alpha and weight."""
     d_out, own, prev, weight = (x.contiguous() for x in (d_out, own, prev, weight))
     d_own, d_prev = torch.empty_like(own), torch.empty_like(own)
     d_weight, d_alpha = weight.new_empty(own.shape[0], *weight.shape), alpha.new_empty(own.shape[0])
-    _run_planes(own, alpha, weight, height, width, prefix, prev=prev, d_out=d_out, d_own=d_own, d_prev=d_prev,
-                d_weight=d_weight, d_alpha=d_alpha)
+    _run_planes(
+        own,
+        alpha,
+        weight,
+        height,
+        width,
+        prefix,
+        prev=prev,
+        d_out=d_out,
+        d_own=d_own,
+        d_prev=d_prev,
+        d_weight=d_weight,
+        d_alpha=d_alpha,
+    )
     return d_own, d_prev, d_alpha.sum(), d_weight.sum(0)
 
 
@@ -266,7 +406,8 @@ _planes.register_fake(lambda own, *_: own.new_empty(own.shape))
 _planes_backward.register_fake(lambda d_out, *made: tuple(x.new_empty(x.shape) for x in made[:4]))
 _planes.register_autograd(
     lambda ctx, d_out: (*_planes_backward(d_out, *ctx.saved_tensors, *ctx.sizes), None, None, None),
-    setup_context=_planes_save)
+    setup_context=_planes_save,
+)
 refuse_second_derivatives(_planes_backward)
 
 
@@ -276,8 +417,15 @@ def _planes_flops(own, prev, alpha, weight, height, width, *_, out_shape=None, *
     return 2 * own[0] * (height * width) ** 2 * math.prod(weight)
 
 
-def planes(own: Tensor, prev: Tensor, alpha: Tensor, keys: Tensor, queries: Tensor, feat_size: tuple[int, int],
-           prefix: int) -> Tensor:
+def planes(
+    own: Tensor,
+    prev: Tensor,
+    alpha: Tensor,
+    keys: Tensor,
+    queries: Tensor,
+    feat_size: tuple[int, int],
+    prefix: int,
+) -> Tensor:
     """Return what `FourDimensionalConvolution` does to maps (B, K, N, N), with its parameters.
 
     Raises:

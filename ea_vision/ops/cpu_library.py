@@ -24,7 +24,15 @@ _logger = logging.getLogger(__name__)
 SOURCES = Path(__file__).with_name("cpu_kernel")  # kernel.c takes in the other files
 # Not -ffast-math: linked with it, a library switches subnormal numbers off in the whole process, and reordered sums
 # would undo the rounding in the kernel's exp.
-FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-std=gnu11",
+    "-fPIC",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # as in storage.h
 
 _POOLING = [*[ctypes.c_void_p] * 2, ctypes.c_long, *[ctypes.c_int] * 3]
@@ -32,24 +40,31 @@ _POOLING = [*[ctypes.c_void_p] * 2, ctypes.c_long, *[ctypes.c_int] * 3]
 
 def _fields(**names: str) -> list[tuple[str, type]]:
     """Return a struct's fields: names by their type in ctypes."""
-    return [(name, getattr(ctypes, kind)) for kind, several in names.items() for name in several.split()]
+    return [
+        (name, getattr(ctypes, kind)) for kind, several in names.items() for name in several.split()
+    ]
 
 
 class AttentionStruct(ctypes.Structure):
     """`problem` of problem.h."""
 
     _fields_ = _fields(
-        c_int32="K H W D E kernel kind prefix B dtype threads window_height window_width", c_float="scale dropout",
+        c_int32="K H W D E kernel kind prefix B dtype threads window_height window_width",
+        c_float="scale dropout",
         c_int64="q_step k_step v_step seed",
         c_void_p="q k v prev height_rel width_rel weight bias gates out logits norm d_out d_logits d_q d_k d_v d_prev "
-                 "d_height_rel d_width_rel d_weight d_bias d_gates")
+        "d_height_rel d_width_rel d_weight d_bias d_gates",
+    )
 
 
 class PlanesStruct(ctypes.Structure):
     """`planes` of planes.c."""
 
-    _fields_ = _fields(c_int32="B K H W size prefix dtype threads", c_float="alpha",
-                       c_void_p="own prev weight out d_out d_own d_prev d_weight d_alpha")
+    _fields_ = _fields(
+        c_int32="B K H W size prefix dtype threads",
+        c_float="alpha",
+        c_void_p="own prev weight out d_out d_own d_prev d_weight d_alpha",
+    )
 
 
 def _machine() -> str:
@@ -58,7 +73,9 @@ def _machine() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    return next(
+        (line for line in lines if line.startswith(("flags", "Features"))), platform.processor()
+    )
 
 
 def _openmp() -> list[str]:
@@ -71,15 +88,20 @@ def _output_of(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
     if done.returncode:
         raise subprocess.SubprocessError(
-            f"{shlex.join(command)} ended with code {done.returncode}: {done.stderr.strip()[-2000:]}")
+            f"{shlex.join(command)} ended with code {done.returncode}: {done.stderr.strip()[-2000:]}"
+        )
     return done.stdout
 
 
 def library_name(compiler: list[str]) -> str:
     """Return the compiled library's file name: another one for everything that would make it another."""
     version = _output_of(*compiler, "--version")
-    sources = [part for file in sorted(SOURCES.glob("*.[ch]")) for part in (file.name, file.read_text())]
-    parts = "\0".join((*sources, *compiler, version, *FLAGS, *_openmp(), _machine(), torch.__version__))
+    sources = [
+        part for file in sorted(SOURCES.glob("*.[ch]")) for part in (file.name, file.read_text())
+    ]
+    parts = "\0".join(
+        (*sources, *compiler, version, *FLAGS, *_openmp(), _machine(), torch.__version__)
+    )
     return f"cpu_kernel-{hashlib.sha256(parts.encode()).hexdigest()[:16]}.so"
 
 
@@ -110,9 +132,14 @@ def _opened(compiler: list[str]) -> ctypes.CDLL:
             library.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=library.parent) as folder:
                 content = _built(compiler, folder).read_bytes()
-            atomic_write(library, content + hashlib.sha256(content).digest())  # other processes build it, too
+            atomic_write(
+                library, content + hashlib.sha256(content).digest()
+            )  # other processes build it, too
         return ctypes.CDLL(str(library))
-    except (OSError, RuntimeError) as error:  # a folder that cannot be written, a full disk; or the user has no home
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # a folder that cannot be written, a full disk; or the user has no home
         _logger.warning("the C kernel is built for this process alone: %s", error)
     with tempfile.TemporaryDirectory() as folder:
         return ctypes.CDLL(str(_built(compiler, folder)))
@@ -127,9 +154,11 @@ def load() -> ctypes.CDLL | str:
             return f"no C compiler: {compiler[0]} is not there (set CC, or install one)"
         library = _opened(compiler)
         for name, types, result in (
-                ("evolving_attention", (ctypes.POINTER(AttentionStruct),), ctypes.c_int64),
-                ("convolve_planes", (ctypes.POINTER(PlanesStruct),), ctypes.c_int64),
-                ("pool_forward", _POOLING, None), ("pool_backward", _POOLING, None)):
+            ("evolving_attention", (ctypes.POINTER(AttentionStruct),), ctypes.c_int64),
+            ("convolve_planes", (ctypes.POINTER(PlanesStruct),), ctypes.c_int64),
+            ("pool_forward", _POOLING, None),
+            ("pool_backward", _POOLING, None),
+        ):
             function = getattr(library, name)
             function.argtypes, function.restype = types, result
     # ValueError: CC is no shell words; AttributeError: a function is missing
@@ -146,8 +175,10 @@ def run(function: str, *args) -> None:
     """
     missing = getattr(load(), function)(*args)
     if missing:
-        raise RuntimeError(f"the C kernel cannot allocate memory: a thread of {function} needs {missing} bytes "
-                           f"({missing / 2 ** 20:,.0f} MiB)")
+        raise RuntimeError(
+            f"the C kernel cannot allocate memory: a thread of {function} needs {missing} bytes "
+            f"({missing / 2**20:,.0f} MiB)"
+        )
 
 
 @torch.compiler.assume_constant_result  # else torch.compile would trace the compiler's call

@@ -37,8 +37,12 @@ def _compiled():
 
 @lru_cache(maxsize=SIZES)
 def block_mask(
-        num_heads: int, feat_size: tuple[int, int], window: tuple[int, int] | None, head_window: int, wrap: bool,
-        device: torch.device,
+    num_heads: int,
+    feat_size: tuple[int, int],
+    window: tuple[int, int] | None,
+    head_window: int,
+    wrap: bool,
+    device: torch.device,
 ) -> BlockMask:
     """Return which of the S * N keys a query sees, S = head_window heads one after another; see `within_windows`."""
     H, W = feat_size
@@ -54,7 +58,9 @@ def block_mask(
         return near & (head >= 0) & (head < num_heads)
 
     with torch.inference_mode(False), torch.no_grad():  # a later backward pass may save it
-        return create_block_mask(seen, None, num_heads if by_head else None, N, head_window * N, device=device)
+        return create_block_mask(
+            seen, None, num_heads if by_head else None, N, head_window * N, device=device
+        )
 
 
 class Flex(Implementation):
@@ -83,15 +89,23 @@ class Flex(Implementation):
         if not INSTALLED:
             return "Triton is not installed"
         capability = torch.cuda.get_device_capability(q.device)
-        return None if capability >= CAPABILITY else f"it needs compute capability {CAPABILITY}, got {capability}"
+        return (
+            None
+            if capability >= CAPABILITY
+            else f"it needs compute capability {CAPABILITY}, got {capability}"
+        )
 
     def forward(self, problem: Problem) -> tuple[Tensor, None]:
         p, E = problem, problem.v.shape[-1]
         q, k, v = (widened(x, max(LEAST_WIDTH, x.shape[-1])) for x in (*folded(p), p.v))
         if p.head_window > 1:
             k, v = (torch.cat(neighbours(x, p.head_window), dim=2) for x in (k, v))
-        mask = block_mask(q.shape[1], p.feat_size, p.window, p.head_window, p.head_border == "wrap", q.device)
-        if q.device.type == "cpu":  # not compiled: a C++ compiler may be missing, and nobody needs it here
+        mask = block_mask(
+            q.shape[1], p.feat_size, p.window, p.head_window, p.head_border == "wrap", q.device
+        )
+        if (
+            q.device.type == "cpu"
+        ):  # not compiled: a C++ compiler may be missing, and nobody needs it here
             return flex_attention(q, k, v, block_mask=mask, scale=1.0)[..., :E], None
         with torch._dynamo.config.patch(recompile_limit=SIZES):
             return _compiled()(q, k, v, block_mask=mask, scale=1.0)[..., :E], None

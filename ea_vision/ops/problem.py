@@ -46,11 +46,15 @@ class Problem:
         """
         p, (B, K, N, D), M = self, self.q.shape, self.k.shape[2]
         if p.feat_size is None and p.height_rel is not None:
-            raise ValueError(f"feat_size (H, W) with H*W = {N} required for the position tables, got None")
+            raise ValueError(
+                f"feat_size (H, W) with H*W = {N} required for the position tables, got None"
+            )
         p.feat_size = H, W = (1, N) if p.feat_size is None else p.feat_size
         if H * W != N or p.k.shape != (B, K, M, D) or p.v.shape[:3] != p.k.shape[:3]:
-            raise ValueError(f"q (B, K, N, D), k (B, K, M, D) and v (B, K, M, E) with N = {H}*{W} required, "
-                             f"got {list(p.q.shape)}, {list(p.k.shape)}, {list(p.v.shape)}")
+            raise ValueError(
+                f"q (B, K, N, D), k (B, K, M, D) and v (B, K, M, E) with N = {H}*{W} required, "
+                f"got {list(p.q.shape)}, {list(p.k.shape)}, {list(p.v.shape)}"
+            )
         if not 0.0 <= p.dropout_p <= 1.0:
             raise ValueError(f"dropout_p must be a probability, from 0 to 1, got {p.dropout_p}")
         p.window = check_windows(p.window, p.head_window, p.head_border, K)
@@ -68,15 +72,19 @@ class Problem:
             _check_shape("weight", p.weight, (K, K, side, side))
             _check_shape("bias", p.bias, (K,))
         if M != N and (p.height_rel is not None or p.local or p.num_prefix_tokens):
-            raise ValueError("position tables, windows and prefix tokens need as many keys as queries (an offset "
-                             f"between their pixels has no meaning otherwise), got {M} keys and {N} queries")
+            raise ValueError(
+                "position tables, windows and prefix tokens need as many keys as queries (an offset "
+                f"between their pixels has no meaning otherwise), got {M} keys and {N} queries"
+            )
         if p.height_rel is not None:
-            high, wide = (H, W) if p.window is None else (reach(H, p.window[0]), reach(W, p.window[1]))
+            high, wide = (
+                (H, W) if p.window is None else (reach(H, p.window[0]), reach(W, p.window[1]))
+            )
             p.height_rel = fit_rel_table(p.height_rel, high)
             p.width_rel = None if p.width_rel is None else fit_rel_table(p.width_rel, wide)
             _check_shape("height_rel", p.height_rel, (2 * high - 1, D))
             _check_shape("width_rel", p.width_rel, (2 * wide - 1, D))
-        p.scale = D ** -0.5 if p.scale is None else p.scale
+        p.scale = D**-0.5 if p.scale is None else p.scale
         p.need_logits = p.need_logits and p.head_window == 1
         return p
 
@@ -102,9 +110,15 @@ class Problem:
             return None
         K, by_head = self.q.shape[1], []
         for gate in (self.alpha, self.beta):
-            numbers = gate if isinstance(gate, Tensor) else self.q.new_full((1,), gate, dtype=torch.float32)
+            numbers = (
+                gate
+                if isinstance(gate, Tensor)
+                else self.q.new_full((1,), gate, dtype=torch.float32)
+            )
             if numbers.numel() not in (1, K):
-                raise ValueError(f"a gate must have 1 or num_heads={K} numbers, got shape {list(numbers.shape)}")
+                raise ValueError(
+                    f"a gate must have 1 or num_heads={K} numbers, got shape {list(numbers.shape)}"
+                )
             by_head.append(numbers.float().reshape(-1).expand(K))
         return torch.stack(by_head)
 
@@ -113,7 +127,7 @@ class Problem:
 
         Drawn outside the operators, so that what is recomputed for backward under checkpointing draws the same again.
         """
-        return torch.randint(2 ** 62, (1,), device=self.q.device) if self.dropout_p > 0 else None
+        return torch.randint(2**62, (1,), device=self.q.device) if self.dropout_p > 0 else None
 
 
 @torch.compiler.assume_constant_result  # torch.compile enters the transforms as it traces
@@ -126,9 +140,12 @@ def reason_against_kernels() -> str | None:
 
 def refuse_second_derivatives(backward: Callable) -> None:
     """Register for a kernel's backward operator that its own derivative is an error, which says what has one."""
+
     def refuse(ctx, *_):
-        raise RuntimeError(f"second derivatives are not known to {backward._qualname}; the reference has them: "
-                           "with ea_vision.ops.use_implementation('reference')")
+        raise RuntimeError(
+            f"second derivatives are not known to {backward._qualname}; the reference has them: "
+            "with ea_vision.ops.use_implementation('reference')"
+        )
 
     backward.register_autograd(refuse)
 
@@ -147,14 +164,25 @@ class Implementation:
         p, keys, queries = problem, problem.k.shape[2], problem.q.shape[2]
         reasons = (
             (p.local and not self.windows, "it has no windows"),
-            (p.dropout_p > 0 and not self.dropout, "it has no dropout on the attention probabilities"),
-            (keys != queries and not self.fewer_keys, f"it needs as many keys as queries, got {keys} and {queries}"),
+            (
+                p.dropout_p > 0 and not self.dropout,
+                "it has no dropout on the attention probabilities",
+            ),
+            (
+                keys != queries and not self.fewer_keys,
+                f"it needs as many keys as queries, got {keys} and {queries}",
+            ),
             (p.prev_logits is not None and not self.maps, "it has no place for previous logits"),
             (p.need_logits and not self.maps, "it never has the logits that are wanted"),
-            (not p.q.dtype == p.k.dtype == p.v.dtype,
-             f"it needs q, k and v of one dtype, got {p.q.dtype}, {p.k.dtype} and {p.v.dtype}"),
+            (
+                not p.q.dtype == p.k.dtype == p.v.dtype,
+                f"it needs q, k and v of one dtype, got {p.q.dtype}, {p.k.dtype} and {p.v.dtype}",
+            ),
         )
-        for against, reason in reasons:  # a loop: older torch.compile does not know next() with a default
+        for (
+            against,
+            reason,
+        ) in reasons:  # a loop: older torch.compile does not know next() with a default
             if against:
                 return reason
         return reason_against_kernels() or self.own_reason_against(p)
@@ -169,7 +197,10 @@ class Implementation:
 
 
 def check_windows(
-        window: int | tuple[int, int] | None, head_window: int, head_border: str, num_heads: int,
+    window: int | tuple[int, int] | None,
+    head_window: int,
+    head_border: str,
+    num_heads: int,
 ) -> tuple[int, int] | None:
     """Return the window's (height, width), or None.
 
@@ -177,19 +208,27 @@ def check_windows(
         ValueError: a window that is not odd, another head_border, or more neighbours than a ring of heads has.
     """
     sides = (window, window) if isinstance(window, int) else window
-    if sides is not None and (len(sides) != 2 or any(not isinstance(n, int) or n < 1 or n % 2 == 0 for n in sides)):
-        raise ValueError(f"window must be an odd number of pixels, two of them (height, width), or None, got {window}")
+    if sides is not None and (
+        len(sides) != 2 or any(not isinstance(n, int) or n < 1 or n % 2 == 0 for n in sides)
+    ):
+        raise ValueError(
+            f"window must be an odd number of pixels, two of them (height, width), or None, got {window}"
+        )
     if not isinstance(head_window, int) or head_window < 1 or head_window % 2 == 0:
         raise ValueError(f"head_window must be an odd number of heads, got {head_window}")
     if head_border not in ("clip", "wrap"):
         raise ValueError(f"head_border must be 'clip' or 'wrap', got {head_border!r}")
     if head_border == "wrap" and head_window > num_heads:
-        raise ValueError(f"head_window must be at most num_heads={num_heads} where heads wrap around, "
-                         f"got {head_window}")
+        raise ValueError(
+            f"head_window must be at most num_heads={num_heads} where heads wrap around, "
+            f"got {head_window}"
+        )
     return None if sides is None else (sides[0], sides[1])
 
 
-def check_prev_logits(prev_logits: Tensor | None, B: int, K: int, N: int, M: int | None = None) -> Tensor:
+def check_prev_logits(
+    prev_logits: Tensor | None, B: int, K: int, N: int, M: int | None = None
+) -> Tensor:
     """Return the previous layer's logits, if they are (B, K, N, M); M is N unless given.
 
     Raises:
@@ -198,9 +237,12 @@ def check_prev_logits(prev_logits: Tensor | None, B: int, K: int, N: int, M: int
     M = N if M is None else M
     if prev_logits is None:
         raise ValueError(
-            f"this layer evolves the previous layer's maps: prev_logits of shape {[B, K, N, M]} required, got None")
+            f"this layer evolves the previous layer's maps: prev_logits of shape {[B, K, N, M]} required, got None"
+        )
     if prev_logits.shape != (B, K, N, M):
-        raise ValueError(f"prev_logits of shape {[B, K, N, M]} required, got {list(prev_logits.shape)}")
+        raise ValueError(
+            f"prev_logits of shape {[B, K, N, M]} required, got {list(prev_logits.shape)}"
+        )
     return prev_logits
 
 

@@ -33,8 +33,12 @@ def relative_logits(q: Tensor, height_rel: Tensor, width_rel: Tensor) -> tuple[T
 
 
 def own_logits(
-        q: Tensor, k: Tensor, height_rel: Tensor | None, width_rel: Tensor | None, scale: float,
-        feat_size: tuple[int, int],
+    q: Tensor,
+    k: Tensor,
+    height_rel: Tensor | None,
+    width_rel: Tensor | None,
+    scale: float,
+    feat_size: tuple[int, int],
 ) -> Tensor:
     """Return dot products and position terms (AA paper, equation 4): q (B, K, N, D), k (B, K, M, D) -> (B, K, N, M).
 
@@ -45,7 +49,9 @@ def own_logits(
     q = q * scale
     logits = q @ k.transpose(-2, -1)
     if height_rel is not None and width_rel is not None:
-        by_row, by_col = relative_logits(q.reshape(B, K, H, W, D), height_rel.to(q.dtype), width_rel.to(q.dtype))
+        by_row, by_col = relative_logits(
+            q.reshape(B, K, H, W, D), height_rel.to(q.dtype), width_rel.to(q.dtype)
+        )
         logits = logits.view(B, K, H, W, H, W) + by_row.unsqueeze(-1) + by_col.unsqueeze(-2)
         logits = logits.view(B, K, N, N)
     return logits
@@ -61,7 +67,9 @@ def mixed(gate: float | Tensor, one: Tensor, other: Tensor) -> Tensor:
     """
     if isinstance(gate, Tensor):
         gate = gate.view(-1, 1, 1)
-        return (gate * one + (1.0 - gate) * other).to(other.dtype)  # of half maps, too, the gate is in float32
+        return (gate * one + (1.0 - gate) * other).to(
+            other.dtype
+        )  # of half maps, too, the gate is in float32
     return gate * one + (1.0 - gate) * other
 
 
@@ -85,16 +93,30 @@ def neighbours(x: Tensor, head_window: int) -> list[Tensor]:
 
 
 def neighbours_logits(
-        q: Tensor, k: Tensor, height_rel: Tensor | None, width_rel: Tensor | None, scale: float,
-        feat_size: tuple[int, int], head_window: int,
+    q: Tensor,
+    k: Tensor,
+    height_rel: Tensor | None,
+    width_rel: Tensor | None,
+    scale: float,
+    feat_size: tuple[int, int],
+    head_window: int,
 ) -> Tensor:
     """Return `own_logits` of each head's queries with the keys of its `neighbours`: (B, K, N, D) -> (B, K, N, S*N)."""
-    return torch.cat([own_logits(q, keys, height_rel, width_rel, scale, feat_size)
-                      for keys in neighbours(k, head_window)], dim=-1)
+    return torch.cat(
+        [
+            own_logits(q, keys, height_rel, width_rel, scale, feat_size)
+            for keys in neighbours(k, head_window)
+        ],
+        dim=-1,
+    )
 
 
 def within_windows(
-        logits: Tensor, feat_size: tuple[int, int], window: tuple[int, int] | None, head_window: int, wrap: bool,
+    logits: Tensor,
+    feat_size: tuple[int, int],
+    window: tuple[int, int] | None,
+    head_window: int,
+    wrap: bool,
 ) -> Tensor:
     """Put -inf on the keys outside a query's window of pixels and, unless the heads are a ring (`wrap`), on those of
     heads beyond the first and last: (B, K, N, S*N) -> the same."""
@@ -109,12 +131,17 @@ def within_windows(
     if head_window > 1 and not wrap:
         head = torch.arange(K, device=logits.device).unsqueeze(1)
         head = head + torch.arange(head_window, device=logits.device) - head_window // 2  # (K, S)
-        logits = logits.masked_fill(((head < 0) | (head >= K)).view(K, 1, head_window, 1), float("-inf"))
+        logits = logits.masked_fill(
+            ((head < 0) | (head >= K)).view(K, 1, head_window, 1), float("-inf")
+        )
     return logits.view(B, K, N, M)
 
 
 def readable(
-        logits: Tensor, causal: str = "none", key_padding: Tensor | None = None, query_padding: Tensor | None = None,
+    logits: Tensor,
+    causal: str = "none",
+    key_padding: Tensor | None = None,
+    query_padding: Tensor | None = None,
 ) -> Tensor | None:
     """Return which entries of a sequence's maps may be read: booleans that broadcast to (B, K, Q, N), or None for all.
 
@@ -167,14 +194,24 @@ class Reference(Implementation):
         else:
             logits = own_logits(p.q, p.k, *p.tables(), p.scale, p.feat_size)
         if p.prev_logits is not None:
-            before = convolved = p.prev_logits if p.predict else mixed(p.alpha, p.prev_logits, logits)
+            before = convolved = (
+                p.prev_logits if p.predict else mixed(p.alpha, p.prev_logits, logits)
+            )
             if p.weight is not None:
-                patches = F.conv2d(among_patches(before, p.num_prefix_tokens), p.weight.to(before.dtype),
-                                   p.bias.to(before.dtype), padding="same")
+                patches = F.conv2d(
+                    among_patches(before, p.num_prefix_tokens),
+                    p.weight.to(before.dtype),
+                    p.bias.to(before.dtype),
+                    padding="same",
+                )
                 convolved = with_prefix(before, F.relu(patches), p.num_prefix_tokens)
-            logits = mixed(p.alpha, convolved, logits) if p.predict else mixed(p.beta, convolved, before)
+            logits = (
+                mixed(p.alpha, convolved, logits) if p.predict else mixed(p.beta, convolved, before)
+            )
         seen = logits
         if p.local:
-            seen = within_windows(logits, p.feat_size, p.window, p.head_window, p.head_border == "wrap")
+            seen = within_windows(
+                logits, p.feat_size, p.window, p.head_window, p.head_border == "wrap"
+            )
         attn = F.dropout(attention_of(seen), p.dropout_p)
         return attn.to(v.dtype) @ v, logits if p.need_logits else None

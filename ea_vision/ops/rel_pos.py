@@ -28,7 +28,7 @@ def fit_rel_table(table: Tensor, size: int) -> Tensor:
         return table
     if new < old:
         first = (old - new) // 2
-        return table[first:first + new]
+        return table[first : first + new]
     rows = table.t().unsqueeze(0)  # (1, D, 2L-1)
     return F.interpolate(rows, size=new, mode="linear", align_corners=False).squeeze(0).t()
 

@@ -23,12 +23,16 @@ def folded(problem: Problem) -> tuple[Tensor, Tensor]:
     if height_rel is None:
         return q, k
     (B, K, N, D), (H, W) = q.shape, problem.feat_size
-    by_row, by_col = relative_logits(q.reshape(B, K, H, W, D), height_rel.to(q.dtype), width_rel.to(q.dtype))
+    by_row, by_col = relative_logits(
+        q.reshape(B, K, H, W, D), height_rel.to(q.dtype), width_rel.to(q.dtype)
+    )
     pixel = torch.arange(N, device=q.device)
     rows = F.one_hot(pixel // W, H).to(k.dtype).expand(B, K, N, H)
     cols = F.one_hot(pixel % W, W).to(k.dtype).expand(B, K, N, W)
-    return (torch.cat([q, by_row.reshape(B, K, N, H), by_col.reshape(B, K, N, W)], dim=-1),
-            torch.cat([k, rows, cols], dim=-1))
+    return (
+        torch.cat([q, by_row.reshape(B, K, N, H), by_col.reshape(B, K, N, W)], dim=-1),
+        torch.cat([k, rows, cols], dim=-1),
+    )
 
 
 def widened(x: Tensor, width: int) -> Tensor:
@@ -45,7 +49,10 @@ class Sdpa(Implementation):
 
     def forward(self, problem: Problem) -> tuple[Tensor, None]:
         (q, k), v = folded(problem), problem.v
-        width = -(-max(q.shape[-1], v.shape[-1]) // 8) * 8  # fused kernels want one width, a multiple of 8
+        width = (
+            -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
+        )  # fused kernels want one width, a multiple of 8
         out = F.scaled_dot_product_attention(
-            *(widened(x, width) for x in (q, k, v)), dropout_p=problem.dropout_p, scale=1.0)
-        return out[..., :v.shape[-1]], None
+            *(widened(x, width) for x in (q, k, v)), dropout_p=problem.dropout_p, scale=1.0
+        )
+        return out[..., : v.shape[-1]], None

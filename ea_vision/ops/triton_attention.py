@@ -81,8 +81,11 @@ def _version() -> tuple[int, ...]:
 # where Triton before its pull request 10988 sums chained products wrongly (triton-lang/triton issue 10821); they are
 # done by 32. SMALL: of `triton_tiles`. DTYPE, GATED and GIVEN, the names of the arguments that are not None, tell apart
 # what triton.autotune times.
-Shape = namedtuple("Shape", "H W N K KS KP DP EP RP SP TP LINE PREFIX RELATIVE SPLIT SMALL DTYPE GATED GIVEN",
-                   defaults=((),))
+Shape = namedtuple(
+    "Shape",
+    "H W N K KS KP DP EP RP SP TP LINE PREFIX RELATIVE SPLIT SMALL DTYPE GATED GIVEN",
+    defaults=((),),
+)
 # A tensor (B, K, N, D) with its strides, all but the last by UNITs of numbers: how wide the compiler may load
 Rows = namedtuple("Rows", "data image head pixel width UNIT D DP LINE")
 # The convolution's weight with its strides
@@ -91,13 +94,17 @@ Weight = namedtuple("Weight", "data makes takes y x")
 Dropout = namedtuple("Dropout", "seed threshold gain")
 
 
-def _shares(has_prev: bool, has_weight: bool, alpha: float, beta: float, predict: bool, gates: Tensor | None):
+def _shares(
+    has_prev: bool, has_weight: bool, alpha: float, beta: float, predict: bool, gates: Tensor | None
+):
     """Return the (conv, kept, own) shares of the logits, and of EA's m, or None where there is none. A share is a
     number, or of gates (K) numbers by heads, or None: the term is dropped."""
     if not has_prev:
         return (None, None, 1.0), None
     if gates is None:
-        alphas, betas, one_less_alpha, one_less_beta = (x or None for x in (alpha, beta, 1.0 - alpha, 1.0 - beta))
+        alphas, betas, one_less_alpha, one_less_beta = (
+            x or None for x in (alpha, beta, 1.0 - alpha, 1.0 - beta)
+        )
     else:
         alphas, betas, one_less_alpha, one_less_beta = torch.cat([gates, 1.0 - gates]).float()
     if predict and has_weight:
@@ -123,14 +130,20 @@ def _new_rows(q: Tensor, width: int) -> Tensor:
     return q.new_empty(B, N, K, width).transpose(1, 2)
 
 
-def _outputs(q: Tensor, v: Tensor, shares, prefix: int, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _outputs(
+    q: Tensor, v: Tensor, shares, prefix: int, save: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return room for out, logits (empty unless `save`), the rows' log-sum-exp, base 2, and where the ReLU passed its
     gradient, (B, N, N), a bit a head (empty unless `save`, and where the logits, which backward reads, tell)."""
     (B, K, N, _), (conv, kept, own) = q.shape, shares
     alone = isinstance(conv, float) and conv > 0 and kept is None and own is None and prefix == 0
     signs = (B, N, N) if save and conv is not None and not alone else (0,)
-    return (_new_rows(q, v.shape[-1]), _new_maps(q).permute(0, 3, 1, 2) if save else q.new_empty(0),
-            q.new_empty(B, K, N, dtype=torch.float32), q.new_empty(signs, dtype=torch.uint8 if K <= 8 else torch.int16))
+    return (
+        _new_rows(q, v.shape[-1]),
+        _new_maps(q).permute(0, 3, 1, 2) if save else q.new_empty(0),
+        q.new_empty(B, K, N, dtype=torch.float32),
+        q.new_empty(signs, dtype=torch.uint8 if K <= 8 else torch.int16),
+    )
 
 
 def _given(x: Tensor) -> Tensor | None:
@@ -166,31 +179,69 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 
 
 def _prepared(
-        inputs: Sequence[Tensor | None], alpha: float, beta: float, predict: bool, scale: float, dropout_p: float,
-        H: int, W: int, prefix: int,
+    inputs: Sequence[Tensor | None],
+    alpha: float,
+    beta: float,
+    predict: bool,
+    scale: float,
+    dropout_p: float,
+    H: int,
+    W: int,
+    prefix: int,
 ):
     """Return the shares of the logits and of EA's m, see `_shares`, and by name what kernels take of the inputs."""
     q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, seed = inputs
-    shares, mixing = _shares(prev_logits is not None, weight is not None, alpha, beta, predict, gates)
+    shares, mixing = _shares(
+        prev_logits is not None, weight is not None, alpha, beta, predict, gates
+    )
     K, relative = q.shape[1], height_rel is not None
     kernel_size = 1 if weight is None else weight.shape[-1]
     chip = _capability(q.device) if q.is_cuda else None
     RP = _power(kernel_size * K)
     line = 32 * min(K & -K, 16 // q.element_size()) // RP
     S = Shape(
-        H, W, H * W, K, kernel_size, KP=_power(K, 1), DP=_power(q.shape[-1]), EP=_power(v.shape[-1]), RP=RP,
-        LINE=max(1, line), SP=_power(H + W if relative else 1), TP=_power(2 * H + 2 * W - 2 if relative else 1),
-        PREFIX=0 if weight is None else prefix, RELATIVE=relative, SPLIT=chip is not None and chip[0] == 10,
-        SMALL=chip in SMALL_MEMORY, DTYPE=str(q.dtype), GATED=gates is not None)
+        H,
+        W,
+        H * W,
+        K,
+        kernel_size,
+        KP=_power(K, 1),
+        DP=_power(q.shape[-1]),
+        EP=_power(v.shape[-1]),
+        RP=RP,
+        LINE=max(1, line),
+        SP=_power(H + W if relative else 1),
+        TP=_power(2 * H + 2 * W - 2 if relative else 1),
+        PREFIX=0 if weight is None else prefix,
+        RELATIVE=relative,
+        SPLIT=chip is not None and chip[0] == 10,
+        SMALL=chip in SMALL_MEMORY,
+        DTYPE=str(q.dtype),
+        GATED=gates is not None,
+    )
     weight = _dense(weight)
     dropout = None
     if seed is not None:
-        dropout = Dropout(seed, round(dropout_p * (1 << 24)), 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0)
-    return shares, mixing, {
-        "q": _rows(q), "k": _rows(k), "v": _rows(v), "height_rel": _contiguous(height_rel),
-        "width_rel": _contiguous(width_rel), "maps": _heads_last(prev_logits), "bias": _contiguous(bias),
-        "weight": None if weight is None else Weight(weight, *weight.stride()), "scale": scale, "S": S,
-        "dropout": dropout}
+        dropout = Dropout(
+            seed, round(dropout_p * (1 << 24)), 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0
+        )
+    return (
+        shares,
+        mixing,
+        {
+            "q": _rows(q),
+            "k": _rows(k),
+            "v": _rows(v),
+            "height_rel": _contiguous(height_rel),
+            "width_rel": _contiguous(width_rel),
+            "maps": _heads_last(prev_logits),
+            "bias": _contiguous(bias),
+            "weight": None if weight is None else Weight(weight, *weight.stride()),
+            "scale": scale,
+            "S": S,
+            "dropout": dropout,
+        },
+    )
 
 
 def _programs(q: Tensor, pixels: int) -> int:
@@ -205,10 +256,14 @@ def _launch(kernel, tile: Tile, **arguments) -> None:
     arguments |= {"I": tile.queries, "J": tile.keys}
     arguments = {name: x for name, x in arguments.items() if name in kernel.arg_names}
     if triton_tiles.tunes(q.device, programs, arguments):
-        S = arguments["S"]._replace(GIVEN=tuple(name for name, x in arguments.items() if x is not None))
+        S = arguments["S"]._replace(
+            GIVEN=tuple(name for name, x in arguments.items() if x is not None)
+        )
         tuner = triton_tiles.tuned(kernel, tile, S)
         # a CUDA graph would capture the trials
-        if tuner.cache or not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        if tuner.cache or not (
+            torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        ):
             del arguments["I" if by_keys else "J"]
             tuner[programs,](**arguments | {"S": S})
             return
@@ -217,23 +272,54 @@ def _launch(kernel, tile: Tile, **arguments) -> None:
 
 
 def _run_forward(
-        q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None,
-        prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None, gates: Tensor | None,
-        seed: Tensor | None, alpha: float, beta: float, predict: bool, scale: float, dropout_p: float, height: int,
-        width: int, prefix: int, save: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    height_rel: Tensor | None,
+    width_rel: Tensor | None,
+    prev_logits: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    gates: Tensor | None,
+    seed: Tensor | None,
+    alpha: float,
+    beta: float,
+    predict: bool,
+    scale: float,
+    dropout_p: float,
+    height: int,
+    width: int,
+    prefix: int,
+    save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return `_outputs`, filled."""
     from ea_vision.ops import triton_kernels
 
     inputs = q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, seed
-    shares, mixing, common = _prepared(inputs, alpha, beta, predict, scale, dropout_p, height, width, prefix)
+    shares, mixing, common = _prepared(
+        inputs, alpha, beta, predict, scale, dropout_p, height, width, prefix
+    )
     maps, dropout, S = common["maps"], common["dropout"], common["S"]
 
     def evolve(maps, conv, kept, own, dropout=None, logits=None, signs=None, out=None, lse=None):
         tile = default_tile("evolve", S, conv is not None, out is not None)
-        _launch(triton_kernels.evolve, tile, **common | {
-            "maps": maps, "conv": conv, "kept": kept, "own": own, "dropout": dropout, "logits": logits, "signs": signs,
-            "out": out, "lse": lse, "S": S})
+        _launch(
+            triton_kernels.evolve,
+            tile,
+            **common
+            | {
+                "maps": maps,
+                "conv": conv,
+                "kept": kept,
+                "own": own,
+                "dropout": dropout,
+                "logits": logits,
+                "signs": signs,
+                "out": out,
+                "lse": lse,
+                "S": S,
+            },
+        )
 
     with torch.cuda.device_of(q):
         if mixing is not None:
@@ -241,7 +327,9 @@ def _run_forward(
             evolve(maps, *mixing, logits=mixed)
             maps = mixed
         out, logits, lse, signs = _outputs(q, v, shares, prefix, save)
-        if S.KP > 8 and shares[0] is not None:  # convolution and softmax of so many heads do not fit into one kernel
+        if (
+            S.KP > 8 and shares[0] is not None
+        ):  # convolution and softmax of so many heads do not fit into one kernel
             evolved = logits if save else _new_maps(q)
             evolve(maps, *shares, logits=evolved, signs=_given(signs))
             S = S._replace(GATED=False)
@@ -251,20 +339,49 @@ def _run_forward(
     return out, logits, lse, signs
 
 
-_forward = torch.library.custom_op("ea_vision::triton_attention_forward", _run_forward, mutates_args=())
+_forward = torch.library.custom_op(
+    "ea_vision::triton_attention_forward", _run_forward, mutates_args=()
+)
 
 
 @_forward.register_fake
-def _(q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, seed, alpha, beta, predict, *rest):
+def _(
+    q,
+    k,
+    v,
+    height_rel,
+    width_rel,
+    prev_logits,
+    weight,
+    bias,
+    gates,
+    seed,
+    alpha,
+    beta,
+    predict,
+    *rest,
+):
     *_, prefix, save = rest
     shares, _ = _shares(prev_logits is not None, weight is not None, alpha, beta, predict, gates)
     return _outputs(q, v, shares, prefix, save)
 
 
 def _run_backward(
-        d_out: Tensor, d_logits: Tensor | None, inputs: list[Tensor | None], out: Tensor, logits: Tensor, lse: Tensor,
-        signs: Tensor, alpha: float, beta: float, predict: bool, scale: float, dropout_p: float, height: int,
-        width: int, prefix: int,
+    d_out: Tensor,
+    d_logits: Tensor | None,
+    inputs: list[Tensor | None],
+    out: Tensor,
+    logits: Tensor,
+    lse: Tensor,
+    signs: Tensor,
+    alpha: float,
+    beta: float,
+    predict: bool,
+    scale: float,
+    dropout_p: float,
+    height: int,
+    width: int,
+    prefix: int,
 ) -> list[Tensor]:
     """Return gradients of q, k, v, both tables, one after the other, prev_logits, weight, bias and gates, which with
     the seed are `inputs`; empty for what there is not."""
@@ -272,7 +389,8 @@ def _run_backward(
 
     q, _, v, height_rel, width_rel, _, weight, bias, gates, _ = inputs
     (conv, kept, own), mixing, common = _prepared(
-        inputs, alpha, beta, predict, scale, dropout_p, height, width, prefix)
+        inputs, alpha, beta, predict, scale, dropout_p, height, width, prefix
+    )
     K, S, weight = q.shape[1], common["S"], _dense(weight)
     with torch.cuda.device_of(q):
         delta = torch.empty_like(lse)
@@ -286,11 +404,23 @@ def _run_backward(
         common |= {"d_conv": d_conv, "conv": conv}
         tile = default_tile("logits_backward", S, conv is not None)
         d_bias = q.new_empty(0 if conv is None else _programs(q, tile.keys), K, dtype=torch.float32)
-        _launch(triton_kernels.logits_backward, tile, **common, logits=_heads_last(logits), signs=_given(signs),
-                lse=lse, d_logits=_heads_last(d_logits), d_maps=g, d_v=d_v, d_bias=d_bias)
+        _launch(
+            triton_kernels.logits_backward,
+            tile,
+            **common,
+            logits=_heads_last(logits),
+            signs=_given(signs),
+            lse=lse,
+            d_logits=_heads_last(d_logits),
+            d_maps=g,
+            d_v=d_v,
+            d_bias=d_bias,
+        )
 
         # Convolution, mixing, and the query's side: d_prev, d_q, and by program d_tables, d_weight, d_alpha, d_beta
-        prev_share, own_share = (0.0 if share is None else share for share in (mixing or (1.0, own))[-2:])
+        prev_share, own_share = (
+            0.0 if share is None else share for share in (mixing or (1.0, own))[-2:]
+        )
         by_number = isinstance(own_share, float)
         # d_k comes from the stored d_prev = alpha * a; with alpha 0 that would be lost, so a is stored, d_prev cleared
         store_share = prev_share if by_number and prev_share else 1.0
@@ -301,21 +431,51 @@ def _run_backward(
         by_query = q.new_empty(_programs(q, tile.queries), n_tables + n_gates, dtype=torch.float32)
         d_q, d_k = _new_rows(q, q.shape[-1]), _new_rows(q, q.shape[-1])
         common["d_logits"] = g
-        _launch(triton_kernels.queries_backward, tile, **common, d_maps=d_prev, d_q=d_q, d_table=by_query,
-                d_alpha=by_query[:, n_tables:] if n_gates else None, part_stride=by_query.shape[1], kept=kept,
-                maps_share=store_share, own=own_share, OWN_FROM_MAPS=mixing is not None)
+        _launch(
+            triton_kernels.queries_backward,
+            tile,
+            **common,
+            d_maps=d_prev,
+            d_q=d_q,
+            d_table=by_query,
+            d_alpha=by_query[:, n_tables:] if n_gates else None,
+            part_stride=by_query.shape[1],
+            kept=kept,
+            maps_share=store_share,
+            own=own_share,
+            OWN_FROM_MAPS=mixing is not None,
+        )
         tile = default_tile("weight_backward", S, mixing is not None)
-        by_tap = q.new_empty(0 if conv is None else _programs(q, tile.queries), n_weight + n_gates, dtype=torch.float32)
+        by_tap = q.new_empty(
+            0 if conv is None else _programs(q, tile.queries),
+            n_weight + n_gates,
+            dtype=torch.float32,
+        )
         if conv is not None:
-            _launch(triton_kernels.weight_backward, tile, **common, d_weight=by_tap,
-                    d_beta=by_tap[:, n_weight:] if n_gates and mixing else None, part_stride=by_tap.shape[1],
-                    kept=prev_share, own=own_share if mixing else None)
+            _launch(
+                triton_kernels.weight_backward,
+                tile,
+                **common,
+                d_weight=by_tap,
+                d_beta=by_tap[:, n_weight:] if n_gates and mixing else None,
+                part_stride=by_tap.shape[1],
+                kept=prev_share,
+                own=own_share if mixing else None,
+            )
 
         # The key's side
-        _launch(triton_kernels.keys_backward, default_tile("keys_backward", S, True), **common | {
-            "maps": d_prev if mixing else g, "d_k": d_k, "own": None if by_number else own_share,
-            "share": scale * own_share / store_share if by_number else scale,
-            "stored": prev_share if mixing and n_gates else None})
+        _launch(
+            triton_kernels.keys_backward,
+            default_tile("keys_backward", S, True),
+            **common
+            | {
+                "maps": d_prev if mixing else g,
+                "d_k": d_k,
+                "own": None if by_number else own_share,
+                "share": scale * own_share / store_share if by_number else scale,
+                "stored": prev_share if mixing and n_gates else None,
+            },
+        )
 
     d_table, d_weight, d_bias = by_query.sum(0), by_tap.sum(0), d_bias.sum(0)
     d_alpha, d_beta = d_table[n_tables:], d_weight[n_weight:]
@@ -340,22 +500,31 @@ def _run_backward(
     return [d_q, d_k, d_v, d_table, d_prev, d_weight, d_bias, d_gates]
 
 
-_backward = torch.library.custom_op("ea_vision::triton_attention_backward", _run_backward, mutates_args=())
+_backward = torch.library.custom_op(
+    "ea_vision::triton_attention_backward", _run_backward, mutates_args=()
+)
 
 
 @_backward.register_fake
 def _(d_out, d_logits, inputs, *_):
     q, _, v, height_rel, width_rel, prev_logits, weight, _, gates, _ = inputs
     sums = q.new_empty(0, dtype=torch.float32)
-    return [_new_rows(q, q.shape[-1]), _new_rows(q, q.shape[-1]), _new_rows(q, v.shape[-1]),
-            sums.new_empty(_count(height_rel, width_rel)),
-            q.new_empty(0) if prev_logits is None else _new_maps(q).permute(0, 3, 1, 2),
-            sums if weight is None else torch.empty_like(_dense(weight), dtype=torch.float32),
-            sums.new_empty(q.shape[1]), q.new_empty(0) if gates is None else gates.new_empty(gates.shape)]
+    return [
+        _new_rows(q, q.shape[-1]),
+        _new_rows(q, q.shape[-1]),
+        _new_rows(q, v.shape[-1]),
+        sums.new_empty(_count(height_rel, width_rel)),
+        q.new_empty(0) if prev_logits is None else _new_maps(q).permute(0, 3, 1, 2),
+        sums if weight is None else torch.empty_like(_dense(weight), dtype=torch.float32),
+        sums.new_empty(q.shape[1]),
+        q.new_empty(0) if gates is None else gates.new_empty(gates.shape),
+    ]
 
 
 def _keep(ctx, inputs, output) -> None:
-    ctx.set_materialize_grads(False)  # the last logits of a chain have no gradient: no N x N zeros for them
+    ctx.set_materialize_grads(
+        False
+    )  # the last logits of a chain have no gradient: no N x N zeros for them
     ctx.mark_non_differentiable(*output[2:])
     ctx.save_for_backward(*inputs[:10], *output)
     ctx.options = inputs[10:-1]
@@ -367,14 +536,26 @@ def _differentiate(ctx, d_out, d_logits, d_lse, d_signs):
     if d_out is None:
         d_out = torch.zeros_like(out)
     *d_rows, d_table, d_prev, d_weight, d_bias, d_gates = _backward(
-        d_out, d_logits, inputs, out, *saved, *ctx.options)
+        d_out, d_logits, inputs, out, *saved, *ctx.options
+    )
     d_height = d_width = None
     if height_rel is not None:
-        d_height, d_width = (x.view(table.shape) for x, table in zip(
-            d_table.split([height_rel.numel(), width_rel.numel()]), (height_rel, width_rel), strict=True))
+        d_height, d_width = (
+            x.view(table.shape)
+            for x, table in zip(
+                d_table.split([height_rel.numel(), width_rel.numel()]),
+                (height_rel, width_rel),
+                strict=True,
+            )
+        )
     gradients = *d_rows, d_height, d_width, d_prev, d_weight, d_bias, d_gates
-    return (*(None if x is None else gradient.to(x.dtype) for x, gradient in zip(inputs[:9], gradients, strict=True)),
-            *(None,) * 10)
+    return (
+        *(
+            None if x is None else gradient.to(x.dtype)
+            for x, gradient in zip(inputs[:9], gradients, strict=True)
+        ),
+        *(None,) * 10,
+    )
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep)
@@ -399,9 +580,13 @@ class Triton(Implementation):
                 return f"Triton {LEAST_VERSION} or later is required, got {_version()}"
         if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"float32, bfloat16 or float16 is required, got {q.dtype}"
-        most_heads = 8 if q.dtype == torch.float32 and not INTERPRETING else MAX_HEADS  # by the shared memory there is
+        most_heads = (
+            8 if q.dtype == torch.float32 and not INTERPRETING else MAX_HEADS
+        )  # by the shared memory there is
         if q.shape[1] > most_heads:
-            return f"at most {most_heads} heads are supported in {str(q.dtype)[6:]}, got {q.shape[1]}"
+            return (
+                f"at most {most_heads} heads are supported in {str(q.dtype)[6:]}, got {q.shape[1]}"
+            )
         if max(q.shape[-1], v.shape[-1]) > MAX_DIM_HEAD:
             return f"heads at most {MAX_DIM_HEAD} wide are supported, got {q.shape[-1]} (q, k) and {v.shape[-1]} (v)"
         if q.shape[2] > MAX_PIXELS:
@@ -419,9 +604,28 @@ class Triton(Implementation):
         if p.prev_logits is not None:
             prev, gates = p.prev_logits.to(p.q.dtype), p.gates()
         alpha, beta = (p.alpha, p.beta) if gates is None else (1.0, 1.0)
-        inputs = (p.q, p.k, p.v, p.height_rel, p.width_rel, prev, p.weight, p.bias, gates, p.dropout_seed())
+        inputs = (
+            p.q,
+            p.k,
+            p.v,
+            p.height_rel,
+            p.width_rel,
+            prev,
+            p.weight,
+            p.bias,
+            gates,
+            p.dropout_seed(),
+        )
         learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
         out, logits, _, _ = _forward(
-            *inputs, float(alpha), float(beta), p.predict, float(p.scale), float(p.dropout_p), *p.feat_size,
-            p.num_prefix_tokens, p.need_logits or learns)
+            *inputs,
+            float(alpha),
+            float(beta),
+            p.predict,
+            float(p.scale),
+            float(p.dropout_p),
+            *p.feat_size,
+            p.num_prefix_tokens,
+            p.need_logits or learns,
+        )
         return out, logits if p.need_logits else None

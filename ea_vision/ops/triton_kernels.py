@@ -45,7 +45,11 @@ def _operand(x, STORE):
 def _load_rows(x, image, head, pixel, d, S):
     """Load heads, pixels and numbers, which broadcast, of one image's (K, N, D) tensor x, zeros outside."""
     at = (head * x.head + pixel * x.pixel) * x.UNIT + d * x.width
-    return tl.load(x.data + image * x.image * x.UNIT + at, mask=(head < S.K) & (pixel < S.N) & (d < x.D), other=0.0)
+    return tl.load(
+        x.data + image * x.image * x.UNIT + at,
+        mask=(head < S.K) & (pixel < S.N) & (d < x.D),
+        other=0.0,
+    )
 
 
 @triton.jit
@@ -148,8 +152,12 @@ def _taps(weight, head, r, dy, ADJOINT, S):
     """Return offsets in the (K, K, KS, KS) weight of its tap row dy, r = (dx, the head that it takes) flat; ADJOINT: of
     the convolution's adjoint."""
     if ADJOINT:
-        return (r % S.K * weight.makes + head * weight.takes + (S.KS - 1 - dy) * weight.y
-                + (S.KS - 1 - r // S.K) * weight.x)
+        return (
+            r % S.K * weight.makes
+            + head * weight.takes
+            + (S.KS - 1 - dy) * weight.y
+            + (S.KS - 1 - r // S.K) * weight.x
+        )
     else:
         return head * weight.makes + r % S.K * weight.takes + dy * weight.y + r // S.K * weight.x
 
@@ -256,7 +264,9 @@ def _table(height_rel, width_rel, q, S):
     d = tl.arange(0, q.DP)[None, :]
     rows = tl.load(height_rel + t * q.D + d, mask=(t < 2 * S.H - 1) & (d < q.D), other=0.0)
     t -= 2 * S.H - 1
-    columns = tl.load(width_rel + t * q.D + d, mask=(t >= 0) & (t < 2 * S.W - 1) & (d < q.D), other=0.0)
+    columns = tl.load(
+        width_rel + t * q.D + d, mask=(t >= 0) & (t < 2 * S.W - 1) & (d < q.D), other=0.0
+    )
     return _operand(rows + columns, q.data.dtype.element_ty)
 
 
@@ -274,7 +284,11 @@ def _queries(q, height_rel, width_rel, image, i, S):
         t = _table(height_rel, width_rel, q, S)
         by_offset = _product(tl.reshape(qi, (KP * I, q.DP)), tl.trans(t), S)  # (KP*I, TP)
         s = tl.arange(0, SP)[None, :]
-        at = tl.where(s < S.H, s - i[:, None] // S.W + (S.H - 1), s - S.H - i[:, None] % S.W + (2 * S.H + S.W - 2))
+        at = tl.where(
+            s < S.H,
+            s - i[:, None] // S.W + (S.H - 1),
+            s - S.H - i[:, None] % S.W + (2 * S.H + S.W - 2),
+        )
         at = tl.minimum(tl.maximum(at, 0), S.TP - 1)
         at = tl.reshape(tl.broadcast_to(at[None, :, :], (KP, I, SP)), (KP * I, SP))
         by_position = tl.reshape(tl.gather(by_offset, at, 1), (KP, I, SP))
@@ -291,7 +305,9 @@ def _by_offset(d_products, i, STORE, S):
     I: constexpr = i.shape[0]
     t = tl.arange(0, TP)[None, :]
     rows = t < 2 * S.H - 1
-    s = tl.where(rows, t + i[:, None] // S.W - (S.H - 1), t + i[:, None] % S.W - (2 * S.H + S.W - 2) + S.H)
+    s = tl.where(
+        rows, t + i[:, None] // S.W - (S.H - 1), t + i[:, None] % S.W - (2 * S.H + S.W - 2) + S.H
+    )
     used = ((rows & (s >= 0)) & (s < S.H)) | (((t >= 2 * S.H - 1) & (s >= S.H)) & (s < S.H + S.W))
     s = tl.minimum(tl.maximum(s, 0), S.SP - 1)
     s = tl.reshape(tl.broadcast_to(s[None, :, :], (KP, I, TP)), (KP * I, TP))
@@ -320,8 +336,26 @@ def _own(qi, by_position, k, image, j0, J, S):
 
 @triton.jit
 def evolve(
-        q, k, v, height_rel, width_rel, maps, weight, bias, logits, signs, out, lse, conv, kept, own, scale, dropout,
-        S: constexpr, I: constexpr, J: constexpr,
+    q,
+    k,
+    v,
+    height_rel,
+    width_rel,
+    maps,
+    weight,
+    bias,
+    logits,
+    signs,
+    out,
+    lse,
+    conv,
+    kept,
+    own,
+    scale,
+    dropout,
+    S: constexpr,
+    I: constexpr,
+    J: constexpr,
 ):
     """Form conv * relu(conv(maps)) + kept * maps + own * own logits; `logits` stores them, `out` attends.
 
@@ -363,7 +397,10 @@ def evolve(
                 z = tl.where(patches, z, here)
             s += conv_gate * z
             if signs is not None:
-                bits = tl.sum(tl.where(passes, tl.full((I, J, S.KP), 1, tl.int32) << head[None, None, :], 0), 2)
+                bits = tl.sum(
+                    tl.where(passes, tl.full((I, J, S.KP), 1, tl.int32) << head[None, None, :], 0),
+                    2,
+                )
                 places, mask = _signs(signs, image, i[:, None], j[None, :], S)
                 tl.store(places, bits.to(signs.dtype.element_ty), mask=mask)
         if kept is not None:
@@ -380,7 +417,11 @@ def evolve(
             shrink = tl.exp2(top - new_top)
             total = total * shrink + tl.sum(p, 2)
             if dropout is not None:
-                p = tl.where(_kept(key[:, :, None], salt[:, :, None], j[None, None, :], dropout.threshold), p, 0.0)
+                p = tl.where(
+                    _kept(key[:, :, None], salt[:, :, None], j[None, None, :], dropout.threshold),
+                    p,
+                    0.0,
+                )
             mean = _dot(_operand(p, STORE), _rows(v, image, j, S), mean * shrink[:, :, None])
             top = new_top
 
@@ -404,8 +445,22 @@ def row_products(out, d_out, delta, S: constexpr, I: constexpr):
 
 @triton.jit
 def logits_backward(
-        v, logits, signs, d_logits, d_out, lse, delta, d_conv, d_maps, d_v, d_bias, conv, dropout,
-        S: constexpr, I: constexpr, J: constexpr,
+    v,
+    logits,
+    signs,
+    d_logits,
+    d_out,
+    lse,
+    delta,
+    d_conv,
+    d_maps,
+    d_v,
+    d_bias,
+    conv,
+    dropout,
+    S: constexpr,
+    I: constexpr,
+    J: constexpr,
 ):
     """Go back through softmax and ReLU. A program: J keys of an image, all heads, all queries by blocks of I.
 
@@ -432,7 +487,9 @@ def logits_backward(
         row_delta = tl.load(delta + row, mask=row_mask, other=0.0)
         do = _rows(d_out, image, i, S)
         # Keys before queries: what leaves one product enters the other as it lies in registers
-        p = tl.exp2(tl.permute(s, (2, 1, 0)).to(tl.float32) * LOG2E - row_lse[:, None, :])  # (KP, J, I)
+        p = tl.exp2(
+            tl.permute(s, (2, 1, 0)).to(tl.float32) * LOG2E - row_lse[:, None, :]
+        )  # (KP, J, I)
         dp = _dot(vj, tl.permute(do, (0, 2, 1)), None)
         seen = p  # by the values
         if dropout is not None:
@@ -472,15 +529,33 @@ def _add_weight_part(dw, d_conv, image, i0, j0, dy, m, I, J, S):
     RUNS: constexpr = m.shape[1] // C
     row = tl.arange(0, I * J)[:, None]
     pixel = (row // C % GROUPS * RUNS + row // (C * GROUPS)) * C + row % C
-    taps = tl.reshape(_tap_row(d_conv, image, pixel, i0, j0, dy, J, True, S), (RUNS, GROUPS, C, S.RP))
+    taps = tl.reshape(
+        _tap_row(d_conv, image, pixel, i0, j0, dy, J, True, S), (RUNS, GROUPS, C, S.RP)
+    )
     taps = tl.reshape(tl.permute(taps, (1, 0, 2, 3)), (GROUPS, RUNS * C, S.RP))
     return _dot(tl.permute(taps, (0, 2, 1)), m, dw)
 
 
 @triton.jit
 def weight_backward(
-        q, k, height_rel, width_rel, weight, maps, d_conv, d_logits, d_weight, d_beta, part_stride, kept, own, scale,
-        S: constexpr, I: constexpr, J: constexpr, GROUPS: constexpr = 8,
+    q,
+    k,
+    height_rel,
+    width_rel,
+    weight,
+    maps,
+    d_conv,
+    d_logits,
+    d_weight,
+    d_beta,
+    part_stride,
+    kept,
+    own,
+    scale,
+    S: constexpr,
+    I: constexpr,
+    J: constexpr,
+    GROUPS: constexpr = 8,
 ):
     """Store the gradient of the convolution's weight, a slot a program, of which there are as many as of `evolve`.
 
@@ -534,8 +609,28 @@ def weight_backward(
 
 @triton.jit
 def queries_backward(
-        q, k, height_rel, width_rel, weight, maps, d_conv, d_logits, d_maps, d_q, d_table, d_alpha, part_stride,
-        conv, kept, maps_share, own, scale, S: constexpr, I: constexpr, J: constexpr, OWN_FROM_MAPS: constexpr,
+    q,
+    k,
+    height_rel,
+    width_rel,
+    weight,
+    maps,
+    d_conv,
+    d_logits,
+    d_maps,
+    d_q,
+    d_table,
+    d_alpha,
+    part_stride,
+    conv,
+    kept,
+    maps_share,
+    own,
+    scale,
+    S: constexpr,
+    I: constexpr,
+    J: constexpr,
+    OWN_FROM_MAPS: constexpr,
 ):
     """Go back through the convolution and the query's side of the dot product. A program: as `evolve`'s.
 
@@ -561,7 +656,9 @@ def queries_backward(
             g = _load_map(d_logits, image, at, inside, S).to(tl.float32)
         a = _zeros(I, J, S.KP)
         if conv is not None:
-            a = tl.reshape(_convolve(d_conv, image, weight, conv, i0, j0, I, J, True, S), (I, J, S.KP))
+            a = tl.reshape(
+                _convolve(d_conv, image, weight, conv, i0, j0, I, J, True, S), (I, J, S.KP)
+            )
             if S.PREFIX > 0:
                 past = _load_map(d_conv, image, at, inside, S).to(tl.float32)
                 if S.GATED:
@@ -588,12 +685,16 @@ def queries_backward(
             kj = _rows_by_warps(k, image, j0, J, S)
         dq = _dot(d_own, kj, dq)
         if S.RELATIVE:
-            d_position = _dot(d_own, tl.permute(_positions(j0, J, d_own.dtype, S), (0, 2, 1)), d_position)
+            d_position = _dot(
+                d_own, tl.permute(_positions(j0, J, d_own.dtype, S), (0, 2, 1)), d_position
+            )
 
     part = tl.program_id(0).to(tl.int64) * part_stride
     if S.RELATIVE:
         d_offset = _by_offset(d_position, i, STORE, S)  # (KP*I, TP)
-        dq += tl.reshape(_product(d_offset, _table(height_rel, width_rel, q, S), S), (S.KP, I, q.DP))
+        dq += tl.reshape(
+            _product(d_offset, _table(height_rel, width_rel, q, S), S), (S.KP, I, q.DP)
+        )
     if d_alpha is not None:
         by_head = tl.sum(tl.reshape(da, (I * J, S.KP)), 0)
         by_head -= scale * tl.sum(tl.sum(_rows(q, image, i, S).to(tl.float32) * dq, 2), 1)

@@ -16,7 +16,12 @@ import torch
 
 from ea_vision.base.errors import UsageError
 
-SMALL_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))  # 100 KiB of shared memory a multiprocessor, 99 a block
+SMALL_MEMORY = (
+    (8, 6),
+    (8, 9),
+    (12, 0),
+    (12, 1),
+)  # 100 KiB of shared memory a multiprocessor, 99 a block
 BY_KEYS = ("logits_backward", "keys_backward")  # the others' programs keep queries
 MODE = os.environ.get("EA_VISION_TILES") or "tune"
 if MODE not in ("tune", "default"):
@@ -43,12 +48,21 @@ def default_tile(name: str, S: Any, conv: bool, attends: bool = True) -> Tile:
     K, width = S.KP, S.KP * max(S.DP, S.EP)
     many, wide = K > 8, width > 512
     warps = 16 if many else 8
-    roomy = half and not many and not wide  # a tile leaves room for larger ones, or for two at a time
+    roomy = (
+        half and not many and not wide
+    )  # a tile leaves room for larger ones, or for two at a time
     stages = 2 if roomy and not S.SMALL else 1
-    limit = 128 if half and width <= 256 else 0  # two blocks of 256 threads share a multiprocessor's registers
+    limit = (
+        128 if half and width <= 256 else 0
+    )  # two blocks of 256 threads share a multiprocessor's registers
     if S.KS == 5 and (name == "weight_backward" or conv and name in ("evolve", "queries_backward")):
-        stages, limit = 1, 0  # five rows of taps: two stages take more shared memory than there is, a limit spills
-    few = half and conv and K <= 4 and width >= 256  # by eight warps four heads are done in part twice, and spill
+        stages, limit = (
+            1,
+            0,
+        )  # five rows of taps: two stages take more shared memory than there is, a limit spills
+    few = (
+        half and conv and K <= 4 and width >= 256
+    )  # by eight warps four heads are done in part twice, and spill
     if few and name in ("evolve", "queries_backward"):
         return Tile(16, 16, 4, stages)
     if name == "evolve":
@@ -72,8 +86,13 @@ def candidates(kernel: str, tile: Tile) -> list[Tile]:
     side = "queries" if kernel in BY_KEYS else "keys"
     twice = {side: 2 * getattr(tile, side)} if getattr(tile, side) < 32 else {}
     limited = {"registers": 0 if tile.registers else 128} if tile.warps == 8 else {}
-    others = ({"stages": 3 - tile.stages}, twice, twice | {"stages": 1}, {"warps": tile.warps // 2, "registers": 0},
-              limited)
+    others = (
+        {"stages": 3 - tile.stages},
+        twice,
+        twice | {"stages": 1},
+        {"warps": tile.warps // 2, "registers": 0},
+        limited,
+    )
     return list(dict.fromkeys([tile, *(tile._replace(**changed) for changed in others)]))
 
 
@@ -90,14 +109,27 @@ def tuned(kernel: Any, tile: Tile, S: Any) -> Any:
     import triton
 
     side, stepped = ("queries", "I") if kernel.__name__ in BY_KEYS else ("keys", "J")
-    configs = [triton.Config({stepped: getattr(other, side)}, other.warps, other.stages,
-                             maxnreg=other.registers or None) for other in candidates(kernel.__name__, tile)]
+    configs = [
+        triton.Config(
+            {stepped: getattr(other, side)},
+            other.warps,
+            other.stages,
+            maxnreg=other.registers or None,
+        )
+        for other in candidates(kernel.__name__, tile)
+    ]
     known = [name for name in kernel.arg_names if name.isupper() and name != stepped]
     in_place = ["maps"] if "stored" in S.GIVEN else None  # multiplied as they are read
-    return triton.autotune(configs, known, restore_value=in_place, do_bench=milliseconds, cache_results=True)(kernel)
+    return triton.autotune(
+        configs, known, restore_value=in_place, do_bench=milliseconds, cache_results=True
+    )(kernel)
 
 
 def tunes(device: torch.device, programs: int, constants: dict) -> bool:
     """Return whether triton.autotune is asked about a launch."""
-    return (MODE == "tune" and "J" in constants and device.type == "cuda"
-            and programs >= torch.cuda.get_device_properties(device).multi_processor_count)
+    return (
+        MODE == "tune"
+        and "J" in constants
+        and device.type == "cuda"
+        and programs >= torch.cuda.get_device_properties(device).multi_processor_count
+    )

@@ -14,7 +14,13 @@ from torch import Tensor
 from torchvision.transforms.v2.functional import to_pil_image
 
 from ea_vision.base.errors import UsageError
-from ea_vision.data.image_files import IMAGE_SUFFIXES, BrokenImage, decode_image, is_image_name, to_rgb
+from ea_vision.data.image_files import (
+    IMAGE_SUFFIXES,
+    BrokenImage,
+    decode_image,
+    is_image_name,
+    to_rgb,
+)
 from ea_vision.data.small_images import load_dataset
 from ea_vision.recorder.loading import LoadedModel
 
@@ -59,8 +65,10 @@ def read_image(source: ImageSource) -> Image.Image:
     if isinstance(source, Image.Image):
         return to_rgb(source, over_white=True)
     if not isinstance(source, (str, Path)):
-        raise UsageError("an image must be a path, a PIL image, an array (H, W, 3) or a tensor (3, H, W), got "
-                         f"{type(source).__name__}")
+        raise UsageError(
+            "an image must be a path, a PIL image, an array (H, W, 3) or a tensor (3, H, W), got "
+            f"{type(source).__name__}"
+        )
     if str(source).startswith(DIGITS) and not os.path.exists(source):
         return _digit(str(source))
     _check_exists(source)
@@ -75,8 +83,10 @@ def read_image(source: ImageSource) -> Image.Image:
 
 def names_of(images: Sequence[ImageSource | Tensor]) -> list[str]:
     """Return the file names of paths; of others "image 1", "image 2", ..."""
-    return [Path(image).name if isinstance(image, (str, Path)) else f"image {number}"
-            for number, image in enumerate(images, start=1)]
+    return [
+        Path(image).name if isinstance(image, (str, Path)) else f"image {number}"
+        for number, image in enumerate(images, start=1)
+    ]
 
 
 def as_image(image: ImageSource | Tensor) -> Image.Image | Tensor:
@@ -99,8 +109,10 @@ def as_input(model: LoadedModel, image: ImageSource | Tensor) -> Tensor:
     if image.ndim == 4 and image.shape[0] == 1:
         image = image[0]
     if image.ndim != 3 or image.shape[0] != 3:
-        raise UsageError("an image must be a path, a PIL image, an array (H, W, 3) or a tensor (3, H, W), got "
-                         f"{tuple(image.shape)}")
+        raise UsageError(
+            "an image must be a path, a PIL image, an array (H, W, 3) or a tensor (3, H, W), got "
+            f"{tuple(image.shape)}"
+        )
     return _in_unit_range(image)
 
 
@@ -111,8 +123,10 @@ def _in_unit_range(values: Tensor) -> Tensor:
     low, high = (bound.item() for bound in values.double().aminmax())
     if values.is_floating_point() and 0 <= low and high <= 1:
         return values.float()
-    raise UsageError("an image's values must lie in 0..1 (before normalisation) or be uint8, got "
-                     f"{values.dtype} from {low:g} to {high:g}")
+    raise UsageError(
+        "an image's values must lie in 0..1 (before normalisation) or be uint8, got "
+        f"{values.dtype} from {low:g} to {high:g}"
+    )
 
 
 def _check_exists(path: str | Path) -> None:
@@ -124,8 +138,12 @@ def _check_exists(path: str | Path) -> None:
 def _from_array(array: np.ndarray) -> Image.Image:
     """Return the image of an array (H, W) or (H, W, C); see `read_image`."""
     if array.ndim not in (2, 3) or array.shape[2:] not in ((), (1,), (3,), (4,)) or not array.size:
-        raise UsageError(f"an image array must have (H, W), (H, W, 1), (H, W, 3) or (H, W, 4), got {array.shape}")
-    return to_pil_image((_in_unit_range(torch.from_numpy(array.copy())) * 255).round().byte().numpy())
+        raise UsageError(
+            f"an image array must have (H, W), (H, W, 1), (H, W, 3) or (H, W, 4), got {array.shape}"
+        )
+    return to_pil_image(
+        (_in_unit_range(torch.from_numpy(array.copy())) * 255).round().byte().numpy()
+    )
 
 
 def _digit(text: str) -> Image.Image:

@@ -14,7 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "nhead", "heads")  # what modules call their number
+HEAD_COUNTS = (
+    "num_heads",
+    "num_attention_heads",
+    "n_heads",
+    "nhead",
+    "heads",
+)  # what modules call their number
 
 
 def _softmax(result: Tensor, input: Tensor, dim: int | None = None, *_, **__) -> Tensor | None:
@@ -22,15 +28,31 @@ def _softmax(result: Tensor, input: Tensor, dim: int | None = None, *_, **__) ->
     return result if input.ndim > 2 and dim in (-1, input.ndim - 1) else None
 
 
-def _scaled_dot_product(_, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-                        dropout_p: float = 0.0, is_causal: bool = False, **how: Any) -> Tensor:
+def _scaled_dot_product(
+    _,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **how: Any,
+) -> Tensor:
     """Compute the map of torch.nn.functional.scaled_dot_product_attention, as torch's unfused form does, in float32;
     0 for a query whose keys are all masked."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=torch.float32).masked_fill(~attn_mask, -torch.inf)
+        attn_mask = torch.zeros_like(attn_mask, dtype=torch.float32).masked_fill(
+            ~attn_mask, -torch.inf
+        )
     with torch._C._DisableAutocast():
         return torch.ops.aten._scaled_dot_product_attention_math(
-            query.float(), key.float(), value[..., :1].float(), attn_mask, is_causal=is_causal, **how)[1]
+            query.float(),
+            key.float(),
+            value[..., :1].float(),
+            attn_mask,
+            is_causal=is_causal,
+            **how,
+        )[1]
 
 
 def _multi_head(_, *args: Any, **kwargs: Any) -> Tensor:
@@ -39,7 +61,9 @@ def _multi_head(_, *args: Any, **kwargs: Any) -> Tensor:
     return F.multi_head_attention_forward(*args, **asked)[1]
 
 
-FORMS: dict[Callable, Callable[..., Tensor | None]] = {  # from a function's result and arguments: (..., queries, keys)
+FORMS: dict[
+    Callable, Callable[..., Tensor | None]
+] = {  # from a function's result and arguments: (..., queries, keys)
     **dict.fromkeys((torch.softmax, Tensor.softmax, F.softmax, torch.special.softmax), _softmax),
     F.scaled_dot_product_attention: _scaled_dot_product,
     F.multi_head_attention_forward: _multi_head,
@@ -94,7 +118,9 @@ def intercepted() -> Iterator[list[Take]]:
             _this_thread.mode.__exit__(None, None, None)
             del _this_thread.mode
         if not ended_last:
-            raise RuntimeError("recorders must be closed in the reverse order in which they were opened")
+            raise RuntimeError(
+                "recorders must be closed in the reverse order in which they were opened"
+            )
 
 
 _lock = threading.RLock()  # torch numbers hooks without one
@@ -126,6 +152,7 @@ class Hooks(ExitStack):
     def add(self, register: Callable, hook: Callable[..., None], **how: bool) -> None:
         """Call hook(module, args, kwargs[, output]) where a module's own method has it called, such as
         `module.register_forward_hook`; how: further keywords of that method. What the hook returns is not heeded."""
+
         def own(*given: Any) -> None:
             if threading.get_ident() == self.thread:
                 hook(*given)
@@ -136,6 +163,7 @@ class Hooks(ExitStack):
     def after(self, module: nn.Module, method: str, hook: Callable[..., None]) -> None:
         """Call hook(_, args, kwargs, results) after each call of a module's method. The method is a module of its own
         meanwhile, so that the hooks of all recorders follow it, in whatever order they end."""
+
         def end() -> None:
             with _lock:
                 if method in vars(module) and not vars(module)[method]._forward_hooks:
@@ -152,7 +180,11 @@ class Hooks(ExitStack):
 
 def heads_of(module: nn.Module) -> int | None:
     """Return the number of heads that a module says it has; Llama's and its kin leave it to their configuration."""
-    owner = module.config if hasattr(module, "num_key_value_groups") and hasattr(module, "config") else module
+    owner = (
+        module.config
+        if hasattr(module, "num_key_value_groups") and hasattr(module, "config")
+        else module
+    )
     values = (getattr(owner, name, None) for name in HEAD_COUNTS)
     return next((value for value in values if isinstance(value, int) and value > 0), None)
 

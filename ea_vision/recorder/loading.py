@@ -29,7 +29,9 @@ from ea_vision.detection.transforms import fit_image
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.recorder.recording import AttentionLayer, recordable_layers
 
-TOKEN = r"cls|dist|mean|pool|(?:reg|pool)[1-9]\d*"  # as `recorder.recording.prefix_names` calls them
+TOKEN = (
+    r"cls|dist|mean|pool|(?:reg|pool)[1-9]\d*"  # as `recorder.recording.prefix_names` calls them
+)
 NUMBER = "[0-9]{1,9}"
 PHOTO_SIDE = 512  # pixels of an image that is shown beside its maps
 WEIGHTS_HELP = "NAME of a timm model (pretrained where it has weights, else random), RUN folder, or a checkpoint in one"
@@ -68,12 +70,19 @@ class LoadedModel:
         """
         H, W = (round(side * finer) for side in self.img_size)
         scale = max(H / image.height, W / image.width) / self.config["crop_pct"]
-        size = (max(W, math.floor(image.width * scale + 0.5)), max(H, math.floor(image.height * scale + 0.5)))
+        size = (
+            max(W, math.floor(image.width * scale + 0.5)),
+            max(H, math.floor(image.height * scale + 0.5)),
+        )
         if size[0] * size[1] > MAX_PIXELS:
-            raise UsageError(f"an image must have at most {MAX_PIXELS / 1e6:g} megapixels once it is scaled to "
-                             f"{W}x{H} pixels, got {size[0]}x{size[1]} from {image.width}x{image.height}")
+            raise UsageError(
+                f"an image must have at most {MAX_PIXELS / 1e6:g} megapixels once it is scaled to "
+                f"{W}x{H} pixels, got {size[0]}x{size[1]} from {image.width}x{image.height}"
+            )
         left, top = (size[0] - W) // 2, (size[1] - H) // 2
-        resized = image.convert("RGB").resize(size, Image.Resampling[self.config["interpolation"].upper()])
+        resized = image.convert("RGB").resize(
+            size, Image.Resampling[self.config["interpolation"].upper()]
+        )
         return pil_to_tensor(resized.crop((left, top, left + W, top + H))) / 255
 
     def shrinks(self, image: Image.Image) -> float:
@@ -85,7 +94,11 @@ class LoadedModel:
         """Return (height, width, 3) uint8: what `prepare` makes, at the image's own resolution or, where that is finer,
         with PHOTO_SIDE pixels along the longer side. None where the network sees it no smaller."""
         finer = min(self.shrinks(image), PHOTO_SIDE / max(self.img_size))
-        return None if finer <= 1 else (self.prepare(image, finer) * 255).round().byte().permute(1, 2, 0).numpy()
+        return (
+            None
+            if finer <= 1
+            else (self.prepare(image, finer) * 255).round().byte().permute(1, 2, 0).numpy()
+        )
 
     def normalize(self, images: Tensor) -> Tensor:
         """Return what the network takes of images (..., 3, H, W) in 0..1."""
@@ -109,13 +122,22 @@ class DetectorModel(LoadedModel):
         """Return how many pixels of an image a pixel of the input stands for, along a side."""
         return max(image.size) / self.img_size[0]
 
-    def detect(self, images: Sequence[Image.Image], batch_size: int = 8) -> Iterator[dict[str, Tensor]]:
+    def detect(
+        self, images: Sequence[Image.Image], batch_size: int = 8
+    ) -> Iterator[dict[str, Tensor]]:
         """Find objects in RGB images of any size, in their order; see `ea_vision.detection.predict.detect`."""
         return detect(self.model, images, batch_size)
 
 
-def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] | None = None, seed: int = 0,
-               device: str | torch.device = "cpu", **kwargs: Any) -> LoadedModel:
+def load_model(
+    target: str,
+    *,
+    random: bool = False,
+    img_size: tuple[int, int] | None = None,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    **kwargs: Any,
+) -> LoadedModel:
     """Load NAME, RUN_FOLDER, or a checkpoint or weights file in a run folder.
 
     Args:
@@ -130,15 +152,23 @@ def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] |
     path = Path(target)
     if os.path.isfile(path) and path.suffix.lower() in SUFFIXES:
         network = ExportedNetwork(path)
-        about, config = network.about, {"input_size": (3, *network.about.size), **asdict(network.about)}
+        about, config = (
+            network.about,
+            {"input_size": (3, *network.about.size), **asdict(network.about)},
+        )
         loaded = LoadedModel(network, about.name, about.size, config, classes=about.classes)
     elif os.path.exists(path):
         loaded = _load_run(path, random, seed)
     else:
         check_model_name(target, "or run folder ")
         trained = not random and timm.models.is_model_pretrained(target)
-        model = _create(lambda: pretrained_model(target, kwargs) if trained else timm.create_model(target, **kwargs),
-                        target, seed)
+        model = _create(
+            lambda: (
+                pretrained_model(target, kwargs) if trained else timm.create_model(target, **kwargs)
+            ),
+            target,
+            seed,
+        )
         loaded = as_loaded(model, target if trained else f"{target} (untrained)", trained)
         loaded.weights = trained and model.pretrained_cfg.get("tag") or ""
     _set_size(loaded, img_size or loaded.img_size)
@@ -149,7 +179,14 @@ def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] |
 def as_loaded(model: nn.Module, label: str, trained: bool = True) -> LoadedModel:
     """Return a network with what its own configuration tells of its images."""
     config = timm.data.resolve_model_data_config(model)
-    return LoadedModel(model, label, input_size(model, config), config, trained=trained, classes=known_classes(model))
+    return LoadedModel(
+        model,
+        label,
+        input_size(model, config),
+        config,
+        trained=trained,
+        classes=known_classes(model),
+    )
 
 
 def _load_run(path: Path, random: bool, seed: int) -> LoadedModel:
@@ -165,18 +202,31 @@ def _load_run(path: Path, random: bool, seed: int) -> LoadedModel:
         label += " (untrained)"
     else:
         epoch = _load_file(model, folder / run_folder.WEIGHTS if path.is_dir() else path)
-        label += f", epoch {epoch}" if epoch is not None else f", {path.stem}" if path != folder else ""
+        label += (
+            f", epoch {epoch}" if epoch is not None else f", {path.stem}" if path != folder else ""
+        )
     if detects:
         config = {"mean": (0.0,) * 3, "std": (1.0,) * 3}
-        return DetectorModel(model, label, (model.img_size,) * 2, config, epoch, not random,
-                             classes=run["classes"], category_ids=run["category_ids"])
+        return DetectorModel(
+            model,
+            label,
+            (model.img_size,) * 2,
+            config,
+            epoch,
+            not random,
+            classes=run["classes"],
+            category_ids=run["category_ids"],
+        )
     loaded = as_loaded(model, label, not random)
     loaded.epoch, loaded.classes = epoch, run.get("classes")
     loaded.config |= {key: tuple(run[key]) for key in ("mean", "std") if key in run}
     if "eval_resize" in options:  # of train-imagenet
         side = options.get("eval_img_size") or options["img_size"]
         loaded.img_size = side, side
-        loaded.config |= {"crop_pct": side / options["eval_resize"], "interpolation": options["interpolation"]}
+        loaded.config |= {
+            "crop_pct": side / options["eval_resize"],
+            "interpolation": options["interpolation"],
+        }
     elif "dataset" in options:  # train-cifar shows the whole image
         loaded.config["crop_pct"] = 1.0
     return loaded
@@ -190,21 +240,28 @@ def _set_size(loaded: LoadedModel, img_size: tuple[int, int]) -> None:
     """
     own = input_size(loaded.model, loaded.config)
     if img_size != own and isinstance(loaded.model, (ExportedNetwork, Detector)):
-        raise UsageError(f"{loaded.label} takes images of {own[0]}x{own[1]} pixels, got {img_size[0]}x{img_size[1]}")
-    if img_size != own and hasattr(loaded.model, "set_input_size"):  # timm's transformers; positions are resampled
+        raise UsageError(
+            f"{loaded.label} takes images of {own[0]}x{own[1]} pixels, got {img_size[0]}x{img_size[1]}"
+        )
+    if img_size != own and hasattr(
+        loaded.model, "set_input_size"
+    ):  # timm's transformers; positions are resampled
         try:
             loaded.model.set_input_size(img_size=img_size)
         except (ValueError, AssertionError, RuntimeError) as error:
-            raise UsageError(f"{loaded.label} cannot take images of {img_size[0]}x{img_size[1]} pixels: {error}"
-                             ) from error
+            raise UsageError(
+                f"{loaded.label} cannot take images of {img_size[0]}x{img_size[1]} pixels: {error}"
+            ) from error
     loaded.img_size = img_size
 
 
 def check_classifies(model: LoadedModel) -> None:
     """Raise UsageError for a detector, where classes of whole images are asked for."""
     if isinstance(model, DetectorModel):
-        raise UsageError(f"a network that classifies images is required, and {model.label} finds objects in them "
-                         "(ea-vision predict)")
+        raise UsageError(
+            f"a network that classifies images is required, and {model.label} finds objects in them "
+            "(ea-vision predict)"
+        )
 
 
 def input_size(model: nn.Module, config: dict) -> tuple[int, int]:
@@ -271,14 +328,17 @@ def parse_layers(text: str, model: LoadedModel) -> list[AttentionLayer]:
         numbers = range(int(ends[1]), int(ends[2]) + 1) if ends else ()
         for key in map(str, numbers or [item]):  # up to the first that there is not
             if key not in by_key:
-                raise UsageError(f"{model.label} has no attention layer {key!r}; it has "
-                                 f"{', '.join(map(str, available))}")
+                raise UsageError(
+                    f"{model.label} has no attention layer {key!r}; it has "
+                    f"{', '.join(map(str, available))}"
+                )
             chosen.append(by_key[key])
     return chosen
 
 
-def parse_queries(texts: Sequence[str], img_size: tuple[int, int],
-                  default: Sequence[tuple[float, float]] = ()) -> list[tuple[int, int] | str]:
+def parse_queries(
+    texts: Sequence[str], img_size: tuple[int, int], default: Sequence[tuple[float, float]] = ()
+) -> list[tuple[int, int] | str]:
     """Return points of `y,x` texts, and names of tokens as they are; of no text the default, in shares of the sides.
 
     Raises:
@@ -291,8 +351,10 @@ def parse_queries(texts: Sequence[str], img_size: tuple[int, int],
     for text in texts:
         found = re.fullmatch(f"({NUMBER}), ?({NUMBER})|{TOKEN}", text)
         if not found:
-            raise UsageError("a query must be y,x in pixels, or a token before a transformer's patches (cls, dist, "
-                             f"reg1, ...), got {text!r}")
+            raise UsageError(
+                "a query must be y,x in pixels, or a token before a transformer's patches (cls, dist, "
+                f"reg1, ...), got {text!r}"
+            )
         points.append((int(found[1]), int(found[2])) if found[1] else text)
         if found[1] and not (points[-1][0] < H and points[-1][1] < W):
             raise UsageError(f"query y,x must lie within the {H}x{W} input, got {text!r}")
@@ -304,8 +366,10 @@ def image_size(text: str) -> tuple[int, int]:
     sides = re.fullmatch(f"({NUMBER})(?:,({NUMBER}))?", text)
     H, W = (int(side or sides[1]) for side in sides.groups()) if sides else (0, 0)
     if not 0 < H * W <= MAX_PIXELS:
-        raise argparse.ArgumentTypeError("must be N or H,W in pixels, at most "
-                                         f"{MAX_PIXELS / 1e6:g} million together, got {text[:40]!r}")
+        raise argparse.ArgumentTypeError(
+            "must be N or H,W in pixels, at most "
+            f"{MAX_PIXELS / 1e6:g} million together, got {text[:40]!r}"
+        )
     return H, W
 
 
@@ -313,9 +377,16 @@ def add_options(parser: argparse.ArgumentParser, *names: str) -> None:
     """Add options that several commands have."""
     options = {
         "--random": dict(action="store_true", help="random weights, whatever there is"),
-        "--img-size": dict(type=image_size, metavar="N|H,W", help="size of the input in pixels (default: the model's)"),
-        "--device": dict(default="auto", choices=("auto", "cpu", "cuda"),
-                         help="where the network runs; auto: cuda if there is one (default: %(default)s)"),
+        "--img-size": dict(
+            type=image_size,
+            metavar="N|H,W",
+            help="size of the input in pixels (default: the model's)",
+        ),
+        "--device": dict(
+            default="auto",
+            choices=("auto", "cpu", "cuda"),
+            help="where the network runs; auto: cuda if there is one (default: %(default)s)",
+        ),
     }
     for name in names:
         parser.add_argument(name, **options[name])
@@ -324,5 +395,7 @@ def add_options(parser: argparse.ArgumentParser, *names: str) -> None:
 def positive(text: str) -> int:
     """Return a positive whole number below a billion, for argparse."""
     if not re.fullmatch(NUMBER, text) or not int(text):
-        raise argparse.ArgumentTypeError(f"a positive whole number below a billion required, got {text[:40]!r}")
+        raise argparse.ArgumentTypeError(
+            f"a positive whole number below a billion required, got {text[:40]!r}"
+        )
     return int(text)

@@ -2,6 +2,7 @@
 
 Shape letters: B batch, K heads, H x W the attention map, N = H*W its pixels, T tokens (N and a class token, ...).
 """
+
 import io
 import math
 from collections.abc import Iterator, Mapping
@@ -51,10 +52,20 @@ class LayerMaps:
     maps of differential attention, whose attn is their difference as it weighs the values.
     """
 
-    def __init__(self, number: int, name: str, heads: tuple[int, ...], layout: Layout = Layout(),  # noqa: B008
-                 **parts: Tensor):
+    def __init__(
+        self,
+        number: int,
+        name: str,
+        heads: tuple[int, ...],
+        layout: Layout = Layout(),  # noqa: B008
+        **parts: Tensor,
+    ):
         self.number, self.name, self.heads, self.layout = number, name, heads, layout
-        self.feat_size, self.prefix_names, self.channels = layout.feat_size, layout.prefix_names, layout.channels
+        self.feat_size, self.prefix_names, self.channels = (
+            layout.feat_size,
+            layout.prefix_names,
+            layout.channels,
+        )
         self.key_size = layout.key_size or layout.feat_size
         self.query_names = layout.query_names or layout.prefix_names
         self.num_prefix_tokens = len(layout.prefix_names)
@@ -66,7 +77,9 @@ class LayerMaps:
     def pixels_ask(self) -> bool:
         """Tell whether there are queries of pixels, and not of prefix tokens alone (class attention)."""
         queries = next(iter(self._parts.values())).shape[-2]
-        return not self.channels and not self.layout.query_names and queries > self.num_prefix_tokens
+        return (
+            not self.channels and not self.layout.query_names and queries > self.num_prefix_tokens
+        )
 
     def recorded(self) -> tuple[str, ...]:
         """Return the names of the parts that there are."""
@@ -93,16 +106,20 @@ class LayerMaps:
     def check_places(self) -> None:
         """Raise UsageError for a layer whose rows and columns are channels."""
         if self.channels:
-            raise UsageError(f"layer {self} attends from channel to channel of a head: its matrix can be drawn "
-                             "(plot_matrix), and no map of an image: choose other layers")
+            raise UsageError(
+                f"layer {self} attends from channel to channel of a head: its matrix can be drawn "
+                "(plot_matrix), and no map of an image: choose other layers"
+            )
 
     def check_pixels_ask(self) -> None:
         """Raise UsageError for a layer without queries of pixels."""
         self.check_places()
         if not self.pixels_ask:
             kind = "pooling" if self.layout.query_names else "class"
-            raise UsageError(f"layer {self} is {kind} attention: its queries are {', '.join(self.query_names)} alone: "
-                             "choose other layers, or ask by name")
+            raise UsageError(
+                f"layer {self} is {kind} attention: its queries are {', '.join(self.query_names)} alone: "
+                "choose other layers, or ask by name"
+            )
 
     def sees(self) -> Tensor:
         """Return (H, W, H', W'), True where the query at a pixel of the map sees the key at another."""
@@ -111,7 +128,12 @@ class LayerMaps:
         if self.layout.windows is not None:
             seen = self.layout.windows.sees(N)
         elif self.layout.window is not None:
-            seen = within_windows(torch.zeros(1, 1, N, N), self.feat_size, self.layout.window, 1, False) == 0
+            seen = (
+                within_windows(
+                    torch.zeros(1, 1, N, N), self.feat_size, self.layout.window, 1, False
+                )
+                == 0
+            )
         else:
             seen = torch.ones(N, math.prod(self.key_size), dtype=torch.bool)
         return seen.view(*self.feat_size, *self.key_size)
@@ -133,7 +155,11 @@ class LayerMaps:
         """Return a part from pixel to pixel, without prefix tokens: (B, K, H, W, H, W), query row and column first."""
         self.check_pixels_ask()
         first = self.num_prefix_tokens
-        return self[part][:, :, first:, first:].unflatten(-1, self.key_size).unflatten(2, self.feat_size)
+        return (
+            self[part][:, :, first:, first:]
+            .unflatten(-1, self.key_size)
+            .unflatten(2, self.feat_size)
+        )
 
     def on_queries_grid(self, part: str = "attn") -> Tensor:
         """Return a part with keys as cells of the queries' grid: what goes to a reduced key goes to its cells alike.
@@ -144,10 +170,17 @@ class LayerMaps:
         self.check_pixels_ask()
         P, maps, (H, W), (h, w) = self.num_prefix_tokens, self[part], self.feat_size, self.key_size
         if H % h or W % w:
-            raise UsageError(f"keys reduced by whole numbers are required, and those of layer {self} are {h}x{w} of "
-                             f"{H}x{W}: choose other layers")
+            raise UsageError(
+                f"keys reduced by whole numbers are required, and those of layer {self} are {h}x{w} of "
+                f"{H}x{W}: choose other layers"
+            )
         rows, cols = H // h, W // w
-        keys = maps[..., P:].unflatten(-1, (h, w)).repeat_interleave(rows, -2).repeat_interleave(cols, -1)
+        keys = (
+            maps[..., P:]
+            .unflatten(-1, (h, w))
+            .repeat_interleave(rows, -2)
+            .repeat_interleave(cols, -1)
+        )
         return torch.cat([maps[..., :P], keys.flatten(-2) / (rows * cols)], -1)
 
     def token(self, query: Query) -> int:
@@ -161,8 +194,10 @@ class LayerMaps:
             return self.num_prefix_tokens + query[0] * self.feat_size[1] + query[1]
         self.check_places()
         if query not in self.query_names:
-            raise UsageError(f"query {query} must be a token before the patches of layer {self}, which has "
-                             f"{', '.join(self.query_names) or 'none'}")
+            raise UsageError(
+                f"query {query} must be a token before the patches of layer {self}, which has "
+                f"{', '.join(self.query_names) or 'none'}"
+            )
         return self.query_names.index(query)
 
     def of_query(self, query: Query, part: str = "attn") -> tuple[Tensor, Tensor]:
@@ -173,7 +208,9 @@ class LayerMaps:
             row = windows.row(self._parts[part], math.prod(self.feat_size), token)
         else:
             row = self[part][:, :, token]
-        return row[..., :self.num_prefix_tokens], row[..., self.num_prefix_tokens:].unflatten(-1, self.key_size)
+        return row[..., : self.num_prefix_tokens], row[..., self.num_prefix_tokens :].unflatten(
+            -1, self.key_size
+        )
 
 
 class AttentionMaps(Mapping[int, LayerMaps]):
@@ -181,13 +218,17 @@ class AttentionMaps(Mapping[int, LayerMaps]):
 
     def __init__(self):
         self._layers: dict[int, LayerMaps] = {}
-        self._in_call = self._is_first = False  # a call of the network runs; none of its layers has run yet
+        self._in_call = self._is_first = (
+            False  # a call of the network runs; none of its layers has run yet
+        )
 
     def __getitem__(self, key: int | str) -> LayerMaps:
         for layer in self._layers.values():
             if key in (layer.number, layer.name):
                 return layer
-        raise KeyError(f"recorded layers are {', '.join(map(str, self.values())) or 'none yet'}; got {key!r}")
+        raise KeyError(
+            f"recorded layers are {', '.join(map(str, self.values())) or 'none yet'}; got {key!r}"
+        )
 
     def __iter__(self) -> Iterator[int]:
         return iter(sorted(self._layers))
@@ -196,7 +237,9 @@ class AttentionMaps(Mapping[int, LayerMaps]):
         return len(self._layers)
 
     def __repr__(self) -> str:
-        return "\n".join([f"attention maps of {len(self)} layers", *(f"  {layer!r}" for layer in self.values())])
+        return "\n".join(
+            [f"attention maps of {len(self)} layers", *(f"  {layer!r}" for layer in self.values())]
+        )
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the maps by layer and part, float32 (B, K, N, N) under "layer2.attn", and beside them "layer2.name",

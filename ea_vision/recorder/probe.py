@@ -15,6 +15,7 @@ on: four fifths and one fifth of the test images.
 Paper: `Evolving Attention with Residual Convolutions` (ICML 2021) - https://arxiv.org/abs/2102.12895
 Shape letters: M images, B a batch of them, K heads, H x W the map.
 """
+
 import argparse
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -63,8 +64,9 @@ examples:
 # ---- what a probe sees -----------------------------------------------------------------------------------------------
 
 
-def extract_maps(model: LoadedModel, images: Tensor, layers: Sequence[int], query: Query,
-                 batch_size: int = 64) -> list[Tensor]:
+def extract_maps(
+    model: LoadedModel, images: Tensor, layers: Sequence[int], query: Query, batch_size: int = 64
+) -> list[Tensor]:
     """Return the maps of one query, float16 (M, K, H, W) on the CPU, for each layer.
 
     Args:
@@ -73,29 +75,47 @@ def extract_maps(model: LoadedModel, images: Tensor, layers: Sequence[int], quer
     """
     height, width = images.shape[-2:]
     found: list[list[Tensor]] = [[] for _ in layers]
-    for batch in tqdm(images.split(batch_size), desc=f"maps of {model.label}", unit="batch", disable=None):
+    for batch in tqdm(
+        images.split(batch_size), desc=f"maps of {model.label}", unit="batch", disable=None
+    ):
         with torch.no_grad(), record_attention(model.model, layers) as maps:
             model.model(model.normalize(batch.to(model.device) / 255))
         for kept, number in zip(found, layers, strict=True):
             H, W = maps[number].feat_size
-            cell = query if isinstance(query, str) else (query[0] * H // height, query[1] * W // width)
+            cell = (
+                query if isinstance(query, str) else (query[0] * H // height, query[1] * W // width)
+            )
             kept.append(maps[number].of_query(cell)[1].half().cpu())
     return list(map(torch.cat, found))
 
 
 def shuffled_in_space(maps: Tensor, seed: int) -> Tensor:
     """Return (M, K, H, W), the pixels of every map in a random order of its own."""
-    order = torch.rand(maps.flatten(2).shape, generator=torch.Generator().manual_seed(seed)).argsort(-1)
+    order = torch.rand(
+        maps.flatten(2).shape, generator=torch.Generator().manual_seed(seed)
+    ).argsort(-1)
     return maps.flatten(2).gather(2, order).view(maps.shape)
 
 
-def untrained_network(target: str, model: LoadedModel, images: Tensor, seed: int, count: int = 512,
-                      batch_size: int = 64) -> LoadedModel:
+def untrained_network(
+    target: str,
+    model: LoadedModel,
+    images: Tensor,
+    seed: int,
+    count: int = 512,
+    batch_size: int = 64,
+) -> LoadedModel:
     """Return the network of `target` as it begins training, for images of the size that `model` takes; its batch
     statistics are those of `count` images of uint8 (M, 3, H, W), drawn by `seed`: folders lie class by class."""
-    network = load_model(target, random=True, img_size=model.img_size, seed=seed, device=model.device)
-    drawn = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[:count].split(batch_size)
-    update_bn((network.normalize(images[index].to(model.device) / 255) for index in drawn), network.model)
+    network = load_model(
+        target, random=True, img_size=model.img_size, seed=seed, device=model.device
+    )
+    drawn = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[
+        :count
+    ].split(batch_size)
+    update_bn(
+        (network.normalize(images[index].to(model.device) / 255) for index in drawn), network.model
+    )
     return network
 
 
@@ -113,14 +133,24 @@ def layers_and_query(options: argparse.Namespace, model: LoadedModel) -> tuple[l
     if layers == "auto":
         layers = "16,17,18" if len(recordable_layers(model.model)) >= 18 else "all"
     chosen = [layer.number for layer in parse_layers(layers, model)]
-    [query] = parse_queries([options.query] if options.query else [], model.img_size, default=[(0.5, 0.5)])
+    [query] = parse_queries(
+        [options.query] if options.query else [], model.img_size, default=[(0.5, 0.5)]
+    )
     if isinstance(query, str) and query not in tokens:
-        raise UsageError(f"--query must be y,x{''.join(f' or {name}' for name in tokens)}, got {query!r}")
+        raise UsageError(
+            f"--query must be y,x{''.join(f' or {name}' for name in tokens)}, got {query!r}"
+        )
     return chosen, query
 
 
-def probe(target: str, model: LoadedModel, options: argparse.Namespace, recipe: ProbeRecipe, splits: Sequence[Images],
-          num_classes: int) -> Iterator[dict]:
+def probe(
+    target: str,
+    model: LoadedModel,
+    options: argparse.Namespace,
+    recipe: ProbeRecipe,
+    splits: Sequence[Images],
+    num_classes: int,
+) -> Iterator[dict]:
     """Probe each layer on the maps of a network and on its controls; yield the rows of results.csv, top1 in percent.
 
     Args:
@@ -135,15 +165,34 @@ def probe(target: str, model: LoadedModel, options: argparse.Namespace, recipe: 
     trained = maps_of(model)
     for kind, seed in product(("trained", *options.controls), options.seeds):
         untrained = kind == "untrained" and untrained_network(target, model, splits[0].images, seed)
-        for number, *maps in zip(layers, *(maps_of(untrained) if untrained else trained), strict=True):
+        for number, *maps in zip(
+            layers, *(maps_of(untrained) if untrained else trained), strict=True
+        ):
             if kind == "shuffled":
-                maps = [shuffled_in_space(of_split, seed + split) for split, of_split in enumerate(maps)]
+                maps = [
+                    shuffled_in_space(of_split, seed + split) for split, of_split in enumerate(maps)
+                ]
             name = f"{model.label}, {kind}, layer {number}, seed {seed}"
-            top1 = train_probe(maps[0], splits[0].targets, maps[1], splits[1].targets, num_classes,
-                               replace(recipe, seed=seed), model.device, name)
+            top1 = train_probe(
+                maps[0],
+                splits[0].targets,
+                maps[1],
+                splits[1].targets,
+                num_classes,
+                replace(recipe, seed=seed),
+                model.device,
+                name,
+            )
             print(f"{name}: top-1 {top1:.2f}%", flush=True)
-            yield {"model": model.label, "maps": kind, "layer": number, "seed": seed, "top1": top1,
-                   "train_images": len(splits[0]), "test_images": len(splits[1])}
+            yield {
+                "model": model.label,
+                "maps": kind,
+                "layer": number,
+                "seed": seed,
+                "top1": top1,
+                "train_images": len(splits[0]),
+                "test_images": len(splits[1]),
+            }
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
@@ -157,9 +206,18 @@ def results_table(results: Sequence[dict]) -> str:
     models, kinds, layers = (dict.fromkeys(names) for names in zip(*found, strict=True))
     rows = [["model", "maps", *(f"layer {layer}" for layer in sorted(layers))]]
     for series in product(models, kinds):
-        several = [found[(*series, layer)] for layer in sorted(layers)]  # of one run there is no deviation
-        rows.append([*series, *(" ± ".join(f"{number(values):.2f}" for number in (mean, stdev)[:len(values)])
-                                for values in several)])
+        several = [
+            found[(*series, layer)] for layer in sorted(layers)
+        ]  # of one run there is no deviation
+        rows.append(
+            [
+                *series,
+                *(
+                    " ± ".join(f"{number(values):.2f}" for number in (mean, stdev)[: len(values)])
+                    for values in several
+                ),
+            ]
+        )
     return markdown(rows)
 
 
@@ -173,34 +231,92 @@ def seeds(text: str) -> tuple[int, ...]:
 
 def make_parser() -> argparse.ArgumentParser:
     recipe = ProbeRecipe()
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0],
-                                     epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0],
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
-    add("--model", required=True, metavar="NAME|RUN[,..]", help=f"{WEIGHTS_HELP}; several separated by commas")
-    add("--layers", default="auto", metavar="1,2|3-5|all",
+    add(
+        "--model",
+        required=True,
+        metavar="NAME|RUN[,..]",
+        help=f"{WEIGHTS_HELP}; several separated by commas",
+    )
+    add(
+        "--layers",
+        default="auto",
+        metavar="1,2|3-5|all",
         help="attention layers, counted from 1; auto: 16,17,18, or all of a network that has fewer "
-             "(default: %(default)s)")
-    add("--query", metavar="Y,X|cls", help="query pixel of the input, or of a vision transformer a token before its "
-                                           "patches: cls, dist, reg1, ... (default: the middle)")
-    add("--controls", default="untrained,shuffled", metavar="A,B|none",
+        "(default: %(default)s)",
+    )
+    add(
+        "--query",
+        metavar="Y,X|cls",
+        help="query pixel of the input, or of a vision transformer a token before its "
+        "patches: cls, dist, reg1, ... (default: the middle)",
+    )
+    add(
+        "--controls",
+        default="untrained,shuffled",
+        metavar="A,B|none",
         help="what to compare with, some of: untrained, the network as it begins training; shuffled, the pixels of "
-             "every map in a random order of its own (default: %(default)s)")
-    add("--dataset", default="digits", choices=DATASETS, help="see train_cifar.py --help (default: %(default)s)")
+        "every map in a random order of its own (default: %(default)s)",
+    )
+    add(
+        "--dataset",
+        default="digits",
+        choices=DATASETS,
+        help="see train_cifar.py --help (default: %(default)s)",
+    )
     add("--data-dir", default="", help="folder of the data set")
-    add("--img-size", type=positive, metavar="N", help="side of the images in pixels (default: the model's)")
-    add("--limit", type=positive, metavar="N",
-        help="N images to learn from and N to measure on, drawn by the first of --seeds (default: all)")
+    add(
+        "--img-size",
+        type=positive,
+        metavar="N",
+        help="side of the images in pixels (default: the model's)",
+    )
+    add(
+        "--limit",
+        type=positive,
+        metavar="N",
+        help="N images to learn from and N to measure on, drawn by the first of --seeds (default: all)",
+    )
     add_options(parser, "--device")
-    add("--unseen", action="store_true",
+    add(
+        "--unseen",
+        action="store_true",
         help="learn from four fifths of the test images, drawn by the first of --seeds, and measure on the others, in "
-             "place of training and test images")
+        "place of training and test images",
+    )
     add("--epochs", type=positive, default=recipe.epochs, help="of a probe (default: %(default)s)")
-    add("--batch-size", type=positive, default=recipe.batch_size, help="images (default: %(default)s)")
-    add("--width", type=positive, default=recipe.width, help="channels of the probe (default: %(default)s)")
-    add("--seeds", type=seeds, default=(0,), metavar="N[,..]",
-        help="of the probe, the shuffling and the untrained network; the mean of several is shown (default: 0)")
-    add("-o", "--output", type=Path, default="probe", metavar="DIR",
-        help="results.csv, which grows with each finished probe, and results.json (default: %(default)s)")
+    add(
+        "--batch-size",
+        type=positive,
+        default=recipe.batch_size,
+        help="images (default: %(default)s)",
+    )
+    add(
+        "--width",
+        type=positive,
+        default=recipe.width,
+        help="channels of the probe (default: %(default)s)",
+    )
+    add(
+        "--seeds",
+        type=seeds,
+        default=(0,),
+        metavar="N[,..]",
+        help="of the probe, the shuffling and the untrained network; the mean of several is shown (default: 0)",
+    )
+    add(
+        "-o",
+        "--output",
+        type=Path,
+        default="probe",
+        metavar="DIR",
+        help="results.csv, which grows with each finished probe, and results.json (default: %(default)s)",
+    )
     return parser
 
 
@@ -209,11 +325,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(argv)
     options.controls = [] if options.controls == "none" else options.controls.split(",")
     if set(options.controls) - set(CONTROLS):
-        raise UsageError(f"--controls must be some of {', '.join(CONTROLS)}, or none, got {options.controls}")
+        raise UsageError(
+            f"--controls must be some of {', '.join(CONTROLS)}, or none, got {options.controls}"
+        )
     device, first = choose_device(options.device), options.seeds[0]
     recipe = ProbeRecipe(options.epochs, options.batch_size, width=options.width, seed=first)
     size = options.img_size and (options.img_size,) * 2
-    models = {target: load_model(target, img_size=size, device=device) for target in parse_targets(options.model)}
+    models = {
+        target: load_model(target, img_size=size, device=device)
+        for target in parse_targets(options.model)
+    }
     for model in models.values():
         layers_and_query(options, model)
     csv, about = (check_output(options.output / f"results.{suffix}") for suffix in ("csv", "json"))
@@ -221,19 +342,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     for target, model in models.items():
         data = load_dataset(options.dataset, options.data_dir, model.img_size[0])
         fingerprints[model.label] = data.fingerprint()
-        splits = hold_out(data.test, len(data.test) // 5, first) if options.unseen else (data.train, data.test)
+        splits = (
+            hold_out(data.test, len(data.test) // 5, first)
+            if options.unseen
+            else (data.train, data.test)
+        )
         if options.limit:
-            splits = [hold_out(split, options.limit, first)[1] if options.limit < len(split) else split
-                      for split in splits]
+            splits = [
+                hold_out(split, options.limit, first)[1] if options.limit < len(split) else split
+                for split in splits
+            ]
         for one in probe(target, model, options, recipe, splits, len(data.classes)):
             results.append(one)
-            atomic_write(csv, csv_text([{**row, "top1": f"{row['top1']:.2f}"} for row in results]).encode())
-    given = {name: value for name, value in vars(options).items() if name not in ("data_dir", "output")}  # no places
-    write_json(about, {"results": results, "recipe": asdict(recipe), "data_fingerprint": fingerprints, "options": given,
-                       "hardware": hardware(device, 1), **provenance()})
+            atomic_write(
+                csv, csv_text([{**row, "top1": f"{row['top1']:.2f}"} for row in results]).encode()
+            )
+    given = {
+        name: value for name, value in vars(options).items() if name not in ("data_dir", "output")
+    }  # no places
+    write_json(
+        about,
+        {
+            "results": results,
+            "recipe": asdict(recipe),
+            "data_fingerprint": fingerprints,
+            "options": given,
+            "hardware": hardware(device, 1),
+            **provenance(),
+        },
+    )
     runs = f"mean ± standard deviation of seeds {', '.join(map(str, options.seeds))}"
     print(results_table(results))
-    print(f"top-1 in percent, {runs if len(options.seeds) > 1 else 'one run each'}; published on ImageNet, layers 16, "
-          f"17, 18: {PUBLISHED}")
+    print(
+        f"top-1 in percent, {runs if len(options.seeds) > 1 else 'one run each'}; published on ImageNet, layers 16, "
+        f"17, 18: {PUBLISHED}"
+    )
     print("written:", csv, about)
     return 0

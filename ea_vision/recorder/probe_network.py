@@ -38,8 +38,11 @@ class ProbeNet(nn.Module):
             layers.append(DenseBlock(depth, block_width, bn_size=4, growth_rate=GROWTH))
             channels = block_width + depth * GROWTH
             if block_width < 4 * width:
-                layers += [BatchNormAct2d(channels), nn.Conv2d(channels, 2 * block_width, 1, bias=False),
-                           nn.AvgPool2d(2, ceil_mode=True)]
+                layers += [
+                    BatchNormAct2d(channels),
+                    nn.Conv2d(channels, 2 * block_width, 1, bias=False),
+                    nn.AvgPool2d(2, ceil_mode=True),
+                ]
         layers.append(BatchNormAct2d(channels))
         self.features = nn.Sequential(*layers)
         self.classifier = nn.Linear(channels, num_classes)
@@ -66,8 +69,16 @@ class ProbeRecipe:
     seed: int = 0
 
 
-def train_probe(maps: Tensor, targets: Tensor, test_maps: Tensor, test_targets: Tensor, num_classes: int,
-                recipe: ProbeRecipe, device: str = "cpu", label: str = "probe") -> float:
+def train_probe(
+    maps: Tensor,
+    targets: Tensor,
+    test_maps: Tensor,
+    test_targets: Tensor,
+    num_classes: int,
+    recipe: ProbeRecipe,
+    device: str = "cpu",
+    label: str = "probe",
+) -> float:
     """Train a ProbeNet on maps (M, K, H, W); return its top-1 in percent on the test maps after the last epoch.
 
     Raises:
@@ -78,13 +89,18 @@ def train_probe(maps: Tensor, targets: Tensor, test_maps: Tensor, test_targets: 
         net = ProbeNet(maps.shape[1], num_classes, recipe.width)
     net = net.to(device, memory_format=torch.channels_last)  # 1.5 times as fast on a CPU
     of_heads = [torch.std_mean(head.double()) for head in maps.unbind(1)]
-    std, mean = (torch.stack(values).float().view(-1, 1, 1).to(device) for values in zip(*of_heads, strict=True))
+    std, mean = (
+        torch.stack(values).float().view(-1, 1, 1).to(device)
+        for values in zip(*of_heads, strict=True)
+    )
 
     def seen(maps: Tensor, index: Tensor) -> Tensor:
         return (maps[index].to(device).float() - mean) / std.clamp_min(1e-6)
 
     order = torch.Generator().manual_seed(recipe.seed)
-    optimizer = torch.optim.SGD(net.parameters(), recipe.lr, recipe.momentum, weight_decay=recipe.weight_decay)
+    optimizer = torch.optim.SGD(
+        net.parameters(), recipe.lr, recipe.momentum, weight_decay=recipe.weight_decay
+    )
     steps = math.ceil(len(maps) / recipe.batch_size)
     scheduler = CosineAnnealingLR(optimizer, recipe.epochs * steps, recipe.lr_min)
     for epoch in tqdm(range(recipe.epochs), desc=label, unit="epoch", disable=None):
@@ -98,6 +114,8 @@ def train_probe(maps: Tensor, targets: Tensor, test_maps: Tensor, test_targets: 
             scheduler.step()
     net.eval()
     with torch.inference_mode():
-        right = sum(int((net(seen(test_maps, index)).argmax(1).cpu() == test_targets[index]).sum())
-                    for index in torch.arange(len(test_maps)).split(4 * recipe.batch_size))
+        right = sum(
+            int((net(seen(test_maps, index)).argmax(1).cpu() == test_targets[index]).sum())
+            for index in torch.arange(len(test_maps)).split(4 * recipe.batch_size)
+        )
     return 100 * right / len(test_maps)

@@ -52,13 +52,21 @@ def attention_distance(attn: Tensor, cell: tuple[float, float] = (1.0, 1.0)) -> 
     Returns:
         (B, K)
     """
+
     def middles(grid: Sequence[int]) -> Tensor:
         """Return the middles of a grid's cells, row by row, (cells, 2)."""
-        return torch.cartesian_prod(*((torch.arange(count, device=attn.device) + 0.5) * (side / count * size)
-                                      for count, side, size in zip(grid, attn.shape[2:4], cell, strict=True)))
+        return torch.cartesian_prod(
+            *(
+                (torch.arange(count, device=attn.device) + 0.5) * (side / count * size)
+                for count, side, size in zip(grid, attn.shape[2:4], cell, strict=True)
+            )
+        )
 
-    distance = torch.cdist(middles(attn.shape[2:4]), middles(attn.shape[4:]),
-                           compute_mode="donot_use_mm_for_euclid_dist")
+    distance = torch.cdist(
+        middles(attn.shape[2:4]),
+        middles(attn.shape[4:]),
+        compute_mode="donot_use_mm_for_euclid_dist",
+    )
     return (as_distributions(attn.flatten(4).flatten(2, 3)) * distance).sum(-1).mean(-1)
 
 
@@ -72,7 +80,9 @@ def map_correlation(attn: Tensor, previous: Tensor) -> Tensor:
         (B, K); not a number where a map is constant.
     """
     a, b = (maps.float().flatten(2) for maps in (attn, previous))
-    return F.cosine_similarity(a - a.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True), -1, eps=0.0)
+    return F.cosine_similarity(
+        a - a.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True), -1, eps=0.0
+    )
 
 
 def position_share(total: Tensor, energies: Tensor) -> Tensor:
@@ -116,7 +126,9 @@ class LayerQuantities:
     images = property(lambda self: len(self.entropies))
 
 
-def measure(model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] | None = None) -> list[LayerQuantities]:
+def measure(
+    model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] | None = None
+) -> list[LayerQuantities]:
     """Measure entropy, distance and correlation with the previous layer's map over a data set.
 
     Args:
@@ -135,11 +147,17 @@ def measure(model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] |
         for number, layer in maps.items():
             if layers is None and layer.layout.query_names:
                 continue
-            attn, cell = layer.attn.float(), np.divide(images.shape[-2:], layer.feat_size)  # in pixels
+            attn, cell = (
+                layer.attn.float(),
+                np.divide(images.shape[-2:], layer.feat_size),
+            )  # in pixels
             rows = as_distributions(attn)
-            values = {"entropies": _entropy(rows), "distances": attention_distance(layer.spatial(), cell),
-                      "prefixes": rows[..., :layer.num_prefix_tokens].sum(-1).mean(-1),
-                      "energies": attn.square().sum((-2, -1))}
+            values = {
+                "entropies": _entropy(rows),
+                "distances": attention_distance(layer.spatial(), cell),
+                "prefixes": rows[..., : layer.num_prefix_tokens].sum(-1).mean(-1),
+                "energies": attn.square().sum((-2, -1)),
+            }
             if previous is not None and previous.shape == attn.shape:
                 values["correlations"] = map_correlation(attn, previous)
             found[number].append(values)
@@ -149,19 +167,34 @@ def measure(model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] |
         raise ValueError("measure needs at least one batch of images, got none")
     measured = []
     for number, parts in found.items():
-        layer, values = maps[number], {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
+        layer, values = (
+            maps[number],
+            {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]},
+        )
         cell = np.divide(images.shape[-2:], layer.feat_size)
-        measured.append(LayerQuantities(
-            number, layer.name, layer.feat_size, uniform_entropy=np.log(layer.num_keys()).mean().item(),
-            uniform_distance=attention_distance(layer.sees().float()[None, None], cell).item(),
-            positions=position_share(totals[number].cpu(), values.pop("energies")), **values))
+        measured.append(
+            LayerQuantities(
+                number,
+                layer.name,
+                layer.feat_size,
+                uniform_entropy=np.log(layer.num_keys()).mean().item(),
+                uniform_distance=attention_distance(layer.sees().float()[None, None], cell).item(),
+                positions=position_share(totals[number].cpu(), values.pop("energies")),
+                **values,
+            )
+        )
     return measured
 
 
 WRITTEN = {  # fields of LayerQuantities: their names in files
-    "entropies": "entropy_nats", "distances": "distance_pixels", "correlations": "correlation_with_previous",
-    "prefixes": "share_of_prefix_tokens", "positions": "share_of_position_alone",
-    "uniform_entropy": "uniform_entropy_nats", "uniform_distance": "uniform_distance_pixels"}
+    "entropies": "entropy_nats",
+    "distances": "distance_pixels",
+    "correlations": "correlation_with_previous",
+    "prefixes": "share_of_prefix_tokens",
+    "positions": "share_of_position_alone",
+    "uniform_entropy": "uniform_entropy_nats",
+    "uniform_distance": "uniform_distance_pixels",
+}
 
 
 def quantities_csv(measured: dict[str, list[LayerQuantities]]) -> str:
@@ -170,15 +203,29 @@ def quantities_csv(measured: dict[str, list[LayerQuantities]]) -> str:
     for model, layers in measured.items():
         for layer in layers:
             for head, entropy in enumerate(layer.entropies.mean(0)):
-                row = {"model": model, "layer": layer.number, "name": layer.name,
-                       "map": "x".join(map(str, layer.feat_size)), "head": head, "images": layer.images,
-                       "entropy_share": f"{entropy / layer.uniform_entropy:.6f}"}
+                row = {
+                    "model": model,
+                    "layer": layer.number,
+                    "name": layer.name,
+                    "map": "x".join(map(str, layer.feat_size)),
+                    "head": head,
+                    "images": layer.images,
+                    "entropy_share": f"{entropy / layer.uniform_entropy:.6f}",
+                }
                 for field, name in WRITTEN.items():
                     value = getattr(layer, field)
-                    of_head = [] if value is None else [value] if isinstance(value, float) else value[:, head].tolist()
+                    of_head = (
+                        []
+                        if value is None
+                        else [value]
+                        if isinstance(value, float)
+                        else value[:, head].tolist()
+                    )
                     row[name] = f"{np.mean(of_head):.6f}" if of_head else ""
                     if not field.startswith(("uniform", "positions")):
-                        row[f"{name}_std"] = f"{np.std(of_head, ddof=1):.6f}" if len(of_head) > 1 else ""
+                        row[f"{name}_std"] = (
+                            f"{np.std(of_head, ddof=1):.6f}" if len(of_head) > 1 else ""
+                        )
                 rows.append(row)
     return csv_text(rows)
 
@@ -201,7 +248,9 @@ def attention_rollout(maps: AttentionMaps) -> Tensor:
         attn = layer.on_queries_grid().float().mean(1)
         step = (attn + torch.eye(attn.shape[-1], device=attn.device)) / 2
         if rollout is not None and layer.feat_size != size:
-            cells = rollout.transpose(1, 2).unflatten(2, size)  # (B, T, old H, W): a new cell is the mean of old ones
+            cells = rollout.transpose(1, 2).unflatten(
+                2, size
+            )  # (B, T, old H, W): a new cell is the mean of old ones
             rollout = F.adaptive_avg_pool2d(cells, layer.feat_size).flatten(2).transpose(1, 2)
         rollout, size = step if rollout is None else step @ rollout, layer.feat_size
     return rollout

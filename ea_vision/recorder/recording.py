@@ -10,6 +10,7 @@ it, and outputs stay the same bit for bit (nn.MultiheadAttention's, whose fast p
 `ea_vision.recorder.maps` has the maps, `.layouts` their places in the image, `.interception` the functions watched.
 Shape letters: B batch, K heads, H x W the attention map, N = H*W its pixels, T tokens (N and a class token, ...).
 """
+
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,15 +29,30 @@ from ea_vision.recorder.interception import (
     heads_of,
     intercepted,
 )
-from ea_vision.recorder.layouts import Layout, image_seen, layout_finder, learned_queries, prefix_names
+from ea_vision.recorder.layouts import (
+    Layout,
+    image_seen,
+    layout_finder,
+    learned_queries,
+    prefix_names,
+)
 from ea_vision.recorder.maps import PARTS, AttentionMaps, LayerMaps
 
-__all__ = ["PARTS", "AttentionLayer", "AttentionMaps", "LayerMaps", "prefix_names", "record_attention",
-           "recordable_layers"]
+__all__ = [
+    "PARTS",
+    "AttentionLayer",
+    "AttentionMaps",
+    "LayerMaps",
+    "prefix_names",
+    "record_attention",
+    "recordable_layers",
+]
 
 OURS = (AugmentedConv2d, MapsAttention)
 ALONE = (*OURS, nn.MultiheadAttention)  # what attends itself, whatever is in it
-POSITIONS = re.compile(r"^(?!.*Att).*(Pos|Bias|Rope|Rotary)")  # names of modules that have heads, and do not attend
+POSITIONS = re.compile(
+    r"^(?!.*Att).*(Pos|Bias|Rope|Rotary)"
+)  # names of modules that have heads, and do not attend
 
 
 @dataclass(frozen=True)
@@ -92,8 +108,9 @@ class _Watch:
         try:
             layout = layout or self.find(maps)
         except ValueError as error:
-            raise ValueError(f"attention layer {self.layer} {error}; choose other layers to record without it"
-                             ) from error
+            raise ValueError(
+                f"attention layer {self.layer} {error}; choose other layers to record without it"
+            ) from error
         heads = tuple(range(maps.shape[1])) if self.heads is None else self.heads
         self.current = LayerMaps(self.layer.number, self.layer.name, heads, layout)
         self.maps._begin(self.current)
@@ -103,7 +120,9 @@ class _Watch:
         """Keep the chosen heads of maps (B, all heads, T, T), or (B, W, all heads, n, n) of windows."""
         if part in self.parts and self.current is not None:
             maps = maps.detach()
-            self.current.save(part, maps.clone() if self.heads is None else maps[..., list(self.heads), :, :])
+            self.current.save(
+                part, maps.clone() if self.heads is None else maps[..., list(self.heads), :, :]
+            )
 
     def take(self, attn: Tensor) -> None:
         """Save what a function formed, (B, K, T, T) or (B*K, T, T), windows as a part of the batch."""
@@ -113,21 +132,31 @@ class _Watch:
             self._take_differential(attn)
             return
         if self.current is not None:
-            raise ValueError(f"attention layer {self.layer} must form one map in a forward, and forms several")
+            raise ValueError(
+                f"attention layer {self.layer} must form one map in a forward, and forms several"
+            )
         K = heads_of(self.module) or attn.shape[-3]
         if attn.ndim == 3 and attn.shape[0] % K == 0:
             attn = attn.unflatten(0, (-1, K))
-        elif attn.ndim == 4 and attn.shape[1] < K == attn.shape[1] * attn.shape[2]:  # groups of one query (Llama's)
+        elif (
+            attn.ndim == 4 and attn.shape[1] < K == attn.shape[1] * attn.shape[2]
+        ):  # groups of one query (Llama's)
             attn = attn.flatten(1, 2).unsqueeze(2)
         if attn.ndim != 4 or attn.shape[1] != K:
-            raise ValueError(f"attention layer {self.layer} must form maps of (images, {K} heads, queries, keys), got "
-                             f"{list(attn.shape)}")
+            raise ValueError(
+                f"attention layer {self.layer} must form maps of (images, {K} heads, queries, keys), got "
+                f"{list(attn.shape)}"
+            )
         windows = self.place(attn).windows
         self.save("attn", attn if windows is None else attn.unflatten(0, (-1, len(windows.tokens))))
 
     def _take_differential(self, attn: Tensor) -> None:
         """Save two maps (B, K, T, T), formed one by one or as (B, 2 K, T, T), and the difference that weighs values."""
-        self.formed += (attn,) if attn.shape[1] == self.layer.num_heads else attn.unflatten(1, (-1, 2)).unbind(2)
+        self.formed += (
+            (attn,)
+            if attn.shape[1] == self.layer.num_heads
+            else attn.unflatten(1, (-1, 2)).unbind(2)
+        )
         if len(self.formed) == 2:
             first, second = self.formed
             self.place(first)
@@ -136,7 +165,9 @@ class _Watch:
             self.save("second_attn", second)
 
     @torch.no_grad()
-    def take_ours(self, _, args: tuple, kwargs: dict, results: tuple[Tensor, Tensor | None]) -> None:
+    def take_ours(
+        self, _, args: tuple, kwargs: dict, results: tuple[Tensor, Tensor | None]
+    ) -> None:
         """Save the parts of a layer of ours after its `_attend`.
 
         It goes on by its fast path and hands out the logits, or None. What only a slow path would form, and all maps
@@ -182,8 +213,7 @@ class _Watch:
         self.mixed = args[0].detach()
 
     def follow(self, hooks: Hooks, running: list[Take]) -> None:
-        """Take the layer's maps: of ours from its `_attend`, of any other what softmax and the like form while it runs.
-        """
+        """Hook the layer: our layers after `_attend`; others through the softmax calls made while they run."""
         module = self.module
         hooks.add(module.register_forward_pre_hook, self.begin)
         if isinstance(module, OURS):
@@ -191,21 +221,35 @@ class _Watch:
             hooks.after(module, "_attend", self.take_ours)
             if evolution is not None and evolution.mixes_attn:
                 hooks.add(module.attn_drop.register_forward_pre_hook, self.take_mixed)
-            if isinstance(module, AugmentedConv2d) or evolution is not None and not evolution.mixes_output:
-                hooks.add(module.register_forward_hook, lambda *_: None)  # asks the layer for its logits
+            if (
+                isinstance(module, AugmentedConv2d)
+                or evolution is not None
+                and not evolution.mixes_output
+            ):
+                hooks.add(
+                    module.register_forward_hook, lambda *_: None
+                )  # asks the layer for its logits
             return
         hooks.add(module.register_forward_pre_hook, lambda *_: running.append(self.take))
         hooks.add(module.register_forward_hook, lambda *_: running.pop(), always_call=True)
-        if "mixed_attn" in self.layer.parts:  # timm's CaiT mixes probabilities (B, T, T, K) once more
-            hooks.add(module.proj_w.register_forward_hook, lambda _, args, kwargs, output: self.save(
-                "mixed_attn", output.permute(0, 3, 1, 2)))
+        if (
+            "mixed_attn" in self.layer.parts
+        ):  # timm's CaiT mixes probabilities (B, T, T, K) once more
+            hooks.add(
+                module.proj_w.register_forward_hook,
+                lambda _, args, kwargs, output: self.save("mixed_attn", output.permute(0, 3, 1, 2)),
+            )
 
 
 def _parts_of(module: nn.Module) -> tuple[str, ...]:
     """Return the parts that can be recorded of an attention layer."""
     if isinstance(module, OURS):
         evolution = module.evolution
-        added = () if evolution is None else (*evolution.part_names, *["prev_logits"] * evolution.reads_previous)
+        added = (
+            ()
+            if evolution is None
+            else (*evolution.part_names, *["prev_logits"] * evolution.reads_previous)
+        )
         return ("attn",) if module.head_window > 1 else ("attn", "logits", "self_logits", *added)
     if hasattr(module, "lambda_init"):  # timm's DiffAttention: a difference of two maps, by heads
         return ("attn", "first_attn", "second_attn")
@@ -219,10 +263,13 @@ def _is_attention(module: nn.Module) -> bool:
     if isinstance(module, ALONE):
         return True
     name = type(module).__name__
-    foreign_pool = "AttentionPool" in name and not type(module).__module__.startswith("timm.layers.")
+    foreign_pool = "AttentionPool" in name and not type(module).__module__.startswith(
+        "timm.layers."
+    )
     foreign_difference = hasattr(module, "lambda_init") and name != "DiffAttention"
     return (heads_of(module) is not None or calls_attention(module)) and not (
-        foreign_pool or foreign_difference or POSITIONS.search(name))
+        foreign_pool or foreign_difference or POSITIONS.search(name)
+    )
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
@@ -238,8 +285,15 @@ def _find(model: nn.Module) -> dict[AttentionLayer, nn.Module]:
     for name, module in model.named_modules():
         inner = () if isinstance(module, ALONE) else list(module.modules())[1:]
         if _is_attention(module) and not any(map(_is_attention, inner)):
-            found[AttentionLayer(len(found) + 1, name.replace("_orig_mod.", ""), heads_of(module) or 1,
-                                 _parts_of(module), bool(learned_queries(model, name)))] = module
+            found[
+                AttentionLayer(
+                    len(found) + 1,
+                    name.replace("_orig_mod.", ""),
+                    heads_of(module) or 1,
+                    _parts_of(module),
+                    bool(learned_queries(model, name)),
+                )
+            ] = module
     return found
 
 
@@ -248,8 +302,12 @@ def recordable_layers(model: nn.Module) -> list[AttentionLayer]:
     return list(_find(_unwrap(model)))
 
 
-def _chosen(found: Iterable[AttentionLayer], layers: Sequence[int | str] | None, heads: Sequence[int] | None,
-            parts: Sequence[str]) -> list[AttentionLayer]:
+def _chosen(
+    found: Iterable[AttentionLayer],
+    layers: Sequence[int | str] | None,
+    heads: Sequence[int] | None,
+    parts: Sequence[str],
+) -> list[AttentionLayer]:
     """Return the layers asked for, in forward order.
 
     Raises:
@@ -257,17 +315,25 @@ def _chosen(found: Iterable[AttentionLayer], layers: Sequence[int | str] | None,
     """
     keys = {key for layer in found for key in (layer.number, layer.name)}
     if layers is not None and not (layers and keys.issuperset(layers)):
-        raise ValueError(f"attention layers of this model are {', '.join(map(str, found))}; got "
-                         f"{[key for key in layers if key not in keys] or 'none'}")
-    chosen = [layer for layer in found if layers is None or layer.number in layers or layer.name in layers]
+        raise ValueError(
+            f"attention layers of this model are {', '.join(map(str, found))}; got "
+            f"{[key for key in layers if key not in keys] or 'none'}"
+        )
+    chosen = [
+        layer for layer in found if layers is None or layer.number in layers or layer.name in layers
+    ]
     for layer in chosen if heads is not None else ():
         outside = [head for head in heads if not 0 <= head < layer.num_heads]
         if outside or not heads:
-            raise ValueError(f"heads of layer {layer} are 0 to {layer.num_heads - 1}; got {outside or 'none'}")
+            raise ValueError(
+                f"heads of layer {layer} are 0 to {layer.num_heads - 1}; got {outside or 'none'}"
+            )
     lacking = [part for part in parts if not any(part in layer.parts for layer in chosen)]
     if lacking or not parts:
-        raise ValueError(f"parts must be some of those of the chosen layers, got {lacking or 'none'}: "
-                         + "; ".join(f"{layer} has {', '.join(layer.parts)}" for layer in chosen))
+        raise ValueError(
+            f"parts must be some of those of the chosen layers, got {lacking or 'none'}: "
+            + "; ".join(f"{layer} has {', '.join(layer.parts)}" for layer in chosen)
+        )
     return chosen
 
 
@@ -278,10 +344,10 @@ def _several(given: Any) -> tuple | None:
 
 @contextmanager
 def record_attention(
-        model: nn.Module,
-        layers: int | str | Sequence[int | str] | None = None,
-        heads: int | Sequence[int] | None = None,
-        parts: str | Sequence[str] = ("attn",),
+    model: nn.Module,
+    layers: int | str | Sequence[int | str] | None = None,
+    heads: int | Sequence[int] | None = None,
+    parts: str | Sequence[str] = ("attn",),
 ) -> Iterator[AttentionMaps]:
     """Record attention maps of the forwards made inside the `with` block; of several, the last one's are kept, and of a
     layer that a forward runs several times (shared blocks) the last run's.
@@ -316,7 +382,8 @@ def record_attention(
         raise ValueError(
             f"{type(model).__name__} has no attention layer that can be recorded: AugmentedConv2d, "
             "nn.MultiheadAttention or a module that says how many heads it has is required (a TorchScript model hides "
-            "its layers: record the model it was made from)")
+            "its layers: record the model it was made from)"
+        )
     chosen = _chosen(found, _several(layers), heads, parts)
     maps, watches = AttentionMaps(), []
     with Hooks() as hooks:
@@ -325,12 +392,23 @@ def record_attention(
         hooks.add(model.register_forward_pre_hook, maps._call_begins)
         hooks.add(model.register_forward_hook, maps._call_ends, always_call=True)
         for layer in chosen:
-            watches.append(_Watch(layer, found[layer], heads, {*parts} & {*layer.parts}, maps,
-                                  layout_finder(model, layer.name, image, hooks)))
+            watches.append(
+                _Watch(
+                    layer,
+                    found[layer],
+                    heads,
+                    {*parts} & {*layer.parts},
+                    maps,
+                    layout_finder(model, layer.name, image, hooks),
+                )
+            )
             watches[-1].follow(hooks, running)
         yield maps
     if not maps:
         names = ", ".join(map(str, chosen))
-        raise RuntimeError(f"attention layer {names} ran, and no map went through softmax, "
-                           "scaled_dot_product_attention or nn.MultiheadAttention" if any(of.ran for of in watches) else
-                           f"no forward ran attention layer {names} while it was recorded, in this thread")
+        raise RuntimeError(
+            f"attention layer {names} ran, and no map went through softmax, "
+            "scaled_dot_product_attention or nn.MultiheadAttention"
+            if any(of.ran for of in watches)
+            else f"no forward ran attention layer {names} while it was recorded, in this thread"
+        )

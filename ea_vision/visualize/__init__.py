@@ -20,6 +20,7 @@ show_page        the page of `ea-vision explore`, inside a notebook
 the recording, and the modules' draw_* functions draw it. Heads are counted from 0, layers from 1, query points are
 (y, x) in pixels of the input.
 """
+
 from ea_vision.visualize.explore import show_page
 from ea_vision.visualize.heatmap import plot_heatmap
 from ea_vision.visualize.image_maps import Recording, record

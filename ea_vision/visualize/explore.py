@@ -54,13 +54,22 @@ EXAMPLES = """\
 """
 MAX_MODELS = 3
 SOURCE = Path(__file__).with_name("page_source")
-FILES = ("page.html", "page.css", "maps.js", "state.js", "draw.js", "panel.js", "main.js")  # modules in order of need
+FILES = (
+    "page.html",
+    "page.css",
+    "maps.js",
+    "state.js",
+    "draw.js",
+    "panel.js",
+    "main.js",
+)  # modules in order of need
 STORED_PARTS = (*PARTS, WITHOUT[0])
 MEGABYTE = 1_000_000
 MOST_OBJECTS, LEAST_SCORE = 9, 0.3  # of a detector's
 
 
 # ---- images ---------------------------------------------------------------------------------------------------------
+
 
 def data_url(pixels: np.ndarray) -> str:
     """Return (H, W, 3) uint8 as a data: address, PNG where it is small, JPEG otherwise."""
@@ -70,6 +79,7 @@ def data_url(pixels: np.ndarray) -> str:
 
 
 # ---- maps -----------------------------------------------------------------------------------------------------------
+
 
 def quantise(maps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Round (K, T, N) to 256 even steps from the smallest to the largest value of each row.
@@ -81,14 +91,18 @@ def quantise(maps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         UsageError: values that are not finite.
     """
     if not np.isfinite(maps).all():
-        raise UsageError(f"maps must be finite, got {np.count_nonzero(~np.isfinite(maps))} values that are not")
+        raise UsageError(
+            f"maps must be finite, got {np.count_nonzero(~np.isfinite(maps))} values that are not"
+        )
     low = maps.min(-1)
     step = ((maps.max(-1).astype(np.float64) - low) / 255).astype(np.float32)
     codes = (maps - low[..., None]) / np.where(step > 0, step, 1)[..., None]
     return low, step, codes.round().clip(0, 255).astype(np.uint8)
 
 
-def pack(maps: dict[int, dict[str, np.ndarray]]) -> tuple[dict[str, str], dict[int, dict[str, list]]]:
+def pack(
+    maps: dict[int, dict[str, np.ndarray]],
+) -> tuple[dict[str, str], dict[int, dict[str, list]]]:
     """Return streams by part, and where each layer's maps are.
 
     Args:
@@ -120,6 +134,7 @@ def pack(maps: dict[int, dict[str, np.ndarray]]) -> tuple[dict[str, str], dict[i
 
 # ---- the page's contents --------------------------------------------------------------------------------------------
 
+
 @dataclass
 class Explorer:
     """Models, and the layers and heads of them that a page shows.
@@ -137,20 +152,28 @@ class Explorer:
 
     def describe(self) -> list[dict]:
         """Return what the page knows of each model before any image."""
-        return [{
-            "label": model.label,
-            "imgSize": model.img_size,
-            "prefix": prefix_names(model.model),
-            "equation": equation(model.model, chosen),
-            "layers": [{
-                "number": layer.number,
-                "name": layer.name,
-                "heads": list(self.heads or range(layer.num_heads)),
-                "evolves": "prev_logits" in layer.parts,
-            } for layer in chosen],
-        } for model, chosen in zip(self.models, self.layers, strict=True)]
+        return [
+            {
+                "label": model.label,
+                "imgSize": model.img_size,
+                "prefix": prefix_names(model.model),
+                "equation": equation(model.model, chosen),
+                "layers": [
+                    {
+                        "number": layer.number,
+                        "name": layer.name,
+                        "heads": list(self.heads or range(layer.num_heads)),
+                        "evolves": "prev_logits" in layer.parts,
+                    }
+                    for layer in chosen
+                ],
+            }
+            for model, chosen in zip(self.models, self.layers, strict=True)
+        ]
 
-    def view(self, name: str, image: Image.Image, models: Sequence[LoadedModel] | None = None) -> dict:
+    def view(
+        self, name: str, image: Image.Image, models: Sequence[LoadedModel] | None = None
+    ) -> dict:
         """Return an image's entry: its name, and for each model photo, predictions, streams and where the maps are.
 
         Args:
@@ -159,19 +182,32 @@ class Explorer:
         Raises:
             UsageError: layers of a model that have none of the parts.
         """
-        return {"name": name, "models": [self._view(image, model, chosen) for model, chosen in
-                                         zip(models or self.models, self.layers, strict=True)]}
+        return {
+            "name": name,
+            "models": [
+                self._view(image, model, chosen)
+                for model, chosen in zip(models or self.models, self.layers, strict=True)
+            ],
+        }
 
-    def _view(self, image: Image.Image, model: LoadedModel, layers: Sequence[AttentionLayer]) -> dict:
+    def _view(
+        self, image: Image.Image, model: LoadedModel, layers: Sequence[AttentionLayer]
+    ) -> dict:
         without = WITHOUT[0] in self.parts  # computed from all others
         seen = record(model, image, layers, PARTS if without else self.parts)
         if without:
             add_contributions(seen)
-        streams, places = pack({layer.number: self._arrays(layer, len(prefix_names(model.model)))
-                                for layer in seen.maps.values()})
+        streams, places = pack(
+            {
+                layer.number: self._arrays(layer, len(prefix_names(model.model)))
+                for layer in seen.maps.values()
+            }
+        )
         return {
             "photo": data_url((seen.pixels() * 255).round().astype(np.uint8)),
-            "predictions": (_objects if isinstance(model, DetectorModel) else _likeliest)(seen.output, model.classes),
+            "predictions": (_objects if isinstance(model, DetectorModel) else _likeliest)(
+                seen.output, model.classes
+            ),
             "featSizes": {layer.number: layer.feat_size for layer in seen.maps.values()},
             "places": places,
             "streams": streams,
@@ -181,9 +217,16 @@ class Explorer:
         """Return (K, T, N) of each recorded part: rows of all tokens, those before the patches first, over N pixels.
         A layer that runs before a prefix token comes in has zeros there."""
         missing, heads = prefix - layer.num_prefix_tokens, list(self.heads or layer.heads)
-        return {part: nn.functional.pad(layer.on_queries_grid(part)[0, heads, :, layer.num_prefix_tokens:].float(),
-                                        (0, 0, missing, 0)).cpu().numpy()
-                for part in STORED_PARTS if part in self.parts and part in layer.recorded()}
+        return {
+            part: nn.functional.pad(
+                layer.on_queries_grid(part)[0, heads, :, layer.num_prefix_tokens :].float(),
+                (0, 0, missing, 0),
+            )
+            .cpu()
+            .numpy()
+            for part in STORED_PARTS
+            if part in self.parts and part in layer.recorded()
+        }
 
 
 def _likeliest(output: Any, names: Sequence[str] | None) -> list[dict]:
@@ -193,19 +236,29 @@ def _likeliest(output: Any, names: Sequence[str] | None) -> list[dict]:
     if not isinstance(logits, Tensor) or logits.ndim != 2:
         return []
     top = logits[0].float().softmax(-1).topk(min(3, logits.shape[1]))
-    return [{"name": names[index] if names else f"class {index}", "probability": round(probability, 6)}
-            for index, probability in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
+    return [
+        {"name": names[index] if names else f"class {index}", "probability": round(probability, 6)}
+        for index, probability in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    ]
 
 
 def _objects(output: Sequence[dict[str, Tensor]], classes: Sequence[str]) -> list[dict]:
     """Return the surest objects of a detector: name, probability, and box, x1 y1 x2 y2 in pixels of the input."""
     [found] = output
     rows = zip(*(found[key].tolist() for key in ("boxes", "scores", "labels")), strict=True)
-    return [{"name": classes[label], "probability": round(score, 6), "box": [round(side, 2) for side in box]}
-            for box, score, label in rows if score >= LEAST_SCORE][:MOST_OBJECTS]
+    return [
+        {
+            "name": classes[label],
+            "probability": round(score, 6),
+            "box": [round(side, 2) for side in box],
+        }
+        for box, score, label in rows
+        if score >= LEAST_SCORE
+    ][:MOST_OBJECTS]
 
 
 # ---- the page -------------------------------------------------------------------------------------------------------
+
 
 def json_script(value: Any, attributes: str) -> str:
     """Return a script element that holds data; nothing in it can end the element."""
@@ -215,7 +268,9 @@ def json_script(value: Any, attributes: str) -> str:
 
 def table_of(name: str) -> str:
     """Return 256 colours of a matplotlib colour map, RGB, in base64."""
-    return base64.b64encode(matplotlib.colormaps[name](range(256), bytes=True)[:, :3].tobytes()).decode()
+    return base64.b64encode(
+        matplotlib.colormaps[name](range(256), bytes=True)[:, :3].tobytes()
+    ).decode()
 
 
 def build_page(explorer: Explorer, entries: Sequence[dict], epochs: bool = False) -> str:
@@ -227,27 +282,52 @@ def build_page(explorer: Explorer, entries: Sequence[dict], epochs: bool = False
         epochs: whether they are one image at the epochs of a run.
     """
     title = "Attention of " + ", ".join(model.label for model in explorer.models)
-    about = {"models": explorer.describe(), "colours": table_of("viridis"), "signed": table_of(SIGNED_MAP),
-             "epochs": epochs, "version": ea_vision.__version__}
-    scripts = [json_script(about, 'id="about"'), *(json_script(entry, 'class="image"') for entry in entries)]
+    about = {
+        "models": explorer.describe(),
+        "colours": table_of("viridis"),
+        "signed": table_of(SIGNED_MAP),
+        "epochs": epochs,
+        "version": ea_vision.__version__,
+    }
+    scripts = [
+        json_script(about, 'id="about"'),
+        *(json_script(entry, 'class="image"') for entry in entries),
+    ]
     template, style, *modules = ((SOURCE / name).read_text(encoding="utf-8") for name in FILES)
     # in one program, what the modules import from each other comes before
-    program = re.sub(r'^(import [^;]*? from "\./[a-z]+\.js";\n|export )', "", "\n".join(modules), flags=re.MULTILINE)
-    fields = {"title": html.escape(title), "style": style, "data": "\n".join(scripts), "program": program}
+    program = re.sub(
+        r'^(import [^;]*? from "\./[a-z]+\.js";\n|export )',
+        "",
+        "\n".join(modules),
+        flags=re.MULTILINE,
+    )
+    fields = {
+        "title": html.escape(title),
+        "style": style,
+        "data": "\n".join(scripts),
+        "program": program,
+    }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: fields[match[1]], template)
 
 
 # ---- the command, notebooks -----------------------------------------------------------------------------------------
 
+
 def make_explorer(options: argparse.Namespace, models: Sequence[LoadedModel]) -> Explorer:
     """Return models, by default those of --model, with --layers, --heads and --parts."""
     asked = Asked.by_options(options, models)
     if MEAN in asked.heads:
-        raise UsageError(f"--heads must be numbers or all (the page adds the mean), got {options.heads!r}")
+        raise UsageError(
+            f"--heads must be numbers or all (the page adds the mean), got {options.heads!r}"
+        )
     parts = STORED_PARTS if options.parts == "all" else options.parts.split(",")
     if not set(parts) <= set(STORED_PARTS):
-        raise UsageError(f"--parts must be all or some of {', '.join(STORED_PARTS)}; got {options.parts!r}")
-    return Explorer(asked.models, asked.layers, () if options.heads == "all" else asked.heads, parts)
+        raise UsageError(
+            f"--parts must be all or some of {', '.join(STORED_PARTS)}; got {options.parts!r}"
+        )
+    return Explorer(
+        asked.models, asked.layers, () if options.heads == "all" else asked.heads, parts
+    )
 
 
 @dataclass
@@ -258,12 +338,19 @@ class PageInNotebook:
     height: int
 
     def _repr_html_(self) -> str:
-        return (f'<iframe srcdoc="{html.escape(self.text)}" title="attention" style="width: 100%; border: 0; height: '
-                f'{self.height}px"></iframe>')
+        return (
+            f'<iframe srcdoc="{html.escape(self.text)}" title="attention" style="width: 100%; border: 0; height: '
+            f'{self.height}px"></iframe>'
+        )
 
 
-def show_page(models: Models, images: ImageSource | Sequence[ImageSource], layers: Layers = None, *,
-              height: int = 720) -> PageInNotebook:
+def show_page(
+    models: Models,
+    images: ImageSource | Sequence[ImageSource],
+    layers: Layers = None,
+    *,
+    height: int = 720,
+) -> PageInNotebook:
     """Return the page of models and images, which a notebook displays inline.
 
     Args:
@@ -278,23 +365,48 @@ def show_page(models: Models, images: ImageSource | Sequence[ImageSource], layer
     if len(asked.models) > MAX_MODELS:
         raise UsageError(f"a page takes at most {MAX_MODELS} models, got {len(asked.models)}")
     explorer = Explorer(asked.models, asked.layers)
-    entries = [explorer.view(name, read_image(image)) for name, image in zip(names_of(several), several, strict=True)]
+    entries = [
+        explorer.view(name, read_image(image))
+        for name, image in zip(names_of(several), several, strict=True)
+    ]
     return PageInNotebook(build_page(explorer, entries), height)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__, EXAMPLES, output="attention.html", heads="all", queries=False, style=False,
-                         suffixes=(".html", ".htm"))
-    parser.add_argument("--parts", default="all", metavar="attn,logits|all",
-                        help=f"some of {', '.join(STORED_PARTS)} (default: %(default)s)")
-    parser.add_argument("--max-mb", type=positive, default=10,
-                        help="millions of bytes above which a warning says what makes the page smaller (default: "
-                             "%(default)s)")
-    parser.add_argument("--through", default="models", choices=("models", "checkpoints"),
-                        help="checkpoints: the *.ckpt and snapshots of one run, by a slider over its epochs (default: "
-                             "%(default)s)")
+    parser = make_parser(
+        __doc__,
+        EXAMPLES,
+        output="attention.html",
+        heads="all",
+        queries=False,
+        style=False,
+        suffixes=(".html", ".htm"),
+    )
+    parser.add_argument(
+        "--parts",
+        default="all",
+        metavar="attn,logits|all",
+        help=f"some of {', '.join(STORED_PARTS)} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-mb",
+        type=positive,
+        default=10,
+        help="millions of bytes above which a warning says what makes the page smaller (default: "
+        "%(default)s)",
+    )
+    parser.add_argument(
+        "--through",
+        default="models",
+        choices=("models", "checkpoints"),
+        help="checkpoints: the *.ckpt and snapshots of one run, by a slider over its epochs (default: "
+        "%(default)s)",
+    )
     options = parser.parse_args(argv)
-    output, epochs = check_output(Path(options.output), options.suffixes), options.through == "checkpoints"
+    output, epochs = (
+        check_output(Path(options.output), options.suffixes),
+        options.through == "checkpoints",
+    )
     targets, paths = options.model or DEMO, find_images(options.images)
     if not epochs and len(targets) > MAX_MODELS:
         raise UsageError(f"--model must be at most {MAX_MODELS} models, got {len(targets)}")
@@ -303,13 +415,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if epochs:
         _, image = only(jobs, "image")
         jobs = [(f"epoch {model.epoch}", image, [model]) for model in models]
-    explorer = make_explorer(options, [replace(model, label=run_label(model)) for model in models[:1]])
-    entries = [explorer.view(*job) for job in tqdm(jobs, unit="image", disable=len(jobs) == 1 or None)]
+    explorer = make_explorer(
+        options, [replace(model, label=run_label(model)) for model in models[:1]]
+    )
+    entries = [
+        explorer.view(*job) for job in tqdm(jobs, unit="image", disable=len(jobs) == 1 or None)
+    ]
     page = build_page(explorer, entries, epochs).encode()
     size = len(page) / MEGABYTE
     if size > options.max_mb:
-        print(f"warning: the page has {size:.1f} MB, more than --max-mb {options.max_mb}; fewer --layers, --heads, "
-              "--parts or images make it smaller", file=sys.stderr)
+        print(
+            f"warning: the page has {size:.1f} MB, more than --max-mb {options.max_mb}; fewer --layers, --heads, "
+            "--parts or images make it smaller",
+            file=sys.stderr,
+        )
     atomic_write(output, page)
     print(f"written: {output} ({size:.1f} MB)")
     return 0

@@ -62,14 +62,28 @@ Queries = Sequence[Query] | None
 DEMO = ["ea_conv_transformer_cifar"]  # the model unless one is named
 SOME_LAYERS = 6  # that are drawn unless others are asked for
 CHECKPOINTS = ("*.ckpt", f"{run_folder.SNAPSHOTS}/*.safetensors")  # in a run folder
-KEYWORDS = ("layers", "heads", "queries", "width", *(field.name for field in fields(MapStyle)))  # of `Asked`
+KEYWORDS = (
+    "layers",
+    "heads",
+    "queries",
+    "width",
+    *(field.name for field in fields(MapStyle)),
+)  # of `Asked`
 FILM = ".gif"
 DIAGONAL, MIDDLE = ((0.25, 0.25), (0.5, 0.5), (0.75, 0.75)), ((0.5, 0.5),)
 
 
-def make_parser(description: str, examples: str, *, output: str, layers: str | None = "all",
-                heads: str | None = None, queries: bool = True, style: bool = True,
-                suffixes: Sequence[str] = PICTURES) -> argparse.ArgumentParser:
+def make_parser(
+    description: str,
+    examples: str,
+    *,
+    output: str,
+    layers: str | None = "all",
+    heads: str | None = None,
+    queries: bool = True,
+    style: bool = True,
+    suffixes: Sequence[str] = PICTURES,
+) -> argparse.ArgumentParser:
     """Return a parser of the options that the figures and the page share.
 
     Args:
@@ -79,47 +93,101 @@ def make_parser(description: str, examples: str, *, output: str, layers: str | N
         queries, style: whether the figure has query points, and maps over photos.
         suffixes: of the files that can be written; a page has no width and no dots per inch.
     """
-    parser = argparse.ArgumentParser(description=description, epilog="examples:\n" + examples,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", action="extend", type=parse_targets, metavar="NAME|RUN[,..]",
-                        help=f"{WEIGHTS_HELP}; several separated by commas or each with its own --model (default: "
-                             f"{DEMO[0]})")
+    parser = argparse.ArgumentParser(
+        description=description,
+        epilog="examples:\n" + examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--model",
+        action="extend",
+        type=parse_targets,
+        metavar="NAME|RUN[,..]",
+        help=f"{WEIGHTS_HELP}; several separated by commas or each with its own --model (default: "
+        f"{DEMO[0]})",
+    )
     add_options(parser, "--random", "--img-size", "--device")
-    parser.add_argument("--layers", default=layers, metavar="1,2|3-5|all",
-                        help="attention layers, counted from 1 in forward order, or their module names (default: "
-                             f"{layers or 'all, or of many some over the depth of the network'})")
+    parser.add_argument(
+        "--layers",
+        default=layers,
+        metavar="1,2|3-5|all",
+        help="attention layers, counted from 1 in forward order, or their module names (default: "
+        f"{layers or 'all, or of many some over the depth of the network'})",
+    )
     if heads is not None:
-        parser.add_argument("--heads", default=heads or None, metavar="0,1|all|mean",
-                            help="heads, counted from 0; mean: their average (default: "
-                                 f"{heads or 'all,mean; of several models mean'})")
+        parser.add_argument(
+            "--heads",
+            default=heads or None,
+            metavar="0,1|all|mean",
+            help="heads, counted from 0; mean: their average (default: "
+            f"{heads or 'all,mean; of several models mean'})",
+        )
     if queries:
-        parser.add_argument("--queries", nargs="+", default=[], metavar="Y,X|cls",
-                            help="query points in pixels of the input as the network sees it, from its top left corner "
-                                 "or, of a vision transformer, tokens before its patches: cls, dist, reg1, ... "
-                                 "(default: points on a diagonal, or the middle for one)")
-    parser.add_argument("-o", "--output", default=output, metavar="FILE",
-                        help=f"{', '.join(s[1:].upper() for s in suffixes)} by its suffix; of several images, "
-                             "each figure gets its own file, its name added (default: %(default)s)")
+        parser.add_argument(
+            "--queries",
+            nargs="+",
+            default=[],
+            metavar="Y,X|cls",
+            help="query points in pixels of the input as the network sees it, from its top left corner "
+            "or, of a vision transformer, tokens before its patches: cls, dist, reg1, ... "
+            "(default: points on a diagonal, or the middle for one)",
+        )
+    parser.add_argument(
+        "-o",
+        "--output",
+        default=output,
+        metavar="FILE",
+        help=f"{', '.join(s[1:].upper() for s in suffixes)} by its suffix; of several images, "
+        "each figure gets its own file, its name added (default: %(default)s)",
+    )
     if PICTURES[0] in suffixes:
-        parser.add_argument("--width", type=float, metavar="3.3|6.75|N",
-                            help="of the figure in inches; text keeps its 7 to 9 points, tiles shrink (default: as "
-                                 "wide as it needs to be, at most 6.75)")
-        parser.add_argument("--dpi", type=positive, default=150,
-                            help="of pictures made of pixels (default: %(default)s)")
+        parser.add_argument(
+            "--width",
+            type=float,
+            metavar="3.3|6.75|N",
+            help="of the figure in inches; text keeps its 7 to 9 points, tiles shrink (default: as "
+            "wide as it needs to be, at most 6.75)",
+        )
+        parser.add_argument(
+            "--dpi",
+            type=positive,
+            default=150,
+            help="of pictures made of pixels (default: %(default)s)",
+        )
     if style:
-        parser.add_argument("--bare", dest="overlay", action="store_false",
-                            help="draw the maps alone, not over the photo")
-        parser.add_argument("--scale", default=STYLE.scale, choices=SCALES,
-                            help="of the colours. layer: one for the maps that are compared, which are a layer's (of a "
-                                 "film all); tile: each map its own, its maximum written on it; all: one for the "
-                                 "figure; uniform: from 1/8 to 8 times uniform attention in every figure (default: "
-                                 "%(default)s)")
-        parser.add_argument("--cmap", metavar="NAME",
-                            help="a colour map of matplotlib's (default: viridis for attention, coolwarm for logits)")
-        parser.add_argument("--opacity", type=float, default=STYLE.opacity, metavar="0..1",
-                            help="of maps over the photo (default: %(default)s)")
-    parser.add_argument("images", nargs="+", metavar="IMAGE",
-                        help="image files, folders of them, or digits#N, the Nth test image of the digits, from 0")
+        parser.add_argument(
+            "--bare",
+            dest="overlay",
+            action="store_false",
+            help="draw the maps alone, not over the photo",
+        )
+        parser.add_argument(
+            "--scale",
+            default=STYLE.scale,
+            choices=SCALES,
+            help="of the colours. layer: one for the maps that are compared, which are a layer's (of a "
+            "film all); tile: each map its own, its maximum written on it; all: one for the "
+            "figure; uniform: from 1/8 to 8 times uniform attention in every figure (default: "
+            "%(default)s)",
+        )
+        parser.add_argument(
+            "--cmap",
+            metavar="NAME",
+            help="a colour map of matplotlib's (default: viridis for attention, coolwarm for logits)",
+        )
+        parser.add_argument(
+            "--opacity",
+            type=float,
+            default=STYLE.opacity,
+            metavar="0..1",
+            help="of maps over the photo (default: %(default)s)",
+        )
+    parser.add_argument(
+        "images",
+        nargs="+",
+        metavar="IMAGE",
+        help="image files, folders of them, or digits#N, the Nth test image of the digits, from 0",
+    )
     parser.set_defaults(suffixes=suffixes)
     return parser
 
@@ -131,7 +199,9 @@ def only(values: Sequence, kind: str):
         UsageError: several.
     """
     if len(values) != 1:
-        raise UsageError(f"this figure shows one {kind}; got {len(values)}: --help shows how to choose")
+        raise UsageError(
+            f"this figure shows one {kind}; got {len(values)}: --help shows how to choose"
+        )
     return values[0]
 
 
@@ -142,25 +212,41 @@ def parse_heads(text: str, layers: Sequence[AttentionLayer]) -> list[Head]:
         UsageError: a head that a layer does not have.
     """
     num_heads = min(layer.num_heads for layer in layers)
-    known = {"all": list(range(num_heads)), MEAN: [MEAN], **{str(head): [head] for head in range(num_heads)}}
+    known = {
+        "all": list(range(num_heads)),
+        MEAN: [MEAN],
+        **{str(head): [head] for head in range(num_heads)},
+    }
     try:
         return [head for item in text.split(",") for head in known[item]]
     except KeyError as error:
-        raise UsageError(f"heads must be 0 to {num_heads - 1}, all or {MEAN}, got {error}") from error
+        raise UsageError(
+            f"heads must be 0 to {num_heads - 1}, all or {MEAN}, got {error}"
+        ) from error
 
 
 def spread(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
     """Return all of up to SOME_LAYERS, or so many at even distances, the first and the last among them."""
-    return [layers[round(place)] for place in np.linspace(0, len(layers) - 1, min(SOME_LAYERS, len(layers)))]
+    return [
+        layers[round(place)]
+        for place in np.linspace(0, len(layers) - 1, min(SOME_LAYERS, len(layers)))
+    ]
 
 
 def loader(options: argparse.Namespace) -> Callable[[str], LoadedModel]:
     """Return a function that loads a model as the options say; see first that the images exist."""
     find_images(options.images)
-    return partial(load_model, random=options.random, img_size=options.img_size, device=choose_device(options.device))
+    return partial(
+        load_model,
+        random=options.random,
+        img_size=options.img_size,
+        device=choose_device(options.device),
+    )
 
 
-def epochs_of(targets: Sequence[str], load: Callable[[str], LoadedModel] = load_model) -> list[LoadedModel]:
+def epochs_of(
+    targets: Sequence[str], load: Callable[[str], LoadedModel] = load_model
+) -> list[LoadedModel]:
     """Return the models of run folders' *.ckpt files and snapshots, or of such files, in the order of epochs; of
     several files of the same epoch the last one.
 
@@ -175,8 +261,10 @@ def epochs_of(targets: Sequence[str], load: Callable[[str], LoadedModel] = load_
         paths += held or [target]
     models = {model.epoch: model for model in map(load, paths)}
     if None in models:
-        raise UsageError("what goes through checkpoints needs run folders or their *.ckpt or snapshots, got "
-                         + models[None].label)
+        raise UsageError(
+            "what goes through checkpoints needs run folders or their *.ckpt or snapshots, got "
+            + models[None].label
+        )
     return [models[epoch] for epoch in sorted(models)]
 
 
@@ -186,6 +274,7 @@ def run_label(model: LoadedModel) -> str:
 
 
 # ---- what a figure is drawn of --------------------------------------------------------------------------------------
+
 
 def chosen_layers(layers: Layers, model: LoadedModel, some: bool = False) -> list[AttentionLayer]:
     """Return the layers asked for; by default all, or with `some` those of `spread`."""
@@ -206,8 +295,17 @@ class Asked:
         UsageError: layers or heads that a model lacks, or a style that there is not.
     """
 
-    def __init__(self, models: Models, layers: Layers = None, heads: Heads = None, queries: Queries = None, *,
-                 some: bool = False, width: float | None = None, **style):
+    def __init__(
+        self,
+        models: Models,
+        layers: Layers = None,
+        heads: Heads = None,
+        queries: Queries = None,
+        *,
+        some: bool = False,
+        width: float | None = None,
+        **style,
+    ):
         self.how, self.queries = dict(style=MapStyle(**style), width=check_width(width)), queries
         self.models = as_models(models)
         self.layers = [chosen_layers(layers, model, some) for model in self.models]
@@ -216,23 +314,32 @@ class Asked:
         self.heads = parse_heads(text, [layer for chosen in self.layers for layer in chosen])
 
     @classmethod
-    def by_options(cls, options: argparse.Namespace, models: Iterable[LoadedModel] = (), some: bool = False) -> "Asked":
+    def by_options(
+        cls, options: argparse.Namespace, models: Iterable[LoadedModel] = (), some: bool = False
+    ) -> "Asked":
         """Return what a command's options ask for. If only some layers are shown unasked, a line says so."""
         given = {name: getattr(options, name) for name in KEYWORDS if name in options}
         asked = cls(models or map(loader(options), options.model or DEMO), some=some, **given)
         for model, numbers in zip(asked.models, asked.numbers, strict=True):
             if options.layers is None and len(numbers) < len(found := parse_layers("all", model)):
-                print(f"{model.label}: layers {', '.join(map(str, numbers))} of {len(found)}; "
-                      "--layers chooses others, --layers all draws all", file=sys.stderr)
+                print(
+                    f"{model.label}: layers {', '.join(map(str, numbers))} of {len(found)}; "
+                    "--layers chooses others, --layers all draws all",
+                    file=sys.stderr,
+                )
         asked.points()
         return asked
 
     def record(self, image: AnyImage, parts: Sequence[str] = ("attn",)) -> list[Recording]:
         """Run each model on an image; see `ea_vision.visualize.image_maps.record`."""
-        return [record(model, image, chosen, parts) for model, chosen in zip(self.models, self.layers, strict=True)]
+        return [
+            record(model, image, chosen, parts)
+            for model, chosen in zip(self.models, self.layers, strict=True)
+        ]
 
-    def points(self, default: Sequence[tuple[float, float]] = DIAGONAL,
-               seen: Sequence[Recording] = ()) -> list[Query]:
+    def points(
+        self, default: Sequence[tuple[float, float]] = DIAGONAL, seen: Sequence[Recording] = ()
+    ) -> list[Query]:
         """Return the query points in the first model's input, or in what is `seen`; by default those in shares of its
         sides."""
         texts = [_text(query, "") for query in self.queries or []]
@@ -247,6 +354,7 @@ def _text(value: str | int | Sequence[int | str] | None, default: str) -> str:
 
 
 # ---- files: checked before any work, one an image, written whole or not at all --------------------------------------
+
 
 def check_output(output: Path, suffixes: Sequence[str] = PICTURES) -> Path:
     """See that a file can be written, before any work; return it.
@@ -266,18 +374,31 @@ def save(figure: Figure, output: Path, dpi: int) -> None:
 
 def save_film(figures: Iterable[Figure], output: Path, dpi: int) -> None:
     """Write figures into a GIF that runs for ever."""
-    drawn = [Image.open(io.BytesIO(figure_bytes(figure, ".png", dpi))).convert("RGB") for figure in figures]
+    drawn = [
+        Image.open(io.BytesIO(figure_bytes(figure, ".png", dpi))).convert("RGB")
+        for figure in figures
+    ]
     W, H = (max(sides) for sides in zip(*(picture.size for picture in drawn), strict=True))
     first, *others = [  # titles may differ in lines
         ImageOps.expand(picture, (0, 0, W - picture.width, H - picture.height), "white").quantize(
-            256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE) for picture in drawn]
+            256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
+        )
+        for picture in drawn
+    ]
     data = io.BytesIO()
-    first.save(data, "GIF", save_all=True, append_images=others, duration=600, loop=0)  # milliseconds a picture
+    first.save(
+        data, "GIF", save_all=True, append_images=others, duration=600, loop=0
+    )  # milliseconds a picture
     files.atomic_write(output, data.getvalue())
 
 
-def each_figure(options: argparse.Namespace, asked: Asked, draw: Callable[[Asked, Any], Any],
-                write: Callable[[Any, Path, int], None] = save, together: bool = False) -> int:
+def each_figure(
+    options: argparse.Namespace,
+    asked: Asked,
+    draw: Callable[[Asked, Any], Any],
+    write: Callable[[Any, Path, int], None] = save,
+    together: bool = False,
+) -> int:
     """Draw and write a figure an image, with a progress bar; say so at the end.
 
     Args:
@@ -291,11 +412,15 @@ def each_figure(options: argparse.Namespace, asked: Asked, draw: Callable[[Asked
     if len(jobs) > 1:
         stem, suffix = outputs[0].stem, outputs[0].suffix
         names = [Path(image).stem.replace("#", "-") for image in images]
-        outputs = [outputs[0].with_name(f"{stem}-{name}{f'-{number}' * (name in names[:number])}{suffix}")
-                   for number, name in enumerate(names)]
+        outputs = [
+            outputs[0].with_name(f"{stem}-{name}{f'-{number}' * (name in names[:number])}{suffix}")
+            for number, name in enumerate(names)
+        ]
     for path in images:  # a broken one ends the command before the first picture
         read_image(path)
-    for job, output in zip(tqdm(jobs, unit="image", disable=len(jobs) == 1 or None), outputs, strict=True):
+    for job, output in zip(
+        tqdm(jobs, unit="image", disable=len(jobs) == 1 or None), outputs, strict=True
+    ):
         write(draw(asked, job), output, options.dpi)
     print("written:", *outputs)
     return 0

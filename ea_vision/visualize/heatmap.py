@@ -8,8 +8,24 @@ from matplotlib.figure import Figure
 
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.inputs import names_of
-from ea_vision.visualize.figure_options import Asked, Heads, Layers, Models, Queries, each_figure, make_parser
-from ea_vision.visualize.image_maps import AnyImage, Head, Query, Recording, as_images, cell_of, title_of
+from ea_vision.visualize.figure_options import (
+    Asked,
+    Heads,
+    Layers,
+    Models,
+    Queries,
+    each_figure,
+    make_parser,
+)
+from ea_vision.visualize.image_maps import (
+    AnyImage,
+    Head,
+    Query,
+    Recording,
+    as_images,
+    cell_of,
+    title_of,
+)
 from ea_vision.visualize.map_style import (
     STYLE,
     MapStyle,
@@ -33,8 +49,16 @@ EXAMPLES = """\
 """
 
 
-def plot_heatmap(models: Models, images: AnyImage | Sequence[AnyImage], layers: Layers = None,
-                 heads: Heads = None, queries: Queries = None, *, width: float | None = None, **style) -> Figure:
+def plot_heatmap(
+    models: Models,
+    images: AnyImage | Sequence[AnyImage],
+    layers: Layers = None,
+    heads: Heads = None,
+    queries: Queries = None,
+    *,
+    width: float | None = None,
+    **style,
+) -> Figure:
     """Draw what query points attend to. See `ea_vision.visualize.figure_options` for the arguments.
 
     One model and image: for each layer a row a query, a column a head; of one query, or one head, a row a layer.
@@ -47,35 +71,79 @@ def plot_heatmap(models: Models, images: AnyImage | Sequence[AnyImage], layers: 
 def _draw(asked: Asked, images: AnyImage | Sequence[AnyImage]) -> Figure:
     models, several = asked.models, isinstance(images, (list, tuple))
     if several and len(models) > 1:
-        raise UsageError(f"several models need one image, got {len(models)} models and {len(images)} images")
+        raise UsageError(
+            f"several models need one image, got {len(models)} models and {len(images)} images"
+        )
     if several and asked.queries and len(asked.queries) != 1:
         raise UsageError(f"several images take one query, got {len(asked.queries)}")
     recordings = [recording for image in as_images(images) for recording in asked.record(image)]
     points = asked.points(seen=recordings)
     if several:
-        return draw_columns(recordings, names_of(images), asked.numbers * len(images), asked.heads,
-                            points if asked.queries else [None], **asked.how, title=title_of(models[0]),
-                            what=f" on {len(images)} images")
+        return draw_columns(
+            recordings,
+            names_of(images),
+            asked.numbers * len(images),
+            asked.heads,
+            points if asked.queries else [None],
+            **asked.how,
+            title=title_of(models[0]),
+            what=f" on {len(images)} images",
+        )
     if len(models) == 1:
         return draw_heatmap(recordings[0], asked.numbers[0], asked.heads, points, **asked.how)
-    return draw_columns(recordings, [title_of(model) for model in models], asked.numbers, asked.heads, points,
-                        **asked.how, title=f"{len(models)} models", photo=True)
+    return draw_columns(
+        recordings,
+        [title_of(model) for model in models],
+        asked.numbers,
+        asked.heads,
+        points,
+        **asked.how,
+        title=f"{len(models)} models",
+        photo=True,
+    )
 
 
-def head_rows(recording: Recording, layer: int, heads: Sequence[Head], points: Sequence[Query],
-              style: MapStyle) -> list[Row]:
+def head_rows(
+    recording: Recording,
+    layer: int,
+    heads: Sequence[Head],
+    points: Sequence[Query],
+    style: MapStyle,
+) -> list[Row]:
     """Return a row a query, a column a head; of one head a row whose columns are queries."""
     one_head = len(heads) == 1 and len(points) > 1
-    rows = [[attention_of(recording, layer, head, point, style,
-                          f"query {number}" if one_head else head_name(head) if number == 1 else "", number)
-             for head in heads] for number, point in enumerate(points, start=1)]
+    rows = [
+        [
+            attention_of(
+                recording,
+                layer,
+                head,
+                point,
+                style,
+                f"query {number}" if one_head else head_name(head) if number == 1 else "",
+                number,
+            )
+            for head in heads
+        ]
+        for number, point in enumerate(points, start=1)
+    ]
     if one_head:
         return [Row([tile for [tile] in rows])]
-    return [Row(tiles, f"query {number}" if len(points) > 1 else "") for number, tiles in enumerate(rows, start=1)]
+    return [
+        Row(tiles, f"query {number}" if len(points) > 1 else "")
+        for number, tiles in enumerate(rows, start=1)
+    ]
 
 
-def draw_heatmap(recording: Recording, layers: Sequence[int], heads: Sequence[Head], points: Sequence[Query],
-                 style: MapStyle = STYLE, *, width: float | None = None) -> Figure:
+def draw_heatmap(
+    recording: Recording,
+    layers: Sequence[int],
+    heads: Sequence[Head],
+    points: Sequence[Query],
+    style: MapStyle = STYLE,
+    *,
+    width: float | None = None,
+) -> Figure:
     """Draw the photo with numbered query points; below it, for each layer, a row a query and a column a head, or of one
     query or head a row a layer.
 
@@ -88,16 +156,34 @@ def draw_heatmap(recording: Recording, layers: Sequence[int], heads: Sequence[He
         width: inches.
     """
     grid = len(layers) > 1 and 1 in (len(points), len(heads))
-    groups = [(map_name(recording.maps[layer], grid), head_rows(recording, layer, heads, points, style))
-              for layer in layers]
+    groups = [
+        (map_name(recording.maps[layer], grid), head_rows(recording, layer, heads, points, style))
+        for layer in layers
+    ]
     which = f", {head_name(heads[0])}" if len(heads) == 1 else " by head"
-    return map_sheet(title_of(recording.model), groups, style, width=width, photo=photo_of(recording, points),
-                     note=f"attention{which}; {queries_name(points)}")
+    return map_sheet(
+        title_of(recording.model),
+        groups,
+        style,
+        width=width,
+        photo=photo_of(recording, points),
+        note=f"attention{which}; {queries_name(points)}",
+    )
 
 
-def draw_columns(recordings: Sequence[Recording], names: Sequence[str], layers: Sequence[Sequence[int]],
-                 heads: Sequence[Head], points: Sequence[Query | None], style: MapStyle = STYLE, *,
-                 width: float | None = None, title: str, what: str = "", photo: bool = False) -> Figure:
+def draw_columns(
+    recordings: Sequence[Recording],
+    names: Sequence[str],
+    layers: Sequence[Sequence[int]],
+    heads: Sequence[Head],
+    points: Sequence[Query | None],
+    style: MapStyle = STYLE,
+    *,
+    width: float | None = None,
+    title: str,
+    what: str = "",
+    photo: bool = False,
+) -> Figure:
     """Draw for each layer a row a query and head, and a column a recording; of one query and head a row a layer.
 
     Args:
@@ -124,18 +210,42 @@ def draw_columns(recordings: Sequence[Recording], names: Sequence[str], layers: 
         columns, rows = list(zip(recordings, of_layer, names, strict=True)), []
         for (number, point), head in product(enumerate(points, start=1), heads):
             label = [f"query {number}"] * (len(points) > 1) + [head_name(head)] * (len(heads) > 1)
-            rows.append(Row([attention_of(
-                recording, layer, head, point and cell_of(point, first.img_size, recording.img_size), style,
-                "" if rows else name, number) for recording, layer, name in columns], "\n".join(label)))
-        named = dict.fromkeys(map_name(recording.maps[layer], grid) for recording, layer, _ in columns)
+            rows.append(
+                Row(
+                    [
+                        attention_of(
+                            recording,
+                            layer,
+                            head,
+                            point and cell_of(point, first.img_size, recording.img_size),
+                            style,
+                            "" if rows else name,
+                            number,
+                        )
+                        for recording, layer, name in columns
+                    ],
+                    "\n".join(label),
+                )
+            )
+        named = dict.fromkeys(
+            map_name(recording.maps[layer], grid) for recording, layer, _ in columns
+        )
         groups.append(("\n".join(named), rows))
     whose = "mean of all queries" if points[0] is None else queries_name(points)
     which = f", {head_name(heads[0])}" if len(heads) == 1 else ""
-    return map_sheet(title, groups, style, width=width, note=f"attention{what}: {whose}{which}{meaning}",
-                     photo=photo_of(first, points) if photo else None)
+    return map_sheet(
+        title,
+        groups,
+        style,
+        width=width,
+        note=f"attention{what}: {whose}{which}{meaning}",
+        photo=photo_of(first, points) if photo else None,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = make_parser(__doc__, EXAMPLES, output="attention.png", layers=None, heads="").parse_args(argv)
+    options = make_parser(
+        __doc__, EXAMPLES, output="attention.png", layers=None, heads=""
+    ).parse_args(argv)
     asked = Asked.by_options(options, some=True)
     return each_figure(options, asked, _draw, together=len(asked.models) == 1)

@@ -18,7 +18,9 @@ from ea_vision.recorder.recording import AttentionLayer, AttentionMaps
 
 MEAN = "mean"
 WITHOUT = ("attn_without_previous", "attn_without_own")  # parts of `add_contributions`
-Query = tuple[int, int] | str  # y, x in pixels of the input, or a token before a transformer's patches: cls, reg1, ...
+Query = (
+    tuple[int, int] | str
+)  # y, x in pixels of the input, or a token before a transformer's patches: cls, reg1, ...
 Head = int | str  # a number, or MEAN
 AnyImage = ImageSource | Tensor  # see `ea_vision.recorder.inputs.as_input`
 
@@ -89,20 +91,27 @@ def as_model(model: nn.Module | LoadedModel | str) -> LoadedModel:
         return load_model(model)
     if isinstance(model, LoadedModel):
         return model
-    label = (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or type(model).__name__
+    label = (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or type(
+        model
+    ).__name__
     return as_loaded(model, label)
 
 
 def title_of(model: LoadedModel) -> str:
     """Name a model in a title, with its weights."""
-    return model.label if model.weights in model.label else f"{model.label}, weights {model.weights}"
+    return (
+        model.label if model.weights in model.label else f"{model.label}, weights {model.weights}"
+    )
 
 
 def as_models(models) -> list[LoadedModel]:
     """Return the models of one, several, or several by label (a mapping); their labels differ."""
     if isinstance(models, Mapping):
         return [replace(as_model(model), label=label) for label, model in models.items()]
-    loaded = [as_model(model) for model in ([models] if isinstance(models, (str, nn.Module, LoadedModel)) else models)]
+    loaded = [
+        as_model(model)
+        for model in ([models] if isinstance(models, (str, nn.Module, LoadedModel)) else models)
+    ]
     labels = numbered([model.label for model in loaded])
     return [replace(model, label=label) for model, label in zip(loaded, labels, strict=True)]
 
@@ -121,8 +130,10 @@ def as_images(images: AnyImage | Sequence[AnyImage]) -> list[AnyImage]:
 
 def numbered(names: Sequence[str]) -> list[str]:
     """Return the names, those that are the same numbered."""
-    return [f"{name} [{names[:place].count(name) + 1}]" if names.count(name) > 1 else name
-            for place, name in enumerate(names)]
+    return [
+        f"{name} [{names[:place].count(name) + 1}]" if names.count(name) > 1 else name
+        for place, name in enumerate(names)
+    ]
 
 
 @contextmanager
@@ -143,8 +154,12 @@ def as_batch(model: LoadedModel, images: Sequence[AnyImage]) -> Tensor:
     return model.normalize(batch.to(next(model.model.parameters()).device))
 
 
-def record(model: nn.Module | LoadedModel | str, image: AnyImage, layers: Sequence[AttentionLayer],
-           parts: Sequence[str] = ("attn",)) -> Recording:
+def record(
+    model: nn.Module | LoadedModel | str,
+    image: AnyImage,
+    layers: Sequence[AttentionLayer],
+    parts: Sequence[str] = ("attn",),
+) -> Recording:
     """Run a network on an image, in evaluation mode; see `as_model` and `as_input`.
 
     Args:
@@ -159,13 +174,19 @@ def record(model: nn.Module | LoadedModel | str, image: AnyImage, layers: Sequen
     batch, watch = as_batch(model, [prepared]), nullcontext(AttentionMaps())
     if layers:
         parts = [part for part in parts if any(part in layer.parts for layer in layers)] or parts
-        watch = ea_vision.record_attention(model.model, [layer.number for layer in layers], parts=parts)
+        watch = ea_vision.record_attention(
+            model.model, [layer.number for layer in layers], parts=parts
+        )
     try:
         with evaluating(model.model), torch.inference_mode(), watch as maps:
             output = model.model(batch)
     except (ValueError, AssertionError) as error:
-        raise UsageError(f"{model.label} on a {prepared.shape[1]}x{prepared.shape[2]} input: {error}") from error
-    return Recording(model, prepared, maps, None if isinstance(image, Tensor) else model.photo(image), output)
+        raise UsageError(
+            f"{model.label} on a {prepared.shape[1]}x{prepared.shape[2]} input: {error}"
+        ) from error
+    return Recording(
+        model, prepared, maps, None if isinstance(image, Tensor) else model.photo(image), output
+    )
 
 
 def cell_of(query: Query, img_size: tuple[int, int], feat_size: tuple[int, int]) -> Query:
@@ -189,8 +210,14 @@ def add_contributions(recording: Recording) -> None:
             continue
         size = [layer.feat_size] if module.evolution.spatial else []
         with evaluating(module), torch.inference_mode():
-            again, *without = (module.attention_of(module.evolution(*logits, *size), layer.feat_size) for logits in (
-                (own, previous), (own, torch.zeros_like(previous)), (torch.zeros_like(own), previous)))
+            again, *without = (
+                module.attention_of(module.evolution(*logits, *size), layer.feat_size)
+                for logits in (
+                    (own, previous),
+                    (own, torch.zeros_like(previous)),
+                    (torch.zeros_like(own), previous),
+                )
+            )
         if again.shape == layer.attn.shape and torch.allclose(again, layer.attn, atol=1e-3):
             for part, attn in zip(WITHOUT, without, strict=True):
                 layer.save(part, attn)

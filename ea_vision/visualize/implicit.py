@@ -19,12 +19,29 @@ from ea_vision.recorder.inputs import as_input
 from ea_vision.recorder.loading import check_classifies
 from ea_vision.recorder.recording import recordable_layers
 from ea_vision.visualize.figure_options import Layers, Model, chosen_layers, spread
-from ea_vision.visualize.image_maps import MEAN, AnyImage, as_batch, as_model, evaluating, record, title_of
-from ea_vision.visualize.map_style import QUERY_COLORS, MapStyle, attention_of, map_of, photo_of, scaled
+from ea_vision.visualize.image_maps import (
+    MEAN,
+    AnyImage,
+    as_batch,
+    as_model,
+    evaluating,
+    record,
+    title_of,
+)
+from ea_vision.visualize.map_style import (
+    QUERY_COLORS,
+    MapStyle,
+    attention_of,
+    map_of,
+    photo_of,
+    scaled,
+)
 from ea_vision.visualize.sheet import Block, Row, Tile, sheet
 
 
-def input_jacobian(model: nn.Module, batch: Tensor, target: int | None = None) -> tuple[Tensor, int]:
+def input_jacobian(
+    model: nn.Module, batch: Tensor, target: int | None = None
+) -> tuple[Tensor, int]:
     """Return |d logit of a class / d pixel|, the largest of the channels.
 
     Args:
@@ -43,13 +60,22 @@ def input_jacobian(model: nn.Module, batch: Tensor, target: int | None = None) -
         logits = model(x)
         chosen = int(logits[0].argmax()) if target is None else target
         if not 0 <= chosen < logits.shape[1]:
-            raise UsageError(f"target must be a class from 0 to {logits.shape[1] - 1}, got {target}")
-        gradient, = torch.autograd.grad(logits[0, chosen], x)
+            raise UsageError(
+                f"target must be a class from 0 to {logits.shape[1] - 1}, got {target}"
+            )
+        (gradient,) = torch.autograd.grad(logits[0, chosen], x)
     return gradient[0].abs().amax(0), chosen
 
 
-def plot_jacobian(model: Model, image: AnyImage, target: int | None = None, layers: Layers = None, *,
-                  width: float | None = None, **style) -> Figure:
+def plot_jacobian(
+    model: Model,
+    image: AnyImage,
+    target: int | None = None,
+    layers: Layers = None,
+    *,
+    width: float | None = None,
+    **style,
+) -> Figure:
     """Draw the Jacobian of a class, and of attention layers what every pixel gets, mean of heads and queries.
 
     Args:
@@ -62,24 +88,45 @@ def plot_jacobian(model: Model, image: AnyImage, target: int | None = None, laye
     """
     loaded, look = as_model(model), MapStyle(**style)
     check_classifies(loaded)
-    recording = record(loaded, image, spread(recordable_layers(loaded.model)) if layers is None else
-                       chosen_layers(layers, loaded))
+    recording = record(
+        loaded,
+        image,
+        spread(recordable_layers(loaded.model))
+        if layers is None
+        else chosen_layers(layers, loaded),
+    )
     with evaluating(loaded.model):
         jacobian, chosen = input_jacobian(loaded.model, as_batch(loaded, [recording.image]), target)
     name = loaded.classes[chosen] if loaded.classes else f"class {chosen}"
-    subject = map_of(jacobian.float().cpu().numpy(), recording, look, f"|d {name} / d input|", part="jacobian")
+    subject = map_of(
+        jacobian.float().cpu().numpy(), recording, look, f"|d {name} / d input|", part="jacobian"
+    )
     photo = replace(photo_of(recording), title="photo")
-    blocks = [Block([Row([photo, subject])], enlarged=1.5,
-                    bars=scaled([[subject]], replace(look, scale="all"), "|d logit / d pixel|"))]
-    note = f"class {chosen}" + f" ({name})" * bool(loaded.classes) + ": how much each pixel moves its logit"
+    blocks = [
+        Block(
+            [Row([photo, subject])],
+            enlarged=1.5,
+            bars=scaled([[subject]], replace(look, scale="all"), "|d logit / d pixel|"),
+        )
+    ]
+    note = (
+        f"class {chosen}"
+        + f" ({name})" * bool(loaded.classes)
+        + ": how much each pixel moves its logit"
+    )
     if recording.maps:
-        tiles = [attention_of(recording, layer, MEAN, None, look, f"layer {layer}") for layer in recording.maps]
+        tiles = [
+            attention_of(recording, layer, MEAN, None, look, f"layer {layer}")
+            for layer in recording.maps
+        ]
         blocks.append(Block([Row(tiles)], "attention that every pixel gets", scaled([tiles], look)))
         note += "; attention: mean of heads and queries"
     return sheet(title_of(loaded), blocks, width=width, note=note)
 
 
-def plot_sampling(model: Model, images: Sequence[AnyImage], *, width: float | None = None) -> Figure:
+def plot_sampling(
+    model: Model, images: Sequence[AnyImage], *, width: float | None = None
+) -> Figure:
     """Draw a column an image: above the input with the quadrilateral that the model's first spatial transformer
     samples, its left upper corner marked; below what it hands on.
 
@@ -92,19 +139,27 @@ def plot_sampling(model: Model, images: Sequence[AnyImage], *, width: float | No
     loaded = as_model(model)
     transformers = [m for m in loaded.model.modules() if isinstance(m, SpatialTransformer)]
     if not transformers or not images:
-        raise UsageError(f"plot_sampling needs a model with a SpatialTransformer and at least one image, got "
-                         f"{loaded.label} with {len(transformers)} and {len(images)} images")
+        raise UsageError(
+            f"plot_sampling needs a model with a SpatialTransformer and at least one image, got "
+            f"{loaded.label} with {len(transformers)} and {len(images)} images"
+        )
     above, below = [], []
     for number, image in enumerate(images, start=1):
         x = as_input(loaded, image)
         with evaluating(loaded.model), torch.inference_mode():
             theta = transformers[0].theta(as_batch(loaded, [x]))
-            seen = sample_affine(x[None].to(theta.device), theta, transformers[0].out_size or tuple(x.shape[1:]))[0]
+            seen = sample_affine(
+                x[None].to(theta.device), theta, transformers[0].out_size or tuple(x.shape[1:])
+            )[0]
         corners = quadrilateral(theta.float(), tuple(x.shape[1:]))[0].cpu().numpy()
         above.append(_tile(x, f"input {number}", corners))
         below.append(_tile(seen.clamp(0, 1), f"sampled {number}"))
-    return sheet(title_of(loaded), [Block([Row(above), Row(below)])], width=width,
-                 note="what the first spatial transformer samples of each input, its left upper corner marked")
+    return sheet(
+        title_of(loaded),
+        [Block([Row(above), Row(below)])],
+        width=width,
+        note="what the first spatial transformer samples of each input, its left upper corner marked",
+    )
 
 
 def _tile(image: Tensor, title: str, corners: np.ndarray | None = None) -> Tile:
@@ -114,9 +169,21 @@ def _tile(image: Tensor, title: str, corners: np.ndarray | None = None) -> Tile:
     def paint(axes: Axes, _) -> None:
         axes.imshow(image.permute(1, 2, 0).cpu().numpy(), extent=(0, W, H, 0))
         if corners is not None:
-            axes.plot(*corners[[0, 1, 2, 3, 0]].T, color=QUERY_COLORS[0], linewidth=1.2, clip_on=False)
-            axes.plot(*corners[0], "o", color=QUERY_COLORS[0], markersize=4, markeredgecolor="white", clip_on=False)
-            (left, top), (right, bottom) = np.minimum(corners.min(0), 0), np.maximum(corners.max(0), (W, H))
+            axes.plot(
+                *corners[[0, 1, 2, 3, 0]].T, color=QUERY_COLORS[0], linewidth=1.2, clip_on=False
+            )
+            axes.plot(
+                *corners[0],
+                "o",
+                color=QUERY_COLORS[0],
+                markersize=4,
+                markeredgecolor="white",
+                clip_on=False,
+            )
+            (left, top), (right, bottom) = (
+                np.minimum(corners.min(0), 0),
+                np.maximum(corners.max(0), (W, H)),
+            )
             axes.set(xlim=(left, right), ylim=(bottom, top))
 
     return Tile(paint, title, aspect=H / W)

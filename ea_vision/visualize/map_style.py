@@ -31,7 +31,9 @@ from ea_vision.visualize.image_maps import MEAN, Head, Query, Recording, cell_of
 from ea_vision.visualize.sheet import Bar, Block, Row, Tile, sheet
 
 SCALES = ("layer", "tile", "all", "uniform")
-SIGNED_MAP = "coolwarm"  # Moreland's: even steps in CIELAB, both ends as dark, apart for the colour-blind
+SIGNED_MAP = (
+    "coolwarm"  # Moreland's: even steps in CIELAB, both ends as dark, apart for the colour-blind
+)
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,10 @@ class MapStyle:
         if not 0 <= self.opacity <= 1:
             raise UsageError(f"opacity must lie between 0 and 1, got {self.opacity}")
         if self.cmap is not None and self.cmap not in matplotlib.colormaps:
-            raise UsageError(f"cmap must be one of matplotlib's colour maps, such as viridis, plasma or gray, got "
-                             f"{self.cmap!r}")
+            raise UsageError(
+                f"cmap must be one of matplotlib's colour maps, such as viridis, plasma or gray, got "
+                f"{self.cmap!r}"
+            )
 
     def colormap(self, part: str = "attn") -> Colormap:
         """Return the colours of a part: sequential for attention and what else has no sign, diverging for logits."""
@@ -74,6 +78,7 @@ STYLE = MapStyle()
 
 # ---- names ----------------------------------------------------------------------------------------------------------
 
+
 def head_name(head: Head) -> str:
     return "mean of heads" if head == MEAN else f"head {head}"
 
@@ -82,14 +87,18 @@ def query_name(query: Query) -> str:
     """Name a query: `y 3, x 4`, `class token`, `distillation token`, `register 1`."""
     if not isinstance(query, str):
         return f"y {query[0]}, x {query[1]}"
-    return {"cls": "class token", "dist": "distillation token"}.get(query, query.replace("reg", "register "))
+    return {"cls": "class token", "dist": "distillation token"}.get(
+        query, query.replace("reg", "register ")
+    )
 
 
 def queries_name(points: Sequence[Query]) -> str:
     """Name query points: `query y 3, x 4`, of several `queries 1: y 3, x 4; 2: class token`."""
     if len(points) == 1:
         return f"query {query_name(points[0])}"
-    return "queries " + "; ".join(f"{number}: {query_name(point)}" for number, point in enumerate(points, start=1))
+    return "queries " + "; ".join(
+        f"{number}: {query_name(point)}" for number, point in enumerate(points, start=1)
+    )
 
 
 def map_name(layer: LayerMaps, short: bool = False) -> str:
@@ -99,7 +108,8 @@ def map_name(layer: LayerMaps, short: bool = False) -> str:
         return f"layer {layer.number}\n{size}"
     what = "from channel to channel of a head" if layer.channels else f"map {size}"
     return f"layer {layer.number} ({layer.name}), {what}" + (
-        f" after {', '.join(layer.prefix_names)}" if layer.prefix_names else "")
+        f" after {', '.join(layer.prefix_names)}" if layer.prefix_names else ""
+    )
 
 
 def short_names(names: Sequence[str]) -> tuple[Sequence[str], str]:
@@ -107,7 +117,9 @@ def short_names(names: Sequence[str]) -> tuple[Sequence[str], str]:
     if all(len(name) <= 14 for name in names):
         return names, ""
     short = [chr(ord("A") + index % 26) + "'" * (index // 26) for index in range(len(names))]
-    return short, "\n" + "; ".join(f"{letter}: {name}" for letter, name in zip(short, names, strict=True))
+    return short, "\n" + "; ".join(
+        f"{letter}: {name}" for letter, name in zip(short, names, strict=True)
+    )
 
 
 def layers_name(numbers: Sequence[int]) -> str:
@@ -129,10 +141,18 @@ def equation(model: nn.Module, layers: Sequence[AttentionLayer | LayerMaps]) -> 
     first = next((layer for layer in layers if before_shares(model, layer.name)), None)
     if first is None:
         return ""
-    shares, gates = before_shares(model, first.name), model.get_submodule(first.name).evolution.gates()
-    alpha, beta = (float(torch.as_tensor(gates.get(gate, 1.0)).detach().float().mean()) for gate in ("alpha", "beta"))
+    shares, gates = (
+        before_shares(model, first.name),
+        model.get_submodule(first.name).evolution.gates(),
+    )
+    alpha, beta = (
+        float(torch.as_tensor(gates.get(gate, 1.0)).detach().float().mean())
+        for gate in ("alpha", "beta")
+    )
     names = {"prev_logits": "previous", "self_logits": "own"}
-    mixed = " + ".join(f"{'' if share == 1 else f'{share:.2g} '}{names[part]}" for part, share in shares.items())
+    mixed = " + ".join(
+        f"{'' if share == 1 else f'{share:.2g} '}{names[part]}" for part, share in shares.items()
+    )
     logits = f"relu(conv({mixed}))"
     if "self_logits" not in shares:
         logits = f"{alpha:.2g} {logits} + {1 - alpha:.2g} own"
@@ -144,9 +164,14 @@ def equation(model: nn.Module, layers: Sequence[AttentionLayer | LayerMaps]) -> 
 
 # ---- photos and query points ----------------------------------------------------------------------------------------
 
-def photo_of(recording: Recording, queries: Sequence[Query] = (), feat_size: tuple[int, int] | None = None) -> Tile:
+
+def photo_of(
+    recording: Recording, queries: Sequence[Query] = (), feat_size: tuple[int, int] | None = None
+) -> Tile:
     """Return the photo with numbered query points, framed as cells of maps of `feat_size`; default: of the largest."""
-    cells = feat_size or max((layer.feat_size for layer in recording.maps.values()), key=math.prod, default=(1, 1))
+    cells = feat_size or max(
+        (layer.feat_size for layer in recording.maps.values()), key=math.prod, default=(1, 1)
+    )
 
     def paint(axes: Axes, _) -> None:
         axes.set_label("photo")
@@ -154,11 +179,19 @@ def photo_of(recording: Recording, queries: Sequence[Query] = (), feat_size: tup
         for number, query in enumerate(queries, start=1):
             mark_query(axes, recording, query, cells, number, numbered=True)
 
-    return Tile(paint, " " * any(isinstance(query, str) for query in queries), aspect=recording.aspect)
+    return Tile(
+        paint, " " * any(isinstance(query, str) for query in queries), aspect=recording.aspect
+    )
 
 
-def mark_query(axes: Axes, recording: Recording, query: Query, feat_size: tuple[int, int], number: int,
-               numbered: bool = False) -> None:
+def mark_query(
+    axes: Axes,
+    recording: Recording,
+    query: Query,
+    feat_size: tuple[int, int],
+    number: int,
+    numbered: bool = False,
+) -> None:
     """Draw the frame of the map's cell that a query lies in, and its number in a disc. White around both shows on any
     ground. A token that is no patch has no cell: its disc is above the image."""
     color = QUERY_COLORS[(number - 1) % len(QUERY_COLORS)]
@@ -170,19 +203,49 @@ def mark_query(axes: Axes, recording: Recording, query: Query, feat_size: tuple[
         height, width = H / feat_size[0], W / feat_size[1]
         y, x = (row + 0.5) * height, (col + 0.5) * width
         rim = [patheffects.Stroke(linewidth=1.8, foreground="white"), patheffects.Normal()]
-        axes.add_patch(Rectangle((col * width, row * height), width, height, fill=False, edgecolor=color, linewidth=0.9,
-                                 path_effects=rim, clip_on=False))
+        axes.add_patch(
+            Rectangle(
+                (col * width, row * height),
+                width,
+                height,
+                fill=False,
+                edgecolor=color,
+                linewidth=0.9,
+                path_effects=rim,
+                clip_on=False,
+            )
+        )
     if numbered:
-        axes.text(x, y, str(number), color="white", fontsize=points(), fontweight="bold", ha="center",
-                  va="center_baseline", bbox=dict(boxstyle="circle,pad=0.15", facecolor=color, edgecolor="white",
-                                                  linewidth=0.7))
+        axes.text(
+            x,
+            y,
+            str(number),
+            color="white",
+            fontsize=points(),
+            fontweight="bold",
+            ha="center",
+            va="center_baseline",
+            bbox=dict(
+                boxstyle="circle,pad=0.15", facecolor=color, edgecolor="white", linewidth=0.7
+            ),
+        )
 
 
 # ---- maps -----------------------------------------------------------------------------------------------------------
 
-def map_of(values: np.ndarray, recording: Recording, style: MapStyle, title: str = "", note: str = "", *,
-           point: Query | None = None, number: int = 1, cells: tuple[int, int] | None = None,
-           part: str = "attn") -> Tile:
+
+def map_of(
+    values: np.ndarray,
+    recording: Recording,
+    style: MapStyle,
+    title: str = "",
+    note: str = "",
+    *,
+    point: Query | None = None,
+    number: int = 1,
+    cells: tuple[int, int] | None = None,
+    part: str = "attn",
+) -> Tile:
     """Return a tile of a map (H', W') over the input's area, its query's cell framed.
 
     Args:
@@ -197,26 +260,54 @@ def map_of(values: np.ndarray, recording: Recording, style: MapStyle, title: str
         if overlay:
             grey = recording.pixels() @ (0.299, 0.587, 0.114)
             axes.imshow(grey, "gray", vmin=0, vmax=1, extent=recording.extent)
-        axes.imshow(values, style.colormap(part), norm, extent=recording.extent, interpolation="nearest",
-                    alpha=style.opacity if overlay else None)
+        axes.imshow(
+            values,
+            style.colormap(part),
+            norm,
+            extent=recording.extent,
+            interpolation="nearest",
+            alpha=style.opacity if overlay else None,
+        )
         if point is not None:
             mark_query(axes, recording, point, cells or values.shape, number)
         if style.scale == "tile" and part.startswith("attn"):
-            axes.text(0.97, 0.03, f"\N{MULTIPLICATION SIGN}{short(values.max())}", transform=axes.transAxes, ha="right",
-                      va="bottom", fontsize=points(), color="black",
-                      path_effects=[patheffects.withStroke(linewidth=1.5, foreground="white")])
+            axes.text(
+                0.97,
+                0.03,
+                f"\N{MULTIPLICATION SIGN}{short(values.max())}",
+                transform=axes.transAxes,
+                ha="right",
+                va="bottom",
+                fontsize=points(),
+                color="black",
+                path_effects=[patheffects.withStroke(linewidth=1.5, foreground="white")],
+            )
 
     return Tile(paint, title, note, recording.aspect, values, part)
 
 
-def attention_of(recording: Recording, layer: int, head: Head, query: Query | None, style: MapStyle, title: str = "",
-                 number: int = 1) -> Tile:
+def attention_of(
+    recording: Recording,
+    layer: int,
+    head: Head,
+    query: Query | None,
+    style: MapStyle,
+    title: str = "",
+    number: int = 1,
+) -> Tile:
     """Return a tile of where a query looks, of a transformer with what goes to the tokens before its patches; without a
     query of what every pixel gets. `number`: which of the queries."""
     if query is None:
         return map_of(recording.received(layer, head), recording, style, title)
-    return map_of(recording.query_map(layer, query, head), recording, style, title,
-                  recording.beside_patches(layer, query, head), point=query, number=number)
+    return map_of(
+        recording.query_map(layer, query, head),
+        recording,
+        style,
+        title,
+        recording.beside_patches(layer, query, head),
+        point=query,
+        number=number,
+    )
 
 
 def scaled(groups: Sequence[Sequence[Tile]], style: MapStyle, label: str = "") -> list[Bar]:
@@ -253,15 +344,19 @@ def bar_of(norm: Normalize, style: MapStyle, part: str = "attn", label: str = ""
     """Return the colour bar of maps that are compared: of attention in units of uniform attention, which is marked; of
     other parts or quantities as they are. label: default: attention's, or logits'."""
     attention = part.startswith("attn")
-    label = label or ("attention \N{MULTIPLICATION SIGN} N keys (1: uniform)" if attention else "logit")
+    label = label or (
+        "attention \N{MULTIPLICATION SIGN} N keys (1: uniform)" if attention else "logit"
+    )
     if attention:
-        ups = [short(norm.vmax ** 0.5), short(norm.vmax)]
+        ups = [short(norm.vmax**0.5), short(norm.vmax)]
         texts = [f"1/{ups[1]}", f"1/{ups[0]}", "1", *ups]
     else:
         texts = [short(value) for value in np.linspace(norm.vmin, norm.vmax, 5)]
     if style.scale == "tile":
         texts = ["lowest", "", "1" * attention, "", "highest"]
-        label += "; \N{MULTIPLICATION SIGN}: a map's highest" if attention else ", of each map its own"
+        label += (
+            "; \N{MULTIPLICATION SIGN}: a map's highest" if attention else ", of each map its own"
+        )
     return Bar(norm, style.colormap(part), label, texts, attention)
 
 
@@ -272,8 +367,18 @@ def short(value: float) -> str:
 
 # ---- figures --------------------------------------------------------------------------------------------------------
 
-def map_sheet(title: str, groups: Sequence[tuple[str, Sequence[Row]]], style: MapStyle, *, width: float | None,
-              note: str, photo: Tile | None = None, label: str = "", bars: Sequence[Bar] = ()) -> Figure:
+
+def map_sheet(
+    title: str,
+    groups: Sequence[tuple[str, Sequence[Row]]],
+    style: MapStyle,
+    *,
+    width: float | None,
+    note: str,
+    photo: Tile | None = None,
+    label: str = "",
+    bars: Sequence[Bar] = (),
+) -> Figure:
     """Draw a figure of maps: the photo with its query points, and a block a group; groups of one row each, of short
     names, are a grid.
 
@@ -283,17 +388,32 @@ def map_sheet(title: str, groups: Sequence[tuple[str, Sequence[Row]]], style: Ma
         label: of the colour bars, unless it is attention's.
         bars: of the groups, where their tiles have their scale already.
     """
-    bars = bars or scaled([[tile for row in rows for tile in row.tiles] for _, rows in groups], style, label)
+    bars = bars or scaled(
+        [[tile for row in rows for tile in row.tiles] for _, rows in groups], style, label
+    )
     own, foot = style.scale == "layer" and len(groups) > 1, ""  # else one bar of the whole figure
-    names, lines = [name for name, _ in groups], [rows[0].tiles for _, rows in groups if len(rows) == 1]
-    if 1 < len(lines) == len(groups) and max(len(line) for name in names for line in name.split("\n")) <= 24:
+    names, lines = (
+        [name for name, _ in groups],
+        [rows[0].tiles for _, rows in groups if len(rows) == 1],
+    )
+    if (
+        1 < len(lines) == len(groups)
+        and max(len(line) for name in names for line in name.split("\n")) <= 24
+    ):
         blocks = [_grid(names, lines, (width or PAGE) < 5)]
         if own:
             foot = f"colours: {bars[0].label}"
-            blocks[0].bars = [replace(bar, label=name.split("\n")[0]) for bar, name in zip(bars, names, strict=True)]
+            blocks[0].bars = [
+                replace(bar, label=name.split("\n")[0])
+                for bar, name in zip(bars, names, strict=True)
+            ]
     else:
-        blocks = [Block(rows, name, [bar] * own) for (name, rows), bar in zip(groups, bars, strict=True)]
-    return sheet(title, blocks, width=width, note=note, photo=photo, bars=[] if own else bars[:1], foot=foot)
+        blocks = [
+            Block(rows, name, [bar] * own) for (name, rows), bar in zip(groups, bars, strict=True)
+        ]
+    return sheet(
+        title, blocks, width=width, note=note, photo=photo, bars=[] if own else bars[:1], foot=foot
+    )
 
 
 def _grid(names: Sequence[str], lines: Sequence[Sequence[Tile]], narrow: bool) -> Block:

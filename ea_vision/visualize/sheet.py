@@ -64,7 +64,9 @@ class Bar:
     def draw(self, axes: Axes) -> None:
         """Draw it with as many texts as have room, those at the ends within its length."""
         small, places = points(), self.norm.inverse(np.linspace(0, 1, 5))
-        drawn = axes.figure.colorbar(ScalarMappable(self.norm, self.cmap), cax=axes, orientation="horizontal")
+        drawn = axes.figure.colorbar(
+            ScalarMappable(self.norm, self.cmap), cax=axes, orientation="horizontal"
+        )
         axes.set_label("<colorbar>")
         drawn.outline.set_visible(False)
         width = 72 / axes.figure.dpi * axes.bbox.width
@@ -120,7 +122,10 @@ class _Laid:
         """Add what another one has, its corner at (x, y)."""
         for held, added in (self.boxes, other.boxes), (self.texts, other.texts):
             held += [(x + dx, y + dy, *rest) for dx, dy, *rest in added]
-        self.width, self.height = max(self.width, x + other.width), max(self.height, y + other.height)
+        self.width, self.height = (
+            max(self.width, x + other.width),
+            max(self.height, y + other.height),
+        )
         self.whole &= other.whole
 
     def text(self, x: float, text: str, kind: str = "small") -> None:
@@ -135,14 +140,20 @@ class _Laid:
         small, each = points(), min(self.width / max(1, len(bars)), 1.4 * BAR_LENGTH)
         labels = [wrapped(bar.label, each - 4 * GAP, small) for bar in bars]
         for index, (bar, label) in enumerate(zip(bars, labels, strict=True)):
-            self.boxes.append((index * each, self.height + 1, each - 4 * GAP, BAR, bar, {"xlabel": label}))
-        self.height += max([0, *(BAR + 7 + LEADING * small + _height(label, small) for label in labels)])
+            self.boxes.append(
+                (index * each, self.height + 1, each - 4 * GAP, BAR, bar, {"xlabel": label})
+            )
+        self.height += max(
+            [0, *(BAR + 7 + LEADING * small + _height(label, small) for label in labels)]
+        )
 
     def row(self, tiles: Sequence[Tile], side: float, left: float, label: str) -> None:
         """Add a line of tiles, with the label of their row."""
         small, high = points(), side * tiles[0].aspect
-        titles, notes = ([wrapped(text, side + GAP - 1, small) for text in texts]
-                         for texts in zip(*((tile.title, tile.note) for tile in tiles), strict=True))
+        titles, notes = (
+            [wrapped(text, side + GAP - 1, small) for text in texts]
+            for texts in zip(*((tile.title, tile.note) for tile in tiles), strict=True)
+        )
         above, below = (max(_height(text, small) for text in texts) for texts in (titles, notes))
         edge = max(0.0, text_width(label, small) - high) / 2
         self.height += above + 0.3 * small * bool(above) + edge
@@ -156,7 +167,9 @@ class _Laid:
 def _lay_block(block: Block, side: float, room: float, alone: bool) -> _Laid:
     """Lay a block with tiles of this width. Rows break into lines where `room` forces it."""
     small, side = points(), side * block.enlarged
-    labels = [wrapped(row.label, max(side * row.tiles[0].aspect, 30.0), small) for row in block.rows]
+    labels = [
+        wrapped(row.label, max(side * row.tiles[0].aspect, 30.0), small) for row in block.rows
+    ]
     left = max(_height(label, small) for label in labels) + 2.0 * any(labels)
     columns = max(len(row.tiles) for row in block.rows)
     lines = math.ceil(columns / max(1, (room - left + GAP) // (side + GAP)))
@@ -164,12 +177,14 @@ def _lay_block(block: Block, side: float, room: float, alone: bool) -> _Laid:
     grid = left + each * (side + GAP) - GAP
     alone |= 2 * grid + 3 * GAP > room  # no other fits beside it
     least = max(BAR_LENGTH * len(block.bars), text_width(block.title, points("medium")) * alone)
-    laid = _Laid(max(grid, min(room, least)), whole=lines <= 1 + (len(block.rows) == 1 and columns > 4))
+    laid = _Laid(
+        max(grid, min(room, least)), whole=lines <= 1 + (len(block.rows) == 1 and columns > 4)
+    )
     laid.text(0, block.title, "medium")
     laid.height += 2.0 * bool(block.title)
     for first in range(0, columns, each):
         for row, label in zip(block.rows, labels, strict=True):
-            if tiles := row.tiles[first:first + each]:
+            if tiles := row.tiles[first : first + each]:
                 laid.row(tiles, side, left, label)
     laid.bars(block.bars)
     return laid
@@ -187,8 +202,16 @@ def _lay_all(blocks: Sequence[Block], side: float, room: float) -> _Laid:
     return laid
 
 
-def sheet(title: str, blocks: Sequence[Block], *, width: float | None = None, photo: Tile | None = None,
-          note: str = "", bars: Sequence[Bar] = (), foot: str = "") -> Figure:
+def sheet(
+    title: str,
+    blocks: Sequence[Block],
+    *,
+    width: float | None = None,
+    photo: Tile | None = None,
+    note: str = "",
+    bars: Sequence[Bar] = (),
+    foot: str = "",
+) -> Figure:
     """Draw a figure: photo, title and note above, then the blocks. Tiles are as large as lets grids stay whole, single
     rows have two lines at most, words of titles stay whole, and the height stay below a limit.
 
@@ -202,8 +225,17 @@ def sheet(title: str, blocks: Sequence[Block], *, width: float | None = None, ph
         UsageError: a width that no text fits into.
     """
     small, room = points(), 72 * (check_width(width) or PAGE) - 2 * MARGIN
-    words = [word for block in blocks for row in block.rows for tile in row.tiles for word in tile.title.split()]
-    smallest = min(46.0 * small / 7, max([SMALLEST_TILE, *(text_width(word, small) - GAP + 1 for word in words)]))
+    words = [
+        word
+        for block in blocks
+        for row in block.rows
+        for tile in row.tiles
+        for word in tile.title.split()
+    ]
+    smallest = min(
+        46.0 * small / 7,
+        max([SMALLEST_TILE, *(text_width(word, small) - GAP + 1 for word in words)]),
+    )
     for side in np.arange(max(LARGEST_TILE, smallest), smallest - 2, -2):
         body = _lay_all(blocks, max(side, smallest), room)
         if body.whole and body.height <= 72 * min(7.0, 1.75 * (width or PAGE)):
@@ -221,10 +253,20 @@ def sheet(title: str, blocks: Sequence[Block], *, width: float | None = None, ph
     whole.text(0, foot)
     W, H = whole.width + 2 * MARGIN, whole.height + 2 * MARGIN
     figure = new_figure(W / 72, H / 72)
-    with matplotlib.rc_context({"text.parse_math": False, "axes.titlesize": small, "axes.labelsize": small,
-                                "axes.titlepad": 0.3 * small, "axes.titley": 1.0, "axes.labelpad": 2.0}):
+    with matplotlib.rc_context(
+        {
+            "text.parse_math": False,
+            "axes.titlesize": small,
+            "axes.labelsize": small,
+            "axes.titlepad": 0.3 * small,
+            "axes.titley": 1.0,
+            "axes.labelpad": 2.0,
+        }
+    ):
         for x, y, width, height, drawn, texts in whole.boxes:
-            axes = figure.add_axes(((MARGIN + x) / W, 1 - (MARGIN + y + height) / H, width / W, height / H))
+            axes = figure.add_axes(
+                ((MARGIN + x) / W, 1 - (MARGIN + y + height) / H, width / W, height / H)
+            )
             drawn.draw(axes)
             axes.set(**texts)
         for x, y, text, size in whole.texts:

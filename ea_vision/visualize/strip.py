@@ -29,7 +29,16 @@ from ea_vision.visualize.figure_options import (
     save_film,
 )
 from ea_vision.visualize.heatmap import draw_columns, head_rows
-from ea_vision.visualize.image_maps import MEAN, WITHOUT, AnyImage, Head, Query, Recording, add_contributions, title_of
+from ea_vision.visualize.image_maps import (
+    MEAN,
+    WITHOUT,
+    AnyImage,
+    Head,
+    Query,
+    Recording,
+    add_contributions,
+    title_of,
+)
 from ea_vision.visualize.map_style import (
     STYLE,
     MapStyle,
@@ -57,8 +66,17 @@ EXAMPLES = """\
 """
 
 
-def plot_strip(model: Model, image: AnyImage, layers: Layers = None, head: Head = 0,
-               query: Query | None = None, *, through: str = "layers", width: float | None = None, **style) -> Figure:
+def plot_strip(
+    model: Model,
+    image: AnyImage,
+    layers: Layers = None,
+    head: Head = 0,
+    query: Query | None = None,
+    *,
+    through: str = "layers",
+    width: float | None = None,
+    **style,
+) -> Figure:
     """Draw one query of one head through the layers of each chain, part by part, a row a layer; or through training.
 
     Args:
@@ -77,16 +95,29 @@ def plot_strip(model: Model, image: AnyImage, layers: Layers = None, head: Head 
 
 def _draw(asked: Asked, image: AnyImage) -> Figure:
     [recording] = asked.record(image, PARTS)
-    return draw_strip(recording, asked.numbers[0], asked.heads[0], asked.points(MIDDLE, [recording])[0],
-                      **asked.how)
+    return draw_strip(
+        recording,
+        asked.numbers[0],
+        asked.heads[0],
+        asked.points(MIDDLE, [recording])[0],
+        **asked.how,
+    )
 
 
 def _draw_training(asked: Asked, image: AnyImage) -> Figure:
     """Draw attention through training: a row a layer, a column an epoch."""
     recordings = asked.record(image)
-    return draw_columns(recordings, [f"epoch {model.epoch}" for model in asked.models], asked.numbers,
-                        asked.heads, asked.points(MIDDLE, recordings), **asked.how, photo=True,
-                        title=run_label(asked.models[0]), what=" through training")
+    return draw_columns(
+        recordings,
+        [f"epoch {model.epoch}" for model in asked.models],
+        asked.numbers,
+        asked.heads,
+        asked.points(MIDDLE, recordings),
+        **asked.how,
+        photo=True,
+        title=run_label(asked.models[0]),
+        what=" through training",
+    )
 
 
 def chains_of(maps: Sequence[LayerMaps]) -> list[list[LayerMaps]]:
@@ -108,21 +139,42 @@ def columns_of(model: nn.Module, maps: Sequence[LayerMaps]) -> dict[str, str]:
     """
     evolved = [layer for layer in maps if layer.prev_logits is not None]
     if not evolved:
-        return {"logits": "logits", "attn": f"{ARROW} attn."} if all(m.logits is not None for m in maps) else {
-            "attn": "attention"}
+        return (
+            {"logits": "logits", "attn": f"{ARROW} attn."}
+            if all(m.logits is not None for m in maps)
+            else {"attn": "attention"}
+        )
     own_too = any("self_logits" in before_shares(model, layer.name) for layer in evolved)
     own = {"self_logits": "+ own\nlogits"}
     mixed = {"conv_logits": f"{ARROW} conv.\nof {'both' if own_too else 'prev.'}"}
-    names = {"prev_logits": "prev.\nlogits", **(own | mixed if own_too else mixed | own),
-             "logits": f"{ARROW}\nlogits", "attn": f"{ARROW}\nattn.",
-             WITHOUT[0]: "without\nprev.", WITHOUT[1]: "without\nown"}
-    if all(one.conv_logits is not None and torch.equal(one.conv_logits, one.logits) for one in evolved):
+    names = {
+        "prev_logits": "prev.\nlogits",
+        **(own | mixed if own_too else mixed | own),
+        "logits": f"{ARROW}\nlogits",
+        "attn": f"{ARROW}\nattn.",
+        WITHOUT[0]: "without\nprev.",
+        WITHOUT[1]: "without\nown",
+    }
+    if all(
+        one.conv_logits is not None and torch.equal(one.conv_logits, one.logits) for one in evolved
+    ):
         del names["logits"]
-    return {part: name for part, name in names.items() if any(part in layer.recorded() for layer in maps)}
+    return {
+        part: name
+        for part, name in names.items()
+        if any(part in layer.recorded() for layer in maps)
+    }
 
 
-def draw_strip(recording: Recording, layers: Sequence[int], head: Head, point: Query, style: MapStyle = STYLE, *,
-               width: float | None = None) -> Figure:
+def draw_strip(
+    recording: Recording,
+    layers: Sequence[int],
+    head: Head,
+    point: Query,
+    style: MapStyle = STYLE,
+    *,
+    width: float | None = None,
+) -> Figure:
     """Draw for each chain among `layers` a block: a row a layer, and along it what the layer computes, from the
     previous logits to the attention; then the attention without the previous map, and without the layer's own logits.
 
@@ -137,38 +189,95 @@ def draw_strip(recording: Recording, layers: Sequence[int], head: Head, point: Q
         width: inches.
     """
     add_contributions(recording)
-    model, maps, title = recording.model.model, [recording.maps[layer] for layer in layers], title_of(recording.model)
+    model, maps, title = (
+        recording.model.model,
+        [recording.maps[layer] for layer in layers],
+        title_of(recording.model),
+    )
     columns, chains = columns_of(model, maps), chains_of(maps)
-    names = [f"{layers_name([layer.number for layer in chain])}, {'x'.join(map(str, chain[0].feat_size))}"
-             for chain in chains] if len(chains) > 1 else [""]
+    names = (
+        [
+            f"{layers_name([layer.number for layer in chain])}, {'x'.join(map(str, chain[0].feat_size))}"
+            for chain in chains
+        ]
+        if len(chains) > 1
+        else [""]
+    )
     note, query = f"{layers_name(layers)}, {head_name(head)}", f", {queries_name([point])}"
     if len(columns) == 1:
-        groups = [(name, [Row([attention_of(recording, layer.number, head, point, style, f"layer {layer.number}")
-                               for layer in chain])]) for name, chain in zip(names, chains, strict=True)]
-        return map_sheet(title, groups, style, width=width, note=note + query, photo=photo_of(recording, [point]))
-    blocks = [Block([_row(recording, layer, columns, head, point, style, layer is chain[0]) for layer in chain], name,
-                    []) for chain, name in zip(chains, names, strict=True)]
+        groups = [
+            (
+                name,
+                [
+                    Row(
+                        [
+                            attention_of(
+                                recording, layer.number, head, point, style, f"layer {layer.number}"
+                            )
+                            for layer in chain
+                        ]
+                    )
+                ],
+            )
+            for name, chain in zip(names, chains, strict=True)
+        ]
+        return map_sheet(
+            title, groups, style, width=width, note=note + query, photo=photo_of(recording, [point])
+        )
+    blocks = [
+        Block(
+            [
+                _row(recording, layer, columns, head, point, style, layer is chain[0])
+                for layer in chain
+            ],
+            name,
+            [],
+        )
+        for chain, name in zip(chains, names, strict=True)
+    ]
     for attention in (False, True):
-        compared = [(block, tiles) for block in blocks if (tiles := [
-            tile for row in block.rows for tile in row.tiles
-            if tile.paint and tile.part.startswith("attn") == attention])]
-        for (block, _), bar in zip(compared, scaled([tiles for _, tiles in compared], style), strict=True):
+        compared = [
+            (block, tiles)
+            for block in blocks
+            if (
+                tiles := [
+                    tile
+                    for row in block.rows
+                    for tile in row.tiles
+                    if tile.paint and tile.part.startswith("attn") == attention
+                ]
+            )
+        ]
+        for (block, _), bar in zip(
+            compared, scaled([tiles for _, tiles in compared], style), strict=True
+        ):
             block.bars.append(bar)
     note += (" (of their logits, and of their attention)" if head == MEAN else "") + query
     if text := equation(model, maps):
         note += f"\n{text}; previous: the logits of the row above"
     if WITHOUT[0] in columns:
         note += "; without: its attention where that part is 0"
-    return sheet(title, blocks, width=width, note=note, photo=photo_of(recording, [point], maps[0].feat_size))
+    return sheet(
+        title, blocks, width=width, note=note, photo=photo_of(recording, [point], maps[0].feat_size)
+    )
 
 
-def _row(recording: Recording, layer: LayerMaps, columns: Mapping[str, str], head: Head, point: Query,
-         style: MapStyle, titled: bool) -> Row:
+def _row(
+    recording: Recording,
+    layer: LayerMaps,
+    columns: Mapping[str, str],
+    head: Head,
+    point: Query,
+    style: MapStyle,
+    titled: bool,
+) -> Row:
     """Return a layer's maps; an empty place where it lacks the part, or its logits stand in the column of its own."""
     tiles, first = [], layer.prev_logits is None
     for part, title in columns.items():
         tile = Tile(None, aspect=recording.aspect)
-        if part in layer.recorded() and not (part == "logits" and first and "self_logits" in columns):
+        if part in layer.recorded() and not (
+            part == "logits" and first and "self_logits" in columns
+        ):
             values = recording.query_map(layer.number, point, head, part)
             tile = map_of(values, recording, style, point=point, part=part)
         tile.title = title * titled
@@ -176,8 +285,16 @@ def _row(recording: Recording, layer: LayerMaps, columns: Mapping[str, str], hea
     return Row(tiles, f"layer {layer.number}")
 
 
-def plot_frames(models: Models, image: AnyImage, layers: Layers = None, heads: Heads = MEAN,
-                queries: Queries = None, *, width: float | None = None, **style) -> Iterator[Figure]:
+def plot_frames(
+    models: Models,
+    image: AnyImage,
+    layers: Layers = None,
+    heads: Heads = MEAN,
+    queries: Queries = None,
+    *,
+    width: float | None = None,
+    **style,
+) -> Iterator[Figure]:
     """Draw the pictures of a film, of one scale: for each model (such as the snapshots of a run) each layer in turn.
     See `ea_vision.visualize.figure_options` for the arguments."""
     return _draw_frames(Asked(models, layers, heads, queries, width=width, **style), image)
@@ -186,24 +303,40 @@ def plot_frames(models: Models, image: AnyImage, layers: Layers = None, heads: H
 def _draw_frames(asked: Asked, image: AnyImage) -> Iterator[Figure]:
     recordings, style = asked.record(image), asked.how["style"]
     points = asked.points(seen=recordings)
-    frames = [(recording, layer, head_rows(recording, layer, asked.heads, points, style))
-              for recording in recordings for layer in recording.maps]
+    frames = [
+        (recording, layer, head_rows(recording, layer, asked.heads, points, style))
+        for recording in recordings
+        for layer in recording.maps
+    ]
     bars = scaled([[tile for *_, rows in frames for row in rows for tile in row.tiles]], style)
     for recording, layer, rows in frames:
-        yield map_sheet(title_of(recording.model), [(map_name(recording.maps[layer]), rows)], **asked.how, bars=bars,
-                        photo=photo_of(recording, points), note=f"attention; {queries_name(points)}")
+        yield map_sheet(
+            title_of(recording.model),
+            [(map_name(recording.maps[layer]), rows)],
+            **asked.how,
+            bars=bars,
+            photo=photo_of(recording, points),
+            note=f"attention; {queries_name(points)}",
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__, EXAMPLES, output="evolution.png", heads="0",
-                         suffixes=(*PICTURES, FILM))
-    parser.add_argument("--through", default="layers", choices=("layers", "checkpoints"),
-                        help="layers: of one model, part by part (a film: attention); checkpoints: attention through "
-                             "the *.ckpt and snapshots (the trainers' --snapshot-epochs) of a run folder or the files "
-                             "of --model, by epoch (default: %(default)s)")
+    parser = make_parser(
+        __doc__, EXAMPLES, output="evolution.png", heads="0", suffixes=(*PICTURES, FILM)
+    )
+    parser.add_argument(
+        "--through",
+        default="layers",
+        choices=("layers", "checkpoints"),
+        help="layers: of one model, part by part (a film: attention); checkpoints: attention through "
+        "the *.ckpt and snapshots (the trainers' --snapshot-epochs) of a run folder or the files "
+        "of --model, by epoch (default: %(default)s)",
+    )
     options = parser.parse_args(argv)
     film, training = options.output.lower().endswith(FILM), options.through == "checkpoints"
-    asked = Asked.by_options(options, epochs_of(options.model or DEMO, loader(options)) if training else ())
+    asked = Asked.by_options(
+        options, epochs_of(options.model or DEMO, loader(options)) if training else ()
+    )
     if not training:
         only(asked.models, "model")
     if film:

@@ -8,6 +8,7 @@ for each part, verdict.csv (a row a comparison, with the gain that its seeds fin
 (differences with 95% intervals). Printed are, last, the tables of docs/across-layers.md and, of the two tasks without
 images from recall.csv and characters.csv of the folder, of README.md.
 """
+
 import argparse
 import csv
 import sys
@@ -34,8 +35,16 @@ from experiments.evidence import (
     write_runs,
 )
 
-ROWS = {"equal-time": "{}, equal time", "equal-operations": "{}, equal operations", "vit-dear": "{}, two seeds"}
-AFTER = {"equal-time": "vit-rival", "second-xsa": "second-updates", "second-gated": "second-updates"}
+ROWS = {
+    "equal-time": "{}, equal time",
+    "equal-operations": "{}, equal operations",
+    "vit-dear": "{}, two seeds",
+}
+AFTER = {
+    "equal-time": "vit-rival",
+    "second-xsa": "second-updates",
+    "second-gated": "second-updates",
+}
 
 
 def read_part(part: Part, folder: Path) -> pd.DataFrame:
@@ -45,21 +54,30 @@ def read_part(part: Part, folder: Path) -> pd.DataFrame:
         UsageError: runs that are missing, damaged, not complete or not tested.
     """
     names = [part.name, part.beside] if part.beside else [part.name]
-    sources = [path for name in names for path in (folder / name, folder / f"{name}.csv") if path.exists()]
+    sources = [
+        path for name in names for path in (folder / name, folder / f"{name}.csv") if path.exists()
+    ]
     if len(sources) < len(names):
         raise UsageError(f"runs of {' and '.join(names)} are required in {folder}")
     runs = read_runs(*sources, variants=part.variants)
     if set(runs["split"]) != {"test"}:
-        raise UsageError(f"runs that were tested are required, got top-1 on {runs['split'].iloc[0]} images")
+        raise UsageError(
+            f"runs that were tested are required, got top-1 on {runs['split'].iloc[0]} images"
+        )
     runs = runs[runs["seed"].isin(part.seeds)]
-    lacking = ({(variant, seed) for variant in part.variants for seed in part.seeds}
-               - set(zip(runs["variant"], runs["seed"], strict=True)))
+    lacking = {(variant, seed) for variant in part.variants for seed in part.seeds} - set(
+        zip(runs["variant"], runs["seed"], strict=True)
+    )
     if lacking:
-        raise UsageError(f"{len(lacking)} runs are missing, the first is {min(lacking)[0]}, seed {min(lacking)[1]}")
+        raise UsageError(
+            f"{len(lacking)} runs are missing, the first is {min(lacking)[0]}, seed {min(lacking)[1]}"
+        )
     return runs
 
 
-def effects_of(part: Part, runs: pd.DataFrame, times: Mapping[tuple[str, str], float]) -> pd.DataFrame:
+def effects_of(
+    part: Part, runs: pd.DataFrame, times: Mapping[tuple[str, str], float]
+) -> pd.DataFrame:
     """Return each variant minus the baseline, with Holm's p of those that are tested.
 
     found_at_80_percent: the gain, in points, that the seeds find at 80% power; of a hypothesis at Holm's first level.
@@ -69,12 +87,24 @@ def effects_of(part: Part, runs: pd.DataFrame, times: Mapping[tuple[str, str], f
     top1, rows, seconds = by_variant(runs), [], runs.groupby("variant")["seconds"].mean()
     for name in (*part.tested, *part.described):
         differences = top1[name] - top1[part.baseline]
-        found = smallest_shown(differences.std(), len(differences),
-                               0.05 / len(part.tested) if name in part.tested else 0.05)
+        found = smallest_shown(
+            differences.std(),
+            len(differences),
+            0.05 / len(part.tested) if name in part.tested else 0.05,
+        )
         ratio = run_time(times, part, name) / run_time(times, part, part.baseline)
-        rows.append({"part": part.name, "against": part.baseline, "name": name, **paired(differences), "p_holm": None,
-                     "found_at_80_percent": round(found, 2), "time_ratio": round(ratio, 2),
-                     "run_ratio": round(seconds[name] / seconds[part.baseline], 2)})
+        rows.append(
+            {
+                "part": part.name,
+                "against": part.baseline,
+                "name": name,
+                **paired(differences),
+                "p_holm": None,
+                "found_at_80_percent": round(found, 2),
+                "time_ratio": round(ratio, 2),
+                "run_ratio": round(seconds[name] / seconds[part.baseline], 2),
+            }
+        )
     table = pd.DataFrame(rows)
     table["p"] = table["p"].where(table["name"].isin(part.tested))
     tested = table["p"].notna()
@@ -86,13 +116,22 @@ def draw(found: Mapping[Part, pd.DataFrame]) -> Figure:
     """Draw differences with 95% intervals, a panel a part; what is tested is blue."""
     rows = sum(map(len, found.values()))
     figure = Figure(figsize=(6.75, 0.5 * len(found) + 0.2 * rows), layout="constrained")
-    panels = figure.subplots(len(found), 1, sharex=True, squeeze=False,
-                             height_ratios=[len(effects) + 1 for effects in found.values()])
+    panels = figure.subplots(
+        len(found),
+        1,
+        sharex=True,
+        squeeze=False,
+        height_ratios=[len(effects) + 1 for effects in found.values()],
+    )
     for panel, (part, effects) in zip(panels[:, 0], found.items(), strict=True):
         names = [f"{row.name} ({row.time_ratio:.2f})" for row in effects.itertuples(index=False)]
         draw_differences(panel, effects, names, effects["p"].notna())
-        panel.set_title(f"{part.title}: minus {part.baseline}, {len(part.seeds)} seeds", fontsize=8, loc="left")
-    panels[-1, 0].set_xlabel("difference, points of top-1, 95% interval (in brackets: time of a run)")
+        panel.set_title(
+            f"{part.title}: minus {part.baseline}, {len(part.seeds)} seeds", fontsize=8, loc="left"
+        )
+    panels[-1, 0].set_xlabel(
+        "difference, points of top-1, 95% interval (in brackets: time of a run)"
+    )
     return figure
 
 
@@ -105,11 +144,17 @@ def verdict_table(found: Mapping[Part, pd.DataFrame]) -> list[str]:
             mark = "**" if row.p_holm < 0.05 else ""
             text = f"{mark}{row.difference:+.2f}{mark} ({row.low:.2f} to {row.high:.2f})"
             cells.setdefault(ROWS.get(part.name, "{}").format(row.name), {})[part.network] = [
-                text.replace("-", "\N{MINUS SIGN}"), f"{row.run_ratio:.2f}, {row.time_ratio:.2f}"]
+                text.replace("-", "\N{MINUS SIGN}"),
+                f"{row.run_ratio:.2f}, {row.time_ratio:.2f}",
+            ]
     networks = list(dict.fromkeys(part.network for part in found))
-    return markdown(["", *(head for network in networks for head in (heads[network], "time: runs, step"))],
-                    [[name, *(cell for network in networks for cell in row.get(network, ["", ""]))]
-                     for name, row in cells.items()])
+    return markdown(
+        ["", *(head for network in networks for head in (heads[network], "time: runs, step"))],
+        [
+            [name, *(cell for network in networks for cell in row.get(network, ["", ""]))]
+            for name, row in cells.items()
+        ],
+    )
 
 
 def sequences_table(folder: Path) -> list[str]:
@@ -122,7 +167,9 @@ def sequences_table(folder: Path) -> list[str]:
     for task in MECHANISMS:
         if not (folder / f"{task}.csv").exists():
             raise UsageError(f"{task}.csv is required in {folder}")
-        for row in csv.DictReader((folder / f"{task}.csv").read_text(encoding="utf-8").splitlines()):
+        for row in csv.DictReader(
+            (folder / f"{task}.csv").read_text(encoding="utf-8").splitlines()
+        ):
             results.setdefault((task, row["variant"]), []).append(float(row["result"]))
     rows = []
     for kind in ("none", *MECHANISMS["recall"]):
@@ -131,29 +178,44 @@ def sequences_table(folder: Path) -> list[str]:
             for name in (kind, "token_conv" if kind == "none" else f"{kind}+token_conv"):
                 values = results.get((task, name), [])
                 if len(values) != 5 and kind in ("none", *MECHANISMS[task]):
-                    raise UsageError(f"five runs of {name} are required in {task}.csv, got {len(values)}")
-                least, average, most = (f"{of(values):.{digits}f}" if values else "" for of in (min, mean, max))
+                    raise UsageError(
+                        f"five runs of {name} are required in {task}.csv, got {len(values)}"
+                    )
+                least, average, most = (
+                    f"{of(values):.{digits}f}" if values else "" for of in (min, mean, max)
+                )
                 cells.append(average if least == most else f"{average} ({least} to {most})")
         rows.append([kind, *cells])
-    return markdown(["", "recall, %", "with `token_conv`", "next character, bits", "with `token_conv`"], rows)
+    return markdown(
+        ["", "recall, %", "with `token_conv`", "next character, bits", "with `token_conv`"], rows
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("sweeps", type=Path, help="folder of the sweeps, or of the files of runs")
-    parser.add_argument("-o", "--output", type=Path, default=RESULTS, help="where the files are written")
+    parser.add_argument(
+        "-o", "--output", type=Path, default=RESULTS, help="where the files are written"
+    )
     args = parser.parse_args(argv)
     args.output.mkdir(parents=True, exist_ok=True)
     found: dict[Part, pd.DataFrame] = {}
     times = step_times()
-    confirmed: set[tuple[str, str]] = set()  # (part, variant): what is asked at equal time only if it gains before
+    confirmed: set[tuple[str, str]] = (
+        set()
+    )  # (part, variant): what is asked at equal time only if it gains before
     for part in RUNS.values():
         try:
             runs = read_part(part, args.sweeps)
         except UsageError as error:
             print(f"left out: {part.name}: {error}")
             continue
-        if part.name in AFTER and not {(AFTER[part.name], name) for name in part.tested} & confirmed:
+        if (
+            part.name in AFTER
+            and not {(AFTER[part.name], name) for name in part.tested} & confirmed
+        ):
             part = replace(part, tested=(), described=part.tested)
         effects = found[part] = effects_of(part, runs, times)
         gains = effects["difference"].gt(0) & effects["p_holm"].astype(float).lt(0.05)

@@ -1,4 +1,5 @@
 """The parts of the verdict, as README.md of this folder fixes them; run, benchmark, power and analyse read them."""
+
 import csv
 import json
 from collections.abc import Mapping, Sequence
@@ -8,12 +9,24 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "across"
 VIT, RIVAL, NARROW = "small ViT", "small ViT, token_conv", "narrow Conv-Transformer"
-LONGER, EVEN = "token_conv longer", "token_conv same operations"  # as long as conv2d, in time and in multiply-adds
-EPOCHS = {LONGER: 11.92, EVEN: 10.02}  # in place of 8; 11.92 is 8r of README.md, fixed before the runs
-UNFUSED = ("plain", "xsa", "gated")  # kinds that leave the maps to timm's attention, slow in bfloat16 where it is fused
+LONGER, EVEN = (
+    "token_conv longer",
+    "token_conv same operations",
+)  # as long as conv2d, in time and in multiply-adds
+EPOCHS = {
+    LONGER: 11.92,
+    EVEN: 10.02,
+}  # in place of 8; 11.92 is 8r of README.md, fixed before the runs
+UNFUSED = (
+    "plain",
+    "xsa",
+    "gated",
+)  # kinds that leave the maps to timm's attention, slow in bfloat16 where it is fused
 _ALL = "--eval-epochs 100 --amp bfloat16 --channels-last --workers 0 --device cpu --test".split()
-_VIT = ("--recipe none --opt adamw --lr 2e-3 --sched linear --weight-decay 0.05 --smoothing 0.1 --clip-grad 1 "
-        "--epochs 8 --batch-size 128 --cutout 0 --holdout 30000").split()
+_VIT = (
+    "--recipe none --opt adamw --lr 2e-3 --sched linear --weight-decay 0.05 --smoothing 0.1 --clip-grad 1 "
+    "--epochs 8 --batch-size 128 --cutout 0 --holdout 30000"
+).split()
 _NARROW = "--recipe fast --epochs 4 --holdout 5000".split()
 
 
@@ -31,7 +44,9 @@ class Network:
 NETWORKS = {
     VIT: Network("vit_mini_patch4_32", {}, "cifar10", 10, _VIT),
     RIVAL: Network("vit_mini_patch4_32", {"token_conv": "paper"}, "cifar10", 10, _VIT),
-    NARROW: Network("conv_transformer_cifar", {"widths": [16, 32, 64, 64]}, "cifar100", 100, _NARROW),
+    NARROW: Network(
+        "conv_transformer_cifar", {"widths": [16, 32, 64, 64]}, "cifar100", 100, _NARROW
+    ),
 }
 
 
@@ -40,7 +55,10 @@ def mechanism(network: str, variant: str) -> dict[str, Any]:
     kind = variant.partition(" ")[0]
     if kind == "token_conv":
         return {"token_conv": "paper"}
-    return {"evolution": kind, **({"start": "identity"} if network == NARROW and kind != "uniform" else {})}
+    return {
+        "evolution": kind,
+        **({"start": "identity"} if network == NARROW and kind != "uniform" else {}),
+    }
 
 
 @dataclass(frozen=True)
@@ -66,16 +84,27 @@ class Part:
 
     def keywords(self, variant: str) -> list[str]:
         """Return the keywords of a variant's model, KEY=VALUE."""
-        keywords = {**NETWORKS[self.network].keywords,
-                    **({} if variant == self.baseline else mechanism(self.network, variant))}
-        return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in keywords.items()]
+        keywords = {
+            **NETWORKS[self.network].keywords,
+            **({} if variant == self.baseline else mechanism(self.network, variant)),
+        }
+        return [
+            f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+            for key, value in keywords.items()
+        ]
 
     def options(self, variant: str) -> list[str]:
         """Return train-cifar's options of a variant, but for its data, seed and folder."""
         network, keywords = NETWORKS[self.network], self.keywords(variant)
         length = ["--epochs", str(EPOCHS[variant])] if variant in EPOCHS else []
-        return ["--model", network.model, *network.options, *_ALL, *length,
-                *(["--model-kwargs", *keywords] if keywords else [])]
+        return [
+            "--model",
+            network.model,
+            *network.options,
+            *_ALL,
+            *length,
+            *(["--model-kwargs", *keywords] if keywords else []),
+        ]
 
     @property
     def data(self) -> str:
@@ -88,43 +117,142 @@ class Part:
         return tuple(variant for variant in self.variants if variant not in others)
 
 
-PARTS = {part.name: part for part in (
-    Part("vit-rival", "small ViT with token_conv, CIFAR-10", "token_conv",
-         ("residual", "ea", "talking_heads", "reattention", "conv2d"), (), range(100, 108), RIVAL),
-    Part("equal-time", "the same at equal time", LONGER, ("conv2d",), (),
-         range(100, 108), RIVAL, beside="vit-rival"),
-    Part("equal-operations", "the same at equal operations", EVEN, (), ("conv2d",),
-         range(100, 108), RIVAL, beside="vit-rival"),
-    Part("cifar100", "narrow Conv-Transformer, CIFAR-100", "none", ("residual", "ea", "talking_heads", "conv2d"),
-         ("uniform",), range(100, 106), NARROW),
-    Part("vit-alone", "small ViT, CIFAR-10", "plain", (), ("residual", "conv2d", "uniform"), range(100, 105), VIT),
-    Part("vit-dear", "small ViT with token_conv, the dear ones", "token_conv", (), ("refiner", "mta"),
-         range(100, 102), RIVAL, beside="vit-rival"),
-)}
+PARTS = {
+    part.name: part
+    for part in (
+        Part(
+            "vit-rival",
+            "small ViT with token_conv, CIFAR-10",
+            "token_conv",
+            ("residual", "ea", "talking_heads", "reattention", "conv2d"),
+            (),
+            range(100, 108),
+            RIVAL,
+        ),
+        Part(
+            "equal-time",
+            "the same at equal time",
+            LONGER,
+            ("conv2d",),
+            (),
+            range(100, 108),
+            RIVAL,
+            beside="vit-rival",
+        ),
+        Part(
+            "equal-operations",
+            "the same at equal operations",
+            EVEN,
+            (),
+            ("conv2d",),
+            range(100, 108),
+            RIVAL,
+            beside="vit-rival",
+        ),
+        Part(
+            "cifar100",
+            "narrow Conv-Transformer, CIFAR-100",
+            "none",
+            ("residual", "ea", "talking_heads", "conv2d"),
+            ("uniform",),
+            range(100, 106),
+            NARROW,
+        ),
+        Part(
+            "vit-alone",
+            "small ViT, CIFAR-10",
+            "plain",
+            (),
+            ("residual", "conv2d", "uniform"),
+            range(100, 105),
+            VIT,
+        ),
+        Part(
+            "vit-dear",
+            "small ViT with token_conv, the dear ones",
+            "token_conv",
+            (),
+            ("refiner", "mta"),
+            range(100, 102),
+            RIVAL,
+            beside="vit-rival",
+        ),
+    )
+}
 
 
 # README.md, "The second verdict"; the names of variants say how long they train
 AS_XSA, AS_GATED = "token_conv as long as xsa", "token_conv as long as gated"
-AS_TOKEN_CONV, LONG_TOKEN_CONV, LONG_CONV2D = "plain as long as token_conv", "token_conv 64 epochs", "conv2d 45 epochs"
+AS_TOKEN_CONV, LONG_TOKEN_CONV, LONG_CONV2D = (
+    "plain as long as token_conv",
+    "token_conv 64 epochs",
+    "conv2d 45 epochs",
+)
 EPOCHS |= {AS_XSA: 12.61, AS_GATED: 8.84, AS_TOKEN_CONV: 8.72, LONG_TOKEN_CONV: 64, LONG_CONV2D: 45}
-SECOND = {part.name: part for part in (
-    Part("second-updates", "XSA and gated attention at equal updates", "token_conv", ("xsa", "gated"), (),
-         range(200, 208), RIVAL),
-    Part("second-xsa", "XSA at equal time", AS_XSA, ("xsa",), (), range(200, 208), RIVAL, beside="second-updates"),
-    Part("second-gated", "gated attention at equal time", AS_GATED, ("gated",), (), range(200, 208), RIVAL,
-         beside="second-updates"),
-    Part("second-token-conv", "token_conv at equal time", AS_TOKEN_CONV, ("token_conv",), (), range(200, 208), VIT,
-         beside="second-updates"),
-    Part("second-long", "conv2d at equal time, long training", LONG_TOKEN_CONV, (LONG_CONV2D,), (), range(200, 203),
-         RIVAL),
-)}
+SECOND = {
+    part.name: part
+    for part in (
+        Part(
+            "second-updates",
+            "XSA and gated attention at equal updates",
+            "token_conv",
+            ("xsa", "gated"),
+            (),
+            range(200, 208),
+            RIVAL,
+        ),
+        Part(
+            "second-xsa",
+            "XSA at equal time",
+            AS_XSA,
+            ("xsa",),
+            (),
+            range(200, 208),
+            RIVAL,
+            beside="second-updates",
+        ),
+        Part(
+            "second-gated",
+            "gated attention at equal time",
+            AS_GATED,
+            ("gated",),
+            (),
+            range(200, 208),
+            RIVAL,
+            beside="second-updates",
+        ),
+        Part(
+            "second-token-conv",
+            "token_conv at equal time",
+            AS_TOKEN_CONV,
+            ("token_conv",),
+            (),
+            range(200, 208),
+            VIT,
+            beside="second-updates",
+        ),
+        Part(
+            "second-long",
+            "conv2d at equal time, long training",
+            LONG_TOKEN_CONV,
+            (LONG_CONV2D,),
+            (),
+            range(200, 203),
+            RIVAL,
+        ),
+    )
+}
 RUNS = PARTS | SECOND
 
 
 def kinds_of(network: str) -> list[str]:
     """Return the mechanisms of the parts with this network."""
-    kinds = [variant.partition(" ")[0] for part in RUNS.values() if part.network == network
-             for variant in (*part.tested, *part.described)]
+    kinds = [
+        variant.partition(" ")[0]
+        for part in RUNS.values()
+        if part.network == network
+        for variant in (*part.tested, *part.described)
+    ]
     return [kind for kind in dict.fromkeys(kinds) if kind != "token_conv"]
 
 

@@ -7,6 +7,7 @@ DIR has train and test, folders or tars of class/name.png. A finished run is a r
 experiments/results/across, so another machine goes on where this one ends; one that was interrupted goes on, too. On
 several cores give each its own --parts. --only makes its run whether it has a row or not.
 """
+
 import argparse
 import os
 import signal
@@ -31,39 +32,82 @@ def keep(part: Part, run: pd.DataFrame, results: Path) -> None:
     """Add a run's row to the part's file."""
     rows = pd.concat([*rows_of(part, results), run])
     order = pd.Categorical(rows["variant"], part.own)
-    write_runs(rows.assign(order=order).sort_values(["order", "seed"]), results / f"{part.name}.csv")
+    write_runs(
+        rows.assign(order=order).sort_values(["order", "seed"]), results / f"{part.name}.csv"
+    )
 
 
 def train(part: Part, variant: str, seed: int, runs: Path, data: dict[str, Path]) -> pd.DataFrame:
     """Make a run in its own process and return it, a table of one row."""
-    kind = "plain" if variant == part.baseline else mechanism(part.network, variant).get("evolution", "plain")
+    kind = (
+        "plain"
+        if variant == part.baseline
+        else mechanism(part.network, variant).get("evolution", "plain")
+    )
     os.environ["TIMM_FUSED_ATTN"] = "0" if kind in UNFUSED else "1"
-    run = sweep.train(["-m", "ea_vision", "train-cifar", *part.options(variant), "--dataset", "folder", "--data-dir",
-                       str(data[part.data])], runs / f"{part.name},{variant},{seed}", seed)
-    return pd.DataFrame([{"variant": variant, **run,
-                          "options": " ".join([NETWORKS[part.network].model, *part.keywords(variant)])}])
+    run = sweep.train(
+        [
+            "-m",
+            "ea_vision",
+            "train-cifar",
+            *part.options(variant),
+            "--dataset",
+            "folder",
+            "--data-dir",
+            str(data[part.data]),
+        ],
+        runs / f"{part.name},{variant},{seed}",
+        seed,
+    )
+    return pd.DataFrame(
+        [
+            {
+                "variant": variant,
+                **run,
+                "options": " ".join([NETWORKS[part.network].model, *part.keywords(variant)]),
+            }
+        ]
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", type=Path, help="folder of the run folders")
-    parser.add_argument("--cifar10", type=Path, metavar="DIR", help="needed by the parts of the small ViT")
+    parser.add_argument(
+        "--cifar10", type=Path, metavar="DIR", help="needed by the parts of the small ViT"
+    )
     parser.add_argument("--cifar100", type=Path, metavar="DIR", help="needed by the part cifar100")
-    parser.add_argument("--parts", nargs="+", choices=RUNS, default=list(RUNS), metavar="PART",
-                        help=f"in this order (default: {' '.join(RUNS)})")
-    parser.add_argument("--only", nargs=3, metavar=("PART", "VARIANT", "SEED"), help="this run alone")
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=RUNS,
+        default=list(RUNS),
+        metavar="PART",
+        help=f"in this order (default: {' '.join(RUNS)})",
+    )
+    parser.add_argument(
+        "--only", nargs=3, metavar=("PART", "VARIANT", "SEED"), help="this run alone"
+    )
     parser.add_argument("-o", "--output", type=Path, default=RESULTS, help="folder of the rows")
     args = parser.parse_args(argv)
     data = {"cifar10": args.cifar10, "cifar100": args.cifar100}
     if args.only:
         name, variant, seed = args.only
         if name not in RUNS or variant not in RUNS[name].own:
-            raise UsageError(f"--only takes a part and one of its own variants, got {name} {variant}: "
-                             + "; ".join(f"{part.name}: {', '.join(part.own)}" for part in RUNS.values()))
+            raise UsageError(
+                f"--only takes a part and one of its own variants, got {name} {variant}: "
+                + "; ".join(f"{part.name}: {', '.join(part.own)}" for part in RUNS.values())
+            )
         wanted = [(RUNS[name], variant, int(seed))]
     else:
-        wanted = [(RUNS[name], variant, seed) for name in args.parts for seed in RUNS[name].seeds
-                  for variant in RUNS[name].own]
+        wanted = [
+            (RUNS[name], variant, seed)
+            for name in args.parts
+            for seed in RUNS[name].seeds
+            for variant in RUNS[name].own
+        ]
     for part in {part.name: part for part, _, _ in wanted}.values():
         if data[part.data] is None:
             raise UsageError(f"part {part.name} needs --{part.data} DIR, got none")
@@ -71,7 +115,11 @@ def main(argv: list[str] | None = None) -> int:
     args.runs.mkdir(parents=True, exist_ok=True)
     args.output.mkdir(parents=True, exist_ok=True)
     for part, variant, seed in wanted:
-        done = [(row.variant, row.seed) for rows in rows_of(part, args.output) for row in rows.itertuples()]
+        done = [
+            (row.variant, row.seed)
+            for rows in rows_of(part, args.output)
+            for row in rows.itertuples()
+        ]
         if not args.only and (variant, seed) in done:
             continue
         run = train(part, variant, seed, args.runs, data)

@@ -14,6 +14,7 @@ Two blocks, 64 wide, 4 heads; AdamW, one-cycle rate up to 0.002, weight decay 0.
 as the plain network. KIND+token_conv has a depthwise convolution over 3 tokens (of the past, under the mask) before
 the second block, too. Rows are written one by one, and those of a table that is there are not computed again.
 """
+
 import argparse
 import csv
 import math
@@ -46,12 +47,18 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
         form = {"causal": "self"} if causal and kind == "ea" else {}
-        evolution = create_evolution(kind, HEADS, start=None if kind is None else "identity", **form)
+        evolution = create_evolution(
+            kind, HEADS, start=None if kind is None else "identity", **form
+        )
         needs_other = evolution is not None and evolution.reads_previous and not form
         self.evolution = None if first and needs_other else evolution
-        self.token_conv = nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH) if token_conv and not first else None
+        self.token_conv = (
+            nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH) if token_conv and not first else None
+        )
         self.causal = causal
 
     def forward(self, x: Tensor, prev_logits: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -83,11 +90,15 @@ class Sequences(nn.Module):
         self.embed = nn.Embedding(symbols, WIDTH)
         self.position = nn.Parameter(0.02 * torch.randn(LENGTH[task], WIDTH))
         self.blocks = nn.ModuleList(
-            [Block(kind, number == 0, "token_conv" in parts, task == "characters") for number in range(DEPTH)])
+            [
+                Block(kind, number == 0, "token_conv" in parts, task == "characters")
+                for number in range(DEPTH)
+            ]
+        )
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, symbols)
 
     def forward(self, symbols: Tensor) -> Tensor:
-        x, logits = self.embed(symbols) + self.position[:symbols.shape[1]], None
+        x, logits = self.embed(symbols) + self.position[: symbols.shape[1]], None
         for block in self.blocks:
             x, logits = block(x, logits)
         return self.head(self.norm(x))
@@ -132,15 +143,21 @@ def evaluate(model: Sequences, task: str, held_out: list[Tensor]) -> float:
     """Accuracy in percent of recall; bits a character, over whole windows of the texts held out."""
     model.eval()
     if task == "recall":
-        symbols, wanted = recall(4096, torch.Generator().manual_seed(2 ** 31))
+        symbols, wanted = recall(4096, torch.Generator().manual_seed(2**31))
         return 100 * (model(symbols)[:, -1].argmax(-1) == wanted).float().mean().item()
     size = LENGTH[task] + 1
-    windows = torch.stack([window for text in held_out for window in text.split(size) if len(window) == size])
-    losses = [loss_of(model, task, part[:, :-1], part[:, 1:]) * len(part) for part in windows.split(256)]
+    windows = torch.stack(
+        [window for text in held_out for window in text.split(size) if len(window) == size]
+    )
+    losses = [
+        loss_of(model, task, part[:, :-1], part[:, 1:]) * len(part) for part in windows.split(256)
+    ]
     return (sum(losses) / len(windows)).item() / math.log(2)
 
 
-def train(task: str, variant: str, seed: int, updates: int | None = None) -> dict[str, str | int | float]:
+def train(
+    task: str, variant: str, seed: int, updates: int | None = None
+) -> dict[str, str | int | float]:
     """Train one network and return its row of the table."""
     updates = UPDATES[task] if updates is None else updates
     text, held_out, symbols = load_text() if task == "characters" else (None, [], 2 * SYMBOLS)
@@ -157,15 +174,25 @@ def train(task: str, variant: str, seed: int, updates: int | None = None) -> dic
         optimizer.step()
         schedule.step()
     seconds = time.process_time() - began
-    return {"task": task, "variant": variant, "seed": seed, "updates": updates,
-            "result": round(evaluate(model, task, held_out), 4), "cpu_seconds": round(seconds, 2)}
+    return {
+        "task": task,
+        "variant": variant,
+        "seed": seed,
+        "updates": updates,
+        "result": round(evaluate(model, task, held_out), 4),
+        "cpu_seconds": round(seconds, 2),
+    }
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("task", choices=LENGTH)
     parser.add_argument("csv", type=Path, help="the table to write, or to continue")
-    parser.add_argument("--kinds", nargs="+", help="default: all of the task, each with and without token_conv")
+    parser.add_argument(
+        "--kinds", nargs="+", help="default: all of the task, each with and without token_conv"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--updates", type=int, help=f"default: {UPDATES}")
     args = parser.parse_args(argv)

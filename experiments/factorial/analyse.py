@@ -8,6 +8,7 @@ left out by naming the other one alone, and Holm's correction then still counts 
 cifar100-runs.csv (the runs), effects.csv (fresh seeds, and all ten where the earlier runs are at hand, which is partly
 after the fact) and, by data set, a picture.
 """
+
 import argparse
 import sys
 from pathlib import Path
@@ -30,8 +31,10 @@ from experiments.evidence import (
 HERE = Path(__file__).resolve().parent
 EARLIER = HERE.parent / "results" / "evidence"
 CELLS = ["none", "EA without skip", "EA without convolution", "EA"]
-FACTORS = {"skip": dict(zip(CELLS, (-1, -1, 1, 1), strict=True)),
-           "convolution": dict(zip(CELLS, (-1, 1, -1, 1), strict=True))}
+FACTORS = {
+    "skip": dict(zip(CELLS, (-1, -1, 1, 1), strict=True)),
+    "convolution": dict(zip(CELLS, (-1, 1, -1, 1), strict=True)),
+}
 SEEDS, HYPOTHESES, TIME_HYPOTHESES = list(range(5, 10)), 4, 2
 LONGER = "none equal time"
 
@@ -41,8 +44,12 @@ def read_fresh(source: Path) -> pd.DataFrame:
     runs = read_runs(source)
     variants = [*CELLS, LONGER] if LONGER in set(runs["variant"]) else CELLS
     runs = read_runs(source, variants=variants)
-    if set(runs["split"]) != {"test"} or any(sorted(seeds) != SEEDS for _, seeds in runs.groupby("variant")["seed"]):
-        raise UsageError(f"{source} must have tested runs of {', '.join(variants)}: seeds 5 to 9, no others")
+    if set(runs["split"]) != {"test"} or any(
+        sorted(seeds) != SEEDS for _, seeds in runs.groupby("variant")["seed"]
+    ):
+        raise UsageError(
+            f"{source} must have tested runs of {', '.join(variants)}: seeds 5 to 9, no others"
+        )
     return runs
 
 
@@ -53,12 +60,19 @@ def analysed(sources: dict[str, pd.DataFrame]) -> pd.DataFrame:
         top1 = by_variant(runs)
         effects = factorial(top1[CELLS], FACTORS, 0.01)
         if LONGER in top1:
-            time = {"name": f"EA - {LONGER}", **paired(top1["EA"] - top1[LONGER], 0.01), "p_holm": np.nan}
+            time = {
+                "name": f"EA - {LONGER}",
+                **paired(top1["EA"] - top1[LONGER], 0.01),
+                "p_holm": np.nan,
+            }
             effects = pd.concat([effects, pd.DataFrame([time])], ignore_index=True)
         fresh.append(effects.assign(data=data, seeds="5 to 9"))
         ten = pd.concat([by_variant(read_runs(EARLIER / f"{data}-runs.csv"))[CELLS], top1[CELLS]])
-        both.append(factorial(ten, FACTORS, 0.01).assign(data=data, seeds="0 to 9, partly after the fact", p=np.nan,
-                                                         p_holm=np.nan))
+        both.append(
+            factorial(ten, FACTORS, 0.01).assign(
+                data=data, seeds="0 to 9, partly after the fact", p=np.nan, p_holm=np.nan
+            )
+        )
     table = pd.concat([*fresh, *both], ignore_index=True)
     table.insert(0, "data", table.pop("data"))
     for names, hypotheses in ((list(FACTORS), HYPOTHESES), ([f"EA - {LONGER}"], TIME_HYPOTHESES)):
@@ -68,20 +82,33 @@ def analysed(sources: dict[str, pd.DataFrame]) -> pd.DataFrame:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sources", type=Path, nargs="+", help="folders or files, named cifar10... and cifar100...")
-    parser.add_argument("-o", "--output", type=Path, default=HERE, help="where the files are written")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "sources", type=Path, nargs="+", help="folders or files, named cifar10... and cifar100..."
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, default=HERE, help="where the files are written"
+    )
     args = parser.parse_args(argv)
-    sources = {"cifar100" if path.name.startswith("cifar100") else "cifar10": read_fresh(path) for path in args.sources}
+    sources = {
+        "cifar100" if path.name.startswith("cifar100") else "cifar10": read_fresh(path)
+        for path in args.sources
+    }
     if len(sources) < len(args.sources):
-        raise UsageError(f"one folder or file of each data set is required, got {' '.join(map(str, args.sources))}")
+        raise UsageError(
+            f"one folder or file of each data set is required, got {' '.join(map(str, args.sources))}"
+        )
     table = analysed(sources)
     args.output.mkdir(parents=True, exist_ok=True)
     for data, runs in sources.items():
         effects = table[(table["data"] == data) & (table["seeds"] == "5 to 9")]
         print(data, "", *effects_table(effects), "", sep="\n")
         write_runs(runs, args.output / f"{data}-runs.csv")
-        plot_evidence(by_variant(runs)[CELLS], effects, "test").savefig(args.output / f"{data}.png", dpi=200)
+        plot_evidence(by_variant(runs)[CELLS], effects, "test").savefig(
+            args.output / f"{data}.png", dpi=200
+        )
     table.to_csv(args.output / "effects.csv", index=False)
     return 0
 

@@ -5,6 +5,7 @@
 SCENES is what experiments/scenes/split.py writes. A run folder that is complete is not trained again, and one that is
 not goes on: start the same command again.
 """
+
 import argparse
 import json
 import os
@@ -36,19 +37,30 @@ def resized(weights: dict[str, Tensor], patches: int) -> dict[str, Tensor]:
     table = weights["pos_embed"]
     side = round((table.shape[1] - 1) ** 0.5)
     if table.shape[1] != side * side + 1:
-        raise UsageError(f"pos_embed must have a class token and a square of patches, got {tuple(table.shape)}")
+        raise UsageError(
+            f"pos_embed must have a class token and a square of patches, got {tuple(table.shape)}"
+        )
     grid = table[:, 1:].unflatten(1, (side, side)).permute(0, 3, 1, 2)
     grid = F.interpolate(grid, size=(patches, patches), mode="bicubic", align_corners=False)
-    return {**weights, "pos_embed": torch.cat([table[:, :1], grid.flatten(2).transpose(1, 2)], 1).contiguous()}
+    return {
+        **weights,
+        "pos_embed": torch.cat([table[:, :1], grid.flatten(2).transpose(1, 2)], 1).contiguous(),
+    }
 
 
 def pick(scenes: Path, folder: Path, photos: int) -> None:
     """Link the first photos of each class of scenes/train into folder/train, all of scenes/validation into folder/val
     and all of scenes/test into folder/test/val."""
-    for source, target, count in (("train", "train", photos), ("validation", "val", None), ("test", "test/val", None)):
+    for source, target, count in (
+        ("train", "train", photos),
+        ("validation", "val", None),
+        ("test", "test/val", None),
+    ):
         classes = sorted(path for path in (scenes / source).glob("*") if path.is_dir())
         if not classes:
-            raise UsageError(f"{scenes / source} must have a folder a class: experiments/scenes/split.py")
+            raise UsageError(
+                f"{scenes / source} must have a folder a class: experiments/scenes/split.py"
+            )
         for of_class in classes:
             (folder / target / of_class.name).mkdir(parents=True, exist_ok=True)
             for photo in sorted(of_class.iterdir())[:count]:
@@ -57,43 +69,103 @@ def pick(scenes: Path, folder: Path, photos: int) -> None:
                     os.link(photo, link)
 
 
-def arguments(way: str, seed: int, data: Path, weights: Path, output: Path, epochs: int, more: list[str]) -> list[str]:
+def arguments(
+    way: str, seed: int, data: Path, weights: Path, output: Path, epochs: int, more: list[str]
+) -> list[str]:
     """Return the trainer's options."""
     model, kwargs, options = WAYS[way]
-    written = [f"{k}={v:.5f}" if isinstance(v, float) else f"{k}={v}" for k, v in {**VIT, **kwargs}.items()]
-    return ["--recipe", "finetune_vit", "--model", model, "--model-kwargs", *written,
-            "--pretrained-path", str(weights), "--data-dir", str(data), "--img-size", str(SIDE), "--eval-resize",
-            str(SIDE), "--epochs", str(epochs), "--batch-size", str(BATCH), "--seed", str(seed), "--device", "cpu",
-            "--amp", "bfloat16", "--workers", "1", "--output", str(output), *options, *more]
+    written = [
+        f"{k}={v:.5f}" if isinstance(v, float) else f"{k}={v}" for k, v in {**VIT, **kwargs}.items()
+    ]
+    return [
+        "--recipe",
+        "finetune_vit",
+        "--model",
+        model,
+        "--model-kwargs",
+        *written,
+        "--pretrained-path",
+        str(weights),
+        "--data-dir",
+        str(data),
+        "--img-size",
+        str(SIDE),
+        "--eval-resize",
+        str(SIDE),
+        "--epochs",
+        str(epochs),
+        "--batch-size",
+        str(BATCH),
+        "--seed",
+        str(seed),
+        "--device",
+        "cpu",
+        "--amp",
+        "bfloat16",
+        "--workers",
+        "1",
+        "--output",
+        str(output),
+        *options,
+        *more,
+    ]
 
 
 def test(output: Path, data: Path) -> float:
     """Return the top-1 in percent of a run's weights on the test photos, which it sees once."""
     path = output / "test" / "evaluation.json"
     if not path.exists():
-        train_imagenet.main(["--evaluate", str(output), "--data-dir", str(data / "test"), "--device", "cpu",
-                             "--output", str(path.parent)])
+        train_imagenet.main(
+            [
+                "--evaluate",
+                str(output),
+                "--data-dir",
+                str(data / "test"),
+                "--device",
+                "cpu",
+                "--output",
+                str(path.parent),
+            ]
+        )
     return json.loads(path.read_text())["top1"]
 
 
 def row_of(way: str, seed: int, output: Path, top1: float) -> dict[str, str | int | float]:
     """Return a run as a line of the file that experiments.evidence reads, with the range of each gate at the end."""
     metrics = run_folder.read_metrics(output)
-    ranges = {name: [values[-1] for path, values in metrics.items() if f".{name}" in path]
-              for name in ("alpha", "beta")}
-    return {"variant": way, "seed": seed, "test_top1": top1, "train_loss": metrics["train_loss"][-1],
-            "seconds": round(sum(metrics["seconds"])),
-            **{name: f"{min(v):.4f} to {max(v):.4f}" if v else "" for name, v in ranges.items()}}
+    ranges = {
+        name: [values[-1] for path, values in metrics.items() if f".{name}" in path]
+        for name in ("alpha", "beta")
+    }
+    return {
+        "variant": way,
+        "seed": seed,
+        "test_top1": top1,
+        "train_loss": metrics["train_loss"][-1],
+        "seconds": round(sum(metrics["seconds"])),
+        **{name: f"{min(v):.4f} to {max(v):.4f}" if v else "" for name, v in ranges.items()},
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("scenes", type=Path)
     parser.add_argument("runs", type=Path)
-    parser.add_argument("--weights", type=Path, required=True, help="of timm's vit_small_patch14_dinov2, safetensors")
-    parser.add_argument("--ways", default=",".join(WAYS), help="some of them (default: %(default)s)")
+    parser.add_argument(
+        "--weights",
+        type=Path,
+        required=True,
+        help="of timm's vit_small_patch14_dinov2, safetensors",
+    )
+    parser.add_argument(
+        "--ways", default=",".join(WAYS), help="some of them (default: %(default)s)"
+    )
     parser.add_argument("--seeds", type=int, default=SEEDS, help="(default: %(default)s)")
-    parser.add_argument("--photos", type=int, default=PHOTOS, help="a class to train on (default: %(default)s)")
+    parser.add_argument(
+        "--photos", type=int, default=PHOTOS, help="a class to train on (default: %(default)s)"
+    )
     parser.add_argument("--epochs", type=int, default=EPOCHS, help="(default: %(default)s)")
     args, more = parser.parse_known_args(argv)
     ways = args.ways.split(",")
@@ -104,8 +176,14 @@ def main(argv: list[str] | None = None) -> int:
     if not start.exists():
         weights = resized(load_file(args.weights), SIDE // PATCH)
         classes = len(list((data / "train").iterdir()))
-        save_file({**weights, "head.weight": torch.zeros(classes, weights["pos_embed"].shape[-1]),
-                   "head.bias": torch.zeros(classes)}, start)
+        save_file(
+            {
+                **weights,
+                "head.weight": torch.zeros(classes, weights["pos_embed"].shape[-1]),
+                "head.bias": torch.zeros(classes),
+            },
+            start,
+        )
     rows = []
     for seed in range(args.seeds):
         for way in ways:

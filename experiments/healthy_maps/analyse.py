@@ -6,6 +6,7 @@ SWEEP: folders of the page's command, of CIFAR-10, CIFAR-100 or both; runs that 
 beside this file: norm-runs.csv, each run with the norm and beside it the accuracy of the same network and seed
 without it (of ../factorial), and norm-effects.csv. Holm's correction counts the protocol's four hypotheses.
 """
+
 import argparse
 import sys
 from pathlib import Path
@@ -28,28 +29,53 @@ def run_of(folder: Path, without: dict[str, pd.DataFrame]) -> dict:
     data = f"cifar{len(read_config(folder)[1]['classes'])}"
     others = without[data]
     [same] = others[(others["variant"] == network) & (others["seed"] == run["seed"])]["top1"]
-    return {"data": data, "network": network, "seed": run["seed"], "top1": run["top1"], "without_norm": same,
-            "train_loss": run["train_loss"], "updates": run["updates"], "fingerprint": run["data"],
-            **{name: round(value, 3) for name, value in metrics.items() if name.startswith(("entropy", "largest"))}}
+    return {
+        "data": data,
+        "network": network,
+        "seed": run["seed"],
+        "top1": run["top1"],
+        "without_norm": same,
+        "train_loss": run["train_loss"],
+        "updates": run["updates"],
+        "fingerprint": run["data"],
+        **{
+            name: round(value, 3)
+            for name, value in metrics.items()
+            if name.startswith(("entropy", "largest"))
+        },
+    }
 
 
 def effects_of(runs: pd.DataFrame) -> pd.DataFrame:
     """Return, for each data set and network with two seeds or more, the differences with - without the norm."""
-    rows = [{"name": f"{data}, {network}", **paired(group["top1"] - group["without_norm"], 0.01)}
-            for (data, network), group in runs.groupby(["data", "network"]) if len(group) > 1]
+    rows = [
+        {"name": f"{data}, {network}", **paired(group["top1"] - group["without_norm"], 0.01)}
+        for (data, network), group in runs.groupby(["data", "network"])
+        if len(group) > 1
+    ]
     table = pd.DataFrame(rows)
     return table.assign(p_holm=holm(table["p"], HYPOTHESES))
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("sweeps", type=Path, nargs="+", help="folders that experiments.sweep wrote")
     args = parser.parse_args(argv)
-    folders = [path.parent for sweep in args.sweeps for path in sorted(sweep.glob("variant=*/results.json"))]
+    folders = [
+        path.parent
+        for sweep in args.sweeps
+        for path in sorted(sweep.glob("variant=*/results.json"))
+    ]
     if not folders:
-        raise UsageError(f"complete runs are required, got none in {', '.join(map(str, args.sweeps))}")
+        raise UsageError(
+            f"complete runs are required, got none in {', '.join(map(str, args.sweeps))}"
+        )
     without = {data: read_runs(FACTORIAL / f"{data}-runs.csv") for data in ("cifar10", "cifar100")}
-    runs = pd.DataFrame([run_of(folder, without) for folder in folders]).sort_values(["data", "network", "seed"])
+    runs = pd.DataFrame([run_of(folder, without) for folder in folders]).sort_values(
+        ["data", "network", "seed"]
+    )
     runs.to_csv(HERE / "norm-runs.csv", index=False)
     effects = effects_of(runs)
     effects.to_csv(HERE / "norm-effects.csv", index=False)

@@ -7,6 +7,7 @@ train of photos, most of them 150 x 150 pixels. OUT gets train, validation and t
 split depends on train.csv alone, so that every run everywhere has the same. Photos are linked where the disk can, else
 copied.
 """
+
 import argparse
 import csv
 import os
@@ -15,7 +16,14 @@ import shutil
 import sys
 from pathlib import Path
 
-CLASSES = ("buildings", "forest", "glacier", "mountain", "sea", "street")  # in the order of train.csv's labels
+CLASSES = (
+    "buildings",
+    "forest",
+    "glacier",
+    "mountain",
+    "sea",
+    "street",
+)  # in the order of train.csv's labels
 SIZES = {"train": 13_000, "validation": 1_500}  # test: the rest
 SEED = 0
 
@@ -31,8 +39,10 @@ def read_labels(path: Path) -> dict[str, str]:
         for row in csv.DictReader(file):
             name, label = row.get("image_name"), row.get("label")
             if not name or label not in {str(index) for index in range(len(CLASSES))}:
-                raise ValueError(f"{path}: an image_name and a label from 0 to {len(CLASSES) - 1} are required, "
-                                 f"got {row}")
+                raise ValueError(
+                    f"{path}: an image_name and a label from 0 to {len(CLASSES) - 1} are required, "
+                    f"got {row}"
+                )
             found[name] = CLASSES[int(label)]
     return found
 
@@ -43,13 +53,15 @@ def split(names: list[str]) -> dict[str, list[str]]:
     random.Random(SEED).shuffle(order)
     parts, start = {}, 0
     for part, size in SIZES.items():
-        parts[part] = order[start:start + size]
+        parts[part] = order[start : start + size]
         start += size
     return {**parts, "test": order[start:]}
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("out", type=Path)
     args = parser.parse_args(argv)

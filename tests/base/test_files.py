@@ -1,4 +1,5 @@
 """Outputs: written whole or not at all, through links, never in place of a folder or a device."""
+
 import multiprocessing
 import os
 import signal
@@ -31,16 +32,20 @@ def test_what_cannot_be_written_is_said_before_work_and_nothing_is_replaced(tmp_
     with pytest.raises(UsageError, match="must be a file, and /dev/null is a device"):
         check_output(Path("/dev/null"))
     for name, message in [
-            ("folder", "must be a file, and .* is a folder"), ("link", "must be a file, and .* is a folder"),
-            ("file/result.json", "cannot make the folder .*/file: File exists"),
-            ("n" * 256, "cannot write .*nnn: File name too long")]:
+        ("folder", "must be a file, and .* is a folder"),
+        ("link", "must be a file, and .* is a folder"),
+        ("file/result.json", "cannot make the folder .*/file: File exists"),
+        ("n" * 256, "cannot write .*nnn: File name too long"),
+    ]:
         with pytest.raises(UsageError, match=message):
             check_output(tmp_path / name)
         with pytest.raises(RunError, match="cannot write .*/"):
             atomic_write(tmp_path / name, b"data")
     with pytest.raises(UsageError, match="cannot write into the folder .*n: File name too long"):
         check_writable(tmp_path / ("n" * 256))
-    assert sorted(os.listdir(tmp_path)) == ["file", "folder", "link"] and not os.listdir(tmp_path / "folder")
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder", "link"] and not os.listdir(
+        tmp_path / "folder"
+    )
 
 
 def test_a_signal_in_the_middle_of_a_write_ends_the_process_after_it(tmp_path):
@@ -55,7 +60,11 @@ def test_a_signal_in_the_middle_of_a_write_ends_the_process_after_it(tmp_path):
     process = multiprocessing.get_context("fork").Process(target=write)
     process.start()
     process.join()
-    assert process.exitcode == -signal.SIGTERM and path.read_bytes() == b"new" and os.listdir(tmp_path) == ["file"]
+    assert (
+        process.exitcode == -signal.SIGTERM
+        and path.read_bytes() == b"new"
+        and os.listdir(tmp_path) == ["file"]
+    )
 
 
 def test_the_longest_name_is_written(tmp_path):

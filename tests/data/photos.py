@@ -1,4 +1,5 @@
 """Small JPEG photos to train on: colours in noise."""
+
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,9 @@ def picture(seed: int, size: tuple[int, int] = (120, 90)) -> Image.Image:
     return Image.fromarray(small).resize(size, Image.Resampling.BICUBIC)
 
 
-def make_photos(root: Path, train: int = 40, val: int = 13, classes: int = 3, side: int = 40) -> Path:
+def make_photos(
+    root: Path, train: int = 40, val: int = 13, classes: int = 3, side: int = 40
+) -> Path:
     """Write root/{train,val}/class_i/name.jpg of various shapes, the shorter side `side` pixels."""
     rng = np.random.default_rng(0)
     for split, count in (("train", train), ("val", val)):

@@ -1,4 +1,5 @@
 """Augmentation of batches against one image at a time, done the plain way."""
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,19 +15,31 @@ def plainly(image: torch.Tensor, draw: list[int], augmentation: Augmentation) ->
     top, left, flip, cut_y, cut_x = draw
     height, width = image.shape[1:]
     mode = "constant" if augmentation.padding_mode == "zeros" else "reflect"
-    image = F.pad(image.float(), [augmentation.crop_padding] * 4, mode)[:, top:top + height, left:left + width]
+    image = F.pad(image.float(), [augmentation.crop_padding] * 4, mode)[
+        :, top : top + height, left : left + width
+    ]
     if augmentation.flip != "off" and flip:
         image = image.flip(-1)
     result = (image / 255 - MEAN.view(-1, 1, 1)) / STD.view(-1, 1, 1)
     if augmentation.cutout:
-        y, x, side = cut_y - augmentation.cutout // 2, cut_x - augmentation.cutout // 2, augmentation.cutout
-        result[:, max(y, 0):max(y + side, 0), max(x, 0):max(x + side, 0)] = 0
+        y, x, side = (
+            cut_y - augmentation.cutout // 2,
+            cut_x - augmentation.cutout // 2,
+            augmentation.cutout,
+        )
+        result[:, max(y, 0) : max(y + side, 0), max(x, 0) : max(x + side, 0)] = 0
     return result
 
 
-@pytest.mark.parametrize("augmentation", [
-    Augmentation(), Augmentation(flip="off", cutout=5), Augmentation(flip="alternate", crop_padding=0, cutout=8),
-    Augmentation(padding_mode="reflect", crop_padding=11, cutout=3)])
+@pytest.mark.parametrize(
+    "augmentation",
+    [
+        Augmentation(),
+        Augmentation(flip="off", cutout=5),
+        Augmentation(flip="alternate", crop_padding=0, cutout=8),
+        Augmentation(padding_mode="reflect", crop_padding=11, cutout=3),
+    ],
+)
 def test_batches_equal_single_images(augmentation):
     images = torch.randint(0, 256, (64, 3, 12, 17), dtype=torch.uint8)  # H != W
     draws = augmentation.draw(64, (12, 17), torch.Generator().manual_seed(1))

@@ -1,4 +1,5 @@
 """FFCV files: what was written is read back, as the image loader shows it or near; damage and other files are named."""
+
 import os
 import shutil
 import signal
@@ -24,8 +25,18 @@ from tests.data.photos import make_photos
 from tests.data.test_image_files import narrow_png
 from tests.engine.runner import words
 
-COMMON = {"img_size": 32, "mean": (0.5,) * 3, "std": (0.2,) * 3, "device": torch.device("cpu"), "workers": 2,
-          "bad_images": BadImages(0), "scale": (0.08, 1), "hflip": 0.5, "os_cache": True, "batch_size": 8}
+COMMON = {
+    "img_size": 32,
+    "mean": (0.5,) * 3,
+    "std": (0.2,) * 3,
+    "device": torch.device("cpu"),
+    "workers": 2,
+    "bad_images": BadImages(0),
+    "scale": (0.08, 1),
+    "hflip": 0.5,
+    "os_cache": True,
+    "batch_size": 8,
+}
 
 
 def test_without_ffcv_the_error_says_how_to_install_it(tmp_path, monkeypatch, capsys):
@@ -35,10 +46,14 @@ def test_without_ffcv_the_error_says_how_to_install_it(tmp_path, monkeypatch, ca
     (tmp_path / "a.beton").write_bytes(b"1")
     with pytest.raises(UsageError, match="apt-get install .*libturbojpeg0-dev.* conda"):
         Beton(tmp_path / "a.beton")
-    assert write(make_photos(tmp_path), tmp_path / "b.beton") == 2 and capsys.readouterr().err.count("\n") == 1
+    assert (
+        write(make_photos(tmp_path), tmp_path / "b.beton") == 2
+        and capsys.readouterr().err.count("\n") == 1
+    )
 
 
 # ---- written and read ------------------------------------------------------------------------------------------------
+
 
 def write(data: Path, out: Path, more: str = "") -> int:
     return main(words("write-ffcv", f"--data-dir {data} --out {out} --workers 2 {more}"))
@@ -46,7 +61,9 @@ def write(data: Path, out: Path, more: str = "") -> int:
 
 def shown(beton: Beton, **more) -> Batch:
     """Return an epoch's batches as one."""
-    return Batch(*map(torch.cat, zip(*BetonTrainLoader(beton, **{**COMMON, **more}).batches(0), strict=True)))
+    return Batch(
+        *map(torch.cat, zip(*BetonTrainLoader(beton, **{**COMMON, **more}).batches(0), strict=True))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +107,10 @@ def test_training_crops_are_of_all_sizes_flipped_half_of_the_time_and_kept(tmp_p
     images = shown(beton, seed=1).images
     assert torch.equal(images, shown(beton, seed=1).images)
     images = images * 0.2 * 255 + 127.5  # (400, 3, 32, 32), in 0..255
-    across, down = images[:, 0, 16, [0, -1]].diff()[:, 0] * 32 / 31, images[:, 1, [0, -1], 16].diff()[:, 0] * 32 / 31
+    across, down = (
+        images[:, 0, 16, [0, -1]].diff()[:, 0] * 32 / 31,
+        images[:, 1, [0, -1], 16].diff()[:, 0] * 32 / 31,
+    )
     area, aspect = across.abs() * down / (200 * 250), across.abs() / down
     assert (down > 0).all() and 0.4 < (across < 0).float().mean() < 0.6
     assert 0.06 < area.min() < 0.15 and 0.41 < area.mean() < 0.5 and 0.85 < area.max() < 1.05
@@ -104,16 +124,31 @@ def test_validation_images_are_the_folders_bit_for_bit(tmp_path, interpolation):
     root = make_photos(tmp_path, train=0, val=4, side=64)
     for number, size in enumerate([(37, 53), (33, 33), (61, 301), (97, 45), (36, 36), (20, 15)]):
         image = Image.effect_mandelbrot(size, (-2, -1, 1, 1), 90)
-        (image if number == 4 else image.convert("RGB")).save(root / f"val/class_{number % 3}/{number}.png")
+        (image if number == 4 else image.convert("RGB")).save(
+            root / f"val/class_{number % 3}/{number}.png"
+        )
     out, stored = tmp_path / "val.beton", Evaluated(32, 37, interpolation)
-    assert write(root, out, "--eval-img-size 32 --eval-resize 37 --split validation --interpolation "
-                            + interpolation) == 0
-    beton, files, transform = Beton(out, evaluated=stored), ImageFiles(root / "val"), eval_transform(*stored)
+    assert (
+        write(
+            root,
+            out,
+            "--eval-img-size 32 --eval-resize 37 --split validation --interpolation "
+            + interpolation,
+        )
+        == 0
+    )
+    beton, files, transform = (
+        Beton(out, evaluated=stored),
+        ImageFiles(root / "val"),
+        eval_transform(*stored),
+    )
     for index in range(10):
         (image, target), (pixels, label) = files.read(index), beton.read(index)
         assert torch.equal(pixels, transform(image)) and target == label
     for other in (stored._replace(eval_img_size=24), stored._replace(eval_resize=36), None):
-        with pytest.raises(UsageError, match="must have (those|whole images).*, got those of validation for .*=37"):
+        with pytest.raises(
+            UsageError, match="must have (those|whole images).*, got those of validation for .*=37"
+        ):
             Beton(out, evaluated=other)
 
 
@@ -121,7 +156,7 @@ def test_quasi_random_order_reads_few_pages_at_a_time():
     pages = np.repeat(np.arange(100, 140), 25)
     order = quasi_random_order(pages, seed=0, epoch=0).numpy()
     assert sorted(order) == list(range(1000))
-    assert [len(set(pages[order[start:start + 400]])) for start in (0, 400, 800)] == [16, 16, 8]
+    assert [len(set(pages[order[start : start + 400]])) for start in (0, 400, 800)] == [16, 16, 8]
     assert not np.array_equal(order, quasi_random_order(pages, seed=0, epoch=1).numpy())
 
 
@@ -130,10 +165,13 @@ def test_a_file_larger_than_the_memory_is_read_as_any_other(betons, tmp_path):
     from ffcv.types import ALLOC_TABLE_TYPE, HeaderType
 
     path, data = tmp_path / "large.beton", betons["half"].read_bytes()
-    header, tables = np.frombuffer(data, HeaderType, 1).copy(), len(data) - 40 * ALLOC_TABLE_TYPE.itemsize
+    header, tables = (
+        np.frombuffer(data, HeaderType, 1).copy(),
+        len(data) - 40 * ALLOC_TABLE_TYPE.itemsize,
+    )
     header["alloc_table_ptr"] = 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with path.open("wb") as file:
-        file.write(header.tobytes() + data[header.nbytes:tables])
+        file.write(header.tobytes() + data[header.nbytes : tables])
         file.seek(int(header["alloc_table_ptr"][0]))
         file.write(data[tables:])
     assert Beton(betons["half"]).fits_in_memory() and not Beton(path).fits_in_memory()
@@ -142,6 +180,7 @@ def test_a_file_larger_than_the_memory_is_read_as_any_other(betons, tmp_path):
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------
+
 
 def test_broken_images_stop_the_writing_and_are_all_named(tmp_path, capsys):
     pytest.importorskip("ffcv")
@@ -155,10 +194,15 @@ def test_broken_images_stop_the_writing_and_are_all_named(tmp_path, capsys):
     assert "2 of 11 images cannot be decoded" in said and all(str(path) in said for path in broken)
     for path in broken:
         path.unlink()
-    assert write(root, out) == 0 and len(Beton(out)) == 9 and Beton(out).table[:, 2].max() == 500, "the narrow one"
+    assert write(root, out) == 0 and len(Beton(out)) == 9 and Beton(out).table[:, 2].max() == 500, (
+        "the narrow one"
+    )
     for more, limits in (("--eval-img-size 300", "8..256"), ("--jpeg-share 2", "0..1")):
         flag, given = more.split()
-        assert write(root, out, more) == 2 and f"{flag} must lie in {limits}, got {given}" in capsys.readouterr().err
+        assert (
+            write(root, out, more) == 2
+            and f"{flag} must lie in {limits}, got {given}" in capsys.readouterr().err
+        )
 
 
 @pytest.mark.slow
@@ -166,23 +210,37 @@ def test_a_writing_that_fails_leaves_what_was_there(photos, betons, tmp_path, mo
     out = tmp_path / "train.beton"
     shutil.copy(betons["raw"], out)
     with monkeypatch.context() as patch:
-        patch.setattr("ffcv.fields.RGBImageField.encode", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full")))
+        patch.setattr(
+            "ffcv.fields.RGBImageField.encode",
+            lambda *_: (_ for _ in ()).throw(OSError(28, "disk full")),
+        )
         assert write(photos, out) == 1
     assert "disk full" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["train.beton"] and len(Beton(out)) == 40
-    code = "import sys, time; from ea_vision.__main__ import main; from ea_vision.data import write_ffcv; " \
-           "write_ffcv.ImageFiles.read = lambda *_: time.sleep(0.1); sys.exit(main(['write-ffcv', *sys.argv[1:]]))"
-    process = subprocess.Popen([sys.executable, "-c", code, "--data-dir", str(photos), "--out", str(out)],
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # as in a terminal
+    code = (
+        "import sys, time; from ea_vision.__main__ import main; from ea_vision.data import write_ffcv; "
+        "write_ffcv.ImageFiles.read = lambda *_: time.sleep(0.1); sys.exit(main(['write-ffcv', *sys.argv[1:]]))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "--data-dir", str(photos), "--out", str(out)],
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # as in a terminal
     while not (tmp_path / ".train.beton.tmp").exists():
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130 and os.listdir(tmp_path) == ["train.beton"] and len(Beton(out)) == 40
+    assert (
+        process.wait(60) == 130
+        and os.listdir(tmp_path) == ["train.beton"]
+        and len(Beton(out)) == 40
+    )
 
 
 def test_damaged_and_foreign_files_are_named(betons, tmp_path):
     data, path = betons["half"].read_bytes(), tmp_path / "cut.beton"
-    for content in (*(data[:length] for length in (0, 10, 5000, len(data) // 2, len(data) - 1)), b"no images " * 100):
+    for content in (
+        *(data[:length] for length in (0, 10, 5000, len(data) // 2, len(data) - 1)),
+        b"no images " * 100,
+    ):
         path.write_bytes(content)
         with pytest.raises(UsageError, match="is not a whole .beton file"):
             Beton(path)
@@ -197,7 +255,7 @@ def test_damaged_and_foreign_files_are_named(betons, tmp_path):
 def test_a_damaged_jpeg_is_counted_named_and_replaced(betons, tmp_path, left):
     out, bad, data = tmp_path / "out.beton", BadImages(1), bytearray(betons["jpeg"].read_bytes())
     start, size = Beton(betons["jpeg"]).table[1, :2].tolist()
-    data[start + int(left * size):start + size] = bytes(size - int(left * size))
+    data[start + int(left * size) : start + size] = bytes(size - int(left * size))
     out.write_bytes(data)
     beton = Beton(out)
     _, targets, ids = shown(beton, bad_images=bad)

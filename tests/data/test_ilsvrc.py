@@ -1,4 +1,5 @@
 """ImageNet as it comes: flat validation images with three kinds of label files, tars, Kaggle's archive."""
+
 import tarfile
 from pathlib import Path
 
@@ -25,7 +26,10 @@ def put(folder: Path, in_classes: bool = False) -> Path:
 def labels_of(source: Path) -> dict[str, str]:
     """Class by name of the image."""
     files = ImageFiles(source)
-    return {Path(name).name: files.classes[target] for name, target in zip(files.names, files.targets, strict=True)}
+    return {
+        Path(name).name: files.classes[target]
+        for name, target in zip(files.names, files.targets, strict=True)
+    }
 
 
 def kaggle(path: Path) -> None:
@@ -34,13 +38,24 @@ def kaggle(path: Path) -> None:
 
 
 def devkit(path: Path) -> None:
-    savemat, folder = pytest.importorskip("scipy.io").savemat, path.with_name("ILSVRC2012_devkit_t12")
+    savemat, folder = (
+        pytest.importorskip("scipy.io").savemat,
+        path.with_name("ILSVRC2012_devkit_t12"),
+    )
     numbers = {label: number for number, label in enumerate(reversed(CLASSES), start=1)}
     (folder / "data").mkdir(parents=True)
     (folder / "data" / "ILSVRC2012_validation_ground_truth.txt").write_text(
-        "\n".join(str(numbers[label]) for label in LABELS.values()) + "\n")
-    savemat(folder / "data" / "meta.mat", {"synsets": np.array(
-        [(number, label) for label, number in numbers.items()], dtype=[("ILSVRC2012_ID", object), ("WNID", object)])})
+        "\n".join(str(numbers[label]) for label in LABELS.values()) + "\n"
+    )
+    savemat(
+        folder / "data" / "meta.mat",
+        {
+            "synsets": np.array(
+                [(number, label) for label, number in numbers.items()],
+                dtype=[("ILSVRC2012_ID", object), ("WNID", object)],
+            )
+        },
+    )
     with tarfile.open(path, "w:gz") as tar:
         tar.add(folder, folder.name)
 
@@ -49,13 +64,21 @@ def synsets(path: Path) -> None:
     path.write_text("\n".join(LABELS.values()))
 
 
-@pytest.mark.parametrize("write, name", [
-    (kaggle, "LOC_val_solution.csv"), (kaggle, "val/LOC_val_solution.csv"),
-    (devkit, "ILSVRC2012_devkit_t12.tar.gz"), (synsets, "imagenet_2012_validation_synset_labels.txt")],
-    ids=lambda given: getattr(given, "__name__", given))
+@pytest.mark.parametrize(
+    "write, name",
+    [
+        (kaggle, "LOC_val_solution.csv"),
+        (kaggle, "val/LOC_val_solution.csv"),
+        (devkit, "ILSVRC2012_devkit_t12.tar.gz"),
+        (synsets, "imagenet_2012_validation_synset_labels.txt"),
+    ],
+    ids=lambda given: getattr(given, "__name__", given),
+)
 def test_flat_images_have_the_classes_of_the_files_beside_them(tmp_path, write, name):
     val = put(tmp_path / "val")
-    with pytest.raises(UsageError, match="LOC_val_solution.csv or ILSVRC2012_devkit_t12.* is required .* got none"):
+    with pytest.raises(
+        UsageError, match="LOC_val_solution.csv or ILSVRC2012_devkit_t12.* is required .* got none"
+    ):
         ImageFiles(val)
     write(tmp_path / name)
     assert labels_of(val) == LABELS
@@ -76,11 +99,17 @@ def test_a_flat_tar_and_kaggles_archive_are_found_and_labelled(tmp_path):
 
 def test_damaged_label_files_are_one_line(tmp_path):
     val, solution = put(tmp_path / "val"), tmp_path / "LOC_val_solution.csv"
-    for text in ("ImageId\nx\n", "\0", "ImageId,PredictionString\nILSVRC2012_val_00000001,n01440764 1\n"):
+    for text in (
+        "ImageId\nx\n",
+        "\0",
+        "ImageId,PredictionString\nILSVRC2012_val_00000001,n01440764 1\n",
+    ):
         solution.write_text(text)
         with pytest.raises(UsageError, match="cannot be read as labels of the 20 images"):
             ImageFiles(val)
     kaggle(solution)
     before = ImageFiles(val).fingerprint()
     solution.write_text(solution.read_text().replace("n03888257", "n99999999"))
-    assert ImageFiles(val).fingerprint() != before, "labels are part of what tells this data from other data"
+    assert ImageFiles(val).fingerprint() != before, (
+        "labels are part of what tells this data from other data"
+    )

@@ -1,4 +1,5 @@
 """Folders, tars and image files: what is refused and in which words, what is read; damage is never silent."""
+
 import io
 import re
 import shutil
@@ -36,20 +37,36 @@ def narrow_png(width: int, height: int) -> bytes:
     data = b"".join(rows.compress(bytes(width + 1)) for _ in range(height)) + rows.flush()
 
     def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        return (
+            struct.pack(">I", len(content))
+            + kind
+            + content
+            + struct.pack(">I", zlib.crc32(kind + content))
+        )
 
-    return (b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
-            + chunk(b"IDAT", data) + chunk(b"IEND", b""))
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
+        + chunk(b"IDAT", data)
+        + chunk(b"IEND", b"")
+    )
 
 
 # ---- folders and tars: what is refused, and what is taken ------------------------------------------------------------
 
-NO_IMAGES = f"{{train}} has no images: class/name with a suffix of {', '.join(IMAGE_SUFFIXES)} is required"
+NO_IMAGES = (
+    f"{{train}} has no images: class/name with a suffix of {', '.join(IMAGE_SUFFIXES)} is required"
+)
 
 
-@pytest.mark.parametrize("suffix, more, message", [
-    (".jpg", "stray.jpg", "images of {train} must lie in class folders, got stray.jpg"), (".txt", "", NO_IMAGES),
-    (".jpg", "class_9/x.heic", r"1 class folder\(s\) of {train} have no images: class_9")])
+@pytest.mark.parametrize(
+    "suffix, more, message",
+    [
+        (".jpg", "stray.jpg", "images of {train} must lie in class folders, got stray.jpg"),
+        (".txt", "", NO_IMAGES),
+        (".jpg", "class_9/x.heic", r"1 class folder\(s\) of {train} have no images: class_9"),
+    ],
+)
 def test_folders_that_are_refused(photos, suffix, more, message):
     train = photos / "train"
     for path in list(train.rglob("*.jpg")):
@@ -65,15 +82,29 @@ def last_member_end(data: bytes) -> int:
     return -(-len(data.rstrip(b"\0")) // 512) * 512
 
 
-@pytest.mark.parametrize("hurt, message", [
-    (lambda data: b"", "empty file"), (lambda data: b"not a tar, but some text " * 40, "invalid header"),
-    (lambda data: data[:3000], "unexpected end of data|cut off at byte"),
-    (lambda data: data[:data.index(b"./class_1") + 100], "damaged or cut off at byte"),
-    (lambda data: data[:last_member_end(data)], "damaged or cut off at byte"),
-    (lambda data: data.replace(b"./class_1/", b"./klass_1/", 2), "damaged or cut off at byte"),
-    (lambda data: b"\x1f\x8b" + data, "nor may it be compressed"),
-    (lambda data: bytes(10240), "has no images: class/name"),
-], ids=["empty", "foreign", "inside an image", "inside a header", "no end mark", "a header", "compressed", "no images"])
+@pytest.mark.parametrize(
+    "hurt, message",
+    [
+        (lambda data: b"", "empty file"),
+        (lambda data: b"not a tar, but some text " * 40, "invalid header"),
+        (lambda data: data[:3000], "unexpected end of data|cut off at byte"),
+        (lambda data: data[: data.index(b"./class_1") + 100], "damaged or cut off at byte"),
+        (lambda data: data[: last_member_end(data)], "damaged or cut off at byte"),
+        (lambda data: data.replace(b"./class_1/", b"./klass_1/", 2), "damaged or cut off at byte"),
+        (lambda data: b"\x1f\x8b" + data, "nor may it be compressed"),
+        (lambda data: bytes(10240), "has no images: class/name"),
+    ],
+    ids=[
+        "empty",
+        "foreign",
+        "inside an image",
+        "inside a header",
+        "no end mark",
+        "a header",
+        "compressed",
+        "no images",
+    ],
+)
 def test_tars_that_are_refused(photos, hurt, message):
     path = photos / "train.tar"
     path.write_bytes(hurt(pack(photos / "train", path)))
@@ -106,8 +137,11 @@ def other_files(train: Path) -> None:
     (train / ".cache").mkdir()
 
 
-@pytest.mark.parametrize("layout", [Path.exists, images_folders, one_folder_around, linked_class, other_files],
-                         ids=lambda layout: layout.__name__)
+@pytest.mark.parametrize(
+    "layout",
+    [Path.exists, images_folders, one_folder_around, linked_class, other_files],
+    ids=lambda layout: layout.__name__,
+)
 def test_layouts(photos, tmp_path, layout):
     """Folders and the tars of them have the same images, classes and names."""
     layout(photos / "train")
@@ -116,12 +150,18 @@ def test_layouts(photos, tmp_path, layout):
         pack(photos / "train", tmp_path / "train.tar")
         assert ImageFiles(tmp_path / "train.tar").names == source.names
     assert source.classes == ["class_0", "class_1", "class_2"] and len(source) == 12
-    theirs = create_dataset("", root=str(tmp_path / "train.tar")) if layout is Path.exists else ()  # timm has the same
+    theirs = (
+        create_dataset("", root=str(tmp_path / "train.tar")) if layout is Path.exists else ()
+    )  # timm has the same
     for index in range(12):
         image, target = source.read(index)
         assert target == int(Path(source.describe(index)).stem) % 3
         if theirs:
-            [same] = [n for n in range(12) if theirs.filename(n, basename=False) == f"./{source.names[index]}"]
+            [same] = [
+                n
+                for n in range(12)
+                if theirs.filename(n, basename=False) == f"./{source.names[index]}"
+            ]
             assert np.array_equal(theirs[same][0], image) and theirs[same][1] == target
 
 
@@ -143,8 +183,13 @@ def test_a_tar_of_tars_and_a_folder_of_tars_have_a_class_in_each(photos, tmp_pat
 
 
 def test_splits_are_found_or_named(photos, tmp_path):
-    assert find_split(photos, "validation") == photos / "val" and find_split(photos, "train") == photos / "train"
-    assert find_split(photos / "train", "test", or_root=True) == photos / "train", "a folder without splits"
+    assert (
+        find_split(photos, "validation") == photos / "val"
+        and find_split(photos, "train") == photos / "train"
+    )
+    assert find_split(photos / "train", "test", or_root=True) == photos / "train", (
+        "a folder without splits"
+    )
     with pytest.raises(UsageError, match="must have train/ or train.tar; it does not exist"):
         find_split(photos / "nowhere", "train", or_root=True)
     (tmp_path / "half/train").mkdir(parents=True)
@@ -170,14 +215,23 @@ def test_a_fingerprint_is_of_names_classes_and_sizes_wherever_they_lie(photos, t
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n0 0 9 9 rectfill\nshowpage\n%%EOF\n"
 
 
-@pytest.mark.parametrize("content, message", [
-    (b"", "UnidentifiedImageError: cannot identify image file"),
-    (EPS, "UnidentifiedImageError: cannot identify image file"),  # Ghostscript would draw it
-    (narrow_png(20_000, 10_000), "must have at most 100 megapixels: Image size (200000000 pixels) exceeds limit"),
-    (narrow_png(11_000, 10_000), "must have at most 100 megapixels, got 11000x10000"),
-], ids=["empty", "EPS", "200 megapixels", "110 megapixels"])
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"", "UnidentifiedImageError: cannot identify image file"),
+        (EPS, "UnidentifiedImageError: cannot identify image file"),  # Ghostscript would draw it
+        (
+            narrow_png(20_000, 10_000),
+            "must have at most 100 megapixels: Image size (200000000 pixels) exceeds limit",
+        ),
+        (narrow_png(11_000, 10_000), "must have at most 100 megapixels, got 11000x10000"),
+    ],
+    ids=["empty", "EPS", "200 megapixels", "110 megapixels"],
+)
 def test_images_that_are_refused(tmp_path, monkeypatch, content, message):
-    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_: pytest.fail("reached Ghostscript"))
+    monkeypatch.setattr(
+        "PIL.EpsImagePlugin.Ghostscript", lambda *_: pytest.fail("reached Ghostscript")
+    )
     (tmp_path / "x.jpg").write_bytes(content)
     with pytest.raises(BrokenImage, match=re.escape(message)):
         decode_image(tmp_path / "x.jpg")
@@ -188,17 +242,32 @@ def test_kinds_of_pixels(tmp_path):
     pixels = np.tile(np.arange(0, 240, 4, dtype=np.uint8)[None, :, None], (20, 1, 3))  # (20, 60, 3)
     image, wide = Image.fromarray(pixels), pixels[..., 0].astype(np.uint16) * 256
     sixteen, cmyk = Image.fromarray(wide), image.convert("CMYK")
-    for suffix, kind in (("jpg", cmyk), ("tif", cmyk), ("png", sixteen), ("tif", sixteen), ("gif", image.quantize(64)),
-                         *(("png", image.convert(mode)) for mode in ("L", "LA", "RGBA"))):
+    for suffix, kind in (
+        ("jpg", cmyk),
+        ("tif", cmyk),
+        ("png", sixteen),
+        ("tif", sixteen),
+        ("gif", image.quantize(64)),
+        *(("png", image.convert(mode)) for mode in ("L", "LA", "RGBA")),
+    ):
         kind.save(tmp_path / f"x.{suffix}", quality=95)
         read = decode_image(tmp_path / f"x.{suffix}")
-        assert read.mode == "RGB" and np.abs(np.asarray(read).astype(int) - pixels).max() <= 3, (suffix, kind.mode)
+        assert read.mode == "RGB" and np.abs(np.asarray(read).astype(int) - pixels).max() <= 3, (
+            suffix,
+            kind.mode,
+        )
     (tmp_path / "sixteen.pgm").write_bytes(b"P5 60 20 65535\n" + wide.astype(">u2").tobytes())
     assert np.array_equal(decode_image(tmp_path / "sixteen.pgm"), pixels)
-    assert to_rgb(Image.fromarray(np.full((1, 1), 65535, np.uint16))).getpixel((0, 0)) == (255, 255, 255)
+    assert to_rgb(Image.fromarray(np.full((1, 1), 65535, np.uint16))).getpixel((0, 0)) == (
+        255,
+        255,
+        255,
+    )
     for numbers in (np.float32(wide / 65536), wide.astype(np.int32)):
         Image.fromarray(numbers).save(tmp_path / "numbers.tif")
-        with pytest.raises(BrokenImage, match="must have 8 or 16 bits a channel, got pixels of Pillow's mode [FI]"):
+        with pytest.raises(
+            BrokenImage, match="must have 8 or 16 bits a channel, got pixels of Pillow's mode [FI]"
+        ):
             decode_image(tmp_path / "numbers.tif")
 
 
@@ -210,12 +279,14 @@ PHOTO = picture(0, (40, 30))
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM", "TIFF"])
 def test_damaged_images(kind):
     """Bytes are changed, or missing from one on: the same picture, perhaps with other pixels, or one error."""
-    PHOTO.save(saved := io.BytesIO(), kind, **({"compression": "tiff_lzw"} if kind == "TIFF" else {}))
+    PHOTO.save(
+        saved := io.BytesIO(), kind, **({"compression": "tiff_lzw"} if kind == "TIFF" else {})
+    )
     content, rng = np.frombuffer(saved.getvalue(), np.uint8), np.random.default_rng(0)
     whole = np.asarray(decode_image(saved))
     assert np.abs(whole.astype(int) - np.asarray(PHOTO)).mean() < 30 and whole.shape == (30, 40, 3)
     for changed in rng.integers(4, size=30):
-        data = content[:None if changed else rng.integers(len(content))].copy()
+        data = content[: None if changed else rng.integers(len(content))].copy()
         if changed:
             data[rng.integers(len(data), size=changed)] ^= rng.integers(1, 256, changed, np.uint8)
         try:

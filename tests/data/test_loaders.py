@@ -1,5 +1,6 @@
 """Loaders of images that are decoded as they are needed, files and FFCV's, or lie on the device: what is shown is a
 function of seed, epoch and image alone, evaluation shows every image once, damage is named and replaced."""
+
 from collections import Counter
 from functools import partial
 
@@ -17,7 +18,12 @@ from ea_vision.data.bad_images import BadImages
 from ea_vision.data.batches import GrowingSize, epoch_generator
 from ea_vision.data.ffcv import Beton, BetonTrainLoader
 from ea_vision.data.image_files import ImageFiles
-from ea_vision.data.imagenet import ImageEvalLoader, ImageTrainLoader, eval_transform, train_transform
+from ea_vision.data.imagenet import (
+    ImageEvalLoader,
+    ImageTrainLoader,
+    eval_transform,
+    train_transform,
+)
 from ea_vision.data.on_device import EvalLoader, TrainLoader
 from ea_vision.data.small_images import Images
 from tests.data.photos import make_photos
@@ -39,8 +45,12 @@ def sources(photos):
     files, out = ImageFiles(photos / "train"), photos / "train.beton"
     if FFCV:
         write_ffcv.write_beton(files, out)
-    return {"files": files, "ffcv": FFCV and Beton(out), "device": small_images(40),
-            "eval": ImageFiles(photos / "val")}
+    return {
+        "files": files,
+        "ffcv": FFCV and Beton(out),
+        "device": small_images(40),
+        "eval": ImageFiles(photos / "val"),
+    }
 
 
 def small_images(count: int, side: int = 8) -> Images:
@@ -50,7 +60,14 @@ def small_images(count: int, side: int = 8) -> Images:
 
 def loader(source, kind: str, batch_size: int, bad: BadImages | None = None, **more):
     """Return a loader of images of 16 pixels; of those on the device, with their own augmentation where it is given."""
-    more = {"mean": MEAN, "std": STD, "device": torch.device("cpu"), "seed": 1, "batch_size": batch_size, **more}
+    more = {
+        "mean": MEAN,
+        "std": STD,
+        "device": torch.device("cpu"),
+        "seed": 1,
+        "batch_size": batch_size,
+        **more,
+    }
     if kind == "device":
         more.pop("workers", None)
         return TrainLoader(source, **{"augmentation": Augmentation(cutout=3), **more})
@@ -59,12 +76,19 @@ def loader(source, kind: str, batch_size: int, bad: BadImages | None = None, **m
         return BetonTrainLoader(source, os_cache=True, scale=(0.3, 1), hflip=0.5, **more)
     if kind == "eval":
         return ImageEvalLoader(source, transform=partial(eval_transform, resize=20), **more)
-    return ImageTrainLoader(source, transform=partial(
-        train_transform, scale=(0.3, 1), color_jitter=0.4, auto_augment="rand-m7-mstd0.5-inc1"), **more)
+    return ImageTrainLoader(
+        source,
+        transform=partial(
+            train_transform, scale=(0.3, 1), color_jitter=0.4, auto_augment="rand-m7-mstd0.5-inc1"
+        ),
+        **more,
+    )
 
 
-@pytest.mark.parametrize("images, batch_size, processes, times", [
-    (40, 4, 2, 3), (96, 3, 4, 3), (41, 5, 1, 4), (64, 8, 2, 2)])
+@pytest.mark.parametrize(
+    "images, batch_size, processes, times",
+    [(40, 4, 2, 3), (96, 3, 4, 3), (41, 5, 1, 4), (64, 8, 2, 2)],
+)
 def test_repeated_augmentation_is_timms(images, batch_size, processes, times):
     order = torch.randperm(images, generator=epoch_generator(5, 2))
     for rank in range(processes):
@@ -73,9 +97,11 @@ def test_repeated_augmentation_is_timms(images, batch_size, processes, times):
         assert torch.equal(share.repeated(order, 1)[0], order[:used])
         repeated, copies = share.repeated(order, times)
         own = torch.cat([repeated[places] for places in share.train_places()])
-        sampler = RepeatAugSampler(range(images), processes, rank, num_repeats=times, selected_round=0)
+        sampler = RepeatAugSampler(
+            range(images), processes, rank, num_repeats=times, selected_round=0
+        )
         sampler.set_epoch(epoch_generator(5, 2).initial_seed())
-        assert own.tolist() == list(sampler)[:len(own)]
+        assert own.tolist() == list(sampler)[: len(own)]
         counts = Counter(repeated.tolist())
         assert len(repeated) == used and sorted(counts.values())[1:] == [times] * (len(counts) - 1)
         assert len(set(zip(repeated.tolist(), copies.tolist(), strict=True))) == used
@@ -85,8 +111,10 @@ def on_two(source, kind: str, epoch: int, first: int, **more):
     """Return an epoch's batches from one on as one process sees them, and as two do together."""
     parts = [loader(source, kind, 4, workers=2, rank=rank, world_size=2, **more) for rank in (0, 1)]
     pairs = zip(*(part.batches(epoch, first) for part in parts), strict=True)
-    return (list(loader(source, kind, 8, **more).batches(epoch)),
-            [[torch.cat(both) for both in zip(*pair, strict=True)] for pair in pairs])
+    return (
+        list(loader(source, kind, 8, **more).batches(epoch)),
+        [[torch.cat(both) for both in zip(*pair, strict=True)] for pair in pairs],
+    )
 
 
 @pytest.mark.parametrize("kind", [*DECODED, "device"])
@@ -97,7 +125,10 @@ def test_images_depend_on_seed_and_epoch_only(sources, kind):
     next(used.batches(0))
     again = list(used.batches(3))
     whole, halves = on_two(source, kind, 3, first=1)
-    assert torch.equal(state[0], torch.get_rng_state()) and state[1] == np.random.get_state()[1].tolist()
+    assert (
+        torch.equal(state[0], torch.get_rng_state())
+        and state[1] == np.random.get_state()[1].tolist()
+    )
     assert len(whole) == 5 and len(halves) == 4
     for batch, both in zip(again[1:], halves, strict=True):
         assert all(map(torch.equal, batch, both))
@@ -115,11 +146,16 @@ def distinct(images: torch.Tensor) -> set[bytes]:
 @pytest.mark.parametrize("kind", DECODED)
 def test_each_image_is_shown_so_many_times_each_time_otherwise(sources, kind):
     batches = list(loader(sources[kind], kind, 10, repeats=4).batches(3))
-    ids, images = torch.cat([batch.ids for batch in batches]), torch.cat([batch.images for batch in batches])
+    ids, images = (
+        torch.cat([batch.ids for batch in batches]),
+        torch.cat([batch.images for batch in batches]),
+    )
     assert ids.bincount()[ids.unique()].tolist() == [4] * 10
     assert all(len(distinct(images[ids == index])) == 4 for index in ids.unique())
     whole, halves = on_two(sources[kind], kind, 1, first=2, repeats=3)
-    for batch, (shown, _, numbers) in zip(whole[2:], halves, strict=True):  # copies are of both processes
+    for batch, (shown, _, numbers) in zip(
+        whole[2:], halves, strict=True
+    ):  # copies are of both processes
         assert sorted(batch.ids.tolist()) == sorted(numbers.tolist())
         assert kind != "files" or distinct(batch.images) == distinct(shown)
 
@@ -129,35 +165,74 @@ def test_images_have_the_size_of_their_epoch(sources, kind):
     grows = loader(sources[kind], kind, 8, size_of=GrowingSize(8, 16, 1, 2))
     for epoch, side in enumerate((8, 8, 16, 16)):
         batches = list(grows.batches(epoch, first=epoch))
-        assert len(batches) == 5 - epoch and all(batch.images.shape == (8, 3, side, side) for batch in batches)
-    assert torch.equal(next(grows.batches(3)).images, next(loader(sources[kind], kind, 8).batches(3)).images)
+        assert len(batches) == 5 - epoch and all(
+            batch.images.shape == (8, 3, side, side) for batch in batches
+        )
+    assert torch.equal(
+        next(grows.batches(3)).images, next(loader(sources[kind], kind, 8).batches(3)).images
+    )
 
 
 def test_sizes_are_ffcvs():
-    for first, last, start, end in ((160, 192, 65, 76), (160, 192, 11, 13), (128, 224, 2, 9), (100, 120, 0, 0)):
+    for first, last, start, end in (
+        (160, 192, 65, 76),
+        (160, 192, 11, 13),
+        (128, 224, 2, 9),
+        (100, 120, 0, 0),
+    ):
         size_of = GrowingSize(first, last, start, end)
         for epoch in range(90):  # ffcv-imagenet's get_resolution
-            wanted = last if epoch >= end else first if epoch <= start else int(
-                np.round(np.interp([epoch], [start, end], [first, last])[0] / 32)) * 32
+            wanted = (
+                last
+                if epoch >= end
+                else first
+                if epoch <= start
+                else int(np.round(np.interp([epoch], [start, end], [first, last])[0] / 32)) * 32
+            )
             assert size_of(epoch) == wanted
 
 
-@pytest.mark.parametrize("kind, images, world_size, batch_size", [
-    ("files", 13, 1, 5), ("files", 13, 2, 5), ("files", 13, 4, 4), ("device", 13, 2, 5), ("device", 3, 4, 2)])
+@pytest.mark.parametrize(
+    "kind, images, world_size, batch_size",
+    [
+        ("files", 13, 1, 5),
+        ("files", 13, 2, 5),
+        ("files", 13, 4, 4),
+        ("device", 13, 2, 5),
+        ("device", 3, 4, 2),
+    ],
+)
 def test_evaluation_shows_every_image_once(sources, kind, images, world_size, batch_size):
     def share(rank: int) -> list:
-        there = {"mean": MEAN, "std": STD, "device": torch.device("cpu"), "rank": rank, "world_size": world_size}
-        return list((EvalLoader(small_images(images), batch_size=batch_size, **there) if kind == "device" else
-                     loader(sources["eval"], "eval", batch_size, **there)).batches())
+        there = {
+            "mean": MEAN,
+            "std": STD,
+            "device": torch.device("cpu"),
+            "rank": rank,
+            "world_size": world_size,
+        }
+        return list(
+            (
+                EvalLoader(small_images(images), batch_size=batch_size, **there)
+                if kind == "device"
+                else loader(sources["eval"], "eval", batch_size, **there)
+            ).batches()
+        )
 
     shares = list(map(share, range(world_size)))
-    assert len(set(map(len, shares))) == 1, "as many batches for all: they ask each other before each"
-    assert torch.cat([batch.ids for batches in shares for batch in batches]).sort()[0].tolist() == list(range(images))
+    assert len(set(map(len, shares))) == 1, (
+        "as many batches for all: they ask each other before each"
+    )
+    assert torch.cat([batch.ids for batches in shares for batch in batches]).sort()[
+        0
+    ].tolist() == list(range(images))
 
 
 def test_evaluation_pixels_are_timms(sources):
     batch = next(loader(sources["eval"], "eval", 13).batches())
-    transform = timm.data.create_transform(16, crop_pct=0.8, interpolation="bilinear", mean=MEAN, std=STD)
+    transform = timm.data.create_transform(
+        16, crop_pct=0.8, interpolation="bilinear", mean=MEAN, std=STD
+    )
     wanted = torch.stack([transform(sources["eval"].read(index)[0]) for index in range(13)])
     assert torch.allclose(batch.images, wanted, atol=1e-5)
 
@@ -172,14 +247,22 @@ def test_unreadable_images_are_named_and_replaced(tmp_path):
     for workers in (0, 1):
         batches = list(loader(files, "files", 8, bad=bad, workers=workers).batches(0))
         for batch in batches:
-            assert len(batch.ids) == 8 and torch.equal(batch.targets, torch.from_numpy(files.targets)[batch.ids])
+            assert len(batch.ids) == 8 and torch.equal(
+                batch.targets, torch.from_numpy(files.targets)[batch.ids]
+            )
         ids = torch.cat([batch.ids for batch in batches])
         assert len(ids) == 40 and 0 not in ids and 1 not in ids
     assert set(bad.new) == {files.describe(0), files.describe(1)}
     assert "UnidentifiedImageError" in str(bad.new) and "No such file" in str(bad.new)
-    assert sum(len(batch.ids) for batch in loader(ImageFiles(val), "eval", 5, bad=bad).batches()) == 12
-    assert bad.new[f"{val}/class_1/large.png"] == "must have at most 100 megapixels, got 11000x10000"
-    with pytest.raises(RunError, match=r"4 images cannot be read, --max-bad-images allows 3; the first: .*/000.jpg"):
+    assert (
+        sum(len(batch.ids) for batch in loader(ImageFiles(val), "eval", 5, bad=bad).batches()) == 12
+    )
+    assert (
+        bad.new[f"{val}/class_1/large.png"] == "must have at most 100 megapixels, got 11000x10000"
+    )
+    with pytest.raises(
+        RunError, match=r"4 images cannot be read, --max-bad-images allows 3; the first: .*/000.jpg"
+    ):
         bad.collect(World(0, 1, torch.device("cpu")), tmp_path)
     assert (tmp_path / "bad_images.csv").read_text().count("\n") == 5
 
@@ -188,7 +271,9 @@ def test_a_batch_without_a_good_image_ends_the_run(tmp_path):
     root = make_photos(tmp_path, train=3)
     for path in root.glob("train/*/*.jpg"):
         path.write_text("no image")
-    with pytest.raises(RunError, match=r"none of the 3 images of a batch can be read, such as .*/00.\.jpg \(Unid"):
+    with pytest.raises(
+        RunError, match=r"none of the 3 images of a batch can be read, such as .*/00.\.jpg \(Unid"
+    ):
         next(loader(ImageFiles(root / "train"), "files", 3).batches(0))
 
 
@@ -198,9 +283,19 @@ def test_alternating_flips_follow_each_image_through_the_epochs():
     split.images[:] = torch.tensor([0, 255])
 
     def flipped(epoch, rank=0, world_size=1, first=0):
-        batches = loader(split, "device", 8 // world_size, augmentation=augmentation, rank=rank, world_size=world_size)
-        return {number: bool(image[0, 0, 0] > image[0, 0, 1]) for batch in batches.batches(epoch, first)
-                for number, image in zip(batch.ids.tolist(), batch.images, strict=True)}
+        batches = loader(
+            split,
+            "device",
+            8 // world_size,
+            augmentation=augmentation,
+            rank=rank,
+            world_size=world_size,
+        )
+        return {
+            number: bool(image[0, 0, 0] > image[0, 0, 1])
+            for batch in batches.batches(epoch, first)
+            for number, image in zip(batch.ids.tolist(), batch.images, strict=True)
+        }
 
     epochs = list(map(flipped, range(4)))
     assert len(epochs[0]) == 40 and set(epochs[0].values()) == {False, True}

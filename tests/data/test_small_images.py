@@ -1,4 +1,5 @@
 """Reading small images: folders and tars alike, digits, torchvision's files; bad data is named before training."""
+
 import shutil
 import tarfile
 from functools import partial
@@ -34,7 +35,9 @@ def test_folders_and_tars(folder):
     assert data.classes == ["class_0", "class_1", "class_2"]
     assert data.train.images.shape == (12, 3, 32, 32) and data.train.images.dtype == torch.uint8
     assert data.train.targets.bincount().tolist() == [4, 4, 4] and len(data.test) == 6
-    for pixels, target, name in zip(data.train.images, data.train.targets, data.train.names, strict=True):
+    for pixels, target, name in zip(
+        data.train.images, data.train.targets, data.train.names, strict=True
+    ):
         assert f"class_{target}" in name
         assert np.array_equal(Image.open(name), pixels.permute(1, 2, 0))
     pack(folder, "train", "train")
@@ -53,10 +56,13 @@ def test_other_sizes_are_scaled_by_the_short_side_and_cut(folder):
 
 def test_broken_images_are_named(folder):
     path = folder / "train" / "class_1" / "001.png"
-    path.write_bytes(path.read_bytes()[:path.stat().st_size // 2])
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     (folder / "train" / "class_2" / "002.png").write_text("not an image")
     for source in ("train/", "train.tar/"):
-        with pytest.raises(UsageError, match=f"2 of 12 images cannot be decoded: .*{source}class_1/001.*class_2/002"):
+        with pytest.raises(
+            UsageError,
+            match=f"2 of 12 images cannot be decoded: .*{source}class_1/001.*class_2/002",
+        ):
             load(folder)
         if source == "train/":
             pack(folder, "train", "train")
@@ -64,8 +70,10 @@ def test_broken_images_are_named(folder):
 
 def test_bad_folders_are_named(folder):
     (folder / "test" / "class_2").rename(folder / "test" / "class_x")
-    for given, message in (("", "needs --data-dir"),
-                           (folder, "must have the same classes; they differ in class_2, class_x")):
+    for given, message in (
+        ("", "needs --data-dir"),
+        (folder, "must have the same classes; they differ in class_2, class_x"),
+    ):
         with pytest.raises(UsageError, match=message):
             load(given)
 
@@ -84,7 +92,9 @@ def test_hold_out_is_decided_by_the_seed():
     train = load_dataset("digits", img_size=8).train
     (kept, held_out), (_, again), (_, other) = (hold_out(train, 100, seed) for seed in (3, 3, 4))
     assert len(held_out) == 100 and sorted(kept.names + held_out.names) == sorted(train.names)
-    assert again.names == held_out.names != other.names and torch.equal(again.images, held_out.images)
+    assert again.names == held_out.names != other.names and torch.equal(
+        again.images, held_out.images
+    )
     for count in (0, len(train)):
         with pytest.raises(UsageError, match="holdout must lie between"):
             hold_out(train, count, seed=0)
@@ -103,5 +113,7 @@ def test_torchvisions_files(tmp_path, monkeypatch, name):
     monkeypatch.setattr(getattr(datasets, name.upper()), "__init__", read)
     data = load_dataset(name, str(tmp_path))
     for split, images in zip((data.test, data.train), pixels, strict=True):
-        assert np.array_equal(split.images.permute(0, 2, 3, 1), images) and split.targets.tolist() == [0, 1, 2, 3]
+        assert np.array_equal(
+            split.images.permute(0, 2, 3, 1), images
+        ) and split.targets.tolist() == [0, 1, 2, 3]
     assert data.classes == [name]

@@ -1,4 +1,5 @@
 """A deployed network computes what the network computes, in PyTorch and in the form that is exported."""
+
 import copy
 
 import pytest
@@ -15,9 +16,20 @@ from tests.models import zoo
 from tests.slow import slow_but
 
 SMALL = {  # keywords by family; every kind of layer stays
-    "attn_resnet": {"layers": (1, 1, 2, 2), "channels": (32, 64, 128, 128), "qk_ratio": 0.25, "v_ratio": 0.125},
+    "attn_resnet": {
+        "layers": (1, 1, 2, 2),
+        "channels": (32, 64, 128, 128),
+        "qk_ratio": 0.25,
+        "v_ratio": 0.125,
+    },
     "attn_mnasnet": {"multiplier": 0.5},
-    "vision_transformer": {"embed_dim": 48, "depth": 3, "num_heads": 3, "img_size": (32, 48), "learnable": "per_head"},
+    "vision_transformer": {
+        "embed_dim": 48,
+        "depth": 3,
+        "num_heads": 3,
+        "img_size": (32, 48),
+        "learnable": "per_head",
+    },
 }
 SLOW = {"ea_aa_wrn28_10_cifar", "pa_aa_wrn28_10_cifar"}
 NORMS = nn.modules.batchnorm._BatchNorm
@@ -41,7 +53,11 @@ def sizes_of(name: str) -> list[tuple[int, int, int]]:
     """(batch, height, width) of what a small network is tried on: the size it was made for, and others."""
     if zoo.family(name) == "vision_transformer":
         return [(1, 32, 48), (3, 32, 48)]
-    return [(1, 32, 32), (2, 24, 40), (1, 40, 16)] if zoo.input_side(name) == 32 else [(1, 64, 64), (2, 96, 64)]
+    return (
+        [(1, 32, 32), (2, 24, 40), (1, 40, 16)]
+        if zoo.input_side(name) == 32
+        else [(1, 64, 64), (2, 96, 64)]
+    )
 
 
 def difference(model: nn.Module, other: nn.Module, images: torch.Tensor) -> float:
@@ -62,33 +78,61 @@ def check(model: nn.Module, name: str, monkeypatch) -> nn.Module:
             patch.setattr(attention, "exporting", lambda: True)
             assert difference(model, deployed, images) < rounding
             double = deployed.double()
-            assert difference(model.double(), double, images.double()) < 1e-6  # weights were rounded to float32
+            assert (
+                difference(model.double(), double, images.double()) < 1e-6
+            )  # weights were rounded to float32
             model.float(), deployed.float()
     return deployed
 
 
-@pytest.mark.parametrize("name", slow_but({*zoo.SMALL, "ea_vit_tiny_patch16_224"} - SLOW, list_networks()))
+@pytest.mark.parametrize(
+    "name", slow_but({*zoo.SMALL, "ea_vit_tiny_patch16_224"} - SLOW, list_networks())
+)
 def test_equals_the_network(name, monkeypatch):
     model = small(name)
     before = copy.deepcopy(model.state_dict())
     deployed = check(model, name, monkeypatch)
     if zoo.family(name) not in ("wide_resnet", "vision_transformer"):
         assert not any(isinstance(module, NORMS) for module in deployed.modules())
-    evolving = [layer for layer in deployed.modules() if isinstance(layer, AugmentedConv2d)
-                or isinstance(layer, TokenAttention) and layer.evolution is not None]
+    evolving = [
+        layer
+        for layer in deployed.modules()
+        if isinstance(layer, AugmentedConv2d)
+        or isinstance(layer, TokenAttention)
+        and layer.evolution is not None
+    ]
     assert "csan" in name or all(hasattr(layer, "folded") for layer in evolving)
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items()), "it has changed"
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items()), (
+        "it has changed"
+    )
 
 
-@pytest.mark.parametrize("options", [
-    dict(alpha=0.01), dict(alpha=0.0), dict(beta=0.0), dict(alpha=0.6, beta=0.3), dict(alpha=1.0), dict(kernel_size=5),
-    dict(alpha=-0.5, beta=1.5, learnable="per_head"), dict(position="none"),
-    dict(position="sine"), dict(position="coord"), dict(num_heads=2), dict(window=3), dict(qk_norm=True),
-    dict(evolution="pa", num_layers=0, alpha=0.3), dict(evolution="pa", num_layers=2, alpha=0.3),
-    dict(evolution="pa", alpha=-0.3, learnable=True),
-], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(alpha=0.01),
+        dict(alpha=0.0),
+        dict(beta=0.0),
+        dict(alpha=0.6, beta=0.3),
+        dict(alpha=1.0),
+        dict(kernel_size=5),
+        dict(alpha=-0.5, beta=1.5, learnable="per_head"),
+        dict(position="none"),
+        dict(position="sine"),
+        dict(position="coord"),
+        dict(num_heads=2),
+        dict(window=3),
+        dict(qk_norm=True),
+        dict(evolution="pa", num_layers=0, alpha=0.3),
+        dict(evolution="pa", num_layers=2, alpha=0.3),
+        dict(evolution="pa", alpha=-0.3, learnable=True),
+    ],
+    ids=str,
+)
 def test_equals_the_network_with(options, monkeypatch):
-    model = zoo.lively("ea_conv_transformer_cifar", widths=(8, 16, 16, 16), **{"num_heads": 4, **options}).eval()
+    model = zoo.lively(
+        "ea_conv_transformer_cifar", widths=(8, 16, 16, 16), **{"num_heads": 4, **options}
+    ).eval()
     if options.get("learnable") == "per_head":
         for gate in ea_vision.layers.learnable_gates(model).values():
             nn.init.uniform_(gate, -1.0, 1.0)
@@ -97,15 +141,23 @@ def test_equals_the_network_with(options, monkeypatch):
     check(model, "ea_conv_transformer_cifar", monkeypatch)
 
 
-@pytest.mark.parametrize("prefix, kind", [("convolve", "ea"), ("pass", "ea"), ("convolve", "pa"), ("pass", "pa")])
+@pytest.mark.parametrize(
+    "prefix, kind", [("convolve", "ea"), ("pass", "ea"), ("convolve", "pa"), ("pass", "pa")]
+)
 def test_equals_a_transformer_whose_prefix_tokens(prefix, kind, monkeypatch):
     name = f"{kind}_vit_tiny_patch16_224"
-    check(small(name, prefix=prefix, global_pool="avg", reg_tokens=2, init_values=0.5), name, monkeypatch)
+    check(
+        small(name, prefix=prefix, global_pool="avg", reg_tokens=2, init_values=0.5),
+        name,
+        monkeypatch,
+    )
 
 
 def test_evolutions_that_change_nothing_fall_away_and_so_do_norms_of_timms_networks():
-    models = [timm.create_model("ea_vit_tiny_patch16_224", depth=3, img_size=32).eval(),
-              timm.create_model("resnet18", num_classes=5).eval()]
+    models = [
+        timm.create_model("ea_vit_tiny_patch16_224", depth=3, img_size=32).eval(),
+        timm.create_model("resnet18", num_classes=5).eval(),
+    ]
     vit, resnet = map(ea_vision.deploy, models)
     for model, deployed in zip(models, (vit, resnet), strict=True):
         assert difference(model, deployed, torch.randn(1, 3, 32, 32)) < 1e-5
@@ -122,9 +174,14 @@ def test_unknown_evolutions_stay(monkeypatch):
             return logits + 2 * prev_logits.tanh()
 
     monkeypatch.setitem(_EVOLUTIONS, "doubled_for_a_test", Doubled)
-    model = small("ea_conv_transformer_cifar", evolution="doubled_for_a_test", widths=(8, 16, 16, 16))
+    model = small(
+        "ea_conv_transformer_cifar", evolution="doubled_for_a_test", widths=(8, 16, 16, 16)
+    )
     deployed = check(model, "ea_conv_transformer_cifar", monkeypatch)
-    kept, had = (sum(isinstance(module, Doubled) for module in network.modules()) for network in (deployed, model))
+    kept, had = (
+        sum(isinstance(module, Doubled) for module in network.modules())
+        for network in (deployed, model)
+    )
     assert kept == had > 0
     assert not any(isinstance(module, NORMS) for module in deployed.modules())
 

@@ -1,4 +1,5 @@
 """Exported files compute what the network computes, and classify photos without anything else."""
+
 import json
 import shutil
 import signal
@@ -31,10 +32,19 @@ from onnxruntime.quantization import CalibrationDataReader, quantize_static  # n
 from onnxruntime.transformers.float16 import convert_float_to_float16  # noqa: E402
 
 FAMILIES = {  # a network of each family, with the size of its images in pixels; small ones first
-    "ea_conv_transformer_cifar": (32, 40), "ea_vit_tiny_patch16_224": (32, 48), "stn_digits": (32, 40),
-    "csan_conv_transformer_cifar": (32, 40), "ea_deit_tiny_patch16_224": (32, 48), "ea_aa_wrn28_10_cifar": (32, 40),
-    "ea_aa_resnet50": (64, 96), "pa_aa_resnet34": (64, 96), "ea_aa_mnasnet_075": (64, 96)}
-TESTED = list(FAMILIES) if zoo.ALL else list(FAMILIES)[:3]  # torch's exporter takes long with many layers
+    "ea_conv_transformer_cifar": (32, 40),
+    "ea_vit_tiny_patch16_224": (32, 48),
+    "stn_digits": (32, 40),
+    "csan_conv_transformer_cifar": (32, 40),
+    "ea_deit_tiny_patch16_224": (32, 48),
+    "ea_aa_wrn28_10_cifar": (32, 40),
+    "ea_aa_resnet50": (64, 96),
+    "pa_aa_resnet34": (64, 96),
+    "ea_aa_mnasnet_075": (64, 96),
+}
+TESTED = (
+    list(FAMILIES) if zoo.ALL else list(FAMILIES)[:3]
+)  # torch's exporter takes long with many layers
 ROOT = Path(__file__).parents[2]
 SHIPPED = "ea_conv_transformer_cifar"
 
@@ -60,10 +70,14 @@ def written(model, path: Path, size: tuple[int, int]) -> ExportedNetwork:
         assert difference(model, network, torch.randn(batch, 3, *size)) < 2e-5
     kinds = [node.op_type for node in onnx.load(path).graph.node]
     assert "GatherElements" not in kinds
-    assert "wrn" in path.stem or "BatchNormalization" not in kinds  # theirs stands before the convolution
+    assert (
+        "wrn" in path.stem or "BatchNormalization" not in kinds
+    )  # theirs stands before the convolution
     if "csan" not in path.stem:  # whose windows are computed by the reference
         assert "Einsum" not in kinds
-        assert kinds.count("Gather") <= ("vit" in path.stem or "deit" in path.stem)  # theirs takes the class token
+        assert kinds.count("Gather") <= (
+            "vit" in path.stem or "deit" in path.stem
+        )  # theirs takes the class token
     return network
 
 
@@ -71,7 +85,9 @@ def written(model, path: Path, size: tuple[int, int]) -> ExportedNetwork:
 @pytest.mark.parametrize("name", TESTED)
 def test_onnx_computes_what_the_network_computes(name, tmp_path):
     """Of the shipped network, see below."""
-    options = {} if any(kind in name for kind in ("vit", "deit", "stn")) else {"img_size": FAMILIES[name]}
+    options = (
+        {} if any(kind in name for kind in ("vit", "deit", "stn")) else {"img_size": FAMILIES[name]}
+    )
     if "conv_transformer" in name:
         options["widths"] = (8, 16, 16, 16)
     written(small(name, num_classes=5, **options), tmp_path / f"{name}.onnx", FAMILIES[name])
@@ -91,10 +107,13 @@ def test_predict_needs_the_file_alone(suffix, kind, tmp_path, photos, capsys):
     found = []
     for target in (SHIPPED, path):
         assert predict.main([str(target), str(photos), "--json", "-"]) == 0
-        found.append([pair for row in json.loads(capsys.readouterr().out) for pair in row["classes"]])
+        found.append(
+            [pair for row in json.loads(capsys.readouterr().out) for pair in row["classes"]]
+        )
     assert [pair["name"] for pair in found[0]] == [pair["name"] for pair in found[1]]
-    assert [pair["probability"] for pair in found[1]] == pytest.approx([pair["probability"] for pair in found[0]],
-                                                                       abs=1e-4)
+    assert [pair["probability"] for pair in found[1]] == pytest.approx(
+        [pair["probability"] for pair in found[0]], abs=1e-4
+    )
 
 
 @pytest.fixture(scope="module")
@@ -104,14 +123,18 @@ def shipped(tmp_path_factory):
     return model, written(model.model, tmp_path_factory.mktemp("file") / "net.onnx", model.img_size)
 
 
-@pytest.mark.parametrize("photos_of", ["the docs", pytest.param("CIFAR-10", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "photos_of", ["the docs", pytest.param("CIFAR-10", marks=pytest.mark.slow)]
+)
 def test_photos_get_the_same_classes(photos_of, shipped, request):
     """And, nearly, the logits."""
     if photos_of == "the docs":
         photo = Image.open(ROOT / "docs" / "cat.jpg")
         photos = [photo, photo.transpose(Image.Transpose.FLIP_LEFT_RIGHT)]
     else:
-        with tarfile.open(request.getfixturevalue("shared") / "data" / "cifar10" / "test.tar") as tar:
+        with tarfile.open(
+            request.getfixturevalue("shared") / "data" / "cifar10" / "test.tar"
+        ) as tar:
             members = [member for member in tar if member.isfile()][::50]
             photos = [Image.open(tar.extractfile(member)).convert("RGB") for member in members]
         assert len(photos) > 100
@@ -134,7 +157,9 @@ def test_a_file_that_computes_something_else_is_told(tmp_path, photos, monkeypat
 def tiny(tmp_path_factory):
     """A small network of ten classes, and its files of both kinds, their names in capitals."""
     folder = tmp_path_factory.mktemp("TINY")
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10)).eval()
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10)
+    ).eval()
     model.img_size, model.num_classes = 8, 10
     program = export_program(model, (8, 8))
     for name in ("NET.ONNX", "NET.PT2"):
@@ -148,14 +173,22 @@ def test_a_file_is_whole_and_knows_its_network(name, tiny, tmp_path):
     data, path, rng = (folder / name).read_bytes(), tmp_path / name, np.random.default_rng(0)
     assert difference(model, load_model(str(folder / name)).model, torch.randn(3, 3, 8, 8)) < 1e-5
     for place in [*rng.integers(0, len(data), 40), len(data) - 70, len(data) - 1]:
-        path.write_bytes(data[:place] + bytes([data[place] ^ 1 << rng.integers(8)]) + data[place + 1:])
+        path.write_bytes(
+            data[:place] + bytes([data[place] ^ 1 << rng.integers(8)]) + data[place + 1 :]
+        )
         try:
             network = ExportedNetwork(path)
         except UsageError as error:
             assert str(path) in str(error)
         else:  # a date in a zip, or the name of the checksum
             assert difference(model, network, torch.randn(3, 3, 8, 8)) < 1e-5
-    for spoilt in (data[:-1], data[:1000] + bytes(100) + data[1100:], data[:len(data) // 2], b"", b"no network"):
+    for spoilt in (
+        data[:-1],
+        data[:1000] + bytes(100) + data[1100:],
+        data[: len(data) // 2],
+        b"",
+        b"no network",
+    ):
         path.write_bytes(spoilt)
         with pytest.raises(UsageError, match=f"{name}( is damaged| must be|: )"):
             ExportedNetwork(path)
@@ -167,10 +200,12 @@ def renamed(proto) -> None:
 
 def said(**values):
     """Return a change of a file's metadata."""
+
     def change(proto) -> None:
         for entry in proto.metadata_props:
             if entry.key in values:
                 entry.value = json.dumps(values[entry.key])
+
     return change
 
 
@@ -178,11 +213,18 @@ def emptied(proto) -> None:
     del proto.metadata_props[:]
 
 
-@pytest.mark.parametrize("change, message", [
-    (said(size=[16, 8]), r"says that it takes images \(3, 16, 8\) .* refuses: .* index: 2 Got: 16 Expected: 8"),
-    (renamed, r"says that it takes images .* refuses: Required inputs \(\['pixels'\]\)"),
-    (said(size=8), "its metadata lack"), (emptied, "its metadata lack 'name'"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            said(size=[16, 8]),
+            r"says that it takes images \(3, 16, 8\) .* refuses: .* index: 2 Got: 16 Expected: 8",
+        ),
+        (renamed, r"says that it takes images .* refuses: Required inputs \(\['pixels'\]\)"),
+        (said(size=8), "its metadata lack"),
+        (emptied, "its metadata lack 'name'"),
+    ],
+)
 def test_metadata_are_compared_with_the_network(change, message, tiny, tmp_path):
     """Also of a file whose checksum is right."""
     proto, path = onnx.load(tiny[1] / "NET.ONNX"), tmp_path / "net.onnx"
@@ -196,14 +238,19 @@ def test_metadata_are_compared_with_the_network(change, message, tiny, tmp_path)
 def test_an_onnx_file_is_one_that_others_read(tiny):
     path = tiny[1] / "NET.ONNX"
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    assert session.get_inputs()[0].shape == ["batch", 3, 8, 8] and session.get_outputs()[0].shape == ["batch", 10]
+    assert session.get_inputs()[0].shape == ["batch", 3, 8, 8] and session.get_outputs()[
+        0
+    ].shape == ["batch", 10]
     assert json.loads(session.get_modelmeta().custom_metadata_map["classes"])[9] == "class 9"
-    with pytest.raises(ValueError, match=r"images of shape \(B, 3, 8, 8\) are required, got \(1, 3, 8, 9\)"):
+    with pytest.raises(
+        ValueError, match=r"images of shape \(B, 3, 8, 8\) are required, got \(1, 3, 8, 9\)"
+    ):
         ExportedNetwork(path)(torch.zeros(1, 3, 8, 9))
 
 
 def test_what_onnxruntimes_tools_make_is_sealed_anew(tiny, tmp_path, monkeypatch):
     """The calls of docs/deploy.md."""
+
     class Photos(CalibrationDataReader):
         left = iter([{"images": photo.numpy()} for photo in torch.randn(16, 1, 3, 8, 8)])
 
@@ -213,9 +260,13 @@ def test_what_onnxruntimes_tools_make_is_sealed_anew(tiny, tmp_path, monkeypatch
     model, photos = tiny[0], Photos()
     shutil.copy(tiny[1] / "NET.ONNX", tmp_path / "net.onnx")
     monkeypatch.chdir(tmp_path)
-    half = convert_float_to_float16(onnx.load("net.onnx"), keep_io_types=True)   # of onnxruntime.transformers.float16
-    Path("half.onnx").write_bytes(sealed(half))                                  # of ea_vision.deployment.files
-    quantize_static("net.onnx", "int8.onnx", photos, per_channel=True)           # of onnxruntime.quantization
+    half = convert_float_to_float16(
+        onnx.load("net.onnx"), keep_io_types=True
+    )  # of onnxruntime.transformers.float16
+    Path("half.onnx").write_bytes(sealed(half))  # of ea_vision.deployment.files
+    quantize_static(
+        "net.onnx", "int8.onnx", photos, per_channel=True
+    )  # of onnxruntime.quantization
     Path("int8.onnx").write_bytes(sealed(onnx.load("int8.onnx")))
     for name, close in ("half.onnx", 0.01), ("int8.onnx", 0.3):
         network = ExportedNetwork(Path(name))
@@ -225,12 +276,16 @@ def test_what_onnxruntimes_tools_make_is_sealed_anew(tiny, tmp_path, monkeypatch
 
 @pytest.mark.slow
 def test_a_signal_leaves_no_part_of_a_file(tmp_path):
-    process = subprocess.Popen([sys.executable, "-m", "ea_vision", "export", SHIPPED, "-o", tmp_path / "net.onnx"])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ea_vision", "export", SHIPPED, "-o", tmp_path / "net.onnx"]
+    )
     time.sleep(8)
     process.terminate()
     assert process.wait() in (-signal.SIGTERM, 0)
     for path in tmp_path.iterdir():  # a quick machine has written the whole file before
-        assert path.name == "net.onnx" and ExportedNetwork(path)(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
+        assert path.name == "net.onnx" and ExportedNetwork(path)(
+            torch.zeros(1, 3, 32, 32)
+        ).shape == (1, 10)
 
 
 def test_a_full_folder_for_temporary_files_is_no_obstacle(tiny, tmp_path, monkeypatch):
@@ -247,9 +302,11 @@ def test_errors_are_one_line_before_work_starts(tiny, tmp_path, monkeypatch, cap
     onnx.save(proto, "other.onnx")
     Path("broken.onnx").write_bytes(b"no network")
     for source, output, message in (
-            (SHIPPED, "net.txt", "the file must end in .onnx or .pt2, got net.txt"), (SHIPPED, ".", "must end in"),
-            ("cnn_cifar", "a.onnx", "cnn_cifar has no weights: --random exports it"),
-            ("broken.onnx", "a.onnx", "must be a network that ea-vision"),
-            ("other.onnx", "a.onnx", "its metadata lack 'sha256'")):
+        (SHIPPED, "net.txt", "the file must end in .onnx or .pt2, got net.txt"),
+        (SHIPPED, ".", "must end in"),
+        ("cnn_cifar", "a.onnx", "cnn_cifar has no weights: --random exports it"),
+        ("broken.onnx", "a.onnx", "must be a network that ea-vision"),
+        ("other.onnx", "a.onnx", "its metadata lack 'sha256'"),
+    ):
         assert message in error_of(export.main, [source, "-o", output], capsys)
     assert not list(tmp_path.glob("a.*"))

@@ -1,4 +1,5 @@
 """`deploy` folds where it is sure, leaves alone or refuses where it is not, and never changes an output."""
+
 import copy
 
 import pytest
@@ -52,8 +53,12 @@ class Net(nn.Module):
 
     def __init__(self, steps, decorated=()):
         super().__init__()
-        self.convs = nn.ModuleList(nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=bool(n)) for n in range(3))
-        self.norms = nn.ModuleList(kind(CHANNELS) for kind in (nn.BatchNorm2d, BatchNormAct2d, nn.BatchNorm2d))
+        self.convs = nn.ModuleList(
+            nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=bool(n)) for n in range(3)
+        )
+        self.norms = nn.ModuleList(
+            kind(CHANNELS) for kind in (nn.BatchNorm2d, BatchNormAct2d, nn.BatchNorm2d)
+        )
         self.listed = [self.norms[0], scramble(nn.BatchNorm2d(CHANNELS))]
         self.steps = steps
         for name, number in decorated:
@@ -116,30 +121,48 @@ DECORATIONS = {
     "hook before": lambda net, n: net.convs[n].register_forward_pre_hook(double),
     "hook between": lambda net, n: net.norms[n].register_forward_pre_hook(double),
     "two names": lambda net, n: net.add_module("again", nn.Sequential(net.norms[n])),
-    "two names of both": lambda net, n: net.add_module("again", nn.Sequential(net.convs[n], net.norms[n])),
+    "two names of both": lambda net, n: net.add_module(
+        "again", nn.Sequential(net.convs[n], net.norms[n])
+    ),
     "conv's two names": lambda net, n: net.add_module("conv", net.convs[n]),
-    "one weight": lambda net, n: all(map(ordinary, net.convs)) and setattr(net.convs[n], "weight", net.convs[0].weight),
+    "one weight": lambda net, n: (
+        all(map(ordinary, net.convs)) and setattr(net.convs[n], "weight", net.convs[0].weight)
+    ),
     "one bias of norms": lambda net, n: setattr(net.norms[n], "bias", net.norms[0].bias),
-    "pruned": lambda net, n: ordinary(net.convs[n]) and prune.l1_unstructured(net.convs[n], "weight", 0.5),
+    "pruned": lambda net, n: (
+        ordinary(net.convs[n]) and prune.l1_unstructured(net.convs[n], "weight", 0.5)
+    ),
     "weight_norm": lambda net, n: ordinary(net.convs[n]) and weight_norm(net.convs[n]),
-    "parametrised": lambda net, n: ordinary(net.convs[n]) and parametrizations.weight_norm(net.convs[n]),
+    "parametrised": lambda net, n: (
+        ordinary(net.convs[n]) and parametrizations.weight_norm(net.convs[n])
+    ),
     "forward": lambda net, n: setattr(net.convs[n], "forward", lambda x: x.relu() + 1),
 }
 CASES = {  # what a warning says, "" where the norm is folded: steps, and decorations of the first pair
-    "": ("pair", "listed"), "more than once": ["pair, pair"], "read elsewhere": ("tied", "weight"),
+    "": ("pair", "listed"),
+    "more than once": ["pair, pair"],
+    "read elsewhere": ("tied", "weight"),
     "cannot trace": ("unlisted", *(step for step in STEPS if step.startswith("chosen"))),
     "read past": ("skip", "data", "transposed", "detached", "in place", "later"),
-    "a second name": ("two names of both", "two names"), "pruning": ["pruned"], "a parametrisation": ["parametrised"],
-    "hooks": ("hook", "hook on conv", "hook before", "hook between", "forward", "weight_norm")}
+    "a second name": ("two names of both", "two names"),
+    "pruning": ["pruned"],
+    "a parametrisation": ["parametrised"],
+    "hooks": ("hook", "hook on conv", "hook before", "hook between", "forward", "weight_norm"),
+}
 STEPS |= OTHER_STEPS
 
 
-@pytest.mark.parametrize("steps, norm, reason", [
-    ("pair", 1, ""), *((case, 0, reason) for reason, cases in CASES.items() for case in cases)])
+@pytest.mark.parametrize(
+    "steps, norm, reason",
+    [("pair", 1, ""), *((case, 0, reason) for reason, cases in CASES.items() for case in cases)],
+)
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 def test_what_is_folded_and_what_is_left_alone(steps, norm, reason, recwarn):
-    model = scramble(Net([("pair", 0, norm)], [(steps, 0)]) if steps in DECORATIONS else
-                     Net([(step, 0, norm) for step in steps.split(", ")]))
+    model = scramble(
+        Net([("pair", 0, norm)], [(steps, 0)])
+        if steps in DECORATIONS
+        else Net([(step, 0, norm) for step in steps.split(", ")])
+    )
     before = copy.deepcopy(model.state_dict())
     recwarn.clear()
     deployed = ea_vision.deploy(model)
@@ -147,16 +170,24 @@ def test_what_is_folded_and_what_is_left_alone(steps, norm, reason, recwarn):
     assert sum(isinstance(module, NORMS) for module in deployed.modules()) == (3 if reason else 2)
     assert bool(said) == bool(reason) and all(reason in text for text in said), said
     same(model, deployed)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), "it has changed"
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), (
+        "it has changed"
+    )
 
 
 NUMBER = st.integers(0, 2)
 DRAWN = [name for name in STEPS if name not in OTHER_STEPS]
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(steps=st.lists(st.tuples(st.sampled_from([*DRAWN, *["pair"] * 8]), NUMBER, NUMBER), min_size=1, max_size=4),
-       decorated=st.lists(st.tuples(st.sampled_from(list(DECORATIONS)), NUMBER), max_size=2))
+@settings(
+    max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from([*DRAWN, *["pair"] * 8]), NUMBER, NUMBER), min_size=1, max_size=4
+    ),
+    decorated=st.lists(st.tuples(st.sampled_from(list(DECORATIONS)), NUMBER), max_size=2),
+)
 @pytest.mark.filterwarnings("ignore:deploy leaves", "ignore:.*weight_norm.* is deprecated")
 def test_generated_networks_give_the_same_or_are_refused(steps, decorated):
     torch.manual_seed(0)
@@ -168,10 +199,22 @@ def test_generated_networks_give_the_same_or_are_refused(steps, decorated):
     same(model, deployed)
 
 
-@pytest.mark.parametrize("step, kind, message", [
-    ("random", RunError, "Net cannot be deployed: on noise its copy's outputs differ by .* run twice"),
-    ("object", UsageError, "a network that gives tensors is required, .* got object"),
-    ("failing", UsageError, r"a network for images \(1, 3, 6, 6\) is required, and Net fails on one")])
+@pytest.mark.parametrize(
+    "step, kind, message",
+    [
+        (
+            "random",
+            RunError,
+            "Net cannot be deployed: on noise its copy's outputs differ by .* run twice",
+        ),
+        ("object", UsageError, "a network that gives tensors is required, .* got object"),
+        (
+            "failing",
+            UsageError,
+            r"a network for images \(1, 3, 6, 6\) is required, and Net fails on one",
+        ),
+    ],
+)
 def test_what_cannot_be_compared_is_refused(step, kind, message):
     with pytest.raises(kind, match=message):
         ea_vision.deploy(scramble(Net([(step, 0, 0)])))

@@ -1,4 +1,5 @@
 """A made data set: rectangles of three colours on noise, with exact boxes, as folders and COCO JSON."""
+
 import json
 from pathlib import Path
 
@@ -19,21 +20,38 @@ def make_boxes(out: Path, train: int = 1, val: int = 1, empty: int | None = None
         rng, images, annotations = np.random.default_rng(count), [], []
         for index in range(count):
             pixels = rng.integers(0, 120, (64, 64, 3), dtype=np.uint8)
-            for left in (0, 32)[:rng.integers(1, 3)]:
+            for left in (0, 32)[: rng.integers(1, 3)]:
                 label, width, height = rng.integers((0, 16, 16), (3, 33, 33)).tolist()
                 x, y = (rng.integers((33 - width, 65 - height)) + (left, 0)).tolist()
-                pixels[y:y + height, x:x + width, label] = 255
+                pixels[y : y + height, x : x + width, label] = 255
                 if index != empty:
-                    annotations.append({"image_id": index + 1, "category_id": CATEGORIES[label]["id"],
-                                        "bbox": [x, y, width, height]})
+                    annotations.append(
+                        {
+                            "image_id": index + 1,
+                            "category_id": CATEGORIES[label]["id"],
+                            "bbox": [x, y, width, height],
+                        }
+                    )
             Image.fromarray(pixels).save(out / split / f"{index}.png")
             images.append({"id": index + 1, "file_name": f"{index}.png", "width": 64, "height": 64})
-        (out / f"{split}.json").write_text(json.dumps({"images": images, "annotations": annotations,
-                                                       "categories": CATEGORIES}))
+        (out / f"{split}.json").write_text(
+            json.dumps({"images": images, "annotations": annotations, "categories": CATEGORIES})
+        )
 
 
 def box_loader(kind: type, source, transform, img_size: int = 32, **options):
     """Return a loader, in batches of three, on a CPU."""
-    return kind(source, transform=transform, **{
-        "img_size": img_size, "mean": (0, 0, 0), "std": (1, 1, 1), "device": torch.device("cpu"), "batch_size": 3,
-        "workers": 0, "bad_images": BadImages(9), **options})
+    return kind(
+        source,
+        transform=transform,
+        **{
+            "img_size": img_size,
+            "mean": (0, 0, 0),
+            "std": (1, 1, 1),
+            "device": torch.device("cpu"),
+            "batch_size": 3,
+            "workers": 0,
+            "bad_images": BadImages(9),
+            **options,
+        },
+    )

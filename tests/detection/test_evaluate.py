@@ -1,4 +1,5 @@
 """COCO's metrics: ground truth scores 100, misses and wrong classes do not, and what there is no object for is nan."""
+
 import math
 
 import pytest
@@ -19,25 +20,60 @@ TRUTH = {
     "images": [{"id": n, "file_name": f"{n}.png", "width": 200, "height": 200} for n in (1, 2, 3)],
     "categories": [{"id": 3, "name": "cat"}, {"id": 90, "name": "brush"}],  # ids with gaps
     "annotations": [
-        {"id": 1, "image_id": 1, "category_id": 3, "bbox": [10, 10, 20, 20], "area": 400, "iscrowd": 0},
-        {"id": 2, "image_id": 1, "category_id": 90, "bbox": [50, 50, 60, 60], "area": 3600, "iscrowd": 0},
-        {"id": 3, "image_id": 2, "category_id": 3, "bbox": [0, 0, 120, 150], "area": 18000, "iscrowd": 0},
-        {"id": 4, "image_id": 2, "category_id": 3, "bbox": [150, 150, 40, 40], "area": 1600, "iscrowd": 1},
+        {
+            "id": 1,
+            "image_id": 1,
+            "category_id": 3,
+            "bbox": [10, 10, 20, 20],
+            "area": 400,
+            "iscrowd": 0,
+        },
+        {
+            "id": 2,
+            "image_id": 1,
+            "category_id": 90,
+            "bbox": [50, 50, 60, 60],
+            "area": 3600,
+            "iscrowd": 0,
+        },
+        {
+            "id": 3,
+            "image_id": 2,
+            "category_id": 3,
+            "bbox": [0, 0, 120, 150],
+            "area": 18000,
+            "iscrowd": 0,
+        },
+        {
+            "id": 4,
+            "image_id": 2,
+            "category_id": 3,
+            "bbox": [150, 150, 40, 40],
+            "area": 1600,
+            "iscrowd": 1,
+        },
     ],  # image 3 has none
 }
 
 
 def as_detections(annotations):
-    return [{key: row[key] for key in ("image_id", "category_id", "bbox")} | {"score": 0.9} for row in annotations]
+    return [
+        {key: row[key] for key in ("image_id", "category_id", "bbox")} | {"score": 0.9}
+        for row in annotations
+    ]
 
 
 def test_ground_truth_scores_all():
     before, found = repr(TRUTH), as_detections(TRUTH["annotations"])
     measures, per_class = coco_metrics(TRUTH, found)
-    assert repr(TRUTH) == before and found == as_detections(TRUTH["annotations"]), "what is given is left as it is"
+    assert repr(TRUTH) == before and found == as_detections(TRUTH["annotations"]), (
+        "what is given is left as it is"
+    )
     assert measures == pytest.approx(dict.fromkeys(MEASURES, 100.0))
-    assert per_class == [{"class": "cat", "objects": 2, "AP": 100.0, "AP50": 100.0},
-                         {"class": "brush", "objects": 1, "AP": 100.0, "AP50": 100.0}]
+    assert per_class == [
+        {"class": "cat", "objects": 2, "AP": 100.0, "AP50": 100.0},
+        {"class": "brush", "objects": 1, "AP": 100.0, "AP50": 100.0},
+    ]
 
 
 def test_no_detection_scores_nothing_and_what_is_not_there_is_nan():
@@ -65,17 +101,28 @@ class Perfect(torch.nn.Module):
         self.left = [source[index][1] for index in range(len(source)) if index not in broken]
 
     def forward(self, images):
-        found, self.left = self.left[:len(images)], self.left[len(images):]
-        return [{"boxes": one["boxes"] * images.shape[-1] / max(one["size"]), "labels": one["labels"],
-                 "scores": torch.full((len(one["labels"]),), 0.9)} for one in found]
+        found, self.left = self.left[: len(images)], self.left[len(images) :]
+        return [
+            {
+                "boxes": one["boxes"] * images.shape[-1] / max(one["size"]),
+                "labels": one["labels"],
+                "scores": torch.full((len(one["labels"]),), 0.9),
+            }
+            for one in found
+        ]
 
 
 @pytest.mark.parametrize("broken", [(), (2, 5), range(7)], ids=len)
 def test_boxes_of_images_that_cannot_be_read_are_left_out(tmp_path, broken):
     make_boxes(tmp_path / "data", val=7)
     data = CocoFolder(tmp_path / "data", "val")
-    given = (Perfect(data, broken), box_loader(BoxEvalLoader, data, eval_transform, img_size=64), 3,
-             World(0, 1, torch.device("cpu")), TrainConfig())
+    given = (
+        Perfect(data, broken),
+        box_loader(BoxEvalLoader, data, eval_transform, img_size=64),
+        3,
+        World(0, 1, torch.device("cpu")),
+        TrainConfig(),
+    )
     for index in broken:
         (data.folder / f"{index}.png").write_bytes(b"no image")
     if len(broken) == 7:
@@ -86,5 +133,7 @@ def test_boxes_of_images_that_cannot_be_read_are_left_out(tmp_path, broken):
     lost = sum(len(data.annotations[index]) for index in broken)
     assert result.measures["AP"] == pytest.approx(100) and result.images == 7 - len(broken)
     assert sum(row["objects"] for row in result.per_class) == sum(map(len, data.annotations)) - lost
-    assert result.line().endswith("5 images without 2 that cannot be read" if broken else " 7 images")
+    assert result.line().endswith(
+        "5 images without 2 that cannot be read" if broken else " 7 images"
+    )
     assert result.numbers()["unreadable_images"] == len(broken)

@@ -24,17 +24,30 @@ def train(source, **options):
 
 
 def same(a, b) -> bool:
-    return torch.equal(a.images, b.images) and torch.equal(a.ids, b.ids) and all(
-        torch.equal(x[key], y[key]) for x, y in zip(a.targets, b.targets, strict=True) for key in ("boxes", "labels"))
+    return (
+        torch.equal(a.images, b.images)
+        and torch.equal(a.ids, b.ids)
+        and all(
+            torch.equal(x[key], y[key])
+            for x, y in zip(a.targets, b.targets, strict=True)
+            for key in ("boxes", "labels")
+        )
+    )
 
 
-def test_an_epoch_is_the_same_from_wherever_it_is_entered_by_any_workers_and_without_broken_images(data):
+def test_an_epoch_is_the_same_from_wherever_it_is_entered_by_any_workers_and_without_broken_images(
+    data,
+):
     state, loader = torch.get_rng_state(), train(data)
     whole = list(loader.batches(4))
     assert torch.equal(state, torch.get_rng_state()), "the trainer's own random state"
     assert len(whole) == 3 and all(batch.images.shape == (3, 3, 32, 32) for batch in whole)
     for batch in whole:
-        assert batch.images.dtype == torch.float32 and 0 <= batch.images.min() and batch.images.max() <= 1
+        assert (
+            batch.images.dtype == torch.float32
+            and 0 <= batch.images.min()
+            and batch.images.max() <= 1
+        )
         assert [t["image_id"] for t in batch.targets] == (batch.ids + 1).tolist()
     assert {index for batch in whole for index in batch.ids.tolist()} == set(range(9)) - {5}
     assert list(loader.bad_images.new) == [data.describe(5)]
@@ -46,5 +59,7 @@ def test_an_unreadable_image_is_left_out_in_evaluation(data):
     batches = list(box_loader(BoxEvalLoader, data, eval_transform).batches())
     assert [batch.ids.tolist() for batch in batches] == [[0, 1, 2], [3, 4], [6, 7, 8]]
     for batch in batches:
-        assert [(t["image_id"], *t["size"]) for t in batch.targets] == [(n + 1, 64, 64) for n in batch.ids.tolist()]
+        assert [(t["image_id"], *t["size"]) for t in batch.targets] == [
+            (n + 1, 64, 64) for n in batch.ids.tolist()
+        ]
         assert len(batch.images) == len(batch.ids)

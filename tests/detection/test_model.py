@@ -1,4 +1,5 @@
 """The detector: published sizes, losses, boxes, and what it refuses."""
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -10,42 +11,62 @@ from tests.detection.tiny import small_detector
 
 
 def boxes(*corners) -> dict[str, torch.Tensor]:
-    return {"boxes": torch.tensor(corners, dtype=torch.float32).reshape(-1, 4), "labels": torch.arange(len(corners))}
+    return {
+        "boxes": torch.tensor(corners, dtype=torch.float32).reshape(-1, 4),
+        "labels": torch.arange(len(corners)),
+    }
 
 
-@pytest.mark.parametrize("backbone, kwargs, params, profiler_gflops", [
-    ("resnet50", {}, 33_397_364, 182.3),  # published: 33.4, 182
-    pytest.param("resnet101", {}, 52_389_492, 242.9, marks=pytest.mark.slow),  # 52.4, 243
-    ("aa_resnet50", {}, 32_969_804, 182.7),  # the paper prints 33.1, 182
-    ("aa_resnet101", {}, 51_572_496, 244.5),  # 51.7, 245
-    ("aa_resnet50", {"augment_strided": False}, 33_088_934, 182.7),
-    pytest.param("aa_resnet101", {"augment_strided": False}, 51_691_626, 244.5, marks=pytest.mark.slow),
-    ("aa_resnet50", {"min_head_qk": 20}, 33_678_444, 185.1),
-    ("resnet50", {"head_norm": "batch"}, 33_397_364 + 23_040, 182.3),
-    ("resnet50", {"anchors": 9, "num_classes": 91}, 34_068_119, 193.8),  # torchvision's own
-])
+@pytest.mark.parametrize(
+    "backbone, kwargs, params, profiler_gflops",
+    [
+        ("resnet50", {}, 33_397_364, 182.3),  # published: 33.4, 182
+        pytest.param("resnet101", {}, 52_389_492, 242.9, marks=pytest.mark.slow),  # 52.4, 243
+        ("aa_resnet50", {}, 32_969_804, 182.7),  # the paper prints 33.1, 182
+        ("aa_resnet101", {}, 51_572_496, 244.5),  # 51.7, 245
+        ("aa_resnet50", {"augment_strided": False}, 33_088_934, 182.7),
+        pytest.param(
+            "aa_resnet101", {"augment_strided": False}, 51_691_626, 244.5, marks=pytest.mark.slow
+        ),
+        ("aa_resnet50", {"min_head_qk": 20}, 33_678_444, 185.1),
+        ("resnet50", {"head_norm": "batch"}, 33_397_364 + 23_040, 182.3),
+        ("resnet50", {"anchors": 9, "num_classes": 91}, 34_068_119, 193.8),  # torchvision's own
+    ],
+)
 def test_sizes_are_the_published_ones(backbone, kwargs, params, profiler_gflops):
     with torch.device("meta"):
         detector = create_detector(backbone, **kwargs)
-    detector.forward = lambda images: detector.head(list(detector.backbone(images).values()))  # without decoding
+    detector.forward = lambda images: detector.head(
+        list(detector.backbone(images).values())
+    )  # without decoding
     counts = count(detector, (3, 640, 640))
     assert counts.params == params
     assert counts.flops_profiler / 1e9 == pytest.approx(profiler_gflops, abs=0.05)
 
 
-@pytest.mark.parametrize("backbone, kwargs", [
-    ("aa_resnet34", {}), ("ea_aa_resnet34", {"head_norm": "batch", "alpha": 0.3}), ("resnet18", {"anchors": 9}),
-    ("aa_resnet34", {"augment_strided": False, "box_loss": "huber"}), ("test_convnext", {}),
-    ("ea_aa_resnet34", {"grad_checkpointing": True, "box_loss": "smooth_l1"}),
-])
+@pytest.mark.parametrize(
+    "backbone, kwargs",
+    [
+        ("aa_resnet34", {}),
+        ("ea_aa_resnet34", {"head_norm": "batch", "alpha": 0.3}),
+        ("resnet18", {"anchors": 9}),
+        ("aa_resnet34", {"augment_strided": False, "box_loss": "huber"}),
+        ("test_convnext", {}),
+        ("ea_aa_resnet34", {"grad_checkpointing": True, "box_loss": "smooth_l1"}),
+    ],
+)
 def test_every_weight_learns_though_one_image_has_no_box(backbone, kwargs):
     detector = small_detector(backbone, **kwargs)
     losses = detector(torch.rand(2, 3, 64, 64), [boxes((4, 4, 40, 44)), boxes()])
-    assert set(losses) == {"classification", "bbox_regression"} and all(x > 0 for x in losses.values())
+    assert set(losses) == {"classification", "bbox_regression"} and all(
+        x > 0 for x in losses.values()
+    )
     sum(losses.values()).backward()
     assert not [name for name, p in detector.named_parameters() if p.grad is None]
     losses = detector(torch.rand(2, 3, 64, 64), [boxes(), boxes()])
-    assert losses["bbox_regression"] == 0 and losses["classification"] > 0, "images without boxes alone train, too"
+    assert losses["bbox_regression"] == 0 and losses["classification"] > 0, (
+        "images without boxes alone train, too"
+    )
 
 
 @torch.no_grad()
@@ -54,7 +75,9 @@ def test_a_detection_does_not_depend_on_the_other_images():
     image = torch.rand(3, 50, 40)
     [alone], (_, together) = detector([image]), detector([torch.rand(3, 64, 64), image])
     assert len(alone["boxes"]) == 100
-    assert alone["boxes"][:, 2].max() <= 40 and alone["boxes"][:, 3].max() <= 50  # pixels of the image given
+    assert (
+        alone["boxes"][:, 2].max() <= 40 and alone["boxes"][:, 3].max() <= 50
+    )  # pixels of the image given
     assert_close(alone, together)
 
 
@@ -76,8 +99,9 @@ def test_gamma_and_the_huber_loss_are_the_formulas():
     found = head.classification_head.compute_loss([target], {"cls_logits": logits[None]}, [match])
     assert_close(found, expected)
     offsets[0] = torch.tensor([0.05, 0.3, 0, 0])
-    found = head.regression_head.compute_loss([target], {"bbox_regression": offsets[None]},
-                                              [target["boxes"].expand(5, 4)], [match])
+    found = head.regression_head.compute_loss(
+        [target], {"bbox_regression": offsets[None]}, [target["boxes"].expand(5, 4)], [match]
+    )
     assert found.item() == pytest.approx(50 * (0.5 * 0.05**2 + 0.1 * (0.3 - 0.05)) / 4)
 
 
@@ -89,13 +113,21 @@ def test_frozen_norms_do_not_move():
     assert "backbone.body.bn1.weight" not in dict(detector.named_parameters())
 
 
-@pytest.mark.parametrize("kwargs, error, message", [
-    ({"anchors": 7}, ValueError, "anchors must be 6 or 9, got 7"),
-    ({"head_norm": "layer"}, ValueError, "head_norm must be 'batch' or None, got 'layer'"),
-    ({"img_size": 100}, ValueError, "a multiple of 32 pixels, got 100"),
-    ({"backbone": "vit_tiny_patch16_224", "img_size": 224}, ValueError, "strides 8, 16, 32 are required, got 16, 16"),
-    ({"min_head_qk": 20}, TypeError, "min_head_qk"), ({"augment_strided": False}, TypeError, "augment_strided"),
-])
+@pytest.mark.parametrize(
+    "kwargs, error, message",
+    [
+        ({"anchors": 7}, ValueError, "anchors must be 6 or 9, got 7"),
+        ({"head_norm": "layer"}, ValueError, "head_norm must be 'batch' or None, got 'layer'"),
+        ({"img_size": 100}, ValueError, "a multiple of 32 pixels, got 100"),
+        (
+            {"backbone": "vit_tiny_patch16_224", "img_size": 224},
+            ValueError,
+            "strides 8, 16, 32 are required, got 16, 16",
+        ),
+        ({"min_head_qk": 20}, TypeError, "min_head_qk"),
+        ({"augment_strided": False}, TypeError, "augment_strided"),
+    ],
+)
 def test_errors_name_what_was_required_and_what_was_received(kwargs, error, message):
     """A keyword that the backbone lacks is not swallowed."""
     with pytest.raises(error, match=message):

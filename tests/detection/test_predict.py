@@ -1,4 +1,5 @@
 """Detections of files: coordinates, COCO's results, pictures, and the maps of a detector's backbone."""
+
 import json
 import shutil
 
@@ -46,7 +47,11 @@ def test_boxes_are_in_pixels_of_the_image(model, photos):
     images = [Image.open(photos / name) for name in SIZES]
     found = list(detect(model.model, images, batch_size=2))
     for one, (H, W) in zip(found, SIZES.values(), strict=True):
-        assert len(one["boxes"]) and (one["boxes"] >= 0).all() and (one["boxes"] <= torch.tensor([W, H] * 2)).all()
+        assert (
+            len(one["boxes"])
+            and (one["boxes"] >= 0).all()
+            and (one["boxes"] <= torch.tensor([W, H] * 2)).all()
+        )
         assert one["scores"].tolist() == sorted(one["scores"].tolist(), reverse=True)
     with torch.inference_mode():
         own = model.model([pil_to_tensor(images[0]) / 255])[0]
@@ -56,14 +61,23 @@ def test_boxes_are_in_pixels_of_the_image(model, photos):
 
 
 def test_drawn_boxes_lie_where_they_were_found():
-    found = {"boxes": torch.tensor([[10.0, 12, 50, 72], [60, 20, 100, 60]]), "scores": torch.tensor([0.9, 0.6]),
-             "labels": torch.tensor([1, 0])}
+    found = {
+        "boxes": torch.tensor([[10.0, 12, 50, 72], [60, 20, 100, 60]]),
+        "scores": torch.tensor([0.9, 0.6]),
+        "labels": torch.tensor([1, 0]),
+    }
     drawn = draw_detections(torch.full((3, 80, 120), 90, dtype=torch.uint8), found, CLASSES)
     assert drawn.shape == (3, 427, 640)
     for color, x1, x2, y in (((0, 114, 178), 10, 50, 66), ((213, 94, 0), 60, 100, 55)):
-        columns = (drawn == torch.tensor(color)[:, None, None]).all(0)[y * 640 // 120].nonzero() * 120 / 640
+        columns = (
+            (drawn == torch.tensor(color)[:, None, None]).all(0)[y * 640 // 120].nonzero()
+            * 120
+            / 640
+        )
         assert (columns.min(), columns.max()) == pytest.approx((x1, x2), abs=1)
-    assert torch.equal(draw_detections(drawn, {name: part[:0] for name, part in found.items()}, CLASSES), drawn)
+    assert torch.equal(
+        draw_detections(drawn, {name: part[:0] for name, part in found.items()}, CLASSES), drawn
+    )
 
 
 def test_maps_of_the_backbone_lie_over_the_padded_photo(model, photos):
@@ -73,8 +87,14 @@ def test_maps_of_the_backbone_lie_over_the_padded_photo(model, photos):
     for layer in recording.maps.values():
         H, W = layer.feat_size
         for query in ((20, 40), (63, 0)):
-            row = layer.attn[0, 0, query[0] * H // SIDE * W + query[1] * W // SIDE].reshape(H, W) * H * W
-            np.testing.assert_allclose(recording.query_map(layer.number, query, 0), row.numpy(), rtol=1e-5)
+            row = (
+                layer.attn[0, 0, query[0] * H // SIDE * W + query[1] * W // SIDE].reshape(H, W)
+                * H
+                * W
+            )
+            np.testing.assert_allclose(
+                recording.query_map(layer.number, query, 0), row.numpy(), rtol=1e-5
+            )
     photo = model.photo(image)
     assert photo.shape == (90, 90, 3) and (photo[60:] == (124, 116, 104)).all()
     np.testing.assert_array_equal(photo[:60], np.asarray(image))
@@ -82,24 +102,36 @@ def test_maps_of_the_backbone_lie_over_the_padded_photo(model, photos):
 
 def test_the_command_writes_results_and_pictures(run, model, photos, tmp_path, capsys):
     """A broken image is named, the others are gone through."""
-    folder, results, drawn = tmp_path / "photos", tmp_path / "new" / "results.json", tmp_path / "pictures"
+    folder, results, drawn = (
+        tmp_path / "photos",
+        tmp_path / "new" / "results.json",
+        tmp_path / "pictures",
+    )
     shutil.copytree(photos, folder)
     (folder / "broken.png").write_bytes(b"none")
     words = f"predict {run} {folder} --json {results} -o {drawn} --min-score 0.5 --device cpu"
     assert commands.main(words.split()) == 1
     said = capsys.readouterr()
     assert said.err.count("error: ") == 1 and "broken.png cannot be read" in said.err
-    assert all(Image.open(drawn / f"{name}.png").width >= 373 for name in ("2-same", "3-tall", "4-wide"))
+    assert all(
+        Image.open(drawn / f"{name}.png").width >= 373 for name in ("2-same", "3-tall", "4-wide")
+    )
     rows = json.loads(results.read_text())
-    assert {row["category_id"] for row in rows} <= set(IDS) and min(row["score"] for row in rows) >= 0.5
+    assert {row["category_id"] for row in rows} <= set(IDS) and min(
+        row["score"] for row in rows
+    ) >= 0.5
     assert {row["image_id"] for row in rows} == {str(folder / name) for name in SIZES}
     [found] = model.detect([Image.open(photos / "wide.png")])
     bbox = box_convert(found["boxes"][0], "xyxy", "xywh").tolist()
-    assert next(row for row in rows if "wide" in row["image_id"])["bbox"] == pytest.approx(bbox, abs=1e-3)
+    assert next(row for row in rows if "wide" in row["image_id"])["bbox"] == pytest.approx(
+        bbox, abs=1e-3
+    )
     assert f"wide.png: {CLASSES[found['labels'][0]]} {found['scores'][0]:.2f}" in said.out
 
 
-def test_outputs_that_are_not_finite_are_an_error_of_the_image(run, photos, tmp_path, monkeypatch, capsys):
+def test_outputs_that_are_not_finite_are_an_error_of_the_image(
+    run, photos, tmp_path, monkeypatch, capsys
+):
     broken = load_model(str(run))
     broken.model.head.classification_head.cls_logits.bias.data.fill_(torch.inf)
     monkeypatch.setattr("ea_vision.predict.load_model", lambda *_, **__: broken)
@@ -111,13 +143,25 @@ def test_outputs_that_are_not_finite_are_an_error_of_the_image(run, photos, tmp_
 NO_CLASSES = "a network that classifies images is required, and ea_aa_resnet34, mine finds"
 
 
-@pytest.mark.parametrize("command, message", [
-    ("predict ea_conv_transformer_cifar {photo} -o a", "--output draws boxes, and ea_conv_transformer_cifar"),
-    ("predict {run} {photo} --min-score nan", "--min-score must be a number from 0 to 1, got nan"),
-    ("predict {run} {photo} --img-size 32", "mine takes images of 64x64 pixels, got 32x32"),
-    ("predict {run} /nowhere.png", "does not exist"),
-    ("export {run} -o a.pt2", NO_CLASSES), ("probe --model {run} --layers 6", NO_CLASSES),
-])
+@pytest.mark.parametrize(
+    "command, message",
+    [
+        (
+            "predict ea_conv_transformer_cifar {photo} -o a",
+            "--output draws boxes, and ea_conv_transformer_cifar",
+        ),
+        (
+            "predict {run} {photo} --min-score nan",
+            "--min-score must be a number from 0 to 1, got nan",
+        ),
+        ("predict {run} {photo} --img-size 32", "mine takes images of 64x64 pixels, got 32x32"),
+        ("predict {run} /nowhere.png", "does not exist"),
+        ("export {run} -o a.pt2", NO_CLASSES),
+        ("probe --model {run} --layers 6", NO_CLASSES),
+    ],
+)
 def test_bad_input_is_one_line(run, photos, command, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert message in error_of(commands.main, command.format(run=run, photo=photos / "wide.png").split(), capsys)
+    assert message in error_of(
+        commands.main, command.format(run=run, photo=photos / "wide.png").split(), capsys
+    )

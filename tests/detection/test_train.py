@@ -1,4 +1,5 @@
 """The trainer of detectors is the other trainers' engine: killed runs go on bit for bit, on one and two processes."""
+
 import csv
 import json
 import os
@@ -37,7 +38,9 @@ def arguments(data, output, *more):
         "--model test_resnet --model-kwargs fpn_channels=16 head_convs=1 drop_path_rate=0.1 score_thresh=0.001",
         f"--recipe none --head-norm batch --data-dir {data} --output {output} --img-size 64 --epochs 2",
         "--batch-size 4 --eval-batch-size 4 --opt adamw --lr 1e-3 --model-ema-decay 0.5 --workers 0",
-        "--checkpoint-steps 2 --device cpu", *more)
+        "--checkpoint-steps 2 --device cpu",
+        *more,
+    )
 
 
 finish = partial(runner.train, main=train.main)
@@ -51,7 +54,9 @@ def uninterrupted(data, tmp_path_factory):
 
 
 # Updates 1 to 3 are the first epoch; checkpoints lie before 1 and after 2, 3, 5 and 6.
-@pytest.mark.parametrize("number, update", [(signal.SIGKILL, 3), (signal.SIGKILL, 6), (signal.SIGTERM, 4)])
+@pytest.mark.parametrize(
+    "number, update", [(signal.SIGKILL, 3), (signal.SIGKILL, 6), (signal.SIGTERM, 4)]
+)
 def test_killed_and_resumed_is_undisturbed(data, uninterrupted, tmp_path, number, update):
     folder = tmp_path / "run"
     stopped(arguments(data, folder, "--workers 1"), update, number, main=train.main)
@@ -63,7 +68,9 @@ def test_killed_and_resumed_is_undisturbed(data, uninterrupted, tmp_path, number
 
 @pytest.mark.slow
 def test_two_processes_killed_and_resumed_are_undisturbed(data, tmp_path):
-    whole, broken = (arguments(data, tmp_path / name, "--batch-size 2 --checkpoint-steps 3") for name in "ab")
+    whole, broken = (
+        arguments(data, tmp_path / name, "--batch-size 2 --checkpoint-steps 3") for name in "ab"
+    )
     finish(whole, size=2)
     stopped(broken, 2, rank=1, size=2, main=train.main)
     assert saved(tmp_path / "b")["progress"]["updates"] == 2, "in the same update"
@@ -73,22 +80,37 @@ def test_two_processes_killed_and_resumed_are_undisturbed(data, tmp_path):
 
 def test_the_run_folder_has_what_the_other_trainers_write(uninterrupted):
     about = run_folder.read_config(uninterrupted)[1]
-    assert about["task"] == "detection" and about["measures"] == ["AP", "AP50", "AP75", "APs", "APm", "APl"]
+    assert about["task"] == "detection" and about["measures"] == [
+        "AP",
+        "AP50",
+        "AP75",
+        "APs",
+        "APm",
+        "APl",
+    ]
     assert about["category_ids"] == [3, 7, 90] and about["classes"] == ["red", "green", "blue"]
     metrics = run_folder.read_metrics(uninterrupted)
     assert metrics["epoch"] == [1, 2] and metrics["train_loss"][1] < metrics["train_loss"][0]
     results = run_folder.read_results(uninterrupted)
-    assert results["test_images"] == 6 and results["test_last"]["APl"] is None, "no object has 96 pixels"
+    assert results["test_images"] == 6 and results["test_last"]["APl"] is None, (
+        "no object has 96 pixels"
+    )
     with pytest.raises(UsageError, match="must be a run of classification, got one of detection"):
         run_folder.load_run(uninterrupted)
 
 
-def test_the_best_weights_are_evaluated_and_gaps_in_category_ids_map_back(data, uninterrupted, tmp_path, capsys):
-    argv = words(f"--evaluate {uninterrupted} --data-dir {data} --output {tmp_path} --workers 0 --device cpu")
+def test_the_best_weights_are_evaluated_and_gaps_in_category_ids_map_back(
+    data, uninterrupted, tmp_path, capsys
+):
+    argv = words(
+        f"--evaluate {uninterrupted} --data-dir {data} --output {tmp_path} --workers 0 --device cpu"
+    )
     assert train.main(argv) == 0
     assert "AP50" in capsys.readouterr().out
-    found, numbers, truth = (json.loads(path.read_text()) for path in (
-        tmp_path / "detections.json", tmp_path / "evaluation.json", data / "val.json"))
+    found, numbers, truth = (
+        json.loads(path.read_text())
+        for path in (tmp_path / "detections.json", tmp_path / "evaluation.json", data / "val.json")
+    )
     assert found and {row["category_id"] for row in found} <= {3, 7, 90}
     assert {row["image_id"] for row in found} <= {1, 2, 3, 4, 5, 6} and numbers["images"] == 6
     best = run_folder.read_results(uninterrupted)["test_best"]
@@ -102,7 +124,10 @@ def test_bfloat16_trains_and_the_curves_are_drawn(data, tmp_path):
     folder, picture = tmp_path / "run", tmp_path / "curves.png"
     more = "--epochs 1 --amp bfloat16 --channels-last --model-ema-decay 0"
     assert train.main(arguments(data, folder, more)) == 0
-    assert train.main(["--learning-curves", str(folder), "--output", str(picture)]) == 0 and picture.stat().st_size
+    assert (
+        train.main(["--learning-curves", str(folder), "--output", str(picture)]) == 0
+        and picture.stat().st_size
+    )
 
 
 def made(data, **options):
@@ -120,12 +145,16 @@ def test_backbones_begin_with_weights_of_classification(data, tmp_path):
     model, kwargs = begin(model="test_resnet")
     assert torch.equal(model.backbone.body.conv1[0].weight, classifier.conv1[0].weight)
     assert set(kwargs) == {"num_classes", "img_size", "anchors", "gamma", "box_loss", "head_norm"}
-    classifier = timm.create_model("aa_resnet34", num_classes=7, img_size=224, min_head_qk=20, **layers)
+    classifier = timm.create_model(
+        "aa_resnet34", num_classes=7, img_size=224, min_head_qk=20, **layers
+    )
     path.write_bytes(encode_weights(classifier.state_dict()))
     model, _ = begin(model="aa_resnet34", model_kwargs={**layers, "min_head_qk": 20})
     own = model.backbone.body.model.layer4[0].conv1
     assert torch.equal(own.conv.weight, classifier.layer4[0].conv1.conv.weight)
-    with pytest.raises(UsageError, match="do not fit aa_resnet34: .* min_head_qk=20 gives a detector$"):
+    with pytest.raises(
+        UsageError, match="do not fit aa_resnet34: .* min_head_qk=20 gives a detector$"
+    ):
         begin(model="aa_resnet34", model_kwargs=layers)
     path.write_bytes(b"nothing of the kind")
     with pytest.raises(UsageError, match="weights.safetensors cannot be read"):
@@ -135,31 +164,38 @@ def test_backbones_begin_with_weights_of_classification(data, tmp_path):
 World = None  # what only loaders ask
 
 
-@pytest.mark.parametrize("more, message", [
-    ("--mixup 0.2", "unknown argument '--mixup'"),
-    ("--anchors 7", "anchors must be 6 or 9, got 7"),
-    ("--mean 0.5 --std 0.5", "mean and std must be empty: a detector takes its backbone's"),
-    ("--scale-min 2", "scale_min must be at most scale_max .1.2., got 2"),
-    ("--model-kwargs anchors=9", "model keyword anchors must be 6"),
-    ("--model-kwargs nonsense=9", "no keyword 'nonsense'"),
-    ("--data-dir /nowhere", "/nowhere must have"),
-    ("--pretrained-path /nowhere", "must be a weights file or a run folder"),
-    ("--evaluate resnet18", "--evaluate needs a run folder, got resnet18"),
-])
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        ("--mixup 0.2", "unknown argument '--mixup'"),
+        ("--anchors 7", "anchors must be 6 or 9, got 7"),
+        ("--mean 0.5 --std 0.5", "mean and std must be empty: a detector takes its backbone's"),
+        ("--scale-min 2", "scale_min must be at most scale_max .1.2., got 2"),
+        ("--model-kwargs anchors=9", "model keyword anchors must be 6"),
+        ("--model-kwargs nonsense=9", "no keyword 'nonsense'"),
+        ("--data-dir /nowhere", "/nowhere must have"),
+        ("--pretrained-path /nowhere", "must be a weights file or a run folder"),
+        ("--evaluate resnet18", "--evaluate needs a run folder, got resnet18"),
+    ],
+)
 def test_errors_are_one_line(data, tmp_path, more, message):
     given = arguments(data, tmp_path / "run", more)
     with pytest.raises(UsageError, match=message):
-        train.main(given[given.index("--recipe"):] if "--evaluate" in more else given)
+        train.main(given[given.index("--recipe") :] if "--evaluate" in more else given)
     assert not os.path.exists(tmp_path / "run")
 
 
 def test_without_pycocotools_one_line_says_what_to_install(data, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pycocotools.coco", None)
-    with pytest.raises(UsageError, match=r"need pycocotools, not installed .*pip install 'ea_vision\[detection\]'"):
+    with pytest.raises(
+        UsageError, match=r"need pycocotools, not installed .*pip install 'ea_vision\[detection\]'"
+    ):
         train.main(arguments(data, tmp_path / "run"))
 
 
-@pytest.mark.parametrize("recipe, weights", [("coco_aa_retinanet", 32_217_194), ("coco_26_epochs", 32_189_439)])
+@pytest.mark.parametrize(
+    "recipe, weights", [("coco_aa_retinanet", 32_217_194), ("coco_26_epochs", 32_189_439)]
+)
 def test_recipes_make_their_detectors(data, recipe, weights):
     with torch.device("meta"):
         model, kwargs = made(data, recipe=recipe, model="resnet50")

@@ -1,9 +1,15 @@
 """Boxes survive jitter, crop, pad and flip: the rectangle of an image is found again in its pixels."""
+
 import pytest
 import torch
 from torchvision import tv_tensors
 
-from ea_vision.detection.transforms import boxes_to_original, eval_transform, fitted_size, train_transform
+from ea_vision.detection.transforms import (
+    boxes_to_original,
+    eval_transform,
+    fitted_size,
+    train_transform,
+)
 
 
 def picture(size: tuple[int, int], *boxes: tuple[int, int, int, int]):
@@ -13,8 +19,13 @@ def picture(size: tuple[int, int], *boxes: tuple[int, int, int, int]):
     x1, y1, x2, y2 = boxes[0]
     image[:, y1:y2, x1:x2] = torch.tensor([250, 5, 5])[:, None, None]
     return tv_tensors.Image(image), {
-        "boxes": tv_tensors.BoundingBoxes(boxes, dtype=torch.float32, format="XYXY", canvas_size=size),
-        "labels": torch.arange(4, 4 + len(boxes)), "image_id": 9, "size": size}
+        "boxes": tv_tensors.BoundingBoxes(
+            boxes, dtype=torch.float32, format="XYXY", canvas_size=size
+        ),
+        "labels": torch.arange(4, 4 + len(boxes)),
+        "image_id": 9,
+        "size": size,
+    }
 
 
 def red_box(image: torch.Tensor) -> list[int]:
@@ -30,7 +41,12 @@ def test_boxes_lie_on_their_pixels_after_jitter_crop_and_flip(size):
     for seed in range(60):
         torch.manual_seed(seed)
         image, target = transform(*picture(size, (10, 12, 30, 40)))
-        assert image.shape == (3, 64, 64) and image.dtype == torch.float32 and 0 <= image.min() and image.max() <= 1
+        assert (
+            image.shape == (3, 64, 64)
+            and image.dtype == torch.float32
+            and 0 <= image.min()
+            and image.max() <= 1
+        )
         assert type(image) is torch.Tensor and target["image_id"] == 9
         boxes, red = target["boxes"].tolist(), red_box(image)
         assert target["labels"].tolist() == [4] * len(boxes)

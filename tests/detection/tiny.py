@@ -1,4 +1,5 @@
 """Small detectors, and a run folder of one with attention, for the tests of what uses one."""
+
 from pathlib import Path
 
 import torch
@@ -14,7 +15,9 @@ ATTENTION = {**SMALL, "layers": [1, 1, 1, 1]}
 
 
 def small_detector(backbone: str = "aa_resnet34", **kwargs) -> Detector:
-    return create_detector(backbone, **{**(ATTENTION if backbone.endswith("aa_resnet34") else SMALL), **kwargs})
+    return create_detector(
+        backbone, **{**(ATTENTION if backbone.endswith("aa_resnet34") else SMALL), **kwargs}
+    )
 
 
 def tiny_run(folder: Path) -> None:
@@ -26,6 +29,9 @@ def tiny_run(folder: Path) -> None:
     nn.init.normal_(head.weight, std=2.0)
     nn.init.zeros_(head.bias)
     folder.mkdir(parents=True)
-    run_folder.write_config(folder, {"model": "ea_aa_resnet34"}, {
-        "task": "detection", "model_kwargs": ATTENTION, "classes": CLASSES, "category_ids": IDS})
+    run_folder.write_config(
+        folder,
+        {"model": "ea_aa_resnet34"},
+        {"task": "detection", "model_kwargs": ATTENTION, "classes": CLASSES, "category_ids": IDS},
+    )
     run_folder.write_weights(folder, detector.state_dict())

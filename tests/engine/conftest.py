@@ -1,4 +1,5 @@
 """Images that the tests of the trainers share; who spoils them makes its own."""
+
 import pytest
 
 from tests.data.photos import make_photos

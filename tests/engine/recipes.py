@@ -1,11 +1,16 @@
 """Which trainer's options a recipe sets, by its name."""
+
 from ea_vision.detection.train import DetectionConfig
 from ea_vision.engine.config import resolve
 from ea_vision.engine.train_cifar import CifarConfig
 from ea_vision.engine.train_imagenet import ImageNetConfig
 
-TRAINERS = {**dict.fromkeys(("imagenet", "finetune", "rsb", "ffcv", "torchvision", "scenes"), ImageNetConfig),
-            "coco": DetectionConfig}
+TRAINERS = {
+    **dict.fromkeys(
+        ("imagenet", "finetune", "rsb", "ffcv", "torchvision", "scenes"), ImageNetConfig
+    ),
+    "coco": DetectionConfig,
+}
 
 
 def resolved(name: str, **given):

@@ -1,4 +1,5 @@
 """Trainers in processes of their own, started quickly from one that has torch loaded, and means to hurt them."""
+
 import gc
 import inspect
 import io
@@ -31,15 +32,21 @@ from ea_vision.engine.config import resolve
 from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.train import Trainer
 
-BN_MODEL = "--model test_resnet --model-kwargs drop_rate=0.2".split()  # batch statistics and dropout
+BN_MODEL = (
+    "--model test_resnet --model-kwargs drop_rate=0.2".split()
+)  # batch statistics and dropout
 SECONDS = 900  # that a run may take on a busy machine
 GN_MODEL = "--model test_efficientnet_gn --model-kwargs drop_rate=0".split()  # neither
 
 
-def make_folder(root: Path, train: int = 40, test: int = 13, classes: int = 3, side: int = 32) -> Path:
+def make_folder(
+    root: Path, train: int = 40, test: int = 13, classes: int = 3, side: int = 32
+) -> Path:
     """Write PNG images of `classes` colours in noise: root/{train,test}/class_i/name.png."""
     rng = np.random.default_rng(0)
-    for split, index in [("train", index) for index in range(train)] + [("test", index) for index in range(test)]:
+    for split, index in [("train", index) for index in range(train)] + [
+        ("test", index) for index in range(test)
+    ]:
         pixels = rng.integers(0, 120, (side, side, 3), dtype=np.uint8)
         pixels[..., index % classes % 3] += 100
         path = root / split / f"class_{index % classes}" / f"{index:03d}.png"
@@ -51,12 +58,29 @@ def make_folder(root: Path, train: int = 40, test: int = 13, classes: int = 3, s
 CPU = World(0, 1, torch.device("cpu"))
 
 
-def make_trainer(folder: Path, model: torch.nn.Module, train_loader=range(8), eval_loader=range(1), *, classes: int = 3,
-                 world: World = CPU, kind=ClassificationTrainer, schema=train_cifar.CifarConfig, **options):
+def make_trainer(
+    folder: Path,
+    model: torch.nn.Module,
+    train_loader=range(8),
+    eval_loader=range(1),
+    *,
+    classes: int = 3,
+    world: World = CPU,
+    kind=ClassificationTrainer,
+    schema=train_cifar.CifarConfig,
+    **options,
+):
     """Return a training loop of these options, without data of its own."""
     config = resolve(schema, {"recipe": "none", **options})
-    data = SimpleNamespace(config=config, world=world, classes=["class"] * classes, fingerprint="", eval_split="test",
-                           bad_images=BadImages(0), describe=lambda index: f"image {index}")
+    data = SimpleNamespace(
+        config=config,
+        world=world,
+        classes=["class"] * classes,
+        fingerprint="",
+        eval_split="test",
+        bad_images=BadImages(0),
+        describe=lambda index: f"image {index}",
+    )
     return kind(data, model, train_loader, eval_loader, folder, StopRequest())
 
 
@@ -67,12 +91,21 @@ def words(*texts: str) -> list[str]:
 
 def arguments(data: Path, output: Path, *more: str) -> list[str]:
     """A run of two epochs of five updates of eight images, a checkpoint every second update."""
-    return words(*BN_MODEL, f"--dataset folder --data-dir {data} --img-size 16 --output {output}",
-                 "--epochs 2 --batch-size 8 --opt sgd --lr 0.05 --checkpoint-steps 2 --device cpu", *more)
+    return words(
+        *BN_MODEL,
+        f"--dataset folder --data-dir {data} --img-size 16 --output {output}",
+        "--epochs 2 --batch-size 8 --opt sgd --lr 0.05 --checkpoint-steps 2 --device cpu",
+        *more,
+    )
 
 
-def _child(main: Callable[[list[str]], int], argv: list[str], sabotage: Callable[[], None] | None,
-           environment: dict[str, str], log: Path) -> None:
+def _child(
+    main: Callable[[list[str]], int],
+    argv: list[str],
+    sabotage: Callable[[], None] | None,
+    environment: dict[str, str],
+    log: Path,
+) -> None:
     gc.freeze()  # what is imported is no garbage, and to look at it copies it from the parent's memory
     torch.set_num_threads(1)
     os.environ.clear()  # of the test that was the first to start a process
@@ -91,12 +124,16 @@ def start(argv: list[str], log: Path, sabotage=None, main=train_cifar.main, **en
     """Start `train_cifar.py ARGV`, or another trainer, as a process; stdout and stderr go to `log`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.engine.runner"])
-    process = context.Process(target=_child, args=(main, argv, sabotage, {**os.environ, **environment}, log))
+    process = context.Process(
+        target=_child, args=(main, argv, sabotage, {**os.environ, **environment}, log)
+    )
     process.start()
     return process
 
 
-def train(argv: list[str], sabotage=None, *, code: int = 0, size: int = 1, main=train_cifar.main) -> str:
+def train(
+    argv: list[str], sabotage=None, *, code: int = 0, size: int = 1, main=train_cifar.main
+) -> str:
     """Train in `size` processes, which must all end with `code`; return what they, and those before them in the same
     run folder, have said."""
     log = Path(argv[argv.index("--output") + 1]).with_suffix(".log")
@@ -104,8 +141,15 @@ def train(argv: list[str], sabotage=None, *, code: int = 0, size: int = 1, main=
     return log.read_text()
 
 
-def stopped(argv: list[str], update: int, number: int = signal.SIGTERM, *, rank: int | None = None, size: int = 1,
-            main=train_cifar.main) -> str:
+def stopped(
+    argv: list[str],
+    update: int,
+    number: int = signal.SIGTERM,
+    *,
+    rank: int | None = None,
+    size: int = 1,
+    main=train_cifar.main,
+) -> str:
     """Train until a signal comes in this update, of one process or of all; they must all end as it asks."""
     code = -number if number == signal.SIGKILL else 128 + number
     return train(argv, SignalAfterUpdate(number, update, rank), code=code, size=size, main=main)
@@ -129,7 +173,9 @@ def error_of(main: Callable[[list[str]], int], argv: list[str], capsys) -> str:
     return lines[0].removeprefix("error: ")
 
 
-def run_world(size: int, argv: list[str], log: Path, sabotage=None, main=train_cifar.main) -> list[int]:
+def run_world(
+    size: int, argv: list[str], log: Path, sabotage=None, main=train_cifar.main
+) -> list[int]:
     """Run `size` processes with the environment that torchrun gives them; return their exit codes, negative for a
     signal."""
     processes = start_world(size, argv, log, sabotage, main)
@@ -141,13 +187,22 @@ def run_world(size: int, argv: list[str], log: Path, sabotage=None, main=train_c
     return [process.exitcode for process in processes]
 
 
-def start_world(size: int, argv: list[str], log: Path, sabotage=None, main=train_cifar.main) -> list:
+def start_world(
+    size: int, argv: list[str], log: Path, sabotage=None, main=train_cifar.main
+) -> list:
     """Start `size` processes with the environment that torchrun gives them."""
     log.touch()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    return [start(argv, log, sabotage, main, RANK=str(rank), LOCAL_RANK=str(rank), **world) for rank in range(size)]
+        world = {
+            "WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free.getsockname()[1]),
+        }
+    return [
+        start(argv, log, sabotage, main, RANK=str(rank), LOCAL_RANK=str(rank), **world)
+        for rank in range(size)
+    ]
 
 
 def same_result(a: Path, b: Path) -> None:
@@ -156,20 +211,36 @@ def same_result(a: Path, b: Path) -> None:
     for folder in (a, b):
         state, results = saved(folder), run_folder.read_results(folder)
         metrics = run_folder.read_metrics(folder)
-        ends.append({
-            **{part: state[part] for part in ("model", "ema", "optimizer", "random")},
-            **{name: repr(metrics[name]) for name in metrics.keys() - {"images_per_s", "seconds"}},  # nan is nan
-            "weights": {path.name: safetensors.torch.load_file(path) for path in folder.rglob("*.safetensors")},
-            "test_last": results["test_last"], "test_best": results["test_best"]})
+        ends.append(
+            {
+                **{part: state[part] for part in ("model", "ema", "optimizer", "random")},
+                **{
+                    name: repr(metrics[name])
+                    for name in metrics.keys() - {"images_per_s", "seconds"}
+                },  # nan is nan
+                "weights": {
+                    path.name: safetensors.torch.load_file(path)
+                    for path in folder.rglob("*.safetensors")
+                },
+                "test_last": results["test_last"],
+                "test_best": results["test_best"],
+            }
+        )
     assert_equal(*ends, "")
 
 
 def assert_equal(a, b, where: str) -> None:
     """Assert that two nested states are equal, tensors bit for bit."""
-    first, second = ({keystr(path): leaf for path, leaf in tree_leaves_with_path(state)} for state in (a, b))
+    first, second = (
+        {keystr(path): leaf for path, leaf in tree_leaves_with_path(state)} for state in (a, b)
+    )
     assert first.keys() == second.keys(), where
     for path, leaf in first.items():
-        same = torch.equal(leaf, second[path]) if isinstance(leaf, torch.Tensor) else leaf == second[path]
+        same = (
+            torch.equal(leaf, second[path])
+            if isinstance(leaf, torch.Tensor)
+            else leaf == second[path]
+        )
         assert same, f"{where}{path}"
 
 
@@ -180,10 +251,12 @@ def times_of(folder: Path) -> dict[str, int]:
 
 def nothing_truncated(folder: Path) -> None:
     """Assert that every file of a run folder is whole (temporary files are hidden and do not count)."""
-    for pattern, read in (("[!.]*.ckpt", checkpoint.read_checkpoint),
-                          ("[!.]*.safetensors", safetensors.torch.load_file),
-                          (run_folder.CONFIG, lambda path: run_folder.read_config(path.parent)),
-                          (run_folder.METRICS, lambda path: run_folder.read_metrics(path.parent))):
+    for pattern, read in (
+        ("[!.]*.ckpt", checkpoint.read_checkpoint),
+        ("[!.]*.safetensors", safetensors.torch.load_file),
+        (run_folder.CONFIG, lambda path: run_folder.read_config(path.parent)),
+        (run_folder.METRICS, lambda path: run_folder.read_metrics(path.parent)),
+    ):
         for path in folder.rglob(pattern):
             read(path)
 
@@ -203,6 +276,7 @@ def around(owner, name: str, hurt: Callable) -> None:
 
 def after_update(number: int, act: Callable[[Trainer], None]) -> None:
     """Let `act` follow update `number` of the run."""
+
     def hurt(update, trainer, batches):
         update(trainer, batches)
         if trainer.progress.updates == number:
@@ -233,6 +307,7 @@ class SignalAfterUpdate:
 
 def signal_in_evaluation() -> None:
     """Send this process SIGTERM at the beginning of its first evaluation."""
+
     def hurt(evaluate, *given, **more):
         os.kill(os.getpid(), signal.SIGTERM)
         return evaluate(*given, **more)
@@ -248,7 +323,7 @@ class HalfFile(io.FileIO):
     """A file of which half of the first write gets out before the process is killed."""
 
     def write(self, data):
-        super().write(data[:len(data) // 2])
+        super().write(data[: len(data) // 2])
         die()
 
 
@@ -271,7 +346,9 @@ class HurtWrite:
                 writes.append(path)
                 if now("half"):
                     return HalfFile(path, *given, **more)
-                if now("full"):  # the kernel refuses what lies beyond this size: EFBIG, a real failed write
+                if now(
+                    "full"
+                ):  # the kernel refuses what lies beyond this size: EFBIG, a real failed write
                     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
             return real(path, *given, **more)
 
@@ -297,6 +374,7 @@ class HurtWrite:
 
 def spoil_loss(number: int, rank: int) -> None:
     """Make the loss of update `number` of the run non-finite on `rank`."""
+
     def hurt(batch_loss, trainer, images, targets):
         if (trainer.progress.updates + 1, trainer.world.rank) == (number, rank):
             images = images * float("nan")
@@ -307,4 +385,6 @@ def spoil_loss(number: int, rank: int) -> None:
 
 def spoil_tensor(number: int, name: str) -> None:
     """Put an infinity into a weight or statistic after update `number`, as an overflowing gradient would."""
-    after_update(number, lambda trainer: trainer.model.state_dict()[name].view(-1)[:1].fill_(float("inf")))
+    after_update(
+        number, lambda trainer: trainer.model.state_dict()[name].view(-1)[:1].fill_(float("inf"))
+    )

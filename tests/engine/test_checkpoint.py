@@ -1,4 +1,5 @@
 """Checkpoint files: what goes in comes out, damage is seen, nothing is executed, nothing is half-written."""
+
 import os
 import pickle
 import random
@@ -18,15 +19,34 @@ CPU = torch.device("cpu")
 def state():
     """What a checkpoint may hold."""
     weight = torch.randn(4, 3, 3, 3).contiguous(memory_format=torch.channels_last)
-    return {"model": {"weight": weight, "count": torch.tensor(1)}, "random": checkpoint.random_state(CPU),
-            "optimizer": {"state": {0: {"momentum_buffer": weight}}, "param_groups": [{"lr": 0.1, "params": [0]}]},
-            "progress": {"updates": 3, "rows": [{"lr": 0.1}], "best": None, "text": "ä", "flags": (True, False)},
-            "empty": torch.zeros(0), "scalar": torch.tensor(2.5, dtype=torch.float64), "infinite": float("inf")}
+    return {
+        "model": {"weight": weight, "count": torch.tensor(1)},
+        "random": checkpoint.random_state(CPU),
+        "optimizer": {
+            "state": {0: {"momentum_buffer": weight}},
+            "param_groups": [{"lr": 0.1, "params": [0]}],
+        },
+        "progress": {
+            "updates": 3,
+            "rows": [{"lr": 0.1}],
+            "best": None,
+            "text": "ä",
+            "flags": (True, False),
+        },
+        "empty": torch.zeros(0),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "infinite": float("inf"),
+    }
 
 
 def test_random_states_come_back():
     def drawn():
-        return [torch.rand(3).tolist(), random.gauss(0, 1), np.random.randn(3).tolist(), random.random()]
+        return [
+            torch.rand(3).tolist(),
+            random.gauss(0, 1),
+            np.random.randn(3).tolist(),
+            random.random(),
+        ]
 
     random.gauss(0, 1), np.random.randn()  # leaves half of a pair behind in both generators
     saved, first = checkpoint.random_state(CPU), drawn()

@@ -1,4 +1,5 @@
 """Options: defaults < recipe < command line, and errors that help."""
+
 import dataclasses
 import re
 from pathlib import Path
@@ -21,53 +22,94 @@ def parsed(*argv: str, cls=CifarConfig):
 def test_command_line_over_recipe_over_defaults(tmp_path):
     recipe = tmp_path / "r.yaml"
     recipe.write_text("lr: 1e-3\nepochs: 7\nmodel_kwargs: {alpha: 0.3, drop_rate: 0.1}\n")
-    config = parsed("--recipe", str(recipe), "--epochs", "9", "--model-kwargs", "alpha=0.7", "beta=0")
+    config = parsed(
+        "--recipe", str(recipe), "--epochs", "9", "--model-kwargs", "alpha=0.7", "beta=0"
+    )
     assert (config.lr, config.epochs, config.momentum) == (0.001, 9, CifarConfig().momentum)
     assert config.model_kwargs == {"alpha": 0.7, "beta": 0, "drop_rate": 0.1}
-    assert config.optional_kwargs == {"drop_rate"}, "only what the recipe alone asks for may be left out"
+    assert config.optional_kwargs == {"drop_rate"}, (
+        "only what the recipe alone asks for may be left out"
+    )
 
 
-@pytest.mark.parametrize("cls, argv, message", [
-    *((CifarConfig, *row) for row in [
-        ("--lrr 1", "--lr"),
-        ("--recipe pa_cifar1", "pa_cifar10"),
-        ("--epochs ten", "epochs must be of type float, got 'ten'"),
-        ("--batch-size 1.5", "batch_size must be of type int"),
-        ("--lr nan", "lr must be a finite number, got nan"),
-        ("--dataset cifar", "dataset must be one of auto, digits, cifar10, cifar100, folder, got 'cifar'"),
-        ("--lr 0.1 --min-lr 0.2", "min_lr must be at most lr"),
-        ("--model-kwargs alpha", "key=value"),
-        ("--lr", "expected one argument"),
-        ("stray", "unknown argument 'stray'"),
-        ("--dataset digits --data-dir photos", "data_dir must be empty, got photos (--dataset folder reads it)"),
-        ("--remode const", "remode goes with reprob, got const without it"),
-        ("--clip-mode agc", "clip_mode goes with clip_grad, got agc without it"),
-        ("--mean 0.5 0.5 0.5", "mean goes with std"),
-        ("--crop-padding 32 --crop-padding-mode reflect", "crop_padding must be less than img_size"),
-        ("--gate-lr -1", "gate_lr must be at least 0"),
-        ("--warmup-epochs 120%", "warmup_epochs must be a number, or a percentage up to 100%, got '120%'"),
-        ("--compile --compile-mode reduce-overhead --grad-accum-steps 2",
-         "compile_mode reduce-overhead needs grad_accum_steps 1, for the next replay of a CUDA graph takes the"),
-    ]),
-    *((ImageNetConfig, *row) for row in [
-        ("--bce-target-thresh 0.2", "bce_target_thresh goes with bce_loss"),
-        ("--first-img-size 160", "first_img_size goes with grow_epochs"),
-        ("--grow-epochs 1 2", "grow_epochs goes with first_img_size"),
-        ("--first-img-size 256 --grow-epochs 1 2", "first_img_size must be 8 to img_size (224), got 256"),
-        ("--first-img-size 160 --grow-epochs 3 2", "grow_epochs must be two epochs that do not fall"),
-        ("--eval-img-size 300", "eval_resize must be at least eval_img_size (300), got 256"),
-    ])])
+@pytest.mark.parametrize(
+    "cls, argv, message",
+    [
+        *(
+            (CifarConfig, *row)
+            for row in [
+                ("--lrr 1", "--lr"),
+                ("--recipe pa_cifar1", "pa_cifar10"),
+                ("--epochs ten", "epochs must be of type float, got 'ten'"),
+                ("--batch-size 1.5", "batch_size must be of type int"),
+                ("--lr nan", "lr must be a finite number, got nan"),
+                (
+                    "--dataset cifar",
+                    "dataset must be one of auto, digits, cifar10, cifar100, folder, got 'cifar'",
+                ),
+                ("--lr 0.1 --min-lr 0.2", "min_lr must be at most lr"),
+                ("--model-kwargs alpha", "key=value"),
+                ("--lr", "expected one argument"),
+                ("stray", "unknown argument 'stray'"),
+                (
+                    "--dataset digits --data-dir photos",
+                    "data_dir must be empty, got photos (--dataset folder reads it)",
+                ),
+                ("--remode const", "remode goes with reprob, got const without it"),
+                ("--clip-mode agc", "clip_mode goes with clip_grad, got agc without it"),
+                ("--mean 0.5 0.5 0.5", "mean goes with std"),
+                (
+                    "--crop-padding 32 --crop-padding-mode reflect",
+                    "crop_padding must be less than img_size",
+                ),
+                ("--gate-lr -1", "gate_lr must be at least 0"),
+                (
+                    "--warmup-epochs 120%",
+                    "warmup_epochs must be a number, or a percentage up to 100%, got '120%'",
+                ),
+                (
+                    "--compile --compile-mode reduce-overhead --grad-accum-steps 2",
+                    "compile_mode reduce-overhead needs grad_accum_steps 1, "
+                    "for the next replay of a CUDA graph takes the",
+                ),
+            ]
+        ),
+        *(
+            (ImageNetConfig, *row)
+            for row in [
+                ("--bce-target-thresh 0.2", "bce_target_thresh goes with bce_loss"),
+                ("--first-img-size 160", "first_img_size goes with grow_epochs"),
+                ("--grow-epochs 1 2", "grow_epochs goes with first_img_size"),
+                (
+                    "--first-img-size 256 --grow-epochs 1 2",
+                    "first_img_size must be 8 to img_size (224), got 256",
+                ),
+                (
+                    "--first-img-size 160 --grow-epochs 3 2",
+                    "grow_epochs must be two epochs that do not fall",
+                ),
+                (
+                    "--eval-img-size 300",
+                    "eval_resize must be at least eval_img_size (300), got 256",
+                ),
+            ]
+        ),
+    ],
+)
 def test_bad_options_are_named(cls, argv, message):
     with pytest.raises(UsageError, match=re.escape(message)):
         parsed(*argv.split(), cls=cls)
 
 
-@pytest.mark.parametrize("text, message", [
-    ("epoch: 3", "unknown option 'epoch'; did you mean epochs"),
-    ("- 1", "must be a YAML mapping"),
-    ("a: [", "not valid YAML"),
-    ("compile: maybe", "compile must be of type bool"),
-])
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("epoch: 3", "unknown option 'epoch'; did you mean epochs"),
+        ("- 1", "must be a YAML mapping"),
+        ("a: [", "not valid YAML"),
+        ("compile: maybe", "compile must be of type bool"),
+    ],
+)
 def test_bad_recipes_are_named(tmp_path, text, message):
     path = tmp_path / "r.yaml"
     path.write_text(text)
@@ -76,11 +118,15 @@ def test_bad_recipes_are_named(tmp_path, text, message):
 
 
 def test_a_runs_config_is_a_recipe(tmp_path):
-    config = dataclasses.asdict(parsed("--lr", "0.07", "--decay-milestones", "3", "5", "--output", "somewhere"))
+    config = dataclasses.asdict(
+        parsed("--lr", "0.07", "--decay-milestones", "3", "5", "--output", "somewhere")
+    )
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({**config, "about": {"seconds": 3}}))
     again = dataclasses.asdict(parsed("--recipe", str(path)))
-    assert again == {**config, "recipe": str(path), "output": ""}, "the place of the old run is not taken over"
+    assert again == {**config, "recipe": str(path), "output": ""}, (
+        "the place of the old run is not taken over"
+    )
 
 
 def test_a_recipe_says_what_differs_from_its_base(tmp_path):
@@ -91,7 +137,9 @@ def test_a_recipe_says_what_differs_from_its_base(tmp_path):
     kwargs = {**papers["model_kwargs"], "alpha": 0.4, "ff_drop_rate": 0.1}
     assert own == {**papers, "lr": 0.3, "epochs": 9, "model_kwargs": kwargs}
     first.write_text(f"base: {second}\n")
-    with pytest.raises(UsageError, match="is its own base: .*second.yaml -> .*first.yaml -> .*second.yaml"):
+    with pytest.raises(
+        UsageError, match="is its own base: .*second.yaml -> .*first.yaml -> .*second.yaml"
+    ):
         load_recipe(str(second))
     first.write_text("base: pa_cifar1\n")
     with pytest.raises(UsageError, match="no recipe 'pa_cifar1': did you mean pa_cifar10"):
@@ -100,8 +148,12 @@ def test_a_recipe_says_what_differs_from_its_base(tmp_path):
 
 def test_help_has_the_default_of_every_flag():
     text = make_parser(CifarConfig, "about", EXAMPLES).format_help()
-    assert " ".join(text.split()).count("(default: ") >= len(dataclasses.fields(CifarConfig))  # lines may break there
-    assert "--lr X" in text and "lr_base) (default: 0.02)" in " ".join(text.split()), "of the default recipe"
+    assert " ".join(text.split()).count("(default: ") >= len(
+        dataclasses.fields(CifarConfig)
+    )  # lines may break there
+    assert "--lr X" in text and "lr_base) (default: 0.02)" in " ".join(text.split()), (
+        "of the default recipe"
+    )
 
 
 def test_a_folder_that_is_given_is_read():
@@ -111,18 +163,30 @@ def test_a_folder_that_is_given_is_read():
 
 
 def test_amp_alone_is_bfloat16():
-    for argv, amp in ((["--amp"], "bfloat16"), (["--amp", "--channels-last"], "bfloat16"), (["--amp", "none"], "none")):
+    for argv, amp in (
+        (["--amp"], "bfloat16"),
+        (["--amp", "--channels-last"], "bfloat16"),
+        (["--amp", "none"], "none"),
+    ):
         assert parsed(*argv).amp == amp
 
 
 def test_an_option_younger_than_a_checkpoint_had_its_default():
     config = resolve(CifarConfig, {"momentum": 0.8})
-    saved = {key: value for key, value in dataclasses.asdict(config).items() if key not in ("momentum", "clip_grad")}
+    saved = {
+        key: value
+        for key, value in dataclasses.asdict(config).items()
+        if key not in ("momentum", "clip_grad")
+    }
     assert config.differences(saved) == {"momentum": "momentum was 0.9, got 0.8"}
 
 
-@settings(max_examples=40, deadline=None, derandomize=True,
-          suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(text=st.text(max_size=200))
 def test_recipes_of_any_text(tmp_path, text):
     path = tmp_path / "recipe.yaml"
@@ -136,9 +200,19 @@ def test_recipes_of_any_text(tmp_path, text):
 def test_the_table_of_timms_options_says_what_there_is():
     """What experiments/timm_options.py printed into the page: names that are ours, and names that are not."""
     page = (Path(__file__).parents[2] / "experiments" / "timm_options.md").read_text()
-    ours = {flag for action in make_parser(ImageNetConfig, "", "")._actions for flag in action.option_strings}
-    same, table, refused = (set(re.findall(r"--[a-z_-]+", part)) for part in re.search(
-        r"Same name, same meaning(.*?)\| --- \| --- \|(.*?)Not here, and refused(.*)", page, re.DOTALL).groups())
+    ours = {
+        flag
+        for action in make_parser(ImageNetConfig, "", "")._actions
+        for flag in action.option_strings
+    }
+    same, table, refused = (
+        set(re.findall(r"--[a-z_-]+", part))
+        for part in re.search(
+            r"Same name, same meaning(.*?)\| --- \| --- \|(.*?)Not here, and refused(.*)",
+            page,
+            re.DOTALL,
+        ).groups()
+    )
     assert len(same) > 50 and len(refused) > 50 and same <= ours and not refused & ours
     for timms, here in re.findall(r"^\| `(--[a-z-]+)` \| (.*) \|$", page, re.MULTILINE):
         named = set(re.findall(r"--[a-z-]+", here)) - {"--lr-base"}

@@ -1,4 +1,5 @@
 """Gradients among processes: buckets that are averaged while backward goes on, compiled too, and their layout."""
+
 import warnings
 
 import pytest
@@ -28,8 +29,11 @@ def group():
 def eager_compile(monkeypatch):
     """Let torch.compile split networks as always, without compiling kernels."""
     compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model, mode, dynamic: compile_(model, backend="aot_eager",
-                                                                                dynamic=dynamic))
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda model, mode, dynamic: compile_(model, backend="aot_eager", dynamic=dynamic),
+    )
 
 
 def two(folder, model, **given) -> ClassificationTrainer:
@@ -50,7 +54,12 @@ def compiled_parts(node) -> list:
 
 def test_compiled_gradients_are_averaged_while_backward_goes_on(group, tmp_path, eager_compile):
     """torch splits what it compiles inside DDP at the borders of the buckets: one goes out between two parts."""
-    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 512), *(nn.Linear(512, 512) for _ in range(4)), nn.Linear(512, 4))
+    model = nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(12, 512),
+        *(nn.Linear(512, 512) for _ in range(4)),
+        nn.Linear(512, 4),
+    )
     trainer = two(tmp_path, model, compile=True)
     events = []
 
@@ -70,7 +79,9 @@ def test_compiled_gradients_are_averaged_while_backward_goes_on(group, tmp_path,
             part.register_prehook(lambda _: events.append("part"))
         loss.backward()
     assert len(parts) >= 2 and events.count("part") == len(parts)
-    assert "bucket" in events[:max(place for place, event in enumerate(events) if event == "part")], events
+    assert (
+        "bucket" in events[: max(place for place, event in enumerate(events) if event == "part")]
+    ), events
 
 
 def test_gradients_lie_in_the_buckets_as_their_weights_do(group, tmp_path):
@@ -82,8 +93,12 @@ def test_gradients_lie_in_the_buckets_as_their_weights_do(group, tmp_path):
         for _ in range(2):
             trainer.optimizer.zero_grad()
             trainer._batch_loss(torch.randn(4, 3, 32, 32), torch.arange(4)).backward()
-    maps = {name: p for name, p in model.named_parameters() if "evolution.convs" in name and p.ndim == 4}
-    assert len(maps) == 4 and all(p.is_contiguous(memory_format=torch.channels_last) for p in maps.values())
+    maps = {
+        name: p for name, p in model.named_parameters() if "evolution.convs" in name and p.ndim == 4
+    }
+    assert len(maps) == 4 and all(
+        p.is_contiguous(memory_format=torch.channels_last) for p in maps.values()
+    )
     parameters = list(model.parameters())
     assert all(p.grad.stride() == p.stride() for p in parameters)
     assert len({p.grad.untyped_storage().data_ptr() for p in parameters}) < 5 < len(parameters)
@@ -92,7 +107,9 @@ def test_gradients_lie_in_the_buckets_as_their_weights_do(group, tmp_path):
 def test_cuda_graphs_that_torch_leaves_out_train_all_the_same(tmp_path, eager_compile):
     """On a CPU torch makes none: the mode goes through the trainer's update, marked steps included."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.BatchNorm1d(4))
-    trainer = make_trainer(tmp_path, model, classes=4, batch_size=4, compile=True, compile_mode="reduce-overhead")
+    trainer = make_trainer(
+        tmp_path, model, classes=4, batch_size=4, compile=True, compile_mode="reduce-overhead"
+    )
     for size in (4, 4, 3):
         trainer._update([(torch.randn(size, 3, 2, 2), torch.arange(size), torch.arange(size))])
     assert not trainer.check()

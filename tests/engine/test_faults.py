@@ -1,4 +1,5 @@
 """One row a fault: what a user can get wrong, or a disk do to files, and the one line that says so."""
+
 import math
 import multiprocessing
 import os
@@ -60,62 +61,117 @@ def old_run(half_done, tmp_path):
 NOWHERE = "/nowhere.safetensors"
 
 
-@pytest.mark.parametrize("more, message", [
-    ("--workers 100000", f"workers must be at most {MOST_WORKERS}, got 100000"),
-    ("--batch-size 1 --mixup 0.2",
-     "mixup and cutmix mix pairs of images: batch_size must be at least 2, got 1"),
-    ("--model-kwargs num_classes=7", "model keyword num_classes must be 3, as data and options are, got 7"),
-    ("--batch-size 1", "model test_resnet cannot be trained on batches of 1 images of 16 pixels: *"),
-    ("--model ea_aa_resnet34 --model-kwargs alpha=x",
-     "model ea_aa_resnet34 refuses num_classes=3 in_chans=3 img_size=16 drop_rate=0.2 alpha=x: *"),
-    ("--dataset digits --evaluate ea_conv_transformer_cifar.long_c10",
-     "ea_conv_transformer_cifar.long_c10 was trained on other classes: 'airplane' where the data has '0'"),
-    ("--sync-bn", "--sync-bn needs CUDA, got cpu"),
-    ("--epochs 0.4 --warmup-epochs 1 --sched constant",
-     "warmup_epochs must be at most the 0.4 epochs of the run, got 1; --warmup-epochs 20% is a fifth of them"),
-    ("--epochs 0.01", "epochs must be enough for an update, of which an epoch has 5, got 0.01"),
-    (f"--pretrained-path {NOWHERE}", f"weights {NOWHERE} cannot be read: *No such file*"),
-    ("--model ea_aa_resnet34 --model-kwargs layers=[1,1,1,1] --pretrained",
-     "there are no pretrained weights of ea_aa_resnet34: train it, or give a file by --pretrained-path"),
-    ("--evaluate cnn_cifar --model test_resnet",
-     "--evaluate cnn_cifar names the model, got --model test_resnet"),
-    ("--model cnn_cifr", "*did you mean cnn_cifar*"),
-    (f"--output {'x' * 256}", "*xxx: File name too long"),
-    ("--model-kwargs alpah=0.5", "*has no keyword 'alpah'*"),
-    ("--data-dir /nowhere", "*does not exist*"),
-    ("--data-dir {data}/train", "*train must have train/ or train.tar; * has it: give that folder"),
-    ("--batch-size 128", "an update needs 128 training images (batch_size x grad_accum_steps x processes), and "
-     "the data set has fewer, 40: --batch-size 32"),
-    ("--holdout 64", "holdout must lie between 1 and 39*"),
-    ("--resume /nowhere.ckpt", "/nowhere.ckpt cannot be read as a checkpoint: *No such file*"),
-    ("--device cuda", "--device cuda needs a CUDA device*"),
-])
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        ("--workers 100000", f"workers must be at most {MOST_WORKERS}, got 100000"),
+        (
+            "--batch-size 1 --mixup 0.2",
+            "mixup and cutmix mix pairs of images: batch_size must be at least 2, got 1",
+        ),
+        (
+            "--model-kwargs num_classes=7",
+            "model keyword num_classes must be 3, as data and options are, got 7",
+        ),
+        (
+            "--batch-size 1",
+            "model test_resnet cannot be trained on batches of 1 images of 16 pixels: *",
+        ),
+        (
+            "--model ea_aa_resnet34 --model-kwargs alpha=x",
+            "model ea_aa_resnet34 refuses num_classes=3 in_chans=3 img_size=16 drop_rate=0.2 alpha=x: *",
+        ),
+        (
+            "--dataset digits --evaluate ea_conv_transformer_cifar.long_c10",
+            "ea_conv_transformer_cifar.long_c10 was trained on other classes: 'airplane' where the data has '0'",
+        ),
+        ("--sync-bn", "--sync-bn needs CUDA, got cpu"),
+        (
+            "--epochs 0.4 --warmup-epochs 1 --sched constant",
+            "warmup_epochs must be at most the 0.4 epochs of the run, got 1; --warmup-epochs 20% is a fifth of them",
+        ),
+        ("--epochs 0.01", "epochs must be enough for an update, of which an epoch has 5, got 0.01"),
+        (f"--pretrained-path {NOWHERE}", f"weights {NOWHERE} cannot be read: *No such file*"),
+        (
+            "--model ea_aa_resnet34 --model-kwargs layers=[1,1,1,1] --pretrained",
+            "there are no pretrained weights of ea_aa_resnet34: train it, or give a file by --pretrained-path",
+        ),
+        (
+            "--evaluate cnn_cifar --model test_resnet",
+            "--evaluate cnn_cifar names the model, got --model test_resnet",
+        ),
+        ("--model cnn_cifr", "*did you mean cnn_cifar*"),
+        (f"--output {'x' * 256}", "*xxx: File name too long"),
+        ("--model-kwargs alpah=0.5", "*has no keyword 'alpah'*"),
+        ("--data-dir /nowhere", "*does not exist*"),
+        (
+            "--data-dir {data}/train",
+            "*train must have train/ or train.tar; * has it: give that folder",
+        ),
+        (
+            "--batch-size 128",
+            "an update needs 128 training images (batch_size x grad_accum_steps x processes), and "
+            "the data set has fewer, 40: --batch-size 32",
+        ),
+        ("--holdout 64", "holdout must lie between 1 and 39*"),
+        ("--resume /nowhere.ckpt", "/nowhere.ckpt cannot be read as a checkpoint: *No such file*"),
+        ("--device cuda", "--device cuda needs a CUDA device*"),
+    ],
+)
 def test_refusals(data, tmp_path, capsys, more, message):
     if "cuda" in more and torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
     folder, more = tmp_path / "run", more.replace("{data}", str(data))
     argv = words(f"--output {folder}") if "--evaluate" in more else arguments(data, folder)
-    assert fnmatchcase(error_of(train_cifar.main, [*argv, *more.split()], capsys), message.replace("[", "[[]"))
+    assert fnmatchcase(
+        error_of(train_cifar.main, [*argv, *more.split()], capsys), message.replace("[", "[[]")
+    )
     assert not folder.exists()
 
 
-IMAGENET = "--model test_resnet --img-size 16 --eval-resize 20 --batch-size 8 --workers 1 --device cpu"
+IMAGENET = (
+    "--model test_resnet --img-size 16 --eval-resize 20 --batch-size 8 --workers 1 --device cpu"
+)
 
 
-@pytest.mark.parametrize("more, message", [
-    ("--aa zzz", "aa must be a policy of timm, such as rand-m9-mstd0.5, augmix-m3 or original, got 'zzz' (Unknown "
-     "AA policy zzz)"),
-    ("--data-dir=", "*--data-dir is required*"),
-    ("--num-classes 1000", "* must have 1000 classes (--num-classes), got 3"),
-    pytest.param("--train-beton /nowhere.beton", "/nowhere.beton is not a whole .beton file*", marks=needs_ffcv),
-    ("--train-beton a.beton --val-beton b.beton", "data_dir must be empty with --train-beton and *"),
-    ("--val-beton a.beton --val-split dev", "val_split goes without val_beton, got dev beside it"),
-    ("--no-test", "--no-test needs training images held out (--holdout) to evaluate on, got none"),
-    ("--val-split dev", "validation images: {data} has neither dev nor dev.tar"),
-])
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (
+            "--aa zzz",
+            "aa must be a policy of timm, such as rand-m9-mstd0.5, augmix-m3 or original, got 'zzz' (Unknown "
+            "AA policy zzz)",
+        ),
+        ("--data-dir=", "*--data-dir is required*"),
+        ("--num-classes 1000", "* must have 1000 classes (--num-classes), got 3"),
+        pytest.param(
+            "--train-beton /nowhere.beton",
+            "/nowhere.beton is not a whole .beton file*",
+            marks=needs_ffcv,
+        ),
+        (
+            "--train-beton a.beton --val-beton b.beton",
+            "data_dir must be empty with --train-beton and *",
+        ),
+        (
+            "--val-beton a.beton --val-split dev",
+            "val_split goes without val_beton, got dev beside it",
+        ),
+        (
+            "--no-test",
+            "--no-test needs training images held out (--holdout) to evaluate on, got none",
+        ),
+        ("--val-split dev", "validation images: {data} has neither dev nor dev.tar"),
+    ],
+)
 def test_refusals_of_the_imagenet_trainer(photos, tmp_path, capsys, more, message):
-    folder, (more, message) = tmp_path / "run", (text.replace("{data}", str(photos)) for text in (more, message))
-    error = error_of(train_imagenet.main, words(IMAGENET, f"--data-dir {photos} --output {folder}", more), capsys)
+    folder, (more, message) = (
+        tmp_path / "run",
+        (text.replace("{data}", str(photos)) for text in (more, message)),
+    )
+    error = error_of(
+        train_imagenet.main, words(IMAGENET, f"--data-dir {photos} --output {folder}", more), capsys
+    )
     assert fnmatchcase(error, message)
     assert not folder.exists()
 
@@ -132,20 +188,30 @@ def test_different_classes_in_train_and_val_are_an_error(tmp_path, capsys):
 
 def kill_worker() -> None:
     """Kill a process that decodes images after the second update, as the kernel does when memory runs out."""
-    after_update(2, lambda trainer: [os.kill(child.pid, signal.SIGKILL) for child in multiprocessing.active_children()])
+    after_update(
+        2,
+        lambda trainer: [
+            os.kill(child.pid, signal.SIGKILL) for child in multiprocessing.active_children()
+        ],
+    )
 
 
 def test_a_killed_worker_names_the_last_good_checkpoint(photos, tmp_path):
     folder = tmp_path / "run"
-    argv = words(IMAGENET, f"--batch-size 2 --checkpoint-steps 1 --data-dir {photos} --output {folder}")
+    argv = words(
+        IMAGENET, f"--batch-size 2 --checkpoint-steps 1 --data-dir {photos} --output {folder}"
+    )
     error = train(argv, kill_worker, code=1, main=train_imagenet.main).splitlines()[-1]
     # torch's two sentences: its signal handler's, or its queue's where that notices first.
-    assert re.match(r"error: DataLoader worker \(pid.*(killed by signal|exited unexpectedly)", error), error
+    assert re.match(
+        r"error: DataLoader worker \(pid.*(killed by signal|exited unexpectedly)", error
+    ), error
     assert f"fewer --workers need less; last good checkpoint: {folder / checkpoint.LAST}" in error
 
 
 def run_out_of_memory() -> None:
     """Let the third update ask for more memory than there is."""
+
     def hurt(trainer):
         raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
 
@@ -155,20 +221,28 @@ def run_out_of_memory() -> None:
 def test_out_of_memory_advises(data, tmp_path):
     folder = tmp_path / "run"
     error = train(arguments(data, folder), run_out_of_memory, code=1).splitlines()[-1]
-    assert error.startswith("error: out of memory in update 3 of epoch 1 (tried to allocate 2.00 GiB): a smaller")
+    assert error.startswith(
+        "error: out of memory in update 3 of epoch 1 (tried to allocate 2.00 GiB): a smaller"
+    )
     assert "--grad-checkpointing" in error and str(folder / checkpoint.LAST) in error
 
 
 def test_a_model_without_checkpointing_is_named():
-    with pytest.raises(UsageError, match="--grad-checkpointing needs a model that has it, linear has not"):
+    with pytest.raises(
+        UsageError, match="--grad-checkpointing needs a model that has it, linear has not"
+    ):
         enable_checkpointing(torch.nn.Linear(2, 2), "linear")
 
 
 # ---- data -----------------------------------------------------------------------------------------------------------
 
+
 def test_one_class(tmp_path, capsys):
     argv = arguments(make_folder(tmp_path / "data", classes=1), tmp_path / "run")
-    assert error_of(train_cifar.main, argv, capsys) == "at least 2 classes of images are required, got class_0"
+    assert (
+        error_of(train_cifar.main, argv, capsys)
+        == "at least 2 classes of images are required, got class_0"
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -183,7 +257,16 @@ def test_the_same_images_for_training_and_evaluation(tmp_path, capsys):
     assert not folder.exists()
     photos = make_photos(tmp_path / "photos")
     shutil.rmtree(photos / "val")
-    argv = ["--model", "test_resnet", "--data-dir", str(photos), "--output", str(tmp_path / "b"), "--workers", "1"]
+    argv = [
+        "--model",
+        "test_resnet",
+        "--data-dir",
+        str(photos),
+        "--output",
+        str(tmp_path / "b"),
+        "--workers",
+        "1",
+    ]
     shutil.copytree(photos / "train", photos / "val")
     assert error_of(train_imagenet.main, argv, capsys) == message, "a copy is no other data"
 
@@ -195,27 +278,41 @@ def test_a_complete_run_of_other_data(data, tmp_path, capsys):
     written = times_of(folder)
     assert train_cifar.main(argv) == 0 and "is complete" in capsys.readouterr().out
     argv[argv.index(str(data))] = str(make_folder(tmp_path / "other", train=42))
-    assert error_of(train_cifar.main, argv, capsys).startswith(f"{folder} was trained on other data: fingerprint ")
+    assert error_of(train_cifar.main, argv, capsys).startswith(
+        f"{folder} was trained on other data: fingerprint "
+    )
     assert times_of(folder) == written
 
 
 def test_evaluating_a_run_as_another_model(old_run, capsys):
     error = error_of(train_cifar.main, ["--evaluate", str(old_run), "--model", "resnet18"], capsys)
-    assert error == f"--evaluate {old_run} is a run with model 'ea_conv_transformer_cifar', got 'resnet18'"
-    error = error_of(train_cifar.main, ["--evaluate", str(old_run), "--model-kwargs", "alpha=0.1"], capsys)
+    assert (
+        error
+        == f"--evaluate {old_run} is a run with model 'ea_conv_transformer_cifar', got 'resnet18'"
+    )
+    error = error_of(
+        train_cifar.main, ["--evaluate", str(old_run), "--model-kwargs", "alpha=0.1"], capsys
+    )
     assert error.startswith(f"--evaluate {old_run} is a run with model_kwargs {{'depth': 1, ")
-    assert train_cifar.main(["--evaluate", str(old_run), "--model", "ea_conv_transformer_cifar"]) == 0
+    assert (
+        train_cifar.main(["--evaluate", str(old_run), "--model", "ea_conv_transformer_cifar"]) == 0
+    )
 
 
 # ---- weights that are no numbers ----------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("name, value", [("stem.bn.running_mean", math.nan), ("head.fc.weight", math.inf)])
+
+@pytest.mark.parametrize(
+    "name, value", [("stem.bn.running_mean", math.nan), ("head.fc.weight", math.inf)]
+)
 def test_weights_and_statistics_that_are_not_finite(old_run, capsys, name, value):
     weights = weights_of(old_run)
     weights[name].view(-1)[0] = value
     safetensors.torch.save_file(weights, old_run / "model.safetensors")
     error = error_of(train_cifar.main, ["--evaluate", str(old_run)], capsys)
-    assert error == f"weights {old_run}/model.safetensors must be finite numbers, got others in {name}"
+    assert (
+        error == f"weights {old_run}/model.safetensors must be finite numbers, got others in {name}"
+    )
     state = saved(old_run)
     state["model"][name].view(-1)[0] = value
     (old_run / "last.ckpt").write_bytes(checkpoint.encode(state))
@@ -225,6 +322,7 @@ def test_weights_and_statistics_that_are_not_finite(old_run, capsys, name, value
 
 def spoil_evaluation() -> None:
     """Make the loss of every evaluation NaN."""
+
     def spoilt(batches, loader):
         for images, targets, ids in batches(loader):
             yield images * math.nan, targets, ids
@@ -233,19 +331,24 @@ def spoil_evaluation() -> None:
 
 
 def test_an_evaluation_that_fails_ends_a_run(data, tmp_path):
-    assert f"error: the loss of the evaluation on 13 images is nan; last good checkpoint: {tmp_path}/a/last.ckpt\n" in \
-        train(arguments(data, tmp_path / "a"), spoil_evaluation, code=1)
+    assert (
+        f"error: the loss of the evaluation on 13 images is nan; last good checkpoint: {tmp_path}/a/last.ckpt\n"
+        in train(arguments(data, tmp_path / "a"), spoil_evaluation, code=1)
+    )
 
 
 # ---- run folders --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("key, value, message", [
-    ("model", {}, "do not fit the model: "),
-    ("optimizer", {"state": {}, "param_groups": []}, "does not fit sgd: "),
-    ("data_fingerprint", "0" * 64, "was trained on other data: fingerprint 000000000000, got "),
-    ("ema", {}, "has the averaged weights of --model-ema-decay, got 0"),
-])
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("model", {}, "do not fit the model: "),
+        ("optimizer", {"state": {}, "param_groups": []}, "does not fit sgd: "),
+        ("data_fingerprint", "0" * 64, "was trained on other data: fingerprint 000000000000, got "),
+        ("ema", {}, "has the averaged weights of --model-ema-decay, got 0"),
+    ],
+)
 def test_checkpoints_of_another_run(old_run, capsys, key, value, message):
     """What is refused is the content, in one line, and the file stays as it is."""
     path, other = old_run / "last.ckpt", Path(f"{old_run}2")
@@ -260,9 +363,19 @@ def test_checkpoints_of_another_run(old_run, capsys, key, value, message):
 def test_a_run_folder_of_another_format_is_one_line(old_run, capsys):
     """As release 0.3 wrote them, and what is no config.yaml at all."""
     path = old_run / "config.yaml"
-    for content in (path.read_text().replace("about:", "run:"), path.read_text().replace("format: 1", "format: 7"),
-                    "", "[]", "a: ["):
+    for content in (
+        path.read_text().replace("about:", "run:"),
+        path.read_text().replace("format: 1", "format: 7"),
+        "",
+        "[]",
+        "a: [",
+    ):
         path.write_text(content)
-        for argv in (["--evaluate", str(old_run)], ["--learning-curves", str(old_run), "--output", "c.png"]):
+        for argv in (
+            ["--evaluate", str(old_run)],
+            ["--learning-curves", str(old_run), "--output", "c.png"],
+        ):
             error = error_of(train_cifar.main, argv, capsys)
-            assert error.startswith((f"{old_run} must be a run folder of format 1, got ", f"{old_run} is not a run"))
+            assert error.startswith(
+                (f"{old_run} must be a run folder of format 1, got ", f"{old_run} is not a run")
+            )

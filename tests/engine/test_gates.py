@@ -1,4 +1,5 @@
 """Learnable gates in a run; fine-tuning from other weights, and parts of a network that are not trained."""
+
 import pytest
 import safetensors.torch
 import timm
@@ -16,7 +17,9 @@ from tests.engine import runner
 
 SMALL = dict(img_size=16, patch_size=8, embed_dim=12, depth=3, num_heads=3, num_classes=3)
 ONCE = "--recipe none --epochs 1"
-KWARGS = [f"{key}={value}" for key, value in SMALL.items() if key not in ("img_size", "num_classes")]
+KWARGS = [
+    f"{key}={value}" for key, value in SMALL.items() if key not in ("img_size", "num_classes")
+]
 
 
 def network(name="ea_vit_tiny_patch16_224", **options):
@@ -26,9 +29,13 @@ def network(name="ea_vit_tiny_patch16_224", **options):
 
 def arguments(data, output, *more, model="ea_vit_tiny_patch16_224"):
     """Two epochs of five updates of eight images."""
-    return runner.words(f"--recipe none --model {model} --model-kwargs", *KWARGS,
-                        f"--img-size 16 --dataset folder --data-dir {data} --output {output}",
-                        "--epochs 2 --batch-size 8 --opt adamw --lr 1e-3 --device cpu", *more)
+    return runner.words(
+        f"--recipe none --model {model} --model-kwargs",
+        *KWARGS,
+        f"--img-size 16 --dataset folder --data-dir {data} --output {output}",
+        "--epochs 2 --batch-size 8 --opt adamw --lr 1e-3 --device cpu",
+        *more,
+    )
 
 
 def gates_of(folder):
@@ -40,7 +47,9 @@ def test_gates_are_logged_and_exported(data, tmp_path):
     folder = tmp_path / "learnt"
     assert train_cifar.main(arguments(data, folder, "--gate-lr 30 --model-ema-decay 0.9")) == 0
     gates = gates_of(folder)
-    names = [f"blocks.{block}.attn.evolution.{share}" for block in (1, 2) for share in ("alpha", "beta")]
+    names = [
+        f"blocks.{block}.attn.evolution.{share}" for block in (1, 2) for share in ("alpha", "beta")
+    ]
     assert list(gates) == names
     weights = runner.weights_of(folder)
     best = run_folder.read_results(folder)["test_best"]["epoch"]
@@ -56,16 +65,28 @@ def test_layer_decay_is_timms_and_multiplies_the_rate_of_the_shares():
     gates = {id(gate) for gate in learnable_gates(model).values()}
 
     def scales(optimizer, gate_lr=1):
-        return {id(p): (pytest.approx(group["lr_scale"] / (gate_lr if id(p) in gates else 1)), group["weight_decay"])
-                for group in optimizer.param_groups for p in group["params"]}
+        return {
+            id(p): (
+                pytest.approx(group["lr_scale"] / (gate_lr if id(p) in gates else 1)),
+                group["weight_decay"],
+            )
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
 
     options = dict(lr=0.1, weight_decay=0.05, layer_decay=0.5)
     theirs = scales(timm.optim.create_optimizer_v2(model, "adamw", **options))
     assert len({scale.expected for scale, _ in theirs.values()}) > 4
     for gate_lr in (1, 30):
-        ours = build_optimizer(ClassificationConfig(opt="adamw", gate_lr=gate_lr, **options), model, 8)
-        assert {p: (scale.expected, decay) for p, (scale, decay) in scales(ours, gate_lr).items()} == theirs
-        assert ours.param_groups[0]["lr_scale"] == 1, "the first group's rate, which is logged, is lr"
+        ours = build_optimizer(
+            ClassificationConfig(opt="adamw", gate_lr=gate_lr, **options), model, 8
+        )
+        assert {
+            p: (scale.expected, decay) for p, (scale, decay) in scales(ours, gate_lr).items()
+        } == theirs
+        assert ours.param_groups[0]["lr_scale"] == 1, (
+            "the first group's rate, which is logged, is lr"
+        )
 
 
 def test_pretrained_path_is_the_start_of_a_run(data, tmp_path, capsys):
@@ -73,11 +94,15 @@ def test_pretrained_path_is_the_start_of_a_run(data, tmp_path, capsys):
     plain = tmp_path / "plain"
     assert train_cifar.main(arguments(data, plain, model="vit_tiny_patch16_224")) == 0
     weights, results = runner.weights_of(plain), []
-    for name, changed in (("seven", {"head.weight": torch.ones(7, 12), "head.bias": torch.ones(7)}),
-                          ("lacking", {"blocks.1.mlp.fc1.weight": None}),
-                          ("spoilt", {"norm.weight": torch.full((12,), torch.nan)})):
-        safetensors.torch.save_file({key: value for key, value in (weights | changed).items() if value is not None},
-                                    tmp_path / f"{name}.safetensors")
+    for name, changed in (
+        ("seven", {"head.weight": torch.ones(7, 12), "head.bias": torch.ones(7)}),
+        ("lacking", {"blocks.1.mlp.fc1.weight": None}),
+        ("spoilt", {"norm.weight": torch.full((12,), torch.nan)}),
+    ):
+        safetensors.torch.save_file(
+            {key: value for key, value in (weights | changed).items() if value is not None},
+            tmp_path / f"{name}.safetensors",
+        )
     (tmp_path / "text.safetensors").write_text("no weights")
     capsys.readouterr()
     for source in (plain, tmp_path / "seven.safetensors"):
@@ -88,10 +113,16 @@ def test_pretrained_path_is_the_start_of_a_run(data, tmp_path, capsys):
         assert changed == (set() if source == plain else {"head.weight", "head.bias"})
         assert begun["head.weight"].shape == (3, 12)
         results.append(run_folder.read_results(folder)["test_best"]["top1"])
-    assert results[0] == run_folder.read_results(plain)["test_best"]["top1"], "no class's score has changed"
+    assert results[0] == run_folder.read_results(plain)["test_best"]["top1"], (
+        "no class's score has changed"
+    )
     assert "head.weight of" in capsys.readouterr().out
-    for name, message in (("lacking", "blocks.1.mlp.fc1.weight"), ("spoilt", "must be finite"),
-                          ("text", "cannot be read"), ("missing", "cannot be read")):
+    for name, message in (
+        ("lacking", "blocks.1.mlp.fc1.weight"),
+        ("spoilt", "must be finite"),
+        ("text", "cannot be read"),
+        ("missing", "cannot be read"),
+    ):
         argv = arguments(data, tmp_path / "bad", f"--pretrained-path {tmp_path}/{name}.safetensors")
         assert message in runner.error_of(train_cifar.main, argv, capsys)
 
@@ -107,29 +138,49 @@ def test_fine_tuning_by_recipe_from_pretrained_weights(data, recipe, tmp_path, m
 
     def from_file(name, pretrained=False, **kwargs):
         assert pretrained
-        return create(name, pretrained=True, pretrained_cfg_overlay={"file": str(file), "custom_load": False}, **kwargs)
+        return create(
+            name,
+            pretrained=True,
+            pretrained_cfg_overlay={"file": str(file), "custom_load": False},
+            **kwargs,
+        )
 
     monkeypatch.setattr(timm, "create_model", from_file)
-    argv = runner.words(f"--recipe {recipe} --model {model} --pretrained --model-kwargs", *KWARGS,
-                        f"--data-dir {data} --img-size 16 --eval-resize 18 --epochs 1 --batch-size 8 --workers 0",
-                        f"--lr 1e-6 --output {tmp_path / 'run'} --device cpu")
+    argv = runner.words(
+        f"--recipe {recipe} --model {model} --pretrained --model-kwargs",
+        *KWARGS,
+        f"--data-dir {data} --img-size 16 --eval-resize 18 --epochs 1 --batch-size 8 --workers 0",
+        f"--lr 1e-6 --output {tmp_path / 'run'} --device cpu",
+    )
     assert train_imagenet.main(argv) == 0
     begun = runner.weights_of(tmp_path / "run")
     assert begun["head.weight"].shape[0] == 3
     assert (begun["blocks.2.mlp.fc1.weight"] - state["blocks.2.mlp.fc1.weight"]).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("more, trained", [
-    ("--linear-probe", {"fc.weight", "fc.bias"}),
-    ("--freeze conv1,bn1,layer1", {"layer4.0.conv1.weight", "layer4.0.bn1.running_mean"}),
-])
+@pytest.mark.parametrize(
+    "more, trained",
+    [
+        ("--linear-probe", {"fc.weight", "fc.bias"}),
+        ("--freeze conv1,bn1,layer1", {"layer4.0.conv1.weight", "layer4.0.bn1.running_mean"}),
+    ],
+)
 def test_frozen_parts_stay_as_they_began_statistics_included(data, tmp_path, more, trained):
     first = tmp_path / "first"
-    assert train_cifar.main(runner.arguments(data, first, ONCE, "--mean 0.1 0.2 0.3 --std 0.4 0.5 0.6")) == 0
+    assert (
+        train_cifar.main(
+            runner.arguments(data, first, ONCE, "--mean 0.1 0.2 0.3 --std 0.4 0.5 0.6")
+        )
+        == 0
+    )
     begun, second = runner.weights_of(first), tmp_path / "second"
     argv = runner.arguments(data, second, ONCE, f"--pretrained-path {first}", more)
     assert train_cifar.main(argv) == 0
-    changed = {name for name, value in runner.weights_of(second).items() if not torch.equal(value, begun[name])}
+    changed = {
+        name
+        for name, value in runner.weights_of(second).items()
+        if not torch.equal(value, begun[name])
+    }
     assert trained <= changed
     assert not [name for name in changed if name.startswith(("conv1.", "bn1.", "layer1."))]
     assert len(changed) == len(trained) or "freeze" in more

@@ -1,4 +1,5 @@
 """The kill matrix: a run that was killed, anywhere, and continued by the same command ends as one that was not."""
+
 import json
 import os
 import signal
@@ -29,7 +30,13 @@ from tests.engine.runner import (
 
 EXTRAS = "--lr 0.1 --model-ema-decay 0.9 --mixup 0.2 --reprob 0.5 --holdout 0 --snapshot-epochs 2"
 KILLED = -signal.SIGKILL
-STAGES = ("half", "unsynced", "synced", "between", "renamed")  # of a write, at which a process may be killed
+STAGES = (
+    "half",
+    "unsynced",
+    "synced",
+    "between",
+    "renamed",
+)  # of a write, at which a process may be killed
 
 
 @pytest.fixture(scope="module")
@@ -79,22 +86,38 @@ def progress(folder, name=checkpoint.LAST) -> dict:
 # Updates 1 to 5 are the first epoch; checkpoints lie before 1 and after 2, 4, 5, 7, 9 and 10. Each start counts its own
 # updates: killed in update 1, 4, 7, 6 and 10 of the run, of which those since the last checkpoint are made again.
 def test_sigkill_during_training(argv, folder, uninterrupted):
-    killed(argv, folder, uninterrupted, *(SignalAfterUpdate(signal.SIGKILL, n) for n in (1, 4, 5, 1, 4)))
+    killed(
+        argv,
+        folder,
+        uninterrupted,
+        *(SignalAfterUpdate(signal.SIGKILL, n) for n in (1, 4, 5, 1, 4)),
+    )
 
 
 @pytest.mark.parametrize("first", [1, 2, 3])
 def test_sigkill_during_checkpoint_writes(argv, folder, uninterrupted, first):
     """At every stage of a write: of the run's first, one inside an epoch, one at its end."""
-    stages = [stage for stage in STAGES if (first, stage) != (1, "between")]  # the first replaces none
+    stages = [
+        stage for stage in STAGES if (first, stage) != (1, "between")
+    ]  # the first replaces none
     before = [HurtWrite("renamed", 1)] * (first - 1)
     killed(argv, folder, uninterrupted, *before, *(HurtWrite(stage, 1) for stage in stages))
 
 
-@pytest.mark.parametrize("names", [(run_folder.CONFIG, run_folder.METRICS, checkpoint.BEST),
-                                   (run_folder.WEIGHTS, "epoch_0002.safetensors", run_folder.RESULTS)])
+@pytest.mark.parametrize(
+    "names",
+    [
+        (run_folder.CONFIG, run_folder.METRICS, checkpoint.BEST),
+        (run_folder.WEIGHTS, "epoch_0002.safetensors", run_folder.RESULTS),
+    ],
+)
 def test_sigkill_during_other_writes(argv, folder, uninterrupted, names):
-    killed(argv, folder, uninterrupted, *(HurtWrite(stage, 1, name) for name in names
-                                          for stage in ("half", "renamed")))
+    killed(
+        argv,
+        folder,
+        uninterrupted,
+        *(HurtWrite(stage, 1, name) for name in names for stage in ("half", "renamed")),
+    )
 
 
 def test_sigkill_between_the_last_epochs_best_and_last_checkpoint(argv, folder, uninterrupted):
@@ -107,11 +130,15 @@ def test_sigkill_between_the_last_epochs_best_and_last_checkpoint(argv, folder, 
 
 def test_signals_finish_the_update_save_and_leave(argv, folder, uninterrupted):
     """TERM inside the first epoch, Ctrl-C inside the second, and TERM in an evaluation, which is made again."""
-    for sabotage, number, wanted in ((SignalAfterUpdate(signal.SIGTERM, 3), signal.SIGTERM, (0, 3, 3)),
-                                     (signal_in_evaluation, signal.SIGTERM, (0, 5, 5)),
-                                     (SignalAfterUpdate(signal.SIGINT, 3), signal.SIGINT, (1, 3, 8))):
+    for sabotage, number, wanted in (
+        (SignalAfterUpdate(signal.SIGTERM, 3), signal.SIGTERM, (0, 3, 3)),
+        (signal_in_evaluation, signal.SIGTERM, (0, 5, 5)),
+        (SignalAfterUpdate(signal.SIGINT, 3), signal.SIGINT, (1, 3, 8)),
+    ):
         said, at = train(argv, sabotage, code=128 + number), progress(folder)
-        assert (at["epoch"], at["step"], at["updates"]) == wanted, "the update it was in is finished and saved"
+        assert (at["epoch"], at["step"], at["updates"]) == wanted, (
+            "the update it was in is finished and saved"
+        )
         assert len(at["rows"]) == wanted[0] and run_folder.read_results(folder) is None
     assert "Traceback" not in said
     continued(argv, folder, uninterrupted)
@@ -120,7 +147,10 @@ def test_signals_finish_the_update_save_and_leave(argv, folder, uninterrupted):
 def test_a_second_run_that_is_refused_leaves_the_folder_of_one_that_has_only_just_begun(folder):
     """Nothing is in it yet, so it looks like one to clear away."""
     with run_folder.locked(folder, CPU):
-        with pytest.raises(UsageError, match="is in use by another run"), run_folder.locked(folder, CPU):
+        with (
+            pytest.raises(UsageError, match="is in use by another run"),
+            run_folder.locked(folder, CPU),
+        ):
             raise AssertionError("two runs in one folder")
         run_folder.write_metrics(folder, [])
     assert (folder / run_folder.METRICS).exists()
@@ -139,7 +169,9 @@ def test_kill_at_any_time_and_twice(argv, folder, uninterrupted):
     continued(argv, folder, uninterrupted)
 
 
-def test_resume_goes_on_from_an_older_checkpoint_when_the_newest_is_damaged(argv, folder, uninterrupted):
+def test_resume_goes_on_from_an_older_checkpoint_when_the_newest_is_damaged(
+    argv, folder, uninterrupted
+):
     stopped(argv, 8, signal.SIGKILL)
     path = folder / checkpoint.LAST
     damaged = bytearray(path.read_bytes())
@@ -148,23 +180,41 @@ def test_resume_goes_on_from_an_older_checkpoint_when_the_newest_is_damaged(argv
     said = train(argv)
     same_result(folder, uninterrupted)
     assert "skipped" in said and str(path) in said and "checksum" in said
-    assert (folder / "last.ckpt.damaged").read_bytes() == damaged, "it is kept, and has pushed out no good one"
+    assert (folder / "last.ckpt.damaged").read_bytes() == damaged, (
+        "it is kept, and has pushed out no good one"
+    )
 
 
 def test_a_start_without_updates_is_not_kept():
     progress = Progress()
-    for updates, commit, kept in ((0, "a", "1a"), (0, "b", "1b"), (5, "c", "1b 6c"), (5, "d", "1b 6d"),
-                                  (9, "d", "1b 6d"), (8, "e", "1b 6d 9e"), (7, "d", "1b 6d"), (4, "e", "1b 5e")):
+    for updates, commit, kept in (
+        (0, "a", "1a"),
+        (0, "b", "1b"),
+        (5, "c", "1b 6c"),
+        (5, "d", "1b 6d"),
+        (9, "d", "1b 6d"),
+        (8, "e", "1b 6d 9e"),
+        (7, "d", "1b 6d"),
+        (4, "e", "1b 5e"),
+    ):
         progress.updates = updates
-        progress.begin({"command": "", "hardware": "", "versions": {}, "git_commit": commit, "classes": []})
-        assert " ".join(f"{start['update']}{start['git_commit']}" for start in progress.starts) == kept
+        progress.begin(
+            {"command": "", "hardware": "", "versions": {}, "git_commit": commit, "classes": []}
+        )
+        assert (
+            " ".join(f"{start['update']}{start['git_commit']}" for start in progress.starts) == kept
+        )
 
 
 def test_disk_full(argv, folder, uninterrupted):
     for name, nth in ((checkpoint.LAST, 3), (checkpoint.BEST, 1), (run_folder.WEIGHTS, 1)):
         said = train(argv, HurtWrite("full", nth, name), code=1)
         error = said.splitlines()[-1]
-        assert error.startswith("error: ") and f"cannot write {folder / name}" in error and "Traceback" not in said
+        assert (
+            error.startswith("error: ")
+            and f"cannot write {folder / name}" in error
+            and "Traceback" not in said
+        )
         assert not list(folder.glob(".*.tmp")), "what was written in vain is freed"
         saved(folder)
     continued(argv, folder, uninterrupted)
@@ -175,7 +225,9 @@ def test_non_finite_loss_stops_and_says_where(argv, folder, uninterrupted):
     assert "update 4 of epoch 1" in error and str(folder / checkpoint.LAST) in error
     report = json.loads((folder / "nonfinite-epoch001-update00004.json").read_text())
     assert report["last_good_checkpoint"] == str(folder / checkpoint.LAST)
-    assert len(report["samples"][0]) == 8 and all(name.endswith(".png") for name in report["samples"][0])
+    assert len(report["samples"][0]) == 8 and all(
+        name.endswith(".png") for name in report["samples"][0]
+    )
     assert progress(folder)["updates"] == 2
     continued(argv, folder, uninterrupted)
 
@@ -185,7 +237,9 @@ def test_weights_and_statistics_that_are_not_finite_are_never_saved(data, folder
     said = train(arguments(data, folder), partial(spoil_tensor, 4, spoilt), code=1)
     assert f"a weight is not finite after update 4 of epoch 1 ({spoilt})" in said
     model = saved(folder)["model"]
-    assert progress(folder)["updates"] == 2 and all(value.isfinite().all() for value in model.values())
+    assert progress(folder)["updates"] == 2 and all(
+        value.isfinite().all() for value in model.values()
+    )
 
 
 # ---- what the recipes are made of -----------------------------------------------------------------------------------
@@ -196,24 +250,47 @@ ATTENTION = "--model ea_conv_transformer_cifar --model-kwargs widths=[16,16,16,1
 
 # Lookahead's two weights meet after update 6, and at the ends of the epochs, updates 5 and 10. gloo's own order of
 # adding depends on a gradient's place in its bucket, and DDP lays the buckets anew when a run begins.
-@pytest.mark.parametrize("size, options, stops", [
-    pytest.param(1, "--opt lookahead_sgd --clip-grad 4", {4: signal.SIGKILL, 3: signal.SIGTERM}, id="lookahead"),
-    pytest.param(1, MUON, {4: signal.SIGKILL, 5: signal.SIGTERM}, id="muon"),
-    pytest.param(1, "--epochs 2.6", {12: signal.SIGTERM}, id="in the part of an epoch"),
-    pytest.param(2, "--batch-size 4 --model-ema-decay 0.9", {3: signal.SIGTERM}, id="one of two processes"),
-    pytest.param(3, ATTENTION, {4: signal.SIGTERM}, id="three processes", marks=pytest.mark.slow)])
-def test_a_run_that_was_stopped_ends_as_one_that_was_not(data, folder, tmp_path, size, options, stops):
+@pytest.mark.parametrize(
+    "size, options, stops",
+    [
+        pytest.param(
+            1,
+            "--opt lookahead_sgd --clip-grad 4",
+            {4: signal.SIGKILL, 3: signal.SIGTERM},
+            id="lookahead",
+        ),
+        pytest.param(1, MUON, {4: signal.SIGKILL, 5: signal.SIGTERM}, id="muon"),
+        pytest.param(1, "--epochs 2.6", {12: signal.SIGTERM}, id="in the part of an epoch"),
+        pytest.param(
+            2,
+            "--batch-size 4 --model-ema-decay 0.9",
+            {3: signal.SIGTERM},
+            id="one of two processes",
+        ),
+        pytest.param(
+            3, ATTENTION, {4: signal.SIGTERM}, id="three processes", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(
+    data, folder, tmp_path, size, options, stops
+):
     argv = arguments(data, folder, options)
     train(arguments(data, tmp_path / "whole", options), size=size)
     for update, number in stops.items():
         stopped(argv, update, number, rank=size - 1, size=size)
-    assert len(stops) > 1 or progress(folder)["updates"] == update, "all processes hear of it in the same update"
+    assert len(stops) > 1 or progress(folder)["updates"] == update, (
+        "all processes hear of it in the same update"
+    )
     train(argv, size=size)
     same_result(folder, tmp_path / "whole")
 
 
 def test_exported_weights_are_those_that_were_evaluated(uninterrupted):
     """The averaged ones, bit for bit, as timm loads them by the run's keywords."""
-    model = timm.create_model("test_resnet", **run_folder.read_config(uninterrupted)[1]["model_kwargs"],
-                              checkpoint_path=str(uninterrupted / run_folder.WEIGHTS))
+    model = timm.create_model(
+        "test_resnet",
+        **run_folder.read_config(uninterrupted)[1]["model_kwargs"],
+        checkpoint_path=str(uninterrupted / run_folder.WEIGHTS),
+    )
     assert_equal(saved(uninterrupted, checkpoint.BEST)["ema"], dict(model.state_dict()), "weights")

@@ -2,6 +2,7 @@
 them. Faults and what comes of them: `pytest -s -m slow` of this file prints the table that
 experiments/others.md has.
 """
+
 import os
 import shutil
 import signal
@@ -28,7 +29,9 @@ def arguments(photos: Path, output: Path, *more: str) -> list[str]:
     return runner.words(
         f"--data-dir {photos} --recipe none --model test_resnet --model-kwargs drop_rate=0.2 --img-size 16",
         "--eval-resize 20 --batch-size 2 --workers 0 --epochs 10 --warmup-epochs 0 --lr 0.01 --device cpu",
-        f"--log-steps 0 --checkpoint-steps 1 --output {output}", *more)
+        f"--log-steps 0 --checkpoint-steps 1 --output {output}",
+        *more,
+    )
 
 
 # ---- in every run of the tests: what processes of different nodes say of themselves ----------------------------------
@@ -39,7 +42,9 @@ def of_the_second(argv: list[str], what: str, empty: Path) -> None:
     if os.environ["RANK"] == "1":
         around(command, "parse", lambda parse, parser, _: parse(parser, argv))
         if what == "commit":
-            around(command, "provenance", lambda provenance: {**provenance(), "git_commit": "0" * 40})
+            around(
+                command, "provenance", lambda provenance: {**provenance(), "git_commit": "0" * 40}
+            )
         if what == "folder":
             around(checkpoint, "newest_checkpoint", lambda newest, *_: newest(empty))
 
@@ -58,7 +63,9 @@ def test_nodes_that_differ_are_refused(photos, tmp_path, what):
     elif what == "folder":
         train([*argv, "--epochs", "1"], size=2, main=train_imagenet.main)
         message = "must be on a disk that all processes share"
-    said = train(argv, partial(of_the_second, second, what, other), size=2, code=2, main=train_imagenet.main)
+    said = train(
+        argv, partial(of_the_second, second, what, other), size=2, code=2, main=train_imagenet.main
+    )
     assert message in said and (folder / checkpoint.LAST).exists() == (what == "folder")
 
 
@@ -73,13 +80,25 @@ def nodes():
         commands = [f"netns add {name}" for name in names]
         commands += [f"link add veth0 netns {names[0]} type veth peer name veth0 netns {names[1]}"]
         for number, name in enumerate(names, start=1):
-            commands += [f"-n {name} {what}" for what in (
-                f"addr add 10.77.0.{number}/24 dev veth0", "link set veth0 up", "link set lo up")]
+            commands += [
+                f"-n {name} {what}"
+                for what in (
+                    f"addr add 10.77.0.{number}/24 dev veth0",
+                    "link set veth0 up",
+                    "link set lo up",
+                )
+            ]
         try:
             for command in commands:
                 subprocess.run(["ip", *command.split()], check=True, capture_output=True)
-            yield [(["ip", "netns", "exec", name], f"10.77.0.{number}", {"GLOO_SOCKET_IFNAME": "veth0"})
-                   for number, name in enumerate(names, start=1)]
+            yield [
+                (
+                    ["ip", "netns", "exec", name],
+                    f"10.77.0.{number}",
+                    {"GLOO_SOCKET_IFNAME": "veth0"},
+                )
+                for number, name in enumerate(names, start=1)
+            ]
         finally:
             for name in names:
                 subprocess.run(["ip", "netns", "del", name], capture_output=True)
@@ -101,17 +120,34 @@ class Agents:
     def start(self, *numbers: int) -> None:
         for number in numbers:
             prefix, address, environment = self.nodes[number]
-            launch = [*prefix, sys.executable, "-m", "torch.distributed.run", *runner.words(
-                "--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-id run --max-restarts 3",
-                f"--rdzv-endpoint {self.nodes[0][1]}:{self.port} --local-addr {address}",
-                f"--rdzv-conf is_host={str(number == 0).lower()},join_timeout={JOIN_SECONDS}"),
-                str(SCRIPT), *self.argv]
+            launch = [
+                *prefix,
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                *runner.words(
+                    "--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-id run --max-restarts 3",
+                    f"--rdzv-endpoint {self.nodes[0][1]}:{self.port} --local-addr {address}",
+                    f"--rdzv-conf is_host={str(number == 0).lower()},join_timeout={JOIN_SECONDS}",
+                ),
+                str(SCRIPT),
+                *self.argv,
+            ]
             with open(self.log, "a") as file:
                 self.running[number] = subprocess.Popen(
-                    launch, stdout=file, stderr=file, start_new_session=True,
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parent), **environment,
-                         # else an agent that comes back waits for an address that the other one gave out only once
-                         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+                    launch,
+                    stdout=file,
+                    stderr=file,
+                    start_new_session=True,
+                    env={
+                        **os.environ,
+                        "OMP_NUM_THREADS": "1",
+                        "PYTHONPATH": str(SCRIPT.parent),
+                        **environment,
+                        # else an agent that comes back waits for an address that the other one gave out only once
+                        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+                    },
+                )
 
     def updates(self) -> int:
         """How many updates of the weights are saved."""
@@ -137,7 +173,11 @@ class Agents:
 
     def trainers(self, process: subprocess.Popen) -> list[int]:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        return [int(pid) for pid in children if b"train_imagenet" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [
+            int(pid)
+            for pid in children
+            if b"train_imagenet" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
 
     def wait(self) -> list[int]:
         return [self.running[number].wait(400) for number in sorted(self.running)]
@@ -175,7 +215,9 @@ def test_what_dies_and_comes_back_changes_nothing(whole, agents, fault):
         agents.kill(1)
         time.sleep(2)
         agents.start(1)
-    elif fault == "first node":  # where the agents meet: the other one ends, and the job is started anew
+    elif (
+        fault == "first node"
+    ):  # where the agents meet: the other one ends, and the job is started anew
         agents.kill(0)
         assert agents.running[1].wait(120) != 0
         agents.start(0, 1)
@@ -185,8 +227,10 @@ def test_what_dies_and_comes_back_changes_nothing(whole, agents, fault):
         assert 0 not in agents.wait()
         agents.start(0, 1)
     assert agents.wait() == [0, 0], agents.log.read_text()
-    print(f"| {fault} {'' if 'TERM' in fault else 'killed '}| finished, weights as undisturbed | "
-          f"{time.monotonic() - begun - whole[1]:.0f} s more |")
+    print(
+        f"| {fault} {'' if 'TERM' in fault else 'killed '}| finished, weights as undisturbed | "
+        f"{time.monotonic() - begun - whole[1]:.0f} s more |"
+    )
     assert "resumed from" in agents.log.read_text()
     same_result(agents.folder, whole[0])
 
@@ -198,8 +242,10 @@ def test_a_node_that_does_not_come_back_ends_the_job_and_loses_nothing(whole, ag
     agents.kill(1)
     code = agents.running[0].wait(300)
     assert code != 0 and "RendezvousTimeoutError" in agents.log.read_text()
-    print(f"| a node gone for good | the other agent ends with code {code} | after {time.monotonic() - begun:.0f} s, "
-          f"{JOIN_SECONDS} of them join_timeout |")
+    print(
+        f"| a node gone for good | the other agent ends with code {code} | after {time.monotonic() - begun:.0f} s, "
+        f"{JOIN_SECONDS} of them join_timeout |"
+    )
     assert agents.updates() >= 12 and run_folder.read_results(agents.folder) is None
     agents.start(0, 1)
     assert agents.wait() == [0, 0], agents.log.read_text()

@@ -1,4 +1,5 @@
 """Optimisers: whatever timm builds by name, groups and their rates, and states that survive."""
+
 import warnings
 
 import pytest
@@ -12,7 +13,9 @@ from ea_vision.engine.optimizer import build_optimizer, build_schedule, load_opt
 
 
 def config(**options) -> TrainConfig:
-    return TrainConfig(**{"opt": "sgd", "lr": 0.1, "warmup_epochs": 0, "sched": "constant", **options})
+    return TrainConfig(
+        **{"opt": "sgd", "lr": 0.1, "warmup_epochs": 0, "sched": "constant", **options}
+    )
 
 
 def network() -> torch.nn.Module:
@@ -20,7 +23,9 @@ def network() -> torch.nn.Module:
     return timm.create_model("ea_conv_transformer_cifar", widths=(8, 8, 8, 8), depth=1, img_size=8)
 
 
-def moved(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rate: float | None = None) -> dict:
+def moved(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, rate: float | None = None
+) -> dict:
     """How far each parameter moves in a step of random gradients, at this rate of all groups if one is given."""
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
@@ -31,20 +36,31 @@ def moved(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rate: float 
     return {name: parameter.detach() - before[name] for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"opt": "lookahed_sgd"}, "did you mean lookahead_sgd"),
-    ({"opt": "fused_sgd"}, "unknown optimiser 'fused_sgd'"),  # timm would make it sgd, without a word
-    ({"opt_kwargs": {"nosuch": 1}}, "refuses lr=0.1 momentum=0.9 nosuch=1"),
-    ({"opt": "muon", "opt_kwargs": {"conv_mode": "x"}}, "refuses lr=0.1 momentum=0.9 conv_mode=x"),
-    ({"gate_lr": 30}, "gate_lr 30 needs learnable gates"),
-    ({"attention_lr": 0.25}, "attention_lr 0.25 needs attention layers of ea_vision"),
-])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"opt": "lookahed_sgd"}, "did you mean lookahead_sgd"),
+        (
+            {"opt": "fused_sgd"},
+            "unknown optimiser 'fused_sgd'",
+        ),  # timm would make it sgd, without a word
+        ({"opt_kwargs": {"nosuch": 1}}, "refuses lr=0.1 momentum=0.9 nosuch=1"),
+        (
+            {"opt": "muon", "opt_kwargs": {"conv_mode": "x"}},
+            "refuses lr=0.1 momentum=0.9 conv_mode=x",
+        ),
+        ({"gate_lr": 30}, "gate_lr 30 needs learnable gates"),
+        ({"attention_lr": 0.25}, "attention_lr 0.25 needs attention layers of ea_vision"),
+    ],
+)
 def test_refusals_are_named(options, message):
     with pytest.raises(UsageError, match=message):
         build_optimizer(config(**options), timm.create_model("resnet18_cifar"), 1)
 
 
-@pytest.mark.parametrize("name", ["sgd", "lamb", "lion", "nmuon", "lookahead_adamw", "lookahead_muon"])
+@pytest.mark.parametrize(
+    "name", ["sgd", "lamb", "lion", "nmuon", "lookahead_adamw", "lookahead_muon"]
+)
 def test_what_timm_builds_makes_a_step(name):
     if name.removeprefix("lookahead_") not in timm.optim.list_optimizers():
         pytest.skip(f"timm {timm.__version__} has no {name}")
@@ -55,13 +71,24 @@ def test_what_timm_builds_makes_a_step(name):
 
 
 def test_attention_lr_leaves_learnable_gates_to_gate_lr():
-    model = timm.create_model("ea_vit_tiny_patch16_224", img_size=32, patch_size=16, embed_dim=48, depth=2)
-    scales = {id(p): group["lr_scale"] for group in build_optimizer(config(attention_lr=0.5, gate_lr=30), model,
-                                                                    1).param_groups for p in group["params"]}
+    model = timm.create_model(
+        "ea_vit_tiny_patch16_224", img_size=32, patch_size=16, embed_dim=48, depth=2
+    )
+    scales = {
+        id(p): group["lr_scale"]
+        for group in build_optimizer(config(attention_lr=0.5, gate_lr=30), model, 1).param_groups
+        for p in group["params"]
+    }
     assert {name: scales[id(p)] for name, p in model.named_parameters() if scales[id(p)] != 1} == {
-        "blocks.1.attn.evolution.alpha": 30, "blocks.1.attn.evolution.beta": 30,
+        "blocks.1.attn.evolution.alpha": 30,
+        "blocks.1.attn.evolution.beta": 30,
         **{f"blocks.1.attn.evolution.convs.0.{part}": 0.5 for part in ("weight", "bias")},
-        **{f"blocks.{block}.attn.qkv.{part}": 0.5 for block in (0, 1) for part in ("weight", "bias")}}
+        **{
+            f"blocks.{block}.attn.qkv.{part}": 0.5
+            for block in (0, 1)
+            for part in ("weight", "bias")
+        },
+    }
 
 
 @pytest.mark.parametrize("opt", ["sgd", "lookahead_muon"])
@@ -73,7 +100,9 @@ def test_attention_lr_scales_the_update(opt):
         model = network()
         settings = config(opt=opt, lr=0.01, attention_lr=scale, sched="linear")
         optimizer = build_optimizer(settings, model, 1)
-        build_schedule(settings, optimizer, 10).step_update(20)  # which multiplies the rates by the groups' scales
+        build_schedule(settings, optimizer, 10).step_update(
+            20
+        )  # which multiplies the rates by the groups' scales
         torch.manual_seed(1)
         ways.append(moved(model, optimizer))
     for name, whole in ways[0].items():
@@ -82,8 +111,10 @@ def test_attention_lr_scales_the_update(opt):
         torch.testing.assert_close(ways[1][name], share * whole, atol=1e-6, rtol=1e-3)
 
 
-@pytest.mark.parametrize("opt, kwargs, share", [
-    ("muon", {"fallback_lr_scale": 0.25}, 0.25), ("lookahead_muon", {"adamw_lr": 0.01}, 0.1)])
+@pytest.mark.parametrize(
+    "opt, kwargs, share",
+    [("muon", {"fallback_lr_scale": 0.25}, 0.25), ("lookahead_muon", {"adamw_lr": 0.01}, 0.1)],
+)
 def test_schedules_reach_all_parameters_of_muon(opt, kwargs, share):
     """Its AdamW's as well, of which timm's older releases keep the rate as it was at the start; a rate that is given
     for it is a multiple of lr."""
@@ -91,11 +122,17 @@ def test_schedules_reach_all_parameters_of_muon(opt, kwargs, share):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # newer releases of timm warn of adamw_lr
         optimizer = build_optimizer(config(opt=opt, opt_kwargs=kwargs), model, 1)
-    assert not any(way.any() for way in moved(model, optimizer, 0.0).values()), "as schedules have it at their end"
+    assert not any(way.any() for way in moved(model, optimizer, 0.0).values()), (
+        "as schedules have it at their end"
+    )
     getattr(optimizer, "_base_optimizer", optimizer).state.clear()
-    way = moved(model, optimizer, 0.05)["head.fc.bias"].abs()  # AdamW's first step: the rate, whatever the gradient
+    way = moved(model, optimizer, 0.05)[
+        "head.fc.bias"
+    ].abs()  # AdamW's first step: the rate, whatever the gradient
     torch.testing.assert_close(way, torch.full_like(way, 0.05 * share), atol=1e-4, rtol=0)
-    assert not any("exp_avg" in state for p, state in optimizer.state.items() if p.ndim == 4 and len(p) > 1), "matrices"
+    assert not any(
+        "exp_avg" in state for p, state in optimizer.state.items() if p.ndim == 4 and len(p) > 1
+    ), "matrices"
 
 
 def test_a_recipes_keywords_are_for_its_own_optimiser(tmp_path):
@@ -110,7 +147,10 @@ def test_a_recipes_keywords_are_for_its_own_optimiser(tmp_path):
 
 def test_what_an_optimiser_counts_in_its_groups_is_kept_and_changed_options_are_the_runs():
     layer = torch.nn.Conv2d(2, 2, 3, bias=False).to(memory_format=torch.channels_last)
-    first, second = (build_optimizer(config(opt="lookahead_sgd", weight_decay=decay), layer, 1) for decay in (0.1, 0.3))
+    first, second = (
+        build_optimizer(config(opt="lookahead_sgd", weight_decay=decay), layer, 1)
+        for decay in (0.1, 0.3)
+    )
     for _ in range(8):  # k is 6
         moved(layer, first)
     saved = first.state_dict()
@@ -120,4 +160,9 @@ def test_what_an_optimiser_counts_in_its_groups_is_kept_and_changed_options_are_
     assert torch.equal(buffers["lookahead_slow_buff"], saved["state"][0]["lookahead_slow_buff"])
     assert buffers["momentum_buffer"].is_contiguous(memory_format=torch.channels_last)
     with pytest.raises(UsageError, match="optimiser state of x does not fit lookahead_sgd"):
-        load_optimizer(build_optimizer(config(attention_lr=3), network(), 1), saved, config(opt="lookahead_sgd"), "x")
+        load_optimizer(
+            build_optimizer(config(attention_lr=3), network(), 1),
+            saved,
+            config(opt="lookahead_sgd"),
+            "x",
+        )

@@ -1,5 +1,6 @@
 """Several gloo processes: the same weights as one process with the same images, every test image once, and a run that
 goes on with another number of them."""
+
 import json
 import os
 import shutil
@@ -14,19 +15,31 @@ import torch
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine import train as training
 from ea_vision.engine.train import Trainer
-from tests.engine.runner import GN_MODEL, SignalAfterUpdate, arguments, around, saved, spoil_loss, start_world, train
+from tests.engine.runner import (
+    GN_MODEL,
+    SignalAfterUpdate,
+    arguments,
+    around,
+    saved,
+    spoil_loss,
+    start_world,
+    train,
+)
 
 
 def assert_close(a: Path, b: Path) -> None:
     """Assert that two runs reached the same weights, up to the order of sums, and that they went some way to them."""
-    first, second, start = (torch.cat([value.flatten() for value in state["model"].values()])
-                            for state in (saved(a), saved(b), saved(a, "start.ckpt")))
+    first, second, start = (
+        torch.cat([value.flatten() for value in state["model"].values()])
+        for state in (saved(a), saved(b), saved(a, "start.ckpt"))
+    )
     assert (first - start).norm() > 0.1
     assert (first - second).norm() < 1e-4 * (first - start).norm()
 
 
 def keep_start() -> None:
     """Keep a copy of the first checkpoint, which has the initial weights."""
+
     def keep(save, trainer, *given, **more):
         save(trainer, *given, **more)
         if trainer.progress.updates == 0 and trainer.world.is_main:
@@ -52,7 +65,12 @@ def test_two_processes_or_two_batches_equal_one_with_twice_the_batch(data, tmp_p
 
 
 def test_non_finite_loss_on_one_process_stops_all(data, tmp_path):
-    train(arguments(data, tmp_path / "run", "--batch-size 4"), partial(spoil_loss, 3, 1), size=2, code=1)
+    train(
+        arguments(data, tmp_path / "run", "--batch-size 4"),
+        partial(spoil_loss, 3, 1),
+        size=2,
+        code=1,
+    )
     report = json.loads((tmp_path / "run" / "nonfinite-epoch001-update00003.json").read_text())
     assert [len(ids) for ids in report["sample_ids"]] == [4, 4], "the samples of every process"
 
@@ -62,24 +80,31 @@ def test_non_finite_loss_on_one_process_stops_all(data, tmp_path):
 def test_a_process_that_hangs_ends_the_run_in_one_line(data, tmp_path, hung):
     folder, log = tmp_path / "run", tmp_path / "log"
     argv = arguments(data, folder, "--dist-timeout", "0.1", "--batch-size", "4")
-    processes = start_world(2, argv, log, SignalAfterUpdate(signal.SIGSTOP, 7, rank=hung))  # the second epoch's second
+    processes = start_world(
+        2, argv, log, SignalAfterUpdate(signal.SIGSTOP, 7, rank=hung)
+    )  # the second epoch's second
     try:
         while "epoch 1/2" not in log.read_text() and processes[1 - hung].is_alive():
             time.sleep(0.1)
         begin = time.monotonic()
         processes[1 - hung].join(60)
-        assert processes[1 - hung].exitcode == 1 and time.monotonic() - begin < 6 + 15, log.read_text()
+        assert processes[1 - hung].exitcode == 1 and time.monotonic() - begin < 6 + 15, (
+            log.read_text()
+        )
     finally:
         for process in processes:
             process.kill()
     errors = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
     who = "" if hung else "process 1: "
-    assert errors == [f"error: {who}waited in vain for the other processes: one has ended, or not answered for 0.1 min"]
+    assert errors == [
+        f"error: {who}waited in vain for the other processes: one has ended, or not answered for 0.1 min"
+    ]
     assert saved(folder)["progress"]["epoch"] == 1, "the run can go on"
 
 
 def rank_statistics(folder: Path) -> None:
     """Write each process's own statistics of BatchNorm just before they become one."""
+
     def watched(distribute, model, *given, **more):
         torch.save(model.bn1.running_mean.clone(), folder / f"rank{os.environ['RANK']}.pt")
         distribute(model, *given, **more)
@@ -91,8 +116,11 @@ def rank_statistics(folder: Path) -> None:
 def test_statistics_of_unlike_shards(data, tmp_path, how):
     """reduce: the mean of what each process has seen; broadcast: the first one's."""
     folder = tmp_path / "run"
-    train(arguments(data, folder, f"--batch-size 4 --epochs 1 --dist-bn {how}"), partial(rank_statistics, tmp_path),
-          size=2)
+    train(
+        arguments(data, folder, f"--batch-size 4 --epochs 1 --dist-bn {how}"),
+        partial(rank_statistics, tmp_path),
+        size=2,
+    )
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1))
     kept = saved(folder)["model"]["bn1.running_mean"]
     assert not torch.allclose(first, second, atol=1e-4), "or this does not test what it says"
@@ -105,7 +133,12 @@ def log_ids(folder: Path, stop_after: int = 0) -> None:
 
     def watched(update, trainer, batches):
         with open(folder / f"{trainer.world.rank}-of-{trainer.world.size}", "a") as file:
-            file.write(json.dumps([trainer.progress.epoch, torch.cat([batch[2] for batch in batches]).tolist()]) + "\n")
+            file.write(
+                json.dumps(
+                    [trainer.progress.epoch, torch.cat([batch[2] for batch in batches]).tolist()]
+                )
+                + "\n"
+            )
         return update(trainer, batches)
 
     around(Trainer, "_update", watched)
@@ -124,7 +157,9 @@ def test_stopped_on_two_continued_on_one_and_back_inside_an_epoch(data, tmp_path
     alone, folder, ids = tmp_path / "alone", tmp_path / "run", tmp_path / "ids"
     assert "8 images = 2 x 1 processes x 4 batches" in train(arguments(data, alone, *SHARED))
     argv = arguments(data, folder, *SHARED, "--checkpoint-steps 1")
-    assert "8 images = 2 x 2 processes x 2 batches" in train(argv, partial(log_ids, ids, 2), size=2, code=STOPPED)
+    assert "8 images = 2 x 2 processes x 2 batches" in train(
+        argv, partial(log_ids, ids, 2), size=2, code=STOPPED
+    )
     assert run_folder.read_config(folder)[1]["processes"] == 2
     train(argv, partial(log_ids, ids, 2), code=STOPPED)
     assert saved(folder)["progress"]["step"] not in (0, 5)
@@ -137,4 +172,7 @@ def test_stopped_on_two_continued_on_one_and_back_inside_an_epoch(data, tmp_path
     first, second = (saved(path)["model"] for path in (alone, folder))
     torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
     refused = train(arguments(data, alone, *SHARED, "--total-batch 4"), code=2)
-    assert "the images of an update (batch_size x grad_accum_steps x processes) were 8, got 4" in refused
+    assert (
+        "the images of an update (batch_size x grad_accum_steps x processes) were 8, got 4"
+        in refused
+    )

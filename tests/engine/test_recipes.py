@@ -1,4 +1,5 @@
 """Recipes say what the papers do, and mean the same update on any number of processes."""
+
 from dataclasses import asdict
 
 import pytest
@@ -12,30 +13,94 @@ from tests.engine.recipes import resolved
 # ResNet strikes back (https://arxiv.org/abs/2110.00476), table 2; interpolation, sizes and the crop are those of timm's
 # weights. No file of timm's arguments was found: min_lr is mmpretrain's (imagenet_bs2048_rsb.py), bce_target_thresh has
 # no source but others' commands for timm's train.py. FFCV's configuration files. The PA paper.
-RSB = {"opt": "lamb", "sched": "cosine", "warmup_epochs": 5, "min_lr": 1e-6, "cutmix": 1.0, "bce_loss": True,
-       "bce_target_thresh": 0.2, "reprob": 0.0, "color_jitter": 0.0, "hflip": 0.5, "crop_scale": 0.08,
-       "model_ema_decay": 0.0, "clip_grad": 0.0, "side_to_evaluate": 224, "eval_resize": 235,
-       "interpolation": "bicubic", "total_batch": 2048}
+RSB = {
+    "opt": "lamb",
+    "sched": "cosine",
+    "warmup_epochs": 5,
+    "min_lr": 1e-6,
+    "cutmix": 1.0,
+    "bce_loss": True,
+    "bce_target_thresh": 0.2,
+    "reprob": 0.0,
+    "color_jitter": 0.0,
+    "hflip": 0.5,
+    "crop_scale": 0.08,
+    "model_ema_decay": 0.0,
+    "clip_grad": 0.0,
+    "side_to_evaluate": 224,
+    "eval_resize": 235,
+    "interpolation": "bicubic",
+    "total_batch": 2048,
+}
 FFCV = {"lr": 1.7, "warmup_epochs": 2, "total_batch": 4096, "first_img_size": 160, "img_size": 192}
 MNASNET = {"epochs": 350, "decay_epochs": 2.4, "sched": "step", "total_batch": 1024}
 DROP = {"conv_drop_rate": 0.2, "attn_drop_rate": 0.2, "ff_drop_rate": 0.2}
 PAPERS = {
-    "rsb_a1": {**RSB, "epochs": 600, "lr": 5e-3, "weight_decay": 0.01, "smoothing": 0.1, "aug_repeats": 3, "mixup": 0.2,
-               "img_size": 224},
-    "rsb_a2": {**RSB, "epochs": 300, "lr": 5e-3, "weight_decay": 0.02, "smoothing": 0.0, "aug_repeats": 3, "mixup": 0.1,
-               "img_size": 224},
-    "rsb_a3": {**RSB, "epochs": 100, "lr": 8e-3, "weight_decay": 0.02, "smoothing": 0.0, "aug_repeats": 1, "mixup": 0.1,
-               "img_size": 160, "aa": "rand-m6-mstd0.5-inc1", "model_kwargs": {}},
+    "rsb_a1": {
+        **RSB,
+        "epochs": 600,
+        "lr": 5e-3,
+        "weight_decay": 0.01,
+        "smoothing": 0.1,
+        "aug_repeats": 3,
+        "mixup": 0.2,
+        "img_size": 224,
+    },
+    "rsb_a2": {
+        **RSB,
+        "epochs": 300,
+        "lr": 5e-3,
+        "weight_decay": 0.02,
+        "smoothing": 0.0,
+        "aug_repeats": 3,
+        "mixup": 0.1,
+        "img_size": 224,
+    },
+    "rsb_a3": {
+        **RSB,
+        "epochs": 100,
+        "lr": 8e-3,
+        "weight_decay": 0.02,
+        "smoothing": 0.0,
+        "aug_repeats": 1,
+        "mixup": 0.1,
+        "img_size": 160,
+        "aa": "rand-m6-mstd0.5-inc1",
+        "model_kwargs": {},
+    },
     "ffcv_16": {**FFCV, "epochs": 16, "grow_epochs": [11, 13]},
     "ffcv_88": {**FFCV, "epochs": 88, "grow_epochs": [65, 76]},
-    "pa_cifar10": {"epochs": 630, "batch_size": 50, "total_batch": 50, "lr": 0.05, "min_lr": 1e-4, "momentum": 0.9,
-                   "weight_decay": 1e-4, "cutout": 8, "holdout": 5000, "opt": "momentum", "smoothing": 0,
-                   "model_kwargs": DROP},
+    "pa_cifar10": {
+        "epochs": 630,
+        "batch_size": 50,
+        "total_batch": 50,
+        "lr": 0.05,
+        "min_lr": 1e-4,
+        "momentum": 0.9,
+        "weight_decay": 1e-4,
+        "cutout": 8,
+        "holdout": 5000,
+        "opt": "momentum",
+        "smoothing": 0,
+        "model_kwargs": DROP,
+    },
     "imagenet": {"weight_decay": 1e-4, "momentum": 0.9, "total_batch": 256},
-    "imagenet_semnasnet_100": MNASNET, "imagenet_aa_mnasnet_100": MNASNET,
-    **{name: {"total_batch": images} for name, images in {
-        "imagenet_ea_aa_resnet50": 256, "torchvision_v2": 1024, "aa_cifar100": 256, "cifar100_wrn28_10": 1024,
-        "pa_cifar100": 50, "coco_aa_retinanet": 64, "coco_26_epochs": 16, "scenes": 64}.items()}}
+    "imagenet_semnasnet_100": MNASNET,
+    "imagenet_aa_mnasnet_100": MNASNET,
+    **{
+        name: {"total_batch": images}
+        for name, images in {
+            "imagenet_ea_aa_resnet50": 256,
+            "torchvision_v2": 1024,
+            "aa_cifar100": 256,
+            "cifar100_wrn28_10": 1024,
+            "pa_cifar100": 50,
+            "coco_aa_retinanet": 64,
+            "coco_26_epochs": 16,
+            "scenes": 64,
+        }.items()
+    },
+}
 
 
 @pytest.mark.parametrize("name", PAPERS)
@@ -48,8 +113,14 @@ def test_values_are_the_papers(name):
 
 def test_sizes_are_those_of_timms_weights():
     config, weights = resolved("rsb_a3"), timm.get_pretrained_cfg("resnet50.a3_in1k")
-    assert weights.input_size[1] == config.img_size and weights.test_input_size[1] == config.side_to_evaluate
-    assert weights.interpolation == config.interpolation and int(224 / weights.crop_pct) == config.eval_resize
+    assert (
+        weights.input_size[1] == config.img_size
+        and weights.test_input_size[1] == config.side_to_evaluate
+    )
+    assert (
+        weights.interpolation == config.interpolation
+        and int(224 / weights.crop_pct) == config.eval_resize
+    )
 
 
 def test_half_the_rate_of_aa_ends_where_the_plain_recipe_does():
@@ -60,9 +131,17 @@ def test_half_the_rate_of_aa_ends_where_the_plain_recipe_does():
 
 @pytest.mark.parametrize("name", [name for name in recipe_names() if name.startswith("imagenet_")])
 def test_the_recipe_of_each_published_row_is_the_papers(name):
-    base = "imagenet" if "resnet" in name else f"imagenet_{'aa_mnasnet' if '_aa_' in name else 'semnasnet'}_100"
+    base = (
+        "imagenet"
+        if "resnet" in name
+        else f"imagenet_{'aa_mnasnet' if '_aa_' in name else 'semnasnet'}_100"
+    )
     row, papers = (asdict(resolved(recipe)) for recipe in (name, base))
-    assert timm.is_model(row["model"]) and name == f"imagenet_{row['model']}" and row["num_classes"] == 1000
+    assert (
+        timm.is_model(row["model"])
+        and name == f"imagenet_{row['model']}"
+        and row["num_classes"] == 1000
+    )
     own = {"model": "", "num_classes": 0, "recipe": ""}
     assert row | own == papers | own
 
@@ -74,14 +153,18 @@ def test_a_recipe_means_the_same_on_any_number_of_processes(name, processes):
     recipe, config = load_recipe(name), resolved(name)
     total, images = recipe["total_batch"], 1_281_167
     if total % processes:
-        with pytest.raises(UsageError, match=rf"total_batch {total} cannot be shared by {processes} processes: \d+"):
+        with pytest.raises(
+            UsageError, match=rf"total_batch {total} cannot be shared by {processes} processes: \d+"
+        ):
             config.for_processes(processes)
         return
     own = config.for_processes(processes)
     assert own.images_of_update(processes) == total and own.batch_size <= config.batch_size
     assert images // (own.batch_size * processes) // own.grad_accum_steps == images // total
     base = recipe.get("lr_base_size", 0)
-    assert own.peak_lr(own.images_of_update(processes)) == pytest.approx(recipe["lr"] * (total / base if base else 1))
+    assert own.peak_lr(own.images_of_update(processes)) == pytest.approx(
+        recipe["lr"] * (total / base if base else 1)
+    )
     assert own.warmup_updates(images // total) == config.warmup_updates(images // total)
     said = describe_update(own, processes)
     assert said.startswith(f"{total} images = ") and "recipe" not in said
@@ -105,8 +188,10 @@ def test_mixed_batches_are_even_and_small_ones_are_warned_of(caplog):
     assert not caplog.messages
     odd = resolved("none", total_batch=514, batch_size=128).for_processes(2)
     assert (odd.batch_size, odd.grad_accum_steps) == (1, 257)
-    assert caplog.messages[-1] == ("total_batch 514 on 2 processes is made of batches of 1, far below batch_size 128: "
-                                   "512 or 768 is made of full ones")
+    assert caplog.messages[-1] == (
+        "total_batch 514 on 2 processes is made of batches of 1, far below batch_size 128: "
+        "512 or 768 is made of full ones"
+    )
 
 
 def test_a_batch_size_that_is_given_stays_a_process_and_the_run_says_what_the_recipe_means():
@@ -114,13 +199,18 @@ def test_a_batch_size_that_is_given_stays_a_process_and_the_run_says_what_the_re
     assert (config.batch_size, config.grad_accum_steps, config.total_batch) == (64, 1, 0)
     assert describe_update(config, 2, has_norms=True) == (
         "128 images = 64 x 2 processes, peak learning rate 0.064; recipe imagenet means 256 images, rate 0.128; "
-        "BatchNorm sees 64 images a process, the recipe's has 32")
+        "BatchNorm sees 64 images a process, the recipe's has 32"
+    )
     both = resolved("imagenet", batch_size=64, total_batch=256).for_processes(1)
-    assert (both.batch_size, both.grad_accum_steps) == (64, 4) and "recipe" not in describe_update(both, 1)
+    assert (both.batch_size, both.grad_accum_steps) == (64, 4) and "recipe" not in describe_update(
+        both, 1
+    )
 
 
-@pytest.mark.parametrize("opt, power", [("lamb", 0.5), ("adamw", 0.5), ("adafactor", 0.5), ("momentum", 1),
-                                        ("rmsproptf", 1)])
+@pytest.mark.parametrize(
+    "opt, power",
+    [("lamb", 0.5), ("adamw", 0.5), ("adafactor", 0.5), ("momentum", 1), ("rmsproptf", 1)],
+)
 def test_rates_scale_as_timms_do(opt, power):
     """timm's train.py: square root for what has ada or lamb in its name, else linear."""
     config = resolved("none", opt=opt, lr=0.01, lr_base_size=256, batch_size=1024)

@@ -1,4 +1,5 @@
 """What a run tells Weights & Biases, which a stand-in plays here: tried once with the real one, offline."""
+
 import sys
 from types import SimpleNamespace
 
@@ -22,7 +23,9 @@ def begun(monkeypatch):
         if given["project"] == "refused":
             raise Error("no login")
         runs.append({**given, "logged": []})
-        return SimpleNamespace(log=lambda values, step: runs[-1]["logged"].append((step, values)), finish=lambda: None)
+        return SimpleNamespace(
+            log=lambda values, step: runs[-1]["logged"].append((step, values)), finish=lambda: None
+        )
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Error=Error))
     return runs
@@ -30,7 +33,9 @@ def begun(monkeypatch):
 
 def log(folder, project="p", step=3):
     folder.mkdir(parents=True, exist_ok=True)
-    step_log = StepLog(folder, resolve(CifarConfig, {"recipe": "none", "wandb": project, "lr": 1}), 0)
+    step_log = StepLog(
+        folder, resolve(CifarConfig, {"recipe": "none", "wandb": project, "lr": 1}), 0
+    )
     step_log.add(dict.fromkeys(COLUMNS, 0.5) | {"step": step})
     step_log.close()
 
@@ -41,7 +46,11 @@ def test_a_run_that_continues_is_the_same_run_and_no_other_is(tmp_path, begun):
     log(tmp_path / "b" / "run")
     first, again, other = begun
     assert first["id"] == again["id"] != other["id"] and first["name"] == other["name"] == "run"
-    assert first["resume"] == "allow" and first["config"]["lr"] == 1 and first["dir"] == str(tmp_path / "a" / "run")
+    assert (
+        first["resume"] == "allow"
+        and first["config"]["lr"] == 1
+        and first["dir"] == str(tmp_path / "a" / "run")
+    )
     assert again["logged"] == [(4, {f"train/{name}": 0.5 for name in COLUMNS if name != "step"})]
 
 

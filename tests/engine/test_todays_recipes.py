@@ -1,4 +1,5 @@
 """ImageNet as it is trained today: every recipe in small, through both loaders, and what the recipes are made of."""
+
 import csv
 import random
 import signal
@@ -32,29 +33,52 @@ def photos(tmp_path_factory):
     root = make_photos(tmp_path_factory.mktemp("photos"), side=72)
     if FFCV:
         for split in ("train", "validation"):
-            argv = runner.words(f"--data-dir {root} --split {split} --out {root / split}.beton --workers 1",
-                                "--eval-img-size 80 --eval-resize 92")
+            argv = runner.words(
+                f"--data-dir {root} --split {split} --out {root / split}.beton --workers 1",
+                "--eval-img-size 80 --eval-resize 92",
+            )
             assert write_ffcv.main(argv) == 0
     return root
 
 
 def arguments(photos, kind: str, recipe: str, output, *more: str) -> list[str]:
     """Two epochs of five updates of eight images. Where a recipe's images grow, they do so in the second epoch."""
-    data = (f"--train-beton {photos}/train.beton --val-beton {photos}/validation.beton" if kind == "ffcv" else
-            f"--data-dir {photos}")
-    sizes = ("--first-img-size 32 --img-size 64 --grow-epochs 0 1 --eval-img-size 80 --eval-resize 92"
-             if recipe.startswith("ffcv") else "--img-size 32 --eval-img-size 48 --eval-resize 51")
-    return runner.words(data, f"--recipe {recipe}", NARROW, sizes, "--epochs 2 --warmup-epochs 1 --batch-size 8",
-                        f"--workers 0 --device cpu --log-steps 0 --output {output}", *more)
+    data = (
+        f"--train-beton {photos}/train.beton --val-beton {photos}/validation.beton"
+        if kind == "ffcv"
+        else f"--data-dir {photos}"
+    )
+    sizes = (
+        "--first-img-size 32 --img-size 64 --grow-epochs 0 1 --eval-img-size 80 --eval-resize 92"
+        if recipe.startswith("ffcv")
+        else "--img-size 32 --eval-img-size 48 --eval-resize 51"
+    )
+    return runner.words(
+        data,
+        f"--recipe {recipe}",
+        NARROW,
+        sizes,
+        "--epochs 2 --warmup-epochs 1 --batch-size 8",
+        f"--workers 0 --device cpu --log-steps 0 --output {output}",
+        *more,
+    )
 
 
-@pytest.mark.parametrize("kind, recipe", [
-    *(("files", recipe) for recipe in RECIPES), pytest.param("ffcv", "ffcv_16", marks=needs_ffcv)])
+@pytest.mark.parametrize(
+    "kind, recipe",
+    [*(("files", recipe) for recipe in RECIPES), pytest.param("ffcv", "ffcv_16", marks=needs_ffcv)],
+)
 def test_each_recipe_trains_through_all_loaders(photos, tmp_path, monkeypatch, kind, recipe):
     seen = []
     batch_loss = ClassificationTrainer._batch_loss
-    monkeypatch.setattr(ClassificationTrainer, "_batch_loss", lambda trainer, images, targets: (
-        seen.append((trainer.progress.epoch, tuple(images.shape[-2:]))), batch_loss(trainer, images, targets))[1])
+    monkeypatch.setattr(
+        ClassificationTrainer,
+        "_batch_loss",
+        lambda trainer, images, targets: (
+            seen.append((trainer.progress.epoch, tuple(images.shape[-2:]))),
+            batch_loss(trainer, images, targets),
+        )[1],
+    )
     folder = tmp_path / "run"
     assert train_imagenet.main(arguments(photos, kind, recipe, folder)) == 0
     metrics = run_folder.read_metrics(folder)
@@ -66,14 +90,19 @@ def test_each_recipe_trains_through_all_loaders(photos, tmp_path, monkeypatch, k
 
 
 train = partial(runner.train, main=train_imagenet.main)
-GROWING = ("--first-img-size 32 --img-size 96 --grow-epochs 0 2 --eval-img-size 96 --eval-resize 100 --epochs 3 "
-           "--checkpoint-steps 2 --model-ema-decay 0.9 --log-steps 2")
+GROWING = (
+    "--first-img-size 32 --img-size 96 --grow-epochs 0 2 --eval-img-size 96 --eval-resize 100 --epochs 3 "
+    "--checkpoint-steps 2 --model-ema-decay 0.9 --log-steps 2"
+)
 
 
 @pytest.mark.slow
 def test_growing_images_and_what_follows_them_survive_a_kill(photos, tmp_path):
     """32, 64 and 96 pixels; killed inside the second epoch, stopped inside the third."""
-    whole, broken = (arguments(photos, "files", "rsb_a2", tmp_path / name, GROWING) for name in ("whole", "broken"))
+    whole, broken = (
+        arguments(photos, "files", "rsb_a2", tmp_path / name, GROWING)
+        for name in ("whole", "broken")
+    )
     train(whole)
     for update, number in ((8, signal.SIGKILL), (6, signal.SIGTERM)):
         runner.stopped(broken, update, number, main=train_imagenet.main)
@@ -85,8 +114,13 @@ def test_growing_images_and_what_follows_them_survive_a_kill(photos, tmp_path):
 
 def test_position_tables_follow_the_images(tmp_path):
     """What no map has reached yet is what the farthest offset is that one has."""
-    model = timm.create_model("ea_aa_resnet34", layers=[1, 1, 1, 1], channels=[8, 16, 16, 16], img_size=96,
-                              zero_init_last=False)
+    model = timm.create_model(
+        "ea_aa_resnet34",
+        layers=[1, 1, 1, 1],
+        channels=[8, 16, 16, 16],
+        img_size=96,
+        zero_init_last=False,
+    )
     table = model.layer2[0].conv1.height_rel
     before = table.detach().clone()
     assert len(table) == 11  # a map of 6x6
@@ -104,8 +138,16 @@ def test_position_tables_follow_the_images(tmp_path):
 def test_binary_cross_entropy(tmp_path, mixed, threshold):
     """The mean, over images and classes, of the yes-or-no entropies of smoothed, mixed, thresholded targets."""
     model = timm.create_model("test_resnet", num_classes=3).eval()
-    trainer = make_trainer(tmp_path, model, schema=ImageNetConfig, bce_loss=True, bce_target_thresh=threshold,
-                           batch_size=8, smoothing=0.1, mixup=0.4 if mixed else 0.0)
+    trainer = make_trainer(
+        tmp_path,
+        model,
+        schema=ImageNetConfig,
+        bce_loss=True,
+        bce_target_thresh=threshold,
+        batch_size=8,
+        smoothing=0.1,
+        mixup=0.4 if mixed else 0.0,
+    )
     images, targets = torch.randn(8, 3, 32, 32), torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
     soft = 0.9 * torch.eye(3)[targets] + 0.1 / 3
     if mixed:
@@ -117,10 +159,14 @@ def test_binary_cross_entropy(tmp_path, mixed, threshold):
     assert trainer._batch_loss(images, targets).item() == pytest.approx(wanted.item(), rel=1e-5)
 
 
-def test_a_model_that_does_not_take_the_sizes_is_refused_before_anything_is_written(photos, tmp_path, capsys):
-    argv = runner.words(f"--data-dir {photos} --recipe none --model test_vit --img-size 64 --first-img-size 32",
-                        "--grow-epochs 0 1 --epochs 2 --batch-size 8 --workers 0 --device cpu --eval-resize 64",
-                        f"--output {tmp_path / 'run'} --model-kwargs")
+def test_a_model_that_does_not_take_the_sizes_is_refused_before_anything_is_written(
+    photos, tmp_path, capsys
+):
+    argv = runner.words(
+        f"--data-dir {photos} --recipe none --model test_vit --img-size 64 --first-img-size 32",
+        "--grow-epochs 0 1 --epochs 2 --batch-size 8 --workers 0 --device cpu --eval-resize 64",
+        f"--output {tmp_path / 'run'} --model-kwargs",
+    )
     error = error_of(train_imagenet.main, [*argv, "dynamic_img_size=false"], capsys)
     assert "made for 64 pixels, does not take 32" in error and "dynamic_img_size=true" in error
     assert not (tmp_path / "run").exists()
@@ -132,7 +178,9 @@ def test_trivial_augment_is_torchvisions():
     for seed in range(10):
         random.seed(seed)
         torch.manual_seed(seed)
-        plain = Image.fromarray(train_transform(16)(image).numpy())  # leaves torch's generator before the policy
+        plain = Image.fromarray(
+            train_transform(16)(image).numpy()
+        )  # leaves torch's generator before the policy
         theirs = TrivialAugmentWide(interpolation=InterpolationMode.BILINEAR)(plain)
         random.seed(seed)
         torch.manual_seed(seed)
@@ -143,7 +191,9 @@ def test_trivial_augment_is_torchvisions():
 @torch.no_grad()
 def test_mixing_ends_at_its_epoch(tmp_path):
     model = timm.create_model("test_resnet", num_classes=3)
-    trainer = make_trainer(tmp_path, model, mixup=8.0, mixup_off_epoch=2, smoothing=0.0)  # halves, nearly
+    trainer = make_trainer(
+        tmp_path, model, mixup=8.0, mixup_off_epoch=2, smoothing=0.0
+    )  # halves, nearly
     images, targets = torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 0])
     plain = torch.nn.functional.cross_entropy(trainer.model(images), targets).item()
     for trainer.progress.epoch in (1, 2):

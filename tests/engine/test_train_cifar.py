@@ -1,4 +1,5 @@
 """The command, as users meet it: a run folder that others can read, modes, and bad input in one clear line."""
+
 import csv
 import json
 import math
@@ -11,7 +12,16 @@ import timm
 from PIL import Image
 
 from ea_vision.engine import run_folder, train_cifar
-from tests.engine.runner import arguments, assert_equal, error_of, make_folder, saved, stopped, train, words
+from tests.engine.runner import (
+    arguments,
+    assert_equal,
+    error_of,
+    make_folder,
+    saved,
+    stopped,
+    train,
+    words,
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,18 +46,31 @@ def test_run_folder(finished):
     assert ",".join(rows[0]) == "epoch,step,lr,train_loss,eval_loss,top1,top5,images_per_s,seconds"
     assert [(r["epoch"], r["step"]) for r in rows] == [("1", "6"), ("2", "12"), ("3", "18")]
     config, about = run_folder.read_config(finished)
-    assert config["lr"] == 0.001 and config["momentum"] == 0.9, "resolved: given options and defaults"
-    assert about["versions"].keys() >= {"ea_vision", "torch", "timm"} and len(about["data_fingerprint"]) == 64
-    assert (about["train_images"], about["eval_images"], about["eval_split"]) == (48, 16, "held_out")
+    assert config["lr"] == 0.001 and config["momentum"] == 0.9, (
+        "resolved: given options and defaults"
+    )
+    assert (
+        about["versions"].keys() >= {"ea_vision", "torch", "timm"}
+        and len(about["data_fingerprint"]) == 64
+    )
+    assert (about["train_images"], about["eval_images"], about["eval_split"]) == (
+        48,
+        16,
+        "held_out",
+    )
 
 
 def test_epochs_may_end_inside_one(data, tmp_path, capsys):
     """2.6 epochs of 8 updates are 21 updates; the rate falls to the end of these."""
-    whole = arguments(data, tmp_path / "whole", "--epochs 2.6 --opt sgd --lr 0.4 --recipe fast_sgd --cutout 0")
+    whole = arguments(
+        data, tmp_path / "whole", "--epochs 2.6 --opt sgd --lr 0.4 --recipe fast_sgd --cutout 0"
+    )
     train(whole)
     rows = run_folder.read_metrics(tmp_path / "whole")
     assert rows["step"] == [8, 16, 21]
-    assert rows["lr"][-1] == pytest.approx(0.4 / (21 - 4), rel=1e-5), "after 4 of warm-up, one update before the end"
+    assert rows["lr"][-1] == pytest.approx(0.4 / (21 - 4), rel=1e-5), (
+        "after 4 of warm-up, one update before the end"
+    )
     epochs = run_folder.read_results(tmp_path / "whole")["epochs"]
     assert epochs == run_folder.read_config(tmp_path / "whole")[0]["epochs"] == 2.6
     assert train_cifar.main(whole) == 0 and "is complete" in capsys.readouterr().out
@@ -64,7 +87,9 @@ def test_evaluate_a_run(finished, capsys):
         numbers = json.loads((written / "evaluation.json").read_text())
         assert numbers["images"] == 30 and numbers["tta"] == tta
         losses.append(numbers["loss"])
-    assert losses[0] != losses[1] and numbers["top1"] == pytest.approx(results["test_best"]["top1"], abs=1e-3)
+    assert losses[0] != losses[1] and numbers["top1"] == pytest.approx(
+        results["test_best"]["top1"], abs=1e-3
+    )
     rows = list(csv.DictReader((written / "per_class.csv").open()))
     assert [row["class"] for row in rows] == ["class_0", "class_1", "class_2"]
     mean = sum(float(row["top1"]) * int(row["images"]) for row in rows) / 30
@@ -76,14 +101,30 @@ def test_evaluate_a_run(finished, capsys):
 def test_evaluate_a_model_with_weights(finished, data, tmp_path, capsys):
     common = ["--dataset", "folder", "--data-dir", str(data), "--output", str(tmp_path / "e")]
     weights = finished / "model.safetensors"
-    assert train_cifar.main(["--evaluate", "test_resnet", "--pretrained-path", str(weights), *common]) == 0
+    assert (
+        train_cifar.main(["--evaluate", "test_resnet", "--pretrained-path", str(weights), *common])
+        == 0
+    )
     capsys.readouterr()
     error = fails(["--evaluate", "test_resnet", *common, "--pretrained-path", str(data)], capsys)
     assert "cannot read weights" in error
     other = timm.create_model("test_resnet", num_classes=7)
     safetensors.torch.save_file(other.state_dict(), tmp_path / "seven.safetensors")
-    error = fails(["--evaluate", "test_resnet", *common, "--pretrained-path", f"{tmp_path}/seven.safetensors"], capsys)
-    assert "do not fit the model: " in error and "size mismatch for fc.weight" in error and "[7, " in error
+    error = fails(
+        [
+            "--evaluate",
+            "test_resnet",
+            *common,
+            "--pretrained-path",
+            f"{tmp_path}/seven.safetensors",
+        ],
+        capsys,
+    )
+    assert (
+        "do not fit the model: " in error
+        and "size mismatch for fc.weight" in error
+        and "[7, " in error
+    )
 
 
 def test_evaluating_on_other_classes_is_an_error(finished, capsys):
@@ -93,7 +134,9 @@ def test_evaluating_on_other_classes_is_an_error(finished, capsys):
 
 def test_learning_curves_that_cannot_be_drawn(finished, tmp_path, capsys):
     assert "not a run folder" in fails(["--learning-curves", str(tmp_path)], capsys)
-    assert "must end in .png" in fails(["--learning-curves", str(finished), "--output", "a.gif"], capsys)
+    assert "must end in .png" in fails(
+        ["--learning-curves", str(finished), "--output", "a.gif"], capsys
+    )
 
 
 def test_a_run_folder_is_not_overwritten_nor_continued_with_other_options(finished, data, capsys):
@@ -108,9 +151,13 @@ def test_epochs_left_out_of_evaluation_train_the_same(data, tmp_path, capsys):
     Where one epoch alone is evaluated nothing is chosen by it.
     """
     every, second = tmp_path / "every", tmp_path / "second"
-    assert "chosen by the images that it is evaluated on: quote the last weights, or hold images out" in train(
-        arguments(data, every, "--epochs 3"))
-    assert "chosen by" not in train(arguments(data, tmp_path / "once", "--epochs 2 --eval-epochs 2"))
+    assert (
+        "chosen by the images that it is evaluated on: quote the last weights, or hold images out"
+        in train(arguments(data, every, "--epochs 3"))
+    )
+    assert "chosen by" not in train(
+        arguments(data, tmp_path / "once", "--epochs 2 --eval-epochs 2")
+    )
     argv = arguments(data, second, "--epochs 3 --eval-epochs 2")
     assert "not evaluated" in stopped(argv, 9)
     assert not (second / "best.ckpt").exists()
@@ -125,7 +172,10 @@ def test_epochs_left_out_of_evaluation_train_the_same(data, tmp_path, capsys):
     assert results["test_last"] == run_folder.read_results(every)["test_last"]
     assert results["test_best"]["top1"] == max(metrics["top1"][1:])
     picture = tmp_path / "curves.png"
-    assert train_cifar.main(["--learning-curves", str(every), str(second), "--output", str(picture)]) == 0
+    assert (
+        train_cifar.main(["--learning-curves", str(every), str(second), "--output", str(picture)])
+        == 0
+    )
     assert Image.open(picture).size[0] > 1000
 
 
@@ -141,8 +191,10 @@ def test_resume_from_a_named_run(finished, data, tmp_path):
 def test_recipe_keywords_a_model_lacks_are_left_out_with_a_notice(data, tmp_path):
     recipe, folder = tmp_path / "r.yaml", tmp_path / "run"
     recipe.write_text("model_kwargs: {attn_drop_rate: 0.3, drop_rate: 0.1}\n")
-    argv = words(f"--model test_resnet --recipe {recipe} --dataset folder --data-dir {data} --epochs 1 --batch-size 16",
-                 f"--output {folder}")
+    argv = words(
+        f"--model test_resnet --recipe {recipe} --dataset folder --data-dir {data} --epochs 1 --batch-size 16",
+        f"--output {folder}",
+    )
     assert "test_resnet has no attn_drop_rate" in train(argv)
     about = run_folder.read_config(folder)[1]
     assert about["model_kwargs"] == {"num_classes": 3, "in_chans": 3, "drop_rate": 0.1}
@@ -156,8 +208,10 @@ def test_without_a_test_the_test_images_change_nothing(data, tmp_path, capsys):
     for path in (other / "test" / "class_0").iterdir():  # where a test would show it
         shutil.copy(other / "train" / "class_1" / "001.png", path)
     folders = [tmp_path / "a", tmp_path / "b"]
-    said = [train(arguments(source, folder, "--holdout 16 --no-test"))
-            for folder, source in zip(folders, (data, other), strict=True)]
+    said = [
+        train(arguments(source, folder, "--holdout 16 --no-test"))
+        for folder, source in zip(folders, (data, other), strict=True)
+    ]
     results = [run_folder.read_results(folder) for folder in folders]
     assert results[0] == results[1] and not [key for key in results[0] if "test" in key]
     assert results[0]["held_out_last"].keys() == {"epoch", "top1", "top5"}

@@ -1,4 +1,5 @@
 """The ImageNet command: the papers' rates, exact evaluation, runs that survive, bad input in one clear line."""
+
 import copy
 import csv
 import json
@@ -21,8 +22,10 @@ from tests.engine import runner
 from tests.engine.runner import assert_equal, same_result
 from tests.slow import needs_ffcv
 
-TINY = ("--model test_resnet --model-kwargs drop_rate=0.2 --img-size 16 --eval-resize 20 --batch-size 8 --workers 1 "
-        "--epochs 2 --warmup-epochs 0 --device cpu --log-steps 2")
+TINY = (
+    "--model test_resnet --model-kwargs drop_rate=0.2 --img-size 16 --eval-resize 20 --batch-size 8 --workers 1 "
+    "--epochs 2 --warmup-epochs 0 --device cpu --log-steps 2"
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +44,28 @@ train = partial(runner.train, main=train_imagenet.main)
 
 
 def test_run_folder(finished):
-    assert {p.name for p in finished.iterdir()} == {"config.yaml", "metrics.csv", "speed.csv", "last.ckpt",
-                                                    "last.prev.ckpt", "best.ckpt", "model.safetensors", "results.json"}
+    assert {p.name for p in finished.iterdir()} == {
+        "config.yaml",
+        "metrics.csv",
+        "speed.csv",
+        "last.ckpt",
+        "last.prev.ckpt",
+        "best.ckpt",
+        "model.safetensors",
+        "results.json",
+    }
     speed = list(csv.DictReader((finished / "speed.csv").open()))
-    assert [int(r["step"]) for r in speed] == [2, 4, 5, 7, 9, 10], "every second update and at the end of an epoch"
-    assert all(0 < float(r["data_wait_percent"]) < 100 and float(r["images_per_s"]) > 0 for r in speed)
+    assert [int(r["step"]) for r in speed] == [2, 4, 5, 7, 9, 10], (
+        "every second update and at the end of an epoch"
+    )
+    assert all(
+        0 < float(r["data_wait_percent"]) < 100 and float(r["images_per_s"]) > 0 for r in speed
+    )
     log = finished.with_suffix(".log").read_text()
-    assert "the best epoch was chosen by the images that it is evaluated on: quote the last weights\n" in log
+    assert (
+        "the best epoch was chosen by the images that it is evaluated on: quote the last weights\n"
+        in log
+    )
 
 
 @pytest.mark.slow
@@ -57,11 +75,20 @@ def test_ffcv_files_train_and_resume_as_images_do(photos, tmp_path):
     files = {}
     for split in ("train", "validation"):
         files[split] = tmp_path / f"{split}.beton"
-        assert write_ffcv.main(runner.words(f"--data-dir {photos} --split {split} --out {files[split]} --jpeg-share 0",
-                                            "--eval-img-size 16 --eval-resize 20")) == 0
+        assert (
+            write_ffcv.main(
+                runner.words(
+                    f"--data-dir {photos} --split {split} --out {files[split]} --jpeg-share 0",
+                    "--eval-img-size 16 --eval-resize 20",
+                )
+            )
+            == 0
+        )
     given = f"--train-beton {files['train']} --val-beton {files['validation']} --batch-size 4 --checkpoint-steps 2"
-    whole, broken, other = (runner.words(TINY, given, f"--output {tmp_path / name}")
-                            for name in ("whole", "broken", "other"))
+    whole, broken, other = (
+        runner.words(TINY, given, f"--output {tmp_path / name}")
+        for name in ("whole", "broken", "other")
+    )
     train(whole, size=2)
     runner.stopped(broken, 8, rank=1, size=2, main=train_imagenet.main)
     train(broken, size=2)
@@ -73,8 +100,9 @@ def test_ffcv_files_train_and_resume_as_images_do(photos, tmp_path):
     assert results[0]["loss"] == results[1]["loss"]
     said = train([*other, "--eval-resize", "24"], code=2)
     assert "eval_resize=24" in said and "eval_resize=20" in said
-    assert "must have whole images, to train on, got" in train([*other, "--train-beton", str(files["validation"])],
-                                                               code=2)
+    assert "must have whole images, to train on, got" in train(
+        [*other, "--train-beton", str(files["validation"])], code=2
+    )
     assert not (tmp_path / "other").exists()
 
 
@@ -82,14 +110,21 @@ def test_ffcv_files_train_and_resume_as_images_do(photos, tmp_path):
 def test_a_small_evolving_network_learns_its_images_by_heart(tmp_path):
     """The whole of it, layers to loop: ea_aa_resnet34, narrow and with few blocks, at 64 pixels, on 16 images."""
     data = make_photos(tmp_path / "photos", train=16, val=0, side=64)
-    shutil.copytree(data / "train", data / "val", dirs_exist_ok=True)  # the same images by other names
+    shutil.copytree(
+        data / "train", data / "val", dirs_exist_ok=True
+    )  # the same images by other names
     for path in (data / "val").glob("*/*.jpg"):
         path.rename(path.with_stem(f"again{path.stem}"))
     folder = tmp_path / "run"
-    train(runner.words(
-        "--model ea_aa_resnet34 --model-kwargs layers=[1,2,2,1] channels=[16,32,64,64] --img-size 64 --eval-resize 64",
-        "--crop-scale 0.5 --batch-size 16 --epochs 16 --lr 0.05 --lr-base-size 0 --sched constant --warmup-epochs 0",
-        f"--workers 0 --device cpu --eval-epochs 16 --data-dir {data} --output {folder}"))
+    train(
+        runner.words(
+            "--model ea_aa_resnet34 --model-kwargs layers=[1,2,2,1] channels=[16,32,64,64]",
+            "--img-size 64 --eval-resize 64",
+            "--crop-scale 0.5 --batch-size 16 --epochs 16",
+            "--lr 0.05 --lr-base-size 0 --sched constant --warmup-epochs 0",
+            f"--workers 0 --device cpu --eval-epochs 16 --data-dir {data} --output {folder}",
+        )
+    )
     metrics = run_folder.read_metrics(folder)
     assert metrics["top1"][-1] > 95 and metrics["train_loss"][-1] < 0.1 * metrics["train_loss"][0]
     with safetensors.safe_open(folder / run_folder.WEIGHTS, framework="pt") as weights:
@@ -109,7 +144,9 @@ def test_too_many_unreadable_images_stop_the_run_and_are_listed(tmp_path, capsys
     train(arguments(root, folder, "--max-bad-images 3"))  # the same run goes on when it may
 
 
-def test_a_trial_step_changes_nothing_and_does_not_take_the_building_of_kernels_for_the_pace(tmp_path):
+def test_a_trial_step_changes_nothing_and_does_not_take_the_building_of_kernels_for_the_pace(
+    tmp_path,
+):
     model, steps = timm.create_model("test_resnet"), []
     trainer = runner.make_trainer(tmp_path, model, schema=ImageNetConfig, batch_size=8, img_size=16)
     before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
@@ -122,5 +159,7 @@ def test_a_trial_step_changes_nothing_and_does_not_take_the_building_of_kernels_
     trainer.loss_on_noise = loss_on_noise
     assert 0 < trial_step(trainer) < 1
     assert len(steps) > 1 and set(steps) == {8}
-    assert torch.equal(random, torch.get_rng_state()) and all(p.grad is None for p in model.parameters())
+    assert torch.equal(random, torch.get_rng_state()) and all(
+        p.grad is None for p in model.parameters()
+    )
     assert_equal(dict(model.state_dict()), dict(before), "state")

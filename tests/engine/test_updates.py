@@ -1,4 +1,5 @@
 """No update waits for the device; a loss that is not finite never reaches what is saved; with skip no weight at all."""
+
 import copy
 import json
 import math
@@ -38,16 +39,33 @@ class Loader:
             images = torch.randn(8, 3, 16, 16, generator=generator)
             if number == self.bad:
                 images[3, 0, 0, 0] = math.nan
-            yield Batch(images, torch.randint(3, (8,), generator=generator), torch.arange(8) + 8 * number)
+            yield Batch(
+                images, torch.randint(3, (8,), generator=generator), torch.arange(8) + 8 * number
+            )
 
 
 def trainer_of(folder, loader, device=CPU, **given) -> Trainer:
     torch.manual_seed(0)
     model = timm.create_model("test_resnet", num_classes=3)
-    averaged = ModelEmaV3(model, decay=0.9).to(device)  # timm's average cannot be made on the meta device
-    trainer = make_trainer(folder, model.to(device), loader, Loader(1), world=World(0, 1, device), **{
-        "batch_size": 8, "lr": 0.05, "warmup_epochs": 0, "sched": "constant", "model_ema_warmup": False,
-        "model_ema_decay": 0.9 if device == CPU else 0.0, **given})
+    averaged = ModelEmaV3(model, decay=0.9).to(
+        device
+    )  # timm's average cannot be made on the meta device
+    trainer = make_trainer(
+        folder,
+        model.to(device),
+        loader,
+        Loader(1),
+        world=World(0, 1, device),
+        **{
+            "batch_size": 8,
+            "lr": 0.05,
+            "warmup_epochs": 0,
+            "sched": "constant",
+            "model_ema_warmup": False,
+            "model_ema_decay": 0.9 if device == CPU else 0.0,
+            **given,
+        },
+    )
     trainer.ema = trainer.ema or averaged
     return trainer
 
@@ -101,21 +119,44 @@ class NoCopies(TorchFunctionMode):
         return result
 
 
-@pytest.mark.parametrize("given", [
-    *({"opt": opt} for opt in ("sgd", "adamw", "muon", "lookahead_sgd", "lamb", "rmsproptf")),
-    {"clip_grad": 1.0, "grad_accum_steps": 2, "mixup": 0.4, "reprob": 0.5, "channels_last": True},
-    {"bce_loss": True, "cutmix": 1.0},
-], ids=lambda given: "-".join(map(str, given.values())))
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"opt": opt} for opt in ("sgd", "adamw", "muon", "lookahead_sgd", "lamb", "rmsproptf")),
+        {
+            "clip_grad": 1.0,
+            "grad_accum_steps": 2,
+            "mixup": 0.4,
+            "reprob": 0.5,
+            "channels_last": True,
+        },
+        {"bce_loss": True, "cutmix": 1.0},
+    ],
+    ids=lambda given: "-".join(map(str, given.values())),
+)
 def test_an_update_asks_nothing_of_the_device(tmp_path, monkeypatch, given):
     """On the meta device whatever would wait for the device (item, tolist, bool, cpu) is an error."""
     meta = torch.device("meta")
     monkeypatch.setattr(classification, "autocast", lambda amp, device: nullcontext())
-    images = Images(torch.zeros(32, 3, 16, 16, dtype=torch.uint8), torch.arange(32) % 3, list(map(str, range(32))))
-    loader = TrainLoader(images, augmentation=Augmentation(cutout=4), seed=0, mean=(0.5,) * 3, std=(0.2,) * 3,
-                         device=meta, batch_size=8)
+    images = Images(
+        torch.zeros(32, 3, 16, 16, dtype=torch.uint8),
+        torch.arange(32) % 3,
+        list(map(str, range(32))),
+    )
+    loader = TrainLoader(
+        images,
+        augmentation=Augmentation(cutout=4),
+        seed=0,
+        mean=(0.5,) * 3,
+        std=(0.2,) * 3,
+        device=meta,
+        batch_size=8,
+    )
     trainer = trainer_of(tmp_path, loader, meta, **given)
     batches, accum = loader.batches(0), trainer.config.grad_accum_steps
-    trainer._update([next(batches) for _ in range(accum)])  # the optimiser and the loader make their tensors
+    trainer._update(
+        [next(batches) for _ in range(accum)]
+    )  # the optimiser and the loader make their tensors
     with NoCopies():
         for _ in range(len(loader) // accum - 1):
             trainer._update([next(batches) for _ in range(accum)])
@@ -150,6 +191,12 @@ def test_a_gradient_in_float16_that_no_scale_makes_finite_is_a_fault(tmp_path, m
     trainer = trainer_of(tmp_path, Loader(40), amp="float16")
     trainer.last_good = tmp_path / checkpoint.LAST
     next(trainer.model.parameters()).register_hook(lambda grad: grad * math.nan)
-    with pytest.raises(NonFiniteLoss, match=r"the norm of the gradient of update \d+ of epoch 1 is nan"):
+    with pytest.raises(
+        NonFiniteLoss, match=r"the norm of the gradient of update \d+ of epoch 1 is nan"
+    ):
         trainer.train_epoch()
-    assert 2.0**16 / 2**trainer.progress.updates < 1e-4 <= 2.0**16 / 2 ** (trainer.progress.updates - 5)
+    assert (
+        2.0**16 / 2**trainer.progress.updates
+        < 1e-4
+        <= 2.0**16 / 2 ** (trainer.progress.updates - 5)
+    )

@@ -1,4 +1,5 @@
 """Views of a numbered image, pixel by pixel, and the mean of their logits."""
+
 import torch
 
 from ea_vision.engine.evaluate import logits_by_views

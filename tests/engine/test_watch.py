@@ -1,4 +1,5 @@
 """Attention maps of a run after each epoch: entropy and largest probability by layer; a warning when they collapse."""
+
 import math
 
 import pytest
@@ -60,14 +61,23 @@ def test_a_run_has_the_columns_and_is_otherwise_as_without(data, tmp_path, monke
     folders = tmp_path / "watched", tmp_path / "not"
     for folder, watches in zip(folders, (True, False), strict=True):
         monkeypatch.setattr(ClassificationTrainer, "watches", watches)
-        assert train_cifar.main(words(
-            f"--data-dir {data} --recipe none --model ea_conv_transformer_cifar --model-kwargs depth=1",
-            "widths=[8,8,8,8]", "--img-size 16 --epochs 2 --batch-size 8 --eval-epochs 2 --device cpu",
-            f"--output {folder}")) == 0
+        assert (
+            train_cifar.main(
+                words(
+                    f"--data-dir {data} --recipe none --model ea_conv_transformer_cifar --model-kwargs depth=1",
+                    "widths=[8,8,8,8]",
+                    "--img-size 16 --epochs 2 --batch-size 8 --eval-epochs 2 --device cpu",
+                    f"--output {folder}",
+                )
+            )
+            == 0
+        )
     assert_equal(*map(weights_of, folders), "weights")
     watched, plain = map(run_folder.read_metrics, folders)
     columns = [name for name in watched if name not in plain]
     assert columns and all(name.partition("_")[0] in ("entropy", "largest") for name in columns)
     for name in columns:
-        assert math.isnan(watched[name][0]) and 0 < watched[name][1] <= 1, "the first epoch was not evaluated"
+        assert math.isnan(watched[name][0]) and 0 < watched[name][1] <= 1, (
+            "the first epoch was not evaluated"
+        )
     assert watched["eval_loss"][1] == plain["eval_loss"][1] > 0

@@ -1,4 +1,5 @@
 """What a page says: numbers that a section must have, whatever words stand around them."""
+
 import re
 from pathlib import Path
 
@@ -52,7 +53,9 @@ def page_says(page: str, heading: str, *numbers: str | float) -> None:
     """Check that the section under `heading` has these numbers; a minus sign may be a hyphen, and a number has two
     digits after its point."""
     text = " ".join(section(page, heading).replace("\N{MINUS SIGN}", "-").split())
-    missing = [number for number in shown(numbers) if number.replace("\N{MINUS SIGN}", "-") not in text]
+    missing = [
+        number for number in shown(numbers) if number.replace("\N{MINUS SIGN}", "-") not in text
+    ]
     assert missing == [], f"{page}, {heading}: {missing}"
 
 

@@ -1,4 +1,5 @@
 """Runs of a sweep and the paired tests between its variants, by hand and as they are kept."""
+
 import math
 from pathlib import Path
 from statistics import mean, stdev
@@ -10,28 +11,58 @@ from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.files import write_json
 from ea_vision.engine.run_folder import write_config
 from experiments import sweep
-from experiments.evidence import by_variant, compare, factorial, holm, main, paired, read_run, read_runs, write_runs
+from experiments.evidence import (
+    by_variant,
+    compare,
+    factorial,
+    holm,
+    main,
+    paired,
+    read_run,
+    read_runs,
+    write_runs,
+)
 from experiments.factorial.analyse import FACTORS
 from tests.experiments.pages import RESULTS
 
 STORED = RESULTS / "evidence"
-NONE, PA, EA = [70.1, 69.8, 71.0, 70.3, 69.9], [70.9, 70.1, 71.2, 71.3, 70.0], [71.0, 71.5, 72.1, 70.9, 71.6]
+NONE, PA, EA = (
+    [70.1, 69.8, 71.0, 70.3, 69.9],
+    [70.9, 70.1, 71.2, 71.3, 70.0],
+    [71.0, 71.5, 72.1, 70.9, 71.6],
+)
 
 
-def write_run(folder: Path, name: str, top1: float, split: str = "test", data: str = "photos", **options) -> None:
+def write_run(
+    folder: Path, name: str, top1: float, split: str = "test", data: str = "photos", **options
+) -> None:
     """Write a run folder's results.json, metrics.csv and config.yaml as the trainers do: 2 epochs, 10,000 images."""
     path = folder / name
     path.mkdir(parents=True)
-    write_json(path / "results.json", {"eval_split": split, f"{split}_images": 10_000, f"{split}_best": {"top1": 99.0},
-                                       f"{split}_last": {"top1": top1}})
-    (path / "metrics.csv").write_text(f"step,train_loss,top1,seconds\n2,2.0,99.0,1.25\n4,1.5,{top1},1.25\n")
-    write_config(path, {"model": "m", "seed": int(name.rpartition("=")[2]), "output": name, **options},
-                 {"data_fingerprint": data})
+    write_json(
+        path / "results.json",
+        {
+            "eval_split": split,
+            f"{split}_images": 10_000,
+            f"{split}_best": {"top1": 99.0},
+            f"{split}_last": {"top1": top1},
+        },
+    )
+    (path / "metrics.csv").write_text(
+        f"step,train_loss,top1,seconds\n2,2.0,99.0,1.25\n4,1.5,{top1},1.25\n"
+    )
+    write_config(
+        path,
+        {"model": "m", "seed": int(name.rpartition("=")[2]), "output": name, **options},
+        {"data_fingerprint": data},
+    )
 
 
 def test_differences_without_spread_are_no_proof():
     """Two equal differences tell nothing; they are equal where they spread by less than one image."""
-    assert math.isnan(paired([0.5, 0.5])["p"]) and math.isnan(paired([0.37, 0.37 + 1e-12], resolution=0.01)["low"])
+    assert math.isnan(paired([0.5, 0.5])["p"]) and math.isnan(
+        paired([0.37, 0.37 + 1e-12], resolution=0.01)["low"]
+    )
     assert not math.isnan(paired([0.37, 0.36], resolution=0.01)["p"])
     with pytest.raises(UsageError, match="at least 2 seeds, got 1"):
         paired([1.0])
@@ -45,14 +76,27 @@ def test_the_command_and_its_file_of_runs(tmp_path, capsys):
             write_run(runs, f"variant={name},seed={seed}", top1)
     assert main([str(runs), *question]) == 0
     said, table = capsys.readouterr().out, pd.read_csv(runs / "evidence.csv")
-    assert f"| none | {', '.join(f'{v:.2f}' for v in NONE)} | {mean(NONE):.2f} | {stdev(NONE):.2f} | model=m |" in said
+    assert (
+        f"| none | {', '.join(f'{v:.2f}' for v in NONE)} | {mean(NONE):.2f} | {stdev(NONE):.2f} | model=m |"
+        in said
+    )
     assert (runs / "evidence.md").read_text() in said and (runs / "evidence.png").is_file()
-    assert table["difference"][0] == pytest.approx(mean(EA) - mean(NONE)) and math.isnan(table["p_holm"][0])
+    assert table["difference"][0] == pytest.approx(mean(EA) - mean(NONE)) and math.isnan(
+        table["p_holm"][0]
+    )
     assert table["p_holm"][1:].tolist() == pytest.approx(holm(table["p"][1:]))
     file = runs / "evidence-runs.csv"
     assert pd.read_csv(file).iloc[0].to_dict() == {
-        "variant": "EA without skip", "seed": 0, "test_top1": 71.0, "train_loss": 1.5, "seconds": 2, "images": 10000,
-        "updates": 4, "data": "photos", "options": "model=m"}
+        "variant": "EA without skip",
+        "seed": 0,
+        "test_top1": 71.0,
+        "train_loss": 1.5,
+        "seconds": 2,
+        "images": 10000,
+        "updates": 4,
+        "data": "photos",
+        "options": "model=m",
+    }
     assert main([str(file), *question, "-o", str(tmp_path / "again")]) == 0
     for name in ("evidence-runs.csv", "evidence.csv", "evidence.md"):
         assert (tmp_path / "again" / name).read_text() == (runs / name).read_text()
@@ -60,18 +104,27 @@ def test_the_command_and_its_file_of_runs(tmp_path, capsys):
     (tmp_path / "variant=going on,seed=0" / "results.json").unlink()
     with pytest.raises(UsageError, match="going on,seed=0 is not complete"):
         read_runs(tmp_path)
-    for more, message in ((["PA,nonne"], "takes two variants as A,B of"), (["a,PA", "--variants", "a,PA"], "no runs")):
+    for more, message in (
+        (["PA,nonne"], "takes two variants as A,B of"),
+        (["a,PA", "--variants", "a,PA"], "no runs"),
+    ):
         with pytest.raises(UsageError, match=message):
             main([str(file), "--question", *more])
 
 
-@pytest.mark.parametrize("made, message", [
-    ([("a", 0, {}), ("b", 0, {"data": "digits"})], "same data, got photos, digits"),
-    ([("a", 0, {}), ("b", 0, {"split": "held_out"})], "same split, got test, held_out"),
-    ([("a", 0, {"lr": 1}), ("a", 1, {"lr": 2})], "equal options: lr of a is 1 and 2"),
-    ([("a", 0, {}), ("a", 1, {}), ("b", 0, {})], "seeds that are missing: b: 1"), ([], "in .*, got none"),
-    ("a,0,1,1,1,9,4\na,0,1,1,1,9,4", "two of a, seed 0"), ("a,0,1,1,1,9,4\na,1,1,1,1,9,5", "got a with 4 and 5"),
-    ("a,0,1,1,1,9,4\nb,0,1,1,1,8,4", "same number of images, got 9, 8")])
+@pytest.mark.parametrize(
+    "made, message",
+    [
+        ([("a", 0, {}), ("b", 0, {"data": "digits"})], "same data, got photos, digits"),
+        ([("a", 0, {}), ("b", 0, {"split": "held_out"})], "same split, got test, held_out"),
+        ([("a", 0, {"lr": 1}), ("a", 1, {"lr": 2})], "equal options: lr of a is 1 and 2"),
+        ([("a", 0, {}), ("a", 1, {}), ("b", 0, {})], "seeds that are missing: b: 1"),
+        ([], "in .*, got none"),
+        ("a,0,1,1,1,9,4\na,0,1,1,1,9,4", "two of a, seed 0"),
+        ("a,0,1,1,1,9,4\na,1,1,1,1,9,5", "got a with 4 and 5"),
+        ("a,0,1,1,1,9,4\nb,0,1,1,1,8,4", "same number of images, got 9, 8"),
+    ],
+)
 def test_runs_that_cannot_be_compared_are_refused(tmp_path, made, message):
     source = tmp_path
     if isinstance(made, str):
@@ -92,7 +145,9 @@ def test_what_is_kept_is_what_the_runs_give(data, tmp_path):
     top1 = by_variant(runs)
     effects = factorial(top1, FACTORS, 0.01)
     for made, kept in ((compare(top1, ("EA", "none"), 0.01), "pairs"), (effects, "factors")):
-        pd.testing.assert_frame_equal(made, pd.read_csv(STORED / f"{data}-{kept}.csv"), rtol=1e-9, atol=1e-12)
+        pd.testing.assert_frame_equal(
+            made, pd.read_csv(STORED / f"{data}-{kept}.csv"), rtol=1e-9, atol=1e-12
+        )
 
 
 def test_a_sweep_trains_its_variants_and_goes_on(tmp_path, monkeypatch, capsys):
@@ -111,19 +166,53 @@ def test_a_sweep_trains_its_variants_and_goes_on(tmp_path, monkeypatch, capsys):
         poll = wait
 
     monkeypatch.setattr(sweep.subprocess, "Popen", Process)
-    argv = ["--variant", "none=--model a", "--variant", "EA=--model b", "--set", "alpha=0,0.5", "--test", "--output",
-            str(tmp_path / "s"), "--", "--epochs", "3"]
+    argv = [
+        "--variant",
+        "none=--model a",
+        "--variant",
+        "EA=--model b",
+        "--set",
+        "alpha=0,0.5",
+        "--test",
+        "--output",
+        str(tmp_path / "s"),
+        "--",
+        "--epochs",
+        "3",
+    ]
     assert sweep.main(argv) == 0
     folder = tmp_path / "s" / "variant=none alpha=0.5,seed=0"
-    assert commands[1] == ["-m", "ea_vision", "train-cifar", "--epochs", "3", "--test", "--model", "a",
-                           "--model-kwargs", "alpha=0.5", "--output", str(folder), "--seed", "0"]
+    assert commands[1] == [
+        "-m",
+        "ea_vision",
+        "train-cifar",
+        "--epochs",
+        "3",
+        "--test",
+        "--model",
+        "a",
+        "--model-kwargs",
+        "alpha=0.5",
+        "--output",
+        str(folder),
+        "--seed",
+        "0",
+    ]
     rows = pd.read_csv(tmp_path / "s" / "sweep.csv")
-    assert rows[["variant", "test_top1"]].values.tolist() == [["none alpha=0", 51], ["none alpha=0.5", 52],
-                                                              ["EA alpha=0", 53], ["EA alpha=0.5", 54]]
+    assert rows[["variant", "test_top1"]].values.tolist() == [
+        ["none alpha=0", 51],
+        ["none alpha=0.5", 52],
+        ["EA alpha=0", 53],
+        ["EA alpha=0.5", 54],
+    ]
     assert "best: EA alpha=0.5, seed 0: top1 54.00%" in capsys.readouterr().out
     with pytest.raises(RunError, match="alpha=0.5,seed=0 ended with exit code 3"):
         sweep.main(argv)
     assert read_run(folder)["top1"] == 52.0
-    for wrong, message in ((["--variant", "a/b=--model a"], "comma"), (["--set", "a=1,"], "KEY=V1"), ([], "neither")):
+    for wrong, message in (
+        (["--variant", "a/b=--model a"], "comma"),
+        (["--set", "a=1,"], "KEY=V1"),
+        ([], "neither"),
+    ):
         with pytest.raises(UsageError, match=message):
             sweep.main([*wrong, "--output", str(tmp_path / "wrong")])

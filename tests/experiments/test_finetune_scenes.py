@@ -1,4 +1,5 @@
 """Fine-tuning on scenes: the script runs to its table, goes on where it stopped, and changes nothing in the weights."""
+
 import shutil
 
 import pandas as pd
@@ -16,11 +17,27 @@ def test_the_table_comes_and_a_second_start_trains_nothing(tmp_path, monkeypatch
     scenes, runs, weights = tmp_path / "scenes", tmp_path / "runs", tmp_path / "weights.safetensors"
     (make_photos(scenes, train=8, val=4, classes=2) / "val").rename(scenes / "validation")
     shutil.copytree(scenes / "validation", scenes / "test")
-    model = timm.create_model("vit_small_patch14_dinov2", num_classes=0, **{**SMALL, "img_size": 56})
+    model = timm.create_model(
+        "vit_small_patch14_dinov2", num_classes=0, **{**SMALL, "img_size": 56}
+    )
     save_file(model.state_dict(), weights)
     monkeypatch.setattr(study, "VIT", SMALL)
-    command = [str(scenes), str(runs), "--weights", str(weights), "--ways", "plain,gates", "--seeds", "1", "--photos",
-               "3", "--epochs", "1", "--batch-size", "3"]
+    command = [
+        str(scenes),
+        str(runs),
+        "--weights",
+        str(weights),
+        "--ways",
+        "plain,gates",
+        "--seeds",
+        "1",
+        "--photos",
+        "3",
+        "--epochs",
+        "1",
+        "--batch-size",
+        "3",
+    ]
     assert study.main(command) == 0
     assert len(list((runs / "data" / "train").rglob("*.jpg"))) == 6
     rows = pd.read_csv(runs / "evidence-runs.csv")

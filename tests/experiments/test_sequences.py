@@ -1,4 +1,5 @@
 """The two tasks without images of experiments/across: right labels, no later character is read, a table goes on."""
+
 import pytest
 import torch
 
@@ -16,7 +17,9 @@ def test_what_is_asked_for_is_the_value_beside_the_key():
 
 def test_topics_that_are_held_out_are_not_trained_on():
     text, held_out, characters = sequences.load_text()
-    assert len(held_out) > 10 and 60 < characters < 200 and 0 < text.min() and text.max() < characters
+    assert (
+        len(held_out) > 10 and 60 < characters < 200 and 0 < text.min() and text.max() < characters
+    )
     whole = bytes(text.tolist())
     assert not any(bytes(one.tolist()) in whole for one in held_out)
 
@@ -32,9 +35,9 @@ def test_no_character_reads_a_later_one(kind):
     whole = model(text)
     for t in range(11):
         other = text.clone()
-        other[:, t + 1:] = (other[:, t + 1:] + 1) % 20
-        torch.testing.assert_close(model(other)[:, :t + 1], whole[:, :t + 1])
-        assert not torch.equal(model(other)[:, t + 1:], whole[:, t + 1:])
+        other[:, t + 1 :] = (other[:, t + 1 :] + 1) % 20
+        torch.testing.assert_close(model(other)[:, : t + 1], whole[:, : t + 1])
+        assert not torch.equal(model(other)[:, t + 1 :], whole[:, t + 1 :])
 
 
 def test_a_table_goes_on(tmp_path):

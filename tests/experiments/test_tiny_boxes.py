@@ -1,11 +1,16 @@
 """experiments/tiny_boxes.py: Tiny-ImageNet's files as COCO JSON, by what `CocoFolder` reads from it."""
+
 import pytest
 from PIL import Image
 
 from ea_vision.detection.coco import CocoFolder
 from experiments.tiny_boxes import main
 
-TRAIN = {"n01": ["0\t0\t63\t63", "3\t4\t10\t20"], "n02": ["9\t9\t8\t30", "5\t5\t5\t9"], "n03": ["1\t2\t3\t4"] * 2}
+TRAIN = {
+    "n01": ["0\t0\t63\t63", "3\t4\t10\t20"],
+    "n02": ["9\t9\t8\t30", "5\t5\t5\t9"],
+    "n03": ["1\t2\t3\t4"] * 2,
+}
 VAL = ["val_0.JPEG\tn02\t0\t32\t44\t62", "val_1.JPEG\tn01\t2\t3\t4\t5"]
 
 
@@ -23,7 +28,9 @@ def tiny(tmp_path):
         lines = [f"{label}_{i}.JPEG\t{box}" for i, box in enumerate(boxes)]
         write(root / "train" / label, f"{label}_boxes.txt", lines, "RGB")
     write(root / "val", "val_annotations.txt", VAL, "L")
-    (root / "words.txt").write_text("n00\tentity\nn01\tgoldfish, Carassius\nn02\tcrane\nn03\tcrane, bird\n")
+    (root / "words.txt").write_text(
+        "n00\tentity\nn01\tgoldfish, Carassius\nn02\tcrane\nn03\tcrane, bird\n"
+    )
     return root
 
 
@@ -33,17 +40,32 @@ def test_boxes_and_names(tiny, tmp_path):
     train, val = CocoFolder(out, "train"), CocoFolder(out, "val")
     assert train.classes == val.classes == ["goldfish", "crane (n02)", "crane (n03)"]
     assert [target["boxes"].tolist() for _, target in train] == [
-        [[0, 0, 64, 64]], [[3, 4, 11, 21]], [], [[5, 5, 6, 10]], [[1, 2, 4, 5]], [[1, 2, 4, 5]]]
+        [[0, 0, 64, 64]],
+        [[3, 4, 11, 21]],
+        [],
+        [[5, 5, 6, 10]],
+        [[1, 2, 4, 5]],
+        [[1, 2, 4, 5]],
+    ]
     assert [(target["labels"].tolist(), target["boxes"].tolist()) for _, target in val] == [
-        ([1], [[0, 32, 45, 63]]), ([0], [[2, 3, 5, 6]])]
+        ([1], [[0, 32, 45, 63]]),
+        ([0], [[2, 3, 5, 6]]),
+    ]
 
 
 def test_a_part_of_it_as_one_class_beside_the_images_and_the_mean_box_by_hand(tiny, capsys):
     """Mean of (0, 0, 64, 64) and (3, 4, 8, 17): that of n01's true box of 1,500 pixels has half of it in common."""
-    assert main([str(tiny), str(tiny), "--classes", "n03,n01", "--as-one", "object", "--per-class", "1"]) == 0
+    assert (
+        main(
+            [str(tiny), str(tiny), "--classes", "n03,n01", "--as-one", "object", "--per-class", "1"]
+        )
+        == 0
+    )
     train = CocoFolder(tiny, "train")
     assert train.classes == ["object"] and [image["file_name"] for image in train.images] == [
-        "n03/images/n03_0.JPEG", "n01/images/n01_0.JPEG"]
+        "n03/images/n03_0.JPEG",
+        "n01/images/n01_0.JPEG",
+    ]
     truth = "val_0.JPEG\tn02\t5\t5\t5\t9\nval_1.JPEG\tn01\t1\t2\t37\t42\n"
     (tiny / "val" / "val_annotations.txt").write_text(truth)
     assert main([str(tiny), str(tiny), "--classes", "2", "--mean-box"]) == 0

@@ -1,4 +1,5 @@
 """Exported weights and their card, with the figures of the written file."""
+
 import safetensors.torch
 import timm
 import torch
@@ -22,22 +23,39 @@ def test_the_card_of_exported_weights_has_the_figures_of_the_file(tmp_path, monk
     for largest_loss, dtype in ((100, "float16"), (-1, "float32")):
         monkeypatch.setattr(weights_card, "LARGEST_LOSS", largest_loss)
         assert weights_card.main([str(folder), "-o", str(out), "--data-dir", str(data)]) == 0
-        model = timm.create_model("test_resnet", **about["model_kwargs"], checkpoint_path=str(out)).eval()
+        model = timm.create_model(
+            "test_resnet", **about["model_kwargs"], checkpoint_path=str(out)
+        ).eval()
         with torch.no_grad():
             plain, six = model(x), logits_by_views(model, x, "six")
-        top1, by_six = (100 * (logits.argmax(1) == test.targets).double().mean().item() for logits in (plain, six))
+        top1, by_six = (
+            100 * (logits.argmax(1) == test.targets).double().mean().item()
+            for logits in (plain, six)
+        )
         card = out.with_suffix(".md").read_text()
         assert safetensors.torch.load_file(out)["conv1.0.weight"].dtype == getattr(torch, dtype)
-        for said in (f"| stored as | {dtype} |", f"{top1:.2f}% top-1, 100.00% top-5 on the test images. ",
-                     f"With several views of an image (`--tta six`): {by_six:.2f}%.",
-                     "after epoch 2: nothing was chosen by them",
-                     "48 training images, 3 classes: class_0, class_1, class_2;",
-                     "--evaluate test_resnet.t --dataset folder --data-dir DIR --tta six"):
+        for said in (
+            f"| stored as | {dtype} |",
+            f"{top1:.2f}% top-1, 100.00% top-5 on the test images. ",
+            f"With several views of an image (`--tta six`): {by_six:.2f}%.",
+            "after epoch 2: nothing was chosen by them",
+            "48 training images, 3 classes: class_0, class_1, class_2;",
+            "--evaluate test_resnet.t --dataset folder --data-dir DIR --tta six",
+        ):
             assert said in card
 
 
 def test_cards_say_which_updates_an_earlier_start_made():
-    starts = [{"update": update, "by": by} for update, by in ((1, "a"), (11, "a"), (21, "b"), (31, "c"), (41, "b"))]
-    assert weights_card.by_update(starts, lambda start: start["by"]) == "b (updates 1 to 20: a; updates 31 to 40: c)"
-    assert weights_card.by_update(starts[1:2], lambda start: start["by"]) == "a (updates 1 to 10: not recorded)"
+    starts = [
+        {"update": update, "by": by}
+        for update, by in ((1, "a"), (11, "a"), (21, "b"), (31, "c"), (41, "b"))
+    ]
+    assert (
+        weights_card.by_update(starts, lambda start: start["by"])
+        == "b (updates 1 to 20: a; updates 31 to 40: c)"
+    )
+    assert (
+        weights_card.by_update(starts[1:2], lambda start: start["by"])
+        == "a (updates 1 to 10: not recorded)"
+    )
     assert weights_card.by_update(starts[:1], lambda start: start["by"]) == "a"

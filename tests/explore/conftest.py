@@ -1,4 +1,5 @@
 """Images and models for the attention page."""
+
 import pytest
 
 from ea_vision.recorder.loading import load_model
@@ -11,8 +12,10 @@ from tests.data.photos import picture
 @pytest.fixture(scope="session")
 def explorer() -> Explorer:
     """An EA network on 64x96 images (layers of maps 4x6, and 2x3 at the end) and a PA network on 32x32 images."""
-    models = [load_model("ea_aa_resnet34", random=True, img_size=(64, 96), seed=1),
-              load_model("pa_conv_transformer_cifar", random=True, seed=2)]
+    models = [
+        load_model("ea_aa_resnet34", random=True, img_size=(64, 96), seed=1),
+        load_model("pa_conv_transformer_cifar", random=True, seed=2),
+    ]
     every = [recordable_layers(model.model) for model in models]
     layers = [[layer for layer in every[0] if layer.number in (8, 9, 10, 21)], every[1]]
     models[0].classes, models[1].classes = None, [f"kind <{index}>" for index in range(10)]
@@ -22,7 +25,10 @@ def explorer() -> Explorer:
 @pytest.fixture(scope="session")
 def entries(explorer) -> list[dict]:
     """Two images' entries; the second one's name tries to end the page's script."""
-    return [explorer.view("first.png", picture(0)), explorer.view("</script><b>second.png", picture(1))]
+    return [
+        explorer.view("first.png", picture(0)),
+        explorer.view("</script><b>second.png", picture(1)),
+    ]
 
 
 @pytest.fixture(scope="session")

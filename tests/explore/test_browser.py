@@ -3,6 +3,7 @@
 Skipped where either is absent; with EA_VISION_REQUIRE_BROWSER=1 (`make test-browser`) that is a failure instead.
 EA_VISION_CHROMIUM names another chromium.
 """
+
 import os
 import re
 import shutil
@@ -22,22 +23,39 @@ from tests.data.photos import picture
 
 REQUIRED = os.environ.get("EA_VISION_REQUIRE_BROWSER") == "1"
 CHROMIUM = os.environ.get("EA_VISION_CHROMIUM") or shutil.which("chromium")
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-         "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 
 try:
     from playwright.sync_api import sync_playwright
 except ImportError:
     sync_playwright = None
 
-MISSING = [name for name, there in (("playwright (pip install playwright)", sync_playwright),
-                                    ("chromium (apt-get install chromium)", CHROMIUM)) if not there]
+MISSING = [
+    name
+    for name, there in (
+        ("playwright (pip install playwright)", sync_playwright),
+        ("chromium (apt-get install chromium)", CHROMIUM),
+    )
+    if not there
+]
 if MISSING and REQUIRED:
-    pytest.fail(f"EA_VISION_REQUIRE_BROWSER=1, and there is no {' and no '.join(MISSING)}", pytrace=False)
+    pytest.fail(
+        f"EA_VISION_REQUIRE_BROWSER=1, and there is no {' and no '.join(MISSING)}", pytrace=False
+    )
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)}")
 
 
 # ---- browser, pages -------------------------------------------------------------------------------------------------
+
 
 @pytest.fixture(scope="module")
 def browser():
@@ -63,8 +81,14 @@ def open_page(browser, address):
     """Opens a page. At the end of the test none may have asked the network, complained, or written to its console."""
     contexts, wrong = [], []
 
-    def open_it(fragment: str = "", url: str = address, width: int = 1280, height: int = 800, view: str = "heads",
-                **options):
+    def open_it(
+        fragment: str = "",
+        url: str = address,
+        width: int = 1280,
+        height: int = 800,
+        view: str = "heads",
+        **options,
+    ):
         """view: "heads" unless the address says another one; "": what the page begins with."""
         if view and "view=" not in fragment:
             fragment = f"#view={view}&{fragment.removeprefix('#')}"
@@ -73,8 +97,13 @@ def open_page(browser, address):
         page = context.new_page()
         page.on("console", lambda message: wrong.append(f"console: {message.text}"))
         page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
-        page.on("request", lambda request: request.url.startswith((url.split("#")[0], "data:", "blob:"))
-                or wrong.append(f"request: {request.url}"))
+        page.on(
+            "request",
+            lambda request: (
+                request.url.startswith((url.split("#")[0], "data:", "blob:"))
+                or wrong.append(f"request: {request.url}")
+            ),
+        )
         page.goto(url + fragment)
         settle(page)
         return page
@@ -103,14 +132,17 @@ def tile(page, *place) -> dict | None:
 
 def zoom_pixels(page, feat_size) -> np.ndarray:
     """(N, 3): colours in the middle of the enlarged tile's cells."""
-    pixels = page.evaluate("""([H, W]) => {
+    pixels = page.evaluate(
+        """([H, W]) => {
       const canvas = document.querySelector(".zoom"), copy = new OffscreenCanvas(canvas.width, canvas.height);
       const context = copy.getContext("2d", { willReadFrequently: true });
       context.drawImage(canvas, 0, 0);
       const at = (cell, cells, size) => Math.floor((cell + 0.5) * size / cells);
       return Array.from({length: H * W}, (_, i) => [...context.getImageData(
         at(i % W, W, canvas.width), at(Math.floor(i / W), H, canvas.height), 1, 1).data]);
-    }""", feat_size)
+    }""",
+        feat_size,
+    )
     return np.array(pixels)[:, :3].astype(int)
 
 
@@ -125,22 +157,33 @@ def check_row(shown: dict, layer, img_size, part: str, head, query) -> None:
 
 # ---- values ---------------------------------------------------------------------------------------------------------
 
+
 def test_tiles_equal_numpy(open_page, explorer, recordings):
     """Every part, head and the mean, of both models and images, for queries by fragment."""
     page = open_page()
-    places = [(index, layer, head) for index, layers in enumerate(explorer.layers) for layer in layers
-              for head in (0, layer.num_heads - 1, "mean")]
+    places = [
+        (index, layer, head)
+        for index, layers in enumerate(explorer.layers)
+        for layer in layers
+        for head in (0, layer.num_heads - 1, "mean")
+    ]
     compared = 0
     for image, query in ((0, (5, 90)), (1, (63, 0))):
         for part in STORED_PARTS:
-            page.evaluate("hash => { location.hash = hash }",
-                          f"view=heads&image={image}&part={part}&query={query[0]},{query[1]}")
-            page.wait_for_function("hash => ['image', 'part'].every((name) => "
-                                   "String(explorer.state()[name]) === new URLSearchParams(hash).get(name))",
-                                   arg=f"image={image}&part={part}")
+            page.evaluate(
+                "hash => { location.hash = hash }",
+                f"view=heads&image={image}&part={part}&query={query[0]},{query[1]}",
+            )
+            page.wait_for_function(
+                "hash => ['image', 'part'].every((name) => "
+                "String(explorer.state()[name]) === new URLSearchParams(hash).get(name))",
+                arg=f"image={image}&part={part}",
+            )
             settle(page)
-            tiles = page.evaluate("places => places.map((place) => explorer.tile(...place))",
-                                  [(index, layer.number, head) for index, layer, head in places])
+            tiles = page.evaluate(
+                "places => places.map((place) => explorer.tile(...place))",
+                [(index, layer.number, head) for index, layer, head in places],
+            )
             for (index, layer, head), shown in zip(places, tiles, strict=True):
                 maps = recordings[image, index].maps[layer.number]
                 assert (shown is None) == (part not in maps.recorded())
@@ -160,8 +203,12 @@ def test_entropy_and_distance_equal_numpy(open_page, explorer, recordings):
         p = attn[row * W + col]
         down, right = np.mgrid[:H, :W].reshape(2, -1) - np.array([[row], [col]])
         shown = tile(page, 0, number, 3)
-        assert shown["entropy"] == pytest.approx(-(p * np.log(np.maximum(p, 1e-30))).sum(), abs=0.02)
-        assert shown["distance"] == pytest.approx((p * np.hypot(down * 64 / H, right * 96 / W)).sum(), abs=0.2)
+        assert shown["entropy"] == pytest.approx(
+            -(p * np.log(np.maximum(p, 1e-30))).sum(), abs=0.02
+        )
+        assert shown["distance"] == pytest.approx(
+            (p * np.hypot(down * 64 / H, right * 96 / W)).sum(), abs=0.2
+        )
 
 
 @pytest.mark.parametrize("part", ["logits", "attn"])
@@ -177,19 +224,29 @@ def test_drawn_pixels_are_the_values_in_the_colour_map(open_page, part):
         norm = norm_of([values], MapStyle(scale="all"))
     colour = MapStyle().colormap(part)(norm(values), bytes=True)
     inside = [cell for cell in range(len(values)) if cell != shown["cell"]]
-    assert np.abs(zoom_pixels(page, shown["featSize"]) - colour[:, :3])[inside].max() <= 6  # a neighbour in the table
+    assert (
+        np.abs(zoom_pixels(page, shown["featSize"]) - colour[:, :3])[inside].max() <= 6
+    )  # a neighbour in the table
 
 
 # ---- query ----------------------------------------------------------------------------------------------------------
+
 
 def test_the_mouse_moves_the_query_and_a_click_pins_it(open_page):
     page = open_page()
     photo = page.locator(".photo").first
     box = photo.bounding_box()
-    at = lambda y, x: {"position": {"x": (x + 0.5) * box["width"] / 96, "y": (y + 0.5) * box["height"] / 64}}  # noqa: E731
+
+    def at(y, x):
+        return {
+            "position": {"x": (x + 0.5) * box["width"] / 96, "y": (y + 0.5) * box["height"] / 64}
+        }
+
     before = tile(page, 0, 9, 0)["values"]
     photo.hover(**at(10, 80))
-    assert state(page)["queries"] == [[10, 80], [5, 26]] and not state(page)["pinned"], "linked models follow"
+    assert state(page)["queries"] == [[10, 80], [5, 26]] and not state(page)["pinned"], (
+        "linked models follow"
+    )
     assert tile(page, 0, 9, 0)["values"] != before
     photo.click(**at(50, 20))
     photo.hover(**at(10, 80))
@@ -216,17 +273,20 @@ def test_arrows_move_the_query_by_a_cell_and_stop_at_the_edge(open_page):
 
 # ---- tiles, parts, views --------------------------------------------------------------------------------------------
 
+
 def test_keyboard_alone(open_page):
     """Tab reaches the photo and the tiles, Enter chooses a tile, and the focus is seen."""
     page = open_page("#layer=9&head=0")
     seen = []
     for _ in range(30):
         page.keyboard.press("Tab")
-        seen.append(page.evaluate("""() => {
+        seen.append(
+            page.evaluate("""() => {
           const e = document.activeElement, ring = getComputedStyle(e.closest("label") ?? e), own = getComputedStyle(e);
           return [e.getAttribute("aria-label") ?? e.textContent.trim().slice(0, 20),
                   ring.outlineStyle !== "none" || own.outlineStyle !== "none"];
-        }"""))
+        }""")
+        )
         if seen[-1][0] == "layer 8, head 1":
             break
     assert seen[-1][0] == "layer 8, head 1" and all(ring for _, ring in seen)
@@ -256,7 +316,9 @@ def test_the_fragment_reproduces_the_view(open_page):
     page.get_by_label("Colour scale").select_option("all")
     page.get_by_label("Map over photo").fill("0.5")
     page.locator("input[name=image]").nth(1).check(force=True)
-    page.wait_for_function("() => location.hash.includes('image=1') && location.hash.includes('opacity=0.5')")
+    page.wait_for_function(
+        "() => location.hash.includes('image=1') && location.hash.includes('opacity=0.5')"
+    )
     settle(page)
     fragment = page.evaluate("location.hash")
     again = open_page(fragment)
@@ -270,20 +332,29 @@ def test_a_link_to_what_there_is_not_is_told_so(open_page):
     assert message.inner_text().startswith(
         "The address asks for image 5; there are 0, 1. The address asks for view nope; there are parts, heads. "
         "The address asks for layer 99; there are 8, 9, 10, 21, 1, 2, 3, 4, 5, 6. "
-        "The address asks for query 64,0; there are 0,0 to 63,95 in ea_aa_resnet34")
+        "The address asks for query 64,0; there are 0,0 to 63,95 in ea_aa_resnet34"
+    )
     assert (state(page)["layer"], state(page)["head"], state(page)["image"]) == (8, 7, 0)
     page.get_by_label("layer 8, own", exact=True).click()
     assert not message.is_visible()
     assert not open_page("#layer=21&head=mean&image=1&query=63,95").locator("#message").is_visible()
     first = state(open_page(view=""))
-    for fragment in ("#query=9999,-1&image=7&view=no&part=none&layer=x&head=-3&opacity=9&scale=<b>", "#%%%"):
+    for fragment in (
+        "#query=9999,-1&image=7&view=no&part=none&layer=x&head=-3&opacity=9&scale=<b>",
+        "#%%%",
+    ):
         assert state(open_page(fragment, view="")) == first
 
 
 # ---- the first view: evolution, layer by layer -----------------------------------------------------------------------
 
-COLUMNS = (("prev_logits", "previous"), ("self_logits", "own"), ("conv_logits", "after conv."), ("attn", "attention"),
-           ("attn_without_previous", "without previous"))
+COLUMNS = (
+    ("prev_logits", "previous"),
+    ("self_logits", "own"),
+    ("conv_logits", "after conv."),
+    ("attn", "attention"),
+    ("attn_without_previous", "without previous"),
+)
 
 
 def test_the_first_view_is_what_one_head_computes(open_page, explorer, recordings):
@@ -291,8 +362,14 @@ def test_the_first_view_is_what_one_head_computes(open_page, explorer, recording
     says how the columns make each other."""
     page = open_page("#query=20,30&head=3", view="")
     assert state(page)["view"] == "parts"
-    labels = page.locator(".buttons").first.locator("button").evaluate_all("all => all.map(b => b.ariaLabel)")
-    assert labels == [f"layer {layer.number}, {name}" for layer in explorer.layers[0] for _, name in COLUMNS]
+    labels = (
+        page.locator(".buttons")
+        .first.locator("button")
+        .evaluate_all("all => all.map(b => b.ariaLabel)")
+    )
+    assert labels == [
+        f"layer {layer.number}, {name}" for layer in explorer.layers[0] for _, name in COLUMNS
+    ]
     assert page.locator(".buttons").nth(1).locator("button").count() == 6 * 6
     for layer in explorer.layers[0]:
         for part, _ in COLUMNS:
@@ -303,7 +380,8 @@ def test_the_first_view_is_what_one_head_computes(open_page, explorer, recording
                 check_row(shown, maps, (64, 96), part, 3, (20, 30))
     assert page.locator(".equation:visible").all_inner_texts() == [
         "a layer: logits = relu(conv(0.5 previous + 0.5 own)), attention = softmax(logits)",
-        "a layer: logits = 0.01 relu(conv(previous)) + 0.99 own, attention = softmax(logits)"]
+        "a layer: logits = 0.01 relu(conv(previous)) + 0.99 own, attention = softmax(logits)",
+    ]
 
 
 def test_the_first_view_shows_what_a_chain_hands_on(open_page):
@@ -313,11 +391,20 @@ def test_the_first_view_shows_what_a_chain_hands_on(open_page):
     assert state(page)["layer"] == 8, "its chain began on a layer that is not on the page"
     box = page.get_by_label("layer 21, previous", exact=True)
     assert "the chain begins" in box.get_attribute("title")
-    assert page.evaluate("explorer.links(0)") == [[0, 2, 0], [1, 2, 0]]  # layers 8, 9, 10; 21 is another chain's
+    assert page.evaluate("explorer.links(0)") == [
+        [0, 2, 0],
+        [1, 2, 0],
+    ]  # layers 8, 9, 10; 21 is another chain's
     assert page.evaluate("explorer.links(1)") == [[0, 3, 0], [1, 3, 0], [3, 3, 0], [4, 3, 0]]
-    assert page.locator(".bar.logits:visible").count() == page.locator(".bar.attn:visible").count() == 1
+    assert (
+        page.locator(".bar.logits:visible").count()
+        == page.locator(".bar.attn:visible").count()
+        == 1
+    )
     box.click()
-    page.locator(".stage", has_text="the chain begins").first.wait_for()  # drawn with the next frame
+    page.locator(
+        ".stage", has_text="the chain begins"
+    ).first.wait_for()  # drawn with the next frame
 
 
 @pytest.mark.parametrize("count, wide_rows", [(1, 3), (2, 3), (3, 2)])
@@ -327,8 +414,16 @@ def test_the_first_rows_are_in_view(open_page, tmp_path, count, wide_rows):
     (tmp_path / "page.html").write_text(show_page(names[:count], picture(3)).text)
     for width, height, rows, models in ((1400, 900, wide_rows, count), (400, 800, 1, 1)):
         page = open_page(url=(tmp_path / "page.html").as_uri(), view="", width=width, height=height)
-        boxes = [[page.locator(".buttons").nth(index).get_by_label(f"layer {row + 1}, attention", exact=True)
-                  .bounding_box() for row in range(rows)] for index in range(models)]
+        boxes = [
+            [
+                page.locator(".buttons")
+                .nth(index)
+                .get_by_label(f"layer {row + 1}, attention", exact=True)
+                .bounding_box()
+                for row in range(rows)
+            ]
+            for index in range(models)
+        ]
         for of_model in boxes:
             assert [box["y"] for box in of_model] == [box["y"] for box in boxes[0]]
             assert of_model[-1]["y"] + of_model[-1]["height"] <= height
@@ -339,13 +434,17 @@ def test_the_first_rows_are_in_view(open_page, tmp_path, count, wide_rows):
 
 def test_a_slider_over_epochs(open_page, tmp_path):
     models = [load_model("ea_conv_transformer_cifar", random=True, seed=seed) for seed in range(2)]
-    made = [Explorer([model], [recordable_layers(model.model)[:2]], parts=("attn",)) for model in models]
+    made = [
+        Explorer([model], [recordable_layers(model.model)[:2]], parts=("attn",)) for model in models
+    ]
     entries = [one.view(f"epoch {5 * epoch}", picture(0)) for epoch, one in enumerate(made)]
     page = open_page(url=written(made[0], entries, tmp_path, epochs=True))
     before = tile(page, 0, 2, 1)["values"]
     page.get_by_label("epoch", exact=True).focus()
     page.keyboard.press("ArrowRight")
-    assert state(page)["image"] == 1 and page.locator("output").inner_text() == "epoch 5 \u00b7 2 of 2"
+    assert (
+        state(page)["image"] == 1 and page.locator("output").inner_text() == "epoch 5 \u00b7 2 of 2"
+    )
     assert tile(page, 0, 2, 1)["values"] != before
 
 
@@ -367,7 +466,9 @@ def test_a_page_inside_a_notebook_works(browser, tmp_path):
 def test_attention_that_is_everywhere_alike_does_not_look_strong(open_page):
     """Colours reach to twice 1/N at least, each tile its own or not."""
     page = open_page("#opacity=1&layer=8&head=0")
-    assert max(tile(page, 0, 8, 0)["values"]) < 1.7 / 24, "random weights look everywhere nearly alike"
+    assert max(tile(page, 0, 8, 0)["values"]) < 1.7 / 24, (
+        "random weights look everywhere nearly alike"
+    )
     for scale, heads in (("tile", [0]), ("layer", [*range(8), "mean"])):
         page.get_by_label("Colour scale").select_option(scale)
         end = max(2, *(24 * value for head in heads for value in tile(page, 0, 8, head)["values"]))
@@ -375,6 +476,7 @@ def test_attention_that_is_everywhere_alike_does_not_look_strong(open_page):
 
 
 # ---- picture, looks, speed ------------------------------------------------------------------------------------------
+
 
 def test_the_view_is_saved_as_png(open_page, explorer, tmp_path):
     """The models side by side, alike from a narrow and a wide window; the page is as it was."""
@@ -391,7 +493,11 @@ def test_the_view_is_saved_as_png(open_page, explorer, tmp_path):
         with Image.open(tmp_path / "saved.png") as image:
             pictures.append(np.asarray(image.convert("RGB"), int))
     narrow, wide = pictures
-    assert narrow.shape == wide.shape and narrow.shape[1] > 2 * 2 * 640 and np.abs(narrow - wide).mean() < 2
+    assert (
+        narrow.shape == wide.shape
+        and narrow.shape[1] > 2 * 2 * 640
+        and np.abs(narrow - wide).mean() < 2
+    )
     drawn = zoom_pixels(page, tile(page, 0, 9, 2)["featSize"]) @ (65536, 256, 1)
     assert np.isin(drawn, wide @ (65536, 256, 1)).all(), "the enlarged tile is in the picture"
 
@@ -401,18 +507,36 @@ def test_looks(open_page, width, view, theme):
     """Nothing sticks out to the side; the ground follows the system's theme; text stands out from it."""
     page = open_page(width=width, color_scheme=theme, view=view)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    ground, text = (np.mean([int(value) for value in re.findall(r"\d+", colour)[:3]]) for colour in page.evaluate(
-        "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"))
+    ground, text = (
+        np.mean([int(value) for value in re.findall(r"\d+", colour)[:3]])
+        for colour in page.evaluate(
+            "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
+        )
+    )
     assert (ground > 128) == (theme == "light") and abs(ground - text) > 180
-    photo, first = page.locator(".photo").first.bounding_box(), page.locator(".buttons button").first.bounding_box()
+    photo, first = (
+        page.locator(".photo").first.bounding_box(),
+        page.locator(".buttons button").first.bounding_box(),
+    )
     assert photo["width"] >= 150 and first["width"] >= 26
 
 
 def test_class_tokens_and_registers_are_queries(open_page, tmp_path):
     """Values by numpy, of a button and of an address; a linked network without such a token stays where it was."""
-    transformer = load_model("ea_vit_tiny_patch16_224", random=True, img_size=(32, 32), reg_tokens=2, alpha=0.3,
-                             patch_size=8, embed_dim=24, depth=2, num_heads=3)
-    (tmp_path / "page.html").write_text(show_page([transformer, "pa_conv_transformer_cifar"], picture(0)).text)
+    transformer = load_model(
+        "ea_vit_tiny_patch16_224",
+        random=True,
+        img_size=(32, 32),
+        reg_tokens=2,
+        alpha=0.3,
+        patch_size=8,
+        embed_dim=24,
+        depth=2,
+        num_heads=3,
+    )
+    (tmp_path / "page.html").write_text(
+        show_page([transformer, "pa_conv_transformer_cifar"], picture(0)).text
+    )
     address = (tmp_path / "page.html").as_uri()
     maps = record(transformer, picture(0), recordable_layers(transformer.model)).maps
     page = open_page(url=address)
@@ -420,8 +544,13 @@ def test_class_tokens_and_registers_are_queries(open_page, tmp_path):
         page.locator(".tokens button", has_text=token).click()
         assert state(page)["queries"] == [token, [16, 16]] and state(page)["pinned"]
         row, shown = maps[2].attn[0, 1, number].double().numpy(), tile(page, 0, 2, 1)
-        assert np.abs(np.array(shown["values"]) - row[3:]).max() <= np.ptp(row[3:]) / 510 * 1.01 + 1e-6
-        assert shown["outside"] == pytest.approx(row[:3].sum(), abs=2e-2) and shown.get("distance") is None
+        assert (
+            np.abs(np.array(shown["values"]) - row[3:]).max() <= np.ptp(row[3:]) / 510 * 1.01 + 1e-6
+        )
+        assert (
+            shown["outside"] == pytest.approx(row[:3].sum(), abs=2e-2)
+            and shown.get("distance") is None
+        )
     assert page.evaluate("explorer.fragment()").startswith("#query=cls")
     page.keyboard.press("ArrowDown")  # from the middle on
     assert state(page)["queries"][0] == [28, 20]

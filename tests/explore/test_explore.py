@@ -1,4 +1,5 @@
 """What the page holds equals what was recorded, and what the command cannot do it says in one line."""
+
 import base64
 import html
 import json
@@ -23,11 +24,16 @@ from tests.detection.tiny import tiny_run
 
 
 def entries_of(text: str, what: str = 'class="image"') -> list:
-    return [json.loads(found) for found in re.findall(f'<script type="application/json" {what}>(.*?)</script>', text,
-                                                      flags=re.DOTALL)]
+    return [
+        json.loads(found)
+        for found in re.findall(
+            f'<script type="application/json" {what}>(.*?)</script>', text, flags=re.DOTALL
+        )
+    ]
 
 
 # ---- values ---------------------------------------------------------------------------------------------------------
+
 
 @settings(max_examples=30, deadline=None)
 @given(arrays.arrays(np.float32, (2, 3, 5), elements=st.floats(-1e4, 1e4, width=32)))
@@ -58,7 +64,9 @@ def test_entries_hold_the_recorded_maps(explorer, entries, recordings, index):
     maps, probabilities = recording.maps, recording.output.softmax(-1)[0]
     for layer in explorer.layers[index]:
         assert tuple(view["featSizes"][layer.number]) == maps[layer.number].feat_size
-        assert set(view["places"][layer.number]) == set(maps[layer.number].recorded()) - {WITHOUT[1]}
+        assert set(view["places"][layer.number]) == set(maps[layer.number].recorded()) - {
+            WITHOUT[1]
+        }
         assert (WITHOUT[0] in maps[layer.number].recorded()) == ("prev_logits" in layer.parts)
         for part in view["places"][layer.number]:
             expected = maps[layer.number][part][0].numpy()
@@ -67,14 +75,29 @@ def test_entries_hold_the_recorded_maps(explorer, entries, recordings, index):
             assert (error <= step * 0.501 + 1e-6 * np.abs(expected).max(-1)).all()
     top = view["predictions"][0]
     assert top["probability"] == pytest.approx(probabilities.max().item(), abs=1e-5)
-    assert top["name"] == f"class {probabilities.argmax()}" or top["name"] == f"kind <{probabilities.argmax()}>"
+    assert (
+        top["name"] == f"class {probabilities.argmax()}"
+        or top["name"] == f"kind <{probabilities.argmax()}>"
+    )
 
 
 def test_a_map_that_occurs_twice_is_stored_once():
     maps = np.random.default_rng(0).normal(size=(3, 2, 9, 9)).astype(np.float32)
-    streams, places = pack({1: {"logits": maps[0]}, 2: {"logits": maps[1], "conv_logits": maps[1],
-                                                        "prev_logits": maps[0], "self_logits": maps[2]}})
-    assert places[2]["conv_logits"] == places[2]["logits"] and places[2]["prev_logits"] == places[1]["logits"]
+    streams, places = pack(
+        {
+            1: {"logits": maps[0]},
+            2: {
+                "logits": maps[1],
+                "conv_logits": maps[1],
+                "prev_logits": maps[0],
+                "self_logits": maps[2],
+            },
+        }
+    )
+    assert (
+        places[2]["conv_logits"] == places[2]["logits"]
+        and places[2]["prev_logits"] == places[1]["logits"]
+    )
     assert set(streams) == {"logits", "self_logits"}
 
 
@@ -86,14 +109,19 @@ def test_entries_hold_the_surest_objects_of_a_detector(tmp_path):
     [found], photo = model.detect([picture(0, (90, 60))]), picture(0, (90, 60))
     objects = made.view("photo.png", photo)["models"][0]["predictions"]
     sure = found["scores"] >= 0.3
-    assert [row["name"] for row in objects] == [model.classes[label] for label in found["labels"][sure].tolist()[:9]]
+    assert [row["name"] for row in objects] == [
+        model.classes[label] for label in found["labels"][sure].tolist()[:9]
+    ]
     boxes = found["boxes"][sure][:9] * torch.tensor([64 / 90, 43 / 60] * 2)
     assert np.allclose([row["box"] for row in objects], boxes, atol=0.5)
 
 
 # ---- the page -------------------------------------------------------------------------------------------------------
 
-def test_the_page_needs_nothing_from_elsewhere_and_names_cannot_break_out_of_its_data(explorer, entries):
+
+def test_the_page_needs_nothing_from_elsewhere_and_names_cannot_break_out_of_its_data(
+    explorer, entries
+):
     page = build_page(explorer, entries)
     program = re.sub(r'<script type="application/json".*?</script>', "", page, flags=re.DOTALL)
     assert not re.search(r"https?://|@import|<link[^>]+href=\"(?!data:)|\bsrc=\"(?!data:)", program)
@@ -108,19 +136,30 @@ def image(tmp_path):
     return tmp_path / "photo.png"
 
 
-def test_the_command_writes_a_page_and_says_what_makes_it_smaller(tmp_path, monkeypatch, capsys, image):
+def test_the_command_writes_a_page_and_says_what_makes_it_smaller(
+    tmp_path, monkeypatch, capsys, image
+):
     output = tmp_path / "pages" / "page.html"
-    command = ("--model ea_conv_transformer_cifar,pa_conv_transformer_cifar --layers 1-3 --heads 0,3 --random "
-               f"--max-mb 1 -o {output} {image}")
+    command = (
+        "--model ea_conv_transformer_cifar,pa_conv_transformer_cifar --layers 1-3 --heads 0,3 --random "
+        f"--max-mb 1 -o {output} {image}"
+    )
     assert explore.main(command.split()) == 0 and capsys.readouterr().err == ""
     monkeypatch.setattr(explore, "MEGABYTE", 20_000)
     assert explore.main(command.split()) == 0
-    assert re.search("warning: the page has .* MB, more than --max-mb 1; fewer --layers", capsys.readouterr().err)
+    assert re.search(
+        "warning: the page has .* MB, more than --max-mb 1; fewer --layers", capsys.readouterr().err
+    )
     [about] = entries_of(output.read_text(), 'id="about"')
     assert [model["label"] for model in about["models"]] == [
-        "ea_conv_transformer_cifar (untrained)", "pa_conv_transformer_cifar (untrained)"]
+        "ea_conv_transformer_cifar (untrained)",
+        "pa_conv_transformer_cifar (untrained)",
+    ]
     assert [(layer["number"], layer["heads"]) for layer in about["models"][0]["layers"]] == [
-        (1, [0, 3]), (2, [0, 3]), (3, [0, 3])]
+        (1, [0, 3]),
+        (2, [0, 3]),
+        (3, [0, 3]),
+    ]
     assert [path.name for path in output.parent.iterdir()] == ["page.html"]
 
 
@@ -130,6 +169,9 @@ def test_a_notebook_displays_the_page():
     frame = shown._repr_html_()
     assert frame.startswith("<iframe srcdoc=") and "height: 500px" in frame
     assert html.unescape(re.search('srcdoc="(.*?)"', frame, flags=re.DOTALL)[1]) == shown.text
-    assert len(entries_of(shown.text)) == 2 and "ea_conv_transformer_cifar (untrained) [2]" in shown.text
+    assert (
+        len(entries_of(shown.text)) == 2
+        and "ea_conv_transformer_cifar (untrained) [2]" in shown.text
+    )
     with pytest.raises(UsageError, match="at most 3 models, got 4"):
         show_page([model] * 4, picture(3))

@@ -4,6 +4,7 @@ torch, timm, numpy, hypothesis and pytest are all that is needed: images are mad
 CPU with tiny networks, as far as a CPU has the path, so that they are known to work; that says nothing about a GPU.
 Figures are printed (`-rP`) and, with EA_VISION_GPU_REPORT=FOLDER, kept there.
 """
+
 import os
 import signal
 import subprocess
@@ -25,16 +26,36 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 TOLERANCE = 2e-5  # of the norm of outputs and gradients in float32, whose products are of tf32
-NETWORKS = {"aa_resnet34": 224, "ea_aa_resnet50": 224, "pa_aa_resnet50": 224, "ea_conv_transformer_cifar": 32,
-            "ea_vit_tiny_patch16_224": 224} if ON_GPU else {"ea_conv_transformer_cifar": 32}
+NETWORKS = (
+    {
+        "aa_resnet34": 224,
+        "ea_aa_resnet50": 224,
+        "pa_aa_resnet50": 224,
+        "ea_conv_transformer_cifar": 32,
+        "ea_vit_tiny_patch16_224": 224,
+    }
+    if ON_GPU
+    else {"ea_conv_transformer_cifar": 32}
+)
 on_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 
 CASES = {  # tests/ops has more, of smaller maps
     "EA": dict(kind="ea", size=(14, 14), D=20, E=3),
-    "EA, gates, prefix, 12 heads": dict(kind="ea", size=(1, 197), K=12, D=64, E=64, gates="heads", prefix=1),
+    "EA, gates, prefix, 12 heads": dict(
+        kind="ea", size=(1, 197), K=12, D=64, E=64, gates="heads", prefix=1
+    ),
     "EA, prefix, 577 tokens": dict(kind="ea", size=(1, 577), K=6, D=64, E=64, prefix=1),
     "AA": dict(kind="aa", size=(14, 14), D=20, E=3, need_logits=False, implementation="sdpa"),
-    "windows": dict(kind="aa", size=(14, 14), K=4, D=32, E=32, need_logits=False, window=5, implementation="flex"),
+    "windows": dict(
+        kind="aa",
+        size=(14, 14),
+        K=4,
+        D=32,
+        E=32,
+        need_logits=False,
+        window=5,
+        implementation="flex",
+    ),
 }
 
 
@@ -51,15 +72,28 @@ def test_operators_are_the_reference_in_float64(name, dtype):
     if dtype == "float32":
         case["K"] = min(case["K"], 8)  # more do not fit into shared memory
     rounded = ON_GPU and (dtype == "float16" or dtype == "float32" and name != "EA")
-    check(**case, B=2, bias=6.0 if rounded else 0.0, device=DEVICE, dtype=DTYPES[dtype],
-          relative=case["size"][0] > 1 and name != "windows", tolerance=TOLERANCE if dtype == "float32" else None)
+    check(
+        **case,
+        B=2,
+        bias=6.0 if rounded else 0.0,
+        device=DEVICE,
+        dtype=DTYPES[dtype],
+        relative=case["size"][0] > 1 and name != "windows",
+        tolerance=TOLERANCE if dtype == "float32" else None,
+    )
 
 
 def made_network(name: str) -> tuple[torch.nn.Module, torch.Tensor]:
     """Return a network in training mode, and images, channels-last."""
-    model = timm.create_model(name, **({} if ON_GPU else {"widths": [16, 16, 16, 16]})).to(DEVICE).train()
+    model = (
+        timm.create_model(name, **({} if ON_GPU else {"widths": [16, 16, 16, 16]}))
+        .to(DEVICE)
+        .train()
+    )
     images = torch.randn(4, 3, NETWORKS[name], NETWORKS[name], device=DEVICE)
-    return model.to(memory_format=torch.channels_last), images.contiguous(memory_format=torch.channels_last)
+    return model.to(memory_format=torch.channels_last), images.contiguous(
+        memory_format=torch.channels_last
+    )
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -74,7 +108,9 @@ def test_networks_are_the_reference(name):
         with use_implementation(how) if how else nullcontext():
             y = model(images)
         y.float().square().mean().backward()
-        results.append((y.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]))
+        results.append(
+            (y.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None])
+        )
     (want, want_grads), (have, have_grads) = results
     assert (have - want).norm() <= 1e-3 * want.norm()
     differences = torch.stack([(a - b).norm() for a, b in zip(have_grads, want_grads, strict=True)])
@@ -95,16 +131,43 @@ def test_compiled_in_one_graph(name):
 @pytest.fixture(scope="module")
 def images(tmp_path_factory) -> Path:
     """Class folders of small images."""
-    return make_folder(tmp_path_factory.mktemp("images"), *((2048, 256) if ON_GPU else (64, 16)), classes=4)
+    return make_folder(
+        tmp_path_factory.mktemp("images"), *((2048, 256) if ON_GPU else (64, 16)), classes=4
+    )
 
 
 def trainer(data: Path, output: Path, *options: str, processes: int = 0) -> list[str]:
     """Return the command of a training run."""
-    start = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"] if processes else []
-    size = ["--batch-size", "64"] if ON_GPU else ["--model-kwargs", "widths=[8,8,16,16]", "--batch-size", "8"]
-    return [sys.executable, "-m", *start, "ea_vision", "train-cifar", "--dataset", "folder", "--data-dir", str(data),
-            "--model", "ea_conv_transformer_cifar", *size, "--device", DEVICE.type, "--channels-last", "--output",
-            str(output), *options]
+    start = (
+        ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
+        if processes
+        else []
+    )
+    size = (
+        ["--batch-size", "64"]
+        if ON_GPU
+        else ["--model-kwargs", "widths=[8,8,16,16]", "--batch-size", "8"]
+    )
+    return [
+        sys.executable,
+        "-m",
+        *start,
+        "ea_vision",
+        "train-cifar",
+        "--dataset",
+        "folder",
+        "--data-dir",
+        str(data),
+        "--model",
+        "ea_conv_transformer_cifar",
+        *size,
+        "--device",
+        DEVICE.type,
+        "--channels-last",
+        "--output",
+        str(output),
+        *options,
+    ]
 
 
 def run(command: list[str]) -> str:
@@ -115,9 +178,18 @@ def run(command: list[str]) -> str:
 
 
 @on_gpu
-@pytest.mark.parametrize("options, processes", [
-    ("--amp bfloat16", 0), ("--amp float16", 0), ("--amp bfloat16 --compile --model-ema-decay 0.99", 0),
-    *(("--amp bfloat16", count) for count in sorted({1, min(torch.cuda.device_count(), 8) or 1}))])
+@pytest.mark.parametrize(
+    "options, processes",
+    [
+        ("--amp bfloat16", 0),
+        ("--amp float16", 0),
+        ("--amp bfloat16 --compile --model-ema-decay 0.99", 0),
+        *(
+            ("--amp bfloat16", count)
+            for count in sorted({1, min(torch.cuda.device_count(), 8) or 1})
+        ),
+    ],
+)
 def test_the_trainer_in_each_precision_and_on_several_gpus(images, tmp_path, options, processes):
     run(trainer(images, tmp_path / "run", "--epochs", "1", *options.split(), processes=processes))
     assert (tmp_path / "run" / "results.json").is_file()
@@ -127,9 +199,13 @@ def test_the_trainer_in_each_precision_and_on_several_gpus(images, tmp_path, opt
 def test_a_trainer_that_sigterm_ends_goes_on(images, tmp_path):
     output = tmp_path / "run"
     command = trainer(images, output, "--epochs", "8" if ON_GPU else "4", "--checkpoint-steps", "2")
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     until = time.monotonic() + 120
-    while not (output / "last.ckpt").exists() and process.poll() is None and time.monotonic() < until:
+    while (
+        not (output / "last.ckpt").exists() and process.poll() is None and time.monotonic() < until
+    ):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
@@ -142,5 +218,21 @@ def test_a_trainer_that_sigterm_ends_goes_on(images, tmp_path):
 def test_speed_and_memory_of_the_50_layer_networks(tmp_path):
     """The table of ratios: training, inference and memory in bfloat16, eager and compiled."""
     folder = Path(os.environ.get("EA_VISION_GPU_REPORT", tmp_path))
-    print(run([sys.executable, "-m", "ea_vision", "benchmark", "--amp", "bfloat16", "--channels-last", "--compile",
-               "--repeats", "15", "--csv", str(folder / "benchmark.csv")]))
+    print(
+        run(
+            [
+                sys.executable,
+                "-m",
+                "ea_vision",
+                "benchmark",
+                "--amp",
+                "bfloat16",
+                "--channels-last",
+                "--compile",
+                "--repeats",
+                "15",
+                "--csv",
+                str(folder / "benchmark.csv"),
+            ]
+        )
+    )

@@ -1,5 +1,6 @@
 """An independent attention branch, written from DESIGN's equations alone, by sums over offsets and shifted maps; and
 the comparison of outputs and gradients."""
+
 import itertools
 import math
 
@@ -9,7 +10,10 @@ import torch.nn.functional as F
 
 def offsets(size):
     """Rows and columns from each query to each key, (N, N) each."""
-    row, col = torch.arange(size[0]).repeat_interleave(size[1]), torch.arange(size[1]).repeat(size[0])
+    row, col = (
+        torch.arange(size[0]).repeat_interleave(size[1]),
+        torch.arange(size[1]).repeat(size[0]),
+    )
     return row - row.unsqueeze(1), col - col.unsqueeze(1)
 
 
@@ -19,7 +23,9 @@ def own_logits(q, k, height_rel, width_rel, size):
     for table, offset in zip((height_rel, width_rel), offsets(size), strict=True):
         if table is not None:
             middle = len(table) // 2
-            logits = logits + torch.einsum("bnd,nmd->bnm", q, table[middle + offset.clamp(-middle, middle)])
+            logits = logits + torch.einsum(
+                "bnd,nmd->bnm", q, table[middle + offset.clamp(-middle, middle)]
+            )
     return logits
 
 
@@ -28,13 +34,15 @@ def neighbours(x, height, width):
     H, W = x.shape[-2:]
     padded = F.pad(x, [width // 2, width // 2, height // 2, height // 2])
     for u, w in itertools.product(range(height), range(width)):
-        yield u, w, padded[..., u:u + H, w:w + W]
+        yield u, w, padded[..., u : u + H, w : w + W]
 
 
 def map_conv(maps, conv):
     """(B, K, N, N) -> the same: a same-padded convolution and ReLU, tap by tap."""
-    total = sum(torch.einsum("oc,bcij->boij", conv.weight[..., u, w], seen)
-                for u, w, seen in neighbours(maps, *conv.weight.shape[2:]))
+    total = sum(
+        torch.einsum("oc,bcij->boij", conv.weight[..., u, w], seen)
+        for u, w, seen in neighbours(maps, *conv.weight.shape[2:])
+    )
     return (total + conv.bias.view(-1, 1, 1)).clamp(min=0)
 
 
@@ -46,22 +54,40 @@ def attention_branch(layer, x, prev_logits=None, evolve=None):
         conv = F.conv2d(x, layer.conv.weight, stride=layer.conv.stride, padding=layer.conv.padding)
     pooled = x
     for _ in range(layer.num_pools):
-        total, count = (sum(seen[..., ::2, ::2] for _, _, seen in neighbours(y, 3, 3))
-                        for y in (pooled, torch.ones_like(pooled)))
+        total, count = (
+            sum(seen[..., ::2, ::2] for _, _, seen in neighbours(y, 3, 3))
+            for y in (pooled, torch.ones_like(pooled))
+        )
         pooled = total / count
     K, D, Dv, (H, W) = layer.num_heads, layer.dim_head_qk, layer.dim_head_v, pooled.shape[2:]
     projected = pooled.flatten(2).transpose(1, 2) @ layer.qkv.weight.flatten(1).t() + layer.qkv.bias
-    q, k, v = (part.split(part.shape[2] // K, 2) for part in projected.split([K * D, K * D, K * Dv], 2))
+    q, k, v = (
+        part.split(part.shape[2] // K, 2) for part in projected.split([K * D, K * D, K * Dv], 2)
+    )
     if layer.qk_gain is not None:
-        q, k = ([gains[h] * part[h] / ((part[h] ** 2).sum(2, keepdim=True) / D + 1e-6).sqrt() for h in range(K)]
-                for part, gains in ((q, layer.qk_gain), (k, torch.ones(K))))
-    logits = torch.stack([own_logits(q[h] / math.sqrt(D), k[h], layer.height_rel, layer.width_rel, (H, W))
-                          for h in range(K)], 1)
+        q, k = (
+            [
+                gains[h] * part[h] / ((part[h] ** 2).sum(2, keepdim=True) / D + 1e-6).sqrt()
+                for h in range(K)
+            ]
+            for part, gains in ((q, layer.qk_gain), (k, torch.ones(K)))
+        )
+    logits = torch.stack(
+        [
+            own_logits(q[h] / math.sqrt(D), k[h], layer.height_rel, layer.width_rel, (H, W))
+            for h in range(K)
+        ],
+        1,
+    )
     if evolve is not None:
         logits = evolve(logits, prev_logits)
     attn = logits.exp() / logits.exp().sum(-1, keepdim=True)
     heads = torch.cat([attn[:, h] @ v[h] for h in range(K)], 2)  # (B, N, K*Dv)
-    out = (heads @ layer.proj.weight.flatten(1).t() + layer.proj.bias).transpose(1, 2).unflatten(2, (H, W))
+    out = (
+        (heads @ layer.proj.weight.flatten(1).t() + layer.proj.bias)
+        .transpose(1, 2)
+        .unflatten(2, (H, W))
+    )
     if out.shape[2:] != conv.shape[2:]:
         out = F.interpolate(out, size=size, mode="bilinear", align_corners=False)
     return torch.cat([conv, out], 1), logits
@@ -70,12 +96,16 @@ def attention_branch(layer, x, prev_logits=None, evolve=None):
 def gradients(outputs, inputs):
     """Of a fixed random projection of the outputs, so that every element counts differently."""
     generator = torch.Generator().manual_seed(1)
-    total = sum((y * torch.randn(y.shape, generator=generator, dtype=y.dtype)).sum() for y in outputs)
+    total = sum(
+        (y * torch.randn(y.shape, generator=generator, dtype=y.dtype)).sum() for y in outputs
+    )
     return torch.autograd.grad(total, inputs, retain_graph=True)
 
 
 def assert_same(actual, expected, inputs, **near):
     """Outputs, a tensor or several, and their gradients for the inputs."""
-    actual, expected = ([made] if isinstance(made, torch.Tensor) else made for made in (actual, expected))
+    actual, expected = (
+        [made] if isinstance(made, torch.Tensor) else made for made in (actual, expected)
+    )
     torch.testing.assert_close(actual, expected, **near)
     torch.testing.assert_close(gradients(actual, inputs), gradients(expected, inputs), **near)

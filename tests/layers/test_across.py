@@ -1,4 +1,5 @@
 """The mechanisms of `ea_vision.layers.across`, each against its equation, outputs and gradients."""
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,9 @@ N = SIZE[0] * SIZE[1]
 
 def maps(seed: int, *shape: int, side: int = N) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape or (2, K, side, side), generator=generator, dtype=torch.float64).requires_grad_()
+    return torch.randn(
+        shape or (2, K, side, side), generator=generator, dtype=torch.float64
+    ).requires_grad_()
 
 
 def new(kind: str, **options):
@@ -40,7 +43,10 @@ def assert_equation(module, actual, expected, *inputs) -> None:
 
 def mix_heads(weight, maps):
     """out[a] = sum_b weight[a, b] maps[b]"""
-    return torch.stack([sum(weight[a, b] * maps[:, b] for b in range(maps.shape[1])) for a in range(len(weight))], 1)
+    return torch.stack(
+        [sum(weight[a, b] * maps[:, b] for b in range(maps.shape[1])) for a in range(len(weight))],
+        1,
+    )
 
 
 def by_head(numbers):
@@ -52,7 +58,9 @@ def batch_norm(norm, x):
 
 
 def depthwise(weight, x):
-    return sum(by_head(weight[:, 0, u, w]) * seen for u, w, seen in neighbours(x, *weight.shape[2:]))
+    return sum(
+        by_head(weight[:, 0, u, w]) * seen for u, w, seen in neighbours(x, *weight.shape[2:])
+    )
 
 
 def talking_heads(m, logits, prev):
@@ -62,7 +70,9 @@ def talking_heads(m, logits, prev):
 
 def reattention(m, logits, prev):
     conv, attn = m.reatten_matrix, logits.softmax(-1)
-    refined = 0.5 * batch_norm(m.var_norm, mix_heads(conv.weight[:, :, 0, 0], attn) + by_head(conv.bias))
+    refined = 0.5 * batch_norm(
+        m.var_norm, mix_heads(conv.weight[:, :, 0, 0], attn) + by_head(conv.bias)
+    )
     return refined if m.gain is None else attn + m.gain * refined
 
 
@@ -85,20 +95,42 @@ def residual(m, logits, prev):
     return (((1 - alpha) if m.mixture else 1.0) * logits + alpha * prev).softmax(-1)
 
 
-@pytest.mark.parametrize("equation,kind,options", [
-    *((residual, "residual", options) for options in (
-        {}, {"mixture": True}, {"learnable": True}, {"mixture": True, "learnable": True}, {"learnable": "per_head"})),
-    (talking_heads, "talking_heads", {}), (reattention, "reattention", {"scale": 0.5}),
-    (reattention, "reattention", {"scale": 0.5, "gain": 0.7}), (refiner, "refiner", {"expansion": 2}),
-    (refiner, "refiner", {"expansion": 2, "gain": 0.7}),
-    (multi_token, "mta", {"map_kernel": (3, 5), "head_kernel": 1})])
+@pytest.mark.parametrize(
+    "equation,kind,options",
+    [
+        *(
+            (residual, "residual", options)
+            for options in (
+                {},
+                {"mixture": True},
+                {"learnable": True},
+                {"mixture": True, "learnable": True},
+                {"learnable": "per_head"},
+            )
+        ),
+        (talking_heads, "talking_heads", {}),
+        (reattention, "reattention", {"scale": 0.5}),
+        (reattention, "reattention", {"scale": 0.5, "gain": 0.7}),
+        (refiner, "refiner", {"expansion": 2}),
+        (refiner, "refiner", {"expansion": 2, "gain": 0.7}),
+        (multi_token, "mta", {"map_kernel": (3, 5), "head_kernel": 1}),
+    ],
+)
 def test_a_mechanism_is_its_equation(equation, kind, options):
     m, logits, prev = new(kind, **options), maps(1), maps(2)
-    assert_equation(m, run(m, logits, prev), equation(m, logits, prev), logits, *([prev] if m.reads_previous else []))
+    assert_equation(
+        m,
+        run(m, logits, prev),
+        equation(m, logits, prev),
+        logits,
+        *([prev] if m.reads_previous else []),
+    )
 
 
 def test_residual_begins_as_the_papers():
-    assert [create_evolution("residual", K, mixture=mixture).alpha for mixture in (False, True)] == [1.0, 0.5]
+    assert [
+        create_evolution("residual", K, mixture=mixture).alpha for mixture in (False, True)
+    ] == [1.0, 0.5]
 
 
 @pytest.mark.parametrize("prefix", [0, 2])
@@ -109,9 +141,14 @@ def test_conv2d_convolves_four_dimensions_of_a_map_that_is_not_square(prefix):
     mixed = logits + m.alpha * prev
     over_keys = mixed[:, :, prefix:, prefix:].reshape(2, K, *SIZE, *SIZE)
     over_queries = over_keys.permute(0, 1, 4, 5, 2, 3)
-    total = sum(torch.einsum("ab,nb...->na...", m.keys[:, :, u, w], seen) for u, w, seen in neighbours(over_keys, 3, 3))
-    total = total + sum(torch.einsum("ab,nb...->na...", m.queries[:, :, u, w], seen)
-                        for u, w, seen in neighbours(over_queries, 3, 3)).permute(0, 1, 4, 5, 2, 3)
+    total = sum(
+        torch.einsum("ab,nb...->na...", m.keys[:, :, u, w], seen)
+        for u, w, seen in neighbours(over_keys, 3, 3)
+    )
+    total = total + sum(
+        torch.einsum("ab,nb...->na...", m.queries[:, :, u, w], seen)
+        for u, w, seen in neighbours(over_queries, 3, 3)
+    ).permute(0, 1, 4, 5, 2, 3)
     expected = mixed + F.pad(total.reshape(2, K, N, N), [prefix, 0, prefix, 0])
     assert_equation(m, m(logits, prev, SIZE), expected, logits, prev)
     above = m.parts(logits, prev, m(logits, prev, SIZE))["conv_logits"]
@@ -123,7 +160,9 @@ def test_exclusive_attention_is_its_equation(gain):
     m, out, values = new("xsa", gain=gain), maps(1, 2, K, N, 4), maps(2, 2, K, N, 4)
     along = (out * values).sum(-1, keepdim=True) / (values * values).sum(-1, keepdim=True) * values
     actual = m.mix_output(out, values, None)
-    assert_equation(m, actual, out - (1.0 if gain is None else by_head(m.gain)) * along, out, values)
+    assert_equation(
+        m, actual, out - (1.0 if gain is None else by_head(m.gain)) * along, out, values
+    )
     if gain is None:
         assert (actual * values).sum(-1).abs().max() < 1e-12  # nothing of the own value is left
 
@@ -131,8 +170,13 @@ def test_exclusive_attention_is_its_equation(gain):
 @pytest.mark.parametrize("identity", [False, True])
 def test_gated_attention_is_its_equation(identity):
     m, out, x = new("gated", channels=5, identity=identity), maps(1, 2, K, N, 4), maps(2, 2, N, 5)
-    gates = [(2.0 if identity else 1.0) / (1 + (-(x @ m.gate.weight[k]) - m.gate.bias[k]).exp()) for k in range(K)]
-    assert_equation(m, m.mix_output(out, None, x), torch.stack(gates, 1).unsqueeze(-1) * out, out, x)
+    gates = [
+        (2.0 if identity else 1.0) / (1 + (-(x @ m.gate.weight[k]) - m.gate.bias[k]).exp())
+        for k in range(K)
+    ]
+    assert_equation(
+        m, m.mix_output(out, None, x), torch.stack(gates, 1).unsqueeze(-1) * out, out, x
+    )
 
 
 def test_value_residual_is_its_equation():
@@ -149,14 +193,21 @@ def test_mrla_is_its_equation():
     m = MRLALight(8, dim_group=4, identity=False, dtype=torch.float64)
     x, shortcut = maps(1, 2, 8, 2, 3), maps(2, 2, 8, 2, 3)
     y = F.pad(x.mean((2, 3)), [1, 1])
-    q, k = (sum(conv.weight[0, 0, i] * y[:, i:i + 8] for i in range(3)) for conv in (m.query, m.key))
-    share = torch.stack([1 / (1 + (-(q * k)[:, c // 4 * 4:c // 4 * 4 + 4].sum(1) / 2).exp()) for c in range(8)], 1)
+    q, k = (
+        sum(conv.weight[0, 0, i] * y[:, i : i + 8] for i in range(3)) for conv in (m.query, m.key)
+    )
+    share = torch.stack(
+        [1 / (1 + (-(q * k)[:, c // 4 * 4 : c // 4 * 4 + 4].sum(1) / 2).exp()) for c in range(8)], 1
+    )
     expected = share[..., None, None] * depthwise(m.value.weight, x) + m.shortcut_scale * shortcut
     assert_equation(m, m(x, shortcut), batch_norm(m.bn, expected), x, shortcut)
 
 
 def test_token_conv_sees_the_patches_neighbours_in_the_image():
-    m, x = TokenConv(4, num_prefix_tokens=1, identity=False, dtype=torch.float64), maps(1, 2, 1 + N, 4)
+    m, x = (
+        TokenConv(4, num_prefix_tokens=1, identity=False, dtype=torch.float64),
+        maps(1, 2, 1 + N, 4),
+    )
     y = m(x, SIZE)
     assert torch.equal(y[:, :1], x[:, :1])
     image = x[:, 1:].transpose(1, 2).reshape(2, 4, *SIZE)
@@ -164,21 +215,30 @@ def test_token_conv_sees_the_patches_neighbours_in_the_image():
     assert_equation(m, y[:, 1:], expected.flatten(2).transpose(1, 2), x)
 
 
-@pytest.mark.parametrize("kind,options,message", [
-    ("conv2d", {"start": "zero"}, "start must be 'identity' or 'paper', got 'zero'"),
-    ("ea", {"alpha": 1.5}, "alpha must lie between 0 and 1, got 1.5"),
-    ("ea", {"alpha": "x"}, "alpha must lie between 0 and 1, got x"),
-    ("ea", {"beta": -1}, "beta must lie between 0 and 1, got -1"),
-    ("ea", {"alpha": float("inf"), "learnable": True}, "alpha must be a finite number, got inf"),
-    ("ea", {"learnable": 2}, "False, True or 'per_head', got 2"),
-    ("ea", {"kernel_size": 4}, "odd and positive, got 4"),
-    ("pa", {"num_layers": -1}, "num_layers must be 0 or more, got -1"),
-    ("mta", {"map_kernel": (4, 11)}, "two odd numbers .* got .4, 11."),
-    ("mta", {"head_kernel": 2}, "must divide num_heads=3, got 2"),
-    ("conv2d", {"kernel_size": 2}, "odd and positive, got 2"),
-    ("residual", {"beta": 0.5}, "'residual' has alpha, mixture, learnable; got beta"),
-    ("xa", {}, "one of 'ea', 'pa', .* or None, got 'xa'"), ("pa", {"beta": 0.5}, "beta"),
-    (None, {"alpha": 0.5}, "alpha")])
+@pytest.mark.parametrize(
+    "kind,options,message",
+    [
+        ("conv2d", {"start": "zero"}, "start must be 'identity' or 'paper', got 'zero'"),
+        ("ea", {"alpha": 1.5}, "alpha must lie between 0 and 1, got 1.5"),
+        ("ea", {"alpha": "x"}, "alpha must lie between 0 and 1, got x"),
+        ("ea", {"beta": -1}, "beta must lie between 0 and 1, got -1"),
+        (
+            "ea",
+            {"alpha": float("inf"), "learnable": True},
+            "alpha must be a finite number, got inf",
+        ),
+        ("ea", {"learnable": 2}, "False, True or 'per_head', got 2"),
+        ("ea", {"kernel_size": 4}, "odd and positive, got 4"),
+        ("pa", {"num_layers": -1}, "num_layers must be 0 or more, got -1"),
+        ("mta", {"map_kernel": (4, 11)}, "two odd numbers .* got .4, 11."),
+        ("mta", {"head_kernel": 2}, "must divide num_heads=3, got 2"),
+        ("conv2d", {"kernel_size": 2}, "odd and positive, got 2"),
+        ("residual", {"beta": 0.5}, "'residual' has alpha, mixture, learnable; got beta"),
+        ("xa", {}, "one of 'ea', 'pa', .* or None, got 'xa'"),
+        ("pa", {"beta": 0.5}, "beta"),
+        (None, {"alpha": 0.5}, "alpha"),
+    ],
+)
 def test_starts_and_options_that_there_are_not(kind, options, message):
     with pytest.raises(ValueError, match=message):
         create_evolution(kind, K, **options)

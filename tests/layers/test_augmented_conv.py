@@ -1,4 +1,5 @@
 """AugmentedConv2d against its definition, and the properties that make it attention."""
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,9 @@ D64 = torch.float64
 
 def make(in_channels=3, out_channels=10, stride=1, feat_size=(3, 4), num_heads=2, **kwargs):
     kwargs = {"dim_qk": 4, "dim_v": 6, **kwargs}
-    layer = AugmentedConv2d(in_channels, out_channels, 3, stride, num_heads=num_heads, feat_size=feat_size, **kwargs)
+    layer = AugmentedConv2d(
+        in_channels, out_channels, 3, stride, num_heads=num_heads, feat_size=feat_size, **kwargs
+    )
     with torch.no_grad():
         for parameter in layer.parameters():  # biases too
             parameter.copy_(torch.randn_like(parameter) * 0.5)
@@ -24,22 +27,41 @@ def make(in_channels=3, out_channels=10, stride=1, feat_size=(3, 4), num_heads=2
 def assert_defined(layer, x, prev=None, evolve=None):
     """Outputs and gradients are those of the definition."""
     inputs = [tensor.requires_grad_() for tensor in (x, prev) if tensor is not None]
-    assert_same(layer(x, prev), attention_branch(layer, x, prev, evolve), [*inputs, *layer.parameters()])
+    assert_same(
+        layer(x, prev), attention_branch(layer, x, prev, evolve), [*inputs, *layer.parameters()]
+    )
 
 
-@pytest.mark.parametrize("size,options", [
-    *((size, {"feat_size": feat_size, "position": position, **options}) for position in ("relative", "none")
-      for size, feat_size, options in (
-          ((3, 4), (3, 4), {}), ((4, 2), (4, 2), {}), ((1, 5), (1, 5), {}), ((6, 7), (3, 4), {"stride": 2}),
-          ((5, 6), (3, 3), {"pool_attention": True}), ((9, 7), (3, 2), {"stride": 2, "pool_attention": True}),
-          ((12, 9), (2, 2), {"stride": 2, "pool_attention": 2}))),
-    ((3, 4), {"dim_v": 10}), ((7, 6), {"dim_v": 10, "feat_size": (2, 2), "stride": 2, "pool_attention": True}),
-    ((5, 6), {"attn_channels": 10, "feat_size": (3, 3), "pool_attention": True})])  # in place of the whole convolution
+@pytest.mark.parametrize(
+    "size,options",
+    [
+        *(
+            (size, {"feat_size": feat_size, "position": position, **options})
+            for position in ("relative", "none")
+            for size, feat_size, options in (
+                ((3, 4), (3, 4), {}),
+                ((4, 2), (4, 2), {}),
+                ((1, 5), (1, 5), {}),
+                ((6, 7), (3, 4), {"stride": 2}),
+                ((5, 6), (3, 3), {"pool_attention": True}),
+                ((9, 7), (3, 2), {"stride": 2, "pool_attention": True}),
+                ((12, 9), (2, 2), {"stride": 2, "pool_attention": 2}),
+            )
+        ),
+        ((3, 4), {"dim_v": 10}),
+        ((7, 6), {"dim_v": 10, "feat_size": (2, 2), "stride": 2, "pool_attention": True}),
+        ((5, 6), {"attn_channels": 10, "feat_size": (3, 3), "pool_attention": True}),
+    ],
+)  # in place of the whole convolution
 def test_output_and_gradients_equal_the_definition(size, options):
     layer, x = make(**options), torch.randn(2, 3, *size, dtype=D64)
     assert_defined(layer, x)
     alone = 10 in options.values()
-    assert alone == (layer.conv is None) == (not [name for name in layer.state_dict() if name.startswith("conv")])
+    assert (
+        alone
+        == (layer.conv is None)
+        == (not [name for name in layer.state_dict() if name.startswith("conv")])
+    )
     if alone:
         assert_close(torch.jit.script(layer)(x), layer(x))
 
@@ -55,9 +77,13 @@ def residual_convolution(layer):
     return evolve
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"dim_qk": 6, "qk_norm": True}, {"dim_qk": 6, "qk_norm": True, "position": "none"}])
-@pytest.mark.parametrize("gates", [None, (0.5, 1.0, 3), (0.7, 0.3, 1), (0.3, 0.6, 5), (0.0, 0.0, 3)])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"dim_qk": 6, "qk_norm": True}, {"dim_qk": 6, "qk_norm": True, "position": "none"}],
+)
+@pytest.mark.parametrize(
+    "gates", [None, (0.5, 1.0, 3), (0.7, 0.3, 1), (0.3, 0.6, 5), (0.0, 0.0, 3)]
+)
 def test_evolving_and_normalised_layers_equal_the_definition(gates, options):
     layer = make(evolution=gates and EvolvingAttention(2, *gates), **options)
     further = (torch.randn(2, 2, 12, 12, dtype=D64), residual_convolution(layer)) if gates else ()
@@ -71,8 +97,14 @@ def test_gradients_of_normalised_queries_and_keys_are_the_same_in_every_way(layo
     results, inputs = [], [x.requires_grad_(), *layer.parameters()]
     with use_implementation("reference"):
         results.append(gradients(layer(x), inputs))
-    results += [gradients(each(x), inputs) for each in (
-        layer, torch.jit.script(layer), torch.compile(layer, backend="aot_eager", fullgraph=True))]
+    results += [
+        gradients(each(x), inputs)
+        for each in (
+            layer,
+            torch.jit.script(layer),
+            torch.compile(layer, backend="aot_eager", fullgraph=True),
+        )
+    ]
     for result in results[1:]:
         assert_close(result, results[0], atol=1e-4, rtol=1e-4)
     torch._dynamo.reset()
@@ -95,11 +127,16 @@ def test_every_implementation_normalises(implementation):
     large = layer.heads_of(1e3 * torch.randn(2, 22, 4, 4))  # however large the projection grows
     assert_close(large[1].square().mean(-1), torch.ones(2, 2, 16))
     half = layer.heads_of((1e3 * torch.randn(2, 22, 4, 4)).half())
-    assert half[0].dtype == torch.float16 and half[0].isfinite().all()  # 1e3 squared is none of float16's numbers
+    assert (
+        half[0].dtype == torch.float16 and half[0].isfinite().all()
+    )  # 1e3 squared is none of float16's numbers
 
 
 def test_the_norm_is_off_by_default_and_its_gain_begins_at_1():
-    plain, normed = make(), AugmentedConv2d(3, 10, dim_qk=4, dim_v=6, num_heads=2, feat_size=(3, 4), qk_norm=True)
+    plain, normed = (
+        make(),
+        AugmentedConv2d(3, 10, dim_qk=4, dim_v=6, num_heads=2, feat_size=(3, 4), qk_norm=True),
+    )
     assert normed.load_state_dict(plain.state_dict(), strict=False).missing_keys == ["qk_gain"]
     assert torch.equal(normed.qk_gain, torch.ones(2))
 
@@ -113,14 +150,23 @@ def test_predicting_layer_equals_the_definition(num_layers):
             prev = map_conv(prev, conv)
         return 0.3 * prev + 0.7 * logits
 
-    assert_defined(layer, torch.randn(2, 3, 3, 4, dtype=D64), torch.randn(2, 2, 12, 12, dtype=D64), evolve)
+    assert_defined(
+        layer, torch.randn(2, 3, 3, 4, dtype=D64), torch.randn(2, 2, 12, 12, dtype=D64), evolve
+    )
 
 
-@pytest.mark.parametrize("shape,feat_size", [((2, 3), (4, 5)), ((6, 7), (4, 5)), ((2, 9), (4, 5)), ((1, 1), (4, 5))])
+@pytest.mark.parametrize(
+    "shape,feat_size", [((2, 3), (4, 5)), ((6, 7), (4, 5)), ((2, 9), (4, 5)), ((1, 1), (4, 5))]
+)
 def test_other_sizes_run_and_tables_fit(shape, feat_size):
     layer = make(feat_size=feat_size)
     y, logits = layer(torch.randn(1, 3, *shape, dtype=D64))
-    assert y.shape == (1, 10, *shape) and logits.shape == (1, 2, shape[0] * shape[1], shape[0] * shape[1])
+    assert y.shape == (1, 10, *shape) and logits.shape == (
+        1,
+        2,
+        shape[0] * shape[1],
+        shape[0] * shape[1],
+    )
     resized = make(feat_size=shape)
     resized.load_state_dict(layer.state_dict())  # fits the tables for good
     x = torch.randn(1, 3, *shape, dtype=D64)
@@ -139,20 +185,34 @@ def test_missing_or_wrong_prev_logits_is_an_error():
             layer(x, torch.zeros(wrong, dtype=D64))
 
 
-@pytest.mark.parametrize("wrong,message", [
-    ({"dim_qk": 5}, "dim_qk must be a positive multiple of num_heads=2, got 5"),
-    ({"dim_v": 3}, "dim_v must be a positive multiple of num_heads=2, got 3"),
-    ({"dim_v": 12}, "attn_channels must be 1 to out_channels=10, got 12"),
-    ({"attn_channels": 0}, "attn_channels must be 1 to out_channels=10, got 0"),
-    ({"stride": 3}, "stride must be 1 or 2, got 3"), ({"feat_size": (0, 3)}, "feat_size"),
-    ({"num_heads": 0}, "num_heads"),
-    ({"position": "polar"}, "position must be one of 'relative', 'none', 'sine', 'coord', got 'polar'"),
-    ({"position": "sine"}, "in_channels that 4 divides, got 3"),
-    *(({"window": window}, "window must be an odd number of pixels") for window in (4, (3, 0))),
-    ({"head_window": 2}, "head_window must be an odd number of heads, got 2"),
-    ({"head_border": "zero"}, "head_border must be 'clip' or 'wrap', got 'zero'"),
-    ({"head_window": 3, "head_border": "wrap"}, "at most num_heads=2 where heads wrap around, got 3"),
-    ({"head_window": 3, "evolution": EvolvingAttention(2)}, "head_window must be 1 where maps evolve, got 3")])
+@pytest.mark.parametrize(
+    "wrong,message",
+    [
+        ({"dim_qk": 5}, "dim_qk must be a positive multiple of num_heads=2, got 5"),
+        ({"dim_v": 3}, "dim_v must be a positive multiple of num_heads=2, got 3"),
+        ({"dim_v": 12}, "attn_channels must be 1 to out_channels=10, got 12"),
+        ({"attn_channels": 0}, "attn_channels must be 1 to out_channels=10, got 0"),
+        ({"stride": 3}, "stride must be 1 or 2, got 3"),
+        ({"feat_size": (0, 3)}, "feat_size"),
+        ({"num_heads": 0}, "num_heads"),
+        (
+            {"position": "polar"},
+            "position must be one of 'relative', 'none', 'sine', 'coord', got 'polar'",
+        ),
+        ({"position": "sine"}, "in_channels that 4 divides, got 3"),
+        *(({"window": window}, "window must be an odd number of pixels") for window in (4, (3, 0))),
+        ({"head_window": 2}, "head_window must be an odd number of heads, got 2"),
+        ({"head_border": "zero"}, "head_border must be 'clip' or 'wrap', got 'zero'"),
+        (
+            {"head_window": 3, "head_border": "wrap"},
+            "at most num_heads=2 where heads wrap around, got 3",
+        ),
+        (
+            {"head_window": 3, "evolution": EvolvingAttention(2)},
+            "head_window must be 1 where maps evolve, got 3",
+        ),
+    ],
+)
 def test_bad_arguments_are_named(wrong, message):
     with pytest.raises(ValueError, match=message):
         make(**wrong)
@@ -162,7 +222,9 @@ def test_channels_last_in_gives_channels_last_out():
     layer = make(feat_size=(5, 6), evolution=EvolvingAttention(2))
     x, prev = torch.randn(2, 3, 5, 6, dtype=D64), torch.randn(2, 2, 30, 30, dtype=D64)
     plain, _ = layer(x, prev)
-    last, _ = layer.to(memory_format=torch.channels_last)(x.to(memory_format=torch.channels_last), prev)
+    last, _ = layer.to(memory_format=torch.channels_last)(
+        x.to(memory_format=torch.channels_last), prev
+    )
     assert plain.is_contiguous()
     assert last.is_contiguous(memory_format=torch.channels_last)
     assert_close(last, plain)

@@ -1,4 +1,5 @@
 """The evolution modules against DESIGN's equations, and what they refuse."""
+
 import logging
 
 import pytest
@@ -59,7 +60,9 @@ def layer_and_input(evolution, over_tokens: bool) -> tuple[nn.Module, torch.Tens
     if over_tokens:
         attn = timm.layers.Attention(16, num_heads=2)
         return TokenAttention.of(attn, evolution, need_logits=True), torch.randn(2, 12, 16)
-    layer = AugmentedConv2d(16, 8, dim_qk=8, dim_v=4, num_heads=2, feat_size=(4, 3), evolution=evolution)
+    layer = AugmentedConv2d(
+        16, 8, dim_qk=8, dim_v=4, num_heads=2, feat_size=(4, 3), evolution=evolution
+    )
     return layer, torch.randn(2, 16, 4, 3)
 
 
@@ -71,10 +74,14 @@ def parametrised() -> nn.Module:
 
 
 @pytest.mark.parametrize("over_tokens", [False, True])
-@pytest.mark.parametrize("how, reason", [
-    ("conv2d", "FourDimensionalConvolution has only its forward, which the others do not know"),
-    ("talking_heads", "TalkingHeads has only its forward, which the others do not know"),
-    ("parametrised", "the others take the weights of a Conv2d; got ParametrizedConv2d")])
+@pytest.mark.parametrize(
+    "how, reason",
+    [
+        ("conv2d", "FourDimensionalConvolution has only its forward, which the others do not know"),
+        ("talking_heads", "TalkingHeads has only its forward, which the others do not know"),
+        ("parametrised", "the others take the weights of a Conv2d; got ParametrizedConv2d"),
+    ],
+)
 def test_a_forced_implementation_never_gives_way_to_modules(how, reason, over_tokens, caplog):
     """Where the choice is free the modules run, as the reference does, and the log says why."""
     torch.manual_seed(0)
@@ -97,9 +104,16 @@ def test_a_forced_implementation_never_gives_way_to_modules(how, reason, over_to
         assert_close(layer(*args), chosen, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("options", [
-    {}, dict(alpha=0.3, learnable=True), dict(alpha=-0.2, learnable="per_head"), dict(mixture=True),
-    dict(mixture=True, learnable=True)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(alpha=0.3, learnable=True),
+        dict(alpha=-0.2, learnable="per_head"),
+        dict(mixture=True),
+        dict(mixture=True, learnable=True),
+    ],
+)
 @pytest.mark.parametrize("over_tokens", [False, True])
 def test_residual_runs_on_the_kernels(options, over_tokens):
     layer, x = layer_and_input(create_evolution("residual", 2, **options), over_tokens)

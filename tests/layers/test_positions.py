@@ -1,4 +1,5 @@
 """Absolute positions against loops over pixels, alone and within the layer."""
+
 import itertools
 import math
 
@@ -32,12 +33,16 @@ def loop_coordinates(H, W):
 def test_they_equal_timms_and_the_loop(size):
     x = torch.randn(2, 8, *size, dtype=D64)
     assert_close(add_sine(x), x + sine(8, size), atol=1e-6, rtol=1e-6)
-    assert_close(append_coordinates(x), torch.cat([x, loop_coordinates(*size).expand(2, -1, -1, -1)], 1))
+    assert_close(
+        append_coordinates(x), torch.cat([x, loop_coordinates(*size).expand(2, -1, -1, -1)], 1)
+    )
 
 
 @pytest.mark.parametrize("position", ["sine", "coord"])
-@pytest.mark.parametrize("size,options", [
-    ((3, 5), {}), ((4, 2), {}), ((7, 6), {"stride": 2}), ((6, 9), {"pool_attention": True})])
+@pytest.mark.parametrize(
+    "size,options",
+    [((3, 5), {}), ((4, 2), {}), ((7, 6), {"stride": 2}), ((6, 9), {"pool_attention": True})],
+)
 def test_the_branch_reads_them_at_the_maps_size(position, size, options):
     """As a layer without positions whose input, at the map's size, has them already."""
     common = dict(dim_qk=4, dim_v=6, num_heads=2, feat_size=(3, 5))
@@ -49,16 +54,24 @@ def test_the_branch_reads_them_at_the_maps_size(position, size, options):
     for _ in range(layer.num_pools):
         pooled = torch.nn.functional.avg_pool2d(pooled, 3, 2, 1, count_include_pad=False)
     map_size = pooled.shape[2:]
-    placed = pooled + sine(4, map_size) if position == "sine" else torch.cat(
-        [pooled, loop_coordinates(*map_size).expand(2, -1, -1, -1)], 1)
+    placed = (
+        pooled + sine(4, map_size)
+        if position == "sine"
+        else torch.cat([pooled, loop_coordinates(*map_size).expand(2, -1, -1, -1)], 1)
+    )
     assert_close(layer.attend(x, None), plain.attend(placed, None))
     assert_close(torch.jit.script(layer)(x), layer(x))
 
 
 @pytest.mark.parametrize("position", ["none", "sine", "coord"])
 def test_networks_take_them_by_keyword_at_any_size(position):
-    model = timm.create_model("ea_conv_transformer_cifar", widths=(8, 8, 16, 16), depth=2, num_classes=3,
-                              position=position)
+    model = timm.create_model(
+        "ea_conv_transformer_cifar",
+        widths=(8, 8, 16, 16),
+        depth=2,
+        num_classes=3,
+        position=position,
+    )
     assert {layer.position for layer in layers_of(model)} == {position}
     assert model(torch.randn(2, 3, 32, 24)).shape == (2, 3)
     model.set_input_size((24, 40))

@@ -1,4 +1,5 @@
 """Windows of pixels and heads in layer and networks: against their definition, and against global attention."""
+
 import pytest
 import timm
 import torch
@@ -29,7 +30,7 @@ def defined(q, k, v, height_rel, width_rel, size, window, head_window, head_bord
         for head in range(h - head_window // 2, h + head_window // 2 + 1):
             if head_border == "clip" and not 0 <= head < K:
                 continue
-            logits = own_logits(q[:, h] * D ** -0.5, k[:, head % K], height_rel, width_rel, size)
+            logits = own_logits(q[:, h] * D**-0.5, k[:, head % K], height_rel, width_rel, size)
             weights.append(logits.exp() * near)
             values.append(v[:, head % K])
         attn = torch.cat(weights, 2)
@@ -39,54 +40,109 @@ def defined(q, k, v, height_rel, width_rel, size, window, head_window, head_bord
 
 def problem(size, window, num_heads=4, dim_qk=3, dim_v=2, relative=True, batch=2):
     H, W = size
-    tensors = [torch.randn(batch, num_heads, H * W, d, dtype=D64, requires_grad=True) for d in (dim_qk, dim_qk, dim_v)]
+    tensors = [
+        torch.randn(batch, num_heads, H * W, d, dtype=D64, requires_grad=True)
+        for d in (dim_qk, dim_qk, dim_v)
+    ]
     if relative:
-        rows = [2 * S - 1 if window is None else min(window[i], 2 * S - 1) for i, S in enumerate(size)]
+        rows = [
+            2 * S - 1 if window is None else min(window[i], 2 * S - 1) for i, S in enumerate(size)
+        ]
         tensors += [torch.randn(n, dim_qk, dtype=D64, requires_grad=True) for n in rows]
     return tensors
 
 
 @UNFUSED
-@pytest.mark.parametrize("size,window,head_window,head_border,relative", [
-    ((4, 5), (3, 5), 1, "clip", True), ((4, 5), (3, 5), 3, "wrap", True), ((4, 5), (1, 3), 3, "clip", False),
-    ((4, 5), (1, 3), 1, "wrap", True), ((4, 5), (9, 9), 3, "clip", True), ((4, 5), None, 3, "clip", True),
-    ((4, 5), (9, 9), 1, "wrap", False), ((1, 6), (3, 3), 7, "clip", True), ((5, 1), (3, 1), 3, "wrap", False)])
-def test_windows_are_their_definition_with_their_gradients(monkeypatch, size, window, head_window, head_border,
-                                                           relative):
+@pytest.mark.parametrize(
+    "size,window,head_window,head_border,relative",
+    [
+        ((4, 5), (3, 5), 1, "clip", True),
+        ((4, 5), (3, 5), 3, "wrap", True),
+        ((4, 5), (1, 3), 3, "clip", False),
+        ((4, 5), (1, 3), 1, "wrap", True),
+        ((4, 5), (9, 9), 3, "clip", True),
+        ((4, 5), None, 3, "clip", True),
+        ((4, 5), (9, 9), 1, "wrap", False),
+        ((1, 6), (3, 3), 7, "clip", True),
+        ((5, 1), (3, 1), 3, "wrap", False),
+    ],
+)
+def test_windows_are_their_definition_with_their_gradients(
+    monkeypatch, size, window, head_window, head_border, relative
+):
     """By the reference, and by FlexAttention, which refuses to learn on a CPU, though its unfused form does."""
     tensors = problem(size, window, relative=relative)
-    form = {"feat_size": size, "window": window, "head_window": head_window, "head_border": head_border,
-            "need_logits": False}
-    expected = defined(*tensors[:3], *(tensors[3:] or [None, None]), size, window, head_window, head_border)
+    form = {
+        "feat_size": size,
+        "window": window,
+        "head_window": head_window,
+        "head_border": head_border,
+        "need_logits": False,
+    }
+    expected = defined(
+        *tensors[:3], *(tensors[3:] or [None, None]), size, window, head_window, head_border
+    )
     near = {"atol": 1e-12, "rtol": 1e-9}
     assert_same(evolving_attention(*tensors, **form)[0], expected, tensors, **near)
     with torch.no_grad():
         out, _ = evolving_attention(*tensors, implementation="flex", **form)
     assert_close(out, expected.detach(), **near)
-    with pytest.raises(ValueError, match="'flex' cannot run this: it has no backward pass on a CPU"):
+    with pytest.raises(
+        ValueError, match="'flex' cannot run this: it has no backward pass on a CPU"
+    ):
         evolving_attention(*tensors, implementation="flex", **form)
-    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
-    monkeypatch.setattr(torch.nn.attention.flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
+    monkeypatch.setattr(
+        torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None
+    )
+    monkeypatch.setattr(
+        torch.nn.attention.flex_attention,
+        "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG",
+        True,
+        raising=False,
+    )
     named = dict(zip(("q", "k", "v", "height_rel", "width_rel"), tensors, strict=False))
-    assert_same(flex.Flex().forward(Problem(**named, **form).checked())[0], expected, tensors, **near)
+    assert_same(
+        flex.Flex().forward(Problem(**named, **form).checked())[0], expected, tensors, **near
+    )
 
 
 def test_what_an_implementation_cannot_do_is_named():
     tensors = [t.detach() for t in problem((4, 5), (3, 3))]
     form = {"feat_size": (4, 5), "window": 3, "need_logits": False}
     for by, reason, options in (
-            ("flex", "it is for windows", {"window": None}),
-            ("flex", "it has no place for previous logits", {"prev_logits": torch.zeros(2, 4, 20, 20, dtype=D64)}),
-            ("flex", "it never has the logits that are wanted", {"need_logits": True}),
-            ("sdpa", "it has no windows", {}), ("cpu", "it has no windows of heads", {"head_window": 3})):
+        ("flex", "it is for windows", {"window": None}),
+        (
+            "flex",
+            "it has no place for previous logits",
+            {"prev_logits": torch.zeros(2, 4, 20, 20, dtype=D64)},
+        ),
+        ("flex", "it never has the logits that are wanted", {"need_logits": True}),
+        ("sdpa", "it has no windows", {}),
+        ("cpu", "it has no windows of heads", {"head_window": 3}),
+    ):
         with pytest.raises(ValueError, match=f"'{by}' cannot run this: {reason}"):
             evolving_attention(*tensors, implementation=by, **{**form, **options})
     wide = [torch.randn(1, 1, 6, 250) for _ in range(3)]
-    with pytest.raises(ValueError, match="it takes heads up to 256 wide, got 257 with positions and values of 250"):
-        evolving_attention(*wide, torch.randn(3, 250), torch.randn(3, 250), feat_size=(1, 6), window=3,
-                           need_logits=False, implementation="flex")
+    with pytest.raises(
+        ValueError, match="it takes heads up to 256 wide, got 257 with positions and values of 250"
+    ):
+        evolving_attention(
+            *wide,
+            torch.randn(3, 250),
+            torch.randn(3, 250),
+            feat_size=(1, 6),
+            window=3,
+            need_logits=False,
+            implementation="flex",
+        )
     with pytest.raises(ValueError, match="head_window must be 1 where maps evolve"):
-        evolving_attention(*tensors, torch.zeros(2, 4, 20, 20, dtype=D64), feat_size=(4, 5), window=3, head_window=3)
+        evolving_attention(
+            *tensors,
+            torch.zeros(2, 4, 20, 20, dtype=D64),
+            feat_size=(4, 5),
+            window=3,
+            head_window=3,
+        )
 
 
 @UNFUSED
@@ -103,7 +159,8 @@ def test_flex_attention_is_taken_where_it_can_and_the_log_says_so(monkeypatch, c
     assert caplog.messages == [
         f"evolving attention on cpu in torch.float64 by 'reference'; {before}; not flex: it has no backward pass on a "
         "CPU",
-        f"evolving attention on cpu in torch.float64 by 'flex'; {before}"]
+        f"evolving attention on cpu in torch.float64 by 'flex'; {before}",
+    ]
 
 
 def test_the_mask_of_flex_attention_may_be_saved_for_a_later_backward_pass():
@@ -123,7 +180,9 @@ def test_half_precision_is_the_reference(dtype, implementation):
     tensors = [t.detach().to(dtype) for t in problem((6, 6), (3, 3), dim_qk=8, dim_v=8)]
     form = {"feat_size": (6, 6), "window": 3, "head_window": 3, "need_logits": False}
     half, _ = evolving_attention(*tensors, **form, implementation=implementation)
-    exact, _ = evolving_attention(*(t.double() for t in tensors), **form, implementation="reference")
+    exact, _ = evolving_attention(
+        *(t.double() for t in tensors), **form, implementation="reference"
+    )
     assert half.dtype == dtype
     assert_close(half.double(), exact, atol=2e-2, rtol=1e-2)
 
@@ -134,9 +193,16 @@ def make(**options):
     return AugmentedConv2d(4, 16, **options).double()
 
 
-@pytest.mark.parametrize("options", [
-    {"window": 3}, {"window": (3, 5), "head_window": 3}, {"head_window": 3, "head_border": "wrap"},
-    {"window": 3, "head_window": 7, "position": "none"}, {"window": 3, "stride": 2, "pool_attention": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 3},
+        {"window": (3, 5), "head_window": 3},
+        {"head_window": 3, "head_border": "wrap"},
+        {"window": 3, "head_window": 7, "position": "none"},
+        {"window": 3, "stride": 2, "pool_attention": True},
+    ],
+)
 def test_layer_is_the_same_in_every_way(options):
     layer, x, seen = make(**options), torch.randn(2, 4, 5, 6, dtype=D64), []
     y, logits = layer(x)
@@ -147,7 +213,9 @@ def test_layer_is_the_same_in_every_way(options):
     y.square().sum().backward()
     assert all(p.grad.isfinite().all() and (p.grad != 0).any() for p in layer.parameters())
     one = make(**{**options, "head_window": 1, "head_border": "clip"})
-    assert {n: p.shape for n, p in layer.named_parameters()} == {n: p.shape for n, p in one.named_parameters()}
+    assert {n: p.shape for n, p in layer.named_parameters()} == {
+        n: p.shape for n, p in one.named_parameters()
+    }
     layer.attn_drop.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     assert_close(layer(x)[0], y)
     assert_close(seen[0].sum(-1), torch.ones_like(seen[0][..., 0]))  # over pixels and heads
@@ -155,12 +223,17 @@ def test_layer_is_the_same_in_every_way(options):
 
 def test_every_row_of_a_table_has_a_gradient_and_tables_fit_other_maps():
     layer = make(window=(3, 15))
-    assert layer.height_rel.shape == (3, 2) and layer.width_rel.shape == (11, 2)  # no more than occur
+    assert layer.height_rel.shape == (3, 2) and layer.width_rel.shape == (
+        11,
+        2,
+    )  # no more than occur
     layer(torch.randn(1, 4, 5, 6, dtype=D64))[0].square().sum().backward()
     assert (layer.height_rel.grad != 0).all() and (layer.width_rel.grad != 0).all()
     whole, large = make(), make(window=(3, 15), feat_size=(9, 9))
     layer.load_state_dict(whole.state_dict())
-    assert torch.equal(layer.height_rel, whole.height_rel[3:6]) and torch.equal(layer.width_rel, whole.width_rel)
+    assert torch.equal(layer.height_rel, whole.height_rel[3:6]) and torch.equal(
+        layer.width_rel, whole.width_rel
+    )
     large.load_state_dict(layer.state_dict())
     x = torch.randn(1, 4, 9, 9, dtype=D64)
     assert_close(layer(x), large(x))
@@ -188,10 +261,18 @@ def test_maps_evolve_whole_and_the_window_comes_after():
     assert all(p.grad is not None for p in second.parameters())
 
 
-@pytest.mark.parametrize("options", [{"window": 3, "head_window": 1}, {"window": 3, "head_window": 3},
-                                     {"window": 3, "evolution": "ea"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 3, "head_window": 1},
+        {"window": 3, "head_window": 3},
+        {"window": 3, "evolution": "ea"},
+    ],
+)
 def test_recorded_maps_are_windowed_and_recording_changes_nothing(options):
-    model = timm.create_model("conv_transformer_cifar", widths=(8, 8, 16, 16), num_classes=3, **options).eval()
+    model = timm.create_model(
+        "conv_transformer_cifar", widths=(8, 8, 16, 16), num_classes=3, **options
+    ).eval()
     for layer in recorded(model, torch.randn(2, 3, 32, 24)).values():
         assert_close(layer.attn.sum(-1), torch.ones(2, 4, layer.feat_size[0] * layer.feat_size[1]))
         down, right = offsets(layer.feat_size)
@@ -200,8 +281,15 @@ def test_recorded_maps_are_windowed_and_recording_changes_nothing(options):
     assert recordable_layers(model)[0].parts == parts
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 3}, {"window": (3, 15), "head_window": 3},
-                                     {"window": 3, "head_window": 3, "head_border": "wrap"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"window": 3},
+        {"window": (3, 15), "head_window": 3},
+        {"window": 3, "head_window": 3, "head_border": "wrap"},
+    ],
+)
 def test_the_elements_of_a_map_are_those_that_are_seen(options):
     layer, seen = make(**options), []
     layer.attn_drop.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
@@ -215,14 +303,20 @@ def test_names_of_csan():
     windows = {(layer.feat_size, layer.window, layer.head_window) for layer in layers_of(model)}
     assert windows == {((28, 28), (7, 7), 3), ((14, 14), (7, 7), 3), ((7, 7), None, 1)}
     small = layers_of(timm.create_model("csan_conv_transformer_cifar"))
-    assert [(layer.window, layer.head_window) for layer in small] == [((5, 5), 3)] * 3 + [(None, 1)] * 3
+    assert [(layer.window, layer.head_window) for layer in small] == [((5, 5), 3)] * 3 + [
+        (None, 1)
+    ] * 3
     table = sum(p.numel() for layer in small[:3] for p in (layer.height_rel, layer.width_rel))
     assert table == 3 * 2 * 5 * 64  # nothing else differs
 
 
 def test_stand_alone_self_attention_is_a_configuration():
     with torch.device("meta"):
-        model = timm.create_model("aa_resnet50", qk_ratio=1.0, v_ratio=1.0, window=7, map_reduction=8)
-    assert {(layer.conv, layer.window, layer.num_pools) for layer in layers_of(model)} == {(None, (7, 7), 0),
-                                                                                        (None, (7, 7), 1)}
+        model = timm.create_model(
+            "aa_resnet50", qk_ratio=1.0, v_ratio=1.0, window=7, map_reduction=8
+        )
+    assert {(layer.conv, layer.window, layer.num_pools) for layer in layers_of(model)} == {
+        (None, (7, 7), 0),
+        (None, (7, 7), 1),
+    }
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(19.4, abs=0.06)

@@ -1,4 +1,5 @@
 """Mechanisms across layers in networks: equal to the plain one where they begin, alive one step on, in timm's ways."""
+
 import copy
 
 import pytest
@@ -22,7 +23,18 @@ from tests.models.zoo import (
 )
 from tests.slow import slow_but
 
-KINDS = ["ea", "pa", "residual", "talking_heads", "reattention", "refiner", "mta", "conv2d", "xsa", "gated"]
+KINDS = [
+    "ea",
+    "pa",
+    "residual",
+    "talking_heads",
+    "reattention",
+    "refiner",
+    "mta",
+    "conv2d",
+    "xsa",
+    "gated",
+]
 NEW = KINDS[2:]
 kinds = pytest.mark.parametrize("kind", KINDS)
 new_kinds = pytest.mark.parametrize("kind", NEW)
@@ -30,7 +42,11 @@ new_kinds = pytest.mark.parametrize("kind", NEW)
 
 def mini(**options):
     torch.manual_seed(0)
-    return lively(timm.create_model("vit_mini_patch4_32", **{"depth": 3, "embed_dim": 32, "num_classes": 5, **options}))
+    return lively(
+        timm.create_model(
+            "vit_mini_patch4_32", **{"depth": 3, "embed_dim": 32, "num_classes": 5, **options}
+        )
+    )
 
 
 @new_kinds
@@ -43,7 +59,9 @@ def test_every_parameter_has_a_gradient_one_step_from_the_identity(kind):
 @torch.no_grad()
 def test_paper_starts_are_not_the_plain_network_but_for_mta(kind):
     evolved = evolve(plain(), kind, start="paper")
-    assert torch.equal(fused(evolved, False)(images()), fused(plain(), False)(images())) == (kind == "mta")
+    assert torch.equal(fused(evolved, False)(images()), fused(plain(), False)(images())) == (
+        kind == "mta"
+    )
     assert isinstance(evolve(plain(), "ea", start="paper").blocks[1].attn.evolution.beta, float)
 
 
@@ -62,8 +80,9 @@ def test_timms_ways(kind):
     final, taken = model.forward_intermediates(images())
     assert_close(final, model.forward_features(images()))
     assert [y.shape for y in taken] == [(2, 32, 8, 8)] * 3
-    features = timm.create_model("vit_mini_patch4_32", depth=3, embed_dim=32, features_only=True, out_indices=(1,),
-                                 **options).eval()
+    features = timm.create_model(
+        "vit_mini_patch4_32", depth=3, embed_dim=32, features_only=True, out_indices=(1,), **options
+    ).eval()
     features.model.load_state_dict(model.state_dict(), strict=False)
     assert_close(features(images()), [taken[1]])
     assert_fx_and_torchscript_agree(mini(depth=2, **options), images())
@@ -82,13 +101,23 @@ def test_onnx_and_torch_export_agree(kind, tmp_path):
 @new_kinds
 @torch.no_grad()
 def test_recorded_maps_are_those_that_weigh_the_values_and_recording_changes_nothing(kind):
-    model = mini(evolution=kind, start="paper").train()  # batch statistics: recording must not move them twice
+    model = mini(
+        evolution=kind, start="paper"
+    ).train()  # batch statistics: recording must not move them twice
     twin, kind_class, seen = copy.deepcopy(model), evolution_class(kind), []
     layer = twin.blocks[1].attn
     layer.attn_drop.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    with record_attention(model, [2], parts=(
-            "attn", "logits", "self_logits", *kind_class.part_names,
-            *(["prev_logits"] if kind_class.reads_previous else []))) as maps:
+    with record_attention(
+        model,
+        [2],
+        parts=(
+            "attn",
+            "logits",
+            "self_logits",
+            *kind_class.part_names,
+            *(["prev_logits"] if kind_class.reads_previous else []),
+        ),
+    ) as maps:
         y = model(images())
     assert_close(y, twin(images()))
     assert_close(model.state_dict(), twin.state_dict())
@@ -104,9 +133,16 @@ def test_recorded_maps_are_those_that_weigh_the_values_and_recording_changes_not
 
 
 @new_kinds
-@pytest.mark.parametrize("name,options", [
-    ("aa_resnet34", dict(layers=(1, 1, 1, 1), channels=(8, 8, 16, 16), num_heads=2, img_size=64)),
-    ("conv_transformer_cifar", dict(widths=(8, 8, 16, 16), depth=2))])
+@pytest.mark.parametrize(
+    "name,options",
+    [
+        (
+            "aa_resnet34",
+            dict(layers=(1, 1, 1, 1), channels=(8, 8, 16, 16), num_heads=2, img_size=64),
+        ),
+        ("conv_transformer_cifar", dict(widths=(8, 8, 16, 16), depth=2)),
+    ],
+)
 def test_convolutional_networks_by_keyword(name, options, kind):
     torch.manual_seed(0)
     model = timm.create_model(name, evolution=kind, num_classes=5, start="identity", **options)
@@ -121,13 +157,15 @@ def test_convolutional_networks_by_keyword(name, options, kind):
         assert torch.equal(model.eval()(x), base(x))
         with torch.jit.optimized_execution(False):
             assert_close(torch.jit.script(model)(x), base(x))
-    assert [n for n in idle(stepped(woken(model), x)) if not n.endswith(".bias")] == []  # which a norm cancels
+    assert [
+        n for n in idle(stepped(woken(model), x)) if not n.endswith(".bias")
+    ] == []  # which a norm cancels
 
 
 def test_general_initialisation_leaves_mechanisms_at_their_start():
     model = timm.create_model("conv_transformer_cifar", evolution="reattention", gain=0.0)
     conv = layers_of(model)[0].evolution.reatten_matrix
-    assert conv.weight.abs().max() <= conv.in_channels ** -0.5 + 1e-6  # torch's uniform start
+    assert conv.weight.abs().max() <= conv.in_channels**-0.5 + 1e-6  # torch's uniform start
 
 
 @torch.no_grad()
@@ -138,7 +176,8 @@ def test_values_are_the_first_blocks_and_begin_as_the_plain_network():
     values, mixed = [], []
     for block in halves.blocks:
         block.attn.qkv.register_forward_hook(
-            lambda _, args, y: values.append(y.unflatten(2, (3, 4, -1))[:, :, 2].transpose(1, 2)))
+            lambda _, args, y: values.append(y.unflatten(2, (3, 4, -1))[:, :, 2].transpose(1, 2))
+        )
     for block in halves.blocks[1:]:
         block.attn.value_residual.register_forward_hook(lambda _, args, y: mixed.append(y))
     halves(images())
@@ -146,8 +185,14 @@ def test_values_are_the_first_blocks_and_begin_as_the_plain_network():
 
 
 def test_token_convolutions_stand_before_each_block_but_the_first():
-    assert [block.token_conv is not None for block in mini(token_conv=True).blocks] == [False, True, True]
-    with pytest.raises(ValueError, match="got 2 blocks where they are not, the first of them blocks.1.token_conv"):
+    assert [block.token_conv is not None for block in mini(token_conv=True).blocks] == [
+        False,
+        True,
+        True,
+    ]
+    with pytest.raises(
+        ValueError, match="got 2 blocks where they are not, the first of them blocks.1.token_conv"
+    ):
         unevolve(mini(token_conv="paper"))
     both = stepped(mini(token_conv=True, evolution="conv2d"))
     assert idle(both) == []
@@ -157,14 +202,18 @@ def test_uniform_maps_pool_the_values():
     model = mini(evolution="uniform")
     with torch.no_grad(), record_attention(model) as maps:
         model(images())
-    assert all(torch.allclose(layer.attn, torch.full_like(layer.attn, 1 / 64)) for layer in maps.values())
+    assert all(
+        torch.allclose(layer.attn, torch.full_like(layer.attn, 1 / 64)) for layer in maps.values()
+    )
 
 
 @pytest.mark.parametrize("block,width", [("50", 8), ("34", 32)])
 def test_mrla_begins_as_the_network_without_and_learns(block, width):
     name = f"aa_resnet{block}"
     options = dict(layers=(1,) * 4, channels=(width,) * 4, num_heads=2, img_size=64, num_classes=5)
-    base, begins, paper = (timm.create_model(name, **options, mrla=mrla).eval() for mrla in (False, True, "paper"))
+    base, begins, paper = (
+        timm.create_model(name, **options, mrla=mrla).eval() for mrla in (False, True, "paper")
+    )
     missing = begins.load_state_dict(base.state_dict(), strict=False)
     assert not missing.unexpected_keys and all(".mrla." in n for n in missing.missing_keys)
     x = images(64, 64)
@@ -173,10 +222,16 @@ def test_mrla_begins_as_the_network_without_and_learns(block, width):
         assert_close(begins.forward_intermediates(x)[0], begins.forward_features(x))
     assert idle(stepped(woken(begins), x)) == []
     assert_fx_and_torchscript_agree(begins.eval(), x)
-    assert all(block.mrla.bn.weight.eq(1).all() for stage in (paper.layer1, paper.layer4) for block in stage)
+    assert all(
+        block.mrla.bn.weight.eq(1).all()
+        for stage in (paper.layer1, paper.layer4)
+        for block in stage
+    )
     with torch.device("meta"):
         whole = timm.create_model("aa_resnet50", mrla=True)
-    assert 0.18e6 < sum(p.numel() for n, p in whole.named_parameters() if "mrla" in n) < 0.182e6  # SPEC: 0.181M
+    assert (
+        0.18e6 < sum(p.numel() for n, p in whole.named_parameters() if "mrla" in n) < 0.182e6
+    )  # SPEC: 0.181M
 
 
 def test_tokens_without_a_grid_are_refused():
@@ -194,4 +249,6 @@ def test_half_precision(kind):
             under = model(images())
         half = copy.deepcopy(model).bfloat16()(images().bfloat16())
     scale = expected.abs().max()
-    assert (under - expected).abs().max() < 0.1 * scale and (half - expected).abs().max() < 0.1 * scale
+    assert (under - expected).abs().max() < 0.1 * scale and (
+        half - expected
+    ).abs().max() < 0.1 * scale

@@ -1,4 +1,5 @@
 """`evolve` on every block type it knows: equal to the plain network at the start, alive one step on, and back again."""
+
 import inspect
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,7 +19,14 @@ from tests.models.test_across import KINDS
 from tests.models.test_vision_transformer import active, needs_attn_layer, plain
 from tests.models.test_vision_transformer import fused as set_fused
 from tests.models.test_vision_transformer import lively as random_linear
-from tests.models.zoo import TINY, assert_checkpointing_changes_nothing, assert_onnx_agrees, idle, images, stepped
+from tests.models.zoo import (
+    TINY,
+    assert_checkpointing_changes_nothing,
+    assert_onnx_agrees,
+    idle,
+    images,
+    stepped,
+)
 from tests.slow import slow_but
 
 NAMES = [  # one of each block, attention layer and kind of position
@@ -51,8 +59,15 @@ def create(name: str, depth: int = 3) -> nn.Module:
     for key, parameter in model.named_parameters():
         if key.endswith(("q_bias", "v_bias", "relative_position_bias_table", "in_proj_weight")):
             nn.init.normal_(parameter, std=0.3)
-        elif "gamma" in key or parameter.ndim == 1 and not parameter.any() and key.endswith(".weight"):
-            nn.init.constant_(parameter, 0.7)  # scales of layers and last norms, which begin at 0 or nearly
+        elif (
+            "gamma" in key
+            or parameter.ndim == 1
+            and not parameter.any()
+            and key.endswith(".weight")
+        ):
+            nn.init.constant_(
+                parameter, 0.7
+            )  # scales of layers and last norms, which begin at 0 or nearly
     return model
 
 
@@ -81,7 +96,9 @@ def test_begins_as_the_plain_network_by_every_kind_and_goes_back(name):
         evolved = evolve(model, kind, token_conv=True, value_residual=True)
         assert_near(evolved(x), expected)
         assert not exact or torch.equal(evolve(model, kind)(x), expected)
-        assert all(evolved.get_parameter(key) is parameter for key, parameter in model.named_parameters())
+        assert all(
+            evolved.get_parameter(key) is parameter for key, parameter in model.named_parameters()
+        )
         back = unevolve(evolved)
         assert torch.equal(back(x), expected) and repr(back) == repr(model)
         mechanism = attentions(evolved)[1].evolution
@@ -89,20 +106,27 @@ def test_begins_as_the_plain_network_by_every_kind_and_goes_back(name):
         for parameter in mechanism.parameters():
             parameter.add_(torch.linspace(0.2, 0.8, parameter.numel()).view_as(parameter))
         assert (evolved(x) - expected).abs().max() > 1e-3 * expected.abs().max()
-        with pytest.raises(ValueError, match=r"got 1 blocks where they are not, the first of them .*\.1\..*evolution"):
+        with pytest.raises(
+            ValueError,
+            match=r"got 1 blocks where they are not, the first of them .*\.1\..*evolution",
+        ):
             unevolve(evolved)
     for options in (dict(token_conv=True), dict(value_residual=True)):  # attention as it was
         alone = evolve(model, None, **options)
         assert torch.equal(alone(x), expected) and len(alone.state_dict()) > len(model.state_dict())
     assert torch.equal(unevolve(alone)(x), expected)
-    assert torch.equal(model(x), expected) and not any(isinstance(m, MapsAttention) for m in model.modules())
+    assert torch.equal(model(x), expected) and not any(
+        isinstance(m, MapsAttention) for m in model.modules()
+    )
 
 
 @thorough
 @pytest.mark.parametrize("kind", ["ea", "conv2d", "gated", "xsa", "reattention"])
 def test_learns_is_saved_and_checkpoints(name, kind):
     x = images(*size_of(name))
-    model, again = (evolve(create(name), kind, token_conv=True, value_residual=True) for _ in range(2))
+    model, again = (
+        evolve(create(name), kind, token_conv=True, value_residual=True) for _ in range(2)
+    )
     stepped(model, x)
     added = set(dict(model.named_parameters())) - set(dict(create(name).named_parameters()))
     assert [key for key in added.intersection(idle(model)) if "convs.0" not in key] == []
@@ -130,7 +154,9 @@ def test_computes_what_the_network_of_timms_vision_transformer_does(kind, fused,
     options = dict(token_conv="paper", value_residual="paper")
     explicit = active(evolve(timms, kind, **options))
     monkeypatch.setattr(any_transformer.ours, "NETWORK_CLASSES", {})
-    monkeypatch.setitem(any_transformer.ARCHITECTURES, VisionTransformer, any_transformer.Architecture())
+    monkeypatch.setitem(
+        any_transformer.ARCHITECTURES, VisionTransformer, any_transformer.Architecture()
+    )
     generic = evolve(timms, kind, **options)
     for parameter in attentions(explicit)[1].evolution.parameters():
         parameter.add_(0.1)
@@ -155,8 +181,12 @@ def test_compiles_and_exports(name, tmp_path):
         if name in ("vit_small_patch16_dinov3", "torchvision"):
             assert_onnx_agrees(model, x, tmp_path)
         else:
-            assert_close(torch.export.export(model, (x,)).module()(x), expected, atol=1e-4, rtol=1e-4)
-    with pytest.raises(ValueError, match=r"torch.jit.trace or torch.export required, got Evolving\w+ to script"):
+            assert_close(
+                torch.export.export(model, (x,)).module()(x), expected, atol=1e-4, rtol=1e-4
+            )
+    with pytest.raises(
+        ValueError, match=r"torch.jit.trace or torch.export required, got Evolving\w+ to script"
+    ):
         torch.jit.script(model)
 
 
@@ -194,7 +224,9 @@ def meta(name: str, **options) -> nn.Module:
 
 
 def quantised() -> nn.Module:
-    return torch.ao.quantization.quantize_dynamic(timm.create_model("vit_tiny_patch16_224", depth=2), {nn.Linear})
+    return torch.ao.quantization.quantize_dynamic(
+        timm.create_model("vit_tiny_patch16_224", depth=2), {nn.Linear}
+    )
 
 
 def shared() -> nn.Module:
@@ -205,31 +237,65 @@ def shared() -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated")
-@pytest.mark.parametrize("make,options,message", [
-    (lambda: None, {}, "a network is required, .* got None"),
-    (torchvision.models.swin_t, {}, "torchvision's VisionTransformer required, got SwinTransformer"),
-    (lambda: meta("resnet18"), {}, "required, got ResNet .no attention layer found"),
-    (lambda: meta("vit_relpos_small_patch16_224"), {}, "required, got VisionTransformerRelPos"),
-    (lambda: create("beit_base_patch16_224"), dict(kind=None), "a kind, token_conv or value_residual required"),
-    (lambda: evolve(create("torchvision")), {}, "encoder.layers.0 a EvolvingEncoderBlock, whose maps evolve"),
-    (lambda: evolve(plain()), {}, "got EvolvingVisionTransformer, whose maps evolve already"),
-    (lambda: create("cait_xxs24_224"), dict(layers=[1]), r"that can evolve are \[2, 3\] of 3"),
-    (lambda: meta("vit_tiny_patch16_224", depth=1), {}, r"that can evolve are \[\] of 1"),
-    (shared, {}, r"blocks\.2 must have an attention layer of its own, got that of blocks\.0"),
-    (lambda: create("cait_xxs24_224"), dict(kind="xsa", alpha=0.5), "alpha"),
-    (lambda: create("torchvision"), dict(kind="conv2d", layers=[3]), "the class token's row is read there"),
-    (lambda: meta("eva02_tiny_patch14_224", patch_drop_rate=0.5), {}, "patch_drop must be off.*PatchDropout"),
-    (lambda: meta("vit_small_patch16_18x2_224", depth=1), {}, "blocks.0: its block .* got ParallelThingsBlock"),
-    pytest.param(lambda: meta("vit_tiny_patch16_224", attn_layer="diff", depth=2), {},
-                 "blocks.0: its attention must be .*, got DiffAttention", marks=needs_attn_layer),
-    (quantised, {}, "blocks.0: its attention must not be quantised, got Attention"),
-])
+@pytest.mark.parametrize(
+    "make,options,message",
+    [
+        (lambda: None, {}, "a network is required, .* got None"),
+        (
+            torchvision.models.swin_t,
+            {},
+            "torchvision's VisionTransformer required, got SwinTransformer",
+        ),
+        (lambda: meta("resnet18"), {}, "required, got ResNet .no attention layer found"),
+        (lambda: meta("vit_relpos_small_patch16_224"), {}, "required, got VisionTransformerRelPos"),
+        (
+            lambda: create("beit_base_patch16_224"),
+            dict(kind=None),
+            "a kind, token_conv or value_residual required",
+        ),
+        (
+            lambda: evolve(create("torchvision")),
+            {},
+            "encoder.layers.0 a EvolvingEncoderBlock, whose maps evolve",
+        ),
+        (lambda: evolve(plain()), {}, "got EvolvingVisionTransformer, whose maps evolve already"),
+        (lambda: create("cait_xxs24_224"), dict(layers=[1]), r"that can evolve are \[2, 3\] of 3"),
+        (lambda: meta("vit_tiny_patch16_224", depth=1), {}, r"that can evolve are \[\] of 1"),
+        (shared, {}, r"blocks\.2 must have an attention layer of its own, got that of blocks\.0"),
+        (lambda: create("cait_xxs24_224"), dict(kind="xsa", alpha=0.5), "alpha"),
+        (
+            lambda: create("torchvision"),
+            dict(kind="conv2d", layers=[3]),
+            "the class token's row is read there",
+        ),
+        (
+            lambda: meta("eva02_tiny_patch14_224", patch_drop_rate=0.5),
+            {},
+            "patch_drop must be off.*PatchDropout",
+        ),
+        (
+            lambda: meta("vit_small_patch16_18x2_224", depth=1),
+            {},
+            "blocks.0: its block .* got ParallelThingsBlock",
+        ),
+        pytest.param(
+            lambda: meta("vit_tiny_patch16_224", attn_layer="diff", depth=2),
+            {},
+            "blocks.0: its attention must be .*, got DiffAttention",
+            marks=needs_attn_layer,
+        ),
+        (quantised, {}, "blocks.0: its attention must not be quantised, got Attention"),
+    ],
+)
 def test_what_cannot_evolve_is_refused_with_the_reason(make, options, message):
     with pytest.raises(ValueError, match=message):
         evolve(make(), **options)
 
 
-@pytest.mark.skipif("attn_mask" not in inspect.signature(Eva.forward_features).parameters, reason="this timm has none")
+@pytest.mark.skipif(
+    "attn_mask" not in inspect.signature(Eva.forward_features).parameters,
+    reason="this timm has none",
+)
 def test_masks_are_refused_where_maps_evolve():
     model, x = create("vit_small_patch16_dinov3"), images()
     mask = torch.zeros(1, 1, 21, 21)
@@ -238,7 +304,9 @@ def test_masks_are_refused_where_maps_evolve():
         evolve(model).forward_features(x, attn_mask=mask)
     exclusive = evolve(model, "xsa")
     for each in (mask, mask == 0):
-        assert_near(exclusive.forward_features(x, attn_mask=each), model.forward_features(x, attn_mask=mask))
+        assert_near(
+            exclusive.forward_features(x, attn_mask=each), model.forward_features(x, attn_mask=mask)
+        )
     with pytest.raises(ValueError, match="required, got VisionTransformer"):
         unevolve(create("torchvision"))
     naflex = evolve(create("naflexvit_base_patch16_gap"), None, token_conv=True)
@@ -255,6 +323,7 @@ def test_recorded_maps_weigh_the_values(name, kind):
     evolved, x, seen = evolve(create(name), kind), images(*size_of(name)), []
     stirred(evolved)
     for attn in attentions(evolved):
+
         def attended(*args, plain=attn.attended):
             seen.append((args[3], plain(*args)))
             return seen[-1][1]
@@ -264,7 +333,9 @@ def test_recorded_maps_weigh_the_values(name, kind):
     seen.clear()
     with record_attention(evolved) as maps:
         assert torch.equal(evolved(x), expected)
-    if "cait" not in name or kind == "talking_heads":  # CaiT's recorded map is the one before its own mixing
+    if (
+        "cait" not in name or kind == "talking_heads"
+    ):  # CaiT's recorded map is the one before its own mixing
         assert len(seen) == 3
         for (values, out), layer in zip(seen, maps.values(), strict=False):
             assert_near((layer.attn @ values).transpose(1, 2).flatten(2), out)

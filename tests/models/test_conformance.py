@@ -1,4 +1,5 @@
 """What timm expects of a model: after timm's own model tests, with values where those look at shapes."""
+
 import copy
 from functools import partial
 
@@ -76,12 +77,19 @@ def test_fx_and_torchscript_and_one_after_the_other_compute_the_same(model, imag
 def test_intermediates_are_those_of_the_whole_network(model, image):
     final, taken = model.forward_intermediates(image)
     assert_close(final, model.forward_features(image))
-    end = getattr(model, "forward_end", torch.nn.Identity())  # what is between the last feature and the head
+    end = getattr(
+        model, "forward_end", torch.nn.Identity()
+    )  # what is between the last feature and the head
     assert_close(final, end(taken[-1]))
     assert len(taken) == len(model.feature_info)
     for feature, info in zip(taken, model.feature_info, strict=True):
-        assert feature.shape[1] == info["num_chs"] and feature.shape[2] == image.shape[2] // info["reduction"]
-    early = model.forward_intermediates(image, indices=[0, 2], stop_early=True, intermediates_only=True)
+        assert (
+            feature.shape[1] == info["num_chs"]
+            and feature.shape[2] == image.shape[2] // info["reduction"]
+        )
+    early = model.forward_intermediates(
+        image, indices=[0, 2], stop_early=True, intermediates_only=True
+    )
     assert_close(early, [taken[0], taken[2]])
     last = model.forward_intermediates(image, indices=2, norm=True, intermediates_only=True)
     assert_close(last, taken[-2:])
@@ -96,7 +104,9 @@ def test_features_only_are_the_intermediates(name, model, image):
     expected = model.forward_intermediates(image, intermediates_only=True)
     assert_close(features(image), [expected[0], expected[-2]])
     assert features.feature_info.channels() == [model.feature_info[i]["num_chs"] for i in (0, -2)]
-    assert features.feature_info.reduction() == [model.feature_info[i]["reduction"] for i in (0, -2)]
+    assert features.feature_info.reduction() == [
+        model.feature_info[i]["reduction"] for i in (0, -2)
+    ]
     features.set_grad_checkpointing(True)
 
 
@@ -124,11 +134,17 @@ def test_layer_decay_follows_the_order_of_the_network(name, image):
         model(image)
     assert set(order) == set(owners)
 
-    optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.05, layer_decay=0.75)
+    optimizer = create_optimizer_v2(
+        model, opt="adamw", lr=1e-3, weight_decay=0.05, layer_decay=0.75
+    )
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
     assert group_of.keys() == set(model.parameters())
     scales = [group_of[p]["lr_scale"] for module in order for p in module.parameters(recurse=False)]
-    assert scales == sorted(scales) and scales[-1] == 1.0 and len(set(scales)) > len(model.feature_info)
+    assert (
+        scales == sorted(scales)
+        and scales[-1] == 1.0
+        and len(set(scales)) > len(model.feature_info)
+    )
     for layer in layers_of(model):
         assert len({group_of[p]["lr_scale"] for p in layer.parameters()}) == 1
     for n, p in model.named_parameters():
@@ -170,7 +186,9 @@ def test_img_size_sizes_the_tables_and_loads_others(small):
     assert not any(p.requires_grad for p in plain.parameters())  # what was frozen stays so
     for layer in layers_of(large):
         rows = 2 * layer.feat_size[0] - 1
-        assert layer.height_rel.shape[0] == (rows if layer.window is None else min(rows, layer.window[0]))
+        assert layer.height_rel.shape[0] == (
+            rows if layer.window is None else min(rows, layer.window[0])
+        )
 
 
 @pytest.mark.parametrize("small", [*CIFAR, "aa_wrn28_10_cifar"])  # the others have timm's own head
@@ -194,22 +212,41 @@ def test_drop_path_grows_with_depth_and_is_off_in_evaluation(small):
     assert torch.equal(model(x), model(x))
 
 
-@pytest.mark.parametrize("network,options", [
-    *((network, options) for network in ("ea_aa_resnet34", "ea_aa_mnasnet_075")
-      for options in (dict(aa_layer=BlurPool2d), dict(output_stride=8), dict(output_stride=16))),
-    ("ea_aa_resnet34", dict(block_args=dict(attn_layer="se"))),
-    ("ea_aa_resnet34", dict(stem_type="deep", stem_width=32, avg_down=True)),
-    ("ea_aa_mnasnet_075", dict(norm_layer=partial(torch.nn.BatchNorm2d, eps=1e-3)))])
+@pytest.mark.parametrize(
+    "network,options",
+    [
+        *(
+            (network, options)
+            for network in ("ea_aa_resnet34", "ea_aa_mnasnet_075")
+            for options in (
+                dict(aa_layer=BlurPool2d),
+                dict(output_stride=8),
+                dict(output_stride=16),
+            )
+        ),
+        ("ea_aa_resnet34", dict(block_args=dict(attn_layer="se"))),
+        ("ea_aa_resnet34", dict(stem_type="deep", stem_width=32, avg_down=True)),
+        ("ea_aa_mnasnet_075", dict(norm_layer=partial(torch.nn.BatchNorm2d, eps=1e-3))),
+    ],
+)
 def test_options_of_timms_resnet_and_efficientnet_work(network, options):
     model = lively(network, num_classes=5, **options)
     x = torch.randn(2, 3, 64, 64)
     y = model(x)
-    assert y.shape == (2, 5) and model.forward_features(x).shape[-1] == 64 // options.get("output_stride", 32)
+    assert y.shape == (2, 5) and model.forward_features(x).shape[-1] == 64 // options.get(
+        "output_stride", 32
+    )
     y.sum().backward()
     assert [n for n, p in model.named_parameters() if p.grad is None] == []
 
 
-NORMED = ["csan_resnet50", "ea_aa_resnet34", "ea_aa_mnasnet_075", "ea_aa_wrn28_10_cifar", "ea_conv_transformer_cifar"]
+NORMED = [
+    "csan_resnet50",
+    "ea_aa_resnet34",
+    "ea_aa_mnasnet_075",
+    "ea_aa_wrn28_10_cifar",
+    "ea_conv_transformer_cifar",
+]
 
 
 @pytest.mark.parametrize("network", NORMED)

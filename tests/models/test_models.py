@@ -1,4 +1,5 @@
 """The published networks: sizes, chains, shares of the maps, ablations, and what creation refuses."""
+
 from itertools import product
 
 import pytest
@@ -17,8 +18,11 @@ def millions(model) -> float:
     return sum(p.numel() for p in model.parameters()) / 1e6
 
 
-SAME_SIZE = {"pa_aa_resnet152": "ea_aa_resnet152", "ea_conv_transformer_cifar": "pa_conv_transformer_cifar",
-             "csan_conv_transformer_cifar": "conv_transformer_cifar"}  # no paper has the first of each
+SAME_SIZE = {
+    "pa_aa_resnet152": "ea_aa_resnet152",
+    "ea_conv_transformer_cifar": "pa_conv_transformer_cifar",
+    "csan_conv_transformer_cifar": "conv_transformer_cifar",
+}  # no paper has the first of each
 NOT_AS_PRINTED = {"aa_wrn28_10_cifar": 36.1}  # and said to be
 
 
@@ -35,12 +39,20 @@ def test_sizes_are_the_published_ones(name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name, plain, options", [
-    ("aa_mnasnet_100", "semnasnet_100", {}), ("aa_resnet50", "resnet50", {"layers": (1, 1, 1, 1)})])
+@pytest.mark.parametrize(
+    "name, plain, options",
+    [
+        ("aa_mnasnet_100", "semnasnet_100", {}),
+        ("aa_resnet50", "resnet50", {"layers": (1, 1, 1, 1)}),
+    ],
+)
 def test_a_network_without_attention_is_timms(name, plain, options):
     model = timm.create_model(name, attn_stages=(), **options).eval()
     plain = timm.create_model(plain, **options).eval()
-    assert list(model.state_dict()) == list(plain.state_dict()) and model.feature_info == plain.feature_info
+    assert (
+        list(model.state_dict()) == list(plain.state_dict())
+        and model.feature_info == plain.feature_info
+    )
     model.load_state_dict(plain.state_dict())
     x = torch.randn(2, 3, 64, 64)
     assert torch.equal(model(x), plain(x))
@@ -86,15 +98,26 @@ def test_convolutions_with_a_stride_can_stay_plain(name, layers):
     with torch.device("meta"):
         model = timm.create_model(name, augment_strided=False)
     assert len(layers_of(model)) == layers and all(layer.stride == 1 for layer in layers_of(model))
-    assert [n for n, layer in enumerate(layers_of(model)) if layer.evolution is None] == [0, 18 if layers == 23 else 8]
+    assert [n for n, layer in enumerate(layers_of(model)) if layer.evolution is None] == [
+        0,
+        18 if layers == 23 else 8,
+    ]
     model, x = lively(name, augment_strided=False, num_classes=3).eval(), torch.randn(1, 3, 64, 64)
     assert_close(torch.jit.script(model)(x), model(x))
 
 
-@pytest.mark.parametrize("name,chains", [
-    ("ea_aa_resnet34", [20, 6]), ("ea_aa_resnet50", [10, 3]), ("ea_aa_resnet101", [27, 3]),
-    ("ea_aa_resnet152", [44, 3]), ("ea_aa_mnasnet_100", [3, 1, 6, 3]), ("ea_aa_wrn28_10_cifar", [4, 4, 4]),
-    ("ea_conv_transformer_cifar", [3, 3])])
+@pytest.mark.parametrize(
+    "name,chains",
+    [
+        ("ea_aa_resnet34", [20, 6]),
+        ("ea_aa_resnet50", [10, 3]),
+        ("ea_aa_resnet101", [27, 3]),
+        ("ea_aa_resnet152", [44, 3]),
+        ("ea_aa_mnasnet_100", [3, 1, 6, 3]),
+        ("ea_aa_wrn28_10_cifar", [4, 4, 4]),
+        ("ea_conv_transformer_cifar", [3, 3]),
+    ],
+)
 def test_chains_restart_where_the_map_changes(name, chains):
     found = []
     for layer in layers_of(OUTLINES[name]):
@@ -107,25 +130,53 @@ def test_chains_restart_where_the_map_changes(name, chains):
 
 def test_alpha_and_beta_are_the_papers():
     for depth, alpha in (("34", 0.5), ("50", 0.5), ("101", 0.7), ("152", 0.7)):
-        ea, pa = ([layer.evolution for layer in layers_of(OUTLINES[f"{kind}_aa_resnet{depth}"]) if layer.evolution]
-                  for kind in ("ea", "pa"))
-        assert {(e.alpha, e.beta) for e in ea} == {(alpha, 1.0)} and {(e.alpha, len(e.convs)) for e in pa} == {(0.5, 1)}
+        ea, pa = (
+            [
+                layer.evolution
+                for layer in layers_of(OUTLINES[f"{kind}_aa_resnet{depth}"])
+                if layer.evolution
+            ]
+            for kind in ("ea", "pa")
+        )
+        assert {(e.alpha, e.beta) for e in ea} == {(alpha, 1.0)} and {
+            (e.alpha, len(e.convs)) for e in pa
+        } == {(0.5, 1)}
 
 
-@pytest.mark.parametrize("name, options", [
-    *product(("ea_aa_resnet34", "ea_conv_transformer_cifar"), (
-        {"beta": 0.0}, {"alpha": 0.0}, {"alpha": 0.2, "beta": 0.4}, {"kernel_size": 1}, {"kernel_size": 5},
-        {"position": "none"}, {"num_heads": 2}, {"qk_ratio": 0.5, "v_ratio": 0.25})),
-    *product(("pa_aa_resnet34", "pa_conv_transformer_cifar"), ({"num_layers": number} for number in range(4)))])
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        *product(
+            ("ea_aa_resnet34", "ea_conv_transformer_cifar"),
+            (
+                {"beta": 0.0},
+                {"alpha": 0.0},
+                {"alpha": 0.2, "beta": 0.4},
+                {"kernel_size": 1},
+                {"kernel_size": 5},
+                {"position": "none"},
+                {"num_heads": 2},
+                {"qk_ratio": 0.5, "v_ratio": 0.25},
+            ),
+        ),
+        *product(
+            ("pa_aa_resnet34", "pa_conv_transformer_cifar"),
+            ({"num_layers": number} for number in range(4)),
+        ),
+    ],
+)
 def test_ablations_by_keyword(name, options):
     model = timm.create_model(name, num_classes=5, **options, **shrunk(name))
     evolutions = [layer.evolution for layer in layers_of(model) if layer.evolution is not None]
     alpha = 0.01 if name == "pa_conv_transformer_cifar" else options.get("alpha", 0.5)
     for evolution in evolutions:
-        assert isinstance(evolution, EvolvingAttention if name.startswith("ea") else PredictiveAttention)
+        assert isinstance(
+            evolution, EvolvingAttention if name.startswith("ea") else PredictiveAttention
+        )
         assert (evolution.alpha, evolution.beta) == (alpha, options.get("beta", 1.0))
         assert [conv.kernel_size for conv in evolution.convs] == [
-            (options.get("kernel_size", 3),) * 2] * options.get("num_layers", 1)
+            (options.get("kernel_size", 3),) * 2
+        ] * options.get("num_layers", 1)
     for layer in layers_of(model):
         assert layer.num_heads == options.get("num_heads", layer.num_heads)
         assert "qk_ratio" not in options or layer.dim_qk == 2 * layer.dim_v
@@ -138,23 +189,35 @@ def test_pretrained_without_weights_says_so():
         timm.create_model("aa_resnet50", pretrained=True)
 
 
-@pytest.mark.parametrize("name, usual, possible, options, place", [
-    ("aa_resnet34", (2, 3, 4), (1, 2, 3, 4), {"layers": (1, 1, 1, 1)}, "layer{0}."),
-    ("ea_aa_resnet50", (2, 3, 4), (1, 2, 3, 4), {"layers": (1, 1, 1, 1)}, "layer{0}."),
-    ("aa_mnasnet_100", (2, 3, 4, 5, 6), (2, 3, 4, 5, 6), {}, "blocks.{0}."),
-    ("aa_wrn28_10_cifar", (1, 2, 3), (1, 2, 3), {"depth": 10, "width": 1}, "group{0}."),
-    ("conv_transformer_cifar", (3, 4), (1, 2, 3, 4), {"depth": 1}, "stages.{1}."),
-    ("ea_vit_tiny_patch16_224", (2, 3), (2, 3), {"depth": 3}, "blocks.{1}.")])
-def test_where_attention_stands_is_one_keyword_in_every_family(name, usual, possible, options, place):
+@pytest.mark.parametrize(
+    "name, usual, possible, options, place",
+    [
+        ("aa_resnet34", (2, 3, 4), (1, 2, 3, 4), {"layers": (1, 1, 1, 1)}, "layer{0}."),
+        ("ea_aa_resnet50", (2, 3, 4), (1, 2, 3, 4), {"layers": (1, 1, 1, 1)}, "layer{0}."),
+        ("aa_mnasnet_100", (2, 3, 4, 5, 6), (2, 3, 4, 5, 6), {}, "blocks.{0}."),
+        ("aa_wrn28_10_cifar", (1, 2, 3), (1, 2, 3), {"depth": 10, "width": 1}, "group{0}."),
+        ("conv_transformer_cifar", (3, 4), (1, 2, 3, 4), {"depth": 1}, "stages.{1}."),
+        ("ea_vit_tiny_patch16_224", (2, 3), (2, 3), {"depth": 3}, "blocks.{1}."),
+    ],
+)
+def test_where_attention_stands_is_one_keyword_in_every_family(
+    name, usual, possible, options, place
+):
     keyword = "attn_layers" if "vit" in name else "attn_stages"
 
     def stages(chosen=None):
         with torch.device("meta"):
             model = timm.create_model(name, **options, **{keyword: chosen})
-        paths = [path for path, module in model.named_modules() if isinstance(module, AugmentedConv2d)
-                 or getattr(module, "evolution", None) is not None]
-        return tuple(stage for stage in possible
-                     if any(path.startswith(place.format(stage, stage - 1)) for path in paths))
+        paths = [
+            path
+            for path, module in model.named_modules()
+            if isinstance(module, AugmentedConv2d) or getattr(module, "evolution", None) is not None
+        ]
+        return tuple(
+            stage
+            for stage in possible
+            if any(path.startswith(place.format(stage, stage - 1)) for path in paths)
+        )
 
     assert stages() == stages(usual) == usual
     for chosen in [*((stage,) for stage in possible), possible, possible[-2:]]:
@@ -171,68 +234,129 @@ def test_chains_pass_plain_stages():
     assert model.prune_intermediate_layers([2]) == [2] and model(x).shape == (1, 512, 8, 8)
 
 
-@pytest.mark.parametrize("name,options,message", [
-    ("aa_resnet34", {"alpha": 0.5}, "alpha"),
-    ("aa_resnet34", {"augment": "second"}, "augment must be 'all' or 'first', got 'second'"),
-    ("cnn_cifar", {"evolution": "ea"}, r"attn_stages must be of .* for evolution='ea'.*got \(\)"),
-    ("ea_aa_resnet34", {"img_size": 0}, "img_size"),
-    ("wrn28_10_cifar", {"depth": 27}, "6 n \\+ 4.*got 27"),
-    ("resnet18_cifar", {"stem_stride": 3}, "stem_stride must be 1, 2 or 4, got 3"),
-    ("wrn28_10_cifar", {"width": 0}, "width must be 1 or more, got 0"),
-    ("wrn28_10_cifar", {"gate": "eca"}, "gate must be 'se', 'ge' or None, got 'eca'"),
-    ("ea_conv_transformer_cifar", {"img_size": 4}, "at least 8 pixels"),
-    ("ea_conv_transformer_cifar", {"num_heads": 3}, "multiple of num_heads=3, got 256"),
-    ("ea_conv_transformer_cifar", {"attn_stages": (4, 5)}, r"attn_stages must be of \(1, 2, 3, 4\).*got .*\(4, 5\)"),
-    ("ea_aa_resnet50", {"attn_stages": ()}, r"attn_stages must be of .* at least one for evolution='ea'.*got \(\)"),
-    *(("ea_vit_tiny_patch16_224", {"depth": 3, **options}, message) for options, message in (
-        ({"attn_layers": 3}, r"attn_layers must be whole numbers.*got 3"),
-        ({"attn_layers": [1, 2, 4]}, r"can evolve are \[2, 3\] of 3 .*got \[1, 4\]"),
-        ({"attn_layers": []}, "got none"), ({"prefix": "drop"}, "'convolve' or 'pass', got 'drop'"),
-        ({"prefix": "pass", "attn_layers": [3]}, "only the class token's row"), ({"evolution": "xa"}, "'xa'"),
-        ({"value_residual": "half"}, "value_residual must be False, True or 'paper', got 'half'"))),
-    ("aa_resnet50", {"mrla": "base"}, "mrla must be False, True or 'paper', got 'base'"),
-    ("conv_transformer_cifar", {"evolution": "talking_heads", "window": 3},
-     "window must be None where maps are mixed after the softmax, by TalkingHeads"),
-    ("cnn_cifar", {"position": "polar"}, "position must be one of .*got 'polar'"),
-    ("ea_conv_transformer_cifar", {"attn_stages": 3}, r"attn_stages must be whole numbers, such as \(2, 3\), got 3"),
-    ("ea_conv_transformer_cifar", {"widths": 32}, "widths must be whole numbers.*got 32"),
-    ("ea_aa_resnet50", {"layers": (3, 4)}, r"layers must be 4 whole numbers, got \(3, 4\)"),
-    ("aa_resnet50", {"window": 7, "window_stages": (9,)}, r"window_stages must be of \(2, 3, 4\).*got \(9,\)"),
-])
+@pytest.mark.parametrize(
+    "name,options,message",
+    [
+        ("aa_resnet34", {"alpha": 0.5}, "alpha"),
+        ("aa_resnet34", {"augment": "second"}, "augment must be 'all' or 'first', got 'second'"),
+        (
+            "cnn_cifar",
+            {"evolution": "ea"},
+            r"attn_stages must be of .* for evolution='ea'.*got \(\)",
+        ),
+        ("ea_aa_resnet34", {"img_size": 0}, "img_size"),
+        ("wrn28_10_cifar", {"depth": 27}, "6 n \\+ 4.*got 27"),
+        ("resnet18_cifar", {"stem_stride": 3}, "stem_stride must be 1, 2 or 4, got 3"),
+        ("wrn28_10_cifar", {"width": 0}, "width must be 1 or more, got 0"),
+        ("wrn28_10_cifar", {"gate": "eca"}, "gate must be 'se', 'ge' or None, got 'eca'"),
+        ("ea_conv_transformer_cifar", {"img_size": 4}, "at least 8 pixels"),
+        ("ea_conv_transformer_cifar", {"num_heads": 3}, "multiple of num_heads=3, got 256"),
+        (
+            "ea_conv_transformer_cifar",
+            {"attn_stages": (4, 5)},
+            r"attn_stages must be of \(1, 2, 3, 4\).*got .*\(4, 5\)",
+        ),
+        (
+            "ea_aa_resnet50",
+            {"attn_stages": ()},
+            r"attn_stages must be of .* at least one for evolution='ea'.*got \(\)",
+        ),
+        *(
+            ("ea_vit_tiny_patch16_224", {"depth": 3, **options}, message)
+            for options, message in (
+                ({"attn_layers": 3}, r"attn_layers must be whole numbers.*got 3"),
+                ({"attn_layers": [1, 2, 4]}, r"can evolve are \[2, 3\] of 3 .*got \[1, 4\]"),
+                ({"attn_layers": []}, "got none"),
+                ({"prefix": "drop"}, "'convolve' or 'pass', got 'drop'"),
+                ({"prefix": "pass", "attn_layers": [3]}, "only the class token's row"),
+                ({"evolution": "xa"}, "'xa'"),
+                (
+                    {"value_residual": "half"},
+                    "value_residual must be False, True or 'paper', got 'half'",
+                ),
+            )
+        ),
+        ("aa_resnet50", {"mrla": "base"}, "mrla must be False, True or 'paper', got 'base'"),
+        (
+            "conv_transformer_cifar",
+            {"evolution": "talking_heads", "window": 3},
+            "window must be None where maps are mixed after the softmax, by TalkingHeads",
+        ),
+        ("cnn_cifar", {"position": "polar"}, "position must be one of .*got 'polar'"),
+        (
+            "ea_conv_transformer_cifar",
+            {"attn_stages": 3},
+            r"attn_stages must be whole numbers, such as \(2, 3\), got 3",
+        ),
+        ("ea_conv_transformer_cifar", {"widths": 32}, "widths must be whole numbers.*got 32"),
+        ("ea_aa_resnet50", {"layers": (3, 4)}, r"layers must be 4 whole numbers, got \(3, 4\)"),
+        (
+            "aa_resnet50",
+            {"window": 7, "window_stages": (9,)},
+            r"window_stages must be of \(2, 3, 4\).*got \(9,\)",
+        ),
+    ],
+)
 def test_bad_options_are_named(name, options, message):
     with pytest.raises(ValueError, match=message):
         timm.create_model(name, **options)
 
 
 def test_the_baseline_is_timms_resnet18_but_for_its_stem():
-    model, plain = (timm.create_model(name, num_classes=7, in_chans=1) for name in ("resnet18_cifar", "resnet18"))
-    differing = {name for name, p in model.named_parameters() if p.shape != plain.get_parameter(name).shape}
-    assert differing == {"conv1.weight"} and len(list(model.parameters())) == len(list(plain.parameters()))
+    model, plain = (
+        timm.create_model(name, num_classes=7, in_chans=1)
+        for name in ("resnet18_cifar", "resnet18")
+    )
+    differing = {
+        name for name, p in model.named_parameters() if p.shape != plain.get_parameter(name).shape
+    }
+    assert differing == {"conv1.weight"} and len(list(model.parameters())) == len(
+        list(plain.parameters())
+    )
 
 
-@pytest.mark.parametrize("name, keywords, side, reductions", [
-    ("resnet18_cifar", {}, 32, [1, 1, 2, 4, 8]), ("resnet18_cifar", {"stem_stride": 2}, 64, [2, 2, 4, 8, 16]),
-    *((name, {"stem_stride": 2, "img_size": 64, "map_reduction": 4}, 64, [2, 2, 4, 8, 16])
-      for name in ("aa_resnet34", "ea_aa_resnet50"))])
+@pytest.mark.parametrize(
+    "name, keywords, side, reductions",
+    [
+        ("resnet18_cifar", {}, 32, [1, 1, 2, 4, 8]),
+        ("resnet18_cifar", {"stem_stride": 2}, 64, [2, 2, 4, 8, 16]),
+        *(
+            (name, {"stem_stride": 2, "img_size": 64, "map_reduction": 4}, 64, [2, 2, 4, 8, 16])
+            for name in ("aa_resnet34", "ea_aa_resnet50")
+        ),
+    ],
+)
 def test_stems_for_small_images(name, keywords, side, reductions):
     with torch.device("meta"):
         model = timm.create_model(name, in_chans=1, **keywords).eval()
-        features = model.forward_intermediates(torch.empty(1, 1, side, side), intermediates_only=True)
+        features = model.forward_intermediates(
+            torch.empty(1, 1, side, side), intermediates_only=True
+        )
     assert [side // f.shape[-1] for f in features] == reductions
     assert [info["reduction"] for info in model.feature_info] == reductions
-    tables = {(len(layer.height_rel) + 1) // 2 for layer in layers_of(model)}  # have an entry an offset
+    tables = {
+        (len(layer.height_rel) + 1) // 2 for layer in layers_of(model)
+    }  # have an entry an offset
     assert tables == ({16, 8, 4} if "img_size" in keywords else set())
 
 
-@pytest.mark.parametrize("name, options", [
-    ("ea_conv_transformer_cifar", {"widths": (8, 8, 8, 8), "learnable": True}),
-    ("ea_conv_transformer_cifar", {"widths": (8, 8, 8, 8), "evolution": "reattention"}),
-    ("ea_aa_wrn28_10_cifar", {"width": 1, "depth": 10, "qk_norm": True})])
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("ea_conv_transformer_cifar", {"widths": (8, 8, 8, 8), "learnable": True}),
+        ("ea_conv_transformer_cifar", {"widths": (8, 8, 8, 8), "evolution": "reattention"}),
+        ("ea_aa_wrn28_10_cifar", {"width": 1, "depth": 10, "qk_norm": True}),
+    ],
+)
 def test_initialised_anew_a_network_begins_as_one_that_was_created(name, options):
     """Every weight of attention and of what evolves its maps: none keeps what training left."""
     network, created = timm.create_model(name, **options), timm.create_model(name, **options)
-    weights = {f"{path}.{part}": parameter for path, module in network.named_modules()
-               if isinstance(module, AugmentedConv2d) for part, parameter in module.named_parameters()}
+    weights = {
+        f"{path}.{part}": parameter
+        for path, module in network.named_modules()
+        if isinstance(module, AugmentedConv2d)
+        for part, parameter in module.named_parameters()
+    }
     with torch.no_grad():
         for parameter in weights.values():
             parameter.fill_(7.0)

@@ -1,4 +1,5 @@
 """The names the model tests run over: the smallest of each kind, or every one where EA_VISION_TEST_ALL is set."""
+
 import copy
 import os
 from pathlib import Path
@@ -14,11 +15,18 @@ from ea_vision.layers import AugmentedConv2d, SpatialTransformer
 from ea_vision.models import ChainedNetwork, get_network, list_networks
 
 ALL = bool(os.environ.get("EA_VISION_TEST_ALL"))
-EVERY = [name for name in list_networks() if name not in list_networks("vision_transformer")]  # these: a file of theirs
+EVERY = [
+    name for name in list_networks() if name not in list_networks("vision_transformer")
+]  # these: a file of theirs
 CIFAR = list_networks("conv_transformer")
-TINY = dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=3, num_classes=5)  # a ViT of 4x4 patches
-SHRUNK = {"wide_resnet": {"width": 1, "depth": 16}, "attn_resnet": {"layers": (1, 1, 2, 1)},  # keywords by family
-          "conv_transformer": {"widths": (16, 32, 64, 64), "depth": 2}}
+TINY = dict(
+    img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=3, num_classes=5
+)  # a ViT of 4x4 patches
+SHRUNK = {
+    "wide_resnet": {"width": 1, "depth": 16},
+    "attn_resnet": {"layers": (1, 1, 2, 1)},  # keywords by family
+    "conv_transformer": {"widths": (16, 32, 64, 64), "depth": 2},
+}
 
 
 def family(name: str) -> str:
@@ -26,8 +34,13 @@ def family(name: str) -> str:
     return timm.model_entrypoint(name).__module__.split(".")[-1]
 
 
-with torch.device("meta"), mock.patch.object(torch.Tensor, "normal_", lambda tensor, *_, **__: tensor, create=True):
-    OUTLINES = {name: timm.create_model(name) for name in EVERY}  # shapes alone; torch draws slowly on "meta"
+with (
+    torch.device("meta"),
+    mock.patch.object(torch.Tensor, "normal_", lambda tensor, *_, **__: tensor, create=True),
+):
+    OUTLINES = {
+        name: timm.create_model(name) for name in EVERY
+    }  # shapes alone; torch draws slowly on "meta"
 _SIZES = {name: sum(p.numel() for p in model.parameters()) for name, model in OUTLINES.items()}
 
 
@@ -35,7 +48,11 @@ def _smallest_of_each(kinds: tuple[type, ...]) -> list[str]:
     """Of a family's networks whose keywords of these types agree, the one with the fewest parameters."""
     smallest = {}
     for name in sorted(EVERY, key=_SIZES.get):
-        kwargs = [(key, value) for key, value in get_network(name).kwargs.items() if isinstance(value, kinds)]
+        kwargs = [
+            (key, value)
+            for key, value in get_network(name).kwargs.items()
+            if isinstance(value, kinds)
+        ]
         smallest.setdefault((family(name), *sorted(kwargs, key=str)), name)
     return list(smallest.values())
 
@@ -67,7 +84,9 @@ def woken(model):
 
 
 CHAINED = [name for name in TESTED if isinstance(OUTLINES[name], ChainedNetwork)]
-FAMILIES = [name for name in TESTED if ALL or get_network(name).kwargs.get("evolution") == "ea"]  # for what takes long
+FAMILIES = [
+    name for name in TESTED if ALL or get_network(name).kwargs.get("evolution") == "ea"
+]  # for what takes long
 
 
 def images(height: int = 32, width: int = 32, batch: int = 2) -> torch.Tensor:
@@ -110,7 +129,9 @@ def layers_of(model) -> list[AugmentedConv2d]:
     return [m for m in model.modules() if isinstance(m, AugmentedConv2d)]
 
 
-def assert_checkpointing_changes_nothing(model, x: torch.Tensor, statistics: bool = True, **near: float) -> None:
+def assert_checkpointing_changes_nothing(
+    model, x: torch.Tensor, statistics: bool = True, **near: float
+) -> None:
     """Outputs and gradients; statistics: running ones, too, which move once."""
     results = []
     for enable in (False, True):
@@ -118,8 +139,13 @@ def assert_checkpointing_changes_nothing(model, x: torch.Tensor, statistics: boo
         twin.set_grad_checkpointing(enable)
         y = twin(x)
         y.square().sum().backward()
-        results.append((y.detach(), {n: p.grad for n, p in twin.named_parameters()},
-                        dict(twin.named_buffers()) if statistics else {}))
+        results.append(
+            (
+                y.detach(),
+                {n: p.grad for n, p in twin.named_parameters()},
+                dict(twin.named_buffers()) if statistics else {},
+            )
+        )
     assert all(grad is not None for grad in results[0][1].values())
     assert_close(results[1], results[0], **near)
 
@@ -157,12 +183,17 @@ def assert_onnx_agrees(model, x: torch.Tensor, folder: Path) -> None:
     program = torch.export.export(model, (x,))
     assert_close(program.module()(x), model(x), atol=1e-4, rtol=1e-4)
     torch.onnx.export(program, (), folder / "model.onnx", dynamo=True, verbose=False)
-    session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        folder / "model.onnx", providers=["CPUExecutionProvider"]
+    )
     (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     assert_close(torch.from_numpy(y), model(x), atol=1e-4, rtol=1e-3)
 
 
 def idle(model, where: str = "") -> list[str]:
     """The parameters with this in their names whose gradient is missing, not finite or 0."""
-    return [n for n, p in model.named_parameters()
-            if where in n and (p.grad is None or not p.grad.isfinite().all() or not p.grad.any())]
+    return [
+        n
+        for n, p in model.named_parameters()
+        if where in n and (p.grad is None or not p.grad.isfinite().all() or not p.grad.any())
+    ]

@@ -2,6 +2,7 @@
 
 For a process that has the address sanitizer loaded.
 """
+
 import math
 import os
 import random
@@ -19,10 +20,19 @@ from tests.ops.oracle import check, random_case
 @given(st.data())
 def attend(data) -> None:
     """Forward and backward of a random shape."""
-    among = {"dtype": cpu_library.DTYPES, "prefix": (0, 0, 1), "dropout_p": (0.0, 0.3),
-             "window": (None, None, 1, (3, 5)), "uses": (("out",), ("out", "logits"))}
-    check("cpu", **random_case(data, 5, (1, 3, 4, 9, 17), (0, 1, 3, 5), 9), tolerance=math.inf,
-          **{name: data.draw(st.sampled_from([*values])) for name, values in among.items()})
+    among = {
+        "dtype": cpu_library.DTYPES,
+        "prefix": (0, 0, 1),
+        "dropout_p": (0.0, 0.3),
+        "window": (None, None, 1, (3, 5)),
+        "uses": (("out",), ("out", "logits")),
+    }
+    check(
+        "cpu",
+        **random_case(data, 5, (1, 3, 4, 9, 17), (0, 1, 3, 5), 9),
+        tolerance=math.inf,
+        **{name: data.draw(st.sampled_from([*values])) for name, values in among.items()},
+    )
 
 
 def pool(*size: int) -> None:
@@ -33,9 +43,13 @@ def pool(*size: int) -> None:
 def convolve_planes(draw: random.Random, dtype: torch.dtype) -> None:
     H, W = draw.choices((1, 2, 3, 5, 17), k=2)
     K, prefix, size = draw.choice((1, 2, 5, 9)), draw.choice((0, 1, 5)), draw.choice((1, 3, 5))
-    own, prev = (torch.randn(3, K, *[prefix + H * W] * 2).to(dtype).requires_grad_() for _ in range(2))
+    own, prev = (
+        torch.randn(3, K, *[prefix + H * W] * 2).to(dtype).requires_grad_() for _ in range(2)
+    )
     keys, queries = torch.randn(2, K, K, size, size, requires_grad=True)
-    out = cpu.planes(own, prev, torch.tensor(0.3, requires_grad=True), keys, queries, (H, W), prefix)
+    out = cpu.planes(
+        own, prev, torch.tensor(0.3, requires_grad=True), keys, queries, (H, W), prefix
+    )
     out.float().square().sum().backward()
 
 
@@ -55,4 +69,6 @@ for compiler in sys.argv[1:]:
     print("clean", flush=True)
 
 x, out = torch.randn(1, 3, 5, 7), torch.empty(1, 3, 3, 4)
-cpu_library.load().pool_forward(out.data_ptr(), x.data_ptr(), 4, 5, 7, 1)  # 4 planes where there are 3
+cpu_library.load().pool_forward(
+    out.data_ptr(), x.data_ptr(), 4, 5, 7, 1
+)  # 4 planes where there are 3

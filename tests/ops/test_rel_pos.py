@@ -1,4 +1,5 @@
 """Tables of relative positions fitted to maps of other sizes; their logits are compared in tests/layers."""
+
 import torch
 from torch.testing import assert_close
 

@@ -2,6 +2,7 @@
 
 The interpreter must be asked for before Triton is imported, so this file runs itself again in a process of its own.
 """
+
 import importlib.util
 import os
 import subprocess
@@ -36,10 +37,26 @@ FEW = "gradients and last and not prefix"
 def test_in_interpreter(tests):
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--verbose", "-p", "no:cacheprovider", "-k", tests, __file__,
-         str(root / "tests" / "layers" / "test_reference.py")],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, cwd=root)
-    assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-8000:] + done.stderr[-8000:]
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "--verbose",
+            "-p",
+            "no:cacheprovider",
+            "-k",
+            tests,
+            __file__,
+            str(root / "tests" / "layers" / "test_reference.py"),
+        ],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        cwd=root,
+    )
+    assert done.returncode == 0 and "passed" in done.stdout, (
+        done.stdout[-8000:] + done.stderr[-8000:]
+    )
 
 
 def new(kind, size, K=8, D=4, E=1, **shape) -> dict:
@@ -47,8 +64,17 @@ def new(kind, size, K=8, D=4, E=1, **shape) -> dict:
     return problem(kind, size, K, D, E, batch=1, device=DEVICE, channels_last=True, **shape)
 
 
-HALF = ("EA", "PA", "first", "EA, beta 0.6, wide heads", "EA, gates", "PA, gates", "first, dropout",
-        "EA, prefix, 12 heads, gates", "PA, 16 heads, kernel 5")
+HALF = (
+    "EA",
+    "PA",
+    "first",
+    "EA, beta 0.6, wide heads",
+    "EA, gates",
+    "PA, gates",
+    "first, dropout",
+    "EA, prefix, 12 heads, gates",
+    "PA, 16 heads, kernel 5",
+)
 
 
 @kernels
@@ -62,10 +88,21 @@ def test_outputs_and_gradients(case):
 
 
 @kernels
-@pytest.mark.parametrize("dtype, case", [
-    pytest.param(dtype, case, marks=pytest.mark.slow if DEVICE == "cpu" and dtype == torch.float16
-                 and case not in HALF[:3] else ()) for dtype in (torch.float16, torch.bfloat16)
-    for case in (HALF if DEVICE == "cpu" else CASES)], ids=str)
+@pytest.mark.parametrize(
+    "dtype, case",
+    [
+        pytest.param(
+            dtype,
+            case,
+            marks=pytest.mark.slow
+            if DEVICE == "cpu" and dtype == torch.float16 and case not in HALF[:3]
+            else (),
+        )
+        for dtype in (torch.float16, torch.bfloat16)
+        for case in (HALF if DEVICE == "cpu" else CASES)
+    ],
+    ids=str,
+)
 def test_half_precision(case, dtype):
     # where rounding decides what passes the ReLU, it stays positive
     bias = 6.0 if "12 heads" in case or case in ("EA, alpha 0", "EA, dropout") else 0.0
@@ -84,7 +121,9 @@ def test_any_shape(data):
 
 
 @kernels
-@pytest.mark.parametrize("side", (7, pytest.param(14, marks=pytest.mark.slow if DEVICE == "cpu" else ())))
+@pytest.mark.parametrize(
+    "side", (7, pytest.param(14, marks=pytest.mark.slow if DEVICE == "cpu" else ()))
+)
 def test_maps_of_the_networks(side, monkeypatch):
     if DEVICE == "cpu":
         pixels = 32 if side == 7 else 64  # the interpreter pays by the tile
@@ -106,8 +145,11 @@ def test_tiles_are_timed_on_first_use_and_change_no_result(monkeypatch):
     by_triton.cache_clear()
     monkeypatch.setattr(triton_tiles, "milliseconds", milliseconds)
     monkeypatch.setattr(triton_tiles, "tunes", lambda device, programs, constants: "J" in constants)
-    monkeypatch.setattr(triton_tiles, "tuned", lambda kernel, *args: tuners.setdefault(
-        kernel.__name__, by_triton(kernel, *args)))
+    monkeypatch.setattr(
+        triton_tiles,
+        "tuned",
+        lambda kernel, *args: tuners.setdefault(kernel.__name__, by_triton(kernel, *args)),
+    )
     for timings in (True, False):
         timed.clear()
         check("triton", "ea", (3, 4), K=3, gates="heads")
@@ -125,16 +167,34 @@ def test_chain():
     def chain(implementation, dtype):
         total, logits, used = 0.0, None, []
         for i, layer in enumerate(layers):
-            x = {name: t.to(dtype).requires_grad_() for name, t in layer.items() if name != "prev_logits"}
-            out, logits = evolving_attention(**x, prev_logits=logits, feat_size=size, need_logits=i < 2,
-                                             implementation=implementation)
-            total = total + (out.double() * torch.linspace(-1, 1, out.numel(), device=DEVICE).view(out.shape)).sum()
+            x = {
+                name: t.to(dtype).requires_grad_()
+                for name, t in layer.items()
+                if name != "prev_logits"
+            }
+            out, logits = evolving_attention(
+                **x,
+                prev_logits=logits,
+                feat_size=size,
+                need_logits=i < 2,
+                implementation=implementation,
+            )
+            total = (
+                total
+                + (
+                    out.double() * torch.linspace(-1, 1, out.numel(), device=DEVICE).view(out.shape)
+                ).sum()
+            )
             used += x.values()
         assert logits is None
         return torch.autograd.grad(total, used)
 
-    for have, want in zip(chain("triton", torch.float32), chain("reference", torch.float64), strict=True):
-        assert (have.double() - want).norm() <= (1e-6 if DEVICE == "cpu" else TOLERANCE[torch.float32]) * want.norm()
+    for have, want in zip(
+        chain("triton", torch.float32), chain("reference", torch.float64), strict=True
+    ):
+        assert (have.double() - want).norm() <= (
+            1e-6 if DEVICE == "cpu" else TOLERANCE[torch.float32]
+        ) * want.norm()
 
 
 @kernels
@@ -143,8 +203,12 @@ def test_gradient_of_the_weight_lies_as_the_weight():
     tensors, grads = new("ea", (2, 2), 3, 4, 2), []
     for layout in (torch.contiguous_format, torch.channels_last):
         weight = tensors["weight"].contiguous(memory_format=layout).requires_grad_()
-        out, _ = evolving_attention(**tensors | {"weight": weight}, feat_size=(2, 2), need_logits=False,
-                                    implementation="triton")
+        out, _ = evolving_attention(
+            **tensors | {"weight": weight},
+            feat_size=(2, 2),
+            need_logits=False,
+            implementation="triton",
+        )
         grads += torch.autograd.grad(out.square().sum(), weight)
         assert grads[-1].stride() == weight.stride()
     assert grads[0].any() and torch.equal(*grads)
@@ -157,13 +221,29 @@ def test_operator_is_well_formed(predict, learns):
     x = {name: t.requires_grad_(learns) for name, t in new("ea", (1, 2), 4, 4, 2).items()}
     gates = None if predict else torch.rand(2, 4, device=DEVICE, requires_grad=learns)
     torch.library.opcheck(
-        ours._forward, (*x.values(), gates, torch.tensor([5], device=DEVICE), 0.5, 1.0, predict, 0.5, 0.2, 1, 2, 0,
-                        learns), test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
+        ours._forward,
+        (
+            *x.values(),
+            gates,
+            torch.tensor([5], device=DEVICE),
+            0.5,
+            1.0,
+            predict,
+            0.5,
+            0.2,
+            1,
+            2,
+            0,
+            learns,
+        ),
+        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
 
 
 @kernels
 def test_compiles_whole_and_once():
     """torch.compile with fullgraph, forward and backward, and no second compilation for a second batch."""
+
     def plain(x):
         out, logits = evolving_attention(**x, feat_size=(2, 3), implementation="triton")
         return out.sin().sum() + logits.cos().sum()
@@ -174,7 +254,9 @@ def test_compiles_whole_and_once():
         x = {name: t.requires_grad_() for name, t in new("ea", (2, 3), 4, 4, 2, seed=seed).items()}
         with torch._dynamo.config.patch(error_on_recompile=True):
             have = compiled(x)
-        for mine, theirs in zip(*(torch.autograd.grad(y, list(x.values())) for y in (have, plain(x))), strict=True):
+        for mine, theirs in zip(
+            *(torch.autograd.grad(y, list(x.values())) for y in (have, plain(x))), strict=True
+        ):
             assert torch.equal(mine, theirs)
 
 
@@ -182,12 +264,24 @@ SINGLE = dict.fromkeys("qkv", torch.zeros(1, 4, 6, 4))
 
 
 @kernels
-@pytest.mark.parametrize("reason, tensors", [
-    ("kernel size 1, 3 or 5", {"prev_logits": torch.zeros(1, 4, 6, 6), "weight": torch.zeros(4, 4, 7, 7),
-                               "bias": torch.zeros(4)}),
-    ("float64", {name: x.double() for name, x in SINGLE.items()}), ("one dtype", {"k": SINGLE["k"].half()}),
-    ("heads", dict.fromkeys("qkv", torch.zeros(1, 20, 6, 4))), ("wide", {"v": torch.zeros(1, 4, 6, 80)}),
-    ("pixels", dict.fromkeys("qkv", torch.zeros(1, 4, 1200, 4)))])
+@pytest.mark.parametrize(
+    "reason, tensors",
+    [
+        (
+            "kernel size 1, 3 or 5",
+            {
+                "prev_logits": torch.zeros(1, 4, 6, 6),
+                "weight": torch.zeros(4, 4, 7, 7),
+                "bias": torch.zeros(4),
+            },
+        ),
+        ("float64", {name: x.double() for name, x in SINGLE.items()}),
+        ("one dtype", {"k": SINGLE["k"].half()}),
+        ("heads", dict.fromkeys("qkv", torch.zeros(1, 20, 6, 4))),
+        ("wide", {"v": torch.zeros(1, 4, 6, 80)}),
+        ("pixels", dict.fromkeys("qkv", torch.zeros(1, 4, 1200, 4))),
+    ],
+)
 def test_reasons(reason, tensors):
     problem = Problem(**{name: x.to(DEVICE) for name, x in (SINGLE | tensors).items()})
     assert reason in ours.Triton().reason_against(problem.checked())
@@ -196,4 +290,6 @@ def test_reasons(reason, tensors):
 def test_reason_on_the_cpu():
     if ours.INTERPRETING:
         pytest.skip("the interpreter runs there")
-    assert "NVIDIA GPU is required, got cpu" in ours.Triton().reason_against(Problem(**SINGLE).checked())
+    assert "NVIDIA GPU is required, got cpu" in ours.Triton().reason_against(
+        Problem(**SINGLE).checked()
+    )

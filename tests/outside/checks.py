@@ -1,4 +1,5 @@
 """What a family and an evolution from outside the package get without a line in it; run by test_outside.py."""
+
 import json
 import re
 
@@ -23,7 +24,9 @@ from tests.outside import tiny_attn
 NAMES = ["aa_tiny", "ea_aa_tiny"]
 IMAGES = images()
 OURS = {"evolution": "shared", "start": 0.25}
-KINDS = pytest.mark.parametrize("name,options", [("aa_tiny", {}), ("ea_aa_tiny", {}), ("ea_aa_tiny", OURS)])
+KINDS = pytest.mark.parametrize(
+    "name,options", [("aa_tiny", {}), ("ea_aa_tiny", {}), ("ea_aa_tiny", OURS)]
+)
 
 
 def create(name: str, **options):
@@ -53,8 +56,11 @@ def test_a_new_evolution_trains_with_checkpointing_and_goes_through_fx_and_torch
 @torch.no_grad()
 def test_a_new_evolution_is_recorded_with_its_own_part():
     model = create("ea_aa_tiny", **OURS)
-    assert [layer.evolution.share.flatten().tolist() for layer in model.modules()
-            if isinstance(layer, AugmentedConv2d) and layer.evolution is not None] == [[0.25, 0.25]] * 3
+    assert [
+        layer.evolution.share.flatten().tolist()
+        for layer in model.modules()
+        if isinstance(layer, AugmentedConv2d) and layer.evolution is not None
+    ] == [[0.25, 0.25]] * 3
     parts = ("logits", "self_logits", "prev_logits", "shared_logits")
     with record_attention(model, [2], parts=parts) as maps:
         y = model(IMAGES)
@@ -70,12 +76,16 @@ def test_a_new_evolution_is_recorded_with_its_own_part():
 @torch.no_grad()
 def test_a_new_evolution_in_timms_transformer(tmp_path):
     torch.manual_seed(0)
-    plain = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=16, depth=3, num_heads=2)
+    plain = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=16, depth=3, num_heads=2
+    )
     for block in plain.eval().blocks:
         torch.nn.init.normal_(block.attn.qkv.weight)
         block.attn.fused_attn = False
     model = evolve(plain, "shared")
-    assert torch.equal(model(IMAGES), plain(IMAGES)) and torch.equal(unevolve(model)(IMAGES), plain(IMAGES))
+    assert torch.equal(model(IMAGES), plain(IMAGES)) and torch.equal(
+        unevolve(model)(IMAGES), plain(IMAGES)
+    )
     gates = learnable_gates(model)
     assert list(gates) == ["blocks.1.attn.evolution.share", "blocks.2.attn.evolution.share"]
     for gate in gates.values():
@@ -86,7 +96,9 @@ def test_a_new_evolution_in_timms_transformer(tmp_path):
     assert_close(maps[2]["shared_logits"], 0.7 * maps[2].prev_logits, atol=1e-5, rtol=1e-4)
     assert_onnx_agrees(model, IMAGES, tmp_path)
     started = evolve(plain, "shared", start="paper")
-    assert [gate.flatten().tolist() for gate in learnable_gates(started).values()] == [[0.5, 0.5]] * 2
+    assert [gate.flatten().tolist() for gate in learnable_gates(started).values()] == [
+        [0.5, 0.5]
+    ] * 2
 
 
 def test_summary(capsys):
@@ -97,11 +109,40 @@ def test_summary(capsys):
 
 def test_page_and_figures(tmp_path):
     run = tmp_path / "run"
-    train = ["train-cifar", "--recipe", "none", "--model", "ea_aa_tiny", "--epochs", "1", "--device", "cpu", "--output",
-             str(run), "--batch-size", "256", "--lr", "0.01"]
+    train = [
+        "train-cifar",
+        "--recipe",
+        "none",
+        "--model",
+        "ea_aa_tiny",
+        "--epochs",
+        "1",
+        "--device",
+        "cpu",
+        "--output",
+        str(run),
+        "--batch-size",
+        "256",
+        "--lr",
+        "0.01",
+    ]
     assert main([*train, "--model-kwargs", *(f"{key}={value}" for key, value in OURS.items())]) == 0
     page = tmp_path / "page.html"
     assert main(["explore", "--model", str(run), "-o", str(page), "digits#0"]) == 0
     assert "<html" in page.read_text()[:500].lower()
-    assert main(["strip", "--model", str(run), "--layers", "1-3", "-o", str(tmp_path / "s.png"), "digits#0"]) == 0
+    assert (
+        main(
+            [
+                "strip",
+                "--model",
+                str(run),
+                "--layers",
+                "1-3",
+                "-o",
+                str(tmp_path / "s.png"),
+                "digits#0",
+            ]
+        )
+        == 0
+    )
     assert json.loads((run / "results.json").read_text())["model"] == "ea_aa_tiny"

@@ -1,4 +1,5 @@
 """An evolution as somebody outside the package would write it: the previous logits added with a learned gate."""
+
 import torch
 from torch import Tensor, nn
 

@@ -1,5 +1,6 @@
 """A family in one outside file and an evolution in another get everything; in a process of their own, for they stay
 registered."""
+
 import os
 import subprocess
 import sys
@@ -13,15 +14,32 @@ HERE = Path(__file__).parent
 @pytest.mark.slow
 def test_an_outside_family_and_evolution_get_everything():
     root = str(HERE.parents[1])
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "checks.py"),
-               "tests/models/test_conformance.py", "-k", "checks or tiny"]
-    environment = {**os.environ, "EA_VISION_IMPORT": "tests.outside.tiny_attn,tests.outside.residual_maps",
-                   "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(HERE / "checks.py"),
+        "tests/models/test_conformance.py",
+        "-k",
+        "checks or tiny",
+    ]
+    environment = {
+        **os.environ,
+        "EA_VISION_IMPORT": "tests.outside.tiny_attn,tests.outside.residual_maps",
+        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+    }
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", ["tiny_attn.py", "residual_maps.py"])
 def test_they_need_public_names_alone(name):
-    imports = [line for line in (HERE / name).read_text().splitlines() if line.startswith(("from ea_", "import ea_"))]
+    imports = [
+        line
+        for line in (HERE / name).read_text().splitlines()
+        if line.startswith(("from ea_", "import ea_"))
+    ]
     assert imports and not any("._" in line for line in imports)

@@ -2,6 +2,7 @@
 
 Two stages of plain blocks whose 3x3 convolutions are augmented; both attend at 8x8, so one chain runs through them.
 """
+
 from typing import Any
 
 import torch
@@ -41,9 +42,17 @@ class TinyAttn(HeadedNetwork, nn.Module):
     feature_indices = (0, 1, 2)
 
     def __init__(
-            self, num_classes: int = 10, in_chans: int = 3, img_size: int = 32, global_pool: str = "avg",
-            width: int = 16, drop_rate: float = 0.0, drop_path_rate: float = 0.0, device=None,
-            dtype=None, **kwargs: Any,
+        self,
+        num_classes: int = 10,
+        in_chans: int = 3,
+        img_size: int = 32,
+        global_pool: str = "avg",
+        width: int = 16,
+        drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        device=None,
+        dtype=None,
+        **kwargs: Any,
     ) -> None:
         dd = {"device": device, "dtype": dtype}
         attention = AttentionConfig.take(kwargs, num_heads=2, qk_ratio=0.5, v_ratio=0.5)
@@ -53,11 +62,25 @@ class TinyAttn(HeadedNetwork, nn.Module):
         chains = ChainBuilder(attention, self, **dd)
         self.stem = ConvNormAct(in_chans, width, 3, stride=4, padding=1, **dd)
         self.stage1, self.stage2 = (
-            AttnStage(*(TinyBlock(chains.layer(width, width, reduction=4), width, drop_path_rate * number / 3, **dd)
-                        for number in (2 * stage, 2 * stage + 1)))
-            for stage in range(2))
-        self.feature_info = [dict(num_chs=width, reduction=4, module=name) for name in ("stem", "stage1", "stage2")]
-        self.head = ClassifierHead(width, num_classes, pool_type=global_pool, drop_rate=drop_rate, **dd)
+            AttnStage(
+                *(
+                    TinyBlock(
+                        chains.layer(width, width, reduction=4),
+                        width,
+                        drop_path_rate * number / 3,
+                        **dd,
+                    )
+                    for number in (2 * stage, 2 * stage + 1)
+                )
+            )
+            for stage in range(2)
+        )
+        self.feature_info = [
+            dict(num_chs=width, reduction=4, module=name) for name in ("stem", "stage1", "stage2")
+        ]
+        self.head = ClassifierHead(
+            width, num_classes, pool_type=global_pool, drop_rate=drop_rate, **dd
+        )
 
     def feature_steps(self):
         return [lambda x, logits: (self.stem(x), logits), self.stage1, self.stage2]
@@ -75,9 +98,21 @@ _TINY = {
     "aa_tiny": Network("Tiny network with attention that does not evolve."),
     "ea_aa_tiny": Network("Tiny network with evolving attention.", {"evolution": "ea"}),
 }
-default_cfgs = generate_default_cfgs({name: {
-    "url": "", "num_classes": 10, "input_size": (3, 32, 32), "pool_size": (8, 8), "crop_pct": 1.0,
-    "interpolation": "bilinear", "mean": (0.5, 0.5, 0.5), "std": (0.25, 0.25, 0.25),
-    "first_conv": "stem.conv", "classifier": "head.fc",
-} for name in _TINY})
+default_cfgs = generate_default_cfgs(
+    {
+        name: {
+            "url": "",
+            "num_classes": 10,
+            "input_size": (3, 32, 32),
+            "pool_size": (8, 8),
+            "crop_pct": 1.0,
+            "interpolation": "bilinear",
+            "mean": (0.5, 0.5, 0.5),
+            "std": (0.25, 0.25, 0.25),
+            "first_conv": "stem.conv",
+            "classifier": "head.fc",
+        }
+        for name in _TINY
+    }
+)
 register_networks(__name__, TinyAttn, _TINY)

@@ -2,6 +2,7 @@
 
 Shape letters: B images, K heads, W windows of n cells each, H x W a layer's grid.
 """
+
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -24,12 +25,16 @@ from ea_vision.engine import checkpoint, run_folder
 from tests.models.zoo import TINY, images
 
 NAME, KWARGS = "ea_conv_transformer_cifar", dict(num_classes=3, img_size=16, widths=[8, 8, 16, 16])
-SWIN = dict(patch_size=2, window_size=4, embed_dim=12, depths=(2, 2), num_heads=(2, 3), num_classes=3)
+SWIN = dict(
+    patch_size=2, window_size=4, embed_dim=12, depths=(2, 2), num_heads=(2, 3), num_classes=3
+)
 LIMIT = 1e-5
 
 
 def photo(size=(80, 60)):
-    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
+    return Image.fromarray(
+        np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    )
 
 
 def lively(model):
@@ -38,7 +43,11 @@ def lively(model):
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter[0].numel() ** -0.5 * 1.5)
+                parameter.copy_(
+                    torch.randn(parameter.shape, generator=generator)
+                    * parameter[0].numel() ** -0.5
+                    * 1.5
+                )
     return model.eval()
 
 
@@ -57,11 +66,23 @@ def tiny(name=NAME, seed=0, **options):
 def write_run(folder):
     """Write a run folder of it: checkpoints of epochs 1 and 2, snapshots of 2 and 4, each of its epoch's seed."""
     folder.mkdir(parents=True)
-    run_folder.write_config(folder, {"model": NAME, "dataset": "digits"}, {
-        "model_kwargs": KWARGS, "classes": ["ant", "bee", "cow"], "mean": [0.5] * 3, "std": [0.2] * 3})
+    run_folder.write_config(
+        folder,
+        {"model": NAME, "dataset": "digits"},
+        {
+            "model_kwargs": KWARGS,
+            "classes": ["ant", "bee", "cow"],
+            "mean": [0.5] * 3,
+            "std": [0.2] * 3,
+        },
+    )
     run_folder.write_weights(folder, tiny().state_dict())
     for epoch, file in (2, "last.ckpt"), (1, "best.ckpt"):
-        held = {"model": tiny(seed=epoch).state_dict(), "ema": None, "progress": {"epoch": epoch, "updates": epoch}}
+        held = {
+            "model": tiny(seed=epoch).state_dict(),
+            "ema": None,
+            "progress": {"epoch": epoch, "updates": epoch},
+        }
         atomic_write(folder / file, checkpoint.encode(held))
     for epoch in (2, 4):
         run_folder.write_snapshot(folder, tiny(seed=epoch).state_dict(), epoch)
@@ -69,35 +90,75 @@ def write_run(folder):
 
 
 def torchvision_vit(num_layers=2, **kwargs):
-    return lively(torchvision.models.VisionTransformer(
-        image_size=32, patch_size=8, num_layers=num_layers, num_heads=3, hidden_dim=24, mlp_dim=32, num_classes=5,
-        **kwargs))
+    return lively(
+        torchvision.models.VisionTransformer(
+            image_size=32,
+            patch_size=8,
+            num_layers=num_layers,
+            num_heads=3,
+            hidden_dim=24,
+            mlp_dim=32,
+            num_classes=5,
+            **kwargs,
+        )
+    )
 
 
 def torchvision_swin():
     """The second version: its layers are the first's with other logits."""
-    return lively(swin_transformer.SwinTransformer(
-        patch_size=[2, 2], embed_dim=12, depths=[2, 2], num_heads=[2, 3], window_size=[4, 4], num_classes=3,
-        block=swin_transformer.SwinTransformerBlockV2, downsample_layer=swin_transformer.PatchMergingV2))
+    return lively(
+        swin_transformer.SwinTransformer(
+            patch_size=[2, 2],
+            embed_dim=12,
+            depths=[2, 2],
+            num_heads=[2, 3],
+            window_size=[4, 4],
+            num_classes=3,
+            block=swin_transformer.SwinTransformerBlockV2,
+            downsample_layer=swin_transformer.PatchMergingV2,
+        )
+    )
 
 
 def transformers_model(name, **kwargs):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    options = {"num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 32, "image_size": 32,
-               "patch_size": 8, "hidden_size": 24}
+    options = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "intermediate_size": 32,
+        "image_size": 32,
+        "patch_size": 8,
+        "hidden_size": 24,
+    }
     if name.startswith("Swin"):
-        options = {"image_size": 36, "patch_size": 2, "embed_dim": 12, "depths": [2, 2], "num_heads": [2, 3],
-                   "window_size": 4}
-    return lively(getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**options | kwargs)))
+        options = {
+            "image_size": 36,
+            "patch_size": 2,
+            "embed_dim": 12,
+            "depths": [2, 2],
+            "num_heads": [2, 3],
+            "window_size": 4,
+        }
+    return lively(
+        getattr(transformers, f"{name}Model")(
+            getattr(transformers, f"{name}Config")(**options | kwargs)
+        )
+    )
 
 
 def pool(kind, class_token):
     size = {"feat_size" if kind is AttentionPool2d else "ref_feat_size": (3, 5)}
-    return lively(nn.Sequential(nn.Conv2d(3, 16, 8, 8), kind(16, num_heads=2, class_token=class_token, **size)))
+    return lively(
+        nn.Sequential(
+            nn.Conv2d(3, 16, 8, 8), kind(16, num_heads=2, class_token=class_token, **size)
+        )
+    )
 
 
 def bottleneck():
-    return lively(nn.Sequential(nn.Conv2d(3, 8, 8, 8), BottleneckAttn(8, 8, feat_size=(3, 5), num_heads=2)))
+    return lively(
+        nn.Sequential(nn.Conv2d(3, 8, 8, 8), BottleneckAttn(8, 8, feat_size=(3, 5), num_heads=2))
+    )
 
 
 def windows_of(grid, side, shift, pad_first):
@@ -146,7 +207,11 @@ def sam(side):
 
 def same_places(H, W):
     """MobileViT: a cell sees those at its own place in all patches of 2x2."""
-    cells = [[(row, col) for row in range(i, H, 2) for col in range(j, W, 2)] for i in (0, 1) for j in (0, 1)]
+    cells = [
+        [(row, col) for row in range(i, H, 2) for col in range(j, W, 2)]
+        for i in (0, 1)
+        for j in (0, 1)
+    ]
     return Place((H, W), windows=cells)
 
 
@@ -155,7 +220,9 @@ def by_class(grid):
 
 
 def pooled(names=()):
-    return Place((4, 4), names, queries=("pool",), alone="is pooling attention: its queries are pool alone")
+    return Place(
+        (4, 4), names, queries=("pool",), alone="is pooling attention: its queries are pool alone"
+    )
 
 
 CHANNELS = Place((0, 0), alone="attends from channel to channel of a head: its matrix can be drawn")
@@ -178,52 +245,134 @@ def table(make, *rows):
 
 NETWORKS = {
     "torchvision vit": Network(torchvision_vit, [CLS] * 2),
-    **table(transformers_model,
-            ("DeiT", {}, [DIST] * 2), ("Dinov2WithRegisters", dict(num_register_tokens=2), [REG2] * 2),
-            ("DINOv3ViT", dict(num_register_tokens=2), [REG2] * 2), ("CLIPVision", {}, [CLS] * 2),
-            ("SiglipVision", {}, [PATCHES] * 2 + [pooled()])),
-    "transformers, wide": Network(lambda: transformers_model("ViT", image_size=(16, 40)),
-                                  [Place((2, 5), ("cls",))] * 2, (16, 40)),
-    **table(partial(timms, **TINY),
-            ("deit_tiny_distilled_patch16_224", {}, [DIST] * 3),
-            ("vit_small_patch14_reg4_dinov2", dict(init_values=0.5), [REG4] * 3),
-            ("eva02_tiny_patch14_224", {}, [CLS] * 3),
-            ("vit_small_patch16_dinov3", {}, [REG4] * 3),  # rotary positions and registers
-            ("beit_base_patch16_224", {}, [CLS] * 3),
-            ("vit_base_patch16_siglip_224", {}, [PATCHES] * 3 + [pooled()]),
-            ("vit_pe_core_tiny_patch16_384", {}, [CLS] * 3 + [pooled(("cls",))]),
-            ("vit_pwee_patch16_reg1_gap_256", {}, [Place((4, 4), ("reg1",))] * 3)),  # blocks that attend themselves
-    "vit, wide": Network(lambda: timms("vit_tiny_patch16_224", img_size=(32, 48), depth=2),
-                         [Place((2, 3), ("cls",))] * 2, (32, 48)),
-    "swin": Network(lambda: timms("swin_tiny_patch4_window7_224", **SWIN, img_size=(36, 28)),
-                    swin((18, 14), (9, 7), pad_first=False), (36, 28)),
-    "swinv2": Network(lambda: timms("swinv2_tiny_window8_256", **SWIN, img_size=(32, 40)),
-                      swin((16, 20), (8, 10), pad_first=False), (32, 40)),
+    **table(
+        transformers_model,
+        ("DeiT", {}, [DIST] * 2),
+        ("Dinov2WithRegisters", dict(num_register_tokens=2), [REG2] * 2),
+        ("DINOv3ViT", dict(num_register_tokens=2), [REG2] * 2),
+        ("CLIPVision", {}, [CLS] * 2),
+        ("SiglipVision", {}, [PATCHES] * 2 + [pooled()]),
+    ),
+    "transformers, wide": Network(
+        lambda: transformers_model("ViT", image_size=(16, 40)),
+        [Place((2, 5), ("cls",))] * 2,
+        (16, 40),
+    ),
+    **table(
+        partial(timms, **TINY),
+        ("deit_tiny_distilled_patch16_224", {}, [DIST] * 3),
+        ("vit_small_patch14_reg4_dinov2", dict(init_values=0.5), [REG4] * 3),
+        ("eva02_tiny_patch14_224", {}, [CLS] * 3),
+        ("vit_small_patch16_dinov3", {}, [REG4] * 3),  # rotary positions and registers
+        ("beit_base_patch16_224", {}, [CLS] * 3),
+        ("vit_base_patch16_siglip_224", {}, [PATCHES] * 3 + [pooled()]),
+        ("vit_pe_core_tiny_patch16_384", {}, [CLS] * 3 + [pooled(("cls",))]),
+        ("vit_pwee_patch16_reg1_gap_256", {}, [Place((4, 4), ("reg1",))] * 3),
+    ),  # blocks that attend themselves
+    "vit, wide": Network(
+        lambda: timms("vit_tiny_patch16_224", img_size=(32, 48), depth=2),
+        [Place((2, 3), ("cls",))] * 2,
+        (32, 48),
+    ),
+    "swin": Network(
+        lambda: timms("swin_tiny_patch4_window7_224", **SWIN, img_size=(36, 28)),
+        swin((18, 14), (9, 7), pad_first=False),
+        (36, 28),
+    ),
+    "swinv2": Network(
+        lambda: timms("swinv2_tiny_window8_256", **SWIN, img_size=(32, 40)),
+        swin((16, 20), (8, 10), pad_first=False),
+        (32, 40),
+    ),
     "torchvision swin": Network(torchvision_swin, swin((18, 14), (9, 7)), (36, 28)),
-    "transformers swin": Network(lambda: transformers_model("Swin"), swin((18, 18), (9, 9)), (36, 36)),
-    "transformers swinv2": Network(lambda: transformers_model("Swinv2"), swin((18, 18), (9, 9)), (36, 36)),
-    "transformers sam": Network(lambda: transformers_model(
-        "SamVision", num_hidden_layers=3, num_attention_heads=2, image_size=36, patch_size=4, window_size=4,
-        global_attn_indexes=[1], output_channels=8, mlp_dim=32), sam(9), (36, 36)),
-    "sam": Network(lambda: timms("samvit_base_patch16", patch_size=4, embed_dim=24, depth=3, num_heads=2, window_size=4,
-                                 global_attn_indexes=(1,), neck_chans=8, img_size=40), sam(10), (40, 40)),
-    "mobilevit": Network(lambda: timms("mobilevit_xxs"), [same_places(10, 10)] * 2 + [same_places(6, 6)] * 4
-                         + [same_places(4, 4)] * 3, (80, 80)),
-    "tiny_vit": Network(lambda: timms("tiny_vit_5m_224"), [within((8, 8), 7)] * 2 + [within((4, 4), 14)] * 6
-                        + [within((2, 2), 7)] * 2, (64, 64)),
-    "davit": Network(lambda: timms("davit_tiny"), [
-        place for side in (16, 8, 4, 4, 4, 2) for place in (within((side, side), 7), CHANNELS)], (64, 64)),
-    "gcvit": Network(lambda: timms("gcvit_xxtiny", img_size=64),
-                     [within((16, 16), 2)] * 2 + [within((8, 8), 2)] * 2 + [within((4, 4), 4)] * 6
-                     + [within((2, 2), 2)] * 2, (64, 64)),
-    "pvt": Network(lambda: timms("pvt_v2_b0"), [Place((16 >> stage, 24 >> stage), keys=(2, 3)) for stage in range(4)
-                                                for _ in range(2)], (64, 96)),
-    "cait": Network(lambda: timms("cait_xxs24_224", img_size=(32, 48), patch_size=8, embed_dim=24, depth=2,
-                                  num_heads=3), [Place((4, 6))] * 2 + [by_class((4, 6))] * 2, (32, 48)),
-    "xcit": Network(lambda: timms("xcit_nano_12_p16_224", img_size=32, embed_dim=24, depth=2, num_heads=3,
-                                  cls_attn_layers=1), [CHANNELS] * 2 + [by_class((2, 2))]),
-    "pool after the mean": Network(partial(pool, AttentionPool2d, False), [Place((3, 5), ("mean",))], (24, 40)),
-    "rotary pool by class": Network(partial(pool, RotAttentionPool2d, True), [Place((3, 5), ("cls",))], (24, 40)),
+    "transformers swin": Network(
+        lambda: transformers_model("Swin"), swin((18, 18), (9, 9)), (36, 36)
+    ),
+    "transformers swinv2": Network(
+        lambda: transformers_model("Swinv2"), swin((18, 18), (9, 9)), (36, 36)
+    ),
+    "transformers sam": Network(
+        lambda: transformers_model(
+            "SamVision",
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            image_size=36,
+            patch_size=4,
+            window_size=4,
+            global_attn_indexes=[1],
+            output_channels=8,
+            mlp_dim=32,
+        ),
+        sam(9),
+        (36, 36),
+    ),
+    "sam": Network(
+        lambda: timms(
+            "samvit_base_patch16",
+            patch_size=4,
+            embed_dim=24,
+            depth=3,
+            num_heads=2,
+            window_size=4,
+            global_attn_indexes=(1,),
+            neck_chans=8,
+            img_size=40,
+        ),
+        sam(10),
+        (40, 40),
+    ),
+    "mobilevit": Network(
+        lambda: timms("mobilevit_xxs"),
+        [same_places(10, 10)] * 2 + [same_places(6, 6)] * 4 + [same_places(4, 4)] * 3,
+        (80, 80),
+    ),
+    "tiny_vit": Network(
+        lambda: timms("tiny_vit_5m_224"),
+        [within((8, 8), 7)] * 2 + [within((4, 4), 14)] * 6 + [within((2, 2), 7)] * 2,
+        (64, 64),
+    ),
+    "davit": Network(
+        lambda: timms("davit_tiny"),
+        [place for side in (16, 8, 4, 4, 4, 2) for place in (within((side, side), 7), CHANNELS)],
+        (64, 64),
+    ),
+    "gcvit": Network(
+        lambda: timms("gcvit_xxtiny", img_size=64),
+        [within((16, 16), 2)] * 2
+        + [within((8, 8), 2)] * 2
+        + [within((4, 4), 4)] * 6
+        + [within((2, 2), 2)] * 2,
+        (64, 64),
+    ),
+    "pvt": Network(
+        lambda: timms("pvt_v2_b0"),
+        [Place((16 >> stage, 24 >> stage), keys=(2, 3)) for stage in range(4) for _ in range(2)],
+        (64, 96),
+    ),
+    "cait": Network(
+        lambda: timms(
+            "cait_xxs24_224", img_size=(32, 48), patch_size=8, embed_dim=24, depth=2, num_heads=3
+        ),
+        [Place((4, 6))] * 2 + [by_class((4, 6))] * 2,
+        (32, 48),
+    ),
+    "xcit": Network(
+        lambda: timms(
+            "xcit_nano_12_p16_224",
+            img_size=32,
+            embed_dim=24,
+            depth=2,
+            num_heads=3,
+            cls_attn_layers=1,
+        ),
+        [CHANNELS] * 2 + [by_class((2, 2))],
+    ),
+    "pool after the mean": Network(
+        partial(pool, AttentionPool2d, False), [Place((3, 5), ("mean",))], (24, 40)
+    ),
+    "rotary pool by class": Network(
+        partial(pool, RotAttentionPool2d, True), [Place((3, 5), ("cls",))], (24, 40)
+    ),
     "bottleneck": Network(bottleneck, [Place((3, 5))], (24, 40)),
 }
 
@@ -241,6 +390,7 @@ def hooks_of(model):
 @torch.no_grad()
 def recorded(model, x, parts="attn", layers=None, heads=None, **kwargs):
     """Return the maps; outputs keep every bit, of nn.MultiheadAttention (whose fast path is left) to 1e-6."""
+
     def first(output):
         return output if isinstance(output, torch.Tensor) else output[0]
 

@@ -3,6 +3,7 @@
 `python -m tests.recorder.test_architectures` prints the table anew, names of architectures that it lacks included.
 Networks lie on the device "meta": shapes say all that is asked here, and no weight takes memory.
 """
+
 import re
 import warnings
 from collections import defaultdict
@@ -46,9 +47,12 @@ def verdict(name: str) -> str:
         "of channels": any(layer.channels for layer in layers),
         "reduced keys": any(layer.key_size != layer.feat_size for layer in layers),
         "talking heads": any("mixed_attn" in layer.parts for layer in found),
-        "class attention": any(not layer.channels and not layer.pixels_ask and not layer.layout.query_names
-                               for layer in layers),
-        "pooling": any(layer.pools for layer in found)}
+        "class attention": any(
+            not layer.channels and not layer.pixels_ask and not layer.layout.query_names
+            for layer in layers
+        ),
+        "pooling": any(layer.pools for layer in found),
+    }
     return ", ".join(text for text in applies if applies[text]) or "of all tokens"
 
 
@@ -62,8 +66,11 @@ def architectures() -> dict[str, str]:
     """Return a small model's name for each of timm's modules."""
     names = {}
     for module in timm.list_modules():
-        own = [name for name in timm.list_models(module=module)
-               if timm.model_entrypoint(name).__module__.startswith("timm.")]
+        own = [
+            name
+            for name in timm.list_models(module=module)
+            if timm.model_entrypoint(name).__module__.startswith("timm.")
+        ]
         if own:
             small = [name for name in own if re.search(r"tiny|nano|small|_xxs|_s\b", name)] or own
             names[module] = min(small, key=lambda name: (len(name), name))
@@ -72,13 +79,20 @@ def architectures() -> dict[str, str]:
 
 def on_page() -> dict[str, tuple[str, str]]:
     """Return the table: both verdicts by name."""
-    return {name.strip("`"): (said, takes) for said, takes, names in ROW.findall(PAGE.read_text())
-            for name in names.split(", ")}
+    return {
+        name.strip("`"): (said, takes)
+        for said, takes, names in ROW.findall(PAGE.read_text())
+        for name in names.split(", ")
+    }
 
 
 def lacking() -> list[str]:
     """Return a name of each architecture that the table lacks."""
-    listed = {timm.model_entrypoint(name).__module__.rpartition(".")[2] for name in on_page() if timm.is_model(name)}
+    listed = {
+        timm.model_entrypoint(name).__module__.rpartition(".")[2]
+        for name in on_page()
+        if timm.is_model(name)
+    }
     return [name for module, name in architectures().items() if module not in listed]
 
 
@@ -86,8 +100,11 @@ def lacking() -> list[str]:
 def test_the_table_of_architectures_is_what_the_recorder_does():
     table = on_page()
     assert len(table) > 50
-    assert not {name: found for name, said in table.items() if timm.is_model(name) and
-                (found := (verdict(name), evolves(name))) != said}
+    assert not {
+        name: found
+        for name, said in table.items()
+        if timm.is_model(name) and (found := (verdict(name), evolves(name))) != said
+    }
     assert not {name: found for name in lacking() if (found := verdict(name))}
 
 

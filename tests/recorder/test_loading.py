@@ -1,4 +1,5 @@
 """Models by name, run folder and checkpoint; images from files, folders and the digits."""
+
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,18 @@ def run(tmp_path):
 
 
 def test_a_run_folder_its_weights_and_its_checkpoint(run):
-    for path, seed, label, epoch in (("", 0, "small", None), ("model.safetensors", 0, "small, model", None),
-                                     ("snapshots/epoch_0004.safetensors", 4, "small, epoch 4", 4),
-                                     ("last.ckpt", 2, "small, epoch 2", 2)):
+    for path, seed, label, epoch in (
+        ("", 0, "small", None),
+        ("model.safetensors", 0, "small, model", None),
+        ("snapshots/epoch_0004.safetensors", 4, "small, epoch 4", 4),
+        ("last.ckpt", 2, "small, epoch 2", 2),
+    ):
         loaded = load_model(str(run / path))
-        assert (loaded.label, loaded.epoch, loaded.img_size) == (f"{NAME}, {label}", epoch, (16, 16))
+        assert (loaded.label, loaded.epoch, loaded.img_size) == (
+            f"{NAME}, {label}",
+            epoch,
+            (16, 16),
+        )
         assert loaded.classes == ["ant", "bee", "cow"] and loaded.config["std"] == (0.2,) * 3
         assert not loaded.model.training
         assert all(map(torch.equal, loaded.model.parameters(), tiny(seed=seed).parameters()))
@@ -33,7 +41,9 @@ def test_a_run_folder_its_weights_and_its_checkpoint(run):
     assert untrained.label.endswith("(untrained)") and untrained.model.num_classes == 3
 
 
-def test_targets_are_separated_by_commas_and_a_name_that_has_some_is_one(run, tmp_path, monkeypatch):
+def test_targets_are_separated_by_commas_and_a_name_that_has_some_is_one(
+    run, tmp_path, monkeypatch
+):
     """Runs of a sweep are named `model=a,seed=0`."""
     monkeypatch.chdir(tmp_path)
     name = "alpha=0.5,seed=0"
@@ -46,7 +56,9 @@ def test_random_weights_are_the_same_every_time_and_leave_the_generator_alone():
     expected = torch.get_rng_state()
     a, b, c = load_model("cnn_cifar"), load_model("cnn_cifar"), load_model("cnn_cifar", seed=1)
     assert torch.equal(torch.get_rng_state(), expected) and a.label == "cnn_cifar (untrained)"
-    one, same, other = (torch.nn.utils.parameters_to_vector(loaded.model.parameters()) for loaded in (a, b, c))
+    one, same, other = (
+        torch.nn.utils.parameters_to_vector(loaded.model.parameters()) for loaded in (a, b, c)
+    )
     assert torch.equal(one, same) and not torch.equal(one, other)
 
 
@@ -55,8 +67,10 @@ def test_images_are_prepared_as_timm_evaluates(size):
     """And a rectangular input keeps the aspect."""
     loaded = load_model("cnn_cifar", img_size=(32, 32))
     loaded.config |= {"crop_pct": 0.8, "mean": (0.1, 0.2, 0.3), "std": (0.5, 1.0, 2.0)}
-    transform = create_transform((3, 32, 32), **{name: loaded.config[name] for name in (
-        "interpolation", "crop_pct", "mean", "std")})
+    transform = create_transform(
+        (3, 32, 32),
+        **{name: loaded.config[name] for name in ("interpolation", "crop_pct", "mean", "std")},
+    )
     prepared = loaded.normalize(loaded.prepare(photo(size)))
     assert prepared.shape == (3, 32, 32) and (prepared - transform(photo(size))).abs().mean() < 0.02
     loaded.img_size = (32, 64)
@@ -71,20 +85,32 @@ def test_what_cannot_be_loaded(run, tmp_path):
     (run / "bad.ckpt").write_bytes(b"no checkpoint")
     run_folder.write_weights(run, tiny(num_classes=4).state_dict())
     for target, message in (
-            (tmp_path / "phtos", "did you mean .*/photos"), (tmp_path, "is not a run folder"),
-            ("ea_conv_transformer", "unknown model or run folder 'ea_conv_transformer'.*did you mean ea_conv"),
-            (run / "bad.ckpt", "bad.ckpt cannot be read as a checkpoint"),
-            (run, r"size mismatch for head.fc.weight: .*\[4, 16\].*\[3, 16\]")):
+        (tmp_path / "phtos", "did you mean .*/photos"),
+        (tmp_path, "is not a run folder"),
+        (
+            "ea_conv_transformer",
+            "unknown model or run folder 'ea_conv_transformer'.*did you mean ea_conv",
+        ),
+        (run / "bad.ckpt", "bad.ckpt cannot be read as a checkpoint"),
+        (run, r"size mismatch for head.fc.weight: .*\[4, 16\].*\[3, 16\]"),
+    ):
         with pytest.raises(UsageError, match=message):
             load_model(str(target))
 
 
-@pytest.mark.parametrize("damage, message", [(lambda data: data[:-9], "cannot be fetched or loaded"),
-                                             (lambda data: data[:-9] + b"x" + data[-8:], "checksum does not match")])
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda data: data[:-9], "cannot be fetched or loaded"),
+        (lambda data: data[:-9] + b"x" + data[-8:], "checksum does not match"),
+    ],
+)
 def test_damaged_shipped_weights_are_one_line(tmp_path, damage, message):
     """timm itself reads a flipped bit in silence."""
     name, path = "aa_resnet34_050.scenes", tmp_path / "weights.safetensors"
-    path.write_bytes((Path(ea_vision.__file__).parents[1] / "weights" / f"{name}.safetensors").read_bytes())
+    path.write_bytes(
+        (Path(ea_vision.__file__).parents[1] / "weights" / f"{name}.safetensors").read_bytes()
+    )
     overlay = {"pretrained_cfg_overlay": {"file": str(path)}}
     assert load_model(name, **overlay).trained
     path.write_bytes(damage(path.read_bytes()))
@@ -96,23 +122,48 @@ def test_damaged_shipped_weights_are_one_line(tmp_path, damage, message):
 def test_layers_by_number_range_and_name():
     loaded = load_model(NAME)
     assert [layer.number for layer in parse_layers("all", loaded)] == [1, 2, 3, 4, 5, 6]
-    assert [layer.number for layer in parse_layers("5,1-3,stages.3.blocks.0.conv", loaded)] == [5, 1, 2, 3, 4]
+    assert [layer.number for layer in parse_layers("5,1-3,stages.3.blocks.0.conv", loaded)] == [
+        5,
+        1,
+        2,
+        3,
+        4,
+    ]
     for wrong in ("99", "0", "2-9", "3-1", "x", ""):
-        with pytest.raises(UsageError, match=r"has no attention layer .*; it has 1 \(stages.2.blocks.0.conv\), 2"):
+        with pytest.raises(
+            UsageError, match=r"has no attention layer .*; it has 1 \(stages.2.blocks.0.conv\), 2"
+        ):
             parse_layers(wrong, loaded)
-    with pytest.raises(UsageError, match="cnn_cifar .* has no attention layer that can be recorded"):
+    with pytest.raises(
+        UsageError, match="cnn_cifar .* has no attention layer that can be recorded"
+    ):
         parse_layers("1", load_model("cnn_cifar"))
 
 
 @pytest.mark.parametrize("asked, side, resize", [(None, 48, 52), ((40, 40), 40, None)])
-def test_runs_of_train_imagenet_are_shown_images_as_they_were_evaluated(tmp_path, asked, side, resize):
+def test_runs_of_train_imagenet_are_shown_images_as_they_were_evaluated(
+    tmp_path, asked, side, resize
+):
     """Short side to eval_resize, middle of eval_img_size, with the run's interpolation."""
     kwargs = {"num_classes": 3}
-    run_folder.write_config(tmp_path, {"model": "test_resnet", "img_size": 32, "eval_img_size": 48, "eval_resize": 52,
-                                       "interpolation": "bicubic", "dataset": ""}, {"model_kwargs": kwargs})
+    run_folder.write_config(
+        tmp_path,
+        {
+            "model": "test_resnet",
+            "img_size": 32,
+            "eval_img_size": 48,
+            "eval_resize": 52,
+            "interpolation": "bicubic",
+            "dataset": "",
+        },
+        {"model_kwargs": kwargs},
+    )
     run_folder.write_weights(tmp_path, timm.create_model("test_resnet", **kwargs).state_dict())
     loaded = load_model(str(tmp_path), img_size=asked)
     assert loaded.img_size == (side, side)
     if resize:
-        wanted = imagenet.eval_transform(side, resize, "bicubic")(photo((105, 70))).permute(2, 0, 1) / 255
+        wanted = (
+            imagenet.eval_transform(side, resize, "bicubic")(photo((105, 70))).permute(2, 0, 1)
+            / 255
+        )
         assert (loaded.prepare(photo((105, 70))) - wanted).abs().max() <= 1 / 255

@@ -1,4 +1,5 @@
 """Quantities of maps whose values are known by hand."""
+
 import csv
 import io
 import math
@@ -32,14 +33,20 @@ def test_entropy_of_one_pixel_and_of_all_pixels():
 @needs_attn_layer
 def test_measures_of_differential_attention_are_of_distributions_or_not_numbers():
     """Maps without negative entries, whose rows sum to 1 - lambda, are divided by that; the others have no entropy."""
-    model, x = timm.create_model("vit_tiny_patch16_224", attn_layer="diff", **TINY).eval(), torch.randn(2, 3, 32, 32)
+    model, x = (
+        timm.create_model("vit_tiny_patch16_224", attn_layer="diff", **TINY).eval(),
+        torch.randn(2, 3, 32, 32),
+    )
     torch.nn.init.normal_(model.blocks[2].attn.qkv.weight)
     maps, measured = recorded(model, x), measure(model, [x])
     for layer in measured:
         attn = maps[layer.number].attn
         signed, rows = attn.amin((-2, -1)) < 0, attn / attn.sum(-1, keepdim=True)
         assert signed.all() == (layer.number == 3) and (attn.sum(-1) < 0.9).all()
-        for found, expected in ((layer.entropies, -(rows * rows.log()).sum(-1)), (layer.prefixes, rows[..., 0])):
+        for found, expected in (
+            (layer.entropies, -(rows * rows.log()).sum(-1)),
+            (layer.prefixes, rows[..., 0]),
+        ):
             expected = expected.mean(-1).masked_fill(signed, torch.nan)
             assert_close(found, expected, equal_nan=True)
         assert torch.equal(layer.distances.isnan(), signed) and layer.positions.isfinite().all()
@@ -53,16 +60,41 @@ def rows_of(measured):
 def test_distance_of_a_known_shift_in_pixels_of_the_input():
     itself = torch.eye(4 * 5).view(1, 1, 4, 5, 4, 5)
     shifted = itself.roll(2, -1)  # columns 0 to 2 look 2 to the right, 3 and 4 look 3 to the left
-    assert_close(attention_distance(shifted, (7.0, 10.0)), torch.tensor([[10 * (3 * 2 + 2 * 3) / 5]]))
+    assert_close(
+        attention_distance(shifted, (7.0, 10.0)), torch.tensor([[10 * (3 * 2 + 2 * 3) / 5]])
+    )
     assert attention_distance(itself).item() == 0
 
 
 UNIFORM = {  # networks, their image's sides, the cell's side, prefix tokens
-    **{f"window {window}": (lambda window=window: nn.Sequential(AugmentedConv2d(
-        3, 8, dim_qk=4, dim_v=2, num_heads=2, feat_size=(4, 6), position="none", window=window)), (4, 6), window, 0)
-       for window in (None, (3, 3), (1, 5))},
+    **{
+        f"window {window}": (
+            lambda window=window: nn.Sequential(
+                AugmentedConv2d(
+                    3,
+                    8,
+                    dim_qk=4,
+                    dim_v=2,
+                    num_heads=2,
+                    feat_size=(4, 6),
+                    position="none",
+                    window=window,
+                )
+            ),
+            (4, 6),
+            window,
+            0,
+        )
+        for window in (None, (3, 3), (1, 5))
+    },
     "vit": (lambda: timms("vit_tiny_patch16_224", **TINY, reg_tokens=2), (4, 4), None, 3),
-    "swin": (lambda: timms("swin_tiny_patch4_window7_224", **SWIN, img_size=(36, 28)), (18, 14), "shifted", 0)}
+    "swin": (
+        lambda: timms("swin_tiny_patch4_window7_224", **SWIN, img_size=(36, 28)),
+        (18, 14),
+        "shifted",
+        0,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", UNIFORM)
@@ -76,16 +108,29 @@ def test_references_are_those_of_uniform_attention_also_in_windows(name):
                 parameter.zero_()
     measured = measure(model, [torch.rand(2, 3, H * cell, W * cell)] * 2)
     for layer in measured:
-        for found, uniform in ((layer.entropies, layer.uniform_entropy), (layer.distances, layer.uniform_distance)):
+        for found, uniform in (
+            (layer.entropies, layer.uniform_entropy),
+            (layer.distances, layer.uniform_distance),
+        ):
             assert_close(found, torch.full_like(found, uniform), atol=0, rtol=1e-4)
     if name == "swin":
         return
     high, wide = window or (99, 99)
     pixels = [(y, x) for y in range(H) for x in range(W)]
-    seen = [[cell * math.dist(a, b) for b in pixels if abs(a[0] - b[0]) <= high // 2 and abs(a[1] - b[1]) <= wide // 2]
-            for a in pixels]
-    assert layer.uniform_distance == pytest.approx(sum(sum(row) / len(row) for row in seen) / (H * W))
-    assert layer.uniform_entropy == pytest.approx(sum(math.log(len(row) + prefix) for row in seen) / (H * W))
+    seen = [
+        [
+            cell * math.dist(a, b)
+            for b in pixels
+            if abs(a[0] - b[0]) <= high // 2 and abs(a[1] - b[1]) <= wide // 2
+        ]
+        for a in pixels
+    ]
+    assert layer.uniform_distance == pytest.approx(
+        sum(sum(row) / len(row) for row in seen) / (H * W)
+    )
+    assert layer.uniform_entropy == pytest.approx(
+        sum(math.log(len(row) + prefix) for row in seen) / (H * W)
+    )
     assert_close(layer.prefixes, torch.full_like(layer.prefixes, prefix / (H * W + prefix)))
 
 
@@ -96,7 +141,10 @@ def test_correlation_of_a_map_with_itself_its_opposite_and_a_constant():
 
 
 def test_rollout_through_a_pooling_stays_in_place():
-    maps = {side: LayerMaps(1, "a", (0,), Layout((side, side)), attn=torch.eye(side**2)[None, None]) for side in (4, 2)}
+    maps = {
+        side: LayerMaps(1, "a", (0,), Layout((side, side)), attn=torch.eye(side**2)[None, None])
+        for side in (4, 2)
+    }
     corner = attention_rollout(maps)[0, 1].view(4, 4)  # the new map's upper right cell
     expected = torch.zeros(4, 4)
     expected[:2, 2:] = 0.25
@@ -112,13 +160,19 @@ def test_rollout_multiplies_later_layers_from_the_left(name):
     if name == "pvt":
         assert rollout.shape == (2, 6, 16 * 24)
     else:
-        first, second, third = (0.5 * layer.attn.mean(1) + 0.5 * torch.eye(21) for layer in maps.values())
+        first, second, third = (
+            0.5 * layer.attn.mean(1) + 0.5 * torch.eye(21) for layer in maps.values()
+        )
         assert_close(rollout, third @ second @ first)
 
 
 def test_measure_does_not_depend_on_the_batches():
     model, images = tiny(), torch.randn(6, 3, 16, 16)
-    whole, parts, maps = measure(model, [images]), measure(model, images.split((1, 3, 2))), recorded(model, images)
+    whole, parts, maps = (
+        measure(model, [images]),
+        measure(model, images.split((1, 3, 2))),
+        recorded(model, images),
+    )
     for a, b in zip(whole, parts, strict=True):
         assert a.images == b.images == 6 and (a.correlations is None) == (a.number in (1, 4))
         assert_close(*({**vars(one), "name": 0} for one in (a, b)), equal_nan=True)
@@ -127,7 +181,11 @@ def test_measure_does_not_depend_on_the_batches():
         measure(model, [])
 
     rows = rows_of(whole)
-    assert len(rows) == 6 * 4 and rows[0]["map"] == "4x4" and rows[0]["correlation_with_previous"] == ""
+    assert (
+        len(rows) == 6 * 4
+        and rows[0]["map"] == "4x4"
+        and rows[0]["correlation_with_previous"] == ""
+    )
     entropies = attention_entropy(maps[2].attn)[:, 1]
     assert float(rows[5]["entropy_nats"]) == pytest.approx(entropies.mean().item(), abs=1e-5)
     assert float(rows[5]["entropy_nats_std"]) == pytest.approx(entropies.std().item(), abs=1e-5)

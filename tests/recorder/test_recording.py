@@ -1,4 +1,5 @@
 """The recorder: what it holds is what the network computed, and the network does not notice."""
+
 import gc
 import threading
 import weakref
@@ -41,11 +42,20 @@ def timms():
     return made("vit, wide")[0], images(32, 48, 1)
 
 
-@pytest.mark.parametrize("name,options", [
-    ("ea_conv_transformer_cifar", dict(alpha=0.3, beta=0.6)), ("ea_conv_transformer_cifar", dict(qk_norm=True)),
-    ("pa_conv_transformer_cifar", dict(alpha=0.4, num_layers=0)), ("pa_conv_transformer_cifar", dict(num_layers=2)),
-    (VIT, dict()), (VIT, dict(evolution="pa", num_layers=2, learnable=True)), (VIT, dict(learnable="per_head")),
-    (VIT, dict(prefix="pass", attn_layers=[2])), (VIT, dict(reg_tokens=2, class_token=False, global_pool="avg"))])
+@pytest.mark.parametrize(
+    "name,options",
+    [
+        ("ea_conv_transformer_cifar", dict(alpha=0.3, beta=0.6)),
+        ("ea_conv_transformer_cifar", dict(qk_norm=True)),
+        ("pa_conv_transformer_cifar", dict(alpha=0.4, num_layers=0)),
+        ("pa_conv_transformer_cifar", dict(num_layers=2)),
+        (VIT, dict()),
+        (VIT, dict(evolution="pa", num_layers=2, learnable=True)),
+        (VIT, dict(learnable="per_head")),
+        (VIT, dict(prefix="pass", attn_layers=[2])),
+        (VIT, dict(reg_tokens=2, class_token=False, global_pool="avg")),
+    ],
+)
 def test_recorded_parts_satisfy_the_equations_of_the_evolution(name, options):
     if name == VIT:
         model, x, grids = active(tiny_vit(**options)), images(32, 40), [(4, 5)] * 3
@@ -63,7 +73,10 @@ def test_recorded_parts_satisfy_the_equations_of_the_evolution(name, options):
             assert torch.equal(layer.self_logits, layer.logits)
             continue
         assert torch.equal(layer.prev_logits, maps[number - 1].logits)
-        alpha, beta = (torch.as_tensor(gate).detach().reshape(-1, 1, 1) for gate in (evolution.alpha, evolution.beta))
+        alpha, beta = (
+            torch.as_tensor(gate).detach().reshape(-1, 1, 1)
+            for gate in (evolution.alpha, evolution.beta)
+        )
         before = own = alpha * layer.prev_logits + (1 - alpha) * layer.self_logits
         if evolution.predict:
             before, own, beta = layer.prev_logits, layer.self_logits, alpha
@@ -76,7 +89,10 @@ def test_recorded_parts_satisfy_the_equations_of_the_evolution(name, options):
 @torch.no_grad()
 def test_attention_times_values_is_the_attention_branch():
     """So rows are queries, row by row over the image, and maps are not transposed."""
-    layer, x = AugmentedConv2d(6, 10, dim_qk=8, dim_v=4, num_heads=2, feat_size=(3, 5)).eval(), torch.randn(2, 6, 3, 5)
+    layer, x = (
+        AugmentedConv2d(6, 10, dim_qk=8, dim_v=4, num_heads=2, feat_size=(3, 5)).eval(),
+        torch.randn(2, 6, 3, 5),
+    )
     v = layer.heads_of(layer.qkv(layer.branch_input(x)))[2]
     out = (recorded(layer, x)[1].attn @ v).transpose(1, 2).reshape(2, 3, 5, 4).permute(0, 3, 1, 2)
     assert_close(layer.proj(out), layer(x)[0][:, 6:])
@@ -86,6 +102,7 @@ def test_attention_times_values_is_the_attention_branch():
 @pytest.mark.parametrize("make", [ours, theirs])
 def test_outputs_gradients_and_random_numbers_stay_and_maps_are_those_before_dropout(make, train):
     """Every bit; of nn.MultiheadAttention, whose fast path is left, to the last bits."""
+
     def step(record):
         torch.manual_seed(0)
         model, x = make()
@@ -112,7 +129,11 @@ def test_only_what_is_asked_for_is_kept():
         assert torch.equal(layer.logits, everything[layer.number].logits[:, [3, 1]])
         assert layer.logits.untyped_storage().nbytes() == 4 * layer.logits.numel()
     one = recorded(model, x, "logits", "stages.2.blocks.1.conv", 3)
-    assert list(one) == [2] and one[2].heads == (3,) and torch.equal(one[2].logits, maps[2].logits[:, :1])
+    assert (
+        list(one) == [2]
+        and one[2].heads == (3,)
+        and torch.equal(one[2].logits, maps[2].logits[:, :1])
+    )
     assert everything["stages.2.blocks.1.conv"] is everything[2]
     with pytest.raises(KeyError, match="layer 2 .* has recorded logits; got 'attn'"):
         maps[2]["attn"]
@@ -127,12 +148,16 @@ def test_layers_are_numbered_as_the_forward_runs_and_maps_may_be_rectangular(nam
     for module in layers.values():
         module.register_forward_hook(lambda m, *_: ran.append(m))
     maps = recorded(model, small(1, 32, 64))
-    del ran[:len(layers)]  # of the forward that is not recorded
+    del ran[: len(layers)]  # of the forward that is not recorded
     assert ran == list(layers.values()) and list(maps) == list(layers)
     assert all(layer.feat_size[1] == 2 * layer.feat_size[0] for layer in maps.values())
     if name == "pa_aa_resnet34":
         assert len(maps) == 26
-        assert [maps[number].name for number in (16, 17, 18)] == ["layer3.3.conv2", "layer3.4.conv1", "layer3.4.conv2"]
+        assert [maps[number].name for number in (16, 17, 18)] == [
+            "layer3.3.conv2",
+            "layer3.4.conv1",
+            "layer3.4.conv2",
+        ]
 
 
 def test_of_several_forwards_and_of_several_runs_of_a_block_the_last_is_kept():
@@ -140,7 +165,10 @@ def test_of_several_forwards_and_of_several_runs_of_a_block_the_last_is_kept():
     with torch.no_grad(), record_attention(model) as maps:
         model(small())
         model(small(3, 24, 16))
-        assert {layer.attn.shape[0] for layer in maps.values()} == {3} and maps[1].feat_size == (6, 4)
+        assert {layer.attn.shape[0] for layer in maps.values()} == {3} and maps[1].feat_size == (
+            6,
+            4,
+        )
         model.forward_intermediates(small(1), indices=[2], stop_early=True)
     assert list(maps) == [1, 2, 3]
     model, x = tiny_vit("vit_tiny_patch16_224").eval(), images(32, 32)
@@ -149,7 +177,9 @@ def test_of_several_forwards_and_of_several_runs_of_a_block_the_last_is_kept():
     model.blocks[-1] = model.blocks[0]
     shared = recorded(model, x)
     assert len(shared) == len(own) - 1
-    assert torch.equal(shared[1].attn, own[len(own)].attn) and not torch.equal(shared[1].attn, own[1].attn)
+    assert torch.equal(shared[1].attn, own[len(own)].attn) and not torch.equal(
+        shared[1].attn, own[1].attn
+    )
 
 
 def test_gradient_checkpointing_records_once():
@@ -170,10 +200,15 @@ def test_wrapped_networks(tmp_path):
     """DistributedDataParallel, and torch.compile around it."""
     model = tiny()
     plain = recorded(model, small())
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     try:
-        for wrapped in (nn.parallel.DistributedDataParallel(model), torch.compile(model, backend="eager"),
-                        torch.compile(nn.parallel.DistributedDataParallel(model), backend="eager")):
+        for wrapped in (
+            nn.parallel.DistributedDataParallel(model),
+            torch.compile(model, backend="eager"),
+            torch.compile(nn.parallel.DistributedDataParallel(model), backend="eager"),
+        ):
             with torch.no_grad(), record_attention(wrapped) as maps:
                 wrapped(small())
             assert torch.equal(maps["stages.3.blocks.0.conv"].attn, plain[4].attn)
@@ -189,21 +224,34 @@ class Linear(nn.Module):
         return x * x.sigmoid()
 
 
-@pytest.mark.parametrize("options,message", [
-    (dict(layers=[1, 99]), r"1 \(stages.2.blocks.0.conv\), 2 .*; got \[99\]"),
-    (dict(heads=[4]), r"heads of layer 1 .* are 0 to 3; got \[4\]"),
-    (dict(parts=["maps", "attn"]), r"parts must be some of .*, got \['maps'\]: 1 .* has attn, logits"),
-    (dict(layers=[]), "got none"), (dict(heads=[]), "got none"), (dict(parts=[]), "got none"),
-    (dict(model=nn.Linear(1, 1)), "Linear has no attention layer that can be")])
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        (dict(layers=[1, 99]), r"1 \(stages.2.blocks.0.conv\), 2 .*; got \[99\]"),
+        (dict(heads=[4]), r"heads of layer 1 .* are 0 to 3; got \[4\]"),
+        (
+            dict(parts=["maps", "attn"]),
+            r"parts must be some of .*, got \['maps'\]: 1 .* has attn, logits",
+        ),
+        (dict(layers=[]), "got none"),
+        (dict(heads=[]), "got none"),
+        (dict(parts=[]), "got none"),
+        (dict(model=nn.Linear(1, 1)), "Linear has no attention layer that can be"),
+    ],
+)
 def test_what_there_is_not_is_refused(options, message):
-    with pytest.raises(ValueError, match=message), \
-            record_attention(**{"model": tiny("conv_transformer_cifar"), **options}):
+    with (
+        pytest.raises(ValueError, match=message),
+        record_attention(**{"model": tiny("conv_transformer_cifar"), **options}),
+    ):
         pass
 
 
 def test_a_block_without_a_map_says_so():
-    for model, x, message in ((tiny("conv_transformer_cifar"), None, "no forward ran attention layer 1 .*, 2 "),
-                              (Linear(), torch.ones(1), "layer 1 .* ran, and no map went through softmax, scaled_dot")):
+    for model, x, message in (
+        (tiny("conv_transformer_cifar"), None, "no forward ran attention layer 1 .*, 2 "),
+        (Linear(), torch.ones(1), "layer 1 .* ran, and no map went through softmax, scaled_dot"),
+    ):
         with pytest.raises(RuntimeError, match=message), record_attention(model):
             if x is not None:
                 model(x)
@@ -213,7 +261,10 @@ def test_a_block_without_a_map_says_so():
 @pytest.mark.parametrize("make", [ours, theirs, timms])
 def test_nothing_is_kept_alive_and_an_error_in_a_forward_leaves_no_trace(make):
     model, x = make()
-    inner, numbers = modules_by_number(model)[2], [layer.number for layer in recordable_layers(model)]
+    inner, numbers = (
+        modules_by_number(model)[2],
+        [layer.number for layer in recordable_layers(model)],
+    )
     handle = inner.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError), record_attention(model):
         model(x)
@@ -236,12 +287,18 @@ def test_maps_become_arrays(tmp_path):
     with np.load(tmp_path / "maps.npz") as held:
         assert "layer1.conv_logits" not in held and held["layer2.name"] == maps[2].name
         assert np.array_equal(held["layer2.conv_logits"], maps[2].conv_logits)
-        assert held["layer1.heads"].tolist() == [0, 3] and held["layer1.feat_size"].tolist() == [4, 4]
+        assert held["layer1.heads"].tolist() == [0, 3] and held["layer1.feat_size"].tolist() == [
+            4,
+            4,
+        ]
     arrays = recorded(*made("vit_pe_core_tiny_patch16_384")).arrays()
-    assert list(arrays["layer4.query_names"]) == ["pool"] and list(arrays["layer4.prefix_names"]) == ["cls"]
+    assert list(arrays["layer4.query_names"]) == ["pool"] and list(
+        arrays["layer4.prefix_names"]
+    ) == ["cls"]
 
 
 # ---- threads ---------------------------------------------------------------------------------------------------------
+
 
 def maps_of(model, x):
     return {number: layer.attn for number, layer in recorded(model, x).items()}
@@ -266,9 +323,14 @@ def test_each_thread_has_its_own_maps_and_bystanders_their_outputs(make):
         return [what(x) for x in inputs]
 
     with ThreadPoolExecutor(4) as pool:
-        futures = [(pool.submit(each, what, inputs[part]), wanted[part]) for what, part, wanted in (
-            (watch, slice(0, None, 2), expected), (watch, slice(1, None, 2), expected),
-            *[(model, slice(None), outputs)] * 2)]
+        futures = [
+            (pool.submit(each, what, inputs[part]), wanted[part])
+            for what, part, wanted in (
+                (watch, slice(0, None, 2), expected),
+                (watch, slice(1, None, 2), expected),
+                *[(model, slice(None), outputs)] * 2,
+            )
+        ]
         for future, wanted in futures:
             assert_close(future.result(timeout=60), wanted, atol=1e-6, rtol=1e-5)
     assert hooks_of(model) == 0
@@ -277,8 +339,12 @@ def test_each_thread_has_its_own_maps_and_bystanders_their_outputs(make):
 def test_two_recorders_and_two_networks_do_not_disturb_one_another():
     (one, x), (other, y) = ours(), timms()
     expected, hers = maps_of(one, x), maps_of(other, y)
-    with torch.no_grad(), record_attention(one, [1]) as first, record_attention(one) as both, \
-            record_attention(other) as second:
+    with (
+        torch.no_grad(),
+        record_attention(one, [1]) as first,
+        record_attention(one) as both,
+        record_attention(other) as second,
+    ):
         one(x)
         other(y)
     assert list(first) == [1]
@@ -322,7 +388,9 @@ def test_a_recorder_closed_out_of_order_says_so_and_disturbs_nothing(by, make):
                 pool.submit(first.__exit__, None, None, None).result()
         else:
             maps = second.__enter__()
-            with pytest.raises(RuntimeError, match="closed in the reverse order in which they were opened"):
+            with pytest.raises(
+                RuntimeError, match="closed in the reverse order in which they were opened"
+            ):
                 first.__exit__(None, None, None)
             model(x)  # still recorded
             second.__exit__(None, None, None)

@@ -1,4 +1,5 @@
 """slurm/*.sbatch with stand-ins for SLURM's commands: success, failure, TERM and requeue, resume, arrays."""
+
 import os
 import signal
 import subprocess
@@ -30,10 +31,10 @@ SECONDS = 240  # that a job may take on a busy machine
 COMMANDS = {
     "srun": 'echo $$ > "$PLACE/step"; echo "$@" >> "$PLACE/srun"; exec "$@"',
     "scancel": 'echo "$@" >> "$PLACE/scancel"; kill -TERM "$(cat "$PLACE/step")"; sleep 0.2; '
-               'kill -TERM "$(cat "$PLACE/step")" 2>/dev/null || true',
+    'kill -TERM "$(cat "$PLACE/step")" 2>/dev/null || true',
     "scontrol": 'case "$1" in show) printf "node1\\nnode2\\n";; requeue) echo "$2" >> "$PLACE/requeue";; esac',
     "torchrun": 'trap "echo saved >> $PLACE/trainer; exit 143" TERM\n'  # a training: TRAINER says how it goes
-                'case "$TRAINER" in hang) touch "$PLACE/began"; while :; do sleep 0.05; done;; esac; exit "$TRAINER"',
+    'case "$TRAINER" in hang) touch "$PLACE/began"; while :; do sleep 0.05; done;; esac; exit "$TRAINER"',
     "ea-vision": "exit 0",  # of --check-options
 }
 REAL = f'#!/bin/bash\nexec {sys.executable} -m ea_vision "$@"\n'
@@ -55,11 +56,26 @@ def sbatch(cluster, script, *arguments, until=None, **more: str) -> tuple[int, s
 
     until: TERM is sent to the script once this file exists.
     """
-    env = {**os.environ, "PATH": f"{cluster / 'bin'}:{os.environ['PATH']}", "PLACE": str(cluster),
-           "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SLURM_JOB_ID": "7", "SLURM_NNODES": "2",
-           "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_GPUS_ON_NODE": "4", **more}
-    job = subprocess.Popen(["bash", ROOT / "slurm" / script, *map(str, arguments)], env=env, cwd=cluster,
-                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    env = {
+        **os.environ,
+        "PATH": f"{cluster / 'bin'}:{os.environ['PATH']}",
+        "PLACE": str(cluster),
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "SLURM_JOB_ID": "7",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_GPUS_ON_NODE": "4",
+        **more,
+    }
+    job = subprocess.Popen(
+        ["bash", ROOT / "slurm" / script, *map(str, arguments)],
+        env=env,
+        cwd=cluster,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     if until is not None:
         deadline = time.monotonic() + SECONDS
         while not until.exists() and job.poll() is None and time.monotonic() < deadline:
@@ -79,7 +95,9 @@ def test_the_job_ends_as_the_training_does(cluster, code):
     assert sbatch(cluster, "imagenet.sbatch", "--data-dir", "a b", TRAINER=str(code))[0] == code
     [line] = noted(cluster, "srun")
     assert line.startswith("torchrun --nnodes 2 --nproc-per-node 4 ") and "--rdzv-id 7-0 " in line
-    assert "--rdzv-endpoint node1:29400" in line and line.endswith("-m ea_vision train-imagenet --data-dir a b")
+    assert "--rdzv-endpoint node1:29400" in line and line.endswith(
+        "-m ea_vision train-imagenet --data-dir a b"
+    )
     assert not noted(cluster, "requeue") and not noted(cluster, "scancel")
 
 
@@ -92,8 +110,9 @@ def test_at_the_time_limit_trainers_are_told_and_the_job_is_put_back(cluster):
 
 
 def test_a_training_that_completes_after_the_signal_is_not_put_back(cluster):
-    (cluster / "bin" / "torchrun").write_text('#!/bin/bash\ntrap "exit 0" TERM\ntouch "$PLACE/began"\n'
-                                              "while :; do sleep 0.05; done\n")
+    (cluster / "bin" / "torchrun").write_text(
+        '#!/bin/bash\ntrap "exit 0" TERM\ntouch "$PLACE/began"\nwhile :; do sleep 0.05; done\n'
+    )
     assert sbatch(cluster, "imagenet.sbatch", until=cluster / "began")[0] == 0
     assert noted(cluster, "scancel") and not noted(cluster, "requeue")
 
@@ -101,26 +120,45 @@ def test_a_training_that_completes_after_the_signal_is_not_put_back(cluster):
 @pytest.mark.parametrize("script", ["imagenet.sbatch", "seeds.sbatch"])
 def test_without_sbatch_one_line_says_how_to_start_it(script, cluster):
     env = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
-    done = subprocess.run(["bash", ROOT / "slurm" / script], env=env, capture_output=True, text=True)
-    assert done.returncode != 0 and "is run by sbatch" in done.stderr and done.stderr.count("\n") == 1
-    asked = [line for line in (ROOT / "slurm" / script).read_text().splitlines() if line.startswith("#SBATCH")]
+    done = subprocess.run(
+        ["bash", ROOT / "slurm" / script], env=env, capture_output=True, text=True
+    )
+    assert (
+        done.returncode != 0 and "is run by sbatch" in done.stderr and done.stderr.count("\n") == 1
+    )
+    asked = [
+        line
+        for line in (ROOT / "slurm" / script).read_text().splitlines()
+        if line.startswith("#SBATCH")
+    ]
     assert any("--signal=B:TERM@120 --requeue --open-mode=append" in line for line in asked)
 
 
-@pytest.mark.parametrize("script, before", [("imagenet.sbatch", ()), ("seeds.sbatch", ("sweep", "0", "a=", "--"))])
+@pytest.mark.parametrize(
+    "script, before", [("imagenet.sbatch", ()), ("seeds.sbatch", ("sweep", "0", "a=", "--"))]
+)
 def test_a_typo_is_told_once_before_the_training_starts(cluster, capsys, script, before):
     """The script asks by a command that a stand-in notes and refuses, and which says this where it is run."""
     (cluster / "bin" / "ea-vision").write_text('#!/bin/bash\necho "$@" > "$PLACE/asked"; exit 2\n')
-    assert sbatch(cluster, script, *before, "--epoch", "3", TRAINER="0", SLURM_ARRAY_TASK_ID="0")[0] == 2
+    assert (
+        sbatch(cluster, script, *before, "--epoch", "3", TRAINER="0", SLURM_ARRAY_TASK_ID="0")[0]
+        == 2
+    )
     [asked] = noted(cluster, "asked")
     command, *argv = asked.split()
-    error = error_of({"train-imagenet": train_imagenet, "train-cifar": train_cifar}[command].main, argv, capsys)
-    assert error.startswith("unknown argument '--epoch'; did you mean --epochs") and "--check-options" in argv
+    error = error_of(
+        {"train-imagenet": train_imagenet, "train-cifar": train_cifar}[command].main, argv, capsys
+    )
+    assert (
+        error.startswith("unknown argument '--epoch'; did you mean --epochs")
+        and "--check-options" in argv
+    )
     assert not noted(cluster, "srun")
 
 
 def term_twice() -> None:
     """Send this process TERM in update 8 and again while it saves, as scancel and torchrun do, 0.2 seconds apart."""
+
     def slow(save, trainer, *given, **more):
         if trainer.stop.signal:
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
@@ -137,8 +175,10 @@ def test_a_second_term_does_not_keep_trainers_from_saving(cluster):
     assert saved(folder)["progress"]["updates"] == 8
 
 
-VARIANTS = ("none=--model conv_transformer_cifar --model-kwargs 'widths=[8, 8, 16, 16]'",
-            "EA=--model ea_conv_transformer_cifar --model-kwargs 'widths=[8, 8, 16, 16]'")
+VARIANTS = (
+    "none=--model conv_transformer_cifar --model-kwargs 'widths=[8, 8, 16, 16]'",
+    "EA=--model ea_conv_transformer_cifar --model-kwargs 'widths=[8, 8, 16, 16]'",
+)
 
 
 @pytest.mark.slow
@@ -151,16 +191,29 @@ def test_an_array_trains_what_evidence_reads_and_continues_after_its_limit(clust
     command = cluster / "bin" / "ea-vision"
 
     def array(task, **more):
-        return sbatch(cluster, "seeds.sbatch", cluster / "sweep", "0,1", *VARIANTS, "--", *words(
-            f"--dataset folder --data-dir {cluster / 'data'} --recipe none --epochs 2 --batch-size 8 --img-size 8",
-            "--workers 0 --device cpu --holdout 6 --checkpoint-steps 1"), SLURM_ARRAY_TASK_ID=str(task), **more)
+        return sbatch(
+            cluster,
+            "seeds.sbatch",
+            cluster / "sweep",
+            "0,1",
+            *VARIANTS,
+            "--",
+            *words(
+                f"--dataset folder --data-dir {cluster / 'data'} --recipe none --epochs 2 --batch-size 8 --img-size 8",
+                "--workers 0 --device cpu --holdout 6 --checkpoint-steps 1",
+            ),
+            SLURM_ARRAY_TASK_ID=str(task),
+            **more,
+        )
 
-    command.write_text(f'#!/bin/bash\n[ "$2" = --check-options ] && exit\n{REAL.partition(chr(10))[2]}')
+    command.write_text(
+        f'#!/bin/bash\n[ "$2" = --check-options ] && exit\n{REAL.partition(chr(10))[2]}'
+    )
     first = cluster / "sweep" / "variant=none,seed=0"
     code, out = array(0, until=first / checkpoint.LAST)
     assert code == 143 and noted(cluster, "requeue") == ["7"], out
     assert run_folder.read_results(first) is None
-    command.write_text("#!/bin/bash\nprintf '%s\\0' \"$@\" > \"$PLACE/words\"\n")
+    command.write_text('#!/bin/bash\nprintf \'%s\\0\' "$@" > "$PLACE/words"\n')
     for task in range(4):
         code, out = array(task, SLURM_RESTART_COUNT="1")
         assert code == 0, out

@@ -1,4 +1,5 @@
 """A photo, a small EA network, and a run folder of it with checkpoints and snapshots."""
+
 import numpy as np
 import pytest
 from matplotlib.text import Text

@@ -1,4 +1,5 @@
 """The figures: what is drawn where, what is written, and what bad input leaves behind."""
+
 import csv
 import re
 
@@ -10,7 +11,16 @@ from PIL import Image
 from ea_vision.base.errors import UsageError
 from ea_vision.base.print import new_figure
 from ea_vision.recorder.recording import PARTS, recordable_layers
-from ea_vision.visualize import MapStyle, heatmap, image_maps, matrix, plot_strip, rollout, statistics, strip
+from ea_vision.visualize import (
+    MapStyle,
+    heatmap,
+    image_maps,
+    matrix,
+    plot_strip,
+    rollout,
+    statistics,
+    strip,
+)
 from ea_vision.visualize.figure_options import epochs_of
 from ea_vision.visualize.heatmap import draw_columns, draw_heatmap
 from ea_vision.visualize.map_style import SCALES, map_of, norm_of, scaled
@@ -30,9 +40,16 @@ def wide():
 
 def test_the_querys_cell_is_framed(wide):
     figure = draw_heatmap(wide, [1], ["mean"], [(1, 30), (10, 5)], MapStyle(overlay=False))
-    header, *cells = [axes for axes in figure.axes if axes.images and axes.get_label() != "<colorbar>"]
-    shown = [[(patch.get_y(), patch.get_x(), patch.get_height(), patch.get_width()) for patch in axes.patches]
-             for axes in (header, *cells[:2])]
+    header, *cells = [
+        axes for axes in figure.axes if axes.images and axes.get_label() != "<colorbar>"
+    ]
+    shown = [
+        [
+            (patch.get_y(), patch.get_x(), patch.get_height(), patch.get_width())
+            for patch in axes.patches
+        ]
+        for axes in (header, *cells[:2])
+    ]
     assert shown == [[(0, 28, 4, 4), (8, 4, 4, 4)], [(0, 28, 4, 4)], [(8, 4, 4, 4)]]
     assert [text.get_text() for text in header.texts] == ["1", "2"]
 
@@ -40,7 +57,9 @@ def test_the_querys_cell_is_framed(wide):
 def test_models_side_by_side_share_one_scale_and_place_the_query(wide):
     """Models with inputs of different sizes: the query is at the same place of each."""
     recordings = [wide, record(small(img_size=(32, 64), seed=1), layers=1)]
-    shown = overlaid(draw_columns(recordings, ["one", "other"], [[1], [1]], [0], [(5, 20)], title="models"))
+    shown = overlaid(
+        draw_columns(recordings, ["one", "other"], [[1], [1]], [0], [(5, 20)], title="models")
+    )
     for artist, recording in zip(shown, recordings, strict=True):
         H, W = recording.maps[1].feat_size
         row, col = 5 * H // 16, 20 * W // 32
@@ -57,24 +76,62 @@ def test_rollout_says_where_it_is_an_approximation(wide):
 
 # ---- strips ---------------------------------------------------------------------------------------------------------
 
-OWN, BOTH, PREVIOUS, ATTENTION = "+ own\nlogits", "\u2192 conv.\nof both", "prev.\nlogits", "\u2192\nattn."
-ALONE, LOGITS, WITHOUT = "\u2192 conv.\nof prev.", "\u2192\nlogits", ["without\nprev.", "without\nown"]
+OWN, BOTH, PREVIOUS, ATTENTION = (
+    "+ own\nlogits",
+    "\u2192 conv.\nof both",
+    "prev.\nlogits",
+    "\u2192\nattn.",
+)
+ALONE, LOGITS, WITHOUT = (
+    "\u2192 conv.\nof prev.",
+    "\u2192\nlogits",
+    ["without\nprev.", "without\nown"],
+)
 
 
-@pytest.mark.parametrize("name, layers, kwargs, blocks, columns", [
-    ("ea_conv_transformer_cifar", [1, 3, 4], dict(beta=1.0), ["layers 1, 3, 4x4", "layer 4, 2x2"],
-     [PREVIOUS, OWN, BOTH, ATTENTION, *WITHOUT] * 2),
-    ("ea_conv_transformer_cifar", [1, 2, 3], dict(beta=0.5, alpha=0.25), [],
-     [PREVIOUS, OWN, BOTH, LOGITS, ATTENTION, *WITHOUT]),
-    ("pa_conv_transformer_cifar", [2, 3], {}, [], [PREVIOUS, ALONE, OWN, LOGITS, ATTENTION, *WITHOUT]),
-    ("conv_transformer_cifar", [2, 3, 4], {}, ["layers 2, 3, 4x4", "layer 4, 2x2"], ["logits", "\u2192 attn."] * 2),
-])
-def test_strips_say_what_they_show_in_the_order_in_which_it_is_computed(name, layers, kwargs, blocks, columns):
+@pytest.mark.parametrize(
+    "name, layers, kwargs, blocks, columns",
+    [
+        (
+            "ea_conv_transformer_cifar",
+            [1, 3, 4],
+            dict(beta=1.0),
+            ["layers 1, 3, 4x4", "layer 4, 2x2"],
+            [PREVIOUS, OWN, BOTH, ATTENTION, *WITHOUT] * 2,
+        ),
+        (
+            "ea_conv_transformer_cifar",
+            [1, 2, 3],
+            dict(beta=0.5, alpha=0.25),
+            [],
+            [PREVIOUS, OWN, BOTH, LOGITS, ATTENTION, *WITHOUT],
+        ),
+        (
+            "pa_conv_transformer_cifar",
+            [2, 3],
+            {},
+            [],
+            [PREVIOUS, ALONE, OWN, LOGITS, ATTENTION, *WITHOUT],
+        ),
+        (
+            "conv_transformer_cifar",
+            [2, 3, 4],
+            {},
+            ["layers 2, 3, 4x4", "layer 4, 2x2"],
+            ["logits", "\u2192 attn."] * 2,
+        ),
+    ],
+)
+def test_strips_say_what_they_show_in_the_order_in_which_it_is_computed(
+    name, layers, kwargs, blocks, columns
+):
     figure = plot_strip(small(name, **kwargs), PHOTO, layers, 1, (5, 9))
     axes = [axes for axes in figure.axes if axes.get_label() not in ("<colorbar>", "photo")]
     texts = [text.get_text() for text in figure.texts]
     assert [text for text in texts if re.match("layers? [0-9, to]*, [0-9]x", text)] == blocks
-    assert [one.get_ylabel() for one in axes if one.get_ylabel()] == [f"layer {layer}" for layer in layers]
+    assert [one.get_ylabel() for one in axes if one.get_ylabel()] == [
+        f"layer {layer}" for layer in layers
+    ]
     assert [one.get_title() for one in axes if one.get_title()] == columns
     if "alpha" in kwargs:
         mixed = "0.25 previous + 0.75 own"
@@ -82,8 +139,10 @@ def test_strips_say_what_they_show_in_the_order_in_which_it_is_computed(name, la
         assert equation in texts_of(figure)
 
 
-@pytest.mark.parametrize("name, alpha, kwargs", [
-    ("ea_conv_transformer_cifar", 0.3, dict(beta=0.6)), ("pa_conv_transformer_cifar", 0.4, {})])
+@pytest.mark.parametrize(
+    "name, alpha, kwargs",
+    [("ea_conv_transformer_cifar", 0.3, dict(beta=0.6)), ("pa_conv_transformer_cifar", 0.4, {})],
+)
 def test_what_a_layer_attends_to_without_a_part_equals_a_recomputation_by_hand(name, alpha, kwargs):
     """By the papers' equations with the previous, or the layer's own, logits set to 0."""
     model = small(name, alpha=alpha, **kwargs)
@@ -96,8 +155,11 @@ def test_what_a_layer_attends_to_without_a_part_equals_a_recomputation_by_hand(n
             own, previous = maps.self_logits * (not without_own), maps.prev_logits * without_own
             with torch.inference_mode():
                 mixed = alpha * previous + (1 - alpha) * own
-                logits = (0.6 * conv(mixed).relu() + 0.4 * mixed if name.startswith("ea") else
-                          alpha * conv(previous).relu() + (1 - alpha) * own)
+                logits = (
+                    0.6 * conv(mixed).relu() + 0.4 * mixed
+                    if name.startswith("ea")
+                    else alpha * conv(previous).relu() + (1 - alpha) * own
+                )
             torch.testing.assert_close(maps[part], logits.softmax(-1))
     for part, scale in (("conv_logits", 1), *((part, 16) for part in image_maps.WITHOUT)):
         expected = scale * recording.maps[3][part][0, 2, 1 * 4 + 2].view(4, 4).numpy()
@@ -114,6 +176,7 @@ def test_a_part_that_cannot_be_taken_away_is_left_out():
 
 # ---- scales and colours ---------------------------------------------------------------------------------------------
 
+
 def test_scales_of_attention():
     """In units of uniform attention: as far down as up, and never nearly-uniform maps as if they were strong."""
     weak, strong = np.array([[0.9, 1.1]]), np.array([[0.2, 8.0]])
@@ -121,15 +184,25 @@ def test_scales_of_attention():
     for scale in SCALES:
         scaled([tiles[:2], tiles[2:]], MapStyle(scale=scale))
         to[scale] = [tile.norm.vmax for tile in tiles]
-        assert all(tile.norm.vmin == 1 / tile.norm.vmax and tile.norm(1.0) == pytest.approx(0.5) for tile in tiles)
-    assert to == {"layer": [2, 2, 8, 8], "all": [8] * 4, "uniform": [8] * 4, "tile": [1.1, 1.1, 1.1, 8]}
+        assert all(
+            tile.norm.vmin == 1 / tile.norm.vmax and tile.norm(1.0) == pytest.approx(0.5)
+            for tile in tiles
+        )
+    assert to == {
+        "layer": [2, 2, 8, 8],
+        "all": [8] * 4,
+        "uniform": [8] * 4,
+        "tile": [1.1, 1.1, 1.1, 8],
+    }
 
 
 def test_a_map_with_zeros_has_no_transparent_cell(wide):
     """Attention that underflows to 0 has the scale's lowest colour."""
     values = np.array([[0.0, 0.0, 1e-30, 0.5], [1.0, 2.0, 12.0, 0.0]])
     axes = new_figure(1, 1).subplots()
-    for style in (MapStyle(overlay, scale, opacity=0.7) for overlay in (True, False) for scale in SCALES):
+    for style in (
+        MapStyle(overlay, scale, opacity=0.7) for overlay in (True, False) for scale in SCALES
+    ):
         norm = norm_of([values], style)
         map_of(values, wide, style).paint(axes, norm)
         artist = axes.images[-1]
@@ -141,8 +214,12 @@ def test_a_map_with_zeros_has_no_transparent_cell(wide):
 
 def test_logits_are_diverging_around_0_and_probabilities_sequential(wide):
     for part, name in (("logits", "coolwarm"), ("attn", "viridis")):
-        [artist] = [axes.images[0] for axes in draw_matrix(wide, [1], [0], part).axes if axes.images]
-        assert artist.cmap.name == name and (part == "attn" or artist.norm.vmin == -artist.norm.vmax)
+        [artist] = [
+            axes.images[0] for axes in draw_matrix(wide, [1], [0], part).axes if axes.images
+        ]
+        assert artist.cmap.name == name and (
+            part == "attn" or artist.norm.vmin == -artist.norm.vmax
+        )
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -150,31 +227,54 @@ def test_every_bar_of_attention_marks_uniform_attention(wide, scale):
     figure = draw_heatmap(wide, [1], [0], [(3, 5)], MapStyle(scale=scale))
     [bar] = [axes for axes in figure.axes if axes.get_xlabel().startswith("attention")]
     labels = [text.get_text() for text in bar.get_xticklabels()]
-    assert labels.count("1") == 1 and bar.lines[0].get_xdata()[0] == bar.get_xticks()[labels.index("1")]
+    assert (
+        labels.count("1") == 1
+        and bar.lines[0].get_xdata()[0] == bar.get_xticks()[labels.index("1")]
+    )
 
 
 def test_the_photo_lies_under_the_maps_as_the_network_saw_it_but_finer():
     """The same part of the image: the network's 16x16 pixels are the means of the photo's."""
     model = image_maps.as_model(small())
-    pixels = np.random.default_rng(0).integers(0, 256, (8, 12, 3), dtype=np.uint8).repeat(20, 0).repeat(20, 1)
-    recording = image_maps.record(model, Image.fromarray(pixels), recordable_layers(model.model)[:1])
+    pixels = (
+        np.random.default_rng(0)
+        .integers(0, 256, (8, 12, 3), dtype=np.uint8)
+        .repeat(20, 0)
+        .repeat(20, 1)
+    )
+    recording = image_maps.record(
+        model, Image.fromarray(pixels), recordable_layers(model.model)[:1]
+    )
     means = recording.photo.reshape(16, 10, 16, 10, 3).mean((1, 3))
     assert np.corrcoef(means.ravel(), recording.image.permute(1, 2, 0).numpy().ravel())[0, 1] > 0.9
     figure = draw_heatmap(recording, [1], [0], [(3, 5)])
-    assert {axes.images[0].get_array().shape[:2] for axes in figure.axes if axes.images} == {(160, 160)}
+    assert {axes.images[0].get_array().shape[:2] for axes in figure.axes if axes.images} == {
+        (160, 160)
+    }
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("script,options,suffix,held", [
-    (heatmap, "--layers 1,3 --heads 0,mean --queries 2,3 --scale tile --cmap gray --opacity 1", ".png", b"\x89PNG"),
-    (heatmap, "--layers 2,3 --heads 1 --bare", ".svg", b"</text>"),
-    (strip, "--heads 1 --layers 2,3", ".pdf", b"/CIDFontType2"),
-    (matrix, "--part conv_logits --layers 2,3", ".png", b"\x89PNG"),
-    (rollout, "--layers 2,3", ".png", b"\x89PNG"),
-    (strip, "--layers 2,3 --dpi 40", ".gif", b"GIF8"),
-])
-def test_every_script_writes_its_figure(script, options, suffix, held, run, photo, tmp_path, capsys):
+
+@pytest.mark.parametrize(
+    "script,options,suffix,held",
+    [
+        (
+            heatmap,
+            "--layers 1,3 --heads 0,mean --queries 2,3 --scale tile --cmap gray --opacity 1",
+            ".png",
+            b"\x89PNG",
+        ),
+        (heatmap, "--layers 2,3 --heads 1 --bare", ".svg", b"</text>"),
+        (strip, "--heads 1 --layers 2,3", ".pdf", b"/CIDFontType2"),
+        (matrix, "--part conv_logits --layers 2,3", ".png", b"\x89PNG"),
+        (rollout, "--layers 2,3", ".png", b"\x89PNG"),
+        (strip, "--layers 2,3 --dpi 40", ".gif", b"GIF8"),
+    ],
+)
+def test_every_script_writes_its_figure(
+    script, options, suffix, held, run, photo, tmp_path, capsys
+):
     """In SVG and PDF text stays text, in TrueType: some journals refuse Type 3."""
     output = tmp_path / "out" / f"figure{suffix}"
     assert script.main(f"--model {run} {options} -o {output} {photo}".split()) == 0
@@ -187,28 +287,51 @@ def test_several_images_stand_side_by_side_or_get_a_file_each(run, photo, tmp_pa
     PHOTO.rotate(90).save(tmp_path / "1.png")
     models = f"{run},{run / 'snapshots' / 'epoch_0002.safetensors'}"
     for options in f"{run} --heads 1", f"{models} --queries 1,1":
-        command = f"--model {options} --layers 2 --dpi 40 -o {tmp_path}/m.png {photo} {tmp_path}/1.png"
+        command = (
+            f"--model {options} --layers 2 --dpi 40 -o {tmp_path}/m.png {photo} {tmp_path}/1.png"
+        )
         assert heatmap.main(command.split()) == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"photo.png", "1.png", "m.png", "m-photo.png", "m-1.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "photo.png",
+        "1.png",
+        "m.png",
+        "m-photo.png",
+        "m-1.png",
+    }
     assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_numbers_of_statistics(run, photo, tmp_path):
     """By head, as they are averaged in the figure."""
     PHOTO.rotate(90).save(tmp_path / "second.png")
-    assert statistics.main(f"--model {run} --layers 1,2 --csv {tmp_path}/s.csv -o {tmp_path}/s.png {photo} "
-                           f"{tmp_path}/second.png".split()) == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"photo.png", "second.png", "s.png", "s.csv"}
+    assert (
+        statistics.main(
+            f"--model {run} --layers 1,2 --csv {tmp_path}/s.csv -o {tmp_path}/s.png {photo} "
+            f"{tmp_path}/second.png".split()
+        )
+        == 0
+    )
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "photo.png",
+        "second.png",
+        "s.png",
+        "s.csv",
+    }
     rows = list(csv.DictReader((tmp_path / "s.csv").open()))
     assert [(row["layer"], row["head"], row["images"]) for row in rows] == [
-        (layer, head, "2") for layer in "12" for head in "0123"]
+        (layer, head, "2") for layer in "12" for head in "0123"
+    ]
     assert all(0 < float(row["entropy_nats"]) <= np.log(16) + 1e-5 for row in rows)
 
 
 def test_training_goes_through_the_epochs_in_order(run, photo, tmp_path):
     """Checkpoints of epochs 1 and 2, snapshots of 2 and 4: a column, or a film's picture, an epoch, of its weights."""
     figure = plot_strip(str(run), PHOTO, layers="1,2", head=0, query=(5, 9), through="checkpoints")
-    assert [axes.get_title() for axes in figure.axes if axes.get_title()] == ["epoch 1", "epoch 2", "epoch 4"]
+    assert [axes.get_title() for axes in figure.axes if axes.get_title()] == [
+        "epoch 1",
+        "epoch 2",
+        "epoch 4",
+    ]
     first, _, later = [artist.get_array() for artist in overlaid(figure)][:3]
     assert not np.allclose(first, later)
     assert [model.epoch for model in epochs_of([str(run)])] == [1, 2, 4]

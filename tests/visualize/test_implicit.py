@@ -1,4 +1,5 @@
 """The figures of a spatial transformer's sampling and of the input Jacobian."""
+
 import numpy as np
 import pytest
 import timm
@@ -20,16 +21,24 @@ def test_the_quadrilateral_is_drawn_and_what_it_holds(digits):
     model = timm.create_model("stn_digits")
     transform = model.conv1.transform
     with torch.no_grad():
-        transform.fc.bias.copy_(torch.tensor([0.5, 0, 0.25, 0, 0.5, -0.25]))  # half the side, right and up
+        transform.fc.bias.copy_(
+            torch.tensor([0.5, 0, 0.25, 0, 0.5, -0.25])
+        )  # half the side, right and up
     figure = plot_sampling(model, list(digits))
     above, _, below, _ = figure.axes
     drawn = np.stack(above.lines[0].get_data(), -1)
     np.testing.assert_allclose(drawn, [[12, 4], [28, 4], [28, 20], [12, 20], [12, 4]], atol=1e-4)
     sampled = torch.from_numpy(below.images[0].get_array().data).permute(2, 0, 1)
-    enlarged = torch.nn.functional.interpolate(digits[:1, :, 4:20, 12:28], scale_factor=2, mode="bilinear")[0]
-    torch.testing.assert_close(sampled[:, 1:-1, 1:-1], enlarged[:, 1:-1, 1:-1], atol=1e-5, rtol=1e-5)
+    enlarged = torch.nn.functional.interpolate(
+        digits[:1, :, 4:20, 12:28], scale_factor=2, mode="bilinear"
+    )[0]
+    torch.testing.assert_close(
+        sampled[:, 1:-1, 1:-1], enlarged[:, 1:-1, 1:-1], atol=1e-5, rtol=1e-5
+    )
     assert model.training
-    with pytest.raises(UsageError, match="needs a model with a SpatialTransformer.*resnet18_cifar .*with 0"):
+    with pytest.raises(
+        UsageError, match="needs a model with a SpatialTransformer.*resnet18_cifar .*with 0"
+    ):
         plot_sampling("resnet18_cifar", list(digits))
 
 
@@ -37,7 +46,9 @@ def test_the_jacobian_is_the_differences_quotient(digits):
     model, x = small("conv_transformer_cifar").double(), digits[:1].double()
     jacobian, chosen = input_jacobian(model, x)
     assert chosen == model(x).argmax() and jacobian.shape == (32, 32)
-    steps = torch.zeros(3, 3, 32, 32, dtype=torch.float64)  # of a channel each, at the strongest pixel
+    steps = torch.zeros(
+        3, 3, 32, 32, dtype=torch.float64
+    )  # of a channel each, at the strongest pixel
     steps[(*2 * [range(3)], *divmod(int(jacobian.argmax()), 32))] = 1e-6
     slopes = (model(x + steps) - model(x - steps))[:, chosen] / 2e-6
     assert slopes.abs().max().item() == pytest.approx(jacobian.max().item(), rel=1e-4)

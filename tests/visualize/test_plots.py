@@ -1,4 +1,5 @@
 """A call a figure: what the functions take, what they draw, and that they leave the model as it was."""
+
 import io
 
 import numpy as np
@@ -51,12 +52,26 @@ def test_titles_say_model_weights_layer_head_and_query():
     image = torch.rand(3, 32, 32)
     untrained = load_model("ea_conv_transformer_cifar", random=True)
     for figure, expected in (
-            (plot_heatmap("ea_conv_transformer_cifar", image, layers=[2], heads=1, queries=[(9, 14)]), (
-                "ea_conv_transformer_cifar, weights long_c10", "layer 2 (stages.2.blocks.1.conv)", "head 1",
-                "query y 9, x 14")),
-            (plot_strip(untrained, image, layers="1-3", head=1), ("ea_conv_transformer_cifar (untrained)", "head 1")),
-            (plot_heatmap(untrained, [image, image], layers=[2], heads=1), (
-                "(untrained)", "layer 2", "head 1", "mean of all queries"))):
+        (
+            plot_heatmap(
+                "ea_conv_transformer_cifar", image, layers=[2], heads=1, queries=[(9, 14)]
+            ),
+            (
+                "ea_conv_transformer_cifar, weights long_c10",
+                "layer 2 (stages.2.blocks.1.conv)",
+                "head 1",
+                "query y 9, x 14",
+            ),
+        ),
+        (
+            plot_strip(untrained, image, layers="1-3", head=1),
+            ("ea_conv_transformer_cifar (untrained)", "head 1"),
+        ),
+        (
+            plot_heatmap(untrained, [image, image], layers=[2], heads=1),
+            ("(untrained)", "layer 2", "head 1", "mean of all queries"),
+        ),
+    ):
         texts = texts_of(figure)
         assert [text for text in expected if text not in texts] == []
 
@@ -66,8 +81,12 @@ def test_a_tile_is_its_images_map():
     model, query = small(img_size=(16, 32)), (5, 9)
     images = [torch.rand(3, 16, 32) for _ in range(2)]
     by_head = overlaid(plot_heatmap(model, images[0], 1, "1,mean", [query]))
-    mean, asked = (overlaid(plot_heatmap(model, images, 1, 1, queries)) for queries in (None, [query]))
-    attn = 32 * recorded(model, normalised(model, torch.stack(images)), layers=[1])[1].attn  # on a map of 4x8
+    mean, asked = (
+        overlaid(plot_heatmap(model, images, 1, 1, queries)) for queries in (None, [query])
+    )
+    attn = (
+        32 * recorded(model, normalised(model, torch.stack(images)), layers=[1])[1].attn
+    )  # on a map of 4x8
     row = attn[:, :, 1 * 8 + 2]
     expected = [row[0, 1], row[0].mean(0), *attn[:, 1].mean(1), *row[:, 1]]
     for tile, values in zip([*by_head, *mean, *asked], expected, strict=True):
@@ -77,9 +96,15 @@ def test_a_tile_is_its_images_map():
 
 def test_statistics_in_numbers(model):
     """Entropy, mean of heads and images, and share of position alone: the mean product of two images' maps."""
-    images = [torch.rand(3, 16, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    images = [
+        torch.rand(3, 16, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)
+    ]
     figure = plot_statistics(model, images)
-    drawn = {axes.get_title(): dict(axes.lines[0].get_xydata()) for axes in figure.axes if axes.get_visible()}
+    drawn = {
+        axes.get_title(): dict(axes.lines[0].get_xydata())
+        for axes in figure.axes
+        if axes.get_visible()
+    }
     for layer in recorded(model.eval(), normalised(model, torch.stack(images))).values():
         entropy = torch.special.entr(layer.attn).sum(-1).mean() / np.log(layer.attn.shape[-1])
         assert drawn["entropy / log N"][layer.number] == pytest.approx(entropy.item(), rel=1e-4)
@@ -89,4 +114,6 @@ def test_statistics_in_numbers(model):
         share = (others / same.mean(1)).mean().item()
         assert drawn["share of position alone"][layer.number] == pytest.approx(share, rel=1e-4)
     assert "mean over 3 images" in texts_of(figure)
-    assert "share of position" not in texts_of(plot_statistics(model, images[0], layers=1)), "it takes two images"
+    assert "share of position" not in texts_of(plot_statistics(model, images[0], layers=1)), (
+        "it takes two images"
+    )

@@ -1,4 +1,5 @@
 """Bad input to the figures and the page: one line that names what was required and what was received, at once."""
+
 import re
 import time
 
@@ -11,30 +12,46 @@ from ea_vision.base.errors import UsageError
 from ea_vision.visualize import plot_heatmap, plot_matrix, plot_statistics, plot_strip, show_page
 
 
-@pytest.mark.parametrize("command, message", [
-    ("heatmap --layers 1-99999999999", "no attention layer '1-99999999999'; it has 1"),
-    ("heatmap --queries 16,0", "query y,x must lie within the 16x16 input, got '16,0'"),
-    ("heatmap --model cnn_cifar", "no attention layer that can be recorded"),
-    ("heatmap --opacity 2", "opacity must lie between 0 and 1, got 2.0"),
-    ("heatmap --cmap virids", "cmap must be one of matplotlib's colour maps"),
-    ("heatmap -o /proc/nowhere/a.png", "cannot make the folder /proc/nowhere"),
-    (f"heatmap {__file__}", "test_refusals.py cannot be read: UnidentifiedImageError"),
-    ("heatmap --heads \u00b2", "heads must be 0 to 3, all or mean, got '\u00b2'"),
-    ("heatmap --queries \u00b2,1", "a query must be y,x in pixels.*got '\u00b2,1'"),
-    ("heatmap --queries reg0", "or a token before a transformer's patches .cls, dist, reg1, .*got 'reg0'"),
-    ("heatmap --img-size 99999999", "must be N or H,W in pixels, at most 100 million together, got '99999999'"),
-    ("heatmap --dpi 100000 -o a.svg", "at most 250 megapixels and 65535 pixels a side, got .*--dpi"),
-    ("heatmap --dpi 0", "--dpi: a positive whole number"),
-    ("heatmap --width 1", "width must lie between 2.5 and 40 inches, got 1"),
-    ("strip --heads 0,1", "this figure shows one head; got 2"),
-    ("strip --queries 1,1 2,2", "this figure shows one query; got 2"),
-    ("strip --model ea_conv_transformer_cifar", "this figure shows one model; got 2"),
-    ("strip -o a.webm", "--output must end in .png or .svg or .pdf or .gif"),
-    ("explore --heads mean", "the page adds the mean"), ("explore -o page.png", "must end in .html"),
-    ("explore --parts attn,maps", "--parts must be .* got 'attn,maps'"),
-    ("explore --model conv_transformer_cifar --parts prev_logits", "has attn, logits, self_logits"),
-    ("explore --model a,b,c", "at most 3 models, got 4"),
-])
+@pytest.mark.parametrize(
+    "command, message",
+    [
+        ("heatmap --layers 1-99999999999", "no attention layer '1-99999999999'; it has 1"),
+        ("heatmap --queries 16,0", "query y,x must lie within the 16x16 input, got '16,0'"),
+        ("heatmap --model cnn_cifar", "no attention layer that can be recorded"),
+        ("heatmap --opacity 2", "opacity must lie between 0 and 1, got 2.0"),
+        ("heatmap --cmap virids", "cmap must be one of matplotlib's colour maps"),
+        ("heatmap -o /proc/nowhere/a.png", "cannot make the folder /proc/nowhere"),
+        (f"heatmap {__file__}", "test_refusals.py cannot be read: UnidentifiedImageError"),
+        ("heatmap --heads \u00b2", "heads must be 0 to 3, all or mean, got '\u00b2'"),
+        ("heatmap --queries \u00b2,1", "a query must be y,x in pixels.*got '\u00b2,1'"),
+        (
+            "heatmap --queries reg0",
+            "or a token before a transformer's patches .cls, dist, reg1, .*got 'reg0'",
+        ),
+        (
+            "heatmap --img-size 99999999",
+            "must be N or H,W in pixels, at most 100 million together, got '99999999'",
+        ),
+        (
+            "heatmap --dpi 100000 -o a.svg",
+            "at most 250 megapixels and 65535 pixels a side, got .*--dpi",
+        ),
+        ("heatmap --dpi 0", "--dpi: a positive whole number"),
+        ("heatmap --width 1", "width must lie between 2.5 and 40 inches, got 1"),
+        ("strip --heads 0,1", "this figure shows one head; got 2"),
+        ("strip --queries 1,1 2,2", "this figure shows one query; got 2"),
+        ("strip --model ea_conv_transformer_cifar", "this figure shows one model; got 2"),
+        ("strip -o a.webm", "--output must end in .png or .svg or .pdf or .gif"),
+        ("explore --heads mean", "the page adds the mean"),
+        ("explore -o page.png", "must end in .html"),
+        ("explore --parts attn,maps", "--parts must be .* got 'attn,maps'"),
+        (
+            "explore --model conv_transformer_cifar --parts prev_logits",
+            "has attn, logits, self_logits",
+        ),
+        ("explore --model a,b,c", "at most 3 models, got 4"),
+    ],
+)
 def test_refused_at_once_in_one_line(command, message, run, photo, monkeypatch, capsys):
     monkeypatch.chdir(photo.parent)
     begin = time.process_time()
@@ -48,17 +65,32 @@ def test_refused_at_once_in_one_line(command, message, run, photo, monkeypatch, 
     assert time.process_time() - begin < 10 and list(photo.parent.iterdir()) == [photo]
 
 
-@pytest.mark.parametrize("call, message", [
-    (lambda run, photo: plot_heatmap(run, []), "at least one image required, got none"),
-    (lambda run, photo: plot_heatmap([run] * 2, [photo] * 2), "models need one image"),
-    (lambda run, photo: plot_heatmap(run, [photo], queries=[(1, 1), (2, 2)]), "one query"),
-    (lambda run, photo: plot_strip(run, photo, through="time"), "layers or checkpoints"),
-    (lambda run, photo: plot_strip(str(photo.parent), photo, through="checkpoints"), "nor snapshots/"),
-    (lambda run, photo: plot_matrix(run, photo, part="conv_logits"), "no conv_logits in layer 1, 4: choose --layers"),
-    (lambda run, photo: plot_statistics(run, []), "at least one image required, got none"),
-    (lambda run, photo: plot_heatmap(run, torch.rand(16, 16)), r"tensor \(3, H, W\), got \(16, 16\)"),
-    (lambda run, photo: plot_heatmap(run, Image.new("RGB", (1, 1_000_000))), "at most 100 megapixels"),
-])
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda run, photo: plot_heatmap(run, []), "at least one image required, got none"),
+        (lambda run, photo: plot_heatmap([run] * 2, [photo] * 2), "models need one image"),
+        (lambda run, photo: plot_heatmap(run, [photo], queries=[(1, 1), (2, 2)]), "one query"),
+        (lambda run, photo: plot_strip(run, photo, through="time"), "layers or checkpoints"),
+        (
+            lambda run, photo: plot_strip(str(photo.parent), photo, through="checkpoints"),
+            "nor snapshots/",
+        ),
+        (
+            lambda run, photo: plot_matrix(run, photo, part="conv_logits"),
+            "no conv_logits in layer 1, 4: choose --layers",
+        ),
+        (lambda run, photo: plot_statistics(run, []), "at least one image required, got none"),
+        (
+            lambda run, photo: plot_heatmap(run, torch.rand(16, 16)),
+            r"tensor \(3, H, W\), got \(16, 16\)",
+        ),
+        (
+            lambda run, photo: plot_heatmap(run, Image.new("RGB", (1, 1_000_000))),
+            "at most 100 megapixels",
+        ),
+    ],
+)
 def test_functions_refuse_alike(call, message, run, photo):
     with pytest.raises(UsageError, match=message):
         call(str(run), photo)

@@ -3,8 +3,18 @@
 Those over maps are evolutions (`evolution="..."` of the networks, `ea_vision.evolve(model, kind="...")`); `MRLALight`,
 `ValueResidual` and `TokenConv` carry values and tokens, and are keywords of the networks that have a place for them.
 """
+
 # importing a mechanism's file registers it
-from ea_vision.layers.across import conv2d, mta, output, reattention, refiner, residual, talking_heads, uniform
+from ea_vision.layers.across import (
+    conv2d,
+    mta,
+    output,
+    reattention,
+    refiner,
+    residual,
+    talking_heads,
+    uniform,
+)
 from ea_vision.layers.across.mrla import MRLALight
 from ea_vision.layers.across.token_conv import TokenConv
 from ea_vision.layers.across.value_residual import ValueResidual

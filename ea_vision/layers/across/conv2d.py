@@ -1,4 +1,5 @@
 """Convolutions over the two planes of an image's four-dimensional attention maps."""
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -39,8 +40,15 @@ class FourDimensionalConvolution(Evolution):
     gate_names = ("alpha",)
     part_names = ("conv_logits",)
 
-    def __init__(self, num_heads: int, alpha: float = 0.0, std: float = 0.02, kernel_size: int = 3, device=None,
-                 dtype=None):
+    def __init__(
+        self,
+        num_heads: int,
+        alpha: float = 0.0,
+        std: float = 0.02,
+        kernel_size: int = 3,
+        device=None,
+        dtype=None,
+    ):
         super().__init__()
         check_kernel_size(kernel_size)
         dd = {"device": device, "dtype": dtype}
@@ -53,23 +61,46 @@ class FourDimensionalConvolution(Evolution):
         """Return the sum of both convolutions of maps (B, K, N, N), N = H*W, of the same shape."""
         B, K, N = maps.shape[0], maps.shape[1], maps.shape[2]
         H, W = feat_size[0], feat_size[1]
-        last = maps.permute(0, 2, 3, 1).contiguous()  # (B, query, key, K): channels last, which takes half the time
+        last = maps.permute(
+            0, 2, 3, 1
+        ).contiguous()  # (B, query, key, K): channels last, which takes half the time
         by_query = last.view(B * N, H, W, K).permute(0, 3, 1, 2)
         by_key = last.transpose(1, 2).reshape(B * N, H, W, K).permute(0, 3, 1, 2)
-        over_keys = F.conv2d(by_query, self.keys, None, padding="same").permute(0, 2, 3, 1).reshape(B, N, N, K)
-        over_queries = F.conv2d(by_key, self.queries, None, padding="same").permute(0, 2, 3, 1).reshape(B, N, N, K)
+        over_keys = (
+            F.conv2d(by_query, self.keys, None, padding="same")
+            .permute(0, 2, 3, 1)
+            .reshape(B, N, N, K)
+        )
+        over_queries = (
+            F.conv2d(by_key, self.queries, None, padding="same")
+            .permute(0, 2, 3, 1)
+            .reshape(B, N, N, K)
+        )
         return (over_keys + over_queries.transpose(1, 2)).permute(0, 3, 1, 2)
 
     @torch.jit.unused
-    def by_kernel(self, logits: Tensor, prev_logits: Tensor, feat_size: tuple[int, int]) -> Tensor | None:
+    def by_kernel(
+        self, logits: Tensor, prev_logits: Tensor, feat_size: tuple[int, int]
+    ) -> Tensor | None:
         """Return `forward` by the C kernel, or None where it cannot."""
         if by_torch():
             return None
         reason = cpu.reason_against_planes(logits, prev_logits)
-        log_once(("conv2d", str(reason)), f"maps of conv2d by {'torch, not cpu: ' + reason if reason else 'cpu'}")
+        log_once(
+            ("conv2d", str(reason)),
+            f"maps of conv2d by {'torch, not cpu: ' + reason if reason else 'cpu'}",
+        )
         if reason is not None:
             return None
-        return cpu.planes(logits, prev_logits, self.alpha, self.keys, self.queries, feat_size, self.num_prefix_tokens)
+        return cpu.planes(
+            logits,
+            prev_logits,
+            self.alpha,
+            self.keys,
+            self.queries,
+            feat_size,
+            self.num_prefix_tokens,
+        )
 
     def forward(self, logits: Tensor, prev_logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
         if not torch.jit.is_scripting():
@@ -78,7 +109,9 @@ class FourDimensionalConvolution(Evolution):
                 return evolved
         mixed = (logits + self.alpha * prev_logits).to(logits.dtype)
         patches = among_patches(mixed, self.num_prefix_tokens)
-        return with_prefix(mixed, patches + self.convolve(patches, feat_size), self.num_prefix_tokens)
+        return with_prefix(
+            mixed, patches + self.convolve(patches, feat_size), self.num_prefix_tokens
+        )
 
     @torch.jit.ignore
     def parts(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:

@@ -1,4 +1,5 @@
 """Attention of a ResNet's block to the block before, over groups of channels: MRLA, light."""
+
 import math
 
 import torch
@@ -23,10 +24,14 @@ class MRLALight(nn.Module):
         ValueError: channels that dim_group does not divide.
     """
 
-    def __init__(self, channels: int, dim_group: int = 32, identity: bool = True, device=None, dtype=None):
+    def __init__(
+        self, channels: int, dim_group: int = 32, identity: bool = True, device=None, dtype=None
+    ):
         super().__init__()
         if channels % dim_group:
-            raise ValueError(f"MRLA needs channels that dim_group={dim_group} divides, got {channels}")
+            raise ValueError(
+                f"MRLA needs channels that dim_group={dim_group} divides, got {channels}"
+            )
         dd = {"device": device, "dtype": dtype}
         reach = int((math.log2(channels) + 1) / 2)
         reach += reach % 2 == 0
@@ -43,6 +48,10 @@ class MRLALight(nn.Module):
     def forward(self, x: Tensor, shortcut: Tensor) -> Tensor:
         """Return what (B, C, H, W), a block's output, gains: its own values and the shortcut's, (B, C, H, W)."""
         y = x.mean((2, 3)).unsqueeze(1)  # (B, 1, C)
-        products = (self.query(y) * self.key(y)).unflatten(2, (-1, self.dim_group)).sum(-1)  # (B, 1, groups)
-        share = (products * self.dim_group ** -0.5).sigmoid().repeat_interleave(self.dim_group, dim=2)
-        return self.bn(share.view(x.shape[0], -1, 1, 1) * self.value(x) + self.shortcut_scale * shortcut)
+        products = (
+            (self.query(y) * self.key(y)).unflatten(2, (-1, self.dim_group)).sum(-1)
+        )  # (B, 1, groups)
+        share = (products * self.dim_group**-0.5).sigmoid().repeat_interleave(self.dim_group, dim=2)
+        return self.bn(
+            share.view(x.shape[0], -1, 1, 1) * self.value(x) + self.shortcut_scale * shortcut
+        )

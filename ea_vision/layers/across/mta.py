@@ -1,4 +1,5 @@
 """Convolutions over queries, keys and heads, before and after the softmax: multi-token attention, without a mask."""
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -32,12 +33,20 @@ class MultiTokenAttention(Evolution):
     mixes_attn = True
     part_names = ("softmax",)
 
-    def __init__(self, num_heads: int, map_kernel: tuple[int, int] = (5, 11), head_kernel: int | None = None,
-                 device=None, dtype=None):
+    def __init__(
+        self,
+        num_heads: int,
+        map_kernel: tuple[int, int] = (5, 11),
+        head_kernel: int | None = None,
+        device=None,
+        dtype=None,
+    ):
         super().__init__()
         head_kernel = num_heads if head_kernel is None else head_kernel
         if len(map_kernel) != 2 or any(side < 1 or side % 2 == 0 for side in map_kernel):
-            raise ValueError(f"map_kernel must be two odd numbers (queries, keys), got {map_kernel}")
+            raise ValueError(
+                f"map_kernel must be two odd numbers (queries, keys), got {map_kernel}"
+            )
         if head_kernel < 1 or num_heads % head_kernel:
             raise ValueError(f"head_kernel must divide num_heads={num_heads}, got {head_kernel}")
         one = torch.zeros(num_heads, 1, *map_kernel, device=device, dtype=dtype)
@@ -45,14 +54,20 @@ class MultiTokenAttention(Evolution):
         eye = torch.eye(num_heads, device=device, dtype=dtype)
         self.conv_before, self.conv_after = nn.Parameter(one), nn.Parameter(one.clone())
         self.heads_before = nn.Parameter(eye)
-        self.heads_after = nn.Parameter(eye[:head_kernel, :head_kernel].repeat(num_heads // head_kernel, 1, 1))
+        self.heads_after = nn.Parameter(
+            eye[:head_kernel, :head_kernel].repeat(num_heads // head_kernel, 1, 1)
+        )
 
     def _convolve(self, maps: Tensor, weight: Tensor) -> Tensor:
-        last = maps.contiguous(memory_format=torch.channels_last)  # which takes half the time on a CPU
+        last = maps.contiguous(
+            memory_format=torch.channels_last
+        )  # which takes half the time on a CPU
         return F.conv2d(last, weight, None, padding="same", groups=maps.shape[1])
 
     def forward(self, logits: Tensor, prev_logits: Tensor) -> Tensor:
-        return torch.einsum("ab,nbij->naij", self.heads_before, self._convolve(logits, self.conv_before))
+        return torch.einsum(
+            "ab,nbij->naij", self.heads_before, self._convolve(logits, self.conv_before)
+        )
 
     def mix_attn(self, attn: Tensor) -> Tensor:
         by_group = self._convolve(attn, self.conv_after).unflatten(1, self.heads_after.shape[:2])
@@ -60,6 +75,10 @@ class MultiTokenAttention(Evolution):
 
     @torch.jit.ignore
     def changes_nothing(self) -> bool:
-        start = type(self)(len(self.heads_before), tuple(self.conv_before.shape[2:]), self.heads_after.shape[1])
-        return all(torch.equal(now.detach().cpu().float(), then)
-                   for now, then in zip(self.parameters(), start.parameters(), strict=True))
+        start = type(self)(
+            len(self.heads_before), tuple(self.conv_before.shape[2:]), self.heads_after.shape[1]
+        )
+        return all(
+            torch.equal(now.detach().cpu().float(), then)
+            for now, then in zip(self.parameters(), start.parameters(), strict=True)
+        )

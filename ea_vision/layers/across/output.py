@@ -43,7 +43,9 @@ class ExclusiveAttention(OutputMechanism):
         super().__init__()
         self.gain = None
         if gain is not None:
-            self.gain = nn.Parameter(torch.full((num_heads,), float(gain), device=device, dtype=dtype))
+            self.gain = nn.Parameter(
+                torch.full((num_heads,), float(gain), device=device, dtype=dtype)
+            )
 
     def mix_output(self, out: Tensor, values: Tensor, x: Tensor) -> Tensor:
         unit = F.normalize(values, dim=-1)
@@ -71,7 +73,9 @@ class GatedAttention(OutputMechanism):
 
     identity_start = {"identity": True}
 
-    def __init__(self, num_heads: int, channels: int = 1, identity: bool = False, device=None, dtype=None):
+    def __init__(
+        self, num_heads: int, channels: int = 1, identity: bool = False, device=None, dtype=None
+    ):
         super().__init__()
         self.scale = 2.0 if identity else 1.0
         self.gate = nn.Linear(channels, num_heads, device=device, dtype=dtype)

@@ -1,4 +1,5 @@
 """Maps mixed across heads and normalised after the softmax: DeepViT's re-attention."""
+
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +20,11 @@ class Gained(Evolution):
 
     def __init__(self, gain: float | None, device=None, dtype=None):
         super().__init__()
-        self.gain = None if gain is None else nn.Parameter(torch.full((), float(gain), device=device, dtype=dtype))
+        self.gain = (
+            None
+            if gain is None
+            else nn.Parameter(torch.full((), float(gain), device=device, dtype=dtype))
+        )
 
     def refine(self, attn: Tensor) -> Tensor:
         """Return the paper's maps from the probabilities, (B, K, N, N) each."""
@@ -52,7 +57,9 @@ class ReAttention(Gained):
         gain: start of the learned gain; None for the paper's form.
     """
 
-    def __init__(self, num_heads: int, scale: float = 1.0, gain: float | None = None, device=None, dtype=None):
+    def __init__(
+        self, num_heads: int, scale: float = 1.0, gain: float | None = None, device=None, dtype=None
+    ):
         dd = {"device": device, "dtype": dtype}
         super().__init__(gain, **dd)
         self.scale = scale

@@ -1,4 +1,5 @@
 """Maps expanded to more heads and convolved after the softmax: Refiner."""
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -27,8 +28,14 @@ class Refiner(Gained):
         gain: start of the learned gain; None for the paper's form.
     """
 
-    def __init__(self, num_heads: int, expansion: float = 3.0, gain: float | None = None, device=None,
-                 dtype=None):
+    def __init__(
+        self,
+        num_heads: int,
+        expansion: float = 3.0,
+        gain: float | None = None,
+        device=None,
+        dtype=None,
+    ):
         dd = {"device": device, "dtype": dtype}
         super().__init__(gain, **dd)
         wide = round(num_heads * expansion)

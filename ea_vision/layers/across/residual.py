@@ -35,8 +35,15 @@ class ResidualAttention(Evolution):
     identity_start = {"alpha": 0.0, "learnable": True}
     gate_names = ("alpha",)
 
-    def __init__(self, num_heads: int, alpha: float | None = None, mixture: bool = False,
-                 learnable: bool | str = False, device=None, dtype=None):
+    def __init__(
+        self,
+        num_heads: int,
+        alpha: float | None = None,
+        mixture: bool = False,
+        learnable: bool | str = False,
+        device=None,
+        dtype=None,
+    ):
         super().__init__()
         self.mixture = mixture
         alpha = (0.5 if mixture else 1.0) if alpha is None else alpha

@@ -1,4 +1,5 @@
 """Linear maps over the heads before and after the softmax: talking heads, as CaiT has them."""
+
 import torch
 from torch import Tensor, nn
 
@@ -48,8 +49,13 @@ class TalkingHeads(Evolution):
 
     @torch.jit.ignore
     def changes_nothing(self) -> bool:
-        return not any((proj.weight - torch.eye(len(proj.weight), device=proj.weight.device)).any()
-                       for proj in (self.proj_l, self.proj_w)) and not self.proj_w.bias.any()
+        return (
+            not any(
+                (proj.weight - torch.eye(len(proj.weight), device=proj.weight.device)).any()
+                for proj in (self.proj_l, self.proj_w)
+            )
+            and not self.proj_w.bias.any()
+        )
 
 
 def mix_heads(maps: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
 """A depthwise convolution over a transformer's tokens: the cheap rival of mechanisms over maps."""
+
 import torch
 from torch import Tensor, nn
 
@@ -15,11 +16,19 @@ class TokenConv(nn.Module):
         identity: begin at a convolution of zeros, where nothing changes; else at torch's random kernels.
     """
 
-    def __init__(self, channels: int, num_prefix_tokens: int = 0, identity: bool = True, device=None,
-                 dtype=None):
+    def __init__(
+        self,
+        channels: int,
+        num_prefix_tokens: int = 0,
+        identity: bool = True,
+        device=None,
+        dtype=None,
+    ):
         super().__init__()
         self.num_prefix_tokens = num_prefix_tokens
-        self.conv = nn.Conv2d(channels, channels, 3, padding=1, groups=channels, device=device, dtype=dtype)
+        self.conv = nn.Conv2d(
+            channels, channels, 3, padding=1, groups=channels, device=device, dtype=dtype
+        )
         if identity:
             nn.init.zeros_(self.conv.weight)
             nn.init.zeros_(self.conv.bias)
@@ -30,6 +39,6 @@ class TokenConv(nn.Module):
 
     def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
         """Convolve the patches of (B, P + H*W, C) tokens, (H, W) in all."""
-        prefix, patches = x[:, :self.num_prefix_tokens], x[:, self.num_prefix_tokens:]
+        prefix, patches = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
         maps = patches.transpose(1, 2).unflatten(2, feat_size)  # (B, C, H, W)
         return torch.cat([prefix, patches + self.conv(maps).flatten(2).transpose(1, 2)], dim=1)

@@ -1,4 +1,5 @@
 """Uniform maps: the control that says what attention is worth in a network."""
+
 import torch
 from torch import Tensor
 

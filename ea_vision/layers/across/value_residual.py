@@ -1,4 +1,5 @@
 """The first layer's values mixed into the later ones': ResFormer."""
+
 import torch
 from torch import Tensor, nn
 
