@@ -21,7 +21,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from ea_vision.base.errors import UsageError, exit_code
-from experiments.across.plan import RESULTS, RUNS, SECOND, Part, run_time, step_times
+from experiments.across.plan import RESULTS, RUNS, SECOND, THIRD, Part, run_time, step_times
 from experiments.across.sequences import MECHANISMS
 from experiments.evidence import (
     by_variant,
@@ -53,7 +53,7 @@ def read_part(part: Part, folder: Path) -> pd.DataFrame:
     Raises:
         UsageError: runs that are missing, damaged, not complete or not tested.
     """
-    names = [part.name, part.beside] if part.beside else [part.name]
+    names = [part.name, *part.beside]
     sources = [
         path for name in names for path in (folder / name, folder / f"{name}.csv") if path.exists()
     ]
@@ -226,7 +226,9 @@ def main(argv: list[str] | None = None) -> int:
         raise UsageError(f"no part of the verdict is complete in {args.sweeps}")
     pd.concat(found.values()).to_csv(args.output / "verdict.csv", index=False)
     draw(found).savefig(args.output / "verdict.png", dpi=200)
-    told = {"vit-alone", "vit-dear", *SECOND} - {"second-updates"}  # in words, not in the table
+    told = {"vit-alone", "vit-dear", *SECOND, *THIRD} - {
+        "second-updates"
+    }  # in words, not in the table
     main_parts = {part: effects for part, effects in found.items() if part.name not in told}
     print(*verdict_table(main_parts), "", sep="\n")
     try:

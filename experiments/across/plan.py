@@ -53,6 +53,8 @@ NETWORKS = {
 def mechanism(network: str, variant: str) -> dict[str, Any]:
     """Return the keywords that give the network the mechanism of a variant, from its identity start."""
     kind = variant.partition(" ")[0]
+    if variant == ZERO_TOKEN_CONV:
+        return {"token_conv": True}
     if kind == "token_conv":
         return {"token_conv": "paper"}
     return {
@@ -66,7 +68,7 @@ class Part:
     """A sweep of the verdict: its variants over its seeds, each compared with the baseline.
 
     tested: the variants that are hypotheses, corrected together (Holm); the others are described.
-    network: of verdict-times.csv. beside: the part that has the runs of some of the variants.
+    network: of verdict-times.csv. beside: the parts that have the runs of some of the variants.
     """
 
     name: str
@@ -76,7 +78,7 @@ class Part:
     described: tuple[str, ...]
     seeds: range
     network: str
-    beside: str = ""
+    beside: tuple[str, ...] = ()
 
     @property
     def variants(self) -> tuple[str, ...]:
@@ -113,7 +115,7 @@ class Part:
     @property
     def own(self) -> tuple[str, ...]:
         """The variants whose runs are this part's."""
-        others = RUNS[self.beside].variants if self.beside else ()
+        others = {variant for name in self.beside for variant in RUNS[name].variants}
         return tuple(variant for variant in self.variants if variant not in others)
 
 
@@ -137,7 +139,7 @@ PARTS = {
             (),
             range(100, 108),
             RIVAL,
-            beside="vit-rival",
+            beside=("vit-rival",),
         ),
         Part(
             "equal-operations",
@@ -147,7 +149,7 @@ PARTS = {
             ("conv2d",),
             range(100, 108),
             RIVAL,
-            beside="vit-rival",
+            beside=("vit-rival",),
         ),
         Part(
             "cifar100",
@@ -175,7 +177,7 @@ PARTS = {
             ("refiner", "mta"),
             range(100, 102),
             RIVAL,
-            beside="vit-rival",
+            beside=("vit-rival",),
         ),
     )
 }
@@ -209,7 +211,7 @@ SECOND = {
             (),
             range(200, 208),
             RIVAL,
-            beside="second-updates",
+            beside=("second-updates",),
         ),
         Part(
             "second-gated",
@@ -219,7 +221,7 @@ SECOND = {
             (),
             range(200, 208),
             RIVAL,
-            beside="second-updates",
+            beside=("second-updates",),
         ),
         Part(
             "second-token-conv",
@@ -229,7 +231,7 @@ SECOND = {
             (),
             range(200, 208),
             VIT,
-            beside="second-updates",
+            beside=("second-updates",),
         ),
         Part(
             "second-long",
@@ -242,7 +244,43 @@ SECOND = {
         ),
     )
 }
-RUNS = PARTS | SECOND
+
+# README.md, "The third verdict"
+LONG_PLAIN = "plain 69 epochs"
+ZERO_TOKEN_CONV = "token_conv from zeros 64 epochs"
+EPOCHS |= {LONG_PLAIN: 69, ZERO_TOKEN_CONV: 64}
+THIRD = {
+    "third-long": Part(
+        "third-long",
+        "token_conv at equal time, long training",
+        LONG_PLAIN,
+        (LONG_TOKEN_CONV,),
+        (),
+        range(200, 205),
+        VIT,
+        beside=("second-long", "third-more"),
+    ),
+    "third-zeros": Part(
+        "third-zeros",
+        "token_conv that begins with zeros, long training",
+        LONG_PLAIN,
+        (),
+        (ZERO_TOKEN_CONV,),
+        range(200, 201),
+        VIT,
+        beside=("third-long",),
+    ),
+    "third-more": Part(
+        "third-more",
+        "more seeds of token_conv, long training",
+        LONG_TOKEN_CONV,
+        (),
+        (),
+        range(203, 205),
+        RIVAL,
+    ),
+}
+RUNS = PARTS | SECOND | THIRD
 
 
 def kinds_of(network: str) -> list[str]:
