@@ -10,6 +10,7 @@ import statistics
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.stats
 
 from experiments import published, sensitivity
 from experiments.evidence import by_variant, holm, paired, read_runs, shown_p
@@ -95,6 +96,31 @@ def the_tables_by_seed():
             f"A fifth epoch brings none {longer - top1['none'].mean():.2f} points (interval",
             f"and puts it {longer - top1['EA'].mean():.2f} above EA (",
         )
+
+
+def attention_against_convolution():
+    """The plain convolution beside none and EA; EA beside none with the norm, and all pairs of CIFAR-10 pooled."""
+    first = {data: top1_of(f"evidence/{data}-runs.csv") for data in SETS}
+    versus = "Attention against convolution"
+    for better, worse in (("cnn", "none"), ("EA", "cnn")):
+        gains = [points(paired(of[better] - of[worse]), "+") for of in first.values()]
+        yield PAGE, "", *gains
+        yield PAGE, versus, *gains
+    runs = pd.read_csv(HEALTHY_RUNS / "norm-runs.csv").query("data == 'cifar10'")
+    norm = runs.pivot(index="seed", columns="network", values="top1")
+    evolved = paired(norm["EA"] - norm["none"])
+    yield PAGE, "", points(evolved)
+    fresh = by_variant(read_runs(FACTORIAL / "cifar10-runs.csv"))
+    pairs = [of["EA"] - of["none"] for of in (first["cifar10"], fresh, norm)]
+    pooled = pd.concat(pairs)
+    assert len(pooled) == 15
+    yield PAGE, HELP, points(evolved), points(paired(pooled), "+")
+    cnn = first["cifar10"]["cnn"]
+    test = scipy.stats.ttest_ind(cnn, norm["none"], equal_var=False)
+    low, high = test.confidence_interval()
+    gap = {"difference": cnn.mean() - norm["none"].mean(), "low": low, "high": high}
+    yield PAGE, "", points(gap, "+")
+    yield PAGE, versus, f"none has {norm['none'].mean():.2f}%", f"cnn {cnn.mean():.2f}%"
 
 
 def settings_compared_on_held_out_images():
@@ -191,6 +217,8 @@ def what_each_study_could_have_found():
         *found[6:],
     )
     yield PAGE, "", f"{min(found[:6])} to {max(found[:6])} points"
+    verdict = table("across/verdict.csv").query("part == 'vit-rival'")
+    yield PAGE, "What each study could have found", span(verdict["found_at_80_percent"])
 
 
 def equal_time():
@@ -252,6 +280,7 @@ def replaced_maps():
         *without,
         without["trained"] - without["none"],
     )
+    yield PAGE, "", f"{healed['trained'] - healed['none']:.2f} (PA)"
     yield (
         HEALTHY,
         HEALED,
@@ -819,6 +848,7 @@ def the_profile_of_deployed_networks():
 CLAIMS = [
     the_question_by_seeds,
     the_tables_by_seed,
+    attention_against_convolution,
     settings_compared_on_held_out_images,
     the_factorial,
     what_each_study_could_have_found,
