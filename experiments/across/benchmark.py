@@ -3,10 +3,10 @@
     python -m experiments.across.benchmark experiments/results/across/benchmark.csv      # 10 minutes on a free core
     python -m experiments.across.benchmark experiments/results/across/verdict-times.csv --verdict
 
-Medians of processor time over the repeats, one thread, float32; AdamW. vit_small_patch16_224 is timm's network and
-`ea_vision.evolve` of it at the identity start; the small ViT is the verdict's. --verdict measures the verdict's own
-networks in bfloat16, each by its fastest code. For timm's own attention that is the one that is not fused (torch's
-fused one takes twice as long in bfloat16 on a CPU).
+Medians of processor time over the repeats, one thread, float32, AdamW; the networks of a block run in turns.
+vit_small_patch16_224 is timm's network and `ea_vision.evolve` of it at the identity start; the small ViT is the
+verdict's. --verdict times the verdict's own networks in bfloat16, all in one block, each by its fastest code. For
+timm's own attention that is the unfused one: torch's fused attention takes twice as long in bfloat16 on a CPU.
 """
 
 import argparse
@@ -56,35 +56,33 @@ def verdict_networks(name: str) -> dict[str, nn.Module]:
 
 
 def rows_of(
-    name: str, made: dict[str, nn.Module], images: torch.Tensor, amp: str, repeats: int
+    made: dict[tuple[str, str], nn.Module], images: torch.Tensor, amp: str, repeats: int
 ) -> list[dict]:
-    """Return a row of the table for each network: times of both steps, and their ratios to the plain one's."""
-    steps = {kind: Steps(network, images, amp, "adamw") for kind, network in made.items()}
-    seconds = interleaved(
-        {
-            (kind, phase): call
-            for kind, of in steps.items()
-            for phase, call in (("forward", of.infer), ("train", of.train))
-        },
-        repeats,
-        clock=time.process_time,
-    )
-    return [
-        {
-            "network": name,
-            "batch": len(images),
-            "kind": kind,
-            **{
-                key: value
-                for phase in ("forward", "train")
-                for key, value in (
-                    (f"{phase}_ms", round(1e3 * seconds[kind, phase], 1)),
-                    (f"{phase}_ratio", round(seconds[kind, phase] / seconds["plain", phase], 2)),
-                )
-            },
-        }
-        for kind in made
-    ]
+    """Time a training step and a forward pass of all networks in turns.
+
+    Args:
+        made: networks by (name, kind); the kind "plain" of each name is there.
+        images: the batch, (B, 3, H, W).
+
+    Returns:
+        One row per network, with ratios to the plain network of its name.
+    """
+    calls = {}
+    for key, network in made.items():
+        steps = Steps(network, images, amp, "adamw")
+        calls[key, "forward"] = steps.infer
+        calls[key, "train"] = steps.train
+    seconds = interleaved(calls, repeats, clock=time.process_time)
+    rows = []
+    for key in made:
+        name, kind = key
+        row = {"network": name, "batch": len(images), "kind": kind}
+        for phase in ("forward", "train"):
+            ratio = seconds[key, phase] / seconds[(name, "plain"), phase]
+            row[f"{phase}_ms"] = round(1e3 * seconds[key, phase], 1)
+            row[f"{phase}_ratio"] = round(ratio, 2)
+        rows.append(row)
+    return rows
 
 
 def main() -> None:
@@ -96,27 +94,33 @@ def main() -> None:
     parser.add_argument("--verdict", action="store_true", help="the verdict's setting")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    under = {
-        "hardware": hardware(torch.device("cpu"), 1),
-        "torch": str(torch.__version__),
-        "timm": timm.__version__,
-        "ea_vision": ea_vision.__version__,
-        "repeats": args.repeats,
-    }
+    if args.verdict:
+        amp = "bfloat16"
+        layout = torch.channels_last
+        # One block: the small ViT with and without token_conv are compared with each other, too.
+        blocks = [(list(NETWORKS), verdict_networks, 32, 128)]
+    else:
+        amp = "none"
+        layout = torch.contiguous_format
+        blocks = [([name], networks, side, batch) for name, (side, batch) in SETTINGS.items()]
     rows = []
-    amp, layout = (
-        ("bfloat16", torch.channels_last) if args.verdict else ("none", torch.contiguous_format)
-    )
-    for name, (side, batch) in (
-        {name: (32, 128) for name in NETWORKS} if args.verdict else SETTINGS
-    ).items():
+    for names, make, side, batch in blocks:
         torch.manual_seed(0)
         images = torch.randn(batch, 3, side, side).contiguous(memory_format=layout)
-        made = (verdict_networks if args.verdict else networks)(name)
-        made = {kind: lay_out(network, layout) for kind, network in made.items()}
-        rows += rows_of(name, made, images, amp, args.repeats)
-        pd.DataFrame(rows).assign(**under).to_csv(args.csv, index=False)
-        print(args.csv.read_text(), end="", flush=True)
+        made = {}
+        for name in names:
+            for kind, network in make(name).items():
+                made[name, kind] = lay_out(network, layout)
+        rows += rows_of(made, images, amp, args.repeats)
+        table = pd.DataFrame(rows).assign(
+            hardware=hardware(torch.device("cpu"), 1),
+            torch=str(torch.__version__),
+            timm=timm.__version__,
+            ea_vision=ea_vision.__version__,
+            repeats=args.repeats,
+        )
+        table.to_csv(args.csv, index=False)
+        print(args.csv.read_text(encoding="utf-8"), end="", flush=True)
 
 
 if __name__ == "__main__":
