@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 
 DEMO   := runs/demo
 
-.PHONY: demo pictures test test-slow test-all test-oldest test-gpu test-browser lint size wheel clean
+.PHONY: demo pictures test test-slow test-all test-oldest test-gpu test-browser lint size wheel docs release clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -81,6 +81,20 @@ lint: $(READY)
 # Tokens and statements by room, without docstrings and comments.
 size:
 	$(PYTHON) tests/test_size.py
+
+# The site, in build/site: README as the front page, docs/, experiments/, the notebook, and a reference from the docstrings.
+docs: $(READY)
+	VIRTUAL_ENV=$(VENV) $(VENV)/bin/uv pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	cd docs/site && NO_MKDOCS_2_WARNING=1 ../../$(RUN) -m mkdocs build --strict --quiet
+	@echo "The site: build/site/index.html"
+
+# What a release needs, checked: version, changelog, tag, wheel and sdist.
+release: $(READY)
+	rm -rf dist
+	VIRTUAL_ENV=$(VENV) $(VENV)/bin/uv pip install --quiet --constraint constraints.txt twine
+	$(RUN) -m build
+	$(RUN) -m twine check --strict dist/*
+	$(RUN) -m tests.release
 
 wheel: $(READY)
 	$(RUN) -m build --wheel

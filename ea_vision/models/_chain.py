@@ -28,12 +28,12 @@ from ea_vision.layers import (
 )
 from ea_vision.ops import check_windows
 
-try:  # not exported; in newer timm its own models call it, so that save_for_hf knows of a resize
-    from timm.models._input import update_model_input_size
+try:
+    # Not exported. Newer timm's own models call it, so that its save_for_hf knows of a resize.
+    from timm.models import _input as timm_input
 except ImportError:
-
-    def update_model_input_size(model: nn.Module, img_size: tuple[int, int]) -> None:
-        """Do nothing: older timm keeps no record of sizes."""
+    # Older timm keeps no record of sizes.
+    timm_input = None
 
 
 Step = Callable[
@@ -325,7 +325,8 @@ class ChainedNetwork:
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Fit the position tables to another input size, in pixels; see `AugmentedConv2d.set_feat_size`."""
         self.img_size = to_size(img_size, self.min_img_size)
-        update_model_input_size(self, self.img_size)
+        if timm_input is not None:
+            timm_input.update_model_input_size(self, self.img_size)
         for module in self.modules():
             if isinstance(module, AugmentedConv2d):
                 module.set_feat_size(self.map_size(self.img_size, module.map_reduction))
