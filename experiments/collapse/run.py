@@ -1,0 +1,81 @@
+"""Make the runs of README.md that have no row yet, seed by seed, both data sets in turns.
+
+    OMP_NUM_THREADS=1 python -m experiments.collapse.run sweeps/collapse --cifar10 DIR --cifar100 DIR
+
+DIR has train and test, folders or tars of class/name.png. A finished run is a row of experiments/results/collapse.csv.
+"""
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+import pandas as pd
+import torch
+
+from ea_vision.base.errors import exit_code
+from ea_vision.base.provenance import hardware
+from experiments import sweep
+
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "collapse.csv"
+SEEDS = range(5, 15)
+WIDTHS = "widths=[16,32,64,64]"
+NETWORKS = {
+    "cnn": ["--model", "cnn_cifar", "--model-kwargs", WIDTHS],
+    "none": ["--model", "conv_transformer_cifar", "--model-kwargs", WIDTHS],
+    "none + norm": ["--model", "conv_transformer_cifar", "--model-kwargs", WIDTHS, "qk_norm=true"],
+    "EA + norm": ["--model", "ea_conv_transformer_cifar", "--model-kwargs", WIDTHS, "qk_norm=true"],
+}
+OPTIONS = (
+    "--recipe fast --dataset folder --epochs 4 --eval-epochs 4 --amp bfloat16 --channels-last "
+    "--workers 0 --device cpu --test"
+).split()
+
+
+def rows() -> pd.DataFrame:
+    """Return the runs that have a row."""
+    if RESULTS.exists():
+        return pd.read_csv(RESULTS)
+    return pd.DataFrame(columns=["data", "network", "seed"])
+
+
+def make(data: str, network: str, seed: int, folder: Path, data_dir: Path) -> dict:
+    """Train one network, or go on with its run, and return its row."""
+    command = ["-m", "ea_vision", "train-cifar", *OPTIONS, *NETWORKS[network]]
+    run = sweep.train([*command, "--data-dir", str(data_dir)], folder, seed)
+    row = {"data": data, "network": network, "seed": seed}
+    for key in ("top1", "train_loss", "seconds", "updates", "images"):
+        row[key] = run[key]
+    row["fingerprint"] = run["data"]
+    row["hardware"] = hardware(torch.device("cpu"), 1)
+    return row
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", type=Path, help="folder of the run folders")
+    parser.add_argument("--cifar10", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--cifar100", type=Path, required=True, metavar="DIR")
+    args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, sweep.stop)
+    args.runs.mkdir(parents=True, exist_ok=True)
+    folders = {"cifar10": args.cifar10, "cifar100": args.cifar100}
+    for seed in SEEDS:
+        for data, data_dir in folders.items():
+            for network in NETWORKS:
+                known = rows()
+                same = (known["data"] == data) & (known["network"] == network)
+                if (same & (known["seed"] == seed)).any():
+                    continue
+                folder = args.runs / f"{data},{network},{seed}"
+                row = make(data, network, seed, folder, data_dir)
+                table = pd.concat([known, pd.DataFrame([row])])
+                table.to_csv(RESULTS, index=False)
+                print(row, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
