@@ -72,7 +72,7 @@ import torch
 from timm.utils import accuracy
 
 load_checkpoint(model, args.checkpoint, use_ema=True)
-model = torch.jit.script(model.eval())
+model = model.eval()
 with torch.no_grad():
     images, targets = next(iter(loader("val", False)))
     (top1,) = accuracy(model(images), targets)

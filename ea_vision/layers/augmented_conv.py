@@ -38,8 +38,6 @@ class Projection(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Turn (B, in_channels, H, W) into (B, out_channels, H, W) in the layout of x."""
-        if torch.jit.is_scripting():
-            return F.conv2d(x, self.weight, self.bias)
         if x.device.type == "cpu" and x.is_contiguous():
             B, C, H, W = x.shape
             weight = self.weight.view(1, self.out_channels, C).expand(B, self.out_channels, C)
@@ -291,7 +289,6 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
             return feat_size
         return reach(feat_size[0], window[0]), reach(feat_size[1], window[1])
 
-    @torch.jit.ignore
     def table_sizes(self, feat_size: tuple[int, int]) -> list[tuple[str, int]]:
         """Return the names of the position tables, and of each how many offsets to one side a map of (height, width)
         has."""
@@ -301,7 +298,6 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
             else []
         )
 
-    @torch.jit.ignore
     def map_elements(self, feat_size: tuple[int, int]) -> int:
         """Return the number of query-key pairs that attention reads on a map of (height, width), in all heads."""
 
@@ -316,7 +312,6 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         )
         return heads * pairs(H, high) * pairs(W, wide)
 
-    @torch.jit.ignore
     def set_feat_size(self, feat_size: tuple[int, int]) -> None:
         """Fit the position tables to another (height, width) of the map, for good."""
         self.feat_size = (int(feat_size[0]), int(feat_size[1]))
@@ -328,7 +323,6 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
             setattr(self, name, nn.Parameter(fitted, requires_grad=table.requires_grad))
 
     @torch.no_grad()
-    @torch.jit.ignore
     def fill_offsets_beyond(self, feat_size: tuple[int, int]) -> None:
         """Give the offsets that no map of (height, width) has, the values of the farthest ones that it has, in place.
 
@@ -352,17 +346,13 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
     def branch_input(self, x: Tensor) -> Tensor:
         """Return what queries, keys and values are projected from: x (B, C, H', W') pooled, with absolute positions."""
         for _ in range(self.num_pools):
-            if torch.jit.is_scripting():
-                x = F.avg_pool2d(x, 3, stride=2, padding=1, count_include_pad=False)
-            else:
-                x = halve(x)
+            x = halve(x)
         if self.position == "sine":
             x = add_sine(x)
         elif self.position == "coord":
             x = append_coordinates(x)
         return x
 
-    @torch.jit.unused
     def _normalise(self, qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
         # a compiler fuses the plain form, and the reference has second derivatives
         if not by_torch() and not torch.compiler.is_compiling():
@@ -384,8 +374,6 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         gain = self.qk_gain
         if gain is None:
             q, k = qk.chunk(2, dim=1)
-        elif torch.jit.is_scripting():
-            q, k = normalise_heads(qk, gain)
         else:
             q, k = self._normalise(qk, gain)
         v = v.reshape(B, self.num_heads, self.dim_head_v, H * W).transpose(-2, -1)
@@ -409,7 +397,6 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
             )
         return own_logits(q, k, height_rel, width_rel, self.scale, feat_size)
 
-    @torch.jit.unused
     def _attend(
         self,
         q: Tensor,

@@ -56,7 +56,6 @@ class Evolution(nn.Module):
         part_names: further maps that `parts` returns; the default knows "softmax", the probabilities before `mix_attn`.
     """
 
-    __constants__ = ["mixes_attn", "mixes_output", "reads_previous", "spatial"]  # noqa: RUF012 (for TorchScript)
     reads_previous = True
     spatial = False
     mixes_attn = False
@@ -78,12 +77,10 @@ class Evolution(nn.Module):
         and the layer's input (B, N, C)."""
         return out
 
-    @torch.jit.ignore
     def restore_start(self) -> None:
         """Set what does not begin as a network's own initialisation leaves it, of convolutions by He; by default
         nothing."""
 
-    @torch.jit.ignore
     def operands(self, prev_logits: Tensor) -> dict | str:
         """Return the keywords with which `ea_vision.ops.evolving_attention` does as `forward`; where it cannot, why.
 
@@ -91,23 +88,19 @@ class Evolution(nn.Module):
         """
         return f"{type(self).__name__} has only its forward, which the others do not know"
 
-    @torch.jit.ignore
     def parts(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
         """Return the maps of `part_names`, (B, K, N, N) each, from the arguments and the result of `forward`."""
         return {"softmax": evolved.softmax(-1)} if "softmax" in self.part_names else {}
 
-    @torch.jit.ignore
     def before_shares(self) -> dict[str, float]:
         """Return the weights of the recorded parts in the convolution's input; {} without a convolution."""
         return {}
 
-    @torch.jit.ignore
     def gates(self) -> dict[str, float | Tensor]:
         """Return the gates by name; those that are None are not there."""
         gates = {name: getattr(self, name) for name in self.gate_names}
         return {name: gate for name, gate in gates.items() if gate is not None}
 
-    @torch.jit.ignore
     def changes_nothing(self) -> bool:
         """Return whether it leaves the layer as it is; unless a subclass knows better, whether its gates stand at
         `identity_start` and nothing else does."""
@@ -131,7 +124,6 @@ class EvolvingMaps:
     need_logits: whether somebody reads its logits.
     """
 
-    __constants__ = ["head_border", "head_window", "local", "window"]  # noqa: RUF012 (for TorchScript)
     local = False  # whether a query sees a part of the map alone, or other heads
     window: tuple[int, int] | None = None
     head_window = 1
@@ -203,11 +195,7 @@ class EvolvingMaps:
         if self.evolution is not None:
             if self.evolution.reads_previous:
                 prev_logits = check_prev_logits(prev_logits, q.shape[0], q.shape[1], q.shape[2])
-        logits: Tensor | None = None
-        if torch.jit.is_scripting():  # which compiles no other branch
-            out, logits = self._attend_by_modules(q, k, v, prev_logits, feat_size, bias)
-        else:
-            out, logits = self._attend(q, k, v, prev_logits, feat_size, bias, need_logits)
+        out, logits = self._attend(q, k, v, prev_logits, feat_size, bias, need_logits)
         if self.evolution is not None:
             if self.evolution.mixes_output:
                 out = self.evolution.mix_output(
@@ -215,7 +203,6 @@ class EvolvingMaps:
                 )
         return out, logits
 
-    @torch.jit.unused
     def _operands(self, prev_logits: Tensor | None) -> dict | None:
         """Return what `evolving_attention` needs to know of the evolution; None where it cannot do as the modules do,
         where these are forced as the reference, or where a hook wants to see the maps in them.
@@ -405,7 +392,6 @@ class _ConvolvedEvolution(Evolution):
             nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
         self.restore_start()
 
-    @torch.jit.ignore
     def restore_start(self) -> None:
         for conv in self.convs:
             nn.init.zeros_(conv.bias)
@@ -469,7 +455,6 @@ class _ConvolvedEvolution(Evolution):
             )
         return with_prefix(maps, patches, self.num_prefix_tokens)
 
-    @torch.jit.ignore
     def operands(self, prev_logits: Tensor) -> dict | str:
         """Do all but the last convolution (PA alone has more than one); the operator does the rest."""
         if self.causal != "none":
@@ -494,7 +479,6 @@ class _ConvolvedEvolution(Evolution):
             "num_prefix_tokens": self.num_prefix_tokens,
         }
 
-    @torch.jit.ignore
     def parts(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
         """Return conv_logits: what the convolutions give, after the last activation."""
         if isinstance(self.beta, float) and self.beta == 1.0 and not self.predict:
@@ -502,7 +486,6 @@ class _ConvolvedEvolution(Evolution):
         before = prev_logits if self.predict else mixed(self.alpha, prev_logits, logits)
         return {"conv_logits": self.convolve(before)}
 
-    @torch.jit.ignore
     def before_shares(self) -> dict[str, float]:
         if self.predict:
             return {"prev_logits": 1.0}

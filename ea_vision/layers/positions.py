@@ -40,8 +40,8 @@ def _axis(size: int, like: Tensor) -> Tensor:
 def add_sine(x: Tensor) -> Tensor:
     """Add sines and cosines of the pixel's row and column to (B, C, H, W), C a multiple of 4.
 
-    C/4 periods of 2 pi * 10000**(4 i / C) pixels, i = 0 .. C/4 - 1, in the order of timm's `build_sincos2d_pos_embed`
-    (which TorchScript cannot compile): the sines of the row, of the column, the cosines of the row, of the column.
+    C/4 periods of 2 pi * 10000**(4 i / C) pixels, i = 0 .. C/4 - 1, in the order of timm's `build_sincos2d_pos_embed`:
+    the sines of the row, of the column, the cosines of the row, of the column.
     """
     C, H, W = x.shape[1], x.shape[2], x.shape[3]
     bands = 10000.0 ** (-_axis(C // 4, x) / (C // 4))  # radians a pixel

@@ -83,7 +83,6 @@ class SpatialTransformer(nn.Module):
         self.fc = nn.Linear(hidden, 6, **dd)
         self.reset_parameters()
 
-    @torch.jit.ignore
     def reset_parameters(self) -> None:
         """Initialise the localisation network by He, and what it says as the identity."""
         for module in self.localise:

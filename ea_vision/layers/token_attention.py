@@ -3,7 +3,6 @@
 Shape letters: B batch, C channels, K heads, T tokens (prefix tokens and patches), D width of a head.
 """
 
-import torch
 import torch.nn.functional as F
 from timm.layers import Attention
 from timm.models import register_notrace_module
@@ -20,7 +19,6 @@ class MapsAttention(EvolvingMaps):
     value_residual: mixes the first layer's values in, or None.
     """
 
-    @torch.jit.unused
     def _attend(
         self,
         q: Tensor,

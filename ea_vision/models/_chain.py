@@ -285,12 +285,12 @@ def checkpoint(block: nn.Module, *args: Any) -> Any:
 class AttnStage(nn.Sequential):
     """A stage whose blocks hand their attention logits on: (x, prev_logits) -> (x, logits)."""
 
-    grad_checkpointing: torch.jit.Final[bool] = False
+    grad_checkpointing: bool = False
 
     def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         logits = prev_logits
         for block in self:
-            if self.grad_checkpointing and not torch.jit.is_scripting():
+            if self.grad_checkpointing:
                 x, logits = checkpoint(block, x, logits)
             else:
                 x, logits = block(x, logits)
@@ -321,7 +321,6 @@ class ChainedNetwork:
         """Return (height, width) of a map. Every halving rounds up, so together they do."""
         return -(-img_size[0] // reduction), -(-img_size[1] // reduction)
 
-    @torch.jit.ignore
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Fit the position tables to another input size, in pixels; see `AugmentedConv2d.set_feat_size`."""
         self.img_size = to_size(img_size, self.min_img_size)
@@ -331,7 +330,6 @@ class ChainedNetwork:
             if isinstance(module, AugmentedConv2d):
                 module.set_feat_size(self.map_size(self.img_size, module.map_reduction))
 
-    @torch.jit.ignore
     def fill_offsets_beyond(self, img_size: int | tuple[int, int]) -> None:
         """Fill what images of this size, in pixels, did not train of the position tables; see
         `AugmentedConv2d.fill_offsets_beyond`."""
@@ -341,7 +339,6 @@ class ChainedNetwork:
                     self.map_size(to_size(img_size, self.min_img_size), module.map_reduction)
                 )
 
-    @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         return {
             name
@@ -349,7 +346,6 @@ class ChainedNetwork:
             if name.endswith(("height_rel", "width_rel", "qk_gain"))
         }
 
-    @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         for module in self.modules():
             if hasattr(module, "grad_checkpointing"):
@@ -394,7 +390,6 @@ class ChainedNetwork:
             x = self.forward_end(x)
         return intermediates if intermediates_only else (x, intermediates)
 
-    @torch.jit.ignore
     def prune_intermediate_layers(
         self,
         indices: int | list[int] = 1,
@@ -423,7 +418,6 @@ class HeadedNetwork(ChainedNetwork):
     The network has `head`, `num_classes`, `num_features` and `forward_features`.
     """
 
-    @torch.jit.ignore
     def init_weights(self) -> None:
         """Initialise convolutions by He; attention layers and what evolves their maps then take their own start."""
         for module in self.modules():
@@ -435,11 +429,9 @@ class HeadedNetwork(ChainedNetwork):
             if isinstance(module, Evolution):
                 module.restore_start()
 
-    @torch.jit.ignore
     def get_classifier(self) -> nn.Module:
         return self.head.fc
 
-    @torch.jit.ignore
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         self.num_classes = num_classes
         self.head.in_features = self.num_features

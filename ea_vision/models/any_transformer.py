@@ -75,13 +75,6 @@ class CarryingBlock:
 
     attention = "attn"
 
-    def __prepare_scriptable__(self) -> nn.Module:
-        """Say to torch.jit.script why it cannot read this block."""
-        raise ValueError(
-            "TorchScript cannot read what evolving blocks hand on beside their tokens: torch.jit.trace or "
-            f"torch.export required, got {type(self).__name__} to script"
-        )
-
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the block's own forward on (B, T, C) tokens."""
         attn, carried = getattr(self, self.attention), getattr(x, CARRIED, None)

@@ -18,7 +18,6 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import torch
 from timm.layers import make_divisible
 from timm.models import generate_default_cfgs
 from timm.models._efficientnet_builder import decode_arch_def
@@ -73,11 +72,7 @@ class PlainStage(AttnStage):
 
     def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         for block in self:
-            x = (
-                checkpoint(block, x)
-                if self.grad_checkpointing and not torch.jit.is_scripting()
-                else block(x)
-            )
+            x = checkpoint(block, x) if self.grad_checkpointing else block(x)
         return x, prev_logits
 
 

@@ -29,7 +29,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from timm.models import generate_default_cfgs
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import Tensor, nn
@@ -85,8 +84,8 @@ class _AttnBlock:
 class AttnBasicBlock(_AttnBlock, BasicBlock):
     """timm's BasicBlock, both 3x3 convolutions augmented, or the first; (x, prev_logits) -> (x, logits)."""
 
-    augments_first: torch.jit.Final[bool] = False
-    augments_second: torch.jit.Final[bool] = False
+    augments_first: bool = False
+    augments_second: bool = False
 
     def augment(self, make: ConvFactory, convs: str, strided: bool) -> None:
         """Put `make(convolution, stride of the attention branch)` in place of the 3x3 convolutions, "all" or the
@@ -123,7 +122,7 @@ class AttnBasicBlock(_AttnBlock, BasicBlock):
 class AttnBottleneck(_AttnBlock, Bottleneck):
     """timm's Bottleneck, its 3x3 convolution augmented; (x, prev_logits) -> (x, logits)."""
 
-    augmented: torch.jit.Final[bool] = False
+    augmented: bool = False
 
     def augment(self, make: ConvFactory, convs: str, strided: bool) -> None:
         """Put `make(convolution, stride of the attention branch)` in place of the 3x3 convolution, the only one, unless

@@ -56,7 +56,7 @@ class ConvBlock(nn.Module):
     conv_drop is a plain convolution's; an augmented one has its own.
     """
 
-    attends: torch.jit.Final[bool]
+    attends: bool
 
     def __init__(
         self,
@@ -120,9 +120,9 @@ class DenseStage(nn.Module):
         x = self.proj(self.pool(x))
         features = [x]
         logits: Tensor | None = None
-        for merge, block in zip(self.merge, self.blocks):  # noqa: B905 (TorchScript has no strict)
+        for merge, block in zip(self.merge, self.blocks, strict=True):
             x = merge(x if len(features) == 1 else torch.cat(features, dim=1))
-            if self.grad_checkpointing and not torch.jit.is_scripting():
+            if self.grad_checkpointing:
                 x, logits = checkpoint(block, x, logits)
             else:
                 x, logits = block(x, logits)
@@ -228,7 +228,6 @@ class ConvTransformer(HeadedNetwork, nn.Module):
         )
         self.init_weights(zero_init_last)
 
-    @torch.jit.ignore
     def init_weights(self, zero_init_last: bool = True) -> None:
         """As `HeadedNetwork`; then zero for the last norm of each branch."""
         super().init_weights()
@@ -237,7 +236,6 @@ class ConvTransformer(HeadedNetwork, nn.Module):
                 nn.init.zeros_(block.bn.weight)
                 nn.init.zeros_(block.ff.conv2.bn.weight)
 
-    @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict:
         if coarse:
             return dict(stem=r"^stem", blocks=r"^stages\.(\d+)")

@@ -91,13 +91,12 @@ class TokenStage(AttnStage):
     ) -> tuple[Tensor, Tensor | None]:
         logits, first_values = prev_logits, self.first_values(x)
         for block in self:
-            if self.grad_checkpointing and not torch.jit.is_scripting():
+            if self.grad_checkpointing:
                 x, logits = checkpoint(block, x, logits, feat_size, first_values)
             else:
                 x, logits = block(x, logits, feat_size, first_values)
         return x, logits
 
-    @torch.jit.ignore
     def one_by_one(self, feat_size: tuple[int, int]) -> list[Callable[[Tensor], Tensor]]:
         """Return the blocks as functions of the tokens alone, to be called once each and in order."""
         logits = first_values = None
@@ -214,7 +213,6 @@ class _Evolves:
         as_timms.grad_checkpointing = False  # the functions know it
         return super(_Evolves, as_timms).forward_intermediates(x, *args, **kwargs)
 
-    @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         super().set_grad_checkpointing(enable)
         self.blocks.grad_checkpointing = enable

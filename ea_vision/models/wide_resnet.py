@@ -22,7 +22,6 @@ Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map,
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from timm.layers import BatchNormAct2d, ClassifierHead, DropPath, SEModule
 from timm.models import generate_default_cfgs
@@ -67,7 +66,7 @@ class WideBlock(nn.Module):
         gate: module on the branch's output, such as squeeze-excite.
     """
 
-    attends: torch.jit.Final[bool]
+    attends: bool
 
     def __init__(
         self,
@@ -221,7 +220,6 @@ class WideResNet(HeadedNetwork, nn.Module):
         )
         self.init_weights()
 
-    @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict:
         blocks = r"^group(\d+)" if coarse else r"^group(\d+)\.(\d+)"
         return dict(stem=r"^conv_stem", blocks=[(blocks, None), (r"^norm", (99999,))])

@@ -1,7 +1,7 @@
 """Evolving attention in readable torch: what every faster implementation is held to, outputs and gradients.
 
 The layers of `ea_vision.layers` compute the same, one module after another, with the functions of this file: where the
-reference is forced, where a hook wants to see the maps, in TorchScript, and for evolutions that have only `forward`.
+reference is forced, where a hook wants to see the maps, and for evolutions that have only `forward`.
 """
 
 import torch

@@ -60,7 +60,6 @@ def test_the_branch_reads_them_at_the_maps_size(position, size, options):
         else torch.cat([pooled, loop_coordinates(*map_size).expand(2, -1, -1, -1)], 1)
     )
     assert_close(layer.attend(x, None), plain.attend(placed, None))
-    assert_close(torch.jit.script(layer)(x), layer(x))
 
 
 @pytest.mark.parametrize("position", ["none", "sine", "coord"])

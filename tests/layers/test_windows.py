@@ -209,7 +209,6 @@ def test_layer_is_the_same_in_every_way(options):
     assert logits is None
     with use_implementation("reference"):
         assert_close(layer(x)[0], y)
-    assert_close(torch.jit.script(layer)(x)[0], y)
     y.square().sum().backward()
     assert all(p.grad.isfinite().all() and (p.grad != 0).any() for p in layer.parameters())
     one = make(**{**options, "head_window": 1, "head_border": "clip"})
@@ -256,7 +255,6 @@ def test_maps_evolve_whole_and_the_window_comes_after():
     attn = expected.exp() * ((down.abs() <= 1) & (right.abs() <= 1))
     out = attn @ v / attn.sum(-1, keepdim=True)
     assert_close(second.proj(out.transpose(-2, -1).reshape(2, 8, 5, 6)), y[:, 8:])
-    assert_close(torch.jit.script(second)(x, logits), (y, evolved))
     (y.sum() + evolved.sum()).backward()
     assert all(p.grad is not None for p in second.parameters())
 

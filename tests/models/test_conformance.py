@@ -16,7 +16,7 @@ from tests.models.zoo import (
     OUTLINES,
     TESTED,
     assert_checkpointing_changes_nothing,
-    assert_fx_and_torchscript_agree,
+    assert_fx_agrees,
     idle,
     layers_of,
     lively,
@@ -69,8 +69,8 @@ def test_gradient_checkpointing_changes_nothing(name, model):
     assert_checkpointing_changes_nothing(model, sample(name), name in CHAINED, atol=1e-5, rtol=1e-4)
 
 
-def test_fx_and_torchscript_and_one_after_the_other_compute_the_same(model, image):
-    assert_fx_and_torchscript_agree(model, image)
+def test_fx_and_a_trace_compute_the_same(model, image):
+    assert_fx_agrees(model, image)
 
 
 @torch.no_grad()
@@ -257,4 +257,4 @@ def test_normalised_queries_and_keys_in_every_family(network):
     model(image).square().sum().backward()
     assert idle(model, ".qk_gain") == []
     if network == NORMED[-1]:  # by the same layer in all of them
-        assert_fx_and_torchscript_agree(model, image)
+        assert_fx_agrees(model, image)

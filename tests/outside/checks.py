@@ -15,7 +15,7 @@ from ea_vision.models import list_networks
 from ea_vision.ops import use_implementation
 from tests.models.zoo import (
     assert_checkpointing_changes_nothing,
-    assert_fx_and_torchscript_agree,
+    assert_fx_agrees,
     assert_onnx_agrees,
     images,
 )
@@ -47,10 +47,10 @@ def test_one_chain_runs_through_both_stages(name, options):
     assert [layer.need_logits for layer in layers] == [evolving] * 3 + [False]
 
 
-def test_a_new_evolution_trains_with_checkpointing_and_goes_through_fx_and_torchscript():
+def test_a_new_evolution_trains_with_checkpointing_and_goes_through_fx():
     model = create("ea_aa_tiny", **OURS)
     assert_checkpointing_changes_nothing(model, IMAGES)
-    assert_fx_and_torchscript_agree(model, IMAGES)
+    assert_fx_agrees(model, IMAGES)
 
 
 @torch.no_grad()

@@ -20,14 +20,11 @@ class ResidualMaps(Evolution):
     def forward(self, logits: Tensor, prev_logits: Tensor) -> Tensor:
         return logits + self.share * prev_logits
 
-    @torch.jit.ignore
     def parts(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
         return {"shared_logits": evolved - logits}
 
-    @torch.jit.ignore
     def gates(self) -> dict[str, Tensor]:
         return {"share": self.share}
 
-    @torch.jit.ignore
     def changes_nothing(self) -> bool:
         return not self.share.any()

@@ -5,7 +5,6 @@ Two stages of plain blocks whose 3x3 convolutions are augmented; both attend at 
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from timm.layers import ClassifierHead, ConvNormAct, DropPath
 from timm.models import generate_default_cfgs
@@ -85,7 +84,6 @@ class TinyAttn(HeadedNetwork, nn.Module):
     def feature_steps(self):
         return [lambda x, logits: (self.stem(x), logits), self.stage1, self.stage2]
 
-    @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         return dict(stem=r"^stem", blocks=r"^stage(\d)" if coarse else r"^stage(\d)\.(\d+)")
 

@@ -78,7 +78,6 @@ class FourDimensionalConvolution(Evolution):
         )
         return (over_keys + over_queries.transpose(1, 2)).permute(0, 3, 1, 2)
 
-    @torch.jit.unused
     def by_kernel(
         self, logits: Tensor, prev_logits: Tensor, feat_size: tuple[int, int]
     ) -> Tensor | None:
@@ -103,21 +102,18 @@ class FourDimensionalConvolution(Evolution):
         )
 
     def forward(self, logits: Tensor, prev_logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        if not torch.jit.is_scripting():
-            evolved = self.by_kernel(logits, prev_logits, feat_size)
-            if evolved is not None:
-                return evolved
+        evolved = self.by_kernel(logits, prev_logits, feat_size)
+        if evolved is not None:
+            return evolved
         mixed = (logits + self.alpha * prev_logits).to(logits.dtype)
         patches = among_patches(mixed, self.num_prefix_tokens)
         return with_prefix(
             mixed, patches + self.convolve(patches, feat_size), self.num_prefix_tokens
         )
 
-    @torch.jit.ignore
     def parts(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
         """Return conv_logits: the sum of both convolutions, 0 where prefix tokens pass."""
         return {"conv_logits": evolved - (logits + self.alpha * prev_logits)}
 
-    @torch.jit.ignore
     def changes_nothing(self) -> bool:
         return not any(p.any() for p in self.parameters())

@@ -73,7 +73,6 @@ class MultiTokenAttention(Evolution):
         by_group = self._convolve(attn, self.conv_after).unflatten(1, self.heads_after.shape[:2])
         return torch.einsum("gce,ngcij->ngeij", self.heads_after, by_group).flatten(1, 2)
 
-    @torch.jit.ignore
     def changes_nothing(self) -> bool:
         start = type(self)(
             len(self.heads_before), tuple(self.conv_before.shape[2:]), self.heads_after.shape[1]

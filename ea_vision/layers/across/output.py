@@ -16,7 +16,6 @@ class OutputMechanism(Evolution):
     reads_previous = False
     mixes_output = True
 
-    @torch.jit.ignore
     def operands(self, prev_logits: Tensor | None) -> dict:
         return {}
 
@@ -87,6 +86,5 @@ class GatedAttention(OutputMechanism):
         gate = self.scale * self.gate(x).sigmoid()  # (B, N, K)
         return (out * gate.transpose(1, 2).unsqueeze(-1)).to(out.dtype)
 
-    @torch.jit.ignore
     def changes_nothing(self) -> bool:
         return self.scale == 2.0 and not self.gate.weight.any() and not self.gate.bias.any()

@@ -34,7 +34,6 @@ class Gained(Evolution):
         refined = self.refine(attn)
         return refined if self.gain is None else attn + self.gain * refined
 
-    @torch.jit.ignore
     def restore_start(self) -> None:
         for module in self.children():
             module.reset_parameters()

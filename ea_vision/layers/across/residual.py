@@ -1,6 +1,5 @@
 """The previous layer's logits added to a layer's own: RealFormer and ReViT."""
 
-import torch
 from torch import Tensor
 
 from ea_vision.layers.evolution import Evolution, new_gate, register_evolution
@@ -57,7 +56,6 @@ class ResidualAttention(Evolution):
             return (logits + alpha.view(-1, 1, 1) * prev_logits).to(logits.dtype)
         return logits + alpha * prev_logits
 
-    @torch.jit.ignore
     def operands(self, prev_logits: Tensor) -> dict:
         """Return those of EA without convolution: RealFormer's sum is half of twice the own logits and half of 2 alpha
         the previous."""

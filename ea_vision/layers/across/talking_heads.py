@@ -47,7 +47,6 @@ class TalkingHeads(Evolution):
     def mix_attn(self, attn: Tensor) -> Tensor:
         return mix_heads(attn, self.proj_w.weight, self.proj_w.bias)
 
-    @torch.jit.ignore
     def changes_nothing(self) -> bool:
         return (
             not any(
