@@ -49,6 +49,27 @@ except (KeyboardInterrupt, UsageError) as _error:
     sys.exit(2 if isinstance(_error, UsageError) else 130)
 
 
+def load(target: str, **kwargs):
+    """Load a network with its keywords and its weights, in evaluation mode.
+
+    Args:
+        target: the name of a model that has pretrained weights, a run folder, a file of weights or a checkpoint in a
+            run folder, an exported file, "hf-hub:OWNER/NAME" or "local-dir:FOLDER".
+        **kwargs: `device`, `img_size` (height, width) in pixels; further keywords of a model given by its name.
+
+    Raises:
+        UsageError: no such model, run or file, no weights, or weights that do not fit.
+    """
+    from ea_vision.recorder.loading import load_model
+
+    loaded = load_model(str(target), **kwargs)
+    if not loaded.trained:
+        raise UsageError(
+            f"there are no pretrained weights of {target}: timm.create_model({str(target)!r}) has random ones"
+        )
+    return loaded.model
+
+
 def __getattr__(name: str):
     """Import ea_vision.visualize when it is first named: training needs no matplotlib."""
     if name != "visualize":

@@ -32,12 +32,12 @@ from torch import Tensor, nn
 import ea_vision
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.files import atomic_write, check_output, csv_text
-from ea_vision.base.networks import create_classifier, lay_out
+from ea_vision.base.networks import DATA_KEYWORDS, create_classifier, lay_out
 from ea_vision.base.processes import choose_device
 from ea_vision.base.provenance import hardware
 from ea_vision.engine.evaluate import autocast
 from ea_vision.engine.optimizer import check_optimizer_name
-from ea_vision.recorder.loading import add_options, positive
+from ea_vision.recorder.loading import add_options, find_origin, positive
 from ea_vision.sizes import names_of, table
 
 EXAMPLES = """\
@@ -133,7 +133,11 @@ def live_network(name: str, images: Tensor) -> nn.Module:
         else torch.contiguous_format
     )
     try:
-        model = create_classifier(name, {}, num_classes=1000, img_size=images.shape[-1])[0]
+        origin = find_origin(name)
+        kwargs = {key: value for key, value in origin.kwargs.items() if key not in DATA_KEYWORDS}
+        model, _ = create_classifier(
+            origin.name, kwargs, num_classes=1000, img_size=images.shape[-1]
+        )
         model = lay_out(model.to(images.device), layout).train()
         for norm in model.modules():
             if (

@@ -23,6 +23,7 @@ with the biases of the projections, FLOPs in the profiler's counting. AA paper: 
 """
 
 import argparse
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -39,11 +40,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ea_vision.base.errors import UsageError, near_matches
 from ea_vision.base.files import atomic_write, check_output, csv_text
-from ea_vision.base.networks import check_model_name
+from ea_vision.base.networks import hub_source
 from ea_vision.base.tables import markdown
 from ea_vision.layers import AugmentedConv2d, TokenAttention
 from ea_vision.models import get_network, list_networks
 from ea_vision.ops import use_implementation
+from ea_vision.recorder.loading import find_origin, input_size
 
 BFLOAT16 = 2  # bytes of a number
 
@@ -155,32 +157,37 @@ def count(model: nn.Module, input_size: tuple[int, int, int]) -> Counts:
 
 @cache
 def count_network(name: str) -> tuple[tuple[int, int, int], Counts]:
-    """Build a network registered with timm and count it: return its input (C, H, W), and what was counted.
+    """Build a network, by a name or a path that `find_origin` knows, and count it.
+
+    Returns:
+        its input (C, H, W), and what was counted.
 
     Raises:
-        UsageError: no model of that name.
+        UsageError: no such model, or a detector.
     """
-    check_model_name(name)
+    origin = find_origin(name)
+    if origin.create is not timm.create_model:
+        raise UsageError(f"a network that classifies is required, and {origin.label} is a detector")
     with torch.device("meta"):
-        model = timm.create_model(name)
+        model = origin.build()
     size = model.default_cfg["input_size"]
+    if origin.kwargs:
+        size = (size[0], *input_size(model, {"input_size": size}))
     return size, count(model, size)
 
 
 def names_of(words: Sequence[str]) -> list[str]:
-    """Return the networks that patterns, parts of names or names stand for; all of ours without any.
+    """Return the networks that patterns, parts of names, names or paths stand for; all of ours without any.
 
     Raises:
         UsageError: a word that fits none.
     """
     names: dict[str, None] = {}
     for word in words or ["*"]:
-        pattern = word if set(word) & set("*?[") else f"*{word}*"
-        found = (
-            [word]
-            if timm.is_model(word)
-            else [name for name in list_networks() if fnmatch(name, pattern)]
-        )
+        found = [word]
+        if not (timm.is_model(word) or hub_source(word)[0] or os.path.exists(word)):
+            pattern = word if set(word) & set("*?[") else f"*{word}*"
+            found = [name for name in list_networks() if fnmatch(name, pattern)]
         if not found:
             raise UsageError(
                 f"no network fits {word!r}; {near_matches(word, list_networks(), 'networks')}"

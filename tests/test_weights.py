@@ -1,24 +1,40 @@
-"""The shipped weights load by name, without a network, and have a card that says what they reach."""
+"""The shipped weights load by name, without a network, and have a card that says what they reach. Weights know what
+they were made with, and go round in timm's usual ways."""
 
+import inspect
 import re
+import shutil
 import tarfile
 from pathlib import Path
 
+import huggingface_hub
 import pandas as pd
 import pytest
+import safetensors.torch
 import timm
 import torch
 from PIL import Image
-from timm.models import adapt_input_conv
+from timm.models import adapt_input_conv, build_model_with_cfg, save_for_hf
 from torch.testing import assert_close
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-import ea_vision  # noqa: F401
+import ea_vision
+from ea_vision import predict, sizes
+from ea_vision.base.errors import UsageError
+from ea_vision.base.networks import create_classifier
+from ea_vision.engine import run_folder
 from tests.slow import slow_but
 
 OURS = timm.list_models(module="conv_transformer") + timm.list_models(module="attn_resnet")
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = [name for name in timm.list_pretrained() if name.split(".")[0] in OURS]
+DEFAULT = "ea_conv_transformer_cifar.long_c10"
+CIFAR10 = [name for name in SHIPPED if name.endswith("_c10")]
+NAME, TAG = DEFAULT.split(".")  # its weights need qk_norm=True, which the network itself has not
+
+
+def card_of(name):
+    return Path(timm.get_pretrained_cfg(name).file).with_suffix(".md").read_text()
 
 
 def test_each_has_its_card():
@@ -26,28 +42,24 @@ def test_each_has_its_card():
         name.split(".")[0] for name in SHIPPED
     }
     for name in SHIPPED:
-        card = Path(timm.get_pretrained_cfg(name).file).with_suffix(".md").read_text()
-        assert (
-            name in card
-            and re.search(r"\d\d\.\d\d% top-1", card)
-            and "commit" in card
-            and "SHA-256" in card
-        )
+        card = card_of(name)
+        assert name in card
+        assert re.search(r"\d\d\.\d\d% top-1", card)
+        assert "commit" in card
+        assert "SHA-256" in card
 
 
-@pytest.mark.parametrize("name", slow_but({"ea_conv_transformer_cifar.long_c10"}, SHIPPED))
+@pytest.mark.parametrize("name", slow_but({DEFAULT}, SHIPPED))
 @torch.no_grad()
 def test_weights_are_adapted_in_timms_ways(name):
-    def create(**options):
-        return timm.create_model(name, pretrained=True, **options).eval()
-
-    plain, grey, four = create(), create(in_chans=1), create(in_chans=4, num_classes=3)
-    side, stem = plain.default_cfg["input_size"][-1], plain.default_cfg["first_conv"] + ".weight"
+    plain = timm.create_model(name, pretrained=True).eval()
+    grey = timm.create_model(name, pretrained=True, in_chans=1).eval()
+    four = timm.create_model(name, pretrained=True, in_chans=4, num_classes=3).eval()
+    side = plain.default_cfg["input_size"][-1]
+    stem = plain.default_cfg["first_conv"] + ".weight"
     x = torch.randn(2, 1, side, side)
-    rounding = dict(
-        atol=0.02, rtol=0.01
-    )  # the file's half precision, in which timm adapts the stem
-    assert_close(grey(x), plain(x.expand(-1, 3, -1, -1)), **rounding)
+    # timm adapts the stem in the file's half precision
+    assert_close(grey(x), plain(x.expand(-1, 3, -1, -1)), atol=0.02, rtol=0.01)
     adapted = adapt_input_conv(4, plain.get_parameter(stem))
     assert_close(four.get_parameter(stem), adapted, atol=1e-3, rtol=1e-3)
     assert four(x.expand(-1, 4, -1, -1)).shape == (2, 3)
@@ -55,7 +67,8 @@ def test_weights_are_adapted_in_timms_ways(name):
     # the tables are resized on load, as the plain network resizes them at every call
     size = (side * 5 // 4, side * 3 // 2)
     x = torch.randn(1, 3, *size)
-    assert_close(create(img_size=size)(x), plain(x), atol=1e-4, rtol=1e-4)
+    larger = timm.create_model(name, pretrained=True, img_size=size).eval()
+    assert_close(larger(x), plain(x), atol=1e-4, rtol=1e-4)
 
 
 def test_results_are_those_of_the_cards():
@@ -63,27 +76,231 @@ def test_results_are_those_of_the_cards():
     ten = {name for name in SHIPPED if timm.get_pretrained_cfg(name).num_classes == 10}
     assert set(rows.index) == ten  # else `python experiments/shipped_weights.py` is due
     for name, row in rows.iterrows():
-        card = Path(timm.get_pretrained_cfg(name).file).with_suffix(".md").read_text()
-        said = list(map(float, re.search(r"(\d+\.\d+)% top-1, (\d+\.\d+)% top-5", card).groups()))
-        assert [row["top1"], row["top5"]] == pytest.approx(said, abs=0.05)
+        top1, top5 = re.search(r"(\d+\.\d+)% top-1, (\d+\.\d+)% top-5", card_of(name)).groups()
+        assert row["top1"] == pytest.approx(float(top1), abs=0.05)
+        assert row["top5"] == pytest.approx(float(top5), abs=0.05)
         assert row["top1"] + row["top1_err"] == pytest.approx(100)
 
 
-@pytest.mark.parametrize(
-    "name",
-    slow_but(
-        {"ea_conv_transformer_cifar.long_c10"}, [name for name in SHIPPED if name.endswith("_c10")]
-    ),
-)
+@pytest.mark.parametrize("name", slow_but({DEFAULT}, CIFAR10))
 def test_weights_know_their_images(name, shared):
     model = timm.create_model(name, pretrained=True).eval()
-    cfg, images, targets = model.pretrained_cfg, [], []
+    cfg = model.pretrained_cfg
+    images = []
+    targets = []
     with tarfile.open(shared / "data" / "cifar10" / "test.tar") as tar:
-        for member in [m for m in tar if m.isfile()][::100]:  # 100 images, all classes
-            images.append(pil_to_tensor(Image.open(tar.extractfile(member)).convert("RGB")))
+        files = [member for member in tar if member.isfile()]
+        for member in files[::100]:  # 100 images, all classes
+            image = Image.open(tar.extractfile(member)).convert("RGB")
+            images.append(pil_to_tensor(image))
             targets.append(cfg["label_names"].index(member.name.split("/")[-2]))
     x = torch.stack(images) / 255
-    mean, std = (torch.tensor(cfg[key]).view(-1, 1, 1) for key in ("mean", "std"))
+    mean = torch.tensor(cfg["mean"]).view(-1, 1, 1)
+    std = torch.tensor(cfg["std"]).view(-1, 1, 1)
     with torch.no_grad():
         predicted = model((x - mean) / std).argmax(1)
     assert (predicted == torch.tensor(targets)).float().mean() > 0.65
+
+
+# ---- timm's ways to load weights -------------------------------------------------------------------------------------
+
+
+def assert_same(model, other):
+    assert not model.training
+    image = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(model(image), other(image))
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    return timm.create_model(NAME, pretrained=True).eval()
+
+
+@pytest.fixture
+def run(tmp_path, shipped):
+    """A run folder of the shipped network, fine-tuned for three classes."""
+    torch.manual_seed(0)
+    folder = tmp_path / "runs" / "mine"
+    folder.mkdir(parents=True)
+    model, kwargs = create_classifier(NAME, {}, num_classes=3, img_size=32, pretrained=True)
+    about = {
+        "model_kwargs": kwargs,
+        "classes": ["a", "b", "c"],
+        "mean": [0.5] * 3,
+        "std": [0.2] * 3,
+    }
+    run_folder.write_config(folder, {"model": NAME, "dataset": "folder"}, about)
+    run_folder.write_weights(folder, model.state_dict())
+    return folder, model.eval()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"pretrained_cfg": TAG},
+        {"pretrained_cfg_overlay": {"mean": (0.5, 0.5, 0.5)}},
+        {"pretrained_cfg_overlay": {"crop_pct": 0.9}},
+        {"pretrained_cfg": timm.get_pretrained_cfg(NAME)},
+        {"pretrained_cfg": timm.create_model(NAME).pretrained_cfg},
+        {"qk_norm": True, "alpha": 0.5, "beta": 1.0, "drop_rate": 0.1},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_shipped_weights_load_in_timms_ways(options, shipped):
+    assert_same(timm.create_model(NAME, pretrained=True, **options).eval(), shipped)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"evolution": "pa"}, f"{DEFAULT} were trained with evolution=ea, got evolution=pa"),
+        ({"window": 3}, "trained with the default window, got window=3"),
+        ({"alpha": 0.3}, "trained with the default alpha, got alpha=0.3"),
+        ({"qk_norm": False}, "trained with qk_norm=True, got qk_norm=False"),
+    ],
+)
+def test_shipped_weights_refuse_another_network(options, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        timm.create_model(NAME, pretrained=True, **options)
+
+
+@pytest.mark.parametrize("shipped_file", [True, False])
+def test_a_file_of_weights_refuses_another_network(run, shipped_file):
+    """By a file's path, of the package or of a run; PA's fit EA's names and shapes."""
+    folder, _ = run
+    path = folder / "model.safetensors"
+    if shipped_file:
+        path = timm.get_pretrained_cfg(NAME).file
+    message = "were trained with evolution=ea, got evolution=pa"
+    overlay = {"file": str(path), "num_classes": 10 if shipped_file else 3}
+    with pytest.raises(UsageError, match=message):
+        timm.create_model(
+            "pa_conv_transformer_cifar", pretrained=True, pretrained_cfg_overlay=overlay
+        )
+    if not shipped_file:  # --pretrained-path
+        with pytest.raises(UsageError, match=message):
+            create_classifier(
+                "pa_conv_transformer_cifar", {}, num_classes=3, img_size=32, weights=str(path)
+            )
+
+
+def test_a_fine_tuned_run_loads_as_docs_train_says(run):
+    folder, model = run
+    path = folder / "model.safetensors"
+    assert_same(timm.create_model(NAME, num_classes=3, checkpoint_path=path).eval(), model)
+    overlay = {"file": str(path), "num_classes": 3}
+    again = timm.create_model(NAME, pretrained=True, num_classes=3, pretrained_cfg_overlay=overlay)
+    assert_same(again.eval(), model)
+    assert again.trained_with == {"qk_norm": True}
+    created, kwargs = create_classifier(NAME, {}, num_classes=3, img_size=32, weights=str(path))
+    assert_same(created.eval(), model)
+    assert kwargs["qk_norm"] is True
+    with pytest.raises(RuntimeError, match="qk_gain"):
+        timm.create_model(NAME, num_classes=3, qk_norm=False, checkpoint_path=path)
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_a_network_saved_for_the_hub_loads_as_docs_faq_says(tmp_path, run, safe, monkeypatch):
+    """From a folder, and from the hub, here its cache."""
+    _, model = run
+    save_for_hf(model, tmp_path / "saved", safe_serialization=safe)
+    name = f"local-dir:{tmp_path / 'saved'}"
+    assert_same(timm.create_model(name, pretrained=True).eval(), model)
+    assert_same(ea_vision.load(name), model)
+    assert_same(ea_vision.load(tmp_path / "saved"), model)
+    # older timm does not hand on what config.json says
+    if "pretrained_model_args" in inspect.signature(build_model_with_cfg).parameters:
+        with pytest.raises(UsageError, match="trained with evolution=ea, got evolution=pa"):
+            timm.create_model(name, pretrained=True, evolution="pa")
+
+    repository = tmp_path / "cache" / "models--me--net"
+    shutil.copytree(tmp_path / "saved", repository / "snapshots" / "abc")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    cache = str(tmp_path / "cache")
+    assert_same(ea_vision.load("hf-hub:me/net", cache_dir=cache), model)
+    with pytest.raises(UsageError, match="weights of hf-hub:me/other cannot be fetched"):
+        ea_vision.load("hf-hub:me/other", cache_dir=cache)
+
+
+@pytest.mark.parametrize(
+    "plain, options",
+    [
+        (dict(model_name="vit_tiny_patch16_224", img_size=32), dict(kind="ea")),
+        (
+            dict(model_name="vit_tiny_patch16_224", img_size=32),
+            dict(kind="pa", start="paper", alpha=0.3, learnable=False, attn_layers=[2]),
+        ),
+        (
+            dict(model_name="vit_small_patch16_dinov3", img_size=32),
+            dict(kind="residual", token_conv=True, value_residual=True),
+        ),
+    ],
+)
+def test_an_evolved_network_saved_for_the_hub_evolves(tmp_path, plain, options):
+    torch.manual_seed(0)
+    network = timm.create_model(**plain, depth=2, num_classes=5)
+    model = ea_vision.evolve(network, **options).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    # timm writes these by itself from 1.0.30 on
+    arguments = {"depth": 2, "num_classes": 5, "img_size": 32, **model._model_args}
+    save_for_hf(model, tmp_path, safe_serialization=True, model_args=arguments)
+    name = f"local-dir:{tmp_path}"
+    assert_same(timm.create_model(name, pretrained=True).eval(), model)
+    assert_same(ea_vision.load(name), model)
+    assert network.pretrained_cfg["architecture"] == plain["model_name"]
+
+
+def test_unevolved_networks_have_their_own_name_again():
+    plain = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
+    back = ea_vision.unevolve(ea_vision.evolve(plain, "ea"))
+    assert back.pretrained_cfg == plain.pretrained_cfg
+
+
+def test_an_evolved_network_without_its_keywords_says_how_to_save_them(tmp_path):
+    with pytest.raises(ValueError, match=r"save_for_hf\(model, ..., model_args=model._model_args"):
+        timm.create_model("evolved_transformer")
+
+
+# ---- ea_vision.load and the commands ---------------------------------------------------------------------------------
+
+
+def test_load_takes_names_runs_and_files(tmp_path, run, shipped):
+    folder, model = run
+    copied = tmp_path / "copied.safetensors"
+    shutil.copy(folder / "model.safetensors", copied)
+    for target in (folder, str(folder), folder / "model.safetensors", copied):
+        assert_same(ea_vision.load(target), model)
+    for target in (NAME, DEFAULT, timm.get_pretrained_cfg(NAME).file):
+        assert_same(ea_vision.load(target), shipped)
+
+
+def test_load_says_what_is_missing(tmp_path, shipped):
+    unnamed = tmp_path / "unnamed.safetensors"
+    safetensors.torch.save_file(shipped.state_dict(), unnamed)
+    for target, message in (
+        ("ea_aa_resnet50", "no pretrained weights of ea_aa_resnet50: timm.create_model"),
+        ("ea_aa_resnet5", "unknown model or run folder 'ea_aa_resnet5'"),
+        (f"local-dir:{tmp_path}", "must be a folder with a config.json"),
+        (unnamed, "unnamed.safetensors does not say of which network it is"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            ea_vision.load(target)
+
+
+def test_commands_take_the_same_names(tmp_path, run, capsys):
+    folder, model = run
+    save_for_hf(model, tmp_path / "saved", safe_serialization=True)
+    copied = tmp_path / "copied.safetensors"
+    shutil.copy(folder / "model.safetensors", copied)
+    printed = set()
+    for target in (str(folder), str(copied), f"local-dir:{tmp_path / 'saved'}"):
+        assert predict.main([target, str(ROOT / "docs" / "cat.jpg")]) == 0
+        assert sizes.main(["--sizes", target, "--csv", "-"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        printed.add(lines[-1].removeprefix(target))
+    assert len(printed) == 1

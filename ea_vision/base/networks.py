@@ -1,6 +1,7 @@
 """Models by name and their weights, with errors that name what was near."""
 
 import hashlib
+import json
 import pickle
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -29,6 +30,8 @@ SCENES = (
     "street",
 )  # of experiments/scenes, likewise
 
+DATA_KEYWORDS = ("num_classes", "in_chans", "img_size")  # of a model, fixed by data and options
+
 # What constructors raise on keywords that make no sense to them.
 REFUSALS = (
     ValueError,
@@ -42,24 +45,42 @@ REFUSALS = (
 )
 
 
+def hub_source(name: str) -> tuple[str, str]:
+    """Return timm's ("hf-hub", OWNER/NAME) or ("local-dir", FOLDER) of a name that begins so; ("", name) of others."""
+    source, colon, place = name.partition(":")
+    if colon and source in ("hf-hub", "local-dir"):
+        return source, place
+    return "", name
+
+
 def check_model_name(name: str, alternative: str = "") -> None:
     """Raise UsageError, with near matches, unless timm has a model of this name (a `.tag` is allowed).
 
-    alternative: what else it might be, "or run folder "; then the folders beside a path are near matches, too.
+    A name may also be hf-hub:OWNER/NAME, which is not looked up here, or local-dir:FOLDER.
+
+    Args:
+        alternative: what else it might be, "or run folder "; then the folders beside a path are near matches, too.
     """
-    if not timm.is_model(name):
-        folder = Path(name).parent
-        beside = (
-            list(map(str, filter(Path.is_dir, folder.glob("*"))))
-            if alternative and "/" in name
-            else []
+    source, place = hub_source(name)
+    if source == "local-dir" and not Path(place, "config.json").is_file():
+        raise UsageError(
+            f"{name} must be a folder with a config.json, as timm's save_for_hf writes"
         )
-        near = (
-            near_matches(name, beside, f"folders in {folder}")
-            if beside
-            else near_matches(name.split(".")[0], timm.list_models(), "models")
+    if source or timm.is_model(name):
+        return
+    if not alternative and Path(name, "config.yaml").is_file():
+        raise UsageError(
+            f"the name of a model is required, got the run {name}: --pretrained-path {name} begins with its weights"
         )
-        raise UsageError(f"unknown model {alternative}{name!r}; {near}")
+    folder = Path(name).parent
+    beside = []
+    if alternative and "/" in name:
+        beside = [str(path) for path in folder.glob("*") if path.is_dir()]
+    if beside:
+        near = near_matches(name, beside, f"folders in {folder}")
+    else:
+        near = near_matches(name.split(".")[0], timm.list_models(), "models")
+    raise UsageError(f"unknown model {alternative}{name!r}; {near}")
 
 
 def create_classifier(
@@ -174,20 +195,20 @@ def _unknown_keyword(error: Exception) -> str | None:
     return found[1] if found else None
 
 
-def pretrained_model(name: str, kwargs: dict) -> nn.Module:
-    """Create a model with its pretrained weights.
+def pretrained_model(name: str, kwargs: dict | None = None, **more: Any) -> nn.Module:
+    """Create a model with its pretrained weights, by a registered name, hf-hub:OWNER/NAME or local-dir:FOLDER.
 
     Raises:
         TypeError: it lacks a keyword.
         UsageError: no such model or weights, or they cannot be fetched or loaded.
     """
     check_model_name(name)
-    if not timm.models.is_model_pretrained(name):
+    if not hub_source(name)[0] and not timm.models.is_model_pretrained(name):
         raise UsageError(
             f"there are no pretrained weights of {name}: train it, or give a file by --pretrained-path"
         )
     try:
-        model = timm.create_model(name, pretrained=True, **kwargs)
+        model = timm.create_model(name, pretrained=True, **(kwargs or {}), **more)
         shipped = str(model.pretrained_cfg.get("file") or "")
         if shipped.endswith(".safetensors"):
             read_weights(Path(shipped))  # for its checksum, which timm does not ask for
@@ -221,6 +242,7 @@ def _with_weights(name: str, kwargs: dict, path: str, notice) -> nn.Module:
             notice(f"{key} of {path} is {list(state[key].shape)}: not taken for {list(own.shape)}")
             state[key] = own
     given = {
+        "file": path,  # whose metadata names the keywords; the tensors are these
         "state_dict": state,
         "num_classes": model.num_classes,
         "label_offset": 0,
@@ -254,6 +276,22 @@ def encode_weights(state: dict[str, torch.Tensor], about: dict[str, str] | None 
     return safetensors.torch.save(
         state, {"format": "pt", **(about or {}), "sha256": _digest_of(state)}
     )
+
+
+def read_made_with(path: Path) -> dict[str, Any] | None:
+    """Return what a weights file says of the network that it was made with, or None where it says nothing.
+
+    Returns:
+        model, its registered name; model_kwargs; and for a run of ours also task, classes, mean, std.
+    """
+    if path.suffix.lower() != ".safetensors" or not path.is_file():
+        return None
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            said = (file.metadata() or {}).get("made_with")
+    except (OSError, safetensors.SafetensorError):  # reading the weights says what is wrong
+        return None
+    return json.loads(said) if said else None
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:

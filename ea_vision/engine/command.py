@@ -19,7 +19,13 @@ from torch import nn
 
 from ea_vision.base.errors import UsageError, near_matches
 from ea_vision.base.files import check_writable, write_json
-from ea_vision.base.networks import check_model_name, create_classifier, lay_out
+from ea_vision.base.networks import (
+    DATA_KEYWORDS,
+    check_model_name,
+    create_classifier,
+    lay_out,
+    read_made_with,
+)
 from ea_vision.base.processes import World, join_world
 from ea_vision.base.provenance import hardware, provenance
 from ea_vision.base.units import duration
@@ -200,7 +206,8 @@ def resolve_target(schema: type, target: str, given: dict) -> tuple[Any, Path | 
 
     Args:
         schema: the trainer's config class.
-        target: a run folder, whose options are the defaults, or the name of a model.
+        target: a run folder, whose options are the defaults, the name of a model, or a file of weights that says
+            of which network it is.
         given: options of the command line.
 
     Raises:
@@ -215,6 +222,12 @@ def resolve_target(schema: type, target: str, given: dict) -> tuple[Any, Path | 
                     f"--evaluate {target} is a run with {key} {saved.get(key)!r}, got {given[key]!r}"
                 )
         return resolve(schema, {"recipe": str(path), **given}), path.parent
+    made = read_made_with(Path(target))
+    if made is not None:
+        kwargs = made["model_kwargs"].items()
+        kwargs = {key: value for key, value in kwargs if key not in DATA_KEYWORDS}
+        of_file = {"model": made["model"], "model_kwargs": kwargs, "pretrained_path": target}
+        return resolve(schema, {**of_file, **given}), None
     check_model_name(target, "or run folder ")
     if given.get("model", target) != target:
         raise UsageError(f"--evaluate {target} names the model, got --model {given['model']}")

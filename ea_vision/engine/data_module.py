@@ -134,13 +134,16 @@ class DataModule:
         Raises:
             UsageError: weights that are missing or do not fit, or other classes than those of the data.
         """
-        config, output = self.config, Path("runs") / f"evaluation-{target}"
+        config, output = self.config, Path("runs") / f"evaluation-{target.replace('/', '_')}"
         if run is not None:
             model, _, about = run_folder.load_run(run)
             expected, output = about["classes"], run / "evaluation"
         elif config.pretrained_path:
             model, _ = create_classifier(
-                target, config.model_kwargs, num_classes=len(self.classes), img_size=config.img_size
+                config.model,
+                config.model_kwargs,
+                num_classes=len(self.classes),
+                img_size=config.img_size,
             )
             load_weights(model, Path(config.pretrained_path))
             expected = None

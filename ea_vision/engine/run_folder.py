@@ -36,6 +36,8 @@ CONFIG, METRICS, WEIGHTS, RESULTS = (
     "model.safetensors",
     "results.json",
 )
+# of a run's `about` section, in the metadata of its weights
+SAID_BY_WEIGHTS = ("model_kwargs", "task", "classes", "category_ids", "mean", "std")
 SNAPSHOTS = "snapshots"  # the folder of --snapshot-epochs
 MEASURES = ("top1", "top5")  # of an evaluation, in percent; another trainer may have others
 CLASSIFICATION = (
@@ -149,9 +151,18 @@ def read_metrics(folder: Path) -> dict[str, list[float]]:
 # ---- weights and results --------------------------------------------------------------------------------------------
 
 
+def made_with(folder: Path) -> dict[str, str]:
+    """Return the metadata of a run's weights: which network they are of, and how it sees its images."""
+    if not (folder / CONFIG).is_file():
+        return {}
+    config, about = read_config(folder)
+    said = {key: about[key] for key in SAID_BY_WEIGHTS if key in about}
+    return {"made_with": json.dumps({"model": config.get("model"), **said})}
+
+
 def write_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     """Write model.safetensors, for `timm.create_model(..., checkpoint_path=...)`."""
-    atomic_write(folder / WEIGHTS, encode_weights(weights))
+    atomic_write(folder / WEIGHTS, encode_weights(weights, made_with(folder)))
 
 
 def write_snapshot(folder: Path, weights: dict[str, torch.Tensor], epoch: int) -> None:
@@ -159,7 +170,7 @@ def write_snapshot(folder: Path, weights: dict[str, torch.Tensor], epoch: int) -
     create(folder / SNAPSHOTS)
     atomic_write(
         folder / SNAPSHOTS / f"epoch_{epoch:04d}.safetensors",
-        encode_weights(weights, {"epoch": str(epoch)}),
+        encode_weights(weights, {"epoch": str(epoch), **made_with(folder)}),
     )
 
 

@@ -146,7 +146,8 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
             "none"; "sine": sines and cosines added to the branch's input; "coord": coordinates appended to it (both
             after pooling, see `ea_vision.layers.positions`).
         qk_norm: whether each head's queries and keys are divided by the root of their mean square, in float32, before
-            scale and position terms. The parameter `qk_gain` (K), which begins at 1, multiplies the queries.
+            scale and position terms. The parameter `qk_gain` (K), which begins at 1, multiplies the queries. None:
+            they are not, unless a checkpoint that is loaded has `qk_gain`; False refuses such a checkpoint.
         pool_attention: how many further poolings precede the attention (True is one); the branch's result is then
             resized bilinearly to the convolution's size.
         evolution: `Evolution` of a layer that has a predecessor in its chain, or None.
@@ -181,7 +182,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         num_heads: int = 8,
         feat_size: tuple[int, int],
         position: str = "relative",
-        qk_norm: bool = False,
+        qk_norm: bool | None = None,
         pool_attention: bool | int = False,
         evolution: nn.Module | None = None,
         attn_channels: int | None = None,
@@ -261,6 +262,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         self.height_rel = self.width_rel = None
         for name, size in self.table_sizes(self.feat_size):
             setattr(self, name, nn.Parameter(torch.empty(2 * size - 1, self.dim_head_qk, **dd)))
+        self.qk_norm = qk_norm
         self.qk_gain = nn.Parameter(torch.empty(num_heads, **dd)) if qk_norm else None
         self.evolution = evolution
         if evolution is not None:
@@ -336,7 +338,10 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
                 table[-beyond:] = table[-beyond - 1]
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
-        """Fit position tables of a checkpoint that was made for another map size."""
+        """Fit position tables of a checkpoint that was made for another map size, and take over its `qk_gain`."""
+        gain = state_dict.get(prefix + "qk_gain")
+        if gain is not None and self.qk_norm is None and self.qk_gain is None:
+            self.qk_gain = nn.Parameter(self.qkv.weight.new_empty(gain.shape))
         for name, size in self.table_sizes(self.feat_size):
             table = state_dict.get(prefix + name)
             if table is not None and table.ndim == 2 and table.shape[1] == self.dim_head_qk:

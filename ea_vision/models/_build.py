@@ -11,15 +11,17 @@ from typing import Any
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import (
     build_model_with_cfg,
+    get_pretrained_cfg,
+    is_model_pretrained,
     list_pretrained,
     register_model,
     resolve_pretrained_cfg,
 )
 from torch import nn
 
-from ea_vision.base.errors import UsageError
-from ea_vision.base.networks import SCENES
+from ea_vision.base.networks import SCENES, read_made_with
 from ea_vision.models._convert import checkpoint_filter_fn
+from ea_vision.models._made_with import MadeWith, check_agreement
 
 log = logging.getLogger(__name__)
 
@@ -53,13 +55,13 @@ def register_networks(
         def entry(
             pretrained: bool = False, *, name: str = name, network: Network = network, **kwargs: Any
         ):
-            trained = _trained_with(name, network, **kwargs) if pretrained else {}
+            trained = _trained_with(name, network, model_cls, kwargs) if pretrained else {}
             model = build_network(
                 model_cls, name, pretrained, **{**network.kwargs, **trained, **kwargs}
             )
-            model.trained_with = (
-                trained  # what building it again needs; timm's configuration has no place for it
-            )
+            # what building it again needs; timm's configuration has no place for it
+            model.trained_with = trained
+            model._model_args = dict(trained)  # timm's save_for_hf writes these
             return model
 
         entry.__name__ = entry.__qualname__ = name
@@ -69,27 +71,45 @@ def register_networks(
 
 
 def _trained_with(
-    name: str,
-    network: Network,
-    pretrained_cfg: Any = None,
-    pretrained_cfg_overlay: Any = None,
-    **kwargs: Any,
-) -> Mapping[str, Any]:
-    """Return the keywords that the weights timm would load were trained with; none of a caller's own weights.
+    name: str, network: Network, model_cls: type[nn.Module], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the keywords of the weights that timm will load, as far as neither network nor caller names them.
 
     Raises:
-        UsageError: keywords that contradict them.
+        UsageError: the network or the caller's keywords contradict them.
     """
-    if pretrained_cfg_overlay or not isinstance(pretrained_cfg, (str, type(None))):
+    made = _made_with(name, kwargs)
+    if made is None:
         return {}
-    tag = resolve_pretrained_cfg(name, pretrained_cfg).tag
-    trained = network.trained.get(tag, {})
-    for key, value in trained.items():
-        if kwargs.get(key, value) != value:
-            raise UsageError(
-                f"the weights {name}.{tag} were trained with {key}={value}, got {key}={kwargs[key]}"
-            )
-    return trained
+    check_agreement(made, {**network.kwargs, **kwargs}, model_cls)
+    return made.missing({**network.kwargs, **kwargs})
+
+
+def _made_with(name: str, kwargs: Mapping[str, Any]) -> MadeWith | None:
+    """Return what the weights that timm will load were made with, or None where nothing says it.
+
+    A network of another family is None, too: its weights are converted or do not fit.
+    """
+    cfg = resolve_pretrained_cfg(
+        name, kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay")
+    )
+    family, network = _NETWORKS[name]
+    saved = kwargs.get("pretrained_model_args")  # timm's, of a hub's or folder's config.json
+    if saved:
+        return MadeWith(cfg.hf_hub_id or cfg.file or name, {**network.kwargs, **saved})
+    if not cfg.file:
+        return None
+    path = Path(cfg.file)
+    for full in (path.stem, f"{name}.{cfg.tag}"):
+        base, _, tag = full.partition(".")
+        registered = base in _NETWORKS and is_model_pretrained(full)
+        if registered and get_pretrained_cfg(full).file == cfg.file:
+            trained = get_network(base).trained.get(tag, {})
+            return MadeWith(full, {**get_network(base).kwargs, **trained})
+    made = read_made_with(path)
+    if made is None or _NETWORKS.get(made["model"], ("",))[0] != family:
+        return None
+    return MadeWith(str(path), {**get_network(made["model"]).kwargs, **made["model_kwargs"]})
 
 
 def list_networks(module: str | None = None) -> list[str]:

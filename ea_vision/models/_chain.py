@@ -81,7 +81,7 @@ class AttentionConfig:
     v_ratio: dim_v likewise (upsilon).
     min_head_qk: least width of a head's queries; None is 20 with the paper's rule, else no limit.
     position: "relative", "none", "sine" or "coord", see `AugmentedConv2d`.
-    qk_norm: whether each head's queries and keys are normalised, see `AugmentedConv2d`.
+    qk_norm: whether each head's queries and keys are normalised; None: if loaded weights are, see `AugmentedConv2d`.
     window, head_window, head_border: of pixels and of neighbouring heads, see `AugmentedConv2d`.
     window_stages: the stages whose layers have these windows, by their numbers counted from 1; None is all.
     attn_stages: the stages, counted from 1, that have attention layers of ours; None is the family's, () is none.
@@ -95,7 +95,7 @@ class AttentionConfig:
     v_ratio: float = 0.1
     min_head_qk: int | None = None
     position: str = "relative"
-    qk_norm: bool = False
+    qk_norm: bool | None = None
     window: int | tuple[int, int] | None = None
     head_window: int = 1
     head_border: str = "clip"

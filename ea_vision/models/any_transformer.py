@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from ea_vision.layers import MapsAttention, TokenAttention
 from ea_vision.models import vision_transformer as ours
 from ea_vision.models._chain import frozen_statistics
+from ea_vision.models._made_with import forget_evolution, remember_evolution
 from ea_vision.models._mechanisms import Mechanisms
 
 CARRIED = "_ea_vision_carried"  # attribute of the tokens between blocks
@@ -479,6 +480,14 @@ def evolve(
         ours.give(evolving, mechanisms)
     else:
         _evolve_in_place(evolving, mechanisms)
+    asked = {
+        "kind": kind,
+        "attn_layers": chosen,
+        "prefix": prefix,
+        "token_conv": token_conv,
+        "value_residual": value_residual,
+    }
+    remember_evolution(evolving, {**asked, **options})
     return evolving
 
 
@@ -537,4 +546,5 @@ def unevolve(model: nn.Module) -> nn.Module:
             ):
                 if hasattr(module, name):
                     delattr(module, name)
+    forget_evolution(plain)
     return plain

@@ -4,8 +4,8 @@ import argparse
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,19 @@ import torch
 from PIL import Image
 from timm.data import ImageNetInfo
 from timm.layers import to_2tuple
+from timm.models import is_model, is_model_pretrained
 from torch import Tensor, nn
 from torchvision.transforms.v2.functional import normalize, pil_to_tensor
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.networks import check_model_name, load_state, load_weights, pretrained_model
+from ea_vision.base.networks import (
+    check_model_name,
+    hub_source,
+    load_state,
+    load_weights,
+    pretrained_model,
+    read_made_with,
+)
 from ea_vision.data.image_files import MAX_PIXELS
 from ea_vision.deployment.files import SUFFIXES, ExportedNetwork
 from ea_vision.detection.model import Detector, create_detector
@@ -29,12 +37,14 @@ from ea_vision.detection.transforms import fit_image
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.recorder.recording import AttentionLayer, recordable_layers
 
-TOKEN = (
-    r"cls|dist|mean|pool|(?:reg|pool)[1-9]\d*"  # as `recorder.recording.prefix_names` calls them
-)
+# as `recorder.recording.prefix_names` calls them
+TOKEN = r"cls|dist|mean|pool|(?:reg|pool)[1-9]\d*"
 NUMBER = "[0-9]{1,9}"
 PHOTO_SIDE = 512  # pixels of an image that is shown beside its maps
-WEIGHTS_HELP = "NAME of a timm model (pretrained where it has weights, else random), RUN folder, or a checkpoint in one"
+WEIGHTS_HELP = (
+    "NAME of a timm model (pretrained where it has weights, else random), RUN folder, a file of weights or a "
+    "checkpoint in one, hf-hub:OWNER/NAME or local-dir:FOLDER"
+)
 
 
 @dataclass
@@ -129,6 +139,88 @@ class DetectorModel(LoadedModel):
         return detect(self.model, images, batch_size)
 
 
+@dataclass
+class Origin:
+    """How a network is built, and where its weights are.
+
+    name, kwargs: for `create`. create: timm's create_model, or ours of a detector. weights: a file, or None for those
+    that its name stands for. label: for titles. options, about: of a run, where it is one.
+    """
+
+    name: str
+    label: str
+    kwargs: dict = field(default_factory=dict)
+    create: Callable[..., nn.Module] = timm.create_model
+    weights: Path | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def build(self, seed: int = 0) -> nn.Module:
+        """Return the network with random weights of a seed; torch's generator stays as it is.
+
+        Raises:
+            UsageError: it refuses its keywords.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            try:
+                return self.create(self.name, **self.kwargs)
+            except (ValueError, TypeError, RuntimeError) as error:
+                raise UsageError(f"model {self.name} cannot be created: {error}") from error
+
+
+def find_origin(target: str, **kwargs: Any) -> Origin:
+    """Return how the network is built that a name, a run folder, a file, hf-hub:... or local-dir:... stands for.
+
+    Args:
+        kwargs: further keywords of a model that is given by its name.
+
+    Raises:
+        UsageError: no such model, run or file, or a file that does not say of which network it is.
+    """
+    path = Path(target)
+    if not os.path.exists(path):
+        check_model_name(target, "or run folder ")
+        source, place = hub_source(target)
+        label = (
+            f"{target.partition(':')[0]}:{Path(place).name}" if source == "local-dir" else target
+        )
+        return Origin(target, label, kwargs)
+    folder = path if path.is_dir() else path.parent
+    if folder.name == run_folder.SNAPSHOTS:
+        folder = folder.parent
+    in_run = (folder / run_folder.CONFIG).is_file()
+    if path.is_dir() and not in_run and (path / "config.json").is_file():
+        return find_origin(f"local-dir:{target}", **kwargs)
+    if path.is_file() and not in_run and path.suffix.lower() == ".safetensors":
+        return _origin_of_file(path)
+    options, about = run_folder.read_config(folder)
+    name = options["model"]
+    label = f"{name}, {folder.resolve().name}"
+    weights = folder / run_folder.WEIGHTS if path.is_dir() else path
+    create = create_detector if "category_ids" in about else timm.create_model
+    return Origin(name, label, about["model_kwargs"], create, weights, options, about)
+
+
+def _origin_of_file(path: Path) -> Origin:
+    """Return the origin of a weights file outside of a run folder, by its metadata or by its name.
+
+    Raises:
+        UsageError: neither names a network.
+    """
+    about = read_made_with(path)
+    if about is not None:
+        create = create_detector if "category_ids" in about else timm.create_model
+        label = f"{about['model']}, {path.stem}"
+        return Origin(about["model"], label, about["model_kwargs"], create, path, about=about)
+    if is_model(path.stem):  # such as the weights that come with the package
+        return Origin(path.stem, path.stem, {"pretrained_cfg_overlay": {"file": str(path)}})
+    raise UsageError(
+        f"{path} does not say of which network it is, and no run folder holds it: "
+        f"timm.create_model(NAME, checkpoint_path={str(path)!r}) required"
+    )
+
+
 def load_model(
     target: str,
     *,
@@ -138,98 +230,99 @@ def load_model(
     device: str | torch.device = "cpu",
     **kwargs: Any,
 ) -> LoadedModel:
-    """Load NAME, RUN_FOLDER, or a checkpoint or weights file in a run folder.
+    """Load a model by its name, from a run folder, a checkpoint in one, a weights or exported file, or from a hub.
 
     Args:
+        target: a registered name, a path, hf-hub:OWNER/NAME or local-dir:FOLDER.
         random: random weights, whatever there is.
         img_size: (height, width) of the input in pixels; default: the model's own.
         seed: of random weights.
-        **kwargs: further keywords of a model given by NAME.
+        **kwargs: further keywords of a model given by its name.
 
     Raises:
         UsageError: no such model or run, unreadable or unfitting weights, a size that the model cannot take.
     """
     path = Path(target)
     if os.path.isfile(path) and path.suffix.lower() in SUFFIXES:
-        network = ExportedNetwork(path)
-        about, config = (
-            network.about,
-            {"input_size": (3, *network.about.size), **asdict(network.about)},
-        )
-        loaded = LoadedModel(network, about.name, about.size, config, classes=about.classes)
-    elif os.path.exists(path):
-        loaded = _load_run(path, random, seed)
+        loaded = _load_exported(path)
     else:
-        check_model_name(target, "or run folder ")
-        trained = not random and timm.models.is_model_pretrained(target)
-        model = _create(
-            lambda: (
-                pretrained_model(target, kwargs) if trained else timm.create_model(target, **kwargs)
-            ),
-            target,
-            seed,
-        )
-        loaded = as_loaded(model, target if trained else f"{target} (untrained)", trained)
-        loaded.weights = trained and model.pretrained_cfg.get("tag") or ""
+        origin = find_origin(target, **kwargs)
+        if origin.weights is None:
+            loaded = _load_by_name(origin, random, seed)
+        else:
+            loaded = _load_from_file(origin, path, random, seed)
     _set_size(loaded, img_size or loaded.img_size)
     loaded.model.eval().to(device)
+    return loaded
+
+
+def _load_exported(path: Path) -> LoadedModel:
+    """Load an ONNX or torch.export file."""
+    network = ExportedNetwork(path)
+    about = network.about
+    config = {"input_size": (3, *about.size), **asdict(about)}
+    return LoadedModel(network, about.name, about.size, config, classes=about.classes)
+
+
+def _load_by_name(origin: Origin, random: bool, seed: int) -> LoadedModel:
+    """Load a model with the weights that its name stands for, where there are any; else with random ones."""
+    has_weights = bool(hub_source(origin.name)[0]) or is_model_pretrained(origin.name)
+    trained = has_weights and not random
+    if trained:
+        origin.create = pretrained_model
+    model = origin.build(seed)
+    label = origin.label if trained else f"{origin.label} (untrained)"
+    loaded = as_loaded(model, label, trained)
+    if trained:
+        loaded.weights = model.pretrained_cfg.get("tag") or ""
+    return loaded
+
+
+def _load_from_file(origin: Origin, path: Path, random: bool, seed: int) -> LoadedModel:
+    """Load a network with the weights of a run or a file, for images of the kind that it was evaluated on."""
+    model = origin.build(seed)
+    label = f"{origin.label} (untrained)" if random else origin.label
+    epoch = None
+    if not random:
+        epoch = _load_file(model, origin.weights)
+        if epoch is not None:
+            label += f", epoch {epoch}"
+        elif path == origin.weights and origin.options:
+            label += f", {path.stem}"
+    about = origin.about
+    if origin.create is create_detector:
+        return DetectorModel(
+            model,
+            label,
+            img_size=(model.img_size, model.img_size),
+            config={"mean": (0.0,) * 3, "std": (1.0,) * 3},
+            epoch=epoch,
+            trained=not random,
+            classes=about["classes"],
+            category_ids=about["category_ids"],
+        )
+    loaded = as_loaded(model, label, not random)
+    loaded.epoch = epoch
+    loaded.classes = about.get("classes")
+    for key in ("mean", "std"):
+        if key in about:
+            loaded.config[key] = tuple(about[key])
+    options = origin.options
+    if "eval_resize" in options:  # of train-imagenet
+        side = options.get("eval_img_size") or options["img_size"]
+        loaded.img_size = (side, side)
+        loaded.config["crop_pct"] = side / options["eval_resize"]
+        loaded.config["interpolation"] = options["interpolation"]
+    elif "dataset" in options:  # train-cifar shows the whole image
+        loaded.config["crop_pct"] = 1.0
     return loaded
 
 
 def as_loaded(model: nn.Module, label: str, trained: bool = True) -> LoadedModel:
     """Return a network with what its own configuration tells of its images."""
     config = timm.data.resolve_model_data_config(model)
-    return LoadedModel(
-        model,
-        label,
-        input_size(model, config),
-        config,
-        trained=trained,
-        classes=known_classes(model),
-    )
-
-
-def _load_run(path: Path, random: bool, seed: int) -> LoadedModel:
-    """Load a run folder, or a file in one, for images as it was evaluated on. See `load_model`."""
-    folder = path if path.is_dir() else path.parent
-    folder = folder.parent if folder.name == run_folder.SNAPSHOTS else folder
-    options, run = run_folder.read_config(folder)
-    name, detects, epoch = options["model"], "category_ids" in run, None
-    create = create_detector if detects else timm.create_model
-    model = _create(lambda: create(name, **run["model_kwargs"]), name, seed)
-    label = f"{name}, {folder.resolve().name}"
-    if random:
-        label += " (untrained)"
-    else:
-        epoch = _load_file(model, folder / run_folder.WEIGHTS if path.is_dir() else path)
-        label += (
-            f", epoch {epoch}" if epoch is not None else f", {path.stem}" if path != folder else ""
-        )
-    if detects:
-        config = {"mean": (0.0,) * 3, "std": (1.0,) * 3}
-        return DetectorModel(
-            model,
-            label,
-            (model.img_size,) * 2,
-            config,
-            epoch,
-            not random,
-            classes=run["classes"],
-            category_ids=run["category_ids"],
-        )
-    loaded = as_loaded(model, label, not random)
-    loaded.epoch, loaded.classes = epoch, run.get("classes")
-    loaded.config |= {key: tuple(run[key]) for key in ("mean", "std") if key in run}
-    if "eval_resize" in options:  # of train-imagenet
-        side = options.get("eval_img_size") or options["img_size"]
-        loaded.img_size = side, side
-        loaded.config |= {
-            "crop_pct": side / options["eval_resize"],
-            "interpolation": options["interpolation"],
-        }
-    elif "dataset" in options:  # train-cifar shows the whole image
-        loaded.config["crop_pct"] = 1.0
-    return loaded
+    size = input_size(model, config)
+    return LoadedModel(model, label, size, config, trained=trained, classes=known_classes(model))
 
 
 def _set_size(loaded: LoadedModel, img_size: tuple[int, int]) -> None:
@@ -239,19 +332,15 @@ def _set_size(loaded: LoadedModel, img_size: tuple[int, int]) -> None:
         UsageError: it cannot take such images.
     """
     own = input_size(loaded.model, loaded.config)
+    wanted = f"{img_size[0]}x{img_size[1]} pixels"
     if img_size != own and isinstance(loaded.model, (ExportedNetwork, Detector)):
-        raise UsageError(
-            f"{loaded.label} takes images of {own[0]}x{own[1]} pixels, got {img_size[0]}x{img_size[1]}"
-        )
-    if img_size != own and hasattr(
-        loaded.model, "set_input_size"
-    ):  # timm's transformers; positions are resampled
+        raise UsageError(f"{loaded.label} takes images of {own[0]}x{own[1]} pixels, got {wanted}")
+    # timm's transformers resample their positions
+    if img_size != own and hasattr(loaded.model, "set_input_size"):
         try:
             loaded.model.set_input_size(img_size=img_size)
         except (ValueError, AssertionError, RuntimeError) as error:
-            raise UsageError(
-                f"{loaded.label} cannot take images of {img_size[0]}x{img_size[1]} pixels: {error}"
-            ) from error
+            raise UsageError(f"{loaded.label} cannot take images of {wanted}: {error}") from error
     loaded.img_size = img_size
 
 
@@ -266,11 +355,15 @@ def check_classifies(model: LoadedModel) -> None:
 
 def input_size(model: nn.Module, config: dict) -> tuple[int, int]:
     """Return (height, width) in pixels that a network is built for, or that its configuration says."""
-    owners = (model, *(getattr(model, name, None) for name in ("patch_embed", "config")))
-    sizes = (getattr(owner, name, None) for owner in owners for name in ("img_size", "image_size"))
-    own = next(filter(None, sizes), None)  # timm's, torchvision's, transformers'
-    H, W = to_2tuple(own or config["input_size"][1:])
-    return int(H), int(W)
+    owners = [model, getattr(model, "patch_embed", None), getattr(model, "config", None)]
+    for name in ("img_size", "image_size"):  # timm's; torchvision's and transformers'
+        for owner in owners:
+            size = getattr(owner, name, None)
+            if size:
+                height, width = to_2tuple(size)
+                return int(height), int(width)
+    height, width = config["input_size"][1:]
+    return int(height), int(width)
 
 
 def known_classes(model: nn.Module) -> list[str] | None:
@@ -281,15 +374,6 @@ def known_classes(model: nn.Module) -> list[str] | None:
     if config.get("num_classes") == getattr(model, "num_classes", 0) == 1000:
         return [described.split(",")[0] for described in ImageNetInfo().label_descriptions()]
     return None
-
-
-def _create(create: Callable[[], nn.Module], name: str, seed: int) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        try:
-            return create()
-        except (ValueError, TypeError, RuntimeError) as error:
-            raise UsageError(f"model {name} cannot be created: {error}") from error
 
 
 def _load_file(model: nn.Module, path: Path) -> int | None:

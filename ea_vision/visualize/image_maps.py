@@ -91,9 +91,9 @@ def as_model(model: nn.Module | LoadedModel | str) -> LoadedModel:
         return load_model(model)
     if isinstance(model, LoadedModel):
         return model
-    label = (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or type(
-        model
-    ).__name__
+    config = getattr(model, "pretrained_cfg", None) or {}
+    evolved_from = getattr(model, "_model_args", {}).get("base")
+    label = evolved_from or config.get("architecture") or type(model).__name__
     return as_loaded(model, label)
 
 

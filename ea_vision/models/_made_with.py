@@ -1,0 +1,144 @@
+"""Which keywords weights were made with, and which of them a network that loads the weights may change."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from ea_vision.base.errors import UsageError
+from ea_vision.layers import evolution_options
+from ea_vision.models._chain import AttentionConfig
+
+# Keywords that change what is trained, read or returned, and leave the trained function alone.
+FREE = {
+    "num_classes",
+    "in_chans",
+    "img_size",
+    "dynamic_img_size",
+    "dynamic_img_pad",
+    "global_pool",
+    "zero_init_last",
+    "start",
+    "learnable",
+    "features_only",
+    "feature_cls",
+    "out_indices",
+    "output_fmt",
+    "device",
+    "dtype",
+    "cache_dir",
+    "pretrained_cfg",
+    "pretrained_cfg_overlay",
+    "pretrained_model_args",
+}
+
+
+def is_free(key: str) -> bool:
+    """Return whether a network may have another value of this keyword than its weights were made with."""
+    return key in FREE or "drop" in key
+
+
+@dataclass(frozen=True)
+class MadeWith:
+    """source: name or path of weights, for messages. kwargs: all keywords of the network that they were made with."""
+
+    source: str
+    kwargs: Mapping[str, Any]
+
+    def missing(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keywords that the weights need and that `kwargs` does not name."""
+        return {
+            key: value
+            for key, value in self.kwargs.items()
+            if key not in kwargs and not is_free(key)
+        }
+
+
+def check_agreement(made: MadeWith, kwargs: Mapping[str, Any], model_cls: type[nn.Module]) -> None:
+    """Raise UsageError if a network's keywords contradict those that its weights were made with.
+
+    Args:
+        kwargs: of the network; a keyword that is missing takes the weights' value.
+        model_cls: the network's class, whose defaults complete the weights' keywords.
+    """
+    for key, value in kwargs.items():
+        if is_free(key):
+            continue
+        expected = made.kwargs[key] if key in made.kwargs else _default(model_cls, key)
+        if _comparable(value) == _comparable(expected):
+            continue
+        if key in evolution_options() and _same_evolution(made.kwargs, {**made.kwargs, key: value}):
+            continue
+        trained = f"{key}={expected}"
+        if key not in made.kwargs and expected is None:
+            trained = f"the default {key}"
+        raise UsageError(
+            f"the weights {made.source} were trained with {trained}, got {key}={value}"
+        )
+
+
+def _default(model_cls: type[nn.Module], key: str) -> Any:
+    """Return the value of a keyword that a network is built with unless it is named; None where none is known."""
+    defaults = {field.name: field.default for field in fields(AttentionConfig)}
+    for name, parameter in inspect.signature(model_cls).parameters.items():
+        if parameter.default is not parameter.empty:
+            defaults[name] = parameter.default
+    return defaults.get(key)
+
+
+def _same_evolution(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether the evolutions of two networks' keywords have the same modules and gates."""
+    first = AttentionConfig.take(dict(one)).new_evolution()
+    second = AttentionConfig.take(dict(other)).new_evolution()
+    if first is None or second is None:
+        return first is second
+    gates = first.gates()
+    others = second.gates()
+    if repr(first) != repr(second) or gates.keys() != others.keys():
+        return False
+    return all(
+        torch.equal(torch.as_tensor(gates[name]), torch.as_tensor(others[name])) for name in gates
+    )
+
+
+def _comparable(value: Any) -> Any:
+    """Return a value whose tuples are lists, as JSON and YAML keep them."""
+    if isinstance(value, (list, tuple)):
+        return [_comparable(item) for item in value]
+    return value
+
+
+# ---- evolved networks ------------------------------------------------------------------------------------------------
+
+EVOLVED = (
+    "evolved_transformer"  # the registered name that builds any evolved network of timm's again
+)
+
+
+def remember_evolution(evolving: nn.Module, evolution: Mapping[str, Any]) -> None:
+    """Let timm's `save_for_hf` write how an evolved network is built again; torchvision's networks stay unnamed.
+
+    Args:
+        evolution: the keywords of `ea_vision.evolve`.
+    """
+    cfg = getattr(evolving, "pretrained_cfg", None)
+    if not cfg:
+        return
+    plain = getattr(evolving, "_model_args", {})
+    evolving._model_args = {**plain, "base": cfg["architecture"], "evolution": dict(evolution)}
+    evolving.pretrained_cfg = {**cfg, "architecture": EVOLVED}
+    evolving.default_cfg = evolving.pretrained_cfg
+
+
+def forget_evolution(plain: nn.Module) -> None:
+    """Undo `remember_evolution`."""
+    saved = dict(getattr(plain, "_model_args", {}))
+    if "base" not in saved:
+        return
+    saved.pop("evolution")
+    plain.pretrained_cfg = {**plain.pretrained_cfg, "architecture": saved.pop("base")}
+    plain.default_cfg = plain.pretrained_cfg
+    plain._model_args = saved
