@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.deployment.attention import make_portable
 from ea_vision.deployment.pairs import ATTENTION, look, parts_of, watched
+from ea_vision.layers import AugmentedConv2d
 
 LARGEST = 1e-3  # difference of a deployed network's outputs, in parts of the largest
 
@@ -22,12 +23,18 @@ LARGEST = 1e-3  # difference of a deployed network's outputs, in parts of the la
 def _fold_pair(maker: nn.Module, norm: nn.Module) -> None:
     """Fold a BatchNorm into a convolution, or into both branches of an augmented one, in float64."""
     first = 0
+    added = isinstance(maker, AugmentedConv2d) and maker.fusion == "add"
     for conv in parts_of(maker):
-        channels = slice(first, first := first + conv.out_channels)
+        channels = slice(first, first + conv.out_channels)
         mean, var, scale, shift = (
             None if tensor is None else tensor.detach().double()[channels]
             for tensor in (norm.running_mean, norm.running_var, norm.weight, norm.bias)
         )
+        if added and conv is maker.proj:  # the convolution has the mean and the shift of the sum
+            mean = torch.zeros_like(mean)
+            shift = torch.zeros_like(mean)
+        if not added:
+            first += conv.out_channels
         bias = None if conv.bias is None else conv.bias.detach().double()
         folded = fuse_conv_bn_weights(
             conv.weight.detach().double(), bias, mean, var, norm.eps, scale, shift

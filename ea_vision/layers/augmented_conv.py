@@ -29,6 +29,12 @@ from ea_vision.ops.rel_pos import cover_offsets, fit_rel_table, reach
 CACHED_NUMBERS = 2**17  # half a megabyte in float32
 
 
+def check_fusion(fusion: str) -> None:
+    """Raise ValueError unless `AugmentedConv2d` knows this fusion."""
+    if fusion not in ("concat", "add"):
+        raise ValueError(f"fusion must be 'concat' or 'add', got {fusion!r}")
+
+
 class Projection(nn.Conv2d):
     """A 1x1 convolution with bias. On a CPU a matrix product wherever that is no slower: it needs no other layout of
     its input, and of few channels its gradients cost a fraction of the convolution's."""
@@ -128,9 +134,52 @@ class _NormaliseHeads(torch.autograd.Function):
         return grad_qk, along[:, :K].sum((0, 2, 3)).to(gain.dtype)
 
 
+def _check_widths(num_heads: int, **widths: int) -> None:
+    """Raise ValueError unless the heads share each width out evenly."""
+    for name, width in widths.items():
+        if num_heads < 1 or width < num_heads or width % num_heads:
+            raise ValueError(
+                f"{name} must be a positive multiple of num_heads={num_heads}, got {width}"
+            )
+
+
+def _check_sizes(
+    out_channels: int,
+    attn_channels: int,
+    stride: int,
+    kernel_size: int,
+    feat_size: tuple[int, int],
+) -> None:
+    """Raise ValueError unless `AugmentedConv2d` can have these."""
+    if not 0 < attn_channels <= out_channels:
+        raise ValueError(
+            f"attn_channels must be 1 to out_channels={out_channels}, got {attn_channels}"
+        )
+    if stride not in (1, 2):
+        raise ValueError(f"stride must be 1 or 2, got {stride}")
+    if kernel_size < 1 or kernel_size % 2 == 0:
+        raise ValueError(f"kernel_size must be odd and positive, got {kernel_size}")
+    if len(feat_size) != 2 or min(feat_size) < 1:
+        raise ValueError(f"feat_size must be a positive (height, width), got {tuple(feat_size)}")
+
+
+def _check_windows_of_evolving_maps(
+    evolution: nn.Module, window: int | tuple[int, int] | None, head_window: int
+) -> None:
+    """Raise ValueError for windows that maps with this evolution cannot have."""
+    if head_window > 1:
+        raise ValueError(f"head_window must be 1 where maps evolve, got {head_window}")
+    if window is not None and evolution.mixes_attn:
+        raise ValueError(
+            f"window must be None where maps are mixed after the softmax, by "
+            f"{type(evolution).__name__}: it would reach beyond; got {window}"
+        )
+
+
 @register_notrace_module  # sizes are checked at run time, so FX keeps the layer whole
 class AugmentedConv2d(EvolvingMaps, nn.Module):
-    """A convolution and a multi-head self-attention side by side, concatenated on channels (AA paper, section 3.2).
+    """A convolution and a multi-head self-attention side by side, concatenated on channels (AA paper, section 3.2) or
+    added.
 
     Args:
         in_channels: channels of the input.
@@ -151,9 +200,14 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         pool_attention: how many further poolings precede the attention (True is one); the branch's result is then
             resized bilinearly to the convolution's size.
         evolution: `Evolution` of a layer that has a predecessor in its chain, or None.
-        attn_channels: output channels of the attention branch (default `dim_v`). Where they are all of out_channels,
-            there is no convolution.
-        dilation: of the convolution.
+        fusion: "concat": each branch has its share of the output channels. "add": the convolution has all of them, and
+            the attention's result, projected to as many, is added; this projection begins at zero, so that the layer
+            begins as its convolution.
+        conv: with fusion="add", the convolution of a plain network, which the layer keeps as it is (of any groups or
+            dilation); by default the layer makes its own.
+        attn_channels: with fusion="concat", output channels of the attention branch (default `dim_v`). Where they are
+            all of out_channels, there is no convolution.
+        dilation: of the convolution that the layer makes.
         conv_drop: dropout on the convolution branch's output, a probability.
         attn_drop: dropout on the attention probabilities, a probability.
         window: odd side in pixels, or (height, width), of what a query sees of the map around it, or None for all of
@@ -164,7 +218,8 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         head_border: "clip": the first and the last heads have fewer neighbours; "wrap": the heads are a ring.
 
     Raises:
-        ValueError: a width that num_heads does not divide, more attn_channels than out_channels, a stride other
+        ValueError: a width that num_heads does not divide, more attn_channels than out_channels, an unknown fusion, a
+            conv of other channels or stride, or a fusion that has no use for conv or attn_channels, a stride other
             than 1 and 2, an even kernel_size, a feat_size that is not two positive numbers, an unknown
             position, in_channels that "sine" cannot share out, windows that are not odd, a ring with fewer heads than
             head_window, or head_window beside an evolution.
@@ -185,6 +240,8 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         qk_norm: bool | None = None,
         pool_attention: bool | int = False,
         evolution: nn.Module | None = None,
+        fusion: str = "concat",
+        conv: nn.Conv2d | None = None,
         attn_channels: int | None = None,
         dilation: int = 1,
         conv_drop: float = 0.0,
@@ -197,39 +254,25 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
     ):
         dd = {"device": device, "dtype": dtype}
         super().__init__()
-        attn_channels = dim_v if attn_channels is None else attn_channels
-        for name, width in (("dim_qk", dim_qk), ("dim_v", dim_v)):
-            if num_heads < 1 or width < num_heads or width % num_heads:
-                raise ValueError(
-                    f"{name} must be a positive multiple of num_heads={num_heads}, got {width}"
-                )
-        if not 0 < attn_channels <= out_channels:
-            raise ValueError(
-                f"attn_channels must be 1 to out_channels={out_channels}, got {attn_channels}"
-            )
-        if stride not in (1, 2):
-            raise ValueError(f"stride must be 1 or 2, got {stride}")
-        if kernel_size < 1 or kernel_size % 2 == 0:
-            raise ValueError(f"kernel_size must be odd and positive, got {kernel_size}")
-        if len(feat_size) != 2 or min(feat_size) < 1:
-            raise ValueError(
-                f"feat_size must be a positive (height, width), got {tuple(feat_size)}"
-            )
-
+        check_fusion(fusion)
+        if attn_channels is None:
+            attn_channels = out_channels if fusion == "add" else dim_v
+        elif fusion == "add" and attn_channels != out_channels:
+            raise ValueError(f"attn_channels must be None with fusion='add', got {attn_channels}")
+        _check_widths(num_heads, dim_qk=dim_qk, dim_v=dim_v)
+        _check_sizes(out_channels, attn_channels, stride, kernel_size, feat_size)
         self.position = check_position(position)
         if self.position == "sine" and in_channels % 4:
             raise ValueError(f"position='sine' needs in_channels that 4 divides, got {in_channels}")
         self.window = check_windows(window, head_window, head_border, num_heads)
-        if head_window > 1 and evolution is not None:
-            raise ValueError(f"head_window must be 1 where maps evolve, got {head_window}")
-        if self.window is not None and evolution is not None and evolution.mixes_attn:
-            raise ValueError(
-                f"window must be None where maps are mixed after the softmax, by "
-                f"{type(evolution).__name__}: it would reach beyond; got {window}"
-            )
+        if evolution is not None:
+            _check_windows_of_evolving_maps(evolution, window, head_window)
         self.head_window = head_window
         self.head_border = head_border
         self.local = self.window is not None or head_window > 1
+        self.fusion = fusion
+        self.in_channels = in_channels
+        self.out_channels = out_channels
         self.stride = stride
         self.dim_qk = dim_qk
         self.dim_v = dim_v
@@ -243,11 +286,14 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         self.scale = self.dim_head_qk**-0.5
         self.need_logits = evolution is not None or not self.local
 
-        self.conv = None
-        if attn_channels < out_channels:
+        conv_channels = out_channels if fusion == "add" else out_channels - attn_channels
+        if conv is not None:
+            self._check_conv(conv)
+            self.conv = conv
+        elif conv_channels > 0:
             self.conv = nn.Conv2d(
                 in_channels,
-                out_channels - attn_channels,
+                conv_channels,
                 kernel_size,
                 stride,
                 padding=dilation * (kernel_size // 2),
@@ -255,13 +301,16 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
                 bias=False,
                 **dd,
             )
+        else:
+            self.conv = None
         self.conv_drop = nn.Dropout(conv_drop)
-        self.qkv = Projection(
-            in_channels + 3 * (self.position == "coord"), 2 * dim_qk + dim_v, **dd
-        )
-        self.height_rel = self.width_rel = None
+        coordinates = 3 if self.position == "coord" else 0
+        self.qkv = Projection(in_channels + coordinates, 2 * dim_qk + dim_v, **dd)
+        self.height_rel = None
+        self.width_rel = None
         for name, size in self.table_sizes(self.feat_size):
-            setattr(self, name, nn.Parameter(torch.empty(2 * size - 1, self.dim_head_qk, **dd)))
+            table = torch.empty(2 * size - 1, self.dim_head_qk, **dd)
+            setattr(self, name, nn.Parameter(table))
         self.qk_norm = qk_norm
         self.qk_gain = nn.Parameter(torch.empty(num_heads, **dd)) if qk_norm else None
         self.evolution = evolution
@@ -269,16 +318,36 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
             log_large_map(num_heads, self.feat_size)
         self.attn_drop = nn.Dropout(attn_drop)
         self.proj = Projection(dim_v, attn_channels, **dd)
-        self.reset_parameters()
+        if conv is None:
+            self.reset_parameters()
+        else:
+            self.reset_attention()
+
+    def _check_conv(self, conv: nn.Conv2d) -> None:
+        """Raise ValueError unless a plain network's convolution fits the layer."""
+        if self.fusion != "add":
+            raise ValueError(f"conv needs fusion='add', got fusion={self.fusion!r}")
+        required = (self.in_channels, self.out_channels, self.stride)
+        received = (conv.in_channels, conv.out_channels, conv.stride[0])
+        if received != required:
+            raise ValueError(
+                f"conv must have (in_channels, out_channels, stride) = {required}, got {received}"
+            )
 
     def reset_parameters(self) -> None:
-        """Initialise the convolution by He, projections by Glorot; tables normal with std dim_head_qk**-0.5 (AA code);
-        the gains of queries 1."""
+        """Initialise the convolution by He, and the attention as `reset_attention` does."""
         if self.conv is not None:
             nn.init.kaiming_normal_(self.conv.weight, mode="fan_out", nonlinearity="relu")
+        self.reset_attention()
+
+    def reset_attention(self) -> None:
+        """Initialise projections by Glorot, tables normal with std dim_head_qk**-0.5 (AA code), the gains of queries
+        1; with fusion="add" the last projection is zero."""
         for projection in (self.qkv, self.proj):
             nn.init.xavier_uniform_(projection.weight)
             nn.init.zeros_(projection.bias)
+        if self.fusion == "add":
+            nn.init.zeros_(self.proj.weight)
         for name, _ in self.table_sizes(self.feat_size):
             nn.init.normal_(getattr(self, name), std=self.scale)
         if self.qk_gain is not None:
@@ -338,7 +407,18 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
                 table[-beyond:] = table[-beyond - 1]
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
-        """Fit position tables of a checkpoint that was made for another map size, and take over its `qk_gain`."""
+        """Fit position tables of a checkpoint that was made for another map size, take over its `qk_gain`, and refuse
+        weights of another fusion."""
+        conv_weight = state_dict.get(f"{prefix}conv.weight")
+        proj_weight = state_dict.get(f"{prefix}proj.weight")
+        fusion = self.fusion_of(conv_weight, proj_weight)
+        if fusion not in (None, self.fusion):
+            error_messages = args[-1]
+            error_messages.append(
+                f"the weights of {prefix}conv and {prefix}proj are of fusion={fusion!r}, and the network "
+                f"has fusion={self.fusion!r}: create it with fusion={fusion!r}"
+            )
+            return
         gain = state_dict.get(prefix + "qk_gain")
         if gain is not None and self.qk_norm is None and self.qk_gain is None:
             self.qk_gain = nn.Parameter(self.qkv.weight.new_empty(gain.shape))
@@ -347,6 +427,17 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
             if table is not None and table.ndim == 2 and table.shape[1] == self.dim_head_qk:
                 state_dict[prefix + name] = fit_rel_table(table, size)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def fusion_of(self, conv_weight: Tensor | None, proj_weight: Tensor | None) -> str | None:
+        """Return with which fusion a layer of as many output channels has these weights; None: with neither."""
+        if proj_weight is None:
+            return None
+        conv_channels = 0 if conv_weight is None else len(conv_weight)
+        if conv_channels == len(proj_weight) == self.out_channels:
+            return "add"
+        if conv_channels + len(proj_weight) == self.out_channels:
+            return "concat"
+        return None
 
     def branch_input(self, x: Tensor) -> Tensor:
         """Return what queries, keys and values are projected from: x (B, C, H', W') pooled, with absolute positions."""
@@ -479,9 +570,16 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
             attn = F.interpolate(attn, size=size, mode="bilinear", align_corners=False)
         if self.conv is None:
             return attn, logits
-        return torch.cat([self.conv_drop(self.conv(x)), attn], dim=1), logits
+        y = self.conv_drop(self.conv(x))
+        if self.fusion == "add":
+            return y + attn, logits
+        return torch.cat([y, attn], dim=1), logits
 
     def extra_repr(self) -> str:
         norm = "" if self.qk_gain is None else ", qk_norm=True"
         windows = f", window={self.window}, head_window={self.head_window}" if self.local else ""
-        return f"num_heads={self.num_heads}, feat_size={self.feat_size}, position={self.position!r}{norm}{windows}"
+        fusion = "" if self.fusion == "concat" else f", fusion={self.fusion!r}"
+        return (
+            f"num_heads={self.num_heads}, feat_size={self.feat_size}, position={self.position!r}"
+            f"{norm}{windows}{fusion}"
+        )

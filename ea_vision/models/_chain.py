@@ -21,6 +21,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from ea_vision.layers import (
     AugmentedConv2d,
     Evolution,
+    check_fusion,
     check_position,
     create_evolution,
     evolution_class,
@@ -86,6 +87,8 @@ class AttentionConfig:
     window_stages: the stages whose layers have these windows, by their numbers counted from 1; None is all.
     attn_stages: the stages, counted from 1, that have attention layers of ours; None is the family's, () is none.
     evolution: a registered name ("ea", "pa", "conv2d", ...), or None for maps that do not evolve (AA).
+    fusion: "concat" shares the output channels out between convolution and attention; "add" adds the attention to the
+        whole convolution and begins as the plain network, see `AugmentedConv2d`.
     attn_drop_rate: dropout on the attention probabilities.
     options: the evolution's: alpha, beta, kernel_size, num_layers, ...; None is its default.
     """
@@ -102,6 +105,7 @@ class AttentionConfig:
     window_stages: tuple[int, ...] | None = None
     attn_stages: tuple[int, ...] | None = None
     evolution: str | None = None
+    fusion: str = "concat"
     attn_drop_rate: float = 0.0
     options: dict = field(default_factory=dict)
 
@@ -109,6 +113,7 @@ class AttentionConfig:
         if self.num_heads < 1:
             raise ValueError(f"num_heads must be 1 or more, got {self.num_heads}")
         check_position(self.position)
+        check_fusion(self.fusion)
         check_windows(self.window, self.head_window, self.head_border, self.num_heads)
         if self.head_window > 1 and self.evolution is not None:
             raise ValueError(
@@ -227,7 +232,8 @@ class ChainBuilder:
         Args:
             reduction: pixels of the image to a pixel of the attention map, along a side.
             stage: number of the layer's stage, counted from 1, for `window_stages`.
-            **options: further ones of `AugmentedConv2d`.
+            **options: further ones of `AugmentedConv2d`. What is of the other fusion is left out: with "concat" the
+                `conv` of the plain network, with "add" `attn_channels`.
         """
         config, previous, evolution = self.config, self.previous, None
         follows = previous is not None and previous.map_reduction == reduction
@@ -237,6 +243,7 @@ class ChainBuilder:
         if follows:
             previous.need_logits = reads
         dim_qk, dim_v = config.dims(out_channels)
+        options.pop("conv" if config.fusion == "concat" else "attn_channels", None)
         layer = AugmentedConv2d(
             in_channels,
             out_channels,
@@ -247,6 +254,7 @@ class ChainBuilder:
             position=config.position,
             qk_norm=config.qk_norm,
             evolution=evolution,
+            fusion=config.fusion,
             attn_drop=config.attn_drop_rate,
             **{"dim_qk": dim_qk, "dim_v": dim_v, **config.windows(stage), **options},
             **self.factory,

@@ -12,9 +12,9 @@ _logger = logging.getLogger(__name__)
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Make a checkpoint fit `model`; ours come back unchanged (position tables are fitted when they are loaded).
 
-    In a plain ResNet's checkpoint a convolution that `model` augments has more output channels than our
-    branch: the branch takes the first ones, which keep their place in the concatenation. Attention keeps the model's
-    own initial values. Each is reported by a line of the log (level info).
+    Where `model` augments a convolution of a plain ResNet's checkpoint, the augmented one takes it: all of it with
+    fusion="add"; with "concat" the first output channels, which keep their place in the concatenation. Attention keeps
+    the model's own initial values. Each is reported by a line of the log (level info).
 
     Args:
         state_dict: parameters by name, of our network or of timm's ResNet of the same depth.
@@ -36,6 +36,11 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
             _logger.info("%s: attention alone, no convolution to take the checkpoint's", name)
         else:
             wanted = own[f"{name}.conv.weight"].shape
+            adds = module.fusion == "add"
+            if adds and weight.shape != wanted:
+                raise ValueError(
+                    f"{name}.weight must have shape {tuple(wanted)}, got {tuple(weight.shape)}"
+                )
             if weight.shape[1:] != wanted[1:] or weight.shape[0] < wanted[0]:
                 raise ValueError(
                     f"{name}.weight must have at least {wanted[0]} output channels and shape (*, "

@@ -135,6 +135,7 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
                             reduction=map_reduction,
                             stage=index,
                             pool_attention=(map_reduction // own).bit_length() - 1,
+                            conv=block.conv_pw,
                         ),
                     )
                 )

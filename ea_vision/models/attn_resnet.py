@@ -227,6 +227,7 @@ class AttnResNet(ChainedNetwork, ResNet):
                 # an anti-aliased block strides after the convolution, so the attention pools in its stead
                 pool_attention=pools + (stride != conv.stride[0]),
                 dilation=conv.dilation[0],
+                conv=conv,
             )
 
         for stage in stages:

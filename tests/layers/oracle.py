@@ -90,7 +90,80 @@ def attention_branch(layer, x, prev_logits=None, evolve=None):
     )
     if out.shape[2:] != conv.shape[2:]:
         out = F.interpolate(out, size=size, mode="bilinear", align_corners=False)
-    return torch.cat([conv, out], 1), logits
+    return conv + out if layer.fusion == "add" else torch.cat([conv, out], 1), logits
+
+
+def pooled_pixels(x):
+    """(B, C, H, W): the mean of each 3x3 neighbourhood at stride 2, of the pixels that the image has."""
+    H, W = x.shape[2:]
+    rows = []
+    for row in range(0, H, 2):
+        top = max(row - 1, 0)
+        row_of_means = []
+        for col in range(0, W, 2):
+            left = max(col - 1, 0)
+            row_of_means.append(x[:, :, top : row + 2, left : col + 2].mean((2, 3)))
+        rows.append(torch.stack(row_of_means, -1))
+    return torch.stack(rows, -2)
+
+
+def convolved_pixels(conv, x):
+    """(B, C, H', W'): a convolution's sum over the taps of each output pixel, group by group."""
+    (stride, _), (dilation, _), (padding, _) = conv.stride, conv.dilation, conv.padding
+    high, wide = conv.kernel_size
+    padded = F.pad(x, [padding] * 4)
+    parts = []
+    for image, weight in zip(
+        padded.chunk(conv.groups, 1), conv.weight.chunk(conv.groups), strict=True
+    ):
+        rows = []
+        for row in range(0, padded.shape[2] - dilation * (high - 1), stride):
+            sums = []
+            for col in range(0, padded.shape[3] - dilation * (wide - 1), stride):
+                taps = [
+                    image[:, :, row + dilation * u, col + dilation * w] @ weight[:, :, u, w].t()
+                    for u in range(high)
+                    for w in range(wide)
+                ]
+                sums.append(sum(taps))
+            rows.append(torch.stack(sums, -1))
+        parts.append(torch.stack(rows, -2))
+    return torch.cat(parts, 1)
+
+
+def added_by_double_loop(layer, x):
+    """A layer with fusion="add" and no evolution, by a loop over queries and one over keys; -> y."""
+    pooled = x
+    for _ in range(layer.num_pools):
+        pooled = pooled_pixels(pooled)
+    H, W = pooled.shape[2:]
+    pixels = [(row, col) for row in range(H) for col in range(W)]
+    queries, keys, values = [], [], []
+    for row, col in pixels:
+        projected = pooled[:, :, row, col] @ layer.qkv.weight[:, :, 0, 0].t() + layer.qkv.bias
+        q, k, v = projected.split([layer.dim_qk, layer.dim_qk, layer.dim_v], 1)
+        queries.append(q.unflatten(1, (layer.num_heads, -1)) / layer.dim_head_qk**0.5)
+        keys.append(k.unflatten(1, (layer.num_heads, -1)))
+        values.append(v.unflatten(1, (layer.num_heads, -1)))
+    outputs = []
+    for (row, col), q in zip(pixels, queries, strict=True):
+        total, weights = 0, 0
+        for (key_row, key_col), k, v in zip(pixels, keys, values, strict=True):
+            key = k
+            if layer.height_rel is not None:
+                key = key + layer.height_rel[key_row - row + H - 1]
+                key = key + layer.width_rel[key_col - col + W - 1]
+            weight = (q * key).sum(-1, keepdim=True).exp()
+            total = total + weight * v
+            weights = weights + weight
+        heads = (total / weights).flatten(1)
+        outputs.append(heads @ layer.proj.weight[:, :, 0, 0].t() + layer.proj.bias)
+    attention = torch.stack(outputs, -1).unflatten(-1, (H, W))
+    convolved = convolved_pixels(layer.conv, x)
+    if attention.shape != convolved.shape:
+        size = convolved.shape[2:]
+        attention = F.interpolate(attention, size=size, mode="bilinear", align_corners=False)
+    return convolved + attention
 
 
 def gradients(outputs, inputs):

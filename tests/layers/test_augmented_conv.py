@@ -8,7 +8,13 @@ from torch.testing import assert_close
 from ea_vision.layers import AugmentedConv2d, Evolution, EvolvingAttention, PredictiveAttention
 from ea_vision.layers.augmented_conv import Projection
 from ea_vision.ops import use_implementation
-from tests.layers.oracle import assert_same, attention_branch, gradients, map_conv
+from tests.layers.oracle import (
+    added_by_double_loop,
+    assert_same,
+    attention_branch,
+    gradients,
+    map_conv,
+)
 
 D64 = torch.float64
 
@@ -64,6 +70,67 @@ def test_output_and_gradients_equal_the_definition(size, options):
     )
 
 
+@pytest.mark.parametrize("position", ["relative", "none"])
+@pytest.mark.parametrize(
+    "size,options",
+    [
+        ((3, 4), {"feat_size": (3, 4)}),
+        ((1, 5), {"feat_size": (1, 5)}),
+        ((6, 7), {"feat_size": (3, 4), "stride": 2}),
+        ((7, 5), {"feat_size": (4, 3), "stride": 2}),
+        ((5, 6), {"feat_size": (3, 3), "pool_attention": True}),
+        ((9, 7), {"feat_size": (3, 2), "stride": 2, "pool_attention": True}),
+        ((12, 9), {"feat_size": (2, 2), "stride": 2, "pool_attention": 2}),
+        ((4, 5), {"feat_size": (4, 5), "dilation": 2}),
+    ],
+)
+def test_added_attention_equals_a_double_loop(size, options, position):
+    layer = make(fusion="add", position=position, **options)
+    x = torch.randn(2, 3, *size, dtype=D64, requires_grad=True)
+    y, _ = layer(x)
+    assert_same(y, added_by_double_loop(layer, x), [x, *layer.parameters()])
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_added_attention_stands_beside_a_grouped_convolution_that_it_keeps(stride):
+    conv = torch.nn.Conv2d(4, 10, 3, stride, padding=2, dilation=2, groups=2, bias=False)
+    before = conv.weight.clone()
+    size = (4, 5) if stride == 1 else (2, 3)
+    options = dict(dim_qk=4, dim_v=6, num_heads=2, feat_size=size, fusion="add", conv=conv)
+    layer = AugmentedConv2d(4, 10, 3, stride, **options)
+    x = torch.randn(2, 4, 4, 5)
+    assert layer.conv is conv and torch.equal(conv.weight, before)
+    assert torch.equal(layer(x)[0], conv(x))  # the projection is zero
+    layer = layer.double()
+    with torch.no_grad():
+        layer.proj.weight.normal_()
+    x = x.double().requires_grad_()
+    assert_same(layer(x)[0], added_by_double_loop(layer, x), [x, *layer.parameters()])
+
+
+def test_added_attention_learns_its_projection_first_and_then_the_rest():
+    layer = AugmentedConv2d(3, 10, dim_qk=4, dim_v=6, num_heads=2, feat_size=(3, 4), fusion="add")
+    x = torch.randn(2, 3, 3, 4)
+
+    def moving():
+        layer.zero_grad()
+        layer(x)[0].square().sum().backward()
+        return {name for name, p in layer.named_parameters() if p.grad.any()}
+
+    assert moving() == {"conv.weight", "proj.weight", "proj.bias"}
+    with torch.no_grad():
+        layer.proj.weight.sub_(0.01 * layer.proj.weight.grad)
+    assert moving() == {name for name, _ in layer.named_parameters()}
+
+
+@pytest.mark.parametrize("mine, theirs", [("add", "concat"), ("concat", "add")])
+def test_weights_of_the_other_fusion_are_refused(mine, theirs):
+    message = f"are of fusion='{theirs}', and the network has fusion='{mine}'"
+    with pytest.raises(RuntimeError, match=message):
+        make(fusion=mine).load_state_dict(make(fusion=theirs).state_dict(), strict=False)
+    make(fusion=mine).load_state_dict(make(fusion=mine).state_dict())
+
+
 def residual_convolution(layer):
     """The equation of EvolvingAttention."""
     alpha, beta = layer.evolution.alpha, layer.evolution.beta
@@ -82,8 +149,9 @@ def residual_convolution(layer):
 @pytest.mark.parametrize(
     "gates", [None, (0.5, 1.0, 3), (0.7, 0.3, 1), (0.3, 0.6, 5), (0.0, 0.0, 3)]
 )
-def test_evolving_and_normalised_layers_equal_the_definition(gates, options):
-    layer = make(evolution=gates and EvolvingAttention(2, *gates), **options)
+@pytest.mark.parametrize("fusion", ["concat", "add"])
+def test_evolving_and_normalised_layers_equal_the_definition(fusion, gates, options):
+    layer = make(evolution=gates and EvolvingAttention(2, *gates), fusion=fusion, **options)
     further = (torch.randn(2, 2, 12, 12, dtype=D64), residual_convolution(layer)) if gates else ()
     assert_defined(layer, torch.randn(2, 3, 3, 4, dtype=D64), *further)
 
@@ -188,6 +256,13 @@ def test_missing_or_wrong_prev_logits_is_an_error():
         ({"dim_v": 3}, "dim_v must be a positive multiple of num_heads=2, got 3"),
         ({"dim_v": 12}, "attn_channels must be 1 to out_channels=10, got 12"),
         ({"attn_channels": 0}, "attn_channels must be 1 to out_channels=10, got 0"),
+        ({"fusion": "sum"}, "fusion must be 'concat' or 'add', got 'sum'"),
+        ({"fusion": "add", "attn_channels": 5}, "attn_channels must be None .*, got 5"),
+        ({"conv": torch.nn.Conv2d(3, 10, 3)}, "conv needs fusion='add', got fusion='concat'"),
+        (
+            {"fusion": "add", "conv": torch.nn.Conv2d(3, 8, 3)},
+            r"\(in_channels, out_channels, stride\) = \(3, 10, 1\), got \(3, 8, 1\)",
+        ),
         ({"stride": 3}, "stride must be 1 or 2, got 3"),
         ({"feat_size": (0, 3)}, "feat_size"),
         ({"num_heads": 0}, "num_heads"),

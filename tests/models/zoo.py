@@ -74,13 +74,15 @@ def lively(name: str, **options):
 
 
 def woken(model):
-    """The model without initial zeros, in the last norms of residual branches and where a spatial transformer says
-    where to look, which would hide any mistake."""
+    """The model without initial zeros, in the last norms of residual branches, in added attention and where a spatial
+    transformer says where to look, which would hide any mistake."""
     for module in model.modules():
         if isinstance(module, torch.nn.BatchNorm2d) and not module.weight.any():
             torch.nn.init.constant_(module.weight, 0.2)
         elif isinstance(module, SpatialTransformer):
             torch.nn.init.normal_(module.fc.weight, std=0.01)
+        elif isinstance(module, AugmentedConv2d) and not module.proj.weight.any():
+            torch.nn.init.normal_(module.proj.weight, std=0.1)
     return model
 
 

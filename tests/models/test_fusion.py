@@ -1,0 +1,167 @@
+"""fusion="add" in every convolutional family: it begins as the plain network, and does what the networks with
+concatenated attention do."""
+
+import pytest
+import timm
+import torch
+from timm.models import create_feature_extractor, get_graph_node_names
+from torch.testing import assert_close
+
+import ea_vision
+from ea_vision.detection.model import create_detector
+from ea_vision.models._convert import checkpoint_filter_fn
+from ea_vision.ops import use_implementation
+from tests.models.zoo import (
+    assert_checkpointing_changes_nothing,
+    assert_compiles_and_exports,
+    assert_onnx_agrees,
+    idle,
+    layers_of,
+    lively,
+    sample,
+    shrunk,
+    stepped,
+    woken,
+)
+
+PLAIN = {
+    "ea_aa_resnet34": "resnet34",
+    "pa_aa_resnet50": "resnet50",
+    "ea_aa_mnasnet_075": "semnasnet_075",
+    "ea_aa_wrn28_10_cifar": "wrn28_10_cifar",
+    "ea_conv_transformer_cifar": "cnn_cifar",
+}
+FEW = ["ea_aa_resnet34", "ea_aa_mnasnet_075"]  # of the layers and blocks that differ
+
+
+def begins_as(plain: torch.nn.Module, name: str) -> torch.nn.Module:
+    """A network with added attention and the weights of the plain one, in evaluation mode."""
+    model = timm.create_model(name, num_classes=5, fusion="add", **shrunk(name))
+    state = checkpoint_filter_fn(plain.state_dict(), model)
+    model.load_state_dict(state)
+    return model.eval()
+
+
+def added(name: str, **options):
+    """Of which all counts, in evaluation mode."""
+    return lively(name, num_classes=5, fusion="add", **options).eval()
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_network_begins_as_the_plain_one_and_learns_from_there(name):
+    plain = woken(timm.create_model(PLAIN[name], num_classes=5, **shrunk(name))).eval()
+    model = begins_as(plain, name)
+    x = sample(name)
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+    assert not any(layer.proj.weight.any() for layer in layers_of(model))
+    assert idle(stepped(model, x)) == []
+
+
+@pytest.mark.parametrize("name", ["aa_resnet50", "ea_aa_mnasnet_075"])
+def test_a_seed_gives_the_plain_networks_weights(name):
+    plain = {"aa_resnet50": "resnet50", "ea_aa_mnasnet_075": "semnasnet_075"}[name]
+    torch.manual_seed(3)
+    expected = timm.create_model(plain, **shrunk(name)).eval()
+    torch.manual_seed(3)
+    model = timm.create_model(name, fusion="add", **shrunk(name)).eval()
+    x = sample(name)
+    with torch.no_grad():
+        assert torch.equal(model(x), expected(x))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", ["reference", "cpu", "sdpa"])
+def test_every_implementation_adds(implementation):
+    name = "aa_resnet50" if implementation == "sdpa" else "ea_aa_resnet34"
+    model = added(name)
+    x = sample(name)
+    expected = model(x)
+    with use_implementation(implementation):
+        assert_close(model(x), expected)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("name", FEW)
+def test_fx_and_traces_agree(name):
+    model = added(name)
+    x = sample(name, 1)
+    last = get_graph_node_names(model)[1][-1]
+    extractor = create_feature_extractor(model, return_nodes=[last])
+    assert_close(extractor(x)[last], model(x))
+    assert_close(torch.jit.trace(model, x, check_trace=False)(x), model(x))
+
+
+def test_compiles_and_exports():
+    assert_compiles_and_exports(added("ea_aa_resnet34"), sample("ea_aa_resnet34"))
+
+
+def test_onnx_agrees(tmp_path):
+    name = "ea_conv_transformer_cifar"
+    assert_onnx_agrees(ea_vision.deploy(added(name)), sample(name, 1), tmp_path)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_checkpointing_changes_nothing(name):
+    assert_checkpointing_changes_nothing(added(name), sample(name), atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", PLAIN)
+def test_deployed_norms_are_folded_into_both_branches(name):
+    model = added(name)
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.running_mean.normal_(std=0.3)
+            module.running_var.uniform_(0.5, 2.0)
+            module.bias.normal_(std=0.3)
+    small = ea_vision.deploy(model)
+    x = sample(name)
+    assert_close(small(x), model(x), atol=1e-4, rtol=1e-4)
+    norms = [
+        sum(isinstance(m, torch.nn.BatchNorm2d) for m in network.modules())
+        for network in (model, small)
+    ]
+    assert norms[1] < norms[0] / 2
+
+
+@torch.no_grad()
+def test_maps_are_recorded():
+    model = added("ea_aa_resnet34")
+    x = sample("ea_aa_resnet34")
+    with ea_vision.record_attention(model, parts=("logits", "attn")) as maps:
+        recorded = model(x)
+    assert_close(recorded, model(x))
+    assert len(maps) == len(layers_of(model))
+    assert_close(maps[2].attn, maps[2].logits.softmax(-1))
+
+
+def test_a_detector_stands_on_it():
+    detector = create_detector("ea_aa_resnet50", 2, 64, fusion="add", layers=(1, 1, 1, 1)).eval()
+    assert all(layer.fusion == "add" for layer in layers_of(detector))
+    with torch.no_grad():
+        found = detector([torch.rand(3, 50, 64)])
+    assert found[0].keys() == {"boxes", "scores", "labels"}
+
+
+@pytest.mark.parametrize("mine, theirs", [("add", "concat"), ("concat", "add")])
+@pytest.mark.parametrize("name", FEW)
+def test_weights_of_the_other_fusion_are_refused(name, mine, theirs, tmp_path):
+    options = shrunk(name)
+    model = timm.create_model(name, fusion=theirs, **options)
+    path = tmp_path / "weights.pth"
+    torch.save(model.state_dict(), path)
+    message = f"create it with fusion='{theirs}'"
+    with pytest.raises(RuntimeError, match=message):
+        timm.create_model(name, fusion=mine, checkpoint_path=path, **options)
+    overlay = {"file": str(path)}
+    with pytest.raises(RuntimeError, match=message):
+        timm.create_model(
+            name, pretrained=True, fusion=mine, pretrained_cfg_overlay=overlay, **options
+        )
+
+
+def test_an_unknown_fusion_is_named():
+    with pytest.raises(ValueError, match="fusion must be 'concat' or 'add', got 'sum'"):
+        timm.create_model("aa_resnet50", fusion="sum")
