@@ -27,7 +27,7 @@ def collect(folder: Path) -> list[dict]:
     rows = []
     for name in (name for name in timm.list_pretrained() if name.split(".")[0] in list_networks()):
         cfg = timm.get_pretrained_cfg(name)
-        if cfg.num_classes == 10:
+        if cfg.file and cfg.num_classes == 10:
             top1, top5 = map(float, ACCURACY.search((folder / f"{name}.md").read_text()).groups())
             params = sum(p.numel() for p in timm.create_model(name).parameters())
             rows.append(

@@ -42,7 +42,7 @@ def test_patterns_and_parts_of_names():
     "argv, message",
     [
         (["ea_aa_resnet5O"], "fits 'ea_aa_resnet5O'; did you mean ea_aa_resnet50"),
-        (["ea_aa_resnet50", "--weights"], "none of the 1 networks has weights"),
+        (["ea_aa_mnasnet_140", "--weights"], "none of the 1 networks has weights"),
         (["cnn_cifar", "--layers"], "none of the 1 networks has our attention"),
     ],
 )

@@ -27,7 +27,11 @@ from tests.slow import slow_but
 
 OURS = timm.list_models(module="conv_transformer") + timm.list_models(module="attn_resnet")
 ROOT = Path(__file__).resolve().parents[1]
-SHIPPED = [name for name in timm.list_pretrained() if name.split(".")[0] in OURS]
+SHIPPED = [
+    name
+    for name in timm.list_pretrained()
+    if name.split(".")[0] in OURS and timm.get_pretrained_cfg(name).file
+]
 DEFAULT = "ea_conv_transformer_cifar.long_c10"
 CIFAR10 = [name for name in SHIPPED if name.endswith("_c10")]
 NAME, TAG = DEFAULT.split(".")  # its weights need qk_norm=True, which the network itself has not

@@ -203,7 +203,8 @@ def pretrained_model(name: str, kwargs: dict | None = None, **more: Any) -> nn.M
         UsageError: no such model or weights, or they cannot be fetched or loaded.
     """
     check_model_name(name)
-    if not hub_source(name)[0] and not timm.models.is_model_pretrained(name):
+    tagged = timm.models.is_model_pretrained(name) or timm.list_pretrained(f"{name}.*")
+    if not hub_source(name)[0] and not tagged:
         raise UsageError(
             f"there are no pretrained weights of {name}: train it, or give a file by --pretrained-path"
         )

@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from timm.models import (
 )
 from torch import nn
 
+from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import SCENES, read_made_with
 from ea_vision.models._convert import checkpoint_filter_fn
 from ea_vision.models._made_with import MadeWith, check_agreement
@@ -28,11 +29,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Network:
-    """A registered network: a sentence about it, its keywords, and by tag those its weights were trained with."""
+    """A registered network.
+
+    about: a sentence about it. kwargs: its keywords. trained: by tag of weights, the keywords they were trained with.
+    plain: timm's network without attention, with whose weights fusion="add" begins; see `with_plain_weights`.
+    """
 
     about: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     trained: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    plain: str | None = None
 
 
 _NETWORKS: dict[
@@ -55,7 +61,10 @@ def register_networks(
         def entry(
             pretrained: bool = False, *, name: str = name, network: Network = network, **kwargs: Any
         ):
-            trained = _trained_with(name, network, model_cls, kwargs) if pretrained else {}
+            trained = {}
+            if pretrained:
+                trained = _trained_with(name, network, model_cls, kwargs)
+                kwargs = _choose_plain_weights(name, network, kwargs)
             model = build_network(
                 model_cls, name, pretrained, **{**network.kwargs, **trained, **kwargs}
             )
@@ -112,6 +121,45 @@ def _made_with(name: str, kwargs: Mapping[str, Any]) -> MadeWith | None:
     return MadeWith(str(path), {**get_network(made["model"]).kwargs, **made["model_kwargs"]})
 
 
+def with_plain_weights(name: str, plain: str, cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """Return entries of `default_cfgs` for a network that begins, with fusion="add", with weights of timm's `plain`.
+
+    There is an entry for each tag of timm's weights, such as ea_aa_resnet50.a1_in1k. The network's own configuration
+    stays its default.
+    """
+    entries: dict[str, Any] = {}
+    for full in list_pretrained(f"{plain}.*"):
+        tag = full.partition(".")[2]
+        entries[f"{name}.{tag}"] = replace(
+            get_pretrained_cfg(full),
+            description=f'begins as timm\'s {full} with fusion="add", not fine-tuned',
+        )
+    entries[f"{name}.*"] = cfg
+    return entries
+
+
+def _choose_plain_weights(name: str, network: Network, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords of a pretrained network, with the tag of the plain network's weights where it begins there.
+
+    Raises:
+        UsageError: the plain network's weights for a network without fusion="add".
+    """
+    tag = kwargs.get("pretrained_cfg")
+    if network.plain is None or not isinstance(tag, (str, type(None))):
+        return kwargs
+    if kwargs.get("fusion") == "add":
+        if tag is None and _made_with(name, kwargs) is None:
+            return {**kwargs, "pretrained_cfg": get_pretrained_cfg(network.plain).tag}
+        return kwargs
+    if not kwargs.get("pretrained_cfg_overlay"):
+        full = name if tag is None else f"{name}.{tag}"
+        raise UsageError(
+            f"{name} has no pretrained weights of its own. It can begin as timm's {network.plain}, with its weights: "
+            f"timm.create_model({full!r}, pretrained=True, fusion='add'). Without weights: pretrained=False"
+        )
+    return kwargs
+
+
 def list_networks(module: str | None = None) -> list[str]:
     """Return the names of our networks, of one family's file ("attn_resnet") or all, in order of registration."""
     return [
@@ -128,6 +176,12 @@ def get_network(name: str) -> Network:
         KeyError: no network of ours.
     """
     return _NETWORKS[name.split(".")[0]][1]
+
+
+def _has_own_weights(full: str) -> bool:
+    """Return whether pretrained weights of this name are of a network of ours, not those of its plain network."""
+    name = full.split(".")[0]
+    return name in _NETWORKS and get_network(name).plain is None
 
 
 def imagenet_cfg(first_conv: str, classifier: str, **kwargs: Any) -> dict:
@@ -195,7 +249,7 @@ def build_network(
             variant, kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay")
         )
         if not cfg.has_weights and not cfg.state_dict:
-            having = [name for name in list_pretrained() if name.split(".")[0] in _NETWORKS]
+            having = [name for name in list_pretrained() if _has_own_weights(name)]
             raise RuntimeError(
                 f"{variant} has no pretrained weights; create it with pretrained=False. "
                 f"Models of ea_vision that have them: {', '.join(having) or 'none yet'}"

@@ -25,7 +25,12 @@ from timm.models.efficientnet import EfficientNet
 from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d
-from ea_vision.models._build import Network, imagenet_cfg, register_networks
+from ea_vision.models._build import (
+    Network,
+    imagenet_cfg,
+    register_networks,
+    with_plain_weights,
+)
 from ea_vision.models._chain import (
     AttentionConfig,
     AttnStage,
@@ -174,27 +179,37 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
     prune_intermediate_layers = EfficientNet.prune_intermediate_layers
 
 
-_NETWORKS = {
-    "semnasnet_125": Network(
-        "MnasNet-A1 of width 1.25, which timm lacks.", {"multiplier": 1.25, "attn_stages": ()}
-    ),
-}
-for _prefix, _about, _kwargs in (
-    ("", "AA-MnasNet of width {:g}, 13 attention layers.", {}),
-    (
-        "pa_",
-        "PA in AA-MnasNet of width {:g}, alpha 0.5, one convolution; ours.",
-        {"evolution": "pa"},
-    ),
-    ("ea_", "EA in AA-MnasNet of width {:g}, alpha 0.5, beta 1.0; ours.", {"evolution": "ea"}),
-):
-    for _percent in (75, 100, 125, 140):
-        _width = _percent / 100
-        _NETWORKS[f"{_prefix}aa_mnasnet_{_percent:03}"] = Network(
-            _about.format(_width), {"multiplier": _width, **_kwargs}
-        )
+def _mnasnet(multiplier: float, about: str, plain: str | None, **kwargs: Any) -> Network:
+    return Network(about, {"multiplier": multiplier, **kwargs}, plain=plain)
 
-default_cfgs = generate_default_cfgs(
-    {name: imagenet_cfg("conv_stem", "classifier", interpolation="bicubic") for name in _NETWORKS}
-)
+
+_PA = "PA in AA-MnasNet of width {}, alpha 0.5, one convolution; ours."
+_EA = "EA in AA-MnasNet of width {}, alpha 0.5, beta 1.0; ours."
+_NETWORKS = {
+    "semnasnet_125": _mnasnet(
+        1.25, "MnasNet-A1 of width 1.25, which timm lacks.", None, attn_stages=()
+    ),
+    "aa_mnasnet_075": _mnasnet(
+        0.75, "AA-MnasNet of width 0.75, 13 attention layers.", "semnasnet_075"
+    ),
+    "aa_mnasnet_100": _mnasnet(1.0, "AA-MnasNet of width 1, 13 attention layers.", "semnasnet_100"),
+    "aa_mnasnet_125": _mnasnet(1.25, "AA-MnasNet of width 1.25, 13 attention layers.", None),
+    "aa_mnasnet_140": _mnasnet(1.4, "AA-MnasNet of width 1.4, 13 attention layers.", None),
+    "pa_aa_mnasnet_075": _mnasnet(0.75, _PA.format("0.75"), "semnasnet_075", evolution="pa"),
+    "pa_aa_mnasnet_100": _mnasnet(1.0, _PA.format("1"), "semnasnet_100", evolution="pa"),
+    "pa_aa_mnasnet_125": _mnasnet(1.25, _PA.format("1.25"), None, evolution="pa"),
+    "pa_aa_mnasnet_140": _mnasnet(1.4, _PA.format("1.4"), None, evolution="pa"),
+    "ea_aa_mnasnet_075": _mnasnet(0.75, _EA.format("0.75"), "semnasnet_075", evolution="ea"),
+    "ea_aa_mnasnet_100": _mnasnet(1.0, _EA.format("1"), "semnasnet_100", evolution="ea"),
+    "ea_aa_mnasnet_125": _mnasnet(1.25, _EA.format("1.25"), None, evolution="ea"),
+    "ea_aa_mnasnet_140": _mnasnet(1.4, _EA.format("1.4"), None, evolution="ea"),
+}
+_CFGS = {}
+for _name, _network in _NETWORKS.items():
+    _cfg = imagenet_cfg("conv_stem", "classifier", interpolation="bicubic")
+    if _network.plain is None:
+        _CFGS[_name] = _cfg
+    else:
+        _CFGS |= with_plain_weights(_name, _network.plain, _cfg)
+default_cfgs = generate_default_cfgs(_CFGS)
 register_networks(__name__, AttnMnasNet, _NETWORKS)

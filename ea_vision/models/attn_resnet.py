@@ -40,6 +40,7 @@ from ea_vision.models._build import (
     register_networks,
     scenes_cfg,
     shipped_weights,
+    with_plain_weights,
 )
 from ea_vision.models._chain import (
     AttentionConfig,
@@ -268,66 +269,77 @@ class AttnResNet(ChainedNetwork, ResNet):
         ]
 
 
-_KINDS = {
+_DEPTHS = {
     "34": dict(block=AttnBasicBlock, layers=(3, 4, 6, 3), qk_ratio=0.25, v_ratio=0.125),
     "50": dict(block=AttnBottleneck, layers=(3, 4, 6, 3)),
     "101": dict(block=AttnBottleneck, layers=(3, 4, 23, 3)),
     "152": dict(block=AttnBottleneck, layers=(3, 8, 36, 3)),
 }
-_NETWORKS = {}
-for _prefix, _about, _options in (
-    ("", "AA-ResNet-{}, {} attention layers.", {}),
-    ("pa_", "PA-AA-ResNet-{}, alpha 0.5, one convolution.", {"evolution": "pa"}),
-    ("ea_", "EA-AA-ResNet-{0}, alpha {2}, beta 1.0.", {"evolution": "ea"}),
-):
-    for _depth, _layers, _gates in (
-        ("34", 26, {}),
-        ("50", 13, {}),
-        ("101", 30, {"alpha": 0.7}),
-        ("152", 47, {"alpha": 0.7}),
-    ):
-        _NETWORKS[f"{_prefix}aa_resnet{_depth}"] = Network(
-            _about.format(_depth, _layers, _gates.get("alpha", 0.5)),
-            {**_KINDS[_depth], **_options, **(_gates if _prefix == "ea_" else {})},
-        )
-_NETWORKS["csan_resnet50"] = Network(
-    "CSAN-ResNet-50: AA-ResNet-50 whose stages 2 (here at 28x28) and 3 attend in windows of 7x7 pixels and 3 heads; no "
-    "paper has it.",
-    {
-        **_KINDS["50"],
-        "window": 7,
-        "head_window": 3,
-        "head_border": "clip",
-        "window_stages": (2, 3),
-        "map_reduction": 8,
-    },
-)
-_CFGS = {name: imagenet_cfg("conv1", "fc") for name in _NETWORKS}
 
-# ResNet-34 of half the width, for photos of 112 pixels: maps of 14x14 in the second stage, as of 224 in the third.
-_HALF = {
-    **_KINDS["34"],
-    "channels": (32, 64, 128, 256),
-    "img_size": 112,
-    "map_reduction": 8,
-    "num_classes": 6,
-}
-_NETWORKS |= {
-    f"{prefix}aa_resnet34_050": Network(
-        f"{prefix.upper().replace('_', '-')}AA-ResNet-34 of half the width, for photos of 112 pixels.",
-        {**_HALF, **kwargs},
-    )
-    for prefix, kwargs in (("", {}), ("pa_", {"evolution": "pa"}), ("ea_", {"evolution": "ea"}))
-}
-SHIPPED = (
-    "aa_resnet34_050.scenes",
-    "ea_aa_resnet34_050.scenes",
-)  # trained on six kinds of scenes, not on ImageNet
-default_cfgs = generate_default_cfgs(
-    {
-        **_CFGS,
-        "pa_aa_resnet34_050": scenes_cfg("conv1", "fc"),
-        **{name: scenes_cfg("conv1", "fc", file=shipped_weights(name)) for name in SHIPPED},
+
+def _resnet(depth: str, about: str, **kwargs: Any) -> Network:
+    return Network(about, {**_DEPTHS[depth], **kwargs}, plain=f"resnet{depth}")
+
+
+def _half_resnet34(about: str, **kwargs: Any) -> Network:
+    """A ResNet-34 of half the width, for photos of 112 pixels: stage 2 attends at 14x14, as stage 3 of 224 pixels."""
+    half = {
+        "channels": (32, 64, 128, 256),
+        "img_size": 112,
+        "map_reduction": 8,
+        "num_classes": 6,
     }
-)
+    return Network(about, {**_DEPTHS["34"], **half, **kwargs})
+
+
+_NETWORKS = {
+    "aa_resnet34": _resnet("34", "AA-ResNet-34, 26 attention layers."),
+    "aa_resnet50": _resnet("50", "AA-ResNet-50, 13 attention layers."),
+    "aa_resnet101": _resnet("101", "AA-ResNet-101, 30 attention layers."),
+    "aa_resnet152": _resnet("152", "AA-ResNet-152, 47 attention layers."),
+    "pa_aa_resnet34": _resnet("34", "PA-AA-ResNet-34, alpha 0.5, one convolution.", evolution="pa"),
+    "pa_aa_resnet50": _resnet("50", "PA-AA-ResNet-50, alpha 0.5, one convolution.", evolution="pa"),
+    "pa_aa_resnet101": _resnet(
+        "101", "PA-AA-ResNet-101, alpha 0.5, one convolution.", evolution="pa"
+    ),
+    "pa_aa_resnet152": _resnet(
+        "152", "PA-AA-ResNet-152, alpha 0.5, one convolution.", evolution="pa"
+    ),
+    "ea_aa_resnet34": _resnet("34", "EA-AA-ResNet-34, alpha 0.5, beta 1.0.", evolution="ea"),
+    "ea_aa_resnet50": _resnet("50", "EA-AA-ResNet-50, alpha 0.5, beta 1.0.", evolution="ea"),
+    "ea_aa_resnet101": _resnet(
+        "101", "EA-AA-ResNet-101, alpha 0.7, beta 1.0.", evolution="ea", alpha=0.7
+    ),
+    "ea_aa_resnet152": _resnet(
+        "152", "EA-AA-ResNet-152, alpha 0.7, beta 1.0.", evolution="ea", alpha=0.7
+    ),
+    "csan_resnet50": _resnet(
+        "50",
+        "CSAN-ResNet-50: AA-ResNet-50 whose stages 2 (here at 28x28) and 3 attend in windows of 7x7 pixels and 3 "
+        "heads; no paper has it.",
+        window=7,
+        head_window=3,
+        head_border="clip",
+        window_stages=(2, 3),
+        map_reduction=8,
+    ),
+    "aa_resnet34_050": _half_resnet34(
+        "AA-ResNet-34 of half the width, for photos of 112 pixels.",
+    ),
+    "pa_aa_resnet34_050": _half_resnet34(
+        "PA-AA-ResNet-34 of half the width, for photos of 112 pixels.", evolution="pa"
+    ),
+    "ea_aa_resnet34_050": _half_resnet34(
+        "EA-AA-ResNet-34 of half the width, for photos of 112 pixels.", evolution="ea"
+    ),
+}
+# trained on six kinds of scenes, not on ImageNet
+SHIPPED = ("aa_resnet34_050.scenes", "ea_aa_resnet34_050.scenes")
+_CFGS = {"pa_aa_resnet34_050": scenes_cfg("conv1", "fc")}
+for _name in SHIPPED:
+    _CFGS[_name] = scenes_cfg("conv1", "fc", file=shipped_weights(_name))
+for _name, _network in _NETWORKS.items():
+    if _network.plain is not None:
+        _CFGS |= with_plain_weights(_name, _network.plain, imagenet_cfg("conv1", "fc"))
+default_cfgs = generate_default_cfgs(_CFGS)
 register_networks(__name__, AttnResNet, _NETWORKS)

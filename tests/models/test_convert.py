@@ -10,7 +10,8 @@ import torch
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import create_classifier, encode_weights
-from ea_vision.models import get_network
+from ea_vision.detection.model import create_detector
+from ea_vision.models import get_network, list_networks
 from ea_vision.models._convert import checkpoint_filter_fn
 from ea_vision.recorder.loading import load_model
 from tests.models.zoo import OUTLINES
@@ -51,6 +52,88 @@ def test_a_timm_network_fills_what_fits(name, plain, options, tmp_path, caplog):
         f"{len(ours.keys() & theirs.keys())} tensors as they are, 0 of the checkpoint's not used"
         in caplog.text
     )
+
+
+RESNETS = [
+    name for name in list_networks("attn_resnet") if get_network(name).plain and "csan" not in name
+]
+NARROW = dict(layers=(1, 1, 2, 1), channels=(16, 32, 32, 32), num_classes=5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", RESNETS)
+def test_a_resnet_begins_with_timms_weights(name, tmp_path):
+    plain_name = get_network(name).plain
+    plain = timm.create_model(plain_name, **NARROW).eval()
+    path = tmp_path / "plain.pth"
+    torch.save(plain.state_dict(), path)
+    overlay = {"file": str(path), "num_classes": 5}
+    options = dict(pretrained=True, pretrained_cfg_overlay=overlay, fusion="add", **NARROW)
+    model = timm.create_model(name, **options).eval()
+    x = torch.randn(2, 3, 64, 64)
+    assert torch.equal(model(x), plain(x))
+    other = timm.create_model(name, **{**options, "num_classes": 3}).eval()
+    assert torch.equal(other.forward_features(x), plain.forward_features(x))
+    grey = timm.create_model(name, **options, in_chans=1).eval()
+    torch.testing.assert_close(grey(x[:, :1]), plain(x[:, :1].expand(-1, 3, -1, -1)))
+    features = timm.create_model(name, **options, features_only=True).eval()
+    assert torch.equal(features(x)[-1], plain.forward_features(x))
+
+
+def test_there_are_twelve_resnets_with_timms_weights():
+    assert len(RESNETS) == 12
+    for name in RESNETS:
+        plain = get_network(name).plain
+        assert timm.get_pretrained_cfg(name).crop_pct == 0.875  # the published networks' own
+        tags = [full.removeprefix(f"{plain}.") for full in timm.list_pretrained(f"{plain}.*")]
+        assert timm.list_pretrained(f"{name}.*") == [f"{name}.{tag}" for tag in tags]
+        for tag in tags:
+            own = timm.get_pretrained_cfg(f"{name}.{tag}").to_dict()
+            timms = timm.get_pretrained_cfg(f"{plain}.{tag}").to_dict()
+            assert own.pop("architecture") == name and own.pop("description")
+            timms.pop("architecture")
+            timms.pop("description", None)
+            assert own == timms
+
+
+@pytest.mark.parametrize("tag", ["", ".a2_in1k"])
+def test_timms_hub_cache_and_configuration_are_used(tag, monkeypatch):
+    plain = timm.create_model("resnet50", **NARROW)
+    calls = []
+
+    def from_hub(model_id, cache_dir=None, **_):
+        calls.append((model_id, cache_dir))
+        return plain.state_dict()
+
+    monkeypatch.setattr(timm.models._builder, "load_state_dict_from_hf", from_hub)
+    options = dict(NARROW, num_classes=1000, cache_dir="/cache", fusion="add")
+    plain.reset_classifier(1000)
+    model = timm.create_model(f"ea_aa_resnet50{tag}", pretrained=True, **options)
+    full = f"resnet50{tag or '.' + timm.get_pretrained_cfg('resnet50').tag}"
+    assert calls == [(f"timm/{full}", "/cache")]
+    timms = timm.get_pretrained_cfg(full)
+    for key in ("tag", "crop_pct", "mean", "std", "interpolation", "test_input_size"):
+        assert model.pretrained_cfg[key] == getattr(timms, key), key
+    named = create_classifier(
+        f"ea_aa_resnet50{tag}",
+        {key: options[key] for key in ("layers", "channels", "fusion", "cache_dir")},
+        num_classes=1000,
+        img_size=64,
+        pretrained=True,
+    )
+    assert torch.equal(named[0].conv1.weight, plain.conv1.weight)
+
+
+@pytest.mark.parametrize("name", ["ea_aa_resnet50", "aa_resnet34.a1_in1k", "ea_aa_mnasnet_075"])
+def test_without_fusion_the_error_names_this_way(name):
+    for options in ({}, {"fusion": "concat"}):
+        with pytest.raises(UsageError) as error:
+            timm.create_model(name, pretrained=True, **options)
+        assert f"timm.create_model('{name}', pretrained=True, fusion='add')" in str(error.value)
+    with pytest.raises(UsageError, match=r"pretrained=True, fusion='add'\)"):
+        create_classifier(name, {}, num_classes=5, img_size=64, pretrained=True)
+    with pytest.raises(UsageError, match=r"pretrained=True, fusion='add'\)"):
+        create_detector(name, pretrained=True)
 
 
 def test_another_depth_is_named():
