@@ -12,21 +12,22 @@ Shape letters: B batch, C channels, H x W the attention map, N = H*W its pixels 
 head.
 """
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from timm.models import register_notrace_module
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from ea_vision.layers.evolution import EvolvingMaps
 from ea_vision.layers.positions import add_sine, append_coordinates, check_position
-from ea_vision.ops import by_torch, check_windows, evolving_attention, halve, log_large_map
+from ea_vision.ops import (
+    check_windows,
+    evolving_attention,
+    halve,
+    log_large_map,
+    normalise_heads,
+)
 from ea_vision.ops.reference import neighbours_logits, own_logits
 from ea_vision.ops.rel_pos import cover_offsets, fit_rel_table, reach
-
-CACHED_NUMBERS = 2**17  # half a megabyte in float32
 
 
 def check_fusion(fusion: str) -> None:
@@ -56,82 +57,6 @@ class Projection(nn.Conv2d):
                 0, 3, 1, 2
             )
         return F.conv2d(x, self.weight, self.bias)
-
-
-def _gains(gain: Tensor) -> Tensor:
-    """Return the gain (K) of queries and the 1 of keys, (2K, 1, 1)."""
-    return torch.cat([gain, torch.ones_like(gain)]).view(-1, 1, 1)
-
-
-def _rate(wide: Tensor) -> Tensor:
-    """Return one over the root of the mean square over the width of heads (B, 2K, D, N): (B, 2K, 1, N)."""
-    return ((wide * wide).mean(2, keepdim=True) + 1e-6).rsqrt()
-
-
-def normalise_heads(qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
-    """Divide each head's queries and keys by the root of their mean square over the head's width; the queries times
-    their head's gain.
-
-    Args:
-        qk: (B, 2K, D, N), the heads of queries, then those of keys.
-        gain: (K,).
-
-    Returns:
-        queries and keys, (B, K, D, N) each, computed in float32 at least.
-    """
-    wide = qk.to(torch.promote_types(qk.dtype, torch.float32))
-    q, k = (wide * (_rate(wide) * _gains(gain))).to(qk.dtype).chunk(2, dim=1)
-    return q, k
-
-
-def _in_parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split tensors (B, ...) into some images at a time: on a CPU as many as its cache holds, elsewhere all."""
-    first, images = tensors[0], len(tensors[0])
-    if first.device.type == "cpu":
-        images = max(1, images * CACHED_NUMBERS // max(1, first.numel()))
-    return zip(*(tensor.split(images) for tensor in tensors), strict=True)
-
-
-class _NormaliseHeads(torch.autograd.Function):
-    """`normalise_heads` and its gradient, some images at a time, so that what is computed in between stays in the
-    cache."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        made = torch.empty_like(qk)
-        rate = torch.empty_like(qk[:, :, :1], dtype=torch.promote_types(qk.dtype, torch.float32))
-        for x, to_made, to_rate in _in_parts(qk, made, rate):
-            wide = x.to(rate.dtype, copy=True)
-            to_made.copy_(wide.mul_(to_rate.copy_(_rate(wide)) * _gains(gain)))
-        return *made.chunk(2, dim=1), rate
-
-    @staticmethod
-    def setup_context(
-        ctx, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor, Tensor]
-    ) -> None:
-        ctx.mark_non_differentiable(output[2])
-        ctx.save_for_backward(*inputs, output[2])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_q: Tensor, grad_k: Tensor, _) -> tuple[Tensor, Tensor]:
-        """Return gradients: y = rate * gain * x, d rate / dx = -rate**3 x / D."""
-        qk, gain, rate = ctx.saved_tensors
-        K, gains = len(gain), _gains(gain)
-        grad_qk, along = torch.empty_like(qk), torch.empty_like(rate)
-        for x, r, from_q, from_k, to_qk, product in _in_parts(
-            qk, rate, grad_q, grad_k, grad_qk, along
-        ):
-            x = x.to(rate.dtype)
-            grad = torch.empty_like(x)
-            grad[:, :K], grad[:, K:] = from_q, from_k
-            product.copy_((grad * x).sum(2, keepdim=True)).mul_(r)
-            times = r * gains
-            grad.mul_(times).addcmul_(x, times.mul_(r).mul_(product), value=-1 / qk.shape[2])
-            to_qk.copy_(grad)
-        return grad_qk, along[:, :K].sum((0, 2, 3)).to(gain.dtype)
 
 
 def _check_widths(num_heads: int, **widths: int) -> None:
@@ -449,12 +374,6 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
             x = append_coordinates(x)
         return x
 
-    def _normalise(self, qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
-        # a compiler fuses the plain form, and the reference has second derivatives
-        if not by_torch() and not torch.compiler.is_compiling():
-            return _NormaliseHeads.apply(qk, gain)[:2]
-        return normalise_heads(qk, gain)
-
     def heads_of(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]]:
         """Return queries, keys and values of the attention branch, and the map's size.
 
@@ -471,7 +390,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         if gain is None:
             q, k = qk.chunk(2, dim=1)
         else:
-            q, k = self._normalise(qk, gain)
+            q, k = normalise_heads(qk, gain)
         v = v.reshape(B, self.num_heads, self.dim_head_v, H * W).transpose(-2, -1)
         return q.transpose(-2, -1), k.transpose(-2, -1), v, (H, W)
 

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ea_vision.base.errors import UsageError
-from ea_vision.ops import cpu, flex, reference, sdpa, triton_attention
+from ea_vision.ops import cpu, flex, head_norm, reference, sdpa, triton_attention
 from ea_vision.ops.problem import Implementation, Problem, check_windows, reason_against_kernels
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
@@ -247,3 +247,12 @@ def halve(x: Tensor) -> Tensor:
     if by_torch() or cpu.reason_against_pooling(x) is not None:
         return F.avg_pool2d(x, 3, stride=2, padding=1, count_include_pad=False)
     return cpu.pool(x)
+
+
+def normalise_heads(qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+    """Normalise queries and keys (B, 2K, D, N), the queries times gain (K): (B, K, D, N) each; see `head_norm`."""
+    if by_torch() or torch.compiler.is_compiling() or reason_against_kernels() is not None:
+        return head_norm.readable(qk, gain)
+    if qk.device.type == "cpu":
+        return head_norm.by_parts(qk, gain)
+    return head_norm.by_rms_norm(qk, gain)

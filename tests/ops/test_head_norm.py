@@ -1,0 +1,95 @@
+"""The norm of queries and keys: its derivatives of every order and every way, beside readable torch's."""
+
+import pytest
+import torch
+from torch.autograd.functional import hvp
+from torch.testing import assert_close
+
+from ea_vision.layers import AugmentedConv2d
+from ea_vision.ops import head_norm, use_implementation
+
+
+@pytest.fixture
+def layer():
+    """A layer in float64, whose maps readable torch computes, and whose norm counts."""
+    torch.manual_seed(0)
+    sizes = dict(dim_qk=8, dim_v=4, num_heads=2, feat_size=(2, 3))
+    return AugmentedConv2d(3, 10, **sizes, qk_norm=True, dtype=torch.float64)
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 3, 2, 3, dtype=torch.float64)
+
+
+def hessian_vector_of_weights(layer, x):
+    """Return the product of the loss's Hessian and a vector, as PyHessian computes it."""
+    weights = [layer.qkv.weight, layer.qk_gain]
+    first = torch.autograd.grad(layer(x)[0].square().sum(), weights, create_graph=True)
+    return torch.autograd.grad(first, weights, [torch.cos(w.detach() + 1) for w in weights])
+
+
+def loss_of(layer):
+    return lambda x: layer(x)[0].square().sum()
+
+
+def vmap_of_gradients(layer, x):
+    return torch.vmap(torch.func.grad(loss_of(layer)))(torch.stack([x, x.sin()]))
+
+
+DERIVATIVES = {
+    "hvp": lambda layer, x: hvp(loss_of(layer), x, x.cos())[1],
+    "Hessian of weights": hessian_vector_of_weights,
+    "jvp": lambda layer, x: torch.func.jvp(loss_of(layer), (x,), (x.cos(),)),
+    "jacrev": lambda layer, x: torch.func.jacrev(loss_of(layer))(x),
+    "hessian": lambda layer, x: torch.func.hessian(loss_of(layer))(x),
+    "vmap": vmap_of_gradients,
+}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_derivatives_are_the_references(layer, x, name):
+    have = DERIVATIVES[name](layer, x)
+    with use_implementation("reference"):
+        assert_close(have, DERIVATIVES[name](layer, x))
+
+
+@pytest.mark.parametrize("name", ["qk_gain", "qkv.weight"])
+def test_second_derivatives_where_one_of_them_learns(layer, x, name):
+    layer.requires_grad_(False)
+    learns = layer.get_parameter(name).requires_grad_()
+
+    def second():
+        loss = layer(x)[0].square().sum()
+        (first,) = torch.autograd.grad(loss, learns, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), learns)
+
+    have = second()
+    with use_implementation("reference"):
+        assert_close(have, second())
+
+
+def test_float32_on_the_kernel_refuses_second_derivatives(layer, x):
+    """The attention kernel's own second derivatives are an error, with and without the norm."""
+    x = x.float().requires_grad_()
+    (first,) = torch.autograd.grad(layer.float()(x)[0].square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"use_implementation\('reference'\)"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("form", [head_norm.by_parts, head_norm.by_rms_norm])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.bfloat16, 1e-2)])
+def test_every_form_is_the_readable_one(form, dtype, tolerance):
+    qk = (3 * torch.randn(3, 4, 5, 6)).to(dtype).requires_grad_()
+    gain = torch.tensor([0.5, 2.0], dtype=dtype, requires_grad=True)
+    weights = [torch.randn(3, 2, 5, 6).to(dtype) for _ in range(2)]
+
+    def results(normalise):
+        made = normalise(qk, gain)
+        assert [x.dtype for x in made] == [dtype] * 2
+        return [*made, *torch.autograd.grad(made, (qk, gain), weights)]
+
+    for have, want in zip(results(form), results(head_norm.readable), strict=True):
+        assert (have - want).norm() <= tolerance * want.norm()
+    if dtype == torch.float64:
+        torch.autograd.gradgradcheck(form, (qk, gain))
