@@ -3,47 +3,39 @@
 The class is the first folder of a name, so class/images/x.jpg is of `class`; a folder that holds all the others is
 passed over (train.tar with train/class/x.jpg). Links are followed. A tar of tars has a class in each (ImageNet's own
 ILSVRC2012_img_train.tar), and so has a folder of tars. ILSVRC's flat validation images have the classes of the files
-that come with them (`ilsvrc`). timm's readers, which would do most of this, read a tar from end to end to list it and
+that come with them (`ilsvrc`), the images of WebDataset's shards those of the .cls beside them. Hidden files are
+passed over (`image_names`). timm's readers, which would do most of this, read a tar from end to end to list it and
 take `images` for the class of class/images/x.jpg.
 """
 
 import hashlib
 import io
+import logging
 import os
-import tarfile
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from PIL import Image
-from timm.utils.misc import natural_key
 
 from ea_vision.base.errors import UsageError
 from ea_vision.data import ilsvrc
-
-IMAGE_FORMATS = (
-    "JPEG",
-    "PNG",
-    "WEBP",
-    "BMP",
-    "GIF",
-    "PPM",
-    "TIFF",
-)  # Pillow's names; nothing else is decoded anywhere
-IMAGE_SUFFIXES = (
-    ".jpg",
-    ".jpeg",
-    ".png",
-    ".webp",
-    ".bmp",
-    ".gif",
-    ".ppm",
-    ".pgm",
-    ".pbm",
-    ".tif",
-    ".tiff",
+from ea_vision.data.image_names import (
+    IMAGE_SUFFIXES,
+    hidden_part,
+    in_order,
+    is_image_name,
+    may_be_folder,
+    said_of_hidden,
 )
+from ea_vision.data.shards import shard_labels
+from ea_vision.data.tars import list_tar, read_span
+
+log = logging.getLogger(__name__)
+# Pillow's names; nothing else is decoded anywhere.
+IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM", "TIFF")
 MAX_PIXELS = 100_000_000  # of an image
 
 
@@ -97,6 +89,16 @@ def to_rgb(image: Image.Image, over_white: bool = False) -> Image.Image:
     return image.convert("RGB")
 
 
+class Entry(NamedTuple):
+    """An image of a source."""
+
+    name: str  # relative to the source, with /
+    tar: Path | None  # that holds it; None: a file of its own
+    start: int  # place of its first byte
+    size: int  # bytes
+    label: str  # that its shard gives; "": the folder says it
+
+
 class ImageFiles:
     """The images of a folder or .tar of class/name.jpg, in the natural order of their names, as timm has it.
 
@@ -109,33 +111,21 @@ class ImageFiles:
     """
 
     def __init__(self, source: Path, num_classes: int = 0):
-        self.source, self.name = source, str(source)
+        self.source = source
+        self.name = str(source)
         try:
-            found = list(_walk(source) if source.is_dir() else _scan_tar(source))
-            if not found and source.is_dir():
-                found = [
-                    entry
-                    for tar in source.glob("*.tar")
-                    for entry in _scan_tar(tar, prefix=f"{tar.stem}/")
-                ]
+            entries = _entries_of(source)
+            entries.sort(key=lambda entry: in_order(entry.name))
+            self.names = [entry.name for entry in entries]
+            self._tars = [entry.tar for entry in entries]
+            # start and bytes of each image: an array, which forked processes share
+            self._spans = np.array([(entry.start, entry.size) for entry in entries], np.int64)
+            labels = self._labels(entries)
         except OSError as error:
             raise UsageError(
                 f"{error.filename or source} cannot be read: {error.strerror or error}"
             ) from error
-        if not found:
-            raise UsageError(
-                f"{source} has no images: class/name with a suffix of {', '.join(IMAGE_SUFFIXES)} is "
-                "required"
-            )
-        found.sort(key=lambda entry: _in_order(entry[0]))
-        self.names, self._tars, spans = map(
-            list, zip(*found, strict=True)
-        )  # no tar: a file of its own
-        self._spans = np.array(spans, np.int64)  # (start, bytes); an array, which forks share
-        labels = (
-            ilsvrc.labels_of(source, self.names) if ilsvrc.is_flat(self.names) else self._labels()
-        )
-        self.classes = sorted(set(labels), key=_in_order)
+        self.classes = sorted(set(labels), key=in_order)
         number = {name: target for target, name in enumerate(self.classes)}
         self.targets = np.array([number[label] for label in labels], np.int64)
         check_classes(self.name, self.classes, num_classes)
@@ -143,27 +133,51 @@ class ImageFiles:
     def __len__(self) -> int:
         return len(self.names)
 
-    def _labels(self) -> list[str]:
+    def _labels(self, entries: list[Entry]) -> list[str]:
+        """Return the class of each image."""
+        labels = [entry.label for entry in entries]
+        if all(labels):
+            return labels
+        if any(labels):
+            without = next(entry for entry in entries if not entry.label)
+            raise UsageError(
+                f"{self.source} has WebDataset's shards (.cls beside the images) and other images, "
+                f"such as {ascii(without.name)}: one of them is required"
+            )
+        if ilsvrc.is_flat(self.names):
+            return ilsvrc.labels_of(self.source, self.names)
+        return self._class_folders()
+
+    def _class_folders(self) -> list[str]:
         """Return the class of each image: the first folder that not all of them share."""
-        stray = next((name for name in self.names if "/" not in name), None)
-        if stray is not None:
+        folders = [name.split("/")[:-1] for name in self.names]
+        first = min(folders)
+        last = max(folders)
+        shared = len(os.path.commonprefix([first, last]))
+        beside_others = len(first) == shared < len(last)
+        if beside_others or not first:
+            stray = self.names[folders.index(first)]
             raise UsageError(f"images of {self.source} must lie in class folders, got {stray}")
-        parts = [name.split("/") for name in self.names]
-        depth = min(len(Path(os.path.commonpath(self.names)).parts), min(map(len, parts)) - 2)
-        labels = [of_name[depth] for of_name in parts]
+        # Where all lie in one folder, that is their class.
+        depth = shared if shared < len(first) else shared - 1
+        labels = [parts[depth] for parts in folders]
         if self.source.is_dir():
-            folders = filter(
-                os.DirEntry.is_dir, os.scandir(self.source.joinpath(*parts[0][:depth]))
-            )
-            empty = sorted(
-                {folder.name for folder in folders if folder.name[0] != "."} - set(labels)
-            )
-            if empty:
-                raise UsageError(
-                    f"{len(empty)} class folder(s) of {self.source} have no images: "
-                    f"{', '.join(empty[:5])}"
-                )
+            self._refuse_empty(self.source.joinpath(*first[:depth]), set(labels))
         return labels
+
+    def _refuse_empty(self, root: Path, classes: set[str]) -> None:
+        """Raise UsageError for class folders without images, and for links to folders that are not there."""
+        empty = []
+        for entry in os.scandir(root):
+            nowhere = entry.is_symlink() and not os.path.exists(entry.path)
+            is_class = entry.is_dir() or (nowhere and may_be_folder(entry.name))
+            if is_class and entry.name not in classes and not hidden_part(entry.name):
+                empty.append(entry.name)
+        if empty:
+            raise UsageError(
+                f"{len(empty)} class folder(s) of {self.source} have no images: "
+                f"{', '.join(sorted(empty)[:5])}"
+            )
 
     def describe(self, index: int) -> str:
         """Return the path of an image."""
@@ -177,8 +191,7 @@ class ImageFiles:
         """
         start, size = self._spans[index].tolist()
         try:
-            with open(self._tars[index] or self.describe(index), "rb") as opened:
-                data = os.pread(opened.fileno(), size, start)
+            data = read_span(self._tars[index] or self.describe(index), start, size)
         except OSError as error:
             raise BrokenImage(str(error)) from error
         return decode_image(io.BytesIO(data)), int(self.targets[index])
@@ -190,7 +203,8 @@ class ImageFiles:
 
 def fingerprint(lines: Iterable[str], *arrays) -> str:
     """Return SHA-256 over lines of text and the values of arrays or tensors on the CPU."""
-    digest = hashlib.sha256("\n".join(lines).encode())
+    # names of files may be no UTF-8
+    digest = hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape"))
     for array in arrays:
         digest.update(np.ascontiguousarray(array))
     return digest.hexdigest()
@@ -202,51 +216,106 @@ def check_classes(name: str, classes: list[str], required: int) -> None:
         raise UsageError(f"{name} must have {required} classes (--num-classes), got {len(classes)}")
 
 
-def _in_order(name: str) -> tuple:
-    """Return what natural order sorts by; names that it takes for equal (a1, a01) have an order, too."""
-    return natural_key(name), name
+def _entries_of(source: Path) -> list[Entry]:
+    """Return the images of a folder, a tar, or a folder of tars, in any order; log how many hidden ones there are.
+
+    Raises:
+        UsageError: there are none.
+    """
+    hidden: set[str] = set()
+    if source.is_dir():
+        entries = list(_walk(source, hidden))
+        if not entries:
+            tars = [tar for tar in source.glob("*.tar") if not hidden_part(tar.name)]
+            for tar in tars:
+                entries += _entries_of_tar(tar, f"{tar.stem}/", hidden)
+    else:
+        entries = _entries_of_tar(source, "", hidden)
+    if hidden:
+        log.warning(said_of_hidden(source, hidden))
+    if not entries:
+        raise UsageError(
+            f"{source} has no images: class/name with a suffix of {', '.join(IMAGE_SUFFIXES)} is required"
+        )
+    return entries
 
 
-def is_image_name(name: str) -> bool:
-    """Return whether a file's name ends as an image's does."""
-    return name.lower().endswith(IMAGE_SUFFIXES)
+def list_images(folder: str | Path) -> list[str]:
+    """Return the paths of the images below a folder, in the order of their names; log how many hidden ones there are.
+
+    Raises:
+        OSError: a folder cannot be read.
+    """
+    hidden: set[str] = set()
+    found = sorted(os.path.join(folder, entry.name) for entry in _walk(Path(folder), hidden))
+    if hidden:
+        log.warning(said_of_hidden(folder, hidden))
+    return found
 
 
-def _walk(root: Path) -> Iterator[tuple[str, None, tuple[int, int]]]:
-    """Yield (name, None, (0, bytes)) of every image below a folder; a link to nowhere has none."""
-    for folder, _, files in os.walk(root, followlinks=True):
-        for file in filter(is_image_name, files):
-            path = f"{folder}/{file}"
-            try:
-                size = os.path.getsize(path)
-            except OSError:  # found out, and said, when the image is read
-                size = 0
-            yield os.path.relpath(path, root), None, (0, size)
+def _walk(root: Path, hidden: set[str]) -> Iterator[Entry]:
+    """Yield the images below a folder; a link to nowhere has no bytes. Adds what is passed over to `hidden`.
+
+    Raises:
+        OSError: a folder cannot be read.
+    """
+    for folder, folders, files in os.walk(root, followlinks=True, onerror=_raise):
+        inside = os.path.relpath(folder, root).replace(os.sep, "/")
+        prefix = "" if inside == "." else f"{inside}/"
+        visible = []
+        for name in folders:
+            if hidden_part(name) or _leads_back(folder, name):
+                hidden.add(prefix + name)
+            else:
+                visible.append(name)
+        folders[:] = visible
+        for name in filter(is_image_name, files):
+            size = -1 if hidden_part(name) else _size_of(os.path.join(folder, name))
+            if size < 0:
+                hidden.add(prefix + name)
+            else:
+                yield Entry(prefix + name, None, 0, size, "")
 
 
-def _scan_tar(
-    path: Path, prefix: str = "", start: int = 0
-) -> Iterator[tuple[str, Path, tuple[int, int]]]:
-    """Yield (name, tar, (place in it, bytes)) of every image of a tar and of the tars in it, which lie beyond 0."""
-    with open(path, "rb") as file:
-        file.seek(start)
-        try:
-            with tarfile.open(fileobj=file, mode="r:") as tar:
-                while (member := tar.next()) is not None:
-                    tar.members.clear()  # it would keep them all
-                    name = prefix + os.path.normpath(member.name).lstrip("/")
-                    if member.isreg() and name.lower().endswith(".tar") and not start:
-                        yield from _scan_tar(path, name[:-4] + "/", member.offset_data)
-                    elif member.isreg() and is_image_name(name):
-                        yield name, path, (member.offset_data, member.size)
-        except tarfile.TarError as error:
-            raise UsageError(
-                f"{path} is not a readable tar (nor may it be compressed): {error}"
-            ) from error
-        file.seek(tar.offset)
-        if file.read(tarfile.BLOCKSIZE) != bytes(
-            tarfile.BLOCKSIZE
-        ):  # tarfile takes a damaged header for the end
-            raise UsageError(
-                f"{path} is not a readable tar: it is damaged or cut off at byte {tar.offset}"
-            )
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _leads_back(folder: str, name: str) -> bool:
+    """Return whether a folder is a link to one that holds it: its images would count again and again."""
+    path = os.path.join(folder, name)
+    if not os.path.islink(path):
+        return False
+    target = os.path.realpath(path)
+    return f"{os.path.realpath(folder)}{os.sep}".startswith(f"{target}{os.sep}")
+
+
+def _size_of(path: str) -> int:
+    """Return the bytes of a file, 0 of a link to nowhere, -1 of a pipe or device, which would be waited for."""
+    try:
+        about = os.stat(path)
+    except OSError:  # found out, and said, when the image is read
+        return 0
+    return about.st_size if stat.S_ISREG(about.st_mode) else -1
+
+
+def _entries_of_tar(path: Path, prefix: str, hidden: set[str]) -> list[Entry]:
+    """Return the images of a tar, each with what a .cls beside it says. Adds what is passed over to `hidden`.
+
+    Raises:
+        UsageError: a shard of WebDataset's without labels, a damaged tar.
+    """
+    files = list_tar(path)
+    visible = {}
+    for name, span in files.items():
+        if not hidden_part(name):
+            visible[name] = span
+        elif is_image_name(name):
+            hidden.add(prefix + hidden_part(name))
+    labels = shard_labels(path, visible)
+    entries = []
+    for name, span in visible.items():
+        if is_image_name(name):
+            label = labels.get(name, "")
+            entries.append(Entry(prefix + name, path, span.start, span.size, label))
+    return entries

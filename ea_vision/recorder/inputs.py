@@ -18,7 +18,7 @@ from ea_vision.data.image_files import (
     IMAGE_SUFFIXES,
     BrokenImage,
     decode_image,
-    is_image_name,
+    list_images,
     to_rgb,
 )
 from ea_vision.data.small_images import load_dataset
@@ -38,7 +38,7 @@ def find_images(paths: Iterable[str]) -> list[str]:
     for text in paths:
         found = [text]
         if os.path.isdir(text):
-            found = sorted(str(file) for file in Path(text).rglob("*") if is_image_name(file.name))
+            found = list_images(text)
             if not found:
                 raise UsageError(f"folder {text} has no image ({', '.join(IMAGE_SUFFIXES)})")
         elif not text.startswith(DIGITS):

@@ -1,0 +1,60 @@
+"""Which names are images', and which are left by other programs: one rule for folders, tars and predictions."""
+
+from collections.abc import Iterable
+
+from timm.utils.misc import natural_key
+
+IMAGE_SUFFIXES = (
+    ".jpg",
+    ".jpeg",
+    ".png",
+    ".webp",
+    ".bmp",
+    ".gif",
+    ".ppm",
+    ".pgm",
+    ".pbm",
+    ".tif",
+    ".tiff",
+)
+# Folders that Synology, macOS and Windows leave. Those that begin with a dot need no list.
+FOREIGN_FOLDERS = ("@eaDir", "__MACOSX", "$RECYCLE.BIN", "System Volume Information")
+NAMED = 3  # of the hidden files that a message names
+
+
+def is_image_name(name: str) -> bool:
+    """Return whether a file's name ends as an image's does."""
+    return name.lower().endswith(IMAGE_SUFFIXES)
+
+
+def hidden_part(name: str) -> str:
+    """Return the start of a name, relative to its source, up to its first hidden folder or file; "" if there is none.
+
+    Hidden are .ipynb_checkpoints, .cache, .Trash-1000, ._x.jpg and all that begins with a dot, and FOREIGN_FOLDERS.
+    """
+    parts = name.split("/")
+    for place, part in enumerate(parts):
+        dotted = part.startswith(".") and part != ".."
+        if dotted or part in FOREIGN_FOLDERS:
+            return "/".join(parts[: place + 1])
+    return ""
+
+
+def may_be_folder(name: str) -> bool:
+    """Return whether a link's name has no suffix, so that it may stand for a class folder."""
+    return "." not in name.rpartition("/")[2]
+
+
+def said_of_hidden(source: object, hidden: Iterable[str]) -> str:
+    """Return a line that says how many hidden files and folders of a source are passed over, and the first of them."""
+    names = sorted(hidden, key=in_order)
+    first = ", ".join(ascii(name) for name in names[:NAMED])
+    more = ", ..." if len(names) > NAMED else ""
+    return (
+        f"{source}: {len(names)} hidden or special files and folders are passed over: {first}{more}"
+    )
+
+
+def in_order(name: str) -> tuple:
+    """Return the key of natural order; names that it takes for equal (a1, a01) have an order, too."""
+    return natural_key(name), name

@@ -1,0 +1,92 @@
+"""Hidden folders and files are no classes and no photos, in every walk; one line says how many were passed over."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from ea_vision.base.errors import UsageError
+from ea_vision.data.image_files import ImageFiles
+from ea_vision.recorder.inputs import find_images
+
+HIDDEN = [
+    ".ipynb_checkpoints/0-checkpoint.png",
+    "a/.ipynb_checkpoints/0-checkpoint.png",
+    ".cache/x/0.png",
+    ".Trash-1000/files/0.png",
+    "@eaDir/0.png",
+    "a/@eaDir/0.png",
+    "__MACOSX/a/0.png",
+    "$RECYCLE.BIN/0.png",
+    "a/._0.png",
+    "._0.png",
+]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    for name in "ab":
+        (tmp_path / "data" / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "data" / name / "0.png")
+    return tmp_path / "data"
+
+
+def lines(caplog) -> list[str]:
+    """Return what was said since the last call."""
+    found = list(caplog.messages)
+    caplog.clear()
+    return found
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_hidden_names_are_passed_over_and_counted(folder, tmp_path, caplog, name):
+    assert ImageFiles(folder).classes == ["a", "b"] and not lines(caplog)
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(folder / "a" / "0.png", folder / name)
+    subprocess.run(["tar", "-cf", tmp_path / "x.tar", "-C", folder, "."], check=True)
+    for source in (folder, tmp_path / "x.tar"):
+        files = ImageFiles(source)
+        assert files.classes == ["a", "b"] and files.names == ["a/0.png", "b/0.png"]
+        [line] = lines(caplog)
+        assert line.startswith(f"{source}: 1 hidden or special files and folders are passed over: ")
+    assert find_images([str(folder)]) == [str(folder / path) for path in ("a/0.png", "b/0.png")]
+    assert len(lines(caplog)) == 1
+    if "/" not in name:
+        assert find_images([str(folder / name)]) == [str(folder / name)], "named, not walked to"
+
+
+def test_a_hidden_folder_that_is_named_is_read(folder):
+    hidden = folder.rename(folder.with_name(".data"))
+    assert ImageFiles(hidden).classes == ["a", "b"]
+
+
+def test_pipes_are_passed_over(folder, caplog):
+    os.mkfifo(folder / "a" / "z.png")
+    assert len(ImageFiles(folder)) == 2 and len(find_images([str(folder)])) == 2
+    assert all("'a/z.png'" in line for line in lines(caplog))
+
+
+def test_a_folder_in_itself_is_walked_once(folder, caplog):
+    (folder / "a" / "again").symlink_to(folder)
+    assert len(ImageFiles(folder)) == 2 and "'a/again'" in lines(caplog)[0]
+
+
+@pytest.mark.parametrize("around", ["", "train/"])
+def test_a_stray_image_beside_class_folders_is_named(folder, tmp_path, around):
+    if around:
+        inner = folder.rename(tmp_path / "train")
+        folder.mkdir()
+        inner.rename(folder / "train")
+    shutil.copy(folder / around / "a/0.png", folder / around / "cover.png")
+    with pytest.raises(UsageError, match=f"must lie in class folders, got {around}cover.png"):
+        ImageFiles(folder)
+
+
+def test_names_that_are_no_utf8_are_read_and_have_a_fingerprint(folder):
+    before = ImageFiles(folder).fingerprint()
+    os.rename(folder / "a" / "0.png", os.fsencode(folder / "a") + b"/\xff.png")
+    files = ImageFiles(folder)
+    assert files.read(0)[1] == 0 and files.fingerprint() != before
