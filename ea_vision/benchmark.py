@@ -182,7 +182,9 @@ def peak_resident(name: str, args: argparse.Namespace) -> int:
     steps = Steps(live_network(name, images), images, args.amp, args.opt)
     for _ in range(3):
         steps.train()
-    status = Path("/proc/self/status").read_text()  # getrusage's maximum begins with the parent's
+    status = Path("/proc/self/status").read_text(
+        encoding="utf-8"
+    )  # getrusage's maximum begins with the parent's
     return 1024 * int(re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)[1]) - before
 
 

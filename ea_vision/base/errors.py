@@ -73,6 +73,6 @@ def _refusal_of_stdout() -> OSError | None:
     try:
         print(flush=True)  # a flush alone writes nothing where Python does not buffer
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
         return error
     return None

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from ea_vision.base.errors import RunError, UsageError
+
+# Seconds between attempts to replace a file that another process has open.
+WINDOWS_WAITS = (0.05, 0.1, 0.2, 0.4, 0.8)
 
 
 def cache_root() -> Path:
@@ -91,7 +95,17 @@ def _before_a_signal_ends_it() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if came:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+
+
+def _replace(source: Path, target: Path) -> None:
+    """Rename a file over another one. On Windows this fails while somebody reads the target: try again for a while."""
+    for seconds in WINDOWS_WAITS if os.name == "nt" else ():
+        try:
+            return os.replace(source, target)
+        except PermissionError:
+            time.sleep(seconds)
+    return os.replace(source, target)
 
 
 def atomic_write(path: Path, data: bytes, keep_previous_as: Path | None = None) -> None:
@@ -116,8 +130,8 @@ def atomic_write(path: Path, data: bytes, keep_previous_as: Path | None = None) 
                     file.flush()
                     os.fsync(file.fileno())
                 if keep_previous_as is not None and path.exists():
-                    os.replace(path, keep_previous_as)
-                os.replace(temporary, path)
+                    _replace(path, keep_previous_as)
+                _replace(temporary, path)
             finally:
                 temporary.unlink(missing_ok=True)
     except OSError as error:

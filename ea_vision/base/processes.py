@@ -19,6 +19,13 @@ from ea_vision.base.errors import RunError, UsageError
 MOST_WORKERS = max(64, 16 * (os.cpu_count() or 1))
 
 
+def usable_cpus() -> int:
+    """Return the processors that this process may use; where the system does not say, those of the machine."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 @dataclass(frozen=True)
 class World:
     """The processes of a run, seen from one of them."""

@@ -17,7 +17,9 @@ def provenance() -> dict:
     here, commit = Path(__file__).parents[1], None
     try:
         commit, changes = (
-            subprocess.check_output(["git", *words], cwd=here, stderr=subprocess.DEVNULL, text=True)
+            subprocess.check_output(
+                ["git", *words], cwd=here, stderr=subprocess.DEVNULL, encoding="utf-8"
+            )
             for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "-uno", "--", "."])
         )
         commit = commit.strip() + ("+changes" if changes else "")
@@ -40,6 +42,8 @@ def hardware(device: torch.device, processes: int) -> str:
     if device.type == "cuda":
         return f"{processes} x {torch.cuda.get_device_name(device)}"
     cpuinfo = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "")
+    found = re.search(
+        r"model name\s*: (.*)", cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
+    )
     model = found[1] if found else platform.processor() or platform.machine()
     return f"{model}, {processes} process(es) x {torch.get_num_threads()} threads"

@@ -101,7 +101,9 @@ class Beton:
         self.data = np.memmap(path, np.uint8, mode="r").view(
             np.ndarray
         )  # Linux refuses "c" beyond the memory's size
-        about = json.loads(sidecar(path).read_text()) if sidecar(path).exists() else {}
+        about = (
+            json.loads(sidecar(path).read_text(encoding="utf-8")) if sidecar(path).exists() else {}
+        )
         self.evaluated = Evaluated(*about["evaluated"]) if about.get("evaluated") else None
         least, most = self.labels.min(), self.labels.max()
         self.classes = about.get("classes") or list(map(str, range(num_classes or most + 1)))

@@ -61,14 +61,14 @@ def labels_of(source: Path, names: list[str]) -> list[str]:
 
 
 def _solution(path: Path) -> dict[int, str]:
-    rows = csv.DictReader(path.read_text().splitlines())
+    rows = csv.DictReader(path.read_text(encoding="utf-8").splitlines())
     return {
         int(row["ImageId"].rpartition("_")[2]): row["PredictionString"].split()[0] for row in rows
     }
 
 
 def _synsets(path: Path) -> dict[int, str]:
-    return dict(enumerate(path.read_text().split(), start=1))
+    return dict(enumerate(path.read_text(encoding="utf-8").split(), start=1))
 
 
 def _devkit(path: Path) -> dict[int, str]:

@@ -559,7 +559,7 @@ def _read_recipe(name: str) -> dict:
             f"no recipe {name!r}: {near_matches(name, recipe_names() + ['none'], 'recipes')}"
         )
     try:
-        recipe = yaml.safe_load(path.read_text())
+        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         raise UsageError(f"recipe {name} cannot be read, or is not valid YAML: {error}") from error
     if not isinstance(recipe, dict):

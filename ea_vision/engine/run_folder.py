@@ -3,18 +3,19 @@ results.json.
 """
 
 import csv
-import fcntl
 import json
 import logging
 import math
 import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import timm
 import torch
 import yaml
+from filelock import FileLock, Timeout
 from torch import nn
 
 from ea_vision.base.errors import UsageError
@@ -38,6 +39,8 @@ CONFIG, METRICS, WEIGHTS, RESULTS = (
 )
 # of a run's `about` section, in the metadata of its weights
 SAID_BY_WEIGHTS = ("model_kwargs", "task", "classes", "category_ids", "mean", "std")
+LOCK = ".lock"
+OWNER = ".owner"  # which process holds the lock
 SNAPSHOTS = "snapshots"  # the folder of --snapshot-epochs
 MEASURES = ("top1", "top5")  # of an evaluation, in percent; another trainer may have others
 CLASSIFICATION = (
@@ -49,7 +52,7 @@ CLASSIFICATION = (
 def locked(folder: Path, world: World) -> Iterator[None]:
     """Make the run folder and keep it for this run: two runs that write into one folder would spoil both.
 
-    What an interrupted write left behind is deleted, and so is, at the end, a folder in which nothing was written.
+    Files that an interrupted write left behind are deleted; so is, at the end, a folder in which nothing was written.
 
     Raises:
         UsageError: the folder cannot be made or written to, or another process holds it.
@@ -58,22 +61,36 @@ def locked(folder: Path, world: World) -> Iterator[None]:
         yield
         return
     create(folder)
-    handle = os.open(folder, os.O_RDONLY)
+    lock = FileLock(folder / LOCK)
+    owner = folder / OWNER
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(handle)
-        raise UsageError(f"{folder} is in use by another run that has not ended yet") from error
-    except OSError as error:  # some network file systems have no locks
-        log.warning("%s cannot be locked: %s", folder, error.strerror)
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise UsageError(
+            f"{folder} is in use by another run that has not ended yet{_named(owner)}"
+        ) from error
+    except (OSError, NotImplementedError) as error:  # some network file systems have no locks
+        log.warning("%s cannot be locked: %s", folder, error)
     try:
         for leftover in folder.rglob(".*.tmp"):
             leftover.unlink(missing_ok=True)
+        atomic_write(owner, f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield
     finally:
-        os.close(handle)
-        if not any(folder.iterdir()):
-            folder.rmdir()
+        owner.unlink(missing_ok=True)
+        lock.release()
+        if {path.name for path in folder.iterdir()} <= {LOCK}:
+            (folder / LOCK).unlink(missing_ok=True)
+            with suppress(OSError):  # another run has just begun here
+                folder.rmdir()
+
+
+def _named(owner: Path) -> str:
+    """Return which process holds a run folder, for the end of an error message; "" where that is unknown."""
+    try:
+        return f": {owner.read_text(encoding='utf-8')}"
+    except (OSError, ValueError):
+        return ""
 
 
 # ---- config.yaml ----------------------------------------------------------------------------------------------------
@@ -96,7 +113,7 @@ def read_config(folder: Path) -> tuple[dict, dict]:
         UsageError: not a run folder, or one of another format.
     """
     try:
-        config = yaml.safe_load((folder / CONFIG).read_text())
+        config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
         about = config.pop("about")
     except (OSError, yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise UsageError(f"{folder} is not a run folder: it has no readable {CONFIG}") from error
@@ -142,7 +159,7 @@ def read_metrics(folder: Path) -> dict[str, list[float]]:
         UsageError: no metrics.
     """
     try:
-        rows = csv.reader((folder / METRICS).read_text().splitlines())
+        rows = csv.reader((folder / METRICS).read_text(encoding="utf-8").splitlines())
     except OSError as error:
         raise UsageError(f"{folder} is not a run folder: it has no readable {METRICS}") from error
     return {name: list(map(float, column)) for name, *column in zip(*rows, strict=True)}
@@ -182,7 +199,7 @@ def read_results(folder: Path) -> dict | None:
     """
     path = folder / RESULTS
     try:
-        return json.loads(path.read_text()) if path.exists() else None
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     except (OSError, ValueError) as error:
         raise UsageError(
             f"cannot read {path}: {error}; without this file the run's own command writes it again"

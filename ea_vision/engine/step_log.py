@@ -4,12 +4,12 @@ wanted TensorBoard and Weights & Biases.
 
 import logging
 import math
-import resource
 import sys
 import uuid
 from dataclasses import asdict
 from pathlib import Path
 
+import psutil
 import torch
 
 from ea_vision.base.errors import UsageError
@@ -22,10 +22,10 @@ COLUMNS = ("step", "epoch", "lr", "train_loss", "images_per_s", "data_wait_perce
 
 
 def memory_mib(device: torch.device) -> float:
-    """Return the peak memory of this process in MiB: on its GPU where it has one, else in main memory."""
+    """Return the memory of this process in MiB: the peak on its GPU, or without one what it has in main memory now."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    return psutil.Process().memory_info().rss / 2**20
 
 
 def rounded(row: dict) -> dict:
@@ -63,7 +63,9 @@ class StepLog:
                 "pip install 'ea_vision[logging]'"
             ) from error
         if config.log_steps:
-            rows = self.path.read_text().splitlines()[1:] if self.path.exists() else []
+            rows = (
+                self.path.read_text(encoding="utf-8").splitlines()[1:] if self.path.exists() else []
+            )
             kept = [
                 row
                 for row in rows
@@ -78,7 +80,7 @@ class StepLog:
 
         folder = self.path.parent.resolve()
         known = folder / "wandb_id.txt"
-        number = known.read_text() if known.exists() else uuid.uuid4().hex
+        number = known.read_text(encoding="utf-8") if known.exists() else uuid.uuid4().hex
         try:
             board = wandb.init(
                 project=config.wandb,
@@ -100,7 +102,7 @@ class StepLog:
         """Add a row of speed.csv; with the seconds that the run will take, also a line to the log where no progress bar
         is seen."""
         row = rounded(row)
-        with open(self.path, "a") as file:
+        with open(self.path, "a", encoding="utf-8") as file:
             file.write(",".join(str(row[name]) for name in COLUMNS) + "\n")
         if seconds_left is not None and not sys.stderr.isatty():
             log.info(

@@ -6,17 +6,17 @@ Started by torchrun it runs on several GPUs or machines; the same command contin
 """
 
 import math
-import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import REFUSALS
-from ea_vision.base.processes import MOST_WORKERS, World
+from ea_vision.base.processes import MOST_WORKERS, World, usable_cpus
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.batches import GrowingSize
 from ea_vision.data.ffcv import Beton, BetonTrainLoader, Evaluated
@@ -61,7 +61,7 @@ class ImageNetConfig(ClassificationConfig):
         "", "folder with train and val, each a folder or .tar of class/name.jpg", DATA
     )
     workers: int = setting(
-        min(8, len(os.sched_getaffinity(0))),
+        min(8, usable_cpus()),
         "processes (threads for FFCV) that decode images, per training process; 0: in this one",
         DATA,
         maximum=MOST_WORKERS,
@@ -327,8 +327,8 @@ class ClassFolders(DataModule):
         transform = (
             partial(eval_transform, resize=config.eval_resize, interpolation=config.interpolation)
             if not config.val_beton
-            else lambda _: lambda pixels: pixels
-        )  # stored as they are evaluated
+            else as_stored
+        )
         return ImageEvalLoader(
             self.evaluated,
             transform=transform,
@@ -360,6 +360,15 @@ def check_sizes(model: nn.Module, sizes: set[int], config: ImageNetConfig) -> No
             f"model {config.model}, made for {config.img_size} pixels, does not take {size}: {error}; "
             "timm's vision transformers do with --model-kwargs dynamic_img_size=true"
         ) from error
+
+
+def as_stored(_img_size: int) -> Callable[[Tensor], Tensor]:
+    """Return the transform of images that lie in a file as they are evaluated: none."""
+    return _same
+
+
+def _same(pixels: Tensor) -> Tensor:
+    return pixels
 
 
 def checked_train_transform(config: ImageNetConfig, img_size: int):

@@ -70,7 +70,7 @@ class PlanesStruct(ctypes.Structure):
 def _machine() -> str:
     """Return what -march=native depends on; a cache on a shared disk serves machines of several kinds."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
     return next(
@@ -97,7 +97,9 @@ def library_name(compiler: list[str]) -> str:
     """Return the compiled library's file name: another one for everything that would make it another."""
     version = _output_of(*compiler, "--version")
     sources = [
-        part for file in sorted(SOURCES.glob("*.[ch]")) for part in (file.name, file.read_text())
+        part
+        for file in sorted(SOURCES.glob("*.[ch]"))
+        for part in (file.name, file.read_text(encoding="utf-8"))
     ]
     parts = "\0".join(
         (*sources, *compiler, version, *FLAGS, *_openmp(), _machine(), torch.__version__)
