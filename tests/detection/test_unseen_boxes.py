@@ -1,0 +1,71 @@
+"""Boxes that cannot be seen in their image are counted, said, and left out of training and of the metric."""
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from ea_vision.base.errors import UsageError
+from ea_vision.detection.coco import CocoFolder
+from ea_vision.detection.transforms import eval_transform
+
+SEEN = [5, 5, 10, 10]
+UNSEEN = {
+    "without area": [[20, 20, 0, 10], [20, 20, -10, -10], [25, 5, -20, 10]],
+    "outside their image": [[500, 500, 10, 10], [40, 0, 10, 10], [-20, 5, 10, 10]],
+    "under a pixel wide or high": [[0.1, 0.1, 0.2, 0.2], [39.5, 5, 10, 10], [5, 5, 0.9, 10]],
+}
+ALL_UNSEEN = [(box, problem) for problem, boxes in UNSEEN.items() for box in boxes]
+
+
+def folder(root: Path, boxes: list, file_name: str = "a.png") -> CocoFolder:
+    (root / "val").mkdir(exist_ok=True)
+    Image.new("RGB", (40, 30)).save(root / "val" / "a.png")
+    content = {
+        "images": [{"id": 1, "file_name": file_name, "width": 40, "height": 30}],
+        "categories": [{"id": 1, "name": "x"}],
+        "annotations": [{"image_id": 1, "category_id": 1, "bbox": box} for box in boxes],
+    }
+    (root / "val.json").write_text(json.dumps(content), encoding="utf-8")
+    return CocoFolder(root, "val")
+
+
+@pytest.mark.parametrize("box, problem", ALL_UNSEEN)
+def test_what_training_leaves_out_the_metric_leaves_out(tmp_path, caplog, box, problem):
+    metrics = pytest.importorskip("ea_vision.detection.evaluate")
+    pytest.importorskip("pycocotools")
+    data = folder(tmp_path, [SEEN, box])
+    [line] = caplog.messages
+    assert f"1 of 2 boxes are left out of training and evaluation: 1 {problem}; the first: " in line
+    assert len(data[0][1]["boxes"]) == 1
+    detection = {"image_id": 1, "category_id": 1, "bbox": SEEN, "score": 0.9}
+    assert metrics.coco_metrics(data.ground_truth(), [detection])[0]["AP"] == pytest.approx(100)
+    assert data.fingerprint() == folder(tmp_path, [SEEN]).fingerprint()
+
+
+@pytest.mark.parametrize(
+    "box", [[-5, 5, 10, 10], [35, 25, 100, 100], [39, 5, 10, 10], [0, 0, 1, 1]]
+)
+def test_boxes_that_are_seen_in_part_are_kept(tmp_path, caplog, box):
+    data = folder(tmp_path, [box])
+    image, target = data[0]
+    assert not caplog.messages and len(data.ground_truth()["annotations"]) == 1
+    assert len(eval_transform(40)(image, target)[1]["boxes"]) == 1, "and training keeps them"
+
+
+def test_a_json_without_a_box_that_can_be_seen_is_an_error(tmp_path):
+    shares = [[0.1, 0.1, 0.2, 0.2], [0.5, 0.5, 0.4, 0.4]]
+    with pytest.raises(UsageError, match="must be x, y, .* in pixels, got 2 boxes .* shares of"):
+        folder(tmp_path, shares)
+
+
+def test_many_are_counted_by_what_is_wrong(tmp_path, caplog):
+    folder(tmp_path, [SEEN, *(box for box, _ in ALL_UNSEEN)])
+    assert "9 of 10 boxes" in caplog.text
+    assert "3 without area, 3 outside their image, 3 under a pixel wide or high" in caplog.text
+
+
+def test_a_file_name_may_be_a_path_of_its_own(tmp_path):
+    data = folder(tmp_path, [SEEN], file_name=str(tmp_path / "val" / "a.png"))
+    assert data[0][0].shape == (3, 30, 40)
