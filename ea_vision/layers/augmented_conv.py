@@ -486,7 +486,8 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         )
         if self.resize_result:
             size: list[int] = [-(-x.shape[2] // self.stride), -(-x.shape[3] // self.stride)]
-            attn = F.interpolate(attn, size=size, mode="bilinear", align_corners=False)
+            resized = F.interpolate(attn, size=size, mode="bilinear", align_corners=False)
+            attn = resized.to(attn.dtype)  # autocast on CUDA makes it float32
         if self.conv is None:
             return attn, logits
         y = self.conv_drop(self.conv(x))

@@ -242,6 +242,12 @@ def by_torch() -> bool:
     return forced[-1:] == ["reference"] or exporting()
 
 
+def needs_readable() -> bool:
+    """Return whether readable torch must do what an autograd function could: for a compiler, which fuses it, where the
+    reference is forced, in an export, in forward-mode derivatives and in transforms of torch.func."""
+    return torch.compiler.is_compiling() or by_torch() or reason_against_kernels() is not None
+
+
 def halve(x: Tensor) -> Tensor:
     """Pool the average, 3x3, stride 2, padding 1 not counted: (B, C, H, W) -> (B, C, ceil(H/2), ceil(W/2))."""
     if by_torch() or cpu.reason_against_pooling(x) is not None:
@@ -251,7 +257,7 @@ def halve(x: Tensor) -> Tensor:
 
 def normalise_heads(qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
     """Normalise queries and keys (B, 2K, D, N), the queries times gain (K): (B, K, D, N) each; see `head_norm`."""
-    if by_torch() or torch.compiler.is_compiling() or reason_against_kernels() is not None:
+    if needs_readable():
         return head_norm.readable(qk, gain)
     if qk.device.type == "cpu":
         return head_norm.by_parts(qk, gain)

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ea_vision.ops.functions import differentiable_gradients, in_parts
+
 EPSILON = 1e-6
-CACHED_NUMBERS = 2**17  # half a megabyte in float32
 
 
 def _gains(gain: Tensor) -> Tensor:
@@ -57,13 +58,6 @@ def by_parts(qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
     return q, k
 
 
-def _in_parts(*tensors: Tensor):
-    """Split tensors (B, ...) into as many images at a time as a CPU's cache holds."""
-    images, numbers = len(tensors[0]), tensors[0].numel()
-    at_a_time = max(1, images * CACHED_NUMBERS // max(1, numbers))
-    return zip(*(tensor.split(at_a_time) for tensor in tensors), strict=True)
-
-
 class _ByParts(torch.autograd.Function):
     """`by_parts`, which also returns the rates."""
 
@@ -73,7 +67,7 @@ class _ByParts(torch.autograd.Function):
         wide_dtype = torch.promote_types(qk.dtype, torch.float32)
         rate = torch.empty_like(qk[:, :, :1], dtype=wide_dtype)
         gains = _gains(gain)
-        for x, to_made, to_rate in _in_parts(qk, made, rate):
+        for x, to_made, to_rate in in_parts(qk, made, rate):
             wide = x.to(wide_dtype, copy=True)
             to_rate.copy_(_rate(wide))
             to_made.copy_(wide.mul_(to_rate * gains))
@@ -91,11 +85,12 @@ class _ByParts(torch.autograd.Function):
         """Return gradients: y = rate * gain * x, d rate / dx = -rate**3 x / D."""
         qk, gain, rate = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return _differentiable_gradients(ctx, qk, gain, (grad_q, grad_k))
+            grads = (grad_q, grad_k)
+            return differentiable_gradients(readable, (qk, gain), ctx.needs_input_grad, grads)
         gains = _gains(gain)
         grad_qk = torch.empty_like(qk)
         along = torch.empty_like(rate)
-        parts = _in_parts(qk, rate, grad_q, grad_k, grad_qk, along)
+        parts = in_parts(qk, rate, grad_q, grad_k, grad_qk, along)
         for x, r, from_q, from_k, to_qk, to_along in parts:
             x = x.to(rate.dtype)
             grad = torch.cat([from_q, from_k], dim=1).to(rate.dtype)
@@ -106,10 +101,3 @@ class _ByParts(torch.autograd.Function):
             to_qk.copy_(grad)
         grad_gain = along[:, : len(gain)].sum((0, 2, 3))
         return grad_qk, grad_gain.to(gain.dtype)
-
-
-def _differentiable_gradients(ctx, qk: Tensor, gain: Tensor, grads: tuple[Tensor, Tensor]):
-    """Return the gradients of qk and gain as functions of them, for second derivatives."""
-    learns = [x for x, needed in zip((qk, gain), ctx.needs_input_grad, strict=True) if needed]
-    made = iter(torch.autograd.grad(readable(qk, gain), learns, grads, create_graph=True))
-    return tuple(next(made) if needed else None for needed in ctx.needs_input_grad)

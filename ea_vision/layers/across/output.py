@@ -1,13 +1,16 @@
-"""Mechanisms on what attention puts out, a head at a time: exclusive self-attention and gated attention.
+"""Mechanisms that change the output of each attention head: exclusive self-attention and gated attention.
 
 The maps stay as they are, so every implementation computes them.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ea_vision.layers.evolution import Evolution, register_evolution
+from ea_vision.ops import needs_readable
+from ea_vision.ops.functions import differentiable_gradients, in_parts
+
+LEAST_SQUARE = 1e-24  # of a value's length
 
 
 class OutputMechanism(Evolution):
@@ -20,6 +23,92 @@ class OutputMechanism(Evolution):
         return {}
 
 
+def exclude_own_values(out: Tensor, values: Tensor, gain: Tensor | None) -> Tensor:
+    """Take from each output its component along the token's own value.
+
+    A value of 0 has no direction, and takes nothing.
+
+    Args:
+        out: (B, K, T, D).
+        values: (B, K, T, D).
+        gain: (K), how much of the component, or None for all of it.
+
+    Returns:
+        (B, K, T, D), computed in float32 at least.
+    """
+    wide_dtype = torch.promote_types(out.dtype, torch.float32)
+    wide = out.to(wide_dtype)
+    values = values.to(wide_dtype)
+    square = (values * values).sum(-1, keepdim=True).clamp_min(LEAST_SQUARE)
+    share = (wide * values).sum(-1, keepdim=True) / square
+    if gain is not None:
+        share = gain.view(-1, 1, 1) * share
+    return (wide - share * values).to(out.dtype)
+
+
+class _ExcludeOwnValues(torch.autograd.Function):
+    """`exclude_own_values`, some images at a time, in few passes over memory.
+
+    With n = V . V, s = (O . V) / n and t = g (G . V) / n, G the gradient of Y = O - g s V:
+
+        dO = G - t V,   dV = 2 t s V - t O - g s G,   dg = -s (G . V)
+    """
+
+    @staticmethod
+    def forward(out: Tensor, values: Tensor, gain: Tensor | None):
+        B, K, T, D = out.shape
+        made = out.new_empty(B, T, K, D).transpose(1, 2)  # heads concatenate without a copy
+        wide_dtype = torch.promote_types(out.dtype, torch.float32)
+        square = out.new_empty(B, K, T, 1, dtype=wide_dtype)
+        share = torch.empty_like(square)
+        for o, v, to_made, to_square, to_share in in_parts(out, values, made, square, share):
+            o = o.to(wide_dtype)
+            v = v.to(wide_dtype)
+            n = (v * v).sum(-1, keepdim=True).clamp_min_(LEAST_SQUARE)
+            s = (o * v).sum(-1, keepdim=True).div_(n)
+            to_square.copy_(n)
+            to_share.copy_(s)
+            to_made.copy_(torch.addcmul(o, v, _times(gain, s), value=-1))
+        return made, square, share
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        _, square, share = output
+        ctx.mark_non_differentiable(square, share)
+        ctx.save_for_backward(*inputs, square, share)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor, *_) -> tuple[Tensor | None, ...]:
+        out, values, gain, square, share = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            inputs = (out, values, gain)
+            return differentiable_gradients(exclude_own_values, inputs, ctx.needs_input_grad, grad)
+        grad_out = torch.empty_like(out)
+        grad_values = torch.empty_like(values)
+        along = torch.empty_like(square)
+        parts = in_parts(grad, out, values, square, share, grad_out, grad_values, along)
+        for g, o, v, n, s, to_out, to_values, to_along in parts:
+            g = g.to(n.dtype)
+            o = o.to(n.dtype)
+            v = v.to(n.dtype)
+            product = (g * v).sum(-1, keepdim=True)
+            to_along.copy_(product)
+            t = _times(gain, product / n)
+            to_out.copy_(torch.addcmul(g, v, t, value=-1))
+            to_values.copy_(
+                (v * (2 * t * s)).addcmul_(o, t, value=-1).addcmul_(g, _times(gain, s), value=-1)
+            )
+        grad_gain = None
+        if gain is not None:
+            grad_gain = -(share * along).sum((0, 2, 3)).to(gain.dtype)
+        return grad_out, grad_values, grad_gain
+
+
+def _times(gain: Tensor | None, numbers: Tensor) -> Tensor:
+    """Multiply numbers (B, K, T, 1) by a gain (K), if there is one."""
+    return numbers if gain is None else gain.view(-1, 1, 1) * numbers
+
+
 @register_evolution("xsa")
 class ExclusiveAttention(OutputMechanism):
     """XSA: take from each output its component along the token's own value.
@@ -28,7 +117,7 @@ class ExclusiveAttention(OutputMechanism):
 
     Paper: `Exclusive Self Attention` - https://arxiv.org/abs/2603.09078, where g = 1.
 
-    Identity start: g = 0, learned, one a head; an addition of ours.
+    Identity start: g = 0, learned, one number per head; not in the paper.
 
     Args:
         num_heads: K.
@@ -47,20 +136,20 @@ class ExclusiveAttention(OutputMechanism):
             )
 
     def mix_output(self, out: Tensor, values: Tensor, x: Tensor) -> Tensor:
-        unit = F.normalize(values, dim=-1)
-        along = (out * unit).sum(-1, keepdim=True) * unit
-        gain = self.gain
-        return (out - along if gain is None else out - gain.view(-1, 1, 1) * along).to(out.dtype)
+        if needs_readable():
+            return exclude_own_values(out, values, self.gain)
+        mixed, _, _ = _ExcludeOwnValues.apply(out, values, self.gain)
+        return mixed
 
 
 @register_evolution("gated")
 class GatedAttention(OutputMechanism):
     """Gated attention: each head's output times a sigmoid of the layer's input.
 
-        Y_i = s sigmoid(W x_i + b) O_i,   one number a head and token;   s = 1 (paper), s = 2 (identity)
+        Y_i = s sigmoid(W x_i + b) O_i,   one number per head and token;   s = 1 (paper), s = 2 (identity)
 
     Paper: `Gated Attention for Large Language Models: Non-linearity, Sparsity, and Attention-Sink-Free` -
-    https://arxiv.org/abs/2505.06708, its gate a head behind the attention (G1, headwise), which has no bias.
+    https://arxiv.org/abs/2505.06708, its headwise gate behind the attention (G1), which has no bias.
 
     Identity start: W = 0, b = 0 and s = 2, so that the gate is 1. The paper's: W as torch's Linear, b = 0, s = 1.
 
