@@ -14,11 +14,11 @@ head.
 
 import torch
 import torch.nn.functional as F
-from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from ea_vision.layers.evolution import EvolvingMaps
 from ea_vision.layers.positions import add_sine, append_coordinates, check_position
+from ea_vision.layers.tracing import keep_whole
 from ea_vision.ops import (
     check_windows,
     evolving_attention,
@@ -36,27 +36,53 @@ def check_fusion(fusion: str) -> None:
         raise ValueError(f"fusion must be 'concat' or 'add', got {fusion!r}")
 
 
-class Projection(nn.Conv2d):
-    """A 1x1 convolution with bias. On a CPU a matrix product wherever that is no slower: it needs no other layout of
-    its input, and of few channels its gradients cost a fraction of the convolution's."""
+def is_channels_last(x: Tensor) -> bool:
+    """Return whether x (B, C, H, W) lies in memory channel by channel within a pixel, and in no other order.
 
-    def __init__(self, in_channels: int, out_channels: int, device=None, dtype=None):
-        super().__init__(in_channels, out_channels, 1, device=device, dtype=dtype)
+    By strides, since torch.vmap knows no memory formats.
+    """
+    B, C, H, W = x.shape
+    return C > 1 and H * W > 1 and x.stride()[1:] == (1, W * C, C)
+
+
+class Projection(nn.Conv2d):
+    """A 1x1 convolution. On a CPU it is a matrix product wherever that is no slower: a product needs no other layout
+    of its input, and its gradients cost a fraction of the convolution's where channels are few.
+
+    It takes Conv2d's arguments, since tools such as PEFT make new layers of an old one's class.
+
+    Raises:
+        ValueError: a kernel, stride, padding or groups other than those of a plain 1x1 convolution.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, kernel_size=1, *args, **kwargs):
+        super().__init__(in_channels, out_channels, kernel_size, *args, **kwargs)
+        shape = (self.kernel_size, self.stride, self.padding, self.groups)
+        if shape != ((1, 1), (1, 1), (0, 0), 1):
+            raise ValueError(
+                f"Projection must have kernel_size 1, stride 1, padding 0 and groups 1, got {shape}"
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """Turn (B, in_channels, H, W) into (B, out_channels, H, W) in the layout of x."""
         if x.device.type == "cpu" and x.is_contiguous():
-            B, C, H, W = x.shape
-            weight = self.weight.view(1, self.out_channels, C).expand(B, self.out_channels, C)
-            return torch.baddbmm(self.bias.unsqueeze(-1), weight, x.view(B, C, H * W)).view(
-                B, self.out_channels, H, W
-            )
+            return self._by_pixels(x)
         few = min(self.in_channels, self.out_channels) < 64
-        if x.device.type == "cpu" and few and x.is_contiguous(memory_format=torch.channels_last):
-            return F.linear(x.permute(0, 2, 3, 1), self.weight.flatten(1), self.bias).permute(
-                0, 3, 1, 2
-            )
+        if x.device.type == "cpu" and few and is_channels_last(x):
+            y = F.linear(x.permute(0, 2, 3, 1), self.weight.flatten(1), self.bias)
+            return y.permute(0, 3, 1, 2)
         return F.conv2d(x, self.weight, self.bias)
+
+    def _by_pixels(self, x: Tensor) -> Tensor:
+        """Compute `forward` of a contiguous x as one matrix product per image."""
+        B, C, H, W = x.shape
+        pixels = x.view(B, C, H * W)
+        weight = self.weight.view(1, self.out_channels, C).expand(B, self.out_channels, C)
+        if self.bias is None:
+            y = torch.bmm(weight, pixels)
+        else:
+            y = torch.baddbmm(self.bias.unsqueeze(-1), weight, pixels)
+        return y.view(B, self.out_channels, H, W)
 
 
 def _check_widths(num_heads: int, **widths: int) -> None:
@@ -101,7 +127,7 @@ def _check_windows_of_evolving_maps(
         )
 
 
-@register_notrace_module  # sizes are checked at run time, so FX keeps the layer whole
+@keep_whole  # sizes are checked at run time, so FX keeps the layer whole
 class AugmentedConv2d(EvolvingMaps, nn.Module):
     """A convolution and a multi-head self-attention side by side, concatenated on channels (AA paper, section 3.2) or
     added.
@@ -451,11 +477,10 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         pooled = self.branch_input(x)
         q, k, v, feat_size = self.heads_of(self.qkv(pooled))
         out, logits = self.attend_heads(pooled, q, k, v, prev_logits, feat_size, need_logits)
-        out = out.transpose(-2, -1).reshape(
-            x.shape[0], self.dim_v, feat_size[0], feat_size[1]
-        )  # heads concatenated
-        if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
-            out = out.contiguous(memory_format=torch.channels_last)
+        # heads concatenated
+        out = out.transpose(-2, -1).reshape(x.shape[0], self.dim_v, feat_size[0], feat_size[1])
+        if is_channels_last(x):
+            out = out.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
         return self.proj(out), logits
 
     def forward(

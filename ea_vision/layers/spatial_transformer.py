@@ -8,8 +8,9 @@ Shape letters: B batch, C channels, H x W the input, h x w the output.
 
 import torch
 import torch.nn.functional as F
-from timm.models import register_notrace_module
 from torch import Tensor, nn
+
+from ea_vision.layers.tracing import keep_whole
 
 IDENTITY = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
 
@@ -41,7 +42,7 @@ def quadrilateral(theta: Tensor, in_size: tuple[int, int]) -> Tensor:
     return (corners @ theta.transpose(1, 2) + 1) / 2 * theta.new_tensor([W, H])
 
 
-@register_notrace_module  # the grid needs sizes at run time, so FX keeps the layer whole
+@keep_whole  # the grid needs sizes at run time, so FX keeps the layer whole
 class SpatialTransformer(nn.Module):
     """Samples its input where its localisation network says; at the start that is the input as it is.
 

@@ -5,11 +5,11 @@ Shape letters: B batch, C channels, K heads, T tokens (prefix tokens and patches
 
 import torch.nn.functional as F
 from timm.layers import Attention
-from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from ea_vision.layers.augmented_conv import AugmentedConv2d
 from ea_vision.layers.evolution import Evolution, EvolvingMaps
+from ea_vision.layers.tracing import keep_whole
 from ea_vision.ops import evolving_attention
 
 
@@ -95,7 +95,7 @@ class MapsAttention(EvolvingMaps):
         return self.proj_drop(self.proj(out))
 
 
-@register_notrace_module  # what runs depends on hooks, so FX keeps the layer whole
+@keep_whole  # what runs depends on hooks, so FX keeps the layer whole
 class TokenAttention(MapsAttention, Attention):
     """timm's `Attention`, made by `TokenAttention.of`; (x, prev_logits) -> (x, logits).
 

@@ -290,6 +290,19 @@ def checkpoint(block: nn.Module, *args: Any) -> Any:
     return torch_checkpoint.checkpoint(block, *args, use_reentrant=False, **options)
 
 
+def hand_on(x: Tensor, logits: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+    """Return what a block or a stage returns: (x, logits), or x alone where no layer reads logits.
+
+    Tools that hook a module, such as Grad-CAM, expect a tensor.
+    """
+    return x if logits is None else (x, logits)
+
+
+def received(output: Tensor | tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    """Return (x, logits) of what a block or a stage returned; logits are None where it handed none on."""
+    return output if isinstance(output, tuple) else (output, None)
+
+
 class AttnStage(nn.Sequential):
     """A stage whose blocks hand their attention logits on: (x, prev_logits) -> (x, logits)."""
 
@@ -299,10 +312,20 @@ class AttnStage(nn.Sequential):
         logits = prev_logits
         for block in self:
             if self.grad_checkpointing:
-                x, logits = checkpoint(block, x, logits)
+                output = checkpoint(block, x, logits)
             else:
-                x, logits = block(x, logits)
+                output = block(x, logits)
+            x, logits = received(output)
         return x, logits
+
+
+class HookableStage(AttnStage):
+    """An `AttnStage` that returns x alone where the next stage reads no logits: (x, prev_logits) -> (x, logits) | x."""
+
+    def forward(
+        self, x: Tensor, prev_logits: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        return hand_on(*super().forward(x, prev_logits))
 
 
 class ChainedNetwork:
@@ -391,7 +414,7 @@ class ChainedNetwork:
         steps = self.feature_steps()
         intermediates, logits = [], None
         for index, step in enumerate(steps[: max_index + 1] if stop_early else steps):
-            x, logits = step(x, logits)
+            x, logits = received(step(x, logits))
             if index in take_indices:
                 intermediates.append(x)
         if index == len(steps) - 1:

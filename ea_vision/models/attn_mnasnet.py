@@ -33,11 +33,13 @@ from ea_vision.models._build import (
 )
 from ea_vision.models._chain import (
     AttentionConfig,
-    AttnStage,
     ChainBuilder,
     ChainedNetwork,
+    HookableStage,
     Step,
     checkpoint,
+    hand_on,
+    received,
     to_size,
 )
 
@@ -62,23 +64,28 @@ class AttnInvertedResidual(nn.Module):
         for name, module in block.named_children():
             setattr(self, name, conv_pw if name == "conv_pw" else module)
 
-    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, prev_logits: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         y, logits = self.conv_pw(x, prev_logits)
+        logits = logits if self.conv_pw.need_logits else None
         y = self.conv_dw(self.bn1(y))
         y = self.se(self.aa(self.bn2(y)))
         y = self.bn3(self.conv_pwl(y))
         if self.has_skip:
             y = self.drop_path(y) + x
-        return y, logits
+        return hand_on(y, logits)
 
 
-class PlainStage(AttnStage):
+class PlainStage(HookableStage):
     """A stage of timm's blocks, which passes the logits by: (x, prev_logits) -> (x, prev_logits)."""
 
-    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, prev_logits: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         for block in self:
             x = checkpoint(block, x) if self.grad_checkpointing else block(x)
-        return x, prev_logits
+        return hand_on(x, prev_logits)
 
 
 class AttnMnasNet(ChainedNetwork, EfficientNet):
@@ -144,7 +151,7 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
                         ),
                     )
                 )
-            stages.append(AttnStage(*links))
+            stages.append(HookableStage(*links))
         self.blocks = nn.ModuleList(stages)
 
     def forward_stem(self, x: Tensor) -> Tensor:
@@ -160,7 +167,7 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
         x = self.forward_stem(x)
         logits: Tensor | None = None
         for stage in self.blocks:
-            x, logits = stage(x, logits)
+            x, logits = received(stage(x, logits))
         return self.forward_end(x)
 
     def feature_steps(self) -> list[Step]:
@@ -171,7 +178,7 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
         ) -> tuple[Tensor, Tensor | None]:
             x = self.forward_stem(x) if begin == 0 else x
             for stage in self.blocks[begin:end]:
-                x, logits = stage(x, logits)
+                x, logits = received(stage(x, logits))
             return x, logits
 
         return [partial(run, *ends) for ends in pairwise([0, *self.stage_ends])]

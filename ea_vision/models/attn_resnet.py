@@ -44,11 +44,13 @@ from ea_vision.models._build import (
 )
 from ea_vision.models._chain import (
     AttentionConfig,
-    AttnStage,
     ChainBuilder,
     ChainedNetwork,
+    HookableStage,
     Step,
     check_numbers,
+    hand_on,
+    received,
     to_size,
 )
 from ea_vision.models._stem import put_small_stem
@@ -97,12 +99,15 @@ class AttnBasicBlock(_AttnBlock, BasicBlock):
         if self.augments_second:
             self.conv2 = make(self.conv2, 1)
 
-    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, prev_logits: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         shortcut = x
 
         logits = prev_logits
         if self.augments_first:
             x, logits = self.conv1(x, logits)
+            logits = logits if self.conv1.need_logits else None
         else:
             x = self.conv1(x)
         x = self.bn1(x)
@@ -112,12 +117,13 @@ class AttnBasicBlock(_AttnBlock, BasicBlock):
 
         if self.augments_second:
             x, logits = self.conv2(x, logits)
+            logits = logits if self.conv2.need_logits else None
         else:
             x = self.conv2(x)
         x = self.bn2(x)
 
         x, shortcut = self.add_shortcut(x, shortcut)
-        return self.attend_to_shortcut(self.act2(x), shortcut), logits
+        return hand_on(self.attend_to_shortcut(self.act2(x), shortcut), logits)
 
 
 class AttnBottleneck(_AttnBlock, Bottleneck):
@@ -132,7 +138,9 @@ class AttnBottleneck(_AttnBlock, Bottleneck):
         if self.augmented:
             self.conv2 = make(self.conv2, self.stride)
 
-    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, prev_logits: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         shortcut = x
 
         x = self.conv1(x)
@@ -142,6 +150,7 @@ class AttnBottleneck(_AttnBlock, Bottleneck):
         logits = prev_logits
         if self.augmented:
             x, logits = self.conv2(x, logits)
+            logits = logits if self.conv2.need_logits else None
         else:
             x = self.conv2(x)
         x = self.bn2(x)
@@ -153,7 +162,7 @@ class AttnBottleneck(_AttnBlock, Bottleneck):
         x = self.bn3(x)
 
         x, shortcut = self.add_shortcut(x, shortcut)
-        return self.attend_to_shortcut(self.act3(x), shortcut), logits
+        return hand_on(self.attend_to_shortcut(self.act3(x), shortcut), logits)
 
 
 class AttnResNet(ChainedNetwork, ResNet):
@@ -244,7 +253,7 @@ class AttnResNet(ChainedNetwork, ResNet):
                     attn_block.mrla = MRLALight(
                         channels, identity=mrla != "paper", device=device, dtype=dtype
                     )
-            setattr(self, name, AttnStage(*blocks))
+            setattr(self, name, HookableStage(*blocks))
 
     def forward_stem(self, x: Tensor) -> Tensor:
         """Turn (B, in_chans, H, W) into (B, 64, H/2, W/2); with stem_stride the sides over that."""
@@ -252,10 +261,10 @@ class AttnResNet(ChainedNetwork, ResNet):
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Turn (B, in_chans, H, W) into (B, num_features, H/32, W/32); with stem_stride the sides over 8 times that."""
-        x, logits = self.layer1(self.maxpool(self.forward_stem(x)))
-        x, logits = self.layer2(x, logits)
-        x, logits = self.layer3(x, logits)
-        x, logits = self.layer4(x, logits)
+        x, logits = received(self.layer1(self.maxpool(self.forward_stem(x))))
+        x, logits = received(self.layer2(x, logits))
+        x, logits = received(self.layer3(x, logits))
+        x, logits = received(self.layer4(x, logits))
         return x
 
     def feature_steps(self) -> list[Step]:

@@ -35,6 +35,8 @@ from ea_vision.models._chain import (
     Step,
     check_numbers,
     checkpoint,
+    hand_on,
+    received,
     to_size,
 )
 
@@ -75,14 +77,17 @@ class ConvBlock(nn.Module):
         self.ff = feed_forward(channels, ff_drop, **dd)
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, prev_logits: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         logits: Tensor | None = None
         if self.attends:
             y, logits = self.conv(x, prev_logits)
+            logits = logits if self.conv.need_logits else None
         else:
             y = self.conv_drop(self.conv(x))
         x = F.relu_(x + self.drop_path(self.bn(y)))
-        return F.relu_(x + self.drop_path(self.ff(x))), logits
+        return hand_on(F.relu_(x + self.drop_path(self.ff(x))), logits)
 
 
 class DenseStage(nn.Module):
@@ -123,9 +128,9 @@ class DenseStage(nn.Module):
         for merge, block in zip(self.merge, self.blocks, strict=True):
             x = merge(x if len(features) == 1 else torch.cat(features, dim=1))
             if self.grad_checkpointing:
-                x, logits = checkpoint(block, x, logits)
+                x, logits = received(checkpoint(block, x, logits))
             else:
-                x, logits = block(x, logits)
+                x, logits = received(block(x, logits))
             features.append(x)
         return x
 

@@ -31,10 +31,12 @@ from ea_vision.layers import AugmentedConv2d
 from ea_vision.models._build import Network, cifar_cfg, register_networks
 from ea_vision.models._chain import (
     AttentionConfig,
-    AttnStage,
     ChainBuilder,
     HeadedNetwork,
+    HookableStage,
     Step,
+    hand_on,
+    received,
     to_size,
 )
 
@@ -89,17 +91,20 @@ class WideBlock(nn.Module):
         self.drop_path = DropPath(drop_path)
         self.shortcut = Shortcut(in_channels, out_channels, stride)
 
-    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, prev_logits: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         y = F.relu_(self.bn1(x))
         if self.shared_norm:
             x = y
         logits: Tensor | None = None
         if self.attends:
             y, logits = self.conv1(y, prev_logits)
+            logits = logits if self.conv1.need_logits else None
         else:
             y = self.conv1(y)
         y = self.gate(self.conv2(F.relu_(self.bn2(y))))
-        return self.shortcut(x) + self.drop_path(y), logits
+        return hand_on(self.shortcut(x) + self.drop_path(y), logits)
 
 
 class GatherExcite(nn.Module):
@@ -208,7 +213,7 @@ class WideResNet(HeadedNetwork, nn.Module):
                         **dd,
                     )
                 )
-            setattr(self, f"group{index + 1}", AttnStage(*blocks))
+            setattr(self, f"group{index + 1}", HookableStage(*blocks))
             self.feature_info.append(
                 dict(num_chs=channels, reduction=reduction, module=f"group{index + 1}")
             )
@@ -226,16 +231,16 @@ class WideResNet(HeadedNetwork, nn.Module):
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Turn (B, in_chans, H, W) into (B, num_features, H/4, W/4)."""
-        x, logits = self.group1(self.conv_stem(x))
-        x, logits = self.group2(x, logits)
-        x, logits = self.group3(x, logits)
+        x, logits = received(self.group1(self.conv_stem(x)))
+        x, logits = received(self.group2(x, logits))
+        x, logits = received(self.group3(x, logits))
         return self.norm(x)
 
     def feature_steps(self) -> list[Step]:
         """Return the stem and the groups, the last one with the norm and ReLU behind it."""
 
         def last(x: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor | None]:
-            x, logits = self.group3(x, logits)
+            x, logits = received(self.group3(x, logits))
             return self.norm(x), logits
 
         return [lambda x, logits: (self.conv_stem(x), logits), self.group1, self.group2, last]

@@ -1,0 +1,198 @@
+"""Other people's tools on our networks, each by its standard recipe.
+
+The extra `clients` of pyproject.toml installs the tools; a test whose tool is missing is skipped.
+"""
+
+import copy
+
+import pytest
+import timm
+import torch
+from torch.testing import assert_close
+
+import ea_vision
+from ea_vision.layers import AugmentedConv2d
+from tests.models.zoo import CHAINED, OUTLINES, images, lively, sample, woken
+
+RESNETS = ["aa_resnet34", "ea_aa_resnet34", "ea_aa_resnet50"]
+# one evolving network of each family
+EVOLVING = [
+    "ea_aa_resnet34",
+    "ea_aa_mnasnet_075",
+    "ea_aa_wrn28_10_cifar",
+    "ea_conv_transformer_cifar",
+]
+
+
+def network(name: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return lively(name, num_classes=5).eval()
+
+
+def evolved_transformer() -> torch.nn.Module:
+    torch.manual_seed(0)
+    plain = timm.create_model(
+        "vit_tiny_patch16_224",
+        img_size=32,
+        patch_size=8,
+        embed_dim=48,
+        depth=3,
+        num_heads=3,
+        num_classes=5,
+    )
+    return ea_vision.evolve(plain.eval(), start="paper")
+
+
+def attention_paths(model: torch.nn.Module) -> list[str]:
+    return [path for path, module in model.named_modules() if isinstance(module, AugmentedConv2d)]
+
+
+def last_activation(block: torch.nn.Module) -> torch.nn.Module:
+    """Return the module whose output a ResNet's block returns."""
+    return block.act3 if hasattr(block, "act3") else block.act2
+
+
+@pytest.mark.parametrize("name", RESNETS)
+def test_blocks_and_stages_return_tensors_where_no_layer_reads_their_maps(name):
+    model = network(name)
+    outputs = {}
+    for path in ("layer4", "layer4.0", "layer3", "layer1.0"):
+        model.get_submodule(path).register_forward_hook(
+            lambda module, args, output, path=path: outputs.update({path: output})
+        )
+    for implementation in ("reference", None):
+        outputs.clear()
+        if implementation is None:
+            model(sample(name))
+        else:
+            with ea_vision.ops.use_implementation(implementation):
+                model(sample(name))
+        assert [type(output) for output in outputs.values()] == [torch.Tensor] * 4
+
+
+@pytest.mark.parametrize("name", RESNETS)
+@pytest.mark.parametrize("path", ["layer4", "layer4[-1]"])
+def test_grad_cam(name, path):
+    pytorch_grad_cam = pytest.importorskip("pytorch_grad_cam")
+    model, x = network(name), sample(name)
+    stage = model.layer4
+    target = stage if path == "layer4" else stage[-1]
+    with pytorch_grad_cam.GradCAM(model, [target]) as cam:
+        maps = cam(x, targets=None)
+    with pytorch_grad_cam.GradCAM(model, [last_activation(stage[-1])]) as cam:
+        expected = cam(x, targets=None)
+    assert maps.shape == (2, 64, 64) and maps.max() > 0
+    assert_close(torch.from_numpy(maps), torch.from_numpy(expected))
+
+
+@pytest.mark.parametrize("name", RESNETS)
+def test_captums_layer_grad_cam_and_integrated_gradients(name):
+    attr = pytest.importorskip("captum.attr")
+    model, x = network(name), sample(name)
+    block = model.layer4[-1]
+    maps = attr.LayerGradCam(model, block).attribute(x, target=1)
+    expected = attr.LayerGradCam(model, last_activation(block)).attribute(x, target=1)
+    assert maps.any()
+    assert_close(maps, expected)
+    attributions, delta = attr.IntegratedGradients(model).attribute(
+        x, target=1, n_steps=64, return_convergence_delta=True
+    )
+    change = (model(x) - model(torch.zeros_like(x)))[:, 1]
+    assert_close(attributions.sum((1, 2, 3)), change, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("name", [name for name in CHAINED if attention_paths(OUTLINES[name])])
+@torch.no_grad()
+def test_plain_fx_keeps_our_layers_whole(name):
+    model, x = network(name), sample(name)
+    graph = torch.fx.symbolic_trace(model)
+    assert_close(graph(x), model(x))
+    called = {node.target for node in graph.graph.nodes if node.op == "call_module"}
+    assert set(attention_paths(model)) <= called
+
+
+@torch.no_grad()
+def test_plain_fx_of_an_evolved_transformer():
+    model, x = evolved_transformer(), images()
+    assert_close(torch.fx.symbolic_trace(model)(x), model(x))
+
+
+@pytest.mark.parametrize("name", RESNETS)
+@torch.no_grad()
+def test_torchvisions_feature_extractor(name):
+    from torchvision.models.feature_extraction import create_feature_extractor
+
+    model, x = network(name), sample(name)
+    last = last_activation(model.layer2[-1])
+    paths = {module: path for path, module in model.named_modules()}
+    nodes = {paths[last]: "early", "fc": "logits"}
+    features = create_feature_extractor(model, return_nodes=nodes)(x)
+    assert_close(features["early"], model.forward_intermediates(x, intermediates_only=True)[2])
+    assert_close(features["logits"], model(x))
+
+
+@pytest.mark.parametrize("name", EVOLVING)
+def test_lora_on_the_projections_trains_and_merges(name):
+    peft = pytest.importorskip("peft")
+    model, x = network(name), sample(name)
+    expected = model(x)
+    paths = [f"{path}.{part}" for path in attention_paths(model) for part in ("qkv", "proj")]
+    config = peft.LoraConfig(r=4, target_modules=paths)
+    tuned = peft.get_peft_model(copy.deepcopy(model), config)
+    assert_close(tuned(x), expected)
+    adapters = [p for n, p in tuned.named_parameters() if "lora_B" in n]
+    assert len(adapters) == len(paths)
+    tuned.train()(x).square().sum().backward()
+    expected = tuned.eval()(x)
+    with torch.no_grad():
+        for adapter in adapters:
+            assert adapter.grad.any()
+            adapter.sub_(0.01 * adapter.grad.sign())
+    y = tuned(x)
+    assert not torch.equal(y, expected)
+    merged = tuned.merge_and_unload()
+    assert_close(merged(x), y, atol=1e-4, rtol=1e-4)
+    assert not any("lora" in n for n, _ in merged.named_parameters())
+
+
+def test_lora_on_an_evolved_transformer():
+    peft = pytest.importorskip("peft")
+    model, x = evolved_transformer(), images()
+    expected = model(x)
+    config = peft.LoraConfig(r=4, target_modules=["qkv", "proj"])
+    tuned = peft.get_peft_model(model, config)
+    assert_close(tuned(x), expected)
+    tuned(x).square().sum().backward()
+    assert all(p.grad.any() for n, p in tuned.named_parameters() if "lora_B" in n)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("name", EVOLVING)
+def test_vmap_over_an_ensemble(name, layout):
+    x = sample(name).to(memory_format=layout)
+    models = [lively(name, num_classes=5).eval() for _ in range(2)]
+    parameters, buffers = torch.func.stack_module_state(models)
+    base = copy.deepcopy(models[0]).to("meta")
+
+    def call(parameters, buffers, x):
+        return torch.func.functional_call(base, (parameters, buffers), (x,))
+
+    outputs = torch.vmap(call, in_dims=(0, 0, None))(parameters, buffers, x)
+    assert_close(outputs, torch.stack([model(x) for model in models]), atol=1e-4, rtol=1e-4)
+
+
+def test_unet_on_an_evolving_encoder():
+    smp = pytest.importorskip("segmentation_models_pytorch")
+    model = woken(smp.Unet("tu-ea_aa_resnet34", encoder_weights=None, classes=3)).eval()
+    y = model(images(64, 64))
+    assert y.shape == (2, 3, 64, 64)
+    y.square().sum().backward()
+    gates = [p for n, p in model.named_parameters() if ".evolution." in n]
+    assert gates and all(p.grad.any() for p in gates)
+
+
+def test_torchinfo_counts_every_parameter():
+    torchinfo = pytest.importorskip("torchinfo")
+    model = network("ea_aa_resnet34")
+    summary = torchinfo.summary(model, (1, 3, 64, 64), verbose=0)
+    assert summary.total_params == sum(p.numel() for p in model.parameters())
