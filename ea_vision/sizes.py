@@ -42,7 +42,7 @@ from ea_vision.base.errors import UsageError, near_matches
 from ea_vision.base.files import atomic_write, check_output, csv_text
 from ea_vision.base.networks import hub_source
 from ea_vision.base.tables import markdown
-from ea_vision.layers import AugmentedConv2d, TokenAttention
+from ea_vision.layers import AugmentedConv2d, MapsAttention
 from ea_vision.models import get_network, list_networks
 from ea_vision.ops import use_implementation
 from ea_vision.recorder.loading import find_origin, input_size
@@ -93,6 +93,19 @@ def count(model: nn.Module, input_size: tuple[int, int, int]) -> Counts:
     Readable torch multiplies whole maps where a window would not: there the products are those of the window.
     """
     # Torch's fused attention on a CPU is no operation that the counter knows; the products of the plain form are.
+    tokens: dict[str, int] = {}
+
+    def note_tokens(name: str):
+        def note(layer: nn.Module, args: tuple) -> None:
+            tokens[name] = args[0].shape[1]
+
+        return note
+
+    hooks = [
+        layer.register_forward_pre_hook(note_tokens(name))
+        for name, layer in model.named_modules()
+        if isinstance(layer, MapsAttention)
+    ]
     with (
         use_implementation("reference"),
         sdpa_kernel(SDPBackend.MATH),
@@ -100,12 +113,14 @@ def count(model: nn.Module, input_size: tuple[int, int, int]) -> Counts:
         FlopCounterMode(display=False) as counter,
     ):
         model.eval()(torch.zeros(1, *input_size, device=next(model.parameters()).device))
+    for hook in hooks:
+        hook.remove()
     flops = counter.get_flop_counts()  # by module and operation; Global: all
     bmm = torch.ops.aten.bmm  # projections are baddbmm, linear layers mm or addmm
     whole, products = counter.get_total_flops(), flops["Global"].get(bmm, 0)
     profiler, missed, branches = whole - products, 0, []
     for name, layer in model.named_modules():
-        if not isinstance(layer, (AugmentedConv2d, TokenAttention)):
+        if not isinstance(layer, (AugmentedConv2d, MapsAttention)):
             continue
         path = f"{type(model).__name__}.{name}"
         dense, params, by_hand = (
@@ -114,8 +129,8 @@ def count(model: nn.Module, input_size: tuple[int, int, int]) -> Counts:
             0,
         )
         counted = sum(flops[path].values()) - dense
-        if isinstance(layer, TokenAttention):
-            feat_size = (1, model.num_prefix_tokens + model.patch_embed.num_patches)
+        if isinstance(layer, MapsAttention):
+            feat_size = (1, tokens[name])
             elements = layer.num_heads * feat_size[1] ** 2
         else:
             feat_size, (H, W) = layer.feat_size, layer.feat_size

@@ -16,8 +16,9 @@ from timm.models import register_notrace_module
 from torch import Tensor
 
 from ea_vision.deployment.evolution import fold_evolution
-from ea_vision.layers import AugmentedConv2d, TokenAttention, fit_rel_table
+from ea_vision.layers import AugmentedConv2d, MapsAttention, fit_rel_table
 from ea_vision.layers.augmented_conv import Projection
+from ea_vision.models.any_transformer import EvolvingVitAttention
 from ea_vision.ops import exporting
 from ea_vision.ops.rel_pos import by_position
 
@@ -70,27 +71,27 @@ class DeployedConv2d(_Deployed, AugmentedConv2d):
 
 
 @register_notrace_module
-class DeployedTokenAttention(_Deployed, TokenAttention):
-    """A `TokenAttention` for inference."""
+class DeployedVitAttention(_Deployed, EvolvingVitAttention):
+    """An `EvolvingVitAttention` for inference."""
 
 
-def make_portable(layer: AugmentedConv2d | TokenAttention) -> None:
-    """Turn a layer, in place, into its form for inference, unless it has windows or an evolution that cannot be folded,
-    or needs no maps at all: then torch's fused attention is best."""
-    over_tokens, evolution = (
-        type(layer) is TokenAttention,
-        fold_evolution(layer.evolution, layer.num_heads),
-    )
-    if type(layer) not in (AugmentedConv2d, TokenAttention) or (evolution is None) != (
-        layer.evolution is None
-    ):
+def make_portable(layer: AugmentedConv2d | MapsAttention) -> None:
+    """Turn a layer, in place, into its form for inference.
+
+    A layer with windows, with an evolution that cannot be folded, of another class, or without need of its maps stays:
+    torch's fused attention is best then.
+    """
+    over_tokens = type(layer) is EvolvingVitAttention
+    if type(layer) is not AugmentedConv2d and not over_tokens:
         return
-    if not (layer.evolution or layer.need_logits) if over_tokens else layer.local:
+    evolution = fold_evolution(layer.evolution, layer.num_heads)
+    if (evolution is None) != (layer.evolution is None):
         return
-    layer.__class__, layer.folded = (
-        DeployedTokenAttention if over_tokens else DeployedConv2d,
-        evolution,
-    )
+    needs_maps = layer.evolution is not None or layer.need_logits
+    if layer.local or (over_tokens and not needs_maps):
+        return
+    layer.__class__ = DeployedVitAttention if over_tokens else DeployedConv2d
+    layer.folded = evolution
     gain = torch.full((layer.num_heads, 1, 1), layer.scale, dtype=torch.float64)
     tables = {"gain": gain if evolution is None else gain * evolution.own_gain}
     if not over_tokens:

@@ -16,6 +16,7 @@ from ea_vision.base.errors import RunError, UsageError
 from ea_vision.deployment.attention import make_portable
 from ea_vision.deployment.pairs import ATTENTION, look, parts_of, watched
 from ea_vision.layers import AugmentedConv2d
+from ea_vision.models.any_transformer import evolves, keep_logits_that_are_read
 
 LARGEST = 1e-3  # difference of a deployed network's outputs, in parts of the largest
 
@@ -153,6 +154,9 @@ def deploy(model: nn.Module) -> nn.Module:
             layer.evolution = None
     for layer, takers in readers.items():
         layer.need_logits = any(taker.evolution is not None for taker in takers)
+    for module in model.modules():
+        if evolves(module):
+            keep_logits_that_are_read(module)
     for layer in layers:
         if not any(map(watched, layer.modules())):
             make_portable(layer)

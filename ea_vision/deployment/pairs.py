@@ -8,10 +8,10 @@ from timm.layers import BatchNormAct2d
 from timm.models import get_notrace_functions, get_notrace_modules
 from torch import fx, nn
 
-from ea_vision.layers import AugmentedConv2d, TokenAttention
+from ea_vision.layers import AugmentedConv2d, MapsAttention
 from ea_vision.layers.augmented_conv import Projection
 
-ATTENTION = (AugmentedConv2d, TokenAttention)
+ATTENTION = (AugmentedConv2d, MapsAttention)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, BatchNormAct2d)
 NOTHING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)  # in evaluation mode

@@ -107,6 +107,21 @@ def _schedule_fallback(optimizer: torch.optim.Optimizer, scale: float) -> None:
     optimizer.register_step_pre_hook(follow)
 
 
+# Parameters of attention maps by the first part of their name in the layer: ours, timm's and torch's.
+MAP_PARAMETERS = {
+    "qkv",
+    "q_proj",
+    "k_proj",
+    "q_bias",
+    "in_proj_weight",
+    "in_proj_bias",
+    "height_rel",
+    "width_rel",
+    "relative_position_bias_table",
+    "evolution",
+}
+
+
 def _scale_rates(optimizer: torch.optim.Optimizer, model: nn.Module, config: TrainConfig) -> None:
     """Give the parameters of attention maps (queries, keys and, of the same matrix, values, position tables, map
     convolutions) and the learnable gates groups of their own, behind the others, at their multiples of the rate."""
@@ -114,7 +129,7 @@ def _scale_rates(optimizer: torch.optim.Optimizer, model: nn.Module, config: Tra
         parameter
         for layer in attention_layers(model)
         for name, parameter in layer.named_parameters()
-        if name.split(".")[0] in ("qkv", "height_rel", "width_rel", "evolution")
+        if name.split(".")[0] in MAP_PARAMETERS
     ]  # gates too, which come last
     scales, groups = {}, optimizer.param_groups
     for option, scale, parameters, needed in (

@@ -4,12 +4,10 @@ Shape letters: B batch, C channels, K heads, T tokens (prefix tokens and patches
 """
 
 import torch.nn.functional as F
-from timm.layers import Attention
 from torch import Tensor, nn
 
 from ea_vision.layers.augmented_conv import AugmentedConv2d
-from ea_vision.layers.evolution import Evolution, EvolvingMaps
-from ea_vision.layers.tracing import keep_whole
+from ea_vision.layers.evolution import EvolvingMaps
 from ea_vision.ops import evolving_attention
 
 
@@ -31,7 +29,9 @@ class MapsAttention(EvolvingMaps):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the heads' outputs and, where somebody reads them, the logits. A recorder follows this method."""
         operands = self._operands(prev_logits) if self.fused_attn else None
-        need_logits = need_logits or bool(self._forward_hooks and self.evolution is not None)
+        # A recorder hooks the layer and reads its logits.
+        watched = bool(self._forward_hooks) and self.evolution is not None
+        need_logits = need_logits or watched
         dropout_p = self.attn_drop.p if self.training else 0.0
         if operands is not None and not operands and not need_logits:
             return F.scaled_dot_product_attention(
@@ -95,62 +95,7 @@ class MapsAttention(EvolvingMaps):
         return self.proj_drop(self.proj(out))
 
 
-@keep_whole  # what runs depends on hooks, so FX keeps the layer whole
-class TokenAttention(MapsAttention, Attention):
-    """timm's `Attention`, made by `TokenAttention.of`; (x, prev_logits) -> (x, logits).
-
-    With `fused_attn` off it computes timm's operations in timm's order, one by one.
-    """
-
-    @classmethod
-    def of(
-        cls, attn: Attention, evolution: Evolution | None, need_logits: bool
-    ) -> "TokenAttention":
-        """Turn timm's layer, in place, into this one; its parameters and their names stay."""
-        attn.__class__ = cls
-        attn.gate = getattr(attn, "gate", None)  # timm before 1.0.25 has none
-        attn.evolution, attn.need_logits, attn.value_residual = evolution, need_logits, None
-        return attn
-
-    def values_of(self, x: Tensor) -> Tensor:
-        """Return the values alone, (B, K, T, D), of the layer's input (B, T, C)."""
-        first = 2 * self.num_heads * self.head_dim
-        bias = self.qkv.bias
-        values = F.linear(x, self.qkv.weight[first:], None if bias is None else bias[first:])
-        return values.unflatten(2, [self.num_heads, self.head_dim]).transpose(1, 2)
-
-    def forward(
-        self,
-        x: Tensor,
-        prev_logits: Tensor | None = None,
-        feat_size: tuple[int, int] | None = None,
-        first_values: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """
-        Args:
-            x: (B, T, C).
-            prev_logits, feat_size, first_values: see `attend`.
-
-        Returns:
-            y (B, T, C) and the logits (B, K, T, T) that entered the softmax, or None where nobody reads them.
-
-        Raises:
-            ValueError: prev_logits missing or of another shape, or feat_size missing, where the evolution reads them.
-        """
-        q, k, v = (
-            self.qkv(x)
-            .unflatten(2, [3, self.num_heads, self.head_dim])
-            .permute(2, 0, 3, 1, 4)
-            .unbind(0)
-        )
-        out, logits, _ = self.attend(
-            x, self.q_norm(q), self.k_norm(k), v, prev_logits, feat_size, first_values
-        )
-        return self.finish(out, x), logits
-
-
-def attention_layers(model: nn.Module) -> list[AugmentedConv2d | TokenAttention]:
-    """Return the layers of a network whose attention branches are ours, in order."""
-    return [
-        layer for layer in model.modules() if isinstance(layer, (AugmentedConv2d, TokenAttention))
-    ]
+def attention_layers(model: nn.Module) -> list[AugmentedConv2d | MapsAttention]:
+    """Return the attention layers of a network whose maps this package computes, in order."""
+    kinds = (AugmentedConv2d, MapsAttention)
+    return [layer for layer in model.modules() if isinstance(layer, kinds)]

@@ -1,13 +1,12 @@
-"""`evolve` and `unevolve`: a transformer gets mechanisms across its layers, and goes back to what it was.
+"""Vision transformers of timm and torchvision whose attention maps evolve from block to block.
 
     model = ea_vision.evolve(timm.create_model("vit_small_patch16_dinov3", pretrained=True), "ea")
     model = ea_vision.evolve(torchvision.models.vit_b_16(), kind=None, token_conv=True, value_residual=True)
     plain = ea_vision.unevolve(model)                               # an error once the gates have moved
 
-timm's VisionTransformer becomes the network of `vision_transformer.py`, which TorchScript knows. Of the others the
-network stays what it is, and its blocks, in place, become ours: each runs timm's or torchvision's own forward, in which
-the attention does what the mechanisms ask. From block to block their tokens carry, as an attribute, what the next one
-reads, so gradient checkpointing, torch.compile and torch.export see nothing unusual.
+The network keeps its class. Its blocks and their attention layers get, in place, a class of this file beside their
+own: a block runs its own forward, in which the attention layer applies the mechanisms. Tokens carry, as an attribute,
+what the next block reads, so gradient checkpointing, torch.compile and torch.export see nothing unusual.
 
 Shape letters: B batch, C channels, K heads, T tokens, P prefix tokens, D width of a head.
 """
@@ -23,12 +22,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torchvision
-from timm.layers import Attention, AttentionRope, apply_rot_embed_cat, to_2tuple
-from timm.models import beit, cait, deit, eva, naflexvit, vision_transformer
+from timm.layers import Attention, AttentionRope, PatchEmbed, apply_rot_embed_cat, to_2tuple
+from timm.models import (
+    beit,
+    cait,
+    deit,
+    eva,
+    naflexvit,
+    register_notrace_module,
+    vision_transformer,
+)
 from torch import Tensor, nn
 
-from ea_vision.layers import MapsAttention, TokenAttention
-from ea_vision.models import vision_transformer as ours
+from ea_vision.layers import MapsAttention
 from ea_vision.models._chain import frozen_statistics
 from ea_vision.models._made_with import forget_evolution, remember_evolution
 from ea_vision.models._mechanisms import Mechanisms
@@ -38,7 +44,12 @@ CARRIED = "_ea_vision_carried"  # attribute of the tokens between blocks
 
 @dataclass(frozen=True)
 class Carried:
-    """What a block hands on: (H, W) of the patches, its logits (B, K, T, T), the first block's values (B, K, T, D)."""
+    """What a block hands on to the next.
+
+    feat_size: (H, W) of the patches, or None where images are packed.
+    logits: of the block's attention, (B, K, T, T), where the next block reads them.
+    first_values: the first block's values, (B, K, T, D).
+    """
 
     feat_size: tuple[int, int] | None
     logits: Tensor | None = None
@@ -46,30 +57,41 @@ class Carried:
 
 
 def _thread() -> int:
-    """Return whose forward runs: what a layer keeps for its length is kept by thread."""
+    """Return which thread's forward runs: state of a forward is kept by thread."""
     return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
 class PatchGrid:
-    """(H, W) of the patches by thread, noted by a hook before the patch embedding; None where images are packed."""
+    """A hook before the patch embedding: it keeps (H, W) of the patches, by thread, until the first block takes it."""
 
     def __init__(self):
         self.sizes: dict[int, tuple[int, int] | None] = {}
 
     def __call__(self, embedding: nn.Module, args: tuple[Any, ...]) -> None:
-        images, size = args[0], None
+        images = args[0]
+        size = None
         if images.ndim == 4:
             height, width = images.shape[-2:]
             if hasattr(embedding, "dynamic_feat_size"):
                 size = embedding.dynamic_feat_size((height, width))
             else:
-                patch = to_2tuple(getattr(embedding, "patch_size", None) or embedding.kernel_size)
-                size = height // patch[0], width // patch[1]
+                patch = getattr(embedding, "patch_size", None) or embedding.kernel_size
+                patch_height, patch_width = to_2tuple(patch)
+                size = (height // patch_height, width // patch_width)
         self.sizes[_thread()] = size
+
+    def take(self) -> tuple[int, int] | None:
+        """Return the size that this thread's forward has noted, once."""
+        return self.sizes.pop(_thread(), None)
+
+
+@register_notrace_module
+class WholePatchEmbed(PatchEmbed):
+    """timm's PatchEmbed. FX keeps it whole, so that the hook of `PatchGrid` runs in the traced network, too."""
 
 
 class CarryingBlock:
-    """A block, beside its own class, that reads and hands on what `Carried` has.
+    """A block, beside its own class, that reads and hands on `Carried`.
 
     attention: the name of its attention layer.
     """
@@ -77,12 +99,11 @@ class CarryingBlock:
     attention = "attn"
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the block's own forward on (B, T, C) tokens."""
-        attn, carried = getattr(self, self.attention), getattr(x, CARRIED, None)
-        if (
-            carried is None
-        ):  # of the first block; a recomputation, in another thread perhaps, finds it there
-            carried = Carried(self.grid.sizes.get(_thread()))
+        """Run the block's own forward on tokens (B, T, C)."""
+        carried = getattr(x, CARRIED, None)
+        if carried is None:
+            # The first block. A recomputation finds the size on its input, perhaps in another thread.
+            carried = Carried(self.grid.take())
             setattr(x, CARRIED, carried)
         if self.token_conv is not None:
             if carried.feat_size is None:
@@ -90,21 +111,22 @@ class CarryingBlock:
                     "token_conv needs the patches' (height, width): images (B, C, H, W) required"
                 )
             x = self.token_conv(x, carried.feat_size)
+        attn = getattr(self, self.attention)
         attn.carried[_thread()] = carried
-        again = (
-            self.training
-            and not torch.compiler.is_compiling()
-            and torch._C._current_graph_task_id() != -1
-        )
         try:
-            with (
-                frozen_statistics(self) if again else nullcontext()
-            ):  # timm's checkpointing, in the backward pass
+            with self._statistics():
                 y = super().forward(x, *args, **kwargs)
         finally:
             carried = attn.carried.pop(_thread())
         setattr(y, CARRIED, carried)
         return y
+
+    def _statistics(self):
+        """Freeze running statistics where timm's checkpointing runs the block again in the backward pass."""
+        if not self.training or torch.compiler.is_compiling():
+            return nullcontext()
+        in_backward = torch._C._current_graph_task_id() != -1
+        return frozen_statistics(self) if in_backward else nullcontext()
 
 
 class CarryingAttention(MapsAttention):
@@ -125,7 +147,11 @@ class CarryingAttention(MapsAttention):
         Returns:
             (B, T, K*D), heads concatenated.
         """
-        carried = self.carried[_thread()]
+        carried = self.carried.get(_thread())
+        if carried is None:
+            raise ValueError(
+                f"{type(self).__name__} must run inside its block, which hands it the maps before"
+            )
         out, logits, v = self.attend(
             x, q, k, v, carried.logits, carried.feat_size, carried.first_values, bias
         )
@@ -134,22 +160,26 @@ class CarryingAttention(MapsAttention):
         return out
 
     def checked(self, attn_mask: Tensor | None, is_causal: bool) -> Tensor | None:
-        """Return the mask as a bias.
+        """Return the mask as a bias of the logits.
 
         Raises:
             ValueError: a mask where maps evolve, or a causal one.
         """
-        if (
-            is_causal
-            or attn_mask is not None
-            and (self.need_logits or self.evolution is not None and not self.evolution.mixes_output)
-        ):
-            ours.refuse_masks(attn_mask, is_causal)
+        evolves = self.evolution is not None and not self.evolution.mixes_output
+        reads_maps = self.need_logits or evolves
+        if is_causal or (attn_mask is not None and reads_maps):
+            raise ValueError(
+                "maps that evolve take no mask (their convolutions would read what it hides): "
+                "attn_mask=None and is_causal=False required"
+            )
         if attn_mask is None or attn_mask.dtype != torch.bool:
             return attn_mask
-        return torch.zeros_like(attn_mask, dtype=self.proj.weight.dtype).masked_fill(
-            ~attn_mask, float("-inf")
-        )
+        bias = torch.zeros_like(attn_mask, dtype=self.dtype_of_weights())
+        return bias.masked_fill(~attn_mask, float("-inf"))
+
+    def dtype_of_weights(self) -> torch.dtype:
+        """Return the type of the layer's parameters."""
+        return next(self.parameters()).dtype
 
 
 def by_heads(attn: nn.Module, qkv: Tensor) -> tuple[Tensor, ...]:
@@ -158,15 +188,14 @@ def by_heads(attn: nn.Module, qkv: Tensor) -> tuple[Tensor, ...]:
 
 
 class EvolvingVitAttention(CarryingAttention, Attention):
-    """timm's Attention."""
+    """timm's Attention. With `fused_attn` off it computes timm's operations in timm's order, one by one."""
 
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         q, k, v = by_heads(self, self.qkv(x))
-        out = self.attended(
-            x, self.q_norm(q), self.k_norm(k), v, self.checked(attn_mask, is_causal)
-        )
+        bias = self.checked(attn_mask, is_causal)
+        out = self.attended(x, self.q_norm(q), self.k_norm(k), v, bias)
         return self.finish(out, x)
 
 
@@ -181,28 +210,28 @@ class _Rotary(CarryingAttention):
         is_causal: bool = False,
     ) -> Tensor:
         if self.qkv is None:
-            q, k, v = (
-                proj(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
-                for proj in (self.q_proj, self.k_proj, self.v_proj)
-            )
+            q = self.q_proj(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+            k = self.k_proj(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+            v = self.v_proj(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
         else:
             q, k, v = by_heads(self, with_separate_biases(self, x))
-        q, k = self.q_norm(q), self.k_norm(k)
-        if rope is not None:
-            P, half = (
-                self.num_prefix_tokens,
-                {"half": True} if getattr(self, "rotate_half", False) else {},
-            )
-            q, k = (
-                torch.cat(
-                    [t[:, :, :P], apply_rot_embed_cat(t[:, :, P:], rope, **half)], dim=2
-                ).type_as(v)
-                for t in (q, k)
-            )
-        groups = self.num_heads // v.shape[1]  # of heads that share keys and values
+        q = self.rotated(self.q_norm(q), rope, v.dtype)
+        k = self.rotated(self.k_norm(k), rope, v.dtype)
+        groups = self.num_heads // v.shape[1]  # heads that share keys and values
         if groups > 1:
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        return self.finish(self.attended(x, q, k, v, self.checked(attn_mask, is_causal)), x)
+            k = k.repeat_interleave(groups, 1)
+            v = v.repeat_interleave(groups, 1)
+        out = self.attended(x, q, k, v, self.checked(attn_mask, is_causal))
+        return self.finish(out, x)
+
+    def rotated(self, heads: Tensor, rope: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return queries or keys (B, K, T, D) with the positions of the patches, in timm's way."""
+        if rope is None:
+            return heads
+        prefix = heads[:, :, : self.num_prefix_tokens]
+        patches = heads[:, :, self.num_prefix_tokens :]
+        half = {"half": True} if getattr(self, "rotate_half", False) else {}
+        return torch.cat([prefix, apply_rot_embed_cat(patches, rope, **half)], dim=2).to(dtype)
 
 
 class EvolvingEvaAttention(_Rotary, eva.EvaAttention):
@@ -214,8 +243,7 @@ class EvolvingAttentionRope(_Rotary, AttentionRope):
 
 
 def with_separate_biases(attn: nn.Module, x: Tensor) -> Tensor:
-    """Return the projection (B, T, 3*K*D) of a layer whose biases of queries and values may be parameters of their
-    own."""
+    """Return the projection (B, T, 3*K*D) of a layer that may keep biases of queries and values as parameters."""
     biases = [getattr(attn, name, None) for name in ("q_bias", "k_bias", "v_bias")]
     if biases[0] is None:
         return attn.qkv(x)
@@ -225,18 +253,20 @@ def with_separate_biases(attn: nn.Module, x: Tensor) -> Tensor:
 
 
 class EvolvingBeitAttention(CarryingAttention, beit.Attention):
-    """timm's BEiT attention; the logits that evolve have its relative position bias."""
+    """timm's BEiT attention; its relative position bias is part of the logits that evolve."""
 
     def forward(self, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
-        bias = self._get_rel_pos_bias() if self.relative_position_bias_table is not None else None
+        bias = None
+        if self.relative_position_bias_table is not None:
+            bias = self._get_rel_pos_bias()
         if shared_rel_pos_bias is not None:
             bias = shared_rel_pos_bias if bias is None else bias + shared_rel_pos_bias
-        out = self.attended(x, *by_heads(self, with_separate_biases(self, x)), bias)
-        return self.proj_drop(self.proj(out))
+        q, k, v = by_heads(self, with_separate_biases(self, x))
+        return self.proj_drop(self.proj(self.attended(x, q, k, v, bias)))
 
 
 class EvolvingTalkingHeadAttn(CarryingAttention, cait.TalkingHeadAttn):
-    """CaiT's talking heads; the logits that evolve are the mixed ones, probabilities are mixed by its own first."""
+    """CaiT's talking heads: the mixed logits evolve, and CaiT mixes the probabilities before a mechanism does."""
 
     fused_attn = False
 
@@ -246,23 +276,58 @@ class EvolvingTalkingHeadAttn(CarryingAttention, cait.TalkingHeadAttn):
 
     def attention_of(self, logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
         attn = self.proj_w(logits.softmax(-1).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-        mixes = self.evolution is not None and self.evolution.mixes_attn
-        return self.evolution.mix_attn(attn) if mixes else attn
+        if self.evolution is not None and self.evolution.mixes_attn:
+            return self.evolution.mix_attn(attn)
+        return attn
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.proj_drop(self.proj(self.attended(x, *by_heads(self, self.qkv(x)))))
+        q, k, v = by_heads(self, self.qkv(x))
+        return self.proj_drop(self.proj(self.attended(x, q, k, v)))
 
 
 class EvolvingMultiheadAttention(CarryingAttention, nn.MultiheadAttention):
-    """torchvision's self-attention, torch's MultiheadAttention."""
+    """torchvision's self-attention: torch's MultiheadAttention over one input, without weights."""
 
     @property
     def scale(self) -> float:
         return self.head_dim**-0.5
 
-    def forward(self, query: Tensor, *_: Tensor, **__: Any) -> tuple[Tensor, None]:
-        q, k, v = by_heads(self, F.linear(query, self.in_proj_weight, self.in_proj_bias))
-        return self.out_proj(self.attended(query, q, k, v)), None
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
+        """Attend within query (B, T, C); attn_mask (T, T) or (B*K, T, T) is True where a key is hidden, or added.
+
+        Raises:
+            ValueError: another key or value, a padding mask, need_weights=True, or a mask where maps evolve.
+        """
+        if key is not query or value is not query:
+            raise ValueError("self-attention required: key and value must be the query itself")
+        if key_padding_mask is not None or need_weights:
+            raise ValueError(
+                "key_padding_mask=None and need_weights=False required (record_attention gives the "
+                f"maps), got key_padding_mask {'None' if key_padding_mask is None else 'set'} and "
+                f"need_weights={need_weights}"
+            )
+        if attn_mask is not None:
+            if attn_mask.dtype == torch.bool:
+                attn_mask = (
+                    ~attn_mask
+                )  # torch's layer marks hidden keys, its functions those that stay
+            if attn_mask.ndim == 3:
+                attn_mask = attn_mask.unflatten(0, (-1, self.num_heads))
+        self.attn_drop.p = self.dropout
+        qkv = F.linear(query, self.in_proj_weight, self.in_proj_bias)
+        q, k, v = by_heads(self, qkv)
+        out = self.attended(query, q, k, v, self.checked(attn_mask, is_causal))
+        return self.out_proj(out), None
 
 
 class EvolvingEvaBlock(CarryingBlock, eva.EvaBlock):
@@ -273,6 +338,7 @@ class EvolvingEvaBlockPostNorm(CarryingBlock, eva.EvaBlockPostNorm):
     """timm's EvaBlockPostNorm."""
 
 
+@register_notrace_module  # tokens carry an attribute, which FX would lose, so FX keeps the block whole
 class EvolvingVitBlock(CarryingBlock, vision_transformer.Block):
     """timm's Block."""
 
@@ -295,15 +361,15 @@ class EvolvingEncoderBlock(CarryingBlock, torchvision.models.vision_transformer.
     attention = "self_attention"
 
 
-def _by_plain_class(*classes: type[nn.Module]) -> dict[type[nn.Module], type[nn.Module]]:
-    """Return classes of ours by that of timm or torchvision which each extends."""
-    return {
-        next(base for base in cls.__mro__ if not base.__module__.startswith("ea_vision")): cls
-        for cls in classes
-    }
+def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of timm, torch or torchvision that a class of ours extends; any other class itself."""
+    for base in cls.__mro__:
+        if issubclass(base, nn.Module) and not base.__module__.startswith("ea_vision"):
+            return base
+    raise TypeError(f"a module's class required, got {cls.__name__}")
 
 
-ATTENTIONS = _by_plain_class(
+_ATTENTIONS = (
     EvolvingVitAttention,
     EvolvingEvaAttention,
     EvolvingAttentionRope,
@@ -311,7 +377,7 @@ ATTENTIONS = _by_plain_class(
     EvolvingTalkingHeadAttn,
     EvolvingMultiheadAttention,
 )
-BLOCKS = _by_plain_class(
+_BLOCKS = (
     EvolvingEvaBlock,
     EvolvingEvaBlockPostNorm,
     EvolvingVitBlock,
@@ -320,15 +386,20 @@ BLOCKS = _by_plain_class(
     EvolvingCaitBlock,
     EvolvingEncoderBlock,
 )
+ATTENTIONS = {plain_class(cls): cls for cls in _ATTENTIONS}
+BLOCKS = {plain_class(cls): cls for cls in _BLOCKS}
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Where a network has its blocks and its patch embedding, and how many tokens stand before the patches."""
+    """Where a network has its blocks and its patch embedding, and how many tokens stand before the patches.
+
+    num_prefix_tokens: None for the network's own number.
+    """
 
     blocks: str = "blocks"
     embedding: str = "patch_embed"
-    num_prefix_tokens: int | None = None  # the network's own
+    num_prefix_tokens: int | None = None
 
 
 ARCHITECTURES = {
@@ -342,52 +413,48 @@ ARCHITECTURES = {
 }
 
 
-PLAIN_CLASSES = {
-    evolving: plain
-    for classes in (
-        ATTENTIONS,
-        BLOCKS,
-        ours.NETWORK_CLASSES,
-        {Attention: TokenAttention, vision_transformer.Block: ours.EvolvingBlock},
-    )
-    for plain, evolving in classes.items()
-}
+def _architecture_of(model: nn.Module) -> Architecture | None:
+    return ARCHITECTURES.get(plain_class(type(model)))
 
 
-def _shared_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of the modules that shares parameters and buffers."""
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+def _attention_of(block: nn.Module) -> nn.Module | None:
+    for name in (CarryingBlock.attention, EvolvingEncoderBlock.attention):
+        attn = getattr(block, name, None)
+        if attn is not None:
+            return attn
+    return None
 
 
-def _attention_of(block: nn.Module) -> nn.Module:
-    return getattr(block, CarryingBlock.attention, None) or getattr(
-        block, EvolvingEncoderBlock.attention, None
-    )
+def _reason_against_type(path: str, what: str, module: nn.Module, known: dict) -> str | None:
+    if type(module) in known:
+        return None
+    names = " or ".join(sorted({cls.__name__ for cls in known}))
+    return f"{path}: its {what} must be {names}, got {type(module).__name__}"
 
 
 def _reason_against_blocks(model: nn.Module) -> str | None:
-    path, places = ARCHITECTURES[type(model)].blocks, {}
+    path = _architecture_of(model).blocks
     blocks = model.get_submodule(path)
+    heads = None
+    first_user: dict[nn.Module, int] = {}
     for index, block in enumerate(blocks):
+        here = f"{path}.{index}"
+        if isinstance(block, CarryingBlock):
+            return f"a plain network required, got one whose maps evolve already ({here} is a {type(block).__name__})"
         attn = _attention_of(block)
-        if places.setdefault(attn, index) != index:
-            return f"{path}.{index} must have an attention layer of its own, got that of {path}.{places[attn]}"
-        if type(block) in BLOCKS.values():
-            return f"a plain network required, got {path}.{index} a {type(block).__name__}, whose maps evolve already"
-        for found, known, what in ((block, BLOCKS, "block"), (attn, ATTENTIONS, "attention")):
-            if type(found) not in known:
-                names = " or ".join(sorted({cls.__name__ for cls in known}))
-                return f"{path}.{index}: its {what} must be {names}, got {type(found).__name__}"
+        if first_user.setdefault(attn, index) != index:
+            return f"{here} must have an attention layer of its own, got that of {path}.{first_user[attn]}"
+        reason = _reason_against_type(here, "block", block, BLOCKS)
+        reason = reason or _reason_against_type(here, "attention", attn, ATTENTIONS)
+        if reason is not None:
+            return reason
         if any(type(module).__module__.startswith("torch.ao.") for module in attn.modules()):
-            return f"{path}.{index}: its attention must not be quantised, got {attn}"
-        if attn.num_heads != _attention_of(blocks[0]).num_heads:
-            return (
-                f"{path}.{index} must have as many heads as the blocks before, got {attn.num_heads}"
-            )
-    dropped = getattr(model, "patch_drop", None) or getattr(
-        getattr(model, "embeds", None), "patch_drop", None
-    )
+            return f"{here}: its attention must not be quantised, got {attn}"
+        heads = heads or attn.num_heads
+        if attn.num_heads != heads:
+            return f"{here} must have as many heads as the blocks before, got {attn.num_heads}"
+    embeds = getattr(model, "embeds", None)
+    dropped = getattr(model, "patch_drop", None) or getattr(embeds, "patch_drop", None)
     if dropped is not None and not isinstance(dropped, nn.Identity):
         return f"patch_drop must be off (tokens would stop being neighbours), got {dropped}"
     return None
@@ -395,42 +462,61 @@ def _reason_against_blocks(model: nn.Module) -> str | None:
 
 def reason_against(model: nn.Module) -> str | None:
     """Return why a network cannot evolve, or None."""
-    if type(model) in ours.NETWORK_CLASSES.values():
-        return f"a plain network required, got {type(model).__name__}, whose maps evolve already"
-    if type(model) in ARCHITECTURES:
+    if _architecture_of(model) is not None:
         return _reason_against_blocks(model)
-    attention = next(
-        (
-            f"{name} is {type(module).__name__}"
-            for name, module in model.named_modules()
-            if name and "attn" in name.split(".")[-1]
-        ),
-        "no attention layer found",
-    )
+    attention = "no attention layer found"
+    for name, module in model.named_modules():
+        if name and "attn" in name.split(".")[-1]:
+            attention = f"{name} is {type(module).__name__}"
+            break
     known = ", ".join(cls.__name__ for cls in [*ARCHITECTURES][:-1])
-    return f"timm's {known} or torchvision's VisionTransformer required, got {type(model).__name__} ({attention})"
+    return (
+        f"timm's {known} or torchvision's VisionTransformer required, got {type(model).__name__} "
+        f"({attention})"
+    )
 
 
-def _evolve_in_place(model: nn.Module, mechanisms: Mechanisms) -> None:
-    """Turn the blocks of a network of `ARCHITECTURES` into evolving ones."""
-    architecture, grid = ARCHITECTURES[type(model)], PatchGrid()
+def evolve_blocks(model: nn.Module, mechanisms: Mechanisms) -> None:
+    """Turn the blocks of a network of `ARCHITECTURES`, in place, into evolving ones.
+
+    Raises:
+        ValueError: blocks, attention or a patch dropout that do not allow it.
+    """
+    reason = reason_against(model)
+    if reason is not None:
+        raise ValueError(f"this {type(model).__name__} cannot evolve: {reason}")
+    architecture = _architecture_of(model)
+    grid = PatchGrid()
     blocks = model.get_submodule(architecture.blocks)
     attentions = [_attention_of(block) for block in blocks]
-    for number, (block, attn) in enumerate(zip(blocks, attentions, strict=True)):
-        attn.__class__, block.__class__ = ATTENTIONS[type(attn)], BLOCKS[type(block)]
+    for block, attn in zip(blocks, attentions, strict=True):
+        block.__class__ = BLOCKS[type(block)]
+        block.grid = grid
+        attn.__class__ = ATTENTIONS[type(attn)]
+        attn.carried = {}
+        attn.is_first = attn is attentions[0]
+        attn.gate = getattr(attn, "gate", None)  # older timm has none
         if isinstance(attn, nn.MultiheadAttention):
             attn.attn_drop = nn.Dropout(attn.dropout).train(block.training)
-        attn.is_first, attn.carried, block.grid = number == 0, {}, grid
-        attn.gate = getattr(attn, "gate", None)  # older timm has none
     prefix_tokens = architecture.num_prefix_tokens
-    prefix_tokens = model.num_prefix_tokens if prefix_tokens is None else prefix_tokens
+    if prefix_tokens is None:
+        prefix_tokens = model.num_prefix_tokens
     class_token_alone = prefix_tokens > 0 and getattr(model, "global_pool", "token") == "token"
     channels = getattr(model, "embed_dim", None) or model.hidden_dim
     mechanisms.give(blocks, attentions, channels, prefix_tokens, class_token_alone)
-    model.get_submodule(architecture.embedding).register_forward_pre_hook(grid)
+    embedding = model.get_submodule(architecture.embedding)
+    embedding.register_forward_pre_hook(grid)
+    if type(embedding) is PatchEmbed:
+        embedding.__class__ = WholePatchEmbed
 
 
-def evolve(
+def shared_copy(model: nn.Module) -> nn.Module:
+    """Return a copy of the modules that shares parameters and buffers."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def evolve_transformer(
     model: nn.Module,
     kind: str | None = "ea",
     layers: Sequence[int] | None = None,
@@ -441,19 +527,21 @@ def evolve(
     value_residual: bool | str = False,
     **options: Any,
 ) -> nn.Module:
-    """Let the attention maps of timm's or torchvision's transformer evolve: a new model, which shares the weights.
+    """Return an evolving copy of a vision transformer of timm's or torchvision's, which shares the weights.
 
     Args:
         model: timm's VisionTransformer or VisionTransformerDistilled (ViT, DeiT, DINO, CLIP, SigLIP, ...), Eva (EVA-02,
             DINOv3, PE), NaFlexVit, Beit or Cait, or torchvision's VisionTransformer.
         kind: a registered evolution: "ea", "pa", "residual", "talking_heads", "reattention", "refiner", "mta",
             "conv2d", "xsa", "gated", or one from outside; None for maps that do not evolve.
-        layers, attn_layers: which blocks evolve, counted from 1; None is all that can: not the first, which has no
-            predecessor, where the kind reads the predecessor's maps.
+        layers: the blocks that evolve, counted from 1. None means all that can: the first block has no predecessor,
+            so it cannot where the kind reads the predecessor's maps.
+        attn_layers: the same by its name in `timm.create_model`.
         prefix: "convolve" or "pass"; see `EvolvingVisionTransformer`.
         start: "identity": the new model computes what the old one does (bit for bit where timm's fused attention is
             off) and learns from there; "paper": it begins as its paper does.
-        token_conv, value_residual: see `EvolvingVisionTransformer`; also without a kind.
+        token_conv: see `EvolvingVisionTransformer`; also without a kind.
+        value_residual: see `EvolvingVisionTransformer`; also without a kind.
         **options: the evolution's. alpha, beta: gates of the kinds that have them; 0 at the identity start. learnable:
             whether they are parameters, as at the identity start; "per_head" for one a head. kernel_size, ...
 
@@ -461,10 +549,6 @@ def evolve(
         ValueError: a model that cannot evolve, naming the module at fault, layers that cannot, an option that the
             evolution does not have, or nothing to add.
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"a network is required, such as timm.create_model('vit_small_patch16_224'), got {model!r}"
-        )
     reason = reason_against(model)
     if reason is not None:
         raise ValueError(f"this {type(model).__name__} cannot evolve: {reason}")
@@ -474,12 +558,8 @@ def evolve(
         options["start"] = start
     chosen = attn_layers if layers is None else layers
     mechanisms = Mechanisms(kind, chosen, prefix, token_conv, value_residual, options)
-    evolving = _shared_copy(model)
-    if type(model) in ours.NETWORK_CLASSES and ours.reason_against_blocks(model) is None:
-        evolving.__class__ = ours.NETWORK_CLASSES[type(model)]
-        ours.give(evolving, mechanisms)
-    else:
-        _evolve_in_place(evolving, mechanisms)
+    evolving = shared_copy(model)
+    evolve_blocks(evolving, mechanisms)
     asked = {
         "kind": kind,
         "attn_layers": chosen,
@@ -491,60 +571,77 @@ def evolve(
     return evolving
 
 
-def unevolve(model: nn.Module) -> nn.Module:
+def _active_parts(path: str, block: nn.Module) -> list[str]:
+    """Return the mechanisms of a block that change something, by name."""
+    attn = getattr(block, block.attention)
+    parts = {
+        f"{block.attention}.evolution": attn.evolution,
+        f"{block.attention}.value_residual": attn.value_residual,
+        "token_conv": block.token_conv,
+    }
+    return [
+        f"{path}.{block.attention} ({name})"
+        for name, part in parts.items()
+        if part is not None and not part.changes_nothing()
+    ]
+
+
+_ADDED_TO_BLOCKS = ("token_conv", "grid")
+_ADDED_TO_ATTENTION = ("evolution", "need_logits", "value_residual", "is_first", "carried")
+
+
+def evolves(model: nn.Module) -> bool:
+    """Return whether a network is a vision transformer with evolving blocks."""
+    architecture = _architecture_of(model)
+    if architecture is None:
+        return False
+    return isinstance(model.get_submodule(architecture.blocks)[0], CarryingBlock)
+
+
+def keep_logits_that_are_read(model: nn.Module) -> None:
+    """Let each block of an evolving network hand its logits on only where the next block's evolution reads them."""
+    blocks = model.get_submodule(_architecture_of(model).blocks)
+    reads_previous = False
+    for block in reversed(list(blocks)):
+        attn = getattr(block, block.attention)
+        attn.need_logits = reads_previous
+        reads_previous = attn.evolution is not None and attn.evolution.reads_previous
+
+
+def unevolve_transformer(model: nn.Module) -> nn.Module:
     """Return the plain network from an evolving one that computes the same: a new model, which shares the weights.
 
     Raises:
-        ValueError: another network, or a mechanism that changes something.
+        ValueError: a network that does not evolve, or a mechanism that changes something.
     """
-    plain_class = PLAIN_CLASSES.get(type(model), type(model))
-    path = getattr(ARCHITECTURES.get(plain_class), "blocks", None)
-    if path is None or type(model.get_submodule(path)[0]) not in PLAIN_CLASSES:
+    if not evolves(model):
         raise ValueError(f"an evolving vision transformer required, got {type(model).__name__}")
+    architecture = _architecture_of(model)
     active = []
-    for index, block in enumerate(model.get_submodule(path)):
-        attn, name = _attention_of(block), getattr(block, "attention", "attn")
-        parts = {
-            f"{name}.evolution": attn.evolution,
-            f"{name}.value_residual": attn.value_residual,
-            "token_conv": block.token_conv,
-        }
-        active += [
-            f"{path}.{index}.{name} ({part})"
-            for name, part in parts.items()
-            if part is not None and not part.changes_nothing()
-        ][:1]
+    for index, block in enumerate(model.get_submodule(architecture.blocks)):
+        active += _active_parts(f"{architecture.blocks}.{index}", block)[:1]
     if active:
         raise ValueError(
             "all gates must be 0, or mechanisms at their identity start, for the plain network to compute "
             f"the same; got {len(active)} blocks where they are not, the first of them {active[0]}"
         )
-    plain = _shared_copy(model)
-    plain.__class__, blocks = plain_class, plain.get_submodule(path)
-    if isinstance(blocks, ours.TokenStage):
-        plain.blocks = nn.Sequential(*blocks)
-        plain.blocks.training = blocks.training
-    embedding = plain.get_submodule(ARCHITECTURES[plain_class].embedding)
-    for key in [
-        key for key, hook in embedding._forward_pre_hooks.items() if isinstance(hook, PatchGrid)
-    ]:
-        del embedding._forward_pre_hooks[key]
-    for block in blocks:
-        attn = _attention_of(block)
+    plain = shared_copy(model)
+    plain.__class__ = plain_class(type(model))
+    embedding = plain.get_submodule(architecture.embedding)
+    for key, hook in list(embedding._forward_pre_hooks.items()):
+        if isinstance(hook, PatchGrid):
+            del embedding._forward_pre_hooks[key]
+    if type(embedding) is WholePatchEmbed:
+        embedding.__class__ = PatchEmbed
+    for block in plain.get_submodule(architecture.blocks):
+        attn = getattr(block, block.attention)
+        for name in _ADDED_TO_ATTENTION:
+            delattr(attn, name)
+        for name in _ADDED_TO_BLOCKS:
+            delattr(block, name)
         if isinstance(attn, nn.MultiheadAttention):
             del attn.attn_drop
-        for module in (block, attn):
-            module.__class__ = PLAIN_CLASSES[type(module)]
-            for name in (
-                "token_conv",
-                "grid",
-                "evolution",
-                "need_logits",
-                "value_residual",
-                "is_first",
-                "carried",
-            ):
-                if hasattr(module, name):
-                    delattr(module, name)
+        attn.__class__ = plain_class(type(attn))
+        block.__class__ = plain_class(type(block))
     forget_evolution(plain)
     return plain

@@ -9,7 +9,7 @@ from torch import nn
 
 import ea_vision
 from ea_vision.deployment import attention
-from ea_vision.layers import AugmentedConv2d, TokenAttention
+from ea_vision.layers import AugmentedConv2d, MapsAttention
 from ea_vision.layers.evolution import _EVOLUTIONS, Evolution
 from ea_vision.models import list_networks
 from tests.models import zoo
@@ -98,7 +98,7 @@ def test_equals_the_network(name, monkeypatch):
         layer
         for layer in deployed.modules()
         if isinstance(layer, AugmentedConv2d)
-        or isinstance(layer, TokenAttention)
+        or isinstance(layer, MapsAttention)
         and layer.evolution is not None
     ]
     assert "csan" in name or all(hasattr(layer, "folded") for layer in evolving)

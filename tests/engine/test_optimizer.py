@@ -91,6 +91,16 @@ def test_attention_lr_leaves_learnable_gates_to_gate_lr():
     }
 
 
+def test_attention_lr_knows_an_evolved_transformer_of_timms():
+    options = dict(img_size=32, patch_size=16, embed_dim=48, depth=2, num_heads=3)
+    model = ea_vision.evolve(timm.create_model("vit_small_patch16_dinov3", **options), "ea")
+    groups = build_optimizer(config(attention_lr=0.5), model, 1).param_groups
+    slower = {id(p) for group in groups if group["lr_scale"] == 0.5 for p in group["params"]}
+    names = {name for name, parameter in model.named_parameters() if id(parameter) in slower}
+    assert names == {name for name in names if ".attn." in name}
+    assert {"blocks.0.attn.qkv.weight", "blocks.1.attn.evolution.convs.0.weight"} <= names
+
+
 @pytest.mark.parametrize("opt", ["sgd", "lookahead_muon"])
 def test_attention_lr_scales_the_update(opt):
     """From the same weights and gradients: the maps' parameters move by that share, the others as without, at every

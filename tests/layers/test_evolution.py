@@ -3,14 +3,13 @@
 import logging
 
 import pytest
-import timm
 import torch
 from torch import nn
 from torch.testing import assert_close
 
 from ea_vision import ops
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention, create_evolution
-from ea_vision.layers.token_attention import TokenAttention
+from ea_vision.models.any_transformer import EvolvingVitAttention, by_heads
 from ea_vision.ops import evolving_attention, use_implementation
 from tests.layers.oracle import assert_same
 
@@ -56,10 +55,25 @@ def test_convolutions_begin_by_he():
     assert torch.equal(plain.convs[0].weight, expected)
 
 
+class TokenLayer(EvolvingVitAttention):
+    """The attention layer of a transformer's block, called without the block: (x, prev, (H, W)) -> (y, logits)."""
+
+    def __init__(self, evolution):
+        super().__init__(16, num_heads=2)
+        self.gate = getattr(self, "gate", None)
+        self.evolution = evolution
+        self.need_logits = True
+        self.value_residual = None
+
+    def forward(self, x, prev_logits=None, feat_size=None):
+        q, k, v = by_heads(self, self.qkv(x))
+        out, logits, _ = self.attend(x, q, k, v, prev_logits, feat_size, None)
+        return self.finish(out, x), logits
+
+
 def layer_and_input(evolution, over_tokens: bool) -> tuple[nn.Module, torch.Tensor]:
     if over_tokens:
-        attn = timm.layers.Attention(16, num_heads=2)
-        return TokenAttention.of(attn, evolution, need_logits=True), torch.randn(2, 12, 16)
+        return TokenLayer(evolution), torch.randn(2, 12, 16)
     layer = AugmentedConv2d(
         16, 8, dim_qk=8, dim_v=4, num_heads=2, feat_size=(4, 3), evolution=evolution
     )

@@ -12,9 +12,9 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 from torch.testing import assert_close
 
-from ea_vision import evolve, record_attention, unevolve
-from ea_vision.layers import MapsAttention, evolution_class, learnable_gates
-from ea_vision.models import any_transformer
+from ea_vision import deploy, evolve, record_attention, unevolve
+from ea_vision.layers import MapsAttention, attention_layers, evolution_class, learnable_gates
+from ea_vision.sizes import count
 from tests.models.test_across import KINDS
 from tests.models.test_vision_transformer import active, needs_attn_layer, plain
 from tests.models.test_vision_transformer import fused as set_fused
@@ -30,7 +30,7 @@ from tests.models.zoo import (
 from tests.slow import slow_but
 
 NAMES = [  # one of each block, attention layer and kind of position
-    "vit_tiny_patch16_224",  # the explicit network of `vision_transformer.py`
+    "vit_tiny_patch16_224",
     "eva02_tiny_patch14_224",  # rotary, split q, k, v, SwiGLU
     "eva02_enormous_patch14_clip_224",  # norms behind the branches
     "vit_small_patch16_dinov3",  # rotary, registers
@@ -147,23 +147,22 @@ def test_learns_is_saved_and_checkpoints(name, kind):
 @pytest.mark.parametrize("kind", ["ea", "conv2d", "talking_heads", "mta", "xsa", "gated"])
 @pytest.mark.parametrize("fused", [False, True])
 @torch.no_grad()
-def test_computes_what_the_network_of_timms_vision_transformer_does(kind, fused, monkeypatch):
-    """Two ways to the same: the explicit one of `vision_transformer.py`, and that of all other networks."""
-    timms = plain(reg_tokens=1, qk_norm=True)
-    set_fused(timms, fused)
+def test_by_name_and_by_evolve_it_is_one_network(kind, fused):
+    """`timm.create_model` of an evolving name, and `evolve` of timm's network, give the same layers and outputs."""
     options = dict(token_conv="paper", value_residual="paper")
-    explicit = active(evolve(timms, kind, **options))
-    monkeypatch.setattr(any_transformer.ours, "NETWORK_CLASSES", {})
-    monkeypatch.setitem(
-        any_transformer.ARCHITECTURES, VisionTransformer, any_transformer.Architecture()
-    )
-    generic = evolve(timms, kind, **options)
-    for parameter in attentions(explicit)[1].evolution.parameters():
-        parameter.add_(0.1)
-    generic.load_state_dict(explicit.state_dict())
-    assert type(generic) is VisionTransformer
-    assert_near(generic.forward_features(images()), explicit.forward_features(images()))
-    assert (generic(images()) - timms(images())).abs().max() > 1e-2
+    keywords = dict(**TINY, reg_tokens=1, qk_norm=True)
+    named = timm.create_model("ea_vit_tiny_patch16_224", evolution=kind, **options, **keywords)
+    named = active(stirred(named)).eval()
+    timms = timm.create_model("vit_tiny_patch16_224", **keywords).eval()
+    evolved = evolve(timms, kind, **options).eval()
+    assert type(evolved) is VisionTransformer and type(named) is not VisionTransformer
+    evolved.load_state_dict(named.state_dict())
+    for model in (named, evolved):
+        set_fused(model, fused)
+    assert torch.equal(named(images()), evolved(images()))
+    kinds = [[type(layer) for layer in attention_layers(model)] for model in (named, evolved)]
+    assert kinds[0] == kinds[1] and len(kinds[0]) == 3
+    assert (named(images()) - timms(images())).abs().max() > 1e-2
 
 
 @thorough
@@ -252,9 +251,9 @@ def shared() -> nn.Module:
         (
             lambda: evolve(create("torchvision")),
             {},
-            "encoder.layers.0 a EvolvingEncoderBlock, whose maps evolve",
+            r"whose maps evolve already \(encoder.layers.0 is a EvolvingEncoderBlock\)",
         ),
-        (lambda: evolve(plain()), {}, "got EvolvingVisionTransformer, whose maps evolve already"),
+        (lambda: evolve(plain()), {}, "got one whose maps evolve already"),
         (lambda: create("cait_xxs24_224"), dict(layers=[1]), r"that can evolve are \[2, 3\] of 3"),
         (lambda: meta("vit_tiny_patch16_224", depth=1), {}, r"that can evolve are \[\] of 1"),
         (shared, {}, r"blocks\.2 must have an attention layer of its own, got that of blocks\.0"),
@@ -335,3 +334,113 @@ def test_recorded_maps_weigh_the_values(name, kind):
         assert len(seen) == 3
         for (values, out), layer in zip(seen, maps.values(), strict=False):
             assert_near((layer.attn @ values).transpose(1, 2).flatten(2), out)
+
+
+class LoRA(nn.Linear):
+    """A projection with a low-rank part, in loralib's way."""
+
+    def __init__(self, base: nn.Linear, rank: int = 4):
+        super().__init__(base.in_features, base.out_features)
+        self.load_state_dict(base.state_dict(), strict=False)
+        self.down = nn.Parameter(0.1 * torch.randn(rank, base.in_features))
+        self.up = nn.Parameter(0.1 * torch.randn(base.out_features, rank))
+
+    def forward(self, x):
+        return super().forward(x) + x @ self.down.T @ self.up.T
+
+    def merge(self):
+        self.weight += self.up @ self.down
+        self.up.zero_()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("value_residual", [False, "paper"])
+def test_merging_a_lora_changes_nothing(value_residual):
+    model = plain()
+    for block in model.blocks:
+        block.attn.qkv = LoRA(block.attn.qkv)
+    evolved = evolve(model, "ea", value_residual=value_residual).eval()
+    expected = evolved(images())
+    for block in evolved.blocks:
+        block.attn.qkv.merge()
+    assert_near(evolved(images()), expected)
+
+
+def hidden_keys(module, args, kwargs):
+    mask = torch.zeros(17, 17, dtype=torch.bool)
+    mask[:, 9:] = True
+    return args, {**kwargs, "attn_mask": mask}
+
+
+@torch.no_grad()
+def test_torchvisions_mask_is_obeyed_or_refused():
+    model = create("torchvision")
+    for layer in model.encoder.layers:
+        layer.self_attention.register_forward_pre_hook(hidden_keys, with_kwargs=True)
+    x = images()
+    expected = model(x)
+    assert_near(evolve(model, None, value_residual=True)(x), expected)
+    with pytest.raises(ValueError, match="take no mask"):
+        evolve(model, "ea")(x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (dict(need_weights=True), "need_weights=True"),
+        (dict(key_padding_mask=torch.zeros(2, 17, dtype=torch.bool)), "key_padding_mask set"),
+        (dict(key=torch.zeros(2, 17, 48)), "must be the query itself"),
+    ],
+)
+def test_what_torchs_attention_is_asked_and_cannot_give_is_refused(more, message):
+    model = evolve(create("torchvision"), "ea")
+    x = torch.randn(2, 17, 48)
+    call = {"key": x, "value": x, "need_weights": False, **more}
+    with pytest.raises(ValueError, match=message):
+        model.encoder.layers[0].self_attention(x, **call)
+
+
+def test_a_changed_dropout_of_torchs_attention_counts():
+    model = evolve(create("torchvision"), None, value_residual=True).train()
+    for layer in model.encoder.layers:
+        layer.self_attention.dropout = 0.5
+    torch.manual_seed(0)
+    first = model(images())
+    assert (first - model(images())).abs().max() > 1e-3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["vit_small_patch16_dinov3", "beit_base_patch16_224"])
+def test_sizes_counts_an_evolved_network_as_its_plain_one_and_its_maps(name):
+    model = create(name).eval()
+    plain_count = count(model, (3, 32, 32))
+    evolved_count = count(evolve(model, "residual").eval(), (3, 32, 32))
+    tokens = evolved_count.branches[0].feat_size[1]
+    assert tokens == model.num_prefix_tokens + model.patch_embed.num_patches
+    assert evolved_count.params == plain_count.params + 2
+    assert len(evolved_count.branches) == 3 and not plain_count.branches
+
+
+@torch.no_grad()
+def test_sizes_counts_alike_by_name_and_by_evolve():
+    named = timm.create_model("ea_vit_tiny_patch16_224", **TINY).eval()
+    evolved = evolve(timm.create_model("vit_tiny_patch16_224", **TINY), "ea").eval()
+    assert count(named, (3, 32, 32)) == count(evolved, (3, 32, 32))
+
+
+@pytest.mark.parametrize("name", ["vit_small_patch16_dinov3", "beit_base_patch16_224"])
+@torch.no_grad()
+def test_idle_evolutions_are_dropped_by_deploy(name):
+    model = evolve(create(name), "ea")
+    deployed = deploy(model.eval())
+    assert not any(layer.evolution or layer.need_logits for layer in attention_layers(deployed))
+    assert_near(deployed(images()), model(images()))
+
+
+@torch.no_grad()
+def test_a_size_is_taken_once_and_never_read_from_an_earlier_forward():
+    model = evolve(create("vit_tiny_patch16_224"), "conv2d")
+    model(images())
+    with pytest.raises(ValueError, match=r"needs the patches' \(height, width\)"):
+        model.blocks(torch.randn(2, 17, 48))
