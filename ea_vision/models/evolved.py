@@ -13,7 +13,7 @@ from timm.models import load_pretrained, register_model, resolve_pretrained_cfg
 from torch import nn
 
 from ea_vision.models._made_with import EVOLVED
-from ea_vision.models.any_transformer import evolve
+from ea_vision.models.evolve import evolve
 
 
 @register_model
