@@ -29,12 +29,12 @@ from timm.models import (
     deit,
     eva,
     naflexvit,
-    register_notrace_module,
     vision_transformer,
 )
 from torch import Tensor, nn
 
 from ea_vision.layers import MapsAttention
+from ea_vision.layers.tracing import keep_whole
 from ea_vision.models._chain import frozen_statistics
 from ea_vision.models._made_with import forget_evolution, remember_evolution
 from ea_vision.models._mechanisms import Mechanisms
@@ -69,6 +69,8 @@ class PatchGrid:
 
     def __call__(self, embedding: nn.Module, args: tuple[Any, ...]) -> None:
         images = args[0]
+        if isinstance(images, torch.fx.Proxy):
+            return  # the traced network runs this hook
         size = None
         if images.ndim == 4:
             height, width = images.shape[-2:]
@@ -85,7 +87,7 @@ class PatchGrid:
         return self.sizes.pop(_thread(), None)
 
 
-@register_notrace_module
+@keep_whole
 class WholePatchEmbed(PatchEmbed):
     """timm's PatchEmbed. FX keeps it whole, so that the hook of `PatchGrid` runs in the traced network, too."""
 
@@ -338,7 +340,7 @@ class EvolvingEvaBlockPostNorm(CarryingBlock, eva.EvaBlockPostNorm):
     """timm's EvaBlockPostNorm."""
 
 
-@register_notrace_module  # tokens carry an attribute, which FX would lose, so FX keeps the block whole
+@keep_whole  # tokens carry an attribute, which FX would lose
 class EvolvingVitBlock(CarryingBlock, vision_transformer.Block):
     """timm's Block."""
 
