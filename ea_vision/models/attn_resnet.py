@@ -26,6 +26,7 @@ Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map,
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -55,13 +56,47 @@ from ea_vision.models._chain import (
 )
 from ea_vision.models._stem import put_small_stem
 
-ConvFactory = Callable[[nn.Conv2d, int], AugmentedConv2d]
+STAGES = (1, 2, 3, 4)
+MakeLayer = Callable[[nn.Conv2d, int], AugmentedConv2d]
 
 
-class _AttnBlock:
-    """The common part of both blocks, beside timm's class.
+def run(conv: nn.Module, x: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return what a convolution, augmented or not, makes of x, and the logits for the next one that reads them."""
+    if not isinstance(conv, AugmentedConv2d):
+        return conv(x), logits
+    x, logits = conv(x, logits)
+    return x, logits if conv.need_logits else None
 
-    mrla: attention to the block's shortcut, added to its output, or None; the network sets it.
+
+class AttendsInBasicBlock:
+    """Beside timm's or torchvision's BasicBlock: both 3x3 convolutions augmented, or the first."""
+
+    def augment(self, make: MakeLayer, which: str, strided: bool) -> None:
+        """Replace 3x3 convolutions by `make(convolution, stride of the block where it stands)`.
+
+        Args:
+            which: "all" or "first".
+            strided: whether a convolution with a stride is replaced, too.
+        """
+        if strided or self.stride == 1:
+            self.conv1 = make(self.conv1, self.stride)
+        if which == "all":
+            self.conv2 = make(self.conv2, 1)
+
+
+class AttendsInBottleneck:
+    """Beside timm's or torchvision's Bottleneck: its 3x3 convolution augmented."""
+
+    def augment(self, make: MakeLayer, which: str, strided: bool) -> None:
+        """Replace the 3x3 convolution by `make(convolution, stride)`, unless it has a stride and `strided` is false."""
+        if strided or self.stride == 1:
+            self.conv2 = make(self.conv2, self.stride)
+
+
+class _TimmBlock:
+    """The common part of both blocks of timm's.
+
+    mrla: attention to the block's shortcut, added to its output, where the network gives it one.
     """
 
     def add_shortcut(self, x: Tensor, shortcut: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,65 +113,38 @@ class _AttnBlock:
         return x, shortcut
 
     def attend_to_shortcut(self, x: Tensor, shortcut: Tensor) -> Tensor:
-        if self.mrla is not None:
-            retrieved = self.mrla(x, shortcut)
-            x = x + (retrieved if self.drop_path is None else self.drop_path(retrieved))
-        return x
+        """Return the block's output, with MRLA's attention to its shortcut where there is one."""
+        if not hasattr(self, "mrla"):
+            return x
+        retrieved = self.mrla(x, shortcut)
+        if self.drop_path is not None:
+            retrieved = self.drop_path(retrieved)
+        return x + retrieved
 
 
-class AttnBasicBlock(_AttnBlock, BasicBlock):
-    """timm's BasicBlock, both 3x3 convolutions augmented, or the first; (x, prev_logits) -> (x, logits)."""
-
-    augments_first: bool = False
-    augments_second: bool = False
-
-    def augment(self, make: ConvFactory, convs: str, strided: bool) -> None:
-        """Put `make(convolution, stride of the attention branch)` in place of the 3x3 convolutions, "all" or the
-        "first"; unless `strided`, of those without a stride alone."""
-        self.augments_first, self.augments_second = strided or self.stride == 1, convs == "all"
-        if self.augments_first:
-            self.conv1 = make(self.conv1, self.stride)
-        if self.augments_second:
-            self.conv2 = make(self.conv2, 1)
+class AttnBasicBlock(_TimmBlock, AttendsInBasicBlock, BasicBlock):
+    """timm's BasicBlock with attention; (x, prev_logits) -> (x, logits) | x."""
 
     def forward(
         self, x: Tensor, prev_logits: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         shortcut = x
 
-        logits = prev_logits
-        if self.augments_first:
-            x, logits = self.conv1(x, logits)
-            logits = logits if self.conv1.need_logits else None
-        else:
-            x = self.conv1(x)
+        x, logits = run(self.conv1, x, prev_logits)
         x = self.bn1(x)
         x = self.drop_block(x)
         x = self.act1(x)
         x = self.aa(x)
 
-        if self.augments_second:
-            x, logits = self.conv2(x, logits)
-            logits = logits if self.conv2.need_logits else None
-        else:
-            x = self.conv2(x)
+        x, logits = run(self.conv2, x, logits)
         x = self.bn2(x)
 
         x, shortcut = self.add_shortcut(x, shortcut)
         return hand_on(self.attend_to_shortcut(self.act2(x), shortcut), logits)
 
 
-class AttnBottleneck(_AttnBlock, Bottleneck):
-    """timm's Bottleneck, its 3x3 convolution augmented; (x, prev_logits) -> (x, logits)."""
-
-    augmented: bool = False
-
-    def augment(self, make: ConvFactory, convs: str, strided: bool) -> None:
-        """Put `make(convolution, stride of the attention branch)` in place of the 3x3 convolution, the only one, unless
-        it has a stride and `strided` is false."""
-        self.augmented = strided or self.stride == 1
-        if self.augmented:
-            self.conv2 = make(self.conv2, self.stride)
+class AttnBottleneck(_TimmBlock, AttendsInBottleneck, Bottleneck):
+    """timm's Bottleneck with attention; (x, prev_logits) -> (x, logits) | x."""
 
     def forward(
         self, x: Tensor, prev_logits: Tensor | None = None
@@ -147,12 +155,7 @@ class AttnBottleneck(_AttnBlock, Bottleneck):
         x = self.bn1(x)
         x = self.act1(x)
 
-        logits = prev_logits
-        if self.augmented:
-            x, logits = self.conv2(x, logits)
-            logits = logits if self.conv2.need_logits else None
-        else:
-            x = self.conv2(x)
+        x, logits = run(self.conv2, x, prev_logits)
         x = self.bn2(x)
         x = self.drop_block(x)
         x = self.act2(x)
@@ -163,6 +166,63 @@ class AttnBottleneck(_AttnBlock, Bottleneck):
 
         x, shortcut = self.add_shortcut(x, shortcut)
         return hand_on(self.attend_to_shortcut(self.act3(x), shortcut), logits)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a ResNet attends; see `AttnResNet`."""
+
+    augment: str = "all"
+    augment_strided: bool = True
+    map_reduction: int = 16
+
+    def __post_init__(self) -> None:
+        if self.augment not in ("all", "first"):
+            raise ValueError(f"augment must be 'all' or 'first', got {self.augment!r}")
+        reduction = self.map_reduction
+        if not isinstance(reduction, int) or reduction.bit_count() != 1:
+            raise ValueError(f"map_reduction must be a power of two, got {reduction!r}")
+
+    def put(self, network: ChainedNetwork, attention: AttentionConfig, device, dtype) -> None:
+        """Augment the 3x3 convolutions of a ResNet, and let its stages hand the logits on.
+
+        Args:
+            network: whose blocks have `augment`, whose `img_size` and `feature_info` are set.
+        """
+        attending = attention.stages(STAGES, default=(2, 3, 4))
+        chains = ChainBuilder(attention, network, device, dtype)
+        for stage in STAGES:
+            name = f"layer{stage}"
+            blocks = list(getattr(network, name))
+            if stage in attending:
+                reduction = network.feature_info[stage]["reduction"]
+                make = partial(self._layer, chains, stage, reduction)
+                for block in blocks:
+                    block.augment(make, self.augment, self.augment_strided)
+            setattr(network, name, HookableStage(*blocks))
+
+    def _layer(
+        self, chains: ChainBuilder, stage: int, reduction: int, conv: nn.Conv2d, stride: int
+    ) -> AugmentedConv2d:
+        """Return the attention layer in place of a convolution, or around it with fusion="add".
+
+        Args:
+            reduction: pixels of the image to a pixel of the stage's output, along a side.
+            stride: of the block where the convolution stands. An anti-aliased block strides after the convolution, so
+                the attention pools in its stead.
+        """
+        pools = (max(self.map_reduction, reduction) // reduction).bit_length() - 1
+        return chains.layer(
+            conv.in_channels,
+            conv.out_channels,
+            3,
+            conv.stride[0],
+            reduction=reduction << pools,
+            stage=stage,
+            pool_attention=pools + (stride != conv.stride[0]),
+            dilation=conv.dilation[0],
+            conv=conv,
+        )
 
 
 class AttnResNet(ChainedNetwork, ResNet):
@@ -207,15 +267,10 @@ class AttnResNet(ChainedNetwork, ResNet):
         dtype=None,
         **kwargs: Any,
     ):
-        if augment not in ("all", "first"):
-            raise ValueError(f"augment must be 'all' or 'first', got {augment!r}")
-        if not isinstance(map_reduction, int) or map_reduction.bit_count() != 1:
-            raise ValueError(f"map_reduction must be a power of two, got {map_reduction!r}")
+        placement = Placement(augment, augment_strided, map_reduction)
         if mrla not in (False, True, "paper"):
             raise ValueError(f"mrla must be False, True or 'paper', got {mrla!r}")
         attention = AttentionConfig.take(kwargs)
-        stages = (1, 2, 3, 4)
-        attending = attention.stages(stages, default=(2, 3, 4))
         check_numbers("layers", layers, 4)
         if "channels" in kwargs:
             check_numbers("channels", kwargs["channels"], 4)
@@ -223,37 +278,16 @@ class AttnResNet(ChainedNetwork, ResNet):
         if stem_stride is not None:
             put_small_stem(self, kwargs.get("in_chans", 3), stem_stride, device, dtype)
         self.img_size = to_size(img_size)
-        chains = ChainBuilder(attention, self, device, dtype)
+        placement.put(self, attention, device, dtype)
+        if mrla:
+            self._add_mrla(identity=mrla != "paper", device=device, dtype=dtype)
 
-        def make(conv: nn.Conv2d, stride: int, reduction: int, stage: int) -> AugmentedConv2d:
-            pools = (max(map_reduction, reduction) // reduction).bit_length() - 1
-            return chains.layer(
-                conv.in_channels,
-                conv.out_channels,
-                3,
-                conv.stride[0],
-                reduction=reduction << pools,
-                stage=stage,
-                # an anti-aliased block strides after the convolution, so the attention pools in its stead
-                pool_attention=pools + (stride != conv.stride[0]),
-                dilation=conv.dilation[0],
-                conv=conv,
-            )
-
-        for stage in stages:
-            name = f"layer{stage}"
-            blocks, reduction = list(getattr(self, name)), self.feature_info[stage]["reduction"]
-            for attn_block in blocks:
-                if stage in attending:
-                    attn_block.augment(
-                        partial(make, reduction=reduction, stage=stage), augment, augment_strided
-                    )
-                channels, attn_block.mrla = self.feature_info[stage]["num_chs"], None
-                if mrla:
-                    attn_block.mrla = MRLALight(
-                        channels, identity=mrla != "paper", device=device, dtype=dtype
-                    )
-            setattr(self, name, HookableStage(*blocks))
+    def _add_mrla(self, **options: Any) -> None:
+        """Give each block of all stages attention to its shortcut."""
+        for stage in STAGES:
+            channels = self.feature_info[stage]["num_chs"]
+            for block in getattr(self, f"layer{stage}"):
+                block.mrla = MRLALight(channels, **options)
 
     def forward_stem(self, x: Tensor) -> Tensor:
         """Turn (B, in_chans, H, W) into (B, 64, H/2, W/2); with stem_stride the sides over that."""

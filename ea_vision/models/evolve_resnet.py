@@ -1,0 +1,326 @@
+"""Attention beside the 3x3 convolutions of a trained ResNet: timm's family, and torchvision's.
+
+    model = ea_vision.evolve(timm.create_model("resnet50d", pretrained=True), "ea")
+    model = ea_vision.evolve(torchvision.models.resnext50_32x4d(weights="DEFAULT"), kind=None)     # AA
+    plain = ea_vision.unevolve(model)                               # an error once the attention has learned
+
+The plain network's modules stay: each 3x3 convolution, with its groups and dilation, becomes that of an
+`AugmentedConv2d` with fusion="add", whose attention begins at zero. Blocks and network change their class; norms,
+anti-aliasing, squeeze-excite, stem and head are the plain network's.
+
+Shape letters: B batch, C channels, H x W image or map.
+"""
+
+import copy
+import itertools
+from typing import Any
+
+import torch
+import torchvision
+from timm.models import resnet as timm_resnet
+from torch import Tensor, nn
+from torchvision.models import resnet as torchvision_resnet
+
+from ea_vision.layers import AugmentedConv2d
+from ea_vision.models._chain import (
+    AttentionConfig,
+    ChainedNetwork,
+    Step,
+    hand_on,
+    received,
+    to_size,
+)
+from ea_vision.models._made_with import forget_evolution, remember_evolution
+from ea_vision.models.attn_resnet import (
+    STAGES,
+    AttendsInBasicBlock,
+    AttendsInBottleneck,
+    AttnBasicBlock,
+    AttnBottleneck,
+    AttnResNet,
+    Placement,
+    run,
+)
+
+
+class AttnTorchvisionBasicBlock(AttendsInBasicBlock, torchvision_resnet.BasicBlock):
+    """torchvision's BasicBlock with attention; (x, prev_logits) -> (x, logits) | x."""
+
+    def forward(
+        self, x: Tensor, prev_logits: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        shortcut = x if self.downsample is None else self.downsample(x)
+        x, logits = run(self.conv1, x, prev_logits)
+        x = self.relu(self.bn1(x))
+        x, logits = run(self.conv2, x, logits)
+        x = self.bn2(x)
+        x += shortcut
+        return hand_on(self.relu(x), logits)
+
+
+class AttnTorchvisionBottleneck(AttendsInBottleneck, torchvision_resnet.Bottleneck):
+    """torchvision's Bottleneck with attention; (x, prev_logits) -> (x, logits) | x."""
+
+    def forward(
+        self, x: Tensor, prev_logits: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        shortcut = x if self.downsample is None else self.downsample(x)
+        x = self.relu(self.bn1(self.conv1(x)))
+        x, logits = run(self.conv2, x, prev_logits)
+        x = self.relu(self.bn2(x))
+        x = self.bn3(self.conv3(x))
+        x += shortcut
+        return hand_on(self.relu(x), logits)
+
+
+class AttnTorchvisionResNet(ChainedNetwork, torchvision_resnet.ResNet):
+    """torchvision's ResNet with attention beside its 3x3 convolutions, as `evolve_resnet` makes it.
+
+    img_size: (height, width) in pixels, for which the position tables are made.
+    feature_info: channels, reduction and module of each feature, as timm's networks have it.
+    """
+
+    def forward_stem(self, x: Tensor) -> Tensor:
+        """Turn (B, 3, H, W) into (B, 64, H/2, W/2)."""
+        return self.relu(self.bn1(self.conv1(x)))
+
+    def feature_steps(self) -> list[Step]:
+        """Return the stem and the four stages."""
+        return [
+            lambda x, logits: (self.forward_stem(x), logits),
+            lambda x, logits: self.layer1(self.maxpool(x), logits),
+            self.layer2,
+            self.layer3,
+            self.layer4,
+        ]
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Turn (B, 3, H, W) into (B, C, H/32, W/32)."""
+        x, logits = received(self.layer1(self.maxpool(self.forward_stem(x))))
+        x, logits = received(self.layer2(x, logits))
+        x, logits = received(self.layer3(x, logits))
+        x, logits = received(self.layer4(x, logits))
+        return x
+
+    def _forward_impl(self, x: Tensor) -> Tensor:
+        pooled = self.avgpool(self.forward_features(x))
+        return self.fc(torch.flatten(pooled, 1))
+
+
+NETWORKS = {
+    timm_resnet.ResNet: AttnResNet,
+    torchvision_resnet.ResNet: AttnTorchvisionResNet,
+}
+BLOCKS = {
+    timm_resnet.BasicBlock: AttnBasicBlock,
+    timm_resnet.Bottleneck: AttnBottleneck,
+    torchvision_resnet.BasicBlock: AttnTorchvisionBasicBlock,
+    torchvision_resnet.Bottleneck: AttnTorchvisionBottleneck,
+}
+PLAIN_BLOCKS = {attending: plain for plain, attending in BLOCKS.items()}
+
+
+def is_resnet(model: nn.Module) -> bool:
+    """Return whether a network is a ResNet of timm's or torchvision's."""
+    return isinstance(model, tuple(NETWORKS))
+
+
+def has_attention(model: nn.Module) -> bool:
+    """Return whether a network is a ResNet with attention of ours."""
+    return isinstance(model, tuple(NETWORKS.values()))
+
+
+def evolve_resnet(
+    model: nn.Module,
+    kind: str | None = "ea",
+    *,
+    img_size: int | tuple[int, int] | None = None,
+    augment: str = "all",
+    augment_strided: bool = True,
+    map_reduction: int = 16,
+    **options: Any,
+) -> nn.Module:
+    """Put attention beside the 3x3 convolutions of a ResNet: return a new model, which shares the weights.
+
+    It computes what the plain network does, and learns from there: first the last projections of the attention, which
+    begin at zero, then the rest.
+
+    Args:
+        model: timm's or torchvision's ResNet with basic or bottleneck blocks.
+        kind: a registered evolution ("ea", "pa", ...), which begins as in its paper unless `start` says otherwise; None
+            for attention whose maps do not evolve (AA).
+        img_size: input size in pixels, one number or (height, width), which sizes the position tables. Default: that
+            of the network's configuration, or 224 without one.
+        augment: which convolutions of a block get attention; see `AttnResNet`.
+        augment_strided: see `AttnResNet`.
+        map_reduction: see `AttnResNet`.
+        **options: those of `AttentionConfig` (attn_stages, (2, 3, 4) unless given, num_heads, qk_ratio, v_ratio,
+            position, window, ...; as published, the ratios of basic blocks are 0.25 and 0.125) and of the evolution
+            (start, alpha, beta, kernel_size, ...).
+
+    Raises:
+        ValueError: a network that cannot have attention, naming the module at fault, or an unknown or unfitting option.
+    """
+    reason = reason_against(model)
+    if reason is not None:
+        raise ValueError(f"this {type(model).__name__} cannot evolve: {reason}")
+    chosen = {
+        "kind": kind,
+        "img_size": img_size,
+        "augment": augment,
+        "augment_strided": augment_strided,
+        "map_reduction": map_reduction,
+        **options,
+    }
+    attention = _attention_of(model, kind, options)
+    placement = Placement(augment, augment_strided, map_reduction)
+    evolving = _shared_copy(model)
+    evolving.plain_class = type(model)
+    evolving.__class__ = NETWORKS[_base_of(model)]
+    for block in _blocks_of(evolving).values():
+        block.__class__ = BLOCKS[type(block)]
+    evolving.img_size = to_size(_input_size(model) if img_size is None else img_size)
+    if isinstance(evolving, AttnTorchvisionResNet):
+        evolving.feature_info = _feature_info(evolving)
+    weight = next(evolving.parameters())
+    placement.put(evolving, attention, weight.device, weight.dtype)
+    evolving.set_grad_checkpointing(getattr(model, "grad_checkpointing", False))
+    _take_modes(evolving, model)
+    remember_evolution(evolving, chosen)
+    return evolving
+
+
+def unevolve_resnet(model: nn.Module) -> nn.Module:
+    """Return the plain ResNet from one whose attention adds nothing: a new model, which shares the weights.
+
+    Raises:
+        ValueError: attention that adds something, or that has a share of the convolutions' channels.
+    """
+    reason = _reason_against_plain(model)
+    if reason is not None:
+        raise ValueError(f"this {type(model).__name__} computes no plain network: {reason}")
+    plain = _shared_copy(model)
+    for block in _blocks_of(plain).values():
+        for name in ("conv1", "conv2"):
+            conv = getattr(block, name)
+            if isinstance(conv, AugmentedConv2d):
+                setattr(block, name, conv.conv)
+        block.__class__ = PLAIN_BLOCKS[type(block)]
+    for stage in STAGES:
+        blocks = getattr(plain, f"layer{stage}")
+        setattr(plain, f"layer{stage}", nn.Sequential(*blocks))
+    plain.__class__ = plain.__dict__.pop("plain_class", _base_of(model))
+    del plain.img_size
+    if isinstance(plain, torchvision.models.ResNet):
+        del plain.feature_info
+    _take_modes(plain, model)
+    forget_evolution(plain)
+    return plain
+
+
+def reason_against(model: nn.Module) -> str | None:
+    """Return why a ResNet cannot have attention beside its convolutions, or None."""
+    if has_attention(model):
+        return f"a plain network required, got {type(model).__name__}, which has attention already"
+    base = _base_of(model)
+    for name in ("forward", "_forward_impl", "forward_features", "forward_head"):
+        if getattr(type(model), name, None) is not getattr(base, name, None):
+            return f"{name} of {base.__module__} required, and {type(model).__name__} has its own"
+    known = [block for block in BLOCKS if block.__module__ == base.__module__]
+    names = " or ".join(block.__name__ for block in known)
+    for path, block in _blocks_of(model).items():
+        if type(block) not in known:
+            return f"{path} must be {names} of {base.__module__}, got {type(block).__name__}"
+        for name in ("conv1", "conv2"):
+            conv = getattr(block, name)
+            if not isinstance(conv, nn.Conv2d):
+                return f"{path}.{name} must be a Conv2d, got {type(conv).__name__}"
+    return None
+
+
+def _reason_against_plain(model: nn.Module) -> str | None:
+    """Return why a ResNet with attention does not compute a plain one, or None."""
+    active = []
+    for name, layer in model.named_modules():
+        if not isinstance(layer, AugmentedConv2d):
+            continue
+        if layer.fusion != "add":
+            return f"fusion='add' required, and {name} has fusion={layer.fusion!r}"
+        if layer.proj.weight.any() or layer.proj.bias.any():
+            active.append(name)
+    if active:
+        return (
+            f"proj of each attention layer must be 0; got {len(active)} layers where it is not, "
+            f"the first of them {active[0]}"
+        )
+    for name, block in _blocks_of(model).items():
+        if hasattr(block, "mrla"):
+            return f"blocks without mrla required, and {name} has it"
+    return None
+
+
+def _attention_of(model: nn.Module, kind: str | None, options: dict[str, Any]) -> AttentionConfig:
+    """Return the attention that the options ask for.
+
+    Raises:
+        ValueError: an option that there is not.
+    """
+    ratios = {}
+    if not hasattr(model.layer1[0], "conv3"):  # of basic blocks, as published
+        ratios = {"qk_ratio": 0.25, "v_ratio": 0.125}
+    left = dict(options)
+    attention = AttentionConfig.take(left, **ratios, evolution=kind, fusion="add")
+    if attention.evolution != kind or attention.fusion != "add":
+        raise ValueError("a ResNet evolves by its kind, with fusion='add'; got evolution or fusion")
+    if left:
+        raise ValueError(f"a ResNet evolves without {', '.join(sorted(left))}")
+    return attention
+
+
+def _base_of(model: nn.Module) -> type[nn.Module]:
+    """Return timm's or torchvision's class of a ResNet."""
+    return next(base for base in NETWORKS if isinstance(model, base))
+
+
+def _blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the blocks of the four stages by their names."""
+    blocks = {}
+    for stage in STAGES:
+        for index, block in enumerate(getattr(model, f"layer{stage}")):
+            blocks[f"layer{stage}.{index}"] = block
+    return blocks
+
+
+def _input_size(model: nn.Module) -> tuple[int, int]:
+    """Return the (height, width) in pixels that a network's configuration says, or 224x224."""
+    config = getattr(model, "pretrained_cfg", None)
+    return tuple(config["input_size"][1:]) if config else (224, 224)
+
+
+def _feature_info(model: nn.Module) -> list[dict]:
+    """Return timm's `feature_info` of torchvision's ResNet."""
+    info = [dict(num_chs=model.bn1.num_features, reduction=2, module="relu")]
+    reduction = 4
+    for stage in STAGES:
+        blocks = getattr(model, f"layer{stage}")
+        reduction *= blocks[0].stride
+        last_norm = getattr(blocks[-1], "bn3", blocks[-1].bn2)
+        channels = last_norm.num_features
+        info.append(dict(num_chs=channels, reduction=reduction, module=f"layer{stage}"))
+    return info
+
+
+def _shared_copy(model: nn.Module) -> nn.Module:
+    """Return a copy of the modules that shares parameters and buffers."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def _take_modes(model: nn.Module, source: nn.Module) -> None:
+    """Put each module into training or evaluation mode as in `source`; one that is new, as its parent there."""
+    modes = {name: module.training for name, module in source.named_modules()}
+    for name, module in model.named_modules():
+        place = name
+        while place not in modes:
+            place = place.rpartition(".")[0]
+        module.training = modes[place]

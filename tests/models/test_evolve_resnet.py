@@ -1,0 +1,260 @@
+"""Attention beside the convolutions of plain ResNets, timm's and torchvision's: the start, the way there and back."""
+
+import copy
+
+import pytest
+import timm
+import torch
+import torchvision
+from timm.layers import BlurPool2d
+from timm.models import create_feature_extractor, get_graph_node_names
+from torch.testing import assert_close
+from torchvision.models.resnet import BasicBlock, Bottleneck
+
+import ea_vision
+from ea_vision.layers import AugmentedConv2d
+from ea_vision.models import get_network, list_networks
+from ea_vision.models.evolve_resnet import evolve_resnet, unevolve_resnet
+from tests.models.zoo import (
+    assert_checkpointing_changes_nothing,
+    assert_compiles_and_exports,
+    idle,
+    images,
+    layers_of,
+    stepped,
+    woken,
+)
+
+NARROW = dict(layers=(1, 1, 2, 1), channels=(16, 32, 32, 32), num_classes=5)
+TIMM = {
+    "resnet18d": {},
+    "resnext50_32x4d": {"channels": (64, 64, 64, 64)},
+    "seresnet50": {},
+    "ecaresnet50t": {},
+    "wide_resnet50_2": {},
+    "resnetblur50": {"aa_layer": BlurPool2d},
+    "resnetaa50d": {},
+    "resnetrs50": {},
+    "seresnextaa101d_32x8d": {"channels": (64, 64, 64, 64)},
+    "resnet50": {"output_stride": 8},
+    "resnet34": {"output_stride": 16, "aa_layer": BlurPool2d},
+    "resnet18_cifar": {},
+}
+TORCHVISION = {
+    "torchvision basic": (BasicBlock, {}),
+    "torchvision bottleneck": (Bottleneck, {}),
+    "torchvision ResNeXt": (Bottleneck, {"groups": 4, "width_per_group": 8}),
+    "torchvision wide": (Bottleneck, {"width_per_group": 128}),
+    "torchvision dilated": (Bottleneck, {"replace_stride_with_dilation": [False, True, True]}),
+}
+NAMES = [*TIMM, *TORCHVISION]
+PUBLISHED = [
+    name
+    for name in list_networks("attn_resnet")
+    if get_network(name).plain and not get_network(name).kwargs.get("window")
+]
+FEW = ["resnet18d", "torchvision ResNeXt"]  # where the library and the kind of block count
+
+
+def plain_network(name: str) -> torch.nn.Module:
+    """In evaluation mode, narrow, with statistics and weights of which all count."""
+    torch.manual_seed(5)
+    if name in TORCHVISION:
+        block, options = TORCHVISION[name]
+        model = torchvision.models.ResNet(block, [1, 1, 2, 1], num_classes=5, **options)
+    else:
+        model = timm.create_model(name, **{**NARROW, **TIMM[name]})
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            torch.nn.init.normal_(module.running_mean, std=0.1)
+            torch.nn.init.uniform_(module.running_var, 0.5, 2.0)
+    return woken(model).eval()
+
+
+@pytest.mark.parametrize("kind", ["ea", None])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_network_begins_as_the_plain_one_learns_and_goes_back(name, kind):
+    plain = plain_network(name)
+    model = evolve_resnet(plain, kind)
+    x = images(64, 64)
+    with torch.no_grad():
+        expected = plain(x)
+        assert torch.equal(model(x), expected)
+    shared = {id(parameter) for parameter in plain.parameters()}
+    new = [name for name, parameter in model.named_parameters() if id(parameter) not in shared]
+    assert len(list(model.parameters())) == len(shared) + len(new)
+    assert len(layers_of(model)) == (4 if hasattr(plain.layer1[0], "conv3") else 8)
+
+    back = unevolve_resnet(model)
+    assert type(back) is type(plain) and repr(back) == repr(plain)
+    assert back.__dict__.keys() == plain.__dict__.keys()
+    assert torch.equal(back(x), expected)
+    back.load_state_dict(plain.state_dict())  # strictly
+    assert {id(parameter) for parameter in back.parameters()} == shared
+
+    stepped(model, x)
+    assert set(new) & set(idle(model)) == set()
+    with pytest.raises(
+        ValueError, match="proj of each attention layer must be 0; got .* the first"
+    ):
+        unevolve_resnet(model)
+
+
+def test_there_are_twelve_published_networks():
+    assert len(PUBLISHED) == 12
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_published_networks_are_evolved_plain_ones(name):
+    network = get_network(name)
+    plain = woken(timm.create_model(network.plain, **NARROW)).eval()
+    options = {key: value for key, value in network.kwargs.items() if key == "alpha"}
+    model = evolve_resnet(plain, network.kwargs.get("evolution"), **options)
+    published = timm.create_model(name, fusion="add", **NARROW).eval()
+    woken(model)
+    published.load_state_dict(model.state_dict())
+    x = images(64, 64)
+    with torch.no_grad():
+        assert torch.equal(published(x), model(x))
+        assert not torch.equal(plain(x), model(x))
+    with torch.no_grad():
+        for layer in layers_of(published):
+            layer.proj.weight.zero_()
+    back = unevolve_resnet(published)
+    assert type(back) is type(plain)
+    with torch.no_grad():
+        assert torch.equal(back(x), plain(x))
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_keywords_say_where_and_how_wide(name):
+    model = evolve_resnet(
+        plain_network(name),
+        "pa",
+        attn_stages=(3, 4),
+        num_heads=2,
+        qk_ratio=0.5,
+        v_ratio=0.25,
+        position="none",
+        num_layers=2,
+        img_size=(64, 96),
+        augment="first",
+        augment_strided=False,
+    )
+    assert all(layer.height_rel is None and layer.num_heads == 2 for layer in layers_of(model))
+    places = [path for path, module in model.named_modules() if isinstance(module, AugmentedConv2d)]
+    conv = "conv1" if name == "resnet18d" else "conv2"
+    assert places == [f"layer3.1.{conv}"]
+    assert model.img_size == (64, 96)
+    layer = layers_of(model)[0]
+    assert layer.feat_size == (4, 6)
+    assert (layer.dim_qk, layer.dim_v) == (layer.out_channels // 2, layer.out_channels // 4)
+
+
+def test_groups_dilation_and_blur_are_the_plain_networks():
+    for name in ("resnext50_32x4d", "resnetblur50", "resnet50", "torchvision dilated"):
+        plain = plain_network(name)
+        model = evolve_resnet(plain, "ea")
+        for path, conv in plain.named_modules():
+            beside = dict(model.named_modules())[path]
+            if isinstance(beside, AugmentedConv2d):
+                assert repr(beside.conv) == repr(conv)
+                assert beside.conv.weight is conv.weight
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", FEW)
+def test_an_evolved_network_is_traced_deployed_and_recorded(name):
+    model = woken(evolve_resnet(plain_network(name), "ea", img_size=64))
+    x = images(64, 64)
+    expected = model(x)
+    last = get_graph_node_names(model)[1][-1]
+    assert_close(create_feature_extractor(model, return_nodes=[last])(x)[last], expected)
+    assert_close(ea_vision.deploy(model)(x), expected, atol=1e-4, rtol=1e-4)
+    with ea_vision.record_attention(model) as maps:
+        assert_close(model(x), expected)
+    assert len(maps) == len(layers_of(model))
+    pixels = [maps[number].attn.shape[-1] for number in maps]
+    last = 2 if name == "resnet18d" else 1  # layers in the last stage
+    assert pixels == [16] * (len(maps) - last) + [4] * last
+    features = model.forward_intermediates(x, intermediates_only=True)
+    for feature, info in zip(features, model.feature_info, strict=True):
+        assert feature.shape[1] == info["num_chs"]
+        assert feature.shape[2] == 64 // info["reduction"]
+    model.set_input_size((96, 64))
+    assert model(images(96, 64)).shape == (2, 5)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_an_evolved_network_checkpoints(name):
+    model = woken(evolve_resnet(plain_network(name), "ea"))
+    assert_checkpointing_changes_nothing(model, images(64, 64), atol=1e-5, rtol=1e-4)
+
+
+def test_an_evolved_network_compiles_and_exports():
+    plain = plain_network("torchvision basic")
+    model = woken(evolve_resnet(plain, "ea", img_size=64, attn_stages=(3,)))
+    assert_compiles_and_exports(model, images(64, 64))
+
+
+def test_modes_and_frozen_weights_stay():
+    plain = plain_network("resnet18d")
+    plain.layer3.train()
+    plain.requires_grad_(False)
+    model = evolve_resnet(plain, None)
+    assert not model.training
+    assert all(module.training for module in model.layer3.modules())
+    assert not any(module.training for module in model.layer4.modules())
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained
+    assert all(".conv.weight" not in name for name in trained)
+    assert unevolve_resnet(model).layer3.training
+
+
+def test_the_model_that_was_given_stays_as_it_is():
+    plain = plain_network("torchvision basic")
+    before = copy.deepcopy(plain.state_dict()), repr(plain)
+    stepped(evolve_resnet(plain.double(), "ea"), images(64, 64).double())
+    assert repr(plain) == before[1]
+
+
+class OwnForward(timm.models.ResNet):
+    """A network that does something else with the stages."""
+
+    def forward_features(self, x):
+        return self.layer1(self.act1(self.bn1(self.conv1(x))))
+
+
+@pytest.mark.parametrize(
+    "make, options, message",
+    [
+        (
+            lambda: timm.create_model("skresnet18"),
+            {},
+            r"layer1.0 must be BasicBlock or Bottleneck of timm.models.resnet, got SelectiveKernel",
+        ),
+        (lambda: timm.create_model("aa_resnet34"), {}, "got AttnResNet, which has attention"),
+        (
+            lambda: OwnForward(timm.models.resnet.BasicBlock, (1, 1, 1, 1)),
+            {},
+            "forward_features of timm.models.resnet required, and OwnForward has its own",
+        ),
+        (lambda: timm.create_model("resnet18"), {"attn_stages": (5,)}, "attn_stages must be of"),
+        (lambda: timm.create_model("resnet18"), {"alhpa": 0.5}, "a ResNet evolves without alhpa"),
+        (lambda: timm.create_model("resnet18"), {"token_conv": True}, "without token_conv"),
+        (lambda: timm.create_model("resnet18"), {"fusion": "concat"}, "got evolution or fusion"),
+        (lambda: timm.create_model("resnet18"), {"num_layers": 2}, "num_layers"),
+    ],
+)
+def test_what_cannot_be_is_named(make, options, message):
+    with torch.device("meta"):
+        model = make()
+    with pytest.raises(ValueError, match=message):
+        evolve_resnet(model, "ea", **options)
+
+
+def test_concatenated_attention_is_no_plain_network():
+    with torch.device("meta"):
+        model = timm.create_model("aa_resnet34")
+    with pytest.raises(ValueError, match="fusion='add' required, and layer2.0.conv1 has fusion"):
+        unevolve_resnet(model)
