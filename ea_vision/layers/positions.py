@@ -1,4 +1,4 @@
-"""Absolute positions for the input of an attention branch: what the AA paper compares its relative ones with.
+"""Absolute positions for the input of an attention branch; the AA paper compares its relative positions with them.
 
 Papers:
 * AA: `Attention Augmented Convolutional Networks`, section 4.5 - https://arxiv.org/abs/1904.09925
@@ -6,8 +6,8 @@ Papers:
 * coordinates: `An intriguing failing of convolutional neural networks and the CoordConv solution`
   - https://arxiv.org/abs/1807.03247
 
-The AA paper leaves open where they enter and how they are scaled. Here they enter at the branch's input, after pooling,
-and are computed for the size of the map at hand: they have no weights and fit every size.
+The AA paper does not say where they enter or how they are scaled. Here they enter at the branch's input, after pooling.
+They have no weights and are computed for the size of each map, so they fit every size.
 
 Shape letters: B batch, C channels, H x W the attention map.
 """
@@ -19,44 +19,53 @@ POSITIONS = ("relative", "none", "sine", "coord")
 
 
 def check_position(position: str) -> str:
-    """Return the kind of position that is asked for.
+    """Return the position.
 
     Raises:
-        ValueError: no such kind.
+        ValueError: it is not one of POSITIONS.
     """
     if position not in POSITIONS:
-        raise ValueError(
-            f"position must be one of {', '.join(map(repr, POSITIONS))}, got {position!r}"
-        )
+        known = ", ".join(repr(name) for name in POSITIONS)
+        raise ValueError(f"position must be one of {known}, got {position!r}")
     return position
 
 
 def _axis(size: int, like: Tensor) -> Tensor:
-    """Return 0 .. size - 1, in float32 at least."""
+    """Return 0 .. size - 1 on the device of `like`, in float32, or in float64 if `like` is."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     return torch.arange(size, device=like.device, dtype=dtype)
 
 
 def add_sine(x: Tensor) -> Tensor:
-    """Add sines and cosines of the pixel's row and column to (B, C, H, W), C a multiple of 4.
+    """Add sines and cosines of each pixel's row and column to x (B, C, H, W), C a multiple of 4.
 
-    C/4 periods of 2 pi * 10000**(4 i / C) pixels, i = 0 .. C/4 - 1, in the order of timm's `build_sincos2d_pos_embed`:
-    the sines of the row, of the column, the cosines of the row, of the column.
+    The C/4 periods are 2 pi * 10000**(4 i / C) pixels, i = 0 .. C/4 - 1. The channels have the order of timm's
+    `build_sincos2d_pos_embed`: sines of the row, sines of the column, cosines of the row, cosines of the column.
     """
-    C, H, W = x.shape[1], x.shape[2], x.shape[3]
-    bands = 10000.0 ** (-_axis(C // 4, x) / (C // 4))  # radians a pixel
-    down = (bands.unsqueeze(1) * _axis(H, x)).unsqueeze(2).expand(C // 4, H, W)
-    right = (bands.unsqueeze(1) * _axis(W, x)).unsqueeze(1).expand(C // 4, H, W)
-    return x + torch.cat([down.sin(), right.sin(), down.cos(), right.cos()]).to(x.dtype)
+    _, C, H, W = x.shape
+    periods = C // 4
+    radians_per_pixel = 10000.0 ** (-_axis(periods, x) / periods)
+    by_row = radians_per_pixel.unsqueeze(1) * _axis(H, x)  # (C/4, H)
+    by_column = radians_per_pixel.unsqueeze(1) * _axis(W, x)  # (C/4, W)
+    rows = by_row.unsqueeze(2).expand(periods, H, W)
+    columns = by_column.unsqueeze(1).expand(periods, H, W)
+    waves = torch.cat([rows.sin(), columns.sin(), rows.cos(), columns.cos()])
+    return x + waves.to(x.dtype)
+
+
+def _centred_axis(size: int, like: Tensor) -> Tensor:
+    """Return `size` numbers from -1 to 1, or 0 if size is 1."""
+    return (2 * _axis(size, like) - (size - 1)) / max(size - 1, 1)
 
 
 def append_coordinates(x: Tensor) -> Tensor:
     """Append CoordConv's channels to those of x: (B, C, H, W) -> (B, C + 3, H, W).
 
-    The column and the row, each from -1 to 1 (0 where there is one alone), and their distance from the centre.
+    They are the column, the row, each from -1 to 1 (0 if there is only one), and the distance from the centre.
     """
-    B, H, W = x.shape[0], x.shape[2], x.shape[3]
-    rows = ((2 * _axis(H, x) - (H - 1)) / max(H - 1, 1)).unsqueeze(1).expand(H, W)
-    cols = ((2 * _axis(W, x) - (W - 1)) / max(W - 1, 1)).unsqueeze(0).expand(H, W)
-    channels = torch.stack([cols, rows, (rows**2 + cols**2).sqrt()]).to(x.dtype)
-    return torch.cat([x, channels.unsqueeze(0).expand(B, 3, H, W)], dim=1)
+    B, _, H, W = x.shape
+    rows = _centred_axis(H, x).unsqueeze(1).expand(H, W)
+    columns = _centred_axis(W, x).unsqueeze(0).expand(H, W)
+    distance = (rows**2 + columns**2).sqrt()
+    channels = torch.stack([columns, rows, distance]).to(x.dtype)
+    return torch.cat([x, channels.expand(B, 3, H, W)], dim=1)

@@ -1,7 +1,7 @@
 """Published mechanisms that change attention maps or carry attention from layer to layer, one class each.
 
 Those over maps are evolutions (`evolution="..."` of the networks, `ea_vision.evolve(model, kind="...")`); `MRLALight`,
-`ValueResidual` and `TokenConv` carry values and tokens, and are keywords of the networks that have a place for them.
+`ValueResidual` and `TokenConv` act on values and tokens; keywords of the networks switch them on.
 """
 
 # importing a mechanism's file registers it

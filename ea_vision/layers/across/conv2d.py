@@ -18,17 +18,17 @@ class FourDimensionalConvolution(Evolution):
             + sum_{b, i, j} U[a, b, i, j] m[b, (y, x), (y' + i, x' + j)]
             + sum_{b, i, j} V[a, b, i, j] m[b, (y + i, x + j), (y', x')],    i, j = -1, 0, 1; 0 beyond the border
 
-    Ours, no paper has it: EA's convolution takes the map for an image of N x N, where the end of a row of pixels is the
-    neighbour of the next row's beginning, and sees no pixel above or below. There are no biases: the softmax cancels
-    them. Rows and columns of prefix tokens pass: there out = m.
+    No paper has this mechanism. EA's convolution treats the map as an image of N x N: there the last pixel of a row
+    neighbours the first pixel of the next row, and a kernel sees no pixel above or below. The kernels have no biases,
+    since the softmax cancels them. Rows and columns of prefix tokens pass unchanged: there out = m.
 
-    Identity start: U = V = 0, which have a gradient at once, for no activation follows them. Otherwise they begin
-    normal with std 0.02. alpha is learned from 0 by default.
+    Identity start: U = V = 0. They have a gradient at once, since no activation follows them. Otherwise they are drawn
+    from a normal distribution with std 0.02. alpha is learned and begins at 0 by default.
 
     Args:
         num_heads: K.
         alpha: start of the learned gate of the previous logits.
-        std: of the kernels' normal start; 0 is the identity.
+        std: standard deviation of the kernels at the start; 0 is the identity.
         kernel_size: odd side of both kernels.
 
     Raises:
@@ -54,29 +54,27 @@ class FourDimensionalConvolution(Evolution):
         dd = {"device": device, "dtype": dtype}
         self.num_prefix_tokens = 0
         self.alpha = nn.Parameter(torch.full((), float(alpha), **dd))
-        shape = num_heads, num_heads, kernel_size, kernel_size
-        self.keys, self.queries = (nn.Parameter(std * torch.randn(shape, **dd)) for _ in range(2))
+        shape = (num_heads, num_heads, kernel_size, kernel_size)
+        self.keys = nn.Parameter(std * torch.randn(shape, **dd))
+        self.queries = nn.Parameter(std * torch.randn(shape, **dd))
 
     def convolve(self, maps: Tensor, feat_size: tuple[int, int]) -> Tensor:
         """Return the sum of both convolutions of maps (B, K, N, N), N = H*W, of the same shape."""
-        B, K, N = maps.shape[0], maps.shape[1], maps.shape[2]
-        H, W = feat_size[0], feat_size[1]
-        last = maps.permute(
-            0, 2, 3, 1
-        ).contiguous()  # (B, query, key, K): channels last, which takes half the time
-        by_query = last.view(B * N, H, W, K).permute(0, 3, 1, 2)
-        by_key = last.transpose(1, 2).reshape(B * N, H, W, K).permute(0, 3, 1, 2)
-        over_keys = (
-            F.conv2d(by_query, self.keys, None, padding="same")
-            .permute(0, 2, 3, 1)
-            .reshape(B, N, N, K)
-        )
-        over_queries = (
-            F.conv2d(by_key, self.queries, None, padding="same")
-            .permute(0, 2, 3, 1)
-            .reshape(B, N, N, K)
-        )
-        return (over_keys + over_queries.transpose(1, 2)).permute(0, 3, 1, 2)
+        # (B, query, key, K): channels last, where a convolution takes half the time
+        by_query = maps.permute(0, 2, 3, 1).contiguous()
+        by_key = by_query.transpose(1, 2)
+        over_keys = self._over_plane(by_query, self.keys, feat_size)
+        over_queries = self._over_plane(by_key, self.queries, feat_size).transpose(1, 2)
+        return (over_keys + over_queries).permute(0, 3, 1, 2)
+
+    @staticmethod
+    def _over_plane(maps: Tensor, weight: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        """Convolve maps (B, N, H*W, K) over their plane of (H, W); the shape stays."""
+        B, N, _, K = maps.shape
+        H, W = feat_size
+        planes = maps.reshape(B * N, H, W, K).permute(0, 3, 1, 2)
+        convolved = F.conv2d(planes, weight, None, padding="same")
+        return convolved.permute(0, 2, 3, 1).reshape(B, N, N, K)
 
     def by_kernel(
         self, logits: Tensor, prev_logits: Tensor, feat_size: tuple[int, int]
@@ -85,12 +83,10 @@ class FourDimensionalConvolution(Evolution):
         if by_torch():
             return None
         reason = cpu.reason_against_planes(logits, prev_logits)
-        log_once(
-            ("conv2d", str(reason)),
-            f"maps of conv2d by {'torch, not cpu: ' + reason if reason else 'cpu'}",
-        )
         if reason is not None:
+            log_once(("conv2d", reason), f"maps of conv2d by torch, not cpu: {reason}")
             return None
+        log_once(("conv2d", None), "maps of conv2d by cpu")
         return cpu.planes(
             logits,
             prev_logits,
@@ -107,9 +103,8 @@ class FourDimensionalConvolution(Evolution):
             return evolved
         mixed = (logits + self.alpha * prev_logits).to(logits.dtype)
         patches = among_patches(mixed, self.num_prefix_tokens)
-        return with_prefix(
-            mixed, patches + self.convolve(patches, feat_size), self.num_prefix_tokens
-        )
+        convolved = patches + self.convolve(patches, feat_size)
+        return with_prefix(mixed, convolved, self.num_prefix_tokens)
 
     def parts(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
         """Return conv_logits: the sum of both convolutions, 0 where prefix tokens pass."""

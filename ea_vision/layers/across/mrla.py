@@ -7,18 +7,20 @@ from torch import Tensor, nn
 
 
 class MRLALight(nn.Module):
-    """Return what a residual block's output x gains from the layers before it (without their stochastic depth):
+    """Attend from a residual block's output x to the layers before it; `forward` returns what the network adds to x:
 
         y = mean of x over pixels;   Q, K = convolutions of y over channels;   V = depthwise 3x3 convolution of x
         BatchNorm(sigmoid(Q_g . K_g / sqrt(D)) V_g + lambda * shortcut),   g: groups of D channels
 
-    Paper: `Cross-Layer Retrospective Retrieving via Layer Attention` - https://arxiv.org/abs/2302.03985; the equation's
-    output of the layer before is the block's shortcut in the authors' code, and here.
+    Paper: `Cross-Layer Retrospective Retrieving via Layer Attention` - https://arxiv.org/abs/2302.03985. As in the
+    authors' code, the block's shortcut stands for the equation's output of the layer before. The authors' stochastic
+    depth is left to the network.
 
     Args:
         channels: C of the block's output, which dim_group divides.
         dim_group: D.
-        identity: the norm's scale begins at 0, where nothing changes; else at the paper's 1.
+        identity: whether the norm's scale begins at 0, so that the network begins unchanged; otherwise at 1, as in
+            the paper.
 
     Raises:
         ValueError: channels that dim_group does not divide.
@@ -46,12 +48,11 @@ class MRLALight(nn.Module):
             nn.init.zeros_(self.bn.weight)
 
     def forward(self, x: Tensor, shortcut: Tensor) -> Tensor:
-        """Return what (B, C, H, W), a block's output, gains: its own values and the shortcut's, (B, C, H, W)."""
-        y = x.mean((2, 3)).unsqueeze(1)  # (B, 1, C)
-        products = (
-            (self.query(y) * self.key(y)).unflatten(2, (-1, self.dim_group)).sum(-1)
-        )  # (B, 1, groups)
-        share = (products * self.dim_group**-0.5).sigmoid().repeat_interleave(self.dim_group, dim=2)
-        return self.bn(
-            share.view(x.shape[0], -1, 1, 1) * self.value(x) + self.shortcut_scale * shortcut
-        )
+        """Return the addition (B, C, H, W) to the block's output x (B, C, H, W), from x and its shortcut (likewise)."""
+        means = x.mean((2, 3)).unsqueeze(1)  # (B, 1, C)
+        products = self.query(means) * self.key(means)
+        by_group = products.unflatten(2, (-1, self.dim_group)).sum(-1)  # (B, 1, groups)
+        gate = (by_group * self.dim_group**-0.5).sigmoid()
+        by_channel = gate.repeat_interleave(self.dim_group, dim=2)
+        values = by_channel.view(x.shape[0], -1, 1, 1) * self.value(x)
+        return self.bn(values + self.shortcut_scale * shortcut)

@@ -14,19 +14,19 @@ class MultiTokenAttention(Evolution):
         L = W (depthwise convolution of S),   A = softmax(L)
         A'[g, e] = sum_c M_g[c, e] A2[g, c],   A2 = depthwise convolution of A, in groups g of head_kernel heads
 
-    Paper: `Multi-Token Attention` - https://arxiv.org/abs/2504.00927. Theirs is causal; without a mask the kernels are
-    centred, the maps padded with zeros. Their normalisation of each head's output, and its gate, act on values, not on
-    maps, and are left out. Every layer has it; nothing is carried.
+    Paper: `Multi-Token Attention` - https://arxiv.org/abs/2504.00927. The paper's attention is causal; here the kernels
+    are centred and the maps padded with zeros. The paper also normalises and gates each head's output; these steps act
+    on values, not on maps, and are left out. Every layer has the mechanism; nothing passes from layer to layer.
 
-    Identity start: the paper's, kernels that are 1 in the middle, W = M = I.
+    Identity start (the paper's own): kernels with 1 in the middle, W = M = I.
 
     Args:
         num_heads: K.
         map_kernel: (queries, keys) of the convolutions, odd numbers; the paper has 6 and 11.
-        head_kernel: heads of a group, which divides K; None is K.
+        head_kernel: heads in a group, a divisor of K; None is K.
 
     Raises:
-        ValueError: an even kernel, a group that does not divide the heads.
+        ValueError: an even kernel, or a head_kernel that does not divide the heads.
     """
 
     reads_previous = False
@@ -43,41 +43,39 @@ class MultiTokenAttention(Evolution):
     ):
         super().__init__()
         head_kernel = num_heads if head_kernel is None else head_kernel
-        if len(map_kernel) != 2 or any(side < 1 or side % 2 == 0 for side in map_kernel):
+        odd_sides = [side > 0 and side % 2 == 1 for side in map_kernel]
+        if odd_sides != [True, True]:
             raise ValueError(
                 f"map_kernel must be two odd numbers (queries, keys), got {map_kernel}"
             )
         if head_kernel < 1 or num_heads % head_kernel:
             raise ValueError(f"head_kernel must divide num_heads={num_heads}, got {head_kernel}")
-        one = torch.zeros(num_heads, 1, *map_kernel, device=device, dtype=dtype)
-        one[:, :, map_kernel[0] // 2, map_kernel[1] // 2] = 1.0
+        kernel = torch.zeros(num_heads, 1, *map_kernel, device=device, dtype=dtype)
+        kernel[:, :, map_kernel[0] // 2, map_kernel[1] // 2] = 1.0
         eye = torch.eye(num_heads, device=device, dtype=dtype)
-        self.conv_before, self.conv_after = nn.Parameter(one), nn.Parameter(one.clone())
+        group = eye[:head_kernel, :head_kernel]
+        self.conv_before = nn.Parameter(kernel)
+        self.conv_after = nn.Parameter(kernel.clone())
         self.heads_before = nn.Parameter(eye)
-        self.heads_after = nn.Parameter(
-            eye[:head_kernel, :head_kernel].repeat(num_heads // head_kernel, 1, 1)
-        )
+        self.heads_after = nn.Parameter(group.repeat(num_heads // head_kernel, 1, 1))
 
     def _convolve(self, maps: Tensor, weight: Tensor) -> Tensor:
-        last = maps.contiguous(
-            memory_format=torch.channels_last
-        )  # which takes half the time on a CPU
+        # channels last takes half the time on a CPU
+        last = maps.contiguous(memory_format=torch.channels_last)
         return F.conv2d(last, weight, None, padding="same", groups=maps.shape[1])
 
     def forward(self, logits: Tensor, prev_logits: Tensor) -> Tensor:
-        return torch.einsum(
-            "ab,nbij->naij", self.heads_before, self._convolve(logits, self.conv_before)
-        )
+        convolved = self._convolve(logits, self.conv_before)
+        return torch.einsum("ab,nbij->naij", self.heads_before, convolved)
 
     def mix_attn(self, attn: Tensor) -> Tensor:
         by_group = self._convolve(attn, self.conv_after).unflatten(1, self.heads_after.shape[:2])
         return torch.einsum("gce,ngcij->ngeij", self.heads_after, by_group).flatten(1, 2)
 
     def changes_nothing(self) -> bool:
-        start = type(self)(
-            len(self.heads_before), tuple(self.conv_before.shape[2:]), self.heads_after.shape[1]
-        )
-        return all(
-            torch.equal(now.detach().cpu().float(), then)
-            for now, then in zip(self.parameters(), start.parameters(), strict=True)
-        )
+        num_heads = len(self.heads_before)
+        start = type(self)(num_heads, self.conv_before.shape[2:], self.heads_after.shape[1])
+        for now, then in zip(self.parameters(), start.parameters(), strict=True):
+            if not torch.equal(now.detach().cpu().float(), then):
+                return False
+        return True

@@ -7,9 +7,10 @@ from ea_vision.layers.evolution import Evolution, register_evolution
 
 
 class Gained(Evolution):
-    """Base of mechanisms after the softmax without an identity start of their own: `refine` with an optional gain.
+    """Base of mechanisms after the softmax whose papers have no identity start: `refine` with an optional gain.
 
-    gain: start of the learned gain; None for the paper's form.
+    Args:
+        gain: start of the learned gain; None for the paper's form, without one.
     """
 
     reads_previous = False
@@ -20,11 +21,10 @@ class Gained(Evolution):
 
     def __init__(self, gain: float | None, device=None, dtype=None):
         super().__init__()
-        self.gain = (
-            None
-            if gain is None
-            else nn.Parameter(torch.full((), float(gain), device=device, dtype=dtype))
-        )
+        if gain is None:
+            self.gain = None
+        else:
+            self.gain = nn.Parameter(torch.full((), float(gain), device=device, dtype=dtype))
 
     def refine(self, attn: Tensor) -> Tensor:
         """Return the paper's maps from the probabilities, (B, K, N, N) each."""
@@ -45,14 +45,15 @@ class ReAttention(Gained):
 
         R = scale * BatchNorm(sum_b Theta[a, b] A[b] + bias[a]);   A' = R (paper),   A' = A + gain * R (with a gain)
 
-    Paper: `DeepViT: Towards Deeper Vision Transformer` - https://arxiv.org/abs/2103.11886; the bias is the authors'
-    code's. The values of A' may be negative, and rows do not sum to 1. Every layer has it; nothing is carried.
+    Paper: `DeepViT: Towards Deeper Vision Transformer` - https://arxiv.org/abs/2103.11886; the bias follows the
+    authors' code. The values of A' may be negative, and rows do not sum to 1. Every layer has the mechanism; nothing
+    passes from layer to layer.
 
-    Identity start: the paper's form has none, so the gain, learned from 0, is an addition of ours.
+    Identity start: the paper's form has none. This package adds a learned gain, which begins at 0.
 
     Args:
         num_heads: K.
-        scale: the code's `transform_scale` is head_dim ** -0.5; DeepViT has it in its smallest network alone.
+        scale: factor of R. The authors' `transform_scale` is head_dim ** -0.5, in DeepViT's smallest network alone.
         gain: start of the learned gain; None for the paper's form.
     """
 

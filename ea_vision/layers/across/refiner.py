@@ -16,11 +16,11 @@ class Refiner(Gained):
 
     Paper: `Refiner: Refining Self-attention for Vision Transformers` - https://arxiv.org/abs/2106.03714
 
-    This is the paper's form, each layer's own maps refined, as `apply_transform=True` of the authors' code. Their
-    released networks refine the maps of the block before instead, scaled by head_dim ** -0.5, in every second block,
-    which then has no queries and keys. Every layer has it; nothing is carried.
+    As in the paper, each layer refines its own maps (`apply_transform=True` of the authors' code). In the authors'
+    released networks every second block has no queries and keys; it refines the maps of the block before, scaled by
+    head_dim ** -0.5. Here every layer has the mechanism, and nothing passes from layer to layer.
 
-    Identity start: the paper's form has none, so the gain, learned from 0, is an addition of ours.
+    Identity start: the paper's form has none. This package adds a learned gain, which begins at 0.
 
     Args:
         num_heads: K.

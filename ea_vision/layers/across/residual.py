@@ -8,7 +8,7 @@ from ea_vision.ops.reference import mixed
 
 @register_evolution("residual")
 class ResidualAttention(Evolution):
-    """Add the previous logits to the own ones, or mix the two.
+    """Add the previous layer's logits to this layer's, or mix the two.
 
         RealFormer        out = logits + alpha * prev_logits                    alpha = 1, fixed
         ReViT (mixture)   out = (1 - alpha) * logits + alpha * prev_logits      alpha = 0.5, learned
@@ -17,18 +17,18 @@ class ResidualAttention(Evolution):
             `ReViT: Enhancing Vision Transformers Feature Diversity with Attention Residual Connections` -
             https://arxiv.org/abs/2402.11301
 
-    Identity start: alpha = 0, learned (neither paper begins there). ReViT writes 1 - alpha where alpha stands here, and
-    has one number for the whole network; here each layer has its own. RealFormer's running mean is the mixture with
-    alpha = l / (l + 1) in layer l, counted from 0.
+    Identity start: alpha = 0, learned (neither paper begins there). ReViT's gate is 1 - alpha, one number for the whole
+    network; here each layer has its own. RealFormer's running mean is the mixture with alpha = l / (l + 1) in layer l,
+    counted from 0.
 
     Args:
         num_heads: K.
-        alpha: gate of the previous logits; 1, or 0.5 of a mixture, unless it is set.
-        mixture: ReViT's form.
-        learnable: whether alpha is a parameter: True for one a layer, "per_head" for one a head.
+        alpha: gate of the previous logits; by default 1, and 0.5 for a mixture.
+        mixture: whether to compute ReViT's form.
+        learnable: whether alpha is a parameter: True for one per layer, "per_head" for one per head.
 
     Raises:
-        ValueError: a fixed alpha outside 0..1, a learnable one that is not finite.
+        ValueError: a fixed alpha outside 0..1, or a learnable one that is not finite.
     """
 
     identity_start = {"alpha": 0.0, "learnable": True}
@@ -45,7 +45,8 @@ class ResidualAttention(Evolution):
     ):
         super().__init__()
         self.mixture = mixture
-        alpha = (0.5 if mixture else 1.0) if alpha is None else alpha
+        if alpha is None:
+            alpha = 0.5 if mixture else 1.0
         self.alpha = new_gate("alpha", alpha, learnable, num_heads, device=device, dtype=dtype)
 
     def forward(self, logits: Tensor, prev_logits: Tensor) -> Tensor:
@@ -57,8 +58,8 @@ class ResidualAttention(Evolution):
         return logits + alpha * prev_logits
 
     def operands(self, prev_logits: Tensor) -> dict:
-        """Return those of EA without convolution: RealFormer's sum is half of twice the own logits and half of 2 alpha
-        the previous."""
+        """Return keywords for EA without a convolution. RealFormer's sum is EA's mixture, with gate 0.5, of 2 * logits
+        and 2 * alpha * prev_logits."""
         if self.mixture:
             return {"prev_logits": prev_logits, "alpha": self.alpha, "own_scale": 1.0}
         twice = 2 * self.alpha

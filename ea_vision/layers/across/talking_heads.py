@@ -8,21 +8,21 @@ from ea_vision.layers.evolution import Evolution, register_evolution
 
 @register_evolution("talking_heads")
 class TalkingHeads(Evolution):
-    """Mix the heads' logits, and then their probabilities.
+    """Mix the logits of all heads, and then their probabilities.
 
         L[a] = sum_b W_l[a, b] S[b] + b_l[a],   A = softmax(L),   A'[a] = sum_b W_w[a, b] A[b] + b_w[a]
 
     Papers: `Talking-Heads Attention` (2020) - https://arxiv.org/abs/2003.02436
-            `Going deeper with Image Transformers` (CaiT, whose form and parameter names these are) -
+            `Going deeper with Image Transformers` (CaiT; form and parameter names follow its code) -
             https://arxiv.org/abs/2103.17239
 
-    Identity start: W = I, b = 0. The paper's (CaiT's code): W normal with std 0.02, truncated at 2, b = 0, where all
-    logits are nearly 0. Every layer has it, the first as well; nothing is carried from layer to layer. b_l adds a
-    constant to a row of logits, which the softmax cancels: its gradient is zero but for rounding.
+    Identity start: W = I, b = 0. The paper's start (CaiT's code): W normal with std 0.02, truncated at 2, and b = 0, so
+    that all logits are nearly 0. Every layer has the mechanism; nothing passes from layer to layer. The softmax cancels
+    b_l, a constant for each row: its gradient is zero up to rounding.
 
     Args:
         num_heads: K.
-        identity: begin at the identity.
+        identity: whether to begin at the identity.
     """
 
     reads_previous = False
@@ -48,16 +48,13 @@ class TalkingHeads(Evolution):
         return mix_heads(attn, self.proj_w.weight, self.proj_w.bias)
 
     def changes_nothing(self) -> bool:
-        return (
-            not any(
-                (proj.weight - torch.eye(len(proj.weight), device=proj.weight.device)).any()
-                for proj in (self.proj_l, self.proj_w)
-            )
-            and not self.proj_w.bias.any()
-        )
+        if self.proj_w.bias.any():
+            return False
+        eye = torch.eye(len(self.proj_l.weight)).to(self.proj_l.weight)
+        return torch.equal(self.proj_l.weight, eye) and torch.equal(self.proj_w.weight, eye)
 
 
 def mix_heads(maps: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Return maps (B, K, N, M) mixed by weight (K, K) and bias (K); a 1x1 convolution takes twice as long on a CPU."""
+    """Return maps (B, K, N, M) mixed by weight (K, K) and bias (K). A 1x1 convolution takes twice as long on a CPU."""
     mixed = torch.einsum("ab,nbij->naij", weight, maps)
     return mixed + bias.to(mixed.dtype)[:, None, None]

@@ -1,19 +1,20 @@
-"""A depthwise convolution over a transformer's tokens: the cheap rival of mechanisms over maps."""
+"""A depthwise convolution over a transformer's tokens, a cheap rival of the mechanisms over maps."""
 
 import torch
 from torch import Tensor, nn
 
 
 class TokenConv(nn.Module):
-    """Add a depthwise 3x3 convolution over the patches to them: x + conv(x); prefix tokens pass.
+    """Add to the patches a depthwise 3x3 convolution over them: x + conv(x). Prefix tokens pass unchanged.
 
-    Paper: `Conditional Positional Encodings for Vision Transformers` - https://arxiv.org/abs/2102.10882, which has one
-    after the first block; here one stands before each block but the first.
+    Paper: `Conditional Positional Encodings for Vision Transformers` - https://arxiv.org/abs/2102.10882. The paper has
+    one convolution, after the first block; here every block but the first begins with one.
 
     Args:
         channels: C.
         num_prefix_tokens: tokens before the patches.
-        identity: begin at a convolution of zeros, where nothing changes; else at torch's random kernels.
+        identity: whether the convolution begins at zero, so that the network begins unchanged; otherwise it begins with
+            torch's random kernels.
     """
 
     def __init__(
@@ -35,10 +36,12 @@ class TokenConv(nn.Module):
 
     def changes_nothing(self) -> bool:
         """Return whether the convolution is 0."""
-        return not any(p.any() for p in self.parameters())
+        return not self.conv.weight.any() and not self.conv.bias.any()
 
     def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        """Convolve the patches of (B, P + H*W, C) tokens, (H, W) in all."""
-        prefix, patches = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
+        """Return tokens (B, P + H*W, C) with convolved patches: P prefix tokens, then H*W patches."""
+        prefix = x[:, : self.num_prefix_tokens]
+        patches = x[:, self.num_prefix_tokens :]
         maps = patches.transpose(1, 2).unflatten(2, feat_size)  # (B, C, H, W)
-        return torch.cat([prefix, patches + self.conv(maps).flatten(2).transpose(1, 2)], dim=1)
+        convolved = self.conv(maps).flatten(2).transpose(1, 2)
+        return torch.cat([prefix, patches + convolved], dim=1)

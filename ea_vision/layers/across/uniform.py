@@ -1,4 +1,4 @@
-"""Uniform maps: the control that says what attention is worth in a network."""
+"""Uniform maps: the control that shows how much a network gains from attention."""
 
 import torch
 from torch import Tensor
@@ -8,9 +8,10 @@ from ea_vision.layers.evolution import Evolution, register_evolution
 
 @register_evolution("uniform")
 class UniformMaps(Evolution):
-    """Attend to all tokens alike: logits of 0, a map of 1 / N.
+    """Attend to all N tokens equally: logits of 0, probabilities of 1 / N.
 
-    A control and no mechanism: it has no identity start and no parameters, and the gradients of queries and keys are 0.
+    This is a control, not a mechanism: it has no identity start and no parameters, and the gradients of queries and
+    keys are 0.
     """
 
     reads_previous = False
