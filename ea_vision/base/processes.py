@@ -1,7 +1,10 @@
 """Processes of one run: torchrun starts them, gloo joins them on CPU, nccl on CUDA. Without torchrun there is one."""
 
+import ctypes
 import os
 import re
+import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +18,7 @@ import torch.distributed as dist
 
 from ea_vision.base.errors import RunError, UsageError
 
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 # Processes or threads that decode images: more would only get into each other's way, and 100,000 bring a machine down.
 MOST_WORKERS = max(64, 16 * (os.cpu_count() or 1))
 
@@ -24,6 +28,18 @@ def usable_cpus() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def start_method() -> str:
+    """Return how worker processes start: by fork, which is fast, on Linux; elsewhere it is missing or unsafe."""
+    return "fork" if sys.platform == "linux" and hasattr(os, "fork") else "spawn"
+
+
+def end_with_parent(signal_name: str) -> None:
+    """Let the system send this process a signal when its parent has ended, where it can: on Linux."""
+    number = getattr(signal, signal_name, None)
+    if sys.platform == "linux" and number is not None:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 @dataclass(frozen=True)

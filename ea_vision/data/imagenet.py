@@ -5,12 +5,11 @@ happens to an image is a function of seed, epoch and index, whatever the number 
 entered.
 """
 
-import ctypes
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
 from ea_vision.base.errors import RunError, UsageError
+from ea_vision.base.processes import end_with_parent, start_method
 from ea_vision.data.augment import normalize
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.batches import Batch, Loader, epoch_generator, sent
@@ -32,7 +32,6 @@ GLOO_SECONDS = 0.3  # that gloo's threads have to end a collective in
 STUCK_SECONDS = (
     900  # without a batch from a worker: the process ends with an error, and torchrun restarts it
 )
-PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 TRIVIAL = "ta_wide"  # torchvision's name of a policy that timm has not
 
 
@@ -170,11 +169,26 @@ class Decoder(Dataset):
         return images, targets, bad
 
 
+@dataclass
+class TransformedImages:
+    """Reads image number `index` of a source and transforms it; worker processes get it, so it can be pickled."""
+
+    source: Any
+    transform: Callable[[Image.Image], torch.Tensor]
+
+    def __call__(self, index: int) -> tuple[torch.Tensor, int]:
+        image, target = self.source.read(index)
+        return self.transform(image), target
+
+
+def _as_decoded(batch):
+    return batch
+
+
 def _begin_worker(_number: int) -> None:
     """Leave signals to the trainer, which finishes its update first. A killed trainer's workers go at once (on Linux):
     they hold the lock of its run folder too, and torchrun starts the next trainer before torch would notice."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent("SIGKILL")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -202,12 +216,7 @@ class DecodingLoader(Loader):
         self.workers, self.bad_images = workers, bad_images
 
     def _decoder(self, img_size: int) -> Decoder:
-        transform = self.transform(img_size)
-
-        def read(index: int) -> tuple[torch.Tensor, int]:
-            image, target = self.source.read(index)
-            return transform(image), target
-
+        read = TransformedImages(self.source, self.transform(img_size))
         return Decoder(read, (img_size, img_size, 3))
 
     def _decoded(
@@ -216,7 +225,7 @@ class DecodingLoader(Loader):
         """Yield what the decoder makes of each batch's rows of (seed, index), in order."""
         of_workers = {
             "prefetch_factor": AHEAD,
-            "multiprocessing_context": "fork",
+            "multiprocessing_context": start_method(),
             "timeout": STUCK_SECONDS,
         }
         if self.workers and self.world_size > 1 and self.device.type == "cpu":
@@ -227,7 +236,7 @@ class DecodingLoader(Loader):
             self._decoder(img_size),
             batch_sampler=batches,
             num_workers=self.workers,
-            collate_fn=lambda batch: batch,
+            collate_fn=_as_decoded,
             pin_memory=self.device.type == "cuda",
             worker_init_fn=_begin_worker,
             **(of_workers if self.workers else {}),

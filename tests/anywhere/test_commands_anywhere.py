@@ -1,0 +1,158 @@
+"""Every command where `fcntl`, `resource`, signals of Unix, `fork` and /proc are missing (stub/sitecustomize.py), in a
+folder whose path has a space, an umlaut and 200 characters."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ea_vision.engine import run_folder
+from ea_vision.engine.checkpoint import LAST
+from tests.data.photos import make_photos
+
+ROOT = Path(__file__).resolve().parents[2]
+STUB = Path(__file__).parent / "stub"
+MODEL = "ea_conv_transformer_cifar"
+PHOTO = str(ROOT / "docs" / "cat.jpg")
+SMALL = (
+    "--model-kwargs depth=1 widths=[8,8,8,8] --recipe none --device cpu --batch-size 250".split()
+)
+SECONDS = 300
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder of 200 characters."""
+    root = tmp_path_factory.mktemp("anywhere") / "mit Umlaut ä"
+    folder = root / ("x" * (199 - len(str(root))))
+    assert len(str(folder)) == 200
+    folder.mkdir(parents=True)
+    return folder
+
+
+def started(*words, place: Path) -> subprocess.Popen:
+    """Start a command in `place`, in a Python from which the stub has taken what only some systems have."""
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(STUB), str(ROOT))),
+        "PYTHONWARNDEFAULTENCODING": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "ea_vision", *map(str, words)],
+        cwd=place,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+    )
+
+
+def run(*words, place: Path, code: int = 0) -> str:
+    """Run a command to its end; return what it says."""
+    process = started(*words, place=place)
+    said, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == code, said
+    assert "Traceback" not in said
+    return said
+
+
+def test_the_stub_takes_things_away(place):
+    """Or the tests below show nothing."""
+    lines = (
+        "import importlib.util, multiprocessing.context, os, signal",
+        "assert not hasattr(os, 'fork') and not hasattr(signal, 'SIGKILL')",
+        "assert list(multiprocessing.context._concrete_contexts) == ['spawn']",
+        "assert importlib.util.find_spec('ffcv') is None",
+        "__name__ = 'ea_vision.test'",
+        "assert not os.path.exists('/proc/cpuinfo')",
+        "try:\n    import fcntl\nexcept ImportError:\n    print('gone')",
+    )
+    env = {"PYTHONPATH": str(STUB), "PYTHONWARNDEFAULTENCODING": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        env={**os.environ, **env},
+        capture_output=True,
+        encoding="utf-8",
+    )
+    assert done.stdout == "gone\n", done.stderr
+
+
+def test_a_run_that_was_killed_goes_on(place):
+    folder = place / "run ü"
+    words = ["train-cifar", *SMALL, "--dataset", "digits", "--epochs", "1", "--output", folder]
+    words += ["--checkpoint-steps", "1"]
+    process = started(*words, place=place)
+    while not (folder / "last.prev.ckpt").exists() and process.poll() is None:
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    assert (folder / LAST).exists() and run_folder.read_results(folder) is None
+    assert "resumed from" in run(*words, place=place)
+    assert run_folder.read_results(folder)["epochs"] == 1
+    for name, options in (("heatmap", ["--layers", "1"]), ("strip", ["--layers", "1"])):
+        picture = place / f"{name} ü.png"
+        run(name, "--model", folder, *options, "-o", picture, "digits#0", place=place)
+        assert picture.stat().st_size > 1000
+    curves = place / "curves ü.png"
+    run("train-cifar", "--learning-curves", folder, "--output", curves, place=place)
+    assert curves.stat().st_size > 1000
+
+
+def test_training_on_a_folder_with_two_workers(place):
+    photos = make_photos(place / "photos ü")
+    folder = place / "imagenet ü"
+    words = "--model test_resnet --img-size 16 --eval-resize 20 --batch-size 8 --workers 2"
+    words = ["train-imagenet", *words.split(), "--device", "cpu", "--epochs", "1"]
+    run(*words, "--recipe", "none", "--data-dir", photos, "--output", folder, place=place)
+    assert run_folder.read_results(folder)["epochs"] == 1
+
+
+@pytest.mark.parametrize(
+    "words, output",
+    [
+        (["predict", MODEL, PHOTO, "--json", "OUT"], "predict.json"),
+        (["heatmap", "--model", MODEL, "--layers", "1", "-o", "OUT", PHOTO], "heatmap.png"),
+        (["strip", "--model", MODEL, "--layers", "1-3", "-o", "OUT", PHOTO], "strip.gif"),
+        (["statistics", "--model", MODEL, "--layers", "1", "-o", "OUT", PHOTO], "statistics.pdf"),
+        (["explore", "--model", MODEL, "--layers", "1", "-o", "OUT", PHOTO], "page.html"),
+        (["export", "cnn_cifar", "--random", "-o", "OUT"], "net.pt2"),
+        (["models", MODEL, "--sizes", "--csv", "OUT"], "models.csv"),
+        (
+            [
+                "benchmark",
+                "--models",
+                "cnn_cifar",
+                "--repeats",
+                "2",
+                "--batch-size",
+                "2",
+                "--csv",
+                "OUT",
+            ],
+            "benchmark.csv",
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_commands(place, words, output):
+    path = place / f"ü {output}"
+    run(*[path if word == "OUT" else word for word in words], place=place)
+    assert path.stat().st_size > 100
+
+
+def test_the_probe(place):
+    words = "--layers 1 --limit 12 --epochs 1 --width 8 --controls none".split()
+    run("probe", "--model", MODEL, *words, "-o", place / "probe ü", place=place)
+    assert (place / "probe ü" / "results.csv").exists()
+
+
+def test_ffcv_is_asked_for_in_one_line(place):
+    words = ["write-ffcv", "--data-dir", place, "--split", "train", "--out", place / "a.beton"]
+    [line] = run(*words, place=place, code=2).splitlines()
+    assert line.startswith("error: ") and "ffcv" in line
