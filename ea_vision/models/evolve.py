@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ea_vision.models import any_transformer
+from ea_vision.models import any_transformer, evolve_resnet
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,12 @@ class Family:
 # The last one accepts what no other does, and refuses what it does not know with the reason.
 FAMILIES = [
     Family(
+        accepts=evolve_resnet.is_resnet,
+        evolves=evolve_resnet.has_attention,
+        evolve=evolve_resnet.evolve_resnet,
+        unevolve=evolve_resnet.unevolve_resnet,
+    ),
+    Family(
         accepts=lambda model: True,
         evolves=any_transformer.evolves,
         evolve=any_transformer.evolve_transformer,
@@ -46,11 +52,12 @@ def evolve(model: nn.Module, kind: str | None = "ea", *args: Any, **options: Any
     """Let the attention maps of a network evolve: return a new model, which shares the weights.
 
     Args:
-        model: timm's or torchvision's vision transformer.
+        model: timm's or torchvision's vision transformer, or ResNet, which gets attention beside its convolutions.
         kind: a registered evolution: "ea", "pa", "residual", "talking_heads", "reattention", "refiner", "mta",
             "conv2d", "xsa", "gated", or one from outside; None for maps that do not evolve.
         *args: further options by position: layers, prefix, start of `evolve_transformer`.
-        **options: those of the family; see `ea_vision.models.any_transformer.evolve_transformer`.
+        **options: those of the family; see `ea_vision.models.any_transformer.evolve_transformer` and
+            `ea_vision.models.evolve_resnet.evolve_resnet`.
 
     Raises:
         ValueError: a model that cannot evolve, naming the module at fault, layers that cannot, an option that the

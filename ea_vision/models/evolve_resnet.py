@@ -11,8 +11,6 @@ anti-aliasing, squeeze-excite, stem and head are the plain network's.
 Shape letters: B batch, C channels, H x W image or map.
 """
 
-import copy
-import itertools
 from typing import Any
 
 import torch
@@ -31,6 +29,7 @@ from ea_vision.models._chain import (
     to_size,
 )
 from ea_vision.models._made_with import forget_evolution, remember_evolution
+from ea_vision.models.any_transformer import shared_copy
 from ea_vision.models.attn_resnet import (
     STAGES,
     AttendsInBasicBlock,
@@ -174,7 +173,7 @@ def evolve_resnet(
     }
     attention = _attention_of(model, kind, options)
     placement = Placement(augment, augment_strided, map_reduction)
-    evolving = _shared_copy(model)
+    evolving = shared_copy(model)
     evolving.plain_class = type(model)
     evolving.__class__ = NETWORKS[_base_of(model)]
     for block in _blocks_of(evolving).values():
@@ -199,7 +198,7 @@ def unevolve_resnet(model: nn.Module) -> nn.Module:
     reason = _reason_against_plain(model)
     if reason is not None:
         raise ValueError(f"this {type(model).__name__} computes no plain network: {reason}")
-    plain = _shared_copy(model)
+    plain = shared_copy(model)
     for block in _blocks_of(plain).values():
         for name in ("conv1", "conv2"):
             conv = getattr(block, name)
@@ -308,12 +307,6 @@ def _feature_info(model: nn.Module) -> list[dict]:
         channels = last_norm.num_features
         info.append(dict(num_chs=channels, reduction=reduction, module=f"layer{stage}"))
     return info
-
-
-def _shared_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of the modules that shares parameters and buffers."""
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def _take_modes(model: nn.Module, source: nn.Module) -> None:

@@ -7,14 +7,14 @@ import timm
 import torch
 import torchvision
 from timm.layers import BlurPool2d
-from timm.models import create_feature_extractor, get_graph_node_names
+from timm.models import create_feature_extractor, get_graph_node_names, save_for_hf
 from torch.testing import assert_close
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
 import ea_vision
+from ea_vision import evolve, unevolve
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.models import get_network, list_networks
-from ea_vision.models.evolve_resnet import evolve_resnet, unevolve_resnet
 from tests.models.zoo import (
     assert_checkpointing_changes_nothing,
     assert_compiles_and_exports,
@@ -75,7 +75,7 @@ def plain_network(name: str) -> torch.nn.Module:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_network_begins_as_the_plain_one_learns_and_goes_back(name, kind):
     plain = plain_network(name)
-    model = evolve_resnet(plain, kind)
+    model = evolve(plain, kind)
     x = images(64, 64)
     with torch.no_grad():
         expected = plain(x)
@@ -85,7 +85,7 @@ def test_a_network_begins_as_the_plain_one_learns_and_goes_back(name, kind):
     assert len(list(model.parameters())) == len(shared) + len(new)
     assert len(layers_of(model)) == (4 if hasattr(plain.layer1[0], "conv3") else 8)
 
-    back = unevolve_resnet(model)
+    back = unevolve(model)
     assert type(back) is type(plain) and repr(back) == repr(plain)
     assert back.__dict__.keys() == plain.__dict__.keys()
     assert torch.equal(back(x), expected)
@@ -97,7 +97,7 @@ def test_a_network_begins_as_the_plain_one_learns_and_goes_back(name, kind):
     with pytest.raises(
         ValueError, match="proj of each attention layer must be 0; got .* the first"
     ):
-        unevolve_resnet(model)
+        unevolve(model)
 
 
 def test_there_are_twelve_published_networks():
@@ -109,7 +109,7 @@ def test_the_published_networks_are_evolved_plain_ones(name):
     network = get_network(name)
     plain = woken(timm.create_model(network.plain, **NARROW)).eval()
     options = {key: value for key, value in network.kwargs.items() if key == "alpha"}
-    model = evolve_resnet(plain, network.kwargs.get("evolution"), **options)
+    model = evolve(plain, network.kwargs.get("evolution"), **options)
     published = timm.create_model(name, fusion="add", **NARROW).eval()
     woken(model)
     published.load_state_dict(model.state_dict())
@@ -120,7 +120,7 @@ def test_the_published_networks_are_evolved_plain_ones(name):
     with torch.no_grad():
         for layer in layers_of(published):
             layer.proj.weight.zero_()
-    back = unevolve_resnet(published)
+    back = unevolve(published)
     assert type(back) is type(plain)
     with torch.no_grad():
         assert torch.equal(back(x), plain(x))
@@ -128,7 +128,7 @@ def test_the_published_networks_are_evolved_plain_ones(name):
 
 @pytest.mark.parametrize("name", FEW)
 def test_keywords_say_where_and_how_wide(name):
-    model = evolve_resnet(
+    model = evolve(
         plain_network(name),
         "pa",
         attn_stages=(3, 4),
@@ -154,7 +154,7 @@ def test_keywords_say_where_and_how_wide(name):
 def test_groups_dilation_and_blur_are_the_plain_networks():
     for name in ("resnext50_32x4d", "resnetblur50", "resnet50", "torchvision dilated"):
         plain = plain_network(name)
-        model = evolve_resnet(plain, "ea")
+        model = evolve(plain, "ea")
         for path, conv in plain.named_modules():
             beside = dict(model.named_modules())[path]
             if isinstance(beside, AugmentedConv2d):
@@ -165,7 +165,7 @@ def test_groups_dilation_and_blur_are_the_plain_networks():
 @torch.no_grad()
 @pytest.mark.parametrize("name", FEW)
 def test_an_evolved_network_is_traced_deployed_and_recorded(name):
-    model = woken(evolve_resnet(plain_network(name), "ea", img_size=64))
+    model = woken(evolve(plain_network(name), "ea", img_size=64))
     x = images(64, 64)
     expected = model(x)
     last = get_graph_node_names(model)[1][-1]
@@ -187,34 +187,43 @@ def test_an_evolved_network_is_traced_deployed_and_recorded(name):
 
 @pytest.mark.parametrize("name", FEW)
 def test_an_evolved_network_checkpoints(name):
-    model = woken(evolve_resnet(plain_network(name), "ea"))
+    model = woken(evolve(plain_network(name), "ea"))
     assert_checkpointing_changes_nothing(model, images(64, 64), atol=1e-5, rtol=1e-4)
 
 
 def test_an_evolved_network_compiles_and_exports():
     plain = plain_network("torchvision basic")
-    model = woken(evolve_resnet(plain, "ea", img_size=64, attn_stages=(3,)))
+    model = woken(evolve(plain, "ea", img_size=64, attn_stages=(3,)))
     assert_compiles_and_exports(model, images(64, 64))
+
+
+@torch.no_grad()
+def test_a_saved_network_loads_again(tmp_path):
+    plain = timm.create_model("resnet18d", **NARROW).eval()
+    model = woken(evolve(plain, "pa", img_size=64, alpha=0.3))
+    save_for_hf(model, tmp_path)
+    loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    assert torch.equal(loaded(images(64, 64)), model(images(64, 64)))
 
 
 def test_modes_and_frozen_weights_stay():
     plain = plain_network("resnet18d")
     plain.layer3.train()
     plain.requires_grad_(False)
-    model = evolve_resnet(plain, None)
+    model = evolve(plain, None)
     assert not model.training
     assert all(module.training for module in model.layer3.modules())
     assert not any(module.training for module in model.layer4.modules())
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained
     assert all(".conv.weight" not in name for name in trained)
-    assert unevolve_resnet(model).layer3.training
+    assert unevolve(model).layer3.training
 
 
 def test_the_model_that_was_given_stays_as_it_is():
     plain = plain_network("torchvision basic")
     before = copy.deepcopy(plain.state_dict()), repr(plain)
-    stepped(evolve_resnet(plain.double(), "ea"), images(64, 64).double())
+    stepped(evolve(plain.double(), "ea"), images(64, 64).double())
     assert repr(plain) == before[1]
 
 
@@ -250,11 +259,11 @@ def test_what_cannot_be_is_named(make, options, message):
     with torch.device("meta"):
         model = make()
     with pytest.raises(ValueError, match=message):
-        evolve_resnet(model, "ea", **options)
+        evolve(model, "ea", **options)
 
 
 def test_concatenated_attention_is_no_plain_network():
     with torch.device("meta"):
         model = timm.create_model("aa_resnet34")
     with pytest.raises(ValueError, match="fusion='add' required, and layer2.0.conv1 has fusion"):
-        unevolve_resnet(model)
+        unevolve(model)
