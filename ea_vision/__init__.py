@@ -70,6 +70,13 @@ def load(target: str, **kwargs):
     return loaded.model
 
 
+def from_pretrained(folder: str, **kwargs):
+    """Load an evolving model of transformers; see `ea_vision.models.huggingface.from_pretrained`."""
+    from ea_vision.models import huggingface
+
+    return huggingface.from_pretrained(folder, **kwargs)
+
+
 def __getattr__(name: str):
     """Import ea_vision.visualize when it is first named: training needs no matplotlib."""
     if name != "visualize":

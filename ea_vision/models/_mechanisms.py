@@ -36,6 +36,11 @@ class Mechanisms:
         if self.prefix not in ("convolve", "pass"):
             raise ValueError(f"prefix must be 'convolve' or 'pass', got {self.prefix!r}")
 
+    @property
+    def reads_previous(self) -> bool:
+        """Return whether a layer reads what the layer before has handed on."""
+        return self.kind is None or evolution_class(self.kind).reads_previous
+
     def give(
         self,
         blocks: Sequence[nn.Module],

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ea_vision.models import any_transformer, evolve_resnet
+from ea_vision.models import any_transformer, evolve_resnet, huggingface
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,12 @@ FAMILIES = [
         unevolve=evolve_resnet.unevolve_resnet,
     ),
     Family(
+        accepts=huggingface.accepts,
+        evolves=huggingface.evolves,
+        evolve=huggingface.evolve_huggingface,
+        unevolve=huggingface.unevolve_huggingface,
+    ),
+    Family(
         accepts=lambda model: True,
         evolves=any_transformer.evolves,
         evolve=any_transformer.evolve_transformer,
@@ -52,7 +58,8 @@ def evolve(model: nn.Module, kind: str | None = "ea", *args: Any, **options: Any
     """Let the attention maps of a network evolve: return a new model, which shares the weights.
 
     Args:
-        model: timm's or torchvision's vision transformer, or ResNet, which gets attention beside its convolutions.
+        model: timm's or torchvision's vision transformer, or ResNet, which gets attention beside its convolutions; or a
+            model of Hugging Face's transformers.
         kind: a registered evolution: "ea", "pa", "residual", "talking_heads", "reattention", "refiner", "mta",
             "conv2d", "xsa", "gated", or one from outside; None for maps that do not evolve.
         *args: further options by position: layers, prefix, start of `evolve_transformer`.

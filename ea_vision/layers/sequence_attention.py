@@ -1,0 +1,303 @@
+"""Attention over sequences with masks, caches and several chains, whose maps may evolve from layer to layer.
+
+A chain is a row of layers of one kind (an encoder's self-attention, a decoder's, its cross-attention), counted from 1.
+Entries of padding enter no convolution, and the masks are applied for the softmax alone.
+
+Shape letters: B batch, C channels, K heads, Q queries, N keys, D width of a head.
+"""
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ea_vision.layers.evolution import EvolvingAttention, PredictiveAttention
+from ea_vision.layers.token_attention import MapsAttention
+from ea_vision.ops.problem import check_prev_logits
+from ea_vision.ops.reference import readable
+
+POINTWISE = {
+    "residual",
+    "talking_heads",
+    "xsa",
+    "gated",
+    "uniform",
+}  # no entry reads another's place
+CONVOLVING = {"ea", "pa", "mta", "conv2d"}  # entries of padding are 0 in what these convolve
+CAUSAL = {"ea", *POINTWISE}  # kinds with a form for decoders
+
+
+def thread_of_forward() -> int:
+    """Return whose forward runs: what a layer keeps for its length is kept by thread."""
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
+
+
+def recomputes() -> bool:
+    """Return whether the backward pass runs a block again (gradient checkpointing)."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+@dataclass(frozen=True)
+class Handed:
+    """What layer `number` of a chain hands to the next; number 0 is the patch embedding.
+
+    feat_size: (H, W) of the patches; None of a sequence.
+    logits: (B, K, Q, N).
+    first_values: (B, K, N, D) of the first layer.
+    """
+
+    number: int = 0
+    feat_size: tuple[int, int] | None = None
+    logits: Tensor | None = None
+    first_values: Tensor | None = None
+
+
+class Chain:
+    """Layers that hand on to one another, and what they hand on, by thread.
+
+    kind: of their evolution. cross: whether they attend to another sequence. depth: their number.
+    """
+
+    def __init__(self, kind: str | None = None, cross: bool = False, depth: int = 0):
+        self.kind = kind
+        self.cross = cross
+        self.depth = depth
+        self.handed: dict[int, Handed] = {}
+
+    def __deepcopy__(self, memo: dict) -> "Chain":
+        """Return the chain itself: copies of a model run one after the other in a thread."""
+        return self
+
+    def __reduce__(self):
+        return Chain, (self.kind, self.cross, self.depth)
+
+    def note_grid(self, embedding: nn.Module, args: tuple, patches: Tensor) -> None:
+        """Begin the chain with the (H, W) of the patch embedding's result (B, C, H, W)."""
+        self.handed[thread_of_forward()] = Handed(feat_size=tuple(patches.shape[-2:]))
+
+    def before(self, number: int) -> Handed:
+        """Return what the layer before `number` has handed on."""
+        handed = self.handed.pop(thread_of_forward(), Handed())
+        if number == 1:
+            return Handed(feat_size=handed.feat_size if handed.number == 0 else None)
+        if handed.number != number - 1:
+            raise ValueError(
+                f"layer {number} of the chain must follow layer {number - 1} in the same forward (no dropped or "
+                f"repeated layers, no checkpointing with use_reentrant=True), got it after layer {handed.number}"
+            )
+        return handed
+
+    def after(self, number: int, handed: Handed) -> None:
+        """Keep what a layer hands on, unless it is the last, or the backward pass runs it again."""
+        if number < self.depth and not recomputes():
+            self.handed[thread_of_forward()] = handed
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the queries of a call may read.
+
+    bias: added to the logits, as T5's positions are; broadcasts to (B, K, Q, N).
+    allowed: (B, 1, Q, N), for the softmax; None is all.
+    keys, queries: (B, N) and (B, Q), True where a token is padding; None where nobody says so.
+    """
+
+    bias: Tensor | None = None
+    allowed: Tensor | None = None
+    keys: Tensor | None = None
+    queries: Tensor | None = None
+
+    def padding(self) -> Tensor:
+        """Return (B, 1, Q or 1, N), True where the key or the query is padding."""
+        keys = self.keys[:, None, None, :]
+        return keys if self.queries is None else keys | self.queries[:, None, :, None]
+
+
+def reading_of(
+    mask: Tensor | None, bias: Tensor | None, causal: bool, cross: bool, Q: int, N: int
+) -> Reading:
+    """Return what a mask of transformers' (B, 1, Q, N) says, boolean or added to the logits."""
+    if mask is None and causal and Q > 1:
+        device = None if bias is None else bias.device
+        mask = torch.ones(1, 1, Q, N, dtype=torch.bool, device=device).tril(N - Q)
+    if mask is None:
+        return Reading(bias)
+    allowed = mask
+    if mask.dtype != torch.bool:
+        allowed = mask > torch.finfo(mask.dtype).min / 2
+        added = mask.masked_fill(~allowed, 0.0)
+        bias = added if bias is None else bias + added
+    allowed = allowed[..., :N].expand(-1, -1, Q, -1)
+    keys = ~allowed.any(dim=2).any(dim=1)
+    return Reading(bias, allowed, keys, None if cross else keys[:, -Q:])
+
+
+class SequenceMaps(MapsAttention, nn.Module):
+    """The mechanisms of one attention layer, its module `maps`.
+
+    number: in its chain, counted from 1. num_heads: K. prefix_tokens: before the patches.
+    """
+
+    fused_attn = True
+
+    def __init__(self, chain: Chain, number: int, num_heads: int, prefix_tokens: int = 0):
+        super().__init__()
+        self.prefix_tokens = prefix_tokens
+        self.chain = chain
+        self.number = number
+        self.num_heads = num_heads
+        self.scale = 1.0  # of the call, like the rate of the dropout
+        self.attn_drop = nn.Dropout(0.0)
+        self.readings: dict[int, Reading] = {}
+        self.inputs: dict[int, tuple[Tensor, Any]] = {}
+
+    def reads_input(self) -> bool:
+        """Return whether `note_input` is needed."""
+        evolution = self.evolution
+        if evolution is None:
+            return False
+        return evolution.mixes_output or getattr(evolution, "causal", "none") == "cross"
+
+    def note_input(self, layer: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Keep the layer's input (B, Q, C), and its cache, until its maps are formed."""
+        values = [*args, *kwargs.values()]
+        tokens = next(x for x in values if isinstance(x, Tensor) and x.ndim == 3)
+        self.inputs[thread_of_forward()] = (tokens, kwargs.get("past_key_values"))
+
+    def logits_of(self, q: Tensor, k: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        logits = super().logits_of(q, k, feat_size)
+        bias = self.readings[thread_of_forward()].bias
+        return logits if bias is None else logits + bias
+
+    def attention_of(self, logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        reading = self.readings[thread_of_forward()]
+        if reading.allowed is None:
+            return super().attention_of(logits, feat_size)
+        hidden = ~reading.allowed
+        seen = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
+        attn = seen.softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        if self.evolution is None or not self.evolution.mixes_attn:
+            return attn
+        real = attn.masked_fill(reading.padding(), 0.0).to(logits.dtype)
+        mixed = self.evolution.mix_attn(real).masked_fill(hidden, 0.0)
+        return torch.where(hidden.all(-1, keepdim=True), attn, mixed.to(attn.dtype))
+
+    def evolved(self, logits: Tensor, prev: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        """Return the evolved logits, where entries of padding enter no convolution and stay the layer's own."""
+        kind = self.chain.kind
+        reading = self.readings[thread_of_forward()]
+        size = (feat_size,) if self.evolution.spatial else ()
+        if reading.allowed is None or kind in POINTWISE:
+            return self.evolution(logits, prev, *size)
+        if kind not in CONVOLVING:
+            raise ValueError(
+                f"evolution {kind!r} knows no mask: sequences without padding required"
+            )
+        self.check_reading(logits, reading)
+        padding = reading.padding()
+        if isinstance(self.evolution, (EvolvingAttention, PredictiveAttention)):
+            evolved = self.evolution(logits, prev, reading.keys, reading.queries)
+        else:
+            real = logits.masked_fill(padding, 0.0)
+            evolved = self.evolution(real, prev.masked_fill(padding, 0.0), *size)
+        return torch.where(padding, logits, evolved)
+
+    def check_reading(self, logits: Tensor, reading: Reading) -> None:
+        """Refuse masks that hide other entries than padding and, of a decoder, the future."""
+        causal = getattr(self.evolution, "causal", "none")
+        expected = readable(logits, causal, reading.keys)
+        differs = reading.allowed != expected
+        if reading.queries is not None:
+            differs = differs & ~reading.queries[:, None, :, None]
+        message = f"evolution {self.chain.kind!r} (causal={causal!r}) needs a mask of padding"
+        message += " and of the future alone: a decoder, windows or packed sequences have others"
+        if torch.compiler.is_compiling():
+            torch._assert_async(~differs.any(), message)
+        elif differs.any():
+            raise ValueError(message)
+
+    def check_rows(self, queries: int, keys: int, cache: Any) -> None:
+        """Refuse a cache where the evolution reads rows of queries that are no longer there."""
+        causal = getattr(self.evolution, "causal", "none")
+        rows = queries
+        if causal == "self":
+            rows = keys
+        elif causal == "cross" and cache is not None:
+            rows = cache.get_seq_length()
+        if rows != queries:
+            raise ValueError(
+                "a decoder's convolution reads the queries before, which a cache does not keep: "
+                f"use_cache=False required, got {queries} queries of {rows}"
+            )
+
+    def checked_size(self, feat_size: tuple[int, int] | None, tokens: int) -> tuple[int, int]:
+        """Return (H, W) of the patches among as many tokens, (1, T) of a sequence."""
+        if feat_size is None:
+            return 1, tokens
+        patches = feat_size[0] * feat_size[1]
+        if patches + self.prefix_tokens != tokens:
+            raise ValueError(
+                f"{self.prefix_tokens} prefix tokens and a grid of {feat_size[0]}x{feat_size[1]} patches required, "
+                f"got {tokens} tokens"
+            )
+        return feat_size
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prev_logits: Tensor | None,
+        feat_size: tuple[int, int] | None,
+        bias: Tensor | None,
+        need_logits: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        reading = self.readings[thread_of_forward()]
+        if reading.allowed is None and reading.bias is None:
+            return super()._attend(q, k, v, prev_logits, feat_size, bias, need_logits)
+        logits = self.logits_of(q, k, feat_size)
+        if self.evolution is not None:
+            previous = logits if prev_logits is None else prev_logits
+            logits = self.evolved(logits, previous, feat_size)
+        out = self.attn_drop(self.attention_of(logits, feat_size)).to(v.dtype) @ v
+        return out, logits
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        bias: Tensor | None,
+        causal: bool,
+        scale: float,
+        dropout: float,
+    ) -> Tensor:
+        """Attend: q (B, K, Q, D), k, v (B, K, N, D), mask and bias as `reading_of` has them -> (B, Q, K, D)."""
+        self.scale = scale
+        self.attn_drop.p = dropout
+        thread = thread_of_forward()
+        B, K, Q, N = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
+        tokens, cache = self.inputs.pop(thread, (None, None))
+        handed = self.chain.before(self.number)
+        feat_size = self.checked_size(handed.feat_size, Q)
+        if self.value_residual is not None:
+            v = self.value_residual(v, handed.first_values)
+        prev_logits = handed.logits
+        if self.evolution is not None:
+            self.check_rows(Q, N, cache)
+            if self.evolution.reads_previous:
+                prev_logits = check_prev_logits(prev_logits, B, K, Q, N)
+        self.readings[thread] = reading_of(mask, bias, causal, self.chain.cross, Q, N)
+        try:
+            out, logits = self._attend(q, k, v, prev_logits, feat_size, None, self.need_logits)
+        finally:
+            del self.readings[thread]
+        if self.evolution is not None and self.evolution.mixes_output:
+            out = self.evolution.mix_output(out, v[:, :, -Q:], tokens)
+        first_values = v if self.number == 1 else handed.first_values
+        result = Handed(self.number, handed.feat_size, logits, first_values)
+        self.chain.after(self.number, result)
+        return out.transpose(1, 2)
