@@ -1,13 +1,12 @@
-"""A picture of evolution at work: of a photo the query and the head whose attention changes the most without the map of
-the layer before, and how typical that is.
+"""A picture of evolution at work: the query and the head of a photo whose attention changes most by the previous map.
 
     python -m experiments.evolution_at_work docs/cat.jpg -o visualize/evolution.png
     python -m experiments.evolution_at_work docs/cat.jpg --typical cifar10/test/
 
-A change is the total variation between a layer's attention and its attention where the previous logits are 0, from 0
-(the same) to 1 (nothing in common). Chosen is what changes the most in the evolving layer that changes the least, among
-queries of the photo; the means are over all heads, queries and photos, at most 200 from all over the images
-of --typical where there are some.
+A change is the total variation between a layer's attention and the attention of its own logits alone, at the same scale
+(`ea_vision.recorder.quantities.own_alone`): 0 for the same map, 1 for maps with nothing in common. The query and the
+head are chosen whose smallest change over the evolving layers is the largest of the photo. The script prints the
+caption. Typical changes are means over heads, queries and the images of --typical, at most 200 at even distances.
 """
 
 import argparse
@@ -21,38 +20,77 @@ from torch import Tensor
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.recorder.inputs import find_images, read_image
 from ea_vision.recorder.loading import load_model, parse_layers
-from ea_vision.recorder.recording import PARTS
+from ea_vision.recorder.quantities import total_variation
+from ea_vision.recorder.recording import PARTS, LayerMaps
 from ea_vision.visualize.figure_options import check_output, save
-from ea_vision.visualize.image_maps import WITHOUT, Recording, add_contributions, cell_of, record
+from ea_vision.visualize.image_maps import OWN_ALONE, Recording, add_own_alone, cell_of, record
 from ea_vision.visualize.strip import draw_strip
 
-PHOTOS = 200  # for the means, at most
+PHOTOS = 200  # of --typical, at most
 
 
 def changes(recording: Recording) -> dict[int, Tensor]:
     """Return the change of each evolving layer by number, (K, H, W) of heads and queries.
 
     Raises:
-        UsageError: no layer whose previous map can be taken away.
+        UsageError: no layer has a previous map that can be taken away.
     """
-    add_contributions(recording)
-    layers = [layer for layer in recording.maps.values() if WITHOUT[0] in layer.recorded()]
-    if not layers:
+    add_own_alone(recording)
+    changed = {}
+    for layer in recording.maps.values():
+        if OWN_ALONE in layer.recorded():
+            attn = layer.spatial().flatten(4)
+            alone = layer.spatial(OWN_ALONE).flatten(4)
+            changed[layer.number] = total_variation(attn, alone)[0]
+    if not changed:
         raise UsageError(
-            f"a network whose layers evolve is required, and {recording.model.label} has none of these"
+            f"a network whose layers evolve is required; {recording.model.label} has none of these"
         )
-    return {
-        layer.number: (layer.spatial() - layer.spatial(WITHOUT[0])).abs().sum((-2, -1))[0] / 2
-        for layer in layers
-    }
+    return changed
 
 
 def choose(changed: Mapping[int, Tensor], img_size: tuple[int, int]) -> tuple[int, tuple[int, int]]:
     """Return the head and the query (y, x in pixels, the middle of its cell) of the largest change in all layers."""
     least = torch.stack(list(changed.values())).amin(0)  # (K, H, W)
     head, row, col = (int(place) for place in torch.unravel_index(least.argmax(), least.shape))
-    H, W = least.shape[1:]
-    return head, ((2 * row + 1) * img_size[0] // (2 * H), (2 * col + 1) * img_size[1] // (2 * W))
+    height = img_size[0] / least.shape[1]
+    width = img_size[1] / least.shape[2]
+    return head, (int((row + 0.5) * height), int((col + 0.5) * width))
+
+
+def largest_cell(layer: LayerMaps, part: str, head: int, cell: tuple[int, int]) -> str:
+    """Name the key with the largest attention of a query: "row 6, column 1", counted from 0."""
+    row = layer.spatial(part)[0, head][cell]
+    y, x = divmod(int(row.argmax()), row.shape[1])
+    return f"row {y}, column {x}"
+
+
+def caption(
+    recording: Recording,
+    changed: Mapping[int, Tensor],
+    head: int,
+    query: tuple[int, int],
+    typical: Mapping[int, float],
+    what: str,
+) -> str:
+    """Return the picture's caption; every claim is a number of the maps.
+
+    Args:
+        changed: from `changes`, of the photo.
+        typical: mean change by layer; what: of which images.
+    """
+    sentences = [f"Head {head}, query y {query[0]}, x {query[1]}, of {recording.model.label}."]
+    for number, change in changed.items():
+        layer = recording.maps[number]
+        cell = cell_of(query, recording.img_size, layer.feat_size)
+        sentences.append(
+            f"Layer {number}: attention differs from that of the layer's own logits alone, at the same scale, "
+            f"by {change[head][cell]:.2f} of 1; its largest cell is "
+            f"{largest_cell(layer, 'attn', head, cell)}, that of own alone is "
+            f"{largest_cell(layer, OWN_ALONE, head, cell)}."
+        )
+    means = " and ".join(f"{mean:.2f} in layer {number}" for number, mean in typical.items())
+    return " ".join([*sentences, f"Mean over heads and queries of {what}: {means}."])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         nargs="+",
         metavar="IMAGE",
         default=[],
-        help="image files or folders, for the means",
+        help="image files or folders for the typical changes (default: the photo)",
     )
     parser.add_argument(
         "--model", default="ea_conv_transformer_cifar", help="name or run folder (%(default)s)"
@@ -79,25 +117,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     recording = record(model, read_image(args.photo), layers, PARTS)
     changed = changes(recording)
     head, query = choose(changed, model.img_size)
-    images = find_images(args.typical) if args.typical else []
-    others = [
-        changes(record(model, read_image(image), layers, PARTS))
-        for image in images[:: -(-len(images) // PHOTOS) or 1]
-    ] or [changed]
-    for number, change in changed.items():
-        row, col = cell_of(query, model.img_size, change.shape[1:])
-        typical = torch.stack([other[number] for other in others])
-        print(
-            f"layer {number}: change {change[head, row, col]:.2f} of head {head} and query {query[0]},{query[1]}; "
-            f"{len(others)} images: mean {typical.mean():.2f}, above 0.5 in "
-            f"{100 * (typical > 0.5).float().mean():.0f}% of all heads and queries"
-        )
+    images = find_images(args.typical or [args.photo])
+    chosen = images[:: -(-len(images) // PHOTOS)]
+    others = [changes(record(model, read_image(image), layers, PARTS)) for image in chosen]
+    typical = {}
+    for number in changed:
+        typical[number] = float(torch.stack([other[number] for other in others]).mean())
+    what = f"{len(others)} images" if args.typical else "this photo"
+    print(caption(recording, changed, head, query, typical, what))
     if output:
-        save(
-            draw_strip(recording, [layer.number for layer in layers], head, query, width=6.75),
-            output,
-            150,
-        )
+        numbers = [layer.number for layer in layers]
+        save(draw_strip(recording, numbers, head, query, width=6.75), output, 150)
         print("written:", output)
     return 0
 

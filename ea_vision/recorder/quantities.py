@@ -4,7 +4,8 @@ Shape letters: B batch, K heads, H x W the attention map, N = H*W its pixels (ro
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ea_vision.base.files import csv_text
-from ea_vision.recorder.maps import AttentionMaps
+from ea_vision.recorder.maps import AttentionMaps, LayerMaps
 from ea_vision.recorder.recording import record_attention
 
 TINY = torch.finfo(torch.float32).tiny
@@ -83,6 +84,62 @@ def map_correlation(attn: Tensor, previous: Tensor) -> Tensor:
     return F.cosine_similarity(
         a - a.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True), -1, eps=0.0
     )
+
+
+def total_variation(attn: Tensor, other: Tensor) -> Tensor:
+    """Return half the sum of |attn - other| over the keys, query by query: 0 for equal rows, 1 for disjoint ones.
+
+    Args:
+        attn, other: (..., queries, keys), each row a distribution.
+
+    Returns:
+        (..., queries)
+    """
+    return (attn.float() - other.float()).abs().sum(-1) / 2
+
+
+def own_alone(layer: LayerMaps, module: nn.Module) -> Tensor | None:
+    """Return the attention of an evolving layer whose mixture is its own logits alone.
+
+    The gate alpha is 0 while this is computed, so the layer's own logits keep their scale; they are convolved and
+    normalised as trained. (Previous logits of 0 would be no fair comparison: they halve what the convolution reads.)
+
+    Args:
+        layer: with all parts and all heads.
+        module: the attention layer, in evaluation mode.
+
+    Returns:
+        (B, K, T, T), or None for a layer without a previous map or a gate alpha, or one whose attention is more than
+        the softmax of what its evolution returns.
+    """
+    own = layer.self_logits
+    previous = layer.prev_logits
+    if own is None or previous is None or layer.attn is None:
+        return None
+    evolution = module.evolution
+    if "alpha" not in evolution.gates():
+        return None
+    size = [layer.feat_size] if evolution.spatial else []
+    with torch.inference_mode():
+        again = module.attention_of(evolution(own, previous, *size), layer.feat_size)
+        with _alpha_of_zero(evolution):
+            alone = module.attention_of(evolution(own, previous, *size), layer.feat_size)
+    known = again.shape == layer.attn.shape and torch.allclose(again, layer.attn, atol=1e-3)
+    return alone if known else None
+
+
+@contextmanager
+def _alpha_of_zero(evolution: nn.Module) -> Iterator[None]:
+    """Keep the gate of the previous logits at 0 inside the block."""
+    alpha = evolution.alpha
+    if isinstance(alpha, nn.Parameter):
+        evolution.alpha = nn.Parameter(torch.zeros_like(alpha), alpha.requires_grad)
+    else:
+        evolution.alpha = 0.0
+    try:
+        yield
+    finally:
+        evolution.alpha = alpha
 
 
 def position_share(total: Tensor, energies: Tensor) -> Tensor:

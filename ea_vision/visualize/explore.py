@@ -43,7 +43,7 @@ from ea_vision.visualize.figure_options import (
     only,
     run_label,
 )
-from ea_vision.visualize.image_maps import MEAN, WITHOUT, add_contributions, as_images, record
+from ea_vision.visualize.image_maps import MEAN, OWN_ALONE, add_own_alone, as_images, record
 from ea_vision.visualize.map_style import SIGNED_MAP, equation
 
 EXAMPLES = """\
@@ -63,7 +63,7 @@ FILES = (
     "panel.js",
     "main.js",
 )  # modules in order of need
-STORED_PARTS = (*PARTS, WITHOUT[0])
+STORED_PARTS = (*PARTS, OWN_ALONE)
 MEGABYTE = 1_000_000
 MOST_OBJECTS, LEAST_SCORE = 9, 0.3  # of a detector's
 
@@ -193,10 +193,10 @@ class Explorer:
     def _view(
         self, image: Image.Image, model: LoadedModel, layers: Sequence[AttentionLayer]
     ) -> dict:
-        without = WITHOUT[0] in self.parts  # computed from all others
-        seen = record(model, image, layers, PARTS if without else self.parts)
-        if without:
-            add_contributions(seen)
+        alone = OWN_ALONE in self.parts  # computed from all others
+        seen = record(model, image, layers, PARTS if alone else self.parts)
+        if alone:
+            add_own_alone(seen)
         streams, places = pack(
             {
                 layer.number: self._arrays(layer, len(prefix_names(model.model)))

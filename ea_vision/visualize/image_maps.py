@@ -14,10 +14,11 @@ import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.inputs import ImageSource, as_image, as_input
 from ea_vision.recorder.loading import LoadedModel, as_loaded, load_model
+from ea_vision.recorder.quantities import own_alone
 from ea_vision.recorder.recording import AttentionLayer, AttentionMaps
 
 MEAN = "mean"
-WITHOUT = ("attn_without_previous", "attn_without_own")  # parts of `add_contributions`
+OWN_ALONE = "attn_own_alone"  # the part of `add_own_alone`
 Query = (
     tuple[int, int] | str
 )  # y, x in pixels of the input, or a token before a transformer's patches: cls, reg1, ...
@@ -59,7 +60,7 @@ class Recording:
 
     def query_map(self, layer: int, query: Query, head: Head, part: str = "attn") -> np.ndarray:
         """Return (H', W'): a query's row of a part, among the map's pixels, by one head or on average. Attention, that
-        of WITHOUT too, is in units of uniform attention."""
+        of OWN_ALONE too, is in units of uniform attention."""
         maps, cell = self.maps[layer], self.cell(layer, query)
         values = of_head(maps.of_query(cell, part)[1][0], head).float().cpu().numpy()
         if part.startswith("attn"):
@@ -197,27 +198,12 @@ def cell_of(query: Query, img_size: tuple[int, int], feat_size: tuple[int, int])
     return query[0] * feat_size[0] // img_size[0], query[1] * feat_size[1] // img_size[1]
 
 
-def add_contributions(recording: Recording) -> None:
-    """Add to the maps of evolving layers the attention that remains where the previous map, or the layer's own logits,
-    are 0: the parts of WITHOUT. The recording must have all parts and all heads.
-
-    A layer lacks them whose attention is not the softmax of what its evolution makes of both.
-    """
+def add_own_alone(recording: Recording) -> None:
+    """Add to the maps of evolving layers their attention without the previous map, the part OWN_ALONE; see
+    `ea_vision.recorder.quantities.own_alone`. The recording must have all parts and all heads."""
     for layer in recording.maps.values():
         module = recording.model.model.get_submodule(layer.name)
-        own, previous = layer.self_logits, layer.prev_logits
-        if own is None or previous is None or layer.attn is None:
-            continue
-        size = [layer.feat_size] if module.evolution.spatial else []
-        with evaluating(module), torch.inference_mode():
-            again, *without = (
-                module.attention_of(module.evolution(*logits, *size), layer.feat_size)
-                for logits in (
-                    (own, previous),
-                    (own, torch.zeros_like(previous)),
-                    (torch.zeros_like(own), previous),
-                )
-            )
-        if again.shape == layer.attn.shape and torch.allclose(again, layer.attn, atol=1e-3):
-            for part, attn in zip(WITHOUT, without, strict=True):
-                layer.save(part, attn)
+        with evaluating(module):
+            alone = own_alone(layer, module)
+        if alone is not None:
+            layer.save(OWN_ALONE, alone)

@@ -1,5 +1,5 @@
-"""One query through the layers of a chain: previous, own and convolved logits, the attention they give, and what that
-is without either (PA paper, figure 8; EA paper, figure 11). The suffix .gif makes a film of the attention."""
+"""One query through the layers of a chain: previous, own and convolved logits, the attention they give, and that of
+the own logits alone (PA paper, figure 8; EA paper, figure 11). The suffix .gif makes a film of the attention."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from ea_vision.base.errors import UsageError
+from ea_vision.recorder.quantities import total_variation
 from ea_vision.recorder.recording import PARTS, LayerMaps
 from ea_vision.visualize.figure_options import (
     DEMO,
@@ -31,12 +32,13 @@ from ea_vision.visualize.figure_options import (
 from ea_vision.visualize.heatmap import draw_columns, head_rows
 from ea_vision.visualize.image_maps import (
     MEAN,
-    WITHOUT,
+    OWN_ALONE,
     AnyImage,
     Head,
     Query,
     Recording,
-    add_contributions,
+    add_own_alone,
+    of_head,
     title_of,
 )
 from ea_vision.visualize.map_style import (
@@ -152,8 +154,7 @@ def columns_of(model: nn.Module, maps: Sequence[LayerMaps]) -> dict[str, str]:
         **(own | mixed if own_too else mixed | own),
         "logits": f"{ARROW}\nlogits",
         "attn": f"{ARROW}\nattn.",
-        WITHOUT[0]: "without\nprev.",
-        WITHOUT[1]: "without\nown",
+        OWN_ALONE: "own\nalone",
     }
     if all(
         one.conv_logits is not None and torch.equal(one.conv_logits, one.logits) for one in evolved
@@ -176,7 +177,7 @@ def draw_strip(
     width: float | None = None,
 ) -> Figure:
     """Draw for each chain among `layers` a block: a row a layer, and along it what the layer computes, from the
-    previous logits to the attention; then the attention without the previous map, and without the layer's own logits.
+    previous logits to the attention; then the attention of the layer's own logits alone, at the same scale.
 
     A chain's first layer has no previous map; its logits are its own. Where there is attention alone, as of a plain
     vision transformer, the layers stand in a row.
@@ -188,7 +189,7 @@ def draw_strip(
         style: how maps are drawn; the logits of a chain share one scale, its attention another. Logits are bare.
         width: inches.
     """
-    add_contributions(recording)
+    add_own_alone(recording)
     model, maps, title = (
         recording.model.model,
         [recording.maps[layer] for layer in layers],
@@ -255,11 +256,24 @@ def draw_strip(
     note += (" (of their logits, and of their attention)" if head == MEAN else "") + query
     if text := equation(model, maps):
         note += f"\n{text}; previous: the logits of the row above"
-    if WITHOUT[0] in columns:
-        note += "; without: its attention where that part is 0"
+    if OWN_ALONE in columns:
+        changes = [
+            f"{_change(recording.maps[layer], recording, head, point):.2f} in layer {layer}"
+            for layer in layers
+            if OWN_ALONE in recording.maps[layer].recorded()
+        ]
+        note += f"; own alone: attention by own logits, at the same scale; differs by {', '.join(changes)}"
     return sheet(
         title, blocks, width=width, note=note, photo=photo_of(recording, [point], maps[0].feat_size)
     )
+
+
+def _change(layer: LayerMaps, recording: Recording, head: Head, point: Query) -> float:
+    """Return how much the attention of a query, of a head or the mean of heads, changes by the previous map: the total
+    variation between it and that of the own logits alone."""
+    token = layer.token(recording.cell(layer.number, point))
+    attn, alone = (of_head(layer[part][0], head)[token] for part in ("attn", OWN_ALONE))
+    return float(total_variation(attn, alone))
 
 
 def _row(

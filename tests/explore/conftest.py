@@ -5,7 +5,7 @@ import pytest
 from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.recording import PARTS, recordable_layers
 from ea_vision.visualize.explore import Explorer
-from ea_vision.visualize.image_maps import Recording, add_contributions, record
+from ea_vision.visualize.image_maps import Recording, add_own_alone, record
 from tests.data.photos import picture
 
 
@@ -38,5 +38,5 @@ def recordings(explorer) -> dict[tuple[int, int], Recording]:
     for image in range(2):
         for index, (model, layers) in enumerate(zip(explorer.models, explorer.layers, strict=True)):
             found[image, index] = record(model, picture(image), layers, PARTS)
-            add_contributions(found[image, index])
+            add_own_alone(found[image, index])
     return found

@@ -353,7 +353,7 @@ COLUMNS = (
     ("self_logits", "own"),
     ("conv_logits", "after conv."),
     ("attn", "attention"),
-    ("attn_without_previous", "without previous"),
+    ("attn_own_alone", "own alone"),
 )
 
 

@@ -18,7 +18,7 @@ from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.recording import recordable_layers
 from ea_vision.visualize import explore, show_page
 from ea_vision.visualize.explore import build_page, pack, quantise
-from ea_vision.visualize.image_maps import WITHOUT
+from ea_vision.visualize.image_maps import OWN_ALONE
 from tests.data.photos import picture
 from tests.detection.tiny import tiny_run
 
@@ -64,10 +64,8 @@ def test_entries_hold_the_recorded_maps(explorer, entries, recordings, index):
     maps, probabilities = recording.maps, recording.output.softmax(-1)[0]
     for layer in explorer.layers[index]:
         assert tuple(view["featSizes"][layer.number]) == maps[layer.number].feat_size
-        assert set(view["places"][layer.number]) == set(maps[layer.number].recorded()) - {
-            WITHOUT[1]
-        }
-        assert (WITHOUT[0] in maps[layer.number].recorded()) == ("prev_logits" in layer.parts)
+        assert set(view["places"][layer.number]) == set(maps[layer.number].recorded())
+        assert (OWN_ALONE in maps[layer.number].recorded()) == ("prev_logits" in layer.parts)
         for part in view["places"][layer.number]:
             expected = maps[layer.number][part][0].numpy()
             step = (expected.max(-1) - expected.min(-1)) / 255

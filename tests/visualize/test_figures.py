@@ -82,10 +82,10 @@ OWN, BOTH, PREVIOUS, ATTENTION = (
     "prev.\nlogits",
     "\u2192\nattn.",
 )
-ALONE, LOGITS, WITHOUT = (
+ALONE, LOGITS, OWN_ALONE = (
     "\u2192 conv.\nof prev.",
     "\u2192\nlogits",
-    ["without\nprev.", "without\nown"],
+    "own\nalone",
 )
 
 
@@ -97,21 +97,21 @@ ALONE, LOGITS, WITHOUT = (
             [1, 3, 4],
             dict(beta=1.0),
             ["layers 1, 3, 4x4", "layer 4, 2x2"],
-            [PREVIOUS, OWN, BOTH, ATTENTION, *WITHOUT] * 2,
+            [PREVIOUS, OWN, BOTH, ATTENTION, OWN_ALONE] * 2,
         ),
         (
             "ea_conv_transformer_cifar",
             [1, 2, 3],
             dict(beta=0.5, alpha=0.25),
             [],
-            [PREVIOUS, OWN, BOTH, LOGITS, ATTENTION, *WITHOUT],
+            [PREVIOUS, OWN, BOTH, LOGITS, ATTENTION, OWN_ALONE],
         ),
         (
             "pa_conv_transformer_cifar",
             [2, 3],
             {},
             [],
-            [PREVIOUS, ALONE, OWN, LOGITS, ATTENTION, *WITHOUT],
+            [PREVIOUS, ALONE, OWN, LOGITS, ATTENTION, OWN_ALONE],
         ),
         (
             "conv_transformer_cifar",
@@ -141,36 +141,42 @@ def test_strips_say_what_they_show_in_the_order_in_which_it_is_computed(
 
 @pytest.mark.parametrize(
     "name, alpha, kwargs",
-    [("ea_conv_transformer_cifar", 0.3, dict(beta=0.6)), ("pa_conv_transformer_cifar", 0.4, {})],
+    [
+        ("ea_conv_transformer_cifar", 0.3, dict(beta=0.6)),
+        ("ea_conv_transformer_cifar", 0.3, dict(beta=0.6, learnable="per_head")),
+        ("pa_conv_transformer_cifar", 0.4, {}),
+    ],
 )
-def test_what_a_layer_attends_to_without_a_part_equals_a_recomputation_by_hand(name, alpha, kwargs):
-    """By the papers' equations with the previous, or the layer's own, logits set to 0."""
+def test_own_alone_equals_a_recomputation_by_hand(name, alpha, kwargs):
+    """By the papers' equations with alpha 0: EA convolves the own logits at their scale, PA is the own logits."""
     model = small(name, alpha=alpha, **kwargs)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
     recording = record(model, PARTS, 3)
-    shown = maps_of(draw_strip(recording, [1, 2, 3], 2, (5, 9)))
+    figure = draw_strip(recording, [1, 2, 3], 2, (5, 9))
+    shown = maps_of(figure)
     assert recording.maps[1].recorded() == ("attn", "logits", "self_logits")
     for maps in (recording.maps[2], recording.maps[3]):
         conv = model.get_submodule(maps.name).evolution.convs[0]
-        for part, without_own in zip(image_maps.WITHOUT, (False, True), strict=True):
-            own, previous = maps.self_logits * (not without_own), maps.prev_logits * without_own
-            with torch.inference_mode():
-                mixed = alpha * previous + (1 - alpha) * own
-                logits = (
-                    0.6 * conv(mixed).relu() + 0.4 * mixed
-                    if name.startswith("ea")
-                    else alpha * conv(previous).relu() + (1 - alpha) * own
-                )
-            torch.testing.assert_close(maps[part], logits.softmax(-1))
-    for part, scale in (("conv_logits", 1), *((part, 16) for part in image_maps.WITHOUT)):
+        own = maps.self_logits
+        with torch.inference_mode():
+            logits = 0.6 * conv(own).relu() + 0.4 * own if name.startswith("ea") else own
+        torch.testing.assert_close(maps[image_maps.OWN_ALONE], logits.softmax(-1))
+        rows = [maps[part][0, 2, 1 * 4 + 2] for part in ("attn", image_maps.OWN_ALONE)]
+        change = 1 - torch.minimum(*rows).sum()
+        assert f"{change:.2f} in layer {maps.number}" in texts_of(figure)
+    for part, scale in (("conv_logits", 1), (image_maps.OWN_ALONE, 16)):
         expected = scale * recording.maps[3][part][0, 2, 1 * 4 + 2].view(4, 4).numpy()
         assert any(values.shape == (4, 4) and np.allclose(values, expected) for values in shown)
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[key], value) for key, value in before.items())
 
 
 def test_a_part_that_cannot_be_taken_away_is_left_out():
     """Of a layer whose attention is not what its evolution makes of the recorded parts."""
     recording = record(small(), PARTS, 2)
     recording.maps[2].save("attn", torch.rand_like(recording.maps[2].attn))
-    image_maps.add_contributions(recording)
+    image_maps.add_own_alone(recording)
     assert {*recording.maps[2].recorded()} == {*PARTS}
 
 

@@ -8,13 +8,13 @@ export const PARTS = {
   conv_logits: ["after conv.", "what the evolution's convolution gives, after its ReLU"],
   prev_logits: ["previous", "the logits that the layer before handed on"],
   self_logits: ["own", "the layer's own dot products and position terms"],
-  attn_without_previous: ["without previous", "what the attention would be if the previous logits were 0"],
+  attn_own_alone: ["own alone", "the attention of the layer's own logits alone, at the same scale"],
 };
 
 /** What the first view shows of a layer, from left to right: [part, heading]. */
 const EVOLUTION = [
   ["prev_logits", "previous"], ["self_logits", "+ own"], ["conv_logits", "\u2192 convolved"], ["logits", "\u2192 logits"],
-  ["attn", "\u2192 attention"], ["attn_without_previous", "without previous"],
+  ["attn", "\u2192 attention"], ["attn_own_alone", "own alone"],
 ];
 
 export const isAttention = (part) => part.startsWith("attn");
