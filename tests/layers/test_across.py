@@ -7,19 +7,20 @@ import torch.nn.functional as F
 from ea_vision.layers import MRLALight, TokenConv, ValueResidual, create_evolution
 from tests.layers.oracle import assert_same, neighbours
 
-K, SIZE = 3, (2, 3)
+K = 3
+SIZE = (2, 3)
 N = SIZE[0] * SIZE[1]
 
 
 def maps(seed: int, *shape: int, side: int = N) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(
-        shape or (2, K, side, side), generator=generator, dtype=torch.float64
-    ).requires_grad_()
+    shape = shape or (2, K, side, side)
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return drawn.requires_grad_()
 
 
 def new(kind: str, **options):
-    """A mechanism in float64 of which all counts: nothing is at a start that would hide a mistake."""
+    """Return a mechanism in float64 whose parameters are all random, since a start at zero would hide mistakes."""
     torch.manual_seed(0)
     mechanism = create_evolution(kind, K, dtype=torch.float64, **options)
     with torch.no_grad():
@@ -29,12 +30,13 @@ def new(kind: str, **options):
 
 
 def run(mechanism, logits, prev):
-    """The maps that weigh the values."""
-    return mechanism.mix_attn(mechanism(logits, prev).softmax(-1))
+    """Return the maps that weigh the values."""
+    attn = mechanism(logits, prev).softmax(-1)
+    return mechanism.mix_attn(attn)
 
 
 def assert_equation(module, actual, expected, *inputs) -> None:
-    """Outputs are those of the equation, and gradients of inputs and parameters."""
+    """Assert that outputs and the gradients of inputs and parameters equal those of the equation."""
     assert_same(actual, expected, [*inputs, *module.parameters()], atol=1e-10, rtol=1e-10)
 
 
@@ -43,14 +45,20 @@ def assert_equation(module, actual, expected, *inputs) -> None:
 
 def mix_heads(weight, maps):
     """out[a] = sum_b weight[a, b] maps[b]"""
-    return torch.stack(
-        [sum(weight[a, b] * maps[:, b] for b in range(maps.shape[1])) for a in range(len(weight))],
-        1,
-    )
+    mixed = []
+    for row in weight:
+        terms = [row[b] * maps[:, b] for b in range(maps.shape[1])]
+        mixed.append(sum(terms))
+    return torch.stack(mixed, 1)
 
 
 def by_head(numbers):
+    """Return numbers, one per head, so that they multiply maps (B, K, N, N)."""
     return numbers.view(-1, 1, 1)
+
+
+def logistic(x):
+    return 1 / (1 + (-x).exp())
 
 
 def batch_norm(norm, x):
@@ -58,56 +66,58 @@ def batch_norm(norm, x):
 
 
 def depthwise(weight, x):
-    return sum(
-        by_head(weight[:, 0, u, w]) * seen for u, w, seen in neighbours(x, *weight.shape[2:])
-    )
+    height, width = weight.shape[2:]
+    taps = [by_head(weight[:, 0, u, w]) * seen for u, w, seen in neighbours(x, height, width)]
+    return sum(taps)
+
+
+def pointwise(conv, x):
+    """Return a 1x1 convolution of x without its bias."""
+    return mix_heads(conv.weight[:, :, 0, 0], x)
 
 
 def talking_heads(m, logits, prev):
-    attn = (mix_heads(m.proj_l.weight, logits) + by_head(m.proj_l.bias)).softmax(-1)
+    mixed = mix_heads(m.proj_l.weight, logits) + by_head(m.proj_l.bias)
+    attn = mixed.softmax(-1)
     return mix_heads(m.proj_w.weight, attn) + by_head(m.proj_w.bias)
 
 
 def reattention(m, logits, prev):
-    conv, attn = m.reatten_matrix, logits.softmax(-1)
-    refined = 0.5 * batch_norm(
-        m.var_norm, mix_heads(conv.weight[:, :, 0, 0], attn) + by_head(conv.bias)
-    )
+    attn = logits.softmax(-1)
+    conv = m.reatten_matrix
+    refined = 0.5 * batch_norm(m.var_norm, pointwise(conv, attn) + by_head(conv.bias))
     return refined if m.gain is None else attn + m.gain * refined
 
 
 def refiner(m, logits, prev):
     attn = logits.softmax(-1)
-    x = batch_norm(m.bn1, mix_heads(m.conv_exp.weight[:, :, 0, 0], attn)).clamp(0, 6)
+    x = batch_norm(m.bn1, pointwise(m.conv_exp, attn)).clamp(0, 6)
     x = batch_norm(m.bn2, depthwise(m.depth_sep_conv.weight, x)).clamp(0, 6)
-    x = attn + batch_norm(m.bn3, mix_heads(m.conv_pro.weight[:, :, 0, 0], x))
+    x = attn + batch_norm(m.bn3, pointwise(m.conv_pro, x))
     refined = batch_norm(m.adapt_bn, x)
     return refined if m.gain is None else attn + m.gain * refined
 
 
 def multi_token(m, logits, prev):
-    attn = mix_heads(m.heads_before, depthwise(m.conv_before, logits)).softmax(-1)
+    mixed = mix_heads(m.heads_before, depthwise(m.conv_before, logits))
+    attn = mixed.softmax(-1)
     return by_head(m.heads_after[:, 0, 0]) * depthwise(m.conv_after, attn)
 
 
 def residual(m, logits, prev):
-    alpha = m.alpha.view(-1, 1, 1) if isinstance(m.alpha, torch.Tensor) else m.alpha
-    return (((1 - alpha) if m.mixture else 1.0) * logits + alpha * prev).softmax(-1)
+    alpha = torch.as_tensor(m.alpha).view(-1, 1, 1)
+    own = 1 - alpha if m.mixture else 1.0
+    return (own * logits + alpha * prev).softmax(-1)
 
 
 @pytest.mark.parametrize(
     "equation,kind,options",
     [
-        *(
-            (residual, "residual", options)
-            for options in (
-                {},
-                {"mixture": True},
-                {"learnable": True},
-                {"mixture": True, "learnable": True},
-                {"learnable": "per_head"},
-            )
-        ),
+        (residual, "residual", {}),
+        (residual, "residual", {"mixture": True}),
+        (residual, "residual", {"learnable": True}),
+        (residual, "residual", {"mixture": True, "learnable": True}),
+        (residual, "residual", {"learnable": "per_head"}),
         (talking_heads, "talking_heads", {}),
         (reattention, "reattention", {"scale": 0.5}),
         (reattention, "reattention", {"scale": 0.5, "gain": 0.7}),
@@ -117,73 +127,77 @@ def residual(m, logits, prev):
     ],
 )
 def test_a_mechanism_is_its_equation(equation, kind, options):
-    m, logits, prev = new(kind, **options), maps(1), maps(2)
-    assert_equation(
-        m,
-        run(m, logits, prev),
-        equation(m, logits, prev),
-        logits,
-        *([prev] if m.reads_previous else []),
-    )
+    m = new(kind, **options)
+    logits = maps(1)
+    prev = maps(2)
+    inputs = [logits, prev] if m.reads_previous else [logits]
+    assert_equation(m, run(m, logits, prev), equation(m, logits, prev), *inputs)
 
 
 def test_residual_begins_as_the_papers():
-    assert [
-        create_evolution("residual", K, mixture=mixture).alpha for mixture in (False, True)
-    ] == [1.0, 0.5]
+    assert create_evolution("residual", K).alpha == 1.0
+    assert create_evolution("residual", K, mixture=True).alpha == 0.5
+
+
+def convolved(weight, x):
+    """Return the convolution over the last two sides of x (B, K, ..., H, W), tap by tap."""
+    taps = []
+    for u, w, seen in neighbours(x, 3, 3):
+        taps.append(torch.einsum("ab,nb...->na...", weight[:, :, u, w], seen))
+    return sum(taps)
 
 
 @pytest.mark.parametrize("prefix", [0, 2])
 def test_conv2d_convolves_four_dimensions_of_a_map_that_is_not_square(prefix):
     """The entry from pixel (y, x) to pixel (v, u) sees the neighbours of either."""
-    m, logits, prev = new("conv2d"), maps(1, side=N + prefix), maps(2, side=N + prefix)
+    m = new("conv2d")
     m.num_prefix_tokens = prefix
+    logits = maps(1, side=N + prefix)
+    prev = maps(2, side=N + prefix)
     mixed = logits + m.alpha * prev
     over_keys = mixed[:, :, prefix:, prefix:].reshape(2, K, *SIZE, *SIZE)
     over_queries = over_keys.permute(0, 1, 4, 5, 2, 3)
-    total = sum(
-        torch.einsum("ab,nb...->na...", m.keys[:, :, u, w], seen)
-        for u, w, seen in neighbours(over_keys, 3, 3)
-    )
-    total = total + sum(
-        torch.einsum("ab,nb...->na...", m.queries[:, :, u, w], seen)
-        for u, w, seen in neighbours(over_queries, 3, 3)
-    ).permute(0, 1, 4, 5, 2, 3)
+    total = convolved(m.keys, over_keys)
+    total = total + convolved(m.queries, over_queries).permute(0, 1, 4, 5, 2, 3)
     expected = mixed + F.pad(total.reshape(2, K, N, N), [prefix, 0, prefix, 0])
-    assert_equation(m, m(logits, prev, SIZE), expected, logits, prev)
-    above = m.parts(logits, prev, m(logits, prev, SIZE))["conv_logits"]
+    evolved = m(logits, prev, SIZE)
+    assert_equation(m, evolved, expected, logits, prev)
+    above = m.parts(logits, prev, evolved)["conv_logits"]
     torch.testing.assert_close(above, expected - mixed)
 
 
 @pytest.mark.parametrize("gain", [None, 0.6])
 def test_exclusive_attention_is_its_equation(gain):
-    m, out, values = new("xsa", gain=gain), maps(1, 2, K, N, 4), maps(2, 2, K, N, 4)
-    along = (out * values).sum(-1, keepdim=True) / (values * values).sum(-1, keepdim=True) * values
+    m = new("xsa", gain=gain)
+    out = maps(1, 2, K, N, 4)
+    values = maps(2, 2, K, N, 4)
+    share = (out * values).sum(-1, keepdim=True) / (values * values).sum(-1, keepdim=True)
+    factor = 1.0 if gain is None else by_head(m.gain)
     actual = m.mix_output(out, values, None)
-    assert_equation(
-        m, actual, out - (1.0 if gain is None else by_head(m.gain)) * along, out, values
-    )
+    assert_equation(m, actual, out - factor * share * values, out, values)
     if gain is None:
         assert (actual * values).sum(-1).abs().max() < 1e-12  # nothing of the own value is left
 
 
 @pytest.mark.parametrize("identity", [False, True])
 def test_gated_attention_is_its_equation(identity):
-    m, out, x = new("gated", channels=5, identity=identity), maps(1, 2, K, N, 4), maps(2, 2, N, 5)
-    gates = [
-        (2.0 if identity else 1.0) / (1 + (-(x @ m.gate.weight[k]) - m.gate.bias[k]).exp())
-        for k in range(K)
-    ]
-    assert_equation(
-        m, m.mix_output(out, None, x), torch.stack(gates, 1).unsqueeze(-1) * out, out, x
-    )
+    m = new("gated", channels=5, identity=identity)
+    out = maps(1, 2, K, N, 4)
+    x = maps(2, 2, N, 5)
+    largest = 2.0 if identity else 1.0
+    heads = []
+    for k in range(K):
+        gate = largest * logistic(x @ m.gate.weight[k] + m.gate.bias[k])
+        heads.append(gate.unsqueeze(-1) * out[:, k])
+    assert_equation(m, m.mix_output(out, None, x), torch.stack(heads, 1), out, x)
 
 
 def test_value_residual_is_its_equation():
     module = ValueResidual(identity=False, dtype=torch.float64)
     with torch.no_grad():
         module.lambdas.add_(torch.tensor([0.2, -0.1], dtype=torch.float64))
-    values, first = maps(1), maps(2)
+    values = maps(1)
+    first = maps(2)
     one, other = module.lambdas
     assert_equation(module, module(values, first), one * first + other * values, values, first)
 
@@ -191,23 +205,24 @@ def test_value_residual_is_its_equation():
 def test_mrla_is_its_equation():
     torch.manual_seed(0)
     m = MRLALight(8, dim_group=4, identity=False, dtype=torch.float64)
-    x, shortcut = maps(1, 2, 8, 2, 3), maps(2, 2, 8, 2, 3)
-    y = F.pad(x.mean((2, 3)), [1, 1])
-    q, k = (
-        sum(conv.weight[0, 0, i] * y[:, i : i + 8] for i in range(3)) for conv in (m.query, m.key)
-    )
-    share = torch.stack(
-        [1 / (1 + (-(q * k)[:, c // 4 * 4 : c // 4 * 4 + 4].sum(1) / 2).exp()) for c in range(8)], 1
-    )
-    expected = share[..., None, None] * depthwise(m.value.weight, x) + m.shortcut_scale * shortcut
-    assert_equation(m, m(x, shortcut), batch_norm(m.bn, expected), x, shortcut)
+    x = maps(1, 2, 8, 2, 3)
+    shortcut = maps(2, 2, 8, 2, 3)
+    padded = F.pad(x.mean((2, 3)), [1, 1])
+    q = sum(m.query.weight[0, 0, i] * padded[:, i : i + 8] for i in range(3))
+    k = sum(m.key.weight[0, 0, i] * padded[:, i : i + 8] for i in range(3))
+    shares = []
+    for channel in range(8):
+        first = channel // 4 * 4  # of the channel's group
+        product = (q * k)[:, first : first + 4].sum(1)
+        shares.append(logistic(product / 2))
+    share = torch.stack(shares, 1)[..., None, None]
+    total = share * depthwise(m.value.weight, x) + m.shortcut_scale * shortcut
+    assert_equation(m, m(x, shortcut), batch_norm(m.bn, total), x, shortcut)
 
 
 def test_token_conv_sees_the_patches_neighbours_in_the_image():
-    m, x = (
-        TokenConv(4, num_prefix_tokens=1, identity=False, dtype=torch.float64),
-        maps(1, 2, 1 + N, 4),
-    )
+    m = TokenConv(4, num_prefix_tokens=1, identity=False, dtype=torch.float64)
+    x = maps(1, 2, 1 + N, 4)
     y = m(x, SIZE)
     assert torch.equal(y[:, :1], x[:, :1])
     image = x[:, 1:].transpose(1, 2).reshape(2, 4, *SIZE)
@@ -239,7 +254,7 @@ def test_token_conv_sees_the_patches_neighbours_in_the_image():
         (None, {"alpha": 0.5}, "alpha"),
     ],
 )
-def test_starts_and_options_that_there_are_not(kind, options, message):
+def test_bad_starts_and_options_are_named(kind, options, message):
     with pytest.raises(ValueError, match=message):
         create_evolution(kind, K, **options)
 

@@ -16,56 +16,63 @@ pytestmark = pytest.mark.skipif(not CASES.is_dir(), reason="../shared/across/cas
 
 @pytest.fixture(autouse=True, params=[torch.float32, torch.float64], ids=["float32", "float64"])
 def dtype(request):
-    """Every tensor and module of a test has it."""
+    """Make it the dtype of every tensor and module of a test."""
     torch.set_default_dtype(request.param)
     yield request.param
     torch.set_default_dtype(torch.float32)
 
 
 class Case:
-    """Tensors in the default dtype, by their names in the file."""
+    """The tensors of a case in the default dtype, by their names in its file."""
 
     def __init__(self, name: str) -> None:
+        self.tensors = {}
         with np.load(CASES / f"{name}.npz") as arrays:
             self.meta = json.loads(str(arrays["meta"]))
-            self.tensors = {
-                key: torch.from_numpy(arrays[key]).to(torch.get_default_dtype())
-                for key in arrays.files
-                if key != "meta"
-            }
+            for key in arrays.files:
+                if key != "meta":
+                    tensor = torch.from_numpy(arrays[key])
+                    self.tensors[key] = tensor.to(torch.get_default_dtype())
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.tensors[name]
 
     def under(self, prefix: str) -> dict[str, torch.Tensor]:
-        """The tensors whose names begin so, without that."""
-        return {
-            key.removeprefix(prefix): value
-            for key, value in self.tensors.items()
-            if key.startswith(prefix)
-        }
+        """Return the tensors whose names begin with the prefix, by their names without it."""
+        return beginning(self.tensors, prefix, cut=True)
 
     def heads(
         self, x: torch.Tensor, *weights: torch.Tensor, heads: int | None = None
     ) -> torch.Tensor:
-        """(parts, B, K, N, D) of one projection."""
+        """Return the parts of one projection, (parts, B, K, N, D)."""
         K = heads or self.meta["heads"]
-        return F.linear(x, *weights).unflatten(2, (-1, K, x.shape[2] // K)).permute(2, 0, 3, 1, 4)
+        projected = F.linear(x, *weights)
+        return projected.unflatten(2, (-1, K, x.shape[2] // K)).permute(2, 0, 3, 1, 4)
+
+
+def beginning(tensors: dict, *prefixes: str, cut: bool = False) -> dict[str, torch.Tensor]:
+    """Return the tensors whose names begin with one of the prefixes; `cut` takes the first prefix off the names."""
+    chosen = {key: value for key, value in tensors.items() if key.startswith(prefixes)}
+    if cut:
+        return {key.removeprefix(prefixes[0]): value for key, value in chosen.items()}
+    return chosen
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, rounding: float = 1.0) -> None:
-    """To 1e-5 of the largest entry, in float64 of each entry, too."""
-    scale = (
-        1.0 if actual.dtype == torch.float64 else rounding * max(1.0, expected.abs().max().item())
-    )
+    """Compare to 1e-5 of the largest entry; in float64 to 1e-5."""
+    scale = 1.0
+    if actual.dtype != torch.float64:
+        scale = rounding * max(1.0, expected.abs().max().item())
     torch.testing.assert_close(actual, expected, atol=1e-5 * scale, rtol=1e-5)
 
 
 def assert_statistics(
     case: Case, module: torch.nn.Module, name: str, rounding: float = 1.0
 ) -> None:
-    """Of a batch norm after one forward in training."""
-    for statistic in ("running_mean", "running_var") if case.meta["train"] else ():
+    """Compare a batch norm's running statistics after one forward, if that was in training."""
+    if not case.meta["train"]:
+        return
+    for statistic in ("running_mean", "running_var"):
         assert_close(module.get_buffer(statistic), case[f"after.{name}.{statistic}"], rounding)
 
 
@@ -82,21 +89,21 @@ def joined(heads: torch.Tensor) -> torch.Tensor:
 def test_realformer(name):
     case = Case(name)
     for number in range(1, case.meta["layers"]):
-        mean = (
-            {"mixture": True, "alpha": number / (number + 1)} if case.meta["mode"] == "mean" else {}
-        )
-        mechanism = create_evolution("residual", case.meta["heads"], **mean)
+        options = {}
+        if case.meta["mode"] == "mean":
+            options = {"mixture": True, "alpha": number / (number + 1)}
+        mechanism = create_evolution("residual", case.meta["heads"], **options)
         assert_close(mechanism(case[f"S{number}"], case[f"L{number - 1}"]), case[f"L{number}"])
 
 
 def test_revit():
     case = Case("revit_a")
     for number in (1, 2):
-        K, weights = case.meta["layers"][number]["num_heads"], case.under(f"layer{number}.qkv.")
+        K = case.meta["layers"][number]["num_heads"]
+        weights = case.under(f"layer{number}.qkv.")
         q, k, _ = case.heads(case[f"x{number}"], weights["weight"], weights["bias"], heads=K)
-        mechanism = create_evolution(
-            "residual", K, mixture=True, learnable=True, alpha=1 - case["alpha"].item()
-        )
+        alpha = 1 - case["alpha"].item()
+        mechanism = create_evolution("residual", K, mixture=True, learnable=True, alpha=alpha)
         assert_close(mechanism(scores(q, k), case[f"L{number - 1}"]), case[f"L{number}"])
 
 
@@ -105,7 +112,7 @@ def test_talking_heads_of_cait():
     w = case.under("layer0.")
     q, k, v = case.heads(case["x"], w["qkv.weight"], w["qkv.bias"])
     mechanism = create_evolution("talking_heads", case.meta["heads"])
-    mechanism.load_state_dict({n: x for n, x in w.items() if n.startswith(("proj_l", "proj_w"))})
+    mechanism.load_state_dict(beginning(w, "proj_l", "proj_w"))
     assert_close(mechanism(scores(q, k), scores(q, k)), case["L0"])
     out = joined(mechanism.mix_attn(case["A0"]) @ v)
     assert_close(F.linear(out, w["proj.weight"], w["proj.bias"]), case["out0"])
@@ -117,10 +124,7 @@ def test_deepvit(name):
     for number in range(case.meta["layers"]):
         mechanism = create_evolution("reattention", case.meta["heads"]).train(case.meta["train"])
         weights = case.under(f"layer{number}.")
-        mechanism.load_state_dict(
-            {n: w for n, w in weights.items() if n.startswith(("reatten", "var_norm"))},
-            strict=False,
-        )
+        mechanism.load_state_dict(beginning(weights, "reatten", "var_norm"), strict=False)
         assert_close(mechanism.mix_attn(case[f"A{number}"]), case[f"A_mixed{number}"])
         assert_statistics(case, mechanism.var_norm, f"layer{number}.var_norm")
 
@@ -132,33 +136,31 @@ def test_refiner(name):
     # three norms over a batch's probabilities, whose deviations are small, make float32's rounding larger
     rounding = 3.0 if case.meta["train"] else 1.0
     mechanism = create_evolution("refiner", case.meta["heads"]).train(case.meta["train"])
-    norm = {f"adapt_bn.{n}": w for n, w in case.under("layer1.adapt_bn.").items()}
+    norm = beginning(case.under("layer1."), "adapt_bn.")
     mechanism.load_state_dict({**case.under("layer1.DLA."), **norm}, strict=False)
     assert_close(mechanism.mix_attn(case["carried0"]), case["adapt_bn_out1"], rounding)
-    for bn in ("DLA.bn1", "DLA.bn2", "DLA.bn3", "adapt_bn"):
-        assert_statistics(
-            case, mechanism.get_submodule(bn.removeprefix("DLA.")), f"layer1.{bn}", rounding
-        )
+    for name_there in ("DLA.bn1", "DLA.bn2", "DLA.bn3", "adapt_bn"):
+        norm = mechanism.get_submodule(name_there.removeprefix("DLA."))
+        assert_statistics(case, norm, f"layer1.{name_there}", rounding)
 
 
 def _centred(weight: torch.Tensor) -> torch.Tensor:
-    """The same convolution with the authors' last query row, the present one, in the middle: zeros below it."""
+    """Return the kernel with zeros appended, so that the authors' last query row, the present one, is in the middle."""
     return F.pad(weight, (0, 0, 0, weight.shape[2] - 1))
 
 
 @pytest.mark.parametrize("name", ["mta_a", "mta_b"])
 def test_multi_token_attention(name):
-    """Their causal padding of queries is ours with a kernel of zeros below the middle; mask, norm and gate are here."""
+    """The authors pad queries causally, as our centred kernel does with zeros below its middle. The test itself applies
+    the authors' mask, norm and gate."""
     case = Case(name)
-    w, args, x = case.under("layer0."), case.meta["args"], case["x"]
+    w = case.under("layer0.")
+    args = case.meta["args"]
+    x = case["x"]
     q, k, v = (case.heads(x, w[f"w{n}.weight"])[0] for n in "qkv")
     kernel = _centred(w["mta_kernel"])
-    mechanism = create_evolution(
-        "mta",
-        case.meta["heads"],
-        map_kernel=tuple(kernel.shape[2:]),
-        head_kernel=args["head_kernel_size"],
-    )
+    sizes = {"map_kernel": tuple(kernel.shape[2:]), "head_kernel": args["head_kernel_size"]}
+    mechanism = create_evolution("mta", case.meta["heads"], **sizes)
     with torch.no_grad():
         mechanism.conv_before.copy_(kernel)
         mechanism.heads_after.copy_(w["head_kernel"])
@@ -168,7 +170,8 @@ def test_multi_token_attention(name):
             mechanism.heads_before.copy_(w["wpsm.weight"])
     hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1) & case.meta["causal"]
     own = scores(q, k).masked_fill(hidden, 0.0)
-    assert_close(mechanism(own, own).masked_fill(hidden, 0.0), case["L0"].masked_fill(hidden, 0.0))
+    seen = mechanism(own, own).masked_fill(hidden, 0.0)
+    assert_close(seen, case["L0"].masked_fill(hidden, 0.0))
     out = mechanism.mix_attn(case["A0"]).masked_fill(hidden, 0.0) @ v
     if args.get("group_norm"):
         out = out * (out.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * w["subln.weight"]
@@ -183,34 +186,35 @@ def test_value_residual():
     first = case.heads(x, case["layer0.v_proj.weight"])[0]
     for number in (1, 2):
         x = x + case[f"out{number - 1}"]
-        v = ValueResidual(identity=False)(
-            case.heads(x, case[f"layer{number}.v_proj.weight"])[0], first
-        )
-        assert_close(
-            F.linear(joined(case[f"A{number}"] @ v), case[f"layer{number}.o_proj.weight"]),
-            case[f"out{number}"],
-        )
+        own = case.heads(x, case[f"layer{number}.v_proj.weight"])[0]
+        v = ValueResidual(identity=False)(own, first)
+        heads = joined(case[f"A{number}"] @ v)
+        out = F.linear(heads, case[f"layer{number}.o_proj.weight"])
+        assert_close(out, case[f"out{number}"])
+
+
+def mrla_state(case: Case, number: int) -> dict[str, torch.Tensor]:
+    """Return the authors' weights of a layer under our names."""
+    names = {
+        "mrla.lambda_t": "shortcut_scale",
+        "mrla.mrla.Wq.weight": "query.weight",
+        "mrla.mrla.Wk.weight": "key.weight",
+        "mrla.mrla.Wv.weight": "value.weight",
+    }
+    state = {}
+    for name, weight in case.under(f"layer{number}.").items():
+        if "mrla" in name:
+            state[names.get(name, name.replace("bn_mrla", "bn"))] = weight
+    return state
 
 
 @pytest.mark.parametrize("name", ["mrlalight_a", "mrlalight_b"])
 def test_mrla_light(name):
     case = Case(name)
-    for number in (1, 2):  # of which the shortcut is the output before
-        names = {
-            "mrla.lambda_t": "shortcut_scale",
-            "mrla.mrla.Wq.weight": "query.weight",
-            "mrla.mrla.Wk.weight": "key.weight",
-            "mrla.mrla.Wv.weight": "value.weight",
-        }
-        mrla, before_norm = MRLALight(64, case.meta["dim_perhead"]).train(case.meta["train"]), []
-        mrla.load_state_dict(
-            {
-                names.get(n, n.replace("bn_mrla", "bn")): w
-                for n, w in case.under(f"layer{number}.").items()
-                if "mrla" in n
-            },
-            strict=False,
-        )
+    for number in (1, 2):  # their shortcut is the output of the layer before
+        mrla = MRLALight(64, case.meta["dim_perhead"]).train(case.meta["train"])
+        mrla.load_state_dict(mrla_state(case, number), strict=False)
+        before_norm = []
         mrla.bn.register_forward_pre_hook(lambda _, args, kept=before_norm: kept.append(args[0]))
         x = case[f"mrla_in{number}"]
         assert_close(x + mrla(x, case[f"out{number - 1}"]), case[f"out{number}"])

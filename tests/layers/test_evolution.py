@@ -14,6 +14,22 @@ from ea_vision.ops import evolving_attention, use_implementation
 from tests.layers.oracle import assert_same
 
 
+def by_head(gate) -> torch.Tensor:
+    """Return one gate, or one per head, so that it multiplies maps (B, K, N, N)."""
+    return torch.as_tensor(gate).view(-1, 1, 1)
+
+
+def expected_maps(module, kind: str, logits: torch.Tensor, prev: torch.Tensor) -> torch.Tensor:
+    """Return the maps of DESIGN's equations."""
+    alpha = by_head(module.alpha)
+    conv = module.convs[0]
+    if kind == "pa":
+        return alpha * conv(prev).relu() + (1 - alpha) * logits
+    beta = by_head(module.beta)
+    mixed = alpha * prev + (1 - alpha) * logits
+    return beta * conv(mixed).relu() + (1 - beta) * mixed
+
+
 @pytest.mark.parametrize("learnable", [True, "per_head"])
 @pytest.mark.parametrize("kind", ["ea", "pa"])
 def test_learnable_gates_satisfy_the_equations_and_have_their_gradients(kind, learnable):
@@ -23,35 +39,41 @@ def test_learnable_gates_satisfy_the_equations_and_have_their_gradients(kind, le
         for place, gate in enumerate(module.gates().values()):
             gate.copy_(values.roll(place) if learnable == "per_head" else values[place])
     q, k = torch.randn(2, 2, 3, 7, 4, dtype=torch.float64)
-    logits, prev = q @ k.mT / 2, torch.randn(2, 3, 7, 7, dtype=torch.float64)
-    alpha, beta = (torch.as_tensor(gate).view(-1, 1, 1) for gate in (module.alpha, module.beta))
-    if kind == "ea":
-        mixed = alpha * prev + (1 - alpha) * logits
-        expected = beta * module.convs[0](mixed).relu() + (1 - beta) * mixed
-    else:
-        expected = alpha * module.convs[0](prev).relu() + (1 - alpha) * logits
-    for made in module(logits, prev), evolving_attention(q, k, q, **module.operands(prev))[1]:
-        assert_same(made, expected, [*module.parameters()])
-    fixed = create_evolution(kind, 3).double().load_state_dict(module.state_dict(), strict=False)
-    assert fixed.unexpected_keys == list(module.gates()) and not fixed.missing_keys
+    logits = q @ k.mT / 2
+    prev = torch.randn(2, 3, 7, 7, dtype=torch.float64)
+    expected = expected_maps(module, kind, logits, prev)
+    parameters = list(module.parameters())
+    assert_same(module(logits, prev), expected, parameters)
+    _, by_operator = evolving_attention(q, k, q, **module.operands(prev))
+    assert_same(by_operator, expected, parameters)
 
 
-def test_half_maps_keep_their_dtype_with_learnable_gates():
-    for learnable in (True, "per_head"):
-        module = EvolvingAttention(3, 0.3, 0.6, learnable=learnable).bfloat16().float()
-        logits, prev = torch.randn(2, 2, 3, 7, 7)
-        with torch.autocast("cpu", torch.bfloat16):
-            evolved = module(logits.bfloat16(), prev.bfloat16())
-        assert evolved.dtype == torch.bfloat16
-        assert_close(evolved.float(), module(logits, prev), atol=0.05, rtol=0.05)
+@pytest.mark.parametrize("kind", ["ea", "pa"])
+def test_weights_with_learned_gates_load_where_gates_are_fixed(kind):
+    module = create_evolution(kind, 3, learnable=True)
+    fixed = create_evolution(kind, 3)
+    keys = fixed.load_state_dict(module.state_dict(), strict=False)
+    assert keys.unexpected_keys == list(module.gates())
+    assert not keys.missing_keys
+
+
+@pytest.mark.parametrize("learnable", [True, "per_head"])
+def test_half_maps_keep_their_dtype_with_learnable_gates(learnable):
+    module = EvolvingAttention(3, 0.3, 0.6, learnable=learnable).bfloat16().float()
+    logits, prev = torch.randn(2, 2, 3, 7, 7)
+    with torch.autocast("cpu", torch.bfloat16):
+        evolved = module(logits.bfloat16(), prev.bfloat16())
+    assert evolved.dtype == torch.bfloat16
+    assert_close(evolved.float(), module(logits, prev), atol=0.05, rtol=0.05)
 
 
 def test_convolutions_begin_by_he():
     torch.manual_seed(3)
     plain = EvolvingAttention(3)
     torch.manual_seed(3)
-    torch.nn.Conv2d(3, 3, 3)  # what the constructor draws first
-    expected = nn.init.kaiming_normal_(torch.empty(3, 3, 3, 3), mode="fan_out", nonlinearity="relu")
+    torch.nn.Conv2d(3, 3, 3)  # the constructor's first draws
+    weight = torch.empty(3, 3, 3, 3)
+    expected = nn.init.kaiming_normal_(weight, mode="fan_out", nonlinearity="relu")
     assert torch.equal(plain.convs[0].weight, expected)
 
 
@@ -81,7 +103,7 @@ def layer_and_input(evolution, over_tokens: bool) -> tuple[nn.Module, torch.Tens
 
 
 def parametrised() -> nn.Module:
-    """Of one more class than Conv2d, whose weights mean the same."""
+    """Return an evolution whose convolution is of another class than Conv2d, with weights of the same meaning."""
     evolution = create_evolution("ea", 2)
     nn.utils.parametrizations.weight_norm(evolution.convs[0])
     return evolution
@@ -97,11 +119,13 @@ def parametrised() -> nn.Module:
     ],
 )
 def test_a_forced_implementation_never_gives_way_to_modules(how, reason, over_tokens, caplog):
-    """Where the choice is free the modules run, as the reference does, and the log says why."""
+    """Where the choice is free the modules run, as in the reference, and the log gives the reason."""
     torch.manual_seed(0)
     evolution = parametrised() if how == "parametrised" else create_evolution(how, 2)
     layer, x = layer_and_input(evolution, over_tokens)
-    args = (x, torch.randn(2, 2, 12, 12), *([(4, 3)] if over_tokens else []))
+    args = [x, torch.randn(2, 2, 12, 12)]
+    if over_tokens:
+        args.append((4, 3))
     for name in ("cpu", "triton", "sdpa", "flex"):
         with use_implementation(name), pytest.raises(ValueError) as error:
             layer(*args)
@@ -109,8 +133,9 @@ def test_a_forced_implementation_never_gives_way_to_modules(how, reason, over_to
     ops._logged.clear()
     with caplog.at_level(logging.INFO), torch.no_grad():
         chosen = layer(*args)
-        with use_implementation("reference"):  # conv2d's maps are the C kernel's where there is one
-            near = {} if how == "conv2d" else {"rtol": 0, "atol": 0}
+        # where there is a C kernel, it makes conv2d's maps
+        near = {} if how == "conv2d" else {"rtol": 0, "atol": 0}
+        with use_implementation("reference"):
             assert_close(layer(*args), chosen, **near)
     assert f"evolving attention by 'reference': {reason}" in caplog.messages
     layer.attn_drop.register_forward_hook(lambda *_: None)  # asks for the modules themselves
@@ -131,8 +156,10 @@ def test_a_forced_implementation_never_gives_way_to_modules(how, reason, over_to
 @pytest.mark.parametrize("over_tokens", [False, True])
 def test_residual_runs_on_the_kernels(options, over_tokens):
     layer, x = layer_and_input(create_evolution("residual", 2, **options), over_tokens)
-    prev, results = torch.randn(2, 2, 12, 12, requires_grad=True), []
-    for implementation in ("cpu", "reference"):
-        with use_implementation(implementation):
-            results.append(layer(x.requires_grad_(), prev))
-    assert_same(*results, [x, prev, *layer.parameters()], atol=1e-4, rtol=1e-4)
+    prev = torch.randn(2, 2, 12, 12, requires_grad=True)
+    x.requires_grad_()
+    with use_implementation("cpu"):
+        actual = layer(x, prev)
+    with use_implementation("reference"):
+        expected = layer(x, prev)
+    assert_same(actual, expected, [x, prev, *layer.parameters()], atol=1e-4, rtol=1e-4)

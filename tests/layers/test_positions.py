@@ -17,25 +17,39 @@ SIZES = [(3, 5), (6, 2), (1, 4), (1, 1)]
 
 
 def sine(C, size):
-    """timm's table, (C, H, W)."""
-    return build_sincos2d_pos_embed(list(size), C).double().t().reshape(C, *size)
+    """Return timm's table, (C, H, W)."""
+    table = build_sincos2d_pos_embed(list(size), C).double()
+    return table.t().reshape(C, *size)
+
+
+def centred(index, size):
+    return 2 * index / (size - 1) - 1 if size > 1 else 0
 
 
 def loop_coordinates(H, W):
+    """Return CoordConv's channels by a loop over pixels, (3, H, W)."""
     table = torch.zeros(3, H, W, dtype=D64)
     for y, x in itertools.product(range(H), range(W)):
-        down, right = (2 * p / (size - 1) - 1 if size > 1 else 0 for p, size in ((y, H), (x, W)))
+        down = centred(y, H)
+        right = centred(x, W)
         table[:, y, x] = torch.tensor([right, down, math.hypot(right, down)])
     return table
+
+
+def placed(x, position):
+    """Return x (B, C, H, W) with the positions in it."""
+    size = x.shape[2:]
+    if position == "sine":
+        return x + sine(x.shape[1], size)
+    coordinates = loop_coordinates(*size).expand(len(x), -1, -1, -1)
+    return torch.cat([x, coordinates], 1)
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_they_equal_timms_and_the_loop(size):
     x = torch.randn(2, 8, *size, dtype=D64)
-    assert_close(add_sine(x), x + sine(8, size), atol=1e-6, rtol=1e-6)
-    assert_close(
-        append_coordinates(x), torch.cat([x, loop_coordinates(*size).expand(2, -1, -1, -1)], 1)
-    )
+    assert_close(add_sine(x), placed(x, "sine"), atol=1e-6, rtol=1e-6)
+    assert_close(append_coordinates(x), placed(x, "coord"))
 
 
 @pytest.mark.parametrize("position", ["sine", "coord"])
@@ -44,22 +58,18 @@ def test_they_equal_timms_and_the_loop(size):
     [((3, 5), {}), ((4, 2), {}), ((7, 6), {"stride": 2}), ((6, 9), {"pool_attention": True})],
 )
 def test_the_branch_reads_them_at_the_maps_size(position, size, options):
-    """As a layer without positions whose input, at the map's size, has them already."""
+    """The layer equals one without positions whose input, at the map's size, already has them."""
     common = dict(dim_qk=4, dim_v=6, num_heads=2, feat_size=(3, 5))
     layer = AugmentedConv2d(4, 10, position=position, **common, **options).double()
-    plain = AugmentedConv2d(7 if position == "coord" else 4, 10, position="none", **common).double()
+    channels = 7 if position == "coord" else 4
+    plain = AugmentedConv2d(channels, 10, position="none", **common).double()
     assert not layer.relative and layer.height_rel is None
     plain.load_state_dict({**layer.state_dict(), "conv.weight": plain.conv.weight})
-    x = pooled = torch.randn(2, 4, *size, dtype=D64)
+    x = torch.randn(2, 4, *size, dtype=D64)
+    pooled = x
     for _ in range(layer.num_pools):
         pooled = torch.nn.functional.avg_pool2d(pooled, 3, 2, 1, count_include_pad=False)
-    map_size = pooled.shape[2:]
-    placed = (
-        pooled + sine(4, map_size)
-        if position == "sine"
-        else torch.cat([pooled, loop_coordinates(*map_size).expand(2, -1, -1, -1)], 1)
-    )
-    assert_close(layer.attend(x, None), plain.attend(placed, None))
+    assert_close(layer.attend(x, None), plain.attend(placed(pooled, position), None))
 
 
 @pytest.mark.parametrize("position", ["none", "sine", "coord"])
