@@ -55,10 +55,18 @@ def _scaled_dot_product(
         )[1]
 
 
-def _multi_head(_, *args: Any, **kwargs: Any) -> Tensor:
-    """Ask nn.MultiheadAttention's function for its maps, in a call of its own."""
+def _multi_head(result: tuple[Tensor, Tensor | None], *args: Any, **kwargs: Any) -> Tensor:
+    """Ask nn.MultiheadAttention's function for its maps, in a call of its own.
+
+    That call gives NaN for a query whose keys are all masked; where the output is finite, its row is 0, as in
+    scaled_dot_product_attention.
+    """
     asked = {**kwargs, "need_weights": True, "average_attn_weights": False, "training": False}
-    return F.multi_head_attention_forward(*args, **asked)[1]
+    attn = F.multi_head_attention_forward(*args, **asked)[1]
+    if result[0].isfinite().all():
+        unseen = attn.isnan().all(-1, keepdim=True)
+        attn = attn.masked_fill(unseen, 0.0)
+    return attn
 
 
 FORMS: dict[

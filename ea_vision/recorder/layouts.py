@@ -7,9 +7,10 @@ the end, by the name of their class.
 Shape letters: B images, K heads, H x W a layer's grid, N = H*W, P prefix tokens, W windows of n tokens each.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from ea_vision.recorder.interception import Hooks
 
 Size = tuple[int, int]
+MOST_CHANNELS = 4  # of an image
 PREFIX_PARAMETERS = {
     "cls_token": "cls",
     "class_token": "cls",
@@ -77,6 +79,8 @@ class Layout:
     window: (height, width) of the pixels around a query that it sees; None: all.
     windows: groups of tokens that see one another; None: every query sees all keys.
     channels: rows and columns are channels of a head, and have no place in the image.
+    placeless: rows and columns are tokens of an image whose places are not known: some were dropped or pruned.
+    image: (height, width) in pixels of the network's input; None: there is no image.
     """
 
     feat_size: Size = (0, 0)
@@ -86,33 +90,111 @@ class Layout:
     window: Size | None = None
     windows: Windows | None = None
     channels: bool = False
+    placeless: bool = False
+    image: Size | None = None
 
 
-def image_seen(model: nn.Module, hooks: Hooks) -> list[torch.Size]:
-    """Return a list that holds, once the network looks at an image, its shape (B, C, H, W): its stem's input, or its
-    own."""
-    seen: list[torch.Size] = []
+class Sight:
+    """What a forward shows of an image: its shape, and the grids of the features that its convolutions made of it.
 
-    def look(_, args: tuple, kwargs: dict) -> None:
-        values = (*args, *(value for name, value in kwargs.items() if "mask" not in name))
-        shapes = [
-            x.shape for x in values if isinstance(x, Tensor) and x.ndim == 4 and x.shape[1] <= 4
-        ]
-        seen[:] = shapes[:1] or seen
+    image: (B, C, H, W); None: the network has seen none. grids: (H, W) by the number of cells.
+    """
 
-    stem = next(
-        (
-            module
-            for name, module in model.named_modules()
-            if ".evolution." not in name
-            and isinstance(module, nn.Conv2d)
-            and module.in_channels <= 4
-        ),
-        model,
-    )
-    for module in dict.fromkeys((model, stem)):
-        hooks.add(module.register_forward_pre_hook, look)
-    return seen
+    def __init__(self):
+        self.image: torch.Size | None = None
+        self.grids: dict[int, Size] = {}
+        self._called: set[nn.Module] = set()  # stems, in this forward
+
+    def begin(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Forget the last forward. The network's first argument, where it has 4 dimensions, is an image."""
+        self.image = None
+        self.grids.clear()
+        self._called.clear()
+        names = list(inspect.signature(model.forward).parameters)
+        value = args[0] if args else kwargs.get(names[0] if names else "")
+        if _is_image(value):
+            self.image = value.shape
+
+    def look_through(self, stem: nn.Module, args: tuple, kwargs: dict) -> None:
+        """See the image that a convolution takes. A second call belongs to the next forward, by a network's method."""
+        if stem in self._called:
+            self.image = None
+            self.grids.clear()
+            self._called.clear()
+        self._called.add(stem)
+        if self.image is None and args and _is_image(args[0]):
+            self.image = args[0].shape
+
+    def note_grid(self, _, args: tuple, kwargs: dict, output: Any) -> None:
+        """Note the grid of features (B, C, H, W)."""
+        if isinstance(output, Tensor) and output.ndim == 4:
+            height, width = output.shape[2:]
+            self.grids[height * width] = (height, width)
+
+    def note_subsampled(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Note the grid that a layer of LeViT keeps: every `stride`-th token of its resolution."""
+        height, width = (-(-side // module.stride) for side in to_2tuple(module.resolution))
+        self.grids[height * width] = (height, width)
+
+    def note_patches(self, embedding: nn.Linear, args: tuple, kwargs: dict) -> None:
+        """Note the grid of square patches (B, T, pixels of all channels) that a linear layer embeds."""
+        if self.image is None or not args or args[0].ndim != 3:
+            return
+        channels, *sides = self.image[1:]
+        side = math.isqrt(embedding.in_features // channels)
+        for rounded in (math.floor, math.ceil):
+            height, width = (rounded(pixels / side) for pixels in sides)
+            if height * width == args[0].shape[1]:
+                self.grids[height * width] = (height, width)
+
+    def size(self) -> Size | None:
+        """Return (height, width) of the image in pixels."""
+        return None if self.image is None else tuple(self.image[2:])
+
+
+def _is_image(value: Any) -> bool:
+    """Return whether a value may be a batch of images (B, C, H, W)."""
+    return isinstance(value, Tensor) and value.ndim == 4 and value.shape[1] <= MOST_CHANNELS
+
+
+def _embeds_patches(module: nn.Module) -> bool:
+    """Return whether a linear layer may embed square patches of images."""
+    if not isinstance(module, nn.Linear):
+        return False
+    for channels in range(1, MOST_CHANNELS + 1):
+        side = math.isqrt(module.in_features // channels)
+        if side > 1 and side * side * channels == module.in_features:
+            return True
+    return False
+
+
+def _makes_grids(module: nn.Module) -> bool:
+    """Return whether a module turns images or features into features of another grid."""
+    return isinstance(module, nn.Conv2d) or "Pool" in type(module).__name__
+
+
+def image_seen(model: nn.Module, hooks: Hooks) -> Sight:
+    """Return what the forwards will show of their images, while the hooks stay."""
+    sight = Sight()
+    hooks.add(model.register_forward_pre_hook, sight.begin)
+    # the convolutions of evolving maps see maps
+    modules = [module for name, module in model.named_modules() if ".evolution." not in name]
+    stems = [
+        module
+        for module in modules
+        if isinstance(module, nn.Conv2d) and module.in_channels <= MOST_CHANNELS
+    ]
+    for stem in stems:
+        hooks.add(stem.register_forward_pre_hook, sight.look_through)
+    for module in modules:
+        if _makes_grids(module):
+            hooks.add(module.register_forward_hook, sight.note_grid)
+        if hasattr(module, "resolution") and isinstance(getattr(module, "stride", None), int):
+            hooks.add(module.register_forward_pre_hook, sight.note_subsampled)
+    if not stems:
+        for embedding in list(filter(_embeds_patches, modules))[:1]:
+            hooks.add(embedding.register_forward_pre_hook, sight.note_patches)
+    return sight
 
 
 def learned_queries(model: nn.Module, name: str) -> tuple[str, ...]:
@@ -120,11 +202,12 @@ def learned_queries(model: nn.Module, name: str) -> tuple[str, ...]:
     timm's AttentionPoolLatent, SigLIP's head in transformers; () of layers whose queries are tokens."""
     for owner in _owners(model, name):
         queries = getattr(owner, "latent", getattr(owner, "probe", None))
-        if isinstance(queries, nn.Parameter) and not (name and owner is model):
-            count = queries.shape[-2]
-            return (
-                ("pool",) if count == 1 else tuple(f"pool{number + 1}" for number in range(count))
-            )
+        if not isinstance(queries, nn.Parameter) or (name and owner is model):
+            continue
+        count = queries.shape[-2]
+        if count == 1:
+            return ("pool",)
+        return tuple(f"pool{number}" for number in range(1, count + 1))
     return ()
 
 
@@ -133,65 +216,58 @@ def prefix_names(model: nn.Module) -> tuple[str, ...]:
 
     () of networks that have none.
     """
-    counts = {
-        PREFIX_PARAMETERS[name]: parameter.shape[-2] if parameter.ndim > 1 else 1
-        for path, parameter in model.named_parameters()
-        if (name := path.rpartition(".")[2]) in PREFIX_PARAMETERS and parameter.numel()
-    }
+    counts = {}
+    for path, parameter in model.named_parameters():
+        name = path.rpartition(".")[2]
+        if name in PREFIX_PARAMETERS and parameter.numel():
+            counts[PREFIX_PARAMETERS[name]] = parameter.shape[-2] if parameter.ndim > 1 else 1
     names = [kind for kind in ("cls", "dist") if kind in counts]
-    known = getattr(
-        model, "num_prefix_tokens", len(names) + counts.get("reg", 0)
-    )  # timm's word, where there is one
-    return (*names[:known], *(f"reg{number + 1}" for number in range(known - len(names))))
-
-
-def grid_of(tokens: int, image: Size) -> Size | None:
-    """Return (H, W) of as many tokens, one for each s x s pixels of the image, rounded down or up; None: no such s."""
-    for stride in range(1, max(image) + 1):
-        for rounded in (math.floor, math.ceil):
-            H, W = (max(1, rounded(side / stride)) for side in image)
-            if H * W == tokens:
-                return H, W
-    return None
+    # timm's word, where there is one
+    known = getattr(model, "num_prefix_tokens", len(names) + counts.get("reg", 0))
+    registers = [f"reg{number}" for number in range(1, known - len(names) + 1)]
+    return (*names[:known], *registers)
 
 
 def token_layout(
     shape: torch.Size,
-    image: torch.Size | None,
+    sight: Sight,
     names: tuple[str, ...],
     taken: torch.Size,
     query_names: tuple[str, ...],
 ) -> Layout:
     """Return where the rows and columns of maps (B, K, queries, keys) lie, prefix tokens first.
 
+    Numbers of tokens that are no grid of the image's features have no places: tokens were dropped, pruned or added.
+
     Args:
-        image: (B, C, H, W); None: there is none, and the tokens are a sequence.
         names: of the prefix tokens that the network has; a layer may leave them out, among keys or queries.
         taken: shape of what the layer takes; the grid, where that is (B, C, H, W) or (B, H, W, C).
         query_names: of learned queries.
 
     Raises:
-        ValueError: numbers of tokens that are no grid over the image.
+        ValueError: maps of another number of images, such as of windows in an unknown order.
     """
     queries, keys = shape[-2:]
+    image = sight.image
     whole = image is None or shape[0] == image[0]  # no windows as a part of the batch
-    for grid in (
-        (taken[2:], taken[1:3]) if whole and len(taken) == 4 and taken[0] == shape[0] else ()
-    ):
-        if math.prod(grid) == queries == keys:
-            return Layout(tuple(grid))
+    if whole and len(taken) == 4 and taken[0] == shape[0]:
+        for grid in (taken[2:], taken[1:3]):
+            if math.prod(grid) == queries == keys:
+                return Layout(tuple(grid), image=sight.size())
     if image is None:
         return Layout((1, queries), (1, keys))
-    for prefix in (len(names), 0) if whole else ():
-        key_size = feat_size = grid_of(keys - prefix, image[2:])
+    if not whole:
+        raise ValueError(
+            f"must attend over all tokens of {image[0]} images of {image[2]}x{image[3]} pixels to have a map, "
+            f"got maps of shape {list(shape)}"
+        )
+    for prefix in (len(names), 0):
+        key_size = feat_size = sight.grids.get(keys - prefix)
         if not query_names and queries not in (keys, prefix):
-            feat_size = grid_of(queries - prefix, image[2:])
+            feat_size = sight.grids.get(queries - prefix)
         if key_size and feat_size:
-            return Layout(feat_size, key_size, names[:prefix], query_names)
-    raise ValueError(
-        f"must attend over {len(names)} prefix tokens and a grid of patches of {image[0]} images of "
-        f"{image[2]}x{image[3]} pixels to have a map, got maps of shape {list(shape)}"
-    )
+            return Layout(feat_size, key_size, names[:prefix], query_names, image=sight.size())
+    return Layout((1, queries), (1, keys), (), query_names, placeless=True, image=sight.size())
 
 
 # ---- layers that attend inside windows, or among channels ------------------------------------------------------------
@@ -295,29 +371,33 @@ def _owners(model: nn.Module, name: str) -> Iterator[nn.Module]:
 
 
 def layout_finder(
-    model: nn.Module, name: str, image: list[torch.Size], hooks: Hooks
+    model: nn.Module, name: str, sight: Sight, hooks: Hooks
 ) -> Callable[[Tensor], Layout]:
     """Return a function from maps to a layer's layout: that of its windows or channels, which the input of the layer or
-    of a block around it tells, or that of tokens over the image. `image`: see `image_seen`."""
-    known = (
-        (module, SPECIAL[path])
-        for module in _owners(model, name)
-        for cls in type(module).__mro__
-        if (path := f"{cls.__module__}.{cls.__name__}") in SPECIAL
-    )
-    owner, read = next(known, (model.get_submodule(name), None))
-    names, learned, found = prefix_names(model), learned_queries(model, name), []
+    of a block around it tells, or that of tokens over the image."""
+    owner, read = model.get_submodule(name), None
+    for module in _owners(model, name):
+        paths = [f"{cls.__module__}.{cls.__name__}" for cls in type(module).__mro__]
+        known = [path for path in paths if path in SPECIAL]
+        if known:
+            owner, read = module, SPECIAL[known[0]]
+            break
+    names = prefix_names(model)
+    learned = learned_queries(model, name)
+    found: list[Any] = []  # the layout that the owner's input tells, or the shape of the layer's
 
     def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        found[:] = [
-            read(module, *args, **kwargs)
-            if read
-            else next((x.shape for x in args if isinstance(x, Tensor)), ())
-        ]
+        found.clear()
+        if read is not None:
+            found.append(read(module, *args, **kwargs))
+            return
+        shapes = [value.shape for value in args if isinstance(value, Tensor)]
+        found.append(shapes[0] if shapes else torch.Size())
+
+    def layout_of(maps: Tensor) -> Layout:
+        if read is not None:
+            return replace(found[0], image=sight.size())
+        return token_layout(maps.shape, sight, names, found[0], learned)
 
     hooks.add(owner.register_forward_pre_hook, look)
-    return lambda maps: (
-        found[0]
-        if read
-        else token_layout(maps.shape, image[0] if image else None, names, found[0], learned)
-    )
+    return layout_of

@@ -18,7 +18,8 @@ from ea_vision.ops.reference import within_windows
 from ea_vision.recorder.layouts import Layout
 
 PARTS = ("attn", "logits", "self_logits", "conv_logits", "prev_logits")
-Query = tuple[int, int] | str  # (row, column) of the map, or a prefix token by name
+Cell = tuple[int, int] | str  # (row, column) of the map, or a prefix token by name
+Query = tuple[int, int] | str  # (y, x) in pixels of the input, or a prefix token by name
 
 
 def _part(name: str) -> property:
@@ -76,10 +77,10 @@ class LayerMaps:
     @property
     def pixels_ask(self) -> bool:
         """Tell whether there are queries of pixels, and not of prefix tokens alone (class attention)."""
+        if self.channels or self.layout.placeless or self.layout.query_names:
+            return False
         queries = next(iter(self._parts.values())).shape[-2]
-        return (
-            not self.channels and not self.layout.query_names and queries > self.num_prefix_tokens
-        )
+        return queries > self.num_prefix_tokens
 
     def recorded(self) -> tuple[str, ...]:
         """Return the names of the parts that there are."""
@@ -104,12 +105,16 @@ class LayerMaps:
         return f"layer {self}, map {self.feat_size}, heads {self.heads}: {parts or 'nothing'}"
 
     def check_places(self) -> None:
-        """Raise UsageError for a layer whose rows and columns are channels."""
-        if self.channels:
-            raise UsageError(
-                f"layer {self} attends from channel to channel of a head: its matrix can be drawn "
-                "(plot_matrix), and no map of an image: choose other layers"
-            )
+        """Raise UsageError for a layer whose rows and columns have no places in the image."""
+        if not self.channels and not self.layout.placeless:
+            return
+        how = "attends from channel to channel of a head"
+        if self.layout.placeless:
+            tokens = self.feat_size[1]
+            how = f"has {tokens} tokens that are no grid of patches (some were dropped, pruned or added)"
+        raise UsageError(
+            f"layer {self} {how}: its matrix can be drawn (plot_matrix), and no map of an image: choose other layers"
+        )
 
     def check_pixels_ask(self) -> None:
         """Raise UsageError for a layer without queries of pixels."""
@@ -145,7 +150,7 @@ class LayerMaps:
     def relative(self) -> Tensor:
         """Return (B, K, T, T): attention times the number of keys that the query sees, so that uniform is 1."""
         maps = self["attn"]
-        if self.channels:
+        if self.channels or self.layout.placeless:
             return maps * maps.shape[-1]
         keys = self.num_keys()
         rows = [keys.max()] * len(self.query_names) + [*keys.flat] * self.pixels_ask
@@ -183,34 +188,72 @@ class LayerMaps:
         )
         return torch.cat([maps[..., :P], keys.flatten(-2) / (rows * cols)], -1)
 
-    def token(self, query: Query) -> int:
+    def token(self, cell: Cell) -> int:
         """Return the row of a query: (row, column) of the map, or a prefix token by name, such as "cls".
 
         Raises:
             UsageError: this layer has no such query.
         """
-        if not isinstance(query, str):
+        if not isinstance(cell, str):
             self.check_pixels_ask()
-            return self.num_prefix_tokens + query[0] * self.feat_size[1] + query[1]
+            row, column = cell
+            height, width = self.feat_size
+            if not (0 <= row < height and 0 <= column < width):
+                raise UsageError(
+                    f"a cell (row, column) of layer {self} must lie within its map of {height}x{width}, got {cell}"
+                )
+            return self.num_prefix_tokens + row * width + column
         self.check_places()
-        if query not in self.query_names:
+        if cell not in self.query_names:
             raise UsageError(
-                f"query {query} must be a token before the patches of layer {self}, which has "
+                f"query {cell} must be a token before the patches of layer {self}, which has "
                 f"{', '.join(self.query_names) or 'none'}"
             )
-        return self.query_names.index(query)
+        return self.query_names.index(cell)
+
+    def cell_of(self, query: Query) -> Cell:
+        """Return the cell of the map that holds a pixel (y, x) of the input; a token's name as it is.
+
+        Where there is no image, as in a sequence, the map itself is the input.
+
+        Raises:
+            UsageError: a pixel outside of the input.
+        """
+        if isinstance(query, str):
+            return query
+        y, x = query
+        height, width = self.layout.image or self.feat_size
+        if not (0 <= y < height and 0 <= x < width):
+            raise UsageError(
+                f"a query (y, x) must lie within the input of {height}x{width} pixels, got {query}"
+            )
+        rows, columns = self.feat_size
+        return y * rows // height, x * columns // width
 
     def of_query(self, query: Query, part: str = "attn") -> tuple[Tensor, Tensor]:
-        """Return a part's row of one query (see `token`): towards the prefix tokens (B, K, P), and towards the map's
-        pixels (B, K, H, W)."""
-        token, windows = self.token(query), self.layout.windows
+        """Return a part's row of one query.
+
+        Args:
+            query: a pixel (y, x) of the input, from (0, 0) at the top left, or a prefix token by name, such as "cls".
+
+        Returns:
+            towards the prefix tokens (B, K, P), and towards the map's pixels (B, K, H, W).
+
+        Raises:
+            UsageError: a pixel outside of the input, or a query that this layer lacks.
+        """
+        return self.of_cell(self.cell_of(query), part)
+
+    def of_cell(self, cell: Cell, part: str = "attn") -> tuple[Tensor, Tensor]:
+        """Return what `of_query` does, of a cell (row, column) of the map or a prefix token by name."""
+        token = self.token(cell)
+        windows = self.layout.windows
         if windows is not None and part in self._parts:
             row = windows.row(self._parts[part], math.prod(self.feat_size), token)
         else:
             row = self[part][:, :, token]
-        return row[..., : self.num_prefix_tokens], row[..., self.num_prefix_tokens :].unflatten(
-            -1, self.key_size
-        )
+        first = self.num_prefix_tokens
+        return row[..., :first], row[..., first:].unflatten(-1, self.key_size)
 
 
 class AttentionMaps(Mapping[int, LayerMaps]):

@@ -31,6 +31,7 @@ from ea_vision.recorder.interception import (
 )
 from ea_vision.recorder.layouts import (
     Layout,
+    Sight,
     image_seen,
     layout_finder,
     learned_queries,
@@ -81,6 +82,7 @@ class _Watch:
     """Collects the chosen parts and heads of one layer, as they are formed.
 
     heads: None is all. parts: those of the chosen ones that the layer has. find: from maps to their layout.
+    sight: what the forward shows of the image.
     ran: whether a forward of it began. records: whether one is under way that is to be recorded. current: its maps,
     once they are formed. formed: of a differential layer's two maps. mixed: the maps that weigh the values, where a
     mechanism of ours mixes them after the softmax: not computed again, since it may have running statistics.
@@ -92,6 +94,7 @@ class _Watch:
     parts: set[str]
     maps: AttentionMaps
     find: Callable[[Tensor], Layout]
+    sight: Sight
     ran: bool = False
     records: bool = False
     current: LayerMaps | None = None
@@ -178,7 +181,7 @@ class _Watch:
         (q, k, _, prev_logits, feat_size, bias, _), (_, logits) = args, results
         module, evolution, layout = self.module, self.module.evolution, None
         if isinstance(module, AugmentedConv2d):
-            layout = Layout(feat_size, window=module.window)
+            layout = Layout(feat_size, window=module.window, image=self.sight.size())
         else:
             feat_size = (1, q.shape[2])  # tokens have no positions in their logits
 
@@ -388,7 +391,7 @@ def record_attention(
     maps, watches = AttentionMaps(), []
     with Hooks() as hooks:
         hooks.enter_context(compiled_code_runs_eagerly())
-        running, image = hooks.enter_context(intercepted()), image_seen(model, hooks)
+        running, sight = hooks.enter_context(intercepted()), image_seen(model, hooks)
         hooks.add(model.register_forward_pre_hook, maps._call_begins)
         hooks.add(model.register_forward_hook, maps._call_ends, always_call=True)
         for layer in chosen:
@@ -399,7 +402,8 @@ def record_attention(
                     heads,
                     {*parts} & {*layer.parts},
                     maps,
-                    layout_finder(model, layer.name, image, hooks),
+                    layout_finder(model, layer.name, sight, hooks),
+                    sight,
                 )
             )
             watches[-1].follow(hooks, running)

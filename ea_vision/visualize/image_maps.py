@@ -62,7 +62,7 @@ class Recording:
         """Return (H', W'): a query's row of a part, among the map's pixels, by one head or on average. Attention, that
         of OWN_ALONE too, is in units of uniform attention."""
         maps, cell = self.maps[layer], self.cell(layer, query)
-        values = of_head(maps.of_query(cell, part)[1][0], head).float().cpu().numpy()
+        values = of_head(maps.of_cell(cell, part)[1][0], head).float().cpu().numpy()
         if part.startswith("attn"):
             keys = maps.num_keys()
             values = values * (keys.max() if isinstance(query, str) else keys[cell])
@@ -80,7 +80,7 @@ class Recording:
         """Say how much of a query's attention goes to the tokens before the patches: "cls 12%, reg 30%" (all registers
         together); "" where there are none."""
         maps, shares = self.maps[layer], Counter()
-        row = maps.of_query(self.cell(layer, query))[0][0]  # (K, P)
+        row = maps.of_cell(self.cell(layer, query))[0][0]  # (K, P)
         for name, share in zip(maps.prefix_names, of_head(row, head).tolist(), strict=True):
             shares[name.rstrip("0123456789")] += share
         return ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items())

@@ -42,6 +42,8 @@ def verdict(name: str) -> str:
         return reason
     assert list(maps) == [layer.number for layer in found]
     layers = maps.values()
+    if any(layer.layout.placeless for layer in layers):
+        return "tokens without places"
     applies = {
         "in windows": any(layer.layout.windows is not None for layer in layers),
         "of channels": any(layer.channels for layer in layers),

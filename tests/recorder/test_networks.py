@@ -41,7 +41,7 @@ def check(layer, attn, place):
     assert layer.query_names == (place.queries or place.names)
     rows = {name: row for row, name in enumerate(layer.query_names)}
     if place.alone:
-        for refused in (layer.spatial, lambda: layer.of_query((0, 0))):
+        for refused in (layer.spatial, lambda: layer.of_cell((0, 0))):
             with pytest.raises(UsageError, match=place.alone):
                 refused()
     else:
@@ -54,7 +54,7 @@ def check(layer, attn, place):
         assert torch.equal(torch.from_numpy(layer.num_keys()), seen)
         assert_close(layer.relative()[:, :, P:], layer.attn[:, :, P:] * seen.view(-1, 1))
     for query, row in rows.items():
-        prefix, pixels = layer.of_query(query)
+        prefix, pixels = layer.of_cell(query)
         assert pixels.shape[-2:] == layer.key_size
         assert torch.equal(torch.cat([prefix, pixels.flatten(2)], -1), layer.attn[:, :, row])
 

@@ -1,0 +1,210 @@
+"""A map's grid is what the network's stem made of the image; other numbers of tokens have no places in it. Queries are
+pixels of the input."""
+
+import pytest
+import timm
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from ea_vision import record_attention
+from ea_vision.base.errors import UsageError
+from tests.recorder.networks import TINY, images, recorded, timms, transformers_model
+
+
+def dropping():
+    """A quarter of the patches is kept: 4 of 4x4, beside the class token."""
+    network = timms("vit_tiny_patch16_224", patch_drop_rate=0.75, **TINY)
+    network.patch_drop.train()
+    return network
+
+
+def pruning():
+    """9 of 4x4 patches are left after the first block."""
+    network = timms("vit_tiny_patch16_224", **TINY)
+    kept = [0, 3, 1, 4, 2, 5, 9, 7, 16, 11]
+    network.blocks[0].register_forward_hook(lambda _, args, output: output[:, kept])
+    return network
+
+
+def masked_autoencoder():
+    pytest.importorskip("transformers")
+    return transformers_model(
+        "ViTMAE",
+        decoder_num_hidden_layers=1,
+        decoder_hidden_size=24,
+        decoder_num_attention_heads=3,
+        decoder_intermediate_size=32,
+    )
+
+
+@pytest.mark.parametrize(
+    "make, tokens", [(dropping, 5), (pruning, 10), (masked_autoencoder, 5)], ids=lambda value: ""
+)
+def test_tokens_that_are_no_grid_have_no_places(make, tokens):
+    model = make()
+    with torch.no_grad(), record_attention(model) as maps:
+        model(images())
+    layer = maps[2]
+    assert layer.layout.placeless
+    assert layer.feat_size == layer.key_size == (1, tokens)
+    assert_close(layer.attn.sum(-1), torch.ones(2, 3, tokens))
+    assert_close(layer.relative().mean(-1), torch.ones(2, 3, tokens))
+    for refused in (layer.spatial, layer.num_keys, lambda: layer.of_query((0, 0))):
+        with pytest.raises(UsageError, match=f"{tokens} tokens that are no grid of patches"):
+            refused()
+
+
+def test_the_grid_before_pruning_stays():
+    maps = recorded(pruning(), images())
+    assert maps[1].feat_size == (4, 4)
+    assert maps[1].prefix_names == ("cls",)
+
+
+@pytest.mark.parametrize(
+    "name, size, grids",
+    [
+        ("pit_ti_224", (224, 224), {(27, 27), (14, 14), (7, 7)}),
+        ("levit_128s", (224, 224), {(14, 14), (7, 7), (4, 4)}),
+        ("naflexvit_base_patch16_gap", (48, 80), {(3, 5)}),
+    ],
+)
+def test_grids_that_follow_no_stride_or_no_convolution(name, size, grids):
+    """Overlapping patches, strides without a module, and patches embedded by a linear layer."""
+    if not timm.is_model(name):
+        pytest.skip("this timm lacks it")
+    options = {"depth": 2} if name.startswith("naflex") else {}
+    with torch.device("meta"):
+        model = timm.create_model(name, **options).eval()
+    with torch.no_grad(), record_attention(model) as maps:
+        model(torch.empty(1, 3, *size, device="meta"))
+    assert {layer.feat_size for layer in maps.values()} == grids
+    assert not any(layer.layout.placeless for layer in maps.values())
+
+
+class Patches(nn.Module):
+    """A network without a convolution: patches of 8x8 pixels by a linear layer, as people write it."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(192, 16)
+        self.attn = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, image, kept=None):
+        patches = nn.functional.unfold(image, 8, stride=8).transpose(1, 2)
+        x = self.embed(patches)
+        x = x if kept is None else x[:, :kept]
+        return self.attn(x, x, x, need_weights=False)[0]
+
+
+def test_patches_by_a_linear_layer():
+    model = Patches().eval()
+    assert recorded(model, images(32, 48))[1].feat_size == (4, 6)
+    assert recorded(model, images(32, 48), kept=6)[1].layout.placeless
+
+
+class Sequence(nn.Module):
+    """Tokens (B, T, 8) and a mask, the Annotated Transformer's way."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x, mask=None, padding=None, need_weights=False):
+        mask = None if mask is None else mask[0, 0]
+        how = dict(attn_mask=mask, key_padding_mask=padding, need_weights=need_weights)
+        return self.attn(x, x, x, **how)[0]
+
+
+@pytest.mark.parametrize("tokens", [16, 5])
+@pytest.mark.parametrize("by_keyword", [False, True])
+@torch.no_grad()
+def test_a_mask_is_no_image(tokens, by_keyword):
+    model = Sequence().eval()
+    x = torch.randn(2, tokens, 8)
+    mask = torch.zeros(2, 1, tokens, tokens)
+    with record_attention(model) as maps:
+        if by_keyword:
+            model(mask=mask, x=x)
+        else:
+            model(x, mask)
+    assert maps[1].feat_size == (1, tokens)
+    assert maps[1].layout.image is None
+
+
+@torch.no_grad()
+def test_an_image_does_not_outlive_its_forward():
+    """A network of images and of text: the text's tokens are no grid of the image before."""
+
+    class Either(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = nn.Conv2d(3, 8, 8, 8)
+            self.attn = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x):
+            if x.ndim == 4:
+                x = self.stem(x).flatten(2).transpose(1, 2)
+            return self.attn(x, x, x)[0]
+
+    model = Either().eval()
+    with record_attention(model) as maps:
+        model(images(32, 32))
+        assert maps[1].feat_size == (4, 4)
+        model(torch.randn(2, 16, 8))
+        assert maps[1].feat_size == (1, 16)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@torch.no_grad()
+def test_rows_without_a_key_are_zero_where_the_output_is_finite(need_weights):
+    model = Sequence().eval()
+    x = torch.randn(2, 6, 8)
+    padding = torch.zeros(2, 6, dtype=torch.bool)
+    padding[1] = True
+    with record_attention(model) as maps:
+        output = model(x, padding=padding, need_weights=need_weights)
+    attn = maps[1].attn
+    assert_close(attn[0].sum(-1), torch.ones(2, 6))
+    assert output[1].isfinite().all() == attn[1].isfinite().all()
+    if output.isfinite().all():
+        assert (attn[1] == 0).all()
+
+
+# ---- queries ---------------------------------------------------------------------------------------------------------
+
+
+def test_queries_are_pixels_of_the_input():
+    layer = recorded(timms("vit_tiny_patch16_224", img_size=(32, 48), depth=1), images(32, 48))[1]
+    assert layer.feat_size == (2, 3)
+    for pixel, cell in (
+        ((0, 0), (0, 0)),
+        ((15, 16), (0, 1)),
+        ((16, 15), (1, 0)),
+        ((31, 47), (1, 2)),
+    ):
+        prefix, patches = layer.of_query(pixel)
+        row = layer.attn[:, :, 1 + cell[0] * 3 + cell[1]]
+        assert torch.equal(torch.cat([prefix, patches.flatten(2)], -1), row)
+        assert torch.equal(layer.of_cell(cell)[1], patches)
+
+
+@pytest.mark.parametrize("pixel", [(0, -1), (-1, 0), (32, 0), (0, 48), (1000, 1000)])
+def test_queries_outside_of_the_input_are_refused(pixel):
+    layer = recorded(timms("vit_tiny_patch16_224", img_size=(32, 48), depth=1), images(32, 48))[1]
+    with pytest.raises(UsageError, match=r"within the input of 32x48 pixels, got \("):
+        layer.of_query(pixel)
+
+
+def test_cells_outside_of_the_map_are_refused():
+    layer = recorded(timms("vit_tiny_patch16_224", img_size=(32, 48), depth=1), images(32, 48))[1]
+    for cell in ((0, -1), (0, 3), (2, 0)):
+        with pytest.raises(UsageError, match="must lie within its map of 2x3"):
+            layer.of_cell(cell)
+
+
+def test_queries_of_a_sequence_are_its_tokens():
+    layer = recorded(Sequence().eval(), torch.randn(2, 6, 8))[1]
+    assert torch.equal(layer.of_query((0, 4))[1].flatten(2), layer.attn[:, :, 4])
+    with pytest.raises(UsageError, match="within the input of 1x6"):
+        layer.of_query((1, 0))
