@@ -26,7 +26,8 @@ import timm.data
 import torch
 
 from ea_vision.data.bad_images import BadImages
-from ea_vision.data.ffcv import Beton, BetonTrainLoader
+from ea_vision.data.beton import Beton
+from ea_vision.data.ffcv import BetonTrainLoader
 from ea_vision.data.image_files import ImageFiles
 from ea_vision.data.imagenet import ImageTrainLoader, train_transform
 from ea_vision.data.splits import find_split

@@ -9,6 +9,7 @@ import argparse
 import math
 import os
 import sys
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,8 +18,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from ea_vision.base.errors import RunError, UsageError
-from ea_vision.base.files import check_output, write_json
-from ea_vision.data.ffcv import Evaluated, require_ffcv, sidecar
+from ea_vision.base.files import check_output
+from ea_vision.data.beton import Evaluated, read_tables, require_ffcv, sidecar, write_about
 from ea_vision.data.image_files import BrokenImage, ImageFiles
 from ea_vision.data.imagenet import eval_transform
 from ea_vision.data.splits import find_split
@@ -55,78 +56,103 @@ def write_beton(
         UsageError: FFCV is not installed, or images cannot be decoded.
         RunError: the file cannot be written.
     """
-    fields = require_ffcv("ffcv.fields")
-    field = fields.RGBImageField("proportion", compress_probability=0 if evaluated else jpeg_share)
     out = Path(os.path.realpath(check_output(out)))
-    temporary, broken = out.with_name(f".{out.name}.tmp"), []
-    writer = require_ffcv("ffcv.writer").DatasetWriter(
-        str(temporary), {"image": field, "label": fields.IntField()}
-    )
-    table = np.zeros(
-        len(source), writer.metadata_type
-    )  # FFCV's: an image's mode, width, height and place; its label
+    # A name of its own: another process may write the same file.
+    temporary = out.with_name(f".{out.name}.{uuid.uuid4().hex}.tmp")
+    fields = require_ffcv("ffcv.fields")
+    columns = {"image": fields.RGBImageField(), "label": fields.IntField()}
+    writer = require_ffcv("ffcv.writer").DatasetWriter(str(temporary), columns)
+    encoder = _Encoder(source, max_size, 0.0 if evaluated else jpeg_share, evaluated)
+    # FFCV's: an image's mode, width, height and place; its label
+    rows = np.zeros(len(source), writer.metadata_type)
 
     def encode(index: int) -> np.ndarray | bytes:
-        """Return the bytes to store of an image, none of a broken one, and fill its row but for the place."""
-
-        def reserve(size: int) -> tuple[int, np.ndarray]:
-            stored.append(np.empty(size, np.uint8))
-            return 0, stored[0]
-
-        stored: list[np.ndarray] = []
-        try:
-            image, table["f1"][index] = source.read(index)
-        except BrokenImage as error:
-            broken.append(f"{source.describe(index)} ({error})")
-            return b""
-        if evaluated:
-            image = eval_transform(*evaluated)(image).numpy()
-        else:
-            image.thumbnail((max_size, max_size))
-        field.encode(table["f0"][index : index + 1], image, reserve)
-        return stored[0]
+        return encoder.encode(index, rows[index : index + 1])
 
     try:
-        _write(writer, table, encode, workers)
-        if broken:
+        _write(writer, rows, encode, workers)
+        if encoder.broken:
             raise UsageError(
-                f"{len(broken)} of {len(source)} images cannot be decoded, mend or remove them: "
-                + "; ".join(sorted(broken))
+                f"{len(encoder.broken)} of {len(source)} images cannot be decoded, mend or remove them: "
+                + "; ".join(sorted(encoder.broken))
             )
+        tables = read_tables(temporary)
         sidecar(out).unlink(missing_ok=True)  # never the old one beside the new file
         os.replace(temporary, out)
     except OSError as error:
         raise RunError(f"cannot write {out}: {error.strerror or error}") from error
     finally:
         temporary.unlink(missing_ok=True)
-    write_json(
-        sidecar(out), {"source": source.name, "classes": source.classes, "evaluated": evaluated}
-    )
+    write_about(out, tables, source.name, source.classes, evaluated)
 
 
-def _write(writer, table: np.ndarray, encode: Callable[[int], np.ndarray], workers: int) -> None:
+class _Encoder:
+    """What is stored of each image. Which ones are stored as JPEG depends on their number alone, so that the same
+    images and options make the same file.
+
+    Attributes:
+        broken: the images that cannot be decoded, and why.
+    """
+
+    def __init__(
+        self, source: ImageFiles, max_size: int, jpeg_share: float, evaluated: Evaluated | None
+    ):
+        fields = require_ffcv("ffcv.fields")
+        self.source = source
+        self.max_size = max_size
+        self.as_jpeg = np.random.default_rng(0).random(len(source)) < jpeg_share
+        self.jpeg_field = fields.RGBImageField("jpg")
+        self.raw_field = fields.RGBImageField("raw")
+        self.transform = eval_transform(*evaluated) if evaluated else None
+        self.broken: list[str] = []
+
+    def encode(self, index: int, row: np.ndarray) -> np.ndarray | bytes:
+        """Return the bytes to store of an image, none of a broken one, and fill its row (1,) but for the place."""
+        stored: list[np.ndarray] = []
+
+        def reserve(size: int) -> tuple[int, np.ndarray]:
+            stored.append(np.empty(size, np.uint8))
+            return 0, stored[0]
+
+        try:
+            image, row["f1"][0] = self.source.read(index)
+        except BrokenImage as error:
+            self.broken.append(f"{self.source.describe(index)} ({error})")
+            return b""
+        if self.transform:
+            image = self.transform(image).numpy()
+        else:
+            image.thumbnail((self.max_size, self.max_size))
+        field = self.jpeg_field if self.as_jpeg[index] else self.raw_field
+        field.encode(row["f0"], image, reserve)
+        return stored[0]
+
+
+def _write(
+    writer, rows: np.ndarray, encode: Callable[[int], np.ndarray | bytes], workers: int
+) -> None:
     """Write what threads `encode`, in order, no image across the border of a page, with FFCV's header and tables. (The
     processes of FFCV's writer would wait for ever when one of them fails.)"""
-    writer.num_samples = len(table)
+    writer.num_samples = len(rows)
     writer.prepare()
     writer.metadata_sm.unlink()  # threads need no shared memory
-    places, page, end = [], writer.page_size, writer.data_region_start
+    places = []
+    page = writer.page_size
+    end = writer.data_region_start
+    parts = math.ceil(len(rows) / (AHEAD * workers))
     with open(writer.fname, "r+b") as file, ThreadPoolExecutor(workers) as pool:
-        for numbers in np.array_split(
-            np.arange(len(table)), math.ceil(len(table) / (AHEAD * workers))
-        ):
-            for index, stored in zip(
-                numbers.tolist(), pool.map(encode, numbers.tolist()), strict=True
-            ):
+        for numbers in np.array_split(np.arange(len(rows)), parts):
+            encoded = pool.map(encode, numbers.tolist())
+            for index, stored in zip(numbers.tolist(), encoded, strict=True):
                 if index and not index % 10_000:
-                    print(f"{index:,} of {len(table):,} images", file=sys.stderr)
+                    print(f"{index:,} of {len(rows):,} images", file=sys.stderr)
                 if not places or end % page + len(stored) > page:
                     end += -end % page
-                table["f0"]["data_ptr"][index] = file.seek(end)
+                rows["f0"]["data_ptr"][index] = file.seek(end)
                 places.append((index, end, len(stored)))
                 end += file.write(stored)
         file.truncate(end + -end % page)
-    writer.metadata_sm = SimpleNamespace(buf=table.tobytes())
+    writer.metadata_sm = SimpleNamespace(buf=rows.tobytes())
     writer.finalize(places)
 
 

@@ -19,7 +19,8 @@ from ea_vision.base.networks import REFUSALS
 from ea_vision.base.processes import MOST_WORKERS, World, usable_cpus
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.batches import GrowingSize
-from ea_vision.data.ffcv import Beton, BetonTrainLoader, Evaluated
+from ea_vision.data.beton import Beton, Evaluated
+from ea_vision.data.ffcv import BetonTrainLoader
 from ea_vision.data.image_files import ImageFiles
 from ea_vision.data.imagenet import (
     ImageEvalLoader,

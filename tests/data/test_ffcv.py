@@ -18,7 +18,8 @@ from ea_vision.base.errors import UsageError
 from ea_vision.data import write_ffcv
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.batches import Batch
-from ea_vision.data.ffcv import Beton, BetonTrainLoader, Evaluated, quasi_random_order, sidecar
+from ea_vision.data.beton import Beton, Evaluated, sidecar
+from ea_vision.data.ffcv import BetonTrainLoader, quasi_random_order
 from ea_vision.data.image_files import ImageFiles
 from ea_vision.data.imagenet import eval_transform
 from tests.data.photos import make_photos
@@ -225,7 +226,7 @@ def test_a_writing_that_fails_leaves_what_was_there(photos, betons, tmp_path, mo
         [sys.executable, "-c", code, "--data-dir", str(photos), "--out", str(out)],
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # as in a terminal
-    while not (tmp_path / ".train.beton.tmp").exists():
+    while not list(tmp_path.glob(".train.beton.*.tmp")):
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     assert (

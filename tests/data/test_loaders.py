@@ -16,7 +16,8 @@ from ea_vision.data import write_ffcv
 from ea_vision.data.augment import Augmentation
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.batches import GrowingSize, epoch_generator
-from ea_vision.data.ffcv import Beton, BetonTrainLoader
+from ea_vision.data.beton import Beton
+from ea_vision.data.ffcv import BetonTrainLoader
 from ea_vision.data.image_files import ImageFiles
 from ea_vision.data.imagenet import (
     ImageEvalLoader,

@@ -1,0 +1,243 @@
+"""A .beton file, the format of FFCV (https://ffcv.io), its tables checked, and FILE.json beside it.
+
+write-ffcv writes both. FILE.json has the classes, how images were stored, and a fingerprint of all in the .beton that is
+not an image's bytes; it is compared when the file is opened.
+"""
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+import torch
+
+from ea_vision.base.errors import UsageError
+from ea_vision.base.files import write_json
+from ea_vision.data.image_files import MAX_PIXELS, BrokenImage, check_classes, fingerprint
+
+HELP = """Debian, Ubuntu: apt-get install libturbojpeg0-dev libopencv-dev pkg-config && pip install 'ea_vision[ffcv]'; \
+conda: conda install -c conda-forge opencv libjpeg-turbo pkg-config compilers && pip install 'ea_vision[ffcv]'; or \
+leave .beton files out and give --data-dir"""
+RAW = 1  # FFCV's mode of an image that is stored as pixels; 0: as JPEG
+FIELDS = ["RGBImageField", "IntField"]
+KEYS = ("source", "classes", "evaluated", "fingerprint")  # of FILE.json
+
+
+class Evaluated(NamedTuple):
+    """How images are scaled and cut before evaluation: the trainer's options of these names."""
+
+    eval_img_size: int
+    eval_resize: int
+    interpolation: str
+
+
+def require_ffcv(module: str):
+    """Import a module of FFCV. Raises UsageError, with the lines that install it, where that fails."""
+    try:
+        config = importlib.import_module("numba").config
+        if config.THREADING_LAYER == "default":
+            # FFCV starts numba's threads when it is imported. Where numba takes TBB for them and there is one core, a
+            # process that has forked since waits for ever at its end. Nothing here computes in those threads.
+            config.THREADING_LAYER = "workqueue"
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UsageError(f"FFCV cannot be imported ({error}). {HELP}") from error
+
+
+class Tables(NamedTuple):
+    """What a .beton file says of its images."""
+
+    rows: np.ndarray  # int64 (N, 5): place in the file, bytes, height, width, whether it is JPEG
+    labels: np.ndarray  # int (N,)
+    page_size: int
+    stored: list[np.ndarray]  # header and tables as they are stored
+
+    def fingerprint(self, about: dict) -> str:
+        """Return SHA-256 over the header, the tables and FILE.json's content."""
+        text = json.dumps([about["source"], about["classes"], about["evaluated"]])
+        arrays = [np.frombuffer(part.tobytes(), np.uint8) for part in self.stored]
+        return fingerprint([text], *arrays)
+
+
+def read_tables(path: Path) -> Tables:
+    """Read the header and tables of a .beton file of RGB images and integer labels.
+
+    Raises:
+        UsageError: FFCV is not installed, or it is no such file, or not a whole one.
+    """
+    reader_module = require_ffcv("ffcv.reader")
+    try:
+        reader = reader_module.Reader(str(path))
+        kinds = [type(field).__name__ for field in reader.handlers.values()]
+    except Exception as error:  # whatever other bytes lead it to
+        raise UsageError(f"{path} is not a whole .beton file: {error}") from error
+    sizes = np.sort(reader.alloc_table, order="sample_id")["size"]
+    # The sizes are the end of the file.
+    if kinds != FIELDS or len(sizes) != reader.num_samples:
+        raise UsageError(
+            f"{path} is not a whole .beton file of {reader.num_samples} RGB images and integer labels: "
+            f"got {', '.join(kinds)}, {len(sizes)} sizes"
+        )
+    images, labels = (reader.metadata[name] for name in reader.metadata.dtype.names)
+    is_jpeg = images["mode"] != RAW
+    columns = [images["data_ptr"], sizes, images["height"], images["width"], is_jpeg]
+    rows = np.stack(columns, axis=1, dtype=np.int64, casting="unsafe")
+    stored = [reader.header, reader.field_descriptors, reader.metadata, reader.alloc_table]
+    return Tables(rows, labels, int(reader.page_size), stored)
+
+
+def sidecar(path: Path) -> Path:
+    """Return the file beside a .beton that names its classes and says how it was written."""
+    return path.with_name(path.name + ".json")
+
+
+def write_about(
+    path: Path, tables: Tables, source: str, classes: list[str], evaluated: Evaluated | None
+) -> None:
+    """Write FILE.json beside a .beton file with these tables."""
+    about = {"source": source, "classes": classes, "evaluated": evaluated}
+    write_json(sidecar(path), {**about, "fingerprint": tables.fingerprint(about)})
+
+
+def read_about(path: Path, tables: Tables) -> dict[str, Any]:
+    """Return what FILE.json beside a .beton file says: classes, and evaluated (None: whole images); {} without one.
+
+    Raises:
+        UsageError: it is not what write-ffcv writes, or of another file than these tables, or either is damaged.
+    """
+    file = sidecar(path)
+    if not file.exists():
+        return {}
+    try:
+        about = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{file} cannot be read ({error}): {_ADVICE}") from error
+    if not _is_about(about):
+        raise UsageError(
+            f"{file} must have {', '.join(KEYS)}, as ea-vision write-ffcv writes it, got {about!r:.80}: "
+            f"{_ADVICE}"
+        )
+    # Files that were written before release 1.0 have no fingerprint.
+    if about.get("fingerprint", "") != (tables.fingerprint(about) if KEYS[3] in about else ""):
+        raise UsageError(
+            f"{path} and {file.name} do not belong together, or one of them is damaged (the fingerprint "
+            f"of the tables differs): {_ADVICE}"
+        )
+    evaluated = about["evaluated"]
+    return {"classes": about["classes"], "evaluated": evaluated and Evaluated(*evaluated)}
+
+
+_ADVICE = "write both anew by ea-vision write-ffcv"
+
+
+def _is_about(about: Any) -> bool:
+    """Return whether FILE.json's content has the form that `write_about` gives it."""
+    if not isinstance(about, dict) or set(about) not in (set(KEYS), set(KEYS[:3])):
+        return False
+    classes = about["classes"]
+    names = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
+    if not names or not classes or not isinstance(about.get("fingerprint", ""), str):
+        return False
+    evaluated = about["evaluated"]
+    if evaluated is None:
+        return True
+    return isinstance(evaluated, list) and [type(part) for part in evaluated] == [int, int, str]
+
+
+class Beton:
+    """The images and classes of a .beton file: fields `image` (RGB) and `label` (int), in this order.
+
+    classes: from the file that write-ffcv leaves beside it; numbers where there is none. table: int64 (N, 5), of each
+    image its place in the file, bytes, height, width and whether it is JPEG. evaluated: how images were scaled and cut
+    to be stored, None: not.
+
+    Args:
+        num_classes: that it must have; 0: any.
+        evaluated: how its images must have been scaled and cut; None, to train on: not.
+
+    Raises:
+        UsageError: FFCV is not installed, or the file is missing, cut off, of other classes, or written otherwise.
+    """
+
+    def __init__(self, path: Path, num_classes: int = 0, evaluated: Evaluated | None = None):
+        self.name = str(path)
+        tables = read_tables(path)
+        about = read_about(path, tables)
+        self.table = tables.rows
+        self.labels = tables.labels
+        self.pages = self.table[:, 0] // tables.page_size
+        self.data = _mapped(self.name)
+        self.evaluated = about.get("evaluated")
+        least = self.labels.min()
+        most = self.labels.max()
+        numbers = [str(label) for label in range(num_classes or most + 1)]
+        self.classes = about.get("classes") or numbers
+        check_classes(self.name, self.classes, num_classes)
+        if least < 0 or most >= len(self.classes):
+            raise UsageError(
+                f"labels of {path} must lie in 0..{len(self.classes) - 1}, got {least}..{most}"
+            )
+        if self.evaluated != evaluated:
+            raise UsageError(
+                f"{path} must have {_how(evaluated)}, got {_how(self.evaluated)}: write it anew by "
+                "ea-vision write-ffcv"
+            )
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getstate__(self) -> dict:
+        """Return what goes to another process, which maps the file again."""
+        return {**self.__dict__, "data": None}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self.data = _mapped(self.name)
+
+    def describe(self, index: int) -> str:
+        """Return a name for an image."""
+        return f"{self.name} {index}"
+
+    def read(self, index: int) -> tuple[torch.Tensor, int]:
+        """Return an image that is stored as pixels, uint8 (H, W, 3), and its target.
+
+        Raises:
+            BrokenImage: it has other bytes than its size in pixels says.
+        """
+        if self.impossible(self.table[[index]])[0]:
+            raise BrokenImage(IMPOSSIBLE)
+        start, size, height, width, _ = self.table[index]
+        pixels = self.data[start : start + size].reshape(height, width, 3)
+        return torch.tensor(pixels), int(self.labels[index])
+
+    def impossible(self, rows: np.ndarray) -> np.ndarray:
+        """Return, for rows (B, 5) of `table`, which of them no image can have: bool (B,)."""
+        start, size, height, width, is_jpeg = rows.T
+        pixels = height * width
+        outside = (start < 0) | (size < 0) | (start + size > len(self.data))
+        too_many = (pixels <= 0) | (pixels > MAX_PIXELS)
+        other_size = (is_jpeg == 0) & (size != 3 * pixels)
+        return outside | too_many | other_size
+
+    def fits_in_memory(self) -> bool:
+        """Return whether the file takes at most half of this machine's memory."""
+        return len(self.data) <= psutil.virtual_memory().total // 2
+
+    def fingerprint(self) -> str:
+        """Return SHA-256 over classes, labels and the size of every image in pixels and bytes."""
+        return fingerprint(self.classes, self.labels, self.table[:, 1:])
+
+
+IMPOSSIBLE = "the file's table has a size or place that it cannot have"
+
+
+def _mapped(path: str) -> np.ndarray:
+    """Map a file into memory: uint8 (bytes,)."""
+    # Linux refuses mode "c" beyond the memory's size.
+    return np.memmap(path, np.uint8, mode="r").view(np.ndarray)
+
+
+def _how(evaluated: Evaluated | None) -> str:
+    return f"those of validation for {evaluated}" if evaluated else "whole images, to train on"

@@ -1,0 +1,161 @@
+"""What is changed in a .beton file's tables or in FILE.json is noticed when it is opened; two writers at once are in
+each other's way no more."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ea_vision.base.errors import UsageError
+from ea_vision.data.bad_images import BadImages
+from ea_vision.data.beton import Beton, Evaluated, read_tables, sidecar
+from ea_vision.data.image_files import BrokenImage, ImageFiles
+from ea_vision.data.write_ffcv import write_beton
+from tests.data.photos import make_photos
+from tests.data.test_ffcv import shown
+from tests.slow import needs_ffcv
+
+pytestmark = needs_ffcv
+STORED = Evaluated(32, 36, "bilinear")
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory) -> Path:
+    return make_photos(tmp_path_factory.mktemp("photos"), train=12, val=6)
+
+
+@pytest.fixture(scope="module")
+def written(photos, tmp_path_factory) -> Path:
+    """12 images of 3 classes, some as JPEG, some as pixels."""
+    out = tmp_path_factory.mktemp("written") / "train.beton"
+    write_beton(ImageFiles(photos / "train"), out)
+    return out
+
+
+@pytest.fixture
+def beton(written, tmp_path) -> Path:
+    """A copy to damage."""
+    for path in (written, sidecar(written)):
+        shutil.copy(path, tmp_path / path.name)
+    return tmp_path / written.name
+
+
+def flip(path: Path, bit: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(bit // 8)
+        byte = file.read(1)[0]
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ (1 << bit % 8)]))
+
+
+def test_the_same_images_make_the_same_file(photos, written, tmp_path):
+    write_beton(ImageFiles(photos / "train"), tmp_path / "again.beton", workers=3)
+    assert (tmp_path / "again.beton").read_bytes() == written.read_bytes()
+
+
+def test_every_flipped_bit_of_the_tables_is_noticed(beton):
+    """The tables are the bytes before the first image and after the last one."""
+    whole = beton.read_bytes()
+    tables = read_tables(beton)
+    header, descriptors, metadata, sizes = tables.stored
+    before = 8 * (header.nbytes + descriptors.nbytes + metadata.nbytes)
+    after = 8 * (len(whole) - sizes.nbytes)
+    rng = np.random.default_rng(0)
+    # Most bits before the images are the fields' unused arguments: the header and the rows are tried more often.
+    bits = [
+        *rng.integers(0, 8 * header.nbytes, 40),
+        *rng.integers(0, before, 40),
+        *rng.integers(before - 8 * metadata.nbytes, before, 60),
+        *rng.integers(after, 8 * len(whole), 60),
+    ]
+    for bit in map(int, bits):
+        flip(beton, bit)
+        with pytest.raises(UsageError, match="train.beton"):
+            Beton(beton)
+        flip(beton, bit)
+    assert beton.read_bytes() == whole and len(Beton(beton)) == 12
+
+
+def test_every_flipped_bit_of_the_file_beside_it_is_noticed(beton):
+    file = sidecar(beton)
+    whole = file.read_bytes()
+    rows = shown(Beton(beton)).targets
+    silent = []
+    for bit in range(8 * len(whole)):
+        flip(file, bit)
+        try:
+            assert torch.equal(shown(Beton(beton)).targets, rows)
+            silent.append(whole[bit // 8 : bit // 8 + 1])
+        except UsageError:
+            pass
+        flip(file, bit)
+    assert set(silent) <= {b" ", b"\n"}, "white space alone"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "null", "5", '{"evaluated": 5}', '{"classes": []}', "{" * 10_000, "\xff"]
+)
+def test_a_file_beside_it_that_is_none_is_one_line(beton, text):
+    sidecar(beton).write_bytes(text.encode("latin1"))
+    with pytest.raises(UsageError, match="train.beton.json .*write both anew") as error:
+        Beton(beton)
+    assert "\n" not in str(error.value)
+
+
+def test_files_of_before_have_no_fingerprint_and_are_read(beton):
+    about = json.loads(sidecar(beton).read_text(encoding="utf-8"))
+    del about["fingerprint"]
+    sidecar(beton).write_text(json.dumps(about), encoding="utf-8")
+    assert Beton(beton).classes == ["class_0", "class_1", "class_2"]
+
+
+def test_another_files_classes_are_refused(beton, photos, tmp_path):
+    write_beton(ImageFiles(photos / "train"), tmp_path / "other.beton", jpeg_share=0)
+    shutil.copy(sidecar(tmp_path / "other.beton"), sidecar(beton))
+    with pytest.raises(UsageError, match="do not belong together, or one of them is damaged"):
+        Beton(beton)
+
+
+@pytest.mark.parametrize("field", ["height", "width", "data_ptr"])
+def test_an_impossible_row_of_a_foreign_file_is_a_bad_image(photos, tmp_path, field):
+    """A file of FFCV's own writer has no FILE.json, and so no fingerprint."""
+    out = tmp_path / "raw.beton"
+    for split, evaluated in (("train", None), ("val", STORED)):
+        write_beton(ImageFiles(photos / split), out, jpeg_share=0, evaluated=evaluated)
+        sidecar(out).unlink()
+        header, descriptors, metadata, _ = read_tables(out).stored
+        metadata = metadata.copy()
+        metadata["f0"][field][2] ^= 1 << (40 if field == "data_ptr" else 1)
+        with open(out, "r+b") as file:
+            file.seek(header.nbytes + descriptors.nbytes)
+            file.write(metadata.tobytes())
+        beton = Beton(out)
+        with pytest.raises(BrokenImage, match="a size or place that it cannot have"):
+            beton.read(2)
+        if split == "train":
+            bad = BadImages(1)
+            ids = shown(beton, batch_size=12, bad_images=bad).ids
+            assert len(ids) == 12 and 2 not in ids
+            assert list(bad.new) == [f"{out} 2"]
+
+
+def test_two_writers_at_once_leave_a_whole_file(photos, tmp_path):
+    out = tmp_path / "train.beton"
+    code = (
+        "import sys, time; from ea_vision.__main__ import main; from ea_vision.data import write_ffcv; "
+        "read = write_ffcv.ImageFiles.read; "
+        "write_ffcv.ImageFiles.read = lambda *a: time.sleep(0.05) or read(*a); "
+        "sys.exit(main(['write-ffcv', *sys.argv[1:]]))"
+    )
+    command = [sys.executable, "-c", code, "--data-dir", photos, "--out", out, "--workers", "1"]
+    writers = [subprocess.Popen(command) for _ in range(2)]
+    assert [writer.wait(100) for writer in writers] == [0, 0]
+    files = ImageFiles(photos / "train")
+    beton = Beton(out)
+    assert len(beton) == 12 and np.array_equal(beton.labels, files.targets)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [out.name, sidecar(out).name]
