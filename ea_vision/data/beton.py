@@ -1,7 +1,7 @@
 """A .beton file, the format of FFCV (https://ffcv.io), its tables checked, and FILE.json beside it.
 
-write-ffcv writes both. FILE.json has the classes, how images were stored, and a fingerprint of all in the .beton that is
-not an image's bytes; it is compared when the file is opened.
+write-ffcv writes both. FILE.json has the classes, how images were stored, and a fingerprint of all in the .beton that
+is not an image's bytes; it is compared when the file is opened.
 """
 
 import importlib
