@@ -22,6 +22,7 @@ from torch import nn
 
 from ea_vision.base.errors import UsageError, near_matches
 from ea_vision.engine.config import TrainConfig
+from ea_vision.engine.muon import batch_muon
 from ea_vision.layers import attention_layers, learnable_gates
 
 LOOKAHEAD = "lookahead_"  # before the name of the optimiser that it wraps
@@ -85,7 +86,9 @@ def build_optimizer(
         key=lambda group: -group["lr_scale"]
     )  # the first group's rate, which is logged, is lr
     _scale_rates(optimizer, model, config)
-    _schedule_fallback(getattr(optimizer, "_base_optimizer", optimizer), scale)
+    inner = getattr(optimizer, "_base_optimizer", optimizer)  # what Lookahead wraps
+    _schedule_fallback(inner, scale)
+    batch_muon(inner)
     return optimizer
 
 
