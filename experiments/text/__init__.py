@@ -1,0 +1,1 @@
+"""Does evolving attention help on SST? Question and runs."""
