@@ -30,10 +30,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ea_vision
+from ea_vision.base.devices import choose_device
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.files import atomic_write, check_output, csv_text
 from ea_vision.base.networks import DATA_KEYWORDS, create_classifier, lay_out
-from ea_vision.base.processes import choose_device
 from ea_vision.base.provenance import hardware
 from ea_vision.engine.evaluate import autocast
 from ea_vision.engine.optimizer import check_optimizer_name

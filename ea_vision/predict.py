@@ -23,9 +23,9 @@ from torch import Tensor
 from torchvision.io import encode_png
 from torchvision.transforms.v2.functional import pil_to_tensor
 
+from ea_vision.base.devices import choose_device
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write, check_output, create, write_json
-from ea_vision.base.processes import choose_device
 from ea_vision.detection.coco import results_of
 from ea_vision.recorder.inputs import ImageSource, as_input, find_images, read_image
 from ea_vision.recorder.loading import (

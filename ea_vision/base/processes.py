@@ -16,9 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ea_vision.base.devices import choose_device
 from ea_vision.base.errors import RunError, UsageError
 
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+# What torch says of a collective that another process did not join.
+WAITED_IN_VAIN = re.compile(
+    r"tim(ed )?(e)?out|connection (reset|closed|refused)|peer", re.IGNORECASE
+)
 # Processes or threads that decode images: more would only get into each other's way, and 100,000 bring a machine down.
 MOST_WORKERS = max(64, 16 * (os.cpu_count() or 1))
 
@@ -96,25 +101,44 @@ def mean_in_order(_: object, bucket: dist.GradBucket) -> torch.futures.Future[to
     return mean
 
 
-def choose_device(name: str, local_rank: int = 0) -> torch.device:
-    """Return the device of this process.
+def _of_environment(name: str, default: int) -> int:
+    """Return a whole number from the environment; raise UsageError where it is none."""
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    if not text.isdecimal():
+        raise UsageError(f"{name} must be a whole number, as torchrun sets it, got {text!r}")
+    return int(text)
+
+
+def _place_in_world() -> tuple[int, int, int]:
+    """Return the size of the world, this process's rank, and its rank on this machine, as torchrun set them.
 
     Raises:
-        UsageError: CUDA asked for and not there.
+        UsageError: variables that contradict each other or are missing.
     """
-    if name == "cpu" or name == "auto" and not torch.cuda.is_available():
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
+    size = _of_environment("WORLD_SIZE", 1)
+    rank = _of_environment("RANK", 0)
+    local_rank = _of_environment("LOCAL_RANK", 0)
+    if not 0 <= rank < size:
+        raise UsageError(f"RANK must be 0 to WORLD_SIZE - 1, got RANK {rank} of WORLD_SIZE {size}")
+    needed = ("RANK", "MASTER_ADDR", "MASTER_PORT") if size > 1 else ()
+    missing = [name for name in needed if not os.environ.get(name)]
+    if missing:
         raise UsageError(
-            "--device cuda needs a CUDA device and a torch build with CUDA; none was found"
+            f"WORLD_SIZE {size} needs {', '.join(missing)} too: start the processes by torchrun, which sets them"
         )
-    if local_rank >= torch.cuda.device_count():
-        raise UsageError(
-            f"process {local_rank} needs its own CUDA device, {torch.cuda.device_count()} found"
-        )
-    torch.cuda.set_device(local_rank)
-    torch.backends.cudnn.benchmark = True  # every batch has the same shape
-    return torch.device("cuda", local_rank)
+    return size, rank, local_rank
+
+
+def _rendezvous(rank: int, size: int, timeout: timedelta) -> dist.Store:
+    """Return the store by which the processes find each other."""
+    store, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timeout)))
+    # The agent's store keeps the addresses of processes that were replaced.
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        store = dist.PrefixStore(f"attempt {attempt}", store)
+    return store
 
 
 @contextmanager
@@ -125,33 +149,28 @@ def join_world(device_name: str, timeout_minutes: float = 10.0) -> Iterator[Worl
         timeout_minutes: that processes wait for one that does not answer.
 
     Raises:
+        UsageError: a device that is not there, or variables of the environment that make no world.
         RunError: of gloo's processes one has ended or does not answer (NCCL's watchdog ends the process).
     """
-    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    device = choose_device(device_name, int(os.environ.get("LOCAL_RANK", "0")))
+    size, rank, local_rank = _place_in_world()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent("SIGTERM")  # an agent that was killed cannot end its processes
+    device = choose_device(device_name, local_rank, size)
     if size == 1:
         yield World(0, 1, device)
         return
     timeout = timedelta(minutes=timeout_minutes)
-    store, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timeout)))
-    if (
-        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    ):  # it keeps addresses of processes that were replaced
-        store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=store,
+        dist.get_default_backend_for_device(device.type),
+        store=_rendezvous(rank, size, timeout),
         rank=rank,
         world_size=size,
         timeout=timeout,
     )
     try:
         yield World(rank, size, device)
-    except RuntimeError as error:  # torch's, of a collective
-        in_vain = re.search(
-            r"tim(ed )?(e)?out|connection (reset|closed|refused)|peer", str(error), re.IGNORECASE
-        )
-        if isinstance(error, RunError) or not in_vain:
+    except RuntimeError as error:
+        if isinstance(error, RunError) or not WAITED_IN_VAIN.search(str(error)):
             raise
         raise RunError(
             f"waited in vain for the other processes: one has ended, or not answered for {timeout_minutes:g}"

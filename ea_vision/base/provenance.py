@@ -10,6 +10,7 @@ import torch
 import torchvision
 
 from ea_vision import __version__
+from ea_vision.base.devices import device_name
 
 
 def provenance() -> dict:
@@ -39,8 +40,8 @@ def provenance() -> dict:
 
 def hardware(device: torch.device, processes: int) -> str:
     """Return one line: the device, how many of them, and threads on a CPU."""
-    if device.type == "cuda":
-        return f"{processes} x {torch.cuda.get_device_name(device)}"
+    if device.type != "cpu":
+        return f"{processes} x {device_name(device)}"
     cpuinfo = Path("/proc/cpuinfo")
     found = re.search(
         r"model name\s*: (.*)", cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from ea_vision.base.devices import pins_memory
+
 
 class Batch(NamedTuple):
     images: torch.Tensor  # float32 (B, C, H, W), normalised
@@ -21,7 +23,7 @@ class Batch(NamedTuple):
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Send a tensor of main memory to the device; on a GPU by pinned memory, or the host might wait until the
     device has done all that it was given before."""
-    if device.type == "cuda":
+    if pins_memory(device):
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 

@@ -20,6 +20,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
+from ea_vision.base.devices import pins_memory
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.processes import end_with_parent, start_method
 from ea_vision.data.augment import normalize
@@ -237,7 +238,7 @@ class DecodingLoader(Loader):
             batch_sampler=batches,
             num_workers=self.workers,
             collate_fn=_as_decoded,
-            pin_memory=self.device.type == "cuda",
+            pin_memory=pins_memory(self.device),
             worker_init_fn=_begin_worker,
             **(of_workers if self.workers else {}),
             generator=torch.Generator(),

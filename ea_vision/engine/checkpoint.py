@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ea_vision.base import devices
 from ea_vision.base.errors import UsageError
 
 FORMAT = "ea_vision-checkpoint-3"
@@ -77,15 +78,16 @@ def newest_checkpoint(
 
 
 def random_state(device: torch.device) -> dict:
-    """Return the state of every generator a step may draw from: torch's, CUDA's, NumPy's and Python's."""
+    """Return the state of every generator a step may draw from: torch's, the device's, NumPy's and Python's."""
     name, keys, *rest = np.random.get_state()
     state = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
         "numpy": [name, keys.tolist(), *rest],
     }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
+    of_device = devices.random_state(device)
+    if of_device is not None:
+        state[device.type] = of_device
     return state
 
 
@@ -94,5 +96,5 @@ def set_random_state(state: dict, device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    if device.type in state:
+        devices.set_random_state(state[device.type], device)

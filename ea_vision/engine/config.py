@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from ea_vision.base import devices
 from ea_vision.base.errors import UsageError, near_matches
 from ea_vision.base.processes import MOST_WORKERS
 
@@ -123,9 +124,7 @@ class TrainConfig:
     workers: int = setting(
         2, "threads that decode images; 0: in this process", DATA, maximum=MOST_WORKERS
     )
-    device: str = setting(
-        "auto", "where to compute; auto: cuda if there is one", RUN, choices=("auto", "cpu", "cuda")
-    )
+    device: str = setting("auto", f"{devices.HELP}; auto: torch's accelerator if there is one", RUN)
 
     epochs: float = setting(
         10,

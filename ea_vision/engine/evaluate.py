@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ea_vision.base.errors import RunError
+from ea_vision.base.devices import sum_type
+from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.processes import World
 from ea_vision.engine.config import TrainConfig
 
@@ -36,9 +37,17 @@ def logits_by_views(
     return sum(weight * model(view).float() for weight, view in views)
 
 
-def autocast(amp: str, device: torch.device) -> torch.autocast:
-    """Return the autocast context of an --amp choice: none, bfloat16 or float16."""
-    return torch.autocast(device.type, dtype=getattr(torch, amp, None), enabled=amp != "none")
+def autocast(amp: str, device: torch.device) -> AbstractContextManager:
+    """Return the autocast context of an --amp choice: none, bfloat16 or float16.
+
+    Raises:
+        UsageError: the device has no autocast.
+    """
+    if amp == "none":
+        return nullcontext()
+    if not torch.amp.is_autocast_available(device.type):
+        raise UsageError(f"--amp {amp} needs a device with autocast, got {device.type}: --amp none")
+    return torch.autocast(device.type, dtype=getattr(torch, amp))
 
 
 class NonFiniteLoss(RunError):
@@ -99,8 +108,9 @@ def evaluate(
     model.eval()
     config = config or TrainConfig()
     sample = torch.empty(0)
-    confusion = torch.zeros(num_classes * num_classes, dtype=torch.float64, device=world.device)
-    totals = torch.zeros(2, dtype=torch.float64, device=world.device)  # in the top 5, loss
+    dtype = sum_type(world.device)
+    confusion = torch.zeros(num_classes * num_classes, dtype=dtype, device=world.device)
+    totals = torch.zeros(2, dtype=dtype, device=world.device)  # in the top 5, loss
     with closing(loader.batches()) as batches:
         for images, targets, _ in batches:
             if should_stop is not None and should_stop():
@@ -115,13 +125,13 @@ def evaluate(
                 logits = logits_by_views(model, images, tta)
             top = logits.topk(min(5, num_classes), dim=1).indices
             confusion.index_add_(
-                0, targets * num_classes + top[:, 0], torch.ones_like(targets, dtype=torch.float64)
+                0, targets * num_classes + top[:, 0], torch.ones_like(targets, dtype=dtype)
             )
             totals += torch.stack(
                 [(top == targets[:, None]).sum(), F.cross_entropy(logits, targets, reduction="sum")]
             )
     in_top5, loss = world.sum(totals).tolist()
-    confusion = world.sum(confusion).view(num_classes, num_classes).cpu()
+    confusion = world.sum(confusion).view(num_classes, num_classes).cpu().double()
     count = int(confusion.sum())
     if not count:
         raise RunError("there is no image to evaluate on that can be read")

@@ -7,9 +7,11 @@ import time
 import torch
 from torch import nn
 
+from ea_vision.base import devices
 from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import REFUSALS
 from ea_vision.base.units import duration, memory_size
+from ea_vision.engine import checkpoint
 from ea_vision.engine.config import TrainConfig, load_recipe, resolve
 from ea_vision.engine.evaluate import autocast
 from ea_vision.engine.train import Trainer
@@ -37,7 +39,7 @@ def describe_update(config: TrainConfig, processes: int, has_norms: bool = False
 
 
 def trial_step(trainer: Trainer) -> float:
-    """Make training steps on noise with a copy of the model, by which nothing of the run is changed.
+    """Make training steps on noise with a copy of the model, which change nothing of the run.
 
     Returns:
         Seconds per batch, computation alone.
@@ -45,39 +47,56 @@ def trial_step(trainer: Trainer) -> float:
     Raises:
         UsageError: the batch does not fit into the device's memory, or the model refuses it.
     """
-    config, device, size = trainer.config, trainer.world.device, trainer.config.img_size
-    on_gpu = device.type == "cuda"
-    count = config.batch_size if on_gpu else min(config.batch_size, TRIAL_IMAGES_ON_CPU)
-    with torch.random.fork_rng([device] if on_gpu else []):
-        trial = copy.deepcopy(trainer.model).train()
-        images = torch.randn(count, 3, size, size, device=device)
-        if config.channels_last:
-            images = images.contiguous(memory_format=torch.channels_last)
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(device)
-        try:
-            for _ in range(
-                3 if on_gpu else 2
-            ):  # the last is timed: the first ones build kernels and choose algorithms
-                start = time.perf_counter()
-                with autocast(config.amp, device):
-                    loss = trainer.loss_on_noise(trial, images)
-                loss.backward()
-                loss.item()
-            seconds = time.perf_counter() - start
-        except torch.OutOfMemoryError as error:
-            raise UsageError(
-                f"a batch of {count} images of {size} pixels does not fit into the memory of {device} "
-                f"({memory_size(torch.cuda.get_device_properties(device).total_memory)}): lower "
-                "--batch-size (with --total-batch more batches are added up), or set "
-                "--grad-checkpointing or --amp"
-            ) from error
-        except REFUSALS as error:
-            raise UsageError(
-                f"model {config.model} cannot be trained on batches of {count} images of {size} "
-                f"pixels: {error}"
-            ) from error
+    config, device, side = trainer.config, trainer.world.device, trainer.config.img_size
+    on_cpu = device.type == "cpu"
+    count = min(config.batch_size, TRIAL_IMAGES_ON_CPU) if on_cpu else config.batch_size
+    random_state = checkpoint.random_state(device)
+    devices.reset_peak_memory(device)
+    try:
+        seconds = _timed_steps(trainer, count, steps=2 if on_cpu else 3)
+    except torch.OutOfMemoryError as error:
+        size = devices.total_memory(device)
+        of_size = "" if size is None else f" ({memory_size(size)})"
+        raise UsageError(
+            f"a batch of {count} images of {side} pixels does not fit into the memory of {device}{of_size}: lower "
+            "--batch-size (with --total-batch more batches are added up), or set --grad-checkpointing or --amp"
+        ) from error
+    except REFUSALS as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(
+            f"model {config.model} cannot be trained on batches of {count} images of {side} pixels: {error}"
+        ) from error
+    finally:
+        checkpoint.set_random_state(random_state, device)
     return seconds * config.batch_size / count
+
+
+def _timed_steps(trainer: Trainer, count: int, steps: int) -> float:
+    """Return the seconds of the last of some steps on `count` images of noise; the first ones build kernels and choose
+    algorithms."""
+    config, device = trainer.config, trainer.world.device
+    model = copy.deepcopy(trainer.model).train()
+    images = torch.randn(count, 3, config.img_size, config.img_size, device=device)
+    if config.channels_last:
+        images = images.contiguous(memory_format=torch.channels_last)
+    start = 0.0
+    for _ in range(steps):
+        start = time.perf_counter()
+        with autocast(config.amp, device):
+            loss = trainer.loss_on_noise(model, images)
+        loss.backward()
+        loss.item()
+    return time.perf_counter() - start
+
+
+def describe_device(device: torch.device) -> str:
+    """Return the device's name, and the most memory that a training step took of it."""
+    if device.type == "cpu":
+        return "CPU"
+    peak = devices.peak_memory(device)
+    name = devices.device_name(device)
+    return name if peak is None else f"{name}, {memory_size(peak)} used each"
 
 
 def preflight(trainer: Trainer) -> None:
@@ -88,23 +107,28 @@ def preflight(trainer: Trainer) -> None:
     """
     model, config, data, world = trainer.model, trainer.config, trainer.data, trainer.world
     seconds = trial_step(trainer)
+    whole = duration(seconds * len(trainer.train_loader) * config.epochs)
     norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    parameters = sum(p.numel() for p in model.parameters())
     split = data.eval_split.replace("_", " ")
-    where = "CPU"
-    if world.device.type == "cuda":
-        where = (
-            f"{torch.cuda.get_device_name(world.device)}, "
-            f"{memory_size(torch.cuda.max_memory_allocated(world.device))} used each"
-        )
-    for name, said in {
+    lines = {
         "run": f"{trainer.folder}, seed {config.seed}",
         "data": f"{len(data.train)} training images, {len(data.evaluated)} to evaluate on ({split}), "
         f"{len(data.classes)} classes",
-        "model": f"{config.model}, {sum(p.numel() for p in model.parameters()):,} parameters, {config.img_size} pixels",
-        "processes": f"{world.size} on {where}",
+        "model": f"{config.model}, {parameters:,} parameters, {config.img_size} pixels",
+        "processes": f"{world.size} on {describe_device(world.device)}",
         "update": describe_update(config, world.size, norms),
-        "time": f"about {duration(seconds * len(trainer.train_loader) * config.epochs)} for "
-        f"{trainer.total_updates} updates, {trainer.updates_per_epoch} an epoch (computation alone, from one "
-        "batch)",
-    }.items():
-        log.info("%-11s %s", name, said)
+        "time": f"about {whole} for {trainer.total_updates} updates, {trainer.updates_per_epoch} an epoch "
+        "(computation alone, from one batch)",
+    }
+    for name, text in lines.items():
+        log.info("%-11s %s", name, text)
+    if world.device.type == "cpu" and config.amp == "bfloat16" and has_fused_attention(model):
+        log.warning(
+            "bfloat16 on a CPU makes torch's fused attention slower (1.5 to 2.5 times, measured): --amp none"
+        )
+
+
+def has_fused_attention(model: nn.Module) -> bool:
+    """Return whether a layer of timm's calls torch's fused attention."""
+    return any(getattr(module, "fused_attn", False) for module in model.modules())

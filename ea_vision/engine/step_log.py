@@ -12,9 +12,10 @@ from pathlib import Path
 import psutil
 import torch
 
+from ea_vision.base.devices import peak_memory
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
-from ea_vision.base.units import duration
+from ea_vision.base.units import MIB, duration
 from ea_vision.engine.config import TrainConfig
 
 log = logging.getLogger(__name__)
@@ -23,9 +24,10 @@ COLUMNS = ("step", "epoch", "lr", "train_loss", "images_per_s", "data_wait_perce
 
 def memory_mib(device: torch.device) -> float:
     """Return the memory of this process in MiB: the peak on its GPU, or without one what it has in main memory now."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    return psutil.Process().memory_info().rss / 2**20
+    used = peak_memory(device)
+    if used is None:
+        used = psutil.Process().memory_info().rss
+    return used / MIB
 
 
 def rounded(row: dict) -> dict:

@@ -20,6 +20,7 @@ from timm.models import is_model, is_model_pretrained
 from torch import Tensor, nn
 from torchvision.transforms.v2.functional import normalize, pil_to_tensor
 
+from ea_vision.base import devices
 from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import (
     check_model_name,
@@ -468,8 +469,7 @@ def add_options(parser: argparse.ArgumentParser, *names: str) -> None:
         ),
         "--device": dict(
             default="auto",
-            choices=("auto", "cpu", "cuda"),
-            help="where the network runs; auto: cuda if there is one (default: %(default)s)",
+            help=f"{devices.HELP} (default: %(default)s)",
         ),
     }
     for name in names:

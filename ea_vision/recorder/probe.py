@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.optim.swa_utils import update_bn
 from tqdm import tqdm
 
+from ea_vision.base.devices import choose_device
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write, check_output, csv_text, write_json
-from ea_vision.base.processes import choose_device
 from ea_vision.base.provenance import hardware, provenance
 from ea_vision.base.tables import markdown
 from ea_vision.data.small_images import DATASETS, Images, hold_out, load_dataset

@@ -34,10 +34,10 @@ from torch import nn
 from tqdm import tqdm
 
 from ea_vision.base import files
+from ea_vision.base.devices import choose_device
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import FORMATS as PICTURES
 from ea_vision.base.figures import check_width, figure_bytes
-from ea_vision.base.processes import choose_device
 from ea_vision.engine import run_folder
 from ea_vision.recorder.inputs import find_images, read_image
 from ea_vision.recorder.loading import (

@@ -93,8 +93,8 @@ NOWHERE = "/nowhere.safetensors"
         ("--epochs 0.01", "epochs must be enough for an update, of which an epoch has 5, got 0.01"),
         (f"--pretrained-path {NOWHERE}", f"weights {NOWHERE} cannot be read: *No such file*"),
         (
-            "--model ea_aa_resnet34 --model-kwargs layers=[1,1,1,1] --pretrained",
-            "there are no pretrained weights of ea_aa_resnet34: train it, or give a file by --pretrained-path",
+            "--model aa_mnasnet_075 --pretrained",
+            "there are no pretrained weights of aa_mnasnet_075: train it, or give a file by --pretrained-path",
         ),
         (
             "--evaluate cnn_cifar --model test_resnet",
