@@ -94,7 +94,7 @@ NOWHERE = "/nowhere.safetensors"
         (f"--pretrained-path {NOWHERE}", f"weights {NOWHERE} cannot be read: *No such file*"),
         (
             "--model aa_mnasnet_075 --pretrained",
-            "there are no pretrained weights of aa_mnasnet_075: train it, or give a file by --pretrained-path",
+            "aa_mnasnet_075 has no pretrained weights of its own. It can begin as timm's semnasnet_075*",
         ),
         (
             "--evaluate cnn_cifar --model test_resnet",
