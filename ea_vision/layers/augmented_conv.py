@@ -14,14 +14,16 @@ head.
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from timm.models import register_notrace_module
+from torch import Tensor, fx, nn
 
 from ea_vision.layers.evolution import EvolvingMaps
 from ea_vision.layers.positions import add_sine, append_coordinates, check_position
-from ea_vision.layers.tracing import keep_whole
+from ea_vision.layers.tracing import record_whole
 from ea_vision.ops import (
     check_windows,
     evolving_attention,
+    forced,
     halve,
     log_large_map,
     normalise_heads,
@@ -66,23 +68,19 @@ class Projection(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         """Turn (B, in_channels, H, W) into (B, out_channels, H, W) in the layout of x."""
         if x.device.type == "cpu" and x.is_contiguous():
-            return self._by_pixels(x)
+            B, C, H, W = x.shape
+            pixels = x.view(B, C, H * W)
+            weight = self.weight.view(1, self.out_channels, C).expand(B, self.out_channels, C)
+            if self.bias is None:
+                y = torch.bmm(weight, pixels)
+            else:
+                y = torch.baddbmm(self.bias.unsqueeze(-1), weight, pixels)
+            return y.view(B, self.out_channels, H, W)
         few = min(self.in_channels, self.out_channels) < 64
         if x.device.type == "cpu" and few and is_channels_last(x):
             y = F.linear(x.permute(0, 2, 3, 1), self.weight.flatten(1), self.bias)
             return y.permute(0, 3, 1, 2)
         return F.conv2d(x, self.weight, self.bias)
-
-    def _by_pixels(self, x: Tensor) -> Tensor:
-        """Compute `forward` of a contiguous x as one matrix product per image."""
-        B, C, H, W = x.shape
-        pixels = x.view(B, C, H * W)
-        weight = self.weight.view(1, self.out_channels, C).expand(B, self.out_channels, C)
-        if self.bias is None:
-            y = torch.bmm(weight, pixels)
-        else:
-            y = torch.baddbmm(self.bias.unsqueeze(-1), weight, pixels)
-        return y.view(B, self.out_channels, H, W)
 
 
 def _check_widths(num_heads: int, **widths: int) -> None:
@@ -127,7 +125,7 @@ def _check_windows_of_evolving_maps(
         )
 
 
-@keep_whole  # sizes are checked at run time, so FX keeps the layer whole
+@register_notrace_module  # sizes are checked at run time, so FX keeps the layer whole
 class AugmentedConv2d(EvolvingMaps, nn.Module):
     """A convolution and a multi-head self-attention side by side, concatenated on channels (AA paper, section 3.2) or
     added.
@@ -448,9 +446,12 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         bias: Tensor | None,
         need_logits: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        operands = self._operands(prev_logits)
+        operands = None
+        if forced[-1:] != ["reference"]:
+            operands = self._operands(prev_logits)
         if operands is None:
-            return self._attend_by_modules(q, k, v, prev_logits, feat_size)
+            out, logits = self.attend_step_by_step(q, k, v, prev_logits, feat_size)
+            return out, logits if self.head_window == 1 else None
         watched = bool(self._forward_hooks) and (self.evolution is not None or not self.local)
         scale = self.scale * operands.pop("own_scale", 1.0)
         return evolving_attention(
@@ -474,12 +475,14 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the attention branch before its resizing, (B, attn_channels, H, W), and the logits (B, K, N, N),
         or None as in `forward`."""
-        pooled = self.branch_input(x)
+        pooled = x
+        if self.num_pools > 0 or self.position in ("sine", "coord"):
+            pooled = self.branch_input(x)
         q, k, v, feat_size = self.heads_of(self.qkv(pooled))
         out, logits = self.attend_heads(pooled, q, k, v, prev_logits, feat_size, need_logits)
         # heads concatenated
         out = out.transpose(-2, -1).reshape(x.shape[0], self.dim_v, feat_size[0], feat_size[1])
-        if is_channels_last(x):
+        if x.stride(1) == 1 and not x.is_contiguous():  # channels last
             out = out.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
         return self.proj(out), logits
 
@@ -506,9 +509,11 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         Raises:
             ValueError: prev_logits missing or of another shape, in a layer with `evolution`.
         """
-        attn, logits = self.attend(
-            x, prev_logits, self.need_logits if need_logits is None else need_logits
-        )
+        if isinstance(x, fx.Proxy):
+            return record_whole(self, x, prev_logits, need_logits)
+        if need_logits is None:
+            need_logits = self.need_logits
+        attn, logits = self.attend(x, prev_logits, need_logits)
         if self.resize_result:
             size: list[int] = [-(-x.shape[2] // self.stride), -(-x.shape[3] // self.stride)]
             resized = F.interpolate(attn, size=size, mode="bilinear", align_corners=False)

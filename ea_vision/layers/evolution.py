@@ -14,6 +14,7 @@ A new evolution is a subclass of `Evolution` under `@register_evolution("name")`
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -25,9 +26,10 @@ from ea_vision.base.errors import UsageError
 from ea_vision.ops import forced, log_once
 from ea_vision.ops.problem import check_prev_logits
 from ea_vision.ops.reference import (
+    StepByStep,
     among_patches,
+    evolve_logits,
     mixed,
-    neighbours,
     own_logits,
     readable,
     with_prefix,
@@ -117,7 +119,7 @@ class Evolution(nn.Module):
         )
 
 
-class EvolvingMaps:
+class EvolvingMaps(StepByStep):
     """The maps of an attention layer, beside nn.Module and a class with `num_heads`, `scale` and `attn_drop`.
 
     evolution: the mechanism over its maps, or None.
@@ -130,8 +132,7 @@ class EvolvingMaps:
     head_border = "clip"
 
     def logits_of(self, q: Tensor, k: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        """Return the layer's logits before any evolution, whole: q, k (B, K, N, D), q not scaled -> (B, K, N, N), or
-        (B, K, N, head_window * N) with the neighbouring heads' keys."""
+        """Return the layer's logits before any evolution; see `StepByStep`."""
         return own_logits(q, k, None, None, self.scale, feat_size)
 
     def attention_of(self, logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
@@ -145,31 +146,6 @@ class EvolvingMaps:
             if self.evolution.mixes_attn:
                 attn = self.evolution.mix_attn(attn.to(logits.dtype))
         return attn
-
-    def _attend_by_modules(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        prev_logits: Tensor | None,
-        feat_size: tuple[int, int] | None,
-        bias: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute the reference: every map passes through a module of this layer, where a hook can see it."""
-        size = (1, q.shape[2]) if feat_size is None else feat_size
-        logits = self.logits_of(q, k, size)
-        if bias is not None:
-            logits = logits + bias
-        if self.evolution is not None:
-            prev = logits if prev_logits is None else prev_logits
-            if self.evolution.spatial:
-                logits = self.evolution(logits, prev, size)
-            else:
-                logits = self.evolution(logits, prev)
-        if self.head_window > 1:
-            v = torch.cat(neighbours(v, self.head_window), dim=2)
-        out = self.attn_drop(self.attention_of(logits, size)).to(v.dtype) @ v
-        return out, logits if self.head_window == 1 else None
 
     def attend_heads(
         self,
@@ -192,30 +168,27 @@ class EvolvingMaps:
         Returns:
             the heads' outputs (B, K, N, D), and the logits (B, K, N, N), or None where nobody reads them.
         """
-        if self.evolution is not None:
-            if self.evolution.reads_previous:
-                prev_logits = check_prev_logits(prev_logits, q.shape[0], q.shape[1], q.shape[2])
+        if self.evolution is not None and self.evolution.reads_previous:
+            shape = (q.shape[0], q.shape[1], q.shape[2], q.shape[2])
+            if prev_logits is None or prev_logits.shape != shape:
+                check_prev_logits(prev_logits, *shape)
         out, logits = self._attend(q, k, v, prev_logits, feat_size, bias, need_logits)
-        if self.evolution is not None:
-            if self.evolution.mixes_output:
-                out = self.evolution.mix_output(
-                    out, v, x if x.ndim == 3 else x.flatten(2).transpose(1, 2)
-                )
+        if self.evolution is not None and self.evolution.mixes_output:
+            tokens = x if x.ndim == 3 else x.flatten(2).transpose(1, 2)
+            out = self.evolution.mix_output(out, v, tokens)
         return out, logits
 
     def _operands(self, prev_logits: Tensor | None) -> dict | None:
-        """Return what `evolving_attention` needs to know of the evolution; None where it cannot do as the modules do,
-        where these are forced as the reference, or where a hook wants to see the maps in them.
+        """Return what `evolving_attention` needs to know of the evolution.
+
+        None where it cannot do as the modules do, or where a hook wants to see the maps in them.
 
         Raises:
             ValueError: an implementation is forced that cannot do as the modules do.
         """
         evolving = [] if self.evolution is None else self.evolution.modules()
-        watched = any(
-            module._forward_hooks or module._forward_pre_hooks
-            for module in (self.attn_drop, *evolving)
-        )
-        if watched or forced[-1:] == ["reference"]:
+        watched = [self.attn_drop, *evolving]
+        if any(module._forward_hooks or module._forward_pre_hooks for module in watched):
             return None
         operands = {} if self.evolution is None else self.evolution.operands(prev_logits)
         if not isinstance(operands, str):
@@ -414,46 +387,44 @@ class _ConvolvedEvolution(Evolution):
                 on how much of it there is; what it is for the padding, `mask_logits` hides.
             query_padding: (B, Q) likewise; unless given, key_padding where queries and keys are the same tokens.
         """
-        allowed: Tensor | None = None
+        alpha = self.alpha
+        if self.causal != "none":
+            # No skip connection: the own logits alone are convolved.
+            prev_logits = logits
+            alpha = 0.0
+        elif prev_logits is None:
+            raise ValueError(
+                "prev_logits of the previous layer required, got None (the first layer of a chain has no evolution)"
+            )
+        convolve = self.convolve
         if self.causal != "none" or key_padding is not None or query_padding is not None:
-            if (
-                query_padding is None
-                and self.causal != "cross"
-                and logits.shape[2] == logits.shape[3]
-            ):
+            one_sequence = self.causal != "cross" and logits.shape[2] == logits.shape[3]
+            if query_padding is None and one_sequence:
                 query_padding = key_padding
             allowed = readable(logits, self.causal, key_padding, query_padding)
-        before = logits
-        if self.causal == "none":
-            if prev_logits is None:
-                raise ValueError(
-                    "prev_logits of the previous layer required, got None (the first layer of a chain has "
-                    "no evolution)"
-                )
-            before = prev_logits if self.predict else mixed(self.alpha, prev_logits, logits)
-        if allowed is not None:
-            before = before.masked_fill(~allowed, 0.0)
-        convolved = self.convolve(before, allowed)
-        return (
-            mixed(self.alpha, convolved, logits)
-            if self.predict
-            else mixed(self.beta, convolved, before)
-        )
+            if allowed is not None:
+                prev_logits = prev_logits.masked_fill(~allowed, 0.0)
+                convolve = partial(self.convolve, allowed=allowed)
+                if not self.predict:
+                    logits = logits.masked_fill(~allowed, 0.0)
+        return evolve_logits(logits, prev_logits, alpha, self.beta, self.predict, convolve)
 
     def convolve(self, maps: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Convolve (B, K, Q, N); what is not `allowed` is 0 in maps, and enters no convolution and no shift."""
-        patches = among_patches(maps, self.num_prefix_tokens)
+        patches = maps
+        if self.num_prefix_tokens > 0:
+            patches = among_patches(maps, self.num_prefix_tokens)
         for conv in self.convs:
             patches = F.relu(conv(patches))
             if allowed is not None:
                 patches = patches.masked_fill(~allowed, 0.0)
         if self.causal != "none":  # the kernel's last row, and column, is to be the entry's own
-            down, right = min(self.reach, patches.shape[2]), min(self.reach, patches.shape[3])
-            patches = F.pad(
-                patches,
-                [right, -right, down, -down] if self.causal == "self" else [0, 0, down, -down],
-            )
-        return with_prefix(maps, patches, self.num_prefix_tokens)
+            down = min(self.reach, patches.shape[2])
+            right = min(self.reach, patches.shape[3]) if self.causal == "self" else 0
+            patches = F.pad(patches, [right, -right, down, -down])
+        if self.num_prefix_tokens > 0:
+            patches = with_prefix(maps, patches, self.num_prefix_tokens)
+        return patches
 
     def operands(self, prev_logits: Tensor) -> dict | str:
         """Do all but the last convolution (PA alone has more than one); the operator does the rest."""

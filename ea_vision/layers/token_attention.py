@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ea_vision.layers.augmented_conv import AugmentedConv2d
 from ea_vision.layers.evolution import EvolvingMaps
-from ea_vision.ops import evolving_attention
+from ea_vision.ops import evolving_attention, forced
 
 
 class MapsAttention(EvolvingMaps):
@@ -28,6 +28,8 @@ class MapsAttention(EvolvingMaps):
         need_logits: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the heads' outputs and, where somebody reads them, the logits. A recorder follows this method."""
+        if forced[-1:] == ["reference"]:
+            return self.attend_step_by_step(q, k, v, prev_logits, feat_size, bias)
         operands = self._operands(prev_logits) if self.fused_attn else None
         # A recorder hooks the layer and reads its logits.
         watched = bool(self._forward_hooks) and self.evolution is not None
@@ -38,7 +40,7 @@ class MapsAttention(EvolvingMaps):
                 q, k, v, attn_mask=bias, dropout_p=dropout_p
             ), None
         if operands is None or bias is not None:
-            return self._attend_by_modules(q, k, v, prev_logits, feat_size, bias)
+            return self.attend_step_by_step(q, k, v, prev_logits, feat_size, bias)
         scale = self.scale * operands.pop("own_scale", 1.0)
         return evolving_attention(
             q, k, v, **operands, scale=scale, need_logits=need_logits, dropout_p=dropout_p

@@ -1,15 +1,18 @@
 """Evolving attention in readable torch: what every faster implementation is held to, outputs and gradients.
 
-The layers of `ea_vision.layers` compute the same, one module after another, with the functions of this file: where the
-reference is forced, where a hook wants to see the maps, and for evolutions that have only `forward`.
+`StepByStep` is the one reference: the layers of `ea_vision.layers` are such steps, with modules in them, and so is a
+problem of the operator. Layers take it where the reference is forced, where a hook wants to see the maps, and for
+evolutions that have only `forward`.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ea_vision.ops.problem import Implementation, Problem
-from ea_vision.ops.rel_pos import by_position, fit_rel_table
+from ea_vision.ops.rel_pos import fit_rel_table
 
 
 def relative_logits(q: Tensor, height_rel: Tensor, width_rel: Tensor) -> tuple[Tensor, Tensor]:
@@ -27,8 +30,13 @@ def relative_logits(q: Tensor, height_rel: Tensor, width_rel: Tensor) -> tuple[T
         width_logits (B, K, H, W, W): q_i . width_rel[col(j) - col(i)] by query pixel and key column.
     """
     H, W = q.shape[2], q.shape[3]
-    by_row = by_position(fit_rel_table(height_rel, H), H)  # (H, H, D)
-    by_col = by_position(fit_rel_table(width_rel, W), W)  # (W, W, D)
+    if height_rel.shape[0] != 2 * H - 1 or width_rel.shape[0] != 2 * W - 1:
+        height_rel = fit_rel_table(height_rel, H)
+        width_rel = fit_rel_table(width_rel, W)
+    row = torch.arange(H, device=q.device)
+    col = torch.arange(W, device=q.device)
+    by_row = height_rel[row.unsqueeze(0) - row.unsqueeze(1) + H - 1]  # (H, H, D) by query and key
+    by_col = width_rel[col.unsqueeze(0) - col.unsqueeze(1) + W - 1]  # (W, W, D)
     return torch.einsum("bkhwd,hpd->bkhwp", q, by_row), torch.einsum("bkhwd,wpd->bkhwp", q, by_col)
 
 
@@ -58,10 +66,7 @@ def own_logits(
 
 
 def mixed(gate: float | Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """Return gate * one + (1 - gate) * other of maps (B, K, N, M), the form of EA's equations 3 and 4 and of PA's.
-
-        EA            m = mixed(alpha, prev, own);  logits = mixed(beta, relu(conv(m)), m)
-        PA (predict)  logits = mixed(alpha, relu(conv(prev)), own)
+    """Return gate * one + (1 - gate) * other of maps (B, K, N, M).
 
     gate: a number, or a tensor () or (K) by heads.
     """
@@ -71,6 +76,36 @@ def mixed(gate: float | Tensor, one: Tensor, other: Tensor) -> Tensor:
             other.dtype
         )  # of half maps, too, the gate is in float32
     return gate * one + (1.0 - gate) * other
+
+
+def evolve_logits(
+    logits: Tensor,
+    prev_logits: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    predict: bool,
+    convolve: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Return the logits (B, K, N, M) evolved from the layer's own and the previous layer's.
+
+        EA            m = alpha * prev + (1 - alpha) * own;  logits = beta * relu(conv(m)) + (1 - beta) * m
+        PA (predict)  logits = alpha * relu(conv(prev)) + (1 - alpha) * own
+
+    EA paper, equations 3 and 4; PA paper, section 3.
+
+    Args:
+        alpha, beta: gates, a number or a tensor () or (K) by heads; PA has no beta.
+        convolve: relu(conv(.)) of maps, or the identity.
+    """
+    if isinstance(alpha, Tensor):
+        alpha = alpha.view(-1, 1, 1)
+    if isinstance(beta, Tensor):
+        beta = beta.view(-1, 1, 1)
+    # A gate is float32, so half maps take their own type again.
+    if predict:
+        return (alpha * convolve(prev_logits) + (1.0 - alpha) * logits).to(logits.dtype)
+    mixture = (alpha * prev_logits + (1.0 - alpha) * logits).to(logits.dtype)
+    return (beta * convolve(mixture) + (1.0 - beta) * mixture).to(logits.dtype)
 
 
 def among_patches(maps: Tensor, num_prefix_tokens: int) -> Tensor:
@@ -178,6 +213,105 @@ def attention_of(logits: Tensor) -> Tensor:
     return logits.softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
+class StepByStep:
+    """Attention in readable torch, one step after another. A layer, or a problem, says what each step does.
+
+    evolution: (logits, prev_logits) -> logits, with an attribute `spatial`: whether it takes feat_size, too; or None.
+    attn_drop: dropout on the probabilities.
+    head_window: how many neighbouring heads a query sees.
+    """
+
+    head_window = 1
+
+    def logits_of(self, q: Tensor, k: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        """Return the logits before any evolution: q, k (B, K, N, D), q not scaled -> (B, K, N, N), or
+        (B, K, N, head_window * N) with the neighbouring heads' keys."""
+        raise NotImplementedError
+
+    def attention_of(self, logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        """Return the probabilities of (evolved) logits; the shape stays."""
+        raise NotImplementedError
+
+    def attend_step_by_step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prev_logits: Tensor | None,
+        feat_size: tuple[int, int] | None,
+        bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attend: q, k (B, K, N, D), v (B, K, N, E), bias added to the logits.
+
+        Returns:
+            the heads' outputs (B, K, N, E), and the logits that entered the softmax, before a window.
+        """
+        size = (1, q.shape[2]) if feat_size is None else feat_size
+        logits = self.logits_of(q, k, size)
+        if bias is not None:
+            logits = logits + bias
+        if self.evolution is not None:
+            prev = logits if prev_logits is None else prev_logits
+            if self.evolution.spatial:
+                logits = self.evolution(logits, prev, size)
+            else:
+                logits = self.evolution(logits, prev)
+        if self.head_window > 1:
+            v = torch.cat(neighbours(v, self.head_window), dim=2)
+        attn = self.attn_drop(self.attention_of(logits, size))
+        return attn.to(v.dtype) @ v, logits
+
+
+class _ProblemEvolution:
+    """EA or PA with the gates and the convolution of a problem."""
+
+    spatial = False
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+
+    def __call__(self, logits: Tensor, prev_logits: Tensor) -> Tensor:
+        p = self.problem
+        return evolve_logits(logits, prev_logits, p.alpha, p.beta, p.predict, self.convolve)
+
+    def convolve(self, maps: Tensor) -> Tensor:
+        p = self.problem
+        if p.weight is None:
+            return maps
+        patches = F.conv2d(
+            among_patches(maps, p.num_prefix_tokens),
+            p.weight.to(maps.dtype),
+            p.bias.to(maps.dtype),
+            padding="same",
+        )
+        return with_prefix(maps, F.relu(patches), p.num_prefix_tokens)
+
+
+class _ProblemSteps(StepByStep):
+    """The steps of a problem."""
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        self.head_window = problem.head_window
+        self.evolution = None if problem.prev_logits is None else _ProblemEvolution(problem)
+
+    def attn_drop(self, attn: Tensor) -> Tensor:
+        return F.dropout(attn, self.problem.dropout_p)
+
+    def logits_of(self, q: Tensor, k: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        p = self.problem
+        if p.head_window > 1:
+            return neighbours_logits(q, k, *p.tables(), p.scale, feat_size, p.head_window)
+        return own_logits(q, k, *p.tables(), p.scale, feat_size)
+
+    def attention_of(self, logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        p = self.problem
+        if p.local:
+            wrap = p.head_border == "wrap"
+            logits = within_windows(logits, feat_size, p.window, p.head_window, wrap)
+        return attention_of(logits)
+
+
 class Reference(Implementation):
     """Readable torch, which computes every problem."""
 
@@ -187,31 +321,7 @@ class Reference(Implementation):
         return None
 
     def forward(self, problem: Problem) -> tuple[Tensor, Tensor | None]:
-        p, v = problem, problem.v
-        if p.head_window > 1:
-            logits = neighbours_logits(p.q, p.k, *p.tables(), p.scale, p.feat_size, p.head_window)
-            v = torch.cat(neighbours(v, p.head_window), dim=2)
-        else:
-            logits = own_logits(p.q, p.k, *p.tables(), p.scale, p.feat_size)
-        if p.prev_logits is not None:
-            before = convolved = (
-                p.prev_logits if p.predict else mixed(p.alpha, p.prev_logits, logits)
-            )
-            if p.weight is not None:
-                patches = F.conv2d(
-                    among_patches(before, p.num_prefix_tokens),
-                    p.weight.to(before.dtype),
-                    p.bias.to(before.dtype),
-                    padding="same",
-                )
-                convolved = with_prefix(before, F.relu(patches), p.num_prefix_tokens)
-            logits = (
-                mixed(p.alpha, convolved, logits) if p.predict else mixed(p.beta, convolved, before)
-            )
-        seen = logits
-        if p.local:
-            seen = within_windows(
-                logits, p.feat_size, p.window, p.head_window, p.head_border == "wrap"
-            )
-        attn = F.dropout(attention_of(seen), p.dropout_p)
-        return attn.to(v.dtype) @ v, logits if p.need_logits else None
+        p = problem
+        steps = _ProblemSteps(p)
+        out, logits = steps.attend_step_by_step(p.q, p.k, p.v, p.prev_logits, p.feat_size)
+        return out, logits if p.need_logits else None
