@@ -128,12 +128,16 @@ MAP_PARAMETERS = {
 def _scale_rates(optimizer: torch.optim.Optimizer, model: nn.Module, config: TrainConfig) -> None:
     """Give the parameters of attention maps (queries, keys and, of the same matrix, values, position tables, map
     convolutions) and the learnable gates groups of their own, behind the others, at their multiples of the rate."""
-    maps = [
-        parameter
-        for layer in attention_layers(model)
-        for name, parameter in layer.named_parameters()
-        if name.split(".")[0] in MAP_PARAMETERS
-    ]  # gates too, which come last
+    maps = []  # gates too, which come last
+    for layer in attention_layers(model):
+        names = MAP_PARAMETERS
+        if (
+            getattr(layer, "fusion", "") == "add"
+        ):  # beside a trained convolution all attention is new
+            names = MAP_PARAMETERS | {"proj"}
+        for name, parameter in layer.named_parameters():
+            if name.split(".")[0] in names:
+                maps.append(parameter)
     scales, groups = {}, optimizer.param_groups
     for option, scale, parameters, needed in (
         ("attention_lr", config.attention_lr, maps, "attention layers of ea_vision"),

@@ -155,7 +155,8 @@ def _choose_plain_weights(name: str, network: Network, kwargs: dict[str, Any]) -
         full = name if tag is None else f"{name}.{tag}"
         raise UsageError(
             f"{name} has no pretrained weights of its own. It can begin as timm's {network.plain}, with its weights: "
-            f"timm.create_model({full!r}, pretrained=True, fusion='add'). Without weights: pretrained=False"
+            f"timm.create_model({full!r}, pretrained=True, fusion='add'), or --model-kwargs fusion=add. "
+            "Without weights: pretrained=False"
         )
     return kwargs
 

@@ -158,6 +158,41 @@ def test_fine_tuning_by_recipe_from_pretrained_weights(data, recipe, tmp_path, m
     assert (begun["blocks.2.mlp.fc1.weight"] - state["blocks.2.mlp.fc1.weight"]).abs().max() < 1e-4
 
 
+def test_fine_tuning_a_resnet_by_recipe_begins_as_the_plain_one(data, tmp_path, monkeypatch):
+    narrow = dict(layers=(1, 1, 1, 1), channels=(8, 8, 16, 16))
+    plain = timm.create_model("resnet34", **narrow)
+    calls = []
+
+    def from_hub(model_id, **_):
+        calls.append(model_id)
+        return plain.state_dict()
+
+    monkeypatch.setattr(timm.models._builder, "load_state_dict_from_hf", from_hub)
+    argv = runner.words(
+        "--recipe finetune_resnet --model ea_aa_resnet34 --pretrained --model-kwargs",
+        "layers=[1,1,1,1]",
+        "channels=[8,8,16,16]",
+        f"--data-dir {data} --img-size 32 --eval-resize 36 --epochs 1 --batch-size 8 --workers 0",
+        f"--lr 1e-6 --output {tmp_path / 'run'} --device cpu",
+    )
+    assert train_imagenet.main(argv) == 0
+    assert calls and set(calls) == {
+        f"timm/{timm.get_pretrained_cfg('resnet34').architecture}.a1_in1k"
+    }
+    trained = runner.weights_of(tmp_path / "run")
+    weight = plain.layer3[0].conv1.weight
+    assert (trained["layer3.0.conv1.conv.weight"] - weight).abs().max() < 1e-4
+    assert trained["layer3.0.conv1.proj.weight"].any()  # has begun to learn
+    again = timm.create_model(
+        "ea_aa_resnet34",
+        checkpoint_path=tmp_path / "run" / "model.safetensors",
+        num_classes=3,
+        fusion="add",
+        **narrow,
+    )
+    assert torch.equal(again.fc.weight, trained["fc.weight"])
+
+
 @pytest.mark.parametrize(
     "more, trained",
     [

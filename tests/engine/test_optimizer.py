@@ -101,6 +101,20 @@ def test_attention_lr_knows_an_evolved_transformer_of_timms():
     assert {"blocks.0.attn.qkv.weight", "blocks.1.attn.evolution.convs.0.weight"} <= names
 
 
+@pytest.mark.parametrize("fusion", ["concat", "add"])
+def test_attention_lr_has_all_of_attention_that_is_new(fusion):
+    model = timm.create_model(
+        "ea_aa_resnet34", layers=(1, 1, 1, 1), channels=(8, 8, 16, 16), fusion=fusion
+    )
+    groups = build_optimizer(config(attention_lr=10.0), model, 1).param_groups
+    faster = {id(p) for group in groups if group["lr_scale"] == 10 for p in group["params"]}
+    names = {name for name, parameter in model.named_parameters() if id(parameter) in faster}
+    projections = {name for name, _ in model.named_parameters() if ".proj." in name}
+    assert projections & names == (projections if fusion == "add" else set())
+    assert "layer2.0.conv1.qkv.weight" in names
+    assert not any(".conv.weight" in name for name in names)
+
+
 @pytest.mark.parametrize("opt", ["sgd", "lookahead_muon"])
 def test_attention_lr_scales_the_update(opt):
     """From the same weights and gradients: the maps' parameters move by that share, the others as without, at every

@@ -241,7 +241,7 @@ def shared() -> nn.Module:
             {},
             "torchvision's VisionTransformer required, got SwinTransformer",
         ),
-        (lambda: meta("resnet18"), {}, "required, got ResNet .no attention layer found"),
+        (lambda: meta("convnext_atto"), {}, "required, got ConvNeXt .no attention layer found"),
         (lambda: meta("vit_relpos_small_patch16_224"), {}, "required, got VisionTransformerRelPos"),
         (
             lambda: create("beit_base_patch16_224"),
