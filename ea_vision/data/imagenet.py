@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,12 +20,12 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
 from ea_vision.base.devices import pins_memory
-from ea_vision.base.errors import RunError, UsageError
+from ea_vision.base.errors import RunError
 from ea_vision.base.processes import end_with_parent, start_method
 from ea_vision.data.augment import normalize
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.batches import Batch, Loader, epoch_generator, sent
-from ea_vision.data.image_files import BrokenImage, check_classes, decode_image, fingerprint, to_rgb
+from ea_vision.data.image_files import BrokenImage
 
 AHEAD = 2  # batches that each worker prepares
 GLOO_SECONDS = 0.3  # that gloo's threads have to end a collective in
@@ -34,54 +33,6 @@ STUCK_SECONDS = (
     900  # without a batch from a worker: the process ends with an error, and torchrun restarts it
 )
 TRIVIAL = "ta_wide"  # torchvision's name of a policy that timm has not
-
-
-class TimmImages:
-    """A split of a data set that timm can index, by timm's name: its classes and, by number, its images.
-
-    Raises:
-        UsageError: no such data, a stream, other than `num_classes` classes, or, without that, unknown ones.
-    """
-
-    def __init__(self, dataset: str, root: Path, split: str, num_classes: int = 0):
-        self.name = f"{dataset} {split}"
-        try:
-            found = timm.data.create_dataset(dataset, str(root), split=split, search_split=False)
-        except (RuntimeError, AssertionError, OSError, ImportError, ValueError) as error:
-            raise UsageError(f"no images in {self.name}: {error}") from error
-        if isinstance(found, torch.utils.data.IterableDataset):
-            raise UsageError(
-                f"{dataset} is a stream; one that can be indexed is required (torch/*, hfds/*)"
-            )
-        self.items = getattr(found, "reader", found)  # (file or image, target) by number
-        number = getattr(self.items, "class_to_idx", None) or getattr(
-            self.items, "class_name_to_idx", {}
-        )
-        self.classes = sorted(number, key=number.get) or [
-            str(label) for label in range(num_classes)
-        ]
-        if not self.classes:
-            raise UsageError(f"{self.name} does not name its classes: --num-classes is required")
-        check_classes(self.name, self.classes, num_classes)
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def describe(self, index: int) -> str:
-        return f"{self.name} {index}"
-
-    def read(self, index: int) -> tuple[Image.Image, int]:
-        """Return an image in RGB and its target. Raises BrokenImage."""
-        try:
-            image, target = self.items[index][:2]
-            return (to_rgb(image) if isinstance(image, Image.Image) else decode_image(image)), int(
-                target
-            )
-        except (OSError, SyntaxError, ValueError) as error:
-            raise BrokenImage(f"{type(error).__name__}: {error}") from error
-
-    def fingerprint(self) -> str:
-        return fingerprint([*self.classes, str(len(self))])
 
 
 def _pixels(image: Image.Image) -> torch.Tensor:

@@ -25,10 +25,10 @@ from ea_vision.data.image_files import ImageFiles
 from ea_vision.data.imagenet import (
     ImageEvalLoader,
     ImageTrainLoader,
-    TimmImages,
     eval_transform,
     train_transform,
 )
+from ea_vision.data.named_datasets import open_dataset
 from ea_vision.data.small_images import check_same_classes
 from ea_vision.data.splits import find_split
 from ea_vision.engine import command
@@ -42,7 +42,8 @@ EXAMPLES = """\
   python train_imagenet.py --data-dir DIR --recipe imagenet_ea_aa_resnet50 --device cuda --amp bfloat16 --channels-last
   python train_imagenet.py --train-beton train.beton --val-beton val.beton --model aa_resnet34
   python train_imagenet.py --data-dir DIR --model resnet18 --img-size 64 --eval-resize 72 --epochs 5   # any timm model
-  python train_imagenet.py --dataset torch/cifar10 --data-dir DIR --model ea_aa_resnet34               # timm's readers
+  python train_imagenet.py --dataset torch/cifar10 --data-dir DIR --model ea_aa_resnet34
+  python train_imagenet.py --dataset hfds/ILSVRC/imagenet-1k --model ea_aa_resnet50                    # from the hub
   torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 --max-restarts 3 \\
       train_imagenet.py --data-dir DIR --output /shared/runs/ea50
   python train_imagenet.py --evaluate runs/imagenet-ea_aa_resnet50 --data-dir DIR
@@ -69,8 +70,14 @@ class ImageNetConfig(ClassificationConfig):
     )
     dataset: str = option(
         "",
-        "timm's name of another data set that can be indexed (torch/*, hfds/*); empty: images",
+        "another data set: torch/NAME of torchvision's, hfds/NAME of Hugging Face's; empty: images",
         DATA,
+    )
+    input_key: str = option(
+        "", "hfds/NAME: column of the images; empty: the one there is", DATA, goes_with="dataset"
+    )
+    target_key: str = option(
+        "", "hfds/NAME: column of the classes; empty: the one there is", DATA, goes_with="dataset"
     )
     train_beton: str = setting(
         "", "FFCV file of the training images; empty: data_dir is read", DATA
@@ -279,18 +286,29 @@ class ClassFolders(DataModule):
         config = self.config
         if beton:
             return Beton(Path(beton), config.num_classes, evaluated)
+        if config.dataset:
+            return open_dataset(
+                config.dataset,
+                config.data_dir,
+                split,
+                named,
+                config.num_classes,
+                config.input_key,
+                config.target_key,
+            )
         if not config.data_dir:
             raise UsageError(
                 f"no {split} images: --data-dir is required, or --train-beton and --val-beton"
             )
         root = Path(config.data_dir)
-        if config.dataset:
-            return TimmImages(config.dataset, root, named or split, config.num_classes)
         if not named:
             return ImageFiles(find_split(root, split, or_root=not training), config.num_classes)
         places = [path for path in (root / named, root / f"{named}.tar") if path.exists()]
         if not places:
-            raise UsageError(f"{split} images: {root} has neither {named} nor {named}.tar")
+            raise UsageError(
+                f"{split} images: {root} has neither {named} nor {named}.tar (--train-split and "
+                "--val-split are names in --data-dir)"
+            )
         return ImageFiles(places[0], config.num_classes)
 
     def train_loader(self, **keywords) -> ImageTrainLoader | BetonTrainLoader:

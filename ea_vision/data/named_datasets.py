@@ -1,0 +1,233 @@
+"""Data sets that a name stands for: hfds/NAME of Hugging Face's datasets, and torch/NAME of torchvision's, by timm."""
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import timm.data
+from PIL import Image
+
+from ea_vision.base.errors import UsageError
+from ea_vision.data.image_files import (
+    BrokenImage,
+    check_classes,
+    decode_image,
+    fingerprint,
+    to_rgb,
+)
+
+# Names of a split on the hub; the first that exists counts.
+HUB_SPLITS = {
+    "train": ("train",),
+    "validation": ("validation", "valid", "val", "dev", "test"),
+}
+STREAMS = ("hfids", "tfds", "wds")  # timm's prefixes of data sets that cannot be indexed
+FOLDERS = ("torch/image_folder", "torch/folder")
+
+
+def open_dataset(
+    dataset: str,
+    root: str,
+    split: str,
+    named: str = "",
+    num_classes: int = 0,
+    input_key: str = "",
+    target_key: str = "",
+) -> "NamedImages":
+    """Return a split of a data set.
+
+    Args:
+        dataset: hfds/NAME | torch/NAME.
+        root: folder of the data; of hfds "" is Hugging Face's own cache.
+        split: train | validation. named: the split's name in the data set, where it is another.
+        num_classes: that it must have; 0: any. input_key, target_key: columns of hfds; "": found by what they hold.
+
+    Raises:
+        UsageError: no such data set, split or column, other than `num_classes` classes, or no known classes.
+    """
+    prefix, _, name = dataset.partition("/")
+    columns = {"--input-key": input_key, "--target-key": target_key}
+    if prefix == "hfds" and name:
+        return HubImages(name, root, split, named, num_classes, input_key, target_key)
+    for option, value in columns.items():
+        if value:
+            raise UsageError(
+                f"{option} names a column of --dataset hfds/NAME, got {value} with {dataset}"
+            )
+    if dataset in FOLDERS:
+        raise UsageError(
+            f"--dataset {dataset} reads one folder for training and evaluation: leave --dataset out, and "
+            "--data-dir with train and val is read"
+        )
+    if prefix == "torch" and name:
+        if not root:
+            raise UsageError(f"--dataset {dataset} needs --data-dir, the folder of its files")
+        return TorchImages(dataset, root, named or split, num_classes)
+    if prefix in STREAMS:
+        raise UsageError(
+            f"{dataset} is a stream; one that can be indexed is required (torch/NAME, hfds/NAME)"
+        )
+    raise UsageError(
+        f"--dataset must be torch/NAME or hfds/NAME, got {dataset}; folders, tars and WebDataset's shards "
+        "are read by --data-dir alone"
+    )
+
+
+class NamedImages:
+    """A split of a named data set: its classes and, by number, its images.
+
+    Attributes:
+        items: (image, target, ...) by number; an image is Pillow's, or a file.
+    """
+
+    def __init__(self, name: str, items: Sequence[Any], classes: list[str], num_classes: int):
+        self.name = name
+        self.items = items
+        self.classes = classes or [str(label) for label in range(num_classes)]
+        if not self.classes:
+            raise UsageError(f"{name} does not name its classes: --num-classes is required")
+        check_classes(name, self.classes, num_classes)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def describe(self, index: int) -> str:
+        """Return a name for an image."""
+        return f"{self.name} {index}"
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """Return an image in RGB and its target. Raises BrokenImage."""
+        try:
+            image, target = self.items[index][:2]
+            image = to_rgb(image) if isinstance(image, Image.Image) else decode_image(image)
+        except (OSError, SyntaxError, ValueError, TypeError) as error:
+            raise BrokenImage(f"{type(error).__name__}: {error}") from error
+        return image, int(target)
+
+    def fingerprint(self) -> str:
+        """Return SHA-256 over the classes, the number of images, and the first and the last of them."""
+        pixels = []
+        for index in {0, len(self) - 1}:
+            try:
+                pixels.append(np.asarray(self.read(index)[0]))
+            except BrokenImage:  # said when it is trained on
+                pixels.append(np.zeros(1, np.uint8))
+        return fingerprint([*self.classes, str(len(self))], *pixels)
+
+
+class TorchImages(NamedImages):
+    """A split of one of torchvision's data sets, by timm's name of it."""
+
+    def __init__(self, dataset: str, root: str, split: str, num_classes: int = 0):
+        name = f"{dataset} {split}"
+        try:
+            items = timm.data.create_dataset(dataset, root, split=split, search_split=False)
+        except (RuntimeError, AssertionError, OSError, ImportError, ValueError) as error:
+            raise UsageError(f"no images in {name}: {error}") from error
+        number = getattr(items, "class_to_idx", {})
+        super().__init__(name, items, sorted(number, key=number.get), num_classes)
+
+
+class HubImages(NamedImages):
+    """A split of one of Hugging Face's data sets, or of a folder that its library reads."""
+
+    def __init__(
+        self,
+        dataset: str,
+        root: str,
+        split: str,
+        named: str = "",
+        num_classes: int = 0,
+        input_key: str = "",
+        target_key: str = "",
+    ):
+        try:
+            import datasets
+        except ImportError as error:
+            raise UsageError(
+                f"--dataset hfds/NAME needs Hugging Face's datasets, not installed ({error}): pip install "
+                "datasets"
+            ) from error
+        splits = (named,) if named else HUB_SPLITS[split]
+        table, split = _loaded(datasets, dataset, root, splits)
+        name = f"hfds/{dataset} {split}"
+        input_key = _column(table, name, "--input-key", input_key, datasets.Image)
+        target_key = _column(table, name, "--target-key", target_key, datasets.ClassLabel)
+        if not isinstance(table.features[input_key], datasets.Image):
+            raise UsageError(
+                f"--input-key must name a column of images of {name}, got {input_key}: "
+                f"{table.features[input_key]}"
+            )
+        values = np.array(list(table.select_columns([target_key])[target_key]))
+        classes = list(getattr(table.features[target_key], "names", None) or [])
+        if values.dtype.kind == "U" and not classes:
+            classes = sorted(set(values.tolist()))
+            values = np.searchsorted(classes, values)
+        _check_targets(name, target_key, values, len(classes) or num_classes)
+        images = table.cast_column(input_key, datasets.Image(decode=False))
+        items = _Rows(images.select_columns([input_key]), input_key, values)
+        super().__init__(name, items, classes, num_classes)
+
+
+class _Rows:
+    """Images, as files that are not decoded, and targets of a table."""
+
+    def __init__(self, table, input_key: str, targets: np.ndarray):
+        self.table = table
+        self.input_key = input_key
+        self.targets = targets
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> tuple[io.BytesIO | str, int]:
+        image = self.table[int(index)][self.input_key]
+        if image is None:
+            raise ValueError("there is no image in this row")
+        file = io.BytesIO(image["bytes"]) if image.get("bytes") else image["path"]
+        return file, int(self.targets[index])
+
+
+def _loaded(datasets, name: str, root: str, splits: Sequence[str]):
+    """Return the first of these splits that a data set has, and its name."""
+    for split in splits:
+        try:
+            return datasets.load_dataset(name, split=split, cache_dir=root or None), split
+        except ValueError as error:
+            if not str(error).startswith("Unknown split") or split == splits[-1]:
+                raise UsageError(f"no images in hfds/{name} {split}: {error}") from error
+        except Exception as error:  # its library's, pyarrow's, the network's
+            text = " ".join(str(error).split())
+            raise UsageError(f"hfds/{name} cannot be loaded: {text}") from error
+    raise AssertionError("no split was asked for")
+
+
+def _column(table, name: str, option: str, wanted: str, kind: type) -> str:
+    """Return the column that is wanted or, by default, the only one that holds what it must."""
+    columns = ", ".join(f"{column} ({feature})" for column, feature in table.features.items())
+    if wanted:
+        if wanted not in table.features:
+            raise UsageError(
+                f"{option} must name a column of {name}, got {wanted}: it has {columns}"
+            )
+        return wanted
+    fitting = [column for column, feature in table.features.items() if isinstance(feature, kind)]
+    if len(fitting) == 1:
+        return fitting[0]
+    raise UsageError(
+        f"{option} is required: {name} has {len(fitting)} columns of {kind.__name__} among {columns}"
+    )
+
+
+def _check_targets(name: str, column: str, values: np.ndarray, classes: int) -> None:
+    """Raise UsageError unless the targets are whole numbers of classes."""
+    if values.dtype.kind not in "iu" or values.ndim != 1:
+        raise UsageError(
+            f"column {column} of {name} must hold class labels, whole numbers or texts, got "
+            f"{values.ravel()[:1].tolist()}"
+        )
+    if classes and (values.min() < 0 or values.max() >= classes):
+        raise UsageError(
+            f"labels of {name} must lie in 0..{classes - 1}, got {values.min()}..{values.max()}"
+        )

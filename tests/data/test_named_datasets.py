@@ -1,0 +1,161 @@
+"""Named data sets: columns of Hugging Face's by what they hold or by name, torchvision's, and names that are none."""
+
+import io
+
+import numpy as np
+import pytest
+import torchvision
+from PIL import Image
+
+from ea_vision.base.errors import UsageError
+from ea_vision.data.named_datasets import open_dataset
+
+
+def picture(level: int) -> Image.Image:
+    return Image.new("RGB", (12, 10), (level, level, level))
+
+
+def jpeg(level: int) -> bytes:
+    file = io.BytesIO()
+    picture(level).save(file, "JPEG")
+    return file.getvalue()
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """Write a data set of two splits, as Parquet, and return its name."""
+    datasets = pytest.importorskip("datasets", reason="needs datasets: pip install datasets")
+
+    def write(image: str = "image", label: str = "label", kind=None, test: str = "test", **more):
+        kind = kind or datasets.ClassLabel(names=["cat", "dog", "ship"])
+        features = datasets.Features({image: datasets.Image(), label: kind, **more})
+        for split, count in (("train", 6), (test, 3)):
+            names = kind.dtype == "string"
+            labels = [f"name {n % 3}" if names else n % 3 for n in range(count)]
+            images = [{"bytes": jpeg(40 * n), "path": None} for n in range(count)]
+            rows = {image: images, label: labels, **{name: images for name in more}}
+            table = datasets.Dataset.from_dict(rows, features=features)
+            folder = tmp_path / "data set"
+            folder.mkdir(exist_ok=True)
+            table.to_parquet(folder / f"{split}.parquet")
+        return f"hfds/{tmp_path / 'data set'}"
+
+    write.datasets = datasets
+    write.cache = str(tmp_path / "cache")
+    return write
+
+
+def check(images, count: int, classes: list[str]) -> None:
+    assert len(images) == count and images.classes == classes
+    for index in range(count):
+        image, target = images.read(index)
+        assert target == index % 3 and image.size == (12, 10) and image.mode == "RGB"
+        assert abs(np.asarray(image).mean() - 40 * index) < 3
+
+
+@pytest.mark.parametrize("columns", [("image", "label"), ("jpg", "cls"), ("img", "fine_label")])
+def test_the_image_and_the_class_label_are_found(hub, columns):
+    name = hub(*columns)
+    for root in (hub.cache, ""):
+        check(open_dataset(name, root, "train"), 6, ["cat", "dog", "ship"])
+    evaluated = open_dataset(name, hub.cache, "validation")
+    check(evaluated, 3, ["cat", "dog", "ship"])
+    assert evaluated.name.endswith(" test"), "there is no validation"
+    check(open_dataset(name, hub.cache, "validation", "train"), 6, ["cat", "dog", "ship"])
+
+
+def test_numbers_and_texts_are_classes_where_they_are_named(hub):
+    datasets = hub.datasets
+    name = hub("jpg", "cls", datasets.Value("int64"))
+    with pytest.raises(UsageError, match="--target-key is required: .* 0 columns of ClassLabel"):
+        open_dataset(name, hub.cache, "train")
+    with pytest.raises(UsageError, match="does not name its classes: --num-classes is required"):
+        open_dataset(name, hub.cache, "train", target_key="cls")
+    check(open_dataset(name, hub.cache, "train", "", 3, target_key="cls"), 6, ["0", "1", "2"])
+    with pytest.raises(UsageError, match=r"must lie in 0\.\.1, got 0\.\.2"):
+        open_dataset(name, hub.cache, "train", "", 2, target_key="cls")
+
+
+def test_texts_are_classes(hub):
+    name = hub("jpg", "kind", hub.datasets.Value("string"))
+    images = open_dataset(name, hub.cache, "train", target_key="kind")
+    check(images, 6, ["name 0", "name 1", "name 2"])
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (
+            {"input_key": "img"},
+            "--input-key must name a column of .* got img: it has image .*label",
+        ),
+        ({"target_key": "cls"}, "--target-key must name a column of .* got cls: it has image "),
+        ({"input_key": "label"}, "--input-key must name a column of images of .* got label: Class"),
+        ({"target_key": "image"}, "column image of .* must hold class labels"),
+        ({"named": "extra"}, "no images in .* extra: Unknown split"),
+        ({"num_classes": 4}, "must have 4 classes"),
+    ],
+)
+def test_other_columns_and_splits_are_one_line(hub, given, message):
+    name = hub()
+    with pytest.raises(UsageError, match=message) as error:
+        open_dataset(name, hub.cache, "train", **given)
+    assert "\n" not in str(error.value)
+
+
+def test_two_columns_of_images_are_asked_about(hub):
+    name = hub(mask=hub.datasets.Image())
+    with pytest.raises(UsageError, match="--input-key is required: .* 2 columns of Image among"):
+        open_dataset(name, hub.cache, "train")
+    assert len(open_dataset(name, hub.cache, "train", input_key="image")) == 6
+
+
+def test_a_missing_data_set_is_one_line(hub, tmp_path):
+    with pytest.raises(UsageError, match="hfds/.*nowhere.* cannot be loaded: ") as error:
+        open_dataset(f"hfds/{tmp_path / 'nowhere'}", hub.cache, "train")
+    assert "\n" not in str(error.value)
+
+
+def test_splits_of_one_length_have_fingerprints_of_their_own(hub):
+    name = hub()
+    train, other = (open_dataset(name, hub.cache, "train", split) for split in ("train", "test"))
+    assert train.fingerprint() == open_dataset(name, hub.cache, "train").fingerprint()
+    train.items.table = train.items.table.select(range(3, 6))
+    assert len(train) == len(other) and train.fingerprint() != other.fingerprint()
+
+
+def test_torchvisions_are_read(tmp_path, monkeypatch):
+    def cifar(self, root, train=True, **_):
+        self.data = np.full((5 if train else 2, 32, 32, 3), 9, np.uint8)
+        self.targets = [0, 1, 2, 3, 4][: len(self.data)]
+        self.class_to_idx = {f"class {n}": n for n in range(10)}
+        self.transform = self.target_transform = None
+
+    monkeypatch.setattr(torchvision.datasets.CIFAR10, "__init__", cifar)
+    train, test = (
+        open_dataset("torch/cifar10", str(tmp_path), split) for split in ("train", "validation")
+    )
+    assert len(train) == 5 and len(test) == 2 and train.read(3)[1] == 3 and len(train.classes) == 10
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("nonsense", "--dataset must be torch/NAME or hfds/NAME, got nonsense"),
+        ("hfds:cifar10", "--dataset must be torch/NAME or hfds/NAME, got hfds:cifar10"),
+        ("hfds/", "--dataset must be torch/NAME or hfds/NAME, got hfds/"),
+        ("wds/x", "wds/x is a stream; one that can be indexed"),
+        ("torch/image_folder", "reads one folder for training and evaluation: leave --dataset out"),
+        ("torch/nonsense", "no images in torch/nonsense train: Unknown torchvision dataset"),
+    ],
+)
+def test_other_names_are_one_line(tmp_path, name, message):
+    with pytest.raises(UsageError, match=message):
+        open_dataset(name, str(tmp_path), "train")
+
+
+def test_what_goes_with_others_is_said(tmp_path):
+    with pytest.raises(UsageError, match="--target-key names a column of --dataset hfds/NAME, got"):
+        open_dataset("torch/cifar10", str(tmp_path), "train", target_key="label")
+    with pytest.raises(UsageError, match="--dataset torch/cifar10 needs --data-dir"):
+        open_dataset("torch/cifar10", "", "train")
