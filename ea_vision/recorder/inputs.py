@@ -4,7 +4,7 @@ Whatever has transparent pixels is put on white. Files of 16 bits a channel keep
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ from ea_vision.data.small_images import load_dataset
 from ea_vision.recorder.loading import LoadedModel
 
 ImageSource = str | Path | Image.Image | np.ndarray
+ROUNDING = 1e-3  # of values that a processor normalised, in 0..1
 DIGITS = "digits#"  # and a number: a test image of the digits
 
 
@@ -89,21 +90,25 @@ def names_of(images: Sequence[ImageSource | Tensor]) -> list[str]:
     ]
 
 
-def as_image(image: ImageSource | Tensor) -> Image.Image | Tensor:
-    """Return a tensor as it is, all else by `read_image`."""
-    return image if isinstance(image, Tensor) else read_image(image)
+def as_image(image: ImageSource | Tensor | Mapping) -> Image.Image | Tensor | Mapping:
+    """Return a tensor, or what an image processor gave, as it is; all else by `read_image`."""
+    return image if isinstance(image, (Tensor, Mapping)) else read_image(image)
 
 
-def as_input(model: LoadedModel, image: ImageSource | Tensor) -> Tensor:
+def as_input(model: LoadedModel, image: ImageSource | Tensor | Mapping) -> Tensor:
     """Return (3, H, W) in 0..1, as the network is to see it: a tensor as it is, all else resized and cut by the model.
 
     Args:
-        image: a tensor has (3, H, W) or (1, 3, H, W), uint8 or floating point in 0..1, not normalised; else see
+        image: a tensor has (3, H, W) or (1, 3, H, W): uint8; floating point in 0..1; or normalised by the model's mean
+            and std, as an image processor gives it, whose mapping with "pixel_values" may be given, too. Else see
             `read_image`.
 
     Raises:
         UsageError: a tensor of another shape or range, an image that cannot be read, or one that is too narrow.
     """
+    normalised = isinstance(image, Mapping)
+    if normalised:
+        image = _pixel_values(image)
     if not isinstance(image, Tensor):
         return model.prepare(read_image(image))
     if image.ndim == 4 and image.shape[0] == 1:
@@ -113,18 +118,39 @@ def as_input(model: LoadedModel, image: ImageSource | Tensor) -> Tensor:
             "an image must be a path, a PIL image, an array (H, W, 3) or a tensor (3, H, W), got "
             f"{tuple(image.shape)}"
         )
+    if normalised or _is_normalised(model, image):
+        return _in_unit_range(model.denormalize(image.float()), ROUNDING)
     return _in_unit_range(image)
 
 
-def _in_unit_range(values: Tensor) -> Tensor:
-    """Return uint8 or floating-point values as float32 in 0..1, where these must lie."""
+def _pixel_values(image: Mapping) -> Tensor:
+    """Return the tensor of what an image processor gave."""
+    if "pixel_values" not in image:
+        raise UsageError(
+            f"an image processor's pixel_values are required, got {', '.join(map(str, image)) or 'nothing'}"
+        )
+    values = image["pixel_values"]
+    return values if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
+
+
+def _is_normalised(model: LoadedModel, image: Tensor) -> bool:
+    """Return whether values beyond 0..1 are in 0..1 before the model's normalisation."""
+    if not image.is_floating_point() or (image.min() >= 0 and image.max() <= 1):
+        return False
+    before = model.denormalize(image.float())
+    return bool(before.min() >= -ROUNDING and before.max() <= 1 + ROUNDING)
+
+
+def _in_unit_range(values: Tensor, rounding: float = 0.0) -> Tensor:
+    """Return uint8 or floating-point values as float32 in 0..1, where these must lie but for `rounding`."""
     if values.dtype == torch.uint8:
         return values / 255
-    low, high = (bound.item() for bound in values.double().aminmax())
-    if values.is_floating_point() and 0 <= low and high <= 1:
-        return values.float()
+    low = values.double().min().item()
+    high = values.double().max().item()
+    if values.is_floating_point() and -rounding <= low and high <= 1 + rounding:
+        return values.float().clamp(0, 1)
     raise UsageError(
-        "an image's values must lie in 0..1 (before normalisation) or be uint8, got "
+        "an image's values must lie in 0..1 or be uint8, a tensor's also normalised by the model's mean and std, got "
         f"{values.dtype} from {low:g} to {high:g}"
     )
 

@@ -1,6 +1,7 @@
 """Load models to look at: what the probe and the figures take on the command line."""
 
 import argparse
+import logging
 import math
 import os
 import re
@@ -36,7 +37,10 @@ from ea_vision.detection.model import Detector, create_detector
 from ea_vision.detection.predict import detect
 from ea_vision.detection.transforms import fit_image
 from ea_vision.engine import checkpoint, run_folder
+from ea_vision.recorder.processors import processor_config, processor_of
 from ea_vision.recorder.recording import AttentionLayer, recordable_layers
+
+log = logging.getLogger(__name__)
 
 # as `recorder.recording.prefix_names` calls them
 TOKEN = r"cls|dist|mean|pool|(?:reg|pool)[1-9]\d*"
@@ -80,20 +84,22 @@ class LoadedModel:
             UsageError: so narrow that it has more than MAX_PIXELS once its short side fits.
         """
         H, W = (round(side * finer) for side in self.img_size)
-        scale = max(H / image.height, W / image.width) / self.config["crop_pct"]
-        size = (
-            max(W, math.floor(image.width * scale + 0.5)),
-            max(H, math.floor(image.height * scale + 0.5)),
-        )
-        if size[0] * size[1] > MAX_PIXELS:
+        crop_pct = self.config["crop_pct"]
+        scale_height = H / image.height / crop_pct
+        scale_width = W / image.width / crop_pct
+        if self.config.get("crop_mode") != "squash":  # which changes the aspect
+            scale_height = scale_width = max(scale_height, scale_width)
+        width = max(W, math.floor(image.width * scale_width + 0.5))
+        height = max(H, math.floor(image.height * scale_height + 0.5))
+        if width * height > MAX_PIXELS:
             raise UsageError(
                 f"an image must have at most {MAX_PIXELS / 1e6:g} megapixels once it is scaled to "
-                f"{W}x{H} pixels, got {size[0]}x{size[1]} from {image.width}x{image.height}"
+                f"{W}x{H} pixels, got {width}x{height} from {image.width}x{image.height}"
             )
-        left, top = (size[0] - W) // 2, (size[1] - H) // 2
-        resized = image.convert("RGB").resize(
-            size, Image.Resampling[self.config["interpolation"].upper()]
-        )
+        left = (width - W) // 2
+        top = (height - H) // 2
+        resampling = Image.Resampling[self.config["interpolation"].upper()]
+        resized = image.convert("RGB").resize((width, height), resampling)
         return pil_to_tensor(resized.crop((left, top, left + W, top + H))) / 255
 
     def shrinks(self, image: Image.Image) -> float:
@@ -114,6 +120,12 @@ class LoadedModel:
     def normalize(self, images: Tensor) -> Tensor:
         """Return what the network takes of images (..., 3, H, W) in 0..1."""
         return normalize(images, list(self.config["mean"]), list(self.config["std"]))
+
+    def denormalize(self, images: Tensor) -> Tensor:
+        """Return the images in 0..1 of which `normalize` makes these, (..., 3, H, W)."""
+        mean = images.new_tensor(self.config["mean"]).view(3, 1, 1)
+        std = images.new_tensor(self.config["std"]).view(3, 1, 1)
+        return images * std + mean
 
 
 @dataclass
@@ -319,11 +331,67 @@ def _load_from_file(origin: Origin, path: Path, random: bool, seed: int) -> Load
     return loaded
 
 
-def as_loaded(model: nn.Module, label: str, trained: bool = True) -> LoadedModel:
-    """Return a network with what its own configuration tells of its images."""
+def as_loaded(
+    model: nn.Module,
+    label: str,
+    trained: bool = True,
+    *,
+    processor: Any = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+) -> LoadedModel:
+    """Return a network with what is known of its images: by its own configuration, or by the image processor beside the
+    weights of a model of transformers. The log says where mean and std are guessed.
+
+    Args:
+        processor, mean, std: see `set_preprocessing`.
+    """
     config = timm.data.resolve_model_data_config(model)
     size = input_size(model, config)
-    return LoadedModel(model, label, size, config, trained=trained, classes=known_classes(model))
+    loaded = LoadedModel(model, label, size, config, trained=trained, classes=known_classes(model))
+    if processor is None:
+        processor = processor_of(model)
+    set_preprocessing(loaded, processor, mean, std)
+    known = processor is not None or (mean is not None and std is not None)
+    if not known and not getattr(model, "pretrained_cfg", None):
+        log.warning(
+            "%s does not say how its images are normalised: ImageNet's mean and std are taken "
+            "(mean=, std= or processor= names others)",
+            label,
+        )
+    return loaded
+
+
+def set_preprocessing(
+    loaded: LoadedModel,
+    processor: Any = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+) -> None:
+    """Let a network have its images as an image processor, or a mean and std, make them.
+
+    Args:
+        processor: of transformers, or its path or name: mean, std, size, crop and resampling are taken from it.
+        mean, std: per channel, of images in 0..1; they precede the processor's.
+
+    Raises:
+        UsageError: an unknown processor, or a mean or std that is not of three numbers.
+    """
+    if processor is not None:
+        config = processor_config(processor)
+        loaded.config = {**loaded.config, **config}
+        loaded.img_size = config["input_size"][1:]
+    for name, values in (("mean", mean), ("std", std)):
+        if values is None:
+            continue
+        values = tuple(float(value) for value in values)
+        if (
+            len(values) != 3
+            or not all(map(math.isfinite, values))
+            or (name == "std" and min(values) <= 0)
+        ):
+            raise UsageError(f"{name} must be three numbers, one per channel, got {values}")
+        loaded.config = {**loaded.config, name: values}
 
 
 def _set_size(loaded: LoadedModel, img_size: tuple[int, int]) -> None:

@@ -1,0 +1,121 @@
+"""Images are prepared as a model's image processor prepares them."""
+
+import logging
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+
+from ea_vision.base.errors import UsageError
+from ea_vision.recorder.inputs import as_image, as_input
+from ea_vision.recorder.loading import as_loaded
+from tests.recorder.networks import torchvision_vit, transformers_model
+
+transformers = pytest.importorskip("transformers")
+
+PROCESSORS = {
+    "squashed": lambda: transformers.ViTImageProcessor(size={"height": 32, "width": 32}),
+    "squashed, then cropped": lambda: transformers.DeiTImageProcessor(
+        size={"height": 40, "width": 40}, crop_size={"height": 32, "width": 32}
+    ),
+    "short side, then cropped": lambda: transformers.CLIPImageProcessor(
+        size={"shortest_edge": 36}, crop_size={"height": 32, "width": 32}
+    ),
+    "not normalised": lambda: transformers.ViTImageProcessor(
+        size={"height": 32, "width": 32}, do_normalize=False
+    ),
+    "from -1 to 1": lambda: transformers.ViTImageProcessor(
+        size={"height": 32, "width": 32},
+        rescale_factor=1 / 127.5,
+        image_mean=[1.0] * 3,
+        image_std=[1.0] * 3,
+    ),
+}
+
+
+def smooth_photo():
+    """A photo of 60x90 pixels without fine structure, which resamplings of two libraries show alike."""
+    rows = np.linspace(0, 255, 60)[:, None, None]
+    columns = np.linspace(0, 1, 90)[None, :, None]
+    colours = np.array([0.3, 0.6, 1.0])
+    return Image.fromarray((rows * columns * colours).astype(np.uint8))
+
+
+def saved(tmp_path, processor):
+    """A model in a folder with its processor, loaded from there."""
+    transformers_model("ViT").save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    return transformers.ViTModel.from_pretrained(tmp_path).eval()
+
+
+@pytest.mark.parametrize("kind", PROCESSORS)
+def test_images_are_those_of_the_processor(kind, tmp_path):
+    processor = PROCESSORS[kind]()
+    image = smooth_photo()
+    expected = processor(image, return_tensors="pt")["pixel_values"][0]
+    beside_the_weights = as_loaded(saved(tmp_path, processor), "ViT")
+    given = as_loaded(transformers_model("ViT"), "ViT", processor=processor)
+    by_path = as_loaded(transformers_model("ViT"), "ViT", processor=str(tmp_path))
+    for loaded in (beside_the_weights, given, by_path):
+        prepared = loaded.normalize(as_input(loaded, image))
+        assert prepared.shape == expected.shape
+        scale = expected.max() - expected.min()
+        assert (prepared - expected).abs().max() < 0.02 * scale
+
+
+def test_a_processors_tensor_stays_as_it_is(tmp_path):
+    processor = PROCESSORS["squashed"]()
+    loaded = as_loaded(saved(tmp_path, processor), "ViT")
+    features = processor(smooth_photo(), return_tensors="pt")
+    expected = features["pixel_values"]
+    for image in (features, expected, expected[0], processor(smooth_photo())):
+        again = loaded.normalize(as_input(loaded, as_image(image)))
+        assert (again - expected[0]).abs().max() < 1e-5
+    white = processor(Image.new("RGB", (40, 40), "white"), return_tensors="pt")
+    assert (as_input(loaded, white) == 1).all()
+    with pytest.raises(UsageError, match="pixel_values are required, got input_ids"):
+        as_input(loaded, {"input_ids": expected})
+    with pytest.raises(
+        UsageError, match="normalised by the model's mean and std, got torch.float32"
+    ):
+        as_input(loaded, {"pixel_values": 3 * expected})
+
+
+def test_mean_and_std_by_hand():
+    loaded = as_loaded(torchvision_vit(), "vit", mean=(0.1, 0.2, 0.3), std=(0.5, 1, 2))
+    black = loaded.normalize(torch.zeros(3, 32, 32))[:, 0, 0]
+    torch.testing.assert_close(black, torch.tensor([-0.2, -0.2, -0.15]))
+    for wrong in ({"mean": (0.1, 0.2)}, {"std": (0.0, 1.0, 1.0)}):
+        with pytest.raises(UsageError, match="must be three numbers, one per channel"):
+            as_loaded(torchvision_vit(), "vit", **wrong)
+    with pytest.raises(
+        UsageError, match="image processor of transformers, its path or its name, got int"
+    ):
+        as_loaded(torchvision_vit(), "vit", processor=3)
+    with pytest.raises(UsageError, match="no image processor at 'nowhere/at/all'"):
+        as_loaded(torchvision_vit(), "vit", processor="nowhere/at/all")
+
+
+def test_a_guessed_mean_is_said_once(tmp_path, caplog):
+    guessed = "vit does not say how its images are normalised: ImageNet's mean and std are taken"
+    with caplog.at_level(logging.WARNING):
+        as_loaded(torchvision_vit(), "vit")
+    assert caplog.text.count(guessed) == 1
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        as_loaded(torchvision_vit(), "vit", mean=(0.5,) * 3, std=(0.5,) * 3)
+        as_loaded(timm.create_model("test_vit"), "vit")
+        as_loaded(saved(tmp_path, PROCESSORS["squashed"]()), "vit")
+    assert not caplog.text
+
+
+def test_squashed_images_of_timm_are_as_timm_evaluates():
+    """SigLIP's configuration says crop_mode="squash"."""
+    model = timm.create_model("test_vit")
+    model.pretrained_cfg = {**model.pretrained_cfg, "crop_mode": "squash", "crop_pct": 0.9}
+    loaded = as_loaded(model, "vit")
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    prepared = loaded.normalize(loaded.prepare(smooth_photo()))
+    assert (prepared - transform(smooth_photo())).abs().max() < 0.05
