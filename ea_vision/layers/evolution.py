@@ -42,9 +42,9 @@ _EVOLUTIONS: dict[str, type["Evolution"]] = {}
 class Evolution(nn.Module):
     """A mechanism over a layer's maps: before the softmax (`forward`), after it (`mix_attn`), or both.
 
-    A subclass has `__init__(self, num_heads, *, its options, device=None, dtype=None)` and one of these. The rest is
-    what others ask of it, and has defaults: nothing to record beside prev_logits, nothing before or after the softmax,
-    and no faster form than `forward`, so that its layers run by the reference and the log says so.
+    A subclass has `__init__(self, num_heads, *, its options, device=None, dtype=None)` and one of these methods. All
+    other methods have defaults: nothing to record beside prev_logits, nothing before or after the softmax, and no
+    faster form than `forward`, so that its layers run by the reference and the log says so.
 
     Class attributes:
         reads_previous: whether `forward` needs the previous layer's logits. If not, the first layer of a chain has the
@@ -55,7 +55,8 @@ class Evolution(nn.Module):
         mixes_output: whether there is a `mix_output`.
         identity_start: the options with which it begins as the plain network and learns from there.
         gate_names: its gates (alpha, beta, ...): numbers, or parameters where they are learnable.
-        part_names: further maps that `parts` returns; the default knows "softmax", the probabilities before `mix_attn`.
+        part_names: names of further maps that `parts` returns. The default `parts` knows "softmax", the probabilities
+            before `mix_attn`.
     """
 
     reads_previous = True
@@ -71,22 +72,21 @@ class Evolution(nn.Module):
         return logits
 
     def mix_attn(self, attn: Tensor) -> Tensor:
-        """Return the maps that weigh the values, from the probabilities, where `mixes_attn`; (B, K, N, N) each."""
+        """Return the maps that weigh the values, computed from the probabilities, (B, K, N, N) each."""
         return attn
 
     def mix_output(self, out: Tensor, values: Tensor, x: Tensor) -> Tensor:
-        """Return the heads' outputs, where `mixes_output`, from those of attention, (B, K, N, D), the values likewise,
-        and the layer's input (B, N, C)."""
+        """Return the heads' outputs (B, K, N, D), computed from those of attention, the values (B, K, N, D) and the
+        layer's input (B, N, C)."""
         return out
 
     def restore_start(self) -> None:
-        """Set what does not begin as a network's own initialisation leaves it, of convolutions by He; by default
-        nothing."""
+        """Reset parameters that the network's own initialisation would overwrite. Default: none."""
 
     def operands(self, prev_logits: Tensor) -> dict | str:
-        """Return the keywords with which `ea_vision.ops.evolving_attention` does as `forward`; where it cannot, why.
+        """Return keywords that make `evolving_attention` compute `forward`, or a string saying why it cannot.
 
-        own_scale among them multiplies the layer's own logits.
+        The keyword own_scale multiplies the layer's own logits.
         """
         return f"{type(self).__name__} has only its forward, which the others do not know"
 
@@ -99,31 +99,28 @@ class Evolution(nn.Module):
         return {}
 
     def gates(self) -> dict[str, float | Tensor]:
-        """Return the gates by name; those that are None are not there."""
+        """Return the gates by name, without those that are None."""
         gates = {name: getattr(self, name) for name in self.gate_names}
         return {name: gate for name, gate in gates.items() if gate is not None}
 
     def changes_nothing(self) -> bool:
-        """Return whether it leaves the layer as it is; unless a subclass knows better, whether its gates stand at
-        `identity_start` and nothing else does."""
-        start, gates = (
-            {name: x for name, x in self.identity_start.items() if name != "learnable"},
-            self.gates(),
-        )
-        return (
-            bool(gates)
-            and start.keys() == gates.keys()
-            and not any(
-                (torch.as_tensor(gate) != start[name]).any() for name, gate in gates.items()
-            )
-        )
+        """Return whether the mechanism leaves the layer as it is.
+
+        By default: whether it has gates alone, and they stand at `identity_start`.
+        """
+        gates = self.gates()
+        start = dict(self.identity_start)
+        start.pop("learnable", None)
+        if not gates or gates.keys() != start.keys():
+            return False
+        return all((torch.as_tensor(gate) == start[name]).all() for name, gate in gates.items())
 
 
 class EvolvingMaps(StepByStep):
-    """The maps of an attention layer, beside nn.Module and a class with `num_heads`, `scale` and `attn_drop`.
+    """The maps of an attention layer; a mixin for a module with `num_heads`, `scale` and `attn_drop`.
 
     evolution: the mechanism over its maps, or None.
-    need_logits: whether somebody reads its logits.
+    need_logits: whether another layer reads its logits.
     """
 
     local = False  # whether a query sees a part of the map alone, or other heads
@@ -158,7 +155,7 @@ class EvolvingMaps(StepByStep):
         need_logits: bool,
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend by what is fastest, or by the modules, and let the evolution mix the heads' outputs.
+        """Attend by the fastest implementation, or step by step, and let the evolution mix the heads' outputs.
 
         Args:
             x: the layer's input, (B, N, C) or (B, C, H, W).
@@ -166,7 +163,7 @@ class EvolvingMaps(StepByStep):
             prev_logits, feat_size, need_logits, bias: see `attend` of the layers.
 
         Returns:
-            the heads' outputs (B, K, N, D), and the logits (B, K, N, N), or None where nobody reads them.
+            the heads' outputs (B, K, N, D), and the logits (B, K, N, N), or None where no layer reads them.
         """
         if self.evolution is not None and self.evolution.reads_previous:
             shape = (q.shape[0], q.shape[1], q.shape[2], q.shape[2])
@@ -235,14 +232,17 @@ _MADE_BY_NETWORKS = ("num_heads", "channels", "device", "dtype")
 
 
 def evolution_options(kind: str | None = None) -> tuple[str, ...]:
-    """Return the options of an evolution's constructor; of all evolutions unless a kind is named.
+    """Return the names of an evolution's options; without a kind, of all evolutions' options.
 
     Raises:
         ValueError: unknown kind.
     """
     classes = _EVOLUTIONS.values() if kind is None else [evolution_class(kind)]
-    names = [name for cls in classes for name in inspect.signature(cls).parameters]
-    names += ["start"] if kind is None else []  # of `create_evolution`
+    names: list[str] = []
+    for cls in classes:
+        names += inspect.signature(cls).parameters
+    if kind is None:
+        names.append("start")  # of `create_evolution`
     return tuple(dict.fromkeys(name for name in names if name not in _MADE_BY_NETWORKS))
 
 
@@ -261,7 +261,7 @@ def create_evolution(
         kind: a registered name ("ea", "pa", "conv2d", ...), or None for attention that does not evolve.
         num_heads: K, channels of the attention maps.
         start: "identity": options that are not set begin as the plain network; "paper" or None: as the paper has them.
-            A kind with an option `start` of its own gets what else is said.
+            A kind that has an option `start` gets any other value.
         channels: C of the layer's input, for the kinds that read it.
         **options: the evolution's, such as alpha, beta, num_layers, kernel_size; None means its default.
 
@@ -290,19 +290,20 @@ def create_evolution(
 
 def learnable_gates(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the learnable gates of a network's evolutions, by their names in its state dict."""
-    return {
-        f"{path}.{name}".removeprefix("."): gate
-        for path, module in model.named_modules()
-        if isinstance(module, Evolution)
-        for name, gate in module.gates().items()
-        if isinstance(gate, nn.Parameter)
-    }
+    found = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, Evolution):
+            continue
+        for name, gate in module.gates().items():
+            if isinstance(gate, nn.Parameter):
+                found[f"{path}.{name}".removeprefix(".")] = gate
+    return found
 
 
 def new_gate(
     name: str, value: float, learnable: bool | str, num_heads: int, **dd
 ) -> float | nn.Parameter:
-    """Return a gate: a number from 0 to 1, or a parameter, () or (K), that begins at any finite number."""
+    """Return a gate: a number from 0 to 1, or a parameter of shape () or (K) that begins at any finite number."""
     if learnable not in (False, True, "per_head"):
         raise ValueError(f"learnable must be False, True or 'per_head', got {learnable!r}")
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -383,8 +384,8 @@ class _ConvolvedEvolution(Evolution):
         Args:
             logits, prev_logits: (B, K, N, N), or in sequences (B, K, Q, N) for Q queries; causal forms do not look at
                 prev_logits.
-            key_padding: of sequences: (B, N), True where a token is padding. The result for the others does not depend
-                on how much of it there is; what it is for the padding, `mask_logits` hides.
+            key_padding: of sequences: (B, N), True where a token is padding. The result for the other tokens does not
+                depend on the amount of padding; `mask_logits` hides the result for the padding itself.
             query_padding: (B, Q) likewise; unless given, key_padding where queries and keys are the same tokens.
         """
         alpha = self.alpha
@@ -410,7 +411,7 @@ class _ConvolvedEvolution(Evolution):
         return evolve_logits(logits, prev_logits, alpha, self.beta, self.predict, convolve)
 
     def convolve(self, maps: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """Convolve (B, K, Q, N); what is not `allowed` is 0 in maps, and enters no convolution and no shift."""
+        """Convolve maps (B, K, Q, N). Entries that are not `allowed` are 0 and enter no convolution and no shift."""
         patches = maps
         if self.num_prefix_tokens > 0:
             patches = among_patches(maps, self.num_prefix_tokens)
@@ -427,7 +428,7 @@ class _ConvolvedEvolution(Evolution):
         return patches
 
     def operands(self, prev_logits: Tensor) -> dict | str:
-        """Do all but the last convolution (PA alone has more than one); the operator does the rest."""
+        """Apply all convolutions but the last (PA alone has more than one); the operator applies the last one."""
         if self.causal != "none":
             return f"the others have no causal form; got causal={self.causal!r}"
         for conv in self.convs:
@@ -460,14 +461,16 @@ class _ConvolvedEvolution(Evolution):
     def before_shares(self) -> dict[str, float]:
         if self.predict:
             return {"prev_logits": 1.0}
-        alpha = float(torch.as_tensor(self.alpha).detach().mean())
+        with torch.no_grad():
+            alpha = float(torch.as_tensor(self.alpha).mean())
         return {"prev_logits": alpha, "self_logits": 1.0 - alpha}
 
     def extra_repr(self) -> str:
-        return ", ".join(
-            f"{name}={gate if isinstance(gate, float) else f'learnable {tuple(gate.shape)}'}"
-            for name, gate in self.gates().items()
-        )
+        shown = []
+        for name, gate in self.gates().items():
+            value = gate if isinstance(gate, float) else f"learnable {tuple(gate.shape)}"
+            shown.append(f"{name}={value}")
+        return ", ".join(shown)
 
 
 @register_evolution("ea")

@@ -51,34 +51,42 @@ class Mechanisms:
     ) -> None:
         """Give each block its `token_conv`, and its attention `evolution`, `need_logits` and `value_residual`.
 
-        class_token_alone: whether nothing but the class token's row of the last map is read.
+        class_token_alone: whether only the class token's row of the last map is read.
         """
         weight = next(blocks[0].parameters())
         dd = {"device": weight.device, "dtype": weight.dtype}
         evolving = self._evolving(len(blocks), class_token_alone)
-        reads = bool(evolving) and evolution_class(self.kind).reads_previous
+        reads_previous = bool(evolving) and evolution_class(self.kind).reads_previous
         for number, (block, attn) in enumerate(zip(blocks, attentions, strict=True), start=1):
-            attn.evolution = attn.value_residual = block.token_conv = None
-            attn.need_logits = reads and number + 1 in evolving
+            attn.evolution = None
+            attn.value_residual = None
+            block.token_conv = None
+            attn.need_logits = reads_previous and number + 1 in evolving
             if number in evolving:
-                attn.evolution = create_evolution(
-                    self.kind, attn.num_heads, channels=channels, **dd, **self.options
+                attn.evolution = self._new_evolution(
+                    attn.num_heads, channels, num_prefix_tokens, **dd
                 )
-                if hasattr(attn.evolution, "num_prefix_tokens"):
-                    passing = self.prefix == "pass" or attn.evolution.spatial
-                    attn.evolution.num_prefix_tokens = num_prefix_tokens if passing else 0
-                elif self.prefix == "pass":
-                    raise ValueError(
-                        f"prefix='pass' needs an evolution with num_prefix_tokens, got {self.kind!r}"
-                    )
             if number > 1 and self.value_residual:
                 attn.value_residual = ValueResidual(self.value_residual != "paper", **dd)
             if number > 1 and self.token_conv:
-                block.token_conv = TokenConv(
-                    channels, num_prefix_tokens, self.token_conv != "paper", **dd
-                )
-            for module in filter(None, (attn.evolution, attn.value_residual, block.token_conv)):
-                module.train(block.training)
+                from_zeros = self.token_conv != "paper"
+                block.token_conv = TokenConv(channels, num_prefix_tokens, from_zeros, **dd)
+            for module in (attn.evolution, attn.value_residual, block.token_conv):
+                if module is not None:
+                    module.train(block.training)
+
+    def _new_evolution(
+        self, num_heads: int, channels: int, num_prefix_tokens: int, **dd
+    ) -> nn.Module:
+        evolution = create_evolution(self.kind, num_heads, channels=channels, **dd, **self.options)
+        if hasattr(evolution, "num_prefix_tokens"):
+            passing = self.prefix == "pass" or evolution.spatial
+            evolution.num_prefix_tokens = num_prefix_tokens if passing else 0
+        elif self.prefix == "pass":
+            raise ValueError(
+                f"prefix='pass' needs an evolution with num_prefix_tokens, got {self.kind!r}"
+            )
+        return evolution
 
     def _evolving(self, depth: int, class_token_alone: bool) -> list[int]:
         """Return the blocks, counted from 1, that are to evolve."""
@@ -86,7 +94,7 @@ class Mechanisms:
             create_evolution(None, 1, **self.options)  # refuses options
             return []
         kind = evolution_class(self.kind)
-        # the class token's row is all that is read of the last map, and it would pass the convolution
+        # Of the last map only the class token's row is read, and that row would pass the convolution.
         idle_last = (self.prefix == "pass" or kind.spatial) and class_token_alone
         possible = range(1 + kind.reads_previous, depth + (not idle_last))
         chosen = list(possible) if self.attn_layers is None else sorted(set(self.attn_layers))

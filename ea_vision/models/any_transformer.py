@@ -186,7 +186,8 @@ class CarryingAttention(MapsAttention):
 
 def by_heads(attn: nn.Module, qkv: Tensor) -> tuple[Tensor, ...]:
     """Split a projection (B, T, 3*K*D) into q, k, v (B, K, T, D)."""
-    return qkv.unflatten(2, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    heads = qkv.unflatten(2, (3, attn.num_heads, -1))  # (B, T, 3, K, D)
+    return heads.permute(2, 0, 3, 1, 4).unbind(0)
 
 
 class EvolvingVitAttention(CarryingAttention, Attention):
@@ -277,7 +278,8 @@ class EvolvingTalkingHeadAttn(CarryingAttention, cait.TalkingHeadAttn):
         return self.proj_l(logits.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
     def attention_of(self, logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        attn = self.proj_w(logits.softmax(-1).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        probabilities = logits.softmax(-1)
+        attn = self.proj_w(probabilities.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
         if self.evolution is not None and self.evolution.mixes_attn:
             return self.evolution.mix_attn(attn)
         return attn
