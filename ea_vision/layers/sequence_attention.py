@@ -7,7 +7,7 @@ Shape letters: B batch, C channels, K heads, Q queries, N keys, D width of a hea
 """
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -57,21 +57,28 @@ class Handed:
 class Chain:
     """Layers that hand on to one another, and what they hand on, by thread.
 
-    kind: of their evolution. cross: whether they attend to another sequence. depth: their number.
+    kind: of their evolution. cross: whether they attend to another sequence. depth: their number. decoder: of
+    cross-attention, the chain of the queries' self-attention, which runs before it. padding: (B, Q), of the queries.
     """
 
-    def __init__(self, kind: str | None = None, cross: bool = False, depth: int = 0):
+    def __init__(self, kind: str | None, cross: bool, depth: int, decoder: "Chain | None" = None):
         self.kind = kind
         self.cross = cross
         self.depth = depth
+        self.decoder = decoder
         self.handed: dict[int, Handed] = {}
+        self.padding: dict[int, Tensor | None] = {}
 
     def __deepcopy__(self, memo: dict) -> "Chain":
         """Return the chain itself: copies of a model run one after the other in a thread."""
         return self
 
     def __reduce__(self):
-        return Chain, (self.kind, self.cross, self.depth)
+        return Chain, (self.kind, self.cross, self.depth, self.decoder)
+
+    def decoder_padding(self) -> Tensor | None:
+        """Return (B, Q), True where a query of cross-attention is padding, as its decoder knows."""
+        return None if self.decoder is None else self.decoder.padding.get(thread_of_forward())
 
     def note_grid(self, embedding: nn.Module, args: tuple, patches: Tensor) -> None:
         """Begin the chain with the (H, W) of the patch embedding's result (B, C, H, W)."""
@@ -109,19 +116,27 @@ class Reading:
     keys: Tensor | None = None
     queries: Tensor | None = None
 
+    def of_queries(self, queries: Tensor | None, N: int) -> "Reading":
+        """Return the reading of queries that are no keys, with their padding (B, Q)."""
+        if queries is None or self.keys is not None:
+            return replace(self, queries=queries)
+        B, Q = queries.shape
+        keys = queries.new_zeros(B, N)
+        return Reading(self.bias, queries.new_ones(B, 1, Q, N), keys, queries)
+
     def padding(self) -> Tensor:
-        """Return (B, 1, Q or 1, N), True where the key or the query is padding."""
+        """Return what broadcasts to (B, 1, Q, N), True where the key or the query is padding."""
         keys = self.keys[:, None, None, :]
         return keys if self.queries is None else keys | self.queries[:, None, :, None]
 
 
 def reading_of(
-    mask: Tensor | None, bias: Tensor | None, causal: bool, cross: bool, Q: int, N: int
+    mask: Tensor | None, bias: Tensor | None, causal: bool, q: Tensor, k: Tensor
 ) -> Reading:
-    """Return what a mask of transformers' (B, 1, Q, N) says, boolean or added to the logits."""
+    """Return what a mask of transformers' (B, 1, Q, N) says, boolean or added to the logits; the queries are keys."""
+    Q, N = q.shape[2], k.shape[2]
     if mask is None and causal and Q > 1:
-        device = None if bias is None else bias.device
-        mask = torch.ones(1, 1, Q, N, dtype=torch.bool, device=device).tril(N - Q)
+        mask = torch.ones(1, 1, Q, N, dtype=torch.bool, device=q.device).tril(N - Q)
     if mask is None:
         return Reading(bias)
     allowed = mask
@@ -131,7 +146,7 @@ def reading_of(
         bias = added if bias is None else bias + added
     allowed = allowed[..., :N].expand(-1, -1, Q, -1)
     keys = ~allowed.any(dim=2).any(dim=1)
-    return Reading(bias, allowed, keys, None if cross else keys[:, -Q:])
+    return Reading(bias, allowed, keys, keys[:, -Q:])
 
 
 class SequenceMaps(MapsAttention, nn.Module):
@@ -290,7 +305,11 @@ class SequenceMaps(MapsAttention, nn.Module):
             self.check_rows(Q, N, cache)
             if self.evolution.reads_previous:
                 prev_logits = check_prev_logits(prev_logits, B, K, Q, N)
-        self.readings[thread] = reading_of(mask, bias, causal, self.chain.cross, Q, N)
+        reading = reading_of(mask, bias, causal, q, k)
+        if self.chain.cross:
+            reading = reading.of_queries(self.chain.decoder_padding(), N)
+        self.chain.padding[thread] = reading.queries
+        self.readings[thread] = reading
         try:
             out, logits = self._attend(q, k, v, prev_logits, feat_size, None, self.need_logits)
         finally:

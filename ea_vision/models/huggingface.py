@@ -25,6 +25,7 @@ from ea_vision.base.errors import UsageError
 from ea_vision.layers.sequence_attention import (
     CAUSAL,
     Chain,
+    Handed,
     SequenceMaps,
     recomputes,
     thread_of_forward,
@@ -105,7 +106,7 @@ class CarryingBlock:
             for chain, handed in zip(self.chains, carried, strict=True):
                 chain.handed[thread] = handed
         elif torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            carried = [chain.handed.get(thread) for chain in self.chains]
+            carried = [chain.handed.get(thread, Handed()) for chain in self.chains]
             setattr(tokens, CARRIED, carried)
         if self.token_conv is not None:
             grid = self.chains[0].handed[thread].feat_size
@@ -260,9 +261,10 @@ def _give_chain(model: nn.Module, names: list[str], form: str, mechanisms: Mecha
     if mechanisms.kind == "ea" and form != "none":
         options = {"causal": form, **mechanisms.options}
         mechanisms = replace(mechanisms, options=options)
-    chain = Chain(mechanisms.kind, across, len(names))
     layers = [model.get_submodule(name) for name in names]
     blocks = [model.get_submodule(block_name(name, names)) for name in names]
+    decoder = blocks[0].chains[0] if across and isinstance(blocks[0], CarryingBlock) else None
+    chain = Chain(mechanisms.kind, across, len(names), decoder)
     embedding = patch_embedding(model, names[0], layers[0])
     prefix_tokens = 0
     if embedding is not None:

@@ -1,6 +1,7 @@
 """Models of Hugging Face's transformers evolve: equal at the start, alive one step on, back again, saved and loaded."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -140,3 +141,253 @@ def test_is_saved_with_its_evolution_and_loaded(name, tmp_path):
         assert loaded.config.ea_vision == model.config.ea_vision
         copied = copy.deepcopy(loaded)
         assert torch.equal(output(copied, name), output(model, name))
+
+
+# ---- against a loop of its own ---------------------------------------------------------------------------------------
+
+
+def shifted(maps: torch.Tensor, down: int, right: int) -> torch.Tensor:
+    """Return maps (B, K, Q, N) moved by whole entries, 0 where nothing comes from."""
+    moved = torch.zeros_like(maps)
+    Q, N = maps.shape[-2:]
+    for row in range(Q):
+        for column in range(N):
+            if 0 <= row - down < Q and 0 <= column - right < N:
+                moved[..., row, column] = maps[..., row - down, column - right]
+    return moved
+
+
+class OwnLoop:
+    """EA in transformers' unfused attention, layer by layer, entry by entry.
+
+    real: (B, T), True where a token is no padding.
+    """
+
+    def __init__(self, evolved: nn.Module, plain: nn.Module, real: torch.Tensor, form: str):
+        layers = dict(evolved.named_modules())
+        self.evolutions = {
+            module: layers[name].maps.evolution
+            for name, module in plain.named_modules()
+            if hasattr(layers[name], "maps")
+        }
+        self.real = real
+        self.form = form
+        self.previous = None
+
+    def convolved(self, evolution: nn.Module, maps: torch.Tensor) -> torch.Tensor:
+        weight, bias = evolution.convs[0].weight, evolution.convs[0].bias
+        result = bias.view(1, -1, 1, 1).expand_as(maps)
+        for row in (-1, 0, 1):
+            for column in (-1, 0, 1):
+                heads = weight[:, :, row + 1, column + 1]
+                neighbour = shifted(maps, -row, -column)
+                result = result + torch.einsum("ab,nbij->naij", heads, neighbour)
+        return result.relu()
+
+    def __call__(self, module, query, key, value, mask, scaling=None, position_bias=None, **_):
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        logits = query @ key.transpose(-2, -1) * (scaling or query.shape[-1] ** -0.5)
+        if position_bias is not None:
+            logits = logits + position_bias
+        read = self.real[:, None, None, :] & self.real[:, None, :, None]
+        if self.form == "self":
+            read = read & torch.ones_like(read).tril()
+        evolution = self.evolutions[module]
+        if evolution is not None:
+            mixed = logits
+            if self.form == "none":
+                mixed = evolution.alpha * self.previous + (1 - evolution.alpha) * logits
+            mixed = mixed * read
+            new = self.convolved(evolution, mixed) * read
+            if self.form == "self":
+                new = shifted(new, 1, 1)
+            logits = evolution.beta * new + (1 - evolution.beta) * mixed
+        self.previous = logits
+        hidden = ~self.real[:, None, None, :].expand(-1, 1, logits.shape[2], -1)
+        if self.form == "self":
+            hidden = hidden | torch.ones_like(hidden).triu(1)
+        weights = logits.masked_fill(hidden, -1e30).softmax(-1)
+        return (weights @ value).transpose(1, 2), None
+
+
+def lively(model: nn.Module) -> nn.Module:
+    """Give every parameter of the mechanisms a value that matters."""
+    torch.manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if ".maps." in name:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+@pytest.mark.parametrize("name", ["vit", "dinov3", "bert", "t5 encoder", "llama"])
+def test_agrees_with_a_loop_over_unfused_attention(name):
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    plain = create(name).double()
+    evolved = lively(evolve(plain, "ea"))
+    inputs = inputs_of(name)
+    if "pixel_values" in inputs:
+        inputs["pixel_values"] = inputs["pixel_values"].double()
+        tokens = 19 if name == "dinov3" else 17
+    else:
+        tokens = 9
+    real = torch.ones(2, tokens, dtype=torch.bool)
+    if tokens == 9:
+        real[0, :3] = False  # padding on the left of one sentence, on the right of the other
+        real[1, 7:] = False
+        inputs["attention_mask"] = real.long()
+    loop = OwnLoop(evolved, plain, real, "self" if name == "llama" else "none")
+    ALL_ATTENTION_FUNCTIONS.register("own_loop", loop)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("own_loop", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    plain.set_attn_implementation("own_loop")
+    ours, theirs = evolved(**inputs).last_hidden_state, plain(**inputs).last_hidden_state
+    assert_close(ours[real], theirs[real], rtol=0, atol=1e-10)
+
+
+# ---- padding, caches, checkpointing, threads, compilation ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind", ["ea", "pa", "residual", "talking_heads", "mta", "conv2d", "gated"]
+)
+@pytest.mark.parametrize(
+    "name", ["bert", "distilbert", "t5 encoder", "llama", "bart", "t5", "t5, targets"]
+)
+@torch.no_grad()
+def test_results_do_not_depend_on_the_amount_of_padding(name, kind):
+    whole_source = name == "t5, targets"
+    name = name.split(",")[0]
+    if kind not in kinds_of(name):
+        pytest.skip(f"{kind} has no causal form")
+    model = lively(evolve(create(name).double(), kind, value_residual=True))
+    sentence = torch.randint(3, 50, (1, 6))
+    expected = None
+    for left, right in [(0, 0), (0, 2), (0, 7), (1, 0), (5, 0), (3, 4)]:
+        padding = nn.functional.pad(sentence, (left, right), value=7)
+        inputs = {"input_ids": padding}
+        inputs["attention_mask"] = nn.functional.pad(torch.ones(1, 6).long(), (left, right))
+        if name in ("bert", "llama"):
+            inputs["position_ids"] = (torch.arange(left + 6 + right) - left).clamp(min=0)[None]
+        if name == "distilbert" and left or name == "bart" and left:
+            continue  # absolute positions, which a sentence moved to the right has others of
+        if name == "t5":  # padded sources, and targets
+            inputs["decoder_input_ids"] = padding
+            inputs["decoder_attention_mask"] = inputs["attention_mask"]
+        if whole_source:
+            inputs["input_ids"] = sentence
+            del inputs["attention_mask"]
+        if name == "bart":
+            inputs["decoder_input_ids"] = sentence[:, :5]
+            result = model(**inputs).last_hidden_state
+        else:
+            result = model(**inputs).last_hidden_state[:, left : left + 6]
+        expected = result if expected is None else expected
+        assert_close(result, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["reattention", "refiner"])
+def test_kinds_that_know_no_padding_refuse_it(kind):
+    model = evolve(create("bert"), kind)
+    mask = torch.ones(2, 9).long()
+    mask[0, 5:] = 0
+    with pytest.raises(ValueError, match="knows no mask"):
+        model(**inputs_of("bert"), attention_mask=mask)
+
+
+def test_masks_other_than_padding_are_refused():
+    model = evolve(create("bert"), "ea")
+    packed = torch.block_diag(torch.ones(4, 4), torch.ones(5, 5)).bool().expand(2, 1, 9, 9)
+    with pytest.raises(ValueError, match="a mask of padding and of the future alone"):
+        model(**inputs_of("bert"), attention_mask=packed)
+
+
+@pytest.mark.parametrize("kind", ["pa", "reattention", "refiner", "mta", "conv2d"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_kinds_without_a_causal_form_refuse_decoders(name, kind):
+    with pytest.raises(ValueError, match="has no form for the causal attention of"):
+        evolve(create(name), kind)
+
+
+def language_model(name: str, **options) -> nn.Module:
+    names = {
+        "llama": ("LlamaForCausalLM", "LlamaConfig", dict(TEXT, num_key_value_heads=2)),
+        "bart": ("BartForConditionalGeneration", "BartConfig", SEQ2SEQ),
+        "t5": ("T5ForConditionalGeneration", "T5Config", T5),
+    }
+    torch.manual_seed(0)
+    model_class, config_class, config = names[name]
+    config = getattr(transformers, config_class)(**config, decoder_start_token_id=1, **options)
+    model = getattr(transformers, model_class)(config).eval().double()
+    for parameter in model.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return model
+
+
+def generate(model: nn.Module, **how) -> torch.Tensor:
+    ids = torch.randint(3, 50, (2, 6), generator=torch.Generator().manual_seed(3))
+    how = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0, **how}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **how)
+
+
+@pytest.mark.parametrize("kind", ["residual", "talking_heads", "gated"])
+@pytest.mark.parametrize("name", ["llama", "bart", "t5"])
+def test_generates_with_a_cache_what_it_generates_without(name, kind):
+    model = lively(evolve(language_model(name), kind, value_residual=True))
+    for beams in (1, 3):
+        cached = generate(model, use_cache=True, num_beams=beams)
+        assert torch.equal(cached, generate(model, use_cache=False, num_beams=beams))
+
+
+@pytest.mark.parametrize("name", ["llama", "bart", "t5"])
+def test_ea_decodes_without_a_cache_and_refuses_one(name):
+    model = lively(evolve(language_model(name), "ea"))
+    assert generate(model, use_cache=False).shape[1] >= 6
+    with pytest.raises(ValueError, match="use_cache=False required"):
+        generate(model, use_cache=True)
+
+
+@pytest.mark.parametrize("name", ["vit", "bert", "t5", "bart", "llama"])
+@pytest.mark.parametrize("kind", ["ea", "talking_heads"])
+def test_gradient_checkpointing_changes_nothing(name, kind):
+    gradients = []
+    for checkpointed in (False, True):
+        model = lively(evolve(create(name), kind, value_residual=True)).train()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(0)
+        (output(model, name) ** 2).sum().backward()
+        gradients.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for key, gradient in gradients[0].items():
+        assert_close(gradients[1][key], gradient)
+
+
+def test_checkpointing_that_loses_the_chain_is_refused():
+    model = evolve(create("vit"), "ea").train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(ValueError, match="use_reentrant"):
+        (output(model, "vit") ** 2).sum().backward()
+
+
+@torch.no_grad()
+def test_threads_do_not_meet():
+    model = lively(evolve(create("bart"), "ea"))
+    batches = [torch.randint(3, 50, (2, length)) for length in (5, 9, 12, 7)]
+    expected = [model(input_ids=ids).last_hidden_state for ids in batches]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda ids: model(input_ids=ids).last_hidden_state, 4 * batches))
+    for ours, alone in zip(together, 4 * expected, strict=True):
+        assert_close(ours, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vit", "bert", "llama"])
+def test_compiles_in_one_graph(name):
+    model = lively(evolve(create(name), "ea", value_residual=True))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_close(output(compiled, name), output(model, name), rtol=1e-4, atol=1e-4)
