@@ -42,11 +42,8 @@ new_kinds = pytest.mark.parametrize("kind", NEW)
 
 def mini(**options):
     torch.manual_seed(0)
-    return lively(
-        timm.create_model(
-            "vit_mini_patch4_32", **{"depth": 3, "embed_dim": 32, "num_classes": 5, **options}
-        )
-    )
+    options = {"depth": 3, "embed_dim": 32, "num_classes": 5, **options}
+    return lively(timm.create_model("vit_mini_patch4_32", **options))
 
 
 @new_kinds
@@ -58,11 +55,14 @@ def test_every_parameter_has_a_gradient_one_step_from_the_identity(kind):
 @new_kinds
 @torch.no_grad()
 def test_paper_starts_are_not_the_plain_network_but_for_mta(kind):
-    evolved = evolve(plain(), kind, start="paper")
-    assert torch.equal(fused(evolved, False)(images()), fused(plain(), False)(images())) == (
-        kind == "mta"
-    )
-    assert isinstance(evolve(plain(), "ea", start="paper").blocks[1].attn.evolution.beta, float)
+    evolved = fused(evolve(plain(), kind, start="paper"), False)
+    expected = fused(plain(), False)(images())
+    assert torch.equal(evolved(images()), expected) == (kind == "mta")
+
+
+def test_eas_gates_are_fixed_at_the_papers_start():
+    model = evolve(plain(), "ea", start="paper")
+    assert isinstance(model.blocks[1].attn.evolution.beta, float)
 
 
 @kinds
@@ -80,9 +80,7 @@ def test_timms_ways(kind):
     final, taken = model.forward_intermediates(images())
     assert_close(final, model.forward_features(images()))
     assert [y.shape for y in taken] == [(2, 32, 8, 8)] * 3
-    features = timm.create_model(
-        "vit_mini_patch4_32", depth=3, embed_dim=32, features_only=True, out_indices=(1,), **options
-    ).eval()
+    features = mini(features_only=True, out_indices=(1,), **options)
     features.model.load_state_dict(model.state_dict(), strict=False)
     assert_close(features(images()), [taken[1]])
     assert_fx_agrees(mini(depth=2, **options), images())
@@ -101,23 +99,17 @@ def test_onnx_and_torch_export_agree(kind, tmp_path):
 @new_kinds
 @torch.no_grad()
 def test_recorded_maps_are_those_that_weigh_the_values_and_recording_changes_nothing(kind):
-    model = mini(
-        evolution=kind, start="paper"
-    ).train()  # batch statistics: recording must not move them twice
-    twin, kind_class, seen = copy.deepcopy(model), evolution_class(kind), []
+    # in training, since recording must not move batch statistics twice
+    model = mini(evolution=kind, start="paper").train()
+    twin = copy.deepcopy(model)
     layer = twin.blocks[1].attn
+    seen = []
     layer.attn_drop.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    with record_attention(
-        model,
-        [2],
-        parts=(
-            "attn",
-            "logits",
-            "self_logits",
-            *kind_class.part_names,
-            *(["prev_logits"] if kind_class.reads_previous else []),
-        ),
-    ) as maps:
+    kind_class = evolution_class(kind)
+    parts = ["attn", "logits", "self_logits", *kind_class.part_names]
+    if kind_class.reads_previous:
+        parts.append("prev_logits")
+    with record_attention(model, [2], parts=parts) as maps:
         y = model(images())
     assert_close(y, twin(images()))
     assert_close(model.state_dict(), twin.state_dict())
@@ -151,13 +143,14 @@ def test_convolutional_networks_by_keyword(name, options, kind):
     assert any(layer.evolution is not None for layer in others)
     base = timm.create_model(name, num_classes=5, **options).eval()
     missing = model.load_state_dict(base.state_dict(), strict=False)
-    assert not missing.unexpected_keys and all(".evolution." in n for n in missing.missing_keys)
-    x = images(options.get("img_size", 32), options.get("img_size", 32))
+    assert not missing.unexpected_keys
+    assert all(".evolution." in name for name in missing.missing_keys)
+    side = options.get("img_size", 32)
+    x = images(side, side)
     with torch.no_grad(), use_implementation("reference"):
         assert torch.equal(model.eval()(x), base(x))
-    assert [
-        n for n in idle(stepped(woken(model), x)) if not n.endswith(".bias")
-    ] == []  # which a norm cancels
+    unmoved = idle(stepped(woken(model), x))
+    assert all(name.endswith(".bias") for name in unmoved)  # a norm cancels biases
 
 
 def test_general_initialisation_leaves_mechanisms_at_their_start():
@@ -167,30 +160,36 @@ def test_general_initialisation_leaves_mechanisms_at_their_start():
 
 
 @torch.no_grad()
-def test_values_are_the_first_blocks_and_begin_as_the_plain_network():
-    reference, begins, halves = mini(), mini(value_residual=True), mini(value_residual="paper")
+def test_value_residual_begins_as_the_plain_network():
+    reference = mini()
+    begins = mini(value_residual=True)
     begins.load_state_dict(reference.state_dict(), strict=False)
     assert_close(begins(images()), reference(images()))
-    values, mixed = [], []
-    for block in halves.blocks:
-        block.attn.qkv.register_forward_hook(
-            lambda _, args, y: values.append(y.unflatten(2, (3, 4, -1))[:, :, 2].transpose(1, 2))
-        )
-    for block in halves.blocks[1:]:
+
+
+@torch.no_grad()
+def test_values_are_mixed_with_the_first_blocks():
+    model = mini(value_residual="paper")
+    values = []
+    mixed = []
+
+    def keep_values(module, args, output):
+        values.append(output.unflatten(2, (3, 4, -1))[:, :, 2].transpose(1, 2))
+
+    for block in model.blocks:
+        block.attn.qkv.register_forward_hook(keep_values)
+    for block in model.blocks[1:]:
         block.attn.value_residual.register_forward_hook(lambda _, args, y: mixed.append(y))
-    halves(images())
+    model(images())
     assert_close(mixed, [0.5 * values[0] + 0.5 * own for own in values[1:]])
 
 
 def test_token_convolutions_stand_before_each_block_but_the_first():
-    assert [block.token_conv is not None for block in mini(token_conv=True).blocks] == [
-        False,
-        True,
-        True,
-    ]
-    with pytest.raises(
-        ValueError, match="got 2 blocks where they are not, the first of them blocks.1.token_conv"
-    ):
+    first, *others = [block.token_conv for block in mini(token_conv=True).blocks]
+    assert first is None
+    assert len(others) == 2 and None not in others
+    message = r"got 2 blocks where they are not, the first of them blocks.1.attn \(token_conv"
+    with pytest.raises(ValueError, match=message):
         unevolve(mini(token_conv="paper"))
     both = stepped(mini(token_conv=True, evolution="conv2d"))
     assert idle(both) == []
@@ -200,42 +199,41 @@ def test_uniform_maps_pool_the_values():
     model = mini(evolution="uniform")
     with torch.no_grad(), record_attention(model) as maps:
         model(images())
-    assert all(
-        torch.allclose(layer.attn, torch.full_like(layer.attn, 1 / 64)) for layer in maps.values()
-    )
+    for layer in maps.values():
+        assert_close(layer.attn, torch.full_like(layer.attn, 1 / 64), atol=1e-8, rtol=1e-5)
 
 
 @pytest.mark.parametrize("block,width", [("50", 8), ("34", 32)])
 def test_mrla_begins_as_the_network_without_and_learns(block, width):
     name = f"aa_resnet{block}"
     options = dict(layers=(1,) * 4, channels=(width,) * 4, num_heads=2, img_size=64, num_classes=5)
-    base, begins, paper = (
-        timm.create_model(name, **options, mrla=mrla).eval() for mrla in (False, True, "paper")
-    )
+    base = timm.create_model(name, **options).eval()
+    begins = timm.create_model(name, **options, mrla=True).eval()
     missing = begins.load_state_dict(base.state_dict(), strict=False)
-    assert not missing.unexpected_keys and all(".mrla." in n for n in missing.missing_keys)
+    assert not missing.unexpected_keys
+    assert all(".mrla." in name for name in missing.missing_keys)
     x = images(64, 64)
     with torch.no_grad():
         assert torch.equal(begins(x), base(x))
         assert_close(begins.forward_intermediates(x)[0], begins.forward_features(x))
     assert idle(stepped(woken(begins), x)) == []
     assert_fx_agrees(begins.eval(), x)
-    assert all(
-        block.mrla.bn.weight.eq(1).all()
-        for stage in (paper.layer1, paper.layer4)
-        for block in stage
-    )
+    paper = timm.create_model(name, **options, mrla="paper")
+    for block in (*paper.layer1, *paper.layer4):
+        assert block.mrla.bn.weight.eq(1).all()
+
+
+def test_mrla_has_the_papers_size():
     with torch.device("meta"):
-        whole = timm.create_model("aa_resnet50", mrla=True)
-    assert (
-        0.18e6 < sum(p.numel() for n, p in whole.named_parameters() if "mrla" in n) < 0.182e6
-    )  # SPEC: 0.181M
+        model = timm.create_model("aa_resnet50", mrla=True)
+    sizes = [p.numel() for name, p in model.named_parameters() if "mrla" in name]
+    assert 0.18e6 < sum(sizes) < 0.182e6  # the paper: 0.181M
 
 
-def test_tokens_without_a_grid_are_refused():
+def test_an_evolving_layer_outside_its_block_is_refused():
     layer = evolve(plain(), "conv2d").blocks[1].attn
-    with pytest.raises(ValueError, match="needs the patches' .height, width."):
-        layer(torch.randn(1, 17, 48), torch.randn(1, 3, 17, 17))
+    with pytest.raises(ValueError, match="must run inside its block"):
+        layer(torch.randn(1, 17, 48))
 
 
 @kinds
@@ -246,7 +244,6 @@ def test_half_precision(kind):
         with torch.autocast("cpu", torch.bfloat16):
             under = model(images())
         half = copy.deepcopy(model).bfloat16()(images().bfloat16())
-    scale = expected.abs().max()
-    assert (under - expected).abs().max() < 0.1 * scale and (
-        half - expected
-    ).abs().max() < 0.1 * scale
+    largest_error = 0.1 * expected.abs().max()
+    assert (under - expected).abs().max() < largest_error
+    assert (half - expected).abs().max() < largest_error

@@ -13,7 +13,13 @@ from torch import nn
 from torch.testing import assert_close
 
 from ea_vision import deploy, evolve, record_attention, unevolve
-from ea_vision.layers import MapsAttention, attention_layers, evolution_class, learnable_gates
+from ea_vision.layers import (
+    Evolution,
+    MapsAttention,
+    attention_layers,
+    evolution_class,
+    learnable_gates,
+)
 from ea_vision.sizes import count
 from tests.models.test_across import KINDS
 from tests.models.test_vision_transformer import active, needs_attn_layer, plain
@@ -46,7 +52,7 @@ thorough = pytest.mark.parametrize("name", slow_but(KEPT, NAMES[1:]))
 
 
 def create(name: str, depth: int = 3) -> nn.Module:
-    """A small network of which all counts."""
+    """Return a small network without parameters at zero, which would hide mistakes."""
     torch.manual_seed(0)
     if name == "torchvision":
         model = torchvision.models.VisionTransformer(32, 8, depth, 3, 48, 96, num_classes=5)
@@ -57,17 +63,11 @@ def create(name: str, depth: int = 3) -> nn.Module:
         model = timm.create_model(name, **options)
     random_linear(model)
     for key, parameter in model.named_parameters():
+        is_zero_scale = key.endswith(".weight") and parameter.ndim == 1 and not parameter.any()
         if key.endswith(("q_bias", "v_bias", "relative_position_bias_table", "in_proj_weight")):
             nn.init.normal_(parameter, std=0.3)
-        elif (
-            "gamma" in key
-            or parameter.ndim == 1
-            and not parameter.any()
-            and key.endswith(".weight")
-        ):
-            nn.init.constant_(
-                parameter, 0.7
-            )  # scales of layers and last norms, which begin at 0 or nearly
+        elif "gamma" in key or is_zero_scale:  # they begin at 0 or nearly
+            nn.init.constant_(parameter, 0.7)
     return model
 
 
@@ -83,58 +83,64 @@ def assert_near(actual, expected) -> None:
     assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
+def assert_begins_as_plain_and_goes_back(model, kind: str, x: torch.Tensor, exact: bool) -> None:
+    """Assert that the evolved model equals the model, shares its parameters and becomes it again, unless moved."""
+    expected = model(x)
+    evolved = evolve(model, kind, token_conv=True, value_residual=True)
+    assert_near(evolved(x), expected)
+    if exact:
+        assert torch.equal(evolve(model, kind)(x), expected)
+    for key, parameter in model.named_parameters():
+        assert evolved.get_parameter(key) is parameter
+    back = unevolve(evolved)
+    assert torch.equal(back(x), expected)
+    assert repr(back) == repr(model)
+    first, second, *_ = attentions(evolved)
+    assert (first.evolution is None) == evolution_class(kind).reads_previous
+    for parameter in second.evolution.parameters():
+        parameter.add_(torch.linspace(0.2, 0.8, parameter.numel()).view_as(parameter))
+    assert (evolved(x) - expected).abs().max() > 1e-3 * expected.abs().max()
+    message = r"got 1 blocks where they are not, the first of them .*\.1\..*evolution"
+    with pytest.raises(ValueError, match=message):
+        unevolve(evolved)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_begins_as_the_plain_network_by_every_kind_and_goes_back(name):
-    model, x = create(name), images(*size_of(name))
+    model = create(name)
+    x = images(*size_of(name))
     exact = name == "vit_tiny_patch16_224"
     if exact:  # by timm's own operations
         set_fused(model, False)
     expected = model(x)
     assert (expected[0] - expected[1]).abs().max() > 0.05 * expected.abs().max()
     for kind in KINDS:
-        evolved = evolve(model, kind, token_conv=True, value_residual=True)
-        assert_near(evolved(x), expected)
-        assert not exact or torch.equal(evolve(model, kind)(x), expected)
-        assert all(
-            evolved.get_parameter(key) is parameter for key, parameter in model.named_parameters()
-        )
-        back = unevolve(evolved)
-        assert torch.equal(back(x), expected) and repr(back) == repr(model)
-        mechanism = attentions(evolved)[1].evolution
-        assert (attentions(evolved)[0].evolution is None) == evolution_class(kind).reads_previous
-        for parameter in mechanism.parameters():
-            parameter.add_(torch.linspace(0.2, 0.8, parameter.numel()).view_as(parameter))
-        assert (evolved(x) - expected).abs().max() > 1e-3 * expected.abs().max()
-        with pytest.raises(
-            ValueError,
-            match=r"got 1 blocks where they are not, the first of them .*\.1\..*evolution",
-        ):
-            unevolve(evolved)
-    for options in (dict(token_conv=True), dict(value_residual=True)):  # attention as it was
+        assert_begins_as_plain_and_goes_back(model, kind, x, exact)
+    for options in (dict(token_conv=True), dict(value_residual=True)):  # attention stays as it was
         alone = evolve(model, None, **options)
-        assert torch.equal(alone(x), expected) and len(alone.state_dict()) > len(model.state_dict())
-    assert torch.equal(unevolve(alone)(x), expected)
-    assert torch.equal(model(x), expected) and not any(
-        isinstance(m, MapsAttention) for m in model.modules()
-    )
+        assert torch.equal(alone(x), expected)
+        assert len(alone.state_dict()) > len(model.state_dict())
+        assert torch.equal(unevolve(alone)(x), expected)
+    assert torch.equal(model(x), expected)
+    assert attentions(model) == []
 
 
 @thorough
 @pytest.mark.parametrize("kind", ["ea", "conv2d", "gated", "xsa", "reattention"])
 def test_learns_is_saved_and_checkpoints(name, kind):
     x = images(*size_of(name))
-    model, again = (
-        evolve(create(name), kind, token_conv=True, value_residual=True) for _ in range(2)
-    )
+    model = evolve(create(name), kind, token_conv=True, value_residual=True)
+    again = evolve(create(name), kind, token_conv=True, value_residual=True)
     stepped(model, x)
-    added = set(dict(model.named_parameters())) - set(dict(create(name).named_parameters()))
+    plain_names = {key for key, _ in create(name).named_parameters()}
+    added = {key for key, _ in model.named_parameters()} - plain_names
     assert [key for key in added.intersection(idle(model)) if "convs.0" not in key] == []
     assert learnable_gates(model).keys() <= added
     again.load_state_dict(model.state_dict())
     with torch.no_grad():
         assert_close(again.eval()(x), model.eval()(x))
-    if name == "torchvision":  # which has no gradient checkpointing
+    if name == "torchvision":  # it has no gradient checkpointing
         return
     assert_checkpointing_changes_nothing(again, x, atol=1e-4, rtol=1e-3)
     if hasattr(again, "forward_intermediates"):
@@ -160,8 +166,9 @@ def test_by_name_and_by_evolve_it_is_one_network(kind, fused):
     for model in (named, evolved):
         set_fused(model, fused)
     assert torch.equal(named(images()), evolved(images()))
-    kinds = [[type(layer) for layer in attention_layers(model)] for model in (named, evolved)]
-    assert kinds[0] == kinds[1] and len(kinds[0]) == 3
+    kinds = [type(layer) for layer in attention_layers(named)]
+    assert kinds == [type(layer) for layer in attention_layers(evolved)]
+    assert len(kinds) == 3
     assert (named(images()) - timms(images())).abs().max() > 1e-2
 
 
@@ -180,9 +187,8 @@ def test_compiles_and_exports(name, tmp_path):
         if name in ("vit_small_patch16_dinov3", "torchvision"):
             assert_onnx_agrees(model, x, tmp_path)
         else:
-            assert_close(
-                torch.export.export(model, (x,)).module()(x), expected, atol=1e-4, rtol=1e-4
-            )
+            program = torch.export.export(model, (x,))
+            assert_close(program.module()(x), expected, atol=1e-4, rtol=1e-4)
 
 
 @torch.no_grad()
@@ -199,17 +205,18 @@ def test_threads_share_a_network():
     model = stirred(evolve(model, "conv2d", token_conv="paper", value_residual="paper"))
     inputs = [torch.randn(2, 3, 32, 16 * width) for width in (1, 2, 3, 4)]
     expected = [model(x) for x in inputs]
+    call = torch.no_grad()(model)
     with ThreadPoolExecutor(4) as pool:
         for _ in range(10):
-            for got, wanted in zip(pool.map(torch.no_grad()(model), inputs), expected, strict=True):
-                assert_close(got, wanted)
+            assert_close(list(pool.map(call, inputs)), expected)
 
 
 def stirred(model):
-    """All gates away from their start."""
-    for attn in attentions(model):
-        for parameter in attn.evolution.parameters() if attn.evolution is not None else ():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+    """Move all parameters of evolutions away from their start."""
+    for module in model.modules():
+        if isinstance(module, Evolution):
+            for parameter in module.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
     return model
 
 
@@ -315,25 +322,28 @@ def test_masks_are_refused_where_maps_evolve():
 @torch.no_grad()
 def test_recorded_maps_weigh_the_values(name, kind):
     """The recorded map times the values is what attention puts out."""
-    evolved, x, seen = evolve(create(name), kind), images(*size_of(name)), []
-    stirred(evolved)
+    evolved = stirred(evolve(create(name), kind))
+    x = images(*size_of(name))
+    seen = []
     for attn in attentions(evolved):
 
         def attended(*args, plain=attn.attended):
-            seen.append((args[3], plain(*args)))
-            return seen[-1][1]
+            values = args[3]
+            out = plain(*args)
+            seen.append((values, out))
+            return out
 
         attn.attended = attended
     expected = evolved(x)
     seen.clear()
     with record_attention(evolved) as maps:
         assert torch.equal(evolved(x), expected)
-    if (
-        "cait" not in name or kind == "talking_heads"
-    ):  # CaiT's recorded map is the one before its own mixing
-        assert len(seen) == 3
-        for (values, out), layer in zip(seen, maps.values(), strict=False):
-            assert_near((layer.attn @ values).transpose(1, 2).flatten(2), out)
+    if "cait" in name and kind != "talking_heads":
+        return  # CaiT's recorded map is the one before its own mixing
+    assert len(seen) == 3
+    for (values, out), layer in zip(seen, maps.values(), strict=False):
+        heads = layer.attn @ values
+        assert_near(heads.transpose(1, 2).flatten(2), out)
 
 
 class LoRA(nn.Linear):
@@ -419,7 +429,8 @@ def test_sizes_counts_an_evolved_network_as_its_plain_one_and_its_maps(name):
     tokens = evolved_count.branches[0].feat_size[1]
     assert tokens == model.num_prefix_tokens + model.patch_embed.num_patches
     assert evolved_count.params == plain_count.params + 2
-    assert len(evolved_count.branches) == 3 and not plain_count.branches
+    assert len(evolved_count.branches) == 3
+    assert not plain_count.branches
 
 
 @torch.no_grad()
