@@ -24,15 +24,14 @@ def draw_detections(image: Tensor, found: Mapping[str, Tensor], classes: Sequenc
         uint8 (3, H', W'), the longer side at least SIDE.
     """
     longer = max(image.shape[1:])
-    side, order = max(SIDE, longer), found["scores"].argsort()
+    side = max(SIDE, longer)
     drawn = F.resize(image, list(fitted_size(image.shape[1:], side)), antialias=True)
+    order = found["scores"].argsort()
     if not len(order):
         return drawn
     labels = found["labels"][order].tolist()
-    names = [
-        f"{classes[label]} {score:.2f}"
-        for label, score in zip(labels, found["scores"][order], strict=True)
-    ]
+    scores = found["scores"][order].tolist()
+    names = [f"{classes[label]} {score:.2f}" for label, score in zip(labels, scores, strict=True)]
     return draw_bounding_boxes(
         drawn,
         found["boxes"][order] * side / longer,

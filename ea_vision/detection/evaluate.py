@@ -63,35 +63,30 @@ class DetectionResult:
 
     def numbers(self) -> dict:
         """Return the content of evaluation.json; measures without an object are None."""
-        return {
+        numbers = {
             "images": self.images,
             "unreadable_images": self.unreadable,
             "detections": len(self.detections),
-            **{
-                name: None if math.isnan(value) else round(value, 4)
-                for name, value in self.measures.items()
-            },
         }
+        for name, value in self.measures.items():
+            numbers[name] = None if math.isnan(value) else round(value, 4)
+        return numbers
 
     def line(self) -> str:
+        """Return the measures, without those that have no object, and the number of images."""
+        parts = []
+        for name, value in self.measures.items():
+            if not math.isnan(value):
+                parts.append(f"{name} {value:.2f}%")
         without = f" without {self.unreadable} that cannot be read" if self.unreadable else ""
-        return "  ".join(
-            [
-                *(
-                    f"{name} {value:.2f}%"
-                    for name, value in self.measures.items()
-                    if not math.isnan(value)
-                ),
-                f"{self.images} images{without}",
-            ]
-        )
+        parts.append(f"{self.images} images{without}")
+        return "  ".join(parts)
 
 
 def coco_metrics(
-    ground_truth: dict,
-    detections: Sequence[dict],
+    ground_truth: dict, detections: Sequence[dict]
 ) -> tuple[dict[str, float], list[dict]]:
-    """Return MEASURES in percent, and a row of AP and AP50 for each class.
+    """Return MEASURES in percent, and AP and AP50 of each class.
 
     Args:
         ground_truth: content of a COCO JSON: images, categories, annotations with area and iscrowd.
@@ -105,29 +100,33 @@ def coco_metrics(
     truth.dataset = copy.deepcopy(ground_truth)  # it adds fields to what it is given
     with redirect_stdout(io.StringIO()):  # it prints its steps
         truth.createIndex()
-        found = (
-            truth.loadRes(copy.deepcopy(detections)) if detections else COCO()
-        )  # loadRes takes no empty list
+        # loadRes takes no empty list
+        found = truth.loadRes(copy.deepcopy(detections)) if detections else COCO()
         evaluation = COCOeval(truth, found, "bbox")
         evaluation.evaluate()
         evaluation.accumulate()
         evaluation.summarize()
-    measures = dict(zip(MEASURES, map(_percent, evaluation.stats.tolist()), strict=False))
-    objects = Counter(
-        row["category_id"] for row in ground_truth["annotations"] if not row["iscrowd"]
-    )
-    precision = evaluation.eval["precision"][
-        ..., 0, -1
-    ]  # thresholds from 0.5, recalls, classes; all areas, 100 each
-    return measures, [
-        {
-            "class": truth.cats[category]["name"],
-            "objects": objects[category],
-            "AP": round(_percent(precision[:, :, place].mean()), 2),
-            "AP50": round(_percent(precision[0, :, place].mean()), 2),
-        }
-        for place, category in enumerate(evaluation.params.catIds)
-    ]
+    stats = evaluation.stats.tolist()[: len(MEASURES)]
+    measures = {name: _percent(value) for name, value in zip(MEASURES, stats, strict=True)}
+    return measures, _per_class(ground_truth, evaluation)
+
+
+def _per_class(ground_truth: dict, evaluation) -> list[dict]:
+    """Return one row per class: class, objects, AP, AP50."""
+    names = {category["id"]: category["name"] for category in ground_truth["categories"]}
+    objects: Counter[int] = Counter()
+    for row in ground_truth["annotations"]:
+        objects[row["category_id"]] += not row["iscrowd"]
+    # thresholds from 0.5, recalls, classes; all areas, 100 detections
+    precision = evaluation.eval["precision"][..., 0, -1]
+    rows = []
+    for place, category in enumerate(evaluation.params.catIds):
+        of_class = precision[:, :, place]
+        row = {"class": names[category], "objects": objects[category]}
+        row["AP"] = round(_percent(of_class.mean()), 2)
+        row["AP50"] = round(_percent(of_class[0].mean()), 2)
+        rows.append(row)
+    return rows
 
 
 def _percent(value: float) -> float:
@@ -155,7 +154,9 @@ def evaluate(
         RunError: no image that can be read has a box.
     """
     model.eval()
-    source, found, ids = loader.source, [], []
+    source = loader.source
+    found: list[dict] = []
+    ids: list[int] = []
     with closing(loader.batches()) as batches:
         for pixels, targets, indices in batches:
             if should_stop is not None and should_stop():
@@ -166,22 +167,23 @@ def evaluate(
             with autocast(config.amp, world.device):
                 detected = model(pixels)
             for target, one in zip(targets, detected, strict=True):
-                boxes = boxes_to_original(
-                    one["boxes"].float().cpu(), target["size"], pixels.shape[-1]
-                )
-                found += results_of(
-                    target["image_id"], {**one, "boxes": boxes}, source.category_ids
-                )
-    ids = sorted(index for of_rank in world.gather(ids) for index in of_rank)
+                boxes = one["boxes"].float().cpu()
+                boxes = boxes_to_original(boxes, target["size"], pixels.shape[-1])
+                one = {**one, "boxes": boxes}
+                found += results_of(target["image_id"], one, source.category_ids)
+    ids = sorted(_joined(world.gather(ids)))
     truth = source.ground_truth(ids)
     if all(row["iscrowd"] for row in truth["annotations"]):
         raise RunError(
             f"there must be boxes on images that can be read, got {len(ids)} of {len(source)} images and "
             "none"
         )
-    found = sorted(
-        (row for of_rank in world.gather(found) for row in of_rank),
-        key=lambda row: str(row["image_id"]),
-    )  # the same order on any number of processes
+    # the same order on any number of processes
+    found = sorted(_joined(world.gather(found)), key=lambda row: str(row["image_id"]))
     measures, per_class = coco_metrics(truth, found)
     return DetectionResult(len(ids), measures, per_class, found, len(source) - len(ids))
+
+
+def _joined(lists: list[list]) -> list:
+    """Return the items of all processes' lists."""
+    return [item for items in lists for item in items]

@@ -4,41 +4,47 @@ A batch's images are float32 (B, 3, S, S) in 0..1, not normalised, which the det
 boxes (n, 4), labels (n,), image_id and size, as `CocoFolder` has them.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 
 from ea_vision.data.batches import Batch, sent
 from ea_vision.data.imagenet import Decoder, DecodingLoader, ImageEvalLoader, ImageTrainLoader
+from ea_vision.detection.coco import CocoFolder
+
+ARRAYS = ("boxes", "labels")  # of a target
+
+
+@dataclass
+class TransformedBoxes:
+    """Reads image number `index` with its boxes and transforms both; worker processes get it, so it can be pickled."""
+
+    source: CocoFolder
+    transform: Callable
+
+    def __call__(self, index: int) -> tuple[torch.Tensor, dict]:
+        """Boxes travel as NumPy arrays: every tensor would take a file descriptor on its way."""
+        image, target = self.transform(*self.source[index])
+        arrays = {name: target[name].numpy() for name in ARRAYS}
+        return image.mul(255).round_(), {**target, **arrays}
 
 
 class _Boxes(DecodingLoader):
     """Beside a loader of images: its source is a `CocoFolder`."""
 
     def _decoder(self, img_size: int) -> Decoder:
-        transform = self.transform(img_size)
-
-        def read(index: int) -> tuple[torch.Tensor, dict]:
-            """Boxes travel as NumPy arrays: every tensor would take a file descriptor on its way."""
-            image, target = transform(*self.source[index])
-            return image.mul(255).round_(), {
-                **target,
-                **{key: target[key].numpy() for key in ("boxes", "labels")},
-            }
-
+        read = TransformedBoxes(self.source, self.transform(img_size))
         return Decoder(read, (3, img_size, img_size))
 
     def _batch(self, images: torch.Tensor, targets: list[dict], ids: torch.Tensor) -> Batch:
         images = images.to(self.device, non_blocking=True).float().div_(255)
-        targets = [
-            {
-                **target,
-                **{
-                    name: sent(torch.from_numpy(target[name]), self.device)
-                    for name in ("boxes", "labels")
-                },
-            }
-            for target in targets
-        ]
-        return Batch(images, targets, ids)
+        return Batch(images, [self._sent(target) for target in targets], ids)
+
+    def _sent(self, target: dict) -> dict:
+        """Return a target whose boxes and labels are on the device."""
+        there = {name: sent(torch.from_numpy(target[name]), self.device) for name in ARRAYS}
+        return {**target, **there}
 
 
 class BoxTrainLoader(_Boxes, ImageTrainLoader):

@@ -33,12 +33,11 @@ from ea_vision.base.networks import create_leaving_out, image_statistics
 
 STRIDES = (8, 16, 32)  # of the features that the pyramid is made from, in pixels
 LEVELS = (3, 4, 5, 6, 7)  # of the pyramid: level n has one place to 2^n x 2^n pixels
-OCTAVE_SCALES = {
-    6: (0, 1 / 2),
-    9: (0, 1 / 3, 2 / 3),
-}  # anchors a place: log2 of their sizes over the level's
+# anchors a place: log2 of their sizes over the level's
+OCTAVE_SCALES = {6: (0, 1 / 2), 9: (0, 1 / 3, 2 / 3)}
 RATIOS = (0.5, 1.0, 2.0)  # height over width
-HUBER_DELTA, HUBER_WEIGHT = 0.1, 50.0  # of the AA paper's code
+HUBER_DELTA = 0.1  # this and the next: of the AA paper's code
+HUBER_WEIGHT = 50.0
 # Keywords of torchvision's RetinaNet that `create_detector` passes on.
 _RETINANET = (
     "score_thresh",
@@ -57,9 +56,10 @@ class CoarseLevels(LastLevelP6P7):
     def forward(
         self, p: list[Tensor], c: list[Tensor], names: list[str]
     ) -> tuple[list[Tensor], list[str]]:
+        last = p[-1].to(self.p6.weight.dtype)
         with torch.autocast("cpu", enabled=False):
-            (_, *coarse), names = super().forward([p[-1].to(self.p6.weight.dtype)], c, names)
-        return [*p, *coarse], names
+            maps, names = super().forward([last], c, names)
+        return [*p, *maps[1:]], names
 
 
 class Pyramid(nn.Module):
@@ -84,22 +84,29 @@ class Pyramid(nn.Module):
                 f"{', '.join(map(str, strides))}"
             )
         self.positions = [last[stride] for stride in STRIDES]
-        self.body, self.out_channels = body, channels
-        widths = [body.feature_info.channels()[position] for position in self.positions]
-        self.fpn = FeaturePyramidNetwork(
-            widths, channels, extra_blocks=CoarseLevels(channels, channels)
-        )
-        self.norms = nn.ModuleList(
-            nn.BatchNorm2d(channels) if norm else nn.Identity() for _ in LEVELS
-        )
+        self.body = body
+        self.out_channels = channels
+        widths = body.feature_info.channels()
+        widths = [widths[position] for position in self.positions]
+        coarse = CoarseLevels(channels, channels)
+        self.fpn = FeaturePyramidNetwork(widths, channels, extra_blocks=coarse)
+        self.norms = nn.ModuleList(_norm(channels, norm) for _ in LEVELS)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """Turn (B, 3, H, W) into the maps "p3" to "p7", (B, channels, H / 2^n, W / 2^n) each."""
         features = self.body(x)
-        maps = self.fpn(
-            {f"p{level}": features[at] for level, at in zip(LEVELS, self.positions, strict=False)}
-        )
-        return {name: norm(x) for norm, (name, x) in zip(self.norms, maps.items(), strict=True)}
+        fine = {}
+        for level, position in zip(LEVELS, self.positions, strict=False):
+            fine[f"p{level}"] = features[position]
+        maps = self.fpn(fine)
+        normed = {}
+        for norm, (name, x) in zip(self.norms, maps.items(), strict=True):
+            normed[name] = norm(x)
+        return normed
+
+
+def _norm(channels: int, norm: bool) -> nn.Module:
+    return nn.BatchNorm2d(channels) if norm else nn.Identity()
 
 
 class _Tower(nn.Module):
@@ -108,28 +115,27 @@ class _Tower(nn.Module):
 
     def __init__(self, channels: int, convs: int, norm: bool):
         super().__init__()
-        self.convs = nn.ModuleList(
-            nn.Conv2d(channels, channels, 3, padding=1) for _ in range(convs)
-        )
-        for conv in self.convs:
+        self.convs = nn.ModuleList()
+        for _ in range(convs):
+            conv = nn.Conv2d(channels, channels, 3, padding=1)
             nn.init.normal_(conv.weight, std=0.01)
             nn.init.zeros_(conv.bias)
-        self.norms = nn.ModuleList(
-            nn.ModuleList(nn.BatchNorm2d(channels) if norm else nn.Identity() for _ in range(convs))
-            for _ in LEVELS
-        )
+            self.convs.append(conv)
+        self.norms = nn.ModuleList()
+        for _ in LEVELS:
+            self.norms.append(nn.ModuleList(_norm(channels, norm) for _ in range(convs)))
 
     def forward(self, maps: list[Tensor], last: nn.Conv2d, numbers: int) -> Tensor:
         """Turn the pyramid's maps, by way of a head's last convolution, into float32 (B, places * A, numbers): losses
         and boxes need its precision."""
-        found = []
+        outputs = []
         for x, norms in zip(maps, self.norms, strict=True):
             for conv, norm in zip(self.convs, norms, strict=True):
                 x = F.relu(norm(conv(x)))
-            found.append(
-                last(x).unflatten(1, (-1, numbers)).permute(0, 3, 4, 1, 2).flatten(1, 3).float()
-            )
-        return torch.cat(found, dim=1)
+            x = last(x).unflatten(1, (-1, numbers))  # (B, A, numbers, H, W)
+            x = x.permute(0, 3, 4, 1, 2).flatten(1, 3)  # (B, H * W * A, numbers)
+            outputs.append(x.float())
+        return torch.cat(outputs, dim=1)
 
 
 class ClassHead(RetinaNetClassificationHead):
@@ -148,7 +154,8 @@ class ClassHead(RetinaNetClassificationHead):
     ):
         super().__init__(channels, anchors, num_classes)
         self.conv = _Tower(channels, convs, norm)
-        self.alpha, self.gamma = alpha, gamma
+        self.alpha = alpha
+        self.gamma = gamma
 
     def forward(self, maps: list[Tensor]) -> Tensor:
         """Turn the pyramid's maps into logits (B, places * A, C)."""
@@ -160,8 +167,10 @@ class ClassHead(RetinaNetClassificationHead):
         """Return the focal loss of matched and background anchors over the matched ones, the images' mean."""
         losses = []
         for target, logits, match in zip(targets, outputs["cls_logits"], matched, strict=True):
-            wanted, of_object = torch.zeros_like(logits), match >= 0
-            wanted[of_object, target["labels"][match[of_object]]] = 1.0
+            of_object = match >= 0
+            labels = target["labels"][match[of_object]]
+            wanted = torch.zeros_like(logits)
+            wanted[of_object, labels] = 1.0
             clear = match != self.BETWEEN_THRESHOLDS
             loss = sigmoid_focal_loss(
                 logits[clear], wanted[clear], self.alpha, self.gamma, reduction="sum"
@@ -176,15 +185,14 @@ class BoxHead(RetinaNetRegressionHead):
     def __init__(self, channels: int, anchors: int, *, convs: int, norm: bool, loss: str):
         super().__init__(channels, anchors)
         self.conv = _Tower(channels, convs, norm)
-        self._loss_type, self.stretch, self.weight = loss, 1.0, 1.0
-        if (
-            loss == "huber"
-        ):  # of x: delta^2 times smooth_l1 of x / delta; the mean of the four offsets
-            self._loss_type, self.stretch, self.weight = (
-                "smooth_l1",
-                1 / HUBER_DELTA,
-                HUBER_WEIGHT * HUBER_DELTA**2 / 4,
-            )
+        self._loss_type = loss
+        self.stretch = 1.0
+        self.weight = 1.0
+        if loss == "huber":
+            # Huber of x is delta^2 times smooth_l1 of x / delta; the mean is over the four offsets.
+            self._loss_type = "smooth_l1"
+            self.stretch = 1 / HUBER_DELTA
+            self.weight = HUBER_WEIGHT * HUBER_DELTA**2 / 4
             self.box_coder.weights = (self.stretch,) * 4
 
     def forward(self, maps: list[Tensor]) -> Tensor:
@@ -231,11 +239,8 @@ class Detector(RetinaNet):
 
     def no_weight_decay(self) -> set[str]:
         """Return the names of the position tables, which timm's optimisers leave without weight decay."""
-        return {
-            name
-            for name, _ in self.named_parameters()
-            if name.endswith(("height_rel", "width_rel"))
-        }
+        names = dict(self.named_parameters())
+        return {name for name in names if name.endswith(("height_rel", "width_rel"))}
 
 
 def create_detector(
@@ -278,50 +283,25 @@ def create_detector(
         ValueError: a value that is none of the above, or a backbone without such features.
         TypeError, RuntimeError: what timm raises for keywords that the backbone lacks, and for unknown backbones.
     """
-    for right, required in (
-        (anchors in OCTAVE_SCALES, f"anchors must be 6 or 9, got {anchors!r}"),
-        (
-            head_norm in (None, "none", "batch"),
-            f"head_norm must be 'batch' or None, got {head_norm!r}",
-        ),
-        (
-            img_size >= 32 and not img_size % 32,
-            f"img_size must be a multiple of 32 pixels, got {img_size!r}",
-        ),
-    ):
-        if not right:
-            raise ValueError(required)
+    _check(anchors, head_norm, img_size)
     norm = head_norm == "batch"
-    retinanet = {
-        "detections_per_img": 100,
-        **{key: backbone_kwargs.pop(key) for key in _RETINANET if key in backbone_kwargs},
-    }
-    wanted = {
+    retinanet = {"detections_per_img": 100}
+    for key in _RETINANET:
+        if key in backbone_kwargs:
+            retinanet[key] = backbone_kwargs.pop(key)
+    body_kwargs = {
         "img_size": img_size,
         "min_head_qk": min_head_qk,
         "augment_strided": augment_strided,
         **backbone_kwargs,
     }
-    defaults = {
-        "img_size": img_size,
-        "min_head_qk": 0,
-        "augment_strided": True,
-    }  # a plain network has none of them
-    body, _ = create_leaving_out(
-        partial(timm.create_model, backbone, features_only=True),
-        wanted,
-        {key for key in defaults if wanted[key] == defaults[key]},
-    )
+    body = _create_body(backbone, img_size, body_kwargs)
     if frozen_norm:
         body = freeze_batch_norm_2d(body)
     if grad_checkpointing:
         body.set_grad_checkpointing(True)
-    pyramid = Pyramid(body, fpn_channels, norm)
-    sizes = tuple(
-        tuple(4 * 2 ** (level + octave) for octave in OCTAVE_SCALES[anchors]) for level in LEVELS
-    )
     with torch.device("meta"):
-        heads = RetinaNetHead(1, 1, 1)  # torchvision's two, in place of which come ours
+        heads = RetinaNetHead(1, 1, 1)  # torchvision's two, which are replaced
     heads.classification_head = ClassHead(
         fpn_channels,
         anchors,
@@ -334,9 +314,10 @@ def create_detector(
     heads.regression_head = BoxHead(
         fpn_channels, anchors, convs=head_convs, norm=norm, loss=box_loss
     )
+    sizes = _anchor_sizes(anchors)
     mean, std = image_statistics(body)
     detector = Detector(
-        pyramid,
+        Pyramid(body, fpn_channels, norm),
         num_classes,
         min_size=img_size,
         max_size=img_size,
@@ -347,5 +328,33 @@ def create_detector(
         size_divisible=img_size,
         **retinanet,
     )
-    detector.num_classes, detector.img_size = num_classes, img_size
+    detector.num_classes = num_classes
+    detector.img_size = img_size
     return detector
+
+
+def _check(anchors: int, head_norm: str | None, img_size: int) -> None:
+    """Raise ValueError for a value that no detector has."""
+    if anchors not in OCTAVE_SCALES:
+        raise ValueError(f"anchors must be 6 or 9, got {anchors!r}")
+    if head_norm not in (None, "none", "batch"):
+        raise ValueError(f"head_norm must be 'batch' or None, got {head_norm!r}")
+    if img_size < 32 or img_size % 32:
+        raise ValueError(f"img_size must be a multiple of 32 pixels, got {img_size!r}")
+
+
+def _create_body(backbone: str, img_size: int, kwargs: dict) -> nn.Module:
+    """Create a network for features; a plain one has no keywords of attention, which must have their defaults then."""
+    defaults = {"img_size": img_size, "min_head_qk": 0, "augment_strided": True}
+    optional = {key for key, value in defaults.items() if kwargs[key] == value}
+    create = partial(timm.create_model, backbone, features_only=True)
+    body, _ = create_leaving_out(create, kwargs, optional)
+    return body
+
+
+def _anchor_sizes(anchors: int) -> tuple[tuple[float, ...], ...]:
+    """Return the sides in pixels of the square anchors of each level."""
+    sizes = []
+    for level in LEVELS:
+        sizes.append(tuple(4 * 2 ** (level + octave) for octave in OCTAVE_SCALES[anchors]))
+    return tuple(sizes)

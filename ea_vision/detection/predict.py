@@ -24,8 +24,9 @@ def detect(
     """
 
     def check(_, args: tuple, outputs: dict[str, Tensor]) -> None:
-        if not all(x.isfinite().all() for x in outputs.values()):
-            raise FloatingPointError("gives no finite number")
+        for output in outputs.values():
+            if not output.isfinite().all():
+                raise FloatingPointError("gives no finite number")
 
     device = next(detector.parameters()).device
     for start in range(0, len(images), batch_size):
@@ -36,7 +37,5 @@ def detect(
         for image, one in zip(chunk, detected, strict=True):
             found = {name: value.cpu() for name, value in one.items()}
             size = (image.height, image.width)
-            yield {
-                **found,
-                "boxes": boxes_to_original(found["boxes"].float(), size, detector.img_size),
-            }
+            boxes = boxes_to_original(found["boxes"].float(), size, detector.img_size)
+            yield {**found, "boxes": boxes}

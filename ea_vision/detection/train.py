@@ -144,7 +144,9 @@ class DetectionConfig(TrainConfig):
 class DetectionTrainer(Trainer):
     """The training loop with the detector's own losses, judged by COCO's metrics."""
 
-    measures, quality, evaluate = MEASURES, "precision", staticmethod(evaluate)
+    measures = MEASURES
+    quality = "precision"
+    evaluate = staticmethod(evaluate)
 
     def _batch_loss(self, images: torch.Tensor, targets: list[dict]) -> torch.Tensor:
         """Return the sum of the losses of classes and boxes; images (B, 3, S, S) in 0..1."""
@@ -154,22 +156,19 @@ class DetectionTrainer(Trainer):
 
     @staticmethod
     def loss_on_noise(model: Detector, images: torch.Tensor) -> torch.Tensor:
-        target = {
-            "boxes": images.shape[-1] * images.new_tensor([[0.1, 0.1, 0.6, 0.7]]),
-            "labels": torch.zeros(1, dtype=torch.int64, device=images.device),
-        }
-        return sum(model(images, [target] * len(images)).values())
+        boxes = images.shape[-1] * images.new_tensor([[0.1, 0.1, 0.6, 0.7]])
+        labels = torch.zeros(1, dtype=torch.int64, device=images.device)
+        targets = [{"boxes": boxes, "labels": labels}] * len(images)
+        return sum(model(images, targets).values())
 
 
 class CocoDetection(DataModule):
     """Images with boxes in COCO's format, read as they are needed."""
 
-    description, examples, options, trainer = (
-        DESCRIPTION,
-        EXAMPLES,
-        DetectionConfig,
-        DetectionTrainer,
-    )
+    description = DESCRIPTION
+    examples = EXAMPLES
+    options = DetectionConfig
+    trainer = DetectionTrainer
     default_output = "runs/detection-{model}"
     least_classes = 1
 
@@ -182,7 +181,8 @@ class CocoDetection(DataModule):
             )
         self.bad_images = BadImages(config.max_bad_images)
         self.test = CocoFolder(config.data_dir, "val")
-        self.classes, self.fingerprint = self.test.classes, self.test.fingerprint()
+        self.classes = self.test.classes
+        self.fingerprint = self.test.fingerprint()
         self.evaluated = self.test
         self.about = {
             "task": TASK,
@@ -191,12 +191,9 @@ class CocoDetection(DataModule):
         }
         if training:
             self.train = CocoFolder(config.data_dir, "train")
-            check_same_classes(
-                self.train.json,
-                list(map(str, self.train.categories)),
-                self.test.json,
-                list(map(str, self.test.categories)),
-            )
+            categories = [str(category) for category in self.train.categories]
+            others = [str(category) for category in self.test.categories]
+            check_same_classes(self.train.json, categories, self.test.json, others)
             self.same_images = self.train.fingerprint() == self.fingerprint
             self.fingerprint = self.train.fingerprint() + self.fingerprint
             self.about["train_data"] = str(self.train.json)
@@ -205,29 +202,16 @@ class CocoDetection(DataModule):
     def create_model(self) -> tuple[nn.Module, dict]:
         """Return the detector, and the keywords that `create_detector` needs to make it again."""
         config = self.config
-        overlay = None
-        if config.pretrained_path:
-            path = Path(config.pretrained_path)
-            path = path / run_folder.WEIGHTS if path.is_dir() else path
-            if not path.is_file():
-                raise UsageError(
-                    f"pretrained_path must be a weights file or a run folder, got "
-                    f"{config.pretrained_path}"
-                )
-            overlay = {"file": str(path)}
+        overlay = self._overlay()
         make = partial(
             create_detector,
             config.model,
             pretrained=config.pretrained or overlay is not None,
             pretrained_cfg_overlay=overlay,
         )
-        fixed = {
-            "num_classes": len(self.classes),
-            **{
-                name: getattr(config, name)
-                for name in ("img_size", "anchors", "gamma", "box_loss", "head_norm")
-            },
-        }
+        fixed = {"num_classes": len(self.classes)}
+        for name in ("img_size", "anchors", "gamma", "box_loss", "head_norm"):
+            fixed[name] = getattr(config, name)
         try:
             return create_by_keywords(
                 make, config.model, fixed, config.model_kwargs, config.optional_kwargs, log.info
@@ -242,6 +226,17 @@ class CocoDetection(DataModule):
             raise
         except (SafetensorError, UnpicklingError) as error:
             raise UsageError(f"weights {config.pretrained_path} cannot be read: {error}") from error
+
+    def _overlay(self) -> dict | None:
+        """Return timm's configuration of the backbone's weights, where --pretrained-path names them."""
+        given = self.config.pretrained_path
+        if not given:
+            return None
+        path = Path(given)
+        path = path / run_folder.WEIGHTS if path.is_dir() else path
+        if not path.is_file():
+            raise UsageError(f"pretrained_path must be a weights file or a run folder, got {given}")
+        return {"file": str(path)}
 
     def train_loader(self, **keywords) -> BoxTrainLoader:
         config = self.config
@@ -294,11 +289,13 @@ class CocoDetection(DataModule):
     def write_evaluation(self, folder: Path, result: DetectionResult, about: dict) -> list[Path]:
         """Write evaluation.json, per_class.csv and detections.json (COCO's results); return their paths."""
         create(folder)
-        paths = [folder / "evaluation.json", folder / "per_class.csv", folder / "detections.json"]
-        write_json(paths[0], {**about, **result.numbers()})
-        atomic_write(paths[1], csv_text(result.per_class).encode())
-        write_json(paths[2], result.detections)
-        return paths
+        evaluation = folder / "evaluation.json"
+        per_class = folder / "per_class.csv"
+        detections = folder / "detections.json"
+        write_json(evaluation, {**about, **result.numbers()})
+        atomic_write(per_class, csv_text(result.per_class).encode())
+        write_json(detections, result.detections)
+        return [evaluation, per_class, detections]
 
 
 main = partial(command.main, CocoDetection)

@@ -27,17 +27,14 @@ def train_transform(
         scale: of the longer side, in units of S; the AA paper's 512 to 768 at 640 pixels are 0.8 to 1.2.
         flip: probability of a horizontal flip.
     """
-    return v2.Compose(
-        [
-            v2.ClampBoundingBoxes(),
-            v2.ScaleJitter((img_size, img_size), scale, antialias=True),
-            v2.RandomCrop(
-                (img_size, img_size), pad_if_needed=True, fill={tv_tensors.Image: FILL, "others": 0}
-            ),
-            v2.RandomHorizontalFlip(flip),
-            *_end(),
-        ]
-    )
+    fill = {tv_tensors.Image: FILL, "others": 0}
+    steps = [
+        v2.ClampBoundingBoxes(),
+        v2.ScaleJitter((img_size, img_size), scale, antialias=True),
+        v2.RandomCrop((img_size, img_size), pad_if_needed=True, fill=fill),
+        v2.RandomHorizontalFlip(flip),
+    ]
+    return v2.Compose(steps + _end())
 
 
 def eval_transform(img_size: int) -> v2.Transform:
@@ -74,19 +71,22 @@ class Fit(v2.Transform):
 
 def fit_image(image: Image.Image, img_size: int) -> Tensor:
     """Apply `eval_transform` to an image without boxes."""
-    return v2.Compose([v2.PILToTensor(), Fit(img_size), v2.ToDtype(torch.float32, scale=True)])(
-        image
-    )
+    to_float = v2.ToDtype(torch.float32, scale=True)
+    return v2.Compose([v2.PILToTensor(), Fit(img_size), to_float])(image)
 
 
 def fitted_size(size: tuple[int, int], img_size: int) -> tuple[int, int]:
     """Return (H, W) of an image of `size` (H, W) once its longer side has `img_size` pixels; at least 1."""
-    return tuple(max(1, round(side * img_size / max(size))) for side in size)
+    height, width = size
+    longer = max(size)
+    return max(1, round(height * img_size / longer)), max(1, round(width * img_size / longer))
 
 
 def boxes_to_original(boxes: Tensor, size: tuple[int, int], img_size: int) -> Tensor:
     """Move boxes (n, 4) x1 y1 x2 y2 from the square of `eval_transform` to the image of `size` (H, W), cut at its
     border."""
     height, width = fitted_size(size, img_size)
-    boxes = boxes * boxes.new_tensor([size[1] / width, size[0] / height] * 2)
+    across = size[1] / width
+    down = size[0] / height
+    boxes = boxes * boxes.new_tensor([across, down, across, down])
     return clip_boxes_to_image(boxes, size)
