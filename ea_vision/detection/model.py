@@ -117,10 +117,10 @@ class _Tower(nn.Module):
         super().__init__()
         self.convs = nn.ModuleList()
         for _ in range(convs):
-            conv = nn.Conv2d(channels, channels, 3, padding=1)
+            self.convs.append(nn.Conv2d(channels, channels, 3, padding=1))
+        for conv in self.convs:
             nn.init.normal_(conv.weight, std=0.01)
             nn.init.zeros_(conv.bias)
-            self.convs.append(conv)
         self.norms = nn.ModuleList()
         for _ in LEVELS:
             self.norms.append(nn.ModuleList(_norm(channels, norm) for _ in range(convs)))
