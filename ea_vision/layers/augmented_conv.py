@@ -312,25 +312,25 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
     def table_sizes(self, feat_size: tuple[int, int]) -> list[tuple[str, int]]:
         """Return the names of the position tables, and of each how many offsets to one side a map of (height, width)
         has."""
-        return (
-            list(zip(("height_rel", "width_rel"), self.reaches(feat_size), strict=True))
-            if self.relative
-            else []
-        )
+        if not self.relative:
+            return []
+        high, wide = self.reaches(feat_size)
+        return [("height_rel", high), ("width_rel", wide)]
 
     def map_elements(self, feat_size: tuple[int, int]) -> int:
         """Return the number of query-key pairs that attention reads on a map of (height, width), in all heads."""
 
         def pairs(size: int, most: int) -> int:
+            """Count pairs of `size` places that lie less than `most` apart."""
             return sum(size - abs(offset) for offset in range(1 - most, most))
 
-        (H, W), (high, wide), K = feat_size, self.reaches(feat_size), self.num_heads
-        heads = (
-            K * self.head_window
-            if self.head_border == "wrap"
-            else pairs(K, min(K, self.head_window // 2 + 1))
-        )
-        return heads * pairs(H, high) * pairs(W, wide)
+        K = self.num_heads
+        if self.head_border == "wrap":
+            heads = K * self.head_window
+        else:
+            heads = pairs(K, min(K, self.head_window // 2 + 1))
+        high, wide = self.reaches(feat_size)
+        return heads * pairs(feat_size[0], high) * pairs(feat_size[1], wide)
 
     def set_feat_size(self, feat_size: tuple[int, int]) -> None:
         """Fit the position tables to another (height, width) of the map, for good."""
@@ -407,7 +407,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         Returns:
             q (B, K, N, D), normalised with qk_norm, not scaled, k (B, K, N, D) likewise, v (B, K, N, Dv), [H, W].
         """
-        B, H, W = projected.shape[0], projected.shape[2], projected.shape[3]
+        B, _, H, W = projected.shape
         qk, v = projected.split([2 * self.dim_qk, self.dim_v], dim=1)
         qk = qk.reshape(B, 2 * self.num_heads, self.dim_head_qk, H * W)
         gain = self.qk_gain
@@ -421,15 +421,14 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
     def logits_of(self, q: Tensor, k: Tensor, feat_size: tuple[int, int]) -> Tensor:
         """Return the layer's logits before any evolution; see `EvolvingMaps`."""
         H, W = feat_size
-        height_rel, width_rel = self.height_rel, self.width_rel
-        if height_rel is not None and width_rel is not None:
-            if height_rel.shape[0] != 2 * H - 1 or width_rel.shape[0] != 2 * W - 1:
-                high, wide = self.reaches(feat_size)
-                height_rel, width_rel = (
-                    fit_rel_table(height_rel, high),
-                    fit_rel_table(width_rel, wide),
-                )
-                height_rel, width_rel = cover_offsets(height_rel, H), cover_offsets(width_rel, W)
+        height_rel = self.height_rel
+        width_rel = self.width_rel
+        if height_rel is not None:
+            high, wide = self.reaches(feat_size)
+            if len(height_rel) != 2 * H - 1:
+                height_rel = cover_offsets(fit_rel_table(height_rel, high), H)
+            if len(width_rel) != 2 * W - 1:
+                width_rel = cover_offsets(fit_rel_table(width_rel, wide), W)
         if self.head_window > 1:
             return neighbours_logits(
                 q, k, height_rel, width_rel, self.scale, feat_size, self.head_window
@@ -515,8 +514,11 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
             need_logits = self.need_logits
         attn, logits = self.attend(x, prev_logits, need_logits)
         if self.resize_result:
-            size: list[int] = [-(-x.shape[2] // self.stride), -(-x.shape[3] // self.stride)]
-            resized = F.interpolate(attn, size=size, mode="bilinear", align_corners=False)
+            height = -(-x.shape[2] // self.stride)  # rounded up
+            width = -(-x.shape[3] // self.stride)
+            resized = F.interpolate(
+                attn, size=(height, width), mode="bilinear", align_corners=False
+            )
             attn = resized.to(attn.dtype)  # autocast on CUDA makes it float32
         if self.conv is None:
             return attn, logits

@@ -1,7 +1,7 @@
-"""Spatial transformer: a network that says where to look, and a sampler that looks there.
+"""Spatial transformer: a small network says where to look, and a sampler looks there.
 
-Paper: `Spatial Transformer Networks` - https://arxiv.org/abs/1506.02025; of the attention that essays on the subject
-describe for images the one that moves the image and not its weights.
+Paper: `Spatial Transformer Networks` - https://arxiv.org/abs/1506.02025. This kind of attention moves the image; it
+weighs nothing.
 
 Shape letters: B batch, C channels, H x W the input, h x w the output.
 """
@@ -16,7 +16,7 @@ IDENTITY = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
 
 
 def sample_affine(x: Tensor, theta: Tensor, out_size: tuple[int, int]) -> Tensor:
-    """Sample images on an affine grid, bilinearly, with zeros outside of them; all channels alike (paper, equation 5).
+    """Sample images on an affine grid, bilinearly, with zeros outside them, each channel alike (paper, equation 5).
 
     Args:
         x: (B, C, H, W).
@@ -27,26 +27,28 @@ def sample_affine(x: Tensor, theta: Tensor, out_size: tuple[int, int]) -> Tensor
     Returns:
         (B, C, h, w).
     """
-    size: list[int] = [x.shape[0], x.shape[1], out_size[0], out_size[1]]
-    grid = F.affine_grid(theta.to(x.dtype), size, align_corners=False)
+    grid = F.affine_grid(theta.to(x.dtype), (*x.shape[:2], *out_size), align_corners=False)
     return F.grid_sample(x, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
 
 
 def quadrilateral(theta: Tensor, in_size: tuple[int, int]) -> Tensor:
-    """Return the corners of the sampled area: theta (B, 2, 3) -> (B, 4, 2), (x, y) in pixels of an input of (H, W),
-    whose left upper corner is (0, 0); in the order left upper, right upper, right lower, left lower of the output."""
-    corners = torch.tensor(
-        [[-1, -1, 1], [1, -1, 1], [1, 1, 1], [-1, 1, 1]], dtype=theta.dtype, device=theta.device
-    )
+    """Return the corners of the sampled area: theta (B, 2, 3) -> (B, 4, 2).
+
+    The corners are those of the output: left upper, right upper, right lower, left lower. Each is (x, y) in pixels of
+    an input of (H, W) whose left upper corner is (0, 0).
+    """
     H, W = in_size
-    return (corners @ theta.transpose(1, 2) + 1) / 2 * theta.new_tensor([W, H])
+    corners = theta.new_tensor([[-1, -1, 1], [1, -1, 1], [1, 1, 1], [-1, 1, 1]])
+    sampled = corners @ theta.transpose(1, 2)
+    in_parts = (sampled + 1) / 2  # from 0 to 1 over the input
+    return in_parts * theta.new_tensor([W, H])
 
 
 @keep_whole  # the grid needs sizes at run time, so FX keeps the layer whole
 class SpatialTransformer(nn.Module):
-    """Samples its input where its localisation network says; at the start that is the input as it is.
+    """Samples its input where its localisation network says. At the start the output is the input.
 
-    The localisation network is two strided convolutions, their mean over a 4x4 grid, and two linear layers (the paper
+    The localisation network has two strided convolutions, a mean over a 4x4 grid, and two linear layers (the paper
     leaves it open). The last layer begins with zero weights and the identity as bias.
 
     Args:
@@ -85,7 +87,7 @@ class SpatialTransformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise the localisation network by He, and what it says as the identity."""
+        """Initialise the localisation network by He, and its answer as the identity."""
         for module in self.localise:
             if isinstance(module, (nn.Conv2d, nn.Linear)):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
