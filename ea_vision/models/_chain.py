@@ -37,9 +37,8 @@ except ImportError:
     timm_input = None
 
 
-Step = Callable[
-    [Tensor, "Tensor | None"], "tuple[Tensor, Tensor | None]"
-]  # (x, prev_logits) -> (x, logits)
+# (x, prev_logits) -> (x, logits)
+Step = Callable[[Tensor, "Tensor | None"], "tuple[Tensor, Tensor | None]"]
 
 
 def to_size(img_size: int | tuple[int, int], least: int = 1) -> tuple[int, int]:
@@ -59,16 +58,12 @@ def to_size(img_size: int | tuple[int, int], least: int = 1) -> tuple[int, int]:
 
 
 def check_numbers(name: str, value: Any, count: int | None = None) -> None:
-    """Refuse a network's keyword `name` that is not several whole numbers, `count` of them where it is given.
-
-    Raises:
-        ValueError: one number alone, something else than whole numbers, more or fewer than `count`.
-    """
-    numbers = isinstance(value, Collection) and all(
-        isinstance(number, Integral) for number in value
-    )
-    if not numbers or count not in (None, len(value)):
-        wanted = "whole numbers, such as (2, 3)" if count is None else f"{count} whole numbers"
+    """Raise ValueError unless a network's keyword `name` is several whole numbers, `count` of them where given."""
+    wanted = "whole numbers, such as (2, 3)" if count is None else f"{count} whole numbers"
+    several = isinstance(value, Collection)
+    if several and count is not None:
+        several = len(value) == count
+    if not several or not all(isinstance(number, Integral) for number in value):
         raise ValueError(f"{name} must be {wanted}, got {value!r}")
 
 
@@ -128,15 +123,26 @@ class AttentionConfig:
     @classmethod
     def take(cls, kwargs: dict, **defaults: Any) -> "AttentionConfig":
         """Return the configuration that a network's keywords ask for, and take these out of `kwargs`."""
-        own = {name: kwargs.pop(name) for name in [f.name for f in fields(cls)] if name in kwargs}
-        options = {name: kwargs.pop(name) for name in evolution_options() if name in kwargs}
-        return cls(**{**defaults, **own, "options": options})
+        chosen = dict(defaults)
+        for field_ in fields(cls):
+            if field_.name in kwargs:
+                chosen[field_.name] = kwargs.pop(field_.name)
+        options = {}
+        for name in evolution_options():
+            if name in kwargs:
+                options[name] = kwargs.pop(name)
+        return cls(**{**chosen, "options": options})
 
     def dims(self, width: int) -> tuple[int, int]:
         """Return (dim_qk, dim_v) for a convolution of `width` channels, rounded down to multiples of the heads."""
-        paper = self.qk_ratio is None
-        least = (20 if paper else 0) if self.min_head_qk is None else self.min_head_qk
-        dim_qk = max((0.2 if paper else self.qk_ratio) * width, least * self.num_heads)
+        ratio = self.qk_ratio
+        least = 0
+        if ratio is None:  # the AA paper's rule
+            ratio = 0.2
+            least = 20
+        if self.min_head_qk is not None:
+            least = self.min_head_qk
+        dim_qk = max(ratio * width, least * self.num_heads)
         return self._whole_heads(dim_qk), self._whole_heads(self.v_ratio * width)
 
     def _whole_heads(self, width: float) -> int:
@@ -167,23 +173,20 @@ class AttentionConfig:
         Raises:
             ValueError: another stage, window_stages without attention, or an evolution without any attention.
         """
-        chosen = tuple(sorted(set(default if self.attn_stages is None else self.attn_stages)))
-        if not set(chosen) <= set(possible) or self.evolution is not None and not chosen:
-            why = (
-                f", at least one for evolution={self.evolution!r}"
-                if self.evolution is not None
-                else ""
-            )
+        chosen = default if self.attn_stages is None else self.attn_stages
+        stages = tuple(sorted(set(chosen)))
+        evolves = self.evolution is not None
+        if not set(stages) <= set(possible) or (evolves and not stages):
+            why = f", at least one for evolution={self.evolution!r}" if evolves else ""
             raise ValueError(
-                f"attn_stages must be of {tuple(possible)}{why}, got {self.attn_stages or chosen}"
+                f"attn_stages must be of {tuple(possible)}{why}, got {self.attn_stages or stages}"
             )
-        if self.window_stages is not None and not (
-            self.window_stages and set(self.window_stages) <= set(chosen)
-        ):
+        windowed = self.window_stages
+        if windowed is not None and (not windowed or not set(windowed) <= set(stages)):
             raise ValueError(
-                f"window_stages must be of {chosen}, which have attention, got {self.window_stages}"
+                f"window_stages must be of {stages}, which have attention, got {windowed}"
             )
-        return chosen
+        return stages
 
     def new_evolution(self, in_channels: int = 1, device=None, dtype=None) -> Evolution | None:
         """Return the evolution module of a layer of `in_channels`, or None; see `create_evolution` for the errors."""
@@ -209,11 +212,9 @@ class ChainBuilder:
     """
 
     def __init__(self, config: AttentionConfig, network: "ChainedNetwork", device=None, dtype=None):
-        self.config, self.network, self.factory = (
-            config,
-            network,
-            {"device": device, "dtype": dtype},
-        )
+        self.config = config
+        self.network = network
+        self.dd = {"device": device, "dtype": dtype}
         self.previous: AugmentedConv2d | None = None
 
     def layer(
@@ -235,11 +236,13 @@ class ChainBuilder:
             **options: further ones of `AugmentedConv2d`. What is of the other fusion is left out: with "concat" the
                 `conv` of the plain network, with "add" `attn_channels`.
         """
-        config, previous, evolution = self.config, self.previous, None
+        config = self.config
+        previous = self.previous
         follows = previous is not None and previous.map_reduction == reduction
         reads = config.evolution is not None and evolution_class(config.evolution).reads_previous
+        evolution = None
         if follows or not reads:
-            evolution = config.new_evolution(in_channels, **self.factory)
+            evolution = config.new_evolution(in_channels, **self.dd)
         if follows:
             previous.need_logits = reads
         dim_qk, dim_v = config.dims(out_channels)
@@ -257,9 +260,10 @@ class ChainBuilder:
             fusion=config.fusion,
             attn_drop=config.attn_drop_rate,
             **{"dim_qk": dim_qk, "dim_v": dim_v, **config.windows(stage), **options},
-            **self.factory,
+            **self.dd,
         )
-        layer.need_logits, layer.map_reduction = False, reduction
+        layer.need_logits = False
+        layer.map_reduction = reduction
         self.previous = layer
         return layer
 
@@ -267,26 +271,25 @@ class ChainBuilder:
 @contextmanager
 def frozen_statistics(block: nn.Module) -> Iterator[None]:
     """Leave the running statistics of a block's batch norms alone, which still normalise by the batch in training."""
-    norms = [
-        module for module in block.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
-    ]
-    before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
-    for norm in norms:
-        norm.momentum, norm.num_batches_tracked = 0.0, None
+    before = {}
+    for module in block.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            before[module] = (module.momentum, module.num_batches_tracked)
+            module.momentum = 0.0
+            module.num_batches_tracked = None
     try:
         yield
     finally:
-        for norm, (momentum, batches) in zip(norms, before, strict=True):
-            norm.momentum, norm.num_batches_tracked = momentum, batches
+        for norm, (momentum, batches) in before.items():
+            norm.momentum = momentum
+            norm.num_batches_tracked = batches
 
 
 def checkpoint(block: nn.Module, *args: Any) -> Any:
     """Run block(*args), recomputed in the backward pass, which moves no running statistics a second time."""
-    options = (
-        {}
-        if torch.compiler.is_compiling()
-        else {"context_fn": lambda: (nullcontext(), frozen_statistics(block))}
-    )
+    options = {}
+    if not torch.compiler.is_compiling():
+        options["context_fn"] = lambda: (nullcontext(), frozen_statistics(block))
     return torch_checkpoint.checkpoint(block, *args, use_reentrant=False, **options)
 
 
@@ -301,6 +304,14 @@ def hand_on(x: Tensor, logits: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
 def received(output: Tensor | tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
     """Return (x, logits) of what a block or a stage returned; logits are None where it handed none on."""
     return output if isinstance(output, tuple) else (output, None)
+
+
+def run_conv(conv: nn.Module, x: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Run a convolution, augmented or not; return its output and the logits for the next layer that reads them."""
+    if not isinstance(conv, AugmentedConv2d):
+        return conv(x), logits
+    x, logits = conv(x, logits)
+    return x, logits if conv.need_logits else None
 
 
 class AttnStage(nn.Sequential):
@@ -364,11 +375,10 @@ class ChainedNetwork:
     def fill_offsets_beyond(self, img_size: int | tuple[int, int]) -> None:
         """Fill what images of this size, in pixels, did not train of the position tables; see
         `AugmentedConv2d.fill_offsets_beyond`."""
+        size = to_size(img_size, self.min_img_size)
         for module in self.modules():
             if isinstance(module, AugmentedConv2d):
-                module.fill_offsets_beyond(
-                    self.map_size(to_size(img_size, self.min_img_size), module.map_reduction)
-                )
+                module.fill_offsets_beyond(self.map_size(size, module.map_reduction))
 
     def no_weight_decay(self) -> set[str]:
         return {
@@ -412,14 +422,18 @@ class ChainedNetwork:
             raise ValueError(f"output_fmt must be 'NCHW', got {output_fmt!r}")
         take_indices, max_index = feature_take_indices(len(self.feature_info), indices)
         steps = self.feature_steps()
-        intermediates, logits = [], None
-        for index, step in enumerate(steps[: max_index + 1] if stop_early else steps):
+        last = max_index if stop_early else len(steps) - 1
+        intermediates = []
+        logits = None
+        for index, step in enumerate(steps[: last + 1]):
             x, logits = received(step(x, logits))
             if index in take_indices:
                 intermediates.append(x)
-        if index == len(steps) - 1:
+        if intermediates_only:
+            return intermediates
+        if last == len(steps) - 1:
             x = self.forward_end(x)
-        return intermediates if intermediates_only else (x, intermediates)
+        return x, intermediates
 
     def prune_intermediate_layers(
         self,
@@ -429,11 +443,9 @@ class ChainedNetwork:
     ) -> list[int]:
         """Drop the stages after the last one wanted, with what stands behind them, and the head."""
         take_indices, max_index = feature_take_indices(len(self.feature_info), indices)
-        unused = [
-            name
-            for info in self.feature_info[max_index + 1 :]
-            for name in (info["module"], *info.get("end", ()))
-        ]
+        unused = []
+        for info in self.feature_info[max_index + 1 :]:
+            unused += [info["module"], *info.get("end", ())]
         for name in unused:
             chained = isinstance(self.get_submodule(name), AttnStage)
             self.set_submodule(name, AttnStage() if chained else nn.Identity())
@@ -467,9 +479,8 @@ class HeadedNetwork(ChainedNetwork):
         self.num_classes = num_classes
         self.head.in_features = self.num_features
         self.head.reset(num_classes, global_pool)
-        weight = next(
-            self.parameters()
-        )  # a head without classifier does not know where the network lives
+        # a head without classifier does not know where the network lives
+        weight = next(self.parameters())
         self.head.to(weight.device, weight.dtype).train(self.training)
         self.head_hidden_size = self.num_features * self.head.global_pool.feat_mult()
 

@@ -2,6 +2,7 @@
 
 import logging
 
+import torch
 from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d
@@ -27,40 +28,53 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
         ValueError: a convolution of other input channels or kernel than the model's.
     """
     own = model.state_dict()
-    out = dict(state_dict)
-    for name, module in model.named_modules():
-        if not isinstance(module, AugmentedConv2d) or f"{name}.weight" not in out:
-            continue
-        weight = out.pop(f"{name}.weight")
-        if module.conv is None:
-            _logger.info("%s: attention alone, no convolution to take the checkpoint's", name)
-        else:
-            wanted = own[f"{name}.conv.weight"].shape
-            adds = module.fusion == "add"
-            if adds and weight.shape != wanted:
-                raise ValueError(
-                    f"{name}.weight must have shape {tuple(wanted)}, got {tuple(weight.shape)}"
-                )
-            if weight.shape[1:] != wanted[1:] or weight.shape[0] < wanted[0]:
-                raise ValueError(
-                    f"{name}.weight must have at least {wanted[0]} output channels and shape (*, "
-                    f"{', '.join(map(str, wanted[1:]))}), got {tuple(weight.shape)}"
-                )
-            out[f"{name}.conv.weight"] = weight[: wanted[0]]
-            _logger.info(
-                "%s.conv.weight: the first %d of %d output channels",
-                name,
-                wanted[0],
-                weight.shape[0],
-            )
-        fresh = [key for key in own if key.startswith(f"{name}.") and key not in out]
-        out.update((key, own[key]) for key in fresh)
-        _logger.info("%s: fresh %s", name, ", ".join(key[len(name) + 1 :] for key in fresh))
-    if len(out) > len(state_dict):
-        whole = sum(key in state_dict for key in out)
+    converted = dict(state_dict)
+    for name, layer in model.named_modules():
+        if isinstance(layer, AugmentedConv2d) and f"{name}.weight" in converted:
+            _convert_conv(name, layer, own, converted)
+    if len(converted) > len(state_dict):
+        kept = converted.keys() & state_dict.keys()
+        unused = converted.keys() - own.keys()
         _logger.info(
-            "%d tensors as they are, %d of the checkpoint's not used",
-            whole,
-            sum(k not in own for k in out),
+            "%d tensors as they are, %d of the checkpoint's not used", len(kept), len(unused)
         )
-    return out
+    return converted
+
+
+def _convert_conv(
+    name: str, layer: AugmentedConv2d, own: dict[str, Tensor], converted: dict[str, Tensor]
+) -> None:
+    """Replace the weight of a plain convolution in `converted` by the tensors of the augmented one.
+
+    Args:
+        name: of the convolution and of the layer.
+        own: the model's initial parameters.
+    """
+    weight = converted.pop(f"{name}.weight")
+    if layer.conv is None:
+        _logger.info("%s: attention alone, no convolution to take the checkpoint's", name)
+    else:
+        wanted = own[f"{name}.conv.weight"].shape
+        _check_shape(f"{name}.weight", weight, wanted, exactly=layer.fusion == "add")
+        converted[f"{name}.conv.weight"] = weight[: wanted[0]]
+        _logger.info(
+            "%s.conv.weight: the first %d of %d output channels", name, wanted[0], len(weight)
+        )
+    prefix = f"{name}."
+    fresh = [key for key in own if key.startswith(prefix) and key not in converted]
+    for key in fresh:
+        converted[key] = own[key]
+    _logger.info("%s: fresh %s", name, ", ".join(key.removeprefix(prefix) for key in fresh))
+
+
+def _check_shape(name: str, weight: Tensor, wanted: torch.Size, exactly: bool) -> None:
+    """Raise ValueError unless a plain weight has as many output channels as wanted, or at least as many."""
+    enough = len(weight) == wanted[0] if exactly else len(weight) >= wanted[0]
+    if weight.shape[1:] == wanted[1:] and enough:
+        return
+    least = "" if exactly else "at least "
+    others = ", ".join(str(size) for size in wanted[1:])
+    raise ValueError(
+        f"{name} must have {least}{wanted[0]} output channels and shape (*, {others}), "
+        f"got {tuple(weight.shape)}"
+    )

@@ -40,6 +40,7 @@ from ea_vision.models._chain import (
     checkpoint,
     hand_on,
     received,
+    run_conv,
     to_size,
 )
 
@@ -55,8 +56,12 @@ MNASNET_A1 = [  # in timm's notation, stages 0 to 6
 
 
 class AttnInvertedResidual(nn.Module):
-    """timm's InvertedResidual, whose modules it takes over, its expanding convolution augmented: (x, prev_logits) ->
-    (x, logits)."""
+    """timm's InvertedResidual with its expanding convolution augmented: (x, prev_logits) -> (x, logits) | x.
+
+    Args:
+        block: timm's, whose modules this one takes over.
+        conv_pw: the augmented convolution.
+    """
 
     def __init__(self, block: nn.Module, conv_pw: AugmentedConv2d):
         super().__init__()
@@ -67,8 +72,7 @@ class AttnInvertedResidual(nn.Module):
     def forward(
         self, x: Tensor, prev_logits: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        y, logits = self.conv_pw(x, prev_logits)
-        logits = logits if self.conv_pw.need_logits else None
+        y, logits = run_conv(self.conv_pw, x, prev_logits)
         y = self.conv_dw(self.bn1(y))
         y = self.se(self.aa(self.bn2(y)))
         y = self.bn3(self.conv_pwl(y))
@@ -126,33 +130,43 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
         )
         self.img_size = to_size(img_size)
         chains = ChainBuilder(config, self, **dd)
-        stages: list[nn.Module] = [PlainStage(*self.blocks[0])]
-        reduction, largest = 2, kwargs.get("output_stride", 32)
-        for index, (first, *_) in enumerate(stage_args[1:], start=1):
-            before, reduction = reduction, min(first["stride"] * reduction, largest)
+        largest = kwargs.get("output_stride", 32)
+        reduction = 2
+        stages = [PlainStage(*self.blocks[0])]
+        for index in range(1, len(self.blocks)):
+            blocks = list(self.blocks[index])
+            before = reduction
+            reduction = min(stage_args[index][0]["stride"] * before, largest)
             if index not in attending:
-                stages.append(PlainStage(*self.blocks[index]))
+                stages.append(PlainStage(*blocks))
                 continue
             links = []
-            for number, block in enumerate(self.blocks[index]):
-                own = reduction if number else before  # the stride follows the first expansion
-                map_reduction = max(16, own) if index == 2 else own
-                links.append(
-                    AttnInvertedResidual(
-                        block,
-                        chains.layer(
-                            block.conv_pw.in_channels,
-                            block.conv_pw.out_channels,
-                            1,
-                            reduction=map_reduction,
-                            stage=index,
-                            pool_attention=(map_reduction // own).bit_length() - 1,
-                            conv=block.conv_pw,
-                        ),
-                    )
-                )
+            for number, block in enumerate(blocks):
+                # the stride follows the first expansion
+                seen = before if number == 0 else reduction
+                links.append(AttnInvertedResidual(block, self._augment(block, chains, index, seen)))
             stages.append(HookableStage(*links))
         self.blocks = nn.ModuleList(stages)
+
+    @staticmethod
+    def _augment(
+        block: nn.Module, chains: ChainBuilder, stage: int, reduction: int
+    ) -> AugmentedConv2d:
+        """Return the attention layer of a block's expanding convolution.
+
+        Args:
+            reduction: pixels of the image to a pixel of the block's input, along a side. Stage 2 attends at 1/16.
+        """
+        map_reduction = max(16, reduction) if stage == 2 else reduction
+        return chains.layer(
+            block.conv_pw.in_channels,
+            block.conv_pw.out_channels,
+            1,
+            reduction=map_reduction,
+            stage=stage,
+            pool_attention=(map_reduction // reduction).bit_length() - 1,
+            conv=block.conv_pw,
+        )
 
     def forward_stem(self, x: Tensor) -> Tensor:
         """Turn (B, in_chans, H, W) into (B, C, H/2, W/2)."""
@@ -176,7 +190,8 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
         def run(
             begin: int, end: int, x: Tensor, logits: Tensor | None
         ) -> tuple[Tensor, Tensor | None]:
-            x = self.forward_stem(x) if begin == 0 else x
+            if begin == 0:
+                x = self.forward_stem(x)
             for stage in self.blocks[begin:end]:
                 x, logits = received(stage(x, logits))
             return x, logits

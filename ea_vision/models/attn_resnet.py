@@ -52,20 +52,13 @@ from ea_vision.models._chain import (
     check_numbers,
     hand_on,
     received,
+    run_conv,
     to_size,
 )
 from ea_vision.models._stem import put_small_stem
 
 STAGES = (1, 2, 3, 4)
 MakeLayer = Callable[[nn.Conv2d, int], AugmentedConv2d]
-
-
-def run(conv: nn.Module, x: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return what a convolution, augmented or not, makes of x, and the logits for the next one that reads them."""
-    if not isinstance(conv, AugmentedConv2d):
-        return conv(x), logits
-    x, logits = conv(x, logits)
-    return x, logits if conv.need_logits else None
 
 
 class AttendsInBasicBlock:
@@ -130,13 +123,13 @@ class AttnBasicBlock(_TimmBlock, AttendsInBasicBlock, BasicBlock):
     ) -> Tensor | tuple[Tensor, Tensor]:
         shortcut = x
 
-        x, logits = run(self.conv1, x, prev_logits)
+        x, logits = run_conv(self.conv1, x, prev_logits)
         x = self.bn1(x)
         x = self.drop_block(x)
         x = self.act1(x)
         x = self.aa(x)
 
-        x, logits = run(self.conv2, x, logits)
+        x, logits = run_conv(self.conv2, x, logits)
         x = self.bn2(x)
 
         x, shortcut = self.add_shortcut(x, shortcut)
@@ -155,7 +148,7 @@ class AttnBottleneck(_TimmBlock, AttendsInBottleneck, Bottleneck):
         x = self.bn1(x)
         x = self.act1(x)
 
-        x, logits = run(self.conv2, x, prev_logits)
+        x, logits = run_conv(self.conv2, x, prev_logits)
         x = self.bn2(x)
         x = self.drop_block(x)
         x = self.act2(x)

@@ -37,6 +37,7 @@ from ea_vision.models._chain import (
     checkpoint,
     hand_on,
     received,
+    run_conv,
     to_size,
 )
 
@@ -55,10 +56,10 @@ def feed_forward(channels: int, drop: float, **dd: Any) -> nn.Sequential:
 class ConvBlock(nn.Module):
     """3x3 convolution, plain or augmented, and feed-forward, each with a residual: (x, prev_logits) -> (x, logits).
 
-    conv_drop is a plain convolution's; an augmented one has its own.
+    Args:
+        conv: the convolution.
+        conv_drop: dropout after a plain convolution; an augmented one has its own.
     """
-
-    attends: bool
 
     def __init__(
         self,
@@ -70,9 +71,9 @@ class ConvBlock(nn.Module):
         **dd: Any,
     ):
         super().__init__()
-        self.attends = isinstance(conv, AugmentedConv2d)
         self.conv = conv
-        self.conv_drop = nn.Dropout(conv_drop)
+        augmented = isinstance(conv, AugmentedConv2d)
+        self.conv_drop = nn.Identity() if augmented else nn.Dropout(conv_drop)
         self.bn = nn.BatchNorm2d(channels, **dd)
         self.ff = feed_forward(channels, ff_drop, **dd)
         self.drop_path = DropPath(drop_path)
@@ -80,14 +81,11 @@ class ConvBlock(nn.Module):
     def forward(
         self, x: Tensor, prev_logits: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        logits: Tensor | None = None
-        if self.attends:
-            y, logits = self.conv(x, prev_logits)
-            logits = logits if self.conv.need_logits else None
-        else:
-            y = self.conv_drop(self.conv(x))
-        x = F.relu_(x + self.drop_path(self.bn(y)))
-        return hand_on(F.relu_(x + self.drop_path(self.ff(x))), logits)
+        y, logits = run_conv(self.conv, x, prev_logits)
+        y = self.bn(self.conv_drop(y))
+        x = F.relu_(x + self.drop_path(y))
+        x = F.relu_(x + self.drop_path(self.ff(x)))
+        return hand_on(x, logits)
 
 
 class DenseStage(nn.Module):
@@ -109,15 +107,12 @@ class DenseStage(nn.Module):
         dd = {"device": device, "dtype": dtype}
         super().__init__()
         self.pool = nn.AvgPool2d(2) if pool else nn.Identity()
-        self.proj = (
-            ConvNormAct(in_channels, channels, 1, **dd)
-            if in_channels != channels
-            else nn.Identity()
-        )
-        self.merge = nn.ModuleList(
-            nn.Identity() if j == 0 else ConvNormAct((j + 1) * channels, channels, 1, **dd)
-            for j in range(len(blocks))
-        )
+        self.proj = nn.Identity()
+        if in_channels != channels:
+            self.proj = ConvNormAct(in_channels, channels, 1, **dd)
+        self.merge = nn.ModuleList([nn.Identity()])
+        for number in range(2, len(blocks) + 1):
+            self.merge.append(ConvNormAct(number * channels, channels, 1, **dd))
         self.blocks = nn.ModuleList(blocks)
         self.grad_checkpointing = False
 
@@ -190,42 +185,39 @@ class ConvTransformer(HeadedNetwork, nn.Module):
         self.num_features = self.head_hidden_size = widths[-1]
         numbers = range(1, len(widths) + 1)
         attending = config.stages(numbers, default=numbers[-2:])
-        config.new_evolution(
-            **dd
-        )  # drawn and dropped: a seed gives the weights that it gave recorded runs
         chains = ChainBuilder(config, self, **dd)
         self.stem = ConvNormAct(in_chans, widths[0], 3, **dd)
         stages = []
         self.feature_info = []
         in_channels = widths[0]
         num_blocks = depth * len(widths)
-        drop_paths = [drop_path_rate * i / max(1, num_blocks - 1) for i in range(num_blocks)]
-        for index, channels in enumerate(widths):
-            reduction, blocks = 2**index, []
-            attends = index + 1 in attending
-            if attends and channels % config.num_heads:
+        drop_paths = iter([drop_path_rate * i / max(1, num_blocks - 1) for i in range(num_blocks)])
+        for stage, channels in enumerate(widths, start=1):
+            reduction = 2 ** (stage - 1)
+            if stage in attending and channels % config.num_heads:
                 raise ValueError(
                     f"each width must be a multiple of num_heads={config.num_heads}, got {channels}"
                 )
-            for drop_path in drop_paths[index * depth :][:depth]:
-                if attends:
+            blocks = []
+            for _ in range(depth):
+                if stage in attending:
                     conv = chains.layer(
                         channels,
                         channels,
                         reduction=reduction,
-                        stage=index + 1,
+                        stage=stage,
                         attn_channels=channels // 2,
                         conv_drop=conv_drop_rate,
                     )
                 else:
                     conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False, **dd)
+                drop_path = next(drop_paths)
                 blocks.append(
                     ConvBlock(conv, channels, conv_drop_rate, ff_drop_rate, drop_path, **dd)
                 )
-            stages.append(DenseStage(in_channels, channels, pool=index > 0, blocks=blocks, **dd))
-            self.feature_info.append(
-                dict(num_chs=channels, reduction=reduction, module=f"stages.{index}")
-            )
+            stages.append(DenseStage(in_channels, channels, pool=stage > 1, blocks=blocks, **dd))
+            module = f"stages.{stage - 1}"
+            self.feature_info.append(dict(num_chs=channels, reduction=reduction, module=module))
             in_channels = channels
         self.stages = nn.Sequential(*stages)
         self.head = ClassifierHead(
@@ -236,7 +228,9 @@ class ConvTransformer(HeadedNetwork, nn.Module):
     def init_weights(self, zero_init_last: bool = True) -> None:
         """As `HeadedNetwork`; then zero for the last norm of each branch."""
         super().init_weights()
-        for block in self.modules() if zero_init_last else ():
+        if not zero_init_last:
+            return
+        for block in self.modules():
             if isinstance(block, ConvBlock):
                 nn.init.zeros_(block.bn.weight)
                 nn.init.zeros_(block.ff.conv2.bn.weight)
@@ -258,11 +252,13 @@ class ConvTransformer(HeadedNetwork, nn.Module):
 
     def feature_steps(self) -> list[Step]:
         """Return the stages, the stem with the first. A chain does not leave its stage."""
-        first, *others = self.stages
-        return [
-            lambda x, logits: (first(self.stem(x)), None),
-            *(lambda x, logits, stage=stage: (stage(x), None) for stage in others),
-        ]
+
+        def run(index: int, x: Tensor, logits: Tensor | None) -> tuple[Tensor, None]:
+            if index == 0:
+                x = self.stem(x)
+            return self.stages[index](x), None
+
+        return [partial(run, index) for index in range(len(self.stages))]
 
     @staticmethod
     def map_size(img_size: tuple[int, int], reduction: int) -> tuple[int, int]:

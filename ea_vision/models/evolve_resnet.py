@@ -26,6 +26,7 @@ from ea_vision.models._chain import (
     Step,
     hand_on,
     received,
+    run_conv,
     to_size,
 )
 from ea_vision.models._made_with import forget_evolution, remember_evolution
@@ -38,7 +39,6 @@ from ea_vision.models.attn_resnet import (
     AttnBottleneck,
     AttnResNet,
     Placement,
-    run,
 )
 
 
@@ -49,9 +49,9 @@ class AttnTorchvisionBasicBlock(AttendsInBasicBlock, torchvision_resnet.BasicBlo
         self, x: Tensor, prev_logits: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         shortcut = x if self.downsample is None else self.downsample(x)
-        x, logits = run(self.conv1, x, prev_logits)
+        x, logits = run_conv(self.conv1, x, prev_logits)
         x = self.relu(self.bn1(x))
-        x, logits = run(self.conv2, x, logits)
+        x, logits = run_conv(self.conv2, x, logits)
         x = self.bn2(x)
         x += shortcut
         return hand_on(self.relu(x), logits)
@@ -65,7 +65,7 @@ class AttnTorchvisionBottleneck(AttendsInBottleneck, torchvision_resnet.Bottlene
     ) -> Tensor | tuple[Tensor, Tensor]:
         shortcut = x if self.downsample is None else self.downsample(x)
         x = self.relu(self.bn1(self.conv1(x)))
-        x, logits = run(self.conv2, x, prev_logits)
+        x, logits = run_conv(self.conv2, x, prev_logits)
         x = self.relu(self.bn2(x))
         x = self.bn3(self.conv3(x))
         x += shortcut

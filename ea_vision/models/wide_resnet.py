@@ -20,6 +20,7 @@ Papers:
 Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map, K heads.
 """
 
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -27,7 +28,6 @@ from timm.layers import BatchNormAct2d, ClassifierHead, DropPath, SEModule
 from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
-from ea_vision.layers import AugmentedConv2d
 from ea_vision.models._build import Network, cifar_cfg, register_networks
 from ea_vision.models._chain import (
     AttentionConfig,
@@ -37,6 +37,7 @@ from ea_vision.models._chain import (
     Step,
     hand_on,
     received,
+    run_conv,
     to_size,
 )
 
@@ -68,8 +69,6 @@ class WideBlock(nn.Module):
         gate: module on the branch's output, such as squeeze-excite.
     """
 
-    attends: bool
-
     def __init__(
         self,
         conv1: nn.Module,
@@ -82,7 +81,7 @@ class WideBlock(nn.Module):
         **dd: Any,
     ):
         super().__init__()
-        self.shared_norm, self.attends = shared_norm, isinstance(conv1, AugmentedConv2d)
+        self.shared_norm = shared_norm
         self.bn1 = nn.BatchNorm2d(in_channels, **dd)
         self.conv1 = conv1
         self.bn2 = nn.BatchNorm2d(out_channels, **dd)
@@ -97,12 +96,7 @@ class WideBlock(nn.Module):
         y = F.relu_(self.bn1(x))
         if self.shared_norm:
             x = y
-        logits: Tensor | None = None
-        if self.attends:
-            y, logits = self.conv1(y, prev_logits)
-            logits = logits if self.conv1.need_logits else None
-        else:
-            y = self.conv1(y)
+        y, logits = run_conv(self.conv1, y, prev_logits)
         y = self.gate(self.conv2(F.relu_(self.bn2(y))))
         return hand_on(self.shortcut(x) + self.drop_path(y), logits)
 
@@ -122,6 +116,11 @@ def _gate(kind: str | None, channels: int, **dd: Any) -> nn.Module:
     if kind is not None:
         raise ValueError(f"gate must be 'se', 'ge' or None, got {kind!r}")
     return nn.Identity()
+
+
+def _growing(rate: float, count: int) -> list[float]:
+    """Return rates of `count` blocks, from 0 at the first to `rate` at the last."""
+    return [rate * number / max(1, count - 1) for number in range(count)]
 
 
 class WideResNet(HeadedNetwork, nn.Module):
@@ -175,9 +174,6 @@ class WideResNet(HeadedNetwork, nn.Module):
         if width < 1:
             raise ValueError(f"width must be 1 or more, got {width}")
         attending = config.stages((1, 2, 3), default=())
-        config.new_evolution(
-            **dd
-        )  # drawn and dropped: a seed gives the weights that it gave recorded runs
         self.img_size = to_size(img_size)
         self.num_classes = num_classes
         self.in_chans = in_chans
@@ -185,39 +181,38 @@ class WideResNet(HeadedNetwork, nn.Module):
 
         chains = ChainBuilder(config, self, **dd)
         blocks_a_group = (depth - 4) // 6
+        drop_paths = iter(_growing(drop_path_rate, 3 * blocks_a_group))
         self.conv_stem = nn.Conv2d(in_chans, 16, 3, padding=1, bias=False, **dd)
         self.feature_info = [dict(num_chs=16, reduction=1, module="conv_stem")]
         in_channels = 16
-        for index in range(3):
-            channels, reduction = 16 * width * 2**index, 2**index
+        for group in (1, 2, 3):
+            reduction = 2 ** (group - 1)
+            channels = 16 * width * reduction
             blocks = []
-            for j in range(blocks_a_group):
-                stride = 2 if index > 0 and j == 0 else 1
-                block_in = in_channels if j == 0 else channels
-                if index + 1 in attending:
+            for index in range(blocks_a_group):
+                first = index == 0
+                stride = 2 if first and group > 1 else 1
+                if group in attending:
                     conv1 = chains.layer(
-                        block_in, channels, 3, stride, reduction=reduction, stage=index + 1
+                        in_channels, channels, 3, stride, reduction=reduction, stage=group
                     )
                 else:
-                    conv1 = nn.Conv2d(block_in, channels, 3, stride, padding=1, bias=False, **dd)
-                number = index * blocks_a_group + j
-                blocks.append(
-                    WideBlock(
-                        conv1,
-                        block_in,
-                        channels,
-                        stride,
-                        shared_norm=number == 0,
-                        gate=_gate(gate, channels, **dd),
-                        drop_path=drop_path_rate * number / max(1, 3 * blocks_a_group - 1),
-                        **dd,
-                    )
+                    conv1 = nn.Conv2d(in_channels, channels, 3, stride, padding=1, bias=False, **dd)
+                block = WideBlock(
+                    conv1,
+                    in_channels,
+                    channels,
+                    stride,
+                    shared_norm=first and group == 1,
+                    gate=_gate(gate, channels, **dd),
+                    drop_path=next(drop_paths),
+                    **dd,
                 )
-            setattr(self, f"group{index + 1}", HookableStage(*blocks))
-            self.feature_info.append(
-                dict(num_chs=channels, reduction=reduction, module=f"group{index + 1}")
-            )
-            in_channels = channels
+                blocks.append(block)
+                in_channels = channels
+            name = f"group{group}"
+            setattr(self, name, HookableStage(*blocks))
+            self.feature_info.append(dict(num_chs=channels, reduction=reduction, module=name))
         self.feature_info[-1]["end"] = ("norm",)  # goes with the last group
         self.norm = BatchNormAct2d(self.num_features, **dd)
         self.head = ClassifierHead(
@@ -246,36 +241,34 @@ class WideResNet(HeadedNetwork, nn.Module):
         return [lambda x, logits: (self.conv_stem(x), logits), self.group1, self.group2, last]
 
 
+_EVERYWHERE = (1, 2, 3)
 _NETWORKS = {
     "wrn28_10_cifar": Network("Wide-ResNet-28-10 for CIFAR, shortcuts without parameters."),
     "se_wrn28_10_cifar": Network("Wide-ResNet-28-10 with squeeze-excite.", {"gate": "se"}),
     "ge_wrn28_10_cifar": Network(
         "Wide-ResNet-28-10 with gather-excite, its form without parameters.", {"gate": "ge"}
     ),
-}
-for _prefix, _about, _kwargs in (
-    (
-        "",
+    "aa_wrn28_10_cifar": Network(
         "AA-Wide-ResNet-28-10: the first convolution of each block augmented, 12 attention layers.",
-        {},
+        {"attn_stages": _EVERYWHERE},
     ),
-    ("pa_", "PA in AA-Wide-ResNet-28-10, alpha 0.5, one convolution; ours.", {"evolution": "pa"}),
-    ("ea_", "EA in AA-Wide-ResNet-28-10, alpha 0.5, beta 1.0; ours.", {"evolution": "ea"}),
-):
-    _NETWORKS[f"{_prefix}aa_wrn28_10_cifar"] = Network(
-        _about, {"attn_stages": (1, 2, 3), **_kwargs}
-    )
-default_cfgs = generate_default_cfgs(
-    {
-        name: cifar_cfg(
-            "conv_stem",
-            "head.fc",
-            num_classes=100,
-            pool_size=(8, 8),
-            mean=(0.5071, 0.4865, 0.4409),
-            std=(0.2673, 0.2564, 0.2762),
-        )
-        for name in _NETWORKS
-    }
+    "pa_aa_wrn28_10_cifar": Network(
+        "PA in AA-Wide-ResNet-28-10, alpha 0.5, one convolution; ours.",
+        {"attn_stages": _EVERYWHERE, "evolution": "pa"},
+    ),
+    "ea_aa_wrn28_10_cifar": Network(
+        "EA in AA-Wide-ResNet-28-10, alpha 0.5, beta 1.0; ours.",
+        {"attn_stages": _EVERYWHERE, "evolution": "ea"},
+    ),
+}
+_cifar100_cfg = partial(
+    cifar_cfg,
+    "conv_stem",
+    "head.fc",
+    num_classes=100,
+    pool_size=(8, 8),
+    mean=(0.5071, 0.4865, 0.4409),
+    std=(0.2673, 0.2564, 0.2762),
 )
+default_cfgs = generate_default_cfgs({name: _cifar100_cfg() for name in _NETWORKS})
 register_networks(__name__, WideResNet, _NETWORKS)
