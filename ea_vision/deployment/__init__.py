@@ -4,7 +4,7 @@
     torch.onnx.export(small, (images,), "model.onnx", dynamo=True)
 
 In eager PyTorch and under torch.compile the kernels of `ea_vision.ops` go on computing the attention; in an exported
-program `DeployedConv2d` and `DeployedVitAttention` do, in plain operations with folded weights.
+program plain operations with folded weights do, those of `ea_vision.deployment.attention`.
 """
 
 from ea_vision.deployment.fold import deploy

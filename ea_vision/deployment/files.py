@@ -61,12 +61,10 @@ def check_packages(path: Path, *names: str) -> None:
 def export_program(model: nn.Module, size: tuple[int, int]) -> torch.export.ExportedProgram:
     """Return the program of a network's deployed copy, for images (B, 3, H, W) of one size and any batch size."""
     model = deploy(model)
-    noise = example_images(model)
-    images = noise.new_zeros(2, noise.shape[1], *size)
+    images = example_images(model, size).expand(2, -1, -1, -1).contiguous()
+    batch = torch.export.Dim("batch")
     with torch.no_grad():
-        return torch.export.export(
-            model, (images,), dynamic_shapes=({0: torch.export.Dim("batch")},)
-        )
+        return torch.export.export(model, (images,), dynamic_shapes=({0: batch},))
 
 
 @contextmanager

@@ -1,12 +1,12 @@
 """`deploy`: a network for inference, its BatchNorms folded and its attention layers made ready for export."""
 
 import copy
+import math
 import warnings
 from collections.abc import Sequence
 from numbers import Number
 from typing import Any
 
-import timm
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import fuse_conv_bn_weights
@@ -14,10 +14,12 @@ from torch.utils._pytree import tree_leaves
 
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.deployment.attention import make_portable
-from ea_vision.deployment.pairs import ATTENTION, look, parts_of, watched
+from ea_vision.deployment.pairs import ATTENTION, Findings, look, parts_of, watched
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.models.any_transformer import evolves, keep_logits_that_are_read
 
+MOST_CHANNELS = 4  # of an image
+USUAL_SIZES = ((224, 224), (32, 32), (64, 64), (128, 128), (256, 256), (384, 384))
 LARGEST = 1e-3  # difference of a deployed network's outputs, in parts of the largest
 
 
@@ -27,46 +29,116 @@ def _fold_pair(maker: nn.Module, norm: nn.Module) -> None:
     added = isinstance(maker, AugmentedConv2d) and maker.fusion == "add"
     for conv in parts_of(maker):
         channels = slice(first, first + conv.out_channels)
-        mean, var, scale, shift = (
-            None if tensor is None else tensor.detach().double()[channels]
-            for tensor in (norm.running_mean, norm.running_var, norm.weight, norm.bias)
-        )
+        mean = _part_of(norm.running_mean, channels)
+        var = _part_of(norm.running_var, channels)
+        scale = _part_of(norm.weight, channels)
+        shift = _part_of(norm.bias, channels)
         if added and conv is maker.proj:  # the convolution has the mean and the shift of the sum
             mean = torch.zeros_like(mean)
             shift = torch.zeros_like(mean)
         if not added:
             first += conv.out_channels
         bias = None if conv.bias is None else conv.bias.detach().double()
-        folded = fuse_conv_bn_weights(
+        dtype = conv.weight.dtype
+        weight, bias = fuse_conv_bn_weights(
             conv.weight.detach().double(), bias, mean, var, norm.eps, scale, shift
         )
-        conv.weight, conv.bias = (nn.Parameter(tensor.to(conv.weight.dtype)) for tensor in folded)
-    norm.__class__ = (
-        nn.Sequential
-    )  # of timm's activation in it, or of nothing; by every name that it has
-    norm._parameters, norm._buffers = {}, {}
+        conv.weight = nn.Parameter(weight.to(dtype))
+        conv.bias = nn.Parameter(bias.to(dtype))
+    # of timm's activation in it, or of nothing; by every name that it has
+    norm.__class__ = nn.Sequential
+    norm._parameters = {}
+    norm._buffers = {}
 
 
-def example_images(model: nn.Module) -> Tensor:
-    """Return noise (1, C, H, W) of the size that a network is made for.
+def _part_of(tensor: Tensor | None, channels: slice) -> Tensor | None:
+    """Return some channels of a norm's tensor in float64."""
+    return None if tensor is None else tensor.detach().double()[channels]
+
+
+def input_channels(model: nn.Module) -> int:
+    """Return how many channels a network's images have: as its first convolution takes, or its configuration says.
 
     Raises:
-        UsageError: a network without a 2-D convolution, whose input has no known shape.
+        UsageError: neither does.
     """
-    first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
-    if first is None:
+    for name, module in model.named_modules():
+        if ".evolution." in name:  # takes maps
+            continue
+        if isinstance(module, nn.Conv2d) and module.in_channels <= MOST_CHANNELS:
+            return module.in_channels
+    config = getattr(model, "pretrained_cfg", None) or {}
+    if config.get("input_size"):
+        return config["input_size"][0]
+    for name, module in model.named_modules():
+        if ".evolution." not in name and isinstance(module, nn.Conv2d):
+            return module.in_channels
+    raise UsageError(
+        f"a network that begins with a convolution is required, got {type(model).__name__}"
+    )
+
+
+def own_size(model: nn.Module) -> tuple[int, int] | None:
+    """Return (height, width) in pixels of the images that a network is made for, where it says so."""
+    owners = [*model.modules(), getattr(model, "config", None)]
+    for name in ("img_size", "image_size"):  # timm's; torchvision's and transformers'
+        for owner in owners:
+            size = getattr(owner, name, None)
+            if size is not None:
+                return (size, size) if isinstance(size, int) else tuple(size)
+    config = getattr(model, "pretrained_cfg", None) or {}
+    return tuple(config["input_size"][-2:]) if config.get("input_size") else None
+
+
+def example_images(model: nn.Module, size: tuple[int, int]) -> Tensor:
+    """Return noise (1, C, height, width), of the type and on the device of a network's weights."""
+    noise = torch.randn(1, input_channels(model), *size, generator=torch.Generator().manual_seed(0))
+    weight = next((weight for weight in model.parameters() if weight.is_floating_point()), noise)
+    return noise.to(weight)
+
+
+def _outputs_by_images(model: nn.Module) -> list[tuple[Tensor, list[Tensor]]]:
+    """Run a network on noise of two sizes; return images and outputs.
+
+    The first size is its own or, where it does not say one, the first of USUAL_SIZES that it takes; the second is a
+    smaller one of another aspect, where it takes that.
+
+    Raises:
+        UsageError: it takes none, or gives no tensors.
+    """
+    own = own_size(model)
+    results = []
+    for size in [own] if own else USUAL_SIZES:
+        images = example_images(model, size)
+        try:
+            outputs = model(images)
+        except Exception as error:
+            failure = error
+            continue
+        results.append((images, _tensors(outputs)))
+        break
+    if not results:
         raise UsageError(
-            f"a network that begins with a convolution is required, got {type(model).__name__}"
-        )
-    own = [
-        size
-        for module in model.modules()
-        if (size := getattr(module, "img_size", None)) is not None
-    ]
-    size = own[0] if own else timm.data.resolve_model_data_config(model)["input_size"][-2:]
-    sides = (size, size) if isinstance(size, int) else size
-    noise = torch.randn(1, first.in_channels, *sides, generator=torch.Generator().manual_seed(0))
-    return noise.to(first.weight)
+            f"a network for images {tuple(images.shape)} is required, and {type(model).__name__} fails on "
+            f"one: {failure}"
+        ) from failure
+    height, width = size
+    smaller = example_images(model, (_reduced(height, 3 / 4), _reduced(width, 7 / 8)))
+    try:
+        outputs = _tensors(model(smaller))
+    except Exception:  # it takes its own size alone
+        return results
+    if smaller.shape != images.shape and all(output.isfinite().all() for output in outputs):
+        results.append((smaller, outputs))
+    return results
+
+
+def _reduced(side: int, share: float) -> int:
+    """Return about a share of a side in pixels, a multiple of 32 or, of small or odd sides, of 8 or 1."""
+    step = 1
+    if side % 8 == 0:
+        step = 32 if side >= 64 and side % 32 == 0 else 8
+    return max(step, int(side * share / step) * step)
 
 
 def _tensors(outputs: Any) -> list[Tensor]:
@@ -88,13 +160,65 @@ def _tensors(outputs: Any) -> list[Tensor]:
 def _difference(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> float:
     """Return the largest difference of two networks' outputs, in parts of an output's largest number."""
     if [tensor.shape for tensor in wanted] != [tensor.shape for tensor in got]:
-        return float("inf")
-    parts = [
-        (other.double() - own.double()).abs().max() / own.double().abs().max().clamp(min=1e-6)
-        for own, other in zip(wanted, got, strict=True)
-        if own.numel()
-    ]
-    return float(torch.stack(parts).max()) if parts else 0.0
+        return math.inf
+    parts = [0.0]
+    for own, other in zip(wanted, got, strict=True):
+        if own.numel():
+            largest = own.double().abs().max().clamp(min=1e-6)
+            parts.append(float((other.double() - own.double()).abs().max() / largest))
+    return math.nan if any(map(math.isnan, parts)) else max(parts)
+
+
+def _check_same(
+    original: nn.Module, copied: nn.Module, wanted: Sequence[tuple[Tensor, list[Tensor]]]
+) -> None:
+    """Raise RunError where a copy's outputs differ by more than 1e-3 of the largest number from those wanted."""
+    for images, outputs in wanted:
+        difference = _difference(outputs, _tensors(copied(images)))
+        most = max(LARGEST, 16 * torch.finfo(images.dtype).eps)
+        if not difference <= most:
+            again = _difference(outputs, _tensors(original(images)))
+            height, width = images.shape[-2:]
+            raise RunError(
+                f"{type(original).__name__} cannot be deployed: on noise of {height}x{width} pixels its copy's "
+                f"outputs differ by {difference:.1e} of the largest, at most {most:.0e} required (the network's "
+                f"own, run twice, by {again:.1e})"
+            )
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """Return a deep copy of a network, also of one with pruned weights, which deepcopy refuses."""
+    computed = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                computed[id(value)] = value.detach().clone()
+    return copy.deepcopy(model, computed)
+
+
+def _fold_norms(model: nn.Module, findings: Findings) -> None:
+    """Fold the BatchNorms of which all is sure; warn of the others."""
+    for maker, norm in findings.pairs:
+        _fold_pair(maker, norm)
+    if findings.left:
+        named = [f"{name} ({reason})" for name, reason in findings.left.items()]
+        warnings.warn(f"deploy leaves BatchNorms as they are: {', '.join(named)}", stacklevel=4)
+
+
+def _prepare_attention(model: nn.Module, findings: Findings) -> None:
+    """Drop evolutions that change nothing and logits that nobody reads; make the layers ready for export."""
+    layers = [module for module in model.modules() if isinstance(module, ATTENTION)]
+    for layer in layers:
+        if layer.evolution is not None and layer.evolution.changes_nothing():
+            layer.evolution = None
+    for layer, readers in findings.readers.items():
+        layer.need_logits = any(reader.evolution is not None for reader in readers)
+    for module in model.modules():
+        if evolves(module):
+            keep_logits_that_are_read(module)
+    for layer in layers:
+        if not any(map(watched, layer.modules())):
+            make_portable(layer)
 
 
 @torch.no_grad()
@@ -104,8 +228,8 @@ def deploy(model: nn.Module) -> nn.Module:
     BatchNorms are folded into the convolutions before them, those behind an augmented convolution into both of its
     branches; evolutions that change nothing fall away; scales and gates go into the weights of what is exported.
     Evolutions that are not known here, windows, and norms of which something is unsure (see `look`), stay as they are;
-    a warning names those. Copy and network are run on an image of noise and compared. The copy's weights are fixed:
-    load weights, and choose the input size, before.
+    a warning names those. Copy and network are run on noise of the network's own size, or a usual one, and of a second
+    size where it takes one, and compared. The copy's weights are fixed: load weights and choose the input size before.
 
     Args:
         model: ours or any other, in evaluation mode.
@@ -116,58 +240,17 @@ def deploy(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"a network (torch.nn.Module) is required, got {type(model).__name__}")
-    training = [
-        name or type(model).__name__ for name, module in model.named_modules() if module.training
-    ]
-    if training:
-        raise UsageError(
-            f"a network in evaluation mode is required (model.eval()), got {training[0]} in training mode"
-        )
-    images = example_images(model)
-    try:
-        outputs = model(images)
-    except Exception as error:
-        raise UsageError(
-            f"a network for images {tuple(images.shape)} is required, and {type(model).__name__} fails on "
-            f"one: {error}"
-        ) from error
-    wanted = _tensors(outputs)
-    computed = {
-        id(value): value.detach().clone()
-        for module in model.modules()
-        for value in vars(module).values()
-        if isinstance(value, Tensor) and not value.is_leaf
-    }  # pruned weights, which deepcopy refuses
-    original, model = model, copy.deepcopy(model, computed)
-    pairs, left, readers = look(model)
-    for maker, norm in pairs:
-        _fold_pair(maker, norm)
-    if left:
-        warnings.warn(
-            "deploy leaves BatchNorms as they are: "
-            + ", ".join(f"{name} ({reason})" for name, reason in left.items()),
-            stacklevel=3,
-        )
-    layers = [module for module in model.modules() if isinstance(module, ATTENTION)]
-    for layer in layers:
-        if layer.evolution is not None and layer.evolution.changes_nothing():
-            layer.evolution = None
-    for layer, takers in readers.items():
-        layer.need_logits = any(taker.evolution is not None for taker in takers)
-    for module in model.modules():
-        if evolves(module):
-            keep_logits_that_are_read(module)
-    for layer in layers:
-        if not any(map(watched, layer.modules())):
-            make_portable(layer)
-    model.requires_grad_(False).eval()
-    difference = _difference(wanted, _tensors(model(images)))
-    most = max(LARGEST, 16 * torch.finfo(images.dtype).eps)
-    if not difference <= most:
-        again = _difference(wanted, _tensors(original(images)))
-        raise RunError(
-            f"{type(model).__name__} cannot be deployed: on noise its copy's outputs differ by "
-            f"{difference:.1e} of the largest, at most {most:.0e} required (the network's own, run twice, "
-            f"by {again:.1e})"
-        )
-    return model
+    for name, module in model.named_modules():
+        if module.training:
+            raise UsageError(
+                "a network in evaluation mode is required (model.eval()), got "
+                f"{name or type(model).__name__} in training mode"
+            )
+    wanted = _outputs_by_images(model)
+    deployed = _copy(model)
+    findings = look(deployed)
+    _fold_norms(deployed, findings)
+    _prepare_attention(deployed, findings)
+    deployed.requires_grad_(False).eval()
+    _check_same(model, deployed, wanted)
+    return deployed

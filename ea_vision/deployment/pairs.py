@@ -3,10 +3,11 @@ layers read the logits of which."""
 
 import operator
 from collections import Counter
+from dataclasses import dataclass, field
 
 from timm.layers import BatchNormAct2d
 from timm.models import get_notrace_functions, get_notrace_modules
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from ea_vision.layers import AugmentedConv2d, MapsAttention
 from ea_vision.layers.augmented_conv import Projection
@@ -14,6 +15,7 @@ from ea_vision.layers.augmented_conv import Projection
 ATTENTION = (AugmentedConv2d, MapsAttention)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, BatchNormAct2d)
+KNOWN = (*CONVOLUTIONS, AugmentedConv2d, Projection)  # makers, and their parts
 NOTHING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)  # in evaluation mode
 
 
@@ -47,103 +49,145 @@ def parts_of(maker: nn.Module) -> list[nn.Module]:
 
 def _foldable(maker: nn.Module | None, norm: nn.Module) -> bool:
     """Return whether these are a convolution, augmented or not, and a norm of kinds that are known here."""
-    if (
-        type(norm) not in NORMS
-        or norm.running_mean is None
-        or not isinstance(maker, (*CONVOLUTIONS, AugmentedConv2d))
-    ):
+    if type(norm) not in NORMS or norm.running_mean is None:
         return False
-    classes = [
-        type(part).__mro__[nn.utils.parametrize.is_parametrized(part)]
-        for part in (maker, *parts_of(maker))
+    if not isinstance(maker, (*CONVOLUTIONS, AugmentedConv2d)):
+        return False
+    return all(_plain_class(part) in KNOWN for part in (maker, *parts_of(maker)))
+
+
+def _plain_class(module: nn.Module) -> type[nn.Module]:
+    """Return a module's class, of a parametrised one that before."""
+    classes = type(module).__mro__
+    return classes[1] if nn.utils.parametrize.is_parametrized(module) else classes[0]
+
+
+@dataclass
+class Findings:
+    """What the graph of a network in evaluation mode shows.
+
+    pairs: (convolution or augmented convolution, BatchNorm) to fold. left: names of BatchNorms behind convolutions that
+    are left alone, and why. readers: by an attention layer whose logits nothing else reads, the attention layers that
+    do.
+    """
+
+    pairs: list[tuple[nn.Module, nn.Module]] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+    readers: dict[nn.Module, list[nn.Module]] = field(default_factory=dict)
+
+
+class _Graph:
+    """The graph of a network, without what does nothing in evaluation mode.
+
+    calls: the modules that run, by node. runs: how often each does. names: how many names each has. reads: by id, how
+    many names and nodes of the graph a weight or buffer has.
+    """
+
+    def __init__(self, model: nn.Module):
+        tracer = _Tracer(autowrap_functions=tuple(get_notrace_functions()))
+        graph = tracer.trace(model)
+        modules = dict(model.named_modules())
+        self.calls: dict[fx.Node, nn.Module] = {}
+        for node in list(graph.nodes):
+            if node.op != "call_module":
+                continue
+            module = modules[node.target]
+            if type(module) in NOTHING and not watched(module):
+                node.replace_all_uses_with(node.args[0])
+                graph.erase_node(node)
+            else:
+                self.calls[node] = module
+        self.runs = Counter(self.calls.values())
+        self.names = Counter(module for _, module in model.named_modules(remove_duplicate=False))
+        self.reads = Counter(id(tensor) for tensor in _tensors_by_all_names(model))
+        read = [node.target for node in graph.nodes if node.op == "get_attr"]
+        self.reads.update({id(operator.attrgetter(name)(model)) for name in read})
+
+    def maker_of(self, norm: fx.Node) -> fx.Node | None:
+        """Return the node whose output a norm takes: of an augmented convolution's (output, logits) the first."""
+        between = norm.args[0] if norm.args else None
+        if _is_item(between, 0):
+            maker = between.args[0]
+            return maker if isinstance(self.calls.get(maker), AugmentedConv2d) else None
+        return None if isinstance(self.calls.get(between), AugmentedConv2d) else between
+
+    def reason_against(self, maker_node: fx.Node, norm_node: fx.Node) -> str | None:
+        """Return why a norm cannot be folded into what makes its input, or None."""
+        maker = self.calls[maker_node]
+        norm = self.calls[norm_node]
+        parts = {maker, norm, *parts_of(maker)}
+        if self.runs[maker] > 1 or self.runs[norm] > 1:
+            return "runs more than once"
+        if any(watched(part) for part in parts):
+            return "hooks, pruning or a parametrisation"
+        if any(self.names[part] > 1 for part in parts):
+            return "a second name"
+        for part in parts:
+            for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+                if self.reads[id(tensor)] > 1:
+                    return "weights that are read elsewhere"
+        takers = [user for user in maker_node.users if _takes(user, 0)]
+        if len(takers) > 1 or len(norm_node.args[0].users) > 1:
+            return "read past"
+        return None
+
+    def readers_of(self, node: fx.Node) -> list[nn.Module | None]:
+        """Return what reads the logits of an attention layer; None of what is no layer."""
+        readers = []
+        for user in node.users:
+            if not _takes(user, 1):
+                continue
+            if user.target is operator.getitem:
+                readers += user.users
+            else:
+                readers.append(user)
+        return [self.calls.get(reader) for reader in readers]
+
+
+def _tensors_by_all_names(model: nn.Module) -> list[Tensor]:
+    """Return the weights and buffers of a network, once for each name."""
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
     ]
-    return {*classes} <= {*CONVOLUTIONS, AugmentedConv2d, Projection}
+    return [tensor for _, tensor in named]
 
 
-def look(
-    model: nn.Module,
-) -> tuple[list[tuple[nn.Module, nn.Module]], dict[str, str], dict[nn.Module, list[nn.Module]]]:
+def look(model: nn.Module) -> Findings:
     """Return what the graph of a network in evaluation mode shows.
 
     A pair is folded where all is sure: each of the two has one name, runs once and does nothing but its `forward`,
     and nothing else reads their weights or what is between them.
-
-    Returns:
-        (convolution or augmented convolution, BatchNorm) to fold; names of BatchNorms behind convolutions that are left
-        alone, and why; by an attention layer whose logits nothing else reads, the attention layers that do.
     """
-    pairs, left, readers, modules = [], {}, {}, dict(model.named_modules())
+    findings = Findings()
     try:
-        graph = _Tracer(autowrap_functions=tuple(get_notrace_functions())).trace(model)
-    except (
-        Exception
-    ) as error:  # of any kind: the network's own code meets a tracer where it expects tensors
-        if any(isinstance(module, NORMS) for module in modules.values()):
-            left["all"] = f"torch.fx cannot trace the network: {str(error).partition(chr(10))[0]}"
-        return pairs, left, readers
-    calls = {node: modules[node.target] for node in graph.nodes if node.op == "call_module"}
-    for node, module in list(calls.items()):
-        if type(module) in NOTHING and not watched(module):
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-            del calls[node]
-
-    runs, names = (
-        Counter(calls.values()),
-        Counter(module for _, module in model.named_modules(remove_duplicate=False)),
-    )
-    reads = Counter(
-        id(tensor)
-        for _, tensor in [
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        ]
-    )
-    reads.update(
-        {
-            id(operator.attrgetter(node.target)(model))
-            for node in graph.nodes
-            if node.op == "get_attr"
-        }
-    )
-    for node, norm in calls.items():
-        between = maker_node = node.args[0] if node.args else None
-        if getattr(between, "target", None) is operator.getitem and between.args[1] == 0:
-            maker_node = between.args[0]
-        maker = calls.get(maker_node)
-        if not _foldable(maker, norm) or isinstance(maker, AugmentedConv2d) == (
-            maker_node is between
-        ):
+        graph = _Graph(model)
+    # of any kind: the network's own code meets a tracer where it expects tensors
+    except Exception as error:
+        if any(isinstance(module, NORMS) for module in model.modules()):
+            first_line = str(error).partition("\n")[0]
+            findings.left["all"] = f"torch.fx cannot trace the network: {first_line}"
+        return findings
+    for node, module in graph.calls.items():
+        if isinstance(module, ATTENTION) and graph.runs[module] == 1:
+            readers = graph.readers_of(node)
+            if all(isinstance(reader, ATTENTION) for reader in readers):
+                findings.readers[module] = readers
+        maker_node = graph.maker_of(node)
+        maker = graph.calls.get(maker_node)
+        if not _foldable(maker, module):
             continue
-        parts = {maker, *parts_of(maker), norm}
-        reasons = {
-            "runs more than once": runs[maker] > 1 or runs[norm] > 1,
-            "hooks, pruning or a parametrisation": any(map(watched, parts)),
-            "a second name": any(names[part] > 1 for part in parts),
-            "weights that are read elsewhere": any(
-                reads[id(tensor)] > 1
-                for part in parts
-                for tensor in (*part.parameters(False), *part.buffers(False))
-            ),
-            "read past": len(between.users) > 1
-            or sum(_takes(user, 0) for user in maker_node.users) > 1,
-        }
-        reason = next((reason for reason, holds in reasons.items() if holds), None)
-        if reason:
-            left[node.target] = reason
+        reason = graph.reason_against(maker_node, node)
+        if reason is None:
+            findings.pairs.append((maker, module))
         else:
-            pairs.append((maker, norm))
-    for node, layer in calls.items():
-        if isinstance(layer, ATTENTION) and runs[layer] == 1:
-            takers = [
-                calls.get(reader)
-                for user in node.users
-                if _takes(user, 1)
-                for reader in (user.users if user.target is operator.getitem else [user])
-            ]
-            if all(isinstance(reader, ATTENTION) for reader in takers):
-                readers[layer] = takers
-    return pairs, left, readers
+            findings.left[node.target] = reason
+    return findings
+
+
+def _is_item(node: object, index: int) -> bool:
+    """Return whether a node takes one item of another's output, that of this index."""
+    return getattr(node, "target", None) is operator.getitem and node.args[1] == index
 
 
 def _takes(user: fx.Node, index: int) -> bool:

@@ -5,9 +5,11 @@ import copy
 import pytest
 import timm
 import torch
+import torchvision
 from torch import nn
 
 import ea_vision
+from ea_vision.base.errors import RunError
 from ea_vision.deployment import attention
 from ea_vision.layers import AugmentedConv2d, MapsAttention
 from ea_vision.layers.evolution import _EVOLUTIONS, Evolution
@@ -194,3 +196,85 @@ def test_refuses_training_mode_and_what_is_no_network():
     model.eval().stages[0].blocks[0].bn.train()
     with pytest.raises(ValueError, match=r"got stages\.0\.blocks\.0\.bn in training mode"):
         ea_vision.deploy(model)
+
+
+# ---- the sizes of images that copy and network are compared on -------------------------------------------------------
+
+
+def sizes_seen(model: nn.Module) -> list[tuple[int, int]]:
+    """Deploy a network; return the sizes of the images that it and then its copy were run on."""
+    seen = []
+
+    def note(_, args):
+        if isinstance(args[0], torch.Tensor):  # not torch.fx's
+            seen.append(tuple(args[0].shape[2:]))
+
+    hook = model.register_forward_pre_hook(note)
+    ea_vision.deploy(model)
+    hook.remove()
+    return seen
+
+
+class Unsized(nn.Module):
+    """A network that does not say its size. least: the smallest side in pixels that it takes."""
+
+    def __init__(self, least=1, largest=10**6):
+        super().__init__()
+        self.least = least
+        self.largest = largest
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, x):
+        if not self.least <= min(x.shape[2:]) <= max(x.shape[2:]) <= self.largest:
+            raise ValueError("another size required")
+        return self.conv(x).mean((2, 3))
+
+
+@pytest.mark.parametrize(
+    "model, sizes",
+    [
+        (Unsized(), [(224, 224), (160, 192)] * 2),
+        (Unsized(largest=64), [(224, 224), (32, 32), (24, 24)] + [(32, 32), (24, 24)]),
+        (Unsized(64, 64), [(224, 224), (32, 32), (64, 64), (32, 32), (64, 64)]),
+        (timm.create_model("cnn_cifar"), [(32, 32), (24, 24)] * 2),
+    ],
+    ids=["any size", "small ones", "one size", "a configuration"],
+)
+def test_compares_at_the_networks_own_size_or_a_usual_one_and_at_another(model, sizes):
+    assert sizes_seen(model.eval()) == sizes
+
+
+def test_a_difference_at_the_second_size_is_an_error():
+    class Changed(Unsized):
+        """Its copy gives another result for images that are not square."""
+
+        copied = False
+
+        def __deepcopy__(self, memo):
+            other = Changed()
+            other.load_state_dict(self.state_dict())
+            other.copied = True
+            return other.eval()
+
+        def forward(self, x):
+            wrong = self.copied and x.shape[2] != x.shape[3]
+            return super().forward(x) + wrong
+
+    with pytest.raises(RunError, match="on noise of 160x192 pixels its copy's outputs differ"):
+        ea_vision.deploy(Changed().eval())
+
+
+@pytest.mark.parametrize("evolved", [False, True])
+@pytest.mark.parametrize("name", ["torchvision", "naflexvit_base_patch16_gap"])
+def test_takes_transformers_of_other_sizes_and_without_a_convolution(name, evolved):
+    torch.manual_seed(0)
+    if name == "torchvision":
+        model = torchvision.models.VisionTransformer(64, 16, 2, 2, 32, 64)
+        nn.init.normal_(model.heads.head.weight)
+    elif timm.is_model(name):
+        model = timm.create_model(name, depth=2, embed_dim=48, num_heads=3)
+    else:
+        pytest.skip("this timm lacks it")
+    model = ea_vision.evolve(model).eval() if evolved else model.eval()
+    deployed = ea_vision.deploy(model)
+    assert difference(model, deployed, torch.randn(2, 3, 64, 64)) < 1e-5
