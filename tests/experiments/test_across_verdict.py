@@ -151,7 +151,7 @@ def test_the_pages_say_what_the_kept_runs_say(tmp_path, capsys):
         f"{conv2d['difference']:.2f} points",
         f"{-longer['difference']:.2f} behind",
         f"({-long['difference']:.2f} where",
-        f"{beside.loc['conv2d', 'difference']:.2f} ahead",
+        points(beside.loc["conv2d"]),
         f"{equal_time['difference']:.2f} points",
     )
     page_says("docs/experiments.md", "", points(equal_time))

@@ -108,6 +108,16 @@ def attention_against_convolution():
         yield PAGE, versus, *gains
     runs = pd.read_csv(HEALTHY_RUNS / "norm-runs.csv").query("data == 'cifar10'")
     norm = runs.pivot(index="seed", columns="network", values="top1")
+    behind = paired(first["cifar10"]["cnn"] - first["cifar10"]["none"])
+    five = published.seeds_of("cifar10")["5 to 9"]
+    fresh_gain = paired(five["EA"] - five["none"])
+    yield (
+        "README.md",
+        "",
+        points(fresh_gain, "+"),
+        f"{behind['difference']:.2f} points behind",
+        span([behind["low"], behind["high"]]),
+    )
     evolved = paired(norm["EA"] - norm["none"])
     yield PAGE, "", points(evolved)
     fresh = by_variant(read_runs(FACTORIAL / "cifar10-runs.csv"))
