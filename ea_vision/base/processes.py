@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import queue
 import re
 import signal
 import sys
@@ -24,8 +25,45 @@ PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 WAITED_IN_VAIN = re.compile(
     r"tim(ed )?(e)?out|connection (reset|closed|refused)|peer", re.IGNORECASE
 )
+# What torch and Python raise when a worker has ended: the signal handler's and the queue's own errors, and those of the
+# sockets by which tensors come, which may find out first.
+WORKER_ENDED = re.compile(r"DataLoader worker \(pid|Pin memory thread exited|DataLoader timed out")
+WORKER_ENDS = (RuntimeError, ConnectionError, EOFError, FileNotFoundError, queue.Empty)
 # Processes or threads that decode images: more would only get into each other's way, and 100,000 bring a machine down.
 MOST_WORKERS = max(64, 16 * (os.cpu_count() or 1))
+
+
+class WorkerLost(RunError):
+    """A process that decodes images has ended."""
+
+
+def worker_lost(error: Exception) -> WorkerLost | None:
+    """Return the error to raise where this one says that a worker process has ended, else None.
+
+    torch says so in a RuntimeError, from its signal handler anywhere or from its queue; an error that a worker met and
+    handed on says "Caught ... in DataLoader worker process".
+    """
+    text = " ".join(str(error).split())
+    if not isinstance(error, WORKER_ENDS) or text.startswith("Caught "):
+        return None
+    if isinstance(error, RuntimeError) and not WORKER_ENDED.search(text):
+        return None
+    return WorkerLost(
+        f"a process that decodes images has ended ({type(error).__name__}: {text}): the system kills processes "
+        "when main memory runs out, and fewer --workers need less"
+    )
+
+
+@contextmanager
+def workers_watched() -> Iterator[None]:
+    """Turn each way in which a dead worker process shows while a batch is fetched into a WorkerLost."""
+    try:
+        yield
+    except WORKER_ENDS as error:
+        lost = worker_lost(error)
+        if lost is None:
+            raise
+        raise lost from error
 
 
 def usable_cpus() -> int:

@@ -9,6 +9,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from torchvision import transforms
 
 from ea_vision.base.devices import pins_memory
 from ea_vision.base.errors import RunError
-from ea_vision.base.processes import end_with_parent, start_method
+from ea_vision.base.processes import end_with_parent, start_method, workers_watched
 from ea_vision.data.augment import normalize
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.batches import Batch, Loader, epoch_generator, sent
@@ -184,7 +185,7 @@ class DecodingLoader(Loader):
             # A fork while one of gloo's threads enters the interpreter, as they do after a collective to drop its
             # tensors, leaves a worker that waits for ever for the interpreter's list of threads.
             time.sleep(GLOO_SECONDS)
-        yield from DataLoader(
+        loader = DataLoader(
             self._decoder(img_size),
             batch_sampler=batches,
             num_workers=self.workers,
@@ -192,8 +193,11 @@ class DecodingLoader(Loader):
             pin_memory=pins_memory(self.device),
             worker_init_fn=_begin_worker,
             **(of_workers if self.workers else {}),
+            # Its own: the trainer's random state is part of its checkpoints.
             generator=torch.Generator(),
-        )  # its own: the trainer's random state is part of its checkpoints
+        )
+        with workers_watched() if self.workers else nullcontext():
+            yield from loader
 
     def _show(self, batches: list[np.ndarray], img_size: int) -> Iterator[Batch]:
         """Yield the batches of these rows of (seed, index), in order."""

@@ -18,7 +18,21 @@ from ea_vision.base import devices
 from ea_vision.base.errors import UsageError
 
 FORMAT = "ea_vision-checkpoint-3"
-LAST, PREVIOUS, BEST = "last.ckpt", "last.prev.ckpt", "best.ckpt"
+LAST = "last.ckpt"
+PREVIOUS = "last.prev.ckpt"
+BEST = "best.ckpt"
+# What every checkpoint of a run holds; `buffers`, of several processes with statistics of their own, may be missing.
+PARTS = (
+    "config",
+    "data_fingerprint",
+    "world_size",
+    "progress",
+    "random",
+    "ema",
+    "model",
+    "optimizer",
+    "scaler",
+)
 
 
 class DamagedCheckpoint(UsageError):
@@ -38,13 +52,13 @@ def read_checkpoint(path: Path) -> dict:
     Raises:
         DamagedCheckpoint: unreadable, foreign, or not what was written.
     """
+    if path.exists() and not path.is_file():
+        raise DamagedCheckpoint(f"{path} is not a file, and so no checkpoint")
     try:
         with zipfile.ZipFile(path) as file:  # torch.load alone takes flipped bits for numbers
             wrong = file.testzip()
         state = None if wrong else torch.load(path, map_location="cpu", weights_only=True)
-    except (
-        Exception
-    ) as error:  # whatever the readers of zip and pickle raise for bytes that are none
+    except Exception as error:  # the readers of zip and pickle raise many kinds
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DamagedCheckpoint(f"{path} cannot be read as a checkpoint: {reason}") from error
     if wrong:
@@ -57,6 +71,21 @@ def read_checkpoint(path: Path) -> dict:
     return state
 
 
+def read_run_state(path: Path) -> dict:
+    """Read the checkpoint of a run, with all parts that resuming needs.
+
+    Raises:
+        DamagedCheckpoint: as `read_checkpoint`, or a part is missing.
+    """
+    state = read_checkpoint(path)
+    missing = [part for part in PARTS if part not in state]
+    if missing:
+        raise DamagedCheckpoint(f"{path} is not the checkpoint of a run: it has no {missing[0]}")
+    if not isinstance(state["progress"], dict) or "updates" not in state["progress"]:
+        raise DamagedCheckpoint(f"{path} does not say in its progress how many updates were made")
+    return state
+
+
 def newest_checkpoint(
     folder: Path, notice: Callable[[str], None] | None = None
 ) -> tuple[Path, dict] | None:
@@ -65,16 +94,24 @@ def newest_checkpoint(
     notice: where it is given, damaged and foreign files are renamed to NAME.damaged, so that none pushes out a good one
         later, and it is called with a line for each.
     """
-    found = []
+    newest = None
+    most = -1
     for path in (folder / LAST, folder / PREVIOUS, folder / BEST):
+        if not path.exists():
+            continue
         try:
-            found += [(path, read_checkpoint(path))] if path.exists() else []
+            state = read_run_state(path)
         except DamagedCheckpoint as error:
             if notice is not None:
                 aside = path.with_name(path.name + ".damaged")
                 os.replace(path, aside)
                 notice(f"skipped: {error}; kept as {aside.name}")
-    return max(found, key=lambda entry: entry[1]["progress"]["updates"], default=None)
+            continue
+        updates = state["progress"]["updates"]
+        if updates > most:
+            newest = (path, state)
+            most = updates
+    return newest
 
 
 def random_state(device: torch.device) -> dict:

@@ -26,7 +26,7 @@ from ea_vision.base.networks import (
     lay_out,
     read_made_with,
 )
-from ea_vision.base.processes import World, join_world
+from ea_vision.base.processes import World, join_world, workers_watched
 from ea_vision.base.provenance import hardware, provenance
 from ea_vision.base.units import duration
 from ea_vision.engine import checkpoint, run_folder
@@ -184,7 +184,10 @@ def evaluate_target(module: type[DataModule], target: str, given: dict) -> None:
             lay_out(model, torch.channels_last)
         loader = data.eval_loader(**data.loader_keywords(model))
         tta = getattr(config, "tta", "none")  # an option of classifiers
-        result = module.trainer.evaluate(model, loader, model.num_classes, world, config, tta=tta)
+        with workers_watched():
+            result = module.trainer.evaluate(
+                model, loader, model.num_classes, world, config, tta=tta
+            )
         if world.is_main:
             about = {
                 "target": target,
@@ -378,7 +381,7 @@ def checkpoint_to_resume(
         found = (
             checkpoint.newest_checkpoint(path)
             if path.is_dir()
-            else (path, checkpoint.read_checkpoint(path))
+            else (path, checkpoint.read_run_state(path))
         )
         if found is None:
             raise UsageError(f"--resume {path}: no valid checkpoint in this folder")
@@ -451,9 +454,10 @@ def finish(trainer: Trainer, about: dict) -> None:
         """Return an epoch's measures; with images held out also those of its weights, which are loaded, in a test."""
         figures = {name: row[name] for name in ("epoch", *trainer.measures)}
         if tested:
-            result = trainer.evaluate(
-                trainer.best_model, loader, len(data.classes), trainer.world, config
-            )
+            with workers_watched():
+                result = trainer.evaluate(
+                    trainer.best_model, loader, len(data.classes), trainer.world, config
+                )
             figures |= {f"held_out_{first}": row[first], **result.figures()}
         return figures
 

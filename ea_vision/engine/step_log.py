@@ -6,6 +6,7 @@ import logging
 import math
 import sys
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -32,10 +33,11 @@ def memory_mib(device: torch.device) -> float:
 
 def rounded(row: dict) -> dict:
     """Return a row of numbers with fractions of six digits."""
-    return {
-        name: float(f"{value:.6g}") if isinstance(value, float) else value
-        for name, value in row.items()
-    }
+    short = dict(row)
+    for name, value in row.items():
+        if isinstance(value, float):
+            short[name] = float(f"{value:.6g}")
+    return short
 
 
 class StepLog:
@@ -51,7 +53,10 @@ class StepLog:
     """
 
     def __init__(self, folder: Path, config: TrainConfig, updates: int):
-        self.path, self.writer, self.board = folder / "speed.csv", None, None
+        self.path = folder / "speed.csv"
+        self.writer = None
+        self.board = None
+        self.warned: set[str] = set()  # what could not be written
         try:
             if config.tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
@@ -65,16 +70,19 @@ class StepLog:
                 "pip install 'ea_vision[logging]'"
             ) from error
         if config.log_steps:
-            rows = (
-                self.path.read_text(encoding="utf-8").splitlines()[1:] if self.path.exists() else []
-            )
-            kept = [
-                row
-                for row in rows
-                if row.count(",") == len(COLUMNS) - 1  # a kill may have cut one
-                and int(row.partition(",")[0]) <= updates
-            ]
-            atomic_write(self.path, "\n".join([",".join(COLUMNS), *kept, ""]).encode())
+            self._drop_rows_beyond(updates)
+
+    def _drop_rows_beyond(self, updates: int) -> None:
+        """Begin speed.csv, or keep its rows up to so many updates."""
+        lines = [",".join(COLUMNS)]
+        rows = []
+        if self.path.exists():
+            rows = self.path.read_text(encoding="utf-8").splitlines()[1:]
+        for row in rows:
+            whole = row.count(",") == len(COLUMNS) - 1  # a kill may have cut one
+            if whole and int(row.partition(",")[0]) <= updates:
+                lines.append(row)
+        atomic_write(self.path, ("\n".join(lines) + "\n").encode())
 
     def _board(self, config: TrainConfig):
         """Return the run of Weights & Biases that shows this folder; one that continues keeps its id."""
@@ -104,8 +112,7 @@ class StepLog:
         """Add a row of speed.csv; with the seconds that the run will take, also a line to the log where no progress bar
         is seen."""
         row = rounded(row)
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(",".join(str(row[name]) for name in COLUMNS) + "\n")
+        self._try("speed.csv", self._append, row)
         if seconds_left is not None and not sys.stderr.isatty():
             log.info(
                 "epoch %(epoch).2f  update %(step)d  its loss %(train_loss).4f  lr %(lr).3g  %(images_per_s).0f "
@@ -116,19 +123,35 @@ class StepLog:
 
     def send(self, group: str, row: dict) -> None:
         """Show the numbers of a row, which has the updates as `step`, on the boards."""
-        values = {
-            f"{group}/{name}": value
-            for name, value in row.items()
-            if name != "step" and not math.isnan(value)
-        }
+        step = row["step"]
+        values = {}
+        for name, value in row.items():
+            if name != "step" and not math.isnan(value):
+                values[f"{group}/{name}"] = value
         if self.writer:
-            for name, value in values.items():
-                self.writer.add_scalar(name, value, row["step"])
-            self.writer.flush()
+            self._try("TensorBoard", self._write_events, values, step)
         if self.board:
-            self.board.log(values, step=row["step"])
+            self._try("Weights & Biases", self.board.log, values, step=step)
 
     def close(self) -> None:
         """End the run of Weights & Biases."""
         if self.board:
-            self.board.finish()
+            self._try("Weights & Biases", self.board.finish)
+
+    def _append(self, row: dict) -> None:
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(",".join(str(row[name]) for name in COLUMNS) + "\n")
+
+    def _write_events(self, values: dict, step: int) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+    def _try(self, where: str, write: Callable, *args, **kwargs) -> None:
+        """Call `write`; where that fails, warn once: training does not end because its log cannot be written."""
+        try:
+            write(*args, **kwargs)
+        except Exception as error:  # the boards' clients raise classes of their own
+            if where not in self.warned:
+                log.warning("%s cannot be written, training goes on without: %s", where, error)
+            self.warned.add(where)

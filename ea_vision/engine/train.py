@@ -14,7 +14,6 @@ import dataclasses
 import logging
 import math
 import time
-from collections import namedtuple
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +27,7 @@ from tqdm import tqdm
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.files import atomic_write, write_json
 from ea_vision.base.networks import lay_out, load_state, non_finite
-from ea_vision.base.processes import mean_in_order
+from ea_vision.base.processes import WorkerLost, mean_in_order, worker_lost
 from ea_vision.base.units import duration
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.data_module import DataModule
@@ -41,10 +40,23 @@ from ea_vision.layers import learnable_gates
 
 log = logging.getLogger(__name__)
 LEAST_SCALE = 1e-4  # of float16 gradients, as fairseq's --min-loss-scale
-# An update: its number within the epoch, learning rate, ids of this process's samples by batch, whether an
-# infinite gradient is a fault; on the device (4,): mean loss, norm of the gradient, processes that were asked to stop,
-# images that could not be read.
-Update = namedtuple("Update", ("step", "rate", "ids", "strict", "values"))
+LOOK_EVERY = 10  # updates between looks at their results on an accelerator
+STARTED_BY = ("command", "hardware", "versions", "git_commit")
+SIGTERM = 15
+
+
+@dataclass
+class Update:
+    """An update of the weights whose results may still lie on the device.
+
+    values: (4,): mean loss, norm of the gradient, processes that were asked to stop, images that could not be read.
+    """
+
+    step: int  # within the epoch
+    rate: float  # learning rate
+    ids: list[torch.Tensor]  # this process's samples, by batch
+    strict: bool  # whether an infinite gradient is a fault
+    values: torch.Tensor
 
 
 @dataclass
@@ -60,35 +72,40 @@ class Progress:
     best_top1: float = -1.0  # of the trainer's first measure, top-1 or another
     best_epoch: int = 0
     rows: list[dict[str, float]] = field(default_factory=list)  # of metrics.csv
-    starts: list[dict] = field(
-        default_factory=list
-    )  # from which update on, under which commit and hardware
+    # From which update on, under which commit and hardware.
+    starts: list[dict] = field(default_factory=list)
 
     def begin(self, about: dict) -> None:
         """Note who makes the updates from here on: the command, hardware, versions and commit of an `about` section."""
-        who = {
-            key: copy.copy(about[key]) for key in ("command", "hardware", "versions", "git_commit")
-        }
-        self.starts = [
-            start for start in self.starts if start["update"] <= self.updates
-        ]  # others' updates are lost
+        who = {name: copy.copy(about[name]) for name in STARTED_BY}
+        # The updates of other starts are lost.
+        self.starts = [start for start in self.starts if start["update"] <= self.updates]
         if not self.starts or self.starts[-1] | who != self.starts[-1]:
             self.starts.append({"update": self.updates + 1, **who})
 
 
 def is_multiple(count: int, of: int) -> bool:
-    """Return whether a count is a multiple of a number, which none is of 0."""
+    """Return whether count is a multiple of `of`; False if `of` is 0."""
     return of > 0 and count % of == 0
 
 
 def gates(model: nn.Module) -> dict[str, float]:
-    """Return learnable gates (alpha and beta of evolutions), by their names in the state dict; of one for each head
-    NAME[0], NAME[1]."""
-    return {
-        f"{name}[{number}]" if gate.ndim else name: value
-        for name, gate in learnable_gates(model).items()
-        for number, value in enumerate(gate.detach().flatten().tolist())
-    }
+    """Return learnable gates (alpha and beta of evolutions) by their names in the state dict; a gate with one value per
+    head becomes NAME[0], NAME[1]."""
+    values = {}
+    for name, gate in learnable_gates(model).items():
+        if gate.ndim == 0:
+            values[name] = gate.item()
+            continue
+        for number, value in enumerate(gate.detach().flatten().tolist()):
+            values[f"{name}[{number}]"] = value
+    return values
+
+
+def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies, in main memory, of the buffers that a state dict holds: batch statistics."""
+    saved = model.state_dict()
+    return {name: saved[name].cpu() for name, _ in model.named_buffers() if name in saved}
 
 
 class Trainer:
@@ -114,8 +131,8 @@ class Trainer:
         watches: whether its networks take images alone, so that their attention maps are watched: further columns of
             metrics.csv.
 
-    `check_every` is the number of updates between looks at what they came to, 1 on a CPU, where no look has to wait;
-    `best_model` is what is evaluated and exported: the averaged weights where they are on.
+    `check_every` is the number of updates between looks at their results, 1 on a CPU, where no look has to wait;
+    `best_model` is evaluated and exported: the averaged weights where they are on.
     """
 
     measures = run_folder.MEASURES
@@ -131,54 +148,42 @@ class Trainer:
         folder: Path,
         stop: StopRequest,
     ):
-        config, world = data.config, data.world
-        self.data, self.config, self.world, self.folder, self.stop = (
-            data,
-            config,
-            world,
-            folder,
-            stop,
-        )
-        self.train_loader, self.eval_loader, self.watch = train_loader, eval_loader, MapsWatch()
+        self.data = data
+        self.config = config = data.config
+        self.world = world = data.world
+        self.folder = folder
+        self.stop = stop
+        self.train_loader = train_loader
+        self.eval_loader = eval_loader
+        self.watch = MapsWatch()
         self._count_updates()
-        on_cuda = world.device.type == "cuda"
         if config.sync_bn:
-            if not on_cuda:
+            if world.device.type != "cuda":
                 raise UsageError(f"--sync-bn needs CUDA, got {world.device.type}")
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        self.model = self.best_model = (
-            lay_out(model, torch.channels_last) if config.channels_last else model
-        )
-        self.eval_net = self.net = self._compiled(self.model)
+        if config.channels_last:
+            model = lay_out(model, torch.channels_last)
+        self.model = self.best_model = model
+        self.net = self.eval_net = self._compiled(model)
         self.ema = None
         if config.model_ema_decay:
             self.ema = ModelEmaV3(
-                self.model, decay=config.model_ema_decay, use_warmup=config.model_ema_warmup
+                model, decay=config.model_ema_decay, use_warmup=config.model_ema_warmup
             )
             self.best_model = self.eval_net = self.ema.module
+        # Statistics that are averaged must be each process's own: broadcast, the first one's replace them all.
+        self.own_statistics = config.dist_bn == "reduce" or not config.ddp_bb
         if world.size > 1:
-            # Not with static_graph: it fails where the first backward is in no_sync, and brings nothing measurable.
-            # Around the compiled model: what is compiled inside DDP's forward torch splits at the borders of its
-            # buckets, so that each is averaged while backward goes on with the next (dynamo's optimize_ddp).
-            # Statistics that are averaged must be each process's own: broadcast, the first one's replace them all.
-            self.net = DistributedDataParallel(
-                self.net,
-                [world.device] if on_cuda else None,
-                gradient_as_bucket_view=True,
-                broadcast_buffers=config.ddp_bb and config.dist_bn == "broadcast",
-            )
-            if world.size > 2 and not on_cuda:  # of two the order does not matter
-                self.net.register_comm_hook(None, mean_in_order)
+            self.net = self._parallel(self.net)
         self.images_of_update = config.images_of_update(world.size)
-        self.optimizer = build_optimizer(config, self.model, self.images_of_update)
+        self.optimizer = build_optimizer(config, model, self.images_of_update)
         self.scheduler = build_schedule(config, self.optimizer, self.updates_per_epoch)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.amp == "float16")
         self.progress = Progress()
-        self.step_log = self.last_good = (
-            None  # a StepLog and the path of a checkpoint, once the run begins
-        )
-        self.check_every = 10 if on_cuda else 1
-        self.unchecked = []  # updates since the last look
+        self.step_log = None  # a StepLog, once the run begins
+        self.last_good = None  # path of a checkpoint, likewise
+        self.check_every = 1 if world.device.type == "cpu" else LOOK_EVERY
+        self.unchecked: list[Update] = []  # since the last look
 
     def _count_updates(self) -> None:
         """Set the updates of an epoch and of the run; raise UsageError where there is none."""
@@ -190,14 +195,32 @@ class Trainer:
                 f"epochs must be enough for an update, of which an epoch has {self.updates_per_epoch}, "
                 f"got {config.epochs:g}"
             )
-        self.total_epochs = math.ceil(
-            self.total_updates / self.updates_per_epoch
-        )  # the last may be a part
+        # The last epoch may be a part of one.
+        self.total_epochs = math.ceil(self.total_updates / self.updates_per_epoch)
         if config.warmup_updates(self.updates_per_epoch) > self.total_updates:
             raise UsageError(
                 f"warmup_epochs must be at most the {config.epochs:g} epochs of the run, got "
                 f"{config.warmup_epochs:g}; --warmup-epochs 20% is a fifth of them"
             )
+
+    def _parallel(self, net: nn.Module) -> DistributedDataParallel:
+        """Return the network with gradients that are averaged over the processes.
+
+        Not with static_graph: it fails where the first backward is in no_sync, and brings nothing measurable.
+        Around the compiled model: torch splits what is compiled inside DDP's forward at the borders of its buckets, so
+        that each is averaged while backward goes on with the next (dynamo's optimize_ddp).
+        """
+        device = self.world.device
+        parallel = DistributedDataParallel(
+            net,
+            None if device.index is None else [device],
+            gradient_as_bucket_view=True,
+            broadcast_buffers=not self.own_statistics,
+        )
+        # Of two processes the order of adding does not matter.
+        if self.world.size > 2 and device.type == "cpu":
+            parallel.register_comm_hook(None, mean_in_order)
+        return parallel
 
     # ---- state ----------------------------------------------------------------------------------------------------
 
@@ -207,24 +230,33 @@ class Trainer:
         Raises:
             UsageError: its weights, or those of the optimiser, are another model's.
         """
-        if (state["ema"] is None) != (self.ema is None):
+        averaged = state["ema"]
+        if (averaged is None) != (self.ema is None):
             raise UsageError(
-                f"{source} has {'no' if state['ema'] is None else 'the'} averaged weights of "
+                f"{source} has {'no' if averaged is None else 'the'} averaged weights of "
                 f"--model-ema-decay, got {self.config.model_ema_decay:g}"
             )
-        for model, weights in (
-            (self.model, state["model"]),
-            (self.best_model, state["ema"] or state["model"]),
-        ):
-            load_state(model, weights, str(source))
+        load_state(self.model, state["model"], str(source))
+        if averaged is not None:
+            load_state(self.best_model, averaged, str(source))
         load_optimizer(self.optimizer, state["optimizer"], self.config, str(source))
         self.scaler.load_state_dict(state["scaler"])
         if state["world_size"] == self.world.size:
-            checkpoint.set_random_state(state["random"][self.world.rank], self.world.device)
-        self.progress, self.last_good = Progress(**state["progress"]), source
-        self.scheduler.step_update(
-            max(self.progress.updates - 1, 0)
-        )  # the rate that the epoch's row names
+            self._load_own(state)
+        self.progress = Progress(**state["progress"])
+        self.last_good = source
+        # The rate that the epoch's row names.
+        self.scheduler.step_update(max(self.progress.updates - 1, 0))
+
+    def _load_own(self, state: dict) -> None:
+        """Load this process's own part of a state: generators and, where they differ, batch statistics."""
+        rank = self.world.rank
+        checkpoint.set_random_state(state["random"][rank], self.world.device)
+        of_ranks = state.get("buffers")  # release 1.0 had none
+        if of_ranks is None:
+            return
+        self.model.load_state_dict(of_ranks[rank]["model"], strict=False)
+        self.best_model.load_state_dict(of_ranks[rank]["best_model"], strict=False)
 
     def save(self, best: bool = False, snapshot: bool = False) -> None:
         """Write the checkpoint; the one it replaces is kept. All processes must call this.
@@ -235,6 +267,7 @@ class Trainer:
         undone is done again by the run that continues.
         """
         random_states = self.world.gather(checkpoint.random_state(self.world.device))
+        buffers = self._buffers_of_ranks()
         self.last_good = self.folder / checkpoint.LAST
         if not self.world.is_main:
             return
@@ -246,11 +279,11 @@ class Trainer:
                 "world_size": self.world.size,
                 "progress": dataclasses.asdict(self.progress),
                 "random": random_states,
-                "ema": weights if self.ema is not None else None,
-                **{
-                    name: getattr(self, name).state_dict()
-                    for name in ("model", "optimizer", "scaler")
-                },
+                "buffers": buffers,
+                "ema": None if self.ema is None else weights,
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "scaler": self.scaler.state_dict(),
             }
         )
         run_folder.write_metrics(self.folder, self.progress.rows, self.measures)
@@ -261,15 +294,19 @@ class Trainer:
             atomic_write(self.folder / checkpoint.BEST, data)
         atomic_write(self.last_good, data, keep_previous_as=self.folder / checkpoint.PREVIOUS)
 
+    def _buffers_of_ranks(self) -> list[dict] | None:
+        """Return the buffers of every process, in order of rank, or None where a run needs none but the first one's."""
+        if self.world.size == 1 or not self.own_statistics:
+            return None
+        own = {"model": buffers_of(self.model), "best_model": buffers_of(self.best_model)}
+        return self.world.gather(own)
+
     # ---- what differs between tasks ----------------------------------------------------------------------------------
 
     def text_of(self, figures: dict[str, float]) -> str:
         """Return the measures among `figures` that are numbers, for a line of the log."""
-        return "  ".join(
-            f"{name} {figures[name]:.2f}%"
-            for name in self.measures
-            if not math.isnan(figures[name])
-        )
+        known = [name for name in self.measures if not math.isnan(figures[name])]
+        return "  ".join(f"{name} {figures[name]:.2f}%" for name in known)
 
     def _compiled(self, model: nn.Module) -> nn.Module:
         """Return what runs the model in training."""
@@ -279,61 +316,60 @@ class Trainer:
 
     def _update(self, batches: list) -> None:
         """Make one update from `grad_accum_steps` batches."""
-        progress, size, clip = self.progress, self.world.size, self.config.clip_grad
+        progress = self.progress
         self.scheduler.step_update(progress.updates)
         self.optimizer.zero_grad(set_to_none=True)
-        total = torch.zeros((), device=self.world.device)
-        for index, (images, targets, _) in enumerate(batches):
-            wait = (
-                size > 1 and index < len(batches) - 1
-            )  # gradients are averaged with the last batch
-            with self.net.no_sync() if wait else nullcontext():
-                loss = self._batch_loss(images, targets) / len(batches)
-                self.scaler.scale(loss).backward()
-            total += loss.detach().float()
+        loss = self._backward(batches)
         # One small sum over the processes: they all learn of a bad loss, a signal or a bad image in the same update.
-        summed = self.world.sum(
-            torch.stack(
-                [
-                    total,
-                    torch.full_like(total, self.stop.signal is not None),
-                    torch.full_like(total, len(self.data.bad_images.new)),
-                ]
-            )
-        )
-        self.scaler.unscale_(self.optimizer)
-        norm = nn.utils.get_total_norm(
-            [p.grad for p in self.model.parameters() if p.grad is not None]
-        )
-        if clip:
-            dispatch_clip_grad(self.model.parameters(), clip, self.config.clip_mode)
-        self.scaler.step(self.optimizer)  # of float16 alone it waits for the device
-        self.scaler.update()
+        stops = torch.full_like(loss, self.stop.signal is not None)
+        unread = torch.full_like(loss, len(self.data.bad_images.new))
+        summed = self.world.sum(torch.stack([loss, stops, unread]))
+        norm = self._step()
         progress.updates += 1
         progress.step += 1
         if self.ema is not None:
             self.ema.update(self.model, step=progress.updates)
-        if progress.step == self.updates_in(progress.epoch) and hasattr(
-            self.optimizer, "sync_lookahead"
-        ):
-            self.optimizer.sync_lookahead()  # the slow weights are those that are evaluated; here, as gradients exist
+        ends_epoch = progress.step == self.updates_in(progress.epoch)
+        if ends_epoch and hasattr(self.optimizer, "sync_lookahead"):
+            # The slow weights are those that are evaluated; here, as gradients exist.
+            self.optimizer.sync_lookahead()
         # An overflow in float16 is no fault: the scaler lowers its scale.
         strict = not self.scaler.is_enabled() or self.scaler.get_scale() < LEAST_SCALE
-        self.unchecked.append(
-            Update(
-                progress.step,
-                self.optimizer.param_groups[0]["lr"],
-                [b[2] for b in batches],
-                strict,
-                torch.stack([summed[0] / size, norm.float(), *summed[1:]]),
-            )
-        )
+        rate = self.optimizer.param_groups[0]["lr"]
+        ids = [batch_ids for _, _, batch_ids in batches]
+        values = torch.stack([summed[0] / self.world.size, norm.float(), summed[1], summed[2]])
+        self.unchecked.append(Update(progress.step, rate, ids, strict, values))
 
-    # ---- what updates came to -------------------------------------------------------------------------------------
+    def _backward(self, batches: list) -> torch.Tensor:
+        """Add up the gradients of the batches; return their mean loss, on the device."""
+        total = torch.zeros((), device=self.world.device)
+        for number, (images, targets, _) in enumerate(batches, start=1):
+            # Gradients are averaged over the processes with the last batch.
+            waits = self.world.size > 1 and number < len(batches)
+            with self.net.no_sync() if waits else nullcontext():
+                loss = self._batch_loss(images, targets) / len(batches)
+                self.scaler.scale(loss).backward()
+            total += loss.detach().float()
+        return total
+
+    def _step(self) -> torch.Tensor:
+        """Change the weights by their gradients; return the norm of these, before it is clipped, on the device."""
+        self.scaler.unscale_(self.optimizer)
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        if self.config.clip_grad:
+            dispatch_clip_grad(
+                self.model.parameters(), self.config.clip_grad, self.config.clip_mode
+            )
+        self.scaler.step(self.optimizer)  # of float16 alone it waits for the device
+        self.scaler.update()
+        return norm
+
+    # ---- results of updates ----------------------------------------------------------------------------------------
 
     def check(self, weights: bool = False) -> bool:
-        """Read what the updates since the last look came to; return whether a process was asked to stop. All processes
-        must call this after the same update.
+        """Read the results of the updates since the last look; return whether a process was asked to stop. All
+        processes must call this after the same update.
 
         weights: also look, as where a process was asked to stop, for weights and buffers (batch statistics) that no
             checkpoint should hold: steps and statistics can overflow where losses and gradients do not.
@@ -344,28 +380,29 @@ class Trainer:
         """
         unchecked, self.unchecked = self.unchecked, []
         values = torch.stack([update.values for update in unchecked]).tolist()
-        if any(unread for *_, unread in values):
+        if any(unread for _, _, _, unread in values):
             self.data.bad_images.collect(self.world, self.folder)
-        for update, (loss, norm, *_) in zip(unchecked, values, strict=True):
+        for update, (loss, norm, _, _) in zip(unchecked, values, strict=True):
             self.loss = loss
             self.progress.loss_sum += loss
             if not math.isfinite(loss):
                 raise self._reported("the loss of", f"is {loss}", update)
             if update.strict and not math.isfinite(norm):
                 raise self._reported("the norm of the gradient of", f"is {norm}", update)
-        stops = any(stops for _, _, stops, _ in values)
+        stops = any(stopped for _, _, stopped, _ in values)
         if weights or stops:
-            spoilt = non_finite(self.model.state_dict())
-            if self.ema is not None:
-                spoilt += [f"averaged {name}" for name in non_finite(self.best_model.state_dict())]
-            everywhere = [
-                name for of_rank in self.world.gather(spoilt) for name in of_rank
-            ]  # statistics differ
-            if everywhere:
-                raise self._reported(
-                    "a weight is not finite after", f"({everywhere[0]})", unchecked[-1]
-                )
+            self._check_weights(unchecked[-1])
         return stops
+
+    def _check_weights(self, update: Update) -> None:
+        """Raise NonFiniteLoss on every process where a weight or statistic of any is not finite after an update."""
+        spoilt = non_finite(self.model.state_dict())
+        if self.ema is not None:
+            averaged = non_finite(self.best_model.state_dict())
+            spoilt += [f"averaged {name}" for name in averaged]
+        everywhere = sum(self.world.gather(spoilt), [])  # statistics differ
+        if everywhere:
+            raise self._reported("a weight is not finite after", f"({everywhere[0]})", update)
 
     def _reported(self, before: str, after: str, update: Update) -> NonFiniteLoss:
         """Write which samples every process had in an update of the epoch; return the error that names it."""
@@ -376,18 +413,17 @@ class Trainer:
             f"{before} update {update.step} of epoch {epoch} {after}; its samples are in {path}"
         )
         if self.world.is_main:
-            write_json(
-                path,
-                {
-                    "error": str(error),
-                    "epoch": epoch,
-                    "update": update.step,
-                    "lr": update.rate,
-                    "last_good_checkpoint": str(self.last_good),
-                    "sample_ids": everywhere,
-                    "samples": [[self.data.describe(i) for i in of_rank] for of_rank in everywhere],
-                },
-            )
+            names = [list(map(self.data.describe, ids)) for ids in everywhere]
+            report = {
+                "error": str(error),
+                "epoch": epoch,
+                "update": update.step,
+                "lr": update.rate,
+                "last_good_checkpoint": str(self.last_good),
+                "sample_ids": everywhere,
+                "samples": names,
+            }
+            write_json(path, report)
         self.world.barrier()  # nobody leaves, and has the others ended, before the report is written
         return error
 
@@ -395,18 +431,14 @@ class Trainer:
 
     def updates_in(self, epoch: int) -> int:
         """Return the updates of an epoch, counted from 0; a fraction in --epochs makes the last one shorter."""
-        return min(
-            self.updates_per_epoch, max(self.total_updates - epoch * self.updates_per_epoch, 0)
-        )
+        left = self.total_updates - epoch * self.updates_per_epoch
+        return min(self.updates_per_epoch, max(left, 0))
 
     def train_epoch(self) -> None:
         """Make the updates of the current epoch that are still to make."""
-        config, progress = self.config, self.progress
-        self.net.train()
-        for module in self.model.modules():  # what is frozen keeps its statistics, too
-            trained = [parameter.requires_grad for parameter in module.parameters()]
-            if trained and not any(trained):
-                module.eval()
+        config = self.config
+        progress = self.progress
+        self._train_mode()
         self._logged = copy.copy(progress)
         source = self.train_loader.batches(progress.epoch, progress.step * config.grad_accum_steps)
         updates = self.updates_in(progress.epoch)
@@ -426,12 +458,10 @@ class Trainer:
                 self._update(batches)
                 done = progress.step == updates
                 due = done or is_multiple(progress.step, config.checkpoint_steps)
-                logged = config.log_steps > 0 and (
-                    done or is_multiple(progress.step, config.log_steps)
-                )
-                stop = (
-                    self.world.size == 1 and self.stop.signal is not None
-                )  # else all processes hear of it together
+                logged = is_multiple(progress.step, config.log_steps)
+                logged |= done and config.log_steps > 0
+                # Several processes hear of a signal together, from `check`.
+                stop = self.world.size == 1 and self.stop.signal is not None
                 if stop or due or logged or is_multiple(progress.step, self.check_every):
                     stop |= self.check(weights=due or stop)
                     bar.set_postfix(loss=f"{self.loss:.3f}", refresh=False)
@@ -444,47 +474,46 @@ class Trainer:
                 if due and not done:
                     self.save()
 
+    def _train_mode(self) -> None:
+        """Set the network to training, but for frozen modules, which keep their statistics, too."""
+        self.net.train()
+        for module in self.model.modules():
+            trained = [parameter.requires_grad for parameter in module.parameters()]
+            if trained and not any(trained):
+                module.eval()
+
     def _log_step(self, done: bool) -> None:
         """Add a row to the step log; where the epoch is `done`, its own line tells of it."""
         if self.step_log is None:
             return
-        progress, then = self.progress, self._logged
-        self._logged, seconds = copy.copy(progress), progress.seconds - then.seconds
+        progress = self.progress
+        before = self._logged
+        self._logged = copy.copy(progress)
+        seconds = progress.seconds - before.seconds
+        images = (progress.step - before.step) * self.images_of_update
+        waited = progress.data_seconds - before.data_seconds
         left = (self.total_updates - progress.updates) * progress.seconds / progress.step
-        self.step_log.add(
-            {
-                "step": progress.updates,
-                "epoch": progress.epoch + progress.step / self.updates_per_epoch,
-                "lr": self.optimizer.param_groups[0]["lr"],
-                "train_loss": self.loss,
-                "images_per_s": (progress.step - then.step) * self.images_of_update / seconds,
-                "data_wait_percent": 100 * (progress.data_seconds - then.data_seconds) / seconds,
-                "memory_mib": memory_mib(self.world.device),
-            },
-            None if done else left,
-        )
+        row = {
+            "step": progress.updates,
+            "epoch": progress.epoch + progress.step / self.updates_per_epoch,
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "train_loss": self.loss,
+            "images_per_s": images / seconds,
+            "data_wait_percent": 100 * waited / seconds,
+            "memory_mib": memory_mib(self.world.device),
+        }
+        self.step_log.add(row, None if done else left)
 
     def finish_epoch(self) -> None:
         """Evaluate where that is due, add the epoch's row, save."""
-        progress, config, start = self.progress, self.config, time.perf_counter()
-        number, trained = progress.epoch + 1, progress.seconds
+        progress = self.progress
+        start = time.perf_counter()
+        number = progress.epoch + 1
+        trained = progress.seconds
         if self.world.size > 1:  # batch statistics are each process's own until here
-            distribute_bn(self.best_model, self.world.size, reduce=config.dist_bn == "reduce")
-        figures, maps = dict.fromkeys(("eval_loss", *self.measures), math.nan), {}
-        if number % config.eval_epochs == 0 or number == self.total_epochs:
-            result = self.evaluate(
-                self.eval_net,
-                self.eval_loader,
-                len(self.data.classes),
-                self.world,
-                config,
-                should_stop=self._stop_wanted,
-            )
-            if result is None:
-                self._leave()
-            figures |= {"eval_loss": getattr(result, "loss", math.nan), **result.figures()}
-            if self.watches and self.world.is_main and len(result.sample):
-                maps = self.watch(self.eval_net, result.sample)
+            reduce = self.config.dist_bn == "reduce"
+            distribute_bn(self.best_model, self.world.size, reduce=reduce)
+        figures, maps = self._evaluated(number)
         self.data.bad_images.collect(self.world, self.folder)
         row = {
             "epoch": number,
@@ -496,46 +525,76 @@ class Trainer:
             "seconds": trained + time.perf_counter() - start,
         }
         row = rounded(row | maps | gates(self.best_model))
-        best = row[self.measures[0]] > progress.best_top1
+        measured = row[self.measures[0]]
+        best = measured > progress.best_top1
         if best:
-            progress.best_top1, progress.best_epoch = row[self.measures[0]], number
+            progress.best_top1 = measured
+            progress.best_epoch = number
         progress.rows.append(row)
-        progress.epoch, progress.step = number, 0
+        progress.epoch = number
+        progress.step = 0
         progress.loss_sum = progress.seconds = progress.data_seconds = 0.0
-        self.save(best, snapshot=is_multiple(number, config.snapshot_epochs))
+        self.save(best, snapshot=is_multiple(number, self.config.snapshot_epochs))
         if self.step_log is not None:
             self.step_log.send("epoch", row)
         self._log_epoch(row)
 
+    def _evaluated(self, number: int) -> tuple[dict[str, float], dict[str, float]]:
+        """Evaluate after epoch `number` where that is due.
+
+        Returns:
+            The loss and the measures (nan where the epoch is not evaluated), and the columns of attention maps.
+        """
+        figures = dict.fromkeys(("eval_loss", *self.measures), math.nan)
+        if number % self.config.eval_epochs and number != self.total_epochs:
+            return figures, {}
+        result = self.evaluate(
+            self.eval_net,
+            self.eval_loader,
+            len(self.data.classes),
+            self.world,
+            self.config,
+            should_stop=self._stop_wanted,
+        )
+        if result is None:
+            self._leave()
+        figures["eval_loss"] = getattr(result, "loss", math.nan)
+        figures.update(result.figures())
+        if self.watches and self.world.is_main and len(result.sample):
+            return figures, self.watch(self.eval_net, result.sample)
+        return figures, {}
+
     def _log_epoch(self, row: dict[str, float]) -> None:
-        """Say in a line what an epoch came to."""
-        progress, seconds = self.progress, [other["seconds"] for other in self.progress.rows]
+        """Log one line with the epoch's results."""
+        progress = self.progress
+        seconds = [other["seconds"] for other in progress.rows]
         left = (self.total_epochs - progress.epoch) * sum(seconds) / len(seconds)
-        best = "not evaluated"
-        if not math.isnan(row[self.measures[0]]):
-            best = (
-                "best so far"
-                if progress.best_epoch == progress.epoch
-                else f"best {progress.best_top1:.2f}%, epoch {progress.best_epoch}"
-            )
-        loss = "" if math.isnan(row["eval_loss"]) else f"evaluation loss {row['eval_loss']:.4f}"
+        best = f"best {progress.best_top1:.2f}%, epoch {progress.best_epoch}"
+        if math.isnan(row[self.measures[0]]):
+            best = "not evaluated"
+        elif progress.best_epoch == progress.epoch:
+            best = "best so far"
+        loss = ""
+        if not math.isnan(row["eval_loss"]):
+            loss = f"evaluation loss {row['eval_loss']:.4f}"
         quality = "  ".join(filter(None, (loss, self.text_of(row), best)))
+        more = {
+            "of": self.total_epochs,
+            "quality": quality,
+            "left": f"  {duration(left)} left" if left else "",
+        }
         log.info(
             "epoch %(epoch)d/%(of)d  training loss %(train_loss).4f  %(quality)s  lr %(lr).3g  %(images_per_s).0f "
             "images/s  %(seconds).1f s%(left)s",
-            row
-            | {
-                "of": self.total_epochs,
-                "quality": quality,
-                "left": f"  {duration(left)} left" if left else "",
-            },
+            row | more,
         )
 
     def fit(self) -> None:
         """Train until `config.epochs` epochs are complete.
 
         Raises:
-            RunError: stopped by a signal (code 128 + signal), a non-finite loss, or a full disk.
+            RunError: stopped by a signal (code 128 + signal), a non-finite loss, a full disk, memory that ran out, or a
+                process that decodes images and has ended.
         """
         if self.last_good != self.folder / checkpoint.LAST:
             self.save()  # finds out now whether the folder can be written
@@ -543,22 +602,20 @@ class Trainer:
             try:
                 self.train_epoch()
                 self.finish_epoch()
-            except NonFiniteLoss as error:
+            except (NonFiniteLoss, WorkerLost) as error:
                 raise RunError(f"{error}; last good checkpoint: {self.last_good}") from error
             except (torch.OutOfMemoryError, MemoryError) as error:
+                what = str(error).partition("\n")[0] or "main memory"
                 raise RunError(
                     f"out of memory in update {self.progress.step + 1} of epoch {self.progress.epoch + 1} "
-                    f"({str(error).partition(chr(10))[0] or 'main memory'}): a smaller --batch-size with "
-                    "--total-batch as it is adds up more batches, --grad-checkpointing and --amp need less; "
-                    f"last good checkpoint: {self.last_good}"
+                    f"({what}): a smaller --batch-size with --total-batch as it is adds up more batches, "
+                    f"--grad-checkpointing and --amp need less; last good checkpoint: {self.last_good}"
                 ) from error
             except RuntimeError as error:
-                if "DataLoader worker" not in str(error):
+                lost = worker_lost(error)
+                if lost is None:
                     raise
-                raise RunError(
-                    f"{str(error).strip()} The system kills processes when main memory runs out, fewer "
-                    f"--workers need less; last good checkpoint: {self.last_good}"
-                ) from error
+                raise RunError(f"{lost}; last good checkpoint: {self.last_good}") from error
 
     def _stop_wanted(self) -> bool:
         """Return whether any process was asked to stop; all processes must ask together."""
@@ -566,9 +623,10 @@ class Trainer:
         return self.world.sum(wanted).item() > 0
 
     def _leave(self) -> None:
+        """Save and end the run, as a signal asked."""
         self.save()
         self.world.barrier()  # nobody leaves, and has the others ended, before the checkpoint is written
-        number = self.stop.signal or 15
+        number = self.stop.signal or SIGTERM
         raise RunError(
             f"stopped by signal {number} after update {self.progress.step} of epoch "
             f"{self.progress.epoch + 1}; saved {self.last_good}",

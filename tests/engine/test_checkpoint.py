@@ -96,7 +96,9 @@ def test_newest_valid_checkpoint_is_found_and_bad_ones_put_aside(tmp_path):
 
     assert newest() is None
     for name, updates in ((checkpoint.PREVIOUS, 5), (checkpoint.BEST, 4), (checkpoint.LAST, 9)):
-        (tmp_path / name).write_bytes(encode({"progress": {"updates": updates}}))
+        (tmp_path / name).write_bytes(
+            encode({**dict.fromkeys(checkpoint.PARTS), "progress": {"updates": updates}})
+        )
     assert newest()[0].name == checkpoint.LAST
     (tmp_path / checkpoint.LAST).write_bytes(b"no checkpoint")
     notices = []

@@ -3,6 +3,7 @@
 import math
 import multiprocessing
 import os
+import queue
 import re
 import shutil
 import signal
@@ -14,10 +15,11 @@ import safetensors.torch
 import torch
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.processes import MOST_WORKERS
+from ea_vision.base.processes import MOST_WORKERS, WorkerLost, workers_watched
 from ea_vision.data.on_device import EvalLoader
 from ea_vision.engine import checkpoint, train_cifar, train_imagenet
 from ea_vision.engine.command import enable_checkpointing
+from ea_vision.engine.step_log import StepLog
 from tests.data.photos import make_photos
 from tests.engine.runner import (
     after_update,
@@ -202,11 +204,98 @@ def test_a_killed_worker_names_the_last_good_checkpoint(photos, tmp_path):
         IMAGENET, f"--batch-size 2 --checkpoint-steps 1 --data-dir {photos} --output {folder}"
     )
     error = train(argv, kill_worker, code=1, main=train_imagenet.main).splitlines()[-1]
-    # torch's two sentences: its signal handler's, or its queue's where that notices first.
-    assert re.match(
-        r"error: DataLoader worker \(pid.*(killed by signal|exited unexpectedly)", error
-    ), error
+    # torch's two sentences, its signal handler's and its queue's; or a socket's where that notices first.
+    torchs = r"RuntimeError: DataLoader worker \(pid.*(killed by signal|exited unexpectedly)"
+    pythons = "Connection|BrokenPipe|EOFError|FileNotFoundError|Empty"
+    beginning = rf"error: a process that decodes images has ended \(({torchs}|{pythons})"
+    assert re.match(beginning, error), error
     assert f"fewer --workers need less; last good checkpoint: {folder / checkpoint.LAST}" in error
+
+
+@pytest.mark.parametrize(
+    "error, lost",
+    [
+        (ConnectionResetError(104, "Connection reset by peer"), True),
+        (BrokenPipeError(32, "Broken pipe"), True),
+        (EOFError(), True),
+        (queue.Empty(), True),
+        (FileNotFoundError(2, "No such file or directory"), True),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), True),
+        (RuntimeError("Pin memory thread exited unexpectedly"), True),
+        (RuntimeError("Caught RuntimeError in DataLoader worker process 0.\nOriginal"), False),
+        (EOFError("Caught EOFError in DataLoader worker process 0.\nOriginal"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (KeyError("x"), False),
+    ],
+    ids=repr,
+)
+def test_each_way_in_which_a_dead_worker_shows(error, lost):
+    wanted = WorkerLost if lost else type(error)
+    with pytest.raises(wanted) as raised, workers_watched():
+        raise error
+    if lost:
+        assert type(error).__name__ in str(raised.value) and "--workers" in str(raised.value)
+
+
+def fail_to_append() -> None:
+    """Let every row of speed.csv meet a full disk."""
+
+    def hurt(append, log, row):
+        raise OSError(28, "No space left on device")
+
+    around(StepLog, "_append", hurt)
+
+
+def test_a_log_that_cannot_be_written_does_not_end_a_run(data, tmp_path):
+    folder = tmp_path / "run"
+    said = train(arguments(data, folder, "--log-steps 1"), fail_to_append)
+    line = (
+        "speed.csv cannot be written, training goes on without: [Errno 28] No space left on device"
+    )
+    assert said.count(line) == 1 and saved(folder)["progress"]["epoch"] == 2
+
+
+@pytest.mark.parametrize("part", ["progress", "random", "model"])
+def test_a_checkpoint_without_a_part(old_run, capsys, part):
+    """Named, it is refused in one line; found in the run folder, it is put aside."""
+    path = old_run / "last.ckpt"
+    state = checkpoint.read_checkpoint(path)
+    del state[part]
+    path.write_bytes(checkpoint.encode(state))
+    error = error_of(train_cifar.main, [*resume(old_run), "--resume", str(path)], capsys)
+    assert error == f"{path} is not the checkpoint of a run: it has no {part}"
+    assert checkpoint.newest_checkpoint(old_run)[0].name == checkpoint.PREVIOUS
+
+
+@pytest.mark.parametrize(
+    "world, message",
+    [
+        (
+            {"WORLD_SIZE": "abc"},
+            "WORLD_SIZE must be a whole number, as torchrun sets it, got 'abc'",
+        ),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK must be a whole number, as torchrun sets it, got 'x'"),
+        ({"RANK": "-1"}, "RANK must be a whole number, as torchrun sets it, got '-1'"),
+        (
+            {"RANK": "3", "WORLD_SIZE": "2"},
+            "RANK must be 0 to WORLD_SIZE - 1, got RANK 3 of WORLD_SIZE 2",
+        ),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE 2 needs RANK, MASTER_ADDR, MASTER_PORT too: start the *"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1"},
+            "WORLD_SIZE 2 needs MASTER_ADDR too: start the processes by torchrun, which sets them",
+        ),
+    ],
+    ids=str,
+)
+def test_an_environment_that_makes_no_world(data, tmp_path, capsys, monkeypatch, world, message):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in world.items():
+        monkeypatch.setenv(name, value)
+    said = error_of(train_cifar.main, arguments(data, tmp_path / "run"), capsys)
+    assert fnmatchcase(said.removeprefix("process -1: ").removeprefix("process 3: "), message)
+    assert not (tmp_path / "run").exists()
 
 
 def run_out_of_memory() -> None:

@@ -267,6 +267,13 @@ ATTENTION = "--model ea_conv_transformer_cifar --model-kwargs widths=[16,16,16,1
             {3: signal.SIGTERM},
             id="one of two processes",
         ),
+        # Statistics of BatchNorm are each process's own; update 5 ends an epoch, where the average's become one.
+        pytest.param(
+            2,
+            "--batch-size 4 --model-ema-decay 0.9 --dist-bn reduce",
+            {3: signal.SIGTERM, 6: signal.SIGKILL},
+            id="statistics of two processes",
+        ),
         pytest.param(
             3, ATTENTION, {4: signal.SIGTERM}, id="three processes", marks=pytest.mark.slow
         ),
