@@ -285,7 +285,8 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     argv = arguments(data, folder, options)
     train(arguments(data, tmp_path / "whole", options), size=size)
     for update, number in stops.items():
-        stopped(argv, update, number, rank=size - 1, size=size)
+        rank = None if number == signal.SIGKILL else size - 1
+        stopped(argv, update, number, rank=rank, size=size)
     assert len(stops) > 1 or progress(folder)["updates"] == update, (
         "all processes hear of it in the same update"
     )
