@@ -1,6 +1,8 @@
 """Models of Hugging Face's transformers evolve: equal at the start, alive one step on, back again, saved and loaded."""
 
 import copy
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,7 +11,8 @@ from torch import nn
 from torch.testing import assert_close
 
 import ea_vision
-from ea_vision import evolve, unevolve
+from ea_vision import evolve, record_attention, unevolve
+from ea_vision.layers import TokenConv
 from tests.models.test_across import KINDS
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -391,3 +394,189 @@ def test_compiles_in_one_graph(name):
     model = lively(evolve(create(name), "ea", value_residual=True))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_close(output(compiled, name), output(model, name), rtol=1e-4, atol=1e-4)
+
+
+# ---- vision: the grid behind the prefix tokens -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["vit", "dinov2", "dinov3", "siglip", "clip vision"])
+def test_grids_are_found_behind_prefix_tokens(name):
+    model = create(name)
+    images = torch.randn(2, 3, 24, 40)
+    how = {} if name == "dinov3" else {"interpolate_pos_encoding": True}
+    if name == "dinov2":
+        how = {}
+    expected = model(images, **how).last_hidden_state
+    evolved = evolve(model, "conv2d", token_conv=True, prefix="pass")
+    assert_close(evolved(images, **how).last_hidden_state, expected, rtol=0, atol=1e-5)
+    prefix = {"vit": 1, "dinov2": 1, "dinov3": 3, "siglip": 0, "clip vision": 1}[name]
+    mechanisms = [m for m in evolved.modules() if hasattr(m, "num_prefix_tokens")]
+    assert {m.num_prefix_tokens for m in mechanisms} == {prefix}
+    conv = next(m for m in mechanisms if isinstance(m, TokenConv))
+    lively(evolved)
+    sizes = []
+    conv.register_forward_hook(lambda _, args, result: sizes.append(args[1]))
+    evolved(images, **how)
+    assert sizes == [(3, 5)]
+    assert torch.equal(
+        output(unevolve(evolve(model, None, token_conv=True)), name), output(model, name)
+    )
+
+
+def test_sequences_have_no_patches():
+    with pytest.raises(ValueError, match="token_conv needs patches of an image"):
+        evolve(create("bert"), None, token_conv=True)
+
+
+@pytest.mark.parametrize("name", ["vit", "bert", "llama", "t5"])
+@torch.no_grad()
+def test_its_maps_are_recorded_with_their_parts(name):
+    model = lively(evolve(create(name), "ea"))
+    parts = ("attn", "logits", "self_logits", "prev_logits")
+    with record_attention(model, parts=parts) as maps:
+        output(model, name)
+    layers = [maps[number] for number in maps]
+    evolving = [
+        layer for layer in layers if hasattr(layer, "prev_logits") and layer.prev_logits is not None
+    ]
+    assert len(layers) == (9 if name == "t5" else 3)
+    assert len(evolving) == (6 if name == "t5" else 2)
+    for layer in layers:
+        assert_close(layer.attn.sum(-1), torch.ones_like(layer.attn[..., 0]))
+
+
+# ---- the tools around them -------------------------------------------------------------------------------------------
+
+
+def classifier(kind: str = "ea") -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**TEXT, num_labels=3)
+    return evolve(transformers.BertForSequenceClassification(config), kind)
+
+
+def sentences(count: int) -> list[dict]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 50, (count, 8), generator=generator)
+    return [{"input_ids": row, "labels": row[0] % 3} for row in ids]
+
+
+def test_trains_with_trainer(tmp_path):
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = classifier()
+    before = copy.deepcopy(model.state_dict())
+    arguments = transformers.TrainingArguments(
+        tmp_path,
+        max_steps=20,
+        per_device_train_batch_size=4,
+        report_to=[],
+        use_cpu=True,
+        learning_rate=1e-2,
+        save_steps=20,
+        disable_tqdm=True,
+    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=sentences(80))
+    assert trainer.train().global_step == 20
+    after = model.state_dict()
+    assert all(not torch.equal(after[key], before[key]) for key in before if ".maps." in key)
+    loaded = ea_vision.from_pretrained(tmp_path / "checkpoint-20").eval()
+    ids = torch.arange(3, 11)[None]
+    assert torch.equal(loaded(ids).logits, model.eval()(ids).logits)
+
+
+def test_trains_with_accelerate():
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = classifier()
+    model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), 1e-2))
+    losses = []
+    for _ in range(8):
+        batch = torch.utils.data.default_collate(sentences(8))
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["vit", "bert", "llama", "t5"])
+@torch.no_grad()
+def test_half_precision_stays_near(name, dtype):
+    model = create(name)
+    expected = output(model, name)
+    evolved = evolve(model, "ea", value_residual=True).to(dtype)
+    inputs = {
+        key: x.to(dtype) if x.is_floating_point() else x for key, x in inputs_of(name).items()
+    }
+    result = evolved(**inputs).last_hidden_state
+    assert result.dtype == dtype
+    assert (result - expected).norm() < 0.1 * expected.norm()
+
+
+def test_lora_on_queries_and_values():
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    plain = create("bert")
+    evolved = evolve(plain, "ea", value_residual=True)
+    config = peft.LoraConfig(target_modules=["query", "value"], modules_to_save=["maps"], r=2)
+    model = peft.get_peft_model(evolved, config)
+    inputs = inputs_of("bert")
+    assert_close(model(**inputs).last_hidden_state, output(plain, "bert"), rtol=0, atol=1e-5)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (model(**inputs).last_hidden_state ** 3).sum().backward()
+        optimizer.step()
+    trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
+    assert {"lora_A", "lora_B", "modules_to_save"} <= {
+        part for key in trained for part in key.split(".")
+    }
+    assert not [key for key, p in trained.items() if p.grad is None or not p.grad.any()]
+    merged = model.merge_and_unload()
+    assert_close(merged(**inputs).last_hidden_state, model(**inputs).last_hidden_state)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_models_with_attention_of_their_own_are_refused():
+    config = transformers.DebertaV2Config(**TEXT)
+    with pytest.raises(ValueError, match="no attention layer of it goes through"):
+        evolve(transformers.DebertaV2Model(config))
+
+
+def test_dropped_layers_are_refused():
+    with pytest.raises(ValueError, match="layerdrop must be 0"):
+        evolve(create("bart", encoder_layerdrop=0.1))
+
+
+def test_windows_are_refused():
+    config = transformers.SwinConfig(
+        image_size=32, patch_size=4, embed_dim=16, depths=[2], num_heads=[2], window_size=4
+    )
+    with pytest.raises(ValueError, match="window|no attention layer"):
+        evolve(transformers.SwinModel(config))
+
+
+def test_an_evolving_model_is_not_evolved_again():
+    with pytest.raises(ValueError, match="evolve already"):
+        evolve(evolve(create("vit")))
+
+
+def test_a_folder_without_an_evolution_is_refused(tmp_path):
+    create("vit").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no evolution in its config.json"):
+        ea_vision.from_pretrained(tmp_path)
+
+
+def test_everything_else_works_without_transformers():
+    code = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "import timm, torch, ea_vision\n"
+        "model = ea_vision.evolve(timm.create_model('vit_tiny_patch16_224'))\n"
+        "ea_vision.unevolve(model)\n"
+        "try: ea_vision.evolve(torch.nn.Linear(2, 2))\n"
+        "except ValueError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "cannot evolve" in done.stdout
