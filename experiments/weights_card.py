@@ -46,6 +46,25 @@ def half(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
+def front_matter(name: str, top1: float, dataset: str) -> list[str]:
+    """Return the lines by which Hugging Face's hub reads a model card."""
+    return [
+        "---",
+        "license: apache-2.0",
+        "library_name: timm",
+        "pipeline_tag: image-classification",
+        "tags: [image-classification, timm, ea_vision]",
+        "model-index:",
+        f"- name: {name}",
+        "  results:",
+        "  - task: {type: image-classification}",
+        f"    dataset: {{name: {dataset}, type: {dataset}}}",
+        f"    metrics: [{{type: accuracy, value: {top1:.2f}, name: top-1}}]",
+        "---",
+        "",
+    ]
+
+
 def by_update(starts: list[dict], describe: Callable[[dict], str]) -> str:
     """What `describe` says of a run's last start and, in brackets, of the updates made by starts where it differs."""
     said = [(start["update"], describe(start)) for start in starts]
@@ -175,6 +194,7 @@ def card(
             lambda start: ", ".join(f"{k} {v}" for k, v in start["versions"].items()),
         )
     )
+    dataset = "cifar10" if tuple(run["classes"]) == CIFAR10 else config["dataset"]
     if split:
         seen = f"{run['eval_images']} images of `{Path(run['eval_data']).name}`, by which the best epoch was chosen"
         recipe = asdict(resolve(ImageNetConfig, {"recipe": config["recipe"]}))
@@ -188,13 +208,13 @@ def card(
             f"--val-split {split}"
         )
     else:
-        dataset = "cifar10" if tuple(run["classes"]) == CIFAR10 else config["dataset"]
         seen, check = (
             evaluated_on(finished.eval_split, metrics),
             (f"python train_cifar.py --evaluate {name} --dataset {dataset} --data-dir DIR"),
         )
     return "\n".join(
         [
+            *front_matter(name, result.top1, config["recipe"] if split else dataset),
             f"# {name}",
             "",
             f'`timm.create_model("{name}", pretrained=True)`: '

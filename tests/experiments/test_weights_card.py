@@ -3,6 +3,7 @@
 import safetensors.torch
 import timm
 import torch
+import yaml
 from torchvision.transforms.functional import normalize
 
 from ea_vision.data.small_images import load_dataset
@@ -33,6 +34,9 @@ def test_the_card_of_exported_weights_has_the_figures_of_the_file(tmp_path, monk
             for logits in (plain, six)
         )
         card = out.with_suffix(".md").read_text()
+        front = yaml.safe_load(card.split("---\n")[1])
+        metric = front["model-index"][0]["results"][0]["metrics"][0]
+        assert front["library_name"] == "timm" and metric["value"] == round(top1, 2)
         assert safetensors.torch.load_file(out)["conv1.0.weight"].dtype == getattr(torch, dtype)
         for said in (
             f"| stored as | {dtype} |",
