@@ -41,9 +41,8 @@ class Network:
     plain: str | None = None
 
 
-_NETWORKS: dict[
-    str, tuple[str, Network]
-] = {}  # name: (module of the family, network), in order of registration
+# by name: module of the family and network, in order of registration
+_NETWORKS: dict[str, tuple[str, Network]] = {}
 
 
 def register_networks(
@@ -73,8 +72,10 @@ def register_networks(
             model._model_args = dict(trained)  # timm's save_for_hf writes these
             return model
 
-        entry.__name__ = entry.__qualname__ = name
-        entry.__module__, entry.__doc__ = module, network.about
+        entry.__name__ = name
+        entry.__qualname__ = name
+        entry.__module__ = module
+        entry.__doc__ = network.about
         setattr(sys.modules[module], name, register_model(entry))
         _NETWORKS[name] = (module, network)
 
@@ -226,11 +227,12 @@ scenes_cfg = partial(
 
 def shipped_weights(name: str) -> str:
     """Return the path of a shipped weights file: in the installed package, or in a checkout beside it."""
+    file = f"{name}.safetensors"
     package = Path(__file__).resolve().parents[1]
-    installed = package / "weights" / f"{name}.safetensors"
-    return str(
-        installed if installed.is_file() else package.parent / "weights" / f"{name}.safetensors"
-    )
+    installed = package / "weights" / file
+    if installed.is_file():
+        return str(installed)
+    return str(package.parent / "weights" / file)
 
 
 def build_network(
@@ -272,8 +274,7 @@ def build_network(
         model_cls, variant, pretrained, pretrained_filter_fn=filter_fn, **kwargs
     )
     net.pretrained_cfg.pop("state_dict", None)  # loaded, and timm would keep it
-    if hasattr(
-        getattr(net, "model", None), "feature_indices"
-    ):  # the feature getter lacks what the others have
-        net.set_grad_checkpointing = net.model.set_grad_checkpointing
+    inner = getattr(net, "model", None)
+    if hasattr(inner, "feature_indices"):  # timm's feature getter lacks the method
+        net.set_grad_checkpointing = inner.set_grad_checkpointing
     return net

@@ -10,10 +10,9 @@ import torch.nn.functional as F
 
 def offsets(size):
     """Rows and columns from each query to each key, (N, N) each."""
-    row, col = (
-        torch.arange(size[0]).repeat_interleave(size[1]),
-        torch.arange(size[1]).repeat(size[0]),
-    )
+    H, W = size
+    row = torch.arange(H).repeat_interleave(W)
+    col = torch.arange(W).repeat(H)
     return row - row.unsqueeze(1), col - col.unsqueeze(1)
 
 
@@ -23,9 +22,8 @@ def own_logits(q, k, height_rel, width_rel, size):
     for table, offset in zip((height_rel, width_rel), offsets(size), strict=True):
         if table is not None:
             middle = len(table) // 2
-            logits = logits + torch.einsum(
-                "bnd,nmd->bnm", q, table[middle + offset.clamp(-middle, middle)]
-            )
+            of_pairs = table[middle + offset.clamp(-middle, middle)]
+            logits = logits + torch.einsum("bnd,nmd->bnm", q, of_pairs)
     return logits
 
 
@@ -39,58 +37,60 @@ def neighbours(x, height, width):
 
 def map_conv(maps, conv):
     """(B, K, N, N) -> the same: a same-padded convolution and ReLU, tap by tap."""
-    total = sum(
-        torch.einsum("oc,bcij->boij", conv.weight[..., u, w], seen)
-        for u, w, seen in neighbours(maps, *conv.weight.shape[2:])
-    )
-    return (total + conv.bias.view(-1, 1, 1)).clamp(min=0)
+    total = conv.bias.view(-1, 1, 1)
+    for u, w, seen in neighbours(maps, *conv.weight.shape[2:]):
+        total = total + torch.einsum("oc,bcij->boij", conv.weight[..., u, w], seen)
+    return total.clamp(min=0)
+
+
+def normalised(head, gain):
+    """A head's queries or keys (B, N, D) over the root of their mean square, times its gain."""
+    mean_square = (head**2).sum(2, keepdim=True) / head.shape[2]
+    return gain * head / (mean_square + 1e-6).sqrt()
+
+
+def pooled_input(layer, x):
+    """What queries, keys and values are projected from."""
+    for _ in range(layer.num_pools):
+        x = pooled_pixels(x)
+    return x
+
+
+def fused(layer, x, attention):
+    """The layer's output from its attention branch (B, C, H, W), which is resized to the convolution's result."""
+    size = [(side + layer.stride - 1) // layer.stride for side in x.shape[2:]]
+    if list(attention.shape[2:]) != size:
+        attention = F.interpolate(attention, size=size, mode="bilinear", align_corners=False)
+    if layer.conv is None:
+        return attention
+    convolved = convolved_pixels(layer.conv, x)
+    return convolved + attention if layer.fusion == "add" else torch.cat([convolved, attention], 1)
 
 
 def attention_branch(layer, x, prev_logits=None, evolve=None):
     """The whole layer, head by head, from its parameters; -> y, logits."""
-    size = [(side + layer.stride - 1) // layer.stride for side in x.shape[2:]]
-    conv = torch.zeros(len(x), 0, *size, dtype=x.dtype)
-    if layer.conv is not None:
-        conv = F.conv2d(x, layer.conv.weight, stride=layer.conv.stride, padding=layer.conv.padding)
-    pooled = x
-    for _ in range(layer.num_pools):
-        total, count = (
-            sum(seen[..., ::2, ::2] for _, _, seen in neighbours(y, 3, 3))
-            for y in (pooled, torch.ones_like(pooled))
-        )
-        pooled = total / count
-    K, D, Dv, (H, W) = layer.num_heads, layer.dim_head_qk, layer.dim_head_v, pooled.shape[2:]
+    pooled = pooled_input(layer, x)
+    size = pooled.shape[2:]
+    K = layer.num_heads
+    D = layer.dim_head_qk
     projected = pooled.flatten(2).transpose(1, 2) @ layer.qkv.weight.flatten(1).t() + layer.qkv.bias
-    q, k, v = (
-        part.split(part.shape[2] // K, 2) for part in projected.split([K * D, K * D, K * Dv], 2)
-    )
-    if layer.qk_gain is not None:
-        q, k = (
-            [
-                gains[h] * part[h] / ((part[h] ** 2).sum(2, keepdim=True) / D + 1e-6).sqrt()
-                for h in range(K)
-            ]
-            for part, gains in ((q, layer.qk_gain), (k, torch.ones(K)))
-        )
-    logits = torch.stack(
-        [
-            own_logits(q[h] / math.sqrt(D), k[h], layer.height_rel, layer.width_rel, (H, W))
-            for h in range(K)
-        ],
-        1,
-    )
+    queries, keys, values = projected.split([layer.dim_qk, layer.dim_qk, layer.dim_v], 2)
+    of_heads = zip(queries.chunk(K, 2), keys.chunk(K, 2), strict=True)
+    by_head = []
+    for head, (q, k) in enumerate(of_heads):
+        if layer.qk_gain is not None:
+            q = normalised(q, layer.qk_gain[head])
+            k = normalised(k, 1.0)
+        q = q / math.sqrt(D)
+        by_head.append(own_logits(q, k, layer.height_rel, layer.width_rel, size))
+    logits = torch.stack(by_head, 1)
     if evolve is not None:
         logits = evolve(logits, prev_logits)
     attn = logits.exp() / logits.exp().sum(-1, keepdim=True)
-    heads = torch.cat([attn[:, h] @ v[h] for h in range(K)], 2)  # (B, N, K*Dv)
-    out = (
-        (heads @ layer.proj.weight.flatten(1).t() + layer.proj.bias)
-        .transpose(1, 2)
-        .unflatten(2, (H, W))
-    )
-    if out.shape[2:] != conv.shape[2:]:
-        out = F.interpolate(out, size=size, mode="bilinear", align_corners=False)
-    return conv + out if layer.fusion == "add" else torch.cat([conv, out], 1), logits
+    heads = [attn[:, head] @ v for head, v in enumerate(values.chunk(K, 2))]
+    out = torch.cat(heads, 2) @ layer.proj.weight.flatten(1).t() + layer.proj.bias
+    attention = out.transpose(1, 2).unflatten(2, size)
+    return fused(layer, x, attention), logits
 
 
 def pooled_pixels(x):
@@ -109,33 +109,32 @@ def pooled_pixels(x):
 
 def convolved_pixels(conv, x):
     """(B, C, H', W'): a convolution's sum over the taps of each output pixel, group by group."""
-    (stride, _), (dilation, _), (padding, _) = conv.stride, conv.dilation, conv.padding
-    high, wide = conv.kernel_size
-    padded = F.pad(x, [padding] * 4)
+    stride = conv.stride[0]
+    dilation = conv.dilation[0]
+    padded = F.pad(x, [conv.padding[0]] * 4)
+    reach = dilation * (conv.kernel_size[0] - 1)
+    taps = list(itertools.product(range(conv.kernel_size[0]), repeat=2))
+    images = padded.chunk(conv.groups, 1)
+    weights = conv.weight.chunk(conv.groups)
     parts = []
-    for image, weight in zip(
-        padded.chunk(conv.groups, 1), conv.weight.chunk(conv.groups), strict=True
-    ):
+    for image, weight in zip(images, weights, strict=True):
         rows = []
-        for row in range(0, padded.shape[2] - dilation * (high - 1), stride):
-            sums = []
-            for col in range(0, padded.shape[3] - dilation * (wide - 1), stride):
-                taps = [
-                    image[:, :, row + dilation * u, col + dilation * w] @ weight[:, :, u, w].t()
-                    for u in range(high)
-                    for w in range(wide)
-                ]
-                sums.append(sum(taps))
-            rows.append(torch.stack(sums, -1))
+        for row in range(0, padded.shape[2] - reach, stride):
+            pixels = []
+            for col in range(0, padded.shape[3] - reach, stride):
+                total = 0
+                for u, w in taps:
+                    seen = image[:, :, row + dilation * u, col + dilation * w]
+                    total = total + seen @ weight[:, :, u, w].t()
+                pixels.append(total)
+            rows.append(torch.stack(pixels, -1))
         parts.append(torch.stack(rows, -2))
     return torch.cat(parts, 1)
 
 
 def added_by_double_loop(layer, x):
     """A layer with fusion="add" and no evolution, by a loop over queries and one over keys; -> y."""
-    pooled = x
-    for _ in range(layer.num_pools):
-        pooled = pooled_pixels(pooled)
+    pooled = pooled_input(layer, x)
     H, W = pooled.shape[2:]
     pixels = [(row, col) for row in range(H) for col in range(W)]
     queries, keys, values = [], [], []
@@ -159,26 +158,22 @@ def added_by_double_loop(layer, x):
         heads = (total / weights).flatten(1)
         outputs.append(heads @ layer.proj.weight[:, :, 0, 0].t() + layer.proj.bias)
     attention = torch.stack(outputs, -1).unflatten(-1, (H, W))
-    convolved = convolved_pixels(layer.conv, x)
-    if attention.shape != convolved.shape:
-        size = convolved.shape[2:]
-        attention = F.interpolate(attention, size=size, mode="bilinear", align_corners=False)
-    return convolved + attention
+    return fused(layer, x, attention)
 
 
 def gradients(outputs, inputs):
     """Of a fixed random projection of the outputs, so that every element counts differently."""
     generator = torch.Generator().manual_seed(1)
-    total = sum(
-        (y * torch.randn(y.shape, generator=generator, dtype=y.dtype)).sum() for y in outputs
-    )
+    total = 0
+    for y in outputs:
+        total = total + (y * torch.randn(y.shape, generator=generator, dtype=y.dtype)).sum()
     return torch.autograd.grad(total, inputs, retain_graph=True)
 
 
 def assert_same(actual, expected, inputs, **near):
     """Outputs, a tensor or several, and their gradients for the inputs."""
-    actual, expected = (
-        [made] if isinstance(made, torch.Tensor) else made for made in (actual, expected)
-    )
+    if isinstance(actual, torch.Tensor):
+        actual = [actual]
+        expected = [expected]
     torch.testing.assert_close(actual, expected, **near)
     torch.testing.assert_close(gradients(actual, inputs), gradients(expected, inputs), **near)
