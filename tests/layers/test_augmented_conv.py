@@ -32,58 +32,49 @@ def make(in_channels=3, out_channels=10, stride=1, feat_size=(3, 4), num_heads=2
 
 def assert_defined(layer, x, prev=None, evolve=None):
     """Outputs and gradients are those of the definition."""
-    inputs = [tensor.requires_grad_() for tensor in (x, prev) if tensor is not None]
-    assert_same(
-        layer(x, prev), attention_branch(layer, x, prev, evolve), [*inputs, *layer.parameters()]
-    )
+    inputs = [x.requires_grad_(), *layer.parameters()]
+    if prev is not None:
+        inputs.append(prev.requires_grad_())
+    expected = attention_branch(layer, x, prev, evolve)
+    assert_same(layer(x, prev), expected, inputs)
 
 
-@pytest.mark.parametrize(
-    "size,options",
-    [
-        *(
-            (size, {"feat_size": feat_size, "position": position, **options})
-            for position in ("relative", "none")
-            for size, feat_size, options in (
-                ((3, 4), (3, 4), {}),
-                ((4, 2), (4, 2), {}),
-                ((1, 5), (1, 5), {}),
-                ((6, 7), (3, 4), {"stride": 2}),
-                ((5, 6), (3, 3), {"pool_attention": True}),
-                ((9, 7), (3, 2), {"stride": 2, "pool_attention": True}),
-                ((12, 9), (2, 2), {"stride": 2, "pool_attention": 2}),
-            )
-        ),
-        ((3, 4), {"dim_v": 10}),
-        ((7, 6), {"dim_v": 10, "feat_size": (2, 2), "stride": 2, "pool_attention": True}),
-        ((5, 6), {"attn_channels": 10, "feat_size": (3, 3), "pool_attention": True}),
-    ],
-)  # in place of the whole convolution
-def test_output_and_gradients_equal_the_definition(size, options):
-    layer, x = make(**options), torch.randn(2, 3, *size, dtype=D64)
-    assert_defined(layer, x)
-    alone = 10 in options.values()
-    assert (
-        alone
-        == (layer.conv is None)
-        == (not [name for name in layer.state_dict() if name.startswith("conv")])
-    )
+SIZES = [  # of the image, and the keywords
+    ((3, 4), {"feat_size": (3, 4)}),
+    ((4, 2), {"feat_size": (4, 2)}),
+    ((1, 5), {"feat_size": (1, 5)}),
+    ((6, 7), {"feat_size": (3, 4), "stride": 2}),
+    ((7, 5), {"feat_size": (4, 3), "stride": 2}),
+    ((5, 6), {"feat_size": (3, 3), "pool_attention": True}),
+    ((9, 7), {"feat_size": (3, 2), "stride": 2, "pool_attention": True}),
+    ((12, 9), {"feat_size": (2, 2), "stride": 2, "pool_attention": 2}),
+    ((4, 5), {"feat_size": (4, 5), "dilation": 2}),
+]
+ALONE = [  # attention in place of the whole convolution
+    ((3, 4), {"dim_v": 10}),
+    ((7, 6), {"dim_v": 10, "feat_size": (2, 2), "stride": 2, "pool_attention": True}),
+    ((5, 6), {"attn_channels": 10, "feat_size": (3, 3), "pool_attention": True}),
+]
 
 
 @pytest.mark.parametrize("position", ["relative", "none"])
-@pytest.mark.parametrize(
-    "size,options",
-    [
-        ((3, 4), {"feat_size": (3, 4)}),
-        ((1, 5), {"feat_size": (1, 5)}),
-        ((6, 7), {"feat_size": (3, 4), "stride": 2}),
-        ((7, 5), {"feat_size": (4, 3), "stride": 2}),
-        ((5, 6), {"feat_size": (3, 3), "pool_attention": True}),
-        ((9, 7), {"feat_size": (3, 2), "stride": 2, "pool_attention": True}),
-        ((12, 9), {"feat_size": (2, 2), "stride": 2, "pool_attention": 2}),
-        ((4, 5), {"feat_size": (4, 5), "dilation": 2}),
-    ],
-)
+@pytest.mark.parametrize("size,options", SIZES)
+def test_output_and_gradients_equal_the_definition(size, options, position):
+    layer = make(position=position, **options)
+    assert layer.conv is not None
+    assert_defined(layer, torch.randn(2, 3, *size, dtype=D64))
+
+
+@pytest.mark.parametrize("size,options", ALONE)
+def test_attention_alone_equals_the_definition(size, options):
+    layer = make(**options)
+    assert layer.conv is None
+    assert not any(name.startswith("conv") for name in layer.state_dict())
+    assert_defined(layer, torch.randn(2, 3, *size, dtype=D64))
+
+
+@pytest.mark.parametrize("position", ["relative", "none"])
+@pytest.mark.parametrize("size,options", SIZES)
 def test_added_attention_equals_a_double_loop(size, options, position):
     layer = make(fusion="add", position=position, **options)
     x = torch.randn(2, 3, *size, dtype=D64, requires_grad=True)
@@ -114,7 +105,8 @@ def test_added_attention_learns_its_projection_first_and_then_the_rest():
 
     def moving():
         layer.zero_grad()
-        layer(x)[0].square().sum().backward()
+        y, _ = layer(x)
+        y.square().sum().backward()
         return {name for name, p in layer.named_parameters() if p.grad.any()}
 
     assert moving() == {"conv.weight", "proj.weight", "proj.bias"}
@@ -133,7 +125,8 @@ def test_weights_of_the_other_fusion_are_refused(mine, theirs):
 
 def residual_convolution(layer):
     """The equation of EvolvingAttention."""
-    alpha, beta = layer.evolution.alpha, layer.evolution.beta
+    alpha = layer.evolution.alpha
+    beta = layer.evolution.beta
 
     def evolve(logits, prev):
         mixed = alpha * prev + (1 - alpha) * logits
@@ -158,49 +151,47 @@ def test_evolving_and_normalised_layers_equal_the_definition(fusion, gates, opti
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_gradients_of_normalised_queries_and_keys_are_the_same_in_every_way(layout):
-    layer = make(dim_qk=8, qk_norm=True, feat_size=(4, 4)).float().to(memory_format=layout)
+    layer = make(dim_qk=8, qk_norm=True, feat_size=(4, 4)).float()
+    layer = layer.to(memory_format=layout)
     x = torch.randn(2, 3, 4, 4).to(memory_format=layout)
-    results, inputs = [], [x.requires_grad_(), *layer.parameters()]
+    inputs = [x.requires_grad_(), *layer.parameters()]
     with use_implementation("reference"):
-        results.append(gradients(layer(x), inputs))
-    results += [
-        gradients(each(x), inputs)
-        for each in (
-            layer,
-            torch.compile(layer, backend="aot_eager", fullgraph=True),
-        )
-    ]
-    for result in results[1:]:
-        assert_close(result, results[0], atol=1e-4, rtol=1e-4)
+        expected = gradients(layer(x), inputs)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    assert_close(gradients(layer(x), inputs), expected, atol=1e-4, rtol=1e-4)
+    assert_close(gradients(compiled(x), inputs), expected, atol=1e-4, rtol=1e-4)
     torch._dynamo.reset()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         half = gradients([y.float() for y in layer(x)], inputs)
-    for got, expected in zip(half, results[0], strict=True):
-        assert (got - expected).norm() < 0.05 * expected.norm()
+    for got, wanted in zip(half, expected, strict=True):
+        assert (got - wanted).norm() < 0.05 * wanted.norm()
 
 
 @pytest.mark.parametrize("implementation", ["reference", "cpu", "sdpa"])
 def test_every_implementation_normalises(implementation):
     """sdpa alone computes no maps that evolve."""
-    evolution = None if implementation == "sdpa" else EvolvingAttention(2)
+    evolution = None
+    prev = None
+    if implementation != "sdpa":
+        evolution = EvolvingAttention(2)
+        prev = torch.randn(2, 2, 16, 16)
     layer = make(dim_qk=8, qk_norm=True, evolution=evolution, feat_size=(4, 4)).float()
-    x, prev = torch.randn(2, 3, 4, 4), torch.randn(2, 2, 16, 16) if evolution else None
+    x = torch.randn(2, 3, 4, 4)
     expected = layer(x, prev)[0]
     with use_implementation(implementation):
         assert_close(layer(x, prev, need_logits=False)[0], expected)
     large = layer.heads_of(1e3 * torch.randn(2, 22, 4, 4))  # however large the projection grows
     assert_close(large[1].square().mean(-1), torch.ones(2, 2, 16))
-    half = layer.heads_of((1e3 * torch.randn(2, 22, 4, 4)).half())
-    assert (
-        half[0].dtype == torch.float16 and half[0].isfinite().all()
-    )  # 1e3 squared is none of float16's numbers
+    projected = 1e3 * torch.randn(2, 22, 4, 4)  # float16 has no square of 1e3
+    half = layer.heads_of(projected.half())
+    assert half[0].dtype == torch.float16
+    assert half[0].isfinite().all()
 
 
 def test_the_norm_is_off_by_default_and_its_gain_begins_at_1():
-    plain, normed = (
-        make(),
-        AugmentedConv2d(3, 10, dim_qk=4, dim_v=6, num_heads=2, feat_size=(3, 4), qk_norm=True),
-    )
+    plain = make()
+    options = dict(dim_qk=4, dim_v=6, num_heads=2, feat_size=(3, 4))
+    normed = AugmentedConv2d(3, 10, **options, qk_norm=True)
     assert normed.load_state_dict(plain.state_dict(), strict=False).missing_keys == ["qk_gain"]
     assert torch.equal(normed.qk_gain, torch.ones(2))
 
@@ -214,9 +205,9 @@ def test_predicting_layer_equals_the_definition(num_layers):
             prev = map_conv(prev, conv)
         return 0.3 * prev + 0.7 * logits
 
-    assert_defined(
-        layer, torch.randn(2, 3, 3, 4, dtype=D64), torch.randn(2, 2, 12, 12, dtype=D64), evolve
-    )
+    x = torch.randn(2, 3, 3, 4, dtype=D64)
+    prev = torch.randn(2, 2, 12, 12, dtype=D64)
+    assert_defined(layer, x, prev, evolve)
 
 
 @pytest.mark.parametrize(
@@ -225,12 +216,9 @@ def test_predicting_layer_equals_the_definition(num_layers):
 def test_other_sizes_run_and_tables_fit(shape, feat_size):
     layer = make(feat_size=feat_size)
     y, logits = layer(torch.randn(1, 3, *shape, dtype=D64))
-    assert y.shape == (1, 10, *shape) and logits.shape == (
-        1,
-        2,
-        shape[0] * shape[1],
-        shape[0] * shape[1],
-    )
+    pixels = shape[0] * shape[1]
+    assert y.shape == (1, 10, *shape)
+    assert logits.shape == (1, 2, pixels, pixels)
     resized = make(feat_size=shape)
     resized.load_state_dict(layer.state_dict())  # fits the tables for good
     x = torch.randn(1, 3, *shape, dtype=D64)
@@ -291,11 +279,11 @@ def test_bad_arguments_are_named(wrong, message):
 
 def test_channels_last_in_gives_channels_last_out():
     layer = make(feat_size=(5, 6), evolution=EvolvingAttention(2))
-    x, prev = torch.randn(2, 3, 5, 6, dtype=D64), torch.randn(2, 2, 30, 30, dtype=D64)
+    x = torch.randn(2, 3, 5, 6, dtype=D64)
+    prev = torch.randn(2, 2, 30, 30, dtype=D64)
     plain, _ = layer(x, prev)
-    last, _ = layer.to(memory_format=torch.channels_last)(
-        x.to(memory_format=torch.channels_last), prev
-    )
+    layer = layer.to(memory_format=torch.channels_last)
+    last, _ = layer(x.to(memory_format=torch.channels_last), prev)
     assert plain.is_contiguous()
     assert last.is_contiguous(memory_format=torch.channels_last)
     assert_close(last, plain)
@@ -307,7 +295,8 @@ def test_a_projection_is_the_1x1_convolution_in_its_inputs_layout(channels, layo
     projection = Projection(*channels).to(memory_format=layout)
     x = torch.randn(2, channels[0], 3, 4).to(memory_format=layout)
     inputs = (x.requires_grad_(), projection.weight, projection.bias)
-    y, expected = projection(x), F.conv2d(*inputs)
+    y = projection(x)
+    expected = F.conv2d(*inputs)
     assert y.is_contiguous(memory_format=layout)
     assert_same(y, expected, inputs)
 
@@ -342,9 +331,11 @@ class MixedHeads(Evolution):
 
 def test_maps_that_are_mixed_after_the_softmax_weigh_the_values():
     layer = make(evolution=MixedHeads())
-    x, prev = torch.randn(2, 3, 3, 4, dtype=D64), torch.randn(2, 2, 12, 12, dtype=D64)
+    x = torch.randn(2, 3, 3, 4, dtype=D64)
+    prev = torch.randn(2, 2, 12, 12, dtype=D64)
     y, logits = layer(x, prev)
     q, k, v, size = layer.heads_of(layer.qkv(layer.branch_input(x)))
     assert_close(logits, layer.logits_of(q, k, size))
     attn = logits.softmax(-1).mean(1, keepdim=True)
-    assert_close(y[:, 4:], layer.proj((attn @ v).transpose(-2, -1).reshape(2, 6, 3, 4)))
+    heads = (attn @ v).transpose(-2, -1)
+    assert_close(y[:, 4:], layer.proj(heads.reshape(2, 6, 3, 4)))

@@ -11,26 +11,34 @@ from ea_vision.ops import evolving_attention, flex, use_implementation
 from ea_vision.ops.problem import Problem
 from ea_vision.recorder.recording import recordable_layers
 from tests.layers.oracle import assert_same, offsets, own_logits
-from tests.models.zoo import layers_of
+from tests.models.zoo import idle, layers_of
 from tests.recorder.networks import recorded
 
 D64 = torch.float64
 UNFUSED = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 
+def within(size, window):
+    """(N, N): whether a key lies in a query's window of (height, width), or in None, which is all."""
+    down, right = offsets(size)
+    if window is None:
+        return torch.ones_like(down, dtype=torch.bool)
+    return (down.abs() <= window[0] // 2) & (right.abs() <= window[1] // 2)
+
+
 def defined(q, k, v, height_rel, width_rel, size, window, head_window, head_border):
     """Attention by the definition, head by head: (B, K, N, D) each; tables in the middle of which is offset 0."""
-    K, D, (down, right) = q.shape[1], q.shape[3], offsets(size)
-    near = torch.ones_like(down, dtype=torch.bool)
-    if window is not None:
-        near = (down.abs() <= window[0] // 2) & (right.abs() <= window[1] // 2)
+    K = q.shape[1]
+    q = q * q.shape[3] ** -0.5
+    near = within(size, window)
     heads = []
     for h in range(K):
-        weights, values = [], []
+        weights = []
+        values = []
         for head in range(h - head_window // 2, h + head_window // 2 + 1):
             if head_border == "clip" and not 0 <= head < K:
                 continue
-            logits = own_logits(q[:, h] * D**-0.5, k[:, head % K], height_rel, width_rel, size)
+            logits = own_logits(q[:, h], k[:, head % K], height_rel, width_rel, size)
             weights.append(logits.exp() * near)
             values.append(v[:, head % K])
         attn = torch.cat(weights, 2)
@@ -39,17 +47,13 @@ def defined(q, k, v, height_rel, width_rel, size, window, head_window, head_bord
 
 
 def problem(size, window, num_heads=4, dim_qk=3, dim_v=2, relative=True, batch=2):
-    H, W = size
-    tensors = [
-        torch.randn(batch, num_heads, H * W, d, dtype=D64, requires_grad=True)
-        for d in (dim_qk, dim_qk, dim_v)
-    ]
+    shapes = [(batch, num_heads, size[0] * size[1], width) for width in (dim_qk, dim_qk, dim_v)]
     if relative:
-        rows = [
-            2 * S - 1 if window is None else min(window[i], 2 * S - 1) for i, S in enumerate(size)
-        ]
-        tensors += [torch.randn(n, dim_qk, dtype=D64, requires_grad=True) for n in rows]
-    return tensors
+        seen = size if window is None else window
+        for side, most in zip(size, seen, strict=True):
+            offsets_seen = 2 * side - 1 if window is None else min(most, 2 * side - 1)
+            shapes.append((offsets_seen, dim_qk))
+    return [torch.randn(shape, dtype=D64, requires_grad=True) for shape in shapes]
 
 
 @UNFUSED
@@ -79,9 +83,8 @@ def test_windows_are_their_definition_with_their_gradients(
         "head_border": head_border,
         "need_logits": False,
     }
-    expected = defined(
-        *tensors[:3], *(tensors[3:] or [None, None]), size, window, head_window, head_border
-    )
+    tables = tensors[3:] or [None, None]
+    expected = defined(*tensors[:3], *tables, size, window, head_window, head_border)
     near = {"atol": 1e-12, "rtol": 1e-9}
     assert_same(evolving_attention(*tensors, **form)[0], expected, tensors, **near)
     with torch.no_grad():
@@ -91,19 +94,12 @@ def test_windows_are_their_definition_with_their_gradients(
         ValueError, match="'flex' cannot run this: it has no backward pass on a CPU"
     ):
         evolving_attention(*tensors, implementation="flex", **form)
-    monkeypatch.setattr(
-        torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None
-    )
-    monkeypatch.setattr(
-        torch.nn.attention.flex_attention,
-        "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG",
-        True,
-        raising=False,
-    )
+    torchs = torch.nn.attention.flex_attention
+    monkeypatch.setattr(torchs, "_validate_device", lambda *tensors: None)
+    monkeypatch.setattr(torchs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
     named = dict(zip(("q", "k", "v", "height_rel", "width_rel"), tensors, strict=False))
-    assert_same(
-        flex.Flex().forward(Problem(**named, **form).checked())[0], expected, tensors, **near
-    )
+    unfused, _ = flex.Flex().forward(Problem(**named, **form).checked())
+    assert_same(unfused, expected, tensors, **near)
 
 
 def test_what_an_implementation_cannot_do_is_named():
@@ -150,7 +146,8 @@ def test_flex_attention_is_taken_where_it_can_and_the_log_says_so(monkeypatch, c
     """The order of CUDA, here on a CPU: there it is refused for what it cannot do, and the reference runs."""
     monkeypatch.setitem(ops.BY_DEVICE, "cpu", ops.BY_DEVICE["cuda"])
     ops._logged.clear()
-    layer, x = make(window=3, head_window=3), torch.randn(2, 4, 5, 6, dtype=D64)
+    layer = make(window=3, head_window=3)
+    x = torch.randn(2, 4, 5, 6, dtype=D64)
     with caplog.at_level("INFO"):
         learning = layer(x)[0]
         with torch.no_grad():
@@ -193,6 +190,17 @@ def make(**options):
     return AugmentedConv2d(4, 16, **options).double()
 
 
+def shapes_of(layer):
+    return {name: parameter.shape for name, parameter in layer.named_parameters()}
+
+
+def attention_seen(layer):
+    """The probabilities of all runs from now on."""
+    seen = []
+    layer.attn_drop.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    return seen
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -204,35 +212,34 @@ def make(**options):
     ],
 )
 def test_layer_is_the_same_in_every_way(options):
-    layer, x, seen = make(**options), torch.randn(2, 4, 5, 6, dtype=D64), []
+    layer = make(**options)
+    x = torch.randn(2, 4, 5, 6, dtype=D64)
     y, logits = layer(x)
     assert logits is None
     with use_implementation("reference"):
         assert_close(layer(x)[0], y)
     y.square().sum().backward()
-    assert all(p.grad.isfinite().all() and (p.grad != 0).any() for p in layer.parameters())
+    assert idle(layer) == []
     one = make(**{**options, "head_window": 1, "head_border": "clip"})
-    assert {n: p.shape for n, p in layer.named_parameters()} == {
-        n: p.shape for n, p in one.named_parameters()
-    }
-    layer.attn_drop.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    assert shapes_of(layer) == shapes_of(one)
+    seen = attention_seen(layer)
     assert_close(layer(x)[0], y)
     assert_close(seen[0].sum(-1), torch.ones_like(seen[0][..., 0]))  # over pixels and heads
 
 
 def test_every_row_of_a_table_has_a_gradient_and_tables_fit_other_maps():
     layer = make(window=(3, 15))
-    assert layer.height_rel.shape == (3, 2) and layer.width_rel.shape == (
-        11,
-        2,
-    )  # no more than occur
-    layer(torch.randn(1, 4, 5, 6, dtype=D64))[0].square().sum().backward()
-    assert (layer.height_rel.grad != 0).all() and (layer.width_rel.grad != 0).all()
-    whole, large = make(), make(window=(3, 15), feat_size=(9, 9))
+    assert layer.height_rel.shape == (3, 2)
+    assert layer.width_rel.shape == (11, 2)  # no more than occur
+    y, _ = layer(torch.randn(1, 4, 5, 6, dtype=D64))
+    y.square().sum().backward()
+    assert layer.height_rel.grad.all()
+    assert layer.width_rel.grad.all()
+    whole = make()
+    large = make(window=(3, 15), feat_size=(9, 9))
     layer.load_state_dict(whole.state_dict())
-    assert torch.equal(layer.height_rel, whole.height_rel[3:6]) and torch.equal(
-        layer.width_rel, whole.width_rel
-    )
+    assert torch.equal(layer.height_rel, whole.height_rel[3:6])
+    assert torch.equal(layer.width_rel, whole.width_rel)
     large.load_state_dict(layer.state_dict())
     x = torch.randn(1, 4, 9, 9, dtype=D64)
     assert_close(layer(x), large(x))
@@ -243,18 +250,19 @@ def test_every_row_of_a_table_has_a_gradient_and_tables_fit_other_maps():
 
 
 def test_maps_evolve_whole_and_the_window_comes_after():
-    first, second = make(window=3), make(window=3, evolution=EvolvingAttention(4, 0.3, 0.6))
+    first = make(window=3)
+    second = make(window=3, evolution=EvolvingAttention(4, 0.3, 0.6))
     x = torch.randn(2, 4, 5, 6, dtype=D64)
     _, logits = first(x, need_logits=True)
-    assert logits.isfinite().all() and logits.shape == (2, 4, 30, 30)
+    assert logits.isfinite().all()
+    assert logits.shape == (2, 4, 30, 30)
     y, evolved = second(x, logits)
     q, k, v, size = second.heads_of(second.qkv(second.branch_input(x)))
     expected = second.evolution(second.logits_of(q, k, size), logits)
     assert_close(evolved, expected)
-    down, right = offsets((5, 6))
-    attn = expected.exp() * ((down.abs() <= 1) & (right.abs() <= 1))
-    out = attn @ v / attn.sum(-1, keepdim=True)
-    assert_close(second.proj(out.transpose(-2, -1).reshape(2, 8, 5, 6)), y[:, 8:])
+    attn = expected.exp() * within((5, 6), (3, 3))
+    heads = (attn @ v / attn.sum(-1, keepdim=True)).transpose(-2, -1)
+    assert_close(second.proj(heads.reshape(2, 8, 5, 6)), y[:, 8:])
     (y.sum() + evolved.sum()).backward()
     assert all(p.grad is not None for p in second.parameters())
 
@@ -268,13 +276,13 @@ def test_maps_evolve_whole_and_the_window_comes_after():
     ],
 )
 def test_recorded_maps_are_windowed_and_recording_changes_nothing(options):
-    model = timm.create_model(
-        "conv_transformer_cifar", widths=(8, 8, 16, 16), num_classes=3, **options
-    ).eval()
+    small = dict(widths=(8, 8, 16, 16), num_classes=3)
+    model = timm.create_model("conv_transformer_cifar", **small, **options).eval()
     for layer in recorded(model, torch.randn(2, 3, 32, 24)).values():
-        assert_close(layer.attn.sum(-1), torch.ones(2, 4, layer.feat_size[0] * layer.feat_size[1]))
-        down, right = offsets(layer.feat_size)
-        assert not layer.attn.masked_fill((down.abs() <= 1) & (right.abs() <= 1), 0).any()
+        sums = layer.attn.sum(-1)
+        assert sums.shape == (2, 4, layer.feat_size[0] * layer.feat_size[1])
+        assert_close(sums, torch.ones_like(sums))
+        assert not layer.attn.masked_fill(within(layer.feat_size, (3, 3)), 0).any()
     parts = ("attn",) if options.get("head_window") == 3 else ("attn", "logits", "self_logits")
     assert recordable_layers(model)[0].parts == parts
 
@@ -289,8 +297,8 @@ def test_recorded_maps_are_windowed_and_recording_changes_nothing(options):
     ],
 )
 def test_the_elements_of_a_map_are_those_that_are_seen(options):
-    layer, seen = make(**options), []
-    layer.attn_drop.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    layer = make(**options)
+    seen = attention_seen(layer)
     layer(torch.randn(1, 4, 5, 6, dtype=D64))
     assert layer.map_elements((5, 6)) == (seen[0] > 0).sum()
 
@@ -301,20 +309,17 @@ def test_names_of_csan():
     windows = {(layer.feat_size, layer.window, layer.head_window) for layer in layers_of(model)}
     assert windows == {((28, 28), (7, 7), 3), ((14, 14), (7, 7), 3), ((7, 7), None, 1)}
     small = layers_of(timm.create_model("csan_conv_transformer_cifar"))
-    assert [(layer.window, layer.head_window) for layer in small] == [((5, 5), 3)] * 3 + [
-        (None, 1)
-    ] * 3
-    table = sum(p.numel() for layer in small[:3] for p in (layer.height_rel, layer.width_rel))
-    assert table == 3 * 2 * 5 * 64  # nothing else differs
+    windows = [(layer.window, layer.head_window) for layer in small]
+    assert windows == [((5, 5), 3)] * 3 + [(None, 1)] * 3
+    tables = [layer.height_rel.numel() + layer.width_rel.numel() for layer in small[:3]]
+    assert tables == [2 * 5 * 64] * 3  # nothing else differs
 
 
 def test_stand_alone_self_attention_is_a_configuration():
     with torch.device("meta"):
-        model = timm.create_model(
-            "aa_resnet50", qk_ratio=1.0, v_ratio=1.0, window=7, map_reduction=8
-        )
-    assert {(layer.conv, layer.window, layer.num_pools) for layer in layers_of(model)} == {
-        (None, (7, 7), 0),
-        (None, (7, 7), 1),
-    }
-    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(19.4, abs=0.06)
+        whole = dict(qk_ratio=1.0, v_ratio=1.0)
+        model = timm.create_model("aa_resnet50", **whole, window=7, map_reduction=8)
+    layers = {(layer.conv, layer.window, layer.num_pools) for layer in layers_of(model)}
+    assert layers == {(None, (7, 7), 0), (None, (7, 7), 1)}
+    count = sum(p.numel() for p in model.parameters())
+    assert count / 1e6 == pytest.approx(19.4, abs=0.06)
