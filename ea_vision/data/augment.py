@@ -11,20 +11,26 @@ from torchvision.transforms.v2 import functional as F
 
 from ea_vision.data.batches import epoch_generator
 
-PADDING_MODES = ("zeros", "reflect")
+# --padding-mode: torchvision's name of it
+PADDING_MODES = {"zeros": "constant", "reflect": "reflect"}
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Augmentation of training images; sizes in pixels, 0 for none."""
+    """Augmentation of training images; sizes in pixels, 0 for none.
 
-    flip: str = "on"  # left-right; on: half of the time; alternate: in the first epoch half of the images, then each
-    # image every other epoch (Keller Jordan, https://arxiv.org/abs/2404.00498, section 3.6)
-    crop_padding: int = 4  # pad by this much and cut the original size out anywhere
-    padding_mode: str = (
-        "zeros"  # zeros: black; reflect: mirrored at the border, whose pixels are not repeated
-    )
-    cutout: int = 0  # side of the square that is set to the mean colour; its centre lies anywhere (DeVries 2017)
+    Attributes:
+        flip: left-right; on: half of the time; off; alternate: in the first epoch half of the images, then each image
+            every other epoch (Keller Jordan, https://arxiv.org/abs/2404.00498, section 3.6).
+        crop_padding: pad by this much and cut the original size out anywhere.
+        padding_mode: zeros: black; reflect: mirrored at the border, whose pixels are not repeated.
+        cutout: side of the square that is set to the mean colour; its centre lies anywhere (DeVries 2017).
+    """
+
+    flip: str = "on"
+    crop_padding: int = 4
+    padding_mode: str = "zeros"
+    cutout: int = 0
 
     def draw(self, count: int, size: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
         """Draw for `count` images of `size` (H, W): integers (count, 5), columns top, left, flip, cutout y and x.
@@ -32,10 +38,10 @@ class Augmentation:
         The flips are those of `flip="on"`; see `alternating_flips` for the others.
         """
         height, width = size
-        limits = (2 * self.crop_padding + 1, 2 * self.crop_padding + 1, 2, height, width)
-        return torch.stack(
-            [torch.randint(limit, (count,), generator=generator) for limit in limits], dim=1
-        )
+        offsets = 2 * self.crop_padding + 1
+        limits = (offsets, offsets, 2, height, width)
+        draws = [torch.randint(limit, (count,), generator=generator) for limit in limits]
+        return torch.stack(draws, dim=1)
 
     def alternating_flips(self, count: int, epoch: int, seed: int) -> torch.Tensor:
         """Return integers (count,): 1 for the images that are flipped in an epoch, by number."""
@@ -55,26 +61,30 @@ class Augmentation:
         """
         B, _, height, width = images.shape
         top, left, flip, cut_y, cut_x = draws[:, :, None].unbind(1)  # (B, 1) each
-        rows, columns = (torch.arange(size, device=images.device) for size in (height, width))
-        mode = {"zeros": "constant", "reflect": "reflect"}[self.padding_mode]
+        rows = torch.arange(height, device=images.device)
+        columns = torch.arange(width, device=images.device)
+        mode = PADDING_MODES[self.padding_mode]
         padded = F.pad(images, [self.crop_padding], padding_mode=mode)
-        mirrored = (
-            columns if self.flip == "off" else torch.where(flip.bool(), columns.flip(0), columns)
-        )
+        mirrored = columns
+        if self.flip != "off":
+            mirrored = torch.where(flip.bool(), columns.flip(0), columns)  # (B, W)
         image = torch.arange(B, device=images.device)[:, None, None]
-        cropped = padded[
-            image, :, (top + rows)[:, :, None], (left + mirrored)[:, None, :]
-        ]  # (B, H, W, C)
+        y = (top + rows)[:, :, None]  # (B, H, 1)
+        x = (left + mirrored)[:, None, :]  # (B, 1, W)
+        cropped = padded[image, :, y, x]  # (B, H, W, C)
         result = normalize(cropped.permute(0, 3, 1, 2), mean, std)
-        if (
-            self.cutout
-        ):  # the square [centre - side // 2, centre - side // 2 + side), which the border may cut
-            rows, columns = (
-                (0 <= place) & (place < self.cutout)
-                for place in (rows - cut_y + self.cutout // 2, columns - cut_x + self.cutout // 2)
-            )  # (B, H), (B, W)
-            result.masked_fill_((rows[:, :, None] & columns[:, None, :])[:, None], 0.0)
+        if self.cutout:
+            # the square [centre - side // 2, centre - side // 2 + side), which the border may cut
+            in_rows = self._is_cut(rows, cut_y)  # (B, H)
+            in_columns = self._is_cut(columns, cut_x)  # (B, W)
+            square = in_rows[:, :, None] & in_columns[:, None, :]
+            result.masked_fill_(square[:, None], 0.0)
         return result
+
+    def _is_cut(self, places: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
+        """Return whether rows or columns (S,) lie in the squares around centres (B, 1): bool (B, S)."""
+        inside = places - centre + self.cutout // 2
+        return (0 <= inside) & (inside < self.cutout)
 
 
 def normalize(images: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:

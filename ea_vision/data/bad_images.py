@@ -20,10 +20,10 @@ class BadImages:
 
     def __init__(self, limit: int):
         self.limit = limit
-        self.known: dict[str, str] = {}  # path -> what is wrong with it, over all processes
-        self.new: dict[
-            str, str
-        ] = {}  # what this process's loaders have met since the last `collect`
+        # path -> what is wrong with it, over all processes
+        self.known: dict[str, str] = {}
+        # what this process's loaders have met since the last `collect`
+        self.new: dict[str, str] = {}
 
     def collect(self, world: World, folder: Path) -> None:
         """Merge what the processes met, log it and list it in bad_images.csv. All processes must call this together.
@@ -31,19 +31,20 @@ class BadImages:
         Raises:
             RunError: on every process, when there are more than `limit`.
         """
-        met = {
-            path: error
-            for of_rank in world.gather(self.new)
-            for path, error in of_rank.items()
-            if path not in self.known
-        }
+        met = {}
+        for of_rank in world.gather(self.new):
+            for path, error in of_rank.items():
+                if path not in self.known:
+                    met[path] = error
         self.new = {}
         self.known.update(met)
         for path, error in met.items():
             log.warning("unreadable image %s: %s", path, error)
         if met and world.is_main:
             rows = [{"path": path, "error": error} for path, error in sorted(self.known.items())]
-            atomic_write(folder / FILE, csv_text(rows).encode())
+            # names of files may be no UTF-8
+            content = csv_text(rows).encode("utf-8", "surrogateescape")
+            atomic_write(folder / FILE, content)
         if len(self.known) > self.limit:
             path, error = min(self.known.items())
             raise RunError(

@@ -30,9 +30,8 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def epoch_generator(seed: int, epoch: int) -> torch.Generator:
     """Return the generator of an epoch's random numbers, on the CPU; the order is drawn first."""
-    return torch.Generator().manual_seed(
-        (seed * 1_000_003 + epoch) % 2**63
-    )  # an odd factor keeps the pairs apart
+    # an odd factor keeps the pairs apart
+    return torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
 
 
 @dataclass(frozen=True)
@@ -80,16 +79,14 @@ class Loader:
         world_size: int = 1,
         seed: int = 0,
     ):
-        self.mean, self.std = (
-            torch.tensor(values, dtype=torch.float32, device=device) for values in (mean, std)
-        )
-        self.count, self.batch_size, self.rank, self.world_size = (
-            count,
-            batch_size,
-            rank,
-            world_size,
-        )
-        self.device, self.seed = device, seed
+        self.mean = torch.tensor(mean, dtype=torch.float32, device=device)
+        self.std = torch.tensor(std, dtype=torch.float32, device=device)
+        self.count = count
+        self.batch_size = batch_size
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self.seed = seed
 
     def __len__(self) -> int:
         if self.training:
@@ -98,19 +95,17 @@ class Loader:
 
     def train_places(self, first: int = 0) -> list[slice]:
         """Return places in the epoch's order of the batches from number `first` on."""
-        starts = [
-            (number * self.world_size + self.rank) * self.batch_size
-            for number in range(first, len(self))
-        ]
-        return [slice(start, start + self.batch_size) for start in starts]
+        places = []
+        for number in range(first, len(self)):
+            start = (number * self.world_size + self.rank) * self.batch_size
+            places.append(slice(start, start + self.batch_size))
+        return places
 
     def eval_images(self) -> list[range]:
         """Return indices of the images of each batch."""
-        own = range(self.rank, self.count, self.world_size)
-        return [
-            own[number * self.batch_size : (number + 1) * self.batch_size]
-            for number in range(len(self))
-        ]
+        of_rank = range(self.rank, self.count, self.world_size)
+        starts = range(0, len(self) * self.batch_size, self.batch_size)
+        return [of_rank[start : start + self.batch_size] for start in starts]
 
     def repeated(self, order: torch.Tensor, times: int) -> torch.Tensor:
         """Return an epoch that has each of its images `times` times (repeated augmentation, Hoffer et al. 2019), so as
@@ -126,9 +121,9 @@ class Loader:
             int64 (2, M), M images of whole updates: the new order, and the number of each copy, 0 to times - 1.
         """
         used = len(self) * self.batch_size * self.world_size
-        found = torch.stack([order.repeat_interleave(times)[:used], torch.arange(used) % times])
-        return (
-            found
-            if times == 1
-            else found.view(2, -1, self.batch_size, self.world_size).mT.reshape(2, -1)
-        )
+        copies = torch.arange(used) % times
+        epoch = torch.stack([order.repeat_interleave(times)[:used], copies])
+        if times == 1:
+            return epoch
+        updates = epoch.view(2, -1, self.batch_size, self.world_size)
+        return updates.mT.reshape(2, -1)

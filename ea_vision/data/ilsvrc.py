@@ -9,7 +9,6 @@ import csv
 import io
 import re
 import tarfile
-from itertools import takewhile
 from pathlib import Path
 
 from ea_vision.base.errors import UsageError
@@ -20,11 +19,16 @@ FOLDERS_UP = 5  # ROOT/ILSVRC/Data/CLS-LOC/val, with Kaggle's file in ROOT
 
 def is_flat(names: list[str]) -> bool:
     """Return whether these are ILSVRC's validation images, by name relative to their source, without class folders."""
-    found = list(takewhile(bool, map(NAME.fullmatch, names)))
-    folders = {match[1] for match in found}
-    return (
-        len(found) == len(names) and len(folders) == 1 and not re.search(r"n\d{8}/$", folders.pop())
-    )
+    folders = set()
+    for name in names:
+        match = NAME.fullmatch(name)
+        if not match:
+            return False
+        folders.add(match[1])
+    if len(folders) != 1:
+        return False
+    in_class_folder = re.search(r"n\d{8}/$", folders.pop())
+    return not in_class_folder
 
 
 def labels_of(source: Path, names: list[str]) -> list[str]:
@@ -36,23 +40,17 @@ def labels_of(source: Path, names: list[str]) -> list[str]:
     Raises:
         UsageError: no label file, or one that is damaged or does not name every image.
     """
-    path, read = next(
-        (
-            (path, read)
-            for folder in (source, *source.absolute().parents[:FOLDERS_UP])
-            for pattern, read in READERS.items()
-            for path in sorted(folder.glob(pattern))
-        ),
-        (None, None),
-    )
+    path = _label_file(source)
     if path is None:
         raise UsageError(
             f"{source} has ILSVRC's validation images without class folders: {' or '.join(READERS)} is "
             "required in it, beside it or above it, got none of them"
         )
+    read = next(READERS[pattern] for pattern in READERS if path.match(pattern))
     try:
         by_number = read(path)
-        return [by_number[int(NAME.fullmatch(name)[2])] for name in names]
+        numbers = [int(NAME.fullmatch(name)[2]) for name in names]
+        return [by_number[number] for number in numbers]
     except Exception as error:  # csv, scipy, tarfile and what they meet have theirs
         raise UsageError(
             f"{path} cannot be read as labels of the {len(names)} images of {source}: "
@@ -60,27 +58,41 @@ def labels_of(source: Path, names: list[str]) -> list[str]:
         ) from error
 
 
+def _label_file(source: Path) -> Path | None:
+    """Return the first file of labels in a source, beside it or above it."""
+    for folder in (source, *source.absolute().parents[:FOLDERS_UP]):
+        for pattern in READERS:
+            files = sorted(folder.glob(pattern))
+            if files:
+                return files[0]
+    return None
+
+
 def _solution(path: Path) -> dict[int, str]:
-    rows = csv.DictReader(path.read_text(encoding="utf-8").splitlines())
-    return {
-        int(row["ImageId"].rpartition("_")[2]): row["PredictionString"].split()[0] for row in rows
-    }
+    """Read Kaggle's file."""
+    labels = {}
+    for row in csv.DictReader(path.read_text(encoding="utf-8").splitlines()):
+        number = row["ImageId"].rpartition("_")[2]
+        labels[int(number)] = row["PredictionString"].split()[0]
+    return labels
 
 
 def _synsets(path: Path) -> dict[int, str]:
+    """Read a list of WordNet IDs."""
     return dict(enumerate(path.read_text(encoding="utf-8").split(), start=1))
 
 
 def _devkit(path: Path) -> dict[int, str]:
+    """Read the packed devkit."""
     from scipy.io import loadmat
 
+    folder = "ILSVRC2012_devkit_t12/data"
     with tarfile.open(path) as tar:
-        truth, meta = (
-            tar.extractfile(f"ILSVRC2012_devkit_t12/data/{name}").read()
-            for name in ("ILSVRC2012_validation_ground_truth.txt", "meta.mat")
-        )
+        truth = tar.extractfile(f"{folder}/ILSVRC2012_validation_ground_truth.txt").read()
+        meta = tar.extractfile(f"{folder}/meta.mat").read()
     synsets = loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"]
-    wordnet = dict(zip(synsets["ILSVRC2012_ID"].tolist(), synsets["WNID"].tolist(), strict=True))
+    numbers = synsets["ILSVRC2012_ID"].tolist()
+    wordnet = dict(zip(numbers, synsets["WNID"].tolist(), strict=True))
     return {image: wordnet[int(number)] for image, number in enumerate(truth.split(), start=1)}
 
 

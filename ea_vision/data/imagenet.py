@@ -1,4 +1,4 @@
-"""Images of folders and tars, and of what else timm's `create_dataset` can index, decoded as they are needed.
+"""Images of folders, tars and named data sets, decoded as they are needed.
 
 Processes of their own read, decode and augment (0 workers: this process); pixels are normalised on the device. What
 happens to an image is a function of seed, epoch and index, whatever the number of workers and wherever an epoch is
@@ -9,7 +9,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +30,10 @@ from ea_vision.data.image_files import BrokenImage
 
 AHEAD = 2  # batches that each worker prepares
 GLOO_SECONDS = 0.3  # that gloo's threads have to end a collective in
-STUCK_SECONDS = (
-    900  # without a batch from a worker: the process ends with an error, and torchrun restarts it
-)
+# Without a batch from a worker for so long, the process ends with an error, and torchrun restarts it.
+STUCK_SECONDS = 900
 TRIVIAL = "ta_wide"  # torchvision's name of a policy that timm has not
+Decoded = tuple[torch.Tensor, list[Any], dict[int, str]]  # images, targets, what is wrong by place
 
 
 def _pixels(image: Image.Image) -> torch.Tensor:
@@ -59,34 +59,33 @@ def train_transform(
         more: other keywords of timm's `create_transform`: vflip, ratio, train_crop_mode.
     """
     trivial = auto_augment == TRIVIAL
-    steps = list(
-        timm.data.create_transform(
-            img_size,
-            is_training=True,
-            scale=tuple(scale),
-            hflip=hflip,
-            normalize=False,
-            separate=True,
-            color_jitter=color_jitter or None,
-            auto_augment=None if trivial else auto_augment or None,
-            interpolation=interpolation,
-            use_prefetcher=True,
-            **more,
-        )[:2]
+    policy = None if trivial else auto_augment or None
+    parts = timm.data.create_transform(
+        img_size,
+        is_training=True,
+        scale=tuple(scale),
+        hflip=hflip,
+        normalize=False,
+        separate=True,
+        color_jitter=color_jitter or None,
+        auto_augment=policy,
+        interpolation=interpolation,
+        use_prefetcher=True,
+        **more,
     )
+    steps = list(parts[:2])  # the third converts to tensors
     if trivial:
-        steps.append(
-            transforms.TrivialAugmentWide(interpolation=transforms.InterpolationMode(interpolation))
-        )
-    return transforms.Compose([*steps, _pixels])
+        mode = transforms.InterpolationMode(interpolation)
+        steps.append(transforms.TrivialAugmentWide(interpolation=mode))
+    steps.append(_pixels)
+    return transforms.Compose(steps)
 
 
 def eval_transform(img_size: int, resize: int, interpolation: str = "bilinear"):
     """Scale the short side to `resize`, cut the middle `img_size` x `img_size`."""
     mode = transforms.InterpolationMode(interpolation)
-    return transforms.Compose(
-        [transforms.Resize(resize, mode), transforms.CenterCrop(img_size), _pixels]
-    )
+    scale = transforms.Resize(resize, mode)
+    return transforms.Compose([scale, transforms.CenterCrop(img_size), _pixels])
 
 
 class Decoder(Dataset):
@@ -96,19 +95,15 @@ class Decoder(Dataset):
     """
 
     def __init__(self, read: Callable[[int], tuple[torch.Tensor, Any]], shape: tuple[int, ...]):
-        self.read, self.shape = read, shape
+        self.read = read
+        self.shape = shape
 
-    def __getitems__(self, keys: np.ndarray) -> tuple[torch.Tensor, list[Any], dict[int, str]]:
+    def __getitems__(self, keys: np.ndarray) -> Decoded:
         """Return uint8 (B, *shape), targets, and what is wrong with bad ones, by place; their pixels are 0."""
-        images, targets, bad = (
-            torch.zeros(len(keys), *self.shape, dtype=torch.uint8),
-            [0] * len(keys),
-            {},
-        )
-        python, numpy = random.getstate(), np.random.get_state()
-        with torch.random.fork_rng(
-            devices=[]
-        ):  # the trainer's random state is part of its checkpoints
+        images = torch.zeros(len(keys), *self.shape, dtype=torch.uint8)
+        targets: list[Any] = [0] * len(keys)
+        bad = {}
+        with _own_random_state():
             for place, (seed, index) in enumerate(keys.tolist()):
                 random.seed(seed)
                 np.random.seed(seed % 2**32)
@@ -117,9 +112,18 @@ class Decoder(Dataset):
                     images[place], targets[place] = self.read(index)
                 except BrokenImage as error:
                     bad[place] = str(error)
-        random.setstate(python)
-        np.random.set_state(numpy)
         return images, targets, bad
+
+
+@contextmanager
+def _own_random_state() -> Iterator[None]:
+    """Leave the random state, which is part of the trainer's checkpoints, as it is before the block."""
+    of_python = random.getstate()
+    of_numpy = np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        yield
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
 
 
 @dataclass
@@ -165,22 +169,23 @@ class DecodingLoader(Loader):
         **common,
     ):
         super().__init__(len(source), **common)
-        self.source, self.transform, self.img_size = source, transform, img_size
-        self.workers, self.bad_images = workers, bad_images
+        self.source = source
+        self.transform = transform
+        self.img_size = img_size
+        self.workers = workers
+        self.bad_images = bad_images
 
     def _decoder(self, img_size: int) -> Decoder:
         read = TransformedImages(self.source, self.transform(img_size))
         return Decoder(read, (img_size, img_size, 3))
 
-    def _decoded(
-        self, batches: list[np.ndarray], img_size: int
-    ) -> Iterator[tuple[torch.Tensor, list, dict[int, str]]]:
+    def _decoded(self, batches: list[np.ndarray], img_size: int) -> Iterator[Decoded]:
         """Yield what the decoder makes of each batch's rows of (seed, index), in order."""
-        of_workers = {
-            "prefetch_factor": AHEAD,
-            "multiprocessing_context": start_method(),
-            "timeout": STUCK_SECONDS,
-        }
+        of_workers = {}
+        if self.workers:
+            of_workers["prefetch_factor"] = AHEAD
+            of_workers["multiprocessing_context"] = start_method()
+            of_workers["timeout"] = STUCK_SECONDS
         if self.workers and self.world_size > 1 and self.device.type == "cpu":
             # A fork while one of gloo's threads enters the interpreter, as they do after a collective to drop its
             # tensors, leaves a worker that waits for ever for the interpreter's list of threads.
@@ -192,47 +197,50 @@ class DecodingLoader(Loader):
             collate_fn=_as_decoded,
             pin_memory=pins_memory(self.device),
             worker_init_fn=_begin_worker,
-            **(of_workers if self.workers else {}),
             # Its own: the trainer's random state is part of its checkpoints.
             generator=torch.Generator(),
+            **of_workers,
         )
         with workers_watched() if self.workers else nullcontext():
             yield from loader
 
     def _show(self, batches: list[np.ndarray], img_size: int) -> Iterator[Batch]:
         """Yield the batches of these rows of (seed, index), in order."""
-        for keys, (images, targets, bad) in zip(
-            batches, self._decoded(batches, img_size), strict=True
-        ):
+        decoded = self._decoded(batches, img_size)
+        for keys, (images, targets, bad) in zip(batches, decoded, strict=True):
             ids = torch.from_numpy(keys[:, 1].copy())
             if bad:
-                broken = {
-                    self.source.describe(int(ids[place])): error for place, error in bad.items()
-                }
-                self.bad_images.new |= broken
-                places = good = [place for place in range(len(ids)) if place not in bad]
-                if self.training:
-                    if not good:
-                        path, error = min(broken.items())
-                        raise RunError(
-                            f"none of the {len(ids)} images of a batch can be read, such as {path} "
-                            f"({error})"
-                        )
-                    places = [
-                        good[place % len(good)] if place in bad else place
-                        for place in range(len(ids))
-                    ]
-                images, ids, targets = (
-                    images[places],
-                    ids[places],
-                    [targets[place] for place in places],
-                )
+                places = self._places(ids, bad)
+                images = images[places]
+                ids = ids[places]
+                targets = [targets[place] for place in places]
             yield self._batch(images, targets, ids)
 
+    def _places(self, ids: torch.Tensor, bad: dict[int, str]) -> list[int]:
+        """Return the places of a batch that are shown: in training good ones in place of the bad ones, else without
+        them. The bad ones are noted.
+
+        Raises:
+            RunError: there is no good one to train on.
+        """
+        broken = {self.source.describe(int(ids[place])): bad[place] for place in bad}
+        self.bad_images.new |= broken
+        good = [place for place in range(len(ids)) if place not in bad]
+        if not self.training:
+            return good
+        if not good:
+            path, error = min(broken.items())
+            raise RunError(
+                f"none of the {len(ids)} images of a batch can be read, such as {path} ({error})"
+            )
+        places = list(range(len(ids)))
+        for place in bad:
+            places[place] = good[place % len(good)]
+        return places
+
     def _batch(self, images: torch.Tensor, targets: list[int], ids: torch.Tensor) -> Batch:
-        return Batch(
-            self._pixels(images), sent(torch.tensor(targets, dtype=torch.int64), self.device), ids
-        )
+        labels = torch.tensor(targets, dtype=torch.int64)
+        return Batch(self._pixels(images), sent(labels, self.device), ids)
 
     def _pixels(self, images: torch.Tensor) -> torch.Tensor:
         """Return a decoder's images as the network takes them, on the device."""
@@ -254,7 +262,8 @@ class ImageTrainLoader(DecodingLoader):
         self, source, *, size_of: Callable[[int], int] | None = None, repeats: int = 1, **common
     ):
         super().__init__(source, **common)
-        self.size_of, self.repeats = size_of or (lambda epoch: self.img_size), repeats
+        self.size_of = size_of
+        self.repeats = repeats
 
     def _order(self, epoch: int) -> torch.Tensor:
         return torch.randperm(len(self.source), generator=epoch_generator(self.seed, epoch))
@@ -262,13 +271,12 @@ class ImageTrainLoader(DecodingLoader):
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `first` on."""
         order, copies = self.repeated(self._order(epoch), self.repeats).numpy()
-        seeds = np.random.default_rng((self.seed, epoch)).integers(
-            2**63, size=(self.repeats, len(self.source))
-        )
+        rng = np.random.default_rng((self.seed, epoch))
+        seeds = rng.integers(2**63, size=(self.repeats, len(self.source)))
         keys = np.stack([seeds[copies, order], order], 1)
-        yield from self._show(
-            [keys[places] for places in self.train_places(first)], self.size_of(epoch)
-        )
+        batches = [keys[places] for places in self.train_places(first)]
+        img_size = self.size_of(epoch) if self.size_of else self.img_size
+        yield from self._show(batches, img_size)
 
 
 class ImageEvalLoader(DecodingLoader):
@@ -278,7 +286,8 @@ class ImageEvalLoader(DecodingLoader):
 
     def batches(self) -> Iterator[Batch]:
         """Yield the batches; the last ones may be short or empty."""
-        yield from self._show(
-            [np.array([[0] * len(images), images], np.int64).T for images in self.eval_images()],
-            self.img_size,
-        )
+        batches = []
+        for images in self.eval_images():
+            seeds = [0] * len(images)
+            batches.append(np.array([seeds, images], np.int64).T)
+        yield from self._show(batches, self.img_size)

@@ -12,7 +12,8 @@ from ea_vision.data.small_images import Images
 class _OnDevice(Loader):
     def __init__(self, split: Images, *, device: torch.device, **common):
         super().__init__(len(split), device=device, **common)
-        self.images, self.targets = split.images.to(device), split.targets.to(device)
+        self.images = split.images.to(device)
+        self.targets = split.targets.to(device)
 
 
 class TrainLoader(_OnDevice):
@@ -26,21 +27,22 @@ class TrainLoader(_OnDevice):
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `first` on."""
+        count = len(self.targets)
         generator = epoch_generator(self.seed, epoch)
-        order = torch.randperm(len(self.targets), generator=generator)
-        draws = self.augmentation.draw(len(self.targets), tuple(self.images.shape[-2:]), generator)
-        if self.augmentation.flip == "alternate":  # by the image, wherever the epoch's order has it
-            draws[:, 2] = self.augmentation.alternating_flips(len(self.targets), epoch, self.seed)[
-                order
-            ]
-        draws, order_there = (
-            draws.to(self.device),
-            order.to(self.device),
-        )  # once, so that no batch has to wait
+        order = torch.randperm(count, generator=generator)
+        draws = self.augmentation.draw(count, tuple(self.images.shape[-2:]), generator)
+        if self.augmentation.flip == "alternate":
+            # by the image, wherever the epoch's order has it
+            flips = self.augmentation.alternating_flips(count, epoch, self.seed)
+            draws[:, 2] = flips[order]
+        # sent once, so that no batch has to wait
+        draws = draws.to(self.device)
+        order_there = order.to(self.device)
         for places in self.train_places(first):
-            images = self.images[order_there[places]]
+            chosen = order_there[places]
+            images = self.images[chosen]
             images = self.augmentation.apply(images, draws[places], self.mean, self.std)
-            yield Batch(images, self.targets[order_there[places]], order[places])
+            yield Batch(images, self.targets[chosen], order[places])
 
 
 class EvalLoader(_OnDevice):
@@ -53,6 +55,5 @@ class EvalLoader(_OnDevice):
         for images in self.eval_images():
             chosen = torch.tensor(list(images), dtype=torch.int64)
             there = sent(chosen, self.device)
-            yield Batch(
-                normalize(self.images[there], self.mean, self.std), self.targets[there], chosen
-            )
+            shown = normalize(self.images[there], self.mean, self.std)
+            yield Batch(shown, self.targets[there], chosen)

@@ -62,7 +62,7 @@ class CifarConfig(ClassificationConfig):
         "zeros",
         "what they are padded with; zeros: black; reflect: the image, mirrored at its border",
         AUGMENT,
-        choices=PADDING_MODES,
+        choices=tuple(PADDING_MODES),
     )
     cutout: int = option(
         8, "side, in pixels, of the square cut out of each training image; 0: none", AUGMENT
