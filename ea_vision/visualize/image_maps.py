@@ -17,11 +17,11 @@ from ea_vision.recorder.loading import LoadedModel, as_loaded, load_model
 from ea_vision.recorder.quantities import own_alone
 from ea_vision.recorder.recording import AttentionLayer, AttentionMaps
 
-MEAN = "mean"
+MEAN = "mean"  # of heads
+ALL = "all"  # the mean of all queries
 OWN_ALONE = "attn_own_alone"  # the part of `add_own_alone`
-Query = (
-    tuple[int, int] | str
-)  # y, x in pixels of the input, or a token before a transformer's patches: cls, reg1, ...
+# (y, x) in pixels of the input, a token before a transformer's patches (cls, reg1, ...), or ALL
+Query = tuple[int, int] | str
 Head = int | str  # a number, or MEAN
 AnyImage = ImageSource | Tensor  # see `ea_vision.recorder.inputs.as_input`
 
@@ -59,27 +59,27 @@ class Recording:
         return cell_of(query, self.img_size, self.maps[layer].feat_size)
 
     def query_map(self, layer: int, query: Query, head: Head, part: str = "attn") -> np.ndarray:
-        """Return (H', W'): a query's row of a part, among the map's pixels, by one head or on average. Attention, that
-        of OWN_ALONE too, is in units of uniform attention."""
-        maps, cell = self.maps[layer], self.cell(layer, query)
+        """Return (H', W'): a query's row of a part, among the map's pixels, by one head or on average; of ALL the mean
+        over the queries of all pixels. Attention, that of OWN_ALONE too, is in units of uniform attention."""
+        maps = self.maps[layer]
+        attention = part.startswith("attn")
+        if query == ALL:
+            rows = of_head(maps.spatial(part)[0], head).float().cpu().numpy()  # (H, W, H', W')
+            if attention:
+                rows = rows * maps.num_keys()[:, :, None, None]
+            return rows.mean((0, 1))
+        cell = self.cell(layer, query)
         values = of_head(maps.of_cell(cell, part)[1][0], head).float().cpu().numpy()
-        if part.startswith("attn"):
+        if attention:
             keys = maps.num_keys()
             values = values * (keys.max() if isinstance(query, str) else keys[cell])
         return values
 
-    def received(self, layer: int, head: Head) -> np.ndarray:
-        """Return (H', W'): what every pixel gets, mean of all pixels' queries, in units of uniform attention."""
-        maps = self.maps[layer]
-        maps.check_pixels_ask()
-        first = maps.num_prefix_tokens
-        got = of_head(maps.relative()[0], head)[first:, first:].float().mean(0)  # (N)
-        return got.view(maps.key_size).cpu().numpy()
-
     def beside_patches(self, layer: int, query: Query, head: Head) -> str:
         """Say how much of a query's attention goes to the tokens before the patches: "cls 12%, reg 30%" (all registers
         together); "" where there are none."""
-        maps, shares = self.maps[layer], Counter()
+        maps = self.maps[layer]
+        shares = Counter()
         row = maps.of_cell(self.cell(layer, query))[0][0]  # (K, P)
         for name, share in zip(maps.prefix_names, of_head(row, head).tolist(), strict=True):
             shares[name.rstrip("0123456789")] += share

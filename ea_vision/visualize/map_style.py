@@ -5,6 +5,9 @@ a query gives to every key when it looks nowhere in particular. Its scale is log
 above, and has 1 in the middle, so uniform attention has the same colour in every figure and on the page; 0 has the
 lowest colour. Logits and other signed parts have a diverging scale with 0 in its middle.
 
+In the style "light" attention lights the photo: its colours are multiplied by 0.1 at half of uniform attention and by 1
+at twice, linearly in the logarithm between, interpolated bilinearly from the map's cells.
+
 Lines, fonts and colours that are not data follow matplotlib's rcParams.
 """
 
@@ -17,46 +20,57 @@ import numpy as np
 import torch
 from matplotlib import patheffects
 from matplotlib.axes import Axes
-from matplotlib.colors import Colormap, LogNorm, Normalize
+from matplotlib.colors import Colormap, LinearSegmentedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor, nn
+from torch.nn.functional import interpolate
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import COLORS as QUERY_COLORS
 from ea_vision.base.figures import PAGE
 from ea_vision.base.print import points
 from ea_vision.recorder.recording import PARTS, AttentionLayer, LayerMaps
-from ea_vision.visualize.image_maps import MEAN, Head, Query, Recording, cell_of
+from ea_vision.visualize.image_maps import ALL, MEAN, Head, Query, Recording, cell_of
 from ea_vision.visualize.sheet import Bar, Block, Row, Tile, sheet
 
 SCALES = ("layer", "tile", "all", "uniform")
+STYLES = ("cells", "light")
 SIGNED_MAP = (
     "coolwarm"  # Moreland's: even steps in CIELAB, both ends as dark, apart for the colour-blind
 )
+DARKEST = 0.1  # factor of a photo's colours in the style "light"
+FULL_LIGHT = 2.0  # times uniform attention
+LIGHT_SIDE = 192  # pixels of a lit photo's longer side, at least
+TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 @dataclass(frozen=True)
 class MapStyle:
     """How maps are drawn.
 
-    overlay: over the photo in grey, or alone.
+    style: of attention over a photo. "cells": its cells in colours over the grey photo; "light": the photo in colour,
+        lit where attention is above uniform and dark where it is below.
+    overlay: over the photo, or alone.
     scale: of the colours. "layer": one for the maps that are compared, which are those of a layer, and in figures of
         several layers or models those of a block; "tile": each map its own, its maximum written on it; "all": one for
         the figure; "uniform": from an eighth of uniform attention to eight times it, the same in every figure.
     cmap: a matplotlib colour map by name; by default rcParams["image.cmap"] for attention, "coolwarm" for logits.
-    opacity: of maps over the photo, 0 to 1.
+    opacity: of cells over the photo, 0 to 1.
 
     Raises:
-        UsageError: unknown scale or colour map, or an opacity outside 0..1.
+        UsageError: unknown style, scale or colour map, or an opacity outside 0..1.
     """
 
     overlay: bool = True
     scale: str = "layer"
     cmap: str | None = None
     opacity: float = 0.8
+    style: str = "cells"
 
     def __post_init__(self) -> None:
+        if self.style not in STYLES:
+            raise UsageError(f"style must be {' or '.join(STYLES)}, got {self.style!r}")
         if self.scale not in SCALES:
             raise UsageError(f"scale must be {', '.join(SCALES)}, got {self.scale!r}")
         if not 0 <= self.opacity <= 1:
@@ -67,8 +81,15 @@ class MapStyle:
                 f"{self.cmap!r}"
             )
 
+    def lights(self, part: str) -> bool:
+        """Return whether maps of a part are drawn as light on the photo."""
+        return self.style == "light" and self.overlay and part.startswith("attn")
+
     def colormap(self, part: str = "attn") -> Colormap:
         """Return the colours of a part: sequential for attention and what else has no sign, diverging for logits."""
+        if self.lights(part):
+            ends = [(DARKEST,) * 3, (1.0,) * 3]
+            return LinearSegmentedColormap.from_list("light", ends)
         own = SIGNED_MAP if part in PARTS[1:] else matplotlib.rcParams["image.cmap"]
         return matplotlib.colormaps[self.cmap or own]
 
@@ -84,21 +105,21 @@ def head_name(head: Head) -> str:
 
 
 def query_name(query: Query) -> str:
-    """Name a query: `y 3, x 4`, `class token`, `distillation token`, `register 1`."""
+    """Name a query: `y 3, x 4`, `class token`, `distillation token`, `register 1`, `mean of all queries`."""
     if not isinstance(query, str):
         return f"y {query[0]}, x {query[1]}"
-    return {"cls": "class token", "dist": "distillation token"}.get(
-        query, query.replace("reg", "register ")
-    )
+    names = {"cls": "class token", "dist": "distillation token", ALL: "mean of all queries"}
+    return names.get(query, query.replace("reg", "register "))
 
 
-def queries_name(points: Sequence[Query]) -> str:
-    """Name query points: `query y 3, x 4`, of several `queries 1: y 3, x 4; 2: class token`."""
-    if len(points) == 1:
-        return f"query {query_name(points[0])}"
-    return "queries " + "; ".join(
-        f"{number}: {query_name(point)}" for number, point in enumerate(points, start=1)
-    )
+def queries_name(queries: Sequence[Query]) -> str:
+    """Name queries: `query y 3, x 4`, `mean of all queries`; several: `queries 1: y 3, x 4; 2: class token`."""
+    if list(queries) == [ALL]:
+        return query_name(ALL)
+    if len(queries) == 1:
+        return f"query {query_name(queries[0])}"
+    names = [f"{number}: {query_name(query)}" for number, query in enumerate(queries, start=1)]
+    return "queries " + "; ".join(names)
 
 
 def map_name(layer: LayerMaps, short: bool = False) -> str:
@@ -107,9 +128,10 @@ def map_name(layer: LayerMaps, short: bool = False) -> str:
     if short:
         return f"layer {layer.number}\n{size}"
     what = "from channel to channel of a head" if layer.channels else f"map {size}"
-    return f"layer {layer.number} ({layer.name}), {what}" + (
-        f" after {', '.join(layer.prefix_names)}" if layer.prefix_names else ""
-    )
+    name = f"layer {layer.number} ({layer.name}), {what}"
+    if layer.prefix_names:
+        name += f" after {', '.join(layer.prefix_names)}"
+    return name
 
 
 def short_names(names: Sequence[str]) -> tuple[Sequence[str], str]:
@@ -117,16 +139,16 @@ def short_names(names: Sequence[str]) -> tuple[Sequence[str], str]:
     if all(len(name) <= 14 for name in names):
         return names, ""
     short = [chr(ord("A") + index % 26) + "'" * (index // 26) for index in range(len(names))]
-    return short, "\n" + "; ".join(
-        f"{letter}: {name}" for letter, name in zip(short, names, strict=True)
-    )
+    meanings = [f"{letter}: {name}" for letter, name in zip(short, names, strict=True)]
+    return short, "\n" + "; ".join(meanings)
 
 
 def layers_name(numbers: Sequence[int]) -> str:
     """Name layers: `layers 1 to 3` without a gap, `layers 1, 3` otherwise, `layer 4` alone."""
     if len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
         return f"layers {numbers[0]} to {numbers[-1]}"
-    return f"layer{'s' * (len(numbers) > 1)} " + ", ".join(map(str, numbers))
+    plural = "s" if len(numbers) > 1 else ""
+    return f"layer{plural} " + ", ".join(map(str, numbers))
 
 
 def before_shares(model: nn.Module, name: str) -> dict[str, float]:
@@ -135,53 +157,62 @@ def before_shares(model: nn.Module, name: str) -> dict[str, float]:
     return evolution.before_shares() if evolution else {}
 
 
+def _sum(*terms: tuple[float, str]) -> str:
+    """Write a weighted sum: without terms of weight 0, without a weight of 1."""
+    written = []
+    for weight, term in terms:
+        if weight == 1:
+            written.append(term)
+        elif weight != 0:
+            factor = f"({term})" if " + " in term and not term.startswith("relu") else term
+            written.append(f"{weight:.2g} {factor}")
+    return " + ".join(written) or "0"
+
+
 def equation(model: nn.Module, layers: Sequence[AttentionLayer | LayerMaps]) -> str:
     """Say how the parts of the first layer that convolves maps of a layer before make each other, with its gates (of
     learnable ones their mean); "" where none does."""
     first = next((layer for layer in layers if before_shares(model, layer.name)), None)
     if first is None:
         return ""
-    shares, gates = (
-        before_shares(model, first.name),
-        model.get_submodule(first.name).evolution.gates(),
-    )
-    alpha, beta = (
-        float(torch.as_tensor(gates.get(gate, 1.0)).detach().float().mean())
-        for gate in ("alpha", "beta")
-    )
-    names = {"prev_logits": "previous", "self_logits": "own"}
-    mixed = " + ".join(
-        f"{'' if share == 1 else f'{share:.2g} '}{names[part]}" for part, share in shares.items()
-    )
-    logits = f"relu(conv({mixed}))"
-    if "self_logits" not in shares:
-        logits = f"{alpha:.2g} {logits} + {1 - alpha:.2g} own"
-    elif beta != 1:
-        logits = f"{beta:.2g} {logits} + {1 - beta:.2g} ({mixed})"
-    learned = any(isinstance(value, Tensor) for value in gates.values())
-    return f"{f'layer {first.number}' if learned else 'a layer'}: logits = {logits}, attention = softmax(logits)"
+    shares = before_shares(model, first.name)
+    gates = model.get_submodule(first.name).evolution.gates()
+    mean = {name: float(torch.as_tensor(gate).detach().float().mean()) for name, gate in gates.items()}
+    mixed = _sum((shares.get("prev_logits", 0.0), "previous"), (shares.get("self_logits", 0.0), "own"))
+    convolved = f"relu(conv({mixed}))"
+    if "self_logits" in shares:
+        beta = mean.get("beta", 1.0)
+        logits = _sum((beta, convolved), (1 - beta, mixed))
+    else:
+        alpha = mean.get("alpha", 1.0)
+        logits = _sum((alpha, convolved), (1 - alpha, "own"))
+    learned = any(isinstance(gate, Tensor) for gate in gates.values())
+    whose = f"layer {first.number}" if learned else "a layer"
+    return f"{whose}: logits = {logits}, attention = softmax(logits)"
 
 
 # ---- photos and query points ----------------------------------------------------------------------------------------
 
 
 def photo_of(
-    recording: Recording, queries: Sequence[Query] = (), feat_size: tuple[int, int] | None = None
+    recording: Recording,
+    queries: Sequence[Query] = (),
+    feat_size: tuple[int, int] | None = None,
+    title: str = "",
 ) -> Tile:
     """Return the photo with numbered query points, framed as cells of maps of `feat_size`; default: of the largest."""
-    cells = feat_size or max(
-        (layer.feat_size for layer in recording.maps.values()), key=math.prod, default=(1, 1)
-    )
+    sizes = [layer.feat_size for layer in recording.maps.values()]
+    cells = feat_size or max(sizes, key=math.prod, default=(1, 1))
+    asked = [query for query in queries if query != ALL]
 
     def paint(axes: Axes, _) -> None:
         axes.set_label("photo")
         axes.imshow(recording.pixels(), extent=recording.extent)
-        for number, query in enumerate(queries, start=1):
+        for number, query in enumerate(asked, start=1):
             mark_query(axes, recording, query, cells, number, numbered=True)
 
-    return Tile(
-        paint, " " * any(isinstance(query, str) for query in queries), aspect=recording.aspect
-    )
+    tokens = any(isinstance(query, str) for query in asked)
+    return Tile(paint, title or (" " if tokens else ""), aspect=recording.aspect)
 
 
 def mark_query(
@@ -197,41 +228,61 @@ def mark_query(
     color = QUERY_COLORS[(number - 1) % len(QUERY_COLORS)]
     H, W = recording.img_size
     if isinstance(query, str):
-        y, x = -0.09 * H, (0.08 + 0.2 * (number - 1)) * W
+        y = -0.09 * H
+        x = (0.08 + 0.2 * (number - 1)) * W
     else:
         row, col = cell_of(query, (H, W), feat_size)
-        height, width = H / feat_size[0], W / feat_size[1]
-        y, x = (row + 0.5) * height, (col + 0.5) * width
+        height = H / feat_size[0]
+        width = W / feat_size[1]
+        y = (row + 0.5) * height
+        x = (col + 0.5) * width
+        frame = Rectangle((col * width, row * height), width, height, fill=False, clip_on=False)
         rim = [patheffects.Stroke(linewidth=1.8, foreground="white"), patheffects.Normal()]
-        axes.add_patch(
-            Rectangle(
-                (col * width, row * height),
-                width,
-                height,
-                fill=False,
-                edgecolor=color,
-                linewidth=0.9,
-                path_effects=rim,
-                clip_on=False,
-            )
-        )
+        frame.set(edgecolor=color, linewidth=0.9, path_effects=rim)
+        axes.add_patch(frame)
     if numbered:
-        axes.text(
-            x,
-            y,
-            str(number),
-            color="white",
-            fontsize=points(),
-            fontweight="bold",
-            ha="center",
-            va="center_baseline",
-            bbox=dict(
-                boxstyle="circle,pad=0.15", facecolor=color, edgecolor="white", linewidth=0.7
-            ),
-        )
+        disc = dict(boxstyle="circle,pad=0.15", facecolor=color, edgecolor="white", linewidth=0.7)
+        text = axes.text(x, y, str(number), color="white", fontweight="bold", bbox=disc)
+        text.set(fontsize=points(), ha="center", va="center_baseline")
 
 
 # ---- maps -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class View:
+    """What a tile shows: where a query of a head of a layer looks, or another part of the layer's map.
+
+    layer: number. head: counted from 0, or "mean". query: (y, x) in pixels of the input, a token by name, or "all".
+    title: above the tile. number: which of the figure's queries it is, for the colour of its frame.
+    """
+
+    recording: Recording
+    layer: int
+    head: Head = MEAN
+    query: Query = ALL
+    part: str = "attn"
+    title: str = ""
+    number: int = 1
+
+
+def tile_of(view: View, style: MapStyle) -> Tile:
+    """Return the tile of a view; of a transformer's attention with what goes to the tokens before its patches."""
+    recording = view.recording
+    values = recording.query_map(view.layer, view.query, view.head, view.part)
+    note = ""
+    if view.part == "attn" and view.query != ALL:
+        note = recording.beside_patches(view.layer, view.query, view.head)
+    return map_of(
+        values,
+        recording,
+        style,
+        view.title,
+        note,
+        point=view.query,
+        number=view.number,
+        part=view.part,
+    )
 
 
 def map_of(
@@ -241,7 +292,7 @@ def map_of(
     title: str = "",
     note: str = "",
     *,
-    point: Query | None = None,
+    point: Query = ALL,
     number: int = 1,
     cells: tuple[int, int] | None = None,
     part: str = "attn",
@@ -251,70 +302,69 @@ def map_of(
     Args:
         values: of a part, as `Recording.query_map` gives it; logits are never drawn over the photo.
         title, note: above and below it.
-        point: the query, in pixels of the input or a token by name; number: which of the queries.
+        point: the query, in pixels of the input, a token by name or "all"; number: which of the queries.
         cells: (height, width) of the map that the query's cell is of; default: this one.
     """
-    overlay = style.overlay and part not in PARTS[1:]
 
     def paint(axes: Axes, norm: Normalize) -> None:
-        if overlay:
-            grey = recording.pixels() @ (0.299, 0.587, 0.114)
-            axes.imshow(grey, "gray", vmin=0, vmax=1, extent=recording.extent)
-        axes.imshow(
-            values,
-            style.colormap(part),
-            norm,
-            extent=recording.extent,
-            interpolation="nearest",
-            alpha=style.opacity if overlay else None,
-        )
-        if point is not None:
+        if style.lights(part):
+            axes.imshow(lit(recording.pixels(), values, norm), extent=recording.extent)
+        else:
+            _paint_cells(axes, values, recording, style, norm, part)
+        if point != ALL:
             mark_query(axes, recording, point, cells or values.shape, number)
-        if style.scale == "tile" and part.startswith("attn"):
-            axes.text(
-                0.97,
-                0.03,
-                f"\N{MULTIPLICATION SIGN}{short(values.max())}",
-                transform=axes.transAxes,
-                ha="right",
-                va="bottom",
-                fontsize=points(),
-                color="black",
-                path_effects=[patheffects.withStroke(linewidth=1.5, foreground="white")],
-            )
+        if style.scale == "tile" and part.startswith("attn") and not style.lights(part):
+            _write_maximum(axes, values)
 
     return Tile(paint, title, note, recording.aspect, values, part)
 
 
-def attention_of(
+def lit(pixels: np.ndarray, values: np.ndarray, norm: Normalize) -> np.ndarray:
+    """Return a photo (H, W, 3) in 0..1, lit by attention in units of uniform attention: multiplied by DARKEST where the
+    norm gives 0 and by 1 where it gives 1. The factors are interpolated bilinearly from the map's cells."""
+    repeats = math.ceil(LIGHT_SIDE / max(pixels.shape[:2]))
+    photo = pixels.repeat(repeats, 0).repeat(repeats, 1)
+    cells = DARKEST + (1 - DARKEST) * np.asarray(norm(values), dtype=np.float32)
+    factors = interpolate(torch.from_numpy(cells)[None, None], photo.shape[:2], mode="bilinear")
+    return photo * factors[0, 0, :, :, None].numpy()
+
+
+def _paint_cells(
+    axes: Axes,
+    values: np.ndarray,
     recording: Recording,
-    layer: int,
-    head: Head,
-    query: Query | None,
     style: MapStyle,
-    title: str = "",
-    number: int = 1,
-) -> Tile:
-    """Return a tile of where a query looks, of a transformer with what goes to the tokens before its patches; without a
-    query of what every pixel gets. `number`: which of the queries."""
-    if query is None:
-        return map_of(recording.received(layer, head), recording, style, title)
-    return map_of(
-        recording.query_map(layer, query, head),
-        recording,
-        style,
-        title,
-        recording.beside_patches(layer, query, head),
-        point=query,
-        number=number,
-    )
+    norm: Normalize,
+    part: str,
+) -> None:
+    over_photo = style.overlay and part not in PARTS[1:]
+    if over_photo:
+        grey = recording.pixels() @ (0.299, 0.587, 0.114)
+        axes.imshow(grey, "gray", vmin=0, vmax=1, extent=recording.extent)
+    drawn = axes.imshow(values, style.colormap(part), norm, extent=recording.extent)
+    drawn.set_interpolation("nearest")
+    drawn.set_alpha(style.opacity if over_photo else None)
+
+
+def _write_maximum(axes: Axes, values: np.ndarray) -> None:
+    rim = [patheffects.withStroke(linewidth=1.5, foreground="white")]
+    text = axes.text(0.97, 0.03, f"{TIMES}{short(values.max())}", transform=axes.transAxes)
+    text.set(ha="right", va="bottom", fontsize=points(), color="black", path_effects=rim)
+
+
+# ---- scales ---------------------------------------------------------------------------------------------------------
 
 
 def scaled(groups: Sequence[Sequence[Tile]], style: MapStyle, label: str = "") -> list[Bar]:
     """Give the tiles of each group, whose maps are compared, their scale; return the colour bar of each group. All show
     attention, or all the same other part."""
     every = [tile for group in groups for tile in group]
-    sharing = {"tile": [[tile] for tile in every], "layer": groups}.get(style.scale, [every])
+    if style.scale == "tile":
+        sharing = [[tile] for tile in every]
+    elif style.scale == "layer":
+        sharing = groups
+    else:
+        sharing = [every]
     for tiles in sharing:
         norm = norm_of([tile.values for tile in tiles], style, tiles[0].part)
         for tile in tiles:
@@ -326,11 +376,14 @@ def norm_of(maps: Sequence[np.ndarray], style: MapStyle, part: str = "attn") -> 
     """Return the scale of maps that are compared with each other.
 
     Attention, in units of uniform attention, has a logarithmic one, as far down as up, so that uniform attention is in
-    the middle. Logits: the middle 99% of their values, as far down as up. Other quantities: from 0.
+    the middle; light reaches from half to twice. Logits: the middle 99% of their values, as far down as up. Other
+    quantities: from 0.
 
     Args:
         part: one of PARTS, or another quantity's name.
     """
+    if style.lights(part):
+        return LogNorm(1 / FULL_LIGHT, FULL_LIGHT, clip=True)
     values = np.concatenate([m.ravel() for m in maps]).astype(np.float64)
     if part.startswith("attn"):
         lowest = 1.05 if style.scale == "tile" else 2.0  # what is nearly uniform looks so
@@ -344,20 +397,22 @@ def bar_of(norm: Normalize, style: MapStyle, part: str = "attn", label: str = ""
     """Return the colour bar of maps that are compared: of attention in units of uniform attention, which is marked; of
     other parts or quantities as they are. label: default: attention's, or logits'."""
     attention = part.startswith("attn")
-    label = label or (
-        "attention \N{MULTIPLICATION SIGN} N keys (1: uniform)" if attention else "logit"
-    )
+    cmap = style.colormap(part)
+    if not label:
+        label = f"attention {TIMES} N keys (1: uniform)" if attention else "logit"
+    if style.lights(part):
+        return Bar(norm, cmap, label, ["1/2", "", "1", "", "2"], False)
+    if style.scale == "tile":
+        label += f"; {TIMES}: a map's highest" if attention else ", of each map its own"
+        middle = "1" if attention else "0"
+        return Bar(norm, cmap, label, ["lowest", "", middle, "", "highest"], attention)
     if attention:
-        ups = [short(norm.vmax**0.5), short(norm.vmax)]
-        texts = [f"1/{ups[1]}", f"1/{ups[0]}", "1", *ups]
+        half = short(norm.vmax**0.5)
+        top = short(norm.vmax)
+        texts = [f"1/{top}", f"1/{half}", "1", half, top]
     else:
         texts = [short(value) for value in np.linspace(norm.vmin, norm.vmax, 5)]
-    if style.scale == "tile":
-        texts = ["lowest", "", "1" * attention, "", "highest"]
-        label += (
-            "; \N{MULTIPLICATION SIGN}: a map's highest" if attention else ", of each map its own"
-        )
-    return Bar(norm, style.colormap(part), label, texts, attention)
+    return Bar(norm, cmap, label, texts, attention)
 
 
 def short(value: float) -> str:
@@ -368,9 +423,20 @@ def short(value: float) -> str:
 # ---- figures --------------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Group:
+    """Rows of tiles whose maps are compared, under a name. Photos have no scale."""
+
+    name: str
+    rows: Sequence[Row]
+
+    def maps(self) -> list[Tile]:
+        return [tile for row in self.rows for tile in row.tiles if tile.values is not None]
+
+
 def map_sheet(
     title: str,
-    groups: Sequence[tuple[str, Sequence[Row]]],
+    groups: Sequence[Group],
     style: MapStyle,
     *,
     width: float | None,
@@ -379,50 +445,61 @@ def map_sheet(
     label: str = "",
     bars: Sequence[Bar] = (),
 ) -> Figure:
-    """Draw a figure of maps: the photo with its query points, and a block a group; groups of one row each, of short
-    names, are a grid.
+    """Draw a figure of maps: the photo with its query points, and a block for each group; groups of one row each, of
+    short names, are a grid.
 
     Args:
-        groups: title and rows of each; the maps of a group are compared.
         photo: see `photo_of`.
         label: of the colour bars, unless it is attention's.
         bars: of the groups, where their tiles have their scale already.
     """
-    bars = bars or scaled(
-        [[tile for row in rows for tile in row.tiles] for _, rows in groups], style, label
-    )
-    own, foot = style.scale == "layer" and len(groups) > 1, ""  # else one bar of the whole figure
-    names, lines = (
-        [name for name, _ in groups],
-        [rows[0].tiles for _, rows in groups if len(rows) == 1],
-    )
-    if (
-        1 < len(lines) == len(groups)
-        and max(len(line) for name in names for line in name.split("\n")) <= 24
-    ):
-        blocks = [_grid(names, lines, (width or PAGE) < 5)]
-        if own:
+    compared = [group for group in groups if group.maps()]
+    bars = bars or scaled([group.maps() for group in compared], style, label)
+    part = compared[0].maps()[0].part
+    each_its_own = style.scale == "layer" and len(compared) > 1 and not style.lights(part)
+    if style.lights(part):
+        note += f"; light: {_light_note(compared)}"
+    foot = ""
+    if _fits_grid(groups):
+        block = _grid(groups, (width or PAGE) < 5)
+        blocks = [block]
+        if each_its_own:
             foot = f"colours: {bars[0].label}"
-            blocks[0].bars = [
-                replace(bar, label=name.split("\n")[0])
-                for bar, name in zip(bars, names, strict=True)
-            ]
+            names = [group.name.split("\n")[0] for group in compared]
+            block.bars = [replace(bar, label=name) for bar, name in zip(bars, names, strict=True)]
     else:
-        blocks = [
-            Block(rows, name, [bar] * own) for (name, rows), bar in zip(groups, bars, strict=True)
-        ]
-    return sheet(
-        title, blocks, width=width, note=note, photo=photo, bars=[] if own else bars[:1], foot=foot
-    )
+        blocks = [Block(group.rows, group.name) for group in groups]
+        if each_its_own:
+            with_bars = [block for block, group in zip(blocks, groups, strict=True) if group.maps()]
+            for block, bar in zip(with_bars, bars, strict=True):
+                block.bars = [bar]
+    shared = [] if each_its_own else bars[:1]
+    return sheet(title, blocks, width=width, note=note, photo=photo, bars=shared, foot=foot)
 
 
-def _grid(names: Sequence[str], lines: Sequence[Sequence[Tile]], narrow: bool) -> Block:
-    """Return a block of a row a name, whose titles stand once where they are alike; where that would be wider than high
-    in a narrow figure, or higher than wide in another one, a column a name."""
+def _light_note(groups: Sequence[Group]) -> str:
+    """Say what the light is, and how many cells it has."""
+    shapes = {tile.values.shape for group in groups for tile in group.maps()}
+    sizes = " and ".join(f"{height} x {width}" for height, width in sorted(shapes, reverse=True))
+    return f"dark at half of uniform attention, full at twice, interpolated from {sizes} cells"
+
+
+def _fits_grid(groups: Sequence[Group]) -> bool:
+    if len(groups) < 2 or any(len(group.rows) != 1 for group in groups):
+        return False
+    lines = "\n".join(group.name for group in groups).split("\n")
+    return max(map(len, lines)) <= 24
+
+
+def _grid(groups: Sequence[Group], narrow: bool) -> Block:
+    """Return a grid with one row per group; transposed where that fits better. Equal titles are drawn once."""
+    names = [group.name for group in groups]
+    lines = [group.rows[0].tiles for group in groups]
     titles = [tile.title for tile in lines[0]]
     if all([tile.title for tile in line] == titles for line in lines):
         if len(titles) != len(lines) and (len(titles) > len(lines)) == narrow:
-            lines, names, titles = list(zip(*lines, strict=True)), titles, names
+            lines = list(zip(*lines, strict=True))
+            names, titles = titles, names
         for number, line in enumerate(lines):
             for tile, title in zip(line, titles, strict=True):
                 tile.title = "" if number else title

@@ -8,6 +8,7 @@ matplotlib's); every text is measured, so that none meets another one. Lengths h
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -19,10 +20,16 @@ from matplotlib.figure import Figure
 from ea_vision.base.figures import PAGE, check_width
 from ea_vision.base.print import new_figure, points, text_width, wrapped
 
-MARGIN, GAP = 4.0, 3.0
-LARGEST_TILE, SMALLEST_TILE, PHOTO = 92.0, 16.0, 72.0
-BAR, BAR_LENGTH = 5.0, 100.0
+MARGIN = 4.0
+GAP = 3.0
+LARGEST_TILE = 92.0
+SMALLEST_TILE = 16.0
+PHOTO = 72.0
+BAR = 5.0  # height of a colour bar
+BAR_LENGTH = 100.0
 LEADING = 1.25  # height of a line of text over its size
+HIGHEST = 7.0  # inches of a figure's tiles, where their size can be chosen
+SLACK = 1.05  # how much higher than the lowest layout a figure may be for larger tiles
 
 
 @dataclass
@@ -32,8 +39,8 @@ class Tile:
     paint: draws it into axes, by `norm`; None leaves its place empty.
     title, note: above and below it.
     aspect: its height over its width.
-    values: what is drawn, of which part ("attn", "logits" or another quantity); norm: their scale, once the maps that
-        are compared are known.
+    values: the numbers that are drawn; None for a photo. part: "attn", "logits" or another quantity.
+    norm: the scale of the values, set when the maps that are compared are known.
     """
 
     paint: Callable[[Axes, Normalize | None], object] | None
@@ -52,7 +59,7 @@ class Tile:
 
 @dataclass
 class Bar:
-    """A colour bar: texts at five even places, from its lower to its upper end; `mark`: whether a line crosses its
+    """A colour bar: five texts at even places, from its lower to its upper end; `mark`: whether a line crosses its
     middle."""
 
     norm: Normalize
@@ -61,20 +68,21 @@ class Bar:
     texts: Sequence[str]
     mark: bool
 
+    def widest_text(self) -> float:
+        return max(text_width(text, points()) for text in self.texts) + 2
+
     def draw(self, axes: Axes) -> None:
-        """Draw it with as many texts as have room, those at the ends within its length."""
-        small, places = points(), self.norm.inverse(np.linspace(0, 1, 5))
-        drawn = axes.figure.colorbar(
-            ScalarMappable(self.norm, self.cmap), cax=axes, orientation="horizontal"
-        )
+        """Draw it with five texts, or with three where five have no room."""
+        places = self.norm.inverse(np.linspace(0, 1, 5))
+        mappable = ScalarMappable(self.norm, self.cmap)
+        drawn = axes.figure.colorbar(mappable, cax=axes, orientation="horizontal")
         axes.set_label("<colorbar>")
         drawn.outline.set_visible(False)
         width = 72 / axes.figure.dpi * axes.bbox.width
-        room = width / (max(text_width(text, small) for text in self.texts) + 2)
-        shown = slice(0 if room >= 2 else 4, None, 1 if room >= 6 else 2 if room >= 3 else 4)
-        drawn.set_ticks(places[shown], labels=self.texts[shown])
+        step = 1 if width >= 6 * self.widest_text() else 2
+        drawn.set_ticks(places[::step], labels=self.texts[::step])
         axes.minorticks_off()
-        axes.tick_params(labelsize=small, pad=1, length=2)
+        axes.tick_params(labelsize=points(), pad=1, length=2)
         texts = axes.get_xticklabels()
         texts[0].set_ha("left")
         texts[-1].set_ha("right")
@@ -100,91 +108,130 @@ class Block:
     enlarged: float = 1.0
 
 
+@dataclass
+class _Box:
+    """Axes on the sheet: place and size from the upper left corner, the drawing, and its title and labels."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    drawing: Tile | Bar
+    texts: dict[str, Any]
+
+
+@dataclass
+class _Text:
+    x: float
+    y: float
+    text: str
+    size: float
+
+
 def _height(text: str, size: float) -> float:
     return LEADING * size * (1 + text.count("\n")) if text else 0.0
 
 
 @dataclass
 class _Laid:
-    """What stands where, in points from the left upper corner; more is added at the lower end.
-
-    boxes: axes, (x, y, width, height, what is drawn into them, title and labels). texts: (x, y, text, size). whole: no
-    grid is broken.
-    """
+    """Boxes and texts with their places; more is added at the lower end. whole: no grid is broken into lines."""
 
     width: float = 0.0
     height: float = 0.0
     whole: bool = True
-    boxes: list[tuple] = field(default_factory=list)
-    texts: list[tuple] = field(default_factory=list)
+    boxes: list[_Box] = field(default_factory=list)
+    texts: list[_Text] = field(default_factory=list)
 
     def place(self, other: "_Laid", x: float, y: float) -> None:
-        """Add what another one has, its corner at (x, y)."""
-        for held, added in (self.boxes, other.boxes), (self.texts, other.texts):
-            held += [(x + dx, y + dy, *rest) for dx, dy, *rest in added]
-        self.width, self.height = (
-            max(self.width, x + other.width),
-            max(self.height, y + other.height),
-        )
+        """Add another one's contents, its corner at (x, y)."""
+        for box in other.boxes:
+            moved = _Box(x + box.x, y + box.y, box.width, box.height, box.drawing, box.texts)
+            self.boxes.append(moved)
+        for text in other.texts:
+            self.texts.append(_Text(x + text.x, y + text.y, text.text, text.size))
+        self.width = max(self.width, x + other.width)
+        self.height = max(self.height, y + other.height)
         self.whole &= other.whole
 
     def text(self, x: float, text: str, kind: str = "small") -> None:
         """Add text, broken into lines."""
         size = points(kind)
         lines = wrapped(text, self.width - x, size)
-        self.texts.append((x, self.height, lines, size))
+        self.texts.append(_Text(x, self.height, lines, size))
         self.height += _height(lines, size)
 
     def bars(self, bars: Sequence[Bar]) -> None:
-        """Add colour bars side by side."""
-        small, each = points(), min(self.width / max(1, len(bars)), 1.4 * BAR_LENGTH)
-        labels = [wrapped(bar.label, each - 4 * GAP, small) for bar in bars]
-        for index, (bar, label) in enumerate(zip(bars, labels, strict=True)):
-            self.boxes.append(
-                (index * each, self.height + 1, each - 4 * GAP, BAR, bar, {"xlabel": label})
-            )
-        self.height += max(
-            [0, *(BAR + 7 + LEADING * small + _height(label, small) for label in labels)]
-        )
+        """Add colour bars side by side, as many in a line as have room for three numbers each."""
+        if not bars:
+            return
+        narrowest = max(3 * bar.widest_text() for bar in bars) + 4 * GAP
+        each_line = max(1, min(len(bars), int(self.width / narrowest)))
+        step = min(self.width / each_line, 1.4 * BAR_LENGTH)
+        for first in range(0, len(bars), each_line):
+            self._line_of_bars(bars[first : first + each_line], step)
+
+    def _line_of_bars(self, bars: Sequence[Bar], step: float) -> None:
+        small = points()
+        length = step - 4 * GAP
+        highest = 0.0
+        for index, bar in enumerate(bars):
+            label = wrapped(bar.label, length, small)
+            highest = max(highest, _height(label, small))
+            box = _Box(index * step, self.height + 1, length, BAR, bar, {"xlabel": label})
+            self.boxes.append(box)
+        self.height += BAR + 7 + LEADING * small + highest
 
     def row(self, tiles: Sequence[Tile], side: float, left: float, label: str) -> None:
         """Add a line of tiles, with the label of their row."""
-        small, high = points(), side * tiles[0].aspect
-        titles, notes = (
-            [wrapped(text, side + GAP - 1, small) for text in texts]
-            for texts in zip(*((tile.title, tile.note) for tile in tiles), strict=True)
-        )
-        above, below = (max(_height(text, small) for text in texts) for texts in (titles, notes))
+        small = points()
+        high = side * tiles[0].aspect
+        room = side + GAP - 1
+        titles = [wrapped(tile.title, room, small) for tile in tiles]
+        notes = [wrapped(tile.note, room, small) for tile in tiles]
+        above = max(_height(text, small) for text in titles)
+        below = max(_height(text, small) for text in notes)
         edge = max(0.0, text_width(label, small) - high) / 2
-        self.height += above + 0.3 * small * bool(above) + edge
+        self.height += above + edge
+        if above:
+            self.height += 0.3 * small
         for tile, title, note in zip(tiles, titles, notes, strict=True):
             texts = {"title": title, "xlabel": note, "ylabel": label}
-            self.boxes.append((left, self.height, side, high, tile, texts))
-            left, label = left + side + GAP, ""
-        self.height += high + edge + (below + 2.0) * bool(below) + GAP
+            self.boxes.append(_Box(left, self.height, side, high, tile, texts))
+            left += side + GAP
+            label = ""
+        self.height += high + edge + GAP
+        if below:
+            self.height += below + 2.0
 
 
 def _lay_block(block: Block, side: float, room: float, alone: bool) -> _Laid:
     """Lay a block with tiles of this width. Rows break into lines where `room` forces it."""
-    small, side = points(), side * block.enlarged
-    labels = [
-        wrapped(row.label, max(side * row.tiles[0].aspect, 30.0), small) for row in block.rows
-    ]
-    left = max(_height(label, small) for label in labels) + 2.0 * any(labels)
+    small = points()
+    side = side * block.enlarged
+    labels = []
+    for row in block.rows:
+        labels.append(wrapped(row.label, max(side * row.tiles[0].aspect, 30.0), small))
+    left = max(_height(label, small) for label in labels)
+    if any(labels):
+        left += 2.0
     columns = max(len(row.tiles) for row in block.rows)
-    lines = math.ceil(columns / max(1, (room - left + GAP) // (side + GAP)))
+    fitting = max(1, (room - left + GAP) // (side + GAP))
+    lines = math.ceil(columns / fitting)
     each = math.ceil(columns / lines)
     grid = left + each * (side + GAP) - GAP
-    alone |= 2 * grid + 3 * GAP > room  # no other fits beside it
-    least = max(BAR_LENGTH * len(block.bars), text_width(block.title, points("medium")) * alone)
-    laid = _Laid(
-        max(grid, min(room, least)), whole=lines <= 1 + (len(block.rows) == 1 and columns > 4)
-    )
-    laid.text(0, block.title, "medium")
-    laid.height += 2.0 * bool(block.title)
+    no_other_beside = alone or 2 * grid + 3 * GAP > room
+    least = BAR_LENGTH * len(block.bars)
+    if no_other_beside:
+        least = max(least, text_width(block.title, points("medium")))
+    long_row = len(block.rows) == 1 and columns > 4
+    laid = _Laid(max(grid, min(room, least)), whole=lines <= (2 if long_row else 1))
+    if block.title:
+        laid.text(0, block.title, "medium")
+        laid.height += 2.0
     for first in range(0, columns, each):
         for row, label in zip(block.rows, labels, strict=True):
-            if tiles := row.tiles[first : first + each]:
+            tiles = row.tiles[first : first + each]
+            if tiles:
                 laid.row(tiles, side, left, label)
     laid.bars(block.bars)
     return laid
@@ -192,14 +239,43 @@ def _lay_block(block: Block, side: float, room: float, alone: bool) -> _Laid:
 
 def _lay_all(blocks: Sequence[Block], side: float, room: float) -> _Laid:
     """Lay blocks side by side where they fit, else below."""
-    laid, x, y = _Laid(), 0.0, 0.0
+    laid = _Laid()
+    x = 0.0
+    y = 0.0
     for block in blocks:
         one = _lay_block(block, side, room, len(blocks) == 1)
         if x and x + one.width > room + 0.5:
-            x, y = 0.0, laid.height + 2 * GAP
+            x = 0.0
+            y = laid.height + 2 * GAP
         laid.place(one, x, y)
         x += one.width + 3 * GAP
     return laid
+
+
+def _smallest_tile(blocks: Sequence[Block]) -> float:
+    """Return the width of a tile that holds every word of the titles, within bounds."""
+    small = points()
+    widest = SMALLEST_TILE
+    for block in blocks:
+        for row in block.rows:
+            for word in " ".join(tile.title for tile in row.tiles).split():
+                widest = max(widest, text_width(word, small) - GAP + 1)
+    return min(46.0 * small / 7, widest)
+
+
+def _best_layout(blocks: Sequence[Block], room: float, highest: float) -> _Laid:
+    """Return the layout with the largest tiles that is whole and no higher than `highest`. Without one: the largest
+    tiles whose layout is at most SLACK times as high as the lowest, whole if one is."""
+    smallest = _smallest_tile(blocks)
+    layouts = []
+    for side in np.arange(max(LARGEST_TILE, smallest), smallest - 2, -2):
+        laid = _lay_all(blocks, max(side, smallest), room)
+        if laid.whole and laid.height <= highest:
+            return laid
+        layouts.append(laid)
+    candidates = [laid for laid in layouts if laid.whole] or layouts
+    least = min(laid.height for laid in candidates)
+    return next(laid for laid in candidates if laid.height <= SLACK * least)
 
 
 def sheet(
@@ -224,26 +300,15 @@ def sheet(
     Raises:
         UsageError: a width that no text fits into.
     """
-    small, room = points(), 72 * (check_width(width) or PAGE) - 2 * MARGIN
-    words = [
-        word
-        for block in blocks
-        for row in block.rows
-        for tile in row.tiles
-        for word in tile.title.split()
-    ]
-    smallest = min(
-        46.0 * small / 7,
-        max([SMALLEST_TILE, *(text_width(word, small) - GAP + 1 for word in words)]),
-    )
-    for side in np.arange(max(LARGEST_TILE, smallest), smallest - 2, -2):
-        body = _lay_all(blocks, max(side, smallest), room)
-        if body.whole and body.height <= 72 * min(7.0, 1.75 * (width or PAGE)):
-            break
+    room = 72 * (check_width(width) or PAGE) - 2 * MARGIN
+    body = _best_layout(blocks, room, 72 * min(HIGHEST, 1.75 * (width or PAGE)))
     whole = _Laid(room if width else min(room, max(body.width, 200.0)))
-    side = min(PHOTO, 0.32 * whole.width)
-    picture = _lay_block(Block([Row([photo])]), side, room, False) if photo else _Laid()
-    left = picture.width + 2 * GAP * bool(photo)
+    picture = _Laid()
+    left = 0.0
+    if photo:
+        side = min(PHOTO, 0.32 * whole.width)
+        picture = _lay_block(Block([Row([photo])]), side, room, False)
+        left = picture.width + 2 * GAP
     whole.text(left, title, "title")
     whole.text(left, note)
     picture.height -= GAP  # which ends a row
@@ -251,24 +316,30 @@ def sheet(
     whole.place(body, 0.0, whole.height + 2 * GAP)
     whole.bars(bars)
     whole.text(0, foot)
-    W, H = whole.width + 2 * MARGIN, whole.height + 2 * MARGIN
-    figure = new_figure(W / 72, H / 72)
-    with matplotlib.rc_context(
-        {
-            "text.parse_math": False,
-            "axes.titlesize": small,
-            "axes.labelsize": small,
-            "axes.titlepad": 0.3 * small,
-            "axes.titley": 1.0,
-            "axes.labelpad": 2.0,
-        }
-    ):
-        for x, y, width, height, drawn, texts in whole.boxes:
-            axes = figure.add_axes(
-                ((MARGIN + x) / W, 1 - (MARGIN + y + height) / H, width / W, height / H)
-            )
-            drawn.draw(axes)
-            axes.set(**texts)
-        for x, y, text, size in whole.texts:
-            figure.text((MARGIN + x) / W, 1 - (MARGIN + y) / H, text, fontsize=size, va="top")
+    return _draw(whole)
+
+
+def _draw(laid: _Laid) -> Figure:
+    width = laid.width + 2 * MARGIN
+    height = laid.height + 2 * MARGIN
+    figure = new_figure(width / 72, height / 72)
+    style = {
+        "text.parse_math": False,
+        "axes.titlesize": points(),
+        "axes.labelsize": points(),
+        "axes.titlepad": 0.3 * points(),
+        "axes.titley": 1.0,
+        "axes.labelpad": 2.0,
+    }
+    with matplotlib.rc_context(style):
+        for box in laid.boxes:
+            left = (MARGIN + box.x) / width
+            bottom = 1 - (MARGIN + box.y + box.height) / height
+            axes = figure.add_axes((left, bottom, box.width / width, box.height / height))
+            box.drawing.draw(axes)
+            axes.set(**box.texts)
+        for text in laid.texts:
+            x = (MARGIN + text.x) / width
+            y = 1 - (MARGIN + text.y) / height
+            figure.text(x, y, text.text, fontsize=text.size, va="top")
     return figure
