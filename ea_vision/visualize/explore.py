@@ -315,7 +315,7 @@ def build_page(explorer: Explorer, entries: Sequence[dict], epochs: bool = False
 
 def make_explorer(options: argparse.Namespace, models: Sequence[LoadedModel]) -> Explorer:
     """Return models, by default those of --model, with --layers, --heads and --parts."""
-    asked = Asked.by_options(options, models)
+    asked = Asked(models, options.layers, options.heads)
     if MEAN in asked.heads:
         raise UsageError(
             f"--heads must be numbers or all (the page adds the mean), got {options.heads!r}"

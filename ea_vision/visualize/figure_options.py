@@ -2,23 +2,27 @@
 
 What the functions `plot_*` take alike:
 
-    model    a timm network (an nn.Module, which runs in evaluation mode), or the name of one, a run folder or a
-             checkpoint. Several: a list of these, or a mapping from labels to them.
-    image    the path of a file, a PIL image or an array (H, W, 3), resized and cut as the model wants it, or a tensor
-             (3, H, W) as the network is to see it: uint8, or floating point in 0..1 before normalisation.
-    layers   numbers from 1 in forward order, module names, or a text such as "1,3-5"; None: all, or in plot_heatmap and
-             plot_matrix at most 6 over the depth of the network.
-    heads    numbers from 0, "mean", or a text such as "0,2,mean"; None: all and their mean.
-    queries  points (y, x) in pixels of the input as the network sees it, or of a vision transformer tokens before its
-             patches by name, such as "cls"; None: three points on the diagonal.
-    width    of the figure in inches, 3.3 for a paper's column, 6.75 for its page; None: as wide as it needs to be, at
-             most 6.75.
-    **style  how maps are drawn, the fields of `MapStyle`: overlay, scale, cmap, opacity.
+    model      a timm network (an nn.Module, which runs in evaluation mode), or the name of one, a run folder or a
+               checkpoint. Several: a list of these, or a mapping from labels to them.
+    image      the path of a file, a PIL image or an array (H, W, 3), resized and cut as the model wants it, or a tensor
+               (3, H, W) as the network is to see it: uint8, or floating point in 0..1 before normalisation.
+    layers     numbers from 1 in forward order, module names, or a text such as "1,3-5"; None: all that have the
+               queries, or in plot_heatmap and plot_matrix at most 6 of them over the depth of the network.
+    heads      numbers from 0, "mean", or a text such as "0,2,mean"; None: all and their mean.
+    queries    points (y, x) in pixels of the input as the network sees it, of a vision transformer tokens before its
+               patches by name, such as "cls", or "all", the mean of all pixels' queries; None: three points on the
+               diagonal.
+    width      of the figure in inches, 3.3 for a paper's column, 6.75 for its page; None: as wide as it needs to be, at
+               most 6.75.
+    mean, std  three numbers each, of images in 0..1; None: the model's.
+    processor  an image processor of transformers, its path or name, for mean, std, size and resampling.
+    **style    how maps are drawn, the fields of `MapStyle`: style ("cells" or "light"), overlay, scale, cmap, opacity.
 
-What cannot be is a UsageError (a ValueError) that names what was required and what was received.
+Invalid arguments raise UsageError (a ValueError), which names what was required and what was received.
 """
 
 import argparse
+import inspect
 import io
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -50,9 +54,18 @@ from ea_vision.recorder.loading import (
     parse_targets,
     positive,
 )
-from ea_vision.recorder.recording import AttentionLayer
-from ea_vision.visualize.image_maps import MEAN, AnyImage, Head, Query, Recording, as_models, record
-from ea_vision.visualize.map_style import SCALES, STYLE, MapStyle
+from ea_vision.recorder.recording import AttentionLayer, LayerMaps
+from ea_vision.visualize.image_maps import (
+    ALL,
+    MEAN,
+    AnyImage,
+    Head,
+    Query,
+    Recording,
+    as_models,
+    record,
+)
+from ea_vision.visualize.map_style import SCALES, STYLE, STYLES, MapStyle
 
 Model = nn.Module | LoadedModel | str
 Models = Model | Sequence[Model] | Mapping[str, Model]
@@ -62,15 +75,10 @@ Queries = Sequence[Query] | None
 DEMO = ["ea_conv_transformer_cifar"]  # the model unless one is named
 SOME_LAYERS = 6  # that are drawn unless others are asked for
 CHECKPOINTS = ("*.ckpt", f"{run_folder.SNAPSHOTS}/*.safetensors")  # in a run folder
-KEYWORDS = (
-    "layers",
-    "heads",
-    "queries",
-    "width",
-    *(field.name for field in fields(MapStyle)),
-)  # of `Asked`
+HOW = ("width", *(field.name for field in fields(MapStyle)))  # options that every figure may take
 FILM = ".gif"
-DIAGONAL, MIDDLE = ((0.25, 0.25), (0.5, 0.5), (0.75, 0.75)), ((0.5, 0.5),)
+DIAGONAL = ((0.25, 0.25), (0.5, 0.5), (0.75, 0.75))  # queries, in shares of the sides
+MIDDLE = ((0.5, 0.5),)
 
 
 def make_parser(
@@ -78,8 +86,8 @@ def make_parser(
     examples: str,
     *,
     output: str,
-    layers: str | None = "all",
-    heads: str | None = None,
+    some: bool = False,
+    heads: str | None = "",
     queries: bool = True,
     style: bool = True,
     suffixes: Sequence[str] = PICTURES,
@@ -88,8 +96,8 @@ def make_parser(
 
     Args:
         description, examples: the beginning and the end of --help.
-        output, layers, heads: default values; layers None means some of many, heads "" those of `Asked`, and heads None
-            leaves --heads out.
+        output, heads: default values; heads "" means those of `Asked`, and None leaves --heads out.
+        some: whether few of many layers are drawn by default.
         queries, style: whether the figure has query points, and maps over photos.
         suffixes: of the files that can be written; a page has no width and no dots per inch.
     """
@@ -109,10 +117,9 @@ def make_parser(
     add_options(parser, "--random", "--img-size", "--device")
     parser.add_argument(
         "--layers",
-        default=layers,
         metavar="1,2|3-5|all",
-        help="attention layers, counted from 1 in forward order, or their module names (default: "
-        f"{layers or 'all, or of many some over the depth of the network'})",
+        help="attention layers, counted from 1 in forward order, or their module names (default: all "
+        f"that have the queries{', or some of many' if some else ''})",
     )
     if heads is not None:
         parser.add_argument(
@@ -127,10 +134,10 @@ def make_parser(
             "--queries",
             nargs="+",
             default=[],
-            metavar="Y,X|cls",
-            help="query points in pixels of the input as the network sees it, from its top left corner "
-            "or, of a vision transformer, tokens before its patches: cls, dist, reg1, ... "
-            "(default: points on a diagonal, or the middle for one)",
+            metavar="Y,X|cls|all",
+            help="query points in pixels of the input as the network sees it, from its top left corner; "
+            "all: the mean of all pixels' queries; of a vision transformer tokens before its patches: "
+            "cls, dist, reg1, ... (default: points on a diagonal, or the middle for one)",
         )
     parser.add_argument(
         "-o",
@@ -155,6 +162,13 @@ def make_parser(
             help="of pictures made of pixels (default: %(default)s)",
         )
     if style:
+        parser.add_argument(
+            "--style",
+            default=STYLE.style,
+            choices=STYLES,
+            help="cells: attention in colours over the grey photo; light: the photo lit by attention, "
+            "dark at half of uniform attention and full at twice (default: %(default)s)",
+        )
         parser.add_argument(
             "--bare",
             dest="overlay",
@@ -188,7 +202,7 @@ def make_parser(
         metavar="IMAGE",
         help="image files, folders of them, or digits#N, the Nth test image of the digits, from 0",
     )
-    parser.set_defaults(suffixes=suffixes)
+    parser.set_defaults(suffixes=suffixes, some=some)
     return parser
 
 
@@ -245,27 +259,48 @@ def loader(options: argparse.Namespace) -> Callable[[str], LoadedModel]:
 
 
 def epochs_of(
-    targets: Sequence[str], load: Callable[[str], LoadedModel] = load_model
+    targets: Models, load: Callable[[str], LoadedModel] = load_model
 ) -> list[LoadedModel]:
-    """Return the models of run folders' *.ckpt files and snapshots, or of such files, in the order of epochs; of
-    several files of the same epoch the last one.
+    """Return the models of run folders' *.ckpt files and snapshots, or of such files, in the order of runs and epochs;
+    of several files of one epoch the last one. Models that are loaded already are returned as they are.
 
     Raises:
         UsageError: a run folder without such files, or a model without an epoch.
     """
+    several = list(targets) if isinstance(targets, (list, tuple)) else [targets]
+    if all(isinstance(target, LoadedModel) for target in several):
+        return several
+    models: dict[tuple[Path, int], LoadedModel] = {}
+    for target in map(str, several):
+        for path in _checkpoints(target):
+            model = load(path)
+            if model.epoch is None:
+                raise UsageError(
+                    "what goes through checkpoints needs run folders or their *.ckpt or snapshots, got "
+                    + model.label
+                )
+            models[_run_of(path), model.epoch] = model
+    runs = list(dict.fromkeys(run for run, _ in models))
+    order = sorted(models, key=lambda key: (runs.index(key[0]), key[1]))
+    return [models[key] for key in order]
+
+
+def _checkpoints(target: str) -> list[str]:
+    """Return the checkpoints and snapshots of a run folder; a file alone."""
+    if not Path(target).is_dir():
+        return [target]
     paths: list[str] = []
-    for target in targets:
-        held = sorted(str(path) for name in CHECKPOINTS for path in Path(target).glob(name))
-        if Path(target).is_dir() and not held:
-            raise UsageError(f"run {target} has no {' nor '.join(CHECKPOINTS)}")
-        paths += held or [target]
-    models = {model.epoch: model for model in map(load, paths)}
-    if None in models:
-        raise UsageError(
-            "what goes through checkpoints needs run folders or their *.ckpt or snapshots, got "
-            + models[None].label
-        )
-    return [models[epoch] for epoch in sorted(models)]
+    for pattern in CHECKPOINTS:
+        paths += sorted(str(path) for path in Path(target).glob(pattern))
+    if not paths:
+        raise UsageError(f"run {target} has no {' nor '.join(CHECKPOINTS)}")
+    return paths
+
+
+def _run_of(path: str) -> Path:
+    """Return the run folder of a checkpoint or a snapshot."""
+    folder = Path(path).resolve().parent
+    return folder.parent if folder.name == run_folder.SNAPSHOTS else folder
 
 
 def run_label(model: LoadedModel) -> str:
@@ -283,16 +318,15 @@ def chosen_layers(layers: Layers, model: LoadedModel, some: bool = False) -> lis
 
 
 class Asked:
-    """What a figure is drawn of: models, and of each its layers; heads and query points, which are those of all; `how`:
-    style and width for what draws it.
+    """The models, their layers, and the heads and queries shared by all models; style and width of the figure.
 
     Args:
-        models, layers, heads, queries, width, **style: see above; heads None: all and their mean, of several models the
-            mean alone.
+        models, layers, heads, queries, width, mean, std, processor, **style: see above; heads None: all and their mean,
+            of several models the mean alone.
         some: without `layers` those of `spread`, not all.
 
     Raises:
-        UsageError: layers or heads that a model lacks, or a style that there is not.
+        UsageError: layers or heads that a model lacks, or an unknown style.
     """
 
     def __init__(
@@ -304,46 +338,66 @@ class Asked:
         *,
         some: bool = False,
         width: float | None = None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        processor: Any = None,
         **style,
     ):
-        self.how, self.queries = dict(style=MapStyle(**style), width=check_width(width)), queries
-        self.models = as_models(models)
+        self.style = MapStyle(**style)
+        self.width = check_width(width)
+        self.queries = queries or []
+        self.some = some
+        self.by_default = layers is None
+        self.models = as_models(models, processor=processor, mean=mean, std=std)
         self.layers = [chosen_layers(layers, model, some) for model in self.models]
-        self.numbers = [[layer.number for layer in chosen] for chosen in self.layers]
         text = _text(heads, MEAN if len(self.models) > 1 else f"all,{MEAN}")
-        self.heads = parse_heads(text, [layer for chosen in self.layers for layer in chosen])
+        every = [layer for chosen in self.layers for layer in chosen]
+        self.heads = parse_heads(text, every)
 
-    @classmethod
-    def by_options(
-        cls, options: argparse.Namespace, models: Iterable[LoadedModel] = (), some: bool = False
-    ) -> "Asked":
-        """Return what a command's options ask for. If only some layers are shown unasked, a line says so."""
-        given = {name: getattr(options, name) for name in KEYWORDS if name in options}
-        asked = cls(models or map(loader(options), options.model or DEMO), some=some, **given)
-        for model, numbers in zip(asked.models, asked.numbers, strict=True):
-            if options.layers is None and len(numbers) < len(found := parse_layers("all", model)):
-                print(
-                    f"{model.label}: layers {', '.join(map(str, numbers))} of {len(found)}; "
-                    "--layers chooses others, --layers all draws all",
-                    file=sys.stderr,
-                )
-        asked.points()
-        return asked
+    @property
+    def numbers(self) -> list[list[int]]:
+        """The numbers of each model's layers."""
+        return [[layer.number for layer in chosen] for chosen in self.layers]
 
     def record(self, image: AnyImage, parts: Sequence[str] = ("attn",)) -> list[Recording]:
-        """Run each model on an image; see `ea_vision.visualize.image_maps.record`."""
-        return [
-            record(model, image, chosen, parts)
-            for model, chosen in zip(self.models, self.layers, strict=True)
-        ]
+        """Run each model on an image; see `ea_vision.visualize.image_maps.record`. Layers that are not named, and lack
+        the queries (class attention has none of pixels), are passed over."""
+        recordings = []
+        for index, model in enumerate(self.models):
+            recording = record(model, image, self.layers[index], parts)
+            if self.by_default and not all(map(self._has_queries, recording.maps.values())):
+                self.layers[index] = self._layers_with_queries(model, image)
+                recording = record(model, image, self.layers[index], parts)
+            recordings.append(recording)
+        return recordings
+
+    def _has_queries(self, layer: LayerMaps) -> bool:
+        texts = [_text(query, "") for query in self.queries] or ["0,0"]
+        tokens = [text for text in texts if text.isalnum() and text != ALL]
+        if len(tokens) < len(texts) and not layer.pixels_ask:
+            return False
+        return set(tokens) <= set(layer.query_names)
+
+    def _layers_with_queries(self, model: LoadedModel, image: AnyImage) -> list[AttentionLayer]:
+        """Return the layers that have the queries; all if none has them, so that a layer says why."""
+        every = chosen_layers(None, model)
+        maps = record(model, image, every).maps
+        able = [layer for layer in every if self._has_queries(maps[layer.number])]
+        return spread(able or every) if self.some else able or every
 
     def points(
         self, default: Sequence[tuple[float, float]] = DIAGONAL, seen: Sequence[Recording] = ()
     ) -> list[Query]:
         """Return the query points in the first model's input, or in what is `seen`; by default those in shares of its
         sides."""
-        texts = [_text(query, "") for query in self.queries or []]
-        return parse_queries(texts, (seen or self.models)[0].img_size, default)
+        size = (seen or self.models)[0].img_size
+        if not self.queries:
+            return parse_queries([], size, default)
+        points: list[Query] = []
+        for query in self.queries:
+            text = _text(query, "")
+            points += [ALL] if text == ALL else parse_queries([text], size)
+        return points
 
 
 def _text(value: str | int | Sequence[int | str] | None, default: str) -> str:
@@ -353,7 +407,7 @@ def _text(value: str | int | Sequence[int | str] | None, default: str) -> str:
     return ",".join(map(str, [value] if isinstance(value, (str, int)) else value))
 
 
-# ---- files: checked before any work, one an image, written whole or not at all --------------------------------------
+# ---- files: checked before any work, one per image, written whole or not at all -------------------------------------
 
 
 def check_output(output: Path, suffixes: Sequence[str] = PICTURES) -> Path:
@@ -374,17 +428,20 @@ def save(figure: Figure, output: Path, dpi: int) -> None:
 
 def save_film(figures: Iterable[Figure], output: Path, dpi: int) -> None:
     """Write figures into a GIF that runs for ever."""
-    drawn = [
-        Image.open(io.BytesIO(figure_bytes(figure, ".png", dpi))).convert("RGB")
-        for figure in figures
-    ]
-    W, H = (max(sides) for sides in zip(*(picture.size for picture in drawn), strict=True))
-    first, *others = [  # titles may differ in lines
-        ImageOps.expand(picture, (0, 0, W - picture.width, H - picture.height), "white").quantize(
-            256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
-        )
-        for picture in drawn
-    ]
+    drawn = []
+    for figure in figures:
+        with Image.open(io.BytesIO(figure_bytes(figure, ".png", dpi))) as picture:
+            drawn.append(picture.convert("RGB"))
+    width = max(picture.width for picture in drawn)
+    height = max(picture.height for picture in drawn)
+    frames = []
+    for picture in drawn:  # titles may differ in lines
+        right = width - picture.width
+        below = height - picture.height
+        whole = ImageOps.expand(picture, (0, 0, right, below), "white")
+        colours = Image.Quantize.MAXCOVERAGE
+        frames.append(whole.quantize(256, colours, dither=Image.Dither.NONE))
+    first, *others = frames
     data = io.BytesIO()
     first.save(
         data, "GIF", save_all=True, append_images=others, duration=600, loop=0
@@ -392,35 +449,84 @@ def save_film(figures: Iterable[Figure], output: Path, dpi: int) -> None:
     files.atomic_write(output, data.getvalue())
 
 
-def each_figure(
+def run_figure(
     options: argparse.Namespace,
-    asked: Asked,
-    draw: Callable[[Asked, Any], Any],
+    plot: Callable[..., Any],
     write: Callable[[Any, Path, int], None] = save,
     together: bool = False,
 ) -> int:
-    """Draw and write a figure an image, with a progress bar; say so at the end.
+    """Draw and write a command's figures, one per image, with a progress bar; print their names at the end.
 
     Args:
-        draw: what is asked for, of an image's path, or with `together` of several in a list.
-        write: the figure, into a file, at --dpi.
+        options: from `make_parser`. Those that `plot` has keywords for are passed on.
+        plot: a function `plot_*` of models and an image; with `together`, of one model and several images in a list.
+        write: writes what `plot` returns into a file, at --dpi.
     """
     images = find_images(options.images)
-    together = together and len(images) > 1
-    jobs = [images] if together else images
-    outputs = [check_output(Path(options.output), options.suffixes)]
-    if len(jobs) > 1:
-        stem, suffix = outputs[0].stem, outputs[0].suffix
-        names = [Path(image).stem.replace("#", "-") for image in images]
-        outputs = [
-            outputs[0].with_name(f"{stem}-{name}{f'-{number}' * (name in names[:number])}{suffix}")
-            for number, name in enumerate(names)
-        ]
+    output = check_output(Path(options.output), options.suffixes)
+    models = _models_of(options)
+    keywords = _keywords(plot, options)
+    queries = getattr(options, "queries", None)
+    Asked(models, options.layers, queries=queries, **_how(options)).points()  # before any work
     for path in images:  # a broken one ends the command before the first picture
         read_image(path)
-    for job, output in zip(
-        tqdm(jobs, unit="image", disable=len(jobs) == 1 or None), outputs, strict=True
-    ):
-        write(draw(asked, job), output, options.dpi)
+    together = together and len(models) == 1 and len(images) > 1
+    jobs = [images] if together else images
+    outputs = _outputs(output, jobs)
+    progress = tqdm(jobs, unit="image", disable=len(jobs) == 1 or None)
+    for job, path in zip(progress, outputs, strict=True):
+        write(plot(models, job, **keywords), path, options.dpi)
     print("written:", *outputs)
     return 0
+
+
+def _models_of(options: argparse.Namespace) -> list[LoadedModel]:
+    """Load the models of a command. If only some layers are drawn by default, a line says so."""
+    targets = options.model or DEMO
+    load = loader(options)
+    if getattr(options, "through", "") == "checkpoints":
+        return epochs_of(targets, load)
+    models = [load(target) for target in targets]
+    for model in models:
+        count = len(parse_layers("all", model))
+        if options.some and options.layers is None and count > SOME_LAYERS:
+            print(
+                f"{model.label}: {SOME_LAYERS} of {count} attention layers at most are drawn; "
+                "--layers chooses others, --layers all draws all",
+                file=sys.stderr,
+            )
+    return models
+
+
+def _how(options: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in HOW if name in options}
+
+
+def _keywords(plot: Callable[..., Any], options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that a function has keywords for; `head` and `query` are the one head and query."""
+    parameters = inspect.signature(plot).parameters
+    keywords = _how(options)
+    for name in ("layers", "heads", "part", "through"):
+        if name in parameters and name in options:
+            keywords[name] = getattr(options, name)
+    if "queries" in parameters and options.queries:
+        keywords["queries"] = options.queries
+    if "head" in parameters:
+        keywords["head"] = options.heads
+    if "query" in parameters and options.queries:
+        keywords["query"] = only(options.queries, "query")
+    return keywords
+
+
+def _outputs(output: Path, jobs: Sequence) -> list[Path]:
+    """Return a file for each job; of several, named after their images."""
+    if len(jobs) == 1:
+        return [output]
+    paths: list[Path] = []
+    for number, job in enumerate(jobs):
+        name = Path(job).stem.replace("#", "-")
+        path = output.with_name(f"{output.stem}-{name}{output.suffix}")
+        if path in paths:
+            path = output.with_name(f"{output.stem}-{name}-{number}{output.suffix}")
+        paths.append(path)
+    return paths

@@ -14,10 +14,11 @@ from ea_vision.visualize.figure_options import (
     Layers,
     Models,
     Queries,
-    each_figure,
     make_parser,
+    run_figure,
 )
 from ea_vision.visualize.image_maps import (
+    ALL,
     AnyImage,
     Head,
     Query,
@@ -28,16 +29,18 @@ from ea_vision.visualize.image_maps import (
 )
 from ea_vision.visualize.map_style import (
     STYLE,
+    Group,
     MapStyle,
-    attention_of,
+    View,
     head_name,
     map_name,
     map_sheet,
     photo_of,
     queries_name,
     short_names,
+    tile_of,
 )
-from ea_vision.visualize.sheet import Row
+from ea_vision.visualize.sheet import Row, Tile
 
 EXAMPLES = """\
   ea-vision heatmap --model ea_conv_transformer_cifar --layers 1,3 -o maps.png digits#0
@@ -45,7 +48,7 @@ EXAMPLES = """\
   ea-vision heatmap --model ea_aa_resnet50 --layers 8 --queries 40,40 --bare --width 3.3 -o a.pdf photo.jpg
   ea-vision heatmap --model vit_small_patch16_224.dino --layers 12 --queries cls -o class_token.png photo.jpg
   ea-vision heatmap --model aa_resnet34,ea_aa_resnet34 --layers 16,17,18 -o both.png photo.jpg
-  ea-vision heatmap --model ea_conv_transformer_cifar --layers 2 --heads 1 -o many.png images/
+  ea-vision heatmap --model ea_conv_transformer_cifar --layers 1-3 --heads 0 --style light -o light.png images/
 """
 
 
@@ -55,28 +58,27 @@ def plot_heatmap(
     layers: Layers = None,
     heads: Heads = None,
     queries: Queries = None,
-    *,
-    width: float | None = None,
-    **style,
+    **how,
 ) -> Figure:
     """Draw what query points attend to. See `ea_vision.visualize.figure_options` for the arguments.
 
-    One model and image: for each layer a row a query, a column a head; of one query, or one head, a row a layer.
-    Several models, or several images of one: for each layer a row a query and head, a column a model or an image. By
-    default models show the mean of heads, and images the mean of all queries.
+    One model and image: for each layer one row per query, one column per head; of one query, or one head, one row per
+    layer. Several models, or several images of one model: for each layer one row per query and head, one column per
+    model or image. By default models show the mean of heads, and several images the mean of all queries.
     """
-    return _draw(Asked(models, layers, heads, queries, some=True, width=width, **style), images)
-
-
-def _draw(asked: Asked, images: AnyImage | Sequence[AnyImage]) -> Figure:
-    models, several = asked.models, isinstance(images, (list, tuple))
-    if several and len(models) > 1:
+    several = isinstance(images, (list, tuple))
+    if several and queries is None:
+        queries = [ALL]
+    asked = Asked(models, layers, heads, queries, some=True, **how)
+    if several and len(asked.models) > 1:
         raise UsageError(
-            f"several models need one image, got {len(models)} models and {len(images)} images"
+            f"several models need one image, got {len(asked.models)} models and {len(images)} images"
         )
-    if several and asked.queries and len(asked.queries) != 1:
+    if several and len(asked.queries) != 1:
         raise UsageError(f"several images take one query, got {len(asked.queries)}")
-    recordings = [recording for image in as_images(images) for recording in asked.record(image)]
+    recordings = []
+    for image in as_images(images):
+        recordings += asked.record(image)
     points = asked.points(seen=recordings)
     if several:
         return draw_columns(
@@ -84,22 +86,27 @@ def _draw(asked: Asked, images: AnyImage | Sequence[AnyImage]) -> Figure:
             names_of(images),
             asked.numbers * len(images),
             asked.heads,
-            points if asked.queries else [None],
-            **asked.how,
-            title=title_of(models[0]),
+            points,
+            asked.style,
+            width=asked.width,
+            title=title_of(asked.models[0]),
             what=f" on {len(images)} images",
+            photos="each",
         )
-    if len(models) == 1:
-        return draw_heatmap(recordings[0], asked.numbers[0], asked.heads, points, **asked.how)
+    if len(asked.models) == 1:
+        [recording] = recordings
+        numbers = asked.numbers[0]
+        return draw_heatmap(recording, numbers, asked.heads, points, asked.style, width=asked.width)
     return draw_columns(
         recordings,
-        [title_of(model) for model in models],
+        [title_of(model) for model in asked.models],
         asked.numbers,
         asked.heads,
         points,
-        **asked.how,
-        title=f"{len(models)} models",
-        photo=True,
+        asked.style,
+        width=asked.width,
+        title=f"{len(asked.models)} models",
+        photos="first",
     )
 
 
@@ -110,29 +117,22 @@ def head_rows(
     points: Sequence[Query],
     style: MapStyle,
 ) -> list[Row]:
-    """Return a row a query, a column a head; of one head a row whose columns are queries."""
-    one_head = len(heads) == 1 and len(points) > 1
-    rows = [
-        [
-            attention_of(
-                recording,
-                layer,
-                head,
-                point,
-                style,
-                f"query {number}" if one_head else head_name(head) if number == 1 else "",
-                number,
-            )
-            for head in heads
+    """Return one row per query with one column per head; of one head a single row whose columns are queries."""
+    if len(heads) == 1 and len(points) > 1:
+        views = [
+            View(recording, layer, heads[0], point, title=f"query {number}", number=number)
+            for number, point in enumerate(points, start=1)
         ]
-        for number, point in enumerate(points, start=1)
-    ]
-    if one_head:
-        return [Row([tile for [tile] in rows])]
-    return [
-        Row(tiles, f"query {number}" if len(points) > 1 else "")
-        for number, tiles in enumerate(rows, start=1)
-    ]
+        return [Row([tile_of(view, style) for view in views])]
+    rows = []
+    for number, point in enumerate(points, start=1):
+        tiles = []
+        for head in heads:
+            title = head_name(head) if number == 1 else ""
+            view = View(recording, layer, head, point, title=title, number=number)
+            tiles.append(tile_of(view, style))
+        rows.append(Row(tiles, f"query {number}" if len(points) > 1 else ""))
+    return rows
 
 
 def draw_heatmap(
@@ -144,22 +144,22 @@ def draw_heatmap(
     *,
     width: float | None = None,
 ) -> Figure:
-    """Draw the photo with numbered query points; below it, for each layer, a row a query and a column a head, or of one
-    query or head a row a layer.
+    """Draw the photo with numbered query points; below it, for each layer, one row per query and one column per head,
+    or of one query or head one row per layer.
 
     Args:
         recording: with the "attn" of `layers` (numbers).
         heads: counted from 0, or "mean".
-        points: queries, (y, x) in pixels of the input or tokens by name. Of a transformer each map says what share of
-            attention goes to the tokens before the patches.
+        points: queries, (y, x) in pixels of the input, tokens by name, or "all". Of a transformer each map says what
+            share of attention goes to the tokens before the patches.
         style: how maps are drawn; the maps of a layer share a scale.
         width: inches.
     """
     grid = len(layers) > 1 and 1 in (len(points), len(heads))
-    groups = [
-        (map_name(recording.maps[layer], grid), head_rows(recording, layer, heads, points, style))
-        for layer in layers
-    ]
+    groups = []
+    for layer in layers:
+        rows = head_rows(recording, layer, heads, points, style)
+        groups.append(Group(map_name(recording.maps[layer], grid), rows))
     which = f", {head_name(heads[0])}" if len(heads) == 1 else " by head"
     return map_sheet(
         title_of(recording.model),
@@ -176,26 +176,27 @@ def draw_columns(
     names: Sequence[str],
     layers: Sequence[Sequence[int]],
     heads: Sequence[Head],
-    points: Sequence[Query | None],
+    points: Sequence[Query],
     style: MapStyle = STYLE,
     *,
     width: float | None = None,
     title: str,
     what: str = "",
-    photo: bool = False,
+    photos: str = "",
 ) -> Figure:
-    """Draw for each layer a row a query and head, and a column a recording; of one query and head a row a layer.
+    """Draw for each layer one row per query and head, and one column per recording; of one query and head one row per
+    layer.
 
     Args:
-        recordings: by column, with the "attn" of its `layers`; names: of each.
+        recordings: one per column, with the "attn" of its `layers`; names: one per column.
         layers: numbers, by column; as many for each.
         heads: counted from 0, or "mean".
-        points: queries, (y, x) in pixels of the first recording's input, scaled to the others', or tokens by name;
-            [None]: the mean of all queries, which is what every pixel gets.
+        points: queries, (y, x) in pixels of the first recording's input, scaled to the others', tokens by name, or
+            "all".
         style: how maps are drawn; the maps of a layer share a scale.
         width: inches.
-        title: of the figure; what: of the attention is drawn; photo: whether to draw the first recording's, with the
-            query points.
+        title: of the figure; what: of the attention is drawn.
+        photos: "each": a row of the columns' photos; "first": the first one's beside the title; "": none.
 
     Raises:
         UsageError: columns with different numbers of layers.
@@ -204,48 +205,64 @@ def draw_columns(
         counts = [f"{len(chosen)} of {name}" for chosen, name in zip(layers, names, strict=True)]
         raise UsageError(f"models side by side need as many layers each, got {', '.join(counts)}")
     names, meaning = short_names(names)
-    first, groups = recordings[0], []
+    first = recordings[0]
     grid = len(layers[0]) > 1 and len(points) == len(heads) == 1
+    groups = []
+    if photos == "each":
+        pictures = [
+            photo_of(recording, points, title=name)
+            for recording, name in zip(recordings, names, strict=True)
+        ]
+        groups.append(Group("photo" if grid or len(layers[0]) == 1 else "", [Row(pictures)]))
     for of_layer in zip(*layers, strict=True):
-        columns, rows = list(zip(recordings, of_layer, names, strict=True)), []
+        rows = []
         for (number, point), head in product(enumerate(points, start=1), heads):
-            label = [f"query {number}"] * (len(points) > 1) + [head_name(head)] * (len(heads) > 1)
-            rows.append(
-                Row(
-                    [
-                        attention_of(
-                            recording,
-                            layer,
-                            head,
-                            point and cell_of(point, first.img_size, recording.img_size),
-                            style,
-                            "" if rows else name,
-                            number,
-                        )
-                        for recording, layer, name in columns
-                    ],
-                    "\n".join(label),
-                )
-            )
-        named = dict.fromkeys(
-            map_name(recording.maps[layer], grid) for recording, layer, _ in columns
-        )
-        groups.append(("\n".join(named), rows))
-    whose = "mean of all queries" if points[0] is None else queries_name(points)
+            tiles = _columns(recordings, of_layer, head, point, number, style)
+            if not rows and not groups[:1] or not rows and photos == "first":
+                for tile, name in zip(tiles, names, strict=True):
+                    tile.title = name
+            rows.append(Row(tiles, _row_label(number, points, head, heads)))
+        maps = [
+            recording.maps[layer] for recording, layer in zip(recordings, of_layer, strict=True)
+        ]
+        named = dict.fromkeys(map_name(layer, grid) for layer in maps)
+        groups.append(Group("\n".join(named), rows))
     which = f", {head_name(heads[0])}" if len(heads) == 1 else ""
     return map_sheet(
         title,
         groups,
         style,
         width=width,
-        note=f"attention{what}: {whose}{which}{meaning}",
-        photo=photo_of(first, points) if photo else None,
+        note=f"attention{what}: {queries_name(points)}{which}{meaning}",
+        photo=photo_of(first, points) if photos == "first" else None,
     )
 
 
+def _columns(
+    recordings: Sequence[Recording],
+    layers: Sequence[int],
+    head: Head,
+    point: Query,
+    number: int,
+    style: MapStyle,
+) -> list[Tile]:
+    """Return the tiles of one query and head, one per recording; the query is a point of the first one's input."""
+    tiles = []
+    for recording, layer in zip(recordings, layers, strict=True):
+        place = cell_of(point, recordings[0].img_size, recording.img_size)
+        tiles.append(tile_of(View(recording, layer, head, place, number=number), style))
+    return tiles
+
+
+def _row_label(number: int, points: Sequence[Query], head: Head, heads: Sequence[Head]) -> str:
+    label = []
+    if len(points) > 1:
+        label.append(f"query {number}")
+    if len(heads) > 1:
+        label.append(head_name(head))
+    return "\n".join(label)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    options = make_parser(
-        __doc__, EXAMPLES, output="attention.png", layers=None, heads=""
-    ).parse_args(argv)
-    asked = Asked.by_options(options, some=True)
-    return each_figure(options, asked, _draw, together=len(asked.models) == 1)
+    parser = make_parser(__doc__, EXAMPLES, output="attention.png", some=True)
+    return run_figure(parser.parse_args(argv), plot_heatmap, together=True)

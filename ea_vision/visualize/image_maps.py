@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.inputs import ImageSource, as_image, as_input
-from ea_vision.recorder.loading import LoadedModel, as_loaded, load_model
+from ea_vision.recorder.loading import LoadedModel, as_loaded, load_model, set_preprocessing
 from ea_vision.recorder.quantities import own_alone
 from ea_vision.recorder.recording import AttentionLayer, AttentionMaps
 
@@ -86,34 +86,41 @@ class Recording:
         return ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items())
 
 
-def as_model(model: nn.Module | LoadedModel | str) -> LoadedModel:
-    """Return a network with what is known of its images: a timm model, or one by name, run folder or checkpoint."""
-    if isinstance(model, str):
-        return load_model(model)
-    if isinstance(model, LoadedModel):
-        return model
-    config = getattr(model, "pretrained_cfg", None) or {}
-    evolved_from = getattr(model, "_model_args", {}).get("base")
-    label = evolved_from or config.get("architecture") or type(model).__name__
-    return as_loaded(model, label)
+def as_model(model: nn.Module | LoadedModel | str, **images) -> LoadedModel:
+    """Return a network with what is known of its images: a timm model, or one by name, run folder or checkpoint.
+
+    **images: processor, mean, std, see `ea_vision.recorder.loading.set_preprocessing`.
+    """
+    images = {name: value for name, value in images.items() if value is not None}
+    if isinstance(model, nn.Module):
+        config = getattr(model, "pretrained_cfg", None) or {}
+        evolved_from = getattr(model, "_model_args", {}).get("base")
+        label = evolved_from or config.get("architecture") or type(model).__name__
+        return as_loaded(model, label, **images)
+    loaded = load_model(model) if isinstance(model, str) else model
+    if images:
+        loaded = replace(loaded)
+        set_preprocessing(loaded, **images)
+    return loaded
 
 
 def title_of(model: LoadedModel) -> str:
     """Name a model in a title, with its weights."""
-    return (
-        model.label if model.weights in model.label else f"{model.label}, weights {model.weights}"
-    )
+    if model.weights in model.label:
+        return model.label
+    return f"{model.label}, weights {model.weights}"
 
 
-def as_models(models) -> list[LoadedModel]:
-    """Return the models of one, several, or several by label (a mapping); their labels differ."""
+def as_models(models, **images) -> list[LoadedModel]:
+    """Return the models of one, several, or several by label (a mapping); their labels differ. **images: see
+    `as_model`."""
     if isinstance(models, Mapping):
-        return [replace(as_model(model), label=label) for label, model in models.items()]
-    loaded = [
-        as_model(model)
-        for model in ([models] if isinstance(models, (str, nn.Module, LoadedModel)) else models)
-    ]
-    labels = numbered([model.label for model in loaded])
+        loaded = [as_model(model, **images) for model in models.values()]
+        labels = list(models)
+    else:
+        several = [models] if isinstance(models, (str, nn.Module, LoadedModel)) else models
+        loaded = [as_model(model, **images) for model in several]
+        labels = numbered([model.label for model in loaded])
     return [replace(model, label=label) for model, label in zip(loaded, labels, strict=True)]
 
 
@@ -130,11 +137,12 @@ def as_images(images: AnyImage | Sequence[AnyImage]) -> list[AnyImage]:
 
 
 def numbered(names: Sequence[str]) -> list[str]:
-    """Return the names, those that are the same numbered."""
-    return [
-        f"{name} [{names[:place].count(name) + 1}]" if names.count(name) > 1 else name
-        for place, name in enumerate(names)
-    ]
+    """Return the names, equal ones numbered."""
+    labels = []
+    for place, name in enumerate(names):
+        number = names[:place].count(name) + 1
+        labels.append(f"{name} [{number}]" if names.count(name) > 1 else name)
+    return labels
 
 
 @contextmanager
@@ -170,14 +178,16 @@ def record(
     Raises:
         UsageError: layers with none of the parts, or an input size that the network refuses.
     """
-    model, image = as_model(model), as_image(image)
+    model = as_model(model)
+    image = as_image(image)
     prepared = as_input(model, image)
-    batch, watch = as_batch(model, [prepared]), nullcontext(AttentionMaps())
+    batch = as_batch(model, [prepared])
+    watch = nullcontext(AttentionMaps())
     if layers:
-        parts = [part for part in parts if any(part in layer.parts for layer in layers)] or parts
-        watch = ea_vision.record_attention(
-            model.model, [layer.number for layer in layers], parts=parts
-        )
+        known = {part for layer in layers for part in layer.parts}
+        present = [part for part in parts if part in known] or parts
+        numbers = [layer.number for layer in layers]
+        watch = ea_vision.record_attention(model.model, numbers, parts=present)
     try:
         with evaluating(model.model), torch.inference_mode(), watch as maps:
             output = model.model(batch)
@@ -185,9 +195,8 @@ def record(
         raise UsageError(
             f"{model.label} on a {prepared.shape[1]}x{prepared.shape[2]} input: {error}"
         ) from error
-    return Recording(
-        model, prepared, maps, None if isinstance(image, Tensor) else model.photo(image), output
-    )
+    photo = None if isinstance(image, Tensor) else model.photo(image)
+    return Recording(model, prepared, maps, photo, output)
 
 
 def cell_of(query: Query, img_size: tuple[int, int], feat_size: tuple[int, int]) -> Query:

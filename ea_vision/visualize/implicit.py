@@ -20,7 +20,6 @@ from ea_vision.recorder.loading import check_classifies
 from ea_vision.recorder.recording import recordable_layers
 from ea_vision.visualize.figure_options import Layers, Model, chosen_layers, spread
 from ea_vision.visualize.image_maps import (
-    MEAN,
     AnyImage,
     as_batch,
     as_model,
@@ -31,10 +30,11 @@ from ea_vision.visualize.image_maps import (
 from ea_vision.visualize.map_style import (
     QUERY_COLORS,
     MapStyle,
-    attention_of,
+    View,
     map_of,
     photo_of,
     scaled,
+    tile_of,
 )
 from ea_vision.visualize.sheet import Block, Row, Tile, sheet
 
@@ -115,10 +115,9 @@ def plot_jacobian(
         + ": how much each pixel moves its logit"
     )
     if recording.maps:
-        tiles = [
-            attention_of(recording, layer, MEAN, None, look, f"layer {layer}")
-            for layer in recording.maps
-        ]
+        tiles = []
+        for layer in recording.maps:
+            tiles.append(tile_of(View(recording, layer, title=f"layer {layer}"), look))
         blocks.append(Block([Row(tiles)], "attention that every pixel gets", scaled([tiles], look)))
         note += "; attention: mean of heads and queries"
     return sheet(title_of(loaded), blocks, width=width, note=note)

@@ -177,8 +177,12 @@ def equation(model: nn.Module, layers: Sequence[AttentionLayer | LayerMaps]) -> 
         return ""
     shares = before_shares(model, first.name)
     gates = model.get_submodule(first.name).evolution.gates()
-    mean = {name: float(torch.as_tensor(gate).detach().float().mean()) for name, gate in gates.items()}
-    mixed = _sum((shares.get("prev_logits", 0.0), "previous"), (shares.get("self_logits", 0.0), "own"))
+    mean = {
+        name: float(torch.as_tensor(gate).detach().float().mean()) for name, gate in gates.items()
+    }
+    mixed = _sum(
+        (shares.get("prev_logits", 0.0), "previous"), (shares.get("self_logits", 0.0), "own")
+    )
     convolved = f"relu(conv({mixed}))"
     if "self_logits" in shares:
         beta = mean.get("beta", 1.0)

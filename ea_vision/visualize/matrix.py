@@ -1,4 +1,4 @@
-"""The whole N x N matrix of a layer's heads: a row a query, a column a key, both row by row over the image.
+"""The whole N x N matrix of a layer's heads: one row per query, one column per key, both row by row over the image.
 
 Of a vision transformer the tokens before the patches (class token, registers) come first, before a line."""
 
@@ -15,44 +15,44 @@ from ea_vision.visualize.figure_options import (
     Asked,
     Heads,
     Layers,
-    Model,
-    each_figure,
+    Models,
     make_parser,
     only,
+    run_figure,
 )
-from ea_vision.visualize.image_maps import AnyImage, Head, Recording, of_head, title_of
-from ea_vision.visualize.map_style import STYLE, MapStyle, head_name, map_name, map_sheet
+from ea_vision.visualize.image_maps import AnyImage, Head, Recording, of_head, record, title_of
+from ea_vision.visualize.map_style import STYLE, Group, MapStyle, head_name, map_name, map_sheet
 from ea_vision.visualize.sheet import Row, Tile
 
 EXAMPLES = """\
   python visualize/matrix.py --model ea_conv_transformer_cifar --layers 1-3 -o matrix.png photo.jpg
   python visualize/matrix.py --model pa_aa_resnet34 --layers 16 --part conv_logits -o matrix.pdf photo.jpg
 """
+TICKS = 7  # at most, along a side
 
 
 def plot_matrix(
-    model: Model,
+    model: Models,
     image: AnyImage,
     layers: Layers = None,
     heads: Heads = None,
     part: str = "attn",
-    *,
-    width: float | None = None,
-    **style,
+    **how,
 ) -> Figure:
-    """Draw whole maps, queries by keys: a row a layer, a tile a head. `part`: one of PARTS. See
+    """Draw whole maps, queries by keys: one row per layer, one tile per head. `part`: one of PARTS. See
     `ea_vision.visualize.figure_options` for the other arguments."""
-    return _draw(Asked(model, layers, heads, some=True, width=width, **style), image, part)
-
-
-def _draw(asked: Asked, image: AnyImage, part: str) -> Figure:
-    lacking = [str(layer.number) for layer in asked.layers[0] if part not in layer.parts]
+    asked = Asked(model, layers, heads, some=True, **how)
+    loaded = only(asked.models, "model")
+    [chosen] = asked.layers
+    lacking = [str(layer.number) for layer in chosen if part not in layer.parts]
     if lacking:
         raise UsageError(
-            f"{asked.models[0].label} has no {part} in layer {', '.join(lacking)}: choose --layers"
+            f"{loaded.label} has no {part} in layer {', '.join(lacking)}: choose --layers"
         )
-    [recording] = asked.record(image, (part,))
-    return draw_matrix(recording, asked.numbers[0], asked.heads, part, **asked.how)
+    recording = record(loaded, image, chosen, (part,))
+    return draw_matrix(
+        recording, asked.numbers[0], asked.heads, part, asked.style, width=asked.width
+    )
 
 
 def draw_matrix(
@@ -64,7 +64,7 @@ def draw_matrix(
     *,
     width: float | None = None,
 ) -> Figure:
-    """Draw a row a layer, a tile a head. Ticks stand where a row of the image begins.
+    """Draw one row per layer, one tile per head. Ticks stand where a row of the image begins.
 
     Args:
         recording: with `part` of `layers` (numbers).
@@ -73,54 +73,55 @@ def draw_matrix(
         style: scale and cmap of the maps; the maps of a layer share a scale.
         width: inches.
     """
-    groups = [
-        (
-            map_name(recording.maps[layer], len(layers) > 1),
-            [Row([_tile(recording.maps[layer], head, part, style) for head in heads])],
-        )
-        for layer in layers
-    ]
+    bare = MapStyle(scale=style.scale, cmap=style.cmap)
+    groups = []
+    for layer in layers:
+        maps = recording.maps[layer]
+        tiles = [_tile(maps, head, part, bare) for head in heads]
+        groups.append(Group(map_name(maps, len(layers) > 1), [Row(tiles)]))
     return map_sheet(
         f"{title_of(recording.model)}: {part}",
         groups,
-        style,
+        bare,
         width=width,
-        note="a row a query, a column a key, both row by row over the image; ticks: where a row of it "
-        "begins",
+        note="one row per query, one column per key, both row by row over the image; ticks: where a row "
+        "of it begins",
     )
 
 
 def _tile(layer: LayerMaps, head: Head, part: str, style: MapStyle) -> Tile:
     """Return a head's (T, T) map; attention in units of uniform attention."""
     maps = (layer.relative() if part == "attn" else layer[part])[0].float()  # (K, T, T)
-    values, prefix = of_head(maps, head).cpu().numpy(), layer.num_prefix_tokens
+    values = of_head(maps, head).cpu().numpy()
+    prefix = layer.num_prefix_tokens
+    pixels_ask = layer.pixels_ask
 
     def paint(axes: Axes, norm: Normalize) -> None:
-        axes.imshow(
-            values, cmap=style.colormap(part), norm=norm, interpolation="nearest", aspect="auto"
-        )
-        for set_ticks, (rows, cols) in (
-            (axes.set_xticks, layer.key_size),
-            (axes.set_yticks, layer.feat_size if layer.pixels_ask else (0, 1)),
-        ):
-            set_ticks(prefix + np.arange(0, rows, max(1, -(-rows // 7))) * cols - 0.5, [])
+        drawn = axes.imshow(values, cmap=style.colormap(part), norm=norm, aspect="auto")
+        drawn.set_interpolation("nearest")
+        axes.set_xticks(_row_starts(layer.key_size, prefix), [])
+        axes.set_yticks(_row_starts(layer.feat_size if pixels_ask else (0, 1), prefix), [])
         axes.tick_params(length=1.5, width=0.5, pad=0)
         axes.set_frame_on(True)
         axes.spines[:].set_linewidth(0.5)
-        for line in (axes.axhline, axes.axvline)[not layer.pixels_ask :] if prefix else ():
-            line(prefix - 0.5, color="white", linewidth=0.5)
+        if prefix:
+            axes.axvline(prefix - 0.5, color="white", linewidth=0.5)
+        if prefix and pixels_ask:
+            axes.axhline(prefix - 0.5, color="white", linewidth=0.5)
 
     return Tile(paint, head_name(head), values=values, part=part)
 
 
+def _row_starts(size: tuple[int, int], prefix: int) -> np.ndarray:
+    """Return where rows of the image begin among the tokens, at most TICKS of them."""
+    rows, columns = size
+    step = max(1, -(-rows // TICKS))
+    return prefix + np.arange(0, rows, step) * columns - 0.5
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser(
-        __doc__, EXAMPLES, output="matrix.png", layers=None, heads="", queries=False
-    )
+    parser = make_parser(__doc__, EXAMPLES, output="matrix.png", queries=False, some=True)
     parser.add_argument(
         "--part", default="attn", choices=PARTS, help="what to draw (default: %(default)s)"
     )
-    options = parser.parse_args(argv)
-    asked = Asked.by_options(options, some=True)
-    only(asked.models, "model")
-    return each_figure(options, asked, lambda asked, image: _draw(asked, image, options.part))
+    return run_figure(parser.parse_args(argv), plot_matrix)

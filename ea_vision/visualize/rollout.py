@@ -15,12 +15,21 @@ from ea_vision.visualize.figure_options import (
     Layers,
     Models,
     Queries,
-    each_figure,
     make_parser,
+    run_figure,
 )
-from ea_vision.visualize.image_maps import AnyImage, Query, Recording, cell_of, title_of
+from ea_vision.visualize.image_maps import (
+    ALL,
+    AnyImage,
+    Query,
+    Recording,
+    cell_of,
+    record,
+    title_of,
+)
 from ea_vision.visualize.map_style import (
     STYLE,
+    Group,
     MapStyle,
     layers_name,
     map_of,
@@ -37,22 +46,15 @@ EXAMPLES = """\
 
 
 def plot_rollout(
-    models: Models,
-    image: AnyImage,
-    layers: Layers = None,
-    queries: Queries = None,
-    *,
-    width: float | None = None,
-    **style,
+    models: Models, image: AnyImage, layers: Layers = None, queries: Queries = None, **how
 ) -> Figure:
-    """Draw where pixels of the last map come from, through all `layers`: a row a model, a column a query. See
+    """Draw where pixels of the last map come from, through all `layers`: one row per model, one column per query. See
     `ea_vision.visualize.figure_options` for the arguments."""
-    return _draw(Asked(models, layers, queries=queries, width=width, **style), image)
-
-
-def _draw(asked: Asked, image: AnyImage) -> Figure:
-    recordings = asked.record(image)
-    return draw_rollout(recordings, asked.points(seen=recordings), **asked.how)
+    asked = Asked(models, layers, queries=queries, **how)
+    recordings = []
+    for model, chosen in zip(asked.models, asked.layers, strict=True):
+        recordings.append(record(model, image, chosen))
+    return draw_rollout(recordings, asked.points(seen=recordings), asked.style, width=asked.width)
 
 
 def draw_rollout(
@@ -62,16 +64,18 @@ def draw_rollout(
     *,
     width: float | None = None,
 ) -> Figure:
-    """Draw a row a model under its name: a column a query, and the mean of all queries.
+    """Draw one row per model under its name: one column per query, and the mean of all queries.
 
     Args:
-        recordings: of the same image, one a model, with the "attn" of the layers to go through.
+        recordings: of the same image, one per model, with the "attn" of the layers to go through.
         points: queries, (y, x) in pixels of the first model's input, scaled to the others', or tokens by name.
         style: how maps are drawn; a row's maps share a scale.
         width: inches.
     """
     first = recordings[0]
+    points = [point for point in points if point != ALL]  # which is always drawn
     groups = [_group(recording, first.img_size, points, style) for recording in recordings]
+    asked = f"{queries_name(points)}; " if points else ""
     return map_sheet(
         "attention rollout",
         groups,
@@ -79,8 +83,7 @@ def draw_rollout(
         width=width,
         photo=photo_of(first, points, _asking(first)[-1].feat_size),
         label="share of the last map's pixel \N{MULTIPLICATION SIGN} N (1: uniform)",
-        note="where the last map's pixels come from, through all layers; "
-        f"{queries_name(points)}; all pixels: their mean",
+        note=f"where the last map's pixels come from, through all layers; {asked}all pixels: their mean",
     )
 
 
@@ -100,45 +103,46 @@ def _asking(recording: Recording) -> list[LayerMaps]:
 
 def _group(
     recording: Recording, img_size: tuple[int, int], points: Sequence[Query], style: MapStyle
-) -> tuple[str, list[Row]]:
+) -> Group:
     """Return a model's name and row: of queries, in an input of `img_size`, and of all pixels, in units of uniform
     attention."""
     layers = _asking(recording)
-    first, last = layers[0], layers[-1]
-    rollout = attention_rollout({layer.number: layer for layer in layers})[0]  # (T', T)
-    rollout = (
-        rollout[:, first.num_prefix_tokens :].unflatten(-1, first.feat_size).cpu().numpy()
-        * rollout.shape[-1]
-    )
+    first = layers[0]
+    last = layers[-1]
+    shares = attention_rollout({layer.number: layer for layer in layers})[0]  # (T', T)
+    on_pixels = shares[:, first.num_prefix_tokens :] * shares.shape[-1]
+    rollout = on_pixels.unflatten(-1, first.feat_size).cpu().numpy()
     tiles = []
     for number, point in enumerate(points, start=1):
         place = cell_of(point, img_size, recording.img_size)
-        values = rollout[last.token(recording.cell(last.number, place))]
-        tiles.append(
-            map_of(
-                values,
-                recording,
-                style,
-                f"query {number}",
-                point=place,
-                number=number,
-                cells=last.feat_size,
-            )
+        tile = map_of(
+            rollout[last.token(recording.cell(last.number, place))],
+            recording,
+            style,
+            f"query {number}",
+            point=place,
+            number=number,
+            cells=last.feat_size,
         )
+        tiles.append(tile)
     tiles.append(map_of(rollout[last.num_prefix_tokens :].mean(0), recording, style, "all pixels"))
-    approximate = any(
-        isinstance(module, nn.Conv2d) and max(module.kernel_size) > 1
-        for name, module in recording.model.model.named_modules()
-        if "patch_embed" not in name and ".evolution." not in name
-    )
-    name = (
-        f"{title_of(recording.model)}, {layers_name([layer.number for layer in layers])}"
-        + "; approximation: convolutions left out" * approximate
-        + "; its class attention is left out" * (len(layers) < len(recording.maps))
-    )
-    return name, [Row(tiles)]
+    name = f"{title_of(recording.model)}, {layers_name([layer.number for layer in layers])}"
+    if _has_convolutions(recording.model.model):
+        name += "; approximation: convolutions left out"
+    if len(layers) < len(recording.maps):
+        name += "; its class attention is left out"
+    return Group(name, [Row(tiles)])
+
+
+def _has_convolutions(model: nn.Module) -> bool:
+    """Return whether a network moves information by convolutions, beside those of its patches and its maps."""
+    for name, module in model.named_modules():
+        elsewhere = "patch_embed" not in name and ".evolution." not in name
+        if isinstance(module, nn.Conv2d) and max(module.kernel_size) > 1 and elsewhere:
+            return True
+    return False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = make_parser(__doc__, EXAMPLES, output="rollout.png").parse_args(argv)
-    return each_figure(options, Asked.by_options(options), _draw)
+    parser = make_parser(__doc__, EXAMPLES, output="rollout.png", heads=None)
+    return run_figure(parser.parse_args(argv), plot_rollout)

@@ -1,7 +1,8 @@
 """Entropy, distance, likeness to the previous layer's map and share of position alone, by layer and head."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +16,15 @@ from ea_vision.base.figures import PAGE, check_width, color_cycle
 from ea_vision.base.files import atomic_write
 from ea_vision.base.print import legend_below, new_figure, points, print_style, small_ticks, wrapped
 from ea_vision.recorder.inputs import find_images
-from ea_vision.recorder.loading import positive
+from ea_vision.recorder.loading import LoadedModel, positive
 from ea_vision.recorder.quantities import LayerQuantities, measure, quantities_csv
 from ea_vision.visualize.figure_options import (
+    DEMO,
     Asked,
     Layers,
     Models,
     check_output,
+    loader,
     make_parser,
     save,
 )
@@ -38,8 +41,7 @@ def plot_statistics(
     models: Models,
     images: AnyImage | Sequence[AnyImage],
     layers: Layers = None,
-    *,
-    width: float | None = None,
+    **how,
 ) -> Figure:
     """Draw entropy, distance, likeness to the previous layer's map and share of position alone by layer and head, means
     over images. See `ea_vision.visualize.figure_options` for the arguments.
@@ -47,67 +49,81 @@ def plot_statistics(
     Raises:
         UsageError: no image.
     """
-    return draw_statistics(_measured(Asked(models, layers), as_images(images)), width=width)
+    asked = Asked(models, layers, **how)
+    return draw_statistics(_measured(asked, as_images(images)), width=asked.width)
 
 
 def _measured(
     asked: Asked, images: Sequence[AnyImage], batch_size: int = 16
 ) -> dict[str, list[LayerQuantities]]:
     """Return quantities by title of the model, with a progress bar in a terminal."""
+    asked.record(images[0])  # finds the layers that have queries of pixels
     measured = {}
     for model, numbers in zip(asked.models, asked.numbers, strict=True):
-        starts = tqdm(
-            range(0, len(images), batch_size), unit="batch", desc=model.label, disable=None
-        )
-        batches = (as_batch(model, images[first : first + batch_size]) for first in starts)
         with evaluating(model.model):
+            batches = _batches(model, images, batch_size)
             measured[title_of(model)] = measure(model.model, batches, numbers)
     return measured
 
 
-# title; a layer's values (images, K), not a number where there are none; those of uniform attention; how far the axis
-# reaches at least
+def _batches(model: LoadedModel, images: Sequence[AnyImage], size: int) -> Iterator[Tensor]:
+    for first in tqdm(range(0, len(images), size), unit="batch", desc=model.label, disable=None):
+        yield as_batch(model, images[first : first + size])
+
+
+def _entropy(layer: LayerQuantities) -> Tensor:
+    return layer.entropies / layer.uniform_entropy
+
+
+def _correlation(layer: LayerQuantities) -> Tensor:
+    if layer.correlations is None:
+        return torch.tensor([[math.nan]])
+    return layer.correlations
+
+
+@dataclass
+class Panel:
+    """values: of a layer, (images, K), not a number where it has none. uniform: their value for uniform attention. top:
+    how far the axis reaches at least."""
+
+    title: str
+    values: Callable[[LayerQuantities], Tensor]
+    uniform: Callable[[LayerQuantities], float] | None = None
+    top: float = 1.05
+
+    def is_known(self, measured: Mapping[str, Sequence[LayerQuantities]]) -> bool:
+        for layers in measured.values():
+            if any(self.values(layer).isfinite().any() for layer in layers):
+                return True
+        return False
+
+
 PANELS = (
-    (
-        "entropy / log N",
-        lambda layer: layer.entropies / layer.uniform_entropy,
-        lambda layer: 1.0,
-        1.05,
-    ),
-    (
+    Panel("entropy / log N", _entropy, lambda layer: 1.0),
+    Panel(
         "distance of attention (pixels of the input)",
         lambda layer: layer.distances,
         lambda layer: layer.uniform_distance,
-        0.0,
+        top=0.0,
     ),
-    (
-        "correlation with the previous layer's map",
-        lambda layer: (
-            torch.tensor([[math.nan]]) if layer.correlations is None else layer.correlations
-        ),
-        None,
-        1.05,
-    ),
-    ("share of position alone", lambda layer: layer.positions, None, 1.05),
+    Panel("correlation with the previous layer's map", _correlation),
+    Panel("share of position alone", lambda layer: layer.positions),
 )
 
 
 def draw_statistics(
     measured: Mapping[str, Sequence[LayerQuantities]], *, width: float | None = None
 ) -> Figure:
-    """Draw a panel a quantity over the layers, a dot a head and a line the mean of heads, a colour a model. Bars are
-    standard deviations of that mean over images; lines break where maps have another size; dotted is uniform attention.
+    """Draw one panel per quantity over the layers: dots are heads, lines their means, colours models. Bars are standard
+    deviations of that mean over images; lines break where maps have another size; dotted is uniform attention.
 
     Args:
         measured: by label; from `ea_vision.recorder.quantities.measure`.
         width: inches.
     """
-    panels = [
-        panel
-        for panel in PANELS
-        if any(panel[1](layer).isfinite().any() for layers in measured.values() for layer in layers)
-    ]
-    width, longest = check_width(width) or PAGE, max(measured.values(), key=len)
+    panels = [panel for panel in PANELS if panel.is_known(measured)]
+    width = check_width(width) or PAGE
+    longest = max(measured.values(), key=len)
     columns = 2 if width >= 5 and len(panels) > 1 else 1
     rows = -(-len(panels) // columns)
     with print_style():
@@ -115,44 +131,41 @@ def draw_statistics(
         grid = figure.subplots(rows, columns, squeeze=False).ravel()
         for axes in grid[len(panels) :]:
             axes.set_visible(False)
-        for axes, (title, values_of, uniform, top) in zip(grid, panels, strict=False):
-            for number, (label, layers) in enumerate(measured.items()):
-                _draw_model(
-                    axes,
-                    layers,
-                    values_of,
-                    number,
-                    (number - (len(measured) - 1) / 2) * 0.16,
-                    label,
-                )
-                if uniform:
-                    places = np.array([layer.number for layer in layers])
-                    axes.hlines(
-                        [uniform(layer) for layer in layers],
-                        places - 0.5,
-                        places + 0.5,
-                        colors="0.4",
-                        linestyles=":",
-                        linewidth=1,
-                        label="" if number else "uniform attention",
-                    )
-            low, high = axes.get_ylim()
-            axes.set(
-                ylim=(min(low, 0.0), max(high, top)),
-                xlim=(longest[0].number - 0.6, longest[-1].number + 0.6),
-            )
-            axes.set_title(wrapped(title, 72 * width / columns - 40, points("medium")))
-            axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-            axes.grid(alpha=0.3)
-            small_ticks(axes)
+        for axes, panel in zip(grid, panels, strict=False):
+            _draw_panel(axes, panel, measured)
+            axes.set_xlim(longest[0].number - 0.6, longest[-1].number + 0.6)
+            axes.set_title(wrapped(panel.title, 72 * width / columns - 40, points("medium")))
         for axes in grid[len(panels) - columns : len(panels)]:
             axes.set_xlabel("attention layer")
         legend_below(figure, *grid[0].get_legend_handles_labels())
-        images = longest[0].images
-        title = f"mean over {images} image{'s' * (images > 1)}; dots: heads; lines: their means"
-        title += "; bars: standard deviation over images" * (images > 1)
+        title = _title(longest[0].images)
         figure.suptitle(wrapped(title, 72 * width - 10, points()), fontsize=points())
     return figure
+
+
+def _title(images: int) -> str:
+    if images == 1:
+        return "mean over 1 image; dots: heads; lines: their means"
+    spread = "bars: standard deviation over images"
+    return f"mean over {images} images; dots: heads; lines: their means; {spread}"
+
+
+def _draw_panel(
+    axes: Axes, panel: Panel, measured: Mapping[str, Sequence[LayerQuantities]]
+) -> None:
+    for number, (label, layers) in enumerate(measured.items()):
+        shift = (number - (len(measured) - 1) / 2) * 0.16  # models do not hide each other
+        _draw_model(axes, layers, panel.values, number, shift, label)
+        if panel.uniform:
+            places = np.array([layer.number for layer in layers])
+            uniform = [panel.uniform(layer) for layer in layers]
+            lines = axes.hlines(uniform, places - 0.5, places + 0.5, colors="0.4")
+            lines.set(linestyle=":", linewidth=1, label="" if number else "uniform attention")
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, 0.0), max(high, panel.top))
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    axes.grid(alpha=0.3)
+    small_ticks(axes)
 
 
 def _draw_model(
@@ -163,45 +176,50 @@ def _draw_model(
     shift: float,
     label: str,
 ) -> None:
-    """Draw a model's heads, their mean and its spread, moved aside so that models do not hide each other."""
-    colors, table = color_cycle(), []
-    how = {"color": colors[number % len(colors)], "marker": MARKERS[number % len(MARKERS)]}
-    for layer in layers:
-        heads, images = (
-            values_of(layer).nanmean(dim) for dim in (0, 1)
-        )  # NaN where a map is constant
+    """Draw a model's heads, their mean and its spread, moved aside by `shift`. Lines break where maps change size."""
+    colors = color_cycle()
+    color = colors[number % len(colors)]
+    marker = MARKERS[number % len(MARKERS)]
+    x: list[float] = []
+    means: list[float] = []
+    spreads: list[float] = []
+    for index, layer in enumerate(layers):
+        if index and layer.feat_size != layers[index - 1].feat_size:
+            for line in (x, means, spreads):
+                line.append(math.nan)
+        values = values_of(layer)
+        heads = values.nanmean(0)  # NaN where a map is constant
+        images = values.nanmean(1)
         images = images[images.isfinite()]
-        spread = images.std() if len(images) > 1 else math.nan
-        table.append([layer.number + shift, heads.nanmean(), spread])
-        axes.scatter(
-            [layer.number + shift] * len(heads), heads, s=5, alpha=0.35, linewidths=0, **how
-        )
-    breaks = [
-        index
-        for index in range(1, len(layers))
-        if layers[index].feat_size != layers[index - 1].feat_size
-    ]
-    x, means, spreads = np.insert(np.array(table), breaks, math.nan, axis=0).T
-    axes.plot(x, means, label=label, **how)
-    axes.errorbar(x, means, spreads, fmt="none", ecolor=how["color"], elinewidth=0.8, alpha=0.7)
+        x.append(layer.number + shift)
+        means.append(float(heads.nanmean()))
+        spreads.append(float(images.std()) if len(images) > 1 else math.nan)
+        dots = axes.scatter([x[-1]] * len(heads), heads, s=5, color=color, marker=marker)
+        dots.set(alpha=0.35, linewidths=0)
+    axes.plot(x, means, label=label, color=color, marker=marker)
+    axes.errorbar(x, means, spreads, fmt="none", ecolor=color, elinewidth=0.8, alpha=0.7)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__, EXAMPLES, output="statistics.png", queries=False, style=False)
+    parser = make_parser(
+        __doc__, EXAMPLES, output="statistics.png", heads=None, queries=False, style=False
+    )
     parser.add_argument(
-        "--csv", metavar="FILE", help="write the numbers too, a row a model, layer and head"
+        "--csv", metavar="FILE", help="write the numbers too, one row per model, layer and head"
     )
     parser.add_argument("--limit", type=positive, metavar="N", help="the first N images only")
     parser.add_argument(
         "--batch-size", type=positive, default=16, help="images at a time (default: %(default)s)"
     )
     options = parser.parse_args(argv)
-    output = check_output(Path(options.output), options.suffixes)
-    written = [output, *([check_output(Path(options.csv), (".csv",))] if options.csv else [])]
-    measured = _measured(
-        Asked.by_options(options), find_images(options.images)[: options.limit], options.batch_size
-    )
-    save(draw_statistics(measured, width=options.width), output, options.dpi)
+    written = [check_output(Path(options.output), options.suffixes)]
+    if options.csv:
+        written.append(check_output(Path(options.csv), (".csv",)))
+    load = loader(options)
+    asked = Asked([load(target) for target in options.model or DEMO], options.layers)
+    images = find_images(options.images)[: options.limit]
+    measured = _measured(asked, images, options.batch_size)
+    save(draw_statistics(measured, width=options.width), written[0], options.dpi)
     if options.csv:
         atomic_write(written[1], quantities_csv(measured).encode())
     print("written:", *written)

@@ -1,7 +1,7 @@
 """One query through the layers of a chain: previous, own and convolved logits, the attention they give, and that of
 the own logits alone (PA paper, figure 8; EA paper, figure 11). The suffix .gif makes a film of the attention."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from matplotlib.figure import Figure
@@ -11,26 +11,24 @@ from ea_vision.base.errors import UsageError
 from ea_vision.recorder.quantities import total_variation
 from ea_vision.recorder.recording import PARTS, LayerMaps
 from ea_vision.visualize.figure_options import (
-    DEMO,
     FILM,
     MIDDLE,
     PICTURES,
     Asked,
     Heads,
     Layers,
-    Model,
     Models,
     Queries,
-    each_figure,
     epochs_of,
-    loader,
     make_parser,
     only,
+    run_figure,
     run_label,
     save_film,
 )
 from ea_vision.visualize.heatmap import draw_columns, head_rows
 from ea_vision.visualize.image_maps import (
+    ALL,
     MEAN,
     OWN_ALONE,
     AnyImage,
@@ -43,18 +41,19 @@ from ea_vision.visualize.image_maps import (
 )
 from ea_vision.visualize.map_style import (
     STYLE,
+    Group,
     MapStyle,
-    attention_of,
+    View,
     before_shares,
     equation,
     head_name,
     layers_name,
     map_name,
-    map_of,
     map_sheet,
     photo_of,
     queries_name,
     scaled,
+    tile_of,
 )
 from ea_vision.visualize.sheet import Block, Row, Tile, sheet
 
@@ -69,62 +68,62 @@ EXAMPLES = """\
 
 
 def plot_strip(
-    model: Model,
+    model: Models,
     image: AnyImage,
     layers: Layers = None,
     head: Head = 0,
     query: Query | None = None,
     *,
     through: str = "layers",
-    width: float | None = None,
-    **style,
+    **how,
 ) -> Figure:
-    """Draw one query of one head through the layers of each chain, part by part, a row a layer; or through training.
+    """Draw one query of one head through the layers of each chain, one row per layer, part by part; or through training.
 
     Args:
-        model, image, layers, width, **style: see `ea_vision.visualize.figure_options`.
+        model, image, layers, **how: see `ea_vision.visualize.figure_options`.
         head: counted from 0, or "mean".
         query: default: the middle.
-        through: "layers", or "checkpoints": attention only, by epoch of the checkpoints and snapshots of a run folder.
+        through: "layers", or "checkpoints": attention only, by epoch of the checkpoints and snapshots of run folders.
     """
     if through not in ("layers", "checkpoints"):
         raise UsageError(f"through must be layers or checkpoints, got {through!r}")
-    training = through == "checkpoints"
-    models = epochs_of([str(model)]) if training else model
-    asked = Asked(models, layers, [head], query and [query], width=width, **style)
-    return _draw_training(asked, image) if training else _draw(asked, image)
-
-
-def _draw(asked: Asked, image: AnyImage) -> Figure:
+    queries = None if query is None else [query]
+    if through == "checkpoints":
+        return _through_training(Asked(epochs_of(model), layers, [head], queries, **how), image)
+    asked = Asked(model, layers, [head], queries, **how)
+    only(asked.models, "model")
     [recording] = asked.record(image, PARTS)
-    return draw_strip(
-        recording,
-        asked.numbers[0],
-        asked.heads[0],
-        asked.points(MIDDLE, [recording])[0],
-        **asked.how,
-    )
+    [point] = asked.points(MIDDLE, [recording])
+    head = only(asked.heads, "head")
+    return draw_strip(recording, asked.numbers[0], head, point, asked.style, width=asked.width)
 
 
-def _draw_training(asked: Asked, image: AnyImage) -> Figure:
-    """Draw attention through training: a row a layer, a column an epoch."""
+def _through_training(asked: Asked, image: AnyImage) -> Figure:
+    """Draw attention through training: one row per layer, one column per epoch of each run."""
     recordings = asked.record(image)
+    only(asked.heads, "head")
+    runs = {run_label(model): None for model in asked.models}
+    names = [f"epoch {model.epoch}" for model in asked.models]
+    if len(runs) > 1:
+        names = [model.label for model in asked.models]
     return draw_columns(
         recordings,
-        [f"epoch {model.epoch}" for model in asked.models],
+        names,
         asked.numbers,
         asked.heads,
         asked.points(MIDDLE, recordings),
-        **asked.how,
-        photo=True,
-        title=run_label(asked.models[0]),
+        asked.style,
+        width=asked.width,
+        photos="first",
+        title=" and ".join(runs),
         what=" through training",
     )
 
 
 def chains_of(maps: Sequence[LayerMaps]) -> list[list[LayerMaps]]:
-    """Group layers by chain; without evolution by the size of their maps, layers in a row together."""
-    evolving, chains = any(layer.prev_logits is not None for layer in maps), []
+    """Group layers by chain; without evolution by the size of their maps, neighbouring layers together."""
+    evolving = any(layer.prev_logits is not None for layer in maps)
+    chains: list[list[LayerMaps]] = []
     for layer in maps:
         begins = evolving and layer.prev_logits is None
         if not chains or begins or layer.feat_size != chains[-1][-1].feat_size:
@@ -141,30 +140,25 @@ def columns_of(model: nn.Module, maps: Sequence[LayerMaps]) -> dict[str, str]:
     """
     evolved = [layer for layer in maps if layer.prev_logits is not None]
     if not evolved:
-        return (
-            {"logits": "logits", "attn": f"{ARROW} attn."}
-            if all(m.logits is not None for m in maps)
-            else {"attn": "attention"}
-        )
-    own_too = any("self_logits" in before_shares(model, layer.name) for layer in evolved)
+        if all(layer.logits is not None for layer in maps):
+            return {"logits": "logits", "attn": f"{ARROW} attn."}
+        return {"attn": "attention"}
     own = {"self_logits": "+ own\nlogits"}
-    mixed = {"conv_logits": f"{ARROW} conv.\nof {'both' if own_too else 'prev.'}"}
-    names = {
-        "prev_logits": "prev.\nlogits",
-        **(own | mixed if own_too else mixed | own),
-        "logits": f"{ARROW}\nlogits",
-        "attn": f"{ARROW}\nattn.",
-        OWN_ALONE: "own\nalone",
-    }
-    if all(
-        one.conv_logits is not None and torch.equal(one.conv_logits, one.logits) for one in evolved
-    ):
-        del names["logits"]
-    return {
-        part: name
-        for part, name in names.items()
-        if any(part in layer.recorded() for layer in maps)
-    }
+    names = {"prev_logits": "prev.\nlogits"}
+    if any("self_logits" in before_shares(model, layer.name) for layer in evolved):
+        names |= own | {"conv_logits": f"{ARROW} conv.\nof both"}
+    else:
+        names |= {"conv_logits": f"{ARROW} conv.\nof prev."} | own
+    if not all(_logits_are_convolved(layer) for layer in evolved):
+        names["logits"] = f"{ARROW}\nlogits"
+    names["attn"] = f"{ARROW}\nattn."
+    names[OWN_ALONE] = "own\nalone"
+    recorded = {part for layer in maps for part in layer.recorded()}
+    return {part: name for part, name in names.items() if part in recorded}
+
+
+def _logits_are_convolved(layer: LayerMaps) -> bool:
+    return layer.conv_logits is not None and torch.equal(layer.conv_logits, layer.logits)
 
 
 def draw_strip(
@@ -176,7 +170,7 @@ def draw_strip(
     *,
     width: float | None = None,
 ) -> Figure:
-    """Draw for each chain among `layers` a block: a row a layer, and along it what the layer computes, from the
+    """Draw for each chain among `layers` a block: one row per layer, and along it what the layer computes, from the
     previous logits to the attention; then the attention of the layer's own logits alone, at the same scale.
 
     A chain's first layer has no previous map; its logits are its own. Where there is attention alone, as of a plain
@@ -185,118 +179,123 @@ def draw_strip(
     Args:
         recording: with all parts of `layers` (numbers).
         head: counted from 0, or "mean".
-        point: the query, (y, x) in pixels of the input or a token by name.
+        point: the query, (y, x) in pixels of the input, a token by name, or "all".
         style: how maps are drawn; the logits of a chain share one scale, its attention another. Logits are bare.
         width: inches.
     """
     add_own_alone(recording)
-    model, maps, title = (
-        recording.model.model,
-        [recording.maps[layer] for layer in layers],
-        title_of(recording.model),
-    )
-    columns, chains = columns_of(model, maps), chains_of(maps)
-    names = (
-        [
-            f"{layers_name([layer.number for layer in chain])}, {'x'.join(map(str, chain[0].feat_size))}"
-            for chain in chains
-        ]
-        if len(chains) > 1
-        else [""]
-    )
-    note, query = f"{layers_name(layers)}, {head_name(head)}", f", {queries_name([point])}"
+    model = recording.model.model
+    maps = [recording.maps[layer] for layer in layers]
+    columns = columns_of(model, maps)
+    chains = chains_of(maps)
+    title = title_of(recording.model)
+    note = f"{layers_name(layers)}, {head_name(head)}"
     if len(columns) == 1:
+        note += f", {queries_name([point])}"
         groups = [
-            (
-                name,
-                [
-                    Row(
-                        [
-                            attention_of(
-                                recording, layer.number, head, point, style, f"layer {layer.number}"
-                            )
-                            for layer in chain
-                        ]
-                    )
-                ],
-            )
-            for name, chain in zip(names, chains, strict=True)
+            Group(name, [_row_of_layers(recording, chain, head, point, style)])
+            for name, chain in zip(_chain_names(chains), chains, strict=True)
         ]
-        return map_sheet(
-            title, groups, style, width=width, note=note + query, photo=photo_of(recording, [point])
-        )
-    blocks = [
-        Block(
-            [
-                _row(recording, layer, columns, head, point, style, layer is chain[0])
-                for layer in chain
-            ],
-            name,
-            [],
-        )
-        for chain, name in zip(chains, names, strict=True)
-    ]
-    for attention in (False, True):
-        compared = [
-            (block, tiles)
-            for block in blocks
-            if (
-                tiles := [
-                    tile
-                    for row in block.rows
-                    for tile in row.tiles
-                    if tile.paint and tile.part.startswith("attn") == attention
-                ]
-            )
-        ]
-        for (block, _), bar in zip(
-            compared, scaled([tiles for _, tiles in compared], style), strict=True
-        ):
-            block.bars.append(bar)
-    note += (" (of their logits, and of their attention)" if head == MEAN else "") + query
-    if text := equation(model, maps):
+        photo = photo_of(recording, [point])
+        return map_sheet(title, groups, style, width=width, note=note, photo=photo)
+    blocks = []
+    for name, chain in zip(_chain_names(chains), chains, strict=True):
+        rows = [_row(recording, layer, columns, head, point, style) for layer in chain]
+        for tile, heading in zip(rows[0].tiles, columns.values(), strict=True):
+            tile.title = heading
+        blocks.append(Block(rows, name, []))
+    add_bars(blocks, style, attention=False)
+    add_bars(blocks, style, attention=True)
+    if head == MEAN:
+        note += " (of their logits, and of their attention)"
+    note += f", {queries_name([point])}"
+    text = equation(model, maps)
+    if text:
         note += f"\n{text}; previous: the logits of the row above"
     if OWN_ALONE in columns:
-        changes = [
-            f"{_change(recording.maps[layer], recording, head, point):.2f} in layer {layer}"
-            for layer in layers
-            if OWN_ALONE in recording.maps[layer].recorded()
-        ]
-        note += f"; own alone: attention by own logits, at the same scale; differs by {', '.join(changes)}"
-    return sheet(
-        title, blocks, width=width, note=note, photo=photo_of(recording, [point], maps[0].feat_size)
-    )
+        changes = _changes(recording, maps, head, point)
+        note += f"; own alone: attention by own logits, at the same scale; differs by {changes}"
+    photo = photo_of(recording, [point], maps[0].feat_size)
+    return sheet(title, blocks, width=width, note=note, photo=photo)
 
 
-def _change(layer: LayerMaps, recording: Recording, head: Head, point: Query) -> float:
-    """Return how much the attention of a query, of a head or the mean of heads, changes by the previous map: the total
-    variation between it and that of the own logits alone."""
-    token = layer.token(recording.cell(layer.number, point))
-    attn, alone = (of_head(layer[part][0], head)[token] for part in ("attn", OWN_ALONE))
-    return float(total_variation(attn, alone))
+def _chain_names(chains: Sequence[Sequence[LayerMaps]]) -> list[str]:
+    if len(chains) == 1:
+        return [""]
+    names = []
+    for chain in chains:
+        size = "x".join(map(str, chain[0].feat_size))
+        names.append(f"{layers_name([layer.number for layer in chain])}, {size}")
+    return names
+
+
+def _row_of_layers(
+    recording: Recording, chain: Sequence[LayerMaps], head: Head, point: Query, style: MapStyle
+) -> Row:
+    tiles = []
+    for layer in chain:
+        view = View(recording, layer.number, head, point, title=f"layer {layer.number}")
+        tiles.append(tile_of(view, style))
+    return Row(tiles)
 
 
 def _row(
     recording: Recording,
     layer: LayerMaps,
-    columns: Mapping[str, str],
+    columns: Sequence[str],
     head: Head,
     point: Query,
     style: MapStyle,
-    titled: bool,
 ) -> Row:
-    """Return a layer's maps; an empty place where it lacks the part, or its logits stand in the column of its own."""
-    tiles, first = [], layer.prev_logits is None
-    for part, title in columns.items():
-        tile = Tile(None, aspect=recording.aspect)
-        if part in layer.recorded() and not (
-            part == "logits" and first and "self_logits" in columns
-        ):
-            values = recording.query_map(layer.number, point, head, part)
-            tile = map_of(values, recording, style, point=point, part=part)
-        tile.title = title * titled
+    """Return a layer's maps, one tile per column; an empty place where it lacks the part. The logits of a chain's first
+    layer are its own: they stand in the column of its own logits."""
+    first = layer.prev_logits is None
+    tiles = []
+    for part in columns:
+        repeated = part == "logits" and first and "self_logits" in columns
+        if part in layer.recorded() and not repeated:
+            tile = tile_of(View(recording, layer.number, head, point, part), style)
+            tile.note = ""
+        else:
+            tile = Tile(None, aspect=recording.aspect)
         tiles.append(tile)
     return Row(tiles, f"layer {layer.number}")
+
+
+def add_bars(blocks: Sequence[Block], style: MapStyle, attention: bool) -> None:
+    """Give the maps of attention, or the others, of each block their scale, and the block the colour bar."""
+    compared = []
+    owners = []
+    for block in blocks:
+        tiles = [tile for row in block.rows for tile in row.tiles if tile.paint]
+        chosen = [tile for tile in tiles if tile.part.startswith("attn") == attention]
+        if chosen:
+            compared.append(chosen)
+            owners.append(block)
+    for block, bar in zip(owners, scaled(compared, style), strict=True):
+        block.bars.append(bar)
+
+
+def _changes(recording: Recording, maps: Sequence[LayerMaps], head: Head, point: Query) -> str:
+    """Say by how much attention differs from that of the own logits alone: "0.53 in layer 2, 0.54 in layer 3"."""
+    said = []
+    for layer in maps:
+        if OWN_ALONE in layer.recorded():
+            rows = []
+            for part in ("attn", OWN_ALONE):
+                rows.append(_attention_row(recording, layer, head, point, part))
+            said.append(f"{float(total_variation(*rows)):.2f} in layer {layer.number}")
+    return ", ".join(said)
+
+
+def _attention_row(
+    recording: Recording, layer: LayerMaps, head: Head, point: Query, part: str
+) -> torch.Tensor:
+    """Return the probabilities of a query, (T), of a head or the mean of heads; of "all" the mean over the pixels."""
+    rows = of_head(layer[part][0], head)
+    if point == ALL:
+        return rows[layer.num_prefix_tokens :].mean(0)
+    return rows[layer.token(recording.cell(layer.number, point))]
 
 
 def plot_frames(
@@ -306,28 +305,30 @@ def plot_frames(
     heads: Heads = MEAN,
     queries: Queries = None,
     *,
-    width: float | None = None,
-    **style,
+    through: str = "layers",
+    **how,
 ) -> Iterator[Figure]:
     """Draw the pictures of a film, of one scale: for each model (such as the snapshots of a run) each layer in turn.
-    See `ea_vision.visualize.figure_options` for the arguments."""
-    return _draw_frames(Asked(models, layers, heads, queries, width=width, **style), image)
-
-
-def _draw_frames(asked: Asked, image: AnyImage) -> Iterator[Figure]:
-    recordings, style = asked.record(image), asked.how["style"]
+    See `ea_vision.visualize.figure_options` for the arguments, `plot_strip` for `through`."""
+    asked = Asked(
+        epochs_of(models) if through == "checkpoints" else models, layers, heads, queries, **how
+    )
+    if through == "checkpoints":
+        only(asked.layers[0], "layer")
+    recordings = asked.record(image)
     points = asked.points(seen=recordings)
-    frames = [
-        (recording, layer, head_rows(recording, layer, asked.heads, points, style))
-        for recording in recordings
-        for layer in recording.maps
-    ]
-    bars = scaled([[tile for *_, rows in frames for row in rows for tile in row.tiles]], style)
-    for recording, layer, rows in frames:
+    frames = []
+    for recording in recordings:
+        for layer in recording.maps:
+            rows = head_rows(recording, layer, asked.heads, points, asked.style)
+            frames.append((recording, Group(map_name(recording.maps[layer]), rows)))
+    bars = scaled([[tile for _, group in frames for tile in group.maps()]], asked.style)
+    for recording, group in frames:
         yield map_sheet(
             title_of(recording.model),
-            [(map_name(recording.maps[layer]), rows)],
-            **asked.how,
+            [group],
+            asked.style,
+            width=asked.width,
             bars=bars,
             photo=photo_of(recording, points),
             note=f"attention; {queries_name(points)}",
@@ -335,28 +336,17 @@ def _draw_frames(asked: Asked, image: AnyImage) -> Iterator[Figure]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser(
-        __doc__, EXAMPLES, output="evolution.png", heads="0", suffixes=(*PICTURES, FILM)
-    )
+    suffixes = (*PICTURES, FILM)
+    parser = make_parser(__doc__, EXAMPLES, output="evolution.png", heads="0", suffixes=suffixes)
     parser.add_argument(
         "--through",
         default="layers",
         choices=("layers", "checkpoints"),
         help="layers: of one model, part by part (a film: attention); checkpoints: attention through "
-        "the *.ckpt and snapshots (the trainers' --snapshot-epochs) of a run folder or the files "
+        "the *.ckpt and snapshots (the trainers' --snapshot-epochs) of the run folders or files "
         "of --model, by epoch (default: %(default)s)",
     )
     options = parser.parse_args(argv)
-    film, training = options.output.lower().endswith(FILM), options.through == "checkpoints"
-    asked = Asked.by_options(
-        options, epochs_of(options.model or DEMO, loader(options)) if training else ()
-    )
-    if not training:
-        only(asked.models, "model")
-    if film:
-        if training:
-            only(asked.layers[0], "layer")
-        return each_figure(options, asked, _draw_frames, save_film)
-    only(asked.heads, "head")
-    only(asked.points(MIDDLE), "query")
-    return each_figure(options, asked, _draw_training if training else _draw)
+    if options.output.lower().endswith(FILM):
+        return run_figure(options, plot_frames, write=save_film)
+    return run_figure(options, plot_strip)
