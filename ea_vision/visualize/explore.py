@@ -2,8 +2,8 @@
 
 The page needs no server and no network: images, maps and program (page_source/) are inside it. Of every map row (one
 query) it holds the smallest value, a step, and 8-bit codes; value = low + step * code, so a value is off by at most
-half a step, that is by (largest - smallest of the row) / 510. Streams are zlib's in base64, one for each image, model
-and part; maps that occur twice are stored once.
+half a step, that is by (largest - smallest of the row) / 510. The mean over all queries is exact. Streams are zlib's in
+base64, one for each image, model and part; maps that occur twice are stored once.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+import torch
 from PIL import Image
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -30,6 +31,7 @@ from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
 from ea_vision.recorder.inputs import ImageSource, find_images, names_of, read_image
 from ea_vision.recorder.loading import DetectorModel, LoadedModel, positive
+from ea_vision.recorder.quantities import total_variation
 from ea_vision.recorder.recording import PARTS, AttentionLayer, LayerMaps, prefix_names
 from ea_vision.visualize.figure_options import (
     DEMO,
@@ -64,6 +66,7 @@ FILES = (
     "main.js",
 )  # modules in order of need
 STORED_PARTS = (*PARTS, OWN_ALONE)
+CHANGE = "change"  # by which attention differs from that of the own logits alone
 MEGABYTE = 1_000_000
 MOST_OBJECTS, LEAST_SCORE = 9, 0.3  # of a detector's
 
@@ -101,35 +104,62 @@ def quantise(maps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def pack(
-    maps: dict[int, dict[str, np.ndarray]],
+    maps: dict[int, dict[str, np.ndarray]], prefix: int = 0
 ) -> tuple[dict[str, str], dict[int, dict[str, list]]]:
     """Return streams by part, and where each layer's maps are.
 
     Args:
-        maps: layer number -> part -> float32 (K, T, N), T >= N queries.
+        maps: layer number -> part -> float32 (K, T, N), T >= N queries; the part CHANGE, which `changes_of` gives, is
+            kept as it is.
+        prefix: number of the queries before the pixels.
 
     Returns:
         part -> base64 of a zlib stream; layer number -> part -> [part of the stream, offset in it in bytes], where low,
-        step and codes follow each other, filled up to a multiple of 4 bytes. A map that is the same as
-        one of an earlier part or layer refers to it: EA's convolved logits are its logits where beta is 1, and a
-        layer's previous logits are the layer's before.
+        step, the mean over the pixels' queries and codes follow each other, filled up to a multiple of 4 bytes. A map
+        that equals one of an earlier part or layer refers to it: EA's convolved logits are its logits where beta is
+        1, and a layer's previous logits are those of the layer before.
     """
     streams: dict[str, str] = {}
     places: dict[int, dict[str, list]] = {number: {} for number in maps}
     known: dict[bytes, list] = {}
-    for part in STORED_PARTS:
+    for part in (*STORED_PARTS, CHANGE):
         stream = bytearray()
         for number, parts in maps.items():
-            if part in parts:
-                data = b"".join(array.tobytes() for array in quantise(parts[part]))
-                data += bytes(-len(data) % 4)
-                if data not in known:
-                    known[data] = [part, len(stream)]
-                    stream += data
-                places[number][part] = known[data]
+            if part not in parts:
+                continue
+            data = _packed(parts[part], prefix) if part != CHANGE else parts[part].tobytes()
+            if data not in known:
+                known[data] = [part, len(stream)]
+                stream += data
+            places[number][part] = known[data]
         if stream:
             streams[part] = base64.b64encode(zlib.compress(stream, 6)).decode()
     return streams, places
+
+
+def _packed(maps: np.ndarray, prefix: int) -> bytes:
+    low, step, codes = quantise(maps)
+    means = maps[:, prefix:].mean(1, dtype=np.float64).astype(np.float32)  # (K, N)
+    data = low.tobytes() + step.tobytes() + means.tobytes() + codes.tobytes()
+    return data + bytes(-len(data) % 4)
+
+
+def changes_of(layer: LayerMaps, heads: Sequence[int], prefix: int) -> np.ndarray:
+    """Return by how much attention differs from that of the own logits alone: total variations, float32
+    (K + 1, T + 1), of each head and the mean of heads, and of each query and the mean of the pixels' queries.
+
+    Args:
+        prefix: tokens before the pixels that the page has; 0 for those that the layer lacks.
+    """
+    both = []
+    for part in ("attn", OWN_ALONE):
+        maps = layer[part][0, heads].float()
+        maps = torch.cat([maps, maps.mean(0, keepdim=True)])
+        every = maps[:, layer.num_prefix_tokens :].mean(1, keepdim=True)
+        both.append(torch.cat([maps, every], dim=1))
+    changes = total_variation(*both)
+    missing = prefix - layer.num_prefix_tokens
+    return nn.functional.pad(changes, (missing, 0)).cpu().numpy().astype(np.float32)
 
 
 # ---- the page's contents --------------------------------------------------------------------------------------------
@@ -152,24 +182,22 @@ class Explorer:
 
     def describe(self) -> list[dict]:
         """Return what the page knows of each model before any image."""
-        return [
-            {
+        described = []
+        for model, chosen in zip(self.models, self.layers, strict=True):
+            layers = []
+            for layer in chosen:
+                heads = list(self.heads or range(layer.num_heads))
+                evolves = "prev_logits" in layer.parts
+                layers.append({"number": layer.number, "heads": heads, "evolves": evolves})
+            known = {
                 "label": model.label,
                 "imgSize": model.img_size,
                 "prefix": prefix_names(model.model),
                 "equation": equation(model.model, chosen),
-                "layers": [
-                    {
-                        "number": layer.number,
-                        "name": layer.name,
-                        "heads": list(self.heads or range(layer.num_heads)),
-                        "evolves": "prev_logits" in layer.parts,
-                    }
-                    for layer in chosen
-                ],
+                "layers": layers,
             }
-            for model, chosen in zip(self.models, self.layers, strict=True)
-        ]
+            described.append(known)
+        return described
 
     def view(
         self, name: str, image: Image.Image, models: Sequence[LoadedModel] | None = None
@@ -182,13 +210,10 @@ class Explorer:
         Raises:
             UsageError: layers of a model that have none of the parts.
         """
-        return {
-            "name": name,
-            "models": [
-                self._view(image, model, chosen)
-                for model, chosen in zip(models or self.models, self.layers, strict=True)
-            ],
-        }
+        views = []
+        for model, chosen in zip(models or self.models, self.layers, strict=True):
+            views.append(self._view(image, model, chosen))
+        return {"name": name, "models": views}
 
     def _view(
         self, image: Image.Image, model: LoadedModel, layers: Sequence[AttentionLayer]
@@ -197,17 +222,13 @@ class Explorer:
         seen = record(model, image, layers, PARTS if alone else self.parts)
         if alone:
             add_own_alone(seen)
-        streams, places = pack(
-            {
-                layer.number: self._arrays(layer, len(prefix_names(model.model)))
-                for layer in seen.maps.values()
-            }
-        )
+        prefix = len(prefix_names(model.model))
+        maps = {layer.number: self._arrays(layer, prefix) for layer in seen.maps.values()}
+        streams, places = pack(maps, prefix)
+        predictions = _objects if isinstance(model, DetectorModel) else _likeliest
         return {
             "photo": data_url((seen.pixels() * 255).round().astype(np.uint8)),
-            "predictions": (_objects if isinstance(model, DetectorModel) else _likeliest)(
-                seen.output, model.classes
-            ),
+            "predictions": predictions(seen.output, model.classes),
             "featSizes": {layer.number: layer.feat_size for layer in seen.maps.values()},
             "places": places,
             "streams": streams,
@@ -216,17 +237,17 @@ class Explorer:
     def _arrays(self, layer: LayerMaps, prefix: int) -> dict[str, np.ndarray]:
         """Return (K, T, N) of each recorded part: rows of all tokens, those before the patches first, over N pixels.
         A layer that runs before a prefix token comes in has zeros there."""
-        missing, heads = prefix - layer.num_prefix_tokens, list(self.heads or layer.heads)
-        return {
-            part: nn.functional.pad(
-                layer.on_queries_grid(part)[0, heads, :, layer.num_prefix_tokens :].float(),
-                (0, 0, missing, 0),
-            )
-            .cpu()
-            .numpy()
-            for part in STORED_PARTS
-            if part in self.parts and part in layer.recorded()
-        }
+        missing = prefix - layer.num_prefix_tokens
+        heads = list(self.heads or layer.heads)
+        arrays = {}
+        for part in STORED_PARTS:
+            if part in self.parts and part in layer.recorded():
+                maps = layer.on_queries_grid(part)[0, heads, :, layer.num_prefix_tokens :]
+                padded = nn.functional.pad(maps.float(), (0, 0, missing, 0))
+                arrays[part] = padded.cpu().numpy()
+        if OWN_ALONE in arrays:
+            arrays[CHANGE] = changes_of(layer, heads, prefix)
+        return arrays
 
 
 def _likeliest(output: Any, names: Sequence[str] | None) -> list[dict]:
@@ -313,8 +334,13 @@ def build_page(explorer: Explorer, entries: Sequence[dict], epochs: bool = False
 # ---- the command, notebooks -----------------------------------------------------------------------------------------
 
 
-def make_explorer(options: argparse.Namespace, models: Sequence[LoadedModel]) -> Explorer:
-    """Return models, by default those of --model, with --layers, --heads and --parts."""
+def make_explorer(
+    options: argparse.Namespace, models: Sequence[LoadedModel], image: Image.Image
+) -> Explorer:
+    """Return the models with --layers, --heads and --parts; unless layers are named, those that have queries of pixels.
+
+    image: one of the page's, to see which these are.
+    """
     asked = Asked(models, options.layers, options.heads)
     if MEAN in asked.heads:
         raise UsageError(
@@ -325,9 +351,10 @@ def make_explorer(options: argparse.Namespace, models: Sequence[LoadedModel]) ->
         raise UsageError(
             f"--parts must be all or some of {', '.join(STORED_PARTS)}; got {options.parts!r}"
         )
-    return Explorer(
-        asked.models, asked.layers, () if options.heads == "all" else asked.heads, parts
-    )
+    heads = () if options.heads == "all" else asked.heads
+    if options.layers is None:
+        asked.record(image)
+    return Explorer(asked.models, asked.layers, heads, parts)
 
 
 @dataclass
@@ -350,6 +377,7 @@ def show_page(
     layers: Layers = None,
     *,
     height: int = 720,
+    **preprocessing,
 ) -> PageInNotebook:
     """Return the page of models and images, which a notebook displays inline.
 
@@ -357,18 +385,22 @@ def show_page(
         models, layers: see `ea_vision.visualize.figure_options`.
         images: one or several: paths, PIL images or arrays.
         height: of the page in the notebook, in pixels.
+        **preprocessing: mean, std, processor; see `ea_vision.visualize.figure_options`.
 
     Raises:
         UsageError: more than three models, or no image.
     """
-    asked, several = Asked(models, layers), as_images(images)
+    asked = Asked(models, layers, **preprocessing)
     if len(asked.models) > MAX_MODELS:
         raise UsageError(f"a page takes at most {MAX_MODELS} models, got {len(asked.models)}")
+    several = as_images(images)
+    pictures = [read_image(image) for image in several]
+    if layers is None:
+        asked.record(pictures[0])
     explorer = Explorer(asked.models, asked.layers)
-    entries = [
-        explorer.view(name, read_image(image))
-        for name, image in zip(names_of(several), several, strict=True)
-    ]
+    entries = []
+    for name, picture in zip(names_of(several), pictures, strict=True):
+        entries.append(explorer.view(name, picture))
     return PageInNotebook(build_page(explorer, entries), height)
 
 
@@ -403,24 +435,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         "%(default)s)",
     )
     options = parser.parse_args(argv)
-    output, epochs = (
-        check_output(Path(options.output), options.suffixes),
-        options.through == "checkpoints",
-    )
-    targets, paths = options.model or DEMO, find_images(options.images)
+    output = check_output(Path(options.output), options.suffixes)
+    paths = find_images(options.images)
+    targets = options.model or DEMO
+    epochs = options.through == "checkpoints"
     if not epochs and len(targets) > MAX_MODELS:
         raise UsageError(f"--model must be at most {MAX_MODELS} models, got {len(targets)}")
-    jobs = [(name, read_image(path)) for name, path in zip(names_of(paths), paths, strict=True)]
-    models = epochs_of(targets, loader(options)) if epochs else []
+    pictures = [read_image(path) for path in paths]
     if epochs:
-        _, image = only(jobs, "image")
-        jobs = [(f"epoch {model.epoch}", image, [model]) for model in models]
-    explorer = make_explorer(
-        options, [replace(model, label=run_label(model)) for model in models[:1]]
-    )
-    entries = [
-        explorer.view(*job) for job in tqdm(jobs, unit="image", disable=len(jobs) == 1 or None)
-    ]
+        picture = only(pictures, "image")
+        models = epochs_of(targets, loader(options))
+        run = only(list(dict.fromkeys(map(run_label, models))), "run")
+        explorer = make_explorer(options, [replace(models[0], label=run)], picture)
+        jobs = [(f"epoch {model.epoch}", picture, [model]) for model in models]
+    else:
+        load = loader(options)
+        models = [load(target) for target in targets]
+        explorer = make_explorer(options, models, pictures[0])
+        jobs = [(name, picture) for name, picture in zip(names_of(paths), pictures, strict=True)]
+    entries = []
+    for job in tqdm(jobs, unit="image", disable=len(jobs) == 1 or None):
+        entries.append(explorer.view(*job))
     page = build_page(explorer, entries, epochs).encode()
     size = len(page) / MEGABYTE
     if size > options.max_mb:

@@ -123,12 +123,12 @@ def queries_name(queries: Sequence[Query]) -> str:
 
 
 def map_name(layer: LayerMaps, short: bool = False) -> str:
-    """Name a layer and the size of its map at length, or beside a row of a grid in two lines."""
+    """Name a layer and the size of its map, beside a row of a grid in two lines."""
     size = "channels" if layer.channels else "x".join(map(str, layer.feat_size))
     if short:
         return f"layer {layer.number}\n{size}"
     what = "from channel to channel of a head" if layer.channels else f"map {size}"
-    name = f"layer {layer.number} ({layer.name}), {what}"
+    name = f"layer {layer.number}, {what}"
     if layer.prefix_names:
         name += f" after {', '.join(layer.prefix_names)}"
     return name

@@ -77,7 +77,7 @@ def plot_strip(
     through: str = "layers",
     **how,
 ) -> Figure:
-    """Draw one query of one head through the layers of each chain, one row per layer, part by part; or through training.
+    """Draw one query of one head through the layers of each chain, one row per layer, or through training.
 
     Args:
         model, image, layers, **how: see `ea_vision.visualize.figure_options`.

@@ -55,7 +55,9 @@ def unpack(view: dict, number: int, part: str, num_heads: int) -> np.ndarray:
     rows, N = num_heads * H * W, H * W
     data = zlib.decompress(base64.b64decode(view["streams"][stream]))[offset:]
     low, step = np.frombuffer(data, "<f4", 2 * rows).reshape(2, num_heads, N, 1)
-    return low + step * np.frombuffer(data, np.uint8, rows * N, 8 * rows).reshape(num_heads, N, N)
+    mean = np.frombuffer(data, "<f4", rows, 8 * rows).reshape(num_heads, N)
+    codes = np.frombuffer(data, np.uint8, rows * N, 12 * rows).reshape(num_heads, N, N)
+    return low + step * codes, mean
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -64,12 +66,16 @@ def test_entries_hold_the_recorded_maps(explorer, entries, recordings, index):
     maps, probabilities = recording.maps, recording.output.softmax(-1)[0]
     for layer in explorer.layers[index]:
         assert tuple(view["featSizes"][layer.number]) == maps[layer.number].feat_size
-        assert set(view["places"][layer.number]) == set(maps[layer.number].recorded())
+        recorded = set(maps[layer.number].recorded())
+        changes = {explore.CHANGE} if OWN_ALONE in recorded else set()
+        assert set(view["places"][layer.number]) == recorded | changes
         assert (OWN_ALONE in maps[layer.number].recorded()) == ("prev_logits" in layer.parts)
-        for part in view["places"][layer.number]:
+        for part in recorded:
             expected = maps[layer.number][part][0].numpy()
+            values, mean = unpack(view, layer.number, part, layer.num_heads)
+            np.testing.assert_allclose(mean, expected.mean(1), rtol=1e-5, atol=1e-6)
             step = (expected.max(-1) - expected.min(-1)) / 255
-            error = np.abs(unpack(view, layer.number, part, layer.num_heads) - expected).max(-1)
+            error = np.abs(values - expected).max(-1)
             assert (error <= step * 0.501 + 1e-6 * np.abs(expected).max(-1)).all()
     top = view["predictions"][0]
     assert top["probability"] == pytest.approx(probabilities.max().item(), abs=1e-5)

@@ -58,7 +58,7 @@ def test_titles_say_model_weights_layer_head_and_query():
             ),
             (
                 "ea_conv_transformer_cifar, weights long_c10",
-                "layer 2 (stages.2.blocks.1.conv)",
+                "layer 2, map 8x8",
                 "head 1",
                 "query y 9, x 14",
             ),

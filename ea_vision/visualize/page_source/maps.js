@@ -111,14 +111,16 @@ export class Maps {
     return out;
   }
 
-  /** Views into an inflated stream: low, step (K * T) and codes (K * T * N); T: with the tokens before the patches. */
+  /** Views into an inflated stream: low, step (K * T), mean (K * N, over the pixels' queries) and codes (K * T * N); T: with
+   * the tokens before the patches. */
   array(layer, part) {
     const [stream, offset] = this.entry.places[layer.number][part], [H, W] = this.featSize(layer);
     const rows = layer.heads.length * this.rowsAHead(layer), buffer = this.buffers[stream];
     return {
       low: new Float32Array(buffer, offset, rows),
       step: new Float32Array(buffer, offset + 4 * rows, rows),
-      codes: new Uint8Array(buffer, offset + 8 * rows, rows * H * W),
+      mean: new Float32Array(buffer, offset + 8 * rows, layer.heads.length * H * W),
+      codes: new Uint8Array(buffer, offset + 8 * rows + 4 * layer.heads.length * H * W, rows * H * W),
     };
   }
 }
