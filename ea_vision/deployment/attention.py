@@ -49,20 +49,27 @@ class _Deployed:
         *more,
     ) -> tuple[Tensor, Tensor | None]:
         over_pixels = isinstance(self, AugmentedConv2d)
-        if not exporting() or over_pixels and feat_size != self.feat_size:
+        if not exporting() or (over_pixels and feat_size != self.feat_size):
             return super()._attend(q, k, v, prev_logits, feat_size, *more)
-        q, k = q * self.gain, k.transpose(-2, -1)  # (B, K, N, D), (B, K, D, N)
+        q = q * self.gain
+        k = k.transpose(-2, -1)  # (B, K, D, N)
         if over_pixels and self.relative:
-            (B, K, N, D), (H, W) = q.shape, feat_size
-            q = q.transpose(1, 2)  # (B, N, K, D)
-            by_row = (q.reshape(B, H, W * K, D) @ self.rows).reshape(B, N, K, H)
-            by_col = (q.reshape(B, H, W, K, D) @ self.cols).reshape(B, N, K, W)
-            q = torch.cat([q, by_row, by_col], 3).transpose(1, 2)
-            k = torch.cat([k, self.places.expand(B, K, -1, -1)], 2)
+            q = self._with_positions(q, feat_size)
+            k = torch.cat([k, self.places.expand(*k.shape[:2], -1, -1)], 2)
         logits = q @ k
         if self.folded is not None:
             logits = self.folded(logits, prev_logits)
         return logits.softmax(-1) @ v, logits
+
+    def _with_positions(self, q: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        """Return queries (B, K, N, D) with what they give to each row and column: (B, K, N, D + H + W)."""
+        B, K, N, D = q.shape
+        H, W = feat_size
+        q = q.transpose(1, 2)  # (B, N, K, D)
+        by_row = q.reshape(B, H, W * K, D) @ self.rows
+        by_col = q.reshape(B, H, W, K, D) @ self.cols
+        parts = [q, by_row.reshape(B, N, K, H), by_col.reshape(B, N, K, W)]
+        return torch.cat(parts, 3).transpose(1, 2)
 
 
 @register_notrace_module
@@ -93,19 +100,24 @@ def make_portable(layer: AugmentedConv2d | MapsAttention) -> None:
     layer.__class__ = DeployedVitAttention if over_tokens else DeployedConv2d
     layer.folded = evolution
     gain = torch.full((layer.num_heads, 1, 1), layer.scale, dtype=torch.float64)
-    tables = {"gain": gain if evolution is None else gain * evolution.own_gain}
+    if evolution is not None:
+        gain = gain * evolution.own_gain
+    tables = {"gain": gain}
     if not over_tokens:
-        layer.qkv.__class__ = layer.proj.__class__ = DeployedProjection
+        layer.qkv.__class__ = DeployedProjection
+        layer.proj.__class__ = DeployedProjection
         if layer.relative:
             H, W = layer.feat_size
-            for name, table, size in (("rows", layer.height_rel, H), ("cols", layer.width_rel, W)):
-                tables[name] = (
-                    by_position(fit_rel_table(table.detach(), size), size)
-                    .transpose(1, 2)
-                    .contiguous()
-                )
-            tables["places"] = torch.cat(
-                [torch.eye(H).repeat_interleave(W, 1), torch.eye(W).repeat(1, H)]
-            )
+            tables["rows"] = _table_by_query(layer.height_rel, H)
+            tables["cols"] = _table_by_query(layer.width_rel, W)
+            rows = torch.eye(H).repeat_interleave(W, 1)
+            columns = torch.eye(W).repeat(1, H)
+            tables["places"] = torch.cat([rows, columns])
     for name, table in tables.items():
         layer.register_buffer(name, table.to(layer.qkv.weight), persistent=False)
+
+
+def _table_by_query(table: Tensor, size: int) -> Tensor:
+    """Return (size, D, size) of a position table: of each query's row or column what every key's gives."""
+    fitted = fit_rel_table(table.detach(), size)
+    return by_position(fitted, size).transpose(1, 2).contiguous()

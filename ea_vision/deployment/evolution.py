@@ -20,6 +20,12 @@ def in_phases(weight: Tensor, phases: int) -> Tensor:
     return torch.stack(placed, 1).flatten(0, 1)
 
 
+def _by_head(gate: Tensor | float, num_heads: int) -> Tensor:
+    """Return a gate as (K, 1, 1) in float64."""
+    values = torch.as_tensor(gate).detach().double().cpu().reshape(-1)
+    return values.expand(num_heads).view(-1, 1, 1)
+
+
 class FoldedEvolution(nn.Module):
     """Mixes maps as `EvolvingAttention` and `PredictiveAttention` do, with as few passes over them as they allow.
 
@@ -32,50 +38,42 @@ class FoldedEvolution(nn.Module):
 
     def __init__(self, evolution: EvolvingAttention | PredictiveAttention, num_heads: int):
         super().__init__()
-        self.predict, self.num_prefix_tokens = evolution.predict, evolution.num_prefix_tokens
-        alpha, beta = (
-            torch.as_tensor(gate)
-            .detach()
-            .double()
-            .cpu()
-            .reshape(-1)
-            .expand(num_heads)
-            .view(-1, 1, 1)
-            for gate in (evolution.alpha, evolution.beta)
-        )
-        self.own_gain, share = (
-            1 - alpha,
-            alpha if self.predict else beta,
-        )  # share: of what the convolution gives
-        unit = torch.ones_like(
-            alpha
-        )  # what the convolution takes is this times what `forward` mixes
-        if not self.predict and bool((alpha.abs() >= SMALLEST).all()):
-            self.own_gain, unit = (1 - alpha) / alpha, alpha
-        dtype = next((conv.weight.dtype for conv in evolution.convs), torch.float32)
-        for name, gain, idle in (
-            ("prev", alpha / unit, 1),
-            ("rest", (1 - beta) * unit, 0),
-            ("passing", share * unit, None),
-            ("sign", share.sign(), 1),
-        ):
-            value = None if idle is not None and bool((gain == idle).all()) else gain.to(dtype)
-            self.register_buffer(name, value, persistent=False)
-        self.phases = [phases for phases in (4, 2, 1) if phases == 1 or phases * num_heads <= BLOCK]
-        self.num_convs = len(evolution.convs)
-        for number, conv in enumerate(evolution.convs):
-            weight, bias = conv.weight.detach().double().cpu(), conv.bias.detach().double().cpu()
+        self.predict = evolution.predict
+        self.num_prefix_tokens = evolution.num_prefix_tokens
+        alpha = _by_head(evolution.alpha, num_heads)
+        beta = _by_head(evolution.beta, num_heads)
+        share = alpha if self.predict else beta  # of what the convolution gives
+        self.own_gain = 1 - alpha
+        unit = torch.ones_like(alpha)  # the convolution takes this times what `forward` mixes
+        if not self.predict and (alpha.abs() >= SMALLEST).all():
+            self.own_gain = (1 - alpha) / alpha
+            unit = alpha
+        convs = evolution.convs
+        dtype = convs[0].weight.dtype if len(convs) else torch.float32
+        self._keep("prev", alpha / unit, 1, dtype)
+        self._keep("rest", (1 - beta) * unit, 0, dtype)
+        self._keep("passing", share * unit, None, dtype)
+        self._keep("sign", share.sign(), 1, dtype)
+        self.phases = [phases for phases in (4, 2) if phases * num_heads <= BLOCK] + [1]
+        self.num_convs = len(convs)
+        for number, conv in enumerate(convs):
+            weight = conv.weight.detach().double().cpu()
+            bias = conv.bias.detach().double().cpu()
             if number == 0:
                 weight = weight * unit
             if number == self.num_convs - 1:
-                weight, bias = weight * share.abs().unsqueeze(-1), bias * share.abs().flatten()
+                size = share.abs()
+                weight = weight * size.unsqueeze(-1)
+                bias = bias * size.flatten()
             for phases in self.phases:
-                self.register_buffer(
-                    f"weight{number}_{phases}",
-                    in_phases(weight, phases).to(dtype),
-                    persistent=False,
-                )
+                laid_out = in_phases(weight, phases).to(dtype)
+                self.register_buffer(f"weight{number}_{phases}", laid_out, persistent=False)
             self.register_buffer(f"bias{number}", bias.to(dtype), persistent=False)
+
+    def _keep(self, name: str, gain: Tensor, idle: float | None, dtype: torch.dtype) -> None:
+        """Keep a factor as a buffer; None where it is `idle` for all heads and does nothing."""
+        does_nothing = idle is not None and bool((gain == idle).all())
+        self.register_buffer(name, None if does_nothing else gain.to(dtype), persistent=False)
 
     def _convolve(self, maps: Tensor) -> Tensor:
         """Convolve (B, K, N, N), each convolution with its activation.
@@ -90,11 +88,8 @@ class FoldedEvolution(nn.Module):
             bias = getattr(self, f"bias{number}").repeat_interleave(phases)
             maps = F.relu(F.conv2d(maps, weight, bias, (phases, 1), weight.shape[-1] // 2))
             if phases > 1:  # (B, K*phases, N/phases, N)
-                maps = (
-                    maps.reshape(B, K, phases, rows // phases, cols)
-                    .transpose(2, 3)
-                    .reshape(B, K, rows, cols)
-                )
+                apart = maps.reshape(B, K, phases, rows // phases, cols)
+                maps = apart.transpose(2, 3).reshape(B, K, rows, cols)
         return maps if self.sign is None else self.sign * maps
 
     def forward(self, own: Tensor, prev: Tensor) -> Tensor:

@@ -95,12 +95,22 @@ def _onnx_model(program: torch.export.ExportedProgram):
     graph = proto.graph
     for node in graph.node:  # where in torch's code it was traced
         del node.metadata_props[:]
-    symbol = graph.input[0].type.tensor_type.shape.dim[0].dim_param
+    symbol = _dims(graph.input[0])[0].dim_param
     for value in (*graph.input, *graph.output, *graph.value_info):
-        for dim in value.type.tensor_type.shape.dim:
+        for dim in _dims(value):
             if dim.dim_param:
                 dim.dim_param = re.sub(rf"\b{symbol}\b", "batch", dim.dim_param)
     return proto
+
+
+def _dims(value):
+    """Return the dimensions of an onnx.ValueInfoProto."""
+    return value.type.tensor_type.shape.dim
+
+
+def _digest(data: bytes) -> bytes:
+    """Return the 64 letters of the SHA-256 of a file's content."""
+    return hashlib.sha256(data).hexdigest().encode()
 
 
 def sealed(proto, **said: str) -> bytes:
@@ -113,7 +123,7 @@ def sealed(proto, **said: str) -> bytes:
     kept = {entry.key: entry.value for entry in proto.metadata_props if entry.key != "sha256"}
     set_model_props(proto, kept | said)
     data = proto.SerializeToString()
-    return data + _SEAL + hashlib.sha256(data).hexdigest().encode()
+    return data + _SEAL + _digest(data)
 
 
 def write(program: torch.export.ExportedProgram, path: Path, about: About) -> None:
@@ -141,9 +151,11 @@ def _open_program(path: Path) -> tuple[dict[str, str], Callable[[Tensor], Tensor
     extra = {"about.json": ""}
     with _quiet():
         module = torch.export.load(path, extra_files=extra).module()
-    return json.loads(extra["about.json"] or "{}"), lambda images: module(
-        images
-    )  # a module would refuse eval()
+
+    def run(images: Tensor) -> Tensor:  # a module would refuse eval()
+        return module(images)
+
+    return json.loads(extra["about.json"] or "{}"), run
 
 
 def _open_onnx(path: Path) -> tuple[dict[str, str], Callable[[Tensor], Tensor]]:
@@ -151,19 +163,23 @@ def _open_onnx(path: Path) -> tuple[dict[str, str], Callable[[Tensor], Tensor]]:
     import onnxruntime
 
     data = path.read_bytes()
-    if data[-64:] != hashlib.sha256(data[: -64 - len(_SEAL)]).hexdigest().encode():
+    content = data[: -64 - len(_SEAL)]
+    if data[-64:] != _digest(content):
+        if _SEAL in data:
+            raise UsageError(f"{path} is damaged: its checksum does not match")
         raise UsageError(
-            f"{path} is damaged: its checksum does not match"
-            if _SEAL in data
-            else f"{path} must be a network that ea-vision export wrote; its metadata lack 'sha256'"
+            f"{path} must be a network that ea-vision export wrote; its metadata lack 'sha256'"
         )
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = torch.get_num_threads(), 3
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3
     session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-    return (
-        session.get_modelmeta().custom_metadata_map,
-        lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0]),
-    )
+
+    def run(images: Tensor) -> Tensor:
+        [logits] = session.run(["logits"], {"images": images.numpy()})
+        return torch.from_numpy(logits)
+
+    return session.get_modelmeta().custom_metadata_map, run
 
 
 @contextmanager
@@ -174,7 +190,8 @@ def _named(what: str) -> Iterator[None]:
     except UsageError:
         raise
     except Exception as error:
-        raise UsageError(f"{what} {' '.join(str(error).split())}") from error
+        one_line = " ".join(str(error).split())
+        raise UsageError(f"{what} {one_line}") from error
 
 
 class ExportedNetwork(nn.Module):
@@ -189,15 +206,18 @@ class ExportedNetwork(nn.Module):
         super().__init__()
         check_packages(path, "onnxruntime")
         with _named(f"cannot read {path}:"):
-            said, self.run = (_open_program if path.suffix.lower() == ".pt2" else _open_onnx)(path)
+            open_file = _open_program if path.suffix.lower() == ".pt2" else _open_onnx
+            said, self.run = open_file(path)
         with _named(f"{path} must be a network that ea-vision export wrote; its metadata lack"):
-            about = About(**{field.name: json.loads(said[field.name]) for field in fields(About)})
+            values = {field.name: json.loads(said[field.name]) for field in fields(About)}
+            about = About(**values)
             about = replace(about, size=tuple(about.size))
         with _named(
             f"{path} says that it takes images {(3, *about.size)} and gives logits, and its network refuses:"
         ):
             self.run(torch.zeros(1, 3, *about.size))
-        self.about, self.num_classes = about, about.num_classes
+        self.about = about
+        self.num_classes = about.num_classes
 
     def forward(self, images: Tensor) -> Tensor:
         """Classify normalised images (B, 3, H, W) of the file's size."""

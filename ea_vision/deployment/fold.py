@@ -128,7 +128,8 @@ def _outputs_by_images(model: nn.Module) -> list[tuple[Tensor, list[Tensor]]]:
         outputs = _tensors(model(smaller))
     except Exception:  # it takes its own size alone
         return results
-    if smaller.shape != images.shape and all(output.isfinite().all() for output in outputs):
+    finite = [bool(output.isfinite().all()) for output in outputs]
+    if smaller.shape != images.shape and all(finite):
         results.append((smaller, outputs))
     return results
 
@@ -161,12 +162,13 @@ def _difference(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> float:
     """Return the largest difference of two networks' outputs, in parts of an output's largest number."""
     if [tensor.shape for tensor in wanted] != [tensor.shape for tensor in got]:
         return math.inf
-    parts = [0.0]
+    parts = []
     for own, other in zip(wanted, got, strict=True):
         if own.numel():
-            largest = own.double().abs().max().clamp(min=1e-6)
-            parts.append(float((other.double() - own.double()).abs().max() / largest))
-    return math.nan if any(map(math.isnan, parts)) else max(parts)
+            own = own.double()
+            gap = (other.double() - own).abs().max()
+            parts.append(gap / own.abs().max().clamp(min=1e-6))
+    return float(torch.stack(parts).max()) if parts else 0.0  # NaN where one is
 
 
 def _check_same(
