@@ -71,7 +71,7 @@ def main(module: type[DataModule], argv: list[str] | None = None) -> int:
     modes.add_argument(
         "--check-options",
         action="store_true",
-        help="say whether the options hold together, and end",
+        help="say whether the options hold together and the data is there, and end",
     )
     given = parse(parser, argv)
     target, runs, only_checked = (
@@ -89,7 +89,9 @@ def main(module: type[DataModule], argv: list[str] | None = None) -> int:
         evaluate_target(module, target, given)
     else:
         config = resolve(module.options, given)
-        if not only_checked:
+        if only_checked:
+            module.check_places(config)
+        else:
             train(module, config)
     return 0
 
@@ -109,6 +111,8 @@ def train(module: type[DataModule], config: TrainConfig) -> None:
         log_to_stdout(world.rank)
         check_writable(folder)
         log.info("recipe      %s", config.recipe)
+        if config.notice:
+            log.warning("%s", config.notice)
         data = module(config.for_processes(world.size), world, training=True)
         data.check()
         if is_complete(folder, data):

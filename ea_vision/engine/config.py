@@ -293,14 +293,22 @@ class TrainConfig:
         "", "tags of the run on Weights & Biases, separated by commas", KEPT, goes_with="wandb"
     )
 
-    optional_kwargs = (
-        frozenset()
-    )  # no option: model keywords of the recipe alone: a model may lack them
+    # No options: model keywords of the recipe alone, which a model may lack, and a line for the log.
+    optional_kwargs = frozenset()
+    notice = ""
 
     def __post_init__(self):
         hints = typing.get_type_hints(type(self))
         for name, rules in self.rules().items():
             setattr(self, name, _checked(name, getattr(self, name), hints[name], rules))
+        self._check_pairs()
+        if self.epochs == int(self.epochs):
+            self.epochs = int(self.epochs)
+        if self.min_lr > self.lr:
+            raise UsageError(f"min_lr must be at most lr ({self.lr:g}), got {self.min_lr:g}")
+
+    def _check_pairs(self) -> None:
+        """Raise UsageError for options that exclude each other, and for one without the option that it needs."""
         for name, rules in self.rules().items():
             value = getattr(self, name)
             if value == rules.default:
@@ -309,10 +317,6 @@ class TrainConfig:
                 raise UsageError(f"{name} goes without {rules.not_with}, got {value} beside it")
             if rules.goes_with and not getattr(self, rules.goes_with):
                 raise UsageError(f"{name} goes with {rules.goes_with}, got {value} without it")
-        if self.epochs == int(self.epochs):
-            self.epochs = int(self.epochs)
-        if self.min_lr > self.lr:
-            raise UsageError(f"min_lr must be at most lr ({self.lr:g}), got {self.min_lr:g}")
 
     @classmethod
     def rules(cls) -> dict[str, SimpleNamespace]:
@@ -321,11 +325,10 @@ class TrainConfig:
 
     def warmup_updates(self, updates_per_epoch: int) -> int:
         """Return the updates of the warm-up."""
-        if isinstance(self.warmup_epochs, str):
-            return round(
-                float(self.warmup_epochs[:-1]) / 100 * round(self.epochs * updates_per_epoch)
-            )
-        return round(self.warmup_epochs * updates_per_epoch)
+        if not isinstance(self.warmup_epochs, str):
+            return round(self.warmup_epochs * updates_per_epoch)
+        share = float(self.warmup_epochs.removesuffix("%")) / 100
+        return round(share * round(self.epochs * updates_per_epoch))
 
     @property
     def mixes(self) -> bool:
@@ -341,32 +344,37 @@ class TrainConfig:
         Raises:
             UsageError: the processes cannot share it; names the nearest numbers that they can.
         """
-        total, pair, most = self.total_batch, 2 if self.mixes else 1, self.batch_size
+        total = self.total_batch
         if not total:
             return self
-        if total % (processes * pair):
-            near = total - total % (processes * pair)
+        pair = 2 if self.mixes else 1
+        group = processes * pair
+        if total % group:
+            below = total - total % group
+            nearest = f"{below} or {below + group}" if below else str(group)
+            in_pairs = " in pairs, which mixup and cutmix need" if self.mixes else ""
             raise UsageError(
-                f"total_batch {total} cannot be shared by {processes} processes"
-                f"{' in pairs, which mixup and cutmix need' if self.mixes else ''}: "
-                f"{f'{near} or ' if near else ''}{near + processes * pair} can"
+                f"total_batch {total} cannot be shared by {processes} processes{in_pairs}: {nearest} can"
             )
-        own, shared = total // processes, copy.copy(self)
-        shared.grad_accum_steps = next(
-            n for n in range(1, own + 1) if own % (n * pair) == 0 and own // n <= most
-        )
-        shared.batch_size = own // shared.grad_accum_steps
-        if 2 * shared.batch_size <= min(most, own):
-            full = total - total % (processes * most)
+        images = total // processes  # of each process
+        count = 1
+        while images % (count * pair) or images // count > self.batch_size:
+            count += 1
+        shared = copy.copy(self)
+        shared.grad_accum_steps = count
+        shared.batch_size = images // count
+        if 2 * shared.batch_size <= min(self.batch_size, images):
+            of_full = processes * self.batch_size
+            full = total - total % of_full
             log.warning(
                 "total_batch %d on %d processes is made of batches of %d, far below batch_size %d: %d or %d "
                 "is made of full ones",
                 total,
                 processes,
                 shared.batch_size,
-                most,
+                self.batch_size,
                 full,
-                full + processes * most,
+                full + of_full,
             )
         return shared
 
@@ -378,12 +386,12 @@ class TrainConfig:
         """Return the peak learning rate of updates of so many images."""
         if not self.lr_base_size:
             return self.lr
-        root = (
-            self.lr_base_scale == "sqrt"
-            or self.lr_base_scale == "auto"
-            and any(part in self.opt.lower() for part in ("ada", "lamb"))
-        )
-        return self.lr * (images / self.lr_base_size) ** (0.5 if root else 1)
+        scale = self.lr_base_scale
+        if scale == "auto":
+            adaptive = any(part in self.opt.lower() for part in ("ada", "lamb"))
+            scale = "sqrt" if adaptive else "linear"
+        ratio = images / self.lr_base_size
+        return self.lr * (ratio**0.5 if scale == "sqrt" else ratio)
 
     def differences(
         self, saved: dict, processes: int = 1, saved_processes: int = 1
@@ -395,7 +403,8 @@ class TrainConfig:
         """
         changed = {}
         for name, rules in self.rules().items():
-            was, now = saved.get(name, rules.default), getattr(self, name)
+            was = saved.get(name, rules.default)
+            now = getattr(self, name)
             if was != now and not rules.resume:
                 changed[name] = f"{name} was {was!r}, got {now!r}"
         was = saved["batch_size"] * saved["grad_accum_steps"] * saved_processes
@@ -464,69 +473,89 @@ def _checked(name: str, value: Any, kind: Any, rules: SimpleNamespace) -> Any:
     Raises:
         UsageError: another type, or a value, or one of a list, that `rules` do not allow.
     """
+    read, _ = KINDS[kind]
     try:
         if isinstance(value, bool) != (kind is bool):
             raise TypeError
-        value = KINDS[kind][0](value)
+        value = read(value)
     except (TypeError, ValueError, ArithmeticError) as error:
-        wanted = (
-            "a number, or a percentage up to 100%"
-            if kind == float | str
-            else f"of type {getattr(kind, '__name__', kind)}"
-        )
+        wanted = f"of type {getattr(kind, '__name__', kind)}"
+        if kind == float | str:
+            wanted = "a number, or a percentage up to 100%"
         raise UsageError(f"{name} must be {wanted}, got {value!r}") from error
     if rules.choices and value not in rules.choices:
         raise UsageError(f"{name} must be one of {', '.join(rules.choices)}, got {value!r}")
     for number in value if isinstance(value, list) else [value]:
         if isinstance(number, (int, float)):
-            for allowed, words in (
-                (math.isfinite(number), "a finite number"),
-                (number >= rules.minimum, f"at least {rules.minimum}"),
-                (number <= rules.maximum, f"at most {rules.maximum}"),
-                (number > rules.above, f"above {rules.above}"),
-            ):
-                if not allowed:
-                    raise UsageError(f"{name} must be {words}, got {number}")
+            _check_number(name, number, rules)
     return value
+
+
+def _check_number(name: str, number: float, rules: SimpleNamespace) -> None:
+    """Raise UsageError for a number that the rules do not allow."""
+    wanted = ""
+    if not math.isfinite(number):
+        wanted = "a finite number"
+    elif number < rules.minimum:
+        wanted = f"at least {rules.minimum}"
+    elif number > rules.maximum:
+        wanted = f"at most {rules.maximum}"
+    elif number <= rules.above:
+        wanted = f"above {rules.above}"
+    if wanted:
+        raise UsageError(f"{name} must be {wanted}, got {number}")
 
 
 # ---- recipes ----------------------------------------------------------------------------------------------------
 
 RECIPES = resources.files("ea_vision.recipes")
-RESNETS, MNASNETS = ("34", "50", "101", "152"), ("075", "100", "125", "140")
 # The networks of the papers' ImageNet tables, and the recipe that a recipe imagenet_MODEL differs from.
 PUBLISHED = {
-    kind + size: base
-    for kind, sizes, base in (
-        ("resnet", RESNETS, "imagenet"),
-        ("aa_resnet", RESNETS, "imagenet"),
-        ("pa_aa_resnet", RESNETS[:3], "imagenet"),
-        ("ea_aa_resnet", RESNETS, "imagenet"),
-        ("semnasnet_", MNASNETS, "imagenet_semnasnet_100"),
-        ("aa_mnasnet_", MNASNETS, "imagenet_aa_mnasnet_100"),
-    )
-    for size in sizes
+    "resnet34": "imagenet",
+    "resnet50": "imagenet",
+    "resnet101": "imagenet",
+    "resnet152": "imagenet",
+    "aa_resnet34": "imagenet",
+    "aa_resnet50": "imagenet",
+    "aa_resnet101": "imagenet",
+    "aa_resnet152": "imagenet",
+    "pa_aa_resnet34": "imagenet",
+    "pa_aa_resnet50": "imagenet",
+    "pa_aa_resnet101": "imagenet",
+    "ea_aa_resnet34": "imagenet",
+    "ea_aa_resnet50": "imagenet",
+    "ea_aa_resnet101": "imagenet",
+    "ea_aa_resnet152": "imagenet",
+    "semnasnet_075": "imagenet_semnasnet_100",
+    "semnasnet_100": "imagenet_semnasnet_100",
+    "semnasnet_125": "imagenet_semnasnet_100",
+    "semnasnet_140": "imagenet_semnasnet_100",
+    "aa_mnasnet_075": "imagenet_aa_mnasnet_100",
+    "aa_mnasnet_100": "imagenet_aa_mnasnet_100",
+    "aa_mnasnet_125": "imagenet_aa_mnasnet_100",
+    "aa_mnasnet_140": "imagenet_aa_mnasnet_100",
 }
 
 
 def recipe_names() -> list[str]:
     """Return the names of the recipes: the files of the package, and imagenet_MODEL for each published network."""
-    files = {
-        file.name.removesuffix(".yaml") for file in RECIPES.iterdir() if file.name.endswith(".yaml")
-    }
-    return sorted(files | {f"imagenet_{model}" for model in PUBLISHED})
+    names = {f"imagenet_{model}" for model in PUBLISHED}
+    for file in RECIPES.iterdir():
+        if file.name.endswith(".yaml"):
+            names.add(file.name.removesuffix(".yaml"))
+    return sorted(names)
 
 
-def overlaid(below: dict, above: dict) -> dict:
-    """Return options over others. Keywords of the model are merged key by key, and so are those of the optimiser,
+def lay_over(options: dict, above: dict) -> None:
+    """Set options to those `above` them. Keywords of the model are merged key by key; so are those of the optimiser,
     unless it becomes another one."""
-    if above.get("opt", below.get("opt")) != below.get("opt"):
-        below = {**below, "opt_kwargs": {}}
-    kwargs = {
-        key: {**(below.get(key) or {}), **(above.get(key) or {})}
-        for key in ("model_kwargs", "opt_kwargs")
-    }
-    return {**below, **above, **kwargs}
+    if above.get("opt", options.get("opt")) != options.get("opt"):
+        options["opt_kwargs"] = {}
+    merged = {}
+    for key in ("model_kwargs", "opt_kwargs"):
+        merged[key] = {**(options.get(key) or {}), **(above.get(key) or {})}
+    options.update(above)
+    options.update(merged)
 
 
 def load_recipe(name: str) -> dict:
@@ -535,14 +564,15 @@ def load_recipe(name: str) -> dict:
     Raises:
         UsageError: no such recipe, not a YAML mapping, or a recipe that is its own base.
     """
-    recipe, chain = {}, []
+    chain = {}
     while name != "none":
         if name in chain:
             raise UsageError(f"recipe {name} is its own base: {' -> '.join([*chain, name])}")
-        chain.append(name)
-        own = _read_recipe(name)
-        name = own.pop("base", "none")
-        recipe = overlaid(own, recipe)
+        chain[name] = _read_recipe(name)
+        name = chain[name].pop("base", "none")
+    recipe = {}
+    for above in reversed(chain.values()):
+        lay_over(recipe, above)
     return recipe
 
 
@@ -550,13 +580,13 @@ def _read_recipe(name: str) -> dict:
     """Return what one recipe says, `base` included."""
     path = Path(name)
     if name in recipe_names():
-        path, model = RECIPES / f"{name}.yaml", name.removeprefix("imagenet_")
+        path = RECIPES / f"{name}.yaml"
+        model = name.removeprefix("imagenet_")
         if not path.is_file():
             return {"base": PUBLISHED[model], "model": model, "num_classes": 1000}
     elif not path.is_file():
-        raise UsageError(
-            f"no recipe {name!r}: {near_matches(name, recipe_names() + ['none'], 'recipes')}"
-        )
+        near = near_matches(name, [*recipe_names(), "none"], "recipes")
+        raise UsageError(f"no recipe {name!r}: {near}")
     try:
         recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
@@ -575,27 +605,43 @@ def resolve(cls: type[TrainConfig], given: dict) -> Any:
     """
     names = cls.rules()
     recipe_name = given.get("recipe", names["recipe"].default)
-    recipe = load_recipe(recipe_name)
-    if (
-        "about" in recipe
-    ):  # a run folder's, perhaps another trainer's; its folder is no part of the experiment
-        recipe = {
-            key: value
-            for key, value in recipe.items()
-            if key in names and key not in ("output", "resume")
-        }
-    for key in recipe:
+    options = load_recipe(recipe_name)
+    if "about" in options:  # a run folder's, perhaps another trainer's
+        for key in options.keys() - names.keys() | {"output", "resume"}:
+            options.pop(key, None)
+    for key in options:
         if key not in names:
-            raise UsageError(
-                f"recipe {recipe_name}: unknown option {key!r}; {near_matches(key, names, 'options')}"
-            )
-    if {"batch_size", "grad_accum_steps"} & given.keys():
-        given = {"total_batch": 0, **given}
-    config = cls(**overlaid(recipe, {**given, "recipe": recipe_name}))
-    config.optional_kwargs = frozenset(recipe.get("model_kwargs", ())) - frozenset(
-        given.get("model_kwargs", ())
-    )
+            near = near_matches(key, names, "options")
+            raise UsageError(f"recipe {recipe_name}: unknown option {key!r}; {near}")
+    optional = set(options.get("model_kwargs", ())) - set(given.get("model_kwargs", ()))
+    warmup, notice = _warmup_of_fewer_epochs(options, given)
+    options.update(warmup)
+    if "batch_size" in given or "grad_accum_steps" in given:
+        options["total_batch"] = 0
+    lay_over(options, {**given, "recipe": recipe_name})
+    config = cls(**options)
+    config.optional_kwargs = frozenset(optional)
+    config.notice = notice
     return config
+
+
+def _warmup_of_fewer_epochs(recipe: dict, given: dict) -> tuple[dict, str]:
+    """Return the warm-up for a run that is given fewer epochs than the recipe's warm-up has, and a line for the log."""
+    warmup = recipe.get("warmup_epochs", "0%")
+    all_epochs = recipe.get("epochs")
+    if "warmup_epochs" in given or isinstance(warmup, str) or not all_epochs:
+        return {}, ""
+    try:
+        epochs = float(given.get("epochs", math.inf))
+    except ValueError:  # `_checked` says so
+        return {}, ""
+    if warmup <= epochs:
+        return {}, ""
+    share = f"{100 * warmup / all_epochs:g}%"
+    line = (
+        f"the recipe's warm-up, {warmup:g} of {all_epochs:g} epochs, becomes {share} of {epochs:g}"
+    )
+    return {"warmup_epochs": share}, line
 
 
 # ---- the command line -------------------------------------------------------------------------------------------
@@ -620,36 +666,56 @@ def make_parser(cls: type[TrainConfig], description: str, examples: str) -> argp
             argparse.RawDescriptionHelpFormatter, max_help_position=26, width=100
         ),
     )
-    defaults, hints = resolve(cls, {}), typing.get_type_hints(cls)
+    defaults = resolve(cls, {})
+    hints = typing.get_type_hints(cls)
     groups = {title: parser.add_argument_group(title) for title in GROUPS}
     for name, rules in cls.rules().items():
         shown = getattr(defaults, name)
         if isinstance(shown, dict):
-            shown = " ".join(f"{k}={v}" for k, v in shown.items())
-        help = f"{rules.help} (default: {shown if shown not in ('', []) else 'empty'})".replace(
-            "%", "%%"
-        )
-        words = KINDS[hints[name]][1] or {"metavar": "|".join(rules.choices) or name.upper()}
+            shown = " ".join(f"{key}={value}" for key, value in shown.items())
+        if shown in ("", []):
+            shown = "empty"
+        help = f"{rules.help} (default: {shown})".replace("%", "%%")
+        _, words = KINDS[hints[name]]
+        words = words or {"metavar": "|".join(rules.choices) or name.upper()}
         if rules.bare:
             words = {**words, "nargs": "?", "const": rules.bare}
         groups[rules.group].add_argument("--" + name.replace("_", "-"), help=help, **words)
     return parser
 
 
+# What others call our flags, where the names are not alike.
+OTHERS = {
+    "--learning-rate": "--lr",
+    "--optimizer": "--opt",
+    "--scheduler": "--sched",
+    "--gpu": "--device",
+    "--wd": "--weight-decay",
+    "--bs": "--batch-size",
+}
+
+
 def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> dict:
     """Return the options that the command line gives, and only those.
 
     Raises:
-        UsageError: unknown flag (naming near matches) or missing value.
+        UsageError: unknown flag (naming near matches), an argument that is no option, or a missing value.
     """
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
-        flag = unknown[0].partition("=")[0]
-        raise UsageError(
-            f"unknown argument {unknown[0]!r}; "
-            f"{near_matches(flag, parser._option_string_actions, 'flags')}"
-        )
-    return {
-        key: dict(value) if key.endswith("_kwargs") else value
-        for key, value in vars(namespace).items()
-    }
+        raise UsageError(f"unknown argument {unknown[0]!r}; {_meant(unknown[0], parser)}")
+    given = vars(namespace)
+    for key, value in given.items():
+        if key.endswith("_kwargs"):
+            given[key] = dict(value)
+    return given
+
+
+def _meant(word: str, parser: argparse.ArgumentParser) -> str:
+    """Return the end of a message: what an unknown word of the command line may have meant."""
+    flag = word.partition("=")[0]
+    if flag in OTHERS:
+        return f"did you mean {OTHERS[flag]}?"
+    if not word.startswith("-") and Path(word).exists():
+        return f"did you mean --data-dir {word}?"
+    return near_matches(flag, parser._option_string_actions, "flags")

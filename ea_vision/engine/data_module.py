@@ -61,6 +61,12 @@ class DataModule:
         self.about = {}
         self.bad_images = BadImages(limit=0)
 
+    @classmethod
+    def check_places(cls, config: TrainConfig) -> None:
+        """Raise UsageError where --data-dir is not there; nothing is read yet."""
+        if config.data_dir and not Path(config.data_dir).exists():
+            raise UsageError(f"--data-dir {config.data_dir} does not exist")
+
     def create_model(self) -> tuple[nn.Module, dict]:
         """Return the network with its initial weights, and the keywords that make it again by `timm.create_model`."""
         config, weights = self.config, self.config.pretrained_path

@@ -111,6 +111,11 @@ class SmallImages(DataModule):
             self.train, self.evaluated = hold_out(data.train, config.holdout, config.seed)
             self.eval_split = "held_out"
 
+    @classmethod
+    def check_places(cls, config: CifarConfig) -> None:
+        if not config.download:
+            super().check_places(config)
+
     def train_loader(self, **keywords) -> TrainLoader:
         config = self.config
         flip = "on" if config.flip == "auto" else config.flip

@@ -296,20 +296,34 @@ class ClassFolders(DataModule):
                 config.input_key,
                 config.target_key,
             )
+        return ImageFiles(self._place_of(config, split, named, training), config.num_classes)
+
+    @staticmethod
+    def _place_of(config: ImageNetConfig, split: str, named: str, training: bool) -> Path:
+        """Return the folder or tar of "train" or "validation"."""
         if not config.data_dir:
             raise UsageError(
                 f"no {split} images: --data-dir is required, or --train-beton and --val-beton"
             )
         root = Path(config.data_dir)
         if not named:
-            return ImageFiles(find_split(root, split, or_root=not training), config.num_classes)
-        places = [path for path in (root / named, root / f"{named}.tar") if path.exists()]
-        if not places:
-            raise UsageError(
-                f"{split} images: {root} has neither {named} nor {named}.tar (--train-split and "
-                "--val-split are names in --data-dir)"
-            )
-        return ImageFiles(places[0], config.num_classes)
+            return find_split(root, split, or_root=not training)
+        for path in (root / named, root / f"{named}.tar"):
+            if path.exists():
+                return path
+        raise UsageError(
+            f"{split} images: {root} has neither {named} nor {named}.tar (--train-split and "
+            "--val-split are names in --data-dir)"
+        )
+
+    @classmethod
+    def check_places(cls, config: ImageNetConfig) -> None:
+        if config.dataset or not config.data_dir:
+            return
+        if not config.train_beton:
+            cls._place_of(config, "train", config.train_split, True)
+        if not config.val_beton:
+            cls._place_of(config, "validation", config.val_split, True)
 
     def train_loader(self, **keywords) -> ImageTrainLoader | BetonTrainLoader:
         config, source = self.config, self.train

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ea_vision.base.errors import UsageError
+from ea_vision.engine import train_imagenet
 from ea_vision.engine.config import load_recipe, make_parser, parse, resolve
 from ea_vision.engine.train_cifar import EXAMPLES, CifarConfig
 from ea_vision.engine.train_imagenet import ImageNetConfig
@@ -32,6 +33,34 @@ def test_command_line_over_recipe_over_defaults(tmp_path):
     )
 
 
+def test_fewer_epochs_than_the_recipes_warmup_shorten_it():
+    """In proportion, and said; a warm-up that is given stays."""
+    config = parsed("--epochs", "1", cls=ImageNetConfig)
+    assert config.warmup_epochs == "5%" and config.warmup_updates(100) == 5
+    assert config.notice == "the recipe's warm-up, 5 of 100 epochs, becomes 5% of 1"
+    assert parsed("--epochs", "5", cls=ImageNetConfig).warmup_epochs == 5
+    given = parsed("--epochs", "1", "--warmup-epochs", "5", cls=ImageNetConfig)
+    assert given.warmup_epochs == 5 and not given.notice
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        ("--data-dir {root}/no", "data folder {root}/no must have .*; it does not exist"),
+        ("--data-dir {root} --val-split dev", "validation images: {root} has neither dev nor"),
+        ("--data-dir {root}", ""),
+    ],
+)
+def test_a_wrong_folder_is_told_before_a_job_begins(photos, argv, message):
+    """By --check-options, so by slurm/imagenet.sbatch, not by each restart of torchrun."""
+    words = ["--check-options", *argv.replace("{root}", str(photos)).split()]
+    if not message:
+        assert train_imagenet.main(words) == 0
+        return
+    with pytest.raises(UsageError, match=message.replace("{root}", str(photos))):
+        train_imagenet.main(words)
+
+
 @pytest.mark.parametrize(
     "cls, argv, message",
     [
@@ -51,6 +80,8 @@ def test_command_line_over_recipe_over_defaults(tmp_path):
                 ("--model-kwargs alpha", "key=value"),
                 ("--lr", "expected one argument"),
                 ("stray", "unknown argument 'stray'"),
+                ("tests", "unknown argument 'tests'; did you mean --data-dir tests?"),
+                ("--learning-rate 1", "unknown argument '--learning-rate'; did you mean --lr?"),
                 (
                     "--dataset digits --data-dir photos",
                     "data_dir must be empty, got photos (--dataset folder reads it)",
