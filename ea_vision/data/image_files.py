@@ -8,9 +8,12 @@ passed over (`image_names`). timm's readers, which would do most of this, read a
 take `images` for the class of class/images/x.jpg.
 """
 
+import contextlib
+import functools
 import hashlib
 import io
 import logging
+import multiprocessing
 import os
 import stat
 from collections.abc import Iterable, Iterator
@@ -37,18 +40,22 @@ log = logging.getLogger(__name__)
 # Pillow's names; nothing else is decoded anywhere.
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM", "TIFF")
 MAX_PIXELS = 100_000_000  # of an image
+TWELVE_BITS = 4096  # more than the greatest value of cameras and scanners with 12 bits
 
 
 class BrokenImage(ValueError):
     """An image that cannot be decoded, or is too large; the message says why."""
 
 
-def decode_image(file: str | Path | BinaryIO, over_white: bool = False) -> Image.Image:
+def decode_image(
+    file: str | Path | BinaryIO, over_white: bool = False, name: str = ""
+) -> Image.Image:
     """Decode a file to 8-bit RGB; its size is looked at before its pixels are decoded, and it is not turned as its EXIF
     data says, as in timm and torchvision, whose published accuracies are without it.
 
     Args:
         over_white: put transparent pixels on white. Off by default, as in timm and torchvision, which drop alpha.
+        name: of the image in what is said of it; default: the path.
 
     Raises:
         BrokenImage: it has more than MAX_PIXELS, cannot be decoded, or is of none of IMAGE_FORMATS.
@@ -58,7 +65,7 @@ def decode_image(file: str | Path | BinaryIO, over_white: bool = False) -> Image
         with Image.open(file, formats=IMAGE_FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise BrokenImage(f"{limit}, got {image.width}x{image.height}")
-            return to_rgb(image, over_white)
+            return to_rgb(image, over_white, name or image.filename)
     except BrokenImage:
         raise
     except Image.DecompressionBombError as error:
@@ -67,26 +74,39 @@ def decode_image(file: str | Path | BinaryIO, over_white: bool = False) -> Image
         raise BrokenImage(f"{type(error).__name__}: {error}") from error
 
 
-def to_rgb(image: Image.Image, over_white: bool = False) -> Image.Image:
+def to_rgb(image: Image.Image, over_white: bool = False, name: str = "") -> Image.Image:
     """Decode and convert to 8-bit RGB. 16-bit grey keeps its upper 8 bits (Pillow alone would cut it off at 255).
 
     Raises:
         BrokenImage: 32-bit integers or floating-point numbers, of which no file says what white is.
     """
-    if over_white and (
-        image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info
-    ):
+    if over_white and _has_alpha(image):
         image = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
-    if image.mode == "F" or image.mode == "I" and image.format == "TIFF":
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, image).convert("RGB")
+    if image.mode == "F" or (image.mode == "I" and image.format == "TIFF"):
         raise BrokenImage(
             f"must have 8 or 16 bits a channel, got pixels of Pillow's mode {image.mode}"
         )
     if image.mode == "I" or image.mode.startswith("I;16"):
-        image = Image.fromarray(
-            (np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)
-        )
+        values = np.asarray(image).astype(np.int64)
+        if 255 < values.max() < TWELVE_BITS and multiprocessing.parent_process() is None:
+            _say_dark(str(name))
+        image = Image.fromarray((values >> 8).clip(0, 255).astype(np.uint8))
     return image.convert("RGB")
+
+
+def _has_alpha(image: Image.Image) -> bool:
+    return image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info
+
+
+@functools.cache
+def _say_dark(name: str) -> None:
+    """Log, once per file, that an image has fewer bits than its file."""
+    log.warning(
+        f"image {name or 'without a name'} has 16 bits a channel and no value of {TWELVE_BITS} or more: if "
+        "it was taken with 12 bits, it is read much too dark; multiply its values by 16"
+    )
 
 
 class Entry(NamedTuple):
@@ -129,6 +149,8 @@ class ImageFiles:
         number = {name: target for target, name in enumerate(self.classes)}
         self.targets = np.array([number[label] for label in labels], np.int64)
         check_classes(self.name, self.classes, num_classes)
+        with contextlib.suppress(BrokenImage):  # said when it is trained on
+            self.read(0)  # says whether it has 12 bits, which worker processes do not
 
     def __len__(self) -> int:
         return len(self.names)
@@ -194,7 +216,8 @@ class ImageFiles:
             data = read_span(self._tars[index] or self.describe(index), start, size)
         except OSError as error:
             raise BrokenImage(str(error)) from error
-        return decode_image(io.BytesIO(data)), int(self.targets[index])
+        image = decode_image(io.BytesIO(data), name=self.describe(index))
+        return image, int(self.targets[index])
 
     def fingerprint(self) -> str:
         """Return SHA-256 over the classes, names and sizes of the images: the same wherever they lie."""

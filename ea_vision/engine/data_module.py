@@ -185,7 +185,7 @@ class DataModule:
                         zip(self.classes, result.confusion, others, strict=True)
                     )
                 ]
-            ).encode(),
+            ).encode("utf-8", "surrogateescape"),
         )
         atomic_write(paths[2], confusion_png(result, self.classes, about["model"]))
         return paths

@@ -6,9 +6,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from ea_vision.base.errors import UsageError
+from ea_vision.base.processes import World
+from ea_vision.data.bad_images import BadImages
 from ea_vision.data.image_files import ImageFiles
 from ea_vision.recorder.inputs import find_images
 
@@ -90,3 +93,7 @@ def test_names_that_are_no_utf8_are_read_and_have_a_fingerprint(folder):
     os.rename(folder / "a" / "0.png", os.fsencode(folder / "a") + b"/\xff.png")
     files = ImageFiles(folder)
     assert files.read(0)[1] == 0 and files.fingerprint() != before
+    bad = BadImages(1)
+    bad.new[files.describe(0)] = "it is broken"
+    bad.collect(World(0, 1, torch.device("cpu")), folder)
+    assert b"/\xff.png,it is broken" in (folder / "bad_images.csv").read_bytes()

@@ -271,6 +271,20 @@ def test_kinds_of_pixels(tmp_path):
             decode_image(tmp_path / "numbers.tif")
 
 
+def test_twelve_bits_in_a_file_of_sixteen_are_said(tmp_path, caplog):
+    """Once per file: by the trainers for the first image, by predict for each."""
+    for bits, lines in ((12, 1), (16, 0), (8, 0)):
+        folder = tmp_path / str(bits) / "class"
+        folder.mkdir(parents=True)
+        values = np.linspace(0, 2**bits - 1, 100).astype(np.uint16).reshape(10, 10)
+        Image.fromarray(values).save(folder / "x.png")
+        ImageFiles(folder.parent).read(0)
+        decode_image(folder / "x.png")
+        assert caplog.text.count("if it was taken with 12 bits, it is read much too dark") == lines
+        assert not lines or f"image {folder / 'x.png'} has 16 bits a channel" in caplog.text
+        caplog.clear()
+
+
 # ---- damaged bytes: one error, or what was there ---------------------------------------------------------------------
 
 PHOTO = picture(0, (40, 30))
