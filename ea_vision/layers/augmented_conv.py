@@ -412,11 +412,11 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         qk = qk.reshape(B, 2 * self.num_heads, self.dim_head_qk, H * W)
         gain = self.qk_gain
         if gain is None:
-            q, k = qk.chunk(2, dim=1)
+            q, k = qk.transpose(-2, -1).chunk(2, dim=1)
         else:
             q, k = normalise_heads(qk, gain)
         v = v.reshape(B, self.num_heads, self.dim_head_v, H * W).transpose(-2, -1)
-        return q.transpose(-2, -1), k.transpose(-2, -1), v, (H, W)
+        return q, k, v, (H, W)
 
     def logits_of(self, q: Tensor, k: Tensor, feat_size: tuple[int, int]) -> Tensor:
         """Return the layer's logits before any evolution; see `EvolvingMaps`."""

@@ -6,8 +6,8 @@
 | implementation | runs                                             | never has in memory            |
 | -------------- | ------------------------------------------------ | ------------------------------ |
 | cpu            | on a CPU, a C kernel compiled on first use       | anything N x N but the logits  |
-| triton         | chained attention (EA, PA) on CUDA               | anything N x N but the logits  |
-| sdpa           | unchained attention (AA) on CUDA                 | anything N x N                 |
+| triton         | chained attention (EA, PA), small maps, on CUDA  | anything N x N but the logits  |
+| sdpa           | unchained attention (AA) of large maps on CUDA   | anything N x N                 |
 | flex           | windows of pixels and heads on CUDA              | anything N x N                 |
 | reference      | everywhere, readable torch                       |                                |
 
@@ -43,6 +43,10 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 BY_DEVICE = {"cpu": ("cpu",), "cuda": ("sdpa", "triton", "flex")}  # in this order
 OTHER_DEVICES = ("triton",)
+# AA with position tables on maps of at most so many pixels: `triton` makes half of the calls of `sdpa`, which builds
+# wider queries and keys, and needs no more memory. Of larger maps the logits that it keeps count.
+FEW_PIXELS = 256
+FEW_CALLS = ("triton", "sdpa")
 LARGE_MAP = 2500  # pixels
 
 _logger = logging.getLogger(__name__)
@@ -103,8 +107,13 @@ def _as_number(gate: float | Tensor) -> float | Tensor:
 
 def _choose(problem: Problem) -> Implementation:
     """Return the device's first implementation that can solve this; the log says why not those before it."""
-    device, against = problem.q.device.type, []
-    for name in (*BY_DEVICE.get(device, OTHER_DEVICES), "reference"):
+    device = problem.q.device.type
+    against = []
+    names = BY_DEVICE.get(device, OTHER_DEVICES)
+    small = problem.height_rel is not None and problem.q.shape[2] <= FEW_PIXELS
+    if device == "cuda" and small and problem.prev_logits is None and not problem.local:
+        names = FEW_CALLS
+    for name in (*names, "reference"):
         reason = IMPLEMENTATIONS[name].reason_against(problem)
         if reason is None:
             break
@@ -256,7 +265,7 @@ def halve(x: Tensor) -> Tensor:
 
 
 def normalise_heads(qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
-    """Normalise queries and keys (B, 2K, D, N), the queries times gain (K): (B, K, D, N) each; see `head_norm`."""
+    """Normalise queries and keys (B, 2K, D, N), the queries times gain (K): (B, K, N, D) each; see `head_norm`."""
     if needs_readable():
         return head_norm.readable(qk, gain)
     if qk.device.type == "cpu":

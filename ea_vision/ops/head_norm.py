@@ -35,11 +35,11 @@ def readable(qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
         gain: (K,).
 
     Returns:
-        queries and keys, (B, K, D, N) each, computed in float32 at least.
+        queries and keys, (B, K, N, D) each, computed in float32 at least.
     """
     wide = qk.to(torch.promote_types(qk.dtype, torch.float32))
     normalised = wide * (_rate(wide) * _gains(gain))
-    q, k = normalised.to(qk.dtype).chunk(2, dim=1)
+    q, k = normalised.to(qk.dtype).transpose(2, 3).chunk(2, dim=1)
     return q, k
 
 
@@ -48,8 +48,7 @@ def by_rms_norm(qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
     width = qk.shape[2]
     normalised = F.rms_norm(qk.transpose(2, 3), (width,), eps=EPSILON).to(qk.dtype)
     q, k = normalised.chunk(2, dim=1)
-    q = q * gain.view(-1, 1, 1).to(qk.dtype)
-    return q.transpose(2, 3), k.transpose(2, 3)
+    return q * gain.view(-1, 1, 1).to(qk.dtype), k
 
 
 def by_parts(qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,7 +70,7 @@ class _ByParts(torch.autograd.Function):
             wide = x.to(wide_dtype, copy=True)
             to_rate.copy_(_rate(wide))
             to_made.copy_(wide.mul_(to_rate * gains))
-        q, k = made.chunk(2, dim=1)
+        q, k = made.transpose(2, 3).chunk(2, dim=1)
         return q, k, rate
 
     @staticmethod
@@ -90,6 +89,8 @@ class _ByParts(torch.autograd.Function):
         gains = _gains(gain)
         grad_qk = torch.empty_like(qk)
         along = torch.empty_like(rate)
+        grad_q = grad_q.transpose(2, 3)
+        grad_k = grad_k.transpose(2, 3)
         parts = in_parts(qk, rate, grad_q, grad_k, grad_qk, along)
         for x, r, from_q, from_k, to_qk, to_along in parts:
             x = x.to(rate.dtype)

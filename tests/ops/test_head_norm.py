@@ -82,7 +82,7 @@ def test_float32_on_the_kernel_refuses_second_derivatives(layer, x):
 def test_every_form_is_the_readable_one(form, dtype, tolerance):
     qk = (3 * torch.randn(3, 4, 5, 6)).to(dtype).requires_grad_()
     gain = torch.tensor([0.5, 2.0], dtype=dtype, requires_grad=True)
-    weights = [torch.randn(3, 2, 5, 6).to(dtype) for _ in range(2)]
+    weights = [torch.randn(3, 2, 6, 5).to(dtype) for _ in range(2)]
 
     def results(normalise):
         made = normalise(qk, gain)
