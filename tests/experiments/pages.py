@@ -1,4 +1,4 @@
-"""What a page says: numbers that a section must have, whatever words stand around them."""
+"""Checks of pages: the numbers that a section must contain, whatever words stand around them."""
 
 import re
 from pathlib import Path
@@ -40,7 +40,7 @@ def section(page: str, heading: str = "") -> str:
 
 
 def rows_of(page: str, pattern: str, heading: str = "") -> list:
-    """Return what a pattern finds in the lines of a section."""
+    """Return the matches of a pattern in the lines of a section."""
     return re.findall(f"^{pattern}$", section(page, heading), re.M)
 
 
@@ -52,17 +52,18 @@ def shown(numbers) -> list[str]:
 def page_says(page: str, heading: str, *numbers: str | float) -> None:
     """Check that the section under `heading` has these numbers; a minus sign may be a hyphen, and a number has two
     digits after its point."""
-    text = " ".join(section(page, heading).replace("\N{MINUS SIGN}", "-").split())
-    missing = [
-        number for number in shown(numbers) if number.replace("\N{MINUS SIGN}", "-") not in text
-    ]
+    text = " ".join(hyphened(section(page, heading)).split())
+    missing = [number for number in shown(numbers) if hyphened(number) not in text]
     assert missing == [], f"{page}, {heading}: {missing}"
+
+
+def hyphened(text: str) -> str:
+    return text.replace("\N{MINUS SIGN}", "-")
 
 
 def points(of, plus: str = "") -> str:
     """Return a difference with its interval, of a row or dict with difference, low and high: "0.35 (-0.01 to 0.71)"."""
-    difference, low, high = (of[key] for key in ("difference", "low", "high"))
-    return f"{difference:{plus}.2f} ({low:.2f} to {high:.2f})"
+    return f"{of['difference']:{plus}.2f} ({of['low']:.2f} to {of['high']:.2f})"
 
 
 def span(values, digits: int = 2) -> str:

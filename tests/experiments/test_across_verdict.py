@@ -1,4 +1,6 @@
-"""The verdict on attention across layers: its analysis, the pages that say its figures, and the script of its runs."""
+"""The verdict on attention across layers: its analysis, the pages with its figures, and the script of its runs."""
+
+from itertools import product
 
 import pandas as pd
 import pytest
@@ -28,17 +30,22 @@ from experiments.across.sequences import recall
 from experiments.evidence import read_runs, write_runs
 from tests.experiments.pages import page_says, points, rows_of, section, span, table, top1_of
 
-PAGE, WHICH, CHANCES = "docs/across-layers.md", "Which to use", "What these seeds could have found"
+PAGE = "docs/across-layers.md"
+WHICH = "Which to use"
+CHANCES = "What these seeds could have found"
 PROTOCOL = "experiments/across/README.md"
 
 
 def test_runs_with_a_row_are_not_made_again_and_seeds_come_one_after_another(tmp_path, monkeypatch):
-    made, part, out = [], PARTS["vit-alone"], tmp_path / "rows"
+    part = PARTS["vit-alone"]
+    out = tmp_path / "rows"
     kept = read_runs(RESULTS / "vit-alone.csv", variants=["plain", "uniform"]).iloc[[0, -1]]
+    like_the_first = kept.drop(columns="variant").iloc[0]
+    made = []
 
     def train(command, folder, seed):
         made.append(folder.name)
-        return {**kept.drop(columns="variant").iloc[0], "seed": seed, "top1": float(len(made))}
+        return {**like_the_first, "seed": seed, "top1": float(len(made))}
 
     monkeypatch.setenv("TIMM_FUSED_ATTN", "1")  # put back afterwards
     monkeypatch.setattr(sweep, "train", train)
@@ -46,177 +53,142 @@ def test_runs_with_a_row_are_not_made_again_and_seeds_come_one_after_another(tmp
     write_runs(kept, out / "vit-alone.csv")
     command = [str(tmp_path / "runs"), "--cifar10", "ten", "-o", str(out)]
     assert run.main([*command, "--parts", "vit-alone"]) == 0
-    assert made == [
-        f"vit-alone,{variant},{seed}"
-        for seed in part.seeds
-        for variant in part.own
-        if (variant, seed) not in set(zip(kept["variant"], kept["seed"], strict=True))
-    ]
+    has_row = set(zip(kept["variant"], kept["seed"], strict=True))
+    wanted = [(variant, seed) for seed, variant in product(part.seeds, part.own)]
+    missing = [of for of in wanted if of not in has_row]
+    assert made == [f"vit-alone,{variant},{seed}" for variant, seed in missing]
     rows = read_runs(out / "vit-alone.csv", variants=part.own)
-    assert (
-        len(rows) == len(part.own) * len(part.seeds)
-        and rows["top1"].iloc[0] == kept["top1"].iloc[0]
-    )
+    assert len(rows) == len(wanted)
+    assert rows["top1"].iloc[0] == kept["top1"].iloc[0]
     run.main([*command, "--only", "vit-alone", "conv2d", "103"])
-    assert made[-1] == "vit-alone,conv2d,103" and len(read_runs(out / "vit-alone.csv")) == len(rows)
-    for wrong, message in (
-        (["--only", "vit-dear", "conv2d", "100"], "vit-dear conv2d: .*vit-dear: refiner, mta"),
-        (["--parts", "cifar100"], "cifar100 needs --cifar100 DIR"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            run.main([*command, *wrong])
+    assert made[-1] == "vit-alone,conv2d,103"
+    assert len(read_runs(out / "vit-alone.csv")) == len(rows)
+    with pytest.raises(UsageError, match="vit-dear conv2d: .*vit-dear: refiner, mta"):
+        run.main([*command, "--only", "vit-dear", "conv2d", "100"])
+    with pytest.raises(UsageError, match="cifar100 needs --cifar100 DIR"):
+        run.main([*command, "--parts", "cifar100"])
 
 
 def test_equal_operations_are_those_that_are_counted():
     network = NETWORKS[RIVAL]
+
+    def operations(**more):
+        model = timm.create_model(network.model, **network.keywords, **more)
+        return count(model, (3, 32, 32)).macs
+
     with torch.device("meta"):
-        plain, conv2d = (
-            count(timm.create_model(network.model, **network.keywords, **more), (3, 32, 32)).macs
-            for more in ({}, mechanism(RIVAL, "conv2d"))
-        )
-    assert EPOCHS[EVEN] == round(8 * conv2d / plain, 2)
+        ratio = operations(**mechanism(RIVAL, "conv2d")) / operations()
+    assert EPOCHS[EVEN] == round(8 * ratio, 2)
 
 
-def test_the_pages_say_what_the_kept_runs_say(tmp_path, capsys):
-    """verdict.csv is what the rows of runs give, and the pages have its tables and figures; a part that is not complete
-    is left out."""
+def test_the_analysis_gives_the_kept_verdict_and_the_tables_of_the_pages(tmp_path, capsys):
+    """A part that is not complete is left out."""
     assert analyse.main([str(RESULTS), "-o", str(tmp_path)]) == 0
-    pd.testing.assert_frame_equal(
-        pd.read_csv(tmp_path / "verdict.csv"), table("across/verdict.csv"), rtol=1e-9
-    )
+    made = pd.read_csv(tmp_path / "verdict.csv")
+    pd.testing.assert_frame_equal(made, table("across/verdict.csv"), rtol=1e-9)
     printed = capsys.readouterr().out
-    lines = [*section(PAGE).splitlines(), *section(PROTOCOL).splitlines()]
-    tables = [
-        line
-        for line in printed[printed.index("\n|  | small") :].splitlines()
-        if line.startswith("|")
-    ]
-    assert len(tables) >= 20 and [line for line in tables if line not in lines] == []
+    lines = printed[printed.index("\n|  | small") :].splitlines()
+    tables = [line for line in lines if line.startswith("|")]
+    assert len(tables) >= 20
+    on_pages = [*section(PAGE).splitlines(), *section(PROTOCOL).splitlines()]
+    assert [line for line in tables if line not in on_pages] == []
+
+
+def with_word(of) -> str:
+    """Return `points` with the word after the difference."""
+    return points(of).replace(" ", " points ", 1)
+
+
+def mean_of(part: str, variant: str) -> float:
+    return top1_of(f"across/{part}.csv")[variant].mean()
+
+
+def test_the_pages_say_what_the_kept_runs_say():
     rows = table("across/verdict.csv").set_index(["part", "name"])
-    conv2d, longer, even = (
-        rows.loc[part, "conv2d"] for part in ("vit-rival", "equal-time", "equal-operations")
-    )
+    conv2d = rows.loc["vit-rival", "conv2d"]
+    longer = rows.loc["equal-time", "conv2d"]
+    even = rows.loc["equal-operations", "conv2d"]
     significant = rows[(rows["p_holm"] < 0.05) & (rows["difference"] > 0)]
     assert list(significant.index) == [("vit-rival", "conv2d"), ("second-token-conv", "token_conv")]
     assert longer["p_holm"] < 0.001
     equal_time = rows.loc["second-token-conv", "token_conv"]
-    means = [
-        top1_of(f"across/{part}.csv")[variant].mean()
-        for part, variant in (
-            ("second-updates", "token_conv"),
-            ("second-token-conv", AS_TOKEN_CONV),
-        )
-    ]
+    token_conv = mean_of("second-updates", "token_conv")
+    as_long = mean_of("second-token-conv", AS_TOKEN_CONV)
+    page_says(PROTOCOL, "", with_word(equal_time))
+    page_says(PROTOCOL, "", f"{token_conv:.2f} against {as_long:.2f}%")
+    page_says(PAGE, WHICH, points(equal_time, "+").replace(" ", "** ", 1))
+    page_says("docs/experiments.md", "", points(equal_time))
+    for name in ("xsa", "gated"):
+        for part in ("second-updates", f"second-{name}"):
+            gain = points(rows.loc[part, name], "+")
+            page_says(PROTOCOL, "", f"{name} {gain}")
+            page_says(PAGE, WHICH, gain)
+    long = rows.loc["second-long", LONG_CONV2D]
+    of_conv2d = mean_of("second-long", LONG_CONV2D)
+    of_token_conv = mean_of("second-long", LONG_TOKEN_CONV)
+    page_says(PROTOCOL, "", f"{points(long, '+')}, p {long['p']:.3f}")
+    page_says(PROTOCOL, "", f"{of_conv2d:.2f} against {of_token_conv:.2f}%")
+    page_says(PROTOCOL, "", long["found_at_80_percent"])
+    page_says(PAGE, WHICH, f"{points(conv2d, '+')}, corrected p = {conv2d['p_holm']:.3f}")
+    page_says(PAGE, WHICH, points(longer), points(long, "+"))
+    page_says(PAGE, WHICH, f"{100 * (conv2d['time_ratio'] - 1):.0f}% more time")
     tested = rows[rows["p"].notna()]
     beside = tested.loc["cifar100"]  # convolutions: question 3
-    equal = (
-        table("../factorial/effects.csv")
-        .query("name == 'EA - none equal time' and data == 'cifar100'")
-        .iloc[0]
-    )
-    long = rows.loc["second-long", LONG_CONV2D]
-    second = {
-        name: [points(rows.loc[f"second-{part}", name], "+") for part in ("updates", name)]
-        for name in ("xsa", "gated")
-    }
-    page_says(
-        PROTOCOL,
-        "",
-        points(equal_time).replace(" ", " points ", 1),
-        "{:.2f} against {:.2f}%".format(*means),
-        *(f"{name} {found}" for name, each in second.items() for found in each),
-        f"{points(long, '+')}, p {long['p']:.3f}",
-        "{:.2f} against {:.2f}%".format(
-            *top1_of("across/second-long.csv").mean()[[LONG_CONV2D, LONG_TOKEN_CONV]]
-        ),
-        long["found_at_80_percent"],
-    )
-    page_says(
-        PAGE,
-        WHICH,
-        f"{points(conv2d, '+')}, corrected p = {conv2d['p_holm']:.3f}",
-        points(longer),
-        points(beside.loc["conv2d"], "+"),
-        points(equal_time, "+").replace(" ", "** ", 1),
-        points(long, "+"),
-        *(found for each in second.values() for found in each),
-        f"{100 * (conv2d['time_ratio'] - 1):.0f}% more time",
-        " to ".join(f"{x:+.2f}" for x in beside["difference"].agg(["min", "max"])),
-        f"{beside['p_holm'].min():.3f}",
-        points(equal),
-    )
-    page_says(
-        "README.md",
-        "",
-        f"{conv2d['difference']:.2f} points",
-        f"{-longer['difference']:.2f} behind",
-        f"({-long['difference']:.2f} where",
-        points(beside.loc["conv2d"]),
-        f"{equal_time['difference']:.2f} points",
-    )
-    page_says("docs/experiments.md", "", points(equal_time))
-    page_says(
-        PAGE,
-        "The verdict",
-        points(even),
-        *(points(rows.loc["vit-alone", name], "+") for name in ("conv2d", "residual", "uniform")),
-    )
-    page_says(
-        PAGE,
-        CHANCES,
-        *(span(tested.loc[part, "found_at_80_percent"]) for part in ("vit-rival", "cifar100")),
-    )
+    smallest = beside["difference"].min()
+    largest = beside["difference"].max()
+    page_says(PAGE, WHICH, points(beside.loc["conv2d"], "+"))
+    page_says(PAGE, WHICH, f"{smallest:+.2f} to {largest:+.2f}", f"{beside['p_holm'].min():.3f}")
+    effects = table("../factorial/effects.csv")
+    of_time = effects.query("name == 'EA - none equal time' and data == 'cifar100'")
+    page_says(PAGE, WHICH, points(of_time.iloc[0]))
+    page_says("README.md", "", f"{conv2d['difference']:.2f} points")
+    page_says("README.md", "", f"{-longer['difference']:.2f} behind")
+    page_says("README.md", "", f"({-long['difference']:.2f} where")
+    page_says("README.md", "", points(beside.loc["conv2d"]))
+    page_says("README.md", "", f"{equal_time['difference']:.2f} points")
+    page_says(PAGE, "The verdict", points(even))
+    for name in ("conv2d", "residual", "uniform"):
+        page_says(PAGE, "The verdict", points(rows.loc["vit-alone", name], "+"))
+    for part in ("vit-rival", "cifar100"):
+        page_says(PAGE, CHANCES, span(tested.loc[part, "found_at_80_percent"]))
 
 
-def test_what_the_seeds_could_have_found_and_what_mechanisms_cost():
-    """power.csv is what the spreads of the runs give; token_conv's gain and cost, what conv2d is worth, the steps."""
-    of = table("across/power.csv").set_index("name")
-    pd.testing.assert_frame_equal(power.achieved().set_index("name"), of)
-    page_says(
-        PAGE,
-        CHANCES,
-        *of["power"],
-        f"{power.PLANNED} points",
-        *(f"{of.overstated[name]:.1f}" for name in ("conv2d", "ea")),
-    )
-    added = (
-        top1_of("across/vit-rival.csv")["token_conv"] - top1_of("across/vit-alone.csv")["plain"]
-    ).dropna()
-    (first, second, third), share = power.worth_in_updates()
-    times = step_times()
+def test_the_power_of_the_verdict():
+    """power.csv follows from the spreads of the runs."""
+    kept = table("across/power.csv").set_index("name")
+    pd.testing.assert_frame_equal(power.achieved().set_index("name"), kept)
+    page_says(PAGE, CHANCES, *kept["power"], f"{power.PLANNED} points")
+    for name in ("conv2d", "ea"):
+        page_says(PAGE, CHANCES, f"{kept.overstated[name]:.1f}")
+
+
+def test_what_mechanisms_cost():
+    """token_conv's gain and cost, conv2d's worth in updates, the times of steps."""
+    with_conv = top1_of("across/vit-rival.csv")["token_conv"]
+    added = (with_conv - top1_of("across/vit-alone.csv")["plain"]).dropna()
     assert len(added) == 5
-    page_says(
-        PAGE,
-        WHICH,
-        f"{added.mean():+.2f}, five seeds",
-        f"{times[RIVAL, 'plain'] / times[VIT, 'plain']:.3f}",
-        f"{100 * share:.0f}% more updates",
-        f"{first:.2f}, {second:.2f} and {third:.2f}%",
-    )
-    ratios = table("across/benchmark.csv").set_index(["network", "kind"])["train_ratio"][
-        "vit_small_patch16_224"
-    ]
-    for kind, ratio in ratios.drop("plain").items():
+    page_says(PAGE, WHICH, f"{added.mean():+.2f}, five seeds")
+    times = step_times()
+    page_says(PAGE, WHICH, f"{times[RIVAL, 'plain'] / times[VIT, 'plain']:.3f}")
+    (first, second, third), share = power.worth_in_updates()
+    page_says(PAGE, WHICH, f"{100 * share:.0f}% more updates")
+    page_says(PAGE, WHICH, f"{first:.2f}, {second:.2f} and {third:.2f}%")
+    benchmark = table("across/benchmark.csv").set_index(["network", "kind"])["train_ratio"]
+    for kind, ratio in benchmark["vit_small_patch16_224"].drop("plain").items():
         assert rows_of(PAGE, rf"\| `{kind}` \|.*\| {ratio:.2f} \|", "Which there are"), kind
 
 
-def test_what_recall_asks_for_and_what_solves_it():
+def test_the_answers_of_recall_and_what_solves_it():
+    heading = "Two tasks without images"
     symbols, wanted = recall(100_000, torch.Generator().manual_seed(0))
-    frequent = 100 * (symbols[:, 1:16:2].mode(1).values == wanted).float().mean().item()
+    most_frequent = symbols[:, 1:16:2].mode(1).values
+    share = 100 * (most_frequent == wanted).double().mean()
+    page_says(PAGE, heading, f"{share:.0f}%", "three of five")
     rows = table("across/recall.csv").groupby("variant")["result"]
-    assert (
-        all(rows.min()[["token_conv", "conv2d", "mta", "refiner"]] == 100)
-        and sum(rows.get_group("ea") > 99) == 3
-    )
+    assert all(rows.min()[["token_conv", "conv2d", "mta", "refiner"]] == 100)
+    assert sum(rows.get_group("ea") > 99) == 3
     bits = table("across/characters.csv").groupby("variant")["result"].mean()
-    page_says(
-        PAGE,
-        "Two tasks without images",
-        f"{frequent:.0f}%",
-        "three of five",
-        f"{bits['none']:.3f}",
-        f"{bits['token_conv']:.3f}",
-    )
+    page_says(PAGE, heading, f"{bits['none']:.3f}", f"{bits['token_conv']:.3f}")
 
 
 def test_the_row_of_each_part_of_the_second_verdict_has_how_long_its_runs_take():

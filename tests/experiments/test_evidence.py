@@ -26,11 +26,9 @@ from experiments.factorial.analyse import FACTORS
 from tests.experiments.pages import RESULTS
 
 STORED = RESULTS / "evidence"
-NONE, PA, EA = (
-    [70.1, 69.8, 71.0, 70.3, 69.9],
-    [70.9, 70.1, 71.2, 71.3, 70.0],
-    [71.0, 71.5, 72.1, 70.9, 71.6],
-)
+NONE = [70.1, 69.8, 71.0, 70.3, 69.9]
+PA = [70.9, 70.1, 71.2, 71.3, 70.0]
+EA = [71.0, 71.5, 72.1, 70.9, 71.6]
 
 
 def write_run(
@@ -39,51 +37,45 @@ def write_run(
     """Write a run folder's results.json, metrics.csv and config.yaml as the trainers do: 2 epochs, 10,000 images."""
     path = folder / name
     path.mkdir(parents=True)
-    write_json(
-        path / "results.json",
-        {
-            "eval_split": split,
-            f"{split}_images": 10_000,
-            f"{split}_best": {"top1": 99.0},
-            f"{split}_last": {"top1": top1},
-        },
-    )
-    (path / "metrics.csv").write_text(
-        f"step,train_loss,top1,seconds\n2,2.0,99.0,1.25\n4,1.5,{top1},1.25\n"
-    )
-    write_config(
-        path,
-        {"model": "m", "seed": int(name.rpartition("=")[2]), "output": name, **options},
-        {"data_fingerprint": data},
-    )
+    results = {
+        "eval_split": split,
+        f"{split}_images": 10_000,
+        f"{split}_best": {"top1": 99.0},
+        f"{split}_last": {"top1": top1},
+    }
+    write_json(path / "results.json", results)
+    rows = ["step,train_loss,top1,seconds", "2,2.0,99.0,1.25", f"4,1.5,{top1},1.25"]
+    (path / "metrics.csv").write_text("\n".join(rows) + "\n")
+    seed = int(name.rpartition("=")[2])
+    config = {"model": "m", "seed": seed, "output": name, **options}
+    write_config(path, config, {"data_fingerprint": data})
 
 
 def test_differences_without_spread_are_no_proof():
-    """Two equal differences tell nothing; they are equal where they spread by less than one image."""
-    assert math.isnan(paired([0.5, 0.5])["p"]) and math.isnan(
-        paired([0.37, 0.37 + 1e-12], resolution=0.01)["low"]
-    )
+    """Two equal differences prove nothing; they count as equal if they spread by less than one image."""
+    assert math.isnan(paired([0.5, 0.5])["p"])
+    assert math.isnan(paired([0.37, 0.37 + 1e-12], resolution=0.01)["low"])
     assert not math.isnan(paired([0.37, 0.36], resolution=0.01)["p"])
     with pytest.raises(UsageError, match="at least 2 seeds, got 1"):
         paired([1.0])
 
 
 def test_the_command_and_its_file_of_runs(tmp_path, capsys):
-    """The question is not corrected, the other pairs are; the file says what the folder said."""
-    runs, question = tmp_path / "runs", ["--question", "EA without skip,none"]
+    """The question is not corrected, the other pairs are; the file and the folder give the same tables."""
+    runs = tmp_path / "runs"
+    question = ["--question", "EA without skip,none"]
     for name, figures in (("none", NONE), ("PA", PA), ("EA without skip", EA)):
         for seed, top1 in enumerate(figures):
             write_run(runs, f"variant={name},seed={seed}", top1)
     assert main([str(runs), *question]) == 0
-    said, table = capsys.readouterr().out, pd.read_csv(runs / "evidence.csv")
-    assert (
-        f"| none | {', '.join(f'{v:.2f}' for v in NONE)} | {mean(NONE):.2f} | {stdev(NONE):.2f} | model=m |"
-        in said
-    )
-    assert (runs / "evidence.md").read_text() in said and (runs / "evidence.png").is_file()
-    assert table["difference"][0] == pytest.approx(mean(EA) - mean(NONE)) and math.isnan(
-        table["p_holm"][0]
-    )
+    said = capsys.readouterr().out
+    by_seed = ", ".join(f"{top1:.2f}" for top1 in NONE)
+    assert f"| none | {by_seed} | {mean(NONE):.2f} | {stdev(NONE):.2f} | model=m |" in said
+    assert (runs / "evidence.md").read_text() in said
+    assert (runs / "evidence.png").is_file()
+    table = pd.read_csv(runs / "evidence.csv")
+    assert table["difference"][0] == pytest.approx(mean(EA) - mean(NONE))
+    assert math.isnan(table["p_holm"][0])
     assert table["p_holm"][1:].tolist() == pytest.approx(holm(table["p"][1:]))
     file = runs / "evidence-runs.csv"
     assert pd.read_csv(file).iloc[0].to_dict() == {
@@ -100,16 +92,17 @@ def test_the_command_and_its_file_of_runs(tmp_path, capsys):
     assert main([str(file), *question, "-o", str(tmp_path / "again")]) == 0
     for name in ("evidence-runs.csv", "evidence.csv", "evidence.md"):
         assert (tmp_path / "again" / name).read_text() == (runs / name).read_text()
+    with pytest.raises(UsageError, match="takes two variants as A,B of"):
+        main([str(file), "--question", "PA,nonne"])
+    with pytest.raises(UsageError, match="no runs"):
+        main([str(file), "--question", "a,PA", "--variants", "a,PA"])
+
+
+def test_a_run_that_is_not_complete_is_refused(tmp_path):
     write_run(tmp_path, "variant=going on,seed=0", 60.0)
     (tmp_path / "variant=going on,seed=0" / "results.json").unlink()
     with pytest.raises(UsageError, match="going on,seed=0 is not complete"):
         read_runs(tmp_path)
-    for more, message in (
-        (["PA,nonne"], "takes two variants as A,B of"),
-        (["a,PA", "--variants", "a,PA"], "no runs"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            main([str(file), "--question", *more])
 
 
 @pytest.mark.parametrize(
@@ -143,11 +136,11 @@ def test_what_is_kept_is_what_the_runs_give(data, tmp_path):
     write_runs(runs, tmp_path / "runs.csv")
     assert (tmp_path / "runs.csv").read_text() == (STORED / f"{data}-runs.csv").read_text()
     top1 = by_variant(runs)
-    effects = factorial(top1, FACTORS, 0.01)
-    for made, kept in ((compare(top1, ("EA", "none"), 0.01), "pairs"), (effects, "factors")):
-        pd.testing.assert_frame_equal(
-            made, pd.read_csv(STORED / f"{data}-{kept}.csv"), rtol=1e-9, atol=1e-12
-        )
+    pairs = pd.read_csv(STORED / f"{data}-pairs.csv")
+    effects = pd.read_csv(STORED / f"{data}-factors.csv")
+    near = {"rtol": 1e-9, "atol": 1e-12}
+    pd.testing.assert_frame_equal(compare(top1, ("EA", "none"), 0.01), pairs, **near)
+    pd.testing.assert_frame_equal(factorial(top1, FACTORS, 0.01), effects, **near)
 
 
 def test_a_sweep_trains_its_variants_and_goes_on(tmp_path, monkeypatch, capsys):
@@ -166,38 +159,12 @@ def test_a_sweep_trains_its_variants_and_goes_on(tmp_path, monkeypatch, capsys):
         poll = wait
 
     monkeypatch.setattr(sweep.subprocess, "Popen", Process)
-    argv = [
-        "--variant",
-        "none=--model a",
-        "--variant",
-        "EA=--model b",
-        "--set",
-        "alpha=0,0.5",
-        "--test",
-        "--output",
-        str(tmp_path / "s"),
-        "--",
-        "--epochs",
-        "3",
-    ]
+    variants = ["--variant", "none=--model a", "--variant", "EA=--model b", "--set", "alpha=0,0.5"]
+    argv = [*variants, "--test", "--output", str(tmp_path / "s"), "--", "--epochs", "3"]
     assert sweep.main(argv) == 0
     folder = tmp_path / "s" / "variant=none alpha=0.5,seed=0"
-    assert commands[1] == [
-        "-m",
-        "ea_vision",
-        "train-cifar",
-        "--epochs",
-        "3",
-        "--test",
-        "--model",
-        "a",
-        "--model-kwargs",
-        "alpha=0.5",
-        "--output",
-        str(folder),
-        "--seed",
-        "0",
-    ]
+    trainer = "-m ea_vision train-cifar --epochs 3 --test --model a --model-kwargs alpha=0.5"
+    assert commands[1] == [*trainer.split(), "--output", str(folder), "--seed", "0"]
     rows = pd.read_csv(tmp_path / "s" / "sweep.csv")
     assert rows[["variant", "test_top1"]].values.tolist() == [
         ["none alpha=0", 51],

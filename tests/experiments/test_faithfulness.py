@@ -17,7 +17,7 @@ from experiments.faithfulness import centre_source, gradient_source, main, measu
 
 
 def test_patches_by_hand():
-    """A 2x2 grid whose probability is known: the class's logit is the sum of a weight a patch, over what is shown."""
+    """On a 2x2 grid with a known probability: the class's logit is the sum of the weights of the patches shown."""
     weights = torch.tensor([[3.0, -1.0], [0.5, 2.0]])
 
     def predict(batch):
@@ -25,56 +25,48 @@ def test_patches_by_hand():
         logit = (shown * weights).sum((1, 2))
         return torch.stack([logit, torch.zeros_like(logit)], dim=1)
 
-    sources = [
-        lambda *_: {"weights": weights[None]},
-        partial(gradient_source, predict, (0, 0, 0), (2, 2)),
-    ]
-    curves, same = measure(
-        predict,
-        torch.full((2, 3, 4, 6), 255, dtype=torch.uint8),
-        sources,
-        (2, 2),
-        mean=(0, 0, 0),
-        steps=4,
-        batch_size=1,
-    )
+    def by_weights(*_):
+        return {"weights": weights[None]}
+
+    by_gradient = partial(gradient_source, predict, (0, 0, 0), (2, 2))
+    images = torch.full((2, 3, 4, 6), 255, dtype=torch.uint8)
+    options = dict(mean=(0, 0, 0), steps=4, batch_size=1)
+    curves, same = measure(predict, images, [by_weights, by_gradient], (2, 2), **options)
     assert torch.equal(curves.removed, same.removed), "a linear network's gradient is its weights"
-    assert curves.counts == (1, 2, 3) and curves.bins == (1, 1, 1, 1, 2)
-    p = torch.sigmoid(torch.tensor([4.5, 1.5, -0.5, -1.0, 0.0]))  # as 3, 2, 0.5, -1 go
-    q = torch.sigmoid(torch.tensor([0.0, 3.0, 5.0, 5.5, 4.5]))  # as they come
+    assert curves.counts == (1, 2, 3)
+    assert curves.bins == (1, 1, 1, 1, 2)
+    p = torch.sigmoid(torch.tensor([4.5, 1.5, -0.5, -1.0, 0.0]))  # 3, 2, 0.5, -1 are removed
+    q = torch.sigmoid(torch.tensor([0.0, 3.0, 5.0, 5.5, 4.5]))  # they are added
     assert_close(curves.curve("deletion"), p.expand(2, -1))
     assert_close(curves.curve("insertion"), q.expand(2, -1))
     by_hand = {
         "comprehensiveness": p[0] - (4 * p[1] + p[2]) / 5,
         "sufficiency": p[0] - (4 * q[1] + q[2]) / 5,
-        **{
-            name: (x[0] / 2 + x[1:4].sum() + x[4] / 2) / 4
-            for name, x in (("deletion", p), ("insertion", q))
-        },
+        "deletion": trapezoid(p),
+        "insertion": trapezoid(q),
     }
-    assert_close({name: score[0] for name, score in curves.scores().items()}, by_hand)
+    first_image = {name: score[0] for name, score in curves.scores().items()}
+    assert_close(first_image, by_hand)
+
+
+def trapezoid(x):
+    """Return the area under five points at equal distances, over 0 to 1."""
+    return (x[0] / 2 + x[1:4].sum() + x[4] / 2) / 4
 
 
 def test_orders_and_ties():
     ties = torch.tensor([[2, 0, 3, 1]])
-    assert order_of(torch.tensor([[[1.0, 5.0], [1.0, 1.0]]]), (2, 2), ties).tolist() == [
-        [1, 2, 0, 3]
-    ]
-    assert order_of(torch.arange(16.0).view(1, 4, 4), (2, 2), ties).tolist() == [
-        [3, 2, 1, 0]
-    ]  # reduced to the grid
+    ranking = torch.tensor([[[1.0, 5.0], [1.0, 1.0]]])
+    assert order_of(ranking, (2, 2), ties).tolist() == [[1, 2, 0, 3]]
+    finer = torch.arange(16.0).view(1, 4, 4)  # it is reduced to the grid
+    assert order_of(finer, (2, 2), ties).tolist() == [[3, 2, 1, 0]]
     centre = centre_source((3, 3), torch.zeros(2, 3, 9, 9), None)["centre"]
     assert centre.flatten(1).argmax(1).tolist() == [4, 4]
 
 
 def test_the_script(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(
-        faithfulness,
-        "load_model",
-        lambda target, **keywords: load_model(
-            target, random=True, widths=[8, 8, 16, 16], **keywords
-        ),
-    )
+    load_narrow = partial(load_model, random=True, widths=[8, 8, 16, 16])
+    monkeypatch.setattr(faithfulness, "load_model", load_narrow)
     monkeypatch.setattr(faithfulness, "untrained_network", partial(untrained_network, count=4))
     names = [
         "layer 3",
@@ -86,32 +78,18 @@ def test_the_script(tmp_path, capsys, monkeypatch):
         "centre",
         "random",
     ]
-    assert (
-        main(
-            [
-                "--img-size",
-                "16",
-                "--limit",
-                "3",
-                "--steps",
-                "2",
-                "--layers",
-                "3,6",
-                "--rankings",
-                "random,layers,rollout,gradient,centre,untrained-layers",
-                "-o",
-                str(tmp_path),
-            ]
-        )
-        == 0
-    )
-    rows, curves = pd.read_csv(tmp_path / "results.csv"), pd.read_csv(tmp_path / "curves.csv")
-    assert rows["ranking"].tolist() == names and set(rows["images"]) == {3}
+    rankings = "random,layers,rollout,gradient,centre,untrained-layers"
+    options = "--img-size 16 --limit 3 --steps 2 --layers 3,6".split()
+    assert main([*options, "--rankings", rankings, "-o", str(tmp_path)]) == 0
+    rows = pd.read_csv(tmp_path / "results.csv")
+    curves = pd.read_csv(tmp_path / "curves.csv")
+    assert rows["ranking"].tolist() == names
+    assert set(rows["images"]) == {3}
     for row in rows.itertuples():
-        of = curves[curves["ranking"] == row.ranking]
-        assert row.deletion == pytest.approx(np.trapezoid(of["deletion"], of["share"]), abs=1e-5)
-    assert (
-        tmp_path / "results.png"
-    ).stat().st_size > 10_000 and "layer 6, untrained" in capsys.readouterr().out
+        curve = curves[curves["ranking"] == row.ranking]
+        area = np.trapezoid(curve["deletion"], curve["share"])
+        assert row.deletion == pytest.approx(area, abs=1e-5)
+    assert (tmp_path / "results.png").stat().st_size > 10_000
+    assert "layer 6, untrained" in capsys.readouterr().out
     with pytest.raises(UsageError, match="--rankings must be some of layers, rollout, random"):
         main(["--rankings", "layers,best"])

@@ -14,43 +14,34 @@ SMALL = {**study.VIT, "embed_dim": 24, "depth": 2, "num_heads": 3}
 
 
 def test_the_table_comes_and_a_second_start_trains_nothing(tmp_path, monkeypatch):
-    scenes, runs, weights = tmp_path / "scenes", tmp_path / "runs", tmp_path / "weights.safetensors"
+    scenes = tmp_path / "scenes"
+    runs = tmp_path / "runs"
+    weights = tmp_path / "weights.safetensors"
     (make_photos(scenes, train=8, val=4, classes=2) / "val").rename(scenes / "validation")
     shutil.copytree(scenes / "validation", scenes / "test")
-    model = timm.create_model(
-        "vit_small_patch14_dinov2", num_classes=0, **{**SMALL, "img_size": 56}
-    )
+    keywords = {**SMALL, "img_size": 56}
+    model = timm.create_model("vit_small_patch14_dinov2", num_classes=0, **keywords)
     save_file(model.state_dict(), weights)
     monkeypatch.setattr(study, "VIT", SMALL)
-    command = [
-        str(scenes),
-        str(runs),
-        "--weights",
-        str(weights),
-        "--ways",
-        "plain,gates",
-        "--seeds",
-        "1",
-        "--photos",
-        "3",
-        "--epochs",
-        "1",
-        "--batch-size",
-        "3",
-    ]
+    options = "--ways plain,gates --seeds 1 --photos 3 --epochs 1 --batch-size 3".split()
+    command = [str(scenes), str(runs), "--weights", str(weights), *options]
     assert study.main(command) == 0
     assert len(list((runs / "data" / "train").rglob("*.jpg"))) == 6
     rows = pd.read_csv(runs / "evidence-runs.csv")
     assert rows[["variant", "seed"]].values.tolist() == [["plain", 0], ["gates", 0]]
-    assert pd.isna(rows["alpha"][0]) and " to " in rows["alpha"][1]
+    assert pd.isna(rows["alpha"][0])
+    assert " to " in rows["alpha"][1]
     made = {path: path.stat().st_mtime_ns for path in runs.rglob("model.safetensors")}
     assert study.main(command) == 0
-    assert {path: path.stat().st_mtime_ns for path in made} == made and len(made) == 2
+    assert len(made) == 2
+    assert {path: path.stat().st_mtime_ns for path in made} == made
 
 
 def test_position_tables_keep_the_class_token_and_a_table_of_the_same_size():
     weights = {"pos_embed": torch.randn(1, 17, 6), "other": torch.ones(2)}
-    same, larger = study.resized(weights, 4), study.resized(weights, 8)
+    same = study.resized(weights, 4)
+    larger = study.resized(weights, 8)
     torch.testing.assert_close(same["pos_embed"], weights["pos_embed"])
-    assert larger["pos_embed"].shape == (1, 65, 6) and larger["other"] is weights["other"]
+    assert larger["pos_embed"].shape == (1, 65, 6)
+    assert larger["other"] is weights["other"]
     assert torch.equal(larger["pos_embed"][:, 0], weights["pos_embed"][:, 0])

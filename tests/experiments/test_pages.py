@@ -1,11 +1,12 @@
-"""The pages of experiments say what the files say: each figure that has a file is computed from it and looked for in
-the section it belongs to, whatever words stand around it.
+"""The pages of experiments agree with the files: each figure that has a file is computed from it and looked for in its
+section, whatever words stand around it.
 
-A function of the table `CLAIMS` yields (page, heading, its figures ...); what a page has in tables, it compares itself.
+A function of the list `CLAIMS` yields (page, heading, figures ...); it compares tables of a page itself.
 """
 
 import re
 import statistics
+from itertools import product
 
 import numpy as np
 import pandas as pd
@@ -32,26 +33,29 @@ from tests.experiments.pages import (
     top1_of,
 )
 
-FACTORIAL, HEALTHY_RUNS = ROOT / "experiments" / "factorial", ROOT / "experiments" / "healthy_maps"
-REST, SPEED = "all else: copies, layouts, sums, pooling", "Speed and memory on a CPU"
-PAGE, HELP, OWE = (
-    "docs/experiments.md",
-    "Does evolving attention help?",
-    "What the networks owe to their maps",
-)
-EVOLUTION, CIFAR, MAPS, KERNELS = (
-    f"experiments/{name}.md" for name in ("evolution", "cifar", "maps", "kernels")
-)
-CELL, SCENES, TUNING, HEALTHY = (
-    f"experiments/{name}/README.md"
-    for name in ("factorial", "scenes", "finetune_scenes", "healthy_maps")
-)
+FACTORIAL = ROOT / "experiments" / "factorial"
+HEALTHY_RUNS = ROOT / "experiments" / "healthy_maps"
+PAGE = "docs/experiments.md"
+HELP = "Does evolving attention help?"
+OWE = "What the networks owe to their maps"
+SPEED = "Speed and memory on a CPU"
+EVOLUTION = "experiments/evolution.md"
+CIFAR = "experiments/cifar.md"
+MAPS = "experiments/maps.md"
+KERNELS = "experiments/kernels.md"
+CELL = "experiments/factorial/README.md"
+SCENES = "experiments/scenes/README.md"
+TUNING = "experiments/finetune_scenes/README.md"
+HEALTHY = "experiments/healthy_maps/README.md"
 COLLAPSE = "Question 3: which findings were the collapse's?"
 HEALED = "Question 6: does a network that looks at single pixels recover without a new training?"
 SECOND_CYCLE = "Question 7: what does a second cycle bring the EA network?"
 LONG = "Question 8: 60 epochs on a GPU"
-SETS, KINDS = ("cifar10", "cifar100"), ("trained", "untrained", "shuffled")
-AA, PA, EA = "conv_transformer_cifar", "pa_conv_transformer_cifar", "ea_conv_transformer_cifar"
+SETS = ("cifar10", "cifar100")
+KINDS = ("trained", "untrained", "shuffled")
+AA = "conv_transformer_cifar"
+PA = "pa_conv_transformer_cifar"
+EA = "ea_conv_transformer_cifar"
 
 
 def _with_error(row, score: str) -> str:
@@ -60,7 +64,15 @@ def _with_error(row, score: str) -> str:
 
 def by_seed(top1: pd.DataFrame) -> list[str]:
     """Return the variants' rows in the tables by seed."""
-    return [cells(name, ", ".join(shown(of)), of.mean(), of.std()) for name, of in top1.items()]
+    rows = []
+    for name, values in top1.items():
+        rows.append(cells(name, ", ".join(shown(values)), values.mean(), values.std()))
+    return rows
+
+
+def open_points(of, plus: str = "") -> str:
+    """Return `points` without the last bracket."""
+    return points(of, plus).rstrip(")")
 
 
 # ---- does evolution help? --------------------------------------------------------------------------------------------
@@ -68,34 +80,33 @@ def by_seed(top1: pd.DataFrame) -> list[str]:
 
 def the_question_by_seeds():
     """EA - none in the first seeds, the fresh ones and all ten, at equal time; PA beside none."""
-    by_data = [published.seeds_of(data) for data in SETS]
-    for seeds in by_data[0]:
-        gains = [paired(of[seeds]["EA"] - of[seeds]["none"]) for of in by_data]
-        yield PAGE, "", *(points(of, "+").rstrip(")") for of in gains)
-        if seeds == "seeds 0 to 4":
-            yield PAGE, HELP, *(f"{points(of, '+').rstrip(')')}, p = {of['p']:.3f}" for of in gains)
-            yield (
-                PAGE,
-                HELP,
-                *(points(paired(of[seeds]["PA"] - of[seeds]["none"])) for of in by_data),
-            )
+    for data in SETS:
+        for seeds, top1 in published.seeds_of(data).items():
+            gain = paired(top1["EA"] - top1["none"])
+            yield PAGE, "", open_points(gain, "+")
+            if seeds == "seeds 0 to 4":
+                yield PAGE, HELP, f"{open_points(gain, '+')}, p = {gain['p']:.3f}"
+                yield PAGE, HELP, points(paired(top1["PA"] - top1["none"]))
     logits = table("replaced-maps/full-logits.csv")
-    assert logits[logits["model"].str.startswith("pa_")]["correlation"].min() >= 0.999
+    of_pa = logits["model"].str.startswith("pa_")
+    assert logits[of_pa]["correlation"].min() >= 0.999
 
 
 def the_tables_by_seed():
     for data in SETS:
         top1 = top1_of(f"evidence/{data}-runs.csv")
-        gain, longer = paired(top1["EA"] - top1["none"]), top1["none 5 epochs"].mean()
+        gain = paired(top1["EA"] - top1["none"])
+        longer = top1["none 5 epochs"].mean()
+        interval = f"{gain['low']:.2f} to {gain['high']:.2f}"
+        brings = longer - top1["none"].mean()
+        yield EVOLUTION, "", *by_seed(top1)
         yield (
             EVOLUTION,
             "",
-            *by_seed(top1),
-            f"EA is {gain['difference']:.2f} points above none (95% interval "
-            f"{gain['low']:.2f} to {gain['high']:.2f}",
-            f"A fifth epoch brings none {longer - top1['none'].mean():.2f} points (interval",
-            f"and puts it {longer - top1['EA'].mean():.2f} above EA (",
+            f"EA is {gain['difference']:.2f} points above none (95% interval {interval}",
         )
+        yield EVOLUTION, "", f"A fifth epoch brings none {brings:.2f} points (interval"
+        yield EVOLUTION, "", f"and puts it {longer - top1['EA'].mean():.2f} above EA ("
 
 
 def attention_against_convolution():
@@ -103,26 +114,21 @@ def attention_against_convolution():
     first = {data: top1_of(f"evidence/{data}-runs.csv") for data in SETS}
     versus = "Attention against convolution"
     for better, worse in (("cnn", "none"), ("EA", "cnn")):
-        gains = [points(paired(of[better] - of[worse]), "+") for of in first.values()]
-        yield PAGE, "", *gains
-        yield PAGE, versus, *gains
+        for top1 in first.values():
+            gain = points(paired(top1[better] - top1[worse]), "+")
+            yield PAGE, "", gain
+            yield PAGE, versus, gain
     runs = pd.read_csv(HEALTHY_RUNS / "norm-runs.csv").query("data == 'cifar10'")
     norm = runs.pivot(index="seed", columns="network", values="top1")
     behind = paired(first["cifar10"]["cnn"] - first["cifar10"]["none"])
     five = published.seeds_of("cifar10")["5 to 9"]
     fresh_gain = paired(five["EA"] - five["none"])
-    yield (
-        "README.md",
-        "",
-        points(fresh_gain, "+"),
-        f"{behind['difference']:.2f} points behind",
-        span([behind["low"], behind["high"]]),
-    )
+    yield "README.md", "", points(fresh_gain, "+"), f"{behind['difference']:.2f} points behind"
+    yield "README.md", "", span([behind["low"], behind["high"]])
     evolved = paired(norm["EA"] - norm["none"])
     yield PAGE, "", points(evolved)
     fresh = by_variant(read_runs(FACTORIAL / "cifar10-runs.csv"))
-    pairs = [of["EA"] - of["none"] for of in (first["cifar10"], fresh, norm)]
-    pooled = pd.concat(pairs)
+    pooled = pd.concat([of["EA"] - of["none"] for of in (first["cifar10"], fresh, norm)])
     assert len(pooled) == 15
     yield PAGE, HELP, points(evolved), points(paired(pooled), "+")
     cnn = first["cifar10"]["cnn"]
@@ -137,41 +143,35 @@ def settings_compared_on_held_out_images():
     """With three seeds and their pairs; at 16x16, with two; slower attention and learned gates."""
     runs = read_runs(RESULTS / "evidence/cifar10-held-out-runs.csv")
     is_fine = runs["variant"].str.contains("16x16")
-    top1, fine = by_variant(runs[~is_fine]), by_variant(runs[is_fine])
+    top1 = by_variant(runs[~is_fine])
+    fine = by_variant(runs[is_fine])
     pairs = rows_of(EVOLUTION, r"\| (EA[^|]*?) − ([^|]*) \| ([-\d.]+) \| ([-\d.]+ to [-\d.]+) \|")
     assert len(set(pairs)) == 7
     for first, second, difference, interval in pairs:
         assert f"{difference} ({interval})" == points(paired(top1[first] - top1[second]))
-    ea, none = (" and ".join(shown(fine[f"{name} 16x16 too"])) for name in ("EA", "none"))
+    ea = " and ".join(shown(fine["EA 16x16 too"]))
+    none = " and ".join(shown(fine["none 16x16 too"]))
     yield EVOLUTION, "", *by_seed(top1), f"EA {ea}, none {none}."
     slower = paired(top1["EA slower attention"] - top1["none slower attention"])
     gates = table("evidence/learned-gates.csv")
-    yield (
-        PAGE,
-        "Other settings of evolution",
-        points(slower),
-        span(gates["alpha"]),
-        span(gates["beta"]).replace("to", "and"),
-    )
+    heading = "Other settings of evolution"
+    yield PAGE, heading, points(slower)
+    yield PAGE, heading, span(gates["alpha"]), span(gates["beta"]).replace("to", "and")
 
 
 def test_the_factorial(tmp_path):
-    """The files are what the kept runs give, corrected as fixed before: Holm over four hypotheses, and two of time."""
-    assert (
-        analyse.main([*(str(FACTORIAL / f"{data}-runs.csv") for data in SETS), "-o", str(tmp_path)])
-        == 0
-    )
+    """The files follow from the kept runs, corrected as fixed before: Holm over four hypotheses, and two of time."""
+    files = [str(FACTORIAL / f"{data}-runs.csv") for data in SETS]
+    assert analyse.main([*files, "-o", str(tmp_path)]) == 0
     kept = (FACTORIAL / "cifar10-runs.csv").read_text()
     assert (tmp_path / "cifar10-runs.csv").read_text() == kept
     made = pd.read_csv(tmp_path / "effects.csv")
     pd.testing.assert_frame_equal(made, pd.read_csv(FACTORIAL / "effects.csv"), rtol=1e-9)
     tested = made[made["p"].notna()]
     assert set(tested["seeds"]) == {"5 to 9"}
-    for of, hypotheses in tested.groupby(tested["name"] == "EA - none equal time"):
-        assert (
-            len(hypotheses) == (2 if of else 4)
-            and hypotheses["p_holm"].tolist() == holm(hypotheses["p"]).tolist()
-        )
+    for of_time, hypotheses in tested.groupby(tested["name"] == "EA - none equal time"):
+        assert len(hypotheses) == (2 if of_time else 4)
+        assert hypotheses["p_holm"].tolist() == holm(hypotheses["p"]).tolist()
     (tmp_path / "few.csv").write_text("".join(kept.splitlines(True)[:2]))
     with pytest.raises(ValueError, match="seeds 5 to 9, no others|no runs of"):
         analyse.read_fresh(tmp_path / "few.csv")
@@ -179,133 +179,114 @@ def test_the_factorial(tmp_path):
 
 def the_factorial():
     """Skip and convolution on the page, all rows beside the protocol."""
-    effects = pd.read_csv(FACTORIAL / "effects.csv")
-    rows = {(row["data"], row["name"], row["seeds"][:6]): row for row in effects.to_dict("records")}
-    for name, seeds, heading in (
-        ("convolution", "0 to 9", ""),
-        ("skip", "0 to 9", ""),
-        ("EA - none equal time", "5 to 9", ""),
-        ("skip", "5 to 9", HELP),
-    ):
-        yield PAGE, heading, *(points(rows[data, name, seeds], "+") for data in SETS)
-    paper = {
-        row["label"]: row["top1"]["ImageNet"] for row in published.tables()["evolution"]["rows"]
-    }
-    yield (
-        PAGE,
-        HELP,
-        f"{paper['ea_aa_resnet34'] - paper['ea_aa_resnet34, without convolution']:+.2f}",
-        " and ".join(f"{rows[data, 'skip', '5 to 9']['p_holm']:.3f}" for data in SETS),
-        " and ".join(f"{rows[data, 'convolution', '0 to 9']['high']:.2f}" for data in SETS),
-    )
+    effects = pd.read_csv(FACTORIAL / "effects.csv").to_dict("records")
+    rows = {(row["data"], row["name"], row["seeds"][:6]): row for row in effects}
+    for data in SETS:
+        yield PAGE, "", points(rows[data, "convolution", "0 to 9"], "+")
+        yield PAGE, "", points(rows[data, "skip", "0 to 9"], "+")
+        yield PAGE, "", points(rows[data, "EA - none equal time", "5 to 9"], "+")
+        yield PAGE, HELP, points(rows[data, "skip", "5 to 9"], "+")
+    of_paper = published.tables()["evolution"]["rows"]
+    paper = {row["label"]: row["top1"]["ImageNet"] for row in of_paper}
+    gain = paper["ea_aa_resnet34"] - paper["ea_aa_resnet34, without convolution"]
+    yield PAGE, HELP, f"{gain:+.2f}"
+    p = [f"{rows[data, 'skip', '5 to 9']['p_holm']:.3f}" for data in SETS]
+    yield PAGE, HELP, " and ".join(p)
+    highest = [f"{rows[data, 'convolution', '0 to 9']['high']:.2f}" for data in SETS]
+    yield PAGE, HELP, " and ".join(highest)
     earlier = {data: table(f"evidence/{data}-factors.csv").set_index("name") for data in SETS}
-    for title, name in (
-        ("skip connection", "skip"),
-        ("convolution", "convolution"),
-        ("interaction", "skip x convolution"),
-    ):
-        for label, both in (
-            (title, [earlier[data].loc[name] for data in SETS]),
-            (f"{title}, seeds 5 to 9", [rows[data, name, "5 to 9"] for data in SETS]),
-        ):
-            yield (
-                CELL,
-                "Results",
-                f"| {label} | "
-                + " | ".join(f"{points(one, '+')} | {shown_p(one['p'])}".rstrip() for one in both),
-            )
+    titles = {
+        "skip": "skip connection",
+        "convolution": "convolution",
+        "skip x convolution": "interaction",
+    }
+    for name, title in titles.items():
+        before = [earlier[data].loc[name] for data in SETS]
+        fresh = [rows[data, name, "5 to 9"] for data in SETS]
+        yield CELL, "Results", _effects_row(title, before)
+        yield CELL, "Results", _effects_row(f"{title}, seeds 5 to 9", fresh)
+
+
+def _effects_row(label: str, effects: list) -> str:
+    """Return the beginning of a row in the table of effects, one effect for each data set."""
+    shown_effects = [f"{points(one, '+')} | {shown_p(one['p'])}".rstrip() for one in effects]
+    return f"| {label} | " + " | ".join(shown_effects)
 
 
 def what_each_study_could_have_found():
+    heading = "What each study could have found"
     kept = table("sensitivity.csv")
     pd.testing.assert_frame_equal(sensitivity.table(), kept)
     found = shown(kept["found_at_80_percent"])
-    yield (
-        EVOLUTION,
-        "What each study could have found",
-        *(" | ".join(found[i : i + 2]) for i in (0, 2, 4)),
-        *found[6:],
-    )
+    for i in (0, 2, 4):
+        yield EVOLUTION, heading, " | ".join(found[i : i + 2])
+    yield EVOLUTION, heading, *found[6:]
     yield PAGE, "", f"{min(found[:6])} to {max(found[:6])} points"
     verdict = table("across/verdict.csv").query("part == 'vit-rival'")
-    yield PAGE, "What each study could have found", span(verdict["found_at_80_percent"])
+    yield PAGE, heading, span(verdict["found_at_80_percent"])
 
 
 def equal_time():
-    """By the measured ratio."""
-    ratios = sorted(round(float(ratio), 3) for ratio in table("evidence/time-ratio.csv")["ratio"])
-    r = statistics.median(ratios)
-    updates = f"{round(1560 * r):,} updates"
-    assert round(1560 * r) == round(390 * 4.256)
-    yield CELL, "Equal time", ", ".join(map(str, ratios)), updates, "`--epochs 4.256`"
-    yield PAGE, HELP, f"{r} times", updates
+    """The measured ratio."""
+    measured = table("evidence/time-ratio.csv")["ratio"]
+    ratios = sorted(round(float(ratio), 3) for ratio in measured)
+    ratio = statistics.median(ratios)
+    updates = round(1560 * ratio)
+    assert updates == round(390 * 4.256)
+    each = ", ".join(map(str, ratios))
+    yield CELL, "Equal time", each, f"{updates:,} updates", "`--epochs 4.256`"
+    yield PAGE, HELP, f"{ratio} times", f"{updates:,} updates"
 
 
 # ---- maps, and recipes of CIFAR-10 -----------------------------------------------------------------------------------
 
 
 def replaced_maps():
-    figures = pd.concat(
-        [table(f"replaced-maps/{name}-replaced.csv") for name in ("full", "narrow")]
-    )
-    figures["network"] = figures["model"].str.replace(
-        r".*variant=(.*),seed=\d|\.fast_c10", r"\1", regex=True
-    )
-    means = figures.groupby(["network", "maps"])["top1"].mean().unstack()
-    yield (
-        MAPS,
-        "",
-        *(
-            cells(network, *row).replace(" nan |", " |")
-            for network, row in means[
-                ["trained", "uniform", "mean", "other", "none", "own"]
-            ].iterrows()
-        ),
-    )
+    means = _replaced_means()
+    for network, row in means[["trained", "uniform", "mean", "other", "none", "own"]].iterrows():
+        yield MAPS, "", cells(network, *row).replace(" nan |", " |")
     slower = table("replaced-maps/attention-lr-replaced.csv")["top1"]
     yield MAPS, "", cells("that of the rest", *slower[:6]), cells("a quarter of it", *slower[6:])
-    healthy, without, healed = (
-        table(f"replaced-maps/{name}-replaced.csv").set_index("maps")["top1"]
-        for name in ("norm", "none-norm", "pa-norm")
-    )
-    yield (
-        PAGE,
-        OWE,
-        *means.loc[[EA, "EA"], ["trained", "other", "none"]].values.flat,
-        means.own["EA"],
-    )
-    long, logits = (table(f"replaced-maps/long-{name}.csv") for name in ("replaced", "logits"))
-    for name in (AA, EA):
-        of = long.query(f"model == '{name}.long_c10'").set_index("maps")["top1"]
-        yield PAGE, OWE, *of[["trained", "other", "none"]]
-        yield PAGE, "", f"{of['trained'] - of['none']:.2f} ({'AA' if name == AA else 'EA'})"
-        yield MAPS, "", cells(f"{name}, 60 epochs", *of), *(of["trained"] - of[["none", "other"]])
-    of_evolved = logits.query("model.str.startswith('ea') and correlation < 1")["correlation"]
-    yield MAPS, "", of["trained"] - of["own"], of_evolved.max()
-    yield (
-        HEALTHY,
-        COLLAPSE,
-        *healthy,
-        *(healthy["trained"] - healthy[["none", "own"]]),
-        *without,
-        without["trained"] - without["none"],
-    )
-    yield PAGE, "", f"{healed['trained'] - healed['none']:.2f} (PA)"
-    yield (
-        HEALTHY,
-        HEALED,
-        *healed,
-        healed["trained"] - healed["none"],
-        means.loc[PA, "trained"] - means.loc[PA, "none"],
-    )
+    for network in (EA, "EA"):
+        yield PAGE, OWE, *means.loc[network, ["trained", "other", "none"]]
+    yield PAGE, OWE, means.own["EA"]
     lost = means["trained"] - means["none"]
-    yield (
-        PAGE,
-        "",
-        f"{lost[EA]:.1f}",
-        span(lost[["none", "PA", "EA", "EA without skip", "EA without convolution"]], 0)
-        + " points",
-    )
+    narrow = lost[["none", "PA", "EA", "EA without skip", "EA without convolution"]]
+    yield PAGE, "", f"{lost[EA]:.1f}", f"{span(narrow, 0)} points"
+    healed = _replaced("pa-norm")
+    yield PAGE, "", f"{healed['trained'] - healed['none']:.2f} (PA)"
+    yield HEALTHY, HEALED, *healed, healed["trained"] - healed["none"], lost[PA]
+
+
+def _replaced_means() -> pd.DataFrame:
+    """Return mean top-1 by network and kind of replaced maps."""
+    files = [table(f"replaced-maps/{name}-replaced.csv") for name in ("full", "narrow")]
+    figures = pd.concat(files)
+    run = r".*variant=(.*),seed=\d|\.fast_c10"
+    figures["network"] = figures["model"].str.replace(run, r"\1", regex=True)
+    return figures.groupby(["network", "maps"])["top1"].mean().unstack()
+
+
+def _replaced(name: str) -> pd.Series:
+    """Return top-1 by kind of replaced maps."""
+    return table(f"replaced-maps/{name}-replaced.csv").set_index("maps")["top1"]
+
+
+def replaced_maps_of_networks_with_the_norm():
+    healthy = _replaced("norm")
+    without = _replaced("none-norm")
+    yield HEALTHY, COLLAPSE, *healthy, *(healthy["trained"] - healthy[["none", "own"]])
+    yield HEALTHY, COLLAPSE, *without, without["trained"] - without["none"]
+    long = table("replaced-maps/long-replaced.csv")
+    for name, short in ((AA, "AA"), (EA, "EA")):
+        top1 = long[long["model"] == f"{name}.long_c10"].set_index("maps")["top1"]
+        yield PAGE, OWE, *top1[["trained", "other", "none"]]
+        yield PAGE, "", f"{top1['trained'] - top1['none']:.2f} ({short})"
+        yield MAPS, "", cells(f"{name}, 60 epochs", *top1)
+        yield MAPS, "", *(top1["trained"] - top1[["none", "other"]])
+    logits = table("replaced-maps/long-logits.csv")
+    of_evolved = logits.query("model.str.startswith('ea') and correlation < 1")["correlation"]
+    yield MAPS, "", top1["trained"] - top1["own"], of_evolved.max()
 
 
 def slower_attention():
@@ -316,10 +297,9 @@ def slower_attention():
         figures = table(f"replaced-maps/{maps}-replaced.csv")
         for name in (AA, EA):
             last = last_row(f"{runs}/{name}.csv")
+            of_name = figures[figures["model"].str.match(rf"{name}\b")]
             start = re.escape(cells(name, rate, last["top1"]))
-            end = re.escape(
-                cells("", *figures[figures["model"].str.match(rf"{name}\b")]["top1"])[3:]
-            )
+            end = re.escape(cells("", *of_name["top1"])[3:])
             assert rows_of(MAPS, rf"{start} [\d.]+ {end}.*")
             yield MAPS, "", f"{last['train_loss']:.4f}"
 
@@ -338,41 +318,34 @@ def the_recipes_of_ten_epochs():
         assert found.keys() == runs.keys()
         file = f"ea_vision/recipes/{recipe.replace('-', '_')}.yaml"
         for name, (top1, top5, *loss) in found.items():
-            assert [float(top1), float(top5)] == runs[name][["top1", "top5"]].tolist() and runs[
-                name
-            ]["epoch"] == 10
-            assert not loss[0] or loss[0] == f"{runs[name]['train_loss']:.4f}"
+            run = runs[name]
+            assert run["epoch"] == 10
+            assert [float(top1), float(top5)] == run[["top1", "top5"]].tolist()
+            assert not loss[0] or loss[0] == f"{run['train_loss']:.4f}"
             assert re.search(rf"{top1}[^(]{{0,40}} \({name}\)", section(file)), name
             yield file, "", top1
 
 
 def cifar10():
-    """The full networks, maps of the shipped ones, the optimisers' parameters, widths, positions and shares."""
-    top1 = [last_row(f"fast-cifar10/{name}.csv")["top1"] for name in ("cnn_cifar", AA, PA, EA)]
-    kinds = ("`cnn_cifar` has", "AA", "PA", "EA")
-    yield PAGE, "CIFAR-10", *(f"{kind} {of:.2f}" for kind, of in zip(kinds, top1, strict=True))
-    yield PAGE, "", span(top1, 1) + "%"
+    """The full networks, maps of the shipped ones, the optimisers' parameters, the recipe's trials and widths."""
+    kinds = {"cnn_cifar": "`cnn_cifar` has", AA: "AA", PA: "PA", EA: "EA"}
+    top1 = {name: last_row(f"fast-cifar10/{name}.csv")["top1"] for name in kinds}
+    for name, kind in kinds.items():
+        yield PAGE, "CIFAR-10", f"{kind} {top1[name]:.2f}"
+    yield PAGE, "", span(top1.values(), 1) + "%"
     figures = table("shipped-entropy.csv")
     yield PAGE, "CIFAR-10", span(figures["entropy_share"]), span(figures["largest"])
     muon, adamw = table("muon-parameters.csv")[["muon_tensors", "adamw_tensors"]].sum()
-    trials = (
-        table("recipe-search/trials.csv")
-        .set_index("trial")["held_out_top1_by_epoch"]
-        .str.split()
-        .str[-1]
-    )
-    base, changed = (
-        [trials[name], trials[f"{name}-seed1"]] for name in ("t1-base", "t2-tables-classifier")
-    )
-    yield (
-        CIFAR,
-        "CIFAR-10",
-        f"{muon} of the EA network's {muon + adamw} parameters",
-        " and ".join(changed),
-        " and ".join(base),
-    )
+    yield CIFAR, "CIFAR-10", f"{muon} of the EA network's {muon + adamw} parameters"
+    by_epoch = table("recipe-search/trials.csv").set_index("trial")["held_out_top1_by_epoch"]
+    last = by_epoch.str.split().str[-1]
+    for name in ("t1-base", "t2-tables-classifier"):
+        yield CIFAR, "CIFAR-10", f"{last[name]} and {last[f'{name}-seed1']}"
     wide = table("wrn16-4-short.csv").groupby("model")["held_out_top1"].mean()
     yield CIFAR, "", f"{wide['wrn28_10_cifar'] - wide['aa_wrn28_10_cifar']:.1f} points"
+
+
+def test_the_tables_of_positions_and_shares():
     for name in ("share", "position"):
         for row in table(f"ablation/{name}.csv").itertuples():
             figures = [
@@ -382,9 +355,8 @@ def cifar10():
                 f"{row.held_out_top1:.2f}",
                 f"{row.train_loss:.3f}",
             ]
-            assert rows_of(CIFAR, r"\| " + r" +\| ".join(map(re.escape, figures)) + r" +\|"), (
-                figures
-            )
+            columns = r" +\| ".join(re.escape(figure) for figure in figures)
+            assert rows_of(CIFAR, rf"\| {columns} +\|"), figures
 
 
 # ---- scenes ----------------------------------------------------------------------------------------------------------
@@ -392,114 +364,96 @@ def cifar10():
 
 def scenes():
     """The table in docs, beside the protocol and on the cards; copies among the test photos."""
+    columns = ["model", "validation_top1", "top1", "interval", "minutes"]
     for row in table("scenes/results.csv", dtype=str).to_dict("records"):
         kind = row["model"].partition("_")[0].upper().replace("RESNET34", "plain")
         yield PAGE, "Scenes", f"{kind} {row['top1']}"
-        yield (
-            SCENES,
-            "",
-            cells(
-                *(row[name] for name in ("model", "validation_top1", "top1", "interval", "minutes"))
-            ),
-        )
+        yield SCENES, "", cells(*[row[name] for name in columns])
         last = last_row(f"scenes/{row['model']}.csv")
-        assert last["epoch"] == 10 and f"{last['top1']:.2f}" == row["validation_top1"]
+        assert last["epoch"] == 10
+        assert f"{last['top1']:.2f}" == row["validation_top1"]
         if f"`{row['model']}`" in section("README.md"):
             yield "README.md", "", f"{float(row['top1']):.1f} (10)"
-    copies, without = table("scenes/copies.csv"), table("scenes/copies-top1.csv").set_index("model")
-    other = sum(row.test.split("/")[0] != row.train.split("/")[0] for row in copies.itertuples())
+    copies = table("scenes/copies.csv")
+    test_class = copies["test"].str.partition("/")[0]
+    train_class = copies["train"].str.partition("/")[0]
+    other = (test_class != train_class).sum()
     known = f"{len(copies)} of the 2,534"
-    yield PAGE, "Scenes", known, f"{other} of them", *without["new_top1"]
+    yield PAGE, "Scenes", known, f"{other} of them"
+    without = table("scenes/copies-top1.csv").set_index("model")
+    yield PAGE, "Scenes", *without["new_top1"]
     for name, row in without.iterrows():
         yield f"weights/{name}.md", "", f"{row.top1:.2f}% top-1", known, f"{row.new_top1:.2f}%"
 
 
 def quarter_width_networks_and_tuning_on_scenes():
-    top1, tuning = top1_of("scenes/quarter-width-runs.csv"), top1_of("scenes/fine-tuning-runs.csv")
-    plain, aa, taught = (
-        paired(top1[a] - top1[b]) for a, b in (("EA", "plain"), ("EA", "AA"), ("taught", "plain"))
-    )
+    top1 = top1_of("scenes/quarter-width-runs.csv")
+    plain = paired(top1["EA"] - top1["plain"])
+    aa = paired(top1["EA"] - top1["AA"])
+    taught = paired(top1["taught"] - top1["plain"])
     assert holm([plain["p"], aa["p"]]).tolist() == [1.0, 1.0]
-    tuned, scratch = tuning["fine-tuned"], tuning["from scratch"]
-    yield (
-        SCENES,
-        "",
-        *(cells(variant, *values, values.mean()) for variant, values in top1.items()),
-        *(f"({of['low']:.2f} to {of['high']:.2f}" for of in (plain, aa, taught)),
-        f"mean {tuned.mean():.2f}",
-        scratch[0],
-        points(paired(tuned - scratch)).replace(" ", " points ", 1).rstrip(")"),
-    )
-    yield (
-        PAGE,
-        "Scenes",
-        *(f"{name} {top1[name].mean():.2f}" for name in ("plain", "AA", "EA")),
-        points(aa, "+"),
-        f"{top1['taught'].mean():.2f}, p = {taught['p']:.3f}",
-    )
+    for variant, values in top1.items():
+        yield SCENES, "", cells(variant, *values, values.mean())
+    for gain in (plain, aa, taught):
+        yield SCENES, "", f"({gain['low']:.2f} to {gain['high']:.2f}"
+    for name in ("plain", "AA", "EA"):
+        yield PAGE, "Scenes", f"{name} {top1[name].mean():.2f}"
+    yield PAGE, "Scenes", points(aa, "+"), f"{top1['taught'].mean():.2f}, p = {taught['p']:.3f}"
     yield PAGE, "", points(plain), points(taught)
     yield "docs/imagenet.md", "", f"{taught['difference']:+.2f} points"
+    tuning = top1_of("scenes/fine-tuning-runs.csv")
+    tuned = tuning["fine-tuned"]
+    scratch = tuning["from scratch"]
+    gain = open_points(paired(tuned - scratch)).replace(" ", " points ", 1)
+    yield SCENES, "", f"mean {tuned.mean():.2f}", scratch[0], gain
     yield "docs/fine-tune.md", "", tuned.mean(), scratch[0]
 
 
 def what_maps_of_scenes_tell():
-    found = (
-        table("probe/scenes/results.csv").groupby(["model", "maps", "layer"])["top1"].apply(spread)
-    )
-    faithful = table("faithfulness/scenes/results.csv").set_index(["ranking", "model"])
     networks = ("aa_resnet34_050", "ea_aa_resnet34_050")
-    yield (
-        SCENES,
-        "",
-        *(
-            cells(network, maps, *(found[network, maps, layer] for layer in (16, 17, 18)))
-            for network in networks
-            for maps in KINDS
-        ),
-    )
-    yield (
-        SCENES,
-        "",
-        *(
-            cells(
-                ranking,
-                *(
-                    _with_error(faithful.loc[(ranking, network)], score)
-                    for score in ("comprehensiveness", "sufficiency")
-                    for network in networks
-                ),
-            )
-            for ranking in faithful.index.unique("ranking")
-        ),
-    )
+    probe = table("probe/scenes/results.csv").groupby(["model", "maps", "layer"])["top1"]
+    found = probe.apply(spread)
+    for network, maps in product(networks, KINDS):
+        by_layer = [found[network, maps, layer] for layer in (16, 17, 18)]
+        yield SCENES, "", cells(network, maps, *by_layer)
+    faithful = table("faithfulness/scenes/results.csv").set_index(["ranking", "model"])
+    scores = ("comprehensiveness", "sufficiency")
+    for ranking in faithful.index.unique("ranking"):
+        yield SCENES, "", _faithfulness_row(faithful, ranking, scores, networks)
+
+
+def _faithfulness_row(faithful: pd.DataFrame, ranking: str, scores, models) -> str:
+    """Return a ranking's row in a table of scores by model."""
+    figures = []
+    for score, model in product(scores, models):
+        figures.append(_with_error(faithful.loc[(ranking, model)], score))
+    return cells(ranking, *figures)
 
 
 def captions_of_pictures():
     """A scene's houses and road, and the cat's eyes in the maps of a pretrained transformer."""
     maps = np.load(RESULTS / "scenes" / "scene.npz")["attn"].reshape(8, 2, 14, 14)
-    for part, thing in (
-        (maps[7, :, 2:6], "of its attention on the lit houses"),
-        (maps[5, :, 7:], "on the road"),
-    ):
-        yield PAGE, "Scenes", f"{span(100 * part.sum((1, 2)), 0)}% {thing}"
-    kept = {
-        name: maps.astype(float) for name, maps in np.load(RESULTS / "pretrained-maps.npz").items()
-    }
-    eyes = np.mean(
-        [
-            kept["cls"][..., 9:16, 6:14].mean((-2, -1)),
-            kept["cls"][..., 11:18, 24:30].mean((-2, -1)),
-        ],
-        0,
-    )
+    houses = 100 * maps[7, :, 2:6].sum((1, 2))
+    road = 100 * maps[5, :, 7:].sum((1, 2))
+    yield PAGE, "Scenes", f"{span(houses, 0)}% of its attention on the lit houses"
+    yield PAGE, "Scenes", f"{span(road, 0)}% on the road"
+    with np.load(RESULTS / "pretrained-maps.npz") as file:
+        kept = {name: file[name].astype(float) for name in file.files}
+    left_eye = kept["cls"][..., 9:16, 6:14].mean((-2, -1))
+    right_eye = kept["cls"][..., 11:18, 24:30].mean((-2, -1))
+    eyes = (left_eye + right_eye) / 2
     yield TUNING, "", f"{eyes[5]:.1f} times", span(np.delete(eyes, 5), 1) + " times"
+    to_plain = _moved(kept["before"], kept["plain"])
+    to_gates = _moved(kept["before"], kept["gates"])
+    yield TUNING, "", span([*to_plain, *to_gates], 0) + "%"
+    yield TUNING, "", span(_moved(kept["plain"], kept["gates"]), 0) + "%"
 
-    def moved(first: str, second: str) -> np.ndarray:
-        one, other = (kept[way] / kept[way].sum((1, 2), keepdims=True) for way in (first, second))
-        return 50 * np.abs(one - other).sum((1, 2))
 
-    for moves in ([*moved("before", "plain"), *moved("before", "gates")], moved("plain", "gates")):
-        yield TUNING, "", span(moves, 0) + "%"
+def _moved(maps: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return by map which percentage of attention lies elsewhere in the other."""
+    shares = maps / maps.sum((1, 2), keepdims=True)
+    other_shares = others / others.sum((1, 2), keepdims=True)
+    return 50 * np.abs(shares - other_shares).sum((1, 2))
 
 
 def fine_tuning_of_a_pretrained_transformer_on_scenes():
@@ -511,334 +465,254 @@ def fine_tuning_of_a_pretrained_transformer_on_scenes():
     }
     top1 = top1_of("finetune-scenes-runs.csv")
     gains = {way: paired(top1[way] - top1["plain"]) for way in ways if way != "plain"}
+    for way, name in ways.items():
+        yield TUNING, "", cells(f"`{way}`", *top1[way], top1[way].mean())
+        yield PAGE, "Tuning a vision transformer", f"{name} {spread(top1[way])}"
+    for gain in gains.values():
+        yield TUNING, "", f"({gain['low']:.2f} to {gain['high']:.2f})"
     p = holm([gain["p"] for gain in gains.values()])
-    maps = (
-        table("finetune-scenes-maps.csv")
-        .query("layer == 12")
-        .groupby("model")[["entropy_share", "distance_pixels"]]
-        .mean()
-        .loc[["before", "plain", "gates"]]
-    )
-    yield (
-        TUNING,
-        "",
-        *(cells(f"`{way}`", *top1[way], top1[way].mean()) for way in ways),
-        *(f"({of['low']:.2f} to {of['high']:.2f})" for of in gains.values()),
-        f"{p[0]:.2f}, {p[1]:.2f} and {p[2]:.2f}",
-        *maps.entropy_share,
-        *(f"{distance:.0f}" for distance in maps.distance_pixels),
-    )
-    kept = table("finetune-scenes-runs.csv")[["alpha", "beta"]].stack().dropna()
-    gates = [abs(float(value)) for values in kept for value in values.split(" to ")]
-    yield (
-        PAGE,
-        "Tuning a vision transformer",
-        *(f"{name} {spread(top1[way])}" for way, name in ways.items()),
-        points(gains["conv2d"]),
-        f"within {max(gates):.2f} of 0",
-    )
+    yield TUNING, "", f"{p[0]:.2f}, {p[1]:.2f} and {p[2]:.2f}"
+    last_layer = table("finetune-scenes-maps.csv").query("layer == 12").groupby("model")
+    for model in ("before", "plain", "gates"):
+        maps = last_layer.get_group(model)
+        yield TUNING, "", maps["entropy_share"].mean(), f"{maps['distance_pixels'].mean():.0f}"
+    gates = table("finetune-scenes-runs.csv")[["alpha", "beta"]].stack().dropna()
+    largest = gates.str.split(" to ").explode().astype(float).abs().max()
+    yield PAGE, "Tuning a vision transformer", points(gains["conv2d"])
+    yield PAGE, "Tuning a vision transformer", f"within {largest:.2f} of 0"
     yield PAGE, "", points(gains["gates"])
 
 
 # ---- healthy maps ----------------------------------------------------------------------------------------------------
 
 
-def the_trials_of_healthy_maps_and_what_the_norm_costs_so_far():
-    trials, runs, effects = (
-        pd.read_csv(HEALTHY_RUNS / f"{name}.csv")
-        for name in ("trials", "norm-runs", "norm-effects")
-    )
+def the_trials_of_healthy_maps():
+    trials = pd.read_csv(HEALTHY_RUNS / "trials.csv")
     first, second = trials["held_out_top1"][:2]
-    entropies = trials.filter(like="entropy_").stack()
     assert 0.55 <= second - first < 0.565
-    yield (
-        HEALTHY,
-        "",
-        f"({first:.2f} to {second:.2f}%)",
-        "0.55 points",
-        f"entropies are {entropies.min()} to {entropies.max()} of log N",
-    )
+    yield HEALTHY, "", f"({first:.2f} to {second:.2f}%)", "0.55 points"
+    entropies = trials.filter(like="entropy_").stack()
+    yield HEALTHY, "", f"entropies are {entropies.min()} to {entropies.max()} of log N"
+
+
+def what_the_norm_costs():
+    heading = "Question 1: does the norm cost or bring accuracy?"
+    runs = pd.read_csv(HEALTHY_RUNS / "norm-runs.csv")
+    effects = pd.read_csv(HEALTHY_RUNS / "norm-effects.csv")
     pd.testing.assert_frame_equal(effects_of(runs), effects)
+    for row in effects.to_dict("records"):
+        yield HEALTHY, heading, points(row, "+")
     repeats = pd.read_csv(HEALTHY_RUNS / "norm-repeats.csv").set_index("seed")["top1"]
     none = runs.query("network == 'none'").set_index("seed")
-    changed = none["top1"] - none["without_norm"].where(none.index != 5, repeats[5])
-    assert repeats[6] == none.loc[6, "without_norm"], "to the digit"
-    yield (
-        HEALTHY,
-        "Question 1: does the norm cost or bring accuracy?",
-        *(f"{of:.2f}%" for of in repeats[:1]),
-        f"where {none.loc[5, 'without_norm']} is recorded",
-        points(paired(changed, 0.01)).replace(" (", ", ")[:-1],
-    )
+    recorded = none["without_norm"]
+    assert repeats[6] == recorded[6], "to the digit"
+    changed = none["top1"] - recorded.where(none.index != 5, repeats[5])
+    yield HEALTHY, heading, f"{repeats.iloc[0]:.2f}%", f"where {recorded[5]} is recorded"
+    yield HEALTHY, heading, points(paired(changed, 0.01)).replace(" (", ", ")[:-1]
     of_norm = runs.filter(like="entropy").stack().sort_values()
-    yield (
-        HEALTHY,
-        "Question 1: does the norm cost or bring accuracy?",
-        of_norm.iloc[-1],
-        f"{span(of_norm[:-1])} of",
-        *(points(row, "+") for row in effects.to_dict("records")),
-    )
+    yield HEALTHY, heading, of_norm.iloc[-1], f"{span(of_norm[:-1])} of"
 
 
 def the_runs_with_the_norm():
     """Of the former weights, and PA's: bfloat16 and entropies; where no card has them, as stored and with six views."""
-    entropies = pd.read_csv(HEALTHY_RUNS / "former-entropy.csv")
     figures = pd.read_csv(HEALTHY_RUNS / "former-accuracy.csv", dtype=str).set_index("run")
-    for name, heading, run in (
-        (EA, COLLAPSE, EA),
-        (EA, SECOND_CYCLE, "ea_second_cycle"),
-        (AA, COLLAPSE, AA),
-        (PA, HEALED, PA),
+    for heading, run in (
+        (COLLAPSE, EA),
+        (SECOND_CYCLE, "ea_second_cycle"),
+        (COLLAPSE, AA),
+        (HEALED, PA),
     ):
         last = pd.read_csv(HEALTHY_RUNS / f"{run}.csv").iloc[-1]
-        yield (
-            HEALTHY,
-            heading,
-            f"{last['top1']:.2f}% in bfloat16",
-            f"training loss {last['train_loss']:.4f}",
-        )
+        yield HEALTHY, heading, f"{last['top1']:.2f}% in bfloat16"
+        yield HEALTHY, heading, f"training loss {last['train_loss']:.4f}"
         if run != PA:
             stored, views = figures.loc[run, ["stored", "six_views"]]
             yield HEALTHY, heading, f"in bfloat16, {stored} as stored", f"with six views {views}"
         if run in (EA, AA):
             before = "six views " if run == EA else ""
-            yield "ea_vision/recipes/fast.yaml", "", f"{last['top1']:.2f}, {before}{views} ({name})"
-        if run != EA:  # of which the second cycle's are
-            shares = entropies.query(f"model == '{name}.fast_norm_c10'")["entropy_share"]
-            yield HEALTHY, heading, ", ".join(shown(shares[:5]))
-            assert shares.min() >= 0.25, "the rule"
+            yield "ea_vision/recipes/fast.yaml", "", f"{last['top1']:.2f}, {before}{views} ({run})"
+
+
+def entropies_of_the_runs_with_the_norm():
+    entropies = pd.read_csv(HEALTHY_RUNS / "former-entropy.csv")
+    for name, heading in ((EA, SECOND_CYCLE), (AA, COLLAPSE), (PA, HEALED)):
+        shares = entropies[entropies["model"] == f"{name}.fast_norm_c10"]["entropy_share"]
+        assert shares.min() >= 0.25, "the rule"
+        yield HEALTHY, heading, ", ".join(shown(shares[:5]))
 
 
 def the_shipped_networks():
     """Those of the long runs and PA's: bfloat16, as stored, six views, entropies, and the rule that they met."""
-    long = [
-        (name, LONG, pd.read_csv(HEALTHY_RUNS / f"{run}_long.csv").iloc[-1], "long_c10", said)
-        for name, run, said in (
-            (EA, "ea", "EA {:.2f} and {}"),
-            (AA, "none", "AA has {:.2f}%, six views {}"),
-        )
-    ]
-    pa = pd.read_csv(HEALTHY_RUNS / f"{PA}.csv").iloc[-1]
-    for name, heading, last, tag, said in (
-        *long,
-        (PA, HEALED, pa, "fast_norm_c10", "{:.2f} and {}"),
+    entropies = table("shipped-entropy.csv")
+    for name, run, tag, heading, said in (
+        (EA, "ea_long", "long_c10", LONG, "EA {:.2f} and {}"),
+        (AA, "none_long", "long_c10", LONG, "AA has {:.2f}%, six views {}"),
+        (PA, PA, "fast_norm_c10", HEALED, "{:.2f} and {}"),
     ):
-        stored, views = re.findall(
-            r"(\d\d\.\d\d)%(?: top-1,|\. 10000)", section(f"weights/{name}.{tag}.md")
-        )
-        shares = table("shipped-entropy.csv").query(f"model == '{name}.{tag}'")["entropy_share"]
-        yield (
-            HEALTHY,
-            heading,
-            f"{last['top1']:.2f}% in bfloat16, {stored} as stored",
-            f"with six views {views}",
-            f"training loss {last['train_loss']:.4f}",
-            ", ".join(shown(shares[:5])),
-        )
-        assert shares.min() >= 0.19, "the rule"
+        last = pd.read_csv(HEALTHY_RUNS / f"{run}.csv").iloc[-1]
+        card = section(f"weights/{name}.{tag}.md")
+        stored, views = re.findall(r"(\d\d\.\d\d)%(?: top-1,|\. 10000)", card)
+        yield HEALTHY, heading, f"{last['top1']:.2f}% in bfloat16, {stored} as stored"
+        yield HEALTHY, heading, f"with six views {views}"
+        yield HEALTHY, heading, f"training loss {last['train_loss']:.4f}"
         yield PAGE, "CIFAR-10", said.format(last["top1"], views)
-    recipe, hundred = (
-        "ea_vision/recipes/cifar_long.yaml",
-        pd.read_csv(HEALTHY_RUNS / "ea_long_cifar100.csv").iloc[-1],
-    )
-    for name, _, last, *_ in long:
+        shares = entropies[entropies["model"] == f"{name}.{tag}"]["entropy_share"]
+        assert shares.min() >= 0.19, "the rule"
+        yield HEALTHY, heading, ", ".join(shown(shares[:5]))
+
+
+def the_long_runs():
+    recipe = "ea_vision/recipes/cifar_long.yaml"
+    for name, run in ((EA, "ea_long"), (AA, "none_long")):
+        last = pd.read_csv(HEALTHY_RUNS / f"{run}.csv").iloc[-1]
         yield recipe, "", f"{last['top1']:.2f} ({name})"
         yield "README.md", "", f"CIFAR-10 {last['top1']:.2f} ({last['epoch']:.0f})"
-    yield recipe, "", f"--epochs {hundred['epoch']:.0f}: {hundred['top1']:.2f}"
-    yield "README.md", "", f"CIFAR-100 {hundred['top1']:.2f} ({hundred['epoch']:.0f})"
-    yield HEALTHY, LONG, f"{hundred['top1']:.2f}%", f"training loss {hundred['train_loss']:.4f}"
+    hundred = pd.read_csv(HEALTHY_RUNS / "ea_long_cifar100.csv").iloc[-1]
+    top1 = f"{hundred['top1']:.2f}"
+    epochs = f"{hundred['epoch']:.0f}"
+    yield recipe, "", f"--epochs {epochs}: {top1}"
+    yield "README.md", "", f"CIFAR-100 {top1} ({epochs})"
+    yield HEALTHY, LONG, f"{top1}%", f"training loss {hundred['train_loss']:.4f}"
 
 
 # ---- the probe, faithfulness, detection, speed -----------------------------------------------------------------------
 
 
-def the_probe_and_faithfulness():
-    """Of the shipped weights and of the former, whose maps had collapsed; the probe's mean and deviation of 3 seeds."""
-    found = pd.concat([table(f"probe/{name}.csv") for name in ("results", "former")])
-    found = found.groupby(["model", "maps", "layer"])["top1"]
-    rows, unseen = found.apply(spread), found.mean()
-    models = {"AA": f"{AA}.long_c10", "PA": f"{PA}.fast_norm_c10", "EA": f"{EA}.long_c10"}
-    for maps in KINDS:
-        yield (
-            MAPS,
-            "",
-            *(
-                f"| {name} | {maps} | "
-                + " | ".join(
-                    rows[of, maps, layer]
-                    for of in (model, f"{model.partition('.')[0]}.fast_c10")
-                    for layer in (3, 6)
-                )
-                for name, model in models.items()
-            ),
-        )
+SHIPPED = {"AA": f"{AA}.long_c10", "PA": f"{PA}.fast_norm_c10", "EA": f"{EA}.long_c10"}
+
+
+def the_probe():
+    """Of the shipped weights and of the former, whose maps had collapsed; mean and deviation of 3 seeds."""
+    results = pd.concat([table("probe/results.csv"), table("probe/former.csv")])
+    top1 = results.groupby(["model", "maps", "layer"])["top1"]
+    spreads = top1.apply(spread)
+    means = top1.mean()
+    for maps, (name, model) in product(KINDS, SHIPPED.items()):
+        former = f"{model.partition('.')[0]}.fast_c10"
+        runs = product((model, former), (3, 6))
+        columns = [spreads[weights, maps, layer] for weights, layer in runs]
+        yield MAPS, "", f"| {name} | {maps} | " + " | ".join(columns)
+    for model, maps, layer in product(SHIPPED.values(), KINDS[:2], (3, 6)):
+        yield PAGE, "The probe", means[model, maps, layer]
+
+
+def faithfulness():
+    models = SHIPPED.values()
     faithful = table("faithfulness/results.csv").set_index(["ranking", "model"])
-    for scores in (("comprehensiveness", "sufficiency"), ("deletion", "insertion")):
-        for ranking in faithful.index.unique("ranking"):
-            yield (
-                MAPS,
-                "Faithfulness",
-                cells(
-                    ranking,
-                    *(
-                        _with_error(faithful.loc[(ranking, model)], score)
-                        for score in scores
-                        for model in models.values()
-                    ),
-                ),
-            )
-    faithful = faithful["comprehensiveness"]
-    yield (
-        PAGE,
-        "The probe",
-        *(
-            unseen[model, maps, layer]
-            for model in models.values()
-            for maps in KINDS[:2]
-            for layer in (3, 6)
-        ),
-    )
-    yield (
-        PAGE,
-        "Faithfulness",
-        *(f"{faithful['layer 6', model]:.3f}" for model in models.values()),
-        *(
-            ", ".join(f"{faithful[ranking, model]:.3f}" for model in models.values())
-            for ranking in ("centre", "random")
-        ),
-    )
+    for ranking in faithful.index.unique("ranking"):
+        for scores in (("comprehensiveness", "sufficiency"), ("deletion", "insertion")):
+            yield MAPS, "Faithfulness", _faithfulness_row(faithful, ranking, scores, models)
+    score = faithful["comprehensiveness"]
+    for model in models:
+        yield PAGE, "Faithfulness", f"{score['layer 6', model]:.3f}"
+    for ranking in ("centre", "random"):
+        by_model = [f"{score[ranking, model]:.3f}" for model in models]
+        yield PAGE, "Faithfulness", ", ".join(by_model)
 
 
 def detectors():
-    for name, label in (
-        ("plain", "resnet18"),
-        ("aa", "aa_resnet34, two blocks a stage"),
-        ("ea_aa", "ea_aa_resnet34, two blocks a stage"),
-    ):
+    labels = {
+        "plain": "resnet18",
+        "aa": "aa_resnet34, two blocks a stage",
+        "ea_aa": "ea_aa_resnet34, two blocks a stage",
+    }
+    for name, label in labels.items():
         runs = pd.DataFrame([last_row(f"detection/{name}-seed{seed}.csv") for seed in (0, 1)])
-        figures = [
-            text
-            for of in (runs["AP"], runs["AP50"])
-            for text in (", ".join(f"{x:.1f}" for x in of), f"{of.mean():.1f}")
-        ]
-        yield "experiments/detection.md", "", cells(label, *figures, f"{runs['AP75'].mean():.1f}")
+        figures = []
+        for measure in ("AP", "AP50"):
+            figures.append(", ".join(f"{x:.1f}" for x in runs[measure]))
+            figures.append(f"{runs[measure].mean():.1f}")
+        figures.append(f"{runs['AP75'].mean():.1f}")
+        yield "experiments/detection.md", "", cells(label, *figures)
 
 
 def smaller_experiments():
-    tiny = (
-        table("tiny-imagenet/attention.csv").query("images == 160").groupby("run")["top1"].mean()
-        + 1e-9
-    )
-    digits = table("moved-digits.csv").groupby("transform")["top1"].mean()
-    yield (
-        PAGE,
-        "Smaller experiments",
-        f"{tiny['resnet34']:.1f}%",
-        *(
-            f"{kind} {tiny[name]:.1f}"
-            for kind, name in (
-                ("AA", "aa_resnet34"),
-                ("PA", "pa_aa_resnet34"),
-                ("EA", "ea_aa_resnet34"),
-            )
-        ),
-        *(f"{top1:.2f}%" for top1 in digits),
-    )
+    heading = "Smaller experiments"
+    attention = table("tiny-imagenet/attention.csv").query("images == 160")
+    tiny = attention.groupby("run")["top1"].mean() + 1e-9
+    yield PAGE, heading, f"{tiny['resnet34']:.1f}%"
+    yield PAGE, heading, f"AA {tiny['aa_resnet34']:.1f}"
+    yield PAGE, heading, f"PA {tiny['pa_aa_resnet34']:.1f}"
+    yield PAGE, heading, f"EA {tiny['ea_aa_resnet34']:.1f}"
+    for top1 in table("moved-digits.csv").groupby("transform")["top1"].mean():
+        yield PAGE, heading, f"{top1:.2f}%"
     kept = table("widths/misses.csv")
     best = kept.groupby("kind")["largest_miss_percent"].min()
-    yield (
-        "docs/results.md",
-        "",
-        f"{best['doubled']:.0f}%",
-        f"{best['rising']:.1f}%",
-        f"{best['any']:.1f}%",
-        f"{kept['cnn_params_m'][1]:.1f}M parameters",
-    )
+    yield "docs/results.md", "", f"{best['doubled']:.0f}%"
+    yield "docs/results.md", "", f"{best['rising']:.1f}%", f"{best['any']:.1f}%"
+    yield "docs/results.md", "", f"{kept['cnn_params_m'][1]:.1f}M parameters"
 
 
 def speed():
-    for row in (
-        table("benchmark-cpu.csv").query("part == 'network' and mode == 'eager'").itertuples()
-    ):
-        yield (
-            PAGE,
-            SPEED,
-            *(
-                (row.train_images_per_s, row.infer_images_per_s, f"{row.memory_mib:.0f}")
-                if row.model == "resnet50"
-                else [cells(row.model, row.train_ratio, row.infer_ratio, row.memory_ratio)]
-            ),
-        )
+    benchmark = table("benchmark-cpu.csv").query("part == 'network' and mode == 'eager'")
+    for row in benchmark.itertuples():
+        if row.model == "resnet50":
+            yield PAGE, SPEED, row.train_images_per_s, row.infer_images_per_s
+            yield PAGE, SPEED, f"{row.memory_mib:.0f}"
+        else:
+            yield PAGE, SPEED, cells(row.model, row.train_ratio, row.infer_ratio, row.memory_ratio)
     for row in table("recording-cost.csv").itertuples():
-        yield (
-            "docs/record.md",
-            "Cost",
-            cells(
-                f"`{row.network}`", row.plain_s + 1e-6, row.recorded_s + 1e-6, f"{row.maps_mib:.1f}"
-            ),
-        )
+        seconds = (row.plain_s + 1e-6, row.recorded_s + 1e-6)
+        figures = cells(f"`{row.network}`", *seconds, f"{row.maps_mib:.1f}")
+        yield "docs/record.md", "Cost", figures
 
 
-def large_maps():
-    """The networks at 640 pixels, and the parts of a layer."""
-    assert rows_of(
-        "docs/kernels.md", r"\| .* \| ([\d.]+) \| ([\d.]+) \| ([\d,]+) \|", "Large images"
-    ) == [
-        (*shown([infer + 1e-6, train + 1e-6]), f"{mib:,.0f}")
-        for *_, infer, train, mib in table("large-maps.csv").itertuples(index=False)
-    ]
+BY_SIZE = "Networks by image size"
+RATIOS = ["inference, ratio", "training, ratio"]
+SECONDS = ["inference, s", "training, s"]
+
+
+def test_the_table_of_large_images():
+    """The networks at 640 pixels."""
+    expected = []
+    for *_, infer, train, mib in table("large-maps.csv").itertuples(index=False):
+        expected.append((*shown([infer + 1e-6, train + 1e-6]), f"{mib:,.0f}"))
+    row = r"\| .* \| ([\d.]+) \| ([\d.]+) \| ([\d,]+) \|"
+    assert rows_of("docs/kernels.md", row, "Large images") == expected
+
+
+def networks_by_image_size():
     sizes = table("large-maps-sizes.csv").set_index(["malloc", "code"])
-    for of in (sizes.loc["kept", "after"], sizes.loc["kept", "before"]):
-        for *_, infer, train, mib in of[of["network"] != "resnet50"].itertuples(index=False):
+    for code in ("after", "before"):
+        kept = sizes.loc["kept", code]
+        for *_, infer, train, mib in kept[kept["network"] != "resnet50"].itertuples(index=False):
             memory = "" if np.isnan(mib) else f"; {mib:,.0f}"
-            yield KERNELS, "Networks by image size", f"| {infer:.2f}, {train:.2f}{memory} |"
-    yield (
-        KERNELS,
-        "Networks by image size",
-        *(
-            sizes[sizes["network"] == "ea"].loc[malloc, code]["training, ratio"].item()
-            for malloc, code in (("as it is", "before"), ("kept by environment", "after, in place"))
-        ),
-    )
-    ratios = ["inference, ratio", "training, ratio"]
+            yield KERNELS, BY_SIZE, f"| {infer:.2f}, {train:.2f}{memory} |"
+    ea = sizes[sizes["network"] == "ea"]["training, ratio"]
+    yield KERNELS, BY_SIZE, ea["as it is", "before"].item()
+    yield KERNELS, BY_SIZE, ea["kept by environment", "after, in place"].item()
     levels = sizes.loc["kept"].loc[["second level", "first level"]]
     for network, name in (("aa", "aa"), ("pa", "pa_aa"), ("ea", "ea_aa")):
-        of = levels[levels["network"] == network].sort_values("size", kind="stable")[ratios]
-        yield (
-            KERNELS,
-            "Networks by image size",
-            cells(f"{name}_resnet50", *(", ".join(shown(pair)) for pair in of.to_numpy())),
-        )
-    limit = sizes.loc["kept", "limit"].set_index("network")
-    left, taken = limit.loc["aa without attention"], limit.loc["aa"]
-    yield (
-        KERNELS,
-        "Networks by image size",
-        *(" and ".join(shown(of[ratios])) for of in (left, taken)),
-        *(
-            f"{2000 * limit.loc['resnet50', time] * (1 / goal - 1 / left[ratio]):.0f}"
-            for goal, ratio, time in zip(
-                (0.89, 0.86), ratios, ("inference, s", "training, s"), strict=True
-            )
-        ),
-        *(f"{2000 * (taken[time] - left[time]):.0f}" for time in ("inference, s", "training, s")),
-    )
+        rows = levels[levels["network"] == network].sort_values("size", kind="stable")
+        pairs = [", ".join(shown(pair)) for pair in rows[RATIOS].to_numpy()]
+        yield KERNELS, BY_SIZE, cells(f"{name}_resnet50", *pairs)
+
+
+def what_the_goal_leaves_attention():
+    sizes = table("large-maps-sizes.csv").set_index(["malloc", "code", "network"])
+    limit = sizes.loc["kept", "limit"]
+    left = limit.loc["aa without attention"]
+    taken = limit.loc["aa"]
+    yield KERNELS, BY_SIZE, " and ".join(shown(left[RATIOS])), " and ".join(shown(taken[RATIOS]))
+    for goal, ratio, time in zip((0.89, 0.86), RATIOS, SECONDS, strict=True):
+        leaves = 2000 * limit.loc["resnet50", time] * (1 / goal - 1 / left[ratio])
+        takes = 2000 * (taken[time] - left[time])
+        yield KERNELS, BY_SIZE, f"{leaves:.0f}", f"{takes:.0f}"
+
+
+def steps_and_parts_of_a_layer():
     for row in table("h200-steps.csv").itertuples(index=False):
         yield KERNELS, "On an H200", cells(f"{row.network}, {row.batch}", *row[2:])
-    parts = table("large-maps-parts.csv").pivot(
-        index="part", columns=["pixels", "pass"], values="ms"
-    )
+    times = table("large-maps-parts.csv")
+    parts = times.pivot(index="part", columns=["pixels", "pass"], values="ms")
     for part, ms in parts.iterrows():
-        yield (
-            KERNELS,
-            "Parts of a layer on a CPU",
-            f"| {part} | "
-            + " | ".join(
-                f"{ms[n, 'forward']:.1f} {'-' if ms[n, 'backward'] < 0 else '+'} "
-                f"{abs(ms[n, 'backward']):.1f}"
-                for n in (196, 400, 784)
-            ),
-        )
+        columns = []
+        for pixels in (196, 400, 784):
+            forward = ms[pixels, "forward"]
+            backward = ms[pixels, "backward"]
+            sign = "-" if backward < 0 else "+"
+            columns.append(f"{forward:.1f} {sign} {abs(backward):.1f}")
+        yield KERNELS, "Parts of a layer on a CPU", f"| {part} | " + " | ".join(columns)
 
 
 def the_profile_of_deployed_networks():
@@ -848,11 +722,13 @@ def the_profile_of_deployed_networks():
         "products": ["MatMul", "FusedMatMul"],
         "softmax": ["Softmax"],
     }
-    sums = {name: profile.loc[of].sum() for name, of in kinds.items()}
-    sums |= {REST: profile.sum() - sum(sums.values()), "all": profile.sum()}
-    figures = {name: [f"{time + 1e-6:.0f}" for time in times] for name, times in sums.items()}
-    yield KERNELS, "", *(cells(name, *times) for name, times in figures.items())
-    yield "docs/deploy.md", "Speed", *figures["all"]
+    sums = {name: profile.loc[operations].sum() for name, operations in kinds.items()}
+    sums["all else: copies, layouts, sums, pooling"] = profile.sum() - sum(sums.values())
+    sums["all"] = profile.sum()
+    for name, times in sums.items():
+        figures = [f"{time + 1e-6:.0f}" for time in times]
+        yield KERNELS, "", cells(name, *figures)
+    yield "docs/deploy.md", "Speed", *figures
 
 
 CLAIMS = [
@@ -864,6 +740,7 @@ CLAIMS = [
     what_each_study_could_have_found,
     equal_time,
     replaced_maps,
+    replaced_maps_of_networks_with_the_norm,
     slower_attention,
     the_recipes_of_ten_epochs,
     cifar10,
@@ -872,14 +749,20 @@ CLAIMS = [
     what_maps_of_scenes_tell,
     captions_of_pictures,
     fine_tuning_of_a_pretrained_transformer_on_scenes,
-    the_trials_of_healthy_maps_and_what_the_norm_costs_so_far,
+    the_trials_of_healthy_maps,
+    what_the_norm_costs,
     the_runs_with_the_norm,
+    entropies_of_the_runs_with_the_norm,
     the_shipped_networks,
-    the_probe_and_faithfulness,
+    the_long_runs,
+    the_probe,
+    faithfulness,
     detectors,
     smaller_experiments,
     speed,
-    large_maps,
+    networks_by_image_size,
+    what_the_goal_leaves_attention,
+    steps_and_parts_of_a_layer,
     the_profile_of_deployed_networks,
 ]
 

@@ -1,17 +1,19 @@
-"""experiments/replaced_maps.py: each replacement is what it says, its figures of logits are numpy's, and the script."""
+"""experiments/replaced_maps.py: each replacement by its definition, the figures of logits by numpy, and the script."""
 
 import numpy as np
 import pandas as pd
 import pytest
 import timm
 import torch
+from torch.testing import assert_close
 
 import ea_vision
 from ea_vision.recorder.loading import load_model
 from experiments import replaced_maps
 from tests.models.zoo import woken
 
-NAME, KEYWORDS = "ea_conv_transformer_cifar", dict(widths=[8, 16, 16, 16], num_classes=3)
+NAME = "ea_conv_transformer_cifar"
+KEYWORDS = dict(widths=[8, 16, 16, 16], num_classes=3)
 
 
 def network(state=None, **keywords):
@@ -24,68 +26,69 @@ def network(state=None, **keywords):
 
 @torch.no_grad()
 def test_each_kind_of_replaced_maps():
-    """The mean over one image is its map, over several the recorded one's; uniform maps and none are means, too."""
-    model, x = network(), torch.randn(3, 3, 32, 32)
+    """The mean map of one image is its own map; uniform maps and maps of zeros are means, too."""
+    model = network()
+    x = torch.randn(3, 3, 32, 32)
+    zeros = [torch.zeros(1)] * 6
 
-    def outputs(kind, x=x, means=None):
-        with replaced_maps.replace_maps(model, kind, means or [torch.zeros(1)] * 6):
+    def outputs(kind, x=x, means=zeros):
+        with replaced_maps.replace_maps(model, kind, means):
             return model(x)
 
-    plain, uniform, none, own, other = map(outputs, ("trained", "uniform", "none", "own", "other"))
-    of_first, several = (
-        replaced_maps.mean_maps(model, batches) for batches in ([x[:1]], [x[:2], x[2:]])
-    )
+    plain = outputs("trained")
+    replaced = {kind: outputs(kind) for kind in ("uniform", "none", "own", "other")}
+    for logits in replaced.values():
+        assert (logits - plain).abs().max() > 1e-3
+    several = replaced_maps.mean_maps(model, [x[:2], x[2:]])
     with ea_vision.record_attention(model) as maps:
         model(x)
     for mean, layer in zip(several, maps.values(), strict=True):
-        torch.testing.assert_close(
-            mean, sum(layer.attn[image] for image in range(3)) / 3, atol=1e-4, rtol=1e-3
-        )
-    for found, expected in (
-        (outputs("mean", x[:1], of_first), plain[:1]),
-        (none, outputs("mean")),
-        (
-            uniform,
-            outputs("mean", means=[torch.full_like(mean, 1 / len(mean[0])) for mean in several]),
-        ),
-        (own, network(model.state_dict(), alpha=0.0, beta=0.0)(x)),
-        (outputs("other", x[:1].expand(3, -1, -1, -1)), plain[:1].expand(3, -1)),
-        (model(x), plain),
-    ):
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
-    assert all((found - plain).abs().max() > 1e-3 for found in (uniform, none, own, other))
+        assert_close(mean, layer.attn.mean(0), atol=1e-4, rtol=1e-3)
+    near = {"atol": 1e-5, "rtol": 1e-4}
+    of_first = replaced_maps.mean_maps(model, [x[:1]])
+    assert_close(outputs("mean", x[:1], of_first), plain[:1], **near)
+    assert_close(replaced["none"], outputs("mean"), **near)
+    uniform = [torch.full_like(mean, 1 / len(mean[0])) for mean in several]
+    assert_close(replaced["uniform"], outputs("mean", means=uniform), **near)
+    alone = network(model.state_dict(), alpha=0.0, beta=0.0)
+    assert_close(replaced["own"], alone(x), **near)
+    three_of_one = x[:1].expand(3, -1, -1, -1)
+    assert_close(outputs("other", three_of_one), plain[:1].expand(3, -1), **near)
+    assert_close(model(x), plain, **near)
+
+
+def correlation(a, b) -> float:
+    """Return the correlation of two maps, 0 where one of them is constant."""
+    if not a.any() or not b.any():
+        return 0.0
+    return np.corrcoef(a, b)[0, 1]
 
 
 def test_figures_of_logits_against_numpy():
     loaded = load_model(NAME, random=True, **KEYWORDS)
     x = torch.randn(3, 3, 32, 32)
-    with (
-        torch.no_grad(),
-        ea_vision.record_attention(loaded.model, parts=("logits", "self_logits")) as maps,
-    ):
+    recording = ea_vision.record_attention(loaded.model, parts=("logits", "self_logits"))
+    with torch.no_grad(), recording as maps:
         rows = replaced_maps.logits(loaded, [x[:2], x[2:]])
         loaded.model(x)
     assert [row[1] for row in rows] == list(maps)
     for _, number, *figures in rows:
-        parts = [part.double().numpy() for part in (maps[number].self_logits, maps[number].logits)]
-        heads = [(part - part.mean(-1, keepdims=True)).reshape(12, -1) for part in parts]
-        alike = [
-            np.corrcoef(a, b)[0, 1] if a.any() and b.any() else 0.0
-            for a, b in zip(*heads, strict=True)
-        ]
-        assert figures == pytest.approx(
-            [*(part.std(-1).mean() for part in parts), np.mean(alike)], abs=6e-4
-        )
-    assert rows[0][-1] == 1.0 and rows[1][-1] < 0.99  # the first layer has nothing to evolve from
+        own = maps[number].self_logits.double().numpy()
+        evolved = maps[number].logits.double().numpy()
+        own_heads = (own - own.mean(-1, keepdims=True)).reshape(12, -1)
+        evolved_heads = (evolved - evolved.mean(-1, keepdims=True)).reshape(12, -1)
+        alike = list(map(correlation, own_heads, evolved_heads))
+        by_hand = [own.std(-1).mean(), evolved.std(-1).mean(), np.mean(alike)]
+        assert figures == pytest.approx(by_hand, abs=6e-4)
+    assert rows[0][-1] == 1.0  # the first layer has nothing to evolve from
+    assert rows[1][-1] < 0.99
 
 
 def test_the_script(tmp_path, monkeypatch):
     monkeypatch.setattr(
         replaced_maps, "load_model", lambda name: load_model(name, random=True, **KEYWORDS)
     )
-    assert (
-        replaced_maps.main([str(tmp_path), "--model", NAME, "--dataset", "digits", "--limit", "4"])
-        == 0
-    )
+    options = ["--model", NAME, "--dataset", "digits", "--limit", "4"]
+    assert replaced_maps.main([str(tmp_path), *options]) == 0
     assert pd.read_csv(tmp_path / "replaced.csv")["maps"].tolist() == list(replaced_maps.KINDS)
     assert len(pd.read_csv(tmp_path / "logits.csv")) == 6

@@ -1,4 +1,4 @@
-"""The two tasks without images of experiments/across: right labels, no later character is read, a table goes on."""
+"""The two tasks without images of experiments/across: labels, no look at later characters, and tables that grow."""
 
 import pytest
 import torch
@@ -6,22 +6,26 @@ import torch
 from experiments.across import sequences
 
 
-def test_what_is_asked_for_is_the_value_beside_the_key():
+def test_the_answer_is_the_value_beside_the_key():
     symbols, wanted = sequences.recall(50, torch.Generator().manual_seed(0))
     assert symbols.shape == (50, 17)
     for row, value in zip(symbols.tolist(), wanted.tolist(), strict=True):
-        keys, values, asked = row[:16:2], row[1:16:2], row[16]
-        assert len(set(keys)) == 8 and max(keys) < 16 <= min(values)
+        keys = row[:16:2]
+        values = row[1:16:2]
+        asked = row[16]
+        assert len(set(keys)) == 8
+        assert max(keys) < 16 <= min(values)
         assert values[keys.index(asked)] == value
 
 
 def test_topics_that_are_held_out_are_not_trained_on():
     text, held_out, characters = sequences.load_text()
-    assert (
-        len(held_out) > 10 and 60 < characters < 200 and 0 < text.min() and text.max() < characters
-    )
+    assert len(held_out) > 10
+    assert 60 < characters < 200
+    assert 0 < text.min() and text.max() < characters
     whole = bytes(text.tolist())
-    assert not any(bytes(one.tolist()) in whole for one in held_out)
+    for topic in held_out:
+        assert bytes(topic.tolist()) not in whole
 
 
 @pytest.mark.parametrize("kind", ["none", "residual+token_conv", "ea"])
@@ -36,8 +40,9 @@ def test_no_character_reads_a_later_one(kind):
     for t in range(11):
         other = text.clone()
         other[:, t + 1 :] = (other[:, t + 1 :] + 1) % 20
-        torch.testing.assert_close(model(other)[:, : t + 1], whole[:, : t + 1])
-        assert not torch.equal(model(other)[:, t + 1 :], whole[:, t + 1 :])
+        changed = model(other)
+        torch.testing.assert_close(changed[:, : t + 1], whole[:, : t + 1])
+        assert not torch.equal(changed[:, t + 1 :], whole[:, t + 1 :])
 
 
 def test_a_table_goes_on(tmp_path):
@@ -46,4 +51,6 @@ def test_a_table_goes_on(tmp_path):
     sequences.main(command)
     kept = table.read_text()
     sequences.main([*command, "1"])
-    assert table.read_text().startswith(kept) and len(table.read_text().splitlines()) == 1 + 2
+    grown = table.read_text()
+    assert grown.startswith(kept)
+    assert len(grown.splitlines()) == 1 + 2

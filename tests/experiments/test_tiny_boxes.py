@@ -1,4 +1,4 @@
-"""experiments/tiny_boxes.py: Tiny-ImageNet's files as COCO JSON, by what `CocoFolder` reads from it."""
+"""experiments/tiny_boxes.py: Tiny-ImageNet's files as COCO JSON, as `CocoFolder` reads it."""
 
 import pytest
 from PIL import Image
@@ -28,16 +28,16 @@ def tiny(tmp_path):
         lines = [f"{label}_{i}.JPEG\t{box}" for i, box in enumerate(boxes)]
         write(root / "train" / label, f"{label}_boxes.txt", lines, "RGB")
     write(root / "val", "val_annotations.txt", VAL, "L")
-    (root / "words.txt").write_text(
-        "n00\tentity\nn01\tgoldfish, Carassius\nn02\tcrane\nn03\tcrane, bird\n"
-    )
+    words = "n00\tentity\nn01\tgoldfish, Carassius\nn02\tcrane\nn03\tcrane, bird\n"
+    (root / "words.txt").write_text(words)
     return root
 
 
 def test_boxes_and_names(tiny, tmp_path):
     out = tmp_path / "out"
     assert main([str(tiny), str(out)]) == 0
-    train, val = CocoFolder(out, "train"), CocoFolder(out, "val")
+    train = CocoFolder(out, "train")
+    val = CocoFolder(out, "val")
     assert train.classes == val.classes == ["goldfish", "crane (n02)", "crane (n03)"]
     assert [target["boxes"].tolist() for _, target in train] == [
         [[0, 0, 64, 64]],
@@ -55,17 +55,12 @@ def test_boxes_and_names(tiny, tmp_path):
 
 def test_a_part_of_it_as_one_class_beside_the_images_and_the_mean_box_by_hand(tiny, capsys):
     """Mean of (0, 0, 64, 64) and (3, 4, 8, 17): that of n01's true box of 1,500 pixels has half of it in common."""
-    assert (
-        main(
-            [str(tiny), str(tiny), "--classes", "n03,n01", "--as-one", "object", "--per-class", "1"]
-        )
-        == 0
-    )
+    options = ["--classes", "n03,n01", "--as-one", "object", "--per-class", "1"]
+    assert main([str(tiny), str(tiny), *options]) == 0
     train = CocoFolder(tiny, "train")
-    assert train.classes == ["object"] and [image["file_name"] for image in train.images] == [
-        "n03/images/n03_0.JPEG",
-        "n01/images/n01_0.JPEG",
-    ]
+    assert train.classes == ["object"]
+    files = [image["file_name"] for image in train.images]
+    assert files == ["n03/images/n03_0.JPEG", "n01/images/n01_0.JPEG"]
     truth = "val_0.JPEG\tn02\t5\t5\t5\t9\nval_1.JPEG\tn01\t1\t2\t37\t42\n"
     (tiny / "val" / "val_annotations.txt").write_text(truth)
     assert main([str(tiny), str(tiny), "--classes", "2", "--mean-box"]) == 0

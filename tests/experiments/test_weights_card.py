@@ -13,9 +13,15 @@ from experiments import weights_card
 from tests.engine.runner import arguments, make_folder, train
 
 
+def top1_of(logits, targets) -> float:
+    return 100 * (logits.argmax(1) == targets).double().mean().item()
+
+
 def test_the_card_of_exported_weights_has_the_figures_of_the_file(tmp_path, monkeypatch):
-    """Plain and with views, counted here from the written file; the run's one look at the test images chose nothing."""
-    folder, out = tmp_path / "run", tmp_path / "test_resnet.t.safetensors"
+    """The test counts them, plain and with views, from the written file. The run looked at the test images once, at its
+    end, and chose nothing by them."""
+    folder = tmp_path / "run"
+    out = tmp_path / "test_resnet.t.safetensors"
     data = make_folder(tmp_path / "data", train=48)
     train(arguments(data, folder, "--epochs 2 --eval-epochs 2 --tta six"))
     about = run_folder.read_config(folder)[1]
@@ -24,15 +30,11 @@ def test_the_card_of_exported_weights_has_the_figures_of_the_file(tmp_path, monk
     for largest_loss, dtype in ((100, "float16"), (-1, "float32")):
         monkeypatch.setattr(weights_card, "LARGEST_LOSS", largest_loss)
         assert weights_card.main([str(folder), "-o", str(out), "--data-dir", str(data)]) == 0
-        model = timm.create_model(
-            "test_resnet", **about["model_kwargs"], checkpoint_path=str(out)
-        ).eval()
+        keywords = about["model_kwargs"]
+        model = timm.create_model("test_resnet", **keywords, checkpoint_path=str(out)).eval()
         with torch.no_grad():
-            plain, six = model(x), logits_by_views(model, x, "six")
-        top1, by_six = (
-            100 * (logits.argmax(1) == test.targets).double().mean().item()
-            for logits in (plain, six)
-        )
+            top1 = top1_of(model(x), test.targets)
+            by_six = top1_of(logits_by_views(model, x, "six"), test.targets)
         card = out.with_suffix(".md").read_text()
         front = yaml.safe_load(card.split("---\n")[1])
         metric = front["model-index"][0]["results"][0]["metrics"][0]
@@ -50,16 +52,12 @@ def test_the_card_of_exported_weights_has_the_figures_of_the_file(tmp_path, monk
 
 
 def test_cards_say_which_updates_an_earlier_start_made():
-    starts = [
-        {"update": update, "by": by}
-        for update, by in ((1, "a"), (11, "a"), (21, "b"), (31, "c"), (41, "b"))
-    ]
-    assert (
-        weights_card.by_update(starts, lambda start: start["by"])
-        == "b (updates 1 to 20: a; updates 31 to 40: c)"
-    )
-    assert (
-        weights_card.by_update(starts[1:2], lambda start: start["by"])
-        == "a (updates 1 to 10: not recorded)"
-    )
-    assert weights_card.by_update(starts[:1], lambda start: start["by"]) == "a"
+    by = {1: "a", 11: "a", 21: "b", 31: "c", 41: "b"}
+    starts = [{"update": update, "by": name} for update, name in by.items()]
+
+    def by_update(starts):
+        return weights_card.by_update(starts, lambda start: start["by"])
+
+    assert by_update(starts) == "b (updates 1 to 20: a; updates 31 to 40: c)"
+    assert by_update(starts[1:2]) == "a (updates 1 to 10: not recorded)"
+    assert by_update(starts[:1]) == "a"
