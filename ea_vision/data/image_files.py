@@ -27,6 +27,7 @@ from ea_vision.base.errors import UsageError
 from ea_vision.data import ilsvrc
 from ea_vision.data.image_names import (
     IMAGE_SUFFIXES,
+    displayable,
     hidden_part,
     in_order,
     is_image_name,
@@ -182,7 +183,7 @@ class ImageFiles:
             raise UsageError(f"images of {self.source} must lie in class folders, got {stray}")
         # Where all lie in one folder, that is their class.
         depth = shared if shared < len(first) else shared - 1
-        labels = [parts[depth] for parts in folders]
+        labels = [displayable(parts[depth]) for parts in folders]
         if self.source.is_dir():
             self._refuse_empty(self.source.joinpath(*first[:depth]), set(labels))
         return labels
@@ -193,8 +194,9 @@ class ImageFiles:
         for entry in os.scandir(root):
             nowhere = entry.is_symlink() and not os.path.exists(entry.path)
             is_class = entry.is_dir() or (nowhere and may_be_folder(entry.name))
-            if is_class and entry.name not in classes and not hidden_part(entry.name):
-                empty.append(entry.name)
+            name = displayable(entry.name)
+            if is_class and name not in classes and not hidden_part(name):
+                empty.append(name)
         if empty:
             raise UsageError(
                 f"{len(empty)} class folder(s) of {self.source} have no images: "

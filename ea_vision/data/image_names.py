@@ -55,6 +55,13 @@ def said_of_hidden(source: object, hidden: Iterable[str]) -> str:
     )
 
 
+def displayable(name: str) -> str:
+    """Return a name whose bytes that are no UTF-8 are written as \\xff, so that tables and figures can have it."""
+    if name.isascii():
+        return name
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
 def in_order(name: str) -> tuple:
     """Return the key of natural order; names that it takes for equal (a1, a01) have an order, too."""
     return natural_key(name), name

@@ -93,6 +93,8 @@ def test_names_that_are_no_utf8_are_read_and_have_a_fingerprint(folder):
     os.rename(folder / "a" / "0.png", os.fsencode(folder / "a") + b"/\xff.png")
     files = ImageFiles(folder)
     assert files.read(0)[1] == 0 and files.fingerprint() != before
+    os.rename(folder / "b", os.fsencode(folder) + b"/caf\xe9")
+    assert ImageFiles(folder).classes == ["a", r"caf\xe9"], "in tables and figures"
     bad = BadImages(1)
     bad.new[files.describe(0)] = "it is broken"
     bad.collect(World(0, 1, torch.device("cpu")), folder)
