@@ -17,6 +17,7 @@ from tests.models.zoo import (
     TESTED,
     assert_checkpointing_changes_nothing,
     assert_fx_agrees,
+    give_gradients,
     idle,
     layers_of,
     lively,
@@ -50,7 +51,8 @@ def test_default_cfg_is_true_and_every_size_has_its_shapes(name):
     assert isinstance(model.get_submodule(cfg["first_conv"]), torch.nn.Conv2d)
     assert model.get_submodule(cfg["classifier"]) is model.get_classifier()
     assert model.get_classifier().out_features == cfg["num_classes"]
-    own, reduction = cfg["input_size"][1:], model.feature_info[-1]["reduction"]
+    own = cfg["input_size"][1:]
+    reduction = model.feature_info[-1]["reduction"]
     for size in {(96, 160), (288, 288), own}:
         features = model.forward_features(torch.empty(2, 3, *size, device="meta"))
         shape = cfg["pool_size"] if size == own else (size[0] // reduction, size[1] // reduction)
@@ -60,7 +62,7 @@ def test_default_cfg_is_true_and_every_size_has_its_shapes(name):
 
 def test_every_parameter_has_a_gradient(name, model):
     twin = copy.deepcopy(model).train()
-    twin(sample(name)).square().sum().backward()
+    give_gradients(twin, sample(name))
     assert idle(twin) == []
 
 
@@ -126,8 +128,9 @@ def test_head_in_timms_ways(name, model, image):
 
 
 def test_layer_decay_follows_the_order_of_the_network(name, image):
-    model, order = lively(name, num_classes=5).eval(), []
-    owners = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
+    model = lively(name, num_classes=5).eval()
+    order = []
+    owners = [m for m in model.modules() if list(m.parameters(recurse=False))]
     for module in owners:
         module.register_forward_pre_hook(lambda m, _: order.append(m))
     with torch.no_grad():
@@ -137,14 +140,16 @@ def test_layer_decay_follows_the_order_of_the_network(name, image):
     optimizer = create_optimizer_v2(
         model, opt="adamw", lr=1e-3, weight_decay=0.05, layer_decay=0.75
     )
-    group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+    group_of = {}
+    for group in optimizer.param_groups:
+        group_of.update(dict.fromkeys(group["params"], group))
     assert group_of.keys() == set(model.parameters())
-    scales = [group_of[p]["lr_scale"] for module in order for p in module.parameters(recurse=False)]
-    assert (
-        scales == sorted(scales)
-        and scales[-1] == 1.0
-        and len(set(scales)) > len(model.feature_info)
-    )
+    scales = []
+    for module in order:
+        scales += [group_of[p]["lr_scale"] for p in module.parameters(recurse=False)]
+    assert scales == sorted(scales)
+    assert scales[-1] == 1.0
+    assert len(set(scales)) > len(model.feature_info)
     for layer in layers_of(model):
         assert len({group_of[p]["lr_scale"] for p in layer.parameters()}) == 1
     for n, p in model.named_parameters():
@@ -174,15 +179,16 @@ def test_other_channels(name, model, channels):
 @pytest.mark.parametrize("small", CHAINED)
 def test_img_size_sizes_the_tables_and_loads_others(small):
     size = (96, 64) if side(small) == 64 else (40, 24)
-    plain, large = lively(small).eval(), lively(small, img_size=size).eval()
+    plain = lively(small).eval()
+    large = lively(small, img_size=size).eval()
     large.load_state_dict(plain.state_dict())
     x = torch.randn(1, 3, *size)
     with torch.no_grad():
         assert_close(large(x), plain(x))
         plain.requires_grad_(False).set_input_size(size)
         assert_close(large(x), plain(x))
-    shapes = [{n: p.shape for n, p in m.named_parameters()} for m in (plain, large)]
-    assert shapes[0] == shapes[1]
+    for n, parameter in plain.named_parameters():
+        assert parameter.shape == large.get_parameter(n).shape
     assert not any(p.requires_grad for p in plain.parameters())  # what was frozen stays so
     for layer in layers_of(large):
         rows = 2 * layer.feat_size[0] - 1
@@ -215,15 +221,12 @@ def test_drop_path_grows_with_depth_and_is_off_in_evaluation(small):
 @pytest.mark.parametrize(
     "network,options",
     [
-        *(
-            (network, options)
-            for network in ("ea_aa_resnet34", "ea_aa_mnasnet_075")
-            for options in (
-                dict(aa_layer=BlurPool2d),
-                dict(output_stride=8),
-                dict(output_stride=16),
-            )
-        ),
+        ("ea_aa_resnet34", dict(aa_layer=BlurPool2d)),
+        ("ea_aa_resnet34", dict(output_stride=8)),
+        ("ea_aa_resnet34", dict(output_stride=16)),
+        ("ea_aa_mnasnet_075", dict(aa_layer=BlurPool2d)),
+        ("ea_aa_mnasnet_075", dict(output_stride=8)),
+        ("ea_aa_mnasnet_075", dict(output_stride=16)),
         ("ea_aa_resnet34", dict(block_args=dict(attn_layer="se"))),
         ("ea_aa_resnet34", dict(stem_type="deep", stem_width=32, avg_down=True)),
         ("ea_aa_mnasnet_075", dict(norm_layer=partial(torch.nn.BatchNorm2d, eps=1e-3))),
@@ -233,9 +236,9 @@ def test_options_of_timms_resnet_and_efficientnet_work(network, options):
     model = lively(network, num_classes=5, **options)
     x = torch.randn(2, 3, 64, 64)
     y = model(x)
-    assert y.shape == (2, 5) and model.forward_features(x).shape[-1] == 64 // options.get(
-        "output_stride", 32
-    )
+    assert y.shape == (2, 5)
+    stride = options.get("output_stride", 32)
+    assert model.forward_features(x).shape[-1] == 64 // stride
     y.sum().backward()
     assert [n for n, p in model.named_parameters() if p.grad is None] == []
 
@@ -251,10 +254,11 @@ NORMED = [
 
 @pytest.mark.parametrize("network", NORMED)
 def test_normalised_queries_and_keys_in_every_family(network):
-    model, image = lively(network, num_classes=5, qk_norm=True).eval(), sample(network, 1)
+    model = lively(network, num_classes=5, qk_norm=True).eval()
+    image = sample(network, 1)
     gains = {n for n, _ in model.named_parameters() if n.endswith(".qk_gain")}
     assert len(gains) == len(layers_of(model)) and gains <= model.no_weight_decay()
-    model(image).square().sum().backward()
+    give_gradients(model, image)
     assert idle(model, ".qk_gain") == []
     if network == NORMED[-1]:  # by the same layer in all of them
         assert_fx_agrees(model, image)

@@ -36,14 +36,15 @@ def test_a_timm_network_fills_what_fits(name, plain, options, tmp_path, caplog):
         model = timm.create_model(
             name, pretrained=True, pretrained_cfg_overlay={"file": str(path)}, **options
         )
-    theirs, ours, initial = source.state_dict(), model.state_dict(), fresh.state_dict()
+    theirs = source.state_dict()
+    ours = model.state_dict()
+    initial = fresh.state_dict()
     for key, value in ours.items():
         if key in theirs:
             assert torch.equal(value, theirs[key]), key
         elif key.endswith(".conv.weight"):
-            assert torch.equal(
-                value, theirs[key.replace(".conv.weight", ".weight")][: len(value)]
-            ), key
+            whole = theirs[key.replace(".conv.weight", ".weight")]
+            assert torch.equal(value, whole[: len(value)]), key
         else:
             assert torch.equal(value, initial[key]), key
     lines = [record.message for record in caplog.records if "output channels" in record.message]
@@ -75,7 +76,8 @@ def test_a_resnet_begins_with_timms_weights(name, tmp_path):
     other = timm.create_model(name, **{**options, "num_classes": 3}).eval()
     assert torch.equal(other.forward_features(x), plain.forward_features(x))
     grey = timm.create_model(name, **options, in_chans=1).eval()
-    torch.testing.assert_close(grey(x[:, :1]), plain(x[:, :1].expand(-1, 3, -1, -1)))
+    channel = x[:, :1]
+    torch.testing.assert_close(grey(channel), plain(channel.expand(-1, 3, -1, -1)))
     features = timm.create_model(name, **options, features_only=True).eval()
     assert torch.equal(features(x)[-1], plain.forward_features(x))
 
@@ -109,7 +111,8 @@ def test_timms_hub_cache_and_configuration_are_used(tag, monkeypatch):
     options = dict(NARROW, num_classes=1000, cache_dir="/cache", fusion="add")
     plain.reset_classifier(1000)
     model = timm.create_model(f"ea_aa_resnet50{tag}", pretrained=True, **options)
-    full = f"resnet50{tag or '.' + timm.get_pretrained_cfg('resnet50').tag}"
+    default = timm.get_pretrained_cfg("resnet50").tag
+    full = f"resnet50{tag}" if tag else f"resnet50.{default}"
     assert calls == [(f"timm/{full}", "/cache")]
     timms = timm.get_pretrained_cfg(full)
     for key in ("tag", "crop_pct", "mean", "std", "interpolation", "test_input_size"):

@@ -41,4 +41,6 @@ def test_half_precision_inference(name, dtype):
     with torch.no_grad():
         expected = model(x)
         got = model.to(dtype)(x.to(dtype))
-    assert got.dtype == dtype and (got.float() - expected).norm() < 0.1 * expected.norm()
+    assert got.dtype == dtype
+    difference = got.float() - expected
+    assert difference.norm() < 0.1 * expected.norm()

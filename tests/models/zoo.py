@@ -16,16 +16,14 @@ from ea_vision.layers import AugmentedConv2d, SpatialTransformer
 from ea_vision.models import ChainedNetwork, get_network, list_networks
 
 ALL = bool(os.environ.get("EA_VISION_TEST_ALL"))
-EVERY = [
-    name for name in list_networks() if name not in list_networks("vision_transformer")
-]  # these: a file of theirs
+# vision transformers have a file of their own
+EVERY = [name for name in list_networks() if name not in list_networks("vision_transformer")]
 CIFAR = list_networks("conv_transformer")
-TINY = dict(
-    img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=3, num_classes=5
-)  # a ViT of 4x4 patches
-SHRUNK = {
+# a ViT of 4x4 patches
+TINY = dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=3, num_classes=5)
+SHRUNK = {  # keywords by family
     "wide_resnet": {"width": 1, "depth": 16},
-    "attn_resnet": {"layers": (1, 1, 2, 1)},  # keywords by family
+    "attn_resnet": {"layers": (1, 1, 2, 1)},
     "conv_transformer": {"widths": (16, 32, 64, 64), "depth": 2},
 }
 
@@ -35,25 +33,27 @@ def family(name: str) -> str:
     return timm.model_entrypoint(name).__module__.split(".")[-1]
 
 
-with (
-    torch.device("meta"),
-    mock.patch.object(torch.Tensor, "normal_", lambda tensor, *_, **__: tensor, create=True),
-):
-    OUTLINES = {
-        name: timm.create_model(name) for name in EVERY
-    }  # shapes alone; torch draws slowly on "meta"
-_SIZES = {name: sum(p.numel() for p in model.parameters()) for name, model in OUTLINES.items()}
+def count(model) -> int:
+    """Of parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _undrawn(tensor, *_, **__):
+    return tensor
+
+
+# shapes alone; torch draws slowly on "meta"
+with torch.device("meta"), mock.patch.object(torch.Tensor, "normal_", _undrawn, create=True):
+    OUTLINES = {name: timm.create_model(name) for name in EVERY}
+_SIZES = {name: count(model) for name, model in OUTLINES.items()}
 
 
 def _smallest_of_each(kinds: tuple[type, ...]) -> list[str]:
     """Of a family's networks whose keywords of these types agree, the one with the fewest parameters."""
     smallest = {}
     for name in sorted(EVERY, key=_SIZES.get):
-        kwargs = [
-            (key, value)
-            for key, value in get_network(name).kwargs.items()
-            if isinstance(value, kinds)
-        ]
+        items = get_network(name).kwargs.items()
+        kwargs = [item for item in items if isinstance(item[1], kinds)]
         smallest.setdefault((family(name), *sorted(kwargs, key=str)), name)
     return list(smallest.values())
 
@@ -87,9 +87,9 @@ def woken(model):
 
 
 CHAINED = [name for name in TESTED if isinstance(OUTLINES[name], ChainedNetwork)]
-FAMILIES = [
-    name for name in TESTED if ALL or get_network(name).kwargs.get("evolution") == "ea"
-]  # for what takes long
+FAMILIES = TESTED  # for what takes long
+if not ALL:
+    FAMILIES = [name for name in TESTED if get_network(name).kwargs.get("evolution") == "ea"]
 
 
 def images(height: int = 32, width: int = 32, batch: int = 2) -> torch.Tensor:
@@ -97,12 +97,19 @@ def images(height: int = 32, width: int = 32, batch: int = 2) -> torch.Tensor:
     return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(1))
 
 
+def give_gradients(model, x: torch.Tensor) -> None:
+    """Of the sum of squares of its outputs."""
+    y = model(x)
+    y.square().sum().backward()
+
+
 def stepped(model, x: torch.Tensor | None = None):
     """The model one step of SGD later, in which everything counts, with the gradients of the next."""
     model.train()
+    x = images() if x is None else x
     for rate in (0.05, 0.0):
         model.zero_grad()
-        model(images() if x is None else x).square().sum().backward()
+        give_gradients(model, x)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.sub_(rate * parameter.grad.clamp(-1, 1))
@@ -149,7 +156,8 @@ def assert_checkpointing_changes_nothing(
                 dict(twin.named_buffers()) if statistics else {},
             )
         )
-    assert all(grad is not None for grad in results[0][1].values())
+    gradients = results[0][1]
+    assert all(gradient is not None for gradient in gradients.values())
     assert_close(results[1], results[0], **near)
 
 
@@ -197,8 +205,10 @@ def assert_onnx_agrees(model, x: torch.Tensor, folder: Path) -> None:
 
 def idle(model, where: str = "") -> list[str]:
     """The parameters with this in their names whose gradient is missing, not finite or 0."""
-    return [
-        n
-        for n, p in model.named_parameters()
-        if where in n and (p.grad is None or not p.grad.isfinite().all() or not p.grad.any())
-    ]
+    found = []
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        moves = gradient is not None and gradient.isfinite().all() and gradient.any()
+        if where in name and not moves:
+            found.append(name)
+    return found
