@@ -167,13 +167,14 @@ def _from_array(array: np.ndarray) -> Image.Image:
         raise UsageError(
             f"an image array must have (H, W), (H, W, 1), (H, W, 3) or (H, W, 4), got {array.shape}"
         )
-    return to_pil_image(
-        (_in_unit_range(torch.from_numpy(array.copy())) * 255).round().byte().numpy()
-    )
+    values = _in_unit_range(torch.from_numpy(array.copy()))
+    levels = (values * 255).round().byte()
+    return to_pil_image(levels.numpy())
 
 
 def _digit(text: str) -> Image.Image:
-    images, number = load_dataset("digits").test.images, text.removeprefix(DIGITS)
+    images = load_dataset("digits").test.images
+    number = text.removeprefix(DIGITS)
     if not number.isdecimal() or int(number) >= len(images):
         raise UsageError(f"digits#N must have N in 0..{len(images) - 1}, got {text}")
     return to_pil_image(images[int(number)])

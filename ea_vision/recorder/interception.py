@@ -41,18 +41,16 @@ def _scaled_dot_product(
     """Compute the map of torch.nn.functional.scaled_dot_product_attention, as torch's unfused form does, in float32;
     0 for a query whose keys are all masked."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=torch.float32).masked_fill(
-            ~attn_mask, -torch.inf
-        )
+        allowed = attn_mask
+        attn_mask = torch.zeros_like(allowed, dtype=torch.float32)
+        attn_mask = attn_mask.masked_fill(~allowed, -torch.inf)
+    by_torch = torch.ops.aten._scaled_dot_product_attention_math
+    narrow = value[..., :1].float()
     with torch._C._DisableAutocast():
-        return torch.ops.aten._scaled_dot_product_attention_math(
-            query.float(),
-            key.float(),
-            value[..., :1].float(),
-            attn_mask,
-            is_causal=is_causal,
-            **how,
-        )[1]
+        _, attn = by_torch(
+            query.float(), key.float(), narrow, attn_mask, is_causal=is_causal, **how
+        )
+    return attn
 
 
 def _multi_head(result: tuple[Tensor, Tensor | None], *args: Any, **kwargs: Any) -> Tensor:
@@ -113,7 +111,9 @@ def intercepted() -> Iterator[list[Take]]:
     """
     if not hasattr(_this_thread, "mode"):
         _this_thread.mode = Interception().__enter__()
-    thread, recorders, running = threading.get_ident(), _this_thread.mode.recorders, []
+    thread = threading.get_ident()
+    recorders = _this_thread.mode.recorders
+    running: list[Take] = []
     recorders.append(running)
     try:
         yield running
@@ -188,13 +188,14 @@ class Hooks(ExitStack):
 
 def heads_of(module: nn.Module) -> int | None:
     """Return the number of heads that a module says it has; Llama's and its kin leave it to their configuration."""
-    owner = (
-        module.config
-        if hasattr(module, "num_key_value_groups") and hasattr(module, "config")
-        else module
-    )
-    values = (getattr(owner, name, None) for name in HEAD_COUNTS)
-    return next((value for value in values if isinstance(value, int) and value > 0), None)
+    owner = module
+    if hasattr(module, "num_key_value_groups") and hasattr(module, "config"):
+        owner = module.config
+    for name in HEAD_COUNTS:
+        value = getattr(owner, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
 
 
 def calls_attention(module: nn.Module) -> bool:

@@ -57,7 +57,8 @@ class Windows:
 
     def row(self, maps: Tensor, count: int, token: int) -> Tensor:
         """Return `dense(maps, count)[:, :, token]`, (B, K, N), without the rest."""
-        window, place = (self.tokens == token).nonzero()[0].tolist()
+        places = (self.tokens == token).nonzero()
+        window, place = places[0].tolist()
         image = maps.new_zeros(maps.shape[0], maps.shape[2], count + 1)
         image[:, :, self.tokens[window].to(maps.device)] = maps[:, window, :, place]
         return image[:, :, :count]
@@ -285,49 +286,41 @@ def _grouped(
     grid = tuple(size) if isinstance(size, (tuple, list)) else tuple(x.shape[first : first + 2])
     if not block.window_size:
         return Layout(grid)
-    window, shift = (
-        to_2tuple(value) for value in (block.window_size, getattr(block, "shift_size", 0))
-    )
-    down, right = (
-        0 if width >= side else by for width, side, by in zip(window, grid, shift, strict=True)
-    )
-
-    def pad(tokens: Tensor) -> Tensor:
-        return nn.functional.pad(
-            tokens, (0, -grid[1] % window[1], 0, -grid[0] % window[0]), value=-1
-        )
-
+    window = to_2tuple(block.window_size)
+    shift = to_2tuple(getattr(block, "shift_size", 0))
+    down = shift[0] if window[0] < grid[0] else 0
+    right = shift[1] if window[1] < grid[1] else 0
+    padding = (0, -grid[1] % window[1], 0, -grid[0] % window[0])
     tokens = torch.arange(math.prod(grid)).view(grid)
-    tokens = (
-        pad(tokens).roll((-down, -right), (0, 1))
-        if pad_first
-        else pad(tokens.roll((-down, -right), (0, 1)))
-    )
+    if pad_first:
+        tokens = nn.functional.pad(tokens, padding, value=-1)
+    tokens = tokens.roll((-down, -right), (0, 1))
+    if not pad_first:
+        tokens = nn.functional.pad(tokens, padding, value=-1)
     H, W = tokens.shape
-    regions = 2 * (torch.arange(H) >= H - down)[:, None] + (torch.arange(W) >= W - right)
-    cells = window_partition(torch.stack([tokens, regions], -1)[None], tuple(window)).flatten(1, 2)
-    return Layout(grid, windows=Windows(*cells.unbind(-1)))
+    came_from_above = torch.arange(H) >= H - down
+    came_from_left = torch.arange(W) >= W - right
+    regions = 2 * came_from_above[:, None] + came_from_left
+    both = torch.stack([tokens, regions], -1)[None]
+    cells = window_partition(both, tuple(window)).flatten(1, 2)
+    return Layout(grid, windows=Windows(cells[..., 0], cells[..., 1]))
 
 
 def _mobilevit(block: nn.Module, x: Tensor) -> Layout:
     """Let a pixel see those at its own place in all patches. The grid is that of whole patches, the resized one."""
-    (h, w), (H, W) = block.patch_size, x.shape[-2:]
-    rows, cols = math.ceil(H / h), math.ceil(W / w)
-    tokens = (
-        torch.arange(rows * h * cols * w)
-        .view(rows, h, cols, w)
-        .permute(1, 3, 0, 2)
-        .reshape(h * w, -1)
-    )
+    h, w = block.patch_size
+    H, W = x.shape[-2:]
+    rows = math.ceil(H / h)
+    cols = math.ceil(W / w)
+    cells = torch.arange(rows * h * cols * w).view(rows, h, cols, w)
+    tokens = cells.permute(1, 3, 0, 2).reshape(h * w, -1)
     return Layout((rows * h, cols * w), windows=Windows(tokens, torch.zeros_like(tokens)))
 
 
 def _pool2d(pool: nn.Module, x: Tensor, *_, **__) -> Layout:
     """Put the pixels' mean, or a class token, before them."""
-    return Layout(
-        tuple(x.shape[-2:]),
-        prefix_names=("mean" if getattr(pool, "cls_token", None) is None else "cls",),
-    )
+    first = "mean" if getattr(pool, "cls_token", None) is None else "cls"
+    return Layout(tuple(x.shape[-2:]), prefix_names=(first,))
 
 
 SPECIAL: dict[
@@ -375,12 +368,14 @@ def layout_finder(
 ) -> Callable[[Tensor], Layout]:
     """Return a function from maps to a layer's layout: that of its windows or channels, which the input of the layer or
     of a block around it tells, or that of tokens over the image."""
-    owner, read = model.get_submodule(name), None
+    owner = model.get_submodule(name)
+    read = None
     for module in _owners(model, name):
         paths = [f"{cls.__module__}.{cls.__name__}" for cls in type(module).__mro__]
         known = [path for path in paths if path in SPECIAL]
         if known:
-            owner, read = module, SPECIAL[known[0]]
+            owner = module
+            read = SPECIAL[known[0]]
             break
     names = prefix_names(model)
     learned = learned_queries(model, name)

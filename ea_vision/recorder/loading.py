@@ -111,11 +111,10 @@ class LoadedModel:
         """Return (height, width, 3) uint8: what `prepare` makes, at the image's own resolution or, where that is finer,
         with PHOTO_SIDE pixels along the longer side. None where the network sees it no smaller."""
         finer = min(self.shrinks(image), PHOTO_SIDE / max(self.img_size))
-        return (
-            None
-            if finer <= 1
-            else (self.prepare(image, finer) * 255).round().byte().permute(1, 2, 0).numpy()
-        )
+        if finer <= 1:
+            return None
+        levels = (self.prepare(image, finer) * 255).round().byte()
+        return levels.permute(1, 2, 0).numpy()
 
     def normalize(self, images: Tensor) -> Tensor:
         """Return what the network takes of images (..., 3, H, W) in 0..1."""
@@ -474,17 +473,16 @@ def parse_layers(text: str, model: LoadedModel) -> list[AttentionLayer]:
         raise UsageError(f"{model.label} has no attention layer that can be recorded")
     if text == "all":
         return [layer for layer in available if not layer.pools]
-    by_key = {key: layer for layer in available for key in (str(layer.number), layer.name)}
+    by_key = {str(layer.number): layer for layer in available}
+    by_key |= {layer.name: layer for layer in available}
     chosen = []
     for item in text.split(","):
         ends = re.fullmatch(f"({NUMBER})-({NUMBER})", item)
         numbers = range(int(ends[1]), int(ends[2]) + 1) if ends else ()
         for key in map(str, numbers or [item]):  # up to the first that there is not
             if key not in by_key:
-                raise UsageError(
-                    f"{model.label} has no attention layer {key!r}; it has "
-                    f"{', '.join(map(str, available))}"
-                )
+                having = ", ".join(map(str, available))
+                raise UsageError(f"{model.label} has no attention layer {key!r}; it has {having}")
             chosen.append(by_key[key])
     return chosen
 
@@ -508,16 +506,22 @@ def parse_queries(
                 "a query must be y,x in pixels, or a token before a transformer's patches (cls, dist, "
                 f"reg1, ...), got {text!r}"
             )
-        points.append((int(found[1]), int(found[2])) if found[1] else text)
-        if found[1] and not (points[-1][0] < H and points[-1][1] < W):
+        if not found[1]:
+            points.append(text)
+            continue
+        y = int(found[1])
+        x = int(found[2])
+        if y >= H or x >= W:
             raise UsageError(f"query y,x must lie within the {H}x{W} input, got {text!r}")
+        points.append((y, x))
     return points
 
 
 def image_size(text: str) -> tuple[int, int]:
     """Return (H, W) of N or H,W: positive, their product at most MAX_PIXELS; for argparse."""
     sides = re.fullmatch(f"({NUMBER})(?:,({NUMBER}))?", text)
-    H, W = (int(side or sides[1]) for side in sides.groups()) if sides else (0, 0)
+    H = int(sides[1]) if sides else 0
+    W = int(sides[2] or sides[1]) if sides else 0
     if not 0 < H * W <= MAX_PIXELS:
         raise argparse.ArgumentTypeError(
             "must be N or H,W in pixels, at most "

@@ -61,12 +61,13 @@ class LayerMaps:
         layout: Layout = Layout(),  # noqa: B008
         **parts: Tensor,
     ):
-        self.number, self.name, self.heads, self.layout = number, name, heads, layout
-        self.feat_size, self.prefix_names, self.channels = (
-            layout.feat_size,
-            layout.prefix_names,
-            layout.channels,
-        )
+        self.number = number
+        self.name = name
+        self.heads = heads
+        self.layout = layout
+        self.feat_size = layout.feat_size
+        self.prefix_names = layout.prefix_names
+        self.channels = layout.channels
         self.key_size = layout.key_size or layout.feat_size
         self.query_names = layout.query_names or layout.prefix_names
         self.num_prefix_tokens = len(layout.prefix_names)
@@ -79,7 +80,8 @@ class LayerMaps:
         """Tell whether there are queries of pixels, and not of prefix tokens alone (class attention)."""
         if self.channels or self.layout.placeless or self.layout.query_names:
             return False
-        queries = next(iter(self._parts.values())).shape[-2]
+        [maps, *_] = self._parts.values()
+        queries = maps.shape[-2]
         return queries > self.num_prefix_tokens
 
     def recorded(self) -> tuple[str, ...]:
@@ -94,7 +96,8 @@ class LayerMaps:
         """Return the tensor of a part, which must have been recorded."""
         if part not in self._parts:
             raise KeyError(f"layer {self} has recorded {', '.join(self.recorded())}; got {part!r}")
-        maps, windows = self._parts[part], self.layout.windows
+        maps = self._parts[part]
+        windows = self.layout.windows
         return maps if windows is None else windows.dense(maps, math.prod(self.feat_size))
 
     def __str__(self) -> str:
@@ -133,19 +136,16 @@ class LayerMaps:
         if self.layout.windows is not None:
             seen = self.layout.windows.sees(N)
         elif self.layout.window is not None:
-            seen = (
-                within_windows(
-                    torch.zeros(1, 1, N, N), self.feat_size, self.layout.window, 1, False
-                )
-                == 0
-            )
+            zeros = torch.zeros(1, 1, N, N)
+            seen = within_windows(zeros, self.feat_size, self.layout.window, 1, False) == 0
         else:
             seen = torch.ones(N, math.prod(self.key_size), dtype=torch.bool)
         return seen.view(*self.feat_size, *self.key_size)
 
     def num_keys(self) -> np.ndarray:
         """Return (H, W): how many keys the query at a pixel of the map sees. One over it is uniform attention."""
-        return self.sees().sum((-2, -1)).numpy() + self.num_prefix_tokens
+        counts = self.sees().sum((-2, -1))
+        return counts.numpy() + self.num_prefix_tokens
 
     def relative(self) -> Tensor:
         """Return (B, K, T, T): attention times the number of keys that the query sees, so that uniform is 1."""
@@ -160,11 +160,8 @@ class LayerMaps:
         """Return a part from pixel to pixel, without prefix tokens: (B, K, H, W, H, W), query row and column first."""
         self.check_pixels_ask()
         first = self.num_prefix_tokens
-        return (
-            self[part][:, :, first:, first:]
-            .unflatten(-1, self.key_size)
-            .unflatten(2, self.feat_size)
-        )
+        pixels = self[part][:, :, first:, first:]
+        return pixels.unflatten(-1, self.key_size).unflatten(2, self.feat_size)
 
     def on_queries_grid(self, part: str = "attn") -> Tensor:
         """Return a part with keys as cells of the queries' grid: what goes to a reduced key goes to its cells alike.
@@ -173,19 +170,19 @@ class LayerMaps:
             UsageError: keys that are not reduced by whole numbers; a layer without queries of pixels.
         """
         self.check_pixels_ask()
-        P, maps, (H, W), (h, w) = self.num_prefix_tokens, self[part], self.feat_size, self.key_size
+        P = self.num_prefix_tokens
+        H, W = self.feat_size
+        h, w = self.key_size
         if H % h or W % w:
             raise UsageError(
                 f"keys reduced by whole numbers are required, and those of layer {self} are {h}x{w} of "
                 f"{H}x{W}: choose other layers"
             )
-        rows, cols = H // h, W // w
-        keys = (
-            maps[..., P:]
-            .unflatten(-1, (h, w))
-            .repeat_interleave(rows, -2)
-            .repeat_interleave(cols, -1)
-        )
+        rows = H // h
+        cols = W // w
+        maps = self[part]
+        keys = maps[..., P:].unflatten(-1, (h, w))
+        keys = keys.repeat_interleave(rows, -2).repeat_interleave(cols, -1)
         return torch.cat([maps[..., :P], keys.flatten(-2) / (rows * cols)], -1)
 
     def token(self, cell: Cell) -> int:
@@ -269,9 +266,8 @@ class AttentionMaps(Mapping[int, LayerMaps]):
         for layer in self._layers.values():
             if key in (layer.number, layer.name):
                 return layer
-        raise KeyError(
-            f"recorded layers are {', '.join(map(str, self.values())) or 'none yet'}; got {key!r}"
-        )
+        recorded = ", ".join(map(str, self.values())) or "none yet"
+        raise KeyError(f"recorded layers are {recorded}; got {key!r}")
 
     def __iter__(self) -> Iterator[int]:
         return iter(sorted(self._layers))
@@ -280,9 +276,9 @@ class AttentionMaps(Mapping[int, LayerMaps]):
         return len(self._layers)
 
     def __repr__(self) -> str:
-        return "\n".join(
-            [f"attention maps of {len(self)} layers", *(f"  {layer!r}" for layer in self.values())]
-        )
+        lines = [f"attention maps of {len(self)} layers"]
+        lines += [f"  {layer!r}" for layer in self.values()]
+        return "\n".join(lines)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the maps by layer and part, float32 (B, K, N, N) under "layer2.attn", and beside them "layer2.name",
@@ -293,7 +289,8 @@ class AttentionMaps(Mapping[int, LayerMaps]):
             for name in ("name", "heads", "feat_size", "key_size", "prefix_names", "query_names"):
                 arrays[f"layer{layer.number}.{name}"] = np.array(getattr(layer, name))
             for part in layer.recorded():
-                arrays[f"layer{layer.number}.{part}"] = layer[part].float().cpu().numpy()
+                maps = layer[part].float().cpu()
+                arrays[f"layer{layer.number}.{part}"] = maps.numpy()
         return arrays
 
     def to_npz(self, path: str | Path) -> None:

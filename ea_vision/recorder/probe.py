@@ -73,28 +73,22 @@ def extract_maps(
         images: uint8 (M, 3, H, W) of the model's input size.
         query: y,x in pixels of the input, or a token before a transformer's patches.
     """
-    height, width = images.shape[-2:]
     found: list[list[Tensor]] = [[] for _ in layers]
-    for batch in tqdm(
-        images.split(batch_size), desc=f"maps of {model.label}", unit="batch", disable=None
-    ):
+    batches = images.split(batch_size)
+    for batch in tqdm(batches, desc=f"maps of {model.label}", unit="batch", disable=None):
         with torch.no_grad(), record_attention(model.model, layers) as maps:
             model.model(model.normalize(batch.to(model.device) / 255))
         for kept, number in zip(found, layers, strict=True):
-            H, W = maps[number].feat_size
-            cell = (
-                query if isinstance(query, str) else (query[0] * H // height, query[1] * W // width)
-            )
-            kept.append(maps[number].of_query(cell)[1].half().cpu())
+            _, patches = maps[number].of_query(query)
+            kept.append(patches.half().cpu())
     return list(map(torch.cat, found))
 
 
 def shuffled_in_space(maps: Tensor, seed: int) -> Tensor:
     """Return (M, K, H, W), the pixels of every map in a random order of its own."""
-    order = torch.rand(
-        maps.flatten(2).shape, generator=torch.Generator().manual_seed(seed)
-    ).argsort(-1)
-    return maps.flatten(2).gather(2, order).view(maps.shape)
+    flat = maps.flatten(2)
+    numbers = torch.rand(flat.shape, generator=torch.Generator().manual_seed(seed))
+    return flat.gather(2, numbers.argsort(-1)).view(maps.shape)
 
 
 def untrained_network(
@@ -110,12 +104,10 @@ def untrained_network(
     network = load_model(
         target, random=True, img_size=model.img_size, seed=seed, device=model.device
     )
-    drawn = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[
-        :count
-    ].split(batch_size)
-    update_bn(
-        (network.normalize(images[index].to(model.device) / 255) for index in drawn), network.model
-    )
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
+    batches = order[:count].split(batch_size)
+    inputs = (network.normalize(images[index].to(model.device) / 255) for index in batches)
+    update_bn(inputs, network.model)
     return network
 
 
@@ -129,17 +121,16 @@ def layers_and_query(options: argparse.Namespace, model: LoadedModel) -> tuple[l
         UsageError: the model lacks a layer, or the query is outside the input.
     """
     check_classifies(model)
-    layers, tokens = options.layers, prefix_names(model.model)
+    layers = options.layers
     if layers == "auto":
         layers = "16,17,18" if len(recordable_layers(model.model)) >= 18 else "all"
     chosen = [layer.number for layer in parse_layers(layers, model)]
-    [query] = parse_queries(
-        [options.query] if options.query else [], model.img_size, default=[(0.5, 0.5)]
-    )
+    texts = [options.query] if options.query else []
+    [query] = parse_queries(texts, model.img_size, default=[(0.5, 0.5)])
+    tokens = prefix_names(model.model)
     if isinstance(query, str) and query not in tokens:
-        raise UsageError(
-            f"--query must be y,x{''.join(f' or {name}' for name in tokens)}, got {query!r}"
-        )
+        accepted = " or ".join(["y,x", *tokens])
+        raise UsageError(f"--query must be {accepted}, got {query!r}")
     return chosen, query
 
 
@@ -162,22 +153,22 @@ def probe(
     def maps_of(network: LoadedModel) -> list[list[Tensor]]:
         return [extract_maps(network, split.images, layers, query) for split in splits]
 
+    learnt, measured = splits
     trained = maps_of(model)
     for kind, seed in product(("trained", *options.controls), options.seeds):
-        untrained = kind == "untrained" and untrained_network(target, model, splits[0].images, seed)
-        for number, *maps in zip(
-            layers, *(maps_of(untrained) if untrained else trained), strict=True
-        ):
+        by_split = trained
+        if kind == "untrained":
+            by_split = maps_of(untrained_network(target, model, learnt.images, seed))
+        for number, maps, test_maps in zip(layers, *by_split, strict=True):
             if kind == "shuffled":
-                maps = [
-                    shuffled_in_space(of_split, seed + split) for split, of_split in enumerate(maps)
-                ]
+                maps = shuffled_in_space(maps, seed)
+                test_maps = shuffled_in_space(test_maps, seed + 1)
             name = f"{model.label}, {kind}, layer {number}, seed {seed}"
             top1 = train_probe(
-                maps[0],
-                splits[0].targets,
-                maps[1],
-                splits[1].targets,
+                maps,
+                learnt.targets,
+                test_maps,
+                measured.targets,
                 num_classes,
                 replace(recipe, seed=seed),
                 model.device,
@@ -190,8 +181,8 @@ def probe(
                 "layer": number,
                 "seed": seed,
                 "top1": top1,
-                "train_images": len(splits[0]),
-                "test_images": len(splits[1]),
+                "train_images": len(learnt),
+                "test_images": len(measured),
             }
 
 
@@ -205,19 +196,13 @@ def results_table(results: Sequence[dict]) -> str:
         found[one["model"], one["maps"], one["layer"]].append(one["top1"])
     models, kinds, layers = (dict.fromkeys(names) for names in zip(*found, strict=True))
     rows = [["model", "maps", *(f"layer {layer}" for layer in sorted(layers))]]
-    for series in product(models, kinds):
-        several = [
-            found[(*series, layer)] for layer in sorted(layers)
-        ]  # of one run there is no deviation
-        rows.append(
-            [
-                *series,
-                *(
-                    " ± ".join(f"{number(values):.2f}" for number in (mean, stdev)[: len(values)])
-                    for values in several
-                ),
-            ]
-        )
+    for model, kind in product(models, kinds):
+        row = [model, kind]
+        for layer in sorted(layers):
+            values = found[model, kind, layer]
+            deviation = f" ± {stdev(values):.2f}" if len(values) > 1 else ""
+            row.append(f"{mean(values):.2f}{deviation}")
+        rows.append(row)
     return markdown(rows)
 
 
@@ -320,6 +305,11 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _limited(split: Images, count: int, seed: int) -> Images:
+    """Return some of a split's images, drawn by a seed, or all where it has no more."""
+    return hold_out(split, count, seed)[1] if count < len(split) else split
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Probe the models as the arguments say."""
     options = make_parser().parse_args(argv)
@@ -328,7 +318,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UsageError(
             f"--controls must be some of {', '.join(CONTROLS)}, or none, got {options.controls}"
         )
-    device, first = choose_device(options.device), options.seeds[0]
+    device = choose_device(options.device)
+    first = options.seeds[0]
     recipe = ProbeRecipe(options.epochs, options.batch_size, width=options.width, seed=first)
     size = options.img_size and (options.img_size,) * 2
     models = {
@@ -337,29 +328,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     for model in models.values():
         layers_and_query(options, model)
-    csv, about = (check_output(options.output / f"results.{suffix}") for suffix in ("csv", "json"))
-    results, fingerprints = [], {}
+    csv = check_output(options.output / "results.csv")
+    about = check_output(options.output / "results.json")
+    results = []
+    fingerprints = {}
     for target, model in models.items():
         data = load_dataset(options.dataset, options.data_dir, model.img_size[0])
         fingerprints[model.label] = data.fingerprint()
-        splits = (
-            hold_out(data.test, len(data.test) // 5, first)
-            if options.unseen
-            else (data.train, data.test)
-        )
+        splits = [data.train, data.test]
+        if options.unseen:
+            splits = hold_out(data.test, len(data.test) // 5, first)
         if options.limit:
-            splits = [
-                hold_out(split, options.limit, first)[1] if options.limit < len(split) else split
-                for split in splits
-            ]
+            splits = [_limited(split, options.limit, first) for split in splits]
         for one in probe(target, model, options, recipe, splits, len(data.classes)):
             results.append(one)
-            atomic_write(
-                csv, csv_text([{**row, "top1": f"{row['top1']:.2f}"} for row in results]).encode()
-            )
-    given = {
-        name: value for name, value in vars(options).items() if name not in ("data_dir", "output")
-    }  # no places
+            rows = [{**row, "top1": f"{row['top1']:.2f}"} for row in results]
+            atomic_write(csv, csv_text(rows).encode())
+    places = ("data_dir", "output")
+    given = {name: value for name, value in vars(options).items() if name not in places}
     write_json(
         about,
         {
@@ -371,11 +357,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             **provenance(),
         },
     )
-    runs = f"mean ± standard deviation of seeds {', '.join(map(str, options.seeds))}"
+    runs = "one run each"
+    if len(options.seeds) > 1:
+        runs = f"mean ± standard deviation of seeds {', '.join(map(str, options.seeds))}"
     print(results_table(results))
-    print(
-        f"top-1 in percent, {runs if len(options.seeds) > 1 else 'one run each'}; published on ImageNet, layers 16, "
-        f"17, 18: {PUBLISHED}"
-    )
+    print(f"top-1 in percent, {runs}; published on ImageNet, layers 16, 17, 18: {PUBLISHED}")
     print("written:", csv, about)
     return 0

@@ -89,13 +89,12 @@ def train_probe(
         net = ProbeNet(maps.shape[1], num_classes, recipe.width)
     net = net.to(device, memory_format=torch.channels_last)  # 1.5 times as fast on a CPU
     of_heads = [torch.std_mean(head.double()) for head in maps.unbind(1)]
-    std, mean = (
-        torch.stack(values).float().view(-1, 1, 1).to(device)
-        for values in zip(*of_heads, strict=True)
-    )
+    moments = torch.tensor(of_heads, dtype=torch.float32, device=device)
+    std, mean = moments.T.view(2, -1, 1, 1)
+    std = std.clamp_min(1e-6)
 
     def seen(maps: Tensor, index: Tensor) -> Tensor:
-        return (maps[index].to(device).float() - mean) / std.clamp_min(1e-6)
+        return (maps[index].to(device).float() - mean) / std
 
     order = torch.Generator().manual_seed(recipe.seed)
     optimizer = torch.optim.SGD(
@@ -113,9 +112,9 @@ def train_probe(
             optimizer.step()
             scheduler.step()
     net.eval()
-    with torch.inference_mode():
-        right = sum(
-            int((net(seen(test_maps, index)).argmax(1).cpu() == test_targets[index]).sum())
-            for index in torch.arange(len(test_maps)).split(4 * recipe.batch_size)
-        )
+    right = 0
+    for index in torch.arange(len(test_maps)).split(4 * recipe.batch_size):
+        with torch.inference_mode():
+            predicted = net(seen(test_maps, index)).argmax(1).cpu()
+        right += int((predicted == test_targets[index]).sum())
     return 100 * right / len(test_maps)

@@ -51,12 +51,12 @@ def processor_config(processor: Any) -> dict[str, Any]:
         std = processor.image_std
     factor = processor.rescale_factor if getattr(processor, "do_rescale", True) else 1.0
     largest = 255 * factor  # what white is before it is normalised
-    config = {
-        "mean": tuple(value / largest for value in mean),
-        "std": tuple(value / largest for value in std),
-        "interpolation": Image.Resampling(int(processor.resample)).name.lower(),
-    }
-    return {**config, **_sizes(processor)}
+    resampling = Image.Resampling(int(processor.resample))
+    config = _sizes(processor)
+    config["mean"] = tuple(value / largest for value in mean)
+    config["std"] = tuple(value / largest for value in std)
+    config["interpolation"] = resampling.name.lower()
+    return config
 
 
 def _load(source: str) -> Any:

@@ -23,8 +23,11 @@ TINY = torch.finfo(torch.float32).tiny
 def as_distributions(attn: Tensor) -> Tensor:
     """Return maps (B, K, queries, keys) in float32 with each row divided by its sum, rows of zeros as they are; not a
     number where a head's map has negative entries: a difference of maps, or a mixture by weights of both signs."""
-    rows = attn.float() / attn.float().sum(-1, keepdim=True).clamp_min(TINY)
-    return rows.masked_fill(attn.amin((-2, -1), keepdim=True) < 0, torch.nan)
+    attn = attn.float()
+    sums = attn.sum(-1, keepdim=True)
+    smallest = attn.amin((-2, -1), keepdim=True)
+    rows = attn / sums.clamp_min(TINY)
+    return rows.masked_fill(smallest < 0, torch.nan)
 
 
 def attention_entropy(attn: Tensor) -> Tensor:
@@ -40,7 +43,8 @@ def attention_entropy(attn: Tensor) -> Tensor:
 
 
 def _entropy(rows: Tensor) -> Tensor:
-    return torch.special.entr(rows).sum(-1).mean(-1)
+    by_query = torch.special.entr(rows).sum(-1)
+    return by_query.mean(-1)
 
 
 def attention_distance(attn: Tensor, cell: tuple[float, float] = (1.0, 1.0)) -> Tensor:
@@ -56,19 +60,18 @@ def attention_distance(attn: Tensor, cell: tuple[float, float] = (1.0, 1.0)) -> 
 
     def middles(grid: Sequence[int]) -> Tensor:
         """Return the middles of a grid's cells, row by row, (cells, 2)."""
-        return torch.cartesian_prod(
-            *(
-                (torch.arange(count, device=attn.device) + 0.5) * (side / count * size)
-                for count, side, size in zip(grid, attn.shape[2:4], cell, strict=True)
-            )
-        )
+        along = []
+        for count, side, size in zip(grid, attn.shape[2:4], cell, strict=True):
+            numbers = torch.arange(count, device=attn.device) + 0.5
+            along.append(numbers * (side / count * size))
+        return torch.cartesian_prod(*along)
 
-    distance = torch.cdist(
-        middles(attn.shape[2:4]),
-        middles(attn.shape[4:]),
-        compute_mode="donot_use_mm_for_euclid_dist",
-    )
-    return (as_distributions(attn.flatten(4).flatten(2, 3)) * distance).sum(-1).mean(-1)
+    queries = middles(attn.shape[2:4])
+    keys = middles(attn.shape[4:])
+    distance = torch.cdist(queries, keys, compute_mode="donot_use_mm_for_euclid_dist")
+    rows = as_distributions(attn.flatten(4).flatten(2, 3))
+    by_query = (rows * distance).sum(-1)
+    return by_query.mean(-1)
 
 
 def map_correlation(attn: Tensor, previous: Tensor) -> Tensor:
@@ -80,10 +83,11 @@ def map_correlation(attn: Tensor, previous: Tensor) -> Tensor:
     Returns:
         (B, K); not a number where a map is constant.
     """
-    a, b = (maps.float().flatten(2) for maps in (attn, previous))
-    return F.cosine_similarity(
-        a - a.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True), -1, eps=0.0
-    )
+    a = attn.float().flatten(2)
+    b = previous.float().flatten(2)
+    a = a - a.mean(-1, keepdim=True)
+    b = b - b.mean(-1, keepdim=True)
+    return F.cosine_similarity(a, b, -1, eps=0.0)
 
 
 def total_variation(attn: Tensor, other: Tensor) -> Tensor:
@@ -95,7 +99,8 @@ def total_variation(attn: Tensor, other: Tensor) -> Tensor:
     Returns:
         (..., queries)
     """
-    return (attn.float() - other.float()).abs().sum(-1) / 2
+    difference = attn.float() - other.float()
+    return difference.abs().sum(-1) / 2
 
 
 def own_alone(layer: LayerMaps, module: nn.Module) -> Tensor | None:
@@ -154,8 +159,11 @@ def position_share(total: Tensor, energies: Tensor) -> Tensor:
     Returns:
         (1, K); not a number for a single image.
     """
-    energy, others = energies.sum(0), len(energies) - 1 or torch.nan
-    return ((total.square().sum((-2, -1)) - energy) / energy / others)[None]
+    energy = energies.sum(0)
+    others = len(energies) - 1 or torch.nan
+    products = total.square().sum((-2, -1)) - energy  # of different images
+    share = products / energy / others
+    return share[None]
 
 
 @dataclass
@@ -204,15 +212,14 @@ def measure(
         for number, layer in maps.items():
             if layers is None and layer.layout.query_names:
                 continue
-            attn, cell = (
-                layer.attn.float(),
-                np.divide(images.shape[-2:], layer.feat_size),
-            )  # in pixels
+            attn = layer.attn.float()
+            cell = np.divide(images.shape[-2:], layer.feat_size)  # in pixels
             rows = as_distributions(attn)
+            to_prefix = rows[..., : layer.num_prefix_tokens].sum(-1)
             values = {
                 "entropies": _entropy(rows),
                 "distances": attention_distance(layer.spatial(), cell),
-                "prefixes": rows[..., : layer.num_prefix_tokens].sum(-1).mean(-1),
+                "prefixes": to_prefix.mean(-1),
                 "energies": attn.square().sum((-2, -1)),
             }
             if previous is not None and previous.shape == attn.shape:
@@ -224,22 +231,24 @@ def measure(
         raise ValueError("measure needs at least one batch of images, got none")
     measured = []
     for number, parts in found.items():
-        layer, values = (
-            maps[number],
-            {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]},
-        )
+        layer = maps[number]
+        values = {}
+        for name in parts[0]:
+            by_batch = [part[name] for part in parts]
+            values[name] = torch.cat(by_batch).cpu()
+        energies = values.pop("energies")
         cell = np.divide(images.shape[-2:], layer.feat_size)
-        measured.append(
-            LayerQuantities(
-                number,
-                layer.name,
-                layer.feat_size,
-                uniform_entropy=np.log(layer.num_keys()).mean().item(),
-                uniform_distance=attention_distance(layer.sees().float()[None, None], cell).item(),
-                positions=position_share(totals[number].cpu(), values.pop("energies")),
-                **values,
-            )
+        uniform = layer.sees().float()[None, None]
+        of_layer = LayerQuantities(
+            number,
+            layer.name,
+            layer.feat_size,
+            uniform_entropy=float(np.log(layer.num_keys()).mean()),
+            uniform_distance=attention_distance(uniform, cell).item(),
+            positions=position_share(totals[number].cpu(), energies),
+            **values,
         )
+        measured.append(of_layer)
     return measured
 
 
@@ -255,7 +264,7 @@ WRITTEN = {  # fields of LayerQuantities: their names in files
 
 
 def quantities_csv(measured: dict[str, list[LayerQuantities]]) -> str:
-    """Return a table as text: a row a model, layer and head, with means and standard deviations over images."""
+    """Return a table as text: one row per model, layer and head, with means and standard deviations over images."""
     rows = []
     for model, layers in measured.items():
         for layer in layers:
@@ -271,18 +280,15 @@ def quantities_csv(measured: dict[str, list[LayerQuantities]]) -> str:
                 }
                 for field, name in WRITTEN.items():
                     value = getattr(layer, field)
-                    of_head = (
-                        []
-                        if value is None
-                        else [value]
-                        if isinstance(value, float)
-                        else value[:, head].tolist()
-                    )
+                    of_head = []
+                    if isinstance(value, float):
+                        of_head = [value]
+                    elif value is not None:
+                        of_head = value[:, head].tolist()
                     row[name] = f"{np.mean(of_head):.6f}" if of_head else ""
                     if not field.startswith(("uniform", "positions")):
-                        row[f"{name}_std"] = (
-                            f"{np.std(of_head, ddof=1):.6f}" if len(of_head) > 1 else ""
-                        )
+                        several = len(of_head) > 1
+                        row[f"{name}_std"] = f"{np.std(of_head, ddof=1):.6f}" if several else ""
                 rows.append(row)
     return csv_text(rows)
 
@@ -300,14 +306,19 @@ def attention_rollout(maps: AttentionMaps) -> Tensor:
     Returns:
         (B, T', T), T' the last layer's tokens, T the first's; rows sum to 1.
     """
-    rollout, size = None, (0, 0)
+    rollout = None
+    size = (0, 0)
     for layer in maps.values():
-        attn = layer.on_queries_grid().float().mean(1)
+        attn = layer.on_queries_grid().float()
+        attn = attn.mean(1)
         step = (attn + torch.eye(attn.shape[-1], device=attn.device)) / 2
-        if rollout is not None and layer.feat_size != size:
-            cells = rollout.transpose(1, 2).unflatten(
-                2, size
-            )  # (B, T, old H, W): a new cell is the mean of old ones
-            rollout = F.adaptive_avg_pool2d(cells, layer.feat_size).flatten(2).transpose(1, 2)
-        rollout, size = step if rollout is None else step @ rollout, layer.feat_size
+        if rollout is None:
+            rollout = step
+        else:
+            if layer.feat_size != size:
+                cells = rollout.transpose(1, 2).unflatten(2, size)  # (B, T, old H, W)
+                cells = F.adaptive_avg_pool2d(cells, layer.feat_size)
+                rollout = cells.flatten(2).transpose(1, 2)
+            rollout = step @ rollout
+        size = layer.feat_size
     return rollout

@@ -103,8 +103,11 @@ class _Watch:
 
     def begin(self, *_) -> None:
         """Begin the layer's forward; a recomputation in the backward pass (gradient checkpointing) is not one."""
-        self.ran, self.records = True, torch._C._current_graph_task_id() == -1
-        self.current, self.formed, self.mixed = None, (), None
+        self.ran = True
+        self.records = torch._C._current_graph_task_id() == -1
+        self.current = None
+        self.formed = ()
+        self.mixed = None
 
     def place(self, maps: Tensor, layout: Layout | None = None) -> Layout:
         """Say where maps (B, K, queries, keys) lie; None: find it. The layer counts as recorded from now on."""
@@ -123,9 +126,8 @@ class _Watch:
         """Keep the chosen heads of maps (B, all heads, T, T), or (B, W, all heads, n, n) of windows."""
         if part in self.parts and self.current is not None:
             maps = maps.detach()
-            self.current.save(
-                part, maps.clone() if self.heads is None else maps[..., list(self.heads), :, :]
-            )
+            kept = maps.clone() if self.heads is None else maps[..., list(self.heads), :, :]
+            self.current.save(part, kept)
 
     def take(self, attn: Tensor) -> None:
         """Save what a function formed, (B, K, T, T) or (B*K, T, T), windows as a part of the batch."""
@@ -316,7 +318,7 @@ def _chosen(
     Raises:
         ValueError: a layer that the network lacks; heads or parts that the layers lack.
     """
-    keys = {key for layer in found for key in (layer.number, layer.name)}
+    keys = {layer.number for layer in found} | {layer.name for layer in found}
     if layers is not None and not (layers and keys.issuperset(layers)):
         raise ValueError(
             f"attention layers of this model are {', '.join(map(str, found))}; got "
