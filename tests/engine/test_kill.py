@@ -148,7 +148,9 @@ def test_a_second_run_that_is_refused_leaves_the_folder_of_one_that_has_only_jus
     """Nothing is in it yet, so it looks like one to clear away."""
     with run_folder.locked(folder, CPU):
         with (
-            pytest.raises(UsageError, match="is in use by another run"),
+            pytest.raises(
+                UsageError, match=f"is in use by another run .*: process {os.getpid()} on "
+            ),
             run_folder.locked(folder, CPU),
         ):
             raise AssertionError("two runs in one folder")

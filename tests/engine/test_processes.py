@@ -5,10 +5,13 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -16,6 +19,7 @@ from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine import train as training
 from ea_vision.engine.train import Trainer
 from tests.engine.runner import (
+    CPU,
     GN_MODEL,
     SignalAfterUpdate,
     arguments,
@@ -25,6 +29,8 @@ from tests.engine.runner import (
     start_world,
     train,
 )
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def assert_close(a: Path, b: Path) -> None:
@@ -176,3 +182,39 @@ def test_stopped_on_two_continued_on_one_and_back_inside_an_epoch(data, tmp_path
         "the images of an update (batch_size x grad_accum_steps x processes) were 8, got 4"
         in refused
     )
+
+
+AGENT = """
+import subprocess, sys, time
+print(subprocess.Popen(sys.argv[1:], stdout=open("log", "w"), stderr=subprocess.STDOUT).pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux tells a process of its parent's end"
+)
+def test_a_trainer_ends_with_a_killed_torchrun(data, tmp_path):
+    """As its workers do: it saves, and lets go of the run folder."""
+    folder = tmp_path / "run"
+    argv = [
+        sys.executable,
+        "-m",
+        "ea_vision",
+        "train-cifar",
+        *arguments(data, folder, "--epochs 900"),
+    ]
+    env = {**os.environ, "TORCHELASTIC_RUN_ID": "1", "PYTHONPATH": str(ROOT)}
+    agent = subprocess.Popen(
+        [sys.executable, "-c", AGENT, *argv], cwd=tmp_path, env=env, stdout=subprocess.PIPE
+    )
+    trainer = psutil.Process(int(agent.stdout.readline()))
+    while not (folder / checkpoint.PREVIOUS).exists() and trainer.is_running():
+        time.sleep(0.1)
+    agent.kill()
+    agent.wait()
+    psutil.wait_procs([trainer], timeout=60)
+    said = (tmp_path / "log").read_text()
+    assert "stopped by signal 15 after update" in said and f"saved {folder}" in said, said
+    with run_folder.locked(folder, CPU):
+        assert saved(folder)["progress"]["updates"] > 0

@@ -1,0 +1,72 @@
+"""A run on a device that is neither a CPU nor CUDA: a stand-in that torch's privateuse1 names, whose tensors lie in
+main memory. No such device is at hand: that kernels of mps or xpu give these results is not shown here."""
+
+from types import ModuleType
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tests.engine.runner import SignalAfterUpdate, arguments, same_result, saved, train
+
+NAME = "standin"
+
+
+class InMainMemory(TorchFunctionMode):
+    """Lets torch's functions that are asked for the stand-in use main memory."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        args = [on_cpu(value) for value in args]
+        kwargs = {name: on_cpu(value) for name, value in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+def on_cpu(value):
+    if isinstance(value, torch.device) and value.type == NAME:
+        return torch.device("cpu")
+    return value
+
+
+def functions() -> ModuleType:
+    """Return the device's own functions; its generator's state is a counter that checkpoints must carry on."""
+    module = ModuleType(f"torch.{NAME}")
+    state = torch.zeros(1, dtype=torch.uint8)
+
+    def get_rng_state(device):
+        assert device.index == 1
+        return state.clone()
+
+    def set_rng_state(new, device):
+        assert device.index == 1
+        state.copy_(new)
+
+    module.is_available = lambda: True
+    module.device_count = lambda: 2
+    module.set_device = lambda index: state.fill_(7 + index)
+    module.get_rng_state = get_rng_state
+    module.set_rng_state = set_rng_state
+    module.max_memory_allocated = lambda device: 3 * 2**20
+    module.get_device_name = lambda device: f"Stand-in {device.index}"
+    return module
+
+
+def install() -> None:
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, functions())
+    InMainMemory().__enter__()
+
+
+def install_and_stop() -> None:
+    install()
+    SignalAfterUpdate(15, 3)()
+
+
+def test_a_step_a_checkpoint_and_a_resume(data, tmp_path):
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    options = f"--device {NAME}:1 --model-ema-decay 0.9 --log-steps 1"
+    said = train(arguments(data, whole, options), install)
+    assert "1 on Stand-in 1, 3.0 MiB used each" in said
+    train(arguments(data, run, options), install_and_stop, code=143)
+    assert saved(run)["random"][0][NAME].tolist() == [8]
+    assert (run / "speed.csv").read_text().splitlines()[1].endswith(",3.0")
+    assert "resumed from" in train(arguments(data, run, options), install)
+    same_result(run, whole)
