@@ -143,9 +143,8 @@ class _Watch:
         K = heads_of(self.module) or attn.shape[-3]
         if attn.ndim == 3 and attn.shape[0] % K == 0:
             attn = attn.unflatten(0, (-1, K))
-        elif (
-            attn.ndim == 4 and attn.shape[1] < K == attn.shape[1] * attn.shape[2]
-        ):  # groups of one query (Llama's)
+        # groups of one query (Llama's)
+        elif attn.ndim == 4 and attn.shape[1] < K == attn.shape[1] * attn.shape[2]:
             attn = attn.flatten(1, 2).unsqueeze(2)
         if attn.ndim != 4 or attn.shape[1] != K:
             raise ValueError(
@@ -153,21 +152,24 @@ class _Watch:
                 f"{list(attn.shape)}"
             )
         windows = self.place(attn).windows
-        self.save("attn", attn if windows is None else attn.unflatten(0, (-1, len(windows.tokens))))
+        if windows is not None:
+            attn = attn.unflatten(0, (-1, len(windows.tokens)))
+        self.save("attn", attn)
 
     def _take_differential(self, attn: Tensor) -> None:
         """Save two maps (B, K, T, T), formed one by one or as (B, 2 K, T, T), and the difference that weighs values."""
-        self.formed += (
-            (attn,)
-            if attn.shape[1] == self.layer.num_heads
-            else attn.unflatten(1, (-1, 2)).unbind(2)
-        )
-        if len(self.formed) == 2:
-            first, second = self.formed
-            self.place(first)
-            self.save("attn", first - self.module._compute_lambda().to(first) * second)
-            self.save("first_attn", first)
-            self.save("second_attn", second)
+        if attn.shape[1] == self.layer.num_heads:
+            self.formed += (attn,)
+        else:
+            self.formed += attn.unflatten(1, (-1, 2)).unbind(2)
+        if len(self.formed) < 2:
+            return
+        first, second = self.formed
+        share = self.module._compute_lambda().to(first)
+        self.place(first)
+        self.save("attn", first - share * second)
+        self.save("first_attn", first)
+        self.save("second_attn", second)
 
     @torch.no_grad()
     def take_ours(
@@ -180,8 +182,11 @@ class _Watch:
         """
         if not self.records:
             return
-        (q, k, _, prev_logits, feat_size, bias, _), (_, logits) = args, results
-        module, evolution, layout = self.module, self.module.evolution, None
+        q, k, _, prev_logits, feat_size, bias, _ = args
+        _, logits = results
+        module = self.module
+        evolution = module.evolution
+        layout = None
         if isinstance(module, AugmentedConv2d):
             layout = Layout(feat_size, window=module.window, image=self.sight.size())
         else:
@@ -226,39 +231,36 @@ class _Watch:
             hooks.after(module, "_attend", self.take_ours)
             if evolution is not None and evolution.mixes_attn:
                 hooks.add(module.attn_drop.register_forward_pre_hook, self.take_mixed)
-            if (
-                isinstance(module, AugmentedConv2d)
-                or evolution is not None
-                and not evolution.mixes_output
-            ):
-                hooks.add(
-                    module.register_forward_hook, lambda *_: None
-                )  # asks the layer for its logits
+            mixes_maps = evolution is not None and not evolution.mixes_output
+            if isinstance(module, AugmentedConv2d) or mixes_maps:
+                # a hook asks the layer for its logits
+                hooks.add(module.register_forward_hook, lambda *_: None)
             return
         hooks.add(module.register_forward_pre_hook, lambda *_: running.append(self.take))
         hooks.add(module.register_forward_hook, lambda *_: running.pop(), always_call=True)
-        if (
-            "mixed_attn" in self.layer.parts
-        ):  # timm's CaiT mixes probabilities (B, T, T, K) once more
-            hooks.add(
-                module.proj_w.register_forward_hook,
-                lambda _, args, kwargs, output: self.save("mixed_attn", output.permute(0, 3, 1, 2)),
-            )
+        if "mixed_attn" in self.layer.parts:
+            hooks.add(module.proj_w.register_forward_hook, self.take_talked)
+
+    def take_talked(self, _, args: tuple, kwargs: dict, output: Tensor) -> None:
+        """Save the probabilities (B, T, T, K) that timm's CaiT has mixed once more."""
+        self.save("mixed_attn", output.permute(0, 3, 1, 2))
 
 
 def _parts_of(module: nn.Module) -> tuple[str, ...]:
     """Return the parts that can be recorded of an attention layer."""
     if isinstance(module, OURS):
-        evolution = module.evolution
-        added = (
-            ()
-            if evolution is None
-            else (*evolution.part_names, *["prev_logits"] * evolution.reads_previous)
-        )
-        return ("attn",) if module.head_window > 1 else ("attn", "logits", "self_logits", *added)
+        if module.head_window > 1:
+            return ("attn",)
+        parts = ["attn", "logits", "self_logits"]
+        if module.evolution is not None:
+            parts += module.evolution.part_names
+            if module.evolution.reads_previous:
+                parts.append("prev_logits")
+        return tuple(parts)
     if hasattr(module, "lambda_init"):  # timm's DiffAttention: a difference of two maps, by heads
         return ("attn", "first_attn", "second_attn")
-    talks = all(isinstance(getattr(module, name, None), nn.Linear) for name in ("proj_l", "proj_w"))
+    mixers = [getattr(module, name, None) for name in ("proj_l", "proj_w")]
+    talks = all(isinstance(mixer, nn.Linear) for mixer in mixers)
     return ("attn", "mixed_attn") if talks else ("attn",)
 
 
@@ -267,14 +269,14 @@ def _is_attention(module: nn.Module) -> bool:
     than timm's, nor pooling of unknown packages."""
     if isinstance(module, ALONE):
         return True
+    if heads_of(module) is None and not calls_attention(module):
+        return False
     name = type(module).__name__
-    foreign_pool = "AttentionPool" in name and not type(module).__module__.startswith(
-        "timm.layers."
-    )
-    foreign_difference = hasattr(module, "lambda_init") and name != "DiffAttention"
-    return (heads_of(module) is not None or calls_attention(module)) and not (
-        foreign_pool or foreign_difference or POSITIONS.search(name)
-    )
+    if "AttentionPool" in name and not type(module).__module__.startswith("timm.layers."):
+        return False
+    if hasattr(module, "lambda_init") and name != "DiffAttention":
+        return False
+    return not POSITIONS.search(name)
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
@@ -290,15 +292,14 @@ def _find(model: nn.Module) -> dict[AttentionLayer, nn.Module]:
     for name, module in model.named_modules():
         inner = () if isinstance(module, ALONE) else list(module.modules())[1:]
         if _is_attention(module) and not any(map(_is_attention, inner)):
-            found[
-                AttentionLayer(
-                    len(found) + 1,
-                    name.replace("_orig_mod.", ""),
-                    heads_of(module) or 1,
-                    _parts_of(module),
-                    bool(learned_queries(model, name)),
-                )
-            ] = module
+            layer = AttentionLayer(
+                len(found) + 1,
+                name.replace("_orig_mod.", ""),
+                heads_of(module) or 1,
+                _parts_of(module),
+                bool(learned_queries(model, name)),
+            )
+            found[layer] = module
     return found
 
 
@@ -320,31 +321,33 @@ def _chosen(
     """
     keys = {layer.number for layer in found} | {layer.name for layer in found}
     if layers is not None and not (layers and keys.issuperset(layers)):
-        raise ValueError(
-            f"attention layers of this model are {', '.join(map(str, found))}; got "
-            f"{[key for key in layers if key not in keys] or 'none'}"
-        )
-    chosen = [
-        layer for layer in found if layers is None or layer.number in layers or layer.name in layers
-    ]
+        having = ", ".join(map(str, found))
+        unknown = [key for key in layers if key not in keys]
+        raise ValueError(f"attention layers of this model are {having}; got {unknown or 'none'}")
+    chosen = list(found)
+    if layers is not None:
+        chosen = [layer for layer in found if layer.number in layers or layer.name in layers]
     for layer in chosen if heads is not None else ():
         outside = [head for head in heads if not 0 <= head < layer.num_heads]
         if outside or not heads:
             raise ValueError(
                 f"heads of layer {layer} are 0 to {layer.num_heads - 1}; got {outside or 'none'}"
             )
-    lacking = [part for part in parts if not any(part in layer.parts for layer in chosen)]
+    known = set().union(*(layer.parts for layer in chosen))
+    lacking = [part for part in parts if part not in known]
     if lacking or not parts:
+        having = "; ".join(f"{layer} has {', '.join(layer.parts)}" for layer in chosen)
         raise ValueError(
-            f"parts must be some of those of the chosen layers, got {lacking or 'none'}: "
-            + "; ".join(f"{layer} has {', '.join(layer.parts)}" for layer in chosen)
+            f"parts must be some of those of the chosen layers, got {lacking or 'none'}: {having}"
         )
     return chosen
 
 
 def _several(given: Any) -> tuple | None:
     """Return a tuple of what may be one: parts="attn", layers=2."""
-    return given if given is None else (given,) if isinstance(given, (int, str)) else tuple(given)
+    if given is None:
+        return None
+    return (given,) if isinstance(given, (int, str)) else tuple(given)
 
 
 @contextmanager
@@ -381,7 +384,9 @@ def record_attention(
         RuntimeError: the block ended and none of the chosen layers had formed a map; or it ended before a block that
             began after it, or in another thread.
     """
-    model, heads, parts = _unwrap(model), _several(heads), _several(parts)
+    model = _unwrap(model)
+    heads = _several(heads)
+    parts = _several(parts)
     found = _find(model)
     if not found:
         raise ValueError(
@@ -390,31 +395,29 @@ def record_attention(
             "its layers: record the model it was made from)"
         )
     chosen = _chosen(found, _several(layers), heads, parts)
-    maps, watches = AttentionMaps(), []
+    maps = AttentionMaps()
+    watches = []
     with Hooks() as hooks:
         hooks.enter_context(compiled_code_runs_eagerly())
-        running, sight = hooks.enter_context(intercepted()), image_seen(model, hooks)
+        running = hooks.enter_context(intercepted())
+        sight = image_seen(model, hooks)
         hooks.add(model.register_forward_pre_hook, maps._call_begins)
         hooks.add(model.register_forward_hook, maps._call_ends, always_call=True)
         for layer in chosen:
-            watches.append(
-                _Watch(
-                    layer,
-                    found[layer],
-                    heads,
-                    {*parts} & {*layer.parts},
-                    maps,
-                    layout_finder(model, layer.name, sight, hooks),
-                    sight,
-                )
-            )
-            watches[-1].follow(hooks, running)
+            wanted = {*parts} & {*layer.parts}
+            find = layout_finder(model, layer.name, sight, hooks)
+            watch = _Watch(layer, found[layer], heads, wanted, maps, find, sight)
+            watch.follow(hooks, running)
+            watches.append(watch)
         yield maps
-    if not maps:
-        names = ", ".join(map(str, chosen))
+    if maps:
+        return
+    names = ", ".join(map(str, chosen))
+    if any(watch.ran for watch in watches):
         raise RuntimeError(
             f"attention layer {names} ran, and no map went through softmax, "
             "scaled_dot_product_attention or nn.MultiheadAttention"
-            if any(of.ran for of in watches)
-            else f"no forward ran attention layer {names} while it was recorded, in this thread"
         )
+    raise RuntimeError(
+        f"no forward ran attention layer {names} while it was recorded, in this thread"
+    )
