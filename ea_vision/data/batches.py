@@ -50,7 +50,8 @@ class GrowingSize:
         if epoch <= self.start:
             return self.first
         share = (epoch - self.start) / (self.end - self.start)
-        side = 32 * round((self.first + share * (self.last - self.first)) / 32)
+        side = self.first + share * (self.last - self.first)
+        side = 32 * round(side / 32)
         return min(max(side, self.first), self.last)
 
 

@@ -28,9 +28,9 @@ class Images:
         return len(self.targets)
 
     def select(self, index: torch.Tensor) -> "Images":
-        return Images(
-            self.images[index], self.targets[index], [self.names[i] for i in index.tolist()]
-        )
+        """Return the images at these places, int64 (M,)."""
+        names = [self.names[place] for place in index.tolist()]
+        return Images(self.images[index], self.targets[index], names)
 
 
 @dataclass
@@ -43,9 +43,9 @@ class DataSet:
 
     def fingerprint(self) -> str:
         """Return SHA-256 over pixels, targets and class names: the same for the same data, wherever it lay."""
-        return fingerprint(
-            self.classes, self.train.images, self.train.targets, self.test.images, self.test.targets
-        )
+        train = self.train.images, self.train.targets
+        test = self.test.images, self.test.targets
+        return fingerprint(self.classes, *train, *test)
 
 
 def hold_out(images: Images, count: int, seed: int) -> tuple[Images, Images]:
@@ -58,8 +58,11 @@ def hold_out(images: Images, count: int, seed: int) -> tuple[Images, Images]:
         raise UsageError(
             f"holdout must lie between 1 and {len(images) - 1} of {len(images)} images, got {count}"
         )
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
-    return images.select(order[count:].sort().values), images.select(order[:count].sort().values)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(images), generator=generator)
+    kept = order[count:].sort().values
+    held_out = order[:count].sort().values
+    return images.select(kept), images.select(held_out)
 
 
 def load_dataset(
@@ -82,11 +85,11 @@ def load_dataset(
         return _load_torchvision(name, root, img_size, download)
     if not data_dir:
         raise UsageError("--dataset folder needs --data-dir: a folder with train and test (or val)")
-    train, test = (ImageFiles(find_split(Path(data_dir), split)) for split in ("train", "test"))
+    train = ImageFiles(find_split(Path(data_dir), "train"))
+    test = ImageFiles(find_split(Path(data_dir), "test"))
     check_same_classes(train.name, train.classes, test.name, test.classes)
-    return DataSet(
-        _decoded(train, img_size, workers), _decoded(test, img_size, workers), train.classes
-    )
+    decoded = [_decoded(files, img_size, workers) for files in (train, test)]
+    return DataSet(*decoded, train.classes)
 
 
 def _load_digits(img_size: int) -> DataSet:
@@ -95,42 +98,40 @@ def _load_digits(img_size: int) -> DataSet:
 
     digits = load_digits()
     grey = np.rint(digits.images * (255 / 16)).astype(np.uint8)  # (1797, 8, 8), values were 0..16
+    pixels = _resized(grey[..., None].repeat(3, axis=-1), img_size)
     targets = torch.from_numpy(digits.target.astype(np.int64))
-    is_test = (targets[:, None] == targets).tril(-1).sum(1) % 5 == 4  # by the number in its class
-    images = Images(
-        _resized(grey[..., None].repeat(3, axis=-1), img_size),
-        targets,
-        [f"digit {i}" for i in range(len(targets))],
-    )
-    return DataSet(
-        *(images.select(which.nonzero()[:, 0]) for which in (~is_test, is_test)),
-        list(map(str, range(10))),
-    )
+    same_class = targets[:, None] == targets
+    number = same_class.tril(-1).sum(1)  # of each image in its class
+    is_test = number % 5 == 4
+    images = Images(pixels, targets, [f"digit {i}" for i in range(len(targets))])
+    train = images.select((~is_test).nonzero()[:, 0])
+    test = images.select(is_test.nonzero()[:, 0])
+    return DataSet(train, test, [str(digit) for digit in range(10)])
 
 
 def _load_torchvision(name: str, root: Path, img_size: int, download: bool) -> DataSet:
     """Load CIFAR-10 or -100 in torchvision's layout under `root`."""
     from torchvision import datasets
 
+    read = getattr(datasets, name.upper())
     try:
-        splits = [
-            getattr(datasets, name.upper())(str(root), train=train, download=download)
-            for train in (True, False)
-        ]
+        train = read(str(root), train=True, download=download)
+        test = read(str(root), train=False, download=download)
     except (RuntimeError, OSError) as error:
         raise UsageError(
             f"{name} cannot be read from {root}: {error} (--download fetches it; --dataset folder reads "
             "tars and folders)"
         ) from error
-    train, test = (
-        Images(
-            _resized(found.data, img_size),
-            torch.tensor(found.targets),
-            [f"{name} {split} {i}" for i in range(len(found))],
-        )
-        for split, found in zip(("train", "test"), splits, strict=True)
+    return DataSet(
+        _of_torchvision(train, f"{name} train", img_size),
+        _of_torchvision(test, f"{name} test", img_size),
+        train.classes,
     )
-    return DataSet(train, test, splits[0].classes)
+
+
+def _of_torchvision(found, name: str, img_size: int) -> Images:
+    names = [f"{name} {i}" for i in range(len(found))]
+    return Images(_resized(found.data, img_size), torch.tensor(found.targets), names)
 
 
 def _resized(pixels: np.ndarray, img_size: int) -> torch.Tensor:
@@ -144,10 +145,10 @@ def _fit(image: Image.Image, img_size: int) -> np.ndarray:
     """Return RGB uint8 (img_size, img_size, 3): another size is scaled by its short side and cut in the middle."""
     if image.size != (img_size, img_size):
         scale = img_size / min(image.size)
-        image = image.resize(
-            [max(img_size, round(side * scale)) for side in image.size], Image.Resampling.BICUBIC
-        )
-        left, top = (image.width - img_size) // 2, (image.height - img_size) // 2
+        size = [max(img_size, round(side * scale)) for side in image.size]
+        image = image.resize(size, Image.Resampling.BICUBIC)
+        left = (image.width - img_size) // 2
+        top = (image.height - img_size) // 2
         image = image.crop((left, top, left + img_size, top + img_size))
     return np.asarray(image)
 
@@ -184,8 +185,6 @@ def _decoded(files: ImageFiles, img_size: int, workers: int) -> Images:
         raise UsageError(
             f"{len(broken)} of {len(decoded)} images cannot be decoded: {'; '.join(broken[:5])}"
         )
-    return Images(
-        _resized(np.stack(decoded), img_size),
-        torch.from_numpy(files.targets),
-        list(map(files.describe, range(len(files)))),
-    )
+    pixels = _resized(np.stack(decoded), img_size)
+    names = [files.describe(index) for index in range(len(files))]
+    return Images(pixels, torch.from_numpy(files.targets), names)

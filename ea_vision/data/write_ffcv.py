@@ -208,17 +208,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     add("--workers", type=int, default=os.cpu_count(), help="threads (default: one per core)")
     given = parser.parse_args(argv)
-    for name, low, high in (
-        ("eval_resize", 8, LARGEST),
-        ("eval_img_size", 8, given.eval_resize),
-        ("max_size", 1, LARGEST),
-        ("jpeg_share", 0, 1),
-        ("workers", 1, 1024),
-    ):
-        if not low <= getattr(given, name) <= high:
-            raise UsageError(
-                f"--{name.replace('_', '-')} must lie in {low}..{high}, got {getattr(given, name)}"
-            )
+    _check_range("--eval-resize", given.eval_resize, 8, LARGEST)
+    _check_range("--eval-img-size", given.eval_img_size, 8, given.eval_resize)
+    _check_range("--max-size", given.max_size, 1, LARGEST)
+    _check_range("--jpeg-share", given.jpeg_share, 0, 1)
+    _check_range("--workers", given.workers, 1, 1024)
     require_ffcv("ffcv")
     source = ImageFiles(find_split(given.data_dir, given.split, or_root=True))
     evaluated = Evaluated(given.eval_img_size, given.eval_resize, given.interpolation)
@@ -230,8 +224,11 @@ def main(argv: list[str] | None = None) -> int:
         workers=given.workers,
         evaluated=evaluated if given.split == "validation" else None,
     )
-    print(
-        f"{given.out}: {len(source)} images of {len(source.classes)} classes, "
-        f"{given.out.stat().st_size / 2**20:.1f} MiB"
-    )
+    mib = given.out.stat().st_size / 2**20
+    print(f"{given.out}: {len(source)} images of {len(source.classes)} classes, {mib:.1f} MiB")
     return 0
+
+
+def _check_range(option: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise UsageError(f"{option} must lie in {low}..{high}, got {value}")
