@@ -201,9 +201,12 @@ def test_an_evolved_network_compiles_and_exports():
 def test_a_saved_network_loads_again(tmp_path):
     plain = timm.create_model("resnet18d", **NARROW).eval()
     model = woken(evolve(plain, "pa", img_size=64, alpha=0.3))
-    save_for_hf(model, tmp_path)
-    loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
-    assert torch.equal(loaded(images(64, 64)), model(images(64, 64)))
+    for size in (64, 96):
+        model.set_input_size(size)
+        save_for_hf(model, tmp_path)
+        loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+        assert loaded.img_size == (size, size)
+        assert torch.equal(loaded(images(size, size)), model(images(size, size)))
 
 
 def test_modes_and_frozen_weights_stay():
