@@ -8,7 +8,6 @@ The models stay what they are. Each attention layer gets a module `maps` with it
 `ALL_ATTENTION_FUNCTIONS["ea_vision"]`; each block gets a class of its own, which runs the block's forward.
 """
 
-import inspect
 import itertools
 import re
 import sys
@@ -33,7 +32,7 @@ from ea_vision.layers.sequence_attention import (
 from ea_vision.models._chain import frozen_statistics
 from ea_vision.models._mechanisms import Mechanisms
 from ea_vision.models.any_transformer import shared_copy
-from ea_vision.recorder.interception import heads_of
+from ea_vision.recorder.interception import heads_of, names_called, uses_interface
 from ea_vision.recorder.layouts import prefix_names
 
 NAME = "ea_vision"  # of the attention function, and of the evolution in a model's configuration
@@ -127,13 +126,6 @@ def _new_block(plain: type[nn.Module]) -> nn.Module:
     return nn.Module.__new__(carrying_class(plain))
 
 
-def uses_interface(module: nn.Module) -> bool:
-    """Return whether a module attends through `ALL_ATTENTION_FUNCTIONS`."""
-    forward = inspect.unwrap(type(module).forward)
-    names = getattr(getattr(forward, "__code__", None), "co_names", ())
-    return "ALL_ATTENTION_FUNCTIONS" in names
-
-
 def find_chains(model: nn.Module) -> list[list[str]]:
     """Return the names of the attention layers by chain: those whose names differ in numbers alone."""
     chains = defaultdict(list)
@@ -162,9 +154,7 @@ def owners(model: nn.Module, name: str) -> list[nn.Module]:
 
 def _masks_of(owner: nn.Module) -> list[str]:
     """Return the functions that a module's forward makes masks by."""
-    code = getattr(inspect.unwrap(type(owner).forward), "__code__", None)
-    names = () if code is None else code.co_names
-    return [name for name in names if re.fullmatch(r"create_\w*mask\w*", name)]
+    return [name for name in names_called(owner) if re.fullmatch(r"create_\w*mask\w*", name)]
 
 
 def is_causal(model: nn.Module, name: str) -> bool:

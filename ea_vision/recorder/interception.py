@@ -4,6 +4,7 @@ A `TorchFunctionMode` sees every call of a torch function in its thread, whichev
 as they are; fused ones, which never form the map, are followed by its computation from queries and keys.
 """
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -198,7 +199,17 @@ def heads_of(module: nn.Module) -> int | None:
     return None
 
 
+def names_called(module: nn.Module) -> tuple[str, ...]:
+    """Return the names that a module's own forward uses."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return () if code is None else code.co_names
+
+
+def uses_interface(module: nn.Module) -> bool:
+    """Return whether a module attends through the `ALL_ATTENTION_FUNCTIONS` of transformers."""
+    return "ALL_ATTENTION_FUNCTIONS" in names_called(module)
+
+
 def calls_attention(module: nn.Module) -> bool:
-    """Return whether a module's forward names scaled_dot_product_attention."""
-    code = getattr(type(module).forward, "__code__", None)
-    return code is not None and "scaled_dot_product_attention" in code.co_names
+    """Return whether a module's forward names scaled_dot_product_attention, or transformers' attention functions."""
+    return "scaled_dot_product_attention" in names_called(module) or uses_interface(module)

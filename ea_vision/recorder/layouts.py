@@ -268,6 +268,10 @@ def token_layout(
             feat_size = sight.grids.get(queries - prefix)
         if key_size and feat_size:
             return Layout(feat_size, key_size, names[:prefix], query_names, image=sight.size())
+    key_size = sight.grids.get(keys)
+    if key_size and queries != keys and not query_names:
+        objects = tuple(f"query{number + 1}" for number in range(queries))  # a detector's
+        return Layout(key_size, key_size, (), objects, image=sight.size())
     return Layout((1, queries), (1, keys), (), query_names, placeless=True, image=sight.size())
 
 

@@ -266,10 +266,12 @@ def _parts_of(module: nn.Module) -> tuple[str, ...]:
 
 def _is_attention(module: nn.Module) -> bool:
     """Return whether a module says how many heads it has, or calls torch's attention; not other differences of maps
-    than timm's, nor pooling of unknown packages."""
+    than timm's, nor pooling of unknown packages, nor deformable attention, which samples points and forms no map."""
     if isinstance(module, ALONE):
         return True
     if heads_of(module) is None and not calls_attention(module):
+        return False
+    if hasattr(module, "sampling_offsets"):
         return False
     name = type(module).__name__
     if "AttentionPool" in name and not type(module).__module__.startswith("timm.layers."):
