@@ -2,8 +2,8 @@
 
     python -m experiments.entropy test.tar experiments/results/shipped-entropy.csv
 
-TAR holds CIFAR-10's test images as class/name.png; every tenth is taken. Entropy is 1 where a query looks at all N
-pixels alike, 0 where it looks at one. Means over images, heads and queries; so they hardly change with the images.
+TAR holds CIFAR-10's test images as class/name.png; the script reads every tenth. Entropy is 1 where a query looks at
+all N pixels equally, 0 where it looks at one. The figures are means over images, heads and queries.
 """
 
 import math
@@ -23,40 +23,35 @@ from ea_vision.models.conv_transformer import SHIPPED
 def photos(tar: str, step: int = 10) -> torch.Tensor:
     """Return every `step`-th image, (B, 3, 32, 32) in 0..1."""
     with tarfile.open(tar) as file:
-        images = [
-            np.asarray(Image.open(file.extractfile(member)).convert("RGB"))
-            for member in [member for member in file if member.isfile()][::step]
-        ]
+        members = [member for member in file if member.isfile()]
+        images = []
+        for member in members[::step]:
+            image = Image.open(file.extractfile(member))
+            images.append(np.asarray(image.convert("RGB")))
     return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2) / 255
 
 
 @torch.no_grad()
 def rows(name: str, images: torch.Tensor) -> list[dict]:
-    """Return a row for each attention layer of a network."""
+    """Return one row per attention layer of a network."""
     model = timm.create_model(name, pretrained=True).eval()
-    mean, std = (torch.tensor(model.pretrained_cfg[key]).view(-1, 1, 1) for key in ("mean", "std"))
-    found: dict[int, list[tuple[float, float]]] = {}
+    mean = torch.tensor(model.pretrained_cfg["mean"]).view(-1, 1, 1)
+    std = torch.tensor(model.pretrained_cfg["std"]).view(-1, 1, 1)
+    figures = []
     for batch in images.split(100):
         with ea_vision.record_attention(model) as maps:
             model((batch - mean) / std)
         for number, layer in maps.items():
-            share = torch.special.entr(layer.attn.double()).sum(-1).mean() / math.log(
-                layer.attn.shape[-1]
-            )
-            found.setdefault(number, []).append((share.item(), layer.attn.amax(-1).mean().item()))
-    return [
-        {
-            "model": name,
-            "layer": number,
-            "entropy_share": round(float(np.mean(values, 0)[0]), 3),
-            "largest": round(float(np.mean(values, 0)[1]), 3),
-        }
-        for number, values in found.items()
-    ]
+            entropy = torch.special.entr(layer.attn.double()).sum(-1).mean()
+            share = entropy.item() / math.log(layer.attn.shape[-1])
+            largest = layer.attn.amax(-1).mean().item()
+            figures.append({"layer": number, "entropy_share": share, "largest": largest})
+    means = pd.DataFrame(figures).groupby("layer").mean().round(3).reset_index()
+    return [{"model": name, **row} for row in means.to_dict("records")]
 
 
 if __name__ == "__main__":
     images = photos(sys.argv[1])
-    table = pd.DataFrame([row for name in SHIPPED for row in rows(name, images)])
+    table = pd.DataFrame(sum((rows(name, images) for name in SHIPPED), []))
     table.to_csv(sys.argv[2], index=False)
     print(table.to_string(index=False))

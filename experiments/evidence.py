@@ -3,12 +3,12 @@
     python -m experiments.evidence sweeps/ea --question EA,none
     python -m experiments.evidence experiments/results/evidence/cifar10-runs.csv --question EA,none -o evidence
 
-Top-1 is that of the last epoch's weights, on the test images where the runs were tested. Differences are taken seed by
-seed; intervals (95%) and p values (two-sided) are those of Student's paired t test. `--question A,B` is asked before
-the runs: is A better than B? Its p stands as it is; those of all other pairs are corrected for their number (Holm).
+Top-1 is measured with the last epoch's weights, on the test images if the runs were tested. Differences are taken seed
+by seed; intervals (95%) and p values (two-sided) come from Student's paired t test. `--question A,B` is asked before
+the runs: is A better than B? Its p is not corrected; those of all other pairs are corrected for their number (Holm).
 
-Sources are sweeps' folders or files of runs; several are read as one. Written: evidence-runs.csv (a row a run), which
-can be given in place of the folder, evidence.csv, .md and .png.
+Sources are folders of sweeps or files of runs; several are read as one. The command writes evidence-runs.csv (one row
+per run), which it also reads in place of the folder, evidence.csv, evidence.md and evidence.png.
 """
 
 import argparse
@@ -40,7 +40,7 @@ COLUMNS = [
     "data",
     "options",
 ]
-# Options that do not belong to the experiment: where and how fast it runs, what it writes besides.
+# Options that do not belong to the experiment: where and how fast it runs, and its further output.
 IGNORED = {
     "about",
     "data_dir",
@@ -67,7 +67,7 @@ IGNORED = {
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Return a finished run as a row: the columns, what it was evaluated on (split) and its options by name.
+    """Return a finished run as a row: the columns, the split it was evaluated on, and its options by name.
 
     Raises:
         UsageError: the run is not complete.
@@ -92,10 +92,10 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def _of_folder(folder: Path, variants: Sequence[str] | None) -> pd.DataFrame:
-    """Return the runs of a sweep's folder, in options those in which the variants differ.
+    """Return the runs of a sweep's folder; their options are the model and those in which the variants differ.
 
     Raises:
-        UsageError: none, one that is not complete, or runs of a variant with other options.
+        UsageError: no runs, an incomplete run, or runs of one variant with different options.
     """
     rows = []
     for path in sorted(folder.glob("variant=*,seed=*")):
@@ -106,27 +106,43 @@ def _of_folder(folder: Path, variants: Sequence[str] | None) -> pd.DataFrame:
         raise UsageError(
             f"runs of `python -m experiments.sweep --variant ...` are required in {folder}, got none"
         )
-    first: dict[str, dict] = {}
+    options_of = _options_by_variant(rows)
+    named = {"model"}
+    first = rows[0]["options"]
+    for options in options_of.values():
+        named.update(key for key, value in options.items() if value != first.get(key))
     for row in rows:
-        of_variant = first.setdefault(row["variant"], row["options"])
-        for key in (key for key in of_variant if row["options"].get(key) != of_variant[key]):
-            raise UsageError(
-                f"the runs of a variant must have equal options: {key} of {row['variant']} is "
-                f"{of_variant[key]!r} and {row['options'].get(key)!r}"
-            )
-    keys = {
-        key
-        for options in first.values()
-        for key, value in options.items()
-        if value != rows[0]["options"].get(key)
-    }
-    for row in rows:
-        row["options"] = " ".join(
-            f"{key}={json.dumps(value, default=str)}".replace('"', "")
-            for key, value in row["options"].items()
-            if key in keys | {"model"}
-        )
+        row["options"] = _shown_options(row["options"], named)
     return pd.DataFrame(rows)
+
+
+def _options_by_variant(rows: Sequence[Mapping]) -> dict[str, dict]:
+    """Return the options of each variant.
+
+    Raises:
+        UsageError: runs of one variant with different options.
+    """
+    by_variant: dict[str, dict] = {}
+    for row in rows:
+        options = by_variant.setdefault(row["variant"], row["options"])
+        for key, value in options.items():
+            other = row["options"].get(key)
+            if other != value:
+                raise UsageError(
+                    f"the runs of a variant must have equal options: {key} of {row['variant']} is "
+                    f"{value!r} and {other!r}"
+                )
+    return by_variant
+
+
+def _shown_options(options: Mapping[str, Any], named: set[str]) -> str:
+    """Return the named options as tables show them."""
+    words = []
+    for key, value in options.items():
+        if key in named:
+            text = json.dumps(value, default=str).replace('"', "")
+            words.append(f"{key}={text}")
+    return " ".join(words)
 
 
 def _of_file(path: Path) -> pd.DataFrame:
@@ -140,68 +156,78 @@ def read_runs(*sources: Path, variants: Sequence[str] | None = None) -> pd.DataF
     """Return the runs of sweeps: COLUMNS and split, in the order of `variants` (None: all, as they are read).
 
     Raises:
-        UsageError: a source without runs, a variant that is missing, a run twice, or runs that cannot be compared: of
-            other data, evaluated on other images, or of one variant with other numbers of updates.
+        UsageError: a source without runs, a missing variant, a repeated run, or runs that cannot be compared: they have
+            different data, evaluation images, or, within a variant, numbers of updates.
     """
-    runs = pd.concat(
-        [
-            _of_file(source) if source.is_file() else _of_folder(source, variants)
-            for source in sources
-        ]
-    )
+    parts = []
+    for source in sources:
+        parts.append(_of_file(source) if source.is_file() else _of_folder(source, variants))
+    runs = pd.concat(parts)
     runs = runs.reindex(columns=[*COLUMNS, "split"]).reset_index(drop=True)
     runs[["images", "updates"]] = runs[["images", "updates"]].astype("Int64")
     runs[["data", "options"]] = runs[["data", "options"]].astype(object).fillna("")
     if variants is not None:
-        if lacking := [name for name in variants if name not in set(runs["variant"])]:
-            raise UsageError(
-                f"no runs of {', '.join(lacking)}; there are {', '.join(runs['variant'].unique())}"
-            )
-        runs = runs[runs["variant"].isin(variants)].sort_values(
-            "variant", key=lambda names: names.map(list(variants).index), kind="stable"
-        )
+        runs = _in_order(runs, list(variants))
+    _check_comparable(runs)
+    return runs
+
+
+def _in_order(runs: pd.DataFrame, variants: list[str]) -> pd.DataFrame:
+    """Return the runs of the variants, in their order.
+
+    Raises:
+        UsageError: a variant has no runs.
+    """
+    present = runs["variant"].unique()
+    lacking = [name for name in variants if name not in present]
+    if lacking:
+        raise UsageError(f"no runs of {', '.join(lacking)}; there are {', '.join(present)}")
+    chosen = runs[runs["variant"].isin(variants)]
+    return chosen.sort_values("variant", key=lambda names: names.map(variants.index), kind="stable")
+
+
+def _check_comparable(runs: pd.DataFrame) -> None:
+    """Raise UsageError unless the runs can be compared; see `read_runs`."""
     for twice in runs[runs.duplicated(["variant", "seed"])].itertuples():
         raise UsageError(
             f"one run of each variant and seed is required, got two of {twice.variant}, seed {twice.seed}"
         )
-    for what, values in (
-        ("split", runs["split"]),
-        ("data", runs["data"].str[:12].replace("", None)),
-        ("number of images", runs["images"]),
-    ):
+    common = {
+        "split": runs["split"],
+        "data": runs["data"].str[:12].replace("", None),
+        "number of images": runs["images"],
+    }
+    for what, values in common.items():
         if values.nunique() > 1:
-            raise UsageError(
-                f"all runs must have the same {what}, got {', '.join(map(str, values.dropna().unique()))}"
-            )
+            got = ", ".join(str(value) for value in values.dropna().unique())
+            raise UsageError(f"all runs must have the same {what}, got {got}")
     for name, updates in runs.groupby("variant")["updates"]:
         if updates.nunique() > 1:
             raise UsageError(
                 f"the runs of a variant must be equally long, got {name} with "
                 f"{' and '.join(map(str, updates.unique()))} updates"
             )
-    return runs
 
 
 def write_runs(runs: pd.DataFrame, path: Path) -> None:
-    """Write runs as a file that `read_runs` takes."""
+    """Write runs as a file that `read_runs` reads."""
     split = runs["split"].iloc[0]
     runs[COLUMNS].rename(columns={"top1": f"{split}_top1"}).to_csv(path, index=False)
 
 
 def by_variant(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return top-1 in percent, a row a seed and a column a variant.
+    """Return top-1 in percent, one row per seed and one column per variant.
 
     Raises:
         UsageError: a seed that one variant has and another lacks.
     """
-    table = runs.pivot(index="seed", columns="variant", values="top1")[
-        list(runs["variant"].unique())
-    ]
-    lacking = [
-        f"{name}: {', '.join(map(str, table.index[table[name].isna()]))}"
-        for name in table
-        if table[name].isna().any()
-    ]
+    table = runs.pivot(index="seed", columns="variant", values="top1")
+    table = table[list(runs["variant"].unique())]
+    lacking = []
+    for name, top1 in table.items():
+        seeds = ", ".join(str(seed) for seed in table.index[top1.isna()])
+        if seeds:
+            lacking.append(f"{name}: {seeds}")
     if lacking:
         raise UsageError(
             f"the variants must have the same seeds; seeds that are missing: {'; '.join(lacking)}"
@@ -213,8 +239,8 @@ def paired(differences: Sequence[float], resolution: float = 0.0) -> dict[str, f
     """Return seeds, mean difference, its 95% interval and the two-sided p of Student's t test.
 
     Args:
-        differences: one a seed, at least two.
-        resolution: what one image is worth, in points. Where differences spread by less, interval and p are NaN.
+        differences: one per seed, at least two.
+        resolution: the worth of one image, in points. Where differences spread by less, interval and p are NaN.
     """
     values = np.asarray(differences, float)
     if len(values) < 2:
@@ -236,11 +262,12 @@ def paired(differences: Sequence[float], resolution: float = 0.0) -> dict[str, f
 def holm(p_values: Sequence[float], hypotheses: int = 0) -> np.ndarray:
     """Return p values corrected for their number, or for that of `hypotheses`; NaN counts as a test without result."""
     p_values = np.asarray(p_values, float)
-    order, count = np.argsort(p_values), max(len(p_values), hypotheses)  # NaN comes last
+    count = max(len(p_values), hypotheses)
+    order = np.argsort(p_values)  # NaN comes last
+    tests_left = count - np.arange(len(order))
+    rising = np.maximum.accumulate(p_values[order] * tests_left)
     corrected = np.empty_like(p_values)
-    corrected[order] = np.maximum.accumulate(
-        p_values[order] * (count - np.arange(len(order)))
-    ).clip(max=1)
+    corrected[order] = rising.clip(max=1)
     return corrected
 
 
@@ -249,12 +276,15 @@ def smallest_shown(spread: float, seeds: int, level: float = 0.05) -> float:
 
     spread: standard deviation of the seeds' differences.
     """
-    return spread * float(np.squeeze(TTestPower().solve_power(nobs=seeds, alpha=level, power=0.8)))
+    effect = TTestPower().solve_power(nobs=seeds, alpha=level, power=0.8)
+    return spread * float(np.squeeze(effect))
 
 
 def mean_correlation(top1: pd.DataFrame) -> float:
     """Return the mean over pairs of variants of the correlation of their seeds; NaN where a variant has no spread."""
-    return top1.corr().to_numpy()[np.triu_indices(top1.shape[1], 1)].mean()
+    correlations = top1.corr().to_numpy()
+    pairs = np.triu_indices(top1.shape[1], 1)
+    return correlations[pairs].mean()
 
 
 def compare(top1: pd.DataFrame, question: Sequence[str], resolution: float = 0.0) -> pd.DataFrame:
@@ -267,13 +297,12 @@ def compare(top1: pd.DataFrame, question: Sequence[str], resolution: float = 0.0
         raise UsageError(
             f"--question takes two variants as A,B of {', '.join(top1)}, got {','.join(question)}"
         )
-    pairs = [
-        tuple(question),
-        *(pair for pair in combinations(top1, 2) if set(pair) != set(question)),
-    ]
-    table = pd.DataFrame(
-        [{"first": a, "second": b, **paired(top1[a] - top1[b], resolution)} for a, b in pairs]
-    )
+    others = [pair for pair in combinations(top1, 2) if set(pair) != set(question)]
+    rows = []
+    for first, second in [tuple(question), *others]:
+        gain = paired(top1[first] - top1[second], resolution)
+        rows.append({"first": first, "second": second, **gain})
+    table = pd.DataFrame(rows)
     table["p_holm"] = np.append(np.nan, holm(table["p"][1:]))
     return table
 
@@ -288,25 +317,22 @@ def factorial(
     """
     signs = pd.DataFrame(factors)
     cells = top1[list(signs.index)]
-    rows = [
-        {"name": name, **paired(cells @ signs[name] * 2 / len(signs), resolution)}
-        for name in factors
-    ]
-    rows += [
-        {
-            "name": f"{a} x {b}",
-            **paired(cells @ (signs[a] * signs[b]) * 4 / len(signs), resolution),
-            "p": np.nan,
-        }
-        for a, b in combinations(factors, 2)
-    ]
+    rows = []
+    for name in factors:
+        effects = cells @ signs[name] * 2 / len(signs)
+        rows.append({"name": name, **paired(effects, resolution)})
+    for a, b in combinations(factors, 2):
+        interactions = cells @ (signs[a] * signs[b]) * 4 / len(signs)
+        rows.append({"name": f"{a} x {b}", **paired(interactions, resolution), "p": np.nan})
     table = pd.DataFrame(rows)
-    return table.assign(p_holm=pd.Series(holm(table["p"][: len(factors)])))
+    corrected = holm(table["p"][: len(factors)])
+    return table.assign(p_holm=pd.Series(corrected))
 
 
 def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a Markdown table."""
-    return [f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(heads), *rows)]
+    lines = [heads, ["---"] * len(heads), *rows]
+    return [f"| {' | '.join(line)} |" for line in lines]
 
 
 def labels(table: pd.DataFrame) -> list[str]:
@@ -315,72 +341,59 @@ def labels(table: pd.DataFrame) -> list[str]:
 
 
 def shown_p(p: float) -> str:
-    """Return p as tables have it."""
-    return "" if np.isnan(p) else "< 0.001" if p < 5e-4 else f"{p:.3f}"
+    """Return p as tables show it."""
+    if np.isnan(p):
+        return ""
+    return "< 0.001" if p < 5e-4 else f"{p:.3f}"
 
 
 def effects_table(table: pd.DataFrame) -> list[str]:
     """Return the lines of a table of pairs or effects."""
-    return markdown(
-        ["", "points", "95% interval", "p", "p, corrected"],
-        [
-            [
-                label,
-                f"{row.difference:+.2f}",
-                "no spread" if np.isnan(row.low) else f"{row.low:+.2f} to {row.high:+.2f}",
-                shown_p(row.p),
-                shown_p(row.p_holm),
-            ]
-            for label, row in zip(labels(table), table.itertuples(), strict=True)
-        ],
-    )
+    rows = []
+    for label, row in zip(labels(table), table.itertuples(), strict=True):
+        interval = f"{row.low:+.2f} to {row.high:+.2f}"
+        if np.isnan(row.low):
+            interval = "no spread"
+        p_values = [shown_p(row.p), shown_p(row.p_holm)]
+        rows.append([label, f"{row.difference:+.2f}", interval, *p_values])
+    return markdown(["", "points", "95% interval", "p", "p, corrected"], rows)
+
+
+def variants_table(runs: pd.DataFrame) -> list[str]:
+    """Return the lines of a table of the runs by variant."""
+    options = runs.groupby("variant")["options"].first()
+    rows = []
+    for name, top1 in by_variant(runs).items():
+        by_seed = ", ".join(f"{value:.2f}" for value in top1)
+        rows.append([name, by_seed, f"{top1.mean():.2f}", f"{top1.std():.2f}", options[name]])
+    split = runs["split"].iloc[0]
+    figures = f"top-1 % on {split} images, by seed"
+    return markdown(["variant", figures, "mean", "standard deviation", "options"], rows)
 
 
 def study(runs: pd.DataFrame, table: pd.DataFrame) -> str:
-    """Return the runs by variant, the table of pairs, and what the runs could have found."""
-    top1, options = by_variant(runs), runs.groupby("variant")["options"].first()
-    lines = markdown(
-        [
-            "variant",
-            f"top-1 % on {runs['split'].iloc[0]} images, by seed",
-            "mean",
-            "standard deviation",
-            "options",
-        ],
-        [
-            [
-                name,
-                ", ".join(f"{value:.2f}" for value in top1[name]),
-                f"{top1[name].mean():.2f}",
-                f"{top1[name].std():.2f}",
-                options[name],
-            ]
-            for name in top1
-        ],
-    )
+    """Return the runs by variant, the table of pairs, and the smallest difference that the runs could have found."""
+    top1 = by_variant(runs)
+    seeds = len(top1)
     spread = (top1[table["first"][0]] - top1[table["second"][0]]).std()
-    return (
-        "\n".join(
-            [
-                *lines,
-                "",
-                *effects_table(table),
-                "",
-                f"With the question's spread {len(top1)} seeds find a "
-                f"difference of {smallest_shown(spread, len(top1)):.2f} points at 80% power (paired t test, "
-                "0.05).",
-                f"Mean correlation of the variants over seeds: {mean_correlation(top1):.1f}; near 0, "
-                "pairing gains nothing.",
-            ]
-        )
-        + "\n"
-    )
+    lines = [
+        *variants_table(runs),
+        "",
+        *effects_table(table),
+        "",
+        f"With the question's spread {seeds} seeds find a "
+        f"difference of {smallest_shown(spread, seeds):.2f} points at 80% power (paired t test, "
+        "0.05).",
+        f"Mean correlation of the variants over seeds: {mean_correlation(top1):.1f}; near 0, "
+        "pairing gains nothing.",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def draw_differences(
     axes: Axes, table: pd.DataFrame, names: Sequence[str], blue: Sequence[bool]
 ) -> None:
-    """Draw differences with 95% intervals, the first row on top, in blue what is tested."""
+    """Draw differences with 95% intervals, the first row on top, tested ones in blue."""
     for place, (row, tested) in enumerate(zip(table.itertuples(), blue, strict=True)):
         colour = "tab:blue" if tested else "0.45"
         axes.plot([row.low, row.high], [place, place], color=colour, linewidth=2 if tested else 1)
@@ -392,7 +405,7 @@ def draw_differences(
 
 
 def plot_evidence(top1: pd.DataFrame, table: pd.DataFrame, split: str) -> Figure:
-    """Draw every run, a line a seed, with the means (left), and differences with 95% intervals (right)."""
+    """Draw every run, one line per seed, with the means (left), and differences with 95% intervals (right)."""
     figure = Figure(figsize=(9, max(3.6, 0.25 * len(table) + 1)), layout="constrained")
     left, right = figure.subplots(1, 2)
     names = [name.replace("$", r"\$") for name in top1]
@@ -400,12 +413,8 @@ def plot_evidence(top1: pd.DataFrame, table: pd.DataFrame, split: str) -> Figure
     left.plot(names, top1.mean(), "_", markersize=20, markeredgewidth=2, color="tab:blue")
     left.tick_params(axis="x", rotation=90 if len(names) > 3 else 0)
     left.set_ylabel(f"top-1 on {split} images (%), {len(top1)} seeds and their mean")
-    draw_differences(
-        right,
-        table,
-        labels(table),
-        table.index == 0 if "first" in table else table["p_holm"].notna(),
-    )
+    tested = table.index == 0 if "first" in table else table["p_holm"].notna()
+    draw_differences(right, table, labels(table), tested)
     right.set_xlabel("difference, points of top-1, 95% interval")
     return figure
 
@@ -425,11 +434,15 @@ def main(argv: list[str] | None = None) -> int:
         "-o", "--output", type=Path, metavar="FOLDER", help="default: that of the first source"
     )
     args = parser.parse_args(argv)
-    runs = read_runs(*args.runs, variants=args.variants and args.variants.split(","))
-    top1, split = by_variant(runs), runs["split"].iloc[0]
-    resolution = 100 / runs["images"].dropna().iloc[0] if runs["images"].notna().any() else 0.0
+    variants = args.variants.split(",") if args.variants else None
+    runs = read_runs(*args.runs, variants=variants)
+    top1 = by_variant(runs)
+    split = runs["split"].iloc[0]
+    images = runs["images"].dropna()
+    resolution = 0.0 if images.empty else 100 / images.iloc[0]
     table = compare(top1, args.question.split(","), resolution)
-    folder = args.output or (args.runs[0].parent if args.runs[0].is_file() else args.runs[0])
+    first = args.runs[0]
+    folder = args.output or (first.parent if first.is_file() else first)
     folder.mkdir(parents=True, exist_ok=True)
     write_runs(runs, folder / "evidence-runs.csv")
     table.to_csv(folder / "evidence.csv", index=False)

@@ -1,21 +1,21 @@
-"""What a trained network's accuracy owes to its attention maps, and its logits to evolution.
+"""How much of a trained network's accuracy depends on its attention maps, and of its logits on evolution.
 
     python experiments/replaced_maps.py FOLDER --model NAME|RUN[,..] --dataset folder --data-dir DIR
 
-writes, in 2 minutes a network,
+writes, in 2 minutes per network,
 
-FOLDER/replaced.csv: top-1 in percent of test images (with --holdout N of training images, those that a run with that
+FOLDER/replaced.csv: top-1 in percent on test images (with --holdout N on the training images that a run with this
 option and seed 0 left out), as trained, and with the maps of all layers replaced. Nothing is trained again.
 
-* uniform: every query looks at all keys alike.
-* mean: the layer's mean map over these images, so nothing of the image itself.
+* uniform: every query looks at all keys equally.
+* mean: the layer's mean map over these images, so that the map does not depend on the image.
 * other: the maps of another of these images.
-* none: no map at all; the attention branch gives its projection's bias alone.
+* none: no map at all; the attention branch returns its projection's bias alone.
 * own: the evolving layers' own logits, neither mixed with the previous layer's nor convolved (of networks that evolve).
 
-FOLDER/logits.csv, by layer, means over the images and heads: the standard deviation over keys (which is what the
-softmax sees) of the layer's own logits and of those that enter the softmax, and the correlation of the two over the
-map, after each query's mean is taken off (0 where a map is constant).
+FOLDER/logits.csv, by layer, means over the images and heads: the standard deviation over keys (the part that the
+softmax does not cancel) of the layer's own logits and of those that enter the softmax, and the correlation of the two
+over the map, after each query's mean is subtracted (0 where a map is constant).
 """
 
 import argparse
@@ -39,46 +39,48 @@ KINDS = ("trained", "uniform", "mean", "other", "none", "own")
 
 
 def attention_modules(model: nn.Module) -> list[AugmentedConv2d]:
-    """In forward order."""
+    """Return a network's augmented convolutions, in forward order."""
     return [module for module in model.modules() if isinstance(module, AugmentedConv2d)]
 
 
 def mean_maps(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
-    """Of each layer, (K, N, N)."""
-    sums: list[Tensor] = []
+    """Return each layer's mean map, (K, N, N)."""
+    sums: dict[int, Tensor] = {}
     for batch in batches:
         with ea_vision.record_attention(model) as maps:
             model(batch)
-        parts = [layer.attn.sum(0) for layer in maps.values()]
-        sums = [total + part for total, part in zip(sums, parts, strict=True)] if sums else parts
-    return [total / sum(map(len, batches)) for total in sums]
+        for number, layer in maps.items():
+            sums[number] = sums.get(number, 0) + layer.attn.sum(0)
+    images = sum(len(batch) for batch in batches)
+    return [total / images for total in sums.values()]
+
+
+CHANGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of maps (B, K, N, N) and the mean map
+    "uniform": lambda maps, mean: torch.full_like(maps, 1 / maps.shape[-1]),
+    "mean": lambda maps, mean: mean.expand_as(maps),
+    "other": lambda maps, mean: maps.roll(1, 0),
+    "none": lambda maps, mean: torch.zeros_like(maps),
+}
 
 
 def replace_maps(model: nn.Module, kind: str, means: list[Tensor]) -> ExitStack:
-    """Replace the maps (B, K, N, N) of all layers, as the module's page says, until the result is closed."""
-    changes: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-        "uniform": lambda maps, mean: torch.full_like(maps, 1 / maps.shape[-1]),
-        "mean": lambda maps, mean: mean.expand_as(maps),
-        "other": lambda maps, mean: maps.roll(1, 0),
-        "none": lambda maps, mean: torch.zeros_like(maps),
-    }
+    """Replace the maps of all layers, as described above, until the result is closed."""
     hooks = ExitStack()
     for layer, mean in zip(attention_modules(model), means, strict=True):
-        if kind in changes:
-            hooks.enter_context(
-                layer.attn_drop.register_forward_pre_hook(
-                    lambda _, args, mean=mean: (changes[kind](args[0], mean),)
-                )
-            )
+        if kind in CHANGES:
+
+            def changed(module, args, mean=mean):
+                return (CHANGES[kind](args[0], mean),)
+
+            hooks.enter_context(layer.attn_drop.register_forward_pre_hook(changed))
         elif kind == "own" and layer.evolution is not None:
-            hooks.enter_context(
-                layer.evolution.register_forward_hook(lambda _, args, output: args[0])
-            )
+            own_logits = layer.evolution.register_forward_hook(lambda _, args, output: args[0])
+            hooks.enter_context(own_logits)
     return hooks
 
 
 def top1(model: nn.Module, batches: list[Tensor], targets: Tensor) -> float:
-    """In percent."""
+    """Return the accuracy in percent."""
     predicted = torch.cat([model(batch).argmax(1) for batch in batches])
     return 100 * (predicted == targets).double().mean().item()
 
@@ -86,15 +88,14 @@ def top1(model: nn.Module, batches: list[Tensor], targets: Tensor) -> float:
 def replaced(
     network: LoadedModel, batches: list[Tensor], targets: Tensor
 ) -> list[tuple[str, str, float, int]]:
-    """Rows of replaced.csv."""
+    """Return the rows of replaced.csv."""
     means = mean_maps(network.model, batches)
     evolves = any(layer.evolution is not None for layer in attention_modules(network.model))
     rows = []
     for kind in KINDS if evolves else KINDS[:-1]:
         with replace_maps(network.model, kind, means):
-            rows.append(
-                (network.label, kind, round(top1(network.model, batches, targets), 2), len(targets))
-            )
+            accuracy = top1(network.model, batches, targets)
+        rows.append((network.label, kind, round(accuracy, 2), len(targets)))
         print(*rows[-1], flush=True)
     return rows
 
@@ -102,36 +103,28 @@ def replaced(
 def logits(
     network: LoadedModel, batches: list[Tensor]
 ) -> list[tuple[str, int, float, float, float]]:
-    """Rows of logits.csv."""
+    """Return the rows of logits.csv."""
     sums: dict[int, Tensor] = {}
     for batch in batches:
         with ea_vision.record_attention(network.model, parts=("logits", "self_logits")) as maps:
             network.model(batch)
-        for layer in maps.values():
-            own, entering = (
-                part - part.mean(-1, keepdim=True) for part in (layer.self_logits, layer.logits)
-            )
+        for number, layer in maps.items():
+            own = layer.self_logits - layer.self_logits.mean(-1, keepdim=True)
+            entering = layer.logits - layer.logits.mean(-1, keepdim=True)
             likeness = nn.functional.cosine_similarity(own.flatten(2), entering.flatten(2), dim=-1)
-            figures = (
-                torch.stack(
-                    [
-                        own.square().mean(-1).sqrt().mean(-1),
-                        entering.square().mean(-1).sqrt().mean(-1),
-                        likeness,
-                    ]
-                )
-                .mean(-1)
-                .sum(-1)
-            )  # of (3, B, K)
-            sums[layer.number] = sums.get(layer.number, 0) + figures
-    return [
-        (
-            network.label,
-            number,
-            *(round(figure, 3) for figure in (total / sum(map(len, batches))).tolist()),
-        )
-        for number, total in sums.items()
-    ]
+            figures = torch.stack([deviation(own), deviation(entering), likeness])  # (3, B, K)
+            sums[number] = sums.get(number, 0) + figures.mean(-1).sum(-1)
+    images = sum(len(batch) for batch in batches)
+    rows = []
+    for number, total in sums.items():
+        means = [round(figure, 3) for figure in (total / images).tolist()]
+        rows.append((network.label, number, *means))
+    return rows
+
+
+def deviation(centred: Tensor) -> Tensor:
+    """Return the standard deviation over keys, mean over queries, of centred logits: (B, K, N, N) -> (B, K)."""
+    return centred.square().mean(-1).sqrt().mean(-1)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -161,10 +154,9 @@ def main(argv: list[str] | None = None) -> int:
     targets = parse_targets(options.model)
     data = load_dataset(options.dataset, options.data_dir)
     test = hold_out(data.train, options.holdout, seed=0)[1] if options.holdout else data.test
-    # In the order drawn, not the folder's, where an image's neighbour, whose map `other` takes, is mostly of its class.
-    images = test.select(
-        torch.randperm(len(test), generator=torch.Generator().manual_seed(0))[: options.limit]
-    )
+    # In random order: in the folder's, an image's neighbour, whose map `other` takes, is mostly of the same class.
+    order = torch.randperm(len(test), generator=torch.Generator().manual_seed(0))
+    images = test.select(order[: options.limit])
     tables: dict[str, list[tuple]] = {
         "replaced.csv": [("model", "maps", "top1", "images")],
         "logits.csv": [("model", "layer", "std_own", "std_entering", "correlation")],

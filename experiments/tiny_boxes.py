@@ -1,4 +1,4 @@
-"""Write COCO JSON for Tiny-ImageNet's boxes: one object an image of 64 x 64 pixels, 200 classes.
+"""Write COCO JSON for Tiny-ImageNet's boxes: one object per image of 64 x 64 pixels, 200 classes.
 
     python experiments/tiny_boxes.py tiny-imagenet-200 tiny-boxes
     python experiments/tiny_boxes.py tiny-imagenet-200 tiny-one --classes 20 --as-one object --per-class 250 --mean-box
@@ -6,7 +6,7 @@
 TINY/train/CLASS/CLASS_boxes.txt and TINY/val/val_annotations.txt become FOLDER/train.json and val.json; the images stay
 where they are, FOLDER/train and FOLDER/val are links to them. Corners in Tiny-ImageNet's files are pixels of the box,
 so a box from 0 to 63 is 64 pixels wide. --mean-box evaluates a guess that looks at no image, every class's mean
-training box: what a detector must beat.
+training box, which a detector must beat.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import json
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -26,24 +27,34 @@ Row = tuple[str, str, list[int]]  # name below the split's folder, class, [left,
 
 
 def rows_of(tiny: Path, classes: Sequence[str], per_class: int) -> Iterator[tuple[str, list[Row]]]:
-    """Yield the rows of each split, of the training images the first `per_class` of each class (0: all)."""
+    """Yield the rows of each split: the first `per_class` training images of each class (0: all), then validation."""
     train = []
     for label in classes:
-        lines = (tiny / "train" / label / f"{label}_boxes.txt").read_text().split("\n")
-        train += [
-            (f"{label}/images/{name}", label, list(map(int, box)))
-            for name, *box in (line.split("\t") for line in lines[: per_class or None] if line)
-        ]
+        rows = _tab_separated(tiny / "train" / label / f"{label}_boxes.txt")
+        for name, *box in rows[: per_class or None]:
+            train.append((f"{label}/images/{name}", label, [int(side) for side in box]))
     yield "train", train
-    lines = (tiny / "val" / "val_annotations.txt").read_text().split("\n")
-    yield (
-        "val",
-        [
-            (f"images/{name}", label, list(map(int, box)))
-            for name, label, *box in (line.split("\t") for line in lines if line)
-            if label in classes
-        ],
-    )
+    val = []
+    for name, label, *box in _tab_separated(tiny / "val" / "val_annotations.txt"):
+        if label in classes:
+            val.append((f"images/{name}", label, [int(side) for side in box]))
+    yield "val", val
+
+
+def _tab_separated(path: Path) -> list[list[str]]:
+    return [line.split("\t") for line in path.read_text().split("\n") if line]
+
+
+def categories_of(tiny: Path, classes: Sequence[str]) -> list[dict]:
+    """Return one category per class, named by its first word, with the class where several have this word."""
+    words = dict(line.split("\t", 1) for line in (tiny / "words.txt").read_text().splitlines())
+    names = [words[label].split(",")[0] for label in classes]
+    uses = Counter(names)
+    categories = []
+    for number, (label, name) in enumerate(zip(classes, names, strict=True), start=1):
+        shown = f"{name} ({label})" if uses[name] > 1 else name
+        categories.append({"id": number, "name": shown})
+    return categories
 
 
 def convert(
@@ -53,63 +64,56 @@ def convert(
 
     Args:
         classes: WordNet IDs.
-        as_one: the name of the one category that all of them become; "": each is its own, named by its first word.
+        as_one: the name of one category for all of them; "": one category per class, named by its first word.
     """
-    words = dict(line.split("\t", 1) for line in (tiny / "words.txt").read_text().splitlines())
-    names = {label: words[label].split(",")[0] for label in classes}
-    shared = Counter(names.values())
-    id_of = {label: 1 if as_one else number for number, label in enumerate(classes, start=1)}
-    categories = (
-        [{"id": 1, "name": as_one}]
-        if as_one
-        else [
-            {"id": id_of[label], "name": f"{name} ({label})" if shared[name] > 1 else name}
-            for label, name in names.items()
-        ]
-    )
+    if as_one:
+        categories = [{"id": 1, "name": as_one}]
+        id_of = dict.fromkeys(classes, 1)
+    else:
+        categories = categories_of(tiny, classes)
+        id_of = {label: number for number, label in enumerate(classes, start=1)}
     out.mkdir(parents=True, exist_ok=True)
     for split, rows in rows_of(tiny, classes, per_class):
-        images, annotations = [], []
+        images = []
+        annotations = []
         for number, (name, label, (left, top, right, bottom)) in enumerate(rows, start=1):
             width, height = Image.open(tiny / split / name).size
-            box = [left, top, right - left + 1, bottom - top + 1]
             images.append({"id": number, "file_name": name, "width": width, "height": height})
-            if min(box[2:]) > 0:
+            box_width = right - left + 1
+            box_height = bottom - top + 1
+            if min(box_width, box_height) > 0:
                 annotations.append(
                     {
                         "id": number,
                         "image_id": number,
                         "category_id": id_of[label],
-                        "bbox": box,
-                        "area": box[2] * box[3],
+                        "bbox": [left, top, box_width, box_height],
+                        "area": box_width * box_height,
                         "iscrowd": 0,
                     }
                 )
         if not (out / split).exists():
             (out / split).symlink_to((tiny / split).resolve())
-        (out / f"{split}.json").write_text(
-            json.dumps({"images": images, "annotations": annotations, "categories": categories})
-        )
+        content = {"images": images, "annotations": annotations, "categories": categories}
+        (out / f"{split}.json").write_text(json.dumps(content))
         print(f"written: {out / split}.json with {len(images)} images")
 
 
 def mean_box_metrics(root: Path) -> dict[str, float]:
-    """Return COCO's metrics, in percent, of a guess that looks at no image: in every one, of every class its mean
-    training box, scored by how often it is there."""
-    train, val = CocoFolder(root, "train"), CocoFolder(root, "val")
+    """Return COCO's metrics, in percent, of a guess that looks at no image: every class's mean training box, scored by
+    the class's frequency."""
+    train = CocoFolder(root, "train")
+    val = CocoFolder(root, "val")
     boxes = defaultdict(list)
-    for row in (row for of_image in train.annotations for row in of_image):
-        boxes[row["category_id"]].append(row["bbox"])
-    rows = [
-        {
-            "image_id": image["id"],
-            "category_id": category,
-            "bbox": np.mean(own, 0).tolist(),
-            "score": len(own) / len(train),
-        }
-        for image in val.images
-        for category, own in boxes.items()
-    ]
+    for annotations in train.annotations:
+        for row in annotations:
+            boxes[row["category_id"]].append(row["bbox"])
+    guesses = []
+    for category, of_class in boxes.items():
+        box = np.mean(of_class, 0).tolist()
+        score = len(of_class) / len(train)
+        guesses.append({"category_id": category, "bbox": box, "score": score})
+    rows = [{"image_id": image["id"], **guess} for image, guess in product(val.images, guesses)]
     return coco_metrics(val.ground_truth(), rows)[0]
 
 
@@ -128,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--as-one", default="", metavar="NAME", help="all classes become one category of this name"
     )
     parser.add_argument(
-        "--per-class", type=int, default=0, metavar="N", help="training images a class (0: all)"
+        "--per-class", type=int, default=0, metavar="N", help="training images per class (0: all)"
     )
     parser.add_argument(
         "--mean-box", action="store_true", help="print what the mean training box reaches"
@@ -138,11 +142,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     classes = folders[: int(args.classes)] if args.classes.isdecimal() else args.classes.split(",")
     convert(args.tiny, args.out, classes, args.as_one, args.per_class)
     if args.mean_box:
-        found = mean_box_metrics(args.out)
-        print(
-            "mean training box in every image:",
-            "  ".join(f"{name} {found[name]:.1f}%" for name in ("AP", "AP50", "AP75")),
-        )
+        metrics = mean_box_metrics(args.out)
+        shown = [f"{name} {metrics[name]:.1f}%" for name in ("AP", "AP50", "AP75")]
+        print("mean training box in every image:", "  ".join(shown))
     return 0
 
 
