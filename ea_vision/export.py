@@ -10,6 +10,7 @@ ONNX files have opset 20. What was written is run beside the network, and the la
 
 import argparse
 import importlib.util
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,6 +38,9 @@ from ea_vision.recorder.loading import (
     load_model,
 )
 
+# of About, in a network's data configuration
+PREPARATION = ("mean", "std", "crop_pct", "interpolation", "crop_mode")
+
 
 def compare(model: LoadedModel, images: Sequence[Tensor], output: Path) -> str:
     """Return how often a written file agrees with its network on images (3, H, W) in 0..1, and how far they differ.
@@ -46,12 +50,21 @@ def compare(model: LoadedModel, images: Sequence[Tensor], output: Path) -> str:
     """
     if output.suffix.lower() == ".onnx" and importlib.util.find_spec("onnxruntime") is None:
         return "not compared, since onnxruntime is not installed"
-    network, inputs = ExportedNetwork(output), [model.normalize(image)[None] for image in images]
-    with torch.inference_mode():
-        pairs = [(model.model(x), network(x)) for x in inputs]
-    agreeing = sum(bool((own.argmax(1) == got.argmax(1)).all()) for own, got in pairs)
-    largest = max(float((own - got).abs().max() / own.abs().max()) for own, got in pairs)
-    said = f"same class on {agreeing} of {len(pairs)} image(s), largest difference {largest:.1e} of the largest logit"
+    network = ExportedNetwork(output)
+    agreeing = 0
+    largest = 0.0
+    for image in images:
+        x = model.normalize(image)[None]
+        with torch.inference_mode():
+            own = model.model(x)
+            got = network(x)
+        agreeing += int(torch.equal(own.argmax(1), got.argmax(1)))
+        difference = (own - got).abs().max() / own.abs().max()
+        largest = max(largest, float(difference.nan_to_num(math.inf)))
+    said = (
+        f"same class on {agreeing} of {len(images)} image(s), largest difference {largest:.1e} "
+        "of the largest logit"
+    )
     if not largest < LARGEST:
         raise RunError(
             f"{output} was written, and computes something else than {model.label}: {said}"
@@ -90,15 +103,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UsageError(f"{args.model} has no weights: --random exports it with random ones")
     noise = torch.rand(2, 3, *model.img_size, generator=torch.Generator().manual_seed(0))
     images = [model.prepare(read_image(path)) for path in paths] or list(noise)
+    preparation = {key: model.config[key] for key in PREPARATION}
     about = About(
         model.label,
         model.img_size,
-        *(model.config[key] for key in ("mean", "std", "crop_pct", "interpolation")),
-        model.model.num_classes,
-        model.classes,
+        **preparation,
+        num_classes=model.model.num_classes,
+        classes=model.classes,
     )
     write(export_program(model.model, model.img_size), args.output, about)
     said = compare(model, images, args.output)
     kind = f"opset {OPSET}" if args.output.suffix.lower() == ".onnx" else "torch.export"
-    print(f"written: {args.output} ({args.output.stat().st_size / 2**20:.1f} MiB, {kind}); {said}")
+    size = args.output.stat().st_size / 2**20
+    print(f"written: {args.output} ({size:.1f} MiB, {kind}); {said}")
     return 0

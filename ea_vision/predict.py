@@ -53,7 +53,8 @@ def predict(
         `probability` each; and `error`, why there are none, of an image that cannot be read or has no finite result.
     """
     for start in range(0, len(images), batch_size):
-        entries, inputs = [], []
+        entries = []
+        inputs = []
         for number, image in enumerate(images[start : start + batch_size], start + 1):
             entry = {
                 "image": str(image) if isinstance(image, (str, Path)) else f"image {number}",
@@ -66,24 +67,25 @@ def predict(
                 entry["error"] = str(error)
         if inputs:
             with torch.inference_mode():
-                batch = loaded.normalize(torch.stack([x for _, x in inputs]).to(loaded.device))
-                likely = loaded.model(batch).float().softmax(-1).cpu()
+                batch = torch.stack([x for _, x in inputs]).to(loaded.device)
+                logits = loaded.model(loaded.normalize(batch))
+                likely = logits.float().softmax(-1).cpu()
             for (entry, _), shares in zip(inputs, likely, strict=True):
                 if shares.isfinite().all():
-                    highest = zip(
-                        *map(Tensor.tolist, shares.topk(min(top, len(shares)))), strict=True
-                    )
-                    entry["classes"] = [
-                        {
-                            "name": loaded.classes[index] if loaded.classes else f"class {index}",
-                            "index": index,
-                            "probability": round(value, 6),
-                        }
-                        for value, index in highest
-                    ]
+                    entry["classes"] = _likeliest(shares, top, loaded.classes)
                 else:
                     entry["error"] = f"{loaded.label} gives no finite number for {entry['image']}"
         yield from entries
+
+
+def _likeliest(shares: Tensor, top: int, names: Sequence[str] | None) -> list[dict]:
+    """Return the `top` classes of an image, the likeliest first."""
+    values, indices = shares.topk(min(top, len(shares)))
+    classes = []
+    for value, index in zip(values.tolist(), indices.tolist(), strict=True):
+        name = names[index] if names else f"class {index}"
+        classes.append({"name": name, "index": index, "probability": round(value, 6)})
+    return classes
 
 
 def classify(
@@ -131,7 +133,8 @@ def find_objects(
             sure = found["scores"] >= args.min_score
             found = {name: value[sure] for name, value in found.items()}
             if args.output:
-                file = Path(args.output) / f"{number}-{Path(path).stem}.png".replace(":", "-")
+                name = f"{number}-{Path(path).stem}.png"
+                file = Path(args.output) / name.replace(":", "-")
                 drawn = draw_detections(pil_to_tensor(image), found, loaded.classes)
                 atomic_write(file, encode_png(drawn).numpy().tobytes())
             named = ", ".join(
@@ -188,19 +191,20 @@ def main(argv: list[str] | None = None) -> int:
     add_options(parser, "--img-size", "--device")
     args = parser.parse_args(argv)
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(
-            errors="surrogateescape"
-        )  # names that are not UTF-8 are names of files, too
+        # names that are not UTF-8 are names of files, too
+        sys.stdin.reconfigure(errors="surrogateescape")
     paths: list[str] = []
     for word in args.images:
-        paths += (
-            [line.rstrip("\r\n") for line in sys.stdin if line.strip()] if word == "-" else [word]
-        )
+        if word == "-":
+            paths += [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
+        else:
+            paths.append(word)
     images = find_images(paths)
     if args.json not in (None, "-"):
         check_output(Path(args.json))
     loaded = load_model(args.model, img_size=args.img_size, device=choose_device(args.device))
-    rows, code = [], 0
+    rows = []
+    code = 0
     each = find_objects if isinstance(loaded, DetectorModel) else classify
     for error, text, of_image in each(loaded, images, args):
         rows += of_image

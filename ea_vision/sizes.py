@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ from ea_vision.ops import use_implementation
 from ea_vision.recorder.loading import find_origin, input_size
 
 BFLOAT16 = 2  # bytes of a number
+MAP_OPERATIONS = 6  # the profiler's, for an element of the maps
+BMM = torch.ops.aten.bmm
 
 
 @dataclass(frozen=True)
@@ -92,82 +94,94 @@ def count(model: nn.Module, input_size: tuple[int, int, int]) -> Counts:
     Attention that is not ours has no branch here; its batched products count as attention products.
     Readable torch multiplies whole maps where a window would not: there the products are those of the window.
     """
-    # Torch's fused attention on a CPU is no operation that the counter knows; the products of the plain form are.
+    flops, tokens = _measure(model, input_size)
+    whole = sum(flops["Global"].values())
+    products = flops["Global"].get(BMM, 0)  # projections are baddbmm, linear layers mm or addmm
+    profiler = whole - products
+    missed = 0
+    branches = []
+    for name, layer in model.named_modules():
+        path = f"{type(model).__name__}.{name}"
+        if isinstance(layer, AugmentedConv2d):
+            branch, by_hand, more = _count_convolution(name, layer, path, flops)
+            missed += more
+        elif isinstance(layer, MapsAttention):
+            elements = layer.num_heads * tokens[name] ** 2
+            by_hand = MAP_OPERATIONS * elements
+            counted = sum(flops[path].values()) - flops[path].get(BMM, 0)
+            size = (1, tokens[name])
+            branch = _branch(name, layer, size, elements, count_weights(layer), counted + by_hand)
+        else:
+            continue
+        profiler += by_hand
+        branches.append(branch)
+    macs = (whole + missed) // 2
+    attention_macs = (products + missed) // 2
+    return Counts(count_weights(model), macs, attention_macs, profiler, tuple(branches))
+
+
+def _measure(model: nn.Module, input_size: tuple[int, int, int]) -> tuple[dict, dict[str, int]]:
+    """Run a model on one image; return operations by module and kind, and the tokens of its layers over tokens."""
     tokens: dict[str, int] = {}
-
-    def note_tokens(name: str):
-        def note(layer: nn.Module, args: tuple) -> None:
-            tokens[name] = args[0].shape[1]
-
-        return note
-
-    hooks = [
-        layer.register_forward_pre_hook(note_tokens(name))
-        for name, layer in model.named_modules()
-        if isinstance(layer, MapsAttention)
-    ]
-    with (
-        use_implementation("reference"),
-        sdpa_kernel(SDPBackend.MATH),
-        torch.no_grad(),
-        FlopCounterMode(display=False) as counter,
-    ):
-        model.eval()(torch.zeros(1, *input_size, device=next(model.parameters()).device))
+    hooks = []
+    for name, layer in model.named_modules():
+        if isinstance(layer, MapsAttention):
+            note = partial(_note_tokens, tokens, name)
+            hooks.append(layer.register_forward_pre_hook(note))
+    image = torch.zeros(1, *input_size, device=next(model.parameters()).device)
+    counter = FlopCounterMode(display=False)
+    # Torch's fused attention on a CPU is no operation that the counter knows; the products of the plain form are.
+    with use_implementation("reference"), sdpa_kernel(SDPBackend.MATH), torch.no_grad(), counter:
+        model.eval()(image)
     for hook in hooks:
         hook.remove()
-    flops = counter.get_flop_counts()  # by module and operation; Global: all
-    bmm = torch.ops.aten.bmm  # projections are baddbmm, linear layers mm or addmm
-    whole, products = counter.get_total_flops(), flops["Global"].get(bmm, 0)
-    profiler, missed, branches = whole - products, 0, []
-    for name, layer in model.named_modules():
-        if not isinstance(layer, (AugmentedConv2d, MapsAttention)):
-            continue
-        path = f"{type(model).__name__}.{name}"
-        dense, params, by_hand = (
-            flops[path].get(bmm, 0),
-            sum(p.numel() for p in layer.parameters()),
-            0,
-        )
-        counted = sum(flops[path].values()) - dense
-        if isinstance(layer, MapsAttention):
-            feat_size = (1, tokens[name])
-            elements = layer.num_heads * feat_size[1] ** 2
-        else:
-            feat_size, (H, W) = layer.feat_size, layer.feat_size
-            elements = layer.map_elements(feat_size)
-            if layer.height_rel is not None:
-                by_hand = 2 * H * W * (len(layer.height_rel) + len(layer.width_rel)) * layer.dim_qk
-            if (
-                layer.local and layer.evolution is None and not layer.need_logits
-            ):  # nobody wants the whole map
-                missed += by_hand + 2 * elements * (layer.dim_head_qk + layer.dim_head_v) - dense
-            elif (
-                layer.height_rel is not None and layer.dim_head_qk == 1
-            ):  # torch multiplies without a counted product
-                missed += 2 * H * W * (H + W) * layer.dim_qk
-            if layer.conv is not None:
-                counted -= sum(flops[f"{path}.conv"].values())
-                params -= layer.conv.weight.numel()
-        by_hand += 6 * elements
-        profiler += by_hand
-        branches.append(
-            BranchCount(
-                name,
-                layer.num_heads,
-                feat_size,
-                layer.evolution is not None,
-                BFLOAT16 * elements,
-                params,
-                counted + by_hand,
-            )
-        )
-    return Counts(
-        sum(p.numel() for p in model.parameters()),
-        (whole + missed) // 2,
-        (products + missed) // 2,
-        profiler,
-        tuple(branches),
-    )
+    return counter.get_flop_counts(), tokens  # Global: all modules
+
+
+def _note_tokens(tokens: dict[str, int], name: str, layer: nn.Module, args: tuple) -> None:
+    tokens[name] = args[0].shape[1]
+
+
+def count_weights(module: nn.Module) -> int:
+    """Return the number of a module's parameters."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _branch(
+    name: str, layer: nn.Module, size: tuple[int, int], elements: int, params: int, flops: int
+) -> BranchCount:
+    evolves = layer.evolution is not None
+    return BranchCount(name, layer.num_heads, size, evolves, BFLOAT16 * elements, params, flops)
+
+
+def _count_convolution(
+    name: str, layer: AugmentedConv2d, path: str, flops: dict
+) -> tuple[BranchCount, int, int]:
+    """Count an augmented convolution's attention branch.
+
+    Returns:
+        the branch; the profiler's operations that torch does not count; and the products of the attention that it
+        counts too few, or (negative) too many of.
+    """
+    H, W = layer.feat_size
+    elements = layer.map_elements(layer.feat_size)
+    dense = flops[path].get(BMM, 0)
+    counted = sum(flops[path].values()) - dense
+    params = count_weights(layer)
+    if layer.conv is not None:
+        counted -= sum(flops[f"{path}.conv"].values())
+        params -= layer.conv.weight.numel()
+    positions = 0
+    missed = 0
+    if layer.height_rel is not None:
+        positions = 2 * H * W * (len(layer.height_rel) + len(layer.width_rel)) * layer.dim_qk
+        if layer.dim_head_qk == 1:  # torch multiplies without a counted product
+            missed = 2 * H * W * (H + W) * layer.dim_qk
+    if layer.local and layer.evolution is None and not layer.need_logits:  # the window alone
+        missed = positions + 2 * elements * (layer.dim_head_qk + layer.dim_head_v) - dense
+    by_hand = positions + MAP_OPERATIONS * elements
+    branch = _branch(name, layer, layer.feat_size, elements, params, counted + by_hand)
+    return branch, by_hand, missed
 
 
 @cache
@@ -213,7 +227,8 @@ def names_of(words: Sequence[str]) -> list[str]:
 
 def list_models(names: Sequence[str], weights: bool = False) -> list[dict[str, str]]:
     """Return a row for each network, or for each file of weights, with where it is from."""
-    pretrained, rows = [full.partition(".") for full in timm.list_pretrained()], []
+    pretrained = [full.partition(".") for full in timm.list_pretrained()]
+    rows = []
     for name in names:
         own = [tag for base, _, tag in pretrained if base == name]
         having = f"{own[0]} and {len(own) - 1} more" if len(own) > 1 else "".join(own)
@@ -267,16 +282,15 @@ def table(rows: Sequence[dict], headings: dict[str, str] | None = None) -> str:
     def shown(key: str, value: Any) -> str:
         if value is None:
             return "-"
-        return (
-            f"{value:.{3 if key.endswith('ratio') else 2}f}"
-            if isinstance(value, float)
-            else str(value)
-        )
+        if isinstance(value, float):
+            return f"{value:.3f}" if key.endswith("ratio") else f"{value:.2f}"
+        return str(value)
 
     headings = headings or {key: key for key in rows[0]}
-    return markdown(
-        [list(headings.values()), *([shown(key, row[key]) for key in headings] for row in rows)]
-    )
+    lines = [list(headings.values())]
+    for row in rows:
+        lines.append([shown(key, row[key]) for key in headings])
+    return markdown(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -300,12 +314,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     names = names_of(args.models)
+    rows = []
     if args.layers:
-        rows = [row for name in names for row in layers_of(name)]
+        for name in names:
+            rows += layers_of(name)
+    elif args.sizes:
+        rows = [sizes_of(name) for name in names]
     else:
-        rows = (
-            [sizes_of(name) for name in names] if args.sizes else list_models(names, args.weights)
-        )
+        rows = list_models(names, args.weights)
     if not rows:
         raise UsageError(
             f"none of the {len(names)} networks has {'weights' if args.weights else 'our attention'}"

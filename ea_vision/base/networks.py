@@ -263,8 +263,11 @@ def _digest_of(tensors: dict[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b"")
+        about = f"{name} {tensor.dtype} {tuple(tensor.shape)}"
+        digest.update(about.encode())
+        if tensor.numel():
+            content = tensor.reshape(-1).view(torch.uint8)
+            digest.update(content.numpy())
     return digest.hexdigest()
 
 
@@ -273,10 +276,11 @@ def encode_weights(state: dict[str, torch.Tensor], about: dict[str, str] | None 
 
     about: what else the file's metadata says.
     """
-    state = {name: value.detach().cpu().contiguous() for name, value in state.items()}
-    return safetensors.torch.save(
-        state, {"format": "pt", **(about or {}), "sha256": _digest_of(state)}
-    )
+    tensors = {}
+    for name, value in state.items():
+        tensors[name] = value.detach().cpu().contiguous()
+    metadata = {"format": "pt", **(about or {}), "sha256": _digest_of(tensors)}
+    return safetensors.torch.save(tensors, metadata)
 
 
 def read_made_with(path: Path) -> dict[str, Any] | None:
@@ -343,7 +347,8 @@ def check_finite(state: dict[str, torch.Tensor], source: str) -> None:
 
 def non_finite(state: dict[str, torch.Tensor]) -> list[str]:
     """Return the names of the weights and buffers that hold NaN or infinity."""
-    return [name for name, value in state.items() if not value.isfinite().all()]
+    finite = {name: bool(value.isfinite().all()) for name, value in state.items()}
+    return [name for name in state if not finite[name]]
 
 
 def lay_out(model: nn.Module, memory_format: torch.memory_format) -> nn.Module:

@@ -45,6 +45,7 @@ class About:
     interpolation: str
     num_classes: int
     classes: Sequence[str] | None = None
+    crop_mode: str = "center"
 
 
 def check_packages(path: Path, *names: str) -> None:
@@ -209,6 +210,7 @@ class ExportedNetwork(nn.Module):
             open_file = _open_program if path.suffix.lower() == ".pt2" else _open_onnx
             said, self.run = open_file(path)
         with _named(f"{path} must be a network that ea-vision export wrote; its metadata lack"):
+            said = {"crop_mode": json.dumps("center"), **said}  # of files of before
             values = {field.name: json.loads(said[field.name]) for field in fields(About)}
             about = About(**values)
             about = replace(about, size=tuple(about.size))

@@ -320,6 +320,8 @@ def _load_from_file(origin: Origin, path: Path, random: bool, seed: int) -> Load
         if key in about:
             loaded.config[key] = tuple(about[key])
     options = origin.options
+    if options:  # our trainers keep the aspect
+        loaded.config["crop_mode"] = "center"
     if "eval_resize" in options:  # of train-imagenet
         side = options.get("eval_img_size") or options["img_size"]
         loaded.img_size = (side, side)
