@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 from ea_vision.data.augment import Augmentation
 
-MEAN, STD = torch.tensor([0.5, 0.4, 0.3]), torch.tensor([0.2, 0.3, 0.25])
+MEAN = torch.tensor([0.5, 0.4, 0.3])
+STD = torch.tensor([0.2, 0.3, 0.25])
 
 
 def plainly(image: torch.Tensor, draw: list[int], augmentation: Augmentation) -> torch.Tensor:
@@ -15,19 +16,18 @@ def plainly(image: torch.Tensor, draw: list[int], augmentation: Augmentation) ->
     top, left, flip, cut_y, cut_x = draw
     height, width = image.shape[1:]
     mode = "constant" if augmentation.padding_mode == "zeros" else "reflect"
-    image = F.pad(image.float(), [augmentation.crop_padding] * 4, mode)[
-        :, top : top + height, left : left + width
-    ]
+    padded = F.pad(image.float(), [augmentation.crop_padding] * 4, mode)
+    image = padded[:, top : top + height, left : left + width]
     if augmentation.flip != "off" and flip:
         image = image.flip(-1)
     result = (image / 255 - MEAN.view(-1, 1, 1)) / STD.view(-1, 1, 1)
     if augmentation.cutout:
-        y, x, side = (
-            cut_y - augmentation.cutout // 2,
-            cut_x - augmentation.cutout // 2,
-            augmentation.cutout,
-        )
-        result[:, max(y, 0) : max(y + side, 0), max(x, 0) : max(x + side, 0)] = 0
+        side = augmentation.cutout
+        y = cut_y - side // 2
+        x = cut_x - side // 2
+        rows = slice(max(y, 0), max(y + side, 0))
+        columns = slice(max(x, 0), max(x + side, 0))
+        result[:, rows, columns] = 0
     return result
 
 

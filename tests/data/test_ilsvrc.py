@@ -26,10 +26,10 @@ def put(folder: Path, in_classes: bool = False) -> Path:
 def labels_of(source: Path) -> dict[str, str]:
     """Class by name of the image."""
     files = ImageFiles(source)
-    return {
-        Path(name).name: files.classes[target]
-        for name, target in zip(files.names, files.targets, strict=True)
-    }
+    found = {}
+    for name, target in zip(files.names, files.targets, strict=True):
+        found[Path(name).name] = files.classes[target]
+    return found
 
 
 def kaggle(path: Path) -> None:
@@ -38,24 +38,17 @@ def kaggle(path: Path) -> None:
 
 
 def devkit(path: Path) -> None:
-    savemat, folder = (
-        pytest.importorskip("scipy.io").savemat,
-        path.with_name("ILSVRC2012_devkit_t12"),
-    )
+    savemat = pytest.importorskip("scipy.io").savemat
+    folder = path.with_name("ILSVRC2012_devkit_t12")
     numbers = {label: number for number, label in enumerate(reversed(CLASSES), start=1)}
     (folder / "data").mkdir(parents=True)
-    (folder / "data" / "ILSVRC2012_validation_ground_truth.txt").write_text(
-        "\n".join(str(numbers[label]) for label in LABELS.values()) + "\n"
-    )
-    savemat(
-        folder / "data" / "meta.mat",
-        {
-            "synsets": np.array(
-                [(number, label) for label, number in numbers.items()],
-                dtype=[("ILSVRC2012_ID", object), ("WNID", object)],
-            )
-        },
-    )
+    lines = [f"{numbers[label]}\n" for label in LABELS.values()]
+    truth = folder / "data" / "ILSVRC2012_validation_ground_truth.txt"
+    truth.write_text("".join(lines))
+    columns = [("ILSVRC2012_ID", object), ("WNID", object)]
+    rows = [(number, label) for label, number in numbers.items()]
+    synsets = np.array(rows, dtype=columns)
+    savemat(folder / "data" / "meta.mat", {"synsets": synsets})
     with tarfile.open(path, "w:gz") as tar:
         tar.add(folder, folder.name)
 
@@ -85,7 +78,8 @@ def test_flat_images_have_the_classes_of_the_files_beside_them(tmp_path, write, 
 
 
 def test_a_flat_tar_and_kaggles_archive_are_found_and_labelled(tmp_path):
-    flat, root = put(tmp_path / "flat"), tmp_path / "kaggle"
+    flat = put(tmp_path / "flat")
+    root = tmp_path / "kaggle"
     with tarfile.open(tmp_path / "ILSVRC2012_img_val.tar", "w") as tar:
         tar.add(flat, ".")
     put(root / KAGGLE / "val")
@@ -98,7 +92,8 @@ def test_a_flat_tar_and_kaggles_archive_are_found_and_labelled(tmp_path):
 
 
 def test_damaged_label_files_are_one_line(tmp_path):
-    val, solution = put(tmp_path / "val"), tmp_path / "LOC_val_solution.csv"
+    val = put(tmp_path / "val")
+    solution = tmp_path / "LOC_val_solution.csv"
     for text in (
         "ImageId\nx\n",
         "\0",
@@ -110,6 +105,4 @@ def test_damaged_label_files_are_one_line(tmp_path):
     kaggle(solution)
     before = ImageFiles(val).fingerprint()
     solution.write_text(solution.read_text().replace("n03888257", "n99999999"))
-    assert ImageFiles(val).fingerprint() != before, (
-        "labels are part of what tells this data from other data"
-    )
+    assert ImageFiles(val).fingerprint() != before, "labels tell this data from other data"

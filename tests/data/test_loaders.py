@@ -1,6 +1,7 @@
 """Loaders of images that are decoded as they are needed, files and FFCV's, or lie on the device: what is shown is a
 function of seed, epoch and image alone, evaluation shows every image once, damage is named and replaced."""
 
+import pickle
 from collections import Counter
 from functools import partial
 
@@ -16,22 +17,26 @@ from ea_vision.data import write_ffcv
 from ea_vision.data.augment import Augmentation
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.batches import GrowingSize, epoch_generator
-from ea_vision.data.beton import Beton
+from ea_vision.data.beton import Beton, Evaluated
 from ea_vision.data.ffcv import BetonTrainLoader
 from ea_vision.data.image_files import ImageFiles
 from ea_vision.data.imagenet import (
+    Decoder,
     ImageEvalLoader,
     ImageTrainLoader,
+    TransformedImages,
     eval_transform,
     train_transform,
 )
 from ea_vision.data.on_device import EvalLoader, TrainLoader
 from ea_vision.data.small_images import Images
+from ea_vision.engine.train_imagenet import as_stored
 from tests.data.photos import make_photos
 from tests.data.test_image_files import narrow_png
 from tests.slow import FFCV, needs_ffcv
 
-MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.25)
+MEAN = (0.5, 0.4, 0.3)
+STD = (0.2, 0.3, 0.25)
 DECODED = ["files", pytest.param("ffcv", marks=needs_ffcv)]
 
 
@@ -43,7 +48,8 @@ def photos(tmp_path_factory):
 @pytest.fixture(scope="module")
 def sources(photos):
     """40 training images by kind, and 13 files to evaluate on."""
-    files, out = ImageFiles(photos / "train"), photos / "train.beton"
+    files = ImageFiles(photos / "train")
+    out = photos / "train.beton"
     if FFCV:
         write_ffcv.write_beton(files, out)
     return {
@@ -110,32 +116,36 @@ def test_repeated_augmentation_is_timms(images, batch_size, processes, times):
 
 def on_two(source, kind: str, epoch: int, first: int, **more):
     """Return an epoch's batches from one on as one process sees them, and as two do together."""
-    parts = [loader(source, kind, 4, workers=2, rank=rank, world_size=2, **more) for rank in (0, 1)]
-    pairs = zip(*(part.batches(epoch, first) for part in parts), strict=True)
-    return (
-        list(loader(source, kind, 8, **more).batches(epoch)),
-        [[torch.cat(both) for both in zip(*pair, strict=True)] for pair in pairs],
-    )
+    whole = list(loader(source, kind, 8, **more).batches(epoch))
+    of_rank = []
+    for rank in (0, 1):
+        part = loader(source, kind, 4, workers=2, rank=rank, world_size=2, **more)
+        of_rank.append(part.batches(epoch, first))
+    together = []
+    for pair in zip(*of_rank, strict=True):
+        together.append([torch.cat(both) for both in zip(*pair, strict=True)])
+    return whole, together
 
 
 @pytest.mark.parametrize("kind", [*DECODED, "device"])
 def test_images_depend_on_seed_and_epoch_only(sources, kind):
     """Not on the number of workers or processes, on where the epoch is entered, nor on loaders used before."""
-    source, state = sources[kind], (torch.get_rng_state(), np.random.get_state()[1].tolist())
+    source = sources[kind]
+    of_torch = torch.get_rng_state()
+    of_numpy = np.random.get_state()[1].tolist()
     used = loader(source, kind, 8)
     next(used.batches(0))
     again = list(used.batches(3))
     whole, halves = on_two(source, kind, 3, first=1)
-    assert (
-        torch.equal(state[0], torch.get_rng_state())
-        and state[1] == np.random.get_state()[1].tolist()
-    )
+    assert torch.equal(of_torch, torch.get_rng_state())
+    assert of_numpy == np.random.get_state()[1].tolist()
     assert len(whole) == 5 and len(halves) == 4
     for batch, both in zip(again[1:], halves, strict=True):
         assert all(map(torch.equal, batch, both))
     targets = torch.tensor(np.asarray(source.labels if kind == "ffcv" else source.targets))
     assert all(torch.equal(batch.targets, targets[batch.ids]) for batch in whole)
-    assert sorted(torch.cat([batch.ids for batch in whole]).tolist()) == list(range(40))
+    ids = torch.cat([batch.ids for batch in whole])
+    assert sorted(ids.tolist()) == list(range(40))
     for other in (next(used.batches(4)), next(loader(source, kind, 8, seed=2).batches(3))):
         assert not torch.equal(other.ids, whole[0].ids)
 
@@ -147,16 +157,14 @@ def distinct(images: torch.Tensor) -> set[bytes]:
 @pytest.mark.parametrize("kind", DECODED)
 def test_each_image_is_shown_so_many_times_each_time_otherwise(sources, kind):
     batches = list(loader(sources[kind], kind, 10, repeats=4).batches(3))
-    ids, images = (
-        torch.cat([batch.ids for batch in batches]),
-        torch.cat([batch.images for batch in batches]),
-    )
+    ids = torch.cat([batch.ids for batch in batches])
+    images = torch.cat([batch.images for batch in batches])
     assert ids.bincount()[ids.unique()].tolist() == [4] * 10
-    assert all(len(distinct(images[ids == index])) == 4 for index in ids.unique())
+    for index in ids.unique():
+        assert len(distinct(images[ids == index])) == 4
     whole, halves = on_two(sources[kind], kind, 1, first=2, repeats=3)
-    for batch, (shown, _, numbers) in zip(
-        whole[2:], halves, strict=True
-    ):  # copies are of both processes
+    # copies are of both processes
+    for batch, (shown, _, numbers) in zip(whole[2:], halves, strict=True):
         assert sorted(batch.ids.tolist()) == sorted(numbers.tolist())
         assert kind != "files" or distinct(batch.images) == distinct(shown)
 
@@ -166,12 +174,11 @@ def test_images_have_the_size_of_their_epoch(sources, kind):
     grows = loader(sources[kind], kind, 8, size_of=GrowingSize(8, 16, 1, 2))
     for epoch, side in enumerate((8, 8, 16, 16)):
         batches = list(grows.batches(epoch, first=epoch))
-        assert len(batches) == 5 - epoch and all(
-            batch.images.shape == (8, 3, side, side) for batch in batches
-        )
-    assert torch.equal(
-        next(grows.batches(3)).images, next(loader(sources[kind], kind, 8).batches(3)).images
-    )
+        assert len(batches) == 5 - epoch
+        for batch in batches:
+            assert batch.images.shape == (8, 3, side, side)
+    fixed = loader(sources[kind], kind, 8)
+    assert torch.equal(next(grows.batches(3)).images, next(fixed.batches(3)).images)
 
 
 def test_sizes_are_ffcvs():
@@ -183,13 +190,12 @@ def test_sizes_are_ffcvs():
     ):
         size_of = GrowingSize(first, last, start, end)
         for epoch in range(90):  # ffcv-imagenet's get_resolution
-            wanted = (
-                last
-                if epoch >= end
-                else first
-                if epoch <= start
-                else int(np.round(np.interp([epoch], [start, end], [first, last])[0] / 32)) * 32
-            )
+            side = np.interp([epoch], [start, end], [first, last])[0]
+            wanted = int(np.round(side / 32)) * 32
+            if epoch >= end:
+                wanted = last
+            elif epoch <= start:
+                wanted = first
             assert size_of(epoch) == wanted
 
 
@@ -204,29 +210,21 @@ def test_sizes_are_ffcvs():
     ],
 )
 def test_evaluation_shows_every_image_once(sources, kind, images, world_size, batch_size):
-    def share(rank: int) -> list:
-        there = {
-            "mean": MEAN,
-            "std": STD,
-            "device": torch.device("cpu"),
-            "rank": rank,
-            "world_size": world_size,
-        }
-        return list(
-            (
-                EvalLoader(small_images(images), batch_size=batch_size, **there)
-                if kind == "device"
-                else loader(sources["eval"], "eval", batch_size, **there)
-            ).batches()
-        )
-
-    shares = list(map(share, range(world_size)))
-    assert len(set(map(len, shares))) == 1, (
-        "as many batches for all: they ask each other before each"
-    )
-    assert torch.cat([batch.ids for batches in shares for batch in batches]).sort()[
-        0
-    ].tolist() == list(range(images))
+    ids = []
+    counts = set()
+    for rank in range(world_size):
+        there = {"rank": rank, "world_size": world_size}
+        if kind == "device":
+            there.update(mean=MEAN, std=STD, device=torch.device("cpu"))
+            share = EvalLoader(small_images(images), batch_size=batch_size, **there)
+        else:
+            share = loader(sources["eval"], "eval", batch_size, **there)
+        batches = list(share.batches())
+        counts.add(len(batches))
+        for batch in batches:
+            ids += batch.ids.tolist()
+    assert len(counts) == 1, "as many batches for all: they ask each other before each"
+    assert sorted(ids) == list(range(images))
 
 
 def test_evaluation_pixels_are_timms(sources):
@@ -234,17 +232,20 @@ def test_evaluation_pixels_are_timms(sources):
     transform = timm.data.create_transform(
         16, crop_pct=0.8, interpolation="bilinear", mean=MEAN, std=STD
     )
-    wanted = torch.stack([transform(sources["eval"].read(index)[0]) for index in range(13)])
+    images = [sources["eval"].read(index)[0] for index in range(13)]
+    wanted = torch.stack([transform(image) for image in images])
     assert torch.allclose(batch.images, wanted, atol=1e-5)
 
 
 def test_unreadable_images_are_named_and_replaced(tmp_path):
-    train, val = make_photos(tmp_path) / "train", tmp_path / "val"
+    train = make_photos(tmp_path) / "train"
+    val = tmp_path / "val"
     (train / "class_0/000.jpg").write_text("no image")
     (train / "class_0/001.jpg").symlink_to(train / "nowhere.jpg")
     (val / "class_1/001.jpg").write_bytes((val / "class_1/001.jpg").read_bytes()[:300])
     (val / "class_1/large.png").write_bytes(narrow_png(11_000, 10_000))
-    bad, files = BadImages(3), ImageFiles(train)
+    bad = BadImages(3)
+    files = ImageFiles(train)
     for workers in (0, 1):
         batches = list(loader(files, "files", 8, bad=bad, workers=workers).batches(0))
         for batch in batches:
@@ -255,17 +256,34 @@ def test_unreadable_images_are_named_and_replaced(tmp_path):
         assert len(ids) == 40 and 0 not in ids and 1 not in ids
     assert set(bad.new) == {files.describe(0), files.describe(1)}
     assert "UnidentifiedImageError" in str(bad.new) and "No such file" in str(bad.new)
-    assert (
-        sum(len(batch.ids) for batch in loader(ImageFiles(val), "eval", 5, bad=bad).batches()) == 12
-    )
-    assert (
-        bad.new[f"{val}/class_1/large.png"] == "must have at most 100 megapixels, got 11000x10000"
-    )
+    evaluated = loader(ImageFiles(val), "eval", 5, bad=bad).batches()
+    assert sum(len(batch.ids) for batch in evaluated) == 12
+    too_large = bad.new[f"{val}/class_1/large.png"]
+    assert too_large == "must have at most 100 megapixels, got 11000x10000"
     with pytest.raises(
         RunError, match=r"4 images cannot be read, --max-bad-images allows 3; the first: .*/000.jpg"
     ):
         bad.collect(World(0, 1, torch.device("cpu")), tmp_path)
     assert (tmp_path / "bad_images.csv").read_text().count("\n") == 5
+
+
+@pytest.mark.parametrize("kind", ["files", "eval", pytest.param("stored", marks=needs_ffcv)])
+def test_what_workers_get_can_be_pickled(sources, photos, tmp_path, kind):
+    """So they may start by spawn; a .beton file goes by its name."""
+    if kind == "stored":
+        stored = Evaluated(16, 20, "bilinear")
+        write_ffcv.write_beton(sources["eval"], tmp_path / "val.beton", evaluated=stored)
+        source = Beton(tmp_path / "val.beton", evaluated=stored)
+        decoder = Decoder(TransformedImages(source, as_stored(16)), (16, 16, 3))
+    else:
+        source = sources["eval" if kind == "eval" else "files"]
+        decoder = loader(source, kind, 8)._decoder(16)
+    content = pickle.dumps(decoder)
+    assert len(content) < 20_000
+    keys = np.array([[7, 3], [8, 0]])
+    images, targets, _ = decoder.__getitems__(keys)
+    again = pickle.loads(content).__getitems__(keys)
+    assert torch.equal(images, again[0]) and targets == again[1]
 
 
 def test_a_batch_without_a_good_image_ends_the_run(tmp_path):
@@ -280,7 +298,8 @@ def test_a_batch_without_a_good_image_ends_the_run(tmp_path):
 
 def test_alternating_flips_follow_each_image_through_the_epochs():
     """Images of two columns, numbered: every image is seen flipped in all even or in all odd epochs, on any process."""
-    split, augmentation = small_images(40, side=2), Augmentation(flip="alternate", crop_padding=0)
+    split = small_images(40, side=2)
+    augmentation = Augmentation(flip="alternate", crop_padding=0)
     split.images[:] = torch.tensor([0, 255])
 
     def flipped(epoch, rank=0, world_size=1, first=0):
@@ -292,11 +311,11 @@ def test_alternating_flips_follow_each_image_through_the_epochs():
             rank=rank,
             world_size=world_size,
         )
-        return {
-            number: bool(image[0, 0, 0] > image[0, 0, 1])
-            for batch in batches.batches(epoch, first)
-            for number, image in zip(batch.ids.tolist(), batch.images, strict=True)
-        }
+        found = {}
+        for batch in batches.batches(epoch, first):
+            for number, image in zip(batch.ids.tolist(), batch.images, strict=True):
+                found[number] = bool(image[0, 0, 0] > image[0, 0, 1])
+        return found
 
     epochs = list(map(flipped, range(4)))
     assert len(epochs[0]) == 40 and set(epochs[0].values()) == {False, True}

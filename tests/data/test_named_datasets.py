@@ -50,7 +50,8 @@ def check(images, count: int, classes: list[str]) -> None:
     for index in range(count):
         image, target = images.read(index)
         assert target == index % 3 and image.size == (12, 10) and image.mode == "RGB"
-        assert abs(np.asarray(image).mean() - 40 * index) < 3
+        level = np.asarray(image).mean()
+        assert abs(level - 40 * index) < 3
 
 
 @pytest.mark.parametrize("columns", [("image", "label"), ("jpg", "cls"), ("img", "fine_label")])
