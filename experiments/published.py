@@ -8,7 +8,6 @@ them. Accuracies are those of the last epoch, on the test images, of the runs in
 """
 
 import argparse
-import csv
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -62,12 +61,11 @@ Row = dict[str, Any]
 def tables() -> dict[str, dict[str, Any]]:
     """Return the tables of published.yaml by name. Each row has a label, keywords, its source, recipes by data set, and
     its top1 and top5 in percent by data set."""
-    found = {
-        table["name"]: table for table in yaml.safe_load((HERE / "published.yaml").read_text())
-    }
-    for table in found.values():
+    by_name = {}
+    for table in yaml.safe_load((HERE / "published.yaml").read_text()):
         table["rows"] = [_row(table, row) for row in table["rows"]]
-    return found
+        by_name[table["name"]] = table
+    return by_name
 
 
 def _row(table: dict[str, Any], row: Row) -> Row:
@@ -84,50 +82,55 @@ def _row(table: dict[str, Any], row: Row) -> Row:
         **row,
     }
     for key in ("top1", "top5"):
-        row[key] = row[key] if isinstance(row[key], dict) else {table["data"][0]: row[key]}
-    recipes = (
-        row["recipe"]
-        if isinstance(row["recipe"], dict)
-        else dict.fromkeys(table["data"], row["recipe"])
-    )
+        if not isinstance(row[key], dict):
+            row[key] = {table["data"][0]: row[key]}
+    recipes = row["recipe"]
+    if not isinstance(recipes, dict):
+        recipes = dict.fromkeys(table["data"], recipes)
     row["recipes"] = {data: recipe.format(model=row["model"]) for data, recipe in recipes.items()}
     row["label"] = f"{row['model']}, {row['name']}" if "name" in row else row["model"]
     return row
 
 
+def _rows() -> list[Row]:
+    """Return the rows of all tables."""
+    rows = []
+    for table in tables().values():
+        rows.extend(table["rows"])
+    return rows
+
+
 def figures(model: str) -> Row | None:
-    """Return the row of a network as it is registered, of the first table that has its accuracy."""
-    return next(
-        (
-            row
-            for table in tables().values()
-            for row in table["rows"]
-            if row["model"] == model and row["top1"] and not row["kwargs"]
-        ),
-        None,
-    )
+    """Return the row of a network without keywords, from the first table that has its accuracy."""
+    for row in _rows():
+        if row["model"] == model and row["top1"] and not row["kwargs"]:
+            return row
+    return None
 
 
 @cache
 def runs() -> pd.DataFrame:
     """Return the runs of results/runs.yaml: model, data, recipe, epochs, top1."""
-    found = []
+    rows = []
     for about in yaml.safe_load((HERE / "results" / "runs.yaml").read_text()):
-        last = list(csv.DictReader((HERE / "results" / about["metrics"]).open()))[-1]
-        found.append({**about, "epochs": int(last["epoch"]), "top1": float(last["top1"])})
-    return pd.DataFrame(found)
+        last = pd.read_csv(HERE / "results" / about["metrics"]).iloc[-1]
+        rows.append({**about, "epochs": int(last["epoch"]), "top1": float(last["top1"])})
+    return pd.DataFrame(rows)
 
 
 @cache
 def _counted(model: str, kwargs: tuple[tuple[str, Any], ...], data: str) -> Counts:
+    classes = DATA[data][1]
     with torch.device("meta"):
         if data == "COCO":
-            detector = create_detector(model, DATA[data][1], 640, **dict(kwargs))
-            detector.forward = lambda images: detector.head(
-                list(detector.backbone(images).values())
-            )  # no decoding
+            detector = create_detector(model, classes, 640, **dict(kwargs))
+
+            def without_decoding(images):
+                return detector.head(list(detector.backbone(images).values()))
+
+            detector.forward = without_decoding
             return count(detector, (3, 640, 640))
-        network = timm.create_model(model, num_classes=DATA[data][1], **dict(kwargs))
+        network = timm.create_model(model, num_classes=classes, **dict(kwargs))
         return count(network, network.pretrained_cfg["input_size"])
 
 
@@ -137,43 +140,45 @@ def counted(row: Row, data: str) -> Counts:
 
 
 def command(row: Row, data: str) -> str:
-    """Return the command that trains a row's network: the recipe, and what the recipe does not say."""
-    start = (
-        f"torchrun --nproc-per-node {row['processes']} -m ea_vision"
-        if row["processes"] > 1
-        else "ea-vision"
-    )
-    words = [start, DATA[data][0], f"--recipe {row['recipes'][data]}"]
-    if load_recipe(row["recipes"][data]).get("model") != row["model"]:
+    """Return the command that trains a row's network: the recipe, and options that the recipe does not have."""
+    start = "ea-vision"
+    if row["processes"] > 1:
+        start = f"torchrun --nproc-per-node {row['processes']} -m ea_vision"
+    recipe = row["recipes"][data]
+    words = [start, DATA[data][0], f"--recipe {recipe}"]
+    if load_recipe(recipe).get("model") != row["model"]:
         words.append(f"--model {row['model']}")
     if row["kwargs"]:
-        words.append(
-            "--model-kwargs " + " ".join(f"{key}={value}" for key, value in row["kwargs"].items())
-        )
+        words.append("--model-kwargs")
+        words += [f"{key}={value}" for key, value in row["kwargs"].items()]
     return " ".join(words)
 
 
 def cost(row: Row, data: str) -> tuple[int, float]:
     """Return the epochs of a row's training, and its arithmetic in exaFLOPs."""
     recipe = load_recipe(row["recipes"][data])
+    epochs = recipe["epochs"]
     images = DATA[data][2] - recipe.get("holdout", 0)
-    return recipe["epochs"], 3 * 2 * counted(row, data).macs * images * recipe["epochs"] / 1e18
+    flops_per_image = 3 * 2 * counted(row, data).macs  # the backward pass costs twice the forward
+    return epochs, flops_per_image * images * epochs / 1e18
 
 
 def ours(row: Row, data: str) -> str:
     """Return the accuracies of the runs of a row."""
-    found = runs()[
-        (runs()["model"] == row["model"]) & (runs()["data"] == data) & (not row["kwargs"])
-    ]
-    said = [f"{run.top1:.2f} ({run.epochs} epochs of `{run.recipe}`)" for run in found.itertuples()]
+    if row["kwargs"]:
+        return "not run"
+    all_runs = runs()
+    of_row = all_runs[(all_runs["model"] == row["model"]) & (all_runs["data"] == data)]
+    said = []
+    for run in of_row.itertuples():
+        said.append(f"{run.top1:.2f} ({run.epochs} epochs of `{run.recipe}`)")
     return "; ".join(said) or "not run"
 
 
 def digits(values: Iterable[float | None]) -> int:
-    """Return the decimals of a column as the paper prints it."""
-    return max(
-        (len(f"{value:g}".partition(".")[2]) for value in values if value is not None), default=1
-    )
+    """Return the number of decimals in a column of a paper; 1 for an empty column."""
+    decimals = [len(f"{value:g}".partition(".")[2]) for value in values if value is not None]
+    return max(decimals, default=1)
 
 
 def cell(value: float | None, decimals: int) -> str:
@@ -182,18 +187,14 @@ def cell(value: float | None, decimals: int) -> str:
 
 
 def classifiers(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
-    """Return the lines of a table of networks that are trained to classify; columns without a figure are left out."""
-    decimals = {key: digits(row[key] for row in table["rows"]) for key in ("params_m", "gflops")}
-    decimals |= {
-        key: digits(x for row in table["rows"] for x in row[key].values())
-        for key in ("top1", "top5")
-    }
+    """Return the lines of a table of networks that are trained to classify, without columns that have no figure."""
+    decimals = _decimals(table)
     lines = []
     for row in rows:
         for data in row["recipes"]:
             said = ours(row, data)
             if data != table["data"][0] and data not in row["top1"] and said == "not run":
-                continue  # the first line says as much
+                continue  # the first line says the same
             counts = counted(row, data)
             flops = counts.flops_paper if table["counting"] == "paper" else counts.flops_profiler
             lines.append(
@@ -209,37 +210,43 @@ def classifiers(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
                     "top-1 %, ours": said,
                 }
             )
-    lines = pd.DataFrame(lines)
-    shown = lines.loc[:, [set(lines[name]) not in ({""}, {"not run"}) for name in lines]]
+    frame = pd.DataFrame(lines)
+    empty = ({""}, {"not run"})
+    shown = frame[[name for name in frame if set(frame[name]) not in empty]]
     return markdown(list(shown), shown.values.tolist())
+
+
+def _decimals(table: dict[str, Any]) -> dict[str, int]:
+    """Return the number of decimals of each published column."""
+    decimals = {}
+    for key in ("params_m", "gflops"):
+        decimals[key] = digits(row[key] for row in table["rows"])
+    for key in ("top1", "top5"):
+        values = []
+        for row in table["rows"]:
+            values += row[key].values()
+        decimals[key] = digits(values)
+    return decimals
 
 
 def detectors(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
     """Return the lines of the table of detectors."""
-    return markdown(
-        [
-            "backbone",
-            "params M",
-            "published",
-            "GFLOPs",
-            "published",
-            "mAP, published",
-            "AP50, published",
-            "AP75, published",
-        ],
-        [
+    lines = []
+    for row in rows:
+        counts = counted(row, "COCO")
+        lines.append(
             [
                 row["label"],
                 cell(counts.params / 1e6, 2),
                 cell(row["params_m"], 1),
                 cell(counts.flops_profiler / 1e9, 1),
                 cell(row["gflops"], 0),
-                *(cell(ap, 1) for ap in row["ap"]),
+                *[cell(ap, 1) for ap in row["ap"]],
             ]
-            for row in rows
-            for counts in [counted(row, "COCO")]
-        ],
-    )
+        )
+    sizes = ["params M", "published", "GFLOPs", "published"]
+    accuracies = ["mAP, published", "AP50, published", "AP75, published"]
+    return markdown(["backbone", *sizes, *accuracies], lines)
 
 
 @cache
@@ -256,66 +263,53 @@ def seeds_of(data: str) -> dict[str, pd.DataFrame]:
 
 def parts_of_evolution(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
     """Return the lines of the ablation of evolution: published gains over AA, ours over no evolution."""
-    ours = {
-        title: seeds_of(data)["all ten"]
-        for title, data in (("CIFAR-10", "cifar10"), ("CIFAR-100", "cifar100"))
-    }
-    aa, lines = table["rows"][0]["top1"]["ImageNet"], []
+    ours = [seeds_of("cifar10")["all ten"], seeds_of("cifar100")["all ten"]]
+    aa = table["rows"][0]["top1"]["ImageNet"]
+    lines = []
     for row in rows:
-        gains = [
-            paired(top1[row["ours"]] - top1["none"])
-            if row.get("ours", "none") in set(top1) - {"none"}
-            else None
-            for top1 in ours.values()
-        ]
         top1 = row["top1"]["ImageNet"]
-        lines.append(
-            [
-                row["label"],
-                f"{top1:.2f}",
-                "" if row["label"] == "aa_resnet34" else f"{top1 - aa:+.2f}",
-                *(
-                    ""
-                    if g is None
-                    else f"{g['difference']:+.2f} ({g['low']:.2f} to {g['high']:.2f})"
-                    for g in gains
-                ),
-            ]
-        )
+        minus_aa = "" if row["label"] == "aa_resnet34" else f"{top1 - aa:+.2f}"
+        gains = [_gain(by_seed, row.get("ours", "none")) for by_seed in ours]
+        lines.append([row["label"], f"{top1:.2f}", minus_aa, *gains])
+    heads = ["network", "top-1 %, published", "minus AA", "ours, CIFAR-10", "ours, CIFAR-100"]
     return [
-        *markdown(
-            ["network", "top-1 %, published", "minus AA", *(f"ours, {title}" for title in ours)],
-            lines,
-        ),
+        *markdown(heads, lines),
         "",
         "- Ours: minus the same network without evolution, 95% interval, narrow Conv-Transformers after 4 epochs, "
         "[ten seeds](experiments.md#does-evolving-attention-help).",
     ]
 
 
+def _gain(top1: pd.DataFrame, variant: str) -> str:
+    """Return the gain of a variant over none with its interval, or "" for none and variants that were not run."""
+    if variant == "none" or variant not in top1:
+        return ""
+    gain = paired(top1[variant] - top1["none"])
+    return f"{gain['difference']:+.2f} ({gain['low']:.2f} to {gain['high']:.2f})"
+
+
+def _cost_of(name: str, branches: Sequence[Any]) -> tuple[str, int, int | None, float | None]:
+    """Return label, bytes of maps, parameters and FLOPs of one layer of a stage, of all layers in training, or of all
+    layers in inference."""
+    stage = [branch for branch in branches if branch.layer.startswith(f"{name}.")]
+    if stage:
+        label = f"{name}, one of {len(stage)} layers"
+        return label, stage[0].map_bytes, stage[0].params, stage[0].flops_profiler
+    if name == "training":
+        maps = sum(branch.map_bytes for branch in branches)
+        params = sum(branch.params for branch in branches)
+        flops = sum(branch.flops_profiler for branch in branches)
+        return "all, training", maps, params, flops
+    # at the same time: a layer's maps and, where they evolve, the previous layer's
+    maps = max(branch.map_bytes * (1 + branch.evolves) for branch in branches)
+    return "all, inference", maps, None, None
+
+
 def attention_cost(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
-    """Return the lines of the AA paper's table of what attention costs, by stage and in all."""
+    """Return the lines of the AA paper's table of the costs of attention, by stage and in all."""
     lines = []
     for row in rows:
-        branches = counted(row, "ImageNet").branches
-        stage = [branch for branch in branches if branch.layer.startswith(f"{row['name']}.")]
-        if stage:
-            label, maps, params, flops = (
-                f"{row['name']}, one of {len(stage)} layers",
-                stage[0].map_bytes,
-                stage[0].params,
-                stage[0].flops_profiler,
-            )
-        elif row["name"] == "training":
-            label, maps = "all, training", sum(branch.map_bytes for branch in branches)
-            params, flops = (
-                sum(getattr(branch, key) for branch in branches)
-                for key in ("params", "flops_profiler")
-            )
-        else:
-            # at once: a layer's maps and, where they evolve, the previous one's
-            maps = max(branch.map_bytes * (1 + branch.evolves) for branch in branches)
-            label, params, flops = "all, inference", None, None
+        label, maps, params, flops = _cost_of(row["name"], counted(row, "ImageNet").branches)
         lines.append(
             [
                 label,
@@ -327,11 +321,9 @@ def attention_cost(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
                 cell(row.get("mflops"), 0),
             ]
         )
+    heads = ["", "maps, KiB", "published, KB", "parameters", "published", "MFLOPs", "published"]
     return [
-        *markdown(
-            ["", "maps, KiB", "published, KB", "parameters", "published", "MFLOPs", "published"],
-            lines,
-        ),
+        *markdown(heads, lines),
         "",
         "- Maps are those of dense attention in bfloat16; our kernels keep fewer.",
         "- `ea-vision models aa_resnet50 --layers` gives every branch.",
@@ -341,11 +333,12 @@ def attention_cost(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
 def probes(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
     """Return the lines of the EA paper's table of networks that see one map alone."""
     layers = list(rows[0]["layers"])
+    heads = ["network", *[f"layer {layer}, published" for layer in layers]]
+    lines = []
+    for row in rows:
+        lines.append([row["label"], *[cell(top1, 2) for top1 in row["layers"].values()]])
     return [
-        *markdown(
-            ["network", *(f"layer {layer}, published" for layer in layers)],
-            [[row["label"], *(cell(top1, 2) for top1 in row["layers"].values())] for row in rows],
-        ),
+        *markdown(heads, lines),
         "",
         "- Top-1 in percent. The command needs both networks trained on ImageNet; "
         "[ours](../docs/experiments.md#the-probe) are of CIFAR-10.",
@@ -366,7 +359,7 @@ LINES: dict[str, Callable[[dict[str, Any], Sequence[Row]], list[str]]] = {
 
 
 def section(table: dict[str, Any], rows: Sequence[Row]) -> str:
-    """Return a table, or some of its rows, under its heading, and what it says of its sources."""
+    """Return a table, or some of its rows, under its heading, with notes on its sources."""
     lines = LINES.get(table["name"], classifiers)(table, rows)
     note = table.get("note", "")
     notes = [f"Source: {table['source']}." + (f" {note[0].upper()}{note[1:]}." if note else "")]
@@ -377,33 +370,20 @@ def section(table: dict[str, Any], rows: Sequence[Row]) -> str:
     notes += [f"Source of {', '.join(labels)}: {source}." for source, labels in elsewhere.items()]
     notes += [f"`{row['label']}`: {row['note']}." for row in rows if row["note"]]
     notes += table.get("remarks", [])
-    return "\n".join(
-        [
-            f"## {table['title']}: `{table['name']}`",
-            "",
-            *lines,
-            "",
-            *(f"- {note}" for note in notes),
-        ]
-    )
+    heading = f"## {table['title']}: `{table['name']}`"
+    return "\n".join([heading, "", *lines, "", *[f"- {note}" for note in notes]])
 
 
 def pages() -> dict[Path, str]:
     """Return both pages by path."""
-    return {
-        path: "\n\n".join(
-            [
-                text,
-                *(
-                    section(table, table["rows"])
-                    for name, table in tables().items()
-                    if (name in MAIN) == (path.name == "results.md")
-                ),
-            ]
-        )
-        + "\n"
-        for path, text in TEXT.items()
-    }
+    texts = {}
+    for path, text in TEXT.items():
+        parts = [text]
+        for name, table in tables().items():
+            if (name in MAIN) == (path.name == "results.md"):
+                parts.append(section(table, table["rows"]))
+        texts[path] = "\n\n".join(parts) + "\n"
+    return texts
 
 
 def chosen(names: Sequence[str]) -> str:
@@ -412,23 +392,26 @@ def chosen(names: Sequence[str]) -> str:
     Raises:
         UsageError: a name of no network and no table.
     """
-    known = {*tables(), *(row["model"] for table in tables().values() for row in table["rows"])}
+    known = {*tables(), *[row["model"] for row in _rows()]}
     for name in set(names) - known:
         raise UsageError(
             f"no row of a paper's table is called {name!r}; {near_matches(name, known, 'names')}"
         )
     parts = []
     for table in tables().values():
-        if rows := [
-            row for row in table["rows"] if table["name"] in names or row["model"] in names
-        ]:
-            commands = []
-            for of, data in [(row, data) for row in rows for data in row["recipes"]]:
-                epochs, eflop = cost(of, data)
-                commands.append(
-                    f"# {of['label']}, {data}: {epochs} epochs, {eflop:.2g} EFLOP\n{command(of, data)}"
-                )
-            parts += [section(table, rows), *(["\n".join(commands)] if commands else [])]
+        rows = table["rows"]
+        if table["name"] not in names:
+            rows = [row for row in rows if row["model"] in names]
+        if rows:
+            parts.append(section(table, rows))
+        commands = []
+        for row in rows:
+            for data in row["recipes"]:
+                epochs, eflop = cost(row, data)
+                commands.append(f"# {row['label']}, {data}: {epochs} epochs, {eflop:.2g} EFLOP")
+                commands.append(command(row, data))
+        if commands:
+            parts.append("\n".join(commands))
     return "\n\n".join(parts) + "\n"
 
 
