@@ -15,34 +15,28 @@ from matplotlib.textpath import text_to_path
 
 from ea_vision.base.figures import figure_bytes
 
-PIECES = (
-    r"[^ \n]*[ \n]?",
-    r"[^_\-./,]*[_\-./,]?",
-    ".",
-)  # of a text: words, what ends in punctuation, letters
+# Of a text: words, parts that end in punctuation, letters.
+PIECES = (r"[^ \n]*[ \n]?", r"[^_\-./,]*[_\-./,]?", ".")
+POINTS = {"title": 9.0, "medium": 8.0, "small": 7.0}
 
 
 def points(kind: str = "small") -> float:
     """Return the size of text: "title", "medium" or "small", by default 9, 8 and 7 points."""
     default = matplotlib.rcParamsDefault["font.size"]
-    return (
-        {"title": 9.0, "medium": 8.0, "small": 7.0}[kind]
-        * matplotlib.rcParams["font.size"]
-        / default
-    )
+    return POINTS[kind] * matplotlib.rcParams["font.size"] / default
 
 
 @lru_cache(4096)
 def _width(line: str, size: float, family: tuple[str, ...]) -> float:
     font = FontProperties(family=list(family), size=size)
-    return 1.06 * text_to_path.get_text_width_height_descent(line or " ", font, ismath=False)[0]
+    width, _, _ = text_to_path.get_text_width_height_descent(line or " ", font, ismath=False)
+    return 1.06 * width
 
 
 def text_width(text: str, size: float) -> float:
     """Return the width of text's longest line in points, as letters of `size` points have it."""
-    return max(
-        _width(line, size, tuple(matplotlib.rcParams["font.family"])) for line in text.split("\n")
-    )
+    family = tuple(matplotlib.rcParams["font.family"])
+    return max(_width(line, size, family) for line in text.split("\n"))
 
 
 def wrapped(text: str, width: float, size: float, pieces: Sequence[str] = PIECES) -> str:
@@ -77,7 +71,8 @@ def new_figure(width: float, height: float, **kwargs) -> Figure:
 def print_style() -> AbstractContextManager[None]:
     """Draw axes, lines and markers in the sizes of print while this lasts, and no text as mathematics; for ticks see
     `small_ticks`, other text gets its `points`."""
-    small, medium = points(), points("medium")
+    small = points()
+    medium = points("medium")
     return matplotlib.rc_context(
         {
             "axes.titlesize": medium,
@@ -104,10 +99,13 @@ def small_ticks(axes: Axes) -> None:
 def legend_below(figure: Figure, lines: Sequence[Artist], names: Sequence[str]) -> None:
     """Draw a legend below all, in `print_style`, in as many columns as the width has room for; the figure grows by its
     lines."""
-    small, (width, height) = points(), figure.get_size_inches()
+    small = points()
+    width, height = figure.get_size_inches()
     names = [wrapped(name, 72 * width - 50, small) for name in names]
-    room = 72 * width // (max(text_width(name, small) for name in names) + 34)
+    widest = max(text_width(name, small) for name in names)
+    room = 72 * width // (widest + 34)
     ncols = int(max(1, min(len(names), room)))
     rows = sum(1 + name.count("\n") for name in names) / ncols
-    figure.set_size_inches(width, height + max(0.0, (rows - 3) * small * 1.4 / 72))
+    more = max(0.0, (rows - 3) * small * 1.4 / 72)
+    figure.set_size_inches(width, height + more)
     figure.legend(lines, names, loc="outside lower center", ncols=ncols)

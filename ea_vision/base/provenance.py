@@ -13,17 +13,20 @@ from ea_vision import __version__
 from ea_vision.base.devices import device_name
 
 
+def _git(*words: str) -> str:
+    """Return the output of a git command in the package's folder."""
+    here = Path(__file__).parents[1]
+    return subprocess.check_output(
+        ["git", *words], cwd=here, stderr=subprocess.DEVNULL, encoding="utf-8"
+    )
+
+
 def provenance() -> dict:
     """Return versions, hardware and, in a checkout, the git commit (with `+changes` where files differ from it)."""
-    here, commit = Path(__file__).parents[1], None
+    commit = None
     try:
-        commit, changes = (
-            subprocess.check_output(
-                ["git", *words], cwd=here, stderr=subprocess.DEVNULL, encoding="utf-8"
-            )
-            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "-uno", "--", "."])
-        )
-        commit = commit.strip() + ("+changes" if changes else "")
+        changes = _git("status", "--porcelain", "-uno", "--", ".")
+        commit = _git("rev-parse", "HEAD").strip() + ("+changes" if changes else "")
     except (OSError, subprocess.CalledProcessError):
         pass  # an installed package has no commit; its version says as much
     return {
@@ -42,9 +45,9 @@ def hardware(device: torch.device, processes: int) -> str:
     """Return one line: the device, how many of them, and threads on a CPU."""
     if device.type != "cpu":
         return f"{processes} x {device_name(device)}"
+    model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
-    found = re.search(
-        r"model name\s*: (.*)", cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
-    )
-    model = found[1] if found else platform.processor() or platform.machine()
+    if cpuinfo.exists():
+        found = re.search(r"model name\s*: (.*)", cpuinfo.read_text(encoding="utf-8"))
+        model = found[1] if found else model
     return f"{model}, {processes} process(es) x {torch.get_num_threads()} threads"

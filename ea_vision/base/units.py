@@ -1,11 +1,13 @@
 """Durations and sizes as people read them: 12 s, 3.5 min, 2.8 hours; 12.3 MiB, 1.50 GiB."""
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
+GIB = 2**30
+UNITS = (("s", 1.0, 100), ("min", 60.0, 100), ("hours", 3600.0, 48))  # name, seconds, largest count
 
 
 def duration(seconds: float) -> str:
     """Return seconds below 100, minutes below 100, hours below 48, days above."""
-    for unit, length, limit in (("s", 1.0, 100), ("min", 60.0, 100), ("hours", 3600.0, 48)):
+    for unit, length, limit in UNITS:
         if seconds / length < limit:
             return f"{seconds / length:.2g} {unit}"
     return f"{seconds / 86400:.3g} days"
@@ -13,4 +15,6 @@ def duration(seconds: float) -> str:
 
 def memory_size(count: float) -> str:
     """Return bytes in MiB, or in GiB from one on."""
-    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
+    if count >= GIB:
+        return f"{count / GIB:.2f} GiB"
+    return f"{count / MIB:.1f} MiB"

@@ -182,7 +182,8 @@ class ClassificationTrainer(Trainer):
             images = self.erase(images)
         if self.mix is not None:
             if len(images) % 2:  # timm mixes pairs
-                images, targets = images[:-1], targets[:-1]
+                images = images[:-1]
+                targets = targets[:-1]
             self.mix.mixup_enabled = (
                 not config.mixup_off_epoch or self.progress.epoch < config.mixup_off_epoch
             )

@@ -104,7 +104,7 @@ def train(module: type[DataModule], config: TrainConfig) -> None:
         RunError: the run had to stop.
     """
     check_model_name(config.model)
-    if module.trainer.watches and config.model_kwargs:  # a classifier's
+    if module.trainer.watches and config.model_kwargs:  # a classifier
         check_keywords(config)
     folder = Path(config.output or module.default_output.format(**vars(config)))
     with join_world(config.device, config.dist_timeout) as world, StopRequest() as stop:
@@ -131,16 +131,12 @@ def put_together(data: DataModule, folder: Path, stop: StopRequest) -> tuple[Tra
     Raises:
         UsageError: options, data, model and machine that do not go together.
     """
-    config, world, under = data.config, data.world, provenance()
-    check_same_everywhere(
-        world,
-        {
-            "data": data.fingerprint,
-            "commit": under["git_commit"],
-            **under["versions"],
-            **{name: value for name, value in asdict(config).items() if name not in OWN_OF_A_NODE},
-        },
-    )
+    config = data.config
+    world = data.world
+    about = provenance()
+    options = {name: value for name, value in asdict(config).items() if name not in OWN_OF_A_NODE}
+    same = {"data": data.fingerprint, "commit": about["git_commit"], **about["versions"]}
+    check_same_everywhere(world, same | options)
     random_seed(config.seed)
     model, kwargs = data.create_model()
     model.to(world.device)
@@ -149,9 +145,9 @@ def put_together(data: DataModule, folder: Path, stop: StopRequest) -> tuple[Tra
         enable_checkpointing(model, config.model)
     keywords = data.loader_keywords(model)
     random_seed(config.seed + 1, world.rank)  # dropout must differ between processes
-    trainer = data.trainer(
-        data, model, data.train_loader(**keywords), data.eval_loader(**keywords), folder, stop
-    )
+    train_loader = data.train_loader(**keywords)
+    eval_loader = data.eval_loader(**keywords)
+    trainer = data.trainer(data, model, train_loader, eval_loader, folder, stop)
     preflight(trainer)
     return trainer, {
         "model_kwargs": kwargs,
@@ -167,7 +163,7 @@ def put_together(data: DataModule, folder: Path, stop: StopRequest) -> tuple[Tra
         "processes": world.size,
         "hardware": hardware(world.device, world.size),
         "command": " ".join(sys.argv),
-        **under,
+        **about,
     }
 
 
@@ -310,11 +306,12 @@ def check_same_everywhere(world: World, own: dict) -> None:
     first, *others = world.gather({**own, "": socket.gethostname()})
     for rank, other in enumerate(others, start=1):
         for name in own:
-            if other[name] != first[name]:
-                raise UsageError(
-                    f"all processes must have the same {name}: process {rank} on {other['']} has "
-                    f"{other[name]!r}, process 0 on {first['']} {first[name]!r}"
-                )
+            if other[name] == first[name]:
+                continue
+            raise UsageError(
+                f"all processes must have the same {name}: process {rank} on {other['']} has "
+                f"{other[name]!r}, process 0 on {first['']} {first[name]!r}"
+            )
 
 
 # ---- begin or resume --------------------------------------------------------------------------------------------
@@ -356,7 +353,9 @@ def begin_or_resume(trainer: Trainer, about: dict) -> None:
     Raises:
         UsageError: a checkpoint that does not fit, or a log that cannot be kept; the folder is as it was.
     """
-    config, folder, world = trainer.config, trainer.folder, trainer.world
+    config = trainer.config
+    folder = trainer.folder
+    world = trainer.world
     found = checkpoint_to_resume(config, folder, world)
     if found is not None:
         resume(trainer, *found)
@@ -382,11 +381,9 @@ def checkpoint_to_resume(
         return None
     if config.resume != "auto":
         path = Path(config.resume)
-        found = (
-            checkpoint.newest_checkpoint(path)
-            if path.is_dir()
-            else (path, checkpoint.read_run_state(path))
-        )
+        if not path.is_dir():
+            return path, checkpoint.read_run_state(path)
+        found = checkpoint.newest_checkpoint(path)
         if found is None:
             raise UsageError(f"--resume {path}: no valid checkpoint in this folder")
         return found
@@ -420,7 +417,8 @@ def resume(trainer: Trainer, path: Path, state: dict) -> None:
         log.warning("continuing with a changed option: %s", change)
     trainer.data.check_fingerprint(state["data_fingerprint"], path)
     trainer.load(state, path)
-    progress, epochs = trainer.progress, state["config"]["epochs"]
+    progress = trainer.progress
+    epochs = state["config"]["epochs"]
     if epochs < progress.epoch < epochs + 1 and config.epochs > epochs:
         raise UsageError(
             f"{path} stands at the end of a run of {epochs:g} epochs, inside an epoch, from where "
@@ -449,67 +447,64 @@ def finish(trainer: Trainer, about: dict) -> None:
 
     With --no-test the test images are left alone, and the results are those on the images held out.
     """
-    config, progress, folder, data = trainer.config, trainer.progress, trainer.folder, trainer.data
+    config = trainer.config
+    progress = trainer.progress
+    folder = trainer.folder
+    data = trainer.data
     tested = config.test and data.eval_split == "held_out"
-    split, first = "test" if tested else data.eval_split, trainer.measures[0]
-    loader = data.test_loader(**data.loader_keywords(trainer.model)) if tested else None
-
-    def figures_of(row: dict[str, float]) -> dict[str, float]:
-        """Return an epoch's measures; with images held out also those of its weights, which are loaded, in a test."""
-        figures = {name: row[name] for name in ("epoch", *trainer.measures)}
-        if tested:
-            with workers_watched():
-                result = trainer.evaluate(
-                    trainer.best_model, loader, len(data.classes), trainer.world, config
-                )
-            figures |= {f"held_out_{first}": row[first], **result.figures()}
-        return figures
-
-    last = best = figures_of(progress.rows[-1])
+    split = "test" if tested else data.eval_split
+    last = best = _final_figures(trainer, progress.rows[-1], tested)
     if 0 < progress.best_epoch < len(progress.rows):
         trainer.best_model.load_state_dict(safetensors.torch.load_file(folder / run_folder.WEIGHTS))
-        best = figures_of(progress.rows[progress.best_epoch - 1])
+        best = _final_figures(trainer, progress.rows[progress.best_epoch - 1], tested)
     if trainer.world.is_main:
-        write_json(
-            folder / run_folder.RESULTS,
-            {
-                "model": config.model,
-                "epochs": config.epochs,
-                "eval_split": data.eval_split,
-                f"{split}_images": len(data.test if tested else data.evaluated),
-                **{
-                    f"{split}_{name}": {
-                        key: None if math.isnan(value) else round(value, 4)
-                        for key, value in of.items()
-                    }
-                    for name, of in (("last", last), ("best", best))
-                },  # JSON has no nan: AP where no object is large
-                "hardware": about["hardware"],
-            },
-        )
+        results = {
+            "model": config.model,
+            "epochs": config.epochs,
+            "eval_split": data.eval_split,
+            f"{split}_images": len(data.test if tested else data.evaluated),
+            f"{split}_last": _without_nan(last),
+            f"{split}_best": _without_nan(best),
+            "hardware": about["hardware"],
+        }
+        write_json(folder / run_folder.RESULTS, results)
         trainer.step_log.close()
     trainer.world.barrier()
-    said = (
-        f"{trainer.quality} on images held out"
-        if split == "held_out"
-        else f"test {trainer.quality}"
-    )
+    held_out = split == "held_out"
     log.info(
         "%s: best weights (epoch %d) %s, last weights %s",
-        said,
+        f"{trainer.quality} on images held out" if held_out else f"test {trainer.quality}",
         progress.best_epoch,
         trainer.text_of(best),
         trainer.text_of(last),
     )
-    evaluated = [row for row in progress.rows if not math.isnan(row[trainer.measures[0]])]
-    if data.eval_split == "test" and len(evaluated) > 1:
+    first = [row[trainer.measures[0]] for row in progress.rows]
+    evaluated = len(first) - sum(map(math.isnan, first))
+    if data.eval_split == "test" and evaluated > 1:
         log.info(
             "the best epoch was chosen by the images that it is evaluated on: quote the last weights%s",
             ", or hold images out (--holdout)" if hasattr(config, "holdout") else "",
         )
-    log.info(
-        "run folder: %s, %d updates in %s",
-        folder,
-        progress.updates,
-        duration(sum(row["seconds"] for row in progress.rows)),
-    )
+    seconds = sum(row["seconds"] for row in progress.rows)
+    log.info("run folder: %s, %d updates in %s", folder, progress.updates, duration(seconds))
+
+
+def _final_figures(trainer: Trainer, row: dict[str, float], tested: bool) -> dict[str, float]:
+    """Return an epoch's measures; with images held out also those of its weights, which are loaded, in a test."""
+    figures = {name: row[name] for name in ("epoch", *trainer.measures)}
+    if not tested:
+        return figures
+    data = trainer.data
+    first = trainer.measures[0]
+    loader = data.test_loader(**data.loader_keywords(trainer.model))
+    with workers_watched():
+        result = trainer.evaluate(
+            trainer.best_model, loader, len(data.classes), trainer.world, trainer.config
+        )
+    return figures | {f"held_out_{first}": row[first], **result.figures()}
+
+
+def _without_nan(figures: dict[str, float]) -> dict[str, float | None]:
+    """Return figures for JSON, which has no nan: AP where no object is large becomes None."""
+    rounded = {name: round(value, 4) for name, value in figures.items()}
+    return {name: None if math.isnan(value) else value for name, value in rounded.items()}

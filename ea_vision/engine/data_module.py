@@ -1,6 +1,7 @@
 """The data of a trainer: its options, how its images are opened and loaded, how a result of it is written."""
 
 import math
+import re
 from pathlib import Path
 
 from torch import nn
@@ -57,7 +58,8 @@ class DataModule:
     eval_split = "test"
 
     def __init__(self, config: TrainConfig, world: World, training: bool):
-        self.config, self.world = config, world
+        self.config = config
+        self.world = world
         self.about = {}
         self.bad_images = BadImages(limit=0)
 
@@ -69,7 +71,8 @@ class DataModule:
 
     def create_model(self) -> tuple[nn.Module, dict]:
         """Return the network with its initial weights, and the keywords that make it again by `timm.create_model`."""
-        config, weights = self.config, self.config.pretrained_path
+        config = self.config
+        weights = config.pretrained_path
         run = Path(weights) if weights and Path(weights).is_dir() else None
         model, kwargs = create_classifier(
             config.model,
@@ -87,7 +90,8 @@ class DataModule:
 
     def check(self) -> None:
         """Raise UsageError for data that nothing can be learnt or judged from, or no update be made of."""
-        config, processes = self.config, self.world.size
+        config = self.config
+        processes = self.world.size
         if len(self.classes) < self.least_classes:
             raise UsageError(
                 f"at least {self.least_classes} classes of images are required, got "
@@ -101,12 +105,13 @@ class DataModule:
             raise UsageError(
                 "--no-test needs training images held out (--holdout) to evaluate on, got none"
             )
-        images, needed = len(self.train), config.images_of_update(processes)
+        images = len(self.train)
+        needed = config.images_of_update(processes)
         if images < needed:
+            fitting = 2 ** int(math.log2(max(images // processes, 1)))
             raise UsageError(
                 f"an update needs {needed} training images (batch_size x grad_accum_steps x processes), "
-                f"and the data set has fewer, {images}: --batch-size "
-                f"{2 ** int(math.log2(max(images // processes, 1)))}"
+                f"and the data set has fewer, {images}: --batch-size {fitting}"
             )
 
     def check_fingerprint(self, saved: str, source: Path) -> None:
@@ -119,9 +124,10 @@ class DataModule:
 
     def loader_keywords(self, model: nn.Module) -> dict:
         """Return the keywords of all loaders for this model."""
-        mean, std = (
-            (self.config.mean, self.config.std) if self.config.mean else image_statistics(model)
-        )
+        mean, std = image_statistics(model)
+        if self.config.mean:
+            mean = self.config.mean
+            std = self.config.std
         return {
             "mean": tuple(mean),
             "std": tuple(std),
@@ -140,10 +146,14 @@ class DataModule:
         Raises:
             UsageError: weights that are missing or do not fit, or other classes than those of the data.
         """
-        config, output = self.config, Path("runs") / f"evaluation-{target.replace('/', '_')}"
+        config = self.config
+        expected = None
+        name = re.sub(r"[/\\:]", "_", target)
+        output = Path("runs") / f"evaluation-{name}"
         if run is not None:
             model, _, about = run_folder.load_run(run)
-            expected, output = about["classes"], run / "evaluation"
+            expected = about["classes"]
+            output = run / "evaluation"
         elif config.pretrained_path:
             model, _ = create_classifier(
                 config.model,
@@ -152,7 +162,6 @@ class DataModule:
                 img_size=config.img_size,
             )
             load_weights(model, Path(config.pretrained_path))
-            expected = None
         else:
             model = pretrained_model(target, config.model_kwargs)
             expected = pretrained_classes(model, self.classes)
@@ -163,29 +172,28 @@ class DataModule:
         """Write evaluation.json, per_class.csv and confusion.png, both of the images as they are, of a result of the
         trainer's `evaluate`; return their paths."""
         from ea_vision.engine.pictures import (
-            confusion_png,
-        )  # matplotlib, which training does without
+            confusion_png,  # matplotlib, which training does without
+        )
 
         create(folder)
-        paths = [folder / "evaluation.json", folder / "per_class.csv", folder / "confusion.png"]
-        write_json(paths[0], {**about, **result.numbers()})
+        evaluation = folder / "evaluation.json"
+        per_class = folder / "per_class.csv"
+        picture = folder / "confusion.png"
+        write_json(evaluation, {**about, **result.numbers()})
         others = result.confusion.clone().fill_diagonal_(0)
-        atomic_write(
-            paths[1],
-            csv_text(
-                [
-                    {
-                        "class": name,
-                        "images": int(row.sum()),
-                        "top1": f"{100 * row[index] / row.sum():.2f}",
-                        "most_confused_with": self.classes[wrong.argmax()] if wrong.any() else "",
-                        "confused_images": int(wrong.max()),
-                    }
-                    for index, (name, row, wrong) in enumerate(
-                        zip(self.classes, result.confusion, others, strict=True)
-                    )
-                ]
-            ).encode("utf-8", "surrogateescape"),
-        )
-        atomic_write(paths[2], confusion_png(result, self.classes, about["model"]))
-        return paths
+        rows = []
+        for index, name in enumerate(self.classes):
+            counts = result.confusion[index]
+            wrong = others[index]
+            rows.append(
+                {
+                    "class": name,
+                    "images": int(counts.sum()),
+                    "top1": f"{100 * counts[index] / counts.sum():.2f}",
+                    "most_confused_with": self.classes[wrong.argmax()] if wrong.any() else "",
+                    "confused_images": int(wrong.max()),
+                }
+            )
+        atomic_write(per_class, csv_text(rows).encode())
+        atomic_write(picture, confusion_png(result, self.classes, about["model"]))
+        return [evaluation, per_class, picture]

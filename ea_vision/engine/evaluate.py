@@ -30,11 +30,14 @@ def logits_by_views(
     if kind == "six":
         padded = F.pad(images, (1, 1, 1, 1), mode="reflect")
         views = [(0.5, images), (0.25, padded[..., :-2, :-2]), (0.25, padded[..., 2:, 2:])]
-    if kind != "none":
-        views = [
-            (weight / 2, view) for weight, source in views for view in (source, source.flip(-1))
-        ]
-    return sum(weight * model(view).float() for weight, view in views)
+    logits = 0.0
+    for weight, view in views:
+        if kind == "none":
+            logits = logits + weight * model(view).float()
+            continue
+        for side in (view, view.flip(-1)):
+            logits = logits + weight / 2 * model(side).float()
+    return logits
 
 
 def autocast(amp: str, device: torch.device) -> AbstractContextManager:
@@ -124,24 +127,17 @@ def evaluate(
             with autocast(config.amp, world.device):
                 logits = logits_by_views(model, images, tta)
             top = logits.topk(min(5, num_classes), dim=1).indices
-            confusion.index_add_(
-                0, targets * num_classes + top[:, 0], torch.ones_like(targets, dtype=dtype)
-            )
-            totals += torch.stack(
-                [(top == targets[:, None]).sum(), F.cross_entropy(logits, targets, reduction="sum")]
-            )
+            cells = targets * num_classes + top[:, 0]
+            confusion.index_add_(0, cells, torch.ones_like(targets, dtype=dtype))
+            hits = (top == targets[:, None]).sum()
+            totals += torch.stack([hits, F.cross_entropy(logits, targets, reduction="sum")])
     in_top5, loss = world.sum(totals).tolist()
-    confusion = world.sum(confusion).view(num_classes, num_classes).cpu().double()
+    confusion = world.sum(confusion).cpu().double().view(num_classes, num_classes)
     count = int(confusion.sum())
     if not count:
         raise RunError("there is no image to evaluate on that can be read")
     if not math.isfinite(loss):
         raise NonFiniteLoss(f"the loss of the evaluation on {count} images is {loss / count}")
-    return Evaluation(
-        count,
-        100 * confusion.diagonal().sum().item() / count,
-        100 * in_top5 / count,
-        loss / count,
-        confusion,
-        sample,
-    )
+    right = confusion.diagonal().sum().item()
+    top1 = 100 * right / count
+    return Evaluation(count, top1, 100 * in_top5 / count, loss / count, confusion, sample)

@@ -26,12 +26,9 @@ from ea_vision.engine.muon import batch_muon
 from ea_vision.layers import attention_layers, learnable_gates
 
 LOOKAHEAD = "lookahead_"  # before the name of the optimiser that it wraps
-FALLBACK_SCALE = (
-    "fallback_lr_scale"  # a keyword of Muon: the rate of its AdamW over that of the matrices
-)
-MUON_SCALES_FALLBACK = (
-    FALLBACK_SCALE in inspect.signature(timm.optim.Muon).parameters
-)  # not in older releases of timm
+# A keyword of Muon, which older releases of timm lack: the rate of its AdamW over that of the matrices.
+FALLBACK_SCALE = "fallback_lr_scale"
+MUON_SCALES_FALLBACK = FALLBACK_SCALE in inspect.signature(timm.optim.Muon).parameters
 
 
 def check_optimizer_name(name: str) -> None:
@@ -57,12 +54,11 @@ def build_optimizer(
             without attention layers of ours, or gate_lr for one without learnable gates.
     """
     check_optimizer_name(config.opt)
-    lr, kwargs = config.peak_lr(images_per_update), dict(config.opt_kwargs)
-    scale = (
-        kwargs.pop(FALLBACK_SCALE, 1.0)
-        if config.opt.endswith("muon") and not MUON_SCALES_FALLBACK
-        else 1.0
-    )
+    lr = config.peak_lr(images_per_update)
+    kwargs = dict(config.opt_kwargs)
+    scale = 1.0
+    if config.opt.endswith("muon") and not MUON_SCALES_FALLBACK:
+        scale = kwargs.pop(FALLBACK_SCALE, 1.0)
     layer_decay = getattr(config, "layer_decay", 1.0)  # an option of classifiers
     try:
         optimizer = timm.optim.create_optimizer_v2(
@@ -82,9 +78,8 @@ def build_optimizer(
         ) from error
     for group in optimizer.param_groups:
         group.setdefault("lr_scale", 1.0)
-    optimizer.param_groups.sort(
-        key=lambda group: -group["lr_scale"]
-    )  # the first group's rate, which is logged, is lr
+    # The first group's rate, which is logged, is lr.
+    optimizer.param_groups.sort(key=lambda group: -group["lr_scale"])
     _scale_rates(optimizer, model, config)
     inner = getattr(optimizer, "_base_optimizer", optimizer)  # what Lookahead wraps
     _schedule_fallback(inner, scale)
@@ -131,39 +126,31 @@ def _scale_rates(optimizer: torch.optim.Optimizer, model: nn.Module, config: Tra
     maps = []  # gates too, which come last
     for layer in attention_layers(model):
         names = MAP_PARAMETERS
-        if (
-            getattr(layer, "fusion", "") == "add"
-        ):  # beside a trained convolution all attention is new
+        # Beside a trained convolution all attention is new.
+        if getattr(layer, "fusion", "") == "add":
             names = MAP_PARAMETERS | {"proj"}
         for name, parameter in layer.named_parameters():
             if name.split(".")[0] in names:
                 maps.append(parameter)
-    scales, groups = {}, optimizer.param_groups
-    for option, scale, parameters, needed in (
-        ("attention_lr", config.attention_lr, maps, "attention layers of ea_vision"),
-        (
-            "gate_lr",
-            config.gate_lr,
-            learnable_gates(model).values(),
-            "learnable gates (alpha, beta)",
-        ),
+    gates = list(learnable_gates(model).values())
+    scales = {}
+    for option, parameters, needed in (
+        ("attention_lr", maps, "attention layers of ea_vision"),
+        ("gate_lr", gates, "learnable gates (alpha, beta)"),
     ):
+        scale = getattr(config, option)
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         if scale != 1 and not trained:
             raise UsageError(f"{option} {scale:g} needs {needed}, and the model has none")
         scales.update(dict.fromkeys(trained, scale))
-    split = [
-        {
-            **group,
-            "params": [p for p in group["params"] if scales.get(p, 1) == scale],
-            "lr_scale": group["lr_scale"] * scale,
-        }
-        for scale in dict.fromkeys((1, config.attention_lr, config.gate_lr))
-        for group in groups
-    ]
-    groups[:] = [
-        group for group in split if group["params"]
-    ]  # in place: Lookahead and what it wraps share the list
+    groups = []
+    for scale in dict.fromkeys((1, config.attention_lr, config.gate_lr)):
+        for group in optimizer.param_groups:
+            parameters = [p for p in group["params"] if scales.get(p, 1) == scale]
+            scaled = {"params": parameters, "lr_scale": group["lr_scale"] * scale}
+            if parameters:
+                groups.append({**group, **scaled})
+    optimizer.param_groups[:] = groups  # in place: Lookahead and what it wraps share the list
 
 
 def load_optimizer(
@@ -177,10 +164,9 @@ def load_optimizer(
         UsageError: the state of other parameters.
     """
     of_options = {"lr", "initial_lr", "lr_scale", "weight_decay", "momentum", *config.opt_kwargs}
-    own = [
-        {key: value for key, value in group.items() if key in of_options}
-        for group in optimizer.param_groups
-    ]
+    own = []
+    for group in optimizer.param_groups:
+        own.append({key: value for key, value in group.items() if key in of_options})
     try:
         optimizer.load_state_dict(state)
     except (KeyError, TypeError, ValueError) as error:
@@ -193,10 +179,8 @@ def load_optimizer(
 
 def build_schedule(config: TrainConfig, optimizer: torch.optim.Optimizer, updates_per_epoch: int):
     """Return a timm scheduler; call `step_update(n)` after n updates, n = 0 included."""
-    total, warmup = (
-        round(config.epochs * updates_per_epoch),
-        config.warmup_updates(updates_per_epoch),
-    )
+    total = round(config.epochs * updates_per_epoch)
+    warmup = config.warmup_updates(updates_per_epoch)
     common = {
         "warmup_t": warmup,
         "t_in_epochs": False,

@@ -40,9 +40,9 @@ def write_learning_curves(folders: list[Path], output: Path) -> None:
             raise UsageError(f"{folder} has no complete epoch yet")
         measure = about["measures"][0]
         evaluated = ~np.isnan(columns[measure])  # --eval-epochs leaves epochs out
-        epochs, values, losses = (
-            columns[name][evaluated] for name in ("epoch", measure, "eval_loss")
-        )
+        epochs = columns["epoch"][evaluated]
+        values = columns[measure][evaluated]
+        losses = columns["eval_loss"][evaluated]
         [line] = measure_axes.plot(
             epochs,
             values,
@@ -50,15 +50,9 @@ def write_learning_curves(folders: list[Path], output: Path) -> None:
             label=f"{folder.name}: {config['model']}, {measure} (%) on "
             f"{about['eval_split']} images, best {values.max(initial=0):.2f}",
         )
-        loss_axes.plot(
-            columns["epoch"],
-            columns["train_loss"],
-            ".-",
-            epochs,
-            losses,
-            ".--",
-            color=line.get_color(),
-        )
+        color = line.get_color()
+        loss_axes.plot(columns["epoch"], columns["train_loss"], ".-", color=color)
+        loss_axes.plot(epochs, losses, ".--", color=color)
     figure.legend(loc="outside lower center")
     atomic_write(check_output(output), figure_bytes(figure, output.suffix.lower()))
     print(f"written: {output}")
@@ -68,7 +62,8 @@ def confusion_png(result: Evaluation, classes: list[str], name: str) -> bytes:
     """Draw the confusion matrix, each row as percent of its class, with the names and numbers of few classes; return a
     PNG file."""
     percent = 100 * result.confusion / result.confusion.sum(1, keepdim=True).clamp(min=1)
-    few, side = len(classes) <= MOST_NAMED, min(5 + 0.4 * len(classes), 17)
+    few = len(classes) <= MOST_NAMED
+    side = min(5 + 0.4 * len(classes), 17)
     figure = Figure(figsize=(side, side), layout="constrained")
     axes = figure.add_subplot()
     ConfusionMatrixDisplay(percent.numpy(), display_labels=classes).plot(

@@ -23,19 +23,22 @@ TRIAL_IMAGES_ON_CPU = 8
 def describe_update(config: TrainConfig, processes: int, has_norms: bool = False) -> str:
     """Return, for a line of the log, how so many processes make an update, its peak learning rate, and where the recipe
     means another number of images, or BatchNorm (`has_norms`) other batches."""
-    images, accum = config.images_of_update(processes), config.grad_accum_steps
-    said = (
-        f"{images} images = {config.batch_size} x {processes} processes"
-        f"{f' x {accum} batches' if accum > 1 else ''}, peak learning rate {config.peak_lr(images):g}"
+    images = config.images_of_update(processes)
+    accum = config.grad_accum_steps
+    batches = f" x {accum} batches" if accum > 1 else ""
+    text = (
+        f"{images} images = {config.batch_size} x {processes} processes{batches}, peak learning rate "
+        f"{config.peak_lr(images):g}"
     )
     recipe = load_recipe(config.recipe)
-    total, batch = recipe.get("total_batch") or images, recipe.get("batch_size", config.batch_size)
+    total = recipe.get("total_batch") or images
+    batch = recipe.get("batch_size", config.batch_size)
     if total != images:
         meant = resolve(type(config), {"recipe": config.recipe}).peak_lr(total)
-        said += f"; recipe {config.recipe} means {total} images, rate {meant:g}"
+        text += f"; recipe {config.recipe} means {total} images, rate {meant:g}"
     if has_norms and batch != config.batch_size and not config.sync_bn:
-        said += f"; BatchNorm sees {config.batch_size} images a process, the recipe's has {batch}"
-    return said
+        text += f"; BatchNorm sees {config.batch_size} images a process, the recipe's has {batch}"
+    return text
 
 
 def trial_step(trainer: Trainer) -> float:
@@ -47,7 +50,9 @@ def trial_step(trainer: Trainer) -> float:
     Raises:
         UsageError: the batch does not fit into the device's memory, or the model refuses it.
     """
-    config, device, side = trainer.config, trainer.world.device, trainer.config.img_size
+    config = trainer.config
+    device = trainer.world.device
+    side = config.img_size
     on_cpu = device.type == "cpu"
     count = min(config.batch_size, TRIAL_IMAGES_ON_CPU) if on_cpu else config.batch_size
     random_state = checkpoint.random_state(device)
@@ -75,7 +80,8 @@ def trial_step(trainer: Trainer) -> float:
 def _timed_steps(trainer: Trainer, count: int, steps: int) -> float:
     """Return the seconds of the last of some steps on `count` images of noise; the first ones build kernels and choose
     algorithms."""
-    config, device = trainer.config, trainer.world.device
+    config = trainer.config
+    device = trainer.world.device
     model = copy.deepcopy(trainer.model).train()
     images = torch.randn(count, 3, config.img_size, config.img_size, device=device)
     if config.channels_last:
@@ -105,7 +111,10 @@ def preflight(trainer: Trainer) -> None:
     Raises:
         UsageError: something does not fit.
     """
-    model, config, data, world = trainer.model, trainer.config, trainer.data, trainer.world
+    model = trainer.model
+    config = trainer.config
+    data = trainer.data
+    world = trainer.world
     seconds = trial_step(trainer)
     whole = duration(seconds * len(trainer.train_loader) * config.epochs)
     norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())

@@ -15,7 +15,7 @@ from pathlib import Path
 import timm
 import torch
 import yaml
-from filelock import FileLock, Timeout
+from filelock import FileLock, Timeout, UnixFileLock
 from torch import nn
 
 from ea_vision.base.errors import UsageError
@@ -31,21 +31,17 @@ from ea_vision.base.processes import World
 
 log = logging.getLogger(__name__)
 FORMAT = 1  # of a run folder, in config.yaml
-CONFIG, METRICS, WEIGHTS, RESULTS = (
-    "config.yaml",
-    "metrics.csv",
-    "model.safetensors",
-    "results.json",
-)
+CONFIG = "config.yaml"
+METRICS = "metrics.csv"
+WEIGHTS = "model.safetensors"
+RESULTS = "results.json"
 # of a run's `about` section, in the metadata of its weights
 SAID_BY_WEIGHTS = ("model_kwargs", "task", "classes", "category_ids", "mean", "std")
 LOCK = ".lock"
 OWNER = ".owner"  # which process holds the lock
 SNAPSHOTS = "snapshots"  # the folder of --snapshot-epochs
 MEASURES = ("top1", "top5")  # of an evaluation, in percent; another trainer may have others
-CLASSIFICATION = (
-    "classification"  # what a run learns, unless its `about` section has another `task`
-)
+CLASSIFICATION = "classification"  # what a run learns, unless `about` has another `task`
 
 
 @contextmanager
@@ -74,13 +70,15 @@ def locked(folder: Path, world: World) -> Iterator[None]:
     try:
         for leftover in folder.rglob(".*.tmp"):
             leftover.unlink(missing_ok=True)
-        atomic_write(owner, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        who = f"process {os.getpid()} on {socket.gethostname()}"
+        atomic_write(owner, who.encode())
         yield
     finally:
         owner.unlink(missing_ok=True)
-        lock.release()
-        if {path.name for path in folder.iterdir()} <= {LOCK}:
+        if isinstance(lock, UnixFileLock):  # others remove their file themselves
             (folder / LOCK).unlink(missing_ok=True)
+        lock.release()
+        if not any(folder.iterdir()):
             with suppress(OSError):  # another run has just begun here
                 folder.rmdir()
 
@@ -133,23 +131,12 @@ def write_metrics(
 ) -> None:
     """Write metrics.csv: one row per epoch; measures are nan where an epoch was not evaluated. Columns that rows have
     besides, of attention layers and learnable gates, follow."""
-    columns = dict.fromkeys(
-        (
-            "epoch",
-            "step",
-            "lr",
-            "train_loss",
-            "eval_loss",
-            *measures,
-            "images_per_s",
-            "seconds",
-            *(name for row in rows for name in row),
-        ),
-        math.nan,
-    )
-    atomic_write(
-        folder / METRICS, csv_text([{**columns, **row} for row in rows], list(columns)).encode()
-    )
+    names = ["epoch", "step", "lr", "train_loss", "eval_loss", *measures, "images_per_s", "seconds"]
+    for row in rows:
+        names.extend(row)
+    columns = dict.fromkeys(names, math.nan)
+    lines = [columns | row for row in rows]
+    atomic_write(folder / METRICS, csv_text(lines, list(columns)).encode())
 
 
 def read_metrics(folder: Path) -> dict[str, list[float]]:
@@ -162,7 +149,10 @@ def read_metrics(folder: Path) -> dict[str, list[float]]:
         rows = csv.reader((folder / METRICS).read_text(encoding="utf-8").splitlines())
     except OSError as error:
         raise UsageError(f"{folder} is not a run folder: it has no readable {METRICS}") from error
-    return {name: list(map(float, column)) for name, *column in zip(*rows, strict=True)}
+    columns = {}
+    for name, *column in zip(*rows, strict=True):
+        columns[name] = [float(value) for value in column]
+    return columns
 
 
 # ---- weights and results --------------------------------------------------------------------------------------------

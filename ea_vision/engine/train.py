@@ -378,7 +378,8 @@ class Trainer:
             NonFiniteLoss: a loss or gradient, or a weight, was not finite.
             RunError: more images than are allowed cannot be read.
         """
-        unchecked, self.unchecked = self.unchecked, []
+        unchecked = self.unchecked
+        self.unchecked = []
         values = torch.stack([update.values for update in unchecked]).tolist()
         if any(unread for _, _, _, unread in values):
             self.data.bad_images.collect(self.world, self.folder)

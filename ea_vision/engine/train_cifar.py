@@ -87,12 +87,10 @@ class CifarConfig(ClassificationConfig):
 class SmallImages(DataModule):
     """Images that fit in memory, decoded once."""
 
-    description, examples, options, trainer = (
-        DESCRIPTION,
-        EXAMPLES,
-        CifarConfig,
-        ClassificationTrainer,
-    )
+    description = DESCRIPTION
+    examples = EXAMPLES
+    options = CifarConfig
+    trainer = ClassificationTrainer
     default_output = "runs/{dataset}-{model}"
 
     def __init__(self, config: CifarConfig, world: World, training: bool):
@@ -101,12 +99,14 @@ class SmallImages(DataModule):
             data = load_dataset(
                 config.dataset, config.data_dir, config.img_size, config.download, config.workers
             )
-        self.classes, self.fingerprint = data.classes, data.fingerprint()
+        self.classes = data.classes
+        self.fingerprint = data.fingerprint()
         self.test = self.evaluated = data.test
         if not training:
             self.about = {"dataset": config.dataset}
             return
-        self.train, self.same_images = data.train, torch.equal(data.train.images, data.test.images)
+        self.train = data.train
+        self.same_images = torch.equal(data.train.images, data.test.images)
         if config.holdout:
             self.train, self.evaluated = hold_out(data.train, config.holdout, config.seed)
             self.eval_split = "held_out"
@@ -119,11 +119,8 @@ class SmallImages(DataModule):
     def train_loader(self, **keywords) -> TrainLoader:
         config = self.config
         flip = "on" if config.flip == "auto" else config.flip
-        if config.dataset == "digits" and config.flip in (
-            "auto",
-            "alternate",
-        ):  # mirrored they are none
-            flip = "off"
+        if config.dataset == "digits" and config.flip in ("auto", "alternate"):
+            flip = "off"  # a mirrored digit is not a digit
         augmentation = Augmentation(
             flip=flip,
             crop_padding=config.crop_padding,

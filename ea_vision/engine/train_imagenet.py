@@ -245,7 +245,10 @@ class GrowingTrainer(ClassificationTrainer):
 class ClassFolders(DataModule):
     """Images in class folders, tars or FFCV files, read as they are needed."""
 
-    description, examples, options, trainer = DESCRIPTION, EXAMPLES, ImageNetConfig, GrowingTrainer
+    description = DESCRIPTION
+    examples = EXAMPLES
+    options = ImageNetConfig
+    trainer = GrowingTrainer
     default_output = "runs/imagenet-{model}"
 
     def __init__(self, config: ImageNetConfig, world: World, training: bool):
@@ -262,7 +265,8 @@ class ClassFolders(DataModule):
             training,
             Evaluated(config.side_to_evaluate, config.eval_resize, config.interpolation),
         )
-        self.classes, self.fingerprint = self.evaluated.classes, self.evaluated.fingerprint()
+        self.classes = self.evaluated.classes
+        self.fingerprint = self.evaluated.fingerprint()
         self.about = {"data": self.evaluated.name}
         if training:
             check_same_classes(
@@ -326,7 +330,8 @@ class ClassFolders(DataModule):
             cls._place_of(config, "validation", config.val_split, True)
 
     def train_loader(self, **keywords) -> ImageTrainLoader | BetonTrainLoader:
-        config, source = self.config, self.train
+        config = self.config
+        source = self.train
         keywords.update(
             img_size=config.img_size,
             batch_size=config.batch_size,

@@ -163,7 +163,10 @@ IMAGENET = (
             "--no-test",
             "--no-test needs training images held out (--holdout) to evaluate on, got none",
         ),
-        ("--val-split dev", "validation images: {data} has neither dev nor dev.tar"),
+        (
+            "--val-split dev",
+            "validation images: {data} has neither dev nor dev.tar (--train-split*",
+        ),
     ],
 )
 def test_refusals_of_the_imagenet_trainer(photos, tmp_path, capsys, more, message):
