@@ -249,26 +249,27 @@ def _programs(q: Tensor, pixels: int) -> int:
 
 
 def _launch(kernel, tile: Tile, **arguments) -> None:
-    """Run one program for each image and block of pixels, by triton.autotune where that serves, with those of the
-    arguments that the kernel takes."""
-    q, by_keys = arguments["q"].data, kernel.__name__ in BY_KEYS
+    """Run one program for each image and block of pixels, with the arguments that the kernel takes."""
+    q = arguments["q"].data
+    by_keys = kernel.__name__ in BY_KEYS
     programs = _programs(q, tile.keys if by_keys else tile.queries)
     arguments |= {"I": tile.queries, "J": tile.keys}
     arguments = {name: x for name, x in arguments.items() if name in kernel.arg_names}
-    if triton_tiles.tunes(q.device, programs, arguments):
-        S = arguments["S"]._replace(
-            GIVEN=tuple(name for name, x in arguments.items() if x is not None)
-        )
+    if triton_tiles.tunes(kernel.__name__, q.device, programs):
+        given = tuple(name for name, x in arguments.items() if x is not None)
+        S = arguments["S"]._replace(GIVEN=given)
         tuner = triton_tiles.tuned(kernel, tile, S)
-        # a CUDA graph would capture the trials
-        if tuner.cache or not (
-            torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        ):
-            del arguments["I" if by_keys else "J"]
+        if tuner.cache or not _is_capturing():
+            del arguments["J"]
             tuner[programs,](**arguments | {"S": S})
             return
     limit = {"maxnreg": tile.registers} if tile.registers else {}
     kernel[programs,](**arguments, num_warps=tile.warps, num_stages=tile.stages, **limit)
+
+
+def _is_capturing() -> bool:
+    """Return whether a CUDA graph is captured, which would capture the trials of tiles."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _run_forward(

@@ -1,10 +1,9 @@
-"""How the Triton kernels go over the maps: a default tile for each shape, which triton.autotune compares with others.
+"""How the Triton kernels go over the maps: a default tile for each shape, which triton.autotune compares with another.
 
-The first launch of a kernel at a shape that fills the GPU is timed with a few tiles, and Triton keeps the fastest in
-its cache (~/.triton/cache, or $TRITON_CACHE_DIR). What Triton does not do is here: a default by shape, whose block of
-pixels that a program keeps is not tried otherwise, since partial sums are laid out by it; and which launches are too
-small to be timed. EA_VISION_TILES=default takes the defaults alone, so that sums are rounded alike on every machine of
-a kind. While a CUDA graph is captured nothing is timed.
+The first launch of a heavy kernel at a shape that fills the GPU is timed with two tiles, and Triton keeps the faster in
+its cache (~/.triton/cache, or $TRITON_CACHE_DIR). Both keep the same block of pixels, since partial sums are laid out
+by it. EA_VISION_TILES=default takes the defaults alone, so that sums are rounded alike on every machine of a kind.
+Nothing is timed while a CUDA graph is captured.
 """
 
 import functools
@@ -16,13 +15,11 @@ import torch
 
 from ea_vision.base.errors import UsageError
 
-SMALL_MEMORY = (
-    (8, 6),
-    (8, 9),
-    (12, 0),
-    (12, 1),
-)  # 100 KiB of shared memory a multiprocessor, 99 a block
-BY_KEYS = ("logits_backward", "keys_backward")  # the others' programs keep queries
+# compute capabilities with 100 KiB of shared memory in a multiprocessor, 99 KiB for a block
+SMALL_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
+BY_KEYS = ("logits_backward", "keys_backward")  # their programs keep keys, the others' queries
+BY_QUERIES = ("evolve", "queries_backward", "weight_backward")
+LONG_SIDES = 32  # rows and columns together, from which position tables need many registers
 MODE = os.environ.get("EA_VISION_TILES") or "tune"
 if MODE not in ("tune", "default"):
     raise UsageError(f"EA_VISION_TILES must be one of tune, default, got {MODE!r}")
@@ -31,7 +28,7 @@ if MODE not in ("tune", "default"):
 class Tile(NamedTuple):
     """How a kernel goes over the maps: a program keeps a block of one side's pixels and steps over the other's.
 
-    warps: of a program; stages: blocks that are on their way at a time; registers: at most so many a thread, 0: any.
+    warps: of a program; stages: blocks that are loaded at a time; registers: the most of a thread, 0 for any number.
     """
 
     queries: int = 16
@@ -42,58 +39,109 @@ class Tile(NamedTuple):
 
 
 def default_tile(name: str, S: Any, conv: bool, attends: bool = True) -> Tile:
-    """Return the tile of a shape that nobody has timed. conv, attends: what the kernel does, where it does not always;
-    of `weight_backward` conv is whether it mixes."""
-    half = S.DTYPE != "torch.float32"
-    K, width = S.KP, S.KP * max(S.DP, S.EP)
-    many, wide = K > 8, width > 512
-    warps = 16 if many else 8
-    roomy = (
-        half and not many and not wide
-    )  # a tile leaves room for larger ones, or for two at a time
-    stages = 2 if roomy and not S.SMALL else 1
-    limit = (
-        128 if half and width <= 256 else 0
-    )  # two blocks of 256 threads share a multiprocessor's registers
-    if S.KS == 5 and (name == "weight_backward" or conv and name in ("evolve", "queries_backward")):
-        stages, limit = (
-            1,
-            0,
-        )  # five rows of taps: two stages take more shared memory than there is, a limit spills
-    few = (
-        half and conv and K <= 4 and width >= 256
-    )  # by eight warps four heads are done in part twice, and spill
-    if few and name in ("evolve", "queries_backward"):
-        return Tile(16, 16, 4, stages)
+    """Return the tile of a shape that nobody has timed; experiments/kernel_figures.py shows what each compiles to.
+
+    Args:
+        name: the kernel's.
+        S: a `triton_attention.Shape`.
+        conv: whether the kernel convolves; of `weight_backward`, whether it mixes.
+        attends: whether `evolve` also makes the softmax and the output.
+    """
+    many_heads = S.KP > 8
+    if S.RELATIVE and S.H + S.W > LONG_SIDES and not many_heads and name in BY_QUERIES:
+        return Tile(16, 16, 8, 1)  # the tables need the registers
     if name == "evolve":
-        if many or wide:
-            mixes = many and half and not conv and not attends  # 76 registers by itself, one block
-            return Tile(8 if many and conv else 16, 16, warps, 1, 64 if mixes else 0)
-        # Twice the queries halve the reads of k; a convolution and float32 need the room themselves
-        return Tile(16 if conv or not half else 32, 16, 8, stages, limit)
+        return _evolve_tile(S, conv, attends)
     if name == "logits_backward":
-        return Tile(16, 8 if many else 16, 4 if few else 8, 2 if roomy else 1)
+        return _logits_backward_tile(S, conv)
     if name == "weight_backward":
-        two = roomy and conv and S.KS != 5 and S.N > 64  # of 7x7 they spill
-        return Tile(8 if many else 16, 16, 8, 2 if two else 1, limit)
+        return _weight_backward_tile(S, conv)
     if name == "queries_backward":
-        return Tile(8 if many and conv else 16, 16, 8, stages, limit)
-    return Tile(16, 32 if roomy else 16, warps, 2 if half else 1)  # keys_backward
+        return _queries_backward_tile(S, conv)
+    return _keys_backward_tile(S)
+
+
+def _is_half(S: Any) -> bool:
+    return S.DTYPE != "torch.float32"
+
+
+def _width(S: Any) -> int:
+    """Return the width of all heads."""
+    return S.KP * max(S.DP, S.EP)
+
+
+def _is_roomy(S: Any) -> bool:
+    """Return whether a tile leaves room for larger ones, or for two at a time."""
+    return _is_half(S) and S.KP <= 8 and _width(S) <= 512
+
+
+def _stages(S: Any) -> int:
+    return 2 if _is_roomy(S) and not S.SMALL else 1
+
+
+def _register_limit(S: Any) -> int:
+    """Return 128 where two blocks of 256 threads shall share a multiprocessor's registers, else 0."""
+    return 128 if _is_half(S) and _width(S) <= 256 else 0
+
+
+def _has_few_wide_heads(S: Any, conv: bool) -> bool:
+    """Return whether eight warps would do four heads in part twice, and spill."""
+    return _is_half(S) and conv and S.KP <= 4 and _width(S) >= 256
+
+
+def _evolve_tile(S: Any, conv: bool, attends: bool) -> Tile:
+    many_heads = S.KP > 8
+    if _has_few_wide_heads(S, conv):
+        # five rows of taps: two stages take more shared memory than there is
+        return Tile(16, 16, 4, 1 if S.KS == 5 else _stages(S))
+    if many_heads:
+        mixes = _is_half(S) and not conv and not attends  # needs 76 registers by itself
+        return Tile(8 if conv else 16, 16, 16, 1, 64 if mixes else 0)
+    if _width(S) > 512:
+        return Tile(16, 16, 8, 1)
+    if conv and S.KS == 5:
+        return Tile(16, 16, 8, 1)  # with a limit of registers it spills
+    # twice the queries halve the reads of k; a convolution and float32 need the room themselves
+    queries = 16 if conv or not _is_half(S) else 32
+    return Tile(queries, 16, 8, _stages(S), _register_limit(S))
+
+
+def _logits_backward_tile(S: Any, conv: bool) -> Tile:
+    keys = 8 if S.KP > 8 else 16
+    warps = 4 if _has_few_wide_heads(S, conv) else 8
+    return Tile(16, keys, warps, 2 if _is_roomy(S) else 1)
+
+
+def _weight_backward_tile(S: Any, mixes: bool) -> Tile:
+    queries = 8 if S.KP > 8 else 16
+    if S.KS == 5:
+        return Tile(queries, 16, 8, 1)
+    two_stages = _is_roomy(S) and mixes and S.N > 64  # of 7x7 they spill
+    return Tile(queries, 16, 8, 2 if two_stages else 1, _register_limit(S))
+
+
+def _queries_backward_tile(S: Any, conv: bool) -> Tile:
+    if _has_few_wide_heads(S, conv):
+        return Tile(16, 16, 4, 1 if S.KS == 5 else _stages(S))
+    queries = 8 if S.KP > 8 and conv else 16
+    if conv and S.KS == 5:
+        return Tile(queries, 16, 8, 1)
+    return Tile(queries, 16, 8, _stages(S), _register_limit(S))
+
+
+def _keys_backward_tile(S: Any) -> Tile:
+    warps = 16 if S.KP > 8 else 8
+    return Tile(16, 32 if _is_roomy(S) else 16, warps, 2 if _is_half(S) else 1)
 
 
 def candidates(kernel: str, tile: Tile) -> list[Tile]:
-    """Return the tiles that a launch is timed with: its default and at most five that step and compile differently."""
-    side = "queries" if kernel in BY_KEYS else "keys"
-    twice = {side: 2 * getattr(tile, side)} if getattr(tile, side) < 32 else {}
-    limited = {"registers": 0 if tile.registers else 128} if tile.warps == 8 else {}
-    others = (
-        {"stages": 3 - tile.stages},
-        twice,
-        twice | {"stages": 1},
-        {"warps": tile.warps // 2, "registers": 0},
-        limited,
-    )
-    return list(dict.fromkeys([tile, *(tile._replace(**changed) for changed in others)]))
+    """Return the tiles that a launch is timed with: its default and, of the heavy kernels, one of other stages.
+
+    Each is compiled at first use, so there are few: 38 for the first step of `ea_aa_resnet50`.
+    """
+    if kernel not in BY_QUERIES:
+        return [tile]
+    return [tile, tile._replace(stages=3 - tile.stages)]
 
 
 def milliseconds(call: Callable[[], Any], quantiles: tuple[float, ...]) -> list[float]:
@@ -108,28 +156,16 @@ def tuned(kernel: Any, tile: Tile, S: Any) -> Any:
     """Return triton.autotune's form of a kernel for a `Shape`; it is called without the stepped side."""
     import triton
 
-    side, stepped = ("queries", "I") if kernel.__name__ in BY_KEYS else ("keys", "J")
     configs = [
-        triton.Config(
-            {stepped: getattr(other, side)},
-            other.warps,
-            other.stages,
-            maxnreg=other.registers or None,
-        )
+        triton.Config({"J": other.keys}, other.warps, other.stages, maxnreg=other.registers or None)
         for other in candidates(kernel.__name__, tile)
     ]
-    known = [name for name in kernel.arg_names if name.isupper() and name != stepped]
-    in_place = ["maps"] if "stored" in S.GIVEN else None  # multiplied as they are read
-    return triton.autotune(
-        configs, known, restore_value=in_place, do_bench=milliseconds, cache_results=True
-    )(kernel)
+    known = [name for name in kernel.arg_names if name.isupper() and name != "J"]
+    return triton.autotune(configs, known, do_bench=milliseconds, cache_results=True)(kernel)
 
 
-def tunes(device: torch.device, programs: int, constants: dict) -> bool:
+def tunes(kernel: str, device: torch.device, programs: int) -> bool:
     """Return whether triton.autotune is asked about a launch."""
-    return (
-        MODE == "tune"
-        and "J" in constants
-        and device.type == "cuda"
-        and programs >= torch.cuda.get_device_properties(device).multi_processor_count
-    )
+    if MODE != "tune" or kernel not in BY_QUERIES or device.type != "cuda":
+        return False
+    return programs >= torch.cuda.get_device_properties(device).multi_processor_count
