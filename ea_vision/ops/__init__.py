@@ -119,21 +119,34 @@ def _choose(problem: Problem) -> Implementation:
             break
         against.append(f"not {name}: {reason}")
     choice = f"evolving attention on {device} in {problem.q.dtype} by {name!r}"
-    log_once((name, *against), "; ".join((choice, *against)))
+    lines = [choice, *against]
+    level = logging.INFO
+    if device == "cuda" and name == "reference":
+        level = logging.WARNING
+        lines.append(f"each of its maps takes {_map_megabytes(problem):,.0f} MB")
+    log_once((name, *against), "; ".join(lines), level)
     return IMPLEMENTATIONS[name]
 
 
+def _map_megabytes(problem: Problem) -> float:
+    """Return the memory of one (B, K, N, M) tensor in the problem's type."""
+    B, K, N, _ = problem.q.shape
+    M = problem.k.shape[2]
+    return B * K * N * M * problem.q.element_size() / 1e6
+
+
 @torch.compiler.assume_constant_result  # torch.compile calls it as it traces
-def log_once(key: tuple[str, ...], line: str) -> None:
+def log_once(key: tuple[str, ...], line: str, level: int = logging.INFO) -> None:
     """Log which implementation runs, and why, once for each key."""
     if key not in _logged:
         _logged.add(key)
-        _logger.info("%s", line)
+        _logger.log(level, "%s", line)
 
 
 def log_large_map(num_heads: int, feat_size: tuple[int, int]) -> None:
-    """Log once for a size what maps of more than 2,500 pixels that are handed on take of memory."""
-    (H, W), N = feat_size, feat_size[0] * feat_size[1]
+    """Log once per size how much memory handed-on maps need above 2,500 pixels."""
+    H, W = feat_size
+    N = H * W
     if N > LARGE_MAP:
         log_once(
             ("large map", f"{num_heads} {H} {W}"),

@@ -58,7 +58,12 @@ from ea_vision.ops.triton_tiles import BY_KEYS, SMALL_MEMORY, Tile, default_tile
 
 MAX_HEADS = 16
 MAX_DIM_HEAD = 64
-MAX_PIXELS, MAX_SIDES = 1024, 64
+MAX_PIXELS = 4096
+MAX_SIDES = (
+    80  # rows and columns together, with position tables: what the kernels' shared memory holds
+)
+MAX_SIDES_FLOAT32 = 64
+MAX_SIDES_FLOAT32_SMALL = 32  # where a block has 99 KiB, see SMALL_MEMORY
 LEAST_CAPABILITY = (8, 0)
 LEAST_VERSION = (3, 5)  # before, products need 16 columns, and there may be 8 heads
 INSTALLED = importlib.util.find_spec("triton") is not None
@@ -563,6 +568,14 @@ _forward.register_autograd(_differentiate, setup_context=_keep)
 refuse_second_derivatives(_backward)
 
 
+def _most_sides(q: Tensor) -> int:
+    """Return how many rows and columns together a map with position tables may have."""
+    if INTERPRETING or q.dtype != torch.float32:
+        return MAX_SIDES
+    small = _capability(q.device) in SMALL_MEMORY
+    return MAX_SIDES_FLOAT32_SMALL if small else MAX_SIDES_FLOAT32
+
+
 class Triton(Implementation):
     """The Triton kernels."""
 
@@ -592,9 +605,13 @@ class Triton(Implementation):
             return f"heads at most {MAX_DIM_HEAD} wide are supported, got {q.shape[-1]} (q, k) and {v.shape[-1]} (v)"
         if q.shape[2] > MAX_PIXELS:
             return f"maps of at most {MAX_PIXELS} pixels are supported, got {q.shape[2]}"
-        if problem.height_rel is not None and sum(problem.feat_size) > MAX_SIDES:
+        most_sides = _most_sides(q)
+        if problem.height_rel is not None and sum(problem.feat_size) > most_sides:
             H, W = problem.feat_size
-            return f"at most {MAX_SIDES} rows and columns together are supported, got {H} and {W}"
+            return (
+                f"at most {most_sides} rows and columns together are supported in "
+                f"{str(q.dtype)[6:]} on this GPU, got {H} and {W}"
+            )
         if weight is not None and weight.shape[-1] not in (1, 3, 5):
             return f"a map convolution of kernel size 1, 3 or 5 is required, got {weight.shape[-1]}"
         return None

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 
 from experiments.gpu_calls import CountCalls, count, walk_backward
 
+pytest.importorskip("triton")
+
 MOST = {
     "aa_resnet50": (700, 800),
     "ea_aa_resnet50": (600, 720),
@@ -33,3 +35,8 @@ def test_the_walk_makes_the_calls_of_the_engine():
             run(loss)
         counts.append(counter.calls)
     assert counts[0] == counts[1]
+
+
+def test_tiles_compiled_at_first_use():
+    figures = pytest.importorskip("experiments.kernel_figures")
+    assert 20 < figures.compilations_at_first_use("ea_aa_resnet50").total() <= 40

@@ -203,6 +203,7 @@ CASES = {
         "EA, 12 heads": dict(size=(1, 19), K=12, D=16, E=16, relative=False),
         "PA, 16 heads, kernel 5": dict(size=(3, 4), K=16, D=6, E=5, kernel=5),
         "EA, kernel 5": dict(size=(5, 4), K=3, kernel=5),
+        "EA, long sides": dict(size=(2, 33), K=4, D=20, E=3),
         "EA, prefix": dict(size=(1, 19), K=3, relative=False, prefix=1),
         "EA, prefix, 12 heads, gates": dict(
             size=(1, 18), K=12, relative=False, prefix=2, gates="heads"

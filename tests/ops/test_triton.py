@@ -4,6 +4,7 @@ The interpreter must be asked for before Triton is imported, so this file runs i
 """
 
 import importlib.util
+import logging
 import os
 import subprocess
 import sys
@@ -13,7 +14,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 
+import ea_vision.ops as ops
 from ea_vision.base.errors import UsageError
 from ea_vision.ops import evolving_attention, triton_tiles
 from ea_vision.ops import triton_attention as ours
@@ -282,7 +285,7 @@ SINGLE = dict.fromkeys("qkv", torch.zeros(1, 4, 6, 4))
         ("one dtype", {"k": SINGLE["k"].half()}),
         ("heads", dict.fromkeys("qkv", torch.zeros(1, 20, 6, 4))),
         ("wide", {"v": torch.zeros(1, 4, 6, 80)}),
-        ("pixels", dict.fromkeys("qkv", torch.zeros(1, 4, 1200, 4))),
+        ("pixels", dict.fromkeys("qkv", torch.zeros(1, 4, 4100, 4))),
     ],
 )
 def test_reasons(reason, tensors):
@@ -296,3 +299,36 @@ def test_reason_on_the_cpu():
     assert "NVIDIA GPU is required, got cpu" in ours.Triton().reason_against(
         Problem(**SINGLE).checked()
     )
+
+
+@pytest.mark.parametrize(
+    "capability, dtype, feat_size, runs",
+    [
+        ((9, 0), torch.bfloat16, (40, 40), True),
+        ((8, 6), torch.bfloat16, (28, 28), True),
+        ((9, 0), torch.float32, (28, 28), True),
+        ((8, 6), torch.float32, (28, 28), False),
+        ((9, 0), torch.bfloat16, (41, 40), False),
+        ((9, 0), torch.float32, (40, 40), False),
+    ],
+)
+def test_a_gpu_that_falls_back_to_the_reference_warns_with_the_memory(
+    capability, dtype, feat_size, runs, monkeypatch, caplog
+):
+    monkeypatch.setattr(ours, "_capability", lambda device: capability)
+    monkeypatch.setattr(ours, "INTERPRETING", False)
+    ops._logged.clear()
+    H, W = feat_size
+    N = H * W
+    with FakeTensorMode(), torch.device("cuda"), caplog.at_level(logging.WARNING):
+        q = torch.empty(2, 8, N, 4, dtype=dtype)
+        maps = torch.empty(2, 8, N, N, dtype=dtype)
+        tables = torch.empty(2 * H - 1, 4), torch.empty(2 * W - 1, 4)
+        given = Problem(q, q, q, *tables, maps, feat_size=feat_size).checked()
+        assert (ops._choose(given).name == "triton") == runs
+    if runs:
+        assert not caplog.messages
+    else:
+        megabytes = f"{2 * 8 * N * N * dtype.itemsize / 1e6:,.0f} MB"
+        (line,) = caplog.messages
+        assert "rows and columns together" in line and f"takes {megabytes}" in line
