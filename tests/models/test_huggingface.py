@@ -53,7 +53,7 @@ ARCHITECTURES = {  # (class, configuration)
     "bart": ("BartModel", "BartConfig", SEQ2SEQ),
     "t5": ("T5Model", "T5Config", T5),
 }
-DECODERS = {"clip text", "llama", "bart", "t5"}
+DECODERS = ("clip text", "llama", "bart", "t5")
 CAUSAL = {"ea", "residual", "talking_heads", "xsa", "gated"}
 every = pytest.mark.parametrize("name", ARCHITECTURES)
 
