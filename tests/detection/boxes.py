@@ -17,7 +17,9 @@ def make_boxes(out: Path, train: int = 1, val: int = 1, empty: int | None = None
     in its left half or one in each. The image at place `empty` of each split has no annotation."""
     for split, count in (("train", train), ("val", val)):
         (out / split).mkdir(parents=True)
-        rng, images, annotations = np.random.default_rng(count), [], []
+        rng = np.random.default_rng(count)
+        images = []
+        annotations = []
         for index in range(count):
             pixels = rng.integers(0, 120, (64, 64, 3), dtype=np.uint8)
             for left in (0, 32)[: rng.integers(1, 3)]:

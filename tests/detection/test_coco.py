@@ -58,8 +58,8 @@ def test_boxes_labels_and_an_image_without_boxes(tmp_path, places):
     assert len(data) == 2 and empty["boxes"].shape == (0, 4) and empty["labels"].shape == (0,)
     rows = results_of(7, {**target, "scores": torch.tensor([0.9, 0.5])}, data.category_ids)
     assert rows == [
-        {key: row[key] for key in ("image_id", "category_id", "bbox")} | {"score": score}
-        for row, score in zip(CONTENT["annotations"], (0.9, 0.5), strict=False)
+        {"image_id": 7, "category_id": 90, "bbox": [2, 3, 10.5, 8], "score": 0.9},
+        {"image_id": 7, "category_id": 13, "bbox": [0, 0, 30, 20], "score": 0.5},
     ]
     truth = data.ground_truth()
     assert [(row["category_id"], row["area"], row["iscrowd"]) for row in truth["annotations"]] == [
@@ -138,13 +138,12 @@ def test_missing_folders_and_images_of_another_size_or_that_are_broken(tmp_path)
 
 
 def test_some_images_and_fingerprint(tmp_path):
-    data, other = folder(tmp_path / "one"), folder(tmp_path / "two")
+    data = folder(tmp_path / "one")
+    other = folder(tmp_path / "two")
     truth = data.ground_truth([1])
     assert [image["id"] for image in truth["images"]] == [3] and not truth["annotations"]
     assert data.fingerprint() == other.fingerprint()
-    assert (
-        data.fingerprint()
-        != folder(tmp_path / "three", with_last("annotations", iscrowd=0)).fingerprint()
-    )
+    third = folder(tmp_path / "three", with_last("annotations", iscrowd=0))
+    assert data.fingerprint() != third.fingerprint()
     Image.new("RGB", (30, 20), "red").save(data.describe(0))
     assert CocoFolder(tmp_path / "one", "val").fingerprint() != other.fingerprint()  # by its size

@@ -57,18 +57,19 @@ TRUTH = {
 
 
 def as_detections(annotations):
-    return [
-        {key: row[key] for key in ("image_id", "category_id", "bbox")} | {"score": 0.9}
-        for row in annotations
-    ]
+    found = []
+    for row in annotations:
+        detection = {key: row[key] for key in ("image_id", "category_id", "bbox")}
+        found.append({**detection, "score": 0.9})
+    return found
 
 
 def test_ground_truth_scores_all():
-    before, found = repr(TRUTH), as_detections(TRUTH["annotations"])
+    before = repr(TRUTH)
+    found = as_detections(TRUTH["annotations"])
     measures, per_class = coco_metrics(TRUTH, found)
-    assert repr(TRUTH) == before and found == as_detections(TRUTH["annotations"]), (
-        "what is given is left as it is"
-    )
+    assert repr(TRUTH) == before, "what is given is left as it is"
+    assert found == as_detections(TRUTH["annotations"])
     assert measures == pytest.approx(dict.fromkeys(MEASURES, 100.0))
     assert per_class == [
         {"class": "cat", "objects": 2, "AP": 100.0, "AP50": 100.0},
@@ -90,7 +91,8 @@ def test_what_is_in_a_crowd_counts_for_nothing():
     found = as_detections(TRUTH["annotations"][:3])
     inside = {"image_id": 2, "category_id": 3, "bbox": [155, 155, 30, 30], "score": 0.95}
     assert coco_metrics(TRUTH, [*found, inside])[0]["AP"] == pytest.approx(100)
-    assert coco_metrics(TRUTH, [*found, {**inside, "bbox": [100, 160, 30, 30]}])[0]["AP"] < 100
+    beside = {**inside, "bbox": [100, 160, 30, 30]}
+    assert coco_metrics(TRUTH, [*found, beside])[0]["AP"] < 100
 
 
 class Perfect(torch.nn.Module):
@@ -101,15 +103,13 @@ class Perfect(torch.nn.Module):
         self.left = [source[index][1] for index in range(len(source)) if index not in broken]
 
     def forward(self, images):
-        found, self.left = self.left[: len(images)], self.left[len(images) :]
-        return [
-            {
-                "boxes": one["boxes"] * images.shape[-1] / max(one["size"]),
-                "labels": one["labels"],
-                "scores": torch.full((len(one["labels"]),), 0.9),
-            }
-            for one in found
-        ]
+        found = []
+        for _ in range(len(images)):
+            target = self.left.pop(0)
+            boxes = target["boxes"] * images.shape[-1] / max(target["size"])
+            scores = torch.full((len(boxes),), 0.9)
+            found.append({"boxes": boxes, "labels": target["labels"], "scores": scores})
+        return found
 
 
 @pytest.mark.parametrize("broken", [(), (2, 5), range(7)], ids=len)

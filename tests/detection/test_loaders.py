@@ -1,5 +1,8 @@
 """Batches of images with boxes: the same wherever an epoch is entered, and without images that cannot be read."""
 
+import pickle
+
+import numpy as np
 import pytest
 import torch
 
@@ -24,32 +27,26 @@ def train(source, **options):
 
 
 def same(a, b) -> bool:
-    return (
-        torch.equal(a.images, b.images)
-        and torch.equal(a.ids, b.ids)
-        and all(
-            torch.equal(x[key], y[key])
-            for x, y in zip(a.targets, b.targets, strict=True)
-            for key in ("boxes", "labels")
-        )
-    )
+    pairs = [(a.images, b.images), (a.ids, b.ids)]
+    for x, y in zip(a.targets, b.targets, strict=True):
+        pairs += [(x["boxes"], y["boxes"]), (x["labels"], y["labels"])]
+    return all(torch.equal(x, y) for x, y in pairs)
 
 
 def test_an_epoch_is_the_same_from_wherever_it_is_entered_by_any_workers_and_without_broken_images(
     data,
 ):
-    state, loader = torch.get_rng_state(), train(data)
+    state = torch.get_rng_state()
+    loader = train(data)
     whole = list(loader.batches(4))
     assert torch.equal(state, torch.get_rng_state()), "the trainer's own random state"
     assert len(whole) == 3 and all(batch.images.shape == (3, 3, 32, 32) for batch in whole)
     for batch in whole:
-        assert (
-            batch.images.dtype == torch.float32
-            and 0 <= batch.images.min()
-            and batch.images.max() <= 1
-        )
+        assert batch.images.dtype == torch.float32
+        assert 0 <= batch.images.min() and batch.images.max() <= 1
         assert [t["image_id"] for t in batch.targets] == (batch.ids + 1).tolist()
-    assert {index for batch in whole for index in batch.ids.tolist()} == set(range(9)) - {5}
+    ids = torch.cat([batch.ids for batch in whole])
+    assert set(ids.tolist()) == set(range(9)) - {5}
     assert list(loader.bad_images.new) == [data.describe(5)]
     assert all(map(same, whole[1:], train(data, workers=2).batches(4, 1)))
     assert not same(whole[0], next(train(data).batches(5)))
@@ -59,7 +56,17 @@ def test_an_unreadable_image_is_left_out_in_evaluation(data):
     batches = list(box_loader(BoxEvalLoader, data, eval_transform).batches())
     assert [batch.ids.tolist() for batch in batches] == [[0, 1, 2], [3, 4], [6, 7, 8]]
     for batch in batches:
-        assert [(t["image_id"], *t["size"]) for t in batch.targets] == [
-            (n + 1, 64, 64) for n in batch.ids.tolist()
-        ]
+        assert [target["image_id"] for target in batch.targets] == (batch.ids + 1).tolist()
+        assert {target["size"] for target in batch.targets} == {(64, 64)}
         assert len(batch.images) == len(batch.ids)
+
+
+def test_what_workers_get_can_be_pickled(data):
+    """So they may start by spawn."""
+    decoder = train(data)._decoder(32)
+    again = pickle.loads(pickle.dumps(decoder))
+    keys = np.array([[7, 3], [8, 5]])
+    images, targets, bad = decoder.__getitems__(keys)
+    same_images, same_targets, same_bad = again.__getitems__(keys)
+    assert torch.equal(images, same_images) and bad.keys() == same_bad.keys() == {1}
+    assert np.array_equal(targets[0]["boxes"], same_targets[0]["boxes"])

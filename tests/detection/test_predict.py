@@ -47,17 +47,16 @@ def test_boxes_are_in_pixels_of_the_image(model, photos):
     images = [Image.open(photos / name) for name in SIZES]
     found = list(detect(model.model, images, batch_size=2))
     for one, (H, W) in zip(found, SIZES.values(), strict=True):
-        assert (
-            len(one["boxes"])
-            and (one["boxes"] >= 0).all()
-            and (one["boxes"] <= torch.tensor([W, H] * 2)).all()
-        )
+        boxes = one["boxes"]
+        assert len(boxes) and boxes.min() >= 0
+        assert boxes[:, ::2].max() <= W and boxes[:, 1::2].max() <= H
         assert one["scores"].tolist() == sorted(one["scores"].tolist(), reverse=True)
     with torch.inference_mode():
         own = model.model([pil_to_tensor(images[0]) / 255])[0]
     torch.testing.assert_close(found[0], own, atol=1e-4, rtol=0)
     [double] = model.detect([images[0].resize((128, 128), Image.Resampling.NEAREST)])
-    assert (double["boxes"][:20] - 2 * found[0]["boxes"][0]).abs().amax(1).min() < 1.5
+    distances = double["boxes"][:20] - 2 * found[0]["boxes"][0]
+    assert distances.abs().amax(1).min() < 1.5
 
 
 def test_drawn_boxes_lie_where_they_were_found():
@@ -69,32 +68,26 @@ def test_drawn_boxes_lie_where_they_were_found():
     drawn = draw_detections(torch.full((3, 80, 120), 90, dtype=torch.uint8), found, CLASSES)
     assert drawn.shape == (3, 427, 640)
     for color, x1, x2, y in (((0, 114, 178), 10, 50, 66), ((213, 94, 0), 60, 100, 55)):
-        columns = (
-            (drawn == torch.tensor(color)[:, None, None]).all(0)[y * 640 // 120].nonzero()
-            * 120
-            / 640
-        )
+        row = drawn[:, y * 640 // 120]  # (3, W)
+        of_color = (row == torch.tensor(color)[:, None]).all(0)
+        columns = of_color.nonzero() * 120 / 640
         assert (columns.min(), columns.max()) == pytest.approx((x1, x2), abs=1)
-    assert torch.equal(
-        draw_detections(drawn, {name: part[:0] for name, part in found.items()}, CLASSES), drawn
-    )
+    nothing = {name: part[:0] for name, part in found.items()}
+    assert torch.equal(draw_detections(drawn, nothing, CLASSES), drawn)
 
 
 def test_maps_of_the_backbone_lie_over_the_padded_photo(model, photos):
-    layers, image = parse_layers("all", model), Image.open(photos / "wide.png")
+    layers = parse_layers("all", model)
+    image = Image.open(photos / "wide.png")
     assert len(layers) == 6 and all(layer.name.startswith("backbone.body.") for layer in layers)
     recording = record(model, image, layers)
     for layer in recording.maps.values():
         H, W = layer.feat_size
-        for query in ((20, 40), (63, 0)):
-            row = (
-                layer.attn[0, 0, query[0] * H // SIDE * W + query[1] * W // SIDE].reshape(H, W)
-                * H
-                * W
-            )
-            np.testing.assert_allclose(
-                recording.query_map(layer.number, query, 0), row.numpy(), rtol=1e-5
-            )
+        for y, x in ((20, 40), (63, 0)):
+            cell = y * H // SIDE * W + x * W // SIDE
+            row = H * W * layer.attn[0, 0, cell].reshape(H, W).numpy()
+            shown = recording.query_map(layer.number, (y, x), 0)
+            np.testing.assert_allclose(shown, row, rtol=1e-5)
     photo = model.photo(image)
     assert photo.shape == (90, 90, 3) and (photo[60:] == (124, 116, 104)).all()
     np.testing.assert_array_equal(photo[:60], np.asarray(image))
@@ -102,30 +95,25 @@ def test_maps_of_the_backbone_lie_over_the_padded_photo(model, photos):
 
 def test_the_command_writes_results_and_pictures(run, model, photos, tmp_path, capsys):
     """A broken image is named, the others are gone through."""
-    folder, results, drawn = (
-        tmp_path / "photos",
-        tmp_path / "new" / "results.json",
-        tmp_path / "pictures",
-    )
+    folder = tmp_path / "photos"
+    results = tmp_path / "new" / "results.json"
+    drawn = tmp_path / "pictures"
     shutil.copytree(photos, folder)
     (folder / "broken.png").write_bytes(b"none")
     words = f"predict {run} {folder} --json {results} -o {drawn} --min-score 0.5 --device cpu"
     assert commands.main(words.split()) == 1
     said = capsys.readouterr()
     assert said.err.count("error: ") == 1 and "broken.png cannot be read" in said.err
-    assert all(
-        Image.open(drawn / f"{name}.png").width >= 373 for name in ("2-same", "3-tall", "4-wide")
-    )
+    for name in ("2-same", "3-tall", "4-wide"):
+        assert Image.open(drawn / f"{name}.png").width >= 373
     rows = json.loads(results.read_text())
-    assert {row["category_id"] for row in rows} <= set(IDS) and min(
-        row["score"] for row in rows
-    ) >= 0.5
+    assert {row["category_id"] for row in rows} <= set(IDS)
+    assert min(row["score"] for row in rows) >= 0.5
     assert {row["image_id"] for row in rows} == {str(folder / name) for name in SIZES}
     [found] = model.detect([Image.open(photos / "wide.png")])
     bbox = box_convert(found["boxes"][0], "xyxy", "xywh").tolist()
-    assert next(row for row in rows if "wide" in row["image_id"])["bbox"] == pytest.approx(
-        bbox, abs=1e-3
-    )
+    first, *_ = [row for row in rows if "wide" in row["image_id"]]
+    assert first["bbox"] == pytest.approx(bbox, abs=1e-3)
     assert f"wide.png: {CLASSES[found['labels'][0]]} {found['scores'][0]:.2f}" in said.out
 
 
@@ -133,7 +121,8 @@ def test_outputs_that_are_not_finite_are_an_error_of_the_image(
     run, photos, tmp_path, monkeypatch, capsys
 ):
     broken = load_model(str(run))
-    broken.model.head.classification_head.cls_logits.bias.data.fill_(torch.inf)
+    last = broken.model.head.classification_head.cls_logits
+    last.bias.data.fill_(torch.inf)
     monkeypatch.setattr("ea_vision.predict.load_model", lambda *_, **__: broken)
     assert commands.main(["predict", str(run), str(photos / "wide.png"), "--json", "-"]) == 1
     said = capsys.readouterr()
@@ -162,6 +151,5 @@ NO_CLASSES = "a network that classifies images is required, and ea_aa_resnet34, 
 )
 def test_bad_input_is_one_line(run, photos, command, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert message in error_of(
-        commands.main, command.format(run=run, photo=photos / "wide.png").split(), capsys
-    )
+    argv = command.format(run=run, photo=photos / "wide.png").split()
+    assert message in error_of(commands.main, argv, capsys)

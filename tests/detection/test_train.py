@@ -121,7 +121,8 @@ def test_the_best_weights_are_evaluated_and_gaps_in_category_ids_map_back(
 
 
 def test_bfloat16_trains_and_the_curves_are_drawn(data, tmp_path):
-    folder, picture = tmp_path / "run", tmp_path / "curves.png"
+    folder = tmp_path / "run"
+    picture = tmp_path / "curves.png"
     more = "--epochs 1 --amp bfloat16 --channels-last --model-ema-decay 0"
     assert train.main(arguments(data, folder, more)) == 0
     assert (
@@ -138,7 +139,8 @@ def made(data, **options):
 
 def test_backbones_begin_with_weights_of_classification(data, tmp_path):
     """Those of attention at its least width alone."""
-    layers, path = {"layers": [1, 1, 1, 1]}, tmp_path / "weights.safetensors"
+    layers = {"layers": [1, 1, 1, 1]}
+    path = tmp_path / "weights.safetensors"
     begin = partial(made, data, recipe="none", img_size=64, pretrained_path=str(path))
     classifier = timm.create_model("test_resnet", num_classes=7)
     path.write_bytes(encode_weights(classifier.state_dict()))

@@ -16,7 +16,9 @@ UNSEEN = {
     "outside their image": [[500, 500, 10, 10], [40, 0, 10, 10], [-20, 5, 10, 10]],
     "under a pixel wide or high": [[0.1, 0.1, 0.2, 0.2], [39.5, 5, 10, 10], [5, 5, 0.9, 10]],
 }
-ALL_UNSEEN = [(box, problem) for problem, boxes in UNSEEN.items() for box in boxes]
+ALL_UNSEEN = []
+for _problem, _boxes in UNSEEN.items():
+    ALL_UNSEEN += [(box, _problem) for box in _boxes]
 
 
 def folder(root: Path, boxes: list, file_name: str = "a.png") -> CocoFolder:

@@ -9,15 +9,15 @@ from ea_vision.detection.model import Detector, create_detector
 from ea_vision.engine import run_folder
 
 SIDE = 64
-CLASSES, IDS = ["cat", "dog", "owl"], [3, 7, 11]
+CLASSES = ["cat", "dog", "owl"]
+IDS = [3, 7, 11]
 SMALL = {"num_classes": 3, "img_size": SIDE, "fpn_channels": 8, "head_convs": 1}
 ATTENTION = {**SMALL, "layers": [1, 1, 1, 1]}
 
 
 def small_detector(backbone: str = "aa_resnet34", **kwargs) -> Detector:
-    return create_detector(
-        backbone, **{**(ATTENTION if backbone.endswith("aa_resnet34") else SMALL), **kwargs}
-    )
+    small = ATTENTION if backbone.endswith("aa_resnet34") else SMALL
+    return create_detector(backbone, **{**small, **kwargs})
 
 
 def tiny_run(folder: Path) -> None:
