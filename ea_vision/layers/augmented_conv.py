@@ -423,12 +423,10 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         H, W = feat_size
         height_rel = self.height_rel
         width_rel = self.width_rel
-        if height_rel is not None:
+        if height_rel is not None and (len(height_rel), len(width_rel)) != (2 * H - 1, 2 * W - 1):
             high, wide = self.reaches(feat_size)
-            if len(height_rel) != 2 * H - 1:
-                height_rel = cover_offsets(fit_rel_table(height_rel, high), H)
-            if len(width_rel) != 2 * W - 1:
-                width_rel = cover_offsets(fit_rel_table(width_rel, wide), W)
+            height_rel = cover_offsets(fit_rel_table(height_rel, high), H)
+            width_rel = cover_offsets(fit_rel_table(width_rel, wide), W)
         if self.head_window > 1:
             return neighbours_logits(
                 q, k, height_rel, width_rel, self.scale, feat_size, self.head_window
