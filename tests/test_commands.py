@@ -31,11 +31,8 @@ CONTRACT = [
     "statistics",
     "explore",
 ]  # of release 1.0
-SCRIPTS = [
-    path.relative_to(ROOT)
-    for folder in (".", "visualize")
-    for path in sorted(ROOT.glob(f"{folder}/*.py"))
-]
+SCRIPTS = sorted([*ROOT.glob("*.py"), *ROOT.glob("visualize/*.py")])
+SCRIPTS = [path.relative_to(ROOT) for path in SCRIPTS]
 
 
 @pytest.fixture

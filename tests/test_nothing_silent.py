@@ -7,7 +7,6 @@ engine/test_processes.py, odd parts of a batch in engine/test_recipes.py, a seco
 """
 
 import json
-import resource
 
 import pytest
 import torch
@@ -50,13 +49,15 @@ MODEL = "ea_conv_transformer_cifar"
 )
 def test_a_full_disk(words, tmp_path, capsys):
     """No file may become longer than 64 bytes, which the system answers as a full disk."""
+    resource = pytest.importorskip("resource", reason="needs limits of Unix")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
     try:
         code = main([word.replace("FILE", str(tmp_path / "out")) for word in words])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    lines = capsys.readouterr().err.splitlines()
+    [line] = [line for line in lines if line.startswith("error")]
     assert (
         code == 1
         and line.startswith(f"error: cannot write {tmp_path}")
@@ -67,7 +68,8 @@ def test_a_full_disk(words, tmp_path, capsys):
 
 def test_an_image_without_a_finite_prediction(monkeypatch, capsys):
     broken = load_model(MODEL)
-    next(broken.model.head.parameters()).data.fill_(torch.nan)
+    weight = next(broken.model.head.parameters())
+    weight.data.fill_(torch.nan)
     monkeypatch.setattr("ea_vision.predict.load_model", lambda *_, **__: broken)
     assert main(["predict", MODEL, "digits#0", "--json", "-"]) == 1
     said = capsys.readouterr()

@@ -18,8 +18,8 @@ from typing import Any
 
 from ea_vision.base.errors import RunError, UsageError
 
-# Seconds between attempts to replace a file that another process has open.
-WINDOWS_WAITS = (0.05, 0.1, 0.2, 0.4, 0.8)
+# Seconds between attempts to replace a file that another process has open, which Windows alone refuses.
+WAITS = (0.05, 0.1, 0.2, 0.4, 0.8) if os.name == "nt" else ()
 
 
 def cache_root() -> Path:
@@ -99,8 +99,8 @@ def _before_a_signal_ends_it() -> Iterator[None]:
 
 
 def _replace(source: Path, target: Path) -> None:
-    """Rename a file over another one. On Windows this fails while somebody reads the target: try again for a while."""
-    for seconds in WINDOWS_WAITS if os.name == "nt" else ():
+    """Rename a file over another one. On Windows this fails while another process has it open: try again."""
+    for seconds in WAITS:
         try:
             return os.replace(source, target)
         except PermissionError:

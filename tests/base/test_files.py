@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ea_vision.base import files
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.files import atomic_write, check_output, check_writable
 
@@ -70,3 +71,26 @@ def test_a_signal_in_the_middle_of_a_write_ends_the_process_after_it(tmp_path):
 def test_the_longest_name_is_written(tmp_path):
     atomic_write(check_output(tmp_path / ("n" * 255)), b"data")
     assert [len(name) for name in os.listdir(tmp_path)] == [255]
+
+
+def test_a_file_that_another_program_has_open_is_replaced_a_little_later(tmp_path, monkeypatch):
+    """As Windows has it: PermissionError until the other program closes the file."""
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    replace = os.replace
+    tries = []
+
+    def refused_twice(source, target):
+        tries.append(target)
+        if len(tries) < 3:
+            raise PermissionError(13, "Access is denied")
+        replace(source, target)
+
+    monkeypatch.setattr(files.os, "replace", refused_twice)
+    with pytest.raises(RunError, match="Access is denied"):
+        atomic_write(path, b"new")
+    assert path.read_bytes() == b"old" and len(tries) == 1, "elsewhere it is no wait that helps"
+    tries.clear()
+    monkeypatch.setattr(files, "WAITS", (0.0, 0.0))
+    atomic_write(path, b"new")
+    assert path.read_bytes() == b"new" and os.listdir(tmp_path) == ["file"]

@@ -5,7 +5,6 @@ import inspect
 import io
 import multiprocessing
 import os
-import resource
 import signal
 import socket
 import sys
@@ -86,7 +85,10 @@ def make_trainer(
 
 def words(*texts: str) -> list[str]:
     """Return the words of a command; a text that begins with a flag may have several."""
-    return [word for text in texts for word in (text.split() if text.startswith("--") else [text])]
+    found = []
+    for text in texts:
+        found += text.split() if text.startswith("--") else [text]
+    return found
 
 
 def arguments(data: Path, output: Path, *more: str) -> list[str]:
@@ -207,41 +209,37 @@ def start_world(
 
 def same_result(a: Path, b: Path) -> None:
     """Assert that two run folders ended alike, bit for bit, times apart."""
-    ends = []
-    for folder in (a, b):
-        state, results = saved(folder), run_folder.read_results(folder)
-        metrics = run_folder.read_metrics(folder)
-        ends.append(
-            {
-                **{part: state[part] for part in ("model", "ema", "optimizer", "random")},
-                **{
-                    name: repr(metrics[name])
-                    for name in metrics.keys() - {"images_per_s", "seconds"}
-                },  # nan is nan
-                "weights": {
-                    path.name: safetensors.torch.load_file(path)
-                    for path in folder.rglob("*.safetensors")
-                },
-                "test_last": results["test_last"],
-                "test_best": results["test_best"],
-            }
-        )
-    assert_equal(*ends, "")
+    assert_equal(end_of(a), end_of(b), "")
+
+
+def end_of(folder: Path) -> dict:
+    """Return all that a complete run ended with, but for times."""
+    state = saved(folder)
+    results = run_folder.read_results(folder)
+    metrics = run_folder.read_metrics(folder)
+    end = {name: state[name] for name in ("model", "ema", "optimizer", "random", "buffers")}
+    end |= {name: results[name] for name in ("test_last", "test_best")}
+    for name in metrics.keys() - {"images_per_s", "seconds"}:
+        end[name] = repr(metrics[name])  # nan is nan
+    for path in folder.rglob("*.safetensors"):
+        end[path.name] = safetensors.torch.load_file(path)
+    return end
 
 
 def assert_equal(a, b, where: str) -> None:
     """Assert that two nested states are equal, tensors bit for bit."""
-    first, second = (
-        {keystr(path): leaf for path, leaf in tree_leaves_with_path(state)} for state in (a, b)
-    )
+    first = leaves_of(a)
+    second = leaves_of(b)
     assert first.keys() == second.keys(), where
     for path, leaf in first.items():
-        same = (
-            torch.equal(leaf, second[path])
-            if isinstance(leaf, torch.Tensor)
-            else leaf == second[path]
-        )
+        other = second[path]
+        same = torch.equal(leaf, other) if isinstance(leaf, torch.Tensor) else leaf == other
         assert same, f"{where}{path}"
+
+
+def leaves_of(state) -> dict:
+    """Return the leaves of a nested state by their paths."""
+    return {keystr(path): leaf for path, leaf in tree_leaves_with_path(state)}
 
 
 def times_of(folder: Path) -> dict[str, int]:
@@ -327,6 +325,13 @@ class HalfFile(io.FileIO):
         die()
 
 
+def limit_files() -> None:
+    """Let the kernel refuse what lies beyond a size: EFBIG, a real failed write."""
+    import resource  # of Unix alone
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+
+
 @dataclass
 class HurtWrite:
     """SIGKILL this process in the `nth` write of `name`, at one stage of it; or "full": the disk is, half-way."""
@@ -346,10 +351,8 @@ class HurtWrite:
                 writes.append(path)
                 if now("half"):
                     return HalfFile(path, *given, **more)
-                if now(
-                    "full"
-                ):  # the kernel refuses what lies beyond this size: EFBIG, a real failed write
-                    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+                if now("full"):
+                    limit_files()
             return real(path, *given, **more)
 
         def hurt_fsync(real, descriptor):
@@ -385,6 +388,9 @@ def spoil_loss(number: int, rank: int) -> None:
 
 def spoil_tensor(number: int, name: str) -> None:
     """Put an infinity into a weight or statistic after update `number`, as an overflowing gradient would."""
-    after_update(
-        number, lambda trainer: trainer.model.state_dict()[name].view(-1)[:1].fill_(float("inf"))
-    )
+
+    def spoil(trainer: Trainer) -> None:
+        values = trainer.model.state_dict()[name].view(-1)
+        values[0] = float("inf")
+
+    after_update(number, spoil)

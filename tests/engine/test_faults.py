@@ -16,6 +16,7 @@ import torch
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.processes import MOST_WORKERS, WorkerLost, workers_watched
+from ea_vision.data.imagenet import DecodingLoader
 from ea_vision.data.on_device import EvalLoader
 from ea_vision.engine import checkpoint, train_cifar, train_imagenet
 from ea_vision.engine.command import enable_checkpointing
@@ -213,6 +214,36 @@ def test_a_killed_worker_names_the_last_good_checkpoint(photos, tmp_path):
     beginning = rf"error: a process that decodes images has ended \(({torchs}|{pythons})"
     assert re.match(beginning, error), error
     assert f"fewer --workers need less; last good checkpoint: {folder / checkpoint.LAST}" in error
+
+
+def kill_worker_in_evaluation() -> None:
+    """Kill the processes that decode images once the second batch to evaluate on is there."""
+
+    def hurt(decoded, loader, batches, img_size):
+        for number, batch in enumerate(decoded(loader, batches, img_size)):
+            if number == 1 and not loader.training:
+                for child in multiprocessing.active_children():
+                    os.kill(child.pid, signal.SIGKILL)
+            yield batch
+
+    around(DecodingLoader, "_decoded", hurt)
+
+
+def test_a_worker_killed_in_an_evaluation(photos, tmp_path):
+    """Of a run, and of --evaluate."""
+    folder = tmp_path / "run"
+    options = f"--eval-batch-size 1 --epochs 1 --data-dir {photos} --output {folder}"
+    argv = words(IMAGENET, options)
+    said = train(argv, kill_worker_in_evaluation, code=1, main=train_imagenet.main)
+    error = said.splitlines()[-1]
+    assert error.startswith("error: a process that decodes images has ended (")
+    assert error.endswith(f"last good checkpoint: {folder / checkpoint.LAST}")
+    train(argv, main=train_imagenet.main)
+    argv = words(f"--evaluate {folder} --data-dir {photos} --output {tmp_path / 'evaluation'}")
+    said = train(argv, kill_worker_in_evaluation, code=1, main=train_imagenet.main)
+    error = said.splitlines()[-1]
+    assert error.startswith("error: a process that decodes images has ended (")
+    assert error.endswith("and fewer --workers need less")
 
 
 @pytest.mark.parametrize(

@@ -47,9 +47,9 @@ def test_gates_are_logged_and_exported(data, tmp_path):
     folder = tmp_path / "learnt"
     assert train_cifar.main(arguments(data, folder, "--gate-lr 30 --model-ema-decay 0.9")) == 0
     gates = gates_of(folder)
-    names = [
-        f"blocks.{block}.attn.evolution.{share}" for block in (1, 2) for share in ("alpha", "beta")
-    ]
+    names = []
+    for block in ("blocks.1", "blocks.2"):
+        names += [f"{block}.attn.evolution.alpha", f"{block}.attn.evolution.beta"]
     assert list(gates) == names
     weights = runner.weights_of(folder)
     best = run_folder.read_results(folder)["test_best"]["epoch"]
@@ -65,14 +65,12 @@ def test_layer_decay_is_timms_and_multiplies_the_rate_of_the_shares():
     gates = {id(gate) for gate in learnable_gates(model).values()}
 
     def scales(optimizer, gate_lr=1):
-        return {
-            id(p): (
-                pytest.approx(group["lr_scale"] / (gate_lr if id(p) in gates else 1)),
-                group["weight_decay"],
-            )
-            for group in optimizer.param_groups
-            for p in group["params"]
-        }
+        found = {}
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                scale = group["lr_scale"] / (gate_lr if id(p) in gates else 1)
+                found[id(p)] = (pytest.approx(scale), group["weight_decay"])
+        return found
 
     options = dict(lr=0.1, weight_decay=0.05, layer_decay=0.5)
     theirs = scales(timm.optim.create_optimizer_v2(model, "adamw", **options))

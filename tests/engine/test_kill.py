@@ -112,12 +112,10 @@ def test_sigkill_during_checkpoint_writes(argv, folder, uninterrupted, first):
     ],
 )
 def test_sigkill_during_other_writes(argv, folder, uninterrupted, names):
-    killed(
-        argv,
-        folder,
-        uninterrupted,
-        *(HurtWrite(stage, 1, name) for name in names for stage in ("half", "renamed")),
-    )
+    writes = []
+    for name in names:
+        writes += [HurtWrite("half", 1, name), HurtWrite("renamed", 1, name)]
+    killed(argv, folder, uninterrupted, *writes)
 
 
 def test_sigkill_between_the_last_epochs_best_and_last_checkpoint(argv, folder, uninterrupted):

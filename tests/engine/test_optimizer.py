@@ -70,33 +70,38 @@ def test_what_timm_builds_makes_a_step(name):
     assert all(way.any() for way in moved(model, optimizer).values())
 
 
+def scales_of(options, model) -> dict[str, float]:
+    """Return the multiple of the rate of each parameter, by its name."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    scales = {}
+    for group in build_optimizer(options, model, 1).param_groups:
+        for parameter in group["params"]:
+            scales[names[id(parameter)]] = group["lr_scale"]
+    return scales
+
+
 def test_attention_lr_leaves_learnable_gates_to_gate_lr():
     model = timm.create_model(
         "ea_vit_tiny_patch16_224", img_size=32, patch_size=16, embed_dim=48, depth=2
     )
-    scales = {
-        id(p): group["lr_scale"]
-        for group in build_optimizer(config(attention_lr=0.5, gate_lr=30), model, 1).param_groups
-        for p in group["params"]
-    }
-    assert {name: scales[id(p)] for name, p in model.named_parameters() if scales[id(p)] != 1} == {
+    scales = scales_of(config(attention_lr=0.5, gate_lr=30), model)
+    assert {name: scale for name, scale in scales.items() if scale != 1} == {
         "blocks.1.attn.evolution.alpha": 30,
         "blocks.1.attn.evolution.beta": 30,
-        **{f"blocks.1.attn.evolution.convs.0.{part}": 0.5 for part in ("weight", "bias")},
-        **{
-            f"blocks.{block}.attn.qkv.{part}": 0.5
-            for block in (0, 1)
-            for part in ("weight", "bias")
-        },
+        "blocks.1.attn.evolution.convs.0.weight": 0.5,
+        "blocks.1.attn.evolution.convs.0.bias": 0.5,
+        "blocks.0.attn.qkv.weight": 0.5,
+        "blocks.0.attn.qkv.bias": 0.5,
+        "blocks.1.attn.qkv.weight": 0.5,
+        "blocks.1.attn.qkv.bias": 0.5,
     }
 
 
 def test_attention_lr_knows_an_evolved_transformer_of_timms():
     options = dict(img_size=32, patch_size=16, embed_dim=48, depth=2, num_heads=3)
     model = ea_vision.evolve(timm.create_model("vit_small_patch16_dinov3", **options), "ea")
-    groups = build_optimizer(config(attention_lr=0.5), model, 1).param_groups
-    slower = {id(p) for group in groups if group["lr_scale"] == 0.5 for p in group["params"]}
-    names = {name for name, parameter in model.named_parameters() if id(parameter) in slower}
+    scales = scales_of(config(attention_lr=0.5), model)
+    names = {name for name, scale in scales.items() if scale == 0.5}
     assert names == {name for name in names if ".attn." in name}
     assert {"blocks.0.attn.qkv.weight", "blocks.1.attn.evolution.convs.0.weight"} <= names
 
@@ -106,9 +111,8 @@ def test_attention_lr_has_all_of_attention_that_is_new(fusion):
     model = timm.create_model(
         "ea_aa_resnet34", layers=(1, 1, 1, 1), channels=(8, 8, 16, 16), fusion=fusion
     )
-    groups = build_optimizer(config(attention_lr=10.0), model, 1).param_groups
-    faster = {id(p) for group in groups if group["lr_scale"] == 10 for p in group["params"]}
-    names = {name for name, parameter in model.named_parameters() if id(parameter) in faster}
+    scales = scales_of(config(attention_lr=10.0), model)
+    names = {name for name, scale in scales.items() if scale == 10}
     projections = {name for name, _ in model.named_parameters() if ".proj." in name}
     assert projections & names == (projections if fusion == "add" else set())
     assert "layer2.0.conv1.qkv.weight" in names
