@@ -17,6 +17,8 @@ import sys
 import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from datetime import datetime
 from itertools import product
 from multiprocessing import get_context
@@ -30,27 +32,36 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ea_vision
+from ea_vision.base import devices
 from ea_vision.base.devices import choose_device
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.files import atomic_write, check_output, csv_text
-from ea_vision.base.networks import DATA_KEYWORDS, create_classifier, lay_out
+from ea_vision.base.networks import create_classifier, lay_out
 from ea_vision.base.provenance import hardware
 from ea_vision.engine.evaluate import autocast
 from ea_vision.engine.optimizer import check_optimizer_name
-from ea_vision.recorder.loading import add_options, find_origin, positive
+from ea_vision.ops import IMPLEMENTATIONS, use_implementation
+from ea_vision.recorder.loading import add_options, positive
 from ea_vision.sizes import names_of, table
 
 EXAMPLES = """\
 examples:
   ea-vision benchmark                                                  # the 50-layer networks
   ea-vision benchmark --models 'ea_*resnet50' resnet50 --csv speed.csv
-  ea-vision benchmark --amp bfloat16 --channels-last --compile         # what a GPU is trained with
-  EA_VISION_IMPLEMENTATION=reference ea-vision benchmark --models resnet50 ea_aa_resnet50 --repeats 15
+  ea-vision benchmark --amp bfloat16 --channels-last --compile-mode default reduce-overhead
+  ea-vision benchmark --models resnet50 aa_resnet50 --implementation chosen reference --repeats 15
 """
 DEFAULT = ("resnet50", "aa_resnet50", "pa_aa_resnet50", "ea_aa_resnet50")
-# Options of mallopt. Where times are measured, freed memory is kept: else each step gets its pages anew, zeroed.
-TRIM, TOP_PAD, MMAP_THRESHOLD, MMAP_MAX = -1, -2, -3, -4
-KEEP_MEMORY = {TOP_PAD: 10**9, MMAP_MAX: 0, TRIM: -1}  # -1: never returned, not from any size on
+CHOSEN = "chosen"  # by the operator itself
+EAGER = "eager"
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+STATUS = Path("/proc/self/status")
+# Options of glibc's mallopt. Where times are measured, freed memory is kept: else each step gets new pages, zeroed.
+TRIM = -1
+TOP_PAD = -2
+MMAP_THRESHOLD = -3
+MMAP_MAX = -4
+KEEP_MEMORY = {TOP_PAD: 10**9, MMAP_MAX: 0, TRIM: -1}  # -1: never returned
 RETURN_MEMORY = {MMAP_THRESHOLD: 65536, TRIM: 65536}
 MEASURED = {
     "train_images_per_s": "train img/s",
@@ -60,8 +71,9 @@ MEASURED = {
 
 
 def baseline_of(name: str) -> str | None:
-    """Return timm's resnet of the same depth, of a vision transformer timm's plain one, or None."""
-    if transformer := re.fullmatch(r"(?:[ep]a_)?((?:vit|deit)_.*)", name):
+    """Return the name of timm's resnet of the same depth, of timm's plain vision transformer, or None."""
+    transformer = re.fullmatch(r"(?:[ep]a_)?((?:vit|deit)_.*)", name)
+    if transformer:
         return transformer[1]
     depth = re.search(r"net(\d+)", name)
     return f"resnet{depth[1]}" if depth else None
@@ -73,19 +85,40 @@ def interleaved(
     warm_up: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Hashable, float]:
-    """Return the median seconds of each call; a round has one of each, in any order; `warm_up` rounds do not count."""
+    """Return the median seconds of each call.
+
+    A round runs each call once, in random order, so that none always finds the caches of the same other one. The first
+    `warm_up` rounds do not count.
+    """
     seconds = {key: [] for key in calls}
-    shuffle = random.Random(
-        0
-    ).shuffle  # what one leaves in the caches shall not always meet the same next one
+    generator = random.Random(0)
     turns = list(calls)
     for _ in range(warm_up + repeats):
-        shuffle(turns)
+        generator.shuffle(turns)
         for key in turns:
             start = clock()
             calls[key]()
             seconds[key].append(clock() - start)
     return {key: median(values[warm_up:]) for key, values in seconds.items()}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the table: a network, an implementation of attention, and eager or a mode of torch.compile."""
+
+    name: str
+    implementation: str = CHOSEN
+    mode: str = EAGER
+
+    def baseline(self) -> "Case":
+        """Return the plain network in the same mode, which has no attention of ours."""
+        return Case(baseline_of(self.name) or "", CHOSEN, self.mode)
+
+    def forced(self) -> AbstractContextManager:
+        """Force the implementation inside a `with` block."""
+        if self.implementation == CHOSEN:
+            return nullcontext()
+        return use_implementation(self.implementation)
 
 
 class Steps:
@@ -94,58 +127,73 @@ class Steps:
     Args:
         amp: none, bfloat16 or float16.
         opt: timm's name of the optimiser.
+        case: how it runs.
     """
 
-    def __init__(self, model: nn.Module, images: Tensor, amp: str = "none", opt: str = "sgd"):
-        self.model, self.images, self.amp = model, images, amp
+    def __init__(
+        self,
+        model: nn.Module,
+        images: Tensor,
+        amp: str = "none",
+        opt: str = "sgd",
+        case: Case | None = None,
+    ):
+        self.case = case or Case(type(model).__name__)
+        self.images = images
+        self.amp = amp
         self.optimizer = timm.optim.create_optimizer_v2(model, opt=opt, lr=1e-3, momentum=0.9)
         self.scaler = torch.amp.GradScaler(images.device.type, enabled=amp == "float16")
+        self.model = model
+        if self.case.mode != EAGER:
+            self.model = torch.compile(model, dynamic=False, mode=self.case.mode)
 
     def train(self) -> Tensor:
         """Run forward, backward and update; return the loss."""
         self.model.train()
         self.optimizer.zero_grad()
-        with autocast(self.amp, self.images.device):
-            targets = torch.zeros(len(self.images), dtype=torch.int64, device=self.images.device)
-            loss = F.cross_entropy(self.model(self.images).float(), targets)
-        self.scaler.scale(loss).backward()
+        if self.case.mode != EAGER:
+            torch.compiler.cudagraph_mark_step_begin()
+        with self.case.forced():
+            with autocast(self.amp, self.images.device):
+                outputs = self.model(self.images).float()
+                targets = torch.zeros(len(outputs), dtype=torch.int64, device=outputs.device)
+                loss = F.cross_entropy(outputs, targets)
+            self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        return loss.detach()
+        return loss.detach().clone()
 
     def infer(self) -> Tensor:
         """Return the outputs in evaluation mode."""
         self.model.eval()
-        with torch.inference_mode(), autocast(self.amp, self.images.device):
+        with self.case.forced(), torch.inference_mode(), autocast(self.amp, self.images.device):
             return self.model(self.images)
+
+    def first_use(self) -> float:
+        """Return the seconds of the first training step and inference, which compile."""
+        start = time.perf_counter()
+        self.train()
+        self.infer()
+        devices.synchronize(self.images.device)
+        return time.perf_counter() - start
 
 
 def live_network(name: str, images: Tensor) -> nn.Module:
     """Return a network with random weights, always the same ones, none of whose branches is multiplied by zero.
 
     Raises:
-        UsageError: unknown, or one that refuses these images.
+        UsageError: the network is unknown or refuses these images.
     """
     torch.manual_seed(0)
-    layout = (
-        torch.channels_last
-        if images.is_contiguous(memory_format=torch.channels_last)
-        else torch.contiguous_format
-    )
+    is_channels_last = images.is_contiguous(memory_format=torch.channels_last)
+    layout = torch.channels_last if is_channels_last else torch.contiguous_format
     try:
-        origin = find_origin(name)
-        kwargs = {key: value for key, value in origin.kwargs.items() if key not in DATA_KEYWORDS}
-        model, _ = create_classifier(
-            origin.name, kwargs, num_classes=1000, img_size=images.shape[-1]
-        )
+        model = create_classifier(name, {}, num_classes=1000, img_size=images.shape[-1])[0]
         model = lay_out(model.to(images.device), layout).train()
         for norm in model.modules():
-            if (
-                isinstance(norm, nn.modules.batchnorm._BatchNorm)
-                and norm.affine
-                and not norm.weight.any()
-            ):
-                nn.init.constant_(norm.weight, 0.2)
+            if isinstance(norm, nn.modules.batchnorm._BatchNorm) and norm.affine:
+                if not norm.weight.any():
+                    nn.init.constant_(norm.weight, 0.2)
         with torch.no_grad():  # two passes make the statistics of BatchNorm
             model(images)
             model(images)
@@ -161,19 +209,29 @@ def noise(args: argparse.Namespace, device: torch.device) -> Tensor:
     """Return the images of all networks, (B, 3, H, W)."""
     torch.manual_seed(0)
     images = torch.randn(args.batch_size, 3, args.img_size, args.img_size, device=device)
-    return images.contiguous(
-        memory_format=torch.channels_last if args.channels_last else torch.contiguous_format
-    )
+    layout = torch.channels_last if args.channels_last else torch.contiguous_format
+    return images.contiguous(memory_format=layout)
 
 
 def set_malloc(options: dict[int, int]) -> None:
     """Set options of glibc's allocator, where it is the C library."""
+    if not sys.platform.startswith("linux"):
+        return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    for option, value in options.items() if mallopt else ():
-        mallopt(option, value)
+    if mallopt is not None:
+        for option, value in options.items():
+            mallopt(option, value)
 
 
-def peak_resident(name: str, args: argparse.Namespace) -> int:
+def peak_of_process() -> int | None:
+    """Return the most bytes of main memory that this process has had, or None where the system does not tell."""
+    if STATUS.exists():
+        # getrusage's maximum begins with the parent's
+        return 1024 * int(re.search(r"^VmHWM:\s*(\d+) kB$", STATUS.read_text(), re.MULTILINE)[1])
+    return getattr(psutil.Process().memory_info(), "peak_wset", None)  # Windows
+
+
+def peak_resident(name: str, args: argparse.Namespace) -> int | None:
     """Return the most bytes of main memory that three training steps take, in a process in which nothing else ran."""
     set_malloc(RETURN_MEMORY)
     torch.set_num_threads(args.threads)
@@ -182,80 +240,116 @@ def peak_resident(name: str, args: argparse.Namespace) -> int:
     steps = Steps(live_network(name, images), images, args.amp, args.opt)
     for _ in range(3):
         steps.train()
-    status = Path("/proc/self/status").read_text(
-        encoding="utf-8"
-    )  # getrusage's maximum begins with the parent's
-    return 1024 * int(re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)[1]) - before
+    peak = peak_of_process()
+    return None if peak is None else peak - before
 
 
-def peak_memory(
-    steps: Steps, name: str, mode: str, before: int, args: argparse.Namespace
-) -> float | None:
+def peak_memory(steps: Steps, before: int, args: argparse.Namespace) -> float | None:
     """Return the peak of a training step in MiB, or None where it cannot be told.
 
     Args:
-        before: bytes that were allocated on the GPU before the network was built.
+        before: bytes that were allocated on the device before the network was built.
     """
-    if steps.images.is_cuda:
+    device = steps.images.device
+    if device.type != "cpu":
         steps.train()
-        torch.cuda.reset_peak_memory_stats()
+        devices.reset_peak_memory(device)
         steps.train()
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
-    if mode == "compiled" or not Path("/proc/self/status").exists():
+        peak = devices.peak_memory(device)
+        return None if peak is None else (peak - before) / 2**20
+    if steps.case != Case(steps.case.name):
         return None
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(peak_resident, name, args).result() / 2**20
+        peak = pool.submit(peak_resident, steps.case.name, args).result()
+    return None if peak is None else peak / 2**20
+
+
+def cases_of(args: argparse.Namespace) -> list[Case]:
+    """Return the cases that the options name; a network without attention of ours has one implementation."""
+    cases = []
+    for name, implementation in product(names_of(args.models), args.implementation):
+        if implementation == args.implementation[0] or has_attention(name):
+            cases += [Case(name, implementation, mode) for mode in (EAGER, *args.compile_mode)]
+    return cases
+
+
+def has_attention(name: str) -> bool:
+    """Return whether a network's attention is ours."""
+    return name.startswith(("aa_", "ea_", "pa_"))
+
+
+def allocated(device: torch.device) -> int:
+    """Return the bytes that are allocated on a GPU, 0 on a CPU."""
+    functions = devices.functions_of(device)
+    if device.type == "cpu" or not hasattr(functions, "memory_allocated"):
+        return 0
+    return functions.memory_allocated()
+
+
+def built_steps(args: argparse.Namespace, images: Tensor) -> tuple[dict[Case, Steps], list[dict]]:
+    """Build the networks and run each once; return their steps, and the beginnings of their rows.
+
+    Raises:
+        UsageError: a network that is asked for by name refuses the setting.
+    """
+    steps = {}
+    rows = []
+    for case in cases_of(args):
+        print(case.name, case.implementation, case.mode, file=sys.stderr)
+        before = allocated(images.device)
+        try:
+            model = live_network(case.name, images)
+        except UsageError as error:
+            if case.name in args.models:
+                raise
+            print(f"left out: {error}")
+            continue
+        made = Steps(model, images, args.amp, args.opt, case)
+        compiles = case.mode != EAGER
+        row = {
+            "model": case.name,
+            "implementation": case.implementation,
+            "mode": case.mode,
+            "first_use_s": made.first_use() if compiles else None,
+            "memory_mib": None if args.no_memory else peak_memory(made, before, args),
+        }
+        steps[case] = made
+        rows.append(row)
+    return steps, rows
 
 
 def measure(args: argparse.Namespace, device: torch.device) -> list[dict]:
-    """Build and measure the networks; return a row for each network and mode.
+    """Build and measure the networks; return one row per network, implementation and mode.
 
     Raises:
         UsageError: a network that is asked for by name refuses the setting.
         RunError: a loss that is not finite.
     """
-    images, steps, rows = noise(args, device), {}, {}
-    for name, mode in product(names_of(args.models), ("eager", "compiled")[: 1 + args.compile]):
-        print(name, mode, file=sys.stderr)
-        before = torch.cuda.memory_allocated()
-        try:
-            model = live_network(name, images)
-        except UsageError as error:
-            if name in args.models:
-                raise
-            print(f"left out: {error}")
-            continue
-        of = Steps(
-            torch.compile(model, dynamic=False) if mode == "compiled" else model,
-            images,
-            args.amp,
-            args.opt,
-        )
-        steps[name, mode], rows[name, mode] = of, {"model": name, "mode": mode, "memory_mib": None}
-        if not args.no_memory:
-            rows[name, mode]["memory_mib"] = peak_memory(of, name, mode, before, args)
+    images = noise(args, device)
+    steps, rows = built_steps(args, images)
 
     def clock() -> float:
-        if images.is_cuda:
-            torch.cuda.synchronize()
+        devices.synchronize(device)
         return time.process_time() if args.clock == "CPU" else time.perf_counter()
 
+    warm_up = 1 if device.type == "cpu" else 3
     for phase in ("train", "infer"):
-        calls = {key: getattr(of, phase) for key, of in steps.items()}
-        for key, seconds in interleaved(
-            calls, args.repeats, 3 if images.is_cuda else 1, clock
-        ).items():
-            rows[key] |= {
-                f"{phase}_ms": 1e3 * seconds,
-                f"{phase}_images_per_s": len(images) / seconds,
-            }
-    for (name, mode), row in rows.items():
-        if not steps[name, mode].train().isfinite():
-            raise RunError(f"the loss of {name}, {mode}, is not finite: its times mean nothing")
-        base = rows.get((baseline_of(name), mode), {})
+        calls = {case: getattr(of, phase) for case, of in steps.items()}
+        seconds = interleaved(calls, args.repeats, warm_up, clock)
+        for case, row in zip(steps, rows, strict=True):
+            row[f"{phase}_ms"] = 1e3 * seconds[case]
+            row[f"{phase}_images_per_s"] = len(images) / seconds[case]
+    by_case = dict(zip(steps, rows, strict=True))
+    for case, row in by_case.items():
+        if not steps[case].train().isfinite():
+            raise RunError(
+                f"the loss of {case.name}, {case.mode}, is not finite: its times mean nothing"
+            )
+        base = by_case.get(case.baseline(), {})
         for key in MEASURED:
-            row[f"{key}_ratio"] = row[key] / base[key] if row[key] and base.get(key) else None
-    return list(rows.values())
+            known = row[key] and base.get(key)
+            row[f"{key}_ratio"] = row[key] / base[key] if known else None
+    return rows
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -287,7 +381,20 @@ def make_parser() -> argparse.ArgumentParser:
     add("--opt", default="sgd", metavar="NAME", help="timm's optimiser (default: %(default)s)")
     add("--threads", type=positive, default=2, help="threads of a CPU (default: %(default)s)")
     add(
-        "--compile", action="store_true", help="measure each network compiled by torch.compile, too"
+        "--compile-mode",
+        nargs="+",
+        default=[],
+        choices=COMPILE_MODES,
+        metavar="MODE",
+        help=f"also compiled by torch.compile in each of these modes: {', '.join(COMPILE_MODES)}",
+    )
+    add(
+        "--implementation",
+        nargs="+",
+        default=[CHOSEN],
+        choices=(CHOSEN, *IMPLEMENTATIONS),
+        metavar="NAME",
+        help=f"of attention, one row each: chosen (default), {', '.join(IMPLEMENTATIONS)}",
     )
     add(
         "--repeats",
@@ -321,30 +428,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     threads = torch.get_num_threads()
     torch.set_num_threads(args.threads)
     set_malloc(KEEP_MEMORY)
+    options = ("batch_size", "img_size", "amp", "opt", "channels_last", "repeats", "clock")
     under = {
         "hardware": hardware(device, 1),
         "date": datetime.now().astimezone().isoformat(timespec="minutes"),
         "ea_vision": ea_vision.__version__,
         "torch": str(torch.__version__),
         "timm": timm.__version__,
-        "implementation": os.environ.get("EA_VISION_IMPLEMENTATION", "chosen"),
-        **{
-            name: getattr(args, name)
-            for name in (
-                "batch_size",
-                "img_size",
-                "amp",
-                "opt",
-                "channels_last",
-                "repeats",
-                "clock",
-            )
-        },
+        "forced": os.environ.get("EA_VISION_IMPLEMENTATION", ""),
+        **{name: getattr(args, name) for name in options},
     }
     print("; ".join(f"{name} {value}" for name, value in under.items()), end="\n\n")
     rows = measure(args, device)
     torch.set_num_threads(threads)
-    headings = {"model": "network", "mode": "mode"}
+    headings = {"model": "network", "implementation": "implementation", "mode": "mode"}
+    if args.compile_mode:
+        headings["first_use_s"] = "first use, s"
     for key, heading in MEASURED.items():
         headings |= {key: heading, f"{key}_ratio": "ratio"}
     print(table(rows, headings))

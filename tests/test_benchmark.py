@@ -143,3 +143,26 @@ def test_memory_is_that_of_the_steps_alone(tmp_path):
 def test_bad_input(more, message, capsys):
     assert exit_code(lambda: main([*TINY, *more])) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_row_per_implementation_and_mode(tmp_path, monkeypatch):
+    """A compiled row tells the seconds of its first use; a plain network has no implementation to choose."""
+    monkeypatch.setattr(
+        torch, "compile", lambda model, **options: compiled.append(options) or model
+    )
+    compiled = []
+    path = tmp_path / "speed.csv"
+    names = ["--models", "cnn_cifar", "ea_conv_transformer_cifar"]
+    ways = ["--implementation", "chosen", "reference", "--compile-mode", "reduce-overhead"]
+    assert main([*TINY, *names, *ways, "--no-memory", "--csv", str(path)]) == 0
+    rows = list(csv.DictReader(path.open()))
+    assert [(row["model"], row["implementation"], row["mode"]) for row in rows] == [
+        ("cnn_cifar", "chosen", "eager"),
+        ("cnn_cifar", "chosen", "reduce-overhead"),
+        ("ea_conv_transformer_cifar", "chosen", "eager"),
+        ("ea_conv_transformer_cifar", "chosen", "reduce-overhead"),
+        ("ea_conv_transformer_cifar", "reference", "eager"),
+        ("ea_conv_transformer_cifar", "reference", "reduce-overhead"),
+    ]
+    assert [bool(row["first_use_s"]) for row in rows] == [False, True] * 3
+    assert compiled == [{"dynamic": False, "mode": "reduce-overhead"}] * 3
