@@ -4,7 +4,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,11 @@ def _made_with(name: str, kwargs: Mapping[str, Any]) -> MadeWith | None:
     return MadeWith(str(path), {**get_network(made["model"]).kwargs, **made["model_kwargs"]})
 
 
+@cache  # three networks share each plain one
+def _weights_of(plain: str) -> list[str]:
+    return list_pretrained(f"{plain}.*")
+
+
 def with_plain_weights(name: str, plain: str, cfg: Mapping[str, Any]) -> dict[str, Any]:
     """Return entries of `default_cfgs` for a network that begins, with fusion="add", with weights of timm's `plain`.
 
@@ -129,7 +134,7 @@ def with_plain_weights(name: str, plain: str, cfg: Mapping[str, Any]) -> dict[st
     stays its default.
     """
     entries: dict[str, Any] = {}
-    for full in list_pretrained(f"{plain}.*"):
+    for full in _weights_of(plain):
         tag = full.partition(".")[2]
         entries[f"{name}.{tag}"] = replace(
             get_pretrained_cfg(full),
