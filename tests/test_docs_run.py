@@ -186,6 +186,7 @@ SNIPPETS = [
 SMALLER = {
     '"vit_small_patch16_224", num_classes=3,': '"test_vit", num_classes=3, patch_size=8, img_size=32,',
     "pretrained=True": "pretrained=False",
+    'weights="DEFAULT"': "weights=None",
     "vit_small_patch16_224": "vit_tiny_patch16_224",
     "vit_base_patch16_224.dino": "vit_tiny_patch16_224",
 }
