@@ -14,7 +14,7 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ from ea_vision.visualize.figure_options import (
     run_label,
 )
 from ea_vision.visualize.image_maps import MEAN, OWN_ALONE, add_own_alone, as_images, record
-from ea_vision.visualize.map_style import SIGNED_MAP, equation
+from ea_vision.visualize.map_style import SIGNED_MAP, before_shares, equation
 
 EXAMPLES = """\
   ea-vision explore --model ea_conv_transformer_cifar -o page.html photo.jpg
@@ -194,6 +194,7 @@ class Explorer:
                 "imgSize": model.img_size,
                 "prefix": prefix_names(model.model),
                 "equation": equation(model.model, chosen),
+                "mixes": _mixes_own(model.model, chosen),
                 "layers": layers,
             }
             described.append(known)
@@ -230,9 +231,33 @@ class Explorer:
             "photo": data_url((seen.pixels() * 255).round().astype(np.uint8)),
             "predictions": predictions(seen.output, model.classes),
             "featSizes": {layer.number: layer.feat_size for layer in seen.maps.values()},
+            "prefixes": {layer.number: layer.num_prefix_tokens for layer in seen.maps.values()},
+            "largest": self._largest(model, seen.maps.values(), maps, prefix),
             "places": places,
             "streams": streams,
         }
+
+    def _largest(
+        self,
+        model: LoadedModel,
+        layers: Iterable[LayerMaps],
+        maps: dict[int, dict[str, np.ndarray]],
+        prefix: int,
+    ) -> dict[int, list[int]]:
+        """Return by layer the head and the pixel (y, x) of the input, in the middle of its cell, that the previous map
+        changes most."""
+        largest = {}
+        for layer in layers:
+            if CHANGE not in maps[layer.number]:
+                continue
+            of_pixels = maps[layer.number][CHANGE][:-1, prefix:-1]  # (K, N)
+            index, cell = np.unravel_index(of_pixels.argmax(), of_pixels.shape)
+            head = (self.heads or layer.heads)[index]
+            row, col = divmod(int(cell), layer.feat_size[1])
+            height = model.img_size[0] / layer.feat_size[0]
+            width = model.img_size[1] / layer.feat_size[1]
+            largest[layer.number] = [head, int((row + 0.5) * height), int((col + 0.5) * width)]
+        return largest
 
     def _arrays(self, layer: LayerMaps, prefix: int) -> dict[str, np.ndarray]:
         """Return (K, T, N) of each recorded part: rows of all tokens, those before the patches first, over N pixels.
@@ -248,6 +273,12 @@ class Explorer:
         if OWN_ALONE in arrays:
             arrays[CHANGE] = changes_of(layer, heads, prefix)
         return arrays
+
+
+def _mixes_own(model: nn.Module, layers: Sequence[AttentionLayer]) -> bool:
+    """Return whether the convolution's input holds a layer's own logits (EA), or the previous ones alone (PA)."""
+    shares = [before_shares(model, layer.name) for layer in layers]
+    return any("self_logits" in share for share in shares) or not any(shares)
 
 
 def _likeliest(output: Any, names: Sequence[str] | None) -> list[dict]:

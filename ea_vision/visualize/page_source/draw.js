@@ -6,7 +6,7 @@ import { bytesOfBase64, isAttention } from "./maps.js";
 export const FRAME = [["#000", 6], ["#fff", 4], ["#e8431f", 2]];
 const SMALL_FRAME = [["#000", 3], ["#fff", 1]];
 const BOX = [["#000", 3], ["#ffd23f", 1.5]];
-const GAP = 3, LEFT = 26, TOP = 18; // pixels between tiles, and before them for the layers' and the columns' names
+const DARKEST = 0.1; // factor of the photo's colours at half of uniform attention; at twice it is 1
 
 // ---- colours --------------------------------------------------------------------------------------------------------
 
@@ -15,6 +15,12 @@ export function colourTable(base64) {
   const bytes = bytesOfBase64(base64);
   return Uint32Array.from({ length: 256 }, (_, i) =>
     (255 << 24 | bytes[3 * i + 2] << 16 | bytes[3 * i + 1] << 8 | bytes[3 * i]) >>> 0);
+}
+
+/** As `colourTable`, the greys by which light multiplies a photo. */
+export function lightTable() {
+  const grey = (i) => Math.round(255 * (DARKEST + ((1 - DARKEST) * i) / 255));
+  return Uint32Array.from({ length: 256 }, (_, i) => (255 << 24 | grey(i) << 16 | grey(i) << 8 | grey(i)) >>> 0);
 }
 
 /**
@@ -90,10 +96,12 @@ export function greyCopy(image) {
   return canvas;
 }
 
-/** A copy of a picture as fine as tiles need it: it is scaled once, not for each of them. */
-function scaledCopy(picture, width, height) {
-  const copy = new OffscreenCanvas(Math.round(width), Math.round(height)), context = copy.getContext("2d");
-  context.imageSmoothingEnabled = picture.width > 64;
+/** A copy of a picture as fine as tiles of this size need it: it is scaled once, not for each of them. */
+export function scaledCopy(picture, width, height) {
+  const ratio = fineness || window.devicePixelRatio || 1;
+  const copy = new OffscreenCanvas(Math.round(width * ratio), Math.round(height * ratio)), context = copy.getContext("2d");
+  context.imageSmoothingEnabled = (picture.naturalWidth ?? picture.width) > 64;
+  context.imageSmoothingQuality = "high";
   context.drawImage(picture, 0, 0, copy.width, copy.height);
   return copy;
 }
@@ -131,86 +139,29 @@ function markCell(context, x, y, width, height, cell, [H, W], frame) {
 }
 
 /**
- * A tile's map: attention over the grey photo, logits bare; where there is none a dashed place, and why.
+ * A tile's map: attention as light on the photo, or in colours over the grey one; logits bare; a dashed place for none.
  * @param tile { present, why, pixels, data, values, range, table, cell, featSize, part }; pixels: a canvas of featSize,
  *   as its context, and data what lies on it.
+ * @param look { photo, grey: copies of the tile's size, light: whether attention is light, opacity, ink }.
  */
-export function drawMap(context, tile, { grey, opacity, ink }, x, y, width, height, frame = SMALL_FRAME) {
-  if (!tile?.present) {
+export function drawMap(context, tile, { photo, grey, light, opacity, ink }, width, height) {
+  if (!tile.present) {
     Object.assign(context, { strokeStyle: ink.faint, lineWidth: 1 });
     context.setLineDash([2, 3]);
-    context.strokeRect(x + 0.5, y + 0.5, width - 1, height - 1);
+    context.strokeRect(0.5, 0.5, width - 1, height - 1);
     context.setLineDash([]);
-    setFont(context, 10, ink.faint, "center", "middle");
-    if (tile?.why && width > 60) context.fillText(tile.why, x + width / 2, y + height / 2, width - 6);
     return;
   }
-  const attention = isAttention(tile.part);
   colourMap(tile, new Uint32Array(tile.data.data.buffer));
   tile.pixels.putImageData(tile.data, 0, 0);
-  context.imageSmoothingEnabled = grey.width > 64;
-  if (attention) context.drawImage(grey, x, y, width, height);
-  context.globalAlpha = attention ? opacity : 1;
-  context.imageSmoothingEnabled = false;
-  context.drawImage(tile.pixels.canvas, x, y, width, height);
-  context.globalAlpha = 1;
-  markCell(context, x, y, width, height, tile.cell, tile.featSize, frame);
-}
-
-// ---- tiles ----------------------------------------------------------------------------------------------------------
-
-/**
- * Where the tiles of a grid lie, in CSS pixels.
- * @param size width of all; rows, columns; aspect: height of a tile over its width; largest: of a tile; high: of all, so
- *   that a sheet is seen as a whole, as far as tiles of 26 pixels allow it: small ones have no numbers below.
- */
-export function tileGeometry({ width, rows, columns, aspect, largest, high = Infinity }) {
-  const wide = Math.floor((width - LEFT) / columns) - GAP, fitting = Math.floor((high / rows - GAP) / aspect);
-  const tile = Math.max(26, Math.min(largest, wide, fitting)), height = Math.max(1, Math.round(tile * aspect));
-  const numLines = tile < 40 && high < Infinity ? 0 : tile >= 62 ? 1 : 2, strip = 12 * numLines;
-  return { left: LEFT, top: TOP, tile, height, numLines, strip, stepX: tile + GAP,
-    stepY: height + strip + GAP + (numLines ? 3 : 0) };
-}
-
-/**
- * All tiles of a model, with the names of rows and columns and the numbers below.
- * @param tiles rows of tiles, see drawMap.
- * @param look { grey, opacity, ink: { text, faint, accent }, rows, columns: texts, links: [[row, from, to], ...] of
- *   columns }.
- */
-export function drawTiles(context, geometry, tiles, look) {
-  const { left, top, tile, height, stepX, stepY } = geometry, { rows, columns, ink } = look;
-  const grey = scaledCopy(look.grey, tile * context.getTransform().a, height * context.getTransform().a);
-  setFont(context, 11, ink.text, "center", "middle");
-  columns.forEach((text, c) => context.fillText(text, left + c * stepX + tile / 2, top / 2, tile + 2));
-  setFont(context, 11, ink.text, "right", "middle");
-  rows.forEach((text, r) => context.fillText(text, left - 6, top + r * stepY + height / 2, left - 6));
-  const forEachTile = (act) => tiles.forEach((row, r) => row.forEach((one, c) => act(one, left + c * stepX, top + r * stepY)));
-  forEachTile((one, x, y) => drawMap(context, one, { ...look, grey }, x, y, tile, height));
-  setFont(context, 10, ink.text, "center");
-  forEachTile((one, x, y) => drawNumbers(context, geometry, one, x + tile / 2, y + height + 3));
-  for (const link of look.links) drawLink(context, geometry, link, ink);
-}
-
-/** A line from what a row hands on to the previous logits of the row below. */
-function drawLink(context, { left, top, tile, height, stepX, stepY }, [row, from, to], ink) {
-  const y = top + row * stepY + height, below = top + (row + 1) * stepY, middle = (y + below) / 2;
-  const [start, end] = [from, to].map((column) => left + column * stepX + tile / 2);
-  Object.assign(context, { strokeStyle: ink.accent, fillStyle: ink.accent, lineWidth: 1.5 });
-  context.beginPath();
-  for (const point of [[start, y], [start, middle], [end, middle], [end, below - 1]]) context.lineTo(...point);
-  context.stroke();
-  context.beginPath();
-  for (const point of [[end - 4, below - 5], [end + 4, below - 5], [end, below]]) context.lineTo(...point);
-  context.fill();
-}
-
-/** Entropy and distance of a tile's attention, below it. */
-function drawNumbers(context, { tile, numLines }, one, x, y) {
-  if (!numLines || !one.present || one.entropy === undefined || one.fixed.part && one.part !== "attn") return;
-  const numbers = [one.entropy.toFixed(2), one.distance?.toFixed(1) ?? "–"];
-  const lines = numLines === 1 ? [numbers.join(" · ")] : numbers;
-  lines.forEach((text, i) => context.fillText(text, x, y + 11 * i, tile));
+  const attention = isAttention(tile.part), lit = attention && light;
+  if (attention) context.drawImage(lit ? photo : grey, 0, 0, width, height);
+  if (lit) context.globalCompositeOperation = "multiply";
+  context.globalAlpha = attention && !light ? opacity : 1;
+  context.imageSmoothingEnabled = lit;
+  context.drawImage(tile.pixels.canvas, 0, 0, width, height);
+  Object.assign(context, { globalCompositeOperation: "source-over", globalAlpha: 1 });
+  markCell(context, 0, 0, width, height, tile.cell, tile.featSize, width > 100 ? FRAME : SMALL_FRAME);
 }
 
 /** A horizontal colour bar with its ends' values, 26 pixels high; of attention in units of uniform attention, with 1 in

@@ -1,52 +1,42 @@
 // The page: reads what it was given, keeps the state, draws a frame when something changed.
 
-import { MEAN, PARTS, isAttention } from "./maps.js";
-import { colourTable, copyElement, setFineness, setFont } from "./draw.js";
-import { firstState, fromFragment, queryName, setQuery, toFragment } from "./state.js";
-import { Panel, element, headName } from "./panel.js";
+import { ALL, PARTS, isAttention } from "./maps.js";
+import { FRAME, colourTable, copyElement, drawBar, drawPhoto, lightTable, setFineness, setFont, sizeCanvas } from "./draw.js";
+import { firstState, fromFragment, onePixel, queryName, setQuery, toFragment } from "./state.js";
+import { Panel, clamp, element, headName } from "./panel.js";
 
 const ARROWS = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
 const byId = (id) => document.getElementById(id);
 const about = JSON.parse(byId("about").textContent);
 const entries = [...document.querySelectorAll("script.image")].map((script) => JSON.parse(script.textContent));
-const [table, signed] = [colourTable(about.colours), colourTable(about.signed)];
-const toolbar = byId("toolbar");
+const [table, signed, light] = [colourTable(about.colours), colourTable(about.signed), lightTable()];
+const toolbar = byId("toolbar"), photo = document.querySelector(".photo"), first = firstState(about, entries[0]);
 
-let state = firstState(about);
+let state = structuredClone(first);
 let frame = 0; // the request of the next one
-let toLayOut = true;
-let showing = Promise.resolve(); // the last change of image or view
+let showing = Promise.resolve(); // the last change of image
 let later = 0; // the timer of what is done when the hand rests
 
-const actions = {
-  /** A hovering mouse moves the query unless it is pinned. */
-  moveQuery(model, point, hovering) {
-    if (hovering && state.pinned) return;
-    setQuery(state, model, point, about);
-    schedule();
-  },
-  /** Pin the query at a point, or where it is (null); again at the same place lets go. */
-  pin(model, point) {
-    const { [model]: panel } = panels, old = state.queries[model];
-    const same = point === null || panel.finestCell(point) === panel.finestCell(old);
-    state.pinned = !(state.pinned && same);
-    if (point !== null) setQuery(state, model, point, about);
-    schedule();
-  },
-  select(layer, { head = state.head, part = state.part }) {
-    Object.assign(state, { layer, head, part });
-    complain("");
-    writeControls();
-    schedule();
-  },
-};
-const panels = about.models.map((model, index) => new Panel(model, index, about.models.length, actions));
-
+const panels = about.models.map((model, index) => new Panel(model, index, about.models.length, { select }));
 const complain = (text) => { byId("message").textContent = text; };
 
-// ---- showing images and views ---------------------------------------------------------------------------------------
+/** Ask from a pixel, a token or all pixels; `pinned`: whether a hovering mouse leaves the query alone. */
+function ask(query, pinned, model = 0) {
+  state.pinned = pinned;
+  setQuery(state, model, query, about);
+  schedule();
+}
 
-/** Load the image, then show it in the view; of several changes in a row the last one counts. */
+function select(changes) {
+  Object.assign(state, changes);
+  complain("");
+  writeControls();
+  schedule();
+}
+
+// ---- showing images -------------------------------------------------------------------------------------------------
+
+/** Load the image, then show it; of several changes in a row the last one counts. */
 function show() {
   const { image } = state, wanted = entries[image].models;
   showing = (async () => {
@@ -54,10 +44,6 @@ function show() {
       (panel.entry === wanted[index] ? () => {} : panel.setEntry(wanted[index]))));
     if (state.image !== image) return;
     switches.forEach((use) => use());
-    // one head's attention alone is no evolution
-    if (panels.every((panel) => panel.maps.evolution().length < 3)) state.view = "heads";
-    panels.forEach((panel) => panel.useView(state.view));
-    toLayOut = true;
     offerParts();
     schedule();
   })().catch((error) => complain(`This page cannot show its maps: ${error.message}`));
@@ -72,7 +58,7 @@ function offerParts() {
 }
 
 function applyFragment() {
-  const [asked, problems] = fromFragment(location.hash, about, entries.length);
+  const [asked, problems] = fromFragment(location.hash, about, entries.length, first);
   state = asked;
   complain(problems.join(" "));
   show();
@@ -83,33 +69,62 @@ function applyFragment() {
 function schedule() {
   frame ||= requestAnimationFrame(() => {
     frame = 0;
-    if (!panels.every((panel) => panel.tiles)) return;
+    if (!panels.every((panel) => panel.maps)) return;
     paint();
     clearTimeout(later);
     later = setTimeout(finish, 200);
   });
 }
 
-/** Paint all models; tiles of models side by side have one size. */
+/** Paint all models, and the photo and the heads of the first one that has the chosen layer. */
 function paint() {
-  const columns = Math.max(...panels.map((panel) => panel.columns.length));
-  if (toLayOut) panels.forEach((panel) => panel.layOut(state, columns));
-  toLayOut = false;
-  panels.forEach((panel) => panel.compute(state));
-  const style = getComputedStyle(document.body), faint = getComputedStyle(byId("part-help")).color;
-  const look = { state, table, signed, ink: { text: style.color, faint, accent: style.accentColor } };
-  shareScales(look);
-  panels.forEach((panel) => panel.paint(look));
-  return look;
+  const style = getComputedStyle(document.body), faint = getComputedStyle(byId("query")).color;
+  const look = { state, table, signed, light, lit: state.style === "light", ink: { text: style.color, faint, accent: style.accentColor } };
+  panels.forEach((panel) => panel.arrange(state));
+  const leader = panels.find((panel) => panel.chosen(state)) ?? panels[0], heads = byId("heads");
+  if (heads.firstChild !== leader.headTiles[0].node) heads.replaceChildren(...leader.headTiles.map(({ node }) => node));
+  const columns = Math.min(leader.headTiles.length, 5);
+  const thumb = clamp(Math.floor(heads.clientWidth / columns) - 6, 24, 56), gap = document.querySelector(".layers .sign") ? 26 : 4;
+  panels.forEach((panel) => panel.layOut(thumb, gap));
+  panels.forEach((panel) => panel.tiles(panel === leader).forEach((tile) => panel.compute(tile, state)));
+  shareScales(look, leader);
+  panels.forEach((panel) => panel.paint(look, panel === leader));
+  paintPhoto();
+  paintBars(look, leader);
+}
+
+function paintPhoto() {
+  const [panel] = panels, query = state.queries[0], { imgSize } = panel.model;
+  const width = Math.min(250, byId("query").clientWidth || 250), height = Math.round(width * panel.aspect);
+  const boxes = panel.entry.predictions.flatMap(({ box }) => (box ? [box] : []));
+  const cell = typeof query === "string" ? -1 : panel.finestCell(query);
+  drawPhoto(sizeCanvas(photo, width, height), panel.image, width, height, boxes, imgSize, cell, panel.finest);
+  byId("query").textContent = `${queryName(query)}${state.pinned && typeof query !== "string" ? " · pinned" : ""}`;
+  for (const button of byId("asked").children) {
+    const { query: asked } = button.dataset;
+    button.setAttribute("aria-pressed", String(asked ? asked === query : typeof query !== "string"));
+  }
+}
+
+/** What the colours of attention and of logits mean, by the chosen layer's. */
+function paintBars({ ink, lit }, leader) {
+  const width = Math.min(220, byId("heads").clientWidth || 220), tiles = [...leader.howTiles, ...leader.layerTiles, ...leader.headTiles];
+  const shown = [true, false].map((attention) => tiles.find((tile) =>
+    tile.present && isAttention(tile.part) === attention && tile.layer.number === state.layer));
+  ["bar-attn", "bar-logits"].forEach((id, i) => {
+    byId(id).hidden = !shown[i];
+    if (shown[i]) drawBar(sizeCanvas(byId(id), width, 26), shown[i].table, shown[i].range, width, ink);
+  });
+  byId("bar-text").textContent = !shown[0] ? "" : lit ? "lit: above uniform attention; dark: below" : "attention, in times uniform";
 }
 
 /**
  * One scale of colours for each tile, for the tiles of a layer, or for all, over all models; attention has one, logits
  * have another. That of attention reaches to twice uniform attention at least: what looks everywhere alike must not look
- * strong.
+ * strong. Light is always from half to twice.
  */
-function shareScales(look) {
-  const tiles = panels.flatMap((panel) => panel.tiles.flat().filter((tile) => tile.present).map((tile) => [panel, tile]));
+function shareScales(look, leader) {
+  const tiles = panels.flatMap((panel) => panel.tiles(panel === leader).filter((tile) => tile.present).map((tile) => [panel, tile]));
   const reaches = new Map();
   const groupOf = ({ layer, part }, index) =>
     [isAttention(part), { all: "", layer: layer.number, tile: index }[state.scale]].join();
@@ -122,98 +137,114 @@ function shareScales(look) {
 
 /** When the hand rests: the spoken status, and the address, which may not change too often. */
 function finish() {
-  const fragment = toFragment(state, about);
+  const fragment = toFragment(state, first);
   // a page inside a notebook has no address
   if (location.protocol !== "about:" && location.hash !== fragment) history.replaceState(null, "", fragment);
-  byId("status").textContent = `query ${queryName(state.queries[0])}; ${panels[0].zoomLines().join(", ")}`;
+  byId("status").textContent = panels[0].lines(state).join(", ");
 }
 
 // ---- controls -------------------------------------------------------------------------------------------------------
 
 function buildControls() {
-  const { elements } = toolbar, heads = [...new Set(panels.flatMap((panel) => panel.heads))].sort((a, b) => a - b);
-  elements.part.append(...Object.entries(PARTS).map(([value, [name]]) => element("option", { value }, name)));
-  elements.head.append(...[...heads, MEAN].map((head) => element("option", {}, String(head))));
+  const button = (query, text) => element("button", { type: "button", title: queryName(query) }, text);
+  const known = about.models.map(({ prefix }, index) => prefix.slice(0, Math.max(...Object.values(entries[0].models[index].prefixes))));
+  const tokens = [...new Set(known.flat())];
+  const named = [ALL, ...tokens].map((query) => [query, button(query, query === ALL ? "all pixels" : query)]);
+  for (const [query, node] of named) {
+    node.dataset.query = query;
+    const owner = Math.max(0, known.findIndex((prefix) => prefix.includes(query)));
+    node.addEventListener("click", () => ask(query, query !== ALL, owner));
+  }
+  const one = element("button", { type: "button" }, "one pixel");
+  one.addEventListener("click", () => {
+    const [model, pixel] = onePixel(about, entries[state.image], state);
+    ask(pixel, true, model);
+  });
+  byId("asked").append(named[0][1], one, ...named.slice(1).map(([, node]) => node));
+  toolbar.elements.part.append(...Object.entries(PARTS).map(([value, [name]]) => element("option", { value }, name)));
   byId("version").textContent = about.version;
   byId("models").append(...panels.map((panel) => panel.node));
+  byId("numbers").append(...panels.map((panel) => panel.numbers));
   byId("images").hidden = entries.length < 2;
   byId("images").append(...(about.epochs ? [element("label", { class: "epochs" }, element("output"),
     element("input", { type: "range", name: "image", min: 0, max: entries.length - 1, "aria-label": "epoch" }))]
     : entries.map((entry, index) => element("label", { title: entry.name },
       element("input", { type: "radio", name: "image", value: String(index), "aria-label": entry.name }),
       element("img", { src: entry.models[0].photo, alt: "" }), element("span", {}, entry.name)))));
+  for (const [name, value] of Object.entries({ tabIndex: 0, role: "img", "aria-describedby": "keys",
+    "aria-label": "photo: arrow keys move the query, Enter pins it" })) {
+    if (name in photo) photo[name] = value;
+    else photo.setAttribute(name, value);
+  }
 }
 
 function writeControls() {
-  const { elements } = toolbar, parts = state.view === "parts";
-  for (const name of ["opacity", "scale", "view", "head", "part"]) elements[name].value = String(state[name]);
+  for (const name of ["part", "style", "scale", "opacity"]) toolbar.elements[name].value = String(state[name]);
   for (const input of byId("images").querySelectorAll("input")) {
     if (about.epochs) input.value = state.image;
     else input.checked = Number(input.value) === state.image;
   }
   if (about.epochs) byId("images").querySelector("output").textContent =
     `${entries[state.image].name} · ${state.image + 1} of ${entries.length}`;
-  elements.part.parentElement.hidden = parts;
-  elements.head.parentElement.hidden = !parts;
-  byId("part-help").textContent = parts ? "what one head computes, from left to right, layer after layer"
-    : PARTS[state.part][1];
 }
 
 function onControl({ target: { name, value } }) {
-  const isNumber = name === "opacity" || name === "image" || name === "head" && value !== MEAN;
-  state[name] = isNumber ? Number(value) : value;
-  complain("");
-  writeControls();
-  if (name === "view" || name === "image") show();
-  schedule();
+  select({ [name]: name === "opacity" || name === "image" ? Number(value) : value });
+  if (name === "image") show();
+}
+
+/** The pixel of the first model's input under an event on the photo. */
+function pixelUnder(event) {
+  const box = photo.getBoundingClientRect(), [H, W] = about.models[0].imgSize;
+  const within = (share, size) => clamp(Math.floor(share * size), 0, size - 1);
+  return [within((event.clientY - box.top) / box.height, H), within((event.clientX - box.left) / box.width, W)];
+}
+
+/** A click pins the pixel; one in the pinned cell lets go. */
+function onPin(pixel) {
+  const [panel] = panels, same = state.pinned && panel.finestCell(pixel) === panel.finestCell(state.queries[0]);
+  ask(pixel, !same);
 }
 
 /** Arrows move the query, unless what has the focus needs them itself. */
 function onKey(event) {
-  if (event.key === "Escape") {
-    state.pinned = false;
-    schedule();
+  const { key, target } = event, [query] = state.queries;
+  if (key === "Escape") ask(ALL, false);
+  if (target === photo && (key === "Enter" || key === " ") && typeof query !== "string") {
+    event.preventDefault();
+    onPin(query);
   }
-  const arrow = ARROWS[event.key], { target } = event;
-  if (!arrow || event.ctrlKey || event.altKey || event.metaKey || !panels[0].maps || target.closest?.("input, select")) return;
+  if (!ARROWS[key] || event.ctrlKey || event.altKey || event.metaKey || !panels[0].maps || target.closest?.("input, select")) return;
   event.preventDefault();
-  const index = Math.max(0, panels.findIndex((panel) => panel.node.contains(target)));
-  actions.moveQuery(index, panels[index].neighbour(state.queries[index], arrow), false);
+  ask(panels[0].neighbour(query, ARROWS[key]), state.pinned);
 }
 
 // ---- the picture ----------------------------------------------------------------------------------------------------
 
-/** The view as a canvas, twice as fine as the page: the models side by side, whatever the window's width. */
+/** The view as a canvas, twice as fine as the page. */
 function paintPicture() {
-  const margin = 16, heading = 26, fine = 2, main = byId("models"), body = document.body;
-  const columns = Math.max(...panels.map((panel) => panel.columns.length));
-  body.classList.add("picture");
-  main.style.cssText = `width: ${panels.length * Math.max(640, 340 + 29 * columns)}px; `
-    + `grid-template-columns: repeat(${panels.length}, minmax(0, 1fr))`;
+  const margin = 16, fine = 2, main = document.querySelector("main");
   setFineness(fine);
-  toLayOut = true;
-  const look = paint(), box = main.getBoundingClientRect();
-  const width = box.width + 2 * margin, height = box.height + heading + 2 * margin;
+  panels.forEach((panel) => panel.copies.clear());
+  paint();
+  const box = main.getBoundingClientRect(), style = getComputedStyle(document.body);
+  const width = box.width + 2 * margin, height = box.height + 2 * margin;
   const canvas = element("canvas", { width: fine * width, height: fine * height }), context = canvas.getContext("2d");
   context.scale(fine, fine);
-  context.fillStyle = getComputedStyle(body).backgroundColor;
+  context.fillStyle = style.backgroundColor;
   context.fillRect(0, 0, width, height);
-  setFont(context, 14, look.ink.text);
-  context.fillText(`${entries[state.image].name} · ${state.view === "parts" ? headName(state.head)
-    : PARTS[state.part][0]}`, margin, margin);
-  context.translate(margin - box.left, margin + heading - box.top);
-  copyElement(context, main, look.ink.accent);
-  body.classList.remove("picture");
-  main.style.cssText = "";
+  setFont(context, 14, style.color);
+  context.translate(margin - box.left, margin - box.top);
+  copyElement(context, main, style.accentColor);
   setFineness(0);
-  toLayOut = true;
+  panels.forEach((panel) => panel.copies.clear());
   schedule();
   return canvas;
 }
 
 async function save() {
   const blob = await new Promise((resolve) => paintPicture().toBlob(resolve, "image/png"));
-  const what = [entries[state.image].name.replace(/\.\w+$/, ""), state.view === "parts" ? `head ${state.head}` : state.part];
+  const what = [entries[state.image].name.replace(/\.\w+$/, ""), `layer ${state.layer}`, headName(state.head)];
   const address = URL.createObjectURL(blob);
   element("a", { href: address, download: `attention-${what.join("-").replace(/[^\w-]+/g, "-")}.png` }).click();
   setTimeout(() => URL.revokeObjectURL(address), 10_000);
@@ -224,26 +255,31 @@ async function save() {
 buildControls();
 for (const controls of [toolbar, byId("images")]) controls.addEventListener("input", onControl);
 byId("save").addEventListener("click", save);
+byId("more").addEventListener("toggle", schedule);
+photo.addEventListener("pointermove", (event) => {
+  if (event.pointerType === "mouse" && !state.pinned) ask(pixelUnder(event), false);
+});
+photo.addEventListener("pointerleave", (event) => {
+  if (event.pointerType === "mouse" && !state.pinned) ask(ALL, false);
+});
+photo.addEventListener("click", (event) => onPin(pixelUnder(event)));
 document.addEventListener("keydown", onKey);
 window.addEventListener("hashchange", applyFragment);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", schedule);
-new ResizeObserver(() => {
-  toLayOut = true;
-  schedule();
-}).observe(byId("models"));
+new ResizeObserver(schedule).observe(document.querySelector("main"));
 applyFragment();
 
-/** For the console and for tests: the state, a tile's numbers. */
+/** For the console and for tests: the state, and a map's numbers. */
 window.explorer = {
   ready: () => showing.then(() => new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)))),
   state: () => structuredClone(state),
-  fragment: () => toFragment(state, about),
-  links: (model) => panels[model].links,
+  fragment: () => toFragment(state, first),
+  change: (model, layer, head) => panels[model].maps.change(panels[model].chosen({ layer }), head, state.queries[model]),
   /** What a tile shows: values row by row, the ends of its colours, entropy (nats), distance (pixels). */
   tile(model, layer, head, part = state.part) {
-    const tile = panels[model].tiles.flat().find((one) => one.layer.number === layer && one.head === head && one.part === part);
-    if (!tile?.present) return null;
-    const { values, cell, featSize, entropy, distance, outside, range } = tile;
-    return { values: [...values], cell, featSize, entropy, distance, outside, range };
+    const panel = panels[model], own = panel.chosen({ layer }), numbers = own && panel.look(own, head, part, state.queries[model]);
+    if (!numbers) return null;
+    const drawn = panel.tiles(true).find((tile) => tile.layer === own && tile.head === head && tile.part === part);
+    return { ...numbers, values: [...numbers.values], range: drawn?.range };
   },
 };

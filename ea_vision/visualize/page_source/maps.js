@@ -1,6 +1,7 @@
-// The maps of one model on one image, as page.py packed them: value = low + step * code.
+// The maps of one model on one image, as explore.py packed them: value = low + step * code.
 
-export const MEAN = "mean";
+export const MEAN = "mean"; // of heads
+export const ALL = "all"; // the mean of all pixels' queries
 
 export const PARTS = {
   attn: ["attention", "after the softmax: probabilities"],
@@ -10,12 +11,6 @@ export const PARTS = {
   self_logits: ["own", "the layer's own dot products and position terms"],
   attn_own_alone: ["own alone", "the attention of the layer's own logits alone, at the same scale"],
 };
-
-/** What the first view shows of a layer, from left to right: [part, heading]. */
-const EVOLUTION = [
-  ["prev_logits", "previous"], ["self_logits", "+ own"], ["conv_logits", "\u2192 convolved"], ["logits", "\u2192 logits"],
-  ["attn", "\u2192 attention"], ["attn_own_alone", "own alone"],
-];
 
 export const isAttention = (part) => part.startsWith("attn");
 
@@ -56,34 +51,39 @@ export class Maps {
     return Object.keys(PARTS).filter((part) => this.model.layers.some((layer) => this.has(layer, part)));
   }
 
-  /** Whether a part of a layer is stored as the same map as a part of another one. */
-  same(layer, a, other, b) {
-    const [one, two] = [this.entry.places[layer.number][a], this.entry.places[other.number][b]];
+  /** Whether two parts of a layer are stored as the same map. */
+  same(layer, a, b) {
+    const [one, two] = [this.entry.places[layer.number][a], this.entry.places[layer.number][b]];
     return one !== undefined && two !== undefined && one[0] === two[0] && one[1] === two[1];
   }
 
-  /** The columns of the first view: logits have none where they are a layer's convolved, or its own, logits. */
-  evolution() {
-    const present = this.parts();
-    const needless = this.model.layers.every((layer) => !this.has(layer, "logits")
-      || this.same(layer, "logits", layer, "conv_logits") || this.same(layer, "logits", layer, "self_logits"));
-    const drawn = EVOLUTION.filter(([part]) => present.includes(part) && !(part === "logits" && needless
-      && present.includes("self_logits")));
-    return present.includes("prev_logits") ? drawn
-      : drawn.map(([part, label]) => [part, part === "self_logits" ? "logits" : label]);
+  /** How a layer came by its map, in the order in which it is computed: [part, heading, sign before it]; no map twice. */
+  steps(layer) {
+    const own = ["self_logits", "own", "+"];
+    const mixed = ["conv_logits", this.model.mixes ? "convolved, both" : "convolved", "\u2192"];
+    const steps = [["prev_logits", "previous", ""], ...(this.model.mixes ? [own, mixed] : [mixed, own]),
+      ["logits", "logits", "\u2192"], ["attn", "attention", "\u2192"], ["attn_own_alone", "own alone, same scale", "|"]];
+    const twice = this.same(layer, "logits", "conv_logits");
+    return steps.filter(([part]) => this.has(layer, part) && !(twice && part === "logits"));
   }
 
-  /** Of a layer the part among `shown` that the layer after it takes for its previous logits; undefined without one. */
-  handedOn(layer, next, shown) {
-    return shown.find((part) => this.same(layer, part, next, "prev_logits"));
+  /** By how much a query's attention differs from that of the own logits alone, 0 to 1; undefined where nothing evolves. */
+  change(layer, head, query) {
+    if (!this.has(layer, "change")) return undefined;
+    const [stream, offset] = this.entry.places[layer.number].change, each = this.rowsAHead(layer) + 1;
+    const values = new Float32Array(this.buffers[stream], offset, (layer.heads.length + 1) * each), P = this.model.prefix.length;
+    const cell = this.cellOf(layer, query), row = query === ALL ? each - 1 : cell < 0 ? -1 - cell : P + cell;
+    return values[(head === MEAN ? layer.heads.length : layer.heads.indexOf(head)) * each + row];
   }
 
   featSize(layer) {
     return this.entry.featSizes[layer.number];
   }
 
-  /** Row-major index of the map's cell that a pixel lies in; of a token before the patches, by name, -1 for the first. */
+  /** Row-major index of the map's cell that a pixel lies in; of a token before the patches, by name, -1 for the first, and
+   * of all pixels -1000. */
   cellOf(layer, query) {
+    if (query === ALL) return -1000;
     if (typeof query === "string") return -1 - this.model.prefix.indexOf(query);
     return cellAt(query, this.featSize(layer), this.model.imgSize);
   }
@@ -94,15 +94,20 @@ export class Maps {
   }
 
   /**
-   * What a query attends to.
+   * What a query attends to; of all pixels the mean of their queries.
    * @param head number of the head, or MEAN: of the heads that the page has.
-   * @param cell of the query, from cellOf.
    * @param out Float32Array of H * W, filled and returned.
    */
-  row(layer, head, part, cell, out) {
+  row(layer, head, part, query, out) {
     out.fill(0);
-    const { low, step, codes } = this.array(layer, part), heads = head === MEAN ? layer.heads : [head];
+    const { low, step, mean, codes } = this.array(layer, part), heads = head === MEAN ? layer.heads : [head];
+    const cell = this.cellOf(layer, query);
     for (const one of heads) {
+      if (query === ALL) {
+        const begin = layer.heads.indexOf(one) * out.length;
+        for (let j = 0; j < out.length; j++) out[j] += mean[begin + j] / heads.length;
+        continue;
+      }
       const index = layer.heads.indexOf(one) * this.rowsAHead(layer)
         + (cell < 0 ? -1 - cell : this.model.prefix.length + cell);
       const base = low[index] / heads.length, slope = step[index] / heads.length, start = index * out.length;

@@ -1,20 +1,12 @@
-// One model: its predictions, the photo on which the query is set, the enlarged tile, and all tiles.
+// One model: the layers of a chain, how the chosen one came by its map, and all layers and heads.
 
 import { MEAN, Maps, PARTS, cellAt, isAttention, measure } from "./maps.js";
-import {
-  FRAME, drawBar, drawMap, drawPhoto, drawTiles, greyCopy, shortNumber, sizeCanvas, tileGeometry,
-} from "./draw.js";
+import { drawMap, greyCopy, scaledCopy, shortNumber, sizeCanvas } from "./draw.js";
 import { queryName } from "./state.js";
 
 export const headName = (head) => (head === MEAN ? "mean of the heads" : `head ${head}`);
 
-const clamp = (value, low, high) => Math.max(low, Math.min(high, value));
-
-/** Row and column of an event over a canvas that shows a grid of H x W. */
-function cellUnder(event, canvas, [H, W]) {
-  const box = canvas.getBoundingClientRect(), within = (share, size) => clamp(Math.floor(share * size), 0, size - 1);
-  return [within((event.clientY - box.top) / box.height, H), within((event.clientX - box.left) / box.width, W)];
-}
+export const clamp = (value, low, high) => Math.max(low, Math.min(high, value));
 
 /** An element with properties and children; text goes in as text, never as HTML. */
 export function element(tag, properties = {}, ...children) {
@@ -28,129 +20,134 @@ export function element(tag, properties = {}, ...children) {
   return node;
 }
 
+/** The largest width of `count` tiles in lines in `width` x `high` pixels, at least `least`: more lines where one is too narrow. */
+function fit(count, width, high, aspect, gap, least, largest) {
+  for (let lines = 1; ; lines++) {
+    const each = Math.ceil(count / lines);
+    const side = Math.floor(Math.min((width - (each - 1) * gap) / each, (high / lines - 20) / aspect, largest));
+    if (side >= least || each === 1) return Math.max(20, Math.min(side, largest));
+    if (high / (lines + 1) - 20 < least * aspect) return Math.max(least, Math.min(Math.floor((width - (each - 1) * gap) / each), 72));
+  }
+}
+
 export class Panel {
   /**
    * @param model one of about.models; index: of the model; count: of all.
-   * @param actions of the page: moveQuery, pin, select.
+   * @param actions of the page: select.
    */
   constructor(model, index, count, actions) {
     Object.assign(this, { model, index, count, actions });
     this.heads = [...new Set(model.layers.flatMap((layer) => layer.heads))].sort((a, b) => a - b);
-    this.build();
-    this.listen();
-  }
-
-  build() {
-    const id = `model-${this.index}`;
-    const [name, ...run] = this.model.label.split(", "); // "name, run folder, epoch"
+    const id = `model-${index}`, [name, ...run] = model.label.split(", "); // "name, run folder, epoch"
     this.predictions = element("ol", { class: "predictions", "aria-label": "predictions" });
-    this.photo = element("canvas", {
-      class: "photo", tabIndex: 0, role: "img", "aria-describedby": "keys",
-      "aria-label": `photo for ${this.model.label}: arrow keys move the query, Enter pins it`,
-    });
-    this.queryText = element("p", { class: "caption" });
-    this.tokens = element("p", { class: "tokens", role: "group", "aria-label": "tokens before the patches as queries" },
-      ...this.model.prefix.map((token) => element("button", { type: "button", title: queryName(token) }, token)));
-    this.zoom = element("canvas", { class: "zoom", role: "img", "aria-label": "enlarged tile" });
-    this.bars = ["attn", "logits"].map((kind) => element("canvas", { class: `bar ${kind}`, "aria-hidden": "true" }));
-    this.zoomText = element("p", { class: "caption" });
-    this.tileCanvas = element("canvas", { "aria-hidden": "true" });
-    this.buttons = element("div", { class: "buttons", role: "group", "aria-label": `tiles of ${this.model.label}` });
-    this.equation = element("p", { class: "equation" }, this.model.equation);
-    this.tileBox = element("div", { class: "tiles" }, this.tileCanvas, this.buttons);
+    this.caption = element("p", { class: "caption" });
+    this.layerRow = element("div", { class: "row layers", role: "group", "aria-label": `layers of ${model.label}` });
+    this.howTitle = element("h3");
+    this.howRow = element("div", { class: "row" });
+    this.how = element("div", { class: "how" }, this.howTitle, element("p", { class: "caption equation" }, model.equation), this.howRow);
+    this.blocks = element("div", { class: "blocks", role: "group", "aria-label": `tiles of ${model.label}` });
+    this.sheet = element("div", { class: "sheet" },
+      element("h3", {}, `All layers × heads, and the mean of heads${count > 1 ? `: ${name}` : ""}`), this.blocks);
     this.node = element("section", { class: "model", "aria-labelledby": id },
-      element("header", {}, element("h2", { id }, name, element("span", { class: "run" }, run.join(", "))),
-        this.predictions, this.equation),
-      element("div", { class: "frame" }, element("div", { class: "body" },
-        element("div", { class: "stage" },
-          element("figure", {}, this.photo, this.tokens, this.queryText),
-          element("figure", {}, this.zoom, ...this.bars, this.zoomText)),
-        this.tileBox)));
+      element("div", { class: "part" }, element("header", {},
+        element("h2", { id }, name, element("span", { class: "run" }, run.join(", "))), this.predictions, this.caption), this.layerRow),
+      this.how, this.sheet);
+    this.numbers = element("p");
   }
 
-  listen() {
-    const pixelUnder = (event) => cellUnder(event, this.photo, this.model.imgSize);
-    this.photo.addEventListener("pointermove", (event) => {
-      if (event.pointerType === "mouse") this.actions.moveQuery(this.index, pixelUnder(event), true);
-    });
-    this.photo.addEventListener("click", (event) => this.actions.pin(this.index, pixelUnder(event)));
-    this.photo.addEventListener("keydown", (event) => {
-      if (event.key !== "Enter" && event.key !== " ") return;
-      event.preventDefault();
-      this.actions.pin(this.index, null);
-    });
-    this.tokens.addEventListener("click", (event) => {
-      if (event.target.tagName === "BUTTON") this.actions.pin(this.index, event.target.textContent);
-    });
-    this.zoom.addEventListener("pointermove", (event) => {
-      if (!this.shown?.present) return;
-      const [row, column] = cellUnder(event, this.zoom, this.shown.featSize);
-      const value = shortNumber(this.shown.values[row * this.shown.featSize[1] + column]);
-      this.writeZoomText(`row ${row}, column ${column}: ${value}`);
-    });
-    this.zoom.addEventListener("pointerleave", () => this.writeZoomText());
-  }
-
-  // ---- images, views -------------------------------------------------------------------------------------------
+  // ---- images, tiles -------------------------------------------------------------------------------------------
 
   /** Load an image's entry with its maps; a promise of the function that shows it. */
   async setEntry(entry) {
     const image = element("img", { src: entry.photo, alt: "" });
     const [maps] = await Promise.all([Maps.load(this.model, entry), image.decode()]);
     return () => { // the page switches all models at once
-      Object.assign(this, { entry, image, maps, grey: greyCopy(image) });
+      Object.assign(this, { entry, image, maps, grey: greyCopy(image), copies: new Map(), arranged: "" });
       const sizes = this.model.layers.map((layer) => maps.featSize(layer));
       this.finest = sizes.reduce((a, b) => (b[0] * b[1] > a[0] * a[1] ? b : a));
       this.attn = new Float32Array(this.finest[0] * this.finest[1]);
+      this.aspect = this.model.imgSize[0] / this.model.imgSize[1];
       this.predictions.replaceChildren(...entry.predictions.map(({ name, probability }) => element("li", {}, name,
         element("span", { class: "probability" }, `${(100 * probability).toFixed(1)}%`))));
     };
   }
 
-  /** Make the tiles of a view: a row a layer, a column a part of one head, or a head of one part. */
-  useView(view) {
-    const parts = view === "parts", evolved = this.model.layers.some((layer) => layer.evolves);
-    this.columns = parts ? this.maps.evolution().map(([part, label]) => ({ part, label, name: PARTS[part][0] }))
-      : [...this.heads, MEAN].map((head) => ({ head, label: String(head), name: headName(head) }));
-    this.equation.hidden = !parts || !this.model.equation;
-    this.tiles = this.model.layers.map((layer) => this.columns.map(({ head, part, name }) => {
-      const featSize = this.maps.featSize(layer), [H, W] = featSize, label = `layer ${layer.number}, ${name}`;
-      const why = evolved && !layer.evolves && part && part !== "logits" && !this.maps.has(layer, part)
-        ? "the chain begins" : "";
-      const button = element("button", { type: "button", "aria-label": label,
-        title: `${label} (${layer.name})${why && ": "}${why}` });
-      button.addEventListener("click", () => this.actions.select(layer.number, { head, part }));
-      return { layer, featSize, why, button, fixed: { head, part }, values: new Float32Array(H * W),
-        pixels: new OffscreenCanvas(W, H).getContext("2d"), data: new ImageData(W, H) };
-    }));
-    this.buttons.replaceChildren(...this.tiles.flat().map((tile) => tile.button));
-    const shown = this.columns.map(({ part }) => part), to = shown.indexOf("prev_logits");
-    this.links = this.model.layers.slice(1).flatMap((next, row) => {
-      const handed = ["conv_logits", "logits", "self_logits"].filter((part) => shown.includes(part));
-      const from = shown.indexOf(this.maps.handedOn(this.model.layers[row], next, handed));
-      return to >= 0 && from >= 0 ? [[row, from, to]] : [];
-    });
+  /** The chosen layer of this model; undefined if it has none of this number. */
+  chosen({ layer }) {
+    return this.model.layers.find(({ number }) => number === layer);
   }
 
-  /** Fit canvases and buttons to the panel's width. */
-  layOut(state, columns) {
-    const aspect = this.model.imgSize[0] / this.model.imgSize[1], sheet = state.view === "heads";
-    this.geometry = tileGeometry({
-      width: this.tileBox.clientWidth, rows: this.tiles.length, columns, aspect,
-      largest: this.count === 1 ? 160 : sheet ? 92 : 124,
-      high: sheet ? Math.max(300, window.innerHeight - 120) : Infinity,
+  /** The layers of the chain that a layer is in; without evolution neighbours whose maps have one size. */
+  chain(layer) {
+    const { layers } = this.model, evolving = layers.some((one) => one.evolves), chains = [];
+    layers.forEach((one, i) => {
+      const same = i && String(this.maps.featSize(one)) === String(this.maps.featSize(layers[i - 1]));
+      if (!same || evolving && !one.evolves) chains.push([]);
+      chains.at(-1).push(one);
     });
-    const { left, top, tile, height, strip, stepX, stepY } = this.geometry;
-    this.tiles.forEach((row, r) => row.forEach(({ button }, c) => Object.assign(button.style, {
-      left: `${left + c * stepX}px`, top: `${top + r * stepY}px`, width: `${tile}px`, height: `${height + strip}px`,
-    })));
-    this.stageWidth = this.photo.parentElement.clientWidth;
-    this.stageHeight = Math.round(this.stageWidth * aspect);
+    return chains.find((chain) => chain.includes(layer)) ?? chains[0];
+  }
+
+  /** A tile of a layer. fixed: its head and part, where it has its own; else they are those of the page. */
+  newTile(layer, fixed, text, name, ...below) {
+    const featSize = this.maps.featSize(layer), [H, W] = featSize, label = `layer ${layer.number}, ${name}`;
+    const canvas = element("canvas"), button = element("button", { type: "button", class: "tile", title: label, "aria-label": label }, canvas);
+    button.addEventListener("click", () => this.actions.select({ layer: layer.number, ...fixed.head === undefined ? {} : { head: fixed.head } }));
+    return { layer, featSize, fixed, button, canvas, node: element("div", { class: "cell" }, button, ...(text ? [element("span", {}, text)] : []), ...below),
+      values: new Float32Array(H * W), pixels: new OffscreenCanvas(W, H).getContext("2d"), data: new ImageData(W, H) };
+  }
+
+  /** Make the tiles anew where another layer is chosen: rows of the chain and of its steps, thumbnails of heads, the sheet. */
+  arrange(state) {
+    const chosen = this.chosen(state), layer = chosen ?? this.model.layers[0], all = [...this.heads, MEAN];
+    if (this.arranged === `${state.layer}`) return;
+    const chain = this.chain(layer), sign = (text) => element("div", { class: "sign", "aria-hidden": "true" }, text);
+    this.layerTiles = chain.map((one) => this.newTile(one, {}, `layer ${one.number}`, "large"));
+    chain.forEach((one, i) => i && one.evolves && this.layerTiles[i].node.prepend(sign("\u2192")));
+    this.layerRow.replaceChildren(...this.layerTiles.map(({ node }) => node));
+    this.differs = element("span", { class: "differs" });
+    const steps = chosen ? this.maps.steps(chosen) : [];
+    this.how.hidden = !chosen?.evolves || steps.length < 3;
+    this.howTiles = this.how.hidden ? [] : steps.map(([part, heading]) =>
+      this.newTile(chosen, { part }, heading, PARTS[part][0], ...(part === "attn_own_alone" ? [this.differs] : [])));
+    this.howTiles.forEach(({ node }, i) => steps[i][2] && node.prepend(sign(steps[i][2])));
+    this.howRow.replaceChildren(...this.howTiles.map(({ node }) => node));
+    this.howTitle.textContent = `How layer ${layer.number} came by its map${this.count > 1 ? `: ${this.model.label.split(",")[0]}` : ""}`;
+    this.headTiles = [...layer.heads, MEAN].map((head) => this.newTile(layer, { head }, String(head), `thumbnail of ${headName(head)}`));
+    if (!this.sheetTiles || !this.arranged) {
+      this.sheetTiles = this.model.layers.map((one) => all.filter((head) => head === MEAN || one.heads.includes(head))
+        .map((head) => this.newTile(one, { head }, "", headName(head))));
+      this.blocks.replaceChildren(...this.sheetTiles.map((row, i) => element("div", { class: "block" },
+        element("span", {}, `layer ${this.model.layers[i].number}`), element("div", { class: "row" }, ...row.map(({ node }) => node)))));
+    }
+    this.arranged = `${state.layer}`;
+  }
+
+  /** Tiles of all rows; `heads`: with the thumbnails. */
+  tiles(heads) {
+    return [...this.layerTiles, ...this.howTiles, ...(heads ? this.headTiles : []), ...this.sheetTiles.flat()];
+  }
+
+  /** Choose the tiles' widths for the panel's. thumb: of the heads' thumbnails; gap: between layers. */
+  layOut(thumb, gap) {
+    const width = this.layerRow.clientWidth || 300, narrow = window.innerWidth <= 700, { aspect, count } = this;
+    const high = (narrow ? [150, 130, 120] : [280, 190, 150])[count - 1], set = (tiles, side) => tiles.forEach((tile) => { tile.side = side; });
+    set(this.layerTiles, fit(this.layerTiles.length, width - 2, high, aspect, gap, 64, 260));
+    set(this.howTiles, fit(this.howTiles.length, width - 2, (narrow ? [110, 90, 90] : [200, 150, 120])[count - 1], aspect, 26, 50, 180));
+    set(this.headTiles, thumb);
+    const each = this.sheetTiles[0].length, room = (narrow ? 240 : 230) / count;
+    let side = 72;
+    while (side > 26) {
+      const across = Math.max(1, Math.floor((width + 18) / (each * (side + 3) + 15)));
+      if (each * (side + 3) - 3 <= width && Math.ceil(this.sheetTiles.length / across) * (side * aspect + 25) <= room) break;
+      side -= 2;
+    }
+    set(this.sheetTiles.flat(), side);
   }
 
   // ---- the query -----------------------------------------------------------------------------------------------
 
-  /** The middle of the next cell of the finest map, in pixels [y, x]. A token lies nowhere: the image's middle serves. */
+  /** The middle of the next cell of the finest map, in pixels [y, x]. What lies nowhere begins in the image's middle. */
   neighbour(query, [down, right]) {
     const [H, W] = this.finest, [height, width] = this.model.imgSize;
     const [y, x] = typeof query === "string" ? [Math.floor(height / 2), Math.floor(width / 2)] : query;
@@ -159,38 +156,31 @@ export class Panel {
     return [step(y, H, height, down), step(x, W, width, right)];
   }
 
-  /** Cell of the finest map; a token by name. */
+  /** Cell of the finest map; a token, or all pixels, by name. */
   finestCell(query) {
     return typeof query === "string" ? query : cellAt(query, this.finest, this.model.imgSize);
   }
 
   // ---- a frame: compute, then paint ----------------------------------------------------------------------------
 
-  /** Fill all tiles with the rows of the query: values, reach (of attention in units of uniform attention), entropy and
-   * distance of the attention, whatever part is shown. */
-  compute(state) {
-    for (const tile of this.tiles.flat()) {
-      const { layer, values } = tile;
-      tile.head = tile.fixed.head ?? state.head;
-      tile.part = tile.fixed.part ?? state.part;
-      tile.present = this.maps.has(layer, tile.part) && (tile.head === MEAN || layer.heads.includes(tile.head));
-      if (!tile.present) continue;
-      tile.cell = this.maps.cellOf(layer, state.queries[this.index]);
-      this.maps.row(layer, tile.head, tile.part, tile.cell, values);
-      tile.reach = values.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
-      if (isAttention(tile.part)) tile.reach *= this.numKeys(tile);
-      if (!this.maps.has(layer, "attn")) continue;
-      const attn = isAttention(tile.part) ? values
-        : this.maps.row(layer, tile.head, "attn", tile.cell, this.attn.subarray(0, values.length));
-      Object.assign(tile, measure(attn, tile.cell, tile.featSize, this.model.imgSize));
-    }
+  /** Fill a tile with the row of the query; reach: of attention in units of uniform attention. */
+  compute(tile, state) {
+    const { layer, values, fixed } = tile, query = state.queries[this.index];
+    tile.head = fixed.head ?? state.head;
+    tile.part = fixed.part ?? state.part;
+    tile.present = this.maps.has(layer, tile.part) && (tile.head === MEAN || layer.heads.includes(tile.head));
+    tile.cell = this.maps.cellOf(layer, query);
+    if (!tile.present) return;
+    this.maps.row(layer, tile.head, tile.part, query, values);
+    tile.reach = values.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
+    if (isAttention(tile.part)) tile.reach *= this.numKeys(tile);
   }
 
   /** Give a tile its colours: attention as far below uniform attention as above, logits as far below 0 as above. */
-  colour(tile, reach, { table, signed }) {
-    const uniform = 1 / this.numKeys(tile), attention = isAttention(tile.part);
-    tile.range = attention ? [uniform / reach, uniform * reach] : [-reach, reach];
-    tile.table = attention ? table : signed;
+  colour(tile, reach, { table, signed, light, lit }) {
+    const uniform = 1 / this.numKeys(tile), attention = isAttention(tile.part), top = lit ? 2 : reach;
+    tile.range = attention ? [uniform / top, uniform * top] : [-reach, reach];
+    tile.table = attention ? (lit ? light : table) : signed;
   }
 
   /** Tokens that a tile's query sees. */
@@ -198,61 +188,53 @@ export class Panel {
     return tile.values.length + this.model.prefix.length;
   }
 
-  /** Paint all of the panel. `look`: state, table, signed (that of logits), ink. */
-  paint({ state, ink }) {
-    const query = state.queries[this.index], [width, height] = [this.stageWidth, this.stageHeight];
-    const look = { ink, grey: this.grey, opacity: state.opacity };
-    const { layer, head, part } = state, is = (tile) => tile.layer.number === layer && tile.head === head && tile.part === part;
-    this.wanted = { layer, head, part };
-    this.shown = this.tiles.flat().find(is);
-
-    const boxes = this.entry.predictions.flatMap(({ box }) => (box ? [box] : []));
-    drawPhoto(sizeCanvas(this.photo, width, height), this.image, width, height, boxes, this.model.imgSize,
-      typeof query === "string" ? -1 : this.finestCell(query), this.finest);
-    this.queryText.textContent = `query ${queryName(query)}` + (typeof query === "string" ? ""
-      : ` · framed: its cell of the ${this.finest.join("x")} map`) + (state.pinned ? " · pinned" : "");
-    for (const button of this.tokens.children) button.setAttribute("aria-pressed", String(button.textContent === query));
-
-    drawMap(sizeCanvas(this.zoom, width, height), this.shown, look, 0, 0, width, height, FRAME);
-    this.shownBars(state).forEach((tile, i) => {
-      this.bars[i].hidden = !tile;
-      if (tile) drawBar(sizeCanvas(this.bars[i], width, 26), tile.table, tile.range, width, ink);
-    });
-    this.writeZoomText();
-
-    const { left, top, stepX, stepY } = this.geometry;
-    const context = sizeCanvas(this.tileCanvas, left + this.columns.length * stepX, top + this.tiles.length * stepY);
-    drawTiles(context, this.geometry, this.tiles, { ...look, links: this.links,
-      rows: this.model.layers.map(({ number }) => String(number)), columns: this.columns.map(({ label }) => label) });
-    for (const tile of this.tiles.flat()) tile.button.setAttribute("aria-pressed", String(tile === this.shown));
+  /** The photo, or its grey copy, as large as tiles of a size. */
+  copy(kind, width, height) {
+    const key = [kind, width, height, window.devicePixelRatio].join();
+    if (!this.copies.has(key)) this.copies.set(key, scaledCopy(this[kind], width, height));
+    return this.copies.get(key);
   }
 
-  /** Of the row that is shown a tile of attention and one of logits, whose colours the bars explain. */
-  shownBars({ view, layer }) {
-    const row = this.tiles.flat().filter((tile) => tile.present && tile.layer.number === layer);
-    const which = view === "parts" ? row : this.shown?.present ? [this.shown] : [];
-    return [true, false].map((attention) => which.find((tile) => isAttention(tile.part) === attention));
-  }
-
-  /** What the enlarged tile is, as lines of text. */
-  zoomLines() {
-    const { layer, head, part } = this.wanted, title = `layer ${layer} · ${headName(head)} · ${PARTS[part][0]}`;
-    if (!this.shown) return [title, `none in this model, which has layers ${this.model.layers.map((one) => one.number).join(", ")}`];
-    const { present, why, entropy, distance, outside, values, featSize } = this.shown;
-    const lines = [`${title} · ${featSize.join("x")} map`];
-    if (!present) return [...lines, why || "this layer has none"];
-    if (entropy === undefined) return lines;
-    if (isAttention(part)) {
-      const largest = Math.max(...values);
-      lines.push(`largest ${(100 * largest).toFixed(1)}%, ${shortNumber(largest * this.numKeys(this.shown))} times uniform`);
+  /** Paint all tiles. `look`: state, table, signed, light, lit, ink. */
+  paint({ state, ink, lit }, heads) {
+    for (const tile of this.tiles(heads)) {
+      const { side } = tile, height = Math.max(1, Math.round(side * this.aspect));
+      const kind = lit ? "image" : "grey", copy = this.copy(kind, side, height);
+      drawMap(sizeCanvas(tile.canvas, side, height), tile, { photo: copy, grey: copy, light: lit, opacity: state.opacity, ink }, side, height);
+      tile.node.style.width = `${side}px`;
+      tile.node.style.setProperty("--height", `${height}px`);
+      const pressed = tile.layer.number === state.layer && tile.head === state.head && tile.part === state.part;
+      tile.button.setAttribute("aria-pressed", String(pressed));
     }
-    if (this.model.prefix.length) lines.push(`${(100 * outside).toFixed(0)}% of it to ${this.model.prefix.join(", ")}`);
-    return [...lines, `${isAttention(part) ? "" : "of its attention: "}entropy ${entropy.toFixed(2)} of at most `
-      + `${Math.log(values.length).toFixed(2)} nats` + (distance === undefined ? "" : ` · distance ${distance.toFixed(1)} px`)];
+    const chosen = this.chosen(state), change = chosen && this.maps.change(chosen, state.head, state.queries[this.index]);
+    this.differs.textContent = change === undefined ? "" : `differs by ${change.toFixed(2)} of 1`;
+    const [title, ...rest] = this.lines(state);
+    this.caption.textContent = title;
+    this.numbers.replaceChildren(...(this.count > 1 ? [this.model.label, element("br")] : []), ...rest.flatMap((line) => [line, element("br")]));
   }
 
-  writeZoomText(...more) {
-    const [title, ...rest] = [...this.zoomLines(), ...more];
-    this.zoomText.replaceChildren(element("strong", {}, title), ...rest.flatMap((line) => [element("br"), line]));
+  /** What is chosen, as lines of text: its name, then its numbers. */
+  lines(state) {
+    const layer = this.chosen(state), { head, part } = state, query = state.queries[this.index];
+    const title = `layer ${state.layer} · ${headName(head)} · ${queryName(query)}${part === "attn" ? "" : ` · ${PARTS[part][0]}`}`;
+    if (!layer) return [`none in this model, which has layers ${this.model.layers.map((one) => one.number).join(", ")}`];
+    const numbers = this.look(layer, head, part, query);
+    if (!numbers) return [title, "this layer has none"];
+    const { values, featSize, entropy, distance, outside } = numbers, largest = Math.max(...values), lines = [`${title} · ${featSize.join("x")} map`];
+    if (isAttention(part)) lines.push(`largest ${(100 * largest).toFixed(1)}%, ${shortNumber(largest * this.numKeys(numbers))} times uniform`);
+    if (entropy === undefined) return lines;
+    if (this.model.prefix.length) lines.push(`${(100 * outside).toFixed(0)}% of it to ${this.model.prefix.join(", ")}`);
+    lines.push(`entropy of its attention ${entropy.toFixed(2)} of at most ${Math.log(values.length).toFixed(2)} nats`);
+    return distance === undefined ? lines : [...lines, `mean distance ${distance.toFixed(1)} px`];
+  }
+
+  /** Numbers of a map: values row by row, and of its attention entropy (nats), distance (pixels), and the share of tokens. */
+  look(layer, head, part, query) {
+    if (!this.maps.has(layer, part) || (head !== MEAN && !layer.heads.includes(head))) return null;
+    const featSize = this.maps.featSize(layer), cell = this.maps.cellOf(layer, query), count = featSize[0] * featSize[1];
+    const values = this.maps.row(layer, head, part, query, new Float32Array(count));
+    if (!this.maps.has(layer, "attn")) return { values, featSize, cell };
+    const attn = isAttention(part) ? values : this.maps.row(layer, head, "attn", query, this.attn.subarray(0, count));
+    return { values, featSize, cell, ...measure(attn, cell, featSize, this.model.imgSize) };
   }
 }
