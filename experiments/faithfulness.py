@@ -1,7 +1,7 @@
 """Faithfulness of attention: how the prediction changes when ranked patches are removed.
 
     python -m experiments.faithfulness --model runs/aa,runs/ea --dataset cifar10 --data-dir DIR -o faithfulness
-    python -m experiments.faithfulness --limit 50                                                # on digits, a minute
+    python -m experiments.faithfulness --limit 50                            # on digits, a minute
 
 An image is cut into a grid of N patches. x is the whole image, p(.) the probability of the class that the network
 predicts on x, and a ranking an order of the patches, such as an attention map's. A share r of the patches are
@@ -12,8 +12,8 @@ max(1, round(r N)) of them; a removed patch shows the training images' mean colo
     deletion            area under p as patches are removed in order, over the share removed: low is faithful
     insertion           area under p as patches are put into an image of that colour: high is faithful
 
-Patches that a ranking leaves alike stand in a random order, drawn once by a seed for each image: a uniform map is the
-random ranking. Written: results.csv (means over images and their standard errors), curves.csv and results.png.
+Patches of equal rank stand in a random order, drawn once by a seed for each image: a uniform map is the random ranking.
+The command writes results.csv (means over images and their standard errors), curves.csv and results.png.
 
 * Comprehensiveness, sufficiency: `ERASER` (DeYoung et al. 2020) - https://arxiv.org/abs/1911.03429; EA paper, table 8
 * Deletion, insertion: `RISE` (Petsiuk et al. 2018) - https://arxiv.org/abs/1806.07421
@@ -27,7 +27,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 import pandas as pd
@@ -58,17 +57,17 @@ RANKINGS = (
 )
 
 Predict = Callable[[Tensor], Tensor]  # (B, 3, H, W) in 0..1 -> logits (B, classes)
-Source = Callable[
-    [Tensor, Tensor], Mapping[str, Tensor]
-]  # images, classes (B,) -> scores (B, any h, any w) by name
+# images, classes (B,) -> scores (B, any h, any w) by name
+Source = Callable[[Tensor, Tensor], Mapping[str, Tensor]]
 
 
 @dataclass
 class Curves:
-    """What a ranking leaves of the probability of the class predicted on the whole image.
+    """Probabilities of the class that the network predicts on the whole image, as ranked patches are removed or kept.
 
-    counts: of patches, rising. patches: N. bins: the count of each of SHARES, with repetitions. whole, empty: (M,), on
-    the whole image, and with all patches removed. removed, kept: (M, S), without the first patches, these alone.
+    counts: numbers of patches, rising. patches: N. bins: the count of each of SHARES, with repetitions. whole, empty:
+    (M,), on the whole image, and with all patches removed. removed, kept: (M, S), without the first patches, and with
+    these alone.
     """
 
     ranking: str
@@ -82,10 +81,8 @@ class Curves:
 
     def scores(self) -> dict[str, Tensor]:
         """Return each of SCORES by image, (M,)."""
-        bins, shares = (
-            [self.counts.index(count) for count in self.bins],
-            torch.tensor(self.shares()),
-        )
+        bins = [self.counts.index(count) for count in self.bins]
+        shares = torch.tensor(self.shares())
         return {
             "comprehensiveness": self.whole - self.removed[:, bins].mean(1),
             "sufficiency": self.whole - self.kept[:, bins].mean(1),
@@ -94,27 +91,22 @@ class Curves:
         }
 
     def shares(self) -> list[float]:
-        """Return the shares of the patches, from none to all of them: the places of `curve`."""
-        return [0.0, *(count / self.patches for count in self.counts), 1.0]
+        """Return the shares of the patches at the points of `curve`, from none to all of them."""
+        return [0.0, *[count / self.patches for count in self.counts], 1.0]
 
     def curve(self, score: str) -> Tensor:
         """Return the probabilities of "deletion" or "insertion" at each of `shares`, (M, S + 2)."""
-        first, middle, last = (
-            (self.whole, self.removed, self.empty)
-            if score == "deletion"
-            else (self.empty, self.kept, self.whole)
-        )
-        return torch.cat([first[:, None], middle, last[:, None]], dim=1)
+        if score == "deletion":
+            return torch.cat([self.whole[:, None], self.removed, self.empty[:, None]], dim=1)
+        return torch.cat([self.empty[:, None], self.kept, self.whole[:, None]], dim=1)
 
     def row(self) -> dict[str, float]:
         """Return the mean of each score over images and its standard error."""
-        found = {}
+        row = {"ranking": self.ranking}
         for name, score in self.scores().items():
-            found |= {
-                name: score.double().mean().item(),
-                f"{name}_se": score.double().std().item() / len(score) ** 0.5,
-            }
-        return {"ranking": self.ranking, **found, "images": len(self.whole)}
+            row[name] = score.double().mean().item()
+            row[f"{name}_se"] = score.double().std().item() / len(score) ** 0.5
+        return {**row, "images": len(self.whole)}
 
 
 def order_of(scores: Tensor, grid: tuple[int, int], ties: Tensor) -> Tensor:
@@ -126,9 +118,16 @@ def order_of(scores: Tensor, grid: tuple[int, int], ties: Tensor) -> Tensor:
     """
     if scores.shape[1:] != grid:
         scores = F.interpolate(scores[:, None].float(), grid, mode="bilinear", antialias=True)[:, 0]
-    return ties.gather(
-        1, scores.flatten(1).cpu().gather(1, ties).argsort(dim=1, descending=True, stable=True)
-    )
+    in_random_order = scores.flatten(1).cpu().gather(1, ties)
+    falling = in_random_order.argsort(dim=1, descending=True, stable=True)
+    return ties.gather(1, falling)
+
+
+def patch_of_pixels(size: tuple[int, int], grid: tuple[int, int]) -> Tensor:
+    """Return the number of each pixel's patch, (H, W)."""
+    rows = torch.arange(size[0]) * grid[0] // size[0]
+    columns = torch.arange(size[1]) * grid[1] // size[1]
+    return rows[:, None] * grid[1] + columns
 
 
 @torch.no_grad()
@@ -143,50 +142,64 @@ def measure(
     batch_size: int = 64,
     seed: int = 0,
 ) -> list[Curves]:
-    """Remove patches in the order of rankings, and see what the network makes of the rest.
+    """Remove patches in the order of rankings, and ask the network about the rest.
 
     Args:
         images: uint8 (M, 3, H, W).
-        sources: of rankings; those of one source share its work.
-        grid: (h, w) of the patches, at most one a pixel.
+        sources: sources of rankings.
+        grid: (h, w) of the patches, at most one per pixel.
         mean: the colour of removed patches.
         steps: equal steps of the curves of deletion and insertion, to which SHARES add theirs.
-        seed: of the order of patches that a ranking leaves alike.
+        seed: of the order of patches of equal rank.
     """
-    N, (H, W) = grid[0] * grid[1], images.shape[-2:]
-    cells = (torch.arange(H) * grid[0] // H)[:, None] * grid[1] + torch.arange(W) * grid[
-        1
-    ] // W  # (H, W)
+    N = grid[0] * grid[1]
+    patch_of = patch_of_pixels(images.shape[-2:], grid)
     bins = [max(1, round(share * N)) for share in SHARES]
-    counts = sorted({*bins, *(round(step * N / steps) for step in range(1, steps))} - {0})
+    equal_steps = [round(step * N / steps) for step in range(1, steps)]
+    counts = sorted({*bins, *equal_steps} - {0})
     generator = torch.Generator().manual_seed(seed)
     ties = torch.stack([torch.randperm(N, generator=generator) for _ in range(len(images))])
-    bases, found = [], {}
+    colour = torch.tensor(mean).view(1, 3, 1, 1)
+    wholes: list[Tensor] = []
+    empties: list[Tensor] = []
+    removed: dict[str, list[Tensor]] = {}
+    kept: dict[str, list[Tensor]] = {}
     for index in tqdm(torch.arange(len(images)).split(batch_size), unit="batch", disable=None):
         batch = images[index] / 255
-        nothing = torch.tensor(mean).to(batch).view(1, 3, 1, 1).expand_as(batch)
-        whole = predict(batch).float().softmax(-1)
-        classes = whole.argmax(-1)
-        chosen = torch.arange(len(batch)), classes
-        bases.append((whole[chosen].cpu(), predict(nothing).float().softmax(-1)[chosen].cpu()))
-        for ranking, scores in [
-            item for source in sources for item in source(batch, classes).items()
-        ]:
-            place = order_of(scores, grid, ties[index]).argsort(1)[
-                :, cells
-            ]  # (B, H, W), in the order
-            left = []
-            for kept, count in product((False, True), counts):
-                shown = torch.where((place < count)[:, None] == kept, batch, nothing)
-                left.append(predict(shown).float().softmax(-1)[chosen].cpu())
-            found.setdefault(ranking, []).append(
-                torch.stack(left).unflatten(0, (2, len(counts))).transpose(1, 2)
+        empty = colour.to(batch).expand_as(batch)
+        on_whole, classes = predict(batch).float().softmax(-1).max(-1)
+
+        def probability(shown: Tensor, classes=classes) -> Tensor:
+            probabilities = predict(shown).float().softmax(-1)
+            return probabilities.gather(1, classes[:, None])[:, 0].cpu()
+
+        wholes.append(on_whole.cpu())
+        empties.append(probability(empty))
+        rankings: dict[str, Tensor] = {}
+        for source in sources:
+            rankings.update(source(batch, classes))
+        for ranking, scores in rankings.items():
+            rank_of_patch = order_of(scores, grid, ties[index]).argsort(1)
+            rank = rank_of_patch[:, None, patch_of]  # (B, 1, H, W)
+            without = [probability(torch.where(rank < n, empty, batch)) for n in counts]
+            alone = [probability(torch.where(rank < n, batch, empty)) for n in counts]
+            removed.setdefault(ranking, []).append(torch.stack(without, 1))
+            kept.setdefault(ranking, []).append(torch.stack(alone, 1))
+    curves = []
+    for ranking in removed:
+        curves.append(
+            Curves(
+                ranking=ranking,
+                counts=tuple(counts),
+                patches=N,
+                bins=tuple(bins),
+                whole=torch.cat(wholes),
+                empty=torch.cat(empties),
+                removed=torch.cat(removed[ranking]),
+                kept=torch.cat(kept[ranking]),
             )
-    whole, empty = (torch.cat(parts) for parts in zip(*bases, strict=True))
-    return [
-        Curves(ranking, tuple(counts), N, tuple(bins), whole, empty, *torch.cat(parts, dim=1))
-        for ranking, parts in found.items()
-    ]
+        )
+    return curves
 
 
 def attention_source(
@@ -195,48 +208,40 @@ def attention_source(
     kinds: Sequence[str] = ("layers", "rollout"),
     note: str = "",
 ) -> Source:
-    """Return the source of rankings by attention maps: what a layer's queries look at together.
+    """Return a source of rankings by attention maps.
 
-    That is what the class token looks at where the classifier reads it, else the mean of what all patches look at.
+    A map ranks the patches by the class token's attention where the classifier reads the class token, else by the mean
+    attention of all patches.
 
     Args:
-        model: whose maps they are; it need not be the network that is asked for probabilities.
-        layers: numbers of those that rank patches; a rollout goes through all that the model has.
-        kinds: "layers": "layer 3", the mean of its heads; "rollout".
-        note: is added to the rankings' names.
+        model: the network with the maps; another network may be asked for probabilities.
+        layers: numbers of the layers that rank patches; a rollout goes through all layers of the model.
+        kinds: "layers" (each layer's mean over heads, named "layer 3") and "rollout".
+        note: an addition to the rankings' names.
     """
     cls = "cls" in prefix_names(model.model) and getattr(model.model, "global_pool", "") == "token"
 
     def looked_at(maps: Tensor, queries, keys) -> Tensor:
-        """(B, T', T) -> (B, h, w): the patches among the keys, as the class token or all patches see them."""
+        """Return the patches' share of attention: (B, T', T) -> (B, h, w)."""
         if cls and "cls" in queries.prefix_names:
             seen = maps[:, queries.token("cls")]
-        else:  # also of a network whose class token comes in later (CaiT)
+        else:  # also for a network whose class token comes in later (CaiT)
             queries.check_pixels_ask()
             seen = maps[:, queries.num_prefix_tokens :].mean(1)
         pooled = maps.shape[-1] == keys.num_prefix_tokens + math.prod(keys.key_size)
-        return (
-            seen[..., keys.num_prefix_tokens :]
-            .unflatten(-1, keys.key_size if pooled else keys.feat_size)
-            .float()
-        )
+        size = keys.key_size if pooled else keys.feat_size
+        patches = seen[..., keys.num_prefix_tokens :]
+        return patches.unflatten(-1, size).float()
 
     def source(images: Tensor, classes: Tensor) -> Mapping[str, Tensor]:
-        with (
-            torch.no_grad(),
-            ea_vision.record_attention(
-                model.model, None if "rollout" in kinds else list(layers)
-            ) as maps,
-        ):
+        recorded = None if "rollout" in kinds else list(layers)
+        with torch.no_grad(), ea_vision.record_attention(model.model, recorded) as maps:
             model.model(model.normalize(images))
         scores = {}
         if "layers" in kinds:
-            scores = {
-                f"layer {number}{note}": looked_at(
-                    maps[number].attn.mean(1), maps[number], maps[number]
-                )
-                for number in layers
-            }
+            for number in layers:
+                layer = maps[number]
+                scores[f"layer {number}{note}"] = looked_at(layer.attn.mean(1), layer, layer)
         if "rollout" in kinds:
             first, *_, last = maps.values()
             scores[f"rollout{note}"] = looked_at(attention_rollout(maps), last, first)
@@ -246,52 +251,50 @@ def attention_source(
 
 
 def random_source(images: Tensor, classes: Tensor) -> Mapping[str, Tensor]:
-    """Return all patches alike, which leaves them in their random order."""
+    """Rank all patches equally, which leaves them in their random order."""
     return {"random": torch.zeros(len(images), 1, 1)}
 
 
 def centre_source(grid: tuple[int, int], images: Tensor, classes: Tensor) -> Mapping[str, Tensor]:
-    """Rank the patches nearer to the middle of the image first: what a map must know more than."""
-    rows, cols = ((torch.arange(size) + 0.5) / size - 0.5 for size in grid)
-    return {"centre": -(rows[:, None] ** 2 + cols**2).expand(len(images), -1, -1)}
+    """Rank the patches nearer to the middle of the image first: a ranking that a map should beat."""
+    rows = (torch.arange(grid[0]) + 0.5) / grid[0] - 0.5
+    columns = (torch.arange(grid[1]) + 0.5) / grid[1] - 0.5
+    distance = rows[:, None] ** 2 + columns**2
+    return {"centre": -distance.expand(len(images), -1, -1)}
 
 
 def gradient_source(
     predict: Predict, mean: Sequence[float], grid: tuple[int, int], images: Tensor, classes: Tensor
 ) -> Mapping[str, Tensor]:
-    """Rank by what the class's log-probability loses without a patch, to first order: gradient times (image - mean
-    colour), summed over the patch. It knows the network, not only its maps: a ranking to measure others by."""
+    """Rank by the loss of the class's log-probability without a patch, to first order: gradient times (image - mean
+    colour), summed over the patch. This ranking knows the network, not only its maps; others are compared with it."""
     images = images.detach().requires_grad_()
     with torch.enable_grad():
-        logits = predict(images).float().log_softmax(-1)
-        (gradient,) = torch.autograd.grad(logits.gather(1, classes[:, None]).sum(), images)
-    mean = torch.tensor(mean).view(1, 3, 1, 1)
-    return {"gradient": F.adaptive_avg_pool2d((gradient * (images.detach() - mean)).sum(1), grid)}
+        log_probabilities = predict(images).float().log_softmax(-1)
+        of_class = log_probabilities.gather(1, classes[:, None])
+        (gradient,) = torch.autograd.grad(of_class.sum(), images)
+    colour = torch.tensor(mean).view(1, 3, 1, 1)
+    losses = (gradient * (images.detach() - colour)).sum(1)
+    return {"gradient": F.adaptive_avg_pool2d(losses, grid)}
 
 
 def draw(results: pd.DataFrame) -> Figure:
-    """Draw comprehensiveness and sufficiency by ranking, a colour a model."""
+    """Draw comprehensiveness and sufficiency by ranking, one colour per model."""
     names = list(results["ranking"].unique())
     figure = Figure(figsize=(6.75, 0.25 * len(names) + 1), layout="constrained")
-    for axes, score, better in zip(
-        figure.subplots(1, 2, sharey=True), SCORES, ("high", "low"), strict=False
-    ):
+    columns = figure.subplots(1, 2, sharey=True)
+    for axes, score, better in zip(columns, SCORES[:2], ("high", "low"), strict=True):
         for index, (model, rows) in enumerate(results.groupby("model", sort=False)):
-            axes.errorbar(
-                rows[score],
-                [names.index(name) - 0.1 * index for name in rows["ranking"]],
-                fmt="o",
-                xerr=2 * rows[f"{score}_se"],
-                markersize=4,
-                label=model,
-            )
+            places = [names.index(name) - 0.1 * index for name in rows["ranking"]]
+            errors = 2 * rows[f"{score}_se"]
+            axes.errorbar(rows[score], places, fmt="o", xerr=errors, markersize=4, label=model)
         axes.set_yticks(range(len(names)), names, fontsize=7)
         axes.set_xlabel(f"{score} ({better} is faithful), ± two standard errors", fontsize=7)
     axes.legend(fontsize=7)
     return figure
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -332,71 +335,79 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=Path("faithfulness"),
         help="folder (default: %(default)s)",
     )
-    args = parser.parse_args(argv)
+    return parser
+
+
+def drawn_images(images: Tensor, limit: int | None, seed: int) -> Tensor:
+    """Return `limit` of the images (None: all), drawn by the seed, in their order."""
+    if not limit:
+        return images
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
+    return images[order[:limit].sort().values]
+
+
+def curves_of(target: str, wanted: Sequence[str], args: argparse.Namespace) -> tuple[str, list]:
+    """Return a model's label and its curves, one for each ranking."""
+    size = (args.img_size, args.img_size) if args.img_size else None
+    model = load_model(target, img_size=size)
+    mean = model.config["mean"]
+
+    def predict(images: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=args.amp == "bfloat16"):
+            return model.model(model.normalize(images))
+
+    data = load_dataset(args.dataset, args.data_dir, model.img_size[0], False, 2)
+    with torch.no_grad(), ea_vision.record_attention(model.model) as maps:
+        model.model(torch.zeros(1, 3, *model.img_size))
+    layers = list(maps)
+    if args.layers != "all":
+        layers = [int(number) for number in args.layers.split(",")]
+    grid = max((maps[number].feat_size for number in layers), key=math.prod)
+    sources: list[Source] = [attention_source(model, layers, wanted)]
+    untrained = [
+        name.removeprefix("untrained-") for name in wanted if name.startswith("untrained-")
+    ]
+    if untrained:
+        network = untrained_network(target, model, data.train.images, args.seed)
+        sources.append(attention_source(network, layers, untrained, ", untrained"))
+    controls = {
+        "gradient": partial(gradient_source, predict, mean, grid),
+        "centre": partial(centre_source, grid),
+        "random": random_source,
+    }
+    sources += [source for name, source in controls.items() if name in wanted]
+    curves = measure(
+        predict,
+        drawn_images(data.test.images, args.limit, args.seed),
+        sources,
+        grid,
+        mean=mean,
+        steps=args.steps,
+        batch_size=args.batch_size,
+        seed=args.seed,
+    )
+    return model.label, curves
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
     wanted = args.rankings.split(",")
     if not set(wanted) <= set(RANKINGS):
         raise UsageError(f"--rankings must be some of {', '.join(RANKINGS)}, got {args.rankings}")
     args.output.mkdir(parents=True, exist_ok=True)
-    results, curves = [], []
+    results = []
+    points = []
     for target in args.model.split(","):
-        size = (args.img_size, args.img_size) if args.img_size else None
-        model = load_model(target, img_size=size)
-
-        def predict(images: Tensor, model=model) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16, enabled=args.amp == "bfloat16"):
-                return model.model(model.normalize(images))
-
-        data = load_dataset(args.dataset, args.data_dir, model.img_size[0], False, 2)
-        images = data.test.images
-        if args.limit:
-            order = torch.randperm(len(images), generator=torch.Generator().manual_seed(args.seed))
-            images = images[order[: args.limit].sort().values]
-        with torch.no_grad(), ea_vision.record_attention(model.model) as maps:
-            model.model(torch.zeros(1, 3, *model.img_size))
-        layers = (
-            list(maps)
-            if args.layers == "all"
-            else [int(number) for number in args.layers.split(",")]
-        )
-        grid = max((maps[n].feat_size for n in layers), key=math.prod)
-        sources: list[Source] = [attention_source(model, layers, wanted)]
-        if untrained := [
-            name.removeprefix("untrained-") for name in wanted if name.startswith("untrained-")
-        ]:
-            network = untrained_network(target, model, data.train.images, args.seed)
-            sources.append(attention_source(network, layers, untrained, ", untrained"))
-        controls = {
-            "gradient": partial(gradient_source, predict, model.config["mean"], grid),
-            "centre": partial(centre_source, grid),
-            "random": random_source,
-        }
-        sources += [source for name, source in controls.items() if name in wanted]
-        for of in measure(
-            predict,
-            images,
-            sources,
-            grid,
-            mean=model.config["mean"],
-            steps=args.steps,
-            batch_size=args.batch_size,
-            seed=args.seed,
-        ):
-            results.append({"model": model.label, **of.row()})
-            curves.append(
-                pd.DataFrame(
-                    {
-                        "model": model.label,
-                        "ranking": of.ranking,
-                        "share": of.shares(),
-                        **{score: of.curve(score).mean(0) for score in SCORES[2:]},
-                    }
-                )
-            )
-        table = pd.DataFrame(results).round(
-            6
-        )  # written after each model: a command that is stopped leaves those
+        label, curves = curves_of(target, wanted, args)
+        for of_ranking in curves:
+            results.append({"model": label, **of_ranking.row()})
+            columns = {score: of_ranking.curve(score).mean(0) for score in SCORES[2:]}
+            about = {"model": label, "ranking": of_ranking.ranking, "share": of_ranking.shares()}
+            points.append(pd.DataFrame({**about, **columns}))
+        # written after each model, so that a stopped command leaves the tables of finished models
+        table = pd.DataFrame(results).round(6)
         table.to_csv(args.output / "results.csv", index=False)
-        pd.concat(curves).round(6).to_csv(args.output / "curves.csv", index=False)
+        pd.concat(points).round(6).to_csv(args.output / "curves.csv", index=False)
         draw(table).savefig(args.output / "results.png", dpi=200)
     print(table.to_string(index=False))
     return 0

@@ -1,15 +1,16 @@
-"""Measure what attention costs as images, and so its maps, grow: by part of a layer, and in whole networks.
+"""Measure the cost of attention as images, and so its maps, grow: by part of a layer, and in whole networks.
 
     OMP_NUM_THREADS=1 python -m experiments.large_maps parts experiments/results/large-maps-parts.csv
     OMP_WAIT_POLICY=passive python -m experiments.large_maps networks experiments/results/large-maps.csv
 
 parts: one layer of ea_aa_resnet50 (8 heads, 20 wide, values 3 wide, one image, float32, one thread) in the C kernel.
-A part is what the layer takes with it less what it takes without it, the median of repeats in processor time. The least
-times that the file has, too, are by this script at commit 7bb541b.
+A part's time is the layer's time with the part less the time without it, the median of repeats in processor time. The
+file also has least times, by this script at commit 7bb541b.
 
-networks: seconds of processor time an image, inference and training step, medians of interleaved rounds; peak: what a
-process of its own had resident at most in training steps, less what it had before the network was made. malloc keeps
-freed memory while times are taken (else each page is cleared again) and returns it where the peak is.
+networks: seconds of processor time per image, in inference and in a training step, medians of interleaved rounds. The
+peak is the largest resident memory of a separate process in training steps, less its memory before the network was
+made. malloc keeps freed memory while times are measured (otherwise each page is cleared again) and returns it while the
+peak is measured.
 """
 
 import argparse
@@ -29,7 +30,9 @@ import torch
 import ea_vision  # noqa: F401  (registers the networks)
 from ea_vision.ops import evolving_attention
 
-HEADS, DIM_QK, DIM_V = 8, 20, 3
+HEADS = 8
+DIM_QK = 20
+DIM_V = 3
 KEEP = {
     "MALLOC_TOP_PAD_": "1000000000",
     "MALLOC_MMAP_MAX_": "0",
@@ -54,37 +57,38 @@ def layer(
     prev: bool = False,
     conv: bool = False,
 ) -> Callable[[], tuple[float, float]]:
-    """Return what measures milliseconds of a layer, forward and backward."""
+    """Return a function that measures milliseconds of a layer, forward and backward."""
     N = side**2
 
     def new(*shape: int) -> torch.Tensor:
         return torch.randn(shape).requires_grad_()
 
     x = {
-        name: new(1, N, HEADS, width).transpose(1, 2)
-        for name, width in (("q", dim), ("k", dim), ("v", DIM_V))
+        "q": new(1, N, HEADS, dim).transpose(1, 2),
+        "k": new(1, N, HEADS, dim).transpose(1, 2),
+        "v": new(1, N, HEADS, DIM_V).transpose(1, 2),
     }
     if relative:
-        x |= {"height_rel": new(2 * side - 1, dim), "width_rel": new(2 * side - 1, dim)}
+        x["height_rel"] = new(2 * side - 1, dim)
+        x["width_rel"] = new(2 * side - 1, dim)
     if prev:
         x["prev_logits"] = new(1, HEADS, N, N)
     if conv:
-        x |= {"weight": new(HEADS, HEADS, 3, 3), "bias": new(HEADS)}
+        x["weight"] = new(HEADS, HEADS, 3, 3)
+        x["bias"] = new(HEADS)
 
-    def measured() -> tuple[float, float]:
-        begun = time.process_time()
-        made = [
-            y
-            for y in evolving_attention(**x, feat_size=(side, side), need_logits=logits)
-            if y is not None
-        ]
-        middle = time.process_time()
-        gradients = [torch.ones_like(y) for y in made]
-        again = time.process_time()
-        torch.autograd.grad(made, list(x.values()), gradients)
-        return 1000 * (middle - begun), 1000 * (time.process_time() - again)
+    def measure() -> tuple[float, float]:
+        start = time.process_time()
+        outputs = evolving_attention(**x, feat_size=(side, side), need_logits=logits)
+        forward = time.process_time() - start
+        outputs = [y for y in outputs if y is not None]
+        gradients = [torch.ones_like(y) for y in outputs]
+        start = time.process_time()
+        torch.autograd.grad(outputs, list(x.values()), gradients)
+        backward = time.process_time() - start
+        return 1000 * forward, 1000 * backward
 
-    return measured
+    return measure
 
 
 def parts(repeats: int) -> pd.DataFrame:
@@ -92,14 +96,22 @@ def parts(repeats: int) -> pd.DataFrame:
     torch.set_num_threads(1)
     rows = []
     for side in (14, 20, 28, 50):
-        measured = [layer(side, **options) for _, options in LADDER]
-        rounds = [[each() for each in measured] for _ in range(repeats + 1)][1:]
-        for way, name in enumerate(("forward", "backward")):
-            taken = [statistics.median(run[i][way] for run in rounds) for i in range(len(LADDER))]
-            rows += [
-                {"pixels": side**2, "pass": name, "part": part, "ms": after - before}
-                for (part, _), before, after in zip(LADDER, [0, *taken], taken, strict=False)
-            ]
+        layers = {part: layer(side, **options) for part, options in LADDER}
+        times: list[tuple[str, float, float]] = []
+        for number in range(repeats + 1):
+            for part, measure in layers.items():
+                forward, backward = measure()
+                if number > 0:  # the first round warms up
+                    times.append((part, forward, backward))
+        medians = (
+            pd.DataFrame(times, columns=["part", "forward", "backward"]).groupby("part").median()
+        )
+        for way in ("forward", "backward"):
+            before = 0.0
+            for part in layers:
+                after = medians.loc[part, way]
+                rows.append({"pixels": side**2, "pass": way, "part": part, "ms": after - before})
+                before = after
     return pd.DataFrame(rows)
 
 
@@ -119,55 +131,50 @@ NETWORKS = {
 
 
 def create(name: str, size: int) -> tuple[torch.nn.Module, Callable[[torch.Tensor], torch.Tensor]]:
-    """Return a network and what makes a loss of it, or its result in evaluation, from images."""
+    """Return a network and a function that computes its loss from images, or in evaluation its result."""
     model, options = NETWORKS[name]
     if options is None:
         from ea_vision.detection.model import create_detector
 
         detector = create_detector(model, img_size=size)
         boxes = {"boxes": torch.tensor([[10.0, 20.0, 200.0, 180.0]]), "labels": torch.tensor([1])}
-        return (
-            detector,
-            lambda x: (
-                sum(detector([*x], [boxes] * len(x)).values())
-                if detector.training
-                else detector([*x])
-            ),
-        )
-    network = timm.create_model(
-        model, **({} if model == "resnet50" else {"img_size": size, **options})
-    )
+
+        def detect(images: torch.Tensor):
+            if detector.training:
+                return sum(detector([*images], [boxes] * len(images)).values())
+            return detector([*images])
+
+        return detector, detect
+    if model != "resnet50":
+        options = {"img_size": size, **options}
+    network = timm.create_model(model, **options)
     return network, lambda x: network(x).square().mean()
 
 
 def step(network: torch.nn.Module, loss: Callable, images: torch.Tensor, train: bool) -> float:
-    """Return the seconds of processor time that an image takes."""
+    """Return the seconds of processor time per image."""
     network.train(train)
-    begun = time.process_time()
+    start = time.process_time()
     if train:
         loss(images).backward()
     else:
         with torch.no_grad():
             loss(images)
-    taken = time.process_time() - begun
+    seconds = time.process_time() - start
     network.zero_grad(set_to_none=True)
-    return taken / len(images)
+    return seconds / len(images)
 
 
 def resident(field: str) -> float:
-    """Return MiB: VmRSS, what is resident now, or VmHWM, at most so far (getrusage's begins with the parent's)."""
-    return (
-        int(
-            re.search(
-                rf"^{field}:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE
-            )[1]
-        )
-        / 1024
-    )
+    """Return resident memory in MiB: VmRSS is the present one, VmHWM the largest so far (getrusage's includes the
+    parent's)."""
+    status = Path("/proc/self/status").read_text()
+    kilobytes = re.search(rf"^{field}:\s*(\d+) kB$", status, re.MULTILINE)[1]
+    return int(kilobytes) / 1024
 
 
 def peak(name: str, size: int, batch: int, threads: int) -> float:
-    """Return the MiB that training steps take, in a process of its own."""
+    """Return the MiB that training steps need, in a separate process."""
     torch.set_num_threads(threads)
     before = resident("VmRSS")
     network, loss = create(name, size)
@@ -177,37 +184,46 @@ def peak(name: str, size: int, batch: int, threads: int) -> float:
 
 
 def networks(sizes: list[int], names: list[str], batch: int, rounds: int) -> pd.DataFrame:
-    """Return seconds an image, and peak memory, of networks by image size."""
+    """Return seconds per image, and peak memory, of networks by image size."""
     rows = []
     for size in sizes:
-        made = {name: create(name, size) for name in names}
-        images = torch.randn(batch, 3, size, size)
-        taken: dict[tuple[str, bool], list[float]] = {}
-        for number in range(rounds + 1):
-            for name, (network, loss) in made.items():
-                for train in (False, True):
-                    seconds = step(network, loss, images, train)
-                    if number:  # the first warms up
-                        taken.setdefault((name, train), []).append(seconds)
+        seconds = seconds_of(size, names, batch, rounds)
         for variable in KEEP:
             os.environ.pop(variable, None)
         os.environ.update(RETURN)
+        threads = torch.get_num_threads()
         with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
             peaks = pool.starmap(
-                peak, [(name, size, batch, torch.get_num_threads()) for name in names], chunksize=1
+                peak, [(name, size, batch, threads) for name in names], chunksize=1
             )
         for name, most in zip(names, peaks, strict=True):
             rows.append(
                 {
                     "size": size,
                     "network": name,
-                    "inference, s": statistics.median(taken[name, False]),
-                    "training, s": statistics.median(taken[name, True]),
+                    "inference, s": statistics.median(seconds[name, False]),
+                    "training, s": statistics.median(seconds[name, True]),
                     "peak, MiB": most,
                 }
             )
             print(rows[-1], flush=True)
     return pd.DataFrame(rows)
+
+
+def seconds_of(
+    size: int, names: list[str], batch: int, rounds: int
+) -> dict[tuple[str, bool], list[float]]:
+    """Return seconds per image by network and whether it trains, one for each round of networks in turns."""
+    created = {name: create(name, size) for name in names}
+    images = torch.randn(batch, 3, size, size)
+    seconds: dict[tuple[str, bool], list[float]] = {}
+    for number in range(rounds + 1):
+        for name, (network, loss) in created.items():
+            for train in (False, True):
+                each = step(network, loss, images, train)
+                if number > 0:  # the first round warms up
+                    seconds.setdefault((name, train), []).append(each)
+    return seconds
 
 
 def main() -> None:
@@ -224,17 +240,13 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=2)
     args = parser.parse_args()
     if os.environ.get("MALLOC_TOP_PAD_") is None:
-        os.execve(
-            sys.executable,
-            [sys.executable, "-m", "experiments.large_maps", *sys.argv[1:]],
-            os.environ | KEEP,
-        )
+        again = [sys.executable, "-m", "experiments.large_maps", *sys.argv[1:]]
+        os.execve(sys.executable, again, os.environ | KEEP)
     torch.manual_seed(0)
-    table = (
-        parts(args.repeats)
-        if args.what == "parts"
-        else networks(args.sizes, args.networks, args.batch_size, args.repeats)
-    )
+    if args.what == "parts":
+        table = parts(args.repeats)
+    else:
+        table = networks(args.sizes, args.networks, args.batch_size, args.repeats)
     table.round(3).to_csv(args.csv, index=False)
     print(table.round(3).to_string(index=False))
 

@@ -1,14 +1,15 @@
-"""Images per second of every loader on the same images, and the share of time that a training step waits for them.
+"""Images per second of every loader on the same images, and the share of time that a training step waits for images.
 
     python -m experiments.loaders --data-dir DIR --workers 8 --rounds 5
 
 Training batches (random crop, flip, normalised) come from timm's loader, as its train script makes it without colour
-jitter, from image files by ea_vision, and from FFCV files written of the same images as JPEG, half of them, and as
-pixels. Each loader has a process of its own and as many workers; few images are repeated to make a long epoch, and its
-start is not timed. The loaders take turns in every round, while the others stand still; medians are shown.
+jitter, from image files by ea_vision, and from FFCV files of the same images: all as JPEG, half as JPEG, and all as
+pixels. Each loader runs in a separate process with the same number of workers. A few images are repeated to make a long
+epoch, and its start is not timed. The loaders take turns in every round, while the others stand still; the table shows
+medians.
 
-The step stands for an accelerator that takes `--rate` images a second: it sleeps, so that the loader has the cores. Of
-image files it waits for their normalising, too, which a GPU would do.
+The step stands for an accelerator that takes `--rate` images per second: it sleeps, so that the loader has the cores.
+For image files it also waits for their normalisation, which a GPU would do.
 """
 
 import argparse
@@ -35,14 +36,16 @@ from ea_vision.data.write_ffcv import write_beton
 
 SHARES = {"FFCV, JPEG": 1.0, "FFCV, half JPEG": 0.5, "FFCV, pixels": 0.0}
 EPOCH = 200_000  # images at least
-MEAN, STD = timm.data.IMAGENET_DEFAULT_MEAN, timm.data.IMAGENET_DEFAULT_STD
+MEAN = timm.data.IMAGENET_DEFAULT_MEAN
+STD = timm.data.IMAGENET_DEFAULT_STD
 
 
 class Repeated:
     """The items of a timm reader or an image source, over and over."""
 
     def __init__(self, items, length: int = EPOCH):
-        self.items, self.length = items, length
+        self.items = items
+        self.length = length
 
     def __len__(self) -> int:
         return self.length
@@ -86,27 +89,26 @@ def batches(kind: str, path: str, given: argparse.Namespace):
     }
     if kind == "files":
         source = ImageFiles(find_split(Path(path), "train", or_root=True))
-        yield from ImageTrainLoader(Repeated(source), transform=train_transform, **common).batches(
-            0
-        )
+        loader = ImageTrainLoader(Repeated(source), transform=train_transform, **common)
+        yield from loader.batches(0)
         return
     source = Beton(Path(path))
-    source.labels, source.table = (
-        np.resize(source.labels, EPOCH),
-        np.resize(source.table, (EPOCH, 5)),
-    )
+    source.labels = np.resize(source.labels, EPOCH)
+    source.table = np.resize(source.table, (EPOCH, 5))
     yield from BetonTrainLoader(source, scale=(0.08, 1), hflip=0.5, **common).batches(0)
 
 
 def measure(loader, given: argparse.Namespace) -> dict[str, float]:
-    """Draw batches for some seconds as fast as they come, then for as long with a step between them."""
-    for _ in range(3 + 2 * given.workers):  # those that were ready
+    """Draw batches for some seconds as fast as they come, then for the same time with a step between them."""
+    for _ in range(3 + 2 * given.workers):  # batches that were ready before
         next(loader)
-    start, images = time.perf_counter(), 0
+    images = 0
+    start = time.perf_counter()
     while time.perf_counter() - start < given.seconds:
         images += len(next(loader)[0])
     rate = images / (time.perf_counter() - start)
-    start, waited = time.perf_counter(), 0.0
+    waited = 0.0
+    start = time.perf_counter()
     while time.perf_counter() - start < given.seconds:
         asked = time.perf_counter()
         next(loader)
@@ -116,7 +118,7 @@ def measure(loader, given: argparse.Namespace) -> dict[str, float]:
 
 
 def serve(connection: Connection, kind: str, path: str, given: argparse.Namespace) -> None:
-    """In a process of its own: measure one loader as often as something is received; None ends it."""
+    """Measure one loader, in a separate process, each time something is received; None ends it."""
     torch.set_num_threads(1)
     loader = batches(kind, path, given)
     next(loader)
@@ -160,15 +162,13 @@ def main() -> None:
                 source, out, jpeg_share=share, max_size=given.max_size, workers=given.workers
             )
             targets.append((f"{name}, {out.stat().st_size / 2**20:.0f} MiB", "ffcv", str(out)))
-        found, served, context = (
-            {name: [] for name, *_ in targets},
-            {},
-            multiprocessing.get_context("spawn"),
-        )
+        found: dict[str, list[dict[str, float]]] = {name: [] for name, *_ in targets}
+        served: dict[str, Connection] = {}
+        context = multiprocessing.get_context("spawn")
         for name, kind, path in targets:
             served[name], theirs = context.Pipe()
             context.Process(target=serve, args=(theirs, kind, path, given)).start()
-            theirs.close()  # so that its end is an error here
+            theirs.close()  # so that the end of the process is an error here
             served[name].recv()
         for _ in range(given.rounds):
             for name, connection in served.items():

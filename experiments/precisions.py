@@ -46,17 +46,14 @@ def to_int8(path: Path, photos: list[torch.Tensor]) -> bytes:
             photo = next(self.left, None)
             return None if photo is None else {"images": photo.numpy()}
 
-    plain, small = path.with_name("plain.onnx"), path.with_name("int8.onnx")
+    plain = path.with_name("plain.onnx")
+    small = path.with_name("int8.onnx")
     quant_pre_process(path, plain)
     graph = onnx.load(plain).graph
-    weights = {
-        tensor.name for tensor in graph.initializer if len(tensor.dims) == 2
-    }  # 8 bits by column need two axes
-    maps = [
-        node.name
-        for node in graph.node
-        if node.op_type == "MatMul" and node.input[1] not in weights
-    ]
+    # 8 bits by column need two axes
+    weights = {tensor.name for tensor in graph.initializer if len(tensor.dims) == 2}
+    products = [node for node in graph.node if node.op_type == "MatMul"]
+    maps = [node.name for node in products if node.input[1] not in weights]
     quantize_static(
         plain,
         small,
@@ -81,34 +78,34 @@ def main(argv: list[str] | None = None) -> int:
     data = load_dataset("folder", args.data_dir)
     model = timm.create_model(args.model, pretrained=True).eval()
     mean, std = image_statistics(model)
+    channel_mean = torch.tensor(mean).view(-1, 1, 1)
+    channel_std = torch.tensor(std).view(-1, 1, 1)
 
     def normalised(images: torch.Tensor) -> torch.Tensor:
-        return (images / 255 - torch.tensor(mean).view(-1, 1, 1)) / torch.tensor(std).view(-1, 1, 1)
+        return (images / 255 - channel_mean) / channel_std
 
     program = export_program(model, SIZE)
     about = About(args.model, SIZE, mean, std, 1.0, "bilinear", model.num_classes, data.classes)
-    photos = list(normalised(data.train.images[:: len(data.train.images) // 128][:128]).split(1))
-    print("| precision | MiB | top-1, % | ms an image, batch 100 |\n| --- | --- | --- | --- |")
+    every = len(data.train.images) // 128
+    photos = list(normalised(data.train.images[::every][:128]).split(1))
+    print("| precision | MiB | top-1, % | ms per image, batch 100 |\n| --- | --- | --- | --- |")
     for precision in ("float32", "float16", "int8"):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "net.onnx"
             write(program, path, about)
-            if precision != "float32":
-                atomic_write(
-                    path, to_float16(path) if precision == "float16" else to_int8(path, photos)
-                )
-            size, network = path.stat().st_size / 2**20, ExportedNetwork(path)
-        right, start = 0, time.perf_counter()
-        for images, targets in zip(
-            data.test.images.split(100), data.test.targets.split(100), strict=True
-        ):
-            right += int((network(normalised(images)).argmax(1) == targets).sum())
-        count = len(data.test.targets)
-        milliseconds = 1e3 * (time.perf_counter() - start) / count
-        print(
-            f"| {precision} | {size:.1f} | {100 * right / count:.2f} | {milliseconds:.2f} |",
-            flush=True,
-        )
+            if precision == "float16":
+                atomic_write(path, to_float16(path))
+            elif precision == "int8":
+                atomic_write(path, to_int8(path, photos))
+            size = path.stat().st_size / 2**20
+            network = ExportedNetwork(path)
+        start = time.perf_counter()
+        predicted = [network(normalised(batch)).argmax(1) for batch in data.test.images.split(100)]
+        seconds = time.perf_counter() - start
+        targets = data.test.targets
+        top1 = 100 * (torch.cat(predicted) == targets).double().mean()
+        milliseconds = 1e3 * seconds / len(targets)
+        print(f"| {precision} | {size:.1f} | {top1:.2f} | {milliseconds:.2f} |", flush=True)
     return 0
 
 
