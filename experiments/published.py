@@ -38,7 +38,8 @@ with the name of a network or table prints the commands that would train it, the
 - **Published** figures come from the paper under each table; a network stands beside its own paper's baseline.
 - **Parameters and GFLOPs** beside them are counted on our networks, as the EA paper counted: 2 for a multiply-add of a
   convolution and 1 for one of the attention products.
-- **Ours** is top-1 on the test images after the last epoch, at full size. Nothing has been run on ImageNet yet.""",
+- **Ours** is top-1 on the test images after the last epoch, at full size. Nothing has been run on ImageNet yet.
+- BERT, RoBERTa, T5, GLUE, SST and translation: [what runs here](transformers.md#the-papers-text-systems).""",
     HERE / "published.md": """\
 # More of the papers' tables, published beside ours
 

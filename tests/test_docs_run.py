@@ -64,6 +64,7 @@ ELSEWHERE = (  # command lines that other tests run
     "|train-cifar$"
 )  # all digits: slow, test_wheel.py
 SNIPPETS_ELSEWHERE = {  # first line of a Python block, and the test that runs it or what it is an excerpt of
+    "from transformers import Auto": "models/test_huggingface.py",
     "register_networks(__name__, TinyAttn, {": "outside/tiny_attn.py",
     '@register_evolution("shared")': "outside/residual_maps.py",
     "detector = create_detector(": "detection/test_model.py",

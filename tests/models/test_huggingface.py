@@ -14,6 +14,7 @@ import ea_vision
 from ea_vision import evolve, record_attention, unevolve
 from ea_vision.layers import TokenConv
 from tests.models.test_across import KINDS
+from tests.test_docs import ROOT, blocks
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -448,10 +449,11 @@ def test_its_maps_are_recorded_with_their_parts(name):
 # ---- the tools around them -------------------------------------------------------------------------------------------
 
 
-def classifier(kind: str = "ea") -> nn.Module:
+def classifier(kind: str | None = "ea") -> nn.Module:
     torch.manual_seed(0)
     config = transformers.BertConfig(**TEXT, num_labels=3)
-    return evolve(transformers.BertForSequenceClassification(config), kind)
+    model = transformers.BertForSequenceClassification(config)
+    return model if kind is None else evolve(model, kind)
 
 
 def sentences(count: int) -> list[dict]:
@@ -580,3 +582,32 @@ def test_everything_else_works_without_transformers():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "cannot evolve" in done.stdout
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_the_page_s_snippets_run(which, tmp_path, monkeypatch):
+    """docs/transformers.md; weights, which are not at hand, are random."""
+
+    class Tokenizer:
+        def __call__(self, sentences, **_):
+            ids = [torch.arange(3, 3 + len(sentence.split())) for sentence in sentences]
+            padded = nn.utils.rnn.pad_sequence(ids, batch_first=True)
+            return {"input_ids": padded, "attention_mask": (padded > 0).long()}
+
+    loaded = {
+        "AutoImageProcessor": transformers.ViTImageProcessor(size={"height": 32, "width": 32}),
+        "AutoModel": create("dinov3"),
+        "AutoTokenizer": Tokenizer(),
+        "AutoModelForSequenceClassification": classifier(None),
+    }
+    for name, found in loaded.items():
+        loader = type(name, (), {"from_pretrained": lambda *_, found=found, **__: found})
+        monkeypatch.setattr(transformers, name, loader)
+    monkeypatch.chdir(tmp_path)
+    page = blocks(ROOT / "docs" / "transformers.md", "python")
+    block = [block for block in page if "from transformers import Auto" in block][which]
+    assert len([line for line in block.splitlines() if line.strip()]) <= 13
+    space = {"ea_vision": ea_vision, "images": torch.randint(256, (1, 3, 40, 40)).byte()}
+    exec(compile(block, "transformers.md", "exec"), space)
+    trained = space["model"].state_dict()
+    assert any(".maps." in key for key in trained)
