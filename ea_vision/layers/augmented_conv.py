@@ -140,7 +140,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         num_heads: K.
         feat_size: (height, width) of the attention map, which sizes the position tables. Other sizes run too: a
             smaller map uses the middle of the tables, a larger one a resized copy.
-        position: what attention knows of places. "relative": terms of the logits by offset, with learned tables;
+        position: how attention knows positions. "relative": terms of the logits by offset, with learned tables;
             "none"; "sine": sines and cosines added to the branch's input; "coord": coordinates appended to it (both
             after pooling, see `ea_vision.layers.positions`).
         qk_norm: whether each head's queries and keys are divided by the root of their mean square, in float32, before
@@ -303,15 +303,14 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
             nn.init.ones_(self.qk_gain)
 
     def reaches(self, feat_size: tuple[int, int]) -> tuple[int, int]:
-        """Return how many rows and columns attention sees to one side on a map of (height, width), its own counted."""
+        """Return how many rows and columns a query sees to one side, with its own, on a map of (height, width)."""
         window = self.window
         if window is None:
             return feat_size
         return reach(feat_size[0], window[0]), reach(feat_size[1], window[1])
 
     def table_sizes(self, feat_size: tuple[int, int]) -> list[tuple[str, int]]:
-        """Return the names of the position tables, and of each how many offsets to one side a map of (height, width)
-        has."""
+        """Return (name, number of offsets to one side) of each position table for a map of (height, width)."""
         if not self.relative:
             return []
         high, wide = self.reaches(feat_size)
@@ -344,9 +343,9 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
 
     @torch.no_grad()
     def fill_offsets_beyond(self, feat_size: tuple[int, int]) -> None:
-        """Give the offsets that no map of (height, width) has, the values of the farthest ones that it has, in place.
+        """Copy the values of the farthest offsets on a map of (height, width) to all offsets beyond, in place.
 
-        Those were not trained by such maps: so a larger one begins with something near what is known.
+        Such maps have not trained the offsets beyond. A larger map then begins with the nearest trained values.
         """
         for name, size in self.table_sizes(feat_size):
             table = getattr(self, name)
@@ -378,7 +377,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def fusion_of(self, conv_weight: Tensor | None, proj_weight: Tensor | None) -> str | None:
-        """Return with which fusion a layer of as many output channels has these weights; None: with neither."""
+        """Return the fusion of a layer with these weights and as many output channels as this one, or None."""
         if proj_weight is None:
             return None
         conv_channels = 0 if conv_weight is None else len(conv_weight)
@@ -389,7 +388,8 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         return None
 
     def branch_input(self, x: Tensor) -> Tensor:
-        """Return what queries, keys and values are projected from: x (B, C, H', W') pooled, with absolute positions."""
+        """Return the input of the projection to queries, keys and values: x (B, C, H', W') pooled, with absolute
+        positions."""
         for _ in range(self.num_pools):
             x = halve(x)
         if self.position == "sine":
@@ -402,7 +402,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         """Return queries, keys and values of the attention branch, and the map's size.
 
         Args:
-            projected: (B, 2 * dim_qk + dim_v, H, W), what `qkv` makes of `branch_input`.
+            projected: (B, 2 * dim_qk + dim_v, H, W), the output of `qkv`.
 
         Returns:
             q (B, K, N, D), normalised with qk_norm, not scaled, k (B, K, N, D) likewise, v (B, K, N, Dv), [H, W].

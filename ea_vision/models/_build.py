@@ -145,7 +145,7 @@ def with_plain_weights(name: str, plain: str, cfg: Mapping[str, Any]) -> dict[st
 
 
 def _choose_plain_weights(name: str, network: Network, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the keywords of a pretrained network, with the tag of the plain network's weights where it begins there.
+    """Return the keywords of a pretrained network; with fusion="add" they name the plain network's weights.
 
     Raises:
         UsageError: the plain network's weights for a network without fusion="add".

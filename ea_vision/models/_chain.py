@@ -1,4 +1,4 @@
-"""What every family with chained attention is built from: configuration, chains, stages, and timm's interface.
+"""The parts of every family with chained attention: configuration, chains, stages, and timm's interface.
 
 A family's file has its blocks, a network of `ChainedNetwork`, its variants with `register_networks`, and the figures
 that papers print of them. A file outside this package can do the same with the names of `ea_vision.models`.
@@ -69,7 +69,7 @@ def check_numbers(name: str, value: Any, count: int | None = None) -> None:
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """The attention of a network, as its keywords say it.
+    """The attention of a network, as its keywords describe it.
 
     num_heads: K.
     qk_ratio: dim_qk as a share of the replaced convolution's width (the AA paper's kappa); None is the AA paper's
@@ -80,7 +80,7 @@ class AttentionConfig:
     qk_norm: whether each head's queries and keys are normalised; None: if loaded weights are, see `AugmentedConv2d`.
     window, head_window, head_border: of pixels and of neighbouring heads, see `AugmentedConv2d`.
     window_stages: the stages whose layers have these windows, by their numbers counted from 1; None is all.
-    attn_stages: the stages, counted from 1, that have attention layers of ours; None is the family's, () is none.
+    attn_stages: the stages, counted from 1, that have attention; None is the family's choice, () is none.
     evolution: a registered name ("ea", "pa", "conv2d", ...), or None for maps that do not evolve (AA).
     fusion: "concat" shares the output channels out between convolution and attention; "add" adds the attention to the
         whole convolution and begins as the plain network, see `AugmentedConv2d`.
@@ -233,8 +233,8 @@ class ChainBuilder:
         Args:
             reduction: pixels of the image to a pixel of the attention map, along a side.
             stage: number of the layer's stage, counted from 1, for `window_stages`.
-            **options: further ones of `AugmentedConv2d`. What is of the other fusion is left out: with "concat" the
-                `conv` of the plain network, with "add" `attn_channels`.
+            **options: further ones of `AugmentedConv2d`. `conv`, the plain network's convolution, is used with
+                fusion="add" alone, `attn_channels` with "concat" alone.
         """
         config = self.config
         previous = self.previous
@@ -377,7 +377,7 @@ class ChainedNetwork:
                 module.set_feat_size(self.map_size(self.img_size, module.map_reduction))
 
     def fill_offsets_beyond(self, img_size: int | tuple[int, int]) -> None:
-        """Fill what images of this size, in pixels, did not train of the position tables; see
+        """Fill the entries of position tables that images of this size, in pixels, have not trained; see
         `AugmentedConv2d.fill_offsets_beyond`."""
         size = to_size(img_size, self.min_img_size)
         for module in self.modules():
@@ -445,7 +445,7 @@ class ChainedNetwork:
         prune_norm: bool = False,
         prune_head: bool = True,
     ) -> list[int]:
-        """Drop the stages after the last one wanted, with what stands behind them, and the head."""
+        """Drop the stages after the last one wanted, the modules behind them, and the head."""
         take_indices, max_index = feature_take_indices(len(self.feature_info), indices)
         unused = []
         for info in self.feature_info[max_index + 1 :]:
@@ -466,7 +466,7 @@ class HeadedNetwork(ChainedNetwork):
     """
 
     def init_weights(self) -> None:
-        """Initialise convolutions by He; attention layers and what evolves their maps then take their own start."""
+        """Initialise convolutions by He, then attention layers and evolutions as each begins."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -105,8 +105,7 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
             output_stride, global_pool, drop_rate, drop_path_rate, norm_layer, ...).
 
     Raises:
-        ValueError: an option that the evolution does not have, attn_stages there are not, or an evolution without
-            attention.
+        ValueError: an option that the evolution does not have, unknown attn_stages, or an evolution without attention.
     """
 
     def __init__(

@@ -243,7 +243,7 @@ class AttnResNet(ChainedNetwork, ResNet):
     Raises:
         ValueError: an option that the evolution does not have, widths that the heads do not divide, another `augment`
             or `stem_stride`, a map_reduction that is no power of two, layers or channels that are not four numbers,
-            attn_stages there are not, window_stages without attention.
+            unknown attn_stages, window_stages without attention.
     """
 
     def __init__(

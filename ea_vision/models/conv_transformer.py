@@ -152,7 +152,7 @@ class ConvTransformer(HeadedNetwork, nn.Module):
 
     Raises:
         ValueError: an option that the evolution does not have, widths that the heads do not divide, an img_size below
-            8 pixels, widths or stages that are not whole numbers, a stage there is not.
+            8 pixels, widths or stages that are not whole numbers, an unknown stage.
     """
 
     feature_indices = (0, 1, 2, 3)

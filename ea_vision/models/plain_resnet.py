@@ -1,4 +1,4 @@
-"""timm's ResNets in sizes of ours: the plain networks that the tables set beside those with attention.
+"""timm's ResNets in further sizes: the plain networks that tables compare with those with attention.
 
 `resnet18_cifar`, for 32x32 images, has a 3x3 stem of stride 1 without max-pooling, as `Deep Residual Learning for Image
 Recognition` (section 4.2, https://arxiv.org/abs/1512.03385) has it for CIFAR; the rest is timm's. `stem_stride=2` is

@@ -1,9 +1,9 @@
 """A small network for digits that first turns, shifts and scales its input: a spatial transformer before a ResNet.
 
-timm's ResNet with basic blocks and the stem of small images, a quarter of its width; the transformer stands before the
-stem. `transform=False` is the same network without it, to compare with.
+The ResNet is timm's with basic blocks, the stem of small images and a quarter of its width. `transform=False` is the
+same network without the transformer, to compare with.
 
-Paper: `Spatial Transformer Networks` - https://arxiv.org/abs/1506.02025 (its networks for MNIST are other ones)
+Paper: `Spatial Transformer Networks` - https://arxiv.org/abs/1506.02025 (its networks for MNIST are others)
 """
 
 from collections import OrderedDict

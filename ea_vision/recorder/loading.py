@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from timm.data import ImageNetInfo
 from timm.layers import to_2tuple
-from timm.models import is_model, is_model_pretrained
+from timm.models import is_model, is_model_pretrained, list_pretrained
 from torch import Tensor, nn
 from torchvision.transforms.v2.functional import normalize, pil_to_tensor
 
@@ -279,6 +279,8 @@ def _load_exported(path: Path) -> LoadedModel:
 def _load_by_name(origin: Origin, random: bool, seed: int) -> LoadedModel:
     """Load a model with the weights that its name stands for, where there are any; else with random ones."""
     has_weights = bool(hub_source(origin.name)[0]) or is_model_pretrained(origin.name)
+    if origin.kwargs.get("fusion") == "add":  # begins with the weights of the plain network
+        has_weights = has_weights or bool(list_pretrained(f"{origin.name}.*"))
     trained = has_weights and not random
     if trained:
         origin.create = pretrained_model

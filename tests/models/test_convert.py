@@ -8,6 +8,7 @@ import safetensors.torch
 import timm
 import torch
 
+import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import create_classifier, encode_weights
 from ea_vision.detection.model import create_detector
@@ -117,14 +118,17 @@ def test_timms_hub_cache_and_configuration_are_used(tag, monkeypatch):
     timms = timm.get_pretrained_cfg(full)
     for key in ("tag", "crop_pct", "mean", "std", "interpolation", "test_input_size"):
         assert model.pretrained_cfg[key] == getattr(timms, key), key
+    keywords = {key: options[key] for key in ("layers", "channels", "fusion", "cache_dir")}
     named = create_classifier(
         f"ea_aa_resnet50{tag}",
-        {key: options[key] for key in ("layers", "channels", "fusion", "cache_dir")},
+        keywords,
         num_classes=1000,
         img_size=64,
         pretrained=True,
     )
     assert torch.equal(named[0].conv1.weight, plain.conv1.weight)
+    loaded = ea_vision.load(f"ea_aa_resnet50{tag}", **keywords)
+    assert torch.equal(loaded.conv1.weight, plain.conv1.weight)
 
 
 @pytest.mark.parametrize("name", ["ea_aa_resnet50", "aa_resnet34.a1_in1k", "ea_aa_mnasnet_075"])
