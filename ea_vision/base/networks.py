@@ -233,7 +233,10 @@ def _with_weights(name: str, kwargs: dict, path: str, notice) -> nn.Module:
     model = timm.create_model(name, **kwargs)
     try:
         Path(path).stat()  # timm's error says nothing
-        state = timm.models.load_state_dict(path)
+        safe = path.lower().endswith(".safetensors")
+        state = read_weights(Path(path)) if safe else timm.models.load_state_dict(path)
+    except UsageError:
+        raise
     except (*REFUSALS, safetensors.SafetensorError, pickle.UnpicklingError) as error:
         raise UsageError(f"weights {path} cannot be read: {error}") from error
     classifiers = to_ntuple(1)(model.pretrained_cfg.get("classifier") or ())
@@ -283,6 +286,20 @@ def encode_weights(state: dict[str, torch.Tensor], about: dict[str, str] | None 
     return safetensors.torch.save(tensors, metadata)
 
 
+def read_metadata(path: Path) -> dict[str, str]:
+    """Return the metadata in a safetensors file's header.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or is no such file.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > path.stat().st_size:
+            raise ValueError("not a safetensors file")
+        header = json.loads(file.read(length))
+    return header.get("__metadata__", {})
+
+
 def read_made_with(path: Path) -> dict[str, Any] | None:
     """Return what a weights file says of the network that it was made with, or None where it says nothing.
 
@@ -292,9 +309,8 @@ def read_made_with(path: Path) -> dict[str, Any] | None:
     if path.suffix.lower() != ".safetensors" or not path.is_file():
         return None
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            said = (file.metadata() or {}).get("made_with")
-    except (OSError, safetensors.SafetensorError):  # reading the weights says what is wrong
+        said = read_metadata(path).get("made_with")
+    except (OSError, ValueError, AttributeError):  # reading the weights says what is wrong
         return None
     return json.loads(said) if said else None
 
@@ -306,9 +322,9 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
         UsageError: no such file, not safetensors, or not what was written.
     """
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            state = {name: file.get_tensor(name) for name in file.keys()}
-            expected = (file.metadata() or {}).get("sha256")
+        # safetensors cannot open a name that is not UTF-8
+        state = safetensors.torch.load(path.read_bytes())
+        expected = read_metadata(path).get("sha256")
     except (OSError, safetensors.SafetensorError) as error:
         raise UsageError(f"cannot read weights {path}: {error}") from error
     if expected is not None and _digest_of(state) != expected:

@@ -151,7 +151,9 @@ def _open_program(path: Path) -> tuple[dict[str, str], Callable[[Tensor], Tensor
             raise UsageError(f"{path} is damaged: {damaged} in it does not match its checksum")
     extra = {"about.json": ""}
     with _quiet():
-        module = torch.export.load(path, extra_files=extra).module()
+        # torch cannot open a name that is not UTF-8
+        content = io.BytesIO(path.read_bytes())
+        module = torch.export.load(content, extra_files=extra).module()
 
     def run(images: Tensor) -> Tensor:  # a module would refuse eval()
         return module(images)

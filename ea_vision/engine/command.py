@@ -12,7 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from timm.utils import random_seed
 from torch import nn
@@ -25,6 +24,7 @@ from ea_vision.base.networks import (
     create_classifier,
     lay_out,
     read_made_with,
+    read_weights,
 )
 from ea_vision.base.processes import World, join_world, workers_watched
 from ea_vision.base.provenance import hardware, provenance
@@ -455,7 +455,7 @@ def finish(trainer: Trainer, about: dict) -> None:
     split = "test" if tested else data.eval_split
     last = best = _final_figures(trainer, progress.rows[-1], tested)
     if 0 < progress.best_epoch < len(progress.rows):
-        trainer.best_model.load_state_dict(safetensors.torch.load_file(folder / run_folder.WEIGHTS))
+        trainer.best_model.load_state_dict(read_weights(folder / run_folder.WEIGHTS))
         best = _final_figures(trainer, progress.rows[progress.best_epoch - 1], tested)
     if trainer.world.is_main:
         results = {

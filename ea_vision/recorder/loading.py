@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors
 import timm
 import torch
 from PIL import Image
@@ -30,6 +29,7 @@ from ea_vision.base.networks import (
     load_weights,
     pretrained_model,
     read_made_with,
+    read_metadata,
 )
 from ea_vision.data.image_files import MAX_PIXELS
 from ea_vision.deployment.files import SUFFIXES, ExportedNetwork
@@ -452,8 +452,7 @@ def _load_file(model: nn.Module, path: Path) -> int | None:
     """Load a checkpoint or a weights file; return its epoch, where it says it."""
     if path.suffix.lower() == ".safetensors":
         load_weights(model, path)
-        with safetensors.safe_open(path, framework="pt") as file:
-            epoch = (file.metadata() or {}).get("epoch")
+        epoch = read_metadata(path).get("epoch")
         return int(epoch) if epoch else None
     state = checkpoint.read_checkpoint(path)
     load_state(model, state["ema"] or state["model"], str(path))

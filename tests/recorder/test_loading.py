@@ -1,5 +1,7 @@
 """Models by name, run folder and checkpoint; images from files, folders and the digits."""
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from timm.data import create_transform
 import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.data import imagenet
+from ea_vision.deployment.files import About, export_program, write
 from ea_vision.engine import run_folder
 from ea_vision.recorder.loading import load_model, parse_layers, parse_targets
 from tests.recorder.networks import NAME, photo, tiny, write_run
@@ -167,3 +170,18 @@ def test_runs_of_train_imagenet_are_shown_images_as_they_were_evaluated(
             / 255
         )
         assert (loaded.prepare(photo((105, 70))) - wanted).abs().max() <= 1 / 255
+
+
+def test_names_that_are_no_utf8_are_names(tmp_path):
+    """Of a run, and of its files; safetensors and torch.export open none themselves."""
+    folder = write_run(tmp_path / os.fsdecode(b"r\xff"))
+    for part in ("", "model.safetensors", "snapshots/epoch_0004.safetensors", "last.ckpt"):
+        assert load_model(str(folder / part)).trained
+    copied = tmp_path / os.fsdecode(b"w\xfe.safetensors")
+    shutil.copy(folder / "model.safetensors", copied)
+    loaded = load_model(str(copied))
+    assert loaded.classes == ["ant", "bee", "cow"]
+    program = folder / "net.pt2"
+    about = About("net", (16, 16), (0.5,) * 3, (0.2,) * 3, 1.0, "bilinear", 3)
+    write(export_program(loaded.model, (16, 16)), program, about)
+    assert load_model(str(program)).img_size == (16, 16)
