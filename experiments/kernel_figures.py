@@ -3,6 +3,8 @@
     python -m experiments.kernel_figures experiments/results/kernel-figures.csv          # an hour on one core
     python -m experiments.kernel_figures FILE.csv --layers ea50_28x28 --targets 8.0 9.0 --dtypes bf16
 
+results/kernel-figures-large-maps.csv has the layers of large maps.
+
 Per kernel: threads, registers and spilled bytes of a thread, shared memory of a block.
 """
 

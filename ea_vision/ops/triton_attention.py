@@ -62,6 +62,7 @@ MAX_PIXELS = 4096
 MAX_SIDES = (
     80  # rows and columns together, with position tables: what the kernels' shared memory holds
 )
+MAX_SIDES_WIDE = 64  # of heads that are more than 256 channels wide together
 MAX_SIDES_FLOAT32 = 64
 MAX_SIDES_FLOAT32_SMALL = 32  # where a block has 99 KiB, see SMALL_MEMORY
 LEAST_CAPABILITY = (8, 0)
@@ -570,8 +571,11 @@ refuse_second_derivatives(_backward)
 
 def _most_sides(q: Tensor) -> int:
     """Return how many rows and columns together a map with position tables may have."""
-    if INTERPRETING or q.dtype != torch.float32:
+    if INTERPRETING:
         return MAX_SIDES
+    if q.dtype != torch.float32:
+        wide = q.shape[1] * _power(q.shape[-1]) > 256
+        return MAX_SIDES_WIDE if wide else MAX_SIDES
     small = _capability(q.device) in SMALL_MEMORY
     return MAX_SIDES_FLOAT32_SMALL if small else MAX_SIDES_FLOAT32
 
