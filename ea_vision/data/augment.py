@@ -32,7 +32,12 @@ class Augmentation:
     padding_mode: str = "zeros"
     cutout: int = 0
 
-    def draw(self, count: int, size: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
+    def draw(
+        self,
+        count: int,
+        size: tuple[int, int],
+        generator: torch.Generator,
+    ) -> torch.Tensor:
         """Draw for `count` images of `size` (H, W): integers (count, 5), columns top, left, flip, cutout y and x.
 
         The flips are those of `flip="on"`; see `alternating_flips` for the others.
@@ -40,12 +45,28 @@ class Augmentation:
         height, width = size
         offsets = 2 * self.crop_padding + 1
         limits = (offsets, offsets, 2, height, width)
-        draws = [torch.randint(limit, (count,), generator=generator) for limit in limits]
+        draws = [
+            torch.randint(
+                limit,
+                (count,),
+                generator=generator,
+            )
+            for limit in limits
+        ]
         return torch.stack(draws, dim=1)
 
-    def alternating_flips(self, count: int, epoch: int, seed: int) -> torch.Tensor:
+    def alternating_flips(
+        self,
+        count: int,
+        epoch: int,
+        seed: int,
+    ) -> torch.Tensor:
         """Return integers (count,): 1 for the images that are flipped in an epoch, by number."""
-        first = torch.randint(2, (count,), generator=epoch_generator(seed, -1))  # no epoch's own
+        first = torch.randint(
+            2,
+            (count,),
+            generator=epoch_generator(seed, -1),
+        )  # no epoch's own
         return first ^ (epoch % 2)
 
     def apply(
@@ -64,7 +85,11 @@ class Augmentation:
         rows = torch.arange(height, device=images.device)
         columns = torch.arange(width, device=images.device)
         mode = PADDING_MODES[self.padding_mode]
-        padded = F.pad(images, [self.crop_padding], padding_mode=mode)
+        padded = F.pad(
+            images,
+            [self.crop_padding],
+            padding_mode=mode,
+        )
         mirrored = columns
         if self.flip != "off":
             mirrored = torch.where(flip.bool(), columns.flip(0), columns)  # (B, W)
@@ -87,7 +112,11 @@ class Augmentation:
         return (0 <= inside) & (inside < self.cutout)
 
 
-def normalize(images: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
+def normalize(
+    images: torch.Tensor,
+    mean: torch.Tensor,
+    std: torch.Tensor,
+) -> torch.Tensor:
     """Normalise uint8 (B, C, H, W) by mean and std (C,) of images in 0..1: float32, contiguous."""
     scale = (1 / (255 * std)).view(-1, 1, 1)
     shift = (mean / std).view(-1, 1, 1)

@@ -83,9 +83,19 @@ def read_tables(path: Path) -> Tables:
     images, labels = (reader.metadata[name] for name in reader.metadata.dtype.names)
     is_jpeg = images["mode"] != RAW
     columns = [images["data_ptr"], sizes, images["height"], images["width"], is_jpeg]
-    rows = np.stack(columns, axis=1, dtype=np.int64, casting="unsafe")
+    rows = np.stack(
+        columns,
+        axis=1,
+        dtype=np.int64,
+        casting="unsafe",
+    )
     stored = [reader.header, reader.field_descriptors, reader.metadata, reader.alloc_table]
-    return Tables(rows, labels, int(reader.page_size), stored)
+    return Tables(
+        rows,
+        labels,
+        int(reader.page_size),
+        stored,
+    )
 
 
 def sidecar(path: Path) -> Path:
@@ -161,7 +171,12 @@ class Beton:
         UsageError: FFCV is not installed, or the file is missing, cut off, of other classes, or written otherwise.
     """
 
-    def __init__(self, path: Path, num_classes: int = 0, evaluated: Evaluated | None = None):
+    def __init__(
+        self,
+        path: Path,
+        num_classes: int = 0,
+        evaluated: Evaluated | None = None,
+    ):
         self.name = str(path)
         tables = read_tables(path)
         about = read_about(path, tables)
@@ -236,7 +251,12 @@ IMPOSSIBLE = "the file's table has a size or place that it cannot have"
 def _mapped(path: str) -> np.ndarray:
     """Map a file into memory: uint8 (bytes,)."""
     # Linux refuses mode "c" beyond the memory's size.
-    return np.memmap(path, np.uint8, mode="r").view(np.ndarray)
+    mapped = np.memmap(
+        path,
+        np.uint8,
+        mode="r",
+    )
+    return mapped.view(np.ndarray)
 
 
 def _how(evaluated: Evaluated | None) -> str:

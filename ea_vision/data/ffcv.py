@@ -24,7 +24,11 @@ RATIO = np.array([3 / 4, 4 / 3])  # least and greatest width of a training crop 
 Decoded = tuple[torch.Tensor, list[int], dict[int, str]]  # images, targets, what is wrong by place
 
 
-def quasi_random_order(pages: np.ndarray, seed: int, epoch: int) -> torch.Tensor:
+def quasi_random_order(
+    pages: np.ndarray,
+    seed: int,
+    epoch: int,
+) -> torch.Tensor:
     """Return an order that reads the file in large pieces: images by their pages (N,), PAGES_TOGETHER shuffled pages at
     a time."""
     rng = np.random.default_rng((seed, epoch, 1))
@@ -47,7 +51,18 @@ def _compiled() -> Callable[..., None]:
         return imdecode(jpeg, pixels, height, width, height, width, 0, 0, 1, 1, False, False)
 
     @njit(nogil=True)
-    def show(data, table, seeds, scale, ratio, hflip, levels, decoded, out, bad):
+    def show(
+        data,
+        table,
+        seeds,
+        scale,
+        ratio,
+        hflip,
+        levels,
+        decoded,
+        out,
+        bad,
+    ):
         """Show crops of the images that `table` (B, 5) places in `data`: out (B, 3, S, S) are the values of their bytes
         in `levels` (3, 256). bad (B,) says which are not to be decoded; damaged JPEGs are added to it. decoded: memory
         for the largest image."""
@@ -64,7 +79,14 @@ def _compiled() -> Callable[..., None]:
             np.random.seed(seeds[n])  # of this thread's generator in compiled code
             top, left, crop_height, crop_width = choose_crop(height, width, scale, ratio)
             image = pixels.reshape(height, width, 3)
-            resize_crop(image, top, top + crop_height, left, left + crop_width, scaled)
+            resize_crop(
+                image,
+                top,
+                top + crop_height,
+                left,
+                left + crop_width,
+                scaled,
+            )
             shown = scaled[:, ::-1] if np.random.random() < hflip else scaled[:, ::1]
             for y in range(side):
                 for x in range(side):
@@ -104,7 +126,11 @@ class BetonTrainLoader(ImageTrainLoader):
         hflip: float,
         **common,
     ):
-        super().__init__(source, transform=None, **common)
+        super().__init__(
+            source,
+            transform=None,
+            **common,
+        )
         self.os_cache = os_cache
         self.scale = np.array(scale, float)
         self.hflip = hflip
@@ -165,7 +191,11 @@ class BetonTrainLoader(ImageTrainLoader):
         """Return memory for a batch: float32, or, for a GPU, bytes that are pinned."""
         if self.on_cpu:
             return _reused(self._free[shape], shape)
-        return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(
+            shape,
+            dtype=torch.uint8,
+            pin_memory=True,
+        )
 
     def _pixels(self, images: torch.Tensor) -> torch.Tensor:
         if self.on_cpu:

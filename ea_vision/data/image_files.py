@@ -75,7 +75,11 @@ def decode_image(
         raise BrokenImage(f"{type(error).__name__}: {error}") from error
 
 
-def to_rgb(image: Image.Image, over_white: bool = False, name: str = "") -> Image.Image:
+def to_rgb(
+    image: Image.Image,
+    over_white: bool = False,
+    name: str = "",
+) -> Image.Image:
     """Decode and convert to 8-bit RGB. 16-bit grey keeps its upper 8 bits (Pillow alone would cut it off at 255).
 
     Raises:
@@ -235,7 +239,11 @@ def fingerprint(lines: Iterable[str], *arrays) -> str:
     return digest.hexdigest()
 
 
-def check_classes(name: str, classes: list[str], required: int) -> None:
+def check_classes(
+    name: str,
+    classes: list[str],
+    required: int,
+) -> None:
     """Raise UsageError unless there are `required` classes (0: any number)."""
     if required and required != len(classes):
         raise UsageError(f"{name} must have {required} classes (--num-classes), got {len(classes)}")
@@ -284,7 +292,11 @@ def _walk(root: Path, hidden: set[str]) -> Iterator[Entry]:
     Raises:
         OSError: a folder cannot be read.
     """
-    for folder, folders, files in os.walk(root, followlinks=True, onerror=_raise):
+    for folder, folders, files in os.walk(
+        root,
+        followlinks=True,
+        onerror=_raise,
+    ):
         inside = os.path.relpath(folder, root).replace(os.sep, "/")
         prefix = "" if inside == "." else f"{inside}/"
         visible = []
@@ -324,7 +336,11 @@ def _size_of(path: str) -> int:
     return about.st_size if stat.S_ISREG(about.st_mode) else -1
 
 
-def _entries_of_tar(path: Path, prefix: str, hidden: set[str]) -> list[Entry]:
+def _entries_of_tar(
+    path: Path,
+    prefix: str,
+    hidden: set[str],
+) -> list[Entry]:
     """Return the images of a tar, each with what a .cls beside it says. Adds what is passed over to `hidden`.
 
     Raises:

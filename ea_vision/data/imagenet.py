@@ -81,7 +81,11 @@ def train_transform(
     return transforms.Compose(steps)
 
 
-def eval_transform(img_size: int, resize: int, interpolation: str = "bilinear"):
+def eval_transform(
+    img_size: int,
+    resize: int,
+    interpolation: str = "bilinear",
+):
     """Scale the short side to `resize`, cut the middle `img_size` x `img_size`."""
     mode = transforms.InterpolationMode(interpolation)
     scale = transforms.Resize(resize, mode)
@@ -100,7 +104,11 @@ class Decoder(Dataset):
 
     def __getitems__(self, keys: np.ndarray) -> Decoded:
         """Return uint8 (B, *shape), targets, and what is wrong with bad ones, by place; their pixels are 0."""
-        images = torch.zeros(len(keys), *self.shape, dtype=torch.uint8)
+        images = torch.zeros(
+            len(keys),
+            *self.shape,
+            dtype=torch.uint8,
+        )
         targets: list[Any] = [0] * len(keys)
         bad = {}
         with _own_random_state():
@@ -238,7 +246,12 @@ class DecodingLoader(Loader):
             places[place] = good[place % len(good)]
         return places
 
-    def _batch(self, images: torch.Tensor, targets: list[int], ids: torch.Tensor) -> Batch:
+    def _batch(
+        self,
+        images: torch.Tensor,
+        targets: list[int],
+        ids: torch.Tensor,
+    ) -> Batch:
         labels = torch.tensor(targets, dtype=torch.int64)
         return Batch(self._pixels(images), sent(labels, self.device), ids)
 

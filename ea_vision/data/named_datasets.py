@@ -81,7 +81,13 @@ class NamedImages:
         items: (image, target, ...) by number; an image is Pillow's, or a file.
     """
 
-    def __init__(self, name: str, items: Sequence[Any], classes: list[str], num_classes: int):
+    def __init__(
+        self,
+        name: str,
+        items: Sequence[Any],
+        classes: list[str],
+        num_classes: int,
+    ):
         self.name = name
         self.items = items
         self.classes = classes or [str(label) for label in range(num_classes)]
@@ -119,14 +125,30 @@ class NamedImages:
 class TorchImages(NamedImages):
     """A split of one of torchvision's data sets, by timm's name of it."""
 
-    def __init__(self, dataset: str, root: str, split: str, num_classes: int = 0):
+    def __init__(
+        self,
+        dataset: str,
+        root: str,
+        split: str,
+        num_classes: int = 0,
+    ):
         name = f"{dataset} {split}"
         try:
-            items = timm.data.create_dataset(dataset, root, split=split, search_split=False)
+            items = timm.data.create_dataset(
+                dataset,
+                root,
+                split=split,
+                search_split=False,
+            )
         except (RuntimeError, AssertionError, OSError, ImportError, ValueError) as error:
             raise UsageError(f"no images in {name}: {error}") from error
         number = getattr(items, "class_to_idx", {})
-        super().__init__(name, items, sorted(number, key=number.get), num_classes)
+        super().__init__(
+            name,
+            items,
+            sorted(number, key=number.get),
+            num_classes,
+        )
 
 
 class HubImages(NamedImages):
@@ -152,8 +174,20 @@ class HubImages(NamedImages):
         splits = (named,) if named else HUB_SPLITS[split]
         table, split = _loaded(datasets, dataset, root, splits)
         name = f"hfds/{dataset} {split}"
-        input_key = _column(table, name, "--input-key", input_key, datasets.Image)
-        target_key = _column(table, name, "--target-key", target_key, datasets.ClassLabel)
+        input_key = _column(
+            table,
+            name,
+            "--input-key",
+            input_key,
+            datasets.Image,
+        )
+        target_key = _column(
+            table,
+            name,
+            "--target-key",
+            target_key,
+            datasets.ClassLabel,
+        )
         if not isinstance(table.features[input_key], datasets.Image):
             raise UsageError(
                 f"--input-key must name a column of images of {name}, got {input_key}: "
@@ -164,7 +198,12 @@ class HubImages(NamedImages):
         if values.dtype.kind == "U" and not classes:
             classes = sorted(set(values.tolist()))
             values = np.searchsorted(classes, values)
-        _check_targets(name, target_key, values, len(classes) or num_classes)
+        _check_targets(
+            name,
+            target_key,
+            values,
+            len(classes) or num_classes,
+        )
         images = table.cast_column(input_key, datasets.Image(decode=False))
         items = _Rows(images.select_columns([input_key]), input_key, values)
         super().__init__(name, items, classes, num_classes)
@@ -173,7 +212,12 @@ class HubImages(NamedImages):
 class _Rows:
     """Images, as files that are not decoded, and targets of a table."""
 
-    def __init__(self, table, input_key: str, targets: np.ndarray):
+    def __init__(
+        self,
+        table,
+        input_key: str,
+        targets: np.ndarray,
+    ):
         self.table = table
         self.input_key = input_key
         self.targets = targets
@@ -189,11 +233,21 @@ class _Rows:
         return file, int(self.targets[index])
 
 
-def _loaded(datasets, name: str, root: str, splits: Sequence[str]):
+def _loaded(
+    datasets,
+    name: str,
+    root: str,
+    splits: Sequence[str],
+):
     """Return the first of these splits that a data set has, and its name."""
     for split in splits:
         try:
-            return datasets.load_dataset(name, split=split, cache_dir=root or None), split
+            table = datasets.load_dataset(
+                name,
+                split=split,
+                cache_dir=root or None,
+            )
+            return table, split
         except ValueError as error:
             if not str(error).startswith("Unknown split") or split == splits[-1]:
                 raise UsageError(f"no images in hfds/{name} {split}: {error}") from error
@@ -203,7 +257,13 @@ def _loaded(datasets, name: str, root: str, splits: Sequence[str]):
     raise AssertionError("no split was asked for")
 
 
-def _column(table, name: str, option: str, wanted: str, kind: type) -> str:
+def _column(
+    table,
+    name: str,
+    option: str,
+    wanted: str,
+    kind: type,
+) -> str:
     """Return the column that is wanted or, by default, the only one that holds what it must."""
     columns = ", ".join(f"{column} ({feature})" for column, feature in table.features.items())
     if wanted:
@@ -220,7 +280,12 @@ def _column(table, name: str, option: str, wanted: str, kind: type) -> str:
     )
 
 
-def _check_targets(name: str, column: str, values: np.ndarray, classes: int) -> None:
+def _check_targets(
+    name: str,
+    column: str,
+    values: np.ndarray,
+    classes: int,
+) -> None:
     """Raise UsageError unless the targets are whole numbers of classes."""
     if values.dtype.kind not in "iu" or values.ndim != 1:
         raise UsageError(

@@ -48,7 +48,11 @@ class DataSet:
         return fingerprint(self.classes, *train, *test)
 
 
-def hold_out(images: Images, count: int, seed: int) -> tuple[Images, Images]:
+def hold_out(
+    images: Images,
+    count: int,
+    seed: int,
+) -> tuple[Images, Images]:
     """Split off `count` images, chosen by `seed`; return (kept, held out), both in their old order.
 
     Raises:
@@ -87,7 +91,12 @@ def load_dataset(
         raise UsageError("--dataset folder needs --data-dir: a folder with train and test (or val)")
     train = ImageFiles(find_split(Path(data_dir), "train"))
     test = ImageFiles(find_split(Path(data_dir), "test"))
-    check_same_classes(train.name, train.classes, test.name, test.classes)
+    check_same_classes(
+        train.name,
+        train.classes,
+        test.name,
+        test.classes,
+    )
     decoded = [_decoded(files, img_size, workers) for files in (train, test)]
     return DataSet(*decoded, train.classes)
 
@@ -109,14 +118,27 @@ def _load_digits(img_size: int) -> DataSet:
     return DataSet(train, test, [str(digit) for digit in range(10)])
 
 
-def _load_torchvision(name: str, root: Path, img_size: int, download: bool) -> DataSet:
+def _load_torchvision(
+    name: str,
+    root: Path,
+    img_size: int,
+    download: bool,
+) -> DataSet:
     """Load CIFAR-10 or -100 in torchvision's layout under `root`."""
     from torchvision import datasets
 
     read = getattr(datasets, name.upper())
     try:
-        train = read(str(root), train=True, download=download)
-        test = read(str(root), train=False, download=download)
+        train = read(
+            str(root),
+            train=True,
+            download=download,
+        )
+        test = read(
+            str(root),
+            train=False,
+            download=download,
+        )
     except (RuntimeError, OSError) as error:
         raise UsageError(
             f"{name} cannot be read from {root}: {error} (--download fetches it; --dataset folder reads "
@@ -129,7 +151,11 @@ def _load_torchvision(name: str, root: Path, img_size: int, download: bool) -> D
     )
 
 
-def _of_torchvision(found, name: str, img_size: int) -> Images:
+def _of_torchvision(
+    found,
+    name: str,
+    img_size: int,
+) -> Images:
     names = [f"{name} {i}" for i in range(len(found))]
     return Images(_resized(found.data, img_size), torch.tensor(found.targets), names)
 
@@ -165,7 +191,11 @@ def check_same_classes(
         )
 
 
-def _decoded(files: ImageFiles, img_size: int, workers: int) -> Images:
+def _decoded(
+    files: ImageFiles,
+    img_size: int,
+    workers: int,
+) -> Images:
     """Decode all images on `workers` threads.
 
     Raises:

@@ -38,35 +38,66 @@ def list_tar(path: Path) -> dict[str, Span]:
     """
     found: dict[str, Span] = {}
     with open(path, "rb") as file:
-        files = _list_archive(path, file, 0, os.path.getsize(path))
+        files = _list_archive(
+            path,
+            file,
+            0,
+            os.path.getsize(path),
+        )
         for name, span in files.items():
             if not name.lower().endswith(".tar") or hidden_part(name):
                 found[name] = span
                 continue
-            inner = _list_archive(path, file, span.start, span.start + span.size)
+            inner = _list_archive(
+                path,
+                file,
+                span.start,
+                span.start + span.size,
+            )
             for inner_name, inner_span in inner.items():
                 found[f"{name[:-4]}/{inner_name}"] = inner_span
     return found
 
 
-def read_span(path: str | Path, start: int, size: int) -> bytes:
+def read_span(
+    path: str | Path,
+    start: int,
+    size: int,
+) -> bytes:
     """Return bytes of a file."""
     with open(path, "rb") as file:
         file.seek(start)
         return file.read(size)
 
 
-def _list_archive(path: Path, file: BinaryIO, start: int, end: int) -> dict[str, Span]:
+def _list_archive(
+    path: Path,
+    file: BinaryIO,
+    start: int,
+    end: int,
+) -> dict[str, Span]:
     """Return the files of the tar, or of the tars behind each other, in bytes `start` to `end` of a file."""
     listing = _Listing(path)
     begin: int | None = start
     while begin is not None:
-        mark = _read_members(listing, file, begin, end, first=begin == start)
+        mark = _read_members(
+            listing,
+            file,
+            begin,
+            end,
+            first=begin == start,
+        )
         begin = _next_archive(file, mark, end)
     return listing.resolved()
 
 
-def _read_members(listing: "_Listing", file: BinaryIO, start: int, end: int, first: bool) -> int:
+def _read_members(
+    listing: "_Listing",
+    file: BinaryIO,
+    start: int,
+    end: int,
+    first: bool,
+) -> int:
     """Add the members of one archive to a listing; return the place of the mark at its end."""
     path = listing.path
     file.seek(start)
@@ -93,7 +124,11 @@ def _read_members(listing: "_Listing", file: BinaryIO, start: int, end: int, fir
     raise UsageError(f"{path} is not a readable tar: it is damaged or cut off at byte {mark}")
 
 
-def _next_archive(file: BinaryIO, mark: int, end: int) -> int | None:
+def _next_archive(
+    file: BinaryIO,
+    mark: int,
+    end: int,
+) -> int | None:
     """Return the place of the first block behind the mark that is not zero; None if there is none."""
     place = mark
     file.seek(place)

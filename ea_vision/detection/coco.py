@@ -134,7 +134,11 @@ class CocoFolder(Dataset):
         size = (image.height, image.width)
         boxes = box_convert(sides, "xywh", "xyxy")
         return tv_tensors.Image(image), {
-            "boxes": tv_tensors.BoundingBoxes(boxes, format="XYXY", canvas_size=size),
+            "boxes": tv_tensors.BoundingBoxes(
+                boxes,
+                format="XYXY",
+                canvas_size=size,
+            ),
             "labels": torch.tensor(labels, dtype=torch.int64),
             "image_id": about["id"],
             "size": size,

@@ -13,7 +13,11 @@ from ea_vision.detection.transforms import fitted_size
 SIDE = 640  # pixels: a smaller image is scaled up before it is drawn upon
 
 
-def draw_detections(image: Tensor, found: Mapping[str, Tensor], classes: Sequence[str]) -> Tensor:
+def draw_detections(
+    image: Tensor,
+    found: Mapping[str, Tensor],
+    classes: Sequence[str],
+) -> Tensor:
     """Draw boxes, names and scores on an image, the surest on top.
 
     Args:
@@ -25,7 +29,11 @@ def draw_detections(image: Tensor, found: Mapping[str, Tensor], classes: Sequenc
     """
     longer = max(image.shape[1:])
     side = max(SIDE, longer)
-    drawn = F.resize(image, list(fitted_size(image.shape[1:], side)), antialias=True)
+    drawn = F.resize(
+        image,
+        list(fitted_size(image.shape[1:], side)),
+        antialias=True,
+    )
     order = found["scores"].argsort()
     if not len(order):
         return drawn

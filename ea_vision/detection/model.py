@@ -74,7 +74,12 @@ class Pyramid(nn.Module):
         ValueError: a network without features at these strides.
     """
 
-    def __init__(self, body: nn.Module, channels: int = 256, norm: bool = False):
+    def __init__(
+        self,
+        body: nn.Module,
+        channels: int = 256,
+        norm: bool = False,
+    ):
         super().__init__()
         strides = body.feature_info.reduction()
         last = {stride: position for position, stride in enumerate(strides)}
@@ -113,11 +118,23 @@ class _Tower(nn.Module):
     """The 3x3 convolutions of a head, shared by the levels of the pyramid; with `norm`, every level has its own
     BatchNorms after them."""
 
-    def __init__(self, channels: int, convs: int, norm: bool):
+    def __init__(
+        self,
+        channels: int,
+        convs: int,
+        norm: bool,
+    ):
         super().__init__()
         self.convs = nn.ModuleList()
         for _ in range(convs):
-            self.convs.append(nn.Conv2d(channels, channels, 3, padding=1))
+            self.convs.append(
+                nn.Conv2d(
+                    channels,
+                    channels,
+                    3,
+                    padding=1,
+                )
+            )
         for conv in self.convs:
             nn.init.normal_(conv.weight, std=0.01)
             nn.init.zeros_(conv.bias)
@@ -125,7 +142,12 @@ class _Tower(nn.Module):
         for _ in LEVELS:
             self.norms.append(nn.ModuleList(_norm(channels, norm) for _ in range(convs)))
 
-    def forward(self, maps: list[Tensor], last: nn.Conv2d, numbers: int) -> Tensor:
+    def forward(
+        self,
+        maps: list[Tensor],
+        last: nn.Conv2d,
+        numbers: int,
+    ) -> Tensor:
         """Turn the pyramid's maps, by way of a head's last convolution, into float32 (B, places * A, numbers): losses
         and boxes need its precision."""
         outputs = []
@@ -182,7 +204,15 @@ class ClassHead(RetinaNetClassificationHead):
 class BoxHead(RetinaNetRegressionHead):
     """torchvision's head for boxes, with the Huber loss as a choice, and towers as `_Tower` has them."""
 
-    def __init__(self, channels: int, anchors: int, *, convs: int, norm: bool, loss: str):
+    def __init__(
+        self,
+        channels: int,
+        anchors: int,
+        *,
+        convs: int,
+        norm: bool,
+        loss: str,
+    ):
         super().__init__(channels, anchors)
         self.conv = _Tower(channels, convs, norm)
         self._loss_type = loss
@@ -333,7 +363,11 @@ def create_detector(
     return detector
 
 
-def _check(anchors: int, head_norm: str | None, img_size: int) -> None:
+def _check(
+    anchors: int,
+    head_norm: str | None,
+    img_size: int,
+) -> None:
     """Raise ValueError for a value that no detector has."""
     if anchors not in OCTAVE_SCALES:
         raise ValueError(f"anchors must be 6 or 9, got {anchors!r}")
@@ -343,7 +377,11 @@ def _check(anchors: int, head_norm: str | None, img_size: int) -> None:
         raise ValueError(f"img_size must be a multiple of 32 pixels, got {img_size!r}")
 
 
-def _create_body(backbone: str, img_size: int, kwargs: dict) -> nn.Module:
+def _create_body(
+    backbone: str,
+    img_size: int,
+    kwargs: dict,
+) -> nn.Module:
     """Create a network for features; a plain one has no keywords of attention, which must have their defaults then."""
     defaults = {"img_size": img_size, "min_head_qk": 0, "augment_strided": True}
     optional = {key for key, value in defaults.items() if kwargs[key] == value}

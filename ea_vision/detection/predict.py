@@ -23,7 +23,11 @@ def detect(
         FloatingPointError: the network's outputs are not finite.
     """
 
-    def check(_, args: tuple, outputs: dict[str, Tensor]) -> None:
+    def check(
+        _,
+        args: tuple,
+        outputs: dict[str, Tensor],
+    ) -> None:
         for output in outputs.values():
             if not output.isfinite().all():
                 raise FloatingPointError("gives no finite number")

@@ -30,8 +30,16 @@ def train_transform(
     fill = {tv_tensors.Image: FILL, "others": 0}
     steps = [
         v2.ClampBoundingBoxes(),
-        v2.ScaleJitter((img_size, img_size), scale, antialias=True),
-        v2.RandomCrop((img_size, img_size), pad_if_needed=True, fill=fill),
+        v2.ScaleJitter(
+            (img_size, img_size),
+            scale,
+            antialias=True,
+        ),
+        v2.RandomCrop(
+            (img_size, img_size),
+            pad_if_needed=True,
+            fill=fill,
+        ),
         v2.RandomHorizontalFlip(flip),
     ]
     return v2.Compose(steps + _end())
@@ -63,7 +71,11 @@ class Fit(v2.Transform):
 
     def transform(self, inpt: Any, params: dict) -> Any:
         height, width = params["size"]
-        inpt = v2.functional.resize(inpt, [height, width], antialias=True)
+        inpt = v2.functional.resize(
+            inpt,
+            [height, width],
+            antialias=True,
+        )
         padding = [0, 0, self.img_size - width, self.img_size - height]
         fill = 0 if isinstance(inpt, tv_tensors.BoundingBoxes) else list(FILL)
         return v2.functional.pad(inpt, padding, fill=fill)
@@ -82,7 +94,11 @@ def fitted_size(size: tuple[int, int], img_size: int) -> tuple[int, int]:
     return max(1, round(height * img_size / longer)), max(1, round(width * img_size / longer))
 
 
-def boxes_to_original(boxes: Tensor, size: tuple[int, int], img_size: int) -> Tensor:
+def boxes_to_original(
+    boxes: Tensor,
+    size: tuple[int, int],
+    img_size: int,
+) -> Tensor:
     """Move boxes (n, 4) x1 y1 x2 y2 from the square of `eval_transform` to the image of `size` (H, W), cut at its
     border."""
     height, width = fitted_size(size, img_size)
