@@ -1,5 +1,6 @@
 """What is left out: parameters of which `make test` takes few and `make test-slow` (CI) the others; what needs FFCV."""
 
+import sys
 from collections.abc import Container, Iterable
 from importlib.util import find_spec
 
@@ -7,6 +8,12 @@ import pytest
 
 FFCV = find_spec("ffcv") is not None
 needs_ffcv = pytest.mark.skipif(not FFCV, reason="needs FFCV: pip install .[ffcv]")
+
+
+def unix_only() -> None:
+    """Skip the rest of a test module where the system has no signals, or no fork, of Unix."""
+    if sys.platform == "win32":
+        pytest.skip("needs signals and processes of Unix", allow_module_level=True)
 
 
 def slow_but(kept: Container, values: Iterable) -> list:

@@ -124,8 +124,10 @@ def _child(
 
 def start(argv: list[str], log: Path, sabotage=None, main=train_cifar.main, **environment: str):
     """Start `train_cifar.py ARGV`, or another trainer, as a process; stdout and stderr go to `log`."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.engine.runner"])
+    methods = multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+    if "forkserver" in methods:
+        context.set_forkserver_preload(["tests.engine.runner"])
     process = context.Process(
         target=_child, args=(main, argv, sabotage, {**os.environ, **environment}, log)
     )

@@ -35,7 +35,9 @@ from tests.engine.runner import (
     weights_of,
     words,
 )
-from tests.slow import needs_ffcv
+from tests.slow import needs_ffcv, unix_only
+
+unix_only()
 
 OLD_RUN = "--dataset digits --recipe none --device cpu --epochs 2 --batch-size 250 --img-size 16"
 

@@ -27,6 +27,9 @@ from tests.engine.runner import (
     stopped,
     train,
 )
+from tests.slow import unix_only
+
+unix_only()
 
 EXTRAS = "--lr 0.1 --model-ema-decay 0.9 --mixup 0.2 --reprob 0.5 --holdout 0 --snapshot-epochs 2"
 KILLED = -signal.SIGKILL

@@ -29,6 +29,9 @@ from tests.engine.runner import (
     start_world,
     train,
 )
+from tests.slow import unix_only
+
+unix_only()
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -25,6 +25,9 @@ from tests.engine.runner import (
     train,
     words,
 )
+from tests.slow import unix_only
+
+unix_only()
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 240  # that a job may take on a busy machine
