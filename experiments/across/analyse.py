@@ -1,21 +1,21 @@
-"""The analysis that README.md of this folder fixed before the runs: what a mechanism adds, by part of the verdict.
+"""The analysis that README.md of this folder fixed before the runs: the gain of each mechanism, by part of the verdict.
 
     python -m experiments.across.analyse sweeps/across                               # from the root of a checkout
 
 The folder holds the sweeps of README.md; a part may also be the file of runs that an earlier call kept (vit-rival.csv).
-A part whose runs are not complete is left out, with the reason. Written into experiments/results/across: a file of runs
-for each part, verdict.csv (a row a comparison, with the gain that its seeds find at 80% power) and verdict.png
-(differences with 95% intervals). Printed are, last, the tables of docs/across-layers.md and, of the two tasks without
-images from recall.csv and characters.csv of the folder, of README.md.
+A part whose runs are not complete is left out, and the command prints the reason. It writes into
+experiments/results/across a file of runs for each part, verdict.csv (one row per comparison, with the gain that its
+seeds find at 80% power) and verdict.png (differences with 95% intervals). Last, it prints the tables of
+docs/across-layers.md and, from recall.csv and characters.csv of the folder, README.md's table of the two tasks without
+images.
 """
 
 import argparse
-import csv
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from statistics import mean
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -48,15 +48,16 @@ AFTER = {
 
 
 def read_part(part: Part, folder: Path) -> pd.DataFrame:
-    """Return a part's runs, those of the part beside it too.
+    """Return a part's runs, and those of the parts beside it.
 
     Raises:
         UsageError: runs that are missing, damaged, not complete or not tested.
     """
     names = [part.name, *part.beside]
-    sources = [
-        path for name in names for path in (folder / name, folder / f"{name}.csv") if path.exists()
-    ]
+    sources = []
+    for name in names:
+        places = (folder / name, folder / f"{name}.csv")
+        sources += [path for path in places if path.exists()]
     if len(sources) < len(names):
         raise UsageError(f"runs of {' and '.join(names)} are required in {folder}")
     runs = read_runs(*sources, variants=part.variants)
@@ -65,13 +66,11 @@ def read_part(part: Part, folder: Path) -> pd.DataFrame:
             f"runs that were tested are required, got top-1 on {runs['split'].iloc[0]} images"
         )
     runs = runs[runs["seed"].isin(part.seeds)]
-    lacking = {(variant, seed) for variant in part.variants for seed in part.seeds} - set(
-        zip(runs["variant"], runs["seed"], strict=True)
-    )
+    present = set(zip(runs["variant"], runs["seed"], strict=True))
+    lacking = set(product(part.variants, part.seeds)) - present
     if lacking:
-        raise UsageError(
-            f"{len(lacking)} runs are missing, the first is {min(lacking)[0]}, seed {min(lacking)[1]}"
-        )
+        variant, seed = min(lacking)
+        raise UsageError(f"{len(lacking)} runs are missing, the first is {variant}, seed {seed}")
     return runs
 
 
@@ -80,18 +79,17 @@ def effects_of(
 ) -> pd.DataFrame:
     """Return each variant minus the baseline, with Holm's p of those that are tested.
 
-    found_at_80_percent: the gain, in points, that the seeds find at 80% power; of a hypothesis at Holm's first level.
+    found_at_80_percent: the gain, in points, that the seeds find at 80% power; for a hypothesis at Holm's first level.
     run_ratio: mean time of the runs over that of the baseline's. time_ratio: processor time of a run over the
     baseline's, from the training steps of today's code.
     """
-    top1, rows, seconds = by_variant(runs), [], runs.groupby("variant")["seconds"].mean()
+    top1 = by_variant(runs)
+    seconds = runs.groupby("variant")["seconds"].mean()
+    rows = []
     for name in (*part.tested, *part.described):
         differences = top1[name] - top1[part.baseline]
-        found = smallest_shown(
-            differences.std(),
-            len(differences),
-            0.05 / len(part.tested) if name in part.tested else 0.05,
-        )
+        level = 0.05 / len(part.tested) if name in part.tested else 0.05
+        found = smallest_shown(differences.std(), len(differences), level)
         ratio = run_time(times, part, name) / run_time(times, part, part.baseline)
         rows.append(
             {
@@ -108,21 +106,17 @@ def effects_of(
     table = pd.DataFrame(rows)
     table["p"] = table["p"].where(table["name"].isin(part.tested))
     tested = table["p"].notna()
-    table["p_holm"] = pd.Series(holm(table["p"][tested], len(part.tested)), table.index[tested])
+    corrected = holm(table["p"][tested], len(part.tested))
+    table["p_holm"] = pd.Series(corrected, table.index[tested])
     return table
 
 
 def draw(found: Mapping[Part, pd.DataFrame]) -> Figure:
-    """Draw differences with 95% intervals, a panel a part; what is tested is blue."""
-    rows = sum(map(len, found.values()))
+    """Draw differences with 95% intervals, one panel per part; tested ones are blue."""
+    heights = [len(effects) + 1 for effects in found.values()]
+    rows = sum(heights) - len(found)
     figure = Figure(figsize=(6.75, 0.5 * len(found) + 0.2 * rows), layout="constrained")
-    panels = figure.subplots(
-        len(found),
-        1,
-        sharex=True,
-        squeeze=False,
-        height_ratios=[len(effects) + 1 for effects in found.values()],
-    )
+    panels = figure.subplots(len(found), 1, sharex=True, squeeze=False, height_ratios=heights)
     for panel, (part, effects) in zip(panels[:, 0], found.items(), strict=True):
         names = [f"{row.name} ({row.time_ratio:.2f})" for row in effects.itertuples(index=False)]
         draw_differences(panel, effects, names, effects["p"].notna())
@@ -137,24 +131,26 @@ def draw(found: Mapping[Part, pd.DataFrame]) -> Figure:
 
 def verdict_table(found: Mapping[Part, pd.DataFrame]) -> list[str]:
     """Return the lines of mechanisms by networks: difference (95% interval), bold if it is significant; times."""
-    heads = {part.network: f"{part.title}, {len(part.seeds)} seeds" for part in reversed(found)}
-    cells: dict[str, dict[str, list[str]]] = {}
+    titles: dict[str, str] = {}  # by network, of its first part
+    cells: dict[str, dict[str, list[str]]] = {}  # by row and network
     for part, effects in found.items():
+        titles.setdefault(part.network, f"{part.title}, {len(part.seeds)} seeds")
         for row in effects.itertuples(index=False):
             mark = "**" if row.p_holm < 0.05 else ""
             text = f"{mark}{row.difference:+.2f}{mark} ({row.low:.2f} to {row.high:.2f})"
-            cells.setdefault(ROWS.get(part.name, "{}").format(row.name), {})[part.network] = [
-                text.replace("-", "\N{MINUS SIGN}"),
-                f"{row.run_ratio:.2f}, {row.time_ratio:.2f}",
-            ]
-    networks = list(dict.fromkeys(part.network for part in found))
-    return markdown(
-        ["", *(head for network in networks for head in (heads[network], "time: runs, step"))],
-        [
-            [name, *(cell for network in networks for cell in row.get(network, ["", ""]))]
-            for name, row in cells.items()
-        ],
-    )
+            times = f"{row.run_ratio:.2f}, {row.time_ratio:.2f}"
+            name = ROWS.get(part.name, "{}").format(row.name)
+            cells.setdefault(name, {})[part.network] = [text.replace("-", "\N{MINUS SIGN}"), times]
+    heads = [""]
+    for title in titles.values():
+        heads += [title, "time: runs, step"]
+    lines = []
+    for name, by_network in cells.items():
+        line = [name]
+        for network in titles:
+            line += by_network.get(network, ["", ""])
+        lines.append(line)
+    return markdown(heads, lines)
 
 
 def sequences_table(folder: Path) -> list[str]:
@@ -163,32 +159,37 @@ def sequences_table(folder: Path) -> list[str]:
     Raises:
         UsageError: a run that README.md plans is missing.
     """
-    results: dict[tuple[str, str], list[float]] = {}
+    results: dict[str, pd.Series] = {}
     for task in MECHANISMS:
-        if not (folder / f"{task}.csv").exists():
+        path = folder / f"{task}.csv"
+        if not path.exists():
             raise UsageError(f"{task}.csv is required in {folder}")
-        for row in csv.DictReader(
-            (folder / f"{task}.csv").read_text(encoding="utf-8").splitlines()
-        ):
-            results.setdefault((task, row["variant"]), []).append(float(row["result"]))
+        results[task] = pd.read_csv(path).set_index("variant")["result"]
     rows = []
     for kind in ("none", *MECHANISMS["recall"]):
+        with_conv = "token_conv" if kind == "none" else f"{kind}+token_conv"
         cells = []
-        for task, digits in (("recall", 1), ("characters", 3)):
-            for name in (kind, "token_conv" if kind == "none" else f"{kind}+token_conv"):
-                values = results.get((task, name), [])
-                if len(values) != 5 and kind in ("none", *MECHANISMS[task]):
-                    raise UsageError(
-                        f"five runs of {name} are required in {task}.csv, got {len(values)}"
-                    )
-                least, average, most = (
-                    f"{of(values):.{digits}f}" if values else "" for of in (min, mean, max)
+        for task, variant in product(("recall", "characters"), (kind, with_conv)):
+            values = results[task][results[task].index == variant]
+            if len(values) != 5 and kind in ("none", *MECHANISMS[task]):
+                raise UsageError(
+                    f"five runs of {variant} are required in {task}.csv, got {len(values)}"
                 )
-                cells.append(average if least == most else f"{average} ({least} to {most})")
+            cells.append(_mean_and_range(values, digits=1 if task == "recall" else 3))
         rows.append([kind, *cells])
-    return markdown(
-        ["", "recall, %", "with `token_conv`", "next character, bits", "with `token_conv`"], rows
-    )
+    with_token_conv = "with `token_conv`"
+    heads = ["", "recall, %", with_token_conv, "next character, bits", with_token_conv]
+    return markdown(heads, rows)
+
+
+def _mean_and_range(values: pd.Series, digits: int) -> str:
+    """Return "mean (lowest to highest)", the mean alone where all are equal, "" for no values."""
+    if values.empty:
+        return ""
+    average = f"{values.mean():.{digits}f}"
+    least = f"{values.min():.{digits}f}"
+    most = f"{values.max():.{digits}f}"
+    return average if least == most else f"{average} ({least} to {most})"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -203,21 +204,20 @@ def main(argv: list[str] | None = None) -> int:
     args.output.mkdir(parents=True, exist_ok=True)
     found: dict[Part, pd.DataFrame] = {}
     times = step_times()
-    confirmed: set[tuple[str, str]] = (
-        set()
-    )  # (part, variant): what is asked at equal time only if it gains before
+    # (part, variant) with a significant gain; some questions at equal time are asked only after one
+    confirmed: set[tuple[str, str]] = set()
     for part in RUNS.values():
         try:
             runs = read_part(part, args.sweeps)
         except UsageError as error:
             print(f"left out: {part.name}: {error}")
             continue
-        if (
-            part.name in AFTER
-            and not {(AFTER[part.name], name) for name in part.tested} & confirmed
-        ):
-            part = replace(part, tested=(), described=part.tested)
-        effects = found[part] = effects_of(part, runs, times)
+        if part.name in AFTER:
+            before = {(AFTER[part.name], name) for name in part.tested}
+            if not before & confirmed:
+                part = replace(part, tested=(), described=part.tested)
+        effects = effects_of(part, runs, times)
+        found[part] = effects
         gains = effects["difference"].gt(0) & effects["p_holm"].astype(float).lt(0.05)
         confirmed |= {(part.name, name) for name in effects["name"][gains]}
         write_runs(runs[runs["variant"].isin(part.own)], args.output / f"{part.name}.csv")
@@ -226,10 +226,9 @@ def main(argv: list[str] | None = None) -> int:
         raise UsageError(f"no part of the verdict is complete in {args.sweeps}")
     pd.concat(found.values()).to_csv(args.output / "verdict.csv", index=False)
     draw(found).savefig(args.output / "verdict.png", dpi=200)
-    told = {"vit-alone", "vit-dear", *SECOND, *THIRD} - {
-        "second-updates"
-    }  # in words, not in the table
-    main_parts = {part: effects for part, effects in found.items() if part.name not in told}
+    # these are told in words, not in the table
+    in_words = {"vit-alone", "vit-dear", *SECOND, *THIRD} - {"second-updates"}
+    main_parts = {part: effects for part, effects in found.items() if part.name not in in_words}
     print(*verdict_table(main_parts), "", sep="\n")
     try:
         print(*sequences_table(args.sweeps), sep="\n")

@@ -2,9 +2,9 @@
 
     python -m experiments.across.power                                               # from the root of a checkout
 
-With the spreads that the runs have: the chance that a paired t test, at Holm's first level, finds the gain that was
-planned for, and by how much a significant result overstates it (the mean of significant estimates over the true gain,
-of 200,000 draws). How the seeds were planned before the runs: this file at commit 7bb541b.
+From the spreads of the runs: the chance that a paired t test, at Holm's first level, finds the planned gain, and by how
+much a significant result overstates it (the mean of significant estimates over the true gain, in 200,000 draws). This
+file at commit 7bb541b planned the seeds before the runs.
 """
 
 import numpy as np
@@ -27,44 +27,46 @@ def overstated(gain: float, spread: float, seeds: int, hypotheses: int) -> float
     """Return the mean of the significant estimates of a true gain, over the gain. spread: of the differences."""
     drawn = np.random.default_rng(0).normal(gain, spread, (200_000, seeds))
     means = np.abs(drawn.mean(1))
-    significant = (
-        means > stats.t.ppf(1 - 0.025 / hypotheses, seeds - 1) * drawn.std(1, ddof=1) / seeds**0.5
-    )
-    return float(means[significant].mean() / gain)
+    errors = drawn.std(1, ddof=1) / seeds**0.5
+    threshold = stats.t.ppf(1 - 0.025 / hypotheses, seeds - 1)
+    significant = means[means > threshold * errors]
+    return float(significant.mean() / gain)
 
 
 def achieved() -> pd.DataFrame:
-    """Return what the small ViT's seeds could find, by mechanism."""
+    """Return the power of the small ViT's seeds, by mechanism."""
     part = PARTS["vit-rival"]
-    top1, rows = by_variant(read_runs(RESULTS / "vit-rival.csv")), []
+    top1 = by_variant(read_runs(RESULTS / "vit-rival.csv"))
+    seeds = len(top1)
+    hypotheses = len(part.tested)
+    rows = []
     for name in part.tested:
         spread = (top1[name] - top1[part.baseline]).std()
+        found = power(PLANNED, spread / 2**0.5, seeds, hypotheses)
+        too_large = overstated(PLANNED, spread, seeds, hypotheses)
         rows.append(
             {
                 "name": name,
                 "spread": round(spread, 2),
                 "planned_gain": PLANNED,
-                "power": round(power(PLANNED, spread / 2**0.5, len(top1), len(part.tested)), 2),
-                "overstated": round(overstated(PLANNED, spread, len(top1), len(part.tested)), 1),
+                "power": round(found, 2),
+                "overstated": round(too_large, 1),
             }
         )
     return pd.DataFrame(rows)
 
 
 def worth_in_updates() -> tuple[list[float], float]:
-    """Return top-1 of token_conv alone after 8, 10.02 and 11.92 epochs, and the share of updates that conv2d's gain is
-    worth: on the line of top-1 over the logarithm of the epochs."""
+    """Return top-1 of token_conv alone after 8, 10.02 and 11.92 epochs, and the share of further updates that brings as
+    much as conv2d, on the line of top-1 over the logarithm of the epochs."""
     rival = by_variant(read_runs(RESULTS / "vit-rival.csv"))
-    points = {
-        8: rival["token_conv"],
-        **{
-            EPOCHS[name]: by_variant(read_runs(RESULTS / f"{part}.csv"))[name]
-            for part, name in (("equal-operations", EVEN), ("equal-time", LONGER))
-        },
-    }
-    top1 = [float(values.mean()) for values in points.values()]
-    slope, _ = np.polyfit(np.log(list(points)), top1, 1)
-    return top1, float(np.exp((rival["conv2d"] - rival["token_conv"]).mean() / slope) - 1)
+    even = by_variant(read_runs(RESULTS / "equal-operations.csv"))[EVEN]
+    longer = by_variant(read_runs(RESULTS / "equal-time.csv"))[LONGER]
+    epochs = [8, EPOCHS[EVEN], EPOCHS[LONGER]]
+    top1 = [float(values.mean()) for values in (rival["token_conv"], even, longer)]
+    slope, _ = np.polyfit(np.log(epochs), top1, 1)
+    gain = (rival["conv2d"] - rival["token_conv"]).mean()
+    return top1, float(np.exp(gain / slope) - 1)
 
 
 if __name__ == "__main__":

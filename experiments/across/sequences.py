@@ -3,12 +3,12 @@
     python -m experiments.across.sequences recall recall.csv                       # from the root of a checkout
     python -m experiments.across.sequences characters characters.csv --seeds 0 1 2 --kinds none residual token_conv
 
-recall: eight pairs of a key and a value and then one of the keys, 17 tokens, (k1 v1 ... k8 v8 k); the value of that key
-    is asked for. 16 keys, 16 values, drawn anew for each sequence. An encoder, no mask: every mechanism runs as it is,
-    `conv2d` on a map of 1 x 17. Accuracy on 4,096 sequences.
+recall: eight pairs of a key and a value and then one of the keys, 17 tokens, (k1 v1 ... k8 v8 k); the answer is the
+    value of that key. 16 keys, 16 values, drawn anew for each sequence. An encoder without a mask: every mechanism runs
+    unchanged, `conv2d` on a map of 1 x 17. Accuracy on 4,096 sequences.
 characters: CPython's documentation (`pydoc_data.topics`), every fifth topic held out; windows of 64 under a causal
     mask. Only mechanisms that read nothing behind the mask take part: residual, talking_heads, and EA in its causal
-    form. Bits a character, held out.
+    form. Bits per character, held out.
 
 Two blocks, 64 wide, 4 heads; AdamW, one-cycle rate up to 0.002, weight decay 0.01, clipped at 1. Each mechanism begins
 as the plain network. KIND+token_conv has a depthwise convolution over 3 tokens (of the past, under the mask) before
@@ -31,7 +31,11 @@ from ea_vision.base.files import atomic_write, csv_text
 from ea_vision.layers import create_evolution
 from ea_vision.ops.reference import mask_logits
 
-WIDTH, HEADS, DEPTH, PAIRS, SYMBOLS = 64, 4, 2, 8, 16
+WIDTH = 64
+HEADS = 4
+DEPTH = 2
+PAIRS = 8
+SYMBOLS = 16
 LENGTH = {"recall": 2 * PAIRS + 1, "characters": 64}
 UPDATES = {"recall": 1600, "characters": 400}
 MECHANISMS = {
@@ -45,20 +49,21 @@ class Block(nn.Module):
 
     def __init__(self, kind: str | None, first: bool, token_conv: bool, causal: bool) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm1 = nn.LayerNorm(WIDTH)
+        self.norm2 = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.proj = nn.Linear(WIDTH, WIDTH)
         self.mlp = nn.Sequential(
             nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
         )
         form = {"causal": "self"} if causal and kind == "ea" else {}
-        evolution = create_evolution(
-            kind, HEADS, start=None if kind is None else "identity", **form
-        )
+        start = None if kind is None else "identity"
+        evolution = create_evolution(kind, HEADS, start=start, **form)
         needs_other = evolution is not None and evolution.reads_previous and not form
         self.evolution = None if first and needs_other else evolution
-        self.token_conv = (
-            nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH) if token_conv and not first else None
-        )
+        self.token_conv = None
+        if token_conv and not first:
+            self.token_conv = nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH)
         self.causal = causal
 
     def forward(self, x: Tensor, prev_logits: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -69,12 +74,13 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm1(x)).view(B, N, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
         logits = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
         if self.evolution is not None:
+            prev_logits = logits if prev_logits is None else prev_logits
             size = ((1, N),) if self.evolution.spatial else ()
-            logits = self.evolution(logits, logits if prev_logits is None else prev_logits, *size)
+            logits = self.evolution(logits, prev_logits, *size)
         attn = mask_logits(logits, "self" if self.causal else "none").softmax(-1)
         if self.evolution is not None:
             attn = self.evolution.mix_attn(attn)
-            if self.causal:  # a bias after the softmax would open what is hidden
+            if self.causal:  # a bias after the softmax would show hidden tokens
                 attn = attn.tril()
         x = x + self.proj((attn @ v).transpose(1, 2).reshape(B, N, WIDTH))
         return x + self.mlp(self.norm2(x)), logits
@@ -89,23 +95,22 @@ class Sequences(nn.Module):
         kind = parts[0] if parts[0] not in ("none", "token_conv") else None
         self.embed = nn.Embedding(symbols, WIDTH)
         self.position = nn.Parameter(0.02 * torch.randn(LENGTH[task], WIDTH))
-        self.blocks = nn.ModuleList(
-            [
-                Block(kind, number == 0, "token_conv" in parts, task == "characters")
-                for number in range(DEPTH)
-            ]
-        )
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, symbols)
+        options = {"token_conv": "token_conv" in parts, "causal": task == "characters"}
+        blocks = [Block(kind, number == 0, **options) for number in range(DEPTH)]
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, symbols)
 
     def forward(self, symbols: Tensor) -> Tensor:
-        x, logits = self.embed(symbols) + self.position[: symbols.shape[1]], None
+        x = self.embed(symbols) + self.position[: symbols.shape[1]]
+        logits = None
         for block in self.blocks:
             x, logits = block(x, logits)
         return self.head(self.norm(x))
 
 
 def recall(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return sequences (count, 17), keys below 16 and values from 16 on, and what is asked for, (count)."""
+    """Return sequences (count, 17), keys below 16 and values from 16 on, and the answers, (count)."""
     keys = torch.rand(count, SYMBOLS, generator=generator).argsort(1)[:, :PAIRS]
     values = SYMBOLS + torch.randint(SYMBOLS, (count, PAIRS), generator=generator)
     asked = torch.randint(PAIRS, (count, 1), generator=generator)
@@ -125,11 +130,15 @@ def batches(task: str, seed: int, text: Tensor | None) -> Iterator[tuple[Tensor,
 
 
 def load_text() -> tuple[Tensor, list[Tensor], int]:
-    """Return the training topics in one, those held out, and the number of characters; 0 is one that training lacks."""
+    """Return the training topics as one text, the topics held out, and the number of characters; 0 stands for all that
+    training lacks."""
     names = sorted(topics)
-    training = "\n".join(topics[name] for number, name in enumerate(names) if number % 5 != 4)
+    training_names = [name for number, name in enumerate(names) if number % 5 != 4]
+    training = "\n".join(topics[name] for name in training_names)
     code = {character: number for number, character in enumerate(sorted(set(training)), start=1)}
-    held_out = [torch.tensor([code.get(c, 0) for c in topics[name]]) for name in names[4::5]]
+    held_out = []
+    for name in names[4::5]:
+        held_out.append(torch.tensor([code.get(c, 0) for c in topics[name]]))
     return torch.tensor([code[c] for c in training]), held_out, len(code) + 1
 
 
@@ -140,19 +149,19 @@ def loss_of(model: Sequences, task: str, symbols: Tensor, wanted: Tensor) -> Ten
 
 @torch.no_grad()
 def evaluate(model: Sequences, task: str, held_out: list[Tensor]) -> float:
-    """Accuracy in percent of recall; bits a character, over whole windows of the texts held out."""
+    """Return recall's accuracy in percent, or bits per character over whole windows of the texts held out."""
     model.eval()
     if task == "recall":
         symbols, wanted = recall(4096, torch.Generator().manual_seed(2**31))
         return 100 * (model(symbols)[:, -1].argmax(-1) == wanted).float().mean().item()
     size = LENGTH[task] + 1
-    windows = torch.stack(
-        [window for text in held_out for window in text.split(size) if len(window) == size]
-    )
-    losses = [
-        loss_of(model, task, part[:, :-1], part[:, 1:]) * len(part) for part in windows.split(256)
-    ]
-    return (sum(losses) / len(windows)).item() / math.log(2)
+    windows = []
+    for text in held_out:
+        windows += [window for window in text.split(size) if len(window) == size]
+    total = 0.0
+    for part in torch.stack(windows).split(256):
+        total += loss_of(model, task, part[:, :-1], part[:, 1:]) * len(part)
+    return (total / len(windows)).item() / math.log(2)
 
 
 def train(
