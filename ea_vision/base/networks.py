@@ -326,7 +326,7 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
         state = safetensors.torch.load(path.read_bytes())
         expected = read_metadata(path).get("sha256")
     except (OSError, safetensors.SafetensorError) as error:
-        raise UsageError(f"cannot read weights {path}: {error}") from error
+        raise UsageError(f"weights {path} cannot be read: {error}") from error
     if expected is not None and _digest_of(state) != expected:
         raise UsageError(f"weights {path} are damaged: their checksum does not match")
     return state
