@@ -30,9 +30,12 @@ demo: $(READY)
 	@echo "  $(VENV)/bin/ea-vision explore --model $(DEMO) -o $(DEMO)/page.html digits#5"
 	@echo "  $(VENV)/bin/ea-vision predict ea_conv_transformer_cifar docs/cat.jpg"
 
-# README's pictures and a page to try, docs/attention.html, from the weights in weights/; the docs' pictures of what is not shipped. The photo is "Chelsea" by Stefan van der Walt, CC0, from scikit-image.
+# README's pictures and a page to try, docs/attention.html, from the weights in weights/; the docs' pictures of what is not shipped. The photos are free (docs/photos/README.md); the page's film needs chromium and playwright.
 pictures: $(READY)
+	$(RUN) visualize/heatmap.py --model ea_conv_transformer_cifar --layers 1-3 --heads 0 --style light --width 6.75 --dpi 110 \
+		-o visualize/light.png docs/cat.jpg docs/photos/*.jpg
 	$(RUN) -m experiments.evolution_at_work docs/cat.jpg -o visualize/evolution.png
+	$(RUN) -m experiments.page_film docs/photos/macaw.jpg docs/cat.jpg docs/photos/dog.jpg docs/photos/moose.jpg
 	$(RUN) visualize/explore.py --model ea_conv_transformer_cifar --model conv_transformer_cifar \
 		-o docs/attention.html docs/cat.jpg
 	@if [ -n "$(VIT_WEIGHTS)" ]; then $(RUN) experiments/finetune_scenes/pictures.py "$(VIT_WEIGHTS)" $(if $(VIT_RUNS),--runs "$(VIT_RUNS)"); \
