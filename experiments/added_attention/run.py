@@ -1,0 +1,78 @@
+"""Pretrain a plain ResNet on small photos; fine-tune it on scenes plain, with AA and with EA added. See README.md.
+
+    python -m experiments.added_attention.run TINY-IMAGENET SCENES RUNS
+
+TINY-IMAGENET has a folder a class in train/ and val/; SCENES is what experiments/scenes/split.py writes. A run folder
+that is complete is not trained again, and one that is not goes on: start the same command again.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from ea_vision.base.errors import exit_code
+from ea_vision.base.files import atomic_write, csv_text
+from ea_vision.engine import run_folder, train_imagenet
+from experiments.finetune_scenes.run import pick, test
+
+PHOTOS = 500  # a class to train on
+PRETRAINING = "--img-size 64 --eval-resize 64 --epochs 10 --batch-size 64 --seed 0"
+TUNING = "--recipe finetune_resnet --img-size 112 --eval-resize 128 --epochs 6 --batch-size 50"
+COMMON = "--device cpu --amp bfloat16 --channels-last --workers 1"
+WAYS = {
+    "plain": "--model resnet34_050 --attention-lr 1",
+    "aa": "--model aa_resnet34_050 --model-kwargs fusion=add",
+    "ea": "--model ea_aa_resnet34_050 --model-kwargs fusion=add",
+}
+
+
+def train(options: str, data: Path, output: Path, more: list[str]) -> None:
+    """Train a run, or go on with it.
+
+    Raises:
+        SystemExit: it was interrupted.
+    """
+    folders = ["--data-dir", str(data), "--output", str(output)]
+    code = train_imagenet.main([*options.split(), *COMMON.split(), *folders, *more])
+    if code:
+        sys.exit(code)
+
+
+def row_of(way: str, seed: int, output: Path, top1: float) -> dict[str, str | int | float]:
+    """Return a run as a line of the file that experiments.evidence reads."""
+    metrics = run_folder.read_metrics(output)
+    return {
+        "variant": way,
+        "seed": seed,
+        "test_top1": top1,
+        "train_loss": metrics["train_loss"][-1],
+        "seconds": round(sum(metrics["seconds"])),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("tiny_imagenet", type=Path)
+    parser.add_argument("scenes", type=Path)
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("--seeds", type=int, default=5, help="(default: %(default)s)")
+    args, more = parser.parse_known_args(argv)
+    pretrained = args.runs / "pretrained"
+    train(f"--model resnet34_050 {PRETRAINING}", args.tiny_imagenet, pretrained, more)
+    data = args.runs / "data"
+    pick(args.scenes, data, PHOTOS)
+    rows = []
+    for seed in range(args.seeds):
+        for way, options in WAYS.items():
+            output = args.runs / f"{way}-{seed}"
+            start = f"--seed {seed} --pretrained-path {pretrained / run_folder.WEIGHTS}"
+            train(f"{TUNING} {options} {start}", data, output, more)
+            rows.append(row_of(way, seed, output, test(output, data)))
+            atomic_write(args.runs / "evidence-runs.csv", csv_text(rows).encode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
