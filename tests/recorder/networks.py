@@ -6,6 +6,7 @@ Shape letters: B images, K heads, W windows of n cells each, H x W a layer's gri
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -43,12 +44,14 @@ def lively(model):
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.copy_(
-                    torch.randn(parameter.shape, generator=generator)
-                    * parameter[0].numel() ** -0.5
-                    * 1.5
-                )
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(noise * parameter[0].numel() ** -0.5 * 1.5)
     return model.eval()
+
+
+def gap(a, b):
+    """Return the largest difference of two tensors."""
+    return (a - b).abs().max()
 
 
 def timms(name, **options):
@@ -168,7 +171,7 @@ def windows_of(grid, side, shift, pad_first):
     for top in range(0, H, side):
         for left in range(0, W, side):
             cells = []
-            for y, x in ((top + i, left + j) for i in range(side) for j in range(side)):
+            for y, x in product(range(top, top + side), range(left, left + side)):
                 height, width = (-(-H // side) * side, -(-W // side) * side) if pad_first else grid
                 if y < height and x < width:
                     y, x = (y + shift) % height, (x + shift) % width
@@ -198,7 +201,7 @@ def within(grid, side, shift=0, pad_first=True):
 
 def swin(*grids, pad_first=True):
     """Two layers a grid, the second one's windows of 4 shifted by 2."""
-    return [within(grid, 4, shift, pad_first) for grid in grids for shift in (0, 2)]
+    return [within(grid, 4, shift, pad_first) for grid, shift in product(grids, (0, 2))]
 
 
 def sam(side):
@@ -207,11 +210,9 @@ def sam(side):
 
 def same_places(H, W):
     """MobileViT: a cell sees those at its own place in all patches of 2x2."""
-    cells = [
-        [(row, col) for row in range(i, H, 2) for col in range(j, W, 2)]
-        for i in (0, 1)
-        for j in (0, 1)
-    ]
+    cells = []
+    for i, j in product((0, 1), (0, 1)):
+        cells.append(list(product(range(i, H, 2), range(j, W, 2))))
     return Place((H, W), windows=cells)
 
 
@@ -227,7 +228,24 @@ def pooled(names=()):
 
 CHANNELS = Place((0, 0), alone="attends from channel to channel of a head: its matrix can be drawn")
 PATCHES, CLS, DIST = (Place((4, 4), names) for names in ((), ("cls",), ("cls", "dist")))
-REG2, REG4 = (Place((4, 4), ("cls", *(f"reg{n + 1}" for n in range(count)))) for count in (2, 4))
+REG2 = Place((4, 4), ("cls", "reg1", "reg2"))
+REG4 = Place((4, 4), ("cls", "reg1", "reg2", "reg3", "reg4"))
+
+
+def davit(*sides):
+    """Attention in windows, then among channels, at each side."""
+    places = []
+    for side in sides:
+        places += [within((side, side), 7), CHANNELS]
+    return places
+
+
+def pvt(*grids):
+    """Two layers a grid, whose keys are reduced to 2x3."""
+    places = []
+    for grid in grids:
+        places += [Place(grid, keys=(2, 3))] * 2
+    return places
 
 
 class Network(NamedTuple):
@@ -333,7 +351,7 @@ NETWORKS = {
     ),
     "davit": Network(
         lambda: timms("davit_tiny"),
-        [place for side in (16, 8, 4, 4, 4, 2) for place in (within((side, side), 7), CHANNELS)],
+        davit(16, 8, 4, 4, 4, 2),
         (64, 64),
     ),
     "gcvit": Network(
@@ -346,7 +364,7 @@ NETWORKS = {
     ),
     "pvt": Network(
         lambda: timms("pvt_v2_b0"),
-        [Place((16 >> stage, 24 >> stage), keys=(2, 3)) for stage in range(4) for _ in range(2)],
+        pvt((16, 24), (8, 12), (4, 6), (2, 3)),
         (64, 96),
     ),
     "cait": Network(

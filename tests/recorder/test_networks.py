@@ -18,6 +18,7 @@ from tests.recorder.networks import (
     LIMIT,
     NETWORKS,
     TINY,
+    gap,
     hooks_of,
     images,
     in_image,
@@ -33,7 +34,7 @@ def check(layer, attn, place):
     """Compare a layer with what was formed (B, K, T, T), (B * K, T, T), or in windows (B * W, K, n, n)."""
     attn = attn.unflatten(0, (-1, layer.attn.shape[1])) if attn.ndim == 3 else attn
     attn = attn if place.windows is None else in_image(attn, place)
-    assert (layer.attn - attn).abs().max() <= LIMIT and attn.std(-1).max() > 1e-3
+    assert gap(layer.attn, attn) <= LIMIT and attn.std(-1).max() > 1e-3
     assert (layer.feat_size, layer.prefix_names, layer.key_size) == (
         *place[:2],
         place.keys or place.grid,
@@ -127,8 +128,8 @@ def test_differential_attention(dual_lambda):
         maps.values(), recorded(model, x, parts).values(), formed, strict=True
     ):
         for part, expected in zip(parts[1:], both.view(2, 3, 2, 17, 17).unbind(2), strict=True):
-            assert (layer[part] - expected).abs().max() <= LIMIT
-        assert (slow.attn - layer.attn).abs().max() <= LIMIT and layer.attn.min() < 0
+            assert gap(layer[part], expected) <= LIMIT
+        assert gap(slow.attn, layer.attn) <= LIMIT and layer.attn.min() < 0
         assert layer.feat_size == (4, 4) and layer.prefix_names == ("cls",)
 
 
@@ -263,7 +264,7 @@ def test_masks_and_grouped_queries(masked, key_heads):
     bias = torch.as_tensor(bias).expand(2, 1, 6, 6)
     for b, head, i in product(range(2), range(4), range(6)):
         logits = 0.7 * k[b, head * key_heads // 4] @ q[b, head, i] + bias[b, 0, i]
-        assert (maps[1].attn[b, head, i] - logits.softmax(-1).nan_to_num(0)).abs().max() <= LIMIT
+        assert gap(maps[1].attn[b, head, i], logits.softmax(-1).nan_to_num(0)) <= LIMIT
 
 
 @pytest.mark.parametrize(
@@ -301,7 +302,7 @@ def test_multihead_attention_alone(kwargs, need_weights):
             output, weights = layer(*given, need_weights=need_weights)
     assert (weights is None) != need_weights and maps[1].attn.shape == attn.shape
     assert_close(output, expected, atol=1e-6, rtol=1e-6)
-    assert (maps[1].attn - attn).abs().max() <= LIMIT
+    assert gap(maps[1].attn, attn) <= LIMIT
 
 
 # ---- networks that evolve --------------------------------------------------------------------------------------------
@@ -331,7 +332,7 @@ def test_evolved_transformers_begin_with_the_maps_of_the_plain_ones(name, kind):
     assert len(found) >= 2 and len(maps) == len(recordable_layers(plain))
     for layer in found:
         own = maps[layer.number]
-        assert (own.attn - before[layer.number][theirs]).abs().max() <= LIMIT
+        assert gap(own.attn, before[layer.number][theirs]) <= LIMIT
         assert own.feat_size == tuple(side // 8 for side in size_of(name))
         if theirs == "attn":
             assert_close(own.attn, own.logits.softmax(-1), atol=LIMIT, rtol=LIMIT)
