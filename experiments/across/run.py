@@ -12,6 +12,7 @@ import argparse
 import os
 import signal
 import sys
+from itertools import product
 from pathlib import Path
 
 import pandas as pd
@@ -28,6 +29,14 @@ def rows_of(part: Part, results: Path) -> list[pd.DataFrame]:
     return [read_runs(path)] if path.exists() else []
 
 
+def has_row(part: Part, variant: str, seed: int, results: Path) -> bool:
+    """Return whether the part's file has the run."""
+    for rows in rows_of(part, results):
+        if ((rows["variant"] == variant) & (rows["seed"] == seed)).any():
+            return True
+    return False
+
+
 def keep(part: Part, run: pd.DataFrame, results: Path) -> None:
     """Add a run's row to the part's file."""
     rows = pd.concat([*rows_of(part, results), run])
@@ -39,35 +48,15 @@ def keep(part: Part, run: pd.DataFrame, results: Path) -> None:
 
 def train(part: Part, variant: str, seed: int, runs: Path, data: dict[str, Path]) -> pd.DataFrame:
     """Make a run in its own process and return it, a table of one row."""
-    kind = (
-        "plain"
-        if variant == part.baseline
-        else mechanism(part.network, variant).get("evolution", "plain")
-    )
+    kind = "plain"
+    if variant != part.baseline:
+        kind = mechanism(part.network, variant).get("evolution", "plain")
     os.environ["TIMM_FUSED_ATTN"] = "0" if kind in UNFUSED else "1"
-    run = sweep.train(
-        [
-            "-m",
-            "ea_vision",
-            "train-cifar",
-            *part.options(variant),
-            "--dataset",
-            "folder",
-            "--data-dir",
-            str(data[part.data]),
-        ],
-        runs / f"{part.name},{variant},{seed}",
-        seed,
-    )
-    return pd.DataFrame(
-        [
-            {
-                "variant": variant,
-                **run,
-                "options": " ".join([NETWORKS[part.network].model, *part.keywords(variant)]),
-            }
-        ]
-    )
+    images = ["--dataset", "folder", "--data-dir", str(data[part.data])]
+    command = ["-m", "ea_vision", "train-cifar", *part.options(variant), *images]
+    run = sweep.train(command, runs / f"{part.name},{variant},{seed}", seed)
+    options = " ".join([NETWORKS[part.network].model, *part.keywords(variant)])
+    return pd.DataFrame([{"variant": variant, **run, "options": options}])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -102,12 +91,9 @@ def main(argv: list[str] | None = None) -> int:
             )
         wanted = [(RUNS[name], variant, int(seed))]
     else:
-        wanted = [
-            (RUNS[name], variant, seed)
-            for name in args.parts
-            for seed in RUNS[name].seeds
-            for variant in RUNS[name].own
-        ]
+        wanted = []
+        for part in [RUNS[name] for name in args.parts]:
+            wanted += [(part, variant, seed) for seed, variant in product(part.seeds, part.own)]
     for part in {part.name: part for part, _, _ in wanted}.values():
         if data[part.data] is None:
             raise UsageError(f"part {part.name} needs --{part.data} DIR, got none")
@@ -115,12 +101,7 @@ def main(argv: list[str] | None = None) -> int:
     args.runs.mkdir(parents=True, exist_ok=True)
     args.output.mkdir(parents=True, exist_ok=True)
     for part, variant, seed in wanted:
-        done = [
-            (row.variant, row.seed)
-            for rows in rows_of(part, args.output)
-            for row in rows.itertuples()
-        ]
-        if not args.only and (variant, seed) in done:
+        if not args.only and has_row(part, variant, seed, args.output):
             continue
         run = train(part, variant, seed, args.runs, data)
         print(run.to_csv(index=False), end="", flush=True)

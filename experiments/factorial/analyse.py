@@ -35,7 +35,9 @@ FACTORS = {
     "skip": dict(zip(CELLS, (-1, -1, 1, 1), strict=True)),
     "convolution": dict(zip(CELLS, (-1, 1, -1, 1), strict=True)),
 }
-SEEDS, HYPOTHESES, TIME_HYPOTHESES = list(range(5, 10)), 4, 2
+SEEDS = list(range(5, 10))
+HYPOTHESES = 4
+TIME_HYPOTHESES = 2
 LONGER = "none equal time"
 
 
@@ -44,9 +46,8 @@ def read_fresh(source: Path) -> pd.DataFrame:
     runs = read_runs(source)
     variants = [*CELLS, LONGER] if LONGER in set(runs["variant"]) else CELLS
     runs = read_runs(source, variants=variants)
-    if set(runs["split"]) != {"test"} or any(
-        sorted(seeds) != SEEDS for _, seeds in runs.groupby("variant")["seed"]
-    ):
+    complete = [sorted(seeds) == SEEDS for _, seeds in runs.groupby("variant")["seed"]]
+    if set(runs["split"]) != {"test"} or not all(complete):
         raise UsageError(
             f"{source} must have tested runs of {', '.join(variants)}: seeds 5 to 9, no others"
         )
@@ -54,25 +55,21 @@ def read_fresh(source: Path) -> pd.DataFrame:
 
 
 def analysed(sources: dict[str, pd.DataFrame]) -> pd.DataFrame:
-    """Return effects by data set: those of the fresh seeds corrected together, and those of all ten."""
-    fresh, both = [], []
+    """Return effects by data set: of the fresh seeds, corrected together, and of all ten seeds."""
+    fresh = []
+    both = []
     for data, runs in sources.items():
         top1 = by_variant(runs)
         effects = factorial(top1[CELLS], FACTORS, 0.01)
         if LONGER in top1:
-            time = {
-                "name": f"EA - {LONGER}",
-                **paired(top1["EA"] - top1[LONGER], 0.01),
-                "p_holm": np.nan,
-            }
-            effects = pd.concat([effects, pd.DataFrame([time])], ignore_index=True)
+            gain = paired(top1["EA"] - top1[LONGER], 0.01)
+            time = pd.DataFrame([{"name": f"EA - {LONGER}", **gain, "p_holm": np.nan}])
+            effects = pd.concat([effects, time], ignore_index=True)
         fresh.append(effects.assign(data=data, seeds="5 to 9"))
-        ten = pd.concat([by_variant(read_runs(EARLIER / f"{data}-runs.csv"))[CELLS], top1[CELLS]])
-        both.append(
-            factorial(ten, FACTORS, 0.01).assign(
-                data=data, seeds="0 to 9, partly after the fact", p=np.nan, p_holm=np.nan
-            )
-        )
+        earlier = by_variant(read_runs(EARLIER / f"{data}-runs.csv"))
+        of_ten = factorial(pd.concat([earlier[CELLS], top1[CELLS]]), FACTORS, 0.01)
+        seeds = "0 to 9, partly after the fact"
+        both.append(of_ten.assign(data=data, seeds=seeds, p=np.nan, p_holm=np.nan))
     table = pd.concat([*fresh, *both], ignore_index=True)
     table.insert(0, "data", table.pop("data"))
     for names, hypotheses in ((list(FACTORS), HYPOTHESES), ([f"EA - {LONGER}"], TIME_HYPOTHESES)):
@@ -106,9 +103,8 @@ def main(argv: list[str] | None = None) -> int:
         effects = table[(table["data"] == data) & (table["seeds"] == "5 to 9")]
         print(data, "", *effects_table(effects), "", sep="\n")
         write_runs(runs, args.output / f"{data}-runs.csv")
-        plot_evidence(by_variant(runs)[CELLS], effects, "test").savefig(
-            args.output / f"{data}.png", dpi=200
-        )
+        figure = plot_evidence(by_variant(runs)[CELLS], effects, "test")
+        figure.savefig(args.output / f"{data}.png", dpi=200)
     table.to_csv(args.output / "effects.csv", index=False)
     return 0
 

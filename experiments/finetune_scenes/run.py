@@ -22,7 +22,12 @@ from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.base.files import atomic_write, csv_text
 from ea_vision.engine import run_folder, train_imagenet
 
-SEEDS, PHOTOS, EPOCHS, BATCH, SIDE, PATCH = 5, 500, 4, 50, 112, 14
+SEEDS = 5
+PHOTOS = 500  # of each class
+EPOCHS = 4
+BATCH = 50
+SIDE = 112  # pixels
+PATCH = 14  # pixels
 VIT = {"patch_size": PATCH, "init_values": 1e-5}
 WAYS = {  # the model, and options beside those that all share
     "plain": ("vit_small_patch16_224", {}, []),
@@ -33,7 +38,7 @@ WAYS = {  # the model, and options beside those that all share
 
 
 def resized(weights: dict[str, Tensor], patches: int) -> dict[str, Tensor]:
-    """Return weights whose position table, a class token's and a square's, is that of patches x patches patches."""
+    """Return weights whose position table, of a class token and a square, is resized to patches x patches patches."""
     table = weights["pos_embed"]
     side = round((table.shape[1] - 1) ** 0.5)
     if table.shape[1] != side * side + 1:
@@ -42,10 +47,8 @@ def resized(weights: dict[str, Tensor], patches: int) -> dict[str, Tensor]:
         )
     grid = table[:, 1:].unflatten(1, (side, side)).permute(0, 3, 1, 2)
     grid = F.interpolate(grid, size=(patches, patches), mode="bicubic", align_corners=False)
-    return {
-        **weights,
-        "pos_embed": torch.cat([table[:, :1], grid.flatten(2).transpose(1, 2)], 1).contiguous(),
-    }
+    of_patches = grid.flatten(2).transpose(1, 2)
+    return {**weights, "pos_embed": torch.cat([table[:, :1], of_patches], 1).contiguous()}
 
 
 def pick(scenes: Path, folder: Path, photos: int) -> None:
@@ -133,17 +136,17 @@ def test(output: Path, data: Path) -> float:
 def row_of(way: str, seed: int, output: Path, top1: float) -> dict[str, str | int | float]:
     """Return a run as a line of the file that experiments.evidence reads, with the range of each gate at the end."""
     metrics = run_folder.read_metrics(output)
-    ranges = {
-        name: [values[-1] for path, values in metrics.items() if f".{name}" in path]
-        for name in ("alpha", "beta")
-    }
+    ranges = {}
+    for name in ("alpha", "beta"):
+        last = [values[-1] for path, values in metrics.items() if f".{name}" in path]
+        ranges[name] = f"{min(last):.4f} to {max(last):.4f}" if last else ""
     return {
         "variant": way,
         "seed": seed,
         "test_top1": top1,
         "train_loss": metrics["train_loss"][-1],
         "seconds": round(sum(metrics["seconds"])),
-        **{name: f"{min(v):.4f} to {max(v):.4f}" if v else "" for name, v in ranges.items()},
+        **ranges,
     }
 
 
@@ -164,26 +167,28 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--seeds", type=int, default=SEEDS, help="(default: %(default)s)")
     parser.add_argument(
-        "--photos", type=int, default=PHOTOS, help="a class to train on (default: %(default)s)"
+        "--photos",
+        type=int,
+        default=PHOTOS,
+        help="training photos per class (default: %(default)s)",
     )
     parser.add_argument("--epochs", type=int, default=EPOCHS, help="(default: %(default)s)")
     args, more = parser.parse_known_args(argv)
     ways = args.ways.split(",")
     if not set(ways) <= set(WAYS):
         raise UsageError(f"--ways must be some of {', '.join(WAYS)}, got {args.ways}")
-    data, start = args.runs / "data", args.runs / "start.safetensors"
+    data = args.runs / "data"
+    start = args.runs / "start.safetensors"
     pick(args.scenes, data, args.photos)
     if not start.exists():
         weights = resized(load_file(args.weights), SIDE // PATCH)
         classes = len(list((data / "train").iterdir()))
-        save_file(
-            {
-                **weights,
-                "head.weight": torch.zeros(classes, weights["pos_embed"].shape[-1]),
-                "head.bias": torch.zeros(classes),
-            },
-            start,
-        )
+        width = weights["pos_embed"].shape[-1]
+        head = {
+            "head.weight": torch.zeros(classes, width),
+            "head.bias": torch.zeros(classes),
+        }
+        save_file({**weights, **head}, start)
     rows = []
     for seed in range(args.seeds):
         for way in ways:

@@ -24,7 +24,9 @@ HYPOTHESES = 4  # two networks on two data sets
 
 def run_of(folder: Path, without: dict[str, pd.DataFrame]) -> dict:
     """Return a run's row; `without` are the runs without the norm, by data set."""
-    run, metrics = read_run(folder), pd.read_csv(folder / "metrics.csv").iloc[-1]
+    run = read_run(folder)
+    last = pd.read_csv(folder / "metrics.csv").iloc[-1]
+    of_maps = [name for name in last.index if name.startswith(("entropy", "largest"))]
     network = folder.name.removeprefix("variant=").partition(" norm")[0]
     data = f"cifar{len(read_config(folder)[1]['classes'])}"
     others = without[data]
@@ -38,21 +40,17 @@ def run_of(folder: Path, without: dict[str, pd.DataFrame]) -> dict:
         "train_loss": run["train_loss"],
         "updates": run["updates"],
         "fingerprint": run["data"],
-        **{
-            name: round(value, 3)
-            for name, value in metrics.items()
-            if name.startswith(("entropy", "largest"))
-        },
+        **{name: round(last[name], 3) for name in of_maps},
     }
 
 
 def effects_of(runs: pd.DataFrame) -> pd.DataFrame:
     """Return, for each data set and network with two seeds or more, the differences with - without the norm."""
-    rows = [
-        {"name": f"{data}, {network}", **paired(group["top1"] - group["without_norm"], 0.01)}
-        for (data, network), group in runs.groupby(["data", "network"])
-        if len(group) > 1
-    ]
+    rows = []
+    for (data, network), group in runs.groupby(["data", "network"]):
+        if len(group) > 1:
+            change = paired(group["top1"] - group["without_norm"], 0.01)
+            rows.append({"name": f"{data}, {network}", **change})
     table = pd.DataFrame(rows)
     return table.assign(p_holm=holm(table["p"], HYPOTHESES))
 
@@ -63,19 +61,16 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("sweeps", type=Path, nargs="+", help="folders that experiments.sweep wrote")
     args = parser.parse_args(argv)
-    folders = [
-        path.parent
-        for sweep in args.sweeps
-        for path in sorted(sweep.glob("variant=*/results.json"))
-    ]
+    folders = []
+    for sweep in args.sweeps:
+        folders += [path.parent for path in sorted(sweep.glob("variant=*/results.json"))]
     if not folders:
         raise UsageError(
             f"complete runs are required, got none in {', '.join(map(str, args.sweeps))}"
         )
     without = {data: read_runs(FACTORIAL / f"{data}-runs.csv") for data in ("cifar10", "cifar100")}
-    runs = pd.DataFrame([run_of(folder, without) for folder in folders]).sort_values(
-        ["data", "network", "seed"]
-    )
+    runs = pd.DataFrame([run_of(folder, without) for folder in folders])
+    runs = runs.sort_values(["data", "network", "seed"])
     runs.to_csv(HERE / "norm-runs.csv", index=False)
     effects = effects_of(runs)
     effects.to_csv(HERE / "norm-effects.csv", index=False)

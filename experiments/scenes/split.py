@@ -37,7 +37,8 @@ def read_labels(path: Path) -> dict[str, str]:
     found = {}
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
-            name, label = row.get("image_name"), row.get("label")
+            name = row.get("image_name")
+            label = row.get("label")
             if not name or label not in {str(index) for index in range(len(CLASSES))}:
                 raise ValueError(
                     f"{path}: an image_name and a label from 0 to {len(CLASSES) - 1} are required, "
@@ -51,7 +52,8 @@ def split(names: list[str]) -> dict[str, list[str]]:
     """Return the file names of train, validation and test: a fixed shuffle of the sorted names, cut at SIZES."""
     order = sorted(names)
     random.Random(SEED).shuffle(order)
-    parts, start = {}, 0
+    parts = {}
+    start = 0
     for part, size in SIZES.items():
         parts[part] = order[start : start + size]
         start += size

@@ -56,11 +56,8 @@ def test_a_new_evolution_trains_with_checkpointing_and_goes_through_fx():
 @torch.no_grad()
 def test_a_new_evolution_is_recorded_with_its_own_part():
     model = create("ea_aa_tiny", **OURS)
-    assert [
-        layer.evolution.share.flatten().tolist()
-        for layer in model.modules()
-        if isinstance(layer, AugmentedConv2d) and layer.evolution is not None
-    ] == [[0.25, 0.25]] * 3
+    gates = [gate.flatten().tolist() for gate in learnable_gates(model).values()]
+    assert gates == [[0.25, 0.25]] * 3
     parts = ("logits", "self_logits", "prev_logits", "shared_logits")
     with record_attention(model, [2], parts=parts) as maps:
         y = model(IMAGES)
@@ -83,9 +80,8 @@ def test_a_new_evolution_in_timms_transformer(tmp_path):
         torch.nn.init.normal_(block.attn.qkv.weight)
         block.attn.fused_attn = False
     model = evolve(plain, "shared")
-    assert torch.equal(model(IMAGES), plain(IMAGES)) and torch.equal(
-        unevolve(model)(IMAGES), plain(IMAGES)
-    )
+    assert torch.equal(model(IMAGES), plain(IMAGES))
+    assert torch.equal(unevolve(model)(IMAGES), plain(IMAGES))
     gates = learnable_gates(model)
     assert list(gates) == ["blocks.1.attn.evolution.share", "blocks.2.attn.evolution.share"]
     for gate in gates.values():
@@ -96,9 +92,8 @@ def test_a_new_evolution_in_timms_transformer(tmp_path):
     assert_close(maps[2]["shared_logits"], 0.7 * maps[2].prev_logits, atol=1e-5, rtol=1e-4)
     assert_onnx_agrees(model, IMAGES, tmp_path)
     started = evolve(plain, "shared", start="paper")
-    assert [gate.flatten().tolist() for gate in learnable_gates(started).values()] == [
-        [0.5, 0.5]
-    ] * 2
+    gates = [gate.flatten().tolist() for gate in learnable_gates(started).values()]
+    assert gates == [[0.5, 0.5]] * 2
 
 
 def test_summary(capsys):
@@ -109,40 +104,13 @@ def test_summary(capsys):
 
 def test_page_and_figures(tmp_path):
     run = tmp_path / "run"
-    train = [
-        "train-cifar",
-        "--recipe",
-        "none",
-        "--model",
-        "ea_aa_tiny",
-        "--epochs",
-        "1",
-        "--device",
-        "cpu",
-        "--output",
-        str(run),
-        "--batch-size",
-        "256",
-        "--lr",
-        "0.01",
-    ]
-    assert main([*train, "--model-kwargs", *(f"{key}={value}" for key, value in OURS.items())]) == 0
+    train = "train-cifar --recipe none --model ea_aa_tiny --epochs 1 --device cpu".split()
+    options = ["--output", str(run), "--batch-size", "256", "--lr", "0.01"]
+    keywords = [f"{key}={value}" for key, value in OURS.items()]
+    assert main([*train, *options, "--model-kwargs", *keywords]) == 0
     page = tmp_path / "page.html"
     assert main(["explore", "--model", str(run), "-o", str(page), "digits#0"]) == 0
     assert "<html" in page.read_text()[:500].lower()
-    assert (
-        main(
-            [
-                "strip",
-                "--model",
-                str(run),
-                "--layers",
-                "1-3",
-                "-o",
-                str(tmp_path / "s.png"),
-                "digits#0",
-            ]
-        )
-        == 0
-    )
+    strip = str(tmp_path / "strip.png")
+    assert main(["strip", "--model", str(run), "--layers", "1-3", "-o", strip, "digits#0"]) == 0
     assert json.loads((run / "results.json").read_text())["model"] == "ea_aa_tiny"

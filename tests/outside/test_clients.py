@@ -4,6 +4,7 @@ The extra `clients` of pyproject.toml installs the tools; a test whose tool is m
 """
 
 import copy
+from itertools import product
 
 import pytest
 import timm
@@ -74,7 +75,8 @@ def test_blocks_and_stages_return_tensors_where_no_layer_reads_their_maps(name):
 @pytest.mark.parametrize("path", ["layer4", "layer4[-1]"])
 def test_grad_cam(name, path):
     pytorch_grad_cam = pytest.importorskip("pytorch_grad_cam")
-    model, x = network(name), sample(name)
+    model = network(name)
+    x = sample(name)
     stage = model.layer4
     target = stage if path == "layer4" else stage[-1]
     with pytorch_grad_cam.GradCAM(model, [target]) as cam:
@@ -88,7 +90,8 @@ def test_grad_cam(name, path):
 @pytest.mark.parametrize("name", RESNETS)
 def test_captums_layer_grad_cam_and_integrated_gradients(name):
     attr = pytest.importorskip("captum.attr")
-    model, x = network(name), sample(name)
+    model = network(name)
+    x = sample(name)
     block = model.layer4[-1]
     maps = attr.LayerGradCam(model, block).attribute(x, target=1)
     expected = attr.LayerGradCam(model, last_activation(block)).attribute(x, target=1)
@@ -104,7 +107,8 @@ def test_captums_layer_grad_cam_and_integrated_gradients(name):
 @pytest.mark.parametrize("name", [name for name in CHAINED if attention_paths(OUTLINES[name])])
 @torch.no_grad()
 def test_plain_fx_keeps_our_layers_whole(name):
-    model, x = network(name), sample(name)
+    model = network(name)
+    x = sample(name)
     graph = torch.fx.symbolic_trace(model)
     assert_close(graph(x), model(x))
     called = {node.target for node in graph.graph.nodes if node.op == "call_module"}
@@ -113,7 +117,8 @@ def test_plain_fx_keeps_our_layers_whole(name):
 
 @torch.no_grad()
 def test_plain_fx_of_an_evolved_transformer():
-    model, x = evolved_transformer(), images()
+    model = evolved_transformer()
+    x = images()
     assert_close(torch.fx.symbolic_trace(model)(x), model(x))
 
 
@@ -122,7 +127,8 @@ def test_plain_fx_of_an_evolved_transformer():
 def test_torchvisions_feature_extractor(name):
     from torchvision.models.feature_extraction import create_feature_extractor
 
-    model, x = network(name), sample(name)
+    model = network(name)
+    x = sample(name)
     last = last_activation(model.layer2[-1])
     paths = {module: path for path, module in model.named_modules()}
     nodes = {paths[last]: "early", "fc": "logits"}
@@ -134,9 +140,10 @@ def test_torchvisions_feature_extractor(name):
 @pytest.mark.parametrize("name", EVOLVING)
 def test_lora_on_the_projections_trains_and_merges(name):
     peft = pytest.importorskip("peft")
-    model, x = network(name), sample(name)
+    model = network(name)
+    x = sample(name)
     expected = model(x)
-    paths = [f"{path}.{part}" for path in attention_paths(model) for part in ("qkv", "proj")]
+    paths = [".".join(pair) for pair in product(attention_paths(model), ("qkv", "proj"))]
     config = peft.LoraConfig(r=4, target_modules=paths)
     tuned = peft.get_peft_model(copy.deepcopy(model), config)
     assert_close(tuned(x), expected)
@@ -157,7 +164,8 @@ def test_lora_on_the_projections_trains_and_merges(name):
 
 def test_lora_on_an_evolved_transformer():
     peft = pytest.importorskip("peft")
-    model, x = evolved_transformer(), images()
+    model = evolved_transformer()
+    x = images()
     expected = model(x)
     config = peft.LoraConfig(r=4, target_modules=["qkv", "proj"])
     tuned = peft.get_peft_model(model, config)
@@ -178,7 +186,8 @@ def test_vmap_over_an_ensemble(name, layout):
         return torch.func.functional_call(base, (parameters, buffers), (x,))
 
     outputs = torch.vmap(call, in_dims=(0, 0, None))(parameters, buffers, x)
-    assert_close(outputs, torch.stack([model(x) for model in models]), atol=1e-4, rtol=1e-4)
+    expected = torch.stack([model(x) for model in models])
+    assert_close(outputs, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_unet_on_an_evolving_encoder():

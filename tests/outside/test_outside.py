@@ -26,10 +26,11 @@ def test_an_outside_family_and_evolution_get_everything():
         "-k",
         "checks or tiny",
     ]
+    paths = [root, os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
         "EA_VISION_IMPORT": "tests.outside.tiny_attn,tests.outside.residual_maps",
-        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
     }
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -37,9 +38,7 @@ def test_an_outside_family_and_evolution_get_everything():
 
 @pytest.mark.parametrize("name", ["tiny_attn.py", "residual_maps.py"])
 def test_they_need_public_names_alone(name):
-    imports = [
-        line
-        for line in (HERE / name).read_text().splitlines()
-        if line.startswith(("from ea_", "import ea_"))
-    ]
-    assert imports and not any("._" in line for line in imports)
+    lines = (HERE / name).read_text().splitlines()
+    imports = [line for line in lines if line.startswith(("from ea_", "import ea_"))]
+    assert imports
+    assert not any("._" in line for line in imports)

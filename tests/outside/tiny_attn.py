@@ -57,23 +57,16 @@ class TinyAttn(HeadedNetwork, nn.Module):
         attention = AttentionConfig.take(kwargs, num_heads=2, qk_ratio=0.5, v_ratio=0.5)
         super().__init__(**kwargs)  # refuses what is left
         self.img_size = to_size(img_size)
-        self.num_classes, self.num_features, self.head_hidden_size = num_classes, width, width
+        self.num_classes = num_classes
+        self.num_features = self.head_hidden_size = width
         chains = ChainBuilder(attention, self, **dd)
         self.stem = ConvNormAct(in_chans, width, 3, stride=4, padding=1, **dd)
-        self.stage1, self.stage2 = (
-            AttnStage(
-                *(
-                    TinyBlock(
-                        chains.layer(width, width, reduction=4),
-                        width,
-                        drop_path_rate * number / 3,
-                        **dd,
-                    )
-                    for number in (2 * stage, 2 * stage + 1)
-                )
-            )
-            for stage in range(2)
-        )
+        blocks = []
+        for number in range(4):
+            conv = chains.layer(width, width, reduction=4)
+            blocks.append(TinyBlock(conv, width, drop_path_rate * number / 3, **dd))
+        self.stage1 = AttnStage(*blocks[:2])
+        self.stage2 = AttnStage(*blocks[2:])
         self.feature_info = [
             dict(num_chs=width, reduction=4, module=name) for name in ("stem", "stage1", "stage2")
         ]
