@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 import timm
@@ -10,7 +9,6 @@ import torch
 from PIL import Image
 from timm.data import create_transform
 
-import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.data import imagenet
 from ea_vision.deployment.files import About, export_program, write
@@ -70,17 +68,22 @@ def test_images_are_prepared_as_timm_evaluates(size):
     """And a rectangular input keeps the aspect."""
     loaded = load_model("cnn_cifar", img_size=(32, 32))
     loaded.config |= {"crop_pct": 0.8, "mean": (0.1, 0.2, 0.3), "std": (0.5, 1.0, 2.0)}
-    transform = create_transform(
-        (3, 32, 32),
-        **{name: loaded.config[name] for name in ("interpolation", "crop_pct", "mean", "std")},
-    )
+    options = {name: loaded.config[name] for name in ("interpolation", "crop_pct", "mean", "std")}
+    transform = create_transform((3, 32, 32), **options)
     prepared = loaded.normalize(loaded.prepare(photo(size)))
-    assert prepared.shape == (3, 32, 32) and (prepared - transform(photo(size))).abs().mean() < 0.02
+    assert prepared.shape == (3, 32, 32)
+    difference = (prepared - transform(photo(size))).abs()
+    assert difference.mean() < 0.02
     loaded.img_size = (32, 64)
-    image, (x, y) = Image.new("RGB", size, "white"), (size[0] // 2, size[1] // 2)
+    x = size[0] // 2
+    y = size[1] // 2
+    image = Image.new("RGB", size, "white")
     image.paste("black", (x - 10, y - 10, x + 10, y + 10))
     dark = loaded.prepare(image)[0] < 0.5
-    assert dark.shape == (32, 64) and abs(int(dark.any(1).sum()) - int(dark.any(0).sum())) <= 1
+    height = int(dark.any(1).sum())
+    width = int(dark.any(0).sum())
+    assert dark.shape == (32, 64)
+    assert abs(height - width) <= 1
 
 
 def test_what_cannot_be_loaded(run, tmp_path):
@@ -110,10 +113,9 @@ def test_what_cannot_be_loaded(run, tmp_path):
 )
 def test_damaged_shipped_weights_are_one_line(tmp_path, damage, message):
     """timm itself reads a flipped bit in silence."""
-    name, path = "aa_resnet34_050.scenes", tmp_path / "weights.safetensors"
-    path.write_bytes(
-        (Path(ea_vision.__file__).parents[1] / "weights" / f"{name}.safetensors").read_bytes()
-    )
+    name = "aa_resnet34_050.scenes"
+    path = tmp_path / "weights.safetensors"
+    shutil.copy(timm.get_pretrained_cfg(name).file, path)
     overlay = {"pretrained_cfg_overlay": {"file": str(path)}}
     assert load_model(name, **overlay).trained
     path.write_bytes(damage(path.read_bytes()))

@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+from itertools import product
 
 import pytest
 import timm
@@ -41,12 +42,12 @@ def test_measures_of_differential_attention_are_of_distributions_or_not_numbers(
     maps, measured = recorded(model, x), measure(model, [x])
     for layer in measured:
         attn = maps[layer.number].attn
-        signed, rows = attn.amin((-2, -1)) < 0, attn / attn.sum(-1, keepdim=True)
-        assert signed.all() == (layer.number == 3) and (attn.sum(-1) < 0.9).all()
-        for found, expected in (
-            (layer.entropies, -(rows * rows.log()).sum(-1)),
-            (layer.prefixes, rows[..., 0]),
-        ):
+        signed = attn.amin((-2, -1)) < 0
+        rows = attn / attn.sum(-1, keepdim=True)
+        assert signed.all() == (layer.number == 3)
+        assert (attn.sum(-1) < 0.9).all()
+        entropies = -(rows * rows.log()).sum(-1)
+        for found, expected in ((layer.entropies, entropies), (layer.prefixes, rows[..., 0])):
             expected = expected.mean(-1).masked_fill(signed, torch.nan)
             assert_close(found, expected, equal_nan=True)
         assert torch.equal(layer.distances.isnan(), signed) and layer.positions.isfinite().all()
@@ -116,21 +117,16 @@ def test_references_are_those_of_uniform_attention_also_in_windows(name):
     if name == "swin":
         return
     high, wide = window or (99, 99)
-    pixels = [(y, x) for y in range(H) for x in range(W)]
-    seen = [
-        [
-            cell * math.dist(a, b)
-            for b in pixels
-            if abs(a[0] - b[0]) <= high // 2 and abs(a[1] - b[1]) <= wide // 2
-        ]
-        for a in pixels
-    ]
-    assert layer.uniform_distance == pytest.approx(
-        sum(sum(row) / len(row) for row in seen) / (H * W)
-    )
-    assert layer.uniform_entropy == pytest.approx(
-        sum(math.log(len(row) + prefix) for row in seen) / (H * W)
-    )
+    distance = 0.0
+    entropy = 0.0
+    pixels = list(product(range(H), range(W)))
+    for y, x in pixels:
+        seen = [b for b in pixels if abs(b[0] - y) <= high // 2 and abs(b[1] - x) <= wide // 2]
+        apart = [cell * math.dist((y, x), b) for b in seen]
+        distance += sum(apart) / len(seen)
+        entropy += math.log(len(seen) + prefix)
+    assert layer.uniform_distance == pytest.approx(distance / (H * W))
+    assert layer.uniform_entropy == pytest.approx(entropy / (H * W))
     assert_close(layer.prefixes, torch.full_like(layer.prefixes, prefix / (H * W + prefix)))
 
 
