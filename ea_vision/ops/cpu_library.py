@@ -21,6 +21,8 @@ import torch
 from ea_vision.base.files import atomic_write, cache_root
 
 _logger = logging.getLogger(__name__)
+CPU_INFO = Path("/proc/cpuinfo")
+MICROSOFTS = ("cl", "clang-cl")
 SOURCES = Path(__file__).with_name("cpu_kernel")  # kernel.c takes in the other files
 # Not -ffast-math: linked with it, a library switches subnormal numbers off in the whole process, and reordered sums
 # would undo the rounding in the kernel's exp.
@@ -40,9 +42,11 @@ _POOLING = [*[ctypes.c_void_p] * 2, ctypes.c_long, *[ctypes.c_int] * 3]
 
 def _fields(**names: str) -> list[tuple[str, type]]:
     """Return a struct's fields: names by their type in ctypes."""
-    return [
-        (name, getattr(ctypes, kind)) for kind, several in names.items() for name in several.split()
-    ]
+    fields = []
+    for kind, several in names.items():
+        for name in several.split():
+            fields.append((name, getattr(ctypes, kind)))
+    return fields
 
 
 class AttentionStruct(ctypes.Structure):
@@ -69,55 +73,63 @@ class PlanesStruct(ctypes.Structure):
 
 def _machine() -> str:
     """Return what -march=native depends on; a cache on a shared disk serves machines of several kinds."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next(
-        (line for line in lines if line.startswith(("flags", "Features"))), platform.processor()
-    )
+    if CPU_INFO.exists():
+        for line in CPU_INFO.read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return line
+    return platform.processor()
 
 
-def _openmp() -> list[str]:
-    """Return arguments that link with the OpenMP library torch has loaded: two of them would fight for the cores."""
-    bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-    return [str(bundled[0]), f"-Wl,-rpath,{bundled[0].parent}"] if bundled else ["-fopenmp"]
+def _openmp(compiler: list[str]) -> list[str]:
+    """Return arguments that link with the OpenMP library torch has loaded: two of them would fight for the cores.
+
+    None for clang, whose code needs another library than GCC's.
+    """
+    if "clang" in _output_of(*compiler, "--version"):
+        return []
+    libraries = Path(torch.__file__).parent / "lib"
+    bundled = sorted(libraries.glob("libgomp*.so*"))
+    if not bundled:
+        return ["-fopenmp"]
+    return [str(bundled[0]), f"-Wl,-rpath,{libraries}"]
 
 
 def _output_of(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
     if done.returncode:
         raise subprocess.SubprocessError(
-            f"{shlex.join(command)} ended with code {done.returncode}: {done.stderr.strip()[-2000:]}"
+            f"{shlex.join(command)} ended with code {done.returncode}: "
+            f"{done.stderr.strip()[-2000:]}"
         )
     return done.stdout
 
 
 def library_name(compiler: list[str]) -> str:
-    """Return the compiled library's file name: another one for everything that would make it another."""
+    """Return the compiled library's file name, another one for everything that would make it another."""
+    parts = []
+    for file in sorted(SOURCES.glob("*.[ch]")):
+        parts += [file.name, file.read_text(encoding="utf-8")]
     version = _output_of(*compiler, "--version")
-    sources = [
-        part
-        for file in sorted(SOURCES.glob("*.[ch]"))
-        for part in (file.name, file.read_text(encoding="utf-8"))
-    ]
-    parts = "\0".join(
-        (*sources, *compiler, version, *FLAGS, *_openmp(), _machine(), torch.__version__)
-    )
-    return f"cpu_kernel-{hashlib.sha256(parts.encode()).hexdigest()[:16]}.so"
+    parts += [*compiler, version, *FLAGS, *_openmp(compiler), _machine(), torch.__version__]
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    return f"cpu_kernel-{digest[:16]}.so"
 
 
 def _built(compiler: list[str], folder: str) -> Path:
     """Compile the library in a folder and return its path."""
-    unit, library = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
-    _output_of(*compiler, *FLAGS, "-fopenmp", "-c", str(SOURCES / "kernel.c"), "-o", str(unit))
-    _output_of(*compiler, "-shared", str(unit), "-o", str(library), *_openmp(), "-lm")
+    unit = Path(folder) / "kernel.o"
+    library = Path(folder) / "kernel.so"
+    openmp = _openmp(compiler)
+    flags = [*FLAGS, "-fopenmp"] if openmp else FLAGS
+    if not openmp:
+        _logger.warning("the C kernel runs on one thread: clang compiles it without OpenMP")
+    _output_of(*compiler, *flags, "-c", str(SOURCES / "kernel.c"), "-o", str(unit))
+    _output_of(*compiler, "-shared", str(unit), "-o", str(library), *openmp, "-lm")
     return library
 
 
 def _is_whole(library: Path) -> bool:
-    """Return whether the file ends with its digest, which loaders of libraries do not read. To load a damaged library
-    may kill the process."""
+    """Return whether the file ends with its digest, which loaders do not read. Loading a damaged one may be fatal."""
     try:
         content = library.read_bytes()
     except FileNotFoundError:
@@ -128,42 +140,54 @@ def _is_whole(library: Path) -> bool:
 def _opened(compiler: list[str]) -> ctypes.CDLL:
     """Return the library, built first where the cache has no whole one."""
     name = library_name(compiler)
+    # a folder that cannot be written, a full disk: OSError; a user without a home: RuntimeError
     try:
         library = cache_root() / name
         if not _is_whole(library):
             library.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=library.parent) as folder:
                 content = _built(compiler, folder).read_bytes()
-            atomic_write(
-                library, content + hashlib.sha256(content).digest()
-            )  # other processes build it, too
+            digest = hashlib.sha256(content).digest()
+            atomic_write(library, content + digest)  # other processes build it, too
         return ctypes.CDLL(str(library))
-    except (
-        OSError,
-        RuntimeError,
-    ) as error:  # a folder that cannot be written, a full disk; or the user has no home
+    except (OSError, RuntimeError) as error:
         _logger.warning("the C kernel is built for this process alone: %s", error)
     with tempfile.TemporaryDirectory() as folder:
         return ctypes.CDLL(str(_built(compiler, folder)))
 
 
+def _compiler() -> list[str]:
+    """Return the compiler's command, of $CC or cc.
+
+    Raises:
+        ValueError: $CC is no command line, or the compiler is missing or Microsoft's.
+    """
+    is_posix = os.name == "posix"  # elsewhere a backslash is part of a path
+    compiler = shlex.split(os.environ.get("CC", ""), posix=is_posix) or ["cc"]
+    if shutil.which(compiler[0]) is None:
+        raise ValueError(f"no C compiler: {compiler[0]} is not there (set CC, or install one)")
+    if Path(compiler[0]).stem.lower() in MICROSOFTS:
+        raise ValueError(f"gcc or clang is required, got CC={compiler[0]}")
+    return compiler
+
+
 @functools.cache
 def load() -> ctypes.CDLL | str:
     """Return the compiled library, or why there is none."""
+    attention = (ctypes.POINTER(AttentionStruct),)
+    planes = (ctypes.POINTER(PlanesStruct),)
+    # ValueError: see `_compiler`; AttributeError: a function is missing
     try:
-        compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
-        if shutil.which(compiler[0]) is None:
-            return f"no C compiler: {compiler[0]} is not there (set CC, or install one)"
-        library = _opened(compiler)
+        library = _opened(_compiler())
         for name, types, result in (
-            ("evolving_attention", (ctypes.POINTER(AttentionStruct),), ctypes.c_int64),
-            ("convolve_planes", (ctypes.POINTER(PlanesStruct),), ctypes.c_int64),
+            ("evolving_attention", attention, ctypes.c_int64),
+            ("convolve_planes", planes, ctypes.c_int64),
             ("pool_forward", _POOLING, None),
             ("pool_backward", _POOLING, None),
         ):
             function = getattr(library, name)
-            function.argtypes, function.restype = types, result
-    # ValueError: CC is no shell words; AttributeError: a function is missing
+            function.argtypes = types
+            function.restype = result
     except (OSError, subprocess.SubprocessError, ValueError, AttributeError) as error:
         return f"the C kernel could not be built or loaded: {error}"
     return library

@@ -369,6 +369,25 @@ def test_whatever_goes_wrong_with_the_library_the_reference_runs_and_the_log_say
     )
 
 
+def test_clang_builds_a_kernel_of_one_thread(use_compiler, tmp_path, caplog):
+    """Apple's refuses OpenMP, others need another library of it than torch's."""
+    version = 'if [ "$1" = --version ]; then echo Apple clang version 17; exit; fi'
+    refuses = 'case "$*" in *-fopenmp*|*gomp*) echo unsupported >&2; exit 1;; esac'
+    use_compiler(compiler(tmp_path, f'{version}\n{refuses}\nexec cc -O1 "$@"'))
+    assert reason_against(problem("ea", (3, 4))) is None
+    assert "one thread" in caplog.text
+    for gates in (None, "one"):
+        check("cpu", "ea", (3, 4), B=3, gates=gates)
+
+
+def test_microsofts_compiler_is_refused_in_a_line(use_compiler, tmp_path):
+    path = tmp_path / "cl"
+    path.write_text("#!/bin/sh\nexit 2\n")
+    path.chmod(0o755)
+    use_compiler(str(path))
+    assert f"gcc or clang is required, got CC={path}" in reason_against(problem("ea", (3, 4)))
+
+
 @pytest.mark.parametrize("flag", ["-mno-avx512f", "-mno-avx"])
 def test_narrower_vectors(use_compiler, tmp_path, flag):
     use_compiler(compiler_with(tmp_path, "-O1", flag))
