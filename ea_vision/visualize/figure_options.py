@@ -71,7 +71,7 @@ Model = nn.Module | LoadedModel | str
 Models = Model | Sequence[Model] | Mapping[str, Model]
 Layers = str | int | Sequence[int | str] | None
 Heads = str | int | Sequence[int | str] | None
-Queries = Sequence[Query] | None
+Queries = Sequence[Query] | str | None
 DEMO = ["ea_conv_transformer_cifar"]  # the model unless one is named
 SOME_LAYERS = 6  # that are drawn unless others are asked for
 CHECKPOINTS = ("*.ckpt", f"{run_folder.SNAPSHOTS}/*.safetensors")  # in a run folder
@@ -345,7 +345,7 @@ class Asked:
     ):
         self.style = MapStyle(**style)
         self.width = check_width(width)
-        self.queries = queries or []
+        self.queries = [queries] if isinstance(queries, str) else queries or []
         self.some = some
         self.by_default = layers is None
         self.models = as_models(models, processor=processor, mean=mean, std=std)

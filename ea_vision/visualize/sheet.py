@@ -5,6 +5,7 @@ column (3.3) or page (6.75). Text has 7 to 9 points (in proportion larger or sma
 matplotlib's); every text is measured, so that none meets another one. Lengths here are points, 72 an inch.
 """
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from matplotlib.figure import Figure
 from ea_vision.base.figures import PAGE, check_width
 from ea_vision.base.print import new_figure, points, text_width, wrapped
 
+log = logging.getLogger(__name__)
+
 MARGIN = 4.0
 GAP = 3.0
 LARGEST_TILE = 92.0
@@ -29,6 +32,7 @@ BAR = 5.0  # height of a colour bar
 BAR_LENGTH = 100.0
 LEADING = 1.25  # height of a line of text over its size
 HIGHEST = 7.0  # inches of a figure's tiles, where their size can be chosen
+PAGE_HEIGHT = 9.0  # inches
 SLACK = 1.05  # how much higher than the lowest layout a figure may be for larger tiles
 
 
@@ -322,6 +326,14 @@ def sheet(
 def _draw(laid: _Laid) -> Figure:
     width = laid.width + 2 * MARGIN
     height = laid.height + 2 * MARGIN
+    if height > 72 * PAGE_HEIGHT:
+        log.warning(
+            "a figure of %d tiles is %.1f inches high, more than a page (%g): draw fewer layers, heads, "
+            "queries or models, or a wider figure",
+            len(laid.boxes),
+            height / 72,
+            PAGE_HEIGHT,
+        )
     figure = new_figure(width / 72, height / 72)
     style = {
         "text.parse_math": False,

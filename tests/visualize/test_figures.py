@@ -5,17 +5,23 @@ import re
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 
+import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.base.print import new_figure
 from ea_vision.recorder.recording import PARTS, recordable_layers
 from ea_vision.visualize import (
     MapStyle,
+    explore,
     heatmap,
     image_maps,
     matrix,
+    plot_heatmap,
+    plot_matrix,
+    plot_statistics,
     plot_strip,
     rollout,
     statistics,
@@ -23,11 +29,13 @@ from ea_vision.visualize import (
 )
 from ea_vision.visualize.figure_options import epochs_of
 from ea_vision.visualize.heatmap import draw_columns, draw_heatmap
-from ea_vision.visualize.map_style import SCALES, map_of, norm_of, scaled
+from ea_vision.visualize.map_style import SCALES, equation, map_of, norm_of, scaled
 from ea_vision.visualize.matrix import draw_matrix
 from ea_vision.visualize.rollout import draw_rollout
 from ea_vision.visualize.sheet import Tile
 from ea_vision.visualize.strip import draw_strip
+from tests.models.zoo import TINY
+from tests.recorder import networks
 
 from .conftest import PHOTO, maps_of, overlaid, record, small, texts_of
 
@@ -257,6 +265,96 @@ def test_the_photo_lies_under_the_maps_as_the_network_saw_it_but_finer():
     assert {axes.images[0].get_array().shape[:2] for axes in figure.axes if axes.images} == {
         (160, 160)
     }
+
+
+# ---- light, all queries, what is passed over ------------------------------------------------------------------------
+
+
+def test_light_multiplies_the_photo_and_all_is_the_mean_of_the_queries(wide):
+    """By 0.1 at half of uniform attention and by 1 at twice, linear in the logarithm, bilinear from cell to cell."""
+    figure = draw_heatmap(wide, [1], [2], ["all"], MapStyle(style="light"))
+    [drawn] = [axes.images[0] for axes in figure.axes if axes.images and not axes.get_label()]
+    shown = np.asarray(drawn.get_array())
+    mean = 32 * wide.maps[1].attn[0, 2].mean(0).view(4, 8)
+    factors = 0.1 + 0.9 * ((mean.log2() + 1) / 2).clamp(0, 1)
+    size = shown.shape[:2]
+    bilinear = torch.nn.functional.interpolate(factors[None, None], size, mode="bilinear")[0, 0]
+    repeats = size[0] // wide.pixels().shape[0]
+    photo = wide.pixels().repeat(repeats, 0).repeat(repeats, 1)
+    np.testing.assert_allclose(shown, photo * bilinear.numpy()[..., None], atol=1e-5)
+    texts = texts_of(figure)
+    assert "mean of all queries" in texts and "interpolated from 4 x 8 cells" in texts
+    with pytest.raises(UsageError, match="style must be cells or light, got 'dark'"):
+        plot_heatmap(small(), PHOTO, style="dark")
+
+
+def test_several_photos_stand_in_a_row_of_their_own():
+    figure = plot_heatmap(small(), [PHOTO, PHOTO.rotate(90)], "1-3", 0, style="light")
+    photos = [axes for axes in figure.axes if axes.get_label() == "photo"]
+    assert [axes.get_title() for axes in photos] == ["image 1", "image 2"]
+    heights = {round(axes.get_position().y0, 6) for axes in photos}
+    tiles = [axes for axes in figure.axes if axes.images and not axes.get_label()]
+    assert len(heights) == 1 and max(axes.get_position().y0 for axes in tiles) < heights.pop()
+
+
+def test_every_colour_bar_has_three_numbers():
+    for scale in ("layer", "tile", "all"):
+        figure = plot_heatmap(small(), PHOTO, "1-3", 0, width=3.3, scale=scale, queries=[(3, 3)])
+        bars = [axes for axes in figure.axes if axes.get_label() == "<colorbar>"]
+        assert bars and all(len(axes.get_xticklabels()) >= 3 for axes in bars)
+
+
+def test_layers_without_queries_of_pixels_are_passed_over_unless_they_are_named():
+    """CaiT's last two layers are class attention; asked for cls they are those that have it."""
+    cait = timm.create_model(
+        "cait_xxs24_224", img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3
+    )
+    image = torch.rand(3, 32, 32)
+    for queries, numbers in ((None, "1 2"), ("cls", "3 4")):
+        texts = texts_of(plot_heatmap(cait, image, heads="mean", queries=queries))
+        assert sorted(set(re.findall(r"layer (\d)", texts))) == numbers.split()
+    assert plot_statistics(cait, image).axes and plot_strip(cait, image).axes
+
+
+def test_an_equation_has_no_zeros_and_ones():
+    evolved = ea_vision.evolve(timm.create_model("vit_tiny_patch16_224", **TINY), "ea")
+    layers = recordable_layers(evolved)
+    said = equation(evolved, layers)
+    assert said == "layer 2: logits = own, attention = softmax(logits)"
+    with torch.no_grad():
+        evolved.get_submodule(layers[1].name).evolution.beta.fill_(0.25)
+    said = equation(evolved, layers)
+    assert said == "layer 2: logits = 0.25 relu(conv(own)) + 0.75 own, attention = softmax(logits)"
+
+
+def test_a_figure_of_one_model_refuses_two():
+    for plot in (plot_matrix, plot_strip):
+        with pytest.raises(UsageError, match="this figure shows one model; got 2"):
+            plot([small(), small()], PHOTO)
+
+
+def test_runs_stay_apart_through_checkpoints(run, tmp_path):
+    """Two runs have the same epochs; each keeps its columns, and a page takes one of them."""
+    other = networks.write_run(tmp_path / "other")
+    figure = plot_strip([str(run), str(other)], PHOTO, "1", through="checkpoints")
+    texts = texts_of(figure)
+    for folder in (run, other):
+        for epoch in (1, 2, 4):
+            assert f"{folder.name}, epoch {epoch}" in texts
+    with pytest.raises(UsageError, match="this figure shows one run; got 2"):
+        PHOTO.save(tmp_path / "photo.png")
+        options = f"--model {run},{other} --through checkpoints -o {tmp_path}/a.html"
+        explore.main([*options.split(), str(tmp_path / "photo.png")])
+
+
+def test_normalisation_by_keyword():
+    """mean= and std= reach the network: twice the standard deviation is half the input."""
+    model = small()
+    pixels = torch.rand(3, 16, 16)
+    changed = image_maps.as_model(model, mean=(0.1, 0.2, 0.3), std=(2.0, 2.0, 2.0))
+    expected = (pixels - torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1)) / 2
+    torch.testing.assert_close(image_maps.as_batch(changed, [pixels])[0], expected)
+    assert plot_heatmap(model, pixels, 1, mean=(0.5,) * 3, std=(0.5,) * 3).axes
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
