@@ -100,20 +100,23 @@ def test_predict_needs_the_file_alone(suffix, kind, tmp_path, photos, capsys):
     assert export.main([SHIPPED, "-o", str(path), "--check", str(photos)]) == 0
     assert f"{kind}); same class on 5 of 5 image(s), largest difference" in capsys.readouterr().out
     if suffix == ".onnx":
-        assert {entry.domain: entry.version for entry in onnx.load(path).opset_import}[""] == 20
-    model, loaded = load_model(SHIPPED), load_model(str(path))
-    assert loaded.img_size == (32, 32) and loaded.config["mean"] == list(model.config["mean"])
+        versions = {entry.domain: entry.version for entry in onnx.load(path).opset_import}
+        assert versions[""] == 20
+    model = load_model(SHIPPED)
+    loaded = load_model(str(path))
+    assert loaded.img_size == (32, 32)
+    assert loaded.config["mean"] == list(model.config["mean"])
     assert difference(model.model, loaded.model, torch.randn(2, 3, 32, 32)) < 1e-5
     found = []
     for target in (SHIPPED, path):
         assert predict.main([str(target), str(photos), "--json", "-"]) == 0
-        found.append(
-            [pair for row in json.loads(capsys.readouterr().out) for pair in row["classes"]]
-        )
-    assert [pair["name"] for pair in found[0]] == [pair["name"] for pair in found[1]]
-    assert [pair["probability"] for pair in found[1]] == pytest.approx(
-        [pair["probability"] for pair in found[0]], abs=1e-4
-    )
+        pairs = []
+        for row in json.loads(capsys.readouterr().out):
+            pairs += row["classes"]
+        found.append(pairs)
+    for own, got in zip(*found, strict=True):
+        assert got["name"] == own["name"]
+        assert got["probability"] == pytest.approx(own["probability"], abs=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -170,12 +173,13 @@ def tiny(tmp_path_factory):
 @pytest.mark.parametrize("name", ["NET.ONNX", "NET.PT2"])
 def test_a_file_is_whole_and_knows_its_network(name, tiny, tmp_path):
     model, folder = tiny
-    data, path, rng = (folder / name).read_bytes(), tmp_path / name, np.random.default_rng(0)
+    data = (folder / name).read_bytes()
+    path = tmp_path / name
+    rng = np.random.default_rng(0)
     assert difference(model, load_model(str(folder / name)).model, torch.randn(3, 3, 8, 8)) < 1e-5
     for place in [*rng.integers(0, len(data), 40), len(data) - 70, len(data) - 1]:
-        path.write_bytes(
-            data[:place] + bytes([data[place] ^ 1 << rng.integers(8)]) + data[place + 1 :]
-        )
+        flipped = data[place] ^ 1 << rng.integers(8)
+        path.write_bytes(data[:place] + bytes([flipped]) + data[place + 1 :])
         try:
             network = ExportedNetwork(path)
         except UsageError as error:
@@ -238,10 +242,12 @@ def test_metadata_are_compared_with_the_network(change, message, tiny, tmp_path)
 def test_an_onnx_file_is_one_that_others_read(tiny):
     path = tiny[1] / "NET.ONNX"
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    assert session.get_inputs()[0].shape == ["batch", 3, 8, 8] and session.get_outputs()[
-        0
-    ].shape == ["batch", 10]
-    assert json.loads(session.get_modelmeta().custom_metadata_map["classes"])[9] == "class 9"
+    [images] = session.get_inputs()
+    [logits] = session.get_outputs()
+    assert images.shape == ["batch", 3, 8, 8]
+    assert logits.shape == ["batch", 10]
+    said = session.get_modelmeta().custom_metadata_map
+    assert json.loads(said["classes"])[9] == "class 9"
     with pytest.raises(
         ValueError, match=r"images of shape \(B, 3, 8, 8\) are required, got \(1, 3, 8, 9\)"
     ):
