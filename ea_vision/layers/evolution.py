@@ -144,6 +144,10 @@ class EvolvingMaps(StepByStep):
                 attn = self.evolution.mix_attn(attn.to(logits.dtype))
         return attn
 
+    def parts_of(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
+        """Return the evolution's further maps of the call that runs, for a recorder; see `Evolution.parts`."""
+        return self.evolution.parts(logits, prev_logits, evolved)
+
     def attend_heads(
         self,
         x: Tensor,
@@ -451,12 +455,22 @@ class _ConvolvedEvolution(Evolution):
             "num_prefix_tokens": self.num_prefix_tokens,
         }
 
-    def parts(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
-        """Return conv_logits: what the convolutions give, after the last activation."""
+    def parts(
+        self,
+        logits: Tensor,
+        prev_logits: Tensor,
+        evolved: Tensor,
+        key_padding: Tensor | None = None,
+        query_padding: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Return conv_logits: what the convolutions give, after the last activation. Padding: see `forward`."""
         if isinstance(self.beta, float) and self.beta == 1.0 and not self.predict:
             return {"conv_logits": evolved}
         before = prev_logits if self.predict else mixed(self.alpha, prev_logits, logits)
-        return {"conv_logits": self.convolve(before)}
+        allowed = readable(logits, self.causal, key_padding, query_padding)
+        if allowed is not None:
+            before = before.masked_fill(~allowed, 0.0)
+        return {"conv_logits": self.convolve(before, allowed)}
 
     def before_shares(self) -> dict[str, float]:
         if self.predict:

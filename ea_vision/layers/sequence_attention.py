@@ -134,7 +134,8 @@ def reading_of(
     mask: Tensor | None, bias: Tensor | None, causal: bool, q: Tensor, k: Tensor
 ) -> Reading:
     """Return what a mask of transformers' (B, 1, Q, N) says, boolean or added to the logits; the queries are keys."""
-    Q, N = q.shape[2], k.shape[2]
+    Q = q.shape[2]
+    N = k.shape[2]
     if mask is None and causal and Q > 1:
         mask = torch.ones(1, 1, Q, N, dtype=torch.bool, device=q.device).tril(N - Q)
     if mask is None:
@@ -219,6 +220,16 @@ class SequenceMaps(MapsAttention, nn.Module):
             evolved = self.evolution(real, prev.masked_fill(padding, 0.0), *size)
         return torch.where(padding, logits, evolved)
 
+    def parts_of(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
+        reading = self.readings[thread_of_forward()]
+        evolution = self.evolution
+        if isinstance(evolution, (EvolvingAttention, PredictiveAttention)):
+            padding = (reading.keys, reading.queries)
+            return evolution.parts(logits, prev_logits, evolved, *padding)
+        if "softmax" in evolution.part_names and reading.allowed is not None:
+            evolved = evolved.masked_fill(~reading.allowed, torch.finfo(evolved.dtype).min)
+        return super().parts_of(logits, prev_logits, evolved)
+
     def check_reading(self, logits: Tensor, reading: Reading) -> None:
         """Refuse masks that hide other entries than padding and, of a decoder, the future."""
         causal = getattr(self.evolution, "causal", "none")
@@ -294,7 +305,8 @@ class SequenceMaps(MapsAttention, nn.Module):
         self.scale = scale
         self.attn_drop.p = dropout
         thread = thread_of_forward()
-        B, K, Q, N = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
+        B, K, Q, _ = q.shape
+        N = k.shape[2]
         tokens, cache = self.inputs.pop(thread, (None, None))
         handed = self.chain.before(self.number)
         feat_size = self.checked_size(handed.feat_size, Q)

@@ -12,7 +12,7 @@ import itertools
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -326,20 +326,24 @@ def evolve_huggingface(
     return evolving
 
 
+def _mechanisms_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the mechanisms of an evolving model with their names."""
+    for name, module in model.named_modules():
+        if not isinstance(module, (SequenceMaps, CarryingBlock)):
+            continue
+        for part in ("evolution", "value_residual", "token_conv"):
+            mechanism = getattr(module, part, None)
+            if mechanism is not None:
+                yield f"{name}.{part}", mechanism
+
+
 def unevolve_huggingface(model: nn.Module) -> nn.Module:
     """Return the plain model from an evolving one that computes the same: a new model, which shares the weights.
 
     Raises:
         ValueError: a mechanism that changes something.
     """
-    parts = [
-        (f"{name}.{part}", mechanism)
-        for name, module in model.named_modules()
-        if isinstance(module, (SequenceMaps, CarryingBlock))
-        for part, mechanism in module.named_children()
-        if part in ("evolution", "value_residual", "token_conv")
-    ]
-    active = [name for name, mechanism in parts if not mechanism.changes_nothing()]
+    active = [name for name, mechanism in _mechanisms_of(model) if not mechanism.changes_nothing()]
     if active:
         raise UsageError(
             "all gates must be 0, or mechanisms at their identity start, for the plain network to compute the same; "

@@ -213,7 +213,7 @@ class _Watch:
             self.save("self_logits", self_logits)
         if added:
             previous = self_logits if prev_logits is None else prev_logits
-            for part, maps in evolution.parts(self_logits, previous, logits).items():
+            for part, maps in module.parts_of(self_logits, previous, logits).items():
                 self.save(part, maps)
         if evolution.reads_previous:
             self.save("prev_logits", prev_logits)

@@ -446,6 +446,35 @@ def test_its_maps_are_recorded_with_their_parts(name):
         assert_close(layer.attn.sum(-1), torch.ones_like(layer.attn[..., 0]))
 
 
+@pytest.mark.parametrize("name", ["bert", "llama"])
+@torch.no_grad()
+def test_recorded_parts_of_padded_sentences_are_what_the_layer_used(name):
+    real = torch.ones(2, 9, dtype=torch.bool)
+    real[0, :3] = real[1, 7:] = False
+    inputs = dict(inputs_of(name), attention_mask=real.long())
+    model = lively(evolve(create(name).double(), "ea"))
+    parts = ("logits", "self_logits", "prev_logits", "conv_logits")
+    with record_attention(model, layers=[2, 3], parts=parts) as maps:
+        model(**inputs)
+    read = real[:, None, None, :] & real[:, None, :, None]
+    if name == "llama":
+        read = read & torch.ones_like(read).tril()
+    read = read.expand(-1, 4, -1, -1)
+    evolutions = [m.evolution for m in model.modules() if getattr(m, "evolution", None) is not None]
+    for number, evolution in zip((2, 3), evolutions, strict=True):
+        layer = maps[number]
+        mixed = evolution.alpha * layer.prev_logits + (1 - evolution.alpha) * layer.self_logits
+        evolved = evolution.beta * layer.conv_logits + (1 - evolution.beta) * mixed
+        assert_close(layer.logits[read], evolved[read], rtol=0, atol=1e-10)
+    model = lively(evolve(create(name).double(), "talking_heads"))
+    with record_attention(model, layers=2, parts="softmax") as maps:
+        model(**inputs)
+    probabilities = maps[2]["softmax"]
+    hidden = ~real[:, None, None, :].expand(-1, 4, 9, -1)
+    rows = real[:, None, :, None].expand(-1, 4, -1, 9)
+    assert not probabilities[hidden & rows].any()
+
+
 # ---- the tools around them -------------------------------------------------------------------------------------------
 
 
