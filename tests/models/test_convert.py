@@ -155,10 +155,8 @@ def test_another_depth_is_named():
 def test_pretrained_weights_name_the_keywords_they_were_trained_with(tmp_path, monkeypatch):
     """As if the file of the default weights were of a network with `qk_norm`: each way by name builds that network."""
     name = "ea_conv_transformer_cifar"
-    expected, path = (
-        timm.create_model(name, qk_norm=True).state_dict(),
-        tmp_path / "weights.safetensors",
-    )
+    expected = timm.create_model(name, qk_norm=True).state_dict()
+    path = tmp_path / "weights.safetensors"
     path.write_bytes(encode_weights(expected))
     tag = timm.get_pretrained_cfg(name).tag
     monkeypatch.setitem(get_network(name).trained, tag, {"qk_norm": True})

@@ -48,11 +48,14 @@ TORCHVISION = {
     "torchvision dilated": (Bottleneck, {"replace_stride_with_dilation": [False, True, True]}),
 }
 NAMES = [*TIMM, *TORCHVISION]
-PUBLISHED = [
-    name
-    for name in list_networks("attn_resnet")
-    if get_network(name).plain and not get_network(name).kwargs.get("window")
-]
+
+
+def is_published(name: str) -> bool:
+    network = get_network(name)
+    return network.plain is not None and "window" not in network.kwargs
+
+
+PUBLISHED = [name for name in list_networks("attn_resnet") if is_published(name)]
 FEW = ["resnet18d", "torchvision ResNeXt"]  # where the library and the kind of block count
 
 
@@ -238,29 +241,40 @@ class OwnForward(timm.models.ResNet):
 
 
 @pytest.mark.parametrize(
-    "make, options, message",
+    "name, message",
     [
-        (
-            lambda: timm.create_model("skresnet18"),
-            {},
-            r"layer1.0 must be BasicBlock or Bottleneck of timm.models.resnet, got SelectiveKernel",
-        ),
-        (lambda: timm.create_model("aa_resnet34"), {}, "got AttnResNet, which has attention"),
-        (
-            lambda: OwnForward(timm.models.resnet.BasicBlock, (1, 1, 1, 1)),
-            {},
-            "forward_features of timm.models.resnet required, and OwnForward has its own",
-        ),
-        (lambda: timm.create_model("resnet18"), {"attn_stages": (5,)}, "attn_stages must be of"),
-        (lambda: timm.create_model("resnet18"), {"alhpa": 0.5}, "a ResNet evolves without alhpa"),
-        (lambda: timm.create_model("resnet18"), {"token_conv": True}, "without token_conv"),
-        (lambda: timm.create_model("resnet18"), {"fusion": "concat"}, "got evolution or fusion"),
-        (lambda: timm.create_model("resnet18"), {"num_layers": 2}, "num_layers"),
+        ("skresnet18", "layer1.0 must be BasicBlock or Bottleneck of timm.models.resnet, got Sel"),
+        ("aa_resnet34", "got AttnResNet, which has attention already"),
     ],
 )
-def test_what_cannot_be_is_named(make, options, message):
+def test_networks_that_cannot_evolve_are_named(name, message):
     with torch.device("meta"):
-        model = make()
+        model = timm.create_model(name)
+    with pytest.raises(ValueError, match=message):
+        evolve(model, "ea")
+
+
+def test_a_forward_of_its_own_is_named():
+    with torch.device("meta"):
+        model = OwnForward(timm.models.resnet.BasicBlock, (1, 1, 1, 1))
+    message = "forward_features of timm.models.resnet required, and OwnForward has its own"
+    with pytest.raises(ValueError, match=message):
+        evolve(model, "ea")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"attn_stages": (5,)}, "attn_stages must be of"),
+        ({"alhpa": 0.5}, "a ResNet evolves without alhpa"),
+        ({"token_conv": True}, "without token_conv"),
+        ({"fusion": "concat"}, "got evolution or fusion"),
+        ({"num_layers": 2}, "num_layers"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(options, message):
+    with torch.device("meta"):
+        model = timm.create_model("resnet18")
     with pytest.raises(ValueError, match=message):
         evolve(model, "ea", **options)
 
