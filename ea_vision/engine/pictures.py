@@ -12,6 +12,7 @@ from sklearn.metrics import ConfusionMatrixDisplay
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import FORMATS, figure_bytes
 from ea_vision.base.files import atomic_write, check_output
+from ea_vision.data.image_names import displayable
 from ea_vision.engine.evaluate import Evaluation
 from ea_vision.engine.run_folder import read_config, read_metrics
 
@@ -47,7 +48,7 @@ def write_learning_curves(folders: list[Path], output: Path) -> None:
             epochs,
             values,
             ".-",
-            label=f"{folder.name}: {config['model']}, {measure} (%) on "
+            label=f"{displayable(folder.name)}: {config['model']}, {measure} (%) on "
             f"{about['eval_split']} images, best {values.max(initial=0):.2f}",
         )
         color = line.get_color()
@@ -66,7 +67,7 @@ def confusion_png(result: Evaluation, classes: list[str], name: str) -> bytes:
     side = min(5 + 0.4 * len(classes), 17)
     figure = Figure(figsize=(side, side), layout="constrained")
     axes = figure.add_subplot()
-    ConfusionMatrixDisplay(percent.numpy(), display_labels=classes).plot(
+    ConfusionMatrixDisplay(percent.numpy(), display_labels=list(map(displayable, classes))).plot(
         ax=axes, cmap="Blues", include_values=few, values_format=".0f", xticks_rotation="vertical"
     )
     if not few:

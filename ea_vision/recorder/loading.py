@@ -32,6 +32,7 @@ from ea_vision.base.networks import (
     read_metadata,
 )
 from ea_vision.data.image_files import MAX_PIXELS
+from ea_vision.data.image_names import displayable
 from ea_vision.deployment.files import SUFFIXES, ExportedNetwork
 from ea_vision.detection.model import Detector, create_detector
 from ea_vision.detection.predict import detect
@@ -351,7 +352,9 @@ def as_loaded(
     """
     config = timm.data.resolve_model_data_config(model)
     size = input_size(model, config)
-    loaded = LoadedModel(model, label, size, config, trained=trained, classes=known_classes(model))
+    loaded = LoadedModel(
+        model, displayable(label), size, config, trained=trained, classes=known_classes(model)
+    )
     if processor is None:
         processor = processor_of(model)
     set_preprocessing(loaded, processor, mean, std)

@@ -7,6 +7,7 @@ import queue
 import re
 import shutil
 import signal
+import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from ea_vision import __main__ as commands
 from ea_vision.base.errors import UsageError
 from ea_vision.base.processes import MOST_WORKERS, WorkerLost, workers_watched
 from ea_vision.data.imagenet import DecodingLoader
@@ -483,6 +485,18 @@ def test_checkpoints_of_another_run(old_run, capsys, key, value, message):
         error = error_of(train_cifar.main, [*resume(old_run), *more], capsys)
         assert str(path) in error and message in error
     assert path.read_bytes() == before and not other.exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there may a name be no UTF-8")
+def test_a_run_whose_name_is_no_utf8(old_run, tmp_path, capsys):
+    """Figures show such a byte as \\xff."""
+    run = old_run.rename(tmp_path / os.fsdecode(b"run\xff"))
+    curves = str(tmp_path / "curves.png")
+    assert commands.main(["train-cifar", "--learning-curves", str(run), "--output", curves]) == 0
+    assert commands.main(["train-cifar", "--evaluate", str(run)]) == 0
+    picture = tmp_path / "heatmap.png"
+    words = ["heatmap", "--model", str(run), "--layers", "1", "-o", str(picture), "digits#0"]
+    assert commands.main(words) == 0 and picture.stat().st_size > 1000
 
 
 def test_a_run_folder_of_another_format_is_one_line(old_run, capsys):
