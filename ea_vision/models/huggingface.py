@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
+from ea_vision.layers.foreign import heads_of, names_called, prefix_names, uses_interface
 from ea_vision.layers.sequence_attention import (
     CAUSAL,
     Chain,
@@ -32,8 +33,6 @@ from ea_vision.layers.sequence_attention import (
 from ea_vision.models._chain import frozen_statistics
 from ea_vision.models._mechanisms import Mechanisms
 from ea_vision.models.any_transformer import shared_copy
-from ea_vision.recorder.interception import heads_of, names_called, uses_interface
-from ea_vision.recorder.layouts import prefix_names
 
 NAME = "ea_vision"  # of the attention function, and of the evolution in a model's configuration
 CARRIED = "_ea_vision_carried"  # attribute of a block's tokens, for its recomputation in the backward pass

@@ -4,7 +4,6 @@ A `TorchFunctionMode` sees every call of a torch function in its thread, whichev
 as they are; fused ones, which never form the map, are followed by its computation from queries and keys.
 """
 
-import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,14 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-
-HEAD_COUNTS = (
-    "num_heads",
-    "num_attention_heads",
-    "n_heads",
-    "nhead",
-    "heads",
-)  # what modules call their number
 
 
 def _softmax(result: Tensor, input: Tensor, dim: int | None = None, *_, **__) -> Tensor | None:
@@ -185,31 +176,3 @@ class Hooks(ExitStack):
                 vars(module)[method] = followed  # not among the network's modules
             self.callback(end)
             self.add(vars(module)[method].register_forward_hook, hook)
-
-
-def heads_of(module: nn.Module) -> int | None:
-    """Return the number of heads that a module says it has; Llama's and its kin leave it to their configuration."""
-    owner = module
-    if hasattr(module, "num_key_value_groups") and hasattr(module, "config"):
-        owner = module.config
-    for name in HEAD_COUNTS:
-        value = getattr(owner, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return None
-
-
-def names_called(module: nn.Module) -> tuple[str, ...]:
-    """Return the names that a module's own forward uses."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return () if code is None else code.co_names
-
-
-def uses_interface(module: nn.Module) -> bool:
-    """Return whether a module attends through the `ALL_ATTENTION_FUNCTIONS` of transformers."""
-    return "ALL_ATTENTION_FUNCTIONS" in names_called(module)
-
-
-def calls_attention(module: nn.Module) -> bool:
-    """Return whether a module's forward names scaled_dot_product_attention, or transformers' attention functions."""
-    return "scaled_dot_product_attention" in names_called(module) or uses_interface(module)

@@ -19,19 +19,11 @@ from timm.layers import to_2tuple
 from timm.models.swin_transformer import window_partition
 from torch import Tensor, nn
 
+from ea_vision.layers.foreign import prefix_names
 from ea_vision.recorder.interception import Hooks
 
 Size = tuple[int, int]
 MOST_CHANNELS = 4  # of an image
-PREFIX_PARAMETERS = {
-    "cls_token": "cls",
-    "class_token": "cls",
-    "class_embedding": "cls",
-    "dist_token": "dist",
-    "distillation_token": "dist",
-    "reg_token": "reg",
-    "register_tokens": "reg",
-}
 
 
 @dataclass(frozen=True)
@@ -210,23 +202,6 @@ def learned_queries(model: nn.Module, name: str) -> tuple[str, ...]:
             return ("pool",)
         return tuple(f"pool{number}" for number in range(1, count + 1))
     return ()
-
-
-def prefix_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the tokens before a vision transformer's patches, in order: "cls", "dist" (distillation), "reg1", "reg2".
-
-    () of networks that have none.
-    """
-    counts = {}
-    for path, parameter in model.named_parameters():
-        name = path.rpartition(".")[2]
-        if name in PREFIX_PARAMETERS and parameter.numel():
-            counts[PREFIX_PARAMETERS[name]] = parameter.shape[-2] if parameter.ndim > 1 else 1
-    names = [kind for kind in ("cls", "dist") if kind in counts]
-    # timm's word, where there is one
-    known = getattr(model, "num_prefix_tokens", len(names) + counts.get("reg", 0))
-    registers = [f"reg{number}" for number in range(1, known - len(names) + 1)]
-    return (*names[:known], *registers)
 
 
 def token_layout(

@@ -35,7 +35,7 @@ from ea_vision.base.files import atomic_write, check_output, csv_text, write_jso
 from ea_vision.base.provenance import hardware, provenance
 from ea_vision.base.tables import markdown
 from ea_vision.data.small_images import DATASETS, Images, hold_out, load_dataset
-from ea_vision.recorder.layouts import prefix_names
+from ea_vision.layers.foreign import prefix_names
 from ea_vision.recorder.loading import (
     WEIGHTS_HELP,
     LoadedModel,

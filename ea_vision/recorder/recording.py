@@ -21,12 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d, MapsAttention
+from ea_vision.layers.foreign import calls_attention, heads_of, prefix_names
 from ea_vision.recorder.interception import (
     Hooks,
     Take,
-    calls_attention,
     compiled_code_runs_eagerly,
-    heads_of,
     intercepted,
 )
 from ea_vision.recorder.layouts import (
@@ -35,7 +34,6 @@ from ea_vision.recorder.layouts import (
     image_seen,
     layout_finder,
     learned_queries,
-    prefix_names,
 )
 from ea_vision.recorder.maps import PARTS, AttentionMaps, LayerMaps
 
