@@ -68,7 +68,8 @@ FILES = (
 STORED_PARTS = (*PARTS, OWN_ALONE)
 CHANGE = "change"  # by which attention differs from that of the own logits alone
 MEGABYTE = 1_000_000
-MOST_OBJECTS, LEAST_SCORE = 9, 0.3  # of a detector's
+MOST_OBJECTS = 9  # of a detector's
+LEAST_SCORE = 0.3
 
 
 # ---- images ---------------------------------------------------------------------------------------------------------
@@ -76,9 +77,14 @@ MOST_OBJECTS, LEAST_SCORE = 9, 0.3  # of a detector's
 
 def data_url(pixels: np.ndarray) -> str:
     """Return (H, W, 3) uint8 as a data: address, PNG where it is small, JPEG otherwise."""
-    data, kind = io.BytesIO(), "png" if pixels.size <= 3 * 128 * 128 else "jpeg"
+    data = io.BytesIO()
+    kind = "png" if pixels.size <= 3 * 128 * 128 else "jpeg"
     Image.fromarray(pixels).save(data, kind, quality=90, optimize=True)
-    return f"data:image/{kind};base64,{base64.b64encode(data.getvalue()).decode()}"
+    return f"data:image/{kind};base64,{_text_of(data.getvalue())}"
+
+
+def _text_of(data: bytes) -> str:
+    return base64.b64encode(data).decode()
 
 
 # ---- maps -----------------------------------------------------------------------------------------------------------
@@ -93,13 +99,14 @@ def quantise(maps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     Raises:
         UsageError: values that are not finite.
     """
-    if not np.isfinite(maps).all():
-        raise UsageError(
-            f"maps must be finite, got {np.count_nonzero(~np.isfinite(maps))} values that are not"
-        )
+    wrong = np.count_nonzero(~np.isfinite(maps))
+    if wrong:
+        raise UsageError(f"maps must be finite, got {wrong} values that are not")
     low = maps.min(-1)
-    step = ((maps.max(-1).astype(np.float64) - low) / 255).astype(np.float32)
-    codes = (maps - low[..., None]) / np.where(step > 0, step, 1)[..., None]
+    reach = maps.max(-1).astype(np.float64) - low
+    step = (reach / 255).astype(np.float32)
+    divisor = np.where(step > 0, step, 1)
+    codes = (maps - low[..., None]) / divisor[..., None]
     return low, step, codes.round().clip(0, 255).astype(np.uint8)
 
 
@@ -133,7 +140,7 @@ def pack(
                 stream += data
             places[number][part] = known[data]
         if stream:
-            streams[part] = base64.b64encode(zlib.compress(stream, 6)).decode()
+            streams[part] = _text_of(zlib.compress(stream, 6))
     return streams, places
 
 
@@ -159,7 +166,8 @@ def changes_of(layer: LayerMaps, heads: Sequence[int], prefix: int) -> np.ndarra
         both.append(torch.cat([maps, every], dim=1))
     changes = total_variation(*both)
     missing = prefix - layer.num_prefix_tokens
-    return nn.functional.pad(changes, (missing, 0)).cpu().numpy().astype(np.float32)
+    padded = nn.functional.pad(changes, (missing, 0))
+    return padded.cpu().numpy().astype(np.float32)
 
 
 # ---- the page's contents --------------------------------------------------------------------------------------------
@@ -226,10 +234,14 @@ class Explorer:
         prefix = len(prefix_names(model.model))
         maps = {layer.number: self._arrays(layer, prefix) for layer in seen.maps.values()}
         streams, places = pack(maps, prefix)
-        predictions = _objects if isinstance(model, DetectorModel) else _likeliest
+        if isinstance(model, DetectorModel):
+            predictions = _objects(seen.output, model, image)
+        else:
+            predictions = _likeliest(seen.output, model.classes)
+        photo = (seen.pixels() * 255).round().astype(np.uint8)
         return {
-            "photo": data_url((seen.pixels() * 255).round().astype(np.uint8)),
-            "predictions": predictions(seen.output, model.classes),
+            "photo": data_url(photo),
+            "predictions": predictions,
             "featSizes": {layer.number: layer.feat_size for layer in seen.maps.values()},
             "prefixes": {layer.number: layer.num_prefix_tokens for layer in seen.maps.values()},
             "largest": self._largest(model, seen.maps.values(), maps, prefix),
@@ -288,25 +300,30 @@ def _likeliest(output: Any, names: Sequence[str] | None) -> list[dict]:
     if not isinstance(logits, Tensor) or logits.ndim != 2:
         return []
     top = logits[0].float().softmax(-1).topk(min(3, logits.shape[1]))
-    return [
-        {"name": names[index] if names else f"class {index}", "probability": round(probability, 6)}
-        for index, probability in zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    ]
+    likeliest = []
+    for index, probability in zip(top.indices.tolist(), top.values.tolist(), strict=True):
+        name = names[index] if names else f"class {index}"
+        likeliest.append({"name": name, "probability": round(probability, 6)})
+    return likeliest
 
 
-def _objects(output: Sequence[dict[str, Tensor]], classes: Sequence[str]) -> list[dict]:
-    """Return the surest objects of a detector: name, probability, and box, x1 y1 x2 y2 in pixels of the input."""
+def _objects(
+    output: Sequence[dict[str, Tensor]], model: DetectorModel, image: Image.Image
+) -> list[dict]:
+    """Return the surest objects of a detector: name, probability, and box, x1 y1 x2 y2 in pixels of the input, inside
+    the part of it that the image fills."""
     [found] = output
-    rows = zip(*(found[key].tolist() for key in ("boxes", "scores", "labels")), strict=True)
-    return [
-        {
-            "name": classes[label],
-            "probability": round(score, 6),
-            "box": [round(side, 2) for side in box],
-        }
-        for box, score, label in rows
-        if score >= LEAST_SCORE
-    ][:MOST_OBJECTS]
+    scale = max(model.img_size) / max(image.size)
+    corner = torch.tensor([image.width * scale, image.height * scale] * 2)
+    found = {**found, "boxes": found["boxes"].cpu().minimum(corner)}
+    columns = [found[key].tolist() for key in ("boxes", "scores", "labels")]
+    objects = []
+    for box, score, label in zip(*columns, strict=True):
+        if score >= LEAST_SCORE:
+            sides = [round(side, 2) for side in box]
+            name = model.classes[label]
+            objects.append({"name": name, "probability": round(score, 6), "box": sides})
+    return objects[:MOST_OBJECTS]
 
 
 # ---- the page -------------------------------------------------------------------------------------------------------
@@ -320,9 +337,8 @@ def json_script(value: Any, attributes: str) -> str:
 
 def table_of(name: str) -> str:
     """Return 256 colours of a matplotlib colour map, RGB, in base64."""
-    return base64.b64encode(
-        matplotlib.colormaps[name](range(256), bytes=True)[:, :3].tobytes()
-    ).decode()
+    colours = matplotlib.colormaps[name](range(256), bytes=True)
+    return _text_of(colours[:, :3].tobytes())
 
 
 def build_page(explorer: Explorer, entries: Sequence[dict], epochs: bool = False) -> str:

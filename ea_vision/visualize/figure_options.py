@@ -28,6 +28,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -226,13 +227,14 @@ def parse_heads(text: str, layers: Sequence[AttentionLayer]) -> list[Head]:
         UsageError: a head that a layer does not have.
     """
     num_heads = min(layer.num_heads for layer in layers)
-    known = {
-        "all": list(range(num_heads)),
-        MEAN: [MEAN],
-        **{str(head): [head] for head in range(num_heads)},
-    }
+    known: dict[str, list[Head]] = {str(head): [head] for head in range(num_heads)}
+    known["all"] = list(range(num_heads))
+    known[MEAN] = [MEAN]
+    heads: list[Head] = []
     try:
-        return [head for item in text.split(",") for head in known[item]]
+        for item in text.split(","):
+            heads += known[item]
+        return heads
     except KeyError as error:
         raise UsageError(
             f"heads must be 0 to {num_heads - 1}, all or {MEAN}, got {error}"
@@ -351,13 +353,15 @@ class Asked:
         self.models = as_models(models, processor=processor, mean=mean, std=std)
         self.layers = [chosen_layers(layers, model, some) for model in self.models]
         text = _text(heads, MEAN if len(self.models) > 1 else f"all,{MEAN}")
-        every = [layer for chosen in self.layers for layer in chosen]
-        self.heads = parse_heads(text, every)
+        self.heads = parse_heads(text, list(chain.from_iterable(self.layers)))
 
     @property
     def numbers(self) -> list[list[int]]:
         """The numbers of each model's layers."""
-        return [[layer.number for layer in chosen] for chosen in self.layers]
+        numbers = []
+        for chosen in self.layers:
+            numbers.append([layer.number for layer in chosen])
+        return numbers
 
     def record(self, image: AnyImage, parts: Sequence[str] = ("attn",)) -> list[Recording]:
         """Run each model on an image; see `ea_vision.visualize.image_maps.record`. Layers that are not named, and lack

@@ -52,7 +52,9 @@ class Recording:
 
     def pixels(self) -> np.ndarray:
         """Return the photo, or where there is none (the network sees no less) the image: (height, width, 3) in 0..1."""
-        return self.image.permute(1, 2, 0).cpu().numpy() if self.photo is None else self.photo / 255
+        if self.photo is not None:
+            return self.photo / 255
+        return self.image.permute(1, 2, 0).cpu().numpy()
 
     def cell(self, layer: int, query: Query) -> Query:
         """Return `cell_of` a query in a layer's map."""
@@ -64,12 +66,14 @@ class Recording:
         maps = self.maps[layer]
         attention = part.startswith("attn")
         if query == ALL:
-            rows = of_head(maps.spatial(part)[0], head).float().cpu().numpy()  # (H, W, H', W')
+            every = of_head(maps.spatial(part)[0], head)  # (H, W, H', W')
+            rows = every.float().cpu().numpy()
             if attention:
                 rows = rows * maps.num_keys()[:, :, None, None]
             return rows.mean((0, 1))
         cell = self.cell(layer, query)
-        values = of_head(maps.of_cell(cell, part)[1][0], head).float().cpu().numpy()
+        _, to_pixels = maps.of_cell(cell, part)
+        values = of_head(to_pixels[0], head).float().cpu().numpy()
         if attention:
             keys = maps.num_keys()
             values = values * (keys.max() if isinstance(query, str) else keys[cell])
@@ -160,7 +164,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def as_batch(model: LoadedModel, images: Sequence[AnyImage]) -> Tensor:
     """Return (B, 3, H, W) as the network takes it, on its device."""
     batch = torch.stack([as_input(model, image) for image in images])
-    return model.normalize(batch.to(next(model.model.parameters()).device))
+    return model.normalize(batch.to(model.device))
 
 
 def record(
@@ -184,7 +188,7 @@ def record(
     batch = as_batch(model, [prepared])
     watch = nullcontext(AttentionMaps())
     if layers:
-        known = {part for layer in layers for part in layer.parts}
+        known = set().union(*(layer.parts for layer in layers))
         present = [part for part in parts if part in known] or parts
         numbers = [layer.number for layer in layers]
         watch = ea_vision.record_attention(model.model, numbers, parts=present)

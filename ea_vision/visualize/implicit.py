@@ -6,6 +6,7 @@ The Jacobian of the outputs says what a network attends to; where it has attenti
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,50 +75,43 @@ def plot_jacobian(
     layers: Layers = None,
     *,
     width: float | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    processor: Any = None,
     **style,
 ) -> Figure:
     """Draw the Jacobian of a class, and of attention layers what every pixel gets, mean of heads and queries.
 
     Args:
-        model, image, layers, width, **style: see `ea_vision.visualize.figure_options`; a model may also have no
-            attention.
+        model, image, layers, width, mean, std, processor, **style: see `ea_vision.visualize.figure_options`; a model
+            may also have no attention.
         target: class; the model's own first choice unless given.
 
     Raises:
         UsageError: a class or a layer that the model does not have.
     """
-    loaded, look = as_model(model), MapStyle(**style)
+    loaded = as_model(model, mean=mean, std=std, processor=processor)
+    look = MapStyle(**style)
     check_classifies(loaded)
-    recording = record(
-        loaded,
-        image,
-        spread(recordable_layers(loaded.model))
-        if layers is None
-        else chosen_layers(layers, loaded),
-    )
+    if layers is None:
+        chosen_ones = spread(recordable_layers(loaded.model))
+    else:
+        chosen_ones = chosen_layers(layers, loaded)
+    recording = record(loaded, image, chosen_ones)
     with evaluating(loaded.model):
         jacobian, chosen = input_jacobian(loaded.model, as_batch(loaded, [recording.image]), target)
     name = loaded.classes[chosen] if loaded.classes else f"class {chosen}"
-    subject = map_of(
-        jacobian.float().cpu().numpy(), recording, look, f"|d {name} / d input|", part="jacobian"
-    )
-    photo = replace(photo_of(recording), title="photo")
-    blocks = [
-        Block(
-            [Row([photo, subject])],
-            enlarged=1.5,
-            bars=scaled([[subject]], replace(look, scale="all"), "|d logit / d pixel|"),
-        )
-    ]
-    note = (
-        f"class {chosen}"
-        + f" ({name})" * bool(loaded.classes)
-        + ": how much each pixel moves its logit"
-    )
-    if recording.maps:
-        tiles = []
-        for layer in recording.maps:
+    values = jacobian.float().cpu().numpy()
+    subject = map_of(values, recording, look, f"|d {name} / d input|", part="jacobian")
+    bars = scaled([[subject]], replace(look, scale="all"), "|d logit / d pixel|")
+    blocks = [Block([Row([photo_of(recording, title="photo"), subject])], bars=bars, enlarged=1.5)]
+    whose = f"class {chosen} ({name})" if loaded.classes else f"class {chosen}"
+    note = f"{whose}: how much each pixel moves its logit"
+    tiles = []
+    for layer, maps in recording.maps.items():
+        if maps.pixels_ask or layers is not None:
             tiles.append(tile_of(View(recording, layer, title=f"layer {layer}"), look))
+    if tiles:
         blocks.append(Block([Row(tiles)], "attention that every pixel gets", scaled([tiles], look)))
         note += "; attention: mean of heads and queries"
     return sheet(title_of(loaded), blocks, width=width, note=note)
@@ -126,7 +120,7 @@ def plot_jacobian(
 def plot_sampling(
     model: Model, images: Sequence[AnyImage], *, width: float | None = None
 ) -> Figure:
-    """Draw a column an image: above the input with the quadrilateral that the model's first spatial transformer
+    """Draw one column per image: above the input with the quadrilateral that the model's first spatial transformer
     samples, its left upper corner marked; below what it hands on.
 
     Args:
@@ -142,16 +136,18 @@ def plot_sampling(
             f"plot_sampling needs a model with a SpatialTransformer and at least one image, got "
             f"{loaded.label} with {len(transformers)} and {len(images)} images"
         )
-    above, below = [], []
+    transformer = transformers[0]
+    above = []
+    below = []
     for number, image in enumerate(images, start=1):
         x = as_input(loaded, image)
+        size = tuple(x.shape[1:])
         with evaluating(loaded.model), torch.inference_mode():
-            theta = transformers[0].theta(as_batch(loaded, [x]))
-            seen = sample_affine(
-                x[None].to(theta.device), theta, transformers[0].out_size or tuple(x.shape[1:])
-            )[0]
-        corners = quadrilateral(theta.float(), tuple(x.shape[1:]))[0].cpu().numpy()
-        above.append(_tile(x, f"input {number}", corners))
+            theta = transformer.theta(as_batch(loaded, [x]))
+            image_there = x[None].to(theta.device)
+            [seen] = sample_affine(image_there, theta, transformer.out_size or size)
+        [corners] = quadrilateral(theta.float(), size)
+        above.append(_tile(x, f"input {number}", corners.cpu().numpy()))
         below.append(_tile(seen.clamp(0, 1), f"sampled {number}"))
     return sheet(
         title_of(loaded),
@@ -168,21 +164,12 @@ def _tile(image: Tensor, title: str, corners: np.ndarray | None = None) -> Tile:
     def paint(axes: Axes, _) -> None:
         axes.imshow(image.permute(1, 2, 0).cpu().numpy(), extent=(0, W, H, 0))
         if corners is not None:
-            axes.plot(
-                *corners[[0, 1, 2, 3, 0]].T, color=QUERY_COLORS[0], linewidth=1.2, clip_on=False
-            )
-            axes.plot(
-                *corners[0],
-                "o",
-                color=QUERY_COLORS[0],
-                markersize=4,
-                markeredgecolor="white",
-                clip_on=False,
-            )
-            (left, top), (right, bottom) = (
-                np.minimum(corners.min(0), 0),
-                np.maximum(corners.max(0), (W, H)),
-            )
+            around = corners[[0, 1, 2, 3, 0]]
+            look = {"color": QUERY_COLORS[0], "clip_on": False}
+            axes.plot(around[:, 0], around[:, 1], linewidth=1.2, **look)
+            axes.plot(*corners[0], "o", markersize=4, markeredgecolor="white", **look)
+            left, top = np.minimum(corners.min(0), 0)
+            right, bottom = np.maximum(corners.max(0), (W, H))
             axes.set(xlim=(left, right), ylim=(bottom, top))
 
     return Tile(paint, title, aspect=H / W)

@@ -14,6 +14,7 @@ Lines, fonts and colours that are not data follow matplotlib's rcParams.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import matplotlib
 import numpy as np
@@ -145,7 +146,8 @@ def short_names(names: Sequence[str]) -> tuple[Sequence[str], str]:
 
 def layers_name(numbers: Sequence[int]) -> str:
     """Name layers: `layers 1 to 3` without a gap, `layers 1, 3` otherwise, `layer 4` alone."""
-    if len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
+    without_gap = range(numbers[0], numbers[-1] + 1)
+    if len(numbers) > 2 and list(numbers) == list(without_gap):
         return f"layers {numbers[0]} to {numbers[-1]}"
     plural = "s" if len(numbers) > 1 else ""
     return f"layer{plural} " + ", ".join(map(str, numbers))
@@ -169,6 +171,10 @@ def _sum(*terms: tuple[float, str]) -> str:
     return " + ".join(written) or "0"
 
 
+def _mean_of(gate: float | Tensor) -> float:
+    return float(torch.as_tensor(gate).detach().float().mean())
+
+
 def equation(model: nn.Module, layers: Sequence[AttentionLayer | LayerMaps]) -> str:
     """Say how the parts of the first layer that convolves maps of a layer before make each other, with its gates (of
     learnable ones their mean); "" where none does."""
@@ -177,9 +183,7 @@ def equation(model: nn.Module, layers: Sequence[AttentionLayer | LayerMaps]) -> 
         return ""
     shares = before_shares(model, first.name)
     gates = model.get_submodule(first.name).evolution.gates()
-    mean = {
-        name: float(torch.as_tensor(gate).detach().float().mean()) for name, gate in gates.items()
-    }
+    mean = {name: _mean_of(gate) for name, gate in gates.items()}
     mixed = _sum(
         (shares.get("prev_logits", 0.0), "previous"), (shares.get("self_logits", 0.0), "own")
     )
@@ -362,7 +366,7 @@ def _write_maximum(axes: Axes, values: np.ndarray) -> None:
 def scaled(groups: Sequence[Sequence[Tile]], style: MapStyle, label: str = "") -> list[Bar]:
     """Give the tiles of each group, whose maps are compared, their scale; return the colour bar of each group. All show
     attention, or all the same other part."""
-    every = [tile for group in groups for tile in group]
+    every = list(chain.from_iterable(groups))
     if style.scale == "tile":
         sharing = [[tile] for tile in every]
     elif style.scale == "layer":
@@ -435,7 +439,8 @@ class Group:
     rows: Sequence[Row]
 
     def maps(self) -> list[Tile]:
-        return [tile for row in self.rows for tile in row.tiles if tile.values is not None]
+        tiles = chain.from_iterable(row.tiles for row in self.rows)
+        return [tile for tile in tiles if tile.values is not None]
 
 
 def map_sheet(
@@ -483,7 +488,8 @@ def map_sheet(
 
 def _light_note(groups: Sequence[Group]) -> str:
     """Say what the light is, and how many cells it has."""
-    shapes = {tile.values.shape for group in groups for tile in group.maps()}
+    tiles = chain.from_iterable(group.maps() for group in groups)
+    shapes = {tile.values.shape for tile in tiles}
     sizes = " and ".join(f"{height} x {width}" for height, width in sorted(shapes, reverse=True))
     return f"dark at half of uniform attention, full at twice, interpolated from {sizes} cells"
 
@@ -495,12 +501,16 @@ def _fits_grid(groups: Sequence[Group]) -> bool:
     return max(map(len, lines)) <= 24
 
 
+def _titles(tiles: Sequence[Tile]) -> list[str]:
+    return [tile.title for tile in tiles]
+
+
 def _grid(groups: Sequence[Group], narrow: bool) -> Block:
     """Return a grid with one row per group; transposed where that fits better. Equal titles are drawn once."""
     names = [group.name for group in groups]
     lines = [group.rows[0].tiles for group in groups]
-    titles = [tile.title for tile in lines[0]]
-    if all([tile.title for tile in line] == titles for line in lines):
+    titles = _titles(lines[0])
+    if all(_titles(line) == titles for line in lines):
         if len(titles) != len(lines) and (len(titles) > len(lines)) == narrow:
             lines = list(zip(*lines, strict=True))
             names, titles = titles, names

@@ -2,6 +2,7 @@
 the own logits alone (PA paper, figure 8; EA paper, figure 11). The suffix .gif makes a film of the attention."""
 
 from collections.abc import Iterator, Sequence
+from itertools import chain as chained
 
 import torch
 from matplotlib.figure import Figure
@@ -153,7 +154,7 @@ def columns_of(model: nn.Module, maps: Sequence[LayerMaps]) -> dict[str, str]:
         names["logits"] = f"{ARROW}\nlogits"
     names["attn"] = f"{ARROW}\nattn."
     names[OWN_ALONE] = "own\nalone"
-    recorded = {part for layer in maps for part in layer.recorded()}
+    recorded = set().union(*(layer.recorded() for layer in maps))
     return {part: name for part, name in names.items() if part in recorded}
 
 
@@ -267,8 +268,10 @@ def add_bars(blocks: Sequence[Block], style: MapStyle, attention: bool) -> None:
     compared = []
     owners = []
     for block in blocks:
-        tiles = [tile for row in block.rows for tile in row.tiles if tile.paint]
-        chosen = [tile for tile in tiles if tile.part.startswith("attn") == attention]
+        chosen = []
+        for tile in chained.from_iterable(row.tiles for row in block.rows):
+            if tile.paint and tile.part.startswith("attn") == attention:
+                chosen.append(tile)
         if chosen:
             compared.append(chosen)
             owners.append(block)
@@ -281,9 +284,9 @@ def _changes(recording: Recording, maps: Sequence[LayerMaps], head: Head, point:
     said = []
     for layer in maps:
         if OWN_ALONE in layer.recorded():
-            rows = []
-            for part in ("attn", OWN_ALONE):
-                rows.append(_attention_row(recording, layer, head, point, part))
+            rows = [
+                _attention_row(recording, layer, head, point, part) for part in ("attn", OWN_ALONE)
+            ]
             said.append(f"{float(total_variation(*rows)):.2f} in layer {layer.number}")
     return ", ".join(said)
 
@@ -322,7 +325,8 @@ def plot_frames(
         for layer in recording.maps:
             rows = head_rows(recording, layer, asked.heads, points, asked.style)
             frames.append((recording, Group(map_name(recording.maps[layer]), rows)))
-    bars = scaled([[tile for _, group in frames for tile in group.maps()]], asked.style)
+    maps = chained.from_iterable(group.maps() for _, group in frames)
+    bars = scaled([list(maps)], asked.style)
     for recording, group in frames:
         yield map_sheet(
             title_of(recording.model),
