@@ -8,7 +8,12 @@ from PIL import Image
 
 def picture(seed: int, size: tuple[int, int] = (120, 90)) -> Image.Image:
     """Return a smooth image of (width, height) with blobs of colour."""
-    small = np.random.default_rng(seed).integers(0, 256, (5, 6, 3), dtype=np.uint8)
+    small = np.random.default_rng(seed).integers(
+        0,
+        256,
+        (5, 6, 3),
+        dtype=np.uint8,
+    )
     return Image.fromarray(small).resize(size, Image.Resampling.BICUBIC)
 
 
@@ -23,7 +28,14 @@ def make_photos(
             size = (side + 3 * (index % 4), side) if index % 2 else (side, side + 5)
             path = root / split / f"class_{label}" / f"{index:03d}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
-            noise = Image.fromarray(rng.integers(0, 120, (6, 6, 3), dtype=np.uint8))
+            noise = Image.fromarray(
+                rng.integers(
+                    0,
+                    120,
+                    (6, 6, 3),
+                    dtype=np.uint8,
+                )
+            )
             pixels = np.asarray(noise.resize(size, Image.Resampling.BICUBIC)).copy()
             pixels[..., label % 3] += 100
             Image.fromarray(pixels).save(path, quality=95)

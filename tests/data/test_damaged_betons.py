@@ -26,7 +26,11 @@ STORED = Evaluated(32, 36, "bilinear")
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory) -> Path:
-    return make_photos(tmp_path_factory.mktemp("photos"), train=12, val=6)
+    return make_photos(
+        tmp_path_factory.mktemp("photos"),
+        train=12,
+        val=6,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +58,11 @@ def flip(path: Path, bit: int) -> None:
 
 
 def test_the_same_images_make_the_same_file(photos, written, tmp_path):
-    write_beton(ImageFiles(photos / "train"), tmp_path / "again.beton", workers=3)
+    write_beton(
+        ImageFiles(photos / "train"),
+        tmp_path / "again.beton",
+        workers=3,
+    )
     assert (tmp_path / "again.beton").read_bytes() == written.read_bytes()
 
 
@@ -115,7 +123,11 @@ def test_files_of_before_have_no_fingerprint_and_are_read(beton):
 
 
 def test_another_files_classes_are_refused(beton, photos, tmp_path):
-    write_beton(ImageFiles(photos / "train"), tmp_path / "other.beton", jpeg_share=0)
+    write_beton(
+        ImageFiles(photos / "train"),
+        tmp_path / "other.beton",
+        jpeg_share=0,
+    )
     shutil.copy(sidecar(tmp_path / "other.beton"), sidecar(beton))
     with pytest.raises(UsageError, match="do not belong together, or one of them is damaged"):
         Beton(beton)
@@ -126,7 +138,12 @@ def test_an_impossible_row_of_a_foreign_file_is_a_bad_image(photos, tmp_path, fi
     """A file of FFCV's own writer has no FILE.json, and so no fingerprint."""
     out = tmp_path / "raw.beton"
     for split, evaluated in (("train", None), ("val", STORED)):
-        write_beton(ImageFiles(photos / split), out, jpeg_share=0, evaluated=evaluated)
+        write_beton(
+            ImageFiles(photos / split),
+            out,
+            jpeg_share=0,
+            evaluated=evaluated,
+        )
         sidecar(out).unlink()
         header, descriptors, metadata, _ = read_tables(out).stored
         metadata = metadata.copy()

@@ -54,7 +54,11 @@ def test_without_ffcv_the_error_says_how_to_install_it(tmp_path, monkeypatch, ca
 # ---- written and read ------------------------------------------------------------------------------------------------
 
 
-def write(data: Path, out: Path, more: str = "") -> int:
+def write(
+    data: Path,
+    out: Path,
+    more: str = "",
+) -> int:
     return main(words("write-ffcv", f"--data-dir {data} --out {out} --workers 2 {more}"))
 
 
@@ -86,7 +90,11 @@ def test_whole_images_are_shown_as_they_are(photos, betons, kind):
     beton = Beton(betons[kind], num_classes=3)
     assert set(beton.table[:, 4].tolist()) == {"raw": {0}, "jpeg": {1}, "half": {0, 1}}[kind]
     assert beton.classes == files.classes and np.array_equal(beton.labels, files.targets)
-    images, targets, ids = shown(beton, scale=(1, 1), hflip=0)
+    images, targets, ids = shown(
+        beton,
+        scale=(1, 1),
+        hflip=0,
+    )
     assert targets.tolist() == files.targets[ids].tolist()
     for image, index in zip(images, ids.tolist(), strict=True):
         whole = np.asarray(files.read(index)[0].resize((32, 32), Image.Resampling.BOX))
@@ -124,7 +132,12 @@ def test_training_crops_are_of_all_sizes_flipped_half_of_the_time_and_kept(tmp_p
 def test_validation_images_are_the_folders_bit_for_bit(tmp_path, interpolation):
     """Photos of odd sizes, smaller and larger than what they are scaled to, upright and wide, grey and lossless."""
     pytest.importorskip("ffcv")
-    root = make_photos(tmp_path, train=0, val=4, side=64)
+    root = make_photos(
+        tmp_path,
+        train=0,
+        val=4,
+        side=64,
+    )
     for number, size in enumerate([(37, 53), (33, 33), (61, 301), (97, 45), (36, 36), (20, 15)]):
         image = Image.effect_mandelbrot(size, (-2, -1, 1, 1), 90)
         (image if number == 4 else image.convert("RGB")).save(
@@ -150,11 +163,22 @@ def test_validation_images_are_the_folders_bit_for_bit(tmp_path, interpolation):
 
 def test_quasi_random_order_reads_few_pages_at_a_time():
     pages = np.repeat(np.arange(100, 140), 25)
-    order = quasi_random_order(pages, seed=0, epoch=0).numpy()
+    order = quasi_random_order(
+        pages,
+        seed=0,
+        epoch=0,
+    ).numpy()
     assert sorted(order) == list(range(1000))
     groups = [pages[order[start : start + 400]] for start in (0, 400, 800)]
     assert [len(set(group)) for group in groups] == [16, 16, 8]
-    assert not np.array_equal(order, quasi_random_order(pages, seed=0, epoch=1).numpy())
+    assert not np.array_equal(
+        order,
+        quasi_random_order(
+            pages,
+            seed=0,
+            epoch=1,
+        ).numpy(),
+    )
 
 
 def test_a_file_larger_than_the_memory_is_read_as_any_other(betons, tmp_path):

@@ -61,7 +61,12 @@ def sources(photos):
 
 
 def small_images(count: int, side: int = 8) -> Images:
-    pixels = torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8)
+    pixels = torch.randint(
+        0,
+        256,
+        (count, 3, side, side),
+        dtype=torch.uint8,
+    )
     return Images(pixels, torch.arange(count) % 10, list(map(str, range(count))))
 
 
@@ -80,9 +85,19 @@ def loader(source, kind: str, batch_size: int, bad: BadImages | None = None, **m
         return TrainLoader(source, **{"augmentation": Augmentation(cutout=3), **more})
     more = {"img_size": 16, "workers": 0, "bad_images": bad or BadImages(0), **more}
     if kind == "ffcv":
-        return BetonTrainLoader(source, os_cache=True, scale=(0.3, 1), hflip=0.5, **more)
+        return BetonTrainLoader(
+            source,
+            os_cache=True,
+            scale=(0.3, 1),
+            hflip=0.5,
+            **more,
+        )
     if kind == "eval":
-        return ImageEvalLoader(source, transform=partial(eval_transform, resize=20), **more)
+        return ImageEvalLoader(
+            source,
+            transform=partial(eval_transform, resize=20),
+            **more,
+        )
     return ImageTrainLoader(
         source,
         transform=partial(
@@ -99,7 +114,13 @@ def loader(source, kind: str, batch_size: int, bad: BadImages | None = None, **m
 def test_repeated_augmentation_is_timms(images, batch_size, processes, times):
     order = torch.randperm(images, generator=epoch_generator(5, 2))
     for rank in range(processes):
-        share = loader(small_images(images), "device", batch_size, rank=rank, world_size=processes)
+        share = loader(
+            small_images(images),
+            "device",
+            batch_size,
+            rank=rank,
+            world_size=processes,
+        )
         used = len(share) * batch_size * processes
         assert torch.equal(share.repeated(order, 1)[0], order[:used])
         repeated, copies = share.repeated(order, times)
@@ -116,10 +137,25 @@ def test_repeated_augmentation_is_timms(images, batch_size, processes, times):
 
 def on_two(source, kind: str, epoch: int, first: int, **more):
     """Return an epoch's batches from one on as one process sees them, and as two do together."""
-    whole = list(loader(source, kind, 8, **more).batches(epoch))
+    whole = list(
+        loader(
+            source,
+            kind,
+            8,
+            **more,
+        ).batches(epoch)
+    )
     of_rank = []
     for rank in (0, 1):
-        part = loader(source, kind, 4, workers=2, rank=rank, world_size=2, **more)
+        part = loader(
+            source,
+            kind,
+            4,
+            workers=2,
+            rank=rank,
+            world_size=2,
+            **more,
+        )
         of_rank.append(part.batches(epoch, first))
     together = []
     for pair in zip(*of_rank, strict=True):
@@ -146,7 +182,17 @@ def test_images_depend_on_seed_and_epoch_only(sources, kind):
     assert all(torch.equal(batch.targets, targets[batch.ids]) for batch in whole)
     ids = torch.cat([batch.ids for batch in whole])
     assert sorted(ids.tolist()) == list(range(40))
-    for other in (next(used.batches(4)), next(loader(source, kind, 8, seed=2).batches(3))):
+    for other in (
+        next(used.batches(4)),
+        next(
+            loader(
+                source,
+                kind,
+                8,
+                seed=2,
+            ).batches(3)
+        ),
+    ):
         assert not torch.equal(other.ids, whole[0].ids)
 
 
@@ -156,13 +202,26 @@ def distinct(images: torch.Tensor) -> set[bytes]:
 
 @pytest.mark.parametrize("kind", DECODED)
 def test_each_image_is_shown_so_many_times_each_time_otherwise(sources, kind):
-    batches = list(loader(sources[kind], kind, 10, repeats=4).batches(3))
+    batches = list(
+        loader(
+            sources[kind],
+            kind,
+            10,
+            repeats=4,
+        ).batches(3)
+    )
     ids = torch.cat([batch.ids for batch in batches])
     images = torch.cat([batch.images for batch in batches])
     assert ids.bincount()[ids.unique()].tolist() == [4] * 10
     for index in ids.unique():
         assert len(distinct(images[ids == index])) == 4
-    whole, halves = on_two(sources[kind], kind, 1, first=2, repeats=3)
+    whole, halves = on_two(
+        sources[kind],
+        kind,
+        1,
+        first=2,
+        repeats=3,
+    )
     # copies are of both processes
     for batch, (shown, _, numbers) in zip(whole[2:], halves, strict=True):
         assert sorted(batch.ids.tolist()) == sorted(numbers.tolist())
@@ -171,7 +230,12 @@ def test_each_image_is_shown_so_many_times_each_time_otherwise(sources, kind):
 
 @pytest.mark.parametrize("kind", DECODED)
 def test_images_have_the_size_of_their_epoch(sources, kind):
-    grows = loader(sources[kind], kind, 8, size_of=GrowingSize(8, 16, 1, 2))
+    grows = loader(
+        sources[kind],
+        kind,
+        8,
+        size_of=GrowingSize(8, 16, 1, 2),
+    )
     for epoch, side in enumerate((8, 8, 16, 16)):
         batches = list(grows.batches(epoch, first=epoch))
         assert len(batches) == 5 - epoch
@@ -215,7 +279,11 @@ def test_evaluation_shows_every_image_once(sources, kind, images, world_size, ba
     for rank in range(world_size):
         there = {"rank": rank, "world_size": world_size}
         if kind == "device":
-            there.update(mean=MEAN, std=STD, device=torch.device("cpu"))
+            there.update(
+                mean=MEAN,
+                std=STD,
+                device=torch.device("cpu"),
+            )
             share = EvalLoader(small_images(images), batch_size=batch_size, **there)
         else:
             share = loader(sources["eval"], "eval", batch_size, **there)
@@ -247,7 +315,15 @@ def test_unreadable_images_are_named_and_replaced(tmp_path):
     bad = BadImages(3)
     files = ImageFiles(train)
     for workers in (0, 1):
-        batches = list(loader(files, "files", 8, bad=bad, workers=workers).batches(0))
+        batches = list(
+            loader(
+                files,
+                "files",
+                8,
+                bad=bad,
+                workers=workers,
+            ).batches(0)
+        )
         for batch in batches:
             assert len(batch.ids) == 8 and torch.equal(
                 batch.targets, torch.from_numpy(files.targets)[batch.ids]
@@ -256,7 +332,12 @@ def test_unreadable_images_are_named_and_replaced(tmp_path):
         assert len(ids) == 40 and 0 not in ids and 1 not in ids
     assert set(bad.new) == {files.describe(0), files.describe(1)}
     assert "UnidentifiedImageError" in str(bad.new) and "No such file" in str(bad.new)
-    evaluated = loader(ImageFiles(val), "eval", 5, bad=bad).batches()
+    evaluated = loader(
+        ImageFiles(val),
+        "eval",
+        5,
+        bad=bad,
+    ).batches()
     assert sum(len(batch.ids) for batch in evaluated) == 12
     too_large = bad.new[f"{val}/class_1/large.png"]
     assert too_large == "must have at most 100 megapixels, got 11000x10000"
@@ -272,7 +353,11 @@ def test_what_workers_get_can_be_pickled(sources, photos, tmp_path, kind):
     """So they may start by spawn; a .beton file goes by its name."""
     if kind == "stored":
         stored = Evaluated(16, 20, "bilinear")
-        write_ffcv.write_beton(sources["eval"], tmp_path / "val.beton", evaluated=stored)
+        write_ffcv.write_beton(
+            sources["eval"],
+            tmp_path / "val.beton",
+            evaluated=stored,
+        )
         source = Beton(tmp_path / "val.beton", evaluated=stored)
         decoder = Decoder(TransformedImages(source, as_stored(16)), (16, 16, 3))
     else:
@@ -302,7 +387,12 @@ def test_alternating_flips_follow_each_image_through_the_epochs():
     augmentation = Augmentation(flip="alternate", crop_padding=0)
     split.images[:] = torch.tensor([0, 255])
 
-    def flipped(epoch, rank=0, world_size=1, first=0):
+    def flipped(
+        epoch,
+        rank=0,
+        world_size=1,
+        first=0,
+    ):
         batches = loader(
             split,
             "device",

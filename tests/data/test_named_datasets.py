@@ -45,7 +45,11 @@ def hub(tmp_path):
     return write
 
 
-def check(images, count: int, classes: list[str]) -> None:
+def check(
+    images,
+    count: int,
+    classes: list[str],
+) -> None:
     assert len(images) == count and images.classes == classes
     for index in range(count):
         image, target = images.read(index)
@@ -62,7 +66,16 @@ def test_the_image_and_the_class_label_are_found(hub, columns):
     evaluated = open_dataset(name, hub.cache, "validation")
     check(evaluated, 3, ["cat", "dog", "ship"])
     assert evaluated.name.endswith(" test"), "there is no validation"
-    check(open_dataset(name, hub.cache, "validation", "train"), 6, ["cat", "dog", "ship"])
+    check(
+        open_dataset(
+            name,
+            hub.cache,
+            "validation",
+            "train",
+        ),
+        6,
+        ["cat", "dog", "ship"],
+    )
 
 
 def test_numbers_and_texts_are_classes_where_they_are_named(hub):
@@ -72,9 +85,27 @@ def test_numbers_and_texts_are_classes_where_they_are_named(hub):
         open_dataset(name, hub.cache, "train")
     with pytest.raises(UsageError, match="does not name its classes: --num-classes is required"):
         open_dataset(name, hub.cache, "train", target_key="cls")
-    check(open_dataset(name, hub.cache, "train", "", 3, target_key="cls"), 6, ["0", "1", "2"])
+    check(
+        open_dataset(
+            name,
+            hub.cache,
+            "train",
+            "",
+            3,
+            target_key="cls",
+        ),
+        6,
+        ["0", "1", "2"],
+    )
     with pytest.raises(UsageError, match=r"must lie in 0\.\.1, got 0\.\.2"):
-        open_dataset(name, hub.cache, "train", "", 2, target_key="cls")
+        open_dataset(
+            name,
+            hub.cache,
+            "train",
+            "",
+            2,
+            target_key="cls",
+        )
 
 
 def test_texts_are_classes(hub):
@@ -108,7 +139,17 @@ def test_two_columns_of_images_are_asked_about(hub):
     name = hub(mask=hub.datasets.Image())
     with pytest.raises(UsageError, match="--input-key is required: .* 2 columns of Image among"):
         open_dataset(name, hub.cache, "train")
-    assert len(open_dataset(name, hub.cache, "train", input_key="image")) == 6
+    assert (
+        len(
+            open_dataset(
+                name,
+                hub.cache,
+                "train",
+                input_key="image",
+            )
+        )
+        == 6
+    )
 
 
 def test_a_missing_data_set_is_one_line(hub, tmp_path):
@@ -119,7 +160,15 @@ def test_a_missing_data_set_is_one_line(hub, tmp_path):
 
 def test_splits_of_one_length_have_fingerprints_of_their_own(hub):
     name = hub()
-    train, other = (open_dataset(name, hub.cache, "train", split) for split in ("train", "test"))
+    train, other = (
+        open_dataset(
+            name,
+            hub.cache,
+            "train",
+            split,
+        )
+        for split in ("train", "test")
+    )
     assert train.fingerprint() == open_dataset(name, hub.cache, "train").fingerprint()
     train.items.table = train.items.table.select(range(3, 6))
     assert len(train) == len(other) and train.fingerprint() != other.fingerprint()

@@ -36,7 +36,11 @@ def samples(numbers: range, label="{}\n".format) -> dict[str, bytes]:
     return files
 
 
-@pytest.mark.parametrize("label", ["{}\n".format, "class {}".format], ids=["numbers", "names"])
+@pytest.mark.parametrize(
+    "label",
+    ["{}\n".format, "class {}".format],
+    ids=["numbers", "names"],
+)
 def test_labels_beside_the_images_count(tmp_path, label):
     folder = tmp_path / "train"
     shard(folder / "000.tar", samples(range(9), label))

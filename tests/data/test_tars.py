@@ -26,7 +26,14 @@ def png(image: Image.Image = GREY) -> bytes:
 @pytest.fixture
 def photos(tmp_path) -> Path:
     """Six images in 3 classes."""
-    return make_photos(tmp_path / "photos", train=6, val=0) / "train"
+    return (
+        make_photos(
+            tmp_path / "photos",
+            train=6,
+            val=0,
+        )
+        / "train"
+    )
 
 
 def pack(folder: Path, tar: Path, *more: str) -> Path:
@@ -74,7 +81,11 @@ def a_hard_link_to_a_link(root: Path) -> None:
     symbolic_links(root)
     [first, *_] = root.glob("class_9/*")
     (root / "class_8").mkdir()
-    os.link(first, root / "class_8" / first.name, follow_symlinks=False)
+    os.link(
+        first,
+        root / "class_8" / first.name,
+        follow_symlinks=False,
+    )
 
 
 def a_folder_in_itself(root: Path) -> None:
