@@ -44,10 +44,11 @@ Choices:
   operator runs in Triton's interpreter too.
 """
 
+import functools
 import importlib.util
 import os
-from collections import namedtuple
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,36 +84,82 @@ def _version() -> tuple[int, ...]:
     return tuple(int(number) for number in triton.__version__.split(".")[:2])
 
 
-# What a kernel is compiled for, see `triton_kernels`. SPLIT: on 10.x products of 64 rows and more go to tensor memory,
-# where Triton before its pull request 10988 sums chained products wrongly (triton-lang/triton issue 10821); they are
-# done by 32. SMALL: of `triton_tiles`. DTYPE, GATED and GIVEN, the names of the arguments that are not None, tell apart
-# what triton.autotune times.
-Shape = namedtuple(
-    "Shape",
-    "H W N K KS KP DP EP RP SP TP LINE PREFIX RELATIVE SPLIT SMALL DTYPE GATED GIVEN",
-    defaults=((),),
-)
-# A tensor (B, K, N, D) with its strides, all but the last by UNITs of numbers: how wide the compiler may load
-Rows = namedtuple("Rows", "data image head pixel width UNIT D DP LINE")
-# The convolution's weight with its strides
-Weight = namedtuple("Weight", "data makes takes y x")
-# The seed, how many values of 24 random bits drop, and the gain of what is kept
-Dropout = namedtuple("Dropout", "seed threshold gain")
+class Shape(NamedTuple):
+    """What a kernel is compiled for; `triton_kernels` explains the letters. A P: rounded up to a power of two."""
+
+    H: int  # rows and columns of the map, and their product
+    W: int
+    N: int
+    K: int  # heads
+    KS: int  # side of the map convolution
+    KP: int
+    DP: int  # width of a head of queries and keys
+    EP: int  # width of a head of values
+    RP: int  # numbers of a tap row
+    SP: int  # positions: rows and columns
+    TP: int  # entries of both position tables
+    LINE: int  # rows that a warp loads together
+    PREFIX: int  # tokens before those of the map
+    RELATIVE: bool  # position tables
+    # On 10.x products of 64 rows and more go to tensor memory, where Triton before its pull request 10988 sums chained
+    # products wrongly (triton-lang/triton issue 10821); they are done by 32.
+    SPLIT: bool
+    SMALL: bool  # of SMALL_MEMORY
+    # These tell apart what triton.autotune times: type, gates by heads, and names of arguments that are not None.
+    DTYPE: str
+    GATED: bool
+    GIVEN: tuple[str, ...] = ()
+
+
+class Rows(NamedTuple):
+    """A tensor (B, K, N, D) with its strides, all but the last by UNITs of numbers: how wide the compiler may load."""
+
+    data: Tensor
+    image: int
+    head: int
+    pixel: int
+    width: int
+    UNIT: Any
+    D: Any
+    DP: Any
+    LINE: Any
+
+
+class Weight(NamedTuple):
+    """The convolution's weight with its strides."""
+
+    data: Tensor
+    makes: int
+    takes: int
+    y: int
+    x: int
+
+
+class Dropout(NamedTuple):
+    """The seed, how many values of 24 random bits drop, and the gain of what is kept."""
+
+    seed: Tensor
+    threshold: int
+    gain: float
 
 
 def _shares(
     has_prev: bool, has_weight: bool, alpha: float, beta: float, predict: bool, gates: Tensor | None
 ):
-    """Return the (conv, kept, own) shares of the logits, and of EA's m, or None where there is none. A share is a
-    number, or of gates (K) numbers by heads, or None: the term is dropped."""
+    """Return the (conv, kept, own) shares of the logits, and those of EA's m, or None without an m.
+
+    A share is a number, or with gates (K) numbers by heads, or None: the term is dropped.
+    """
     if not has_prev:
         return (None, None, 1.0), None
     if gates is None:
-        alphas, betas, one_less_alpha, one_less_beta = (
-            x or None for x in (alpha, beta, 1.0 - alpha, 1.0 - beta)
-        )
+        alphas = alpha or None
+        betas = beta or None
+        one_less_alpha = 1.0 - alpha or None
+        one_less_beta = 1.0 - beta or None
     else:
-        alphas, betas, one_less_alpha, one_less_beta = torch.cat([gates, 1.0 - gates]).float()
+        by_head = torch.cat([gates, 1.0 - gates]).float()
+        alphas, betas, one_less_alpha, one_less_beta = by_head
     if predict and has_weight:
         return (alphas, None, one_less_alpha), None
     if predict or not has_weight or betas is None:
@@ -141,7 +188,8 @@ def _outputs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return room for out, logits (empty unless `save`), the rows' log-sum-exp, base 2, and where the ReLU passed its
     gradient, (B, N, N), a bit a head (empty unless `save`, and where the logits, which backward reads, tell)."""
-    (B, K, N, _), (conv, kept, own) = q.shape, shares
+    B, K, N, _ = q.shape
+    conv, kept, own = shares
     alone = isinstance(conv, float) and conv > 0 and kept is None and own is None and prefix == 0
     signs = (B, N, N) if save and conv is not None and not alone else (0,)
     return (
@@ -165,14 +213,21 @@ def _power(n: int, least: int = 16) -> int:
     return max(least, 1 << (n - 1).bit_length())
 
 
-def _rows(x: Tensor) -> Rows:
+@functools.lru_cache(maxsize=1024)
+def _row_layout(D: int, strides: tuple[int, ...]) -> tuple:
+    """Return what `Rows` has beside the tensor."""
     from triton.language import constexpr
 
-    image, head, pixel, width = x.stride()
-    unit = 1 if width != 1 or (image | head | pixel) % 4 else 4
-    D = x.shape[-1]
-    constants = (constexpr(n) for n in (unit, D, _power(D), max(1, 32 * unit // _power(D))))
-    return Rows(x, image // unit, head // unit, pixel // unit, width, *constants)
+    image, head, pixel, width = strides
+    is_aligned = width == 1 and (image | head | pixel) % 4 == 0
+    unit = 4 if is_aligned else 1
+    line = max(1, 32 * unit // _power(D))
+    constants = [constexpr(number) for number in (unit, D, _power(D), line)]
+    return (image // unit, head // unit, pixel // unit, width, *constants)
+
+
+def _rows(x: Tensor) -> Rows:
+    return Rows(x, *_row_layout(x.shape[-1], x.stride()))
 
 
 def _dense(x: Tensor | None) -> Tensor | None:
@@ -182,6 +237,52 @@ def _dense(x: Tensor | None) -> Tensor | None:
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
+
+
+@functools.lru_cache(maxsize=1024)
+def _shape(
+    K: int,
+    D: int,
+    E: int,
+    H: int,
+    W: int,
+    kernel_size: int,
+    prefix: int,
+    relative: bool,
+    gated: bool,
+    dtype: torch.dtype,
+    chip: tuple[int, int] | None,
+) -> Shape:
+    """Return what the kernels of a layer are compiled for; chip: the GPU's compute capability."""
+    tap_row = _power(kernel_size * K)
+    aligned_heads = min(K & -K, 16 // dtype.itemsize)
+    return Shape(
+        H=H,
+        W=W,
+        N=H * W,
+        K=K,
+        KS=kernel_size,
+        KP=_power(K, 1),
+        DP=_power(D),
+        EP=_power(E),
+        RP=tap_row,
+        SP=_power(H + W if relative else 1),
+        TP=_power(2 * H + 2 * W - 2 if relative else 1),
+        LINE=max(1, 32 * aligned_heads // tap_row),
+        PREFIX=prefix,
+        RELATIVE=relative,
+        SPLIT=chip is not None and chip[0] == 10,
+        SMALL=chip in SMALL_MEMORY,
+        DTYPE=str(dtype),
+        GATED=gated,
+    )
+
+
+def _dropout(seed: Tensor | None, probability: float) -> Dropout | None:
+    if seed is None:
+        return None
+    gain = 1.0 / (1.0 - probability) if probability < 1.0 else 0.0
+    return Dropout(seed, round(probability * (1 << 24)), gain)
 
 
 def _prepared(
@@ -195,59 +296,39 @@ def _prepared(
     W: int,
     prefix: int,
 ):
-    """Return the shares of the logits and of EA's m, see `_shares`, and by name what kernels take of the inputs."""
+    """Return the shares of the logits and of EA's m, see `_shares`, and the inputs by their names in the kernels."""
     q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, seed = inputs
     shares, mixing = _shares(
         prev_logits is not None, weight is not None, alpha, beta, predict, gates
     )
-    K, relative = q.shape[1], height_rel is not None
-    kernel_size = 1 if weight is None else weight.shape[-1]
-    chip = _capability(q.device) if q.is_cuda else None
-    RP = _power(kernel_size * K)
-    line = 32 * min(K & -K, 16 // q.element_size()) // RP
-    S = Shape(
+    S = _shape(
+        q.shape[1],
+        q.shape[-1],
+        v.shape[-1],
         H,
         W,
-        H * W,
-        K,
-        kernel_size,
-        KP=_power(K, 1),
-        DP=_power(q.shape[-1]),
-        EP=_power(v.shape[-1]),
-        RP=RP,
-        LINE=max(1, line),
-        SP=_power(H + W if relative else 1),
-        TP=_power(2 * H + 2 * W - 2 if relative else 1),
-        PREFIX=0 if weight is None else prefix,
-        RELATIVE=relative,
-        SPLIT=chip is not None and chip[0] == 10,
-        SMALL=chip in SMALL_MEMORY,
-        DTYPE=str(q.dtype),
-        GATED=gates is not None,
+        kernel_size=1 if weight is None else weight.shape[-1],
+        prefix=0 if weight is None else prefix,
+        relative=height_rel is not None,
+        gated=gates is not None,
+        dtype=q.dtype,
+        chip=_capability(q.device) if q.is_cuda else None,
     )
     weight = _dense(weight)
-    dropout = None
-    if seed is not None:
-        dropout = Dropout(
-            seed, round(dropout_p * (1 << 24)), 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0
-        )
-    return (
-        shares,
-        mixing,
-        {
-            "q": _rows(q),
-            "k": _rows(k),
-            "v": _rows(v),
-            "height_rel": _contiguous(height_rel),
-            "width_rel": _contiguous(width_rel),
-            "maps": _heads_last(prev_logits),
-            "bias": _contiguous(bias),
-            "weight": None if weight is None else Weight(weight, *weight.stride()),
-            "scale": scale,
-            "S": S,
-            "dropout": dropout,
-        },
-    )
+    named = {
+        "q": _rows(q),
+        "k": _rows(k),
+        "v": _rows(v),
+        "height_rel": _contiguous(height_rel),
+        "width_rel": _contiguous(width_rel),
+        "maps": _heads_last(prev_logits),
+        "bias": _contiguous(bias),
+        "weight": None if weight is None else Weight(weight, *weight.stride()),
+        "scale": scale,
+        "S": S,
+        "dropout": _dropout(seed, dropout_p),
+    }
+    return shares, mixing, named
 
 
 def _programs(q: Tensor, pixels: int) -> int:
@@ -306,7 +387,9 @@ def _run_forward(
     shares, mixing, common = _prepared(
         inputs, alpha, beta, predict, scale, dropout_p, height, width, prefix
     )
-    maps, dropout, S = common["maps"], common["dropout"], common["S"]
+    maps = common["maps"]
+    dropout = common["dropout"]
+    S = common["S"]
 
     def evolve(maps, conv, kept, own, dropout=None, logits=None, signs=None, out=None, lse=None):
         tile = default_tile("evolve", S, conv is not None, out is not None)
@@ -334,9 +417,8 @@ def _run_forward(
             evolve(maps, *mixing, logits=mixed)
             maps = mixed
         out, logits, lse, signs = _outputs(q, v, shares, prefix, save)
-        if (
-            S.KP > 8 and shares[0] is not None
-        ):  # convolution and softmax of so many heads do not fit into one kernel
+        # convolution and softmax of so many heads do not fit into one kernel
+        if S.KP > 8 and shares[0] is not None:
             evolved = logits if save else _new_maps(q)
             evolve(maps, *shares, logits=evolved, signs=_given(signs))
             S = S._replace(GATED=False)
@@ -390,15 +472,16 @@ def _run_backward(
     width: int,
     prefix: int,
 ) -> list[Tensor]:
-    """Return gradients of q, k, v, both tables, one after the other, prev_logits, weight, bias and gates, which with
-    the seed are `inputs`; empty for what there is not."""
+    """Return gradients of the `inputs` but the seed; both tables' are one tensor, those of missing inputs are empty."""
     from ea_vision.ops import triton_kernels
 
     q, _, v, height_rel, width_rel, _, weight, bias, gates, _ = inputs
     (conv, kept, own), mixing, common = _prepared(
         inputs, alpha, beta, predict, scale, dropout_p, height, width, prefix
     )
-    K, S, weight = q.shape[1], common["S"], _dense(weight)
+    K = q.shape[1]
+    S = common["S"]
+    weight = _dense(weight)
     with torch.cuda.device_of(q):
         delta = torch.empty_like(lse)
         common |= {"d_out": _rows(d_out), "delta": delta}
@@ -425,18 +508,20 @@ def _run_backward(
         )
 
         # Convolution, mixing, and the query's side: d_prev, d_q, and by program d_tables, d_weight, d_alpha, d_beta
-        prev_share, own_share = (
-            0.0 if share is None else share for share in (mixing or (1.0, own))[-2:]
-        )
+        _, prev_share, own_share = mixing or (None, 1.0, own)
+        prev_share = 0.0 if prev_share is None else prev_share
+        own_share = 0.0 if own_share is None else own_share
         by_number = isinstance(own_share, float)
         # d_k comes from the stored d_prev = alpha * a; with alpha 0 that would be lost, so a is stored, d_prev cleared
         store_share = prev_share if by_number and prev_share else 1.0
         d_prev = None if common["maps"] is None else _new_maps(q)
-        n_tables, n_weight = _count(height_rel, width_rel), _count(weight)
+        n_tables = _count(height_rel, width_rel)
+        n_weight = _count(weight)
         n_gates = 0 if gates is None else K
         tile = default_tile("queries_backward", S, conv is not None)
         by_query = q.new_empty(_programs(q, tile.queries), n_tables + n_gates, dtype=torch.float32)
-        d_q, d_k = _new_rows(q, q.shape[-1]), _new_rows(q, q.shape[-1])
+        d_q = _new_rows(q, q.shape[-1])
+        d_k = _new_rows(q, q.shape[-1])
         common["d_logits"] = g
         _launch(
             triton_kernels.queries_backward,
@@ -484,27 +569,43 @@ def _run_backward(
             },
         )
 
-    d_table, d_weight, d_bias = by_query.sum(0), by_tap.sum(0), d_bias.sum(0)
-    d_alpha, d_beta = d_table[n_tables:], d_weight[n_weight:]
-    d_table, d_weight, d_gates = d_table[:n_tables], d_weight[:n_weight], q.new_empty(0)
+    d_table = by_query.sum(0)
+    d_weight = by_tap.sum(0)
+    d_bias = d_bias.sum(0)
+    d_alpha = d_table[n_tables:]
+    d_beta = d_weight[n_weight:]
+    d_table = d_table[:n_tables]
+    d_weight = d_weight[:n_weight]
     if weight is not None:
         d_weight = d_weight.as_strided(weight.shape, weight.stride())
+    d_gates = q.new_empty(0)
     if gates is not None:
         if conv is not None:
-            used, used_bias = (x.to(q.dtype).float() for x in (weight, bias))
-            d_convolved = (used * d_weight).sum((1, 2, 3)) + used_bias * d_bias
+            convolved = _through_convolution(weight, bias, d_weight, d_bias, q.dtype)
             d_weight *= conv.view(K, 1, 1, 1)
             d_bias = conv * d_bias
             if mixing:
-                d_beta = d_beta + d_convolved
+                d_beta = d_beta + convolved
             else:  # PA: beta is not in it
-                d_alpha, d_beta = d_alpha + d_convolved, torch.zeros_like(d_alpha)
+                d_alpha = d_alpha + convolved
+                d_beta = torch.zeros_like(d_alpha)
         d_gates = torch.stack([d_alpha, d_beta]).to(gates.dtype)
     if d_prev is None:
         d_prev = q.new_empty(0)
     else:
-        d_prev = (d_prev.zero_() if by_number and prev_share == 0.0 else d_prev).permute(0, 3, 1, 2)
+        if by_number and prev_share == 0.0:
+            d_prev.zero_()
+        d_prev = d_prev.permute(0, 3, 1, 2)
     return [d_q, d_k, d_v, d_table, d_prev, d_weight, d_bias, d_gates]
+
+
+def _through_convolution(
+    weight: Tensor, bias: Tensor, d_weight: Tensor, d_bias: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return (K), the sum of g * relu(conv) by heads: the parameters, rounded as they were used, times gradients."""
+    used_weight = weight.to(dtype).float()
+    used_bias = bias.to(dtype).float()
+    return (used_weight * d_weight).sum((1, 2, 3)) + used_bias * d_bias
 
 
 _backward = torch.library.custom_op(
@@ -529,16 +630,15 @@ def _(d_out, d_logits, inputs, *_):
 
 
 def _keep(ctx, inputs, output) -> None:
-    ctx.set_materialize_grads(
-        False
-    )  # the last logits of a chain have no gradient: no N x N zeros for them
+    ctx.set_materialize_grads(False)  # the last logits have no gradient: no N x N zeros for them
     ctx.mark_non_differentiable(*output[2:])
     ctx.save_for_backward(*inputs[:10], *output)
     ctx.options = inputs[10:-1]
 
 
 def _differentiate(ctx, d_out, d_logits, d_lse, d_signs):
-    inputs, (out, *saved) = ctx.saved_tensors[:10], ctx.saved_tensors[10:]
+    inputs = ctx.saved_tensors[:10]
+    out, *saved = ctx.saved_tensors[10:]
     height_rel, width_rel = inputs[3:5]
     if d_out is None:
         d_out = torch.zeros_like(out)
@@ -547,22 +647,14 @@ def _differentiate(ctx, d_out, d_logits, d_lse, d_signs):
     )
     d_height = d_width = None
     if height_rel is not None:
-        d_height, d_width = (
-            x.view(table.shape)
-            for x, table in zip(
-                d_table.split([height_rel.numel(), width_rel.numel()]),
-                (height_rel, width_rel),
-                strict=True,
-            )
-        )
+        d_height, d_width = d_table.split([height_rel.numel(), width_rel.numel()])
+        d_height = d_height.view(height_rel.shape)
+        d_width = d_width.view(width_rel.shape)
     gradients = *d_rows, d_height, d_width, d_prev, d_weight, d_bias, d_gates
-    return (
-        *(
-            None if x is None else gradient.to(x.dtype)
-            for x, gradient in zip(inputs[:9], gradients, strict=True)
-        ),
-        *(None,) * 10,
-    )
+    made = []
+    for x, gradient in zip(inputs[:9], gradients, strict=True):
+        made.append(None if x is None else gradient.to(x.dtype))
+    return (*made, *(None,) * 10)
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep)
@@ -586,7 +678,9 @@ class Triton(Implementation):
     name = "triton"
 
     def own_reason_against(self, problem: Problem) -> str | None:
-        q, v, weight = problem.q, problem.v, problem.weight
+        q = problem.q
+        v = problem.v
+        weight = problem.weight
         if not INSTALLED:
             return "triton is not installed"
         if not INTERPRETING:
@@ -598,9 +692,8 @@ class Triton(Implementation):
                 return f"Triton {LEAST_VERSION} or later is required, got {_version()}"
         if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"float32, bfloat16 or float16 is required, got {q.dtype}"
-        most_heads = (
-            8 if q.dtype == torch.float32 and not INTERPRETING else MAX_HEADS
-        )  # by the shared memory there is
+        # by the shared memory there is
+        most_heads = 8 if q.dtype == torch.float32 and not INTERPRETING else MAX_HEADS
         if q.shape[1] > most_heads:
             return (
                 f"at most {most_heads} heads are supported in {str(q.dtype)[6:]}, got {q.shape[1]}"
@@ -622,7 +715,8 @@ class Triton(Implementation):
 
     def forward(self, problem: Problem) -> tuple[Tensor, Tensor | None]:
         """As `Implementation.forward`: out lies as (B, N, K, E), logits as (B, N, N, K) in q's dtype."""
-        p, prev, gates = problem, None, None
+        p = problem
+        prev = gates = None
         if p.prev_logits is not None:
             prev, gates = p.prev_logits.to(p.q.dtype), p.gates()
         alpha, beta = (p.alpha, p.beta) if gates is None else (1.0, 1.0)
