@@ -36,12 +36,12 @@ from ea_vision.base import devices
 from ea_vision.base.devices import choose_device
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.files import atomic_write, check_output, csv_text
-from ea_vision.base.networks import create_classifier, lay_out
+from ea_vision.base.networks import DATA_KEYWORDS, create_classifier, lay_out
 from ea_vision.base.provenance import hardware
 from ea_vision.engine.evaluate import autocast
 from ea_vision.engine.optimizer import check_optimizer_name
 from ea_vision.ops import IMPLEMENTATIONS, use_implementation
-from ea_vision.recorder.loading import add_options, positive
+from ea_vision.recorder.loading import add_options, find_origin, positive
 from ea_vision.sizes import names_of, table
 
 EXAMPLES = """\
@@ -188,7 +188,10 @@ def live_network(name: str, images: Tensor) -> nn.Module:
     is_channels_last = images.is_contiguous(memory_format=torch.channels_last)
     layout = torch.channels_last if is_channels_last else torch.contiguous_format
     try:
-        model = create_classifier(name, {}, num_classes=1000, img_size=images.shape[-1])[0]
+        origin = find_origin(name)
+        kwargs = {key: value for key, value in origin.kwargs.items() if key not in DATA_KEYWORDS}
+        side = images.shape[-1]
+        model, _ = create_classifier(origin.name, kwargs, num_classes=1000, img_size=side)
         model = lay_out(model.to(images.device), layout).train()
         for norm in model.modules():
             if isinstance(norm, nn.modules.batchnorm._BatchNorm) and norm.affine:
