@@ -1,7 +1,9 @@
 """Image sources, and the loaders that make batches of them.
 
 `small_images` decodes a whole data set once (digits, CIFAR, folders, tars); `on_device` draws augmented batches from
-it, with `augment`. `imagenet` decodes image files as they are needed, `ffcv` the .beton files that `write_ffcv` writes.
+it, with `augment`. `imagenet` decodes images as they are needed: those of `image_files` (folders, `tars`, WebDataset's
+`shards`), of `named_datasets` (Hugging Face's, torchvision's) and of `beton`, the files that `write_ffcv` writes and
+whose training images `ffcv` decodes.
 They share `batches` (orders, and the shares of processes), `splits` (where the training and evaluation images of a data
-folder lie), `image_files` (which files are images, of which class, and what decodes them) and `bad_images`.
+folder lie), `image_names` (which names are images' and which are hidden) and `bad_images`.
 """

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing, redirect_stdout
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import nn
@@ -192,4 +193,4 @@ def evaluate(
 
 def _joined(lists: list[list]) -> list:
     """Return the items of all processes' lists."""
-    return [item for items in lists for item in items]
+    return list(chain.from_iterable(lists))
