@@ -37,7 +37,8 @@ def choose_device(name: str, local_rank: int = 0, processes: int = 1) -> torch.d
         device = torch.device(name)
     except RuntimeError as error:
         raise UsageError(
-            f"--device must be auto, cpu, cuda, cuda:1, mps, xpu or another device of torch's, got {name!r}"
+            "--device must be auto, cpu, cuda, cuda:1, mps, xpu or another device of torch's, "
+            f"got {name!r}"
         ) from error
     if device.type == "cpu":
         return torch.device("cpu")
@@ -49,7 +50,8 @@ def choose_device(name: str, local_rank: int = 0, processes: int = 1) -> torch.d
         )
     if device.index is not None and processes > 1:
         raise UsageError(
-            f"--device {name} is one device, and there are {processes} processes: --device {device.type} gives "
+            f"--device {name} is one device, and there are {processes} processes: --device "
+            f"{device.type} gives "
             "each its own"
         )
     index = local_rank if device.index is None else device.index

@@ -70,7 +70,8 @@ def check_output(path: Path) -> Path:
     try:
         if path.exists() and not path.is_file():
             raise UsageError(
-                f"the output must be a file, and {path} is a {'folder' if path.is_dir() else 'device'}"
+                f"the output must be a file, and {path} is a "
+                f"{'folder' if path.is_dir() else 'device'}"
             )
     except OSError as error:  # a name that is too long
         raise UsageError(f"cannot write {path}: {error.strerror}") from error

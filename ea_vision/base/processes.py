@@ -49,7 +49,8 @@ def worker_lost(error: Exception) -> WorkerLost | None:
     if isinstance(error, RuntimeError) and not WORKER_ENDED.search(text):
         return None
     return WorkerLost(
-        f"a process that decodes images has ended ({type(error).__name__}: {text}): the system kills processes "
+        f"a process that decodes images has ended ({type(error).__name__}: {text}): the system "
+        "kills processes "
         "when main memory runs out, and fewer --workers need less"
     )
 
@@ -164,7 +165,8 @@ def _place_in_world() -> tuple[int, int, int]:
     missing = [name for name in needed if not os.environ.get(name)]
     if missing:
         raise UsageError(
-            f"WORLD_SIZE {size} needs {', '.join(missing)} too: start the processes by torchrun, which sets them"
+            f"WORLD_SIZE {size} needs {', '.join(missing)} too: start the processes by torchrun, "
+            "which sets them"
         )
     return size, rank, local_rank
 
@@ -211,7 +213,8 @@ def join_world(device_name: str, timeout_minutes: float = 10.0) -> Iterator[Worl
         if isinstance(error, RunError) or not WAITED_IN_VAIN.search(str(error)):
             raise
         raise RunError(
-            f"waited in vain for the other processes: one has ended, or not answered for {timeout_minutes:g}"
+            "waited in vain for the other processes: one has ended, or not answered for "
+            f"{timeout_minutes:g}"
             " min"
         ) from error
     finally:

@@ -9,6 +9,7 @@ config          options: defaults < recipe file < command line
 preflight       what can be checked before the first step: memory, pace
 train           the training loop
 optimizer       the optimiser by name, and the learning rate of each update
+muon            timm's Muon with one batch of matrices per shape
 signals         SIGTERM and Ctrl-C as a wish to stop
 evaluate        top-1, top-5, confusion; every image exactly once
 checkpoint      files with all that resuming needs, verified when they are read

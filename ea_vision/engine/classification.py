@@ -116,7 +116,8 @@ class ClassificationConfig(TrainConfig):
             )
         if self.cuda_graphs and self.grad_accum_steps > 1:
             raise UsageError(
-                f"compile_mode {self.compile_mode} needs grad_accum_steps 1, for the next replay of a "
+                f"compile_mode {self.compile_mode} needs grad_accum_steps 1, for the next replay "
+                "of a "
                 f"CUDA graph takes the gradients of the one before, got {self.grad_accum_steps}"
             )
 

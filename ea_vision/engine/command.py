@@ -222,7 +222,8 @@ def resolve_target(schema: type, target: str, given: dict) -> tuple[Any, Path | 
         for key in ("model", "model_kwargs"):
             if key in given and given[key] != saved.get(key):
                 raise UsageError(
-                    f"--evaluate {target} is a run with {key} {saved.get(key)!r}, got {given[key]!r}"
+                    f"--evaluate {target} is a run with {key} {saved.get(key)!r}, got "
+                    f"{given[key]!r}"
                 )
         return resolve(schema, {"recipe": str(path), **given}), path.parent
     made = read_made_with(Path(target))
@@ -328,7 +329,8 @@ def is_complete(folder: Path, data: DataModule) -> bool:
         (folder / name).exists() for name in (run_folder.CONFIG, checkpoint.LAST)
     ):
         raise UsageError(
-            f"{folder} holds a run: continue it with --resume auto, choose another --output, or delete it"
+            f"{folder} holds a run: continue it with --resume auto, choose another --output, or "
+            "delete it"
         )
     results = run_folder.read_results(folder) if config.resume == "auto" else None
     if results is None or config.test and "held_out_last" in results:  # all but the test is done
@@ -342,7 +344,8 @@ def is_complete(folder: Path, data: DataModule) -> bool:
 def _require_same(changed: dict[str, str], source: Path) -> None:
     if changed:
         raise UsageError(
-            f"{source} holds a run with other options ({'; '.join(changed.values())}): choose another "
+            f"{source} holds a run with other options ({'; '.join(changed.values())}): choose "
+            "another "
             "--output, or continue it with the new options by --resume PATH"
         )
 
@@ -427,7 +430,8 @@ def resume(trainer: Trainer, path: Path, state: dict) -> None:
     evaluated = not progress.rows or not math.isnan(progress.rows[-1][trainer.measures[0]])
     if progress.epoch >= trainer.total_epochs and not evaluated:
         raise UsageError(
-            f"{path} stands after epoch {progress.epoch}, which --eval-epochs left out, so --epochs "
+            f"{path} stands after epoch {progress.epoch}, which --eval-epochs left out, so "
+            "--epochs "
             f"must be more than {progress.epoch}, got {config.epochs}"
         )
     if epochs != config.epochs:
@@ -482,7 +486,8 @@ def finish(trainer: Trainer, about: dict) -> None:
     evaluated = len(first) - sum(map(math.isnan, first))
     if data.eval_split == "test" and evaluated > 1:
         log.info(
-            "the best epoch was chosen by the images that it is evaluated on: quote the last weights%s",
+            "the best epoch was chosen by the images that it is evaluated on: quote the last "
+            "weights%s",
             ", or hold images out (--holdout)" if hasattr(config, "holdout") else "",
         )
     seconds = sum(row["seconds"] for row in progress.rows)

@@ -354,7 +354,8 @@ class TrainConfig:
             nearest = f"{below} or {below + group}" if below else str(group)
             in_pairs = " in pairs, which mixup and cutmix need" if self.mixes else ""
             raise UsageError(
-                f"total_batch {total} cannot be shared by {processes} processes{in_pairs}: {nearest} can"
+                f"total_batch {total} cannot be shared by {processes} processes{in_pairs}: "
+                f"{nearest} can"
             )
         images = total // processes  # of each process
         count = 1
@@ -367,7 +368,8 @@ class TrainConfig:
             of_full = processes * self.batch_size
             full = total - total % of_full
             log.warning(
-                "total_batch %d on %d processes is made of batches of %d, far below batch_size %d: %d or %d "
+                "total_batch %d on %d processes is made of batches of %d, far below batch_size "
+                "%d: %d or %d "
                 "is made of full ones",
                 total,
                 processes,

@@ -110,7 +110,8 @@ class DataModule:
         if images < needed:
             fitting = 2 ** int(math.log2(max(images // processes, 1)))
             raise UsageError(
-                f"an update needs {needed} training images (batch_size x grad_accum_steps x processes), "
+                f"an update needs {needed} training images (batch_size x grad_accum_steps x "
+                "processes), "
                 f"and the data set has fewer, {images}: --batch-size {fitting}"
             )
 

@@ -27,7 +27,8 @@ def describe_update(config: TrainConfig, processes: int, has_norms: bool = False
     accum = config.grad_accum_steps
     batches = f" x {accum} batches" if accum > 1 else ""
     text = (
-        f"{images} images = {config.batch_size} x {processes} processes{batches}, peak learning rate "
+        f"{images} images = {config.batch_size} x {processes} processes{batches}, peak learning "
+        "rate "
         f"{config.peak_lr(images):g}"
     )
     recipe = load_recipe(config.recipe)
@@ -63,14 +64,17 @@ def trial_step(trainer: Trainer) -> float:
         size = devices.total_memory(device)
         of_size = "" if size is None else f" ({memory_size(size)})"
         raise UsageError(
-            f"a batch of {count} images of {side} pixels does not fit into the memory of {device}{of_size}: lower "
-            "--batch-size (with --total-batch more batches are added up), or set --grad-checkpointing or --amp"
+            f"a batch of {count} images of {side} pixels does not fit into the memory of "
+            f"{device}{of_size}: lower "
+            "--batch-size (with --total-batch more batches are added up), or set "
+            "--grad-checkpointing or --amp"
         ) from error
     except REFUSALS as error:
         if isinstance(error, UsageError):
             raise
         raise UsageError(
-            f"model {config.model} cannot be trained on batches of {count} images of {side} pixels: {error}"
+            f"model {config.model} cannot be trained on batches of {count} images of {side} "
+            f"pixels: {error}"
         ) from error
     finally:
         checkpoint.set_random_state(random_state, device)
@@ -134,7 +138,8 @@ def preflight(trainer: Trainer) -> None:
         log.info("%-11s %s", name, text)
     if world.device.type == "cpu" and config.amp == "bfloat16" and has_fused_attention(model):
         log.warning(
-            "bfloat16 on a CPU makes torch's fused attention slower (1.5 to 2.5 times, measured): --amp none"
+            "bfloat16 on a CPU makes torch's fused attention slower (1.5 to 2.5 times, "
+            "measured): --amp none"
         )
 
 

@@ -192,7 +192,8 @@ class Trainer:
         self.total_updates = round(config.epochs * self.updates_per_epoch)
         if self.total_updates < 1:
             raise UsageError(
-                f"epochs must be enough for an update, of which an epoch has {self.updates_per_epoch}, "
+                "epochs must be enough for an update, of which an epoch has "
+                f"{self.updates_per_epoch}, "
                 f"got {config.epochs:g}"
             )
         # The last epoch may be a part of one.
@@ -585,7 +586,8 @@ class Trainer:
             "left": f"  {duration(left)} left" if left else "",
         }
         log.info(
-            "epoch %(epoch)d/%(of)d  training loss %(train_loss).4f  %(quality)s  lr %(lr).3g  %(images_per_s).0f "
+            "epoch %(epoch)d/%(of)d  training loss %(train_loss).4f  %(quality)s  lr %(lr).3g  "
+            "%(images_per_s).0f "
             "images/s  %(seconds).1f s%(left)s",
             row | more,
         )
@@ -608,9 +610,12 @@ class Trainer:
             except (torch.OutOfMemoryError, MemoryError) as error:
                 what = str(error).partition("\n")[0] or "main memory"
                 raise RunError(
-                    f"out of memory in update {self.progress.step + 1} of epoch {self.progress.epoch + 1} "
-                    f"({what}): a smaller --batch-size with --total-batch as it is adds up more batches, "
-                    f"--grad-checkpointing and --amp need less; last good checkpoint: {self.last_good}"
+                    f"out of memory in update {self.progress.step + 1} of epoch "
+                    f"{self.progress.epoch + 1} "
+                    f"({what}): a smaller --batch-size with --total-batch as it is adds up more "
+                    "batches, "
+                    "--grad-checkpointing and --amp need less; last good checkpoint: "
+                    f"{self.last_good}"
                 ) from error
             except RuntimeError as error:
                 lost = worker_lost(error)

@@ -178,7 +178,8 @@ class ImageNetConfig(ClassificationConfig):
     )
     aa: str = option(
         "",
-        "timm's policy, such as rand-m9-mstd0.5, or ta_wide, torchvision's TrivialAugment (not FFCV); "
+        "timm's policy, such as rand-m9-mstd0.5, or ta_wide, torchvision's TrivialAugment (not "
+        "FFCV); "
         "empty: none",
         AUGMENT,
         not_with="train_beton",
@@ -195,12 +196,14 @@ class ImageNetConfig(ClassificationConfig):
         super().__post_init__()
         if self.train_beton and self.val_beton and self.data_dir:
             raise UsageError(
-                f"data_dir must be empty with --train-beton and --val-beton, which are read instead, got "
+                "data_dir must be empty with --train-beton and --val-beton, which are read "
+                "instead, got "
                 f"{self.data_dir}"
             )
         if self.eval_resize < self.side_to_evaluate:
             raise UsageError(
-                f"eval_resize must be at least {'eval_img_size' if self.eval_img_size else 'img_size'} "
+                "eval_resize must be at least "
+                f"{'eval_img_size' if self.eval_img_size else 'img_size'} "
                 f"({self.side_to_evaluate}), got {self.eval_resize}"
             )
         if self.first_img_size and not 8 <= self.first_img_size <= self.img_size:
@@ -395,7 +398,8 @@ def check_sizes(model: nn.Module, sizes: set[int], config: ImageNetConfig) -> No
                 model.eval()(torch.zeros(1, 3, size, size, device=device))
     except REFUSALS as error:
         raise UsageError(
-            f"model {config.model}, made for {config.img_size} pixels, does not take {size}: {error}; "
+            f"model {config.model}, made for {config.img_size} pixels, does not take {size}: "
+            f"{error}; "
             "timm's vision transformers do with --model-kwargs dynamic_img_size=true"
         ) from error
 
