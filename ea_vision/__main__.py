@@ -40,6 +40,11 @@ COMMANDS = {  # name: (module whose main(argv) runs it, what it does); another c
         "ea_vision.visualize.strip",
         "a map from layer to layer, part by part, or as a film (.gif)",
     ),
+    "matrix": ("ea_vision.visualize.matrix", "whole maps of a layer's heads, queries by keys"),
+    "rollout": (
+        "ea_vision.visualize.rollout",
+        "where pixels of the last map come from, through all layers",
+    ),
     "statistics": ("ea_vision.visualize.statistics", "entropy, distance, ... by layer and head"),
     "explore": (
         "ea_vision.visualize.explore",

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Attention over several layers together: a figure of ea_vision.visualize.rollout."""
+"""Attention over several layers together: `ea-vision rollout` from a checkout."""
 
 import sys
 from pathlib import Path
@@ -8,8 +8,7 @@ sys.path[0] = str(
     Path(__file__).resolve().parents[1]
 )  # not this folder, whose statistics.py hides Python's
 
-from ea_vision.base.errors import exit_code  # noqa: E402
-from ea_vision.visualize.rollout import main  # noqa: E402
+from ea_vision.__main__ import run  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(exit_code(main))
+    sys.exit(run("rollout"))

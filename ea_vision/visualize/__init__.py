@@ -9,8 +9,8 @@
 plot_heatmap     what query points attend to, by head, model or image (`ea-vision heatmap`); plot_heads is the same
 plot_strip       one query through the layers of a chain, part by part, or through training (`ea-vision strip`)
 plot_frames      the pictures of a film (`ea-vision strip -o FILE.gif`)
-plot_matrix      whole maps, queries by keys (visualize/matrix.py)
-plot_rollout     attention over several layers together (visualize/rollout.py)
+plot_matrix      whole maps, queries by keys (`ea-vision matrix`)
+plot_rollout     attention over several layers together (`ea-vision rollout`)
 plot_statistics  entropy, distance, likeness and share of position alone, by layer and head (`ea-vision statistics`)
 plot_jacobian    what moves the logit of a class, beside the attention that every pixel gets
 plot_sampling    where a spatial transformer looks, and what it hands on

@@ -25,8 +25,8 @@ from ea_vision.visualize.map_style import STYLE, Group, MapStyle, head_name, map
 from ea_vision.visualize.sheet import Row, Tile
 
 EXAMPLES = """\
-  python visualize/matrix.py --model ea_conv_transformer_cifar --layers 1-3 -o matrix.png photo.jpg
-  python visualize/matrix.py --model pa_aa_resnet34 --layers 16 --part conv_logits -o matrix.pdf photo.jpg
+  ea-vision matrix --model ea_conv_transformer_cifar --layers 1-3 -o matrix.png photo.jpg
+  ea-vision matrix --model pa_aa_resnet34 --layers 16 --part conv_logits -o matrix.pdf photo.jpg
 """
 TICKS = 7  # at most, along a side
 

@@ -40,8 +40,8 @@ from ea_vision.visualize.map_style import (
 from ea_vision.visualize.sheet import Row
 
 EXAMPLES = """\
-  python visualize/rollout.py --model aa_resnet50,ea_aa_resnet50 --queries 60,60 -o rollout.png photo.jpg
-  python visualize/rollout.py --model runs/ea --layers 1-3 -o rollout.svg images/
+  ea-vision rollout --model aa_resnet50,ea_aa_resnet50 --queries 60,60 -o rollout.png photo.jpg
+  ea-vision rollout --model runs/ea --layers 1-3 -o rollout.svg images/
 """
 
 
