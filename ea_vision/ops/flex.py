@@ -7,9 +7,9 @@ A kernel of FlexAttention passes over the blocks of keys that the mask hides, an
 * neighbouring heads: FlexAttention's softmax is over one head's keys, so the neighbours' keys and values are laid one
   after another, S * N of them for S neighbours, and the mask says which of these heads there are.
 
-What it cannot do, so that the reference does: maps that evolve (an N x N tensor of their own), logits
-that are wanted, dropout on the probabilities, float64 on CUDA, a trace by torch.compile (it compiles by itself), and on
-a CPU a backward pass. There it is the test that the mask and the folding are right, as nothing here has run on a GPU.
+The reference does what it cannot: maps that evolve (an N x N tensor of their own), logits that are wanted, dropout on
+the probabilities, float64 on CUDA, a trace by torch.compile (it compiles by itself), and on a CPU a backward pass.
+Tests compare its mask and the folding with the reference on a CPU.
 
 Paper: `Flex Attention` - https://arxiv.org/abs/2412.05496
 """
@@ -25,7 +25,8 @@ from ea_vision.ops.reference import neighbours
 from ea_vision.ops.sdpa import folded, widened
 from ea_vision.ops.triton_attention import INSTALLED
 
-LEAST_WIDTH, MOST_WIDTH = 16, 256  # of a head, in torch's kernels
+LEAST_WIDTH = 16  # of a head, in torch's kernels
+MOST_WIDTH = 256
 CAPABILITY = (8, 0)
 SIZES = 64  # of maps, batches, ... for which it is compiled, at most
 
@@ -46,7 +47,9 @@ def block_mask(
 ) -> BlockMask:
     """Return which of the S * N keys a query sees, S = head_window heads one after another; see `within_windows`."""
     H, W = feat_size
-    N, (high, wide) = H * W, (H, W) if window is None else (window[0] // 2, window[1] // 2)
+    N = H * W
+    high = H if window is None else window[0] // 2
+    wide = W if window is None else window[1] // 2
     by_head = head_window > 1 and not wrap
 
     def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -71,7 +74,8 @@ class Flex(Implementation):
     maps = dropout = False
 
     def own_reason_against(self, problem: Problem) -> str | None:
-        q, k, v = problem.q, problem.k, problem.v
+        q = problem.q
+        v = problem.v
         if not problem.local:
             return "it is for windows"
         if torch.compiler.is_compiling():
@@ -80,7 +84,7 @@ class Flex(Implementation):
         if max(width, v.shape[-1]) > MOST_WIDTH:
             return f"it takes heads up to {MOST_WIDTH} wide, got {width} with positions and values of {v.shape[-1]}"
         if q.device.type == "cpu":
-            learns = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+            learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, problem.k, v))
             return "it has no backward pass on a CPU" if learns else None
         if q.device.type != "cuda":
             return f"it runs on CUDA and on a CPU, got {q.device.type}"
@@ -89,23 +93,26 @@ class Flex(Implementation):
         if not INSTALLED:
             return "Triton is not installed"
         capability = torch.cuda.get_device_capability(q.device)
-        return (
-            None
-            if capability >= CAPABILITY
-            else f"it needs compute capability {CAPABILITY}, got {capability}"
-        )
+        if capability < CAPABILITY:
+            return f"it needs compute capability {CAPABILITY}, got {capability}"
+        return None
 
     def forward(self, problem: Problem) -> tuple[Tensor, None]:
-        p, E = problem, problem.v.shape[-1]
-        q, k, v = (widened(x, max(LEAST_WIDTH, x.shape[-1])) for x in (*folded(p), p.v))
+        p = problem
+        E = p.v.shape[-1]
+        q, k = folded(p)
+        width = max(LEAST_WIDTH, q.shape[-1])
+        q = widened(q, width)
+        k = widened(k, width)
+        v = widened(p.v, max(LEAST_WIDTH, E))
         if p.head_window > 1:
-            k, v = (torch.cat(neighbours(x, p.head_window), dim=2) for x in (k, v))
+            k = torch.cat(neighbours(k, p.head_window), dim=2)
+            v = torch.cat(neighbours(v, p.head_window), dim=2)
         mask = block_mask(
             q.shape[1], p.feat_size, p.window, p.head_window, p.head_border == "wrap", q.device
         )
-        if (
-            q.device.type == "cpu"
-        ):  # not compiled: a C++ compiler may be missing, and nobody needs it here
+        # not compiled on a CPU: a C++ compiler may be missing
+        if q.device.type == "cpu":
             return flex_attention(q, k, v, block_mask=mask, scale=1.0)[..., :E], None
         with torch._dynamo.config.patch(recompile_limit=SIZES):
             return _compiled()(q, k, v, block_mask=mask, scale=1.0)[..., :E], None

@@ -1,4 +1,4 @@
-"""What the operator is to compute, as one object, and what an implementation of it is."""
+"""The operator's arguments as one object, and the base class of its implementations."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,12 +44,16 @@ class Problem:
         Raises:
             ValueError: shapes that do not fit, or options that contradict each other.
         """
-        p, (B, K, N, D), M = self, self.q.shape, self.k.shape[2]
+        p = self
+        B, K, N, D = p.q.shape
+        M = p.k.shape[2]
         if p.feat_size is None and p.height_rel is not None:
             raise ValueError(
                 f"feat_size (H, W) with H*W = {N} required for the position tables, got None"
             )
-        p.feat_size = H, W = (1, N) if p.feat_size is None else p.feat_size
+        if p.feat_size is None:
+            p.feat_size = (1, N)
+        H, W = p.feat_size
         if H * W != N or p.k.shape != (B, K, M, D) or p.v.shape[:3] != p.k.shape[:3]:
             raise ValueError(
                 f"q (B, K, N, D), k (B, K, M, D) and v (B, K, M, E) with N = {H}*{W} required, "
@@ -77,9 +81,8 @@ class Problem:
                 f"between their pixels has no meaning otherwise), got {M} keys and {N} queries"
             )
         if p.height_rel is not None:
-            high, wide = (
-                (H, W) if p.window is None else (reach(H, p.window[0]), reach(W, p.window[1]))
-            )
+            high = H if p.window is None else reach(H, p.window[0])
+            wide = W if p.window is None else reach(W, p.window[1])
             p.height_rel = fit_rel_table(p.height_rel, high)
             p.width_rel = None if p.width_rel is None else fit_rel_table(p.width_rel, wide)
             _check_shape("height_rel", p.height_rel, (2 * high - 1, D))
@@ -108,13 +111,12 @@ class Problem:
         """
         if not isinstance(self.alpha, Tensor) and not isinstance(self.beta, Tensor):
             return None
-        K, by_head = self.q.shape[1], []
+        K = self.q.shape[1]
+        by_head = []
         for gate in (self.alpha, self.beta):
-            numbers = (
-                gate
-                if isinstance(gate, Tensor)
-                else self.q.new_full((1,), gate, dtype=torch.float32)
-            )
+            numbers = gate
+            if not isinstance(gate, Tensor):
+                numbers = self.q.new_full((1,), gate, dtype=torch.float32)
             if numbers.numel() not in (1, K):
                 raise ValueError(
                     f"a gate must have 1 or num_heads={K} numbers, got shape {list(numbers.shape)}"
@@ -132,14 +134,14 @@ class Problem:
 
 @torch.compiler.assume_constant_result  # torch.compile enters the transforms as it traces
 def reason_against_kernels() -> str | None:
-    """Return why no kernel of ours may run at the moment, or None. Through a kernel, a tangent would be lost."""
+    """Return why no kernel may run at the moment, or None. A kernel would lose a tangent."""
     if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
         return "forward-mode derivatives and transforms of torch.func (jvp, vmap, grad, ...) need readable torch"
     return None
 
 
 def refuse_second_derivatives(backward: Callable) -> None:
-    """Register for a kernel's backward operator that its own derivative is an error, which says what has one."""
+    """Make the derivative of a kernel's backward operator an error that names the reference."""
 
     def refuse(ctx, *_):
         raise RuntimeError(
@@ -161,7 +163,9 @@ class Implementation:
 
     def reason_against(self, problem: Problem) -> str | None:
         """Return why it cannot solve the problem, or None if it can."""
-        p, keys, queries = problem, problem.k.shape[2], problem.q.shape[2]
+        p = problem
+        keys = p.k.shape[2]
+        queries = p.q.shape[2]
         reasons = (
             (p.local and not self.windows, "it has no windows"),
             (
@@ -179,16 +183,14 @@ class Implementation:
                 f"it needs q, k and v of one dtype, got {p.q.dtype}, {p.k.dtype} and {p.v.dtype}",
             ),
         )
-        for (
-            against,
-            reason,
-        ) in reasons:  # a loop: older torch.compile does not know next() with a default
+        # a loop: older torch.compile does not know next() with a default
+        for against, reason in reasons:
             if against:
                 return reason
         return reason_against_kernels() or self.own_reason_against(p)
 
     def own_reason_against(self, problem: Problem) -> str | None:
-        """Return what else speaks against it: device, dtype, sizes."""
+        """Return a further reason against it (device, dtype, sizes), or None."""
         return None
 
     def forward(self, problem: Problem) -> tuple[Tensor, Tensor | None]:

@@ -23,7 +23,8 @@ def fit_rel_table(table: Tensor, size: int) -> Tensor:
     Returns:
         (2S-1, D); `table` itself where S = L.
     """
-    old, new = table.shape[0], 2 * size - 1
+    old = table.shape[0]
+    new = 2 * size - 1
     if new == old:
         return table
     if new < old:
@@ -34,13 +35,15 @@ def fit_rel_table(table: Tensor, size: int) -> Tensor:
 
 
 def reach(size: int, window: int | None) -> int:
-    """Return how many pixels of an axis attention sees to one side at most, its own counted: `size`, or fewer in a
-    window (its odd side). Tables have 2 * reach - 1 rows, for the offsets that occur."""
+    """Return how many pixels of an axis attention sees to one side at most, the query's own included.
+
+    Tables have 2 * reach - 1 rows, one per offset. `window` is the window's odd side, or None.
+    """
     return size if window is None else min(size, (window + 1) // 2)
 
 
 def cover_offsets(table: Tensor, size: int) -> Tensor:
-    """Add rows of zeros for the offsets that a window's table lacks: (2L-1, D) -> (2S-1, D) for an axis of S pixels."""
+    """Add rows of zeros for offsets beyond a window: (2L-1, D) -> (2S-1, D) for an axis of S pixels."""
     missing = size - (table.shape[0] + 1) // 2
     return F.pad(table, [0, 0, missing, missing]) if missing else table
 

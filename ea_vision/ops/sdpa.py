@@ -17,22 +17,26 @@ from ea_vision.ops.reference import relative_logits
 
 
 def folded(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Return q, scaled, and k as (B, K, N, D + H + W) each, whose dot product has the position terms; as (B, K, N, D)
-    where there are none."""
-    (height_rel, width_rel), q, k = problem.tables(), problem.q * problem.scale, problem.k
+    """Return q, scaled, and k as (B, K, N, D + H + W) each, whose dot product has the position terms.
+
+    Without position terms they are (B, K, N, D).
+    """
+    height_rel, width_rel = problem.tables()
+    q = problem.q * problem.scale
+    k = problem.k
     if height_rel is None:
         return q, k
-    (B, K, N, D), (H, W) = q.shape, problem.feat_size
+    B, K, N, D = q.shape
+    H, W = problem.feat_size
     by_row, by_col = relative_logits(
         q.reshape(B, K, H, W, D), height_rel.to(q.dtype), width_rel.to(q.dtype)
     )
     pixel = torch.arange(N, device=q.device)
     rows = F.one_hot(pixel // W, H).to(k.dtype).expand(B, K, N, H)
     cols = F.one_hot(pixel % W, W).to(k.dtype).expand(B, K, N, W)
-    return (
-        torch.cat([q, by_row.reshape(B, K, N, H), by_col.reshape(B, K, N, W)], dim=-1),
-        torch.cat([k, rows, cols], dim=-1),
-    )
+    by_row = by_row.reshape(B, K, N, H)
+    by_col = by_col.reshape(B, K, N, W)
+    return torch.cat([q, by_row, by_col], dim=-1), torch.cat([k, rows, cols], dim=-1)
 
 
 def widened(x: Tensor, width: int) -> Tensor:
@@ -48,11 +52,16 @@ class Sdpa(Implementation):
     fewer_keys = True
 
     def forward(self, problem: Problem) -> tuple[Tensor, None]:
-        (q, k), v = folded(problem), problem.v
-        width = (
-            -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
-        )  # fused kernels want one width, a multiple of 8
+        q, k = folded(problem)
+        v = problem.v
+        # fused kernels want one width, a multiple of 8
+        widest = max(q.shape[-1], v.shape[-1])
+        width = (widest + 7) // 8 * 8
         out = F.scaled_dot_product_attention(
-            *(widened(x, width) for x in (q, k, v)), dropout_p=problem.dropout_p, scale=1.0
+            widened(q, width),
+            widened(k, width),
+            widened(v, width),
+            dropout_p=problem.dropout_p,
+            scale=1.0,
         )
         return out[..., : v.shape[-1]], None
