@@ -29,11 +29,13 @@ from ea_vision.ops.problem import (
     refuse_second_derivatives,
 )
 
-NONE, MIX, PREDICT = range(3)  # as in problem.h
+# kinds of problems, as in problem.h
+NONE = 0
+MIX = 1
+PREDICT = 2
 SIZES = "kind prefix H W window_height window_width".split()  # of AttentionStruct
-INPUTS = (
-    "q k v height_rel width_rel prev weight bias gates".split()
-)  # what has a gradient, in the operator's order
+# what has a gradient, in the operator's order
+INPUTS = "q k v height_rel width_rel prev weight bias gates".split()
 BY_IMAGES = ("q", "k", "v", "prev")  # the others are parameters
 
 operator = functools.partial(torch.library.custom_op, mutates_args=(), device_types="cpu")
@@ -57,8 +59,9 @@ def _run(
     **tensors: Tensor | None,
 ) -> None:
     """Run the kernel on the operator's tensors and others, which are contiguous."""
+    *others, seed = inputs[3:]
     q, k, v = (_in_order(x) for x in inputs[:3])
-    named, seed = dict(zip(INPUTS, (q, k, v, *inputs[3:-1]), strict=True)), inputs[-1]
+    named = dict(zip(INPUTS, (q, k, v, *others), strict=True))
     B, K, D, _ = q.shape
     problem = AttentionStruct(
         **dict(zip(SIZES, sizes, strict=True)),
@@ -130,17 +133,16 @@ def _(q, k, v, *rest):
 
 
 def _gradients(inputs: list[Tensor | None], gates_learn: bool, *each: int) -> dict[str, Tensor]:
-    """Return room for the gradient of each input, by its name: of q, k and v (B, K, D, N), of a parameter one or a
-    stack of so many."""
-    inputs = [
-        None if x is None else x.transpose(2, 3) if name in "qkv" else x
-        for name, x in zip(INPUTS, inputs, strict=False)
-    ]
-    return {
-        name: x.new_empty(x.shape if name in BY_IMAGES else (*each, *x.shape))
-        for name, x in zip(INPUTS, inputs, strict=True)
-        if x is not None and (gates_learn or name != "gates")
-    }
+    """Return empty gradients by the inputs' names: of q, k and v (B, K, D, N), of parameters stacks of `each`."""
+    made = {}
+    for name, x in zip(INPUTS, inputs, strict=False):
+        if x is None or (name == "gates" and not gates_learn):
+            continue
+        shape = x.shape if name in BY_IMAGES else (*each, *x.shape)
+        if name in "qkv":
+            shape = x.transpose(2, 3).shape
+        made[name] = x.new_empty(shape)
+    return made
 
 
 @operator("ea_vision::cpu_attention_backward")
@@ -177,7 +179,8 @@ def _(d_out, d_logits, inputs, *rest):
 
 
 def _save(ctx, inputs, output) -> None:
-    tensors, (*options, need_logits) = inputs[:10], inputs[10:]
+    tensors = inputs[:10]
+    *options, need_logits = inputs[10:]
     ctx.set_materialize_grads(False)  # of unused logits: a map of zeros
     ctx.save_for_backward(*tensors, output[1] if need_logits else None, output[2])
     ctx.options = options
@@ -192,11 +195,10 @@ def _differentiate(ctx, d_out, d_logits, _):
         d_out, None if logits is None else d_logits, inputs, logits, norm, *ctx.options, gates_learn
     )
     rest = iter(gradients)
-    others = (
-        None if x is None else next(rest)
-        for x in (*inputs[3:8], inputs[8] if gates_learn else None)
-    )
-    return (*(x.transpose(2, 3) for x in (d_q, d_k, d_v)), *others, *(None,) * 5)
+    gates = inputs[8] if gates_learn else None
+    others = [None if x is None else next(rest) for x in (*inputs[3:8], gates)]
+    d_rows = [x.transpose(2, 3) for x in (d_q, d_k, d_v)]
+    return (*d_rows, *others, *(None,) * 5)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
@@ -228,9 +230,13 @@ class Cpu(Implementation):
         return _reason_against(problem.q, problem.v)
 
     def forward(self, problem: Problem) -> tuple[Tensor, Tensor | None]:
-        p, K, kind, prev = problem, problem.q.shape[1], NONE, None
+        p = problem
+        K = p.q.shape[1]
+        kind = NONE
+        prev = None
         if p.prev_logits is not None:
-            kind, prev = PREDICT if p.predict else MIX, p.prev_logits.to(p.q.dtype).contiguous()
+            kind = PREDICT if p.predict else MIX
+            prev = p.prev_logits.to(p.q.dtype).contiguous()
         gates = p.gates()
         if gates is None:
             gates = torch.tensor([[p.alpha] * K, [p.beta] * K], dtype=torch.float32)
@@ -281,7 +287,8 @@ def _pool_sizes(x: Tensor) -> tuple[int, int, int, int]:
 @operator("ea_vision::cpu_pool")
 def pool(x: Tensor) -> Tensor:
     """Pool 3x3 averages with stride 2, padding 1 not counted: float32 (B, C, H, W) -> (B, C, ceil(H/2), ceil(W/2))."""
-    x, out = x.contiguous(), x.new_empty(_pool_sizes(x))
+    x = x.contiguous()
+    out = x.new_empty(_pool_sizes(x))
     run(
         "pool_forward",
         out.data_ptr(),
@@ -359,7 +366,9 @@ def _run_planes(
 def _planes(
     own: Tensor, prev: Tensor, alpha: Tensor, weight: Tensor, height: int, width: int, prefix: int
 ) -> Tensor:
-    own, prev, weight = own.contiguous(), prev.contiguous(), weight.contiguous()
+    own = own.contiguous()
+    prev = prev.contiguous()
+    weight = weight.contiguous()
     out = torch.empty_like(own)
     _run_planes(own, alpha, weight, height, width, prefix, prev=prev, out=out)
     return out
@@ -378,8 +387,11 @@ def _planes_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return gradients of own, prev, alpha and weight."""
     d_out, own, prev, weight = (x.contiguous() for x in (d_out, own, prev, weight))
-    d_own, d_prev = torch.empty_like(own), torch.empty_like(own)
-    d_weight, d_alpha = weight.new_empty(own.shape[0], *weight.shape), alpha.new_empty(own.shape[0])
+    images = len(own)
+    d_own = torch.empty_like(own)
+    d_prev = torch.empty_like(own)
+    d_weight = weight.new_empty(images, *weight.shape)
+    d_alpha = alpha.new_empty(images)
     _run_planes(
         own,
         alpha,
