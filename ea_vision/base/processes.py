@@ -44,7 +44,9 @@ def worker_lost(error: Exception) -> WorkerLost | None:
     handed on says "Caught ... in DataLoader worker process".
     """
     text = " ".join(str(error).split())
-    if not isinstance(error, WORKER_ENDS) or text.startswith("Caught "):
+    if not isinstance(error, WORKER_ENDS) or isinstance(error, RunError):
+        return None
+    if text.startswith("Caught "):
         return None
     if isinstance(error, RuntimeError) and not WORKER_ENDED.search(text):
         return None
@@ -56,15 +58,23 @@ def worker_lost(error: Exception) -> WorkerLost | None:
 
 
 @contextmanager
-def workers_watched() -> Iterator[None]:
-    """Turn each way in which a dead worker process shows while a batch is fetched into a WorkerLost."""
+def workers_watched(kinds: type | tuple[type, ...] = WORKER_ENDS) -> Iterator[None]:
+    """Turn each way in which a dead worker process shows while a batch is fetched into a WorkerLost.
+
+    torch's signal handler may speak once more while an error of ours is on its way out: then that one counts.
+
+    kinds: the errors to look at; where more is done than fetching, RuntimeError, torch's own, alone.
+    """
     try:
         yield
-    except WORKER_ENDS as error:
+    except kinds as error:
         lost = worker_lost(error)
         if lost is None:
             raise
-        raise lost from error
+        earlier = error.__context__
+        while earlier is not None and not isinstance(earlier, RunError):
+            earlier = earlier.__context__
+        raise (earlier or lost) from error
 
 
 def usable_cpus() -> int:

@@ -86,13 +86,15 @@ def main(module: type[DataModule], argv: list[str] | None = None) -> int:
             [Path(run) for run in runs], Path(given.get("output", "learning_curves.png"))
         )
     elif target:
-        evaluate_target(module, target, given)
+        with workers_watched(RuntimeError):
+            evaluate_target(module, target, given)
     else:
         config = resolve(module.options, given)
         if only_checked:
             module.check_places(config)
         else:
-            train(module, config)
+            with workers_watched(RuntimeError):
+                train(module, config)
     return 0
 
 
@@ -184,10 +186,7 @@ def evaluate_target(module: type[DataModule], target: str, given: dict) -> None:
             lay_out(model, torch.channels_last)
         loader = data.eval_loader(**data.loader_keywords(model))
         tta = getattr(config, "tta", "none")  # an option of classifiers
-        with workers_watched():
-            result = module.trainer.evaluate(
-                model, loader, model.num_classes, world, config, tta=tta
-            )
+        result = module.trainer.evaluate(model, loader, model.num_classes, world, config, tta=tta)
         if world.is_main:
             about = {
                 "target": target,
@@ -502,10 +501,9 @@ def _final_figures(trainer: Trainer, row: dict[str, float], tested: bool) -> dic
     data = trainer.data
     first = trainer.measures[0]
     loader = data.test_loader(**data.loader_keywords(trainer.model))
-    with workers_watched():
-        result = trainer.evaluate(
-            trainer.best_model, loader, len(data.classes), trainer.world, trainer.config
-        )
+    result = trainer.evaluate(
+        trainer.best_model, loader, len(data.classes), trainer.world, trainer.config
+    )
     return figures | {f"held_out_{first}": row[first], **result.figures()}
 
 

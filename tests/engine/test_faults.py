@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 
 from ea_vision import __main__ as commands
-from ea_vision.base.errors import UsageError
+from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.processes import MOST_WORKERS, WorkerLost, workers_watched
 from ea_vision.data.imagenet import DecodingLoader
 from ea_vision.data.on_device import EvalLoader
@@ -273,6 +273,15 @@ def test_each_way_in_which_a_dead_worker_shows(error, lost):
         raise error
     if lost:
         assert type(error).__name__ in str(raised.value) and "--workers" in str(raised.value)
+
+
+def test_a_signal_that_comes_while_an_error_is_on_its_way_out():
+    """torch's handler speaks at any time, as in a `finally`: the first error counts."""
+    with pytest.raises(RunError, match="last good checkpoint: here"), workers_watched():
+        try:
+            raise RunError("last good checkpoint: here")
+        finally:
+            raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
 
 
 def fail_to_append() -> None:
