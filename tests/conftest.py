@@ -27,6 +27,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Write names that are no UTF-8 with backslashes in what a test has logged: xdist sends UTF-8 alone."""
+    report = yield
+    sections = []
+    for title, text in report.sections:
+        sections.append((title, text.encode("utf-8", "backslashreplace").decode("utf-8")))
+    report.sections = sections
+    return report
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder of reference cases and trial data beside the checkout; skips the test where it is absent."""
