@@ -342,7 +342,7 @@ def probes(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
         *markdown(heads, lines),
         "",
         "- Top-1 in percent. The command needs both networks trained on ImageNet; "
-        "[ours](../docs/experiments.md#the-probe) are of CIFAR-10.",
+        "[ours](maps.md#the-probe) are of CIFAR-10.",
         "",
         "```sh",
         f"ea-vision probe --model RUN_OF_AA,RUN_OF_EA --layers "

@@ -155,8 +155,8 @@ def settings_compared_on_held_out_images():
     slower = paired(top1["EA slower attention"] - top1["none slower attention"])
     gates = table("evidence/learned-gates.csv")
     heading = "Other settings of evolution"
-    yield PAGE, heading, points(slower)
-    yield PAGE, heading, span(gates["alpha"]), span(gates["beta"]).replace("to", "and")
+    yield EVOLUTION, heading, points(slower)
+    yield EVOLUTION, heading, span(gates["alpha"]), span(gates["beta"]).replace("to", "and")
 
 
 def test_the_factorial(tmp_path):
@@ -593,7 +593,7 @@ def the_probe():
         columns = [spreads[weights, maps, layer] for weights, layer in runs]
         yield MAPS, "", f"| {name} | {maps} | " + " | ".join(columns)
     for model, maps, layer in product(SHIPPED.values(), KINDS[:2], (3, 6)):
-        yield PAGE, "The probe", means[model, maps, layer]
+        yield MAPS, "The probe", means[model, maps, layer]
 
 
 def faithfulness():
@@ -604,10 +604,10 @@ def faithfulness():
             yield MAPS, "Faithfulness", _faithfulness_row(faithful, ranking, scores, models)
     score = faithful["comprehensiveness"]
     for model in models:
-        yield PAGE, "Faithfulness", f"{score['layer 6', model]:.3f}"
+        yield MAPS, "Faithfulness", f"{score['layer 6', model]:.3f}"
     for ranking in ("centre", "random"):
         by_model = [f"{score[ranking, model]:.3f}" for model in models]
-        yield PAGE, "Faithfulness", ", ".join(by_model)
+        yield MAPS, "Faithfulness", ", ".join(by_model)
 
 
 def detectors():
@@ -627,15 +627,15 @@ def detectors():
 
 
 def smaller_experiments():
-    heading = "Smaller experiments"
+    page = "experiments/others.md"
     attention = table("tiny-imagenet/attention.csv").query("images == 160")
     tiny = attention.groupby("run")["top1"].mean() + 1e-9
-    yield PAGE, heading, f"{tiny['resnet34']:.1f}%"
-    yield PAGE, heading, f"AA {tiny['aa_resnet34']:.1f}"
-    yield PAGE, heading, f"PA {tiny['pa_aa_resnet34']:.1f}"
-    yield PAGE, heading, f"EA {tiny['ea_aa_resnet34']:.1f}"
+    yield page, "", f"{tiny['resnet34']:.1f}%"
+    yield page, "", f"AA {tiny['aa_resnet34']:.1f}"
+    yield page, "", f"PA {tiny['pa_aa_resnet34']:.1f}"
+    yield page, "", f"EA {tiny['ea_aa_resnet34']:.1f}"
     for top1 in table("moved-digits.csv").groupby("transform")["top1"].mean():
-        yield PAGE, heading, f"{top1:.2f}%"
+        yield page, "", f"{top1:.2f}%"
     kept = table("widths/misses.csv")
     best = kept.groupby("kind")["largest_miss_percent"].min()
     yield "docs/results.md", "", f"{best['doubled']:.0f}%"
