@@ -34,7 +34,7 @@ photo""",
     """\
 # ## What is it?
 
-The weights come with the package: ten epochs on CIFAR-10, one run. They know ten classes at 32x32 pixels,
+The weights come with the package: 60 epochs on CIFAR-10, one run. They know ten classes at 32x32 pixels,
 and no more.""",
     """\
 transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
@@ -53,11 +53,11 @@ plot_heatmap(model, photo, layers=[2], heads=[0, 1, "mean"], queries=[(12, 10), 
 # ## How does a map evolve?
 
 One query through the three layers of a chain. Layer 1 has no predecessor. From then on a layer mixes the map that
-was handed on into its own and convolves the result: along a row are these steps, and at its end the attention
-without the map of the layer before, and without the layer's own logits. Head 0 and this query are those whose
-attention changes the most without the previous map (`python -m experiments.evolution_at_work cat.jpg`).""",
+was handed on into its own and convolves the result: a row shows these steps, and at its end the
+attention that the layer's own logits alone would give, at the same scale. The previous map changes the attention of
+head 0 and this query most: `python -m experiments.evolution_at_work docs/cat.jpg` finds them.""",
     """\
-plot_strip(model, photo, layers=[1, 2, 3], head=0, query=(10, 22), width=4)""",
+plot_strip(model, photo, layers=[1, 2, 3], head=0, query=(22, 14), width=4)""",
     """\
 # ## Click a pixel
 

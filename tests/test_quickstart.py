@@ -65,7 +65,9 @@ def test_its_cells_run(script, tmp_path, monkeypatch):
     )
     stored = outputs(nbformat.read(DOCS / "quickstart.ipynb", as_version=4))[0]
     assert [len(text.splitlines()) for text in texts] == [len(text.splitlines()) for text in stored]
-    assert len(pictures) == 2 and page.startswith("<iframe srcdoc=") and "layer by layer" in page
+    assert (
+        len(pictures) == 2 and page.startswith("<iframe srcdoc=") and "Where the heads look" in page
+    )
     for picture in pictures:
         assert (
             picture.width > 400
