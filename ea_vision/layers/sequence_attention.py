@@ -30,7 +30,7 @@ CAUSAL = {"ea", *POINTWISE}  # kinds with a form for decoders
 
 
 def thread_of_forward() -> int:
-    """Return whose forward runs: what a layer keeps for its length is kept by thread."""
+    """Return which thread's forward runs: state of a forward is kept by thread."""
     return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 

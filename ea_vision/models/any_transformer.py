@@ -13,7 +13,6 @@ Shape letters: B batch, C channels, K heads, T tokens, P prefix tokens, D width 
 
 import copy
 import itertools
-import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -34,6 +33,7 @@ from timm.models import (
 from torch import Tensor, nn
 
 from ea_vision.layers import MapsAttention
+from ea_vision.layers.sequence_attention import thread_of_forward
 from ea_vision.layers.tracing import keep_whole
 from ea_vision.models._chain import frozen_statistics
 from ea_vision.models._made_with import forget_evolution, remember_evolution
@@ -56,11 +56,6 @@ class Carried:
     first_values: Tensor | None = None
 
 
-def _thread() -> int:
-    """Return which thread's forward runs: state of a forward is kept by thread."""
-    return 0 if torch.compiler.is_compiling() else threading.get_ident()
-
-
 class PatchGrid:
     """A hook before the patch embedding: it keeps (H, W) of the patches, by thread, until the first block takes it."""
 
@@ -80,11 +75,11 @@ class PatchGrid:
                 patch = getattr(embedding, "patch_size", None) or embedding.kernel_size
                 patch_height, patch_width = to_2tuple(patch)
                 size = (height // patch_height, width // patch_width)
-        self.sizes[_thread()] = size
+        self.sizes[thread_of_forward()] = size
 
     def take(self) -> tuple[int, int] | None:
         """Return the size that this thread's forward has noted, once."""
-        return self.sizes.pop(_thread(), None)
+        return self.sizes.pop(thread_of_forward(), None)
 
 
 @keep_whole
@@ -114,12 +109,12 @@ class CarryingBlock:
                 )
             x = self.token_conv(x, carried.feat_size)
         attn = getattr(self, self.attention)
-        attn.carried[_thread()] = carried
+        attn.carried[thread_of_forward()] = carried
         try:
             with self._statistics():
                 y = super().forward(x, *args, **kwargs)
         finally:
-            carried = attn.carried.pop(_thread())
+            carried = attn.carried.pop(thread_of_forward())
         setattr(y, CARRIED, carried)
         return y
 
@@ -149,7 +144,7 @@ class CarryingAttention(MapsAttention):
         Returns:
             (B, T, K*D), heads concatenated.
         """
-        carried = self.carried.get(_thread())
+        carried = self.carried.get(thread_of_forward())
         if carried is None:
             raise ValueError(
                 f"{type(self).__name__} must run inside its block, which hands it the maps before"
@@ -158,7 +153,9 @@ class CarryingAttention(MapsAttention):
             x, q, k, v, carried.logits, carried.feat_size, carried.first_values, bias
         )
         first_values = v if self.is_first else carried.first_values
-        self.carried[_thread()] = replace(carried, logits=logits, first_values=first_values)
+        self.carried[thread_of_forward()] = replace(
+            carried, logits=logits, first_values=first_values
+        )
         return out
 
     def checked(self, attn_mask: Tensor | None, is_causal: bool) -> Tensor | None:
