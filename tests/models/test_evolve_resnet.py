@@ -1,23 +1,23 @@
 """Attention beside the convolutions of plain ResNets, timm's and torchvision's: the start, the way there and back."""
 
-import copy
-
 import pytest
 import timm
 import torch
 import torchvision
 from timm.layers import BlurPool2d
-from timm.models import create_feature_extractor, get_graph_node_names, save_for_hf
+from timm.models import save_for_hf
 from torch.testing import assert_close
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
 import ea_vision
 from ea_vision import evolve, unevolve
 from ea_vision.layers import AugmentedConv2d
-from ea_vision.models import get_network, list_networks
+from ea_vision.models import get_network
+from tests.models.test_convert import NARROW, RESNETS
 from tests.models.zoo import (
     assert_checkpointing_changes_nothing,
     assert_compiles_and_exports,
+    assert_fx_agrees,
     idle,
     images,
     layers_of,
@@ -25,7 +25,6 @@ from tests.models.zoo import (
     woken,
 )
 
-NARROW = dict(layers=(1, 1, 2, 1), channels=(16, 32, 32, 32), num_classes=5)
 TIMM = {
     "resnet18d": {},
     "resnext50_32x4d": {"channels": (64, 64, 64, 64)},
@@ -50,12 +49,6 @@ TORCHVISION = {
 NAMES = [*TIMM, *TORCHVISION]
 
 
-def is_published(name: str) -> bool:
-    network = get_network(name)
-    return network.plain is not None and "window" not in network.kwargs
-
-
-PUBLISHED = [name for name in list_networks("attn_resnet") if is_published(name)]
 FEW = ["resnet18d", "torchvision ResNeXt"]  # where the library and the kind of block count
 
 
@@ -78,6 +71,7 @@ def plain_network(name: str) -> torch.nn.Module:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_network_begins_as_the_plain_one_learns_and_goes_back(name, kind):
     plain = plain_network(name)
+    layout = repr(plain)
     model = evolve(plain, kind)
     x = images(64, 64)
     with torch.no_grad():
@@ -89,7 +83,8 @@ def test_a_network_begins_as_the_plain_one_learns_and_goes_back(name, kind):
     assert len(layers_of(model)) == (4 if hasattr(plain.layer1[0], "conv3") else 8)
 
     back = unevolve(model)
-    assert type(back) is type(plain) and repr(back) == repr(plain)
+    assert type(back) is type(plain)
+    assert repr(back) == repr(plain) == layout
     assert back.__dict__.keys() == plain.__dict__.keys()
     assert torch.equal(back(x), expected)
     back.load_state_dict(plain.state_dict())  # strictly
@@ -97,36 +92,28 @@ def test_a_network_begins_as_the_plain_one_learns_and_goes_back(name, kind):
 
     stepped(model, x)
     assert set(new) & set(idle(model)) == set()
-    with pytest.raises(
-        ValueError, match="proj of each attention layer must be 0; got .* the first"
-    ):
+    message = "proj of each attention layer must be 0; got .* the first"
+    with pytest.raises(ValueError, match=message):
         unevolve(model)
 
 
-def test_there_are_twelve_published_networks():
-    assert len(PUBLISHED) == 12
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", RESNETS)
+@torch.no_grad()
 def test_the_published_networks_are_evolved_plain_ones(name):
     network = get_network(name)
     plain = woken(timm.create_model(network.plain, **NARROW)).eval()
     options = {key: value for key, value in network.kwargs.items() if key == "alpha"}
     model = evolve(plain, network.kwargs.get("evolution"), **options)
     published = timm.create_model(name, fusion="add", **NARROW).eval()
-    woken(model)
-    published.load_state_dict(model.state_dict())
+    published.load_state_dict(woken(model).state_dict())
     x = images(64, 64)
-    with torch.no_grad():
-        assert torch.equal(published(x), model(x))
-        assert not torch.equal(plain(x), model(x))
-    with torch.no_grad():
-        for layer in layers_of(published):
-            layer.proj.weight.zero_()
+    assert torch.equal(published(x), model(x))
+    assert not torch.equal(plain(x), model(x))
+    for layer in layers_of(published):
+        layer.proj.weight.zero_()
     back = unevolve(published)
     assert type(back) is type(plain)
-    with torch.no_grad():
-        assert torch.equal(back(x), plain(x))
+    assert torch.equal(back(x), plain(x))
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -165,14 +152,15 @@ def test_groups_dilation_and_blur_are_the_plain_networks():
                 assert beside.conv.weight is conv.weight
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("name", FEW)
-def test_an_evolved_network_is_traced_deployed_and_recorded(name):
+@torch.no_grad()
+def test_an_evolved_network_is_traced_checkpointed_deployed_and_recorded(name):
     model = woken(evolve(plain_network(name), "ea", img_size=64))
     x = images(64, 64)
+    with torch.enable_grad():
+        assert_checkpointing_changes_nothing(model, x, atol=1e-5, rtol=1e-4)
+    assert_fx_agrees(model, x)
     expected = model(x)
-    last = get_graph_node_names(model)[1][-1]
-    assert_close(create_feature_extractor(model, return_nodes=[last])(x)[last], expected)
     assert_close(ea_vision.deploy(model)(x), expected, atol=1e-4, rtol=1e-4)
     with ea_vision.record_attention(model) as maps:
         assert_close(model(x), expected)
@@ -186,12 +174,6 @@ def test_an_evolved_network_is_traced_deployed_and_recorded(name):
         assert feature.shape[2] == 64 // info["reduction"]
     model.set_input_size((96, 64))
     assert model(images(96, 64)).shape == (2, 5)
-
-
-@pytest.mark.parametrize("name", FEW)
-def test_an_evolved_network_checkpoints(name):
-    model = woken(evolve(plain_network(name), "ea"))
-    assert_checkpointing_changes_nothing(model, images(64, 64), atol=1e-5, rtol=1e-4)
 
 
 def test_an_evolved_network_compiles_and_exports():
@@ -226,13 +208,6 @@ def test_modes_and_frozen_weights_stay():
     assert unevolve(model).layer3.training
 
 
-def test_the_model_that_was_given_stays_as_it_is():
-    plain = plain_network("torchvision basic")
-    before = copy.deepcopy(plain.state_dict()), repr(plain)
-    stepped(evolve(plain.double(), "ea"), images(64, 64).double())
-    assert repr(plain) == before[1]
-
-
 class OwnForward(timm.models.ResNet):
     """A network that does something else with the stages."""
 
@@ -241,46 +216,34 @@ class OwnForward(timm.models.ResNet):
 
 
 @pytest.mark.parametrize(
-    "name, message",
+    "name, options, message",
     [
-        ("skresnet18", "layer1.0 must be BasicBlock or Bottleneck of timm.models.resnet, got Sel"),
-        ("aa_resnet34", "got AttnResNet, which has attention already"),
+        (
+            "skresnet18",
+            {},
+            "layer1.0 must be BasicBlock or Bottleneck of timm.models.resnet, got S",
+        ),
+        ("aa_resnet34", {}, "got AttnResNet, which has attention already"),
+        ("resnet18", {"attn_stages": (5,)}, "attn_stages must be of"),
+        ("resnet18", {"alhpa": 0.5}, "a ResNet evolves without alhpa"),
+        ("resnet18", {"token_conv": True}, "without token_conv"),
+        ("resnet18", {"fusion": "concat"}, "got evolution or fusion"),
+        ("resnet18", {"num_layers": 2}, "num_layers"),
     ],
 )
-def test_networks_that_cannot_evolve_are_named(name, message):
+def test_networks_and_options_that_do_not_fit_are_named(name, options, message):
     with torch.device("meta"):
         model = timm.create_model(name)
-    with pytest.raises(ValueError, match=message):
-        evolve(model, "ea")
-
-
-def test_a_forward_of_its_own_is_named():
-    with torch.device("meta"):
-        model = OwnForward(timm.models.resnet.BasicBlock, (1, 1, 1, 1))
-    message = "forward_features of timm.models.resnet required, and OwnForward has its own"
-    with pytest.raises(ValueError, match=message):
-        evolve(model, "ea")
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"attn_stages": (5,)}, "attn_stages must be of"),
-        ({"alhpa": 0.5}, "a ResNet evolves without alhpa"),
-        ({"token_conv": True}, "without token_conv"),
-        ({"fusion": "concat"}, "got evolution or fusion"),
-        ({"num_layers": 2}, "num_layers"),
-    ],
-)
-def test_options_that_do_not_fit_are_named(options, message):
-    with torch.device("meta"):
-        model = timm.create_model("resnet18")
     with pytest.raises(ValueError, match=message):
         evolve(model, "ea", **options)
 
 
-def test_concatenated_attention_is_no_plain_network():
+def test_a_forward_of_its_own_and_concatenated_attention_are_named():
     with torch.device("meta"):
-        model = timm.create_model("aa_resnet34")
+        own = OwnForward(timm.models.resnet.BasicBlock, (1, 1, 1, 1))
+        concatenated = timm.create_model("aa_resnet34")
+    message = "forward_features of timm.models.resnet required, and OwnForward has its own"
+    with pytest.raises(ValueError, match=message):
+        evolve(own, "ea")
     with pytest.raises(ValueError, match="fusion='add' required, and layer2.0.conv1 has fusion"):
-        unevolve(model)
+        unevolve(concatenated)

@@ -25,10 +25,6 @@ from tests.models.zoo import (
 VIT = "ea_vit_tiny_patch16_224"
 
 
-def millions(model) -> float:
-    return count(model) / 1e6
-
-
 SAME_SIZE = {
     "pa_aa_resnet152": "ea_aa_resnet152",
     "ea_conv_transformer_cifar": "pa_conv_transformer_cifar",
@@ -40,13 +36,14 @@ NOT_AS_PRINTED = {"aa_wrn28_10_cifar": 36.1}  # and said to be
 @pytest.mark.parametrize("name", [name for name in OUTLINES if figures(SAME_SIZE.get(name, name))])
 def test_sizes_are_the_published_ones(name):
     """To the digit, rounded, or cut off as EA-152's of 61.657M; the reconstructions for CIFAR within two percent."""
-    count = millions(OUTLINES[name])
+    millions = count(OUTLINES[name]) / 1e6
     published = NOT_AS_PRINTED.get(name, figures(SAME_SIZE.get(name, name))["params_m"])
     if name in CIFAR:
-        assert count == pytest.approx(published, rel=0.02)
+        assert millions == pytest.approx(published, rel=0.02)
     else:
-        unit = 10 ** len(str(published).partition(".")[2])
-        assert round(published * unit) in (round(count * unit), int(count * unit))
+        digits = len(str(published).partition(".")[2])
+        scaled = millions * 10**digits
+        assert round(published * 10**digits) in (round(scaled), int(scaled))
 
 
 @torch.no_grad()
@@ -60,10 +57,8 @@ def test_sizes_are_the_published_ones(name):
 def test_a_network_without_attention_is_timms(name, plain, options):
     model = timm.create_model(name, attn_stages=(), **options).eval()
     plain = timm.create_model(plain, **options).eval()
-    assert (
-        list(model.state_dict()) == list(plain.state_dict())
-        and model.feature_info == plain.feature_info
-    )
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert model.feature_info == plain.feature_info
     model.load_state_dict(plain.state_dict())
     x = torch.randn(2, 3, 64, 64)
     assert torch.equal(model(x), plain(x))
@@ -87,7 +82,7 @@ def test_attention_alone_runs_and_takes_what_fits_of_a_timm_resnet():
 def test_the_ea_authors_share_has_the_published_size():
     with torch.device("meta"):
         model = timm.create_model("aa_resnet50", qk_ratio=0.25, v_ratio=0.125, min_head_qk=None)
-    assert millions(model) == pytest.approx(24.96, abs=0.01)
+    assert count(model) / 1e6 == pytest.approx(24.96, abs=0.01)
 
 
 def test_the_aa_papers_resnet34_has_13_layers():
@@ -104,15 +99,16 @@ def test_the_aa_papers_resnet34_has_13_layers():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name, layers", [("ea_aa_resnet34", 23), ("ea_aa_resnet50", 10)])
-def test_convolutions_with_a_stride_can_stay_plain(name, layers):
+@pytest.mark.parametrize(
+    "name, layers, starts", [("ea_aa_resnet34", 23, [0, 18]), ("ea_aa_resnet50", 10, [0, 8])]
+)
+def test_convolutions_with_a_stride_can_stay_plain(name, layers, starts):
     with torch.device("meta"):
         model = timm.create_model(name, augment_strided=False)
-    assert len(layers_of(model)) == layers and all(layer.stride == 1 for layer in layers_of(model))
-    assert [n for n, layer in enumerate(layers_of(model)) if layer.evolution is None] == [
-        0,
-        18 if layers == 23 else 8,
-    ]
+    assert len(layers_of(model)) == layers
+    assert all(layer.stride == 1 for layer in layers_of(model))
+    begin_a_chain = [n for n, layer in enumerate(layers_of(model)) if layer.evolution is None]
+    assert begin_a_chain == starts
     model = lively(name, augment_strided=False, num_classes=3).eval()
     assert model(torch.randn(1, 3, 64, 64)).isfinite().all()
 
@@ -276,6 +272,7 @@ def test_chains_pass_plain_stages():
         (VIT, {"prefix": "pass", "attn_layers": [3]}, "only the class token's row"),
         (VIT, {"evolution": "xa"}, "'xa'"),
         (VIT, {"value_residual": "half"}, "must be False, True or 'paper', got 'half'"),
+        ("aa_resnet50", {"fusion": "sum"}, "fusion must be 'concat' or 'add', got 'sum'"),
         ("aa_resnet50", {"mrla": "base"}, "mrla must be False, True or 'paper', got 'base'"),
         (
             "conv_transformer_cifar",
@@ -305,16 +302,14 @@ def test_bad_options_are_named(name, options, message):
 
 
 def test_the_baseline_is_timms_resnet18_but_for_its_stem():
-    model, plain = (
-        timm.create_model(name, num_classes=7, in_chans=1)
-        for name in ("resnet18_cifar", "resnet18")
-    )
-    differing = {
-        name for name, p in model.named_parameters() if p.shape != plain.get_parameter(name).shape
-    }
-    assert differing == {"conv1.weight"} and len(list(model.parameters())) == len(
-        list(plain.parameters())
-    )
+    ours = timm.create_model("resnet18_cifar").state_dict()
+    timms = timm.create_model("resnet18", num_classes=10).state_dict()
+    assert ours.keys() == timms.keys()
+    differing = [name for name, weights in ours.items() if weights.shape != timms[name].shape]
+    assert differing == ["conv1.weight"]
+
+
+SMALL_STEM = {"stem_stride": 2, "img_size": 64, "map_reduction": 4}
 
 
 @pytest.mark.parametrize(
@@ -322,10 +317,8 @@ def test_the_baseline_is_timms_resnet18_but_for_its_stem():
     [
         ("resnet18_cifar", {}, 32, [1, 1, 2, 4, 8]),
         ("resnet18_cifar", {"stem_stride": 2}, 64, [2, 2, 4, 8, 16]),
-        *(
-            (name, {"stem_stride": 2, "img_size": 64, "map_reduction": 4}, 64, [2, 2, 4, 8, 16])
-            for name in ("aa_resnet34", "ea_aa_resnet50")
-        ),
+        ("aa_resnet34", SMALL_STEM, 64, [2, 2, 4, 8, 16]),
+        ("ea_aa_resnet50", SMALL_STEM, 64, [2, 2, 4, 8, 16]),
     ],
 )
 def test_stems_for_small_images(name, keywords, side, reductions):
@@ -336,10 +329,9 @@ def test_stems_for_small_images(name, keywords, side, reductions):
         )
     assert [side // f.shape[-1] for f in features] == reductions
     assert [info["reduction"] for info in model.feature_info] == reductions
-    tables = {
-        (len(layer.height_rel) + 1) // 2 for layer in layers_of(model)
-    }  # have an entry an offset
-    assert tables == ({16, 8, 4} if "img_size" in keywords else set())
+    # tables have one entry per offset
+    heights = {(len(layer.height_rel) + 1) // 2 for layer in layers_of(model)}
+    assert heights == ({16, 8, 4} if "img_size" in keywords else set())
 
 
 @pytest.mark.parametrize(
