@@ -27,6 +27,7 @@ OTHERS = [
     *(ROOT / "weights").glob("*.md"),
     ROOT / "CONTRIBUTING.md",
 ]
+TRAINERS = ("train-cifar", "train-imagenet", "train-detection")
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 
 
@@ -55,8 +56,10 @@ def commands(page: Path) -> list[list[str]]:
 @functools.cache
 def help_of(command: str) -> str:
     text = io.StringIO()
+    words = command.split()
+    flag = "--help-all" if words[0] in TRAINERS else "--help"
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
-        main([*command.split(), "--help"])
+        main([*words, flag])
     return text.getvalue()
 
 

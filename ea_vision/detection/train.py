@@ -72,7 +72,7 @@ class DetectionConfig(TrainConfig):
         MODEL,
     )
     recipe: str = setting(
-        "coco_aa_retinanet", "recipe: a name in ea_vision/recipes, a YAML file, or none", RUN
+        "coco_aa_retinanet", "name in ea_vision/recipes, a YAML file, or none", RUN
     )
     pretrained: bool = option(False, "begin with timm's weights of the backbone", MODEL)
     pretrained_path: str = setting(

@@ -57,22 +57,21 @@ def main(module: type[DataModule], argv: list[str] | None = None) -> int:
     modes.add_argument(
         "--evaluate",
         metavar="RUN|MODEL",
-        help="test a run folder's best weights, or a model by name "
-        "with its pretrained weights or those of --pretrained-path: "
-        "accuracy, per class too, and a confusion picture, into --output (default: RUN/evaluation)",
+        help="test a run's best weights, or a model by name with its pretrained weights or "
+        "those of --pretrained-path; report into --output (default: RUN/evaluation)",
     )
     modes.add_argument(
         "--learning-curves",
         metavar="RUN",
         nargs="+",
-        help="draw loss and accuracy of run folders "
-        "into --output, PNG, SVG or PDF by its suffix (default: learning_curves.png)",
+        help="draw loss and accuracy into --output (default: learning_curves.png)",
     )
-    modes.add_argument(
+    only_check = modes.add_argument(
         "--check-options",
         action="store_true",
         help="say whether the options hold together and the data is there, and end",
     )
+    parser.hide(only_check)
     given = parse(parser, argv)
     target, runs, only_checked = (
         given.pop(mode, None) for mode in ("evaluate", "learning_curves", "check_options")

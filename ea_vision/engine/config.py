@@ -107,11 +107,9 @@ class TrainConfig:
         "patch_embed,blocks.0,blocks.1",
         MODEL,
     )
-    recipe: str = setting("fast", "recipe: a name in ea_vision/recipes, a YAML file, or none", RUN)
+    recipe: str = setting("fast", "name in ea_vision/recipes, a YAML file, or none", RUN)
     data_dir: str = setting("", "folder of the data set; empty: the cache folder's", DATA)
-    output: str = setting(
-        "", "run folder itself (timm: the folder of run folders); empty: runs/DATASET-MODEL", RUN
-    )
+    output: str = setting("", "the run's own folder; empty: runs/DATASET-MODEL", RUN)
     resume: str = setting(
         "auto",
         "auto: continue from the newest valid checkpoint of --output, or begin; "
@@ -126,12 +124,7 @@ class TrainConfig:
     )
     device: str = setting("auto", f"{devices.HELP}; auto: torch's accelerator if there is one", RUN)
 
-    epochs: float = setting(
-        10,
-        "passes over the training images; of 4.3 the last one ends after 0.3 of its updates",
-        LENGTH,
-        above=0,
-    )
+    epochs: float = setting(10, "passes over the training images, such as 4.3", LENGTH, above=0)
     # Of these three their product with the processes must not change, which `differences` compares.
     batch_size: int = setting(128, "images per process and step", LENGTH, minimum=1)
     grad_accum_steps: int = setting(
@@ -649,15 +642,54 @@ def _warmup_of_fewer_epochs(recipe: dict, given: dict) -> tuple[dict, str]:
 # ---- the command line -------------------------------------------------------------------------------------------
 
 
+# The options that --help lists: the first ten of these that a trainer has.
+USED_FIRST = (
+    "model",
+    "dataset",
+    "data_dir",
+    "recipe",
+    "output",
+    "device",
+    "epochs",
+    "batch_size",
+    "lr",
+    "amp",
+    "pretrained",
+)
+
+
 class _Parser(argparse.ArgumentParser):
-    """argparse with one-line errors."""
+    """argparse with one-line errors. `rare` has the help texts of the options that --help leaves out."""
+
+    def __init__(self, **keywords):
+        super().__init__(**keywords)
+        self.rare = {}
+        self.add_argument("--help-all", action=_HelpAll, nargs=0, help="list all options and end")
+
+    def hide(self, action: argparse.Action) -> None:
+        """Leave an option out of --help."""
+        self.rare[action] = action.help
+        action.help = argparse.SUPPRESS
 
     def error(self, message: str):
-        raise UsageError(f"{message} (see {self.prog} --help)")
+        raise UsageError(f"{message} (see {self.prog} --help-all)")
+
+
+class _HelpAll(argparse.Action):
+    """Print the help of every option and end."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        for action, help in parser.rare.items():
+            action.help = help
+        parser.print_help()
+        parser.exit()
 
 
 def make_parser(cls: type[TrainConfig], description: str, examples: str) -> argparse.ArgumentParser:
-    """Return a parser with one flag for each field of `cls`; shown defaults are those of the default recipe."""
+    """Return a parser with one flag for each field of `cls`; shown defaults are those of the default recipe.
+
+    --help lists the options that are used first, --help-all every option by its group.
+    """
     parser = _Parser(
         usage="%(prog)s [OPTION ...]",
         description=description,
@@ -670,7 +702,8 @@ def make_parser(cls: type[TrainConfig], description: str, examples: str) -> argp
     )
     defaults = resolve(cls, {})
     hints = typing.get_type_hints(cls)
-    groups = {title: parser.add_argument_group(title) for title in GROUPS}
+    shown_first = [name for name in USED_FIRST if name in cls.rules()][:10]
+    groups = {title: parser.add_argument_group(title) for title in ("used first", *GROUPS)}
     for name, rules in cls.rules().items():
         shown = getattr(defaults, name)
         if isinstance(shown, dict):
@@ -682,7 +715,11 @@ def make_parser(cls: type[TrainConfig], description: str, examples: str) -> argp
         words = words or {"metavar": "|".join(rules.choices) or name.upper()}
         if rules.bare:
             words = {**words, "nargs": "?", "const": rules.bare}
-        groups[rules.group].add_argument("--" + name.replace("_", "-"), help=help, **words)
+        first = name in shown_first
+        group = groups["used first" if first else rules.group]
+        action = group.add_argument("--" + name.replace("_", "-"), help=help, **words)
+        if not first:
+            parser.hide(action)
     return parser
 
 

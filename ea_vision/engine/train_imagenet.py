@@ -42,7 +42,6 @@ EXAMPLES = """\
   python train_imagenet.py --data-dir DIR --recipe imagenet_ea_aa_resnet50 --device cuda --amp bfloat16 --channels-last
   python train_imagenet.py --train-beton train.beton --val-beton val.beton --model aa_resnet34
   python train_imagenet.py --data-dir DIR --model resnet18 --img-size 64 --eval-resize 72 --epochs 5   # any timm model
-  python train_imagenet.py --dataset torch/cifar10 --data-dir DIR --model ea_aa_resnet34
   python train_imagenet.py --dataset hfds/ILSVRC/imagenet-1k --model ea_aa_resnet50                    # from the hub
   torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 --max-restarts 3 \\
       train_imagenet.py --data-dir DIR --output /shared/runs/ea50
@@ -56,12 +55,8 @@ class ImageNetConfig(ClassificationConfig):
     """The options of this trainer."""
 
     model: str = option("ea_aa_resnet50", "registered timm model, ours or timm's", MODEL)
-    recipe: str = setting(
-        "imagenet", "recipe: a name in ea_vision/recipes, a YAML file, or none", RUN
-    )
-    data_dir: str = setting(
-        "", "folder with train and val, each a folder or .tar of class/name.jpg", DATA
-    )
+    recipe: str = setting("imagenet", "name in ea_vision/recipes, a YAML file, or none", RUN)
+    data_dir: str = setting("", "folder with train and val, folders or tars of classes", DATA)
     workers: int = setting(
         min(8, usable_cpus()),
         "processes (threads for FFCV) that decode images, per training process; 0: in this one",

@@ -9,6 +9,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ea_vision.__main__ import main
 from ea_vision.base.errors import UsageError
 from ea_vision.engine import train_imagenet
 from ea_vision.engine.config import load_recipe, make_parser, parse, resolve
@@ -177,8 +178,30 @@ def test_a_recipe_says_what_differs_from_its_base(tmp_path):
         load_recipe(str(second))
 
 
-def test_help_has_the_default_of_every_flag():
-    text = make_parser(CifarConfig, "about", EXAMPLES).format_help()
+@pytest.mark.parametrize("command", ["train-cifar", "train-imagenet", "train-detection"])
+def test_help_fits_one_screen(command, capsys):
+    """Its ten options come first in --help-all too, which lists every option."""
+
+    def help_by(flag: str) -> str:
+        with pytest.raises(SystemExit):
+            main([command, flag])
+        return capsys.readouterr().out
+
+    short = help_by("--help")
+    whole = help_by("--help-all")
+    assert len(short.splitlines()) <= 45
+    first = short.partition("used first:")[2].partition("instead of training:")[0]
+    assert first in whole
+    flags = re.findall(r"^  (--[\w-]+)", first, re.MULTILINE)
+    assert len(flags) == 10 and {"--model", "--data-dir", "--epochs", "--lr"} <= set(flags)
+    for flag in ("--check-options", "--clip-mode"):
+        assert flag in whole and flag not in short
+
+
+def test_help_has_the_default_of_every_flag(capsys):
+    with pytest.raises(SystemExit):
+        make_parser(CifarConfig, "about", EXAMPLES).parse_args(["--help-all"])
+    text = capsys.readouterr().out
     assert " ".join(text.split()).count("(default: ") >= len(
         dataclasses.fields(CifarConfig)
     )  # lines may break there
