@@ -1,8 +1,10 @@
 """Make the runs of README.md that have no row yet, seed by seed, both data sets in turns.
 
     OMP_NUM_THREADS=1 python -m experiments.collapse.run sweeps/collapse --cifar10 DIR --cifar100 DIR
+    python -m experiments.collapse.run sweeps/collapse --cifar10 DIR --device cuda --seeds 5 6 --rows ROWS.csv
 
-DIR has train and test, folders or tars of class/name.png. A finished run is a row of experiments/results/collapse.csv.
+DIR has train and test, folders or tars of class/name.png. A finished run is a row of experiments/results/collapse.csv,
+or of another file where several processes share the seeds.
 """
 
 import argparse
@@ -13,6 +15,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 
+from ea_vision.base.devices import choose_device
 from ea_vision.base.errors import exit_code
 from ea_vision.base.provenance import hardware
 from experiments import sweep
@@ -28,26 +31,29 @@ NETWORKS = {
 }
 OPTIONS = (
     "--recipe fast --dataset folder --epochs 4 --eval-epochs 4 --amp bfloat16 --channels-last "
-    "--workers 0 --device cpu --test"
+    "--workers 0 --test"
 ).split()
 
 
-def rows() -> pd.DataFrame:
+def rows(path: Path = RESULTS) -> pd.DataFrame:
     """Return the runs that have a row."""
-    if RESULTS.exists():
-        return pd.read_csv(RESULTS)
+    if path.exists():
+        return pd.read_csv(path)
     return pd.DataFrame(columns=["data", "network", "seed"])
 
 
-def make(data: str, network: str, seed: int, folder: Path, data_dir: Path) -> dict:
+def make(
+    data: str, network: str, seed: int, folder: Path, data_dir: Path, device: torch.device
+) -> dict:
     """Train one network, or go on with its run, and return its row."""
     command = ["-m", "ea_vision", "train-cifar", *OPTIONS, *NETWORKS[network]]
-    run = sweep.train([*command, "--data-dir", str(data_dir)], folder, seed)
+    where = ["--data-dir", str(data_dir), "--device", device.type]
+    run = sweep.train([*command, *where], folder, seed)
     row = {"data": data, "network": network, "seed": seed}
     for key in ("top1", "train_loss", "seconds", "updates", "images"):
         row[key] = run[key]
     row["fingerprint"] = run["data"]
-    row["hardware"] = hardware(torch.device("cpu"), 1)
+    row["hardware"] = hardware(device, 1)
     return row
 
 
@@ -56,23 +62,30 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", type=Path, help="folder of the run folders")
-    parser.add_argument("--cifar10", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--cifar100", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--cifar10", type=Path, metavar="DIR")
+    parser.add_argument("--cifar100", type=Path, metavar="DIR")
+    parser.add_argument("--device", default="cpu", help="(default: %(default)s)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="(default: 5 to 14)")
+    parser.add_argument("--rows", type=Path, default=RESULTS, help="(default: %(default)s)")
     args = parser.parse_args(argv)
+    device = choose_device(args.device)
     signal.signal(signal.SIGTERM, sweep.stop)
     args.runs.mkdir(parents=True, exist_ok=True)
     folders = {"cifar10": args.cifar10, "cifar100": args.cifar100}
-    for seed in SEEDS:
+    folders = {data: folder for data, folder in folders.items() if folder}
+    if not folders:
+        parser.error("--cifar10, --cifar100 or both are required")
+    for seed in args.seeds:
         for data, data_dir in folders.items():
             for network in NETWORKS:
-                known = rows()
+                known = rows(args.rows)
                 same = (known["data"] == data) & (known["network"] == network)
                 if (same & (known["seed"] == seed)).any():
                     continue
                 folder = args.runs / f"{data},{network},{seed}"
-                row = make(data, network, seed, folder, data_dir)
+                row = make(data, network, seed, folder, data_dir, device)
                 table = pd.concat([known, pd.DataFrame([row])])
-                table.to_csv(RESULTS, index=False)
+                table.to_csv(args.rows, index=False)
                 print(row, flush=True)
     return 0
 

@@ -1,6 +1,7 @@
 """Make the runs of README.md that have no row yet, seed by seed, and compare the networks that have rows.
 
     OMP_NUM_THREADS=1 python -m experiments.text.run SST
+    python -m experiments.text.run SST --device cuda --jobs 5
     python -m experiments.text.run --compare
 
 SST is a folder with sst_train.txt, sst_dev.txt and sst_test.txt, whose lines are "__label__N sentence", N from 1 to 5.
@@ -13,6 +14,7 @@ import math
 import sys
 import time
 from collections import Counter
+from multiprocessing import get_context
 from pathlib import Path
 
 import pandas as pd
@@ -20,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ea_vision.base.devices import choose_device
 from ea_vision.base.errors import exit_code
 from ea_vision.base.provenance import hardware
 from ea_vision.layers import create_evolution
@@ -158,16 +161,25 @@ def batches(sentences: list[Sentence], generator: torch.Generator | None) -> lis
 def accuracy(model: nn.Module, sentences: list[Sentence]) -> float:
     """Return the percentage of sentences whose class is right."""
     model.eval()
-    right = [(model(ids).argmax(1) == labels).sum() for ids, labels in batches(sentences, None)]
-    return 100.0 * float(sum(right)) / len(sentences)
+    device = model.head.weight.device
+    right = 0
+    for ids, labels in batches(sentences, None):
+        predicted = model(ids.to(device)).argmax(1).cpu()
+        right += int((predicted == labels).sum())
+    return 100.0 * right / len(sentences)
 
 
 def train(
-    data: dict[str, list[Sentence]], words: int, network: str, seed: int, epochs: int
+    data: dict[str, list[Sentence]],
+    words: int,
+    network: str,
+    seed: int,
+    epochs: int,
+    device: torch.device,
 ) -> dict:
     """Train one network, and return its row's figures: of the last weights, chosen by nothing."""
     torch.manual_seed(seed)
-    model = Classifier(words, network)
+    model = Classifier(words, network).to(device)
     torch.manual_seed(seed)  # for the dropout; the batches have a generator of their own
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=FIRST_LR)
@@ -177,7 +189,7 @@ def train(
     for _ in range(epochs):
         model.train()
         for ids, labels in batches(data["train"], generator):
-            loss = F.cross_entropy(model(ids), labels)
+            loss = F.cross_entropy(model(ids.to(device)), labels.to(device))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -198,6 +210,30 @@ def compare(rows: pd.DataFrame) -> pd.DataFrame:
     return table.round(4)
 
 
+def make(task: tuple) -> dict:
+    """Train one network in this process; return its row."""
+    sst, network, seed, is_trial, device = task
+    torch.set_num_threads(1)
+    data, words = read(sst, 200 if is_trial else None)
+    figures = train(data, words, network, seed, 1 if is_trial else EPOCHS, device)
+    return {
+        "network": network,
+        "seed": seed,
+        **figures,
+        "data": fingerprint(sst),
+        "torch": str(torch.__version__),
+        "hardware": hardware(device, 1),
+    }
+
+
+def fingerprint(sst: Path) -> str:
+    """Return the first digits of the digest of the three files."""
+    digest = hashlib.sha256()
+    for split in ("train", "dev", "test"):
+        digest.update((sst / f"sst_{split}.txt").read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -205,28 +241,32 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("sst", type=Path, nargs="?", help="folder of the sentences")
     parser.add_argument("--compare", action="store_true", help="compare the rows at hand")
     parser.add_argument("--trial", action="store_true", help="200 sentences, one epoch, no rows")
+    parser.add_argument("--device", default="cpu", help="(default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: %(default)s)")
+    parser.add_argument("--rows", type=Path, default=RESULTS, help="(default: %(default)s)")
     args = parser.parse_args(argv)
-    rows = pd.read_csv(RESULTS) if RESULTS.exists() else pd.DataFrame(columns=["network", "seed"])
+    rows = pd.DataFrame(columns=["network", "seed"])
+    if args.rows.exists():
+        rows = pd.read_csv(args.rows)
     if args.compare:
         print(compare(rows).to_string())
         return 0
     if args.sst is None:
         parser.error("SST, the folder of the sentences, is required")
-    data, words = read(args.sst, 200 if args.trial else None)
-    files = [args.sst / f"sst_{split}.txt" for split in ("train", "dev", "test")]
-    fingerprint = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
     made = set(zip(rows["network"], rows["seed"], strict=True))
-    for seed in SEEDS[:1] if args.trial else SEEDS:
-        for network in NETWORKS:
-            if (network, seed) in made:
-                continue
-            figures = train(data, words, network, seed, 1 if args.trial else EPOCHS)
-            where = {"torch": torch.__version__, "hardware": hardware(torch.device("cpu"), 1)}
-            row = {"network": network, "seed": seed, **figures, "data": fingerprint, **where}
+    device = choose_device(args.device)
+    tasks = [
+        (args.sst, network, seed, args.trial, device)
+        for seed in (SEEDS[:1] if args.trial else SEEDS)
+        for network in NETWORKS
+        if (network, seed) not in made
+    ]
+    with get_context("spawn").Pool(args.jobs) as pool:
+        for row in pool.imap_unordered(make, tasks):
             print(row, flush=True)
             if not args.trial:
                 table = pd.DataFrame([row])
-                table.to_csv(RESULTS, mode="a", header=not RESULTS.exists(), index=False)
+                table.to_csv(args.rows, mode="a", header=not args.rows.exists(), index=False)
     return 0
 
 

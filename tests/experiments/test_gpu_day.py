@@ -4,33 +4,61 @@ import pandas as pd
 import pytest
 
 from experiments import gpu_day
+from tests.engine.runner import make_folder
 
 FILES = {
-    "1-machine",
-    "2-tests",
-    "3-compilation",
-    "4-table",
-    "4-aa",
-    "5-profile",
-    "6-layers",
-    "7-cifar-steps",
-    "8-trainer",
+    "machine",
+    "table",
+    "table-resnet50-chosen",
+    "table-aa_resnet50-chosen",
+    "table-aa_resnet50-sdpa",
+    "table-pa_aa_resnet50-chosen",
+    "table-ea_aa_resnet50-chosen",
+    "profile-ea_aa_resnet50",
+    "cifar",
+    "cifar-128",
+    "cifar-512",
+    "profile-cifar-128-eager",
+    "profile-cifar-512-eager",
+    "layers",
+    "trainer",
+    "accuracy",
+    "accuracy-epochs",
     "parts",
 }
 
 
-def test_a_dry_run(tmp_path):
+def test_a_dry_run(tmp_path, cifar_folder):
     """Without what takes a process of its own, the tests."""
-    assert gpu_day.main(["--dry-run", "--output", str(tmp_path), "--parts", *"1345678"]) == 0
-    made = {path.stem for path in tmp_path.glob("*.csv")}
-    assert made == FILES - {"2-tests"}
-    assert all(len(pd.read_csv(tmp_path / f"{name}.csv")) for name in made)
+    parts = [name for name in gpu_day.PARTS if name != "tests"]
+    output = tmp_path / "day"
+    command = ["--dry-run", "--output", str(output), "--cifar10", str(cifar_folder), "--parts"]
+    assert gpu_day.main([*command, *parts]) == 0
+    made = {path.stem for path in output.glob("*.csv")}
+    assert made == FILES
+    assert all(len(pd.read_csv(output / f"{name}.csv")) for name in made)
+
+
+@pytest.fixture
+def cifar_folder(tmp_path):
+    return make_folder(tmp_path / "images", 64, 16, classes=4)
+
+
+def test_seconds_to_an_accuracy():
+    rows = pd.DataFrame(
+        {"epoch": [1, 2, 3, 4], "top1": [90, 94.2, 93, 95.0], "seconds": [50, 4, 6, 5]}
+    )
+    reached = gpu_day.seconds_to(rows, (94, 95, 96))
+    assert [row["seconds"] for row in reached] == [54, 65, None]
+    assert [row["epochs"] for row in reached] == [2, 4, None]
+    # the first epoch counts as the median of the others, 5 seconds
+    assert [row["without_first_epoch"] for row in reached] == [9, 20, None]
 
 
 @pytest.mark.slow
 def test_a_dry_run_of_the_tests(tmp_path):
-    assert gpu_day.main(["--dry-run", "--output", str(tmp_path), "--parts", "2"]) == 0
-    assert list(pd.read_csv(tmp_path / "2-tests.csv").exit_code) == [0]
+    assert gpu_day.main(["--dry-run", "--output", str(tmp_path), "--parts", "tests"]) == 0
+    assert list(pd.read_csv(tmp_path / "tests.csv").exit_code) == [0]
 
 
 def test_a_part_that_fails_is_a_row_and_stops_no_other(tmp_path):
