@@ -222,6 +222,13 @@ def peak_gib(day: Day, steps: Steps, before: int) -> float | None:
     return (devices.peak_memory(day.device) - before) / 2**30
 
 
+def seconds_of(day: Day, call: Callable[[], Any]) -> float:
+    """Return the seconds of one call."""
+    start = day.clock()
+    call()
+    return day.clock() - start
+
+
 def time_network(day: Day, turns: Turns, name: str, implementation: str) -> None:
     """Compile a ResNet in its modes; time steps of training and inference, profile one of EA-50."""
     batch, side = (2, 32) if day.dry else (256, 224)
@@ -232,26 +239,23 @@ def time_network(day: Day, turns: Turns, name: str, implementation: str) -> None
     rows = {}
     steps = {}
     for mode in modes:
+        row = {"network": name, "implementation": implementation, "mode": mode}
+        rows[mode] = row
         before = 0 if day.dry else torch.cuda.memory_allocated()
-        model = live_network(network, images)
-        made = Steps(model, images, amp, case=Case(network, implementation, mode))
-        start = day.clock()
-        made.train()
-        first = day.clock() - start
-        peak = peak_gib(day, made, before)
-        steps[mode] = made
-        rows[mode] = {
-            "network": name,
-            "implementation": implementation,
-            "mode": mode,
-            "first_step_s": first,
-            "peak_gib": peak,
-        }
+        made = Steps(
+            live_network(network, images), images, amp, case=Case(network, implementation, mode)
+        )
+        try:
+            row["first_step_s"] = seconds_of(day, made.train)
+            row["peak_gib"] = peak_gib(day, made, before)
+            steps[mode] = made
+        except Exception as error:  # kept, so that the other modes are timed
+            row["error"] = f"{type(error).__name__}: {error}"[:500]
     turns.wait()
     trained = turns.times(day, {mode: of.train for mode, of in steps.items()})
     inferred = turns.times(day, {EAGER: steps[EAGER].infer})
     for mode, row in rows.items():
-        row["train_ms"] = trained[mode]
+        row["train_ms"] = trained.get(mode)
         row["infer_ms"] = inferred.get(mode)
     day.save(f"table-{name}-{implementation}", list(rows.values()))
     if name == "ea_aa_resnet50":
@@ -286,12 +290,15 @@ def time_cifar(day: Day, turns: Turns, batch: int) -> None:
     amp = "none" if day.dry else "bfloat16"
     steps = {}
     first = {}
+    errors = []
     for mode in (EAGER,) if day.dry else (EAGER, COMPILED, GRAPHS):
         model = day.network(CIFAR, qk_norm=True)
         made = Steps(model, images, amp, "sgd", Case(CIFAR, mode=mode))
-        start = day.clock()
-        made.train()
-        first[mode] = day.clock() - start
+        try:
+            first[mode] = seconds_of(day, made.train)
+        except Exception as error:  # kept, so that the other modes are timed
+            errors.append({"batch": batch, "mode": mode, "error": str(error)[:500]})
+            continue
         for optimizer in OPTIMIZERS:
             other = copy.copy(made)
             other.optimizer = Steps(model, images, amp, optimizer.split(" ")[-1]).optimizer
@@ -311,7 +318,7 @@ def time_cifar(day: Day, turns: Turns, batch: int) -> None:
         }
         for (mode, optimizer), ms in times.items()
     ]
-    day.save(f"cifar-{batch}", rows)
+    day.save(f"cifar-{batch}", rows + errors)
     with turns.gpu:
         for mode in first:
             day.save(f"profile-cifar-{batch}-{mode}", profiled(day, steps[mode, "batched muon"]))

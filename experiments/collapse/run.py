@@ -66,6 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cifar100", type=Path, metavar="DIR")
     parser.add_argument("--device", default="cpu", help="(default: %(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="(default: 5 to 14)")
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--rows", type=Path, default=RESULTS, help="(default: %(default)s)")
     args = parser.parse_args(argv)
     device = choose_device(args.device)
@@ -77,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--cifar10, --cifar100 or both are required")
     for seed in args.seeds:
         for data, data_dir in folders.items():
-            for network in NETWORKS:
+            for network in args.networks:
                 known = rows(args.rows)
                 same = (known["data"] == data) & (known["network"] == network)
                 if (same & (known["seed"] == seed)).any():
