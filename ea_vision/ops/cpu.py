@@ -1,4 +1,4 @@
-"""Evolving attention on a CPU, and pooling and the convolution over planes, by the C kernels of `cpu_library`.
+"""Evolving attention on a CPU, and pooling, by the C kernels of `cpu_library`.
 
 An image's maps are made, mixed, convolved, normalised and multiplied with the values row by row while they lie in the
 cache: main memory sees the previous logits once and this layer's once. The backward pass keeps nothing but them (and
@@ -17,14 +17,12 @@ from torch.utils.flop_counter import register_flop_formula
 from ea_vision.ops.cpu_library import (
     DTYPES,
     AttentionStruct,
-    PlanesStruct,
     reason_against_library,
     run,
 )
 from ea_vision.ops.problem import (
     Implementation,
     Problem,
-    check_prev_logits,
     reason_against_kernels,
     refuse_second_derivatives,
 )
@@ -329,124 +327,3 @@ pool.register_autograd(
     lambda ctx, d_out: _pool_backward(d_out, *ctx.size), setup_context=_pool_save
 )
 refuse_second_derivatives(_pool_backward)
-
-
-def reason_against_planes(own: Tensor, prev: Tensor) -> str | None:
-    """Return why the kernel cannot mix and convolve maps (B, K, N, N), or None."""
-    if own.dtype != prev.dtype:
-        return f"it needs maps of one dtype, got {own.dtype} and {prev.dtype}"
-    return _reason_against(own)
-
-
-def _run_planes(
-    own: Tensor,
-    alpha: Tensor,
-    weight: Tensor,
-    height: int,
-    width: int,
-    prefix: int,
-    **tensors: Tensor,
-) -> None:
-    struct = PlanesStruct(
-        B=own.shape[0],
-        K=own.shape[1],
-        H=height,
-        W=width,
-        size=weight.shape[-1],
-        prefix=prefix,
-        dtype=DTYPES[own.dtype],
-        threads=torch.get_num_threads(),
-        alpha=alpha.item(),
-        **_pointers(own=own, weight=weight, **tensors),
-    )
-    run("convolve_planes", ctypes.byref(struct))
-
-
-@operator("ea_vision::cpu_planes")
-def _planes(
-    own: Tensor, prev: Tensor, alpha: Tensor, weight: Tensor, height: int, width: int, prefix: int
-) -> Tensor:
-    own = own.contiguous()
-    prev = prev.contiguous()
-    weight = weight.contiguous()
-    out = torch.empty_like(own)
-    _run_planes(own, alpha, weight, height, width, prefix, prev=prev, out=out)
-    return out
-
-
-@operator("ea_vision::cpu_planes_backward")
-def _planes_backward(
-    d_out: Tensor,
-    own: Tensor,
-    prev: Tensor,
-    alpha: Tensor,
-    weight: Tensor,
-    height: int,
-    width: int,
-    prefix: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return gradients of own, prev, alpha and weight."""
-    d_out, own, prev, weight = (x.contiguous() for x in (d_out, own, prev, weight))
-    images = len(own)
-    d_own = torch.empty_like(own)
-    d_prev = torch.empty_like(own)
-    d_weight = weight.new_empty(images, *weight.shape)
-    d_alpha = alpha.new_empty(images)
-    _run_planes(
-        own,
-        alpha,
-        weight,
-        height,
-        width,
-        prefix,
-        prev=prev,
-        d_out=d_out,
-        d_own=d_own,
-        d_prev=d_prev,
-        d_weight=d_weight,
-        d_alpha=d_alpha,
-    )
-    return d_own, d_prev, d_alpha.sum(), d_weight.sum(0)
-
-
-def _planes_save(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:4])
-    ctx.sizes = inputs[4:]
-
-
-_planes.register_fake(lambda own, *_: own.new_empty(own.shape))
-_planes_backward.register_fake(lambda d_out, *made: tuple(x.new_empty(x.shape) for x in made[:4]))
-_planes.register_autograd(
-    lambda ctx, d_out: (*_planes_backward(d_out, *ctx.saved_tensors, *ctx.sizes), None, None, None),
-    setup_context=_planes_save,
-)
-refuse_second_derivatives(_planes_backward)
-
-
-@register_flop_formula(torch.ops.ea_vision.cpu_planes)
-def _planes_flops(own, prev, alpha, weight, height, width, *_, out_shape=None, **__) -> int:
-    """Count operations by shapes, two for a multiply-add, as torch counts them in the reference."""
-    return 2 * own[0] * (height * width) ** 2 * math.prod(weight)
-
-
-def planes(
-    own: Tensor,
-    prev: Tensor,
-    alpha: Tensor,
-    keys: Tensor,
-    queries: Tensor,
-    feat_size: tuple[int, int],
-    prefix: int,
-) -> Tensor:
-    """Return what `FourDimensionalConvolution` does to maps (B, K, N, N), with its parameters.
-
-    Raises:
-        ValueError: maps that are not of the parameters' heads and of prefix + H*W tokens.
-    """
-    tokens = prefix + feat_size[0] * feat_size[1]
-    wanted = [own.shape[0], keys.shape[0], tokens, tokens]
-    if list(own.shape) != wanted:
-        raise ValueError(f"logits of shape {wanted} required, got {list(own.shape)}")
-    check_prev_logits(prev, *wanted)
-    weight = torch.stack([keys, queries], 2).float()
-    return _planes(own, prev, alpha.float(), weight, *feat_size, prefix)

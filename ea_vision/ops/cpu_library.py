@@ -61,16 +61,6 @@ class AttentionStruct(ctypes.Structure):
     )
 
 
-class PlanesStruct(ctypes.Structure):
-    """`planes` of planes.c."""
-
-    _fields_ = _fields(
-        c_int32="B K H W size prefix dtype threads",
-        c_float="alpha",
-        c_void_p="own prev weight out d_out d_own d_prev d_weight d_alpha",
-    )
-
-
 def _machine() -> str:
     """Return what -march=native depends on; a cache on a shared disk serves machines of several kinds."""
     if CPU_INFO.exists():
@@ -175,13 +165,11 @@ def _compiler() -> list[str]:
 def load() -> ctypes.CDLL | str:
     """Return the compiled library, or why there is none."""
     attention = (ctypes.POINTER(AttentionStruct),)
-    planes = (ctypes.POINTER(PlanesStruct),)
     # ValueError: see `_compiler`; AttributeError: a function is missing
     try:
         library = _opened(_compiler())
         for name, types, result in (
             ("evolving_attention", attention, ctypes.c_int64),
-            ("convolve_planes", planes, ctypes.c_int64),
             ("pool_forward", _POOLING, None),
             ("pool_backward", _POOLING, None),
         ):

@@ -5,7 +5,6 @@ For a process that has the address sanitizer loaded.
 
 import math
 import os
-import random
 import sys
 
 import torch
@@ -40,19 +39,6 @@ def pool(*size: int) -> None:
     cpu.pool(x).square().sum().backward()
 
 
-def convolve_planes(draw: random.Random, dtype: torch.dtype) -> None:
-    H, W = draw.choices((1, 2, 3, 5, 17), k=2)
-    K, prefix, size = draw.choice((1, 2, 5, 9)), draw.choice((0, 1, 5)), draw.choice((1, 3, 5))
-    own, prev = (
-        torch.randn(3, K, *[prefix + H * W] * 2).to(dtype).requires_grad_() for _ in range(2)
-    )
-    keys, queries = torch.randn(2, K, K, size, size, requires_grad=True)
-    out = cpu.planes(
-        own, prev, torch.tensor(0.3, requires_grad=True), keys, queries, (H, W), prefix
-    )
-    out.float().square().sum().backward()
-
-
 torch.set_num_threads(2)
 for compiler in sys.argv[1:]:
     os.environ["CC"] = compiler
@@ -60,15 +46,9 @@ for compiler in sys.argv[1:]:
     if isinstance(cpu_library.load(), str):
         sys.exit(cpu_library.load())
     attend()
-    draw = random.Random(0)
-    for dtype in cpu_library.DTYPES:
-        for _ in range(5):
-            convolve_planes(draw, dtype)
     for size in (1, 1), (5, 7), (8, 6), (2, 9):
         pool(*size)
     print("clean", flush=True)
 
 x, out = torch.randn(1, 3, 5, 7), torch.empty(1, 3, 3, 4)
-cpu_library.load().pool_forward(
-    out.data_ptr(), x.data_ptr(), 4, 5, 7, 1
-)  # 4 planes where there are 3
+cpu_library.load().pool_forward(out.data_ptr(), x.data_ptr(), 4, 5, 7, 1)  # 4 planes of 3

@@ -5,7 +5,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ea_vision.layers.evolution import Evolution, check_kernel_size, register_evolution
-from ea_vision.ops import by_torch, cpu, log_once
 from ea_vision.ops.reference import among_patches, with_prefix
 
 
@@ -76,31 +75,7 @@ class FourDimensionalConvolution(Evolution):
         convolved = F.conv2d(planes, weight, None, padding="same")
         return convolved.permute(0, 2, 3, 1).reshape(B, N, N, K)
 
-    def by_kernel(
-        self, logits: Tensor, prev_logits: Tensor, feat_size: tuple[int, int]
-    ) -> Tensor | None:
-        """Return `forward` by the C kernel, or None where it cannot."""
-        if by_torch():
-            return None
-        reason = cpu.reason_against_planes(logits, prev_logits)
-        if reason is not None:
-            log_once(("conv2d", reason), f"maps of conv2d by torch, not cpu: {reason}")
-            return None
-        log_once(("conv2d", None), "maps of conv2d by cpu")
-        return cpu.planes(
-            logits,
-            prev_logits,
-            self.alpha,
-            self.keys,
-            self.queries,
-            feat_size,
-            self.num_prefix_tokens,
-        )
-
     def forward(self, logits: Tensor, prev_logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        evolved = self.by_kernel(logits, prev_logits, feat_size)
-        if evolved is not None:
-            return evolved
         mixed = (logits + self.alpha * prev_logits).to(logits.dtype)
         patches = among_patches(mixed, self.num_prefix_tokens)
         convolved = patches + self.convolve(patches, feat_size)

@@ -1,5 +1,5 @@
 /* Evolving attention on a CPU, forward and backward, an image after the other so that its maps stay in the cache; the
- * pooling before it; the maps of conv2d.
+ * pooling before it.
  *
  * Plain C with GNU vector extensions: `cpu_library.py` compiles this file, which takes in the others, for the machine it
  * runs on. All arithmetic is float32; q, k, v, prev, logits and out may be stored as float32 or bfloat16.
@@ -16,7 +16,6 @@
  */
 #include "backward.c"
 #include "forward.c"
-#include "planes.c"
 #include "pooling.c"
 
 /* Forward, or backward where p->d_out is given: sums over images are left to the caller, in their order. Returns 0, or
