@@ -53,7 +53,7 @@ CIFAR_BATCHES = (128, 512)
 OPTIMIZERS = ("muon", "batched muon", "sgd")
 TINY = {"widths": [8, 8, 16, 16], "depth": 1}
 COMPILATION = 240  # seconds that the processes of the table wait for each other
-ROUNDS = 8
+ROUNDS = 6
 STEPS = 3  # of a network, one after another
 # failed on an H200 on 2026-11-26, see kernels.md
 FAILED_LAST_TIME = "heads or half_precision or 577 or chain or memory_errors"
