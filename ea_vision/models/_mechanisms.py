@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
+from ea_vision.base.errors import UsageError
 from ea_vision.layers import TokenConv, ValueResidual, create_evolution, evolution_class
 from ea_vision.models._chain import check_numbers
 
@@ -35,6 +37,41 @@ class Mechanisms:
             check_numbers("attn_layers", self.attn_layers)
         if self.prefix not in ("convolve", "pass"):
             raise ValueError(f"prefix must be 'convolve' or 'pass', got {self.prefix!r}")
+
+    @classmethod
+    def of_evolve(
+        cls,
+        kind: str | None = "ea",
+        layers: Sequence[int] | None = None,
+        prefix: str = "convolve",
+        start: str = "identity",
+        attn_layers: Sequence[int] | None = None,
+        token_conv: bool | str = False,
+        value_residual: bool | str = False,
+        **options: Any,
+    ) -> "Mechanisms":
+        """Return the mechanisms that the arguments of `ea_vision.evolve` ask for, in vision transformers and sequences.
+
+        Raises:
+            ValueError: nothing to add, or an invalid value.
+        """
+        if kind is None and not (token_conv or value_residual):
+            raise UsageError("a kind, token_conv or value_residual required, got none of them")
+        if kind is not None:
+            options["start"] = start
+        chosen = attn_layers if layers is None else layers
+        return cls(kind, chosen, prefix, token_conv, value_residual, options)
+
+    def keywords(self) -> dict[str, Any]:
+        """Return the keywords with which `ea_vision.evolve` adds these mechanisms, as JSON can hold them."""
+        return {
+            "kind": self.kind,
+            "attn_layers": None if self.attn_layers is None else list(self.attn_layers),
+            "prefix": self.prefix,
+            "token_conv": self.token_conv,
+            "value_residual": self.value_residual,
+            **self.options,
+        }
 
     @property
     def reads_previous(self) -> bool:

@@ -13,7 +13,6 @@ Shape letters: B batch, C channels, K heads, T tokens, P prefix tokens, D width 
 
 import copy
 import itertools
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -518,33 +517,14 @@ def shared_copy(model: nn.Module) -> nn.Module:
 
 
 def evolve_transformer(
-    model: nn.Module,
-    kind: str | None = "ea",
-    layers: Sequence[int] | None = None,
-    prefix: str = "convolve",
-    start: str = "identity",
-    attn_layers: Sequence[int] | None = None,
-    token_conv: bool | str = False,
-    value_residual: bool | str = False,
-    **options: Any,
+    model: nn.Module, kind: str | None = "ea", *args: Any, **options: Any
 ) -> nn.Module:
     """Return an evolving copy of a vision transformer of timm's or torchvision's, which shares the weights.
 
     Args:
         model: timm's VisionTransformer or VisionTransformerDistilled (ViT, DeiT, DINO, CLIP, SigLIP, ...), Eva (EVA-02,
             DINOv3, PE), NaFlexVit, Beit or Cait, or torchvision's VisionTransformer.
-        kind: a registered evolution: "ea", "pa", "residual", "talking_heads", "reattention", "refiner", "mta",
-            "conv2d", "xsa", "gated", or one from outside; None for maps that do not evolve.
-        layers: the blocks that evolve, counted from 1. None means all that can: the first block has no predecessor,
-            so it cannot where the kind reads the predecessor's maps.
-        attn_layers: the same by its name in `timm.create_model`.
-        prefix: "convolve" or "pass"; see `EvolvingVisionTransformer`.
-        start: "identity": the new model computes what the old one does (bit for bit where timm's fused attention is
-            off) and learns from there; "paper": it begins as its paper does.
-        token_conv: see `EvolvingVisionTransformer`; also without a kind.
-        value_residual: see `EvolvingVisionTransformer`; also without a kind.
-        **options: the evolution's. alpha, beta: gates of the kinds that have them; 0 at the identity start. learnable:
-            whether they are parameters, as at the identity start; "per_head" for one a head. kernel_size, ...
+        kind, *args, **options: see `ea_vision.evolve`.
 
     Raises:
         ValueError: a model that cannot evolve, naming the module at fault, layers that cannot, an option that the
@@ -553,22 +533,10 @@ def evolve_transformer(
     reason = reason_against(model)
     if reason is not None:
         raise ValueError(f"this {type(model).__name__} cannot evolve: {reason}")
-    if kind is None and not (token_conv or value_residual):
-        raise ValueError("a kind, token_conv or value_residual required, got none of them")
-    if kind is not None:
-        options["start"] = start
-    chosen = attn_layers if layers is None else layers
-    mechanisms = Mechanisms(kind, chosen, prefix, token_conv, value_residual, options)
+    mechanisms = Mechanisms.of_evolve(kind, *args, **options)
     evolving = shared_copy(model)
     evolve_blocks(evolving, mechanisms)
-    asked = {
-        "kind": kind,
-        "attn_layers": chosen,
-        "prefix": prefix,
-        "token_conv": token_conv,
-        "value_residual": value_residual,
-    }
-    remember_evolution(evolving, {**asked, **options})
+    remember_evolution(evolving, mechanisms.keywords())
     return evolving
 
 

@@ -62,9 +62,17 @@ def evolve(model: nn.Module, kind: str | None = "ea", *args: Any, **options: Any
             model of Hugging Face's transformers.
         kind: a registered evolution: "ea", "pa", "residual", "talking_heads", "reattention", "refiner", "mta",
             "conv2d", "xsa", "gated", or one from outside; None for maps that do not evolve.
-        *args: further options by position: layers, prefix, start of `evolve_transformer`.
-        **options: those of the family; see `ea_vision.models.any_transformer.evolve_transformer` and
-            `ea_vision.models.evolve_resnet.evolve_resnet`.
+        layers: the blocks that evolve, counted from 1 (in models of transformers, in each chain of layers). None means
+            all that can: the first block has no predecessor, so it cannot where the kind reads the predecessor's maps.
+        prefix: "convolve" or "pass"; see `EvolvingVisionTransformer`.
+        start: "identity": the new model computes what the old one does (bit for bit where timm's fused attention is
+            off) and learns from there; "paper": it begins as its paper does.
+        attn_layers: `layers` by its name in `timm.create_model`.
+        token_conv, value_residual: see `EvolvingVisionTransformer`; also without a kind.
+        **options: the evolution's. alpha, beta: gates of the kinds that have them; 0 at the identity start. learnable:
+            whether they are parameters, as at the identity start; "per_head" for one per head. kernel_size, ...
+
+    ResNets take other options: see `ea_vision.models.evolve_resnet.evolve_resnet`.
 
     Raises:
         ValueError: a model that cannot evolve, naming the module at fault, layers that cannot, an option that the

@@ -221,16 +221,11 @@ def check_kind(kind: str | None, form: str, across: bool, name: str) -> None:
         )
 
 
-def give(model: nn.Module, kind: str | None, layers: Sequence[int] | None, **asked: Any) -> None:
-    """Give a model its mechanisms, in place; the keywords are those of `evolve_huggingface`."""
+def give(model: nn.Module, mechanisms: Mechanisms) -> None:
+    """Give a model its mechanisms, in place."""
     register()
     plain_implementation = model.config._attn_implementation
     chains = find_chains(model)
-    options = {**asked}
-    prefix = options.pop("prefix")
-    token_conv = options.pop("token_conv")
-    value_residual = options.pop("value_residual")
-    mechanisms = Mechanisms(kind, layers, prefix, token_conv, value_residual, options)
     given = 0
     for names, form in zip(chains, causal_forms(model, chains), strict=True):
         if len(names) > 1 or not mechanisms.reads_previous:
@@ -238,8 +233,8 @@ def give(model: nn.Module, kind: str | None, layers: Sequence[int] | None, **ask
             given += 1
     if not given:
         raise UsageError(f"a chain of two layers or more required, got {chains}")
-    before = {"attn_implementation": plain_implementation}
-    setattr(model.config, NAME, {"kind": kind, "layers": layers, **asked, **before})
+    asked = {**mechanisms.keywords(), "attn_implementation": plain_implementation}
+    setattr(model.config, NAME, asked)
     model.set_attn_implementation(NAME)
 
 
@@ -289,23 +284,15 @@ def evolves(model: nn.Module) -> bool:
 
 
 def evolve_huggingface(
-    model: nn.Module,
-    kind: str | None = "ea",
-    layers: Sequence[int] | None = None,
-    prefix: str = "convolve",
-    start: str = "identity",
-    attn_layers: Sequence[int] | None = None,
-    token_conv: bool | str = False,
-    value_residual: bool | str = False,
-    **options: Any,
+    model: nn.Module, kind: str | None = "ea", *args: Any, **options: Any
 ) -> nn.Module:
     """Let the attention maps of a model of transformers evolve: a new model, which shares the weights.
 
     Args:
         model: any whose attention goes through `ALL_ATTENTION_FUNCTIONS`: ViT, DINOv2, DINOv3, SigLIP, CLIP, BERT,
             RoBERTa, DistilBERT, T5, BART, Llama, ...
-        layers: counted from 1 in each chain. The others are as `ea_vision.evolve` describes them.
-            In decoders "ea" takes its causal form, without a cache; other kinds that convolve are refused there.
+        kind, *args, **options: see `ea_vision.evolve`. In decoders "ea" takes its causal form, without a cache; other
+            kinds that convolve are refused there.
 
     Raises:
         ValueError: a model that cannot evolve, or a mechanism that has no place in it, with the reason.
@@ -313,15 +300,9 @@ def evolve_huggingface(
     reason = reason_against(model)
     if reason is not None:
         raise UsageError(f"this {type(model).__name__} cannot evolve: {reason}")
-    if kind is None and not (token_conv or value_residual):
-        raise UsageError("a kind, token_conv or value_residual required, got none of them")
-    if kind is not None:
-        options["start"] = start
-    chosen = attn_layers if layers is None else layers
-    chosen = None if chosen is None else list(chosen)
-    added = {"token_conv": token_conv, "value_residual": value_residual}
+    mechanisms = Mechanisms.of_evolve(kind, *args, **options)
     evolving = shared_copy(model)
-    give(evolving, kind, chosen, prefix=prefix, **added, **options)
+    give(evolving, mechanisms)
     return evolving
 
 
@@ -392,7 +373,7 @@ def from_pretrained(folder: str, **kwargs: Any) -> nn.Module:
 
     def build(self, config, *args, **options):
         plain.__init__(self, config, *args, **options)
-        give(self, **asked)
+        give(self, Mechanisms.of_evolve(**asked))
 
     cls = type(plain.__name__, (plain,), {"__init__": build, "__module__": plain.__module__})
     model = cls.from_pretrained(folder, **kwargs)
