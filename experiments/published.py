@@ -31,12 +31,12 @@ TEXT = {  # the pages, and what stands above their tables
     HERE.parent / "docs" / "results.md": """\
 # Results: published beside ours
 
-The papers' main tables; [the others](../experiments/published.md) are on a page of their own, and
-[experiments](experiments.md) says what we have run ourselves. `python -m experiments.published` writes both pages, and
-with the name of a network or table prints the commands that would train it, their epochs and exaFLOPs.
+The papers' main tables beside our networks. [More tables](../experiments/published.md) and [our own experiments](experiments.md) have
+their own pages. `python -m experiments.published` writes both pages of tables; with the name of a network or table it prints the
+commands that would train it, their epochs and exaFLOPs.
 
-- **Published** figures come from the paper under each table; a network stands beside its own paper's baseline.
-- **Parameters and GFLOPs** beside them are counted on our networks, as the EA paper counted: 2 for a multiply-add of a
+- **Published** figures come from the paper under each table; each network stands beside its own paper's baseline.
+- **Parameters and GFLOPs** beside them are counted on our networks, as in the EA paper: 2 for a multiply-add of a
   convolution and 1 for one of the attention products.
 - **Ours** is top-1 on the test images after the last epoch, at full size. Nothing has been run on ImageNet yet.
 - BERT, RoBERTa, T5, GLUE, SST and translation: [what runs here](transformers.md#the-papers-text-systems).""",
@@ -370,7 +370,6 @@ def section(table: dict[str, Any], rows: Sequence[Row]) -> str:
             elsewhere.setdefault(row["source"], []).append(f"`{row['label']}`")
     notes += [f"Source of {', '.join(labels)}: {source}." for source, labels in elsewhere.items()]
     notes += [f"`{row['label']}`: {row['note']}." for row in rows if row["note"]]
-    notes += table.get("remarks", [])
     heading = f"## {table['title']}: `{table['name']}`"
     return "\n".join([heading, "", *lines, "", *[f"- {note}" for note in notes]])
 
