@@ -150,16 +150,16 @@ def test_the_pages_say_what_the_kept_runs_say():
     for name in ("conv2d", "residual", "uniform"):
         page_says(PAGE, "The verdict", points(rows.loc["vit-alone", name], "+"))
     for part in ("vit-rival", "cifar100"):
-        page_says(PAGE, CHANCES, span(tested.loc[part, "found_at_80_percent"]))
+        page_says(PROTOCOL, CHANCES, span(tested.loc[part, "found_at_80_percent"]))
 
 
 def test_the_power_of_the_verdict():
     """power.csv follows from the spreads of the runs."""
     kept = table("across/power.csv").set_index("name")
     pd.testing.assert_frame_equal(power.achieved().set_index("name"), kept)
-    page_says(PAGE, CHANCES, *kept["power"], f"{power.PLANNED} points")
+    page_says(PROTOCOL, CHANCES, *kept["power"], f"{power.PLANNED} points")
     for name in ("conv2d", "ea"):
-        page_says(PAGE, CHANCES, f"{kept.overstated[name]:.1f}")
+        page_says(PROTOCOL, CHANCES, f"{kept.overstated[name]:.1f}")
 
 
 def test_what_mechanisms_cost():
