@@ -24,7 +24,7 @@ demo: $(READY)
 		-o $(DEMO)/evolution.png digits#5
 	@echo
 	@echo "Trained: $(DEMO). Pictures to open: $(DEMO)/heads.png, and $(DEMO)/evolution.png: a map from layer to layer."
-	@echo "Accuracy jumps about epoch 6: with 11 updates an epoch BatchNorm's running statistics lag behind weights that move fast."
+	@echo "Accuracy jumps about epoch 6: with 11 updates per epoch BatchNorm's running statistics lag behind weights that move fast."
 	@echo "The next three commands to try (digits#5 is the sixth test image of the digits, counted from 0):"
 	@echo "  $(VENV)/bin/ea-vision predict $(DEMO) digits#5"
 	@echo "  $(VENV)/bin/ea-vision explore --model $(DEMO) -o $(DEMO)/page.html digits#5"

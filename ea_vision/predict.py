@@ -45,7 +45,7 @@ def predict(
 
     Args:
         images: paths, PIL images, arrays or tensors; see `ea_vision.recorder.inputs.as_input`.
-        top: number of classes an image, at most as many as there are.
+        top: number of classes per image, at most as many as there are.
         batch_size: images that go through the network together.
 
     Yields:
@@ -161,10 +161,10 @@ def main(argv: list[str] | None = None) -> int:
         nargs="+",
         metavar="IMAGE",
         help="image files, folders, digits#N (the Nth test image "
-        "of the digits), or - for paths on standard input, one a line",
+        "of the digits), or - for paths on standard input, one per line",
     )
     parser.add_argument(
-        "--top", type=positive, default=5, metavar="K", help="classes an image (default: 5)"
+        "--top", type=positive, default=5, metavar="K", help="classes per image (default: 5)"
     )
     parser.add_argument(
         "--json",

@@ -142,7 +142,7 @@ def main() -> None:
         "--max-size", type=int, default=500, help="longest side in the FFCV files, in pixels"
     )
     parser.add_argument(
-        "--rate", type=float, default=1000.0, help="images a second that the step takes"
+        "--rate", type=float, default=1000.0, help="images per second that the step takes"
     )
     parser.add_argument(
         "--seconds", type=float, default=1.5, help="of each of the two measurements"

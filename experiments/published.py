@@ -31,9 +31,9 @@ TEXT = {  # the pages, and what stands above their tables
     HERE.parent / "docs" / "results.md": """\
 # Results: published beside ours
 
-The papers' main tables beside our networks. [More tables](../experiments/published.md) and [our own experiments](experiments.md) have
-their own pages. `python -m experiments.published` writes both pages of tables; with the name of a network or table it prints the
-commands that would train it, their epochs and exaFLOPs.
+The papers' main tables beside our networks. [More tables](../experiments/published.md) and
+[our own experiments](experiments.md) have their own pages. `python -m experiments.published` writes both pages of
+tables; with the name of a network or table it prints the commands that would train it, their epochs and exaFLOPs.
 
 - **Published** figures come from the paper under each table; each network stands beside its own paper's baseline.
 - **Parameters and GFLOPs** beside them are counted on our networks, as in the EA paper: 2 for a multiply-add of a

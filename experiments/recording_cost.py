@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python -m experiments.recording_cost experiments/results/recording-cost.csv
 
-A row a network: seconds of processor time of a forward of the images, plain and with all layers recorded (medians of
-interleaved rounds), and MiB of maps an image. Random weights, evaluation mode, float32.
+One row per network: processor seconds of a forward pass, plain and with all layers recorded (medians of interleaved
+rounds), and MiB of maps per image. Random weights, evaluation mode, float32.
 """
 
 import argparse

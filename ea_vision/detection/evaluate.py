@@ -48,7 +48,7 @@ def require_pycocotools():
 class DetectionResult:
     """The results of a detector on `images` images.
 
-    measures: MEASURES, in percent. per_class: a row a class: class, objects, AP, AP50. detections: COCO's results.
+    measures: MEASURES, in percent. per_class: one row per class: class, objects, AP, AP50. detections: COCO's results.
     unreadable: number of images that could not be read; they and their boxes are not counted.
     """
 

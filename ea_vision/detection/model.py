@@ -1,14 +1,14 @@
 """RetinaNet over any network of ours or timm's that gives features.
 
-torchvision's RetinaNet (its losses, matching, decoding and non-maximum suppression), put together as the AA paper's
-detector: feature pyramid P3 to P7, 6 anchors a place, focal loss with gamma 1.5, and, by keywords, BatchNorm in pyramid
-and heads and the Huber loss of the code that it was trained with.
+torchvision's RetinaNet (its losses, matching, decoding and non-maximum suppression), configured as the AA paper's
+detector: feature pyramid P3 to P7, 6 anchors per location and focal loss with gamma 1.5. Keywords choose BatchNorm in
+pyramid and heads and the Huber loss, as in the authors' code.
 
 Papers:
 * RetinaNet: `Focal Loss for Dense Object Detection` - https://arxiv.org/abs/1708.02002
 * AA: `Attention Augmented Convolutional Networks` - https://arxiv.org/abs/1904.09925
 
-Shape letters: B images, H x W pixels, A anchors a place, C classes.
+Shape letters: B images, H x W pixels, A anchors per location, C classes.
 """
 
 from functools import partial
@@ -33,7 +33,7 @@ from ea_vision.base.networks import create_leaving_out, image_statistics
 
 STRIDES = (8, 16, 32)  # of the features that the pyramid is made from, in pixels
 LEVELS = (3, 4, 5, 6, 7)  # of the pyramid: level n has one place to 2^n x 2^n pixels
-# anchors a place: log2 of their sizes over the level's
+# anchors per location: log2 of their sizes over the level's
 OCTAVE_SCALES = {6: (0, 1 / 2), 9: (0, 1 / 3, 2 / 3)}
 RATIOS = (0.5, 1.0, 2.0)  # height over width
 HUBER_DELTA = 0.1  # this and the next: of the AA paper's code

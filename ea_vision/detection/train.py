@@ -234,7 +234,7 @@ class CocoDetection(DataModule):
             if "size mismatch" in str(error):
                 raise UsageError(
                     f"weights {config.pretrained_path or 'of timm'} do not fit {config.model}: those of a "
-                    "network that classifies have queries of at least 20 channels a head, which "
+                    "network that classifies have queries of at least 20 channels per head, which "
                     "--model-kwargs min_head_qk=20 gives a detector"
                 ) from error
             raise

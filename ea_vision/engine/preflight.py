@@ -38,7 +38,7 @@ def describe_update(config: TrainConfig, processes: int, has_norms: bool = False
         meant = resolve(type(config), {"recipe": config.recipe}).peak_lr(total)
         text += f"; recipe {config.recipe} means {total} images, rate {meant:g}"
     if has_norms and batch != config.batch_size and not config.sync_bn:
-        text += f"; BatchNorm sees {config.batch_size} images a process, the recipe's has {batch}"
+        text += f"; BatchNorm sees {config.batch_size} images per process, the recipe's has {batch}"
     return text
 
 

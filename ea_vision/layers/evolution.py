@@ -499,8 +499,8 @@ class EvolvingAttention(_ConvolvedEvolution):
         alpha: gate of the previous layer's maps, 0 to 1 (0: no skip connection); 0.5, or 0 where causal, unless given.
         beta: gate of the convolved maps, 0 to 1 (0: no convolution).
         kernel_size: odd side of the convolution's kernel.
-        learnable: whether alpha and beta are parameters, which begin at the values given and know no bounds: True for
-            one number a layer, "per_head" for one a head. At alpha = beta = 0 the layer is the one without evolution.
+        learnable: whether alpha and beta are unbounded parameters that start at the values given: True for one number
+            per layer, "per_head" for one per head. At alpha = beta = 0 the layer equals one without evolution.
         causal: of sequences (EA paper, section 3.5; `forward` alone, not the operator, computes these forms): "self"
             for a decoder's self-attention, whose convolved map is moved one down and one right and reads no key after
             its query; "cross" for its attention to the source, moved one down, along the target, so that it reads no

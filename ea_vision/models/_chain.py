@@ -73,7 +73,7 @@ class AttentionConfig:
 
     num_heads: K.
     qk_ratio: dim_qk as a share of the replaced convolution's width (the AA paper's kappa); None is the AA paper's
-        ImageNet rule, 0.2 and at least 20 a head.
+        ImageNet rule, 0.2 and at least 20 per head.
     v_ratio: dim_v likewise (upsilon).
     min_head_qk: least width of a head's queries; None is 20 with the paper's rule, else no limit.
     position: "relative", "none", "sine" or "coord", see `AugmentedConv2d`.

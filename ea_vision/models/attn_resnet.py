@@ -9,8 +9,8 @@ Papers:
 * CSAN: `Convolutional Self-Attention Networks` - https://arxiv.org/abs/1904.03107
 * `Stand-Alone Self-Attention in Vision Models` - https://arxiv.org/abs/1906.05909
 
-The widths are the papers' (dim_qk = max(0.2 planes, 20 a head), dim_v = 0.1 planes; ResNet-34: planes/4 and planes/8).
-Other published ones are keywords:
+The widths are the papers': dim_qk = max(0.2 planes, 20 per head), dim_v = 0.1 planes; ResNet-34 planes/4 and planes/8.
+Other published widths are keywords:
 * the EA authors' public TensorFlow ResNet-50: qk_ratio=0.25, v_ratio=0.125;
 * the AA paper's shares of attention: qk_ratio=v_ratio=0.25|0.5|0.75|1 with min_head_qk=20; at 1 attention takes the
   place of the whole convolution in the last three stages (the paper does not say whether also in the first: the sizes

@@ -6,7 +6,7 @@ shortcuts without parameters. That code adds further sums around the groups and 
 whether the AA paper had them is not known.
 
 In AA-Wide-ResNet the first 3x3 convolution of every block is augmented, at full resolution: its maps have 32x32, 16x16
-and 8x8 pixels. The widths are the paper's rule read literally, dim_qk = 0.2 and at least 20 a head, dim_v = 0.1; that
+and 8x8 pixels. The widths are the paper's rule read literally, dim_qk = 0.2 and at least 20 per head, dim_v = 0.1; that
 gives 36.06M parameters where the paper prints 36.2M. Maps that evolve in this network are ours, no paper has them.
 
 Papers:

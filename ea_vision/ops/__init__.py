@@ -150,7 +150,7 @@ def log_large_map(num_heads: int, feat_size: tuple[int, int]) -> None:
     if N > LARGE_MAP:
         log_once(
             ("large map", f"{num_heads} {H} {W}"),
-            f"a map of {H} x {W} takes {num_heads * N**2 * 4 / 1e6:,.0f} MB an image and layer in float32; "
+            f"a map of {H} x {W} takes {num_heads * N**2 * 4 / 1e6:,.0f} MB per image and layer in float32; "
             "map_reduction=32, attn_stages or smaller images take less",
         )
 

@@ -1,8 +1,8 @@
 """Evolving attention on a CPU, and pooling, by the C kernels of `cpu_library`.
 
 An image's maps are made, mixed, convolved, normalised and multiplied with the values row by row while they lie in the
-cache: main memory sees the previous logits once and this layer's once. The backward pass keeps nothing but them (and
-one number a row) and computes the rest again. What enters exp is kept above the threshold of subnormal numbers, so the
+cache: main memory sees the previous logits once and this layer's once. The backward pass keeps only these (and one
+number per row) and computes the rest again. Arguments of exp stay above the threshold of subnormal numbers, so the
 speed does not depend on torch.set_flush_denormal.
 """
 

@@ -89,7 +89,7 @@ def _store_rows(ptr, image, n, x, D, S):
 
 @triton.jit
 def _by_query(image, i, S):
-    """Return offsets and mask of one number a head and query, in (B, K, N): (KP, I) each."""
+    """Return offsets and mask of one number per head and query, in (B, K, N): (KP, I) each."""
     head = tl.arange(0, S.KP)[:, None]
     return image * (S.K * S.N) + (head * S.N + i[None, :]), (head < S.K) & (i[None, :] < S.N)
 

@@ -2,8 +2,8 @@
 
     python -m experiments.added_attention.run TINY-IMAGENET SCENES RUNS
 
-TINY-IMAGENET has a folder a class in train/ and val/; SCENES is what experiments/scenes/split.py writes. A run folder
-that is complete is not trained again, and one that is not goes on: start the same command again.
+TINY-IMAGENET has one folder per class in train/ and val/; experiments/scenes/split.py writes SCENES. The same command
+continues an incomplete run and skips complete ones.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from ea_vision.base.files import atomic_write, csv_text
 from ea_vision.engine import run_folder, train_imagenet
 from experiments.finetune_scenes.run import pick, test
 
-PHOTOS = 500  # a class to train on
+PHOTOS = 500  # training photos per class
 PRETRAINING = "--img-size 64 --eval-resize 64 --epochs 10 --batch-size 64 --seed 0"
 TUNING = "--recipe finetune_resnet --img-size 112 --eval-resize 128 --epochs 6 --batch-size 50"
 COMMON = "--device cpu --amp bfloat16 --channels-last --workers 1"

@@ -62,7 +62,7 @@ def pick(scenes: Path, folder: Path, photos: int) -> None:
         classes = sorted(path for path in (scenes / source).glob("*") if path.is_dir())
         if not classes:
             raise UsageError(
-                f"{scenes / source} must have a folder a class: experiments/scenes/split.py"
+                f"{scenes / source} must have one folder per class: experiments/scenes/split.py"
             )
         for of_class in classes:
             (folder / target / of_class.name).mkdir(parents=True, exist_ok=True)

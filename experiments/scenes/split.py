@@ -3,7 +3,7 @@
     python experiments/scenes/split.py FOLDER OUT
 
 FOLDER is "train-scene classification" of github.com/ndb796/Scene-Classification-Dataset (CC0): train.csv and the folder
-train of photos, most of them 150 x 150 pixels. OUT gets train, validation and test, each with a folder a class. The
+train of photos, most of them 150 x 150 pixels. OUT gets train, validation and test, each with one folder per class. The
 split depends on train.csv alone, so that every run everywhere has the same. Photos are linked where the disk can, else
 copied.
 """

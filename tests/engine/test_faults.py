@@ -1,4 +1,4 @@
-"""One row a fault: what a user can get wrong, or a disk do to files, and the one line that says so."""
+"""One row per fault: what a user can get wrong, or a disk do to files, and the one line that says so."""
 
 import math
 import multiprocessing

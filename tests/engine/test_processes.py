@@ -164,7 +164,7 @@ STOPPED = 128 + signal.SIGTERM
 
 
 def test_stopped_on_two_continued_on_one_and_back_inside_an_epoch(data, tmp_path):
-    """Five updates an epoch: two on two processes, two on one, the rest on two; each image once in an epoch, and the
+    """Five updates per epoch: two on two processes, two on one, the rest on two; each image once in an epoch, and the
     weights of one process alone, four batches an update. Without BatchNorm, whose statistics are of a batch of two
     either way, but of other pairs."""
     alone, folder, ids = tmp_path / "alone", tmp_path / "run", tmp_path / "ids"

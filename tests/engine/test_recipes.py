@@ -199,7 +199,7 @@ def test_a_batch_size_that_is_given_stays_a_process_and_the_run_says_what_the_re
     assert (config.batch_size, config.grad_accum_steps, config.total_batch) == (64, 1, 0)
     assert describe_update(config, 2, has_norms=True) == (
         "128 images = 64 x 2 processes, peak learning rate 0.064; recipe imagenet means 256 images, rate 0.128; "
-        "BatchNorm sees 64 images a process, the recipe's has 32"
+        "BatchNorm sees 64 images per process, the recipe's has 32"
     )
     both = resolved("imagenet", batch_size=64, total_batch=256).for_processes(1)
     assert (both.batch_size, both.grad_accum_steps) == (64, 4) and "recipe" not in describe_update(

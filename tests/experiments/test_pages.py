@@ -613,8 +613,8 @@ def faithfulness():
 def detectors():
     labels = {
         "plain": "resnet18",
-        "aa": "aa_resnet34, two blocks a stage",
-        "ea_aa": "ea_aa_resnet34, two blocks a stage",
+        "aa": "aa_resnet34, two blocks per stage",
+        "ea_aa": "ea_aa_resnet34, two blocks per stage",
     }
     for name, label in labels.items():
         runs = pd.DataFrame([last_row(f"detection/{name}-seed{seed}.csv") for seed in (0, 1)])

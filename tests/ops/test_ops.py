@@ -612,7 +612,7 @@ def test_maps_of_more_than_2500_pixels_are_logged_once(caplog):
         )
     (line,) = (message for message in caplog.messages if "map of" in message)
     assert line.startswith(
-        "a map of 52 x 50 takes 54 MB an image and layer in float32; map_reduction=32, attn_stages"
+        "a map of 52 x 50 takes 54 MB per image and layer in float32; map_reduction=32, attn_stages"
     )
 
 

@@ -8,7 +8,7 @@ from ea_vision.layers import Evolution, register_evolution
 
 @register_evolution("shared")
 class ResidualMaps(Evolution):
-    """out = logits + share * prev_logits, one gate a head."""
+    """out = logits + share * prev_logits, one gate per head."""
 
     part_names = ("shared_logits",)  # further maps that can be recorded
     identity_start = {"start": 0.0}  # the options with which it begins as the plain network

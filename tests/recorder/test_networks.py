@@ -311,7 +311,7 @@ def test_multihead_attention_alone(kwargs, need_weights):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["ea", "conv2d", "talking_heads", "xsa", None])
 def test_evolved_transformers_begin_with_the_maps_of_the_plain_ones(name, kind):
-    """Of CaiT with those that weigh the values; outputs keep every bit, and logits hand on what they should."""
+    """CaiT has the maps that weigh the values; outputs are bit-identical, and the right logits are handed on."""
     plain, x = create(name).eval(), images(*size_of(name))
     model = evolve(plain, kind=kind, token_conv=kind is None).eval()
     found, hooks = (

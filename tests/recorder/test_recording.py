@@ -101,7 +101,7 @@ def test_attention_times_values_is_the_attention_branch():
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("make", [ours, theirs])
 def test_outputs_gradients_and_random_numbers_stay_and_maps_are_those_before_dropout(make, train):
-    """Every bit; of nn.MultiheadAttention, whose fast path is left, to the last bits."""
+    """Outputs are bit-identical, to the last bits with nn.MultiheadAttention, whose fast path is left."""
 
     def step(record):
         torch.manual_seed(0)

@@ -104,7 +104,7 @@ def test_channel_maps_have_a_matrix_and_nothing_else():
 
 
 def test_class_attention_shows_its_one_query():
-    """And a rollout stops before it, and says so."""
+    """A rollout stops before it and logs that it does."""
     model = timms("cait_xxs24_224", img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)
     assert maps_of(plot_heads(model, IMAGE, [3, 4], [0], ["cls"], overlay=False))[-1].shape == (
         4,

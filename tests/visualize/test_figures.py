@@ -387,7 +387,7 @@ def test_every_script_writes_its_figure(
 
 
 def test_several_images_stand_side_by_side_or_get_a_file_each(run, photo, tmp_path):
-    """Of one model a figure, of several models a file an image."""
+    """One model has one figure, several models one file per image."""
     PHOTO.rotate(90).save(tmp_path / "1.png")
     models = f"{run},{run / 'snapshots' / 'epoch_0002.safetensors'}"
     for options in f"{run} --heads 1", f"{models} --queries 1,1":

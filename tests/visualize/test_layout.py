@@ -138,7 +138,7 @@ def quantities(layers, heads):
     ]
 
 
-KINDS = {  # of recordings (one a model, all alike), their layers' numbers, their heads, the width
+KINDS = {  # of recordings (one per model, all alike), their layers' numbers, their heads, the width
     "heatmap": lambda made, layers, heads, width: draw_heatmap(
         made[0], layers, heads, [(3, 3)], width=width
     ),
