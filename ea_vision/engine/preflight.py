@@ -131,7 +131,7 @@ def preflight(trainer: Trainer) -> None:
         "model": f"{config.model}, {parameters:,} parameters, {config.img_size} pixels",
         "processes": f"{world.size} on {describe_device(world.device)}",
         "update": describe_update(config, world.size, norms),
-        "time": f"about {whole} for {trainer.total_updates} updates, {trainer.updates_per_epoch} an epoch "
+        "time": f"about {whole} for {trainer.total_updates} updates, {trainer.updates_per_epoch} per epoch "
         "(computation alone, from one batch)",
     }
     for name, text in lines.items():

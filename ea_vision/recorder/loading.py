@@ -362,8 +362,9 @@ def as_loaded(
     if not known and not getattr(model, "pretrained_cfg", None):
         log.warning(
             "%s does not say how its images are normalised: ImageNet's mean and std are taken "
-            "(mean=, std= or processor= names others)",
+            "(mean=, std= or processor= names others), at %dx%d pixels (set model.img_size to change this)",
             label,
+            *loaded.img_size,
         )
     return loaded
 

@@ -114,7 +114,10 @@ class LayerMaps:
         how = "attends from channel to channel of a head"
         if self.layout.placeless:
             tokens = self.feat_size[1]
-            how = f"has {tokens} tokens that are no grid of patches (some were dropped, pruned or added)"
+            how = (
+                f"has {tokens} tokens that are no grid of patches (some were dropped, pruned or added, or tokens "
+                "before the patches are not parameters called cls_token, dist_token or reg_token)"
+            )
         raise UsageError(
             f"layer {self} {how}: its matrix can be drawn (plot_matrix), and no map of an image: choose other layers"
         )

@@ -101,8 +101,9 @@ def test_mean_and_std_by_hand():
 def test_a_guessed_mean_is_said_once(tmp_path, caplog):
     guessed = "vit does not say how its images are normalised: ImageNet's mean and std are taken"
     with caplog.at_level(logging.WARNING):
-        as_loaded(torchvision_vit(), "vit")
+        loaded = as_loaded(torchvision_vit(), "vit")
     assert caplog.text.count(guessed) == 1
+    assert "at {}x{} pixels".format(*loaded.img_size) in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         as_loaded(torchvision_vit(), "vit", mean=(0.5,) * 3, std=(0.5,) * 3)
