@@ -84,13 +84,13 @@ def caption(
         layer = recording.maps[number]
         cell = cell_of(query, recording.img_size, layer.feat_size)
         sentences.append(
-            f"Layer {number}: attention differs from that of the layer's own logits alone, at the same scale, "
-            f"by {change[head][cell]:.2f} of 1; its largest cell is "
-            f"{largest_cell(layer, 'attn', head, cell)}, that of own alone is "
+            f"In layer {number} attention and that of the layer's own logits alone differ "
+            f"by {change[head][cell]:.2f} of at most 1; their largest cells are "
+            f"{largest_cell(layer, 'attn', head, cell)} and "
             f"{largest_cell(layer, OWN_ALONE, head, cell)}."
         )
     means = " and ".join(f"{mean:.2f} in layer {number}" for number, mean in typical.items())
-    return " ".join([*sentences, f"Mean over heads and queries of {what}: {means}."])
+    return " ".join([*sentences, f"Mean difference over heads and queries of {what}: {means}."])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

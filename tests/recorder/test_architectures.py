@@ -20,8 +20,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "record.md"
 ROW = re.compile(r"^\| ([^|]+) \| (yes|no) \| (`[^|]+`) \|$", re.MULTILINE)
 REASONS = {  # what the error says: what the table says
     "and forms several": "refused: a layer forms several maps",
-    "must attend over": "refused: its tokens are no grid over the image",
-    "must form maps of": "refused: what it forms is not (images, heads, queries, keys)",
+    "must attend over": "refused: its tokens form no grid over the image",
+    "must form maps of": "refused: its maps are not (images, heads, queries, keys)",
     "no map went through": "refused: no softmax over keys (linear attention)",
 }
 

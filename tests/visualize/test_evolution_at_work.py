@@ -50,9 +50,9 @@ def test_each_claim_of_the_caption_is_a_number_of_the_maps():
         cells = [divmod(int(maps[head, token].argmax()), 8) for maps in (attn, alone)]
         (row, column), (row_alone, column_alone) = cells
         assert (
-            f"Layer {number}: attention differs from that of the layer's own logits alone, at the same scale, "
-            f"by {change[head, token]:.2f} of 1; its largest cell is row {row}, column {column}, that of own "
-            f"alone is row {row_alone}, column {column_alone}."
+            f"In layer {number} attention and that of the layer's own logits alone differ by "
+            f"{change[head, token]:.2f} of at most 1; their largest cells are row {row}, column {column} and "
+            f"row {row_alone}, column {column_alone}."
         ) in caption
     least = torch.stack(smallest).amin(0)
     assert least[head, token] == least.max()
@@ -74,7 +74,7 @@ def test_the_script_draws_the_picture_and_prints_its_caption(tmp_path, capsys):
         assert new.size == shown.size and new.width >= 2 * 72 * 6.7
         assert difference(new, shown) < 1
     printed = capsys.readouterr().out.splitlines()[0]
-    claims, _, typical = printed.partition(" Mean over")
+    claims, _, typical = printed.partition(" Mean difference over")
     assert claims in the_caption()
     assert re.fullmatch(
         r" heads and queries of 1 images: \S+ in layer 2 and \S+ in layer 3\.", typical
