@@ -1,11 +1,11 @@
 """Speed and memory of networks in training and inference, in one run, on the device at hand, as ratios to a ResNet.
 
-Measured are images per second of a training step (forward, backward, optimiser) and of inference, and the peak memory
-of a training step. Rounds are interleaved, one step of each network in turn, and medians are given, so that what else
-the machine does hits all alike. Weights are random; norms that start at zero are set to 0.2, so that every branch is
-alive. A ratio is to timm's resnet of the same depth, of a vision transformer whose maps evolve to timm's plain one,
-where that is measured too. Memory on a CPU is resident, of three training steps in a process of its own; on a GPU it is
-what torch allocates, the network's weights and optimiser state included.
+The command measures images per second of a training step (forward, backward, optimiser) and of inference, and the peak
+memory of a training step. Rounds are interleaved, one step of each network in turn, and the table shows medians, so
+other work on the machine affects all networks alike. Weights are random; norms that start at zero are set to 0.2, so
+that every branch computes. Ratios are to timm's ResNet of the same depth, or of an evolving vision transformer to
+timm's plain one, where that is measured too. On a CPU memory is the resident memory of three training steps in a
+separate process; on a GPU it is what torch allocates, including weights and optimiser state.
 """
 
 import argparse
@@ -368,11 +368,11 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="+",
         default=DEFAULT,
         metavar="NAME",
-        help="registered timm models, or patterns of ours, of "
-        f"which those that refuse the images are left out (default: {' '.join(DEFAULT)})",
+        help="registered timm models, or patterns of our names; models that refuse the images are "
+        f"left out (default: {' '.join(DEFAULT)})",
     )
     add_options(parser, "--device")
-    add("--batch-size", type=positive, help="images (default: 8 on a CPU, 256 on CUDA)")
+    add("--batch-size", type=positive, help="images per step (default: 8 on a CPU, 256 on CUDA)")
     add("--img-size", type=positive, default=224, help="side in pixels (default: %(default)s)")
     add(
         "--amp",
@@ -380,16 +380,20 @@ def make_parser() -> argparse.ArgumentParser:
         default="none",
         help="precision of the forward pass (default: %(default)s, float32)",
     )
-    add("--channels-last", action="store_true", help="images and weights channels-last in memory")
+    add(
+        "--channels-last",
+        action="store_true",
+        help="keep images and weights channels-last in memory",
+    )
     add("--opt", default="sgd", metavar="NAME", help="timm's optimiser (default: %(default)s)")
-    add("--threads", type=positive, default=2, help="threads of a CPU (default: %(default)s)")
+    add("--threads", type=positive, default=2, help="CPU threads (default: %(default)s)")
     add(
         "--compile-mode",
         nargs="+",
         default=[],
         choices=COMPILE_MODES,
         metavar="MODE",
-        help=f"also compiled by torch.compile in each of these modes: {', '.join(COMPILE_MODES)}",
+        help=f"also time torch.compile in each of these modes: {', '.join(COMPILE_MODES)}",
     )
     add(
         "--implementation",
@@ -397,13 +401,13 @@ def make_parser() -> argparse.ArgumentParser:
         default=[CHOSEN],
         choices=(CHOSEN, *IMPLEMENTATIONS),
         metavar="NAME",
-        help=f"of attention, one row each: chosen (default), {', '.join(IMPLEMENTATIONS)}",
+        help=f"implementations of attention, one row each: chosen (default), {', '.join(IMPLEMENTATIONS)}",
     )
     add(
         "--repeats",
         type=positive,
         default=7,
-        help="rounds, of which the median is given (default: %(default)s)",
+        help="rounds; the table shows their median (default: %(default)s)",
     )
     add(
         "--cpu-time",
@@ -411,10 +415,10 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_const",
         const="CPU",
         default="wall",
-        help="time a CPU by the CPU "
-        "time of all threads, which other work on the machine changes less; start with OMP_WAIT_POLICY=passive",
+        help="measure CPU time of all threads, "
+        "which other work on the machine affects less; start with OMP_WAIT_POLICY=passive",
     )
-    add("--no-memory", action="store_true", help="leave out the peak memory")
+    add("--no-memory", action="store_true", help="do not measure peak memory")
     add("--csv", type=Path, metavar="FILE", help="also write the figures to FILE")
     return parser
 

@@ -1,11 +1,11 @@
-"""Write a network that classifies for use elsewhere: ONNX (.onnx) or torch.export (.pt2).
+"""Write a classification network as ONNX (.onnx) or torch.export (.pt2).
 
     ea-vision export ea_conv_transformer_cifar -o net.onnx --check photos/   # ea-vision predict net.onnx photo.jpg
     ea-vision export ea_aa_resnet50 -o net.onnx --random                     # a network without weights
 
-The network goes through `ea_vision.deploy`. The file takes `images`, float32 (batch, 3, H, W) of one size and any
-number, normalised, and gives `logits` (batch, classes). Names of the classes, mean, std and size are in its metadata.
-ONNX files have opset 20. What was written is run beside the network, and the largest difference is printed.
+The network is first folded by `ea_vision.deploy`. The file takes `images`, normalised float32 (batch, 3, H, W) of one
+size and any batch, and returns `logits` (batch, classes). Its metadata hold class names, mean, std and size. ONNX files
+have opset 20. The command then runs file and network on the same images and prints their largest difference.
 """
 
 import argparse
@@ -81,14 +81,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         "model", metavar="MODEL", help=WEIGHTS_HELP.replace("else random", "or --random")
     )
     parser.add_argument(
-        "-o", "--output", type=Path, required=True, metavar="FILE", help=" or ".join(SUFFIXES)
+        "-o",
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help=f"file to write, {' or '.join(SUFFIXES)}",
     )
     parser.add_argument(
         "--check",
         nargs="+",
         default=[],
         metavar="IMAGE",
-        help="image files or folders to compare on (default: two of noise)",
+        help="image files or folders on which to compare file and network (default: two images of noise)",
     )
     add_options(parser, "--random", "--img-size")
     args = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""The likeliest classes of images, or the objects in them.
+"""Predict the likeliest classes of images, or the objects in them.
 
     ea-vision predict ea_conv_transformer_cifar photo.jpg
     ea-vision predict net.onnx photo.jpg                       # a file of ea-vision export
@@ -6,9 +6,9 @@
     ea-vision predict runs/detector photos/ --json results.json --output pictures
     find photos -name '*.jpg' | ea-vision predict resnet50 - --json -
 
-Of a run of train-detection: names and scores of what is found, boxes by --output, and --json as COCO's results with the
-path as image_id. An image that cannot be read, or of which the network makes no finite number, is named, the others are
-gone through, and the exit code is 1.
+A run of train-detection finds objects: it prints their names and scores, draws boxes with --output, and writes COCO's
+results with the path as image_id with --json. The command names images that it cannot read, or for which the network
+returns non-finite numbers, continues with the others, and exits with code 1.
 """
 
 import argparse
@@ -164,29 +164,33 @@ def main(argv: list[str] | None = None) -> int:
         "of the digits), or - for paths on standard input, one per line",
     )
     parser.add_argument(
-        "--top", type=positive, default=5, metavar="K", help="classes per image (default: 5)"
+        "--top",
+        type=positive,
+        default=5,
+        metavar="K",
+        help="number of classes per image (default: 5)",
     )
     parser.add_argument(
         "--json",
         metavar="FILE",
         help="write a list of images with their classes, or COCO's results, "
-        "to FILE ('-': to standard output instead of the table)",
+        "to FILE ('-': print it instead of the table)",
     )
     parser.add_argument(
-        "--batch-size", type=positive, default=16, help="images computed together (default: 16)"
+        "--batch-size", type=positive, default=16, help="images per batch (default: 16)"
     )
     parser.add_argument(
         "--min-score",
         type=float,
         default=0.4,
         metavar="0..1",
-        help="of a found object (default: 0.4)",
+        help="lowest score of the objects shown (default: 0.4)",
     )
     parser.add_argument(
         "-o",
         "--output",
         metavar="FOLDER",
-        help="draw the found objects of each image into a PNG here",
+        help="draw the objects of each image into a PNG in this folder",
     )
     add_options(parser, "--img-size", "--device")
     args = parser.parse_args(argv)

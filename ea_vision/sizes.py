@@ -1,25 +1,25 @@
 """Names, weights, parameters, arithmetic and attention maps of networks.
 
-    ea-vision models                                # our networks: name, input, weights, what each is
-    ea-vision models 'ea_*' --weights               # by pattern; a row for each file of weights, and where it is from
+    ea-vision models                                # our networks: name, input, weights, description
+    ea-vision models 'ea_*' --weights               # by pattern; one row per file of weights, with its origin
     ea-vision models --sizes ea_aa_resnet50 resnet50 --csv sizes.csv      # parameters, GFLOPs, maps; timm's too
     ea-vision models --layers aa_resnet50           # every attention branch (the AA paper's table 9)
 
-A pattern has *, ? or [...]; a plain word is a network's name, or fits wherever it stands in a name of ours. Weights
-from a hub are timm's: the network begins with the outputs of timm's own and has not been fine-tuned.
+A pattern has *, ? or [...]; a plain word is a network's name or any part of one of our names. Weights from a hub are
+timm's: the network starts with the outputs of timm's network and has not been fine-tuned.
 
-For one image, the same operations are counted in three ways:
+The operations for one image are counted in three ways:
 
 * GMACs: multiply-adds, each once.
 * GFLOPs, the EA paper's: 2 for a multiply-add of a convolution or linear layer, 1 for one of the attention products
   (queries with keys, queries with positions, maps with values).
 * profiler, TensorFlow's in the AA paper: 2 for a multiply-add of a convolution or linear layer and of the two relative
   position products, 6 for an element of the maps (sums, scale, softmax), and nothing for the products of queries with
-  keys and of maps with values. That the profiler leaves those out is inferred: so counted, the paper's table 9 and its
-  AA-MnasNets come out as printed.
+  keys and of maps with values. We infer that the profiler leaves those out, because this reproduces the paper's table 9
+  and its AA-MnasNets.
 
---layers: the maps of an image in bfloat16 as dense attention keeps them (this project's kernels keep fewer), parameters
-with the biases of the projections, FLOPs in the profiler's counting. AA paper: https://arxiv.org/abs/1904.09925
+--layers lists the maps of an image in bfloat16 as dense attention keeps them (our kernels keep fewer), parameters with
+the biases of the projections, and FLOPs in the profiler's counting. AA paper: https://arxiv.org/abs/1904.09925
 """
 
 import argparse

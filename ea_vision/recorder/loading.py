@@ -540,7 +540,9 @@ def image_size(text: str) -> tuple[int, int]:
 def add_options(parser: argparse.ArgumentParser, *names: str) -> None:
     """Add options that several commands have."""
     options = {
-        "--random": dict(action="store_true", help="random weights, whatever there is"),
+        "--random": dict(
+            action="store_true", help="use random weights even where trained ones exist"
+        ),
         "--img-size": dict(
             type=image_size,
             metavar="N|H,W",

@@ -232,27 +232,27 @@ def make_parser() -> argparse.ArgumentParser:
         "--layers",
         default="auto",
         metavar="1,2|3-5|all",
-        help="attention layers, counted from 1; auto: 16,17,18, or all of a network that has fewer "
+        help="attention layers, counted from 1; auto: 16,17,18, or all if the network has fewer "
         "(default: %(default)s)",
     )
     add(
         "--query",
         metavar="Y,X|cls",
-        help="query pixel of the input, or of a vision transformer a token before its "
+        help="query pixel of the input, or a token before a vision transformer's "
         "patches: cls, dist, reg1, ... (default: the middle)",
     )
     add(
         "--controls",
         default="untrained,shuffled",
         metavar="A,B|none",
-        help="what to compare with, some of: untrained, the network as it begins training; shuffled, the pixels of "
-        "every map in a random order of its own (default: %(default)s)",
+        help="controls to compare with: untrained, the network before training; shuffled, each map with its "
+        "pixels in its own random order (default: %(default)s)",
     )
     add(
         "--dataset",
         default="digits",
         choices=DATASETS,
-        help="see train_cifar.py --help (default: %(default)s)",
+        help="see ea-vision train-cifar --help (default: %(default)s)",
     )
     add("--data-dir", default="", help="folder of the data set")
     add(
@@ -265,21 +265,25 @@ def make_parser() -> argparse.ArgumentParser:
         "--limit",
         type=positive,
         metavar="N",
-        help="N images to learn from and N to measure on, drawn by the first of --seeds (default: all)",
+        help="use N images to learn from and N to measure on, drawn by the first of --seeds (default: all)",
     )
     add_options(parser, "--device")
     add(
         "--unseen",
         action="store_true",
-        help="learn from four fifths of the test images, drawn by the first of --seeds, and measure on the others, in "
-        "place of training and test images",
+        help="learn from four fifths of the test images, drawn by the first of --seeds, and measure on the others",
     )
-    add("--epochs", type=positive, default=recipe.epochs, help="of a probe (default: %(default)s)")
+    add(
+        "--epochs",
+        type=positive,
+        default=recipe.epochs,
+        help="epochs per probe (default: %(default)s)",
+    )
     add(
         "--batch-size",
         type=positive,
         default=recipe.batch_size,
-        help="images (default: %(default)s)",
+        help="images per update (default: %(default)s)",
     )
     add(
         "--width",
@@ -292,7 +296,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=seeds,
         default=(0,),
         metavar="N[,..]",
-        help="of the probe, the shuffling and the untrained network; the mean of several is shown (default: 0)",
+        help="seeds of the probe, the shuffling and the untrained network; their mean is shown (default: 0)",
     )
     add(
         "-o",
@@ -300,7 +304,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=Path,
         default="probe",
         metavar="DIR",
-        help="results.csv, which grows with each finished probe, and results.json (default: %(default)s)",
+        help="folder for results.csv, which grows with each finished probe, and results.json (default: %(default)s)",
     )
     return parser
 

@@ -1,9 +1,9 @@
 """One HTML page in which a click on a pixel shows where every head of every layer looks.
 
-The page needs no server and no network: images, maps and program (page_source/) are inside it. Of every map row (one
-query) it holds the smallest value, a step, and 8-bit codes; value = low + step * code, so a value is off by at most
-half a step, that is by (largest - smallest of the row) / 510. The mean over all queries is exact. Streams are zlib's in
-base64, one for each image, model and part; maps that occur twice are stored once.
+The page contains images, maps and program (page_source/), so it needs no server and no network. For every map row (one
+query) it stores the smallest value, a step, and 8-bit codes: value = low + step * code, which is off by at most half a
+step, (largest - smallest of the row) / 510. The mean over all queries is exact. Each image, model and part has one zlib
+stream in base64; equal maps are stored once.
 """
 
 import argparse

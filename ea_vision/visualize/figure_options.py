@@ -136,31 +136,31 @@ def make_parser(
             nargs="+",
             default=[],
             metavar="Y,X|cls|all",
-            help="query points in pixels of the input as the network sees it, from its top left corner; "
-            "all: the mean of all pixels' queries; of a vision transformer tokens before its patches: "
-            "cls, dist, reg1, ... (default: points on a diagonal, or the middle for one)",
+            help="query points in pixels of the network's input, from its top left corner; all: the mean of "
+            "all pixels' queries; cls, dist, reg1, ...: tokens before a vision transformer's patches "
+            "(default: points on a diagonal, or the middle for one)",
         )
     parser.add_argument(
         "-o",
         "--output",
         default=output,
         metavar="FILE",
-        help=f"{', '.join(s[1:].upper() for s in suffixes)} by its suffix; of several images, "
-        "each figure gets its own file, its name added (default: %(default)s)",
+        help=f"file to write; its suffix chooses {', '.join(s[1:].upper() for s in suffixes)}; with several "
+        "images each gets its own file, with its name added (default: %(default)s)",
     )
     if PICTURES[0] in suffixes:
         parser.add_argument(
             "--width",
             type=float,
             metavar="3.3|6.75|N",
-            help="of the figure in inches; text keeps its 7 to 9 points, tiles shrink (default: as "
-            "wide as it needs to be, at most 6.75)",
+            help="width of the figure in inches; text keeps its 7 to 9 points, tiles shrink (default: as "
+            "wide as needed, at most 6.75)",
         )
         parser.add_argument(
             "--dpi",
             type=positive,
             default=150,
-            help="of pictures made of pixels (default: %(default)s)",
+            help="dots per inch of PNG pictures (default: %(default)s)",
         )
     if style:
         parser.add_argument(
@@ -174,16 +174,15 @@ def make_parser(
             "--bare",
             dest="overlay",
             action="store_false",
-            help="draw the maps alone, not over the photo",
+            help="draw the maps without the photo",
         )
         parser.add_argument(
             "--scale",
             default=STYLE.scale,
             choices=SCALES,
-            help="of the colours. layer: one for the maps that are compared, which are a layer's (of a "
-            "film all); tile: each map its own, its maximum written on it; all: one for the "
-            "figure; uniform: from 1/8 to 8 times uniform attention in every figure (default: "
-            "%(default)s)",
+            help="scale of the colours. layer: the maps of a layer (or of a film) share one; tile: each "
+            "map has its own, with its maximum written on it; all: the figure has one; uniform: 1/8 "
+            "to 8 times uniform attention in every figure (default: %(default)s)",
         )
         parser.add_argument(
             "--cmap",
@@ -195,7 +194,7 @@ def make_parser(
             type=float,
             default=STYLE.opacity,
             metavar="0..1",
-            help="of maps over the photo (default: %(default)s)",
+            help="opacity of the maps over the photo (default: %(default)s)",
         )
     parser.add_argument(
         "images",

@@ -1,6 +1,6 @@
 """The whole N x N matrix of a layer's heads: one row per query, one column per key, both row by row over the image.
 
-Of a vision transformer the tokens before the patches (class token, registers) come first, before a line."""
+The tokens before a vision transformer's patches (class token, registers) come first; a line separates them."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,7 @@
 """Attention rollout (Abnar and Zuidema 2020): where a pixel of the last map comes from, through all layers before it.
 
-Heads are averaged, the residual counts as identity. Where a network has convolutions, which move information too, this
-is an approximation and the figure says so. Layers whose queries are the class token alone are left out."""
+Heads are averaged, and the residual counts as identity. Convolutions move information too: in a network that has them
+rollout is an approximation, as the figure says. Layers whose only query is the class token are left out."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Entropy, distance, likeness to the previous layer's map and share of position alone, by layer and head."""
+"""Entropy, distance, correlation with the previous layer's map and share of position alone, by layer and head."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""One query through the layers of a chain: previous, own and convolved logits, the attention they give, and that of
+"""One query through the layers of a chain: previous, own and convolved logits, their attention, and the attention of
 the own logits alone (PA paper, figure 8; EA paper, figure 11). The suffix .gif makes a film of the attention."""
 
 from collections.abc import Iterator, Sequence
