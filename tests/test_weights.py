@@ -190,6 +190,50 @@ def test_a_file_of_weights_refuses_another_network(run, shipped_file):
             )
 
 
+def run_of(folder, name, kwargs):
+    """Return the weights file of a run of an untrained network."""
+    folder.mkdir()
+    model = timm.create_model(name, **kwargs)
+    run_folder.write_config(folder, {"model": name}, {"model_kwargs": kwargs})
+    run_folder.write_weights(folder, model.state_dict())
+    return folder / run_folder.WEIGHTS
+
+
+EVOLVED = "evolved_transformer"
+BASE = {"base": "test_vit", "num_classes": 3}
+
+
+@pytest.mark.parametrize(
+    "trained, kwargs, name, options, message",
+    [
+        ("pa_conv_transformer_cifar", {}, NAME, {}, "evolution=pa, got evolution=ea"),
+        (NAME, {"alpha": 0.7}, NAME, {}, "alpha=0.7, got alpha="),
+        (NAME, {}, NAME, {"window": 3}, "the default window, got window=3"),
+        (NAME, {"window": 3}, NAME, {}, "window=3, got window=None"),
+        ("pa_aa_resnet34", {}, "ea_aa_resnet34", {}, "evolution=pa, got evolution=ea"),
+        ("ea_aa_mnasnet_075", {}, "pa_aa_mnasnet_075", {}, "evolution=ea, got evolution=pa"),
+        ("ea_vit_tiny_patch16_224", {}, "pa_vit_tiny_patch16_224", {}, "evolution=ea, got .*pa"),
+        (
+            EVOLVED,
+            {**BASE, "evolution": {"kind": "ea"}},
+            EVOLVED,
+            {**BASE, "evolution": {"kind": "pa"}},
+            "'kind': 'ea'.*got.*'kind': 'pa'",
+        ),
+    ],
+)
+def test_a_checkpoint_path_refuses_weights_of_another_network(
+    trained, kwargs, name, options, message, tmp_path
+):
+    """timm hands the tensors alone to the network: names and shapes are the same."""
+    path = run_of(tmp_path / "run", trained, kwargs)
+    with pytest.raises(UsageError, match=f"trained with .*{message}"):
+        timm.create_model(name, checkpoint_path=path, **options)
+    with pytest.raises(UsageError, match="trained with"):
+        timm.models.load_checkpoint(timm.create_model(name, **options), str(path))
+    timm.create_model(trained, checkpoint_path=path, **kwargs)
+
+
 def test_a_fine_tuned_run_loads_as_docs_train_says(run):
     folder, model = run
     path = folder / "model.safetensors"

@@ -30,6 +30,9 @@ SCENES = (
     "street",
 )  # of experiments/scenes, likewise
 
+MADE_WITH = (
+    "made_with"  # what weights were made with: entry of a file's metadata, and name of the note
+)
 DATA_KEYWORDS = ("num_classes", "in_chans", "img_size")  # of a model, fixed by data and options
 
 # What constructors raise on keywords that make no sense to them.
@@ -286,6 +289,15 @@ def encode_weights(state: dict[str, torch.Tensor], about: dict[str, str] | None 
     return safetensors.torch.save(tensors, metadata)
 
 
+def with_note(state: dict[str, torch.Tensor], note: str) -> dict[str, torch.Tensor]:
+    """Return weights with a tensor of the bytes of `note`, what they were made with.
+
+    timm's `checkpoint_path=` hands a network the tensors of a file without its metadata. Networks of ours take the
+    note out and check it; `read_weights` takes it out.
+    """
+    return {**state, MADE_WITH: torch.frombuffer(bytearray(note, "utf-8"), dtype=torch.uint8)}
+
+
 def read_metadata(path: Path) -> dict[str, str]:
     """Return the metadata in a safetensors file's header.
 
@@ -309,7 +321,7 @@ def read_made_with(path: Path) -> dict[str, Any] | None:
     if path.suffix.lower() != ".safetensors" or not path.is_file():
         return None
     try:
-        said = read_metadata(path).get("made_with")
+        said = read_metadata(path).get(MADE_WITH)
     except (OSError, ValueError, AttributeError):  # reading the weights says what is wrong
         return None
     return json.loads(said) if said else None
@@ -329,6 +341,7 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
         raise UsageError(f"weights {path} cannot be read: {error}") from error
     if expected is not None and _digest_of(state) != expected:
         raise UsageError(f"weights {path} are damaged: their checksum does not match")
+    state.pop(MADE_WITH, None)
     return state
 
 

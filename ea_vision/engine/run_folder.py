@@ -21,13 +21,16 @@ from torch import nn
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write, create, csv_text
 from ea_vision.base.networks import (
+    MADE_WITH,
     REFUSALS,
     check_model_name,
     encode_weights,
     load_weights,
     set_image_statistics,
+    with_note,
 )
 from ea_vision.base.processes import World
+from ea_vision.models import EVOLVED, list_networks
 
 log = logging.getLogger(__name__)
 FORMAT = 1  # of a run folder, in config.yaml
@@ -164,12 +167,22 @@ def made_with(folder: Path) -> dict[str, str]:
         return {}
     config, about = read_config(folder)
     said = {key: about[key] for key in SAID_BY_WEIGHTS if key in about}
-    return {"made_with": json.dumps({"model": config.get("model"), **said})}
+    return {MADE_WITH: json.dumps({"model": config.get("model"), **said})}
+
+
+def _encode(folder: Path, weights: dict[str, torch.Tensor], about: dict[str, str]) -> bytes:
+    """Return a file of a run's weights; those of a network of ours carry the note that it checks."""
+    made = made_with(folder)
+    said = json.loads(made.get(MADE_WITH, "{}"))
+    checks_notes = said.get("model") in (*list_networks(), EVOLVED)
+    if checks_notes and said.get("task", CLASSIFICATION) == CLASSIFICATION:
+        weights = with_note(weights, made[MADE_WITH])
+    return encode_weights(weights, {**about, **made})
 
 
 def write_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     """Write model.safetensors, for `timm.create_model(..., checkpoint_path=...)`."""
-    atomic_write(folder / WEIGHTS, encode_weights(weights, made_with(folder)))
+    atomic_write(folder / WEIGHTS, _encode(folder, weights, {}))
 
 
 def write_snapshot(folder: Path, weights: dict[str, torch.Tensor], epoch: int) -> None:
@@ -177,7 +190,7 @@ def write_snapshot(folder: Path, weights: dict[str, torch.Tensor], epoch: int) -
     create(folder / SNAPSHOTS)
     atomic_write(
         folder / SNAPSHOTS / f"epoch_{epoch:04d}.safetensors",
-        encode_weights(weights, {"epoch": str(epoch), **made_with(folder)}),
+        _encode(folder, weights, {"epoch": str(epoch)}),
     )
 
 

@@ -17,12 +17,12 @@ from timm.models import (
     register_model,
     resolve_pretrained_cfg,
 )
-from torch import nn
+from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.networks import SCENES, read_made_with
+from ea_vision.base.networks import MADE_WITH, SCENES, read_made_with
 from ea_vision.models._convert import checkpoint_filter_fn
-from ea_vision.models._made_with import MadeWith, check_agreement
+from ea_vision.models._made_with import MadeWith, check_agreement, refuse_other_weights
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,8 @@ def register_networks(
             # what building it again needs; timm's configuration has no place for it
             model.trained_with = trained
             model._model_args = dict(trained)  # timm's save_for_hf writes these
+            wanted = {**network.kwargs, **trained, **kwargs}
+            refuse_other_weights(model, partial(_check_note, module, model_cls, wanted))
             return model
 
         entry.__name__ = name
@@ -120,6 +122,19 @@ def _made_with(name: str, kwargs: Mapping[str, Any]) -> MadeWith | None:
     if made is None or _NETWORKS.get(made["model"], ("",))[0] != family:
         return None
     return MadeWith(str(path), {**get_network(made["model"]).kwargs, **made["model_kwargs"]})
+
+
+def _check_note(
+    family: str, model_cls: type[nn.Module], kwargs: Mapping[str, Any], said: Mapping[str, Any]
+) -> None:
+    """Raise UsageError unless a network of these keywords is the one that weights say they were made with."""
+    home, network = _NETWORKS.get(said["model"], ("", None))
+    if home != family:
+        return  # names or shapes differ
+    made = MadeWith(f"of {said['model']}", {**network.kwargs, **said["model_kwargs"]})
+    built = {**kwargs, **made.defaults(kwargs, model_cls)}
+    built.pop("qk_norm", None)  # loading takes it over or refuses the weights
+    check_agreement(made, built, model_cls)
 
 
 @cache  # three networks share each plain one
@@ -275,8 +290,13 @@ def build_network(
             "feature_cls": "getter",
         }
     filter_fn = getattr(model_cls, "checkpoint_filter_fn", checkpoint_filter_fn)
+
+    def filter_weights(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+        state_dict.pop(MADE_WITH, None)  # read from the file's metadata
+        return filter_fn(state_dict, model)
+
     net = build_model_with_cfg(
-        model_cls, variant, pretrained, pretrained_filter_fn=filter_fn, **kwargs
+        model_cls, variant, pretrained, pretrained_filter_fn=filter_weights, **kwargs
     )
     net.pretrained_cfg.pop("state_dict", None)  # loaded, and timm would keep it
     inner = getattr(net, "model", None)

@@ -1,14 +1,17 @@
 """Which keywords weights were made with, and which of them a network that loads the weights may change."""
 
 import inspect
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from ea_vision.base.errors import UsageError
+from ea_vision.base.networks import MADE_WITH
 from ea_vision.layers import evolution_options
 from ea_vision.models._chain import AttentionConfig
 
@@ -55,6 +58,27 @@ class MadeWith:
             for key, value in self.kwargs.items()
             if key not in kwargs and not is_free(key)
         }
+
+    def defaults(self, kwargs: Mapping[str, Any], model_cls: type[nn.Module]) -> dict[str, Any]:
+        """Return the values that a network of `kwargs` has for the keywords that it is `missing`."""
+        return {name: _default(model_cls, name) for name in self.missing(kwargs)}
+
+
+def refuse_other_weights(model: nn.Module, check: Callable[[dict[str, Any]], None]) -> None:
+    """Let `model.load_state_dict` take the note out of weights (`with_note`) and call `check` with what it says."""
+    model.register_load_state_dict_pre_hook(partial(_read_note, check))
+
+
+def _read_note(
+    check: Callable[[dict[str, Any]], None],
+    model: nn.Module,
+    state: dict[str, torch.Tensor],
+    prefix: str,
+    *_: Any,
+) -> None:
+    note = state.pop(prefix + MADE_WITH, None)
+    if note is not None:
+        check(json.loads(bytes(note.tolist())))
 
 
 def check_agreement(made: MadeWith, kwargs: Mapping[str, Any], model_cls: type[nn.Module]) -> None:

@@ -23,6 +23,7 @@ from torch.utils._pytree import keystr, tree_leaves_with_path
 import train_imagenet  # noqa: F401  (loaded once, for the processes that train with it)
 from ea_vision.base import files
 from ea_vision.base.errors import exit_code
+from ea_vision.base.networks import read_weights
 from ea_vision.base.processes import World
 from ea_vision.data.bad_images import BadImages
 from ea_vision.engine import checkpoint, run_folder, train_cifar
@@ -166,7 +167,7 @@ def saved(folder: Path, name: str = checkpoint.LAST) -> dict:
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     """Return the weights that a run exported."""
-    return safetensors.torch.load_file(folder / run_folder.WEIGHTS)
+    return read_weights(folder / run_folder.WEIGHTS)
 
 
 def error_of(main: Callable[[list[str]], int], argv: list[str], capsys) -> str:
