@@ -346,7 +346,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[dict]:
     for case, row in by_case.items():
         if not steps[case].train().isfinite():
             raise RunError(
-                f"the loss of {case.name}, {case.mode}, is not finite: its times mean nothing"
+                f"the loss of {case.name}, {case.mode}, is not finite: its times are meaningless"
             )
         base = by_case.get(case.baseline(), {})
         for key in MEASURED:

@@ -67,7 +67,7 @@ def compare(model: LoadedModel, images: Sequence[Tensor], output: Path) -> str:
     )
     if not largest < LARGEST:
         raise RunError(
-            f"{output} was written, and computes something else than {model.label}: {said}"
+            f"{output} was written, but its outputs differ from those of {model.label}: {said}"
         )
     return said
 

@@ -334,7 +334,7 @@ def test_load_says_what_is_missing(tmp_path, shipped):
         ("ea_aa_resnet50", "no pretrained weights of ea_aa_resnet50: timm.create_model"),
         ("ea_aa_resnet5", "unknown model or run folder 'ea_aa_resnet5'"),
         (f"local-dir:{tmp_path}", "must be a folder with a config.json"),
-        (unnamed, "unnamed.safetensors does not say of which network it is"),
+        (unnamed, "unnamed.safetensors does not name its network"),
     ):
         with pytest.raises(UsageError, match=message):
             ea_vision.load(target)

@@ -36,7 +36,7 @@ def figure_bytes(figure, suffix: str = ".png", dpi: int = 200) -> bytes:
     width, height = figure.get_size_inches() * dpi
     if width * height > MOST_PIXELS or max(width, height) >= 2**16:
         raise UsageError(
-            f"a picture must have at most {MOST_PIXELS / 1e6:g} megapixels and 65535 pixels a side, got "
+            f"a picture must have at most {MOST_PIXELS / 1e6:g} megapixels and 65535 pixels per side, got "
             f"{width:.0f}x{height:.0f} at {dpi} dots per inch: ask for fewer (--dpi)"
         )
     data = io.BytesIO()

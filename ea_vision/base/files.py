@@ -137,7 +137,7 @@ def atomic_write(path: Path, data: bytes, keep_previous_as: Path | None = None) 
                 temporary.unlink(missing_ok=True)
     except OSError as error:
         raise RunError(
-            f"cannot write {path}: {error.strerror}; what was there before is whole"
+            f"cannot write {path}: {error.strerror}; the previous content is intact"
         ) from error
 
 

@@ -223,7 +223,7 @@ def join_world(device_name: str, timeout_minutes: float = 10.0) -> Iterator[Worl
         if isinstance(error, RunError) or not WAITED_IN_VAIN.search(str(error)):
             raise
         raise RunError(
-            "waited in vain for the other processes: one has ended, or not answered for "
+            "gave up waiting for the other processes: one has ended or has not answered for "
             f"{timeout_minutes:g}"
             " min"
         ) from error

@@ -91,7 +91,7 @@ def to_rgb(
         return Image.alpha_composite(white, image).convert("RGB")
     if image.mode == "F" or (image.mode == "I" and image.format == "TIFF"):
         raise BrokenImage(
-            f"must have 8 or 16 bits a channel, got pixels of Pillow's mode {image.mode}"
+            f"must have 8 or 16 bits per channel, got pixels of Pillow's mode {image.mode}"
         )
     if image.mode == "I" or image.mode.startswith("I;16"):
         values = np.asarray(image).astype(np.int64)
@@ -109,8 +109,8 @@ def _has_alpha(image: Image.Image) -> bool:
 def _say_dark(name: str) -> None:
     """Log, once per file, that an image has fewer bits than its file."""
     log.warning(
-        f"image {name or 'without a name'} has 16 bits a channel and no value of {TWELVE_BITS} or more: if "
-        "it was taken with 12 bits, it is read much too dark; multiply its values by 16"
+        f"image {name or 'without a name'} has 16 bits per channel and no value of {TWELVE_BITS} or more: if "
+        "it was taken with 12 bits, it will look much too dark; multiply its values by 16"
     )
 
 

@@ -152,8 +152,7 @@ def _tensors(outputs: Any) -> list[Tensor]:
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, Number, str, type(None))):
             raise UsageError(
-                f"a network that gives tensors is required, whose outputs can be compared, got "
-                f"{type(leaf).__name__}"
+                f"a network that returns tensors is required, got {type(leaf).__name__}"
             )
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 

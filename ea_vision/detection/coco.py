@@ -89,13 +89,13 @@ class CocoFolder(Dataset):
             first = first or f"{row['bbox']} of {image['file_name']} ({problem})"
         if not objects:
             raise UsageError(
-                f"{len(self)} images of {self.json} must have at least one box that is no crowd, got none"
+                f"{len(self)} images of {self.json} must have at least one box that is not a crowd, got none"
             )
         lost = problems.total()
         if lost == objects:
             raise UsageError(
                 f"boxes of {self.json} must be x, y, width, height in pixels, got {lost} boxes of which "
-                f"none can be seen in its image, such as {first}: shares of the image are no pixels"
+                f"none can be seen in its image, such as {first}: fractions of the image are not pixels"
             )
         if lost:
             reasons = ", ".join(f"{count} {problem}" for problem, count in problems.items())

@@ -53,7 +53,7 @@ def read_checkpoint(path: Path) -> dict:
         DamagedCheckpoint: unreadable, foreign, or not what was written.
     """
     if path.exists() and not path.is_file():
-        raise DamagedCheckpoint(f"{path} is not a file, and so no checkpoint")
+        raise DamagedCheckpoint(f"{path} is not a file")
     try:
         with zipfile.ZipFile(path) as file:  # torch.load alone takes flipped bits for numbers
             wrong = file.testzip()

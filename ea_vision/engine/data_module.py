@@ -100,7 +100,7 @@ class DataModule:
         if self.train is None:  # an evaluation
             return
         if self.same_images:
-            raise UsageError("the training images are those to evaluate on: give others")
+            raise UsageError("training and evaluation need different images, got the same")
         if not config.test and self.eval_split != "held_out":
             raise UsageError(
                 "--no-test needs training images held out (--holdout) to evaluate on, got none"

@@ -205,7 +205,7 @@ def read_results(folder: Path) -> dict | None:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"cannot read {path}: {error}; without this file the run's own command writes it again"
+            f"cannot read {path}: {error}; delete this file and the run's command writes it again"
         ) from error
 
 

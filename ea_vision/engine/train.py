@@ -192,8 +192,7 @@ class Trainer:
         self.total_updates = round(config.epochs * self.updates_per_epoch)
         if self.total_updates < 1:
             raise UsageError(
-                "epochs must be enough for an update, of which an epoch has "
-                f"{self.updates_per_epoch}, "
+                f"epochs must cover at least one of the {self.updates_per_epoch} updates of an epoch, "
                 f"got {config.epochs:g}"
             )
         # The last epoch may be a part of one.

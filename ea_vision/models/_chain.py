@@ -53,7 +53,7 @@ def to_size(img_size: int | tuple[int, int], least: int = 1) -> tuple[int, int]:
             f"img_size must be a positive whole number or a (height, width) of them, got {img_size!r}"
         )
     if min(size) < least:
-        raise ValueError(f"img_size must be at least {least} pixels a side, got {img_size}")
+        raise ValueError(f"img_size must be at least {least} pixels per side, got {img_size}")
     return size
 
 

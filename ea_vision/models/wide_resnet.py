@@ -132,7 +132,7 @@ class WideResNet(HeadedNetwork, nn.Module):
         img_size: input size in pixels, one number or (height, width); it sizes the position tables. Other input sizes
             run too.
         global_pool: pooling of the head, timm's names.
-        depth: layers, 6 n + 4 for n blocks a group.
+        depth: layers, 6 n + 4 for n blocks per group.
         width: the groups have 16, 32 and 64 times as many channels.
         gate: "se" (squeeze-excite, a sixteenth of the channels and at least 8, no biases) or "ge" (gather-excite
             without parameters) on every block's branch, or None.
@@ -169,7 +169,7 @@ class WideResNet(HeadedNetwork, nn.Module):
         super().__init__(**kwargs)  # refuses what is left
         if depth < 10 or (depth - 4) % 6:
             raise ValueError(
-                f"depth must be 6 n + 4 with n blocks a group, n at least 1, got {depth}"
+                f"depth must be 6 n + 4 with n blocks per group, n at least 1, got {depth}"
             )
         if width < 1:
             raise ValueError(f"width must be 1 or more, got {width}")

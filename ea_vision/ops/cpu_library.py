@@ -155,7 +155,7 @@ def _compiler() -> list[str]:
     is_posix = os.name == "posix"  # elsewhere a backslash is part of a path
     compiler = shlex.split(os.environ.get("CC", ""), posix=is_posix) or ["cc"]
     if shutil.which(compiler[0]) is None:
-        raise ValueError(f"no C compiler: {compiler[0]} is not there (set CC, or install one)")
+        raise ValueError(f"no C compiler: {compiler[0]} was not found (set CC, or install one)")
     if Path(compiler[0]).stem.lower() in MICROSOFTS:
         raise ValueError(f"gcc or clang is required, got CC={compiler[0]}")
     return compiler

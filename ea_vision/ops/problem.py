@@ -145,7 +145,7 @@ def refuse_second_derivatives(backward: Callable) -> None:
 
     def refuse(ctx, *_):
         raise RuntimeError(
-            f"second derivatives are not known to {backward._qualname}; the reference has them: "
+            f"second derivatives are not supported by {backward._qualname}; the reference has them: "
             "with ea_vision.ops.use_implementation('reference')"
         )
 

@@ -1,6 +1,6 @@
 """Read images as people have them, for figures, the page and predict: files, folders, PIL images, arrays, tensors.
 
-Whatever has transparent pixels is put on white. Files of 16 bits a channel keep the upper 8 bits.
+Whatever has transparent pixels is put on white. Files of 16 bits per channel keep the upper 8 bits.
 """
 
 import os

@@ -189,7 +189,7 @@ def find_origin(target: str, **kwargs: Any) -> Origin:
         kwargs: further keywords of a model that is given by its name.
 
     Raises:
-        UsageError: no such model, run or file, or a file that does not say of which network it is.
+        UsageError: no such model, run or file, or a file that does not name its network.
     """
     path = Path(target)
     if not os.path.exists(path):
@@ -229,7 +229,7 @@ def _origin_of_file(path: Path) -> Origin:
     if is_model(path.stem):  # such as the weights that come with the package
         return Origin(path.stem, path.stem, {"pretrained_cfg_overlay": {"file": str(path)}})
     raise UsageError(
-        f"{path} does not say of which network it is, and no run folder holds it: "
+        f"{path} does not name its network, and no run folder holds it: "
         f"timm.create_model(NAME, checkpoint_path={str(path)!r}) required"
     )
 

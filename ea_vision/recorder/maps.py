@@ -119,7 +119,7 @@ class LayerMaps:
                 "before the patches are not parameters called cls_token, dist_token or reg_token)"
             )
         raise UsageError(
-            f"layer {self} {how}: its matrix can be drawn (plot_matrix), and no map of an image: choose other layers"
+            f"layer {self} {how}: draw its matrix (plot_matrix), or choose other layers"
         )
 
     def check_pixels_ask(self) -> None:

@@ -277,7 +277,7 @@ def epochs_of(
             model = load(path)
             if model.epoch is None:
                 raise UsageError(
-                    "what goes through checkpoints needs run folders or their *.ckpt or snapshots, got "
+                    "checkpoints need a run folder, its *.ckpt files or its snapshots, got "
                     + model.label
                 )
             models[_run_of(path), model.epoch] = model

@@ -278,7 +278,8 @@ def test_kinds_of_pixels(tmp_path):
     for numbers in (np.float32(wide / 65536), wide.astype(np.int32)):
         Image.fromarray(numbers).save(tmp_path / "numbers.tif")
         with pytest.raises(
-            BrokenImage, match="must have 8 or 16 bits a channel, got pixels of Pillow's mode [FI]"
+            BrokenImage,
+            match="must have 8 or 16 bits per channel, got pixels of Pillow's mode [FI]",
         ):
             decode_image(tmp_path / "numbers.tif")
 
@@ -292,8 +293,10 @@ def test_twelve_bits_in_a_file_of_sixteen_are_said(tmp_path, caplog):
         Image.fromarray(values[:, None]).save(folder / "x.png")
         ImageFiles(folder.parent).read(0)
         decode_image(folder / "x.png")
-        assert caplog.text.count("if it was taken with 12 bits, it is read much too dark") == lines
-        assert not lines or f"image {folder / 'x.png'} has 16 bits a channel" in caplog.text
+        assert (
+            caplog.text.count("if it was taken with 12 bits, it will look much too dark") == lines
+        )
+        assert not lines or f"image {folder / 'x.png'} has 16 bits per channel" in caplog.text
         caplog.clear()
 
 

@@ -18,8 +18,8 @@ def make_boxes(
     val: int = 1,
     empty: int | None = None,
 ) -> None:
-    """Write `out`/{train,val}/ and {train,val}.json, each image of 64 pixels with a rectangle of 16 to 32 pixels a side
-    in its left half or one in each. The image at place `empty` of each split has no annotation."""
+    """Write `out`/{train,val}/ and {train,val}.json. Each image of 64 pixels has a rectangle of 16 to 32 pixels per
+    side in its left half, or one in each half. The image at place `empty` of each split has no annotation."""
     for split, count in (("train", train), ("val", val)):
         (out / split).mkdir(parents=True)
         rng = np.random.default_rng(count)

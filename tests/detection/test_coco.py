@@ -119,7 +119,7 @@ def with_last(part: str, **values) -> dict:
         ({**CONTENT, "annotations": [[]]}, "annotations[0] must be a mapping, got []"),
         (
             {**CONTENT, "annotations": CONTENT["annotations"][2:]},
-            "must have at least one box that is no crowd, got ",
+            "must have at least one box that is not a crowd, got ",
         ),
     ],
 )

@@ -97,7 +97,7 @@ NOWHERE = "/nowhere.safetensors"
             "--epochs 0.4 --warmup-epochs 1 --sched constant",
             "warmup_epochs must be at most the 0.4 epochs of the run, got 1; --warmup-epochs 20% is a fifth of them",
         ),
-        ("--epochs 0.01", "epochs must be enough for an update, of which an epoch has 5, got 0.01"),
+        ("--epochs 0.01", "epochs must cover at least one of the 5 updates of an epoch, got 0.01"),
         (f"--pretrained-path {NOWHERE}", f"weights {NOWHERE} cannot be read: *No such file*"),
         (
             "--model aa_mnasnet_075 --pretrained",
@@ -388,7 +388,7 @@ def test_the_same_images_for_training_and_evaluation(tmp_path, capsys):
     (root / "test").symlink_to(root / "train")
     folder = tmp_path / "run"
     argv = arguments(root, folder, "--epochs 1")
-    message = "the training images are those to evaluate on: give others"
+    message = "training and evaluation need different images, got the same"
     assert error_of(train_cifar.main, argv, capsys) == message
     assert not folder.exists()
     photos = make_photos(tmp_path / "photos")

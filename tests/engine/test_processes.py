@@ -110,7 +110,7 @@ def test_a_process_that_hangs_ends_the_run_in_one_line(data, tmp_path, hung):
     errors = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
     who = "" if hung else "process 1: "
     assert errors == [
-        f"error: {who}waited in vain for the other processes: one has ended, or not answered for 0.1 min"
+        f"error: {who}gave up waiting for the other processes: one has ended or has not answered for 0.1 min"
     ]
     assert saved(folder)["progress"]["epoch"] == 1, "the run can go on"
 

@@ -226,7 +226,7 @@ def pooled(names=()):
     )
 
 
-CHANNELS = Place((0, 0), alone="attends from channel to channel of a head: its matrix can be drawn")
+CHANNELS = Place((0, 0), alone="attends from channel to channel of a head: draw its matrix")
 PATCHES, CLS, DIST = (Place((4, 4), names) for names in ((), ("cls",), ("cls", "dist")))
 REG2 = Place((4, 4), ("cls", "reg1", "reg2"))
 REG4 = Place((4, 4), ("cls", "reg1", "reg2", "reg3", "reg4"))

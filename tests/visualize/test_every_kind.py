@@ -98,7 +98,7 @@ def test_channel_maps_have_a_matrix_and_nothing_else():
     assert maps_of(plot_matrix(model, IMAGE, layers=[1, 2], heads="all"))[0].shape == (8, 8)
     for figure in (plot_heads, plot_strip, plot_rollout):
         with pytest.raises(
-            UsageError, match="attends from channel to channel of a head: its matrix can be drawn"
+            UsageError, match="attends from channel to channel of a head: draw its matrix"
         ):
             figure(model, IMAGE, layers=[1])
 

@@ -34,7 +34,7 @@ from ea_vision.visualize import plot_heatmap, plot_matrix, plot_statistics, plot
         ),
         (
             "heatmap --dpi 100000 -o a.svg",
-            "at most 250 megapixels and 65535 pixels a side, got .*--dpi",
+            "at most 250 megapixels and 65535 pixels per side, got .*--dpi",
         ),
         ("heatmap --dpi 0", "--dpi: a positive whole number"),
         ("heatmap --width 1", "width must lie between 2.5 and 40 inches, got 1"),
