@@ -52,9 +52,9 @@ plot_heatmap(model, photo, layers=[2], heads=[0, 1, "mean"], queries=[(12, 10), 
     """\
 # ## How does a map evolve?
 
-One query through the three layers of a chain. Layer 1 has no predecessor. From then on a layer mixes the map that
-was handed on into its own and convolves the result: a row shows these steps, and at its end the
-attention that the layer's own logits alone would give, at the same scale. The previous map changes the attention of
+The figure follows one query through the three layers of a chain. Layer 1 has no predecessor. Each later layer mixes the
+previous map into its own and convolves the result: a row shows these steps and, last, the attention that the
+layer's own logits alone would give, at the same scale. The previous map changes the attention of
 head 0 and this query most: `python -m experiments.evolution_at_work docs/cat.jpg` finds them.""",
     """\
 plot_strip(model, photo, layers=[1, 2, 3], head=0, query=(22, 14), width=4)""",
@@ -67,7 +67,7 @@ show_page(model, photo, layers=[1, 2, 3])""",
     """\
 # ## The numbers
 
-Recording changes no bit of the output.""",
+Recording leaves the output bit-identical.""",
     """\
 with torch.inference_mode(), ea_vision.record_attention(model, layers=[1, 2, 3], parts=("attn", "conv_logits")) as maps:
     model(transform(photo)[None])
@@ -82,8 +82,8 @@ for layer in maps.values():  # nats; log(64) = 4.16 where a query looks at all a
     """\
 # ## A vision transformer, evolving
 
-Any of timm's plain ViTs can be given an evolution. It starts exactly where the ViT is: the new gates begin at 0
-and learn from there. (Here without weights, so that nothing is downloaded; `pretrained=True` is the same.)""",
+`ea_vision.evolve` adds an evolution to any of timm's plain ViTs. The outputs start unchanged: the new gates begin at 0
+and learn from there. (Random weights avoid a download here; `pretrained=True` works the same way.)""",
     """\
 vit = timm.create_model("vit_tiny_patch16_224", num_classes=10).eval()
 evolving = ea_vision.evolve(vit, kind="ea", learnable=True).eval()
@@ -98,7 +98,7 @@ print(len(added), "new parameters, such as", ", ".join(sorted(added)[:4]))""",
 
 - `ea-vision explore --model ea_conv_transformer_cifar -o page.html cat.jpg`:
   click a pixel, see every head of every layer
-- `ea-vision heatmap`, `strip`, `statistics`: [figures](look.md)
+- `ea-vision heatmap`, `strip`, `matrix`, `rollout`, `statistics`: [figures](look.md)
 - [Record any transformer](record.md)
 - [Train on small images](train.md), [vision transformers and sequences](transformers.md), [results](results.md)""",
 )
