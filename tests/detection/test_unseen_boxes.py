@@ -62,7 +62,7 @@ def test_boxes_that_are_seen_in_part_are_kept(tmp_path, caplog, box):
 
 def test_a_json_without_a_box_that_can_be_seen_is_an_error(tmp_path):
     shares = [[0.1, 0.1, 0.2, 0.2], [0.5, 0.5, 0.4, 0.4]]
-    with pytest.raises(UsageError, match="must be x, y, .* in pixels, got 2 boxes .* shares of"):
+    with pytest.raises(UsageError, match="must be x, y, .* in pixels, got 2 boxes .* fractions of"):
         folder(tmp_path, shares)
 
 

@@ -335,7 +335,7 @@ def test_a_damaged_library_is_built_again(use_compiler, tmp_path):
 
 BROKEN = {  # compilers by name: commands of a shell, if any, and what the log says
     "cc 'x": ("", "No closing quotation"),
-    "no-such-compiler": ("", "no C compiler: no-such-compiler is not there"),
+    "no-such-compiler": ("", "no C compiler: no-such-compiler was not found"),
     "strange": ("printf '\\377\\376' >&2; exit 3", "ended with code 3: \N{REPLACEMENT CHARACTER}"),
     "links another": (
         'case "$*" in *-shared*) echo > e.c; cc -shared -o "$4" e.c;; *) cc "$@" -O0; esac',
