@@ -129,7 +129,6 @@ NONSENSE = [
         for value in ("no_such.module", "..x", "os.path.no")
     ),
     ("EA_VISION_IMPLEMENTATION", "fast", "must be one of "),
-    ("EA_VISION_TILES", "no", "must be one of "),
 ]
 
 

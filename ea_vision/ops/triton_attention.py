@@ -53,7 +53,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ea_vision.ops import triton_tiles
 from ea_vision.ops.problem import Implementation, Problem, refuse_second_derivatives
 from ea_vision.ops.triton_tiles import BY_KEYS, SMALL_MEMORY, Tile, default_tile
 
@@ -105,10 +104,8 @@ class Shape(NamedTuple):
     # products wrongly (triton-lang/triton issue 10821); they are done by 32.
     SPLIT: bool
     SMALL: bool  # of SMALL_MEMORY
-    # These tell apart what triton.autotune times: type, gates by heads, and names of arguments that are not None.
     DTYPE: str
-    GATED: bool
-    GIVEN: tuple[str, ...] = ()
+    GATED: bool  # gates by heads
 
 
 class Rows(NamedTuple):
@@ -342,21 +339,8 @@ def _launch(kernel, tile: Tile, **arguments) -> None:
     programs = _programs(q, tile.keys if by_keys else tile.queries)
     arguments |= {"I": tile.queries, "J": tile.keys}
     arguments = {name: x for name, x in arguments.items() if name in kernel.arg_names}
-    if triton_tiles.tunes(kernel.__name__, q.device, programs):
-        given = tuple(name for name, x in arguments.items() if x is not None)
-        S = arguments["S"]._replace(GIVEN=given)
-        tuner = triton_tiles.tuned(kernel, tile, S)
-        if tuner.cache or not _is_capturing():
-            del arguments["J"]
-            tuner[programs,](**arguments | {"S": S})
-            return
     limit = {"maxnreg": tile.registers} if tile.registers else {}
     kernel[programs,](**arguments, num_warps=tile.warps, num_stages=tile.stages, **limit)
-
-
-def _is_capturing() -> bool:
-    """Return whether a CUDA graph is captured, which would capture the trials of tiles."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _run_forward(

@@ -1,28 +1,16 @@
-"""How the Triton kernels go over the maps: a default tile for each shape, which triton.autotune compares with another.
+"""How the Triton kernels go over the maps: a tile for each kernel and shape.
 
-The first launch of a heavy kernel at a shape that fills the GPU is timed with two tiles, and Triton keeps the faster in
-its cache (~/.triton/cache, or $TRITON_CACHE_DIR). Both keep the same block of pixels, since partial sums are laid out
-by it. EA_VISION_TILES=default takes the defaults alone, so that sums are rounded alike on every machine of a kind.
-Nothing is timed while a CUDA graph is captured.
+Tiles are chosen by what they compile to (experiments/kernel_figures.py): no spilled registers, and as many blocks of a
+multiprocessor as fit. Timing others at first use gained nothing on an H200 (experiments/kernels.md).
 """
 
-import functools
-import os
-from collections.abc import Callable
 from typing import Any, NamedTuple
-
-import torch
-
-from ea_vision.base.errors import UsageError
 
 # compute capabilities with 100 KiB of shared memory in a multiprocessor, 99 KiB for a block
 SMALL_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
 BY_KEYS = ("logits_backward", "keys_backward")  # their programs keep keys, the others' queries
 BY_QUERIES = ("evolve", "queries_backward", "weight_backward")
 LONG_SIDES = 32  # rows and columns together, from which position tables need many registers
-MODE = os.environ.get("EA_VISION_TILES") or "tune"
-if MODE not in ("tune", "default"):
-    raise UsageError(f"EA_VISION_TILES must be one of tune, default, got {MODE!r}")
 
 
 class Tile(NamedTuple):
@@ -39,7 +27,7 @@ class Tile(NamedTuple):
 
 
 def default_tile(name: str, S: Any, conv: bool, attends: bool = True) -> Tile:
-    """Return the tile of a shape that nobody has timed; experiments/kernel_figures.py shows what each compiles to.
+    """Return the tile of a shape.
 
     Args:
         name: the kernel's.
@@ -132,40 +120,3 @@ def _queries_backward_tile(S: Any, conv: bool) -> Tile:
 def _keys_backward_tile(S: Any) -> Tile:
     warps = 16 if S.KP > 8 else 8
     return Tile(16, 32 if _is_roomy(S) else 16, warps, 2 if _is_half(S) else 1)
-
-
-def candidates(kernel: str, tile: Tile) -> list[Tile]:
-    """Return the tiles that a launch is timed with: its default and, of the heavy kernels, one of other stages.
-
-    Each is compiled at first use, so there are few: 38 for the first step of `ea_aa_resnet50`.
-    """
-    if kernel not in BY_QUERIES:
-        return [tile]
-    return [tile, tile._replace(stages=3 - tile.stages)]
-
-
-def milliseconds(call: Callable[[], Any], quantiles: tuple[float, ...]) -> list[float]:
-    """Time a launch for triton.autotune."""
-    from triton.testing import do_bench
-
-    return do_bench(call, warmup=5, rep=20, quantiles=quantiles)
-
-
-@functools.lru_cache(maxsize=4096)
-def tuned(kernel: Any, tile: Tile, S: Any) -> Any:
-    """Return triton.autotune's form of a kernel for a `Shape`; it is called without the stepped side."""
-    import triton
-
-    configs = [
-        triton.Config({"J": other.keys}, other.warps, other.stages, maxnreg=other.registers or None)
-        for other in candidates(kernel.__name__, tile)
-    ]
-    known = [name for name in kernel.arg_names if name.isupper() and name != "J"]
-    return triton.autotune(configs, known, do_bench=milliseconds, cache_results=True)(kernel)
-
-
-def tunes(kernel: str, device: torch.device, programs: int) -> bool:
-    """Return whether triton.autotune is asked about a launch."""
-    if MODE != "tune" or kernel not in BY_QUERIES or device.type != "cuda":
-        return False
-    return programs >= torch.cuda.get_device_properties(device).multi_processor_count

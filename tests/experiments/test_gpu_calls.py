@@ -4,8 +4,10 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 
-from experiments.gpu_calls import CountCalls, count, walk_backward
+from ea_vision import ops
+from experiments.gpu_calls import CountCalls, count, pretended_gpu, walk_backward
 
 pytest.importorskip("triton")
 
@@ -39,4 +41,16 @@ def test_the_walk_makes_the_calls_of_the_engine():
 
 def test_tiles_compiled_at_first_use():
     figures = pytest.importorskip("experiments.kernel_figures")
-    assert 20 < figures.compilations_at_first_use("ea_aa_resnet50").total() <= 40
+    assert 10 < figures.compilations_at_first_use("ea_aa_resnet50").total() <= 30
+
+
+@pytest.mark.parametrize("compiles, expected", [(False, "triton"), (True, "sdpa")])
+def test_small_maps_of_aa_take_triton_unless_compiled(compiles, expected, monkeypatch):
+    taken = []
+    monkeypatch.setattr(ops, "log_once", lambda key, *_: taken.append(key[0]))
+    with pretended_gpu(), FakeTensorMode(), torch.device("cuda"):
+        q, k, v = torch.empty(3, 1, 2, 16, 8, dtype=torch.bfloat16)
+        tables = torch.empty(2, 7, 8)
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiles)
+        ops.evolving_attention(q, k, v, *tables, feat_size=(4, 4), need_logits=False)
+    assert taken == [expected]

@@ -21,7 +21,6 @@ FILES = {
     "profile-cifar-128-eager",
     "profile-cifar-512-eager",
     "layers",
-    "trainer",
     "accuracy",
     "accuracy-epochs",
     "parts",

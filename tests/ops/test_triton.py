@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 
 import ea_vision.ops as ops
 from ea_vision.base.errors import UsageError
-from ea_vision.ops import evolving_attention, triton_tiles
+from ea_vision.ops import evolving_attention
 from ea_vision.ops import triton_attention as ours
 from ea_vision.ops.problem import Problem
 from tests.ops.oracle import CASES, TOLERANCE, check, problem, random_case
@@ -132,36 +132,6 @@ def test_maps_of_the_networks(side, monkeypatch):
         pixels = 32 if side == 7 else 64  # the interpreter pays by the tile
         monkeypatch.setattr(ours, "default_tile", lambda *args: ours.Tile(pixels, pixels))
     check("triton", "ea", (side, side), K=8 if side == 7 else 2, D=20, E=3, device=DEVICE)
-
-
-@kernels
-@pytest.mark.skipif(DEVICE == "cuda", reason="times are made up here")
-def test_tiles_are_timed_on_first_use_and_change_no_result(monkeypatch):
-    """The last candidate, of other stages, wins."""
-    timed, tuners, by_triton = [], {}, triton_tiles.tuned
-
-    def milliseconds(call, quantiles):
-        call()
-        timed.append(call)
-        return [1.0 / len(timed)] * len(quantiles)
-
-    by_triton.cache_clear()
-    monkeypatch.setattr(triton_tiles, "milliseconds", milliseconds)
-    monkeypatch.setattr(triton_tiles, "tunes", lambda name, *_: name in triton_tiles.BY_QUERIES)
-    monkeypatch.setattr(
-        triton_tiles,
-        "tuned",
-        lambda kernel, *args: tuners.setdefault(kernel.__name__, by_triton(kernel, *args)),
-    )
-    for timings in (True, False):
-        timed.clear()
-        check("triton", "ea", (3, 4), K=3, gates="heads")
-        assert bool(timed) == timings
-    assert len(tuners) == 3
-    default = {tuner.configs[0].num_stages for tuner in tuners.values()}
-    chosen = {tuner.best_config.num_stages for tuner in tuners.values()}
-    assert default == {1} and chosen == {2}
-    by_triton.cache_clear()
 
 
 @kernels
