@@ -29,6 +29,7 @@ NAME, KWARGS = "ea_conv_transformer_cifar", dict(num_classes=3, img_size=16, wid
 SWIN = dict(
     patch_size=2, window_size=4, embed_dim=12, depths=(2, 2), num_heads=(2, 3), num_classes=3
 )
+CAIT = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)
 LIMIT = 1e-5
 
 
@@ -368,9 +369,7 @@ NETWORKS = {
         (64, 96),
     ),
     "cait": Network(
-        lambda: timms(
-            "cait_xxs24_224", img_size=(32, 48), patch_size=8, embed_dim=24, depth=2, num_heads=3
-        ),
+        lambda: timms("cait_xxs24_224", **{**CAIT, "img_size": (32, 48)}),
         [Place((4, 6))] * 2 + [by_class((4, 6))] * 2,
         (32, 48),
     ),

@@ -8,7 +8,8 @@ from ea_vision.recorder.recording import recordable_layers
 from ea_vision.visualize import image_maps
 from tests.recorder import networks
 
-PHOTO, small = networks.photo((50, 40)), networks.tiny
+PHOTO = networks.photo((50, 40))
+small = networks.tiny
 
 
 @pytest.fixture(scope="session")
@@ -18,25 +19,47 @@ def run(tmp_path_factory):
 
 @pytest.fixture
 def photo(tmp_path):
-    PHOTO.save(tmp_path / "photo.png")
-    return tmp_path / "photo.png"
+    path = tmp_path / "photo.png"
+    PHOTO.save(path)
+    return path
 
 
 def record(model, parts=("attn",), layers=None):
-    """What a model makes of PHOTO in its first `layers` layers."""
+    """Record PHOTO in the first `layers` layers of a model."""
     model = image_maps.as_model(model)
     return image_maps.record(model, PHOTO, recordable_layers(model.model)[:layers], parts)
 
 
 def maps_of(figure):
-    """The arrays of all that a figure shows."""
-    return [np.asarray(image.get_array(), float) for axes in figure.axes for image in axes.images]
+    """Return the arrays of all images of a figure."""
+    images = [image for axes in figure.axes for image in axes.images]
+    return [np.asarray(image.get_array(), float) for image in images]
 
 
 def overlaid(figure):
-    """The artists of maps over the grey image."""
+    """Return the artists of maps over the grey image."""
     return [axes.images[-1] for axes in figure.axes if len(axes.images) == 2]
 
 
+def tiles_of(figure):
+    """Return the axes of maps, without photos and colour bars."""
+    return [axes for axes in figure.axes if axes.images and not axes.get_label()]
+
+
+def labelled(figure, label):
+    """Return the axes of photos ("photo") or of colour bars ("<colorbar>")."""
+    return [axes for axes in figure.axes if axes.get_label() == label]
+
+
+def titles_of(figure):
+    return [axes.get_title() for axes in figure.axes if axes.get_title()]
+
+
+def written(figure):
+    """Return the visible texts of a figure."""
+    return [text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()]
+
+
 def texts_of(figure) -> str:
-    return " ".join(" ".join(text.get_text() for text in figure.findobj(Text)).split())
+    texts = [text.get_text() for text in figure.findobj(Text)]
+    return " ".join(" ".join(texts).split())
