@@ -18,25 +18,41 @@ from ea_vision.visualize.image_maps import record
 from experiments.evolution_at_work import changes, choose, main
 
 ROOT = Path(__file__).resolve().parents[2]
-CAT = ROOT / "docs" / "cat.jpg"
+DOCS = ROOT / "docs"
+CAT = DOCS / "cat.jpg"
+PHOTOS = sorted(DOCS.glob("photos/*.jpg"))
+PAGE = (DOCS / "how-it-works.md").read_text(encoding="utf-8")
 CIFAR = ROOT.parent / "shared" / "data" / "cifar10" / "test.tar"
 
 
-def difference(one: Image.Image, other: Image.Image) -> float:
-    """Return the mean difference of two pictures, in steps of 1 of 255."""
-    pixels = [np.asarray(picture.convert("RGB"), float) for picture in (one, other)]
-    return np.abs(pixels[0] - pixels[1]).mean()
+@pytest.fixture(scope="module")
+def model():
+    return load_model("ea_conv_transformer_cifar")
 
 
-def test_each_claim_of_the_caption_is_a_number_of_the_maps():
+def caption() -> str:
+    """Return the caption below the picture in the docs, in one line."""
+    below = PAGE.partition("visualize/evolution.png)")[2]
+    return " ".join(below.split("\n\n")[1].split())
+
+
+def check_picture(path: Path) -> Image.Image:
+    """Compare a picture with the repository's of the same name: on average by less than 1 of 255."""
+    new = Image.open(path).convert("RGB")
+    shown = Image.open(ROOT / "visualize" / path.name).convert("RGB")
+    assert new.size == shown.size
+    assert np.abs(np.asarray(new, float) - np.asarray(shown, float)).mean() < 1
+    return new
+
+
+def test_each_claim_of_the_caption_is_a_number_of_the_maps(model):
     """Recomputed by the paper's equation: alpha 0, the own logits convolved at their scale."""
-    model = load_model("ea_conv_transformer_cifar")
     recording = record(model, Image.open(CAT), recordable_layers(model.model)[:3], PARTS)
     changed = changes(recording)
-    head, query = choose(changed, recording.img_size)
-    caption = the_caption()
-    assert f"Head {head}, query y {query[0]}, x {query[1]}, of" in caption
-    token = query[0] // 4 * 8 + query[1] // 4
+    head, (y, x) = choose(changed, recording.img_size)
+    said = caption()
+    assert f"Head {head}, query y {y}, x {x}, of" in said
+    token = y // 4 * 8 + x // 4
     smallest = []
     for number in (2, 3):
         layer = recording.maps[number]
@@ -47,59 +63,42 @@ def test_each_claim_of_the_caption_is_a_number_of_the_maps():
         change = 1 - torch.minimum(attn, alone).sum(-1)
         torch.testing.assert_close(changed[number].flatten(1), change, atol=1e-5, rtol=0)
         smallest.append(change)
-        cells = [divmod(int(maps[head, token].argmax()), 8) for maps in (attn, alone)]
-        (row, column), (row_alone, column_alone) = cells
+        row, column = divmod(int(attn[head, token].argmax()), 8)
+        row_alone, column_alone = divmod(int(alone[head, token].argmax()), 8)
         assert (
             f"In layer {number} attention and that of the layer's own logits alone differ by "
             f"{change[head, token]:.2f} of at most 1; their largest cells are row {row}, column {column} and "
             f"row {row_alone}, column {column_alone}."
-        ) in caption
+        ) in said
     least = torch.stack(smallest).amin(0)
     assert least[head, token] == least.max()
 
 
-def the_caption() -> str:
-    """Return the caption below the picture in the docs, in one line."""
-    page = (ROOT / "docs" / "how-it-works.md").read_text()
-    below = page.partition("visualize/evolution.png)")[2].split("\n\n")[1]
-    return " ".join(below.split())
-
-
 def test_the_script_draws_the_picture_and_prints_its_caption(tmp_path, capsys):
-    assert main(f"{CAT} --typical {CAT} -o {tmp_path}/evolution.png".split()) == 0
-    with (
-        Image.open(tmp_path / "evolution.png") as new,
-        Image.open(ROOT / "visualize" / "evolution.png") as shown,
-    ):
-        assert new.size == shown.size and new.width >= 2 * 72 * 6.7
-        assert difference(new, shown) < 1
+    output = tmp_path / "evolution.png"
+    assert main(f"{CAT} --typical {CAT} -o {output}".split()) == 0
+    assert check_picture(output).width >= 2 * 72 * 6.7
     printed = capsys.readouterr().out.splitlines()[0]
     claims, _, typical = printed.partition(" Mean difference over")
-    assert claims in the_caption()
-    assert re.fullmatch(
-        r" heads and queries of 1 images: \S+ in layer 2 and \S+ in layer 3\.", typical
-    )
+    assert claims in caption()
+    numbers = r" heads and queries of 1 images: \S+ in layer 2 and \S+ in layer 3\."
+    assert re.fullmatch(numbers, typical)
 
 
 def test_the_command_draws_the_first_picture(tmp_path, monkeypatch):
     """The command of the Makefile."""
     monkeypatch.chdir(ROOT)
-    makefile = (ROOT / "Makefile").read_text().replace("\\\n", "")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", "")
     options = re.search(r"heatmap\.py (.*--style light.*)", makefile)[1].split()
-    photos = find_images(sorted(str(path) for path in (ROOT / "docs" / "photos").glob("*.jpg")))
-    options = [option for option in options if option != "docs/photos/*.jpg"]
-    options[options.index("-o") + 1] = str(tmp_path / "light.png")
-    assert heatmap([*options, *photos]) == 0
-    with (
-        Image.open(tmp_path / "light.png") as new,
-        Image.open(ROOT / "visualize" / "light.png") as shown,
-    ):
-        assert new.size == shown.size and difference(new, shown) < 1
+    options.remove("docs/photos/*.jpg")
+    output = tmp_path / "light.png"
+    options[options.index("-o") + 1] = str(output)
+    assert heatmap([*options, *map(str, PHOTOS)]) == 0
+    check_picture(output)
 
 
-def light_maps(images: torch.Tensor) -> np.ndarray:
+def light_maps(model, images: torch.Tensor) -> np.ndarray:
     """Return head 0 of layer 3, mean of all queries, (images, 8, 8)."""
-    model = load_model("ea_conv_transformer_cifar")
     with torch.inference_mode(), ea_vision.record_attention(model.model, [3]) as maps:
         model.model(model.normalize(images))
     return maps[3].attn[:, 0].mean(1).unflatten(1, (8, 8)).numpy()
@@ -107,30 +106,34 @@ def light_maps(images: torch.Tensor) -> np.ndarray:
 
 def likeness(maps: np.ndarray, others: np.ndarray) -> float:
     """Return the mean correlation of maps with others."""
-    pairs = zip(maps, np.broadcast_to(others, maps.shape), strict=True)
-    return np.mean([np.corrcoef(one.ravel(), other.ravel())[0, 1] for one, other in pairs])
+    others = np.broadcast_to(others, maps.shape)
+    found = []
+    for one, other in zip(maps, others, strict=True):
+        found.append(np.corrcoef(one.ravel(), other.ravel())[0, 1])
+    return np.mean(found)
 
 
-def test_a_mirrored_photo_mirrors_its_map():
-    model = load_model("ea_conv_transformer_cifar")
-    photos = [CAT, *sorted((ROOT / "docs" / "photos").glob("*.jpg"))]
-    images = torch.stack([model.prepare(read_image(photo)) for photo in photos])
-    mirrored = light_maps(images.flip(-1))[..., ::-1]
-    assert likeness(light_maps(images), mirrored) > 0.8
+def maps_and_mirror(model, paths) -> tuple[np.ndarray, float]:
+    """Return the maps of images, and their likeness with the mirrored maps of the mirrored images."""
+    images = torch.stack([model.prepare(read_image(path)) for path in paths])
+    maps = light_maps(model, images)
+    mirrored = light_maps(model, images.flip(-1))[..., ::-1]
+    return maps, likeness(maps, mirrored)
+
+
+def test_a_mirrored_photo_mirrors_its_map(model):
+    _, mirror = maps_and_mirror(model, [CAT, *PHOTOS])
+    assert mirror > 0.8
 
 
 @pytest.mark.skipif(not CIFAR.exists(), reason="needs CIFAR-10 beside the checkout")
-def test_how_centred_the_maps_are_as_the_docs_say(tmp_path):
+def test_how_centred_the_maps_are_as_the_docs_say(model, tmp_path):
     """Every fiftieth of the 10,000 test images, in the order of their names."""
     with tarfile.open(CIFAR) as tar:
         tar.extractall(tmp_path, filter="data")
     folders = sorted(str(path) for path in tmp_path.iterdir() if path.is_dir())
-    images = find_images(folders)[::50]
-    model = load_model("ea_conv_transformer_cifar")
-    batch = torch.stack([model.prepare(read_image(image)) for image in images])
-    maps = light_maps(batch)
-    mirror = likeness(maps, light_maps(batch.flip(-1))[..., ::-1])
+    maps, mirror = maps_and_mirror(model, find_images(folders)[::50])
     mean = likeness(maps, maps.mean(0))
-    page = " ".join((ROOT / "docs" / "how-it-works.md").read_text().split())
+    page = " ".join(PAGE.split())
     assert f"the mirrored map (correlation {mirror:.2f})" in page
     assert f"the mean map of all images is {mean:.2f} correlated" in page

@@ -19,50 +19,51 @@ def digits():
 
 def test_the_quadrilateral_is_drawn_and_what_it_holds(digits):
     model = timm.create_model("stn_digits")
-    transform = model.conv1.transform
+    half_the_side_right_and_up = torch.tensor([0.5, 0, 0.25, 0, 0.5, -0.25])
     with torch.no_grad():
-        transform.fc.bias.copy_(
-            torch.tensor([0.5, 0, 0.25, 0, 0.5, -0.25])
-        )  # half the side, right and up
+        model.conv1.transform.fc.bias.copy_(half_the_side_right_and_up)
     figure = plot_sampling(model, list(digits))
     above, _, below, _ = figure.axes
     drawn = np.stack(above.lines[0].get_data(), -1)
     np.testing.assert_allclose(drawn, [[12, 4], [28, 4], [28, 20], [12, 20], [12, 4]], atol=1e-4)
     sampled = torch.from_numpy(below.images[0].get_array().data).permute(2, 0, 1)
-    enlarged = torch.nn.functional.interpolate(
-        digits[:1, :, 4:20, 12:28], scale_factor=2, mode="bilinear"
-    )[0]
-    torch.testing.assert_close(
-        sampled[:, 1:-1, 1:-1], enlarged[:, 1:-1, 1:-1], atol=1e-5, rtol=1e-5
-    )
+    part = digits[:1, :, 4:20, 12:28]
+    enlarged = torch.nn.functional.interpolate(part, scale_factor=2, mode="bilinear")[0]
+    inside = (slice(None), slice(1, -1), slice(1, -1))
+    torch.testing.assert_close(sampled[inside], enlarged[inside], atol=1e-5, rtol=1e-5)
     assert model.training
-    with pytest.raises(
-        UsageError, match="needs a model with a SpatialTransformer.*resnet18_cifar .*with 0"
-    ):
+    message = "needs a model with a SpatialTransformer.*resnet18_cifar .*with 0"
+    with pytest.raises(UsageError, match=message):
         plot_sampling("resnet18_cifar", list(digits))
 
 
 def test_the_jacobian_is_the_differences_quotient(digits):
-    model, x = small("conv_transformer_cifar").double(), digits[:1].double()
+    model = small("conv_transformer_cifar").double()
+    x = digits[:1].double()
     jacobian, chosen = input_jacobian(model, x)
-    assert chosen == model(x).argmax() and jacobian.shape == (32, 32)
-    steps = torch.zeros(
-        3, 3, 32, 32, dtype=torch.float64
-    )  # of a channel each, at the strongest pixel
-    steps[(*2 * [range(3)], *divmod(int(jacobian.argmax()), 32))] = 1e-6
+    assert chosen == model(x).argmax()
+    assert jacobian.shape == (32, 32)
+    row, column = divmod(int(jacobian.argmax()), 32)
+    # a step of each channel, at the strongest pixel
+    steps = torch.zeros(3, 3, 32, 32, dtype=torch.float64)
+    for channel in range(3):
+        steps[channel, channel, row, column] = 1e-6
     slopes = (model(x + steps) - model(x - steps))[:, chosen] / 2e-6
     assert slopes.abs().max().item() == pytest.approx(jacobian.max().item(), rel=1e-4)
     with pytest.raises(UsageError, match="a class from 0 to 2, got 3"):
         input_jacobian(model, x, 3)
 
 
-@pytest.mark.parametrize("name,panels", [("csan_conv_transformer_cifar", 8), ("cnn_cifar", 2)])
+@pytest.mark.parametrize("name, panels", [("csan_conv_transformer_cifar", 8), ("cnn_cifar", 2)])
 def test_the_jacobian_stands_beside_the_maps(digits, name, panels):
     """For a class of one's choice, of the image that the network sees, in evaluation mode."""
     model = timm.create_model(name, widths=(8, 8, 16, 16), num_classes=4)
     figure = plot_jacobian(model, digits[0], target=2)
     shown = [axes for axes in figure.axes if axes.get_label() != "<colorbar>"]
-    assert len(shown) == panels and shown[1].get_title() == "|d class 2 / d input|"
-    assert all(p.grad is None for p in model.parameters()) and model.training
-    expected, _ = input_jacobian(model.eval(), as_model(model).normalize(digits[:1]), 2)
+    assert len(shown) == panels
+    assert shown[1].get_title() == "|d class 2 / d input|"
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    x = as_model(model).normalize(digits[:1])
+    expected, _ = input_jacobian(model.eval(), x, 2)
     np.testing.assert_allclose(shown[1].images[-1].get_array(), expected, rtol=1e-5, atol=1e-7)

@@ -1,4 +1,4 @@
-"""A call a figure: what the functions take, what they draw, and that they leave the model as it was."""
+"""One call per figure: what the functions take, what they draw, and that they leave the model as it was."""
 
 import io
 
@@ -28,10 +28,11 @@ def model():
     return small().train()
 
 
-def normalised(model, image):
+def normalised(model, images):
     config = timm.data.resolve_model_data_config(model)
-    mean, std = (torch.tensor(config[key]).view(3, 1, 1) for key in ("mean", "std"))
-    return (image - mean) / std
+    mean = torch.tensor(config["mean"]).view(3, 1, 1)
+    std = torch.tensor(config["std"]).view(3, 1, 1)
+    return (torch.stack(images) - mean) / std
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -41,79 +42,68 @@ def test_each_is_a_figure_that_a_notebook_shows_and_leaves_the_model_alone(name,
     modes = [module.training for module in model.modules()]
     before = {key: value.clone() for key, value in model.state_dict().items()}
     figure = FIGURES[name](model)
-    assert isinstance(figure, Figure) and figure.axes
+    assert isinstance(figure, Figure)
     with Image.open(io.BytesIO(figure._repr_png_())) as picture:
-        assert picture.format == "PNG" and np.ptp(np.asarray(picture.convert("L"))) > 100
+        assert picture.format == "PNG"
+        assert np.ptp(np.asarray(picture.convert("L"))) > 100
     assert [module.training for module in model.modules()] == modes
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key])
 
 
 def test_titles_say_model_weights_layer_head_and_query():
+    name = "ea_conv_transformer_cifar"
     image = torch.rand(3, 32, 32)
-    untrained = load_model("ea_conv_transformer_cifar", random=True)
-    for figure, expected in (
-        (
-            plot_heatmap(
-                "ea_conv_transformer_cifar", image, layers=[2], heads=1, queries=[(9, 14)]
-            ),
-            (
-                "ea_conv_transformer_cifar, weights long_c10",
-                "layer 2, map 8x8",
-                "head 1",
-                "query y 9, x 14",
-            ),
-        ),
-        (
-            plot_strip(untrained, image, layers="1-3", head=1),
-            ("ea_conv_transformer_cifar (untrained)", "head 1"),
-        ),
-        (
-            plot_heatmap(untrained, [image, image], layers=[2], heads=1),
-            ("(untrained)", "layer 2", "head 1", "mean of all queries"),
-        ),
-    ):
-        texts = texts_of(figure)
-        assert [text for text in expected if text not in texts] == []
+    untrained = load_model(name, random=True)
+    heatmap = texts_of(plot_heatmap(name, image, layers=[2], heads=1, queries=[(9, 14)]))
+    for text in (f"{name}, weights long_c10", "layer 2, map 8x8", "head 1", "query y 9, x 14"):
+        assert text in heatmap
+    strip = texts_of(plot_strip(untrained, image, layers="1-3", head=1))
+    for text in (f"{name} (untrained)", "head 1"):
+        assert text in strip
+    several = texts_of(plot_heatmap(untrained, [image, image], layers=[2], heads=1))
+    for text in ("(untrained)", "layer 2", "head 1", "mean of all queries"):
+        assert text in several
 
 
 def test_a_tile_is_its_images_map():
     """Of an image by head; of several images what every pixel gets, or of one query."""
-    model, query = small(img_size=(16, 32)), (5, 9)
-    images = [torch.rand(3, 16, 32) for _ in range(2)]
-    by_head = overlaid(plot_heatmap(model, images[0], 1, "1,mean", [query]))
-    mean, asked = (
-        overlaid(plot_heatmap(model, images, 1, 1, queries)) for queries in (None, [query])
-    )
-    attn = (
-        32 * recorded(model, normalised(model, torch.stack(images)), layers=[1])[1].attn
-    )  # on a map of 4x8
-    row = attn[:, :, 1 * 8 + 2]
-    expected = [row[0, 1], row[0].mean(0), *attn[:, 1].mean(1), *row[:, 1]]
-    for tile, values in zip([*by_head, *mean, *asked], expected, strict=True):
-        np.testing.assert_allclose(tile.get_array(), values.view(4, 8), rtol=1e-4)
-        assert tile.get_extent() == [0, 32, 16, 0]
+    model = small(img_size=(16, 32))
+    query = (5, 9)
+    token = 1 * 8 + 2  # on a map of 4x8
+    images = [torch.rand(3, 16, 32), torch.rand(3, 16, 32)]
+    attn = 32 * recorded(model, normalised(model, images), layers=[1])[1].attn
+    of_query = attn[:, :, token]
+    for figure, expected in (
+        (
+            plot_heatmap(model, images[0], 1, "1,mean", [query]),
+            [of_query[0, 1], of_query[0].mean(0)],
+        ),
+        (plot_heatmap(model, images, 1, 1), attn[:, 1].mean(1)),
+        (plot_heatmap(model, images, 1, 1, [query]), of_query[:, 1]),
+    ):
+        for tile, values in zip(overlaid(figure), expected, strict=True):
+            np.testing.assert_allclose(tile.get_array(), values.view(4, 8), rtol=1e-4)
+            assert tile.get_extent() == [0, 32, 16, 0]
 
 
 def test_statistics_in_numbers(model):
     """Entropy, mean of heads and images, and share of position alone: the mean product of two images' maps."""
-    images = [
-        torch.rand(3, 16, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)
-    ]
+    images = list(torch.rand(3, 3, 16, 16))
     figure = plot_statistics(model, images)
-    drawn = {
-        axes.get_title(): dict(axes.lines[0].get_xydata())
-        for axes in figure.axes
-        if axes.get_visible()
-    }
-    for layer in recorded(model.eval(), normalised(model, torch.stack(images))).values():
-        entropy = torch.special.entr(layer.attn).sum(-1).mean() / np.log(layer.attn.shape[-1])
-        assert drawn["entropy / log N"][layer.number] == pytest.approx(entropy.item(), rel=1e-4)
-        products = torch.einsum("ikqn,jkqn->kij", layer.attn, layer.attn)  # of two images' maps
+    drawn = {}
+    for axes in figure.axes:
+        if axes.get_visible():
+            drawn[axes.get_title()] = dict(axes.lines[0].get_xydata())
+    for number, layer in recorded(model.eval(), normalised(model, images)).items():
+        attn = layer.attn
+        entropy = torch.special.entr(attn).sum(-1).mean() / np.log(attn.shape[-1])
+        assert drawn["entropy / log N"][number] == pytest.approx(entropy.item(), rel=1e-4)
+        products = torch.einsum("ikqn,jkqn->kij", attn, attn)  # of two images' maps
         same = products.diagonal(dim1=1, dim2=2)
         others = (products.sum((1, 2)) - same.sum(1)) / 6
-        share = (others / same.mean(1)).mean().item()
-        assert drawn["share of position alone"][layer.number] == pytest.approx(share, rel=1e-4)
+        share = (others / same.mean(1)).mean()
+        assert drawn["share of position alone"][number] == pytest.approx(share.item(), rel=1e-4)
     assert "mean over 3 images" in texts_of(figure)
-    assert "share of position" not in texts_of(plot_statistics(model, images[0], layers=1)), (
-        "it takes two images"
-    )
+    # it takes two images
+    assert "share of position" not in texts_of(plot_statistics(model, images[0], layers=1))

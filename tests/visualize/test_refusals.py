@@ -11,6 +11,8 @@ from ea_vision.__main__ import run as run_command
 from ea_vision.base.errors import UsageError
 from ea_vision.visualize import plot_heatmap, plot_matrix, plot_statistics, plot_strip, show_page
 
+from .conftest import PHOTO, small
+
 
 @pytest.mark.parametrize(
     "command, message",
@@ -40,7 +42,6 @@ from ea_vision.visualize import plot_heatmap, plot_matrix, plot_statistics, plot
         ("heatmap --width 1", "width must lie between 2.5 and 40 inches, got 1"),
         ("strip --heads 0,1", "this figure shows one head; got 2"),
         ("strip --queries 1,1 2,2", "this figure shows one query; got 2"),
-        ("strip --model ea_conv_transformer_cifar", "this figure shows one model; got 2"),
         ("strip -o a.webm", "--output must end in .png or .svg or .pdf or .gif"),
         ("explore --heads mean", "the page adds the mean"),
         ("explore -o page.png", "must end in .html"),
@@ -54,54 +55,62 @@ from ea_vision.visualize import plot_heatmap, plot_matrix, plot_statistics, plot
 )
 def test_refused_at_once_in_one_line(command, message, run, photo, monkeypatch, capsys):
     monkeypatch.chdir(photo.parent)
+    name, *options = command.split()
     begin = time.process_time()
     try:
-        name, *options = command.split()
         code = run_command(name, ["--model", str(run), str(photo), *options])
     except SystemExit as left:  # argparse
         code = left.code
     said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert code == 2 and re.search(message, said), said
-    assert time.process_time() - begin < 10 and list(photo.parent.iterdir()) == [photo]
+    assert code == 2
+    assert re.search(message, said), said
+    assert time.process_time() - begin < 10
+    assert list(photo.parent.iterdir()) == [photo]
+
+
+MODEL = small()
 
 
 @pytest.mark.parametrize(
-    "call, message",
+    "plot, models, images, options, message",
     [
-        (lambda run, photo: plot_heatmap(run, []), "at least one image required, got none"),
-        (lambda run, photo: plot_heatmap([run] * 2, [photo] * 2), "models need one image"),
-        (lambda run, photo: plot_heatmap(run, [photo], queries=[(1, 1), (2, 2)]), "one query"),
-        (lambda run, photo: plot_strip(run, photo, through="time"), "layers or checkpoints"),
+        (plot_heatmap, MODEL, [], {}, "at least one image required, got none"),
+        (plot_statistics, MODEL, [], {}, "at least one image required, got none"),
+        (plot_heatmap, [MODEL] * 2, [PHOTO] * 2, {}, "models need one image"),
+        (plot_heatmap, MODEL, [PHOTO], {"queries": [(1, 1), (2, 2)]}, "one query"),
+        (plot_heatmap, MODEL, PHOTO, {"style": "dark"}, "must be cells or light, got 'dark'"),
+        (plot_heatmap, MODEL, torch.rand(16, 16), {}, r"tensor \(3, H, W\), got \(16, 16\)"),
+        (plot_heatmap, MODEL, Image.new("RGB", (1, 1_000_000)), {}, "at most 100 megapixels"),
+        (plot_matrix, [MODEL] * 2, PHOTO, {}, "this figure shows one model; got 2"),
         (
-            lambda run, photo: plot_strip(str(photo.parent), photo, through="checkpoints"),
-            "nor snapshots/",
+            plot_matrix,
+            MODEL,
+            PHOTO,
+            {"part": "conv_logits"},
+            "no conv_logits in layer 1, 4: choose",
         ),
-        (
-            lambda run, photo: plot_matrix(run, photo, part="conv_logits"),
-            "no conv_logits in layer 1, 4: choose --layers",
-        ),
-        (lambda run, photo: plot_statistics(run, []), "at least one image required, got none"),
-        (
-            lambda run, photo: plot_heatmap(run, torch.rand(16, 16)),
-            r"tensor \(3, H, W\), got \(16, 16\)",
-        ),
-        (
-            lambda run, photo: plot_heatmap(run, Image.new("RGB", (1, 1_000_000))),
-            "at most 100 megapixels",
-        ),
+        (plot_strip, [MODEL] * 2, PHOTO, {}, "this figure shows one model; got 2"),
+        (plot_strip, MODEL, PHOTO, {"through": "time"}, "layers or checkpoints"),
+        (plot_strip, ".", PHOTO, {"through": "checkpoints"}, "nor snapshots/"),
     ],
 )
-def test_functions_refuse_alike(call, message, run, photo):
+def test_functions_refuse_alike(plot, models, images, options, message):
     with pytest.raises(UsageError, match=message):
-        call(str(run), photo)
+        plot(models, images, **options)
 
 
 def test_figures_and_pages_of_a_snapshot_and_a_page_of_the_epochs_of_a_run(run, photo, tmp_path):
-    snapshot, output = str(run / "snapshots" / "epoch_0002.safetensors"), tmp_path / "a.html"
-    through = f"{run} --through checkpoints --layers 1,2"
+    snapshot = str(run / "snapshots" / "epoch_0002.safetensors")
     for image in (photo, str(photo)):
-        assert plot_heatmap(snapshot, image, layers=1).axes and show_page(snapshot, image).text
-    for options, names in (snapshot, ["photo.png"]), (through, ["epoch 1", "epoch 2", "epoch 4"]):
+        assert plot_heatmap(snapshot, image, layers=1).axes
+        assert show_page(snapshot, image).text
+    output = tmp_path / "a.html"
+    through = f"{run} --through checkpoints --layers 1,2"
+    for options, names in (
+        (snapshot, ["photo.png"]),
+        (through, ["epoch 1", "epoch 2", "epoch 4"]),
+    ):
         assert run_command("explore", f"--model {options} -o {output} {photo}".split()) == 0
-        assert re.findall(r'class="image">{"name":"(.*?)"', output.read_text()) == names
-        assert "epoch 2" in output.read_text()
+        page = output.read_text(encoding="utf-8")
+        assert re.findall(r'class="image">{"name":"(.*?)"', page) == names
+        assert "epoch 2" in page
