@@ -25,18 +25,17 @@ from ea_vision.base.files import atomic_write
 from ea_vision.engine import checkpoint, run_folder
 from tests.models.zoo import TINY, images
 
-NAME, KWARGS = "ea_conv_transformer_cifar", dict(num_classes=3, img_size=16, widths=[8, 8, 16, 16])
-SWIN = dict(
-    patch_size=2, window_size=4, embed_dim=12, depths=(2, 2), num_heads=(2, 3), num_classes=3
-)
-CAIT = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)
+NAME = "ea_conv_transformer_cifar"
+KWARGS = {"num_classes": 3, "img_size": 16, "widths": [8, 8, 16, 16]}
+SWIN = {"patch_size": 2, "window_size": 4, "embed_dim": 12, "depths": [2, 2], "num_heads": [2, 3]}
+CAIT = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
+XCIT = {"img_size": 32, "embed_dim": 24, "depth": 2, "num_heads": 3, "cls_attn_layers": 1}
 LIMIT = 1e-5
 
 
 def photo(size=(80, 60)):
-    return Image.fromarray(
-        np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    )
+    shape = (size[1], size[0], 3)
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8))
 
 
 def lively(model):
@@ -70,23 +69,13 @@ def tiny(name=NAME, seed=0, **options):
 def write_run(folder):
     """Write a run folder of it: checkpoints of epochs 1 and 2, snapshots of 2 and 4, each of its epoch's seed."""
     folder.mkdir(parents=True)
-    run_folder.write_config(
-        folder,
-        {"model": NAME, "dataset": "digits"},
-        {
-            "model_kwargs": KWARGS,
-            "classes": ["ant", "bee", "cow"],
-            "mean": [0.5] * 3,
-            "std": [0.2] * 3,
-        },
-    )
+    about = {"model_kwargs": KWARGS, "classes": ["ant", "bee", "cow"]}
+    about |= {"mean": [0.5] * 3, "std": [0.2] * 3}
+    run_folder.write_config(folder, {"model": NAME, "dataset": "digits"}, about)
     run_folder.write_weights(folder, tiny().state_dict())
-    for epoch, file in (2, "last.ckpt"), (1, "best.ckpt"):
-        held = {
-            "model": tiny(seed=epoch).state_dict(),
-            "ema": None,
-            "progress": {"epoch": epoch, "updates": epoch},
-        }
+    for epoch, file in ((2, "last.ckpt"), (1, "best.ckpt")):
+        progress = {"epoch": epoch, "updates": epoch}
+        held = {"model": tiny(seed=epoch).state_dict(), "ema": None, "progress": progress}
         atomic_write(folder / file, checkpoint.encode(held))
     for epoch in (2, 4):
         run_folder.write_snapshot(folder, tiny(seed=epoch).state_dict(), epoch)
@@ -94,91 +83,64 @@ def write_run(folder):
 
 
 def torchvision_vit(num_layers=2, **kwargs):
-    return lively(
-        torchvision.models.VisionTransformer(
-            image_size=32,
-            patch_size=8,
-            num_layers=num_layers,
-            num_heads=3,
-            hidden_dim=24,
-            mlp_dim=32,
-            num_classes=5,
-            **kwargs,
-        )
-    )
+    sizes = {"image_size": 32, "patch_size": 8, "hidden_dim": 24, "mlp_dim": 32}
+    counts = {"num_layers": num_layers, "num_heads": 3, "num_classes": 5}
+    return lively(torchvision.models.VisionTransformer(**sizes, **counts, **kwargs))
 
 
 def torchvision_swin():
     """The second version: its layers are the first's with other logits."""
-    return lively(
-        swin_transformer.SwinTransformer(
-            patch_size=[2, 2],
-            embed_dim=12,
-            depths=[2, 2],
-            num_heads=[2, 3],
-            window_size=[4, 4],
-            num_classes=3,
-            block=swin_transformer.SwinTransformerBlockV2,
-            downsample_layer=swin_transformer.PatchMergingV2,
-        )
+    sizes = {"patch_size": [2, 2], "window_size": [4, 4], "embed_dim": 12}
+    counts = {"depths": [2, 2], "num_heads": [2, 3], "num_classes": 3}
+    network = swin_transformer.SwinTransformer(
+        **sizes,
+        **counts,
+        block=swin_transformer.SwinTransformerBlockV2,
+        downsample_layer=swin_transformer.PatchMergingV2,
     )
+    return lively(network)
 
 
 def transformers_model(name, **kwargs):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    options = {
-        "num_hidden_layers": 2,
-        "num_attention_heads": 3,
-        "intermediate_size": 32,
-        "image_size": 32,
-        "patch_size": 8,
-        "hidden_size": 24,
-    }
     if name.startswith("Swin"):
-        options = {
-            "image_size": 36,
-            "patch_size": 2,
-            "embed_dim": 12,
-            "depths": [2, 2],
-            "num_heads": [2, 3],
-            "window_size": 4,
-        }
-    return lively(
-        getattr(transformers, f"{name}Model")(
-            getattr(transformers, f"{name}Config")(**options | kwargs)
-        )
-    )
+        options = {**SWIN, "image_size": 36}
+    else:
+        options = {"num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 32}
+        options |= {"image_size": 32, "patch_size": 8, "hidden_size": 24}
+    config = getattr(transformers, f"{name}Config")(**options | kwargs)
+    return lively(getattr(transformers, f"{name}Model")(config))
 
 
 def pool(kind, class_token):
     size = {"feat_size" if kind is AttentionPool2d else "ref_feat_size": (3, 5)}
-    return lively(
-        nn.Sequential(
-            nn.Conv2d(3, 16, 8, 8), kind(16, num_heads=2, class_token=class_token, **size)
-        )
-    )
+    pooling = kind(16, num_heads=2, class_token=class_token, **size)
+    return lively(nn.Sequential(nn.Conv2d(3, 16, 8, 8), pooling))
 
 
 def bottleneck():
-    return lively(
-        nn.Sequential(nn.Conv2d(3, 8, 8, 8), BottleneckAttn(8, 8, feat_size=(3, 5), num_heads=2))
-    )
+    attention = BottleneckAttn(8, 8, feat_size=(3, 5), num_heads=2)
+    return lively(nn.Sequential(nn.Conv2d(3, 8, 8, 8), attention))
 
 
 def windows_of(grid, side, shift, pad_first):
     """Return the cells (row, column) of each window, row by row, None for padding: shifted up and to the left, padded
     below and at the right."""
-    (H, W), found = grid, []
-    for top in range(0, H, side):
-        for left in range(0, W, side):
-            cells = []
-            for y, x in product(range(top, top + side), range(left, left + side)):
-                height, width = (-(-H // side) * side, -(-W // side) * side) if pad_first else grid
-                if y < height and x < width:
-                    y, x = (y + shift) % height, (x + shift) % width
-                cells.append((y, x) if y < H and x < W else None)
-            found.append(cells)
-    return found
+    H, W = grid
+    height, width = grid
+    if pad_first:
+        height = -(-H // side) * side
+        width = -(-W // side) * side
+    windows = []
+    for top, left in product(range(0, H, side), range(0, W, side)):
+        cells = []
+        for y, x in product(range(top, top + side), range(left, left + side)):
+            if y < height and x < width:
+                y = (y + shift) % height
+                x = (x + shift) % width
+            cells.append((y, x) if y < H and x < W else None)
+        windows.append(cells)
+    return windows
 
 
 class Place(NamedTuple):
@@ -228,7 +190,9 @@ def pooled(names=()):
 
 
 CHANNELS = Place((0, 0), alone="attends from channel to channel of a head: draw its matrix")
-PATCHES, CLS, DIST = (Place((4, 4), names) for names in ((), ("cls",), ("cls", "dist")))
+PATCHES = Place((4, 4))
+CLS = Place((4, 4), ("cls",))
+DIST = Place((4, 4), ("cls", "dist"))
 REG2 = Place((4, 4), ("cls", "reg1", "reg2"))
 REG4 = Place((4, 4), ("cls", "reg1", "reg2", "reg3", "reg4"))
 
@@ -257,133 +221,119 @@ class Network(NamedTuple):
     side: tuple[int, int] = (32, 32)
 
 
-def table(make, *rows):
-    """Return networks of images of 32x32 by name, of rows (name, options, places)."""
-    return {name: Network(partial(make, name, **options), places) for name, options, places in rows}
+def of_timm(name, places, side, **options):
+    return Network(partial(timms, name, **options), places, side)
 
 
+def of_transformers(name, places, side=(32, 32), **options):
+    return Network(partial(transformers_model, name, **options), places, side)
+
+
+def tiny_vits(**places):
+    """Return vision transformers of timm's of three blocks by name."""
+    return {name: of_timm(name, of_name, (32, 32), **TINY) for name, of_name in places.items()}
+
+
+SAM = {"patch_size": 4, "window_size": 4}
 NETWORKS = {
     "torchvision vit": Network(torchvision_vit, [CLS] * 2),
-    **table(
-        transformers_model,
-        ("DeiT", {}, [DIST] * 2),
-        ("Dinov2WithRegisters", dict(num_register_tokens=2), [REG2] * 2),
-        ("DINOv3ViT", dict(num_register_tokens=2), [REG2] * 2),
-        ("CLIPVision", {}, [CLS] * 2),
-        ("SiglipVision", {}, [PATCHES] * 2 + [pooled()]),
+    "DeiT": of_transformers("DeiT", [DIST] * 2),
+    "Dinov2": of_transformers("Dinov2WithRegisters", [REG2] * 2, num_register_tokens=2),
+    "DINOv3": of_transformers("DINOv3ViT", [REG2] * 2, num_register_tokens=2),
+    "CLIPVision": of_transformers("CLIPVision", [CLS] * 2),
+    "SiglipVision": of_transformers("SiglipVision", [PATCHES] * 2 + [pooled()]),
+    "transformers, wide": of_transformers(
+        "ViT", [Place((2, 5), ("cls",))] * 2, (16, 40), image_size=(16, 40)
     ),
-    "transformers, wide": Network(
-        lambda: transformers_model("ViT", image_size=(16, 40)),
-        [Place((2, 5), ("cls",))] * 2,
-        (16, 40),
+    **tiny_vits(
+        deit_tiny_distilled_patch16_224=[DIST] * 3,
+        eva02_tiny_patch14_224=[CLS] * 3,
+        vit_small_patch16_dinov3=[REG4] * 3,  # rotary positions and registers
+        beit_base_patch16_224=[CLS] * 3,
+        vit_base_patch16_siglip_224=[PATCHES] * 3 + [pooled()],
+        vit_pe_core_tiny_patch16_384=[CLS] * 3 + [pooled(("cls",))],
+        # blocks that attend themselves
+        vit_pwee_patch16_reg1_gap_256=[Place((4, 4), ("reg1",))] * 3,
     ),
-    **table(
-        partial(timms, **TINY),
-        ("deit_tiny_distilled_patch16_224", {}, [DIST] * 3),
-        ("vit_small_patch14_reg4_dinov2", dict(init_values=0.5), [REG4] * 3),
-        ("eva02_tiny_patch14_224", {}, [CLS] * 3),
-        ("vit_small_patch16_dinov3", {}, [REG4] * 3),  # rotary positions and registers
-        ("beit_base_patch16_224", {}, [CLS] * 3),
-        ("vit_base_patch16_siglip_224", {}, [PATCHES] * 3 + [pooled()]),
-        ("vit_pe_core_tiny_patch16_384", {}, [CLS] * 3 + [pooled(("cls",))]),
-        ("vit_pwee_patch16_reg1_gap_256", {}, [Place((4, 4), ("reg1",))] * 3),
-    ),  # blocks that attend themselves
-    "vit, wide": Network(
-        lambda: timms("vit_tiny_patch16_224", img_size=(32, 48), depth=2),
+    "dinov2": of_timm(
+        "vit_small_patch14_reg4_dinov2", [REG4] * 3, (32, 32), init_values=0.5, **TINY
+    ),
+    "vit, wide": of_timm(
+        "vit_tiny_patch16_224",
         [Place((2, 3), ("cls",))] * 2,
         (32, 48),
+        img_size=(32, 48),
+        depth=2,
     ),
-    "swin": Network(
-        lambda: timms("swin_tiny_patch4_window7_224", **SWIN, img_size=(36, 28)),
+    "swin": of_timm(
+        "swin_tiny_patch4_window7_224",
         swin((18, 14), (9, 7), pad_first=False),
         (36, 28),
+        img_size=(36, 28),
+        **SWIN,
     ),
-    "swinv2": Network(
-        lambda: timms("swinv2_tiny_window8_256", **SWIN, img_size=(32, 40)),
+    "swinv2": of_timm(
+        "swinv2_tiny_window8_256",
         swin((16, 20), (8, 10), pad_first=False),
         (32, 40),
+        img_size=(32, 40),
+        **SWIN,
     ),
     "torchvision swin": Network(torchvision_swin, swin((18, 14), (9, 7)), (36, 28)),
-    "transformers swin": Network(
-        lambda: transformers_model("Swin"), swin((18, 18), (9, 9)), (36, 36)
-    ),
-    "transformers swinv2": Network(
-        lambda: transformers_model("Swinv2"), swin((18, 18), (9, 9)), (36, 36)
-    ),
-    "transformers sam": Network(
-        lambda: transformers_model(
-            "SamVision",
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            image_size=36,
-            patch_size=4,
-            window_size=4,
-            global_attn_indexes=[1],
-            output_channels=8,
-            mlp_dim=32,
-        ),
+    "transformers swin": of_transformers("Swin", swin((18, 18), (9, 9)), (36, 36)),
+    "transformers swinv2": of_transformers("Swinv2", swin((18, 18), (9, 9)), (36, 36)),
+    "transformers sam": of_transformers(
+        "SamVision",
         sam(9),
         (36, 36),
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        image_size=36,
+        global_attn_indexes=[1],
+        output_channels=8,
+        mlp_dim=32,
+        **SAM,
     ),
-    "sam": Network(
-        lambda: timms(
-            "samvit_base_patch16",
-            patch_size=4,
-            embed_dim=24,
-            depth=3,
-            num_heads=2,
-            window_size=4,
-            global_attn_indexes=(1,),
-            neck_chans=8,
-            img_size=40,
-        ),
+    "sam": of_timm(
+        "samvit_base_patch16",
         sam(10),
         (40, 40),
+        img_size=40,
+        embed_dim=24,
+        depth=3,
+        num_heads=2,
+        global_attn_indexes=(1,),
+        neck_chans=8,
+        **SAM,
     ),
-    "mobilevit": Network(
-        lambda: timms("mobilevit_xxs"),
+    "mobilevit": of_timm(
+        "mobilevit_xxs",
         [same_places(10, 10)] * 2 + [same_places(6, 6)] * 4 + [same_places(4, 4)] * 3,
         (80, 80),
     ),
-    "tiny_vit": Network(
-        lambda: timms("tiny_vit_5m_224"),
+    "tiny_vit": of_timm(
+        "tiny_vit_5m_224",
         [within((8, 8), 7)] * 2 + [within((4, 4), 14)] * 6 + [within((2, 2), 7)] * 2,
         (64, 64),
     ),
-    "davit": Network(
-        lambda: timms("davit_tiny"),
-        davit(16, 8, 4, 4, 4, 2),
-        (64, 64),
-    ),
-    "gcvit": Network(
-        lambda: timms("gcvit_xxtiny", img_size=64),
+    "davit": of_timm("davit_tiny", davit(16, 8, 4, 4, 4, 2), (64, 64)),
+    "gcvit": of_timm(
+        "gcvit_xxtiny",
         [within((16, 16), 2)] * 2
         + [within((8, 8), 2)] * 2
         + [within((4, 4), 4)] * 6
         + [within((2, 2), 2)] * 2,
         (64, 64),
+        img_size=64,
     ),
-    "pvt": Network(
-        lambda: timms("pvt_v2_b0"),
-        pvt((16, 24), (8, 12), (4, 6), (2, 3)),
-        (64, 96),
-    ),
-    "cait": Network(
-        lambda: timms("cait_xxs24_224", **{**CAIT, "img_size": (32, 48)}),
+    "pvt": of_timm("pvt_v2_b0", pvt((16, 24), (8, 12), (4, 6), (2, 3)), (64, 96)),
+    "cait": of_timm(
+        "cait_xxs24_224",
         [Place((4, 6))] * 2 + [by_class((4, 6))] * 2,
         (32, 48),
+        **{**CAIT, "img_size": (32, 48)},
     ),
-    "xcit": Network(
-        lambda: timms(
-            "xcit_nano_12_p16_224",
-            img_size=32,
-            embed_dim=24,
-            depth=2,
-            num_heads=3,
-            cls_attn_layers=1,
-        ),
-        [CHANNELS] * 2 + [by_class((2, 2))],
-    ),
+    "xcit": of_timm("xcit_nano_12_p16_224", [CHANNELS] * 2 + [by_class((2, 2))], (32, 32), **XCIT),
     "pool after the mean": Network(
         partial(pool, AttentionPool2d, False), [Place((3, 5), ("mean",))], (24, 40)
     ),
@@ -404,18 +354,28 @@ def hooks_of(model):
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
+def check_closed(model):
+    """Require that no recorder is left in a network."""
+    assert hooks_of(model) == 0
+    assert torch._C._len_torch_function_stack() == 0
+    for module in model.modules():
+        assert "_attend" not in vars(module)
+
+
+def first(output):
+    return output if isinstance(output, torch.Tensor) else output[0]
+
+
 @torch.no_grad()
 def recorded(model, x, parts="attn", layers=None, heads=None, **kwargs):
     """Return the maps; outputs are bit-identical, to 1e-6 with nn.MultiheadAttention, whose fast path is left."""
-
-    def first(output):
-        return output if isinstance(output, torch.Tensor) else output[0]
-
-    before, expected = hooks_of(model), first(model(x, **kwargs))
+    before = hooks_of(model)
+    expected = first(model(x, **kwargs))
     with ea_vision.record_attention(model, layers, heads, parts) as maps:
         output = first(model(x, **kwargs))
     multi = any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
-    torch.testing.assert_close(output, expected, atol=1e-6 * multi, rtol=1e-6 * multi)
+    limit = 1e-6 if multi else 0
+    torch.testing.assert_close(output, expected, atol=limit, rtol=limit)
     assert hooks_of(model) == before
     return maps
 
@@ -423,7 +383,8 @@ def recorded(model, x, parts="attn", layers=None, heads=None, **kwargs):
 @torch.no_grad()
 def unfused(model, *args, **kwargs):
     """Return what a network's own unfused attention forms in a forward: its softmaxes of three dimensions or more."""
-    formed, softmax = [], torch.Tensor.softmax
+    formed = []
+    softmax = torch.Tensor.softmax
 
     def watched(self, *args, **kwargs):
         result = softmax(self, *args, **kwargs)
@@ -454,10 +415,12 @@ def unfused(model, *args, **kwargs):
 
 def in_image(maps, place):
     """Return maps of windows (B * W, K, n, n) from cell to cell of the image, window by window: (B, K, N, N)."""
-    maps, (H, W) = maps.unflatten(0, (-1, len(place.windows))), place.grid
-    image = torch.zeros(len(maps), maps.shape[2], H * W, H * W)
+    maps = maps.unflatten(0, (-1, len(place.windows)))
+    height, width = place.grid
+    tokens = height * width
+    image = torch.zeros(len(maps), maps.shape[2], tokens, tokens)
     for window, cells in enumerate(place.windows):
-        inside = [i for i, cell in enumerate(cells) if cell]
-        at = torch.tensor([cells[i][0] * W + cells[i][1] for i in inside])
+        inside = [index for index, cell in enumerate(cells) if cell]
+        at = torch.tensor([cells[index][0] * width + cells[index][1] for index in inside])
         image[:, :, at[:, None], at] = maps[:, window][:, :, inside][..., inside]
     return image

@@ -26,6 +26,10 @@ REASONS = {  # what the error says: what the table says
 }
 
 
+def of_class(layer) -> bool:
+    return not (layer.channels or layer.pixels_ask or layer.layout.query_names)
+
+
 def verdict(name: str) -> str:
     """Record a network; return what its maps are, or why it is refused; "" for one without attention layers."""
     with torch.device("meta"):
@@ -49,10 +53,7 @@ def verdict(name: str) -> str:
         "of channels": any(layer.channels for layer in layers),
         "reduced keys": any(layer.key_size != layer.feat_size for layer in layers),
         "talking heads": any("mixed_attn" in layer.parts for layer in found),
-        "class attention": any(
-            not layer.channels and not layer.pixels_ask and not layer.layout.query_names
-            for layer in layers
-        ),
+        "class attention": any(of_class(layer) for layer in layers),
         "pooling": any(layer.pools for layer in found),
     }
     return ", ".join(text for text in applies if applies[text]) or "of all tokens"
@@ -68,33 +69,34 @@ def architectures() -> dict[str, str]:
     """Return a small model's name for each of timm's modules."""
     names = {}
     for module in timm.list_modules():
-        own = [
-            name
-            for name in timm.list_models(module=module)
-            if timm.model_entrypoint(name).__module__.startswith("timm.")
-        ]
+        own = []
+        for name in timm.list_models(module=module):
+            if timm.model_entrypoint(name).__module__.startswith("timm."):
+                own.append(name)
+        small = [name for name in own if re.search(r"tiny|nano|small|_xxs|_s\b", name)]
         if own:
-            small = [name for name in own if re.search(r"tiny|nano|small|_xxs|_s\b", name)] or own
-            names[module] = min(small, key=lambda name: (len(name), name))
+            names[module] = min(small or own, key=lambda name: (len(name), name))
     return names
 
 
 def on_page() -> dict[str, tuple[str, str]]:
     """Return the table: both verdicts by name."""
-    return {
-        name.strip("`"): (said, takes)
-        for said, takes, names in ROW.findall(PAGE.read_text())
-        for name in names.split(", ")
-    }
+    table = {}
+    for said, takes, names in ROW.findall(PAGE.read_text(encoding="utf-8")):
+        for name in names.split(", "):
+            table[name.strip("`")] = (said, takes)
+    return table
+
+
+def known(table) -> list[str]:
+    """Return the names that this timm has."""
+    return [name for name in table if timm.is_model(name)]
 
 
 def lacking() -> list[str]:
     """Return a name of each architecture that the table lacks."""
-    listed = {
-        timm.model_entrypoint(name).__module__.rpartition(".")[2]
-        for name in on_page()
-        if timm.is_model(name)
-    }
+    modules = [timm.model_entrypoint(name).__module__ for name in known(on_page())]
+    listed = {module.rpartition(".")[2] for module in modules}
     return [name for module, name in architectures().items() if module not in listed]
 
 
@@ -102,12 +104,10 @@ def lacking() -> list[str]:
 def test_the_table_of_architectures_is_what_the_recorder_does():
     table = on_page()
     assert len(table) > 50
-    assert not {
-        name: found
-        for name, said in table.items()
-        if timm.is_model(name) and (found := (verdict(name), evolves(name))) != said
-    }
-    assert not {name: found for name in lacking() if (found := verdict(name))}
+    expected = {name: table[name] for name in known(table)}
+    assert {name: (verdict(name), evolves(name)) for name in expected} == expected
+    new = {name: verdict(name) for name in lacking()}
+    assert not any(new.values()), new
 
 
 if __name__ == "__main__":

@@ -28,19 +28,12 @@ def pruning():
 
 
 def masked_autoencoder():
-    pytest.importorskip("transformers")
-    return transformers_model(
-        "ViTMAE",
-        decoder_num_hidden_layers=1,
-        decoder_hidden_size=24,
-        decoder_num_attention_heads=3,
-        decoder_intermediate_size=32,
-    )
+    options = {"num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 32}
+    decoder = {f"decoder_{name}": value for name, value in options.items()}
+    return transformers_model("ViTMAE", decoder_hidden_size=24, **decoder)
 
 
-@pytest.mark.parametrize(
-    "make, tokens", [(dropping, 5), (pruning, 10), (masked_autoencoder, 5)], ids=lambda value: ""
-)
+@pytest.mark.parametrize("make, tokens", [(dropping, 5), (pruning, 10), (masked_autoencoder, 5)])
 def test_tokens_that_are_no_grid_have_no_places(make, tokens):
     model = make()
     with torch.no_grad(), record_attention(model) as maps:
@@ -95,7 +88,7 @@ class Patches(nn.Module):
     def forward(self, image, kept=None):
         patches = nn.functional.unfold(image, 8, stride=8).transpose(1, 2)
         x = self.embed(patches)
-        x = x if kept is None else x[:, :kept]
+        x = x[:, :kept]
         return self.attn(x, x, x, need_weights=False)[0]
 
 
@@ -113,9 +106,10 @@ class Sequence(nn.Module):
         self.attn = nn.MultiheadAttention(8, 2, batch_first=True)
 
     def forward(self, x, mask=None, padding=None, need_weights=False):
-        mask = None if mask is None else mask[0, 0]
-        how = dict(attn_mask=mask, key_padding_mask=padding, need_weights=need_weights)
-        return self.attn(x, x, x, **how)[0]
+        if mask is not None:
+            mask = mask[0, 0]
+        masks = {"attn_mask": mask, "key_padding_mask": padding}
+        return self.attn(x, x, x, need_weights=need_weights, **masks)[0]
 
 
 @pytest.mark.parametrize("tokens", [16, 5])
@@ -134,21 +128,23 @@ def test_a_mask_is_no_image(tokens, by_keyword):
     assert maps[1].layout.image is None
 
 
+class Either(nn.Module):
+    """A network of images and of text."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 8, 8)
+        self.attn = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        if x.ndim == 4:
+            x = self.stem(x).flatten(2).transpose(1, 2)
+        return self.attn(x, x, x)[0]
+
+
 @torch.no_grad()
 def test_an_image_does_not_outlive_its_forward():
-    """A network of images and of text: the text's tokens are no grid of the image before."""
-
-    class Either(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.stem = nn.Conv2d(3, 8, 8, 8)
-            self.attn = nn.MultiheadAttention(8, 2, batch_first=True)
-
-        def forward(self, x):
-            if x.ndim == 4:
-                x = self.stem(x).flatten(2).transpose(1, 2)
-            return self.attn(x, x, x)[0]
-
+    """The text's tokens are no grid of the image before."""
     model = Either().eval()
     with record_attention(model) as maps:
         model(images(32, 32))
@@ -176,33 +172,35 @@ def test_rows_without_a_key_are_zero_where_the_output_is_finite(need_weights):
 # ---- queries ---------------------------------------------------------------------------------------------------------
 
 
-def test_queries_are_pixels_of_the_input():
-    layer = recorded(timms("vit_tiny_patch16_224", img_size=(32, 48), depth=1), images(32, 48))[1]
+@pytest.fixture(scope="module")
+def layer():
+    """A layer of 2x3 patches of an input of 32x48 pixels."""
+    return recorded(timms("vit_tiny_patch16_224", img_size=(32, 48), depth=1), images(32, 48))[1]
+
+
+@pytest.mark.parametrize(
+    "pixel, cell",
+    [((0, 0), (0, 0)), ((15, 16), (0, 1)), ((16, 15), (1, 0)), ((31, 47), (1, 2))],
+)
+def test_queries_are_pixels_of_the_input(layer, pixel, cell):
     assert layer.feat_size == (2, 3)
-    for pixel, cell in (
-        ((0, 0), (0, 0)),
-        ((15, 16), (0, 1)),
-        ((16, 15), (1, 0)),
-        ((31, 47), (1, 2)),
-    ):
-        prefix, patches = layer.of_query(pixel)
-        row = layer.attn[:, :, 1 + cell[0] * 3 + cell[1]]
-        assert torch.equal(torch.cat([prefix, patches.flatten(2)], -1), row)
-        assert torch.equal(layer.of_cell(cell)[1], patches)
+    row, column = cell
+    prefix, patches = layer.of_query(pixel)
+    expected = layer.attn[:, :, 1 + row * 3 + column]
+    assert torch.equal(torch.cat([prefix, patches.flatten(2)], -1), expected)
+    assert torch.equal(layer.of_cell(cell)[1], patches)
 
 
 @pytest.mark.parametrize("pixel", [(0, -1), (-1, 0), (32, 0), (0, 48), (1000, 1000)])
-def test_queries_outside_of_the_input_are_refused(pixel):
-    layer = recorded(timms("vit_tiny_patch16_224", img_size=(32, 48), depth=1), images(32, 48))[1]
+def test_queries_outside_of_the_input_are_refused(layer, pixel):
     with pytest.raises(UsageError, match=r"within the input of 32x48 pixels, got \("):
         layer.of_query(pixel)
 
 
-def test_cells_outside_of_the_map_are_refused():
-    layer = recorded(timms("vit_tiny_patch16_224", img_size=(32, 48), depth=1), images(32, 48))[1]
-    for cell in ((0, -1), (0, 3), (2, 0)):
-        with pytest.raises(UsageError, match="must lie within its map of 2x3"):
-            layer.of_cell(cell)
+@pytest.mark.parametrize("cell", [(0, -1), (0, 3), (2, 0)])
+def test_cells_outside_of_the_map_are_refused(layer, cell):
+    with pytest.raises(UsageError, match="must lie within its map of 2x3"):
+        layer.of_cell(cell)
 
 
 def test_queries_of_a_sequence_are_its_tokens():

@@ -15,29 +15,32 @@ from tests.recorder.networks import photo
 
 
 def test_images_of_files_folders_and_digits(tmp_path):
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    photo().save(tmp_path / "a" / "b" / "2.png")
-    photo().save(tmp_path / "a" / "1.JPEG")
-    (tmp_path / "a" / "notes.txt").write_text("no image")
-    found = find_images([str(tmp_path / "a"), "digits#3"])
-    assert [Path(name).name for name in found] == ["1.JPEG", "2.png", "digits#3"]
-    assert read_image(found[1]).size == (80, 60) and read_image("digits#3").size == (32, 32)
-    (tmp_path / "cut.png").write_bytes(Path(found[1]).read_bytes()[:5000])
-    for name in ("a/notes.txt", "cut.png"):
-        with pytest.raises(UsageError, match=f"{Path(name).name} cannot be read"):
-            read_image(tmp_path / name)
+    folder = tmp_path / "a"
+    second = folder / "b" / "2.png"
+    second.parent.mkdir(parents=True)
+    photo().save(second)
+    photo().save(folder / "1.JPEG")
+    (folder / "notes.txt").write_text("no image", encoding="utf-8")
+    names = find_images([str(folder), "digits#3"])
+    assert [Path(name).name for name in names] == ["1.JPEG", "2.png", "digits#3"]
+    assert read_image(second).size == (80, 60)
+    assert read_image("digits#3").size == (32, 32)
+    (folder / "cut.png").write_bytes(second.read_bytes()[:5000])
+    for name in ("notes.txt", "cut.png"):
+        with pytest.raises(UsageError, match=f"{name} cannot be read"):
+            read_image(folder / name)
     (tmp_path / "empty").mkdir()
     for wrong, message in (
         (["nowhere.png"], "does not exist"),
         ([], "got none"),
-        ([tmp_path / "empty"], "has no image"),
+        ([str(tmp_path / "empty")], "has no image"),
     ):
         with pytest.raises(UsageError, match=message):
-            find_images(map(str, wrong))
+            find_images(wrong)
 
 
 @pytest.mark.parametrize(
-    "mode,clear,opaque,left,right",
+    "mode, clear, opaque, left, right",
     [
         ("RGBA", (0, 0, 0, 127), (255, 0, 0, 255), (128,) * 3, (255, 0, 0)),
         ("P", 0, 1, (255,) * 3, (0, 200, 0)),
@@ -50,37 +53,37 @@ def test_transparent_pixels_are_white(tmp_path, mode, clear, opaque, left, right
     if mode == "P":
         image.putpalette([9, 9, 9, 0, 200, 0] + [0] * 762)
         image.info["transparency"] = 0
-    image.save(tmp_path / "clear.png")
-    for source in (image, tmp_path / "clear.png", *[np.asarray(image)] * (mode == "RGBA")):
+    path = tmp_path / "clear.png"
+    image.save(path)
+    sources = [image, path]
+    if mode == "RGBA":
+        sources.append(np.asarray(image))
+    for source in sources:
         read = np.asarray(read_image(source))
-        assert (read[:, :4] == left).all() and (read[:, 4:] == right).all()
+        assert (read[:, :4] == left).all()
+        assert (read[:, 4:] == right).all()
 
 
 def test_arrays_files_and_pil_images_are_one_image(tmp_path):
-    model, image, path = (
-        load_model("conv_transformer_cifar", random=True),
-        photo(),
-        tmp_path / "a photo.png",
-    )
+    model = load_model("conv_transformer_cifar", random=True)
+    image = photo()
+    path = tmp_path / "a photo.png"
     image.save(path)
-    array, grey = np.asarray(image), np.asarray(image.convert("L"))
-    for source in (
-        image,
-        array,
-        *(array.astype(kind) / 255 for kind in (np.float32, np.float64)),
-        str(path),
-        path,
-        np.asarray(image.convert("RGBA")),
-    ):
-        assert torch.equal(as_input(model, source), model.prepare(image))
+    array = np.asarray(image)
+    float32 = array.astype(np.float32) / 255
+    float64 = array.astype(np.float64) / 255
+    with_alpha = np.asarray(image.convert("RGBA"))
+    expected = model.prepare(image)
+    for source in (image, array, float32, float64, str(path), path, with_alpha):
+        assert torch.equal(as_input(model, source), expected)
+    grey = np.asarray(image.convert("L"))
     assert torch.equal(as_input(model, grey), as_input(model, grey[:, :, None]))
-    assert torch.equal(
-        as_input(model, torch.ones(1, 3, 5, 6, dtype=torch.uint8)), torch.full((3, 5, 6), 1 / 255)
-    )
+    ones = torch.ones(1, 3, 5, 6, dtype=torch.uint8)
+    assert torch.equal(as_input(model, ones), torch.full((3, 5, 6), 1 / 255))
 
 
 @pytest.mark.parametrize(
-    "source,message",
+    "source, message",
     [
         (
             "https://example.org/cat.jpg",
@@ -104,23 +107,17 @@ def test_what_is_no_image_is_refused_with_one_line(source, message):
 
 def test_predict_takes_the_same_images(tmp_path):
     """A path has its name, all else its number; one that cannot be read is named, and the others are classified."""
-    path, cat = tmp_path / "cat.png", photo()
+    path = tmp_path / "cat.png"
+    cat = photo()
     cat.save(path)
-    given = [str(path), path, np.asarray(cat), "https://example.org/cat.jpg", cat, np.zeros(3)]
-    found = list(predict(load_model("conv_transformer_cifar", random=True), given, batch_size=2))
-    assert [one["image"] for one in found] == [
-        str(path),
-        str(path),
-        "image 3",
-        given[3],
-        "image 5",
-        "image 6",
-    ]
-    assert (
-        found[0]["classes"]
-        == found[1]["classes"]
-        == found[2]["classes"]
-        == found[4]["classes"]
-        != []
-    )
-    assert "does not exist" in found[3]["error"] and "an image array must have" in found[5]["error"]
+    web = "https://example.org/cat.jpg"
+    images = [str(path), path, np.asarray(cat), web, cat, np.zeros(3)]
+    model = load_model("conv_transformer_cifar", random=True)
+    rows = list(predict(model, images, batch_size=2))
+    names = [str(path), str(path), "image 3", web, "image 5", "image 6"]
+    assert [row["image"] for row in rows] == names
+    assert rows[0]["classes"]
+    for index in (1, 2, 4):
+        assert rows[index]["classes"] == rows[0]["classes"]
+    assert "does not exist" in rows[3]["error"]
+    assert "an image array must have" in rows[5]["error"]

@@ -22,24 +22,33 @@ def run(tmp_path):
     return write_run(tmp_path / "runs" / "small")
 
 
-def test_a_run_folder_its_weights_and_its_checkpoint(run):
-    for path, seed, label, epoch in (
+@pytest.mark.parametrize(
+    "path, seed, label, epoch",
+    [
         ("", 0, "small", None),
         ("model.safetensors", 0, "small, model", None),
         ("snapshots/epoch_0004.safetensors", 4, "small, epoch 4", 4),
         ("last.ckpt", 2, "small, epoch 2", 2),
+    ],
+)
+def test_a_run_folder_its_weights_and_its_checkpoint(run, path, seed, label, epoch):
+    loaded = load_model(str(run / path))
+    assert loaded.label == f"{NAME}, {label}"
+    assert loaded.epoch == epoch
+    assert loaded.img_size == (16, 16)
+    assert loaded.classes == ["ant", "bee", "cow"]
+    assert loaded.config["std"] == (0.2,) * 3
+    assert not loaded.model.training
+    for parameter, expected in zip(
+        loaded.model.parameters(), tiny(seed=seed).parameters(), strict=True
     ):
-        loaded = load_model(str(run / path))
-        assert (loaded.label, loaded.epoch, loaded.img_size) == (
-            f"{NAME}, {label}",
-            epoch,
-            (16, 16),
-        )
-        assert loaded.classes == ["ant", "bee", "cow"] and loaded.config["std"] == (0.2,) * 3
-        assert not loaded.model.training
-        assert all(map(torch.equal, loaded.model.parameters(), tiny(seed=seed).parameters()))
+        assert torch.equal(parameter, expected)
+
+
+def test_a_run_with_random_weights(run):
     untrained = load_model(str(run), random=True)
-    assert untrained.label.endswith("(untrained)") and untrained.model.num_classes == 3
+    assert untrained.label.endswith("(untrained)")
+    assert untrained.model.num_classes == 3
 
 
 def test_targets_are_separated_by_commas_and_a_name_that_has_some_is_one(
@@ -49,18 +58,21 @@ def test_targets_are_separated_by_commas_and_a_name_that_has_some_is_one(
     monkeypatch.chdir(tmp_path)
     name = "alpha=0.5,seed=0"
     run.rename(tmp_path / name)
-    assert parse_targets(f"{NAME},x") == [NAME, "x"] and parse_targets(name) == [name]
+    assert parse_targets(f"{NAME},x") == [NAME, "x"]
+    assert parse_targets(name) == [name]
     assert load_model(name).label == f"{NAME}, {name}"
 
 
 def test_random_weights_are_the_same_every_time_and_leave_the_generator_alone():
-    expected = torch.get_rng_state()
-    a, b, c = load_model("cnn_cifar"), load_model("cnn_cifar"), load_model("cnn_cifar", seed=1)
-    assert torch.equal(torch.get_rng_state(), expected) and a.label == "cnn_cifar (untrained)"
-    one, same, other = (
-        torch.nn.utils.parameters_to_vector(loaded.model.parameters()) for loaded in (a, b, c)
-    )
-    assert torch.equal(one, same) and not torch.equal(one, other)
+    before = torch.get_rng_state()
+    weights = []
+    for seed in (0, 0, 1):
+        loaded = load_model("cnn_cifar", seed=seed)
+        weights.append(torch.nn.utils.parameters_to_vector(loaded.model.parameters()))
+    assert loaded.label == "cnn_cifar (untrained)"
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
 
 
 @pytest.mark.parametrize("size", [(80, 60), (500, 300)])
@@ -90,13 +102,11 @@ def test_what_cannot_be_loaded(run, tmp_path):
     (tmp_path / "photos").mkdir()
     (run / "bad.ckpt").write_bytes(b"no checkpoint")
     run_folder.write_weights(run, tiny(num_classes=4).state_dict())
+    unknown = "unknown model or run folder 'ea_conv_transformer'.*did you mean ea_conv"
     for target, message in (
         (tmp_path / "phtos", "did you mean .*/photos"),
         (tmp_path, "is not a run folder"),
-        (
-            "ea_conv_transformer",
-            "unknown model or run folder 'ea_conv_transformer'.*did you mean ea_conv",
-        ),
+        ("ea_conv_transformer", unknown),
         (run / "bad.ckpt", "bad.ckpt cannot be read as a checkpoint"),
         (run, r"size mismatch for head.fc.weight: .*\[4, 16\].*\[3, 16\]"),
     ):
@@ -126,23 +136,16 @@ def test_damaged_shipped_weights_are_one_line(tmp_path, damage, message):
 
 def test_layers_by_number_range_and_name():
     loaded = load_model(NAME)
-    assert [layer.number for layer in parse_layers("all", loaded)] == [1, 2, 3, 4, 5, 6]
-    assert [layer.number for layer in parse_layers("5,1-3,stages.3.blocks.0.conv", loaded)] == [
-        5,
-        1,
-        2,
-        3,
-        4,
-    ]
+
+    def numbers(text):
+        return [layer.number for layer in parse_layers(text, loaded)]
+
+    assert numbers("all") == [1, 2, 3, 4, 5, 6]
+    assert numbers("5,1-3,stages.3.blocks.0.conv") == [5, 1, 2, 3, 4]
+    message = r"has no attention layer .*; it has 1 \(stages.2.blocks.0.conv\), 2"
     for wrong in ("99", "0", "2-9", "3-1", "x", ""):
-        with pytest.raises(
-            UsageError, match=r"has no attention layer .*; it has 1 \(stages.2.blocks.0.conv\), 2"
-        ):
-            parse_layers(wrong, loaded)
-    with pytest.raises(
-        UsageError, match="cnn_cifar .* has no attention layer that can be recorded"
-    ):
-        parse_layers("1", load_model("cnn_cifar"))
+        with pytest.raises(UsageError, match=message):
+            numbers(wrong)
 
 
 @pytest.mark.parametrize("asked, side, resize", [(None, 48, 52), ((40, 40), 40, None)])
@@ -151,27 +154,17 @@ def test_runs_of_train_imagenet_are_shown_images_as_they_were_evaluated(
 ):
     """Short side to eval_resize, middle of eval_img_size, with the run's interpolation."""
     kwargs = {"num_classes": 3}
-    run_folder.write_config(
-        tmp_path,
-        {
-            "model": "test_resnet",
-            "img_size": 32,
-            "eval_img_size": 48,
-            "eval_resize": 52,
-            "interpolation": "bicubic",
-            "dataset": "",
-        },
-        {"model_kwargs": kwargs},
-    )
+    sizes = {"img_size": 32, "eval_img_size": 48, "eval_resize": 52}
+    options = {"model": "test_resnet", "interpolation": "bicubic", "dataset": "", **sizes}
+    run_folder.write_config(tmp_path, options, {"model_kwargs": kwargs})
     run_folder.write_weights(tmp_path, timm.create_model("test_resnet", **kwargs).state_dict())
     loaded = load_model(str(tmp_path), img_size=asked)
     assert loaded.img_size == (side, side)
     if resize:
-        wanted = (
-            imagenet.eval_transform(side, resize, "bicubic")(photo((105, 70))).permute(2, 0, 1)
-            / 255
-        )
-        assert (loaded.prepare(photo((105, 70))) - wanted).abs().max() <= 1 / 255
+        image = photo((105, 70))
+        evaluated = imagenet.eval_transform(side, resize, "bicubic")(image)
+        expected = evaluated.permute(2, 0, 1) / 255
+        assert (loaded.prepare(image) - expected).abs().max() <= 1 / 255
 
 
 def test_names_that_are_no_utf8_are_names(tmp_path):

@@ -17,34 +17,28 @@ from ea_vision.recorder.probe import extract_maps, shuffled_in_space, untrained_
 from ea_vision.recorder.probe_network import ProbeNet, ProbeRecipe, train_probe
 from tests.recorder.networks import gap, recorded
 
-SHORT = [
-    "--model",
-    "ea_conv_transformer_cifar",
-    "--img-size",
-    "16",
-    "--layers",
-    "2",
-    "--epochs",
-    "1",
-    "--width",
-    "8",
-]
+NAME = "ea_conv_transformer_cifar"
+SHORT = f"--model {NAME} --img-size 16 --layers 2 --epochs 1 --width 8"
+TINY_VIT = {"patch_size": 4, "embed_dim": 12, "depth": 2, "num_heads": 3}
 
 
-def small_model(name="ea_conv_transformer_cifar", **options):
-    return load_model(name, random=True, img_size=(16, 16), **options or {"widths": (8, 8, 16, 16)})
+def small_model(name=NAME, **options):
+    if name == NAME:
+        options = {"widths": (8, 8, 16, 16)}
+    return load_model(name, random=True, img_size=(16, 16), **options)
 
 
-def rows_of(folder, *names):
-    """Return columns of results.csv, row by row."""
-    return [
-        tuple(row[name] for name in names)
-        for row in csv.DictReader((folder / "results.csv").open())
-    ]
+def run(options, folder):
+    """Run the command; return the rows of results.csv."""
+    command = [*SHORT.split(), *options.split(), "-o", str(folder)]
+    assert probe.main(command) == 0
+    with (folder / "results.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 def test_the_network_has_12_layers_and_the_papers_poolings():
-    net, seen = ProbeNet(8, 10, width=256).eval(), []
+    net = ProbeNet(8, 10, width=256).eval()
+    seen = []
     for name, module in net.named_modules():
         if name.split(".")[-1].startswith("denselayer"):
             module.register_forward_pre_hook(lambda _, args: seen.append(args[0][0].shape[1:3]))
@@ -54,51 +48,47 @@ def test_the_network_has_12_layers_and_the_papers_poolings():
 
 
 @pytest.mark.parametrize(
-    "model, layers, text, query, row",
+    "name, options, layers, text, query, row",
     [
-        (small_model, "1,5", None, (8, 8), 10),
-        (small_model, "1", "0,15", (0, 15), 3),
-        (
-            lambda: small_model(
-                "ea_vit_tiny_patch16_224", patch_size=4, embed_dim=12, depth=2, num_heads=3
-            ),
-            "2",
-            "cls",
-            "cls",
-            0,
-        ),
+        (NAME, {}, "1,5", None, (8, 8), 10),
+        (NAME, {}, "1", "0,15", (0, 15), 3),
+        ("ea_vit_tiny_patch16_224", TINY_VIT, "2", "cls", "cls", 0),
     ],
 )
-def test_maps_are_those_of_the_query(model, layers, text, query, row):
+def test_maps_are_those_of_the_query(name, options, layers, text, query, row):
     """Of the middle, of a pixel and of a class token, towards the pixels."""
-    model, pixels = model(), torch.randint(0, 256, (10, 3, 16, 16), dtype=torch.uint8)
-    chosen = [int(number) for number in layers.split(",")]
-    assert probe.layers_and_query(argparse.Namespace(layers=layers, query=text), model) == (
-        chosen,
-        query,
-    )
+    model = small_model(name, **options)
+    pixels = torch.randint(0, 256, (10, 3, 16, 16), dtype=torch.uint8)
+    asked = argparse.Namespace(layers=layers, query=text)
+    numbers = [int(number) for number in layers.split(",")]
+    assert probe.layers_and_query(asked, model) == (numbers, query)
+    asked.query = "reg1"
     with pytest.raises(UsageError, match="--query must be y,x.*, got 'reg1'"):
-        probe.layers_and_query(argparse.Namespace(layers=layers, query="reg1"), model)
-    maps = extract_maps(model, pixels, chosen, query, batch_size=4)
-    expected = recorded(model.model, model.normalize(pixels / 255))[chosen[0]].attn[:, :, row, -16:]
-    assert [len(of) for of in maps] == [10] * len(chosen) and maps[0].dtype == torch.float16
-    np.testing.assert_allclose(maps[0].flatten(2), expected, atol=1e-3)
-    assert maps[-1].shape[-2:] == ((2, 2) if 5 in chosen else (4, 4))
+        probe.layers_and_query(asked, model)
+    maps = extract_maps(model, pixels, numbers, query, batch_size=4)
+    attn = recorded(model.model, model.normalize(pixels / 255))[numbers[0]].attn
+    assert [len(of_layer) for of_layer in maps] == [10] * len(numbers)
+    assert maps[0].dtype == torch.float16
+    np.testing.assert_allclose(maps[0].flatten(2), attn[:, :, row, -16:], atol=1e-3)
+    assert maps[-1].shape[-2:] == ((2, 2) if 5 in numbers else (4, 4))
 
 
 def test_shuffling_moves_the_pixels_of_each_map():
     places = torch.arange(16.0).half().view(4, 4).expand(400, 3, 4, 4)
     moved = shuffled_in_space(places, 0).flatten(2)
+    first = moved[:, 0]
     assert torch.equal(moved.sort().values, places.flatten(2))  # every value stays in its map
-    assert (moved[:, 0] == moved[:, 1]).float().mean() < 0.1  # chance: 1/16
-    assert len(moved[:, 0].unique(dim=0)) == 400  # each image has its own order
-    came_from = torch.stack([(moved[:, 0] == place).float().mean(0) for place in range(16)])
-    assert gap(came_from, 1 / 16) < 0.06  # from anywhere to anywhere
+    assert (first == moved[:, 1]).float().mean() < 0.1  # chance: 1/16
+    assert len(first.unique(dim=0)) == 400  # each image has its own order
+    for place in range(16):  # from anywhere to anywhere
+        share = (first == place).float().mean(0)
+        assert gap(share, 1 / 16) < 0.06
 
 
 def test_the_probe_learns_what_is_in_the_maps_and_shuffling_takes_it_away():
     """The class is where the maps' spot lies; the same seed gives the same result."""
-    targets, maps = torch.randint(4, (260,)), 0.01 * torch.rand(260, 2, 4, 4)
+    targets = torch.randint(4, (260,))
+    maps = 0.01 * torch.rand(260, 2, 4, 4)
     maps[torch.arange(260), :, targets] *= 3
     maps = maps.half()
 
@@ -106,41 +96,45 @@ def test_the_probe_learns_what_is_in_the_maps_and_shuffling_takes_it_away():
         recipe = ProbeRecipe(epochs=epochs, batch_size=20, width=8)
         return train_probe(maps[:train], targets[:train], maps[-100:], targets[-100:], 4, recipe)
 
-    assert top1(maps, 160, 6) > 75 and top1(shuffled_in_space(maps, 0), 160, 6) < 50
+    assert top1(maps, 160, 6) > 75
+    assert top1(shuffled_in_space(maps, 0), 160, 6) < 50
     assert top1(maps, 40, 1) == top1(maps, 40, 1)
 
 
 def test_untrained_networks_get_the_statistics_of_images_in_whatever_order_they_lie(monkeypatch):
     """Folders lie class by class: the first images of one are all of a kind."""
-    pixels = torch.cat(
-        [torch.full((200, 3, 16, 16), value, dtype=torch.uint8) for value in (0, 100, 200)]
-    )
-    fresh, inputs, seen = small_model(), [], []
+    kinds = torch.tensor([0, 100, 200], dtype=torch.uint8).repeat_interleave(200)
+    pixels = kinds.view(600, 1, 1, 1).expand(600, 3, 16, 16)
+    fresh = small_model()
+    inputs = []
+    seen = []
     norm = next(m for m in fresh.model.modules() if isinstance(m, nn.BatchNorm2d))
     fresh.model.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    norm.register_forward_pre_hook(lambda _, args: seen.append(args[0].mean((0, 2, 3))))
     monkeypatch.setattr(probe, "load_model", lambda *_, **__: fresh)
-    untrained_network(
-        "ea_conv_transformer_cifar", small_model(), pixels, seed=0, count=100, batch_size=50
-    )
-    means = torch.stack([batch.mean((0, 2, 3)) for batch in seen])
-    torch.testing.assert_close(norm.running_mean, means.mean(0), rtol=1e-3, atol=1e-4)
-    assert (
-        norm.momentum == 0.1 and not norm.training and [len(batch) for batch in inputs] == [50, 50]
-    )
+    untrained_network(NAME, small_model(), pixels, seed=0, count=100, batch_size=50)
+    mean = torch.stack(seen).mean(0)
+    torch.testing.assert_close(norm.running_mean, mean, rtol=1e-3, atol=1e-4)
+    assert norm.momentum == 0.1
+    assert not norm.training
+    assert [len(batch) for batch in inputs] == [50, 50]
     for batch in inputs:
-        kinds, counts = batch[:, 0, 0, 0].unique(return_counts=True)
-        assert len(kinds) == 3 and counts.min() > 0.15 * 50
+        _, counts = batch[:, 0, 0, 0].unique(return_counts=True)
+        assert len(counts) == 3
+        assert counts.min() > 0.15 * 50
 
 
 def test_the_command_ends_with_a_table(tmp_path, capsys):
-    assert probe.main([*SHORT, "--limit", "24", "-o", str(tmp_path / "out")]) == 0
-    assert rows_of(tmp_path / "out", "maps", "layer", "seed") == [
-        (kind, "2", "0") for kind in ("trained", "untrained", "shuffled")
-    ]
-    about = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert str(tmp_path) not in json.dumps(about) and len(about["data_fingerprint"]) == 1
-    assert about["recipe"]["epochs"] == 1 and about["versions"] and len(about["results"]) == 3
+    rows = run("--limit 24", tmp_path)
+    assert [row["maps"] for row in rows] == ["trained", "untrained", "shuffled"]
+    assert {(row["layer"], row["seed"]) for row in rows} == {("2", "0")}
+    text = (tmp_path / "results.json").read_text(encoding="utf-8")
+    assert str(tmp_path) not in text
+    about = json.loads(text)
+    assert len(about["data_fingerprint"]) == 1
+    assert about["recipe"]["epochs"] == 1
+    assert about["versions"]
+    assert len(about["results"]) == 3
     assert "31.02 / 31.71 / 31.93" in capsys.readouterr().out
 
 
@@ -148,7 +142,8 @@ def test_the_command_ends_with_a_table(tmp_path, capsys):
 def test_seeds_draw_everything_but_the_images_and_unseen_takes_test_images(
     tmp_path, capsys, monkeypatch
 ):
-    seen, networks = [], set()
+    seen = []
+    networks = set()
 
     def extract(model, images, *_):
         seen.append(images)
@@ -156,64 +151,44 @@ def test_seeds_draw_everything_but_the_images_and_unseen_takes_test_images(
         return [torch.zeros(len(images), 2, 4, 4)]
 
     monkeypatch.setattr(probe, "extract_maps", extract)
-    monkeypatch.setattr(probe, "train_probe", lambda *given: 10.0 * given[5].seed)
-    assert (
-        probe.main(
-            [*SHORT, "--unseen", "--seeds", "1,2,4", "--controls", "untrained", "-o", str(tmp_path)]
-        )
-        == 0
-    )
+    monkeypatch.setattr(probe, "train_probe", lambda *args: 10.0 * args[5].seed)
+    rows = run("--unseen --seeds 1,2,4 --controls untrained", tmp_path)
     digits = load_dataset("digits", img_size=16).test
-    assert [len(split) for split in seen] == [len(digits) - len(digits) // 5, len(digits) // 5] * 4
-    assert (
-        all(torch.equal(split, seen[index % 2]) for index, split in enumerate(seen))
-        and len(networks) == 4
-    )
-    both = torch.cat(seen[:2]).flatten(1)
-    assert torch.equal(both.unique(dim=0), digits.images.flatten(1).unique(dim=0)), (
-        "all test images, none twice"
-    )
-    assert rows_of(tmp_path, "maps", "seed", "top1") == [
-        (kind, seed, f"{10 * int(seed):.2f}") for kind in ("trained", "untrained") for seed in "124"
-    ]
+    train, test = seen[:2]
+    assert len(train) == len(digits) - len(digits) // 5
+    assert len(test) == len(digits) // 5
+    for index, split in enumerate(seen):
+        assert torch.equal(split, seen[index % 2])
+    assert len(seen) == 8
+    assert len(networks) == 4
+    # all test images, none twice
+    both = torch.cat([train, test]).flatten(1).unique(dim=0)
+    assert torch.equal(both, digits.images.flatten(1).unique(dim=0))
+    found = [(row["maps"], row["seed"], row["top1"]) for row in rows]
+    seeds = [("1", "10.00"), ("2", "20.00"), ("4", "40.00")]
+    assert found[:3] == [("trained", *seed) for seed in seeds]
+    assert found[3:] == [("untrained", *seed) for seed in seeds]
     assert capsys.readouterr().out.count("23.33 ± 15.28") == 2
 
 
 def test_a_34_layer_network_is_probed_in_the_papers_layers(tmp_path):
-    assert (
-        probe.main(
-            [
-                *SHORT,
-                "--model",
-                "aa_resnet34",
-                "--img-size",
-                "32",
-                "--layers",
-                "auto",
-                "--limit",
-                "10",
-                "--controls",
-                "none",
-                "-o",
-                str(tmp_path),
-            ]
-        )
-        == 0
-    )
-    assert rows_of(tmp_path, "layer") == [("16",), ("17",), ("18",)]
+    options = "--model aa_resnet34 --img-size 32 --layers auto --limit 10 --controls none"
+    assert [row["layer"] for row in run(options, tmp_path)] == ["16", "17", "18"]
 
 
 @pytest.mark.parametrize(
-    "argv,message",
+    "options, message",
     [
-        (["--model", "cnn_cifar"], "has no attention layer"),
-        (["--controls", "x"], "--controls must be"),
-        (["--query", "3,99"], "query y,x must lie within the 16x16 input"),
-        (["-o", "/proc/nowhere"], "cannot make the folder /proc/nowhere"),
-        (["--seeds=1,x"], "invalid seeds value: '1,x'"),
+        ("--model cnn_cifar", "has no attention layer"),
+        ("--controls x", "--controls must be"),
+        ("--query 3,99", "query y,x must lie within the 16x16 input"),
+        ("-o /proc/nowhere", "cannot make the folder /proc/nowhere"),
+        ("--seeds=1,x", "invalid seeds value: '1,x'"),
     ],
 )
-def test_bad_options(argv, message, tmp_path, capsys):
+def test_bad_options(options, message, tmp_path, capsys):
+    output = tmp_path / "out"
     with pytest.raises((UsageError, SystemExit)) as error:
-        probe.main([*SHORT, "-o", str(tmp_path / "out"), *argv])
-    assert message in f"{error.value} {capsys.readouterr().err}" and not (tmp_path / "out").exists()
+        probe.main(f"{SHORT} -o {output} {options}".split())
+    assert message in f"{error.value} {capsys.readouterr().err}"
+    assert not output.exists()

@@ -27,107 +27,105 @@ from tests.recorder.networks import SWIN, TINY, made, recorded, timms, tiny
 
 
 def test_entropy_of_one_pixel_and_of_all_pixels():
-    for maps, entropy in ((torch.eye(12), 0.0), (torch.full((12, 12), 1 / 12), math.log(12))):
-        assert_close(attention_entropy(maps.expand(2, 3, 12, 12)), torch.full((2, 3), entropy))
-
-
-@needs_attn_layer
-def test_measures_of_differential_attention_are_of_distributions_or_not_numbers():
-    """Maps without negative entries, whose rows sum to 1 - lambda, are divided by that; the others have no entropy."""
-    model, x = (
-        timm.create_model("vit_tiny_patch16_224", attn_layer="diff", **TINY).eval(),
-        torch.randn(2, 3, 32, 32),
-    )
-    torch.nn.init.normal_(model.blocks[2].attn.qkv.weight)
-    maps, measured = recorded(model, x), measure(model, [x])
-    for layer in measured:
-        attn = maps[layer.number].attn
-        signed = attn.amin((-2, -1)) < 0
-        rows = attn / attn.sum(-1, keepdim=True)
-        assert signed.all() == (layer.number == 3)
-        assert (attn.sum(-1) < 0.9).all()
-        entropies = -(rows * rows.log()).sum(-1)
-        for found, expected in ((layer.entropies, entropies), (layer.prefixes, rows[..., 0])):
-            expected = expected.mean(-1).masked_fill(signed, torch.nan)
-            assert_close(found, expected, equal_nan=True)
-        assert torch.equal(layer.distances.isnan(), signed) and layer.positions.isfinite().all()
-    assert [row["entropy_nats"] == "nan" for row in rows_of(measured)] == [False] * 6 + [True] * 3
+    one = torch.eye(12).expand(2, 3, 12, 12)
+    every = torch.full((2, 3, 12, 12), 1 / 12)
+    assert_close(attention_entropy(one), torch.zeros(2, 3))
+    assert_close(attention_entropy(every), torch.full((2, 3), math.log(12)))
 
 
 def rows_of(measured):
     return list(csv.DictReader(io.StringIO(quantities_csv({"a": measured}))))
 
 
+@needs_attn_layer
+def test_measures_of_differential_attention_are_of_distributions_or_not_numbers():
+    """Maps without negative entries, whose rows sum to 1 - lambda, are divided by that; the others have no entropy."""
+    model = timm.create_model("vit_tiny_patch16_224", attn_layer="diff", **TINY).eval()
+    x = torch.randn(2, 3, 32, 32)
+    torch.nn.init.normal_(model.blocks[2].attn.qkv.weight)
+    maps = recorded(model, x)
+    measured = measure(model, [x])
+    for layer in measured:
+        attn = maps[layer.number].attn
+        sums = attn.sum(-1, keepdim=True)
+        assert (sums < 0.9).all()
+        rows = attn / sums
+        signed = attn.amin((-2, -1)) < 0
+        assert signed.all() == (layer.number == 3)
+        entropies = -(rows * rows.log()).sum(-1).mean(-1)
+        prefixes = rows[..., 0].mean(-1)
+        assert_close(layer.entropies, entropies.masked_fill(signed, torch.nan), equal_nan=True)
+        assert_close(layer.prefixes, prefixes.masked_fill(signed, torch.nan), equal_nan=True)
+        assert torch.equal(layer.distances.isnan(), signed)
+        assert layer.positions.isfinite().all()
+    missing = [row["entropy_nats"] == "nan" for row in rows_of(measured)]
+    assert missing == [False] * 6 + [True] * 3
+
+
 def test_distance_of_a_known_shift_in_pixels_of_the_input():
     itself = torch.eye(4 * 5).view(1, 1, 4, 5, 4, 5)
     shifted = itself.roll(2, -1)  # columns 0 to 2 look 2 to the right, 3 and 4 look 3 to the left
-    assert_close(
-        attention_distance(shifted, (7.0, 10.0)), torch.tensor([[10 * (3 * 2 + 2 * 3) / 5]])
-    )
+    expected = 10 * (3 * 2 + 2 * 3) / 5
+    assert attention_distance(shifted, (7.0, 10.0)).item() == pytest.approx(expected)
     assert attention_distance(itself).item() == 0
 
 
-UNIFORM = {  # networks, their image's sides, the cell's side, prefix tokens
-    **{
-        f"window {window}": (
-            lambda window=window: nn.Sequential(
-                AugmentedConv2d(
-                    3,
-                    8,
-                    dim_qk=4,
-                    dim_v=2,
-                    num_heads=2,
-                    feat_size=(4, 6),
-                    position="none",
-                    window=window,
-                )
-            ),
-            (4, 6),
-            window,
-            0,
-        )
-        for window in (None, (3, 3), (1, 5))
-    },
-    "vit": (lambda: timms("vit_tiny_patch16_224", **TINY, reg_tokens=2), (4, 4), None, 3),
-    "swin": (
-        lambda: timms("swin_tiny_patch4_window7_224", **SWIN, img_size=(36, 28)),
-        (18, 14),
-        "shifted",
-        0,
-    ),
-}
+def windowed(window):
+    options = {"dim_qk": 4, "dim_v": 2, "num_heads": 2, "feat_size": (4, 6), "position": "none"}
+    return nn.Sequential(AugmentedConv2d(3, 8, window=window, **options))
 
 
-@pytest.mark.parametrize("name", UNIFORM)
-def test_references_are_those_of_uniform_attention_also_in_windows(name):
+def vit():
+    return timms("vit_tiny_patch16_224", **TINY, reg_tokens=2)
+
+
+def swin():
+    return timms("swin_tiny_patch4_window7_224", **SWIN, img_size=(36, 28))
+
+
+@pytest.mark.parametrize(
+    "make, grid, side, window, prefix",
+    [
+        (lambda: windowed(None), (4, 6), 1, (99, 99), 0),
+        (lambda: windowed((3, 3)), (4, 6), 1, (3, 3), 0),
+        (lambda: windowed((1, 5)), (4, 6), 1, (1, 5), 0),
+        (vit, (4, 4), 8, (99, 99), 3),
+        (swin, (18, 14), 2, None, 0),
+    ],
+    ids=["all", "window 3x3", "window 1x5", "vit", "swin"],
+)
+def test_references_are_those_of_uniform_attention_also_in_windows(
+    make, grid, side, window, prefix
+):
     """A network whose logits are 0: what `measure` finds is what uniform attention has, by hand."""
-    make, (H, W), window, prefix = UNIFORM[name]
-    model, cell = make().eval(), 8 if name == "vit" else 2 if name == "swin" else 1
+    height, width = grid
+    model = make().eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if "qkv" in key or "relative_position_bias" in key:
                 parameter.zero_()
-    measured = measure(model, [torch.rand(2, 3, H * cell, W * cell)] * 2)
+    measured = measure(model, [torch.rand(2, 3, height * side, width * side)] * 2)
     for layer in measured:
-        for found, uniform in (
-            (layer.entropies, layer.uniform_entropy),
-            (layer.distances, layer.uniform_distance),
-        ):
-            assert_close(found, torch.full_like(found, uniform), atol=0, rtol=1e-4)
-    if name == "swin":
+        entropies = torch.full_like(layer.entropies, layer.uniform_entropy)
+        distances = torch.full_like(layer.distances, layer.uniform_distance)
+        assert_close(layer.entropies, entropies, atol=0, rtol=1e-4)
+        assert_close(layer.distances, distances, atol=0, rtol=1e-4)
+    if window is None:
         return
-    high, wide = window or (99, 99)
     distance = 0.0
     entropy = 0.0
-    pixels = list(product(range(H), range(W)))
-    for y, x in pixels:
-        seen = [b for b in pixels if abs(b[0] - y) <= high // 2 and abs(b[1] - x) <= wide // 2]
-        apart = [cell * math.dist((y, x), b) for b in seen]
-        distance += sum(apart) / len(seen)
-        entropy += math.log(len(seen) + prefix)
-    assert layer.uniform_distance == pytest.approx(distance / (H * W))
-    assert layer.uniform_entropy == pytest.approx(entropy / (H * W))
-    assert_close(layer.prefixes, torch.full_like(layer.prefixes, prefix / (H * W + prefix)))
+    cells = list(product(range(height), range(width)))
+    for y, x in cells:
+        apart = []
+        for other_y, other_x in cells:
+            if abs(other_y - y) <= window[0] // 2 and abs(other_x - x) <= window[1] // 2:
+                apart.append(side * math.hypot(other_y - y, other_x - x))
+        distance += sum(apart) / len(apart) / len(cells)
+        entropy += math.log(len(apart) + prefix) / len(cells)
+    assert layer.uniform_distance == pytest.approx(distance)
+    assert layer.uniform_entropy == pytest.approx(entropy)
+    share = prefix / (len(cells) + prefix)
+    assert_close(layer.prefixes, torch.full_like(layer.prefixes, share))
 
 
 def test_correlation_of_a_map_with_itself_its_opposite_and_a_constant():
@@ -137,51 +135,51 @@ def test_correlation_of_a_map_with_itself_its_opposite_and_a_constant():
 
 
 def test_rollout_through_a_pooling_stays_in_place():
-    maps = {
-        side: LayerMaps(1, "a", (0,), Layout((side, side)), attn=torch.eye(side**2)[None, None])
-        for side in (4, 2)
-    }
+    maps = {}
+    for side in (4, 2):
+        attn = torch.eye(side**2).expand(1, 1, -1, -1)
+        maps[side] = LayerMaps(1, "a", (0,), Layout((side, side)), attn=attn)
     corner = attention_rollout(maps)[0, 1].view(4, 4)  # the new map's upper right cell
     expected = torch.zeros(4, 4)
     expected[:2, 2:] = 0.25
     assert_close(corner, expected)
 
 
-@pytest.mark.parametrize("name", ["vit_small_patch14_reg4_dinov2", "pvt"])
-def test_rollout_multiplies_later_layers_from_the_left(name):
-    """Of all tokens; reduced keys go to their cells alike, and rows sum to 1."""
-    maps = recorded(*made(name))
-    rollout = attention_rollout(maps)
-    assert_close(rollout.sum(-1), torch.ones(rollout.shape[:2]))
-    if name == "pvt":
-        assert rollout.shape == (2, 6, 16 * 24)
-    else:
-        first, second, third = (
-            0.5 * layer.attn.mean(1) + 0.5 * torch.eye(21) for layer in maps.values()
-        )
-        assert_close(rollout, third @ second @ first)
+def test_rollout_multiplies_later_layers_from_the_left():
+    """Of all tokens."""
+    maps = recorded(*made("dinov2"))
+    expected = torch.eye(21)
+    for layer in maps.values():
+        expected = (0.5 * layer.attn.mean(1) + 0.5 * torch.eye(21)) @ expected
+    assert_close(attention_rollout(maps), expected)
+
+
+def test_rollout_of_reduced_keys():
+    """They go to their cells alike, and rows sum to 1."""
+    rollout = attention_rollout(recorded(*made("pvt")))
+    assert rollout.shape == (2, 6, 16 * 24)
+    assert_close(rollout.sum(-1), torch.ones(2, 6))
 
 
 def test_measure_does_not_depend_on_the_batches():
-    model, images = tiny(), torch.randn(6, 3, 16, 16)
-    whole, parts, maps = (
-        measure(model, [images]),
-        measure(model, images.split((1, 3, 2))),
-        recorded(model, images),
-    )
+    model = tiny()
+    images = torch.randn(6, 3, 16, 16)
+    whole = measure(model, [images])
+    parts = measure(model, images.split((1, 3, 2)))
+    maps = recorded(model, images)
     for a, b in zip(whole, parts, strict=True):
-        assert a.images == b.images == 6 and (a.correlations is None) == (a.number in (1, 4))
-        assert_close(*({**vars(one), "name": 0} for one in (a, b)), equal_nan=True)
+        assert a.images == b.images == 6
+        assert a.name == b.name
+        assert (a.correlations is None) == (a.number in (1, 4))
+        assert_close({**vars(a), "name": 0}, {**vars(b), "name": 0}, equal_nan=True)
         assert_close(a.entropies, attention_entropy(maps[a.number].attn))
     with pytest.raises(ValueError, match="at least one batch"):
         measure(model, [])
 
     rows = rows_of(whole)
-    assert (
-        len(rows) == 6 * 4
-        and rows[0]["map"] == "4x4"
-        and rows[0]["correlation_with_previous"] == ""
-    )
+    assert len(rows) == 6 * 4
+    assert rows[0]["map"] == "4x4"
+    assert rows[0]["correlation_with_previous"] == ""
     entropies = attention_entropy(maps[2].attn)[:, 1]
     assert float(rows[5]["entropy_nats"]) == pytest.approx(entropies.mean().item(), abs=1e-5)
     assert float(rows[5]["entropy_nats_std"]) == pytest.approx(entropies.std().item(), abs=1e-5)
