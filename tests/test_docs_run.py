@@ -20,6 +20,7 @@ from tests.engine.runner import make_folder
 from tests.slow import FFCV, slow_but
 from tests.test_docs import BLOCK, PAGES, ROOT, blocks, commands
 
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 NARROW = {
     "ea_conv_transformer_cifar": "widths=[8,8,16,16]",
     "aa_wrn28_10_cifar": "depth=10 width=1",
@@ -71,78 +72,76 @@ SNIPPETS_ELSEWHERE = {  # first line of a Python block, and the test that runs i
     "half = convert_float_to_float16(": "deployment/test_files.py",
     'model = load_model("runs/mine")': "detection/test_predict.py",
 }
-LINES = list(
-    dict.fromkeys(
-        line
-        for page in PAGES
-        if page.name != "published.md"  # experiments/test_published.py
-        for line in map(shlex.join, commands(page))
-        if not re.match(ELSEWHERE, line)
-    )
-)
+
+
+def lines_of(pages) -> list[str]:
+    """Return each command line that is run here, once."""
+    lines = {}
+    for page in pages:
+        if page.name != "published.md":  # experiments/test_published.py
+            lines |= dict.fromkeys(shlex.join(words) for words in commands(page))
+    return [line for line in lines if not re.match(ELSEWHERE, line)]
+
+
+LINES = lines_of(PAGES)
+README_LINES = lines_of([ROOT / "README.md"])
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A folder with what the commands name: photos, data, runs; the working directory of the tests."""
     folder = tmp_path_factory.mktemp("docs")
-    small = [
-        "--dataset",
-        "folder",
-        "--data-dir",
-        "data",
-        *SHORTER["train-cifar"].split(),
-        "--img-size",
-        "32",
-    ]
-    large = ["--data-dir", "photos", *SHORTER["train-imagenet"].split()]
-    vit = ["--model", "test_vit", "--model-kwargs", "patch_size=8"]
+    small = f"train-cifar --dataset folder --data-dir data {SHORTER['train-cifar']} --img-size 32"
+    large = f"train-imagenet --data-dir photos {SHORTER['train-imagenet']}"
+    vit = "--model test_vit --model-kwargs patch_size=8"
+    cat = Image.open(ROOT / "docs" / "cat.jpg")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        Image.open(ROOT / "docs" / "cat.jpg").resize((80, 60)).save("photo.jpg")
+        cat.resize((80, 60)).save("photo.jpg")
         make_folder(Path("data"), train=30, test=6, side=16)
         make_folder(Path("photos"), train=12, test=3, side=64)
         Path("photos/val").symlink_to("test")
-        for output, words in {
-            "aa": ["train-cifar", *small, "--model-kwargs", "widths=[8,8,16,16]"],
-            "vit": ["train-cifar", *small, *vit],
-            "photos": ["train-imagenet", *large, *vit],
-            "imagenet": ["train-imagenet", *large, "--model", "test_resnet"],
-        }.items():
-            assert main([*words, "--output", f"runs/{output}"]) == 0
+        for line in (
+            f"{small} --output runs/aa --model-kwargs widths=[8,8,16,16]",
+            f"{small} --output runs/vit {vit}",
+            f"{large} --output runs/photos {vit}",
+            f"{large} --output runs/imagenet --model test_resnet",
+        ):
+            assert main(line.split()) == 0
         for copy in ("a", "b", "ea", "demo"):
             shutil.copytree("runs/aa", f"runs/{copy}")
         yield folder
 
 
 def shorten(line: str) -> list[str]:
-    """The words of a command line, and what makes it short. Of options given twice the last one counts."""
+    """Return the words of a command line and options that make it short. Of options given twice the last one counts."""
     command, *words = shlex.split(line)
     here = [PLACES.get(word, word) for word in words]
     if command == "heatmap" and {"runs/vit", "runs/photos"} & {*here}:
         here += ["--layers", "2"]
+    output = f"out/{LINES.index(line)}"
     if "--evaluate" in words or "--learning-curves" in words:
-        return [command, *here, *(["--img-size", "32"] if "folder" in here else [])]
-    if command == "probe":
-        here += ["-o", f"out/{LINES.index(line)}"]
-    if not command.startswith("train-"):
-        return [command, *here, *SHORTER[command].split()]
-    pretrained = any("--pretrained" in word for word in words)
-    more = SHORTER[command].split()
-    if "folder" in here:
-        more += ["--no-download", *([] if "--data-dir" in words else ["--data-dir", "data"])]
-    if pretrained and command == "train-cifar":  # the weights in the package
-        more += ["--img-size", "32"]
+        more = "--img-size 32" if "folder" in here else ""
+    elif not command.startswith("train-"):
+        more = SHORTER[command]
+        if command == "probe":
+            more += f" -o {output}"
     else:
-        own = "ea_conv_transformer_cifar" if command == "train-cifar" else "ea_aa_resnet50"
-        name = here[here.index("--model") + 1] if "--model" in here else own
-        more += ["--model-kwargs", *NARROW.get(name, NARROW["ea_conv_transformer_cifar"]).split()]
-    if "--holdout" in words:
-        more += ["--holdout", "6"]
-    return [command, *here, *more, "--output", f"out/{LINES.index(line)}"]
-
-
-README_LINES = {shlex.join(words) for words in commands(ROOT / "README.md")}
+        more = f"{SHORTER[command]} --output {output}"
+        if "folder" in here:
+            more += " --no-download"
+            if "--data-dir" not in words:
+                more += " --data-dir data"
+        if command == "train-cifar" and "--pretrained" in line:  # the weights in the package
+            more += " --img-size 32"
+        else:
+            own = "ea_conv_transformer_cifar" if command == "train-cifar" else "ea_aa_resnet50"
+            name = here[here.index("--model") + 1] if "--model" in here else own
+            narrow = NARROW.get(name, NARROW["ea_conv_transformer_cifar"])
+            more += f" --model-kwargs {narrow}"
+        if "--holdout" in words:
+            more += " --holdout 6"
+    return [command, *here, *more.split()]
 
 
 @pytest.mark.parametrize("line", slow_but(README_LINES, LINES))
@@ -152,24 +151,8 @@ def test_commands_run(line, place, capsys):
     if "--train-beton" in line:
         for split in ("train", "validation"):
             out = f"{split.removesuffix('idation')}.beton"
-            assert (
-                main(
-                    [
-                        "write-ffcv",
-                        "--data-dir",
-                        "photos",
-                        "--split",
-                        split,
-                        "--out",
-                        out,
-                        "--eval-img-size",
-                        "32",
-                        "--eval-resize",
-                        "36",
-                    ]
-                )
-                == 0
-            )
+            options = "--data-dir photos --eval-img-size 32 --eval-resize 36"
+            assert main(f"write-ffcv {options} --split {split} --out {out}".split()) == 0
     if line.endswith("--help"):
         with pytest.raises(SystemExit) as left:
             main(shlex.split(line))
@@ -178,12 +161,11 @@ def test_commands_run(line, place, capsys):
     assert main(shorten(line)) == 0, capsys.readouterr().err
 
 
-SNIPPETS = [
-    pytest.param(page, block, id=f"{page.name}-{index}")
-    for page in PAGES
-    if page.name != "README.md"
-    for index, block in enumerate(blocks(page, "python"))
-]
+SNIPPETS = []
+for page in PAGES:
+    if page.name != "README.md":
+        for index, block in enumerate(blocks(page, "python")):
+            SNIPPETS.append(pytest.param(page, block, id=f"{page.name}-{index}"))
 SMALLER = {
     '"vit_small_patch16_224", num_classes=3,': '"test_vit", num_classes=3, patch_size=8, img_size=32,',
     "pretrained=True": "pretrained=False",
@@ -196,11 +178,13 @@ SMALLER = {
 @pytest.mark.parametrize("page, block", SNIPPETS)
 def test_snippets_run(page, block, place, tmp_path, monkeypatch):
     """README's run in test_docs.py, the quick start's in test_quickstart.py."""
-    for test in (test for start, test in SNIPPETS_ELSEWHERE.items() if start in block):
-        if test.startswith("outside/"):  # an excerpt: its statements stand there
-            kept = (ROOT / "tests" / test).read_text()
-            assert all(name in kept for name in re.findall(r"(?:class|def) \w+", block))
-        return
+    for start, test in SNIPPETS_ELSEWHERE.items():
+        if start in block:
+            if test.startswith("outside/"):  # an excerpt: its statements stand there
+                kept = (ROOT / "tests" / test).read_text(encoding="utf-8")
+                for name in re.findall(r"(?:class|def) \w+", block):
+                    assert name in kept
+            return
     for package in ("transformers", "wandb"):
         if f"import {package}" in block:
             pytest.importorskip(package, reason=f"needs {package} (of an extra)")
@@ -218,31 +202,27 @@ def test_snippets_run(page, block, place, tmp_path, monkeypatch):
     }
     exec(compile(block, page.name, "exec"), space)
     if "photo.rename" in block:
-        assert [len(list(Path("photos", split).rglob("*.png"))) for split in ("train", "val")] == [
-            18,
-            6,
-        ]
+        assert len(list(Path("photos/train").rglob("*.png"))) == 18
+        assert len(list(Path("photos/val").rglob("*.png"))) == 6
     if "def attend" in block:
         q, k, v = torch.randn(3, 2, 8, 6, 4).unbind()
         out, logits = space["attend"](q, k, v, space["decoder"])
         out, _ = space["attend"](q, k, v, space["decoder"], logits)
-        assert out.shape == v.shape and out.isfinite().all()
+        assert out.shape == v.shape
+        assert out.isfinite().all()
 
 
 def test_make_s_targets_exist():
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {
-        target
-        for page in [*PAGES, ROOT / "CONTRIBUTING.md"]
-        for match in BLOCK.finditer(page.read_text())
-        for target in re.findall(r"^make ([\w-]+)", match[3], re.MULTILINE)
-    }
-    assert {"demo", "test"} <= named <= targets
+    targets = re.findall(r"^([\w-]+):", MAKEFILE, re.MULTILINE)
+    named = set()
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        for _, _, block in BLOCK.findall(page.read_text(encoding="utf-8")):
+            named.update(re.findall(r"^make ([\w-]+)", block, re.MULTILINE))
+    assert {"demo", "test"} <= named <= set(targets)
 
 
 def test_the_demo_s_next_commands_run(place, monkeypatch):
-    text = (ROOT / "Makefile").read_text()
-    next_ones = re.findall(r'@echo "  \$\(VENV\)/bin/ea-vision (.*)"', text)
+    next_ones = re.findall(r'@echo "  \$\(VENV\)/bin/ea-vision (.*)"', MAKEFILE)
     assert len(next_ones) == 3
     for line in next_ones:
         words = shlex.split(line.replace("$(DEMO)", "runs/demo"))

@@ -29,15 +29,21 @@ for command in (
 """
 
 
+def run(command: list, **options) -> str:
+    """Run a command; return what it prints."""
+    done = subprocess.run(command, capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def python(words: str) -> str:
+    return run([sys.executable, *words.split()])
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    built = subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT],
-        capture_output=True,
-        text=True,
-    )
-    assert built.returncode == 0, built.stdout + built.stderr
+    python(f"-m build --wheel --no-isolation --outdir {folder} {ROOT}")
     [file] = folder.glob("*.whl")
     return file
 
@@ -45,50 +51,20 @@ def wheel(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--no-deps",
-            "--no-index",
-            "--target",
-            folder,
-            wheel,
-        ],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    python(f"-m pip install --quiet --no-deps --no-index --target {folder} {wheel}")
     return folder
 
 
-def run(command: list, folder: Path, installed: Path) -> str:
-    env = {**os.environ, "PYTHONPATH": str(installed)}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def test_it_holds_the_package_and_the_weights_and_nothing_else(wheel):
-    held = {
-        name
-        for name in zipfile.ZipFile(wheel).namelist()
-        if not name.split("/")[0].endswith(".dist-info")
-    }
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "ea_vision", "weights"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.splitlines()
+    names = zipfile.ZipFile(wheel).namelist()
+    held = {name for name in names if ".dist-info/" not in name}
+    files = "git ls-files --cached --others --exclude-standard ea_vision weights"
+    listed = run(files.split(), cwd=ROOT).splitlines()
     package = {name for name in listed if name.startswith("ea_vision/") and (ROOT / name).is_file()}
     weights = {f"ea_vision/{name}" for name in listed if Path(name).match("weights/*.safetensors")}
     cards = {name.replace(".safetensors", ".md") for name in weights}
-    assert held == package | weights | cards and len(weights) >= 3
+    assert held == package | weights | cards
+    assert len(weights) >= 3
     assert wheel.stat().st_size < 60e6
     for suffix in (".c", ".yaml", ".html", ".css", ".js"):
         assert any(name.endswith(suffix) for name in held)
@@ -96,17 +72,14 @@ def test_it_holds_the_package_and_the_weights_and_nothing_else(wheel):
 
 @pytest.mark.slow
 def test_its_commands_run_outside_the_checkout(installed, tmp_path):
-    out = run([sys.executable, "-c", COMMANDS], tmp_path, installed)
+    own = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(installed)}}
+    out = run([sys.executable, "-c", COMMANDS], **own)
     assert f"imported {installed / 'ea_vision' / '__init__.py'}" in out
     made = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
-    assert set(made) == {
-        "run",
-        "heads.png",
-        "shipped.png",
-        "page.html",
-        "classes.json",
-        "summary.csv",
-    }
-    assert made["page.html"] > 50_000 and (tmp_path / "run" / "results.json").is_file()
-    assert (tmp_path / "summary.csv").read_text().count("ea_conv_transformer_cifar") == 1
-    assert "heatmap" in run([installed / "bin" / "ea-vision", "--help"], tmp_path, installed)
+    names = "run heads.png shipped.png page.html classes.json summary.csv"
+    assert set(made) == set(names.split())
+    assert made["page.html"] > 50_000
+    assert (tmp_path / "run" / "results.json").is_file()
+    summary = (tmp_path / "summary.csv").read_text(encoding="utf-8")
+    assert summary.count("ea_conv_transformer_cifar") == 1
+    assert "heatmap" in run([installed / "bin" / "ea-vision", "--help"], **own)
