@@ -18,52 +18,34 @@ MODEL = "ea_conv_transformer_cifar"
 
 
 @pytest.mark.parametrize(
-    "words",
+    "line",
     [
-        ["predict", MODEL, "digits#0", "--json", "FILE.json"],
-        ["explore", "--model", MODEL, "--layers", "1", "-o", "FILE.html", "digits#0"],
-        ["heatmap", "--model", MODEL, "--layers", "1", "-o", "FILE.png", "digits#0"],
-        ["strip", "--model", MODEL, "--layers", "1-3", "-o", "FILE.gif", "digits#0"],
-        ["statistics", "--model", MODEL, "--layers", "1", "-o", "FILE.pdf", "digits#0"],
-        ["export", "cnn_cifar", "--random", "-o", "FILE.pt2"],
-        ["models", MODEL, "--csv", "FILE.csv"],
-        [
-            "probe",
-            "--model",
-            MODEL,
-            "--layers",
-            "1",
-            "--limit",
-            "12",
-            "--epochs",
-            "1",
-            "--width",
-            "8",
-            "--controls",
-            "none",
-            "-o",
-            "FILE",
-        ],
+        f"predict {MODEL} digits#0 --json FILE.json",
+        f"explore --model {MODEL} --layers 1 -o FILE.html digits#0",
+        f"heatmap --model {MODEL} --layers 1 -o FILE.png digits#0",
+        f"strip --model {MODEL} --layers 1-3 -o FILE.gif digits#0",
+        f"statistics --model {MODEL} --layers 1 -o FILE.pdf digits#0",
+        "export cnn_cifar --random -o FILE.pt2",
+        f"models {MODEL} --csv FILE.csv",
+        f"probe --model {MODEL} --layers 1 --limit 12 --epochs 1 --width 8 --controls none -o FILE",
     ],
-    ids=lambda words: words[0],
+    ids=lambda line: line.split()[0],
 )
-def test_a_full_disk(words, tmp_path, capsys):
+def test_a_full_disk(line, tmp_path, capsys):
     """No file may become longer than 64 bytes, which the system answers as a full disk."""
     resource = pytest.importorskip("resource", reason="needs limits of Unix")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
     try:
-        code = main([word.replace("FILE", str(tmp_path / "out")) for word in words])
+        code = main(line.replace("FILE", f"{tmp_path}/out").split())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    lines = capsys.readouterr().err.splitlines()
-    [line] = [line for line in lines if line.startswith("error")]
-    assert (
-        code == 1
-        and line.startswith(f"error: cannot write {tmp_path}")
-        and "File too large" in line
-    )
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    said = capsys.readouterr().err.splitlines()
+    [error] = [line for line in said if line.startswith("error")]
+    assert code == 1
+    assert error.startswith(f"error: cannot write {tmp_path}")
+    assert "File too large" in error
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 
 def test_an_image_without_a_finite_prediction(monkeypatch, capsys):

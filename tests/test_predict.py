@@ -43,17 +43,15 @@ def expected(path, top: int) -> dict[str, float]:
 
 
 def test_classes_are_those_of_timm_s_own_steps(photos, capsys):
-    assert main([MODEL, str(photos), "--json", "-", "--batch-size", "2", "--device", "cpu"]) == 0
+    assert main(f"{MODEL} {photos} --json - --batch-size 2 --device cpu".split()) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert [row["image"] for row in rows] == [
-        str(photos / name) for name in ("a.png", "b.png", "deep/c.png")
-    ]
+    names = ("a.png", "b.png", "deep/c.png")
+    assert [row["image"] for row in rows] == [str(photos / name) for name in names]
     for row in rows:
-        found, wanted = (
-            {one["name"]: one["probability"] for one in row["classes"]},
-            expected(row["image"], 5),
-        )
-        assert [*found] == [*wanted] and found == pytest.approx(wanted, abs=2e-6)
+        shares = {one["name"]: one["probability"] for one in row["classes"]}
+        of_timm = expected(row["image"], 5)
+        assert list(shares) == list(of_timm)
+        assert shares == pytest.approx(of_timm, abs=2e-6)
 
 
 def test_paths_from_standard_input_and_a_table(photos, monkeypatch, capsys):
@@ -67,17 +65,16 @@ def test_paths_from_standard_input_and_a_table(photos, monkeypatch, capsys):
 
 
 def test_a_broken_image_is_named_and_the_others_are_classified(photos, tmp_path, capsys):
-    broken, output = tmp_path / "broken.png", tmp_path / "new" / "found.json"
+    broken = tmp_path / "broken.png"
+    output = tmp_path / "new" / "found.json"
     broken.write_bytes((photos / "a.png").read_bytes()[:60])
-    assert main([MODEL, str(broken), str(photos / "a.png"), "--json", str(output)]) == 1
+    assert main(f"{MODEL} {broken} {photos}/a.png --json {output}".split()) == 1
     assert capsys.readouterr().err.startswith(f"error: image {broken} cannot be read: ")
-    bad, good = json.loads(output.read_text())
-    assert (
-        bad["classes"] == []
-        and str(broken) in bad["error"]
-        and "error" not in good
-        and len(good["classes"]) == 5
-    )
+    bad, good = json.loads(output.read_text(encoding="utf-8"))
+    assert bad["classes"] == []
+    assert str(broken) in bad["error"]
+    assert "error" not in good
+    assert len(good["classes"]) == 5
 
 
 def test_names_that_are_not_utf8_stop_nothing(photos, tmp_path, monkeypatch, capfd):
@@ -85,20 +82,20 @@ def test_names_that_are_not_utf8_stop_nothing(photos, tmp_path, monkeypatch, cap
     shutil.copytree(photos, folder)
     strange = os.fsencode(folder) + b"/caf\xe9.png"
     os.rename(os.fsencode(folder / "a.png"), strange)
-    monkeypatch.setattr(
-        "sys.stdin", io.TextIOWrapper(io.BytesIO(strange + b"\n"), encoding="utf-8")
-    )
+    piped = io.BytesIO(strange + b"\n")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(piped, encoding="utf-8"))
+    output = tmp_path / "found.json"
+    command = f"{MODEL} {folder} - --json {output}".split()
     before = sys.stdout.errors
     sys.stdout.reconfigure(errors="strict")
-    assert (
-        exit_code(lambda: main([MODEL, str(folder), "-", "--json", str(tmp_path / "found.json")]))
-        == 0
-    )
+    assert exit_code(lambda: main(command)) == 0
     sys.stdout.reconfigure(errors=before)
-    said = capfd.readouterr()
-    assert said.out.count("caf\\udce9.png: ") == 2 and "b.png: " in said.out
-    rows = json.loads((tmp_path / "found.json").read_text())
-    assert [os.fsencode(row["image"]) for row in rows].count(strange) == 2
+    said = capfd.readouterr().out
+    assert said.count("caf\\udce9.png: ") == 2
+    assert "b.png: " in said
+    rows = json.loads(output.read_text(encoding="utf-8"))
+    names = [os.fsencode(row["image"]) for row in rows]
+    assert names.count(strange) == 2
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from PIL import Image
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 needs = "needs nbclient, nbformat and ipykernel (the extra dev)"
-_, _, nbformat = (
-    pytest.importorskip(name, reason=needs) for name in ("nbclient", "ipykernel", "nbformat")
-)
+pytest.importorskip("nbclient", reason=needs)
+pytest.importorskip("ipykernel", reason=needs)
+nbformat = pytest.importorskip("nbformat", reason=needs)
 
 
 @pytest.fixture(scope="module")
@@ -22,32 +22,40 @@ def script() -> dict:
 
 
 def outputs(book) -> tuple[list[str], list[Image.Image], list[str]]:
-    """What the cells printed, one text a cell; their pictures; their pages."""
-    cells = [cell.outputs for cell in book.cells if cell.cell_type == "code"]
-    data = [output.data for of_cell in cells for output in of_cell if "data" in output]
-    return (
-        [
-            "".join(output.text for output in of_cell if output.output_type == "stream")
-            for of_cell in cells
-        ],
-        [
-            Image.open(io.BytesIO(base64.b64decode(one["image/png"])))
-            for one in data
-            if "image/png" in one
-        ],
-        [one["text/html"] for one in data if "text/html" in one],
-    )
+    """Return what the cells printed, one text per cell, their pictures, and their pages."""
+    texts = []
+    pictures = []
+    pages = []
+    for cell in book.cells:
+        if cell.cell_type != "code":
+            continue
+        texts.append("")
+        for output in cell.outputs:
+            data = output.get("data", {})
+            if output.output_type == "stream":
+                texts[-1] += output.text
+            if "image/png" in data:
+                picture = io.BytesIO(base64.b64decode(data["image/png"]))
+                pictures.append(Image.open(picture))
+            if "text/html" in data:
+                pages.append(data["text/html"])
+    return texts, pictures, pages
+
+
+def cells_of(book) -> list[tuple[str, str]]:
+    return [(cell.cell_type, cell.source) for cell in book.cells]
 
 
 def test_the_stored_notebook_is_the_scripts(script):
-    stored = nbformat.read(DOCS / "quickstart.ipynb", as_version=4)
+    path = DOCS / "quickstart.ipynb"
+    stored = nbformat.read(path, as_version=4)
     nbformat.validate(stored)
-    assert [(cell.cell_type, cell.source) for cell in stored.cells] == [
-        (cell.cell_type, cell.source) for cell in script["notebook"]().cells
-    ], "run docs/quickstart.py"
+    assert cells_of(stored) == cells_of(script["notebook"]()), "run docs/quickstart.py"
     assert all(cell.execution_count for cell in stored.cells if cell.cell_type == "code")
-    assert len(outputs(stored)[1]) == 2 and (DOCS / "quickstart.ipynb").stat().st_size < 1_000_000
-    assert str(Path.home()) not in (DOCS / "quickstart.ipynb").read_text()
+    _, pictures, _ = outputs(stored)
+    assert len(pictures) == 2
+    assert path.stat().st_size < 1_000_000
+    assert str(Path.home()) not in path.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
@@ -59,17 +67,17 @@ def test_its_cells_run(script, tmp_path, monkeypatch):
     texts, pictures, [page] = outputs(book)
     _, top, _, _, _, _, numbers, vit = texts
     name, share = top.split()[:2]
-    assert name == "cat" and float(share) > 0.5
-    assert (
-        numbers.count("entropy by head") == 3 and "difference of the logits below 1e-5: True" in vit
-    )
-    stored = outputs(nbformat.read(DOCS / "quickstart.ipynb", as_version=4))[0]
-    assert [len(text.splitlines()) for text in texts] == [len(text.splitlines()) for text in stored]
-    assert (
-        len(pictures) == 2 and page.startswith("<iframe srcdoc=") and "Where the heads look" in page
-    )
+    assert name == "cat"
+    assert float(share) > 0.5
+    assert numbers.count("entropy by head") == 3
+    assert "difference of the logits below 1e-5: True" in vit
+    stored, _, _ = outputs(nbformat.read(DOCS / "quickstart.ipynb", as_version=4))
+    for text, kept in zip(texts, stored, strict=True):
+        assert text.count("\n") == kept.count("\n")
+    assert page.startswith("<iframe srcdoc=")
+    assert "Where the heads look" in page
+    assert len(pictures) == 2
     for picture in pictures:
-        assert (
-            picture.width > 400
-            and len(picture.convert("RGB").getcolors(picture.width * picture.height)) > 1000
-        )
+        colours = picture.convert("RGB").getcolors(picture.width * picture.height)
+        assert picture.width > 400
+        assert len(colours) > 1000

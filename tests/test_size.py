@@ -7,44 +7,49 @@ import ast
 import io
 import subprocess
 import tokenize
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 COUNTED = {tokenize.NAME, tokenize.NUMBER, tokenize.OP, tokenize.STRING}
+COLUMNS = ("lines", "statements", "tokens", "other lines")
 OTHERS = {".c", ".h", ".js", ".css", ".html", ".yaml"}
 
 
 def size_of(text: str) -> tuple[int, int, int]:
     """Return lines, statements and tokens of a Python file."""
     statements = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
-    docstrings = {
-        node.lineno
-        for node in statements
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    }
-    tokens = sum(
-        t.type in COUNTED and not (t.type == tokenize.STRING and t.start[0] in docstrings)
-        for t in tokenize.generate_tokens(io.StringIO(text).readline)
-    )
+    docstrings = set()
+    for node in statements:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            docstrings.add(node.lineno)
+    tokens = 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        docstring = token.type == tokenize.STRING and token.start[0] in docstrings
+        tokens += token.type in COUNTED and not docstring
     return len(text.splitlines()), len(statements) - len(docstrings), tokens
 
 
 def table() -> str:
     """Return lines, statements and tokens of Python and lines of other code, by room."""
-    rooms: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
-    for path in map(Path, subprocess.check_output(["git", "ls-files"], text=True).splitlines()):
-        if path.is_file() and (path.suffix == ".py" or path.suffix in OTHERS):
-            text, package = path.read_text(), path.parts[0] == "ea_vision"
-            size = (
-                (*size_of(text), 0) if path.suffix == ".py" else (0, 0, 0, len(text.splitlines()))
-            )
-            for room in ("/".join(path.parts[:-1][: 1 + package]), *["ea_vision, all"] * package):
-                rooms[room] = [sum(pair) for pair in zip(rooms[room], size, strict=True)]
-    rows = [
-        ("room", "lines", "statements", "tokens", "other lines"),
-        *((room, *size) for room, size in sorted(rooms.items(), key=lambda item: -item[1][2])),
-    ]
-    return "\n".join(f"{name:28}{a:>8}{b:>12}{c:>9}{d:>13}" for name, a, b, c, d in rows)
+    sizes = defaultdict(Counter)
+    for name in subprocess.check_output(["git", "ls-files"], text=True).splitlines():
+        path = Path(name)
+        if not path.is_file() or path.suffix not in OTHERS | {".py"}:
+            continue
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".py":
+            size = Counter(dict(zip(COLUMNS, size_of(text), strict=False)))
+        else:
+            size = Counter({"other lines": len(text.splitlines())})
+        rooms = [path.parent.parts[:1]]
+        if path.parts[0] == "ea_vision":
+            rooms = [path.parent.parts[:2], ("ea_vision, all",)]
+        for room in rooms:
+            sizes["/".join(room)] += size
+    lines = [f"{'room':28}" + "".join(f"{column:>13}" for column in COLUMNS)]
+    for room, size in sorted(sizes.items(), key=lambda item: -item[1]["tokens"]):
+        lines.append(f"{room:28}" + "".join(f"{size[column]:>13}" for column in COLUMNS))
+    return "\n".join(lines)
 
 
 def test_docstrings_and_comments_have_no_size():

@@ -80,16 +80,8 @@ print(f"top1 {top1.item():.2f}")
 """
 
 OPTIONS = (
-    "--model",
-    "ea_conv_transformer_cifar",
-    "--num-classes",
-    "3",
-    "--img-size",
-    "24",
-    "--model-kwargs",
-    "widths=[16,32,32,64]",
-    "alpha=0.25",
-    "img_size=24",
+    "--model ea_conv_transformer_cifar --num-classes 3 --img-size 24 "
+    "--model-kwargs widths=[16,32,32,64] alpha=0.25 img_size=24"
 )
 
 
@@ -101,8 +93,8 @@ def _own_interpreter(monkeypatch):
 
 
 def test_a_script_sees_our_models_its_arguments_and_its_neighbours(tmp_path, monkeypatch, capsys):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    (tmp_path / "helper.py").write_text("VALUE = 7")
+    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    (tmp_path / "helper.py").write_text("VALUE = 7", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     assert main(["train.py", "DATA", "--model", "ea_aa_resnet50"]) == 0
     assert capsys.readouterr().out == "True __main__ ['DATA', '--model', 'ea_aa_resnet50'] 7\n"
@@ -115,16 +107,19 @@ def test_a_missing_script_is_one_line(capsys):
 
 
 def test_train_and_validate_as_timms_scripts_do(tmp_path, monkeypatch, capsys):
-    data, said = make_photos(tmp_path / "data", side=24), []
+    data = make_photos(tmp_path / "data", side=24)
     for name, text in (("common", COMMON), ("train", TRAIN), ("validate", VALIDATE)):
-        (tmp_path / f"{name}.py").write_text(text)
-    for words in (
-        ["train.py", "--output", str(tmp_path)],
-        ["validate.py", "--checkpoint", str(tmp_path / "model_best.pth.tar")],
-    ):
+        (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+
+    def run(script, more):
         monkeypatch.delitem(sys.modules, "common", raising=False)
-        assert main([str(tmp_path / words[0]), str(data), *OPTIONS, *words[1:]]) == 0
-        said.append(capsys.readouterr().out)
-    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", said[0])]
-    assert len(losses) == 3 and losses[-1] < losses[0], said[0]
-    assert float(re.findall(r"top1 (\d+\.\d+)", said[1])[0]) > 40  # a third by chance
+        assert main(f"{tmp_path}/{script} {data} {OPTIONS} {more}".split()) == 0
+        return capsys.readouterr().out
+
+    said = run("train.py", f"--output {tmp_path}")
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", said)]
+    assert len(losses) == 3, said
+    assert losses[-1] < losses[0]
+    said = run("validate.py", f"--checkpoint {tmp_path}/model_best.pth.tar")
+    top1 = re.search(r"top1 (\d+\.\d+)", said)[1]
+    assert float(top1) > 40  # a third by chance
