@@ -19,20 +19,13 @@ CPU = torch.device("cpu")
 def state():
     """What a checkpoint may hold."""
     weight = torch.randn(4, 3, 3, 3).contiguous(memory_format=torch.channels_last)
+    groups = [{"lr": 0.1, "params": [0]}]
+    progress = {"updates": 3, "rows": [{"lr": 0.1}], "best": None, "text": "ä"}
     return {
         "model": {"weight": weight, "count": torch.tensor(1)},
         "random": checkpoint.random_state(CPU),
-        "optimizer": {
-            "state": {0: {"momentum_buffer": weight}},
-            "param_groups": [{"lr": 0.1, "params": [0]}],
-        },
-        "progress": {
-            "updates": 3,
-            "rows": [{"lr": 0.1}],
-            "best": None,
-            "text": "ä",
-            "flags": (True, False),
-        },
+        "optimizer": {"state": {0: {"momentum_buffer": weight}}, "param_groups": groups},
+        "progress": {**progress, "flags": (True, False)},
         "empty": torch.zeros(0),
         "scalar": torch.tensor(2.5, dtype=torch.float64),
         "infinite": float("inf"),
@@ -41,23 +34,25 @@ def state():
 
 def test_random_states_come_back():
     def drawn():
-        return [
-            torch.rand(3).tolist(),
-            random.gauss(0, 1),
-            np.random.randn(3).tolist(),
-            random.random(),
-        ]
+        of_python = [random.gauss(0, 1), random.random()]
+        return of_python + torch.rand(3).tolist() + np.random.randn(3).tolist()
 
-    random.gauss(0, 1), np.random.randn()  # leaves half of a pair behind in both generators
-    saved, first = checkpoint.random_state(CPU), drawn()
+    # leaves half of a pair behind in both generators
+    random.gauss(0, 1)
+    np.random.randn()
+    saved = checkpoint.random_state(CPU)
+    first = drawn()
     checkpoint.set_random_state(saved, CPU)
-    assert drawn() == first and all(a != b for a, b in zip(first, drawn(), strict=True))
+    assert drawn() == first
+    assert set(first).isdisjoint(drawn())
 
 
 def test_damage_anywhere_is_seen(tmp_path):
     """A flipped bit in any part of the file, or a cut anywhere, is an error of the right kind, or changes nothing: as
     in the padding of a zip file. An undamaged file comes out as it went in."""
-    saved, path, seen = state(), tmp_path / "a.ckpt", 0
+    saved = state()
+    path = tmp_path / "a.ckpt"
+    seen = 0
     data = encode(saved)
     path.write_bytes(data)
     assert_equal(read_checkpoint(path), saved, "state")
@@ -96,12 +91,13 @@ def test_newest_valid_checkpoint_is_found_and_bad_ones_put_aside(tmp_path):
 
     assert newest() is None
     for name, updates in ((checkpoint.PREVIOUS, 5), (checkpoint.BEST, 4), (checkpoint.LAST, 9)):
-        (tmp_path / name).write_bytes(
-            encode({**dict.fromkeys(checkpoint.PARTS), "progress": {"updates": updates}})
-        )
+        content = dict.fromkeys(checkpoint.PARTS)
+        content["progress"] = {"updates": updates}
+        (tmp_path / name).write_bytes(encode(content))
     assert newest()[0].name == checkpoint.LAST
     (tmp_path / checkpoint.LAST).write_bytes(b"no checkpoint")
     notices = []
     assert newest(notices.append)[0].name == newest()[0].name == checkpoint.PREVIOUS
-    assert len(notices) == 1 and str(tmp_path / checkpoint.LAST) in notices[0]
+    [notice] = notices
+    assert str(tmp_path / checkpoint.LAST) in notice
     assert (tmp_path / "last.ckpt.damaged").exists()

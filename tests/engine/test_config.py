@@ -17,31 +17,33 @@ from ea_vision.engine.train_cifar import EXAMPLES, CifarConfig
 from ea_vision.engine.train_imagenet import ImageNetConfig
 
 
-def parsed(*argv: str, cls=CifarConfig):
-    return resolve(cls, parse(make_parser(cls, "", EXAMPLES), list(argv)))
+def parsed(line: str = "", cls=CifarConfig):
+    return resolve(cls, parse(make_parser(cls, "", EXAMPLES), line.split()))
 
 
 def test_command_line_over_recipe_over_defaults(tmp_path):
     recipe = tmp_path / "r.yaml"
-    recipe.write_text("lr: 1e-3\nepochs: 7\nmodel_kwargs: {alpha: 0.3, drop_rate: 0.1}\n")
-    config = parsed(
-        "--recipe", str(recipe), "--epochs", "9", "--model-kwargs", "alpha=0.7", "beta=0"
-    )
-    assert (config.lr, config.epochs, config.momentum) == (0.001, 9, CifarConfig().momentum)
+    text = "lr: 1e-3\nepochs: 7\nmodel_kwargs: {alpha: 0.3, drop_rate: 0.1}\n"
+    recipe.write_text(text, encoding="utf-8")
+    config = parsed(f"--recipe {recipe} --epochs 9 --model-kwargs alpha=0.7 beta=0")
+    assert config.lr == 0.001
+    assert config.epochs == 9
+    assert config.momentum == CifarConfig().momentum
     assert config.model_kwargs == {"alpha": 0.7, "beta": 0, "drop_rate": 0.1}
-    assert config.optional_kwargs == {"drop_rate"}, (
-        "only what the recipe alone asks for may be left out"
-    )
+    # only what the recipe alone asks for may be left out
+    assert config.optional_kwargs == {"drop_rate"}
 
 
 def test_fewer_epochs_than_the_recipes_warmup_shorten_it():
     """In proportion, and said; a warm-up that is given stays."""
-    config = parsed("--epochs", "1", cls=ImageNetConfig)
-    assert config.warmup_epochs == "5%" and config.warmup_updates(100) == 5
+    config = parsed("--epochs 1", ImageNetConfig)
+    assert config.warmup_epochs == "5%"
+    assert config.warmup_updates(100) == 5
     assert config.notice == "the recipe's warm-up, 5 of 100 epochs, becomes 5% of 1"
-    assert parsed("--epochs", "5", cls=ImageNetConfig).warmup_epochs == 5
-    given = parsed("--epochs", "1", "--warmup-epochs", "5", cls=ImageNetConfig)
-    assert given.warmup_epochs == 5 and not given.notice
+    assert parsed("--epochs 5", ImageNetConfig).warmup_epochs == 5
+    stays = parsed("--epochs 1 --warmup-epochs 5", ImageNetConfig)
+    assert stays.warmup_epochs == 5
+    assert not stays.notice
 
 
 @pytest.mark.parametrize(
@@ -63,74 +65,71 @@ def test_a_wrong_folder_is_told_before_a_job_begins(photos, argv, message):
 
 
 @pytest.mark.parametrize(
-    "cls, argv, message",
+    "line, message",
     [
-        *(
-            (CifarConfig, *row)
-            for row in [
-                ("--lrr 1", "--lr"),
-                ("--recipe pa_cifar1", "pa_cifar10"),
-                ("--epochs ten", "epochs must be of type float, got 'ten'"),
-                ("--batch-size 1.5", "batch_size must be of type int"),
-                ("--lr nan", "lr must be a finite number, got nan"),
-                (
-                    "--dataset cifar",
-                    "dataset must be one of auto, digits, cifar10, cifar100, folder, got 'cifar'",
-                ),
-                ("--lr 0.1 --min-lr 0.2", "min_lr must be at most lr"),
-                ("--model-kwargs alpha", "key=value"),
-                ("--lr", "expected one argument"),
-                ("stray", "unknown argument 'stray'"),
-                ("tests", "unknown argument 'tests'; did you mean --data-dir tests?"),
-                ("--learning-rate 1", "unknown argument '--learning-rate'; did you mean --lr?"),
-                (
-                    "--dataset digits --data-dir photos",
-                    "data_dir must be empty, got photos (--dataset folder reads it)",
-                ),
-                ("--remode const", "remode goes with reprob, got const without it"),
-                ("--clip-mode agc", "clip_mode goes with clip_grad, got agc without it"),
-                ("--mean 0.5 0.5 0.5", "mean goes with std"),
-                (
-                    "--crop-padding 32 --crop-padding-mode reflect",
-                    "crop_padding must be less than img_size",
-                ),
-                ("--gate-lr -1", "gate_lr must be at least 0"),
-                (
-                    "--warmup-epochs 120%",
-                    "warmup_epochs must be a number, or a percentage up to 100%, got '120%'",
-                ),
-                (
-                    "--compile --compile-mode reduce-overhead --grad-accum-steps 2",
-                    "compile_mode reduce-overhead needs grad_accum_steps 1, "
-                    "for the next replay of a CUDA graph takes the",
-                ),
-            ]
+        ("--lrr 1", "--lr"),
+        ("--recipe pa_cifar1", "pa_cifar10"),
+        ("--epochs ten", "epochs must be of type float, got 'ten'"),
+        ("--batch-size 1.5", "batch_size must be of type int"),
+        ("--lr nan", "lr must be a finite number, got nan"),
+        (
+            "--dataset cifar",
+            "dataset must be one of auto, digits, cifar10, cifar100, folder, got 'cifar'",
         ),
-        *(
-            (ImageNetConfig, *row)
-            for row in [
-                ("--bce-target-thresh 0.2", "bce_target_thresh goes with bce_loss"),
-                ("--first-img-size 160", "first_img_size goes with grow_epochs"),
-                ("--grow-epochs 1 2", "grow_epochs goes with first_img_size"),
-                (
-                    "--first-img-size 256 --grow-epochs 1 2",
-                    "first_img_size must be 8 to img_size (224), got 256",
-                ),
-                (
-                    "--first-img-size 160 --grow-epochs 3 2",
-                    "grow_epochs must be two epochs that do not fall",
-                ),
-                (
-                    "--eval-img-size 300",
-                    "eval_resize must be at least eval_img_size (300), got 256",
-                ),
-            ]
+        ("--lr 0.1 --min-lr 0.2", "min_lr must be at most lr"),
+        ("--model-kwargs alpha", "key=value"),
+        ("--lr", "expected one argument"),
+        ("stray", "unknown argument 'stray'"),
+        ("tests", "unknown argument 'tests'; did you mean --data-dir tests?"),
+        ("--learning-rate 1", "unknown argument '--learning-rate'; did you mean --lr?"),
+        (
+            "--dataset digits --data-dir photos",
+            "data_dir must be empty, got photos (--dataset folder reads it)",
+        ),
+        ("--remode const", "remode goes with reprob, got const without it"),
+        ("--clip-mode agc", "clip_mode goes with clip_grad, got agc without it"),
+        ("--mean 0.5 0.5 0.5", "mean goes with std"),
+        (
+            "--crop-padding 32 --crop-padding-mode reflect",
+            "crop_padding must be less than img_size",
+        ),
+        ("--gate-lr -1", "gate_lr must be at least 0"),
+        (
+            "--warmup-epochs 120%",
+            "warmup_epochs must be a number, or a percentage up to 100%, got '120%'",
+        ),
+        (
+            "--compile --compile-mode reduce-overhead --grad-accum-steps 2",
+            "compile_mode reduce-overhead needs grad_accum_steps 1, "
+            "for the next replay of a CUDA graph takes the",
         ),
     ],
 )
-def test_bad_options_are_named(cls, argv, message):
+def test_bad_options_are_named(line, message):
     with pytest.raises(UsageError, match=re.escape(message)):
-        parsed(*argv.split(), cls=cls)
+        parsed(line)
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("--bce-target-thresh 0.2", "bce_target_thresh goes with bce_loss"),
+        ("--first-img-size 160", "first_img_size goes with grow_epochs"),
+        ("--grow-epochs 1 2", "grow_epochs goes with first_img_size"),
+        (
+            "--first-img-size 256 --grow-epochs 1 2",
+            "first_img_size must be 8 to img_size (224), got 256",
+        ),
+        (
+            "--first-img-size 160 --grow-epochs 3 2",
+            "grow_epochs must be two epochs that do not fall",
+        ),
+        ("--eval-img-size 300", "eval_resize must be at least eval_img_size (300), got 256"),
+    ],
+)
+def test_bad_options_of_the_imagenet_trainer_are_named(line, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        parsed(line, ImageNetConfig)
 
 
 @pytest.mark.parametrize(
@@ -144,38 +143,39 @@ def test_bad_options_are_named(cls, argv, message):
 )
 def test_bad_recipes_are_named(tmp_path, text, message):
     path = tmp_path / "r.yaml"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     with pytest.raises(UsageError, match=message):
-        parsed("--recipe", str(path))
+        parsed(f"--recipe {path}")
 
 
 def test_a_runs_config_is_a_recipe(tmp_path):
-    config = dataclasses.asdict(
-        parsed("--lr", "0.07", "--decay-milestones", "3", "5", "--output", "somewhere")
-    )
+    config = dataclasses.asdict(parsed("--lr 0.07 --decay-milestones 3 5 --output somewhere"))
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump({**config, "about": {"seconds": 3}}))
-    again = dataclasses.asdict(parsed("--recipe", str(path)))
-    assert again == {**config, "recipe": str(path), "output": ""}, (
-        "the place of the old run is not taken over"
-    )
+    text = yaml.safe_dump({**config, "about": {"seconds": 3}})
+    path.write_text(text, encoding="utf-8")
+    again = dataclasses.asdict(parsed(f"--recipe {path}"))
+    # the place of the old run is not taken over
+    assert again == {**config, "recipe": str(path), "output": ""}
 
 
 def test_a_recipe_says_what_differs_from_its_base(tmp_path):
-    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
-    first.write_text("base: pa_cifar10\nlr: 0.3\nmodel_kwargs: {alpha: 0.3, ff_drop_rate: 0.1}\n")
-    second.write_text(f"base: {first}\nepochs: 9\nmodel_kwargs: {{alpha: 0.4}}\n")
-    own, papers = load_recipe(str(second)), load_recipe("pa_cifar10")
+    first = tmp_path / "first.yaml"
+    second = tmp_path / "second.yaml"
+    text = "base: pa_cifar10\nlr: 0.3\nmodel_kwargs: {alpha: 0.3, ff_drop_rate: 0.1}\n"
+    first.write_text(text, encoding="utf-8")
+    text = f"base: {first}\nepochs: 9\nmodel_kwargs: {{alpha: 0.4}}\n"
+    second.write_text(text, encoding="utf-8")
+    papers = load_recipe("pa_cifar10")
     kwargs = {**papers["model_kwargs"], "alpha": 0.4, "ff_drop_rate": 0.1}
-    assert own == {**papers, "lr": 0.3, "epochs": 9, "model_kwargs": kwargs}
-    first.write_text(f"base: {second}\n")
-    with pytest.raises(
-        UsageError, match="is its own base: .*second.yaml -> .*first.yaml -> .*second.yaml"
+    own = {**papers, "lr": 0.3, "epochs": 9, "model_kwargs": kwargs}
+    assert load_recipe(str(second)) == own
+    for base, message in (
+        (second, "is its own base: .*second.yaml -> .*first.yaml -> .*second.yaml"),
+        ("pa_cifar1", "no recipe 'pa_cifar1': did you mean pa_cifar10"),
     ):
-        load_recipe(str(second))
-    first.write_text("base: pa_cifar1\n")
-    with pytest.raises(UsageError, match="no recipe 'pa_cifar1': did you mean pa_cifar10"):
-        load_recipe(str(second))
+        first.write_text(f"base: {base}\n", encoding="utf-8")
+        with pytest.raises(UsageError, match=message):
+            load_recipe(str(second))
 
 
 @pytest.mark.parametrize("command", ["train-cifar", "train-imagenet", "train-detection"])
@@ -193,45 +193,41 @@ def test_help_fits_one_screen(command, capsys):
     first = short.partition("used first:")[2].partition("instead of training:")[0]
     assert first in whole
     flags = re.findall(r"^  (--[\w-]+)", first, re.MULTILINE)
-    assert len(flags) == 10 and {"--model", "--data-dir", "--epochs", "--lr"} <= set(flags)
+    assert len(flags) == 10
+    assert {"--model", "--data-dir", "--epochs", "--lr"} <= set(flags)
     for flag in ("--check-options", "--clip-mode"):
-        assert flag in whole and flag not in short
+        assert flag in whole
+        assert flag not in short
 
 
 def test_help_has_the_default_of_every_flag(capsys):
     with pytest.raises(SystemExit):
         make_parser(CifarConfig, "about", EXAMPLES).parse_args(["--help-all"])
     text = capsys.readouterr().out
-    assert " ".join(text.split()).count("(default: ") >= len(
-        dataclasses.fields(CifarConfig)
-    )  # lines may break there
-    assert "--lr X" in text and "lr_base) (default: 0.02)" in " ".join(text.split()), (
-        "of the default recipe"
-    )
+    assert "--lr X" in text
+    text = " ".join(text.split())
+    assert text.count("(default: ") >= len(dataclasses.fields(CifarConfig))
+    assert "lr_base) (default: 0.02)" in text, "of the default recipe"
 
 
 def test_a_folder_that_is_given_is_read():
     """--data-dir without --dataset is a folder of images, and never ignored."""
-    assert parsed("--data-dir", "photos").dataset == "folder" and parsed().dataset == "digits"
-    assert parsed("--data-dir", "d", "--dataset", "cifar10").dataset == "cifar10"
+    assert parsed("--data-dir photos").dataset == "folder"
+    assert parsed().dataset == "digits"
+    assert parsed("--data-dir d --dataset cifar10").dataset == "cifar10"
 
 
 def test_amp_alone_is_bfloat16():
-    for argv, amp in (
-        (["--amp"], "bfloat16"),
-        (["--amp", "--channels-last"], "bfloat16"),
-        (["--amp", "none"], "none"),
-    ):
-        assert parsed(*argv).amp == amp
+    assert parsed("--amp").amp == "bfloat16"
+    assert parsed("--amp --channels-last").amp == "bfloat16"
+    assert parsed("--amp none").amp == "none"
 
 
 def test_an_option_younger_than_a_checkpoint_had_its_default():
     config = resolve(CifarConfig, {"momentum": 0.8})
-    saved = {
-        key: value
-        for key, value in dataclasses.asdict(config).items()
-        if key not in ("momentum", "clip_grad")
-    }
+    saved = dataclasses.asdict(config)
+    del saved["momentum"]
+    del saved["clip_grad"]
     assert config.differences(saved) == {"momentum": "momentum was 0.9, got 0.8"}
 
 
@@ -253,17 +249,16 @@ def test_recipes_of_any_text(tmp_path, text):
 
 def test_the_table_of_timms_options_says_what_there_is():
     """What experiments/timm_options.py printed into the page: names that are ours, and names that are not."""
-    page = (Path(__file__).parents[2] / "experiments" / "timm_options.md").read_text()
+    path = Path(__file__).parents[2] / "experiments" / "timm_options.md"
+    page = path.read_text(encoding="utf-8")
     ours = set(make_parser(ImageNetConfig, "", "")._option_string_actions)
-    same, table, refused = (
-        set(re.findall(r"--[a-z_-]+", part))
-        for part in re.search(
-            r"Same name, same meaning(.*?)\| --- \| --- \|(.*?)Not here, and refused(.*)",
-            page,
-            re.DOTALL,
-        ).groups()
-    )
-    assert len(same) > 50 and len(refused) > 50 and same <= ours and not refused & ours
+    _, _, rest = page.partition("Same name, same meaning")
+    same = set(re.findall(r"--[a-z_-]+", rest.partition("| --- | --- |")[0]))
+    refused = set(re.findall(r"--[a-z_-]+", rest.partition("Not here, and refused")[2]))
+    assert len(same) > 50
+    assert len(refused) > 50
+    assert same <= ours
+    assert refused.isdisjoint(ours)
     for timms, here in re.findall(r"^\| `(--[a-z-]+)` \| (.*) \|$", page, re.MULTILINE):
         named = set(re.findall(r"--[a-z-]+", here)) - {"--lr-base"}
         assert named <= ours and (named or timms in ours or "`--" not in here), (timms, here)

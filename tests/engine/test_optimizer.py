@@ -11,11 +11,12 @@ from ea_vision.base.errors import UsageError
 from ea_vision.engine.config import TrainConfig, resolve
 from ea_vision.engine.optimizer import build_optimizer, build_schedule, load_optimizer
 
+TINY = {"img_size": 32, "patch_size": 16, "embed_dim": 48, "depth": 2}
+
 
 def config(**options) -> TrainConfig:
-    return TrainConfig(
-        **{"opt": "sgd", "lr": 0.1, "warmup_epochs": 0, "sched": "constant", **options}
-    )
+    usual = {"opt": "sgd", "lr": 0.1, "warmup_epochs": 0, "sched": "constant"}
+    return TrainConfig(**{**usual, **options})
 
 
 def network() -> torch.nn.Module:
@@ -23,15 +24,15 @@ def network() -> torch.nn.Module:
     return timm.create_model("ea_conv_transformer_cifar", widths=(8, 8, 8, 8), depth=1, img_size=8)
 
 
-def moved(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, rate: float | None = None
-) -> dict:
-    """How far each parameter moves in a step of random gradients, at this rate of all groups if one is given."""
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    for parameter in model.parameters():
+def moved(model, optimizer, rate: float | None = None) -> dict:
+    """Return how far each parameter moves in a step of random gradients, at this rate of all groups if one is given."""
+    before = {}
+    for name, parameter in model.named_parameters():
+        before[name] = parameter.detach().clone()
         parameter.grad = torch.randn_like(parameter)
-    for group in optimizer.param_groups:
-        group["lr"] = group["lr"] if rate is None else rate
+    if rate is not None:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
     optimizer.step()
     return {name: parameter.detach() - before[name] for name, parameter in model.named_parameters()}
 
@@ -40,10 +41,8 @@ def moved(
     "options, message",
     [
         ({"opt": "lookahed_sgd"}, "did you mean lookahead_sgd"),
-        (
-            {"opt": "fused_sgd"},
-            "unknown optimiser 'fused_sgd'",
-        ),  # timm would make it sgd, without a word
+        # timm would make it sgd, without a word
+        ({"opt": "fused_sgd"}, "unknown optimiser 'fused_sgd'"),
         ({"opt_kwargs": {"nosuch": 1}}, "refuses lr=0.1 momentum=0.9 nosuch=1"),
         (
             {"opt": "muon", "opt_kwargs": {"conv_mode": "x"}},
@@ -81,25 +80,17 @@ def scales_of(options, model) -> dict[str, float]:
 
 
 def test_attention_lr_leaves_learnable_gates_to_gate_lr():
-    model = timm.create_model(
-        "ea_vit_tiny_patch16_224", img_size=32, patch_size=16, embed_dim=48, depth=2
-    )
+    model = timm.create_model("ea_vit_tiny_patch16_224", **TINY)
     scales = scales_of(config(attention_lr=0.5, gate_lr=30), model)
-    assert {name: scale for name, scale in scales.items() if scale != 1} == {
-        "blocks.1.attn.evolution.alpha": 30,
-        "blocks.1.attn.evolution.beta": 30,
-        "blocks.1.attn.evolution.convs.0.weight": 0.5,
-        "blocks.1.attn.evolution.convs.0.bias": 0.5,
-        "blocks.0.attn.qkv.weight": 0.5,
-        "blocks.0.attn.qkv.bias": 0.5,
-        "blocks.1.attn.qkv.weight": 0.5,
-        "blocks.1.attn.qkv.bias": 0.5,
-    }
+    expected = {"blocks.1.attn.evolution.alpha": 30, "blocks.1.attn.evolution.beta": 30}
+    for layer in ("blocks.1.attn.evolution.convs.0", "blocks.0.attn.qkv", "blocks.1.attn.qkv"):
+        expected |= {f"{layer}.weight": 0.5, f"{layer}.bias": 0.5}
+    assert {name: scale for name, scale in scales.items() if scale != 1} == expected
 
 
 def test_attention_lr_knows_an_evolved_transformer_of_timms():
-    options = dict(img_size=32, patch_size=16, embed_dim=48, depth=2, num_heads=3)
-    model = ea_vision.evolve(timm.create_model("vit_small_patch16_dinov3", **options), "ea")
+    plain = timm.create_model("vit_small_patch16_dinov3", num_heads=3, **TINY)
+    model = ea_vision.evolve(plain, "ea")
     scales = scales_of(config(attention_lr=0.5), model)
     names = {name for name, scale in scales.items() if scale == 0.5}
     assert names == {name for name in names if ".attn." in name}
@@ -108,9 +99,8 @@ def test_attention_lr_knows_an_evolved_transformer_of_timms():
 
 @pytest.mark.parametrize("fusion", ["concat", "add"])
 def test_attention_lr_has_all_of_attention_that_is_new(fusion):
-    model = timm.create_model(
-        "ea_aa_resnet34", layers=(1, 1, 1, 1), channels=(8, 8, 16, 16), fusion=fusion
-    )
+    narrow = {"layers": (1, 1, 1, 1), "channels": (8, 8, 16, 16)}
+    model = timm.create_model("ea_aa_resnet34", fusion=fusion, **narrow)
     scales = scales_of(config(attention_lr=10.0), model)
     names = {name for name, scale in scales.items() if scale == 10}
     projections = {name for name, _ in model.named_parameters() if ".proj." in name}
@@ -128,9 +118,8 @@ def test_attention_lr_scales_the_update(opt):
         model = network()
         settings = config(opt=opt, lr=0.01, attention_lr=scale, sched="linear")
         optimizer = build_optimizer(settings, model, 1)
-        build_schedule(settings, optimizer, 10).step_update(
-            20
-        )  # which multiplies the rates by the groups' scales
+        # which multiplies the rates by the groups' scales
+        build_schedule(settings, optimizer, 10).step_update(20)
         torch.manual_seed(1)
         ways.append(moved(model, optimizer))
     for name, whole in ways[0].items():
@@ -150,47 +139,47 @@ def test_schedules_reach_all_parameters_of_muon(opt, kwargs, share):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # newer releases of timm warn of adamw_lr
         optimizer = build_optimizer(config(opt=opt, opt_kwargs=kwargs), model, 1)
-    assert not any(way.any() for way in moved(model, optimizer, 0.0).values()), (
-        "as schedules have it at their end"
-    )
+    # as schedules have it at their end
+    for way in moved(model, optimizer, 0.0).values():
+        assert not way.any()
     getattr(optimizer, "_base_optimizer", optimizer).state.clear()
-    way = moved(model, optimizer, 0.05)[
-        "head.fc.bias"
-    ].abs()  # AdamW's first step: the rate, whatever the gradient
+    # AdamW's first step: the rate, whatever the gradient
+    way = moved(model, optimizer, 0.05)["head.fc.bias"].abs()
     torch.testing.assert_close(way, torch.full_like(way, 0.05 * share), atol=1e-4, rtol=0)
-    assert not any(
-        "exp_avg" in state for p, state in optimizer.state.items() if p.ndim == 4 and len(p) > 1
-    ), "matrices"
+    for parameter, state in optimizer.state.items():
+        matrix = parameter.ndim == 4 and len(parameter) > 1
+        assert not matrix or "exp_avg" not in state
 
 
 def test_a_recipes_keywords_are_for_its_own_optimiser(tmp_path):
     path = tmp_path / "r.yaml"
-    path.write_text("opt: muon\nopt_kwargs: {nesterov: true, fallback_lr_scale: 0.5}\n")
-    recipe = {"recipe": str(path)}
-    assert resolve(TrainConfig, recipe).opt_kwargs == {"nesterov": True, "fallback_lr_scale": 0.5}
-    given = {**recipe, "opt_kwargs": {"nesterov": False}}
-    assert resolve(TrainConfig, given).opt_kwargs == {"nesterov": False, "fallback_lr_scale": 0.5}
-    assert resolve(TrainConfig, {**recipe, "opt": "sgd"}).opt_kwargs == {}
+    text = "opt: muon\nopt_kwargs: {nesterov: true, fallback_lr_scale: 0.5}\n"
+    path.write_text(text, encoding="utf-8")
+
+    def kwargs(**options):
+        return resolve(TrainConfig, {"recipe": str(path), **options}).opt_kwargs
+
+    assert kwargs() == {"nesterov": True, "fallback_lr_scale": 0.5}
+    changed = kwargs(opt_kwargs={"nesterov": False})
+    assert changed == {"nesterov": False, "fallback_lr_scale": 0.5}
+    assert kwargs(opt="sgd") == {}
 
 
 def test_what_an_optimiser_counts_in_its_groups_is_kept_and_changed_options_are_the_runs():
     layer = torch.nn.Conv2d(2, 2, 3, bias=False).to(memory_format=torch.channels_last)
-    first, second = (
-        build_optimizer(config(opt="lookahead_sgd", weight_decay=decay), layer, 1)
-        for decay in (0.1, 0.3)
-    )
+    first = build_optimizer(config(opt="lookahead_sgd", weight_decay=0.1), layer, 1)
+    changed = config(opt="lookahead_sgd", weight_decay=0.3)
+    second = build_optimizer(changed, layer, 1)
     for _ in range(8):  # k is 6
         moved(layer, first)
     saved = first.state_dict()
-    load_optimizer(second, saved, config(opt="lookahead_sgd", weight_decay=0.3), "x")
-    group, buffers = second.param_groups[0], second.state_dict()["state"][0]
-    assert group["lookahead_step"] == 8 and group["weight_decay"] == 0.3
+    load_optimizer(second, saved, changed, "x")
+    group = second.param_groups[0]
+    assert group["lookahead_step"] == 8
+    assert group["weight_decay"] == 0.3
+    buffers = second.state_dict()["state"][0]
     assert torch.equal(buffers["lookahead_slow_buff"], saved["state"][0]["lookahead_slow_buff"])
     assert buffers["momentum_buffer"].is_contiguous(memory_format=torch.channels_last)
+    other = build_optimizer(config(attention_lr=3), network(), 1)
     with pytest.raises(UsageError, match="optimiser state of x does not fit lookahead_sgd"):
-        load_optimizer(
-            build_optimizer(config(attention_lr=3), network(), 1),
-            saved,
-            config(opt="lookahead_sgd"),
-            "x",
-        )
+        load_optimizer(other, saved, changed, "x")

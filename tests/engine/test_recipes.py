@@ -87,19 +87,14 @@ PAPERS = {
     "imagenet": {"weight_decay": 1e-4, "momentum": 0.9, "total_batch": 256},
     "imagenet_semnasnet_100": MNASNET,
     "imagenet_aa_mnasnet_100": MNASNET,
-    **{
-        name: {"total_batch": images}
-        for name, images in {
-            "imagenet_ea_aa_resnet50": 256,
-            "torchvision_v2": 1024,
-            "aa_cifar100": 256,
-            "cifar100_wrn28_10": 1024,
-            "pa_cifar100": 50,
-            "coco_aa_retinanet": 64,
-            "coco_26_epochs": 16,
-            "scenes": 64,
-        }.items()
-    },
+    "imagenet_ea_aa_resnet50": {"total_batch": 256},
+    "torchvision_v2": {"total_batch": 1024},
+    "aa_cifar100": {"total_batch": 256},
+    "cifar100_wrn28_10": {"total_batch": 1024},
+    "pa_cifar100": {"total_batch": 50},
+    "coco_aa_retinanet": {"total_batch": 64},
+    "coco_26_epochs": {"total_batch": 16},
+    "scenes": {"total_batch": 64},
 }
 
 
@@ -112,62 +107,63 @@ def test_values_are_the_papers(name):
 
 
 def test_sizes_are_those_of_timms_weights():
-    config, weights = resolved("rsb_a3"), timm.get_pretrained_cfg("resnet50.a3_in1k")
-    assert (
-        weights.input_size[1] == config.img_size
-        and weights.test_input_size[1] == config.side_to_evaluate
-    )
-    assert (
-        weights.interpolation == config.interpolation
-        and int(224 / weights.crop_pct) == config.eval_resize
-    )
+    config = resolved("rsb_a3")
+    weights = timm.get_pretrained_cfg("resnet50.a3_in1k")
+    assert weights.input_size[1] == config.img_size
+    assert weights.test_input_size[1] == config.side_to_evaluate
+    assert weights.interpolation == config.interpolation
+    assert int(224 / weights.crop_pct) == config.eval_resize
 
 
 def test_half_the_rate_of_aa_ends_where_the_plain_recipe_does():
-    plain, aa = map(resolved, ("imagenet_semnasnet_100", "imagenet_aa_mnasnet_100"))
-    ends = [config.lr * config.decay_rate ** (350 / 2.4) for config in (plain, aa)]
-    assert aa.lr == plain.lr / 2 and ends[1] == pytest.approx(ends[0], rel=2e-3)
+    plain = resolved("imagenet_semnasnet_100")
+    aa = resolved("imagenet_aa_mnasnet_100")
+    steps = 350 / 2.4
+    assert aa.lr == plain.lr / 2
+    end = plain.lr * plain.decay_rate**steps
+    assert aa.lr * aa.decay_rate**steps == pytest.approx(end, rel=2e-3)
 
 
 @pytest.mark.parametrize("name", [name for name in recipe_names() if name.startswith("imagenet_")])
 def test_the_recipe_of_each_published_row_is_the_papers(name):
-    base = (
-        "imagenet"
-        if "resnet" in name
-        else f"imagenet_{'aa_mnasnet' if '_aa_' in name else 'semnasnet'}_100"
-    )
-    row, papers = (asdict(resolved(recipe)) for recipe in (name, base))
-    assert (
-        timm.is_model(row["model"])
-        and name == f"imagenet_{row['model']}"
-        and row["num_classes"] == 1000
-    )
+    if "resnet" in name:
+        base = "imagenet"
+    elif "_aa_" in name:
+        base = "imagenet_aa_mnasnet_100"
+    else:
+        base = "imagenet_semnasnet_100"
+    row = resolved(name)
+    assert timm.is_model(row.model)
+    assert name == f"imagenet_{row.model}"
+    assert row.num_classes == 1000
     own = {"model": "", "num_classes": 0, "recipe": ""}
-    assert row | own == papers | own
+    assert asdict(row) | own == asdict(resolved(base)) | own
 
 
 @pytest.mark.parametrize("processes", [1, 4, 8, 64])
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_recipe_means_the_same_on_any_number_of_processes(name, processes):
     """Images of an update, rate, warm-up and updates of an epoch; or one line that names who can share them."""
-    recipe, config = load_recipe(name), resolved(name)
-    total, images = recipe["total_batch"], 1_281_167
+    images = 1_281_167
+    recipe = load_recipe(name)
+    config = resolved(name)
+    total = recipe["total_batch"]
     if total % processes:
-        with pytest.raises(
-            UsageError, match=rf"total_batch {total} cannot be shared by {processes} processes: \d+"
-        ):
+        message = rf"total_batch {total} cannot be shared by {processes} processes: \d+"
+        with pytest.raises(UsageError, match=message):
             config.for_processes(processes)
         return
     own = config.for_processes(processes)
-    assert own.images_of_update(processes) == total and own.batch_size <= config.batch_size
-    assert images // (own.batch_size * processes) // own.grad_accum_steps == images // total
-    base = recipe.get("lr_base_size", 0)
-    assert own.peak_lr(own.images_of_update(processes)) == pytest.approx(
-        recipe["lr"] * (total / base if base else 1)
-    )
-    assert own.warmup_updates(images // total) == config.warmup_updates(images // total)
+    assert own.images_of_update(processes) == total
+    assert own.batch_size <= config.batch_size
+    updates = images // total
+    assert images // (own.batch_size * processes) // own.grad_accum_steps == updates
+    scale = total / recipe["lr_base_size"] if recipe.get("lr_base_size") else 1
+    assert own.peak_lr(total) == pytest.approx(recipe["lr"] * scale)
+    assert own.warmup_updates(updates) == config.warmup_updates(updates)
     said = describe_update(own, processes)
-    assert said.startswith(f"{total} images = ") and "recipe" not in said
+    assert said.startswith(f"{total} images = ")
+    assert "recipe" not in said
 
 
 def test_who_can_share_is_named():
@@ -183,11 +179,13 @@ def test_mixed_batches_are_even_and_small_ones_are_warned_of(caplog):
     mixed = resolved("none", total_batch=1026, batch_size=128, mixup=0.2)
     with pytest.raises(UsageError, match="by 2 processes in pairs, .*: 1024 or 1028 can"):
         mixed.for_processes(2)
-    assert all(mixed.for_processes(processes).batch_size % 2 == 0 for processes in (1, 3))
+    for processes in (1, 3):
+        assert mixed.for_processes(processes).batch_size % 2 == 0
     resolved("rsb_a3").for_processes(8)
     assert not caplog.messages
     odd = resolved("none", total_batch=514, batch_size=128).for_processes(2)
-    assert (odd.batch_size, odd.grad_accum_steps) == (1, 257)
+    assert odd.batch_size == 1
+    assert odd.grad_accum_steps == 257
     assert caplog.messages[-1] == (
         "total_batch 514 on 2 processes is made of batches of 1, far below batch_size 128: "
         "512 or 768 is made of full ones"
@@ -202,9 +200,9 @@ def test_a_batch_size_that_is_given_stays_a_process_and_the_run_says_what_the_re
         "BatchNorm sees 64 images per process, the recipe's has 32"
     )
     both = resolved("imagenet", batch_size=64, total_batch=256).for_processes(1)
-    assert (both.batch_size, both.grad_accum_steps) == (64, 4) and "recipe" not in describe_update(
-        both, 1
-    )
+    assert both.batch_size == 64
+    assert both.grad_accum_steps == 4
+    assert "recipe" not in describe_update(both, 1)
 
 
 @pytest.mark.parametrize(

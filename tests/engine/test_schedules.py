@@ -41,47 +41,27 @@ LINEAR = dict(sched="linear", epochs=10, lr=0.2, warmup_epochs="20%")
 MNASNET = dict(
     sched="step", epochs=50, lr=0.064, warmup_epochs=5, decay_epochs=2.4, decay_rate=0.97
 )
-STAIRS = {
-    update: 0.064 * 0.97 ** math.floor(update / 1251 / 2.4)
-    for update in (6255, 8757, 9357, 37531, 62549)
-}  # after 5 and 7 epochs, within stairs, the last
-IMAGENET = {
-    0: 0,
-    4: 0.8,
-    5: 1,
-    29: 1,
-    30: 0.1,
-    60: 0.01,
-    80: 0.001,
-    90: 0.0001,
-    99: 0.0001,
-}  # by epoch: /10 at four
+# after 5 and 7 epochs, within stairs, the last
+STAIRS = {}
+for update in (6255, 8757, 9357, 37531, 62549):
+    STAIRS[update] = 0.064 * 0.97 ** math.floor(update / 1251 / 2.4)
+# by epoch: a tenth at each of four; the last update before them has the rate of before
+FACTORS = {0: 0, 4: 0.8, 5: 1, 29: 1, 30: 0.1, 60: 0.01, 80: 0.001, 90: 0.0001, 99: 0.0001}
+IMAGENET = {50 * epoch: 0.128 * factor for epoch, factor in FACTORS.items()}
+for epoch in (30, 60, 80, 90):
+    IMAGENET[50 * epoch - 1] = 1.28 * FACTORS[epoch]
+# the first 5% of warm-up, then one cosine
+CIFAR = {0: 0, 2437: 0.2 * 2437 / 4875, 4875: 0.2, 97499: 0}
+CIFAR[51187] = 0.1 * (1 + math.cos(math.pi * (51187 - 4875) / (97500 - 4875)))
 
 
 @pytest.mark.parametrize(
     "per_epoch, options, wanted",
     [
         (10, LINEAR, {0: 0, 10: 0.1, 20: 0.2, 60: 0.1, 99: 0.2 / 80}),
-        (
-            195,
-            {"recipe": "aa_cifar100"},
-            {  # the first 5% of warm-up, then one cosine
-                0: 0,
-                2437: 0.2 * 2437 / 4875,
-                4875: 0.2,
-                97499: 0,
-                51187: 0.1 * (1 + math.cos(math.pi * (51187 - 4875) / (97500 - 4875))),
-            },
-        ),
+        (195, {"recipe": "aa_cifar100"}, CIFAR),
         (1251, MNASNET, {0: 0, 2000: 0.064 * 2000 / 6255, **STAIRS}),
-        (
-            50,
-            {"recipe": "imagenet"},
-            {
-                **{50 * epoch: 0.128 * factor for epoch, factor in IMAGENET.items()},
-                **{50 * epoch - 1: 1.28 * IMAGENET[epoch] for epoch in (30, 60, 80, 90)},
-            },
-        ),
+        (50, {"recipe": "imagenet"}, IMAGENET),
     ],
     ids=["linear", "cosine", "step", "multistep"],
 )

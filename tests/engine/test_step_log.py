@@ -22,10 +22,13 @@ def begun(monkeypatch):
     def init(**given):
         if given["project"] == "refused":
             raise Error("no login")
-        runs.append({**given, "logged": []})
-        return SimpleNamespace(
-            log=lambda values, step: runs[-1]["logged"].append((step, values)), finish=lambda: None
-        )
+        logged = []
+        runs.append({**given, "logged": logged})
+
+        def log(values, step):
+            logged.append((step, values))
+
+        return SimpleNamespace(log=log, finish=lambda: None)
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Error=Error))
     return runs
@@ -33,9 +36,8 @@ def begun(monkeypatch):
 
 def log(folder, project="p", step=3):
     folder.mkdir(parents=True, exist_ok=True)
-    step_log = StepLog(
-        folder, resolve(CifarConfig, {"recipe": "none", "wandb": project, "lr": 1}), 0
-    )
+    config = resolve(CifarConfig, {"recipe": "none", "wandb": project, "lr": 1})
+    step_log = StepLog(folder, config, 0)
     step_log.add(dict.fromkeys(COLUMNS, 0.5) | {"step": step})
     step_log.close()
 
@@ -45,13 +47,14 @@ def test_a_run_that_continues_is_the_same_run_and_no_other_is(tmp_path, begun):
     log(tmp_path / "a" / "run", step=4)
     log(tmp_path / "b" / "run")
     first, again, other = begun
-    assert first["id"] == again["id"] != other["id"] and first["name"] == other["name"] == "run"
-    assert (
-        first["resume"] == "allow"
-        and first["config"]["lr"] == 1
-        and first["dir"] == str(tmp_path / "a" / "run")
-    )
-    assert again["logged"] == [(4, {f"train/{name}": 0.5 for name in COLUMNS if name != "step"})]
+    assert first["id"] == again["id"] != other["id"]
+    assert first["name"] == other["name"] == "run"
+    assert first["resume"] == "allow"
+    assert first["config"]["lr"] == 1
+    assert first["dir"] == str(tmp_path / "a" / "run")
+    [(step, values)] = again["logged"]
+    assert step == 4
+    assert values == {f"train/{name}": 0.5 for name in COLUMNS if name != "step"}
 
 
 def test_a_refusal_is_one_clear_error(tmp_path, begun):

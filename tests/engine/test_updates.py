@@ -28,7 +28,8 @@ class Loader:
     """Batches of eight images of three classes; number `bad` has an image that is NaN in one pixel."""
 
     def __init__(self, count: int, bad: int | None = None):
-        self.count, self.bad = count, bad
+        self.count = count
+        self.bad = bad
 
     def __len__(self) -> int:
         return self.count
@@ -39,33 +40,19 @@ class Loader:
             images = torch.randn(8, 3, 16, 16, generator=generator)
             if number == self.bad:
                 images[3, 0, 0, 0] = math.nan
-            yield Batch(
-                images, torch.randint(3, (8,), generator=generator), torch.arange(8) + 8 * number
-            )
+            targets = torch.randint(3, (8,), generator=generator)
+            yield Batch(images, targets, torch.arange(8) + 8 * number)
 
 
-def trainer_of(folder, loader, device=CPU, **given) -> Trainer:
+def trainer_of(folder, loader, device=CPU, **options) -> Trainer:
     torch.manual_seed(0)
     model = timm.create_model("test_resnet", num_classes=3)
-    averaged = ModelEmaV3(model, decay=0.9).to(
-        device
-    )  # timm's average cannot be made on the meta device
-    trainer = make_trainer(
-        folder,
-        model.to(device),
-        loader,
-        Loader(1),
-        world=World(0, 1, device),
-        **{
-            "batch_size": 8,
-            "lr": 0.05,
-            "warmup_epochs": 0,
-            "sched": "constant",
-            "model_ema_warmup": False,
-            "model_ema_decay": 0.9 if device == CPU else 0.0,
-            **given,
-        },
-    )
+    # timm's average cannot be made on the meta device
+    averaged = ModelEmaV3(model, decay=0.9).to(device)
+    usual = {"batch_size": 8, "lr": 0.05, "warmup_epochs": 0, "sched": "constant"}
+    usual |= {"model_ema_warmup": False, "model_ema_decay": 0.9 if device == CPU else 0.0}
+    options = {**usual, **options, "world": World(0, 1, device)}
+    trainer = make_trainer(folder, model.to(device), loader, Loader(1), **options)
     trainer.ema = trainer.ema or averaged
     return trainer
 
@@ -119,44 +106,40 @@ class NoCopies(TorchFunctionMode):
         return result
 
 
+MIXED = {"clip_grad": 1.0, "grad_accum_steps": 2, "mixup": 0.4, "reprob": 0.5}
+MIXED["channels_last"] = True
+
+
 @pytest.mark.parametrize(
-    "given",
+    "options",
     [
-        *({"opt": opt} for opt in ("sgd", "adamw", "muon", "lookahead_sgd", "lamb", "rmsproptf")),
-        {
-            "clip_grad": 1.0,
-            "grad_accum_steps": 2,
-            "mixup": 0.4,
-            "reprob": 0.5,
-            "channels_last": True,
-        },
+        {"opt": "sgd"},
+        {"opt": "adamw"},
+        {"opt": "muon"},
+        {"opt": "lookahead_sgd"},
+        {"opt": "lamb"},
+        {"opt": "rmsproptf"},
+        MIXED,
         {"bce_loss": True, "cutmix": 1.0},
     ],
-    ids=lambda given: "-".join(map(str, given.values())),
+    ids=str,
 )
-def test_an_update_asks_nothing_of_the_device(tmp_path, monkeypatch, given):
+def test_an_update_asks_nothing_of_the_device(tmp_path, monkeypatch, options):
     """On the meta device whatever would wait for the device (item, tolist, bool, cpu) is an error."""
     meta = torch.device("meta")
     monkeypatch.setattr(classification, "autocast", lambda amp, device: nullcontext())
-    images = Images(
-        torch.zeros(32, 3, 16, 16, dtype=torch.uint8),
-        torch.arange(32) % 3,
-        list(map(str, range(32))),
-    )
+    pixels = torch.zeros(32, 3, 16, 16, dtype=torch.uint8)
+    images = Images(pixels, torch.arange(32) % 3, list("x" * 32))
+    statistics = {"mean": (0.5,) * 3, "std": (0.2,) * 3}
+    cutout = Augmentation(cutout=4)
     loader = TrainLoader(
-        images,
-        augmentation=Augmentation(cutout=4),
-        seed=0,
-        mean=(0.5,) * 3,
-        std=(0.2,) * 3,
-        device=meta,
-        batch_size=8,
+        images, augmentation=cutout, seed=0, device=meta, batch_size=8, **statistics
     )
-    trainer = trainer_of(tmp_path, loader, meta, **given)
-    batches, accum = loader.batches(0), trainer.config.grad_accum_steps
-    trainer._update(
-        [next(batches) for _ in range(accum)]
-    )  # the optimiser and the loader make their tensors
+    trainer = trainer_of(tmp_path, loader, meta, **options)
+    batches = loader.batches(0)
+    accum = trainer.config.grad_accum_steps
+    # the optimiser and the loader make their tensors
+    trainer._update([next(batches) for _ in range(accum)])
     with NoCopies():
         for _ in range(len(loader) // accum - 1):
             trainer._update([next(batches) for _ in range(accum)])
@@ -170,15 +153,21 @@ def test_an_update_asks_nothing_of_the_device(tmp_path, monkeypatch, given):
 
 def test_a_look_at_several_updates_names_the_first_bad_one_and_its_samples(tmp_path):
     """As on an accelerator: the host looks at every fourth update, and before anything is saved."""
+    last = tmp_path / checkpoint.LAST
     trainer = trainer_of(tmp_path, Loader(10, bad=2))
-    trainer.check_every, trainer.last_good = 4, tmp_path / checkpoint.LAST
+    trainer.check_every = 4
+    trainer.last_good = last
     with pytest.raises(NonFiniteLoss, match="the loss of update 3 of epoch 1 is nan"):
         trainer.train_epoch()
-    assert trainer.progress.updates == 4 and not (tmp_path / checkpoint.LAST).exists()
-    report = json.loads((tmp_path / "nonfinite-epoch001-update00003.json").read_text())
-    assert report["sample_ids"] == [list(range(16, 24))] and report["samples"][0][3] == "image 19"
+    assert trainer.progress.updates == 4
+    assert not last.exists()
+    path = tmp_path / "nonfinite-epoch001-update00003.json"
+    report = json.loads(path.read_text(encoding="utf-8"))
+    assert report["sample_ids"] == [list(range(16, 24))]
+    assert report["samples"][0][3] == "image 19"
     assert (report["epoch"], report["update"], report["lr"]) == (1, 3, 0.05)
-    often, seldom = trainer_of(tmp_path, Loader(10)), trainer_of(tmp_path, Loader(10))
+    often = trainer_of(tmp_path, Loader(10))
+    seldom = trainer_of(tmp_path, Loader(10))
     seldom.check_every = 4
     often.train_epoch()
     seldom.train_epoch()
@@ -191,12 +180,8 @@ def test_a_gradient_in_float16_that_no_scale_makes_finite_is_a_fault(tmp_path, m
     trainer = trainer_of(tmp_path, Loader(40), amp="float16")
     trainer.last_good = tmp_path / checkpoint.LAST
     next(trainer.model.parameters()).register_hook(lambda grad: grad * math.nan)
-    with pytest.raises(
-        NonFiniteLoss, match=r"the norm of the gradient of update \d+ of epoch 1 is nan"
-    ):
+    message = r"the norm of the gradient of update \d+ of epoch 1 is nan"
+    with pytest.raises(NonFiniteLoss, match=message):
         trainer.train_epoch()
-    assert (
-        2.0**16 / 2**trainer.progress.updates
-        < 1e-4
-        <= 2.0**16 / 2 ** (trainer.progress.updates - 5)
-    )
+    scale = 2.0 ** (16 - trainer.progress.updates)
+    assert scale < 1e-4 <= scale * 2**5
