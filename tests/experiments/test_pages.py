@@ -700,9 +700,75 @@ def what_the_goal_leaves_attention():
         yield KERNELS, BY_SIZE, f"{leaves:.0f}", f"{takes:.0f}"
 
 
-def steps_and_parts_of_a_layer():
-    for row in table("h200-steps.csv").itertuples(index=False):
-        yield KERNELS, "On an H200", cells(f"{row.network}, {row.batch}", *row[2:])
+def resnets_on_a_gpu():
+    rows = table("h200/resnets.csv").set_index(["network", "implementation", "mode"])
+    titles = {
+        ("aa_resnet50", "chosen"): "aa_resnet50, `triton` below 28x28",
+        ("aa_resnet50", "sdpa"): "aa_resnet50, `sdpa`",
+    }
+    for network, implementation in rows.index.droplevel("mode").unique():
+        of = rows.loc[network, implementation]
+        steps = [f"{row.train_ms:.2f} ({row.train_rate_ratio:.2f})" for row in of.itertuples()]
+        if len(steps) == 2:
+            steps.append("")
+        inference = f"{of.infer_ms['eager']:.2f} ({of.infer_rate_ratio['eager']:.2f})"
+        memory = f"{of.peak_gib['default']:.2f} ({of.memory_ratio['default']:.2f})"
+        name = titles.get((network, implementation), network)
+        row = cells(name, *steps, inference, memory)
+        yield KERNELS, "Training steps of ResNets", " ".join(row.split())
+    for network, compiled in (("aa", "sdpa"), ("pa_aa", "chosen"), ("ea_aa", "chosen")):
+        name = f"{network}_resnet50"
+        eager = rows.loc[name, "chosen", "eager"]
+        best = rows.loc[name, compiled, "default"]
+        ratios = (eager.train_rate_ratio, best.train_rate_ratio, best.memory_ratio)
+        yield "docs/kernels.md", "Speed on a GPU", cells(name, *ratios)
+    plain = rows.train_ms["resnet50", "chosen"]
+    faster = plain["eager"] / plain["default"]
+    yield "docs/kernels.md", "Speed on a GPU", f"resnet50 {faster:.2f} times"
+
+
+def kernels_on_a_gpu():
+    profiles = table("h200/profiles.csv").set_index(["step", "kind"])["ms"]
+    heading = "Training steps of ResNets"
+    of_ea = profiles["ea_aa_resnet50, batch 256, compiled"]
+    is_attention = of_ea.index.str.startswith("attention: ")
+    yield KERNELS, heading, f"computes for {of_ea.sum():.2f}", of_ea[is_attention].sum()
+    for name, ms in of_ea[is_attention].items():
+        if ms > 1:
+            kernel = name.removeprefix("attention: ")
+            yield KERNELS, heading, f"`{kernel}` {ms:.2f}"
+    for kind in ("norms, sums, pooling, fused", "convolutions", "products"):
+        yield KERNELS, heading, of_ea[kind]
+    layers = table("h200/layers.csv").pivot(index="layer", columns="side", values="ms")
+    for times in layers.itertuples(index=False):
+        yield KERNELS, "One layer", f"| {times[0]:.2f} | {times[1]:.2f} |"
+    in_graphs = profiles["CIFAR, batch 512, CUDA graphs"].sum()
+    yield KERNELS, "The host of a CIFAR step", f"computes for {in_graphs:.2f}"
+
+
+def cifar_steps_on_a_gpu():
+    names = {"muon": "timm's Muon", "batched muon": "batched Muon", "sgd": "SGD"}
+    steps = table("h200/cifar-steps.csv").pivot(
+        index=["batch", "optimizer"], columns="mode", values="ms"
+    )
+    heading = "The host of a CIFAR step"
+    for (batch, optimizer), ms in steps[["eager", "default", "reduce-overhead"]].iterrows():
+        yield KERNELS, heading, cells(f"{batch}, {names[optimizer]}", *ms)
+    slow = steps.loc[512, "muon"]["eager"]
+    fast = steps.loc[512, "batched muon"]
+    yield KERNELS, heading, f"{fast['reduce-overhead']:.2f} ms", f"took {slow:.2f}"
+    yield "docs/kernels.md", "Speed on a GPU", fast["reduce-overhead"], fast["eager"]
+    epochs = table("h200/cifar-epochs.csv")
+    later = epochs["seconds"][1:].median()
+    whole = (epochs["seconds"][0] + 59 * later) / 60
+    yield KERNELS, heading, f"took {epochs['seconds'][0]:.0f} seconds", f"{later:.2f} seconds"
+    yield KERNELS, heading, f"{epochs['top1'].iloc[-1]:.2f}%", f"{whole:.1f} minutes"
+    yield "docs/faq.md", "", f"about {whole:.0f} minutes on an H200"
+    recipe = "ea_vision/recipes/cifar_long.yaml"
+    yield recipe, "", f"{later:.1f} seconds per epoch", f"{epochs['seconds'][0]:.0f} for the first"
+
+
+def parts_of_a_layer():
     times = table("large-maps-parts.csv")
     parts = times.pivot(index="part", columns=["pixels", "pass"], values="ms")
     for part, ms in parts.iterrows():
@@ -762,7 +828,10 @@ CLAIMS = [
     speed,
     networks_by_image_size,
     what_the_goal_leaves_attention,
-    steps_and_parts_of_a_layer,
+    resnets_on_a_gpu,
+    kernels_on_a_gpu,
+    cifar_steps_on_a_gpu,
+    parts_of_a_layer,
     the_profile_of_deployed_networks,
 ]
 
