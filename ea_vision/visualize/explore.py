@@ -6,7 +6,6 @@ step, (largest - smallest of the row) / 510. The mean over all queries is exact.
 stream in base64; equal maps are stored once.
 """
 
-import argparse
 import base64
 import html
 import io
@@ -14,7 +13,7 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -56,15 +55,8 @@ EXAMPLES = """\
 """
 MAX_MODELS = 3
 SOURCE = Path(__file__).with_name("page_source")
-FILES = (
-    "page.html",
-    "page.css",
-    "maps.js",
-    "state.js",
-    "draw.js",
-    "panel.js",
-    "main.js",
-)  # modules in order of need
+# the modules in order of need
+FILES = ("page.html", "page.css", "maps.js", "state.js", "draw.js", "panel.js", "main.js")
 STORED_PARTS = (*PARTS, OWN_ALONE)
 CHANGE = "change"  # by which attention differs from that of the own logits alone
 MEGABYTE = 1_000_000
@@ -107,7 +99,8 @@ def quantise(maps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     step = (reach / 255).astype(np.float32)
     divisor = np.where(step > 0, step, 1)
     codes = (maps - low[..., None]) / divisor[..., None]
-    return low, step, codes.round().clip(0, 255).astype(np.uint8)
+    codes = codes.round().clip(0, 255)
+    return low, step, codes.astype(np.uint8)
 
 
 def pack(
@@ -209,7 +202,10 @@ class Explorer:
         return described
 
     def view(
-        self, name: str, image: Image.Image, models: Sequence[LoadedModel] | None = None
+        self,
+        name: str,
+        image: Image.Image,
+        models: Sequence[LoadedModel] | None = None,
     ) -> dict:
         """Return an image's entry: its name, and for each model photo, predictions, streams and where the maps are.
 
@@ -225,14 +221,23 @@ class Explorer:
         return {"name": name, "models": views}
 
     def _view(
-        self, image: Image.Image, model: LoadedModel, layers: Sequence[AttentionLayer]
+        self,
+        image: Image.Image,
+        model: LoadedModel,
+        chosen: Sequence[AttentionLayer],
     ) -> dict:
         alone = OWN_ALONE in self.parts  # computed from all others
-        seen = record(model, image, layers, PARTS if alone else self.parts)
+        seen = record(model, image, chosen, PARTS if alone else self.parts)
         if alone:
             add_own_alone(seen)
         prefix = len(prefix_names(model.model))
-        maps = {layer.number: self._arrays(layer, prefix) for layer in seen.maps.values()}
+        layers = list(seen.maps.values())
+        maps = {layer.number: self._arrays(layer, prefix) for layer in layers}
+        largest = {}
+        for layer in layers:
+            if CHANGE in maps[layer.number]:
+                changes = maps[layer.number][CHANGE][:-1, prefix:-1]
+                largest[layer.number] = self._largest(model, layer, changes)
         streams, places = pack(maps, prefix)
         if isinstance(model, DetectorModel):
             predictions = _objects(seen.output, model, image)
@@ -242,9 +247,9 @@ class Explorer:
         return {
             "photo": data_url(photo),
             "predictions": predictions,
-            "featSizes": {layer.number: layer.feat_size for layer in seen.maps.values()},
-            "prefixes": {layer.number: layer.num_prefix_tokens for layer in seen.maps.values()},
-            "largest": self._largest(model, seen.maps.values(), maps, prefix),
+            "featSizes": {layer.number: layer.feat_size for layer in layers},
+            "prefixes": {layer.number: layer.num_prefix_tokens for layer in layers},
+            "largest": largest,
             "places": places,
             "streams": streams,
         }
@@ -252,24 +257,18 @@ class Explorer:
     def _largest(
         self,
         model: LoadedModel,
-        layers: Iterable[LayerMaps],
-        maps: dict[int, dict[str, np.ndarray]],
-        prefix: int,
-    ) -> dict[int, list[int]]:
-        """Return by layer the head and the pixel (y, x) of the input, in the middle of its cell, that the previous map
-        changes most."""
-        largest = {}
-        for layer in layers:
-            if CHANGE not in maps[layer.number]:
-                continue
-            of_pixels = maps[layer.number][CHANGE][:-1, prefix:-1]  # (K, N)
-            index, cell = np.unravel_index(of_pixels.argmax(), of_pixels.shape)
-            head = (self.heads or layer.heads)[index]
-            row, col = divmod(int(cell), layer.feat_size[1])
-            height = model.img_size[0] / layer.feat_size[0]
-            width = model.img_size[1] / layer.feat_size[1]
-            largest[layer.number] = [head, int((row + 0.5) * height), int((col + 0.5) * width)]
-        return largest
+        layer: LayerMaps,
+        changes: np.ndarray,
+    ) -> list[int]:
+        """Return the head and the pixel (y, x) of the input, in the middle of its cell, that the previous map changes
+        most, by the changes (K, N) of the pixels' queries."""
+        index, cell = np.unravel_index(changes.argmax(), changes.shape)
+        head = (self.heads or layer.heads)[index]
+        H, W = layer.feat_size
+        row, col = divmod(int(cell), W)
+        y = (row + 0.5) * (model.img_size[0] / H)
+        x = (col + 0.5) * (model.img_size[1] / W)
+        return [head, int(y), int(x)]
 
     def _arrays(self, layer: LayerMaps, prefix: int) -> dict[str, np.ndarray]:
         """Return (K, T, N) of each recorded part: rows of all tokens, those before the patches first, over N pixels.
@@ -308,7 +307,9 @@ def _likeliest(output: Any, names: Sequence[str] | None) -> list[dict]:
 
 
 def _objects(
-    output: Sequence[dict[str, Tensor]], model: DetectorModel, image: Image.Image
+    output: Sequence[dict[str, Tensor]],
+    model: DetectorModel,
+    image: Image.Image,
 ) -> list[dict]:
     """Return the surest objects of a detector: name, probability, and box, x1 y1 x2 y2 in pixels of the input, inside
     the part of it that the image fills."""
@@ -341,7 +342,11 @@ def table_of(name: str) -> str:
     return _text_of(colours[:, :3].tobytes())
 
 
-def build_page(explorer: Explorer, entries: Sequence[dict], epochs: bool = False) -> str:
+def build_page(
+    explorer: Explorer,
+    entries: Sequence[dict],
+    epochs: bool = False,
+) -> str:
     """Return the whole page as text.
 
     Args:
@@ -357,18 +362,12 @@ def build_page(explorer: Explorer, entries: Sequence[dict], epochs: bool = False
         "epochs": epochs,
         "version": ea_vision.__version__,
     }
-    scripts = [
-        json_script(about, 'id="about"'),
-        *(json_script(entry, 'class="image"') for entry in entries),
-    ]
+    scripts = [json_script(about, 'id="about"')]
+    scripts += [json_script(entry, 'class="image"') for entry in entries]
     template, style, *modules = ((SOURCE / name).read_text(encoding="utf-8") for name in FILES)
     # in one program, what the modules import from each other comes before
-    program = re.sub(
-        r'^(import [^;]*? from "\./[a-z]+\.js";\n|export )',
-        "",
-        "\n".join(modules),
-        flags=re.MULTILINE,
-    )
+    imports_and_exports = r'^(import [^;]*? from "\./[a-z]+\.js";\n|export )'
+    program = re.sub(imports_and_exports, "", "\n".join(modules), flags=re.MULTILINE)
     fields = {
         "title": html.escape(title),
         "style": style,
@@ -382,26 +381,29 @@ def build_page(explorer: Explorer, entries: Sequence[dict], epochs: bool = False
 
 
 def make_explorer(
-    options: argparse.Namespace, models: Sequence[LoadedModel], image: Image.Image
+    models: Models,
+    image: ImageSource,
+    layers: Layers = None,
+    heads: str = "all",
+    parts: str = "all",
+    **preprocessing,
 ) -> Explorer:
-    """Return the models with --layers, --heads and --parts; unless layers are named, those that have queries of pixels.
+    """Return the models with the layers, heads and parts asked for; unless layers are named, those that have queries of
+    pixels.
 
     image: one of the page's, to see which these are.
     """
-    asked = Asked(models, options.layers, options.heads)
+    asked = Asked(models, layers, heads, **preprocessing)
+    if len(asked.models) > MAX_MODELS:
+        raise UsageError(f"a page takes at most {MAX_MODELS} models, got {len(asked.models)}")
     if MEAN in asked.heads:
-        raise UsageError(
-            f"--heads must be numbers or all (the page adds the mean), got {options.heads!r}"
-        )
-    parts = STORED_PARTS if options.parts == "all" else options.parts.split(",")
-    if not set(parts) <= set(STORED_PARTS):
-        raise UsageError(
-            f"--parts must be all or some of {', '.join(STORED_PARTS)}; got {options.parts!r}"
-        )
-    heads = () if options.heads == "all" else asked.heads
-    if options.layers is None:
+        raise UsageError(f"--heads must be numbers or all (the page adds the mean), got {heads!r}")
+    chosen = STORED_PARTS if parts == "all" else parts.split(",")
+    if not set(chosen) <= set(STORED_PARTS):
+        raise UsageError(f"--parts must be all or some of {', '.join(STORED_PARTS)}; got {parts!r}")
+    if layers is None:
         asked.record(image)
-    return Explorer(asked.models, asked.layers, heads, parts)
+    return Explorer(asked.models, asked.layers, () if heads == "all" else asked.heads, chosen)
 
 
 @dataclass
@@ -437,14 +439,9 @@ def show_page(
     Raises:
         UsageError: more than three models, or no image.
     """
-    asked = Asked(models, layers, **preprocessing)
-    if len(asked.models) > MAX_MODELS:
-        raise UsageError(f"a page takes at most {MAX_MODELS} models, got {len(asked.models)}")
     several = as_images(images)
     pictures = [read_image(image) for image in several]
-    if layers is None:
-        asked.record(pictures[0])
-    explorer = Explorer(asked.models, asked.layers)
+    explorer = make_explorer(models, pictures[0], layers, **preprocessing)
     entries = []
     for name, picture in zip(names_of(several), pictures, strict=True):
         entries.append(explorer.view(name, picture))
@@ -489,17 +486,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not epochs and len(targets) > MAX_MODELS:
         raise UsageError(f"--model must be at most {MAX_MODELS} models, got {len(targets)}")
     pictures = [read_image(path) for path in paths]
+    load = loader(options)
     if epochs:
         picture = only(pictures, "image")
-        models = epochs_of(targets, loader(options))
+        models = epochs_of(targets, load)
         run = only(list(dict.fromkeys(map(run_label, models))), "run")
-        explorer = make_explorer(options, [replace(models[0], label=run)], picture)
+        shown = [replace(models[0], label=run)]
         jobs = [(f"epoch {model.epoch}", picture, [model]) for model in models]
     else:
-        load = loader(options)
-        models = [load(target) for target in targets]
-        explorer = make_explorer(options, models, pictures[0])
-        jobs = [(name, picture) for name, picture in zip(names_of(paths), pictures, strict=True)]
+        shown = [load(target) for target in targets]
+        jobs = list(zip(names_of(paths), pictures, strict=True))
+    explorer = make_explorer(shown, pictures[0], options.layers, options.heads, options.parts)
     entries = []
     for job in tqdm(jobs, unit="image", disable=len(jobs) == 1 or None):
         entries.append(explorer.view(*job))

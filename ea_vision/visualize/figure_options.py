@@ -22,11 +22,9 @@ Invalid arguments raise UsageError (a ValueError), which names what was required
 """
 
 import argparse
-import inspect
 import io
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -76,7 +74,7 @@ Queries = Sequence[Query] | str | None
 DEMO = ["ea_conv_transformer_cifar"]  # the model unless one is named
 SOME_LAYERS = 6  # that are drawn unless others are asked for
 CHECKPOINTS = ("*.ckpt", f"{run_folder.SNAPSHOTS}/*.safetensors")  # in a run folder
-HOW = ("width", *(field.name for field in fields(MapStyle)))  # options that every figure may take
+SHARED = ("layers", "heads", "queries", "width", *MapStyle.__dataclass_fields__)
 FILM = ".gif"
 DIAGONAL = ((0.25, 0.25), (0.5, 0.5), (0.75, 0.75))  # queries, in shares of the sides
 MIDDLE = ((0.5, 0.5),)
@@ -134,7 +132,6 @@ def make_parser(
         parser.add_argument(
             "--queries",
             nargs="+",
-            default=[],
             metavar="Y,X|cls|all",
             help="query points in pixels of the network's input, from its top left corner; all: the mean of "
             "all pixels' queries; cls, dist, reg1, ...: tokens before a vision transformer's patches "
@@ -226,26 +223,23 @@ def parse_heads(text: str, layers: Sequence[AttentionLayer]) -> list[Head]:
         UsageError: a head that a layer does not have.
     """
     num_heads = min(layer.num_heads for layer in layers)
-    known: dict[str, list[Head]] = {str(head): [head] for head in range(num_heads)}
-    known["all"] = list(range(num_heads))
-    known[MEAN] = [MEAN]
     heads: list[Head] = []
-    try:
-        for item in text.split(","):
-            heads += known[item]
-        return heads
-    except KeyError as error:
-        raise UsageError(
-            f"heads must be 0 to {num_heads - 1}, all or {MEAN}, got {error}"
-        ) from error
+    for item in text.split(","):
+        if item == "all":
+            heads += range(num_heads)
+        elif item == MEAN:
+            heads.append(MEAN)
+        elif item in map(str, range(num_heads)):
+            heads.append(int(item))
+        else:
+            raise UsageError(f"heads must be 0 to {num_heads - 1}, all or {MEAN}, got {item!r}")
+    return heads
 
 
 def spread(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
     """Return all of up to SOME_LAYERS, or so many at even distances, the first and the last among them."""
-    return [
-        layers[round(place)]
-        for place in np.linspace(0, len(layers) - 1, min(SOME_LAYERS, len(layers)))
-    ]
+    places = np.linspace(0, len(layers) - 1, min(SOME_LAYERS, len(layers)))
+    return [layers[round(place)] for place in places]
 
 
 def loader(options: argparse.Namespace) -> Callable[[str], LoadedModel]:
@@ -271,7 +265,7 @@ def epochs_of(
     several = list(targets) if isinstance(targets, (list, tuple)) else [targets]
     if all(isinstance(target, LoadedModel) for target in several):
         return several
-    models: dict[tuple[Path, int], LoadedModel] = {}
+    runs: dict[Path, dict[int, LoadedModel]] = {}
     for target in map(str, several):
         for path in _checkpoints(target):
             model = load(path)
@@ -280,10 +274,11 @@ def epochs_of(
                     "checkpoints need a run folder, its *.ckpt files or its snapshots, got "
                     + model.label
                 )
-            models[_run_of(path), model.epoch] = model
-    runs = list(dict.fromkeys(run for run, _ in models))
-    order = sorted(models, key=lambda key: (runs.index(key[0]), key[1]))
-    return [models[key] for key in order]
+            runs.setdefault(_run_of(path), {})[model.epoch] = model
+    models = []
+    for epochs in runs.values():
+        models += [epochs[epoch] for epoch in sorted(epochs)]
+    return models
 
 
 def _checkpoints(target: str) -> list[str]:
@@ -312,10 +307,16 @@ def run_label(model: LoadedModel) -> str:
 # ---- what a figure is drawn of --------------------------------------------------------------------------------------
 
 
-def chosen_layers(layers: Layers, model: LoadedModel, some: bool = False) -> list[AttentionLayer]:
+def chosen_layers(
+    layers: Layers,
+    model: LoadedModel,
+    some: bool = False,
+) -> list[AttentionLayer]:
     """Return the layers asked for; by default all, or with `some` those of `spread`."""
-    chosen = parse_layers(_text(layers, "all"), model)
-    return spread(chosen) if some and layers is None else chosen
+    if layers is not None:
+        return parse_layers(_text(layers), model)
+    every = parse_layers("all", model)
+    return spread(every) if some else every
 
 
 class Asked:
@@ -351,8 +352,9 @@ class Asked:
         self.by_default = layers is None
         self.models = as_models(models, processor=processor, mean=mean, std=std)
         self.layers = [chosen_layers(layers, model, some) for model in self.models]
-        text = _text(heads, MEAN if len(self.models) > 1 else f"all,{MEAN}")
-        self.heads = parse_heads(text, list(chain.from_iterable(self.layers)))
+        if heads is None:
+            heads = MEAN if len(self.models) > 1 else f"all,{MEAN}"
+        self.heads = parse_heads(_text(heads), list(chain.from_iterable(self.layers)))
 
     @property
     def numbers(self) -> list[list[int]]:
@@ -375,9 +377,10 @@ class Asked:
         return recordings
 
     def _has_queries(self, layer: LayerMaps) -> bool:
-        texts = [_text(query, "") for query in self.queries] or ["0,0"]
+        texts = [_text(query) for query in self.queries or ["0,0"]]
         tokens = [text for text in texts if text.isalnum() and text != ALL]
-        if len(tokens) < len(texts) and not layer.pixels_ask:
+        asks_pixels = len(tokens) < len(texts)
+        if asks_pixels and not layer.pixels_ask:
             return False
         return set(tokens) <= set(layer.query_names)
 
@@ -397,16 +400,13 @@ class Asked:
         if not self.queries:
             return parse_queries([], size, default)
         points: list[Query] = []
-        for query in self.queries:
-            text = _text(query, "")
-            points += [ALL] if text == ALL else parse_queries([text], size)
+        for query in map(_text, self.queries):
+            points += [ALL] if query == ALL else parse_queries([query], size)
         return points
 
 
-def _text(value: str | int | Sequence[int | str] | None, default: str) -> str:
+def _text(value: str | int | Sequence[int | str]) -> str:
     """Return what the commands take: items separated by commas."""
-    if value is None:
-        return default
     return ",".join(map(str, [value] if isinstance(value, (str, int)) else value))
 
 
@@ -446,9 +446,15 @@ def save_film(figures: Iterable[Figure], output: Path, dpi: int) -> None:
         frames.append(whole.quantize(256, colours, dither=Image.Dither.NONE))
     first, *others = frames
     data = io.BytesIO()
+    milliseconds = 600
     first.save(
-        data, "GIF", save_all=True, append_images=others, duration=600, loop=0
-    )  # milliseconds a picture
+        data,
+        "GIF",
+        save_all=True,
+        append_images=others,
+        duration=milliseconds,
+        loop=0,
+    )
     files.atomic_write(output, data.getvalue())
 
 
@@ -461,16 +467,15 @@ def run_figure(
     """Draw and write a command's figures, one per image, with a progress bar; print their names at the end.
 
     Args:
-        options: from `make_parser`. Those that `plot` has keywords for are passed on.
+        options: from `make_parser`. Those that the figures share are passed to `plot`.
         plot: a function `plot_*` of models and an image; with `together`, of one model and several images in a list.
         write: writes what `plot` returns into a file, at --dpi.
     """
     images = find_images(options.images)
     output = check_output(Path(options.output), options.suffixes)
     models = _models_of(options)
-    keywords = _keywords(plot, options)
-    queries = getattr(options, "queries", None)
-    Asked(models, options.layers, queries=queries, **_how(options)).points()  # before any work
+    keywords = {name: value for name, value in vars(options).items() if name in SHARED}
+    Asked(models, **keywords).points()  # refuses what is wrong before any work
     for path in images:  # a broken one ends the command before the first picture
         read_image(path)
     together = together and len(models) == 1 and len(images) > 1
@@ -499,26 +504,6 @@ def _models_of(options: argparse.Namespace) -> list[LoadedModel]:
                 file=sys.stderr,
             )
     return models
-
-
-def _how(options: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(options, name) for name in HOW if name in options}
-
-
-def _keywords(plot: Callable[..., Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that a function has keywords for; `head` and `query` are the one head and query."""
-    parameters = inspect.signature(plot).parameters
-    keywords = _how(options)
-    for name in ("layers", "heads", "part", "through"):
-        if name in parameters and name in options:
-            keywords[name] = getattr(options, name)
-    if "queries" in parameters and options.queries:
-        keywords["queries"] = options.queries
-    if "head" in parameters:
-        keywords["head"] = options.heads
-    if "query" in parameters and options.queries:
-        keywords["query"] = only(options.queries, "query")
-    return keywords
 
 
 def _outputs(output: Path, jobs: Sequence) -> list[Path]:

@@ -2,7 +2,6 @@
 several images."""
 
 from collections.abc import Sequence
-from itertools import product
 
 from matplotlib.figure import Figure
 
@@ -29,9 +28,7 @@ from ea_vision.visualize.image_maps import (
 )
 from ea_vision.visualize.map_style import (
     STYLE,
-    Group,
     MapStyle,
-    View,
     head_name,
     map_name,
     map_sheet,
@@ -40,7 +37,7 @@ from ea_vision.visualize.map_style import (
     short_names,
     tile_of,
 )
-from ea_vision.visualize.sheet import Row, Tile
+from ea_vision.visualize.sheet import Block, Row, Tile
 
 EXAMPLES = """\
   ea-vision heatmap --model ea_conv_transformer_cifar --layers 1,3 -o maps.png digits#0
@@ -69,7 +66,14 @@ def plot_heatmap(
     several = isinstance(images, (list, tuple))
     if several and queries is None:
         queries = [ALL]
-    asked = Asked(models, layers, heads, queries, some=True, **how)
+    asked = Asked(
+        models,
+        layers,
+        heads,
+        queries,
+        some=True,
+        **how,
+    )
     if several and len(asked.models) > 1:
         raise UsageError(
             f"several models need one image, got {len(asked.models)} models and {len(images)} images"
@@ -96,7 +100,14 @@ def plot_heatmap(
     if len(asked.models) == 1:
         [recording] = recordings
         numbers = asked.numbers[0]
-        return draw_heatmap(recording, numbers, asked.heads, points, asked.style, width=asked.width)
+        return draw_heatmap(
+            recording,
+            numbers,
+            asked.heads,
+            points,
+            asked.style,
+            width=asked.width,
+        )
     return draw_columns(
         recordings,
         [title_of(model) for model in asked.models],
@@ -118,20 +129,29 @@ def head_rows(
     style: MapStyle,
 ) -> list[Row]:
     """Return one row per query with one column per head; of one head a single row whose columns are queries."""
-    if len(heads) == 1 and len(points) > 1:
-        views = [
-            View(recording, layer, heads[0], point, title=f"query {number}", number=number)
-            for number, point in enumerate(points, start=1)
-        ]
-        return [Row([tile_of(view, style) for view in views])]
+    in_a_row = len(heads) == 1 and len(points) > 1
     rows = []
     for number, point in enumerate(points, start=1):
+        query = f"query {number}"
         tiles = []
         for head in heads:
-            title = head_name(head) if number == 1 else ""
-            view = View(recording, layer, head, point, title=title, number=number)
-            tiles.append(tile_of(view, style))
-        rows.append(Row(tiles, f"query {number}" if len(points) > 1 else ""))
+            title = query if in_a_row else head_name(head)
+            tile = tile_of(
+                recording,
+                layer,
+                style,
+                head,
+                point,
+                title=title,
+                number=number,
+            )
+            tiles.append(tile)
+        rows.append(Row(tiles, query if len(points) > 1 else ""))
+    if in_a_row:
+        return [Row([row.tiles[0] for row in rows])]
+    for row in rows[1:]:
+        for tile in row.tiles:
+            tile.title = ""
     return rows
 
 
@@ -156,14 +176,14 @@ def draw_heatmap(
         width: inches.
     """
     grid = len(layers) > 1 and 1 in (len(points), len(heads))
-    groups = []
+    blocks = []
     for layer in layers:
         rows = head_rows(recording, layer, heads, points, style)
-        groups.append(Group(map_name(recording.maps[layer], grid), rows))
+        blocks.append(Block(rows, map_name(recording.maps[layer], grid)))
     which = f", {head_name(heads[0])}" if len(heads) == 1 else " by head"
     return map_sheet(
         title_of(recording.model),
-        groups,
+        blocks,
         style,
         width=width,
         photo=photo_of(recording, points),
@@ -206,31 +226,45 @@ def draw_columns(
         raise UsageError(f"models side by side need as many layers each, got {', '.join(counts)}")
     names, meaning = short_names(names)
     first = recordings[0]
-    grid = len(layers[0]) > 1 and len(points) == len(heads) == 1
-    groups = []
+    one_row = len(points) == len(heads) == 1
+    grid = len(layers[0]) > 1 and one_row
+    blocks = []
     if photos == "each":
-        pictures = [
-            photo_of(recording, points, title=name)
-            for recording, name in zip(recordings, names, strict=True)
-        ]
-        groups.append(Group("photo" if grid or len(layers[0]) == 1 else "", [Row(pictures)]))
+        pictures = [photo_of(recording, points) for recording in recordings]
+        _write_titles(pictures, names)
+        blocks.append(Block([Row(pictures)], "photo" if grid or len(layers[0]) == 1 else ""))
     for of_layer in zip(*layers, strict=True):
+        columns = list(zip(recordings, of_layer, strict=True))
         rows = []
-        for (number, point), head in product(enumerate(points, start=1), heads):
-            tiles = _columns(recordings, of_layer, head, point, number, style)
-            if not rows and not groups[:1] or not rows and photos == "first":
-                for tile, name in zip(tiles, names, strict=True):
-                    tile.title = name
-            rows.append(Row(tiles, _row_label(number, points, head, heads)))
-        maps = [
-            recording.maps[layer] for recording, layer in zip(recordings, of_layer, strict=True)
-        ]
-        named = dict.fromkeys(map_name(layer, grid) for layer in maps)
-        groups.append(Group("\n".join(named), rows))
+        for number, point in enumerate(points, start=1):
+            for head in heads:
+                tiles = []
+                for recording, layer in columns:
+                    place = cell_of(point, first.img_size, recording.img_size)
+                    tiles.append(
+                        tile_of(
+                            recording,
+                            layer,
+                            style,
+                            head,
+                            place,
+                            number=number,
+                        )
+                    )
+                label = []
+                if len(points) > 1:
+                    label.append(f"query {number}")
+                if len(heads) > 1:
+                    label.append(head_name(head))
+                rows.append(Row(tiles, "\n".join(label)))
+        if photos == "first" or not blocks:
+            _write_titles(rows[0].tiles, names)
+        maps = [map_name(recording.maps[layer], grid) for recording, layer in columns]
+        blocks.append(Block(rows, "\n".join(dict.fromkeys(maps))))
     which = f", {head_name(heads[0])}" if len(heads) == 1 else ""
     return map_sheet(
         title,
-        groups,
+        blocks,
         style,
         width=width,
         note=f"attention{what}: {queries_name(points)}{which}{meaning}",
@@ -238,29 +272,9 @@ def draw_columns(
     )
 
 
-def _columns(
-    recordings: Sequence[Recording],
-    layers: Sequence[int],
-    head: Head,
-    point: Query,
-    number: int,
-    style: MapStyle,
-) -> list[Tile]:
-    """Return the tiles of one query and head, one per recording; the query is a point of the first one's input."""
-    tiles = []
-    for recording, layer in zip(recordings, layers, strict=True):
-        place = cell_of(point, recordings[0].img_size, recording.img_size)
-        tiles.append(tile_of(View(recording, layer, head, place, number=number), style))
-    return tiles
-
-
-def _row_label(number: int, points: Sequence[Query], head: Head, heads: Sequence[Head]) -> str:
-    label = []
-    if len(points) > 1:
-        label.append(f"query {number}")
-    if len(heads) > 1:
-        label.append(head_name(head))
-    return "\n".join(label)
+def _write_titles(tiles: Sequence[Tile], names: Sequence[str]) -> None:
+    for tile, name in zip(tiles, names, strict=True):
+        tile.title = name
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -60,24 +60,32 @@ class Recording:
         """Return `cell_of` a query in a layer's map."""
         return cell_of(query, self.img_size, self.maps[layer].feat_size)
 
-    def query_map(self, layer: int, query: Query, head: Head, part: str = "attn") -> np.ndarray:
+    def query_map(
+        self,
+        layer: int,
+        query: Query,
+        head: Head,
+        part: str = "attn",
+    ) -> np.ndarray:
         """Return (H', W'): a query's row of a part, among the map's pixels, by one head or on average; of ALL the mean
         over the queries of all pixels. Attention, that of OWN_ALONE too, is in units of uniform attention."""
         maps = self.maps[layer]
-        attention = part.startswith("attn")
         if query == ALL:
-            every = of_head(maps.spatial(part)[0], head)  # (H, W, H', W')
-            rows = every.float().cpu().numpy()
-            if attention:
-                rows = rows * maps.num_keys()[:, :, None, None]
-            return rows.mean((0, 1))
-        cell = self.cell(layer, query)
-        _, to_pixels = maps.of_cell(cell, part)
-        values = of_head(to_pixels[0], head).float().cpu().numpy()
-        if attention:
+            rows = maps.spatial(part)  # (B, K, H, W, H', W')
+        else:
+            cell = self.cell(layer, query)
+            _, rows = maps.of_cell(cell, part)  # (B, K, H', W')
+        values = of_head(rows[0], head).float().cpu().numpy()
+        if part.startswith("attn"):
             keys = maps.num_keys()
-            values = values * (keys.max() if isinstance(query, str) else keys[cell])
-        return values
+            if query == ALL:
+                keys = keys[:, :, None, None]
+            elif isinstance(query, str):
+                keys = keys.max()
+            else:
+                keys = keys[cell]
+            values = values * keys
+        return values.mean((0, 1)) if query == ALL else values
 
     def beside_patches(self, layer: int, query: Query, head: Head) -> str:
         """Say how much of a query's attention goes to the tokens before the patches: "cls 12%, reg 30%" (all registers
@@ -95,16 +103,13 @@ def as_model(model: nn.Module | LoadedModel | str, **images) -> LoadedModel:
 
     **images: processor, mean, std, see `ea_vision.recorder.loading.set_preprocessing`.
     """
-    images = {name: value for name, value in images.items() if value is not None}
     if isinstance(model, nn.Module):
         config = getattr(model, "pretrained_cfg", None) or {}
         evolved_from = getattr(model, "_model_args", {}).get("base")
         label = evolved_from or config.get("architecture") or type(model).__name__
         return as_loaded(model, label, **images)
-    loaded = load_model(model) if isinstance(model, str) else model
-    if images:
-        loaded = replace(loaded)
-        set_preprocessing(loaded, **images)
+    loaded = load_model(model) if isinstance(model, str) else replace(model)
+    set_preprocessing(loaded, **images)
     return loaded
 
 
@@ -125,7 +130,9 @@ def as_models(models, **images) -> list[LoadedModel]:
         several = [models] if isinstance(models, (str, nn.Module, LoadedModel)) else models
         loaded = [as_model(model, **images) for model in several]
         labels = numbered([model.label for model in loaded])
-    return [replace(model, label=label) for model, label in zip(loaded, labels, strict=True)]
+    for model, label in zip(loaded, labels, strict=True):
+        model.label = label
+    return loaded
 
 
 def as_images(images: AnyImage | Sequence[AnyImage]) -> list[AnyImage]:
@@ -203,7 +210,11 @@ def record(
     return Recording(model, prepared, maps, photo, output)
 
 
-def cell_of(query: Query, img_size: tuple[int, int], feat_size: tuple[int, int]) -> Query:
+def cell_of(
+    query: Query,
+    img_size: tuple[int, int],
+    feat_size: tuple[int, int],
+) -> Query:
     """Return (row, column) of the map's cell that a pixel (y, x) of the input lies in, which is also its place in an
     input of another size; a token by name as it is."""
     if isinstance(query, str):

@@ -31,7 +31,6 @@ from ea_vision.visualize.image_maps import (
 from ea_vision.visualize.map_style import (
     QUERY_COLORS,
     MapStyle,
-    View,
     map_of,
     photo_of,
     scaled,
@@ -41,7 +40,9 @@ from ea_vision.visualize.sheet import Block, Row, Tile, sheet
 
 
 def input_jacobian(
-    model: nn.Module, batch: Tensor, target: int | None = None
+    model: nn.Module,
+    batch: Tensor,
+    target: int | None = None,
 ) -> tuple[Tensor, int]:
     """Return |d logit of a class / d pixel|, the largest of the channels.
 
@@ -94,31 +95,47 @@ def plot_jacobian(
     look = MapStyle(**style)
     check_classifies(loaded)
     if layers is None:
-        chosen_ones = spread(recordable_layers(loaded.model))
+        recorded = spread(recordable_layers(loaded.model))
     else:
-        chosen_ones = chosen_layers(layers, loaded)
-    recording = record(loaded, image, chosen_ones)
+        recorded = chosen_layers(layers, loaded)
+    recording = record(loaded, image, recorded)
+    batch = as_batch(loaded, [recording.image])
     with evaluating(loaded.model):
-        jacobian, chosen = input_jacobian(loaded.model, as_batch(loaded, [recording.image]), target)
-    name = loaded.classes[chosen] if loaded.classes else f"class {chosen}"
+        jacobian, chosen = input_jacobian(loaded.model, batch, target)
+    name = f"class {chosen}"
+    note = name
+    if loaded.classes:
+        name = loaded.classes[chosen]
+        note += f" ({name})"
+    note += ": how much each pixel moves its logit"
     values = jacobian.float().cpu().numpy()
-    subject = map_of(values, recording, look, f"|d {name} / d input|", part="jacobian")
-    bars = scaled([[subject]], replace(look, scale="all"), "|d logit / d pixel|")
-    blocks = [Block([Row([photo_of(recording, title="photo"), subject])], bars=bars, enlarged=1.5)]
-    whose = f"class {chosen} ({name})" if loaded.classes else f"class {chosen}"
-    note = f"{whose}: how much each pixel moves its logit"
+    subject = map_of(
+        values,
+        recording,
+        look,
+        f"|d {name} / d input|",
+        part="jacobian",
+    )
+    one_scale = replace(look, scale="all")
+    bars = scaled([[subject]], one_scale, "|d logit / d pixel|")
+    photo = photo_of(recording, title="photo")
+    blocks = [Block([Row([photo, subject])], bars=bars, enlarged=1.5)]
     tiles = []
     for layer, maps in recording.maps.items():
         if maps.pixels_ask or layers is not None:
-            tiles.append(tile_of(View(recording, layer, title=f"layer {layer}"), look))
+            tiles.append(tile_of(recording, layer, look, title=f"layer {layer}"))
     if tiles:
-        blocks.append(Block([Row(tiles)], "attention that every pixel gets", scaled([tiles], look)))
+        bars = scaled([tiles], look)
+        blocks.append(Block([Row(tiles)], "attention that every pixel gets", bars))
         note += "; attention: mean of heads and queries"
     return sheet(title_of(loaded), blocks, width=width, note=note)
 
 
 def plot_sampling(
-    model: Model, images: Sequence[AnyImage], *, width: float | None = None
+    model: Model,
+    images: Sequence[AnyImage],
+    *,
+    width: float | None = None,
 ) -> Figure:
     """Draw one column per image: above the input with the quadrilateral that the model's first spatial transformer
     samples, its left upper corner marked; below what it hands on.
@@ -160,16 +177,24 @@ def plot_sampling(
 def _tile(image: Tensor, title: str, corners: np.ndarray | None = None) -> Tile:
     """Return an image (3, H, W), with the quadrilateral of these corners (4, 2), x and y."""
     H, W = image.shape[1:]
+    pixels = image.permute(1, 2, 0).cpu().numpy()
 
     def paint(axes: Axes, _) -> None:
-        axes.imshow(image.permute(1, 2, 0).cpu().numpy(), extent=(0, W, H, 0))
-        if corners is not None:
-            around = corners[[0, 1, 2, 3, 0]]
-            look = {"color": QUERY_COLORS[0], "clip_on": False}
-            axes.plot(around[:, 0], around[:, 1], linewidth=1.2, **look)
-            axes.plot(*corners[0], "o", markersize=4, markeredgecolor="white", **look)
-            left, top = np.minimum(corners.min(0), 0)
-            right, bottom = np.maximum(corners.max(0), (W, H))
-            axes.set(xlim=(left, right), ylim=(bottom, top))
+        axes.imshow(pixels, extent=(0, W, H, 0))
+        if corners is None:
+            return
+        look = {"color": QUERY_COLORS[0], "clip_on": False}
+        x, y = corners[[0, 1, 2, 3, 0]].T
+        axes.plot(x, y, linewidth=1.2, **look)
+        axes.plot(
+            x[0],
+            y[0],
+            "o",
+            markersize=4,
+            markeredgecolor="white",
+            **look,
+        )
+        axes.set_xlim(min(x.min(), 0), max(x.max(), W))
+        axes.set_ylim(max(y.max(), H), min(y.min(), 0))
 
     return Tile(paint, title, aspect=H / W)

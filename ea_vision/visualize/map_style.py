@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from string import ascii_uppercase
 
 import matplotlib
 import numpy as np
@@ -37,13 +38,14 @@ from ea_vision.visualize.sheet import Bar, Block, Row, Tile, sheet
 
 SCALES = ("layer", "tile", "all", "uniform")
 STYLES = ("cells", "light")
-SIGNED_MAP = (
-    "coolwarm"  # Moreland's: even steps in CIELAB, both ends as dark, apart for the colour-blind
-)
+# Moreland's: even steps in CIELAB, both ends as dark, apart for the colour-blind
+SIGNED_MAP = "coolwarm"
 DARKEST = 0.1  # factor of a photo's colours in the style "light"
 FULL_LIGHT = 2.0  # times uniform attention
 LIGHT_SIDE = 192  # pixels of a lit photo's longer side, at least
 TIMES = "\N{MULTIPLICATION SIGN}"
+WHITE_RIM = patheffects.withStroke(linewidth=1.8, foreground="white")
+THIN_RIM = patheffects.withStroke(linewidth=1.5, foreground="white")
 
 
 @dataclass(frozen=True)
@@ -139,8 +141,12 @@ def short_names(names: Sequence[str]) -> tuple[Sequence[str], str]:
     """Return names that fit above a map, letters unless all of them do, and what letters stand for."""
     if all(len(name) <= 14 for name in names):
         return names, ""
-    short = [chr(ord("A") + index % 26) + "'" * (index // 26) for index in range(len(names))]
-    meanings = [f"{letter}: {name}" for letter, name in zip(short, names, strict=True)]
+    short = []
+    meanings = []
+    for index, name in enumerate(names):
+        letter = ascii_uppercase[index % 26] + "'" * (index // 26)
+        short.append(letter)
+        meanings.append(f"{letter}: {name}")
     return short, "\n" + "; ".join(meanings)
 
 
@@ -171,29 +177,29 @@ def _sum(*terms: tuple[float, str]) -> str:
     return " + ".join(written) or "0"
 
 
-def _mean_of(gate: float | Tensor) -> float:
-    return float(torch.as_tensor(gate).detach().float().mean())
-
-
 def equation(model: nn.Module, layers: Sequence[AttentionLayer | LayerMaps]) -> str:
     """Say how the parts of the first layer that convolves maps of a layer before make each other, with its gates (of
     learnable ones their mean); "" where none does."""
-    first = next((layer for layer in layers if before_shares(model, layer.name)), None)
-    if first is None:
+    convolving = [layer for layer in layers if before_shares(model, layer.name)]
+    if not convolving:
         return ""
+    first = convolving[0]
     shares = before_shares(model, first.name)
     gates = model.get_submodule(first.name).evolution.gates()
-    mean = {name: _mean_of(gate) for name, gate in gates.items()}
-    mixed = _sum(
-        (shares.get("prev_logits", 0.0), "previous"), (shares.get("self_logits", 0.0), "own")
-    )
+    mean = {}
+    for name, gate in gates.items():
+        mean[name] = torch.as_tensor(gate).detach().float().mean().item()
+    previous = (shares.get("prev_logits", 0.0), "previous")
+    own = (shares.get("self_logits", 0.0), "own")
+    mixed = _sum(previous, own)
     convolved = f"relu(conv({mixed}))"
     if "self_logits" in shares:
-        beta = mean.get("beta", 1.0)
-        logits = _sum((beta, convolved), (1 - beta, mixed))
+        share = mean.get("beta", 1.0)
+        rest = mixed
     else:
-        alpha = mean.get("alpha", 1.0)
-        logits = _sum((alpha, convolved), (1 - alpha, "own"))
+        share = mean.get("alpha", 1.0)
+        rest = "own"
+    logits = _sum((share, convolved), (1 - share, rest))
     learned = any(isinstance(gate, Tensor) for gate in gates.values())
     whose = f"layer {first.number}" if learned else "a layer"
     return f"{whose}: logits = {logits}, attention = softmax(logits)"
@@ -217,7 +223,14 @@ def photo_of(
         axes.set_label("photo")
         axes.imshow(recording.pixels(), extent=recording.extent)
         for number, query in enumerate(asked, start=1):
-            mark_query(axes, recording, query, cells, number, numbered=True)
+            mark_query(
+                axes,
+                recording,
+                query,
+                cells,
+                number,
+                numbered=True,
+            )
 
     tokens = any(isinstance(query, str) for query in asked)
     return Tile(paint, title or (" " if tokens else ""), aspect=recording.aspect)
@@ -244,52 +257,63 @@ def mark_query(
         width = W / feat_size[1]
         y = (row + 0.5) * height
         x = (col + 0.5) * width
-        frame = Rectangle((col * width, row * height), width, height, fill=False, clip_on=False)
-        rim = [patheffects.Stroke(linewidth=1.8, foreground="white"), patheffects.Normal()]
-        frame.set(edgecolor=color, linewidth=0.9, path_effects=rim)
+        frame = Rectangle(
+            (col * width, row * height),
+            width,
+            height,
+            fill=False,
+            clip_on=False,
+        )
+        frame.set(edgecolor=color, linewidth=0.9, path_effects=[WHITE_RIM])
         axes.add_patch(frame)
     if numbered:
         disc = dict(boxstyle="circle,pad=0.15", facecolor=color, edgecolor="white", linewidth=0.7)
-        text = axes.text(x, y, str(number), color="white", fontweight="bold", bbox=disc)
+        text = axes.text(
+            x,
+            y,
+            str(number),
+            color="white",
+            fontweight="bold",
+            bbox=disc,
+        )
         text.set(fontsize=points(), ha="center", va="center_baseline")
 
 
 # ---- maps -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class View:
-    """What a tile shows: where a query of a head of a layer looks, or another part of the layer's map.
+def tile_of(
+    recording: Recording,
+    layer: int,
+    style: MapStyle,
+    head: Head = MEAN,
+    query: Query = ALL,
+    part: str = "attn",
+    title: str = "",
+    number: int = 1,
+) -> Tile:
+    """Return the tile of where a query of a head of a layer looks, or of another part of the layer's map; below a
+    transformer's attention what goes to the tokens before its patches.
 
-    layer: number. head: counted from 0, or "mean". query: (y, x) in pixels of the input, a token by name, or "all".
-    title: above the tile. number: which of the figure's queries it is, for the colour of its frame.
+    Args:
+        layer: number. head: counted from 0, or "mean".
+        query: (y, x) in pixels of the input, a token by name, or "all".
+        title: above the tile.
+        number: which of the figure's queries it is, for the colour of its frame.
     """
-
-    recording: Recording
-    layer: int
-    head: Head = MEAN
-    query: Query = ALL
-    part: str = "attn"
-    title: str = ""
-    number: int = 1
-
-
-def tile_of(view: View, style: MapStyle) -> Tile:
-    """Return the tile of a view; of a transformer's attention with what goes to the tokens before its patches."""
-    recording = view.recording
-    values = recording.query_map(view.layer, view.query, view.head, view.part)
+    values = recording.query_map(layer, query, head, part)
     note = ""
-    if view.part == "attn" and view.query != ALL:
-        note = recording.beside_patches(view.layer, view.query, view.head)
+    if part == "attn" and query != ALL:
+        note = recording.beside_patches(layer, query, head)
     return map_of(
         values,
         recording,
         style,
-        view.title,
+        title,
         note,
-        point=view.query,
-        number=view.number,
-        part=view.part,
+        point=query,
+        number=number,
+        part=part,
     )
 
 
@@ -332,8 +356,9 @@ def lit(pixels: np.ndarray, values: np.ndarray, norm: Normalize) -> np.ndarray:
     norm gives 0 and by 1 where it gives 1. The factors are interpolated bilinearly from the map's cells."""
     repeats = math.ceil(LIGHT_SIDE / max(pixels.shape[:2]))
     photo = pixels.repeat(repeats, 0).repeat(repeats, 1)
-    cells = DARKEST + (1 - DARKEST) * np.asarray(norm(values), dtype=np.float32)
-    factors = interpolate(torch.from_numpy(cells)[None, None], photo.shape[:2], mode="bilinear")
+    light = np.asarray(norm(values), dtype=np.float32)
+    cells = torch.from_numpy(DARKEST + (1 - DARKEST) * light)
+    factors = interpolate(cells[None, None], photo.shape[:2], mode="bilinear")
     return photo * factors[0, 0, :, :, None].numpy()
 
 
@@ -348,22 +373,37 @@ def _paint_cells(
     over_photo = style.overlay and part not in PARTS[1:]
     if over_photo:
         grey = recording.pixels() @ (0.299, 0.587, 0.114)
-        axes.imshow(grey, "gray", vmin=0, vmax=1, extent=recording.extent)
+        axes.imshow(
+            grey,
+            "gray",
+            vmin=0,
+            vmax=1,
+            extent=recording.extent,
+        )
     drawn = axes.imshow(values, style.colormap(part), norm, extent=recording.extent)
     drawn.set_interpolation("nearest")
     drawn.set_alpha(style.opacity if over_photo else None)
 
 
 def _write_maximum(axes: Axes, values: np.ndarray) -> None:
-    rim = [patheffects.withStroke(linewidth=1.5, foreground="white")]
     text = axes.text(0.97, 0.03, f"{TIMES}{short(values.max())}", transform=axes.transAxes)
-    text.set(ha="right", va="bottom", fontsize=points(), color="black", path_effects=rim)
+    text.set(
+        ha="right",
+        va="bottom",
+        fontsize=points(),
+        color="black",
+        path_effects=[THIN_RIM],
+    )
 
 
 # ---- scales ---------------------------------------------------------------------------------------------------------
 
 
-def scaled(groups: Sequence[Sequence[Tile]], style: MapStyle, label: str = "") -> list[Bar]:
+def scaled(
+    groups: Sequence[Sequence[Tile]],
+    style: MapStyle,
+    label: str = "",
+) -> list[Bar]:
     """Give the tiles of each group, whose maps are compared, their scale; return the colour bar of each group. All show
     attention, or all the same other part."""
     every = list(chain.from_iterable(groups))
@@ -374,13 +414,19 @@ def scaled(groups: Sequence[Sequence[Tile]], style: MapStyle, label: str = "") -
     else:
         sharing = [every]
     for tiles in sharing:
-        norm = norm_of([tile.values for tile in tiles], style, tiles[0].part)
+        maps = [tile.values for tile in tiles]
+        norm = norm_of(maps, style, tiles[0].part)
         for tile in tiles:
             tile.norm = norm
-    return [bar_of(group[0].norm, style, group[0].part, label) for group in groups]
+    firsts = [group[0] for group in groups]
+    return [bar_of(first.norm, style, first.part, label) for first in firsts]
 
 
-def norm_of(maps: Sequence[np.ndarray], style: MapStyle, part: str = "attn") -> Normalize:
+def norm_of(
+    maps: Sequence[np.ndarray],
+    style: MapStyle,
+    part: str = "attn",
+) -> Normalize:
     """Return the scale of maps that are compared with each other.
 
     Attention, in units of uniform attention, has a logarithmic one, as far down as up, so that uniform attention is in
@@ -397,30 +443,36 @@ def norm_of(maps: Sequence[np.ndarray], style: MapStyle, part: str = "attn") -> 
         lowest = 1.05 if style.scale == "tile" else 2.0  # what is nearly uniform looks so
         top = 8.0 if style.scale == "uniform" else max(lowest, values.max())
         return LogNorm(1 / top, top, clip=True)  # clipped: 0 has the lowest colour
-    reach = max(*np.abs(np.quantile(values, (0.005, 0.995))), 1e-12)
+    low, high = np.quantile(values, (0.005, 0.995))
+    reach = max(abs(low), abs(high), 1e-12)
     return Normalize(-reach if part in PARTS else 0.0, reach)
 
 
-def bar_of(norm: Normalize, style: MapStyle, part: str = "attn", label: str = "") -> Bar:
+def bar_of(
+    norm: Normalize,
+    style: MapStyle,
+    part: str = "attn",
+    label: str = "",
+) -> Bar:
     """Return the colour bar of maps that are compared: of attention in units of uniform attention, which is marked; of
     other parts or quantities as they are. label: default: attention's, or logits'."""
     attention = part.startswith("attn")
-    cmap = style.colormap(part)
     if not label:
         label = f"attention {TIMES} N keys (1: uniform)" if attention else "logit"
     if style.lights(part):
-        return Bar(norm, cmap, label, ["1/2", "", "1", "", "2"], False)
-    if style.scale == "tile":
+        texts = ["1/2", "", "1", "", "2"]
+    elif style.scale == "tile":
         label += f"; {TIMES}: a map's highest" if attention else ", of each map its own"
-        middle = "1" if attention else "0"
-        return Bar(norm, cmap, label, ["lowest", "", middle, "", "highest"], attention)
-    if attention:
+        texts = ["lowest", "", "1" if attention else "0", "", "highest"]
+    elif attention:
         half = short(norm.vmax**0.5)
         top = short(norm.vmax)
         texts = [f"1/{top}", f"1/{half}", "1", half, top]
     else:
-        texts = [short(value) for value in np.linspace(norm.vmin, norm.vmax, 5)]
-    return Bar(norm, cmap, label, texts, attention)
+        values = np.linspace(norm.vmin, norm.vmax, 5)
+        texts = [short(value) for value in values]
+    mark = attention and not style.lights(part)
+    return Bar(norm, style.colormap(part), label, texts, mark)
 
 
 def short(value: float) -> str:
@@ -431,21 +483,9 @@ def short(value: float) -> str:
 # ---- figures --------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Group:
-    """Rows of tiles whose maps are compared, under a name. Photos have no scale."""
-
-    name: str
-    rows: Sequence[Row]
-
-    def maps(self) -> list[Tile]:
-        tiles = chain.from_iterable(row.tiles for row in self.rows)
-        return [tile for tile in tiles if tile.values is not None]
-
-
 def map_sheet(
     title: str,
-    groups: Sequence[Group],
+    blocks: Sequence[Block],
     style: MapStyle,
     *,
     width: float | None,
@@ -454,50 +494,56 @@ def map_sheet(
     label: str = "",
     bars: Sequence[Bar] = (),
 ) -> Figure:
-    """Draw a figure of maps: the photo with its query points, and a block for each group; groups of one row each, of
-    short names, are a grid.
+    """Draw a figure of maps: the photo with its query points, and the blocks, each of maps that are compared; blocks of
+    one row each, of short titles, become a grid.
 
     Args:
         photo: see `photo_of`.
         label: of the colour bars, unless it is attention's.
-        bars: of the groups, where their tiles have their scale already.
+        bars: of the blocks, where their tiles have their scale already.
     """
-    compared = [group for group in groups if group.maps()]
-    bars = bars or scaled([group.maps() for group in compared], style, label)
-    part = compared[0].maps()[0].part
-    each_its_own = style.scale == "layer" and len(compared) > 1 and not style.lights(part)
-    if style.lights(part):
-        note += f"; light: {_light_note(compared)}"
+    compared = [block for block in blocks if block.maps()]
+    maps = [block.maps() for block in compared]
+    bars = bars or scaled(maps, style, label)
+    light = style.lights(maps[0][0].part)
+    if light:
+        note += f"; light: {_light_note(maps)}"
+    each_its_own = style.scale == "layer" and len(compared) > 1 and not light
     foot = ""
-    if _fits_grid(groups):
-        block = _grid(groups, (width or PAGE) < 5)
-        blocks = [block]
+    if each_its_own:
+        for block, bar in zip(compared, bars, strict=True):
+            block.bars = [bar]
+    if _fits_grid(blocks):
+        grid = _grid(blocks, narrow=(width or PAGE) < 5)
         if each_its_own:
             foot = f"colours: {bars[0].label}"
-            names = [group.name.split("\n")[0] for group in compared]
-            block.bars = [replace(bar, label=name) for bar, name in zip(bars, names, strict=True)]
-    else:
-        blocks = [Block(group.rows, group.name) for group in groups]
-        if each_its_own:
-            with_bars = [block for block, group in zip(blocks, groups, strict=True) if group.maps()]
-            for block, bar in zip(with_bars, bars, strict=True):
-                block.bars = [bar]
+            for block in compared:
+                name = block.title.split("\n")[0]
+                grid.bars.append(replace(block.bars[0], label=name))
+        blocks = [grid]
     shared = [] if each_its_own else bars[:1]
-    return sheet(title, blocks, width=width, note=note, photo=photo, bars=shared, foot=foot)
+    return sheet(
+        title,
+        blocks,
+        width=width,
+        note=note,
+        photo=photo,
+        bars=shared,
+        foot=foot,
+    )
 
 
-def _light_note(groups: Sequence[Group]) -> str:
+def _light_note(maps: Sequence[Sequence[Tile]]) -> str:
     """Say what the light is, and how many cells it has."""
-    tiles = chain.from_iterable(group.maps() for group in groups)
-    shapes = {tile.values.shape for tile in tiles}
+    shapes = {tile.values.shape for tile in chain.from_iterable(maps)}
     sizes = " and ".join(f"{height} x {width}" for height, width in sorted(shapes, reverse=True))
     return f"dark at half of uniform attention, full at twice, interpolated from {sizes} cells"
 
 
-def _fits_grid(groups: Sequence[Group]) -> bool:
-    if len(groups) < 2 or any(len(group.rows) != 1 for group in groups):
+def _fits_grid(blocks: Sequence[Block]) -> bool:
+    if len(blocks) < 2 or any(len(block.rows) != 1 for block in blocks):
         return False
-    lines = "\n".join(group.name for group in groups).split("\n")
+    lines = "\n".join(block.title for block in blocks).split("\n")
     return max(map(len, lines)) <= 24
 
 
@@ -505,10 +551,10 @@ def _titles(tiles: Sequence[Tile]) -> list[str]:
     return [tile.title for tile in tiles]
 
 
-def _grid(groups: Sequence[Group], narrow: bool) -> Block:
-    """Return a grid with one row per group; transposed where that fits better. Equal titles are drawn once."""
-    names = [group.name for group in groups]
-    lines = [group.rows[0].tiles for group in groups]
+def _grid(blocks: Sequence[Block], narrow: bool) -> Block:
+    """Return a grid with one row per block; transposed where that fits better. Equal titles are drawn once."""
+    names = [block.title for block in blocks]
+    lines = [block.rows[0].tiles for block in blocks]
     titles = _titles(lines[0])
     if all(_titles(line) == titles for line in lines):
         if len(titles) != len(lines) and (len(titles) > len(lines)) == narrow:
@@ -517,4 +563,4 @@ def _grid(groups: Sequence[Group], narrow: bool) -> Block:
         for number, line in enumerate(lines):
             for tile, title in zip(line, titles, strict=True):
                 tile.title = "" if number else title
-    return Block([Row(line, name) for line, name in zip(lines, names, strict=True)])
+    return Block([Row(line, name) for line, name in zip(lines, names, strict=True)], bars=[])

