@@ -27,7 +27,9 @@ class DeployedProjection(Projection):
     """A `Projection` that is a convolution in an exported program."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.conv2d(x, self.weight, self.bias) if exporting() else super().forward(x)
+        if exporting():
+            return F.conv2d(x, self.weight, self.bias)
+        return super().forward(x)
 
 
 class _Deployed:
@@ -55,7 +57,8 @@ class _Deployed:
         k = k.transpose(-2, -1)  # (B, K, D, N)
         if over_pixels and self.relative:
             q = self._with_positions(q, feat_size)
-            k = torch.cat([k, self.places.expand(*k.shape[:2], -1, -1)], 2)
+            places = self.places.expand(*k.shape[:2], -1, -1)
+            k = torch.cat([k, places], 2)
         logits = q @ k
         if self.folded is not None:
             logits = self.folded(logits, prev_logits)
@@ -66,10 +69,14 @@ class _Deployed:
         B, K, N, D = q.shape
         H, W = feat_size
         q = q.transpose(1, 2)  # (B, N, K, D)
-        by_row = q.reshape(B, H, W * K, D) @ self.rows
-        by_col = q.reshape(B, H, W, K, D) @ self.cols
-        parts = [q, by_row.reshape(B, N, K, H), by_col.reshape(B, N, K, W)]
-        return torch.cat(parts, 3).transpose(1, 2)
+        of_row = q.reshape(B, H, W * K, D)
+        of_pixel = q.reshape(B, H, W, K, D)
+        by_row = of_row @ self.rows
+        by_col = of_pixel @ self.cols
+        by_row = by_row.reshape(B, N, K, H)
+        by_col = by_col.reshape(B, N, K, W)
+        extended = torch.cat([q, by_row, by_col], 3)
+        return extended.transpose(1, 2)
 
 
 @register_notrace_module
@@ -88,22 +95,24 @@ def make_portable(layer: AugmentedConv2d | MapsAttention) -> None:
     A layer with windows, with an evolution that cannot be folded, of another class, or without need of its maps stays:
     torch's fused attention is best then.
     """
-    over_tokens = type(layer) is EvolvingVitAttention
-    if type(layer) is not AugmentedConv2d and not over_tokens:
+    if type(layer) is EvolvingVitAttention:
+        deployed = DeployedVitAttention
+        if layer.evolution is None and not layer.need_logits:
+            return
+    elif type(layer) is AugmentedConv2d:
+        deployed = DeployedConv2d
+    else:
         return
-    evolution = fold_evolution(layer.evolution, layer.num_heads)
-    if (evolution is None) != (layer.evolution is None):
+    folded = fold_evolution(layer.evolution, layer.num_heads)
+    if layer.local or (folded is None) != (layer.evolution is None):
         return
-    needs_maps = layer.evolution is not None or layer.need_logits
-    if layer.local or (over_tokens and not needs_maps):
-        return
-    layer.__class__ = DeployedVitAttention if over_tokens else DeployedConv2d
-    layer.folded = evolution
+    layer.__class__ = deployed
+    layer.folded = folded
     gain = torch.full((layer.num_heads, 1, 1), layer.scale, dtype=torch.float64)
-    if evolution is not None:
-        gain = gain * evolution.own_gain
+    if folded is not None:
+        gain = gain * folded.own_gain
     tables = {"gain": gain}
-    if not over_tokens:
+    if deployed is DeployedConv2d:
         layer.qkv.__class__ = DeployedProjection
         layer.proj.__class__ = DeployedProjection
         if layer.relative:

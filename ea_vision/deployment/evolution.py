@@ -16,14 +16,22 @@ BLOCK = 16  # output channels that ONNX Runtime computes together, with AVX-512 
 
 def in_phases(weight: Tensor, phases: int) -> Tensor:
     """Lay out (L, K, R, S) as (L*phases, K, R + phases - 1, S), which with a stride of `phases` gives as many rows."""
-    placed = [F.pad(weight, (0, 0, phase, phases - 1 - phase)) for phase in range(phases)]
+    placed = []
+    for above in range(phases):
+        below = phases - 1 - above
+        placed.append(F.pad(weight, (0, 0, above, below)))
     return torch.stack(placed, 1).flatten(0, 1)
 
 
 def _by_head(gate: Tensor | float, num_heads: int) -> Tensor:
     """Return a gate as (K, 1, 1) in float64."""
-    values = torch.as_tensor(gate).detach().double().cpu().reshape(-1)
-    return values.expand(num_heads).view(-1, 1, 1)
+    values = _exact(torch.as_tensor(gate))
+    return values.reshape(-1).expand(num_heads).view(-1, 1, 1)
+
+
+def _exact(values: Tensor) -> Tensor:
+    """Return a tensor in float64 on the CPU, without gradients."""
+    return values.detach().double().cpu()
 
 
 class FoldedEvolution(nn.Module):
@@ -43,22 +51,24 @@ class FoldedEvolution(nn.Module):
         alpha = _by_head(evolution.alpha, num_heads)
         beta = _by_head(evolution.beta, num_heads)
         share = alpha if self.predict else beta  # of what the convolution gives
-        self.own_gain = 1 - alpha
-        unit = torch.ones_like(alpha)  # the convolution takes this times what `forward` mixes
-        if not self.predict and (alpha.abs() >= SMALLEST).all():
-            self.own_gain = (1 - alpha) / alpha
-            unit = alpha
+        divides = not self.predict and bool((alpha.abs() >= SMALLEST).all())
+        # the convolution takes this times what `forward` mixes
+        unit = alpha if divides else torch.ones_like(alpha)
+        self.own_gain = (1 - alpha) / unit
         convs = evolution.convs
-        dtype = convs[0].weight.dtype if len(convs) else torch.float32
+        self.num_convs = len(convs)
+        dtype = convs[0].weight.dtype if convs else torch.float32
         self._keep("prev", alpha / unit, 1, dtype)
         self._keep("rest", (1 - beta) * unit, 0, dtype)
         self._keep("passing", share * unit, None, dtype)
         self._keep("sign", share.sign(), 1, dtype)
-        self.phases = [phases for phases in (4, 2) if phases * num_heads <= BLOCK] + [1]
-        self.num_convs = len(convs)
+        self.phases = [1]
+        for phases in (2, 4):
+            if phases * num_heads <= BLOCK:
+                self.phases.insert(0, phases)
         for number, conv in enumerate(convs):
-            weight = conv.weight.detach().double().cpu()
-            bias = conv.bias.detach().double().cpu()
+            weight = _exact(conv.weight)
+            bias = _exact(conv.bias)
             if number == 0:
                 weight = weight * unit
             if number == self.num_convs - 1:
@@ -66,14 +76,24 @@ class FoldedEvolution(nn.Module):
                 weight = weight * size.unsqueeze(-1)
                 bias = bias * size.flatten()
             for phases in self.phases:
-                laid_out = in_phases(weight, phases).to(dtype)
-                self.register_buffer(f"weight{number}_{phases}", laid_out, persistent=False)
-            self.register_buffer(f"bias{number}", bias.to(dtype), persistent=False)
+                self._buffer(f"weight{number}_{phases}", in_phases(weight, phases).to(dtype))
+            self._buffer(f"bias{number}", bias.to(dtype))
 
-    def _keep(self, name: str, gain: Tensor, idle: float | None, dtype: torch.dtype) -> None:
+    def _buffer(self, name: str, value: Tensor | None) -> None:
+        self.register_buffer(name, value, persistent=False)
+
+    def _keep(
+        self,
+        name: str,
+        gain: Tensor,
+        idle: float | None,
+        dtype: torch.dtype,
+    ) -> None:
         """Keep a factor as a buffer; None where it is `idle` for all heads and does nothing."""
-        does_nothing = idle is not None and bool((gain == idle).all())
-        self.register_buffer(name, None if does_nothing else gain.to(dtype), persistent=False)
+        if idle is not None and bool((gain == idle).all()):
+            self._buffer(name, None)
+        else:
+            self._buffer(name, gain.to(dtype))
 
     def _convolve(self, maps: Tensor) -> Tensor:
         """Convolve (B, K, N, N), each convolution with its activation.
@@ -86,7 +106,8 @@ class FoldedEvolution(nn.Module):
         for number in range(self.num_convs):
             weight = getattr(self, f"weight{number}_{phases}")
             bias = getattr(self, f"bias{number}").repeat_interleave(phases)
-            maps = F.relu(F.conv2d(maps, weight, bias, (phases, 1), weight.shape[-1] // 2))
+            padding = weight.shape[-1] // 2
+            maps = F.relu(F.conv2d(maps, weight, bias, (phases, 1), padding))
             if phases > 1:  # (B, K*phases, N/phases, N)
                 apart = maps.reshape(B, K, phases, rows // phases, cols)
                 maps = apart.transpose(2, 3).reshape(B, K, rows, cols)
@@ -113,11 +134,11 @@ def fold_evolution(evolution: Evolution | None, num_heads: int) -> FoldedEvoluti
 
     EA and PA are known, no subclasses of them, with torch's own convolutions.
     """
-    if (
-        type(evolution) not in (EvolvingAttention, PredictiveAttention)
-        or evolution.causal != "none"
-    ):
+    if type(evolution) not in (EvolvingAttention, PredictiveAttention):
         return None
-    if any(type(conv) is not nn.Conv2d or conv.bias is None for conv in evolution.convs):
+    if evolution.causal != "none":
         return None
+    for conv in evolution.convs:
+        if type(conv) is not nn.Conv2d or conv.bias is None:
+            return None
     return FoldedEvolution(evolution, num_heads)

@@ -8,6 +8,7 @@ from numbers import Number
 from typing import Any
 
 import torch
+from timm.layers import to_2tuple
 from torch import Tensor, nn
 from torch.nn.utils import fuse_conv_bn_weights
 from torch.utils._pytree import tree_leaves
@@ -38,11 +39,10 @@ def _fold_pair(maker: nn.Module, norm: nn.Module) -> None:
             shift = torch.zeros_like(mean)
         if not added:
             first += conv.out_channels
-        bias = None if conv.bias is None else conv.bias.detach().double()
         dtype = conv.weight.dtype
-        weight, bias = fuse_conv_bn_weights(
-            conv.weight.detach().double(), bias, mean, var, norm.eps, scale, shift
-        )
+        weight = _part_of(conv.weight)
+        bias = _part_of(conv.bias)
+        weight, bias = fuse_conv_bn_weights(weight, bias, mean, var, norm.eps, scale, shift)
         conv.weight = nn.Parameter(weight.to(dtype))
         conv.bias = nn.Parameter(bias.to(dtype))
     # of timm's activation in it, or of nothing; by every name that it has
@@ -51,8 +51,8 @@ def _fold_pair(maker: nn.Module, norm: nn.Module) -> None:
     norm._buffers = {}
 
 
-def _part_of(tensor: Tensor | None, channels: slice) -> Tensor | None:
-    """Return some channels of a norm's tensor in float64."""
+def _part_of(tensor: Tensor | None, channels: slice = slice(None)) -> Tensor | None:
+    """Return some channels of a weight in float64."""
     return None if tensor is None else tensor.detach().double()[channels]
 
 
@@ -62,39 +62,41 @@ def input_channels(model: nn.Module) -> int:
     Raises:
         UsageError: neither does.
     """
+    convolutions = []
     for name, module in model.named_modules():
-        if ".evolution." in name:  # takes maps
-            continue
-        if isinstance(module, nn.Conv2d) and module.in_channels <= MOST_CHANNELS:
-            return module.in_channels
+        if isinstance(module, nn.Conv2d) and ".evolution." not in name:  # which takes maps
+            convolutions.append(module.in_channels)
+    of_images = [channels for channels in convolutions if channels <= MOST_CHANNELS]
+    if of_images:
+        return of_images[0]
     config = getattr(model, "pretrained_cfg", None) or {}
     if config.get("input_size"):
         return config["input_size"][0]
-    for name, module in model.named_modules():
-        if ".evolution." not in name and isinstance(module, nn.Conv2d):
-            return module.in_channels
+    if convolutions:
+        return convolutions[0]
     raise UsageError(
         f"a network that begins with a convolution is required, got {type(model).__name__}"
     )
 
 
 def own_size(model: nn.Module) -> tuple[int, int] | None:
-    """Return (height, width) in pixels of the images that a network is made for, where it says so."""
+    """Return (height, width) in pixels of the images that a network is built for, or None where it does not say."""
     owners = [*model.modules(), getattr(model, "config", None)]
     for name in ("img_size", "image_size"):  # timm's; torchvision's and transformers'
         for owner in owners:
             size = getattr(owner, name, None)
-            if size is not None:
-                return (size, size) if isinstance(size, int) else tuple(size)
-    config = getattr(model, "pretrained_cfg", None) or {}
-    return tuple(config["input_size"][-2:]) if config.get("input_size") else None
+            if size:
+                height, width = to_2tuple(size)
+                return int(height), int(width)
+    return None
 
 
 def example_images(model: nn.Module, size: tuple[int, int]) -> Tensor:
     """Return noise (1, C, height, width), of the type and on the device of a network's weights."""
-    noise = torch.randn(1, input_channels(model), *size, generator=torch.Generator().manual_seed(0))
-    weight = next((weight for weight in model.parameters() if weight.is_floating_point()), noise)
-    return noise.to(weight)
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(1, input_channels(model), *size, generator=generator)
+    weights = [weight for weight in model.parameters() if weight.is_floating_point()]
+    return noise.to(weights[0]) if weights else noise
 
 
 def _outputs_by_images(model: nn.Module) -> list[tuple[Tensor, list[Tensor]]]:
@@ -106,7 +108,8 @@ def _outputs_by_images(model: nn.Module) -> list[tuple[Tensor, list[Tensor]]]:
     Raises:
         UsageError: it takes none, or gives no tensors.
     """
-    own = own_size(model)
+    config = getattr(model, "pretrained_cfg", None) or {}
+    own = own_size(model) or (config.get("input_size") or ())[-2:]
     results = []
     for size in [own] if own else USUAL_SIZES:
         images = example_images(model, size)
@@ -124,12 +127,13 @@ def _outputs_by_images(model: nn.Module) -> list[tuple[Tensor, list[Tensor]]]:
         ) from failure
     height, width = size
     smaller = example_images(model, (_reduced(height, 3 / 4), _reduced(width, 7 / 8)))
+    if smaller.shape == images.shape:
+        return results
     try:
         outputs = _tensors(model(smaller))
     except Exception:  # it takes its own size alone
         return results
-    finite = [bool(output.isfinite().all()) for output in outputs]
-    if smaller.shape != images.shape and all(finite):
+    if all(output.isfinite().all() for output in outputs):
         results.append((smaller, outputs))
     return results
 
@@ -161,17 +165,20 @@ def _difference(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> float:
     """Return the largest difference of two networks' outputs, in parts of an output's largest number."""
     if [tensor.shape for tensor in wanted] != [tensor.shape for tensor in got]:
         return math.inf
-    parts = []
+    parts = [torch.zeros((), dtype=torch.float64)]
     for own, other in zip(wanted, got, strict=True):
         if own.numel():
             own = own.double()
             gap = (other.double() - own).abs().max()
-            parts.append(gap / own.abs().max().clamp(min=1e-6))
-    return float(torch.stack(parts).max()) if parts else 0.0  # NaN where one is
+            largest = own.abs().max().clamp(min=1e-6)
+            parts.append((gap / largest).cpu())
+    return float(torch.stack(parts).max())  # NaN where one is
 
 
 def _check_same(
-    original: nn.Module, copied: nn.Module, wanted: Sequence[tuple[Tensor, list[Tensor]]]
+    original: nn.Module,
+    copied: nn.Module,
+    wanted: Sequence[tuple[Tensor, list[Tensor]]],
 ) -> None:
     """Raise RunError where a copy's outputs differ by more than 1e-3 of the largest number from those wanted."""
     for images, outputs in wanted:
@@ -208,13 +215,14 @@ def _fold_norms(model: nn.Module, findings: Findings) -> None:
 
 def _prepare_attention(model: nn.Module, findings: Findings) -> None:
     """Drop evolutions that change nothing and logits that nobody reads; make the layers ready for export."""
-    layers = [module for module in model.modules() if isinstance(module, ATTENTION)]
+    modules = list(model.modules())
+    layers = [module for module in modules if isinstance(module, ATTENTION)]
     for layer in layers:
         if layer.evolution is not None and layer.evolution.changes_nothing():
             layer.evolution = None
     for layer, readers in findings.readers.items():
         layer.need_logits = any(reader.evolution is not None for reader in readers)
-    for module in model.modules():
+    for module in modules:
         if evolves(module):
             keep_logits_that_are_read(module)
     for layer in layers:

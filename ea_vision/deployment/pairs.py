@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from timm.layers import BatchNormAct2d
 from timm.models import get_notrace_functions, get_notrace_modules
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from ea_vision.layers import AugmentedConv2d, MapsAttention
 from ea_vision.layers.augmented_conv import Projection
@@ -16,7 +16,8 @@ ATTENTION = (AugmentedConv2d, MapsAttention)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, BatchNormAct2d)
 KNOWN = (*CONVOLUTIONS, AugmentedConv2d, Projection)  # makers, and their parts
-NOTHING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)  # in evaluation mode
+# in evaluation mode
+NOTHING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
 class _Tracer(fx.Tracer):
@@ -53,13 +54,11 @@ def _foldable(maker: nn.Module | None, norm: nn.Module) -> bool:
         return False
     if not isinstance(maker, (*CONVOLUTIONS, AugmentedConv2d)):
         return False
-    return all(_plain_class(part) in KNOWN for part in (maker, *parts_of(maker)))
-
-
-def _plain_class(module: nn.Module) -> type[nn.Module]:
-    """Return a module's class, of a parametrised one that before."""
-    classes = type(module).__mro__
-    return classes[1] if nn.utils.parametrize.is_parametrized(module) else classes[0]
+    for part in (maker, *parts_of(maker)):
+        kind = nn.utils.parametrize.type_before_parametrizations(part)
+        if kind not in KNOWN:
+            return False
+    return True
 
 
 @dataclass
@@ -98,18 +97,26 @@ class _Graph:
             else:
                 self.calls[node] = module
         self.runs = Counter(self.calls.values())
-        self.names = Counter(module for _, module in model.named_modules(remove_duplicate=False))
-        self.reads = Counter(id(tensor) for tensor in _tensors_by_all_names(model))
-        read = [node.target for node in graph.nodes if node.op == "get_attr"]
+        named = model.named_modules(remove_duplicate=False)
+        self.names = Counter(module for _, module in named)
+        tensors = [
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ]
+        self.reads = Counter(id(tensor) for _, tensor in tensors)
+        read = {node.target for node in graph.nodes if node.op == "get_attr"}
         self.reads.update({id(operator.attrgetter(name)(model)) for name in read})
+
+    def _is_augmented(self, node: object) -> bool:
+        return isinstance(self.calls.get(node), AugmentedConv2d)
 
     def maker_of(self, norm: fx.Node) -> fx.Node | None:
         """Return the node whose output a norm takes: of an augmented convolution's (output, logits) the first."""
         between = norm.args[0] if norm.args else None
         if _is_item(between, 0):
             maker = between.args[0]
-            return maker if isinstance(self.calls.get(maker), AugmentedConv2d) else None
-        return None if isinstance(self.calls.get(between), AugmentedConv2d) else between
+            return maker if self._is_augmented(maker) else None
+        return None if self._is_augmented(between) else between
 
     def reason_against(self, maker_node: fx.Node, norm_node: fx.Node) -> str | None:
         """Return why a norm cannot be folded into what makes its input, or None."""
@@ -118,16 +125,19 @@ class _Graph:
         parts = {maker, norm, *parts_of(maker)}
         if self.runs[maker] > 1 or self.runs[norm] > 1:
             return "runs more than once"
-        if any(watched(part) for part in parts):
-            return "hooks, pruning or a parametrisation"
-        if any(self.names[part] > 1 for part in parts):
-            return "a second name"
+        for part in parts:
+            if watched(part):
+                return "hooks, pruning or a parametrisation"
+        for part in parts:
+            if self.names[part] > 1:
+                return "a second name"
         for part in parts:
             for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
                 if self.reads[id(tensor)] > 1:
                     return "weights that are read elsewhere"
         takers = [user for user in maker_node.users if _takes(user, 0)]
-        if len(takers) > 1 or len(norm_node.args[0].users) > 1:
+        between = norm_node.args[0]
+        if len(takers) > 1 or len(between.users) > 1:
             return "read past"
         return None
 
@@ -142,15 +152,6 @@ class _Graph:
             else:
                 readers.append(user)
         return [self.calls.get(reader) for reader in readers]
-
-
-def _tensors_by_all_names(model: nn.Module) -> list[Tensor]:
-    """Return the weights and buffers of a network, once for each name."""
-    named = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    return [tensor for _, tensor in named]
 
 
 def look(model: nn.Module) -> Findings:
@@ -175,13 +176,12 @@ def look(model: nn.Module) -> Findings:
                 findings.readers[module] = readers
         maker_node = graph.maker_of(node)
         maker = graph.calls.get(maker_node)
-        if not _foldable(maker, module):
-            continue
-        reason = graph.reason_against(maker_node, node)
-        if reason is None:
-            findings.pairs.append((maker, module))
-        else:
-            findings.left[node.target] = reason
+        if _foldable(maker, module):
+            reason = graph.reason_against(maker_node, node)
+            if reason is None:
+                findings.pairs.append((maker, module))
+            else:
+                findings.left[node.target] = reason
     return findings
 
 
