@@ -84,10 +84,11 @@ def read_image(source: ImageSource) -> Image.Image:
 
 def names_of(images: Sequence[ImageSource | Tensor]) -> list[str]:
     """Return the file names of paths; of others "image 1", "image 2", ..."""
-    return [
-        Path(image).name if isinstance(image, (str, Path)) else f"image {number}"
-        for number, image in enumerate(images, start=1)
-    ]
+    names = []
+    for number, image in enumerate(images, start=1):
+        is_path = isinstance(image, (str, Path))
+        names.append(Path(image).name if is_path else f"image {number}")
+    return names
 
 
 def as_image(image: ImageSource | Tensor | Mapping) -> Image.Image | Tensor | Mapping:
@@ -137,16 +138,15 @@ def _is_normalised(model: LoadedModel, image: Tensor) -> bool:
     """Return whether values beyond 0..1 are in 0..1 before the model's normalisation."""
     if not image.is_floating_point() or (image.min() >= 0 and image.max() <= 1):
         return False
-    before = model.denormalize(image.float())
-    return bool(before.min() >= -ROUNDING and before.max() <= 1 + ROUNDING)
+    low, high = model.denormalize(image.float()).aminmax()
+    return bool(low >= -ROUNDING and high <= 1 + ROUNDING)
 
 
 def _in_unit_range(values: Tensor, rounding: float = 0.0) -> Tensor:
     """Return uint8 or floating-point values as float32 in 0..1, where these must lie but for `rounding`."""
     if values.dtype == torch.uint8:
         return values / 255
-    low = values.double().min().item()
-    high = values.double().max().item()
+    low, high = (end.item() for end in values.double().aminmax())
     if values.is_floating_point() and -rounding <= low and high <= 1 + rounding:
         return values.float().clamp(0, 1)
     raise UsageError(
@@ -163,7 +163,8 @@ def _check_exists(path: str | Path) -> None:
 
 def _from_array(array: np.ndarray) -> Image.Image:
     """Return the image of an array (H, W) or (H, W, C); see `read_image`."""
-    if array.ndim not in (2, 3) or array.shape[2:] not in ((), (1,), (3,), (4,)) or not array.size:
+    channels = array.shape[2] if array.ndim == 3 else 1
+    if array.ndim not in (2, 3) or channels not in (1, 3, 4) or not array.size:
         raise UsageError(
             f"an image array must have (H, W), (H, W, 1), (H, W, 3) or (H, W, 4), got {array.shape}"
         )

@@ -15,9 +15,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 
-def _softmax(result: Tensor, input: Tensor, dim: int | None = None, *_, **__) -> Tensor | None:
+def _softmax(
+    result: Tensor,
+    input: Tensor,
+    dim: int | None = None,
+    *_,
+    **__,
+) -> Tensor | None:
     """Return the result of a softmax over the last of at least three dimensions."""
-    return result if input.ndim > 2 and dim in (-1, input.ndim - 1) else None
+    over_last = dim in (-1, input.ndim - 1)
+    return result if over_last and input.ndim > 2 else None
 
 
 def _scaled_dot_product(
@@ -40,12 +47,21 @@ def _scaled_dot_product(
     narrow = value[..., :1].float()
     with torch._C._DisableAutocast():
         _, attn = by_torch(
-            query.float(), key.float(), narrow, attn_mask, is_causal=is_causal, **how
+            query.float(),
+            key.float(),
+            narrow,
+            attn_mask,
+            is_causal=is_causal,
+            **how,
         )
     return attn
 
 
-def _multi_head(result: tuple[Tensor, Tensor | None], *args: Any, **kwargs: Any) -> Tensor:
+def _multi_head(
+    result: tuple[Tensor, Tensor | None],
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
     """Ask nn.MultiheadAttention's function for its maps, in a call of its own.
 
     That call gives NaN for a query whose keys are all masked; where the output is finite, its row is 0, as in
@@ -59,10 +75,12 @@ def _multi_head(result: tuple[Tensor, Tensor | None], *args: Any, **kwargs: Any)
     return attn
 
 
-FORMS: dict[
-    Callable, Callable[..., Tensor | None]
-] = {  # from a function's result and arguments: (..., queries, keys)
-    **dict.fromkeys((torch.softmax, Tensor.softmax, F.softmax, torch.special.softmax), _softmax),
+# from a function's result and arguments: (..., queries, keys)
+FORMS: dict[Callable, Callable[..., Tensor | None]] = {
+    torch.softmax: _softmax,
+    torch.special.softmax: _softmax,
+    Tensor.softmax: _softmax,
+    F.softmax: _softmax,
     F.scaled_dot_product_attention: _scaled_dot_product,
     F.multi_head_attention_forward: _multi_head,
 }
@@ -83,8 +101,9 @@ class Interception(TorchFunctionMode):
         if func in FORMS and any(self.recorders):
             with torch.no_grad(), torch._C.DisableTorchFunction():
                 attn = FORMS[func](result, *args, **kwargs)
-                for running in filter(None, self.recorders if attn is not None else ()):
-                    running[-1](attn)
+                for running in self.recorders:
+                    if running and attn is not None:
+                        running[-1](attn)
         return result
 
 
@@ -149,7 +168,12 @@ class Hooks(ExitStack):
         super().__init__()
         self.thread = threading.get_ident()
 
-    def add(self, register: Callable, hook: Callable[..., None], **how: bool) -> None:
+    def add(
+        self,
+        register: Callable,
+        hook: Callable[..., None],
+        **how: bool,
+    ) -> None:
         """Call hook(module, args, kwargs[, output]) where a module's own method has it called, such as
         `module.register_forward_hook`; how: further keywords of that method. What the hook returns is not heeded."""
 
@@ -160,7 +184,12 @@ class Hooks(ExitStack):
         with _lock:
             self.callback(register(own, with_kwargs=True, **how).remove)
 
-    def after(self, module: nn.Module, method: str, hook: Callable[..., None]) -> None:
+    def after(
+        self,
+        module: nn.Module,
+        method: str,
+        hook: Callable[..., None],
+    ) -> None:
         """Call hook(_, args, kwargs, results) after each call of a module's method. The method is a module of its own
         meanwhile, so that the hooks of all recorders follow it, in whatever order they end."""
 

@@ -41,18 +41,21 @@ class Windows:
         """Put maps (B, W, K, n, n) in the image's coordinates: (B, K, N, N), 0 outside of a query's window."""
         B, _, K = maps.shape[:3]
         tokens = self.tokens.to(maps.device)
-        image = maps.new_zeros(
-            B, K, count + 1, count + 1
-        )  # padding is token N, counted from the end
-        image[:, :, tokens[:, :, None], tokens[:, None, :]] = maps.transpose(1, 2)
+        # padding is token N, counted from the end
+        image = maps.new_zeros(B, K, count + 1, count + 1)
+        queries = tokens[:, :, None]
+        keys = tokens[:, None, :]
+        image[:, :, queries, keys] = maps.transpose(1, 2)
         return image[:, :, :count, :count]
 
     def row(self, maps: Tensor, count: int, token: int) -> Tensor:
         """Return `dense(maps, count)[:, :, token]`, (B, K, N), without the rest."""
+        B, _, K = maps.shape[:3]
         places = (self.tokens == token).nonzero()
         window, place = places[0].tolist()
-        image = maps.new_zeros(maps.shape[0], maps.shape[2], count + 1)
-        image[:, :, self.tokens[window].to(maps.device)] = maps[:, window, :, place]
+        keys = self.tokens[window].to(maps.device)
+        image = maps.new_zeros(B, K, count + 1)
+        image[:, :, keys] = maps[:, window, :, place]
         return image[:, :, :count]
 
     def sees(self, count: int) -> Tensor:
@@ -98,47 +101,51 @@ class Sight:
         self.grids: dict[int, Size] = {}
         self._called: set[nn.Module] = set()  # stems, in this forward
 
-    def begin(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Forget the last forward. The network's first argument, where it has 4 dimensions, is an image."""
+    def _forget(self) -> None:
         self.image = None
         self.grids.clear()
         self._called.clear()
-        names = list(inspect.signature(model.forward).parameters)
-        value = args[0] if args else kwargs.get(names[0] if names else "")
+
+    def begin(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Forget the last forward. The network's first argument, where it has 4 dimensions, is an image."""
+        self._forget()
+        first, *_ = (*inspect.signature(model.forward).parameters, "")
+        value = args[0] if args else kwargs.get(first)
         if _is_image(value):
             self.image = value.shape
 
     def look_through(self, stem: nn.Module, args: tuple, kwargs: dict) -> None:
         """See the image that a convolution takes. A second call belongs to the next forward, by a network's method."""
         if stem in self._called:
-            self.image = None
-            self.grids.clear()
-            self._called.clear()
+            self._forget()
         self._called.add(stem)
         if self.image is None and args and _is_image(args[0]):
             self.image = args[0].shape
 
+    def _note(self, height: int, width: int) -> None:
+        self.grids[height * width] = (height, width)
+
     def note_grid(self, _, args: tuple, kwargs: dict, output: Any) -> None:
         """Note the grid of features (B, C, H, W)."""
         if isinstance(output, Tensor) and output.ndim == 4:
-            height, width = output.shape[2:]
-            self.grids[height * width] = (height, width)
+            self._note(*output.shape[2:])
 
     def note_subsampled(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Note the grid that a layer of LeViT keeps: every `stride`-th token of its resolution."""
-        height, width = (-(-side // module.stride) for side in to_2tuple(module.resolution))
-        self.grids[height * width] = (height, width)
+        height, width = to_2tuple(module.resolution)
+        self._note(-(-height // module.stride), -(-width // module.stride))
 
     def note_patches(self, embedding: nn.Linear, args: tuple, kwargs: dict) -> None:
         """Note the grid of square patches (B, T, pixels of all channels) that a linear layer embeds."""
         if self.image is None or not args or args[0].ndim != 3:
             return
-        channels, *sides = self.image[1:]
+        _, channels, H, W = self.image
         side = math.isqrt(embedding.in_features // channels)
         for rounded in (math.floor, math.ceil):
-            height, width = (rounded(pixels / side) for pixels in sides)
+            height = rounded(H / side)
+            width = rounded(W / side)
             if height * width == args[0].shape[1]:
-                self.grids[height * width] = (height, width)
+                self._note(height, width)
 
     def size(self) -> Size | None:
         """Return (height, width) of the image in pixels."""
@@ -172,19 +179,16 @@ def image_seen(model: nn.Module, hooks: Hooks) -> Sight:
     hooks.add(model.register_forward_pre_hook, sight.begin)
     # the convolutions of evolving maps see maps
     modules = [module for name, module in model.named_modules() if ".evolution." not in name]
-    stems = [
-        module
-        for module in modules
-        if isinstance(module, nn.Conv2d) and module.in_channels <= MOST_CHANNELS
-    ]
-    for stem in stems:
-        hooks.add(stem.register_forward_pre_hook, sight.look_through)
+    has_stem = False
     for module in modules:
+        if isinstance(module, nn.Conv2d) and module.in_channels <= MOST_CHANNELS:
+            has_stem = True
+            hooks.add(module.register_forward_pre_hook, sight.look_through)
         if _makes_grids(module):
             hooks.add(module.register_forward_hook, sight.note_grid)
         if hasattr(module, "resolution") and isinstance(getattr(module, "stride", None), int):
             hooks.add(module.register_forward_pre_hook, sight.note_subsampled)
-    if not stems:
+    if not has_stem:
         for embedding in list(filter(_embeds_patches, modules))[:1]:
             hooks.add(embedding.register_forward_pre_hook, sight.note_patches)
     return sight
@@ -225,36 +229,45 @@ def token_layout(
     """
     queries, keys = shape[-2:]
     image = sight.image
+    size = sight.size()
     whole = image is None or shape[0] == image[0]  # no windows as a part of the batch
     if whole and len(taken) == 4 and taken[0] == shape[0]:
         for grid in (taken[2:], taken[1:3]):
             if math.prod(grid) == queries == keys:
-                return Layout(tuple(grid), image=sight.size())
+                return Layout(tuple(grid), image=size)
+    in_a_row = Layout((1, queries), (1, keys), image=size)
     if image is None:
-        return Layout((1, queries), (1, keys))
+        return in_a_row
     if not whole:
         raise ValueError(
             f"must attend over all tokens of {image[0]} images of {image[2]}x{image[3]} pixels to have a map, "
             f"got maps of shape {list(shape)}"
         )
     for prefix in (len(names), 0):
-        key_size = feat_size = sight.grids.get(keys - prefix)
+        key_size = sight.grids.get(keys - prefix)
+        feat_size = key_size
         if not query_names and queries not in (keys, prefix):
             feat_size = sight.grids.get(queries - prefix)
         if key_size and feat_size:
-            return Layout(feat_size, key_size, names[:prefix], query_names, image=sight.size())
+            return Layout(feat_size, key_size, names[:prefix], query_names, image=size)
     key_size = sight.grids.get(keys)
     if key_size and queries != keys and not query_names:
         objects = tuple(f"query{number + 1}" for number in range(queries))  # a detector's
-        return Layout(key_size, key_size, (), objects, image=sight.size())
-    return Layout((1, queries), (1, keys), (), query_names, placeless=True, image=sight.size())
+        return Layout(key_size, key_size, query_names=objects, image=size)
+    return replace(in_a_row, query_names=query_names, placeless=True)
 
 
 # ---- layers that attend inside windows, or among channels ------------------------------------------------------------
 
 
 def _grouped(
-    block: nn.Module, x: Tensor, size: Any = None, *_, first: int = 1, pad_first: bool = True, **__
+    block: nn.Module,
+    x: Tensor,
+    size: Any = None,
+    *_,
+    first: int = 1,
+    pad_first: bool = True,
+    **__,
 ) -> Layout:
     """Lay out a grid in the windows of a block: it is shifted up and to the left (cyclically), where the block says so,
     and padded below and at the right; SAM's window_size is 0 where there are none.
@@ -262,15 +275,20 @@ def _grouped(
     The grid is `size`, where a block is told it (transformers' Swin), else the input's sides from dimension `first` on.
     A side that one window covers does not shift. pad_first: whether the grid is padded before it is shifted.
     """
-    grid = tuple(size) if isinstance(size, (tuple, list)) else tuple(x.shape[first : first + 2])
+    grid = tuple(x.shape[first : first + 2])
+    if isinstance(size, (tuple, list)):
+        grid = tuple(size)
     if not block.window_size:
         return Layout(grid)
-    window = to_2tuple(block.window_size)
-    shift = to_2tuple(getattr(block, "shift_size", 0))
-    down = shift[0] if window[0] < grid[0] else 0
-    right = shift[1] if window[1] < grid[1] else 0
-    padding = (0, -grid[1] % window[1], 0, -grid[0] % window[0])
-    tokens = torch.arange(math.prod(grid)).view(grid)
+    rows, cols = grid
+    height, width = to_2tuple(block.window_size)
+    down, right = to_2tuple(getattr(block, "shift_size", 0))
+    if height >= rows:
+        down = 0
+    if width >= cols:
+        right = 0
+    padding = (0, -cols % width, 0, -rows % height)
+    tokens = torch.arange(rows * cols).view(grid)
     if pad_first:
         tokens = nn.functional.pad(tokens, padding, value=-1)
     tokens = tokens.roll((-down, -right), (0, 1))
@@ -281,8 +299,9 @@ def _grouped(
     came_from_left = torch.arange(W) >= W - right
     regions = 2 * came_from_above[:, None] + came_from_left
     both = torch.stack([tokens, regions], -1)[None]
-    cells = window_partition(both, tuple(window)).flatten(1, 2)
-    return Layout(grid, windows=Windows(cells[..., 0], cells[..., 1]))
+    cells = window_partition(both, (height, width)).flatten(1, 2)
+    tokens, regions = cells.unbind(-1)
+    return Layout(grid, windows=Windows(tokens, regions))
 
 
 def _mobilevit(block: nn.Module, x: Tensor) -> Layout:
@@ -293,7 +312,8 @@ def _mobilevit(block: nn.Module, x: Tensor) -> Layout:
     cols = math.ceil(W / w)
     cells = torch.arange(rows * h * cols * w).view(rows, h, cols, w)
     tokens = cells.permute(1, 3, 0, 2).reshape(h * w, -1)
-    return Layout((rows * h, cols * w), windows=Windows(tokens, torch.zeros_like(tokens)))
+    windows = Windows(tokens, regions=torch.zeros_like(tokens))
+    return Layout((rows * h, cols * w), windows=windows)
 
 
 def _pool2d(pool: nn.Module, x: Tensor, *_, **__) -> Layout:
@@ -302,9 +322,12 @@ def _pool2d(pool: nn.Module, x: Tensor, *_, **__) -> Layout:
     return Layout(tuple(x.shape[-2:]), prefix_names=(first,))
 
 
-SPECIAL: dict[
-    str, Callable[..., Layout]
-] = {  # by the layer's class, or that of the block around it
+def _channels(*_) -> Layout:
+    return Layout(channels=True)
+
+
+# by the layer's class, or that of the block around it
+SPECIAL: dict[str, Callable[..., Layout]] = {
     "timm.models.swin_transformer.SwinTransformerBlock": partial(_grouped, pad_first=False),
     "timm.models.swin_transformer_v2.SwinTransformerV2Block": partial(_grouped, pad_first=False),
     "torchvision.models.swin_transformer.ShiftedWindowAttention": _grouped,
@@ -316,22 +339,12 @@ SPECIAL: dict[
     "timm.models.tiny_vit.TinyVitBlock": _grouped,
     "timm.models.davit.SpatialBlock": partial(_grouped, first=2),
     "timm.models.mobilevit.MobileVitBlock": _mobilevit,
-    **dict.fromkeys(
-        (
-            "timm.layers.attention_pool2d.AttentionPool2d",
-            "timm.layers.attention_pool2d.RotAttentionPool2d",
-        ),
-        _pool2d,
-    ),
-    **dict.fromkeys(
-        (
-            "timm.models.xcit.XCA",
-            "timm.models.edgenext.CrossCovarianceAttn",
-            "timm.models.davit.ChannelAttention",
-            "timm.models.davit.ChannelAttentionV2",
-        ),
-        lambda *_: Layout(channels=True),
-    ),
+    "timm.layers.attention_pool2d.AttentionPool2d": _pool2d,
+    "timm.layers.attention_pool2d.RotAttentionPool2d": _pool2d,
+    "timm.models.xcit.XCA": _channels,
+    "timm.models.edgenext.CrossCovarianceAttn": _channels,
+    "timm.models.davit.ChannelAttention": _channels,
+    "timm.models.davit.ChannelAttentionV2": _channels,
 }
 
 
@@ -343,7 +356,10 @@ def _owners(model: nn.Module, name: str) -> Iterator[nn.Module]:
 
 
 def layout_finder(
-    model: nn.Module, name: str, sight: Sight, hooks: Hooks
+    model: nn.Module,
+    name: str,
+    sight: Sight,
+    hooks: Hooks,
 ) -> Callable[[Tensor], Layout]:
     """Return a function from maps to a layer's layout: that of its windows or channels, which the input of the layer or
     of a block around it tells, or that of tokens over the image."""

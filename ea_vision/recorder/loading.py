@@ -15,7 +15,6 @@ import timm
 import torch
 from PIL import Image
 from timm.data import ImageNetInfo
-from timm.layers import to_2tuple
 from timm.models import is_model, is_model_pretrained, list_pretrained
 from torch import Tensor, nn
 from torchvision.transforms.v2.functional import normalize, pil_to_tensor
@@ -34,6 +33,7 @@ from ea_vision.base.networks import (
 from ea_vision.data.image_files import MAX_PIXELS
 from ea_vision.data.image_names import displayable
 from ea_vision.deployment.files import SUFFIXES, ExportedNetwork
+from ea_vision.deployment.fold import own_size
 from ea_vision.detection.model import Detector, create_detector
 from ea_vision.detection.predict import detect
 from ea_vision.detection.transforms import fit_image
@@ -75,7 +75,8 @@ class LoadedModel:
     @property
     def device(self) -> torch.device:
         """Where the network lies; an exported one computes on the CPU."""
-        return next((weight.device for weight in self.model.parameters()), torch.device("cpu"))
+        weights = list(self.model.parameters())
+        return weights[0].device if weights else torch.device("cpu")
 
     def prepare(self, image: Image.Image, finer: float = 1.0) -> Tensor:
         """Return (3, H, W) in 0..1: resized and cut around its middle, as in evaluation; what queries are counted on.
@@ -101,12 +102,14 @@ class LoadedModel:
         top = (height - H) // 2
         resampling = Image.Resampling[self.config["interpolation"].upper()]
         resized = image.convert("RGB").resize((width, height), resampling)
-        return pil_to_tensor(resized.crop((left, top, left + W, top + H))) / 255
+        cut = resized.crop((left, top, left + W, top + H))
+        return pil_to_tensor(cut) / 255
 
     def shrinks(self, image: Image.Image) -> float:
         """Return how many pixels of an image a pixel of the input stands for, along a side."""
         H, W = self.img_size
-        return min(image.height / H, image.width / W) * self.config["crop_pct"]
+        shrinks = min(image.height / H, image.width / W)
+        return shrinks * self.config["crop_pct"]
 
     def photo(self, image: Image.Image) -> np.ndarray | None:
         """Return (height, width, 3) uint8: what `prepare` makes, at the image's own resolution or, where that is finer,
@@ -114,12 +117,14 @@ class LoadedModel:
         finer = min(self.shrinks(image), PHOTO_SIDE / max(self.img_size))
         if finer <= 1:
             return None
-        levels = (self.prepare(image, finer) * 255).round().byte()
-        return levels.permute(1, 2, 0).numpy()
+        levels = self.prepare(image, finer) * 255
+        return levels.round().byte().permute(1, 2, 0).numpy()
 
     def normalize(self, images: Tensor) -> Tensor:
         """Return what the network takes of images (..., 3, H, W) in 0..1."""
-        return normalize(images, list(self.config["mean"]), list(self.config["std"]))
+        mean = list(self.config["mean"])
+        std = list(self.config["std"])
+        return normalize(images, mean, std)
 
     def denormalize(self, images: Tensor) -> Tensor:
         """Return the images in 0..1 of which `normalize` makes these, (..., 3, H, W)."""
@@ -195,24 +200,33 @@ def find_origin(target: str, **kwargs: Any) -> Origin:
     if not os.path.exists(path):
         check_model_name(target, "or run folder ")
         source, place = hub_source(target)
-        label = (
-            f"{target.partition(':')[0]}:{Path(place).name}" if source == "local-dir" else target
-        )
+        label = f"{source}:{Path(place).name}" if source == "local-dir" else target
         return Origin(target, label, kwargs)
     folder = path if path.is_dir() else path.parent
     if folder.name == run_folder.SNAPSHOTS:
         folder = folder.parent
-    in_run = (folder / run_folder.CONFIG).is_file()
-    if path.is_dir() and not in_run and (path / "config.json").is_file():
-        return find_origin(f"local-dir:{target}", **kwargs)
-    if path.is_file() and not in_run and path.suffix.lower() == ".safetensors":
-        return _origin_of_file(path)
+    if not (folder / run_folder.CONFIG).is_file():
+        if path.is_dir() and (path / "config.json").is_file():
+            return find_origin(f"local-dir:{target}", **kwargs)
+        if path.is_file() and path.suffix.lower() == ".safetensors":
+            return _origin_of_file(path)
     options, about = run_folder.read_config(folder)
-    name = options["model"]
-    label = f"{name}, {folder.resolve().name}"
+    label = f"{options['model']}, {folder.resolve().name}"
     weights = folder / run_folder.WEIGHTS if path.is_dir() else path
-    create = create_detector if "category_ids" in about else timm.create_model
-    return Origin(name, label, about["model_kwargs"], create, weights, options, about)
+    return Origin(
+        options["model"],
+        label,
+        about["model_kwargs"],
+        _create_of(about),
+        weights,
+        options,
+        about,
+    )
+
+
+def _create_of(about: Mapping[str, Any]) -> Callable[..., nn.Module]:
+    """Return what builds the network of a run or of a weights file: a detector has category ids."""
+    return create_detector if "category_ids" in about else timm.create_model
 
 
 def _origin_of_file(path: Path) -> Origin:
@@ -223,11 +237,13 @@ def _origin_of_file(path: Path) -> Origin:
     """
     about = read_made_with(path)
     if about is not None:
-        create = create_detector if "category_ids" in about else timm.create_model
-        label = f"{about['model']}, {path.stem}"
-        return Origin(about["model"], label, about["model_kwargs"], create, path, about=about)
+        name = about["model"]
+        label = f"{name}, {path.stem}"
+        kwargs = about["model_kwargs"]
+        return Origin(name, label, kwargs, _create_of(about), path, about=about)
     if is_model(path.stem):  # such as the weights that come with the package
-        return Origin(path.stem, path.stem, {"pretrained_cfg_overlay": {"file": str(path)}})
+        kwargs = {"pretrained_cfg_overlay": {"file": str(path)}}
+        return Origin(path.stem, path.stem, kwargs)
     raise UsageError(
         f"{path} does not name its network, and no run folder holds it: "
         f"timm.create_model(NAME, checkpoint_path={str(path)!r}) required"
@@ -274,12 +290,19 @@ def _load_exported(path: Path) -> LoadedModel:
     network = ExportedNetwork(path)
     about = network.about
     config = {"input_size": (3, *about.size), **asdict(about)}
-    return LoadedModel(network, about.name, about.size, config, classes=about.classes)
+    return LoadedModel(
+        network,
+        about.name,
+        about.size,
+        config,
+        classes=about.classes,
+    )
 
 
 def _load_by_name(origin: Origin, random: bool, seed: int) -> LoadedModel:
     """Load a model with the weights that its name stands for, where there are any; else with random ones."""
-    has_weights = bool(hub_source(origin.name)[0]) or is_model_pretrained(origin.name)
+    source, _ = hub_source(origin.name)
+    has_weights = bool(source) or is_model_pretrained(origin.name)
     if origin.kwargs.get("fusion") == "add":  # begins with the weights of the plain network
         has_weights = has_weights or bool(list_pretrained(f"{origin.name}.*"))
     trained = has_weights and not random
@@ -293,7 +316,12 @@ def _load_by_name(origin: Origin, random: bool, seed: int) -> LoadedModel:
     return loaded
 
 
-def _load_from_file(origin: Origin, path: Path, random: bool, seed: int) -> LoadedModel:
+def _load_from_file(
+    origin: Origin,
+    path: Path,
+    random: bool,
+    seed: int,
+) -> LoadedModel:
     """Load a network with the weights of a run or a file, for images of the kind that it was evaluated on."""
     model = origin.build(seed)
     label = f"{origin.label} (untrained)" if random else origin.label
@@ -351,9 +379,13 @@ def as_loaded(
         processor, mean, std: see `set_preprocessing`.
     """
     config = timm.data.resolve_model_data_config(model)
-    size = input_size(model, config)
     loaded = LoadedModel(
-        model, displayable(label), size, config, trained=trained, classes=known_classes(model)
+        model,
+        displayable(label),
+        input_size(model, config),
+        config,
+        trained=trained,
+        classes=known_classes(model),
     )
     if processor is None:
         processor = processor_of(model)
@@ -391,12 +423,9 @@ def set_preprocessing(
     for name, values in (("mean", mean), ("std", std)):
         if values is None:
             continue
-        values = tuple(float(value) for value in values)
-        if (
-            len(values) != 3
-            or not all(map(math.isfinite, values))
-            or (name == "std" and min(values) <= 0)
-        ):
+        values = tuple(map(float, values))
+        finite = all(map(math.isfinite, values))
+        if len(values) != 3 or not finite or (name == "std" and min(values) <= 0):
             raise UsageError(f"{name} must be three numbers, one per channel, got {values}")
         loaded.config = {**loaded.config, name: values}
 
@@ -431,15 +460,7 @@ def check_classifies(model: LoadedModel) -> None:
 
 def input_size(model: nn.Module, config: dict) -> tuple[int, int]:
     """Return (height, width) in pixels that a network is built for, or that its configuration says."""
-    owners = [model, getattr(model, "patch_embed", None), getattr(model, "config", None)]
-    for name in ("img_size", "image_size"):  # timm's; torchvision's and transformers'
-        for owner in owners:
-            size = getattr(owner, name, None)
-            if size:
-                height, width = to_2tuple(size)
-                return int(height), int(width)
-    height, width = config["input_size"][1:]
-    return int(height), int(width)
+    return own_size(model) or tuple(config["input_size"][1:])
 
 
 def known_classes(model: nn.Module) -> list[str] | None:
@@ -448,7 +469,8 @@ def known_classes(model: nn.Module) -> list[str] | None:
     if config.get("label_names"):
         return list(config["label_names"])
     if config.get("num_classes") == getattr(model, "num_classes", 0) == 1000:
-        return [described.split(",")[0] for described in ImageNetInfo().label_descriptions()]
+        descriptions = ImageNetInfo().label_descriptions()
+        return [description.split(",")[0] for description in descriptions]
     return None
 
 
@@ -495,7 +517,9 @@ def parse_layers(text: str, model: LoadedModel) -> list[AttentionLayer]:
 
 
 def parse_queries(
-    texts: Sequence[str], img_size: tuple[int, int], default: Sequence[tuple[float, float]] = ()
+    texts: Sequence[str],
+    img_size: tuple[int, int],
+    default: Sequence[tuple[float, float]] = (),
 ) -> list[tuple[int, int] | str]:
     """Return points of `y,x` texts, and names of tokens as they are; of no text the default, in shares of the sides.
 

@@ -23,7 +23,10 @@ Query = tuple[int, int] | str  # (y, x) in pixels of the input, or a prefix toke
 
 
 def _part(name: str) -> property:
-    return property(lambda layer: layer[name] if name in layer.recorded() else None)
+    def get(layer: "LayerMaps") -> Tensor | None:
+        return layer[name] if name in layer.recorded() else None
+
+    return property(get)
 
 
 class LayerMaps:
@@ -98,7 +101,9 @@ class LayerMaps:
             raise KeyError(f"layer {self} has recorded {', '.join(self.recorded())}; got {part!r}")
         maps = self._parts[part]
         windows = self.layout.windows
-        return maps if windows is None else windows.dense(maps, math.prod(self.feat_size))
+        if windows is None:
+            return maps
+        return windows.dense(maps, math.prod(self.feat_size))
 
     def __str__(self) -> str:
         return f"{self.number} ({self.name})"
@@ -156,15 +161,18 @@ class LayerMaps:
         if self.channels or self.layout.placeless:
             return maps * maps.shape[-1]
         keys = self.num_keys()
-        rows = [keys.max()] * len(self.query_names) + [*keys.flat] * self.pixels_ask
-        return maps * torch.tensor(rows, device=maps.device)[:, None]
+        by_query = [keys.max()] * len(self.query_names)
+        if self.pixels_ask:
+            by_query += keys.flat
+        return maps * torch.tensor(by_query, device=maps.device)[:, None]
 
     def spatial(self, part: str = "attn") -> Tensor:
         """Return a part from pixel to pixel, without prefix tokens: (B, K, H, W, H, W), query row and column first."""
         self.check_pixels_ask()
         first = self.num_prefix_tokens
         pixels = self[part][:, :, first:, first:]
-        return pixels.unflatten(-1, self.key_size).unflatten(2, self.feat_size)
+        by_key = pixels.unflatten(-1, self.key_size)
+        return by_key.unflatten(2, self.feat_size)
 
     def on_queries_grid(self, part: str = "attn") -> Tensor:
         """Return a part with keys as cells of the queries' grid: what goes to a reduced key goes to its cells alike.
@@ -184,9 +192,11 @@ class LayerMaps:
         rows = H // h
         cols = W // w
         maps = self[part]
+        prefix = maps[..., :P]
         keys = maps[..., P:].unflatten(-1, (h, w))
         keys = keys.repeat_interleave(rows, -2).repeat_interleave(cols, -1)
-        return torch.cat([maps[..., :P], keys.flatten(-2) / (rows * cols)], -1)
+        cells = keys.flatten(-2) / (rows * cols)
+        return torch.cat([prefix, cells], -1)
 
     def token(self, cell: Cell) -> int:
         """Return the row of a query: (row, column) of the map, or a prefix token by name, such as "cls".
@@ -253,7 +263,8 @@ class LayerMaps:
         else:
             row = self[part][:, :, token]
         first = self.num_prefix_tokens
-        return row[..., :first], row[..., first:].unflatten(-1, self.key_size)
+        pixels = row[..., first:].unflatten(-1, self.key_size)
+        return row[..., :first], pixels
 
 
 class AttentionMaps(Mapping[int, LayerMaps]):
@@ -261,9 +272,8 @@ class AttentionMaps(Mapping[int, LayerMaps]):
 
     def __init__(self):
         self._layers: dict[int, LayerMaps] = {}
-        self._in_call = self._is_first = (
-            False  # a call of the network runs; none of its layers has run yet
-        )
+        # a call of the network runs; none of its layers has run yet
+        self._in_call = self._is_first = False
 
     def __getitem__(self, key: int | str) -> LayerMaps:
         for layer in self._layers.values():
@@ -312,7 +322,8 @@ class AttentionMaps(Mapping[int, LayerMaps]):
         In a call of the network a layer may run again (shared blocks). In its methods (`forward_intermediates`), whose
         begin is not seen, a layer's second run belongs to the next one.
         """
-        if self._is_first if self._in_call else layer.number in self._layers:
+        begins = self._is_first if self._in_call else layer.number in self._layers
+        if begins:
             self._layers.clear()
         self._is_first = False
         self._layers[layer.number] = layer

@@ -52,7 +52,8 @@ from ea_vision.recorder.probe_network import ProbeRecipe, train_probe
 from ea_vision.recorder.recording import record_attention, recordable_layers
 
 CONTROLS = ("untrained", "shuffled")
-PUBLISHED = "AA-ResNet-34 24.50 / 31.18 / 17.55; EA-AA-ResNet-34 31.02 / 31.71 / 31.93"  # layers 16 / 17 / 18
+# layers 16 / 17 / 18
+PUBLISHED = "AA-ResNet-34 24.50 / 31.18 / 17.55; EA-AA-ResNet-34 31.02 / 31.71 / 31.93"
 EXAMPLES = """\
 examples:
   ea-vision probe --model runs/aa,runs/ea --dataset cifar10 --data-dir DIR -o probe
@@ -65,7 +66,11 @@ examples:
 
 
 def extract_maps(
-    model: LoadedModel, images: Tensor, layers: Sequence[int], query: Query, batch_size: int = 64
+    model: LoadedModel,
+    images: Tensor,
+    layers: Sequence[int],
+    query: Query,
+    batch_size: int = 64,
 ) -> list[Tensor]:
     """Return the maps of one query, float16 (M, K, H, W) on the CPU, for each layer.
 
@@ -76,8 +81,9 @@ def extract_maps(
     found: list[list[Tensor]] = [[] for _ in layers]
     batches = images.split(batch_size)
     for batch in tqdm(batches, desc=f"maps of {model.label}", unit="batch", disable=None):
+        inputs = model.normalize(batch.to(model.device) / 255)
         with torch.no_grad(), record_attention(model.model, layers) as maps:
-            model.model(model.normalize(batch.to(model.device) / 255))
+            model.model(inputs)
         for kept, number in zip(found, layers, strict=True):
             _, patches = maps[number].of_query(query)
             kept.append(patches.half().cpu())
@@ -87,8 +93,9 @@ def extract_maps(
 def shuffled_in_space(maps: Tensor, seed: int) -> Tensor:
     """Return (M, K, H, W), the pixels of every map in a random order of its own."""
     flat = maps.flatten(2)
-    numbers = torch.rand(flat.shape, generator=torch.Generator().manual_seed(seed))
-    return flat.gather(2, numbers.argsort(-1)).view(maps.shape)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.rand(flat.shape, generator=generator).argsort(-1)
+    return flat.gather(2, order).view(maps.shape)
 
 
 def untrained_network(
@@ -102,12 +109,17 @@ def untrained_network(
     """Return the network of `target` as it begins training, for images of the size that `model` takes; its batch
     statistics are those of `count` images of uint8 (M, 3, H, W), drawn by `seed`: folders lie class by class."""
     network = load_model(
-        target, random=True, img_size=model.img_size, seed=seed, device=model.device
+        target,
+        random=True,
+        img_size=model.img_size,
+        seed=seed,
+        device=model.device,
     )
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
-    batches = order[:count].split(batch_size)
-    inputs = (network.normalize(images[index].to(model.device) / 255) for index in batches)
-    update_bn(inputs, network.model)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(images), generator=generator)
+    drawn = images[order[:count]]
+    batches = (network.normalize(batch.to(model.device) / 255) for batch in drawn.split(batch_size))
+    update_bn(batches, network.model)
     return network
 
 
@@ -191,15 +203,19 @@ def probe(
 
 def results_table(results: Sequence[dict]) -> str:
     """Return rows model and maps, columns layers: top-1 in percent, of several seeds the mean ± the deviation."""
-    found = defaultdict(list)
+    found: dict[tuple, dict[int, list]] = {}
+    layers = sorted({one["layer"] for one in results})
     for one in results:
-        found[one["model"], one["maps"], one["layer"]].append(one["top1"])
-    models, kinds, layers = (dict.fromkeys(names) for names in zip(*found, strict=True))
-    rows = [["model", "maps", *(f"layer {layer}" for layer in sorted(layers))]]
-    for model, kind in product(models, kinds):
+        by_layer = found.setdefault((one["model"], one["maps"]), defaultdict(list))
+        by_layer[one["layer"]].append(one["top1"])
+    rows = [["model", "maps", *(f"layer {layer}" for layer in layers)]]
+    for (model, kind), by_layer in found.items():
         row = [model, kind]
-        for layer in sorted(layers):
-            values = found[model, kind, layer]
+        for layer in layers:
+            values = by_layer[layer]
+            if not values:  # another model's layer
+                row.append("")
+                continue
             deviation = f" ± {stdev(values):.2f}" if len(values) > 1 else ""
             row.append(f"{mean(values):.2f}{deviation}")
         rows.append(row)

@@ -33,7 +33,15 @@ class ProbeNet(nn.Module):
 
     def __init__(self, num_heads: int, num_classes: int, width: int = 256):
         super().__init__()
-        layers: list[nn.Module] = [nn.Conv2d(num_heads, width, 3, padding=1, bias=False)]
+        layers: list[nn.Module] = [
+            nn.Conv2d(
+                num_heads,
+                width,
+                3,
+                padding=1,
+                bias=False,
+            )
+        ]
         for depth, block_width in ((4, width), (3, 2 * width), (5, 4 * width)):
             layers.append(DenseBlock(depth, block_width, bn_size=4, growth_rate=GROWTH))
             channels = block_width + depth * GROWTH
@@ -94,7 +102,8 @@ def train_probe(
     std = std.clamp_min(1e-6)
 
     def seen(maps: Tensor, index: Tensor) -> Tensor:
-        return (maps[index].to(device).float() - mean) / std
+        values = maps[index].to(device).float()
+        return (values - mean) / std
 
     order = torch.Generator().manual_seed(recipe.seed)
     optimizer = torch.optim.SGD(
@@ -102,11 +111,14 @@ def train_probe(
     )
     steps = math.ceil(len(maps) / recipe.batch_size)
     scheduler = CosineAnnealingLR(optimizer, recipe.epochs * steps, recipe.lr_min)
-    for epoch in tqdm(range(recipe.epochs), desc=label, unit="epoch", disable=None):
-        for index in torch.randperm(len(maps), generator=order).split(recipe.batch_size):
-            loss = F.cross_entropy(net(seen(maps, index)), targets[index].to(device))
+    epochs = tqdm(range(1, recipe.epochs + 1), desc=label, unit="epoch", disable=None)
+    for epoch in epochs:
+        shuffled = torch.randperm(len(maps), generator=order)
+        for index in shuffled.split(recipe.batch_size):
+            logits = net(seen(maps, index))
+            loss = F.cross_entropy(logits, targets[index].to(device))
             if not math.isfinite(loss.item()):
-                raise RunError(f"{label}: the loss is {loss.item()} in epoch {epoch + 1}")
+                raise RunError(f"{label}: the loss is {loss.item()} in epoch {epoch}")
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -115,6 +127,7 @@ def train_probe(
     right = 0
     for index in torch.arange(len(test_maps)).split(4 * recipe.batch_size):
         with torch.inference_mode():
-            predicted = net(seen(test_maps, index)).argmax(1).cpu()
+            logits = net(seen(test_maps, index))
+        predicted = logits.argmax(1).cpu()
         right += int((predicted == test_targets[index]).sum())
     return 100 * right / len(test_maps)

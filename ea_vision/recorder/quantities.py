@@ -58,20 +58,23 @@ def attention_distance(attn: Tensor, cell: tuple[float, float] = (1.0, 1.0)) -> 
         (B, K)
     """
 
-    def middles(grid: Sequence[int]) -> Tensor:
-        """Return the middles of a grid's cells, row by row, (cells, 2)."""
-        along = []
-        for count, side, size in zip(grid, attn.shape[2:4], cell, strict=True):
-            numbers = torch.arange(count, device=attn.device) + 0.5
-            along.append(numbers * (side / count * size))
-        return torch.cartesian_prod(*along)
-
-    queries = middles(attn.shape[2:4])
-    keys = middles(attn.shape[4:])
+    H, W, height, width = attn.shape[2:]
+    queries = _middles((H, W), cell, attn.device)
+    key_cell = (H / height * cell[0], W / width * cell[1])
+    keys = _middles((height, width), key_cell, attn.device)
     distance = torch.cdist(queries, keys, compute_mode="donot_use_mm_for_euclid_dist")
     rows = as_distributions(attn.flatten(4).flatten(2, 3))
     by_query = (rows * distance).sum(-1)
     return by_query.mean(-1)
+
+
+def _middles(grid: tuple[int, int], cell: tuple[float, float], device: torch.device) -> Tensor:
+    """Return the middles of a grid's cells of this size, row by row, (cells, 2)."""
+    along = []
+    for count, side in zip(grid, cell, strict=True):
+        numbers = torch.arange(count, device=device) + 0.5
+        along.append(numbers * side)
+    return torch.cartesian_prod(*along)
 
 
 def map_correlation(attn: Tensor, previous: Tensor) -> Tensor:
@@ -125,12 +128,18 @@ def own_alone(layer: LayerMaps, module: nn.Module) -> Tensor | None:
     if "alpha" not in evolution.gates():
         return None
     size = [layer.feat_size] if evolution.spatial else []
+
+    def attention() -> Tensor:
+        logits = evolution(own, previous, *size)
+        return module.attention_of(logits, layer.feat_size)
+
     with torch.inference_mode():
-        again = module.attention_of(evolution(own, previous, *size), layer.feat_size)
+        again = attention()
         with _alpha_of_zero(evolution):
-            alone = module.attention_of(evolution(own, previous, *size), layer.feat_size)
-    known = again.shape == layer.attn.shape and torch.allclose(again, layer.attn, atol=1e-3)
-    return alone if known else None
+            alone = attention()
+    if again.shape != layer.attn.shape or not torch.allclose(again, layer.attn, atol=1e-3):
+        return None
+    return alone
 
 
 @contextmanager
@@ -192,7 +201,9 @@ class LayerQuantities:
 
 
 def measure(
-    model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] | None = None
+    model: nn.Module,
+    batches: Iterable[Tensor],
+    layers: Sequence[int] | None = None,
 ) -> list[LayerQuantities]:
     """Measure entropy, distance and correlation with the previous layer's map over a data set.
 
@@ -280,15 +291,15 @@ def quantities_csv(measured: dict[str, list[LayerQuantities]]) -> str:
                 }
                 for field, name in WRITTEN.items():
                     value = getattr(layer, field)
-                    of_head = []
-                    if isinstance(value, float):
-                        of_head = [value]
-                    elif value is not None:
-                        of_head = value[:, head].tolist()
-                    row[name] = f"{np.mean(of_head):.6f}" if of_head else ""
+                    if isinstance(value, Tensor):
+                        of_images = value[:, head].tolist()
+                    else:
+                        of_images = [] if value is None else [value]
+                    row[name] = f"{np.mean(of_images):.6f}" if of_images else ""
                     if not field.startswith(("uniform", "positions")):
-                        several = len(of_head) > 1
-                        row[f"{name}_std"] = f"{np.std(of_head, ddof=1):.6f}" if several else ""
+                        row[f"{name}_std"] = ""
+                        if len(of_images) > 1:
+                            row[f"{name}_std"] = f"{np.std(of_images, ddof=1):.6f}"
                 rows.append(row)
     return csv_text(rows)
 
@@ -311,7 +322,8 @@ def attention_rollout(maps: AttentionMaps) -> Tensor:
     for layer in maps.values():
         attn = layer.on_queries_grid().float()
         attn = attn.mean(1)
-        step = (attn + torch.eye(attn.shape[-1], device=attn.device)) / 2
+        identity = torch.eye(attn.shape[-1], device=attn.device)
+        step = (attn + identity) / 2
         if rollout is None:
             rollout = step
         else:

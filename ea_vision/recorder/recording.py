@@ -49,9 +49,8 @@ __all__ = [
 
 OURS = (AugmentedConv2d, MapsAttention)
 ALONE = (*OURS, nn.MultiheadAttention)  # what attends itself, whatever is in it
-POSITIONS = re.compile(
-    r"^(?!.*Att).*(Pos|Bias|Rope|Rotary)"
-)  # names of modules that have heads, and do not attend
+# names of modules that have heads, and do not attend
+POSITIONS = re.compile(r"^(?!.*Att).*(Pos|Bias|Rope|Rotary)")
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,9 @@ class _Watch:
             raise ValueError(
                 f"attention layer {self.layer} {error}; choose other layers to record without it"
             ) from error
-        heads = tuple(range(maps.shape[1])) if self.heads is None else self.heads
+        heads = self.heads
+        if heads is None:
+            heads = tuple(range(maps.shape[1]))
         self.current = LayerMaps(self.layer.number, self.layer.name, heads, layout)
         self.maps._begin(self.current)
         return layout
@@ -124,8 +125,11 @@ class _Watch:
         """Keep the chosen heads of maps (B, all heads, T, T), or (B, W, all heads, n, n) of windows."""
         if part in self.parts and self.current is not None:
             maps = maps.detach()
-            kept = maps.clone() if self.heads is None else maps[..., list(self.heads), :, :]
-            self.current.save(part, kept)
+            if self.heads is None:
+                maps = maps.clone()
+            else:
+                maps = maps[..., list(self.heads), :, :]
+            self.current.save(part, maps)
 
     def take(self, attn: Tensor) -> None:
         """Save what a function formed, (B, K, T, T) or (B*K, T, T), windows as a part of the batch."""
@@ -171,7 +175,11 @@ class _Watch:
 
     @torch.no_grad()
     def take_ours(
-        self, _, args: tuple, kwargs: dict, results: tuple[Tensor, Tensor | None]
+        self,
+        _,
+        args: tuple,
+        kwargs: dict,
+        results: tuple[Tensor, Tensor | None],
     ) -> None:
         """Save the parts of a layer of ours after its `_attend`.
 
@@ -194,12 +202,16 @@ class _Watch:
             own_logits = module.logits_of(q, k, feat_size)
             return own_logits if bias is None else own_logits + bias
 
-        logits = own() if logits is None else logits
+        if logits is None:
+            logits = own()
         self.place(logits, layout)
         if "attn" in self.parts:
-            attn = module.attention_of(logits, feat_size) if self.mixed is None else self.mixed
+            attn = self.mixed
+            if attn is None:
+                attn = module.attention_of(logits, feat_size)
             if module.head_window > 1:  # (B, K, N, head_window * N)
-                attn = attn.unflatten(-1, (module.head_window, -1)).sum(-2)
+                by_head = attn.unflatten(-1, (module.head_window, -1))
+                attn = by_head.sum(-2)
             self.save("attn", attn)
         self.save("logits", logits)
         if evolution is None:
@@ -290,16 +302,19 @@ def _find(model: nn.Module) -> dict[AttentionLayer, nn.Module]:
     """Return the innermost modules that attend, in the order in which they stand in the network."""
     found: dict[AttentionLayer, nn.Module] = {}
     for name, module in model.named_modules():
-        inner = () if isinstance(module, ALONE) else list(module.modules())[1:]
-        if _is_attention(module) and not any(map(_is_attention, inner)):
-            layer = AttentionLayer(
-                len(found) + 1,
-                name.replace("_orig_mod.", ""),
-                heads_of(module) or 1,
-                _parts_of(module),
-                bool(learned_queries(model, name)),
-            )
-            found[layer] = module
+        if not _is_attention(module):
+            continue
+        _, *inner = module.modules()
+        if not isinstance(module, ALONE) and any(map(_is_attention, inner)):
+            continue
+        layer = AttentionLayer(
+            number=len(found) + 1,
+            name=name.replace("_orig_mod.", ""),
+            num_heads=heads_of(module) or 1,
+            parts=_parts_of(module),
+            pools=bool(learned_queries(model, name)),
+        )
+        found[layer] = module
     return found
 
 
@@ -324,9 +339,10 @@ def _chosen(
         having = ", ".join(map(str, found))
         unknown = [key for key in layers if key not in keys]
         raise ValueError(f"attention layers of this model are {having}; got {unknown or 'none'}")
-    chosen = list(found)
-    if layers is not None:
-        chosen = [layer for layer in found if layer.number in layers or layer.name in layers]
+    chosen = []
+    for layer in found:
+        if layers is None or layer.number in layers or layer.name in layers:
+            chosen.append(layer)
     for layer in chosen if heads is not None else ():
         outside = [head for head in heads if not 0 <= head < layer.num_heads]
         if outside or not heads:
