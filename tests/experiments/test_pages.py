@@ -700,6 +700,22 @@ def what_the_goal_leaves_attention():
         yield KERNELS, BY_SIZE, f"{leaves:.0f}", f"{takes:.0f}"
 
 
+def sentences():
+    rows = table("sst.csv").pivot(index="seed", columns="network", values="test")
+    rows = rows.dropna()
+    readme = "experiments/text/README.md"
+    assert len(rows) == 6
+    effects = [paired(rows[name] - rows["none"], 0.01) for name in ("PA", "EA")]
+    yield readme, "The results", cells("none", spread(rows["none"]))
+    corrected = holm([effect["p"] for effect in effects])
+    for name, effect, p in zip(("PA", "EA"), effects, corrected, strict=True):
+        values = (spread(rows[name]), points(effect), f"{p:.3f}")
+        yield readme, "The results", cells(name, *values)
+        assert effect["high"] < 0.96
+        yield PAGE, "", f"{name} - none {points(effect)}"
+    yield "docs/transformers.md", "", rows["none"].mean(), rows["PA"].mean()
+
+
 def resnets_on_a_gpu():
     rows = table("h200/resnets.csv").set_index(["network", "implementation", "mode"])
     titles = {
@@ -828,6 +844,7 @@ CLAIMS = [
     speed,
     networks_by_image_size,
     what_the_goal_leaves_attention,
+    sentences,
     resnets_on_a_gpu,
     kernels_on_a_gpu,
     cifar_steps_on_a_gpu,
