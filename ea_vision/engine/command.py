@@ -111,6 +111,7 @@ def train(module: type[DataModule], config: TrainConfig) -> None:
     with join_world(config.device, config.dist_timeout) as world, StopRequest() as stop:
         log_to_stdout(world.rank)
         check_writable(folder)
+        run_folder.check_free(folder, world)
         log.info("recipe      %s", config.recipe)
         if config.notice:
             log.warning("%s", config.notice)

@@ -65,9 +65,7 @@ def locked(folder: Path, world: World) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
-        raise UsageError(
-            f"{folder} is in use by another run that has not ended yet{_named(owner)}"
-        ) from error
+        raise _in_use(folder) from error
     except (OSError, NotImplementedError) as error:  # some network file systems have no locks
         log.warning("%s cannot be locked: %s", folder, error)
     try:
@@ -84,6 +82,25 @@ def locked(folder: Path, world: World) -> Iterator[None]:
         if not any(folder.iterdir()):
             with suppress(OSError):  # another run has just begun here
                 folder.rmdir()
+
+
+def check_free(folder: Path, world: World) -> None:
+    """Raise UsageError if another process holds the run folder: asked before data and networks are loaded."""
+    if not world.is_main or not (folder / LOCK).exists():
+        return
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise _in_use(folder) from error
+    except (OSError, NotImplementedError):
+        return  # `locked` warns of it
+    lock.release()
+
+
+def _in_use(folder: Path) -> UsageError:
+    owner = _named(folder / OWNER)
+    return UsageError(f"{folder} is in use by another run that has not ended yet{owner}")
 
 
 def _named(owner: Path) -> str:

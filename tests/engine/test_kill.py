@@ -155,7 +155,10 @@ def test_a_second_run_that_is_refused_leaves_the_folder_of_one_that_has_only_jus
             run_folder.locked(folder, CPU),
         ):
             raise AssertionError("two runs in one folder")
+        with pytest.raises(UsageError, match="is in use by another run"):
+            run_folder.check_free(folder, CPU)
         run_folder.write_metrics(folder, [])
+    run_folder.check_free(folder, CPU)
     assert (folder / run_folder.METRICS).exists()
     with run_folder.locked(folder / "empty", CPU):
         pass
