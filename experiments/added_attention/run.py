@@ -7,6 +7,7 @@ continues an incomplete run and skips complete ones.
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from ea_vision.base.files import atomic_write, csv_text
 from ea_vision.engine import run_folder, train_imagenet
 from experiments.finetune_scenes.run import pick, test
 
+SEEDS = range(5)
 PHOTOS = 500  # training photos per class
 PRETRAINING = "--img-size 64 --eval-resize 64 --epochs 10 --batch-size 64 --seed 0"
 TUNING = "--recipe finetune_resnet --img-size 112 --eval-resize 128 --epochs 6 --batch-size 50"
@@ -38,16 +40,22 @@ def train(options: str, data: Path, output: Path, more: list[str]) -> None:
         sys.exit(code)
 
 
-def row_of(way: str, seed: int, output: Path, top1: float) -> dict[str, str | int | float]:
-    """Return a run as a line of the file that experiments.evidence reads."""
-    metrics = run_folder.read_metrics(output)
-    return {
-        "variant": way,
-        "seed": seed,
-        "test_top1": top1,
-        "train_loss": metrics["train_loss"][-1],
-        "seconds": round(sum(metrics["seconds"])),
-    }
+def tested_runs(runs: Path) -> list[dict[str, str | int | float]]:
+    """Return the runs that are tested as rows of the file that experiments.evidence reads."""
+    rows = []
+    for seed in SEEDS:
+        for way in WAYS:
+            output = runs / f"{way}-{seed}"
+            tested = output / "test" / "evaluation.json"
+            if not tested.exists():
+                continue
+            metrics = run_folder.read_metrics(output)
+            row = {"variant": way, "seed": seed}
+            row["test_top1"] = json.loads(tested.read_text(encoding="utf-8"))["top1"]
+            row["train_loss"] = metrics["train_loss"][-1]
+            row["seconds"] = round(sum(metrics["seconds"]))
+            rows.append(row)
+    return rows
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,19 +65,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("tiny_imagenet", type=Path)
     parser.add_argument("scenes", type=Path)
     parser.add_argument("runs", type=Path)
-    parser.add_argument("--seeds", type=int, default=5, help="(default: %(default)s)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="(default: 0 to 4)")
     args, more = parser.parse_known_args(argv)
     pretrained = args.runs / "pretrained"
     train(f"--model resnet34_050 {PRETRAINING}", args.tiny_imagenet, pretrained, more)
     data = args.runs / "data"
     pick(args.scenes, data, PHOTOS)
-    rows = []
-    for seed in range(args.seeds):
+    for seed in args.seeds:
         for way, options in WAYS.items():
             output = args.runs / f"{way}-{seed}"
             start = f"--seed {seed} --pretrained-path {pretrained / run_folder.WEIGHTS}"
             train(f"{TUNING} {options} {start}", data, output, more)
-            rows.append(row_of(way, seed, output, test(output, data)))
+            test(output, data)
+            rows = tested_runs(args.runs)
             atomic_write(args.runs / "evidence-runs.csv", csv_text(rows).encode())
     return 0
 
