@@ -23,8 +23,9 @@ from ea_vision.recorder.loading import load_model, parse_layers
 from ea_vision.recorder.quantities import total_variation
 from ea_vision.recorder.recording import PARTS, LayerMaps
 from ea_vision.visualize.figure_options import check_output, save
-from ea_vision.visualize.image_maps import OWN_ALONE, Recording, add_own_alone, cell_of, record
+from ea_vision.visualize.image_maps import add_own_alone, record
 from ea_vision.visualize.strip import draw_strip
+from ea_vision.visualize.tiles import OWN_ALONE, Recording, cell_of
 
 PHOTOS = 200  # of --typical, at most
 

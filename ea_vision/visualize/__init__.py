@@ -1,4 +1,4 @@
-"""Figures of attention maps, a call each: a model and an image in, a matplotlib Figure out.
+"""Figures of attention maps. Each is one call that takes a model and an image and returns a matplotlib Figure.
 
     import timm, ea_vision
     from ea_vision.visualize import plot_heatmap
@@ -23,12 +23,13 @@ the recording, and the modules' draw_* functions draw it. Heads are counted from
 
 from ea_vision.visualize.explore import show_page
 from ea_vision.visualize.heatmap import plot_heatmap
-from ea_vision.visualize.image_maps import Recording, record
+from ea_vision.visualize.image_maps import record
 from ea_vision.visualize.implicit import input_jacobian, plot_jacobian, plot_sampling
 from ea_vision.visualize.map_style import MapStyle
 from ea_vision.visualize.matrix import plot_matrix
 from ea_vision.visualize.rollout import plot_rollout
 from ea_vision.visualize.statistics import plot_statistics
 from ea_vision.visualize.strip import plot_frames, plot_strip
+from ea_vision.visualize.tiles import Recording
 
 plot_heads = plot_heatmap

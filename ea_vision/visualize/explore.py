@@ -44,8 +44,9 @@ from ea_vision.visualize.figure_options import (
     only,
     run_label,
 )
-from ea_vision.visualize.image_maps import MEAN, OWN_ALONE, add_own_alone, as_images, record
-from ea_vision.visualize.map_style import SIGNED_MAP, before_shares, equation
+from ea_vision.visualize.image_maps import add_own_alone, as_images, before_shares, equation, record
+from ea_vision.visualize.map_style import SIGNED_MAP
+from ea_vision.visualize.tiles import MEAN, OWN_ALONE
 
 EXAMPLES = """\
   ea-vision explore --model ea_conv_transformer_cifar -o page.html photo.jpg
@@ -119,15 +120,18 @@ def pack(
         that equals one of an earlier part or layer refers to it: EA's convolved logits are its logits where beta is
         1, and a layer's previous logits are those of the layer before.
     """
-    streams: dict[str, str] = {}
-    places: dict[int, dict[str, list]] = {number: {} for number in maps}
-    known: dict[bytes, list] = {}
+    streams = {}
+    places = {number: {} for number in maps}
+    known = {}
     for part in (*STORED_PARTS, CHANGE):
         stream = bytearray()
         for number, parts in maps.items():
             if part not in parts:
                 continue
-            data = _packed(parts[part], prefix) if part != CHANGE else parts[part].tobytes()
+            if part == CHANGE:
+                data = parts[part].tobytes()
+            else:
+                data = _packed(parts[part], prefix)
             if data not in known:
                 known[data] = [part, len(stream)]
                 stream += data
@@ -139,13 +143,18 @@ def pack(
 
 def _packed(maps: np.ndarray, prefix: int) -> bytes:
     low, step, codes = quantise(maps)
-    means = maps[:, prefix:].mean(1, dtype=np.float64).astype(np.float32)  # (K, N)
-    data = low.tobytes() + step.tobytes() + means.tobytes() + codes.tobytes()
+    means = maps[:, prefix:].mean(1, dtype=np.float64)  # (K, N)
+    arrays = (low, step, means.astype(np.float32), codes)
+    data = b"".join(array.tobytes() for array in arrays)
     return data + bytes(-len(data) % 4)
 
 
-def changes_of(layer: LayerMaps, heads: Sequence[int], prefix: int) -> np.ndarray:
-    """Return by how much attention differs from that of the own logits alone: total variations, float32
+def changes_of(
+    layer: LayerMaps,
+    heads: Sequence[int],
+    prefix: int,
+) -> np.ndarray:
+    """Return how far attention is from the attention of the own logits alone: total variations, float32
     (K + 1, T + 1), of each head and the mean of heads, and of each query and the mean of the pixels' queries.
 
     Args:
@@ -182,7 +191,7 @@ class Explorer:
     parts: Sequence[str] = STORED_PARTS
 
     def describe(self) -> list[dict]:
-        """Return what the page knows of each model before any image."""
+        """Return one entry per model: its label, input size, equation and layers."""
         described = []
         for model, chosen in zip(self.models, self.layers, strict=True):
             layers = []
@@ -298,9 +307,10 @@ def _likeliest(output: Any, names: Sequence[str] | None) -> list[dict]:
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor) or logits.ndim != 2:
         return []
-    top = logits[0].float().softmax(-1).topk(min(3, logits.shape[1]))
+    probabilities = logits[0].float().softmax(-1)
+    values, indices = probabilities.topk(min(3, logits.shape[1]))
     likeliest = []
-    for index, probability in zip(top.indices.tolist(), top.values.tolist(), strict=True):
+    for index, probability in zip(indices.tolist(), values.tolist(), strict=True):
         name = names[index] if names else f"class {index}"
         likeliest.append({"name": name, "probability": round(probability, 6)})
     return likeliest
@@ -388,10 +398,9 @@ def make_explorer(
     parts: str = "all",
     **preprocessing,
 ) -> Explorer:
-    """Return the models with the layers, heads and parts asked for; unless layers are named, those that have queries of
-    pixels.
+    """Return an explorer of the layers, heads and parts asked for; by default of layers that have queries of pixels.
 
-    image: one of the page's, to see which these are.
+    image: one of the page's, which shows the layers that have them.
     """
     asked = Asked(models, layers, heads, **preprocessing)
     if len(asked.models) > MAX_MODELS:
@@ -403,7 +412,8 @@ def make_explorer(
         raise UsageError(f"--parts must be all or some of {', '.join(STORED_PARTS)}; got {parts!r}")
     if layers is None:
         asked.record(image)
-    return Explorer(asked.models, asked.layers, () if heads == "all" else asked.heads, chosen)
+    numbers = () if heads == "all" else asked.heads
+    return Explorer(asked.models, asked.layers, numbers, chosen)
 
 
 @dataclass

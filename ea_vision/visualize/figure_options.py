@@ -1,4 +1,4 @@
-"""The options that the figures' commands have in common, what their values mean, and how figures become files.
+"""The options that the figures' commands share, their values, and how figures are written to files.
 
 What the functions `plot_*` take alike:
 
@@ -54,17 +54,9 @@ from ea_vision.recorder.loading import (
     positive,
 )
 from ea_vision.recorder.recording import AttentionLayer, LayerMaps
-from ea_vision.visualize.image_maps import (
-    ALL,
-    MEAN,
-    AnyImage,
-    Head,
-    Query,
-    Recording,
-    as_models,
-    record,
-)
+from ea_vision.visualize.image_maps import AnyImage, as_models, record
 from ea_vision.visualize.map_style import SCALES, STYLE, STYLES, MapStyle
+from ea_vision.visualize.tiles import ALL, MEAN, Head, Query, Recording
 
 Model = nn.Module | LoadedModel | str
 Models = Model | Sequence[Model] | Mapping[str, Model]
@@ -223,7 +215,7 @@ def parse_heads(text: str, layers: Sequence[AttentionLayer]) -> list[Head]:
         UsageError: a head that a layer does not have.
     """
     num_heads = min(layer.num_heads for layer in layers)
-    heads: list[Head] = []
+    heads = []
     for item in text.split(","):
         if item == "all":
             heads += range(num_heads)
@@ -237,13 +229,13 @@ def parse_heads(text: str, layers: Sequence[AttentionLayer]) -> list[Head]:
 
 
 def spread(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
-    """Return all of up to SOME_LAYERS, or so many at even distances, the first and the last among them."""
+    """Return at most SOME_LAYERS of the layers, evenly spaced, including the first and the last."""
     places = np.linspace(0, len(layers) - 1, min(SOME_LAYERS, len(layers)))
     return [layers[round(place)] for place in places]
 
 
 def loader(options: argparse.Namespace) -> Callable[[str], LoadedModel]:
-    """Return a function that loads a model as the options say; see first that the images exist."""
+    """Check that the images exist; return a function that loads a model as the options say."""
     find_images(options.images)
     return partial(
         load_model,
@@ -265,7 +257,7 @@ def epochs_of(
     several = list(targets) if isinstance(targets, (list, tuple)) else [targets]
     if all(isinstance(target, LoadedModel) for target in several):
         return several
-    runs: dict[Path, dict[int, LoadedModel]] = {}
+    runs = {}
     for target in map(str, several):
         for path in _checkpoints(target):
             model = load(path)
@@ -285,7 +277,7 @@ def _checkpoints(target: str) -> list[str]:
     """Return the checkpoints and snapshots of a run folder; a file alone."""
     if not Path(target).is_dir():
         return [target]
-    paths: list[str] = []
+    paths = []
     for pattern in CHECKPOINTS:
         paths += sorted(str(path) for path in Path(target).glob(pattern))
     if not paths:
@@ -312,7 +304,7 @@ def chosen_layers(
     model: LoadedModel,
     some: bool = False,
 ) -> list[AttentionLayer]:
-    """Return the layers asked for; by default all, or with `some` those of `spread`."""
+    """Return the layers asked for; by default all of them, or with `some` at most SOME_LAYERS."""
     if layers is not None:
         return parse_layers(_text(layers), model)
     every = parse_layers("all", model)
@@ -354,7 +346,8 @@ class Asked:
         self.layers = [chosen_layers(layers, model, some) for model in self.models]
         if heads is None:
             heads = MEAN if len(self.models) > 1 else f"all,{MEAN}"
-        self.heads = parse_heads(_text(heads), list(chain.from_iterable(self.layers)))
+        every = list(chain.from_iterable(self.layers))
+        self.heads = parse_heads(_text(heads), every)
 
     @property
     def numbers(self) -> list[list[int]]:
@@ -385,7 +378,7 @@ class Asked:
         return set(tokens) <= set(layer.query_names)
 
     def _layers_with_queries(self, model: LoadedModel, image: AnyImage) -> list[AttentionLayer]:
-        """Return the layers that have the queries; all if none has them, so that a layer says why."""
+        """Return the layers that have the queries; all layers if none has them: drawing them raises the error."""
         every = chosen_layers(None, model)
         maps = record(model, image, every).maps
         able = [layer for layer in every if self._has_queries(maps[layer.number])]
@@ -399,7 +392,7 @@ class Asked:
         size = (seen or self.models)[0].img_size
         if not self.queries:
             return parse_queries([], size, default)
-        points: list[Query] = []
+        points = []
         for query in map(_text, self.queries):
             points += [ALL] if query == ALL else parse_queries([query], size)
         return points
@@ -414,7 +407,7 @@ def _text(value: str | int | Sequence[int | str]) -> str:
 
 
 def check_output(output: Path, suffixes: Sequence[str] = PICTURES) -> Path:
-    """See that a file can be written, before any work; return it.
+    """Check that a file can be written, before any work; return it.
 
     Raises:
         UsageError: a suffix that cannot be written, or a folder that cannot be made.
@@ -429,7 +422,11 @@ def save(figure: Figure, output: Path, dpi: int) -> None:
     files.atomic_write(output, figure_bytes(figure, output.suffix.lower(), dpi))
 
 
-def save_film(figures: Iterable[Figure], output: Path, dpi: int) -> None:
+def save_film(
+    figures: Iterable[Figure],
+    output: Path,
+    dpi: int,
+) -> None:
     """Write figures into a GIF that runs for ever."""
     drawn = []
     for figure in figures:
@@ -510,7 +507,7 @@ def _outputs(output: Path, jobs: Sequence) -> list[Path]:
     """Return a file for each job; of several, named after their images."""
     if len(jobs) == 1:
         return [output]
-    paths: list[Path] = []
+    paths = []
     for number, job in enumerate(jobs):
         name = Path(job).stem.replace("#", "-")
         path = output.with_name(f"{output.stem}-{name}{output.suffix}")

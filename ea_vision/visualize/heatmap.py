@@ -16,28 +16,22 @@ from ea_vision.visualize.figure_options import (
     make_parser,
     run_figure,
 )
-from ea_vision.visualize.image_maps import (
+from ea_vision.visualize.image_maps import AnyImage, as_images, title_of
+from ea_vision.visualize.map_style import STYLE, MapStyle, map_sheet
+from ea_vision.visualize.sheet import Block, Row, Tile
+from ea_vision.visualize.tiles import (
     ALL,
-    AnyImage,
     Head,
     Query,
     Recording,
-    as_images,
     cell_of,
-    title_of,
-)
-from ea_vision.visualize.map_style import (
-    STYLE,
-    MapStyle,
     head_name,
     map_name,
-    map_sheet,
     photo_of,
     queries_name,
     short_names,
     tile_of,
 )
-from ea_vision.visualize.sheet import Block, Row, Tile
 
 EXAMPLES = """\
   ea-vision heatmap --model ea_conv_transformer_cifar --layers 1,3 -o maps.png digits#0
@@ -128,7 +122,7 @@ def head_rows(
     points: Sequence[Query],
     style: MapStyle,
 ) -> list[Row]:
-    """Return one row per query with one column per head; of one head a single row whose columns are queries."""
+    """Return one row per query with one column per head; for one head a single row with one column per query."""
     in_a_row = len(heads) == 1 and len(points) > 1
     rows = []
     for number, point in enumerate(points, start=1):
@@ -164,8 +158,8 @@ def draw_heatmap(
     *,
     width: float | None = None,
 ) -> Figure:
-    """Draw the photo with numbered query points; below it, for each layer, one row per query and one column per head,
-    or of one query or head one row per layer.
+    """Draw the photo with numbered query points and, below it, one row per query and one column per head per layer.
+    With one query or one head each layer is one row.
 
     Args:
         recording: with the "attn" of `layers` (numbers).

@@ -1,12 +1,9 @@
-"""An image as a network saw it, with the maps of its layers: what every figure is drawn from."""
+"""Networks and their recordings: an image as a network saw it, with the maps of its layers."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,87 +12,10 @@ from ea_vision.base.errors import UsageError
 from ea_vision.recorder.inputs import ImageSource, as_image, as_input
 from ea_vision.recorder.loading import LoadedModel, as_loaded, load_model, set_preprocessing
 from ea_vision.recorder.quantities import own_alone
-from ea_vision.recorder.recording import AttentionLayer, AttentionMaps
+from ea_vision.recorder.recording import AttentionLayer, AttentionMaps, LayerMaps
+from ea_vision.visualize.tiles import OWN_ALONE, Recording
 
-MEAN = "mean"  # of heads
-ALL = "all"  # the mean of all queries
-OWN_ALONE = "attn_own_alone"  # the part of `add_own_alone`
-# (y, x) in pixels of the input, a token before a transformer's patches (cls, reg1, ...), or ALL
-Query = tuple[int, int] | str
-Head = int | str  # a number, or MEAN
 AnyImage = ImageSource | Tensor  # see `ea_vision.recorder.inputs.as_input`
-
-
-def of_head(maps: Tensor, head: Head) -> Tensor:
-    """Return one head of (K, ...), or the mean of all."""
-    return maps.mean(0) if head == MEAN else maps[head]
-
-
-@dataclass
-class Recording:
-    """An image as a network saw it, and the maps of its layers.
-
-    image: (3, H, W) in 0..1. img_size: (H, W). aspect: H over W. extent: where `Axes.imshow` draws what covers it.
-    photo: (height, width, 3) uint8, the same part of the image at its own resolution; None where there is only `image`.
-    output: what the network gave.
-    """
-
-    model: LoadedModel
-    image: Tensor
-    maps: AttentionMaps
-    photo: np.ndarray | None = None
-    output: Any = None
-
-    img_size = property(lambda self: tuple(self.image.shape[1:]))
-    aspect = property(lambda self: self.img_size[0] / self.img_size[1])
-    extent = property(lambda self: (0, self.img_size[1], self.img_size[0], 0))
-
-    def pixels(self) -> np.ndarray:
-        """Return the photo, or where there is none (the network sees no less) the image: (height, width, 3) in 0..1."""
-        if self.photo is not None:
-            return self.photo / 255
-        return self.image.permute(1, 2, 0).cpu().numpy()
-
-    def cell(self, layer: int, query: Query) -> Query:
-        """Return `cell_of` a query in a layer's map."""
-        return cell_of(query, self.img_size, self.maps[layer].feat_size)
-
-    def query_map(
-        self,
-        layer: int,
-        query: Query,
-        head: Head,
-        part: str = "attn",
-    ) -> np.ndarray:
-        """Return (H', W'): a query's row of a part, among the map's pixels, by one head or on average; of ALL the mean
-        over the queries of all pixels. Attention, that of OWN_ALONE too, is in units of uniform attention."""
-        maps = self.maps[layer]
-        if query == ALL:
-            rows = maps.spatial(part)  # (B, K, H, W, H', W')
-        else:
-            cell = self.cell(layer, query)
-            _, rows = maps.of_cell(cell, part)  # (B, K, H', W')
-        values = of_head(rows[0], head).float().cpu().numpy()
-        if part.startswith("attn"):
-            keys = maps.num_keys()
-            if query == ALL:
-                keys = keys[:, :, None, None]
-            elif isinstance(query, str):
-                keys = keys.max()
-            else:
-                keys = keys[cell]
-            values = values * keys
-        return values.mean((0, 1)) if query == ALL else values
-
-    def beside_patches(self, layer: int, query: Query, head: Head) -> str:
-        """Say how much of a query's attention goes to the tokens before the patches: "cls 12%, reg 30%" (all registers
-        together); "" where there are none."""
-        maps = self.maps[layer]
-        shares = Counter()
-        row = maps.of_cell(self.cell(layer, query))[0][0]  # (K, P)
-        for name, share in zip(maps.prefix_names, of_head(row, head).tolist(), strict=True):
-            shares[name.rstrip("0123456789")] += share
-        return ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items())
 
 
 def as_model(model: nn.Module | LoadedModel | str, **images) -> LoadedModel:
@@ -121,7 +41,7 @@ def title_of(model: LoadedModel) -> str:
 
 
 def as_models(models, **images) -> list[LoadedModel]:
-    """Return the models of one, several, or several by label (a mapping); their labels differ. **images: see
+    """Return a list of one model, of several, or of a mapping from labels to models, with unique labels. **images: see
     `as_model`."""
     if isinstance(models, Mapping):
         loaded = [as_model(model, **images) for model in models.values()]
@@ -210,18 +130,6 @@ def record(
     return Recording(model, prepared, maps, photo, output)
 
 
-def cell_of(
-    query: Query,
-    img_size: tuple[int, int],
-    feat_size: tuple[int, int],
-) -> Query:
-    """Return (row, column) of the map's cell that a pixel (y, x) of the input lies in, which is also its place in an
-    input of another size; a token by name as it is."""
-    if isinstance(query, str):
-        return query
-    return query[0] * feat_size[0] // img_size[0], query[1] * feat_size[1] // img_size[1]
-
-
 def add_own_alone(recording: Recording) -> None:
     """Add to the maps of evolving layers their attention without the previous map, the part OWN_ALONE; see
     `ea_vision.recorder.quantities.own_alone`. The recording must have all parts and all heads."""
@@ -231,3 +139,49 @@ def add_own_alone(recording: Recording) -> None:
             alone = own_alone(layer, module)
         if alone is not None:
             layer.save(OWN_ALONE, alone)
+
+
+def before_shares(model: nn.Module, name: str) -> dict[str, float]:
+    """Return the weights of the recorded parts in the convolution's input of a layer; {} where it convolves no maps."""
+    evolution = getattr(model.get_submodule(name), "evolution", None)
+    return evolution.before_shares() if evolution else {}
+
+
+def _sum(*terms: tuple[float, str]) -> str:
+    """Write a weighted sum: without terms of weight 0, without a weight of 1."""
+    written = []
+    for weight, term in terms:
+        if weight == 1:
+            written.append(term)
+        elif weight != 0:
+            factor = f"({term})" if " + " in term and not term.startswith("relu") else term
+            written.append(f"{weight:.2g} {factor}")
+    return " + ".join(written) or "0"
+
+
+def equation(model: nn.Module, layers: Sequence[AttentionLayer | LayerMaps]) -> str:
+    """Write the equation of the first layer that convolves previous maps, with its gates (learnable ones: their mean);
+    "" if there is no such layer."""
+    convolving = [layer for layer in layers if before_shares(model, layer.name)]
+    if not convolving:
+        return ""
+    first = convolving[0]
+    shares = before_shares(model, first.name)
+    gates = model.get_submodule(first.name).evolution.gates()
+    mean = {}
+    for name, gate in gates.items():
+        mean[name] = torch.as_tensor(gate).detach().float().mean().item()
+    previous = (shares.get("prev_logits", 0.0), "previous")
+    own = (shares.get("self_logits", 0.0), "own")
+    mixed = _sum(previous, own)
+    convolved = f"relu(conv({mixed}))"
+    if "self_logits" in shares:
+        share = mean.get("beta", 1.0)
+        rest = mixed
+    else:
+        share = mean.get("alpha", 1.0)
+        rest = "own"
+    logits = _sum((share, convolved), (1 - share, rest))
+    learned = any(isinstance(gate, Tensor) for gate in gates.values())
+    whose = f"layer {first.number}" if learned else "a layer"
+    return f"{whose}: logits = {logits}, attention = softmax(logits)"

@@ -28,15 +28,9 @@ from ea_vision.visualize.image_maps import (
     record,
     title_of,
 )
-from ea_vision.visualize.map_style import (
-    QUERY_COLORS,
-    MapStyle,
-    map_of,
-    photo_of,
-    scaled,
-    tile_of,
-)
+from ea_vision.visualize.map_style import MapStyle, scaled
 from ea_vision.visualize.sheet import Block, Row, Tile, sheet
+from ea_vision.visualize.tiles import QUERY_COLORS, map_of, photo_of, tile_of
 
 
 def input_jacobian(
@@ -174,7 +168,11 @@ def plot_sampling(
     )
 
 
-def _tile(image: Tensor, title: str, corners: np.ndarray | None = None) -> Tile:
+def _tile(
+    image: Tensor,
+    title: str,
+    corners: np.ndarray | None = None,
+) -> Tile:
     """Return an image (3, H, W), with the quadrilateral of these corners (4, 2), x and y."""
     H, W = image.shape[1:]
     pixels = image.permute(1, 2, 0).cpu().numpy()

@@ -21,9 +21,10 @@ from ea_vision.visualize.figure_options import (
     only,
     run_figure,
 )
-from ea_vision.visualize.image_maps import AnyImage, Head, Recording, of_head, record, title_of
-from ea_vision.visualize.map_style import STYLE, MapStyle, head_name, map_name, map_sheet
+from ea_vision.visualize.image_maps import AnyImage, record, title_of
+from ea_vision.visualize.map_style import STYLE, MapStyle, map_sheet
 from ea_vision.visualize.sheet import Block, Row, Tile
+from ea_vision.visualize.tiles import Head, Recording, head_name, map_name, of_head
 
 EXAMPLES = """\
   ea-vision matrix --model ea_conv_transformer_cifar --layers 1-3 -o matrix.png photo.jpg
@@ -101,10 +102,15 @@ def draw_matrix(
     )
 
 
-def _tile(layer: LayerMaps, head: Head, part: str, style: MapStyle) -> Tile:
+def _tile(
+    layer: LayerMaps,
+    head: Head,
+    part: str,
+    style: MapStyle,
+) -> Tile:
     """Return a head's (T, T) map; attention in units of uniform attention."""
-    maps = (layer.relative() if part == "attn" else layer[part])[0].float()  # (K, T, T)
-    values = of_head(maps, head).cpu().numpy()
+    maps = layer.relative() if part == "attn" else layer[part]  # (B, K, T, T)
+    values = of_head(maps[0].float(), head).cpu().numpy()
     prefix = layer.num_prefix_tokens
     pixels_ask = layer.pixels_ask
 

@@ -18,25 +18,19 @@ from ea_vision.visualize.figure_options import (
     make_parser,
     run_figure,
 )
-from ea_vision.visualize.image_maps import (
+from ea_vision.visualize.image_maps import AnyImage, record, title_of
+from ea_vision.visualize.map_style import STYLE, MapStyle, map_sheet
+from ea_vision.visualize.sheet import Block, Row
+from ea_vision.visualize.tiles import (
     ALL,
-    AnyImage,
     Query,
     Recording,
     cell_of,
-    record,
-    title_of,
-)
-from ea_vision.visualize.map_style import (
-    STYLE,
-    MapStyle,
     layers_name,
     map_of,
-    map_sheet,
     photo_of,
     queries_name,
 )
-from ea_vision.visualize.sheet import Block, Row
 
 EXAMPLES = """\
   ea-vision rollout --model aa_resnet50,ea_aa_resnet50 --queries 60,60 -o rollout.png photo.jpg

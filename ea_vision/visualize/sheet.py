@@ -8,7 +8,7 @@ matplotlib's); every text is measured, so that none meets another one. Lengths h
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -113,7 +113,7 @@ class Block:
     enlarged: float = 1.0
 
     def maps(self) -> list[Tile]:
-        """Return the tiles that have a scale, which photos and empty places have not."""
+        """Return the tiles that have a scale: photos and empty places have none."""
         tiles = chain.from_iterable(row.tiles for row in self.rows)
         return [tile for tile in tiles if tile.values is not None]
 
@@ -139,7 +139,8 @@ class _Text:
 
 
 def _height(text: str, size: float) -> float:
-    return LEADING * size * (1 + text.count("\n")) if text else 0.0
+    lines = 1 + text.count("\n") if text else 0
+    return LEADING * size * lines
 
 
 @dataclass
@@ -155,10 +156,9 @@ class _Laid:
     def place(self, other: "_Laid", x: float, y: float) -> None:
         """Add another one's contents, its corner at (x, y)."""
         for box in other.boxes:
-            moved = _Box(x + box.x, y + box.y, box.width, box.height, box.drawing, box.texts)
-            self.boxes.append(moved)
+            self.boxes.append(replace(box, x=x + box.x, y=y + box.y))
         for text in other.texts:
-            self.texts.append(_Text(x + text.x, y + text.y, text.text, text.size))
+            self.texts.append(replace(text, x=x + text.x, y=y + text.y))
         self.width = max(self.width, x + other.width)
         self.height = max(self.height, y + other.height)
         self.whole &= other.whole
@@ -174,8 +174,9 @@ class _Laid:
         """Add colour bars side by side, as many in a line as have room for three numbers each."""
         if not bars:
             return
-        narrowest = max(3 * bar.widest_text() for bar in bars) + 4 * GAP
-        each_line = max(1, min(len(bars), int(self.width / narrowest)))
+        widest = max(bar.widest_text() for bar in bars)
+        fitting = int(self.width / (3 * widest + 4 * GAP))
+        each_line = max(1, min(len(bars), fitting))
         step = min(self.width / each_line, 1.4 * BAR_LENGTH)
         for first in range(0, len(bars), each_line):
             self._line_of_bars(bars[first : first + each_line], step)
@@ -220,13 +221,19 @@ class _Laid:
             self.height += below + 2.0
 
 
-def _lay_block(block: Block, side: float, room: float, alone: bool) -> _Laid:
+def _lay_block(
+    block: Block,
+    side: float,
+    room: float,
+    alone: bool,
+) -> _Laid:
     """Lay a block with tiles of this width. Rows break into lines where `room` forces it."""
     small = points()
     side = side * block.enlarged
     labels = []
     for row in block.rows:
-        labels.append(wrapped(row.label, max(side * row.tiles[0].aspect, 30.0), small))
+        height = side * row.tiles[0].aspect
+        labels.append(wrapped(row.label, max(height, 30.0), small))
     left = max(_height(label, small) for label in labels)
     if any(labels):
         left += 2.0
@@ -240,7 +247,8 @@ def _lay_block(block: Block, side: float, room: float, alone: bool) -> _Laid:
     if no_other_beside:
         least = max(least, text_width(block.title, points("medium")))
     long_row = len(block.rows) == 1 and columns > 4
-    laid = _Laid(max(grid, min(room, least)), whole=lines <= (2 if long_row else 1))
+    most_lines = 2 if long_row else 1
+    laid = _Laid(max(grid, min(room, least)), whole=lines <= most_lines)
     if block.title:
         laid.text(0, block.title, "medium")
         laid.height += 2.0
@@ -253,7 +261,11 @@ def _lay_block(block: Block, side: float, room: float, alone: bool) -> _Laid:
     return laid
 
 
-def _lay_all(blocks: Sequence[Block], side: float, room: float) -> _Laid:
+def _lay_all(
+    blocks: Sequence[Block],
+    side: float,
+    room: float,
+) -> _Laid:
     """Lay blocks side by side where they fit, else below."""
     laid = _Laid()
     x = 0.0
@@ -273,13 +285,17 @@ def _smallest_tile(blocks: Sequence[Block]) -> float:
     small = points()
     widest = SMALLEST_TILE
     for block in blocks:
-        for row in block.rows:
-            for word in " ".join(tile.title for tile in row.tiles).split():
+        for tile in chain.from_iterable(row.tiles for row in block.rows):
+            for word in tile.title.split():
                 widest = max(widest, text_width(word, small) - GAP + 1)
     return min(46.0 * small / 7, widest)
 
 
-def _best_layout(blocks: Sequence[Block], room: float, highest: float) -> _Laid:
+def _best_layout(
+    blocks: Sequence[Block],
+    room: float,
+    highest: float,
+) -> _Laid:
     """Return the layout with the largest tiles that is whole and no higher than `highest`. Without one: the largest
     tiles whose layout is at most SLACK times as high as the lowest, whole if one is."""
     smallest = _smallest_tile(blocks)
@@ -304,8 +320,9 @@ def sheet(
     bars: Sequence[Bar] = (),
     foot: str = "",
 ) -> Figure:
-    """Draw a figure: photo, title and note above, then the blocks. Tiles are as large as lets grids stay whole, single
-    rows have two lines at most, words of titles stay whole, and the height stay below a limit.
+    """Draw a figure: photo, title and note above, then the blocks. Tiles are as large as
+    possible while grids stay whole, single rows have at most two lines, words of titles stay whole, and the height
+    stays below a limit.
 
     Args:
         width: inches; None: as wide as the blocks need, at most PAGE.
@@ -317,7 +334,8 @@ def sheet(
         UsageError: a width that no text fits into.
     """
     room = 72 * (check_width(width) or PAGE) - 2 * MARGIN
-    body = _best_layout(blocks, room, 72 * min(HIGHEST, 1.75 * (width or PAGE)))
+    highest = min(HIGHEST, 1.75 * (width or PAGE))
+    body = _best_layout(blocks, room, 72 * highest)
     whole = _Laid(room if width else min(room, max(body.width, 200.0)))
     picture = _Laid()
     left = 0.0

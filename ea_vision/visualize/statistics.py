@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -73,7 +74,8 @@ def _batches(
     images: Sequence[AnyImage],
     size: int,
 ) -> Iterator[Tensor]:
-    for first in tqdm(range(0, len(images), size), unit="batch", desc=model.label, disable=None):
+    starts = range(0, len(images), size)
+    for first in tqdm(starts, unit="batch", desc=model.label, disable=None):
         yield as_batch(model, images[first : first + size])
 
 
@@ -98,8 +100,8 @@ class Panel:
     top: float = 1.05
 
     def is_known(self, measured: Mapping[str, Sequence[LayerQuantities]]) -> bool:
-        for layers in measured.values():
-            if any(self.values(layer).isfinite().any() for layer in layers):
+        for layer in chain.from_iterable(measured.values()):
+            if self.values(layer).isfinite().any():
                 return True
         return False
 
@@ -129,7 +131,8 @@ def draw_statistics(
     """
     panels = [panel for panel in PANELS if panel.is_known(measured)]
     width = check_width(width) or PAGE
-    longest = max(measured.values(), key=len)
+    layers = list(chain.from_iterable(measured.values()))
+    numbers = [layer.number for layer in layers]
     columns = 2 if width >= 5 and len(panels) > 1 else 1
     rows = -(-len(panels) // columns)
     with print_style():
@@ -139,13 +142,14 @@ def draw_statistics(
             axes.set_visible(False)
         for axes, panel in zip(grid, panels, strict=False):
             _draw_panel(axes, panel, measured)
-            axes.set_xlim(longest[0].number - 0.6, longest[-1].number + 0.6)
-            axes.set_title(wrapped(panel.title, 72 * width / columns - 40, points("medium")))
+            axes.set_xlim(min(numbers) - 0.6, max(numbers) + 0.6)
+            title = wrapped(panel.title, 72 * width / columns - 40, points("medium"))
+            axes.set_title(title)
         for axes in grid[len(panels) - columns : len(panels)]:
             axes.set_xlabel("attention layer")
         legend_below(figure, *grid[0].get_legend_handles_labels())
-        title = _title(longest[0].images)
-        figure.suptitle(wrapped(title, 72 * width - 10, points()), fontsize=points())
+        title = wrapped(_title(layers[0].images), 72 * width - 10, points())
+        figure.suptitle(title, fontsize=points())
     return figure
 
 
@@ -188,9 +192,9 @@ def _draw_model(
     colors = color_cycle()
     color = colors[number % len(colors)]
     marker = MARKERS[number % len(MARKERS)]
-    x: list[float] = []
-    means: list[float] = []
-    spreads: list[float] = []
+    x = []
+    means = []
+    spreads = []
     for index, layer in enumerate(layers):
         if index and layer.feat_size != layers[index - 1].feat_size:
             for line in (x, means, spreads):
@@ -200,32 +204,12 @@ def _draw_model(
         images = values.nanmean(1)
         images = images[images.isfinite()]
         x.append(layer.number + shift)
-        means.append(float(heads.nanmean()))
-        spreads.append(float(images.std()) if len(images) > 1 else math.nan)
-        dots = axes.scatter(
-            [x[-1]] * len(heads),
-            heads,
-            s=5,
-            color=color,
-            marker=marker,
-        )
+        means.append(heads.nanmean().item())
+        spreads.append(images.std().item() if len(images) > 1 else math.nan)
+        dots = axes.scatter([x[-1]] * len(heads), heads, s=5, color=color, marker=marker)
         dots.set(alpha=0.35, linewidths=0)
-    axes.plot(
-        x,
-        means,
-        label=label,
-        color=color,
-        marker=marker,
-    )
-    axes.errorbar(
-        x,
-        means,
-        spreads,
-        fmt="none",
-        ecolor=color,
-        elinewidth=0.8,
-        alpha=0.7,
-    )
+    axes.plot(x, means, label=label, color=color, marker=marker)
+    axes.errorbar(x, means, spreads, fmt="none", ecolor=color, elinewidth=0.8, alpha=0.7)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

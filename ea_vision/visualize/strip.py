@@ -30,32 +30,29 @@ from ea_vision.visualize.figure_options import (
 )
 from ea_vision.visualize.heatmap import draw_columns, head_rows
 from ea_vision.visualize.image_maps import (
+    AnyImage,
+    add_own_alone,
+    before_shares,
+    equation,
+    title_of,
+)
+from ea_vision.visualize.map_style import STYLE, MapStyle, map_sheet, scaled
+from ea_vision.visualize.sheet import Block, Row, Tile, sheet
+from ea_vision.visualize.tiles import (
     ALL,
     MEAN,
     OWN_ALONE,
-    AnyImage,
     Head,
     Query,
     Recording,
-    add_own_alone,
-    of_head,
-    title_of,
-)
-from ea_vision.visualize.map_style import (
-    STYLE,
-    MapStyle,
-    before_shares,
-    equation,
     head_name,
     layers_name,
     map_name,
-    map_sheet,
+    of_head,
     photo_of,
     queries_name,
-    scaled,
     tile_of,
 )
-from ea_vision.visualize.sheet import Block, Row, Tile, sheet
 
 ARROW = "\N{RIGHTWARDS ARROW}"
 EXAMPLES = """\
@@ -145,7 +142,7 @@ def _through_training(asked: Asked, image: AnyImage) -> Figure:
 def chains_of(maps: Sequence[LayerMaps]) -> list[list[LayerMaps]]:
     """Group layers by chain; without evolution by the size of their maps, neighbouring layers together."""
     evolving = any(layer.prev_logits is not None for layer in maps)
-    chains: list[list[LayerMaps]] = []
+    chains = []
     for layer in maps:
         begins = evolving and layer.prev_logits is None
         if not chains or begins or layer.feat_size != chains[-1][-1].feat_size:
@@ -298,8 +295,12 @@ def _part(
     return tile
 
 
-def add_bars(blocks: Sequence[Block], style: MapStyle, attention: bool) -> None:
-    """Give the maps of attention, or the others, of each block their scale, and the block the colour bar."""
+def add_bars(
+    blocks: Sequence[Block],
+    style: MapStyle,
+    attention: bool,
+) -> None:
+    """Scale the attention maps of each block together, or its other maps, and add their colour bar to the block."""
     compared = []
     owners = []
     for block in blocks:
@@ -317,7 +318,7 @@ def _changes(
     head: Head,
     point: Query,
 ) -> str:
-    """Say by how much attention differs from that of the own logits alone: "0.53 in layer 2, 0.54 in layer 3"."""
+    """Write how far attention is from the attention of the own logits alone: "0.53 in layer 2, 0.54 in layer 3"."""
     changes = []
     for layer in maps:
         if OWN_ALONE not in layer.recorded():

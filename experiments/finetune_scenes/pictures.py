@@ -30,8 +30,9 @@ from ea_vision.recorder.quantities import LayerQuantities, measure, quantities_c
 from ea_vision.recorder.recording import recordable_layers
 from ea_vision.visualize.heatmap import draw_heatmap
 from ea_vision.visualize.image_maps import record
-from ea_vision.visualize.map_style import MapStyle, map_sheet, photo_of, tile_of
+from ea_vision.visualize.map_style import MapStyle, map_sheet
 from ea_vision.visualize.sheet import Block, Row
+from ea_vision.visualize.tiles import photo_of, tile_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PHOTO, PICTURES, RESULTS = (

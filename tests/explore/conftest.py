@@ -5,7 +5,8 @@ import pytest
 from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.recording import PARTS, recordable_layers
 from ea_vision.visualize.explore import Explorer
-from ea_vision.visualize.image_maps import Recording, add_own_alone, record
+from ea_vision.visualize.image_maps import add_own_alone, record
+from ea_vision.visualize.tiles import Recording
 from tests.data.photos import picture
 
 

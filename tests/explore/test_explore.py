@@ -18,7 +18,7 @@ from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.recording import recordable_layers
 from ea_vision.visualize import explore, show_page
 from ea_vision.visualize.explore import build_page, pack, quantise
-from ea_vision.visualize.image_maps import OWN_ALONE
+from ea_vision.visualize.tiles import OWN_ALONE
 from tests.data.photos import picture
 from tests.detection.tiny import tiny_run
 

@@ -192,3 +192,13 @@ def test_bad_options(options, message, tmp_path, capsys):
         probe.main(f"{SHORT} -o {output} {options}".split())
     assert message in f"{error.value} {capsys.readouterr().err}"
     assert not output.exists()
+
+
+def test_the_table_of_models_with_other_layers_leaves_places_empty():
+    results = [
+        {"model": "a", "maps": "trained", "layer": 1, "top1": 50.0},
+        {"model": "b", "maps": "trained", "layer": 2, "top1": 60.0},
+    ]
+    _, _, first, second = probe.results_table(results).splitlines()
+    assert first.replace(" ", "") == "|a|trained|50.00||"
+    assert second.replace(" ", "") == "|b|trained||60.00|"

@@ -28,11 +28,13 @@ from ea_vision.visualize import (
 )
 from ea_vision.visualize.figure_options import epochs_of
 from ea_vision.visualize.heatmap import draw_columns, draw_heatmap
-from ea_vision.visualize.map_style import SCALES, equation, map_of, norm_of, scaled
+from ea_vision.visualize.image_maps import equation
+from ea_vision.visualize.map_style import SCALES, norm_of, scaled
 from ea_vision.visualize.matrix import draw_matrix
 from ea_vision.visualize.rollout import draw_rollout
 from ea_vision.visualize.sheet import Tile
 from ea_vision.visualize.strip import draw_strip
+from ea_vision.visualize.tiles import map_of
 from tests.models.zoo import TINY
 from tests.recorder import networks
 

@@ -219,3 +219,12 @@ def test_tall_and_wide_images(img_size):
 )
 def test_names_break_between_words_first(text, fits, lines):
     assert wrapped(text, text_width(fits, 7) + 0.1, 7) == lines
+
+
+def test_the_layers_of_every_model_lie_on_the_axis():
+    later = quantities(2, 2)
+    for layer in later:
+        layer.number += 9
+    figure = draw_statistics({"early": quantities(3, 2), "late": later})
+    low, high = figure.axes[0].get_xlim()
+    assert low < 1 and high > 11

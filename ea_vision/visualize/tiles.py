@@ -1,0 +1,381 @@
+"""Tiles of a figure: the maps of a recording, and the photo with its query points; and the names beside them.
+
+In the style "light" attention lights the photo: its colours are multiplied by 0.1 at half of uniform attention and by 1
+at twice, linearly in the logarithm between, interpolated bilinearly from the map's cells.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from string import ascii_uppercase
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib import patheffects
+from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
+from matplotlib.patches import Rectangle
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from ea_vision.base.figures import COLORS as QUERY_COLORS
+from ea_vision.base.print import points
+from ea_vision.recorder.loading import LoadedModel
+from ea_vision.recorder.maps import PARTS, AttentionMaps, LayerMaps
+from ea_vision.visualize.map_style import DARKEST, TIMES, MapStyle, short
+from ea_vision.visualize.sheet import Tile
+
+MEAN = "mean"  # of heads
+ALL = "all"  # the mean of all queries
+OWN_ALONE = "attn_own_alone"  # the part of `add_own_alone`
+# (y, x) in pixels of the input, a token before a transformer's patches (cls, reg1, ...), or ALL
+Query = tuple[int, int] | str
+Head = int | str  # a number, or MEAN
+LIGHT_SIDE = 192  # pixels of a lit photo's longer side, at least
+WHITE_RIM = patheffects.withStroke(linewidth=1.8, foreground="white")
+THIN_RIM = patheffects.withStroke(linewidth=1.5, foreground="white")
+
+
+def cell_of(
+    query: Query,
+    img_size: tuple[int, int],
+    feat_size: tuple[int, int],
+) -> Query:
+    """Return (row, column) of the map's cell that a pixel (y, x) of the input lies in, which is also its place in an
+    input of another size; a token by name as it is."""
+    if isinstance(query, str):
+        return query
+    return query[0] * feat_size[0] // img_size[0], query[1] * feat_size[1] // img_size[1]
+
+
+def of_head(maps: Tensor, head: Head) -> Tensor:
+    """Return one head of (K, ...), or the mean of all."""
+    return maps.mean(0) if head == MEAN else maps[head]
+
+
+@dataclass
+class Recording:
+    """An image as a network saw it, and the maps of its layers.
+
+    image: (3, H, W) in 0..1. img_size: (H, W). aspect: H over W. extent: where `Axes.imshow` draws what covers it.
+    photo: (height, width, 3) uint8, the same part of the image at its own resolution; None where there is only `image`.
+    output: what the network gave.
+    """
+
+    model: LoadedModel
+    image: Tensor
+    maps: AttentionMaps
+    photo: np.ndarray | None = None
+    output: Any = None
+
+    img_size = property(lambda self: tuple(self.image.shape[1:]))
+    aspect = property(lambda self: self.img_size[0] / self.img_size[1])
+    extent = property(lambda self: (0, self.img_size[1], self.img_size[0], 0))
+
+    def pixels(self) -> np.ndarray:
+        """Return the photo, or where there is none (the network sees no less) the image: (height, width, 3) in 0..1."""
+        if self.photo is not None:
+            return self.photo / 255
+        return self.image.permute(1, 2, 0).cpu().numpy()
+
+    def cell(self, layer: int, query: Query) -> Query:
+        """Return `cell_of` a query in a layer's map."""
+        return cell_of(query, self.img_size, self.maps[layer].feat_size)
+
+    def query_map(
+        self,
+        layer: int,
+        query: Query,
+        head: Head,
+        part: str = "attn",
+    ) -> np.ndarray:
+        """Return (H', W'): a query's row of a part, among the map's pixels, by one head or on average; of ALL the mean
+        over the queries of all pixels. Attention, that of OWN_ALONE too, is in units of uniform attention."""
+        maps = self.maps[layer]
+        if query == ALL:
+            rows = maps.spatial(part)  # (B, K, H, W, H', W')
+        else:
+            cell = self.cell(layer, query)
+            _, rows = maps.of_cell(cell, part)  # (B, K, H', W')
+        values = of_head(rows[0], head).float().cpu().numpy()
+        if part.startswith("attn"):
+            keys = maps.num_keys()
+            if query == ALL:
+                keys = keys[:, :, None, None]
+            elif isinstance(query, str):
+                keys = keys.max()
+            else:
+                keys = keys[cell]
+            values = values * keys
+        return values.mean((0, 1)) if query == ALL else values
+
+    def beside_patches(
+        self,
+        layer: int,
+        query: Query,
+        head: Head,
+    ) -> str:
+        """Say how much of a query's attention goes to the tokens before the patches: "cls 12%, reg 30%" (all registers
+        together); "" where there are none."""
+        maps = self.maps[layer]
+        shares = Counter()
+        row = maps.of_cell(self.cell(layer, query))[0][0]  # (K, P)
+        for name, share in zip(maps.prefix_names, of_head(row, head).tolist(), strict=True):
+            shares[name.rstrip("0123456789")] += share
+        return ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items())
+
+
+# ---- names ----------------------------------------------------------------------------------------------------------
+
+
+def head_name(head: Head) -> str:
+    return "mean of heads" if head == MEAN else f"head {head}"
+
+
+def query_name(query: Query) -> str:
+    """Name a query: `y 3, x 4`, `class token`, `distillation token`, `register 1`, `mean of all queries`."""
+    if not isinstance(query, str):
+        return f"y {query[0]}, x {query[1]}"
+    names = {"cls": "class token", "dist": "distillation token", ALL: "mean of all queries"}
+    return names.get(query, query.replace("reg", "register "))
+
+
+def queries_name(queries: Sequence[Query]) -> str:
+    """Name queries: `query y 3, x 4`, `mean of all queries`; several: `queries 1: y 3, x 4; 2: class token`."""
+    if list(queries) == [ALL]:
+        return query_name(ALL)
+    if len(queries) == 1:
+        return f"query {query_name(queries[0])}"
+    names = [f"{number}: {query_name(query)}" for number, query in enumerate(queries, start=1)]
+    return "queries " + "; ".join(names)
+
+
+def map_name(layer: LayerMaps, short: bool = False) -> str:
+    """Name a layer and the size of its map, beside a row of a grid in two lines."""
+    size = "channels" if layer.channels else "x".join(map(str, layer.feat_size))
+    if short:
+        return f"layer {layer.number}\n{size}"
+    what = "from channel to channel of a head" if layer.channels else f"map {size}"
+    name = f"layer {layer.number}, {what}"
+    if layer.prefix_names:
+        name += f" after {', '.join(layer.prefix_names)}"
+    return name
+
+
+def short_names(names: Sequence[str]) -> tuple[Sequence[str], str]:
+    """Return names that fit above a map, and a legend: letters with their meanings unless all names are short."""
+    if all(len(name) <= 14 for name in names):
+        return names, ""
+    short = []
+    meanings = []
+    for index, name in enumerate(names):
+        letter = ascii_uppercase[index % 26] + "'" * (index // 26)
+        short.append(letter)
+        meanings.append(f"{letter}: {name}")
+    return short, "\n" + "; ".join(meanings)
+
+
+def layers_name(numbers: Sequence[int]) -> str:
+    """Name layers: `layers 1 to 3` without a gap, `layers 1, 3` otherwise, `layer 4` alone."""
+    without_gap = range(numbers[0], numbers[-1] + 1)
+    if len(numbers) > 2 and list(numbers) == list(without_gap):
+        return f"layers {numbers[0]} to {numbers[-1]}"
+    plural = "s" if len(numbers) > 1 else ""
+    return f"layer{plural} " + ", ".join(map(str, numbers))
+
+
+# ---- photos and query points ----------------------------------------------------------------------------------------
+
+
+def photo_of(
+    recording: Recording,
+    queries: Sequence[Query] = (),
+    feat_size: tuple[int, int] | None = None,
+    title: str = "",
+) -> Tile:
+    """Return the photo with numbered query points, framed as cells of maps of `feat_size`; default: of the largest."""
+    sizes = [layer.feat_size for layer in recording.maps.values()]
+    cells = feat_size or max(sizes, key=math.prod, default=(1, 1))
+    asked = [query for query in queries if query != ALL]
+
+    def paint(axes: Axes, _) -> None:
+        axes.set_label("photo")
+        axes.imshow(recording.pixels(), extent=recording.extent)
+        for number, query in enumerate(asked, start=1):
+            mark_query(
+                axes,
+                recording,
+                query,
+                cells,
+                number,
+                numbered=True,
+            )
+
+    tokens = any(isinstance(query, str) for query in asked)
+    return Tile(paint, title or (" " if tokens else ""), aspect=recording.aspect)
+
+
+def mark_query(
+    axes: Axes,
+    recording: Recording,
+    query: Query,
+    feat_size: tuple[int, int],
+    number: int,
+    numbered: bool = False,
+) -> None:
+    """Draw the frame of the map's cell that a query lies in, and its number in a disc. White around both shows on any
+    ground. A token that is no patch has no cell: its disc is above the image."""
+    color = QUERY_COLORS[(number - 1) % len(QUERY_COLORS)]
+    H, W = recording.img_size
+    if isinstance(query, str):
+        y = -0.09 * H
+        x = (0.08 + 0.2 * (number - 1)) * W
+    else:
+        row, col = cell_of(query, (H, W), feat_size)
+        height = H / feat_size[0]
+        width = W / feat_size[1]
+        y = (row + 0.5) * height
+        x = (col + 0.5) * width
+        frame = Rectangle(
+            (col * width, row * height),
+            width,
+            height,
+            fill=False,
+            clip_on=False,
+        )
+        frame.set(edgecolor=color, linewidth=0.9, path_effects=[WHITE_RIM])
+        axes.add_patch(frame)
+    if numbered:
+        disc = dict(boxstyle="circle,pad=0.15", facecolor=color, edgecolor="white", linewidth=0.7)
+        text = axes.text(
+            x,
+            y,
+            str(number),
+            color="white",
+            fontweight="bold",
+            bbox=disc,
+        )
+        text.set(fontsize=points(), ha="center", va="center_baseline")
+
+
+# ---- maps -----------------------------------------------------------------------------------------------------------
+
+
+def tile_of(
+    recording: Recording,
+    layer: int,
+    style: MapStyle,
+    head: Head = MEAN,
+    query: Query = ALL,
+    part: str = "attn",
+    title: str = "",
+    number: int = 1,
+) -> Tile:
+    """Return the tile of where a query of a head of a layer looks, or of another part of the layer's map; below a
+    transformer's attention what goes to the tokens before its patches.
+
+    Args:
+        layer: number. head: counted from 0, or "mean".
+        query: (y, x) in pixels of the input, a token by name, or "all".
+        title: above the tile.
+        number: which of the figure's queries it is, for the colour of its frame.
+    """
+    values = recording.query_map(layer, query, head, part)
+    note = ""
+    if part == "attn" and query != ALL:
+        note = recording.beside_patches(layer, query, head)
+    return map_of(
+        values,
+        recording,
+        style,
+        title,
+        note,
+        point=query,
+        number=number,
+        part=part,
+    )
+
+
+def map_of(
+    values: np.ndarray,
+    recording: Recording,
+    style: MapStyle,
+    title: str = "",
+    note: str = "",
+    *,
+    point: Query = ALL,
+    number: int = 1,
+    cells: tuple[int, int] | None = None,
+    part: str = "attn",
+) -> Tile:
+    """Return a tile of a map (H', W') over the input's area, its query's cell framed.
+
+    Args:
+        values: of a part, as `Recording.query_map` gives it; logits are never drawn over the photo.
+        title, note: above and below it.
+        point: the query, in pixels of the input, a token by name or "all"; number: which of the queries.
+        cells: (height, width) of the map that the query's cell is of; default: this one.
+    """
+
+    def paint(axes: Axes, norm: Normalize) -> None:
+        if style.lights(part):
+            axes.imshow(lit(recording.pixels(), values, norm), extent=recording.extent)
+        else:
+            _paint_cells(axes, values, recording, style, norm, part)
+        if point != ALL:
+            mark_query(axes, recording, point, cells or values.shape, number)
+        if style.scale == "tile" and part.startswith("attn") and not style.lights(part):
+            _write_maximum(axes, values)
+
+    return Tile(paint, title, note, recording.aspect, values, part)
+
+
+def lit(
+    pixels: np.ndarray,
+    values: np.ndarray,
+    norm: Normalize,
+) -> np.ndarray:
+    """Return a photo (H, W, 3) in 0..1, lit by attention in units of uniform attention: multiplied by DARKEST where the
+    norm gives 0 and by 1 where it gives 1. The factors are interpolated bilinearly from the map's cells."""
+    repeats = math.ceil(LIGHT_SIDE / max(pixels.shape[:2]))
+    photo = pixels.repeat(repeats, 0).repeat(repeats, 1)
+    light = np.asarray(norm(values), dtype=np.float32)
+    cells = torch.from_numpy(DARKEST + (1 - DARKEST) * light)
+    factors = interpolate(cells[None, None], photo.shape[:2], mode="bilinear")
+    return photo * factors[0, 0, :, :, None].numpy()
+
+
+def _paint_cells(
+    axes: Axes,
+    values: np.ndarray,
+    recording: Recording,
+    style: MapStyle,
+    norm: Normalize,
+    part: str,
+) -> None:
+    over_photo = style.overlay and part not in PARTS[1:]
+    if over_photo:
+        grey = recording.pixels() @ (0.299, 0.587, 0.114)
+        axes.imshow(
+            grey,
+            "gray",
+            vmin=0,
+            vmax=1,
+            extent=recording.extent,
+        )
+    drawn = axes.imshow(values, style.colormap(part), norm, extent=recording.extent)
+    drawn.set_interpolation("nearest")
+    drawn.set_alpha(style.opacity if over_photo else None)
+
+
+def _write_maximum(axes: Axes, values: np.ndarray) -> None:
+    text = axes.text(0.97, 0.03, f"{TIMES}{short(values.max())}", transform=axes.transAxes)
+    text.set(
+        ha="right",
+        va="bottom",
+        fontsize=points(),
+        color="black",
+        path_effects=[THIN_RIM],
+    )
