@@ -1,7 +1,8 @@
 """A .beton file, the format of FFCV (https://ffcv.io), its tables checked, and FILE.json beside it.
 
 write-ffcv writes both. FILE.json has the classes, how images were stored, and a fingerprint of all in the .beton that
-is not an image's bytes; it is compared when the file is opened.
+is not an image's bytes; it is compared when the file is opened. FFCV's format has no checksum of the images' bytes:
+an image that is stored as pixels is read as it is, damaged or not.
 """
 
 import importlib

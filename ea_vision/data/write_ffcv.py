@@ -8,14 +8,15 @@ were stored are written beside the file as FILE.json. The file appears under its
 import argparse
 import math
 import os
+import socket
 import sys
-import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+from psutil import pid_exists
 
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.files import check_output
@@ -57,8 +58,7 @@ def write_beton(
         RunError: the file cannot be written.
     """
     out = Path(os.path.realpath(check_output(out)))
-    # A name of its own: another process may write the same file.
-    temporary = out.with_name(f".{out.name}.{uuid.uuid4().hex}.tmp")
+    temporary = _temporary(out)
     fields = require_ffcv("ffcv.fields")
     columns = {"image": fields.RGBImageField(), "label": fields.IntField()}
     writer = require_ffcv("ffcv.writer").DatasetWriter(str(temporary), columns)
@@ -95,6 +95,19 @@ def write_beton(
         source.classes,
         evaluated,
     )
+
+
+def _temporary(out: Path) -> Path:
+    """Return the name under which this process writes `out`; another process may write the same file.
+
+    What writers of this machine left that were killed is removed.
+    """
+    prefix = f".{out.name}.{socket.gethostname()[:24]}-"
+    for path in out.parent.iterdir():
+        pid = path.name.removeprefix(prefix).removesuffix(".tmp")
+        if path.name == f"{prefix}{pid}.tmp" and pid.isdigit() and not pid_exists(int(pid)):
+            path.unlink(missing_ok=True)
+    return out.with_name(f"{prefix}{os.getpid()}.tmp")
 
 
 class _Encoder:

@@ -51,6 +51,20 @@ def test_without_ffcv_the_error_says_how_to_install_it(tmp_path, monkeypatch, ca
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_what_a_killed_writer_left_is_removed_at_the_next_start(tmp_path):
+    """Writers that live, and those of other machines, keep their files."""
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    out = tmp_path / "train.beton"
+    own = write_ffcv._temporary(out).name
+    left = own.replace(str(os.getpid()), str(dead.pid))
+    kept = [own.replace(str(os.getpid()), str(os.getppid())), ".train.beton.elsewhere-1.tmp"]
+    for name in (left, *kept):
+        (tmp_path / name).touch()
+    assert write_ffcv._temporary(out).name == own
+    assert sorted(os.listdir(tmp_path)) == sorted(kept)
+
+
 # ---- written and read ------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from ea_vision.base.errors import UsageError
+from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.processes import World
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.image_files import ImageFiles
@@ -99,3 +99,22 @@ def test_names_that_are_no_utf8_are_read_and_have_a_fingerprint(folder):
     bad.new[files.describe(0)] = "it is broken"
     bad.collect(World(0, 1, torch.device("cpu")), folder)
     assert b"/\xff.png,it is broken" in (folder / "bad_images.csv").read_bytes()
+
+
+def test_a_list_of_bad_images_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, caplog):
+    """Each of four updates meets one on a full disk: one warning, and the limit still counts them."""
+
+    def full(*_):
+        raise RunError("cannot write bad_images.csv: No space left on device")
+
+    monkeypatch.setattr("ea_vision.data.bad_images.atomic_write", full)
+    world = World(0, 1, torch.device("cpu"))
+    bad = BadImages(3)
+    for number in range(3):
+        bad.new[f"{number}.png"] = "it is broken"
+        bad.collect(world, tmp_path)
+    warnings = [line for line in caplog.messages if "No space left" in line]
+    assert len(warnings) == 1 and "the run goes on" in warnings[0]
+    bad.new["3.png"] = "it is broken"
+    with pytest.raises(RunError, match=r"4 images cannot be read.*0.png \(it is broken\)$"):
+        bad.collect(world, tmp_path)
