@@ -107,7 +107,7 @@ def make_portable(layer: AugmentedConv2d | MapsAttention) -> None:
     if layer.local or (folded is None) != (layer.evolution is None):
         return
     layer.__class__ = deployed
-    layer.folded = folded
+    layer.folded = None if folded is None else folded.to(layer.qkv.weight.device)
     gain = torch.full((layer.num_heads, 1, 1), layer.scale, dtype=torch.float64)
     if folded is not None:
         gain = gain * folded.own_gain

@@ -25,13 +25,13 @@ def in_phases(weight: Tensor, phases: int) -> Tensor:
 
 def _by_head(gate: Tensor | float, num_heads: int) -> Tensor:
     """Return a gate as (K, 1, 1) in float64."""
-    values = _exact(torch.as_tensor(gate))
+    values = exact(torch.as_tensor(gate))
     return values.reshape(-1).expand(num_heads).view(-1, 1, 1)
 
 
-def _exact(values: Tensor) -> Tensor:
-    """Return a tensor in float64 on the CPU, without gradients."""
-    return values.detach().double().cpu()
+def exact(values: Tensor) -> Tensor:
+    """Return a tensor in float64 on the CPU, without gradients; mps has no float64."""
+    return values.detach().cpu().double()
 
 
 class FoldedEvolution(nn.Module):
@@ -67,8 +67,8 @@ class FoldedEvolution(nn.Module):
             if phases * num_heads <= BLOCK:
                 self.phases.insert(0, phases)
         for number, conv in enumerate(convs):
-            weight = _exact(conv.weight)
-            bias = _exact(conv.bias)
+            weight = exact(conv.weight)
+            bias = exact(conv.bias)
             if number == 0:
                 weight = weight * unit
             if number == self.num_convs - 1:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.deployment.attention import make_portable
+from ea_vision.deployment.evolution import exact
 from ea_vision.deployment.pairs import ATTENTION, Findings, look, parts_of, watched
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.models.any_transformer import evolves, keep_logits_that_are_read
@@ -40,11 +41,12 @@ def _fold_pair(maker: nn.Module, norm: nn.Module) -> None:
         if not added:
             first += conv.out_channels
         dtype = conv.weight.dtype
+        device = conv.weight.device
         weight = _part_of(conv.weight)
         bias = _part_of(conv.bias)
         weight, bias = fuse_conv_bn_weights(weight, bias, mean, var, norm.eps, scale, shift)
-        conv.weight = nn.Parameter(weight.to(dtype))
-        conv.bias = nn.Parameter(bias.to(dtype))
+        conv.weight = nn.Parameter(weight.to(device, dtype))
+        conv.bias = nn.Parameter(bias.to(device, dtype))
     # of timm's activation in it, or of nothing; by every name that it has
     norm.__class__ = nn.Sequential
     norm._parameters = {}
@@ -52,8 +54,8 @@ def _fold_pair(maker: nn.Module, norm: nn.Module) -> None:
 
 
 def _part_of(tensor: Tensor | None, channels: slice = slice(None)) -> Tensor | None:
-    """Return some channels of a weight in float64."""
-    return None if tensor is None else tensor.detach().double()[channels]
+    """Return some channels of a weight; see `exact`."""
+    return None if tensor is None else exact(tensor)[channels]
 
 
 def input_channels(model: nn.Module) -> int:
@@ -168,10 +170,10 @@ def _difference(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> float:
     parts = [torch.zeros((), dtype=torch.float64)]
     for own, other in zip(wanted, got, strict=True):
         if own.numel():
-            own = own.double()
-            gap = (other.double() - own).abs().max()
+            own = exact(own)
+            gap = (exact(other) - own).abs().max()
             largest = own.abs().max().clamp(min=1e-6)
-            parts.append((gap / largest).cpu())
+            parts.append(gap / largest)
     return float(torch.stack(parts).max())  # NaN where one is
 
 

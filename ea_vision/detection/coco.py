@@ -191,7 +191,7 @@ def results_of(
         detected: boxes (n, 4) x1 y1 x2 y2, scores (n,), labels (n,) from 0.
         category_ids: of the labels.
     """
-    boxes = box_convert(detected["boxes"].detach().double().cpu(), "xyxy", "xywh").tolist()
+    boxes = box_convert(detected["boxes"].detach().cpu().double(), "xyxy", "xywh").tolist()
     scores = detected["scores"].tolist()
     labels = detected["labels"].tolist()
     rows = []

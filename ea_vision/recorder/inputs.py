@@ -146,7 +146,7 @@ def _in_unit_range(values: Tensor, rounding: float = 0.0) -> Tensor:
     """Return uint8 or floating-point values as float32 in 0..1, where these must lie but for `rounding`."""
     if values.dtype == torch.uint8:
         return values / 255
-    low, high = (end.item() for end in values.double().aminmax())
+    low, high = (end.item() for end in values.cpu().double().aminmax())
     if values.is_floating_point() and -rounding <= low and high <= 1 + rounding:
         return values.float().clamp(0, 1)
     raise UsageError(

@@ -7,12 +7,13 @@ import timm
 import torch
 import torchvision
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import ea_vision
 from ea_vision.base.errors import RunError
 from ea_vision.deployment import attention
 from ea_vision.layers import AugmentedConv2d, MapsAttention
-from ea_vision.layers.evolution import _EVOLUTIONS, Evolution
+from ea_vision.layers.evolution import _EVOLUTIONS, Evolution, EvolvingAttention
 from ea_vision.models import list_networks
 from tests.models import zoo
 from tests.slow import slow_but
@@ -50,6 +51,46 @@ def small(name: str, **options) -> nn.Module:
     for gate in ea_vision.layers.learnable_gates(model).values():
         nn.init.uniform_(gate, 0.2, 0.8)
     return model
+
+
+class NoFloat64(TorchFunctionMode):
+    """Lets every tensor be on a device without float64, as mps is, but those that `cpu` returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.on_cpu = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.cpu:
+            self.on_cpu.append(args[0].clone())
+            return self.on_cpu[-1]
+        if func is torch.Tensor.double and all(args[0] is not each for each in self.on_cpu):
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "name", ["ea_aa_resnet34", "pa_conv_transformer_cifar", "ea_vit_tiny_patch16_224"]
+)
+def test_a_device_without_float64(name):
+    model = small(name)
+    images = torch.randn(sizes_of(name)[0][0], 3, *sizes_of(name)[0][1:])
+    with torch.no_grad():
+        expected = model(images)
+        with NoFloat64() as device:
+            deployed = ea_vision.deploy(model)
+        torch.testing.assert_close(deployed(images), expected, rtol=1e-4, atol=1e-4)
+    assert device.on_cpu
+
+
+def test_what_is_folded_lies_on_the_layers_device():
+    evolution = EvolvingAttention(2, alpha=0.4, beta=0.6)
+    options = dict(dim_qk=4, dim_v=4, num_heads=2, feat_size=(3, 4))
+    layer = AugmentedConv2d(4, 8, evolution=evolution, **options)
+    layer.qkv.to("meta")
+    attention.make_portable(layer)
+    assert len(list(layer.folded.buffers())) > 1
+    assert {buffer.device.type for buffer in layer.buffers()} == {"meta"}
 
 
 def sizes_of(name: str) -> list[tuple[int, int, int]]:
