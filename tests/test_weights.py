@@ -249,6 +249,27 @@ def test_a_fine_tuned_run_loads_as_docs_train_says(run):
         timm.create_model(NAME, num_classes=3, qk_norm=False, checkpoint_path=path)
 
 
+@pytest.mark.parametrize(
+    "name, options, plain",
+    [
+        ("ea_aa_resnet50", {"fusion": "add", "layers": (1, 1, 1, 1)}, "resnet50"),
+        ("pa_aa_resnet34", {"fusion": "add", "layers": (1, 1, 1, 1)}, "resnet34"),
+        ("ea_vit_tiny_patch16_224", {"depth": 2, "img_size": 32}, "vit_tiny_patch16_224"),
+        ("pa_deit_small_patch16_224", {"depth": 2, "img_size": 32}, "deit_small_patch16_224"),
+    ],
+)
+def test_an_unevolved_network_is_saved_as_the_plain_one(name, options, plain, tmp_path):
+    """Not by the name of the evolving network, which would build that again."""
+    model = timm.create_model(name, num_classes=3, **options)
+    back = ea_vision.unevolve(model)
+    assert back.pretrained_cfg["architecture"] == back.default_cfg["architecture"] == plain
+    assert model.pretrained_cfg["architecture"] == name, "the evolving network's own"
+    save_for_hf(back, tmp_path / "saved", model_args=back._model_args)
+    again = timm.create_model(f"local-dir:{tmp_path / 'saved'}", pretrained=True)
+    assert type(again) is type(timm.create_model(plain))
+    assert_same(again.eval(), back.eval())
+
+
 @pytest.mark.parametrize("safe", [False, True])
 def test_a_network_saved_for_the_hub_loads_as_docs_faq_says(tmp_path, run, safe, monkeypatch):
     """From a folder, and from the hub, here its cache."""

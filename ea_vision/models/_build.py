@@ -1,5 +1,6 @@
 """How timm builds and registers our networks."""
 
+import inspect
 import logging
 import sys
 from collections.abc import Mapping
@@ -180,6 +181,20 @@ def _choose_plain_weights(name: str, network: Network, kwargs: dict[str, Any]) -
             "Without weights: pretrained=False"
         )
     return kwargs
+
+
+def name_plain(plain: nn.Module) -> None:
+    """Give an unevolved network of a name of ours the name of timm's network that it is now, and its keywords."""
+    cfg = getattr(plain, "pretrained_cfg", None) or {}
+    name = cfg.get("architecture")
+    if name not in _NETWORKS:
+        return
+    timms = get_network(name).plain or name.partition("_")[2]
+    plain.pretrained_cfg = {**cfg, "architecture": timms}
+    plain.default_cfg = plain.pretrained_cfg
+    taken = inspect.signature(type(plain)).parameters
+    given = getattr(plain, "_model_args", {})
+    plain._model_args = {key: value for key, value in given.items() if key in taken}
 
 
 def list_networks(module: str | None = None) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from ea_vision.models import any_transformer, evolve_resnet, huggingface
+from ea_vision.models._build import name_plain
 
 
 @dataclass(frozen=True)
@@ -94,5 +95,7 @@ def unevolve(model: nn.Module) -> nn.Module:
     """
     for family in FAMILIES:
         if family.evolves(model):
-            return family.unevolve(model)
+            plain = family.unevolve(model)
+            name_plain(plain)
+            return plain
     raise ValueError(f"an evolving network required, got {type(model).__name__}")
