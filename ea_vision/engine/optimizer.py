@@ -24,6 +24,7 @@ from ea_vision.base.errors import UsageError, near_matches
 from ea_vision.engine.config import TrainConfig
 from ea_vision.engine.muon import batch_muon
 from ea_vision.layers import attention_layers, learnable_gates
+from ea_vision.layers.across.token_conv import TokenConv
 
 LOOKAHEAD = "lookahead_"  # before the name of the optimiser that it wraps
 # A keyword of Muon, which older releases of timm lack: the rate of its AdamW over that of the matrices.
@@ -117,12 +118,14 @@ MAP_PARAMETERS = {
     "width_rel",
     "relative_position_bias_table",
     "evolution",
+    "value_residual",
 }
 
 
 def _scale_rates(optimizer: torch.optim.Optimizer, model: nn.Module, config: TrainConfig) -> None:
     """Give the parameters of attention maps (queries, keys and, of the same matrix, values, position tables, map
-    convolutions) and the learnable gates groups of their own, behind the others, at their multiples of the rate."""
+    convolutions, and what is added to tokens and values) and the learnable gates groups of their own, behind the
+    others, at their multiples of the rate."""
     maps = []  # gates too, which come last
     for layer in attention_layers(model):
         names = MAP_PARAMETERS
@@ -132,6 +135,9 @@ def _scale_rates(optimizer: torch.optim.Optimizer, model: nn.Module, config: Tra
         for name, parameter in layer.named_parameters():
             if name.split(".")[0] in names:
                 maps.append(parameter)
+    for module in model.modules():
+        if isinstance(module, TokenConv):
+            maps.extend(module.parameters())
     gates = list(learnable_gates(model).values())
     scales = {}
     for option, parameters, needed in (

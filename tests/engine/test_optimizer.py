@@ -97,6 +97,16 @@ def test_attention_lr_knows_an_evolved_transformer_of_timms():
     assert {"blocks.0.attn.qkv.weight", "blocks.1.attn.evolution.convs.0.weight"} <= names
 
 
+def test_attention_lr_has_what_is_added_to_tokens_and_values():
+    options = dict(img_size=32, patch_size=16, embed_dim=48, depth=2, num_heads=3)
+    plain = timm.create_model("vit_small_patch16_224", **options)
+    model = ea_vision.evolve(plain, None, token_conv=True, value_residual=True)
+    scales = scales_of(config(attention_lr=10.0), model)
+    added = {name for name in scales if "token_conv" in name or "value_residual" in name}
+    assert {name.split(".")[2] for name in added} == {"attn", "token_conv"}
+    assert {scales[name] for name in added} == {10.0}
+
+
 @pytest.mark.parametrize("fusion", ["concat", "add"])
 def test_attention_lr_has_all_of_attention_that_is_new(fusion):
     narrow = {"layers": (1, 1, 1, 1), "channels": (8, 8, 16, 16)}
