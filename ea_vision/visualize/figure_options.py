@@ -124,6 +124,7 @@ def make_parser(
         parser.add_argument(
             "--queries",
             nargs="+",
+            type=_query_text,
             metavar="Y,X|cls|all",
             help="query points in pixels of the network's input, from its top left corner; all: the mean of "
             "all pixels' queries; cls, dist, reg1, ...: tokens before a vision transformer's patches "
@@ -193,6 +194,13 @@ def make_parser(
     )
     parser.set_defaults(suffixes=suffixes, some=some)
     return parser
+
+
+def _query_text(text: str) -> str:
+    """Return the text of a query; for argparse, which takes all words that follow --queries."""
+    if any(letter in text for letter in "./#"):
+        raise argparse.ArgumentTypeError(f"images stand before --queries, got {text!r} as a query")
+    return text
 
 
 def only(values: Sequence, kind: str):
