@@ -7,8 +7,9 @@ import timm
 
 from ea_vision.base.errors import UsageError
 from ea_vision.engine.config import load_recipe, recipe_names
-from ea_vision.engine.preflight import describe_update
+from ea_vision.engine.preflight import describe_update, preflight
 from tests.engine.recipes import resolved
+from tests.engine.runner import make_trainer
 
 # ResNet strikes back (https://arxiv.org/abs/2110.00476), table 2; interpolation, sizes and the crop are those of timm's
 # weights. No file of timm's arguments was found: min_lr is mmpretrain's (imagenet_bs2048_rsb.py), bce_target_thresh has
@@ -203,6 +204,22 @@ def test_a_batch_size_that_is_given_stays_a_process_and_the_run_says_what_the_re
     assert both.batch_size == 64
     assert both.grad_accum_steps == 4
     assert "recipe" not in describe_update(both, 1)
+
+
+@pytest.mark.parametrize(
+    "name, amp, lines",
+    [("test_vit", "bfloat16", 1), ("test_vit", "none", 0), ("test_resnet", "bfloat16", 0)],
+)
+def test_fused_attention_in_bfloat16_on_a_cpu_is_warned_of(
+    name, amp, lines, tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr("ea_vision.engine.preflight.trial_step", lambda trainer: 0.1)
+    model = timm.create_model(name, num_classes=3)
+    trainer = make_trainer(tmp_path, model, amp=amp, batch_size=4)
+    trainer.data.train = trainer.data.evaluated = range(8)
+    preflight(trainer)
+    warned = [line for line in caplog.messages if "torch's fused attention slower" in line]
+    assert len(warned) == lines
 
 
 @pytest.mark.parametrize(
