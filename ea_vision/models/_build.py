@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import MADE_WITH, SCENES, read_made_with
 from ea_vision.models._convert import checkpoint_filter_fn
-from ea_vision.models._made_with import MadeWith, check_agreement, refuse_other_weights
+from ea_vision.models._made_with import MadeWith, check_agreement, fixed, refuse_other_weights
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,11 @@ def _made_with(name: str, kwargs: Mapping[str, Any]) -> MadeWith | None:
 
 
 def _check_note(
-    family: str, model_cls: type[nn.Module], kwargs: Mapping[str, Any], said: Mapping[str, Any]
+    family: str,
+    model_cls: type[nn.Module],
+    kwargs: Mapping[str, Any],
+    said: Mapping[str, Any],
+    model: nn.Module,
 ) -> None:
     """Raise UsageError unless a network of these keywords is the one that weights say they were made with."""
     home, network = _NETWORKS.get(said["model"], ("", None))
@@ -135,7 +139,7 @@ def _check_note(
     made = MadeWith(f"of {said['model']}", {**network.kwargs, **said["model_kwargs"]})
     built = {**kwargs, **made.defaults(kwargs, model_cls)}
     built.pop("qk_norm", None)  # loading takes it over or refuses the weights
-    check_agreement(made, built, model_cls)
+    check_agreement(made, fixed(built, model), model_cls)
 
 
 @cache  # three networks share each plain one

@@ -12,7 +12,7 @@ from torch import nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import MADE_WITH
-from ea_vision.layers import evolution_options
+from ea_vision.layers import evolution_options, learnable_gates
 from ea_vision.models._chain import AttentionConfig
 
 # Keywords that change what is trained, read or returned, and leave the trained function alone.
@@ -64,13 +64,19 @@ class MadeWith:
         return {name: _default(model_cls, name) for name in self.missing(kwargs)}
 
 
-def refuse_other_weights(model: nn.Module, check: Callable[[dict[str, Any]], None]) -> None:
-    """Let `model.load_state_dict` take the note out of weights (`with_note`) and call `check` with what it says."""
+Check = Callable[[Mapping[str, Any], nn.Module], None]
+
+
+def refuse_other_weights(model: nn.Module, check: Check) -> None:
+    """Let `model.load_state_dict` take the note out of weights (`with_note`).
+
+    check: called with what the note says, and the model; raises UsageError for another network's.
+    """
     model.register_load_state_dict_pre_hook(partial(_read_note, check))
 
 
 def _read_note(
-    check: Callable[[dict[str, Any]], None],
+    check: Check,
     model: nn.Module,
     state: dict[str, torch.Tensor],
     prefix: str,
@@ -78,7 +84,13 @@ def _read_note(
 ) -> None:
     note = state.pop(prefix + MADE_WITH, None)
     if note is not None:
-        check(json.loads(bytes(note.tolist())))
+        check(json.loads(bytes(note.tolist())), model)
+
+
+def fixed(kwargs: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return the keywords without the gates that the model learns, which the weights hold."""
+    learned = {name.rpartition(".")[2] for name in learnable_gates(model)}
+    return {key: value for key, value in kwargs.items() if key not in learned}
 
 
 def check_agreement(made: MadeWith, kwargs: Mapping[str, Any], model_cls: type[nn.Module]) -> None:
@@ -148,6 +160,7 @@ def remember_evolution(evolving: nn.Module, evolution: Mapping[str, Any]) -> Non
     Args:
         evolution: the keywords of `ea_vision.evolve`.
     """
+    refuse_other_weights(evolving, partial(_check_evolution, dict(evolution)))
     cfg = getattr(evolving, "pretrained_cfg", None)
     if not cfg:
         return
@@ -155,6 +168,23 @@ def remember_evolution(evolving: nn.Module, evolution: Mapping[str, Any]) -> Non
     evolving._model_args = {**plain, "base": cfg["architecture"], "evolution": dict(evolution)}
     evolving.pretrained_cfg = {**cfg, "architecture": EVOLVED}
     evolving.default_cfg = evolving.pretrained_cfg
+
+
+def _check_evolution(
+    evolution: Mapping[str, Any], said: Mapping[str, Any], model: nn.Module
+) -> None:
+    """Raise UsageError where the evolution that weights say they were trained with contradicts a network's."""
+    if said["model"] != EVOLVED:
+        return
+    made = {"kind": "ea", **(said["model_kwargs"].get("evolution") or {})}
+    for key, value in fixed(evolution, model).items():
+        trained = made.get(key)
+        if is_free(key) or _comparable(trained) == _comparable(value):
+            continue
+        if key == "kind" or None not in (trained, value):  # None: not said
+            raise UsageError(
+                f"the weights were trained with evolution {key}={trained}, got {key}={value}"
+            )
 
 
 def forget_evolution(plain: nn.Module) -> None:

@@ -6,15 +6,13 @@ model = timm.create_model("local-dir:folder", pretrained=True)          # after 
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import timm
 from timm.models import load_pretrained, register_model, resolve_pretrained_cfg
 from torch import nn
 
-from ea_vision.base.errors import UsageError
-from ea_vision.models._made_with import EVOLVED, refuse_other_weights
+from ea_vision.models._made_with import EVOLVED
 from ea_vision.models.evolve import evolve
 
 
@@ -44,28 +42,13 @@ def evolved_transformer(
             f"{EVOLVED} needs the keywords base and evolution; "
             "save_for_hf(model, ..., model_args=model._model_args) saves them"
         )
-    wanted = {"base": base, "evolution": dict(evolution or {})}
     if pretrained_cfg is None:
-        model = evolve(
-            timm.create_model(base, pretrained=pretrained, **kwargs), **wanted["evolution"]
-        )
-        refuse_other_weights(model, partial(_check_note, wanted))
-        return model
+        return evolve(timm.create_model(base, pretrained=pretrained, **kwargs), **(evolution or {}))
     cfg = resolve_pretrained_cfg(EVOLVED, pretrained_cfg, pretrained_cfg_overlay).to_dict()
     kwargs.setdefault("num_classes", cfg["num_classes"])
-    model = evolve(timm.create_model(base, **kwargs), **wanted["evolution"])
-    refuse_other_weights(model, partial(_check_note, wanted))
+    model = evolve(timm.create_model(base, **kwargs), **(evolution or {}))
     model.pretrained_cfg = model.default_cfg = cfg
     if pretrained:
         channels = kwargs.get("in_chans", 3)
         load_pretrained(model, cfg, model.num_classes, channels, cache_dir=cache_dir)
     return model
-
-
-def _check_note(wanted: Mapping[str, Any], said: Mapping[str, Any]) -> None:
-    """Raise UsageError unless a network evolved as `wanted` is the one that weights say they were made with."""
-    if said["model"] != EVOLVED:
-        return
-    made = {name: said["model_kwargs"].get(name) for name in wanted}
-    if made != wanted:
-        raise UsageError(f"the weights were trained with {made}, got {wanted}")
