@@ -7,7 +7,8 @@
 | -------------- | ------------------------------------------------ | ------------------------------ |
 | cpu            | on a CPU, a C kernel compiled on first use       | anything N x N but the logits  |
 | triton         | chained attention (EA, PA), small maps, on CUDA  | anything N x N but the logits  |
-| sdpa           | unchained attention (AA) of large maps on CUDA   | anything N x N                 |
+| sdpa           | unchained attention (AA): on CUDA of large maps, | anything N x N                 |
+|                | on mps, xpu, ... where no logits are wanted      |                                |
 | flex           | windows of pixels and heads on CUDA              | anything N x N                 |
 | reference      | everywhere, readable torch                       |                                |
 
@@ -42,7 +43,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     )
 }
 BY_DEVICE = {"cpu": ("cpu",), "cuda": ("sdpa", "triton", "flex")}  # in this order
-OTHER_DEVICES = ("triton",)
+OTHER_DEVICES = ("sdpa", "triton")  # mps, xpu, ...
 # AA with position tables on maps of at most so many pixels: `triton` makes half of the calls of `sdpa`, which builds
 # wider queries and keys, and needs no more memory. Of larger maps the logits that it keeps count. Under torch.compile
 # inductor fuses what `sdpa` builds: a step of AA-50 takes 65.6 ms by `sdpa` and 75.4 by `triton` on an H200.

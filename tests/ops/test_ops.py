@@ -570,6 +570,23 @@ def test_what_cannot_be_had_is_an_error():
             evolving_attention(**{**tensors, "feat_size": (3, 4), **options})
 
 
+@pytest.mark.parametrize(
+    "kind, need_logits, name",
+    [("aa", False, "sdpa"), ("aa", True, "reference"), ("ea", False, "reference")],
+)
+def test_devices_without_kernels_take_torchs_fused_attention_where_it_suffices(
+    kind, need_logits, name, caplog
+):
+    """Here the meta device; that `sdpa` and the reference agree is tested on the CPU."""
+    caplog.set_level("INFO", logger="ea_vision.ops")
+    ops._logged.clear()
+    tensors = problem(kind, (3, 4), device="meta")
+    out, logits = evolving_attention(**tensors, feat_size=(3, 4), need_logits=need_logits)
+    assert f"evolving attention on meta in torch.float32 by {name!r}" in caplog.messages[-1]
+    assert out.shape == tensors["v"].shape
+    assert (logits is not None) == need_logits
+
+
 def test_the_reason_is_logged_once(caplog):
     tensors = problem("aa", (3, 4))
     ops._logged.clear()
