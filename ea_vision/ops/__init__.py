@@ -84,12 +84,10 @@ def use_implementation(name: str) -> Iterator[None]:
 
 def exporting() -> bool:
     """Return whether torch.export or a tracer runs, whose programs must run where ea_vision is not."""
+    if torch.jit.is_tracing():
+        return True
     # torch.compile answers True to is_exporting
-    return (
-        torch.jit.is_tracing()
-        or torch.compiler.is_exporting()
-        and not torch.compiler.is_dynamo_compiling()
-    )
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def _as_number(gate: float | Tensor) -> float | Tensor:
@@ -97,14 +95,11 @@ def _as_number(gate: float | Tensor) -> float | Tensor:
     if not isinstance(gate, Tensor):
         return float(gate)
     learns = torch.is_grad_enabled() and gate.requires_grad
-    if (
-        learns
-        or gate.numel() != 1
-        or gate.device.type != "cpu"
-        or reason_against_kernels() is not None
-    ):
+    is_readable = gate.numel() == 1 and gate.device.type == "cpu" and not learns
+    traced = torch.compiler.is_compiling() or exporting()
+    if not is_readable or traced or reason_against_kernels() is not None:
         return gate
-    return gate if torch.compiler.is_compiling() or exporting() else gate.item()
+    return gate.item()
 
 
 def _choose(problem: Problem) -> Implementation:
@@ -150,12 +145,14 @@ def log_large_map(num_heads: int, feat_size: tuple[int, int]) -> None:
     """Log once per size how much memory handed-on maps need above 2,500 pixels."""
     H, W = feat_size
     N = H * W
-    if N > LARGE_MAP:
-        log_once(
-            ("large map", f"{num_heads} {H} {W}"),
-            f"a map of {H} x {W} takes {num_heads * N**2 * 4 / 1e6:,.0f} MB per image and layer in float32; "
-            "map_reduction=32, attn_stages or smaller images take less",
-        )
+    if N <= LARGE_MAP:
+        return
+    megabytes = num_heads * N**2 * 4 / 1e6
+    log_once(
+        ("large map", f"{num_heads} {H} {W}"),
+        f"a map of {H} x {W} takes {megabytes:,.0f} MB per image and layer in float32; "
+        "map_reduction=32, attn_stages or smaller images take less",
+    )
 
 
 def evolving_attention(
@@ -253,13 +250,18 @@ def evolving_attention(
     ).checked()
     if problem.prev_logits is not None and not torch.compiler.is_compiling():
         log_large_map(q.shape[1], problem.feat_size)
-    name = implementation or (forced[-1] if forced else "reference" if exporting() else None)
+    name = implementation
+    if name is None and forced:
+        name = forced[-1]
+    elif name is None and exporting():
+        name = "reference"
     if name is None:
         return _choose(problem).forward(problem)
-    reason = IMPLEMENTATIONS[_check_name(name, "implementation")].reason_against(problem)
+    chosen = IMPLEMENTATIONS[_check_name(name, "implementation")]
+    reason = chosen.reason_against(problem)
     if reason is not None:
         raise UsageError(f"implementation {name!r} cannot run this: {reason}")
-    return IMPLEMENTATIONS[name].forward(problem)
+    return chosen.forward(problem)
 
 
 def by_torch() -> bool:

@@ -173,7 +173,8 @@ def _backward(
 
 @_backward.register_fake
 def _(d_out, d_logits, inputs, *rest):
-    return [*_gradients(inputs, rest[-1]).values()]
+    gradients = _gradients(inputs, rest[-1])
+    return list(gradients.values())
 
 
 def _save(ctx, inputs, output) -> None:
@@ -207,10 +208,19 @@ refuse_second_derivatives(_backward)
 def _flops(q, k, v, height_rel, width_rel, prev, weight, *_, out_shape=None, **__) -> int:
     """Count operations by shapes, two for a multiply-add, as torch counts them in the reference."""
     B, K, N, D = q
-    maps = 2 * B * K * N * N * (D + v[3])
+    multiplications = B * K * N * N * (D + v[3])
     if height_rel is not None:
-        maps += 2 * B * K * N * D * ((height_rel[0] + 1) // 2 + (width_rel[0] + 1) // 2)
-    return maps + (0 if weight is None else 2 * B * N * N * math.prod(weight))
+        H = (height_rel[0] + 1) // 2
+        W = (width_rel[0] + 1) // 2
+        multiplications += B * K * N * D * (H + W)
+    if weight is not None:
+        multiplications += B * N * N * math.prod(weight)
+    return 2 * multiplications
+
+
+def _parameter(x: Tensor | None) -> Tensor | None:
+    """Return a parameter as the kernel reads it."""
+    return None if x is None else x.float().contiguous()
 
 
 class Cpu(Implementation):
@@ -238,22 +248,22 @@ class Cpu(Implementation):
         gates = p.gates()
         if gates is None:
             gates = torch.tensor([[p.alpha] * K, [p.beta] * K], dtype=torch.float32)
-        height_rel, width_rel, *parameters = (
-            None if x is None else x.float().contiguous()
-            for x in (*p.tables(), p.weight, p.bias, gates)
-        )
+        height_rel, width_rel = p.tables()
+        window = p.window or (0, 0)
         out, logits, _ = _forward(
             p.q,
             p.k,
             p.v,
-            height_rel,
-            width_rel,
+            _parameter(height_rel),
+            _parameter(width_rel),
             prev,
-            *parameters,
+            _parameter(p.weight),
+            _parameter(p.bias),
+            _parameter(gates),
             p.dropout_seed(),
             p.scale,
             p.dropout_p,
-            [kind, p.num_prefix_tokens, *p.feat_size, *(p.window or (0, 0))],
+            [kind, p.num_prefix_tokens, *p.feat_size, *window],
             p.need_logits,
         )
         return out.transpose(2, 3), logits if p.need_logits else None

@@ -87,9 +87,9 @@ def _openmp(compiler: list[str]) -> list[str]:
 def _output_of(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
     if done.returncode:
+        said = done.stderr.strip()[-2000:]
         raise subprocess.SubprocessError(
-            f"{shlex.join(command)} ended with code {done.returncode}: "
-            f"{done.stderr.strip()[-2000:]}"
+            f"{shlex.join(command)} ended with code {done.returncode}: {said}"
         )
     return done.stdout
 
@@ -101,7 +101,8 @@ def library_name(compiler: list[str]) -> str:
         parts += [file.name, file.read_text(encoding="utf-8")]
     version = _output_of(*compiler, "--version")
     parts += [*compiler, version, *FLAGS, *_openmp(compiler), _machine(), torch.__version__]
-    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    content = "\0".join(parts).encode()
+    digest = hashlib.sha256(content).hexdigest()
     return f"cpu_kernel-{digest[:16]}.so"
 
 
@@ -124,7 +125,8 @@ def _is_whole(library: Path) -> bool:
         content = library.read_bytes()
     except FileNotFoundError:
         return False
-    return len(content) > 32 and hashlib.sha256(content[:-32]).digest() == content[-32:]
+    digest = hashlib.sha256(content[:-32]).digest()
+    return len(content) > 32 and content.endswith(digest)
 
 
 def _opened(compiler: list[str]) -> ctypes.CDLL:
@@ -164,7 +166,7 @@ def _compiler() -> list[str]:
 @functools.cache
 def load() -> ctypes.CDLL | str:
     """Return the compiled library, or why there is none."""
-    attention = (ctypes.POINTER(AttentionStruct),)
+    attention = [ctypes.POINTER(AttentionStruct)]
     # ValueError: see `_compiler`; AttributeError: a function is missing
     try:
         library = _opened(_compiler())

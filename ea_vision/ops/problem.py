@@ -84,7 +84,8 @@ class Problem:
             high = H if p.window is None else reach(H, p.window[0])
             wide = W if p.window is None else reach(W, p.window[1])
             p.height_rel = fit_rel_table(p.height_rel, high)
-            p.width_rel = None if p.width_rel is None else fit_rel_table(p.width_rel, wide)
+            if p.width_rel is not None:
+                p.width_rel = fit_rel_table(p.width_rel, wide)
             _check_shape("height_rel", p.height_rel, (2 * high - 1, D))
             _check_shape("width_rel", p.width_rel, (2 * wide - 1, D))
         p.scale = D**-0.5 if p.scale is None else p.scale
@@ -111,18 +112,18 @@ class Problem:
         """
         if not isinstance(self.alpha, Tensor) and not isinstance(self.beta, Tensor):
             return None
+        return torch.stack([self._by_head(self.alpha), self._by_head(self.beta)])
+
+    def _by_head(self, gate: float | Tensor) -> Tensor:
+        """Return a gate by heads, (K) in float32."""
         K = self.q.shape[1]
-        by_head = []
-        for gate in (self.alpha, self.beta):
-            numbers = gate
-            if not isinstance(gate, Tensor):
-                numbers = self.q.new_full((1,), gate, dtype=torch.float32)
-            if numbers.numel() not in (1, K):
-                raise ValueError(
-                    f"a gate must have 1 or num_heads={K} numbers, got shape {list(numbers.shape)}"
-                )
-            by_head.append(numbers.float().reshape(-1).expand(K))
-        return torch.stack(by_head)
+        if not isinstance(gate, Tensor):
+            return self.q.new_full((K,), gate, dtype=torch.float32)
+        if gate.numel() not in (1, K):
+            raise ValueError(
+                f"a gate must have 1 or num_heads={K} numbers, got shape {list(gate.shape)}"
+            )
+        return gate.float().reshape(-1).expand(K)
 
     def dropout_seed(self) -> Tensor | None:
         """Draw the dropout's seed, (1), from torch's generator; None without dropout.
@@ -210,13 +211,11 @@ def check_windows(
         ValueError: a window that is not odd, another head_border, or more neighbours than a ring of heads has.
     """
     sides = (window, window) if isinstance(window, int) else window
-    if sides is not None and (
-        len(sides) != 2 or any(not isinstance(n, int) or n < 1 or n % 2 == 0 for n in sides)
-    ):
+    if sides is not None and [_is_odd(side) for side in sides] != [True, True]:
         raise ValueError(
             f"window must be an odd number of pixels, two of them (height, width), or None, got {window}"
         )
-    if not isinstance(head_window, int) or head_window < 1 or head_window % 2 == 0:
+    if not _is_odd(head_window):
         raise ValueError(f"head_window must be an odd number of heads, got {head_window}")
     if head_border not in ("clip", "wrap"):
         raise ValueError(f"head_border must be 'clip' or 'wrap', got {head_border!r}")
@@ -225,7 +224,12 @@ def check_windows(
             f"head_window must be at most num_heads={num_heads} where heads wrap around, "
             f"got {head_window}"
         )
-    return None if sides is None else (sides[0], sides[1])
+    return None if sides is None else tuple(sides)
+
+
+def _is_odd(number: int) -> bool:
+    """Return whether a number is whole, positive and odd."""
+    return isinstance(number, int) and number > 0 and number % 2 == 1
 
 
 def check_prev_logits(

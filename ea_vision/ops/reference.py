@@ -29,15 +29,17 @@ def relative_logits(q: Tensor, height_rel: Tensor, width_rel: Tensor) -> tuple[T
         height_logits (B, K, H, W, H): q_i . height_rel[row(j) - row(i)] by query pixel and key row;
         width_logits (B, K, H, W, W): q_i . width_rel[col(j) - col(i)] by query pixel and key column.
     """
-    H, W = q.shape[2], q.shape[3]
-    if height_rel.shape[0] != 2 * H - 1 or width_rel.shape[0] != 2 * W - 1:
+    H, W = q.shape[2:4]
+    if len(height_rel) != 2 * H - 1 or len(width_rel) != 2 * W - 1:
         height_rel = fit_rel_table(height_rel, H)
         width_rel = fit_rel_table(width_rel, W)
     row = torch.arange(H, device=q.device)
     col = torch.arange(W, device=q.device)
     by_row = height_rel[row.unsqueeze(0) - row.unsqueeze(1) + H - 1]  # (H, H, D) by query and key
     by_col = width_rel[col.unsqueeze(0) - col.unsqueeze(1) + W - 1]  # (W, W, D)
-    return torch.einsum("bkhwd,hpd->bkhwp", q, by_row), torch.einsum("bkhwd,wpd->bkhwp", q, by_col)
+    height_logits = torch.einsum("bkhwd,hpd->bkhwp", q, by_row)
+    width_logits = torch.einsum("bkhwd,wpd->bkhwp", q, by_col)
+    return height_logits, width_logits
 
 
 def own_logits(
@@ -56,13 +58,13 @@ def own_logits(
     H, W = feat_size
     q = q * scale
     logits = q @ k.transpose(-2, -1)
-    if height_rel is not None and width_rel is not None:
-        by_row, by_col = relative_logits(
-            q.reshape(B, K, H, W, D), height_rel.to(q.dtype), width_rel.to(q.dtype)
-        )
-        logits = logits.view(B, K, H, W, H, W) + by_row.unsqueeze(-1) + by_col.unsqueeze(-2)
-        logits = logits.view(B, K, N, N)
-    return logits
+    if height_rel is None or width_rel is None:
+        return logits
+    pixels = q.reshape(B, K, H, W, D)
+    by_row, by_col = relative_logits(pixels, height_rel.to(q.dtype), width_rel.to(q.dtype))
+    by_pixel = logits.view(B, K, H, W, H, W)
+    by_pixel = by_pixel + by_row.unsqueeze(-1) + by_col.unsqueeze(-2)
+    return by_pixel.view(B, K, N, N)
 
 
 def mixed(gate: float | Tensor, one: Tensor, other: Tensor) -> Tensor:
@@ -72,10 +74,8 @@ def mixed(gate: float | Tensor, one: Tensor, other: Tensor) -> Tensor:
     """
     if isinstance(gate, Tensor):
         gate = gate.view(-1, 1, 1)
-        return (gate * one + (1.0 - gate) * other).to(
-            other.dtype
-        )  # of half maps, too, the gate is in float32
-    return gate * one + (1.0 - gate) * other
+    # a gate that learns is float32: half maps keep their own type
+    return (gate * one + (1.0 - gate) * other).to(other.dtype)
 
 
 def evolve_logits(
@@ -101,7 +101,7 @@ def evolve_logits(
         alpha = alpha.view(-1, 1, 1)
     if isinstance(beta, Tensor):
         beta = beta.view(-1, 1, 1)
-    # A gate is float32, so half maps take their own type again.
+    # a gate that learns is float32: half maps keep their own type
     if predict:
         return (alpha * convolve(prev_logits) + (1.0 - alpha) * logits).to(logits.dtype)
     mixture = (alpha * prev_logits + (1.0 - alpha) * logits).to(logits.dtype)
@@ -110,7 +110,9 @@ def evolve_logits(
 
 def among_patches(maps: Tensor, num_prefix_tokens: int) -> Tensor:
     """Return the maps without the first tokens' rows and columns: (B, K, N, N) -> (B, K, N - prefix, N - prefix)."""
-    return maps[:, :, num_prefix_tokens:, num_prefix_tokens:] if num_prefix_tokens > 0 else maps
+    if num_prefix_tokens == 0:
+        return maps
+    return maps[:, :, num_prefix_tokens:, num_prefix_tokens:]
 
 
 def with_prefix(maps: Tensor, patches: Tensor, num_prefix_tokens: int) -> Tensor:
@@ -137,13 +139,10 @@ def neighbours_logits(
     head_window: int,
 ) -> Tensor:
     """Return `own_logits` of each head's queries with the keys of its `neighbours`: (B, K, N, D) -> (B, K, N, S*N)."""
-    return torch.cat(
-        [
-            own_logits(q, keys, height_rel, width_rel, scale, feat_size)
-            for keys in neighbours(k, head_window)
-        ],
-        dim=-1,
-    )
+    by_neighbour = []
+    for keys in neighbours(k, head_window):
+        by_neighbour.append(own_logits(q, keys, height_rel, width_rel, scale, feat_size))
+    return torch.cat(by_neighbour, dim=-1)
 
 
 def within_windows(
@@ -159,17 +158,23 @@ def within_windows(
     logits = logits.view(B, K, N, head_window, N)
     if window is not None:
         pixel = torch.arange(N, device=logits.device)
-        row, col = pixel // feat_size[1], pixel % feat_size[1]
-        far = (row.unsqueeze(0) - row.unsqueeze(1)).abs() > window[0] // 2
-        far = far | ((col.unsqueeze(0) - col.unsqueeze(1)).abs() > window[1] // 2)
+        above = _farther(pixel // feat_size[1], window[0] // 2)
+        beside = _farther(pixel % feat_size[1], window[1] // 2)
+        far = above | beside  # (query, key)
         logits = logits.masked_fill(far.unsqueeze(1), float("-inf"))
     if head_window > 1 and not wrap:
         head = torch.arange(K, device=logits.device).unsqueeze(1)
-        head = head + torch.arange(head_window, device=logits.device) - head_window // 2  # (K, S)
-        logits = logits.masked_fill(
-            ((head < 0) | (head >= K)).view(K, 1, head_window, 1), float("-inf")
-        )
+        offset = torch.arange(head_window, device=logits.device) - head_window // 2
+        neighbour = head + offset  # (K, S)
+        missing = (neighbour < 0) | (neighbour >= K)
+        logits = logits.masked_fill(missing.view(K, 1, head_window, 1), float("-inf"))
     return logits.view(B, K, N, M)
+
+
+def _farther(place: Tensor, most: int) -> Tensor:
+    """Return whether two of N places on an axis are more than `most` apart: (N) -> (N, N)."""
+    distance = (place.unsqueeze(0) - place.unsqueeze(1)).abs()
+    return distance > most
 
 
 def readable(
@@ -276,15 +281,13 @@ class _ProblemEvolution:
 
     def convolve(self, maps: Tensor) -> Tensor:
         p = self.problem
-        if p.weight is None:
+        if p.weight is None or p.num_prefix_tokens >= maps.shape[2]:
             return maps
-        patches = F.conv2d(
-            among_patches(maps, p.num_prefix_tokens),
-            p.weight.to(maps.dtype),
-            p.bias.to(maps.dtype),
-            padding="same",
-        )
-        return with_prefix(maps, F.relu(patches), p.num_prefix_tokens)
+        weight = p.weight.to(maps.dtype)
+        bias = p.bias.to(maps.dtype)
+        patches = among_patches(maps, p.num_prefix_tokens)
+        convolved = F.relu(F.conv2d(patches, weight, bias, padding="same"))
+        return with_prefix(maps, convolved, p.num_prefix_tokens)
 
 
 class _ProblemSteps(StepByStep):

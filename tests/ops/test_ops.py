@@ -109,6 +109,7 @@ FURTHER = [  # what the C kernel has beside `CASES`, and maps of many of its blo
             ("pa", (7, 6), 4, 64, 1, None),
         )
     ),
+    dict(kind="ea", size=(1, 2), prefix=2),
     dict(kind="aa", size=(4, 4), B=2, K=2, E=16, dropout_p=0.6),
     dict(kind="pa", size=(7, 6), B=2, E=8, D=20, gates="one", dropout_p=0.1),
 ]
