@@ -80,7 +80,8 @@ def _capability(device: torch.device) -> tuple[int, int]:
 def _version() -> tuple[int, ...]:
     import triton
 
-    return tuple(int(number) for number in triton.__version__.split(".")[:2])
+    major, minor, *_ = triton.__version__.split(".")
+    return int(major), int(minor)
 
 
 class Shape(NamedTuple):
@@ -106,6 +107,10 @@ class Shape(NamedTuple):
     SMALL: bool  # of SMALL_MEMORY
     DTYPE: str
     GATED: bool  # gates by heads
+
+
+# by which a term of a sum is multiplied: a number, or with gates (K) numbers by heads; None drops the term
+Share = float | Tensor | None
 
 
 class Rows(NamedTuple):
@@ -229,7 +234,9 @@ def _rows(x: Tensor) -> Rows:
 
 def _dense(x: Tensor | None) -> Tensor | None:
     """Return the tensor, copied only if its numbers do not fill its memory in some order."""
-    return x if x is None or torch.empty_like(x).stride() == x.stride() else x.contiguous()
+    if x is None or x.stride() == torch.empty_like(x).stride():
+        return x
+    return x.contiguous()
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
@@ -439,6 +446,120 @@ def _(
     return _outputs(q, v, shares, prefix, save)
 
 
+def _softmax_backward(
+    common: dict,
+    logits: Tensor,
+    signs: Tensor,
+    lse: Tensor,
+    d_logits: Tensor | None,
+    stores_g: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
+    """Go back through softmax and ReLU.
+
+    Returns:
+        g, the logits' gradient, (B, N, N, K), or None unless stored; d_conv, what of it enters the convolution,
+        likewise, or None without one; d_v; d_bias (K).
+    """
+    from ea_vision.ops import triton_kernels
+
+    q = common["q"].data
+    convolves = common["conv"] is not None
+    tile = default_tile("logits_backward", common["S"], convolves)
+    slots = _programs(q, tile.keys) if convolves else 0
+    g = _new_maps(q) if stores_g else None
+    d_conv = _new_maps(q) if convolves else None
+    d_v = _new_rows(q, common["v"].data.shape[-1])
+    d_bias = q.new_empty(slots, q.shape[1], dtype=torch.float32)
+    _launch(
+        triton_kernels.logits_backward,
+        tile,
+        **common,
+        logits=_heads_last(logits),
+        signs=_given(signs),
+        lse=lse,
+        d_logits=_heads_last(d_logits),
+        d_maps=g,
+        d_conv=d_conv,
+        d_v=d_v,
+        d_bias=d_bias,
+    )
+    return g, d_conv, d_v, d_bias.sum(0)
+
+
+def _queries_backward(
+    common: dict,
+    kept: Share,
+    own: Share,
+    stored: float,
+    own_from_maps: bool,
+    n_tables: int,
+    n_gates: int,
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+    """Go back through convolution and mixing, and the query's side of the dot product.
+
+    Args:
+        kept, own: the shares of the maps in the logits, and of the own logits in the maps or the logits.
+        stored: what d_prev is multiplied by as it is stored.
+
+    Returns:
+        d_prev (B, N, N, K), or None without previous maps; d_q; d_tables, flat; d_alpha (K), or empty.
+    """
+    from ea_vision.ops import triton_kernels
+
+    q = common["q"].data
+    tile = default_tile("queries_backward", common["S"], common["conv"] is not None)
+    slots = q.new_empty(_programs(q, tile.queries), n_tables + n_gates, dtype=torch.float32)
+    d_prev = None if common["maps"] is None else _new_maps(q)
+    d_q = _new_rows(q, q.shape[-1])
+    _launch(
+        triton_kernels.queries_backward,
+        tile,
+        **common,
+        d_maps=d_prev,
+        d_q=d_q,
+        d_table=slots,
+        d_alpha=slots[:, n_tables:] if n_gates else None,
+        part_stride=slots.shape[1],
+        kept=kept,
+        maps_share=stored,
+        own=own,
+        OWN_FROM_MAPS=own_from_maps,
+    )
+    d_tables, d_alpha = slots.sum(0).split([n_tables, n_gates])
+    return d_prev, d_q, d_tables, d_alpha
+
+
+def _weight_backward(common: dict, prev: Share, own: Share, n_gates: int) -> tuple[Tensor, Tensor]:
+    """Return d_weight, flat in the weight's memory order, and d_beta (K), or empty.
+
+    prev, own: the shares of the previous maps and of the own logits in what the convolution took; own is None where it
+        took the previous maps alone.
+    """
+    from ea_vision.ops import triton_kernels
+
+    q = common["q"].data
+    weight = common["weight"]
+    n_weight = 0 if weight is None else weight.data.numel()
+    if common["conv"] is None:
+        nothing = q.new_zeros(n_weight + n_gates, dtype=torch.float32)
+        d_weight, d_beta = nothing.split([n_weight, n_gates])
+        return d_weight, d_beta
+    tile = default_tile("weight_backward", common["S"], own is not None)
+    slots = q.new_empty(_programs(q, tile.queries), n_weight + n_gates, dtype=torch.float32)
+    _launch(
+        triton_kernels.weight_backward,
+        tile,
+        **common,
+        d_weight=slots,
+        d_beta=slots[:, n_weight:] if n_gates and own is not None else None,
+        part_stride=slots.shape[1],
+        kept=prev,
+        own=own,
+    )
+    d_weight, d_beta = slots.sum(0).split([n_weight, n_gates])
+    return d_weight, d_beta
+
+
 def _run_backward(
     d_out: Tensor,
     d_logits: Tensor | None,
@@ -459,120 +580,56 @@ def _run_backward(
     """Return gradients of the `inputs` but the seed; both tables' are one tensor, those of missing inputs are empty."""
     from ea_vision.ops import triton_kernels
 
-    q, _, v, height_rel, width_rel, _, weight, bias, gates, _ = inputs
+    q, _, _, height_rel, width_rel, _, weight, bias, gates, _ = inputs
     (conv, kept, own), mixing, common = _prepared(
         inputs, alpha, beta, predict, scale, dropout_p, height, width, prefix
     )
-    K = q.shape[1]
-    S = common["S"]
-    weight = _dense(weight)
+    mixes = mixing is not None
+    _, prev_share, own_share = mixing if mixes else (None, 1.0, own)
+    prev_share = 0.0 if prev_share is None else prev_share
+    own_share = 0.0 if own_share is None else own_share
+    by_number = isinstance(own_share, float)
+    # d_k comes from the stored d_prev = alpha * a; with alpha 0 that would be lost, so a is stored, d_prev cleared
+    stored = prev_share if by_number and prev_share else 1.0
+    n_tables = _count(height_rel, width_rel)
+    n_gates = 0 if gates is None else q.shape[1]
     with torch.cuda.device_of(q):
-        delta = torch.empty_like(lse)
-        common |= {"d_out": _rows(d_out), "delta": delta}
+        common |= {"d_out": _rows(d_out), "delta": torch.empty_like(lse), "conv": conv}
         _launch(triton_kernels.row_products, Tile(), **common, out=_rows(out))
-
-        # Softmax and ReLU: g (the logits' gradient), d_conv, d_v, d_bias
-        g = None if mixing is not None and kept is None else _new_maps(q)
-        d_conv = None if conv is None else _new_maps(q)
-        d_v = _new_rows(q, v.shape[-1])
-        common |= {"d_conv": d_conv, "conv": conv}
-        tile = default_tile("logits_backward", S, conv is not None)
-        d_bias = q.new_empty(0 if conv is None else _programs(q, tile.keys), K, dtype=torch.float32)
-        _launch(
-            triton_kernels.logits_backward,
-            tile,
-            **common,
-            logits=_heads_last(logits),
-            signs=_given(signs),
-            lse=lse,
-            d_logits=_heads_last(d_logits),
-            d_maps=g,
-            d_v=d_v,
-            d_bias=d_bias,
+        stores_g = not mixes or kept is not None
+        g, d_conv, d_v, d_bias = _softmax_backward(common, logits, signs, lse, d_logits, stores_g)
+        common |= {"d_logits": g, "d_conv": d_conv}
+        d_prev, d_q, d_tables, d_alpha = _queries_backward(
+            common, kept, own_share, stored, mixes, n_tables, n_gates
         )
-
-        # Convolution, mixing, and the query's side: d_prev, d_q, and by program d_tables, d_weight, d_alpha, d_beta
-        _, prev_share, own_share = mixing or (None, 1.0, own)
-        prev_share = 0.0 if prev_share is None else prev_share
-        own_share = 0.0 if own_share is None else own_share
-        by_number = isinstance(own_share, float)
-        # d_k comes from the stored d_prev = alpha * a; with alpha 0 that would be lost, so a is stored, d_prev cleared
-        store_share = prev_share if by_number and prev_share else 1.0
-        d_prev = None if common["maps"] is None else _new_maps(q)
-        n_tables = _count(height_rel, width_rel)
-        n_weight = _count(weight)
-        n_gates = 0 if gates is None else K
-        tile = default_tile("queries_backward", S, conv is not None)
-        by_query = q.new_empty(_programs(q, tile.queries), n_tables + n_gates, dtype=torch.float32)
-        d_q = _new_rows(q, q.shape[-1])
+        d_weight, d_beta = _weight_backward(
+            common, prev_share, own_share if mixes else None, n_gates
+        )
         d_k = _new_rows(q, q.shape[-1])
-        common["d_logits"] = g
+        common |= {
+            "maps": d_prev if mixes else g,
+            "d_k": d_k,
+            "own": None if by_number else own_share,
+            "share": scale * own_share / stored if by_number else scale,
+            "stored": prev_share if mixes and gates is not None else None,
+        }
         _launch(
-            triton_kernels.queries_backward,
-            tile,
-            **common,
-            d_maps=d_prev,
-            d_q=d_q,
-            d_table=by_query,
-            d_alpha=by_query[:, n_tables:] if n_gates else None,
-            part_stride=by_query.shape[1],
-            kept=kept,
-            maps_share=store_share,
-            own=own_share,
-            OWN_FROM_MAPS=mixing is not None,
-        )
-        tile = default_tile("weight_backward", S, mixing is not None)
-        by_tap = q.new_empty(
-            0 if conv is None else _programs(q, tile.queries),
-            n_weight + n_gates,
-            dtype=torch.float32,
-        )
-        if conv is not None:
-            _launch(
-                triton_kernels.weight_backward,
-                tile,
-                **common,
-                d_weight=by_tap,
-                d_beta=by_tap[:, n_weight:] if n_gates and mixing else None,
-                part_stride=by_tap.shape[1],
-                kept=prev_share,
-                own=own_share if mixing else None,
-            )
-
-        # The key's side
-        _launch(
-            triton_kernels.keys_backward,
-            default_tile("keys_backward", S, True),
-            **common
-            | {
-                "maps": d_prev if mixing else g,
-                "d_k": d_k,
-                "own": None if by_number else own_share,
-                "share": scale * own_share / store_share if by_number else scale,
-                "stored": prev_share if mixing and n_gates else None,
-            },
+            triton_kernels.keys_backward, default_tile("keys_backward", common["S"], True), **common
         )
 
-    d_table = by_query.sum(0)
-    d_weight = by_tap.sum(0)
-    d_bias = d_bias.sum(0)
-    d_alpha = d_table[n_tables:]
-    d_beta = d_weight[n_weight:]
-    d_table = d_table[:n_tables]
-    d_weight = d_weight[:n_weight]
     if weight is not None:
-        d_weight = d_weight.as_strided(weight.shape, weight.stride())
+        d_weight = d_weight.as_strided(weight.shape, _dense(weight).stride())
     d_gates = q.new_empty(0)
+    if gates is not None and conv is not None:
+        convolved = _through_convolution(weight, bias, d_weight, d_bias, q.dtype)
+        d_weight *= conv.view(-1, 1, 1, 1)
+        d_bias = conv * d_bias
+        if mixes:
+            d_beta = d_beta + convolved
+        else:  # PA: beta is not in it
+            d_alpha = d_alpha + convolved
+            d_beta = torch.zeros_like(d_alpha)
     if gates is not None:
-        if conv is not None:
-            convolved = _through_convolution(weight, bias, d_weight, d_bias, q.dtype)
-            d_weight *= conv.view(K, 1, 1, 1)
-            d_bias = conv * d_bias
-            if mixing:
-                d_beta = d_beta + convolved
-            else:  # PA: beta is not in it
-                d_alpha = d_alpha + convolved
-                d_beta = torch.zeros_like(d_alpha)
         d_gates = torch.stack([d_alpha, d_beta]).to(gates.dtype)
     if d_prev is None:
         d_prev = q.new_empty(0)
@@ -580,7 +637,7 @@ def _run_backward(
         if by_number and prev_share == 0.0:
             d_prev.zero_()
         d_prev = d_prev.permute(0, 3, 1, 2)
-    return [d_q, d_k, d_v, d_table, d_prev, d_weight, d_bias, d_gates]
+    return [d_q, d_k, d_v, d_tables, d_prev, d_weight, d_bias, d_gates]
 
 
 def _through_convolution(

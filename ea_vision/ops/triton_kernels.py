@@ -31,7 +31,9 @@ def _zeros(X, Y, Z):
 def _block(SIDE, S):
     """Return image and first pixel of a program, of which there is one for SIDE of the N pixels of an image."""
     BLOCKS: constexpr = (S.N + SIDE - 1) // SIDE
-    return (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(0) % BLOCKS * SIDE
+    image = tl.program_id(0) // BLOCKS
+    block = tl.program_id(0) % BLOCKS
+    return image.to(tl.int64), block * SIDE
 
 
 @triton.jit
@@ -44,12 +46,10 @@ def _operand(x, STORE):
 @triton.jit
 def _load_rows(x, image, head, pixel, d, S):
     """Load heads, pixels and numbers, which broadcast, of one image's (K, N, D) tensor x, zeros outside."""
+    first = x.data + image * x.image * x.UNIT
     at = (head * x.head + pixel * x.pixel) * x.UNIT + d * x.width
-    return tl.load(
-        x.data + image * x.image * x.UNIT + at,
-        mask=(head < S.K) & (pixel < S.N) & (d < x.D),
-        other=0.0,
-    )
+    inside = (head < S.K) & (pixel < S.N) & (d < x.D)
+    return tl.load(first + at, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -57,7 +57,8 @@ def _rows(x, image, n, S):
     """Load pixels n (any number): (KP, n, DP)."""
     head = tl.arange(0, S.KP)[:, None, None]
     d = tl.arange(0, x.DP)[None, None, :]
-    return _operand(_load_rows(x, image, head, n[None, :, None], d, S), x.data.dtype.element_ty)
+    rows = _load_rows(x, image, head, n[None, :, None], d, S)
+    return _operand(rows, x.data.dtype.element_ty)
 
 
 # What one warp loads and another needs goes through shared memory, behind two barriers. A load of rows gives a LINE of
@@ -71,10 +72,14 @@ def _rows_by_warps(x, image, n0, I, S):
     """Load pixels n0 to n0 + I - 1: (KP, I, DP)."""
     C: constexpr = x.LINE if x.LINE < I else I
     row = tl.arange(0, S.KP * I)[:, None]
+    d = tl.arange(0, x.DP)[None, :]
+    head = row // C % S.KP
     pixel = n0 + row // (C * S.KP) * C + row % C
-    rows = _load_rows(x, image, row // C % S.KP, pixel, tl.arange(0, x.DP)[None, :], S)
-    rows = tl.reshape(_operand(rows, x.data.dtype.element_ty), (I // C, S.KP, C, x.DP))
-    return tl.reshape(tl.permute(rows, (1, 0, 2, 3)), (S.KP, I, x.DP))
+    rows = _load_rows(x, image, head, pixel, d, S)
+    rows = _operand(rows, x.data.dtype.element_ty)
+    by_run = tl.reshape(rows, (I // C, S.KP, C, x.DP))
+    by_head = tl.permute(by_run, (1, 0, 2, 3))
+    return tl.reshape(by_head, (S.KP, I, x.DP))
 
 
 @triton.jit
@@ -83,15 +88,19 @@ def _store_rows(ptr, image, n, x, D, S):
     head = tl.arange(0, S.KP)[:, None, None]
     pixel = n[None, :, None]
     d = tl.arange(0, x.shape[2])[None, None, :]
-    at = ptr + image * (S.N * S.K * D) + ((pixel * S.K + head) * D + d)
-    tl.store(at, x.to(ptr.dtype.element_ty), mask=(head < S.K) & (pixel < S.N) & (d < D))
+    first = ptr + image * (S.N * S.K * D)
+    at = (pixel * S.K + head) * D + d
+    inside = (head < S.K) & (pixel < S.N) & (d < D)
+    tl.store(first + at, x.to(ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _by_query(image, i, S):
     """Return offsets and mask of one number per head and query, in (B, K, N): (KP, I) each."""
     head = tl.arange(0, S.KP)[:, None]
-    return image * (S.K * S.N) + (head * S.N + i[None, :]), (head < S.K) & (i[None, :] < S.N)
+    query = i[None, :]
+    at = image * (S.K * S.N) + (head * S.N + query)
+    return at, (head < S.K) & (query < S.N)
 
 
 @triton.jit
@@ -100,25 +109,29 @@ def _map_tile(i, j, S):
     row = i[:, None, None]
     col = j[None, :, None]
     head = tl.arange(0, S.KP)[None, None, :]
-    return (row * S.N + col) * S.K + head, (row < S.N) & (col < S.N) & (head < S.K)
+    at = (row * S.N + col) * S.K + head
+    return at, (row < S.N) & (col < S.N) & (head < S.K)
 
 
 @triton.jit
 def _load_map(maps, image, at, inside, S):
-    return tl.load(maps + image * (S.N * S.N * S.K) + at, mask=inside, other=0.0)
+    first = maps + image * (S.N * S.N * S.K)
+    return tl.load(first + at, mask=inside, other=0.0)
 
 
 @triton.jit
 def _store_map(maps, image, at, x, inside, S):
     """Store a tile, if there is a map for it."""
     if maps is not None:
-        tl.store(maps + image * (S.N * S.N * S.K) + at, x.to(maps.dtype.element_ty), mask=inside)
+        first = maps + image * (S.N * S.N * S.K)
+        tl.store(first + at, x.to(maps.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _signs(signs, image, i, j, S):
     """Return addresses and mask of a tile of signs, for pixels i and j that broadcast."""
-    return signs + image * (S.N * S.N) + (i * S.N + j), (i < S.N) & (j < S.N)
+    first = signs + image * (S.N * S.N)
+    return first + (i * S.N + j), (i < S.N) & (j < S.N)
 
 
 @triton.jit
@@ -133,9 +146,12 @@ def _tap_row(maps, image, pixel, i0, j0, dy, J, NEAR, S):
     x = j0 + pixel % J - S.KS // 2
     col = x + r // S.K
     tap_y = y + (dy - S.KS // 2)
-    mask = (tap_y >= S.PREFIX) & (tap_y < S.N) & (col >= S.PREFIX) & (col < S.N) & (r < S.KS * S.K)
+    in_row = (tap_y >= S.PREFIX) & (tap_y < S.N)
+    in_column = (col >= S.PREFIX) & (col < S.N)
+    mask = in_row & in_column & (r < S.KS * S.K)
     if NEAR:
-        at = maps + (dy - S.KS // 2) * S.N * S.K + ((y * S.N + x) * S.K + r)
+        middle = (y * S.N + x) * S.K + r
+        at = maps + (dy - S.KS // 2) * S.N * S.K + middle
     else:
         at = maps + (tap_y * S.N + x) * S.K + r
     return _operand(tl.load(at, mask=mask, other=0.0), maps.dtype.element_ty)
@@ -151,15 +167,14 @@ def _among_patches(i, j, S):
 def _taps(weight, head, r, dy, ADJOINT, S):
     """Return offsets in the (K, K, KS, KS) weight of its tap row dy, r = (dx, the head that it takes) flat; ADJOINT: of
     the convolution's adjoint."""
+    other = r % S.K
+    dx = r // S.K
     if ADJOINT:
-        return (
-            r % S.K * weight.makes
-            + head * weight.takes
-            + (S.KS - 1 - dy) * weight.y
-            + (S.KS - 1 - r // S.K) * weight.x
-        )
+        heads = other * weight.makes + head * weight.takes
+        return heads + (S.KS - 1 - dy) * weight.y + (S.KS - 1 - dx) * weight.x
     else:
-        return head * weight.makes + r % S.K * weight.takes + dy * weight.y + r // S.K * weight.x
+        heads = head * weight.makes + other * weight.takes
+        return heads + dy * weight.y + dx * weight.x
 
 
 @triton.jit
@@ -168,7 +183,8 @@ def _weight_row(weight, share, dy, ADJOINT, STORE, S):
     r = tl.arange(0, S.RP)[:, None]
     head = tl.arange(0, S.KP)[None, :]
     at = weight.data + _taps(weight, head, r, dy, ADJOINT, S)
-    w = tl.load(at, mask=(r < S.KS * S.K) & (head < S.K), other=0.0).to(STORE)
+    inside = (r < S.KS * S.K) & (head < S.K)
+    w = tl.load(at, mask=inside, other=0.0).to(STORE)
     if ADJOINT and S.GATED:
         w = w.to(tl.float32) * tl.load(share + r % S.K)
     return _operand(w, STORE)
@@ -179,11 +195,13 @@ def _convolve(maps, image, weight, share, i0, j0, I, J, ADJOINT, S):
     """Convolve a tile of maps, KS x KS, same-padded, heads -> heads, or by the adjoint, for which the maps are first
     multiplied by a share that is by heads: (I*J, KP) float32."""
     KS: constexpr = S.KS
+    STORE: constexpr = maps.dtype.element_ty
     out = tl.full((I * J, S.KP), 0.0, tl.float32)
     pixel = tl.arange(0, I * J)[:, None]
     for dy in tl.static_range(KS):
         taps = _tap_row(maps, image, pixel, i0, j0, dy, J, False, S)
-        out += _product(taps, _weight_row(weight, share, dy, ADJOINT, maps.dtype.element_ty, S), S)
+        row = _weight_row(weight, share, dy, ADJOINT, STORE, S)
+        out += _product(taps, row, S)
     return out
 
 
@@ -194,7 +212,8 @@ def _share(share, S):
         return 0.0
     elif S.GATED:
         head = tl.arange(0, S.KP)
-        return tl.load(share + head, mask=head < S.K, other=0.0)[None, None, :]
+        numbers = tl.load(share + head, mask=head < S.K, other=0.0)
+        return numbers[None, None, :]
     else:
         return share
 
@@ -214,8 +233,10 @@ def _product(a, b, S):
     Y: constexpr = b.shape[1]
     if S.SPLIT and M > 32:
         groups = tl.reshape(a, (M // 32, 32, X))
-        shared = tl.broadcast_to(tl.reshape(b, (1, X, Y)), (M // 32, X, Y))
-        return tl.reshape(_dot(groups, shared, None), (M, Y))
+        once = tl.reshape(b, (1, X, Y))
+        shared = tl.broadcast_to(once, (M // 32, X, Y))
+        products = _dot(groups, shared, None)
+        return tl.reshape(products, (M, Y))
     else:
         return _dot(a, b, None)
 
@@ -238,7 +259,8 @@ def _draws(seed, image, i, S):
     high_seed = (drawn >> 32).to(tl.uint32)
     low = _scramble(drawn.to(tl.uint32) + _scramble(high_seed))
     high = _scramble(low ^ high_seed)
-    query = (image * S.K + tl.arange(0, S.KP)[:, None]) * S.N + i[None, :]
+    head = tl.arange(0, S.KP)[:, None]
+    query = (image * S.K + head) * S.N + i[None, :]
     key = _scramble(query.to(tl.uint32) + low)
     return key, _scramble(key ^ high)
 
@@ -262,12 +284,21 @@ def _table(height_rel, width_rel, q, S):
     """Load the position tables (2H-1, D) and (2W-1, D), one after the other, padded with zeros: (TP, DP)."""
     t = tl.arange(0, S.TP)[:, None]
     d = tl.arange(0, q.DP)[None, :]
-    rows = tl.load(height_rel + t * q.D + d, mask=(t < 2 * S.H - 1) & (d < q.D), other=0.0)
+    of_rows = (t < 2 * S.H - 1) & (d < q.D)
+    rows = tl.load(height_rel + t * q.D + d, mask=of_rows, other=0.0)
     t -= 2 * S.H - 1
-    columns = tl.load(
-        width_rel + t * q.D + d, mask=(t >= 0) & (t < 2 * S.W - 1) & (d < q.D), other=0.0
-    )
+    of_columns = (t >= 0) & (t < 2 * S.W - 1) & (d < q.D)
+    columns = tl.load(width_rel + t * q.D + d, mask=of_columns, other=0.0)
     return _operand(rows + columns, q.data.dtype.element_ty)
+
+
+@triton.jit
+def _for_each_head(x, S):
+    """Repeat x (I, X) for each head: (KP*I, X)."""
+    I: constexpr = x.shape[0]
+    X: constexpr = x.shape[1]
+    by_head = tl.broadcast_to(x[None, :, :], (S.KP, I, X))
+    return tl.reshape(by_head, (S.KP * I, X))
 
 
 @triton.jit
@@ -282,15 +313,14 @@ def _queries(q, height_rel, width_rel, image, i, S):
     qi = _rows(q, image, i, S)
     if S.RELATIVE:
         t = _table(height_rel, width_rel, q, S)
-        by_offset = _product(tl.reshape(qi, (KP * I, q.DP)), tl.trans(t), S)  # (KP*I, TP)
+        flat = tl.reshape(qi, (KP * I, q.DP))
+        by_offset = _product(flat, tl.trans(t), S)  # (KP*I, TP)
         s = tl.arange(0, SP)[None, :]
-        at = tl.where(
-            s < S.H,
-            s - i[:, None] // S.W + (S.H - 1),
-            s - S.H - i[:, None] % S.W + (2 * S.H + S.W - 2),
-        )
-        at = tl.minimum(tl.maximum(at, 0), S.TP - 1)
-        at = tl.reshape(tl.broadcast_to(at[None, :, :], (KP, I, SP)), (KP * I, SP))
+        query = i[:, None]
+        row_at = s - query // S.W + (S.H - 1)
+        column_at = s - S.H - query % S.W + (2 * S.H + S.W - 2)
+        at = tl.where(s < S.H, row_at, column_at)
+        at = _for_each_head(tl.minimum(tl.maximum(at, 0), S.TP - 1), S)
         by_position = tl.reshape(tl.gather(by_offset, at, 1), (KP, I, SP))
         return qi, _operand(by_position, q.data.dtype.element_ty)
     else:
@@ -300,20 +330,20 @@ def _queries(q, height_rel, width_rel, image, i, S):
 @triton.jit
 def _by_offset(d_products, i, STORE, S):
     """Undo the reordering of `_queries`, by its adjoint: (KP, I, SP) by position -> (KP*I, TP) by offset."""
-    KP: constexpr = S.KP
-    TP: constexpr = S.TP
     I: constexpr = i.shape[0]
-    t = tl.arange(0, TP)[None, :]
-    rows = t < 2 * S.H - 1
-    s = tl.where(
-        rows, t + i[:, None] // S.W - (S.H - 1), t + i[:, None] % S.W - (2 * S.H + S.W - 2) + S.H
-    )
-    used = ((rows & (s >= 0)) & (s < S.H)) | (((t >= 2 * S.H - 1) & (s >= S.H)) & (s < S.H + S.W))
-    s = tl.minimum(tl.maximum(s, 0), S.SP - 1)
-    s = tl.reshape(tl.broadcast_to(s[None, :, :], (KP, I, TP)), (KP * I, TP))
-    used = tl.reshape(tl.broadcast_to(used[None, :, :], (KP, I, TP)), (KP * I, TP))
-    x = tl.gather(tl.reshape(d_products, (KP * I, S.SP)), s, 1)
-    return _operand(tl.where(used, x, 0.0), STORE)
+    t = tl.arange(0, S.TP)[None, :]
+    query = i[:, None]
+    of_rows = t < 2 * S.H - 1
+    row = t + query // S.W - (S.H - 1)
+    column = t + query % S.W - (2 * S.H + S.W - 2) + S.H
+    s = tl.where(of_rows, row, column)
+    is_row = of_rows & (s >= 0) & (s < S.H)
+    is_column = (t >= 2 * S.H - 1) & (s >= S.H) & (s < S.H + S.W)
+    used = _for_each_head(is_row | is_column, S)
+    s = _for_each_head(tl.minimum(tl.maximum(s, 0), S.SP - 1), S)
+    flat = tl.reshape(d_products, (S.KP * I, S.SP))
+    x = tl.where(used, tl.gather(flat, s, 1), 0.0)
+    return _operand(x, STORE)
 
 
 @triton.jit
@@ -328,7 +358,8 @@ def _positions(j0, J, DTYPE, S):
 @triton.jit
 def _own(qi, by_position, k, image, j0, J, S):
     """Return q times keys and, RELATIVE, positions, without the scale: (I, J, KP)."""
-    own = _dot(qi, tl.permute(_rows_by_warps(k, image, j0, J, S), (0, 2, 1)), None)
+    keys = _rows_by_warps(k, image, j0, J, S)
+    own = _dot(qi, tl.permute(keys, (0, 2, 1)), None)
     if S.RELATIVE:
         own = _dot(by_position, _positions(j0, J, qi.dtype, S), own)
     return tl.permute(own, (1, 2, 0))
@@ -387,8 +418,9 @@ def evolve(
             here = _load_map(maps, image, at, inside, S).to(tl.float32)
         if conv is not None:
             z = _convolve(maps, image, weight, None, i0, j0, I, J, False, S)
-            z += tl.load(bias + head, mask=head < S.K, other=0.0).to(STORE).to(tl.float32)[None, :]
-            z = tl.reshape(z, (I, J, S.KP))
+            added = tl.load(bias + head, mask=head < S.K, other=0.0)
+            added = added.to(STORE).to(tl.float32)
+            z = tl.reshape(z + added[None, :], (I, J, S.KP))
             passes = z > 0.0
             z = tl.maximum(z, 0.0)
             if S.PREFIX > 0:
@@ -397,10 +429,8 @@ def evolve(
                 z = tl.where(patches, z, here)
             s += conv_gate * z
             if signs is not None:
-                bits = tl.sum(
-                    tl.where(passes, tl.full((I, J, S.KP), 1, tl.int32) << head[None, None, :], 0),
-                    2,
-                )
+                bit = tl.full((I, J, S.KP), 1, tl.int32) << head[None, None, :]
+                bits = tl.sum(tl.where(passes, bit, 0), 2)
                 places, mask = _signs(signs, image, i[:, None], j[None, :], S)
                 tl.store(places, bits.to(signs.dtype.element_ty), mask=mask)
         if kept is not None:
@@ -417,12 +447,11 @@ def evolve(
             shrink = tl.exp2(top - new_top)
             total = total * shrink + tl.sum(p, 2)
             if dropout is not None:
-                p = tl.where(
-                    _kept(key[:, :, None], salt[:, :, None], j[None, None, :], dropout.threshold),
-                    p,
-                    0.0,
-                )
-            mean = _dot(_operand(p, STORE), _rows(v, image, j, S), mean * shrink[:, :, None])
+                keys = j[None, None, :]
+                stays = _kept(key[:, :, None], salt[:, :, None], keys, dropout.threshold)
+                p = tl.where(stays, p, 0.0)
+            values = _rows(v, image, j, S)
+            mean = _dot(_operand(p, STORE), values, mean * shrink[:, :, None])
             top = new_top
 
     if out is not None:
@@ -438,9 +467,10 @@ def row_products(out, d_out, delta, S: constexpr, I: constexpr):
     """Store delta (B, K, N), the sum over E of out * d_out. A program: I pixels of an image, all heads."""
     image, i0 = _block(I, S)
     i = i0 + tl.arange(0, I)
-    products = _rows(out, image, i, S).to(tl.float32) * _rows(d_out, image, i, S).to(tl.float32)
+    o = _rows(out, image, i, S).to(tl.float32)
+    do = _rows(d_out, image, i, S).to(tl.float32)
     at, inside = _by_query(image, i, S)
-    tl.store(delta + at, tl.sum(products, 2), mask=inside)
+    tl.store(delta + at, tl.sum(o * do, 2), mask=inside)
 
 
 @triton.jit
@@ -487,9 +517,8 @@ def logits_backward(
         row_delta = tl.load(delta + row, mask=row_mask, other=0.0)
         do = _rows(d_out, image, i, S)
         # Keys before queries: what leaves one product enters the other as it lies in registers
-        p = tl.exp2(
-            tl.permute(s, (2, 1, 0)).to(tl.float32) * LOG2E - row_lse[:, None, :]
-        )  # (KP, J, I)
+        by_key = tl.permute(s, (2, 1, 0)).to(tl.float32)  # (KP, J, I)
+        p = tl.exp2(by_key * LOG2E - row_lse[:, None, :])
         dp = _dot(vj, tl.permute(do, (0, 2, 1)), None)
         seen = p  # by the values
         if dropout is not None:
@@ -511,13 +540,17 @@ def logits_backward(
                 dz = tl.where(s > 0.0, g, 0.0)
             if not S.GATED:
                 dz = conv * dz
-            db += tl.where(_among_patches(i, j, S), dz, 0.0) if S.PREFIX > 0 else dz
+            if S.PREFIX > 0:
+                db += tl.where(_among_patches(i, j, S), dz, 0.0)
+            else:
+                db += dz
             _store_map(d_conv, image, at, dz, inside, S)
 
     _store_rows(d_v, image, j, dv, v.D, S)
     if conv is not None:
         db = tl.sum(tl.reshape(db, (I * J, S.KP)), 0)
-        tl.store(d_bias + tl.program_id(0).to(tl.int64) * S.K + head, db, mask=head < S.K)
+        slot = tl.program_id(0).to(tl.int64) * S.K
+        tl.store(d_bias + slot + head, db, mask=head < S.K)
 
 
 @triton.jit
@@ -529,10 +562,10 @@ def _add_weight_part(dw, d_conv, image, i0, j0, dy, m, I, J, S):
     RUNS: constexpr = m.shape[1] // C
     row = tl.arange(0, I * J)[:, None]
     pixel = (row // C % GROUPS * RUNS + row // (C * GROUPS)) * C + row % C
-    taps = tl.reshape(
-        _tap_row(d_conv, image, pixel, i0, j0, dy, J, True, S), (RUNS, GROUPS, C, S.RP)
-    )
-    taps = tl.reshape(tl.permute(taps, (1, 0, 2, 3)), (GROUPS, RUNS * C, S.RP))
+    taps = _tap_row(d_conv, image, pixel, i0, j0, dy, J, True, S)
+    by_run = tl.reshape(taps, (RUNS, GROUPS, C, S.RP))
+    by_group = tl.permute(by_run, (1, 0, 2, 3))
+    taps = tl.reshape(by_group, (GROUPS, RUNS * C, S.RP))
     return _dot(tl.permute(taps, (0, 2, 1)), m, dw)
 
 
@@ -577,7 +610,8 @@ def weight_backward(
 
     for j0 in range(0, S.N, J):
         if own is not None:
-            mixed = tl.reshape(own_gate * _own(qi, by_position, k, image, j0, J, S), (I * J, S.KP))
+            own_logits = own_gate * _own(qi, by_position, k, image, j0, J, S)
+            mixed = tl.reshape(own_logits, (I * J, S.KP))
         pixel = tl.arange(0, I * J)[:, None]
         row = i0 + pixel // J
         col = j0 + pixel % J
@@ -586,12 +620,13 @@ def weight_backward(
         took = _load_map(maps, image, at, inside, S).to(tl.float32)
         if own is not None:
             took = kept_gate * took + mixed
+        taken = inside
         if S.PREFIX > 0:
-            took = tl.where(inside & (row >= S.PREFIX) & (col >= S.PREFIX), took, 0.0)
-        else:
-            took = tl.where(inside, took, 0.0)
+            taken = inside & (row >= S.PREFIX) & (col >= S.PREFIX)
+        took = tl.where(taken, took, 0.0)
         if d_beta is not None:
-            db -= took * _load_map(d_logits, image, at, inside, S).to(tl.float32)
+            g = _load_map(d_logits, image, at, inside, S)
+            db -= took * g.to(tl.float32)
         m = tl.reshape(_operand(took, STORE), (GROUPS, I * J // GROUPS, S.KP))
         added = ()
         for dy in tl.static_range(KS):
@@ -600,9 +635,10 @@ def weight_backward(
 
     part = tl.program_id(0).to(tl.int64) * part_stride
     r = tl.arange(0, S.RP)[:, None]
+    within = (r < KS * S.K) & (head < S.K)
     for dy in tl.static_range(KS):
         at = part + _taps(weight, head, r, dy, True, S)
-        tl.store(d_weight + at, tl.sum(dw[dy], 0), mask=(r < KS * S.K) & (head < S.K))
+        tl.store(d_weight + at, tl.sum(dw[dy], 0), mask=within)
     if d_beta is not None:
         tl.store(d_beta + part + head, tl.sum(db, 0)[None, :], mask=head < S.K)
 
@@ -656,9 +692,8 @@ def queries_backward(
             g = _load_map(d_logits, image, at, inside, S).to(tl.float32)
         a = _zeros(I, J, S.KP)
         if conv is not None:
-            a = tl.reshape(
-                _convolve(d_conv, image, weight, conv, i0, j0, I, J, True, S), (I, J, S.KP)
-            )
+            a = _convolve(d_conv, image, weight, conv, i0, j0, I, J, True, S)
+            a = tl.reshape(a, (I, J, S.KP))
             if S.PREFIX > 0:
                 past = _load_map(d_conv, image, at, inside, S).to(tl.float32)
                 if S.GATED:
@@ -674,7 +709,8 @@ def queries_backward(
         if d_alpha is None:
             d_own = own * d_own  # else it comes last, since it may be 0
         elif OWN_FROM_MAPS or conv is None or S.PREFIX > 0:
-            earlier = d_own * _load_map(maps, image, at, inside, S).to(tl.float32)
+            previous = _load_map(maps, image, at, inside, S)
+            earlier = d_own * previous.to(tl.float32)
             if conv is not None and not OWN_FROM_MAPS:
                 earlier = tl.where(_among_patches(i, j, S), 0.0, earlier)
             da += earlier
@@ -685,19 +721,18 @@ def queries_backward(
             kj = _rows_by_warps(k, image, j0, J, S)
         dq = _dot(d_own, kj, dq)
         if S.RELATIVE:
-            d_position = _dot(
-                d_own, tl.permute(_positions(j0, J, d_own.dtype, S), (0, 2, 1)), d_position
-            )
+            positions = _positions(j0, J, d_own.dtype, S)
+            d_position = _dot(d_own, tl.permute(positions, (0, 2, 1)), d_position)
 
     part = tl.program_id(0).to(tl.int64) * part_stride
     if S.RELATIVE:
         d_offset = _by_offset(d_position, i, STORE, S)  # (KP*I, TP)
-        dq += tl.reshape(
-            _product(d_offset, _table(height_rel, width_rel, q, S), S), (S.KP, I, q.DP)
-        )
+        table = _table(height_rel, width_rel, q, S)
+        dq += tl.reshape(_product(d_offset, table, S), (S.KP, I, q.DP))
     if d_alpha is not None:
         by_head = tl.sum(tl.reshape(da, (I * J, S.KP)), 0)
-        by_head -= scale * tl.sum(tl.sum(_rows(q, image, i, S).to(tl.float32) * dq, 2), 1)
+        products = _rows(q, image, i, S).to(tl.float32) * dq
+        by_head -= scale * tl.sum(tl.sum(products, 2), 1)
         head = tl.arange(0, S.KP)
         tl.store(d_alpha + part + head, by_head, mask=head < S.K)
         own_gate = tl.permute(_share(own, S), (2, 0, 1))
@@ -707,10 +742,12 @@ def queries_backward(
         qi = _rows(q, image, i, S)
         if d_alpha is not None:
             qi = _operand(qi * own_gate, STORE)
-        dt = scale * _product(tl.trans(d_offset), tl.reshape(qi, (S.KP * I, q.DP)), S)
+        flat = tl.reshape(qi, (S.KP * I, q.DP))
+        dt = scale * _product(tl.trans(d_offset), flat, S)
         t = tl.arange(0, S.TP)[:, None]
         d = tl.arange(0, q.DP)[None, :]
-        tl.store(d_table + part + t * q.D + d, dt, mask=(t < 2 * S.H + 2 * S.W - 2) & (d < q.D))
+        inside = (t < 2 * S.H + 2 * S.W - 2) & (d < q.D)
+        tl.store(d_table + part + t * q.D + d, dt, mask=inside)
 
 
 @triton.jit
@@ -727,7 +764,8 @@ def keys_backward(q, maps, d_k, share, own, stored, S: constexpr, I: constexpr, 
         at, inside = _map_tile(i0 + tl.arange(0, I), j, S)
         m = _load_map(maps, image, at, inside, S)
         if stored is not None:
-            _store_map(maps, image, at, _share(stored, S) * m.to(tl.float32), inside, S)
+            multiplied = _share(stored, S) * m.to(tl.float32)
+            _store_map(maps, image, at, multiplied, inside, S)
         m = tl.permute(_operand(m, maps.dtype.element_ty), (2, 1, 0))
         dk = _dot(m, _rows_by_warps(q, image, i0, I, S), dk)
     if own is not None:
