@@ -49,13 +49,6 @@ def normalised(head, gain):
     return gain * head / (mean_square + 1e-6).sqrt()
 
 
-def pooled_input(layer, x):
-    """What queries, keys and values are projected from."""
-    for _ in range(layer.num_pools):
-        x = pooled_pixels(x)
-    return x
-
-
 def fused(layer, x, attention):
     """The layer's output from its attention branch (B, C, H, W), which is resized to the convolution's result."""
     size = [(side + layer.stride - 1) // layer.stride for side in x.shape[2:]]
@@ -69,11 +62,14 @@ def fused(layer, x, attention):
 
 def attention_branch(layer, x, prev_logits=None, evolve=None):
     """The whole layer, head by head, from its parameters; -> y, logits."""
-    pooled = pooled_input(layer, x)
+    pooled = x
+    for _ in range(layer.num_pools):
+        pooled = pooled_pixels(pooled)
     size = pooled.shape[2:]
     K = layer.num_heads
     D = layer.dim_head_qk
-    projected = pooled.flatten(2).transpose(1, 2) @ layer.qkv.weight.flatten(1).t() + layer.qkv.bias
+    pixels = pooled.flatten(2).transpose(1, 2)
+    projected = F.linear(pixels, layer.qkv.weight.flatten(1), layer.qkv.bias)
     queries, keys, values = projected.split([layer.dim_qk, layer.dim_qk, layer.dim_v], 2)
     of_heads = zip(queries.chunk(K, 2), keys.chunk(K, 2), strict=True)
     by_head = []
@@ -88,7 +84,7 @@ def attention_branch(layer, x, prev_logits=None, evolve=None):
         logits = evolve(logits, prev_logits)
     attn = logits.exp() / logits.exp().sum(-1, keepdim=True)
     heads = [attn[:, head] @ v for head, v in enumerate(values.chunk(K, 2))]
-    out = torch.cat(heads, 2) @ layer.proj.weight.flatten(1).t() + layer.proj.bias
+    out = F.linear(torch.cat(heads, 2), layer.proj.weight.flatten(1), layer.proj.bias)
     attention = out.transpose(1, 2).unflatten(2, size)
     return fused(layer, x, attention), logits
 
@@ -132,41 +128,13 @@ def convolved_pixels(conv, x):
     return torch.cat(parts, 1)
 
 
-def added_by_double_loop(layer, x):
-    """A layer with fusion="add" and no evolution, by a loop over queries and one over keys; -> y."""
-    pooled = pooled_input(layer, x)
-    H, W = pooled.shape[2:]
-    pixels = [(row, col) for row in range(H) for col in range(W)]
-    queries, keys, values = [], [], []
-    for row, col in pixels:
-        projected = pooled[:, :, row, col] @ layer.qkv.weight[:, :, 0, 0].t() + layer.qkv.bias
-        q, k, v = projected.split([layer.dim_qk, layer.dim_qk, layer.dim_v], 1)
-        queries.append(q.unflatten(1, (layer.num_heads, -1)) / layer.dim_head_qk**0.5)
-        keys.append(k.unflatten(1, (layer.num_heads, -1)))
-        values.append(v.unflatten(1, (layer.num_heads, -1)))
-    outputs = []
-    for (row, col), q in zip(pixels, queries, strict=True):
-        total, weights = 0, 0
-        for (key_row, key_col), k, v in zip(pixels, keys, values, strict=True):
-            key = k
-            if layer.height_rel is not None:
-                key = key + layer.height_rel[key_row - row + H - 1]
-                key = key + layer.width_rel[key_col - col + W - 1]
-            weight = (q * key).sum(-1, keepdim=True).exp()
-            total = total + weight * v
-            weights = weights + weight
-        heads = (total / weights).flatten(1)
-        outputs.append(heads @ layer.proj.weight[:, :, 0, 0].t() + layer.proj.bias)
-    attention = torch.stack(outputs, -1).unflatten(-1, (H, W))
-    return fused(layer, x, attention)
-
-
 def gradients(outputs, inputs):
     """Of a fixed random projection of the outputs, so that every element counts differently."""
     generator = torch.Generator().manual_seed(1)
     total = 0
     for y in outputs:
-        total = total + (y * torch.randn(y.shape, generator=generator, dtype=y.dtype)).sum()
+        weights = torch.randn(y.shape, generator=generator, dtype=y.dtype)
+        total = total + (y * weights).sum()
     return torch.autograd.grad(total, inputs, retain_graph=True)
 
 

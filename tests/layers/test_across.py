@@ -1,5 +1,7 @@
 """The mechanisms of `ea_vision.layers.across`, each against its equation, outputs and gradients."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,14 +14,14 @@ SIZE = (2, 3)
 N = SIZE[0] * SIZE[1]
 
 
-def maps(seed: int, *shape: int, side: int = N) -> torch.Tensor:
+def maps(seed, *shape, side=N):
     generator = torch.Generator().manual_seed(seed)
     shape = shape or (2, K, side, side)
     drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
     return drawn.requires_grad_()
 
 
-def new(kind: str, **options):
+def new(kind, **options):
     """Return a mechanism in float64 whose parameters are all random, since a start at zero would hide mistakes."""
     torch.manual_seed(0)
     mechanism = create_evolution(kind, K, dtype=torch.float64, **options)
@@ -35,7 +37,7 @@ def run(mechanism, logits, prev):
     return mechanism.mix_attn(attn)
 
 
-def assert_equation(module, actual, expected, *inputs) -> None:
+def assert_equation(module, actual, expected, *inputs):
     """Assert that outputs and the gradients of inputs and parameters equal those of the equation."""
     assert_same(actual, expected, [*inputs, *module.parameters()], atol=1e-10, rtol=1e-10)
 
@@ -156,9 +158,9 @@ def test_conv2d_convolves_four_dimensions_of_a_map_that_is_not_square(prefix):
     prev = maps(2, side=N + prefix)
     mixed = logits + m.alpha * prev
     over_keys = mixed[:, :, prefix:, prefix:].reshape(2, K, *SIZE, *SIZE)
-    over_queries = over_keys.permute(0, 1, 4, 5, 2, 3)
-    total = convolved(m.keys, over_keys)
-    total = total + convolved(m.queries, over_queries).permute(0, 1, 4, 5, 2, 3)
+    other_first = (0, 1, 4, 5, 2, 3)
+    by_queries = convolved(m.queries, over_keys.permute(other_first)).permute(other_first)
+    total = convolved(m.keys, over_keys) + by_queries
     expected = mixed + F.pad(total.reshape(2, K, N, N), [prefix, 0, prefix, 0])
     evolved = m(logits, prev, SIZE)
     assert_equation(m, evolved, expected, logits, prev)
@@ -171,12 +173,14 @@ def test_exclusive_attention_is_its_equation(gain):
     m = new("xsa", gain=gain)
     out = maps(1, 2, K, N, 4)
     values = maps(2, 2, K, N, 4)
-    share = (out * values).sum(-1, keepdim=True) / (values * values).sum(-1, keepdim=True)
+    product = (out * values).sum(-1, keepdim=True)
+    share = product / (values * values).sum(-1, keepdim=True)
     factor = 1.0 if gain is None else by_head(m.gain)
     actual = m.mix_output(out, values, None)
     assert_equation(m, actual, out - factor * share * values, out, values)
-    if gain is None:
-        assert (actual * values).sum(-1).abs().max() < 1e-12  # nothing of the own value is left
+    if gain is None:  # nothing of the own value is left
+        left = (actual * values).sum(-1)
+        assert left.abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("identity", [False, True])
@@ -208,8 +212,9 @@ def test_mrla_is_its_equation():
     x = maps(1, 2, 8, 2, 3)
     shortcut = maps(2, 2, 8, 2, 3)
     padded = F.pad(x.mean((2, 3)), [1, 1])
-    q = sum(m.query.weight[0, 0, i] * padded[:, i : i + 8] for i in range(3))
-    k = sum(m.key.weight[0, 0, i] * padded[:, i : i + 8] for i in range(3))
+    seen = torch.stack([padded[:, i : i + 8] for i in range(3)], -1)
+    q = seen @ m.query.weight[0, 0]
+    k = seen @ m.key.weight[0, 0]
     shares = []
     for channel in range(8):
         first = channel // 4 * 4  # of the channel's group
@@ -225,9 +230,9 @@ def test_token_conv_sees_the_patches_neighbours_in_the_image():
     x = maps(1, 2, 1 + N, 4)
     y = m(x, SIZE)
     assert torch.equal(y[:, :1], x[:, :1])
-    image = x[:, 1:].transpose(1, 2).reshape(2, 4, *SIZE)
+    image = x[:, 1:].mT.reshape(2, 4, *SIZE)
     expected = image + depthwise(m.conv.weight, image) + by_head(m.conv.bias)
-    assert_equation(m, y[:, 1:], expected.flatten(2).transpose(1, 2), x)
+    assert_equation(m, y[:, 1:], expected.flatten(2).mT, x)
 
 
 @pytest.mark.parametrize(
@@ -237,11 +242,7 @@ def test_token_conv_sees_the_patches_neighbours_in_the_image():
         ("ea", {"alpha": 1.5}, "alpha must lie between 0 and 1, got 1.5"),
         ("ea", {"alpha": "x"}, "alpha must lie between 0 and 1, got x"),
         ("ea", {"beta": -1}, "beta must lie between 0 and 1, got -1"),
-        (
-            "ea",
-            {"alpha": float("inf"), "learnable": True},
-            "alpha must be a finite number, got inf",
-        ),
+        ("ea", {"alpha": math.inf, "learnable": True}, "alpha must be a finite number, got inf"),
         ("ea", {"learnable": 2}, "False, True or 'per_head', got 2"),
         ("ea", {"kernel_size": 4}, "odd and positive, got 4"),
         ("pa", {"num_layers": -1}, "num_layers must be 0 or more, got -1"),

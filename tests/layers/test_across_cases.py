@@ -25,7 +25,7 @@ def dtype(request):
 class Case:
     """The tensors of a case in the default dtype, by their names in its file."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         self.tensors = {}
         with np.load(CASES / f"{name}.npz") as arrays:
             self.meta = json.loads(str(arrays["meta"]))
@@ -34,31 +34,27 @@ class Case:
                     tensor = torch.from_numpy(arrays[key])
                     self.tensors[key] = tensor.to(torch.get_default_dtype())
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name):
         return self.tensors[name]
 
-    def under(self, prefix: str) -> dict[str, torch.Tensor]:
+    def under(self, prefix):
         """Return the tensors whose names begin with the prefix, by their names without it."""
-        return beginning(self.tensors, prefix, cut=True)
+        chosen = beginning(self.tensors, prefix)
+        return {key.removeprefix(prefix): value for key, value in chosen.items()}
 
-    def heads(
-        self, x: torch.Tensor, *weights: torch.Tensor, heads: int | None = None
-    ) -> torch.Tensor:
+    def heads(self, x, *weights, heads=None):
         """Return the parts of one projection, (parts, B, K, N, D)."""
         K = heads or self.meta["heads"]
         projected = F.linear(x, *weights)
         return projected.unflatten(2, (-1, K, x.shape[2] // K)).permute(2, 0, 3, 1, 4)
 
 
-def beginning(tensors: dict, *prefixes: str, cut: bool = False) -> dict[str, torch.Tensor]:
-    """Return the tensors whose names begin with one of the prefixes; `cut` takes the first prefix off the names."""
-    chosen = {key: value for key, value in tensors.items() if key.startswith(prefixes)}
-    if cut:
-        return {key.removeprefix(prefixes[0]): value for key, value in chosen.items()}
-    return chosen
+def beginning(tensors, *prefixes):
+    """Return the tensors whose names begin with one of the prefixes."""
+    return {key: value for key, value in tensors.items() if key.startswith(prefixes)}
 
 
-def assert_close(actual: torch.Tensor, expected: torch.Tensor, rounding: float = 1.0) -> None:
+def assert_close(actual, expected, rounding=1.0):
     """Compare to 1e-5 of the largest entry; in float64 to 1e-5."""
     scale = 1.0
     if actual.dtype != torch.float64:
@@ -66,9 +62,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, rounding: float =
     torch.testing.assert_close(actual, expected, atol=1e-5 * scale, rtol=1e-5)
 
 
-def assert_statistics(
-    case: Case, module: torch.nn.Module, name: str, rounding: float = 1.0
-) -> None:
+def assert_statistics(case, module, name, rounding=1.0):
     """Compare a batch norm's running statistics after one forward, if that was in training."""
     if not case.meta["train"]:
         return
@@ -76,11 +70,11 @@ def assert_statistics(
         assert_close(module.get_buffer(statistic), case[f"after.{name}.{statistic}"], rounding)
 
 
-def scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def scores(q, k):
     return q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
 
 
-def joined(heads: torch.Tensor) -> torch.Tensor:
+def joined(heads):
     """(B, K, N, D) -> (B, N, K*D)"""
     return heads.transpose(1, 2).flatten(2)
 
@@ -144,7 +138,7 @@ def test_refiner(name):
         assert_statistics(case, norm, f"layer1.{name_there}", rounding)
 
 
-def _centred(weight: torch.Tensor) -> torch.Tensor:
+def _centred(weight):
     """Return the kernel with zeros appended, so that the authors' last query row, the present one, is in the middle."""
     return F.pad(weight, (0, 0, 0, weight.shape[2] - 1))
 
@@ -193,7 +187,7 @@ def test_value_residual():
         assert_close(out, case[f"out{number}"])
 
 
-def mrla_state(case: Case, number: int) -> dict[str, torch.Tensor]:
+def mrla_state(case, number):
     """Return the authors' weights of a layer under our names."""
     names = {
         "mrla.lambda_t": "shortcut_scale",

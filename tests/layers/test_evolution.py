@@ -14,12 +14,12 @@ from ea_vision.ops import evolving_attention, use_implementation
 from tests.layers.oracle import assert_same
 
 
-def by_head(gate) -> torch.Tensor:
+def by_head(gate):
     """Return one gate, or one per head, so that it multiplies maps (B, K, N, N)."""
     return torch.as_tensor(gate).view(-1, 1, 1)
 
 
-def expected_maps(module, kind: str, logits: torch.Tensor, prev: torch.Tensor) -> torch.Tensor:
+def expected_maps(module, kind, logits, prev):
     """Return the maps of DESIGN's equations."""
     alpha = by_head(module.alpha)
     conv = module.convs[0]
@@ -93,16 +93,14 @@ class TokenLayer(EvolvingVitAttention):
         return self.finish(out, x), logits
 
 
-def layer_and_input(evolution, over_tokens: bool) -> tuple[nn.Module, torch.Tensor]:
+def layer_and_input(evolution, over_tokens):
     if over_tokens:
         return TokenLayer(evolution), torch.randn(2, 12, 16)
-    layer = AugmentedConv2d(
-        16, 8, dim_qk=8, dim_v=4, num_heads=2, feat_size=(4, 3), evolution=evolution
-    )
-    return layer, torch.randn(2, 16, 4, 3)
+    sizes = dict(dim_qk=8, dim_v=4, num_heads=2, feat_size=(4, 3))
+    return AugmentedConv2d(16, 8, **sizes, evolution=evolution), torch.randn(2, 16, 4, 3)
 
 
-def parametrised() -> nn.Module:
+def parametrised():
     """Return an evolution whose convolution is of another class than Conv2d, with weights of the same meaning."""
     evolution = create_evolution("ea", 2)
     nn.utils.parametrizations.weight_norm(evolution.convs[0])

@@ -1,5 +1,7 @@
 """Exclusive self-attention as one autograd function: precisions, values of 0, derivatives of every order and way."""
 
+from functools import partial
+
 import pytest
 import timm
 import torch
@@ -17,18 +19,23 @@ def mechanism(gain, dtype=torch.float64):
 
 
 def inputs(dtype=torch.float64, tokens=5):
+    """Attention's output and the values."""
     generator = torch.Generator().manual_seed(0)
-    return [
-        torch.randn(2, 3, tokens, 4, generator=generator).to(dtype).requires_grad_()
-        for _ in range(2)
-    ]
+    drawn = torch.randn(2, 2, 3, tokens, 4, generator=generator).to(dtype)
+    return [x.clone().requires_grad_() for x in drawn]
+
+
+def applied(m):
+    """Return the mechanism as a function of attention's output and the values."""
+    return lambda out, values: m.mix_output(out, values, None)
 
 
 def results(function, out, values, parameters):
     """Return the output and the gradients of a weighted sum of it."""
     made = function(out, values)
-    weights = torch.linspace(-1, 1, made.numel()).view(made.shape).to(made.dtype)
-    return [made, *torch.autograd.grad((made * weights).sum(), [out, values, *parameters])]
+    weights = torch.linspace(-1, 1, made.numel()).to(made.dtype)
+    total = (made.flatten() * weights).sum()
+    return [made, *torch.autograd.grad(total, [out, values, *parameters])]
 
 
 @pytest.mark.parametrize("gain", GAINS)
@@ -44,12 +51,11 @@ def results(function, out, values, parameters):
 def test_every_precision_is_the_readable_form(gain, dtype, tolerance):
     m = mechanism(gain, dtype)
     out, values = inputs(dtype)
-    have = results(lambda o, v: m.mix_output(o, v, None), out, values, list(m.parameters()))
+    have = results(applied(m), out, values, m.parameters())
     exact = mechanism(gain)
     wide = [x.detach().double().requires_grad_() for x in (out, values)]
-    want = results(
-        lambda o, v: exclude_own_values(o, v, exact.gain), *wide, list(exact.parameters())
-    )
+    readable = partial(exclude_own_values, gain=exact.gain)
+    want = results(readable, *wide, exact.parameters())
     for one, other in zip(have, want, strict=True):
         assert one.dtype == dtype
         assert (one.double() - other).norm() <= tolerance * other.norm()
@@ -64,7 +70,7 @@ def test_values_of_0_take_nothing_in_any_precision(by, dtype):
         values[0] = 0
         values[1] *= 1e-3
     with use_implementation(by):
-        made = results(lambda o, v: m.mix_output(o, v, None), out, values, [m.gain])
+        made = results(applied(m), out, values, [m.gain])
     assert all(x.isfinite().all() for x in made)
     assert torch.equal(made[0][0], out[0])
 
@@ -89,10 +95,10 @@ def test_second_derivatives(gain):
 
 def test_transforms_are_the_readable_forms():
     m = mechanism(0.6)
-    out, values = (x.detach() for x in inputs())
+    out, values = [x.detach() for x in inputs()]
 
     def loss(out, values):
-        return m.mix_output(out, values, None).square().sum()
+        return applied(m)(out, values).square().sum()
 
     def all_of_them():
         return [
@@ -108,10 +114,7 @@ def test_transforms_are_the_readable_forms():
 
 def test_compiles_in_one_graph():
     m = mechanism(0.6)
-
-    def function(out, values):
-        return m.mix_output(out, values, None)
-
+    function = applied(m)
     torch._dynamo.reset()
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     assert_close(results(compiled, *inputs(), [m.gain]), results(function, *inputs(), [m.gain]))

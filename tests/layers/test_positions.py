@@ -10,7 +10,7 @@ from timm.layers import build_sincos2d_pos_embed
 from torch.testing import assert_close
 
 from ea_vision.layers import AugmentedConv2d, add_sine, append_coordinates
-from tests.models.zoo import layers_of
+from tests.models.zoo import give_gradients, layers_of
 
 D64 = torch.float64
 SIZES = [(3, 5), (6, 2), (1, 4), (1, 1)]
@@ -74,15 +74,10 @@ def test_the_branch_reads_them_at_the_maps_size(position, size, options):
 
 @pytest.mark.parametrize("position", ["none", "sine", "coord"])
 def test_networks_take_them_by_keyword_at_any_size(position):
-    model = timm.create_model(
-        "ea_conv_transformer_cifar",
-        widths=(8, 8, 16, 16),
-        depth=2,
-        num_classes=3,
-        position=position,
-    )
+    small = dict(widths=(8, 8, 16, 16), depth=2, num_classes=3)
+    model = timm.create_model("ea_conv_transformer_cifar", **small, position=position)
     assert {layer.position for layer in layers_of(model)} == {position}
     assert model(torch.randn(2, 3, 32, 24)).shape == (2, 3)
     model.set_input_size((24, 40))
-    model(torch.randn(2, 3, 24, 40)).square().sum().backward()
+    give_gradients(model, torch.randn(2, 3, 24, 40))
     assert all(p.grad is not None for p in model.parameters())

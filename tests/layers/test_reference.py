@@ -19,7 +19,7 @@ from ea_vision.ops.triton_attention import INTERPRETING
 CASES = ["aa_norel", "aa_rect", "aa_square", "ea_chain2", "ea_chain_a50_b100", "ea_chain_a70_b30"]
 
 
-def from_tensorflow(case, layer: int, meta: dict) -> dict[str, torch.Tensor]:
+def from_tensorflow(case, layer, meta):
     """Return the state dict of a layer from the authors' variables.
 
     The authors' kernels are HWIO, and their projection has the order k, q, v.
@@ -48,28 +48,27 @@ def from_tensorflow(case, layer: int, meta: dict) -> dict[str, torch.Tensor]:
     return state
 
 
-def build_chain(case, meta: dict) -> list:
+def build_chain(case, meta):
     """Return the layers of a case with its weights."""
     layers = []
     channels = case["input"].shape[-1]
-    num_heads = meta["heads"]
     width = meta["filters"]
+    options = dict(
+        dim_qk=int(meta["k"] * width),
+        dim_v=int(meta["v"] * width),
+        num_heads=meta["heads"],
+        feat_size=case["input"].shape[1:3],
+        position="relative" if meta["relative"] else "none",
+    )
     for i in range(meta["layers"]):
+        stride = 1
         evolution = None
-        if i > 0:
-            evolution = EvolvingAttention(num_heads, meta["paper_alpha"], meta["paper_beta"])
-        layer = AugmentedConv2d(
-            channels,
-            width,
-            kernel_size=3,
-            stride=meta["first_stride"] if i == 0 else 1,
-            dim_qk=int(meta["k"] * width),
-            dim_v=int(meta["v"] * width),
-            num_heads=num_heads,
-            feat_size=case["input"].shape[1:3],
-            position="relative" if meta["relative"] else "none",
-            evolution=evolution,
-        )
+        if i == 0:
+            stride = meta["first_stride"]
+        else:
+            gates = (meta["paper_alpha"], meta["paper_beta"])
+            evolution = EvolvingAttention(meta["heads"], *gates)
+        layer = AugmentedConv2d(channels, width, 3, stride, evolution=evolution, **options)
         layer.load_state_dict(from_tensorflow(case, i, meta))
         layers.append(layer)
         channels = width
@@ -79,7 +78,7 @@ def build_chain(case, meta: dict) -> list:
 WAYS = ["triton"] if INTERPRETING else ["reference", "cpu"]
 
 
-def cases_and_ways() -> list:
+def cases_and_ways():
     """Return each case with each implementation, torch's fused attention for the cases without evolution."""
     pairs = []
     for name in CASES:
@@ -94,7 +93,7 @@ def cases_and_ways() -> list:
 
 @pytest.mark.parametrize("name,implementation", cases_and_ways())
 @torch.no_grad()
-def test_matches_the_authors_layer(shared: Path, name: str, implementation: str):
+def test_matches_the_authors_layer(shared, name, implementation):
     case = np.load(shared / "reference" / f"{name}.npz")
     layers = build_chain(case, ast.literal_eval(str(case["meta"])))
     need_logits = implementation != "sdpa"

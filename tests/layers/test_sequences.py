@@ -30,7 +30,8 @@ def attends_to(module, queries, keys):
     logits = 0.1 * torch.randn(1, 2, queries, keys, dtype=D64)
 
     def rows(logits):
-        return masked_attention(module, logits).square().sum((0, 1, 3))
+        squares = masked_attention(module, logits).square()
+        return squares.sum((0, 1, 3))
 
     jacobian = torch.autograd.functional.jacobian(rows, logits)
     return jacobian.abs().sum((1, 2)) > 0
@@ -90,8 +91,8 @@ def test_a_decoder_entry_reads_six_eight_or_nine_entries(row, column, count):
     near = torch.zeros(8, 8, dtype=torch.bool)
     near[max(0, row - 2) : row + 1, max(0, column - 2) : column + 1] = True
     assert not (read & ~near).any()
-    evolved = module(logits)
-    assert not evolved[..., 0, :].any()  # zeros enter
+    evolved = module(logits)  # zeros enter
+    assert not evolved[..., 0, :].any()
     assert not evolved[..., :, 0].any()
 
 

@@ -46,13 +46,11 @@ def defined(q, k, v, height_rel, width_rel, size, window, head_window, head_bord
     return torch.stack(heads, 1)
 
 
-def problem(size, window, num_heads=4, dim_qk=3, dim_v=2, relative=True, batch=2):
-    shapes = [(batch, num_heads, size[0] * size[1], width) for width in (dim_qk, dim_qk, dim_v)]
+def problem(size, window, dim_qk=3, dim_v=2, relative=True):
+    shapes = [(2, 4, size[0] * size[1], width) for width in (dim_qk, dim_qk, dim_v)]
     if relative:
-        seen = size if window is None else window
-        for side, most in zip(size, seen, strict=True):
-            offsets_seen = 2 * side - 1 if window is None else min(most, 2 * side - 1)
-            shapes.append((offsets_seen, dim_qk))
+        for side, most in zip(size, window or (99, 99), strict=True):
+            shapes.append((min(most, 2 * side - 1), dim_qk))
     return [torch.randn(shape, dtype=D64, requires_grad=True) for shape in shapes]
 
 
@@ -76,69 +74,45 @@ def test_windows_are_their_definition_with_their_gradients(
 ):
     """By the reference, and by FlexAttention, which refuses to learn on a CPU, though its unfused form does."""
     tensors = problem(size, window, relative=relative)
-    form = {
-        "feat_size": size,
-        "window": window,
-        "head_window": head_window,
-        "head_border": head_border,
-        "need_logits": False,
-    }
+    form = dict(window=window, head_window=head_window, head_border=head_border)
+    options = dict(form, feat_size=size, need_logits=False)
     tables = tensors[3:] or [None, None]
-    expected = defined(*tensors[:3], *tables, size, window, head_window, head_border)
+    expected = defined(*tensors[:3], *tables, size, **form)
     near = {"atol": 1e-12, "rtol": 1e-9}
-    assert_same(evolving_attention(*tensors, **form)[0], expected, tensors, **near)
+    assert_same(evolving_attention(*tensors, **options)[0], expected, tensors, **near)
     with torch.no_grad():
-        out, _ = evolving_attention(*tensors, implementation="flex", **form)
+        out, _ = evolving_attention(*tensors, implementation="flex", **options)
     assert_close(out, expected.detach(), **near)
-    with pytest.raises(
-        ValueError, match="'flex' cannot run this: it has no backward pass on a CPU"
-    ):
-        evolving_attention(*tensors, implementation="flex", **form)
+    message = "'flex' cannot run this: it has no backward pass on a CPU"
+    with pytest.raises(ValueError, match=message):
+        evolving_attention(*tensors, implementation="flex", **options)
     torchs = torch.nn.attention.flex_attention
     monkeypatch.setattr(torchs, "_validate_device", lambda *tensors: None)
     monkeypatch.setattr(torchs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
     named = dict(zip(("q", "k", "v", "height_rel", "width_rel"), tensors, strict=False))
-    unfused, _ = flex.Flex().forward(Problem(**named, **form).checked())
+    unfused, _ = flex.Flex().forward(Problem(**named, **options).checked())
     assert_same(unfused, expected, tensors, **near)
 
 
 def test_what_an_implementation_cannot_do_is_named():
     tensors = [t.detach() for t in problem((4, 5), (3, 3))]
+    prev = torch.zeros(2, 4, 20, 20, dtype=D64)
     form = {"feat_size": (4, 5), "window": 3, "need_logits": False}
     for by, reason, options in (
         ("flex", "it is for windows", {"window": None}),
-        (
-            "flex",
-            "it has no place for previous logits",
-            {"prev_logits": torch.zeros(2, 4, 20, 20, dtype=D64)},
-        ),
+        ("flex", "it has no place for previous logits", {"prev_logits": prev}),
         ("flex", "it never has the logits that are wanted", {"need_logits": True}),
         ("sdpa", "it has no windows", {}),
         ("cpu", "it has no windows of heads", {"head_window": 3}),
     ):
         with pytest.raises(ValueError, match=f"'{by}' cannot run this: {reason}"):
             evolving_attention(*tensors, implementation=by, **{**form, **options})
-    wide = [torch.randn(1, 1, 6, 250) for _ in range(3)]
-    with pytest.raises(
-        ValueError, match="it takes heads up to 256 wide, got 257 with positions and values of 250"
-    ):
-        evolving_attention(
-            *wide,
-            torch.randn(3, 250),
-            torch.randn(3, 250),
-            feat_size=(1, 6),
-            window=3,
-            need_logits=False,
-            implementation="flex",
-        )
+    wide = [t.detach() for t in problem((4, 5), (3, 3), dim_qk=250, dim_v=250)]
+    message = "it takes heads up to 256 wide, got 257 with positions and values of 250"
+    with pytest.raises(ValueError, match=message):
+        evolving_attention(*wide, implementation="flex", **form)
     with pytest.raises(ValueError, match="head_window must be 1 where maps evolve"):
-        evolving_attention(
-            *tensors,
-            torch.zeros(2, 4, 20, 20, dtype=D64),
-            feat_size=(4, 5),
-            window=3,
-            head_window=3,
-        )
+        evolving_attention(*tensors, prev, **form, head_window=3)
 
 
 @UNFUSED
@@ -177,9 +151,8 @@ def test_half_precision_is_the_reference(dtype, implementation):
     tensors = [t.detach().to(dtype) for t in problem((6, 6), (3, 3), dim_qk=8, dim_v=8)]
     form = {"feat_size": (6, 6), "window": 3, "head_window": 3, "need_logits": False}
     half, _ = evolving_attention(*tensors, **form, implementation=implementation)
-    exact, _ = evolving_attention(
-        *(t.double() for t in tensors), **form, implementation="reference"
-    )
+    doubles = [t.double() for t in tensors]
+    exact, _ = evolving_attention(*doubles, **form, implementation="reference")
     assert half.dtype == dtype
     assert_close(half.double(), exact, atol=2e-2, rtol=1e-2)
 
