@@ -12,22 +12,22 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments" / "results"
 
 
-def table(name: str, **options) -> pd.DataFrame:
+def table(name, **options):
     """Return a file of experiments/results."""
     return pd.read_csv(RESULTS / name, **options)
 
 
-def last_row(name: str) -> pd.Series:
+def last_row(name):
     """Return the last epoch's row of a run's metrics.csv in experiments/results."""
     return table(name).iloc[-1]
 
 
-def top1_of(name: str, *variants: str) -> pd.DataFrame:
+def top1_of(name, *variants):
     """Return top-1 by seed and variant of a file of runs in experiments/results; no variants: all."""
     return by_variant(read_runs(RESULTS / name, variants=variants or None))
 
 
-def section(page: str, heading: str = "") -> str:
+def section(page, heading=""):
     """Return a page's text under a heading of any level, up to the next one of that level; "": the whole page."""
     text = (ROOT / page).read_text()
     if not heading:
@@ -35,21 +35,22 @@ def section(page: str, heading: str = "") -> str:
     for level in ("## ", "### "):
         before, found, rest = f"\n{text}".partition(f"\n{level}{heading}\n")
         if found:
-            return rest.partition(f"\n{level}")[0].partition("\n## ")[0]
+            of_level, _, _ = rest.partition(f"\n{level}")
+            return of_level.partition("\n## ")[0]
     raise AssertionError(f"{page} has no section {heading!r}")
 
 
-def rows_of(page: str, pattern: str, heading: str = "") -> list:
+def rows_of(page, pattern, heading=""):
     """Return the matches of a pattern in the lines of a section."""
     return re.findall(f"^{pattern}$", section(page, heading), re.M)
 
 
-def shown(numbers) -> list[str]:
+def shown(numbers):
     """Return text as it is and numbers with two digits."""
     return [number if isinstance(number, str) else f"{number:.2f}" for number in numbers]
 
 
-def page_says(page: str, heading: str, *numbers: str | float) -> None:
+def page_says(page, heading, *numbers):
     """Check that the section under `heading` has these numbers; a minus sign may be a hyphen, and a number has two
     digits after its point."""
     text = " ".join(hyphened(section(page, heading)).split())
@@ -57,25 +58,25 @@ def page_says(page: str, heading: str, *numbers: str | float) -> None:
     assert missing == [], f"{page}, {heading}: {missing}"
 
 
-def hyphened(text: str) -> str:
+def hyphened(text):
     return text.replace("\N{MINUS SIGN}", "-")
 
 
-def points(of, plus: str = "") -> str:
+def points(of, plus=""):
     """Return a difference with its interval, of a row or dict with difference, low and high: "0.35 (-0.01 to 0.71)"."""
     return f"{of['difference']:{plus}.2f} ({of['low']:.2f} to {of['high']:.2f})"
 
 
-def span(values, digits: int = 2) -> str:
+def span(values, digits=2):
     """Return the smallest and the largest: "0.12 to 0.34"."""
     return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
 
 
-def cells(name: str, *values: str | float) -> str:
+def cells(name, *values):
     """Return a row of a table; numbers have two digits after their point."""
     return f"| {name} | {' | '.join(shown(values))} |"
 
 
-def spread(values) -> str:
+def spread(values):
     """Return mean and standard deviation: "25.50 ± 0.59"."""
     return f"{np.mean(values):.2f} ± {np.std(values, ddof=1):.2f}"

@@ -31,9 +31,7 @@ PA = [70.9, 70.1, 71.2, 71.3, 70.0]
 EA = [71.0, 71.5, 72.1, 70.9, 71.6]
 
 
-def write_run(
-    folder: Path, name: str, top1: float, split: str = "test", data: str = "photos", **options
-) -> None:
+def write_run(folder, name, top1, split="test", data="photos", **options):
     """Write a run folder's results.json, metrics.csv and config.yaml as the trainers do: 2 epochs, 10,000 images."""
     path = folder / name
     path.mkdir(parents=True)
@@ -78,17 +76,10 @@ def test_the_command_and_its_file_of_runs(tmp_path, capsys):
     assert math.isnan(table["p_holm"][0])
     assert table["p_holm"][1:].tolist() == pytest.approx(holm(table["p"][1:]))
     file = runs / "evidence-runs.csv"
-    assert pd.read_csv(file).iloc[0].to_dict() == {
-        "variant": "EA without skip",
-        "seed": 0,
-        "test_top1": 71.0,
-        "train_loss": 1.5,
-        "seconds": 2,
-        "images": 10000,
-        "updates": 4,
-        "data": "photos",
-        "options": "model=m",
-    }
+    first = pd.read_csv(file).iloc[0]
+    names = "variant seed test_top1 train_loss seconds images updates data options"
+    assert list(first.index) == names.split()
+    assert list(first) == ["EA without skip", 0, 71.0, 1.5, 2, 10_000, 4, "photos", "model=m"]
     assert main([str(file), *question, "-o", str(tmp_path / "again")]) == 0
     for name in ("evidence-runs.csv", "evidence.csv", "evidence.md"):
         assert (tmp_path / "again" / name).read_text() == (runs / name).read_text()
@@ -166,12 +157,8 @@ def test_a_sweep_trains_its_variants_and_goes_on(tmp_path, monkeypatch, capsys):
     trainer = "-m ea_vision train-cifar --epochs 3 --test --model a --model-kwargs alpha=0.5"
     assert commands[1] == [*trainer.split(), "--output", str(folder), "--seed", "0"]
     rows = pd.read_csv(tmp_path / "s" / "sweep.csv")
-    assert rows[["variant", "test_top1"]].values.tolist() == [
-        ["none alpha=0", 51],
-        ["none alpha=0.5", 52],
-        ["EA alpha=0", 53],
-        ["EA alpha=0.5", 54],
-    ]
+    assert list(rows["variant"]) == ["none alpha=0", "none alpha=0.5", "EA alpha=0", "EA alpha=0.5"]
+    assert list(rows["test_top1"]) == [51, 52, 53, 54]
     assert "best: EA alpha=0.5, seed 0: top1 54.00%" in capsys.readouterr().out
     with pytest.raises(RunError, match="alpha=0.5,seed=0 ended with exit code 3"):
         sweep.main(argv)

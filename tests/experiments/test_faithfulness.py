@@ -51,7 +51,8 @@ def test_patches_by_hand():
 
 def trapezoid(x):
     """Return the area under five points at equal distances, over 0 to 1."""
-    return (x[0] / 2 + x[1:4].sum() + x[4] / 2) / 4
+    ends = (x[0] + x[4]) / 2
+    return (ends + x[1:4].sum()) / 4
 
 
 def test_orders_and_ties():
@@ -61,23 +62,16 @@ def test_orders_and_ties():
     finer = torch.arange(16.0).view(1, 4, 4)  # it is reduced to the grid
     assert order_of(finer, (2, 2), ties).tolist() == [[3, 2, 1, 0]]
     centre = centre_source((3, 3), torch.zeros(2, 3, 9, 9), None)["centre"]
-    assert centre.flatten(1).argmax(1).tolist() == [4, 4]
+    highest = centre.flatten(1).argmax(1)
+    assert highest.tolist() == [4, 4]
 
 
 def test_the_script(tmp_path, capsys, monkeypatch):
     load_narrow = partial(load_model, random=True, widths=[8, 8, 16, 16])
     monkeypatch.setattr(faithfulness, "load_model", load_narrow)
     monkeypatch.setattr(faithfulness, "untrained_network", partial(untrained_network, count=4))
-    names = [
-        "layer 3",
-        "layer 6",
-        "rollout",
-        "layer 3, untrained",
-        "layer 6, untrained",
-        "gradient",
-        "centre",
-        "random",
-    ]
+    layers = ["layer 3", "layer 6", "rollout", "layer 3, untrained", "layer 6, untrained"]
+    names = [*layers, "gradient", "centre", "random"]
     rankings = "random,layers,rollout,gradient,centre,untrained-layers"
     options = "--img-size 16 --limit 3 --steps 2 --layers 3,6".split()
     assert main([*options, "--rankings", rankings, "-o", str(tmp_path)]) == 0

@@ -26,7 +26,8 @@ def test_the_table_comes_and_a_second_start_trains_nothing(tmp_path, monkeypatch
     options = "--ways plain,gates --seeds 1 --photos 3 --epochs 1 --batch-size 3".split()
     command = [str(scenes), str(runs), "--weights", str(weights), *options]
     assert study.main(command) == 0
-    assert len(list((runs / "data" / "train").rglob("*.jpg"))) == 6
+    photos = list((runs / "data" / "train").rglob("*.jpg"))
+    assert len(photos) == 6
     rows = pd.read_csv(runs / "evidence-runs.csv")
     assert rows[["variant", "seed"]].values.tolist() == [["plain", 0], ["gates", 0]]
     assert pd.isna(rows["alpha"][0])

@@ -58,11 +58,11 @@ PA = "pa_conv_transformer_cifar"
 EA = "ea_conv_transformer_cifar"
 
 
-def _with_error(row, score: str) -> str:
+def _with_error(row, score):
     return f"{row[score]:.3f} ± {row[f'{score}_se']:.3f}"
 
 
-def by_seed(top1: pd.DataFrame) -> list[str]:
+def by_seed(top1):
     """Return the variants' rows in the tables by seed."""
     rows = []
     for name, values in top1.items():
@@ -70,7 +70,7 @@ def by_seed(top1: pd.DataFrame) -> list[str]:
     return rows
 
 
-def open_points(of, plus: str = "") -> str:
+def open_points(of, plus=""):
     """Return `points` without the last bracket."""
     return points(of, plus).rstrip(")")
 
@@ -100,13 +100,11 @@ def the_tables_by_seed():
         interval = f"{gain['low']:.2f} to {gain['high']:.2f}"
         brings = longer - top1["none"].mean()
         yield EVOLUTION, "", *by_seed(top1)
-        yield (
-            EVOLUTION,
-            "",
-            f"EA is {gain['difference']:.2f} points above none (95% interval {interval}",
-        )
+        above = longer - top1["EA"].mean()
+        ahead = f"EA is {gain['difference']:.2f} points above none (95% interval {interval}"
+        yield EVOLUTION, "", ahead
         yield EVOLUTION, "", f"A fifth epoch brings none {brings:.2f} points (interval"
-        yield EVOLUTION, "", f"and puts it {longer - top1['EA'].mean():.2f} above EA ("
+        yield EVOLUTION, "", f"and puts it {above:.2f} above EA ("
 
 
 def attention_against_convolution():
@@ -207,10 +205,12 @@ def the_factorial():
         yield CELL, "Results", _effects_row(f"{title}, seeds 5 to 9", fresh)
 
 
-def _effects_row(label: str, effects: list) -> str:
+def _effects_row(label, effects):
     """Return the beginning of a row in the table of effects, one effect for each data set."""
-    shown_effects = [f"{points(one, '+')} | {shown_p(one['p'])}".rstrip() for one in effects]
-    return f"| {label} | " + " | ".join(shown_effects)
+    row = f"| {label}"
+    for effect in effects:
+        row += f" | {points(effect, '+')} | {shown_p(effect['p'])}".rstrip()
+    return row
 
 
 def what_each_study_could_have_found():
@@ -258,18 +258,20 @@ def replaced_maps():
     yield HEALTHY, HEALED, *healed, healed["trained"] - healed["none"], lost[PA]
 
 
-def _replaced_means() -> pd.DataFrame:
+def _replaced_means():
     """Return mean top-1 by network and kind of replaced maps."""
     files = [table(f"replaced-maps/{name}-replaced.csv") for name in ("full", "narrow")]
     figures = pd.concat(files)
     run = r".*variant=(.*),seed=\d|\.fast_c10"
     figures["network"] = figures["model"].str.replace(run, r"\1", regex=True)
-    return figures.groupby(["network", "maps"])["top1"].mean().unstack()
+    top1 = figures.groupby(["network", "maps"])["top1"]
+    return top1.mean().unstack()
 
 
-def _replaced(name: str) -> pd.Series:
+def _replaced(name, model=""):
     """Return top-1 by kind of replaced maps."""
-    return table(f"replaced-maps/{name}-replaced.csv").set_index("maps")["top1"]
+    figures = table(f"replaced-maps/{name}-replaced.csv").set_index("maps")
+    return figures[figures["model"].str.startswith(model)]["top1"]
 
 
 def replaced_maps_of_networks_with_the_norm():
@@ -277,9 +279,8 @@ def replaced_maps_of_networks_with_the_norm():
     without = _replaced("none-norm")
     yield HEALTHY, COLLAPSE, *healthy, *(healthy["trained"] - healthy[["none", "own"]])
     yield HEALTHY, COLLAPSE, *without, without["trained"] - without["none"]
-    long = table("replaced-maps/long-replaced.csv")
     for name, short in ((AA, "AA"), (EA, "EA")):
-        top1 = long[long["model"] == f"{name}.long_c10"].set_index("maps")["top1"]
+        top1 = _replaced("long", f"{name}.long_c10")
         yield PAGE, OWE, *top1[["trained", "other", "none"]]
         yield PAGE, "", f"{top1['trained'] - top1['none']:.2f} ({short})"
         yield MAPS, "", cells(f"{name}, 60 epochs", *top1)
@@ -313,7 +314,8 @@ def the_recipes_of_ten_epochs():
             r"\| (\w+_cifar) \| [\d.]+ \| ([\d.]+) \|(?: [\d.]+)? \| ([\d.]+) \| ([\d.]+) \| \d+ \|",
         ),
     ):
-        runs = {path.stem: last_row(path) for path in (RESULTS / f"{recipe}-cifar10").glob("*.csv")}
+        folder = RESULTS / f"{recipe}-cifar10"
+        runs = {path.stem: last_row(path) for path in folder.glob("*.csv")}
         found = {name: figures for name, *figures in rows_of(CIFAR, row)}
         assert found.keys() == runs.keys()
         file = f"ea_vision/recipes/{recipe.replace('-', '_')}.yaml"
@@ -340,7 +342,8 @@ def cifar10():
     by_epoch = table("recipe-search/trials.csv").set_index("trial")["held_out_top1_by_epoch"]
     last = by_epoch.str.split().str[-1]
     for name in ("t1-base", "t2-tables-classifier"):
-        yield CIFAR, "CIFAR-10", f"{last[name]} and {last[f'{name}-seed1']}"
+        of_seeds = last[[name, f"{name}-seed1"]]
+        yield CIFAR, "CIFAR-10", " and ".join(of_seeds)
     wide = table("wrn16-4-short.csv").groupby("model")["held_out_top1"].mean()
     yield CIFAR, "", f"{wide['wrn28_10_cifar'] - wide['aa_wrn28_10_cifar']:.1f} points"
 
@@ -366,7 +369,8 @@ def scenes():
     """The table in docs, beside the protocol and on the cards; copies among the test photos."""
     columns = ["model", "validation_top1", "top1", "interval", "minutes"]
     for row in table("scenes/results.csv", dtype=str).to_dict("records"):
-        kind = row["model"].partition("_")[0].upper().replace("RESNET34", "plain")
+        first_word, _, _ = row["model"].partition("_")
+        kind = "plain" if first_word == "resnet34" else first_word.upper()
         yield PAGE, "Scenes", f"{kind} {row['top1']}"
         yield SCENES, "", cells(*[row[name] for name in columns])
         last = last_row(f"scenes/{row['model']}.csv")
@@ -396,9 +400,10 @@ def quarter_width_networks_and_tuning_on_scenes():
         yield SCENES, "", cells(variant, *values, values.mean())
     for gain in (plain, aa, taught):
         yield SCENES, "", f"({gain['low']:.2f} to {gain['high']:.2f}"
+    means = top1.mean()
     for name in ("plain", "AA", "EA"):
-        yield PAGE, "Scenes", f"{name} {top1[name].mean():.2f}"
-    yield PAGE, "Scenes", points(aa, "+"), f"{top1['taught'].mean():.2f}, p = {taught['p']:.3f}"
+        yield PAGE, "Scenes", f"{name} {means[name]:.2f}"
+    yield PAGE, "Scenes", points(aa, "+"), f"{means['taught']:.2f}, p = {taught['p']:.3f}"
     yield PAGE, "", points(plain), points(taught)
     yield "docs/imagenet.md", "", f"{taught['difference']:+.2f} points"
     tuning = top1_of("scenes/fine-tuning-runs.csv")
@@ -422,38 +427,12 @@ def what_maps_of_scenes_tell():
         yield SCENES, "", _faithfulness_row(faithful, ranking, scores, networks)
 
 
-def _faithfulness_row(faithful: pd.DataFrame, ranking: str, scores, models) -> str:
+def _faithfulness_row(faithful, ranking, scores, models):
     """Return a ranking's row in a table of scores by model."""
     figures = []
     for score, model in product(scores, models):
         figures.append(_with_error(faithful.loc[(ranking, model)], score))
     return cells(ranking, *figures)
-
-
-def captions_of_pictures():
-    """A scene's houses and road, and the cat's eyes in the maps of a pretrained transformer."""
-    maps = np.load(RESULTS / "scenes" / "scene.npz")["attn"].reshape(8, 2, 14, 14)
-    houses = 100 * maps[7, :, 2:6].sum((1, 2))
-    road = 100 * maps[5, :, 7:].sum((1, 2))
-    yield PAGE, "Scenes", f"{span(houses, 0)}% of its attention on the lit houses"
-    yield PAGE, "Scenes", f"{span(road, 0)}% on the road"
-    with np.load(RESULTS / "pretrained-maps.npz") as file:
-        kept = {name: file[name].astype(float) for name in file.files}
-    left_eye = kept["cls"][..., 9:16, 6:14].mean((-2, -1))
-    right_eye = kept["cls"][..., 11:18, 24:30].mean((-2, -1))
-    eyes = (left_eye + right_eye) / 2
-    yield TUNING, "", f"{eyes[5]:.1f} times", span(np.delete(eyes, 5), 1) + " times"
-    to_plain = _moved(kept["before"], kept["plain"])
-    to_gates = _moved(kept["before"], kept["gates"])
-    yield TUNING, "", span([*to_plain, *to_gates], 0) + "%"
-    yield TUNING, "", span(_moved(kept["plain"], kept["gates"]), 0) + "%"
-
-
-def _moved(maps: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return by map which percentage of attention lies elsewhere in the other."""
-    shares = maps / maps.sum((1, 2), keepdims=True)
-    other_shares = others / others.sum((1, 2), keepdims=True)
-    return 50 * np.abs(shares - other_shares).sum((1, 2))
 
 
 def fine_tuning_of_a_pretrained_transformer_on_scenes():
@@ -474,10 +453,11 @@ def fine_tuning_of_a_pretrained_transformer_on_scenes():
     yield TUNING, "", f"{p[0]:.2f}, {p[1]:.2f} and {p[2]:.2f}"
     last_layer = table("finetune-scenes-maps.csv").query("layer == 12").groupby("model")
     for model in ("before", "plain", "gates"):
-        maps = last_layer.get_group(model)
-        yield TUNING, "", maps["entropy_share"].mean(), f"{maps['distance_pixels'].mean():.0f}"
-    gates = table("finetune-scenes-runs.csv")[["alpha", "beta"]].stack().dropna()
-    largest = gates.str.split(" to ").explode().astype(float).abs().max()
+        means = last_layer.get_group(model)[["entropy_share", "distance_pixels"]].mean()
+        yield TUNING, "", means["entropy_share"], f"{means['distance_pixels']:.0f}"
+    ranges = table("finetune-scenes-runs.csv")[["alpha", "beta"]].stack().dropna()
+    gates = ranges.str.split(" to ").explode().astype(float)
+    largest = gates.abs().max()
     yield PAGE, "Tuning a vision transformer", points(gains["conv2d"])
     yield PAGE, "Tuning a vision transformer", f"within {largest:.2f} of 0"
     yield PAGE, "", points(gains["gates"])
@@ -507,10 +487,11 @@ def what_the_norm_costs():
     recorded = none["without_norm"]
     assert repeats[6] == recorded[6], "to the digit"
     changed = none["top1"] - recorded.where(none.index != 5, repeats[5])
+    effect = open_points(paired(changed, 0.01))
     yield HEALTHY, heading, f"{repeats.iloc[0]:.2f}%", f"where {recorded[5]} is recorded"
-    yield HEALTHY, heading, points(paired(changed, 0.01)).replace(" (", ", ")[:-1]
-    of_norm = runs.filter(like="entropy").stack().sort_values()
-    yield HEALTHY, heading, of_norm.iloc[-1], f"{span(of_norm[:-1])} of"
+    yield HEALTHY, heading, effect.replace(" (", ", ")
+    *others, largest = sorted(runs.filter(like="entropy").stack())
+    yield HEALTHY, heading, largest, f"{span(others)} of"
 
 
 def the_runs_with_the_norm():
@@ -659,7 +640,6 @@ def speed():
 
 BY_SIZE = "Networks by image size"
 RATIOS = ["inference, ratio", "training, ratio"]
-SECONDS = ["inference, s", "training, s"]
 
 
 def test_the_table_of_large_images():
@@ -686,18 +666,6 @@ def networks_by_image_size():
         rows = levels[levels["network"] == network].sort_values("size", kind="stable")
         pairs = [", ".join(shown(pair)) for pair in rows[RATIOS].to_numpy()]
         yield KERNELS, BY_SIZE, cells(f"{name}_resnet50", *pairs)
-
-
-def what_the_goal_leaves_attention():
-    sizes = table("large-maps-sizes.csv").set_index(["malloc", "code", "network"])
-    limit = sizes.loc["kept", "limit"]
-    left = limit.loc["aa without attention"]
-    taken = limit.loc["aa"]
-    yield KERNELS, BY_SIZE, " and ".join(shown(left[RATIOS])), " and ".join(shown(taken[RATIOS]))
-    for goal, ratio, time in zip((0.89, 0.86), RATIOS, SECONDS, strict=True):
-        leaves = 2000 * limit.loc["resnet50", time] * (1 / goal - 1 / left[ratio])
-        takes = 2000 * (taken[time] - left[time])
-        yield KERNELS, BY_SIZE, f"{leaves:.0f}", f"{takes:.0f}"
 
 
 def sentences():
@@ -829,7 +797,6 @@ CLAIMS = [
     scenes,
     quarter_width_networks_and_tuning_on_scenes,
     what_maps_of_scenes_tell,
-    captions_of_pictures,
     fine_tuning_of_a_pretrained_transformer_on_scenes,
     the_trials_of_healthy_maps,
     what_the_norm_costs,
@@ -843,7 +810,6 @@ CLAIMS = [
     smaller_experiments,
     speed,
     networks_by_image_size,
-    what_the_goal_leaves_attention,
     sentences,
     resnets_on_a_gpu,
     kernels_on_a_gpu,

@@ -44,7 +44,7 @@ TRAINERS = {
 }
 
 
-def rows_of_tables() -> list[dict]:
+def rows_of_tables():
     rows = []
     for table in TABLES.values():
         rows.extend(table["rows"])
@@ -79,7 +79,7 @@ def test_rows_of_a_network_and_a_wrong_name(capsys):
         published.main(["ea_aa_resnet5"])
 
 
-def tables_of_papers(text: str) -> dict[str, str]:
+def tables_of_papers(text):
     """Return the papers' tables by their names in our rows."""
     pa, ea = text.split("## EA paper")
     found = {}
@@ -91,7 +91,7 @@ def tables_of_papers(text: str) -> dict[str, str]:
     return found
 
 
-def figures_of(row: dict) -> set[float]:
+def figures_of(row):
     """Return the figures of a row that a paper must have."""
     typed = [*row["top1"].values(), *row["top5"].values(), *row.get("layers", {}).values()]
     sizes = [row["params_m"], row["gflops"]]

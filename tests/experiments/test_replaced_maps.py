@@ -57,7 +57,7 @@ def test_each_kind_of_replaced_maps():
     assert_close(model(x), plain, **near)
 
 
-def correlation(a, b) -> float:
+def correlation(a, b):
     """Return the correlation of two maps, 0 where one of them is constant."""
     if not a.any() or not b.any():
         return 0.0

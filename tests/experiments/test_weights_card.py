@@ -13,8 +13,9 @@ from experiments import weights_card
 from tests.engine.runner import arguments, make_folder, train
 
 
-def top1_of(logits, targets) -> float:
-    return 100 * (logits.argmax(1) == targets).double().mean().item()
+def top1_of(logits, targets):
+    correct = (logits.argmax(1) == targets).double()
+    return 100 * correct.mean().item()
 
 
 def test_the_card_of_exported_weights_has_the_figures_of_the_file(tmp_path, monkeypatch):

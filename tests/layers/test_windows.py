@@ -108,7 +108,7 @@ def test_what_an_implementation_cannot_do_is_named():
         with pytest.raises(ValueError, match=f"'{by}' cannot run this: {reason}"):
             evolving_attention(*tensors, implementation=by, **{**form, **options})
     wide = [t.detach() for t in problem((4, 5), (3, 3), dim_qk=250, dim_v=250)]
-    message = "it takes heads up to 256 wide, got 257 with positions and values of 250"
+    message = "it takes heads up to 256 wide, got 259 with positions and values of 250"
     with pytest.raises(ValueError, match=message):
         evolving_attention(*wide, implementation="flex", **form)
     with pytest.raises(ValueError, match="head_window must be 1 where maps evolve"):
