@@ -51,6 +51,8 @@ SHORTER = {  # options that end a command, over those that it has
     "--device cpu --workers 0 --no-pretrained",
     "heatmap": "--dpi 30",
     "strip": "--dpi 30",
+    "matrix": "--dpi 30",
+    "rollout": "--dpi 30",
     "probe": "--limit 12 --epochs 1 --width 8 --controls none --layers 1",
     "benchmark": "--models resnet18 --img-size 64 --batch-size 2 --repeats 1 --threads 1 --no-memory",
     "predict": "",
