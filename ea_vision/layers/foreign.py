@@ -1,6 +1,11 @@
-"""What the networks of other packages say of their attention: how many heads it has, which tokens come first."""
+"""What the networks of other packages say of their attention: heads, tokens before the patches, layers that follow
+one another, what these may read."""
 
 import inspect
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -21,6 +26,7 @@ PREFIX_PARAMETERS = {
     "reg_token": "reg",
     "register_tokens": "reg",
 }
+CROSS_ATTENTION = re.compile("cross|encoder_attn|encdec|encoder_decoder", re.IGNORECASE)
 
 
 def heads_of(module: nn.Module) -> int | None:
@@ -66,3 +72,84 @@ def prefix_names(model: nn.Module) -> tuple[str, ...]:
     known = getattr(model, "num_prefix_tokens", len(names) + counts.get("reg", 0))
     registers = [f"reg{number}" for number in range(1, known - len(names) + 1)]
     return (*names[:known], *registers)
+
+
+def owners(model: nn.Module, name: str) -> list[nn.Module]:
+    """Return the module of a name, then the modules around it, the model last."""
+    parts = name.split(".")
+    depths = range(len(parts), -1, -1)
+    return [model.get_submodule(".".join(parts[:depth])) for depth in depths]
+
+
+def embedding_of(model: nn.Module, name: str) -> tuple[nn.Conv2d | None, tuple[str, ...]]:
+    """Return the convolution that makes the patches of a layer's tokens, and the `prefix_names` before these.
+
+    (None, ()) where the tokens are no patches of an image.
+    """
+    first, *around = owners(model, name)
+    if not hasattr(getattr(first, "config", model.config), "patch_size"):
+        return None, ()
+    for owner in around:
+        for module in owner.modules():
+            if isinstance(module, nn.Conv2d):
+                return module, prefix_names(owner)
+    return None, ()
+
+
+def is_causal(model: nn.Module, name: str) -> bool:
+    """Return whether no query of a layer reads a later token: it says so, or the masks made around it are causal."""
+    if getattr(model.get_submodule(name), "is_causal", False):
+        return True
+    for owner in owners(model, name):
+        called = names_called(owner)
+        masks = [mask for mask in called if re.fullmatch(r"create_\w*mask\w*", mask)]
+        if masks:
+            return all("causal" in mask for mask in masks)
+    return False
+
+
+@dataclass(frozen=True)
+class LayerChain:
+    """Attention layers of a model that follow one another, by their names.
+
+    blocks: the names of the blocks around them.
+    across: whether they attend to another sequence.
+    causal: "self": no query reads a later token; "cross": queries of a decoder read the source; "none": all is read.
+    """
+
+    layers: tuple[str, ...]
+    blocks: tuple[str, ...]
+    across: bool
+    causal: str
+
+
+def layer_chains(model: nn.Module) -> list[LayerChain]:
+    """Return the layers that `uses_interface` by chain: those whose names differ in numbers alone."""
+    rows = defaultdict(list)
+    for name, module in model.named_modules():
+        if uses_interface(module):
+            rows[re.sub(r"\b\d+\b", "*", name)].append(name)
+    blocks = {names[0]: block_names(names) for names in rows.values()}
+    across = {name: CROSS_ATTENTION.search(name) is not None for name in blocks}
+    decoders = set()
+    for name in blocks:
+        if not across[name] and is_causal(model, name):
+            decoders.update(blocks[name])
+    chains = []
+    for names in rows.values():
+        name = names[0]
+        causal = "none"
+        if blocks[name][0] in decoders:
+            causal = "cross" if across[name] else "self"
+        chains.append(LayerChain(tuple(names), blocks[name], across[name], causal))
+    return chains
+
+
+def block_names(layers: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the blocks around a chain's layers: up to the last number by which these differ."""
+    names = [name.split(".") for name in layers]
+    numbers = [place for place, part in enumerate(names[0]) if part.isdigit()]
+    columns = list(zip(*names, strict=True))
+    differing = [place for place in numbers if len(set(columns[place])) > 1]
+    place = (differing or numbers or [len(names[0]) - 1])[-1]
+    return tuple(".".join(parts[: place + 1]) for parts in names)

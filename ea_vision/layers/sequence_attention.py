@@ -7,26 +7,38 @@ Shape letters: B batch, C channels, K heads, Q queries, N keys, D width of a hea
 """
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ea_vision.base.errors import UsageError
 from ea_vision.layers.evolution import EvolvingAttention, PredictiveAttention
 from ea_vision.layers.token_attention import MapsAttention
 from ea_vision.ops.problem import check_prev_logits
-from ea_vision.ops.reference import readable
+from ea_vision.ops.reference import attention_of, readable
 
-POINTWISE = {
-    "residual",
-    "talking_heads",
-    "xsa",
-    "gated",
-    "uniform",
-}  # no entry reads another's place
-CONVOLVING = {"ea", "pa", "mta", "conv2d"}  # entries of padding are 0 in what these convolve
-CAUSAL = {"ea", *POINTWISE}  # kinds with a form for decoders
+# No entry reads another's place.
+POINTWISE = ("residual", "talking_heads", "xsa", "gated", "uniform")
+CONVOLVING = ("ea", "pa", "mta", "conv2d")  # entries of padding are 0 in what these convolve
+CAUSAL = ("ea", *POINTWISE)  # kinds with a form for decoders
+CARRIED = "_ea_vision_carried"  # attribute of a block's tokens, for its recomputation
+
+
+def check_kind(kind: str | None, causal: str, across: bool, name: str) -> None:
+    """Raise UsageError if a kind would read what the layer `name` must not, or what it has not."""
+    refused = kind is not None and kind not in CAUSAL and causal != "none"
+    if across and kind in ("xsa", "conv2d"):
+        refused = True
+    if refused:
+        where = "cross-attention" if across else "causal attention"
+        known = ", ".join(sorted(CAUSAL))
+        raise UsageError(
+            f"evolution {kind!r} has no form for the {where} of {name}: one of {known} required, "
+            "or evolve the encoder alone"
+        )
 
 
 def thread_of_forward() -> int:
@@ -55,10 +67,11 @@ class Handed:
 
 
 class Chain:
-    """Layers that hand on to one another, and what they hand on, by thread.
+    """Layers that hand on to one another, and what a forward keeps for them, by thread.
 
     kind: of their evolution. cross: whether they attend to another sequence. depth: their number. decoder: of
     cross-attention, the chain of the queries' self-attention, which runs before it. padding: (B, Q), of the queries.
+    inputs: of the layer that runs, (B, Q, C), and its cache.
     """
 
     def __init__(self, kind: str | None, cross: bool, depth: int, decoder: "Chain | None" = None):
@@ -68,6 +81,7 @@ class Chain:
         self.decoder = decoder
         self.handed: dict[int, Handed] = {}
         self.padding: dict[int, Tensor | None] = {}
+        self.inputs: dict[int, tuple[Tensor, Any]] = {}
 
     def __deepcopy__(self, memo: dict) -> "Chain":
         """Return the chain itself: copies of a model run one after the other in a thread."""
@@ -76,13 +90,15 @@ class Chain:
     def __reduce__(self):
         return Chain, (self.kind, self.cross, self.depth, self.decoder)
 
-    def decoder_padding(self) -> Tensor | None:
-        """Return (B, Q), True where a query of cross-attention is padding, as its decoder knows."""
-        return None if self.decoder is None else self.decoder.padding.get(thread_of_forward())
-
     def note_grid(self, embedding: nn.Module, args: tuple, patches: Tensor) -> None:
         """Begin the chain with the (H, W) of the patch embedding's result (B, C, H, W)."""
         self.handed[thread_of_forward()] = Handed(feat_size=tuple(patches.shape[-2:]))
+
+    def note_input(self, layer: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Keep a layer's input (B, Q, C), and its cache, until its maps are formed."""
+        values = [*args, *kwargs.values()]
+        sequences = (x for x in values if isinstance(x, Tensor) and x.ndim == 3)
+        self.inputs[thread_of_forward()] = (next(sequences, None), kwargs.get("past_key_values"))
 
     def before(self, number: int) -> Handed:
         """Return what the layer before `number` has handed on."""
@@ -91,8 +107,9 @@ class Chain:
             return Handed(feat_size=handed.feat_size if handed.number == 0 else None)
         if handed.number != number - 1:
             raise ValueError(
-                f"layer {number} of the chain must follow layer {number - 1} in the same forward (no dropped or "
-                f"repeated layers, no checkpointing with use_reentrant=True), got it after layer {handed.number}"
+                f"layer {number} of the chain must follow layer {number - 1} in the same forward "
+                "(no dropped or repeated layers, no checkpointing with use_reentrant=True), "
+                f"got it after layer {handed.number}"
             )
         return handed
 
@@ -100,6 +117,18 @@ class Chain:
         """Keep what a layer hands on, unless it is the last, or the backward pass runs it again."""
         if number < self.depth and not recomputes():
             self.handed[thread_of_forward()] = handed
+
+
+def carry(tokens: Tensor, chains: Sequence[Chain]) -> None:
+    """Let a block's tokens carry what its chains have handed on, or restore it where the block is recomputed."""
+    thread = thread_of_forward()
+    if recomputes():
+        if not hasattr(tokens, CARRIED):
+            raise ValueError("gradient checkpointing with use_reentrant=False required")
+        for chain, handed in zip(chains, getattr(tokens, CARRIED), strict=True):
+            chain.handed[thread] = handed
+    elif torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        setattr(tokens, CARRIED, [chain.handed.get(thread, Handed()) for chain in chains])
 
 
 @dataclass(frozen=True)
@@ -131,13 +160,15 @@ class Reading:
 
 
 def reading_of(
-    mask: Tensor | None, bias: Tensor | None, causal: bool, q: Tensor, k: Tensor
+    mask: Tensor | None, bias: Tensor | None, causal: bool, Q: int, k: Tensor
 ) -> Reading:
-    """Return what a mask of transformers' (B, 1, Q, N) says, boolean or added to the logits; the queries are keys."""
-    Q = q.shape[2]
+    """Return what a mask of transformers says of Q queries and the keys (B, K, N, D), which include the queries.
+
+    mask: (B, 1, Q, N), boolean or added to the logits; None: all is read, or, where `causal`, no later key.
+    """
     N = k.shape[2]
     if mask is None and causal and Q > 1:
-        mask = torch.ones(1, 1, Q, N, dtype=torch.bool, device=q.device).tril(N - Q)
+        mask = torch.ones(1, 1, Q, N, dtype=torch.bool, device=k.device).tril(N - Q)
     if mask is None:
         return Reading(bias)
     allowed = mask
@@ -167,78 +198,78 @@ class SequenceMaps(MapsAttention, nn.Module):
         self.scale = 1.0  # of the call, like the rate of the dropout
         self.attn_drop = nn.Dropout(0.0)
         self.readings: dict[int, Reading] = {}
-        self.inputs: dict[int, tuple[Tensor, Any]] = {}
 
-    def reads_input(self) -> bool:
-        """Return whether `note_input` is needed."""
-        evolution = self.evolution
-        if evolution is None:
-            return False
-        return evolution.mixes_output or getattr(evolution, "causal", "none") == "cross"
+    @property
+    def reading(self) -> Reading:
+        """What the call that runs in this thread may read."""
+        return self.readings[thread_of_forward()]
 
-    def note_input(self, layer: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Keep the layer's input (B, Q, C), and its cache, until its maps are formed."""
-        values = [*args, *kwargs.values()]
-        tokens = next(x for x in values if isinstance(x, Tensor) and x.ndim == 3)
-        self.inputs[thread_of_forward()] = (tokens, kwargs.get("past_key_values"))
+    @property
+    def causal(self) -> str:
+        """Which form of the EA paper's section 3.5 the evolution has, "none" without one."""
+        return getattr(self.evolution, "causal", "none")
 
-    def logits_of(self, q: Tensor, k: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        logits = super().logits_of(q, k, feat_size)
-        bias = self.readings[thread_of_forward()].bias
-        return logits if bias is None else logits + bias
+    @property
+    def knows_padding(self) -> bool:
+        """Whether the evolution takes the padding itself."""
+        return isinstance(self.evolution, (EvolvingAttention, PredictiveAttention))
+
+    def _operands(self, prev_logits: Tensor | None) -> dict | None:
+        return super()._operands(prev_logits) if self.reading.allowed is None else None
 
     def attention_of(self, logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        reading = self.readings[thread_of_forward()]
+        reading = self.reading
         if reading.allowed is None:
             return super().attention_of(logits, feat_size)
         hidden = ~reading.allowed
-        seen = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
-        attn = seen.softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        attn = attention_of(logits.masked_fill(hidden, torch.finfo(logits.dtype).min))
         if self.evolution is None or not self.evolution.mixes_attn:
             return attn
         real = attn.masked_fill(reading.padding(), 0.0).to(logits.dtype)
         mixed = self.evolution.mix_attn(real).masked_fill(hidden, 0.0)
         return torch.where(hidden.all(-1, keepdim=True), attn, mixed.to(attn.dtype))
 
-    def evolved(self, logits: Tensor, prev: Tensor, feat_size: tuple[int, int]) -> Tensor:
+    def evolved(self, logits: Tensor, prev_logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
         """Return the evolved logits, where entries of padding enter no convolution and stay the layer's own."""
         kind = self.chain.kind
-        reading = self.readings[thread_of_forward()]
-        size = (feat_size,) if self.evolution.spatial else ()
+        reading = self.reading
         if reading.allowed is None or kind in POINTWISE:
-            return self.evolution(logits, prev, *size)
+            return super().evolved(logits, prev_logits, feat_size)
         if kind not in CONVOLVING:
             raise ValueError(
                 f"evolution {kind!r} knows no mask: sequences without padding required"
             )
-        self.check_reading(logits, reading)
+        self.check_reading(logits)
         padding = reading.padding()
-        if isinstance(self.evolution, (EvolvingAttention, PredictiveAttention)):
-            evolved = self.evolution(logits, prev, reading.keys, reading.queries)
+        if self.knows_padding:
+            evolved = self.evolution(logits, prev_logits, reading.keys, reading.queries)
         else:
             real = logits.masked_fill(padding, 0.0)
-            evolved = self.evolution(real, prev.masked_fill(padding, 0.0), *size)
+            real_before = prev_logits.masked_fill(padding, 0.0)
+            evolved = super().evolved(real, real_before, feat_size)
         return torch.where(padding, logits, evolved)
 
     def parts_of(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
-        reading = self.readings[thread_of_forward()]
-        evolution = self.evolution
-        if isinstance(evolution, (EvolvingAttention, PredictiveAttention)):
-            padding = (reading.keys, reading.queries)
-            return evolution.parts(logits, prev_logits, evolved, *padding)
-        if "softmax" in evolution.part_names and reading.allowed is not None:
-            evolved = evolved.masked_fill(~reading.allowed, torch.finfo(evolved.dtype).min)
-        return super().parts_of(logits, prev_logits, evolved)
+        reading = self.reading
+        maps = (logits, prev_logits, evolved)
+        if self.knows_padding:
+            return self.evolution.parts(*maps, reading.keys, reading.queries)
+        parts = super().parts_of(*maps)
+        if "softmax" in parts and reading.allowed is not None:
+            hidden = torch.finfo(evolved.dtype).min
+            parts["softmax"] = evolved.masked_fill(~reading.allowed, hidden).softmax(-1)
+        return parts
 
-    def check_reading(self, logits: Tensor, reading: Reading) -> None:
+    def check_reading(self, logits: Tensor) -> None:
         """Refuse masks that hide other entries than padding and, of a decoder, the future."""
-        causal = getattr(self.evolution, "causal", "none")
-        expected = readable(logits, causal, reading.keys)
-        differs = reading.allowed != expected
+        reading = self.reading
+        differs = reading.allowed != readable(logits, self.causal, reading.keys)
         if reading.queries is not None:
             differs = differs & ~reading.queries[:, None, :, None]
-        message = f"evolution {self.chain.kind!r} (causal={causal!r}) needs a mask of padding"
-        message += " and of the future alone: a decoder, windows or packed sequences have others"
+        message = (
+            f"evolution {self.chain.kind!r} (causal={self.causal!r}) needs a mask of padding and of "
+            "the future alone: a decoder, windows or packed sequences have others"
+        )
         if torch.compiler.is_compiling():
             torch._assert_async(~differs.any(), message)
         elif differs.any():
@@ -246,89 +277,64 @@ class SequenceMaps(MapsAttention, nn.Module):
 
     def check_rows(self, queries: int, keys: int, cache: Any) -> None:
         """Refuse a cache where the evolution reads rows of queries that are no longer there."""
-        causal = getattr(self.evolution, "causal", "none")
         rows = queries
-        if causal == "self":
+        if self.causal == "self":
             rows = keys
-        elif causal == "cross" and cache is not None:
+        elif self.causal == "cross" and cache is not None:
             rows = cache.get_seq_length()
         if rows != queries:
             raise ValueError(
-                "a decoder's convolution reads the queries before, which a cache does not keep: "
-                f"use_cache=False required, got {queries} queries of {rows}"
+                f"evolution {self.chain.kind!r} of a decoder convolves the rows of earlier queries, "
+                "which a cache does not keep: use_cache=False required, "
+                f"got {queries} of {rows} queries"
             )
 
     def checked_size(self, feat_size: tuple[int, int] | None, tokens: int) -> tuple[int, int]:
         """Return (H, W) of the patches among as many tokens, (1, T) of a sequence."""
         if feat_size is None:
             return 1, tokens
-        patches = feat_size[0] * feat_size[1]
-        if patches + self.prefix_tokens != tokens:
+        H, W = feat_size
+        if H * W + self.prefix_tokens != tokens:
             raise ValueError(
-                f"{self.prefix_tokens} prefix tokens and a grid of {feat_size[0]}x{feat_size[1]} patches required, "
+                f"{self.prefix_tokens} prefix tokens and a grid of {H}x{W} patches required, "
                 f"got {tokens} tokens"
             )
         return feat_size
 
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        prev_logits: Tensor | None,
-        feat_size: tuple[int, int] | None,
-        bias: Tensor | None,
-        need_logits: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        reading = self.readings[thread_of_forward()]
-        if reading.allowed is None and reading.bias is None:
-            return super()._attend(q, k, v, prev_logits, feat_size, bias, need_logits)
-        logits = self.logits_of(q, k, feat_size)
-        if self.evolution is not None:
-            previous = logits if prev_logits is None else prev_logits
-            logits = self.evolved(logits, previous, feat_size)
-        out = self.attn_drop(self.attention_of(logits, feat_size)).to(v.dtype) @ v
-        return out, logits
-
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        bias: Tensor | None,
-        causal: bool,
-        scale: float,
-        dropout: float,
+        self, q: Tensor, k: Tensor, v: Tensor, reading: Reading, scale: float, dropout: float
     ) -> Tensor:
-        """Attend: q (B, K, Q, D), k, v (B, K, N, D), mask and bias as `reading_of` has them -> (B, Q, K, D)."""
+        """Attend: q (B, K, Q, D), k, v (B, K, N, D) -> (B, Q, K, D)."""
         self.scale = scale
         self.attn_drop.p = dropout
+        chain = self.chain
         thread = thread_of_forward()
         B, K, Q, _ = q.shape
         N = k.shape[2]
-        tokens, cache = self.inputs.pop(thread, (None, None))
-        handed = self.chain.before(self.number)
+        tokens, cache = chain.inputs.pop(thread, (None, None))
+        handed = chain.before(self.number)
         feat_size = self.checked_size(handed.feat_size, Q)
         if self.value_residual is not None:
             v = self.value_residual(v, handed.first_values)
-        prev_logits = handed.logits
         if self.evolution is not None:
             self.check_rows(Q, N, cache)
             if self.evolution.reads_previous:
-                prev_logits = check_prev_logits(prev_logits, B, K, Q, N)
-        reading = reading_of(mask, bias, causal, q, k)
-        if self.chain.cross:
-            reading = reading.of_queries(self.chain.decoder_padding(), N)
-        self.chain.padding[thread] = reading.queries
+                check_prev_logits(handed.logits, B, K, Q, N)
+        if chain.cross:
+            decoder = chain.decoder
+            padding = None if decoder is None else decoder.padding.get(thread)
+            reading = reading.of_queries(padding, N)
+        chain.padding[thread] = reading.queries
         self.readings[thread] = reading
         try:
-            out, logits = self._attend(q, k, v, prev_logits, feat_size, None, self.need_logits)
+            out, logits = self._attend(
+                q, k, v, handed.logits, feat_size, reading.bias, self.need_logits
+            )
         finally:
             del self.readings[thread]
         if self.evolution is not None and self.evolution.mixes_output:
             out = self.evolution.mix_output(out, v[:, :, -Q:], tokens)
         first_values = v if self.number == 1 else handed.first_values
         result = Handed(self.number, handed.feat_size, logits, first_values)
-        self.chain.after(self.number, result)
+        chain.after(self.number, result)
         return out.transpose(1, 2)

@@ -37,7 +37,7 @@ class MapsAttention(EvolvingMaps):
         dropout_p = self.attn_drop.p if self.training else 0.0
         if operands is not None and not operands and not need_logits:
             return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=bias, dropout_p=dropout_p
+                q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=self.scale
             ), None
         if operands is None or bias is not None:
             return self.attend_step_by_step(q, k, v, prev_logits, feat_size, bias)

@@ -8,36 +8,22 @@ The models stay what they are. Each attention layer gets a module `maps` with it
 `ALL_ATTENTION_FUNCTIONS["ea_vision"]`; each block gets a class of its own, which runs the block's forward.
 """
 
-import itertools
-import re
 import sys
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
-from ea_vision.layers.foreign import heads_of, names_called, prefix_names, uses_interface
-from ea_vision.layers.sequence_attention import (
-    CAUSAL,
-    Chain,
-    Handed,
-    SequenceMaps,
-    recomputes,
-    thread_of_forward,
-)
+from ea_vision.layers import foreign
+from ea_vision.layers import sequence_attention as sequences
 from ea_vision.models._chain import frozen_statistics
 from ea_vision.models._mechanisms import Mechanisms
 from ea_vision.models.any_transformer import shared_copy
 
 NAME = "ea_vision"  # of the attention function, and of the evolution in a model's configuration
-CARRIED = "_ea_vision_carried"  # attribute of a block's tokens, for its recomputation in the backward pass
-FOREIGN = ("softcap", "s_aux", "sinks", "cache", "indices", "block_indices")
-CROSS = re.compile("cross|encoder_attn|encdec|encoder_decoder", re.IGNORECASE)
+UNKNOWN_KEYWORDS = ("softcap", "s_aux", "sinks", "cache", "indices", "block_indices")
 
 
 def attention(
@@ -48,8 +34,6 @@ def attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    position_bias: Tensor | None = None,
-    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend as transformers' attention functions do: (B, K, Q, D), twice (B, heads of keys, N, D) -> (B, Q, K, D).
@@ -57,24 +41,26 @@ def attention(
     Raises:
         ValueError: a keyword that changes what is computed in a way unknown here.
     """
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
     maps = getattr(module, "maps", None)
     if maps is None:
-        options = {"position_bias": position_bias, "is_causal": is_causal, **kwargs}
         return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, **options
+            module, query, key, value, attention_mask, dropout, scaling, **kwargs
         )
-    foreign = [name for name in FOREIGN if kwargs.get(name) is not None]
-    if foreign:
-        raise ValueError(f"evolving maps know no {foreign[0]!r}, which {type(module).__name__} has")
+    for name in UNKNOWN_KEYWORDS:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"evolving maps know no {name!r}, which {type(module).__name__} has")
     groups = query.shape[1] // key.shape[1]  # of heads that share keys and values
-    key = key.repeat_interleave(groups, dim=1)
-    value = value.repeat_interleave(groups, dim=1)
-    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = maps(query, key, value, attention_mask, position_bias, causal, scaling, dropout)
-    return out, None
+    key = repeat_kv(key, groups)
+    value = repeat_kv(value, groups)
+    causal = kwargs.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", False)
+    bias = kwargs.get("position_bias")
+    reading = sequences.reading_of(attention_mask, bias, causal, query.shape[2], key)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return maps(query, key, value, reading, scale, dropout), None
 
 
 def register() -> None:
@@ -95,21 +81,12 @@ class CarryingBlock:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block's own forward on (B, T, C) tokens, its first argument or `hidden_states`."""
         tokens = args[0] if args else kwargs.pop("hidden_states")
-        thread = thread_of_forward()
-        again = recomputes()
-        if again:
-            carried = getattr(tokens, CARRIED, None)
-            if carried is None:
-                raise ValueError("gradient checkpointing with use_reentrant=False required")
-            for chain, handed in zip(self.chains, carried, strict=True):
-                chain.handed[thread] = handed
-        elif torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            carried = [chain.handed.get(thread, Handed()) for chain in self.chains]
-            setattr(tokens, CARRIED, carried)
+        sequences.carry(tokens, self.chains)
         if self.token_conv is not None:
-            grid = self.chains[0].handed[thread].feat_size
-            tokens = self.token_conv(tokens, grid)
-        with frozen_statistics(self) if again and self.training else nullcontext():
+            handed = self.chains[0].handed[sequences.thread_of_forward()]
+            tokens = self.token_conv(tokens, handed.feat_size)
+        again = self.training and sequences.recomputes()
+        with frozen_statistics(self) if again else nullcontext():
             return super().forward(tokens, *args[1:], **kwargs)
 
     def __reduce_ex__(self, protocol: int) -> tuple:
@@ -125,75 +102,9 @@ def _new_block(plain: type[nn.Module]) -> nn.Module:
     return nn.Module.__new__(carrying_class(plain))
 
 
-def find_chains(model: nn.Module) -> list[list[str]]:
-    """Return the names of the attention layers by chain: those whose names differ in numbers alone."""
-    chains = defaultdict(list)
-    for name, module in model.named_modules():
-        if uses_interface(module):
-            chains[re.sub(r"\b\d+\b", "*", name)].append(name)
-    return list(chains.values())
-
-
-def block_name(name: str, chain: Sequence[str]) -> str:
-    """Return the name of the block around a layer: up to the last number by which the chain's names differ."""
-    parts = name.split(".")
-    columns = list(zip(*(other.split(".") for other in chain), strict=True))
-    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
-    differing = [place for place in numbers if len(set(columns[place])) > 1]
-    place = (differing or numbers or [len(parts) - 1])[-1]
-    return ".".join(parts[: place + 1])
-
-
-def owners(model: nn.Module, name: str) -> list[nn.Module]:
-    """Return the modules around a module, the innermost first, the model last."""
-    parts = name.split(".")[:-1]
-    paths = itertools.accumulate(parts, "{}.{}".format)
-    return [*reversed([model.get_submodule(path) for path in paths]), model]
-
-
-def _masks_of(owner: nn.Module) -> list[str]:
-    """Return the functions that a module's forward makes masks by."""
-    return [name for name in names_called(owner) if re.fullmatch(r"create_\w*mask\w*", name)]
-
-
-def is_causal(model: nn.Module, name: str) -> bool:
-    """Return whether no query of a layer reads a later token."""
-    module = model.get_submodule(name)
-    if getattr(module, "is_causal", False):
-        return True
-    masks = next(filter(None, map(_masks_of, owners(model, name))), [])
-    return bool(masks) and all("causal" in mask for mask in masks)
-
-
-def causal_forms(model: nn.Module, chains: list[list[str]]) -> list[str]:
-    """Return what each chain may read: "self" no later token, "cross" the source for a decoder, "none" everything."""
-    decoders = [
-        block_name(chain[0], chain)
-        for chain in chains
-        if not CROSS.search(chain[0]) and is_causal(model, chain[0])
-    ]
-    forms = []
-    for chain in chains:
-        decodes = block_name(chain[0], chain) in decoders
-        across = CROSS.search(chain[0]) is not None
-        forms.append("none" if not decodes else "cross" if across else "self")
-    return forms
-
-
-def patch_embedding(model: nn.Module, name: str, layer: nn.Module) -> nn.Module | None:
-    """Return the convolution that makes the patches of a layer's tokens; None of a sequence."""
-    if not hasattr(getattr(layer, "config", model.config), "patch_size"):
-        return None
-    for owner in owners(model, name):
-        convolutions = [m for m in owner.modules() if isinstance(m, nn.Conv2d)]
-        if convolutions:
-            return convolutions[0]
-    return None
-
-
 def reason_against(model: nn.Module) -> str | None:
     """Return why a model of transformers cannot evolve, or None."""
-    layers = [module for module in model.modules() if uses_interface(module)]
+    layers = [module for module in model.modules() if foreign.uses_interface(module)]
     if not layers or not model._can_set_attn_implementation():
         return "no attention layer of it goes through transformers' ALL_ATTENTION_FUNCTIONS"
     if any(hasattr(layer, "maps") for layer in layers):
@@ -208,64 +119,49 @@ def reason_against(model: nn.Module) -> str | None:
     return None
 
 
-def check_kind(kind: str | None, form: str, across: bool, name: str) -> None:
-    """Raise UsageError if a kind would read what a layer must not, or what it has not."""
-    allowed = kind is None or kind in CAUSAL or form == "none"
-    if across and kind in ("xsa", "conv2d"):
-        allowed = False
-    if not allowed:
-        where = "cross-attention" if across else "causal attention"
-        raise UsageError(
-            f"evolution {kind!r} has no form for the {where} of {name}: one of {', '.join(sorted(CAUSAL))} required, "
-            "or evolve the encoder alone"
-        )
-
-
 def give(model: nn.Module, mechanisms: Mechanisms) -> None:
     """Give a model its mechanisms, in place."""
     register()
-    plain_implementation = model.config._attn_implementation
-    chains = find_chains(model)
-    given = 0
-    for names, form in zip(chains, causal_forms(model, chains), strict=True):
-        if len(names) > 1 or not mechanisms.reads_previous:
-            _give_chain(model, names, form, mechanisms)
-            given += 1
-    if not given:
-        raise UsageError(f"a chain of two layers or more required, got {chains}")
-    asked = {**mechanisms.keywords(), "attn_implementation": plain_implementation}
-    setattr(model.config, NAME, asked)
+    chains = foreign.layer_chains(model)
+    if mechanisms.reads_previous:
+        chains = [chain for chain in chains if len(chain.layers) > 1]
+    if not chains:
+        raise UsageError(
+            f"a chain of two layers or more required, got {foreign.layer_chains(model)}"
+        )
+    for chain in chains:
+        _give_chain(model, chain, mechanisms)
+    plain = model.config._attn_implementation
+    setattr(model.config, NAME, {**mechanisms.keywords(), "attn_implementation": plain})
     model.set_attn_implementation(NAME)
 
 
-def _give_chain(model: nn.Module, names: list[str], form: str, mechanisms: Mechanisms) -> None:
+def _give_chain(model: nn.Module, names: foreign.LayerChain, mechanisms: Mechanisms) -> None:
     """Give the layers of a chain their mechanisms, and the blocks around them their class."""
-    across = CROSS.search(names[0]) is not None
-    check_kind(mechanisms.kind, form, across, names[0])
-    if mechanisms.kind == "ea" and form != "none":
-        options = {"causal": form, **mechanisms.options}
+    first = names.layers[0]
+    sequences.check_kind(mechanisms.kind, names.causal, names.across, first)
+    if mechanisms.kind == "ea" and names.causal != "none":
+        options = {"causal": names.causal, **mechanisms.options}
         mechanisms = replace(mechanisms, options=options)
-    layers = [model.get_submodule(name) for name in names]
-    blocks = [model.get_submodule(block_name(name, names)) for name in names]
-    decoder = blocks[0].chains[0] if across and isinstance(blocks[0], CarryingBlock) else None
-    chain = Chain(mechanisms.kind, across, len(names), decoder)
-    embedding = patch_embedding(model, names[0], layers[0])
-    prefix_tokens = 0
+    layers = [model.get_submodule(name) for name in names.layers]
+    blocks = [model.get_submodule(name) for name in names.blocks]
+    decodes = names.across and isinstance(blocks[0], CarryingBlock)
+    decoder = blocks[0].chains[0] if decodes else None
+    chain = sequences.Chain(mechanisms.kind, names.across, len(layers), decoder)
+    embedding, prefix = foreign.embedding_of(model, first)
     if embedding is not None:
         embedding.register_forward_hook(chain.note_grid)
-        stem = next(o for o in owners(model, names[0]) if embedding in o.modules())
-        prefix_tokens = len(prefix_names(stem))
     elif mechanisms.token_conv:
-        raise UsageError(f"token_conv needs patches of an image, got the sequence of {names[0]}")
+        raise UsageError(f"token_conv needs patches of an image, got the sequence of {first}")
     for number, layer in enumerate(layers, start=1):
-        heads = heads_of(layer) or layer.config.num_attention_heads
-        layer.maps = SequenceMaps(chain, number, heads, prefix_tokens).train(layer.training)
+        heads = foreign.heads_of(layer) or layer.config.num_attention_heads
+        layer.maps = sequences.SequenceMaps(chain, number, heads, len(prefix))
+        layer.maps.train(layer.training)
+        layer.register_forward_pre_hook(chain.note_input, with_kwargs=True)
+    linear = next(module for module in layers[0].modules() if isinstance(module, nn.Linear))
     maps = [layer.maps for layer in layers]
-    linear = next(m for m in layers[0].modules() if isinstance(m, nn.Linear))
-    mechanisms.give(blocks, maps, linear.in_features, prefix_tokens, False)
-    for layer, block in zip(layers, blocks, strict=True):
-        if layer.maps.reads_input():
-            layer.register_forward_pre_hook(layer.maps.note_input, with_kwargs=True)
+    mechanisms.give(blocks, maps, linear.in_features, len(prefix), False)
+    for block in blocks:
         if not isinstance(block, CarryingBlock):
             block.__class__ = carrying_class(type(block))
             block.chains = []
@@ -306,24 +202,16 @@ def evolve_huggingface(
     return evolving
 
 
-def _mechanisms_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the mechanisms of an evolving model with their names."""
-    for name, module in model.named_modules():
-        if not isinstance(module, (SequenceMaps, CarryingBlock)):
-            continue
-        for part in ("evolution", "value_residual", "token_conv"):
-            mechanism = getattr(module, part, None)
-            if mechanism is not None:
-                yield f"{name}.{part}", mechanism
-
-
 def unevolve_huggingface(model: nn.Module) -> nn.Module:
     """Return the plain model from an evolving one that computes the same: a new model, which shares the weights.
 
     Raises:
         ValueError: a mechanism that changes something.
     """
-    active = [name for name, mechanism in _mechanisms_of(model) if not mechanism.changes_nothing()]
+    active = []
+    for name, module in model.named_modules():
+        if hasattr(module, "changes_nothing") and not module.changes_nothing():
+            active.append(name)
     if active:
         raise UsageError(
             "all gates must be 0, or mechanisms at their identity start, for the plain network to compute the same; "
@@ -332,7 +220,7 @@ def unevolve_huggingface(model: nn.Module) -> nn.Module:
     plain = shared_copy(model)
     for module in list(plain.modules()):
         _remove_hooks(module)
-        if isinstance(getattr(module, "maps", None), SequenceMaps):
+        if isinstance(getattr(module, "maps", None), sequences.SequenceMaps):
             del module.maps
         if isinstance(module, CarryingBlock):
             del module.token_conv, module.chains
@@ -346,7 +234,7 @@ def _remove_hooks(module: nn.Module) -> None:
     """Remove the hooks of `give`."""
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
         for key, hook in list(hooks.items()):
-            if isinstance(getattr(hook, "__self__", None), (Chain, SequenceMaps)):
+            if isinstance(getattr(hook, "__self__", None), sequences.Chain):
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
@@ -362,13 +250,13 @@ def from_pretrained(folder: str, **kwargs: Any) -> nn.Module:
     """
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(folder)
-    asked = getattr(config, NAME, None)
+    config, _ = transformers.PreTrainedConfig.get_config_dict(folder, **kwargs)
+    asked = config.get(NAME)
     if asked is None:
         raise UsageError(
             f"{folder} has no evolution in its config.json; ea_vision.evolve a model of it first"
         )
-    plain = getattr(transformers, config.architectures[0])
+    plain = getattr(transformers, config["architectures"][0])
     asked.pop("attn_implementation")
 
     def build(self, config, *args, **options):

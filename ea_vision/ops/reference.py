@@ -237,6 +237,11 @@ class StepByStep:
         """Return the probabilities of (evolved) logits; the shape stays."""
         raise NotImplementedError
 
+    def evolved(self, logits: Tensor, prev_logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        """Return the evolved logits from the layer's own and the previous layer's, (B, K, N, N) each."""
+        size = (feat_size,) if self.evolution.spatial else ()
+        return self.evolution(logits, prev_logits, *size)
+
     def attend_step_by_step(
         self,
         q: Tensor,
@@ -257,10 +262,7 @@ class StepByStep:
             logits = logits + bias
         if self.evolution is not None:
             prev = logits if prev_logits is None else prev_logits
-            if self.evolution.spatial:
-                logits = self.evolution(logits, prev, size)
-            else:
-                logits = self.evolution(logits, prev)
+            logits = self.evolved(logits, prev, size)
         if self.head_window > 1:
             v = torch.cat(neighbours(v, self.head_window), dim=2)
         attn = self.attn_drop(self.attention_of(logits, size))

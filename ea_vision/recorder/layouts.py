@@ -9,7 +9,7 @@ Shape letters: B images, K heads, H x W a layer's grid, N = H*W, P prefix tokens
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from timm.layers import to_2tuple
 from timm.models.swin_transformer import window_partition
 from torch import Tensor, nn
 
-from ea_vision.layers.foreign import prefix_names
+from ea_vision.layers.foreign import owners, prefix_names
 from ea_vision.recorder.interception import Hooks
 
 Size = tuple[int, int]
@@ -197,7 +197,7 @@ def image_seen(model: nn.Module, hooks: Hooks) -> Sight:
 def learned_queries(model: nn.Module, name: str) -> tuple[str, ...]:
     """Return names for the queries that a layer, or what it is a part of, has learned ("pool", or "pool1", "pool2"):
     timm's AttentionPoolLatent, SigLIP's head in transformers; () of layers whose queries are tokens."""
-    for owner in _owners(model, name):
+    for owner in owners(model, name):
         queries = getattr(owner, "latent", getattr(owner, "probe", None))
         if not isinstance(queries, nn.Parameter) or (name and owner is model):
             continue
@@ -348,13 +348,6 @@ SPECIAL: dict[str, Callable[..., Layout]] = {
 }
 
 
-def _owners(model: nn.Module, name: str) -> Iterator[nn.Module]:
-    """Yield the module of a name, then the modules around it, the network last."""
-    parts = name.split(".")
-    for depth in range(len(parts), -1, -1):
-        yield model.get_submodule(".".join(parts[:depth]))
-
-
 def layout_finder(
     model: nn.Module,
     name: str,
@@ -365,7 +358,7 @@ def layout_finder(
     of a block around it tells, or that of tokens over the image."""
     owner = model.get_submodule(name)
     read = None
-    for module in _owners(model, name):
+    for module in owners(model, name):
         paths = [f"{cls.__module__}.{cls.__name__}" for cls in type(module).__mro__]
         known = [path for path in paths if path in SPECIAL]
         if known:

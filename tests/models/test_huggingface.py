@@ -70,10 +70,10 @@ def create(name: str, **options) -> nn.Module:
     return model
 
 
-def inputs_of(name: str) -> dict:
+def inputs_of(name: str, dtype: torch.dtype = torch.float32) -> dict:
     torch.manual_seed(1)
     if ARCHITECTURES[name][2].get("image_size"):
-        return {"pixel_values": torch.randn(2, 3, 32, 32)}
+        return {"pixel_values": torch.randn(2, 3, 32, 32).to(dtype)}
     ids = torch.randint(3, 50, (2, 9))
     if name in ("bart", "t5"):
         return {"input_ids": ids, "decoder_input_ids": ids[:, :7]}
@@ -81,7 +81,7 @@ def inputs_of(name: str) -> dict:
 
 
 def output(model: nn.Module, name: str) -> torch.Tensor:
-    return model(**inputs_of(name), return_dict=True).last_hidden_state
+    return model(**inputs_of(name, model.dtype), return_dict=True).last_hidden_state
 
 
 def kinds_of(name: str) -> list[str]:
@@ -117,6 +117,16 @@ def test_begins_as_the_plain_model_by_every_kind_and_goes_back(name):
         new = evolved.state_dict().keys() - model.state_dict().keys()
         assert new and all(".maps." in key for key in new)
     assert torch.equal(output(model, name), expected)
+
+
+@torch.no_grad()
+def test_layers_without_an_evolution_keep_the_scale_of_their_model():
+    model = create("vit")
+    for module in model.modules():
+        if hasattr(module, "scaling"):
+            module.scaling = 0.9
+    evolved = evolve(model, None, value_residual=True)
+    assert_close(output(evolved, "vit"), output(model, "vit"), rtol=0, atol=1e-5)
 
 
 @every
@@ -231,9 +241,8 @@ def test_agrees_with_a_loop_over_unfused_attention(name):
 
     plain = create(name).double()
     evolved = lively(evolve(plain, "ea"))
-    inputs = inputs_of(name)
+    inputs = inputs_of(name, torch.float64)
     if "pixel_values" in inputs:
-        inputs["pixel_values"] = inputs["pixel_values"].double()
         tokens = 19 if name == "dinov3" else 17
     else:
         tokens = 9
@@ -248,6 +257,46 @@ def test_agrees_with_a_loop_over_unfused_attention(name):
     plain.set_attn_implementation("own_loop")
     ours, theirs = evolved(**inputs).last_hidden_state, plain(**inputs).last_hidden_state
     assert_close(ours[real], theirs[real], rtol=0, atol=1e-10)
+
+
+class TalkingLoop:
+    """Talking heads in transformers' unfused attention, for queries that are the last of the keys."""
+
+    def __init__(self, evolved: nn.Module, plain: nn.Module):
+        layers = dict(evolved.named_modules())
+        self.evolutions = {module: layers[name] for name, module in plain.named_modules()}
+
+    def __call__(self, module, query, key, value, mask, scaling, **_):
+        groups = query.shape[1] // key.shape[1]
+        keys = key.repeat_interleave(groups, 1)
+        values = value.repeat_interleave(groups, 1)
+        evolution = self.evolutions[module].maps.evolution
+        logits = torch.einsum("bkqd,bknd->bqnk", query * scaling, keys)
+        mixed = evolution.proj_l(logits).permute(0, 3, 1, 2)
+        Q, N = mixed.shape[2:]
+        later = torch.ones(Q, N, dtype=torch.bool).triu(1 + N - Q)
+        attn = mixed.masked_fill(later, -1e30).softmax(-1)
+        attn = evolution.proj_w(attn.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return (attn.masked_fill(later, 0) @ values).transpose(1, 2), None
+
+
+@torch.no_grad()
+def test_a_decoder_agrees_with_a_loop_with_and_without_a_cache():
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    plain = create("llama").double()
+    evolved = lively(evolve(plain, "talking_heads"))
+    ALL_ATTENTION_FUNCTIONS.register("talking_loop", TalkingLoop(evolved, plain))
+    plain.set_attn_implementation("talking_loop")
+    ids = inputs_of("llama")["input_ids"]
+    expected = plain(ids).last_hidden_state
+    assert_close(evolved(ids).last_hidden_state, expected, rtol=0, atol=1e-10)
+    cache = transformers.DynamicCache()
+    parts = []
+    for part in ids.split([4, 1, 1, 3], dim=1):
+        step = evolved(part, past_key_values=cache, use_cache=True)
+        parts.append(step.last_hidden_state)
+    assert_close(torch.cat(parts, dim=1), expected, rtol=0, atol=1e-10)
 
 
 # ---- padding, caches, checkpointing, threads, compilation ------------------------------------------------------------
@@ -357,7 +406,7 @@ def test_ea_decodes_without_a_cache_and_refuses_one(name):
 def test_gradient_checkpointing_changes_nothing(name, kind):
     gradients = []
     for checkpointed in (False, True):
-        model = lively(evolve(create(name), kind, value_residual=True)).train()
+        model = lively(evolve(create(name).double(), kind, value_residual=True)).train()
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
@@ -537,18 +586,16 @@ def test_half_precision_stays_near(name, dtype):
     model = create(name)
     expected = output(model, name)
     evolved = evolve(model, "ea", value_residual=True).to(dtype)
-    inputs = {
-        key: x.to(dtype) if x.is_floating_point() else x for key, x in inputs_of(name).items()
-    }
-    result = evolved(**inputs).last_hidden_state
+    result = output(evolved, name)
     assert result.dtype == dtype
     assert (result - expected).norm() < 0.1 * expected.norm()
 
 
-def test_lora_on_queries_and_values():
+@pytest.mark.parametrize("kind", ["ea", "gated"])  # gated reads the layer's input
+def test_lora_on_queries_and_values(kind):
     peft = pytest.importorskip("peft", reason="peft is not installed")
     plain = create("bert")
-    evolved = evolve(plain, "ea", value_residual=True)
+    evolved = evolve(plain, kind, value_residual=True)
     config = peft.LoraConfig(target_modules=["query", "value"], modules_to_save=["maps"], r=2)
     model = peft.get_peft_model(evolved, config)
     inputs = inputs_of("bert")
@@ -592,6 +639,14 @@ def test_windows_are_refused():
 def test_an_evolving_model_is_not_evolved_again():
     with pytest.raises(ValueError, match="evolve already"):
         evolve(evolve(create("vit")))
+
+
+def test_a_folder_is_read_with_the_keywords_of_transformers(tmp_path):
+    model = evolve(create("vit"), "ea")
+    model.save_pretrained(tmp_path / "inner")
+    loaded = ea_vision.from_pretrained(tmp_path, subfolder="inner", dtype=torch.float64).eval()
+    assert loaded.dtype == torch.float64
+    assert_close(output(loaded, "vit"), output(model.double(), "vit"))
 
 
 def test_a_folder_without_an_evolution_is_refused(tmp_path):
