@@ -32,7 +32,7 @@ def photos(tar: str, step: int = 10) -> torch.Tensor:
 
 
 @torch.no_grad()
-def rows(name: str, images: torch.Tensor) -> list[dict]:
+def rows(name: str, images: torch.Tensor) -> pd.DataFrame:
     """Return one row per attention layer of a network."""
     model = timm.create_model(name, pretrained=True).eval()
     mean = torch.tensor(model.pretrained_cfg["mean"]).view(-1, 1, 1)
@@ -42,16 +42,19 @@ def rows(name: str, images: torch.Tensor) -> list[dict]:
         with ea_vision.record_attention(model) as maps:
             model((batch - mean) / std)
         for number, layer in maps.items():
-            entropy = torch.special.entr(layer.attn.double()).sum(-1).mean()
-            share = entropy.item() / math.log(layer.attn.shape[-1])
-            largest = layer.attn.amax(-1).mean().item()
+            attn = layer.attn.double()
+            entropy = torch.special.entr(attn).sum(-1)
+            share = entropy.mean().item() / math.log(attn.shape[-1])
+            largest = attn.amax(-1).mean().item()
             figures.append({"layer": number, "entropy_share": share, "largest": largest})
-    means = pd.DataFrame(figures).groupby("layer").mean().round(3).reset_index()
-    return [{"model": name, **row} for row in means.to_dict("records")]
+    by_layer = pd.DataFrame(figures).groupby("layer", as_index=False)
+    means = by_layer.mean().round(3)
+    means.insert(0, "model", name)
+    return means
 
 
 if __name__ == "__main__":
     images = photos(sys.argv[1])
-    table = pd.DataFrame(sum((rows(name, images) for name in SHIPPED), []))
+    table = pd.concat([rows(name, images) for name in SHIPPED])
     table.to_csv(sys.argv[2], index=False)
     print(table.to_string(index=False))

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Accuracy, size and speed of exported weights in float32, float16 and 8 bits.
 
     python experiments/precisions.py --data-dir DIR
@@ -87,7 +86,8 @@ def main(argv: list[str] | None = None) -> int:
     program = export_program(model, SIZE)
     about = About(args.model, SIZE, mean, std, 1.0, "bilinear", model.num_classes, data.classes)
     every = len(data.train.images) // 128
-    photos = list(normalised(data.train.images[::every][:128]).split(1))
+    chosen = data.train.images[::every][:128]
+    photos = list(normalised(chosen).split(1))
     print("| precision | MiB | top-1, % | ms per image, batch 100 |\n| --- | --- | --- | --- |")
     for precision in ("float32", "float16", "int8"):
         with tempfile.TemporaryDirectory() as folder:
@@ -103,7 +103,8 @@ def main(argv: list[str] | None = None) -> int:
         predicted = [network(normalised(batch)).argmax(1) for batch in data.test.images.split(100)]
         seconds = time.perf_counter() - start
         targets = data.test.targets
-        top1 = 100 * (torch.cat(predicted) == targets).double().mean()
+        right = torch.cat(predicted) == targets
+        top1 = 100 * right.double().mean()
         milliseconds = 1e3 * seconds / len(targets)
         print(f"| {precision} | {size:.1f} | {top1:.2f} | {milliseconds:.2f} |", flush=True)
     return 0

@@ -28,7 +28,7 @@ MODELS = (
 
 @torch.no_grad()
 def measure(name: str, images: int, repeats: int) -> dict[str, str | float]:
-    """Return a network's row."""
+    """Return the row of a network."""
     torch.manual_seed(0)
     model = timm.create_model(name).eval()
     batch = torch.rand(images, *timm.data.resolve_model_data_config(model)["input_size"])
@@ -38,18 +38,19 @@ def measure(name: str, images: int, repeats: int) -> dict[str, str | float]:
             model(batch)
         return maps
 
-    plain, with_maps = interleaved(
-        {"plain": lambda: model(batch), "recorded": recorded}, repeats, clock=time.process_time
-    ).values()
-    kept = (
-        sum(part.nbytes for layer in recorded().values() for part in layer._parts.values()) / images
-    )
+    steps = {"plain": lambda: model(batch), "recorded": recorded}
+    seconds = interleaved(steps, repeats, clock=time.process_time)
+    plain = seconds["plain"]
+    with_maps = seconds["recorded"]
+    kept = 0
+    for layer in recorded().values():
+        kept += sum(part.nbytes for part in layer._parts.values())
     return {
         "network": name,
         "plain_s": round(plain, 3),
         "recorded_s": round(with_maps, 3),
         "ratio": round(with_maps / plain, 2),
-        "maps_mib": round(kept / 2**20, 1),
+        "maps_mib": round(kept / images / 2**20, 1),
     }
 
 

@@ -82,7 +82,8 @@ def replace_maps(model: nn.Module, kind: str, means: list[Tensor]) -> ExitStack:
 def top1(model: nn.Module, batches: list[Tensor], targets: Tensor) -> float:
     """Return the accuracy in percent."""
     predicted = torch.cat([model(batch).argmax(1) for batch in batches])
-    return 100 * (predicted == targets).double().mean().item()
+    right = predicted == targets
+    return 100 * right.double().mean().item()
 
 
 def replaced(

@@ -56,7 +56,8 @@ def main(argv: list[str] | None = None) -> int:
     images = torch.randn(args.batch_size, 3, args.img_size, args.img_size)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    calls, peaks = {}, {}
+    calls = {}
+    peaks = {}
     with (
         tempfile.TemporaryDirectory() as folder,
         torch._inductor.config.patch(freezing=True),
@@ -82,10 +83,10 @@ def main(argv: list[str] | None = None) -> int:
                     path, options, providers=["CPUExecutionProvider"]
                 )
                 calls[name, "onnx"] = partial(session.run, None, {"images": images.numpy()})
-                peaks[name, "onnx"] = [
-                    f"{peak_mib(path, batch, args.img_size):.0f}" for batch in (1, 8)
-                ]
-            deployed, last = (t.to(memory_format=torch.channels_last) for t in (deployed, images))
+                sizes = [peak_mib(path, batch, args.img_size) for batch in (1, 8)]
+                peaks[name, "onnx"] = [f"{size:.0f}" for size in sizes]
+            deployed = deployed.to(memory_format=torch.channels_last)
+            last = images.to(memory_format=torch.channels_last)
             if "eager" in args.runtimes:
                 calls[name, "eager"] = partial(deployed, last)
             if "compiled" in args.runtimes:
@@ -94,21 +95,11 @@ def main(argv: list[str] | None = None) -> int:
     rows = []
     for (name, runtime), time in seconds.items():
         base = seconds.get((baseline_of(name), runtime))
-        rows.append(
-            [
-                name,
-                runtime,
-                f"{args.batch_size / time:.1f}",
-                f"{base / time:.2f}" if base else "",
-                *peaks.get((name, runtime), ["", ""]),
-            ]
-        )
-    print(
-        *markdown(
-            ["network", "runtime", "images/s", "ratio", "peak MiB, batch 1", "batch 8"], rows
-        ),
-        sep="\n",
-    )
+        speed = f"{args.batch_size / time:.1f}"
+        ratio = f"{base / time:.2f}" if base else ""
+        rows.append([name, runtime, speed, ratio, *peaks.get((name, runtime), ["", ""])])
+    heads = ["network", "runtime", "images/s", "ratio", "peak MiB, batch 1", "batch 8"]
+    print(*markdown(heads, rows), sep="\n")
     return 0
 
 

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Collect the accuracies of the shipped CIFAR-10 weights in the columns of timm's results files.
 
     python experiments/shipped_weights.py
@@ -25,24 +24,25 @@ ACCURACY = re.compile(r"(\d+\.\d+)% top-1, (\d+\.\d+)% top-5 on the test images"
 def collect(folder: Path) -> list[dict]:
     """Return a row for each weights file of ten classes that has a name, the best first."""
     rows = []
-    for name in (name for name in timm.list_pretrained() if name.split(".")[0] in list_networks()):
+    for name in timm.list_pretrained():
         cfg = timm.get_pretrained_cfg(name)
-        if cfg.file and cfg.num_classes == 10:
-            top1, top5 = map(float, ACCURACY.search((folder / f"{name}.md").read_text()).groups())
-            params = sum(p.numel() for p in timm.create_model(name).parameters())
-            rows.append(
-                {
-                    "model": name,
-                    "img_size": cfg.input_size[-1],
-                    "top1": f"{top1:.3f}",
-                    "top1_err": f"{100 - top1:.3f}",
-                    "top5": f"{top5:.3f}",
-                    "top5_err": f"{100 - top5:.3f}",
-                    "param_count": f"{params / 1e6:.2f}",
-                    "crop_pct": cfg.crop_pct,
-                    "interpolation": cfg.interpolation,
-                }
-            )
+        if name.split(".")[0] not in list_networks() or not cfg.file or cfg.num_classes != 10:
+            continue
+        card = (folder / f"{name}.md").read_text()
+        top1, top5 = map(float, ACCURACY.search(card).groups())
+        params = sum(parameter.numel() for parameter in timm.create_model(name).parameters())
+        row = {
+            "model": name,
+            "img_size": cfg.input_size[-1],
+            "top1": f"{top1:.3f}",
+            "top1_err": f"{100 - top1:.3f}",
+            "top5": f"{top5:.3f}",
+            "top5_err": f"{100 - top5:.3f}",
+            "param_count": f"{params / 1e6:.2f}",
+            "crop_pct": cfg.crop_pct,
+            "interpolation": cfg.interpolation,
+        }
+        rows.append(row)
     return sorted(rows, key=lambda row: -float(row["top1"]))
 
 

@@ -33,13 +33,8 @@ def parse_variants(words: Sequence[str]) -> dict[str, list[str]]:
     variants: dict[str, list[str]] = {}
     for word in words:
         name, _, arguments = word.partition("=")
-        if (
-            not name.strip()
-            or not arguments
-            or set(name) & set("/,|")
-            or not name.isprintable()
-            or name in variants
-        ):
+        is_name = name.strip() and name.isprintable() and not set(name) & set("/,|")
+        if not is_name or not arguments or name in variants:
             raise UsageError(
                 "--variant takes NAME=ARGUMENTS, each name once and without comma, slash and |, got "
                 f"{word!r}"
@@ -56,14 +51,13 @@ def with_settings(variants: dict[str, list[str]], words: Sequence[str]) -> dict[
         if not key or "" in values.split(","):
             raise UsageError(f"--set takes KEY=V1,V2,..., got {word!r}")
         grid.append([f"{key}={value}" for value in values.split(",")])
-    return {
-        " ".join(filter(None, (name, *setting))): [
-            *arguments,
-            *(["--model-kwargs", *setting] if setting else []),
-        ]
-        for name, arguments in (variants or {"": []}).items()
-        for setting in itertools.product(*grid)
-    }
+    combined = {}
+    for (name, arguments), setting in itertools.product(
+        (variants or {"": []}).items(), itertools.product(*grid)
+    ):
+        keywords = ["--model-kwargs", *setting] if setting else []
+        combined[" ".join(filter(None, [name, *setting]))] = [*arguments, *keywords]
+    return combined
 
 
 def train(command: Sequence[str], folder: Path, seed: int) -> dict[str, Any]:
@@ -86,6 +80,10 @@ def train(command: Sequence[str], folder: Path, seed: int) -> dict[str, Any]:
             f"{folder.name} ended with exit code {code}; mend it and run the same sweep again to continue"
         )
     return read_run(folder)
+
+
+def parse_seeds(text: str) -> list[int]:
+    return sorted({int(seed) for seed in text.split(",")})
 
 
 def stop(number: int, _frame) -> None:
@@ -118,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--seeds",
-        type=lambda text: sorted(set(map(int, text.split(",")))),
+        type=parse_seeds,
         default=[0],
         help="seeds, each of which runs every variant (default: 0)",
     )

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Set the options of timm's train.py beside those of train-imagenet: timm_options.md.
 
     python experiments/timm_options.py pytorch-image-models/train.py
@@ -67,41 +66,37 @@ OTHERWISE = {
 
 def names_of(parser: argparse.ArgumentParser) -> list[str]:
     """Return the longest name of each option of a parser but --help, without its dashes."""
-    return [
-        max(action.option_strings or [action.dest], key=len).lstrip("-")
-        for action in parser._actions
-        if action.dest != "help"
-    ]
+    names = []
+    for action in parser._actions:
+        if action.dest != "help":
+            longest = max(action.option_strings or [action.dest], key=len)
+            names.append(longest.lstrip("-"))
+    return names
 
 
 def section(timms: argparse.ArgumentParser) -> str:
     """Return what timm_options.md says of the options of timm's parser."""
     parser = make_parser(ImageNetConfig, "", "")
-    ours = {flag.lstrip("-") for action in parser._actions for flag in action.option_strings}
+    ours = {flag.lstrip("-") for flag in parser._option_string_actions}
     names = names_of(timms)
     same = [name for name in names if name in ours and name not in UNLIKE]
     missing = [name for name in names if name not in ours and name not in OTHERWISE]
+    lines = [
+        f"Same name, same meaning ({len(same)}): {listed(same)}.",
+        "",
+        "| timm | here |",
+        "| --- | --- |",
+    ]
+    for name, said in {**UNLIKE, **OTHERWISE}.items():
+        if name in names:
+            here = f"`{said}`" if said.startswith("-") else said
+            lines.append(f"| `--{name}` | {here} |")
+    lines += ["", f"Not here, and refused ({len(missing)}): {listed(missing)}.", ""]
+    return "\n".join(lines)
 
-    def listed(names: list[str]) -> str:
-        return ", ".join(f"`--{name}`" for name in names)
 
-    return "\n".join(
-        [
-            f"Same name, same meaning ({len(same)}): {listed(same)}.",
-            "",
-            "| timm | here |",
-            "| --- | --- |",
-            *(f"| `--{name}` | {said} |" for name, said in UNLIKE.items() if name in names),
-            *(
-                f"| `--{name}` | {said if said[0] != '-' else f'`{said}`'} |"
-                for name, said in OTHERWISE.items()
-                if name in names
-            ),
-            "",
-            f"Not here, and refused ({len(missing)}): {listed(missing)}.",
-            "",
-        ]
-    )
+def listed(names: list[str]) -> str:
+    return ", ".join(f"`--{name}`" for name in names)
 
 
 def main(argv: list[str] | None = None) -> int:

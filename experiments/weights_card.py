@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Write the weights of a complete run of train_cifar.py or train_imagenet.py with their card.
 
     python -m experiments.weights_card RUN -o weights/MODEL.TAG.safetensors --data-dir DIR
@@ -37,13 +36,22 @@ from ea_vision.engine.train_cifar import CifarConfig
 from ea_vision.engine.train_imagenet import ClassFolders, ImageNetConfig
 
 LARGEST_LOSS = 0.1  # points of top-1 that float16 may cost
+SHOWN_OPTIONS = """
+    epochs batch_size opt opt_kwargs lr momentum weight_decay attention_lr sched warmup_epochs smoothing flip
+    crop_padding crop_padding_mode cutout img_size first_img_size grow_epochs eval_resize crop_scale hflip aa mixup
+    cutmix model_ema_decay amp channels_last
+""".split()
+EVALUATION_OPTIONS = ("img_size", "eval_img_size", "eval_resize", "interpolation")
+LOG = {"epoch": 0, "train_loss": 4, "top1": 2, "images_per_s": 0, "seconds": 0}  # digits
 
 
 def half(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Floating-point tensors in float16, the others (BatchNorm's counters) as they are."""
-    return {
-        name: value.half() if value.is_floating_point() else value for name, value in state.items()
-    }
+    """Return floating-point tensors in float16, the others (BatchNorm's counters) as they are."""
+    halved = dict(state)
+    for name, value in state.items():
+        if value.is_floating_point():
+            halved[name] = value.half()
+    return halved
 
 
 def front_matter(name: str, top1: float, dataset: str) -> list[str]:
@@ -66,27 +74,25 @@ def front_matter(name: str, top1: float, dataset: str) -> list[str]:
 
 
 def by_update(starts: list[dict], describe: Callable[[dict], str]) -> str:
-    """What `describe` says of a run's last start and, in brackets, of the updates made by starts where it differs."""
+    """Describe a run's last start and, in brackets, the updates made by starts described otherwise."""
     said = [(start["update"], describe(start)) for start in starts]
     if said[0][0] > 1:
         said.insert(0, (1, "not recorded"))
     changes = [next(same) for _, same in groupby(said, key=itemgetter(1))]
     last = changes[-1][1]
-    others = [
-        f"updates {first} to {following - 1}: {text}"
-        for (first, text), (following, _) in pairwise(changes)
-        if text != last
-    ]
-    return last + (f" ({'; '.join(others)})" if others else "")
+    others = []
+    for (first, text), (following, _) in pairwise(changes):
+        if text != last:
+            others.append(f"updates {first} to {following - 1}: {text}")
+    return f"{last} ({'; '.join(others)})" if others else last
 
 
 def evaluated_on(split: str, metrics: dict) -> str:
-    """Which images the run was evaluated on, after which epochs, and what that says of its best weights."""
-    epochs = [
-        f"{epoch:.0f}"
-        for epoch, accuracy in zip(metrics["epoch"], metrics["top1"], strict=True)
-        if not math.isnan(accuracy)
-    ]
+    """Say which images the run was evaluated on, after which epochs, and what that means for its best weights."""
+    epochs = []
+    for epoch, accuracy in zip(metrics["epoch"], metrics["top1"], strict=True):
+        if not math.isnan(accuracy):
+            epochs.append(f"{epoch:.0f}")
     if split != "test":
         return f"training images held out; after epoch {', '.join(epochs)}"
     if len(epochs) == 1:
@@ -95,7 +101,7 @@ def evaluated_on(split: str, metrics: dict) -> str:
 
 
 def interval(percent: float, images: int) -> str:
-    """Wilson's 95% interval of a share of so many images, in percent."""
+    """Return Wilson's 95% interval of a share of so many images, in percent."""
     low, high = proportion_confint(percent / 100 * images, images, method="wilson")
     return f"{100 * low:.2f} to {100 * high:.2f}"
 
@@ -128,6 +134,67 @@ def read_finished(folder: Path) -> FinishedRun:
     )
 
 
+def log_table(metrics: dict[str, list[float]]) -> list[str]:
+    """Return the lines of a run's table of epochs."""
+    lines = ["| epoch | loss | top-1 % | images/s | seconds |", "| --- | --- | --- | --- | --- |"]
+    for values in zip(*(metrics[name] for name in LOG), strict=True):
+        cells = []
+        for value, digits in zip(values, LOG.values(), strict=True):
+            cells.append("" if math.isnan(value) else f"{value:.{digits}f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def check_command(name: str, config: dict, dataset: str, split: str) -> str:
+    """Return the command that evaluates the weights as their run did."""
+    if not split:
+        return f"python train_cifar.py --evaluate {name} --dataset {dataset} --data-dir DIR"
+    recipe = asdict(resolve(ImageNetConfig, {"recipe": config["recipe"]}))
+    changed = ""
+    for key in EVALUATION_OPTIONS:
+        if config[key] != recipe[key]:
+            changed += f" --{key.replace('_', '-')} {config[key]}"
+    return (
+        f"python train_imagenet.py --evaluate {name} --recipe {config['recipe']}{changed} --data-dir DIR "
+        f"--val-split {split}"
+    )
+
+
+def described_versions(start: dict) -> str:
+    return ", ".join(f"{package} {version}" for package, version in start["versions"].items())
+
+
+def facts(finished: FinishedRun, dtype: str, split: str) -> dict[str, str]:
+    """Return what a card's table says of a run: its left column and its right one."""
+    config = finished.config
+    run = finished.about
+    starts = run["starts"]
+    # Runs from before an option was there lack it.
+    options = [f"{name} {config[name]}" for name in SHOWN_OPTIONS if name in config]
+    seen = evaluated_on(finished.eval_split, finished.metrics)
+    if split:
+        validation = Path(run["eval_data"]).name
+        seen = f"{run['eval_images']} images of `{validation}`, by which the best epoch was chosen"
+    hashed = "files" if split else "pixels and labels"
+    classes = run["classes"]
+    began = {}
+    if config.get("pretrained_path"):
+        began["began with"] = f"`{Path(config['pretrained_path']).name}`"
+    return {
+        "recipe": f"`{config['recipe']}`: {', '.join(options)}",
+        "model keywords": str(run["model_kwargs"]),
+        **began,
+        "data": f"{run['train_images']} training images, {len(classes)} classes: {', '.join(classes)}; "
+        f"SHA-256 of {hashed} `{run['data_fingerprint']}`",
+        "evaluated in training on": f"{seen}; the weights are those of epoch {finished.best['epoch']}",
+        "seed, runs": f"{config['seed']}, one run",
+        "commit": by_update(starts, lambda start: f"`{start['git_commit']}`"),
+        "hardware": by_update(starts, lambda start: start["hardware"]),
+        "versions": by_update(starts, described_versions),
+        "stored as": dtype,
+    }
+
+
 def card(
     finished: FinishedRun,
     name: str,
@@ -137,121 +204,36 @@ def card(
     tta: str,
     split: str,
 ) -> str:
-    """Markdown: what the weights are, how they were made, and the command that checks them.
+    """Return Markdown: what the weights are, how they were made, and the command that checks them.
 
     by_views: the result by views of the kind `tta`, where the run asks for them. split: of `write_weights`.
     """
-    config, run, metrics = finished.config, finished.about, finished.metrics
-    said, option = "", ""
+    config = finished.config
+    dataset = config["dataset"] if not split else config["recipe"]
+    if not split and tuple(finished.about["classes"]) == CIFAR10:
+        dataset = "cifar10"
+    check = check_command(name, config, dataset, split)
+    views = ""
     if by_views is not None:
-        option = f" --tta {tta}"
-        said = f" With several views of an image (`{option.strip()}`): {by_views.top1:.2f}%."
-    log = ["| epoch | loss | top-1 % | images/s | seconds |", "| --- | --- | --- | --- | --- |"]
-    for epoch, loss, accuracy, speed, seconds in zip(
-        *(metrics[k] for k in ("epoch", "train_loss", "top1", "images_per_s", "seconds")),
-        strict=True,
-    ):
-        top = "" if math.isnan(accuracy) else f"{accuracy:.2f}"
-        log.append(f"| {epoch:.0f} | {loss:.4f} | {top} | {speed:.0f} | {seconds:.0f} |")
-    options = ", ".join(
-        f"{k} {config[k]}"
-        for k in (
-            "epochs",
-            "batch_size",
-            "opt",
-            "opt_kwargs",
-            "lr",
-            "momentum",
-            "weight_decay",
-            "attention_lr",
-            "sched",
-            "warmup_epochs",
-            "smoothing",
-            "flip",
-            "crop_padding",
-            "crop_padding_mode",
-            "cutout",
-            "img_size",
-            "first_img_size",
-            "grow_epochs",
-            "eval_resize",
-            "crop_scale",
-            "hflip",
-            "aa",
-            "mixup",
-            "cutmix",
-            "model_ema_decay",
-            "amp",
-            "channels_last",
-        )
-        if k in config
-    )  # runs from before an option was there lack it
-    commit, hardware, versions = (
-        by_update(run["starts"], describe)
-        for describe in (
-            lambda start: f"`{start['git_commit']}`",
-            lambda start: start["hardware"],
-            lambda start: ", ".join(f"{k} {v}" for k, v in start["versions"].items()),
-        )
-    )
-    dataset = "cifar10" if tuple(run["classes"]) == CIFAR10 else config["dataset"]
-    if split:
-        seen = f"{run['eval_images']} images of `{Path(run['eval_data']).name}`, by which the best epoch was chosen"
-        recipe = asdict(resolve(ImageNetConfig, {"recipe": config["recipe"]}))
-        own = "".join(
-            f" --{key.replace('_', '-')} {config[key]}"
-            for key in ("img_size", "eval_img_size", "eval_resize", "interpolation")
-            if config[key] != recipe[key]
-        )
-        check = (
-            f"python train_imagenet.py --evaluate {name} --recipe {config['recipe']}{own} --data-dir DIR "
-            f"--val-split {split}"
-        )
-    else:
-        seen, check = (
-            evaluated_on(finished.eval_split, metrics),
-            (f"python train_cifar.py --evaluate {name} --dataset {dataset} --data-dir DIR"),
-        )
-    return "\n".join(
-        [
-            *front_matter(name, result.top1, config["recipe"] if split else dataset),
-            f"# {name}",
-            "",
-            f'`timm.create_model("{name}", pretrained=True)`: '
-            f"{result.top1:.2f}% top-1, {result.top5:.2f}% top-5 on the "
-            f"test images{f' of `{split}`' if split else ''}.{said} {result.images} images: 95% interval of the top-1 "
-            f"{interval(result.top1, result.images)}.",
-            "",
-            "| | |",
-            "| --- | --- |",
-            f"| recipe | `{config['recipe']}`: {options} |",
-            f"| model keywords | {run['model_kwargs']} |",
-            *(
-                [f"| began with | `{Path(start).name}` |"]
-                if (start := config.get("pretrained_path"))
-                else []
-            ),
-            f"| data | {run['train_images']} training images, "
-            f"{len(run['classes'])} classes: {', '.join(run['classes'])}; "
-            f"SHA-256 of {'files' if split else 'pixels and labels'} `{run['data_fingerprint']}` |",
-            f"| evaluated in training on | {seen}; the weights are those of epoch "
-            f"{finished.best['epoch']} |",
-            f"| seed, runs | {config['seed']}, one run |",
-            f"| commit | {commit} |",
-            f"| hardware | {hardware} |",
-            f"| versions | {versions} |",
-            f"| stored as | {dtype} |",
-            "",
-            "Log:",
-            "",
-            *log,
-            "",
-            "Check:",
-            "",
-            f"    {check}{option}",
-            "",
-        ]
-    )
+        check += f" --tta {tta}"
+        views = f" With several views of an image (`--tta {tta}`): {by_views.top1:.2f}%."
+    where = f" of `{split}`" if split else ""
+    lines = [
+        *front_matter(name, result.top1, dataset),
+        f"# {name}",
+        "",
+        f'`timm.create_model("{name}", pretrained=True)`: {result.top1:.2f}% top-1, {result.top5:.2f}% top-5 on the '
+        f"test images{where}.{views} {result.images} images: 95% interval of the top-1 "
+        f"{interval(result.top1, result.images)}.",
+        "",
+        "| | |",
+        "| --- | --- |",
+    ]
+    for fact, value in facts(finished, dtype, split).items():
+        lines.append(f"| {fact} | {value} |")
+    lines += ["", "Log:", "", *log_table(finished.metrics), ""]
+    lines += ["Check:", "", f"    {check}", ""]
+    return "\n".join(lines)
 
 
 def test_images(
@@ -283,9 +265,8 @@ def test_images(
         )
         data = ClassFolders(options, world, training=False)
         check_classes(model, data.classes, run["classes"], str(folder))
-        if (
-            data.fingerprint in run["data_fingerprint"]
-        ):  # that of the training images, then that of the others
+        # The run's fingerprint is that of the training images, then that of the others.
+        if data.fingerprint in run["data_fingerprint"]:
             raise UsageError(f"--split must name images that {folder} has not seen, got {split}")
         return data.eval_loader(**common), options.tta
     options, _ = resolve_target(CifarConfig, str(folder), {})
@@ -329,17 +310,19 @@ def write_weights(folder: Path, output: Path, data_dir: str, split: str = "") ->
     with join_world("cpu") as world:
         loader, tta = test_images(model, finished, folder, data_dir, split, world)
         exact = evaluate(model, loader, len(run["classes"]), world)
-        state, dtype = half(full), "float16"
+        state = half(full)
         model.load_state_dict(state)
-        result = rounded = evaluate(model, loader, len(run["classes"]), world)
+        rounded = evaluate(model, loader, len(run["classes"]), world)
+        result = rounded
+        dtype = "float16"
         if abs(rounded.top1 - exact.top1) > LARGEST_LOSS:
-            state, dtype = full, "float32"
+            state = full
             model.load_state_dict(full)
             result = exact
-        by_views = (
-            None if tta == "none" else evaluate(model, loader, len(run["classes"]), world, tta=tta)
-        )
-
+            dtype = "float32"
+        by_views = None
+        if tta != "none":
+            by_views = evaluate(model, loader, len(run["classes"]), world, tta=tta)
     text = card(finished, name, dtype, result, by_views, tta, split)
     atomic_write(output, encode_weights(state))
     atomic_write(output.with_suffix(".md"), text.encode())

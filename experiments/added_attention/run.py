@@ -14,7 +14,7 @@ from pathlib import Path
 from ea_vision.base.errors import exit_code
 from ea_vision.base.files import atomic_write, csv_text
 from ea_vision.engine import run_folder, train_imagenet
-from experiments.finetune_scenes.run import pick, test
+from experiments.finetune_scenes.run import pick, row_of, test
 
 SEEDS = range(5)
 PHOTOS = 500  # training photos per class
@@ -49,12 +49,8 @@ def tested_runs(runs: Path) -> list[dict[str, str | int | float]]:
             tested = output / "test" / "evaluation.json"
             if not tested.exists():
                 continue
-            metrics = run_folder.read_metrics(output)
-            row = {"variant": way, "seed": seed}
-            row["test_top1"] = json.loads(tested.read_text(encoding="utf-8"))["top1"]
-            row["train_loss"] = metrics["train_loss"][-1]
-            row["seconds"] = round(sum(metrics["seconds"]))
-            rows.append(row)
+            top1 = json.loads(tested.read_text(encoding="utf-8"))["top1"]
+            rows.append(row_of(way, seed, output, top1))
     return rows
 
 

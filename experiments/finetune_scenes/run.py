@@ -54,22 +54,22 @@ def resized(weights: dict[str, Tensor], patches: int) -> dict[str, Tensor]:
 def pick(scenes: Path, folder: Path, photos: int) -> None:
     """Link the first photos of each class of scenes/train into folder/train, all of scenes/validation into folder/val
     and all of scenes/test into folder/test/val."""
-    for source, target, count in (
-        ("train", "train", photos),
-        ("validation", "val", None),
-        ("test", "test/val", None),
-    ):
-        classes = sorted(path for path in (scenes / source).glob("*") if path.is_dir())
-        if not classes:
-            raise UsageError(
-                f"{scenes / source} must have one folder per class: experiments/scenes/split.py"
-            )
-        for of_class in classes:
-            (folder / target / of_class.name).mkdir(parents=True, exist_ok=True)
-            for photo in sorted(of_class.iterdir())[:count]:
-                link = folder / target / of_class.name / photo.name
-                if not link.exists():
-                    os.link(photo, link)
+    link_photos(scenes / "train", folder / "train", photos)
+    link_photos(scenes / "validation", folder / "val")
+    link_photos(scenes / "test", folder / "test" / "val")
+
+
+def link_photos(source: Path, target: Path, count: int | None = None) -> None:
+    """Link the first photos of each class, None is all, of a folder of classes into another."""
+    classes = sorted(path for path in source.glob("*") if path.is_dir())
+    if not classes:
+        raise UsageError(f"{source} must have one folder per class: experiments/scenes/split.py")
+    for of_class in classes:
+        folder = target / of_class.name
+        folder.mkdir(parents=True, exist_ok=True)
+        for photo in sorted(of_class.iterdir())[:count]:
+            if not (folder / photo.name).exists():
+                os.link(photo, folder / photo.name)
 
 
 def arguments(
@@ -77,38 +77,18 @@ def arguments(
 ) -> list[str]:
     """Return the trainer's options."""
     model, kwargs, options = WAYS[way]
-    written = [
-        f"{k}={v:.5f}" if isinstance(v, float) else f"{k}={v}" for k, v in {**VIT, **kwargs}.items()
-    ]
+    keywords = []
+    for name, value in {**VIT, **kwargs}.items():
+        keywords.append(f"{name}={value:.5f}" if isinstance(value, float) else f"{name}={value}")
+    common = f"--recipe finetune_vit --model {model} --img-size {SIDE} --eval-resize {SIDE} --batch-size {BATCH}"
+    where = "--device cpu --amp bfloat16 --workers 1"
+    run = f"--epochs {epochs} --seed {seed}"
+    paths = ["--pretrained-path", weights, "--data-dir", data, "--output", output]
     return [
-        "--recipe",
-        "finetune_vit",
-        "--model",
-        model,
+        *f"{common} {where} {run}".split(),
+        *map(str, paths),
         "--model-kwargs",
-        *written,
-        "--pretrained-path",
-        str(weights),
-        "--data-dir",
-        str(data),
-        "--img-size",
-        str(SIDE),
-        "--eval-resize",
-        str(SIDE),
-        "--epochs",
-        str(epochs),
-        "--batch-size",
-        str(BATCH),
-        "--seed",
-        str(seed),
-        "--device",
-        "cpu",
-        "--amp",
-        "bfloat16",
-        "--workers",
-        "1",
-        "--output",
-        str(output),
+        *keywords,
         *options,
         *more,
     ]
@@ -116,25 +96,16 @@ def arguments(
 
 def test(output: Path, data: Path) -> float:
     """Return the top-1 in percent of a run's weights on the test photos, which it sees once."""
-    path = output / "test" / "evaluation.json"
+    folder = output / "test"
+    path = folder / "evaluation.json"
     if not path.exists():
-        train_imagenet.main(
-            [
-                "--evaluate",
-                str(output),
-                "--data-dir",
-                str(data / "test"),
-                "--device",
-                "cpu",
-                "--output",
-                str(path.parent),
-            ]
-        )
+        paths = ["--evaluate", output, "--data-dir", data / "test", "--output", folder]
+        train_imagenet.main([*map(str, paths), "--device", "cpu"])
     return json.loads(path.read_text())["top1"]
 
 
 def row_of(way: str, seed: int, output: Path, top1: float) -> dict[str, str | int | float]:
-    """Return a run as a line of the file that experiments.evidence reads, with the range of each gate at the end."""
+    """Return the row of a run for experiments.evidence, with the range of each gate at the end."""
     metrics = run_folder.read_metrics(output)
     ranges = {}
     for name in ("alpha", "beta"):
