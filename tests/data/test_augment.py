@@ -10,11 +10,7 @@ MEAN = torch.tensor([0.5, 0.4, 0.3])
 STD = torch.tensor([0.2, 0.3, 0.25])
 
 
-def plainly(
-    image: torch.Tensor,
-    draw: list[int],
-    augmentation: Augmentation,
-) -> torch.Tensor:
+def plainly(image, draw, augmentation):
     """One image (C, H, W): pad, crop, flip, normalise, cut out."""
     # Padding is torch's own, which reflects floating-point images.
     top, left, flip, cut_y, cut_x = draw
@@ -45,18 +41,9 @@ def plainly(
     ],
 )
 def test_batches_equal_single_images(augmentation):
-    images = torch.randint(
-        0,
-        256,
-        (64, 3, 12, 17),
-        dtype=torch.uint8,
-    )  # H != W
+    images = torch.randint(0, 256, (64, 3, 12, 17), dtype=torch.uint8)  # H != W
     draws = augmentation.draw(64, (12, 17), torch.Generator().manual_seed(1))
     batch = augmentation.apply(images, draws, MEAN, STD)
     for image, draw, result in zip(images, draws.tolist(), batch, strict=True):
-        torch.testing.assert_close(
-            result,
-            plainly(image, draw, augmentation),
-            atol=1e-6,
-            rtol=0,
-        )
+        expected = plainly(image, draw, augmentation)
+        torch.testing.assert_close(result, expected, atol=1e-6, rtol=0)

@@ -5,7 +5,6 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,16 +24,12 @@ STORED = Evaluated(32, 36, "bilinear")
 
 
 @pytest.fixture(scope="module")
-def photos(tmp_path_factory) -> Path:
-    return make_photos(
-        tmp_path_factory.mktemp("photos"),
-        train=12,
-        val=6,
-    )
+def photos(tmp_path_factory):
+    return make_photos(tmp_path_factory.mktemp("photos"), train=12, val=6)
 
 
 @pytest.fixture(scope="module")
-def written(photos, tmp_path_factory) -> Path:
+def written(photos, tmp_path_factory):
     """12 images of 3 classes, some as JPEG, some as pixels."""
     out = tmp_path_factory.mktemp("written") / "train.beton"
     write_beton(ImageFiles(photos / "train"), out)
@@ -42,14 +37,14 @@ def written(photos, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def beton(written, tmp_path) -> Path:
+def beton(written, tmp_path):
     """A copy to damage."""
     for path in (written, sidecar(written)):
         shutil.copy(path, tmp_path / path.name)
     return tmp_path / written.name
 
 
-def flip(path: Path, bit: int) -> None:
+def flip(path, bit):
     with open(path, "r+b") as file:
         file.seek(bit // 8)
         byte = file.read(1)[0]
@@ -58,12 +53,9 @@ def flip(path: Path, bit: int) -> None:
 
 
 def test_the_same_images_make_the_same_file(photos, written, tmp_path):
-    write_beton(
-        ImageFiles(photos / "train"),
-        tmp_path / "again.beton",
-        workers=3,
-    )
-    assert (tmp_path / "again.beton").read_bytes() == written.read_bytes()
+    again = tmp_path / "again.beton"
+    write_beton(ImageFiles(photos / "train"), again, workers=3)
+    assert again.read_bytes() == written.read_bytes()
 
 
 def test_every_flipped_bit_of_the_tables_is_noticed(beton):
@@ -86,7 +78,8 @@ def test_every_flipped_bit_of_the_tables_is_noticed(beton):
         with pytest.raises(UsageError, match="train.beton"):
             Beton(beton)
         flip(beton, bit)
-    assert beton.read_bytes() == whole and len(Beton(beton)) == 12
+    assert beton.read_bytes() == whole
+    assert len(Beton(beton)) == 12
 
 
 def test_every_flipped_bit_of_the_file_beside_it_is_noticed(beton):
@@ -123,12 +116,9 @@ def test_files_of_before_have_no_fingerprint_and_are_read(beton):
 
 
 def test_another_files_classes_are_refused(beton, photos, tmp_path):
-    write_beton(
-        ImageFiles(photos / "train"),
-        tmp_path / "other.beton",
-        jpeg_share=0,
-    )
-    shutil.copy(sidecar(tmp_path / "other.beton"), sidecar(beton))
+    other = tmp_path / "other.beton"
+    write_beton(ImageFiles(photos / "train"), other, jpeg_share=0)
+    shutil.copy(sidecar(other), sidecar(beton))
     with pytest.raises(UsageError, match="do not belong together, or one of them is damaged"):
         Beton(beton)
 
@@ -138,12 +128,7 @@ def test_an_impossible_row_of_a_foreign_file_is_a_bad_image(photos, tmp_path, fi
     """A file of FFCV's own writer has no FILE.json, and so no fingerprint."""
     out = tmp_path / "raw.beton"
     for split, evaluated in (("train", None), ("val", STORED)):
-        write_beton(
-            ImageFiles(photos / split),
-            out,
-            jpeg_share=0,
-            evaluated=evaluated,
-        )
+        write_beton(ImageFiles(photos / split), out, jpeg_share=0, evaluated=evaluated)
         sidecar(out).unlink()
         header, descriptors, metadata, _ = read_tables(out).stored
         metadata = metadata.copy()
@@ -157,7 +142,8 @@ def test_an_impossible_row_of_a_foreign_file_is_a_bad_image(photos, tmp_path, fi
         if split == "train":
             bad = BadImages(1)
             ids = shown(beton, batch_size=12, bad_images=bad).ids
-            assert len(ids) == 12 and 2 not in ids
+            assert len(ids) == 12
+            assert 2 not in ids
             assert list(bad.new) == [f"{out} 2"]
 
 
@@ -174,5 +160,6 @@ def test_two_writers_at_once_leave_a_whole_file(photos, tmp_path):
     assert [writer.wait(100) for writer in writers] == [0, 0]
     files = ImageFiles(photos / "train")
     beton = Beton(out)
-    assert len(beton) == 12 and np.array_equal(beton.labels, files.targets)
+    assert len(beton) == 12
+    assert np.array_equal(beton.labels, files.targets)
     assert sorted(path.name for path in tmp_path.iterdir()) == [out.name, sidecar(out).name]

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +23,6 @@ from ea_vision.data.image_files import ImageFiles
 from ea_vision.data.imagenet import eval_transform
 from tests.data.photos import make_photos
 from tests.data.test_image_files import narrow_png
-from tests.engine.runner import words
 
 COMMON = {
     "img_size": 32,
@@ -68,15 +66,11 @@ def test_what_a_killed_writer_left_is_removed_at_the_next_start(tmp_path):
 # ---- written and read ------------------------------------------------------------------------------------------------
 
 
-def write(
-    data: Path,
-    out: Path,
-    more: str = "",
-) -> int:
-    return main(words("write-ffcv", f"--data-dir {data} --out {out} --workers 2 {more}"))
+def write(data, out, more=""):
+    return main(f"write-ffcv --data-dir {data} --out {out} --workers 2 {more}".split())
 
 
-def shown(beton: Beton, **more) -> Batch:
+def shown(beton, **more):
     """Return an epoch's batches as one."""
     batches = BetonTrainLoader(beton, **{**COMMON, **more}).batches(0)
     return Batch(*[torch.cat(parts) for parts in zip(*batches, strict=True)])
@@ -103,12 +97,9 @@ def test_whole_images_are_shown_as_they_are(photos, betons, kind):
     files = ImageFiles(photos / "train")
     beton = Beton(betons[kind], num_classes=3)
     assert set(beton.table[:, 4].tolist()) == {"raw": {0}, "jpeg": {1}, "half": {0, 1}}[kind]
-    assert beton.classes == files.classes and np.array_equal(beton.labels, files.targets)
-    images, targets, ids = shown(
-        beton,
-        scale=(1, 1),
-        hflip=0,
-    )
+    assert beton.classes == files.classes
+    assert np.array_equal(beton.labels, files.targets)
+    images, targets, ids = shown(beton, scale=(1, 1), hflip=0)
     assert targets.tolist() == files.targets[ids].tolist()
     for image, index in zip(images, ids.tolist(), strict=True):
         whole = np.asarray(files.read(index)[0].resize((32, 32), Image.Resampling.BOX))
@@ -132,31 +123,30 @@ def test_training_crops_are_of_all_sizes_flipped_half_of_the_time_and_kept(tmp_p
     images = shown(beton, seed=1).images
     assert torch.equal(images, shown(beton, seed=1).images)
     images = images * 0.2 * 255 + 127.5  # (400, 3, 32, 32), in 0..255
-    across = images[:, 0, 16, [0, -1]].diff()[:, 0] * 32 / 31
-    down = images[:, 1, [0, -1], 16].diff()[:, 0] * 32 / 31
+    across = (images[:, 0, 16, -1] - images[:, 0, 16, 0]) * 32 / 31
+    down = (images[:, 1, -1, 16] - images[:, 1, 0, 16]) * 32 / 31
     area = across.abs() * down / (200 * 250)
     aspect = across.abs() / down
     flipped = (across < 0).float()
-    assert (down > 0).all() and 0.4 < flipped.mean() < 0.6
-    assert 0.06 < area.min() < 0.15 and 0.41 < area.mean() < 0.5 and 0.85 < area.max() < 1.05
-    assert 0.7 < aspect.min() < 0.82 and 1.2 < aspect.max() < 1.4
+    assert (down > 0).all()
+    assert 0.4 < flipped.mean() < 0.6
+    assert 0.06 < area.min() < 0.15
+    assert 0.41 < area.mean() < 0.5
+    assert 0.85 < area.max() < 1.05
+    assert 0.7 < aspect.min() < 0.82
+    assert 1.2 < aspect.max() < 1.4
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_validation_images_are_the_folders_bit_for_bit(tmp_path, interpolation):
     """Photos of odd sizes, smaller and larger than what they are scaled to, upright and wide, grey and lossless."""
     pytest.importorskip("ffcv")
-    root = make_photos(
-        tmp_path,
-        train=0,
-        val=4,
-        side=64,
-    )
+    root = make_photos(tmp_path, train=0, val=4, side=64)
     for number, size in enumerate([(37, 53), (33, 33), (61, 301), (97, 45), (36, 36), (20, 15)]):
         image = Image.effect_mandelbrot(size, (-2, -1, 1, 1), 90)
-        (image if number == 4 else image.convert("RGB")).save(
-            root / f"val/class_{number % 3}/{number}.png"
-        )
+        if number != 4:
+            image = image.convert("RGB")
+        image.save(root / f"val/class_{number % 3}/{number}.png")
     out = tmp_path / "val.beton"
     stored = Evaluated(32, 37, interpolation)
     options = "--eval-img-size 32 --eval-resize 37 --split validation --interpolation "
@@ -167,32 +157,22 @@ def test_validation_images_are_the_folders_bit_for_bit(tmp_path, interpolation):
     for index in range(10):
         image, target = files.read(index)
         pixels, label = beton.read(index)
-        assert torch.equal(pixels, transform(image)) and target == label
+        assert torch.equal(pixels, transform(image))
+        assert target == label
+    message = "must have (those|whole images).*, got those of validation for .*=37"
     for other in (stored._replace(eval_img_size=24), stored._replace(eval_resize=36), None):
-        with pytest.raises(
-            UsageError, match="must have (those|whole images).*, got those of validation for .*=37"
-        ):
+        with pytest.raises(UsageError, match=message):
             Beton(out, evaluated=other)
 
 
 def test_quasi_random_order_reads_few_pages_at_a_time():
     pages = np.repeat(np.arange(100, 140), 25)
-    order = quasi_random_order(
-        pages,
-        seed=0,
-        epoch=0,
-    ).numpy()
+    order = quasi_random_order(pages, seed=0, epoch=0).numpy()
     assert sorted(order) == list(range(1000))
     groups = [pages[order[start : start + 400]] for start in (0, 400, 800)]
     assert [len(set(group)) for group in groups] == [16, 16, 8]
-    assert not np.array_equal(
-        order,
-        quasi_random_order(
-            pages,
-            seed=0,
-            epoch=1,
-        ).numpy(),
-    )
+    other = quasi_random_order(pages, seed=0, epoch=1).numpy()
+    assert not np.array_equal(order, other)
 
 
 def test_a_file_larger_than_the_memory_is_read_as_any_other(betons, tmp_path):
@@ -208,9 +188,12 @@ def test_a_file_larger_than_the_memory_is_read_as_any_other(betons, tmp_path):
         file.write(header.tobytes() + data[header.nbytes : tables])
         file.seek(int(header["alloc_table_ptr"][0]))
         file.write(data[tables:])
-    assert Beton(betons["half"]).fits_in_memory() and not Beton(path).fits_in_memory()
-    few, large = (shown(Beton(file), os_cache=False) for file in (betons["half"], path))
-    assert len(few.ids) == 40 and torch.equal(few.images, large.images)
+    assert Beton(betons["half"]).fits_in_memory()
+    assert not Beton(path).fits_in_memory()
+    few = shown(Beton(betons["half"]), os_cache=False)
+    large = shown(Beton(path), os_cache=False)
+    assert len(few.ids) == 40
+    assert torch.equal(few.images, large.images)
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------
@@ -224,14 +207,17 @@ def test_broken_images_stop_the_writing_and_are_all_named(tmp_path, capsys):
     broken[0].write_bytes(b"no image")
     broken[1].write_bytes(narrow_png(11_000, 10_000))
     (root / "train/class_2/narrow.png").write_bytes(narrow_png(1, 4000))
-    assert write(root, out) == 2 and not list(out.parent.iterdir())
+    assert write(root, out) == 2
+    assert not list(out.parent.iterdir())
     said = capsys.readouterr().err
-    assert "2 of 11 images cannot be decoded" in said and all(str(path) in said for path in broken)
+    assert "2 of 11 images cannot be decoded" in said
+    assert all(str(path) in said for path in broken)
     for path in broken:
         path.unlink()
     assert write(root, out) == 0
     beton = Beton(out)
-    assert len(beton) == 9 and beton.table[:, 2].max() == 500, "the narrow one"
+    assert len(beton) == 9
+    assert beton.table[:, 2].max() == 500, "the narrow one"
     for more, limits in (("--eval-img-size 300", "8..256"), ("--jpeg-share 2", "0..1")):
         flag, given = more.split()
         assert write(root, out, more) == 2
@@ -242,14 +228,16 @@ def test_broken_images_stop_the_writing_and_are_all_named(tmp_path, capsys):
 def test_a_writing_that_fails_leaves_what_was_there(photos, betons, tmp_path, monkeypatch, capsys):
     out = tmp_path / "train.beton"
     shutil.copy(betons["raw"], out)
+
+    def full(*_):
+        raise OSError(28, "disk full")
+
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "ffcv.fields.RGBImageField.encode",
-            lambda *_: (_ for _ in ()).throw(OSError(28, "disk full")),
-        )
+        patch.setattr("ffcv.fields.RGBImageField.encode", full)
         assert write(photos, out) == 1
     assert "disk full" in capsys.readouterr().err
-    assert os.listdir(tmp_path) == ["train.beton"] and len(Beton(out)) == 40
+    assert os.listdir(tmp_path) == ["train.beton"]
+    assert len(Beton(out)) == 40
     code = (
         "import sys, time; from ea_vision.__main__ import main; from ea_vision.data import write_ffcv; "
         "write_ffcv.ImageFiles.read = lambda *_: time.sleep(0.1); sys.exit(main(['write-ffcv', *sys.argv[1:]]))"
@@ -262,7 +250,8 @@ def test_a_writing_that_fails_leaves_what_was_there(photos, betons, tmp_path, mo
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
-    assert os.listdir(tmp_path) == ["train.beton"] and len(Beton(out)) == 40
+    assert os.listdir(tmp_path) == ["train.beton"]
+    assert len(Beton(out)) == 40
 
 
 def test_damaged_and_foreign_files_are_named(betons, tmp_path):
@@ -292,7 +281,9 @@ def test_a_damaged_jpeg_is_counted_named_and_replaced(betons, tmp_path, left):
     out.write_bytes(data)
     beton = Beton(out)
     _, targets, ids = shown(beton, bad_images=bad)
-    assert len(ids) == 40 and 1 not in ids and len(ids.unique()) == 39
+    assert len(ids) == 40
+    assert 1 not in ids
+    assert len(ids.unique()) == 39
     assert targets.tolist() == beton.labels[ids].tolist()
     assert bad.new == {f"{out} 1": "it is a damaged JPEG"}
 

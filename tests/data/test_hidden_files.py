@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,14 +29,14 @@ HIDDEN = [
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
+def folder(tmp_path):
     for name in "ab":
         (tmp_path / "data" / name).mkdir(parents=True)
         Image.new("RGB", (8, 8)).save(tmp_path / "data" / name / "0.png")
     return tmp_path / "data"
 
 
-def lines(caplog) -> list[str]:
+def lines(caplog):
     """Return what was said since the last call."""
     found = list(caplog.messages)
     caplog.clear()
@@ -46,13 +45,15 @@ def lines(caplog) -> list[str]:
 
 @pytest.mark.parametrize("name", HIDDEN)
 def test_hidden_names_are_passed_over_and_counted(folder, tmp_path, caplog, name):
-    assert ImageFiles(folder).classes == ["a", "b"] and not lines(caplog)
+    assert ImageFiles(folder).classes == ["a", "b"]
+    assert not lines(caplog)
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(folder / "a" / "0.png", folder / name)
     subprocess.run(["tar", "-cf", tmp_path / "x.tar", "-C", folder, "."], check=True)
     for source in (folder, tmp_path / "x.tar"):
         files = ImageFiles(source)
-        assert files.classes == ["a", "b"] and files.names == ["a/0.png", "b/0.png"]
+        assert files.classes == ["a", "b"]
+        assert files.names == ["a/0.png", "b/0.png"]
         [line] = lines(caplog)
         assert line.startswith(f"{source}: 1 hidden or special files and folders are passed over: ")
     assert find_images([str(folder)]) == [str(folder / path) for path in ("a/0.png", "b/0.png")]
@@ -68,13 +69,15 @@ def test_a_hidden_folder_that_is_named_is_read(folder):
 
 def test_pipes_are_passed_over(folder, caplog):
     os.mkfifo(folder / "a" / "z.png")
-    assert len(ImageFiles(folder)) == 2 and len(find_images([str(folder)])) == 2
+    assert len(ImageFiles(folder)) == 2
+    assert len(find_images([str(folder)])) == 2
     assert all("'a/z.png'" in line for line in lines(caplog))
 
 
 def test_a_folder_in_itself_is_walked_once(folder, caplog):
     (folder / "a" / "again").symlink_to(folder)
-    assert len(ImageFiles(folder)) == 2 and "'a/again'" in lines(caplog)[0]
+    assert len(ImageFiles(folder)) == 2
+    assert "'a/again'" in lines(caplog)[0]
 
 
 @pytest.mark.parametrize("around", ["", "train/"])
@@ -92,7 +95,8 @@ def test_names_that_are_no_utf8_are_read_and_have_a_fingerprint(folder):
     before = ImageFiles(folder).fingerprint()
     os.rename(folder / "a" / "0.png", os.fsencode(folder / "a") + b"/\xff.png")
     files = ImageFiles(folder)
-    assert files.read(0)[1] == 0 and files.fingerprint() != before
+    assert files.read(0)[1] == 0
+    assert files.fingerprint() != before
     os.rename(folder / "b", os.fsencode(folder) + b"/caf\xe9")
     assert ImageFiles(folder).classes == ["a", r"caf\xe9"], "in tables and figures"
     bad = BadImages(1)

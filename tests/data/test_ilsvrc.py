@@ -14,7 +14,7 @@ CLASSES = ["n01440764", "n01443537", "n02123045", "n03888257"]
 LABELS = {f"ILSVRC2012_val_{number:08d}.JPEG": CLASSES[number * 7 % 4] for number in range(1, 21)}
 
 
-def put(folder: Path, in_classes: bool = False) -> Path:
+def put(folder, in_classes=False):
     """Make files of the images' names, flat or in class folders."""
     for name, label in LABELS.items():
         path = folder / (label if in_classes else "") / name
@@ -23,7 +23,7 @@ def put(folder: Path, in_classes: bool = False) -> Path:
     return folder
 
 
-def labels_of(source: Path) -> dict[str, str]:
+def labels_of(source):
     """Class by name of the image."""
     files = ImageFiles(source)
     found = {}
@@ -32,19 +32,19 @@ def labels_of(source: Path) -> dict[str, str]:
     return found
 
 
-def kaggle(path: Path) -> None:
+def kaggle(path):
     rows = [f"{name[:-5]},{label} 1 2 3 4 " for name, label in sorted(LABELS.items(), reverse=True)]
-    path.write_text("\n".join(["ImageId,PredictionString", *rows]) + "\n")
+    path.write_text("\n".join(["ImageId,PredictionString", *rows]) + "\n", encoding="utf-8")
 
 
-def devkit(path: Path) -> None:
+def devkit(path):
     savemat = pytest.importorskip("scipy.io").savemat
     folder = path.with_name("ILSVRC2012_devkit_t12")
     numbers = {label: number for number, label in enumerate(reversed(CLASSES), start=1)}
     (folder / "data").mkdir(parents=True)
     lines = [f"{numbers[label]}\n" for label in LABELS.values()]
     truth = folder / "data" / "ILSVRC2012_validation_ground_truth.txt"
-    truth.write_text("".join(lines))
+    truth.write_text("".join(lines), encoding="utf-8")
     columns = [("ILSVRC2012_ID", object), ("WNID", object)]
     rows = [(number, label) for label, number in numbers.items()]
     synsets = np.array(rows, dtype=columns)
@@ -53,8 +53,8 @@ def devkit(path: Path) -> None:
         tar.add(folder, folder.name)
 
 
-def synsets(path: Path) -> None:
-    path.write_text("\n".join(LABELS.values()))
+def synsets(path):
+    path.write_text("\n".join(LABELS.values()), encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -99,10 +99,12 @@ def test_damaged_label_files_are_one_line(tmp_path):
         "\0",
         "ImageId,PredictionString\nILSVRC2012_val_00000001,n01440764 1\n",
     ):
-        solution.write_text(text)
+        solution.write_text(text, encoding="utf-8")
         with pytest.raises(UsageError, match="cannot be read as labels of the 20 images"):
             ImageFiles(val)
     kaggle(solution)
     before = ImageFiles(val).fingerprint()
-    solution.write_text(solution.read_text().replace("n03888257", "n99999999"))
+    solution.write_text(
+        solution.read_text(encoding="utf-8").replace("n03888257", "n99999999"), encoding="utf-8"
+    )
     assert ImageFiles(val).fingerprint() != before, "labels tell this data from other data"

@@ -20,12 +20,12 @@ from tests.data.photos import make_photos, picture
 
 
 @pytest.fixture
-def photos(tmp_path) -> Path:
+def photos(tmp_path):
     """train and val of 12 and 6 images in 3 classes."""
     return make_photos(tmp_path / "photos", train=12, val=6)
 
 
-def pack(folder: Path, path: Path) -> bytes:
+def pack(folder, path):
     with tarfile.open(
         path,
         "w",
@@ -35,12 +35,12 @@ def pack(folder: Path, path: Path) -> bytes:
     return path.read_bytes()
 
 
-def narrow_png(width: int, height: int) -> bytes:
+def narrow_png(width, height):
     """A grey PNG, a few bytes for many pixels."""
     rows = zlib.compressobj(9)
     data = b"".join(rows.compress(bytes(width + 1)) for _ in range(height)) + rows.flush()
 
-    def chunk(kind: bytes, content: bytes) -> bytes:
+    def chunk(kind, content):
         return (
             struct.pack(">I", len(content))
             + kind
@@ -82,7 +82,7 @@ def test_folders_that_are_refused(photos, suffix, more, message):
         ImageFiles(train)
 
 
-def last_member_end(data: bytes) -> int:
+def last_member_end(data):
     used = len(data.rstrip(b"\0"))
     return used + -used % 512
 
@@ -117,27 +117,27 @@ def test_tars_that_are_refused(photos, hurt, message):
         ImageFiles(path)
 
 
-def images_folders(train: Path) -> None:
+def images_folders(train):
     """class/images/x.jpg, as Tiny-ImageNet has it."""
     for path in list(train.glob("*/*.jpg")):
         (path.parent / "images").mkdir(exist_ok=True)
         path.rename(path.parent / "images" / path.name)
 
 
-def one_folder_around(train: Path) -> None:
+def one_folder_around(train):
     train.rename(train.with_name("inner"))
     train.mkdir()
     train.with_name("inner").rename(train / "train")
 
 
-def linked_class(train: Path) -> None:
+def linked_class(train):
     (train / "class_1").rename(train.parent / "elsewhere")
     (train / "class_1").symlink_to(train.parent / "elsewhere")
 
 
-def other_files(train: Path) -> None:
-    (train / "class_0" / "notes.txt").write_text("no image")
-    (train / "README").write_text("none either")
+def other_files(train):
+    (train / "class_0" / "notes.txt").write_text("no image", encoding="utf-8")
+    (train / "README").write_text("none either", encoding="utf-8")
     (train / "class_0" / "self").symlink_to("self")
     (train / ".cache").mkdir()
 
@@ -154,7 +154,8 @@ def test_layouts(photos, tmp_path, layout):
     if layout is not linked_class:
         pack(photos / "train", tmp_path / "train.tar")
         assert ImageFiles(tmp_path / "train.tar").names == source.names
-    assert source.classes == ["class_0", "class_1", "class_2"] and len(source) == 12
+    assert source.classes == ["class_0", "class_1", "class_2"]
+    assert len(source) == 12
     theirs = (
         create_dataset("", root=str(tmp_path / "train.tar")) if layout is Path.exists else ()
     )  # timm has the same
@@ -165,7 +166,8 @@ def test_layouts(photos, tmp_path, layout):
         if theirs:
             names = [theirs.filename(n, basename=False) for n in range(12)]
             same = names.index(f"./{name}")
-            assert np.array_equal(theirs[same][0], image) and theirs[same][1] == target
+            assert np.array_equal(theirs[same][0], image)
+            assert theirs[same][1] == target
 
 
 def test_a_tar_of_tars_and_a_folder_of_tars_have_a_class_in_each(photos, tmp_path):
@@ -180,7 +182,8 @@ def test_a_tar_of_tars_and_a_folder_of_tars_have_a_class_in_each(photos, tmp_pat
             outer.add(inner, inner.name)
     folder, *packed = map(ImageFiles, (photos / "train", tmp_path / "train.tar", tmp_path / "tars"))
     for source in packed:
-        assert source.classes == folder.classes and source.names == folder.names
+        assert source.classes == folder.classes
+        assert source.names == folder.names
         for index in range(12):
             assert all(map(np.array_equal, source.read(index), folder.read(index)))
 
@@ -270,7 +273,8 @@ def test_kinds_of_pixels(tmp_path):
         kind.save(tmp_path / f"x.{suffix}", quality=95)
         read = decode_image(tmp_path / f"x.{suffix}")
         difference = np.asarray(read).astype(int) - pixels
-        assert read.mode == "RGB" and np.abs(difference).max() <= 3, (suffix, kind.mode)
+        assert read.mode == "RGB"
+        assert np.abs(difference).max() <= 3, (suffix, kind.mode)
     (tmp_path / "sixteen.pgm").write_bytes(b"P5 60 20 65535\n" + wide.astype(">u2").tobytes())
     assert np.array_equal(decode_image(tmp_path / "sixteen.pgm"), pixels)
     white = Image.fromarray(np.full((1, 1), 65535, np.uint16))
@@ -315,7 +319,8 @@ def test_damaged_images(kind):
     rng = np.random.default_rng(0)
     whole = np.asarray(decode_image(saved))
     difference = whole.astype(int) - np.asarray(PHOTO)
-    assert np.abs(difference).mean() < 30 and whole.shape == (30, 40, 3)
+    assert np.abs(difference).mean() < 30
+    assert whole.shape == (30, 40, 3)
     for changed in rng.integers(4, size=30):
         end = len(content) if changed else rng.integers(len(content))
         data = content[:end].copy()
@@ -331,4 +336,5 @@ def test_damaged_images(kind):
         except BrokenImage as error:
             assert str(error)
             continue
-        assert image.mode == "RGB" and (changed or np.array_equal(image, whole)), "a cut is noticed"
+        assert image.mode == "RGB"
+        assert changed or np.array_equal(image, whole), "a cut is noticed"

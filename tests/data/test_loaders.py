@@ -60,51 +60,27 @@ def sources(photos):
     }
 
 
-def small_images(count: int, side: int = 8) -> Images:
-    pixels = torch.randint(
-        0,
-        256,
-        (count, 3, side, side),
-        dtype=torch.uint8,
-    )
+def small_images(count, side=8):
+    pixels = torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8)
     return Images(pixels, torch.arange(count) % 10, list(map(str, range(count))))
 
 
-def loader(source, kind: str, batch_size: int, bad: BadImages | None = None, **more):
+def loader(source, kind, batch_size, bad=None, **more):
     """Return a loader of images of 16 pixels; of those on the device, with their own augmentation where it is given."""
-    more = {
-        "mean": MEAN,
-        "std": STD,
-        "device": torch.device("cpu"),
-        "seed": 1,
-        "batch_size": batch_size,
-        **more,
-    }
+    usual = {"mean": MEAN, "std": STD, "device": torch.device("cpu"), "seed": 1}
+    more = {**usual, "batch_size": batch_size, **more}
     if kind == "device":
         more.pop("workers", None)
         return TrainLoader(source, **{"augmentation": Augmentation(cutout=3), **more})
     more = {"img_size": 16, "workers": 0, "bad_images": bad or BadImages(0), **more}
     if kind == "ffcv":
-        return BetonTrainLoader(
-            source,
-            os_cache=True,
-            scale=(0.3, 1),
-            hflip=0.5,
-            **more,
-        )
+        return BetonTrainLoader(source, os_cache=True, scale=(0.3, 1), hflip=0.5, **more)
     if kind == "eval":
-        return ImageEvalLoader(
-            source,
-            transform=partial(eval_transform, resize=20),
-            **more,
-        )
-    return ImageTrainLoader(
-        source,
-        transform=partial(
-            train_transform, scale=(0.3, 1), color_jitter=0.4, auto_augment="rand-m7-mstd0.5-inc1"
-        ),
-        **more,
-    )
+        transform = partial(eval_transform, resize=20)
+        return ImageEvalLoader(source, transform=transform, **more)
+    augmented = {"color_jitter": 0.4, "auto_augment": "rand-m7-mstd0.5-inc1"}
+    transform = partial(train_transform, scale=(0.3, 1), **augmented)
+    return ImageTrainLoader(source, transform=transform, **more)
 
 
 @pytest.mark.parametrize(
@@ -114,13 +90,8 @@ def loader(source, kind: str, batch_size: int, bad: BadImages | None = None, **m
 def test_repeated_augmentation_is_timms(images, batch_size, processes, times):
     order = torch.randperm(images, generator=epoch_generator(5, 2))
     for rank in range(processes):
-        share = loader(
-            small_images(images),
-            "device",
-            batch_size,
-            rank=rank,
-            world_size=processes,
-        )
+        there = {"rank": rank, "world_size": processes}
+        share = loader(small_images(images), "device", batch_size, **there)
         used = len(share) * batch_size * processes
         assert torch.equal(share.repeated(order, 1)[0], order[:used])
         repeated, copies = share.repeated(order, times)
@@ -131,31 +102,18 @@ def test_repeated_augmentation_is_timms(images, batch_size, processes, times):
         sampler.set_epoch(epoch_generator(5, 2).initial_seed())
         assert own.tolist() == list(sampler)[: len(own)]
         counts = Counter(repeated.tolist())
-        assert len(repeated) == used and sorted(counts.values())[1:] == [times] * (len(counts) - 1)
+        assert len(repeated) == used
+        assert sorted(counts.values())[1:] == [times] * (len(counts) - 1)
         assert len(set(zip(repeated.tolist(), copies.tolist(), strict=True))) == used
 
 
-def on_two(source, kind: str, epoch: int, first: int, **more):
+def on_two(source, kind, epoch, first, **more):
     """Return an epoch's batches from one on as one process sees them, and as two do together."""
-    whole = list(
-        loader(
-            source,
-            kind,
-            8,
-            **more,
-        ).batches(epoch)
-    )
+    whole = list(loader(source, kind, 8, **more).batches(epoch))
     of_rank = []
     for rank in (0, 1):
-        part = loader(
-            source,
-            kind,
-            4,
-            workers=2,
-            rank=rank,
-            world_size=2,
-            **more,
-        )
+        there = {"workers": 2, "rank": rank, "world_size": 2}
+        part = loader(source, kind, 4, **there, **more)
         of_rank.append(part.batches(epoch, first))
     together = []
     for pair in zip(*of_rank, strict=True):
@@ -168,60 +126,41 @@ def test_images_depend_on_seed_and_epoch_only(sources, kind):
     """Not on the number of workers or processes, on where the epoch is entered, nor on loaders used before."""
     source = sources[kind]
     of_torch = torch.get_rng_state()
-    of_numpy = np.random.get_state()[1].tolist()
+    _, of_numpy, *_ = np.random.get_state()
     used = loader(source, kind, 8)
     next(used.batches(0))
     again = list(used.batches(3))
     whole, halves = on_two(source, kind, 3, first=1)
     assert torch.equal(of_torch, torch.get_rng_state())
-    assert of_numpy == np.random.get_state()[1].tolist()
-    assert len(whole) == 5 and len(halves) == 4
+    _, after, *_ = np.random.get_state()
+    assert np.array_equal(of_numpy, after)
+    assert len(whole) == 5
+    assert len(halves) == 4
     for batch, both in zip(again[1:], halves, strict=True):
         assert all(map(torch.equal, batch, both))
     targets = torch.tensor(np.asarray(source.labels if kind == "ffcv" else source.targets))
     assert all(torch.equal(batch.targets, targets[batch.ids]) for batch in whole)
     ids = torch.cat([batch.ids for batch in whole])
     assert sorted(ids.tolist()) == list(range(40))
-    for other in (
-        next(used.batches(4)),
-        next(
-            loader(
-                source,
-                kind,
-                8,
-                seed=2,
-            ).batches(3)
-        ),
-    ):
-        assert not torch.equal(other.ids, whole[0].ids)
+    other_epoch = next(used.batches(4))
+    other_seed = next(loader(source, kind, 8, seed=2).batches(3))
+    assert not torch.equal(other_epoch.ids, whole[0].ids)
+    assert not torch.equal(other_seed.ids, whole[0].ids)
 
 
-def distinct(images: torch.Tensor) -> set[bytes]:
+def distinct(images):
     return {image.numpy().tobytes() for image in images}
 
 
 @pytest.mark.parametrize("kind", DECODED)
 def test_each_image_is_shown_so_many_times_each_time_otherwise(sources, kind):
-    batches = list(
-        loader(
-            sources[kind],
-            kind,
-            10,
-            repeats=4,
-        ).batches(3)
-    )
+    batches = list(loader(sources[kind], kind, 10, repeats=4).batches(3))
     ids = torch.cat([batch.ids for batch in batches])
     images = torch.cat([batch.images for batch in batches])
     assert ids.bincount()[ids.unique()].tolist() == [4] * 10
     for index in ids.unique():
         assert len(distinct(images[ids == index])) == 4
-    whole, halves = on_two(
-        sources[kind],
-        kind,
-        1,
-        first=2,
-        repeats=3,
-    )
+    whole, halves = on_two(sources[kind], kind, 1, first=2, repeats=3)
     # copies are of both processes
     for batch, (shown, _, numbers) in zip(whole[2:], halves, strict=True):
         assert sorted(batch.ids.tolist()) == sorted(numbers.tolist())
@@ -230,12 +169,7 @@ def test_each_image_is_shown_so_many_times_each_time_otherwise(sources, kind):
 
 @pytest.mark.parametrize("kind", DECODED)
 def test_images_have_the_size_of_their_epoch(sources, kind):
-    grows = loader(
-        sources[kind],
-        kind,
-        8,
-        size_of=GrowingSize(8, 16, 1, 2),
-    )
+    grows = loader(sources[kind], kind, 8, size_of=GrowingSize(8, 16, 1, 2))
     for epoch, side in enumerate((8, 8, 16, 16)):
         batches = list(grows.batches(epoch, first=epoch))
         assert len(batches) == 5 - epoch
@@ -279,11 +213,7 @@ def test_evaluation_shows_every_image_once(sources, kind, images, world_size, ba
     for rank in range(world_size):
         there = {"rank": rank, "world_size": world_size}
         if kind == "device":
-            there.update(
-                mean=MEAN,
-                std=STD,
-                device=torch.device("cpu"),
-            )
+            there |= {"mean": MEAN, "std": STD, "device": torch.device("cpu")}
             share = EvalLoader(small_images(images), batch_size=batch_size, **there)
         else:
             share = loader(sources["eval"], "eval", batch_size, **there)
@@ -308,36 +238,25 @@ def test_evaluation_pixels_are_timms(sources):
 def test_unreadable_images_are_named_and_replaced(tmp_path):
     train = make_photos(tmp_path) / "train"
     val = tmp_path / "val"
-    (train / "class_0/000.jpg").write_text("no image")
+    (train / "class_0/000.jpg").write_text("no image", encoding="utf-8")
     (train / "class_0/001.jpg").symlink_to(train / "nowhere.jpg")
     (val / "class_1/001.jpg").write_bytes((val / "class_1/001.jpg").read_bytes()[:300])
     (val / "class_1/large.png").write_bytes(narrow_png(11_000, 10_000))
     bad = BadImages(3)
     files = ImageFiles(train)
     for workers in (0, 1):
-        batches = list(
-            loader(
-                files,
-                "files",
-                8,
-                bad=bad,
-                workers=workers,
-            ).batches(0)
-        )
+        batches = list(loader(files, "files", 8, bad, workers=workers).batches(0))
         for batch in batches:
-            assert len(batch.ids) == 8 and torch.equal(
-                batch.targets, torch.from_numpy(files.targets)[batch.ids]
-            )
+            assert len(batch.ids) == 8
+            assert torch.equal(batch.targets, torch.from_numpy(files.targets)[batch.ids])
         ids = torch.cat([batch.ids for batch in batches])
-        assert len(ids) == 40 and 0 not in ids and 1 not in ids
+        assert len(ids) == 40
+        assert 0 not in ids
+        assert 1 not in ids
     assert set(bad.new) == {files.describe(0), files.describe(1)}
-    assert "UnidentifiedImageError" in str(bad.new) and "No such file" in str(bad.new)
-    evaluated = loader(
-        ImageFiles(val),
-        "eval",
-        5,
-        bad=bad,
-    ).batches()
+    assert "UnidentifiedImageError" in str(bad.new)
+    assert "No such file" in str(bad.new)
+    evaluated = loader(ImageFiles(val), "eval", 5, bad).batches()
     assert sum(len(batch.ids) for batch in evaluated) == 12
     too_large = bad.new[f"{val}/class_1/large.png"]
     assert too_large == "must have at most 100 megapixels, got 11000x10000"
@@ -345,7 +264,7 @@ def test_unreadable_images_are_named_and_replaced(tmp_path):
         RunError, match=r"4 images cannot be read, --max-bad-images allows 3; the first: .*/000.jpg"
     ):
         bad.collect(World(0, 1, torch.device("cpu")), tmp_path)
-    assert (tmp_path / "bad_images.csv").read_text().count("\n") == 5
+    assert (tmp_path / "bad_images.csv").read_text(encoding="utf-8").count("\n") == 5
 
 
 @pytest.mark.parametrize("kind", ["files", "eval", pytest.param("stored", marks=needs_ffcv)])
@@ -353,12 +272,9 @@ def test_what_workers_get_can_be_pickled(sources, photos, tmp_path, kind):
     """So they may start by spawn; a .beton file goes by its name."""
     if kind == "stored":
         stored = Evaluated(16, 20, "bilinear")
-        write_ffcv.write_beton(
-            sources["eval"],
-            tmp_path / "val.beton",
-            evaluated=stored,
-        )
-        source = Beton(tmp_path / "val.beton", evaluated=stored)
+        path = tmp_path / "val.beton"
+        write_ffcv.write_beton(sources["eval"], path, evaluated=stored)
+        source = Beton(path, evaluated=stored)
         decoder = Decoder(TransformedImages(source, as_stored(16)), (16, 16, 3))
     else:
         source = sources["eval" if kind == "eval" else "files"]
@@ -368,13 +284,14 @@ def test_what_workers_get_can_be_pickled(sources, photos, tmp_path, kind):
     keys = np.array([[7, 3], [8, 0]])
     images, targets, _ = decoder.__getitems__(keys)
     again = pickle.loads(content).__getitems__(keys)
-    assert torch.equal(images, again[0]) and targets == again[1]
+    assert torch.equal(images, again[0])
+    assert targets == again[1]
 
 
 def test_a_batch_without_a_good_image_ends_the_run(tmp_path):
     root = make_photos(tmp_path, train=3)
     for path in root.glob("train/*/*.jpg"):
-        path.write_text("no image")
+        path.write_text("no image", encoding="utf-8")
     with pytest.raises(
         RunError, match=r"none of the 3 images of a batch can be read, such as .*/00.\.jpg \(Unid"
     ):
@@ -387,28 +304,18 @@ def test_alternating_flips_follow_each_image_through_the_epochs():
     augmentation = Augmentation(flip="alternate", crop_padding=0)
     split.images[:] = torch.tensor([0, 255])
 
-    def flipped(
-        epoch,
-        rank=0,
-        world_size=1,
-        first=0,
-    ):
-        batches = loader(
-            split,
-            "device",
-            8 // world_size,
-            augmentation=augmentation,
-            rank=rank,
-            world_size=world_size,
-        )
-        found = {}
-        for batch in batches.batches(epoch, first):
+    def flipped(epoch, rank=0, world_size=1, first=0):
+        there = {"rank": rank, "world_size": world_size}
+        share = loader(split, "device", 8 // world_size, augmentation=augmentation, **there)
+        flips = {}
+        for batch in share.batches(epoch, first):
             for number, image in zip(batch.ids.tolist(), batch.images, strict=True):
-                found[number] = bool(image[0, 0, 0] > image[0, 0, 1])
-        return found
+                flips[number] = bool(image[0, 0, 0] > image[0, 0, 1])
+        return flips
 
     epochs = list(map(flipped, range(4)))
-    assert len(epochs[0]) == 40 and set(epochs[0].values()) == {False, True}
+    assert len(epochs[0]) == 40
+    assert set(epochs[0].values()) == {False, True}
     for number, value in epochs[0].items():
         assert [e[number] for e in epochs] == [value, not value, value, not value]
     assert flipped(2, 0, 2) | flipped(2, 1, 2) == epochs[2], "as on one process"

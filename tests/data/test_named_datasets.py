@@ -1,24 +1,12 @@
 """Named data sets: columns of Hugging Face's by what they hold or by name, torchvision's, and names that are none."""
 
-import io
-
 import numpy as np
 import pytest
 import torchvision
-from PIL import Image
 
 from ea_vision.base.errors import UsageError
 from ea_vision.data.named_datasets import open_dataset
-
-
-def picture(level: int) -> Image.Image:
-    return Image.new("RGB", (12, 10), (level, level, level))
-
-
-def jpeg(level: int) -> bytes:
-    file = io.BytesIO()
-    picture(level).save(file, "JPEG")
-    return file.getvalue()
+from tests.data.photos import grey_jpeg
 
 
 @pytest.fixture
@@ -26,13 +14,14 @@ def hub(tmp_path):
     """Write a data set of two splits, as Parquet, and return its name."""
     datasets = pytest.importorskip("datasets", reason="needs datasets: pip install datasets")
 
-    def write(image: str = "image", label: str = "label", kind=None, test: str = "test", **more):
+    def write(image="image", label="label", kind=None, **more):
         kind = kind or datasets.ClassLabel(names=["cat", "dog", "ship"])
         features = datasets.Features({image: datasets.Image(), label: kind, **more})
-        for split, count in (("train", 6), (test, 3)):
-            names = kind.dtype == "string"
-            labels = [f"name {n % 3}" if names else n % 3 for n in range(count)]
-            images = [{"bytes": jpeg(40 * n), "path": None} for n in range(count)]
+        for split, count in (("train", 6), ("test", 3)):
+            labels = [number % 3 for number in range(count)]
+            if kind.dtype == "string":
+                labels = [f"name {label}" for label in labels]
+            images = [{"bytes": grey_jpeg(40 * n), "path": None} for n in range(count)]
             rows = {image: images, label: labels, **{name: images for name in more}}
             table = datasets.Dataset.from_dict(rows, features=features)
             folder = tmp_path / "data set"
@@ -45,15 +34,14 @@ def hub(tmp_path):
     return write
 
 
-def check(
-    images,
-    count: int,
-    classes: list[str],
-) -> None:
-    assert len(images) == count and images.classes == classes
+def check(images, count, classes):
+    assert len(images) == count
+    assert images.classes == classes
     for index in range(count):
         image, target = images.read(index)
-        assert target == index % 3 and image.size == (12, 10) and image.mode == "RGB"
+        assert target == index % 3
+        assert image.size == (12, 10)
+        assert image.mode == "RGB"
         level = np.asarray(image).mean()
         assert abs(level - 40 * index) < 3
 
@@ -61,21 +49,13 @@ def check(
 @pytest.mark.parametrize("columns", [("image", "label"), ("jpg", "cls"), ("img", "fine_label")])
 def test_the_image_and_the_class_label_are_found(hub, columns):
     name = hub(*columns)
+    classes = ["cat", "dog", "ship"]
     for root in (hub.cache, ""):
-        check(open_dataset(name, root, "train"), 6, ["cat", "dog", "ship"])
+        check(open_dataset(name, root, "train"), 6, classes)
     evaluated = open_dataset(name, hub.cache, "validation")
-    check(evaluated, 3, ["cat", "dog", "ship"])
+    check(evaluated, 3, classes)
     assert evaluated.name.endswith(" test"), "there is no validation"
-    check(
-        open_dataset(
-            name,
-            hub.cache,
-            "validation",
-            "train",
-        ),
-        6,
-        ["cat", "dog", "ship"],
-    )
+    check(open_dataset(name, hub.cache, "validation", "train"), 6, classes)
 
 
 def test_numbers_and_texts_are_classes_where_they_are_named(hub):
@@ -85,27 +65,10 @@ def test_numbers_and_texts_are_classes_where_they_are_named(hub):
         open_dataset(name, hub.cache, "train")
     with pytest.raises(UsageError, match="does not name its classes: --num-classes is required"):
         open_dataset(name, hub.cache, "train", target_key="cls")
-    check(
-        open_dataset(
-            name,
-            hub.cache,
-            "train",
-            "",
-            3,
-            target_key="cls",
-        ),
-        6,
-        ["0", "1", "2"],
-    )
+    images = open_dataset(name, hub.cache, "train", "", 3, target_key="cls")
+    check(images, 6, ["0", "1", "2"])
     with pytest.raises(UsageError, match=r"must lie in 0\.\.1, got 0\.\.2"):
-        open_dataset(
-            name,
-            hub.cache,
-            "train",
-            "",
-            2,
-            target_key="cls",
-        )
+        open_dataset(name, hub.cache, "train", "", 2, target_key="cls")
 
 
 def test_texts_are_classes(hub):
@@ -139,17 +102,7 @@ def test_two_columns_of_images_are_asked_about(hub):
     name = hub(mask=hub.datasets.Image())
     with pytest.raises(UsageError, match="--input-key is required: .* 2 columns of Image among"):
         open_dataset(name, hub.cache, "train")
-    assert (
-        len(
-            open_dataset(
-                name,
-                hub.cache,
-                "train",
-                input_key="image",
-            )
-        )
-        == 6
-    )
+    assert len(open_dataset(name, hub.cache, "train", input_key="image")) == 6
 
 
 def test_a_missing_data_set_is_one_line(hub, tmp_path):
@@ -160,18 +113,12 @@ def test_a_missing_data_set_is_one_line(hub, tmp_path):
 
 def test_splits_of_one_length_have_fingerprints_of_their_own(hub):
     name = hub()
-    train, other = (
-        open_dataset(
-            name,
-            hub.cache,
-            "train",
-            split,
-        )
-        for split in ("train", "test")
-    )
+    train = open_dataset(name, hub.cache, "train", "train")
+    other = open_dataset(name, hub.cache, "train", "test")
     assert train.fingerprint() == open_dataset(name, hub.cache, "train").fingerprint()
     train.items.table = train.items.table.select(range(3, 6))
-    assert len(train) == len(other) and train.fingerprint() != other.fingerprint()
+    assert len(train) == len(other)
+    assert train.fingerprint() != other.fingerprint()
 
 
 def test_torchvisions_are_read(tmp_path, monkeypatch):
@@ -182,10 +129,12 @@ def test_torchvisions_are_read(tmp_path, monkeypatch):
         self.transform = self.target_transform = None
 
     monkeypatch.setattr(torchvision.datasets.CIFAR10, "__init__", cifar)
-    train, test = (
-        open_dataset("torch/cifar10", str(tmp_path), split) for split in ("train", "validation")
-    )
-    assert len(train) == 5 and len(test) == 2 and train.read(3)[1] == 3 and len(train.classes) == 10
+    train = open_dataset("torch/cifar10", str(tmp_path), "train")
+    test = open_dataset("torch/cifar10", str(tmp_path), "validation")
+    assert len(train) == 5
+    assert len(test) == 2
+    assert train.read(3)[1] == 3
+    assert len(train.classes) == 10
 
 
 @pytest.mark.parametrize(

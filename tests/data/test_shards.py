@@ -2,16 +2,15 @@
 
 import io
 import tarfile
-from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from ea_vision.base.errors import UsageError
 from ea_vision.data.image_files import ImageFiles
+from tests.data.photos import grey_jpeg
 
 
-def shard(path: Path, files: dict[str, bytes]) -> None:
+def shard(path, files):
     path.parent.mkdir(exist_ok=True)
     with tarfile.open(path, "w") as tar:
         for name, content in files.items():
@@ -20,27 +19,17 @@ def shard(path: Path, files: dict[str, bytes]) -> None:
             tar.addfile(about, io.BytesIO(content))
 
 
-def jpeg(level: int) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (8, 8), (level, level, level)).save(file, "JPEG")
-    return file.getvalue()
-
-
-def samples(numbers: range, label="{}\n".format) -> dict[str, bytes]:
+def samples(numbers, label="{}\n".format):
     """Return samples, each of the class of its number modulo 12."""
     files = {}
     for number in numbers:
-        files[f"{number:04d}.jpg"] = jpeg(10 * (number % 12))
+        files[f"{number:04d}.jpg"] = grey_jpeg(10 * (number % 12))
         files[f"{number:04d}.json"] = b"{}"
         files[f"{number:04d}.cls"] = label(number % 12).encode()
     return files
 
 
-@pytest.mark.parametrize(
-    "label",
-    ["{}\n".format, "class {}".format],
-    ids=["numbers", "names"],
-)
+@pytest.mark.parametrize("label", ["{}\n".format, "class {}".format], ids=["numbers", "names"])
 def test_labels_beside_the_images_count(tmp_path, label):
     folder = tmp_path / "train"
     shard(folder / "000.tar", samples(range(9), label))
@@ -52,7 +41,8 @@ def test_labels_beside_the_images_count(tmp_path, label):
         image, target = files.read(index)
         number = int(name.split("/")[1][:4])
         level = image.getpixel((4, 4))[0]
-        assert target == number % 12 and abs(level - 10 * target) < 3
+        assert target == number % 12
+        assert abs(level - 10 * target) < 3
     assert len(ImageFiles(folder / "001.tar")) == 15, "one shard alone"
 
 
@@ -76,6 +66,6 @@ def test_shards_that_are_refused(tmp_path, change, message):
 
 def test_shards_beside_tars_of_classes_are_refused(tmp_path):
     shard(tmp_path / "train" / "0.tar", samples(range(9)))
-    shard(tmp_path / "train" / "n01.tar", {"a.jpg": jpeg(0)})
+    shard(tmp_path / "train" / "n01.tar", {"a.jpg": grey_jpeg(0)})
     with pytest.raises(UsageError, match="and other images, such as 'n01/a.jpg'"):
         ImageFiles(tmp_path / "train")

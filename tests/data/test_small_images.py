@@ -33,9 +33,11 @@ def pack(folder, split, name):
 def test_folders_and_tars(folder):
     data = load(folder)
     assert data.classes == ["class_0", "class_1", "class_2"]
-    assert data.train.images.shape == (12, 3, 32, 32) and data.train.images.dtype == torch.uint8
+    assert data.train.images.shape == (12, 3, 32, 32)
+    assert data.train.images.dtype == torch.uint8
     counts = data.train.targets.bincount()
-    assert counts.tolist() == [4, 4, 4] and len(data.test) == 6
+    assert counts.tolist() == [4, 4, 4]
+    assert len(data.test) == 6
     for pixels, target, name in zip(
         data.train.images, data.train.targets, data.train.names, strict=True
     ):
@@ -51,7 +53,8 @@ def test_other_sizes_are_scaled_by_the_short_side_and_cut(folder):
     wide.paste("blue", (16, 0, 48, 32))
     wide.save(folder / "train" / "class_0" / "a.png")  # the last of its class
     pixels = load(folder).train.images[4]
-    assert (pixels[2] == 255).all() and (pixels[0] == 0).all(), "the middle 32 x 32"
+    assert (pixels[2] == 255).all()
+    assert (pixels[0] == 0).all(), "the middle 32 x 32"
     small = load(folder, img_size=16).train
     assert small.images.shape[-2:] == (16, 16)
 
@@ -60,7 +63,7 @@ def test_broken_images_are_named(folder):
     path = folder / "train" / "class_1" / "001.png"
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
-    (folder / "train" / "class_2" / "002.png").write_text("not an image")
+    (folder / "train" / "class_2" / "002.png").write_text("not an image", encoding="utf-8")
     for source in ("train/", "train.tar/"):
         with pytest.raises(
             UsageError,
@@ -83,8 +86,10 @@ def test_bad_folders_are_named(folder):
 
 def test_digits():
     data = load_dataset("digits")
-    assert len(data.train) + len(data.test) == 1797 and data.train.images.shape[1:] == (3, 32, 32)
-    assert data.train.images.max() == 255 and data.train.images.min() == 0
+    assert len(data.train) + len(data.test) == 1797
+    assert data.train.images.shape[1:] == (3, 32, 32)
+    assert data.train.images.max() == 255
+    assert data.train.images.min() == 0
     assert not set(data.train.names) & set(data.test.names)
     train = data.train.targets.bincount()
     test = data.test.targets.bincount()
@@ -98,10 +103,10 @@ def test_hold_out_is_decided_by_the_seed():
     kept, held_out = hold_out(train, 100, 3)
     _, again = hold_out(train, 100, 3)
     _, other = hold_out(train, 100, 4)
-    assert len(held_out) == 100 and sorted(kept.names + held_out.names) == sorted(train.names)
-    assert again.names == held_out.names != other.names and torch.equal(
-        again.images, held_out.images
-    )
+    assert len(held_out) == 100
+    assert sorted(kept.names + held_out.names) == sorted(train.names)
+    assert again.names == held_out.names != other.names
+    assert torch.equal(again.images, held_out.images)
     for count in (0, len(train)):
         with pytest.raises(UsageError, match="holdout must lie between"):
             hold_out(train, count, seed=0)

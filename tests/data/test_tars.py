@@ -4,7 +4,6 @@ import io
 import os
 import subprocess
 import tarfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,14 +16,14 @@ from tests.data.photos import make_photos
 GREY = Image.new("RGB", (8, 8), "grey")
 
 
-def png(image: Image.Image = GREY) -> bytes:
+def png(image=GREY):
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()
 
 
 @pytest.fixture
-def photos(tmp_path) -> Path:
+def photos(tmp_path):
     """Six images in 3 classes."""
     return (
         make_photos(
@@ -36,39 +35,41 @@ def photos(tmp_path) -> Path:
     )
 
 
-def pack(folder: Path, tar: Path, *more: str) -> Path:
+def pack(folder, tar, *more):
     subprocess.run(["tar", "--sort=name", *more, "-f", tar, "-C", folder, "."], check=True)
     return tar
 
 
-def same(folder: Path, tar: Path) -> None:
+def same(folder, tar):
     """The folder and its tar have the same images."""
     files = ImageFiles(folder)
     packed = ImageFiles(tar)
-    assert packed.names == files.names and packed.classes == files.classes
+    assert packed.names == files.names
+    assert packed.classes == files.classes
     for index in range(len(files)):
         image, target = files.read(index)
         other, label = packed.read(index)
-        assert np.array_equal(image, other) and target == label
+        assert np.array_equal(image, other)
+        assert target == label
 
 
-def hard_links(root: Path) -> None:
+def hard_links(root):
     (root / "class_9").mkdir()
     for path in root.glob("class_0/*"):
         os.link(path, root / "class_9" / path.name)
 
 
-def symbolic_links(root: Path) -> None:
+def symbolic_links(root):
     (root / "class_9").mkdir()
     for path in root.glob("class_0/*"):
         (root / "class_9" / path.name).symlink_to(f"../class_0/{path.name}")
 
 
-def a_link_to_a_folder(root: Path) -> None:
+def a_link_to_a_folder(root):
     (root / "class_9").symlink_to("class_0")
 
 
-def a_link_through_a_link(root: Path) -> None:
+def a_link_through_a_link(root):
     (root / "class_8").symlink_to("class_0")
     (root / "class_9").mkdir()
     for path in root.glob("class_1/*"):
@@ -77,7 +78,7 @@ def a_link_through_a_link(root: Path) -> None:
         (root / "class_9" / path.name).symlink_to(f"../class_1/{path.name}")
 
 
-def a_hard_link_to_a_link(root: Path) -> None:
+def a_hard_link_to_a_link(root):
     symbolic_links(root)
     [first, *_] = root.glob("class_9/*")
     (root / "class_8").mkdir()
@@ -88,7 +89,7 @@ def a_hard_link_to_a_link(root: Path) -> None:
     )
 
 
-def a_folder_in_itself(root: Path) -> None:
+def a_folder_in_itself(root):
     (root / "class_0" / "again").symlink_to("..")
 
 
