@@ -3,7 +3,6 @@
 import gc
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
-def pytest_collection_modifyitems(config, items) -> None:
+def pytest_collection_modifyitems(config, items):
     """Leave out what is marked as slow, unless EA_VISION_TEST_ALL is 1 or `-m` asks for it."""
     if os.environ.get("EA_VISION_TEST_ALL") == "1" or "slow" in config.option.markexpr:
         return
@@ -21,7 +20,7 @@ def pytest_collection_modifyitems(config, items) -> None:
             item.add_marker(pytest.mark.skip(reason="slow: make test-slow"))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """Keep the garbage collector from going through the modules of torch and others again and again."""
     gc.collect()
     gc.freeze()
@@ -39,7 +38,7 @@ def pytest_runtest_makereport(item, call):
 
 
 @pytest.fixture(scope="session")
-def shared() -> Path:
+def shared():
     """The folder of reference cases and trial data beside the checkout; skips the test where it is absent."""
     if not SHARED.is_dir():
         pytest.skip(f"needs the trial data in {SHARED}")
@@ -47,7 +46,7 @@ def shared() -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> Iterator[None]:
+def _seed():
     """Seed torch, and handle SIGTERM afterwards as before, whatever a trainer has made of it."""
     torch.manual_seed(0)
     kept = signal.getsignal(signal.SIGTERM)

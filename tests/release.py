@@ -15,7 +15,7 @@ import ea_vision
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def problems(version: str, tags: list[str], root: Path = ROOT) -> list[str]:
+def problems(version, tags, root=ROOT):
     """Return what a release of `version` lacks, one sentence each; the built files lie in root/dist."""
     found = []
     changelog = (root / "CHANGELOG.md").read_text(encoding="utf-8")
@@ -42,7 +42,7 @@ def problems(version: str, tags: list[str], root: Path = ROOT) -> list[str]:
     return found
 
 
-def main() -> int:
+def main():
     command = ["git", "tag", "--points-at", "HEAD"]
     tags = subprocess.check_output(command, cwd=ROOT, text=True).split()
     found = problems(ea_vision.__version__, tags)

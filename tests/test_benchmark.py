@@ -13,7 +13,7 @@ from ea_vision.benchmark import baseline_of, interleaved, live_network, main
 TINY = "--device cpu --batch-size 2 --img-size 32 --repeats 1 --threads 1"
 
 
-def run(options: str, path) -> list[dict]:
+def run(options, path):
     """Run the command; return the rows of its file."""
     assert main(f"{TINY} {options} --csv {path}".split()) == 0
     with path.open(encoding="utf-8") as file:

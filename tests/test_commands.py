@@ -27,7 +27,7 @@ SCRIPTS = [path.relative_to(ROOT) for path in SCRIPTS]
 def helped(monkeypatch, capsys):
     """Return the --help of what `call` runs, under a name on the command line; it must end well and print no errors."""
 
-    def of(name: str, call) -> str:
+    def of(name, call):
         monkeypatch.setattr(sys, "argv", [name, "--help"])
         with pytest.raises(SystemExit) as left:
             sys.exit(call())
@@ -39,7 +39,7 @@ def helped(monkeypatch, capsys):
     return of
 
 
-def python(*words, **env) -> subprocess.CompletedProcess:
+def python(*words, **env):
     env = {**os.environ, **env}
     return subprocess.run(
         [sys.executable, *words], capture_output=True, text=True, cwd=ROOT, env=env
@@ -158,7 +158,7 @@ def test_odd_environments(env, tmp_path):
     assert picture.stat().st_size > 1000
 
 
-def draw_at_last(_) -> int:
+def draw_at_last(_):
     before = "matplotlib" in sys.modules
     return before or not ea_vision.visualize.plot_heatmap
 

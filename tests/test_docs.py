@@ -31,7 +31,7 @@ TRAINERS = ("train-cifar", "train-imagenet", "train-detection")
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 
 
-def blocks(page: Path, language: str) -> list[str]:
+def blocks(page, language):
     """Return the page's code blocks of a language, without their indentation."""
     found = []
     for indentation, of_language, block in BLOCK.findall(page.read_text(encoding="utf-8")):
@@ -41,7 +41,7 @@ def blocks(page: Path, language: str) -> list[str]:
     return found
 
 
-def commands(page: Path) -> list[list[str]]:
+def commands(page):
     """The words of every command of ours in the page's shell blocks: its name first."""
     found = []
     for block in blocks(page, "sh"):
@@ -56,7 +56,7 @@ def commands(page: Path) -> list[list[str]]:
 
 
 @functools.cache
-def help_of(command: str) -> str:
+def help_of(command):
     text = io.StringIO()
     words = command.split()
     flag = "--help-all" if words[0] in TRAINERS else "--help"
@@ -65,7 +65,7 @@ def help_of(command: str) -> str:
     return text.getvalue()
 
 
-def anchors(page: Path) -> list[str]:
+def anchors(page):
     """Return the names by which links find a page's headings."""
     text = page.read_text(encoding="utf-8")
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
@@ -105,7 +105,7 @@ def test_they_are_short(name, words):
     assert len(text.split()) <= words
 
 
-def run_block(number: int, space: dict) -> None:
+def run_block(number, space):
     block = blocks(ROOT / "README.md", "python")[number]
     exec(compile(block, "README.md", "exec"), space)
 

@@ -76,7 +76,7 @@ SNIPPETS_ELSEWHERE = {  # first line of a Python block, and the test that runs i
 }
 
 
-def lines_of(pages) -> list[str]:
+def lines_of(pages):
     """Return each command line that is run here, once."""
     lines = {}
     for page in pages:
@@ -115,7 +115,7 @@ def place(tmp_path_factory):
         yield folder
 
 
-def shorten(line: str) -> list[str]:
+def shorten(line):
     """Return the words of a command line and options that make it short. Of options given twice the last one counts."""
     command, *words = shlex.split(line)
     here = [PLACES.get(word, word) for word in words]

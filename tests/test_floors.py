@@ -9,12 +9,12 @@ ROOT = Path(ea_vision.__file__).parent
 FLOORS = "base ops layers models deployment data engine detection recorder visualize".split()
 
 
-def floor_of(parts: list[str]) -> int:
+def floor_of(parts):
     """How high a module lives; the commands are above all rooms."""
     return FLOORS.index(parts[1]) if parts[1] in FLOORS else len(FLOORS)
 
 
-def imports_of(path: Path, inside: bool = True) -> list[list[str]]:
+def imports_of(path, inside=True):
     """The modules of ours that a file imports, at its top or also inside functions; of `from a import b` a.b, too."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     found = []

@@ -30,7 +30,7 @@ def photos(tmp_path_factory):
     return folder
 
 
-def expected(path, top: int) -> dict[str, float]:
+def expected(path, top):
     """As in timm's README: create_transform, softmax, topk."""
     model = timm.create_model(MODEL, pretrained=True).eval()
     transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))

@@ -17,11 +17,11 @@ nbformat = pytest.importorskip("nbformat", reason=needs)
 
 
 @pytest.fixture(scope="module")
-def script() -> dict:
+def script():
     return runpy.run_path(str(DOCS / "quickstart.py"))
 
 
-def outputs(book) -> tuple[list[str], list[Image.Image], list[str]]:
+def outputs(book):
     """Return what the cells printed, one text per cell, their pictures, and their pages."""
     texts = []
     pictures = []
@@ -42,7 +42,7 @@ def outputs(book) -> tuple[list[str], list[Image.Image], list[str]]:
     return texts, pictures, pages
 
 
-def cells_of(book) -> list[tuple[str, str]]:
+def cells_of(book):
     return [(cell.cell_type, cell.source) for cell in book.cells]
 
 

@@ -15,7 +15,7 @@ COLUMNS = ("lines", "statements", "tokens", "other lines")
 OTHERS = {".c", ".h", ".js", ".css", ".html", ".yaml"}
 
 
-def size_of(text: str) -> tuple[int, int, int]:
+def size_of(text):
     """Return lines, statements and tokens of a Python file."""
     statements = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
     docstrings = set()
@@ -29,7 +29,7 @@ def size_of(text: str) -> tuple[int, int, int]:
     return len(text.splitlines()), len(statements) - len(docstrings), tokens
 
 
-def table() -> str:
+def table():
     """Return lines, statements and tokens of Python and lines of other code, by room."""
     sizes = defaultdict(Counter)
     for name in subprocess.check_output(["git", "ls-files"], text=True).splitlines():

@@ -14,7 +14,7 @@ from ea_vision.sizes import count, list_models, main, names_of, sizes_of
 from experiments.published import figures, tables
 
 
-def csv_of(*argv, capsys) -> list[dict[str, str]]:
+def csv_of(*argv, capsys):
     assert main([*argv, "--csv", "-"]) == 0
     return list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
 

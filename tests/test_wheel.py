@@ -29,19 +29,19 @@ for command in (
 """
 
 
-def run(command: list, **options) -> str:
+def run(command, **options):
     """Run a command; return what it prints."""
     done = subprocess.run(command, capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def python(words: str) -> str:
+def python(words):
     return run([sys.executable, *words.split()])
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
+def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     python(f"-m build --wheel --no-isolation --outdir {folder} {ROOT}")
     [file] = folder.glob("*.whl")
@@ -49,7 +49,7 @@ def wheel(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def installed(wheel, tmp_path_factory) -> Path:
+def installed(wheel, tmp_path_factory):
     folder = tmp_path_factory.mktemp("installed")
     python(f"-m pip install --quiet --no-deps --no-index --target {folder} {wheel}")
     return folder

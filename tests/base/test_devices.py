@@ -38,11 +38,14 @@ def test_several_processes_do_not_share_a_numbered_device(monkeypatch):
 
 def test_a_device_without_functions_has_none_of_their_results():
     for device in (META, torch.device("cpu")):
-        assert devices.functions_of(device) is None and devices.random_state(device) is None
-        assert devices.peak_memory(device) is None and devices.total_memory(device) is None
+        assert devices.functions_of(device) is None
+        assert devices.random_state(device) is None
+        assert devices.peak_memory(device) is None
+        assert devices.total_memory(device) is None
         devices.synchronize(device)
         devices.reset_peak_memory(device)
-        assert devices.device_name(device) == device.type and not devices.pins_memory(device)
+        assert devices.device_name(device) == device.type
+        assert not devices.pins_memory(device)
 
 
 def test_mps_has_one_device_and_no_float64(monkeypatch):
@@ -53,8 +56,10 @@ def test_mps_has_one_device_and_no_float64(monkeypatch):
     monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: 7)
     device = torch.device("mps")
     devices.set_random_state(devices.random_state(device), device)
-    assert states[0].tolist() == [0, 1, 2] and devices.peak_memory(device) == 7
-    assert devices.sum_type(device) == torch.float32 and not devices.pins_memory(device)
+    assert states[0].tolist() == [0, 1, 2]
+    assert devices.peak_memory(device) == 7
+    assert devices.sum_type(device) == torch.float32
+    assert not devices.pins_memory(device)
 
 
 def test_autocast_of_a_device_without_it_is_refused():

@@ -19,20 +19,33 @@ def test_an_error_is_one_line_and_torchrun_gets_it(tmp_path, monkeypatch, capsys
     def fail():
         raise error
 
-    assert exit_code(fail) == code and capsys.readouterr().err == "error: no such file\n"
+    def check(said):
+        assert exit_code(fail) == code
+        assert capsys.readouterr().err == said
+
+    path = tmp_path / "error.json"
+    check("error: no such file\n")
     monkeypatch.setenv("RANK", "3")
-    assert exit_code(fail) == code and capsys.readouterr().err == "error: process 3: no such file\n"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    assert exit_code(fail) == code and capsys.readouterr().err == ""
-    assert "such" in json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+    check("error: process 3: no such file\n")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    check("")
+    report = json.loads(path.read_text(encoding="utf-8"))
+    assert "such" in report["message"]["message"]
 
 
 def test_other_errors_and_ends_stay_what_they_are(capsys):
+    def fail():
+        raise error
+
     for error in (KeyError("x"), BrokenPipeError("a worker's"), SystemExit(3)):
         with pytest.raises(type(error)):
-            exit_code(lambda error=error: (_ for _ in ()).throw(error))
-    assert exit_code(lambda: (_ for _ in ()).throw(KeyboardInterrupt())) == 130
+            exit_code(fail)
+    error = KeyboardInterrupt()
+    assert exit_code(fail) == 130
     assert capsys.readouterr().err == "error: interrupted\n"
+
+
+FULL = "error: standard output cannot be written: No space left on device\n"
 
 
 @pytest.mark.parametrize(
@@ -40,25 +53,21 @@ def test_other_errors_and_ends_stay_what_they_are(capsys):
     [
         ("pipe", True, 141, ""),
         ("pipe", False, 141, ""),
-        (
-            "/dev/full",
-            True,
-            1,
-            "error: standard output cannot be written: No space left on device\n",
-        ),
+        ("/dev/full", True, 1, FULL),
     ],
 )
 def test_a_reader_that_goes_ends_a_command_quietly_and_a_full_disk_does_not(
     tmp_path, output, buffered, code, said
 ):
+    errors = tmp_path / "errors"
+
     def command():
         os.dup2(written, 1)
-        sys.stdout = (
-            os.fdopen(1, "w")
-            if buffered
-            else io.TextIOWrapper(os.fdopen(1, "wb", 0), write_through=True)
-        )
-        sys.stderr = open(tmp_path / "errors", "w")
+        if buffered:
+            sys.stdout = os.fdopen(1, "w")
+        else:
+            sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", 0), write_through=True)
+        sys.stderr = open(errors, "w", encoding="utf-8")
         sys.exit(exit_code(lambda: commands.main(["--version"])))
 
     if output == "pipe":
@@ -70,4 +79,5 @@ def test_a_reader_that_goes_ends_a_command_quietly_and_a_full_disk_does_not(
     process.start()
     process.join()
     os.close(written)
-    assert (process.exitcode, (tmp_path / "errors").read_text()) == (code, said)
+    assert process.exitcode == code
+    assert errors.read_text(encoding="utf-8") == said

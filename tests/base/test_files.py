@@ -13,22 +13,28 @@ from ea_vision.base.files import atomic_write, check_output, check_writable
 
 
 def test_a_link_stays_and_its_file_is_replaced(tmp_path):
-    file, link, dangling = tmp_path / "deep" / "file", tmp_path / "link", tmp_path / "dangling"
+    file = tmp_path / "deep" / "file"
+    link = tmp_path / "link"
+    dangling = tmp_path / "dangling"
+    previous = tmp_path / "previous"
     file.parent.mkdir()
     file.write_bytes(b"old")
     link.symlink_to("deep/file")
     dangling.symlink_to("deep/new")
     for path in (link, dangling):
         atomic_write(check_output(path), b"data")
-        assert path.is_symlink() and path.read_bytes() == b"data"
-    atomic_write(link, b"new", keep_previous_as=tmp_path / "previous")
-    assert file.read_bytes() == b"new" and (tmp_path / "previous").read_bytes() == b"data"
+        assert path.is_symlink()
+        assert path.read_bytes() == b"data"
+    atomic_write(link, b"new", keep_previous_as=previous)
+    assert file.read_bytes() == b"new"
+    assert previous.read_bytes() == b"data"
     assert sorted(os.listdir(file.parent)) == ["file", "new"], "nothing temporary is left"
 
 
 def test_what_cannot_be_written_is_said_before_work_and_nothing_is_replaced(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
     (tmp_path / "file").touch()
-    (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to("folder")
     with pytest.raises(UsageError, match="must be a file, and /dev/null is a device"):
         check_output(Path("/dev/null"))
@@ -44,28 +50,30 @@ def test_what_cannot_be_written_is_said_before_work_and_nothing_is_replaced(tmp_
             atomic_write(tmp_path / name, b"data")
     with pytest.raises(UsageError, match="cannot write into the folder .*n: File name too long"):
         check_writable(tmp_path / ("n" * 256))
-    assert sorted(os.listdir(tmp_path)) == ["file", "folder", "link"] and not os.listdir(
-        tmp_path / "folder"
-    )
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder", "link"]
+    assert not os.listdir(folder)
 
 
 def test_a_signal_in_the_middle_of_a_write_ends_the_process_after_it(tmp_path):
-    path, fsync = tmp_path / "file", os.fsync
+    path = tmp_path / "file"
     path.write_bytes(b"old")
+    fsync = os.fsync
+
+    def signalled(descriptor):
+        os.kill(os.getpid(), signal.SIGTERM)
+        fsync(descriptor)
 
     def write():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.fsync = lambda descriptor: (os.kill(os.getpid(), signal.SIGTERM), fsync(descriptor))
+        os.fsync = signalled
         atomic_write(path, b"new")
 
     process = multiprocessing.get_context("fork").Process(target=write)
     process.start()
     process.join()
-    assert (
-        process.exitcode == -signal.SIGTERM
-        and path.read_bytes() == b"new"
-        and os.listdir(tmp_path) == ["file"]
-    )
+    assert process.exitcode == -signal.SIGTERM
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["file"]
 
 
 def test_the_longest_name_is_written(tmp_path):
@@ -89,8 +97,10 @@ def test_a_file_that_another_program_has_open_is_replaced_a_little_later(tmp_pat
     monkeypatch.setattr(files.os, "replace", refused_twice)
     with pytest.raises(RunError, match="Access is denied"):
         atomic_write(path, b"new")
-    assert path.read_bytes() == b"old" and len(tries) == 1, "elsewhere it is no wait that helps"
+    assert path.read_bytes() == b"old"
+    assert len(tries) == 1, "elsewhere it is no wait that helps"
     tries.clear()
     monkeypatch.setattr(files, "WAITS", (0.0, 0.0))
     atomic_write(path, b"new")
-    assert path.read_bytes() == b"new" and os.listdir(tmp_path) == ["file"]
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["file"]
