@@ -6,12 +6,11 @@ from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.recording import PARTS, recordable_layers
 from ea_vision.visualize.explore import Explorer
 from ea_vision.visualize.image_maps import add_own_alone, record
-from ea_vision.visualize.tiles import Recording
 from tests.data.photos import picture
 
 
 @pytest.fixture(scope="session")
-def explorer() -> Explorer:
+def explorer():
     """An EA network on 64x96 images (layers of maps 4x6, and 2x3 at the end) and a PA network on 32x32 images."""
     ea = load_model("ea_aa_resnet34", random=True, img_size=(64, 96), seed=1)
     pa = load_model("pa_conv_transformer_cifar", random=True, seed=2)
@@ -22,14 +21,14 @@ def explorer() -> Explorer:
 
 
 @pytest.fixture(scope="session")
-def entries(explorer) -> list[dict]:
+def entries(explorer):
     """Two images' entries; the second one's name tries to end the page's script."""
     names = ["first.png", "</script><b>second.png"]
     return [explorer.view(name, picture(index)) for index, name in enumerate(names)]
 
 
 @pytest.fixture(scope="session")
-def recordings(explorer) -> dict[tuple[int, int], Recording]:
+def recordings(explorer):
     """(image, model) -> the page's images, recorded anew."""
     made = {}
     for image in range(2):

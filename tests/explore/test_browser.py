@@ -65,11 +65,11 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def address(explorer, entries, tmp_path_factory) -> str:
+def address(explorer, entries, tmp_path_factory):
     return write_page(build_page(explorer, entries), tmp_path_factory.mktemp("page"))
 
 
-def write_page(text: str, folder) -> str:
+def write_page(text, folder):
     """Return the address of a page as a file."""
     path = folder / "page.html"
     path.write_text(text, encoding="utf-8")
@@ -103,28 +103,28 @@ def open_page(browser, address):
     assert not wrong
 
 
-def settle(page) -> None:
+def settle(page):
     """Wait until all is drawn."""
     page.evaluate("explorer.ready()")
 
 
-def state(page) -> dict:
+def state(page):
     settle(page)
     return page.evaluate("explorer.state()")
 
 
-def check_chosen(page, layer, head) -> None:
+def check_chosen(page, layer, head):
     assert state(page)["layer"] == layer
     assert state(page)["head"] == head
 
 
-def tile(page, *place) -> dict | None:
+def tile(page, *place):
     """What the tile of (model, layer, head) shows, or of (model, layer, head, part)."""
     settle(page)
     return page.evaluate("place => explorer.tile(...place)", place)
 
 
-def canvas_pixels(page, label: str, feat_size) -> np.ndarray:
+def canvas_pixels(page, label, feat_size):
     """(N, 3): colours in the middle of the cells of the tile with this label."""
     pixels = page.evaluate(
         """([label, [H, W]]) => {
@@ -141,13 +141,13 @@ def canvas_pixels(page, label: str, feat_size) -> np.ndarray:
     return np.array(pixels)[:, :3].astype(int)
 
 
-def rows_of(maps, part: str, head) -> np.ndarray:
+def rows_of(maps, part, head):
     """Return a part's maps (N, N) of a head, or of all heads, (K, N, N), for their mean."""
     of_heads = maps[part][0].double().numpy()
     return of_heads if head == "mean" else of_heads[[head]]
 
 
-def cell_of(query, img_size, maps) -> int:
+def cell_of(query, img_size, maps):
     """Return the cell of a query (y, x in pixels)."""
     height, width = maps.feat_size
     row = query[0] * height // img_size[0]
@@ -155,7 +155,7 @@ def cell_of(query, img_size, maps) -> int:
     return row * width + column
 
 
-def check_row(shown: dict, maps, img_size, part: str, head, query) -> None:
+def check_row(shown, maps, img_size, part, head, query):
     """A tile is, by numpy from a recording, the map of a query, rounded to 8 bits."""
     rows = rows_of(maps, part, head)[:, cell_of(query, img_size, maps)]
     rounding = np.ptp(rows, -1) / 255 * 0.501 + 1e-5 * np.abs(rows).max(-1)
@@ -185,7 +185,7 @@ def test_tiles_equal_numpy(open_page, explorer, recordings, image, query):
     assert compared > 65
 
 
-def places_of(explorer) -> list[tuple]:
+def places_of(explorer):
     """(model, layer, head) of the first and last head and the mean of heads of all layers."""
     places = []
     for index, layers in enumerate(explorer.layers):
@@ -195,7 +195,7 @@ def places_of(explorer) -> list[tuple]:
     return places
 
 
-def shown_by(page, fragment: str, places: list[tuple]) -> dict[tuple, dict | None]:
+def shown_by(page, fragment, places):
     """What the tiles of these places show at an address."""
     page.evaluate("hash => { location.hash = hash }", fragment)
     page.wait_for_function(
@@ -420,7 +420,7 @@ def test_a_link_to_what_there_is_not_is_told_so(open_page):
 # ---- the first view -------------------------------------------------------------------------------------------------
 
 
-def how(page, index: int) -> list[str]:
+def how(page, index):
     """Return the names of the tiles that show how a model's layer came by its map."""
     buttons = page.locator(".how").nth(index).locator("button")
     return buttons.evaluate_all("all => all.map(b => b.ariaLabel)")
@@ -548,7 +548,7 @@ def test_looks(open_page, width, theme):
     assert page.locator(".sheet .tile canvas").first.bounding_box()["width"] >= 26
 
 
-def brightness(colour: str) -> float:
+def brightness(colour):
     """Return the mean of red, green and blue of a CSS colour."""
     return np.mean([int(value) for value in re.findall(r"\d+", colour)[:3]])
 

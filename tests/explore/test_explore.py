@@ -23,7 +23,7 @@ from tests.data.photos import picture
 from tests.detection.tiny import tiny_run
 
 
-def entries_of(text: str, what: str = 'class="image"') -> list:
+def entries_of(text, what='class="image"'):
     pattern = f'<script type="application/json" {what}>(.*?)</script>'
     return [json.loads(entry) for entry in re.findall(pattern, text, flags=re.DOTALL)]
 
@@ -44,14 +44,14 @@ def test_quantised_values_are_off_by_at_most_half_a_step(maps):
         quantise(with_nan)
 
 
-def check_rounded(values, maps) -> None:
+def check_rounded(values, maps):
     """Values are off by at most half a step of 1/255 of their row's range."""
     step = (maps.max(-1) - maps.min(-1)) / 255
     rounding = 1e-6 * np.abs(maps).max(-1) + np.finfo(np.float32).tiny
     assert (np.abs(values - maps).max(-1) <= step / 2 * 1.001 + rounding).all()
 
 
-def unpack(view: dict, number: int, part: str, num_heads: int) -> np.ndarray:
+def unpack(view, number, part, num_heads):
     """Return maps (K, N, N) and their mean (K, N), read as the page reads them."""
     stream, offset = view["places"][number][part]
     height, width = view["featSizes"][number]

@@ -26,11 +26,11 @@ REASONS = {  # what the error says: what the table says
 }
 
 
-def of_class(layer) -> bool:
+def of_class(layer):
     return not (layer.channels or layer.pixels_ask or layer.layout.query_names)
 
 
-def verdict(name: str) -> str:
+def verdict(name):
     """Record a network; return what its maps are, or why it is refused; "" for one without attention layers."""
     with torch.device("meta"):
         model = timm.create_model(name).eval()
@@ -59,13 +59,13 @@ def verdict(name: str) -> str:
     return ", ".join(text for text in applies if applies[text]) or "of all tokens"
 
 
-def evolves(name: str) -> str:
+def evolves(name):
     """Return whether `evolve` takes a network."""
     with torch.device("meta"):
         return "no" if reason_against(timm.create_model(name)) else "yes"
 
 
-def architectures() -> dict[str, str]:
+def architectures():
     """Return a small model's name for each of timm's modules."""
     names = {}
     for module in timm.list_modules():
@@ -79,7 +79,7 @@ def architectures() -> dict[str, str]:
     return names
 
 
-def on_page() -> dict[str, tuple[str, str]]:
+def on_page():
     """Return the table: both verdicts by name."""
     table = {}
     for said, takes, names in ROW.findall(PAGE.read_text(encoding="utf-8")):
@@ -88,12 +88,12 @@ def on_page() -> dict[str, tuple[str, str]]:
     return table
 
 
-def known(table) -> list[str]:
+def known(table):
     """Return the names that this timm has."""
     return [name for name in table if timm.is_model(name)]
 
 
-def lacking() -> list[str]:
+def lacking():
     """Return a name of each architecture that the table lacks."""
     modules = [timm.model_entrypoint(name).__module__ for name in known(on_page())]
     listed = {module.rpartition(".")[2] for module in modules}

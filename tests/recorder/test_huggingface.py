@@ -7,7 +7,6 @@ import re
 
 import pytest
 import torch
-from torch import nn
 from torch.testing import assert_close
 
 from ea_vision import record_attention
@@ -86,7 +85,7 @@ GIVEN = {  # maps that the models give themselves: not SAM's, nor deformable att
 every = pytest.mark.parametrize("name", NETWORKS)
 
 
-def create(name: str) -> nn.Module:
+def create(name):
     torch.manual_seed(0)
     family, options, backbone, stages = NETWORKS[name]
     options = dict(options)
@@ -102,7 +101,7 @@ def create(name: str) -> nn.Module:
     return getattr(transformers, f"{family}Model")(config).eval()
 
 
-def inputs_of(name: str) -> dict:
+def inputs_of(name):
     torch.manual_seed(1)
     if name == "CLIP, text":
         return {"input_ids": torch.randint(3, 50, (2, 7))}
@@ -112,7 +111,7 @@ def inputs_of(name: str) -> dict:
     return {"pixel_values": torch.randn(2, 3, 64, 64 if name == "Mask2Former" else 96)}
 
 
-def given_maps(output) -> list[torch.Tensor]:
+def given_maps(output):
     """Return the maps (B, K, queries, keys) among a model's own results."""
     names = [name for name in output if name.endswith("attentions") and output[name]]
     maps = [attn for name in names for attn in output[name]]
@@ -154,7 +153,7 @@ def test_object_queries_look_at_places_of_the_image():
     assert_close(across.attn.sum(-1), torch.ones(2, 4, 5))
 
 
-def table() -> list[str]:
+def table():
     """Return the lines of docs/record.md's table: each model's layers that are recorded."""
     lines = ["| transformers' model | recorded layers |", "| --- | --- |"]
     for name in NETWORKS:

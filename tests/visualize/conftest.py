@@ -60,6 +60,6 @@ def written(figure):
     return [text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()]
 
 
-def texts_of(figure) -> str:
+def texts_of(figure):
     texts = [text.get_text() for text in figure.findobj(Text)]
     return " ".join(" ".join(texts).split())

@@ -30,13 +30,13 @@ def model():
     return load_model("ea_conv_transformer_cifar")
 
 
-def caption() -> str:
+def caption():
     """Return the caption below the picture in the docs, in one line."""
     below = PAGE.partition("visualize/evolution.png)")[2]
     return " ".join(below.split("\n\n")[1].split())
 
 
-def check_picture(path: Path) -> Image.Image:
+def check_picture(path):
     """Compare a picture with the repository's of the same name: on average by less than 1 of 255."""
     new = Image.open(path).convert("RGB")
     shown = Image.open(ROOT / "visualize" / path.name).convert("RGB")
@@ -97,14 +97,14 @@ def test_the_command_draws_the_first_picture(tmp_path, monkeypatch):
     check_picture(output)
 
 
-def light_maps(model, images: torch.Tensor) -> np.ndarray:
+def light_maps(model, images):
     """Return head 0 of layer 3, mean of all queries, (images, 8, 8)."""
     with torch.inference_mode(), ea_vision.record_attention(model.model, [3]) as maps:
         model.model(model.normalize(images))
     return maps[3].attn[:, 0].mean(1).unflatten(1, (8, 8)).numpy()
 
 
-def likeness(maps: np.ndarray, others: np.ndarray) -> float:
+def likeness(maps, others):
     """Return the mean correlation of maps with others."""
     others = np.broadcast_to(others, maps.shape)
     found = []
@@ -113,7 +113,7 @@ def likeness(maps: np.ndarray, others: np.ndarray) -> float:
     return np.mean(found)
 
 
-def maps_and_mirror(model, paths) -> tuple[np.ndarray, float]:
+def maps_and_mirror(model, paths):
     """Return the maps of images, and their likeness with the mirrored maps of the mirrored images."""
     images = torch.stack([model.prepare(read_image(path)) for path in paths])
     maps = light_maps(model, images)

@@ -37,7 +37,7 @@ def recording(heads=2, label="a model", img_size=(32, 32)):
     return record(replace(model, label=label, classes=["flying squirrel"] * 3), PARTS)
 
 
-def free_texts(figure) -> set:
+def free_texts(figure):
     """Return the texts that may lie anywhere: numbers of queries, a tile's maximum, labels outside of an axis."""
     free = set()
     for axes in figure.axes:
@@ -50,13 +50,13 @@ def free_texts(figure) -> set:
     return free
 
 
-def meet(a, b) -> bool:
+def meet(a, b):
     """Whether two boxes have more in common than a line of a pixel."""
     common = Bbox.intersection(a, b)
     return common is not None and min(common.size) > 1
 
 
-def problems(figure) -> list[str]:
+def problems(figure):
     """Return what is wrong with the places of a figure's texts."""
     renderer = FigureCanvasAgg(figure).get_renderer()
     if figure.get_layout_engine():
