@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -147,6 +148,13 @@ class DetectionTrainer(Trainer):
     measures = MEASURES
     quality = "precision"
     evaluate = staticmethod(evaluate)
+
+    @staticmethod
+    def _compile(model: Detector, **options: Any) -> Detector:
+        """Compile backbone, pyramid and heads, whose shapes are fixed; boxes and losses run as they are."""
+        model.backbone.compile(**options)
+        model.head.compile(**options)
+        return model
 
     def _batch_loss(self, images: torch.Tensor, targets: list[dict]) -> torch.Tensor:
         """Return the sum of the losses of classes and boxes; images (B, 3, S, S) in 0..1."""

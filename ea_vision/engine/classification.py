@@ -15,21 +15,12 @@ from ea_vision.engine.config import (
     EVALUATION,
     LOSS,
     OPTIMISER,
-    SPEED,
     TrainConfig,
     option,
     setting,
 )
 from ea_vision.engine.evaluate import VIEWS, autocast, evaluate
 from ea_vision.engine.train import Trainer
-
-COMPILE_MODES = (
-    "default",
-    "reduce-overhead",
-    "max-autotune",
-    "max-autotune-no-cudagraphs",
-)  # torch.compile's
-CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
 @dataclass
@@ -90,15 +81,6 @@ class ClassificationConfig(TrainConfig):
         choices=("pixel", "rand", "const"),
         goes_with="reprob",
     )
-    compile: bool = setting(False, "compile the model with torch.compile", SPEED)
-    compile_mode: str = setting(
-        "default",
-        "mode of torch.compile; reduce-overhead: CUDA graphs, for networks whose "
-        "kernels are short, such as those of CIFAR",
-        SPEED,
-        choices=COMPILE_MODES,
-        goes_with="compile",
-    )
     tta: str = setting(
         "none",
         "evaluate: views of an image whose logits are averaged; six: mirrored and shifted by a "
@@ -114,21 +96,10 @@ class ClassificationConfig(TrainConfig):
                 f"mixup and cutmix mix pairs of images: batch_size must be at least 2, got "
                 f"{self.batch_size}"
             )
-        if self.cuda_graphs and self.grad_accum_steps > 1:
-            raise UsageError(
-                f"compile_mode {self.compile_mode} needs grad_accum_steps 1, for the next replay "
-                "of a "
-                f"CUDA graph takes the gradients of the one before, got {self.grad_accum_steps}"
-            )
 
     @property
     def mixes(self) -> bool:
         return bool(self.mixup or self.cutmix)
-
-    @property
-    def cuda_graphs(self) -> bool:
-        """Whether the compiled model is replayed as CUDA graphs, where there is CUDA."""
-        return self.compile and self.compile_mode in CUDA_GRAPHS
 
 
 class ClassificationTrainer(Trainer):
@@ -167,15 +138,6 @@ class ClassificationTrainer(Trainer):
             model(images).float(), torch.zeros(len(images), dtype=torch.int64, device=images.device)
         )
 
-    def _compiled(self, model: nn.Module) -> nn.Module:
-        config = self.config
-        if not config.compile:
-            return model
-        # A CUDA graph is of one shape: each is compiled by itself.
-        return torch.compile(
-            model, mode=config.compile_mode, dynamic=False if config.cuda_graphs else None
-        )
-
     def _batch_loss(self, images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of one batch, images (B, 3, H, W), targets (B,)."""
         config = self.config
@@ -191,8 +153,6 @@ class ClassificationTrainer(Trainer):
             images, targets = self.mix(images, targets)  # targets (B, classes), smoothed
         if config.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
-        if config.cuda_graphs:
-            torch.compiler.cudagraph_mark_step_begin()  # what the last replay left is not needed any more
         with autocast(config.amp, self.world.device):
             logits = self.net(images)
         return self.loss_of(logits.float(), targets)

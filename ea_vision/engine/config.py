@@ -37,6 +37,13 @@ GROUPS = (
     "evaluation",
     "checkpoints and logs",
 )
+COMPILE_MODES = (  # torch.compile's
+    "default",
+    "reduce-overhead",
+    "max-autotune",
+    "max-autotune-no-cudagraphs",
+)
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 RUN, MODEL, DATA, AUGMENT, LOSS, LENGTH, OPTIMISER, RATE, SPEED, EVALUATION, KEPT = GROUPS
 
 
@@ -166,7 +173,7 @@ class TrainConfig:
     attention_lr: float = option(
         1.0,
         "learning-rate multiplier of the attention parameters (q, k, v, position tables, "
-        "map convolutions)",
+        "map convolutions, token_conv, value_residual)",
         OPTIMISER,
     )
     gate_lr: float = option(
@@ -234,6 +241,15 @@ class TrainConfig:
         choices=("none", "bfloat16", "float16"),
         bare="bfloat16",
     )
+    compile: bool = setting(False, "compile the model with torch.compile", SPEED)
+    compile_mode: str = setting(
+        "default",
+        "mode of torch.compile; reduce-overhead: CUDA graphs, for networks whose kernels are "
+        "short, such as those of CIFAR",
+        SPEED,
+        choices=COMPILE_MODES,
+        goes_with="compile",
+    )
     channels_last: bool = setting(False, "keep images and weights channels-last in memory", SPEED)
     sync_bn: bool = option(False, "batch statistics over all processes (CUDA only)", SPEED)
     dist_bn: str = option(
@@ -299,6 +315,11 @@ class TrainConfig:
             self.epochs = int(self.epochs)
         if self.min_lr > self.lr:
             raise UsageError(f"min_lr must be at most lr ({self.lr:g}), got {self.min_lr:g}")
+        if self.cuda_graphs and self.grad_accum_steps > 1:
+            raise UsageError(
+                f"compile_mode {self.compile_mode} needs grad_accum_steps 1, for the next replay "
+                f"of a CUDA graph takes the gradients of the one before, got {self.grad_accum_steps}"
+            )
 
     def _check_pairs(self) -> None:
         """Raise UsageError for options that exclude each other, and for one without the option that it needs."""
@@ -322,6 +343,11 @@ class TrainConfig:
             return round(self.warmup_epochs * updates_per_epoch)
         share = float(self.warmup_epochs.removesuffix("%")) / 100
         return round(share * round(self.epochs * updates_per_epoch))
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether the compiled model is replayed as CUDA graphs, where there is CUDA."""
+        return self.compile and self.compile_mode in CUDA_GRAPHS
 
     @property
     def mixes(self) -> bool:

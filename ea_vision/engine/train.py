@@ -17,6 +17,7 @@ import time
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from timm.utils import ModelEmaV3, dispatch_clip_grad, distribute_bn
@@ -310,7 +311,17 @@ class Trainer:
 
     def _compiled(self, model: nn.Module) -> nn.Module:
         """Return what runs the model in training."""
-        return model
+        config = self.config
+        if not config.compile:
+            return model
+        # A CUDA graph is of one shape: each is compiled by itself.
+        dynamic = False if config.cuda_graphs else None
+        return self._compile(model, mode=config.compile_mode, dynamic=dynamic)
+
+    @staticmethod
+    def _compile(model: nn.Module, **options: Any) -> nn.Module:
+        """Return the compiled model; options are torch.compile's."""
+        return torch.compile(model, **options)
 
     # ---- one update -----------------------------------------------------------------------------------------------
 
@@ -346,6 +357,9 @@ class Trainer:
         for number, (images, targets, _) in enumerate(batches, start=1):
             # Gradients are averaged over the processes with the last batch.
             waits = self.world.size > 1 and number < len(batches)
+            if self.config.cuda_graphs:
+                # What the last replay left is not needed any more.
+                torch.compiler.cudagraph_mark_step_begin()
             with self.net.no_sync() if waits else nullcontext():
                 loss = self._batch_loss(images, targets) / len(batches)
                 self.scaler.scale(loss).backward()

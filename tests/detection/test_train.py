@@ -53,6 +53,24 @@ def uninterrupted(data, tmp_path_factory):
     return folder
 
 
+def test_compiled_learns_the_same(data, uninterrupted, tmp_path, monkeypatch):
+    """Backbone and heads are compiled, here without kernels; the averaged weights that are evaluated are eager."""
+    compile_ = torch.compile
+    compiled = []
+
+    def eager_compile(call, *, mode, dynamic):
+        compiled.append((mode, dynamic))
+        return compile_(call, backend="aot_eager", dynamic=dynamic)
+
+    monkeypatch.setattr(torch, "compile", eager_compile)
+    folder = tmp_path / "run"
+    finish(arguments(data, folder, "--compile --compile-mode reduce-overhead"))
+    assert compiled == [("reduce-overhead", False)] * 2
+    losses = run_folder.read_metrics(folder)["train_loss"]
+    expected = run_folder.read_metrics(uninterrupted)["train_loss"]
+    assert losses == pytest.approx(expected, rel=1e-3)
+
+
 # Updates 1 to 3 are the first epoch; checkpoints lie before 1 and after 2, 3, 5 and 6.
 @pytest.mark.parametrize(
     "number, update", [(signal.SIGKILL, 3), (signal.SIGKILL, 6), (signal.SIGTERM, 4)]
