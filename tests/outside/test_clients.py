@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 import timm
 import torch
+from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
 
 import ea_vision
@@ -205,3 +206,32 @@ def test_torchinfo_counts_every_parameter():
     model = network("ea_aa_resnet34")
     summary = torchinfo.summary(model, (1, 3, 64, 64), verbose=0)
     assert summary.total_params == sum(p.numel() for p in model.parameters())
+
+
+def test_transformers_timm_wrapper_is_saved_and_loaded(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.TimmWrapperConfig(architecture="ea_conv_transformer_cifar", num_labels=3)
+    model = transformers.TimmWrapperForImageClassification(config).eval()
+    model.save_pretrained(tmp_path)
+    again = transformers.TimmWrapperForImageClassification.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        assert torch.equal(again(images()).logits, model(images()).logits)
+
+
+@pytest.mark.parametrize("name", ["ea_conv_transformer_cifar", "evolved_transformer"])
+def test_fully_sharded_gradients_are_the_plain_ones(name):
+    """FSDP2, of one process."""
+    model = evolved_transformer() if name == "evolved_transformer" else network(name)
+    x = images()
+    model(x).square().sum().backward()
+    expected = {key: parameter.grad for key, parameter in model.named_parameters()}
+    model.zero_grad()
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        sharded = fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        sharded(x).square().sum().backward()
+        for key, parameter in sharded.named_parameters():
+            assert_close(parameter.grad.full_tensor(), expected[key])
+    finally:
+        torch.distributed.destroy_process_group()
