@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -32,26 +31,22 @@ from ea_vision.engine.config import resolve
 from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.train import Trainer
 
-BN_MODEL = (
-    "--model test_resnet --model-kwargs drop_rate=0.2".split()
-)  # batch statistics and dropout
-SECONDS = 900  # that a run may take on a busy machine
+BN_MODEL = "--model test_resnet --model-kwargs drop_rate=0.2"  # batch statistics and dropout
 GN_MODEL = "--model test_efficientnet_gn --model-kwargs drop_rate=0".split()  # neither
+SECONDS = 900  # that a run may take on a busy machine
 
 
-def make_folder(
-    root: Path, train: int = 40, test: int = 13, classes: int = 3, side: int = 32
-) -> Path:
+def make_folder(root, train=40, test=13, classes=3, side=32):
     """Write PNG images of `classes` colours in noise: root/{train,test}/class_i/name.png."""
     rng = np.random.default_rng(0)
-    for split, index in [("train", index) for index in range(train)] + [
-        ("test", index) for index in range(test)
-    ]:
-        pixels = rng.integers(0, 120, (side, side, 3), dtype=np.uint8)
-        pixels[..., index % classes % 3] += 100
-        path = root / split / f"class_{index % classes}" / f"{index:03d}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels).save(path)
+    for split, count in (("train", train), ("test", test)):
+        for index in range(count):
+            label = index % classes
+            pixels = rng.integers(0, 120, (side, side, 3), dtype=np.uint8)
+            pixels[..., label % 3] += 100
+            path = root / split / f"class_{label}" / f"{index:03d}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(path)
     return root
 
 
@@ -59,13 +54,13 @@ CPU = World(0, 1, torch.device("cpu"))
 
 
 def make_trainer(
-    folder: Path,
-    model: torch.nn.Module,
+    folder,
+    model,
     train_loader=range(8),
     eval_loader=range(1),
     *,
-    classes: int = 3,
-    world: World = CPU,
+    classes=3,
+    world=CPU,
     kind=ClassificationTrainer,
     schema=train_cifar.CifarConfig,
     **options,
@@ -84,18 +79,18 @@ def make_trainer(
     return kind(data, model, train_loader, eval_loader, folder, StopRequest())
 
 
-def words(*texts: str) -> list[str]:
+def words(*texts):
     """Return the words of a command; a text that begins with a flag may have several."""
-    found = []
+    parts = []
     for text in texts:
-        found += text.split() if text.startswith("--") else [text]
-    return found
+        parts += text.split() if text.startswith("--") else [text]
+    return parts
 
 
-def arguments(data: Path, output: Path, *more: str) -> list[str]:
+def arguments(data, output, *more):
     """A run of two epochs of five updates of eight images, a checkpoint every second update."""
     return words(
-        *BN_MODEL,
+        BN_MODEL,
         f"--dataset folder --data-dir {data} --img-size 16 --output {output}",
         "--epochs 2 --batch-size 8 --opt sgd --lr 0.05 --checkpoint-steps 2 --device cpu",
         *more,
@@ -103,17 +98,17 @@ def arguments(data: Path, output: Path, *more: str) -> list[str]:
 
 
 def _child(
-    main: Callable[[list[str]], int],
-    argv: list[str],
-    sabotage: Callable[[], None] | None,
-    environment: dict[str, str],
-    log: Path,
-) -> None:
+    main,
+    argv,
+    sabotage,
+    environment,
+    log,
+):
     gc.freeze()  # what is imported is no garbage, and to look at it copies it from the parent's memory
     torch.set_num_threads(1)
     os.environ.clear()  # of the test that was the first to start a process
     os.environ.update(environment)
-    with open(log, "a") as file:
+    with open(log, "a", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     if sabotage is not None:
@@ -123,64 +118,63 @@ def _child(
     sys.exit(code)
 
 
-def start(argv: list[str], log: Path, sabotage=None, main=train_cifar.main, **environment: str):
+def start(argv, log, sabotage=None, main=train_cifar.main, **environment):
     """Start `train_cifar.py ARGV`, or another trainer, as a process; stdout and stderr go to `log`."""
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
     if "forkserver" in methods:
         context.set_forkserver_preload(["tests.engine.runner"])
-    process = context.Process(
-        target=_child, args=(main, argv, sabotage, {**os.environ, **environment}, log)
-    )
+    environment = {**os.environ, **environment}
+    process = context.Process(target=_child, args=(main, argv, sabotage, environment, log))
     process.start()
     return process
 
 
-def train(
-    argv: list[str], sabotage=None, *, code: int = 0, size: int = 1, main=train_cifar.main
-) -> str:
+def train(argv, sabotage=None, *, code=0, size=1, main=train_cifar.main):
     """Train in `size` processes, which must all end with `code`; return what they, and those before them in the same
     run folder, have said."""
-    log = Path(argv[argv.index("--output") + 1]).with_suffix(".log")
-    assert run_world(size, argv, log, sabotage, main) == [code] * size, log.read_text()
-    return log.read_text()
+    output = Path(argv[argv.index("--output") + 1])
+    log = output.with_suffix(".log")
+    codes = run_world(size, argv, log, sabotage, main)
+    said = log.read_text(encoding="utf-8")
+    assert codes == [code] * size, said
+    return said
 
 
 def stopped(
-    argv: list[str],
-    update: int,
-    number: int = signal.SIGTERM,
+    argv,
+    update,
+    number=signal.SIGTERM,
     *,
-    rank: int | None = None,
-    size: int = 1,
+    rank=None,
+    size=1,
     main=train_cifar.main,
-) -> str:
+):
     """Train until a signal comes in this update, of one process or of all; they must all end as it asks."""
     code = -number if number == signal.SIGKILL else 128 + number
     return train(argv, SignalAfterUpdate(number, update, rank), code=code, size=size, main=main)
 
 
-def saved(folder: Path, name: str = checkpoint.LAST) -> dict:
+def saved(folder, name=checkpoint.LAST):
     """Return the content of a run's checkpoint."""
     return checkpoint.read_checkpoint(folder / name)
 
 
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+def weights_of(folder):
     """Return the weights that a run exported."""
     return read_weights(folder / run_folder.WEIGHTS)
 
 
-def error_of(main: Callable[[list[str]], int], argv: list[str], capsys) -> str:
+def error_of(main, argv, capsys):
     """Run a command in this process; return its error, which must be one line."""
     assert exit_code(lambda: main(argv)) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line]
-    assert len(lines) == 1 and lines[0].startswith("error: "), lines
-    return lines[0].removeprefix("error: ")
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("error: "), said
+    assert "\n" not in said
+    return said.removeprefix("error: ")
 
 
-def run_world(
-    size: int, argv: list[str], log: Path, sabotage=None, main=train_cifar.main
-) -> list[int]:
+def run_world(size, argv, log, sabotage=None, main=train_cifar.main):
     """Run `size` processes with the environment that torchrun gives them; return their exit codes, negative for a
     signal."""
     processes = start_world(size, argv, log, sabotage, main)
@@ -188,34 +182,34 @@ def run_world(
         process.join(SECONDS)
         if process.is_alive():
             process.kill()
-            raise AssertionError(f"no end after {SECONDS} s:\n{log.read_text()}")
+            said = log.read_text(encoding="utf-8")
+            raise AssertionError(f"no end after {SECONDS} s:\n{said}")
     return [process.exitcode for process in processes]
 
 
-def start_world(
-    size: int, argv: list[str], log: Path, sabotage=None, main=train_cifar.main
-) -> list:
+def start_world(size, argv, log, sabotage=None, main=train_cifar.main):
     """Start `size` processes with the environment that torchrun gives them."""
     log.touch()
+    port = str(free_port())
+    world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = []
+    for rank in map(str, range(size)):
+        processes.append(start(argv, log, sabotage, main, RANK=rank, LOCAL_RANK=rank, **world))
+    return processes
+
+
+def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        world = {
-            "WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free.getsockname()[1]),
-        }
-    return [
-        start(argv, log, sabotage, main, RANK=str(rank), LOCAL_RANK=str(rank), **world)
-        for rank in range(size)
-    ]
+        return free.getsockname()[1]
 
 
-def same_result(a: Path, b: Path) -> None:
+def same_result(a, b):
     """Assert that two run folders ended alike, bit for bit, times apart."""
     assert_equal(end_of(a), end_of(b), "")
 
 
-def end_of(folder: Path) -> dict:
+def end_of(folder):
     """Return all that a complete run ended with, but for times."""
     state = saved(folder)
     results = run_folder.read_results(folder)
@@ -229,7 +223,7 @@ def end_of(folder: Path) -> dict:
     return end
 
 
-def assert_equal(a, b, where: str) -> None:
+def assert_equal(a, b, where):
     """Assert that two nested states are equal, tensors bit for bit."""
     first = leaves_of(a)
     second = leaves_of(b)
@@ -240,17 +234,17 @@ def assert_equal(a, b, where: str) -> None:
         assert same, f"{where}{path}"
 
 
-def leaves_of(state) -> dict:
+def leaves_of(state):
     """Return the leaves of a nested state by their paths."""
     return {keystr(path): leaf for path, leaf in tree_leaves_with_path(state)}
 
 
-def times_of(folder: Path) -> dict[str, int]:
+def times_of(folder):
     """Return when each file of a folder was written."""
     return {path.name: path.stat().st_mtime_ns for path in folder.glob("[!.]*")}
 
 
-def nothing_truncated(folder: Path) -> None:
+def nothing_truncated(folder):
     """Assert that every file of a run folder is whole (temporary files are hidden and do not count)."""
     for pattern, read in (
         ("[!.]*.ckpt", checkpoint.read_checkpoint),
@@ -265,17 +259,19 @@ def nothing_truncated(folder: Path) -> None:
 # ---- ways to hurt a run: called in the trainer's process before it starts --------------------------------------------
 
 
-def around(owner, name: str, hurt: Callable) -> None:
+def around(owner, name, hurt):
     """Let `hurt(original, ...)` take the place of a function of a class or module; it gets the same arguments."""
-    original, found = getattr(owner, name), inspect.getattr_static(owner, name)
+    original = getattr(owner, name)
 
-    def function(*given, **more):
-        return hurt(original, *given, **more)
+    def function(*args, **kwargs):
+        return hurt(original, *args, **kwargs)
 
-    setattr(owner, name, staticmethod(function) if isinstance(found, staticmethod) else function)
+    if isinstance(inspect.getattr_static(owner, name), staticmethod):
+        function = staticmethod(function)
+    setattr(owner, name, function)
 
 
-def after_update(number: int, act: Callable[[Trainer], None]) -> None:
+def after_update(number, act):
     """Let `act` follow update `number` of the run."""
 
     def hurt(update, trainer, batches):
@@ -306,7 +302,7 @@ class SignalAfterUpdate:
         around(Trainer, "_update", hurt)
 
 
-def signal_in_evaluation() -> None:
+def signal_in_evaluation():
     """Send this process SIGTERM at the beginning of its first evaluation."""
 
     def hurt(evaluate, *given, **more):
@@ -316,7 +312,7 @@ def signal_in_evaluation() -> None:
     around(ClassificationTrainer, "evaluate", hurt)
 
 
-def die() -> None:
+def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -328,7 +324,7 @@ class HalfFile(io.FileIO):
         die()
 
 
-def limit_files() -> None:
+def limit_files():
     """Let the kernel refuse what lies beyond a size: EFBIG, a real failed write."""
     import resource  # of Unix alone
 
@@ -378,7 +374,7 @@ class HurtWrite:
         around(os, "replace", hurt_replace)
 
 
-def spoil_loss(number: int, rank: int) -> None:
+def spoil_loss(number, rank):
     """Make the loss of update `number` of the run non-finite on `rank`."""
 
     def hurt(batch_loss, trainer, images, targets):
@@ -389,10 +385,10 @@ def spoil_loss(number: int, rank: int) -> None:
     around(ClassificationTrainer, "_batch_loss", hurt)
 
 
-def spoil_tensor(number: int, name: str) -> None:
+def spoil_tensor(number, name):
     """Put an infinity into a weight or statistic after update `number`, as an overflowing gradient would."""
 
-    def spoil(trainer: Trainer) -> None:
+    def spoil(trainer):
         values = trainer.model.state_dict()[name].view(-1)
         values[0] = float("inf")
 
