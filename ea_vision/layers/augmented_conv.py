@@ -76,8 +76,8 @@ class Projection(nn.Conv2d):
             else:
                 y = torch.baddbmm(self.bias.unsqueeze(-1), weight, pixels)
             return y.view(B, self.out_channels, H, W)
-        few = min(self.in_channels, self.out_channels) < 64
-        if x.device.type == "cpu" and few and is_channels_last(x):
+        has_few_channels = min(self.in_channels, self.out_channels) < 64
+        if x.device.type == "cpu" and has_few_channels and is_channels_last(x):
             y = F.linear(x.permute(0, 2, 3, 1), self.weight.flatten(1), self.bias)
             return y.permute(0, 3, 1, 2)
         return F.conv2d(x, self.weight, self.bias)
@@ -123,6 +123,11 @@ def _check_windows_of_evolving_maps(
             f"window must be None where maps are mixed after the softmax, by "
             f"{type(evolution).__name__}: it would reach beyond; got {window}"
         )
+
+
+def _count_pairs(size: int, most: int) -> int:
+    """Count the ordered pairs of `size` places that lie less than `most` apart."""
+    return sum(size - abs(offset) for offset in range(1 - most, most))
 
 
 @register_notrace_module  # sizes are checked at run time, so FX keeps the layer whole
@@ -236,9 +241,9 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         self.need_logits = evolution is not None or not self.local
 
         conv_channels = out_channels if fusion == "add" else out_channels - attn_channels
+        self.conv = conv
         if conv is not None:
             self._check_conv(conv)
-            self.conv = conv
         elif conv_channels > 0:
             self.conv = nn.Conv2d(
                 in_channels,
@@ -250,8 +255,6 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
                 bias=False,
                 **dd,
             )
-        else:
-            self.conv = None
         self.conv_drop = nn.Dropout(conv_drop)
         coordinates = 3 if self.position == "coord" else 0
         self.qkv = Projection(in_channels + coordinates, 2 * dim_qk + dim_v, **dd)
@@ -318,18 +321,14 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
 
     def map_elements(self, feat_size: tuple[int, int]) -> int:
         """Return the number of query-key pairs that attention reads on a map of (height, width), in all heads."""
-
-        def pairs(size: int, most: int) -> int:
-            """Count pairs of `size` places that lie less than `most` apart."""
-            return sum(size - abs(offset) for offset in range(1 - most, most))
-
         K = self.num_heads
-        if self.head_border == "wrap":
-            heads = K * self.head_window
-        else:
-            heads = pairs(K, min(K, self.head_window // 2 + 1))
+        heads = K * self.head_window
+        if self.head_border == "clip":
+            heads = _count_pairs(K, min(K, self.head_window // 2 + 1))
         high, wide = self.reaches(feat_size)
-        return heads * pairs(feat_size[0], high) * pairs(feat_size[1], wide)
+        rows = _count_pairs(feat_size[0], high)
+        columns = _count_pairs(feat_size[1], wide)
+        return heads * rows * columns
 
     def set_feat_size(self, feat_size: tuple[int, int]) -> None:
         """Fit the position tables to another (height, width) of the map, for good."""
@@ -410,11 +409,10 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         B, _, H, W = projected.shape
         qk, v = projected.split([2 * self.dim_qk, self.dim_v], dim=1)
         qk = qk.reshape(B, 2 * self.num_heads, self.dim_head_qk, H * W)
-        gain = self.qk_gain
-        if gain is None:
+        if self.qk_gain is None:
             q, k = qk.transpose(-2, -1).chunk(2, dim=1)
         else:
-            q, k = normalise_heads(qk, gain)
+            q, k = normalise_heads(qk, self.qk_gain)
         v = v.reshape(B, self.num_heads, self.dim_head_v, H * W).transpose(-2, -1)
         return q, k, v, (H, W)
 
@@ -478,7 +476,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         q, k, v, feat_size = self.heads_of(self.qkv(pooled))
         out, logits = self.attend_heads(pooled, q, k, v, prev_logits, feat_size, need_logits)
         # heads concatenated
-        out = out.transpose(-2, -1).reshape(x.shape[0], self.dim_v, feat_size[0], feat_size[1])
+        out = out.transpose(-2, -1).reshape(x.shape[0], self.dim_v, *feat_size)
         if x.stride(1) == 1 and not x.is_contiguous():  # channels last
             out = out.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
         return self.proj(out), logits
@@ -526,10 +524,12 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         return torch.cat([y, attn], dim=1), logits
 
     def extra_repr(self) -> str:
-        norm = "" if self.qk_gain is None else ", qk_norm=True"
-        windows = f", window={self.window}, head_window={self.head_window}" if self.local else ""
-        fusion = "" if self.fusion == "concat" else f", fusion={self.fusion!r}"
-        return (
-            f"num_heads={self.num_heads}, feat_size={self.feat_size}, position={self.position!r}"
-            f"{norm}{windows}{fusion}"
-        )
+        shown = [f"num_heads={self.num_heads}, feat_size={self.feat_size}"]
+        shown.append(f"position={self.position!r}")
+        if self.qk_gain is not None:
+            shown.append("qk_norm=True")
+        if self.local:
+            shown.append(f"window={self.window}, head_window={self.head_window}")
+        if self.fusion != "concat":
+            shown.append(f"fusion={self.fusion!r}")
+        return ", ".join(shown)

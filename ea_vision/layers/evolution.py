@@ -113,7 +113,11 @@ class Evolution(nn.Module):
         start.pop("learnable", None)
         if not gates or gates.keys() != start.keys():
             return False
-        return all((torch.as_tensor(gate) == start[name]).all() for name, gate in gates.items())
+        for name, gate in gates.items():
+            is_at_start = torch.as_tensor(gate) == start[name]
+            if not is_at_start.all():
+                return False
+        return True
 
 
 class EvolvingMaps(StepByStep):
@@ -135,13 +139,11 @@ class EvolvingMaps(StepByStep):
     def attention_of(self, logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
         """Return the probabilities of (evolved) logits, within the windows; the shape stays."""
         if self.local:
-            logits = within_windows(
-                logits, feat_size, self.window, self.head_window, self.head_border == "wrap"
-            )
+            wrap = self.head_border == "wrap"
+            logits = within_windows(logits, feat_size, self.window, self.head_window, wrap)
         attn = logits.softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-        if self.evolution is not None:
-            if self.evolution.mixes_attn:
-                attn = self.evolution.mix_attn(attn.to(logits.dtype))
+        if self.evolution is not None and self.evolution.mixes_attn:
+            attn = self.evolution.mix_attn(attn.to(logits.dtype))
         return attn
 
     def parts_of(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
@@ -170,9 +172,9 @@ class EvolvingMaps(StepByStep):
             the heads' outputs (B, K, N, D), and the logits (B, K, N, N), or None where no layer reads them.
         """
         if self.evolution is not None and self.evolution.reads_previous:
-            shape = (q.shape[0], q.shape[1], q.shape[2], q.shape[2])
-            if prev_logits is None or prev_logits.shape != shape:
-                check_prev_logits(prev_logits, *shape)
+            B, K, N, _ = q.shape
+            if prev_logits is None or prev_logits.shape != (B, K, N, N):
+                check_prev_logits(prev_logits, B, K, N)
         out, logits = self._attend(q, k, v, prev_logits, feat_size, bias, need_logits)
         if self.evolution is not None and self.evolution.mixes_output:
             tokens = x if x.ndim == 3 else x.flatten(2).transpose(1, 2)
@@ -311,12 +313,14 @@ def new_gate(
     if learnable not in (False, True, "per_head"):
         raise ValueError(f"learnable must be False, True or 'per_head', got {learnable!r}")
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not learnable and not (is_number and 0.0 <= value <= 1.0):
-        raise ValueError(f"{name} must lie between 0 and 1, got {value}")
-    if not (is_number and math.isfinite(value)):
+    if not learnable:
+        if not is_number or not 0.0 <= value <= 1.0:
+            raise ValueError(f"{name} must lie between 0 and 1, got {value}")
+        return float(value)
+    if not is_number or not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number, got {value}")
     shape = (num_heads,) if learnable == "per_head" else ()
-    return nn.Parameter(torch.full(shape, float(value), **dd)) if learnable else float(value)
+    return nn.Parameter(torch.full(shape, float(value), **dd))
 
 
 def check_kernel_size(kernel_size: int) -> None:
@@ -358,10 +362,10 @@ class _ConvolvedEvolution(Evolution):
         self.alpha = new_gate("alpha", alpha, mixes, num_heads, **dd)
         self.beta = 1.0 if predict else new_gate("beta", beta, learnable, num_heads, **dd)
         self.starts = {"alpha": float(alpha), "beta": float(beta)}
-        self.convs = nn.ModuleList(
-            nn.Conv2d(num_heads, num_heads, kernel_size, padding=kernel_size // 2, **dd)
-            for _ in range(num_layers)
-        )
+        self.convs = nn.ModuleList()
+        for _ in range(num_layers):
+            conv = nn.Conv2d(num_heads, num_heads, kernel_size, padding=self.reach, **dd)
+            self.convs.append(conv)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

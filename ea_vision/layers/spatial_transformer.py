@@ -68,7 +68,7 @@ class SpatialTransformer(nn.Module):
         device=None,
         dtype=None,
     ):
-        dd: dict = {"device": device, "dtype": dtype}
+        dd = {"device": device, "dtype": dtype}
         super().__init__()
         if hidden < 2:
             raise ValueError(f"hidden must be 2 or more, got {hidden}")
@@ -102,5 +102,5 @@ class SpatialTransformer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Turn (B, C, H, W) into (B, C, h, w)."""
-        size = self.out_size
-        return sample_affine(x, self.theta(x), (x.shape[2], x.shape[3]) if size is None else size)
+        size = x.shape[2:] if self.out_size is None else self.out_size
+        return sample_affine(x, self.theta(x), size)

@@ -35,11 +35,14 @@ class MapsAttention(EvolvingMaps):
         watched = bool(self._forward_hooks) and self.evolution is not None
         need_logits = need_logits or watched
         dropout_p = self.attn_drop.p if self.training else 0.0
-        if operands is not None and not operands and not need_logits:
-            return F.scaled_dot_product_attention(
+        if operands is None:
+            return self.attend_step_by_step(q, k, v, prev_logits, feat_size, bias)
+        if not operands and not need_logits:
+            out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=self.scale
-            ), None
-        if operands is None or bias is not None:
+            )
+            return out, None
+        if bias is not None:
             return self.attend_step_by_step(q, k, v, prev_logits, feat_size, bias)
         scale = self.scale * operands.pop("own_scale", 1.0)
         return evolving_attention(
@@ -74,11 +77,11 @@ class MapsAttention(EvolvingMaps):
         Raises:
             ValueError: something missing or of another shape that the mechanisms read of other blocks.
         """
-        if self.evolution is not None:
-            if self.evolution.spatial and feat_size is None:
-                raise ValueError(
-                    "this evolution needs the patches' (height, width): images (B, C, H, W) required"
-                )
+        is_spatial = self.evolution is not None and self.evolution.spatial
+        if is_spatial and feat_size is None:
+            raise ValueError(
+                "this evolution needs the patches' (height, width): images (B, C, H, W) required"
+            )
         if self.value_residual is not None:
             if first_values is None:
                 raise ValueError(

@@ -63,8 +63,9 @@ class FourDimensionalConvolution(Evolution):
         by_query = maps.permute(0, 2, 3, 1).contiguous()
         by_key = by_query.transpose(1, 2)
         over_keys = self._over_plane(by_query, self.keys, feat_size)
-        over_queries = self._over_plane(by_key, self.queries, feat_size).transpose(1, 2)
-        return (over_keys + over_queries).permute(0, 3, 1, 2)
+        over_queries = self._over_plane(by_key, self.queries, feat_size)
+        total = over_keys + over_queries.transpose(1, 2)
+        return total.permute(0, 3, 1, 2)
 
     @staticmethod
     def _over_plane(maps: Tensor, weight: Tensor, feat_size: tuple[int, int]) -> Tensor:
@@ -72,7 +73,7 @@ class FourDimensionalConvolution(Evolution):
         B, N, _, K = maps.shape
         H, W = feat_size
         planes = maps.reshape(B * N, H, W, K).permute(0, 3, 1, 2)
-        convolved = F.conv2d(planes, weight, None, padding="same")
+        convolved = F.conv2d(planes, weight, padding="same")
         return convolved.permute(0, 2, 3, 1).reshape(B, N, N, K)
 
     def forward(self, logits: Tensor, prev_logits: Tensor, feat_size: tuple[int, int]) -> Tensor:

@@ -36,7 +36,8 @@ class MRLALight(nn.Module):
             )
         dd = {"device": device, "dtype": dtype}
         reach = int((math.log2(channels) + 1) / 2)
-        reach += reach % 2 == 0
+        if reach % 2 == 0:
+            reach += 1
         self.dim_group = dim_group
         self.query = nn.Conv1d(1, 1, reach, padding=reach // 2, bias=False, **dd)
         self.key = nn.Conv1d(1, 1, reach, padding=reach // 2, bias=False, **dd)
@@ -54,5 +55,6 @@ class MRLALight(nn.Module):
         by_group = products.unflatten(2, (-1, self.dim_group)).sum(-1)  # (B, 1, groups)
         gate = (by_group * self.dim_group**-0.5).sigmoid()
         by_channel = gate.repeat_interleave(self.dim_group, dim=2)
-        values = by_channel.view(x.shape[0], -1, 1, 1) * self.value(x)
+        weight = by_channel.view(x.shape[0], -1, 1, 1)
+        values = weight * self.value(x)
         return self.bn(values + self.shortcut_scale * shortcut)

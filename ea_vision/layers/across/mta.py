@@ -43,17 +43,20 @@ class MultiTokenAttention(Evolution):
     ):
         super().__init__()
         head_kernel = num_heads if head_kernel is None else head_kernel
-        odd_sides = [side > 0 and side % 2 == 1 for side in map_kernel]
-        if odd_sides != [True, True]:
+        are_odd = [side > 0 and side % 2 == 1 for side in map_kernel]
+        if are_odd != [True, True]:
             raise ValueError(
                 f"map_kernel must be two odd numbers (queries, keys), got {map_kernel}"
             )
         if head_kernel < 1 or num_heads % head_kernel:
             raise ValueError(f"head_kernel must divide num_heads={num_heads}, got {head_kernel}")
-        kernel = torch.zeros(num_heads, 1, *map_kernel, device=device, dtype=dtype)
-        kernel[:, :, map_kernel[0] // 2, map_kernel[1] // 2] = 1.0
-        eye = torch.eye(num_heads, device=device, dtype=dtype)
-        group = eye[:head_kernel, :head_kernel]
+        dd = {"device": device, "dtype": dtype}
+        kernel = torch.zeros(num_heads, 1, *map_kernel, **dd)
+        row = map_kernel[0] // 2
+        column = map_kernel[1] // 2
+        kernel[:, :, row, column] = 1.0
+        eye = torch.eye(num_heads, **dd)
+        group = torch.eye(head_kernel, **dd)
         self.conv_before = nn.Parameter(kernel)
         self.conv_after = nn.Parameter(kernel.clone())
         self.heads_before = nn.Parameter(eye)
@@ -69,13 +72,16 @@ class MultiTokenAttention(Evolution):
         return torch.einsum("ab,nbij->naij", self.heads_before, convolved)
 
     def mix_attn(self, attn: Tensor) -> Tensor:
-        by_group = self._convolve(attn, self.conv_after).unflatten(1, self.heads_after.shape[:2])
-        return torch.einsum("gce,ngcij->ngeij", self.heads_after, by_group).flatten(1, 2)
+        convolved = self._convolve(attn, self.conv_after)
+        by_group = convolved.unflatten(1, self.heads_after.shape[:2])
+        mixed = torch.einsum("gce,ngcij->ngeij", self.heads_after, by_group)
+        return mixed.flatten(1, 2)
 
     def changes_nothing(self) -> bool:
         num_heads = len(self.heads_before)
         start = type(self)(num_heads, self.conv_before.shape[2:], self.heads_after.shape[1])
         for now, then in zip(self.parameters(), start.parameters(), strict=True):
-            if not torch.equal(now.detach().cpu().float(), then):
+            value = now.detach().cpu().float()
+            if not torch.equal(value, then):
                 return False
         return True

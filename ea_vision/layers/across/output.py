@@ -95,12 +95,14 @@ class _ExcludeOwnValues(torch.autograd.Function):
             to_along.copy_(product)
             t = _times(gain, product / n)
             to_out.copy_(torch.addcmul(g, v, t, value=-1))
-            to_values.copy_(
-                (v * (2 * t * s)).addcmul_(o, t, value=-1).addcmul_(g, _times(gain, s), value=-1)
-            )
+            d_values = v * (2 * t * s)
+            d_values.addcmul_(o, t, value=-1)
+            d_values.addcmul_(g, _times(gain, s), value=-1)
+            to_values.copy_(d_values)
         grad_gain = None
         if gain is not None:
-            grad_gain = -(share * along).sum((0, 2, 3)).to(gain.dtype)
+            by_head = (share * along).sum((0, 2, 3))
+            grad_gain = -by_head.to(gain.dtype)
         return grad_out, grad_values, grad_gain
 
 
@@ -131,9 +133,8 @@ class ExclusiveAttention(OutputMechanism):
         super().__init__()
         self.gain = None
         if gain is not None:
-            self.gain = nn.Parameter(
-                torch.full((num_heads,), float(gain), device=device, dtype=dtype)
-            )
+            start = torch.full((num_heads,), float(gain), device=device, dtype=dtype)
+            self.gain = nn.Parameter(start)
 
     def mix_output(self, out: Tensor, values: Tensor, x: Tensor) -> Tensor:
         if needs_readable():
@@ -173,7 +174,9 @@ class GatedAttention(OutputMechanism):
 
     def mix_output(self, out: Tensor, values: Tensor, x: Tensor) -> Tensor:
         gate = self.scale * self.gate(x).sigmoid()  # (B, N, K)
-        return (out * gate.transpose(1, 2).unsqueeze(-1)).to(out.dtype)
+        by_head = gate.transpose(1, 2).unsqueeze(-1)
+        return (out * by_head).to(out.dtype)
 
     def changes_nothing(self) -> bool:
-        return self.scale == 2.0 and not self.gate.weight.any() and not self.gate.bias.any()
+        learned = self.gate.weight.any() or self.gate.bias.any()
+        return self.scale == 2.0 and not learned

@@ -21,10 +21,10 @@ class Gained(Evolution):
 
     def __init__(self, gain: float | None, device=None, dtype=None):
         super().__init__()
-        if gain is None:
-            self.gain = None
-        else:
-            self.gain = nn.Parameter(torch.full((), float(gain), device=device, dtype=dtype))
+        self.gain = None
+        if gain is not None:
+            start = torch.full((), float(gain), device=device, dtype=dtype)
+            self.gain = nn.Parameter(start)
 
     def refine(self, attn: Tensor) -> Tensor:
         """Return the paper's maps from the probabilities, (B, K, N, N) each."""

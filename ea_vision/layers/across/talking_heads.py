@@ -32,8 +32,9 @@ class TalkingHeads(Evolution):
 
     def __init__(self, num_heads: int, identity: bool = False, device=None, dtype=None):
         super().__init__()
-        self.proj_l = nn.Linear(num_heads, num_heads, device=device, dtype=dtype)
-        self.proj_w = nn.Linear(num_heads, num_heads, device=device, dtype=dtype)
+        dd = {"device": device, "dtype": dtype}
+        self.proj_l = nn.Linear(num_heads, num_heads, **dd)
+        self.proj_w = nn.Linear(num_heads, num_heads, **dd)
         for proj in (self.proj_l, self.proj_w):
             if identity:
                 nn.init.eye_(proj.weight)
