@@ -203,11 +203,11 @@ def name_plain(plain: nn.Module) -> None:
 
 def list_networks(module: str | None = None) -> list[str]:
     """Return the names of our networks, of one family's file ("attn_resnet") or all, in order of registration."""
-    return [
-        name
-        for name, (home, _) in _NETWORKS.items()
-        if module is None or home.split(".")[-1] == module
-    ]
+    names = []
+    for name, (home, _) in _NETWORKS.items():
+        if module is None or home.split(".")[-1] == module:
+            names.append(name)
+    return names
 
 
 def get_network(name: str) -> Network:
@@ -266,12 +266,12 @@ scenes_cfg = partial(
 
 def shipped_weights(name: str) -> str:
     """Return the path of a shipped weights file: in the installed package, or in a checkout beside it."""
-    file = f"{name}.safetensors"
     package = Path(__file__).resolve().parents[1]
-    installed = package / "weights" / file
+    installed = package / "weights" / f"{name}.safetensors"
     if installed.is_file():
         return str(installed)
-    return str(package.parent / "weights" / file)
+    checkout = package.parent / "weights"
+    return str(checkout / f"{name}.safetensors")
 
 
 def build_network(

@@ -67,6 +67,11 @@ def check_numbers(name: str, value: Any, count: int | None = None) -> None:
         raise ValueError(f"{name} must be {wanted}, got {value!r}")
 
 
+def take_evolution_options(kwargs: dict) -> dict:
+    """Return the options of evolutions among a network's keywords, and take these out of `kwargs`."""
+    return {name: kwargs.pop(name) for name in evolution_options() if name in kwargs}
+
+
 @dataclass(frozen=True)
 class AttentionConfig:
     """The attention of a network, as its keywords describe it.
@@ -127,11 +132,7 @@ class AttentionConfig:
         for field_ in fields(cls):
             if field_.name in kwargs:
                 chosen[field_.name] = kwargs.pop(field_.name)
-        options = {}
-        for name in evolution_options():
-            if name in kwargs:
-                options[name] = kwargs.pop(name)
-        return cls(**{**chosen, "options": options})
+        return cls(**{**chosen, "options": take_evolution_options(kwargs)})
 
     def dims(self, width: int) -> tuple[int, int]:
         """Return (dim_qk, dim_v) for a convolution of `width` channels, rounded down to multiples of the heads."""
@@ -268,6 +269,12 @@ class ChainBuilder:
         return layer
 
 
+def growing_rates(last: float, count: int) -> Iterator[float]:
+    """Yield a rate of stochastic depth for each of `count` blocks, from 0 at the first to `last` at the last."""
+    for number in range(count):
+        yield last * number / max(1, count - 1)
+
+
 @contextmanager
 def frozen_statistics(block: nn.Module) -> Iterator[None]:
     """Leave the running statistics of a block's batch norms alone, which still normalise by the batch in training."""
@@ -314,6 +321,14 @@ def run_conv(conv: nn.Module, x: Tensor, logits: Tensor | None) -> tuple[Tensor,
     return x, logits if conv.need_logits else None
 
 
+def run_block(
+    block: nn.Module, x: Tensor, logits: Tensor | None, recompute: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Run a block; return its output and logits. With `recompute` the backward pass runs it again."""
+    output = checkpoint(block, x, logits) if recompute else block(x, logits)
+    return received(output)
+
+
 class AttnStage(nn.Sequential):
     """A stage whose blocks hand their attention logits on: (x, prev_logits) -> (x, logits)."""
 
@@ -322,11 +337,7 @@ class AttnStage(nn.Sequential):
     def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         logits = prev_logits
         for block in self:
-            if self.grad_checkpointing:
-                output = checkpoint(block, x, logits)
-            else:
-                output = block(x, logits)
-            x, logits = received(output)
+            x, logits = run_block(block, x, logits, self.grad_checkpointing)
         return x, logits
 
 
@@ -385,11 +396,8 @@ class ChainedNetwork:
                 module.fill_offsets_beyond(self.map_size(size, module.map_reduction))
 
     def no_weight_decay(self) -> set[str]:
-        return {
-            name
-            for name, _ in self.named_parameters()
-            if name.endswith(("height_rel", "width_rel", "qk_gain"))
-        }
+        kinds = ("height_rel", "width_rel", "qk_gain")
+        return {name for name, _ in self.named_parameters() if name.endswith(kinds)}
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         for module in self.modules():

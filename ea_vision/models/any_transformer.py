@@ -67,18 +67,21 @@ class PatchGrid:
             return  # the traced network runs this hook
         size = None
         if images.ndim == 4:
-            height, width = images.shape[-2:]
-            if hasattr(embedding, "dynamic_feat_size"):
-                size = embedding.dynamic_feat_size((height, width))
-            else:
-                patch = getattr(embedding, "patch_size", None) or embedding.kernel_size
-                patch_height, patch_width = to_2tuple(patch)
-                size = (height // patch_height, width // patch_width)
+            size = _patches_of(embedding, *images.shape[-2:])
         self.sizes[thread_of_forward()] = size
 
     def take(self) -> tuple[int, int] | None:
         """Return the size that this thread's forward has noted, once."""
         return self.sizes.pop(thread_of_forward(), None)
+
+
+def _patches_of(embedding: nn.Module, height: int, width: int) -> tuple[int, int]:
+    """Return how many patches (down, across) an embedding makes of an image."""
+    if hasattr(embedding, "dynamic_feat_size"):
+        return embedding.dynamic_feat_size((height, width))
+    patch = getattr(embedding, "patch_size", None) or embedding.kernel_size
+    patch_height, patch_width = to_2tuple(patch)
+    return height // patch_height, width // patch_width
 
 
 @keep_whole
@@ -230,7 +233,8 @@ class _Rotary(CarryingAttention):
         prefix = heads[:, :, : self.num_prefix_tokens]
         patches = heads[:, :, self.num_prefix_tokens :]
         half = {"half": True} if getattr(self, "rotate_half", False) else {}
-        return torch.cat([prefix, apply_rot_embed_cat(patches, rope, **half)], dim=2).to(dtype)
+        rotated = apply_rot_embed_cat(patches, rope, **half)
+        return torch.cat([prefix, rotated], dim=2).to(dtype)
 
 
 class EvolvingEvaAttention(_Rotary, eva.EvaAttention):
@@ -311,18 +315,16 @@ class EvolvingMultiheadAttention(CarryingAttention, nn.MultiheadAttention):
         if key is not query or value is not query:
             raise ValueError("self-attention required: key and value must be the query itself")
         if key_padding_mask is not None or need_weights:
+            padding = "None" if key_padding_mask is None else "set"
             raise ValueError(
                 "key_padding_mask=None and need_weights=False required (record_attention gives the "
-                f"maps), got key_padding_mask {'None' if key_padding_mask is None else 'set'} and "
-                f"need_weights={need_weights}"
+                f"maps), got key_padding_mask {padding} and need_weights={need_weights}"
             )
-        if attn_mask is not None:
-            if attn_mask.dtype == torch.bool:
-                attn_mask = (
-                    ~attn_mask
-                )  # torch's layer marks hidden keys, its functions those that stay
-            if attn_mask.ndim == 3:
-                attn_mask = attn_mask.unflatten(0, (-1, self.num_heads))
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            # torch's layer marks the keys that are hidden, its functions those that stay
+            attn_mask = ~attn_mask
+        if attn_mask is not None and attn_mask.ndim == 3:
+            attn_mask = attn_mask.unflatten(0, (-1, self.num_heads))
         self.attn_drop.p = self.dropout
         qkv = F.linear(query, self.in_proj_weight, self.in_proj_bias)
         q, k, v = by_heads(self, qkv)
@@ -448,7 +450,8 @@ def _reason_against_blocks(model: nn.Module) -> str | None:
         reason = reason or _reason_against_type(here, "attention", attn, ATTENTIONS)
         if reason is not None:
             return reason
-        if any(type(module).__module__.startswith("torch.ao.") for module in attn.modules()):
+        packages = [type(module).__module__ for module in attn.modules()]
+        if any(package.startswith("torch.ao.") for package in packages):
             return f"{here}: its attention must not be quantised, got {attn}"
         heads = heads or attn.num_heads
         if attn.num_heads != heads:
@@ -540,19 +543,18 @@ def evolve_transformer(
     return evolving
 
 
-def _active_parts(path: str, block: nn.Module) -> list[str]:
-    """Return the mechanisms of a block that change something, by name."""
+def _active_part(block: nn.Module) -> str | None:
+    """Return the name of a block's first mechanism that changes something, or None."""
     attn = getattr(block, block.attention)
     parts = {
         f"{block.attention}.evolution": attn.evolution,
         f"{block.attention}.value_residual": attn.value_residual,
         "token_conv": block.token_conv,
     }
-    return [
-        f"{path}.{block.attention} ({name})"
-        for name, part in parts.items()
-        if part is not None and not part.changes_nothing()
-    ]
+    for name, part in parts.items():
+        if part is not None and not part.changes_nothing():
+            return name
+    return None
 
 
 _ADDED_TO_BLOCKS = ("token_conv", "grid")
@@ -588,7 +590,9 @@ def unevolve_transformer(model: nn.Module) -> nn.Module:
     architecture = _architecture_of(model)
     active = []
     for index, block in enumerate(model.get_submodule(architecture.blocks)):
-        active += _active_parts(f"{architecture.blocks}.{index}", block)[:1]
+        part = _active_part(block)
+        if part is not None:
+            active.append(f"{architecture.blocks}.{index}.{block.attention} ({part})")
     if active:
         raise ValueError(
             "all gates must be 0, or mechanisms at their identity start, for the plain network to compute "

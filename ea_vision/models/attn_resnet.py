@@ -218,7 +218,33 @@ class Placement:
         )
 
 
-class AttnResNet(ChainedNetwork, ResNet):
+class ResNetStages(ChainedNetwork):
+    """The stem, which the network has, and the four stages of timm's or torchvision's ResNet with attention."""
+
+    def forward_stem(self, x: Tensor) -> Tensor:
+        """Turn (B, in_chans, H, W) into (B, 64, H/2, W/2); with a stem_stride the sides over that."""
+        raise NotImplementedError
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Turn (B, in_chans, H, W) into (B, num_features, H/32, W/32); with stem_stride the sides over 8 times that."""
+        x = self.maxpool(self.forward_stem(x))
+        logits = None
+        for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
+            x, logits = received(stage(x, logits))
+        return x
+
+    def feature_steps(self) -> list[Step]:
+        """Return the stem and the four stages."""
+        return [
+            lambda x, logits: (self.forward_stem(x), logits),
+            lambda x, logits: self.layer1(self.maxpool(x), logits),
+            self.layer2,
+            self.layer3,
+            self.layer4,
+        ]
+
+
+class AttnResNet(ResNetStages, ResNet):
     """ResNet with augmented convolutions, in its last three stages as published (EA paper, section 4.1).
 
     Args:
@@ -283,26 +309,7 @@ class AttnResNet(ChainedNetwork, ResNet):
                 block.mrla = MRLALight(channels, **options)
 
     def forward_stem(self, x: Tensor) -> Tensor:
-        """Turn (B, in_chans, H, W) into (B, 64, H/2, W/2); with stem_stride the sides over that."""
         return self.act1(self.bn1(self.conv1(x)))
-
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Turn (B, in_chans, H, W) into (B, num_features, H/32, W/32); with stem_stride the sides over 8 times that."""
-        x, logits = received(self.layer1(self.maxpool(self.forward_stem(x))))
-        x, logits = received(self.layer2(x, logits))
-        x, logits = received(self.layer3(x, logits))
-        x, logits = received(self.layer4(x, logits))
-        return x
-
-    def feature_steps(self) -> list[Step]:
-        """Return the stem and the four stages."""
-        return [
-            lambda x, logits: (self.forward_stem(x), logits),
-            lambda x, logits: self.layer1(self.maxpool(x), logits),
-            self.layer2,
-            self.layer3,
-            self.layer4,
-        ]
 
 
 _DEPTHS = {

@@ -34,9 +34,9 @@ from ea_vision.models._chain import (
     HeadedNetwork,
     Step,
     check_numbers,
-    checkpoint,
+    growing_rates,
     hand_on,
-    received,
+    run_block,
     run_conv,
     to_size,
 )
@@ -121,11 +121,8 @@ class DenseStage(nn.Module):
         features = [x]
         logits: Tensor | None = None
         for merge, block in zip(self.merge, self.blocks, strict=True):
-            x = merge(x if len(features) == 1 else torch.cat(features, dim=1))
-            if self.grad_checkpointing:
-                x, logits = received(checkpoint(block, x, logits))
-            else:
-                x, logits = received(block(x, logits))
+            joined = x if len(features) == 1 else torch.cat(features, dim=1)
+            x, logits = run_block(block, merge(joined), logits, self.grad_checkpointing)
             features.append(x)
         return x
 
@@ -190,8 +187,7 @@ class ConvTransformer(HeadedNetwork, nn.Module):
         stages = []
         self.feature_info = []
         in_channels = widths[0]
-        num_blocks = depth * len(widths)
-        drop_paths = iter([drop_path_rate * i / max(1, num_blocks - 1) for i in range(num_blocks)])
+        drop_paths = growing_rates(drop_path_rate, depth * len(widths))
         for stage, channels in enumerate(widths, start=1):
             reduction = 2 ** (stage - 1)
             if stage in attending and channels % config.num_heads:

@@ -22,10 +22,7 @@ from torchvision.models import resnet as torchvision_resnet
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.models._chain import (
     AttentionConfig,
-    ChainedNetwork,
-    Step,
     hand_on,
-    received,
     run_conv,
     to_size,
 )
@@ -39,6 +36,7 @@ from ea_vision.models.attn_resnet import (
     AttnBottleneck,
     AttnResNet,
     Placement,
+    ResNetStages,
 )
 
 
@@ -72,7 +70,7 @@ class AttnTorchvisionBottleneck(AttendsInBottleneck, torchvision_resnet.Bottlene
         return hand_on(self.relu(x), logits)
 
 
-class AttnTorchvisionResNet(ChainedNetwork, torchvision_resnet.ResNet):
+class AttnTorchvisionResNet(ResNetStages, torchvision_resnet.ResNet):
     """torchvision's ResNet with attention beside its 3x3 convolutions, as `evolve_resnet` makes it.
 
     img_size: (height, width) in pixels, for which the position tables are made.
@@ -80,26 +78,7 @@ class AttnTorchvisionResNet(ChainedNetwork, torchvision_resnet.ResNet):
     """
 
     def forward_stem(self, x: Tensor) -> Tensor:
-        """Turn (B, 3, H, W) into (B, 64, H/2, W/2)."""
         return self.relu(self.bn1(self.conv1(x)))
-
-    def feature_steps(self) -> list[Step]:
-        """Return the stem and the four stages."""
-        return [
-            lambda x, logits: (self.forward_stem(x), logits),
-            lambda x, logits: self.layer1(self.maxpool(x), logits),
-            self.layer2,
-            self.layer3,
-            self.layer4,
-        ]
-
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Turn (B, 3, H, W) into (B, C, H/32, W/32)."""
-        x, logits = received(self.layer1(self.maxpool(self.forward_stem(x))))
-        x, logits = received(self.layer2(x, logits))
-        x, logits = received(self.layer3(x, logits))
-        x, logits = received(self.layer4(x, logits))
-        return x
 
     def _forward_impl(self, x: Tensor) -> Tensor:
         pooled = self.avgpool(self.forward_features(x))

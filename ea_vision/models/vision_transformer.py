@@ -32,8 +32,9 @@ from timm.models.vision_transformer import VisionTransformer
 from timm.models.vision_transformer import checkpoint_filter_fn as timm_filter
 from torch import Tensor, nn
 
-from ea_vision.layers import evolution_class, evolution_options
+from ea_vision.layers import evolution_class
 from ea_vision.models._build import Network, build_network, cifar_cfg, register_networks
+from ea_vision.models._chain import take_evolution_options
 from ea_vision.models._convert import checkpoint_filter_fn
 from ea_vision.models._mechanisms import Mechanisms
 from ea_vision.models.any_transformer import evolve_blocks
@@ -56,7 +57,7 @@ class _Evolves:
         token_conv: bool | str = False,
         **kwargs: Any,
     ):
-        options = {name: kwargs.pop(name) for name in evolution_options() if name in kwargs}
+        options = take_evolution_options(kwargs)
         mechanisms = Mechanisms(
             evolution,
             attn_layers,
@@ -75,11 +76,11 @@ class _Evolves:
         Where the checkpoint has no evolution at all, the model's stays at its start. An attention pooling that the
         model lacks is left out (SigLIP's checkpoints have one).
         """
-        state = timm_filter(checkpoint_filter_fn(state_dict, model), model, adapt_layer_scale=True)
+        converted = checkpoint_filter_fn(state_dict, model)
+        state = timm_filter(converted, model, adapt_layer_scale=True)
         if model.attn_pool is None:
-            state = {
-                name: tensor for name, tensor in state.items() if not name.startswith("attn_pool.")
-            }
+            pooling = {name for name in state if name.startswith("attn_pool.")}
+            state = {name: state[name] for name in state if name not in pooling}
         if any(_is_added(name) for name in state):
             return state
         start = {name: tensor for name, tensor in model.state_dict().items() if _is_added(name)}

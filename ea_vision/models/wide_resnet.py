@@ -35,6 +35,7 @@ from ea_vision.models._chain import (
     HeadedNetwork,
     HookableStage,
     Step,
+    growing_rates,
     hand_on,
     received,
     run_conv,
@@ -118,11 +119,6 @@ def _gate(kind: str | None, channels: int, **dd: Any) -> nn.Module:
     return nn.Identity()
 
 
-def _growing(rate: float, count: int) -> list[float]:
-    """Return rates of `count` blocks, from 0 at the first to `rate` at the last."""
-    return [rate * number / max(1, count - 1) for number in range(count)]
-
-
 class WideResNet(HeadedNetwork, nn.Module):
     """Three groups of pre-activation blocks; with attention, each group is a chain.
 
@@ -181,7 +177,7 @@ class WideResNet(HeadedNetwork, nn.Module):
 
         chains = ChainBuilder(config, self, **dd)
         blocks_a_group = (depth - 4) // 6
-        drop_paths = iter(_growing(drop_path_rate, 3 * blocks_a_group))
+        drop_paths = growing_rates(drop_path_rate, 3 * blocks_a_group)
         self.conv_stem = nn.Conv2d(in_chans, 16, 3, padding=1, bias=False, **dd)
         self.feature_info = [dict(num_chs=16, reduction=1, module="conv_stem")]
         in_channels = 16
