@@ -20,7 +20,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -153,11 +152,12 @@ class Steps:
         self.optimizer.zero_grad()
         if self.case.mode != EAGER:
             torch.compiler.cudagraph_mark_step_begin()
+        device = self.images.device
+        targets = torch.zeros(len(self.images), dtype=torch.int64, device=device)
         with self.case.forced():
-            with autocast(self.amp, self.images.device):
-                outputs = self.model(self.images).float()
-                targets = torch.zeros(len(outputs), dtype=torch.int64, device=outputs.device)
-                loss = F.cross_entropy(outputs, targets)
+            with autocast(self.amp, device):
+                outputs = self.model(self.images)
+                loss = F.cross_entropy(outputs.float(), targets)
             self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -194,16 +194,16 @@ def live_network(name: str, images: Tensor) -> nn.Module:
         model, _ = create_classifier(origin.name, kwargs, num_classes=1000, img_size=side)
         model = lay_out(model.to(images.device), layout).train()
         for norm in model.modules():
-            if isinstance(norm, nn.modules.batchnorm._BatchNorm) and norm.affine:
-                if not norm.weight.any():
-                    nn.init.constant_(norm.weight, 0.2)
+            is_affine = isinstance(norm, nn.modules.batchnorm._BatchNorm) and norm.affine
+            if is_affine and not norm.weight.any():
+                nn.init.constant_(norm.weight, 0.2)
         with torch.no_grad():  # two passes make the statistics of BatchNorm
             model(images)
             model(images)
     except (ValueError, AssertionError, RuntimeError) as error:
+        said = str(error) or type(error).__name__
         raise UsageError(
-            f"{name} cannot run {len(images)} images of {images.shape[-1]} pixels: "
-            f"{str(error) or type(error).__name__}"
+            f"{name} cannot run {len(images)} images of {images.shape[-1]} pixels: {said}"
         ) from error
     return model
 
@@ -220,17 +220,18 @@ def set_malloc(options: dict[int, int]) -> None:
     """Set options of glibc's allocator, where it is the C library."""
     if not sys.platform.startswith("linux"):
         return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
         for option, value in options.items():
-            mallopt(option, value)
+            library.mallopt(option, value)
 
 
 def peak_of_process() -> int | None:
     """Return the most bytes of main memory that this process has had, or None where the system does not tell."""
     if STATUS.exists():
         # getrusage's maximum begins with the parent's
-        return 1024 * int(re.search(r"^VmHWM:\s*(\d+) kB$", STATUS.read_text(), re.MULTILINE)[1])
+        peak = re.search(r"^VmHWM:\s*(\d+) kB$", STATUS.read_text(), re.MULTILINE)
+        return 1024 * int(peak[1])
     return getattr(psutil.Process().memory_info(), "peak_wset", None)  # Windows
 
 
@@ -270,9 +271,11 @@ def peak_memory(steps: Steps, before: int, args: argparse.Namespace) -> float | 
 def cases_of(args: argparse.Namespace) -> list[Case]:
     """Return the cases that the options name; a network without attention of ours has one implementation."""
     cases = []
-    for name, implementation in product(names_of(args.models), args.implementation):
-        if implementation == args.implementation[0] or has_attention(name):
-            cases += [Case(name, implementation, mode) for mode in (EAGER, *args.compile_mode)]
+    for name in names_of(args.models):
+        implementations = args.implementation if has_attention(name) else args.implementation[:1]
+        for implementation in implementations:
+            for mode in (EAGER, *args.compile_mode):
+                cases.append(Case(name, implementation, mode))
     return cases
 
 
@@ -445,7 +448,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "forced": os.environ.get("EA_VISION_IMPLEMENTATION", ""),
         **{name: getattr(args, name) for name in options},
     }
-    print("; ".join(f"{name} {value}" for name, value in under.items()), end="\n\n")
+    settings = [f"{name} {value}" for name, value in under.items()]
+    print("; ".join(settings), end="\n\n")
     rows = measure(args, device)
     torch.set_num_threads(threads)
     headings = {"model": "network", "implementation": "implementation", "mode": "mode"}
@@ -455,5 +459,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         headings |= {key: heading, f"{key}_ratio": "ratio"}
     print(table(rows, headings))
     if args.csv:
-        atomic_write(args.csv, csv_text([row | under for row in rows]).encode())
+        text = csv_text([row | under for row in rows])
+        atomic_write(args.csv, text.encode())
     return 0

@@ -34,6 +34,7 @@ from typing import Any
 
 import timm
 import torch
+from timm.models import PretrainedCfg
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -95,29 +96,50 @@ def count(model: nn.Module, input_size: tuple[int, int, int]) -> Counts:
     Readable torch multiplies whole maps where a window would not: there the products are those of the window.
     """
     flops, tokens = _measure(model, input_size)
-    whole = sum(flops["Global"].values())
-    products = flops["Global"].get(BMM, 0)  # projections are baddbmm, linear layers mm or addmm
-    profiler = whole - products
+    whole = flops["Global"]
     missed = 0
+    by_hand = 0
     branches = []
     for name, layer in model.named_modules():
-        path = f"{type(model).__name__}.{name}"
-        if isinstance(layer, AugmentedConv2d):
-            branch, by_hand, more = _count_convolution(name, layer, path, flops)
-            missed += more
-        elif isinstance(layer, MapsAttention):
-            elements = layer.num_heads * tokens[name] ** 2
-            by_hand = MAP_OPERATIONS * elements
-            counted = sum(flops[path].values()) - flops[path].get(BMM, 0)
-            size = (1, tokens[name])
-            branch = _branch(name, layer, size, elements, count_weights(layer), counted + by_hand)
-        else:
+        if not isinstance(layer, (AugmentedConv2d, MapsAttention)):
             continue
-        profiler += by_hand
+        path = f"{type(model).__name__}.{name}"
+        counted = flops[path]
+        positions = 0
+        params = count_weights(layer)
+        operations = _without_products(counted)
+        if isinstance(layer, AugmentedConv2d):
+            size = layer.feat_size
+            elements = layer.map_elements(size)
+            positions = _position_operations(layer)
+            missed += _missed_operations(layer, elements, positions, counted)
+            if layer.conv is not None:
+                params -= layer.conv.weight.numel()
+                operations -= sum(flops[f"{path}.conv"].values())
+        else:
+            size = (1, tokens[name])
+            elements = layer.num_heads * tokens[name] ** 2
+        added = positions + MAP_OPERATIONS * elements
+        by_hand += added
+        branch = BranchCount(
+            layer=name,
+            num_heads=layer.num_heads,
+            feat_size=size,
+            evolves=layer.evolution is not None,
+            map_bytes=BFLOAT16 * elements,
+            params=params,
+            flops_profiler=operations + added,
+        )
         branches.append(branch)
-    macs = (whole + missed) // 2
-    attention_macs = (products + missed) // 2
-    return Counts(count_weights(model), macs, attention_macs, profiler, tuple(branches))
+    operations = sum(whole.values()) + missed
+    products = whole.get(BMM, 0) + missed
+    return Counts(
+        params=count_weights(model),
+        macs=operations // 2,
+        attention_macs=products // 2,
+        flops_profiler=_without_products(whole) + by_hand,
+        branches=tuple(branches),
+    )
 
 
 def _measure(model: nn.Module, input_size: tuple[int, int, int]) -> tuple[dict, dict[str, int]]:
@@ -147,41 +169,31 @@ def count_weights(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _branch(
-    name: str, layer: nn.Module, size: tuple[int, int], elements: int, params: int, flops: int
-) -> BranchCount:
-    evolves = layer.evolution is not None
-    return BranchCount(name, layer.num_heads, size, evolves, BFLOAT16 * elements, params, flops)
+def _without_products(operations: dict) -> int:
+    """Return a module's operations without the attention products; projections are baddbmm, linear layers addmm."""
+    return sum(operations.values()) - operations.get(BMM, 0)
 
 
-def _count_convolution(
-    name: str, layer: AugmentedConv2d, path: str, flops: dict
-) -> tuple[BranchCount, int, int]:
-    """Count an augmented convolution's attention branch.
-
-    Returns:
-        the branch; the profiler's operations that torch does not count; and the products of the attention that it
-        counts too few, or (negative) too many of.
-    """
+def _position_operations(layer: AugmentedConv2d) -> int:
+    """Return the profiler's operations of the relative position products."""
+    if layer.height_rel is None:
+        return 0
     H, W = layer.feat_size
-    elements = layer.map_elements(layer.feat_size)
-    dense = flops[path].get(BMM, 0)
-    counted = sum(flops[path].values()) - dense
-    params = count_weights(layer)
-    if layer.conv is not None:
-        counted -= sum(flops[f"{path}.conv"].values())
-        params -= layer.conv.weight.numel()
-    positions = 0
-    missed = 0
-    if layer.height_rel is not None:
-        positions = 2 * H * W * (len(layer.height_rel) + len(layer.width_rel)) * layer.dim_qk
-        if layer.dim_head_qk == 1:  # torch multiplies without a counted product
-            missed = 2 * H * W * (H + W) * layer.dim_qk
+    offsets = len(layer.height_rel) + len(layer.width_rel)
+    return 2 * H * W * offsets * layer.dim_qk
+
+
+def _missed_operations(layer: AugmentedConv2d, elements: int, positions: int, counted: dict) -> int:
+    """Return the operations of attention products that torch counts too few, or (negative) too many."""
+    H, W = layer.feat_size
     if layer.local and layer.evolution is None and not layer.need_logits:  # the window alone
-        missed = positions + 2 * elements * (layer.dim_head_qk + layer.dim_head_v) - dense
-    by_hand = positions + MAP_OPERATIONS * elements
-    branch = _branch(name, layer, layer.feat_size, elements, params, counted + by_hand)
-    return branch, by_hand, missed
+        products = 2 * elements * (layer.dim_head_qk + layer.dim_head_v)
+        return positions + products - counted.get(BMM, 0)
+    if (
+        layer.height_rel is not None and layer.dim_head_qk == 1
+    ):  # an elementwise product, not counted
+        return 2 * H * W * (H + W) * layer.dim_qk
+    return 0
 
 
 @cache
@@ -211,86 +223,97 @@ def names_of(words: Sequence[str]) -> list[str]:
     Raises:
         UsageError: a word that fits none.
     """
-    names: dict[str, None] = {}
+    names = []
     for word in words or ["*"]:
-        found = [word]
-        if not (timm.is_model(word) or hub_source(word)[0] or os.path.exists(word)):
-            pattern = word if set(word) & set("*?[") else f"*{word}*"
-            found = [name for name in list_networks() if fnmatch(name, pattern)]
-        if not found:
-            raise UsageError(
-                f"no network fits {word!r}; {near_matches(word, list_networks(), 'networks')}"
-            )
-        names |= dict.fromkeys(found)
-    return list(names)
+        if timm.is_model(word) or hub_source(word)[0] or os.path.exists(word):
+            names.append(word)
+            continue
+        pattern = word if set(word) & set("*?[") else f"*{word}*"
+        fitting = [name for name in list_networks() if fnmatch(name, pattern)]
+        if not fitting:
+            near = near_matches(word, list_networks(), "networks")
+            raise UsageError(f"no network fits {word!r}; {near}")
+        names += fitting
+    return list(dict.fromkeys(names))
 
 
 def list_models(names: Sequence[str], weights: bool = False) -> list[dict[str, str]]:
     """Return a row for each network, or for each file of weights, with where it is from."""
-    pretrained = [full.partition(".") for full in timm.list_pretrained()]
+    pretrained = timm.list_pretrained()
     rows = []
     for name in names:
-        own = [tag for base, _, tag in pretrained if base == name]
-        having = f"{own[0]} and {len(own) - 1} more" if len(own) > 1 else "".join(own)
-        about = get_network(name).about if name in list_networks() else "of timm"
-        for full in [f"{name}.{tag}" for tag in own] if weights else [name]:
+        tagged = [full for full in pretrained if full.split(".")[0] == name]
+        for full in tagged if weights else [name]:
             cfg = timm.get_pretrained_cfg(full)
-            if weights:
-                having = "comes with ea_vision" if cfg.file else f"hub: {cfg.hf_hub_id or cfg.url}"
-            rows.append(
-                {
-                    "model": full,
-                    "input": "{1}x{2}".format(*cfg.input_size),
-                    "weights": having,
-                    "what it is": about,
-                }
-            )
+            _, height, width = cfg.input_size
+            row = {
+                "model": full,
+                "input": f"{height}x{width}",
+                "weights": _source_of(cfg) if weights else _first_of(tagged),
+                "what it is": get_network(name).about if name in list_networks() else "of timm",
+            }
+            rows.append(row)
     return rows
+
+
+def _source_of(cfg: PretrainedCfg) -> str:
+    """Return where weights are from."""
+    return "comes with ea_vision" if cfg.file else f"hub: {cfg.hf_hub_id or cfg.url}"
+
+
+def _first_of(tagged: Sequence[str]) -> str:
+    """Return the tag of a network's first weights, and how many more there are."""
+    if not tagged:
+        return ""
+    tag = tagged[0].partition(".")[2]
+    return tag if len(tagged) == 1 else f"{tag} and {len(tagged) - 1} more"
 
 
 def sizes_of(name: str) -> dict:
     """Return a row of --sizes; maps are layers x heads x (height x width) of each shape of map, in order."""
-    size, counts = count_network(name)
+    (_, height, width), counts = count_network(name)
     shapes = Counter((branch.num_heads, *branch.feat_size) for branch in counts.branches)
-    numbers = {
-        "params M": counts.params / 1e6,
-        "GMACs": counts.macs / 1e9,
-        "GFLOPs": counts.flops_paper / 1e9,
-        "profiler": counts.flops_profiler / 1e9,
-    }
+    maps = [f"{number} x {K} x ({H}x{W})" for (K, H, W), number in shapes.items()]
     return {
         "model": name,
-        "input": f"{size[1]}x{size[2]}",
-        **{key: round(value, 4) for key, value in numbers.items()},
+        "input": f"{height}x{width}",
+        "params M": round(counts.params / 1e6, 4),
+        "GMACs": round(counts.macs / 1e9, 4),
+        "GFLOPs": round(counts.flops_paper / 1e9, 4),
+        "profiler": round(counts.flops_profiler / 1e9, 4),
         "layers": len(counts.branches),
-        "maps": " + ".join(f"{n} x {K} x ({H}x{W})" for (K, H, W), n in shapes.items()),
+        "maps": " + ".join(maps),
     }
 
 
 def layers_of(name: str) -> list[dict]:
     """Return the rows of --layers: a network's attention branches, their maps in bytes of bfloat16."""
-    return [
-        {"model": name, **asdict(branch), "feat_size": "{}x{}".format(*branch.feat_size)}
-        for branch in count_network(name)[1].branches
-    ]
+    _, counts = count_network(name)
+    rows = []
+    for branch in counts.branches:
+        height, width = branch.feat_size
+        rows.append({"model": name, **asdict(branch), "feat_size": f"{height}x{width}"})
+    return rows
 
 
 def table(rows: Sequence[dict], headings: dict[str, str] | None = None) -> str:
     """Return a Markdown table of some of the rows' columns, by their headings, or of all of them. Numbers have two
     decimals, ratios three; None becomes -."""
 
-    def shown(key: str, value: Any) -> str:
-        if value is None:
-            return "-"
-        if isinstance(value, float):
-            return f"{value:.3f}" if key.endswith("ratio") else f"{value:.2f}"
-        return str(value)
-
     headings = headings or {key: key for key in rows[0]}
     lines = [list(headings.values())]
     for row in rows:
-        lines.append([shown(key, row[key]) for key in headings])
+        lines.append([_shown(key, row[key]) for key in headings])
     return markdown(lines)
+
+
+def _shown(column: str, value: Any) -> str:
+    """Return the text of a cell."""
+    if value is None:
+        return "-"
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.3f}" if column.endswith("ratio") else f"{value:.2f}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -314,8 +337,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     names = names_of(args.models)
-    rows = []
     if args.layers:
+        rows = []
         for name in names:
             rows += layers_of(name)
     elif args.sizes:
@@ -323,9 +346,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         rows = list_models(names, args.weights)
     if not rows:
-        raise UsageError(
-            f"none of the {len(names)} networks has {'weights' if args.weights else 'our attention'}"
-        )
+        lacking = "weights" if args.weights else "our attention"
+        raise UsageError(f"none of the {len(names)} networks has {lacking}")
     if args.csv == "-":
         print(csv_text(rows), end="")
         return 0
