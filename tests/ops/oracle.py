@@ -16,11 +16,11 @@ TOLERANCE = {torch.float32: 8e-6, torch.float16: 4e-3, torch.bfloat16: 8e-2}
 def problem(
     kind,
     size,
-    num_heads=8,
-    dim_qk=20,
-    dim_v=3,
+    K=8,
+    D=20,
+    E=3,
     *,
-    batch=2,
+    B=2,
     kernel=3,
     relative=True,
     dtype=torch.float32,
@@ -28,102 +28,112 @@ def problem(
     seed=0,
     gates=None,
     channels_last=False,
-) -> dict[str, torch.Tensor]:
+):
     """Tensors by name; q, k, v as views of one projection (B, C, N), or (B, N, C), as in the layers.
 
     kind: aa, ea or pa; gates: "one" or "heads", random alpha and beta, or their numbers, which learn.
     """
     generator = torch.Generator().manual_seed(seed)
-    (H, W), B, K, D, E, N = size, batch, num_heads, dim_qk, dim_v, size[0] * size[1]
+    H, W = size
+    N = H * W
+    C = K * (2 * D + E)
 
     def new(*shape, std=1.0, cast=torch.float32):
-        return (torch.randn(shape, generator=generator) * std).to(device, cast)
+        drawn = torch.randn(shape, generator=generator) * std
+        return drawn.to(device, cast)
 
-    C = K * (2 * D + E)
-    projected = (
-        new(B, N, C, cast=dtype) if channels_last else new(B, C, N, cast=dtype).transpose(1, 2)
-    )
+    if channels_last:
+        projected = new(B, N, C, cast=dtype)
+    else:
+        projected = new(B, C, N, cast=dtype).transpose(1, 2)
     projected[..., : K * D] *= 2
+    tensors = {}
     parts = projected.split([K * D, K * D, K * E], 2)
-    tensors = {
-        name: x.unflatten(2, (K, -1)).transpose(1, 2) for name, x in zip("qkv", parts, strict=True)
-    }
+    for name, part in zip("qkv", parts, strict=True):
+        tensors[name] = part.unflatten(2, (K, -1)).transpose(1, 2)
     if relative:
-        tensors |= {"height_rel": new(2 * H - 1, D), "width_rel": new(2 * W - 1, D)}
+        tensors["height_rel"] = new(2 * H - 1, D)
+        tensors["width_rel"] = new(2 * W - 1, D)
     if kind == "aa":
         return tensors
     tensors["prev_logits"] = new(B, K, N, N, std=2, cast=dtype)
     if kernel:
-        tensors |= {
-            "weight": new(K, K, kernel, kernel, std=(2 / (K * kernel**2)) ** 0.5),
-            "bias": new(K, std=0.1),
-        }
-    for place, name in enumerate(
-        ("alpha", "beta") if kind == "ea" else ("alpha",) if gates else ()
-    ):
-        if gates in ("one", "heads"):
-            tensors[name] = new(*([K] if gates == "heads" else []), std=0.5)
-        elif gates is not None:
+        std = (2 / (K * kernel**2)) ** 0.5
+        tensors["weight"] = new(K, K, kernel, kernel, std=std)
+        tensors["bias"] = new(K, std=0.1)
+    if gates is None:
+        return tensors
+    for place, name in enumerate(["alpha", "beta"] if kind == "ea" else ["alpha"]):
+        if gates == "one":
+            tensors[name] = new(std=0.5)
+        elif gates == "heads":
+            tensors[name] = new(K, std=0.5)
+        else:
             tensors[name] = torch.full((K,), gates[place], device=device)
     return tensors
 
 
-def outputs_and_gradients(
-    tensors, *, double=False, uses=("out", "logits"), **options
-) -> dict[str, torch.Tensor]:
+def outputs_and_gradients(tensors, *, double=False, uses=("out", "logits"), **options):
     """out, logits, and the gradient of a fixed random projection of those in `uses` for each tensor."""
-    inputs = {
-        n: (t.double() if double else t.detach()).requires_grad_() for n, t in tensors.items()
-    }
+    inputs = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.double() if double else tensor.detach()
+        inputs[name] = tensor.requires_grad_()
     out, logits = evolving_attention(**inputs, **options)
-    results = {"out": out} if logits is None else {"out": out, "logits": logits}
+    results = {"out": out}
+    if logits is not None:
+        results["logits"] = logits
     generator = torch.Generator().manual_seed(1)
-    total = sum(
-        (x.double() * torch.randn(x.shape, generator=generator).to(x.device)).sum()
-        for name, x in results.items()
-        if name in uses
+    total = 0.0
+    for name, result in results.items():
+        if name in uses:
+            weights = torch.randn(result.shape, generator=generator).to(result.device)
+            total = total + (result.double() * weights).sum()
+    gradients = torch.autograd.grad(
+        total, list(inputs.values()), allow_unused=True, materialize_grads=True
     )
-    gradients = torch.autograd.grad(total, list(inputs.values()), allow_unused=True)
-    return {name: x.detach() for name, x in results.items()} | {
-        name: torch.zeros_like(x) if grad is None else grad
-        for (name, x), grad in zip(inputs.items(), gradients, strict=True)
-    }
+    detached = {name: result.detach() for name, result in results.items()}
+    return detached | dict(zip(inputs, gradients, strict=True))
+
+
+def rounding(name, tensors, slow):
+    """The norm below which a result is nothing but rounding."""
+    B, _, N, _ = tensors["q"].shape
+    if name in ("alpha", "beta"):  # a sum of all entries, most of which cancels
+        return (tensors["prev_logits"].numel() / slow[name].numel()) ** 0.5
+    if name == "bias":  # a sum over the queries and keys of every image
+        return B**0.5 * N
+    least = 1e-3 if N > 1 else 1.0  # a softmax over one key passes on nothing but rounding
+    if name in ("height_rel", "width_rel"):  # one is rounding where a map has one row or column
+        return max(least, slow["height_rel"].norm(), slow["width_rel"].norm())
+    return least
 
 
 def assert_as_reference(
     tensors, implementation="cpu", seed=123456789123456789, tolerance=None, **options
-) -> dict[str, torch.Tensor]:
+):
     """Compare outputs and all gradients with float64, and with the same entries dropped; return them."""
-    (B, K, N, _), p, device = tensors["q"].shape, options.get("dropout_p", 0.0), tensors["q"].device
-    with mock.patch.object(torch, "randint", lambda *_, **__: torch.tensor([seed], device=device)):
+    q = tensors["q"]
+    B, K, N, _ = q.shape
+    p = options.get("dropout_p", 0.0)
+    tolerance = tolerance or TOLERANCE[q.dtype]
+    with mock.patch.object(
+        torch, "randint", lambda *_, **__: torch.tensor([seed], device=q.device)
+    ):
         fast = outputs_and_gradients(tensors, implementation=implementation, **options)
-    kept = kept_entries(seed, B, K, N, p).to(device) if p else 1.0
+    kept = kept_entries(seed, B, K, N, p).to(q.device) if p else 1.0
     with mock.patch.object(F, "dropout", lambda x, p: x * kept / (1 - p)):
         slow = outputs_and_gradients(tensors, implementation="reference", double=True, **options)
     for name, expected in slow.items():
-        assert fast[name].dtype == (tensors[name].dtype if name in tensors else tensors["q"].dtype)
-        least = 1e-3 if N > 1 else 1.0  # a softmax over one key passes on nothing but rounding
-        if name in ("alpha", "beta"):  # a sum of all entries, most of which cancels
-            least = (tensors["prev_logits"].numel() / expected.numel()) ** 0.5
-        elif name == "bias":  # likewise, over the queries and keys of every image
-            least = B**0.5 * N
-        elif name in (
-            "height_rel",
-            "width_rel",
-        ):  # one is nothing but rounding where a map has one row or column
-            least = max(least, *(slow[table].norm() for table in ("height_rel", "width_rel")))
-        error = (fast[name].double() - expected).norm() / expected.norm().clamp_min(least)
-        assert error <= (tolerance or TOLERANCE[tensors["q"].dtype]), (
-            f"{name}: relative error {error:.1e}"
-        )
+        assert fast[name].dtype == tensors.get(name, q).dtype
+        difference = fast[name].double() - expected
+        least = rounding(name, tensors, slow)
+        error = difference.norm() / expected.norm().clamp_min(least)
+        assert error <= tolerance, f"{name}: relative error {error:.1e}"
     return fast
 
 
-def check(
-    implementation,
-    kind,
-    size,
-    *,
+SHAPE = dict(
     K=8,
     D=4,
     E=1,
@@ -131,95 +141,81 @@ def check(
     kernel=3,
     relative=True,
     gates=None,
-    bias=0.0,
     dtype=torch.float32,
-    prefix=0,
     device="cpu",
     channels_last=True,
-    **options,
-) -> None:
-    """Compare an implementation with the reference on a problem; `bias` is added to the convolution's, if any."""
-    tensors = problem(
-        kind,
-        size,
-        K,
-        D,
-        E,
-        batch=B,
-        kernel=kernel,
-        relative=relative,
-        gates=gates,
-        dtype=dtype,
-        device=device,
-        channels_last=channels_last,
-    )
+)
+
+
+def check(implementation, kind, size, *, bias=0.0, prefix=0, alpha=0.5, **options):
+    """Compare an implementation with the reference on a problem of `SHAPE`, whose values may be given.
+
+    `bias` is added to the convolution's, if any.
+    """
+    shape = {name: options.pop(name, value) for name, value in SHAPE.items()}
+    tensors = problem(kind, size, **shape)
     if "bias" in tensors:
         tensors["bias"] += bias
-    options = {name: x for name, x in ({"alpha": 0.5} | options).items() if name not in tensors}
+    options["alpha"] = alpha
+    numbers = {name: value for name, value in options.items() if name not in tensors}
     assert_as_reference(
         tensors,
         implementation,
         feat_size=size,
         predict=kind == "pa",
         num_prefix_tokens=prefix,
-        **options,
+        **numbers,
     )
 
 
-KINDS = {"EA": "ea", "PA": "pa", "fi": "aa"}  # by a case's first letters
 CASES = {
-    name: dict(case, kind=KINDS[name[:2]])
-    for name, case in {
-        "EA": dict(size=(4, 5), D=20, E=6),
-        "EA, two images, last layer": dict(
-            size=(3, 4), B=2, D=20, E=3, alpha=0.7, need_logits=False
-        ),
-        "EA, beta 0.6, wide heads": dict(size=(3, 6), K=4, D=64, E=64, beta=0.6),
-        "EA without convolution": dict(size=(5, 4), kernel=0),
-        "EA, beta 0": dict(size=(3, 3), beta=0.0),
-        "EA, alpha 0": dict(size=(2, 3), alpha=0.0),
-        "EA, alpha 1": dict(size=(3, 3), alpha=1.0),
-        "EA, 1x1, not relative": dict(size=(4, 4), kernel=1, relative=False),
-        "PA": dict(size=(6, 3), D=4, E=1),
-        "PA without convolution": dict(size=(2, 9), K=4, kernel=0),
-        "first": dict(size=(5, 4), D=20),
-        "first, last layer": dict(size=(3, 2), K=3, relative=False, need_logits=False),
-        "PA, one row": dict(size=(1, 17), K=4),
-        "EA, gates": dict(size=(4, 5), D=20, E=6, gates="heads"),
-        "EA, gates, no table": dict(
-            size=(1, 17), K=3, D=16, E=16, relative=False, gates=(0.2, -0.1)
-        ),
-        "EA, gates at 0": dict(size=(3, 3), K=4, gates=(0.0, 0.0)),
-        "EA, gates at 1": dict(size=(3, 3), K=4, gates=(1.0, 1.0)),
-        "EA, gates without convolution": dict(size=(3, 4), kernel=0, gates="heads"),
-        "PA, gates": dict(size=(4, 3), K=4, D=12, E=16, gates="heads"),
-        "PA, gate at 0, without convolution": dict(size=(2, 4), K=4, kernel=0, gates=(0.0, 1.0)),
-        "EA, dropout": dict(size=(3, 4), B=2, D=20, E=6, dropout_p=0.1, seed=123456789123456789),
-        "EA, dropout, last layer": dict(
-            size=(1, 17), K=3, relative=False, dropout_p=0.6, seed=-3, need_logits=False
-        ),
-        "PA, dropout": dict(size=(4, 3), K=4, D=12, E=16, dropout_p=0.3, seed=1 << 40),
-        "first, dropout": dict(size=(5, 4), D=20, dropout_p=0.3),
-        "EA, 12 heads": dict(size=(1, 19), K=12, D=16, E=16, relative=False),
-        "PA, 16 heads, kernel 5": dict(size=(3, 4), K=16, D=6, E=5, kernel=5),
-        "EA, kernel 5": dict(size=(5, 4), K=3, kernel=5),
-        "EA, long sides": dict(size=(2, 33), K=4, D=20, E=3),
-        "EA, prefix": dict(size=(1, 19), K=3, relative=False, prefix=1),
-        "EA, prefix, 12 heads, gates": dict(
-            size=(1, 18), K=12, relative=False, prefix=2, gates="heads"
-        ),
-        "EA, prefix, beta 0.6, last layer": dict(
-            size=(1, 18), B=2, K=4, relative=False, prefix=5, beta=0.6, need_logits=False
-        ),
-        "PA, prefix": dict(size=(1, 19), K=3, relative=False, prefix=1, dropout_p=0.2),
-        "PA, prefix, gates": dict(size=(1, 18), K=4, relative=False, prefix=2, gates="heads"),
-        "EA, only the logits are used": dict(size=(3, 3), uses=("logits",)),
-        "PA, the logits are not used": dict(size=(3, 3), uses=("out",)),
-    }.items()
+    "EA": dict(size=(4, 5), D=20, E=6),
+    "EA, two images, last layer": dict(size=(3, 4), B=2, D=20, E=3, alpha=0.7, need_logits=False),
+    "EA, beta 0.6, wide heads": dict(size=(3, 6), K=4, D=64, E=64, beta=0.6),
+    "EA without convolution": dict(size=(5, 4), kernel=0),
+    "EA, beta 0": dict(size=(3, 3), beta=0.0),
+    "EA, alpha 0": dict(size=(2, 3), alpha=0.0),
+    "EA, alpha 1": dict(size=(3, 3), alpha=1.0),
+    "EA, 1x1, not relative": dict(size=(4, 4), kernel=1, relative=False),
+    "PA": dict(size=(6, 3), D=4, E=1),
+    "PA without convolution": dict(size=(2, 9), K=4, kernel=0),
+    "first": dict(size=(5, 4), D=20),
+    "first, last layer": dict(size=(3, 2), K=3, relative=False, need_logits=False),
+    "PA, one row": dict(size=(1, 17), K=4),
+    "EA, gates": dict(size=(4, 5), D=20, E=6, gates="heads"),
+    "EA, gates, no table": dict(size=(1, 17), K=3, D=16, E=16, relative=False, gates=(0.2, -0.1)),
+    "EA, gates at 0": dict(size=(3, 3), K=4, gates=(0.0, 0.0)),
+    "EA, gates at 1": dict(size=(3, 3), K=4, gates=(1.0, 1.0)),
+    "EA, gates without convolution": dict(size=(3, 4), kernel=0, gates="heads"),
+    "PA, gates": dict(size=(4, 3), K=4, D=12, E=16, gates="heads"),
+    "PA, gate at 0, without convolution": dict(size=(2, 4), K=4, kernel=0, gates=(0.0, 1.0)),
+    "EA, dropout": dict(size=(3, 4), B=2, D=20, E=6, dropout_p=0.1, seed=123456789123456789),
+    "EA, dropout, last layer": dict(
+        size=(1, 17), K=3, relative=False, dropout_p=0.6, seed=-3, need_logits=False
+    ),
+    "PA, dropout": dict(size=(4, 3), K=4, D=12, E=16, dropout_p=0.3, seed=1 << 40),
+    "first, dropout": dict(size=(5, 4), D=20, dropout_p=0.3),
+    "EA, 12 heads": dict(size=(1, 19), K=12, D=16, E=16, relative=False),
+    "PA, 16 heads, kernel 5": dict(size=(3, 4), K=16, D=6, E=5, kernel=5),
+    "EA, kernel 5": dict(size=(5, 4), K=3, kernel=5),
+    "EA, long sides": dict(size=(2, 33), K=4, D=20, E=3),
+    "EA, prefix": dict(size=(1, 19), K=3, relative=False, prefix=1),
+    "EA, prefix, 12 heads, gates": dict(
+        size=(1, 18), K=12, relative=False, prefix=2, gates="heads"
+    ),
+    "EA, prefix, beta 0.6, last layer": dict(
+        size=(1, 18), B=2, K=4, relative=False, prefix=5, beta=0.6, need_logits=False
+    ),
+    "PA, prefix": dict(size=(1, 19), K=3, relative=False, prefix=1, dropout_p=0.2),
+    "PA, prefix, gates": dict(size=(1, 18), K=4, relative=False, prefix=2, gates="heads"),
+    "EA, only the logits are used": dict(size=(3, 3), uses=("logits",)),
+    "PA, the logits are not used": dict(size=(3, 3), uses=("out",)),
 }
+for name, case in CASES.items():
+    case["kind"] = {"EA": "ea", "PA": "pa", "fi": "aa"}[name[:2]]
 
 
-def random_case(data, most_side, heads, kernels, most_width) -> dict:
+def random_case(data, most_side, heads, kernels, most_width):
     """Draw what `check` takes."""
 
     def among(*values):
@@ -245,13 +241,15 @@ def random_case(data, most_side, heads, kernels, most_width) -> dict:
     )
 
 
-def same_bits(compute) -> list[torch.Tensor]:
+def same_bits(compute):
     """Check that a function's tensors do not depend on how many threads there are; return them."""
-    whole, threads = compute(), torch.get_num_threads()
+    whole = compute()
+    threads = torch.get_num_threads()
     try:
         for count in (1, 2, 5):
             torch.set_num_threads(count)
-            assert all(torch.equal(*pair) for pair in zip(whole, compute(), strict=True))
+            for one, other in zip(whole, compute(), strict=True):
+                assert torch.equal(one, other)
     finally:
         torch.set_num_threads(threads)
     return whole
@@ -272,9 +270,10 @@ def times(x, factor):
     return (x * (factor & 0xFFFF) + ((x * (factor >> 16) & 0xFFFF) << 16)) & MASK
 
 
-def kept_entries(seed: int, B: int, K: int, N: int, p: float) -> torch.Tensor:
+def kept_entries(seed, B, K, N, p):
     """(B, K, N, N), True where the probability is kept."""
-    query, key = torch.arange(B * K * N).view(B, K, N, 1), torch.arange(N)
+    query = torch.arange(B * K * N).view(B, K, N, 1)
+    key = torch.arange(N)
     high_seed = torch.tensor(seed >> 32 & MASK)
     low = scramble((seed & MASK) + scramble(high_seed) & MASK)
     high = scramble(low ^ high_seed)

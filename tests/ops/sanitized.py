@@ -17,26 +17,28 @@ from tests.ops.oracle import check, random_case
 
 @settings(max_examples=100, derandomize=True, deadline=None, database=None)
 @given(st.data())
-def attend(data) -> None:
+def attend(data):
     """Forward and backward of a random shape."""
-    among = {
-        "dtype": cpu_library.DTYPES,
-        "prefix": (0, 0, 1),
-        "dropout_p": (0.0, 0.3),
-        "window": (None, None, 1, (3, 5)),
-        "uses": (("out",), ("out", "logits")),
-    }
+
+    def among(*values):
+        return data.draw(st.sampled_from(values))
+
     check(
         "cpu",
         **random_case(data, 5, (1, 3, 4, 9, 17), (0, 1, 3, 5), 9),
         tolerance=math.inf,
-        **{name: data.draw(st.sampled_from([*values])) for name, values in among.items()},
+        dtype=among(*cpu_library.DTYPES),
+        prefix=among(0, 0, 1),
+        dropout_p=among(0.0, 0.3),
+        window=among(None, None, 1, (3, 5)),
+        uses=among(("out",), ("out", "logits")),
     )
 
 
-def pool(*size: int) -> None:
+def pool(*size):
     x = torch.randn(2, 3, *size, requires_grad=True)
-    cpu.pool(x).square().sum().backward()
+    loss = cpu.pool(x).square().sum()
+    loss.backward()
 
 
 torch.set_num_threads(2)
@@ -50,5 +52,7 @@ for compiler in sys.argv[1:]:
         pool(*size)
     print("clean", flush=True)
 
-x, out = torch.randn(1, 3, 5, 7), torch.empty(1, 3, 3, 4)
-cpu_library.load().pool_forward(out.data_ptr(), x.data_ptr(), 4, 5, 7, 1)  # 4 planes of 3
+x = torch.randn(1, 3, 5, 7)
+out = torch.empty(1, 3, 3, 4)
+# 4 planes where there are 3
+cpu_library.load().pool_forward(out.data_ptr(), x.data_ptr(), 4, 5, 7, 1)

@@ -22,19 +22,25 @@ def x():
     return torch.randn(2, 3, 2, 3, dtype=torch.float64)
 
 
+def loss_of(layer):
+    def loss(x):
+        y, _ = layer(x)
+        return y.square().sum()
+
+    return loss
+
+
 def hessian_vector_of_weights(layer, x):
     """Return the product of the loss's Hessian and a vector, as PyHessian computes it."""
     weights = [layer.qkv.weight, layer.qk_gain]
-    first = torch.autograd.grad(layer(x)[0].square().sum(), weights, create_graph=True)
-    return torch.autograd.grad(first, weights, [torch.cos(w.detach() + 1) for w in weights])
-
-
-def loss_of(layer):
-    return lambda x: layer(x)[0].square().sum()
+    first = torch.autograd.grad(loss_of(layer)(x), weights, create_graph=True)
+    vector = [torch.cos(weight.detach() + 1) for weight in weights]
+    return torch.autograd.grad(first, weights, vector)
 
 
 def vmap_of_gradients(layer, x):
-    return torch.vmap(torch.func.grad(loss_of(layer)))(torch.stack([x, x.sin()]))
+    gradient = torch.func.grad(loss_of(layer))
+    return torch.vmap(gradient)(torch.stack([x, x.sin()]))
 
 
 DERIVATIVES = {
@@ -60,8 +66,7 @@ def test_second_derivatives_where_one_of_them_learns(layer, x, name):
     learns = layer.get_parameter(name).requires_grad_()
 
     def second():
-        loss = layer(x)[0].square().sum()
-        (first,) = torch.autograd.grad(loss, learns, create_graph=True)
+        (first,) = torch.autograd.grad(loss_of(layer)(x), learns, create_graph=True)
         return torch.autograd.grad(first.square().sum(), learns)
 
     have = second()
@@ -72,7 +77,8 @@ def test_second_derivatives_where_one_of_them_learns(layer, x, name):
 def test_float32_on_the_kernel_refuses_second_derivatives(layer, x):
     """The attention kernel's own second derivatives are an error, with and without the norm."""
     x = x.float().requires_grad_()
-    (first,) = torch.autograd.grad(layer.float()(x)[0].square().sum(), x, create_graph=True)
+    loss = loss_of(layer.float())(x)
+    (first,) = torch.autograd.grad(loss, x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"use_implementation\('reference'\)"):
         first.sum().backward()
 
@@ -80,7 +86,8 @@ def test_float32_on_the_kernel_refuses_second_derivatives(layer, x):
 @pytest.mark.parametrize("form", [head_norm.by_parts, head_norm.by_rms_norm])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.bfloat16, 1e-2)])
 def test_every_form_is_the_readable_one(form, dtype, tolerance):
-    qk = (3 * torch.randn(3, 4, 5, 6)).to(dtype).requires_grad_()
+    qk = 3 * torch.randn(3, 4, 5, 6)
+    qk = qk.to(dtype).requires_grad_()
     gain = torch.tensor([0.5, 2.0], dtype=dtype, requires_grad=True)
     weights = [torch.randn(3, 2, 6, 5).to(dtype) for _ in range(2)]
 
