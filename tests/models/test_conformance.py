@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from tests.models.zoo import (
 
 
 @pytest.fixture(scope="module", params=TESTED)
-def name(request) -> str:
+def name(request):
     return request.param
 
 
@@ -40,7 +41,7 @@ def model(name):
 
 
 @pytest.fixture(scope="module")
-def image(name) -> torch.Tensor:
+def image(name):
     return sample(name, 1)
 
 
@@ -79,22 +80,15 @@ def test_fx_and_a_trace_compute_the_same(model, image):
 def test_intermediates_are_those_of_the_whole_network(model, image):
     final, taken = model.forward_intermediates(image)
     assert_close(final, model.forward_features(image))
-    end = getattr(
-        model, "forward_end", torch.nn.Identity()
-    )  # what is between the last feature and the head
+    # some networks have layers between the last feature and the head
+    end = getattr(model, "forward_end", torch.nn.Identity())
     assert_close(final, end(taken[-1]))
-    assert len(taken) == len(model.feature_info)
     for feature, info in zip(taken, model.feature_info, strict=True):
-        assert (
-            feature.shape[1] == info["num_chs"]
-            and feature.shape[2] == image.shape[2] // info["reduction"]
-        )
-    early = model.forward_intermediates(
-        image, indices=[0, 2], stop_early=True, intermediates_only=True
-    )
-    assert_close(early, [taken[0], taken[2]])
-    last = model.forward_intermediates(image, indices=2, norm=True, intermediates_only=True)
-    assert_close(last, taken[-2:])
+        side = image.shape[2] // info["reduction"]
+        assert feature.shape[1:3] == (info["num_chs"], side)
+    only = partial(model.forward_intermediates, image, intermediates_only=True)
+    assert_close(only(indices=[0, 2], stop_early=True), [taken[0], taken[2]])
+    assert_close(only(indices=2, norm=True), taken[-2:])
 
 
 @torch.no_grad()
@@ -105,10 +99,10 @@ def test_features_only_are_the_intermediates(name, model, image):
     inner.load_state_dict({n: model.state_dict()[n] for n in inner.state_dict()})
     expected = model.forward_intermediates(image, intermediates_only=True)
     assert_close(features(image), [expected[0], expected[-2]])
-    assert features.feature_info.channels() == [model.feature_info[i]["num_chs"] for i in (0, -2)]
-    assert features.feature_info.reduction() == [
-        model.feature_info[i]["reduction"] for i in (0, -2)
-    ]
+    first = model.feature_info[0]
+    last = model.feature_info[-2]
+    assert features.feature_info.channels() == [first["num_chs"], last["num_chs"]]
+    assert features.feature_info.reduction() == [first["reduction"], last["reduction"]]
     features.set_grad_checkpointing(True)
 
 
@@ -137,9 +131,8 @@ def test_layer_decay_follows_the_order_of_the_network(name, image):
         model(image)
     assert set(order) == set(owners)
 
-    optimizer = create_optimizer_v2(
-        model, opt="adamw", lr=1e-3, weight_decay=0.05, layer_decay=0.75
-    )
+    decays = dict(weight_decay=0.05, layer_decay=0.75)
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3, **decays)
     group_of = {}
     for group in optimizer.param_groups:
         group_of.update(dict.fromkeys(group["params"], group))
@@ -192,9 +185,9 @@ def test_img_size_sizes_the_tables_and_loads_others(small):
     assert not any(p.requires_grad for p in plain.parameters())  # what was frozen stays so
     for layer in layers_of(large):
         rows = 2 * layer.feat_size[0] - 1
-        assert layer.height_rel.shape[0] == (
-            rows if layer.window is None else min(rows, layer.window[0])
-        )
+        if layer.window is not None:
+            rows = min(rows, layer.window[0])
+        assert layer.height_rel.shape[0] == rows
 
 
 @pytest.mark.parametrize("small", [*CIFAR, "aa_wrn28_10_cifar"])  # the others have timm's own head
@@ -218,15 +211,13 @@ def test_drop_path_grows_with_depth_and_is_off_in_evaluation(small):
     assert torch.equal(model(x), model(x))
 
 
+IN_BOTH = (dict(aa_layer=BlurPool2d), dict(output_stride=8), dict(output_stride=16))
+
+
 @pytest.mark.parametrize(
     "network,options",
     [
-        ("ea_aa_resnet34", dict(aa_layer=BlurPool2d)),
-        ("ea_aa_resnet34", dict(output_stride=8)),
-        ("ea_aa_resnet34", dict(output_stride=16)),
-        ("ea_aa_mnasnet_075", dict(aa_layer=BlurPool2d)),
-        ("ea_aa_mnasnet_075", dict(output_stride=8)),
-        ("ea_aa_mnasnet_075", dict(output_stride=16)),
+        *product(("ea_aa_resnet34", "ea_aa_mnasnet_075"), IN_BOTH),
         ("ea_aa_resnet34", dict(block_args=dict(attn_layer="se"))),
         ("ea_aa_resnet34", dict(stem_type="deep", stem_width=32, avg_down=True)),
         ("ea_aa_mnasnet_075", dict(norm_layer=partial(torch.nn.BatchNorm2d, eps=1e-3))),
@@ -240,7 +231,7 @@ def test_options_of_timms_resnet_and_efficientnet_work(network, options):
     stride = options.get("output_stride", 32)
     assert model.forward_features(x).shape[-1] == 64 // stride
     y.sum().backward()
-    assert [n for n, p in model.named_parameters() if p.grad is None] == []
+    assert all(p.grad is not None for p in model.parameters())
 
 
 NORMED = [

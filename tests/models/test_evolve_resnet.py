@@ -52,7 +52,7 @@ NAMES = [*TIMM, *TORCHVISION]
 FEW = ["resnet18d", "torchvision ResNeXt"]  # where the library and the kind of block count
 
 
-def plain_network(name: str) -> torch.nn.Module:
+def plain_network(name):
     """In evaluation mode, narrow, with statistics and weights of which all count."""
     torch.manual_seed(5)
     if name in TORCHVISION:

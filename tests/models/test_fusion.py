@@ -34,7 +34,7 @@ PLAIN = {
 FEW = ["ea_aa_resnet34", "ea_aa_mnasnet_075"]  # of the layers and blocks that differ
 
 
-def added(name: str, **options):
+def added(name, **options):
     """A network in evaluation mode, without initial zeros."""
     return lively(name, num_classes=5, fusion="add", **options).eval()
 
@@ -90,7 +90,7 @@ def test_onnx_agrees(tmp_path):
     assert_onnx_agrees(ea_vision.deploy(added(name)), sample(name, 1), tmp_path)
 
 
-def count_norms(model) -> int:
+def count_norms(model):
     return sum(isinstance(module, torch.nn.BatchNorm2d) for module in model.modules())
 
 
@@ -124,7 +124,7 @@ def test_weights_of_the_other_fusion_are_refused(name, mine, theirs, tmp_path):
     model = timm.create_model(name, fusion=theirs, **options)
     path = tmp_path / "weights.pth"
     torch.save(model.state_dict(), path)
-    message = f"create it with fusion='{theirs}'"
+    message = f"has fusion='{mine}': create it with fusion='{theirs}'"
     with pytest.raises(RuntimeError, match=message):
         timm.create_model(name, fusion=mine, checkpoint_path=path, **options)
     overlay = {"file": str(path)}

@@ -4,16 +4,20 @@ import copy
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
 
 import ea_vision
 from ea_vision import evolve, record_attention, unevolve
-from ea_vision.layers import TokenConv
+from ea_vision.layers import Evolution, TokenConv
+from tests.layers.oracle import map_conv
 from tests.models.test_across import KINDS
+from tests.models.zoo import idle
 from tests.test_docs import ROOT, blocks
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -32,6 +36,9 @@ SEQ2SEQ = dict(
     decoder_attention_heads=4,
     max_position_embeddings=40,
 )
+DISTILBERT = dict(
+    vocab_size=50, max_position_embeddings=40, dim=32, n_layers=3, n_heads=4, hidden_dim=32
+)
 T5 = dict(vocab_size=50, d_model=32, d_kv=6, d_ff=32, num_layers=3, num_heads=4)
 ARCHITECTURES = {  # (class, configuration)
     "vit": ("ViTModel", "ViTConfig", VISION),
@@ -41,13 +48,7 @@ ARCHITECTURES = {  # (class, configuration)
     "clip vision": ("CLIPVisionModel", "CLIPVisionConfig", VISION),
     "bert": ("BertModel", "BertConfig", TEXT),
     "roberta": ("RobertaModel", "RobertaConfig", TEXT),
-    "distilbert": (
-        "DistilBertModel",
-        "DistilBertConfig",
-        dict(
-            vocab_size=50, max_position_embeddings=40, dim=32, n_layers=3, n_heads=4, hidden_dim=32
-        ),
-    ),
+    "distilbert": ("DistilBertModel", "DistilBertConfig", DISTILBERT),
     "t5 encoder": ("T5EncoderModel", "T5Config", T5),
     "clip text": ("CLIPTextModel", "CLIPTextConfig", TEXT),
     "llama": ("LlamaModel", "LlamaConfig", dict(TEXT, num_key_value_heads=2)),
@@ -59,7 +60,7 @@ CAUSAL = {"ea", "residual", "talking_heads", "xsa", "gated"}
 every = pytest.mark.parametrize("name", ARCHITECTURES)
 
 
-def create(name: str, **options) -> nn.Module:
+def create(name, **options):
     """A small network whose parameters all matter."""
     torch.manual_seed(0)
     model_class, config_class, config = ARCHITECTURES[name]
@@ -70,7 +71,7 @@ def create(name: str, **options) -> nn.Module:
     return model
 
 
-def inputs_of(name: str, dtype: torch.dtype = torch.float32) -> dict:
+def inputs_of(name, dtype=torch.float32):
     torch.manual_seed(1)
     if ARCHITECTURES[name][2].get("image_size"):
         return {"pixel_values": torch.randn(2, 3, 32, 32).to(dtype)}
@@ -80,18 +81,18 @@ def inputs_of(name: str, dtype: torch.dtype = torch.float32) -> dict:
     return {"input_ids": ids}
 
 
-def output(model: nn.Module, name: str) -> torch.Tensor:
+def output(model, name):
     return model(**inputs_of(name, model.dtype), return_dict=True).last_hidden_state
 
 
-def kinds_of(name: str) -> list[str]:
+def kinds_of(name):
     kinds = [kind for kind in KINDS if name not in DECODERS or kind in CAUSAL]
     if name in ("bart", "t5"):
         kinds.remove("xsa")  # cross-attention has no values of its own tokens
     return kinds
 
 
-def stepped(model: nn.Module, name: str) -> nn.Module:
+def stepped(model, name):
     """Take a step of training, and return the model with the gradients of the next one."""
     for _ in range(2):
         model.zero_grad()
@@ -133,13 +134,9 @@ def test_layers_without_an_evolution_keep_the_scale_of_their_model():
 def test_every_new_parameter_learns(name):
     for kind in kinds_of(name):
         model = stepped(evolve(create(name), kind, value_residual=True), name)
-        idle = [
-            key
-            for key, parameter in model.named_parameters()
-            if ".maps." in key and (parameter.grad is None or not parameter.grad.any())
-        ]
-        # beta times ReLU of the convolution, whose bias the softmax cancels where the ReLU is open everywhere
-        assert not [key for key in idle if not key.endswith("proj_l.bias")], kind
+        # the softmax cancels the bias of talking heads
+        unmoved = [key for key in idle(model, ".maps.") if not key.endswith("proj_l.bias")]
+        assert unmoved == [], kind
         with pytest.raises(ValueError, match="gates must be 0"):
             unevolve(model)
 
@@ -160,47 +157,26 @@ def test_is_saved_with_its_evolution_and_loaded(name, tmp_path):
 # ---- against a loop of its own ---------------------------------------------------------------------------------------
 
 
-def shifted(maps: torch.Tensor, down: int, right: int) -> torch.Tensor:
-    """Return maps (B, K, Q, N) moved by whole entries, 0 where nothing comes from."""
-    moved = torch.zeros_like(maps)
-    Q, N = maps.shape[-2:]
-    for row in range(Q):
-        for column in range(N):
-            if 0 <= row - down < Q and 0 <= column - right < N:
-                moved[..., row, column] = maps[..., row - down, column - right]
-    return moved
-
-
 class OwnLoop:
-    """EA in transformers' unfused attention, layer by layer, entry by entry.
+    """EA in transformers' unfused attention, layer by layer, by sums over shifted maps.
 
     real: (B, T), True where a token is no padding.
     """
 
-    def __init__(self, evolved: nn.Module, plain: nn.Module, real: torch.Tensor, form: str):
+    def __init__(self, evolved, plain, real, form):
         layers = dict(evolved.named_modules())
-        self.evolutions = {
-            module: layers[name].maps.evolution
-            for name, module in plain.named_modules()
-            if hasattr(layers[name], "maps")
-        }
+        self.evolutions = {}
+        for name, module in plain.named_modules():
+            if hasattr(layers[name], "maps"):
+                self.evolutions[module] = layers[name].maps.evolution
         self.real = real
         self.form = form
         self.previous = None
 
-    def convolved(self, evolution: nn.Module, maps: torch.Tensor) -> torch.Tensor:
-        weight, bias = evolution.convs[0].weight, evolution.convs[0].bias
-        result = bias.view(1, -1, 1, 1).expand_as(maps)
-        for row in (-1, 0, 1):
-            for column in (-1, 0, 1):
-                heads = weight[:, :, row + 1, column + 1]
-                neighbour = shifted(maps, -row, -column)
-                result = result + torch.einsum("ab,nbij->naij", heads, neighbour)
-        return result.relu()
-
     def __call__(self, module, query, key, value, mask, scaling=None, position_bias=None, **_):
         groups = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        key = key.repeat_interleave(groups, 1)
+        value = value.repeat_interleave(groups, 1)
         logits = query @ key.transpose(-2, -1) * (scaling or query.shape[-1] ** -0.5)
         if position_bias is not None:
             logits = logits + position_bias
@@ -213,9 +189,9 @@ class OwnLoop:
             if self.form == "none":
                 mixed = evolution.alpha * self.previous + (1 - evolution.alpha) * logits
             mixed = mixed * read
-            new = self.convolved(evolution, mixed) * read
-            if self.form == "self":
-                new = shifted(new, 1, 1)
+            new = map_conv(mixed, evolution.convs[0]) * read
+            if self.form == "self":  # moved down and to the right by one
+                new = F.pad(new, (1, -1, 1, -1))
             logits = evolution.beta * new + (1 - evolution.beta) * mixed
         self.previous = logits
         hidden = ~self.real[:, None, None, :].expand(-1, 1, logits.shape[2], -1)
@@ -225,7 +201,7 @@ class OwnLoop:
         return (weights @ value).transpose(1, 2), None
 
 
-def lively(model: nn.Module) -> nn.Module:
+def lively(model):
     """Give every parameter of the mechanisms a value that matters."""
     torch.manual_seed(2)
     for name, parameter in model.named_parameters():
@@ -255,7 +231,8 @@ def test_agrees_with_a_loop_over_unfused_attention(name):
     ALL_ATTENTION_FUNCTIONS.register("own_loop", loop)
     ALL_MASK_ATTENTION_FUNCTIONS.register("own_loop", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
     plain.set_attn_implementation("own_loop")
-    ours, theirs = evolved(**inputs).last_hidden_state, plain(**inputs).last_hidden_state
+    ours = evolved(**inputs).last_hidden_state
+    theirs = plain(**inputs).last_hidden_state
     assert_close(ours[real], theirs[real], rtol=0, atol=1e-10)
 
 
@@ -318,13 +295,14 @@ def test_results_do_not_depend_on_the_amount_of_padding(name, kind):
     sentence = torch.randint(3, 50, (1, 6))
     expected = None
     for left, right in [(0, 0), (0, 2), (0, 7), (1, 0), (5, 0), (3, 4)]:
-        padding = nn.functional.pad(sentence, (left, right), value=7)
+        if left and name in ("distilbert", "bart"):
+            continue  # a sentence moved to the right has other absolute positions
+        padding = F.pad(sentence, (left, right), value=7)
         inputs = {"input_ids": padding}
-        inputs["attention_mask"] = nn.functional.pad(torch.ones(1, 6).long(), (left, right))
+        inputs["attention_mask"] = F.pad(torch.ones(1, 6).long(), (left, right))
         if name in ("bert", "llama"):
-            inputs["position_ids"] = (torch.arange(left + 6 + right) - left).clamp(min=0)[None]
-        if name == "distilbert" and left or name == "bart" and left:
-            continue  # absolute positions, which a sentence moved to the right has others of
+            positions = torch.arange(left + 6 + right) - left
+            inputs["position_ids"] = positions.clamp(min=0)[None]
         if name == "t5":  # padded sources, and targets
             inputs["decoder_input_ids"] = padding
             inputs["decoder_attention_mask"] = inputs["attention_mask"]
@@ -332,55 +310,32 @@ def test_results_do_not_depend_on_the_amount_of_padding(name, kind):
             inputs["input_ids"] = sentence
             del inputs["attention_mask"]
         if name == "bart":
-            inputs["decoder_input_ids"] = sentence[:, :5]
-            result = model(**inputs).last_hidden_state
-        else:
-            result = model(**inputs).last_hidden_state[:, left : left + 6]
+            inputs["decoder_input_ids"] = sentence
+        result = model(**inputs).last_hidden_state
+        if name != "bart":
+            result = result[:, left : left + 6]
         expected = result if expected is None else expected
         assert_close(result, expected, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", ["reattention", "refiner"])
-def test_kinds_that_know_no_padding_refuse_it(kind):
-    model = evolve(create("bert"), kind)
-    mask = torch.ones(2, 9).long()
-    mask[0, 5:] = 0
-    with pytest.raises(ValueError, match="knows no mask"):
-        model(**inputs_of("bert"), attention_mask=mask)
-
-
-def test_masks_other_than_padding_are_refused():
-    model = evolve(create("bert"), "ea")
-    packed = torch.block_diag(torch.ones(4, 4), torch.ones(5, 5)).bool().expand(2, 1, 9, 9)
-    with pytest.raises(ValueError, match="a mask of padding and of the future alone"):
-        model(**inputs_of("bert"), attention_mask=packed)
-
-
-@pytest.mark.parametrize("kind", ["pa", "reattention", "refiner", "mta", "conv2d"])
-@pytest.mark.parametrize("name", DECODERS)
-def test_kinds_without_a_causal_form_refuse_decoders(name, kind):
-    with pytest.raises(ValueError, match="has no form for the causal attention of"):
-        evolve(create(name), kind)
-
-
-def language_model(name: str, **options) -> nn.Module:
-    names = {
-        "llama": ("LlamaForCausalLM", "LlamaConfig", dict(TEXT, num_key_value_heads=2)),
-        "bart": ("BartForConditionalGeneration", "BartConfig", SEQ2SEQ),
-        "t5": ("T5ForConditionalGeneration", "T5Config", T5),
-    }
+def language_model(name):
     torch.manual_seed(0)
-    model_class, config_class, config = names[name]
-    config = getattr(transformers, config_class)(**config, decoder_start_token_id=1, **options)
-    model = getattr(transformers, model_class)(config).eval().double()
+    generating = {
+        "llama": transformers.LlamaForCausalLM,
+        "bart": transformers.BartForConditionalGeneration,
+        "t5": transformers.T5ForConditionalGeneration,
+    }
+    _, config_class, config = ARCHITECTURES[name]
+    config = getattr(transformers, config_class)(**config, decoder_start_token_id=1)
+    model = generating[name](config).eval().double()
     for parameter in model.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
     return model
 
 
-def generate(model: nn.Module, **how) -> torch.Tensor:
+def generate(model, **how):
     ids = torch.randint(3, 50, (2, 6), generator=torch.Generator().manual_seed(3))
-    how = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0, **how}
+    how.update(max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
     return model.generate(ids, attention_mask=torch.ones_like(ids), **how)
 
 
@@ -404,20 +359,19 @@ def test_ea_decodes_without_a_cache_and_refuses_one(name):
 @pytest.mark.parametrize("name", ["vit", "bert", "t5", "bart", "llama"])
 @pytest.mark.parametrize("kind", ["ea", "talking_heads"])
 def test_gradient_checkpointing_changes_nothing(name, kind):
-    gradients = []
-    for checkpointed in (False, True):
-        model = lively(evolve(create(name).double(), kind, value_residual=True)).train()
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-        if checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        torch.manual_seed(0)
-        (output(model, name) ** 2).sum().backward()
-        gradients.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
-    assert gradients[0].keys() == gradients[1].keys()
-    for key, gradient in gradients[0].items():
-        assert_close(gradients[1][key], gradient)
+    model = lively(evolve(create(name).double(), kind, value_residual=True)).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    parameters = list(model.parameters())
+
+    def gradients():
+        loss = output(model, name).square().sum()
+        return torch.autograd.grad(loss, parameters, allow_unused=True)
+
+    expected = gradients()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_close(gradients(), expected)
 
 
 def test_checkpointing_that_loses_the_chain_is_refused():
@@ -433,9 +387,9 @@ def test_threads_do_not_meet():
     batches = [torch.randint(3, 50, (2, length)) for length in (5, 9, 12, 7)]
     expected = [model(input_ids=ids).last_hidden_state for ids in batches]
     with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda ids: model(input_ids=ids).last_hidden_state, 4 * batches))
-    for ours, alone in zip(together, 4 * expected, strict=True):
-        assert_close(ours, alone)
+        outputs = list(pool.map(lambda ids: model(input_ids=ids), 4 * batches))
+    together = [each.last_hidden_state for each in outputs]
+    assert_close(together, 4 * expected)
 
 
 @pytest.mark.slow
@@ -449,17 +403,16 @@ def test_compiles_in_one_graph(name):
 # ---- vision: the grid behind the prefix tokens -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["vit", "dinov2", "dinov3", "siglip", "clip vision"])
-def test_grids_are_found_behind_prefix_tokens(name):
+@pytest.mark.parametrize(
+    "name, prefix", [("vit", 1), ("dinov2", 1), ("dinov3", 3), ("siglip", 0), ("clip vision", 1)]
+)
+def test_grids_are_found_behind_prefix_tokens(name, prefix):
     model = create(name)
     images = torch.randn(2, 3, 24, 40)
-    how = {} if name == "dinov3" else {"interpolate_pos_encoding": True}
-    if name == "dinov2":
-        how = {}
+    how = {} if "dino" in name else {"interpolate_pos_encoding": True}
     expected = model(images, **how).last_hidden_state
     evolved = evolve(model, "conv2d", token_conv=True, prefix="pass")
     assert_close(evolved(images, **how).last_hidden_state, expected, rtol=0, atol=1e-5)
-    prefix = {"vit": 1, "dinov2": 1, "dinov3": 3, "siglip": 0, "clip vision": 1}[name]
     mechanisms = [m for m in evolved.modules() if hasattr(m, "num_prefix_tokens")]
     assert {m.num_prefix_tokens for m in mechanisms} == {prefix}
     conv = next(m for m in mechanisms if isinstance(m, TokenConv))
@@ -468,30 +421,23 @@ def test_grids_are_found_behind_prefix_tokens(name):
     conv.register_forward_hook(lambda _, args, result: sizes.append(args[1]))
     evolved(images, **how)
     assert sizes == [(3, 5)]
-    assert torch.equal(
-        output(unevolve(evolve(model, None, token_conv=True)), name), output(model, name)
-    )
+    back = unevolve(evolve(model, None, token_conv=True))
+    assert torch.equal(output(back, name), output(model, name))
 
 
-def test_sequences_have_no_patches():
-    with pytest.raises(ValueError, match="token_conv needs patches of an image"):
-        evolve(create("bert"), None, token_conv=True)
-
-
-@pytest.mark.parametrize("name", ["vit", "bert", "llama", "t5"])
+@pytest.mark.parametrize(
+    "name, layers, evolving", [("vit", 3, 2), ("bert", 3, 2), ("llama", 3, 2), ("t5", 9, 6)]
+)
 @torch.no_grad()
-def test_its_maps_are_recorded_with_their_parts(name):
+def test_its_maps_are_recorded_with_their_parts(name, layers, evolving):
     model = lively(evolve(create(name), "ea"))
     parts = ("attn", "logits", "self_logits", "prev_logits")
     with record_attention(model, parts=parts) as maps:
         output(model, name)
-    layers = [maps[number] for number in maps]
-    evolving = [
-        layer for layer in layers if hasattr(layer, "prev_logits") and layer.prev_logits is not None
-    ]
-    assert len(layers) == (9 if name == "t5" else 3)
-    assert len(evolving) == (6 if name == "t5" else 2)
-    for layer in layers:
+    previous = [getattr(layer, "prev_logits", None) for layer in maps.values()]
+    assert len(previous) == layers
+    assert len([each for each in previous if each is not None]) == evolving
+    for layer in maps.values():
         assert_close(layer.attn.sum(-1), torch.ones_like(layer.attn[..., 0]))
 
 
@@ -509,7 +455,7 @@ def test_recorded_parts_of_padded_sentences_are_what_the_layer_used(name):
     if name == "llama":
         read = read & torch.ones_like(read).tril()
     read = read.expand(-1, 4, -1, -1)
-    evolutions = [m.evolution for m in model.modules() if getattr(m, "evolution", None) is not None]
+    evolutions = [each for each in model.modules() if isinstance(each, Evolution)]
     for number, evolution in zip((2, 3), evolutions, strict=True):
         layer = maps[number]
         mixed = evolution.alpha * layer.prev_logits + (1 - evolution.alpha) * layer.self_logits
@@ -527,14 +473,13 @@ def test_recorded_parts_of_padded_sentences_are_what_the_layer_used(name):
 # ---- the tools around them -------------------------------------------------------------------------------------------
 
 
-def classifier(kind: str | None = "ea") -> nn.Module:
+def classifier():
     torch.manual_seed(0)
     config = transformers.BertConfig(**TEXT, num_labels=3)
-    model = transformers.BertForSequenceClassification(config)
-    return model if kind is None else evolve(model, kind)
+    return transformers.BertForSequenceClassification(config)
 
 
-def sentences(count: int) -> list[dict]:
+def sentences(count):
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 50, (count, 8), generator=generator)
     return [{"input_ids": row, "labels": row[0] % 3} for row in ids]
@@ -542,7 +487,7 @@ def sentences(count: int) -> list[dict]:
 
 def test_trains_with_trainer(tmp_path):
     pytest.importorskip("accelerate", reason="accelerate is not installed")
-    model = classifier()
+    model = evolve(classifier())
     before = copy.deepcopy(model.state_dict())
     arguments = transformers.TrainingArguments(
         tmp_path,
@@ -561,22 +506,6 @@ def test_trains_with_trainer(tmp_path):
     loaded = ea_vision.from_pretrained(tmp_path / "checkpoint-20").eval()
     ids = torch.arange(3, 11)[None]
     assert torch.equal(loaded(ids).logits, model.eval()(ids).logits)
-
-
-def test_trains_with_accelerate():
-    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
-    accelerator = accelerate.Accelerator(cpu=True)
-    model = classifier()
-    model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), 1e-2))
-    losses = []
-    for _ in range(8):
-        batch = torch.utils.data.default_collate(sentences(8))
-        loss = model(**batch).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -603,13 +532,13 @@ def test_lora_on_queries_and_values(kind):
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     for _ in range(3):
         optimizer.zero_grad()
-        (model(**inputs).last_hidden_state ** 3).sum().backward()
+        loss = (model(**inputs).last_hidden_state ** 3).sum()
+        loss.backward()
         optimizer.step()
-    trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
-    assert {"lora_A", "lora_B", "modules_to_save"} <= {
-        part for key in trained for part in key.split(".")
-    }
-    assert not [key for key, p in trained.items() if p.grad is None or not p.grad.any()]
+    trained = {key for key, p in model.named_parameters() if p.requires_grad}
+    for part in ("lora_A", "lora_B", "modules_to_save"):
+        assert any(part in key.split(".") for key in trained)
+    assert trained.isdisjoint(idle(model))
     merged = model.merge_and_unload()
     assert_close(merged(**inputs).last_hidden_state, model(**inputs).last_hidden_state)
 
@@ -617,28 +546,25 @@ def test_lora_on_queries_and_values(kind):
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-def test_models_with_attention_of_their_own_are_refused():
-    config = transformers.DebertaV2Config(**TEXT)
-    with pytest.raises(ValueError, match="no attention layer of it goes through"):
-        evolve(transformers.DebertaV2Model(config))
+@pytest.mark.parametrize("kind", ["reattention", "refiner"])
+def test_kinds_that_know_no_padding_refuse_it(kind):
+    mask = torch.ones(2, 9).long()
+    mask[0, 5:] = 0
+    with pytest.raises(ValueError, match="knows no mask"):
+        evolve(create("bert"), kind)(**inputs_of("bert"), attention_mask=mask)
 
 
-def test_dropped_layers_are_refused():
-    with pytest.raises(ValueError, match="layerdrop must be 0"):
-        evolve(create("bart", encoder_layerdrop=0.1))
+def test_masks_other_than_padding_are_refused():
+    packed = torch.block_diag(torch.ones(4, 4), torch.ones(5, 5)).bool().expand(2, 1, 9, 9)
+    with pytest.raises(ValueError, match="a mask of padding and of the future alone"):
+        evolve(create("bert"))(**inputs_of("bert"), attention_mask=packed)
 
 
-def test_windows_are_refused():
-    config = transformers.SwinConfig(
-        image_size=32, patch_size=4, embed_dim=16, depths=[2], num_heads=[2], window_size=4
-    )
-    with pytest.raises(ValueError, match="window|no attention layer"):
-        evolve(transformers.SwinModel(config))
-
-
-def test_an_evolving_model_is_not_evolved_again():
-    with pytest.raises(ValueError, match="evolve already"):
-        evolve(evolve(create("vit")))
+@pytest.mark.parametrize("kind", ["pa", "reattention", "refiner", "mta", "conv2d"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_kinds_without_a_causal_form_refuse_decoders(name, kind):
+    with pytest.raises(ValueError, match="has no form for the causal attention of"):
+        evolve(create(name), kind)
 
 
 def test_a_folder_is_read_with_the_keywords_of_transformers(tmp_path):
@@ -649,7 +575,21 @@ def test_a_folder_is_read_with_the_keywords_of_transformers(tmp_path):
     assert_close(output(loaded, "vit"), output(model.double(), "vit"))
 
 
-def test_a_folder_without_an_evolution_is_refused(tmp_path):
+def test_what_cannot_evolve_is_refused(tmp_path):
+    deberta = transformers.DebertaV2Config(**TEXT)
+    swin = transformers.SwinConfig(
+        image_size=32, patch_size=4, embed_dim=16, depths=[2], num_heads=[2], window_size=4
+    )
+    for model, message in (
+        (transformers.DebertaV2Model(deberta), "no attention layer of it goes through"),
+        (transformers.SwinModel(swin), "window|no attention layer"),
+        (create("bart", encoder_layerdrop=0.1), "layerdrop must be 0"),
+        (evolve(create("vit")), "evolve already"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            evolve(model)
+    with pytest.raises(ValueError, match="token_conv needs patches of an image"):
+        evolve(create("bert"), None, token_conv=True)
     create("vit").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no evolution in its config.json"):
         ea_vision.from_pretrained(tmp_path)
@@ -682,16 +622,14 @@ def test_the_page_s_snippets_run(which, tmp_path, monkeypatch):
         "AutoImageProcessor": transformers.ViTImageProcessor(size={"height": 32, "width": 32}),
         "AutoModel": create("dinov3"),
         "AutoTokenizer": Tokenizer(),
-        "AutoModelForSequenceClassification": classifier(None),
+        "AutoModelForSequenceClassification": classifier(),
     }
     for name, found in loaded.items():
-        load = lambda *_, found=found, **__: found  # noqa: E731
+        load = mock.Mock(return_value=found)
         monkeypatch.setattr(getattr(transformers, name), "from_pretrained", load)
     monkeypatch.chdir(tmp_path)
     page = blocks(ROOT / "docs" / "transformers.md", "python")
     block = [block for block in page if "from transformers import Auto" in block][which]
-    assert len([line for line in block.splitlines() if line.strip()]) <= 13
     space = {"ea_vision": ea_vision, "images": torch.randint(256, (1, 3, 40, 40)).byte()}
     exec(compile(block, "transformers.md", "exec"), space)
-    trained = space["model"].state_dict()
-    assert any(".maps." in key for key in trained)
+    assert any(".maps." in key for key in space["model"].state_dict())

@@ -21,12 +21,8 @@ def test_compiles_in_one_graph_once_and_exports_with_any_batch_size(name):
 def test_saved_for_the_hub_loads_from_a_folder(name, tmp_path):
     options = dict(alpha=0.25) if get_network(name).kwargs.get("evolution") else {}
     model = lively(name, num_classes=5, **options).eval()
-    save_for_hf(
-        model,
-        tmp_path,
-        model_config=dict(num_classes=5),
-        model_args={**options, **shrunk(name), "num_classes": 5},
-    )
+    arguments = {**options, **shrunk(name), "num_classes": 5}
+    save_for_hf(model, tmp_path, model_config=dict(num_classes=5), model_args=arguments)
     loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     x = sample(name)
     with torch.no_grad():

@@ -3,7 +3,6 @@
 import copy
 import os
 import warnings
-from pathlib import Path
 from unittest import mock
 
 import timm
@@ -28,13 +27,13 @@ SHRUNK = {  # keywords by family
 }
 
 
-def family(name: str) -> str:
+def family(name):
     """The file of a network."""
     return timm.model_entrypoint(name).__module__.split(".")[-1]
 
 
-def count(model) -> int:
-    """Of parameters."""
+def count(model):
+    """The number of parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -48,8 +47,8 @@ with torch.device("meta"), mock.patch.object(torch.Tensor, "normal_", _undrawn, 
 _SIZES = {name: count(model) for name, model in OUTLINES.items()}
 
 
-def _smallest_of_each(kinds: tuple[type, ...]) -> list[str]:
-    """Of a family's networks whose keywords of these types agree, the one with the fewest parameters."""
+def _smallest_of_each(kinds):
+    """The smallest of each family's networks whose keywords of these types agree."""
     smallest = {}
     for name in sorted(EVERY, key=_SIZES.get):
         items = get_network(name).kwargs.items()
@@ -63,19 +62,18 @@ SMALL = list(dict.fromkeys([*_smallest_of_each((str, bool)), *_smallest_of_each(
 TESTED = EVERY if ALL else SMALL
 
 
-def shrunk(name: str) -> dict:
+def shrunk(name):
     """The keywords under which the tests take a network."""
     return {} if ALL else SHRUNK.get(family(name), {})
 
 
-def lively(name: str, **options):
-    """A new model of which all counts."""
+def lively(name, **options):
+    """A new model without initial zeros."""
     return woken(timm.create_model(name, **{**shrunk(name), **options}))
 
 
 def woken(model):
-    """The model without initial zeros, in the last norms of residual branches, in added attention and where a spatial
-    transformer says where to look, which would hide any mistake."""
+    """Replace initial zeros, which hide mistakes: last norms of branches, added attention, spatial transformers."""
     for module in model.modules():
         if isinstance(module, torch.nn.BatchNorm2d) and not module.weight.any():
             torch.nn.init.constant_(module.weight, 0.2)
@@ -92,19 +90,19 @@ if not ALL:
     FAMILIES = [name for name in TESTED if get_network(name).kwargs.get("evolution") == "ea"]
 
 
-def images(height: int = 32, width: int = 32, batch: int = 2) -> torch.Tensor:
+def images(height=32, width=32, batch=2):
     """The same at every call."""
     return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(1))
 
 
-def give_gradients(model, x: torch.Tensor) -> None:
-    """Of the sum of squares of its outputs."""
-    y = model(x)
-    y.square().sum().backward()
+def give_gradients(model, x):
+    """Run backward from the sum of squares of the outputs."""
+    loss = model(x).square().sum()
+    loss.backward()
 
 
-def stepped(model, x: torch.Tensor | None = None):
-    """The model one step of SGD later, in which everything counts, with the gradients of the next."""
+def stepped(model, x=None):
+    """The model one step of SGD later, with the gradients of the next."""
     model.train()
     x = images() if x is None else x
     for rate in (0.05, 0.0):
@@ -116,54 +114,48 @@ def stepped(model, x: torch.Tensor | None = None):
     return model
 
 
-def input_side(name: str) -> int:
+def input_side(name):
     return timm.get_pretrained_cfg(name).input_size[-1]
 
 
-def side(name: str) -> int:
+def side(name):
     """Side of a small input, in pixels."""
     return min(64, input_side(name))
 
 
-def sample(name: str, batch: int = 2) -> torch.Tensor:
+def sample(name, batch=2):
     """Small images for a network."""
     return images(side(name), side(name), batch)
 
 
-def other_sizes(name: str) -> list[tuple[int, int]]:
-    """Of inputs, in pixels."""
+def other_sizes(name):
+    """Heights and widths of other inputs, in pixels."""
     return [(24, 40), (40, 16)] if input_side(name) == 32 else [(40, 72), (96, 160)]
 
 
-def layers_of(model) -> list[AugmentedConv2d]:
+def layers_of(model):
     return [m for m in model.modules() if isinstance(m, AugmentedConv2d)]
 
 
-def assert_checkpointing_changes_nothing(
-    model, x: torch.Tensor, statistics: bool = True, **near: float
-) -> None:
-    """Outputs and gradients; statistics: running ones, too, which move once."""
-    results = []
-    for enable in (False, True):
+def assert_checkpointing_changes_nothing(model, x, statistics=True, **near):
+    """Compare outputs, gradients and, with `statistics`, running statistics, which move once."""
+
+    def results(enable):
         twin = copy.deepcopy(model).train()
         twin.set_grad_checkpointing(enable)
         y = twin(x)
         y.square().sum().backward()
-        results.append(
-            (
-                y.detach(),
-                {n: p.grad for n, p in twin.named_parameters()},
-                dict(twin.named_buffers()) if statistics else {},
-            )
-        )
-    gradients = results[0][1]
-    assert all(gradient is not None for gradient in gradients.values())
-    assert_close(results[1], results[0], **near)
+        gradients = [parameter.grad for parameter in twin.parameters()]
+        assert all(gradient is not None for gradient in gradients)
+        buffers = dict(twin.named_buffers()) if statistics else {}
+        return y.detach(), gradients, buffers
+
+    assert_close(results(True), results(False), **near)
 
 
 @torch.no_grad()
-def assert_fx_agrees(model, x: torch.Tensor) -> None:
-    """By FX, timm's way of taking features, and by torch.jit.trace."""
+def assert_fx_agrees(model, x):
+    """Compare with FX, timm's way of taking features, and torch.jit.trace."""
     expected = model(x)
     last_node = get_graph_node_names(model)[1][-1]
     extractor = create_feature_extractor(model, return_nodes=[last_node])
@@ -175,36 +167,37 @@ def assert_fx_agrees(model, x: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def assert_compiles_and_exports(model, x: torch.Tensor, **near: float) -> None:
-    """In one graph, compiled once, and for any batch size."""
+def assert_compiles_and_exports(model, x, **near):
+    """Compile once, in one graph; export for any batch size."""
     counter = CompileCounter()
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     for images in (x, torch.randn_like(x)):
         assert_close(compiled(images), model(images), **near)
     assert counter.frame_count == 1
     torch._dynamo.reset()
-    program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    any_batch = ({0: torch.export.Dim("batch")},)
+    program = torch.export.export(model, (x,), dynamic_shapes=any_batch)
     other = torch.randn(5, *x.shape[1:])
     assert_close(program.module()(other), model(other), **near)
 
 
 @torch.no_grad()
-def assert_onnx_agrees(model, x: torch.Tensor, folder: Path) -> None:
-    """By torch.export and, of its program, by ONNX Runtime."""
+def assert_onnx_agrees(model, x, folder):
+    """Compare with torch.export's program, and ONNX Runtime's run of it."""
     import onnxruntime
 
     program = torch.export.export(model, (x,))
     assert_close(program.module()(x), model(x), atol=1e-4, rtol=1e-4)
-    torch.onnx.export(program, (), folder / "model.onnx", dynamo=True, verbose=False)
-    session = onnxruntime.InferenceSession(
-        folder / "model.onnx", providers=["CPUExecutionProvider"]
-    )
-    (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    file = folder / "model.onnx"
+    torch.onnx.export(program, (), file, dynamo=True, verbose=False)
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    (name,) = [each.name for each in session.get_inputs()]
+    (y,) = session.run(None, {name: x.numpy()})
     assert_close(torch.from_numpy(y), model(x), atol=1e-4, rtol=1e-3)
 
 
-def idle(model, where: str = "") -> list[str]:
-    """The parameters with this in their names whose gradient is missing, not finite or 0."""
+def idle(model, where=""):
+    """Names of parameters, with this in their names, whose gradient is missing, not finite or 0."""
     found = []
     for name, parameter in model.named_parameters():
         gradient = parameter.grad

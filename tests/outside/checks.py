@@ -14,6 +14,7 @@ from ea_vision.layers import AugmentedConv2d, create_evolution, learnable_gates
 from ea_vision.models import list_networks
 from ea_vision.ops import use_implementation
 from tests.models.zoo import (
+    TINY,
     assert_checkpointing_changes_nothing,
     assert_fx_agrees,
     assert_onnx_agrees,
@@ -29,7 +30,7 @@ KINDS = pytest.mark.parametrize(
 )
 
 
-def create(name: str, **options):
+def create(name, **options):
     torch.manual_seed(0)
     return timm.create_model(name, **options).eval()
 
@@ -73,9 +74,7 @@ def test_a_new_evolution_is_recorded_with_its_own_part():
 @torch.no_grad()
 def test_a_new_evolution_in_timms_transformer(tmp_path):
     torch.manual_seed(0)
-    plain = timm.create_model(
-        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=16, depth=3, num_heads=2
-    )
+    plain = timm.create_model("vit_tiny_patch16_224", **{**TINY, "num_heads": 2})
     for block in plain.eval().blocks:
         torch.nn.init.normal_(block.attn.qkv.weight)
         block.attn.fused_attn = False

@@ -14,18 +14,9 @@ HERE = Path(__file__).parent
 @pytest.mark.slow
 def test_an_outside_family_and_evolution_get_everything():
     root = str(HERE.parents[1])
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        str(HERE / "checks.py"),
-        "tests/models/test_conformance.py",
-        "-k",
-        "checks or tiny",
-    ]
+    pytest_here = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    files = [str(HERE / "checks.py"), "tests/models/test_conformance.py"]
+    command = [*pytest_here, *files, "-k", "checks or tiny"]
     paths = [root, os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
