@@ -51,8 +51,7 @@ def choose_device(name: str, local_rank: int = 0, processes: int = 1) -> torch.d
     if device.index is not None and processes > 1:
         raise UsageError(
             f"--device {name} is one device, and there are {processes} processes: --device "
-            f"{device.type} gives "
-            "each its own"
+            f"{device.type} gives each its own"
         )
     index = local_rank if device.index is None else device.index
     count = functions.device_count()

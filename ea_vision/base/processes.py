@@ -52,8 +52,7 @@ def worker_lost(error: Exception) -> WorkerLost | None:
         return None
     return WorkerLost(
         f"a process that decodes images has ended ({type(error).__name__}: {text}): the system "
-        "kills processes "
-        "when main memory runs out, and fewer --workers need less"
+        "kills processes when main memory runs out, and fewer --workers need less"
     )
 
 
@@ -224,8 +223,7 @@ def join_world(device_name: str, timeout_minutes: float = 10.0) -> Iterator[Worl
             raise
         raise RunError(
             "gave up waiting for the other processes: one has ended or has not answered for "
-            f"{timeout_minutes:g}"
-            " min"
+            f"{timeout_minutes:g} min"
         ) from error
     finally:
         # gloo's threads need the interpreter's lock to drop the tensors of the last collective; the destructor of the

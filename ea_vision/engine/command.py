@@ -73,27 +73,26 @@ def main(module: type[DataModule], argv: list[str] | None = None) -> int:
     )
     parser.hide(only_check)
     given = parse(parser, argv)
-    target, runs, only_checked = (
-        given.pop(mode, None) for mode in ("evaluate", "learning_curves", "check_options")
-    )
+    target = given.pop("evaluate", None)
+    runs = given.pop("learning_curves", None)
+    only_checked = given.pop("check_options", False)
     if runs:
-        from ea_vision.engine.pictures import (
-            write_learning_curves,
-        )  # matplotlib, which training does without
+        # matplotlib, which training does without
+        from ea_vision.engine.pictures import write_learning_curves
 
-        write_learning_curves(
-            [Path(run) for run in runs], Path(given.get("output", "learning_curves.png"))
-        )
-    elif target:
+        output = Path(given.get("output", "learning_curves.png"))
+        write_learning_curves(list(map(Path, runs)), output)
+        return 0
+    if target:
         with workers_watched(RuntimeError):
             evaluate_target(module, target, given)
+        return 0
+    config = resolve(module.options, given)
+    if only_checked:
+        module.check_places(config)
     else:
-        config = resolve(module.options, given)
-        if only_checked:
-            module.check_places(config)
-        else:
-            with workers_watched(RuntimeError):
-                train(module, config)
+        with workers_watched(RuntimeError):
+            train(module, config)
     return 0
 
 
@@ -262,9 +261,8 @@ def check_keywords(config: TrainConfig) -> None:
                 notice=lambda line: None,
             )
     except UsageError as error:
-        if "has no keyword" in str(
-            error
-        ):  # values are refused when the classes are known, and not on this device
+        # values are refused when the classes are known, and not on this device
+        if "has no keyword" in str(error):
             raise
 
 
@@ -285,14 +283,14 @@ def freeze(model: nn.Module, config: TrainConfig) -> None:
         UsageError: a name that none has.
     """
     for name in filter(None, config.freeze.split(",")):
-        found = [p for path, p in model.named_parameters() if f"{path}.".startswith(f"{name}.")]
-        if not found:
-            raise UsageError(
-                f"freeze: the model has no {name!r}; "
-                f"{near_matches(name, dict(model.named_modules()), 'modules')}"
-            )
-        for parameter in found:
-            parameter.requires_grad = False
+        known = False
+        for path, parameter in model.named_parameters():
+            if f"{path}.".startswith(f"{name}."):
+                parameter.requires_grad = False
+                known = True
+        if not known:
+            near = near_matches(name, dict(model.named_modules()), "modules")
+            raise UsageError(f"freeze: the model has no {name!r}; {near}")
     if getattr(config, "linear_probe", False):  # an option of classifiers
         model.requires_grad_(False)
         model.get_classifier().requires_grad_(True)
@@ -324,14 +322,15 @@ def is_complete(folder: Path, data: DataModule) -> bool:
         UsageError: the folder holds a run of other options or data, or --resume none asks for a new one.
     """
     config = data.config
-    if config.resume == "none" and any(
-        (folder / name).exists() for name in (run_folder.CONFIG, checkpoint.LAST)
-    ):
+    begun = (folder / run_folder.CONFIG).exists() or (folder / checkpoint.LAST).exists()
+    if config.resume == "none" and begun:
         raise UsageError(
             f"{folder} holds a run: continue it with --resume auto, choose another --output, or "
             "delete it"
         )
-    results = run_folder.read_results(folder) if config.resume == "auto" else None
+    if config.resume != "auto":
+        return False
+    results = run_folder.read_results(folder)
     if results is None or config.test and "held_out_last" in results:  # all but the test is done
         return False
     saved, about = run_folder.read_config(folder)
@@ -344,8 +343,7 @@ def _require_same(changed: dict[str, str], source: Path) -> None:
     if changed:
         raise UsageError(
             f"{source} holds a run with other options ({'; '.join(changed.values())}): choose "
-            "another "
-            "--output, or continue it with the new options by --resume PATH"
+            "another --output, or continue it with the new options by --resume PATH"
         )
 
 
@@ -430,8 +428,7 @@ def resume(trainer: Trainer, path: Path, state: dict) -> None:
     if progress.epoch >= trainer.total_epochs and not evaluated:
         raise UsageError(
             f"{path} stands after epoch {progress.epoch}, which --eval-epochs left out, so "
-            "--epochs "
-            f"must be more than {progress.epoch}, got {config.epochs}"
+            f"--epochs must be more than {progress.epoch}, got {config.epochs}"
         )
     if epochs != config.epochs:
         log.warning(
@@ -481,9 +478,9 @@ def finish(trainer: Trainer, about: dict) -> None:
         trainer.text_of(best),
         trainer.text_of(last),
     )
-    first = [row[trainer.measures[0]] for row in progress.rows]
-    evaluated = len(first) - sum(map(math.isnan, first))
-    if data.eval_split == "test" and evaluated > 1:
+    measure = trainer.measures[0]
+    evaluated = [row for row in progress.rows if not math.isnan(row[measure])]
+    if data.eval_split == "test" and len(evaluated) > 1:
         log.info(
             "the best epoch was chosen by the images that it is evaluated on: quote the last "
             "weights%s",
@@ -495,7 +492,9 @@ def finish(trainer: Trainer, about: dict) -> None:
 
 def _final_figures(trainer: Trainer, row: dict[str, float], tested: bool) -> dict[str, float]:
     """Return an epoch's measures; with images held out also those of its weights, which are loaded, in a test."""
-    figures = {name: row[name] for name in ("epoch", *trainer.measures)}
+    figures = {"epoch": row["epoch"]}
+    for measure in trainer.measures:
+        figures[measure] = row[measure]
     if not tested:
         return figures
     data = trainer.data
@@ -509,5 +508,7 @@ def _final_figures(trainer: Trainer, row: dict[str, float], tested: bool) -> dic
 
 def _without_nan(figures: dict[str, float]) -> dict[str, float | None]:
     """Return figures for JSON, which has no nan: AP where no object is large becomes None."""
-    rounded = {name: round(value, 4) for name, value in figures.items()}
-    return {name: None if math.isnan(value) else value for name, value in rounded.items()}
+    shown = {}
+    for name, value in figures.items():
+        shown[name] = None if math.isnan(value) else round(value, 4)
+    return shown

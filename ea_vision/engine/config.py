@@ -77,9 +77,8 @@ def option(
     return dataclasses.field(default_factory=lambda: copy.copy(default), metadata={"rules": rules})
 
 
-setting = partial(
-    option, resume=True
-)  # no part of the experiment: it may change when a run is resumed
+# no part of the experiment: it may change when a run is resumed
+setting = partial(option, resume=True)
 
 
 @dataclass
@@ -388,8 +387,7 @@ class TrainConfig:
             full = total - total % of_full
             log.warning(
                 "total_batch %d on %d processes is made of batches of %d, far below batch_size "
-                "%d: %d or %d "
-                "is made of full ones",
+                "%d: %d or %d is made of full ones",
                 total,
                 processes,
                 shared.batch_size,

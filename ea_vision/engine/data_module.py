@@ -111,8 +111,7 @@ class DataModule:
             fitting = 2 ** int(math.log2(max(images // processes, 1)))
             raise UsageError(
                 f"an update needs {needed} training images (batch_size x grad_accum_steps x "
-                "processes), "
-                f"and the data set has fewer, {images}: --batch-size {fitting}"
+                f"processes), and the data set has fewer, {images}: --batch-size {fitting}"
             )
 
     def check_fingerprint(self, saved: str, source: Path) -> None:
@@ -172,9 +171,8 @@ class DataModule:
     def write_evaluation(self, folder: Path, result, about: dict) -> list[Path]:
         """Write evaluation.json, per_class.csv and confusion.png, both of the images as they are, of a result of the
         trainer's `evaluate`; return their paths."""
-        from ea_vision.engine.pictures import (
-            confusion_png,  # matplotlib, which training does without
-        )
+        # matplotlib, which training does without
+        from ea_vision.engine.pictures import confusion_png
 
         create(folder)
         evaluation = folder / "evaluation.json"
@@ -184,17 +182,17 @@ class DataModule:
         others = result.confusion.clone().fill_diagonal_(0)
         rows = []
         for index, name in enumerate(self.classes):
-            counts = result.confusion[index]
+            images = result.confusion[index].sum()
+            right = result.confusion[index, index]
             wrong = others[index]
-            rows.append(
-                {
-                    "class": name,
-                    "images": int(counts.sum()),
-                    "top1": f"{100 * counts[index] / counts.sum():.2f}",
-                    "most_confused_with": self.classes[wrong.argmax()] if wrong.any() else "",
-                    "confused_images": int(wrong.max()),
-                }
-            )
+            row = {
+                "class": name,
+                "images": int(images),
+                "top1": f"{100 * right / images:.2f}",
+                "most_confused_with": self.classes[wrong.argmax()] if wrong.any() else "",
+                "confused_images": int(wrong.max()),
+            }
+            rows.append(row)
         atomic_write(per_class, csv_text(rows).encode())
         atomic_write(picture, confusion_png(result, self.classes, about["model"]))
         return [evaluation, per_class, picture]

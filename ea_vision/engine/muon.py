@@ -13,9 +13,8 @@ import torch
 from timm.optim import muon as timms
 from torch import Tensor
 
-LEAST_SIDE_ON_CPU = (
-    32  # a CPU's products of smaller matrices round otherwise in a batch, now and then
-)
+# a CPU's products of smaller matrices round otherwise in a batch, now and then
+LEAST_SIDE_ON_CPU = 32
 
 
 class BatchedMuon(timm.optim.Muon):

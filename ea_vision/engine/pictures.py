@@ -67,15 +67,15 @@ def confusion_png(result: Evaluation, classes: list[str], name: str) -> bytes:
     side = min(5 + 0.4 * len(classes), 17)
     figure = Figure(figsize=(side, side), layout="constrained")
     axes = figure.add_subplot()
-    ConfusionMatrixDisplay(percent.numpy(), display_labels=list(map(displayable, classes))).plot(
+    display = ConfusionMatrixDisplay(
+        percent.numpy(), display_labels=list(map(displayable, classes))
+    )
+    display.plot(
         ax=axes, cmap="Blues", include_values=few, values_format=".0f", xticks_rotation="vertical"
     )
     if not few:
         axes.set(xticks=[], yticks=[])
-    axes.set(
-        xlabel="taken for",
-        ylabel="class",
-        title=f"{name}\ntop-1 {result.top1:.2f}%, top-5 {result.top5:.2f}%, "
-        f"{result.images} images; percent of the class",
-    )
+    numbers = f"top-1 {result.top1:.2f}%, top-5 {result.top5:.2f}%, {result.images} images"
+    title = f"{name}\n{numbers}; percent of the class"
+    axes.set(xlabel="taken for", ylabel="class", title=title)
     return figure_bytes(figure)

@@ -28,8 +28,7 @@ def describe_update(config: TrainConfig, processes: int, has_norms: bool = False
     batches = f" x {accum} batches" if accum > 1 else ""
     text = (
         f"{images} images = {config.batch_size} x {processes} processes{batches}, peak learning "
-        "rate "
-        f"{config.peak_lr(images):g}"
+        f"rate {config.peak_lr(images):g}"
     )
     recipe = load_recipe(config.recipe)
     total = recipe.get("total_batch") or images
@@ -65,9 +64,8 @@ def trial_step(trainer: Trainer) -> float:
         of_size = "" if size is None else f" ({memory_size(size)})"
         raise UsageError(
             f"a batch of {count} images of {side} pixels does not fit into the memory of "
-            f"{device}{of_size}: lower "
-            "--batch-size (with --total-batch more batches are added up), or set "
-            "--grad-checkpointing or --amp"
+            f"{device}{of_size}: lower --batch-size (with --total-batch more batches are added "
+            "up), or set --grad-checkpointing or --amp"
         ) from error
     except REFUSALS as error:
         if isinstance(error, UsageError):

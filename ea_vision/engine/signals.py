@@ -18,10 +18,10 @@ class StopRequest:
 
     def __exit__(self, *_) -> None:
         for number, handler in self._previous.items():
-            stopping = (
-                number == signal.SIGTERM and self.signal is not None
-            )  # the second one may come at any time
-            signal.signal(number, signal.SIG_IGN if stopping else handler)
+            # the second one may come at any time
+            if number == signal.SIGTERM and self.signal is not None:
+                handler = signal.SIG_IGN
+            signal.signal(number, handler)
 
     def _remember(self, number: int, _frame) -> None:
         if self.signal is None:

@@ -116,9 +116,8 @@ class StepLog:
         if seconds_left is not None and not sys.stderr.isatty():
             log.info(
                 "epoch %(epoch).2f  update %(step)d  its loss %(train_loss).4f  lr %(lr).3g  "
-                "%(images_per_s).0f "
-                "images/s  waiting for data %(data_wait_percent).0f%%  %(memory_mib).0f MiB used "
-                " %(left)s left",
+                "%(images_per_s).0f images/s  waiting for data %(data_wait_percent).0f%%  "
+                "%(memory_mib).0f MiB used  %(left)s left",
                 row | {"left": duration(seconds_left)},
             )
         self.send("train", row)

@@ -600,8 +600,7 @@ class Trainer:
         }
         log.info(
             "epoch %(epoch)d/%(of)d  training loss %(train_loss).4f  %(quality)s  lr %(lr).3g  "
-            "%(images_per_s).0f "
-            "images/s  %(seconds).1f s%(left)s",
+            "%(images_per_s).0f images/s  %(seconds).1f s%(left)s",
             row | more,
         )
 
@@ -624,11 +623,9 @@ class Trainer:
                 what = str(error).partition("\n")[0] or "main memory"
                 raise RunError(
                     f"out of memory in update {self.progress.step + 1} of epoch "
-                    f"{self.progress.epoch + 1} "
-                    f"({what}): a smaller --batch-size with --total-batch as it is adds up more "
-                    "batches, "
-                    "--grad-checkpointing and --amp need less; last good checkpoint: "
-                    f"{self.last_good}"
+                    f"{self.progress.epoch + 1} ({what}): a smaller --batch-size with "
+                    "--total-batch as it is adds up more batches, --grad-checkpointing and --amp "
+                    f"need less; last good checkpoint: {self.last_good}"
                 ) from error
             except RuntimeError as error:
                 lost = worker_lost(error)

@@ -75,8 +75,7 @@ class CifarConfig(ClassificationConfig):
         if self.dataset == "digits" and self.data_dir:
             raise UsageError(
                 f"digits are scikit-learn's: data_dir must be empty, got {self.data_dir} "
-                "(--dataset "
-                "folder reads it)"
+                "(--dataset folder reads it)"
             )
         if self.crop_padding_mode == "reflect" and self.crop_padding >= self.img_size:
             raise UsageError(

@@ -158,9 +158,8 @@ class ImageNetConfig(ClassificationConfig):
     )
     train_crop_mode: str = option(
         "rrc",
-        "timm's crop of training images: rrc a part that is resized, rkrc resized "
-        "with its ratio kept and cut at random, rkrr by random factors besides (not "
-        "FFCV)",
+        "timm's crop of training images: rrc a part that is resized, rkrc resized with its ratio "
+        "kept and cut at random, rkrr by random factors besides (not FFCV)",
         AUGMENT,
         choices=("rrc", "rkrc", "rkrr"),
         not_with="train_beton",
@@ -174,8 +173,7 @@ class ImageNetConfig(ClassificationConfig):
     aa: str = option(
         "",
         "timm's policy, such as rand-m9-mstd0.5, or ta_wide, torchvision's TrivialAugment (not "
-        "FFCV); "
-        "empty: none",
+        "FFCV); empty: none",
         AUGMENT,
         not_with="train_beton",
     )
@@ -192,8 +190,7 @@ class ImageNetConfig(ClassificationConfig):
         if self.train_beton and self.val_beton and self.data_dir:
             raise UsageError(
                 "data_dir must be empty with --train-beton and --val-beton, which are read "
-                "instead, got "
-                f"{self.data_dir}"
+                f"instead, got {self.data_dir}"
             )
         if self.eval_resize < self.side_to_evaluate:
             raise UsageError(
@@ -205,9 +202,8 @@ class ImageNetConfig(ClassificationConfig):
             raise UsageError(
                 f"first_img_size must be 8 to img_size ({self.img_size}), got {self.first_img_size}"
             )
-        if self.grow_epochs and not (
-            len(self.grow_epochs) == 2 and 0 <= self.grow_epochs[0] <= self.grow_epochs[1]
-        ):
+        rising = sorted(self.grow_epochs) == self.grow_epochs
+        if self.grow_epochs and not (rising and len(self.grow_epochs) == 2):
             raise UsageError(
                 f"grow_epochs must be two epochs that do not fall, got {self.grow_epochs}"
             )
@@ -220,11 +216,9 @@ class ImageNetConfig(ClassificationConfig):
     @property
     def size_of(self) -> GrowingSize | None:
         """Side in pixels of the training images by epoch; None where it is always img_size."""
-        return (
-            GrowingSize(self.first_img_size, self.img_size, *self.grow_epochs)
-            if self.first_img_size
-            else None
-        )
+        if not self.first_img_size:
+            return None
+        return GrowingSize(self.first_img_size, self.img_size, *self.grow_epochs)
 
 
 class GrowingTrainer(ClassificationTrainer):
@@ -233,10 +227,9 @@ class GrowingTrainer(ClassificationTrainer):
 
     def finish_epoch(self) -> None:
         size_of = self.config.size_of
-        if size_of is not None:
-            for model in (self.model, self.best_model):
-                if hasattr(model, "fill_offsets_beyond"):
-                    model.fill_offsets_beyond(size_of(self.progress.epoch))
+        for model in (self.model, self.best_model):
+            if size_of is not None and hasattr(model, "fill_offsets_beyond"):
+                model.fill_offsets_beyond(size_of(self.progress.epoch))
         super().finish_epoch()
 
 
@@ -329,7 +322,6 @@ class ClassFolders(DataModule):
 
     def train_loader(self, **keywords) -> ImageTrainLoader | BetonTrainLoader:
         config = self.config
-        source = self.train
         keywords.update(
             img_size=config.img_size,
             batch_size=config.batch_size,
@@ -340,18 +332,13 @@ class ClassFolders(DataModule):
             repeats=config.aug_repeats,
         )
         if not config.train_beton:
-            return ImageTrainLoader(
-                source, transform=partial(checked_train_transform, config), **keywords
-            )
-        os_cache = (
-            config.os_cache == "on"
-            or config.os_cache == "auto"
-            and all(  # one order for all, on any machine
-                self.world.gather(source.fits_in_memory())
-            )
-        )
+            transform = partial(checked_train_transform, config)
+            return ImageTrainLoader(self.train, transform=transform, **keywords)
+        os_cache = config.os_cache == "on"
+        if config.os_cache == "auto":  # one order for all, on any machine
+            os_cache = all(self.world.gather(self.train.fits_in_memory()))
         return BetonTrainLoader(
-            source,
+            self.train,
             os_cache=os_cache,
             scale=(config.crop_scale, 1.0),
             hflip=config.hflip,
@@ -360,11 +347,11 @@ class ClassFolders(DataModule):
 
     def eval_loader(self, **keywords) -> ImageEvalLoader:
         config = self.config
-        transform = (
-            partial(eval_transform, resize=config.eval_resize, interpolation=config.interpolation)
-            if not config.val_beton
-            else as_stored
+        transform = partial(
+            eval_transform, resize=config.eval_resize, interpolation=config.interpolation
         )
+        if config.val_beton:
+            transform = as_stored
         return ImageEvalLoader(
             self.evaluated,
             transform=transform,
@@ -377,10 +364,11 @@ class ClassFolders(DataModule):
 
     def loader_keywords(self, model: nn.Module) -> dict:
         config = self.config
-        sizes = (
-            set(map(config.size_of, range(math.ceil(config.epochs)))) if config.size_of else set()
-        )
-        check_sizes(model, sizes | {config.side_to_evaluate}, config)
+        sizes = {config.side_to_evaluate}
+        if config.size_of:
+            epochs = range(math.ceil(config.epochs))
+            sizes.update(map(config.size_of, epochs))
+        check_sizes(model, sizes, config)
         return super().loader_keywords(model)
 
 
@@ -394,8 +382,7 @@ def check_sizes(model: nn.Module, sizes: set[int], config: ImageNetConfig) -> No
     except REFUSALS as error:
         raise UsageError(
             f"model {config.model}, made for {config.img_size} pixels, does not take {size}: "
-            f"{error}; "
-            "timm's vision transformers do with --model-kwargs dynamic_img_size=true"
+            f"{error}; timm's vision transformers do with --model-kwargs dynamic_img_size=true"
         ) from error
 
 
