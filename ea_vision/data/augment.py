@@ -45,14 +45,7 @@ class Augmentation:
         height, width = size
         offsets = 2 * self.crop_padding + 1
         limits = (offsets, offsets, 2, height, width)
-        draws = [
-            torch.randint(
-                limit,
-                (count,),
-                generator=generator,
-            )
-            for limit in limits
-        ]
+        draws = [torch.randint(limit, (count,), generator=generator) for limit in limits]
         return torch.stack(draws, dim=1)
 
     def alternating_flips(
@@ -62,11 +55,8 @@ class Augmentation:
         seed: int,
     ) -> torch.Tensor:
         """Return integers (count,): 1 for the images that are flipped in an epoch, by number."""
-        first = torch.randint(
-            2,
-            (count,),
-            generator=epoch_generator(seed, -1),
-        )  # no epoch's own
+        generator = epoch_generator(seed, -1)  # no epoch's own
+        first = torch.randint(2, (count,), generator=generator)
         return first ^ (epoch % 2)
 
     def apply(
@@ -120,4 +110,5 @@ def normalize(
     """Normalise uint8 (B, C, H, W) by mean and std (C,) of images in 0..1: float32, contiguous."""
     scale = (1 / (255 * std)).view(-1, 1, 1)
     shift = (mean / std).view(-1, 1, 1)
-    return images.to(torch.float32, memory_format=torch.contiguous_format).mul_(scale).sub_(shift)
+    values = images.to(torch.float32, memory_format=torch.contiguous_format)
+    return values.mul_(scale).sub_(shift)

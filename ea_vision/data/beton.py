@@ -131,7 +131,7 @@ def read_about(path: Path, tables: Tables) -> dict[str, Any]:
             f"{_ADVICE}"
         )
     # Files that were written before release 1.0 have no fingerprint.
-    if about.get("fingerprint", "") != (tables.fingerprint(about) if KEYS[3] in about else ""):
+    if "fingerprint" in about and about["fingerprint"] != tables.fingerprint(about):
         raise UsageError(
             f"{path} and {file.name} do not belong together, or one of them is damaged (the fingerprint "
             f"of the tables differs): {_ADVICE}"
@@ -148,13 +148,15 @@ def _is_about(about: Any) -> bool:
     if not isinstance(about, dict) or set(about) not in (set(KEYS), set(KEYS[:3])):
         return False
     classes = about["classes"]
-    names = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
-    if not names or not classes or not isinstance(about.get("fingerprint", ""), str):
+    if not isinstance(classes, list) or not classes:
+        return False
+    texts = [*classes, about.get("fingerprint", "")]
+    if not all(isinstance(text, str) for text in texts):
         return False
     evaluated = about["evaluated"]
     if evaluated is None:
         return True
-    return isinstance(evaluated, list) and [type(part) for part in evaluated] == [int, int, str]
+    return isinstance(evaluated, list) and list(map(type, evaluated)) == [int, int, str]
 
 
 class Beton:

@@ -46,7 +46,7 @@ def labels_of(source: Path, names: list[str]) -> list[str]:
             f"{source} has ILSVRC's validation images without class folders: {' or '.join(READERS)} is "
             "required in it, beside it or above it, got none of them"
         )
-    read = next(READERS[pattern] for pattern in READERS if path.match(pattern))
+    [read] = [READERS[pattern] for pattern in READERS if path.match(pattern)]
     try:
         by_number = read(path)
         numbers = [int(NAME.fullmatch(name)[2]) for name in names]
@@ -93,7 +93,8 @@ def _devkit(path: Path) -> dict[int, str]:
     synsets = loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"]
     numbers = synsets["ILSVRC2012_ID"].tolist()
     wordnet = dict(zip(numbers, synsets["WNID"].tolist(), strict=True))
-    return {image: wordnet[int(number)] for image, number in enumerate(truth.split(), start=1)}
+    labels = [wordnet[int(number)] for number in truth.split()]
+    return dict(enumerate(labels, start=1))
 
 
 READERS = {

@@ -97,7 +97,8 @@ def to_rgb(
         values = np.asarray(image).astype(np.int64)
         if 255 < values.max() < TWELVE_BITS and multiprocessing.parent_process() is None:
             _say_dark(str(name))
-        image = Image.fromarray((values >> 8).clip(0, 255).astype(np.uint8))
+        upper = (values >> 8).clip(0, 255)
+        image = Image.fromarray(upper.astype(np.uint8))
     return image.convert("RGB")
 
 
@@ -144,7 +145,8 @@ class ImageFiles:
             self.names = [entry.name for entry in entries]
             self._tars = [entry.tar for entry in entries]
             # start and bytes of each image: an array, which forked processes share
-            self._spans = np.array([(entry.start, entry.size) for entry in entries], np.int64)
+            spans = [(entry.start, entry.size) for entry in entries]
+            self._spans = np.array(spans, np.int64)
             labels = self._labels(entries)
         except OSError as error:
             raise UsageError(
@@ -280,10 +282,10 @@ def list_images(folder: str | Path) -> list[str]:
         OSError: a folder cannot be read.
     """
     hidden: set[str] = set()
-    found = sorted(os.path.join(folder, entry.name) for entry in _walk(Path(folder), hidden))
+    names = [entry.name for entry in _walk(Path(folder), hidden)]
     if hidden:
         log.warning(said_of_hidden(folder, hidden))
-    return found
+    return sorted(os.path.join(folder, name) for name in names)
 
 
 def _walk(root: Path, hidden: set[str]) -> Iterator[Entry]:

@@ -53,9 +53,10 @@ def _what_was_meant(root: Path) -> str:
     this one holds class folders itself."""
     if not root.exists():
         return "; it does not exist"
-    below = [
-        path for path in sorted(root.glob("*")) if path.is_dir() and not hidden_part(path.name)
-    ]
+    below = []
+    for path in sorted(root.glob("*")):
+        if path.is_dir() and not hidden_part(path.name):
+            below.append(path)
     is_split = any(root.name in names for names in NAMES.values())
     above = [root.absolute().parent] if is_split else []
     for folder in above + below:

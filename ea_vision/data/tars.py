@@ -173,7 +173,7 @@ class _Listing:
             )
 
     def _add_hard_link(self, name: str, target: str) -> None:
-        """A hard link is the file that its target was at this place of the archive."""
+        """Add a hard link: the file that its target is at this place of the archive."""
         if target in self.files:
             self.files[name] = self.files[target]
         elif target in self.links:
