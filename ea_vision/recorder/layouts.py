@@ -106,7 +106,12 @@ class Sight:
         self.grids.clear()
         self._called.clear()
 
-    def begin(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+    def begin(
+        self,
+        model: nn.Module,
+        args: tuple,
+        kwargs: dict,
+    ) -> None:
         """Forget the last forward. The network's first argument, where it has 4 dimensions, is an image."""
         self._forget()
         first, *_ = (*inspect.signature(model.forward).parameters, "")
@@ -114,7 +119,12 @@ class Sight:
         if _is_image(value):
             self.image = value.shape
 
-    def look_through(self, stem: nn.Module, args: tuple, kwargs: dict) -> None:
+    def look_through(
+        self,
+        stem: nn.Module,
+        args: tuple,
+        kwargs: dict,
+    ) -> None:
         """See the image that a convolution takes. A second call belongs to the next forward, by a network's method."""
         if stem in self._called:
             self._forget()
@@ -125,17 +135,33 @@ class Sight:
     def _note(self, height: int, width: int) -> None:
         self.grids[height * width] = (height, width)
 
-    def note_grid(self, _, args: tuple, kwargs: dict, output: Any) -> None:
+    def note_grid(
+        self,
+        _,
+        args: tuple,
+        kwargs: dict,
+        output: Any,
+    ) -> None:
         """Note the grid of features (B, C, H, W)."""
         if isinstance(output, Tensor) and output.ndim == 4:
             self._note(*output.shape[2:])
 
-    def note_subsampled(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def note_subsampled(
+        self,
+        module: nn.Module,
+        args: tuple,
+        kwargs: dict,
+    ) -> None:
         """Note the grid that a layer of LeViT keeps: every `stride`-th token of its resolution."""
         height, width = to_2tuple(module.resolution)
         self._note(-(-height // module.stride), -(-width // module.stride))
 
-    def note_patches(self, embedding: nn.Linear, args: tuple, kwargs: dict) -> None:
+    def note_patches(
+        self,
+        embedding: nn.Linear,
+        args: tuple,
+        kwargs: dict,
+    ) -> None:
         """Note the grid of square patches (B, T, pixels of all channels) that a linear layer embeds."""
         if self.image is None or not args or args[0].ndim != 3:
             return

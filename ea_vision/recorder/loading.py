@@ -299,7 +299,11 @@ def _load_exported(path: Path) -> LoadedModel:
     )
 
 
-def _load_by_name(origin: Origin, random: bool, seed: int) -> LoadedModel:
+def _load_by_name(
+    origin: Origin,
+    random: bool,
+    seed: int,
+) -> LoadedModel:
     """Load a model with the weights that its name stands for, where there are any; else with random ones."""
     source, _ = hub_source(origin.name)
     has_weights = bool(source) or is_model_pretrained(origin.name)

@@ -31,7 +31,12 @@ class ProbeNet(nn.Module):
         width: channels, 256 in the paper.
     """
 
-    def __init__(self, num_heads: int, num_classes: int, width: int = 256):
+    def __init__(
+        self,
+        num_heads: int,
+        num_classes: int,
+        width: int = 256,
+    ):
         super().__init__()
         layers: list[nn.Module] = [
             nn.Conv2d(

@@ -68,7 +68,11 @@ def attention_distance(attn: Tensor, cell: tuple[float, float] = (1.0, 1.0)) -> 
     return by_query.mean(-1)
 
 
-def _middles(grid: tuple[int, int], cell: tuple[float, float], device: torch.device) -> Tensor:
+def _middles(
+    grid: tuple[int, int],
+    cell: tuple[float, float],
+    device: torch.device,
+) -> Tensor:
     """Return the middles of a grid's cells of this size, row by row, (cells, 2)."""
     along = []
     for count, side in zip(grid, cell, strict=True):

@@ -251,7 +251,13 @@ class _Watch:
         if "mixed_attn" in self.layer.parts:
             hooks.add(module.proj_w.register_forward_hook, self.take_talked)
 
-    def take_talked(self, _, args: tuple, kwargs: dict, output: Tensor) -> None:
+    def take_talked(
+        self,
+        _,
+        args: tuple,
+        kwargs: dict,
+        output: Tensor,
+    ) -> None:
         """Save the probabilities (B, T, T, K) that timm's CaiT has mixed once more."""
         self.save("mixed_attn", output.permute(0, 3, 1, 2))
 
