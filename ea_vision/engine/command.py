@@ -297,9 +297,9 @@ def freeze(model: nn.Module, config: TrainConfig) -> None:
 
 
 def check_same_everywhere(world: World, own: dict) -> None:
-    """Raise UsageError, on every process, unless all processes of a run, on whatever node, say the same of themselves.
+    """Raise UsageError, on every process, unless all processes of a run, on any node, have the same values.
 
-    own: what this process says, as text or numbers by name.
+    own: the values of this process by name, as text or numbers.
     """
     first, *others = world.gather({**own, "": socket.gethostname()})
     for rank, other in enumerate(others, start=1):

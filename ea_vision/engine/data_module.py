@@ -89,7 +89,7 @@ class DataModule:
         return model, kwargs
 
     def check(self) -> None:
-        """Raise UsageError for data that nothing can be learnt or judged from, or no update be made of."""
+        """Raise UsageError for data that nothing can be learnt from or evaluated on, or too few images."""
         config = self.config
         processes = self.world.size
         if len(self.classes) < self.least_classes:

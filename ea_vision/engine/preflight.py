@@ -21,8 +21,8 @@ TRIAL_IMAGES_ON_CPU = 8
 
 
 def describe_update(config: TrainConfig, processes: int, has_norms: bool = False) -> str:
-    """Return, for a line of the log, how so many processes make an update, its peak learning rate, and where the recipe
-    means another number of images, or BatchNorm (`has_norms`) other batches."""
+    """Describe an update of so many processes for the log: its images, its peak learning rate, and where the recipe has
+    another number of images or, with BatchNorm (`has_norms`), other batches."""
     images = config.images_of_update(processes)
     accum = config.grad_accum_steps
     batches = f" x {accum} batches" if accum > 1 else ""
@@ -42,7 +42,7 @@ def describe_update(config: TrainConfig, processes: int, has_norms: bool = False
 
 
 def trial_step(trainer: Trainer) -> float:
-    """Make training steps on noise with a copy of the model, which change nothing of the run.
+    """Make training steps on noise with a copy of the model; the run stays as it is.
 
     Returns:
         Seconds per batch, computation alone.

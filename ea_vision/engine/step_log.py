@@ -1,5 +1,5 @@
-"""How a run goes between its epochs: speed.csv in the run folder, and a line in the log where no bar is seen; where
-wanted TensorBoard and Weights & Biases.
+"""The progress of a run between its epochs: speed.csv in the run folder, a line in the log where no progress bar is
+seen and, if asked for, TensorBoard and Weights & Biases.
 """
 
 import logging
@@ -24,7 +24,7 @@ COLUMNS = ("step", "epoch", "lr", "train_loss", "images_per_s", "data_wait_perce
 
 
 def memory_mib(device: torch.device) -> float:
-    """Return the memory of this process in MiB: the peak on its GPU, or without one what it has in main memory now."""
+    """Return the memory of this process in MiB: the peak on its GPU or, without one, main memory in use now."""
     used = peak_memory(device)
     if used is None:
         used = psutil.Process().memory_info().rss
@@ -41,7 +41,7 @@ def rounded(row: dict) -> dict:
 
 
 class StepLog:
-    """Rows of speed.csv, and what the boards show; of the first process alone.
+    """Writes speed.csv and the boards, for the first process alone.
 
     Columns: step (updates so far), epoch (with its fraction), lr (per update), train_loss, images_per_s
     (all processes) and data_wait_percent (share of the time spent waiting for images) since the row before, memory_mib.
