@@ -1,4 +1,4 @@
-"""Devices of torch's: choosing one by its name, and its own functions for random states, memory and its name.
+"""torch's devices: choose one by name; read its random state, its memory and its name.
 
 torch keeps the functions of a kind of device in a module of its name: torch.cuda, torch.mps, torch.xpu, and that of a
 backend which registered itself. They differ in what they have, so each function here says what it does without.
@@ -18,7 +18,11 @@ PINNED = (
 )  # kinds to which copies from pinned memory go while the CPU does other work
 
 
-def choose_device(name: str, local_rank: int = 0, processes: int = 1) -> torch.device:
+def choose_device(
+    name: str,
+    local_rank: int = 0,
+    processes: int = 1,
+) -> torch.device:
     """Return the device of this process.
 
     Args:
@@ -101,7 +105,7 @@ def set_random_state(state: torch.Tensor, device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Return the most bytes that tensors took on the device; those they take now where it keeps no peak; or None."""
+    """Return the peak bytes of tensors on the device, or the current bytes where it keeps no peak, or None."""
     for name in ("max_memory_allocated", "current_allocated_memory"):
         function = _function(device, name)
         if function is not None:

@@ -109,7 +109,11 @@ def _replace(source: Path, target: Path) -> None:
     return os.replace(source, target)
 
 
-def atomic_write(path: Path, data: bytes, keep_previous_as: Path | None = None) -> None:
+def atomic_write(
+    path: Path,
+    data: bytes,
+    keep_previous_as: Path | None = None,
+) -> None:
     """Replace `path` by `data`, all or nothing. Of a link, its file is replaced. A process that SIGTERM ends in the
     middle writes it whole first.
 

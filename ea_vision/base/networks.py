@@ -171,7 +171,9 @@ def create_by_keywords(
 
 
 def create_leaving_out(
-    create: Callable[..., nn.Module], wanted: dict, optional: Collection[str]
+    create: Callable[..., nn.Module],
+    wanted: dict,
+    optional: Collection[str],
 ) -> tuple[nn.Module, dict]:
     """Call create(**wanted), dropping `optional` keywords that it does not accept; return the model and the keywords.
 
@@ -198,7 +200,11 @@ def _unknown_keyword(error: Exception) -> str | None:
     return found[1] if found else None
 
 
-def pretrained_model(name: str, kwargs: dict | None = None, **more: Any) -> nn.Module:
+def pretrained_model(
+    name: str,
+    kwargs: dict | None = None,
+    **more: Any,
+) -> nn.Module:
     """Create a model with its pretrained weights, by a registered name, hf-hub:OWNER/NAME or local-dir:FOLDER.
 
     Raises:
@@ -350,7 +356,11 @@ def load_weights(model: nn.Module, path: Path) -> None:
     load_state(model, read_weights(path), str(path))
 
 
-def load_state(model: nn.Module, state: dict[str, torch.Tensor], source: str) -> None:
+def load_state(
+    model: nn.Module,
+    state: dict[str, torch.Tensor],
+    source: str,
+) -> None:
     """Load weights and buffers strictly.
 
     Raises:
@@ -393,7 +403,10 @@ def lay_out(model: nn.Module, memory_format: torch.memory_format) -> nn.Module:
 
 
 def check_classes(
-    model: nn.Module, classes: list[str], expected: list[str] | None, source: str
+    model: nn.Module,
+    classes: list[str],
+    expected: list[str] | None,
+    source: str,
 ) -> None:
     """Raise UsageError unless a model's classes are those of the data, in number and, where known, in name."""
     if model.num_classes != len(classes):
@@ -424,6 +437,10 @@ def image_statistics(model: nn.Module) -> tuple[tuple[float, ...], tuple[float, 
     return data_config["mean"], data_config["std"]
 
 
-def set_image_statistics(model: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:
+def set_image_statistics(
+    model: nn.Module,
+    mean: Sequence[float],
+    std: Sequence[float],
+) -> None:
     """Let a model's configuration ask for images in 0..1 that are normalised with this mean and std, per channel."""
     model.pretrained_cfg = {**model.pretrained_cfg, "mean": tuple(mean), "std": tuple(std)}

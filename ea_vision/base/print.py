@@ -39,7 +39,12 @@ def text_width(text: str, size: float) -> float:
     return max(_width(line, size, family) for line in text.split("\n"))
 
 
-def wrapped(text: str, width: float, size: float, pieces: Sequence[str] = PIECES) -> str:
+def wrapped(
+    text: str,
+    width: float,
+    size: float,
+    pieces: Sequence[str] = PIECES,
+) -> str:
     """Break text into lines no wider than `width`: between words, else after _ - . / , and last anywhere."""
     done = ""
     for piece in re.findall(pieces[0], text):
@@ -96,7 +101,11 @@ def small_ticks(axes: Axes) -> None:
     axes.tick_params(labelsize=points(), width=0.6, length=2.5, pad=2)
 
 
-def legend_below(figure: Figure, lines: Sequence[Artist], names: Sequence[str]) -> None:
+def legend_below(
+    figure: Figure,
+    lines: Sequence[Artist],
+    names: Sequence[str],
+) -> None:
     """Draw a legend below all, in `print_style`, in as many columns as the width has room for; the figure grows by its
     lines."""
     small = points()

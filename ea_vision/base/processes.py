@@ -84,7 +84,7 @@ def usable_cpus() -> int:
 
 
 def start_method() -> str:
-    """Return how worker processes start: by fork, which is fast, on Linux; elsewhere it is missing or unsafe."""
+    """Return how worker processes start: by fork, the fastest, on Linux; by spawn where fork is missing or unsafe."""
     return "fork" if sys.platform == "linux" and hasattr(os, "fork") else "spawn"
 
 

@@ -60,7 +60,11 @@ class Augmentation:
         return first ^ (epoch % 2)
 
     def apply(
-        self, images: torch.Tensor, draws: torch.Tensor, mean: torch.Tensor, std: torch.Tensor
+        self,
+        images: torch.Tensor,
+        draws: torch.Tensor,
+        mean: torch.Tensor,
+        std: torch.Tensor,
     ) -> torch.Tensor:
         """Augment and normalise.
 

@@ -105,7 +105,11 @@ def sidecar(path: Path) -> Path:
 
 
 def write_about(
-    path: Path, tables: Tables, source: str, classes: list[str], evaluated: Evaluated | None
+    path: Path,
+    tables: Tables,
+    source: str,
+    classes: list[str],
+    evaluated: Evaluated | None,
 ) -> None:
     """Write FILE.json beside a .beton file with these tables."""
     about = {"source": source, "classes": classes, "evaluated": evaluated}

@@ -272,7 +272,12 @@ class ImageTrainLoader(DecodingLoader):
     training = True
 
     def __init__(
-        self, source, *, size_of: Callable[[int], int] | None = None, repeats: int = 1, **common
+        self,
+        source,
+        *,
+        size_of: Callable[[int], int] | None = None,
+        repeats: int = 1,
+        **common,
     ):
         super().__init__(source, **common)
         self.size_of = size_of

@@ -25,7 +25,13 @@ class TrainLoader(_OnDevice):
 
     training = True
 
-    def __init__(self, split: Images, *, augmentation: Augmentation, **common):
+    def __init__(
+        self,
+        split: Images,
+        *,
+        augmentation: Augmentation,
+        **common,
+    ):
         super().__init__(split, **common)
         self.augmentation = augmentation
 

@@ -70,7 +70,11 @@ def hold_out(
 
 
 def load_dataset(
-    name: str, data_dir: str = "", img_size: int = 32, download: bool = False, workers: int = 2
+    name: str,
+    data_dir: str = "",
+    img_size: int = 32,
+    download: bool = False,
+    workers: int = 2,
 ) -> DataSet:
     """Load a data set as uint8 tensors of `img_size` x `img_size` RGB pixels.
 

@@ -218,7 +218,11 @@ class _Listing:
         return next((start for start in starts if start in self.links), "")
 
     def _add_folder(
-        self, found: dict[str, Span], below: dict[str, list[str]], name: str, target: str
+        self,
+        found: dict[str, Span],
+        below: dict[str, list[str]],
+        name: str,
+        target: str,
     ) -> None:
         """Add the files below a link to a folder. A folder in itself, of which there is no end, is passed over."""
         in_itself = target in ("", ".") or f"{name}/".startswith(f"{target}/")

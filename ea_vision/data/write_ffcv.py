@@ -119,7 +119,11 @@ class _Encoder:
     """
 
     def __init__(
-        self, source: ImageFiles, max_size: int, jpeg_share: float, evaluated: Evaluated | None
+        self,
+        source: ImageFiles,
+        max_size: int,
+        jpeg_share: float,
+        evaluated: Evaluated | None,
     ):
         fields = require_ffcv("ffcv.fields")
         self.source = source
@@ -153,7 +157,10 @@ class _Encoder:
 
 
 def _write(
-    writer, rows: np.ndarray, encode: Callable[[int], np.ndarray | bytes], workers: int
+    writer,
+    rows: np.ndarray,
+    encode: Callable[[int], np.ndarray | bytes],
+    workers: int,
 ) -> None:
     """Write what threads `encode`, in order, no image across the border of a page, with FFCV's header and tables. (The
     processes of FFCV's writer would wait for ever when one of them fails.)"""

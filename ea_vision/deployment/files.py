@@ -70,7 +70,7 @@ def export_program(model: nn.Module, size: tuple[int, int]) -> torch.export.Expo
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the converters' remarks to themselves."""
+    """Silence the converters' warnings and log messages."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
@@ -191,7 +191,7 @@ def _open_onnx(path: Path) -> tuple[dict[str, str], Callable[[Tensor], Tensor]]:
 
 @contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Raise any error as a UsageError of one line: onnxruntime and torch.export name theirs each in their way."""
+    """Raise any error as a UsageError of one line: onnxruntime and torch.export have error classes of their own."""
     try:
         yield
     except UsageError:

@@ -207,7 +207,7 @@ def _copy(model: nn.Module) -> nn.Module:
 
 
 def _fold_norms(model: nn.Module, findings: Findings) -> None:
-    """Fold the BatchNorms of which all is sure; warn of the others."""
+    """Fold the BatchNorms that can surely be folded; warn of the others."""
     for maker, norm in findings.pairs:
         _fold_pair(maker, norm)
     if findings.left:

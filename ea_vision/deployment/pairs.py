@@ -1,5 +1,5 @@
-"""What the graph that torch.fx traces shows: which BatchNorm can be folded into which convolution, and which attention
-layers read the logits of which."""
+"""Read the graph of torch.fx: which BatchNorms can be folded into which convolutions, and which attention layers read
+the logits of which."""
 
 import operator
 from collections import Counter
@@ -142,7 +142,7 @@ class _Graph:
         return None
 
     def readers_of(self, node: fx.Node) -> list[nn.Module | None]:
-        """Return what reads the logits of an attention layer; None of what is no layer."""
+        """Return the layers that read the logits of an attention layer; None for readers that are no layer."""
         readers = []
         for user in node.users:
             if not _takes(user, 1):

@@ -183,7 +183,9 @@ def why_unseen(bbox: Sequence[float], image: Mapping[str, int]) -> str:
 
 
 def results_of(
-    image_id: int | str, detected: Mapping[str, Tensor], category_ids: Sequence[int]
+    image_id: int | str,
+    detected: Mapping[str, Tensor],
+    category_ids: Sequence[int],
 ) -> list[dict]:
     """Return COCO's results of an image: image_id, category_id, bbox (x, y, width, height) in pixels, score.
 

@@ -184,7 +184,10 @@ class ClassHead(RetinaNetClassificationHead):
         return self.conv(maps, self.cls_logits, self.num_classes)
 
     def compute_loss(
-        self, targets: list[dict[str, Tensor]], outputs: dict[str, Tensor], matched: list[Tensor]
+        self,
+        targets: list[dict[str, Tensor]],
+        outputs: dict[str, Tensor],
+        matched: list[Tensor],
     ) -> Tensor:
         """Return the focal loss of matched and background anchors over the matched ones, the images' mean."""
         losses = []
@@ -368,7 +371,7 @@ def _check(
     head_norm: str | None,
     img_size: int,
 ) -> None:
-    """Raise ValueError for a value that no detector has."""
+    """Raise ValueError for values that no detector takes."""
     if anchors not in OCTAVE_SCALES:
         raise ValueError(f"anchors must be 6 or 9, got {anchors!r}")
     if head_norm not in (None, "none", "batch"):

@@ -17,7 +17,9 @@ FILL = (124, 116, 104)  # ImageNet's mean colour, 0..255: what lies beside an im
 
 
 def train_transform(
-    img_size: int, scale: tuple[float, float] = (0.8, 1.2), flip: float = 0.5
+    img_size: int,
+    scale: tuple[float, float] = (0.8, 1.2),
+    flip: float = 0.5,
 ) -> v2.Transform:
     """Return scale jitter, crop or pad to a square at a random place, and flip. Boxes are cut at the image's
     border; those below one pixel are left out.
@@ -46,8 +48,8 @@ def train_transform(
 
 
 def eval_transform(img_size: int) -> v2.Transform:
-    """Return what scales the longer side to S pixels and pads the rest at the right and below; `boxes_to_original` is
-    the way back."""
+    """Return the transform that scales the longer side to S pixels and pads at the right and below. `boxes_to_original`
+    undoes it for boxes."""
     return v2.Compose([v2.ClampBoundingBoxes(), Fit(img_size), *_end()])
 
 

@@ -1,4 +1,4 @@
-"""Read images as people have them, for figures, the page and predict: files, folders, PIL images, arrays, tensors.
+"""Read the images of users for figures, the page and predict: files, folders, PIL images, arrays, tensors.
 
 Whatever has transparent pixels is put on white. Files of 16 bits per channel keep the upper 8 bits.
 """
@@ -30,7 +30,7 @@ DIGITS = "digits#"  # and a number: a test image of the digits
 
 
 def find_images(paths: Iterable[str]) -> list[str]:
-    """List image files, those of folders (and their folders) in order, and `digits#N`, the Nth test image of digits.
+    """List image files, the images of folders (recursively, in order), and `digits#N`, the Nth test image of digits.
 
     Raises:
         UsageError: a path that does not exist, or a folder without images.
@@ -92,7 +92,7 @@ def names_of(images: Sequence[ImageSource | Tensor]) -> list[str]:
 
 
 def as_image(image: ImageSource | Tensor | Mapping) -> Image.Image | Tensor | Mapping:
-    """Return a tensor, or what an image processor gave, as it is; all else by `read_image`."""
+    """Return a tensor or the mapping of an image processor as it is; read anything else by `read_image`."""
     return image if isinstance(image, (Tensor, Mapping)) else read_image(image)
 
 
@@ -125,7 +125,7 @@ def as_input(model: LoadedModel, image: ImageSource | Tensor | Mapping) -> Tenso
 
 
 def _pixel_values(image: Mapping) -> Tensor:
-    """Return the tensor of what an image processor gave."""
+    """Return the pixel_values of an image processor's mapping."""
     if "pixel_values" not in image:
         raise UsageError(
             f"an image processor's pixel_values are required, got {', '.join(map(str, image)) or 'nothing'}"
@@ -143,7 +143,7 @@ def _is_normalised(model: LoadedModel, image: Tensor) -> bool:
 
 
 def _in_unit_range(values: Tensor, rounding: float = 0.0) -> Tensor:
-    """Return uint8 or floating-point values as float32 in 0..1, where these must lie but for `rounding`."""
+    """Return uint8 or floating-point values as float32 in 0..1; floating-point ones may exceed it by `rounding`."""
     if values.dtype == torch.uint8:
         return values / 255
     low, high = (end.item() for end in values.cpu().double().aminmax())
@@ -156,7 +156,7 @@ def _in_unit_range(values: Tensor, rounding: float = 0.0) -> Tensor:
 
 
 def _check_exists(path: str | Path) -> None:
-    """Raise UsageError for a path where there is nothing."""
+    """Raise UsageError for a path that does not exist."""
     if not os.path.exists(path):
         raise UsageError(f"image {path} does not exist (addresses are not fetched: download first)")
 

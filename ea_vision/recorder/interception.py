@@ -89,7 +89,7 @@ Take = Callable[[Tensor], None]
 
 
 class Interception(TorchFunctionMode):
-    """Hands the maps that a thread forms to each of its recorders: to the innermost of its watched layers that run."""
+    """Hands each map that a thread forms to its recorders, each to the innermost of the watched layers that run."""
 
     def __init__(self):
         super().__init__()
@@ -148,7 +148,7 @@ _stances: list = []  # of those who asked for eager code: the first one's gives 
 
 @contextmanager
 def compiled_code_runs_eagerly() -> Iterator[None]:
-    """Have compiled code run eagerly, in all threads, until the last of those who asked for it has ended."""
+    """Run compiled code eagerly in all threads, until the last block that asked for it has ended."""
     with _lock:
         _stances.append(_stances[0] if _stances else torch.compiler.set_stance("force_eager"))
     try:

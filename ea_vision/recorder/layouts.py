@@ -59,7 +59,7 @@ class Windows:
         return image[:, :, :count]
 
     def sees(self, count: int) -> Tensor:
-        """Return (N, N), True where the query of a row sees a key."""
+        """Return (N, N), True where the row's query sees the column's key."""
         same = self.regions[:, :, None] == self.regions[:, None, :]
         return self.dense(same[None, :, None], count)[0, 0]
 
@@ -200,7 +200,7 @@ def _makes_grids(module: nn.Module) -> bool:
 
 
 def image_seen(model: nn.Module, hooks: Hooks) -> Sight:
-    """Return what the forwards will show of their images, while the hooks stay."""
+    """Hook the network; return the Sight that its forwards fill while the hooks stay."""
     sight = Sight()
     hooks.add(model.register_forward_pre_hook, sight.begin)
     # the convolutions of evolving maps see maps
@@ -331,7 +331,7 @@ def _grouped(
 
 
 def _mobilevit(block: nn.Module, x: Tensor) -> Layout:
-    """Let a pixel see those at its own place in all patches. The grid is that of whole patches, the resized one."""
+    """Lay out MobileViT: a pixel sees the pixels at its own place in all patches, on a grid of whole patches."""
     h, w = block.patch_size
     H, W = x.shape[-2:]
     rows = math.ceil(H / h)
@@ -343,7 +343,7 @@ def _mobilevit(block: nn.Module, x: Tensor) -> Layout:
 
 
 def _pool2d(pool: nn.Module, x: Tensor, *_, **__) -> Layout:
-    """Put the pixels' mean, or a class token, before them."""
+    """Lay out pooling: the pixels' mean, or a class token, comes before the pixels."""
     first = "mean" if getattr(pool, "cls_token", None) is None else "cls"
     return Layout(tuple(x.shape[-2:]), prefix_names=(first,))
 

@@ -1,4 +1,4 @@
-"""Load models to look at: what the probe and the figures take on the command line."""
+"""Load models for the probe and the figures, and read the options that their commands share."""
 
 import argparse
 import logging
@@ -121,13 +121,13 @@ class LoadedModel:
         return levels.round().byte().permute(1, 2, 0).numpy()
 
     def normalize(self, images: Tensor) -> Tensor:
-        """Return what the network takes of images (..., 3, H, W) in 0..1."""
+        """Normalise images (..., 3, H, W) in 0..1 as the network takes them."""
         mean = list(self.config["mean"])
         std = list(self.config["std"])
         return normalize(images, mean, std)
 
     def denormalize(self, images: Tensor) -> Tensor:
-        """Return the images in 0..1 of which `normalize` makes these, (..., 3, H, W)."""
+        """Undo `normalize`: return images (..., 3, H, W) in 0..1."""
         mean = images.new_tensor(self.config["mean"]).view(3, 1, 1)
         std = images.new_tensor(self.config["std"]).view(3, 1, 1)
         return images * std + mean
@@ -188,7 +188,7 @@ class Origin:
 
 
 def find_origin(target: str, **kwargs: Any) -> Origin:
-    """Return how the network is built that a name, a run folder, a file, hf-hub:... or local-dir:... stands for.
+    """Return how to build the network of a name, a run folder, a file, hf-hub:OWNER/NAME or local-dir:FOLDER.
 
     Args:
         kwargs: further keywords of a model that is given by its name.
@@ -468,7 +468,7 @@ def input_size(model: nn.Module, config: dict) -> tuple[int, int]:
 
 
 def known_classes(model: nn.Module) -> list[str] | None:
-    """Return the names of a network's classes: its weights', or ImageNet's where it has 1000; None: not known."""
+    """Return the class names of a network's weights, or ImageNet's for 1000 classes; None if they are not known."""
     config = getattr(model, "pretrained_cfg", None) or {}
     if config.get("label_names"):
         return list(config["label_names"])

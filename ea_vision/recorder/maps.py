@@ -88,7 +88,7 @@ class LayerMaps:
         return queries > self.num_prefix_tokens
 
     def recorded(self) -> tuple[str, ...]:
-        """Return the names of the parts that there are."""
+        """Return the names of the recorded parts."""
         return tuple(self._parts)
 
     def save(self, part: str, maps: Tensor) -> None:
@@ -255,7 +255,7 @@ class LayerMaps:
         return self.of_cell(self.cell_of(query), part)
 
     def of_cell(self, cell: Cell, part: str = "attn") -> tuple[Tensor, Tensor]:
-        """Return what `of_query` does, of a cell (row, column) of the map or a prefix token by name."""
+        """Return the same as `of_query`, for a cell (row, column) of the map or a prefix token by name."""
         token = self.token(cell)
         windows = self.layout.windows
         if windows is not None and part in self._parts:

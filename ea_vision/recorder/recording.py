@@ -366,7 +366,7 @@ def _chosen(
 
 
 def _several(given: Any) -> tuple | None:
-    """Return a tuple of what may be one: parts="attn", layers=2."""
+    """Return a tuple of one value (parts="attn", layers=2) or several."""
     if given is None:
         return None
     return (given,) if isinstance(given, (int, str)) else tuple(given)

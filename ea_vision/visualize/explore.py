@@ -374,7 +374,8 @@ def build_page(
     }
     scripts = [json_script(about, 'id="about"')]
     scripts += [json_script(entry, 'class="image"') for entry in entries]
-    template, style, *modules = ((SOURCE / name).read_text(encoding="utf-8") for name in FILES)
+    texts = [(SOURCE / name).read_text(encoding="utf-8") for name in FILES]
+    template, style, *modules = texts
     # in one program, what the modules import from each other comes before
     imports_and_exports = r'^(import [^;]*? from "\./[a-z]+\.js";\n|export )'
     program = re.sub(imports_and_exports, "", "\n".join(modules), flags=re.MULTILINE)

@@ -238,7 +238,8 @@ def parse_heads(text: str, layers: Sequence[AttentionLayer]) -> list[Head]:
 
 def spread(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
     """Return at most SOME_LAYERS of the layers, evenly spaced, including the first and the last."""
-    places = np.linspace(0, len(layers) - 1, min(SOME_LAYERS, len(layers)))
+    count = min(SOME_LAYERS, len(layers))
+    places = np.linspace(0, len(layers) - 1, count)
     return [layers[round(place)] for place in places]
 
 
@@ -371,7 +372,8 @@ class Asked:
         recordings = []
         for index, model in enumerate(self.models):
             recording = record(model, image, self.layers[index], parts)
-            if self.by_default and not all(map(self._has_queries, recording.maps.values())):
+            able = all(map(self._has_queries, recording.maps.values()))
+            if self.by_default and not able:
                 self.layers[index] = self._layers_with_queries(model, image)
                 recording = record(model, image, self.layers[index], parts)
             recordings.append(recording)
@@ -408,7 +410,8 @@ class Asked:
 
 def _text(value: str | int | Sequence[int | str]) -> str:
     """Return what the commands take: items separated by commas."""
-    return ",".join(map(str, [value] if isinstance(value, (str, int)) else value))
+    items = [value] if isinstance(value, (str, int)) else value
+    return ",".join(map(str, items))
 
 
 # ---- files: checked before any work, one per image, written whole or not at all -------------------------------------
@@ -479,7 +482,7 @@ def run_figure(
     images = find_images(options.images)
     output = check_output(Path(options.output), options.suffixes)
     models = _models_of(options)
-    keywords = {name: value for name, value in vars(options).items() if name in SHARED}
+    keywords = {name: getattr(options, name) for name in SHARED if name in options}
     Asked(models, **keywords).points()  # refuses what is wrong before any work
     for path in images:  # a broken one ends the command before the first picture
         read_image(path)

@@ -226,7 +226,8 @@ def draw_columns(
     if photos == "each":
         pictures = [photo_of(recording, points) for recording in recordings]
         _write_titles(pictures, names)
-        blocks.append(Block([Row(pictures)], "photo" if grid or len(layers[0]) == 1 else ""))
+        name = "photo" if grid or len(layers[0]) == 1 else ""
+        blocks.append(Block([Row(pictures)], name))
     for of_layer in zip(*layers, strict=True):
         columns = list(zip(recordings, of_layer, strict=True))
         rows = []

@@ -170,7 +170,8 @@ def equation(model: nn.Module, layers: Sequence[AttentionLayer | LayerMaps]) -> 
     gates = model.get_submodule(first.name).evolution.gates()
     mean = {}
     for name, gate in gates.items():
-        mean[name] = torch.as_tensor(gate).detach().float().mean().item()
+        values = torch.as_tensor(gate).detach().float()
+        mean[name] = values.mean().item()
     previous = (shares.get("prev_logits", 0.0), "previous")
     own = (shares.get("self_logits", 0.0), "own")
     mixed = _sum(previous, own)

@@ -113,7 +113,8 @@ def plot_jacobian(
     one_scale = replace(look, scale="all")
     bars = scaled([[subject]], one_scale, "|d logit / d pixel|")
     photo = photo_of(recording, title="photo")
-    blocks = [Block([Row([photo, subject])], bars=bars, enlarged=1.5)]
+    row = Row([photo, subject])
+    blocks = [Block([row], bars=bars, enlarged=1.5)]
     tiles = []
     for layer, maps in recording.maps.items():
         if maps.pixels_ask or layers is not None:
@@ -192,7 +193,7 @@ def _tile(
             markeredgecolor="white",
             **look,
         )
-        axes.set_xlim(min(x.min(), 0), max(x.max(), W))
-        axes.set_ylim(max(y.max(), H), min(y.min(), 0))
+        axes.set_xlim(min(*x, 0), max(*x, W))
+        axes.set_ylim(max(*y, H), min(*y, 0))
 
     return Tile(paint, title, aspect=H / W)

@@ -125,7 +125,8 @@ def norm_of(
     """
     if style.lights(part):
         return LogNorm(1 / FULL_LIGHT, FULL_LIGHT, clip=True)
-    values = np.concatenate([m.ravel() for m in maps]).astype(np.float64)
+    values = np.concatenate([values.ravel() for values in maps])
+    values = values.astype(np.float64)
     if part.startswith("attn"):
         lowest = 1.05 if style.scale == "tile" else 2.0  # what is nearly uniform looks so
         top = 8.0 if style.scale == "uniform" else max(lowest, values.max())
@@ -243,11 +244,13 @@ def _grid(blocks: Sequence[Block], narrow: bool) -> Block:
     names = [block.title for block in blocks]
     lines = [block.rows[0].tiles for block in blocks]
     titles = _titles(lines[0])
+    wide = len(titles) > len(lines)
     if all(_titles(line) == titles for line in lines):
-        if len(titles) != len(lines) and (len(titles) > len(lines)) == narrow:
+        if wide == narrow and len(titles) != len(lines):
             lines = list(zip(*lines, strict=True))
             names, titles = titles, names
         for number, line in enumerate(lines):
             for tile, title in zip(line, titles, strict=True):
                 tile.title = "" if number else title
-    return Block([Row(line, name) for line, name in zip(lines, names, strict=True)], bars=[])
+    rows = [Row(line, name) for line, name in zip(lines, names, strict=True)]
+    return Block(rows, bars=[])

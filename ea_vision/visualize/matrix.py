@@ -91,7 +91,8 @@ def draw_matrix(
     for layer in layers:
         maps = recording.maps[layer]
         tiles = [_tile(maps, head, part, bare) for head in heads]
-        blocks.append(Block([Row(tiles)], map_name(maps, len(layers) > 1)))
+        name = map_name(maps, len(layers) > 1)
+        blocks.append(Block([Row(tiles)], name))
     return map_sheet(
         f"{title_of(recording.model)}: {part}",
         blocks,
@@ -118,7 +119,8 @@ def _tile(
         drawn = axes.imshow(values, cmap=style.colormap(part), norm=norm, aspect="auto")
         drawn.set_interpolation("nearest")
         axes.set_xticks(_row_starts(layer.key_size, prefix), [])
-        axes.set_yticks(_row_starts(layer.feat_size if pixels_ask else (0, 1), prefix), [])
+        size = layer.feat_size if pixels_ask else (0, 1)
+        axes.set_yticks(_row_starts(size, prefix), [])
         axes.tick_params(length=1.5, width=0.5, pad=0)
         axes.set_frame_on(True)
         axes.spines[:].set_linewidth(0.5)

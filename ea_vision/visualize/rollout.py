@@ -51,7 +51,8 @@ def plot_rollout(
     recordings = []
     for model, chosen in zip(asked.models, asked.layers, strict=True):
         recordings.append(record(model, image, chosen))
-    return draw_rollout(recordings, asked.points(seen=recordings), asked.style, width=asked.width)
+    points = asked.points(seen=recordings)
+    return draw_rollout(recordings, points, asked.style, width=asked.width)
 
 
 def draw_rollout(

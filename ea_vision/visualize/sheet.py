@@ -156,9 +156,11 @@ class _Laid:
     def place(self, other: "_Laid", x: float, y: float) -> None:
         """Add another one's contents, its corner at (x, y)."""
         for box in other.boxes:
-            self.boxes.append(replace(box, x=x + box.x, y=y + box.y))
+            moved = replace(box, x=x + box.x, y=y + box.y)
+            self.boxes.append(moved)
         for text in other.texts:
-            self.texts.append(replace(text, x=x + text.x, y=y + text.y))
+            moved = replace(text, x=x + text.x, y=y + text.y)
+            self.texts.append(moved)
         self.width = max(self.width, x + other.width)
         self.height = max(self.height, y + other.height)
         self.whole &= other.whole

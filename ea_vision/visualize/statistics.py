@@ -148,8 +148,9 @@ def draw_statistics(
         for axes in grid[len(panels) - columns : len(panels)]:
             axes.set_xlabel("attention layer")
         legend_below(figure, *grid[0].get_legend_handles_labels())
-        title = wrapped(_title(layers[0].images), 72 * width - 10, points())
-        figure.suptitle(title, fontsize=points())
+        title = _title(layers[0].images)
+        small = points()
+        figure.suptitle(wrapped(title, 72 * width - 10, small), fontsize=small)
     return figure
 
 
@@ -206,7 +207,8 @@ def _draw_model(
         x.append(layer.number + shift)
         means.append(heads.nanmean().item())
         spreads.append(images.std().item() if len(images) > 1 else math.nan)
-        dots = axes.scatter([x[-1]] * len(heads), heads, s=5, color=color, marker=marker)
+        places = [x[-1]] * len(heads)
+        dots = axes.scatter(places, heads, s=5, color=color, marker=marker)
         dots.set(alpha=0.35, linewidths=0)
     axes.plot(x, means, label=label, color=color, marker=marker)
     axes.errorbar(x, means, spreads, fmt="none", ecolor=color, elinewidth=0.8, alpha=0.7)

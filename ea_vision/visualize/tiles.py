@@ -47,7 +47,10 @@ def cell_of(
     input of another size; a token by name as it is."""
     if isinstance(query, str):
         return query
-    return query[0] * feat_size[0] // img_size[0], query[1] * feat_size[1] // img_size[1]
+    y, x = query
+    H, W = img_size
+    rows, columns = feat_size
+    return y * rows // H, x * columns // W
 
 
 def of_head(maps: Tensor, head: Head) -> Tensor:
@@ -122,7 +125,8 @@ class Recording:
         maps = self.maps[layer]
         shares = Counter()
         row = maps.of_cell(self.cell(layer, query))[0][0]  # (K, P)
-        for name, share in zip(maps.prefix_names, of_head(row, head).tolist(), strict=True):
+        values = of_head(row, head).tolist()
+        for name, share in zip(maps.prefix_names, values, strict=True):
             shares[name.rstrip("0123456789")] += share
         return ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items())
 
