@@ -21,7 +21,7 @@ from ea_vision.layers import AugmentedConv2d
 from ea_vision.models.any_transformer import evolves, keep_logits_that_are_read
 
 MOST_CHANNELS = 4  # of an image
-USUAL_SIZES = ((224, 224), (32, 32), (64, 64), (128, 128), (256, 256), (384, 384))
+USUAL_SIDES = (224, 32, 64, 128, 256, 384)
 LARGEST = 1e-3  # difference of a deployed network's outputs, in parts of the largest
 
 
@@ -104,8 +104,8 @@ def example_images(model: nn.Module, size: tuple[int, int]) -> Tensor:
 def _outputs_by_images(model: nn.Module) -> list[tuple[Tensor, list[Tensor]]]:
     """Run a network on noise of two sizes; return images and outputs.
 
-    The first size is its own or, where it does not say one, the first of USUAL_SIZES that it takes; the second is a
-    smaller one of another aspect, where it takes that.
+    The first size is its own or, where it does not say one, the first square of USUAL_SIDES that it takes; the second
+    is a smaller one of another aspect, where it takes that.
 
     Raises:
         UsageError: it takes none, or gives no tensors.
@@ -113,7 +113,8 @@ def _outputs_by_images(model: nn.Module) -> list[tuple[Tensor, list[Tensor]]]:
     config = getattr(model, "pretrained_cfg", None) or {}
     own = own_size(model) or (config.get("input_size") or ())[-2:]
     results = []
-    for size in [own] if own else USUAL_SIZES:
+    usual = [(side, side) for side in USUAL_SIDES]
+    for size in [own] if own else usual:
         images = example_images(model, size)
         try:
             outputs = model(images)

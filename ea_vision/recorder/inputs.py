@@ -35,7 +35,7 @@ def find_images(paths: Iterable[str]) -> list[str]:
     Raises:
         UsageError: a path that does not exist, or a folder without images.
     """
-    images: list[str] = []
+    images = []
     for text in paths:
         found = [text]
         if os.path.isdir(text):

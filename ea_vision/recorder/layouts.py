@@ -61,7 +61,8 @@ class Windows:
     def sees(self, count: int) -> Tensor:
         """Return (N, N), True where the row's query sees the column's key."""
         same = self.regions[:, :, None] == self.regions[:, None, :]
-        return self.dense(same[None, :, None], count)[0, 0]
+        maps = self.dense(same[None, :, None], count)
+        return maps[0, 0]
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,8 @@ class Sight:
     ) -> None:
         """Forget the last forward. The network's first argument, where it has 4 dimensions, is an image."""
         self._forget()
-        first, *_ = (*inspect.signature(model.forward).parameters, "")
+        names = list(inspect.signature(model.forward).parameters)
+        first = names[0] if names else ""
         value = args[0] if args else kwargs.get(first)
         if _is_image(value):
             self.image = value.shape

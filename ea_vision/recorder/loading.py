@@ -533,7 +533,7 @@ def parse_queries(
     H, W = img_size
     if not texts:
         return [(int(H * y), int(W * x)) for y, x in default]
-    points: list[tuple[int, int] | str] = []
+    points = []
     for text in texts:
         found = re.fullmatch(f"({NUMBER}), ?({NUMBER})|{TOKEN}", text)
         if not found:

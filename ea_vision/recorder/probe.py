@@ -117,9 +117,9 @@ def untrained_network(
     )
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(images), generator=generator)
-    drawn = images[order[:count]]
-    batches = (network.normalize(batch.to(model.device) / 255) for batch in drawn.split(batch_size))
-    update_bn(batches, network.model)
+    drawn = images[order[:count]].split(batch_size)
+    inputs = (network.normalize(batch.to(model.device) / 255) for batch in drawn)
+    update_bn(inputs, network.model)
     return network
 
 
@@ -203,10 +203,10 @@ def probe(
 
 def results_table(results: Sequence[dict]) -> str:
     """Return rows model and maps, columns layers: top-1 in percent, of several seeds the mean ± the deviation."""
-    found: dict[tuple, dict[int, list]] = {}
+    found = defaultdict(lambda: defaultdict(list))
     layers = sorted({one["layer"] for one in results})
     for one in results:
-        by_layer = found.setdefault((one["model"], one["maps"]), defaultdict(list))
+        by_layer = found[one["model"], one["maps"]]
         by_layer[one["layer"]].append(one["top1"])
     rows = [["model", "maps", *(f"layer {layer}" for layer in layers)]]
     for (model, kind), by_layer in found.items():

@@ -38,15 +38,7 @@ class ProbeNet(nn.Module):
         width: int = 256,
     ):
         super().__init__()
-        layers: list[nn.Module] = [
-            nn.Conv2d(
-                num_heads,
-                width,
-                3,
-                padding=1,
-                bias=False,
-            )
-        ]
+        layers = [nn.Conv2d(num_heads, width, 3, padding=1, bias=False)]
         for depth, block_width in ((4, width), (3, 2 * width), (5, 4 * width)):
             layers.append(DenseBlock(depth, block_width, bn_size=4, growth_rate=GROWTH))
             channels = block_width + depth * GROWTH

@@ -77,7 +77,7 @@ def _sizes(processor: Any) -> dict[str, Any]:
     """Return input_size (3, H, W), crop_pct and crop_mode of an image processor."""
     size = _as_mapping(processor.size)
     edge = size.get("shortest_edge")
-    resized = (edge, edge) if edge else (size.get("height"), size.get("width"))
+    resized = (edge or size.get("height"), edge or size.get("width"))
     if None in resized:
         raise UsageError(
             f"processor must resize to one size (height and width, or shortest_edge), got {dict(size)}"

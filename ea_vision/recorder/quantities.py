@@ -218,8 +218,8 @@ def measure(
     Raises:
         ValueError: no batch; a layer that there is not.
     """
-    found: dict[int, list[dict[str, Tensor]]] = defaultdict(list)  # by layer and batch
-    totals: dict[int, Tensor | float] = defaultdict(float)
+    found = defaultdict(list)  # the values of each batch, by layer
+    totals = defaultdict(float)
     for images in batches:
         with torch.inference_mode(), record_attention(model, layers) as maps:
             model(images)
