@@ -4,7 +4,6 @@ torch keeps the functions of a kind of device in a module of its name: torch.cud
 backend which registered itself. They differ in what they have, so each function here says what it does without.
 """
 
-import functools
 from types import ModuleType
 
 import torch
@@ -12,10 +11,8 @@ import torch
 from ea_vision.base.errors import UsageError
 
 HELP = "where to compute: auto, cpu, cuda, cuda:1, mps, xpu or another device of torch's"
-PINNED = (
-    "cuda",
-    "xpu",
-)  # kinds to which copies from pinned memory go while the CPU does other work
+# kinds to which copies from pinned memory go while the CPU does other work
+PINNED = ("cuda", "xpu")
 
 
 def choose_device(
@@ -79,18 +76,18 @@ def functions_of(device: torch.device) -> ModuleType | None:
         return None
 
 
-def _function(device: torch.device, name: str):
-    """Return a function of the device's module, or None; mps has one device, and its functions take none."""
+def _call(device: torch.device, name: str, default=None):
+    """Call a function of the device's module; return `default` where it has none. mps has one device, and its functions
+    take none."""
     function = getattr(functions_of(device), name, None)
-    if function is None or device.type == "mps":
-        return function
-    return functools.partial(function, device)
+    if function is None:
+        return default
+    return function() if device.type == "mps" else function(device)
 
 
 def random_state(device: torch.device) -> torch.Tensor | None:
     """Return the state of the device's generator, or None where it has none."""
-    function = _function(device, "get_rng_state")
-    return None if function is None else function()
+    return _call(device, "get_rng_state")
 
 
 def set_random_state(state: torch.Tensor, device: torch.device) -> None:
@@ -106,39 +103,30 @@ def set_random_state(state: torch.Tensor, device: torch.device) -> None:
 
 def peak_memory(device: torch.device) -> int | None:
     """Return the peak bytes of tensors on the device, or the current bytes where it keeps no peak, or None."""
-    for name in ("max_memory_allocated", "current_allocated_memory"):
-        function = _function(device, name)
-        if function is not None:
-            return function()
-    return None
+    current = _call(device, "current_allocated_memory")
+    return _call(device, "max_memory_allocated", current)
 
 
 def reset_peak_memory(device: torch.device) -> None:
     """Forget the peak so far, where the device keeps one."""
-    function = _function(device, "reset_peak_memory_stats")
-    if function is not None:
-        function()
+    _call(device, "reset_peak_memory_stats")
 
 
 def total_memory(device: torch.device) -> int | None:
     """Return the bytes of memory of the device, or None where it does not say."""
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
-    function = _function(device, "get_device_properties")
-    return None if function is None else getattr(function(), "total_memory", None)
+    return getattr(_call(device, "get_device_properties"), "total_memory", None)
 
 
 def device_name(device: torch.device) -> str:
     """Return the name that the device's driver gives it, or its kind."""
-    function = _function(device, "get_device_name")
-    return device.type if function is None else function()
+    return _call(device, "get_device_name", device.type)
 
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all it was asked to do."""
-    function = getattr(functions_of(device), "synchronize", None)
-    if function is not None:
-        function()
+    _call(device, "synchronize")
 
 
 def pins_memory(device: torch.device) -> bool:
