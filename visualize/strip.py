@@ -4,9 +4,8 @@
 import sys
 from pathlib import Path
 
-sys.path[0] = str(
-    Path(__file__).resolve().parents[1]
-)  # not this folder, whose statistics.py hides Python's
+# not this folder, whose statistics.py hides Python's
+sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from ea_vision.__main__ import run  # noqa: E402
 

@@ -5,19 +5,13 @@ from collections.abc import Sequence
 
 from ea_vision.base.errors import UsageError
 
-COLORS = (
-    "#D55E00",
-    "#0072B2",
-    "#E69F00",
-    "#CC79A7",
-    "#56B4E9",
-    "#009E73",
-    "#F0E442",
-)  # Okabe and Ito
+# Okabe and Ito
+COLORS = ("#D55E00", "#0072B2", "#E69F00", "#CC79A7", "#56B4E9", "#009E73", "#F0E442")
 FORMATS = (".png", ".svg", ".pdf")
 MOST_PIXELS = 250_000_000
 PAGE = 6.75  # inches: the width of a figure that is not asked for another one, if it has enough to show
-NARROWEST, WIDEST = 2.5, 40.0  # inches
+NARROWEST = 2.5  # inches
+WIDEST = 40.0
 
 
 def check_width(width: float | None) -> float | None:

@@ -54,9 +54,8 @@ def check_writable(folder: Path) -> None:
             folder = folder.parent
         probe = folder / f".{uuid.uuid4().hex}.tmp"
         probe.touch()
-        probe.unlink(
-            missing_ok=True
-        )  # another run that begins in the same folder clears such files away
+        # another run that begins in the same folder clears such files away
+        probe.unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(f"cannot write into the folder {folder}: {error.strerror}") from error
 
@@ -84,10 +83,8 @@ def check_output(path: Path) -> Path:
 def _before_a_signal_ends_it() -> Iterator[None]:
     """Let a SIGTERM that would end the process do so after the block, in which a temporary file may lie about."""
     came = []
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
-    ):
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
         return
     signal.signal(signal.SIGTERM, lambda *_: came.append(True))
@@ -125,9 +122,8 @@ def atomic_write(
     """
     try:
         path = Path(os.path.realpath(path))
-        temporary = path.with_name(
-            f".{path.name[:40]}.{uuid.uuid4().hex}.tmp"
-        )  # two runs may write the same file
+        # two runs may write the same file
+        temporary = path.with_name(f".{path.name[:40]}.{uuid.uuid4().hex}.tmp")
         with _before_a_signal_ends_it():
             try:
                 with open(temporary, "wb") as file:

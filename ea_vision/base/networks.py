@@ -21,14 +21,8 @@ from ea_vision.base.errors import UsageError, near_matches
 
 # CIFAR-10's classes in its order, as timm's `label_names` and our folders have them.
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-SCENES = (
-    "buildings",
-    "forest",
-    "glacier",
-    "mountain",
-    "sea",
-    "street",
-)  # of experiments/scenes, likewise
+# of experiments/scenes, likewise
+SCENES = ("buildings", "forest", "glacier", "mountain", "sea", "street")
 
 MADE_WITH = (
     "made_with"  # what weights were made with: entry of a file's metadata, and name of the note
@@ -183,9 +177,8 @@ def create_leaving_out(
     wanted = dict(wanted)
     random_state = torch.get_rng_state()
     while True:
-        torch.set_rng_state(
-            random_state
-        )  # a refused attempt must not change the weights of the next
+        # a refused attempt must not change the weights of the next
+        torch.set_rng_state(random_state)
         try:
             return create(**wanted), wanted
         except TypeError as error:
