@@ -18,27 +18,19 @@ from ea_vision.models import list_networks
 from tests.models import zoo
 from tests.slow import slow_but
 
+RESNET = {"layers": (1, 1, 2, 2), "channels": (32, 64, 128, 128)}
+VIT = {"embed_dim": 48, "depth": 3, "num_heads": 3, "img_size": (32, 48)}
 SMALL = {  # keywords by family; every kind of layer stays
-    "attn_resnet": {
-        "layers": (1, 1, 2, 2),
-        "channels": (32, 64, 128, 128),
-        "qk_ratio": 0.25,
-        "v_ratio": 0.125,
-    },
+    "attn_resnet": {**RESNET, "qk_ratio": 0.25, "v_ratio": 0.125},
     "attn_mnasnet": {"multiplier": 0.5},
-    "vision_transformer": {
-        "embed_dim": 48,
-        "depth": 3,
-        "num_heads": 3,
-        "img_size": (32, 48),
-        "learnable": "per_head",
-    },
+    "vision_transformer": {**VIT, "learnable": "per_head"},
 }
 SLOW = {"ea_aa_wrn28_10_cifar", "pa_aa_wrn28_10_cifar"}
+CIFAR = "ea_conv_transformer_cifar"
 NORMS = nn.modules.batchnorm._BatchNorm
 
 
-def small(name: str, **options) -> nn.Module:
+def small(name, **options):
     """A network, in evaluation mode, of which all counts: statistics, biases and gates are not those of the start."""
     torch.manual_seed(3)
     of_family = SMALL.get(zoo.family(name), {})
@@ -74,7 +66,8 @@ class NoFloat64(TorchFunctionMode):
 )
 def test_a_device_without_float64(name):
     model = small(name)
-    images = torch.randn(sizes_of(name)[0][0], 3, *sizes_of(name)[0][1:])
+    batch, height, width = sizes_of(name)[0]
+    images = torch.randn(batch, 3, height, width)
     with torch.no_grad():
         expected = model(images)
         with NoFloat64() as device:
@@ -93,25 +86,23 @@ def test_what_is_folded_lies_on_the_layers_device():
     assert {buffer.device.type for buffer in layer.buffers()} == {"meta"}
 
 
-def sizes_of(name: str) -> list[tuple[int, int, int]]:
+def sizes_of(name):
     """(batch, height, width) of what a small network is tried on: the size it was made for, and others."""
     if zoo.family(name) == "vision_transformer":
         return [(1, 32, 48), (3, 32, 48)]
-    return (
-        [(1, 32, 32), (2, 24, 40), (1, 40, 16)]
-        if zoo.input_side(name) == 32
-        else [(1, 64, 64), (2, 96, 64)]
-    )
+    if zoo.input_side(name) == 32:
+        return [(1, 32, 32), (2, 24, 40), (1, 40, 16)]
+    return [(1, 64, 64), (2, 96, 64)]
 
 
-def difference(model: nn.Module, other: nn.Module, images: torch.Tensor) -> float:
+def difference(model, other, images):
     with torch.no_grad():
         wanted = model(images.to(next(model.parameters()).dtype))
         largest = (other(images) - wanted).abs().max()
         return float(largest / wanted.abs().max())
 
 
-def check(model: nn.Module, name: str, monkeypatch) -> nn.Module:
+def check(model, name, monkeypatch):
     """Deploy a network and compare: outputs of float32 to 1e-5 or, where the network's own rounding is as large, twice
     that, and of float64 to 1e-6."""
     deployed = ea_vision.deploy(model)
@@ -123,12 +114,15 @@ def check(model: nn.Module, name: str, monkeypatch) -> nn.Module:
         with monkeypatch.context() as patch:
             patch.setattr(attention, "exporting", lambda: True)
             assert difference(model, deployed, images) < rounding
-            double = deployed.double()
-            assert (
-                difference(model.double(), double, images.double()) < 1e-6
-            )  # weights were rounded to float32
-            model.float(), deployed.float()
+            # weights were rounded to float32
+            assert difference(model.double(), deployed.double(), images.double()) < 1e-6
+            model.float()
+            deployed.float()
     return deployed
+
+
+def no_norms(model):
+    return not any(isinstance(module, NORMS) for module in model.modules())
 
 
 @pytest.mark.parametrize(
@@ -139,15 +133,11 @@ def test_equals_the_network(name, monkeypatch):
     before = copy.deepcopy(model.state_dict())
     deployed = check(model, name, monkeypatch)
     if zoo.family(name) not in ("wide_resnet", "vision_transformer"):
-        assert not any(isinstance(module, NORMS) for module in deployed.modules())
-    evolving = [
-        layer
-        for layer in deployed.modules()
-        if isinstance(layer, AugmentedConv2d)
-        or isinstance(layer, MapsAttention)
-        and layer.evolution is not None
-    ]
-    assert "csan" in name or all(hasattr(layer, "folded") for layer in evolving)
+        assert no_norms(deployed)
+    for layer in deployed.modules():
+        evolves = isinstance(layer, MapsAttention) and layer.evolution is not None
+        if "csan" not in name and (evolves or isinstance(layer, AugmentedConv2d)):
+            assert hasattr(layer, "folded")
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key]), f"{key} has changed"
 
@@ -155,59 +145,59 @@ def test_equals_the_network(name, monkeypatch):
 @pytest.mark.parametrize(
     "options",
     [
-        dict(alpha=0.01),
-        dict(alpha=0.0),
-        dict(beta=0.0),
-        dict(alpha=0.6, beta=0.3),
-        dict(alpha=1.0),
-        dict(kernel_size=5),
-        dict(alpha=-0.5, beta=1.5, learnable="per_head"),
-        dict(position="none"),
-        dict(position="sine"),
-        dict(position="coord"),
-        dict(num_heads=2),
-        dict(window=3),
-        dict(qk_norm=True),
-        dict(evolution="pa", num_layers=0, alpha=0.3),
-        dict(evolution="pa", num_layers=2, alpha=0.3),
-        dict(evolution="pa", alpha=-0.3, learnable=True),
+        {"alpha": 0.01},
+        {"alpha": 0.0},
+        {"beta": 0.0},
+        {"alpha": 0.6, "beta": 0.3},
+        {"alpha": 1.0},
+        {"kernel_size": 5},
+        {"alpha": -0.5, "beta": 1.5, "learnable": "per_head"},
+        {"position": "none"},
+        {"position": "sine"},
+        {"position": "coord"},
+        {"num_heads": 2},
+        {"window": 3},
+        {"qk_norm": True},
+        {"evolution": "pa", "num_layers": 0, "alpha": 0.3},
+        {"evolution": "pa", "num_layers": 2, "alpha": 0.3},
+        {"evolution": "pa", "alpha": -0.3, "learnable": True},
     ],
     ids=str,
 )
 def test_equals_the_network_with(options, monkeypatch):
-    model = zoo.lively(
-        "ea_conv_transformer_cifar", widths=(8, 16, 16, 16), **{"num_heads": 4, **options}
-    ).eval()
+    options = {"widths": (8, 16, 16, 16), "num_heads": 4, **options}
+    model = zoo.lively(CIFAR, **options).eval()
     if options.get("learnable") == "per_head":
         for gate in ea_vision.layers.learnable_gates(model).values():
             nn.init.uniform_(gate, -1.0, 1.0)
-    for layer in zoo.layers_of(model) if "qk_norm" in options else []:
-        nn.init.uniform_(layer.qk_gain, 0.5, 2.0)
-    check(model, "ea_conv_transformer_cifar", monkeypatch)
+    if "qk_norm" in options:
+        for layer in zoo.layers_of(model):
+            nn.init.uniform_(layer.qk_gain, 0.5, 2.0)
+    check(model, CIFAR, monkeypatch)
 
 
-@pytest.mark.parametrize(
-    "prefix, kind", [("convolve", "ea"), ("pass", "ea"), ("convolve", "pa"), ("pass", "pa")]
-)
+@pytest.mark.parametrize("prefix", ["convolve", "pass"])
+@pytest.mark.parametrize("kind", ["ea", "pa"])
 def test_equals_a_transformer_whose_prefix_tokens(prefix, kind, monkeypatch):
     name = f"{kind}_vit_tiny_patch16_224"
-    check(
-        small(name, prefix=prefix, global_pool="avg", reg_tokens=2, init_values=0.5),
-        name,
-        monkeypatch,
-    )
+    model = small(name, prefix=prefix, global_pool="avg", reg_tokens=2, init_values=0.5)
+    check(model, name, monkeypatch)
 
 
-def test_evolutions_that_change_nothing_fall_away_and_so_do_norms_of_timms_networks():
-    models = [
-        timm.create_model("ea_vit_tiny_patch16_224", depth=3, img_size=32).eval(),
-        timm.create_model("resnet18", num_classes=5).eval(),
-    ]
-    vit, resnet = map(ea_vision.deploy, models)
-    for model, deployed in zip(models, (vit, resnet), strict=True):
-        assert difference(model, deployed, torch.randn(1, 3, 32, 32)) < 1e-5
-    assert all(block.attn.evolution is None and not block.attn.need_logits for block in vit.blocks)
-    assert not any(isinstance(module, NORMS) for module in resnet.modules())
+def test_evolutions_that_change_nothing_fall_away():
+    model = timm.create_model("ea_vit_tiny_patch16_224", depth=3, img_size=32).eval()
+    deployed = ea_vision.deploy(model)
+    assert difference(model, deployed, torch.randn(1, 3, 32, 32)) < 1e-5
+    for block in deployed.blocks:
+        assert block.attn.evolution is None
+        assert not block.attn.need_logits
+
+
+def test_norms_of_timms_networks_fall_away():
+    model = timm.create_model("resnet18", num_classes=5).eval()
+    deployed = ea_vision.deploy(model)
+    assert difference(model, deployed, torch.randn(1, 3, 32, 32)) < 1e-5
+    assert no_norms(deployed)
 
 
 def test_unknown_evolutions_stay(monkeypatch):
@@ -219,22 +209,21 @@ def test_unknown_evolutions_stay(monkeypatch):
             return logits + 2 * prev_logits.tanh()
 
     monkeypatch.setitem(_EVOLUTIONS, "doubled_for_a_test", Doubled)
-    model = small(
-        "ea_conv_transformer_cifar", evolution="doubled_for_a_test", widths=(8, 16, 16, 16)
-    )
-    deployed = check(model, "ea_conv_transformer_cifar", monkeypatch)
+    model = small(CIFAR, evolution="doubled_for_a_test", widths=(8, 16, 16, 16))
+    deployed = check(model, CIFAR, monkeypatch)
     kept = sum(isinstance(module, Doubled) for module in deployed.modules())
     had = sum(isinstance(module, Doubled) for module in model.modules())
     assert kept == had > 0
-    assert not any(isinstance(module, NORMS) for module in deployed.modules())
+    assert no_norms(deployed)
 
 
 def test_refuses_training_mode_and_what_is_no_network():
     model = timm.create_model("cnn_cifar")
-    for given, message in ((model, "evaluation mode is required"), ("ea_aa_resnet50", "got str")):
+    for network, message in ((model, "evaluation mode is required"), ("ea_aa_resnet50", "got str")):
         with pytest.raises(ValueError, match=message):
-            ea_vision.deploy(given)
-    model.eval().stages[0].blocks[0].bn.train()
+            ea_vision.deploy(network)
+    model.eval()
+    model.get_submodule("stages.0.blocks.0.bn").train()
     with pytest.raises(ValueError, match=r"got stages\.0\.blocks\.0\.bn in training mode"):
         ea_vision.deploy(model)
 
@@ -242,7 +231,7 @@ def test_refuses_training_mode_and_what_is_no_network():
 # ---- the sizes of images that copy and network are compared on -------------------------------------------------------
 
 
-def sizes_seen(model: nn.Module) -> list[tuple[int, int]]:
+def sizes_seen(model):
     """Deploy a network; return the sizes of the images that it and then its copy were run on."""
     seen = []
 
@@ -316,6 +305,8 @@ def test_takes_transformers_of_other_sizes_and_without_a_convolution(name, evolv
         model = timm.create_model(name, depth=2, embed_dim=48, num_heads=3)
     else:
         pytest.skip("this timm lacks it")
-    model = ea_vision.evolve(model).eval() if evolved else model.eval()
+    if evolved:
+        model = ea_vision.evolve(model)
+    model.eval()
     deployed = ea_vision.deploy(model)
     assert difference(model, deployed, torch.randn(2, 3, 64, 64)) < 1e-5
