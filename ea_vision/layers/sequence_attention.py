@@ -234,7 +234,7 @@ class SequenceMaps(MapsAttention, nn.Module):
         kind = self.chain.kind
         reading = self.reading
         if reading.allowed is None or kind in POINTWISE:
-            return super().evolved(logits, prev_logits, feat_size)
+            return self._evolve(logits, prev_logits, feat_size)
         if kind not in CONVOLVING:
             raise ValueError(
                 f"evolution {kind!r} knows no mask: sequences without padding required"
@@ -246,8 +246,12 @@ class SequenceMaps(MapsAttention, nn.Module):
         else:
             real = logits.masked_fill(padding, 0.0)
             real_before = prev_logits.masked_fill(padding, 0.0)
-            evolved = super().evolved(real, real_before, feat_size)
+            evolved = self._evolve(real, real_before, feat_size)
         return torch.where(padding, logits, evolved)
+
+    def _evolve(self, logits: Tensor, prev_logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        size = (feat_size,) if self.evolution.spatial else ()
+        return self.evolution(logits, prev_logits, *size)
 
     def parts_of(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
         reading = self.reading

@@ -224,9 +224,11 @@ class StepByStep:
     evolution: (logits, prev_logits) -> logits, with an attribute `spatial`: whether it takes feat_size, too; or None.
     attn_drop: dropout on the probabilities.
     head_window: how many neighbouring heads a query sees.
+    evolved: (logits, prev_logits, feat_size) -> logits, in place of `evolution`, of layers whose maps have padding.
     """
 
     head_window = 1
+    evolved: Callable[[Tensor, Tensor, tuple[int, int]], Tensor] | None = None
 
     def logits_of(self, q: Tensor, k: Tensor, feat_size: tuple[int, int]) -> Tensor:
         """Return the logits before any evolution: q, k (B, K, N, D), q not scaled -> (B, K, N, N), or
@@ -236,11 +238,6 @@ class StepByStep:
     def attention_of(self, logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
         """Return the probabilities of (evolved) logits; the shape stays."""
         raise NotImplementedError
-
-    def evolved(self, logits: Tensor, prev_logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        """Return the evolved logits from the layer's own and the previous layer's, (B, K, N, N) each."""
-        size = (feat_size,) if self.evolution.spatial else ()
-        return self.evolution(logits, prev_logits, *size)
 
     def attend_step_by_step(
         self,
@@ -262,7 +259,12 @@ class StepByStep:
             logits = logits + bias
         if self.evolution is not None:
             prev = logits if prev_logits is None else prev_logits
-            logits = self.evolved(logits, prev, size)
+            if self.evolved is not None:
+                logits = self.evolved(logits, prev, size)
+            elif self.evolution.spatial:
+                logits = self.evolution(logits, prev, size)
+            else:
+                logits = self.evolution(logits, prev)
         if self.head_window > 1:
             v = torch.cat(neighbours(v, self.head_window), dim=2)
         attn = self.attn_drop(self.attention_of(logits, size))

@@ -1,7 +1,6 @@
 """The pages are as experiments/published.py writes them, and the papers' figures are those in the papers."""
 
 import re
-import shlex
 from importlib import resources
 from pathlib import Path
 
@@ -56,7 +55,7 @@ def test_commands_train_the_row_s_network_as_long_as_the_page_says():
     for row in rows_of_tables():
         for data, recipe in row["recipes"].items():
             trainer, options = re.fullmatch(COMMAND, command(row, data)).groups()
-            config = parsed(*shlex.split(options), cls=TRAINERS[trainer])
+            config = parsed(options, cls=TRAINERS[trainer])
             assert config.model == row["model"], options
             assert row["kwargs"].items() <= config.model_kwargs.items(), options
             if recipe == f"imagenet_{row['model']}":
