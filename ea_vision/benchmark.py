@@ -37,6 +37,7 @@ from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.files import atomic_write, check_output, csv_text
 from ea_vision.base.networks import DATA_KEYWORDS, create_classifier, lay_out
 from ea_vision.base.provenance import hardware
+from ea_vision.engine.config import COMPILE_MODES
 from ea_vision.engine.evaluate import autocast
 from ea_vision.engine.optimizer import check_optimizer_name
 from ea_vision.ops import IMPLEMENTATIONS, use_implementation
@@ -53,7 +54,6 @@ examples:
 DEFAULT = ("resnet50", "aa_resnet50", "pa_aa_resnet50", "ea_aa_resnet50")
 CHOSEN = "chosen"  # by the operator itself
 EAGER = "eager"
-COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 STATUS = Path("/proc/self/status")
 # Options of glibc's mallopt. Where times are measured, freed memory is kept: else each step gets new pages, zeroed.
 TRIM = -1

@@ -24,7 +24,7 @@ the biases of the projections, and FLOPs in the profiler's counting. AA paper: h
 
 import argparse
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
@@ -189,9 +189,8 @@ def _missed_operations(layer: AugmentedConv2d, elements: int, positions: int, co
     if layer.local and layer.evolution is None and not layer.need_logits:  # the window alone
         products = 2 * elements * (layer.dim_head_qk + layer.dim_head_v)
         return positions + products - counted.get(BMM, 0)
-    if (
-        layer.height_rel is not None and layer.dim_head_qk == 1
-    ):  # an elementwise product, not counted
+    # torch multiplies heads one wide by elements, and counts no product
+    if layer.height_rel is not None and layer.dim_head_qk == 1:
         return 2 * H * W * (H + W) * layer.dim_qk
     return 0
 
@@ -239,10 +238,12 @@ def names_of(words: Sequence[str]) -> list[str]:
 
 def list_models(names: Sequence[str], weights: bool = False) -> list[dict[str, str]]:
     """Return a row for each network, or for each file of weights, with where it is from."""
-    pretrained = timm.list_pretrained()
+    by_name = defaultdict(list)
+    for full in timm.list_pretrained():
+        by_name[full.partition(".")[0]].append(full)
     rows = []
     for name in names:
-        tagged = [full for full in pretrained if full.split(".")[0] == name]
+        tagged = by_name[name]
         for full in tagged if weights else [name]:
             cfg = timm.get_pretrained_cfg(full)
             _, height, width = cfg.input_size

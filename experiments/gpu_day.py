@@ -34,11 +34,10 @@ from torch.profiler import ProfilerActivity, profile
 import ea_vision
 from ea_vision.__main__ import main as ea_vision_main
 from ea_vision.base import devices
-from ea_vision.benchmark import Case, Steps, interleaved, live_network
+from ea_vision.benchmark import EAGER, Case, Steps, interleaved, live_network
 from ea_vision.engine.muon import batch_muon
 from ea_vision.ops import evolving_attention, triton_attention, triton_tiles
 
-EAGER = "eager"
 COMPILED = "default"
 GRAPHS = "reduce-overhead"
 TABLE = {  # network and implementation: how it runs; CUDA graphs of all five would not fit into the memory
@@ -55,6 +54,23 @@ TINY = {"widths": [8, 8, 16, 16], "depth": 1}
 COMPILATION = 240  # seconds that the processes of the table wait for each other
 ROUNDS = 6
 STEPS = 3  # of a network, one after another
+# names of ranges of the profiler, which are no kernels
+RANGES = ("CompiledFxGraph", "Optimizer.", "Torch-Compiled")
+ATTENTION = (  # kernels
+    "evolve",
+    "row_products",
+    "logits_backward",
+    "weight_backward",
+    "queries_backward",
+    "keys_backward",
+)
+KINDS = {  # words of kernels' names, the first that fits
+    "norms, sums, pooling, fused": ("triton_",),
+    "convolutions": ("implicit", "fprop", "dgrad", "wgrad", "cudnn", "conv"),
+    "products": ("nvjet", "gemm", "cublas", "cutlass", "splitk"),
+    "copies": ("copy", "cat", "memcpy", "memset"),
+    "optimiser": ("multi_tensor",),
+}
 # failed on an H200 on 2026-11-26, see kernels.md
 FAILED_LAST_TIME = "heads or half_precision or 577 or chain or memory_errors"
 
@@ -75,7 +91,7 @@ class Day:
     def save(self, name: str, rows: list[dict]) -> None:
         pd.DataFrame(rows).to_csv(self.output / f"{name}.csv", index=False)
 
-    def command(self, seconds: float, *argv: str, **environment: str) -> int:
+    def command(self, seconds: float, *argv: str) -> int:
         """Run `python -m ...` for at most so many seconds; its output goes to a log; return its exit code."""
         log = self.output / f"{argv[0]}-{time.monotonic_ns()}.log"
         with log.open("w") as file:
@@ -83,7 +99,6 @@ class Day:
                 [sys.executable, "-m", *argv],
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
             )
             try:
                 return process.wait(seconds)
@@ -284,24 +299,6 @@ def profiled(day: Day, steps: Steps) -> list[dict]:
         if day.dry or is_kernel and milliseconds:
             rows.append(row)
     return rows
-
-
-RANGES = ("CompiledFxGraph", "Optimizer.", "Torch-Compiled")
-ATTENTION = (
-    "evolve",
-    "row_products",
-    "logits_backward",
-    "weight_backward",
-    "queries_backward",
-    "keys_backward",
-)
-KINDS = {  # words of kernels' names, the first that fits
-    "norms, sums, pooling, fused": ("triton_",),
-    "convolutions": ("implicit", "fprop", "dgrad", "wgrad", "cudnn", "conv"),
-    "products": ("nvjet", "gemm", "cublas", "cutlass", "splitk"),
-    "copies": ("copy", "cat", "memcpy", "memset"),
-    "optimiser": ("multi_tensor",),
-}
 
 
 def kind_of(kernel: str) -> str:

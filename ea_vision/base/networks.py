@@ -24,9 +24,8 @@ CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 # of experiments/scenes, likewise
 SCENES = ("buildings", "forest", "glacier", "mountain", "sea", "street")
 
-MADE_WITH = (
-    "made_with"  # what weights were made with: entry of a file's metadata, and name of the note
-)
+# what weights were made with: an entry of a file's metadata, and the name of the note
+MADE_WITH = "made_with"
 DATA_KEYWORDS = ("num_classes", "in_chans", "img_size")  # of a model, fixed by data and options
 
 # What constructors raise on keywords that make no sense to them.

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -60,14 +61,10 @@ def locked(folder: Path, world: World) -> Iterator[None]:
         yield
         return
     create(folder)
-    lock = FileLock(folder / LOCK)
     owner = folder / OWNER
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise _in_use(folder) from error
-    except (OSError, NotImplementedError) as error:  # some network file systems have no locks
-        log.warning("%s cannot be locked: %s", folder, error)
+    lock, problem = _acquired(folder)
+    if problem is not None:
+        log.warning("%s cannot be locked: %s", folder, problem)
     try:
         for leftover in folder.rglob(".*.tmp"):
             leftover.unlink(missing_ok=True)
@@ -86,21 +83,28 @@ def locked(folder: Path, world: World) -> Iterator[None]:
 
 def check_free(folder: Path, world: World) -> None:
     """Raise UsageError if another process holds the run folder: asked before data and networks are loaded."""
-    if not world.is_main or not (folder / LOCK).exists():
-        return
+    if world.is_main and (folder / LOCK).exists():
+        lock, _ = _acquired(folder)
+        lock.release()
+
+
+def _acquired(folder: Path) -> tuple[FileLock, Exception | None]:
+    """Return the run folder's lock, and why it could not be taken: some network file systems have no locks.
+
+    Raises:
+        UsageError: another process holds it.
+    """
     lock = FileLock(folder / LOCK)
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
-        raise _in_use(folder) from error
-    except (OSError, NotImplementedError):
-        return  # `locked` warns of it
-    lock.release()
-
-
-def _in_use(folder: Path) -> UsageError:
-    owner = _named(folder / OWNER)
-    return UsageError(f"{folder} is in use by another run that has not ended yet{owner}")
+        owner = _named(folder / OWNER)
+        raise UsageError(
+            f"{folder} is in use by another run that has not ended yet{owner}"
+        ) from error
+    except (OSError, NotImplementedError) as error:
+        return lock, error
+    return lock, None
 
 
 def _named(owner: Path) -> str:
@@ -178,23 +182,25 @@ def read_metrics(folder: Path) -> dict[str, list[float]]:
 # ---- weights and results --------------------------------------------------------------------------------------------
 
 
-def made_with(folder: Path) -> dict[str, str]:
-    """Return the metadata of a run's weights: which network they are of, and how it sees its images."""
+def made_with(folder: Path) -> dict[str, Any] | None:
+    """Return which network a run's weights are of, and how it sees its images; None without a config.yaml."""
     if not (folder / CONFIG).is_file():
-        return {}
+        return None
     config, about = read_config(folder)
     said = {key: about[key] for key in SAID_BY_WEIGHTS if key in about}
-    return {MADE_WITH: json.dumps({"model": config.get("model"), **said})}
+    return {"model": config.get("model"), **said}
 
 
 def _encode(folder: Path, weights: dict[str, torch.Tensor], about: dict[str, str]) -> bytes:
     """Return a file of a run's weights; those of a network of ours carry the note that it checks."""
-    made = made_with(folder)
-    said = json.loads(made.get(MADE_WITH, "{}"))
-    checks_notes = said.get("model") in (*list_networks(), EVOLVED)
+    said = made_with(folder)
+    if said is None:
+        return encode_weights(weights, about)
+    note = json.dumps(said)
+    checks_notes = said["model"] in (*list_networks(), EVOLVED)
     if checks_notes and said.get("task", CLASSIFICATION) == CLASSIFICATION:
-        weights = with_note(weights, made[MADE_WITH])
-    return encode_weights(weights, {**about, **made})
+        weights = with_note(weights, note)
+    return encode_weights(weights, {**about, MADE_WITH: note})
 
 
 def write_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:

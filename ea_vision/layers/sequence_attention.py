@@ -210,6 +210,12 @@ class SequenceMaps(MapsAttention, nn.Module):
         return getattr(self.evolution, "causal", "none")
 
     @property
+    def reads_input(self) -> bool:
+        """Whether the evolution reads the layer's input, or asks how much its cache holds."""
+        mixes_output = self.evolution is not None and self.evolution.mixes_output
+        return mixes_output or self.causal == "cross"
+
+    @property
     def knows_padding(self) -> bool:
         """Whether the evolution takes the padding itself."""
         return isinstance(self.evolution, (EvolvingAttention, PredictiveAttention))

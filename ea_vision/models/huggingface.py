@@ -157,10 +157,12 @@ def _give_chain(model: nn.Module, names: foreign.LayerChain, mechanisms: Mechani
         heads = foreign.heads_of(layer) or layer.config.num_attention_heads
         layer.maps = sequences.SequenceMaps(chain, number, heads, len(prefix))
         layer.maps.train(layer.training)
-        layer.register_forward_pre_hook(chain.note_input, with_kwargs=True)
     linear = next(module for module in layers[0].modules() if isinstance(module, nn.Linear))
     maps = [layer.maps for layer in layers]
     mechanisms.give(blocks, maps, linear.in_features, len(prefix), False)
+    for layer in layers:
+        if layer.maps.reads_input:
+            layer.register_forward_pre_hook(chain.note_input, with_kwargs=True)
     for block in blocks:
         if not isinstance(block, CarryingBlock):
             block.__class__ = carrying_class(type(block))

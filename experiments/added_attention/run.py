@@ -7,7 +7,6 @@ continues an incomplete run and skips complete ones.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -40,17 +39,14 @@ def train(options: str, data: Path, output: Path, more: list[str]) -> None:
         sys.exit(code)
 
 
-def tested_runs(runs: Path) -> list[dict[str, str | int | float]]:
+def tested_runs(runs: Path, data: Path) -> list[dict[str, str | int | float]]:
     """Return the runs that are tested as rows of the file that experiments.evidence reads."""
     rows = []
     for seed in SEEDS:
         for way in WAYS:
             output = runs / f"{way}-{seed}"
-            tested = output / "test" / "evaluation.json"
-            if not tested.exists():
-                continue
-            top1 = json.loads(tested.read_text(encoding="utf-8"))["top1"]
-            rows.append(row_of(way, seed, output, top1))
+            if (output / "test" / "evaluation.json").exists():
+                rows.append(row_of(way, seed, output, test(output, data)))
     return rows
 
 
@@ -73,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
             start = f"--seed {seed} --pretrained-path {pretrained / run_folder.WEIGHTS}"
             train(f"{TUNING} {options} {start}", data, output, more)
             test(output, data)
-            rows = tested_runs(args.runs)
+            rows = tested_runs(args.runs, data)
             atomic_write(args.runs / "evidence-runs.csv", csv_text(rows).encode())
     return 0
 

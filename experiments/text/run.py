@@ -36,6 +36,7 @@ NETWORKS = {  # kind and options of the evolution in blocks 2 and 3
     "EA": ("ea", {"alpha": 0.1, "beta": 0.1}),
 }
 SEEDS = range(10)
+COLUMNS = "network seed dev test train_loss seconds data torch hardware".split()
 WIDTH = 256
 HEADS = 8
 BLOCKS = 3
@@ -211,19 +212,12 @@ def compare(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def make(task: tuple) -> dict:
-    """Train one network in this process; return its row."""
-    sst, network, seed, is_trial, device = task
+    """Train one network in this process; return its row, without the data's fingerprint."""
+    data, words, network, seed, epochs, device = task
     torch.set_num_threads(1)
-    data, words = read(sst, 200 if is_trial else None)
-    figures = train(data, words, network, seed, 1 if is_trial else EPOCHS, device)
-    return {
-        "network": network,
-        "seed": seed,
-        **figures,
-        "data": fingerprint(sst),
-        "torch": str(torch.__version__),
-        "hardware": hardware(device, 1),
-    }
+    figures = train(data, words, network, seed, epochs, device)
+    where = {"torch": str(torch.__version__), "hardware": hardware(device, 1)}
+    return {"network": network, "seed": seed, **figures, **where}
 
 
 def fingerprint(sst: Path) -> str:
@@ -254,18 +248,21 @@ def main(argv: list[str] | None = None) -> int:
     if args.sst is None:
         parser.error("SST, the folder of the sentences, is required")
     made = set(zip(rows["network"], rows["seed"], strict=True))
+    data, words = read(args.sst, 200 if args.trial else None)
+    epochs = 1 if args.trial else EPOCHS
     device = choose_device(args.device)
     tasks = [
-        (args.sst, network, seed, args.trial, device)
+        (data, words, network, seed, epochs, device)
         for seed in (SEEDS[:1] if args.trial else SEEDS)
         for network in NETWORKS
-        if (network, seed) not in made
+        if args.trial or (network, seed) not in made
     ]
+    source = fingerprint(args.sst)
     with get_context("spawn").Pool(args.jobs) as pool:
         for row in pool.imap_unordered(make, tasks):
             print(row, flush=True)
             if not args.trial:
-                table = pd.DataFrame([row])
+                table = pd.DataFrame([{**row, "data": source}])[COLUMNS]
                 table.to_csv(args.rows, mode="a", header=not args.rows.exists(), index=False)
     return 0
 
