@@ -61,7 +61,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("scenes", type=Path)
     parser.add_argument("runs", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="(default: 0 to 4)")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="(default: all)")
+    parser.add_argument(
+        "--ways", nargs="+", choices=WAYS, default=list(WAYS), help="(default: all)"
+    )
     args, more = parser.parse_known_args(argv)
     pretrained = args.runs / "pretrained"
     train(f"--model resnet34_050 {PRETRAINING}", args.tiny_imagenet, pretrained, more)
