@@ -113,8 +113,9 @@ def make_portable(layer: AugmentedConv2d | MapsAttention) -> None:
         gain = gain * folded.own_gain
     tables = {"gain": gain}
     if deployed is DeployedConv2d:
-        layer.qkv.__class__ = DeployedProjection
-        layer.proj.__class__ = DeployedProjection
+        for projection in (layer.qkv, layer.proj):
+            if type(projection) is Projection:  # an adapter (LoRA) stays what it is
+                projection.__class__ = DeployedProjection
         if layer.relative:
             H, W = layer.feat_size
             tables["rows"] = _table_by_query(layer.height_rel, H)

@@ -24,6 +24,9 @@ from ea_vision.ops.reference import attention_of, readable
 POINTWISE = ("residual", "talking_heads", "xsa", "gated", "uniform")
 CONVOLVING = ("ea", "pa", "mta", "conv2d")  # entries of padding are 0 in what these convolve
 CAUSAL = ("ea", *POINTWISE)  # kinds with a form for decoders
+HIDES = (
+    -9000.0
+)  # masks hide keys by -10000, -1e9, the smallest number or -inf, of which a softmax makes 0 alike
 CARRIED = "_ea_vision_carried"  # attribute of a block's tokens, for its recomputation
 
 
@@ -100,6 +103,13 @@ class Chain:
         sequences = (x for x in values if isinstance(x, Tensor) and x.ndim == 3)
         self.inputs[thread_of_forward()] = (next(sequences, None), kwargs.get("past_key_values"))
 
+    def written(self, layer: nn.Module, N: int) -> int:
+        """Return how many of N keys of a layer's self-attention are tokens: a static cache has places to come."""
+        _, cache = self.inputs.get(thread_of_forward(), (None, None))
+        if self.cross or cache is None:
+            return N
+        return min(N, int(cache.get_seq_length(getattr(layer, "layer_idx", 0))))
+
     def before(self, number: int) -> Handed:
         """Return what the layer before `number` has handed on."""
         handed = self.handed.pop(thread_of_forward(), Handed())
@@ -164,19 +174,21 @@ def reading_of(
 ) -> Reading:
     """Return what a mask of transformers says of Q queries and the keys (B, K, N, D), which include the queries.
 
-    mask: (B, 1, Q, N), boolean or added to the logits; None: all is read, or, where `causal`, no later key.
+    mask: (B, 1, Q, N or more), boolean or added to the logits; None: all is read, or, where `causal`, no later key.
+    Numbers of HIDES and below hide a key.
     """
     N = k.shape[2]
     if mask is None and causal and Q > 1:
         mask = torch.ones(1, 1, Q, N, dtype=torch.bool, device=k.device).tril(N - Q)
     if mask is None:
         return Reading(bias)
+    mask = mask[..., :N]
     allowed = mask
     if mask.dtype != torch.bool:
-        allowed = mask > torch.finfo(mask.dtype).min / 2
+        allowed = mask > HIDES
         added = mask.masked_fill(~allowed, 0.0)
         bias = added if bias is None else bias + added
-    allowed = allowed[..., :N].expand(-1, -1, Q, -1)
+    allowed = allowed.expand(-1, -1, Q, -1)
     keys = ~allowed.any(dim=2).any(dim=1)
     return Reading(bias, allowed, keys, keys[:, -Q:])
 
@@ -201,8 +213,8 @@ class SequenceMaps(MapsAttention, nn.Module):
 
     @property
     def reading(self) -> Reading:
-        """What the call that runs in this thread may read."""
-        return self.readings[thread_of_forward()]
+        """What the call that runs in this thread may read; all where none runs."""
+        return self.readings.get(thread_of_forward(), Reading())
 
     @property
     def causal(self) -> str:

@@ -224,7 +224,7 @@ def _reason_against_plain(model: nn.Module) -> str | None:
             continue
         if layer.fusion != "add":
             return f"fusion='add' required, and {name} has fusion={layer.fusion!r}"
-        if layer.proj.weight.any() or layer.proj.bias.any():
+        if any(parameter.any() for parameter in layer.proj.parameters()):
             active.append(name)
     if active:
         return (

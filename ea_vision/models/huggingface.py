@@ -52,8 +52,9 @@ def attention(
         if kwargs.get(name) is not None:
             raise ValueError(f"evolving maps know no {name!r}, which {type(module).__name__} has")
     groups = query.shape[1] // key.shape[1]  # of heads that share keys and values
-    key = repeat_kv(key, groups)
-    value = repeat_kv(value, groups)
+    written = maps.chain.written(module, key.shape[2])
+    key = repeat_kv(key[:, :, :written], groups)
+    value = repeat_kv(value[:, :, :written], groups)
     causal = kwargs.get("is_causal")
     if causal is None:
         causal = getattr(module, "is_causal", False)
@@ -109,6 +110,11 @@ def reason_against(model: nn.Module) -> str | None:
         return "no attention layer of it goes through transformers' ALL_ATTENTION_FUNCTIONS"
     if any(hasattr(layer, "maps") for layer in layers):
         return "a plain model required, its maps evolve already"
+    if hasattr(model.config, NAME):
+        return (
+            "its configuration names an evolution whose weights it lacks: load both by "
+            f"ea_vision.from_pretrained, or begin anew after `del model.config.{NAME}`"
+        )
     for name, module in model.named_modules():
         for attribute in ("window_size", "layerdrop"):
             value = getattr(module, attribute, None)
@@ -157,17 +163,31 @@ def _give_chain(model: nn.Module, names: foreign.LayerChain, mechanisms: Mechani
         heads = foreign.heads_of(layer) or layer.config.num_attention_heads
         layer.maps = sequences.SequenceMaps(chain, number, heads, len(prefix))
         layer.maps.train(layer.training)
-    linear = next(module for module in layers[0].modules() if isinstance(module, nn.Linear))
     maps = [layer.maps for layer in layers]
-    mechanisms.give(blocks, maps, linear.in_features, len(prefix), False)
+    mechanisms.give(blocks, maps, _width_of(layers[0]), len(prefix), False)
     for layer in layers:
-        if layer.maps.reads_input:
+        if layer.maps.reads_input or names.causal == "self":
             layer.register_forward_pre_hook(chain.note_input, with_kwargs=True)
     for block in blocks:
         if not isinstance(block, CarryingBlock):
             block.__class__ = carrying_class(type(block))
             block.chains = []
         block.chains.append(chain)
+
+
+def _width_of(layer: nn.Module) -> int:
+    """Return the channels of an attention layer's tokens: those that its queries are made of.
+
+    Cross-attention may make its keys of others. GPT-2's Conv1D has its weight the other way round.
+    """
+    widths = {}
+    for name, module in layer.named_modules():
+        if isinstance(module, nn.Linear):
+            widths[name] = module.in_features
+        elif type(module).__name__ == "Conv1D":
+            widths[name] = module.weight.shape[0]
+    of_queries = [width for name, width in widths.items() if "q" in name.split(".")[-1].lower()]
+    return [*of_queries, *widths.values()][0]
 
 
 def accepts(model: nn.Module) -> bool:
@@ -178,7 +198,9 @@ def accepts(model: nn.Module) -> bool:
 
 def evolves(model: nn.Module) -> bool:
     """Return whether a network is an evolving model of transformers."""
-    return accepts(model) and hasattr(model.config, NAME)
+    if not accepts(model):
+        return False
+    return any(isinstance(module, sequences.SequenceMaps) for module in model.modules())
 
 
 def evolve_huggingface(

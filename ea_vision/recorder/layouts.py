@@ -78,6 +78,8 @@ class Layout:
     channels: rows and columns are channels of a head, and have no place in the image.
     placeless: rows and columns are tokens of an image whose places are not known: some were dropped or pruned.
     image: (height, width) in pixels of the network's input; None: there is no image.
+    covered: (height, width) in pixels of what the queries' grid covers, from the top left: patches leave a rest of the
+        image out, or go beyond it. None: the image.
     """
 
     feat_size: Size = (0, 0)
@@ -89,22 +91,26 @@ class Layout:
     channels: bool = False
     placeless: bool = False
     image: Size | None = None
+    covered: Size | None = None
 
 
 class Sight:
     """What a forward shows of an image: its shape, and the grids of the features that its convolutions made of it.
 
-    image: (B, C, H, W); None: the network has seen none. grids: (H, W) by the number of cells.
+    image: (B, C, H, W); None: the network has seen none. grids: (H, W) by the number of cells. covered: by the (H, W)
+    of patches, (height, width) in pixels of all of them.
     """
 
     def __init__(self):
         self.image: torch.Size | None = None
         self.grids: dict[int, Size] = {}
+        self.covered: dict[Size, Size] = {}
         self._called: set[nn.Module] = set()  # stems, in this forward
 
     def _forget(self) -> None:
         self.image = None
         self.grids.clear()
+        self.covered.clear()
         self._called.clear()
 
     def begin(
@@ -139,14 +145,22 @@ class Sight:
 
     def note_grid(
         self,
-        _,
+        module: nn.Module,
         args: tuple,
         kwargs: dict,
         output: Any,
     ) -> None:
-        """Note the grid of features (B, C, H, W)."""
-        if isinstance(output, Tensor) and output.ndim == 4:
-            self._note(*output.shape[2:])
+        """Note the grid of features (B, C, H, W), and what it covers where they are patches of the image."""
+        if not isinstance(output, Tensor) or output.ndim != 4:
+            return
+        grid = tuple(output.shape[2:])
+        self._note(*grid)
+        if self.image is None or not _embeds_apart(module):
+            return
+        sides = zip(args[0].shape[2:], self.image[2:], module.stride, strict=True)
+        if all(0 <= side - pixels < stride for side, pixels, stride in sides):  # padded to patches
+            height, width = module.stride
+            self.covered[grid] = (grid[0] * height, grid[1] * width)
 
     def note_subsampled(
         self,
@@ -185,6 +199,18 @@ def _is_image(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 4 and value.shape[1] <= MOST_CHANNELS
 
 
+def _takes_images(module: nn.Module) -> bool:
+    """Return whether a module is a convolution that may take images."""
+    return isinstance(module, nn.Conv2d) and module.in_channels <= MOST_CHANNELS
+
+
+def _embeds_apart(module: nn.Module) -> bool:
+    """Return whether a module is a convolution that may make patches of images, each of its own pixels."""
+    if not _takes_images(module) or module.padding not in ((0, 0), "valid"):
+        return False
+    return module.kernel_size == module.stride
+
+
 def _embeds_patches(module: nn.Module) -> bool:
     """Return whether a linear layer may embed square patches of images."""
     if not isinstance(module, nn.Linear):
@@ -209,7 +235,7 @@ def image_seen(model: nn.Module, hooks: Hooks) -> Sight:
     modules = [module for name, module in model.named_modules() if ".evolution." not in name]
     has_stem = False
     for module in modules:
-        if isinstance(module, nn.Conv2d) and module.in_channels <= MOST_CHANNELS:
+        if _takes_images(module):
             has_stem = True
             hooks.add(module.register_forward_pre_hook, sight.look_through)
         if _makes_grids(module):
@@ -277,7 +303,10 @@ def token_layout(
         if not query_names and queries not in (keys, prefix):
             feat_size = sight.grids.get(queries - prefix)
         if key_size and feat_size:
-            return Layout(feat_size, key_size, names[:prefix], query_names, image=size)
+            covered = sight.covered.get(feat_size)
+            return Layout(
+                feat_size, key_size, names[:prefix], query_names, image=size, covered=covered
+            )
     key_size = sight.grids.get(keys)
     if key_size and queries != keys and not query_names:
         objects = tuple(f"query{number + 1}" for number in range(queries))  # a detector's

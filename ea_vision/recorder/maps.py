@@ -227,7 +227,7 @@ class LayerMaps:
         Where there is no image, as in a sequence, the map itself is the input.
 
         Raises:
-            UsageError: a pixel outside of the input.
+            UsageError: a pixel outside of the input, or of its patches.
         """
         if isinstance(query, str):
             return query
@@ -238,7 +238,13 @@ class LayerMaps:
                 f"a query (y, x) must lie within the input of {height}x{width} pixels, got {query}"
             )
         rows, columns = self.feat_size
-        return y * rows // height, x * columns // width
+        high, wide = self.layout.covered or (height, width)
+        if y >= high or x >= wide:
+            raise UsageError(
+                f"a query (y, x) must lie within the patches of layer {self}, which cover {high}x{wide} of "
+                f"{height}x{width} pixels, got {query}"
+            )
+        return y * rows // high, x * columns // wide
 
     def of_query(self, query: Query, part: str = "attn") -> tuple[Tensor, Tensor]:
         """Return a part's row of one query.

@@ -1,6 +1,7 @@
 """`evolve` on every block type it knows: equal to the plain network at the start, alive one step on, and back again."""
 
 import inspect
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from ea_vision import deploy, evolve, record_attention, unevolve
+from ea_vision.base.networks import with_note
 from ea_vision.layers import (
     Evolution,
     attention_layers,
@@ -373,6 +375,47 @@ def test_merging_a_lora_changes_nothing(value_residual):
     for block in evolved.blocks:
         block.attn.qkv.merge()
     assert_near(evolved(images()), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "kind, name", [("talking_heads", "proj_l"), ("talking_heads", "proj_w"), ("gated", "gate")]
+)
+def test_a_lora_in_a_mechanism_counts(kind, name):
+    model = plain()
+    evolved = evolve(model, kind).eval()
+    for block in evolved.blocks:
+        evolution = block.attn.evolution
+        setattr(evolution, name, LoRA(getattr(evolution, name)).eval())
+    expected = evolved(images())
+    assert differ(expected, model(images())) > 1e-3
+    with pytest.raises(ValueError, match="gates must be 0"):
+        unevolve(evolved)
+    assert_near(deploy(evolved)(images()), expected)
+    for block in evolved.blocks:
+        getattr(block.attn.evolution, name).merge()
+    assert_near(evolved(images()), expected)
+
+
+@torch.no_grad()
+def test_an_adapter_of_token_conv_counts():
+    evolved = evolve(plain(), None, token_conv=True)
+    conv = evolved.blocks[1].token_conv.conv
+    conv.adapter = nn.Parameter(torch.ones(1))
+    conv.register_forward_hook(lambda module, args, result: result + module.adapter)
+    with pytest.raises(ValueError, match="gates must be 0"):
+        unevolve(evolved)
+
+
+def test_evolves_anew_in_another_way():
+    """Weights say what they were trained with: the last evolution counts."""
+    first = evolve(plain(), "ea")
+    second = evolve(unevolve(first), "pa", alpha=0.3)
+    about = {"model": "evolved_transformer", "model_kwargs": {"evolution": {"kind": "pa"}}}
+    weights = with_note(second.state_dict(), json.dumps(about))
+    second.load_state_dict(dict(weights))
+    with pytest.raises(ValueError, match="were trained with evolution kind=pa, got kind=ea"):
+        first.load_state_dict(dict(weights))
 
 
 def hidden_keys(module, args, kwargs):

@@ -176,6 +176,25 @@ def test_an_evolved_network_is_traced_checkpointed_deployed_and_recorded(name):
     assert model(images(96, 64)).shape == (2, 5)
 
 
+@torch.no_grad()
+def test_adapters_of_the_attention_count():
+    """LoRA on its projections, which begin at zero: nothing takes the network for the plain one."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = woken(evolve(plain_network("resnet18d"), "ea", img_size=64))
+    for layer in layers_of(model):
+        torch.nn.init.zeros_(layer.proj.weight)
+        torch.nn.init.zeros_(layer.proj.bias)
+    names = [name for name, module in model.named_modules() if module in layers_of(model)]
+    targets = [f"{name}.{part}" for name in names for part in ("qkv", "proj")]
+    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+    model = peft.inject_adapter_in_model(config, model).eval()
+    x = images(64, 64)
+    expected = model(x)
+    assert_close(ea_vision.deploy(model)(x), expected, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match="proj of each attention layer must be 0"):
+        unevolve(model)
+
+
 def test_an_evolved_network_compiles_and_exports():
     plain = plain_network("torchvision basic")
     model = woken(evolve(plain, "ea", img_size=64, attn_stages=(3,)))

@@ -39,6 +39,15 @@ SEQ2SEQ = dict(
 DISTILBERT = dict(
     vocab_size=50, max_position_embeddings=40, dim=32, n_layers=3, n_heads=4, hidden_dim=32
 )
+GPT2 = dict(
+    vocab_size=50,
+    n_positions=40,
+    n_embd=32,
+    n_layer=3,
+    n_head=4,
+    scale_attn_by_inverse_layer_idx=True,
+    add_cross_attention=True,
+)
 T5 = dict(vocab_size=50, d_model=32, d_kv=6, d_ff=32, num_layers=3, num_heads=4)
 ARCHITECTURES = {  # (class, configuration)
     "vit": ("ViTModel", "ViTConfig", VISION),
@@ -52,10 +61,11 @@ ARCHITECTURES = {  # (class, configuration)
     "t5 encoder": ("T5EncoderModel", "T5Config", T5),
     "clip text": ("CLIPTextModel", "CLIPTextConfig", TEXT),
     "llama": ("LlamaModel", "LlamaConfig", dict(TEXT, num_key_value_heads=2)),
+    "gpt2": ("GPT2Model", "GPT2Config", GPT2),
     "bart": ("BartModel", "BartConfig", SEQ2SEQ),
     "t5": ("T5Model", "T5Config", T5),
 }
-DECODERS = ("clip text", "llama", "bart", "t5")
+DECODERS = ("clip text", "llama", "gpt2", "bart", "t5")
 CAUSAL = {"ea", "residual", "talking_heads", "xsa", "gated"}
 every = pytest.mark.parametrize("name", ARCHITECTURES)
 
@@ -78,6 +88,8 @@ def inputs_of(name, dtype=torch.float32):
     ids = torch.randint(3, 50, (2, 9))
     if name in ("bart", "t5"):
         return {"input_ids": ids, "decoder_input_ids": ids[:, :7]}
+    if name == "gpt2":
+        return {"input_ids": ids, "encoder_hidden_states": torch.randn(2, 5, 32).to(dtype)}
     return {"input_ids": ids}
 
 
@@ -87,7 +99,7 @@ def output(model, name):
 
 def kinds_of(name):
     kinds = [kind for kind in KINDS if name not in DECODERS or kind in CAUSAL]
-    if name in ("bart", "t5"):
+    if name in ("gpt2", "bart", "t5"):
         kinds.remove("xsa")  # cross-attention has no values of its own tokens
     return kinds
 
@@ -348,6 +360,21 @@ def test_generates_with_a_cache_what_it_generates_without(name, kind):
         assert torch.equal(cached, generate(model, use_cache=False, num_beams=beams))
 
 
+@pytest.mark.parametrize("kind", ["residual", "talking_heads", "xsa", "gated"])
+@torch.no_grad()
+def test_a_cache_of_fixed_size_changes_nothing(kind):
+    """Its keys and values have places for tokens to come."""
+    model = lively(evolve(language_model("llama"), kind, value_residual=True))
+    ids = inputs_of("llama")["input_ids"]
+    expected = model(ids, use_cache=False).logits
+    cache = transformers.StaticCache(model.config, max_cache_len=16)
+    parts = []
+    for part in ids.split([4, 1, 1, 3], dim=1):
+        step = model(part, past_key_values=cache, use_cache=True)
+        parts.append(step.logits)
+    assert_close(torch.cat(parts, dim=1), expected, rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("name", ["llama", "bart", "t5"])
 def test_ea_decodes_without_a_cache_and_refuses_one(name):
     model = lively(evolve(language_model(name), "ea"))
@@ -560,6 +587,22 @@ def test_masks_other_than_padding_are_refused():
         evolve(create("bert"))(**inputs_of("bert"), attention_mask=packed)
 
 
+@pytest.mark.parametrize("number", [-1e4, -1e9, -torch.inf, True])
+@pytest.mark.parametrize("kind", ["ea", "pa", "mta", "talking_heads"])
+@torch.no_grad()
+def test_masks_hide_padding_by_any_number(kind, number):
+    model = lively(evolve(create("bert").double(), kind))
+    inputs = inputs_of("bert")
+    real = torch.ones(2, 9, dtype=torch.bool)
+    real[0, 6:] = False
+    expected = model(**inputs, attention_mask=real.long()).last_hidden_state
+    mask = real[:, None, None, :].expand(-1, 1, 9, -1)
+    if number is not True:
+        mask = torch.zeros(2, 1, 9, 9, dtype=torch.float64).masked_fill(~mask, number)
+    result = model(**inputs, attention_mask=mask).last_hidden_state
+    assert_close(result[real], expected[real], rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("kind", ["pa", "reattention", "refiner", "mta", "conv2d"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_kinds_without_a_causal_form_refuse_decoders(name, kind):
@@ -590,6 +633,12 @@ def test_what_cannot_evolve_is_refused(tmp_path):
             evolve(model)
     with pytest.raises(ValueError, match="token_conv needs patches of an image"):
         evolve(create("bert"), None, token_conv=True)
+    evolve(create("vit")).save_pretrained(tmp_path)
+    without_its_evolution = transformers.AutoModel.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="an evolving network required"):
+        unevolve(without_its_evolution)
+    with pytest.raises(ValueError, match="names an evolution whose weights it lacks"):
+        evolve(without_its_evolution)
     create("vit").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no evolution in its config.json"):
         ea_vision.from_pretrained(tmp_path)

@@ -197,6 +197,26 @@ def test_queries_outside_of_the_input_are_refused(layer, pixel):
         layer.of_query(pixel)
 
 
+def test_queries_are_pixels_of_the_patches_that_hold_them():
+    """Patches of 8 pixels: transformers leaves out what is left of 30x39, timm adds what is missing."""
+    left_out = recorded(transformers_model("Dinov2", image_size=32, patch_size=8), images(30, 39))[
+        1
+    ]
+    any_size = {"dynamic_img_size": True, "dynamic_img_pad": True}
+    padded = timms("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=1, **any_size)
+    filled = recorded(padded, images(30, 39))[1]
+    assert left_out.feat_size == (3, 4)
+    assert filled.feat_size == (4, 5)
+    for layer in (left_out, filled):
+        rows, columns = layer.feat_size
+        for y in range(min(30, 8 * rows)):
+            for x in range(min(39, 8 * columns)):
+                assert layer.cell_of((y, x)) == (y // 8, x // 8)
+    for pixel in ((24, 0), (0, 32), (29, 38)):
+        with pytest.raises(UsageError, match="which cover 24x32 of 30x39 pixels"):
+            left_out.of_query(pixel)
+
+
 @pytest.mark.parametrize("cell", [(0, -1), (0, 3), (2, 0)])
 def test_cells_outside_of_the_map_are_refused(layer, cell):
     with pytest.raises(UsageError, match="must lie within its map of 2x3"):

@@ -66,6 +66,11 @@ def test_transformers_of_hugging_face():
     prediction = '"predictions":[{"name":"class'
     assert prediction not in show_page(backbone, PHOTO).text
     assert prediction in show_page(classifier, PHOTO).text
+    evolving = lively(ea_vision.evolve(classifier, "ea"))
+    strip = plot_strip(evolving, PHOTO, layers="1,2")
+    check(strip)
+    assert "own alone" in texts_of(strip)
+    assert prediction in show_page(evolving, PHOTO).text
 
 
 MODELS = {

@@ -178,5 +178,5 @@ class GatedAttention(OutputMechanism):
         return (out * by_head).to(out.dtype)
 
     def changes_nothing(self) -> bool:
-        learned = self.gate.weight.any() or self.gate.bias.any()
+        learned = any(parameter.any() for parameter in self.gate.parameters())
         return self.scale == 2.0 and not learned

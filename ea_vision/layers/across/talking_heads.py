@@ -43,19 +43,27 @@ class TalkingHeads(Evolution):
             nn.init.zeros_(proj.bias)
 
     def forward(self, logits: Tensor, prev_logits: Tensor) -> Tensor:
-        return mix_heads(logits, self.proj_l.weight, self.proj_l.bias)
+        return mix_heads(logits, self.proj_l)
 
     def mix_attn(self, attn: Tensor) -> Tensor:
-        return mix_heads(attn, self.proj_w.weight, self.proj_w.bias)
+        return mix_heads(attn, self.proj_w)
 
     def changes_nothing(self) -> bool:
-        if self.proj_w.bias.any():
+        if not _is_plain(self.proj_l) or not _is_plain(self.proj_w) or self.proj_w.bias.any():
             return False
         eye = torch.eye(len(self.proj_l.weight)).to(self.proj_l.weight)
         return torch.equal(self.proj_l.weight, eye) and torch.equal(self.proj_w.weight, eye)
 
 
-def mix_heads(maps: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Return maps (B, K, N, M) mixed by weight (K, K) and bias (K). A 1x1 convolution takes twice as long on a CPU."""
-    mixed = torch.einsum("ab,nbij->naij", weight, maps)
-    return mixed + bias.to(mixed.dtype)[:, None, None]
+def mix_heads(maps: Tensor, proj: nn.Linear) -> Tensor:
+    """Return maps (B, K, N, M) whose heads a layer over K features has mixed."""
+    if not _is_plain(proj):
+        return proj(maps.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+    # the layer itself, and a 1x1 convolution, take longer on a CPU
+    mixed = torch.einsum("ab,nbij->naij", proj.weight, maps)
+    return mixed + proj.bias.to(mixed.dtype)[:, None, None]
+
+
+def _is_plain(proj: nn.Module) -> bool:
+    """Return whether a layer does what its weight and bias say: no adapter (LoRA), no hook."""
+    return type(proj) is nn.Linear and not (proj._forward_hooks or proj._forward_pre_hooks)

@@ -35,8 +35,8 @@ class TokenConv(nn.Module):
             nn.init.zeros_(self.conv.bias)
 
     def changes_nothing(self) -> bool:
-        """Return whether the convolution is 0."""
-        return not self.conv.weight.any() and not self.conv.bias.any()
+        """Return whether the convolution, with what an adapter adds to it, is 0."""
+        return not any(parameter.any() for parameter in self.conv.parameters())
 
     def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
         """Return tokens (B, P + H*W, C) with convolved patches: P prefix tokens, then H*W patches."""
