@@ -75,6 +75,10 @@ class Problem:
             side = p.weight.shape[-1] | 1  # odd
             _check_shape("weight", p.weight, (K, K, side, side))
             _check_shape("bias", p.bias, (K,))
+            if not 0 <= p.num_prefix_tokens <= N:
+                raise ValueError(
+                    f"num_prefix_tokens must be 0 to N={N} tokens, got {p.num_prefix_tokens}"
+                )
         if M != N and (p.height_rel is not None or p.local or p.num_prefix_tokens):
             raise ValueError(
                 "position tables, windows and prefix tokens need as many keys as queries (an offset "

@@ -86,24 +86,33 @@ class LoadedModel:
             UsageError: so narrow that it has more than MAX_PIXELS once its short side fits.
         """
         H, W = (round(side * finer) for side in self.img_size)
-        crop_pct = self.config["crop_pct"]
-        scale_height = H / image.height / crop_pct
-        scale_width = W / image.width / crop_pct
-        if self.config.get("crop_mode") != "squash":  # which changes the aspect
-            scale_height = scale_width = max(scale_height, scale_width)
-        width = max(W, math.floor(image.width * scale_width + 0.5))
-        height = max(H, math.floor(image.height * scale_height + 0.5))
+        height, width = self._scaled_size(image, H, W)
         if width * height > MAX_PIXELS:
             raise UsageError(
                 f"an image must have at most {MAX_PIXELS / 1e6:g} megapixels once it is scaled to "
                 f"{W}x{H} pixels, got {width}x{height} from {image.width}x{image.height}"
             )
-        left = (width - W) // 2
-        top = (height - H) // 2
+        left = round((width - W) / 2)
+        top = round((height - H) / 2)
         resampling = Image.Resampling[self.config["interpolation"].upper()]
         resized = image.convert("RGB").resize((width, height), resampling)
         cut = resized.crop((left, top, left + W, top + H))
         return pil_to_tensor(cut) / 255
+
+    def _scaled_size(self, image: Image.Image, H: int, W: int) -> tuple[int, int]:
+        """Return (height, width) to which evaluation scales an image before it cuts (H, W): timm's and our trainers'
+        steps, of which torchvision's drop what is left of a pixel."""
+        crop_pct = self.config["crop_pct"]
+        high = math.floor(H / crop_pct + 1e-9)
+        wide = math.floor(W / crop_pct + 1e-9)
+        if self.config.get("crop_mode") == "squash":  # which changes the aspect
+            return high, wide
+        if high != wide:
+            ratio = min(image.height / high, image.width / wide)
+            return max(H, round(image.height / ratio)), max(W, round(image.width / ratio))
+        if image.width <= image.height:
+            return int(wide * image.height / image.width), wide
+        return high, int(high * image.width / image.height)
 
     def shrinks(self, image: Image.Image) -> float:
         """Return how many pixels of an image a pixel of the input stands for, along a side."""

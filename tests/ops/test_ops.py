@@ -533,6 +533,8 @@ WRONG_SHAPES = [
             r"prev_logits of shape \[2, 8, 12, 4\] required, got \[2, 8, 12, 12\]",
         ),
         (EA_PROBLEM, {"dropout_p": 1.5}, "dropout_p must be a probability, from 0 to 1, got 1.5"),
+        (EA_PROBLEM, {"num_prefix_tokens": 13}, "num_prefix_tokens must be 0 to N=12 .* got 13"),
+        (EA_PROBLEM, {"num_prefix_tokens": -1}, "num_prefix_tokens must be 0 to N=12 .* got -1"),
         (EA_PROBLEM, {"feat_size": (3, 5)}, r"N = 3\*5 required, got \[2, 8, 12, 20\]"),
     ],
 )

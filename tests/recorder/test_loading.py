@@ -75,6 +75,29 @@ def test_random_weights_are_the_same_every_time_and_leave_the_generator_alone():
     assert not torch.equal(weights[0], weights[2])
 
 
+@pytest.mark.parametrize("crop_pct", [0.8, 0.875, 0.95, 1.0])
+@pytest.mark.parametrize("size", [(80, 60), (500, 300), (427, 640), (33, 33)])
+def test_images_are_prepared_as_evaluation_does(size, crop_pct):
+    """To the pixel: timm's, of squares and rectangles, and our trainers'."""
+    loaded = load_model("cnn_cifar", img_size=(32, 32))
+    loaded.config["crop_pct"] = crop_pct
+    of_timm = {name: loaded.config[name] for name in ("interpolation", "crop_pct", "mean", "std")}
+    for img_size in ((32, 32), (32, 64), (64, 32)):
+        loaded.img_size = img_size
+        for mode in ("center", "squash"):
+            loaded.config["crop_mode"] = mode
+            transform = create_transform((3, *img_size), **of_timm, crop_mode=mode)
+            prepared = loaded.normalize(loaded.prepare(photo(size)))
+            torch.testing.assert_close(prepared, transform(photo(size)))
+    loaded.config |= {"crop_mode": "center", "interpolation": "bilinear"}
+    for side, resize in ((32, 36), (29, 37), (49, 57)):
+        loaded.img_size = (side, side)
+        loaded.config["crop_pct"] = side / resize
+        levels = (loaded.prepare(photo(size)) * 255).round().byte()
+        expected = imagenet.eval_transform(side, resize)(photo(size))
+        assert torch.equal(levels.permute(1, 2, 0), expected)
+
+
 @pytest.mark.parametrize("size", [(80, 60), (500, 300)])
 def test_images_are_prepared_as_timm_evaluates(size):
     """And a rectangular input keeps the aspect."""
