@@ -107,7 +107,8 @@ def make_portable(layer: AugmentedConv2d | MapsAttention) -> None:
     if layer.local or (folded is None) != (layer.evolution is None):
         return
     layer.__class__ = deployed
-    layer.folded = None if folded is None else folded.to(layer.qkv.weight.device)
+    weight = next(layer.qkv.parameters())
+    layer.folded = None if folded is None else folded.to(weight.device)
     gain = torch.full((layer.num_heads, 1, 1), layer.scale, dtype=torch.float64)
     if folded is not None:
         gain = gain * folded.own_gain
@@ -124,7 +125,7 @@ def make_portable(layer: AugmentedConv2d | MapsAttention) -> None:
             columns = torch.eye(W).repeat(1, H)
             tables["places"] = torch.cat([rows, columns])
     for name, table in tables.items():
-        layer.register_buffer(name, table.to(layer.qkv.weight), persistent=False)
+        layer.register_buffer(name, table.to(weight), persistent=False)
 
 
 def _table_by_query(table: Tensor, size: int) -> Tensor:

@@ -234,6 +234,15 @@ def evolution_class(kind: str) -> type[Evolution]:
     return _EVOLUTIONS[kind]
 
 
+def all_zero(layer: nn.Module) -> bool:
+    """Return whether all parameters of a layer, and of adapters (LoRA) around or in it, are 0.
+
+    False of a layer without parameters, such as a quantised one.
+    """
+    parameters = list(layer.parameters())
+    return bool(parameters) and not any(parameter.any() for parameter in parameters)
+
+
 _MADE_BY_NETWORKS = ("num_heads", "channels", "device", "dtype")
 
 

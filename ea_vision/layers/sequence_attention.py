@@ -101,7 +101,9 @@ class Chain:
         """Keep a layer's input (B, Q, C), and its cache, until its maps are formed."""
         values = [*args, *kwargs.values()]
         sequences = (x for x in values if isinstance(x, Tensor) and x.ndim == 3)
-        self.inputs[thread_of_forward()] = (next(sequences, None), kwargs.get("past_key_values"))
+        # models call it past_key_values, or layer_past
+        caches = (x for x in values if hasattr(x, "get_seq_length"))
+        self.inputs[thread_of_forward()] = (next(sequences, None), next(caches, None))
 
     def written(self, layer: nn.Module, N: int) -> int:
         """Return how many of N keys of a layer's self-attention are tokens: a static cache has places to come."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ea_vision.layers.augmented_conv import AugmentedConv2d
 from ea_vision.layers.evolution import EvolvingMaps
 from ea_vision.ops import evolving_attention, forced
+from ea_vision.ops.problem import reason_against_kernels
 
 
 class MapsAttention(EvolvingMaps):
@@ -28,7 +29,8 @@ class MapsAttention(EvolvingMaps):
         need_logits: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the heads' outputs and, where somebody reads them, the logits. A recorder follows this method."""
-        if forced[-1:] == ["reference"]:
+        # torch's fused attention has no forward-mode derivatives
+        if forced[-1:] == ["reference"] or reason_against_kernels() is not None:
             return self.attend_step_by_step(q, k, v, prev_logits, feat_size, bias)
         operands = self._operands(prev_logits) if self.fused_attn else None
         # A recorder hooks the layer and reads its logits.

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torchvision.models import resnet as torchvision_resnet
 
 from ea_vision.layers import AugmentedConv2d
+from ea_vision.layers.evolution import all_zero
 from ea_vision.models._chain import (
     AttentionConfig,
     hand_on,
@@ -224,7 +225,7 @@ def _reason_against_plain(model: nn.Module) -> str | None:
             continue
         if layer.fusion != "add":
             return f"fusion='add' required, and {name} has fusion={layer.fusion!r}"
-        if any(parameter.any() for parameter in layer.proj.parameters()):
+        if not all_zero(layer.proj):
             active.append(name)
     if active:
         return (

@@ -405,6 +405,9 @@ def test_an_adapter_of_token_conv_counts():
     conv.register_forward_hook(lambda module, args, result: result + module.adapter)
     with pytest.raises(ValueError, match="gates must be 0"):
         unevolve(evolved)
+    evolved.blocks[1].token_conv.conv = nn.Identity()  # as what is quantised, without parameters
+    with pytest.raises(ValueError, match="gates must be 0"):
+        unevolve(evolved)
 
 
 def test_evolves_anew_in_another_way():
@@ -416,6 +419,26 @@ def test_evolves_anew_in_another_way():
     second.load_state_dict(dict(weights))
     with pytest.raises(ValueError, match="were trained with evolution kind=pa, got kind=ea"):
         first.load_state_dict(dict(weights))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transforms_of_torch_func_go_through_every_kind(kind):
+    model = evolve(plain().double(), kind, token_conv=True, value_residual=True).eval()
+    for name, parameter in model.named_parameters():
+        if "evolution" in name or "token_conv" in name:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    x = images(batch=3).double()
+    tangent = torch.randn_like(x[0])
+
+    def loss(image):
+        return model(image[None]).square().sum()
+
+    alone = torch.stack([loss(image) for image in x])
+    assert_close(torch.vmap(loss)(x), alone)
+    image = x[0].requires_grad_()
+    [gradient] = torch.autograd.grad(loss(image), image)
+    _, along = torch.func.jvp(loss, (x[0].detach(),), (tangent,))
+    assert_close(along, (gradient * tangent).sum())
 
 
 def hidden_keys(module, args, kwargs):

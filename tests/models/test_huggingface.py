@@ -61,11 +61,12 @@ ARCHITECTURES = {  # (class, configuration)
     "t5 encoder": ("T5EncoderModel", "T5Config", T5),
     "clip text": ("CLIPTextModel", "CLIPTextConfig", TEXT),
     "llama": ("LlamaModel", "LlamaConfig", dict(TEXT, num_key_value_heads=2)),
+    "gpt neox": ("GPTNeoXModel", "GPTNeoXConfig", TEXT),
     "gpt2": ("GPT2Model", "GPT2Config", GPT2),
     "bart": ("BartModel", "BartConfig", SEQ2SEQ),
     "t5": ("T5Model", "T5Config", T5),
 }
-DECODERS = ("clip text", "llama", "gpt2", "bart", "t5")
+DECODERS = ("clip text", "llama", "gpt neox", "gpt2", "bart", "t5")
 CAUSAL = {"ea", "residual", "talking_heads", "xsa", "gated"}
 every = pytest.mark.parametrize("name", ARCHITECTURES)
 
@@ -334,6 +335,7 @@ def language_model(name):
     torch.manual_seed(0)
     generating = {
         "llama": transformers.LlamaForCausalLM,
+        "gpt neox": transformers.GPTNeoXForCausalLM,
         "bart": transformers.BartForConditionalGeneration,
         "t5": transformers.T5ForConditionalGeneration,
     }
@@ -361,10 +363,11 @@ def test_generates_with_a_cache_what_it_generates_without(name, kind):
 
 
 @pytest.mark.parametrize("kind", ["residual", "talking_heads", "xsa", "gated"])
+@pytest.mark.parametrize("name", ["llama", "gpt neox"])
 @torch.no_grad()
-def test_a_cache_of_fixed_size_changes_nothing(kind):
+def test_a_cache_of_fixed_size_changes_nothing(name, kind):
     """Its keys and values have places for tokens to come."""
-    model = lively(evolve(language_model("llama"), kind, value_residual=True))
+    model = lively(evolve(language_model(name), kind, value_residual=True))
     ids = inputs_of("llama")["input_ids"]
     expected = model(ids, use_cache=False).logits
     cache = transformers.StaticCache(model.config, max_cache_len=16)

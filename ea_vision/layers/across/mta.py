@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ea_vision.layers.evolution import Evolution, register_evolution
+from ea_vision.ops.problem import reason_against_kernels
 
 
 @register_evolution("mta")
@@ -63,9 +64,10 @@ class MultiTokenAttention(Evolution):
         self.heads_after = nn.Parameter(group.repeat(num_heads // head_kernel, 1, 1))
 
     def _convolve(self, maps: Tensor, weight: Tensor) -> Tensor:
-        # channels last takes half the time on a CPU
-        last = maps.contiguous(memory_format=torch.channels_last)
-        return F.conv2d(last, weight, None, padding="same", groups=maps.shape[1])
+        # channels last takes half the time on a CPU; torch.vmap does not know it
+        if reason_against_kernels() is None:
+            maps = maps.contiguous(memory_format=torch.channels_last)
+        return F.conv2d(maps, weight, None, padding="same", groups=maps.shape[1])
 
     def forward(self, logits: Tensor, prev_logits: Tensor) -> Tensor:
         convolved = self._convolve(logits, self.conv_before)

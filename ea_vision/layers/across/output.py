@@ -6,7 +6,7 @@ The maps stay as they are, so every implementation computes them.
 import torch
 from torch import Tensor, nn
 
-from ea_vision.layers.evolution import Evolution, register_evolution
+from ea_vision.layers.evolution import Evolution, all_zero, register_evolution
 from ea_vision.ops import needs_readable
 from ea_vision.ops.functions import differentiable_gradients, in_parts
 
@@ -178,5 +178,4 @@ class GatedAttention(OutputMechanism):
         return (out * by_head).to(out.dtype)
 
     def changes_nothing(self) -> bool:
-        learned = any(parameter.any() for parameter in self.gate.parameters())
-        return self.scale == 2.0 and not learned
+        return self.scale == 2.0 and all_zero(self.gate)

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from ea_vision.layers.evolution import all_zero
+
 
 class TokenConv(nn.Module):
     """Add to the patches a depthwise 3x3 convolution over them: x + conv(x). Prefix tokens pass unchanged.
@@ -35,8 +37,8 @@ class TokenConv(nn.Module):
             nn.init.zeros_(self.conv.bias)
 
     def changes_nothing(self) -> bool:
-        """Return whether the convolution, with what an adapter adds to it, is 0."""
-        return not any(parameter.any() for parameter in self.conv.parameters())
+        """Return whether the convolution is 0."""
+        return all_zero(self.conv)
 
     def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
         """Return tokens (B, P + H*W, C) with convolved patches: P prefix tokens, then H*W patches."""
