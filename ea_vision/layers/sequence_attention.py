@@ -110,7 +110,10 @@ class Chain:
         _, cache = self.inputs.get(thread_of_forward(), (None, None))
         if self.cross or cache is None:
             return N
-        return min(N, int(cache.get_seq_length(getattr(layer, "layer_idx", 0))))
+        tokens = int(cache.get_seq_length(getattr(layer, "layer_idx", 0)))
+        # a layer that reads another one's keys (Gemma 3n) has none of its own
+        tokens = tokens or int(cache.get_seq_length())
+        return min(N, tokens) if tokens else N
 
     def before(self, number: int) -> Handed:
         """Return what the layer before `number` has handed on."""

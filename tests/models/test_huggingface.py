@@ -15,6 +15,7 @@ from torch.testing import assert_close
 import ea_vision
 from ea_vision import evolve, record_attention, unevolve
 from ea_vision.layers import Evolution, TokenConv
+from ea_vision.layers.sequence_attention import Chain
 from tests.layers.oracle import map_conv
 from tests.models.test_across import KINDS
 from tests.models.zoo import idle
@@ -376,6 +377,23 @@ def test_a_cache_of_fixed_size_changes_nothing(name, kind):
         step = model(part, past_key_values=cache, use_cache=True)
         parts.append(step.logits)
     assert_close(torch.cat(parts, dim=1), expected, rtol=0, atol=1e-10)
+
+
+def test_layers_that_read_another_s_keys_see_all_that_are_written():
+    """As in Gemma 3n: the cache has no entry of their own."""
+    _, _, config = ARCHITECTURES["llama"]
+    config = transformers.LlamaConfig(**{**config, "num_hidden_layers": 1})
+    chain = Chain("residual", cross=False, depth=3)
+    layer = nn.Module()
+    layer.layer_idx = 2
+    keys = torch.zeros(1, 2, 5, 8)
+    for cache, places in (
+        (transformers.DynamicCache(), 5),
+        (transformers.StaticCache(config, max_cache_len=16), 16),
+    ):
+        cache.update(keys, keys, 0)
+        chain.note_input(layer, (), {"past_key_values": cache})
+        assert chain.written(layer, places) == 5
 
 
 @pytest.mark.parametrize("name", ["llama", "bart", "t5"])
