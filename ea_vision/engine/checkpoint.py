@@ -89,7 +89,10 @@ def read_run_state(path: Path) -> dict:
 def newest_checkpoint(
     folder: Path, notice: Callable[[str], None] | None = None
 ) -> tuple[Path, dict] | None:
-    """Return the valid checkpoint of a run folder with the most updates, as its path and state, or None.
+    """Return the checkpoint that a run folder's run continues from, as its path and state, or None.
+
+    That is last.ckpt; where it is missing or damaged, of the others the one with the most updates. (A run that went
+    back, by --resume best.ckpt, has fewer updates in last.ckpt than in what it left behind.)
 
     notice: where it is given, damaged and foreign files are renamed to NAME.damaged, so that none pushes out a good one
         later, and it is called with a line for each.
@@ -107,6 +110,8 @@ def newest_checkpoint(
                 os.replace(path, aside)
                 notice(f"skipped: {error}; kept as {aside.name}")
             continue
+        if path.name == LAST:
+            return path, state
         updates = state["progress"]["updates"]
         if updates > most:
             newest = (path, state)

@@ -8,6 +8,7 @@ import logging
 import math
 import socket
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from timm.utils import random_seed
 from torch import nn
 
 from ea_vision.base.errors import UsageError, near_matches
-from ea_vision.base.files import check_writable, write_json
+from ea_vision.base.files import atomic_write, check_writable, write_json
 from ea_vision.base.networks import (
     DATA_KEYWORDS,
     check_model_name,
@@ -89,6 +90,7 @@ def main(module: type[DataModule], argv: list[str] | None = None) -> int:
         return 0
     config = resolve(module.options, given)
     if only_checked:
+        check_model_name(config.model)
         module.check_places(config)
     else:
         with workers_watched(RuntimeError):
@@ -229,11 +231,22 @@ def resolve_target(schema: type, target: str, given: dict) -> tuple[Any, Path | 
         kwargs = made["model_kwargs"].items()
         kwargs = {key: value for key, value in kwargs if key not in DATA_KEYWORDS}
         of_file = {"model": made["model"], "model_kwargs": kwargs, "pretrained_path": target}
+        run = run_of_file(Path(target))
+        if run is not None:
+            of_file["recipe"] = str(run / run_folder.CONFIG)
+        elif "img_size" in made["model_kwargs"]:
+            of_file["img_size"] = made["model_kwargs"]["img_size"]
         return resolve(schema, {**of_file, **given}), None
     check_model_name(target, "or run folder ")
     if given.get("model", target) != target:
         raise UsageError(f"--evaluate {target} names the model, got --model {given['model']}")
     return resolve(schema, {**given, "model": target}), None
+
+
+def run_of_file(path: Path) -> Path | None:
+    """Return the run folder that holds a file of weights, or a snapshot, or None."""
+    folder = path.parent.parent if path.parent.name == run_folder.SNAPSHOTS else path.parent
+    return folder if (folder / run_folder.CONFIG).is_file() else None
 
 
 # ---- before a run -----------------------------------------------------------------------------------------------
@@ -357,8 +370,12 @@ def begin_or_resume(trainer: Trainer, about: dict) -> None:
     folder = trainer.folder
     world = trainer.world
     found = checkpoint_to_resume(config, folder, world)
+    branches_off = False
     if found is not None:
-        resume(trainer, *found)
+        path, state = found
+        resume(trainer, path, state)
+        is_own = path.parent == folder and _same_command(config, world, state)
+        branches_off = config.resume != "auto" and not is_own
     trainer.progress.begin(about)
     if world.is_main:
         trainer.step_log = StepLog(folder, config, trainer.progress.updates)
@@ -366,6 +383,8 @@ def begin_or_resume(trainer: Trainer, about: dict) -> None:
         run_folder.write_config(
             folder, asdict(config), {**about, "starts": trainer.progress.starts}
         )
+    if branches_off:
+        take_best(trainer, path, state)
     world.barrier()
 
 
@@ -374,28 +393,89 @@ def checkpoint_to_resume(
 ) -> tuple[Path, dict] | None:
     """Return the path and state of the checkpoint that --resume names or finds.
 
+    A run that has begun from the named one by the same command continues from its own.
+
     Raises:
         UsageError: the named one cannot be read, or processes find different ones.
     """
     if config.resume == "none":
         return None
-    if config.resume != "auto":
-        path = Path(config.resume)
-        if not path.is_dir():
-            return path, checkpoint.read_run_state(path)
-        found = checkpoint.newest_checkpoint(path)
-        if found is None:
-            raise UsageError(f"--resume {path}: no valid checkpoint in this folder")
-        return found
+    named = config.resume != "auto"
+    notices = world.is_main and not named
     with world.main_first():
-        found = checkpoint.newest_checkpoint(folder, log.warning if world.is_main else None)
+        found = checkpoint.newest_checkpoint(folder, log.warning if notices else None)
+    if named and found is not None and not _same_command(config, world, found[1]):
+        found = None
     updates = world.gather(None if found is None else found[1]["progress"]["updates"])
     if len(set(updates)) > 1:
         raise UsageError(
             f"{folder} must be on a disk that all processes share: they find checkpoints after "
             f"updates {', '.join(map(str, updates))}"
         )
+    return _named_checkpoint(Path(config.resume)) if named and found is None else found
+
+
+def _same_command(config: TrainConfig, world: World, state: dict) -> bool:
+    """Return whether a checkpoint is of a run with these options, the same --resume and --epochs among them."""
+    saved = state["config"]
+    same = config.resume == saved.get("resume") and config.epochs == saved["epochs"]
+    return same and not config.differences(saved, world.size, state["world_size"])
+
+
+def _named_checkpoint(path: Path) -> tuple[Path, dict]:
+    """Return the path and state of a checkpoint, or of a run folder's.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    if not path.is_dir():
+        return path, checkpoint.read_run_state(path)
+    found = checkpoint.newest_checkpoint(path)
+    if found is None:
+        raise UsageError(f"--resume {path}: no valid checkpoint in this folder")
     return found
+
+
+def take_best(trainer: Trainer, path: Path, state: dict) -> None:
+    """Put the best weights so far of a run that continues from the checkpoint `path` into its folder. All processes
+    must call this.
+
+    They lie in best.ckpt beside it, or are its own. Where they are not at hand, the best epoch is chosen among those
+    that follow.
+    """
+    progress = trainer.progress
+    if trainer.world.is_main and progress.best_epoch:
+        best = _best_state(path, state)
+        if best is None:
+            log.warning(
+                "the weights of the best epoch so far, %d, are not beside %s: the best epoch is chosen anew",
+                progress.best_epoch,
+                path,
+            )
+            progress.best_epoch = 0
+            progress.best_top1 = -1.0
+        else:
+            run_folder.write_weights(trainer.folder, best["ema"] or best["model"])
+            atomic_write(trainer.folder / checkpoint.BEST, checkpoint.encode(best))
+    of_main = trainer.world.gather((progress.best_epoch, progress.best_top1))[0]
+    progress.best_epoch, progress.best_top1 = of_main
+
+
+def _best_state(path: Path, state: dict) -> dict | None:
+    """Return the state of the best epoch so far of a checkpoint's run, which it is itself or best.ckpt beside it, or
+    None."""
+    wanted = state["progress"]
+    best = path.with_name(checkpoint.BEST)
+    states = [state]
+    if best.is_file():
+        with suppress(checkpoint.DamagedCheckpoint):
+            states.append(checkpoint.read_run_state(best))
+    for found in states:
+        progress = found["progress"]
+        at_its_end = progress["epoch"] == wanted["best_epoch"] and not progress["step"]
+        if at_its_end and progress["best_top1"] == wanted["best_top1"]:
+            return found
+    return None
 
 
 def resume(trainer: Trainer, path: Path, state: dict) -> None:

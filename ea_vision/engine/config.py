@@ -101,8 +101,8 @@ class TrainConfig:
     )
     mean: list[float] = option(
         [],
-        "mean of images in 0..1, by channel; empty: that of the run folder in "
-        "pretrained_path, else as the model's name says",
+        "mean of images in 0..1, by channel; empty: that of the run in pretrained_path, "
+        "else as the model's name says",
         MODEL,
         goes_with="std",
     )

@@ -15,12 +15,18 @@ from ea_vision.base.networks import (
     load_weights,
     pretrained_classes,
     pretrained_model,
+    read_made_with,
     set_image_statistics,
 )
 from ea_vision.base.processes import World
 from ea_vision.data.bad_images import BadImages
 from ea_vision.engine import run_folder
 from ea_vision.engine.config import TrainConfig
+
+
+def said_by_weights(path: str) -> dict:
+    """Return what a file of weights says of the run that made it (classes, mean, std); {} where it says nothing."""
+    return (read_made_with(Path(path)) or {}) if path else {}
 
 
 class DataModule:
@@ -83,8 +89,8 @@ class DataModule:
             pretrained=config.pretrained,
             weights=str(run / run_folder.WEIGHTS) if run else weights,
         )
-        if run:
-            about = run_folder.read_config(run)[1]
+        about = run_folder.read_config(run)[1] if run else said_by_weights(weights)
+        if "mean" in about:
             set_image_statistics(model, about["mean"], about["std"])
         return model, kwargs
 
@@ -158,10 +164,15 @@ class DataModule:
             model, _ = create_classifier(
                 config.model,
                 config.model_kwargs,
+                config.optional_kwargs,
                 num_classes=len(self.classes),
                 img_size=config.img_size,
             )
             load_weights(model, Path(config.pretrained_path))
+            about = said_by_weights(config.pretrained_path)
+            expected = about.get("classes")
+            if "mean" in about:
+                set_image_statistics(model, about["mean"], about["std"])
         else:
             model = pretrained_model(target, config.model_kwargs)
             expected = pretrained_classes(model, self.classes)

@@ -160,16 +160,28 @@ def _scale_rates(optimizer: torch.optim.Optimizer, model: nn.Module, config: Tra
 
 
 def load_optimizer(
-    optimizer: torch.optim.Optimizer, state: dict, config: TrainConfig, source: str
+    optimizer: torch.optim.Optimizer,
+    state: dict,
+    config: TrainConfig,
+    source: str,
+    saved: dict,
 ) -> None:
     """Load an optimiser's state, counters and averages, from `source`; the values that options set are this run's.
 
     Some optimisers count in their groups (Lookahead its steps, Prodigy its estimates), so other values are the saved.
 
+    saved: the options that the state was made with.
+
     Raises:
-        UsageError: the state of other parameters.
+        UsageError: the state of another optimiser, or of other parameters.
     """
-    of_options = {"lr", "initial_lr", "lr_scale", "weight_decay", "momentum", *config.opt_kwargs}
+    if saved["opt"] != config.opt:
+        raise UsageError(
+            f"optimiser state of {source} is of {saved['opt']} and does not fit {config.opt}: begin a run with "
+            "its weights (--pretrained-path)"
+        )
+    of_options = {"lr", "initial_lr", "lr_scale", "weight_decay", "momentum"}
+    of_options.update(config.opt_kwargs, saved["opt_kwargs"])
     own = []
     for group in optimizer.param_groups:
         own.append({key: value for key, value in group.items() if key in of_options})

@@ -240,14 +240,17 @@ class Trainer:
         load_state(self.model, state["model"], str(source))
         if averaged is not None:
             load_state(self.best_model, averaged, str(source))
-        load_optimizer(self.optimizer, state["optimizer"], self.config, str(source))
-        self.scaler.load_state_dict(state["scaler"])
+        load_optimizer(
+            self.optimizer, state["optimizer"], self.config, str(source), state["config"]
+        )
+        if state["scaler"]:  # a run in another precision has none
+            self.scaler.load_state_dict(state["scaler"])
         if state["world_size"] == self.world.size:
             self._load_own(state)
         self.progress = Progress(**state["progress"])
         self.last_good = source
         # The rate that the epoch's row names.
-        self.scheduler.step_update(max(self.progress.updates - 1, 0))
+        self.scheduler.step_update(max(self._place() - 1, 0))
 
     def _load_own(self, state: dict) -> None:
         """Load this process's own part of a state: generators and, where they differ, batch statistics."""
@@ -328,7 +331,7 @@ class Trainer:
     def _update(self, batches: list) -> None:
         """Make one update from `grad_accum_steps` batches."""
         progress = self.progress
-        self.scheduler.step_update(progress.updates)
+        self.scheduler.step_update(self._place())
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._backward(batches)
         # One small sum over the processes: they all learn of a bad loss, a signal or a bad image in the same update.
@@ -449,6 +452,11 @@ class Trainer:
         left = self.total_updates - epoch * self.updates_per_epoch
         return min(self.updates_per_epoch, max(left, 0))
 
+    def _place(self) -> int:
+        """Return the updates that lead here in a run of this batch size, by which the learning rate goes: other ones
+        than were made where the run began with another."""
+        return self.progress.epoch * self.updates_per_epoch + self.progress.step
+
     def train_epoch(self) -> None:
         """Make the updates of the current epoch that are still to make."""
         config = self.config
@@ -507,7 +515,7 @@ class Trainer:
         seconds = progress.seconds - before.seconds
         images = (progress.step - before.step) * self.images_of_update
         waited = progress.data_seconds - before.data_seconds
-        left = (self.total_updates - progress.updates) * progress.seconds / progress.step
+        left = (self.total_updates - self._place()) * progress.seconds / progress.step
         row = {
             "step": progress.updates,
             "epoch": progress.epoch + progress.step / self.updates_per_epoch,

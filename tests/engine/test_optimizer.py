@@ -183,7 +183,8 @@ def test_what_an_optimiser_counts_in_its_groups_is_kept_and_changed_options_are_
     for _ in range(8):  # k is 6
         moved(layer, first)
     saved = first.state_dict()
-    load_optimizer(second, saved, changed, "x")
+    made_with = vars(config(opt="lookahead_sgd", opt_kwargs={"nesterov": False}))
+    load_optimizer(second, saved, changed, "x", made_with)
     group = second.param_groups[0]
     assert group["lookahead_step"] == 8
     assert group["weight_decay"] == 0.3
@@ -192,4 +193,6 @@ def test_what_an_optimiser_counts_in_its_groups_is_kept_and_changed_options_are_
     assert buffers["momentum_buffer"].is_contiguous(memory_format=torch.channels_last)
     other = build_optimizer(config(attention_lr=3), network(), 1)
     with pytest.raises(UsageError, match="optimiser state of x does not fit lookahead_sgd"):
-        load_optimizer(other, saved, changed, "x")
+        load_optimizer(other, saved, changed, "x", made_with)
+    with pytest.raises(UsageError, match="of x is of lookahead_sgd and does not fit adamw"):
+        load_optimizer(second, saved, config(opt="adamw"), "x", made_with)

@@ -1,0 +1,161 @@
+"""--resume PATH: into another folder, back to an earlier epoch, with other options, and interrupted."""
+
+import shutil
+
+import pytest
+import timm
+import torch
+
+from ea_vision.base.errors import RunError
+from ea_vision.engine import checkpoint, run_folder, train_cifar
+from ea_vision.engine.train import Trainer
+from tests.engine.runner import arguments, assert_equal, error_of, make_trainer, saved, weights_of
+
+BEST_TOP1 = 101.0  # percent: which no later epoch reaches
+
+
+@pytest.fixture(scope="module")
+def begun(data, tmp_path_factory):
+    """A run of two epochs of five updates."""
+    folder = tmp_path_factory.mktemp("runs") / "begun"
+    assert train_cifar.main(arguments(data, folder)) == 0
+    return folder
+
+
+@pytest.fixture
+def run(begun, tmp_path):
+    """A copy of it."""
+    return shutil.copytree(begun, tmp_path / "run")
+
+
+def best_is_not_reached(run, epoch: int) -> dict:
+    """Let best.ckpt hold this epoch, which stays the best; return its weights."""
+    states = {name: saved(run, name) for name in (checkpoint.LAST, checkpoint.BEST)}
+    for state in states.values():
+        state["progress"] |= {"best_epoch": epoch, "best_top1": BEST_TOP1}
+    states[checkpoint.BEST]["progress"]["epoch"] = epoch
+    for name, state in states.items():
+        (run / name).write_bytes(checkpoint.encode(state))
+    return states[checkpoint.BEST]["model"]
+
+
+def test_a_run_that_goes_on_elsewhere_takes_its_best_weights_along(run, data, tmp_path):
+    weights = best_is_not_reached(run, 1)
+    output = tmp_path / "more"
+    argv = arguments(data, output, "--epochs 3 --resume", str(run))
+    assert train_cifar.main(argv) == 0
+    results = run_folder.read_results(output)
+    assert results["test_best"]["epoch"] == 1
+    assert results["test_last"]["epoch"] == 3
+    assert_equal(weights_of(output), weights, "model.safetensors")
+    assert saved(output, checkpoint.BEST)["progress"]["epoch"] == 1
+
+
+def test_where_the_best_weights_are_not_at_hand_the_best_epoch_is_chosen_anew(
+    run, data, tmp_path, capsys
+):
+    best_is_not_reached(run, 1)
+    (run / checkpoint.BEST).unlink()
+    output = tmp_path / "more"
+    argv = arguments(data, output, "--epochs 3 --resume", str(run / checkpoint.LAST))
+    assert train_cifar.main(argv) == 0
+    assert "the weights of the best epoch so far, 1, are not beside" in capsys.readouterr().out
+    assert run_folder.read_results(output)["test_best"]["epoch"] == 3
+    assert_equal(weights_of(output), saved(output)["model"], "model.safetensors")
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_the_same_command_continues_the_run_that_went_on(
+    run, data, tmp_path, monkeypatch, capsys, elsewhere
+):
+    """It is stopped after its first epoch of two; so is a run that went back to the first epoch in its own folder."""
+    output = tmp_path / "more" if elsewhere else run
+    first = run / "first.ckpt"
+    state = saved(run)
+    state["progress"] |= {"epoch": 1, "updates": 5, "rows": state["progress"]["rows"][:1]}
+    first.write_bytes(checkpoint.encode(state))
+    argv = arguments(data, output, "--epochs 3 --lr 0.02 --resume", str(first))
+    finish_epoch = Trainer.finish_epoch
+
+    def stop_after_it(trainer):
+        finish_epoch(trainer)
+        raise RunError("stopped")
+
+    monkeypatch.setattr(Trainer, "finish_epoch", stop_after_it)
+    with pytest.raises(RunError, match="stopped"):
+        train_cifar.main(argv)
+    monkeypatch.setattr(Trainer, "finish_epoch", finish_epoch)
+    assert f"resumed from {first}: epoch 1, update 5" in capsys.readouterr().out
+    assert train_cifar.main(argv) == 0
+    last = output / checkpoint.LAST
+    assert f"resumed from {last}: epoch 2, update 10" in capsys.readouterr().out
+    assert saved(output)["config"]["lr"] == 0.02
+    assert run_folder.read_metrics(output)["epoch"] == [1, 2, 3]
+
+
+def test_a_run_that_went_back_is_continued_from_where_it_went(tmp_path):
+    """Though what it left behind has more updates."""
+    for name, updates in ((checkpoint.LAST, 5), (checkpoint.PREVIOUS, 9), (checkpoint.BEST, 8)):
+        content = dict.fromkeys(checkpoint.PARTS) | {"progress": {"updates": updates}}
+        (tmp_path / name).write_bytes(checkpoint.encode(content))
+    assert checkpoint.newest_checkpoint(tmp_path)[0].name == checkpoint.LAST
+
+
+def test_the_learning_rate_of_another_batch_size_is_that_of_the_epoch(run, data, tmp_path):
+    """Two epochs of five updates, then two of two: the rates of a run that made two in each."""
+    more = "--epochs 4 --batch-size 16"
+    assert train_cifar.main(arguments(data, tmp_path / "whole", more)) == 0
+    assert train_cifar.main(arguments(data, tmp_path / "more", more, "--resume", str(run))) == 0
+    expected = run_folder.read_metrics(tmp_path / "whole")["lr"]
+    assert run_folder.read_metrics(tmp_path / "more")["lr"][2:] == expected[2:]
+
+
+def test_another_optimiser_is_refused_and_another_precision_is_not(run, data, tmp_path, capsys):
+    path = run / checkpoint.LAST
+    argv = arguments(data, tmp_path / "more", "--epochs 3 --opt adamw --resume", str(path))
+    error = error_of(train_cifar.main, argv, capsys)
+    assert error.startswith(f"optimiser state of {path} is of sgd and does not fit adamw: ")
+    model = timm.create_model("test_resnet", num_classes=3)
+    trainer = make_trainer(tmp_path, model, amp="float16", lr=0.05)
+    trainer.load(saved(run), path)
+    assert trainer.scaler.get_scale() == 2.0**16
+    assert_equal(saved(run)["model"], dict(model.state_dict()), "weights")
+
+
+def test_an_evaluated_file_has_the_classes_the_mean_and_the_size_of_its_run(
+    begun, data, tmp_path, capsys
+):
+    statistics = "--mean 0.9 0.8 0.7 --std 0.5 0.6 0.7"
+    folder = tmp_path / "run"
+    assert train_cifar.main(arguments(data, folder, "--epochs 1", statistics)) == 0
+    weights = shutil.copy(folder / run_folder.WEIGHTS, tmp_path)
+    data_options = f"--dataset folder --data-dir {data} --device cpu --img-size 16".split()
+    capsys.readouterr()
+    for target, options in (
+        (folder, []),
+        (folder / run_folder.WEIGHTS, []),
+        (weights, data_options),
+    ):
+        argv = ["--evaluate", str(target), *options, "--output", str(tmp_path / "e")]
+        assert train_cifar.main(argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    results = {line for line in lines if line.startswith("top1 ")}
+    assert len(results) == 1, "whatever names it"
+    renamed = shutil.copytree(data, tmp_path / "renamed")
+    for split in ("train", "test"):
+        (renamed / split / "class_2").rename(renamed / split / "a")
+    options = f"--dataset folder --data-dir {renamed} --device cpu --img-size 16".split()
+    error = error_of(train_cifar.main, ["--evaluate", str(weights), *options], capsys)
+    assert "was trained on other classes: 'class_0' where the data has 'a'" in error
+    fine = tmp_path / "fine"
+    argv = arguments(data, fine, "--epochs 1 --pretrained-path", str(weights))
+    assert train_cifar.main(argv) == 0
+    assert run_folder.read_config(fine)[1]["mean"] == [0.9, 0.8, 0.7]
+
+
+def test_a_file_without_a_note_takes_the_models_mean(tmp_path, data):
+    model = timm.create_model("test_resnet", num_classes=3)
+    torch.save(model.state_dict(), tmp_path / "w.pth")
+    argv = arguments(data, tmp_path / "run", "--epochs 1 --pretrained-path", f"{tmp_path}/w.pth")
+    assert train_cifar.main(argv) == 0
+    assert run_folder.read_config(tmp_path / "run")[1]["mean"] == list(model.pretrained_cfg["mean"])
