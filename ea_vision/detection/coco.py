@@ -28,9 +28,9 @@ class CocoFolder(Dataset):
 
     The folder holds `train/`, `val/`, `train.json` and `val.json`, or COCO's own `train2017/` and
     `annotations/instances_train2017.json` (2014 too). Images without boxes are kept; crowds (iscrowd) are for the
-    metric alone. Boxes of which less than a pixel lies in their image are left out, for training and for the metric,
-    and a line says how many. (torchvision's CocoDetection would read the JSON once more, and fail on damage without a
-    place.)
+    metric alone. Boxes are cut at their image's border; those of which less than a pixel lies in it are left out, for
+    training and for the metric, and a line says how many. (torchvision's CocoDetection would read the JSON once more,
+    and fail on damage without a place.)
 
     Attributes:
         images: the JSON's entries (id, file_name, width, height in pixels), in its order.
@@ -78,12 +78,13 @@ class CocoFolder(Dataset):
         objects = 0
         for row in rows:
             image = images[row["image_id"]]
-            _, _, width, height = row["bbox"]
-            row = {"area": width * height, "iscrowd": 0, **row}
-            objects += not row["iscrowd"]
-            problem = "" if row["iscrowd"] else why_unseen(row["bbox"], image)
+            is_object = not row.get("iscrowd", 0)
+            objects += is_object
+            problem = why_unseen(row["bbox"], image) if is_object else ""
             if not problem:
-                kept[image["id"]].append(row)
+                bbox = cut_at_border(row["bbox"], image) if is_object else row["bbox"]
+                area = bbox[2] * bbox[3]
+                kept[image["id"]].append({"area": area, "iscrowd": 0, **row, "bbox": bbox})
                 continue
             problems[problem] += 1
             first = first or f"{row['bbox']} of {image['file_name']} ({problem})"
@@ -180,6 +181,19 @@ def why_unseen(bbox: Sequence[float], image: Mapping[str, int]) -> str:
     if across < 1 or down < 1:
         return "under a pixel wide or high"
     return ""
+
+
+def cut_at_border(bbox: Sequence[float], image: Mapping[str, int]) -> Sequence[float]:
+    """Return the part of a box (x, y, width, height) that lies in its image: a detector finds no more of it."""
+    x, y, width, height = bbox
+    inside = x >= 0 and y >= 0 and x + width <= image["width"] and y + height <= image["height"]
+    if inside:
+        return bbox
+    left = max(x, 0)
+    top = max(y, 0)
+    right = min(x + width, image["width"])
+    bottom = min(y + height, image["height"])
+    return [left, top, right - left, bottom - top]
 
 
 def results_of(

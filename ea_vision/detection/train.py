@@ -21,7 +21,7 @@ from ea_vision.base.networks import create_by_keywords
 from ea_vision.base.processes import MOST_WORKERS, World
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.small_images import check_same_classes
-from ea_vision.detection.coco import CocoFolder
+from ea_vision.detection.coco import CocoFolder, find_coco
 from ea_vision.detection.evaluate import MEASURES, DetectionResult, evaluate, require_pycocotools
 from ea_vision.detection.loaders import BoxEvalLoader, BoxTrainLoader
 from ea_vision.detection.model import Detector, create_detector
@@ -174,6 +174,14 @@ class DetectionTrainer(Trainer):
         return sum(model(images, targets).values())
 
 
+def require_folder(config: DetectionConfig) -> None:
+    """Raise UsageError where no data folder is named."""
+    if not config.data_dir:
+        raise UsageError(
+            "no images: --data-dir is required, a folder with train/, val/, train.json and val.json"
+        )
+
+
 class CocoDetection(DataModule):
     """Images with boxes in COCO's format, read as they are needed."""
 
@@ -192,10 +200,7 @@ class CocoDetection(DataModule):
     ):
         super().__init__(config, world, training)
         require_pycocotools()
-        if not config.data_dir:
-            raise UsageError(
-                "no images: --data-dir is required, a folder with train/, val/, train.json and val.json"
-            )
+        require_folder(config)
         self.bad_images = BadImages(config.max_bad_images)
         self.test = CocoFolder(config.data_dir, "val")
         self.classes = self.test.classes
@@ -220,6 +225,12 @@ class CocoDetection(DataModule):
             self.fingerprint = self.train.fingerprint() + self.fingerprint
             self.about["train_data"] = str(self.train.json)
             self.describe = self.train.describe
+
+    @classmethod
+    def check_places(cls, config: DetectionConfig) -> None:
+        require_folder(config)
+        for split in ("train", "val"):
+            find_coco(Path(config.data_dir), split)
 
     def create_model(self) -> tuple[nn.Module, dict]:
         """Return the detector, and the keywords that `create_detector` needs to make it again."""

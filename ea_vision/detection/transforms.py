@@ -32,7 +32,7 @@ def train_transform(
     fill = {tv_tensors.Image: FILL, "others": 0}
     steps = [
         v2.ClampBoundingBoxes(),
-        v2.ScaleJitter(
+        ScaleJitter(
             (img_size, img_size),
             scale,
             antialias=True,
@@ -59,6 +59,14 @@ def _end() -> list[v2.Transform]:
         v2.ToDtype({tv_tensors.Image: torch.float32, "others": None}, scale=True),
         v2.ToPureTensor(),
     ]
+
+
+class ScaleJitter(v2.ScaleJitter):
+    """torchvision's, of narrow images too, of whose short side at least a pixel is left."""
+
+    def make_params(self, flat_inputs: list[Any]) -> dict:
+        height, width = super().make_params(flat_inputs)["size"]
+        return {"size": (max(1, height), max(1, width))}
 
 
 class Fit(v2.Transform):

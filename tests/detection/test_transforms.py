@@ -63,6 +63,16 @@ def test_boxes_lie_on_their_pixels_after_jitter_crop_and_flip(size):
     assert kept > 30 and len(seen) > 25  # it moves
 
 
+@pytest.mark.parametrize("size", [(1, 300), (300, 1), (1, 1)])
+def test_narrow_images_are_trained_on(size):
+    torch.manual_seed(0)
+    transform = train_transform(64, scale=(0.7, 1.5))
+    for _ in range(5):
+        image, target = transform(*picture(size, (0, 0, size[1], size[0])))
+        assert image.shape == (3, 64, 64)
+        assert len(target["boxes"]) <= 1
+
+
 @pytest.mark.parametrize("size", [(60, 90), (90, 60), (20, 11), (64, 64), (1, 300)])
 def test_evaluation_fits_pads_and_leads_back(size):
     box = (0, 0, size[1] // 2, max(1, size[0] // 2))

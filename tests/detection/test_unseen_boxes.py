@@ -60,6 +60,29 @@ def test_boxes_that_are_seen_in_part_are_kept(tmp_path, caplog, box):
     assert len(eval_transform(40)(image, target)[1]["boxes"]) == 1, "and training keeps them"
 
 
+@pytest.mark.parametrize(
+    "box, seen",
+    [
+        ([-20, 5, 40, 10], [0, 5, 20, 10]),
+        ([30, 20, 100.5, 100], [30, 20, 10, 10]),
+        ([-1, -2, 50, 40], [0, 0, 40, 30]),
+    ],
+)
+def test_the_metric_cuts_boxes_at_the_border_as_training_does(tmp_path, box, seen):
+    """A detector that finds all that can be seen scores 100."""
+    metrics = pytest.importorskip("ea_vision.detection.evaluate")
+    pytest.importorskip("pycocotools")
+    data = folder(tmp_path, [box])
+    [row] = data.ground_truth()["annotations"]
+    assert (row["bbox"], row["area"]) == (seen, seen[2] * seen[3])
+    image, target = data[0]
+    trained = eval_transform(40)(image, target)[1]["boxes"].tolist()
+    x, y, width, height = seen
+    assert trained == [[x, y, x + width, y + height]]
+    detection = {"image_id": 1, "category_id": 1, "bbox": seen, "score": 0.9}
+    assert metrics.coco_metrics(data.ground_truth(), [detection])[0]["AP"] == pytest.approx(100)
+
+
 def test_a_json_without_a_box_that_can_be_seen_is_an_error(tmp_path):
     shares = [[0.1, 0.1, 0.2, 0.2], [0.5, 0.5, 0.4, 0.4]]
     with pytest.raises(UsageError, match="must be x, y, .* in pixels, got 2 boxes .* fractions of"):
