@@ -102,6 +102,21 @@ def to_rgb(
     return image.convert("RGB")
 
 
+def check_scaled(image: Image.Image, short_side: int) -> Image.Image:
+    """Return an image whose short side is going to be scaled to so many pixels.
+
+    Raises:
+        BrokenImage: it is so narrow that it has more than MAX_PIXELS then.
+    """
+    long_side = short_side * max(image.size) // min(image.size)
+    if short_side * long_side > MAX_PIXELS:
+        raise BrokenImage(
+            f"must have at most {MAX_PIXELS / 1e6:g} megapixels once its short side has {short_side} "
+            f"pixels, got {image.width}x{image.height}"
+        )
+    return image
+
+
 def _has_alpha(image: Image.Image) -> bool:
     return image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info
 
@@ -260,10 +275,14 @@ def _entries_of(source: Path) -> list[Entry]:
     hidden: set[str] = set()
     if source.is_dir():
         entries = list(_walk(source, hidden))
-        if not entries:
-            tars = [tar for tar in source.glob("*.tar") if not hidden_part(tar.name)]
-            for tar in tars:
-                entries += _entries_of_tar(tar, f"{tar.stem}/", hidden)
+        tars = sorted(tar for tar in source.glob("*.tar") if not hidden_part(tar.name))
+        if entries and tars:
+            log.warning(
+                f"{source}: {len(tars)} tars beside the folders of images are passed over, such as {tars[0].name!a}"
+            )
+            tars = []
+        for tar in tars:
+            entries += _entries_of_tar(tar, f"{tar.stem}/", hidden)
     else:
         entries = _entries_of_tar(source, "", hidden)
     if hidden:

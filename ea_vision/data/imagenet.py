@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from ea_vision.base.processes import end_with_parent, start_method, workers_watc
 from ea_vision.data.augment import normalize
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.batches import Batch, Loader, epoch_generator, sent
-from ea_vision.data.image_files import BrokenImage
+from ea_vision.data.image_files import BrokenImage, check_scaled
 
 AHEAD = 2  # batches that each worker prepares
 GLOO_SECONDS = 0.3  # that gloo's threads have to end a collective in
@@ -88,8 +89,9 @@ def eval_transform(
 ):
     """Scale the short side to `resize`, cut the middle `img_size` x `img_size`."""
     mode = transforms.InterpolationMode(interpolation)
+    check = partial(check_scaled, short_side=resize)
     scale = transforms.Resize(resize, mode)
-    return transforms.Compose([scale, transforms.CenterCrop(img_size), _pixels])
+    return transforms.Compose([check, scale, transforms.CenterCrop(img_size), _pixels])
 
 
 class Decoder(Dataset):

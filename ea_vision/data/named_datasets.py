@@ -112,8 +112,10 @@ class NamedImages:
         return image, int(target)
 
     def fingerprint(self) -> str:
-        """Return SHA-256 over the classes, the number of images, and the first and the last of them."""
-        pixels = []
+        """Return SHA-256 over the classes, the labels where they are at hand, the number of images, and the first and
+        the last of them."""
+        labels = getattr(self.items, "targets", None)
+        pixels = [] if labels is None else [np.asarray(labels)]
         for index in {0, len(self) - 1}:
             try:
                 pixels.append(np.asarray(self.read(index)[0]))

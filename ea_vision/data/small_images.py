@@ -10,7 +10,7 @@ from PIL import Image
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import cache_root
-from ea_vision.data.image_files import BrokenImage, ImageFiles, fingerprint
+from ea_vision.data.image_files import BrokenImage, ImageFiles, check_scaled, fingerprint
 from ea_vision.data.splits import find_split
 
 DATASETS = ("digits", "cifar10", "cifar100", "folder")
@@ -172,8 +172,13 @@ def _resized(pixels: np.ndarray, img_size: int) -> torch.Tensor:
 
 
 def _fit(image: Image.Image, img_size: int) -> np.ndarray:
-    """Return RGB uint8 (img_size, img_size, 3): another size is scaled by its short side and cut in the middle."""
+    """Return RGB uint8 (img_size, img_size, 3): another size is scaled by its short side and cut in the middle.
+
+    Raises:
+        BrokenImage: see `check_scaled`.
+    """
     if image.size != (img_size, img_size):
+        check_scaled(image, img_size)
         scale = img_size / min(image.size)
         size = [max(img_size, round(side * scale)) for side in image.size]
         image = image.resize(size, Image.Resampling.BICUBIC)

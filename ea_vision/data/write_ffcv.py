@@ -144,13 +144,13 @@ class _Encoder:
 
         try:
             image, row["f1"][0] = self.source.read(index)
+            if self.transform:
+                image = self.transform(image).numpy()
+            else:
+                image.thumbnail((self.max_size, self.max_size))
         except BrokenImage as error:
             self.broken.append(f"{self.source.describe(index)} ({error})")
             return b""
-        if self.transform:
-            image = self.transform(image).numpy()
-        else:
-            image.thumbnail((self.max_size, self.max_size))
         field = self.jpeg_field if self.as_jpeg[index] else self.raw_field
         field.encode(row["f0"], image, reserve)
         return stored[0]

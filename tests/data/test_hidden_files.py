@@ -62,6 +62,13 @@ def test_hidden_names_are_passed_over_and_counted(folder, tmp_path, caplog, name
         assert find_images([str(folder / name)]) == [str(folder / name)], "named, not walked to"
 
 
+def test_tars_beside_class_folders_are_said(folder, caplog):
+    subprocess.run(["tar", "-cf", folder / "c.tar", "-C", folder, "a"], check=True)
+    assert ImageFiles(folder).classes == ["a", "b"]
+    [line] = lines(caplog)
+    assert line == f"{folder}: 1 tars beside the folders of images are passed over, such as 'c.tar'"
+
+
 def test_a_hidden_folder_that_is_named_is_read(folder):
     hidden = folder.rename(folder.with_name(".data"))
     assert ImageFiles(hidden).classes == ["a", "b"]

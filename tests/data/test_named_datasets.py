@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torchvision
+from PIL import Image
 
 from ea_vision.base.errors import UsageError
-from ea_vision.data.named_datasets import open_dataset
+from ea_vision.data.named_datasets import NamedImages, open_dataset
 from tests.data.photos import grey_jpeg
 
 
@@ -44,6 +45,18 @@ def check(images, count, classes):
         assert image.mode == "RGB"
         level = np.asarray(image).mean()
         assert abs(level - 40 * index) < 3
+
+
+def test_the_fingerprint_is_of_the_labels_too():
+    class Rows(list):
+        targets = [0, 1, 0]
+
+    images = [(Image.new("RGB", (4, 4)), label) for label in Rows.targets]
+    first = NamedImages("x", Rows(images), ["cat", "dog"], 2)
+    before = first.fingerprint()
+    assert before == NamedImages("y", Rows(images), ["cat", "dog"], 2).fingerprint()
+    Rows.targets = [0, 0, 0]
+    assert first.fingerprint() != before
 
 
 @pytest.mark.parametrize("columns", [("image", "label"), ("jpg", "cls"), ("img", "fine_label")])

@@ -11,6 +11,8 @@ from PIL import Image
 from torchvision import datasets
 
 from ea_vision.base.errors import UsageError
+from ea_vision.data.image_files import BrokenImage
+from ea_vision.data.imagenet import eval_transform
 from ea_vision.data.small_images import hold_out, load_dataset
 from tests.engine.runner import make_folder
 
@@ -57,6 +59,19 @@ def test_other_sizes_are_scaled_by_the_short_side_and_cut(folder):
     assert (pixels[0] == 0).all(), "the middle 32 x 32"
     small = load(folder, img_size=16).train
     assert small.images.shape[-2:] == (16, 16)
+
+
+def test_images_too_narrow_to_be_scaled_are_named(folder):
+    """Scaled by its short side this one would have 102 megapixels."""
+    path = folder / "train" / "class_0" / "narrow.png"
+    Image.new("L", (1, 100_000)).save(path)
+    message = r"narrow.png \(must have at most 100 megapixels once its short side has 32 pixels"
+    with pytest.raises(UsageError, match=message):
+        load(folder)
+    transform = eval_transform(224, 256)
+    with pytest.raises(BrokenImage, match="got 2x4000"):
+        transform(Image.new("RGB", (2, 4000)))
+    assert transform(Image.new("RGB", (2, 400))).shape == (224, 224, 3)
 
 
 def test_broken_images_are_named(folder):
