@@ -313,7 +313,10 @@ class ClassFolders(DataModule):
 
     @classmethod
     def check_places(cls, config: ImageNetConfig) -> None:
-        if config.dataset or not config.data_dir:
+        for beton in filter(None, (config.train_beton, config.val_beton)):
+            if not Path(beton).is_file():
+                raise UsageError(f"there is no file {beton}")
+        if config.dataset:
             return
         if not config.train_beton:
             cls._place_of(config, "train", config.train_split, True)

@@ -156,6 +156,22 @@ def test_a_typo_is_told_once_before_the_training_starts(cluster, capsys, script,
     assert not noted(cluster, "srun")
 
 
+@pytest.mark.parametrize(
+    "command, line, message",
+    [
+        ("train-imagenet", "", "no train images: --data-dir is required"),
+        ("train-imagenet", "--train-beton /no.beton", "there is no file /no.beton"),
+        ("train-imagenet", "--model resnet51", "unknown model 'resnet51'; did you mean "),
+        ("train-detection", "--data-dir /nowhere", "data folder /nowhere must have train/"),
+        ("train-detection", "", "no images: --data-dir is required"),
+        ("train-cifar", "--data-dir /nowhere", "--data-dir /nowhere does not exist"),
+    ],
+)
+def test_a_wrong_place_or_name_is_told_before_the_training_starts(capsys, command, line, message):
+    argv = [command, "--check-options", *line.split()]
+    assert message in error_of(main, argv, capsys)
+
+
 def term_twice() -> None:
     """Send this process TERM in update 8 and again while it saves, as scancel and torchrun do, 0.2 seconds apart."""
 
