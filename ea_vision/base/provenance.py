@@ -12,12 +12,13 @@ import torchvision
 from ea_vision import __version__
 from ea_vision.base.devices import device_name
 
+PACKAGE = Path(__file__).parents[1]
+
 
 def _git(*words: str) -> str:
     """Return the output of a git command in the package's folder."""
-    here = Path(__file__).parents[1]
     return subprocess.check_output(
-        ["git", *words], cwd=here, stderr=subprocess.DEVNULL, encoding="utf-8"
+        ["git", *words], cwd=PACKAGE, stderr=subprocess.DEVNULL, encoding="utf-8"
     )
 
 
@@ -25,6 +26,8 @@ def provenance() -> dict:
     """Return versions, hardware and, in a checkout, the git commit (with `+changes` where files differ from it)."""
     commit = None
     try:
+        # An environment may lie in a repository of the user's, which is not the package's.
+        _git("ls-files", "--error-unmatch", "__init__.py")
         changes = _git("status", "--porcelain", "-uno", "--", ".")
         commit = _git("rev-parse", "HEAD").strip() + ("+changes" if changes else "")
     except (OSError, subprocess.CalledProcessError):
