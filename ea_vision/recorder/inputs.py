@@ -3,8 +3,10 @@
 Whatever has transparent pixels is put on white. Files of 16 bits per channel keep the upper 8 bits.
 """
 
+import glob
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -32,11 +34,13 @@ DIGITS = "digits#"  # and a number: a test image of the digits
 def find_images(paths: Iterable[str]) -> list[str]:
     """List image files, the images of folders (recursively, in order), and `digits#N`, the Nth test image of digits.
 
+    A pattern with * or ?, which the shells of Windows hand on as it is, stands for the paths that fit.
+
     Raises:
         UsageError: a path that does not exist, or a folder without images.
     """
     images = []
-    for text in paths:
+    for text in chain.from_iterable(map(_fitting, paths)):
         found = [text]
         if os.path.isdir(text):
             found = list_images(text)
@@ -48,6 +52,13 @@ def find_images(paths: Iterable[str]) -> list[str]:
     if not images:
         raise UsageError("image files or folders of them required, got none")
     return images
+
+
+def _fitting(pattern: str) -> list[str]:
+    """Return the paths that fit a pattern, in the order of their names; the text itself if it is none, or none fits."""
+    if os.path.exists(pattern) or not set(pattern) & set("*?"):
+        return [pattern]
+    return sorted(glob.glob(pattern.replace("[", "[[]"))) or [pattern]
 
 
 def read_image(source: ImageSource) -> Image.Image:

@@ -39,6 +39,17 @@ def test_images_of_files_folders_and_digits(tmp_path):
             find_images(wrong)
 
 
+def test_a_pattern_stands_for_its_files_as_windows_shells_hand_it_on(tmp_path):
+    folder = tmp_path / "a[1] b"
+    folder.mkdir()
+    for name in ("2.png", "1.png", "3.jpg"):
+        Image.new("RGB", (4, 4)).save(folder / name)
+    images = find_images([f"{folder}/*.png", f"{folder}/?.jpg"])
+    assert [Path(image).name for image in images] == ["1.png", "2.png", "3.jpg"]
+    with pytest.raises(UsageError, match=r"\*.gif does not exist"):
+        find_images([f"{folder}/*.gif"])
+
+
 @pytest.mark.parametrize(
     "mode, clear, opaque, left, right",
     [
