@@ -498,6 +498,15 @@ def _load_file(model: nn.Module, path: Path) -> int | None:
     return state["progress"].get("epoch")
 
 
+def numbered(names: Sequence[str]) -> list[str]:
+    """Return the names, equal ones numbered."""
+    labels = []
+    for place, name in enumerate(names):
+        number = names[:place].count(name) + 1
+        labels.append(f"{name} [{number}]" if names.count(name) > 1 else name)
+    return labels
+
+
 def parse_targets(text: str) -> list[str]:
     """Return what `load_model` takes, several separated by commas; a file or folder of that whole name is one, such as
     a sweep's run `model=a,seed=0`."""

@@ -42,6 +42,7 @@ from ea_vision.recorder.loading import (
     add_options,
     check_classifies,
     load_model,
+    numbered,
     parse_layers,
     parse_queries,
     parse_targets,
@@ -346,8 +347,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         target: load_model(target, img_size=size, device=device)
         for target in parse_targets(options.model)
     }
-    for model in models.values():
+    # runs may lie in folders of one name
+    labels = numbered([model.label for model in models.values()])
+    for model, label in zip(models.values(), labels, strict=True):
         layers_and_query(options, model)
+        model.label = label
     csv = check_output(options.output / "results.csv")
     about = check_output(options.output / "results.json")
     results = []

@@ -10,7 +10,13 @@ from torch import Tensor, nn
 import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.inputs import ImageSource, as_image, as_input
-from ea_vision.recorder.loading import LoadedModel, as_loaded, load_model, set_preprocessing
+from ea_vision.recorder.loading import (
+    LoadedModel,
+    as_loaded,
+    load_model,
+    numbered,
+    set_preprocessing,
+)
 from ea_vision.recorder.quantities import own_alone
 from ea_vision.recorder.recording import AttentionLayer, AttentionMaps, LayerMaps
 from ea_vision.visualize.tiles import OWN_ALONE, Recording
@@ -65,15 +71,6 @@ def as_images(images: AnyImage | Sequence[AnyImage]) -> list[AnyImage]:
     if not several:
         raise UsageError("at least one image required, got none")
     return several
-
-
-def numbered(names: Sequence[str]) -> list[str]:
-    """Return the names, equal ones numbered."""
-    labels = []
-    for place, name in enumerate(names):
-        number = names[:place].count(name) + 1
-        labels.append(f"{name} [{number}]" if names.count(name) > 1 else name)
-    return labels
 
 
 @contextmanager
