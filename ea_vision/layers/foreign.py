@@ -124,11 +124,12 @@ class LayerChain:
 
 
 def layer_chains(model: nn.Module) -> list[LayerChain]:
-    """Return the layers that `uses_interface` by chain: those whose names differ in numbers alone."""
+    """Return the layers that `uses_interface` by chain: of as many heads, and whose names differ in numbers alone."""
     rows = defaultdict(list)
     for name, module in model.named_modules():
         if uses_interface(module):
-            rows[re.sub(r"\b\d+\b", "*", name)].append(name)
+            pattern = re.sub(r"\b\d+\b", "*", name)
+            rows[pattern, heads_of(module)].append(name)
     blocks = {names[0]: block_names(names) for names in rows.values()}
     across = {name: CROSS_ATTENTION.search(name) is not None for name in blocks}
     decoders = set()

@@ -76,6 +76,11 @@ def read_image(source: ImageSource) -> Image.Image:
         source = _from_array(source)
     if isinstance(source, Image.Image):
         return to_rgb(source, over_white=True)
+    if isinstance(source, Tensor):
+        raise UsageError(
+            "an image must be a path, a PIL image or an array (H, W, 3) here, got a tensor: plot_heatmap "
+            "and the other figures take it"
+        )
     if not isinstance(source, (str, Path)):
         raise UsageError(
             "an image must be a path, a PIL image, an array (H, W, 3) or a tensor (3, H, W), got "

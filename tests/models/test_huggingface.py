@@ -624,6 +624,23 @@ def test_masks_hide_padding_by_any_number(kind, number):
     assert_close(result[real], expected[real], rtol=0, atol=1e-10)
 
 
+@torch.no_grad()
+def test_a_chain_begins_anew_where_there_are_other_heads():
+    torch.manual_seed(0)
+    config = transformers.SegformerConfig(
+        depths=[2, 2, 1, 1], hidden_sizes=[8, 16, 16, 32], num_attention_heads=[1, 2, 4, 8]
+    )
+    model = transformers.SegformerModel(config).eval()
+    evolved = evolve(model, "ea")
+    images = torch.randn(1, 3, 64, 64)
+    expected = model(images).last_hidden_state
+    assert_close(evolved(images).last_hidden_state, expected, rtol=0, atol=1e-5)
+    evolutions = [each for each in evolved.modules() if isinstance(each, Evolution)]
+    assert [each.convs[0].in_channels for each in evolutions] == [1, 2]
+    assert not torch.equal(lively(evolved)(images).last_hidden_state, expected)
+    assert torch.equal(unevolve(evolve(model))(images).last_hidden_state, expected)
+
+
 @pytest.mark.parametrize("kind", ["pa", "reattention", "refiner", "mta", "conv2d"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_kinds_without_a_causal_form_refuse_decoders(name, kind):
