@@ -6,6 +6,7 @@ Importing this imports matplotlib, which training does without.
 from pathlib import Path
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 from sklearn.metrics import ConfusionMatrixDisplay
 
@@ -16,9 +17,12 @@ from ea_vision.data.image_names import displayable
 from ea_vision.engine.evaluate import Evaluation
 from ea_vision.engine.run_folder import read_config, read_metrics
 
+# Names of classes and folders may have dollar signs, between which matplotlib reads formulas.
+AS_WRITTEN = {"text.parse_math": False}
 MOST_NAMED = 40  # classes whose names and numbers have room
 
 
+@rc_context(AS_WRITTEN)
 def write_learning_curves(folders: list[Path], output: Path) -> None:
     """Draw losses and top-1 (of a detector AP) of run folders over their epochs, into a PNG, SVG or PDF.
 
@@ -59,6 +63,7 @@ def write_learning_curves(folders: list[Path], output: Path) -> None:
     print(f"written: {output}")
 
 
+@rc_context(AS_WRITTEN)
 def confusion_png(result: Evaluation, classes: list[str], name: str) -> bytes:
     """Draw the confusion matrix, each row as percent of its class, with the names and numbers of few classes; return a
     PNG file."""

@@ -224,12 +224,17 @@ def read_results(folder: Path) -> dict | None:
         UsageError: it cannot be read.
     """
     path = folder / RESULTS
+    if not path.exists():
+        return None
     try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        results = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(results, dict) or "epochs" not in results:
+            raise ValueError("it does not say the epochs of a run")
     except (OSError, ValueError) as error:
         raise UsageError(
             f"cannot read {path}: {error}; delete this file and the run's command writes it again"
         ) from error
+    return results
 
 
 def load_run(

@@ -8,6 +8,8 @@ import torch
 
 from ea_vision.base.errors import RunError
 from ea_vision.engine import checkpoint, run_folder, train_cifar
+from ea_vision.engine.evaluate import Evaluation
+from ea_vision.engine.pictures import confusion_png, write_learning_curves
 from ea_vision.engine.train import Trainer
 from tests.engine.runner import arguments, assert_equal, error_of, make_trainer, saved, weights_of
 
@@ -159,3 +161,21 @@ def test_a_file_without_a_note_takes_the_models_mean(tmp_path, data):
     argv = arguments(data, tmp_path / "run", "--epochs 1 --pretrained-path", f"{tmp_path}/w.pth")
     assert train_cifar.main(argv) == 0
     assert run_folder.read_config(tmp_path / "run")[1]["mean"] == list(model.pretrained_cfg["mean"])
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "null", "{"])
+def test_results_that_are_none_are_refused_in_one_line(run, data, capsys, content):
+    path = run / run_folder.RESULTS
+    path.write_text(content, encoding="utf-8")
+    error = error_of(train_cifar.main, arguments(data, run), capsys)
+    assert error.startswith(f"cannot read {path}: ")
+
+
+def test_dollar_signs_in_names_are_no_formulas(begun, tmp_path):
+    """The name of a class, and that of a run folder in a legend."""
+    confusion = torch.eye(2, dtype=torch.float64)
+    result = Evaluation(2, 100.0, 100.0, 0.1, confusion, torch.empty(0))
+    assert confusion_png(result, ["$a_$ {b}", "c"], "net").startswith(b"\x89PNG")
+    run = shutil.copytree(begun, tmp_path / "$a_$ {b}")
+    write_learning_curves([run], tmp_path / "curves.svg")
+    assert "$a_$ {b}" in (tmp_path / "curves.svg").read_text(encoding="utf-8")
