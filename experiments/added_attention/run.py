@@ -24,9 +24,8 @@ WAYS = {
     "plain": "--model resnet34_050 --attention-lr 1",
     "aa": "--model aa_resnet34_050 --model-kwargs fusion=add",
     "ea": "--model ea_aa_resnet34_050 --model-kwargs fusion=add",
-    # the plain network for as long as AA and EA take
+    # the plain network for as long as AA takes
     "plain-18": "--model resnet34_050 --attention-lr 1 --epochs 18",
-    "plain-24": "--model resnet34_050 --attention-lr 1 --epochs 24",
 }
 
 

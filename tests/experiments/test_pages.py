@@ -46,6 +46,7 @@ KERNELS = "experiments/kernels.md"
 CELL = "experiments/factorial/README.md"
 SCENES = "experiments/scenes/README.md"
 TUNING = "experiments/finetune_scenes/README.md"
+ADDED = "experiments/added_attention/README.md"
 HEALTHY = "experiments/healthy_maps/README.md"
 COLLAPSE = "Question 3: which findings were the collapse's?"
 HEALED = "Question 6: does a network that looks at single pixels recover without a new training?"
@@ -463,6 +464,28 @@ def fine_tuning_of_a_pretrained_transformer_on_scenes():
     yield PAGE, "", points(gains["gates"])
 
 
+def attention_added_to_a_trained_resnet():
+    times = table("added-attention-times.csv").set_index("model")["train_ms"]
+    yield ADDED, "", times["aa"] / times["plain"], times["ea"] / times["plain"]
+    top1 = top1_of("added-attention-runs.csv")
+    for way, values in top1.items():
+        yield ADDED, "Results", cells(f"`{way}`", *values, values.mean())
+    asked = (("aa", "plain"), ("ea", "plain"), ("ea", "aa"))
+    gains = [paired(top1[way] - top1[other]) for way, other in asked]
+    corrected = holm([gain["p"] for gain in gains])
+    for (way, other), gain, p in zip(asked, gains, corrected, strict=True):
+        yield ADDED, "Results", cells(f"`{way}` - `{other}`", points(gain, "+"), shown_p(p))
+    yield PAGE, "", f"AA − plain {points(gains[0], '+')}", f"EA − plain {points(gains[1], '+')}"
+    yield PAGE, "", points(gains[2], "+")
+    yield "docs/fine-tune.md", "", f"{gains[0]['difference']:.2f} points"
+    for way in ("aa", "ea"):
+        loss = paired(top1[way] - top1["plain-18"])
+        assert loss["high"] < 0
+        yield ADDED, "Results", cells(f"`{way}` - `plain-18`", points(loss))
+        yield PAGE, "", points(loss)
+        yield "docs/fine-tune.md", "", -loss["difference"]
+
+
 # ---- healthy maps ----------------------------------------------------------------------------------------------------
 
 
@@ -798,6 +821,7 @@ CLAIMS = [
     quarter_width_networks_and_tuning_on_scenes,
     what_maps_of_scenes_tell,
     fine_tuning_of_a_pretrained_transformer_on_scenes,
+    attention_added_to_a_trained_resnet,
     the_trials_of_healthy_maps,
     what_the_norm_costs,
     the_runs_with_the_norm,
