@@ -24,9 +24,8 @@ from ea_vision.ops.reference import attention_of, readable
 POINTWISE = ("residual", "talking_heads", "xsa", "gated", "uniform")
 CONVOLVING = ("ea", "pa", "mta", "conv2d")  # entries of padding are 0 in what these convolve
 CAUSAL = ("ea", *POINTWISE)  # kinds with a form for decoders
-HIDES = (
-    -9000.0
-)  # masks hide keys by -10000, -1e9, the smallest number or -inf, of which a softmax makes 0 alike
+# Masks hide keys by -10000, -1e9, the smallest number or -inf: the softmax makes 0 of each.
+HIDES = -9000.0
 CARRIED = "_ea_vision_carried"  # attribute of a block's tokens, for its recomputation
 
 
