@@ -4,7 +4,7 @@ import hashlib
 import json
 import pickle
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -429,10 +429,11 @@ def image_statistics(model: nn.Module) -> tuple[tuple[float, ...], tuple[float, 
     return data_config["mean"], data_config["std"]
 
 
-def set_image_statistics(
-    model: nn.Module,
-    mean: Sequence[float],
-    std: Sequence[float],
-) -> None:
-    """Let a model's configuration ask for images in 0..1 that are normalised with this mean and std, per channel."""
-    model.pretrained_cfg = {**model.pretrained_cfg, "mean": tuple(mean), "std": tuple(std)}
+def set_image_statistics(model: nn.Module, about: Mapping[str, Any]) -> None:
+    """Let a model's configuration ask for images in 0..1 that are normalised as those of a run were.
+
+    about: what the run says, with mean and std per channel; the configuration stays where it says none.
+    """
+    if "mean" in about:
+        statistics = {"mean": tuple(about["mean"]), "std": tuple(about["std"])}
+        model.pretrained_cfg = {**model.pretrained_cfg, **statistics}

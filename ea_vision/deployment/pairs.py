@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from ea_vision.layers import AugmentedConv2d, MapsAttention
 from ea_vision.layers.augmented_conv import Projection
+from ea_vision.layers.evolution import is_hooked
 
 ATTENTION = (AugmentedConv2d, MapsAttention)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -33,12 +34,8 @@ class _Tracer(fx.Tracer):
 def watched(module: nn.Module) -> bool:
     """Return whether a module's call does more than its `forward`: hooks (pruning and weight_norm are such), another
     `forward` of this object, parametrisations."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or "forward" in module.__dict__
-        or nn.utils.parametrize.is_parametrized(module)
-    )
+    has_own_forward = "forward" in module.__dict__
+    return is_hooked(module) or has_own_forward or nn.utils.parametrize.is_parametrized(module)
 
 
 def parts_of(maker: nn.Module) -> list[nn.Module]:

@@ -25,8 +25,9 @@ from ea_vision.engine.config import TrainConfig
 
 
 def said_by_weights(path: str) -> dict:
-    """Return what a file of weights says of the run that made it (classes, mean, std); {} where it says nothing."""
-    return (read_made_with(Path(path)) or {}) if path else {}
+    """Return what a file of weights says of the run that made it (classes, mean, std); {} where it says nothing, and of
+    no file ("")."""
+    return read_made_with(Path(path)) or {}
 
 
 class DataModule:
@@ -90,8 +91,7 @@ class DataModule:
             weights=str(run / run_folder.WEIGHTS) if run else weights,
         )
         about = run_folder.read_config(run)[1] if run else said_by_weights(weights)
-        if "mean" in about:
-            set_image_statistics(model, about["mean"], about["std"])
+        set_image_statistics(model, about)
         return model, kwargs
 
     def check(self) -> None:
@@ -171,8 +171,7 @@ class DataModule:
             load_weights(model, Path(config.pretrained_path))
             about = said_by_weights(config.pretrained_path)
             expected = about.get("classes")
-            if "mean" in about:
-                set_image_statistics(model, about["mean"], about["std"])
+            set_image_statistics(model, about)
         else:
             model = pretrained_model(target, config.model_kwargs)
             expected = pretrained_classes(model, self.classes)

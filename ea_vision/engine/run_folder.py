@@ -268,6 +268,6 @@ def load_run(
             f"run {folder}: model {config['model']} refuses {about['model_kwargs']}: {error}"
         ) from error
     load_weights(model, weights)
-    if "mean" in about and hasattr(model, "pretrained_cfg"):  # a classifier's
-        set_image_statistics(model, about["mean"], about["std"])
+    if hasattr(model, "pretrained_cfg"):  # a classifier
+        set_image_statistics(model, about)
     return model.eval(), config, about

@@ -191,7 +191,7 @@ class EvolvingMaps(StepByStep):
         """
         evolving = [] if self.evolution is None else self.evolution.modules()
         watched = [self.attn_drop, *evolving]
-        if any(module._forward_hooks or module._forward_pre_hooks for module in watched):
+        if any(map(is_hooked, watched)):
             return None
         operands = {} if self.evolution is None else self.evolution.operands(prev_logits)
         if not isinstance(operands, str):
@@ -232,6 +232,11 @@ def evolution_class(kind: str) -> type[Evolution]:
             f"evolution must be one of {', '.join(map(repr, _EVOLUTIONS))} or None, got {kind!r}"
         )
     return _EVOLUTIONS[kind]
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether a hook sees or changes what a module takes or gives."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def all_zero(layer: nn.Module) -> bool:

@@ -199,9 +199,8 @@ def test_queries_outside_of_the_input_are_refused(layer, pixel):
 
 def test_queries_are_pixels_of_the_patches_that_hold_them():
     """Patches of 8 pixels: transformers leaves out what is left of 30x39, timm adds what is missing."""
-    left_out = recorded(transformers_model("Dinov2", image_size=32, patch_size=8), images(30, 39))[
-        1
-    ]
+    dinov2 = transformers_model("Dinov2", image_size=32, patch_size=8)
+    left_out = recorded(dinov2, images(30, 39))[1]
     any_size = {"dynamic_img_size": True, "dynamic_img_pad": True}
     padded = timms("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=1, **any_size)
     filled = recorded(padded, images(30, 39))[1]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from ea_vision.layers.evolution import Evolution, register_evolution
+from ea_vision.layers.evolution import Evolution, is_hooked, register_evolution
 
 
 @register_evolution("talking_heads")
@@ -66,4 +66,4 @@ def mix_heads(maps: Tensor, proj: nn.Linear) -> Tensor:
 
 def _is_plain(proj: nn.Module) -> bool:
     """Return whether a layer does what its weight and bias say: no adapter (LoRA), no hook."""
-    return type(proj) is nn.Linear and not (proj._forward_hooks or proj._forward_pre_hooks)
+    return type(proj) is nn.Linear and not is_hooked(proj)
