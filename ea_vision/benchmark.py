@@ -248,7 +248,11 @@ def peak_resident(name: str, args: argparse.Namespace) -> int | None:
     return None if peak is None else peak - before
 
 
-def peak_memory(steps: Steps, before: int, args: argparse.Namespace) -> float | None:
+def peak_memory(
+    steps: Steps,
+    before: int,
+    args: argparse.Namespace,
+) -> float | None:
     """Return the peak of a training step in MiB, or None where it cannot be told.
 
     Args:

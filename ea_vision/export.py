@@ -42,7 +42,11 @@ from ea_vision.recorder.loading import (
 PREPARATION = ("mean", "std", "crop_pct", "interpolation", "crop_mode")
 
 
-def compare(model: LoadedModel, images: Sequence[Tensor], output: Path) -> str:
+def compare(
+    model: LoadedModel,
+    images: Sequence[Tensor],
+    output: Path,
+) -> str:
     """Return how often a written file agrees with its network on images (3, H, W) in 0..1, and how far they differ.
 
     Raises:

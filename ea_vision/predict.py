@@ -39,7 +39,10 @@ from ea_vision.recorder.loading import (
 
 
 def predict(
-    loaded: LoadedModel, images: Sequence[ImageSource | Tensor], top: int = 5, batch_size: int = 16
+    loaded: LoadedModel,
+    images: Sequence[ImageSource | Tensor],
+    top: int = 5,
+    batch_size: int = 16,
 ) -> Iterator[dict]:
     """Classify images, in their order.
 
@@ -78,7 +81,11 @@ def predict(
         yield from entries
 
 
-def _likeliest(shares: Tensor, top: int, names: Sequence[str] | None) -> list[dict]:
+def _likeliest(
+    shares: Tensor,
+    top: int,
+    names: Sequence[str] | None,
+) -> list[dict]:
     """Return the `top` classes of an image, the likeliest first."""
     values, indices = shares.topk(min(top, len(shares)))
     classes = []
@@ -89,7 +96,9 @@ def _likeliest(shares: Tensor, top: int, names: Sequence[str] | None) -> list[di
 
 
 def classify(
-    loaded: LoadedModel, images: Sequence[str], args: argparse.Namespace
+    loaded: LoadedModel,
+    images: Sequence[str],
+    args: argparse.Namespace,
 ) -> Iterator[tuple[str, str, list]]:
     """Yield for each image what is wrong with it, its likeliest classes as text, and its entries of the JSON."""
     if not loaded.trained or not loaded.model.num_classes:

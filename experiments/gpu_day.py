@@ -225,7 +225,11 @@ class Turns:
         return {name: 1e3 * median(values) for name, values in seconds.items()}
 
 
-def peak_gib(day: Day, steps: Steps, before: int) -> float | None:
+def peak_gib(
+    day: Day,
+    steps: Steps,
+    before: int,
+) -> float | None:
     """Return what a training step allocates at most beyond `before` bytes, in GiB.
 
     None on a CPU, and where a CUDA graph is replayed, which allocates nothing then.
@@ -245,7 +249,12 @@ def seconds_of(day: Day, call: Callable[[], Any]) -> float:
     return day.clock() - start
 
 
-def time_network(day: Day, turns: Turns, name: str, implementation: str) -> None:
+def time_network(
+    day: Day,
+    turns: Turns,
+    name: str,
+    implementation: str,
+) -> None:
     """Compile a ResNet in its modes; time steps of training and inference, profile one of EA-50."""
     batch, side = (2, 32) if day.dry else (256, 224)
     images = day.images(batch, side)
@@ -311,7 +320,11 @@ def kind_of(kernel: str) -> str:
     return "others"
 
 
-def time_cifar(day: Day, turns: Turns, batch: int) -> None:
+def time_cifar(
+    day: Day,
+    turns: Turns,
+    batch: int,
+) -> None:
     """Time steps of the CIFAR network in each mode with each optimiser; profile one of them."""
     images = day.images(batch, 32)
     amp = "none" if day.dry else "bfloat16"
@@ -351,7 +364,12 @@ def time_cifar(day: Day, turns: Turns, batch: int) -> None:
             day.save(f"profile-cifar-{batch}-{mode}", profiled(day, steps[mode, "batched muon"]))
 
 
-def worker(job: Callable, day: Day, turns: Turns, *what: Any) -> None:
+def worker(
+    job: Callable,
+    day: Day,
+    turns: Turns,
+    *what: Any,
+) -> None:
     """Do a job in a process of its own; what it raises is kept in a file."""
     try:
         job(day, turns, *what)
@@ -413,7 +431,11 @@ def with_ratios(rows: pd.DataFrame) -> pd.DataFrame:
     return rows
 
 
-def layer_inputs(day: Day, side: int, evolves: bool) -> dict[str, torch.Tensor]:
+def layer_inputs(
+    day: Day,
+    side: int,
+    evolves: bool,
+) -> dict[str, torch.Tensor]:
     """Return the tensors of a layer of EA-50, or of AA-50, that learn."""
     N = side * side
     K = 2 if day.dry else 8
@@ -470,7 +492,11 @@ def layer_cases(day: Day, side: int) -> dict[str, Callable[[], None]]:
     return calls
 
 
-def within(context: Callable, call: Callable[[], None], *arguments: Any) -> Callable[[], None]:
+def within(
+    context: Callable,
+    call: Callable[[], None],
+    *arguments: Any,
+) -> Callable[[], None]:
     """Return the call inside `with context(*arguments)`."""
 
     def inside():
@@ -480,7 +506,11 @@ def within(context: Callable, call: Callable[[], None], *arguments: Any) -> Call
     return inside
 
 
-def layer_call(inputs: dict[str, torch.Tensor], side: int, **options) -> Callable[[], None]:
+def layer_call(
+    inputs: dict[str, torch.Tensor],
+    side: int,
+    **options,
+) -> Callable[[], None]:
     """Return a call of a layer's forward and backward pass."""
 
     def call():

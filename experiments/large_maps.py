@@ -151,7 +151,12 @@ def create(name: str, size: int) -> tuple[torch.nn.Module, Callable[[torch.Tenso
     return network, lambda x: network(x).square().mean()
 
 
-def step(network: torch.nn.Module, loss: Callable, images: torch.Tensor, train: bool) -> float:
+def step(
+    network: torch.nn.Module,
+    loss: Callable,
+    images: torch.Tensor,
+    train: bool,
+) -> float:
     """Return the seconds of processor time per image."""
     network.train(train)
     start = time.process_time()
@@ -173,7 +178,12 @@ def resident(field: str) -> float:
     return int(kilobytes) / 1024
 
 
-def peak(name: str, size: int, batch: int, threads: int) -> float:
+def peak(
+    name: str,
+    size: int,
+    batch: int,
+    threads: int,
+) -> float:
     """Return the MiB that training steps need, in a separate process."""
     torch.set_num_threads(threads)
     before = resident("VmRSS")
@@ -183,7 +193,12 @@ def peak(name: str, size: int, batch: int, threads: int) -> float:
     return resident("VmHWM") - before
 
 
-def networks(sizes: list[int], names: list[str], batch: int, rounds: int) -> pd.DataFrame:
+def networks(
+    sizes: list[int],
+    names: list[str],
+    batch: int,
+    rounds: int,
+) -> pd.DataFrame:
     """Return seconds per image, and peak memory, of networks by image size."""
     rows = []
     for size in sizes:
@@ -211,7 +226,10 @@ def networks(sizes: list[int], names: list[str], batch: int, rounds: int) -> pd.
 
 
 def seconds_of(
-    size: int, names: list[str], batch: int, rounds: int
+    size: int,
+    names: list[str],
+    batch: int,
+    rounds: int,
 ) -> dict[tuple[str, bool], list[float]]:
     """Return seconds per image by network and whether it trains, one for each round of networks in turns."""
     created = {name: create(name, size) for name in names}

@@ -57,7 +57,11 @@ class Repeated:
         return self.items.read(index % len(self.items))
 
 
-def batches(kind: str, path: str, given: argparse.Namespace):
+def batches(
+    kind: str,
+    path: str,
+    given: argparse.Namespace,
+):
     """Yield training batches of one loader."""
     common = {
         "batch_size": given.batch_size,
@@ -117,7 +121,12 @@ def measure(loader, given: argparse.Namespace) -> dict[str, float]:
     return {"rate": rate, "waits": waited / (time.perf_counter() - start)}
 
 
-def serve(connection: Connection, kind: str, path: str, given: argparse.Namespace) -> None:
+def serve(
+    connection: Connection,
+    kind: str,
+    path: str,
+    given: argparse.Namespace,
+) -> None:
     """Measure one loader, in a separate process, each time something is received; None ends it."""
     torch.set_num_threads(1)
     loader = batches(kind, path, given)

@@ -27,7 +27,11 @@ MODELS = (
 
 
 @torch.no_grad()
-def measure(name: str, images: int, repeats: int) -> dict[str, str | float]:
+def measure(
+    name: str,
+    images: int,
+    repeats: int,
+) -> dict[str, str | float]:
     """Return the row of a network."""
     torch.manual_seed(0)
     model = timm.create_model(name).eval()

@@ -63,7 +63,11 @@ CHANGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of maps (B, K, N, 
 }
 
 
-def replace_maps(model: nn.Module, kind: str, means: list[Tensor]) -> ExitStack:
+def replace_maps(
+    model: nn.Module,
+    kind: str,
+    means: list[Tensor],
+) -> ExitStack:
     """Replace the maps of all layers, as described above, until the result is closed."""
     hooks = ExitStack()
     for layer, mean in zip(attention_modules(model), means, strict=True):
@@ -79,7 +83,11 @@ def replace_maps(model: nn.Module, kind: str, means: list[Tensor]) -> ExitStack:
     return hooks
 
 
-def top1(model: nn.Module, batches: list[Tensor], targets: Tensor) -> float:
+def top1(
+    model: nn.Module,
+    batches: list[Tensor],
+    targets: Tensor,
+) -> float:
     """Return the accuracy in percent."""
     predicted = torch.cat([model(batch).argmax(1) for batch in batches])
     right = predicted == targets
@@ -87,7 +95,9 @@ def top1(model: nn.Module, batches: list[Tensor], targets: Tensor) -> float:
 
 
 def replaced(
-    network: LoadedModel, batches: list[Tensor], targets: Tensor
+    network: LoadedModel,
+    batches: list[Tensor],
+    targets: Tensor,
 ) -> list[tuple[str, str, float, int]]:
     """Return the rows of replaced.csv."""
     means = mean_maps(network.model, batches)

@@ -32,7 +32,11 @@ print(int(re.search(r"VmHWM:\\s*(\\d+) kB", open("/proc/self/status").read())[1]
 """
 
 
-def peak_mib(path: Path, batch: int, side: int) -> float:
+def peak_mib(
+    path: Path,
+    batch: int,
+    side: int,
+) -> float:
     """Return the peak memory of an ONNX file on images (batch, 3, side, side), weights included."""
     argv = [sys.executable, "-c", PEAK, str(path), str(batch), str(side)]
     return int(subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True).stdout) / 1024

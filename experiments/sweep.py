@@ -60,7 +60,11 @@ def with_settings(variants: dict[str, list[str]], words: Sequence[str]) -> dict[
     return combined
 
 
-def train(command: Sequence[str], folder: Path, seed: int) -> dict[str, Any]:
+def train(
+    command: Sequence[str],
+    folder: Path,
+    seed: int,
+) -> dict[str, Any]:
     """Train one run in its own process, which saves when this one is stopped; return it as `read_run` does.
 
     Raises:

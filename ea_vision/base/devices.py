@@ -76,7 +76,11 @@ def functions_of(device: torch.device) -> ModuleType | None:
         return None
 
 
-def _call(device: torch.device, name: str, default=None):
+def _call(
+    device: torch.device,
+    name: str,
+    default=None,
+):
     """Call a function of the device's module; return `default` where it has none. mps has one device, and its functions
     take none."""
     function = getattr(functions_of(device), name, None)

@@ -21,7 +21,11 @@ def check_width(width: float | None) -> float | None:
     return width
 
 
-def figure_bytes(figure, suffix: str = ".png", dpi: int = 200) -> bytes:
+def figure_bytes(
+    figure,
+    suffix: str = ".png",
+    dpi: int = 200,
+) -> bytes:
     """Return the figure in the format of one of FORMATS.
 
     Raises:

@@ -224,7 +224,12 @@ def pretrained_model(
         ) from error
 
 
-def _with_weights(name: str, kwargs: dict, path: str, notice) -> nn.Module:
+def _with_weights(
+    name: str,
+    kwargs: dict,
+    path: str,
+    notice,
+) -> nn.Module:
     """Create a model with the weights of a file, as timm would load its pretrained ones; of a classifier for other
     classes it keeps its own.
 

@@ -27,7 +27,11 @@ def points(kind: str = "small") -> float:
 
 
 @lru_cache(4096)
-def _width(line: str, size: float, family: tuple[str, ...]) -> float:
+def _width(
+    line: str,
+    size: float,
+    family: tuple[str, ...],
+) -> float:
     font = FontProperties(family=list(family), size=size)
     width, _, _ = text_to_path.get_text_width_height_descent(line or " ", font, ismath=False)
     return 1.06 * width
@@ -68,7 +72,11 @@ class Picture(Figure):
         return figure_bytes(self, dpi=150)
 
 
-def new_figure(width: float, height: float, **kwargs) -> Figure:
+def new_figure(
+    width: float,
+    height: float,
+    **kwargs,
+) -> Figure:
     """Return a figure of width x height inches that belongs to no window."""
     return Picture(figsize=(width, height), dpi=150, **kwargs)
 

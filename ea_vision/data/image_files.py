@@ -49,7 +49,9 @@ class BrokenImage(ValueError):
 
 
 def decode_image(
-    file: str | Path | BinaryIO, over_white: bool = False, name: str = ""
+    file: str | Path | BinaryIO,
+    over_white: bool = False,
+    name: str = "",
 ) -> Image.Image:
     """Decode a file to 8-bit RGB; its size is looked at before its pixels are decoded, and it is not turned as its EXIF
     data says, as in timm and torchvision, whose published accuracies are without it.

@@ -10,7 +10,13 @@ from ea_vision.data.small_images import Images
 
 
 class _OnDevice(Loader):
-    def __init__(self, split: Images, *, device: torch.device, **common):
+    def __init__(
+        self,
+        split: Images,
+        *,
+        device: torch.device,
+        **common,
+    ):
         super().__init__(
             len(split),
             device=device,

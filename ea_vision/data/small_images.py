@@ -189,7 +189,10 @@ def _fit(image: Image.Image, img_size: int) -> np.ndarray:
 
 
 def check_same_classes(
-    train: object, classes: list[str], test: object, test_classes: list[str]
+    train: object,
+    classes: list[str],
+    test: object,
+    test_classes: list[str],
 ) -> None:
     """Raise UsageError, naming the two sources, unless both have the same classes in the same order."""
     if classes != test_classes:

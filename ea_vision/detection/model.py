@@ -54,7 +54,10 @@ class CoarseLevels(LastLevelP6P7):
     weight gradients are wrong there (torch 2.11)."""
 
     def forward(
-        self, p: list[Tensor], c: list[Tensor], names: list[str]
+        self,
+        p: list[Tensor],
+        c: list[Tensor],
+        names: list[str],
     ) -> tuple[list[Tensor], list[str]]:
         last = p[-1].to(self.p6.weight.dtype)
         with torch.autocast("cpu", enabled=False):

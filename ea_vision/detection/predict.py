@@ -11,7 +11,9 @@ from ea_vision.detection.transforms import boxes_to_original, fit_image
 
 
 def detect(
-    detector: Detector, images: Sequence[Image.Image], batch_size: int = 8
+    detector: Detector,
+    images: Sequence[Image.Image],
+    batch_size: int = 8,
 ) -> Iterator[dict[str, Tensor]]:
     """Run a detector, in evaluation mode, on RGB images of any size; yield for each, in their order, torchvision's
     boxes (n, 4), x1 y1 x2 y2 in pixels of the image, scores (n,) and labels (n,), the surest first, on the CPU.

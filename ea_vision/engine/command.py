@@ -128,7 +128,11 @@ def train(module: type[DataModule], config: TrainConfig) -> None:
             finish(trainer, about)
 
 
-def put_together(data: DataModule, folder: Path, stop: StopRequest) -> tuple[Trainer, dict]:
+def put_together(
+    data: DataModule,
+    folder: Path,
+    stop: StopRequest,
+) -> tuple[Trainer, dict]:
     """Return the training loop of a run, and the `about` section of its config.yaml.
 
     Raises:
@@ -173,7 +177,11 @@ def put_together(data: DataModule, folder: Path, stop: StopRequest) -> tuple[Tra
 # ---- evaluation -------------------------------------------------------------------------------------------------
 
 
-def evaluate_target(module: type[DataModule], target: str, given: dict) -> None:
+def evaluate_target(
+    module: type[DataModule],
+    target: str,
+    given: dict,
+) -> None:
     """Evaluate a run folder, or a model by name, on the test images; `given` are options of the command line."""
     config, run = resolve_target(module.options, target, given)
     with join_world(config.device, config.dist_timeout) as world:
@@ -204,7 +212,11 @@ def evaluate_target(module: type[DataModule], target: str, given: dict) -> None:
         data.bad_images.collect(world, output)
 
 
-def resolve_target(schema: type, target: str, given: dict) -> tuple[Any, Path | None]:
+def resolve_target(
+    schema: type,
+    target: str,
+    given: dict,
+) -> tuple[Any, Path | None]:
     """Return the options of an evaluation, and the run folder where `target` is one rather than a model's name.
 
     Args:
@@ -389,7 +401,9 @@ def begin_or_resume(trainer: Trainer, about: dict) -> None:
 
 
 def checkpoint_to_resume(
-    config: TrainConfig, folder: Path, world: World
+    config: TrainConfig,
+    folder: Path,
+    world: World,
 ) -> tuple[Path, dict] | None:
     """Return the path and state of the checkpoint that --resume names or finds.
 
@@ -415,7 +429,11 @@ def checkpoint_to_resume(
     return _named_checkpoint(Path(config.resume)) if named and found is None else found
 
 
-def _same_command(config: TrainConfig, world: World, state: dict) -> bool:
+def _same_command(
+    config: TrainConfig,
+    world: World,
+    state: dict,
+) -> bool:
     """Return whether a checkpoint is of a run with these options, the same --resume and --epochs among them."""
     saved = state["config"]
     same = config.resume == saved.get("resume") and config.epochs == saved["epochs"]
@@ -436,7 +454,11 @@ def _named_checkpoint(path: Path) -> tuple[Path, dict]:
     return found
 
 
-def take_best(trainer: Trainer, path: Path, state: dict) -> None:
+def take_best(
+    trainer: Trainer,
+    path: Path,
+    state: dict,
+) -> None:
     """Put the best weights so far of a run that continues from the checkpoint `path` into its folder. All processes
     must call this.
 
@@ -478,7 +500,11 @@ def _best_state(path: Path, state: dict) -> dict | None:
     return None
 
 
-def resume(trainer: Trainer, path: Path, state: dict) -> None:
+def resume(
+    trainer: Trainer,
+    path: Path,
+    state: dict,
+) -> None:
     """Continue from a checkpoint.
 
     Raises:
@@ -570,7 +596,11 @@ def finish(trainer: Trainer, about: dict) -> None:
     log.info("run folder: %s, %d updates in %s", folder, progress.updates, duration(seconds))
 
 
-def _final_figures(trainer: Trainer, row: dict[str, float], tested: bool) -> dict[str, float]:
+def _final_figures(
+    trainer: Trainer,
+    row: dict[str, float],
+    tested: bool,
+) -> dict[str, float]:
     """Return an epoch's measures; with images held out also those of its weights, which are loaded, in a test."""
     figures = {"epoch": row["epoch"]}
     for measure in trainer.measures:

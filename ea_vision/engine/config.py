@@ -413,7 +413,10 @@ class TrainConfig:
         return self.lr * (ratio**0.5 if scale == "sqrt" else ratio)
 
     def differences(
-        self, saved: dict, processes: int = 1, saved_processes: int = 1
+        self,
+        saved: dict,
+        processes: int = 1,
+        saved_processes: int = 1,
     ) -> dict[str, str]:
         """Return the options that differ from the saved ones and may not change on resume, with what differs as text.
 
@@ -486,7 +489,12 @@ KINDS = {
 }
 
 
-def _checked(name: str, value: Any, kind: Any, rules: SimpleNamespace) -> Any:
+def _checked(
+    name: str,
+    value: Any,
+    kind: Any,
+    rules: SimpleNamespace,
+) -> Any:
     """Return `value` as `kind`. YAML reads 1e-4 as text, and 1 for a float as an integer: both are taken as meant.
 
     Raises:
@@ -510,7 +518,11 @@ def _checked(name: str, value: Any, kind: Any, rules: SimpleNamespace) -> Any:
     return value
 
 
-def _check_number(name: str, number: float, rules: SimpleNamespace) -> None:
+def _check_number(
+    name: str,
+    number: float,
+    rules: SimpleNamespace,
+) -> None:
     """Raise UsageError for a number that the rules do not allow."""
     wanted = ""
     if not math.isfinite(number):

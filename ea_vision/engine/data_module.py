@@ -64,7 +64,12 @@ class DataModule:
     train = None
     eval_split = "test"
 
-    def __init__(self, config: TrainConfig, world: World, training: bool):
+    def __init__(
+        self,
+        config: TrainConfig,
+        world: World,
+        training: bool,
+    ):
         self.config = config
         self.world = world
         self.about = {}
@@ -178,7 +183,12 @@ class DataModule:
         check_classes(model, self.classes, expected, target)
         return model, Path(config.output or output)
 
-    def write_evaluation(self, folder: Path, result, about: dict) -> list[Path]:
+    def write_evaluation(
+        self,
+        folder: Path,
+        result,
+        about: dict,
+    ) -> list[Path]:
         """Write evaluation.json, per_class.csv and confusion.png, both of the images as they are, of a result of the
         trainer's `evaluate`; return their paths."""
         # matplotlib, which training does without

@@ -23,7 +23,9 @@ VIEWS = ("none", "mirror", "six")
 
 
 def logits_by_views(
-    model: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor, kind: str
+    model: Callable[[torch.Tensor], torch.Tensor],
+    images: torch.Tensor,
+    kind: str,
 ) -> torch.Tensor:
     """Return the weighted mean of the logits of the VIEWS of images (B, C, H, W), float32 (B, classes)."""
     views = [(1.0, images)]

@@ -41,7 +41,9 @@ def check_optimizer_name(name: str) -> None:
 
 
 def build_optimizer(
-    config: TrainConfig, model: nn.Module, images_per_update: int
+    config: TrainConfig,
+    model: nn.Module,
+    images_per_update: int,
 ) -> torch.optim.Optimizer:
     """Return the timm optimiser of the config.
 
@@ -122,7 +124,11 @@ MAP_PARAMETERS = {
 }
 
 
-def _scale_rates(optimizer: torch.optim.Optimizer, model: nn.Module, config: TrainConfig) -> None:
+def _scale_rates(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    config: TrainConfig,
+) -> None:
     """Give the parameters of attention maps (queries, keys and, of the same matrix, values, position tables, map
     convolutions, and what is added to tokens and values) and the learnable gates groups of their own, behind the
     others, at their multiples of the rate."""
@@ -195,7 +201,11 @@ def load_optimizer(
         group.update(ours)
 
 
-def build_schedule(config: TrainConfig, optimizer: torch.optim.Optimizer, updates_per_epoch: int):
+def build_schedule(
+    config: TrainConfig,
+    optimizer: torch.optim.Optimizer,
+    updates_per_epoch: int,
+):
     """Return a timm scheduler; call `step_update(n)` after n updates, n = 0 included."""
     total = round(config.epochs * updates_per_epoch)
     warmup = config.warmup_updates(updates_per_epoch)

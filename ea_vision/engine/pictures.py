@@ -64,7 +64,11 @@ def write_learning_curves(folders: list[Path], output: Path) -> None:
 
 
 @rc_context(AS_WRITTEN)
-def confusion_png(result: Evaluation, classes: list[str], name: str) -> bytes:
+def confusion_png(
+    result: Evaluation,
+    classes: list[str],
+    name: str,
+) -> bytes:
     """Draw the confusion matrix, each row as percent of its class, with the names and numbers of few classes; return a
     PNG file."""
     percent = 100 * result.confusion / result.confusion.sum(1, keepdim=True).clamp(min=1)

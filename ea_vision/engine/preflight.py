@@ -20,7 +20,11 @@ log = logging.getLogger(__name__)
 TRIAL_IMAGES_ON_CPU = 8
 
 
-def describe_update(config: TrainConfig, processes: int, has_norms: bool = False) -> str:
+def describe_update(
+    config: TrainConfig,
+    processes: int,
+    has_norms: bool = False,
+) -> str:
     """Describe an update of so many processes for the log: its images, its peak learning rate, and where the recipe has
     another number of images or, with BatchNorm (`has_norms`), other batches."""
     images = config.images_of_update(processes)
@@ -79,7 +83,11 @@ def trial_step(trainer: Trainer) -> float:
     return seconds * config.batch_size / count
 
 
-def _timed_steps(trainer: Trainer, count: int, steps: int) -> float:
+def _timed_steps(
+    trainer: Trainer,
+    count: int,
+    steps: int,
+) -> float:
     """Return the seconds of the last of some steps on `count` images of noise; the first ones build kernels and choose
     algorithms."""
     config = trainer.config

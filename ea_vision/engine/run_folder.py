@@ -118,7 +118,11 @@ def _named(owner: Path) -> str:
 # ---- config.yaml ----------------------------------------------------------------------------------------------------
 
 
-def write_config(folder: Path, config: dict, about: dict) -> None:
+def write_config(
+    folder: Path,
+    config: dict,
+    about: dict,
+) -> None:
     """Write the resolved options and, under `about`, what is needed to judge and repeat the run.
 
     The section speaks of the last start; its `starts` say from which update on each start, under another commit, other
@@ -151,7 +155,9 @@ def read_config(folder: Path) -> tuple[dict, dict]:
 
 
 def write_metrics(
-    folder: Path, rows: list[dict[str, float]], measures: Sequence[str] = MEASURES
+    folder: Path,
+    rows: list[dict[str, float]],
+    measures: Sequence[str] = MEASURES,
 ) -> None:
     """Write metrics.csv: one row per epoch; measures are nan where an epoch was not evaluated. Columns that rows have
     besides, of attention layers and learnable gates, follow."""
@@ -191,7 +197,11 @@ def made_with(folder: Path) -> dict[str, Any] | None:
     return {"model": config.get("model"), **said}
 
 
-def _encode(folder: Path, weights: dict[str, torch.Tensor], about: dict[str, str]) -> bytes:
+def _encode(
+    folder: Path,
+    weights: dict[str, torch.Tensor],
+    about: dict[str, str],
+) -> bytes:
     """Return a file of a run's weights; those of a network of ours carry the note that it checks."""
     said = made_with(folder)
     if said is None:
@@ -208,7 +218,11 @@ def write_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     atomic_write(folder / WEIGHTS, _encode(folder, weights, {}))
 
 
-def write_snapshot(folder: Path, weights: dict[str, torch.Tensor], epoch: int) -> None:
+def write_snapshot(
+    folder: Path,
+    weights: dict[str, torch.Tensor],
+    epoch: int,
+) -> None:
     """Write snapshots/epoch_NNNN.safetensors, weights like model.safetensors' that say their epoch."""
     create(folder / SNAPSHOTS)
     atomic_write(

@@ -422,7 +422,12 @@ class Trainer:
         if everywhere:
             raise self._reported("a weight is not finite after", f"({everywhere[0]})", update)
 
-    def _reported(self, before: str, after: str, update: Update) -> NonFiniteLoss:
+    def _reported(
+        self,
+        before: str,
+        after: str,
+        update: Update,
+    ) -> NonFiniteLoss:
         """Write which samples every process had in an update of the epoch; return the error that names it."""
         everywhere = self.world.gather(torch.cat(update.ids).tolist())
         epoch = self.progress.epoch + 1

@@ -242,7 +242,12 @@ class ClassFolders(DataModule):
     trainer = GrowingTrainer
     default_output = "runs/imagenet-{model}"
 
-    def __init__(self, config: ImageNetConfig, world: World, training: bool):
+    def __init__(
+        self,
+        config: ImageNetConfig,
+        world: World,
+        training: bool,
+    ):
         super().__init__(config, world, training)
         self.bad_images = BadImages(config.max_bad_images)
         if training:
@@ -294,7 +299,12 @@ class ClassFolders(DataModule):
         return ImageFiles(self._place_of(config, split, named, training), config.num_classes)
 
     @staticmethod
-    def _place_of(config: ImageNetConfig, split: str, named: str, training: bool) -> Path:
+    def _place_of(
+        config: ImageNetConfig,
+        split: str,
+        named: str,
+        training: bool,
+    ) -> Path:
         """Return the folder or tar of "train" or "validation"."""
         if not config.data_dir:
             raise UsageError(
@@ -375,7 +385,11 @@ class ClassFolders(DataModule):
         return super().loader_keywords(model)
 
 
-def check_sizes(model: nn.Module, sizes: set[int], config: ImageNetConfig) -> None:
+def check_sizes(
+    model: nn.Module,
+    sizes: set[int],
+    config: ImageNetConfig,
+) -> None:
     """Raise UsageError unless the model, left in eval mode, takes square images of all these sides, in pixels."""
     device = next(model.parameters()).device
     try:

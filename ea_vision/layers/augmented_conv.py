@@ -57,7 +57,14 @@ class Projection(nn.Conv2d):
         ValueError: a kernel, stride, padding or groups other than those of a plain 1x1 convolution.
     """
 
-    def __init__(self, in_channels: int, out_channels: int, kernel_size=1, *args, **kwargs):
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size=1,
+        *args,
+        **kwargs,
+    ):
         super().__init__(in_channels, out_channels, kernel_size, *args, **kwargs)
         shape = (self.kernel_size, self.stride, self.padding, self.groups)
         if shape != ((1, 1), (1, 1), (0, 0), 1):
@@ -113,7 +120,9 @@ def _check_sizes(
 
 
 def _check_windows_of_evolving_maps(
-    evolution: nn.Module, window: int | tuple[int, int] | None, head_window: int
+    evolution: nn.Module,
+    window: int | tuple[int, int] | None,
+    head_window: int,
 ) -> None:
     """Raise ValueError for windows that maps with this evolution cannot have."""
     if head_window > 1:
@@ -416,7 +425,12 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         v = v.reshape(B, self.num_heads, self.dim_head_v, H * W).transpose(-2, -1)
         return q, k, v, (H, W)
 
-    def logits_of(self, q: Tensor, k: Tensor, feat_size: tuple[int, int]) -> Tensor:
+    def logits_of(
+        self,
+        q: Tensor,
+        k: Tensor,
+        feat_size: tuple[int, int],
+    ) -> Tensor:
         """Return the layer's logits before any evolution; see `EvolvingMaps`."""
         H, W = feat_size
         height_rel = self.height_rel
@@ -466,7 +480,10 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         )
 
     def attend(
-        self, x: Tensor, prev_logits: Tensor | None, need_logits: bool = True
+        self,
+        x: Tensor,
+        prev_logits: Tensor | None,
+        need_logits: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the attention branch before its resizing, (B, attn_channels, H, W), and the logits (B, K, N, N),
         or None as in `forward`."""

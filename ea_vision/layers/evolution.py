@@ -75,7 +75,12 @@ class Evolution(nn.Module):
         """Return the maps that weigh the values, computed from the probabilities, (B, K, N, N) each."""
         return attn
 
-    def mix_output(self, out: Tensor, values: Tensor, x: Tensor) -> Tensor:
+    def mix_output(
+        self,
+        out: Tensor,
+        values: Tensor,
+        x: Tensor,
+    ) -> Tensor:
         """Return the heads' outputs (B, K, N, D), computed from those of attention, the values (B, K, N, D) and the
         layer's input (B, N, C)."""
         return out
@@ -90,7 +95,12 @@ class Evolution(nn.Module):
         """
         return f"{type(self).__name__} has only its forward, which the others do not know"
 
-    def parts(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
+    def parts(
+        self,
+        logits: Tensor,
+        prev_logits: Tensor,
+        evolved: Tensor,
+    ) -> dict[str, Tensor]:
         """Return the maps of `part_names`, (B, K, N, N) each, from the arguments and the result of `forward`."""
         return {"softmax": evolved.softmax(-1)} if "softmax" in self.part_names else {}
 
@@ -132,7 +142,12 @@ class EvolvingMaps(StepByStep):
     head_window = 1
     head_border = "clip"
 
-    def logits_of(self, q: Tensor, k: Tensor, feat_size: tuple[int, int]) -> Tensor:
+    def logits_of(
+        self,
+        q: Tensor,
+        k: Tensor,
+        feat_size: tuple[int, int],
+    ) -> Tensor:
         """Return the layer's logits before any evolution; see `StepByStep`."""
         return own_logits(q, k, None, None, self.scale, feat_size)
 
@@ -146,7 +161,12 @@ class EvolvingMaps(StepByStep):
             attn = self.evolution.mix_attn(attn.to(logits.dtype))
         return attn
 
-    def parts_of(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
+    def parts_of(
+        self,
+        logits: Tensor,
+        prev_logits: Tensor,
+        evolved: Tensor,
+    ) -> dict[str, Tensor]:
         """Return the evolution's further maps of the call that runs, for a recorder; see `Evolution.parts`."""
         return self.evolution.parts(logits, prev_logits, evolved)
 
@@ -321,7 +341,11 @@ def learnable_gates(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def new_gate(
-    name: str, value: float, learnable: bool | str, num_heads: int, **dd
+    name: str,
+    value: float,
+    learnable: bool | str,
+    num_heads: int,
+    **dd,
 ) -> float | nn.Parameter:
     """Return a gate: a number from 0 to 1, or a parameter of shape () or (K) that begins at any finite number."""
     if learnable not in (False, True, "per_head"):

@@ -29,7 +29,12 @@ HIDES = -9000.0
 CARRIED = "_ea_vision_carried"  # attribute of a block's tokens, for its recomputation
 
 
-def check_kind(kind: str | None, causal: str, across: bool, name: str) -> None:
+def check_kind(
+    kind: str | None,
+    causal: str,
+    across: bool,
+    name: str,
+) -> None:
     """Raise UsageError if a kind would read what the layer `name` must not, or what it has not."""
     refused = kind is not None and kind not in CAUSAL and causal != "none"
     if across and kind in ("xsa", "conv2d"):
@@ -76,7 +81,13 @@ class Chain:
     inputs: of the layer that runs, (B, Q, C), and its cache.
     """
 
-    def __init__(self, kind: str | None, cross: bool, depth: int, decoder: "Chain | None" = None):
+    def __init__(
+        self,
+        kind: str | None,
+        cross: bool,
+        depth: int,
+        decoder: "Chain | None" = None,
+    ):
         self.kind = kind
         self.cross = cross
         self.depth = depth
@@ -92,11 +103,21 @@ class Chain:
     def __reduce__(self):
         return Chain, (self.kind, self.cross, self.depth, self.decoder)
 
-    def note_grid(self, embedding: nn.Module, args: tuple, patches: Tensor) -> None:
+    def note_grid(
+        self,
+        embedding: nn.Module,
+        args: tuple,
+        patches: Tensor,
+    ) -> None:
         """Begin the chain with the (H, W) of the patch embedding's result (B, C, H, W)."""
         self.handed[thread_of_forward()] = Handed(feat_size=tuple(patches.shape[-2:]))
 
-    def note_input(self, layer: nn.Module, args: tuple, kwargs: dict) -> None:
+    def note_input(
+        self,
+        layer: nn.Module,
+        args: tuple,
+        kwargs: dict,
+    ) -> None:
         """Keep a layer's input (B, Q, C), and its cache, until its maps are formed."""
         values = [*args, *kwargs.values()]
         sequences = (x for x in values if isinstance(x, Tensor) and x.ndim == 3)
@@ -174,7 +195,11 @@ class Reading:
 
 
 def reading_of(
-    mask: Tensor | None, bias: Tensor | None, causal: bool, Q: int, k: Tensor
+    mask: Tensor | None,
+    bias: Tensor | None,
+    causal: bool,
+    Q: int,
+    k: Tensor,
 ) -> Reading:
     """Return what a mask of transformers says of Q queries and the keys (B, K, N, D), which include the queries.
 
@@ -205,7 +230,13 @@ class SequenceMaps(MapsAttention, nn.Module):
 
     fused_attn = True
 
-    def __init__(self, chain: Chain, number: int, num_heads: int, prefix_tokens: int = 0):
+    def __init__(
+        self,
+        chain: Chain,
+        number: int,
+        num_heads: int,
+        prefix_tokens: int = 0,
+    ):
         super().__init__()
         self.prefix_tokens = prefix_tokens
         self.chain = chain
@@ -251,7 +282,12 @@ class SequenceMaps(MapsAttention, nn.Module):
         mixed = self.evolution.mix_attn(real).masked_fill(hidden, 0.0)
         return torch.where(hidden.all(-1, keepdim=True), attn, mixed.to(attn.dtype))
 
-    def evolved(self, logits: Tensor, prev_logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
+    def evolved(
+        self,
+        logits: Tensor,
+        prev_logits: Tensor,
+        feat_size: tuple[int, int],
+    ) -> Tensor:
         """Return the evolved logits, where entries of padding enter no convolution and stay the layer's own."""
         kind = self.chain.kind
         reading = self.reading
@@ -271,11 +307,21 @@ class SequenceMaps(MapsAttention, nn.Module):
             evolved = self._evolve(real, real_before, feat_size)
         return torch.where(padding, logits, evolved)
 
-    def _evolve(self, logits: Tensor, prev_logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
+    def _evolve(
+        self,
+        logits: Tensor,
+        prev_logits: Tensor,
+        feat_size: tuple[int, int],
+    ) -> Tensor:
         size = (feat_size,) if self.evolution.spatial else ()
         return self.evolution(logits, prev_logits, *size)
 
-    def parts_of(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
+    def parts_of(
+        self,
+        logits: Tensor,
+        prev_logits: Tensor,
+        evolved: Tensor,
+    ) -> dict[str, Tensor]:
         reading = self.reading
         maps = (logits, prev_logits, evolved)
         if self.knows_padding:
@@ -301,7 +347,12 @@ class SequenceMaps(MapsAttention, nn.Module):
         elif differs.any():
             raise ValueError(message)
 
-    def check_rows(self, queries: int, keys: int, cache: Any) -> None:
+    def check_rows(
+        self,
+        queries: int,
+        keys: int,
+        cache: Any,
+    ) -> None:
         """Refuse a cache where the evolution reads rows of queries that are no longer there."""
         rows = queries
         if self.causal == "self":
@@ -328,7 +379,13 @@ class SequenceMaps(MapsAttention, nn.Module):
         return feat_size
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, reading: Reading, scale: float, dropout: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        reading: Reading,
+        scale: float,
+        dropout: float,
     ) -> Tensor:
         """Attend: q (B, K, Q, D), k, v (B, K, N, D) -> (B, Q, K, D)."""
         self.scale = scale

@@ -15,7 +15,11 @@ from ea_vision.layers.tracing import keep_whole
 IDENTITY = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
 
 
-def sample_affine(x: Tensor, theta: Tensor, out_size: tuple[int, int]) -> Tensor:
+def sample_affine(
+    x: Tensor,
+    theta: Tensor,
+    out_size: tuple[int, int],
+) -> Tensor:
     """Sample images on an affine grid, bilinearly, with zeros outside them, each channel alike (paper, equation 5).
 
     Args:

@@ -6,7 +6,12 @@ from timm.models import register_notrace_module
 from torch import fx, nn
 
 
-def record_whole(module: nn.Module, x: fx.Proxy, *args, **kwargs) -> fx.Proxy:
+def record_whole(
+    module: nn.Module,
+    x: fx.Proxy,
+    *args,
+    **kwargs,
+) -> fx.Proxy:
     """Record the call of a module whose forward a tracer has entered."""
     path = x.tracer.path_of_module(module)
     return x.tracer.create_proxy("call_module", path, (x, *args), kwargs)

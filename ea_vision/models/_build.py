@@ -47,7 +47,9 @@ _NETWORKS: dict[str, tuple[str, Network]] = {}
 
 
 def register_networks(
-    module: str, model_cls: type[nn.Module], networks: Mapping[str, Network]
+    module: str,
+    model_cls: type[nn.Module],
+    networks: Mapping[str, Network],
 ) -> None:
     """Register a family's networks with timm, each as a function of the family's module.
 
@@ -59,7 +61,11 @@ def register_networks(
     for name, network in networks.items():
 
         def entry(
-            pretrained: bool = False, *, name: str = name, network: Network = network, **kwargs: Any
+            pretrained: bool = False,
+            *,
+            name: str = name,
+            network: Network = network,
+            **kwargs: Any,
         ):
             trained = {}
             if pretrained:
@@ -84,7 +90,10 @@ def register_networks(
 
 
 def _trained_with(
-    name: str, network: Network, model_cls: type[nn.Module], kwargs: Mapping[str, Any]
+    name: str,
+    network: Network,
+    model_cls: type[nn.Module],
+    kwargs: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the keywords of the weights that timm will load, as far as neither network nor caller names them.
 
@@ -147,7 +156,11 @@ def _weights_of(plain: str) -> list[str]:
     return list_pretrained(f"{plain}.*")
 
 
-def with_plain_weights(name: str, plain: str, cfg: Mapping[str, Any]) -> dict[str, Any]:
+def with_plain_weights(
+    name: str,
+    plain: str,
+    cfg: Mapping[str, Any],
+) -> dict[str, Any]:
     """Return entries of `default_cfgs` for a network that begins, with fusion="add", with weights of timm's `plain`.
 
     There is an entry for each tag of timm's weights, such as ea_aa_resnet50.a1_in1k. The network's own configuration
@@ -164,7 +177,11 @@ def with_plain_weights(name: str, plain: str, cfg: Mapping[str, Any]) -> dict[st
     return entries
 
 
-def _choose_plain_weights(name: str, network: Network, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _choose_plain_weights(
+    name: str,
+    network: Network,
+    kwargs: dict[str, Any],
+) -> dict[str, Any]:
     """Return the keywords of a pretrained network; with fusion="add" they name the plain network's weights.
 
     Raises:
@@ -225,7 +242,11 @@ def _has_own_weights(full: str) -> bool:
     return name in _NETWORKS and get_network(name).plain is None
 
 
-def imagenet_cfg(first_conv: str, classifier: str, **kwargs: Any) -> dict:
+def imagenet_cfg(
+    first_conv: str,
+    classifier: str,
+    **kwargs: Any,
+) -> dict:
     """Return timm's default configuration of a network for ImageNet; keywords replace its entries."""
     return {
         "url": "",
@@ -275,7 +296,10 @@ def shipped_weights(name: str) -> str:
 
 
 def build_network(
-    model_cls: type[nn.Module], variant: str, pretrained: bool, **kwargs: Any
+    model_cls: type[nn.Module],
+    variant: str,
+    pretrained: bool,
+    **kwargs: Any,
 ) -> nn.Module:
     """Build by timm's build_model_with_cfg, features by forward_intermediates where the class has `feature_indices`.
 

@@ -57,7 +57,11 @@ def to_size(img_size: int | tuple[int, int], least: int = 1) -> tuple[int, int]:
     return size
 
 
-def check_numbers(name: str, value: Any, count: int | None = None) -> None:
+def check_numbers(
+    name: str,
+    value: Any,
+    count: int | None = None,
+) -> None:
     """Raise ValueError unless a network's keyword `name` is several whole numbers, `count` of them where given."""
     wanted = "whole numbers, such as (2, 3)" if count is None else f"{count} whole numbers"
     several = isinstance(value, Collection)
@@ -189,7 +193,12 @@ class AttentionConfig:
             )
         return stages
 
-    def new_evolution(self, in_channels: int = 1, device=None, dtype=None) -> Evolution | None:
+    def new_evolution(
+        self,
+        in_channels: int = 1,
+        device=None,
+        dtype=None,
+    ) -> Evolution | None:
         """Return the evolution module of a layer of `in_channels`, or None; see `create_evolution` for the errors."""
         return create_evolution(
             self.evolution,
@@ -212,7 +221,13 @@ class ChainBuilder:
         network: a `ChainedNetwork`, whose `img_size` is set.
     """
 
-    def __init__(self, config: AttentionConfig, network: "ChainedNetwork", device=None, dtype=None):
+    def __init__(
+        self,
+        config: AttentionConfig,
+        network: "ChainedNetwork",
+        device=None,
+        dtype=None,
+    ):
         self.config = config
         self.network = network
         self.dd = {"device": device, "dtype": dtype}
@@ -313,7 +328,11 @@ def received(output: Tensor | tuple[Tensor, Tensor | None]) -> tuple[Tensor, Ten
     return output if isinstance(output, tuple) else (output, None)
 
 
-def run_conv(conv: nn.Module, x: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def run_conv(
+    conv: nn.Module,
+    x: Tensor,
+    logits: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
     """Run a convolution, augmented or not; return its output and the logits for the next layer that reads them."""
     if not isinstance(conv, AugmentedConv2d):
         return conv(x), logits
@@ -322,7 +341,10 @@ def run_conv(conv: nn.Module, x: Tensor, logits: Tensor | None) -> tuple[Tensor,
 
 
 def run_block(
-    block: nn.Module, x: Tensor, logits: Tensor | None, recompute: bool
+    block: nn.Module,
+    x: Tensor,
+    logits: Tensor | None,
+    recompute: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Run a block; return its output and logits. With `recompute` the backward pass runs it again."""
     output = checkpoint(block, x, logits) if recompute else block(x, logits)

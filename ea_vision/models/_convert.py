@@ -42,7 +42,10 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
 
 
 def _convert_conv(
-    name: str, layer: AugmentedConv2d, own: dict[str, Tensor], converted: dict[str, Tensor]
+    name: str,
+    layer: AugmentedConv2d,
+    own: dict[str, Tensor],
+    converted: dict[str, Tensor],
 ) -> None:
     """Replace the weight of a plain convolution in `converted` by the tensors of the augmented one.
 
@@ -67,7 +70,12 @@ def _convert_conv(
     _logger.info("%s: fresh %s", name, ", ".join(key.removeprefix(prefix) for key in fresh))
 
 
-def _check_shape(name: str, weight: Tensor, wanted: torch.Size, exactly: bool) -> None:
+def _check_shape(
+    name: str,
+    weight: Tensor,
+    wanted: torch.Size,
+    exactly: bool,
+) -> None:
     """Raise ValueError unless a plain weight has as many output channels as wanted, or at least as many."""
     enough = len(weight) == wanted[0] if exactly else len(weight) >= wanted[0]
     if weight.shape[1:] == wanted[1:] and enough:

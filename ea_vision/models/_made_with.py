@@ -93,7 +93,11 @@ def fixed(kwargs: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     return {key: value for key, value in kwargs.items() if key not in learned}
 
 
-def check_agreement(made: MadeWith, kwargs: Mapping[str, Any], model_cls: type[nn.Module]) -> None:
+def check_agreement(
+    made: MadeWith,
+    kwargs: Mapping[str, Any],
+    model_cls: type[nn.Module],
+) -> None:
     """Raise UsageError if a network's keywords contradict those that its weights were made with.
 
     Args:
@@ -171,7 +175,9 @@ def remember_evolution(evolving: nn.Module, evolution: Mapping[str, Any]) -> Non
 
 
 def _check_evolution(
-    evolution: Mapping[str, Any], said: Mapping[str, Any], model: nn.Module
+    evolution: Mapping[str, Any],
+    said: Mapping[str, Any],
+    model: nn.Module,
 ) -> None:
     """Raise UsageError where the evolution that weights say they were trained with contradicts a network's."""
     if said["model"] != EVOLVED:

@@ -4,7 +4,13 @@ from timm.models.resnet import ResNet
 from torch import nn
 
 
-def put_small_stem(network: ResNet, in_chans: int, stride: int, device=None, dtype=None) -> None:
+def put_small_stem(
+    network: ResNet,
+    in_chans: int,
+    stride: int,
+    device=None,
+    dtype=None,
+) -> None:
     """Give a ResNet of timm a 3x3 convolution of `stride` for a stem, and no max-pooling.
 
     Its stages then have maps of 1/stride, 1/2 stride, 1/4 stride and 1/8 stride of the image's side, where timm's have

@@ -75,7 +75,11 @@ class PatchGrid:
         return self.sizes.pop(thread_of_forward(), None)
 
 
-def _patches_of(embedding: nn.Module, height: int, width: int) -> tuple[int, int]:
+def _patches_of(
+    embedding: nn.Module,
+    height: int,
+    width: int,
+) -> tuple[int, int]:
     """Return how many patches (down, across) an embedding makes of an image."""
     if hasattr(embedding, "dynamic_feat_size"):
         return embedding.dynamic_feat_size((height, width))
@@ -97,7 +101,12 @@ class CarryingBlock:
 
     attention = "attn"
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
         """Run the block's own forward on tokens (B, T, C)."""
         carried = getattr(x, CARRIED, None)
         if carried is None:
@@ -134,7 +143,12 @@ class CarryingAttention(MapsAttention):
     fused_attn = True
 
     def attended(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """Attend, with the layer's mechanisms.
 
@@ -193,7 +207,10 @@ class EvolvingVitAttention(CarryingAttention, Attention):
     """timm's Attention. With `fused_attn` off it computes timm's operations in timm's order, one by one."""
 
     def forward(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
     ) -> Tensor:
         q, k, v = by_heads(self, self.qkv(x))
         bias = self.checked(attn_mask, is_causal)
@@ -226,7 +243,12 @@ class _Rotary(CarryingAttention):
         out = self.attended(x, q, k, v, self.checked(attn_mask, is_causal))
         return self.finish(out, x)
 
-    def rotated(self, heads: Tensor, rope: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def rotated(
+        self,
+        heads: Tensor,
+        rope: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
         """Return queries or keys (B, K, T, D) with the positions of the patches, in timm's way."""
         if rope is None:
             return heads
@@ -273,7 +295,12 @@ class EvolvingTalkingHeadAttn(CarryingAttention, cait.TalkingHeadAttn):
 
     fused_attn = False
 
-    def logits_of(self, q: Tensor, k: Tensor, feat_size: tuple[int, int]) -> Tensor:
+    def logits_of(
+        self,
+        q: Tensor,
+        k: Tensor,
+        feat_size: tuple[int, int],
+    ) -> Tensor:
         logits = super().logits_of(q, k, feat_size)
         return self.proj_l(logits.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
@@ -427,7 +454,12 @@ def _attention_of(block: nn.Module) -> nn.Module | None:
     return None
 
 
-def _reason_against_type(path: str, what: str, module: nn.Module, known: dict) -> str | None:
+def _reason_against_type(
+    path: str,
+    what: str,
+    module: nn.Module,
+    known: dict,
+) -> str | None:
     if type(module) in known:
         return None
     names = " or ".join(sorted({cls.__name__ for cls in known}))
@@ -520,7 +552,10 @@ def shared_copy(model: nn.Module) -> nn.Module:
 
 
 def evolve_transformer(
-    model: nn.Module, kind: str | None = "ea", *args: Any, **options: Any
+    model: nn.Module,
+    kind: str | None = "ea",
+    *args: Any,
+    **options: Any,
 ) -> nn.Module:
     """Return an evolving copy of a vision transformer of timm's or torchvision's, which shares the weights.
 

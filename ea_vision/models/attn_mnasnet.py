@@ -149,7 +149,10 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
 
     @staticmethod
     def _augment(
-        block: nn.Module, chains: ChainBuilder, stage: int, reduction: int
+        block: nn.Module,
+        chains: ChainBuilder,
+        stage: int,
+        reduction: int,
     ) -> AugmentedConv2d:
         """Return the attention layer of a block's expanding convolution.
 
@@ -187,7 +190,10 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
         """Return the stages in five groups, each up to the next stride; the stem with the first."""
 
         def run(
-            begin: int, end: int, x: Tensor, logits: Tensor | None
+            begin: int,
+            end: int,
+            x: Tensor,
+            logits: Tensor | None,
         ) -> tuple[Tensor, Tensor | None]:
             if begin == 0:
                 x = self.forward_stem(x)
@@ -200,7 +206,12 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
     prune_intermediate_layers = EfficientNet.prune_intermediate_layers
 
 
-def _mnasnet(multiplier: float, about: str, plain: str | None, **kwargs: Any) -> Network:
+def _mnasnet(
+    multiplier: float,
+    about: str,
+    plain: str | None,
+    **kwargs: Any,
+) -> Network:
     return Network(about, {"multiplier": multiplier, **kwargs}, plain=plain)
 
 

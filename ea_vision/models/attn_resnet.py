@@ -64,7 +64,12 @@ MakeLayer = Callable[[nn.Conv2d, int], AugmentedConv2d]
 class AttendsInBasicBlock:
     """Beside timm's or torchvision's BasicBlock: both 3x3 convolutions augmented, or the first."""
 
-    def augment(self, make: MakeLayer, which: str, strided: bool) -> None:
+    def augment(
+        self,
+        make: MakeLayer,
+        which: str,
+        strided: bool,
+    ) -> None:
         """Replace 3x3 convolutions by `make(convolution, stride of the block where it stands)`.
 
         Args:
@@ -80,7 +85,12 @@ class AttendsInBasicBlock:
 class AttendsInBottleneck:
     """Beside timm's or torchvision's Bottleneck: its 3x3 convolution augmented."""
 
-    def augment(self, make: MakeLayer, which: str, strided: bool) -> None:
+    def augment(
+        self,
+        make: MakeLayer,
+        which: str,
+        strided: bool,
+    ) -> None:
         """Replace the 3x3 convolution by `make(convolution, stride)`, unless it has a stride and `strided` is false."""
         if strided or self.stride == 1:
             self.conv2 = make(self.conv2, self.stride)
@@ -176,7 +186,13 @@ class Placement:
         if not isinstance(reduction, int) or reduction.bit_count() != 1:
             raise ValueError(f"map_reduction must be a power of two, got {reduction!r}")
 
-    def put(self, network: ChainedNetwork, attention: AttentionConfig, device, dtype) -> None:
+    def put(
+        self,
+        network: ChainedNetwork,
+        attention: AttentionConfig,
+        device,
+        dtype,
+    ) -> None:
         """Augment the 3x3 convolutions of a ResNet, and let its stages hand the logits on.
 
         Args:
@@ -195,7 +211,12 @@ class Placement:
             setattr(network, name, HookableStage(*blocks))
 
     def _layer(
-        self, chains: ChainBuilder, stage: int, reduction: int, conv: nn.Conv2d, stride: int
+        self,
+        chains: ChainBuilder,
+        stage: int,
+        reduction: int,
+        conv: nn.Conv2d,
+        stride: int,
     ) -> AugmentedConv2d:
         """Return the attention layer in place of a convolution, or around it with fusion="add".
 
@@ -320,7 +341,11 @@ _DEPTHS = {
 }
 
 
-def _resnet(depth: str, about: str, **kwargs: Any) -> Network:
+def _resnet(
+    depth: str,
+    about: str,
+    **kwargs: Any,
+) -> Network:
     return Network(about, {**_DEPTHS[depth], **kwargs}, plain=f"resnet{depth}")
 
 

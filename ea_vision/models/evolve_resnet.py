@@ -238,7 +238,11 @@ def _reason_against_plain(model: nn.Module) -> str | None:
     return None
 
 
-def _attention_of(model: nn.Module, kind: str | None, options: dict[str, Any]) -> AttentionConfig:
+def _attention_of(
+    model: nn.Module,
+    kind: str | None,
+    options: dict[str, Any],
+) -> AttentionConfig:
     """Return the attention that the options ask for.
 
     Raises:

@@ -142,7 +142,11 @@ def give(model: nn.Module, mechanisms: Mechanisms) -> None:
     model.set_attn_implementation(NAME)
 
 
-def _give_chain(model: nn.Module, names: foreign.LayerChain, mechanisms: Mechanisms) -> None:
+def _give_chain(
+    model: nn.Module,
+    names: foreign.LayerChain,
+    mechanisms: Mechanisms,
+) -> None:
     """Give the layers of a chain their mechanisms, and the blocks around them their class."""
     first = names.layers[0]
     sequences.check_kind(mechanisms.kind, names.causal, names.across, first)
@@ -204,7 +208,10 @@ def evolves(model: nn.Module) -> bool:
 
 
 def evolve_huggingface(
-    model: nn.Module, kind: str | None = "ea", *args: Any, **options: Any
+    model: nn.Module,
+    kind: str | None = "ea",
+    *args: Any,
+    **options: Any,
 ) -> nn.Module:
     """Let the attention maps of a model of transformers evolve: a new model, which shares the weights.
 

@@ -46,7 +46,12 @@ from ea_vision.models._chain import (
 class Shortcut(nn.Module):
     """To another shape without parameters: average pooling of side = stride, zero channels before and behind."""
 
-    def __init__(self, in_channels: int, out_channels: int, stride: int):
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        stride: int,
+    ):
         super().__init__()
         self.stride = stride
         self.before = (out_channels - in_channels) // 2
@@ -109,7 +114,11 @@ class GatherExcite(nn.Module):
         return x * x.mean((2, 3), keepdim=True).sigmoid()
 
 
-def _gate(kind: str | None, channels: int, **dd: Any) -> nn.Module:
+def _gate(
+    kind: str | None,
+    channels: int,
+    **dd: Any,
+) -> nn.Module:
     if kind == "se":
         return SEModule(channels, rd_channels=max(8, channels // 16), bias=False, **dd)
     if kind == "ge":

@@ -81,7 +81,11 @@ def _run(
     run("evolving_attention", ctypes.byref(problem))
 
 
-def _outputs(q: Tensor, v: Tensor, need_logits: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _outputs(
+    q: Tensor,
+    v: Tensor,
+    need_logits: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return room for out (B, K, E, N), logits (B, K, N, N) or none, norm (B, K, N, 2): see problem.h."""
     B, K, N, E = v.shape
     return (
@@ -130,7 +134,11 @@ def _(q, k, v, *rest):
     return _outputs(q, v, rest[-1])
 
 
-def _gradients(inputs: list[Tensor | None], gates_learn: bool, *each: int) -> dict[str, Tensor]:
+def _gradients(
+    inputs: list[Tensor | None],
+    gates_learn: bool,
+    *each: int,
+) -> dict[str, Tensor]:
     """Return empty gradients by the inputs' names: of q, k and v (B, K, D, N), of parameters stacks of `each`."""
     made = {}
     for name, x in zip(INPUTS, inputs, strict=False):
@@ -309,7 +317,11 @@ def pool(x: Tensor) -> Tensor:
 
 
 @operator("ea_vision::cpu_pool_backward")
-def _pool_backward(d_out: Tensor, height: int, width: int) -> Tensor:
+def _pool_backward(
+    d_out: Tensor,
+    height: int,
+    width: int,
+) -> Tensor:
     d_out = d_out.contiguous()
     B, C = d_out.shape[:2]
     d_x = d_out.new_empty(B, C, height, width)

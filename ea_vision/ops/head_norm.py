@@ -80,7 +80,12 @@ class _ByParts(torch.autograd.Function):
         ctx.save_for_backward(*inputs, rate)
 
     @staticmethod
-    def backward(ctx, grad_q: Tensor, grad_k: Tensor, _) -> tuple[Tensor | None, Tensor | None]:
+    def backward(
+        ctx,
+        grad_q: Tensor,
+        grad_k: Tensor,
+        _,
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Return gradients: y = rate * gain * x, d rate / dx = -rate**3 x / D."""
         qk, gain, rate = ctx.saved_tensors
         if torch.is_grad_enabled():

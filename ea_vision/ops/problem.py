@@ -237,7 +237,11 @@ def _is_odd(number: int) -> bool:
 
 
 def check_prev_logits(
-    prev_logits: Tensor | None, B: int, K: int, N: int, M: int | None = None
+    prev_logits: Tensor | None,
+    B: int,
+    K: int,
+    N: int,
+    M: int | None = None,
 ) -> Tensor:
     """Return the previous layer's logits, if they are (B, K, N, M); M is N unless given.
 
@@ -256,7 +260,11 @@ def check_prev_logits(
     return prev_logits
 
 
-def _check_shape(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
+def _check_shape(
+    name: str,
+    tensor: Tensor | None,
+    shape: tuple[int, ...],
+) -> None:
     """Check the shape by which a kernel reads memory."""
     if tensor is None or tensor.shape != shape:
         received = None if tensor is None else list(tensor.shape)

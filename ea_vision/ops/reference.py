@@ -15,7 +15,11 @@ from ea_vision.ops.problem import Implementation, Problem
 from ea_vision.ops.rel_pos import fit_rel_table
 
 
-def relative_logits(q: Tensor, height_rel: Tensor, width_rel: Tensor) -> tuple[Tensor, Tensor]:
+def relative_logits(
+    q: Tensor,
+    height_rel: Tensor,
+    width_rel: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Return the position terms of the attention logits, one per axis (AA paper, equation 4).
 
     Neither is repeated to N x N: the caller broadcasts them over the other axis of the keys.
@@ -67,7 +71,11 @@ def own_logits(
     return by_pixel.view(B, K, N, N)
 
 
-def mixed(gate: float | Tensor, one: Tensor, other: Tensor) -> Tensor:
+def mixed(
+    gate: float | Tensor,
+    one: Tensor,
+    other: Tensor,
+) -> Tensor:
     """Return gate * one + (1 - gate) * other of maps (B, K, N, M).
 
     gate: a number, or a tensor () or (K) by heads.
@@ -115,7 +123,11 @@ def among_patches(maps: Tensor, num_prefix_tokens: int) -> Tensor:
     return maps[:, :, num_prefix_tokens:, num_prefix_tokens:]
 
 
-def with_prefix(maps: Tensor, patches: Tensor, num_prefix_tokens: int) -> Tensor:
+def with_prefix(
+    maps: Tensor,
+    patches: Tensor,
+    num_prefix_tokens: int,
+) -> Tensor:
     """Join the rows and columns of the first tokens of `maps` and the others of `patches`; see `among_patches`."""
     if num_prefix_tokens == 0:
         return patches
@@ -204,7 +216,11 @@ def readable(
     return allowed
 
 
-def mask_logits(logits: Tensor, causal: str = "none", key_padding: Tensor | None = None) -> Tensor:
+def mask_logits(
+    logits: Tensor,
+    causal: str = "none",
+    key_padding: Tensor | None = None,
+) -> Tensor:
     """Put -inf on the keys that a query may not read, for the softmax; see `readable`. (B, K, Q, N) -> (B, K, Q, N).
 
     What one layer hands to the next is not masked: 0 * -inf is not a number.
@@ -230,7 +246,12 @@ class StepByStep:
     head_window = 1
     evolved: Callable[[Tensor, Tensor, tuple[int, int]], Tensor] | None = None
 
-    def logits_of(self, q: Tensor, k: Tensor, feat_size: tuple[int, int]) -> Tensor:
+    def logits_of(
+        self,
+        q: Tensor,
+        k: Tensor,
+        feat_size: tuple[int, int],
+    ) -> Tensor:
         """Return the logits before any evolution: q, k (B, K, N, D), q not scaled -> (B, K, N, N), or
         (B, K, N, head_window * N) with the neighbouring heads' keys."""
         raise NotImplementedError
@@ -305,7 +326,12 @@ class _ProblemSteps(StepByStep):
     def attn_drop(self, attn: Tensor) -> Tensor:
         return F.dropout(attn, self.problem.dropout_p)
 
-    def logits_of(self, q: Tensor, k: Tensor, feat_size: tuple[int, int]) -> Tensor:
+    def logits_of(
+        self,
+        q: Tensor,
+        k: Tensor,
+        feat_size: tuple[int, int],
+    ) -> Tensor:
         p = self.problem
         if p.head_window > 1:
             return neighbours_logits(q, k, *p.tables(), p.scale, feat_size, p.head_window)

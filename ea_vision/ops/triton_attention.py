@@ -146,7 +146,12 @@ class Dropout(NamedTuple):
 
 
 def _shares(
-    has_prev: bool, has_weight: bool, alpha: float, beta: float, predict: bool, gates: Tensor | None
+    has_prev: bool,
+    has_weight: bool,
+    alpha: float,
+    beta: float,
+    predict: bool,
+    gates: Tensor | None,
 ):
     """Return the (conv, kept, own) shares of the logits, and those of EA's m, or None without an m.
 
@@ -186,7 +191,11 @@ def _new_rows(q: Tensor, width: int) -> Tensor:
 
 
 def _outputs(
-    q: Tensor, v: Tensor, shares, prefix: int, save: bool
+    q: Tensor,
+    v: Tensor,
+    shares,
+    prefix: int,
+    save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return room for out, logits (empty unless `save`), the rows' log-sum-exp, base 2, and where the ReLU passed its
     gradient, (B, N, N), a bit a head (empty unless `save`, and where the logits, which backward reads, tell)."""
@@ -339,7 +348,11 @@ def _programs(q: Tensor, pixels: int) -> int:
     return q.shape[0] * -(-q.shape[2] // pixels)
 
 
-def _launch(kernel, tile: Tile, **arguments) -> None:
+def _launch(
+    kernel,
+    tile: Tile,
+    **arguments,
+) -> None:
     """Run one program for each image and block of pixels, with the arguments that the kernel takes."""
     q = arguments["q"].data
     by_keys = kernel.__name__ in BY_KEYS
@@ -529,7 +542,12 @@ def _queries_backward(
     return d_prev, d_q, d_tables, d_alpha
 
 
-def _weight_backward(common: dict, prev: Share, own: Share, n_gates: int) -> tuple[Tensor, Tensor]:
+def _weight_backward(
+    common: dict,
+    prev: Share,
+    own: Share,
+    n_gates: int,
+) -> tuple[Tensor, Tensor]:
     """Return d_weight, flat in the weight's memory order, and d_beta (K), or empty.
 
     prev, own: the shares of the previous maps and of the own logits in what the convolution took; own is None where it
@@ -641,7 +659,11 @@ def _run_backward(
 
 
 def _through_convolution(
-    weight: Tensor, bias: Tensor, d_weight: Tensor, d_bias: Tensor, dtype: torch.dtype
+    weight: Tensor,
+    bias: Tensor,
+    d_weight: Tensor,
+    d_bias: Tensor,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Return (K), the sum of g * relu(conv) by heads: the parameters, rounded as they were used, times gradients."""
     used_weight = weight.to(dtype).float()

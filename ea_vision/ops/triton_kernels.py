@@ -463,7 +463,13 @@ def evolve(
 
 
 @triton.jit
-def row_products(out, d_out, delta, S: constexpr, I: constexpr):
+def row_products(
+    out,
+    d_out,
+    delta,
+    S: constexpr,
+    I: constexpr,
+):
     """Store delta (B, K, N), the sum over E of out * d_out. A program: I pixels of an image, all heads."""
     image, i0 = _block(I, S)
     i = i0 + tl.arange(0, I)
@@ -751,7 +757,17 @@ def queries_backward(
 
 
 @triton.jit
-def keys_backward(q, maps, d_k, share, own, stored, S: constexpr, I: constexpr, J: constexpr):
+def keys_backward(
+    q,
+    maps,
+    d_k,
+    share,
+    own,
+    stored,
+    S: constexpr,
+    I: constexpr,
+    J: constexpr,
+):
     """Store d_k = share * transposed(maps) @ q. A program: J keys of an image, all heads, all queries by blocks of I.
 
     An `own` share is by heads, and share is times that; one that is `stored`, by which the maps are multiplied, in

@@ -48,7 +48,12 @@ class Windows:
         image[:, :, queries, keys] = maps.transpose(1, 2)
         return image[:, :, :count, :count]
 
-    def row(self, maps: Tensor, count: int, token: int) -> Tensor:
+    def row(
+        self,
+        maps: Tensor,
+        count: int,
+        token: int,
+    ) -> Tensor:
         """Return `dense(maps, count)[:, :, token]`, (B, K, N), without the rest."""
         B, _, K = maps.shape[:3]
         places = (self.tokens == token).nonzero()
@@ -373,7 +378,12 @@ def _mobilevit(block: nn.Module, x: Tensor) -> Layout:
     return Layout((rows * h, cols * w), windows=windows)
 
 
-def _pool2d(pool: nn.Module, x: Tensor, *_, **__) -> Layout:
+def _pool2d(
+    pool: nn.Module,
+    x: Tensor,
+    *_,
+    **__,
+) -> Layout:
     """Lay out pooling: the pixels' mean, or a class token, comes before the pixels."""
     first = "mean" if getattr(pool, "cls_token", None) is None else "cls"
     return Layout(tuple(x.shape[-2:]), prefix_names=(first,))
@@ -426,7 +436,11 @@ def layout_finder(
     learned = learned_queries(model, name)
     found: list[Any] = []  # the layout that the owner's input tells, or the shape of the layer's
 
-    def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def look(
+        module: nn.Module,
+        args: tuple,
+        kwargs: dict,
+    ) -> None:
         found.clear()
         if read is not None:
             found.append(read(module, *args, **kwargs))

@@ -99,7 +99,12 @@ class LoadedModel:
         cut = resized.crop((left, top, left + W, top + H))
         return pil_to_tensor(cut) / 255
 
-    def _scaled_size(self, image: Image.Image, H: int, W: int) -> tuple[int, int]:
+    def _scaled_size(
+        self,
+        image: Image.Image,
+        H: int,
+        W: int,
+    ) -> tuple[int, int]:
         """Return (height, width) to which evaluation scales an image before it cuts (H, W): timm's and our trainers'
         steps, of which torchvision's drop what is left of a pixel."""
         crop_pct = self.config["crop_pct"]

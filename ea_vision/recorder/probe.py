@@ -326,7 +326,11 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _limited(split: Images, count: int, seed: int) -> Images:
+def _limited(
+    split: Images,
+    count: int,
+    seed: int,
+) -> Images:
     """Return some of a split's images, drawn by a seed, or all where it has no more."""
     return hold_out(split, count, seed)[1] if count < len(split) else split
 

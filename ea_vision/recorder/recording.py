@@ -228,7 +228,12 @@ class _Watch:
         if evolution.reads_previous:
             self.save("prev_logits", prev_logits)
 
-    def take_mixed(self, _, args: tuple, kwargs: dict) -> None:
+    def take_mixed(
+        self,
+        _,
+        args: tuple,
+        kwargs: dict,
+    ) -> None:
         """Keep what a layer of ours weighs its values with, the input of its dropout."""
         self.mixed = args[0].detach()
 

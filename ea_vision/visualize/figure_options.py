@@ -428,7 +428,11 @@ def check_output(output: Path, suffixes: Sequence[str] = PICTURES) -> Path:
     return files.check_output(output)
 
 
-def save(figure: Figure, output: Path, dpi: int) -> None:
+def save(
+    figure: Figure,
+    output: Path,
+    dpi: int,
+) -> None:
     """Write a figure, all or nothing, in the format of the file's suffix."""
     files.atomic_write(output, figure_bytes(figure, output.suffix.lower(), dpi))
 

@@ -153,7 +153,12 @@ class _Laid:
     boxes: list[_Box] = field(default_factory=list)
     texts: list[_Text] = field(default_factory=list)
 
-    def place(self, other: "_Laid", x: float, y: float) -> None:
+    def place(
+        self,
+        other: "_Laid",
+        x: float,
+        y: float,
+    ) -> None:
         """Add another one's contents, its corner at (x, y)."""
         for box in other.boxes:
             moved = replace(box, x=x + box.x, y=y + box.y)
@@ -165,7 +170,12 @@ class _Laid:
         self.height = max(self.height, y + other.height)
         self.whole &= other.whole
 
-    def text(self, x: float, text: str, kind: str = "small") -> None:
+    def text(
+        self,
+        x: float,
+        text: str,
+        kind: str = "small",
+    ) -> None:
         """Add text, broken into lines."""
         size = points(kind)
         lines = wrapped(text, self.width - x, size)

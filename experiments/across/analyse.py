@@ -75,7 +75,9 @@ def read_part(part: Part, folder: Path) -> pd.DataFrame:
 
 
 def effects_of(
-    part: Part, runs: pd.DataFrame, times: Mapping[tuple[str, str], float]
+    part: Part,
+    runs: pd.DataFrame,
+    times: Mapping[tuple[str, str], float],
 ) -> pd.DataFrame:
     """Return each variant minus the baseline, with Holm's p of those that are tested.
 

@@ -29,7 +29,12 @@ def rows_of(part: Part, results: Path) -> list[pd.DataFrame]:
     return [read_runs(path)] if path.exists() else []
 
 
-def has_row(part: Part, variant: str, seed: int, results: Path) -> bool:
+def has_row(
+    part: Part,
+    variant: str,
+    seed: int,
+    results: Path,
+) -> bool:
     """Return whether the part's file has the run."""
     for rows in rows_of(part, results):
         if ((rows["variant"] == variant) & (rows["seed"] == seed)).any():
@@ -37,7 +42,11 @@ def has_row(part: Part, variant: str, seed: int, results: Path) -> bool:
     return False
 
 
-def keep(part: Part, run: pd.DataFrame, results: Path) -> None:
+def keep(
+    part: Part,
+    run: pd.DataFrame,
+    results: Path,
+) -> None:
     """Add a run's row to the part's file."""
     rows = pd.concat([*rows_of(part, results), run])
     order = pd.Categorical(rows["variant"], part.own)
@@ -46,7 +55,13 @@ def keep(part: Part, run: pd.DataFrame, results: Path) -> None:
     )
 
 
-def train(part: Part, variant: str, seed: int, runs: Path, data: dict[str, Path]) -> pd.DataFrame:
+def train(
+    part: Part,
+    variant: str,
+    seed: int,
+    runs: Path,
+    data: dict[str, Path],
+) -> pd.DataFrame:
     """Make a run in its own process and return it, a table of one row."""
     kind = "plain"
     if variant != part.baseline:

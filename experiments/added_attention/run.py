@@ -29,7 +29,12 @@ WAYS = {
 }
 
 
-def train(options: str, data: Path, output: Path, more: list[str]) -> None:
+def train(
+    options: str,
+    data: Path,
+    output: Path,
+    more: list[str],
+) -> None:
     """Train a run, or go on with it.
 
     Raises:

@@ -43,7 +43,12 @@ def rows(path: Path = RESULTS) -> pd.DataFrame:
 
 
 def make(
-    data: str, network: str, seed: int, folder: Path, data_dir: Path, device: torch.device
+    data: str,
+    network: str,
+    seed: int,
+    folder: Path,
+    data_dir: Path,
+    device: torch.device,
 ) -> dict:
     """Train one network, or go on with its run, and return its row."""
     command = ["-m", "ea_vision", "train-cifar", *OPTIONS, *NETWORKS[network]]

