@@ -27,7 +27,7 @@ from ea_vision.base.devices import choose_device
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write, check_output, create, write_json
 from ea_vision.detection.coco import results_of
-from ea_vision.recorder.inputs import ImageSource, as_input, find_images, read_image
+from ea_vision.recorder.inputs import ImageSource, as_image, find_images, read_image
 from ea_vision.recorder.loading import (
     WEIGHTS_HELP,
     DetectorModel,
@@ -47,7 +47,7 @@ def predict(
     """Classify images, in their order.
 
     Args:
-        images: paths, PIL images, arrays or tensors; see `ea_vision.recorder.inputs.as_input`.
+        images: paths, PIL images, arrays or tensors; see `LoadedModel.input_of`.
         top: number of classes per image, at most as many as there are.
         batch_size: images that go through the network together.
 
@@ -65,7 +65,7 @@ def predict(
             }
             entries.append(entry)
             try:
-                inputs.append((entry, as_input(loaded, image)))
+                inputs.append((entry, loaded.input_of(as_image(image))))
             except UsageError as error:
                 entry["error"] = str(error)
         if inputs:

@@ -24,10 +24,8 @@ from ea_vision.data.image_files import (
     to_rgb,
 )
 from ea_vision.data.small_images import load_dataset
-from ea_vision.recorder.loading import LoadedModel
 
 ImageSource = str | Path | Image.Image | np.ndarray
-ROUNDING = 1e-3  # of values that a processor normalised, in 0..1
 DIGITS = "digits#"  # and a number: a test image of the digits
 
 
@@ -72,26 +70,24 @@ def read_image(source: ImageSource) -> Image.Image:
     Raises:
         UsageError: no image that can be decoded, one that is too large, a folder, or another array.
     """
-    if isinstance(source, np.ndarray):
+    if isinstance(source, (str, Path)):
+        if str(source).startswith(DIGITS) and not os.path.exists(source):
+            return _digit(str(source))
+        _check_is_file(source)
+    elif isinstance(source, np.ndarray):
         source = _from_array(source)
-    if isinstance(source, Image.Image):
-        return to_rgb(source, over_white=True)
-    if isinstance(source, Tensor):
+    elif isinstance(source, Tensor):
         raise UsageError(
             "an image must be a path, a PIL image or an array (H, W, 3) here, got a tensor: plot_heatmap "
             "and the other figures take it"
         )
-    if not isinstance(source, (str, Path)):
+    elif not isinstance(source, Image.Image):
         raise UsageError(
             "an image must be a path, a PIL image, an array (H, W, 3) or a tensor (3, H, W), got "
             f"{type(source).__name__}"
         )
-    if str(source).startswith(DIGITS) and not os.path.exists(source):
-        return _digit(str(source))
-    _check_exists(source)
-    if not os.path.isfile(source):  # a named pipe would be waited for
-        kind = "a folder" if os.path.isdir(source) else "not a regular file"
-        raise UsageError(f"one image file is required, and {source} is {kind}")
+    if isinstance(source, Image.Image):
+        return to_rgb(source, over_white=True)
     try:
         return decode_image(source, over_white=True)
     except BrokenImage as error:
@@ -112,53 +108,7 @@ def as_image(image: ImageSource | Tensor | Mapping) -> Image.Image | Tensor | Ma
     return image if isinstance(image, (Tensor, Mapping)) else read_image(image)
 
 
-def as_input(model: LoadedModel, image: ImageSource | Tensor | Mapping) -> Tensor:
-    """Return (3, H, W) in 0..1, as the network is to see it: a tensor as it is, all else resized and cut by the model.
-
-    Args:
-        image: a tensor has (3, H, W) or (1, 3, H, W): uint8; floating point in 0..1; or normalised by the model's mean
-            and std, as an image processor gives it, whose mapping with "pixel_values" may be given, too. Else see
-            `read_image`.
-
-    Raises:
-        UsageError: a tensor of another shape or range, an image that cannot be read, or one that is too narrow.
-    """
-    normalised = isinstance(image, Mapping)
-    if normalised:
-        image = _pixel_values(image)
-    if not isinstance(image, Tensor):
-        return model.prepare(read_image(image))
-    if image.ndim == 4 and image.shape[0] == 1:
-        image = image[0]
-    if image.ndim != 3 or image.shape[0] != 3:
-        raise UsageError(
-            "an image must be a path, a PIL image, an array (H, W, 3) or a tensor (3, H, W), got "
-            f"{tuple(image.shape)}"
-        )
-    if normalised or _is_normalised(model, image):
-        return _in_unit_range(model.denormalize(image.float()), ROUNDING)
-    return _in_unit_range(image)
-
-
-def _pixel_values(image: Mapping) -> Tensor:
-    """Return the pixel_values of an image processor's mapping."""
-    if "pixel_values" not in image:
-        raise UsageError(
-            f"an image processor's pixel_values are required, got {', '.join(map(str, image)) or 'nothing'}"
-        )
-    values = image["pixel_values"]
-    return values if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
-
-
-def _is_normalised(model: LoadedModel, image: Tensor) -> bool:
-    """Return whether values beyond 0..1 are in 0..1 before the model's normalisation."""
-    if not image.is_floating_point() or (image.min() >= 0 and image.max() <= 1):
-        return False
-    low, high = model.denormalize(image.float()).aminmax()
-    return bool(low >= -ROUNDING and high <= 1 + ROUNDING)
-
-
-def _in_unit_range(values: Tensor, rounding: float = 0.0) -> Tensor:
+def in_unit_range(values: Tensor, rounding: float = 0.0) -> Tensor:
     """Return uint8 or floating-point values as float32 in 0..1; floating-point ones may exceed it by `rounding`."""
     if values.dtype == torch.uint8:
         return values / 255
@@ -169,6 +119,13 @@ def _in_unit_range(values: Tensor, rounding: float = 0.0) -> Tensor:
         "an image's values must lie in 0..1 or be uint8, a tensor's also normalised by the model's mean and std, got "
         f"{values.dtype} from {low:g} to {high:g}"
     )
+
+
+def _check_is_file(path: str | Path) -> None:
+    _check_exists(path)
+    if not os.path.isfile(path):  # a named pipe would be waited for
+        kind = "a folder" if os.path.isdir(path) else "not a regular file"
+        raise UsageError(f"one image file is required, and {path} is {kind}")
 
 
 def _check_exists(path: str | Path) -> None:
@@ -184,7 +141,7 @@ def _from_array(array: np.ndarray) -> Image.Image:
         raise UsageError(
             f"an image array must have (H, W), (H, W, 1), (H, W, 3) or (H, W, 4), got {array.shape}"
         )
-    values = _in_unit_range(torch.from_numpy(array.copy()))
+    values = in_unit_range(torch.from_numpy(array.copy()))
     levels = (values * 255).round().byte()
     return to_pil_image(levels.numpy())
 

@@ -38,6 +38,7 @@ from ea_vision.detection.model import Detector, create_detector
 from ea_vision.detection.predict import detect
 from ea_vision.detection.transforms import fit_image
 from ea_vision.engine import checkpoint, run_folder
+from ea_vision.recorder.inputs import in_unit_range
 from ea_vision.recorder.processors import processor_config, processor_of
 from ea_vision.recorder.recording import AttentionLayer, recordable_layers
 
@@ -46,6 +47,7 @@ log = logging.getLogger(__name__)
 # as `recorder.recording.prefix_names` calls them
 TOKEN = r"cls|dist|mean|pool|(?:reg|pool)[1-9]\d*"
 NUMBER = "[0-9]{1,9}"
+ROUNDING = 1e-3  # of values that a processor normalised, in 0..1
 PHOTO_SIDE = 512  # pixels of an image that is shown beside its maps
 WEIGHTS_HELP = (
     "NAME of a timm model (pretrained where it has weights, else random), RUN folder, a file of weights or a "
@@ -77,6 +79,42 @@ class LoadedModel:
         """Where the network lies; an exported one computes on the CPU."""
         weights = list(self.model.parameters())
         return weights[0].device if weights else torch.device("cpu")
+
+    def input_of(self, image: Image.Image | Tensor | Mapping) -> Tensor:
+        """Return (3, H, W) in 0..1, as the network is to see it: a tensor as it is, a PIL image resized and cut.
+
+        Args:
+            image: as `ea_vision.recorder.inputs.as_image` returns it. A tensor has (3, H, W) or (1, 3, H, W): uint8;
+                floating point in 0..1; or normalised by the network's mean and std, as an image processor gives it,
+                whose mapping with "pixel_values" may be given, too.
+
+        Raises:
+            UsageError: a tensor of another shape or range, or an image that is too narrow.
+        """
+        if isinstance(image, Image.Image):
+            return self.prepare(image)
+        normalised = isinstance(image, Mapping)
+        if normalised:
+            image = _pixel_values(image)
+        if image.ndim == 4 and image.shape[0] == 1:
+            image = image[0]
+        if image.ndim != 3 or image.shape[0] != 3:
+            raise UsageError(
+                "an image must be a path, a PIL image, an array (H, W, 3) or a tensor (3, H, W), got "
+                f"{tuple(image.shape)}"
+            )
+        rounding = 0.0
+        if normalised or self._is_normalised(image):
+            image = self.denormalize(image.float())
+            rounding = ROUNDING
+        return in_unit_range(image, rounding)
+
+    def _is_normalised(self, image: Tensor) -> bool:
+        """Return whether values beyond 0..1 are in 0..1 before the network's normalisation."""
+        if not image.is_floating_point() or (image.min() >= 0 and image.max() <= 1):
+            return False
+        low, high = self.denormalize(image.float()).aminmax()
+        return bool(low >= -ROUNDING and high <= 1 + ROUNDING)
 
     def prepare(self, image: Image.Image, finer: float = 1.0) -> Tensor:
         """Return (3, H, W) in 0..1: resized and cut around its middle, as in evaluation; what queries are counted on.
@@ -145,6 +183,16 @@ class LoadedModel:
         mean = images.new_tensor(self.config["mean"]).view(3, 1, 1)
         std = images.new_tensor(self.config["std"]).view(3, 1, 1)
         return images * std + mean
+
+
+def _pixel_values(image: Mapping) -> Tensor:
+    """Return the pixel_values of an image processor's mapping."""
+    if "pixel_values" not in image:
+        raise UsageError(
+            f"an image processor's pixel_values are required, got {', '.join(map(str, image)) or 'nothing'}"
+        )
+    values = image["pixel_values"]
+    return values if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
 
 
 @dataclass

@@ -53,7 +53,7 @@ from ea_vision.recorder.loading import (
     parse_targets,
     positive,
 )
-from ea_vision.recorder.recording import AttentionLayer, LayerMaps
+from ea_vision.recorder.recording import AttentionLayer, AttentionMaps, LayerMaps
 from ea_vision.visualize.image_maps import AnyImage, as_models, record
 from ea_vision.visualize.map_style import SCALES, STYLE, STYLES, MapStyle
 from ea_vision.visualize.tiles import ALL, MEAN, Head, Query, Recording
@@ -374,7 +374,8 @@ class Asked:
             recording = record(model, image, self.layers[index], parts)
             able = all(map(self._has_queries, recording.maps.values()))
             if self.by_default and not able:
-                self.layers[index] = self._layers_with_queries(model, image)
+                every = record(model, image, chosen_layers(None, model)).maps
+                self.layers[index] = self._layers_with_queries(model, every)
                 recording = record(model, image, self.layers[index], parts)
             recordings.append(recording)
         return recordings
@@ -387,10 +388,13 @@ class Asked:
             return False
         return set(tokens) <= set(layer.query_names)
 
-    def _layers_with_queries(self, model: LoadedModel, image: AnyImage) -> list[AttentionLayer]:
-        """Return the layers that have the queries; all layers if none has them: drawing them raises the error."""
+    def _layers_with_queries(
+        self,
+        model: LoadedModel,
+        maps: AttentionMaps,
+    ) -> list[AttentionLayer]:
+        """Return the layers whose `maps` have the queries; all if none has: drawing them raises the error."""
         every = chosen_layers(None, model)
-        maps = record(model, image, every).maps
         able = [layer for layer in every if self._has_queries(maps[layer.number])]
         return spread(able or every) if self.some else able or every
 

@@ -2,6 +2,7 @@
 several images."""
 
 from collections.abc import Sequence
+from string import ascii_uppercase
 
 from matplotlib.figure import Figure
 
@@ -29,7 +30,6 @@ from ea_vision.visualize.tiles import (
     map_name,
     photo_of,
     queries_name,
-    short_names,
     tile_of,
 )
 
@@ -218,7 +218,7 @@ def draw_columns(
     if len({len(chosen) for chosen in layers}) > 1:
         counts = [f"{len(chosen)} of {name}" for chosen, name in zip(layers, names, strict=True)]
         raise UsageError(f"models side by side need as many layers each, got {', '.join(counts)}")
-    names, meaning = short_names(names)
+    names, meaning = _short_names(names)
     first = recordings[0]
     one_row = len(points) == len(heads) == 1
     grid = len(layers[0]) > 1 and one_row
@@ -265,6 +265,19 @@ def draw_columns(
         note=f"attention{what}: {queries_name(points)}{which}{meaning}",
         photo=photo_of(first, points) if photos == "first" else None,
     )
+
+
+def _short_names(names: Sequence[str]) -> tuple[Sequence[str], str]:
+    """Return names that fit above a map, and a legend: letters with their meanings unless all names are short."""
+    if all(len(name) <= 14 for name in names):
+        return names, ""
+    short = []
+    meanings = []
+    for index, name in enumerate(names):
+        letter = ascii_uppercase[index % 26] + "'" * (index // 26)
+        short.append(letter)
+        meanings.append(f"{letter}: {name}")
+    return short, "\n" + "; ".join(meanings)
 
 
 def _write_titles(tiles: Sequence[Tile], names: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import ea_vision
 from ea_vision.base.errors import UsageError
-from ea_vision.recorder.inputs import ImageSource, as_image, as_input
+from ea_vision.recorder.inputs import ImageSource, as_image
 from ea_vision.recorder.loading import (
     LoadedModel,
     as_loaded,
@@ -21,7 +21,7 @@ from ea_vision.recorder.quantities import own_alone
 from ea_vision.recorder.recording import AttentionLayer, AttentionMaps, LayerMaps
 from ea_vision.visualize.tiles import OWN_ALONE, Recording
 
-AnyImage = ImageSource | Tensor  # see `ea_vision.recorder.inputs.as_input`
+AnyImage = ImageSource | Tensor  # see `ea_vision.recorder.loading.LoadedModel.input_of`
 
 
 def as_model(model: nn.Module | LoadedModel | str, **images) -> LoadedModel:
@@ -87,7 +87,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def as_batch(model: LoadedModel, images: Sequence[AnyImage]) -> Tensor:
     """Return (B, 3, H, W) as the network takes it, on its device."""
-    batch = torch.stack([as_input(model, image) for image in images])
+    batch = torch.stack([model.input_of(as_image(image)) for image in images])
     return model.normalize(batch.to(model.device))
 
 
@@ -97,7 +97,7 @@ def record(
     layers: Sequence[AttentionLayer],
     parts: Sequence[str] = ("attn",),
 ) -> Recording:
-    """Run a network on an image, in evaluation mode; see `as_model` and `as_input`.
+    """Run a network on an image, in evaluation mode; see `as_model` and `AnyImage`.
 
     Args:
         layers: those to record, if any.
@@ -108,8 +108,8 @@ def record(
     """
     model = as_model(model)
     image = as_image(image)
-    prepared = as_input(model, image)
-    batch = as_batch(model, [prepared])
+    prepared = model.input_of(image)
+    batch = model.normalize(prepared[None].to(model.device))
     watch = nullcontext(AttentionMaps())
     if layers:
         known = set().union(*(layer.parts for layer in layers))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.layers import SpatialTransformer, quadrilateral, sample_affine
-from ea_vision.recorder.inputs import as_input
+from ea_vision.recorder.inputs import as_image
 from ea_vision.recorder.loading import check_classifies
 from ea_vision.recorder.recording import recordable_layers
 from ea_vision.visualize.figure_options import Layers, Model, chosen_layers, spread
@@ -152,7 +152,7 @@ def plot_sampling(
     above = []
     below = []
     for number, image in enumerate(images, start=1):
-        x = as_input(loaded, image)
+        x = loaded.input_of(as_image(image))
         size = tuple(x.shape[1:])
         with evaluating(loaded.model), torch.inference_mode():
             theta = transformer.theta(as_batch(loaded, [x]))

@@ -8,7 +8,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from string import ascii_uppercase
 from typing import Any
 
 import numpy as np
@@ -166,19 +165,6 @@ def map_name(layer: LayerMaps, short: bool = False) -> str:
     if layer.prefix_names:
         name += f" after {', '.join(layer.prefix_names)}"
     return name
-
-
-def short_names(names: Sequence[str]) -> tuple[Sequence[str], str]:
-    """Return names that fit above a map, and a legend: letters with their meanings unless all names are short."""
-    if all(len(name) <= 14 for name in names):
-        return names, ""
-    short = []
-    meanings = []
-    for index, name in enumerate(names):
-        letter = ascii_uppercase[index % 26] + "'" * (index // 26)
-        short.append(letter)
-        meanings.append(f"{letter}: {name}")
-    return short, "\n" + "; ".join(meanings)
 
 
 def layers_name(numbers: Sequence[int]) -> str:

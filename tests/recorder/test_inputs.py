@@ -9,7 +9,7 @@ from PIL import Image
 
 from ea_vision.base.errors import UsageError
 from ea_vision.predict import predict
-from ea_vision.recorder.inputs import as_input, find_images, read_image
+from ea_vision.recorder.inputs import as_image, find_images, read_image
 from ea_vision.recorder.loading import load_model
 from tests.recorder.networks import photo
 
@@ -86,11 +86,12 @@ def test_arrays_files_and_pil_images_are_one_image(tmp_path):
     with_alpha = np.asarray(image.convert("RGBA"))
     expected = model.prepare(image)
     for source in (image, array, float32, float64, str(path), path, with_alpha):
-        assert torch.equal(as_input(model, source), expected)
+        assert torch.equal(model.input_of(as_image(source)), expected)
     grey = np.asarray(image.convert("L"))
-    assert torch.equal(as_input(model, grey), as_input(model, grey[:, :, None]))
+    with_axis = as_image(grey[:, :, None])
+    assert torch.equal(model.input_of(as_image(grey)), model.input_of(with_axis))
     ones = torch.ones(1, 3, 5, 6, dtype=torch.uint8)
-    assert torch.equal(as_input(model, ones), torch.full((3, 5, 6), 1 / 255))
+    assert torch.equal(model.input_of(ones), torch.full((3, 5, 6), 1 / 255))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from ea_vision.base.errors import UsageError
-from ea_vision.recorder.inputs import as_image, as_input
+from ea_vision.recorder.inputs import as_image
 from ea_vision.recorder.loading import as_loaded
 from tests.recorder.networks import gap, torchvision_vit, transformers_model
 
@@ -59,7 +59,7 @@ def test_images_are_those_of_the_processor(kind, tmp_path):
     given = as_loaded(transformers_model("ViT"), "ViT", processor=processor)
     by_path = as_loaded(transformers_model("ViT"), "ViT", processor=str(tmp_path))
     for loaded in (beside_the_weights, given, by_path):
-        prepared = loaded.normalize(as_input(loaded, image))
+        prepared = loaded.normalize(loaded.input_of(as_image(image)))
         assert prepared.shape == expected.shape
         scale = expected.max() - expected.min()
         assert gap(prepared, expected) < 0.02 * scale
@@ -71,16 +71,16 @@ def test_a_processors_tensor_stays_as_it_is(tmp_path):
     features = processor(smooth_photo(), return_tensors="pt")
     expected = features["pixel_values"]
     for image in (features, expected, expected[0], processor(smooth_photo())):
-        again = loaded.normalize(as_input(loaded, as_image(image)))
+        again = loaded.normalize(loaded.input_of(as_image(image)))
         assert gap(again, expected[0]) < 1e-5
     white = processor(Image.new("RGB", (40, 40), "white"), return_tensors="pt")
-    assert (as_input(loaded, white) == 1).all()
+    assert (loaded.input_of(white) == 1).all()
     with pytest.raises(UsageError, match="pixel_values are required, got input_ids"):
-        as_input(loaded, {"input_ids": expected})
+        loaded.input_of({"input_ids": expected})
     with pytest.raises(
         UsageError, match="normalised by the model's mean and std, got torch.float32"
     ):
-        as_input(loaded, {"pixel_values": 3 * expected})
+        loaded.input_of({"pixel_values": 3 * expected})
 
 
 def test_mean_and_std_by_hand():
