@@ -92,7 +92,8 @@ def test_a_run_that_was_killed_goes_on(place):
         time.sleep(0.01)
     process.kill()
     process.communicate()
-    assert (folder / LAST).exists() and run_folder.read_results(folder) is None
+    assert (folder / LAST).exists()
+    assert run_folder.read_results(folder) is None
     assert "resumed from" in run(*words, place=place)
     assert run_folder.read_results(folder)["epochs"] == 1
     for name, options in (("heatmap", ["--layers", "1"]), ("strip", ["--layers", "1"])):
@@ -142,4 +143,5 @@ def test_the_probe(place):
 def test_ffcv_is_asked_for_in_one_line(place):
     words = ["write-ffcv", "--data-dir", place, "--split", "train", "--out", place / "a.beton"]
     [line] = run(*words, place=place, code=2).splitlines()
-    assert line.startswith("error: ") and "ffcv" in line
+    assert line.startswith("error: ")
+    assert "ffcv" in line

@@ -13,7 +13,7 @@ TRAINERS = {
 }
 
 
-def resolved(name: str, **given):
+def resolved(name, **given):
     """Return the options of a recipe's trainer under this recipe; `given` replaces some."""
     kind = "cifar" if name == "finetune" else name.partition("_")[0]
     return resolve(TRAINERS.get(kind, CifarConfig), {"recipe": name, **given})

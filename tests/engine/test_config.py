@@ -17,7 +17,7 @@ from ea_vision.engine.train_cifar import EXAMPLES, CifarConfig
 from ea_vision.engine.train_imagenet import ImageNetConfig
 
 
-def parsed(line: str = "", cls=CifarConfig):
+def parsed(line="", cls=CifarConfig):
     return resolve(cls, parse(make_parser(cls, "", EXAMPLES), line.split()))
 
 
@@ -182,7 +182,7 @@ def test_a_recipe_says_what_differs_from_its_base(tmp_path):
 def test_help_fits_one_screen(command, capsys):
     """Its ten options come first in --help-all too, which lists every option."""
 
-    def help_by(flag: str) -> str:
+    def help_by(flag):
         with pytest.raises(SystemExit):
             main([command, flag])
         return capsys.readouterr().out

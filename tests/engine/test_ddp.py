@@ -9,7 +9,6 @@ from torch import distributed as dist
 from torch import nn
 
 from ea_vision.base.processes import World
-from ea_vision.engine.classification import ClassificationTrainer
 from tests.engine.runner import make_trainer
 
 CPU = torch.device("cpu")
@@ -36,12 +35,12 @@ def eager_compile(monkeypatch):
     monkeypatch.setattr(torch, "compile", compile)
 
 
-def two(folder, model, **given) -> ClassificationTrainer:
+def two(folder, model, **given):
     """Return the training loop of the first of two processes."""
     return make_trainer(folder, model, classes=4, world=World(0, 2, CPU), batch_size=4, **given)
 
 
-def compiled_parts(node) -> list:
+def compiled_parts(node):
     """The nodes of an autograd graph that are compiled backwards."""
     seen = set()
     left = [node]

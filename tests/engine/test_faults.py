@@ -340,7 +340,7 @@ def test_an_environment_that_makes_no_world(data, tmp_path, capsys, monkeypatch,
     assert not (tmp_path / "run").exists()
 
 
-def run_out_of_memory() -> None:
+def run_out_of_memory():
     """Let the third update ask for more memory than there is."""
 
     def hurt(trainer):
@@ -355,7 +355,8 @@ def test_out_of_memory_advises(data, tmp_path):
     assert error.startswith(
         "error: out of memory in update 3 of epoch 1 (tried to allocate 2.00 GiB): a smaller"
     )
-    assert "--grad-checkpointing" in error and str(folder / checkpoint.LAST) in error
+    assert "--grad-checkpointing" in error
+    assert str(folder / checkpoint.LAST) in error
 
 
 def test_a_model_without_checkpointing_is_named():
@@ -407,7 +408,8 @@ def test_a_complete_run_of_other_data(data, tmp_path, capsys):
     argv = arguments(data, folder, "--epochs 1")
     train(argv)
     written = times_of(folder)
-    assert train_cifar.main(argv) == 0 and "is complete" in capsys.readouterr().out
+    assert train_cifar.main(argv) == 0
+    assert "is complete" in capsys.readouterr().out
     argv[argv.index(str(data))] = str(make_folder(tmp_path / "other", train=42))
     assert error_of(train_cifar.main, argv, capsys).startswith(
         f"{folder} was trained on other data: fingerprint "
@@ -451,7 +453,7 @@ def test_weights_and_statistics_that_are_not_finite(old_run, capsys, name, value
     assert error == f"weights {old_run}/last.ckpt must be finite numbers, got others in {name}"
 
 
-def spoil_evaluation() -> None:
+def spoil_evaluation():
     """Make the loss of every evaluation NaN."""
 
     def spoilt(batches, loader):
@@ -487,8 +489,10 @@ def test_checkpoints_of_another_run(old_run, capsys, key, value, message):
     before = path.read_bytes()
     for more in ([], ["--resume", str(path), "--output", str(other)]):
         error = error_of(train_cifar.main, [*resume(old_run), *more], capsys)
-        assert str(path) in error and message in error
-    assert path.read_bytes() == before and not other.exists()
+        assert str(path) in error
+        assert message in error
+    assert path.read_bytes() == before
+    assert not other.exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there may a name be no UTF-8")
@@ -500,7 +504,8 @@ def test_a_run_whose_name_is_no_utf8(old_run, tmp_path, capsys):
     assert commands.main(["train-cifar", "--evaluate", str(run)]) == 0
     picture = tmp_path / "heatmap.png"
     words = ["heatmap", "--model", str(run), "--layers", "1", "-o", str(picture), "digits#0"]
-    assert commands.main(words) == 0 and picture.stat().st_size > 1000
+    assert commands.main(words) == 0
+    assert picture.stat().st_size > 1000
 
 
 def test_a_run_folder_of_another_format_is_one_line(old_run, capsys):

@@ -73,7 +73,7 @@ def continued(argv, folder, uninterrupted):
     return said
 
 
-def killed(argv, folder, uninterrupted, *sabotages) -> None:
+def killed(argv, folder, uninterrupted, *sabotages):
     """Start the same command again and again, each time killed in another way, and then once more."""
     for sabotage in sabotages:
         train(argv, sabotage, code=KILLED)
@@ -81,7 +81,7 @@ def killed(argv, folder, uninterrupted, *sabotages) -> None:
     continued(argv, folder, uninterrupted)
 
 
-def progress(folder, name=checkpoint.LAST) -> dict:
+def progress(folder, name=checkpoint.LAST):
     """How far the run had come by a checkpoint."""
     return saved(folder, name)["progress"]
 
@@ -140,7 +140,8 @@ def test_signals_finish_the_update_save_and_leave(argv, folder, uninterrupted):
         assert (at["epoch"], at["step"], at["updates"]) == wanted, (
             "the update it was in is finished and saved"
         )
-        assert len(at["rows"]) == wanted[0] and run_folder.read_results(folder) is None
+        assert len(at["rows"]) == wanted[0]
+        assert run_folder.read_results(folder) is None
     assert "Traceback" not in said
     continued(argv, folder, uninterrupted)
 
@@ -185,7 +186,9 @@ def test_resume_goes_on_from_an_older_checkpoint_when_the_newest_is_damaged(
     path.write_bytes(damaged)
     said = train(argv)
     same_result(folder, uninterrupted)
-    assert "skipped" in said and str(path) in said and "checksum" in said
+    assert "skipped" in said
+    assert str(path) in said
+    assert "checksum" in said
     assert (folder / "last.ckpt.damaged").read_bytes() == damaged, (
         "it is kept, and has pushed out no good one"
     )
@@ -216,11 +219,9 @@ def test_disk_full(argv, folder, uninterrupted):
     for name, nth in ((checkpoint.LAST, 3), (checkpoint.BEST, 1), (run_folder.WEIGHTS, 1)):
         said = train(argv, HurtWrite("full", nth, name), code=1)
         error = said.splitlines()[-1]
-        assert (
-            error.startswith("error: ")
-            and f"cannot write {folder / name}" in error
-            and "Traceback" not in said
-        )
+        assert error.startswith("error: ")
+        assert f"cannot write {folder / name}" in error
+        assert "Traceback" not in said
         assert not list(folder.glob(".*.tmp")), "what was written in vain is freed"
         saved(folder)
     continued(argv, folder, uninterrupted)
@@ -228,12 +229,12 @@ def test_disk_full(argv, folder, uninterrupted):
 
 def test_non_finite_loss_stops_and_says_where(argv, folder, uninterrupted):
     error = train(argv, partial(spoil_loss, 4, 0), code=1).splitlines()[-1]
-    assert "update 4 of epoch 1" in error and str(folder / checkpoint.LAST) in error
+    assert "update 4 of epoch 1" in error
+    assert str(folder / checkpoint.LAST) in error
     report = json.loads((folder / "nonfinite-epoch001-update00004.json").read_text())
     assert report["last_good_checkpoint"] == str(folder / checkpoint.LAST)
-    assert len(report["samples"][0]) == 8 and all(
-        name.endswith(".png") for name in report["samples"][0]
-    )
+    assert len(report["samples"][0]) == 8
+    assert all(name.endswith(".png") for name in report["samples"][0])
     assert progress(folder)["updates"] == 2
     continued(argv, folder, uninterrupted)
 
@@ -243,9 +244,8 @@ def test_weights_and_statistics_that_are_not_finite_are_never_saved(data, folder
     said = train(arguments(data, folder), partial(spoil_tensor, 4, spoilt), code=1)
     assert f"a weight is not finite after update 4 of epoch 1 ({spoilt})" in said
     model = saved(folder)["model"]
-    assert progress(folder)["updates"] == 2 and all(
-        value.isfinite().all() for value in model.values()
-    )
+    assert progress(folder)["updates"] == 2
+    assert all(value.isfinite().all() for value in model.values())
 
 
 # ---- what the recipes are made of -----------------------------------------------------------------------------------

@@ -115,7 +115,8 @@ def test_a_step_makes_at_most_1000_calls_for_the_matrices(monkeypatch):
         with Counter() as counter:
             optimizer.step()
         counts.append(counter.calls)
-    assert counts[0] > 2600 and counts[1] <= 1000
+    assert counts[0] > 2600
+    assert counts[1] <= 1000
 
 
 def test_gradients_stay_and_parameters_without_one_rest(network):

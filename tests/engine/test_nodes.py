@@ -27,7 +27,7 @@ SCRIPT = Path(__file__).parents[2] / "train_imagenet.py"
 JOIN_SECONDS = 20  # that an agent waits for the other one, which torchrun takes for 600 otherwise
 
 
-def arguments(photos: Path, output: Path, *more: str) -> list[str]:
+def arguments(photos, output, *more):
     """Ten epochs of five updates of four times two images, a checkpoint in every update."""
     return runner.words(
         f"--data-dir {photos} --recipe none --model test_resnet --model-kwargs drop_rate=0.2 --img-size 16",
@@ -40,7 +40,7 @@ def arguments(photos: Path, output: Path, *more: str) -> list[str]:
 # ---- in every run of the tests: what processes of different nodes say of themselves ----------------------------------
 
 
-def of_the_second(argv: list[str], what: str, empty: Path) -> None:
+def of_the_second(argv, what, empty):
     """Give the second process this command line and, by `what`, another commit, or a run folder that is empty."""
     if os.environ["RANK"] == "1":
         around(command, "parse", lambda parse, parser, _: parse(parser, argv))
@@ -69,7 +69,8 @@ def test_nodes_that_differ_are_refused(photos, tmp_path, what):
     said = train(
         argv, partial(of_the_second, second, what, other), size=2, code=2, main=train_imagenet.main
     )
-    assert message in said and (folder / checkpoint.LAST).exists() == (what == "folder")
+    assert message in said
+    assert (folder / checkpoint.LAST).exists() == (what == "folder")
 
 
 # ---- two agents ------------------------------------------------------------------------------------------------------
@@ -112,15 +113,15 @@ def nodes():
 class Agents:
     """Two agents of torchrun, each with two processes; `start(n)` may be called again once node n is dead."""
 
-    def __init__(self, nodes, photos: Path, place: Path):
+    def __init__(self, nodes, photos, place):
         self.nodes, self.folder, self.log = nodes, place / "run", place / "log"
         self.argv = arguments(photos, self.folder)
-        self.running: dict[int, subprocess.Popen] = {}
+        self.running = {}
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
 
-    def start(self, *numbers: int) -> None:
+    def start(self, *numbers):
         for number in numbers:
             prefix, address, environment = self.nodes[number]
             launch = [
@@ -152,12 +153,12 @@ class Agents:
                     },
                 )
 
-    def updates(self) -> int:
+    def updates(self):
         """How many updates of the weights are saved."""
         found = checkpoint.newest_checkpoint(self.folder)
         return found[1]["progress"]["updates"] if found else 0
 
-    def start_and_wait(self) -> None:
+    def start_and_wait(self):
         """Start both nodes and wait until twelve updates are saved."""
         self.start(0, 1)
         deadline = time.monotonic() + 300
@@ -166,7 +167,7 @@ class Agents:
             assert running and time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.05)
 
-    def kill(self, *numbers: int) -> None:
+    def kill(self, *numbers):
         """End agents and their trainers at once, as when machines die."""
         for number in numbers:
             process = self.running.pop(number)
@@ -174,7 +175,7 @@ class Agents:
                 os.kill(pid, signal.SIGKILL)
             process.wait()
 
-    def trainers(self, process: subprocess.Popen) -> list[int]:
+    def trainers(self, process):
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         return [
             int(pid)
@@ -182,10 +183,10 @@ class Agents:
             if b"train_imagenet" in Path(f"/proc/{pid}/cmdline").read_bytes()
         ]
 
-    def wait(self) -> list[int]:
+    def wait(self):
         return [self.running[number].wait(400) for number in sorted(self.running)]
 
-    def close(self) -> None:
+    def close(self):
         self.kill(*(number for number, process in self.running.items() if process.poll() is None))
 
 
@@ -244,12 +245,14 @@ def test_a_node_that_does_not_come_back_ends_the_job_and_loses_nothing(whole, ag
     begun = time.monotonic()
     agents.kill(1)
     code = agents.running[0].wait(300)
-    assert code != 0 and "RendezvousTimeoutError" in agents.log.read_text()
+    assert code != 0
+    assert "RendezvousTimeoutError" in agents.log.read_text()
     print(
         f"| a node gone for good | the other agent ends with code {code} | after {time.monotonic() - begun:.0f} s, "
         f"{JOIN_SECONDS} of them join_timeout |"
     )
-    assert agents.updates() >= 12 and run_folder.read_results(agents.folder) is None
+    assert agents.updates() >= 12
+    assert run_folder.read_results(agents.folder) is None
     agents.start(0, 1)
     assert agents.wait() == [0, 0], agents.log.read_text()
     same_result(agents.folder, whole[0])

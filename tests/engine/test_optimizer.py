@@ -14,17 +14,17 @@ from ea_vision.engine.optimizer import build_optimizer, build_schedule, load_opt
 TINY = {"img_size": 32, "patch_size": 16, "embed_dim": 48, "depth": 2}
 
 
-def config(**options) -> TrainConfig:
+def config(**options):
     usual = {"opt": "sgd", "lr": 0.1, "warmup_epochs": 0, "sched": "constant"}
     return TrainConfig(**{**usual, **options})
 
 
-def network() -> torch.nn.Module:
+def network():
     torch.manual_seed(0)
     return timm.create_model("ea_conv_transformer_cifar", widths=(8, 8, 8, 8), depth=1, img_size=8)
 
 
-def moved(model, optimizer, rate: float | None = None) -> dict:
+def moved(model, optimizer, rate=None):
     """Return how far each parameter moves in a step of random gradients, at this rate of all groups if one is given."""
     before = {}
     for name, parameter in model.named_parameters():
@@ -69,7 +69,7 @@ def test_what_timm_builds_makes_a_step(name):
     assert all(way.any() for way in moved(model, optimizer).values())
 
 
-def scales_of(options, model) -> dict[str, float]:
+def scales_of(options, model):
     """Return the multiple of the rate of each parameter, by its name."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     scales = {}

@@ -26,7 +26,7 @@ def on_cpu(value):
     return value
 
 
-def functions() -> ModuleType:
+def functions():
     """Return the device's own functions; its generator's state is a counter that checkpoints must carry on."""
     module = ModuleType(f"torch.{NAME}")
     state = torch.zeros(1, dtype=torch.uint8)
@@ -49,13 +49,13 @@ def functions() -> ModuleType:
     return module
 
 
-def install() -> None:
+def install():
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, functions())
     InMainMemory().__enter__()
 
 
-def install_and_stop() -> None:
+def install_and_stop():
     install()
     SignalAfterUpdate(15, 3)()
 

@@ -36,12 +36,12 @@ unix_only()
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def all_weights(state: dict) -> torch.Tensor:
+def all_weights(state):
     """Return the weights and buffers of a checkpoint as one vector."""
     return torch.cat([value.flatten() for value in state["model"].values()])
 
 
-def assert_close(a: Path, b: Path) -> None:
+def assert_close(a, b):
     """Assert that two runs reached the same weights, up to the order of sums, and that they went some way to them."""
     first = all_weights(saved(a))
     second = all_weights(saved(b))
@@ -50,7 +50,7 @@ def assert_close(a: Path, b: Path) -> None:
     assert (first - second).norm() < 1e-4 * (first - start).norm()
 
 
-def keep_start() -> None:
+def keep_start():
     """Keep a copy of the first checkpoint, which has the initial weights."""
 
     def keep(save, trainer, *given, **more):
@@ -73,7 +73,8 @@ def test_two_processes_or_two_batches_equal_one_with_twice_the_batch(data, tmp_p
     for other in (two, parts):
         assert_close(one, other)
         second = run_folder.read_metrics(other)
-        assert first["step"] == second["step"] and first["top1"] == second["top1"]
+        assert first["step"] == second["step"]
+        assert first["top1"] == second["top1"]
         assert first["train_loss"] == pytest.approx(second["train_loss"], rel=1e-4)
 
 
@@ -115,7 +116,7 @@ def test_a_process_that_hangs_ends_the_run_in_one_line(data, tmp_path, hung):
     assert saved(folder)["progress"]["epoch"] == 1, "the run can go on"
 
 
-def rank_statistics(folder: Path) -> None:
+def rank_statistics(folder):
     """Write each process's own statistics of BatchNorm just before they become one."""
 
     def watched(distribute, model, *given, **more):
@@ -140,7 +141,7 @@ def test_statistics_of_unlike_shards(data, tmp_path, how):
     torch.testing.assert_close(kept, (first + second) / 2 if how == "reduce" else first)
 
 
-def log_ids(folder: Path, stop_after: int = 0) -> None:
+def log_ids(folder, stop_after=0):
     """Write the ids of every update to a file of its process; perhaps end in the middle."""
     folder.mkdir(exist_ok=True)
 

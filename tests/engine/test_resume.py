@@ -30,7 +30,7 @@ def run(begun, tmp_path):
     return shutil.copytree(begun, tmp_path / "run")
 
 
-def best_is_not_reached(run, epoch: int) -> dict:
+def best_is_not_reached(run, epoch):
     """Let best.ckpt hold this epoch, which stays the best; return its weights."""
     states = {name: saved(run, name) for name in (checkpoint.LAST, checkpoint.BEST)}
     for state in states.values():

@@ -10,7 +10,7 @@ from ea_vision.engine.optimizer import build_schedule
 from tests.engine.recipes import resolved
 
 
-def rates(updates_per_epoch: int, recipe: str = "none", **options) -> list[float]:
+def rates(updates_per_epoch, recipe="none", **options):
     """The rate of every update of a run."""
     config = resolved(recipe, **options)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.lr)

@@ -40,7 +40,7 @@ def photos(tmp_path_factory):
     return root
 
 
-def arguments(photos, kind: str, recipe: str, output, *more: str) -> list[str]:
+def arguments(photos, kind, recipe, output, *more):
     """Two epochs of five updates of eight images. Where a recipe's images grow, they do so in the second epoch."""
     data = f"--data-dir {photos}"
     if kind == "ffcv":

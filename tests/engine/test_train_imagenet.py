@@ -6,7 +6,6 @@ import json
 import shutil
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 import safetensors
@@ -35,7 +34,7 @@ def finished(photos, tmp_path_factory):
     return folder
 
 
-def arguments(photos: Path, output: Path, *more: str) -> list[str]:
+def arguments(photos, output, *more):
     """Two epochs of five updates of eight images, a checkpoint every second update."""
     return runner.words(TINY, f"--data-dir {photos} --output {output} --checkpoint-steps 2", *more)
 
@@ -99,7 +98,8 @@ def test_ffcv_files_train_and_resume_as_images_do(photos, tmp_path):
         results.append(json.loads((tmp_path / name / "evaluation.json").read_text()))
     assert results[0]["loss"] == results[1]["loss"]
     said = train([*other, "--eval-resize", "24"], code=2)
-    assert "eval_resize=24" in said and "eval_resize=20" in said
+    assert "eval_resize=24" in said
+    assert "eval_resize=20" in said
     assert "must have whole images, to train on, got" in train(
         [*other, "--train-beton", str(files["validation"])], code=2
     )
@@ -126,7 +126,8 @@ def test_a_small_evolving_network_learns_its_images_by_heart(tmp_path):
         )
     )
     metrics = run_folder.read_metrics(folder)
-    assert metrics["top1"][-1] > 95 and metrics["train_loss"][-1] < 0.1 * metrics["train_loss"][0]
+    assert metrics["top1"][-1] > 95
+    assert metrics["train_loss"][-1] < 0.1 * metrics["train_loss"][0]
     with safetensors.safe_open(folder / run_folder.WEIGHTS, framework="pt") as weights:
         assert sum(name.endswith("evolution.convs.0.weight") for name in weights.keys()) == 8
 
@@ -138,7 +139,8 @@ def test_too_many_unreadable_images_stop_the_run_and_are_listed(tmp_path, capsys
         path.write_text("no image")
     folder = tmp_path / "run"
     said = train(arguments(root, folder, "--max-bad-images 2"), code=1)
-    assert "3 images cannot be read, --max-bad-images allows 2" in said and "Traceback" not in said
+    assert "3 images cannot be read, --max-bad-images allows 2" in said
+    assert "Traceback" not in said
     rows = list(csv.DictReader((folder / "bad_images.csv").open()))
     assert [row["path"] for row in rows] == [str(path) for path in broken]
     train(arguments(root, folder, "--max-bad-images 3"))  # the same run goes on when it may
@@ -158,8 +160,8 @@ def test_a_trial_step_changes_nothing_and_does_not_take_the_building_of_kernels_
 
     trainer.loss_on_noise = loss_on_noise
     assert 0 < trial_step(trainer) < 1
-    assert len(steps) > 1 and set(steps) == {8}
-    assert torch.equal(random, torch.get_rng_state()) and all(
-        p.grad is None for p in model.parameters()
-    )
+    assert len(steps) > 1
+    assert set(steps) == {8}
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(p.grad is None for p in model.parameters())
     assert_equal(dict(model.state_dict()), dict(before), "state")

@@ -18,7 +18,6 @@ from ea_vision.data.on_device import TrainLoader
 from ea_vision.data.small_images import Images
 from ea_vision.engine import checkpoint, classification
 from ea_vision.engine.evaluate import NonFiniteLoss
-from ea_vision.engine.train import Trainer
 from tests.engine.runner import assert_equal, make_trainer
 
 CPU = torch.device("cpu")
@@ -27,14 +26,14 @@ CPU = torch.device("cpu")
 class Loader:
     """Batches of eight images of three classes; number `bad` has an image that is NaN in one pixel."""
 
-    def __init__(self, count: int, bad: int | None = None):
+    def __init__(self, count, bad=None):
         self.count = count
         self.bad = bad
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.count
 
-    def batches(self, epoch: int = 0, first: int = 0):
+    def batches(self, epoch=0, first=0):
         for number in range(first, self.count):
             generator = torch.Generator().manual_seed(100 * epoch + number)
             images = torch.randn(8, 3, 16, 16, generator=generator)
@@ -44,7 +43,7 @@ class Loader:
             yield Batch(images, targets, torch.arange(8) + 8 * number)
 
 
-def trainer_of(folder, loader, device=CPU, **options) -> Trainer:
+def trainer_of(folder, loader, device=CPU, **options):
     torch.manual_seed(0)
     model = timm.create_model("test_resnet", num_classes=3)
     # timm's average cannot be made on the meta device
@@ -57,20 +56,21 @@ def trainer_of(folder, loader, device=CPU, **options) -> Trainer:
     return trainer
 
 
-def make_update(trainer: Trainer) -> None:
+def make_update(trainer):
     """Make the next update of an epoch."""
     accum = trainer.config.grad_accum_steps
     batches = trainer.train_loader.batches(0, trainer.progress.step * accum)
     trainer._update([next(batches) for _ in range(accum)])
 
 
-def overflow_once(trainer) -> None:
+def overflow_once(trainer):
     """Make an update whose gradient overflows, while its loss does not."""
     hook = next(trainer.model.parameters()).register_hook(lambda grad: grad * math.inf)
     make_update(trainer)
     hook.remove()
     loss, norm, *_ = trainer.unchecked[-1].values
-    assert loss.isfinite() and not norm.isfinite()
+    assert loss.isfinite()
+    assert not norm.isfinite()
 
 
 def test_an_overflow_in_float16_is_left_out_and_lowers_the_scale(tmp_path, monkeypatch):

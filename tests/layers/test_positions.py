@@ -63,7 +63,8 @@ def test_the_branch_reads_them_at_the_maps_size(position, size, options):
     layer = AugmentedConv2d(4, 10, position=position, **common, **options).double()
     channels = 7 if position == "coord" else 4
     plain = AugmentedConv2d(channels, 10, position="none", **common).double()
-    assert not layer.relative and layer.height_rel is None
+    assert not layer.relative
+    assert layer.height_rel is None
     plain.load_state_dict({**layer.state_dict(), "conv.weight": plain.conv.weight})
     x = torch.randn(2, 4, *size, dtype=D64)
     pooled = x

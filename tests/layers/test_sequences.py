@@ -155,7 +155,8 @@ def test_bad_options_are_named(options, message):
 
 def test_a_causal_form_has_an_identity_start():
     module = EvolvingAttention(2, beta=0.0, causal="self", learnable=True)
-    assert module.alpha == 0.0 and isinstance(module.beta, nn.Parameter)
+    assert module.alpha == 0.0
+    assert isinstance(module.beta, nn.Parameter)
     assert "no causal form" in module.operands(None)
     logits = torch.randn(1, 2, 5, 5)
     plain = attention_of(mask_logits(logits, "self"))

@@ -167,7 +167,8 @@ def test_values_are_mixed_with_the_first_blocks():
 def test_token_convolutions_stand_before_each_block_but_the_first():
     first, *others = [block.token_conv for block in mini(token_conv=True).blocks]
     assert first is None
-    assert len(others) == 2 and None not in others
+    assert len(others) == 2
+    assert None not in others
     message = r"got 2 blocks where they are not, the first of them blocks.1.attn \(token_conv"
     with pytest.raises(ValueError, match=message):
         unevolve(mini(token_conv="paper"))

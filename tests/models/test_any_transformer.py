@@ -163,7 +163,8 @@ def test_by_name_and_by_evolve_it_is_one_network(kind, fused):
     named = active(stirred(named)).eval()
     timms = timm.create_model("vit_tiny_patch16_224", **keywords).eval()
     evolved = evolve(timms, kind, **options).eval()
-    assert type(evolved) is VisionTransformer and type(named) is not VisionTransformer
+    assert type(evolved) is VisionTransformer
+    assert type(named) is not VisionTransformer
     evolved.load_state_dict(named.state_dict())
     for model in (named, evolved):
         set_fused(model, fused)

@@ -157,7 +157,8 @@ def test_layer_decay_follows_the_order_of_the_network(name, image):
 def test_other_sizes_work_without_being_told(name, model):
     for size in other_sizes(name):
         y = model(torch.randn(1, 3, *size))
-        assert y.shape == (1, 5) and y.isfinite().all()
+        assert y.shape == (1, 5)
+        assert y.isfinite().all()
 
 
 @torch.no_grad()
@@ -166,7 +167,8 @@ def test_other_channels(name, model, channels):
     other = lively(name, num_classes=5, in_chans=channels).eval()
     assert other.get_submodule(model.default_cfg["first_conv"]).in_channels == channels
     y = other(torch.randn(1, channels, side(name), side(name)))
-    assert y.shape == (1, 5) and y.isfinite().all()
+    assert y.shape == (1, 5)
+    assert y.isfinite().all()
 
 
 @pytest.mark.parametrize("small", CHAINED)
@@ -204,7 +206,9 @@ def test_a_new_classifier_lives_where_the_network_does(small):
 def test_drop_path_grows_with_depth_and_is_off_in_evaluation(small):
     model = lively(small, num_classes=5, drop_path_rate=0.3)
     rates = [m.drop_prob for m in model.modules() if isinstance(m, DropPath)]
-    assert rates == sorted(rates) and 0.28 < rates[-1] <= 0.3 and len(rates) > 3
+    assert rates == sorted(rates)
+    assert 0.28 < rates[-1] <= 0.3
+    assert len(rates) > 3
     x = sample(small, 4)
     assert not torch.equal(model(x), model(x))
     model.eval()
@@ -248,7 +252,8 @@ def test_normalised_queries_and_keys_in_every_family(network):
     model = lively(network, num_classes=5, qk_norm=True).eval()
     image = sample(network, 1)
     gains = {n for n, _ in model.named_parameters() if n.endswith(".qk_gain")}
-    assert len(gains) == len(layers_of(model)) and gains <= model.no_weight_decay()
+    assert len(gains) == len(layers_of(model))
+    assert gains <= model.no_weight_decay()
     give_gradients(model, image)
     assert idle(model, ".qk_gain") == []
     if network == NORMED[-1]:  # by the same layer in all of them

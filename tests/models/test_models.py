@@ -237,8 +237,11 @@ def test_chains_pass_plain_stages():
     model = lively("ea_aa_resnet50", attn_stages=(1, 3)).eval()
     x = torch.randn(1, 3, 64, 64)
     first, second, *_ = layers_of(model)  # both have maps of 1/16
-    assert first.evolution is None and first.need_logits and second.evolution is not None
-    assert model.prune_intermediate_layers([2]) == [2] and model(x).shape == (1, 512, 8, 8)
+    assert first.evolution is None
+    assert first.need_logits
+    assert second.evolution is not None
+    assert model.prune_intermediate_layers([2]) == [2]
+    assert model(x).shape == (1, 512, 8, 8)
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,8 @@ def test_convolutions_are_alive_whatever_initialises_the_network(mode):
     model.init_weights(mode)
     for evolution in evolutions:
         assert evolution.convs[0].weight.any()
-        assert evolution.alpha == 0 and evolution.beta == 0
+        assert evolution.alpha == 0
+        assert evolution.beta == 0
 
 
 @pytest.mark.skipif(not RESETS, reason="needs a timm whose ViT resets every module in init_weights")
@@ -228,7 +229,8 @@ def test_gates_are_what_the_keywords_say(name, options, expected):
 def test_evolve_takes_gates_and_layers(keyword):
     model = ea_vision.evolve(plain(), alpha=0.2, beta=0.1, learnable=False, **{keyword: [3]})
     first, second, last = [block.attn.evolution for block in model.blocks]
-    assert first is None and second is None
+    assert first is None
+    assert second is None
     assert (last.alpha, last.beta) == (0.2, 0.1)
 
 

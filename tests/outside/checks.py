@@ -36,7 +36,8 @@ def create(name, **options):
 
 
 def test_is_registered_in_order():
-    assert list_networks("tiny_attn") == NAMES and list_networks()[-2:] == NAMES
+    assert list_networks("tiny_attn") == NAMES
+    assert list_networks()[-2:] == NAMES
     assert tiny_attn.ea_aa_tiny.__doc__ == "Tiny network with evolving attention."
 
 

@@ -71,7 +71,8 @@ def test_grad_cam(name, path):
         maps = cam(x, targets=None)
     with pytorch_grad_cam.GradCAM(model, [last_activation(stage[-1])]) as cam:
         expected = cam(x, targets=None)
-    assert maps.shape == (2, 64, 64) and maps.max() > 0
+    assert maps.shape == (2, 64, 64)
+    assert maps.max() > 0
     assert_close(torch.from_numpy(maps), torch.from_numpy(expected))
 
 
@@ -184,7 +185,8 @@ def test_unet_on_an_evolving_encoder():
     assert model(images(64, 64)).shape == (2, 3, 64, 64)
     give_gradients(model, images(64, 64))
     gates = [p for n, p in model.named_parameters() if ".evolution." in n]
-    assert gates and all(p.grad.any() for p in gates)
+    assert gates
+    assert all(p.grad.any() for p in gates)
 
 
 def test_torchinfo_counts_every_parameter():

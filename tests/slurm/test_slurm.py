@@ -54,7 +54,7 @@ def cluster(tmp_path):
     return tmp_path
 
 
-def sbatch(cluster, script, *arguments, until=None, **more: str) -> tuple[int, str]:
+def sbatch(cluster, script, *arguments, until=None, **more):
     """Run a batch script as SLURM does; its exit code and output.
 
     until: TERM is sent to the script once this file exists.
@@ -88,7 +88,7 @@ def sbatch(cluster, script, *arguments, until=None, **more: str) -> tuple[int, s
     return job.returncode, out
 
 
-def noted(cluster, name) -> list[str]:
+def noted(cluster, name):
     file = cluster / name
     return file.read_text().splitlines() if file.exists() else []
 
@@ -97,19 +97,23 @@ def noted(cluster, name) -> list[str]:
 def test_the_job_ends_as_the_training_does(cluster, code):
     assert sbatch(cluster, "imagenet.sbatch", "--data-dir", "a b", TRAINER=str(code))[0] == code
     [line] = noted(cluster, "srun")
-    assert line.startswith("torchrun --nnodes 2 --nproc-per-node 4 ") and "--rdzv-id 7-0 " in line
-    assert "--rdzv-endpoint node1:29400" in line and line.endswith(
-        "-m ea_vision train-imagenet --data-dir a b"
-    )
-    assert not noted(cluster, "requeue") and not noted(cluster, "scancel")
+    assert line.startswith("torchrun --nnodes 2 --nproc-per-node 4 ")
+    assert "--rdzv-id 7-0 " in line
+    assert "--rdzv-endpoint node1:29400" in line
+    assert line.endswith("-m ea_vision train-imagenet --data-dir a b")
+    assert not noted(cluster, "requeue")
+    assert not noted(cluster, "scancel")
 
 
 def test_at_the_time_limit_trainers_are_told_and_the_job_is_put_back(cluster):
     code, _ = sbatch(cluster, "imagenet.sbatch", until=cluster / "began", TRAINER="hang")
-    assert code == 143 and noted(cluster, "trainer") == ["saved"]
-    assert noted(cluster, "scancel") == ["--signal=TERM 7.0"] and noted(cluster, "requeue") == ["7"]
+    assert code == 143
+    assert noted(cluster, "trainer") == ["saved"]
+    assert noted(cluster, "scancel") == ["--signal=TERM 7.0"]
+    assert noted(cluster, "requeue") == ["7"]
     assert sbatch(cluster, "imagenet.sbatch", SLURM_RESTART_COUNT="1", TRAINER="0")[0] == 0
-    assert "--rdzv-id 7-1 " in noted(cluster, "srun")[1] and noted(cluster, "requeue") == ["7"]
+    assert "--rdzv-id 7-1 " in noted(cluster, "srun")[1]
+    assert noted(cluster, "requeue") == ["7"]
 
 
 def test_a_training_that_completes_after_the_signal_is_not_put_back(cluster):
@@ -117,7 +121,8 @@ def test_a_training_that_completes_after_the_signal_is_not_put_back(cluster):
         '#!/bin/bash\ntrap "exit 0" TERM\ntouch "$PLACE/began"\nwhile :; do sleep 0.05; done\n'
     )
     assert sbatch(cluster, "imagenet.sbatch", until=cluster / "began")[0] == 0
-    assert noted(cluster, "scancel") and not noted(cluster, "requeue")
+    assert noted(cluster, "scancel")
+    assert not noted(cluster, "requeue")
 
 
 @pytest.mark.parametrize("script", ["imagenet.sbatch", "seeds.sbatch"])
@@ -126,9 +131,9 @@ def test_without_sbatch_one_line_says_how_to_start_it(script, cluster):
     done = subprocess.run(
         ["bash", ROOT / "slurm" / script], env=env, capture_output=True, text=True
     )
-    assert (
-        done.returncode != 0 and "is run by sbatch" in done.stderr and done.stderr.count("\n") == 1
-    )
+    assert done.returncode != 0
+    assert "is run by sbatch" in done.stderr
+    assert done.stderr.count("\n") == 1
     lines = (ROOT / "slurm" / script).read_text().splitlines()
     asked = " ".join(line for line in lines if line.startswith("#SBATCH"))
     assert "--signal=B:TERM@120 --requeue --open-mode=append" in asked
@@ -149,10 +154,8 @@ def test_a_typo_is_told_once_before_the_training_starts(cluster, capsys, script,
     error = error_of(
         {"train-imagenet": train_imagenet, "train-cifar": train_cifar}[command].main, argv, capsys
     )
-    assert (
-        error.startswith("unknown argument '--epoch'; did you mean --epochs")
-        and "--check-options" in argv
-    )
+    assert error.startswith("unknown argument '--epoch'; did you mean --epochs")
+    assert "--check-options" in argv
     assert not noted(cluster, "srun")
 
 
@@ -172,7 +175,7 @@ def test_a_wrong_place_or_name_is_told_before_the_training_starts(capsys, comman
     assert message in error_of(main, argv, capsys)
 
 
-def term_twice() -> None:
+def term_twice():
     """Send this process TERM in update 8 and again while it saves, as scancel and torchrun do, 0.2 seconds apart."""
 
     def slow(save, trainer, *given, **more):
@@ -238,6 +241,8 @@ def test_an_array_trains_what_evidence_reads_and_continues_after_its_limit(clust
     assert "2 variants x 2 seeds: --array=0-3 trains all; this is task 3" in out
     assert evidence.main([str(cluster / "sweep"), "--question", "EA,none"]) == 0
     said = capsys.readouterr().out
-    assert "EA" in said and "none" in said
+    assert "EA" in said
+    assert "none" in said
     code, out = array(4)
-    assert code == 2 and "error: there is no run for task 4" in out
+    assert code == 2
+    assert "error: there is no run for task 4" in out
