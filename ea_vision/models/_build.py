@@ -71,13 +71,11 @@ def register_networks(
             if pretrained:
                 trained = _trained_with(name, network, model_cls, kwargs)
                 kwargs = _choose_plain_weights(name, network, kwargs)
-            model = build_network(
-                model_cls, name, pretrained, **{**network.kwargs, **trained, **kwargs}
-            )
+            wanted = {**network.kwargs, **trained, **kwargs}
+            model = build_network(model_cls, name, pretrained, **wanted)
             # what building it again needs; timm's configuration has no place for it
             model.trained_with = trained
             model._model_args = dict(trained)  # timm's save_for_hf writes these
-            wanted = {**network.kwargs, **trained, **kwargs}
             refuse_other_weights(model, partial(_check_note, module, model_cls, wanted))
             return model
 
@@ -103,8 +101,9 @@ def _trained_with(
     made = _made_with(name, kwargs)
     if made is None:
         return {}
-    check_agreement(made, {**network.kwargs, **kwargs}, model_cls)
-    return made.missing({**network.kwargs, **kwargs})
+    wanted = {**network.kwargs, **kwargs}
+    check_agreement(made, wanted, model_cls)
+    return made.missing(wanted)
 
 
 def _made_with(name: str, kwargs: Mapping[str, Any]) -> MadeWith | None:

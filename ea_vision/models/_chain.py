@@ -7,7 +7,7 @@ Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map,
 """
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from numbers import Integral
 from typing import Any
@@ -27,6 +27,7 @@ from ea_vision.layers import (
     evolution_class,
     evolution_options,
 )
+from ea_vision.layers.sequence_attention import recomputes
 from ea_vision.ops import check_windows
 
 try:
@@ -305,6 +306,12 @@ def frozen_statistics(block: nn.Module) -> Iterator[None]:
         for norm, (momentum, batches) in before.items():
             norm.momentum = momentum
             norm.num_batches_tracked = batches
+
+
+def frozen_in_backward(block: nn.Module) -> AbstractContextManager:
+    """Return `frozen_statistics` where the backward pass runs a block again, else a context that does nothing."""
+    again = block.training and recomputes()
+    return frozen_statistics(block) if again else nullcontext()
 
 
 def checkpoint(block: nn.Module, *args: Any) -> Any:

@@ -153,3 +153,22 @@ class Mechanisms:
                 f"got {wrong or 'none'}"
             )
         return chosen
+
+
+def check_idle(model: nn.Module) -> None:
+    """Raise UsageError, naming the first, unless all mechanisms of a network leave it as it is."""
+    active = []
+    for name, module in model.named_modules():
+        if hasattr(module, "changes_nothing") and not module.changes_nothing():
+            active.append(name)
+    if active:
+        raise UsageError(
+            "all gates must be 0, or mechanisms at their identity start, for the plain network to compute the same; "
+            f"got {len(active)} that are not, the first of them {active[0]}"
+        )
+
+
+def refuse(model: nn.Module, reason: str | None) -> None:
+    """Raise UsageError where there is a reason why a network cannot evolve."""
+    if reason is not None:
+        raise UsageError(f"this {type(model).__name__} cannot evolve: {reason}")

@@ -13,7 +13,6 @@ Shape letters: B batch, C channels, K heads, T tokens, P prefix tokens, D width 
 
 import copy
 import itertools
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,9 +33,9 @@ from torch import Tensor, nn
 from ea_vision.layers import MapsAttention
 from ea_vision.layers.sequence_attention import thread_of_forward
 from ea_vision.layers.tracing import keep_whole
-from ea_vision.models._chain import frozen_statistics
+from ea_vision.models._chain import frozen_in_backward
 from ea_vision.models._made_with import forget_evolution, remember_evolution
-from ea_vision.models._mechanisms import Mechanisms
+from ea_vision.models._mechanisms import Mechanisms, check_idle, refuse
 
 CARRIED = "_ea_vision_carried"  # attribute of the tokens between blocks
 
@@ -122,19 +121,12 @@ class CarryingBlock:
         attn = getattr(self, self.attention)
         attn.carried[thread_of_forward()] = carried
         try:
-            with self._statistics():
+            with frozen_in_backward(self):
                 y = super().forward(x, *args, **kwargs)
         finally:
             carried = attn.carried.pop(thread_of_forward())
         setattr(y, CARRIED, carried)
         return y
-
-    def _statistics(self):
-        """Freeze running statistics where timm's checkpointing runs the block again in the backward pass."""
-        if not self.training or torch.compiler.is_compiling():
-            return nullcontext()
-        in_backward = torch._C._current_graph_task_id() != -1
-        return frozen_statistics(self) if in_backward else nullcontext()
 
 
 class CarryingAttention(MapsAttention):
@@ -447,11 +439,8 @@ def _architecture_of(model: nn.Module) -> Architecture | None:
 
 
 def _attention_of(block: nn.Module) -> nn.Module | None:
-    for name in (CarryingBlock.attention, EvolvingEncoderBlock.attention):
-        attn = getattr(block, name, None)
-        if attn is not None:
-            return attn
-    return None
+    attn = getattr(block, CarryingBlock.attention, None)
+    return getattr(block, EvolvingEncoderBlock.attention, attn)
 
 
 def _reason_against_type(
@@ -517,9 +506,7 @@ def evolve_blocks(model: nn.Module, mechanisms: Mechanisms) -> None:
     Raises:
         ValueError: blocks, attention or a patch dropout that do not allow it.
     """
-    reason = reason_against(model)
-    if reason is not None:
-        raise ValueError(f"this {type(model).__name__} cannot evolve: {reason}")
+    refuse(model, reason_against(model))
     architecture = _architecture_of(model)
     grid = PatchGrid()
     blocks = model.get_submodule(architecture.blocks)
@@ -568,28 +555,12 @@ def evolve_transformer(
         ValueError: a model that cannot evolve, naming the module at fault, layers that cannot, an option that the
             evolution does not have, or nothing to add.
     """
-    reason = reason_against(model)
-    if reason is not None:
-        raise ValueError(f"this {type(model).__name__} cannot evolve: {reason}")
+    refuse(model, reason_against(model))
     mechanisms = Mechanisms.of_evolve(kind, *args, **options)
     evolving = shared_copy(model)
     evolve_blocks(evolving, mechanisms)
     remember_evolution(evolving, mechanisms.keywords())
     return evolving
-
-
-def _active_part(block: nn.Module) -> str | None:
-    """Return the name of a block's first mechanism that changes something, or None."""
-    attn = getattr(block, block.attention)
-    parts = {
-        f"{block.attention}.evolution": attn.evolution,
-        f"{block.attention}.value_residual": attn.value_residual,
-        "token_conv": block.token_conv,
-    }
-    for name, part in parts.items():
-        if part is not None and not part.changes_nothing():
-            return name
-    return None
 
 
 _ADDED_TO_BLOCKS = ("token_conv", "grid")
@@ -622,17 +593,8 @@ def unevolve_transformer(model: nn.Module) -> nn.Module:
     """
     if not evolves(model):
         raise ValueError(f"an evolving vision transformer required, got {type(model).__name__}")
+    check_idle(model)
     architecture = _architecture_of(model)
-    active = []
-    for index, block in enumerate(model.get_submodule(architecture.blocks)):
-        part = _active_part(block)
-        if part is not None:
-            active.append(f"{architecture.blocks}.{index}.{block.attention} ({part})")
-    if active:
-        raise ValueError(
-            "all gates must be 0, or mechanisms at their identity start, for the plain network to compute "
-            f"the same; got {len(active)} blocks where they are not, the first of them {active[0]}"
-        )
     plain = shared_copy(model)
     plain.__class__ = plain_class(type(model))
     embedding = plain.get_submodule(architecture.embedding)

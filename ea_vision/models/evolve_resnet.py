@@ -28,6 +28,7 @@ from ea_vision.models._chain import (
     to_size,
 )
 from ea_vision.models._made_with import forget_evolution, remember_evolution
+from ea_vision.models._mechanisms import refuse
 from ea_vision.models.any_transformer import shared_copy
 from ea_vision.models.attn_resnet import (
     STAGES,
@@ -140,9 +141,7 @@ def evolve_resnet(
     Raises:
         ValueError: a network that cannot have attention, naming the module at fault, or an unknown or unfitting option.
     """
-    reason = reason_against(model)
-    if reason is not None:
-        raise ValueError(f"this {type(model).__name__} cannot evolve: {reason}")
+    refuse(model, reason_against(model))
     chosen = {
         "kind": kind,
         "img_size": img_size,

@@ -9,7 +9,6 @@ The models stay what they are. Each attention layer gets a module `maps` with it
 """
 
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +17,8 @@ from torch import Tensor, nn
 from ea_vision.base.errors import UsageError
 from ea_vision.layers import foreign
 from ea_vision.layers import sequence_attention as sequences
-from ea_vision.models._chain import frozen_statistics
-from ea_vision.models._mechanisms import Mechanisms
+from ea_vision.models._chain import frozen_in_backward
+from ea_vision.models._mechanisms import Mechanisms, check_idle, refuse
 from ea_vision.models.any_transformer import shared_copy
 
 NAME = "ea_vision"  # of the attention function, and of the evolution in a model's configuration
@@ -86,8 +85,7 @@ class CarryingBlock:
         if self.token_conv is not None:
             handed = self.chains[0].handed[sequences.thread_of_forward()]
             tokens = self.token_conv(tokens, handed.feat_size)
-        again = self.training and sequences.recomputes()
-        with frozen_statistics(self) if again else nullcontext():
+        with frozen_in_backward(self):
             return super().forward(tokens, *args[1:], **kwargs)
 
     def __reduce_ex__(self, protocol: int) -> tuple:
@@ -224,9 +222,7 @@ def evolve_huggingface(
     Raises:
         ValueError: a model that cannot evolve, or a mechanism that has no place in it, with the reason.
     """
-    reason = reason_against(model)
-    if reason is not None:
-        raise UsageError(f"this {type(model).__name__} cannot evolve: {reason}")
+    refuse(model, reason_against(model))
     mechanisms = Mechanisms.of_evolve(kind, *args, **options)
     evolving = shared_copy(model)
     give(evolving, mechanisms)
@@ -239,15 +235,7 @@ def unevolve_huggingface(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: a mechanism that changes something.
     """
-    active = []
-    for name, module in model.named_modules():
-        if hasattr(module, "changes_nothing") and not module.changes_nothing():
-            active.append(name)
-    if active:
-        raise UsageError(
-            "all gates must be 0, or mechanisms at their identity start, for the plain network to compute the same; "
-            f"got {len(active)} that are not, the first of them {active[0]}"
-        )
+    check_idle(model)
     plain = shared_copy(model)
     for module in list(plain.modules()):
         _remove_hooks(module)
