@@ -142,17 +142,6 @@ def test_keywords_say_where_and_how_wide(name):
     assert (layer.dim_qk, layer.dim_v) == (layer.out_channels // 2, layer.out_channels // 4)
 
 
-def test_groups_dilation_and_blur_are_the_plain_networks():
-    for name in ("resnext50_32x4d", "resnetblur50", "resnet50", "torchvision dilated"):
-        plain = plain_network(name)
-        model = evolve(plain, "ea")
-        for path, conv in plain.named_modules():
-            beside = dict(model.named_modules())[path]
-            if isinstance(beside, AugmentedConv2d):
-                assert repr(beside.conv) == repr(conv)
-                assert beside.conv.weight is conv.weight
-
-
 @pytest.mark.parametrize("name", FEW)
 @torch.no_grad()
 def test_an_evolved_network_is_traced_checkpointed_deployed_and_recorded(name):

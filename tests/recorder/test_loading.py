@@ -6,7 +6,6 @@ import shutil
 import pytest
 import timm
 import torch
-from PIL import Image
 from timm.data import create_transform
 
 from ea_vision.base.errors import UsageError
@@ -96,29 +95,6 @@ def test_images_are_prepared_as_evaluation_does(size, crop_pct):
         levels = (loaded.prepare(photo(size)) * 255).round().byte()
         expected = imagenet.eval_transform(side, resize)(photo(size))
         assert torch.equal(levels.permute(1, 2, 0), expected)
-
-
-@pytest.mark.parametrize("size", [(80, 60), (500, 300)])
-def test_images_are_prepared_as_timm_evaluates(size):
-    """And a rectangular input keeps the aspect."""
-    loaded = load_model("cnn_cifar", img_size=(32, 32))
-    loaded.config |= {"crop_pct": 0.8, "mean": (0.1, 0.2, 0.3), "std": (0.5, 1.0, 2.0)}
-    options = {name: loaded.config[name] for name in ("interpolation", "crop_pct", "mean", "std")}
-    transform = create_transform((3, 32, 32), **options)
-    prepared = loaded.normalize(loaded.prepare(photo(size)))
-    assert prepared.shape == (3, 32, 32)
-    difference = (prepared - transform(photo(size))).abs()
-    assert difference.mean() < 0.02
-    loaded.img_size = (32, 64)
-    x = size[0] // 2
-    y = size[1] // 2
-    image = Image.new("RGB", size, "white")
-    image.paste("black", (x - 10, y - 10, x + 10, y + 10))
-    dark = loaded.prepare(image)[0] < 0.5
-    height = int(dark.any(1).sum())
-    width = int(dark.any(0).sum())
-    assert dark.shape == (32, 64)
-    assert abs(height - width) <= 1
 
 
 def test_what_cannot_be_loaded(run, tmp_path):
