@@ -2,8 +2,9 @@
 
 import pytest
 
+from ea_vision.engine import train_cifar
 from tests.data.photos import make_photos
-from tests.engine.runner import make_folder
+from tests.engine.runner import error_of, make_folder
 
 
 @pytest.fixture(scope="session")
@@ -16,3 +17,21 @@ def data(tmp_path_factory):
 def photos(tmp_path_factory):
     """JPEG files of 3 classes in train and val."""
     return make_photos(tmp_path_factory.mktemp("photos"))
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Write a recipe; return its path."""
+
+    def write(text, name="recipe"):
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(text, encoding="utf-8", errors="surrogatepass")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def refusal(capsys):
+    """Run train_cifar; return its error, which must be one line."""
+    return lambda argv: error_of(train_cifar.main, argv, capsys)

@@ -1,5 +1,6 @@
 """Trainers in processes of their own, started quickly from one that has torch loaded, and means to hurt them."""
 
+import csv
 import gc
 import inspect
 import io
@@ -141,6 +142,11 @@ def train(argv, sabotage=None, *, code=0, size=1, main=train_cifar.main):
     return said
 
 
+def failure(argv, sabotage, main=train_cifar.main):
+    """Train until an error ends the run; return its line, the last."""
+    return train(argv, sabotage, code=1, main=main).splitlines()[-1]
+
+
 def stopped(
     argv,
     update,
@@ -223,13 +229,14 @@ def end_of(folder):
     return end
 
 
-def assert_equal(a, b, where):
-    """Assert that two nested states are equal, tensors bit for bit."""
+def assert_equal(a, b, where=""):
+    """Assert that two nested states are equal, types too, tensors bit for bit."""
     first = leaves_of(a)
     second = leaves_of(b)
     assert first.keys() == second.keys(), where
     for path, leaf in first.items():
         other = second[path]
+        assert type(leaf) is type(other), f"{where}{path}"
         same = torch.equal(leaf, other) if isinstance(leaf, torch.Tensor) else leaf == other
         assert same, f"{where}{path}"
 
@@ -237,6 +244,12 @@ def assert_equal(a, b, where):
 def leaves_of(state):
     """Return the leaves of a nested state by their paths."""
     return {keystr(path): leaf for path, leaf in tree_leaves_with_path(state)}
+
+
+def rows_of(path):
+    """Return the rows of a CSV file."""
+    with path.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 def times_of(folder):

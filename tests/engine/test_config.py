@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from pathlib import Path
 
 import pytest
 import yaml
@@ -15,17 +14,16 @@ from ea_vision.engine import train_imagenet
 from ea_vision.engine.config import load_recipe, make_parser, parse, resolve
 from ea_vision.engine.train_cifar import EXAMPLES, CifarConfig
 from ea_vision.engine.train_imagenet import ImageNetConfig
+from tests.process import ROOT
 
 
 def parsed(line="", cls=CifarConfig):
     return resolve(cls, parse(make_parser(cls, "", EXAMPLES), line.split()))
 
 
-def test_command_line_over_recipe_over_defaults(tmp_path):
-    recipe = tmp_path / "r.yaml"
-    text = "lr: 1e-3\nepochs: 7\nmodel_kwargs: {alpha: 0.3, drop_rate: 0.1}\n"
-    recipe.write_text(text, encoding="utf-8")
-    config = parsed(f"--recipe {recipe} --epochs 9 --model-kwargs alpha=0.7 beta=0")
+def test_command_line_over_recipe_over_defaults(recipe):
+    path = recipe("lr: 1e-3\nepochs: 7\nmodel_kwargs: {alpha: 0.3, drop_rate: 0.1}\n")
+    config = parsed(f"--recipe {path} --epochs 9 --model-kwargs alpha=0.7 beta=0")
     assert config.lr == 0.001
     assert config.epochs == 9
     assert config.momentum == CifarConfig().momentum
@@ -141,30 +139,23 @@ def test_bad_options_of_the_imagenet_trainer_are_named(line, message):
         ("compile: maybe", "compile must be of type bool"),
     ],
 )
-def test_bad_recipes_are_named(tmp_path, text, message):
-    path = tmp_path / "r.yaml"
-    path.write_text(text, encoding="utf-8")
+def test_bad_recipes_are_named(recipe, text, message):
     with pytest.raises(UsageError, match=message):
-        parsed(f"--recipe {path}")
+        parsed(f"--recipe {recipe(text)}")
 
 
-def test_a_runs_config_is_a_recipe(tmp_path):
+def test_a_runs_config_is_a_recipe(recipe):
     config = dataclasses.asdict(parsed("--lr 0.07 --decay-milestones 3 5 --output somewhere"))
-    path = tmp_path / "config.yaml"
-    text = yaml.safe_dump({**config, "about": {"seconds": 3}})
-    path.write_text(text, encoding="utf-8")
+    path = recipe(yaml.safe_dump({**config, "about": {"seconds": 3}}))
     again = dataclasses.asdict(parsed(f"--recipe {path}"))
     # the place of the old run is not taken over
     assert again == {**config, "recipe": str(path), "output": ""}
 
 
-def test_a_recipe_says_what_differs_from_its_base(tmp_path):
-    first = tmp_path / "first.yaml"
-    second = tmp_path / "second.yaml"
+def test_a_recipe_says_what_differs_from_its_base(recipe):
     text = "base: pa_cifar10\nlr: 0.3\nmodel_kwargs: {alpha: 0.3, ff_drop_rate: 0.1}\n"
-    first.write_text(text, encoding="utf-8")
-    text = f"base: {first}\nepochs: 9\nmodel_kwargs: {{alpha: 0.4}}\n"
-    second.write_text(text, encoding="utf-8")
+    first = recipe(text, "first")
+    second = recipe(f"base: {first}\nepochs: 9\nmodel_kwargs: {{alpha: 0.4}}\n", "second")
     papers = load_recipe("pa_cifar10")
     kwargs = {**papers["model_kwargs"], "alpha": 0.4, "ff_drop_rate": 0.1}
     own = {**papers, "lr": 0.3, "epochs": 9, "model_kwargs": kwargs}
@@ -173,7 +164,7 @@ def test_a_recipe_says_what_differs_from_its_base(tmp_path):
         (second, "is its own base: .*second.yaml -> .*first.yaml -> .*second.yaml"),
         ("pa_cifar1", "no recipe 'pa_cifar1': did you mean pa_cifar10"),
     ):
-        first.write_text(f"base: {base}\n", encoding="utf-8")
+        recipe(f"base: {base}\n", "first")
         with pytest.raises(UsageError, match=message):
             load_recipe(str(second))
 
@@ -238,18 +229,16 @@ def test_an_option_younger_than_a_checkpoint_had_its_default():
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(text=st.text(max_size=200))
-def test_recipes_of_any_text(tmp_path, text):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(text, encoding="utf-8", errors="surrogatepass")
+def test_recipes_of_any_text(recipe, text):
     try:
-        assert isinstance(load_recipe(str(path)), dict)
+        assert isinstance(load_recipe(str(recipe(text))), dict)
     except UsageError as error:
         assert str(error)
 
 
 def test_the_table_of_timms_options_says_what_there_is():
     """What experiments/timm_options.py printed into the page: names that are ours, and names that are not."""
-    path = Path(__file__).parents[2] / "experiments" / "timm_options.md"
+    path = ROOT / "experiments" / "timm_options.md"
     page = path.read_text(encoding="utf-8")
     ours = set(make_parser(ImageNetConfig, "", "")._option_string_actions)
     _, _, rest = page.partition("Same name, same meaning")

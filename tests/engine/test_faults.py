@@ -29,6 +29,7 @@ from tests.engine.runner import (
     arguments,
     around,
     error_of,
+    failure,
     make_folder,
     saved,
     stopped,
@@ -125,13 +126,13 @@ NOWHERE = "/nowhere.safetensors"
         ("--device cuda", "--device cuda needs a CUDA device*"),
     ],
 )
-def test_refusals(data, tmp_path, capsys, more, message):
+def test_refusals(data, tmp_path, refusal, more, message):
     if "cuda" in more and torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
     folder = tmp_path / "run"
     argv = words(f"--output {folder}") if "--evaluate" in more else arguments(data, folder)
     argv += more.replace("{data}", str(data)).split()
-    error = error_of(train_cifar.main, argv, capsys)
+    error = refusal(argv)
     assert fnmatchcase(error, message.replace("[", "[[]"))
     assert not folder.exists()
 
@@ -205,8 +206,7 @@ def kill_children():
 def test_a_killed_worker_names_the_last_good_checkpoint(photos, tmp_path):
     folder = tmp_path / "run"
     options = f"--batch-size 2 --checkpoint-steps 1 --data-dir {photos} --output {folder}"
-    said = train(words(IMAGENET, options), kill_worker, code=1, main=train_imagenet.main)
-    error = said.splitlines()[-1]
+    error = failure(words(IMAGENET, options), kill_worker, train_imagenet.main)
     # torch's two sentences, its signal handler's and its queue's; or a socket's where that notices first.
     torchs = r"RuntimeError: DataLoader worker \(pid.*(killed by signal|exited unexpectedly)"
     pythons = "Connection|BrokenPipe|EOFError|FileNotFoundError|Empty"
@@ -232,14 +232,12 @@ def test_a_worker_killed_in_an_evaluation(photos, tmp_path):
     folder = tmp_path / "run"
     options = f"--eval-batch-size 1 --epochs 1 --data-dir {photos} --output {folder}"
     argv = words(IMAGENET, options)
-    said = train(argv, kill_worker_in_evaluation, code=1, main=train_imagenet.main)
-    error = said.splitlines()[-1]
+    error = failure(argv, kill_worker_in_evaluation, train_imagenet.main)
     assert error.startswith("error: a process that decodes images has ended (")
     assert error.endswith(f"last good checkpoint: {folder / checkpoint.LAST}")
     train(argv, main=train_imagenet.main)
     argv = words(f"--evaluate {folder} --data-dir {photos} --output {tmp_path / 'evaluation'}")
-    said = train(argv, kill_worker_in_evaluation, code=1, main=train_imagenet.main)
-    error = said.splitlines()[-1]
+    error = failure(argv, kill_worker_in_evaluation, train_imagenet.main)
     assert error.startswith("error: a process that decodes images has ended (")
     assert error.endswith("and fewer --workers need less")
 
@@ -298,13 +296,13 @@ def test_a_log_that_cannot_be_written_does_not_end_a_run(data, tmp_path):
 
 
 @pytest.mark.parametrize("part", ["progress", "random", "model"])
-def test_a_checkpoint_without_a_part(old_run, capsys, part):
+def test_a_checkpoint_without_a_part(old_run, refusal, part):
     """Named, it is refused in one line; found in the run folder, it is put aside."""
     path = old_run / "last.ckpt"
     state = checkpoint.read_checkpoint(path)
     del state[part]
     path.write_bytes(checkpoint.encode(state))
-    error = error_of(train_cifar.main, [*resume(old_run), "--resume", str(path)], capsys)
+    error = refusal([*resume(old_run), "--resume", str(path)])
     assert error == f"{path} is not the checkpoint of a run: it has no {part}"
     assert checkpoint.newest_checkpoint(old_run)[0].name == checkpoint.PREVIOUS
 
@@ -330,12 +328,12 @@ def test_a_checkpoint_without_a_part(old_run, capsys, part):
     ],
     ids=str,
 )
-def test_an_environment_that_makes_no_world(data, tmp_path, capsys, monkeypatch, world, message):
+def test_an_environment_that_makes_no_world(data, tmp_path, refusal, monkeypatch, world, message):
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in world.items():
         monkeypatch.setenv(name, value)
-    said = error_of(train_cifar.main, arguments(data, tmp_path / "run"), capsys)
+    said = refusal(arguments(data, tmp_path / "run"))
     assert fnmatchcase(said.removeprefix("process -1: ").removeprefix("process 3: "), message)
     assert not (tmp_path / "run").exists()
 
@@ -351,7 +349,7 @@ def run_out_of_memory():
 
 def test_out_of_memory_advises(data, tmp_path):
     folder = tmp_path / "run"
-    error = train(arguments(data, folder), run_out_of_memory, code=1).splitlines()[-1]
+    error = failure(arguments(data, folder), run_out_of_memory)
     assert error.startswith(
         "error: out of memory in update 3 of epoch 1 (tried to allocate 2.00 GiB): a smaller"
     )
@@ -369,41 +367,29 @@ def test_a_model_without_checkpointing_is_named():
 # ---- data -----------------------------------------------------------------------------------------------------------
 
 
-def test_one_class(tmp_path, capsys):
+def test_one_class(tmp_path, refusal):
     argv = arguments(make_folder(tmp_path / "data", classes=1), tmp_path / "run")
-    assert (
-        error_of(train_cifar.main, argv, capsys)
-        == "at least 2 classes of images are required, got class_0"
-    )
+    assert refusal(argv) == "at least 2 classes of images are required, got class_0"
     assert not (tmp_path / "run").exists()
 
 
-def test_the_same_images_for_training_and_evaluation(tmp_path, capsys):
+def test_the_same_images_for_training_and_evaluation(tmp_path, capsys, refusal):
     root = make_folder(tmp_path / "data")
     shutil.rmtree(root / "test")
     (root / "test").symlink_to(root / "train")
     folder = tmp_path / "run"
     argv = arguments(root, folder, "--epochs 1")
     message = "training and evaluation need different images, got the same"
-    assert error_of(train_cifar.main, argv, capsys) == message
+    assert refusal(argv) == message
     assert not folder.exists()
     photos = make_photos(tmp_path / "photos")
     shutil.rmtree(photos / "val")
-    argv = [
-        "--model",
-        "test_resnet",
-        "--data-dir",
-        str(photos),
-        "--output",
-        str(tmp_path / "b"),
-        "--workers",
-        "1",
-    ]
     shutil.copytree(photos / "train", photos / "val")
+    argv = words(IMAGENET, f"--data-dir {photos} --output {tmp_path / 'b'}")
     assert error_of(train_imagenet.main, argv, capsys) == message, "a copy is no other data"
 
 
-def test_a_complete_run_of_other_data(data, tmp_path, capsys):
+def test_a_complete_run_of_other_data(data, tmp_path, capsys, refusal):
     folder = tmp_path / "run"
     argv = arguments(data, folder, "--epochs 1")
     train(argv)
@@ -411,21 +397,17 @@ def test_a_complete_run_of_other_data(data, tmp_path, capsys):
     assert train_cifar.main(argv) == 0
     assert "is complete" in capsys.readouterr().out
     argv[argv.index(str(data))] = str(make_folder(tmp_path / "other", train=42))
-    assert error_of(train_cifar.main, argv, capsys).startswith(
-        f"{folder} was trained on other data: fingerprint "
-    )
+    assert refusal(argv).startswith(f"{folder} was trained on other data: fingerprint ")
     assert times_of(folder) == written
 
 
-def test_evaluating_a_run_as_another_model(old_run, capsys):
-    error = error_of(train_cifar.main, ["--evaluate", str(old_run), "--model", "resnet18"], capsys)
+def test_evaluating_a_run_as_another_model(old_run, refusal):
+    error = refusal(["--evaluate", str(old_run), "--model", "resnet18"])
     assert (
         error
         == f"--evaluate {old_run} is a run with model 'ea_conv_transformer_cifar', got 'resnet18'"
     )
-    error = error_of(
-        train_cifar.main, ["--evaluate", str(old_run), "--model-kwargs", "alpha=0.1"], capsys
-    )
+    error = refusal(["--evaluate", str(old_run), "--model-kwargs", "alpha=0.1"])
     assert error.startswith(f"--evaluate {old_run} is a run with model_kwargs {{'depth': 1, ")
     assert (
         train_cifar.main(["--evaluate", str(old_run), "--model", "ea_conv_transformer_cifar"]) == 0
@@ -438,18 +420,18 @@ def test_evaluating_a_run_as_another_model(old_run, capsys):
 @pytest.mark.parametrize(
     "name, value", [("stem.bn.running_mean", math.nan), ("head.fc.weight", math.inf)]
 )
-def test_weights_and_statistics_that_are_not_finite(old_run, capsys, name, value):
+def test_weights_and_statistics_that_are_not_finite(old_run, refusal, name, value):
     weights = weights_of(old_run)
     weights[name].view(-1)[0] = value
     safetensors.torch.save_file(weights, old_run / "model.safetensors")
-    error = error_of(train_cifar.main, ["--evaluate", str(old_run)], capsys)
+    error = refusal(["--evaluate", str(old_run)])
     assert (
         error == f"weights {old_run}/model.safetensors must be finite numbers, got others in {name}"
     )
     state = saved(old_run)
     state["model"][name].view(-1)[0] = value
     (old_run / "last.ckpt").write_bytes(checkpoint.encode(state))
-    error = error_of(train_cifar.main, resume(old_run), capsys)
+    error = refusal(resume(old_run))
     assert error == f"weights {old_run}/last.ckpt must be finite numbers, got others in {name}"
 
 
@@ -482,13 +464,13 @@ def test_an_evaluation_that_fails_ends_a_run(data, tmp_path):
         ("ema", {}, "has the averaged weights of --model-ema-decay, got 0"),
     ],
 )
-def test_checkpoints_of_another_run(old_run, capsys, key, value, message):
+def test_checkpoints_of_another_run(old_run, refusal, key, value, message):
     """What is refused is the content, in one line, and the file stays as it is."""
     path, other = old_run / "last.ckpt", Path(f"{old_run}2")
     path.write_bytes(checkpoint.encode({**checkpoint.read_checkpoint(path), key: value}))
     before = path.read_bytes()
     for more in ([], ["--resume", str(path), "--output", str(other)]):
-        error = error_of(train_cifar.main, [*resume(old_run), *more], capsys)
+        error = refusal([*resume(old_run), *more])
         assert str(path) in error
         assert message in error
     assert path.read_bytes() == before
@@ -508,7 +490,7 @@ def test_a_run_whose_name_is_no_utf8(old_run, tmp_path, capsys):
     assert picture.stat().st_size > 1000
 
 
-def test_a_run_folder_of_another_format_is_one_line(old_run, capsys):
+def test_a_run_folder_of_another_format_is_one_line(old_run, refusal):
     """As release 0.3 wrote them, and what is no config.yaml at all."""
     path = old_run / "config.yaml"
     for content in (
@@ -523,7 +505,7 @@ def test_a_run_folder_of_another_format_is_one_line(old_run, capsys):
             ["--evaluate", str(old_run)],
             ["--learning-curves", str(old_run), "--output", "c.png"],
         ):
-            error = error_of(train_cifar.main, argv, capsys)
+            error = refusal(argv)
             assert error.startswith(
                 (f"{old_run} must be a run folder of format 1, got ", f"{old_run} is not a run")
             )

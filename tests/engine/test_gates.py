@@ -84,7 +84,7 @@ def test_layer_decay_is_timms_and_multiplies_the_rate_of_the_shares():
         assert optimizer.param_groups[0]["lr_scale"] == 1
 
 
-def test_pretrained_path_is_the_start_of_a_run(data, tmp_path, capsys):
+def test_pretrained_path_is_the_start_of_a_run(data, tmp_path, capsys, refusal):
     """A plain network's weights, from a run folder, in an evolving one; other classes, files and models."""
     plain = tmp_path / "plain"
     assert train_cifar.main(arguments(data, plain, model="vit_tiny_patch16_224")) == 0
@@ -122,7 +122,7 @@ def test_pretrained_path_is_the_start_of_a_run(data, tmp_path, capsys):
         ("missing", "cannot be read"),
     ):
         argv = arguments(data, tmp_path / "bad", f"--pretrained-path {tmp_path}/{name}.safetensors")
-        assert message in runner.error_of(train_cifar.main, argv, capsys)
+        assert message in refusal(argv)
 
 
 @pytest.mark.parametrize("recipe", ["finetune_vit", "finetune_ea_vit"])

@@ -17,6 +17,7 @@ from tests.engine.runner import (
     SignalAfterUpdate,
     arguments,
     assert_equal,
+    failure,
     nothing_truncated,
     same_result,
     saved,
@@ -228,7 +229,7 @@ def test_disk_full(argv, folder, uninterrupted):
 
 
 def test_non_finite_loss_stops_and_says_where(argv, folder, uninterrupted):
-    error = train(argv, partial(spoil_loss, 4, 0), code=1).splitlines()[-1]
+    error = failure(argv, partial(spoil_loss, 4, 0))
     assert "update 4 of epoch 1" in error
     assert str(folder / checkpoint.LAST) in error
     report = json.loads((folder / "nonfinite-epoch001-update00004.json").read_text())

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ea_vision.engine.muon as muon_module
 from ea_vision.engine.muon import BatchedMuon, batch_muon
+from tests.engine.runner import assert_equal
 
 STEPS = 3
 
@@ -45,22 +46,6 @@ def trained(model, batched, steps=STEPS, **options):
     for seed in range(steps):
         take_step(model, optimizer, seed)
     return model, optimizer
-
-
-def assert_equal(state, other):
-    """Compare nested state to the bit."""
-    assert type(state) is type(other)
-    if isinstance(state, torch.Tensor):
-        assert torch.equal(state, other)
-    elif isinstance(state, dict):
-        assert state.keys() == other.keys()
-        for key in state:
-            assert_equal(state[key], other[key])
-    elif isinstance(state, list):
-        for one, two in zip(state, other, strict=True):
-            assert_equal(one, two)
-    else:
-        assert state == other
 
 
 @pytest.mark.parametrize(

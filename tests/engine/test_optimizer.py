@@ -161,10 +161,8 @@ def test_schedules_reach_all_parameters_of_muon(opt, kwargs, share):
         assert not matrix or "exp_avg" not in state
 
 
-def test_a_recipes_keywords_are_for_its_own_optimiser(tmp_path):
-    path = tmp_path / "r.yaml"
-    text = "opt: muon\nopt_kwargs: {nesterov: true, fallback_lr_scale: 0.5}\n"
-    path.write_text(text, encoding="utf-8")
+def test_a_recipes_keywords_are_for_its_own_optimiser(recipe):
+    path = recipe("opt: muon\nopt_kwargs: {nesterov: true, fallback_lr_scale: 0.5}\n")
 
     def kwargs(**options):
         return resolve(TrainConfig, {"recipe": str(path), **options}).opt_kwargs

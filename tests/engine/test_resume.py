@@ -11,7 +11,7 @@ from ea_vision.engine import checkpoint, run_folder, train_cifar
 from ea_vision.engine.evaluate import Evaluation
 from ea_vision.engine.pictures import confusion_png, write_learning_curves
 from ea_vision.engine.train import Trainer
-from tests.engine.runner import arguments, assert_equal, error_of, make_trainer, saved, weights_of
+from tests.engine.runner import arguments, assert_equal, make_trainer, saved, weights_of
 
 BEST_TOP1 = 101.0  # percent: which no later epoch reaches
 
@@ -112,10 +112,10 @@ def test_the_learning_rate_of_another_batch_size_is_that_of_the_epoch(run, data,
     assert run_folder.read_metrics(tmp_path / "more")["lr"][2:] == expected[2:]
 
 
-def test_another_optimiser_is_refused_and_another_precision_is_not(run, data, tmp_path, capsys):
+def test_another_optimiser_is_refused_and_another_precision_is_not(run, data, tmp_path, refusal):
     path = run / checkpoint.LAST
     argv = arguments(data, tmp_path / "more", "--epochs 3 --opt adamw --resume", str(path))
-    error = error_of(train_cifar.main, argv, capsys)
+    error = refusal(argv)
     assert error.startswith(f"optimiser state of {path} is of sgd and does not fit adamw: ")
     model = timm.create_model("test_resnet", num_classes=3)
     trainer = make_trainer(tmp_path, model, amp="float16", lr=0.05)
@@ -125,7 +125,7 @@ def test_another_optimiser_is_refused_and_another_precision_is_not(run, data, tm
 
 
 def test_an_evaluated_file_has_the_classes_the_mean_and_the_size_of_its_run(
-    begun, data, tmp_path, capsys
+    begun, data, tmp_path, capsys, refusal
 ):
     statistics = "--mean 0.9 0.8 0.7 --std 0.5 0.6 0.7"
     folder = tmp_path / "run"
@@ -147,7 +147,7 @@ def test_an_evaluated_file_has_the_classes_the_mean_and_the_size_of_its_run(
     for split in ("train", "test"):
         (renamed / split / "class_2").rename(renamed / split / "a")
     options = f"--dataset folder --data-dir {renamed} --device cpu --img-size 16".split()
-    error = error_of(train_cifar.main, ["--evaluate", str(weights), *options], capsys)
+    error = refusal(["--evaluate", str(weights), *options])
     assert "was trained on other classes: 'class_0' where the data has 'a'" in error
     fine = tmp_path / "fine"
     argv = arguments(data, fine, "--epochs 1 --pretrained-path", str(weights))
@@ -164,10 +164,10 @@ def test_a_file_without_a_note_takes_the_models_mean(tmp_path, data):
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", "null", "{"])
-def test_results_that_are_none_are_refused_in_one_line(run, data, capsys, content):
+def test_results_that_are_none_are_refused_in_one_line(run, data, refusal, content):
     path = run / run_folder.RESULTS
     path.write_text(content, encoding="utf-8")
-    error = error_of(train_cifar.main, arguments(data, run), capsys)
+    error = refusal(arguments(data, run))
     assert error.startswith(f"cannot read {path}: ")
 
 

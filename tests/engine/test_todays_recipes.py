@@ -1,6 +1,5 @@
 """ImageNet as it is trained today: every recipe in small, through both loaders, and what the recipes are made of."""
 
-import csv
 import random
 import signal
 from functools import partial
@@ -104,8 +103,7 @@ def test_growing_images_and_what_follows_them_survive_a_kill(photos, tmp_path):
         runner.stopped(broken, update, number, main=train_imagenet.main)
     train(broken)
     same_result(tmp_path / "broken", tmp_path / "whole")
-    with (tmp_path / "broken" / "speed.csv").open(encoding="utf-8") as file:
-        steps = [int(row["step"]) for row in csv.DictReader(file)]
+    steps = [int(row["step"]) for row in runner.rows_of(tmp_path / "broken" / "speed.csv")]
     assert sorted(set(steps)) == steps, "no row twice"
     assert steps[-1] == 15
 

@@ -1,10 +1,8 @@
 """The command, as users meet it: a run folder that others can read, modes, and bad input in one clear line."""
 
-import csv
 import json
 import math
 import shutil
-from functools import partial
 
 import pytest
 import safetensors.torch
@@ -15,8 +13,8 @@ from ea_vision.engine import run_folder, train_cifar
 from tests.engine.runner import (
     arguments,
     assert_equal,
-    error_of,
     make_folder,
+    rows_of,
     saved,
     stopped,
     train,
@@ -29,7 +27,6 @@ def data(tmp_path_factory):
     return make_folder(tmp_path_factory.mktemp("data"), train=64, test=30)
 
 
-fails = partial(error_of, train_cifar.main)
 THREE = "--epochs 3 --lr 0.001"
 SWITCHES = "--img-size 32 --holdout 16 --model-ema-decay 0.5 --amp bfloat16 --channels-last --cutmix 1 --opt adamw"
 
@@ -40,11 +37,6 @@ def finished(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "finished"
     train(arguments(data, folder, SWITCHES, THREE))
     return folder
-
-
-def rows_of(path):
-    with path.open(encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def test_run_folder(finished):
@@ -63,7 +55,7 @@ def test_run_folder(finished):
     assert about["eval_split"] == "held_out"
 
 
-def test_epochs_may_end_inside_one(data, tmp_path, capsys):
+def test_epochs_may_end_inside_one(data, tmp_path, capsys, refusal):
     """2.6 epochs of 8 updates are 21 updates; the rate falls to the end of these."""
     folder = tmp_path / "run"
     options = "--epochs 2.6 --opt sgd --lr 0.4 --recipe fast_sgd --cutout 0"
@@ -77,7 +69,7 @@ def test_epochs_may_end_inside_one(data, tmp_path, capsys):
     assert run_folder.read_results(folder)["epochs"] == config["epochs"] == 2.6
     assert train_cifar.main(argv) == 0
     assert "is complete" in capsys.readouterr().out
-    assert "more cannot be added: epochs must be 2.6" in fails([*argv, "--epochs", "4"], capsys)
+    assert "more cannot be added: epochs must be 2.6" in refusal([*argv, "--epochs", "4"])
 
 
 def test_evaluate_a_run(finished, capsys):
@@ -104,18 +96,18 @@ def test_evaluate_a_run(finished, capsys):
     assert f"top1 {numbers['top1']:.2f}%" in capsys.readouterr().out
 
 
-def test_evaluate_a_model_with_weights(finished, data, tmp_path, capsys):
+def test_evaluate_a_model_with_weights(finished, data, tmp_path, capsys, refusal):
     def command(weights):
         evaluated = f"--evaluate test_resnet --dataset folder --data-dir {data}"
         return words(evaluated, f"--output {tmp_path}/e --pretrained-path {weights}")
 
     assert train_cifar.main(command(finished / "model.safetensors")) == 0
     capsys.readouterr()
-    assert "cannot be read" in fails(command(data), capsys)
+    assert "cannot be read" in refusal(command(data))
     other = timm.create_model("test_resnet", num_classes=7)
     seven = tmp_path / "seven.safetensors"
     safetensors.torch.save_file(other.state_dict(), seven)
-    error = fails(command(seven), capsys)
+    error = refusal(command(seven))
     for text in ("do not fit the model: ", "size mismatch for fc.weight", "[7, "):
         assert text in error
 
@@ -128,21 +120,21 @@ def test_evaluate_a_model_with_weights(finished, data, tmp_path, capsys):
         ("--learning-curves {run} --output a.gif", "must end in .png"),
     ],
 )
-def test_what_a_run_is_not_used_for(finished, line, message, capsys):
+def test_what_a_run_is_not_used_for(finished, line, message, refusal):
     (finished / "evaluation").mkdir(exist_ok=True)
-    assert message in fails(line.format(run=finished).split(), capsys)
+    assert message in refusal(line.format(run=finished).split())
 
 
-def test_a_run_folder_is_not_overwritten_nor_continued_with_other_options(finished, data, capsys):
+def test_a_run_folder_is_not_overwritten_nor_continued_with_other_options(finished, data, refusal):
     for more, message in (
         ("--resume none", "holds a run"),
         ("--weight-decay 0.3", "weight_decay was 0.1, got 0.3"),
     ):
         argv = arguments(data, finished, SWITCHES, THREE, more)
-        assert message in fails(argv, capsys)
+        assert message in refusal(argv)
 
 
-def test_epochs_left_out_of_evaluation_train_the_same(data, tmp_path, capsys):
+def test_epochs_left_out_of_evaluation_train_the_same(data, tmp_path, refusal):
     """--eval-epochs 2 of 3: epoch 1 is not evaluated, the last is; killed and continued, it ends like one that was.
 
     Where one epoch alone is evaluated nothing is chosen by it.
@@ -157,7 +149,7 @@ def test_epochs_left_out_of_evaluation_train_the_same(data, tmp_path, capsys):
     argv = arguments(data, second, "--epochs 3 --eval-epochs 2")
     assert "not evaluated" in stopped(argv, 9)
     assert not (second / "best.ckpt").exists()
-    assert "--epochs must be more than 1, got 1" in fails([*argv, "--epochs", "1"], capsys)
+    assert "--epochs must be more than 1, got 1" in refusal([*argv, "--epochs", "1"])
     train(argv)
     expected = run_folder.read_metrics(every)
     metrics = run_folder.read_metrics(second)
@@ -185,13 +177,11 @@ def test_resume_from_a_named_run(finished, data, tmp_path):
     assert run_folder.read_metrics(output)["epoch"] == [1, 2, 3, 4]
 
 
-def test_recipe_keywords_a_model_lacks_are_left_out_with_a_notice(data, tmp_path):
+def test_recipe_keywords_a_model_lacks_are_left_out_with_a_notice(data, tmp_path, recipe):
     folder = tmp_path / "run"
-    recipe = tmp_path / "r.yaml"
-    text = "model_kwargs: {attn_drop_rate: 0.3, drop_rate: 0.1}\n"
-    recipe.write_text(text, encoding="utf-8")
+    path = recipe("model_kwargs: {attn_drop_rate: 0.3, drop_rate: 0.1}\n")
     argv = words(
-        f"--model test_resnet --recipe {recipe} --dataset folder --data-dir {data} --epochs 1 --batch-size 16",
+        f"--model test_resnet --recipe {path} --dataset folder --data-dir {data} --epochs 1 --batch-size 16",
         f"--output {folder}",
     )
     assert "test_resnet has no attn_drop_rate" in train(argv)

@@ -1,7 +1,6 @@
 """The ImageNet command: the papers' rates, exact evaluation, runs that survive, bad input in one clear line."""
 
 import copy
-import csv
 import json
 import shutil
 import time
@@ -53,7 +52,7 @@ def test_run_folder(finished):
         "model.safetensors",
         "results.json",
     }
-    speed = list(csv.DictReader((finished / "speed.csv").open()))
+    speed = runner.rows_of(finished / "speed.csv")
     assert [int(r["step"]) for r in speed] == [2, 4, 5, 7, 9, 10], (
         "every second update and at the end of an epoch"
     )
@@ -141,7 +140,7 @@ def test_too_many_unreadable_images_stop_the_run_and_are_listed(tmp_path, capsys
     said = train(arguments(root, folder, "--max-bad-images 2"), code=1)
     assert "3 images cannot be read, --max-bad-images allows 2" in said
     assert "Traceback" not in said
-    rows = list(csv.DictReader((folder / "bad_images.csv").open()))
+    rows = runner.rows_of(folder / "bad_images.csv")
     assert [row["path"] for row in rows] == [str(path) for path in broken]
     train(arguments(root, folder, "--max-bad-images 3"))  # the same run goes on when it may
 
