@@ -45,6 +45,15 @@ def shared():
     return SHARED
 
 
+@pytest.fixture
+def group():
+    """A process group of this process alone."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     """Seed torch, and handle SIGTERM afterwards as before, whatever a trainer has made of it."""

@@ -8,11 +8,9 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from pathlib import Path
 
 import ea_vision
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.process import ROOT
 
 
 def problems(version, tags, root=ROOT):

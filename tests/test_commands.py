@@ -3,18 +3,16 @@
 import os
 import re
 import runpy
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import ea_vision
 from ea_vision.__main__ import COMMANDS, main
 from tests.engine.runner import run_world
+from tests.process import ROOT, python
 from tests.slow import slow_but
 
-ROOT = Path(__file__).resolve().parents[1]
 CONTRACT = set(  # of release 1.0
     "train-cifar train-imagenet train-detection timm write-ffcv predict export models benchmark "
     "probe heatmap strip statistics explore".split()
@@ -37,13 +35,6 @@ def helped(monkeypatch, capsys):
         return said.out
 
     return of
-
-
-def python(*words, **env):
-    env = {**os.environ, **env}
-    return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, cwd=ROOT, env=env
-    )
 
 
 def test_the_overview_has_a_line_for_each_command(helped):

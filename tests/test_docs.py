@@ -15,8 +15,8 @@ from PIL import Image
 
 import ea_vision
 from ea_vision.__main__ import COMMANDS, main
+from tests.process import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),

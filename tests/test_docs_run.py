@@ -17,8 +17,9 @@ from PIL import Image
 import ea_vision
 from ea_vision.__main__ import main
 from tests.engine.runner import make_folder
+from tests.process import ROOT
 from tests.slow import FFCV, slow_but
-from tests.test_docs import BLOCK, PAGES, ROOT, blocks, commands
+from tests.test_docs import BLOCK, PAGES, blocks, commands
 
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 NARROW = {

@@ -23,10 +23,10 @@ from ea_vision import benchmark, predict, sizes
 from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import create_classifier
 from ea_vision.engine import run_folder
+from tests.process import ROOT
 from tests.slow import slow_but
 
 OURS = timm.list_models(module="conv_transformer") + timm.list_models(module="attn_resnet")
-ROOT = Path(__file__).resolve().parents[1]
 PRETRAINED = [name for name in timm.list_pretrained() if name.split(".")[0] in OURS]
 SHIPPED = [name for name in PRETRAINED if timm.get_pretrained_cfg(name).file]
 DEFAULT = "ea_conv_transformer_cifar.long_c10"

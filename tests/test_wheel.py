@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.process import ROOT
+
 pytest.importorskip("hatchling", reason="needs the build backend: pip install hatchling")
 
-ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = """
 import ea_vision
 from ea_vision.__main__ import main

@@ -12,8 +12,8 @@ import pytest
 from ea_vision.engine import run_folder
 from ea_vision.engine.checkpoint import LAST
 from tests.data.photos import make_photos
+from tests.process import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 STUB = Path(__file__).parent / "stub"
 MODEL = "ea_conv_transformer_cifar"
 PHOTO = str(ROOT / "docs" / "cat.jpg")

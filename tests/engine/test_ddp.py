@@ -5,7 +5,6 @@ import warnings
 import pytest
 import timm
 import torch
-from torch import distributed as dist
 from torch import nn
 
 from ea_vision.base.processes import World
@@ -15,13 +14,11 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def group():
-    """A process group of this process alone; what torch warns of, it does every time."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def _warn_always():
+    """What torch warns of, it does every time."""
     torch.set_warn_always(True)
     yield
     torch.set_warn_always(False)
-    dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -52,7 +49,9 @@ def compiled_parts(node):
     return [node for node in seen if "CompiledFunction" in node.name()]
 
 
-def test_compiled_gradients_are_averaged_while_backward_goes_on(group, tmp_path, eager_compile):
+def test_compiled_gradients_are_averaged_while_backward_goes_on(
+    group, _warn_always, tmp_path, eager_compile
+):
     """torch splits what it compiles inside DDP at the borders of the buckets: one goes out between two parts."""
     hidden = [nn.Linear(512, 512) for _ in range(4)]
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 512), *hidden, nn.Linear(512, 4))
@@ -82,7 +81,7 @@ def test_compiled_gradients_are_averaged_while_backward_goes_on(group, tmp_path,
     assert "bucket" in events
 
 
-def test_gradients_lie_in_the_buckets_as_their_weights_do(group, tmp_path):
+def test_gradients_lie_in_the_buckets_as_their_weights_do(group, _warn_always, tmp_path):
     """Also those of map convolutions, channels-last: no copy to and from the buckets, and no warning of DDP's."""
     model = timm.create_model("ea_conv_transformer_cifar", num_classes=4, widths=[8, 8, 8, 8])
     trainer = two(tmp_path, model, channels_last=True)

@@ -19,11 +19,12 @@ import pytest
 from ea_vision.engine import checkpoint, command, run_folder, train_imagenet
 from tests.engine import runner
 from tests.engine.runner import around, same_result, train
+from tests.process import ROOT
 from tests.slow import unix_only
 
 unix_only()
 
-SCRIPT = Path(__file__).parents[2] / "train_imagenet.py"
+SCRIPT = ROOT / "train_imagenet.py"
 JOIN_SECONDS = 20  # that an agent waits for the other one, which torchrun takes for 600 otherwise
 
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import psutil
 import pytest
@@ -29,11 +28,10 @@ from tests.engine.runner import (
     start_world,
     train,
 )
+from tests.process import ROOT
 from tests.slow import unix_only
 
 unix_only()
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def all_weights(state):

@@ -43,6 +43,25 @@ def map_conv(maps, conv):
     return total.clamp(min=0)
 
 
+def by_head(gate):
+    """One gate, or one for each head, so that it multiplies maps (B, K, N, N)."""
+    return torch.as_tensor(gate, dtype=torch.float64).view(-1, 1, 1)
+
+
+def evolved_maps(evolution, logits, prev):
+    """The equations of EA and PA with an evolution's gates and convolutions."""
+    alpha = by_head(evolution.alpha)
+    mixed = alpha * prev + (1 - alpha) * logits
+    before = prev if evolution.predict else mixed
+    new = before
+    for conv in evolution.convs:
+        new = map_conv(new, conv)
+    if evolution.predict:
+        return alpha * new + (1 - alpha) * logits
+    beta = by_head(evolution.beta)
+    return beta * new + (1 - beta) * mixed
+
+
 def normalised(head, gain):
     """A head's queries or keys (B, N, D) over the root of their mean square, times its gain."""
     mean_square = (head**2).sum(2, keepdim=True) / head.shape[2]
@@ -60,7 +79,7 @@ def fused(layer, x, attention):
     return convolved + attention if layer.fusion == "add" else torch.cat([convolved, attention], 1)
 
 
-def attention_branch(layer, x, prev_logits=None, evolve=None):
+def attention_branch(layer, x, prev_logits=None):
     """The whole layer, head by head, from its parameters; -> y, logits."""
     pooled = x
     for _ in range(layer.num_pools):
@@ -80,8 +99,8 @@ def attention_branch(layer, x, prev_logits=None, evolve=None):
         q = q / math.sqrt(D)
         by_head.append(own_logits(q, k, layer.height_rel, layer.width_rel, size))
     logits = torch.stack(by_head, 1)
-    if evolve is not None:
-        logits = evolve(logits, prev_logits)
+    if prev_logits is not None:
+        logits = evolved_maps(layer.evolution, logits, prev_logits)
     attn = logits.exp() / logits.exp().sum(-1, keepdim=True)
     heads = [attn[:, head] @ v for head, v in enumerate(values.chunk(K, 2))]
     out = F.linear(torch.cat(heads, 2), layer.proj.weight.flatten(1), layer.proj.bias)

@@ -12,7 +12,6 @@ from tests.layers.oracle import (
     assert_same,
     attention_branch,
     gradients,
-    map_conv,
 )
 
 D64 = torch.float64
@@ -29,12 +28,12 @@ def make(in_channels=3, out_channels=10, stride=1, feat_size=(3, 4), num_heads=2
     return layer.double()
 
 
-def assert_defined(layer, x, prev=None, evolve=None):
+def assert_defined(layer, x, prev=None):
     """Compare outputs and gradients with those of the definition."""
     inputs = [x.requires_grad_(), *layer.parameters()]
     if prev is not None:
         inputs.append(prev.requires_grad_())
-    expected = attention_branch(layer, x, prev, evolve)
+    expected = attention_branch(layer, x, prev)
     assert_same(layer(x, prev), expected, inputs)
 
 
@@ -105,18 +104,6 @@ def test_added_attention_learns_its_projection_first_and_then_the_rest():
     assert moving() == {name for name, _ in layer.named_parameters()}
 
 
-def residual_convolution(layer):
-    """The equation of EvolvingAttention."""
-    alpha = layer.evolution.alpha
-    beta = layer.evolution.beta
-
-    def evolve(logits, prev):
-        mixed = alpha * prev + (1 - alpha) * logits
-        return beta * map_conv(mixed, layer.evolution.convs[0]) + (1 - beta) * mixed
-
-    return evolve
-
-
 NORM = {"dim_qk": 6, "qk_norm": True}
 
 
@@ -128,7 +115,7 @@ def test_evolving_and_normalised_layers_equal_the_definition(fusion, gates, opti
     assert_defined(make(fusion=fusion, **options), x)
     layer = make(evolution=EvolvingAttention(2, *gates), fusion=fusion, **options)
     prev = torch.randn(2, 2, 12, 12, dtype=D64)
-    assert_defined(layer, x, prev, residual_convolution(layer))
+    assert_defined(layer, x, prev)
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
@@ -178,15 +165,9 @@ def test_the_norm_is_off_by_default_and_its_gain_begins_at_1():
 @pytest.mark.parametrize("num_layers", [0, 1, 2, 3])
 def test_predicting_layer_equals_the_definition(num_layers):
     layer = make(evolution=PredictiveAttention(2, 0.3, num_layers))
-
-    def evolve(logits, prev):
-        for conv in layer.evolution.convs:
-            prev = map_conv(prev, conv)
-        return 0.3 * prev + 0.7 * logits
-
     x = torch.randn(2, 3, 3, 4, dtype=D64)
     prev = torch.randn(2, 2, 12, 12, dtype=D64)
-    assert_defined(layer, x, prev, evolve)
+    assert_defined(layer, x, prev)
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (6, 7), (2, 9), (1, 1)])

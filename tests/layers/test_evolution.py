@@ -11,23 +11,7 @@ from ea_vision import ops
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention, create_evolution
 from ea_vision.models.any_transformer import EvolvingVitAttention, by_heads
 from ea_vision.ops import evolving_attention, use_implementation
-from tests.layers.oracle import assert_same
-
-
-def by_head(gate):
-    """Return one gate, or one per head, so that it multiplies maps (B, K, N, N)."""
-    return torch.as_tensor(gate).view(-1, 1, 1)
-
-
-def expected_maps(module, kind, logits, prev):
-    """Return the maps of DESIGN's equations."""
-    alpha = by_head(module.alpha)
-    conv = module.convs[0]
-    if kind == "pa":
-        return alpha * conv(prev).relu() + (1 - alpha) * logits
-    beta = by_head(module.beta)
-    mixed = alpha * prev + (1 - alpha) * logits
-    return beta * conv(mixed).relu() + (1 - beta) * mixed
+from tests.layers.oracle import assert_same, evolved_maps
 
 
 @pytest.mark.parametrize("learnable", [True, "per_head"])
@@ -41,7 +25,7 @@ def test_learnable_gates_satisfy_the_equations_and_have_their_gradients(kind, le
     q, k = torch.randn(2, 2, 3, 7, 4, dtype=torch.float64)
     logits = q @ k.mT / 2
     prev = torch.randn(2, 3, 7, 7, dtype=torch.float64)
-    expected = expected_maps(module, kind, logits, prev)
+    expected = evolved_maps(module, logits, prev)
     parameters = list(module.parameters())
     assert_same(module(logits, prev), expected, parameters)
     _, by_operator = evolving_attention(q, k, q, **module.operands(prev))

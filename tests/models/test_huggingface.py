@@ -1,8 +1,6 @@
 """Models of Hugging Face's transformers evolve: equal at the start, alive one step on, back again, saved and loaded."""
 
 import copy
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
@@ -19,7 +17,8 @@ from ea_vision.layers.sequence_attention import Chain
 from tests.layers.oracle import map_conv
 from tests.models.test_across import KINDS
 from tests.models.zoo import idle
-from tests.test_docs import ROOT, blocks
+from tests.process import ROOT, python
+from tests.test_docs import blocks
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -50,22 +49,22 @@ GPT2 = dict(
     add_cross_attention=True,
 )
 T5 = dict(vocab_size=50, d_model=32, d_kv=6, d_ff=32, num_layers=3, num_heads=4)
-ARCHITECTURES = {  # (class, configuration)
-    "vit": ("ViTModel", "ViTConfig", VISION),
-    "dinov2": ("Dinov2Model", "Dinov2Config", VISION),
-    "dinov3": ("DINOv3ViTModel", "DINOv3ViTConfig", dict(VISION, num_register_tokens=2)),
-    "siglip": ("SiglipVisionModel", "SiglipVisionConfig", VISION),
-    "clip vision": ("CLIPVisionModel", "CLIPVisionConfig", VISION),
-    "bert": ("BertModel", "BertConfig", TEXT),
-    "roberta": ("RobertaModel", "RobertaConfig", TEXT),
-    "distilbert": ("DistilBertModel", "DistilBertConfig", DISTILBERT),
-    "t5 encoder": ("T5EncoderModel", "T5Config", T5),
-    "clip text": ("CLIPTextModel", "CLIPTextConfig", TEXT),
-    "llama": ("LlamaModel", "LlamaConfig", dict(TEXT, num_key_value_heads=2)),
-    "gpt neox": ("GPTNeoXModel", "GPTNeoXConfig", TEXT),
-    "gpt2": ("GPT2Model", "GPT2Config", GPT2),
-    "bart": ("BartModel", "BartConfig", SEQ2SEQ),
-    "t5": ("T5Model", "T5Config", T5),
+ARCHITECTURES = {  # (class, options of its configuration)
+    "vit": ("ViTModel", VISION),
+    "dinov2": ("Dinov2Model", VISION),
+    "dinov3": ("DINOv3ViTModel", dict(VISION, num_register_tokens=2)),
+    "siglip": ("SiglipVisionModel", VISION),
+    "clip vision": ("CLIPVisionModel", VISION),
+    "bert": ("BertModel", TEXT),
+    "roberta": ("RobertaModel", TEXT),
+    "distilbert": ("DistilBertModel", DISTILBERT),
+    "t5 encoder": ("T5EncoderModel", T5),
+    "clip text": ("CLIPTextModel", TEXT),
+    "llama": ("LlamaModel", dict(TEXT, num_key_value_heads=2)),
+    "gpt neox": ("GPTNeoXModel", TEXT),
+    "gpt2": ("GPT2Model", GPT2),
+    "bart": ("BartModel", SEQ2SEQ),
+    "t5": ("T5Model", T5),
 }
 DECODERS = ("clip text", "llama", "gpt neox", "gpt2", "bart", "t5")
 CAUSAL = {"ea", "residual", "talking_heads", "xsa", "gated"}
@@ -75,9 +74,9 @@ every = pytest.mark.parametrize("name", ARCHITECTURES)
 def create(name, **options):
     """A small network whose parameters all matter."""
     torch.manual_seed(0)
-    model_class, config_class, config = ARCHITECTURES[name]
-    config = getattr(transformers, config_class)(**{**config, **options})
-    model = getattr(transformers, model_class)(config).eval()
+    class_name, small = ARCHITECTURES[name]
+    model_class = getattr(transformers, class_name)
+    model = model_class(model_class.config_class(**{**small, **options})).eval()
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     return model
@@ -85,7 +84,7 @@ def create(name, **options):
 
 def inputs_of(name, dtype=torch.float32):
     torch.manual_seed(1)
-    if ARCHITECTURES[name][2].get("image_size"):
+    if "image_size" in ARCHITECTURES[name][1]:
         return {"pixel_values": torch.randn(2, 3, 32, 32).to(dtype)}
     ids = torch.randint(3, 50, (2, 9))
     if name in ("bart", "t5"):
@@ -341,9 +340,9 @@ def language_model(name):
         "bart": transformers.BartForConditionalGeneration,
         "t5": transformers.T5ForConditionalGeneration,
     }
-    _, config_class, config = ARCHITECTURES[name]
-    config = getattr(transformers, config_class)(**config, decoder_start_token_id=1)
-    model = generating[name](config).eval().double()
+    model_class = generating[name]
+    config = model_class.config_class(**ARCHITECTURES[name][1], decoder_start_token_id=1)
+    model = model_class(config).eval().double()
     for parameter in model.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
     return model
@@ -382,8 +381,7 @@ def test_a_cache_of_fixed_size_changes_nothing(name, kind):
 
 def test_layers_that_read_another_s_keys_see_all_that_are_written():
     """As in Gemma 3n: the cache has no entry of their own."""
-    _, _, config = ARCHITECTURES["llama"]
-    config = transformers.LlamaConfig(**{**config, "num_hidden_layers": 1})
+    config = transformers.LlamaConfig(**{**ARCHITECTURES["llama"][1], "num_hidden_layers": 1})
     chain = Chain("residual", cross=False, depth=3)
     layer = nn.Module()
     layer.layer_idx = 2
@@ -692,8 +690,8 @@ def test_everything_else_works_without_transformers():
         "try: ea_vision.evolve(torch.nn.Linear(2, 2))\n"
         "except ValueError as error: print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "cannot evolve" in done.stdout
+    done = python("-c", code)
+    assert "cannot evolve" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("which", [0, 1])

@@ -7,7 +7,6 @@ import runpy
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +35,7 @@ from tests.ops.oracle import (
     random_case,
     same_bits,
 )
+from tests.process import python
 
 # near zero, rounding would decide what passes the ReLU
 HALF = dict(size=(7, 6), D=20, E=3, dtype=torch.bfloat16)
@@ -439,19 +439,15 @@ def test_memory_errors_and_undefined_behaviour(tmp_path):
     if trial.returncode or not runtime.is_file() or not runtime.is_absolute():
         pytest.skip(f"the compiler has no shared sanitizer runtime: {trial.stdout} {trial.stderr}")
     compilers = [plain, compiler_with(tmp_path, *sanitize, "-mno-avx")]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.ops.sanitized", *compilers],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        env={
-            **os.environ,
-            "LD_PRELOAD": str(runtime),
-            "XDG_CACHE_HOME": str(tmp_path),
-            # the check of use after return may misalign vectors on the stack (GCC 13; its bug 110027)
-            "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
-            "UBSAN_OPTIONS": "print_stacktrace=1",
-        },
+    done = python(
+        "-m",
+        "tests.ops.sanitized",
+        *compilers,
+        LD_PRELOAD=str(runtime),
+        XDG_CACHE_HOME=str(tmp_path),
+        # the check of use after return may misalign vectors on the stack (GCC 13; its bug 110027)
+        ASAN_OPTIONS="detect_leaks=0:detect_stack_use_after_return=0",
+        UBSAN_OPTIONS="print_stacktrace=1",
     )
     assert done.stdout.splitlines() == ["clean"] * len(compilers), done.stderr[-4000:]
     # and last, on purpose, a read beyond the end: were it not found, nothing above would have been

@@ -5,10 +5,6 @@ The interpreter must be asked for before Triton is imported, so this file runs i
 
 import importlib.util
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +18,7 @@ from ea_vision.ops import evolving_attention
 from ea_vision.ops import triton_attention as ours
 from ea_vision.ops.problem import Problem
 from tests.ops.oracle import CASES, TOLERANCE, check, problem, random_case
+from tests.process import python
 from tests.slow import slow_but
 
 if importlib.util.find_spec("triton") is None:
@@ -38,15 +35,8 @@ FEW = "gradients and last and not prefix"
 @pytest.mark.skipif(HERE, reason="the tests themselves run here")
 @pytest.mark.parametrize("tests", slow_but([FEW], [FEW, "test"]))
 def test_in_interpreter(tests):
-    root = Path(__file__).parents[2]
-    pytest_here = [sys.executable, "-m", "pytest", "--verbose", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*pytest_here, "-k", tests, __file__, root / "tests" / "layers" / "test_reference.py"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        cwd=root,
-    )
+    words = "-m pytest --verbose -p no:cacheprovider tests/layers/test_reference.py".split()
+    done = python(*words, __file__, "-k", tests, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-8000:]
     assert "passed" in done.stdout
 

@@ -207,19 +207,14 @@ def test_transformers_timm_wrapper_is_saved_and_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["ea_conv_transformer_cifar", "evolved_transformer"])
-def test_fully_sharded_gradients_are_the_plain_ones(name):
+def test_fully_sharded_gradients_are_the_plain_ones(name, group):
     """FSDP2, of one process."""
     model = evolved_transformer() if name == "evolved_transformer" else network(name)
     x = images()
     model(x).square().sum().backward()
     expected = {key: parameter.grad for key, parameter in model.named_parameters()}
     model.zero_grad()
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        sharded = fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
-        sharded(x).square().sum().backward()
-        for key, parameter in sharded.named_parameters():
-            assert_close(parameter.grad.full_tensor(), expected[key])
-    finally:
-        torch.distributed.destroy_process_group()
+    sharded = fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+    sharded(x).square().sum().backward()
+    for key, parameter in sharded.named_parameters():
+        assert_close(parameter.grad.full_tensor(), expected[key])

@@ -1,29 +1,22 @@
 """A family in one outside file and an evolution in another get everything; in a process of their own, for they stay
 registered."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.process import python
 
 HERE = Path(__file__).parent
 
 
 @pytest.mark.slow
 def test_an_outside_family_and_evolution_get_everything():
-    root = str(HERE.parents[1])
-    pytest_here = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    files = [str(HERE / "checks.py"), "tests/models/test_conformance.py"]
-    command = [*pytest_here, *files, "-k", "checks or tiny"]
-    paths = [root, os.environ.get("PYTHONPATH", "")]
-    environment = {
-        **os.environ,
-        "EA_VISION_IMPORT": "tests.outside.tiny_attn,tests.outside.residual_maps",
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-    }
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment)
+    words = (
+        "-m pytest -q -p no:cacheprovider tests/outside/checks.py tests/models/test_conformance.py"
+    )
+    modules = "tests.outside.tiny_attn,tests.outside.residual_maps"
+    done = python(*words.split(), "-k", "checks or tiny", EA_VISION_IMPORT=modules)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

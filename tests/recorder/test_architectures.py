@@ -7,7 +7,6 @@ Networks lie on the device "meta": shapes say all that is asked here, and no wei
 import re
 import warnings
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 import timm
@@ -15,8 +14,9 @@ import torch
 
 from ea_vision.models.any_transformer import reason_against
 from ea_vision.recorder.recording import record_attention, recordable_layers
+from tests.process import ROOT
 
-PAGE = Path(__file__).parents[2] / "docs" / "record.md"
+PAGE = ROOT / "docs" / "record.md"
 ROW = re.compile(r"^\| ([^|]+) \| (yes|no) \| (`[^|]+`) \|$", re.MULTILINE)
 REASONS = {  # what the error says: what the table says
     "and forms several": "refused: a layer forms several maps",

@@ -10,7 +10,7 @@ import torch
 from torch.testing import assert_close
 
 from ea_vision import record_attention
-from tests.experiments.pages import ROOT
+from tests.process import ROOT
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -62,32 +62,24 @@ CLIP_TEXT = dict(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, vocab_size=50,
     bos_token_id=0, eos_token_id=1,
 )  # fmt: skip
-NETWORKS = {  # class of the model without "Model", its configuration, its backbone's, its stages
-    "DETR": ("Detr", DETR, "ResNet", ["stage4"]),
-    "Conditional DETR": ("ConditionalDetr", DETR, "ResNet", ["stage4"]),
-    "Table Transformer": ("TableTransformer", DETR, "ResNet", ["stage4"]),
-    "Deformable DETR": ("DeformableDetr", dict(DETR, num_feature_levels=3), "ResNet", LEVELS),
-    "RT-DETR": ("RTDetr", RT_DETR, "RTDetrResNet", LEVELS),
-    "SAM": ("Sam", SAM, None, None),
-    "Mask2Former": ("Mask2Former", MASK2FORMER, "Swin", None),
-    "CLIP, text": ("CLIPText", CLIP_TEXT, None, None),
-}
-GIVEN = {  # maps that the models give themselves: not SAM's, nor deformable attention
-    "DETR": 6,
-    "Conditional DETR": 6,
-    "Table Transformer": 6,
-    "Deformable DETR": 2,
-    "RT-DETR": 3,
-    "SAM": 0,
-    "Mask2Former": 1,
-    "CLIP, text": 2,
+# class of the model without "Model", its configuration, its backbone's, its stages; and how many maps the model itself
+# gives: not SAM's, nor deformable attention
+NETWORKS = {
+    "DETR": ("Detr", DETR, "ResNet", ["stage4"], 6),
+    "Conditional DETR": ("ConditionalDetr", DETR, "ResNet", ["stage4"], 6),
+    "Table Transformer": ("TableTransformer", DETR, "ResNet", ["stage4"], 6),
+    "Deformable DETR": ("DeformableDetr", dict(DETR, num_feature_levels=3), "ResNet", LEVELS, 2),
+    "RT-DETR": ("RTDetr", RT_DETR, "RTDetrResNet", LEVELS, 3),
+    "SAM": ("Sam", SAM, None, None, 0),
+    "Mask2Former": ("Mask2Former", MASK2FORMER, "Swin", None, 1),
+    "CLIP, text": ("CLIPText", CLIP_TEXT, None, None, 2),
 }
 every = pytest.mark.parametrize("name", NETWORKS)
 
 
 def create(name):
     torch.manual_seed(0)
-    family, options, backbone, stages = NETWORKS[name]
+    family, options, backbone, stages, _ = NETWORKS[name]
     options = dict(options)
     if backbone == "Swin":
         sizes = dict(image_size=64, embed_dim=16, depths=[1] * 4, num_heads=[2] * 4, window_size=4)
@@ -133,7 +125,7 @@ def test_maps_are_those_that_the_model_gives(name):
         assert_close(sums, torch.ones_like(sums))
     model.set_attn_implementation("eager")
     given = given_maps(model(**inputs, output_attentions=True))
-    assert len(given) == GIVEN[name]
+    assert len(given) == NETWORKS[name][-1]
     for attn in given:
         alike = [other for other in recorded if other.shape == attn.shape]
         assert any(torch.allclose(other, attn, atol=1e-5) for other in alike)

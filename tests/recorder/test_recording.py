@@ -224,24 +224,19 @@ def test_gradient_checkpointing_records_once():
             assert_close(maps[number][part], layer[part])
 
 
-def test_wrapped_networks(tmp_path):
+def test_wrapped_networks(group):
     """DistributedDataParallel, and torch.compile around it."""
     model = tiny()
     plain = recorded(model, small())
-    store = torch.distributed.FileStore(f"{tmp_path}/store", 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        parallel = nn.parallel.DistributedDataParallel(model)
-        for wrapped in (
-            parallel,
-            torch.compile(model, backend="eager"),
-            torch.compile(parallel, backend="eager"),
-        ):
-            with torch.no_grad(), record_attention(wrapped) as maps:
-                wrapped(small())
-            assert torch.equal(maps["stages.3.blocks.0.conv"].attn, plain[4].attn)
-    finally:
-        torch.distributed.destroy_process_group()
+    parallel = nn.parallel.DistributedDataParallel(model)
+    for wrapped in (
+        parallel,
+        torch.compile(model, backend="eager"),
+        torch.compile(parallel, backend="eager"),
+    ):
+        with torch.no_grad(), record_attention(wrapped) as maps:
+            wrapped(small())
+        assert torch.equal(maps["stages.3.blocks.0.conv"].attn, plain[4].attn)
     assert hooks_of(parallel) == 0
 
 

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -25,11 +24,11 @@ from tests.engine.runner import (
     train,
     words,
 )
+from tests.process import ROOT
 from tests.slow import unix_only
 
 unix_only()
 
-ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 240  # that a job may take on a busy machine
 COMMANDS = {
     "srun": 'echo $$ > "$PLACE/step"; echo "$@" >> "$PLACE/srun"; exec "$@"',
