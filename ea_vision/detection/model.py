@@ -17,7 +17,7 @@ from typing import Any
 import timm
 import torch
 import torch.nn.functional as F
-from timm.layers import freeze_batch_norm_2d
+from timm.layers import Format, freeze_batch_norm_2d, nhwc_to
 from torch import Tensor, nn
 from torchvision.models.detection import RetinaNet
 from torchvision.models.detection.anchor_utils import AnchorGenerator
@@ -103,6 +103,8 @@ class Pyramid(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """Turn (B, 3, H, W) into the maps "p3" to "p7", (B, channels, H / 2^n, W / 2^n) each."""
         features = self.body(x)
+        if self.body.output_fmt == Format.NHWC:  # as Swin's
+            features = [nhwc_to(x, Format.NCHW) for x in features]
         fine = {}
         for level, position in zip(LEVELS, self.positions, strict=False):
             fine[f"p{level}"] = features[position]

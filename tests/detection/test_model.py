@@ -9,6 +9,9 @@ from ea_vision.detection.model import Anchors, create_detector
 from ea_vision.sizes import count
 from tests.detection.tiny import small_detector
 
+# its features have their channels last
+SWIN = {"window_size": 4, "embed_dim": 12, "depths": [1, 1, 1, 1], "num_heads": [1, 1, 2, 2]}
+
 
 def boxes(*corners) -> dict[str, torch.Tensor]:
     return {
@@ -58,6 +61,7 @@ def test_sizes_are_the_published_ones(backbone, kwargs, params, profiler_gflops)
         ("resnet18", {"anchors": 9}),
         ("aa_resnet34", {"augment_strided": False, "box_loss": "huber"}),
         ("test_convnext", {}),
+        ("swin_tiny_patch4_window7_224", SWIN),
         ("ea_aa_resnet34", {"grad_checkpointing": True, "box_loss": "smooth_l1"}),
     ],
 )
