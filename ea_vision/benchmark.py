@@ -40,6 +40,7 @@ from ea_vision.base.provenance import hardware
 from ea_vision.engine.config import COMPILE_MODES
 from ea_vision.engine.evaluate import autocast
 from ea_vision.engine.optimizer import check_optimizer_name
+from ea_vision.layers import attention_layers
 from ea_vision.ops import IMPLEMENTATIONS, use_implementation
 from ea_vision.recorder.loading import add_options, find_origin, positive
 from ea_vision.sizes import names_of, table
@@ -273,27 +274,20 @@ def peak_memory(
 
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
-    """Return the cases that the options name; a network without attention of ours has one implementation."""
+    """Return the cases that the options name, each once; a network without attention of ours has one implementation."""
     cases = []
     for name in names_of(args.models):
-        implementations = args.implementation if has_attention(name) else args.implementation[:1]
+        implementations = args.implementation if has_attention(name) else [CHOSEN]
         for implementation in implementations:
             for mode in (EAGER, *args.compile_mode):
                 cases.append(Case(name, implementation, mode))
-    return cases
+    return list(dict.fromkeys(cases))
 
 
 def has_attention(name: str) -> bool:
-    """Return whether a network's attention is ours."""
-    return name.startswith(("aa_", "ea_", "pa_"))
-
-
-def allocated(device: torch.device) -> int:
-    """Return the bytes that are allocated on a GPU, 0 on a CPU."""
-    functions = devices.functions_of(device)
-    if device.type == "cpu" or not hasattr(functions, "memory_allocated"):
-        return 0
-    return functions.memory_allocated()
+    """Return whether a network has attention of ours."""
+    with torch.device("meta"):
+        return bool(attention_layers(find_origin(name).build()))
 
 
 def built_steps(args: argparse.Namespace, images: Tensor) -> tuple[dict[Case, Steps], list[dict]]:
@@ -306,7 +300,7 @@ def built_steps(args: argparse.Namespace, images: Tensor) -> tuple[dict[Case, St
     rows = []
     for case in cases_of(args):
         print(case.name, case.implementation, case.mode, file=sys.stderr)
-        before = allocated(images.device)
+        before = devices.used_memory(images.device)
         try:
             model = live_network(case.name, images)
         except UsageError as error:

@@ -8,7 +8,14 @@ import torch
 
 from ea_vision.base.errors import exit_code
 from ea_vision.base.networks import lay_out
-from ea_vision.benchmark import baseline_of, interleaved, live_network, main
+from ea_vision.benchmark import (
+    baseline_of,
+    cases_of,
+    interleaved,
+    live_network,
+    main,
+    make_parser,
+)
 
 TINY = "--device cpu --batch-size 2 --img-size 32 --repeats 1 --threads 1"
 
@@ -123,6 +130,25 @@ def test_bad_input(more, message, capsys):
     assert exit_code(lambda: main(f"{TINY} {more}".split())) == 2
     said = capsys.readouterr().err
     assert message in said.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "name, ways",
+    [
+        ("cnn_cifar", ["chosen"]),
+        ("vit_tiny_patch16_224", ["chosen"]),
+        ("conv_transformer_cifar", ["reference", "chosen"]),
+        ("csan_resnet50", ["reference", "chosen"]),
+    ],
+)
+def test_whose_attention_is_ours_has_a_row_per_implementation(name, ways):
+    """A plain network has the one that ratios are to; what is named twice is measured once."""
+    args = make_parser().parse_args(
+        ["--models", name, "--implementation", *"reference chosen".split()]
+    )
+    assert [case.implementation for case in cases_of(args)] == ways
+    args.implementation *= 2
+    assert [case.implementation for case in cases_of(args)] == ways
 
 
 def test_a_row_per_implementation_and_mode(tmp_path, monkeypatch):
