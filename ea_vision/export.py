@@ -63,7 +63,7 @@ def compare(
             own = model.model(x)
             got = network(x)
         agreeing += int(torch.equal(own.argmax(1), got.argmax(1)))
-        difference = (own - got).abs().max() / own.abs().max()
+        difference = (own - got).abs().max() / own.abs().max().clamp(min=1e-6)
         largest = max(largest, float(difference.nan_to_num(math.inf)))
     said = (
         f"same class on {agreeing} of {len(images)} image(s), largest difference {largest:.1e} "

@@ -20,7 +20,7 @@ from torch import nn
 from ea_vision import export, predict
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.deployment.files import About, ExportedNetwork, export_program, sealed, write
-from ea_vision.recorder.loading import load_model
+from ea_vision.recorder.loading import LoadedModel, load_model
 from tests.data.photos import picture
 from tests.deployment.test_deploy import difference, small
 from tests.engine.runner import error_of
@@ -158,6 +158,22 @@ def test_a_file_that_computes_something_else_is_told(tmp_path, photos, monkeypat
     monkeypatch.setattr(export.ExportedNetwork, "forward", lambda self, images: torch.zeros(1, 10))
     with pytest.raises(RunError, match="outputs differ from those of"):
         export.main([SHIPPED, "-o", str(tmp_path / "net.onnx"), "--check", str(photos)])
+
+
+def test_outputs_that_are_all_zero_agree(tmp_path):
+    """As those of timm's mixers with random weights."""
+    linear = nn.Linear(48, 10)
+    nn.init.zeros_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Flatten(), linear).eval()
+    model.img_size = 4
+    model.num_classes = 10
+    path = tmp_path / "net.pt2"
+    write(export_program(model, (4, 4)), path, about(model, (4, 4)))
+    config = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
+    loaded = LoadedModel(model, "zeros", (4, 4), config)
+    said = export.compare(loaded, [torch.rand(3, 4, 4)], path)
+    assert said.startswith("same class on 1 of 1 image(s), largest difference 0.0e+00")
 
 
 @pytest.fixture(scope="module")
