@@ -10,6 +10,7 @@ import base64
 import html
 import io
 import json
+import math
 import re
 import sys
 import zlib
@@ -258,6 +259,7 @@ class Explorer:
             "predictions": predictions,
             "featSizes": {layer.number: layer.feat_size for layer in layers},
             "prefixes": {layer.number: layer.num_prefix_tokens for layer in layers},
+            "keys": {layer.number: _keys_of(layer) for layer in layers},
             "largest": largest,
             "places": places,
             "streams": streams,
@@ -293,6 +295,15 @@ class Explorer:
         if OWN_ALONE in arrays:
             arrays[CHANGE] = changes_of(layer, heads, prefix)
         return arrays
+
+
+def _keys_of(layer: LayerMaps) -> list[int]:
+    """Return how many keys each pixel's query sees; [n] where all see n. Reduced keys count as the cells that they are
+    spread over."""
+    P = layer.num_prefix_tokens
+    cells = math.prod(layer.feat_size) // math.prod(layer.key_size)
+    keys = (layer.num_keys().ravel() - P) * cells + P
+    return [int(keys[0])] if (keys == keys[0]).all() else keys.tolist()
 
 
 def _mixes_own(model: nn.Module, layers: Sequence[AttentionLayer]) -> bool:

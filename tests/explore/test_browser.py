@@ -22,7 +22,7 @@ from ea_vision.visualize.explore import STORED_PARTS, Explorer, build_page
 from ea_vision.visualize.image_maps import record
 from ea_vision.visualize.map_style import MapStyle, norm_of
 from tests.data.photos import picture
-from tests.recorder.networks import CAIT, TINY
+from tests.recorder.networks import CAIT, SWIN, TINY, timms
 
 REQUIRED = os.environ.get("EA_VISION_REQUIRE_BROWSER") == "1"
 CHROMIUM = os.environ.get("EA_VISION_CHROMIUM") or shutil.which("chromium")
@@ -510,6 +510,23 @@ def test_attention_that_is_everywhere_alike_does_not_look_strong(open_page):
         end = 24 * tile(page, 0, 8, 0)["range"][1]
         largest = max(highest(head) for head in heads)
         assert 2 - 1e-5 <= end <= max(2, largest) + 1e-5
+
+
+def test_uniform_attention_is_that_of_the_keys_that_a_query_sees(open_page, tmp_path):
+    """Of windows (Swin) fewer than the map's cells; at a shifted window's border fewer yet."""
+    model = timms("swin_tiny_patch4_window7_224", img_size=32, **SWIN)
+    url = write_page(show_page(model, picture(0), layers=[1, 2]).text, tmp_path)
+    page = open_page("#style=cells&scale=tile&head=0&layer=2&query=0,0", url=url)
+    for number, keys in ((1, 16), (2, 4)):
+        shown = tile(page, 0, number, 0)
+        low, high = shown["range"]
+        assert np.sqrt(low * high) == pytest.approx(1 / keys)
+    largest = 4 * max(tile(page, 0, 2, 0)["values"])
+    page.locator("summary").click()
+    said = page.locator("#numbers").inner_text()
+    [times] = re.findall(r"([\d.]+) times uniform", said)
+    assert float(times) == pytest.approx(largest, rel=0.01)
+    assert f"of at most {np.log(4):.2f} nats" in said
 
 
 # ---- picture, looks -------------------------------------------------------------------------------------------------

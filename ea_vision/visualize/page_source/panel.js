@@ -183,9 +183,10 @@ export class Panel {
     tile.table = attention ? (lit ? light : table) : signed;
   }
 
-  /** Tokens that a tile's query sees. */
-  numKeys(tile) {
-    return tile.values.length + this.model.prefix.length;
+  /** Keys that the query of a tile, or of a `look`, sees; of all pixels, and of a token, the most that a pixel's sees. */
+  numKeys({ layer, cell }) {
+    const keys = this.maps.entry.keys[layer.number];
+    return keys[cell] ?? Math.max(...keys);
   }
 
   /** The photo, or its grey copy, as large as tiles of a size. */
@@ -224,7 +225,8 @@ export class Panel {
     if (isAttention(part)) lines.push(`largest ${(100 * largest).toFixed(1)}%, ${shortNumber(largest * this.numKeys(numbers))} times uniform`);
     if (entropy === undefined) return lines;
     if (this.model.prefix.length) lines.push(`${(100 * outside).toFixed(0)}% of it to ${this.model.prefix.join(", ")}`);
-    lines.push(`entropy of its attention ${entropy.toFixed(2)} of at most ${Math.log(values.length).toFixed(2)} nats`);
+    const most = Math.log(Math.min(values.length, this.numKeys(numbers)));
+    lines.push(`entropy of its attention ${entropy.toFixed(2)} of at most ${most.toFixed(2)} nats`);
     return distance === undefined ? lines : [...lines, `mean distance ${distance.toFixed(1)} px`];
   }
 
@@ -233,8 +235,8 @@ export class Panel {
     if (!this.maps.has(layer, part) || (head !== MEAN && !layer.heads.includes(head))) return null;
     const featSize = this.maps.featSize(layer), cell = this.maps.cellOf(layer, query), count = featSize[0] * featSize[1];
     const values = this.maps.row(layer, head, part, query, new Float32Array(count));
-    if (!this.maps.has(layer, "attn")) return { values, featSize, cell };
+    if (!this.maps.has(layer, "attn")) return { layer, values, featSize, cell };
     const attn = isAttention(part) ? values : this.maps.row(layer, head, "attn", query, this.attn.subarray(0, count));
-    return { values, featSize, cell, ...measure(attn, cell, featSize, this.model.imgSize) };
+    return { layer, values, featSize, cell, ...measure(attn, cell, featSize, this.model.imgSize) };
   }
 }
