@@ -70,8 +70,7 @@ def predict(
                 entry["error"] = str(error)
         if inputs:
             with torch.inference_mode():
-                batch = torch.stack([x for _, x in inputs]).to(loaded.device)
-                logits = loaded.model(loaded.normalize(batch))
+                logits = loaded.model(loaded.batch_of([x for _, x in inputs]))
                 likely = logits.float().softmax(-1).cpu()
             for (entry, _), shares in zip(inputs, likely, strict=True):
                 if shares.isfinite().all():

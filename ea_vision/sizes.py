@@ -41,7 +41,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ea_vision.base.errors import UsageError, near_matches
 from ea_vision.base.files import atomic_write, check_output, csv_text
-from ea_vision.base.networks import hub_source
+from ea_vision.base.networks import evaluating, hub_source
 from ea_vision.base.tables import markdown
 from ea_vision.layers import AugmentedConv2d, MapsAttention
 from ea_vision.models import get_network, list_networks
@@ -150,13 +150,23 @@ def _measure(model: nn.Module, input_size: tuple[int, int, int]) -> tuple[dict, 
         if isinstance(layer, MapsAttention):
             note = partial(_note_tokens, tokens, name)
             hooks.append(layer.register_forward_pre_hook(note))
-    image = torch.zeros(1, *input_size, device=next(model.parameters()).device)
+    image = next(model.parameters()).new_zeros(1, *input_size)
     counter = FlopCounterMode(display=False)
-    # Torch's fused attention on a CPU is no operation that the counter knows; the products of the plain form are.
-    with use_implementation("reference"), sdpa_kernel(SDPBackend.MATH), torch.no_grad(), counter:
-        model.eval()(image)
-    for hook in hooks:
-        hook.remove()
+    # Fused attention is no operation that the counter knows, on a CPU or, without gradients, of nn.MultiheadAttention;
+    # the products of the plain form are.
+    plain = sdpa_kernel(SDPBackend.MATH)
+    try:
+        with (
+            use_implementation("reference"),
+            plain,
+            torch.enable_grad(),
+            evaluating(model),
+            counter,
+        ):
+            model(image)
+    finally:
+        for hook in hooks:
+            hook.remove()
     return counter.get_flop_counts(), tokens  # Global: all modules
 
 
@@ -247,13 +257,25 @@ def names_of(words: Sequence[str]) -> list[str]:
 
 
 def list_models(names: Sequence[str], weights: bool = False) -> list[dict[str, str]]:
-    """Return a row for each network, or for each file of weights, with where it is from."""
+    """Return a row for each network, or for each file of weights, with where it is from.
+
+    Raises:
+        UsageError: no such weights; a run, a file or a hub's model, which --sizes and --layers alone take.
+    """
     by_name = defaultdict(list)
     for full in timm.list_pretrained():
         by_name[full.partition(".")[0]].append(full)
     rows = []
     for name in names:
-        tagged = by_name[name]
+        if not timm.is_model(name):
+            raise UsageError(f"the list has names of networks; {name} needs --sizes or --layers")
+        plain, _, tag = name.partition(".")
+        tagged = by_name[plain]
+        if tag:
+            if name not in tagged:
+                near = near_matches(name, tagged, "weights")
+                raise UsageError(f"{plain} has no weights {tag!r}; {near}")
+            tagged = [name]
         for full in tagged if weights else [name]:
             cfg = timm.get_pretrained_cfg(full)
             _, height, width = cfg.input_size
@@ -261,7 +283,7 @@ def list_models(names: Sequence[str], weights: bool = False) -> list[dict[str, s
                 "model": full,
                 "input": f"{height}x{width}",
                 "weights": _source_of(cfg) if weights else _first_of(tagged),
-                "what it is": get_network(name).about if name in list_networks() else "of timm",
+                "what it is": get_network(plain).about if plain in list_networks() else "of timm",
             }
             rows.append(row)
     return rows
@@ -347,6 +369,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="also write the rows to FILE ('-': to standard output instead of the table)",
     )
     args = parser.parse_args(argv)
+    if args.csv not in (None, "-"):
+        check_output(Path(args.csv))
     names = names_of(args.models)
     if args.layers:
         rows = []
@@ -364,6 +388,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     print(table(rows))
     if args.csv:
-        atomic_write(check_output(Path(args.csv)), csv_text(rows).encode())
+        atomic_write(Path(args.csv), csv_text(rows).encode())
         print(f"\nwritten: {args.csv}")
     return 0

@@ -12,6 +12,7 @@ from ea_vision.layers import attention_layers
 from ea_vision.models import list_networks
 from ea_vision.sizes import count, list_models, main, names_of, sizes_of
 from experiments.published import figures, tables
+from tests.recorder.networks import torchvision_vit
 
 
 def csv_of(*argv, capsys):
@@ -43,6 +44,10 @@ def test_patterns_and_parts_of_names():
         (["ea_aa_resnet5O"], "fits 'ea_aa_resnet5O'; did you mean ea_aa_resnet50"),
         (["ea_aa_mnasnet_140", "--weights"], "none of the 1 networks has weights"),
         (["cnn_cifar", "--layers"], "none of the 1 networks has our attention"),
+        (["."], "the list has names of networks; . needs --sizes or --layers"),
+        (["hf-hub:a/b"], "the list has names of networks; hf-hub:a/b needs"),
+        (["resnet50.a1_in2k"], "resnet50 has no weights 'a1_in2k'; did you mean resnet50.a1"),
+        (["cnn_cifar", "--csv", "."], "the output must be a file"),
     ],
 )
 def test_bad_input(argv, message):
@@ -58,6 +63,14 @@ def test_weights_are_names_that_timm_creates():
         assert timm.models.is_model_pretrained(row["model"])
     for row in list_models(names_of(["ea_deit_"]), weights=True):
         assert row["weights"].startswith("hub: timm/")
+
+
+def test_weights_by_their_name():
+    [row] = list_models(names_of(["resnet50.a2_in1k"]), weights=True)
+    assert row["model"] == "resnet50.a2_in1k"
+    assert row["weights"].startswith("hub: timm/")
+    [row] = list_models(["resnet50.a2_in1k"])
+    assert row["weights"] == "a2_in1k"
 
 
 def test_sizes_of_an_augmented_resnet(tmp_path, capsys):
@@ -177,6 +190,25 @@ def test_fused_attention_of_timm_is_counted_on_every_device(device):
     products = 5 * 2 * 64 * 64 * 64
     assert counts.attention_macs == products
     assert counts.macs == products + 5 * 64 * 12 * 64**2 + 64 * 48 * 64 + 640
+
+
+def test_attention_of_torch_is_counted_and_leaves_the_network_as_it_was():
+    """By hand: 2 layers of 17 tokens 24 wide, projections and products; patches of 192 numbers, 5 classes."""
+    model = torchvision_vit().train().double()
+    counts = count(model, (3, 32, 32))
+    products = 2 * 2 * 17 * 17 * 24
+    assert counts.attention_macs == products
+    weights = 2 * 17 * (4 * 24**2 + 2 * 24 * 32)
+    assert counts.macs == products + weights + 16 * 192 * 24 + 24 * 5
+    assert all(module.training for module in model.modules())
+    with pytest.raises(AssertionError, match="Wrong image"):
+        count(model, (3, 40, 40))
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["cait_xxs24_224", "pit_ti_224"])
+def test_networks_whose_blocks_take_a_class_token_itself_are_counted(name):
+    assert count_of(name, depth=[1] * 3 if name.startswith("pit") else 1).macs > 1e8
 
 
 @pytest.mark.parametrize("num_heads", [4, 16])

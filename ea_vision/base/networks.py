@@ -4,7 +4,8 @@ import hashlib
 import json
 import pickle
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -385,6 +386,18 @@ def non_finite(state: dict[str, torch.Tensor]) -> list[str]:
     """Return the names of the weights and buffers that hold NaN or infinity."""
     finite = {name: bool(value.isfinite().all()) for name, value in state.items()}
     return [name for name in state if not finite[name]]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Keep evaluation mode inside the block, and restore each module's own mode after it."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def lay_out(model: nn.Module, memory_format: torch.memory_format) -> nn.Module:

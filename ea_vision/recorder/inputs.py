@@ -23,6 +23,7 @@ from ea_vision.data.image_files import (
     list_images,
     to_rgb,
 )
+from ea_vision.data.image_names import displayable
 from ea_vision.data.small_images import load_dataset
 
 ImageSource = str | Path | Image.Image | np.ndarray
@@ -99,7 +100,7 @@ def names_of(images: Sequence[ImageSource | Tensor]) -> list[str]:
     names = []
     for number, image in enumerate(images, start=1):
         is_path = isinstance(image, (str, Path))
-        names.append(Path(image).name if is_path else f"image {number}")
+        names.append(displayable(Path(image).name) if is_path else f"image {number}")
     return names
 
 

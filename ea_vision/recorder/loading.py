@@ -116,6 +116,22 @@ class LoadedModel:
         low, high = self.denormalize(image.float()).aminmax()
         return bool(low >= -ROUNDING and high <= 1 + ROUNDING)
 
+    def batch_of(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Return what the network takes, (B, 3, H, W), normalised, on the device and of the type of its weights, of
+        what `input_of` returns.
+
+        Raises:
+            UsageError: inputs of different sizes.
+        """
+        sizes = {f"{image.shape[1]}x{image.shape[2]}" for image in inputs}
+        if len(sizes) > 1:
+            raise UsageError(
+                f"images that run together must have one size, got {' and '.join(sorted(sizes))}"
+            )
+        batch = self.normalize(torch.stack(list(inputs)).to(self.device))
+        weights = [weight for weight in self.model.parameters() if weight.is_floating_point()]
+        return batch.to(weights[0].dtype) if weights else batch
+
     def prepare(self, image: Image.Image, finer: float = 1.0) -> Tensor:
         """Return (3, H, W) in 0..1: resized and cut around its middle, as in evaluation; what queries are counted on.
         `finer`: of how many pixels each pixel of the input is made.

@@ -312,8 +312,8 @@ def attention_rollout(maps: AttentionMaps) -> Tensor:
     """Return where each pixel of the last map comes from, through all recorded layers (Abnar and Zuidema 2020).
 
     Heads are averaged, and half of each layer is the identity, for the residual. Where the map's size changes, cells
-    are averaged into the new ones; reduced keys are spread over the cells that they cover. Convolutions beside or
-    between the attention are left out: for our networks an approximation.
+    are averaged into the new ones, and tokens before them stay; reduced keys are spread over the cells that they cover.
+    Convolutions beside or between the attention are left out: for our networks an approximation.
 
     Args:
         maps: with "attn", at least one layer, no heads left out.
@@ -332,9 +332,10 @@ def attention_rollout(maps: AttentionMaps) -> Tensor:
             rollout = step
         else:
             if layer.feat_size != size:
-                cells = rollout.transpose(1, 2).unflatten(2, size)  # (B, T, old H, W)
+                first = layer.num_prefix_tokens
+                cells = rollout[:, first:].transpose(1, 2).unflatten(2, size)  # (B, T, old H, W)
                 cells = F.adaptive_avg_pool2d(cells, layer.feat_size)
-                rollout = cells.flatten(2).transpose(1, 2)
+                rollout = torch.cat([rollout[:, :first], cells.flatten(2).transpose(1, 2)], 1)
             rollout = step @ rollout
         size = layer.feat_size
     return rollout

@@ -27,6 +27,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ from ea_vision.recorder.loading import (
     LoadedModel,
     add_options,
     load_model,
+    numbered,
     parse_layers,
     parse_queries,
     parse_targets,
@@ -58,7 +60,7 @@ from ea_vision.visualize.image_maps import AnyImage, as_models, record
 from ea_vision.visualize.map_style import SCALES, STYLE, STYLES, MapStyle
 from ea_vision.visualize.tiles import ALL, MEAN, Head, Query, Recording
 
-Model = nn.Module | LoadedModel | str
+Model = nn.Module | LoadedModel | str | Path
 Models = Model | Sequence[Model] | Mapping[str, Model]
 Layers = str | int | Sequence[int | str] | None
 Heads = str | int | Sequence[int | str] | None
@@ -66,6 +68,7 @@ Queries = Sequence[Query] | str | None
 DEMO = ["ea_conv_transformer_cifar"]  # the model unless one is named
 SOME_LAYERS = 6  # that are drawn unless others are asked for
 CHECKPOINTS = ("*.ckpt", f"{run_folder.SNAPSHOTS}/*.safetensors")  # in a run folder
+NEED_RUNS = "checkpoints need a run folder, its *.ckpt files or its snapshots"
 SHARED = ("layers", "heads", "queries", "width", *MapStyle.__dataclass_fields__)
 FILM = ".gif"
 DIAGONAL = ((0.25, 0.25), (0.5, 0.5), (0.75, 0.75))  # queries, in shares of the sides
@@ -260,6 +263,8 @@ def epochs_of(
     """Return the models of run folders' *.ckpt files and snapshots, or of such files, in the order of runs and epochs;
     of several files of one epoch the last one. Models that are loaded already are returned as they are.
 
+    Runs whose folders have one name are numbered.
+
     Raises:
         UsageError: a run folder without such files, or a model without an epoch.
     """
@@ -267,18 +272,20 @@ def epochs_of(
     if all(isinstance(target, LoadedModel) for target in several):
         return several
     runs = {}
-    for target in map(str, several):
-        for path in _checkpoints(target):
+    for target in several:
+        if not isinstance(target, (str, Path)):
+            raise UsageError(f"{NEED_RUNS}, got {type(target).__name__}")
+        for path in _checkpoints(str(target)):
             model = load(path)
             if model.epoch is None:
-                raise UsageError(
-                    "checkpoints need a run folder, its *.ckpt files or its snapshots, got "
-                    + model.label
-                )
+                raise UsageError(f"{NEED_RUNS}, got {model.label}")
             runs.setdefault(_run_of(path), {})[model.epoch] = model
+    labels = numbered([run_label(next(iter(epochs.values()))) for epochs in runs.values()])
     models = []
-    for epochs in runs.values():
-        models += [epochs[epoch] for epoch in sorted(epochs)]
+    for label, epochs in zip(labels, runs.values(), strict=True):
+        for epoch in sorted(epochs):
+            epochs[epoch].label = f"{label}, epoch {epoch}"
+            models.append(epochs[epoch])
     return models
 
 
@@ -414,21 +421,25 @@ class Asked:
 
 def _text(value: str | int | Sequence[int | str]) -> str:
     """Return what the commands take: items separated by commas."""
-    items = [value] if isinstance(value, (str, int)) else value
+    items = [value] if isinstance(value, (str, Integral)) else value
     return ",".join(map(str, items))
 
 
 # ---- files: checked before any work, one per image, written whole or not at all -------------------------------------
 
 
-def check_output(output: Path, suffixes: Sequence[str] = PICTURES) -> Path:
+def check_output(
+    output: Path,
+    suffixes: Sequence[str] = PICTURES,
+    option: str = "--output",
+) -> Path:
     """Check that a file can be written, before any work; return it.
 
     Raises:
         UsageError: a suffix that cannot be written, or a folder that cannot be made.
     """
     if output.suffix.lower() not in suffixes:
-        raise UsageError(f"--output must end in {' or '.join(suffixes)}, got {output}")
+        raise UsageError(f"{option} must end in {' or '.join(suffixes)}, got {output}")
     return files.check_output(output)
 
 
@@ -523,14 +534,14 @@ def _models_of(options: argparse.Namespace) -> list[LoadedModel]:
 
 
 def _outputs(output: Path, jobs: Sequence) -> list[Path]:
-    """Return a file for each job; of several, named after their images."""
+    """Return a file for each job; of several, named after their images, no two alike where capitals count for
+    nothing."""
     if len(jobs) == 1:
         return [output]
-    paths = []
+    paths = {}
     for number, job in enumerate(jobs):
-        name = Path(job).stem.replace("#", "-")
-        path = output.with_name(f"{output.stem}-{name}{output.suffix}")
-        if path in paths:
-            path = output.with_name(f"{output.stem}-{name}-{number}{output.suffix}")
-        paths.append(path)
-    return paths
+        name = f"{output.stem}-{Path(job).stem.replace('#', '-')}"
+        while name.lower() in paths:
+            name += f"-{number}"
+        paths[name.lower()] = output.with_name(name + output.suffix)
+    return list(paths.values())

@@ -70,7 +70,7 @@ def plot_heatmap(
     )
     if several and len(asked.models) > 1:
         raise UsageError(
-            f"several models need one image, got {len(asked.models)} models and {len(images)} images"
+            f"several models need one image, got {len(asked.models)} models and a list of {len(images)}"
         )
     if several and len(asked.queries) != 1:
         raise UsageError(f"several images take one query, got {len(asked.queries)}")

@@ -1,14 +1,16 @@
 """Networks and their recordings: an image as a network saw it, with the maps of its layers."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import ea_vision
 from ea_vision.base.errors import UsageError
+from ea_vision.base.networks import evaluating
 from ea_vision.recorder.inputs import ImageSource, as_image
 from ea_vision.recorder.loading import (
     LoadedModel,
@@ -24,7 +26,7 @@ from ea_vision.visualize.tiles import OWN_ALONE, Recording
 AnyImage = ImageSource | Tensor  # see `ea_vision.recorder.loading.LoadedModel.input_of`
 
 
-def as_model(model: nn.Module | LoadedModel | str, **images) -> LoadedModel:
+def as_model(model: nn.Module | LoadedModel | str | Path, **images) -> LoadedModel:
     """Return a network with what is known of its images: a timm model, or one by name, run folder or checkpoint.
 
     **images: processor, mean, std, see `ea_vision.recorder.loading.set_preprocessing`.
@@ -34,7 +36,8 @@ def as_model(model: nn.Module | LoadedModel | str, **images) -> LoadedModel:
         evolved_from = getattr(model, "_model_args", {}).get("base")
         label = evolved_from or config.get("architecture") or type(model).__name__
         return as_loaded(model, label, **images)
-    loaded = load_model(model) if isinstance(model, str) else replace(model)
+    is_name = isinstance(model, (str, Path))
+    loaded = load_model(str(model)) if is_name else replace(model)
     set_preprocessing(loaded, **images)
     return loaded
 
@@ -53,7 +56,8 @@ def as_models(models, **images) -> list[LoadedModel]:
         loaded = [as_model(model, **images) for model in models.values()]
         labels = list(models)
     else:
-        several = [models] if isinstance(models, (str, nn.Module, LoadedModel)) else models
+        is_one = isinstance(models, (str, Path, nn.Module, LoadedModel))
+        several = [models] if is_one else models
         loaded = [as_model(model, **images) for model in several]
         labels = numbered([model.label for model in loaded])
     for model, label in zip(loaded, labels, strict=True):
@@ -73,26 +77,13 @@ def as_images(images: AnyImage | Sequence[AnyImage]) -> list[AnyImage]:
     return several
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Keep evaluation mode inside the block, and restore each module's own mode after it."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
 def as_batch(model: LoadedModel, images: Sequence[AnyImage]) -> Tensor:
-    """Return (B, 3, H, W) as the network takes it, on its device."""
-    batch = torch.stack([model.input_of(as_image(image)) for image in images])
-    return model.normalize(batch.to(model.device))
+    """Return (B, 3, H, W) as the network takes it; see `LoadedModel.batch_of`."""
+    return model.batch_of([model.input_of(as_image(image)) for image in images])
 
 
 def record(
-    model: nn.Module | LoadedModel | str,
+    model: nn.Module | LoadedModel | str | Path,
     image: AnyImage,
     layers: Sequence[AttentionLayer],
     parts: Sequence[str] = ("attn",),
@@ -109,7 +100,7 @@ def record(
     model = as_model(model)
     image = as_image(image)
     prepared = model.input_of(image)
-    batch = model.normalize(prepared[None].to(model.device))
+    batch = model.batch_of([prepared])
     watch = nullcontext(AttentionMaps())
     if layers:
         known = set().union(*(layer.parts for layer in layers))

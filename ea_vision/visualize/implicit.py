@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
+from ea_vision.base.networks import evaluating
 from ea_vision.layers import SpatialTransformer, quadrilateral, sample_affine
 from ea_vision.recorder.inputs import as_image
 from ea_vision.recorder.loading import check_classifies
@@ -22,9 +23,8 @@ from ea_vision.recorder.recording import recordable_layers
 from ea_vision.visualize.figure_options import Layers, Model, chosen_layers, spread
 from ea_vision.visualize.image_maps import (
     AnyImage,
-    as_batch,
+    as_images,
     as_model,
-    evaluating,
     record,
     title_of,
 )
@@ -49,11 +49,16 @@ def input_jacobian(
         (H, W), and the class.
 
     Raises:
-        UsageError: a class that the model does not have.
+        UsageError: a class that the model does not have, or a model that does not classify.
     """
     x = batch.detach().clone().requires_grad_()
     with torch.enable_grad():
-        logits = model(x)
+        output = model(x)
+        logits = getattr(output, "logits", output)  # transformers' models have them
+        if not isinstance(logits, Tensor) or logits.ndim != 2:
+            raise UsageError(
+                f"a network that gives logits (1, classes) is required, got {type(model).__name__}"
+            )
         chosen = int(logits[0].argmax()) if target is None else target
         if not 0 <= chosen < logits.shape[1]:
             raise UsageError(
@@ -93,7 +98,7 @@ def plot_jacobian(
     else:
         recorded = chosen_layers(layers, loaded)
     recording = record(loaded, image, recorded)
-    batch = as_batch(loaded, [recording.image])
+    batch = loaded.batch_of([recording.image])
     with evaluating(loaded.model):
         jacobian, chosen = input_jacobian(loaded.model, batch, target)
     name = f"class {chosen}"
@@ -128,7 +133,7 @@ def plot_jacobian(
 
 def plot_sampling(
     model: Model,
-    images: Sequence[AnyImage],
+    images: AnyImage | Sequence[AnyImage],
     *,
     width: float | None = None,
 ) -> Figure:
@@ -142,11 +147,11 @@ def plot_sampling(
         UsageError: no image, or a model without a `SpatialTransformer` that reads the input.
     """
     loaded = as_model(model)
+    images = as_images(images)
     transformers = [m for m in loaded.model.modules() if isinstance(m, SpatialTransformer)]
-    if not transformers or not images:
+    if not transformers:
         raise UsageError(
-            f"plot_sampling needs a model with a SpatialTransformer and at least one image, got "
-            f"{loaded.label} with {len(transformers)} and {len(images)} images"
+            f"plot_sampling needs a model with a SpatialTransformer, got {loaded.label} with 0 of them"
         )
     transformer = transformers[0]
     above = []
@@ -155,7 +160,7 @@ def plot_sampling(
         x = loaded.input_of(as_image(image))
         size = tuple(x.shape[1:])
         with evaluating(loaded.model), torch.inference_mode():
-            theta = transformer.theta(as_batch(loaded, [x]))
+            theta = transformer.theta(loaded.batch_of([x]))
             image_there = x[None].to(theta.device)
             [seen] = sample_affine(image_there, theta, transformer.out_size or size)
         [corners] = quadrilateral(theta.float(), size)

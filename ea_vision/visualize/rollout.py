@@ -143,8 +143,9 @@ def _block(
 def _has_convolutions(model: nn.Module) -> bool:
     """Return whether a network moves information by convolutions, beside those of its patches and its maps."""
     for name, module in model.named_modules():
-        elsewhere = "patch_embed" not in name and ".evolution." not in name
-        if isinstance(module, nn.Conv2d) and max(module.kernel_size) > 1 and elsewhere:
+        if not isinstance(module, nn.Conv2d) or module.kernel_size == module.stride:
+            continue  # each pixel of the input goes to one patch
+        if "patch_embed" not in name and ".evolution." not in name and max(module.kernel_size) > 1:
             return True
     return False
 

@@ -15,8 +15,9 @@ from tqdm import tqdm
 
 from ea_vision.base.figures import PAGE, check_width, color_cycle
 from ea_vision.base.files import atomic_write
+from ea_vision.base.networks import evaluating
 from ea_vision.base.print import legend_below, new_figure, points, print_style, small_ticks, wrapped
-from ea_vision.recorder.inputs import find_images
+from ea_vision.recorder.inputs import find_images, read_image
 from ea_vision.recorder.loading import LoadedModel, positive
 from ea_vision.recorder.quantities import LayerQuantities, measure, quantities_csv
 from ea_vision.visualize.figure_options import (
@@ -29,7 +30,7 @@ from ea_vision.visualize.figure_options import (
     make_parser,
     save,
 )
-from ea_vision.visualize.image_maps import AnyImage, as_batch, as_images, evaluating, title_of
+from ea_vision.visualize.image_maps import AnyImage, as_batch, as_images, title_of
 
 EXAMPLES = """\
   ea-vision statistics --model aa_resnet34,pa_aa_resnet34,ea_aa_resnet34 -o statistics.png images/
@@ -233,10 +234,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     written = [check_output(Path(options.output), options.suffixes)]
     if options.csv:
-        written.append(check_output(Path(options.csv), (".csv",)))
+        written.append(check_output(Path(options.csv), (".csv",), "--csv"))
     load = loader(options)
     asked = Asked([load(target) for target in options.model or DEMO], options.layers)
     images = find_images(options.images)[: options.limit]
+    for path in images:  # a broken one ends the command before any work
+        read_image(path)
     measured = _measured(asked, images, options.batch_size)
     save(draw_statistics(measured, width=options.width), written[0], options.dpi)
     if options.csv:

@@ -45,6 +45,7 @@ from ea_vision.visualize.tiles import (
     Head,
     Query,
     Recording,
+    cell_of,
     head_name,
     layers_name,
     map_name,
@@ -228,7 +229,7 @@ def draw_strip(
     note += f", {query}"
     text = equation(model, maps)
     if text:
-        note += f"\n{text}; previous: the logits of the row above"
+        note += f"\n{text}; previous: the logits of the layer before"
     if OWN_ALONE in columns:
         changes = _changes(recording, maps, head, point)
         note += f"; own alone: attention by own logits, at the same scale; differs by {changes}"
@@ -360,22 +361,24 @@ def plot_frames(
         only(asked.layers[0], "layer")
     recordings = asked.record(image)
     points = asked.points(seen=recordings)
+    size = recordings[0].img_size
     frames = []
     for recording in recordings:
+        own_points = [cell_of(point, size, recording.img_size) for point in points]
         for layer, maps in recording.maps.items():
-            rows = head_rows(recording, layer, asked.heads, points, asked.style)
-            frames.append((recording, Block(rows, map_name(maps))))
-    tiles = chained.from_iterable(block.maps() for _, block in frames)
+            rows = head_rows(recording, layer, asked.heads, own_points, asked.style)
+            frames.append((recording, own_points, Block(rows, map_name(maps))))
+    tiles = chained.from_iterable(block.maps() for *_, block in frames)
     bars = scaled([list(tiles)], asked.style)
-    for recording, block in frames:
+    for recording, own_points, block in frames:
         yield map_sheet(
             title_of(recording.model),
             [block],
             asked.style,
             width=asked.width,
             bars=bars,
-            photo=photo_of(recording, points),
-            note=f"attention; {queries_name(points)}",
+            photo=photo_of(recording, own_points),
+            note=f"attention; {queries_name(own_points)}",
         )
 
 

@@ -145,6 +145,22 @@ def test_rollout_through_a_pooling_stays_in_place():
     assert_close(corner, expected)
 
 
+def test_rollout_through_a_pooling_keeps_the_class_token():
+    first = torch.rand(1, 2, 17, 17).softmax(-1)
+    second = torch.rand(1, 2, 5, 5).softmax(-1)
+    layers = []
+    for number, (size, attn) in enumerate([((4, 4), first), ((2, 2), second)], start=1):
+        layers.append(LayerMaps(number, "", (0, 1), Layout(size, prefix_names=("cls",)), attn=attn))
+    rollout = attention_rollout(dict(enumerate(layers)))
+    [one] = (first.mean(1) + torch.eye(17)) / 2
+    rows = [one[0]]
+    for row, column in ((0, 0), (0, 2), (2, 0), (2, 2)):
+        corner = 1 + 4 * row + column
+        rows.append(one[[corner, corner + 1, corner + 4, corner + 5]].mean(0))
+    expected = (second.mean(1) + torch.eye(5)) / 2 @ torch.stack(rows)
+    assert_close(rollout, expected)
+
+
 def test_rollout_multiplies_later_layers_from_the_left():
     """Of all tokens."""
     maps = recorded(*made("dinov2"))

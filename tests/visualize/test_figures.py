@@ -1,7 +1,11 @@
 """The figures: what is drawn where, what is written, and what bad input leaves behind."""
 
 import csv
+import io
+import os
 import re
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,14 +23,16 @@ from ea_vision.visualize import (
     heatmap,
     image_maps,
     matrix,
+    plot_frames,
     plot_heatmap,
+    plot_rollout,
     plot_statistics,
     plot_strip,
     rollout,
     statistics,
     strip,
 )
-from ea_vision.visualize.figure_options import epochs_of
+from ea_vision.visualize.figure_options import _outputs, epochs_of
 from ea_vision.visualize.heatmap import draw_columns, draw_heatmap
 from ea_vision.visualize.image_maps import equation
 from ea_vision.visualize.map_style import SCALES, norm_of, scaled
@@ -96,8 +102,22 @@ def test_models_side_by_side_share_one_scale_and_place_the_query(wide):
         draw([[1], [1, 1]])
 
 
+def test_a_film_of_several_models_places_the_query_in_each_ones_input():
+    models = {"small": small(img_size=(16, 16)), "large": small(img_size=(32, 32))}
+    small_one, large_one = plot_frames(models, PHOTO, 1, "mean", [(5, 13)])
+    for figure, frame in ((small_one, (12, 4, 4, 4)), (large_one, (24, 8, 4, 4))):
+        for axes in (*labelled(figure, "photo"), *tiles_of(figure)):
+            [patch] = axes.patches
+            assert (*patch.get_xy(), patch.get_width(), patch.get_height()) == frame
+    assert "query y 5, x 13" in texts_of(small_one)
+    assert "query y 10, x 26" in texts_of(large_one)
+
+
 def test_rollout_says_where_it_is_an_approximation(wide):
-    assert "approximation: convolutions left out" in texts_of(draw_rollout([wide], [(5, 5)]))
+    """Patches that do not overlap, whatever their module's name, are none."""
+    approximation = "approximation: convolutions left out"
+    assert approximation in texts_of(draw_rollout([wide], [(5, 5)]))
+    assert approximation not in texts_of(plot_rollout(networks.torchvision_vit(), PHOTO))
 
 
 # ---- strips ---------------------------------------------------------------------------------------------------------
@@ -319,14 +339,18 @@ def test_an_equation_has_no_zeros_and_ones():
     assert said == "layer 2: logits = 0.25 relu(conv(own)) + 0.75 own, attention = softmax(logits)"
 
 
-def test_runs_stay_apart_through_checkpoints(run, photo, tmp_path):
+@pytest.mark.parametrize(
+    "name, labels", [("other", ["small", "other"]), ("small", ["small [1]", "small [2]"])]
+)
+def test_runs_stay_apart_through_checkpoints(name, labels, run, photo, tmp_path):
     """Two runs have the same epochs; each keeps its columns, and a page takes one of them."""
-    other = networks.write_run(tmp_path / "other")
-    figure = plot_strip([str(run), str(other)], PHOTO, "1", through="checkpoints")
+    other = networks.write_run(tmp_path / name)
+    figure = plot_strip([run, str(other)], PHOTO, "1", through="checkpoints")
     texts = texts_of(figure)
-    for folder in (run, other):
+    for label in labels:
         for epoch in (1, 2, 4):
-            assert f"{folder.name}, epoch {epoch}" in texts
+            assert f"{label}, epoch {epoch}" in texts
+    assert f"{labels[0]} and {EA}, {labels[1]}" in texts
     options = f"--model {run},{other} --through checkpoints -o {tmp_path}/a.html {photo}"
     with pytest.raises(UsageError, match="this figure shows one run; got 2"):
         explore.main(options.split())
@@ -384,6 +408,21 @@ def test_several_images_stand_side_by_side_or_get_a_file_each(run, photo, tmp_pa
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"photo.png", "1.png", "m.png", "m-photo.png", "m-1.png"}
     assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_file_of_several_images_replaces_another():
+    images = ["a-2.png", "a.png", "b/A.png", "b/a.jpg", "digits#0"]
+    outputs = [path.name for path in _outputs(Path("m.png"), images)]
+    assert outputs == ["m-a-2.png", "m-a.png", "m-A-2-2.png", "m-a-3.png", "m-digits-0.png"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such names")
+def test_names_that_are_not_utf8_are_written_with_their_bytes(photo, tmp_path):
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.png")
+    shutil.copy(photo, path)
+    figure = plot_heatmap(small(), [str(photo), path], 1, 0)
+    assert "caf\\xe9.png" in texts_of(figure)
+    figure.savefig(io.BytesIO(), format="png")
 
 
 def test_the_numbers_of_statistics(run, photo, tmp_path):

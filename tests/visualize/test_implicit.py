@@ -8,8 +8,9 @@ import torch
 from ea_vision.base.errors import UsageError
 from ea_vision.visualize import input_jacobian, plot_jacobian, plot_sampling
 from ea_vision.visualize.image_maps import as_model
+from tests.recorder.networks import transformers_model
 
-from .conftest import small
+from .conftest import PHOTO, small, texts_of
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +36,20 @@ def test_the_quadrilateral_is_drawn_and_what_it_holds(digits):
     message = "needs a model with a SpatialTransformer.*resnet18_cifar .*with 0"
     with pytest.raises(UsageError, match=message):
         plot_sampling("resnet18_cifar", list(digits))
+
+
+def test_one_image_is_sampled_without_a_list(digits):
+    figure = plot_sampling(timm.create_model("stn_digits"), digits[0])
+    assert len(figure.axes) == 2
+
+
+def test_the_jacobian_of_transformers_models():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    backbone = transformers_model("ViT")
+    classifier = transformers.ViTForImageClassification(backbone.config)
+    assert "how much each pixel moves its logit" in texts_of(plot_jacobian(classifier, PHOTO))
+    with pytest.raises(UsageError, match="gives logits .1, classes. is required, got ViTModel"):
+        plot_jacobian(backbone, PHOTO)
 
 
 def test_the_jacobian_is_the_differences_quotient(digits):

@@ -51,6 +51,18 @@ def test_each_is_a_figure_that_a_notebook_shows_and_leaves_the_model_alone(name,
         assert torch.equal(value, before[key])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", FIGURES)
+def test_the_networks_own_precision(name, dtype):
+    assert FIGURES[name](small().to(dtype)).axes
+
+
+def test_paths_and_numbers_of_numpy_are_taken(run):
+    figure = plot_heatmap(run, PHOTO, np.int64(1), np.int64(2), [np.array([5, 9])])
+    assert len(overlaid(figure)) == 1
+    assert "head 2; query y 5, x 9" in texts_of(figure)
+
+
 def test_titles_say_model_weights_layer_head_and_query():
     name = "ea_conv_transformer_cifar"
     image = torch.rand(3, 32, 32)

@@ -45,6 +45,8 @@ from .conftest import PHOTO, small
         ("strip --heads 0,1", "this figure shows one head; got 2"),
         ("strip --queries 1,1 2,2", "this figure shows one query; got 2"),
         ("strip -o a.webm", "--output must end in .png or .svg or .pdf or .gif"),
+        ("statistics --csv a.txt", "--csv must end in .csv, got a.txt"),
+        (f"statistics {__file__}", "test_refusals.py cannot be read: UnidentifiedImageError"),
         ("explore --heads mean", "the page adds the mean"),
         ("explore -o page.png", "must end in .html"),
         ("explore --parts attn,maps", "--parts must be .* got 'attn,maps'"),
@@ -83,6 +85,14 @@ MODEL = small()
         (plot_heatmap, MODEL, PHOTO, {"style": "dark"}, "must be cells or light, got 'dark'"),
         (plot_heatmap, MODEL, torch.rand(16, 16), {}, r"tensor \(3, H, W\), got \(16, 16\)"),
         (plot_heatmap, MODEL, Image.new("RGB", (1, 1_000_000)), {}, "at most 100 megapixels"),
+        (
+            plot_statistics,
+            MODEL,
+            [torch.rand(3, 16, 16), torch.rand(3, 16, 20)],
+            {},
+            "must have one size, got 16x16 and 16x20",
+        ),
+        (plot_strip, MODEL, PHOTO, {"through": "checkpoints"}, "run folder.*got ConvTransformer"),
         (plot_matrix, [MODEL] * 2, PHOTO, {}, "this figure shows one model; got 2"),
         (
             plot_matrix,
