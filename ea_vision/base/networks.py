@@ -189,7 +189,8 @@ def create_leaving_out(
 
 
 def _unknown_keyword(error: Exception) -> str | None:
-    found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    """Return the keyword that Python says is unknown, or the first of those that timm does."""
+    found = re.search(r"unexpected keyword argument(?:\(s\): \[| )'(\w+)'", str(error))
     return found[1] if found else None
 
 

@@ -71,13 +71,14 @@ def export_program(model: nn.Module, size: tuple[int, int]) -> torch.export.Expo
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence the converters' warnings and log messages."""
+    silenced = logging.root.manager.disable
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
+        logging.disable(max(silenced, logging.WARNING))
         try:
             yield
         finally:
-            logging.disable(logging.NOTSET)
+            logging.disable(silenced)
 
 
 def _onnx_model(program: torch.export.ExportedProgram):

@@ -103,7 +103,7 @@ class Pyramid(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """Turn (B, 3, H, W) into the maps "p3" to "p7", (B, channels, H / 2^n, W / 2^n) each."""
         features = self.body(x)
-        if self.body.output_fmt == Format.NHWC:  # as Swin's
+        if getattr(self.body, "output_fmt", None) == Format.NHWC:  # as Swin's
             features = [nhwc_to(x, Format.NCHW) for x in features]
         fine = {}
         for level, position in zip(LEVELS, self.positions, strict=False):
@@ -337,7 +337,8 @@ def create_detector(
     if frozen_norm:
         body = freeze_batch_norm_2d(body)
     if grad_checkpointing:
-        body.set_grad_checkpointing(True)
+        network = body if hasattr(body, "set_grad_checkpointing") else body.model
+        network.set_grad_checkpointing(True)
     with torch.device("meta"):
         heads = RetinaNetHead(1, 1, 1)  # torchvision's two, which are replaced
     heads.classification_head = ClassHead(

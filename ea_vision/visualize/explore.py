@@ -192,7 +192,7 @@ class Explorer:
     parts: Sequence[str] = STORED_PARTS
 
     def describe(self) -> list[dict]:
-        """Return one entry per model: its label, input size, equation and layers."""
+        """Return one entry per model: its label, input size and layers."""
         described = []
         for model, chosen in zip(self.models, self.layers, strict=True):
             layers = []
@@ -204,7 +204,6 @@ class Explorer:
                 "label": model.label,
                 "imgSize": model.img_size,
                 "prefix": prefix_names(model.model),
-                "equation": equation(model.model, chosen),
                 "mixes": _mixes_own(model.model, chosen),
                 "layers": layers,
             }
@@ -217,7 +216,8 @@ class Explorer:
         image: Image.Image,
         models: Sequence[LoadedModel] | None = None,
     ) -> dict:
-        """Return an image's entry: its name, and for each model photo, predictions, streams and where the maps are.
+        """Return an image's entry: its name, and for each model photo, equation, predictions, streams and where the
+        maps are.
 
         Args:
             models: those of another epoch.
@@ -256,6 +256,7 @@ class Explorer:
         photo = (seen.pixels() * 255).round().astype(np.uint8)
         return {
             "photo": data_url(photo),
+            "equation": equation(model.model, chosen),
             "predictions": predictions,
             "featSizes": {layer.number: layer.feat_size for layer in layers},
             "prefixes": {layer.number: layer.num_prefix_tokens for layer in layers},

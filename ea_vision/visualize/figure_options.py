@@ -23,6 +23,7 @@ Invalid arguments raise UsageError (a ValueError), which names what was required
 
 import argparse
 import io
+import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -59,6 +60,8 @@ from ea_vision.recorder.recording import AttentionLayer, AttentionMaps, LayerMap
 from ea_vision.visualize.image_maps import AnyImage, as_models, record
 from ea_vision.visualize.map_style import SCALES, STYLE, STYLES, MapStyle
 from ea_vision.visualize.tiles import ALL, MEAN, Head, Query, Recording
+
+log = logging.getLogger(__name__)
 
 Model = nn.Module | LoadedModel | str | Path
 Models = Model | Sequence[Model] | Mapping[str, Model]
@@ -362,8 +365,9 @@ class Asked:
         self.layers = [chosen_layers(layers, model, some) for model in self.models]
         if heads is None:
             heads = MEAN if len(self.models) > 1 else f"all,{MEAN}"
-        every = list(chain.from_iterable(self.layers))
-        self.heads = parse_heads(_text(heads), every)
+        text = _text(heads)
+        self.asks_all_heads = ALL in text.split(",")
+        self.heads = parse_heads(text, list(chain.from_iterable(self.layers)))
 
     @property
     def numbers(self) -> list[list[int]]:
@@ -404,6 +408,18 @@ class Asked:
         every = chosen_layers(None, model)
         able = [layer for layer in every if self._has_queries(maps[layer.number])]
         return spread(able or every) if self.some else able or every
+
+    def warn_of_heads_left_out(self) -> None:
+        """Say that `all` is the heads that every layer has, where layers have different numbers of heads."""
+        counts = {layer.num_heads for layer in chain.from_iterable(self.layers)}
+        if self.asks_all_heads and len(counts) > 1:
+            log.warning(
+                "layers have %d to %d heads, and heads 0 to %d of each are drawn: --layers (layers=) "
+                "chooses layers of as many heads",
+                min(counts),
+                max(counts),
+                min(counts) - 1,
+            )
 
     def points(
         self, default: Sequence[tuple[float, float]] = DIAGONAL, seen: Sequence[Recording] = ()

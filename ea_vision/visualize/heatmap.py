@@ -77,6 +77,7 @@ def plot_heatmap(
     recordings = []
     for image in as_images(images):
         recordings += asked.record(image)
+    asked.warn_of_heads_left_out()
     points = asked.points(seen=recordings)
     if several:
         return draw_columns(

@@ -57,6 +57,7 @@ def plot_matrix(
         raise UsageError(
             f"{loaded.label} has no {part} in layer {', '.join(lacking)}: choose --layers"
         )
+    asked.warn_of_heads_left_out()
     recording = record(loaded, image, chosen, (part,))
     return draw_matrix(
         recording,

@@ -360,6 +360,7 @@ def plot_frames(
     if through == "checkpoints":
         only(asked.layers[0], "layer")
     recordings = asked.record(image)
+    asked.warn_of_heads_left_out()
     points = asked.points(seen=recordings)
     size = recordings[0].img_size
     frames = []

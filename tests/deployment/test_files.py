@@ -1,6 +1,7 @@
 """Exported files compute what the network computes, and classify photos without anything else."""
 
 import json
+import logging
 import re
 import shutil
 import signal
@@ -188,6 +189,16 @@ def tiny(tmp_path_factory):
     for name in ("NET.ONNX", "NET.PT2"):
         write(program, folder / name, about(model, (8, 8), [f"class {n}" for n in range(10)]))
     return model, folder
+
+
+def test_what_the_user_silenced_stays_silent(tiny):
+    _, folder = tiny
+    logging.disable(logging.ERROR)
+    try:
+        ExportedNetwork(folder / "NET.PT2")
+        assert logging.root.manager.disable == logging.ERROR
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 @pytest.mark.parametrize("name", ["NET.ONNX", "NET.PT2"])

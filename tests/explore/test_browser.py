@@ -465,18 +465,23 @@ def test_the_page_begins_at_a_chains_second_layer_whatever_the_models_order(open
 
 
 def test_a_slider_over_epochs(open_page, tmp_path):
+    """The equation has the gates of the epoch."""
     entries = []
     for epoch, seed in ((0, 0), (5, 1)):
         model = load_model("ea_conv_transformer_cifar", random=True, seed=seed)
-        explorer = Explorer([model], [recordable_layers(model.model)[:2]], parts=("attn",))
+        layers = recordable_layers(model.model)[:2]
+        model.model.get_submodule(layers[1].name).evolution.alpha = 0.25 + 0.5 * seed
+        explorer = Explorer([model], [layers], parts=("attn",))
         entries.append(explorer.view(f"epoch {epoch}", picture(0)))
     page = open_page(url=write_page(build_page(explorer, entries, epochs=True), tmp_path))
     before = tile(page, 0, 2, 1)["values"]
+    assert "0.25 previous + 0.75 own" in page.locator(".equation").text_content()
     page.get_by_label("epoch", exact=True).focus()
     page.keyboard.press("ArrowRight")
     assert state(page)["image"] == 1
     assert page.locator("output").inner_text() == "epoch 5 \u00b7 2 of 2"
     assert tile(page, 0, 2, 1)["values"] != before
+    assert "0.75 previous + 0.25 own" in page.locator(".equation").text_content()
 
 
 def test_a_page_inside_a_notebook_works(browser, tmp_path):

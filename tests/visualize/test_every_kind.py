@@ -110,6 +110,21 @@ def test_a_querys_map_covers_its_window_alone(layer, side):
     assert window.mean() == pytest.approx(1, rel=1e-4)
 
 
+def test_heads_that_not_every_layer_has_are_told(caplog):
+    """Of layers with 2 and 3 heads; where no heads are chosen, nothing is said."""
+    told = "layers have 2 to 3 heads, and heads 0 to 1 of each are drawn"
+    for plot in (plot_heads, plot_matrix):
+        caplog.clear()
+        plot(swin(), IMAGE, [1, 3], [0])
+        plot(swin(), IMAGE, [3], "all")
+        assert told not in caplog.text
+        plot(swin(), IMAGE, [1, 3])
+        assert told in caplog.text
+    caplog.clear()
+    plot_statistics(swin(), [IMAGE], [1, 3])
+    assert told not in caplog.text
+
+
 def test_channel_maps_have_a_matrix_and_nothing_else():
     model = timms("xcit_nano_12_p16_224", **XCIT)
     assert maps_of(plot_matrix(model, IMAGE, layers=[1, 2], heads="all"))[0].shape == (8, 8)

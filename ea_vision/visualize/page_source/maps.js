@@ -35,7 +35,7 @@ export class Maps {
 
   /**
    * @param model one of about.models: imgSize, prefix, layers.
-   * @param entry the model's share of an image's entry: photo, predictions, featSizes, keys, places, streams.
+   * @param entry the model's share of an image's entry: photo, equation, predictions, featSizes, keys, places, streams.
    * @param buffers part of a stream -> ArrayBuffer.
    */
   constructor(model, entry, buffers) {

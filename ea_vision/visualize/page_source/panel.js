@@ -44,7 +44,8 @@ export class Panel {
     this.layerRow = element("div", { class: "row layers", role: "group", "aria-label": `layers of ${model.label}` });
     this.howTitle = element("h3");
     this.howRow = element("div", { class: "row" });
-    this.how = element("div", { class: "how" }, this.howTitle, element("p", { class: "caption equation" }, model.equation), this.howRow);
+    this.equation = element("p", { class: "caption equation" });
+    this.how = element("div", { class: "how" }, this.howTitle, this.equation, this.howRow);
     this.blocks = element("div", { class: "blocks", role: "group", "aria-label": `tiles of ${model.label}` });
     this.sheet = element("div", { class: "sheet" },
       element("h3", {}, `All layers × heads, and the mean of heads${count > 1 ? `: ${name}` : ""}`), this.blocks);
@@ -67,6 +68,7 @@ export class Panel {
       this.finest = sizes.reduce((a, b) => (b[0] * b[1] > a[0] * a[1] ? b : a));
       this.attn = new Float32Array(this.finest[0] * this.finest[1]);
       this.aspect = this.model.imgSize[0] / this.model.imgSize[1];
+      this.equation.textContent = entry.equation; // learned gates differ from epoch to epoch
       this.predictions.replaceChildren(...entry.predictions.map(({ name, probability }) => element("li", {}, name,
         element("span", { class: "probability" }, `${(100 * probability).toFixed(1)}%`))));
     };
