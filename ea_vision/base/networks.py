@@ -16,7 +16,7 @@ import timm
 import timm.data
 import torch
 from timm.layers import to_ntuple
-from torch import nn
+from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError, near_matches
 
@@ -269,7 +269,7 @@ def _with_weights(
     return loaded
 
 
-def _digest_of(tensors: dict[str, torch.Tensor]) -> str:
+def _digest_of(tensors: dict[str, Tensor]) -> str:
     """Return SHA-256 over names, types, shapes and values of contiguous tensors on the CPU."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
@@ -282,7 +282,7 @@ def _digest_of(tensors: dict[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def encode_weights(state: dict[str, torch.Tensor], about: dict[str, str] | None = None) -> bytes:
+def encode_weights(state: dict[str, Tensor], about: dict[str, str] | None = None) -> bytes:
     """Return a safetensors file for `timm.create_model(..., checkpoint_path=...)`, with a checksum.
 
     about: what else the file's metadata says.
@@ -294,7 +294,7 @@ def encode_weights(state: dict[str, torch.Tensor], about: dict[str, str] | None 
     return safetensors.torch.save(tensors, metadata)
 
 
-def with_note(state: dict[str, torch.Tensor], note: str) -> dict[str, torch.Tensor]:
+def with_note(state: dict[str, Tensor], note: str) -> dict[str, Tensor]:
     """Return weights with a tensor of the bytes of `note`, what they were made with.
 
     timm's `checkpoint_path=` hands a network the tensors of a file without its metadata. Networks of ours take the
@@ -332,7 +332,7 @@ def read_made_with(path: Path) -> dict[str, Any] | None:
     return json.loads(said) if said else None
 
 
-def read_weights(path: Path) -> dict[str, torch.Tensor]:
+def read_weights(path: Path) -> dict[str, Tensor]:
     """Read safetensors weights. Those that `encode_weights` made carry a checksum.
 
     Raises:
@@ -357,7 +357,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
 def load_state(
     model: nn.Module,
-    state: dict[str, torch.Tensor],
+    state: dict[str, Tensor],
     source: str,
 ) -> None:
     """Load weights and buffers strictly.
@@ -374,7 +374,7 @@ def load_state(
         ) from error
 
 
-def check_finite(state: dict[str, torch.Tensor], source: str) -> None:
+def check_finite(state: dict[str, Tensor], source: str) -> None:
     """Raise UsageError unless all weights and buffers are finite."""
     spoilt = non_finite(state)
     if spoilt:
@@ -383,7 +383,7 @@ def check_finite(state: dict[str, torch.Tensor], source: str) -> None:
         )
 
 
-def non_finite(state: dict[str, torch.Tensor]) -> list[str]:
+def non_finite(state: dict[str, Tensor]) -> list[str]:
     """Return the names of the weights and buffers that hold NaN or infinity."""
     finite = {name: bool(value.isfinite().all()) for name, value in state.items()}
     return [name for name in state if not finite[name]]

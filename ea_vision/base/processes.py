@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ea_vision.base.devices import choose_device
 from ea_vision.base.errors import RunError, UsageError
@@ -107,7 +108,7 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+    def sum(self, tensor: Tensor) -> Tensor:
         """Sum over the processes, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
@@ -136,7 +137,7 @@ class World:
             self.barrier()
 
 
-def mean_in_order(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def mean_in_order(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Return a bucket of gradients, averaged over the processes in the order of ranks, for DDP's register_comm_hook.
 
     In which order gloo adds three processes or more depends on a gradient's place in its bucket, and DDP lays its
@@ -145,7 +146,7 @@ def mean_in_order(_: object, bucket: dist.GradBucket) -> torch.futures.Future[to
     parts = [torch.empty_like(bucket.buffer()) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, bucket.buffer())
     mean = torch.futures.Future()
-    mean.set_result(reduce(torch.Tensor.add_, parts).div_(len(parts)))
+    mean.set_result(reduce(Tensor.add_, parts).div_(len(parts)))
     return mean
 
 

@@ -7,6 +7,7 @@ the device nor on the number of processes, and a run that continues inside an ep
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
 from ea_vision.data.batches import epoch_generator
@@ -37,7 +38,7 @@ class Augmentation:
         count: int,
         size: tuple[int, int],
         generator: torch.Generator,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Draw for `count` images of `size` (H, W): integers (count, 5), columns top, left, flip, cutout y and x.
 
         The flips are those of `flip="on"`; see `alternating_flips` for the others.
@@ -53,7 +54,7 @@ class Augmentation:
         count: int,
         epoch: int,
         seed: int,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return integers (count,): 1 for the images that are flipped in an epoch, by number."""
         generator = epoch_generator(seed, -1)  # no epoch's own
         first = torch.randint(2, (count,), generator=generator)
@@ -61,11 +62,11 @@ class Augmentation:
 
     def apply(
         self,
-        images: torch.Tensor,
-        draws: torch.Tensor,
-        mean: torch.Tensor,
-        std: torch.Tensor,
-    ) -> torch.Tensor:
+        images: Tensor,
+        draws: Tensor,
+        mean: Tensor,
+        std: Tensor,
+    ) -> Tensor:
         """Augment and normalise.
 
         Args:
@@ -100,17 +101,17 @@ class Augmentation:
             result.masked_fill_(square[:, None], 0.0)
         return result
 
-    def _is_cut(self, places: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
+    def _is_cut(self, places: Tensor, centre: Tensor) -> Tensor:
         """Return whether rows or columns (S,) lie in the squares around centres (B, 1): bool (B, S)."""
         inside = places - centre + self.cutout // 2
         return (0 <= inside) & (inside < self.cutout)
 
 
 def normalize(
-    images: torch.Tensor,
-    mean: torch.Tensor,
-    std: torch.Tensor,
-) -> torch.Tensor:
+    images: Tensor,
+    mean: Tensor,
+    std: Tensor,
+) -> Tensor:
     """Normalise uint8 (B, C, H, W) by mean and std (C,) of images in 0..1: float32, contiguous."""
     scale = (1 / (255 * std)).view(-1, 1, 1)
     shift = (mean / std).view(-1, 1, 1)

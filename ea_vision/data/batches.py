@@ -10,17 +10,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ea_vision.base.devices import pins_memory
 
 
 class Batch(NamedTuple):
-    images: torch.Tensor  # float32 (B, C, H, W), normalised
-    targets: torch.Tensor  # int64 (B,)
-    ids: torch.Tensor  # int64 (B,), on the CPU: indices into the split
+    images: Tensor  # float32 (B, C, H, W), normalised
+    targets: Tensor  # int64 (B,)
+    ids: Tensor  # int64 (B,), on the CPU: indices into the split
 
 
-def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """Send a tensor of main memory to the device; on a GPU by pinned memory, or the host might wait until the
     device has done all that it was given before."""
     if pins_memory(device):
@@ -116,7 +117,7 @@ class Loader:
         starts = range(0, len(self) * self.batch_size, self.batch_size)
         return [of_rank[start : start + self.batch_size] for start in starts]
 
-    def repeated(self, order: torch.Tensor, times: int) -> torch.Tensor:
+    def repeated(self, order: Tensor, times: int) -> Tensor:
         """Return an epoch that has each of its images `times` times (repeated augmentation, Hoffer et al. 2019), so as
         many times fewer of them.
 

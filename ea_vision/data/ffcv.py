@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ea_vision.data.augment import normalize
 from ea_vision.data.beton import IMPOSSIBLE, Beton, require_ffcv
@@ -21,14 +22,14 @@ from ea_vision.data.imagenet import AHEAD, ImageTrainLoader
 # os_cache off: images are shuffled within this many pages (of 8 MiB, as FFCV writes them)
 PAGES_TOGETHER = 16
 RATIO = np.array([3 / 4, 4 / 3])  # least and greatest width of a training crop to its height
-Decoded = tuple[torch.Tensor, list[int], dict[int, str]]  # images, targets, what is wrong by place
+Decoded = tuple[Tensor, list[int], dict[int, str]]  # images, targets, what is wrong by place
 
 
 def quasi_random_order(
     pages: np.ndarray,
     seed: int,
     epoch: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Return an order that reads the file in large pieces: images by their pages (N,), PAGES_TOGETHER shuffled pages at
     a time."""
     rng = np.random.default_rng((seed, epoch, 1))
@@ -96,7 +97,7 @@ def _compiled() -> Callable[..., None]:
     return show
 
 
-def _reused(free: list[np.ndarray], shape: tuple[int, ...]) -> torch.Tensor:
+def _reused(free: list[np.ndarray], shape: tuple[int, ...]) -> Tensor:
     """Return an uninitialised float32 tensor on the CPU in memory of `free`, to which it returns once no tensor shares
     it: new memory costs as much as the pixels."""
     try:
@@ -137,7 +138,7 @@ class BetonTrainLoader(ImageTrainLoader):
         self.on_cpu = self.device.type == "cpu"
         self._free: dict[tuple[int, ...], list[np.ndarray]] = defaultdict(list)
 
-    def _order(self, epoch: int) -> torch.Tensor:
+    def _order(self, epoch: int) -> Tensor:
         if self.os_cache:
             return super()._order(epoch)
         return quasi_random_order(self.source.pages, self.seed, epoch)
@@ -187,7 +188,7 @@ class BetonTrainLoader(ImageTrainLoader):
             levels = normalize(levels, self.mean, self.std)
         return levels[:, 0].numpy()
 
-    def _memory(self, shape: tuple[int, ...]) -> torch.Tensor:
+    def _memory(self, shape: tuple[int, ...]) -> Tensor:
         """Return memory for a batch: float32, or, for a GPU, bytes that are pinned."""
         if self.on_cpu:
             return _reused(self._free[shape], shape)
@@ -197,7 +198,7 @@ class BetonTrainLoader(ImageTrainLoader):
             pin_memory=True,
         )
 
-    def _pixels(self, images: torch.Tensor) -> torch.Tensor:
+    def _pixels(self, images: Tensor) -> Tensor:
         if self.on_cpu:
             return images
         return normalize(images.to(self.device, non_blocking=True), self.mean, self.std)

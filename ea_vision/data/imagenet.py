@@ -18,6 +18,7 @@ import numpy as np
 import timm.data
 import torch
 from PIL import Image
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
@@ -34,10 +35,10 @@ GLOO_SECONDS = 0.3  # that gloo's threads have to end a collective in
 # Without a batch from a worker for so long, the process ends with an error, and torchrun restarts it.
 STUCK_SECONDS = 900
 TRIVIAL = "ta_wide"  # torchvision's name of a policy that timm has not
-Decoded = tuple[torch.Tensor, list[Any], dict[int, str]]  # images, targets, what is wrong by place
+Decoded = tuple[Tensor, list[Any], dict[int, str]]  # images, targets, what is wrong by place
 
 
-def _pixels(image: Image.Image) -> torch.Tensor:
+def _pixels(image: Image.Image) -> Tensor:
     """Return uint8 (H, W, 3): the channels come first on the device, where that costs less."""
     return torch.from_numpy(np.array(image))
 
@@ -100,7 +101,7 @@ class Decoder(Dataset):
     read: from an index to uint8 pixels of `shape` and a target; it may raise BrokenImage.
     """
 
-    def __init__(self, read: Callable[[int], tuple[torch.Tensor, Any]], shape: tuple[int, ...]):
+    def __init__(self, read: Callable[[int], tuple[Tensor, Any]], shape: tuple[int, ...]):
         self.read = read
         self.shape = shape
 
@@ -141,9 +142,9 @@ class TransformedImages:
     """Reads image number `index` of a source and transforms it; worker processes get it, so it can be pickled."""
 
     source: Any
-    transform: Callable[[Image.Image], torch.Tensor]
+    transform: Callable[[Image.Image], Tensor]
 
-    def __call__(self, index: int) -> tuple[torch.Tensor, int]:
+    def __call__(self, index: int) -> tuple[Tensor, int]:
         image, target = self.source.read(index)
         return self.transform(image), target
 
@@ -226,7 +227,7 @@ class DecodingLoader(Loader):
                 targets = [targets[place] for place in places]
             yield self._batch(images, targets, ids)
 
-    def _places(self, ids: torch.Tensor, bad: dict[int, str]) -> list[int]:
+    def _places(self, ids: Tensor, bad: dict[int, str]) -> list[int]:
         """Return the places of a batch that are shown: in training good ones in place of the bad ones, else without
         them. The bad ones are noted.
 
@@ -250,14 +251,14 @@ class DecodingLoader(Loader):
 
     def _batch(
         self,
-        images: torch.Tensor,
+        images: Tensor,
         targets: list[int],
-        ids: torch.Tensor,
+        ids: Tensor,
     ) -> Batch:
         labels = torch.tensor(targets, dtype=torch.int64)
         return Batch(self._pixels(images), sent(labels, self.device), ids)
 
-    def _pixels(self, images: torch.Tensor) -> torch.Tensor:
+    def _pixels(self, images: Tensor) -> Tensor:
         """Return a decoder's images as the network takes them, on the device."""
         images = images.to(self.device, non_blocking=True).permute(0, 3, 1, 2)
         return normalize(images, self.mean, self.std)
@@ -285,7 +286,7 @@ class ImageTrainLoader(DecodingLoader):
         self.size_of = size_of
         self.repeats = repeats
 
-    def _order(self, epoch: int) -> torch.Tensor:
+    def _order(self, epoch: int) -> Tensor:
         return torch.randperm(len(self.source), generator=epoch_generator(self.seed, epoch))
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:

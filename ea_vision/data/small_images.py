@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import cache_root
@@ -20,14 +21,14 @@ DATASETS = ("digits", "cifar10", "cifar100", "folder")
 class Images:
     """One split. `names` are paths where the images have them."""
 
-    images: torch.Tensor  # uint8 (N, 3, H, W)
-    targets: torch.Tensor  # int64 (N,)
+    images: Tensor  # uint8 (N, 3, H, W)
+    targets: Tensor  # int64 (N,)
     names: list[str]
 
     def __len__(self) -> int:
         return len(self.targets)
 
-    def select(self, index: torch.Tensor) -> "Images":
+    def select(self, index: Tensor) -> "Images":
         """Return the images at these places, int64 (M,)."""
         names = [self.names[place] for place in index.tolist()]
         return Images(self.images[index], self.targets[index], names)
@@ -164,7 +165,7 @@ def _of_torchvision(
     return Images(_resized(found.data, img_size), torch.tensor(found.targets), names)
 
 
-def _resized(pixels: np.ndarray, img_size: int) -> torch.Tensor:
+def _resized(pixels: np.ndarray, img_size: int) -> Tensor:
     """Turn uint8 (N, H, W, 3) into (N, 3, img_size, img_size), bicubic where the size differs."""
     if pixels.shape[1:3] != (img_size, img_size):
         pixels = np.stack([_fit(Image.fromarray(image), img_size) for image in pixels])

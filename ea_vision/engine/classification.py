@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from timm.data import Mixup
 from timm.data.random_erasing import RandomErasing
 from timm.loss import BinaryCrossEntropy
-from torch import nn
+from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.engine.config import (
@@ -132,13 +132,13 @@ class ClassificationTrainer(Trainer):
         )
 
     @staticmethod
-    def loss_on_noise(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+    def loss_on_noise(model: nn.Module, images: Tensor) -> Tensor:
         """Return the loss on images (B, 3, H, W), all of the first class."""
         return F.cross_entropy(
             model(images).float(), torch.zeros(len(images), dtype=torch.int64, device=images.device)
         )
 
-    def _batch_loss(self, images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _batch_loss(self, images: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of one batch, images (B, 3, H, W), targets (B,)."""
         config = self.config
         if self.erase is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from ea_vision.base.devices import sum_type
 from ea_vision.base.errors import RunError, UsageError
@@ -23,10 +23,10 @@ VIEWS = ("none", "mirror", "six")
 
 
 def logits_by_views(
-    model: Callable[[torch.Tensor], torch.Tensor],
-    images: torch.Tensor,
+    model: Callable[[Tensor], Tensor],
+    images: Tensor,
     kind: str,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the weighted mean of the logits of the VIEWS of images (B, C, H, W), float32 (B, classes)."""
     views = [(1.0, images)]
     if kind == "six":
@@ -68,8 +68,8 @@ class Evaluation:
     top1: float
     top5: float
     loss: float
-    confusion: torch.Tensor
-    sample: torch.Tensor
+    confusion: Tensor
+    sample: Tensor
 
     def figures(self) -> dict[str, float]:
         """Return the measures of metrics.csv, in percent."""

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import timm
-import torch
 import yaml
 from filelock import FileLock, Timeout, UnixFileLock
-from torch import nn
+from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write, create, csv_text
@@ -199,7 +198,7 @@ def made_with(folder: Path) -> dict[str, Any] | None:
 
 def _encode(
     folder: Path,
-    weights: dict[str, torch.Tensor],
+    weights: dict[str, Tensor],
     about: dict[str, str],
 ) -> bytes:
     """Return a file of a run's weights; those of a network of ours carry the note that it checks."""
@@ -213,14 +212,14 @@ def _encode(
     return encode_weights(weights, {**about, MADE_WITH: note})
 
 
-def write_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+def write_weights(folder: Path, weights: dict[str, Tensor]) -> None:
     """Write model.safetensors, for `timm.create_model(..., checkpoint_path=...)`."""
     atomic_write(folder / WEIGHTS, _encode(folder, weights, {}))
 
 
 def write_snapshot(
     folder: Path,
-    weights: dict[str, torch.Tensor],
+    weights: dict[str, Tensor],
     epoch: int,
 ) -> None:
     """Write snapshots/epoch_NNNN.safetensors, weights like model.safetensors' that say their epoch."""

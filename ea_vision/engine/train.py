@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from timm.utils import ModelEmaV3, dispatch_clip_grad, distribute_bn
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
@@ -55,9 +55,9 @@ class Update:
 
     step: int  # within the epoch
     rate: float  # learning rate
-    ids: list[torch.Tensor]  # this process's samples, by batch
+    ids: list[Tensor]  # this process's samples, by batch
     strict: bool  # whether an infinite gradient is a fault
-    values: torch.Tensor
+    values: Tensor
 
 
 @dataclass
@@ -103,7 +103,7 @@ def gates(model: nn.Module) -> dict[str, float]:
     return values
 
 
-def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     """Return copies, in main memory, of the buffers that a state dict holds: batch statistics."""
     saved = model.state_dict()
     return {name: saved[name].cpu() for name, _ in model.named_buffers() if name in saved}
@@ -354,7 +354,7 @@ class Trainer:
         values = torch.stack([summed[0] / self.world.size, norm.float(), summed[1], summed[2]])
         self.unchecked.append(Update(progress.step, rate, ids, strict, values))
 
-    def _backward(self, batches: list) -> torch.Tensor:
+    def _backward(self, batches: list) -> Tensor:
         """Add up the gradients of the batches; return their mean loss, on the device."""
         total = torch.zeros((), device=self.world.device)
         for number, (images, targets, _) in enumerate(batches, start=1):
@@ -369,7 +369,7 @@ class Trainer:
             total += loss.detach().float()
         return total
 
-    def _step(self) -> torch.Tensor:
+    def _step(self) -> Tensor:
         """Change the weights by their gradients; return the norm of these, before it is clipped, on the device."""
         self.scaler.unscale_(self.optimizer)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]

@@ -21,6 +21,7 @@ from ea_vision.layers.evolution import EvolvingMaps
 from ea_vision.layers.positions import add_sine, append_coordinates, check_position
 from ea_vision.layers.tracing import record_whole
 from ea_vision.ops import (
+    Size,
     check_windows,
     evolving_attention,
     forced,
@@ -104,7 +105,7 @@ def _check_sizes(
     attn_channels: int,
     stride: int,
     kernel_size: int,
-    feat_size: tuple[int, int],
+    feat_size: Size,
 ) -> None:
     """Raise ValueError unless `AugmentedConv2d` can have these."""
     if not 0 < attn_channels <= out_channels:
@@ -121,7 +122,7 @@ def _check_sizes(
 
 def _check_windows_of_evolving_maps(
     evolution: nn.Module,
-    window: int | tuple[int, int] | None,
+    window: int | Size | None,
     head_window: int,
 ) -> None:
     """Raise ValueError for windows that maps with this evolution cannot have."""
@@ -198,7 +199,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         dim_qk: int,
         dim_v: int,
         num_heads: int = 8,
-        feat_size: tuple[int, int],
+        feat_size: Size,
         position: str = "relative",
         qk_norm: bool | None = None,
         pool_attention: bool | int = False,
@@ -209,7 +210,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         dilation: int = 1,
         conv_drop: float = 0.0,
         attn_drop: float = 0.0,
-        window: int | tuple[int, int] | None = None,
+        window: int | Size | None = None,
         head_window: int = 1,
         head_border: str = "clip",
         device=None,
@@ -314,21 +315,21 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         if self.qk_gain is not None:
             nn.init.ones_(self.qk_gain)
 
-    def reaches(self, feat_size: tuple[int, int]) -> tuple[int, int]:
+    def reaches(self, feat_size: Size) -> Size:
         """Return how many rows and columns a query sees to one side, with its own, on a map of (height, width)."""
         window = self.window
         if window is None:
             return feat_size
         return reach(feat_size[0], window[0]), reach(feat_size[1], window[1])
 
-    def table_sizes(self, feat_size: tuple[int, int]) -> list[tuple[str, int]]:
+    def table_sizes(self, feat_size: Size) -> list[tuple[str, int]]:
         """Return (name, number of offsets to one side) of each position table for a map of (height, width)."""
         if not self.relative:
             return []
         high, wide = self.reaches(feat_size)
         return [("height_rel", high), ("width_rel", wide)]
 
-    def map_elements(self, feat_size: tuple[int, int]) -> int:
+    def map_elements(self, feat_size: Size) -> int:
         """Return the number of query-key pairs that attention reads on a map of (height, width), in all heads."""
         K = self.num_heads
         heads = K * self.head_window
@@ -339,7 +340,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         columns = _count_pairs(feat_size[1], wide)
         return heads * rows * columns
 
-    def set_feat_size(self, feat_size: tuple[int, int]) -> None:
+    def set_feat_size(self, feat_size: Size) -> None:
         """Fit the position tables to another (height, width) of the map, for good."""
         self.feat_size = (int(feat_size[0]), int(feat_size[1]))
         if self.evolution is not None:
@@ -350,7 +351,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
             setattr(self, name, nn.Parameter(fitted, requires_grad=table.requires_grad))
 
     @torch.no_grad()
-    def fill_offsets_beyond(self, feat_size: tuple[int, int]) -> None:
+    def fill_offsets_beyond(self, feat_size: Size) -> None:
         """Copy the values of the farthest offsets on a map of (height, width) to all offsets beyond, in place.
 
         Such maps have not trained the offsets beyond. A larger map then begins with the nearest trained values.
@@ -406,7 +407,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
             x = append_coordinates(x)
         return x
 
-    def heads_of(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]]:
+    def heads_of(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Size]:
         """Return queries, keys and values of the attention branch, and the map's size.
 
         Args:
@@ -429,7 +430,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         self,
         q: Tensor,
         k: Tensor,
-        feat_size: tuple[int, int],
+        feat_size: Size,
     ) -> Tensor:
         """Return the layer's logits before any evolution; see `EvolvingMaps`."""
         H, W = feat_size
@@ -451,7 +452,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         k: Tensor,
         v: Tensor,
         prev_logits: Tensor | None,
-        feat_size: tuple[int, int],
+        feat_size: Size,
         bias: Tensor | None,
         need_logits: bool,
     ) -> tuple[Tensor, Tensor | None]:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
-from ea_vision.ops import forced, log_once
+from ea_vision.ops import Size, forced, log_once
 from ea_vision.ops.problem import check_prev_logits
 from ea_vision.ops.reference import (
     StepByStep,
@@ -138,7 +138,7 @@ class EvolvingMaps(StepByStep):
     """
 
     local = False  # whether a query sees a part of the map alone, or other heads
-    window: tuple[int, int] | None = None
+    window: Size | None = None
     head_window = 1
     head_border = "clip"
 
@@ -146,12 +146,12 @@ class EvolvingMaps(StepByStep):
         self,
         q: Tensor,
         k: Tensor,
-        feat_size: tuple[int, int],
+        feat_size: Size,
     ) -> Tensor:
         """Return the layer's logits before any evolution; see `StepByStep`."""
         return own_logits(q, k, None, None, self.scale, feat_size)
 
-    def attention_of(self, logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
+    def attention_of(self, logits: Tensor, feat_size: Size) -> Tensor:
         """Return the probabilities of (evolved) logits, within the windows; the shape stays."""
         if self.local:
             wrap = self.head_border == "wrap"
@@ -177,7 +177,7 @@ class EvolvingMaps(StepByStep):
         k: Tensor,
         v: Tensor,
         prev_logits: Tensor | None,
-        feat_size: tuple[int, int] | None,
+        feat_size: Size | None,
         need_logits: bool,
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ea_vision.base.errors import UsageError
 from ea_vision.layers.evolution import EvolvingAttention, PredictiveAttention
 from ea_vision.layers.token_attention import MapsAttention
-from ea_vision.ops.problem import check_prev_logits
+from ea_vision.ops.problem import Size, check_prev_logits
 from ea_vision.ops.reference import attention_of, readable
 
 # No entry reads another's place.
@@ -68,7 +68,7 @@ class Handed:
     """
 
     number: int = 0
-    feat_size: tuple[int, int] | None = None
+    feat_size: Size | None = None
     logits: Tensor | None = None
     first_values: Tensor | None = None
 
@@ -270,7 +270,7 @@ class SequenceMaps(MapsAttention, nn.Module):
     def _operands(self, prev_logits: Tensor | None) -> dict | None:
         return super()._operands(prev_logits) if self.reading.allowed is None else None
 
-    def attention_of(self, logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
+    def attention_of(self, logits: Tensor, feat_size: Size) -> Tensor:
         reading = self.reading
         if reading.allowed is None:
             return super().attention_of(logits, feat_size)
@@ -286,7 +286,7 @@ class SequenceMaps(MapsAttention, nn.Module):
         self,
         logits: Tensor,
         prev_logits: Tensor,
-        feat_size: tuple[int, int],
+        feat_size: Size,
     ) -> Tensor:
         """Return the evolved logits, where entries of padding enter no convolution and stay the layer's own."""
         kind = self.chain.kind
@@ -311,7 +311,7 @@ class SequenceMaps(MapsAttention, nn.Module):
         self,
         logits: Tensor,
         prev_logits: Tensor,
-        feat_size: tuple[int, int],
+        feat_size: Size,
     ) -> Tensor:
         size = (feat_size,) if self.evolution.spatial else ()
         return self.evolution(logits, prev_logits, *size)
@@ -366,7 +366,7 @@ class SequenceMaps(MapsAttention, nn.Module):
                 f"got {queries} of {rows} queries"
             )
 
-    def checked_size(self, feat_size: tuple[int, int] | None, tokens: int) -> tuple[int, int]:
+    def checked_size(self, feat_size: Size | None, tokens: int) -> Size:
         """Return (H, W) of the patches among as many tokens, (1, T) of a sequence."""
         if feat_size is None:
             return 1, tokens

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ea_vision.layers.tracing import keep_whole
+from ea_vision.ops import Size
 
 IDENTITY = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
 
@@ -18,7 +19,7 @@ IDENTITY = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
 def sample_affine(
     x: Tensor,
     theta: Tensor,
-    out_size: tuple[int, int],
+    out_size: Size,
 ) -> Tensor:
     """Sample images on an affine grid, bilinearly, with zeros outside them, each channel alike (paper, equation 5).
 
@@ -35,7 +36,7 @@ def sample_affine(
     return F.grid_sample(x, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
 
 
-def quadrilateral(theta: Tensor, in_size: tuple[int, int]) -> Tensor:
+def quadrilateral(theta: Tensor, in_size: Size) -> Tensor:
     """Return the corners of the sampled area: theta (B, 2, 3) -> (B, 4, 2).
 
     The corners are those of the output: left upper, right upper, right lower, left lower. Each is (x, y) in pixels of
@@ -68,7 +69,7 @@ class SpatialTransformer(nn.Module):
         self,
         in_channels: int,
         hidden: int = 32,
-        out_size: tuple[int, int] | None = None,
+        out_size: Size | None = None,
         device=None,
         dtype=None,
     ):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ea_vision.layers.augmented_conv import AugmentedConv2d
 from ea_vision.layers.evolution import EvolvingMaps
-from ea_vision.ops import evolving_attention, forced
+from ea_vision.ops import Size, evolving_attention, forced
 from ea_vision.ops.problem import reason_against_kernels
 
 
@@ -24,7 +24,7 @@ class MapsAttention(EvolvingMaps):
         k: Tensor,
         v: Tensor,
         prev_logits: Tensor | None,
-        feat_size: tuple[int, int] | None,
+        feat_size: Size | None,
         bias: Tensor | None,
         need_logits: bool,
     ) -> tuple[Tensor, Tensor | None]:
@@ -58,7 +58,7 @@ class MapsAttention(EvolvingMaps):
         k: Tensor,
         v: Tensor,
         prev_logits: Tensor | None,
-        feat_size: tuple[int, int] | None,
+        feat_size: Size | None,
         first_values: Tensor | None,
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:

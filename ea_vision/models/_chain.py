@@ -28,7 +28,7 @@ from ea_vision.layers import (
     evolution_options,
 )
 from ea_vision.layers.sequence_attention import recomputes
-from ea_vision.ops import check_windows
+from ea_vision.ops import Size, check_windows
 
 try:
     # Not exported. Newer timm's own models call it, so that its save_for_hf knows of a resize.
@@ -42,7 +42,7 @@ except ImportError:
 Step = Callable[[Tensor, "Tensor | None"], "tuple[Tensor, Tensor | None]"]
 
 
-def to_size(img_size: int | tuple[int, int], least: int = 1) -> tuple[int, int]:
+def to_size(img_size: int | Size, least: int = 1) -> Size:
     """Return an img_size of one number or two as (height, width) in pixels.
 
     Raises:
@@ -104,7 +104,7 @@ class AttentionConfig:
     min_head_qk: int | None = None
     position: str = "relative"
     qk_norm: bool | None = None
-    window: int | tuple[int, int] | None = None
+    window: int | Size | None = None
     head_window: int = 1
     head_border: str = "clip"
     window_stages: tuple[int, ...] | None = None
@@ -399,11 +399,11 @@ class ChainedNetwork:
         return x
 
     @staticmethod
-    def map_size(img_size: tuple[int, int], reduction: int) -> tuple[int, int]:
+    def map_size(img_size: Size, reduction: int) -> Size:
         """Return (height, width) of a map. Every halving rounds up, so together they do."""
         return -(-img_size[0] // reduction), -(-img_size[1] // reduction)
 
-    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
+    def set_input_size(self, img_size: int | Size) -> None:
         """Fit the position tables to another input size, in pixels; see `AugmentedConv2d.set_feat_size`."""
         self.img_size = to_size(img_size, self.min_img_size)
         if timm_input is not None:
@@ -416,7 +416,7 @@ class ChainedNetwork:
             if isinstance(module, AugmentedConv2d):
                 module.set_feat_size(self.map_size(self.img_size, module.map_reduction))
 
-    def fill_offsets_beyond(self, img_size: int | tuple[int, int]) -> None:
+    def fill_offsets_beyond(self, img_size: int | Size) -> None:
         """Fill the entries of position tables that images of this size, in pixels, have not trained; see
         `AugmentedConv2d.fill_offsets_beyond`."""
         size = to_size(img_size, self.min_img_size)

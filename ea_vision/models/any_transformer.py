@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from ea_vision.layers import MapsAttention
 from ea_vision.layers.sequence_attention import thread_of_forward
 from ea_vision.layers.tracing import keep_whole
-from ea_vision.models._chain import frozen_in_backward
+from ea_vision.models._chain import Size, frozen_in_backward
 from ea_vision.models._made_with import forget_evolution, remember_evolution
 from ea_vision.models._mechanisms import Mechanisms, check_idle, refuse
 
@@ -49,7 +49,7 @@ class Carried:
     first_values: the first block's values, (B, K, T, D).
     """
 
-    feat_size: tuple[int, int] | None
+    feat_size: Size | None
     logits: Tensor | None = None
     first_values: Tensor | None = None
 
@@ -58,7 +58,7 @@ class PatchGrid:
     """A hook before the patch embedding: it keeps (H, W) of the patches, by thread, until the first block takes it."""
 
     def __init__(self):
-        self.sizes: dict[int, tuple[int, int] | None] = {}
+        self.sizes: dict[int, Size | None] = {}
 
     def __call__(self, embedding: nn.Module, args: tuple[Any, ...]) -> None:
         images = args[0]
@@ -69,7 +69,7 @@ class PatchGrid:
             size = _patches_of(embedding, *images.shape[-2:])
         self.sizes[thread_of_forward()] = size
 
-    def take(self) -> tuple[int, int] | None:
+    def take(self) -> Size | None:
         """Return the size that this thread's forward has noted, once."""
         return self.sizes.pop(thread_of_forward(), None)
 
@@ -78,7 +78,7 @@ def _patches_of(
     embedding: nn.Module,
     height: int,
     width: int,
-) -> tuple[int, int]:
+) -> Size:
     """Return how many patches (down, across) an embedding makes of an image."""
     if hasattr(embedding, "dynamic_feat_size"):
         return embedding.dynamic_feat_size((height, width))
@@ -291,12 +291,12 @@ class EvolvingTalkingHeadAttn(CarryingAttention, cait.TalkingHeadAttn):
         self,
         q: Tensor,
         k: Tensor,
-        feat_size: tuple[int, int],
+        feat_size: Size,
     ) -> Tensor:
         logits = super().logits_of(q, k, feat_size)
         return self.proj_l(logits.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
-    def attention_of(self, logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
+    def attention_of(self, logits: Tensor, feat_size: Size) -> Tensor:
         probabilities = logits.softmax(-1)
         attn = self.proj_w(probabilities.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
         if self.evolution is not None and self.evolution.mixes_attn:

@@ -36,6 +36,7 @@ from ea_vision.models._chain import (
     ChainBuilder,
     ChainedNetwork,
     HookableStage,
+    Size,
     Step,
     checkpoint,
     hand_on,
@@ -111,7 +112,7 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
     def __init__(
         self,
         multiplier: float = 1.0,
-        img_size: int | tuple[int, int] = 224,
+        img_size: int | Size = 224,
         device=None,
         dtype=None,
         **kwargs: Any,

@@ -32,6 +32,7 @@ from ea_vision.models._chain import (
     AttentionConfig,
     ChainBuilder,
     HeadedNetwork,
+    Size,
     Step,
     check_numbers,
     growing_rates,
@@ -163,7 +164,7 @@ class ConvTransformer(HeadedNetwork, nn.Module):
         self,
         num_classes: int = 10,
         in_chans: int = 3,
-        img_size: int | tuple[int, int] = 32,
+        img_size: int | Size = 32,
         global_pool: str = "avg",
         widths: tuple[int, ...] = (64, 128, 256, 256),
         depth: int = 3,
@@ -265,7 +266,7 @@ class ConvTransformer(HeadedNetwork, nn.Module):
         return [partial(run, index) for index in range(len(self.stages))]
 
     @staticmethod
-    def map_size(img_size: tuple[int, int], reduction: int) -> tuple[int, int]:
+    def map_size(img_size: Size, reduction: int) -> Size:
         """Return (height, width) of a map. Every pooling rounds down, so together they do."""
         return img_size[0] // reduction, img_size[1] // reduction
 

@@ -23,6 +23,7 @@ from ea_vision.layers import AugmentedConv2d
 from ea_vision.layers.evolution import all_zero
 from ea_vision.models._chain import (
     AttentionConfig,
+    Size,
     hand_on,
     run_conv,
     to_size,
@@ -114,7 +115,7 @@ def evolve_resnet(
     model: nn.Module,
     kind: str | None = "ea",
     *,
-    img_size: int | tuple[int, int] | None = None,
+    img_size: int | Size | None = None,
     augment: str = "all",
     augment_strided: bool = True,
     map_reduction: int = 16,
@@ -273,7 +274,7 @@ def _blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     return blocks
 
 
-def _input_size(model: nn.Module) -> tuple[int, int]:
+def _input_size(model: nn.Module) -> Size:
     """Return the (height, width) in pixels that a network's configuration says, or 224x224."""
     config = getattr(model, "pretrained_cfg", None)
     return tuple(config["input_size"][1:]) if config else (224, 224)

@@ -30,7 +30,13 @@ from torch import Tensor
 
 from ea_vision.base.errors import UsageError
 from ea_vision.ops import cpu, flex, head_norm, reference, sdpa, triton_attention
-from ea_vision.ops.problem import Implementation, Problem, check_windows, reason_against_kernels
+from ea_vision.ops.problem import (
+    Implementation,
+    Problem,
+    Size,
+    check_windows,
+    reason_against_kernels,
+)
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     each.name: each
@@ -145,7 +151,7 @@ def log_once(
         _logger.log(level, "%s", line)
 
 
-def log_large_map(num_heads: int, feat_size: tuple[int, int]) -> None:
+def log_large_map(num_heads: int, feat_size: Size) -> None:
     """Log once per size how much memory handed-on maps need above 2,500 pixels."""
     H, W = feat_size
     N = H * W
@@ -171,13 +177,13 @@ def evolving_attention(
     alpha: float | Tensor = 0.5,
     beta: float | Tensor = 1.0,
     *,
-    feat_size: tuple[int, int] | None = None,
+    feat_size: Size | None = None,
     predict: bool = False,
     num_prefix_tokens: int = 0,
     scale: float | None = None,
     dropout_p: float = 0.0,
     need_logits: bool = True,
-    window: int | tuple[int, int] | None = None,
+    window: int | Size | None = None,
     head_window: int = 1,
     head_border: str = "clip",
     implementation: str | None = None,

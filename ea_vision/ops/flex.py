@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from ea_vision.ops.problem import Implementation, Problem
+from ea_vision.ops.problem import Implementation, Problem, Size
 from ea_vision.ops.reference import neighbours
 from ea_vision.ops.sdpa import folded, widened
 from ea_vision.ops.triton_attention import INSTALLED
@@ -39,8 +39,8 @@ def _compiled():
 @lru_cache(maxsize=SIZES)
 def block_mask(
     num_heads: int,
-    feat_size: tuple[int, int],
-    window: tuple[int, int] | None,
+    feat_size: Size,
+    window: Size | None,
     head_window: int,
     wrap: bool,
     device: torch.device,

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ea_vision.ops.rel_pos import cover_offsets, fit_rel_table, reach
 
+Size = tuple[int, int]  # (height, width)
+
 
 @dataclass(eq=False)
 class Problem:
@@ -28,13 +30,13 @@ class Problem:
     bias: Tensor | None = None
     alpha: float | Tensor = 0.5
     beta: float | Tensor = 1.0
-    feat_size: tuple[int, int] | None = None
+    feat_size: Size | None = None
     predict: bool = False
     num_prefix_tokens: int = 0
     scale: float | None = None
     dropout_p: float = 0.0
     need_logits: bool = True
-    window: int | tuple[int, int] | None = None
+    window: int | Size | None = None
     head_window: int = 1
     head_border: str = "clip"
 
@@ -204,11 +206,11 @@ class Implementation:
 
 
 def check_windows(
-    window: int | tuple[int, int] | None,
+    window: int | Size | None,
     head_window: int,
     head_border: str,
     num_heads: int,
-) -> tuple[int, int] | None:
+) -> Size | None:
     """Return the window's (height, width), or None.
 
     Raises:

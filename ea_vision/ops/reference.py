@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ea_vision.ops.problem import Implementation, Problem
+from ea_vision.ops.problem import Implementation, Problem, Size
 from ea_vision.ops.rel_pos import fit_rel_table
 
 
@@ -52,7 +52,7 @@ def own_logits(
     height_rel: Tensor | None,
     width_rel: Tensor | None,
     scale: float,
-    feat_size: tuple[int, int],
+    feat_size: Size,
 ) -> Tensor:
     """Return dot products and position terms (AA paper, equation 4): q (B, K, N, D), k (B, K, M, D) -> (B, K, N, M).
 
@@ -147,7 +147,7 @@ def neighbours_logits(
     height_rel: Tensor | None,
     width_rel: Tensor | None,
     scale: float,
-    feat_size: tuple[int, int],
+    feat_size: Size,
     head_window: int,
 ) -> Tensor:
     """Return `own_logits` of each head's queries with the keys of its `neighbours`: (B, K, N, D) -> (B, K, N, S*N)."""
@@ -159,8 +159,8 @@ def neighbours_logits(
 
 def within_windows(
     logits: Tensor,
-    feat_size: tuple[int, int],
-    window: tuple[int, int] | None,
+    feat_size: Size,
+    window: Size | None,
     head_window: int,
     wrap: bool,
 ) -> Tensor:
@@ -244,19 +244,19 @@ class StepByStep:
     """
 
     head_window = 1
-    evolved: Callable[[Tensor, Tensor, tuple[int, int]], Tensor] | None = None
+    evolved: Callable[[Tensor, Tensor, Size], Tensor] | None = None
 
     def logits_of(
         self,
         q: Tensor,
         k: Tensor,
-        feat_size: tuple[int, int],
+        feat_size: Size,
     ) -> Tensor:
         """Return the logits before any evolution: q, k (B, K, N, D), q not scaled -> (B, K, N, N), or
         (B, K, N, head_window * N) with the neighbouring heads' keys."""
         raise NotImplementedError
 
-    def attention_of(self, logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
+    def attention_of(self, logits: Tensor, feat_size: Size) -> Tensor:
         """Return the probabilities of (evolved) logits; the shape stays."""
         raise NotImplementedError
 
@@ -266,7 +266,7 @@ class StepByStep:
         k: Tensor,
         v: Tensor,
         prev_logits: Tensor | None,
-        feat_size: tuple[int, int] | None,
+        feat_size: Size | None,
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attend: q, k (B, K, N, D), v (B, K, N, E), bias added to the logits.
@@ -330,14 +330,14 @@ class _ProblemSteps(StepByStep):
         self,
         q: Tensor,
         k: Tensor,
-        feat_size: tuple[int, int],
+        feat_size: Size,
     ) -> Tensor:
         p = self.problem
         if p.head_window > 1:
             return neighbours_logits(q, k, *p.tables(), p.scale, feat_size, p.head_window)
         return own_logits(q, k, *p.tables(), p.scale, feat_size)
 
-    def attention_of(self, logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
+    def attention_of(self, logits: Tensor, feat_size: Size) -> Tensor:
         p = self.problem
         if p.local:
             wrap = p.head_border == "wrap"

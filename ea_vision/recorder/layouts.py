@@ -20,9 +20,9 @@ from timm.models.swin_transformer import window_partition
 from torch import Tensor, nn
 
 from ea_vision.layers.foreign import owners, prefix_names
+from ea_vision.ops import Size
 from ea_vision.recorder.interception import Hooks
 
-Size = tuple[int, int]
 MOST_CHANNELS = 4  # of an image
 
 

@@ -38,7 +38,9 @@ from ea_vision.detection.model import Detector, create_detector
 from ea_vision.detection.predict import detect
 from ea_vision.detection.transforms import fit_image
 from ea_vision.engine import checkpoint, run_folder
+from ea_vision.ops import Size
 from ea_vision.recorder.inputs import in_unit_range
+from ea_vision.recorder.maps import Query
 from ea_vision.recorder.processors import processor_config, processor_of
 from ea_vision.recorder.recording import AttentionLayer, recordable_layers
 
@@ -67,7 +69,7 @@ class LoadedModel:
 
     model: nn.Module
     label: str
-    img_size: tuple[int, int]
+    img_size: Size
     config: dict
     epoch: int | None = None
     trained: bool = True
@@ -158,7 +160,7 @@ class LoadedModel:
         image: Image.Image,
         H: int,
         W: int,
-    ) -> tuple[int, int]:
+    ) -> Size:
         """Return (height, width) to which evaluation scales an image before it cuts (H, W): timm's and our trainers'
         steps, of which torchvision's drop what is left of a pixel."""
         crop_pct = self.config["crop_pct"]
@@ -332,7 +334,7 @@ def load_model(
     target: str,
     *,
     random: bool = False,
-    img_size: tuple[int, int] | None = None,
+    img_size: Size | None = None,
     seed: int = 0,
     device: str | torch.device = "cpu",
     **kwargs: Any,
@@ -512,7 +514,7 @@ def set_preprocessing(
         loaded.config = {**loaded.config, name: values}
 
 
-def _set_size(loaded: LoadedModel, img_size: tuple[int, int]) -> None:
+def _set_size(loaded: LoadedModel, img_size: Size) -> None:
     """Set the size of a model's images, (H, W).
 
     Raises:
@@ -540,7 +542,7 @@ def check_classifies(model: LoadedModel) -> None:
         )
 
 
-def input_size(model: nn.Module, config: dict) -> tuple[int, int]:
+def input_size(model: nn.Module, config: dict) -> Size:
     """Return (height, width) in pixels that a network is built for, or that its configuration says."""
     return own_size(model) or tuple(config["input_size"][1:])
 
@@ -609,9 +611,9 @@ def parse_layers(text: str, model: LoadedModel) -> list[AttentionLayer]:
 
 def parse_queries(
     texts: Sequence[str],
-    img_size: tuple[int, int],
+    img_size: Size,
     default: Sequence[tuple[float, float]] = (),
-) -> list[tuple[int, int] | str]:
+) -> list[Query]:
     """Return points of `y,x` texts, and names of tokens as they are; of no text the default, in shares of the sides.
 
     Raises:
@@ -639,7 +641,7 @@ def parse_queries(
     return points
 
 
-def image_size(text: str) -> tuple[int, int]:
+def image_size(text: str) -> Size:
     """Return (H, W) of N or H,W: positive, their product at most MAX_PIXELS; for argparse."""
     sides = re.fullmatch(f"({NUMBER})(?:,({NUMBER}))?", text)
     H = int(sides[1]) if sides else 0

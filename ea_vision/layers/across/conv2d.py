@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ea_vision.layers.evolution import Evolution, check_kernel_size, register_evolution
+from ea_vision.ops import Size
 from ea_vision.ops.reference import among_patches, with_prefix
 
 
@@ -57,7 +58,7 @@ class FourDimensionalConvolution(Evolution):
         self.keys = nn.Parameter(std * torch.randn(shape, **dd))
         self.queries = nn.Parameter(std * torch.randn(shape, **dd))
 
-    def convolve(self, maps: Tensor, feat_size: tuple[int, int]) -> Tensor:
+    def convolve(self, maps: Tensor, feat_size: Size) -> Tensor:
         """Return the sum of both convolutions of maps (B, K, N, N), N = H*W, of the same shape."""
         # (B, query, key, K): channels last, where a convolution takes half the time
         by_query = maps.permute(0, 2, 3, 1).contiguous()
@@ -71,7 +72,7 @@ class FourDimensionalConvolution(Evolution):
     def _over_plane(
         maps: Tensor,
         weight: Tensor,
-        feat_size: tuple[int, int],
+        feat_size: Size,
     ) -> Tensor:
         """Convolve maps (B, N, H*W, K) over their plane of (H, W); the shape stays."""
         B, N, _, K = maps.shape
@@ -84,7 +85,7 @@ class FourDimensionalConvolution(Evolution):
         self,
         logits: Tensor,
         prev_logits: Tensor,
-        feat_size: tuple[int, int],
+        feat_size: Size,
     ) -> Tensor:
         mixed = (logits + self.alpha * prev_logits).to(logits.dtype)
         patches = among_patches(mixed, self.num_prefix_tokens)
