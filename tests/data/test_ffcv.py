@@ -22,7 +22,7 @@ from ea_vision.data.ffcv import BetonTrainLoader, quasi_random_order
 from ea_vision.data.image_files import ImageFiles
 from ea_vision.data.imagenet import eval_transform
 from tests.data.photos import make_photos
-from tests.data.test_image_files import narrow_png
+from tests.data.test_image_files import png_of
 
 COMMON = {
     "img_size": 32,
@@ -205,8 +205,8 @@ def test_broken_images_stop_the_writing_and_are_all_named(tmp_path, capsys):
     out = tmp_path / "out" / "train.beton"
     broken = root / "train/class_0/003.jpg", root / "train/class_1/large.png"
     broken[0].write_bytes(b"no image")
-    broken[1].write_bytes(narrow_png(11_000, 10_000))
-    (root / "train/class_2/narrow.png").write_bytes(narrow_png(1, 4000))
+    broken[1].write_bytes(png_of(11_000, 10_000))
+    Image.new("L", (1, 4000)).save(root / "train/class_2/narrow.png")
     assert write(root, out) == 2
     assert not list(out.parent.iterdir())
     said = capsys.readouterr().err

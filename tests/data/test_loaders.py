@@ -32,7 +32,7 @@ from ea_vision.data.on_device import EvalLoader, TrainLoader
 from ea_vision.data.small_images import Images
 from ea_vision.engine.train_imagenet import as_stored
 from tests.data.photos import make_photos
-from tests.data.test_image_files import narrow_png
+from tests.data.test_image_files import png_of
 from tests.slow import FFCV, needs_ffcv
 
 MEAN = (0.5, 0.4, 0.3)
@@ -241,7 +241,7 @@ def test_unreadable_images_are_named_and_replaced(tmp_path):
     (train / "class_0/000.jpg").write_text("no image", encoding="utf-8")
     (train / "class_0/001.jpg").symlink_to(train / "nowhere.jpg")
     (val / "class_1/001.jpg").write_bytes((val / "class_1/001.jpg").read_bytes()[:300])
-    (val / "class_1/large.png").write_bytes(narrow_png(11_000, 10_000))
+    (val / "class_1/large.png").write_bytes(png_of(11_000, 10_000))
     bad = BadImages(3)
     files = ImageFiles(train)
     for workers in (0, 1):

@@ -1,7 +1,6 @@
-"""An independent attention branch, written from DESIGN's equations alone, by sums over offsets and shifted maps; and
-the comparison of outputs and gradients."""
+"""An independent attention branch, written from DESIGN's equations alone, head by head, its positions by sums over
+offsets; and the comparison of outputs and gradients."""
 
-import itertools
 import math
 
 import torch
@@ -27,20 +26,9 @@ def own_logits(q, k, height_rel, width_rel, size):
     return logits
 
 
-def neighbours(x, height, width):
-    """Of each tap of a centred kernel, its place in it and x (..., H, W) as that tap sees it, zeros around."""
-    H, W = x.shape[-2:]
-    padded = F.pad(x, [width // 2, width // 2, height // 2, height // 2])
-    for u, w in itertools.product(range(height), range(width)):
-        yield u, w, padded[..., u : u + H, w : w + W]
-
-
 def map_conv(maps, conv):
-    """(B, K, N, N) -> the same: a same-padded convolution and ReLU, tap by tap."""
-    total = conv.bias.view(-1, 1, 1)
-    for u, w, seen in neighbours(maps, *conv.weight.shape[2:]):
-        total = total + torch.einsum("oc,bcij->boij", conv.weight[..., u, w], seen)
-    return total.clamp(min=0)
+    """(B, K, N, N) -> the same: a same-padded convolution and ReLU."""
+    return F.conv2d(maps, conv.weight, conv.bias, padding="same").relu()
 
 
 def by_head(gate):
@@ -75,7 +63,9 @@ def fused(layer, x, attention):
         attention = F.interpolate(attention, size=size, mode="bilinear", align_corners=False)
     if layer.conv is None:
         return attention
-    convolved = convolved_pixels(layer.conv, x)
+    conv = layer.conv
+    how = (conv.stride, conv.padding, conv.dilation, conv.groups)
+    convolved = F.conv2d(x, conv.weight, None, *how)
     return convolved + attention if layer.fusion == "add" else torch.cat([convolved, attention], 1)
 
 
@@ -83,7 +73,7 @@ def attention_branch(layer, x, prev_logits=None):
     """The whole layer, head by head, from its parameters; -> y, logits."""
     pooled = x
     for _ in range(layer.num_pools):
-        pooled = pooled_pixels(pooled)
+        pooled = F.avg_pool2d(pooled, 3, stride=2, padding=1, count_include_pad=False)
     size = pooled.shape[2:]
     K = layer.num_heads
     D = layer.dim_head_qk
@@ -101,50 +91,11 @@ def attention_branch(layer, x, prev_logits=None):
     logits = torch.stack(by_head, 1)
     if prev_logits is not None:
         logits = evolved_maps(layer.evolution, logits, prev_logits)
-    attn = logits.exp() / logits.exp().sum(-1, keepdim=True)
+    attn = logits.softmax(-1)
     heads = [attn[:, head] @ v for head, v in enumerate(values.chunk(K, 2))]
     out = F.linear(torch.cat(heads, 2), layer.proj.weight.flatten(1), layer.proj.bias)
     attention = out.transpose(1, 2).unflatten(2, size)
     return fused(layer, x, attention), logits
-
-
-def pooled_pixels(x):
-    """(B, C, H, W): the mean of each 3x3 neighbourhood at stride 2, of the pixels that the image has."""
-    H, W = x.shape[2:]
-    rows = []
-    for row in range(0, H, 2):
-        top = max(row - 1, 0)
-        row_of_means = []
-        for col in range(0, W, 2):
-            left = max(col - 1, 0)
-            row_of_means.append(x[:, :, top : row + 2, left : col + 2].mean((2, 3)))
-        rows.append(torch.stack(row_of_means, -1))
-    return torch.stack(rows, -2)
-
-
-def convolved_pixels(conv, x):
-    """(B, C, H', W'): a convolution's sum over the taps of each output pixel, group by group."""
-    stride = conv.stride[0]
-    dilation = conv.dilation[0]
-    padded = F.pad(x, [conv.padding[0]] * 4)
-    reach = dilation * (conv.kernel_size[0] - 1)
-    taps = list(itertools.product(range(conv.kernel_size[0]), repeat=2))
-    images = padded.chunk(conv.groups, 1)
-    weights = conv.weight.chunk(conv.groups)
-    parts = []
-    for image, weight in zip(images, weights, strict=True):
-        rows = []
-        for row in range(0, padded.shape[2] - reach, stride):
-            pixels = []
-            for col in range(0, padded.shape[3] - reach, stride):
-                total = 0
-                for u, w in taps:
-                    seen = image[:, :, row + dilation * u, col + dilation * w]
-                    total = total + seen @ weight[:, :, u, w].t()
-                pixels.append(total)
-            rows.append(torch.stack(pixels, -1))
-        parts.append(torch.stack(rows, -2))
-    return torch.cat(parts, 1)
 
 
 def gradients(outputs, inputs):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from ea_vision.layers import MRLALight, TokenConv, ValueResidual, create_evolution
-from tests.layers.oracle import assert_same, neighbours
+from tests.layers.oracle import assert_same, by_head
 
 K = 3
 SIZE = (2, 3)
@@ -42,25 +42,12 @@ def assert_equation(module, actual, expected, *inputs):
     assert_same(actual, expected, [*inputs, *module.parameters()], atol=1e-10, rtol=1e-10)
 
 
-# ---- the equations, by sums over shifted maps
+# ---- the equations
 
 
 def mix_heads(weight, maps):
     """out[a] = sum_b weight[a, b] maps[b]"""
-    mixed = []
-    for row in weight:
-        terms = [row[b] * maps[:, b] for b in range(maps.shape[1])]
-        mixed.append(sum(terms))
-    return torch.stack(mixed, 1)
-
-
-def by_head(numbers):
-    """Return numbers, one per head, so that they multiply maps (B, K, N, N)."""
-    return numbers.view(-1, 1, 1)
-
-
-def logistic(x):
-    return 1 / (1 + (-x).exp())
+    return torch.einsum("ab,nbij->naij", weight, maps)
 
 
 def batch_norm(norm, x):
@@ -68,9 +55,7 @@ def batch_norm(norm, x):
 
 
 def depthwise(weight, x):
-    height, width = weight.shape[2:]
-    taps = [by_head(weight[:, 0, u, w]) * seen for u, w, seen in neighbours(x, height, width)]
-    return sum(taps)
+    return F.conv2d(x, weight, padding="same", groups=len(weight))
 
 
 def pointwise(conv, x):
@@ -107,7 +92,7 @@ def multi_token(m, logits, prev):
 
 
 def residual(m, logits, prev):
-    alpha = torch.as_tensor(m.alpha).view(-1, 1, 1)
+    alpha = by_head(m.alpha)
     own = 1 - alpha if m.mixture else 1.0
     return (own * logits + alpha * prev).softmax(-1)
 
@@ -142,11 +127,10 @@ def test_residual_begins_as_the_papers():
 
 
 def convolved(weight, x):
-    """Return the convolution over the last two sides of x (B, K, ..., H, W), tap by tap."""
-    taps = []
-    for u, w, seen in neighbours(x, 3, 3):
-        taps.append(torch.einsum("ab,nb...->na...", weight[:, :, u, w], seen))
-    return sum(taps)
+    """Return the convolution over the last two sides of x (B, K, P, Q, H, W)."""
+    images = x.permute(0, 2, 3, 1, 4, 5)
+    made = F.conv2d(images.flatten(0, 2), weight, padding="same")
+    return made.view(images.shape).permute(0, 3, 1, 2, 4, 5)
 
 
 @pytest.mark.parametrize("prefix", [0, 2])
@@ -189,11 +173,8 @@ def test_gated_attention_is_its_equation(identity):
     out = maps(1, 2, K, N, 4)
     x = maps(2, 2, N, 5)
     largest = 2.0 if identity else 1.0
-    heads = []
-    for k in range(K):
-        gate = largest * logistic(x @ m.gate.weight[k] + m.gate.bias[k])
-        heads.append(gate.unsqueeze(-1) * out[:, k])
-    assert_equation(m, m.mix_output(out, None, x), torch.stack(heads, 1), out, x)
+    gate = largest * (x @ m.gate.weight.mT + m.gate.bias).sigmoid()  # (B, N, K)
+    assert_equation(m, m.mix_output(out, None, x), gate.mT.unsqueeze(-1) * out, out, x)
 
 
 def test_value_residual_is_its_equation():
@@ -211,16 +192,11 @@ def test_mrla_is_its_equation():
     m = MRLALight(8, dim_group=4, identity=False, dtype=torch.float64)
     x = maps(1, 2, 8, 2, 3)
     shortcut = maps(2, 2, 8, 2, 3)
-    padded = F.pad(x.mean((2, 3)), [1, 1])
-    seen = torch.stack([padded[:, i : i + 8] for i in range(3)], -1)
-    q = seen @ m.query.weight[0, 0]
-    k = seen @ m.key.weight[0, 0]
-    shares = []
-    for channel in range(8):
-        first = channel // 4 * 4  # of the channel's group
-        product = (q * k)[:, first : first + 4].sum(1)
-        shares.append(logistic(product / 2))
-    share = torch.stack(shares, 1)[..., None, None]
+    channels = x.mean((2, 3)).unsqueeze(1)
+    q = F.conv1d(channels, m.query.weight, padding=1)
+    k = F.conv1d(channels, m.key.weight, padding=1)
+    product = (q * k).view(2, 2, 4).sum(2)  # of each group
+    share = (product / 2).sigmoid().repeat_interleave(4, 1)[..., None, None]
     total = share * depthwise(m.value.weight, x) + m.shortcut_scale * shortcut
     assert_equation(m, m(x, shortcut), batch_norm(m.bn, total), x, shortcut)
 
