@@ -37,7 +37,13 @@ GN_MODEL = "--model test_efficientnet_gn --model-kwargs drop_rate=0".split()  # 
 SECONDS = 900  # that a run may take on a busy machine
 
 
-def make_folder(root, train=40, test=13, classes=3, side=32):
+def make_folder(
+    root,
+    train=40,
+    test=13,
+    classes=3,
+    side=32,
+):
     """Write PNG images of `classes` colours in noise: root/{train,test}/class_i/name.png."""
     rng = np.random.default_rng(0)
     for split, count in (("train", train), ("test", test)):
@@ -88,7 +94,11 @@ def words(*texts):
     return parts
 
 
-def arguments(data, output, *more):
+def arguments(
+    data,
+    output,
+    *more,
+):
     """A run of two epochs of five updates of eight images, a checkpoint every second update."""
     return words(
         BN_MODEL,
@@ -119,7 +129,13 @@ def _child(
     sys.exit(code)
 
 
-def start(argv, log, sabotage=None, main=train_cifar.main, **environment):
+def start(
+    argv,
+    log,
+    sabotage=None,
+    main=train_cifar.main,
+    **environment,
+):
     """Start `train_cifar.py ARGV`, or another trainer, as a process; stdout and stderr go to `log`."""
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
@@ -131,7 +147,14 @@ def start(argv, log, sabotage=None, main=train_cifar.main, **environment):
     return process
 
 
-def train(argv, sabotage=None, *, code=0, size=1, main=train_cifar.main):
+def train(
+    argv,
+    sabotage=None,
+    *,
+    code=0,
+    size=1,
+    main=train_cifar.main,
+):
     """Train in `size` processes, which must all end with `code`; return what they, and those before them in the same
     run folder, have said."""
     output = Path(argv[argv.index("--output") + 1])
@@ -142,7 +165,11 @@ def train(argv, sabotage=None, *, code=0, size=1, main=train_cifar.main):
     return said
 
 
-def failure(argv, sabotage, main=train_cifar.main):
+def failure(
+    argv,
+    sabotage,
+    main=train_cifar.main,
+):
     """Train until an error ends the run; return its line, the last."""
     return train(argv, sabotage, code=1, main=main).splitlines()[-1]
 
@@ -171,7 +198,11 @@ def weights_of(folder):
     return read_weights(folder / run_folder.WEIGHTS)
 
 
-def error_of(main, argv, capsys):
+def error_of(
+    main,
+    argv,
+    capsys,
+):
     """Run a command in this process; return its error, which must be one line."""
     assert exit_code(lambda: main(argv)) == 2
     said = capsys.readouterr().err.strip()
@@ -180,7 +211,13 @@ def error_of(main, argv, capsys):
     return said.removeprefix("error: ")
 
 
-def run_world(size, argv, log, sabotage=None, main=train_cifar.main):
+def run_world(
+    size,
+    argv,
+    log,
+    sabotage=None,
+    main=train_cifar.main,
+):
     """Run `size` processes with the environment that torchrun gives them; return their exit codes, negative for a
     signal."""
     processes = start_world(size, argv, log, sabotage, main)
@@ -193,7 +230,13 @@ def run_world(size, argv, log, sabotage=None, main=train_cifar.main):
     return [process.exitcode for process in processes]
 
 
-def start_world(size, argv, log, sabotage=None, main=train_cifar.main):
+def start_world(
+    size,
+    argv,
+    log,
+    sabotage=None,
+    main=train_cifar.main,
+):
     """Start `size` processes with the environment that torchrun gives them."""
     log.touch()
     port = str(free_port())
@@ -229,7 +272,11 @@ def end_of(folder):
     return end
 
 
-def assert_equal(a, b, where=""):
+def assert_equal(
+    a,
+    b,
+    where="",
+):
     """Assert that two nested states are equal, types too, tensors bit for bit."""
     first = leaves_of(a)
     second = leaves_of(b)
@@ -272,7 +319,11 @@ def nothing_truncated(folder):
 # ---- ways to hurt a run: called in the trainer's process before it starts --------------------------------------------
 
 
-def around(owner, name, hurt):
+def around(
+    owner,
+    name,
+    hurt,
+):
     """Let `hurt(original, ...)` take the place of a function of a class or module; it gets the same arguments."""
     original = getattr(owner, name)
 
@@ -287,7 +338,11 @@ def around(owner, name, hurt):
 def after_update(number, act):
     """Let `act` follow update `number` of the run."""
 
-    def hurt(update, trainer, batches):
+    def hurt(
+        update,
+        trainer,
+        batches,
+    ):
         update(trainer, batches)
         if trainer.progress.updates == number:
             act(trainer)
@@ -306,7 +361,11 @@ class SignalAfterUpdate:
     def __call__(self):
         seen = []
 
-        def hurt(update, trainer, batches):
+        def hurt(
+            update,
+            trainer,
+            batches,
+        ):
             seen.append(1)
             if len(seen) == self.number and self.rank in (None, trainer.world.rank):
                 os.kill(os.getpid(), self.signal_number)
@@ -318,7 +377,11 @@ class SignalAfterUpdate:
 def signal_in_evaluation():
     """Send this process SIGTERM at the beginning of its first evaluation."""
 
-    def hurt(evaluate, *given, **more):
+    def hurt(
+        evaluate,
+        *given,
+        **more,
+    ):
         os.kill(os.getpid(), signal.SIGTERM)
         return evaluate(*given, **more)
 
@@ -358,7 +421,12 @@ class HurtWrite:
         def now(stage):
             return len(writes) == self.nth and self.stage == stage
 
-        def hurt_open(real, path, *given, **more):
+        def hurt_open(
+            real,
+            path,
+            *given,
+            **more,
+        ):
             if fnmatch(Path(path).name, f".{self.name}.*.tmp"):
                 writes.append(path)
                 if now("half"):
@@ -374,7 +442,11 @@ class HurtWrite:
             if now("synced"):
                 die()
 
-        def hurt_replace(real, source, target):
+        def hurt_replace(
+            real,
+            source,
+            target,
+        ):
             real(source, target)
             if now("between") and Path(target).name == checkpoint.PREVIOUS:
                 die()
@@ -390,7 +462,12 @@ class HurtWrite:
 def spoil_loss(number, rank):
     """Make the loss of update `number` of the run non-finite on `rank`."""
 
-    def hurt(batch_loss, trainer, images, targets):
+    def hurt(
+        batch_loss,
+        trainer,
+        images,
+        targets,
+    ):
         if (trainer.progress.updates + 1, trainer.world.rank) == (number, rank):
             images = images * float("nan")
         return batch_loss(trainer, images, targets)

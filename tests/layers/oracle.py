@@ -15,7 +15,13 @@ def offsets(size):
     return row - row.unsqueeze(1), col - col.unsqueeze(1)
 
 
-def own_logits(q, k, height_rel, width_rel, size):
+def own_logits(
+    q,
+    k,
+    height_rel,
+    width_rel,
+    size,
+):
     """q, k (B, N, D), q scaled -> (B, N, N); in the middle of a table is offset 0."""
     logits = q @ k.transpose(1, 2)
     for table, offset in zip((height_rel, width_rel), offsets(size), strict=True):
@@ -36,7 +42,11 @@ def by_head(gate):
     return torch.as_tensor(gate, dtype=torch.float64).view(-1, 1, 1)
 
 
-def evolved_maps(evolution, logits, prev):
+def evolved_maps(
+    evolution,
+    logits,
+    prev,
+):
     """The equations of EA and PA with an evolution's gates and convolutions."""
     alpha = by_head(evolution.alpha)
     mixed = alpha * prev + (1 - alpha) * logits
@@ -56,7 +66,11 @@ def normalised(head, gain):
     return gain * head / (mean_square + 1e-6).sqrt()
 
 
-def fused(layer, x, attention):
+def fused(
+    layer,
+    x,
+    attention,
+):
     """The layer's output from its attention branch (B, C, H, W), which is resized to the convolution's result."""
     size = [(side + layer.stride - 1) // layer.stride for side in x.shape[2:]]
     if list(attention.shape[2:]) != size:
@@ -69,7 +83,11 @@ def fused(layer, x, attention):
     return convolved + attention if layer.fusion == "add" else torch.cat([convolved, attention], 1)
 
 
-def attention_branch(layer, x, prev_logits=None):
+def attention_branch(
+    layer,
+    x,
+    prev_logits=None,
+):
     """The whole layer, head by head, from its parameters; -> y, logits."""
     pooled = x
     for _ in range(layer.num_pools):
@@ -108,7 +126,12 @@ def gradients(outputs, inputs):
     return torch.autograd.grad(total, inputs, retain_graph=True)
 
 
-def assert_same(actual, expected, inputs, **near):
+def assert_same(
+    actual,
+    expected,
+    inputs,
+    **near,
+):
     """Outputs, a tensor or several, and their gradients for the inputs."""
     if isinstance(actual, torch.Tensor):
         actual = [actual]

@@ -14,7 +14,11 @@ SIZE = (2, 3)
 N = SIZE[0] * SIZE[1]
 
 
-def maps(seed, *shape, side=N):
+def maps(
+    seed,
+    *shape,
+    side=N,
+):
     generator = torch.Generator().manual_seed(seed)
     shape = shape or (2, K, side, side)
     drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -31,13 +35,22 @@ def new(kind, **options):
     return mechanism
 
 
-def run(mechanism, logits, prev):
+def run(
+    mechanism,
+    logits,
+    prev,
+):
     """Return the maps that weigh the values."""
     attn = mechanism(logits, prev).softmax(-1)
     return mechanism.mix_attn(attn)
 
 
-def assert_equation(module, actual, expected, *inputs):
+def assert_equation(
+    module,
+    actual,
+    expected,
+    *inputs,
+):
     """Assert that outputs and the gradients of inputs and parameters equal those of the equation."""
     assert_same(actual, expected, [*inputs, *module.parameters()], atol=1e-10, rtol=1e-10)
 
@@ -63,20 +76,32 @@ def pointwise(conv, x):
     return mix_heads(conv.weight[:, :, 0, 0], x)
 
 
-def talking_heads(m, logits, prev):
+def talking_heads(
+    m,
+    logits,
+    prev,
+):
     mixed = mix_heads(m.proj_l.weight, logits) + by_head(m.proj_l.bias)
     attn = mixed.softmax(-1)
     return mix_heads(m.proj_w.weight, attn) + by_head(m.proj_w.bias)
 
 
-def reattention(m, logits, prev):
+def reattention(
+    m,
+    logits,
+    prev,
+):
     attn = logits.softmax(-1)
     conv = m.reatten_matrix
     refined = 0.5 * batch_norm(m.var_norm, pointwise(conv, attn) + by_head(conv.bias))
     return refined if m.gain is None else attn + m.gain * refined
 
 
-def refiner(m, logits, prev):
+def refiner(
+    m,
+    logits,
+    prev,
+):
     attn = logits.softmax(-1)
     x = batch_norm(m.bn1, pointwise(m.conv_exp, attn)).clamp(0, 6)
     x = batch_norm(m.bn2, depthwise(m.depth_sep_conv.weight, x)).clamp(0, 6)
@@ -85,13 +110,21 @@ def refiner(m, logits, prev):
     return refined if m.gain is None else attn + m.gain * refined
 
 
-def multi_token(m, logits, prev):
+def multi_token(
+    m,
+    logits,
+    prev,
+):
     mixed = mix_heads(m.heads_before, depthwise(m.conv_before, logits))
     attn = mixed.softmax(-1)
     return by_head(m.heads_after[:, 0, 0]) * depthwise(m.conv_after, attn)
 
 
-def residual(m, logits, prev):
+def residual(
+    m,
+    logits,
+    prev,
+):
     alpha = by_head(m.alpha)
     own = 1 - alpha if m.mixture else 1.0
     return (own * logits + alpha * prev).softmax(-1)
@@ -113,7 +146,11 @@ def residual(m, logits, prev):
         (multi_token, "mta", {"map_kernel": (3, 5), "head_kernel": 1}),
     ],
 )
-def test_a_mechanism_is_its_equation(equation, kind, options):
+def test_a_mechanism_is_its_equation(
+    equation,
+    kind,
+    options,
+):
     m = new(kind, **options)
     logits = maps(1)
     prev = maps(2)
@@ -231,7 +268,11 @@ def test_token_conv_sees_the_patches_neighbours_in_the_image():
         (None, {"alpha": 0.5}, "alpha"),
     ],
 )
-def test_bad_starts_and_options_are_named(kind, options, message):
+def test_bad_starts_and_options_are_named(
+    kind,
+    options,
+    message,
+):
     with pytest.raises(ValueError, match=message):
         create_evolution(kind, K, **options)
 

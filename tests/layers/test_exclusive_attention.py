@@ -30,7 +30,12 @@ def applied(m):
     return lambda out, values: m.mix_output(out, values, None)
 
 
-def results(function, out, values, parameters):
+def results(
+    function,
+    out,
+    values,
+    parameters,
+):
     """Return the output and the gradients of a weighted sum of it."""
     made = function(out, values)
     weights = torch.linspace(-1, 1, made.numel()).to(made.dtype)
@@ -48,7 +53,11 @@ def results(function, out, values, parameters):
         (torch.float16, 2e-3),
     ],
 )
-def test_every_precision_is_the_readable_form(gain, dtype, tolerance):
+def test_every_precision_is_the_readable_form(
+    gain,
+    dtype,
+    tolerance,
+):
     m = mechanism(gain, dtype)
     out, values = inputs(dtype)
     have = results(applied(m), out, values, m.parameters())
@@ -87,7 +96,11 @@ def test_a_black_image_in_float16():
 def test_second_derivatives(gain):
     m = mechanism(gain)
 
-    def mixed(out, values, *_):
+    def mixed(
+        out,
+        values,
+        *_,
+    ):
         return m.mix_output(out, values, None)
 
     assert torch.autograd.gradgradcheck(mixed, (*inputs(tokens=2), *m.parameters()))

@@ -28,7 +28,11 @@ from tests.recorder.networks import (
 )
 
 
-def check(layer, attn, place):
+def check(
+    layer,
+    attn,
+    place,
+):
     """Compare a layer with what was formed (B, K, T, T), (B * K, T, T), or in windows (B * W, K, n, n)."""
     if attn.ndim == 3:
         attn = attn.unflatten(0, (-1, layer.attn.shape[1]))
@@ -119,7 +123,11 @@ def test_differential_attention(dual_lambda):
     maps = recorded(model, x, parts)
     seen = {}
 
-    def keep_values(_, args, output):
+    def keep_values(
+        _,
+        args,
+        output,
+    ):
         seen["values"] = output[..., 96:].reshape(2, 17, 3, 16).transpose(1, 2)
 
     def keep_result(_, args):
