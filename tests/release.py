@@ -13,11 +13,7 @@ import ea_vision
 from tests.process import ROOT
 
 
-def problems(
-    version,
-    tags,
-    root=ROOT,
-):
+def problems(version, tags, root=ROOT):
     """Return what a release of `version` lacks, one sentence each; the built files lie in root/dist."""
     found = []
     changelog = (root / "CHANGELOG.md").read_text(encoding="utf-8")

@@ -54,11 +54,7 @@ def test_the_overview_has_a_line_for_each_command(helped):
         (["--version"], f"ea-vision {ea_vision.__version__}\n"),
     ],
 )
-def test_the_overview_and_the_version_need_no_torch(
-    words,
-    shown,
-    tmp_path,
-):
+def test_the_overview_and_the_version_need_no_torch(words, shown, tmp_path):
     """Nor anything else that takes long to import; by `python -m` as by the script that pip writes."""
     script = tmp_path / "ea-vision"
     code = "import sys\nfrom ea_vision.__main__ import main\nsys.exit(main())\n"

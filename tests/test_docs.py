@@ -128,11 +128,7 @@ def test_readme_creates(monkeypatch):
     """The second block of README; timm's weights, which are not at hand, are random."""
     create = timm.create_model
 
-    def create_offline(
-        name,
-        pretrained=False,
-        **keywords,
-    ):
+    def create_offline(name, pretrained=False, **keywords):
         shipped = name == "ea_conv_transformer_cifar"
         return create(name, pretrained=pretrained and shipped, **keywords)
 

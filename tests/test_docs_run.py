@@ -148,11 +148,7 @@ def shorten(line):
 
 
 @pytest.mark.parametrize("line", slow_but(README_LINES, LINES))
-def test_commands_run(
-    line,
-    place,
-    capsys,
-):
+def test_commands_run(line, place, capsys):
     if ("beton" in line or line.startswith("write-ffcv")) and not FFCV:
         pytest.skip("needs FFCV (the extra ffcv)")
     if "--train-beton" in line:
@@ -183,13 +179,7 @@ SMALLER = {
 
 
 @pytest.mark.parametrize("page, block", SNIPPETS)
-def test_snippets_run(
-    page,
-    block,
-    place,
-    tmp_path,
-    monkeypatch,
-):
+def test_snippets_run(page, block, place, tmp_path, monkeypatch):
     """README's run in test_docs.py, the quick start's in test_quickstart.py."""
     for start, test in SNIPPETS_ELSEWHERE.items():
         if start in block:

@@ -31,11 +31,7 @@ MODEL = "ea_conv_transformer_cifar"
     ],
     ids=lambda line: line.split()[0],
 )
-def test_a_full_disk(
-    line,
-    tmp_path,
-    capsys,
-):
+def test_a_full_disk(line, tmp_path, capsys):
     """No file may become longer than 64 bytes, which the system answers as a full disk."""
     resource = pytest.importorskip("resource", reason="needs limits of Unix")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

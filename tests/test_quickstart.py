@@ -59,11 +59,7 @@ def test_the_stored_notebook_is_the_scripts(script):
 
 
 @pytest.mark.slow
-def test_its_cells_run(
-    script,
-    tmp_path,
-    monkeypatch,
-):
+def test_its_cells_run(script, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(DOCS.parent))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     shutil.copy(DOCS / "cat.jpg", tmp_path)

@@ -92,11 +92,7 @@ def _own_interpreter(monkeypatch):
         monkeypatch.setattr(sys, name, [*getattr(sys, name)])
 
 
-def test_a_script_sees_our_models_its_arguments_and_its_neighbours(
-    tmp_path,
-    monkeypatch,
-    capsys,
-):
+def test_a_script_sees_our_models_its_arguments_and_its_neighbours(tmp_path, monkeypatch, capsys):
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
     (tmp_path / "helper.py").write_text("VALUE = 7", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -110,11 +106,7 @@ def test_a_missing_script_is_one_line(capsys):
     )
 
 
-def test_train_and_validate_as_timms_scripts_do(
-    tmp_path,
-    monkeypatch,
-    capsys,
-):
+def test_train_and_validate_as_timms_scripts_do(tmp_path, monkeypatch, capsys):
     data = make_photos(tmp_path / "data", side=24)
     for name, text in (("common", COMMON), ("train", TRAIN), ("validate", VALIDATE)):
         (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")

@@ -184,11 +184,7 @@ def test_a_file_of_weights_refuses_another_network(run, shipped_file):
             )
 
 
-def run_of(
-    folder,
-    name,
-    kwargs,
-):
+def run_of(folder, name, kwargs):
     """Return the weights file of a run of an untrained network."""
     folder.mkdir()
     model = timm.create_model(name, **kwargs)
@@ -221,12 +217,7 @@ BASE = {"base": "test_vit", "num_classes": 3}
     ],
 )
 def test_a_checkpoint_path_refuses_weights_of_another_network(
-    trained,
-    kwargs,
-    name,
-    options,
-    message,
-    tmp_path,
+    trained, kwargs, name, options, message, tmp_path
 ):
     """timm hands the tensors alone to the network: names and shapes are the same."""
     path = run_of(tmp_path / "run", trained, kwargs)
@@ -275,12 +266,7 @@ def test_a_fine_tuned_run_loads_as_docs_train_says(run):
         ("pa_deit_small_patch16_224", {"depth": 2, "img_size": 32}, "deit_small_patch16_224"),
     ],
 )
-def test_an_unevolved_network_is_saved_as_the_plain_one(
-    name,
-    options,
-    plain,
-    tmp_path,
-):
+def test_an_unevolved_network_is_saved_as_the_plain_one(name, options, plain, tmp_path):
     """Not by the name of the evolving network, which would build that again."""
     model = timm.create_model(name, num_classes=3, **options)
     back = ea_vision.unevolve(model)
@@ -293,12 +279,7 @@ def test_an_unevolved_network_is_saved_as_the_plain_one(
 
 
 @pytest.mark.parametrize("safe", [False, True])
-def test_a_network_saved_for_the_hub_loads_as_docs_faq_says(
-    tmp_path,
-    run,
-    safe,
-    monkeypatch,
-):
+def test_a_network_saved_for_the_hub_loads_as_docs_faq_says(tmp_path, run, safe, monkeypatch):
     """From a folder, and from the hub, here its cache."""
     _, model = run
     save_for_hf(model, tmp_path / "saved", safe_serialization=safe)
@@ -336,11 +317,7 @@ PA = {"kind": "pa", "start": "paper", "alpha": 0.3, "learnable": False, "attn_la
         ),
     ],
 )
-def test_an_evolved_network_saved_for_the_hub_evolves(
-    tmp_path,
-    plain,
-    options,
-):
+def test_an_evolved_network_saved_for_the_hub_evolves(tmp_path, plain, options):
     torch.manual_seed(0)
     network = timm.create_model(plain, img_size=32, depth=2, num_classes=5)
     model = ea_vision.evolve(network, **options).eval()
@@ -369,11 +346,7 @@ def test_an_evolved_network_without_its_keywords_says_how_to_save_them(tmp_path)
 # ---- ea_vision.load and the commands ---------------------------------------------------------------------------------
 
 
-def test_load_takes_names_runs_and_files(
-    tmp_path,
-    run,
-    shipped,
-):
+def test_load_takes_names_runs_and_files(tmp_path, run, shipped):
     folder, model = run
     copied = tmp_path / "copied.safetensors"
     shutil.copy(folder / "model.safetensors", copied)
@@ -396,11 +369,7 @@ def test_load_says_what_is_missing(tmp_path, shipped):
             ea_vision.load(target)
 
 
-def test_commands_take_the_same_names(
-    tmp_path,
-    run,
-    capsys,
-):
+def test_commands_take_the_same_names(tmp_path, run, capsys):
     folder, model = run
     save_for_hf(model, tmp_path / "saved", safe_serialization=True)
     copied = tmp_path / "copied.safetensors"

@@ -358,8 +358,7 @@ class Asked:
     ):
         self.style = MapStyle(**style)
         self.width = check_width(width)
-        several = () if queries is None else queries
-        self.queries = [queries] if isinstance(queries, str) else list(several)
+        self.queries = [queries] if isinstance(queries, str) else queries or []
         self.some = some
         self.by_default = layers is None
         self.models = as_models(models, processor=processor, mean=mean, std=std)

@@ -53,11 +53,7 @@ def started(*words, place):
     )
 
 
-def run(
-    *words,
-    place,
-    code=0,
-):
+def run(*words, place, code=0):
     """Run a command to its end; return what it says."""
     process = started(*words, place=place)
     said, _ = process.communicate(timeout=SECONDS)
@@ -131,11 +127,7 @@ def test_training_on_a_folder_with_two_workers(place):
         ("benchmark --models cnn_cifar --repeats 2 --batch-size 2 --csv", "benchmark.csv"),
     ],
 )
-def test_commands(
-    place,
-    command,
-    output,
-):
+def test_commands(place, command, output):
     path = place / f"ü {output}"
     words = [PHOTO if word == "PHOTO" else word for word in command.split()]
     run(*words, path, place=place)

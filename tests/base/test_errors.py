@@ -15,13 +15,7 @@ from ea_vision.base.errors import RunError, UsageError, exit_code
 @pytest.mark.parametrize(
     "error, code", [(UsageError("no\n such  file"), 2), (RunError("no such file", 143), 143)]
 )
-def test_an_error_is_one_line_and_torchrun_gets_it(
-    tmp_path,
-    monkeypatch,
-    capsys,
-    error,
-    code,
-):
+def test_an_error_is_one_line_and_torchrun_gets_it(tmp_path, monkeypatch, capsys, error, code):
     def fail():
         raise error
 
@@ -63,11 +57,7 @@ FULL = "error: standard output cannot be written: No space left on device\n"
     ],
 )
 def test_a_reader_that_goes_ends_a_command_quietly_and_a_full_disk_does_not(
-    tmp_path,
-    output,
-    buffered,
-    code,
-    said,
+    tmp_path, output, buffered, code, said
 ):
     errors = tmp_path / "errors"
 

@@ -19,13 +19,7 @@ def grey_jpeg(level, size=(12, 10)):
     return file.getvalue()
 
 
-def make_photos(
-    root,
-    train=40,
-    val=13,
-    classes=3,
-    side=40,
-):
+def make_photos(root, train=40, val=13, classes=3, side=40):
     """Write root/{train,val}/class_i/name.jpg of various shapes, the shorter side `side` pixels."""
     rng = np.random.default_rng(0)
     for split, count in (("train", train), ("val", val)):

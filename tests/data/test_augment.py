@@ -10,11 +10,7 @@ MEAN = torch.tensor([0.5, 0.4, 0.3])
 STD = torch.tensor([0.2, 0.3, 0.25])
 
 
-def plainly(
-    image,
-    draw,
-    augmentation,
-):
+def plainly(image, draw, augmentation):
     """One image (C, H, W): pad, crop, flip, normalise, cut out."""
     # Padding is torch's own, which reflects floating-point images.
     top, left, flip, cut_y, cut_x = draw

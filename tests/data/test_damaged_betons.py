@@ -52,11 +52,7 @@ def flip(path, bit):
         file.write(bytes([byte ^ (1 << bit % 8)]))
 
 
-def test_the_same_images_make_the_same_file(
-    photos,
-    written,
-    tmp_path,
-):
+def test_the_same_images_make_the_same_file(photos, written, tmp_path):
     again = tmp_path / "again.beton"
     write_beton(ImageFiles(photos / "train"), again, workers=3)
     assert again.read_bytes() == written.read_bytes()
@@ -119,11 +115,7 @@ def test_files_of_before_have_no_fingerprint_and_are_read(beton):
     assert Beton(beton).classes == ["class_0", "class_1", "class_2"]
 
 
-def test_another_files_classes_are_refused(
-    beton,
-    photos,
-    tmp_path,
-):
+def test_another_files_classes_are_refused(beton, photos, tmp_path):
     other = tmp_path / "other.beton"
     write_beton(ImageFiles(photos / "train"), other, jpeg_share=0)
     shutil.copy(sidecar(other), sidecar(beton))
@@ -132,11 +124,7 @@ def test_another_files_classes_are_refused(
 
 
 @pytest.mark.parametrize("field", ["height", "width", "data_ptr"])
-def test_an_impossible_row_of_a_foreign_file_is_a_bad_image(
-    photos,
-    tmp_path,
-    field,
-):
+def test_an_impossible_row_of_a_foreign_file_is_a_bad_image(photos, tmp_path, field):
     """A file of FFCV's own writer has no FILE.json, and so no fingerprint."""
     out = tmp_path / "raw.beton"
     for split, evaluated in (("train", None), ("val", STORED)):

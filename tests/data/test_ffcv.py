@@ -38,11 +38,7 @@ COMMON = {
 }
 
 
-def test_without_ffcv_the_error_says_how_to_install_it(
-    tmp_path,
-    monkeypatch,
-    capsys,
-):
+def test_without_ffcv_the_error_says_how_to_install_it(tmp_path, monkeypatch, capsys):
     for name in [name for name in sys.modules if name.split(".")[0] == "ffcv"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ffcv", None)
@@ -70,11 +66,7 @@ def test_what_a_killed_writer_left_is_removed_at_the_next_start(tmp_path):
 # ---- written and read ------------------------------------------------------------------------------------------------
 
 
-def write(
-    data,
-    out,
-    more="",
-):
+def write(data, out, more=""):
     return main(f"write-ffcv --data-dir {data} --out {out} --workers 2 {more}".split())
 
 
@@ -100,11 +92,7 @@ def betons(photos, tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["raw", "jpeg", "half"])
-def test_whole_images_are_shown_as_they_are(
-    photos,
-    betons,
-    kind,
-):
+def test_whole_images_are_shown_as_they_are(photos, betons, kind):
     """Crops of all of it, squeezed: JPEG written anew at quality 90 and scaling by areas change little."""
     files = ImageFiles(photos / "train")
     beton = Beton(betons[kind], num_classes=3)
@@ -237,13 +225,7 @@ def test_broken_images_stop_the_writing_and_are_all_named(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_writing_that_fails_leaves_what_was_there(
-    photos,
-    betons,
-    tmp_path,
-    monkeypatch,
-    capsys,
-):
+def test_a_writing_that_fails_leaves_what_was_there(photos, betons, tmp_path, monkeypatch, capsys):
     out = tmp_path / "train.beton"
     shutil.copy(betons["raw"], out)
 
@@ -290,11 +272,7 @@ def test_damaged_and_foreign_files_are_named(betons, tmp_path):
 
 
 @pytest.mark.parametrize("left", [0, 0.5])
-def test_a_damaged_jpeg_is_counted_named_and_replaced(
-    betons,
-    tmp_path,
-    left,
-):
+def test_a_damaged_jpeg_is_counted_named_and_replaced(betons, tmp_path, left):
     out = tmp_path / "out.beton"
     bad = BadImages(1)
     data = bytearray(betons["jpeg"].read_bytes())
@@ -311,12 +289,7 @@ def test_a_damaged_jpeg_is_counted_named_and_replaced(
 
 
 @pytest.mark.parametrize("label, got", [(3, "0..3"), (-1, "-1..2")])
-def test_labels_beyond_the_classes_are_refused(
-    photos,
-    tmp_path,
-    label,
-    got,
-):
+def test_labels_beyond_the_classes_are_refused(photos, tmp_path, label, got):
     """Classes are named beside the file, counted, or, without either, those of the labels."""
     path = tmp_path / "train.beton"
     files = ImageFiles(photos / "train")

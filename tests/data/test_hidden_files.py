@@ -44,12 +44,7 @@ def lines(caplog):
 
 
 @pytest.mark.parametrize("name", HIDDEN)
-def test_hidden_names_are_passed_over_and_counted(
-    folder,
-    tmp_path,
-    caplog,
-    name,
-):
+def test_hidden_names_are_passed_over_and_counted(folder, tmp_path, caplog, name):
     assert ImageFiles(folder).classes == ["a", "b"]
     assert not lines(caplog)
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -93,11 +88,7 @@ def test_a_folder_in_itself_is_walked_once(folder, caplog):
 
 
 @pytest.mark.parametrize("around", ["", "train/"])
-def test_a_stray_image_beside_class_folders_is_named(
-    folder,
-    tmp_path,
-    around,
-):
+def test_a_stray_image_beside_class_folders_is_named(folder, tmp_path, around):
     if around:
         inner = folder.rename(tmp_path / "train")
         folder.mkdir()
@@ -121,11 +112,7 @@ def test_names_that_are_no_utf8_are_read_and_have_a_fingerprint(folder):
     assert b"/\xff.png,it is broken" in (folder / "bad_images.csv").read_bytes()
 
 
-def test_a_list_of_bad_images_that_cannot_be_written_ends_no_run(
-    tmp_path,
-    monkeypatch,
-    caplog,
-):
+def test_a_list_of_bad_images_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, caplog):
     """Each of four updates meets one on a full disk: one warning, and the limit still counts them."""
 
     def full(*_):

@@ -67,11 +67,7 @@ def synsets(path):
     ],
     ids=lambda given: getattr(given, "__name__", given),
 )
-def test_flat_images_have_the_classes_of_the_files_beside_them(
-    tmp_path,
-    write,
-    name,
-):
+def test_flat_images_have_the_classes_of_the_files_beside_them(tmp_path, write, name):
     val = put(tmp_path / "val")
     with pytest.raises(
         UsageError, match="LOC_val_solution.csv or ILSVRC2012_devkit_t12.* is required .* got none"

@@ -60,12 +60,7 @@ NO_IMAGES = (
         (".jpg", "class_9/x.heic", r"1 class folder\(s\) of {train} have no images: class_9"),
     ],
 )
-def test_folders_that_are_refused(
-    photos,
-    suffix,
-    more,
-    message,
-):
+def test_folders_that_are_refused(photos, suffix, more, message):
     train = photos / "train"
     for path in list(train.rglob("*.jpg")):
         path.rename(path.with_suffix(suffix))
@@ -104,11 +99,7 @@ def last_member_end(data):
         "no images",
     ],
 )
-def test_tars_that_are_refused(
-    photos,
-    hurt,
-    message,
-):
+def test_tars_that_are_refused(photos, hurt, message):
     path = photos / "train.tar"
     path.write_bytes(hurt(pack(photos / "train", path)))
     with pytest.raises(UsageError, match=f"^{path}.*({message})"):
@@ -145,11 +136,7 @@ def other_files(train):
     [Path.exists, images_folders, one_folder_around, linked_class, other_files],
     ids=lambda layout: layout.__name__,
 )
-def test_layouts(
-    photos,
-    tmp_path,
-    layout,
-):
+def test_layouts(photos, tmp_path, layout):
     """Folders and the tars of them have the same images, classes and names."""
     layout(photos / "train")
     source = ImageFiles(photos / "train")
@@ -240,12 +227,7 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n0 0 9 9 
     ],
     ids=["empty", "EPS", "200 megapixels", "110 megapixels"],
 )
-def test_images_that_are_refused(
-    tmp_path,
-    monkeypatch,
-    content,
-    message,
-):
+def test_images_that_are_refused(tmp_path, monkeypatch, content, message):
     monkeypatch.setattr(
         "PIL.EpsImagePlugin.Ghostscript", lambda *_: pytest.fail("reached Ghostscript")
     )

@@ -65,13 +65,7 @@ def small_images(count, side=8):
     return Images(pixels, torch.arange(count) % 10, list(map(str, range(count))))
 
 
-def loader(
-    source,
-    kind,
-    batch_size,
-    bad=None,
-    **more,
-):
+def loader(source, kind, batch_size, bad=None, **more):
     """Return a loader of images of 16 pixels; of those on the device, with their own augmentation where it is given."""
     usual = {"mean": MEAN, "std": STD, "device": torch.device("cpu"), "seed": 1}
     more = {**usual, "batch_size": batch_size, **more}
@@ -93,12 +87,7 @@ def loader(
     "images, batch_size, processes, times",
     [(40, 4, 2, 3), (96, 3, 4, 3), (41, 5, 1, 4), (64, 8, 2, 2)],
 )
-def test_repeated_augmentation_is_timms(
-    images,
-    batch_size,
-    processes,
-    times,
-):
+def test_repeated_augmentation_is_timms(images, batch_size, processes, times):
     order = torch.randperm(images, generator=epoch_generator(5, 2))
     for rank in range(processes):
         there = {"rank": rank, "world_size": processes}
@@ -118,13 +107,7 @@ def test_repeated_augmentation_is_timms(
         assert len(set(zip(repeated.tolist(), copies.tolist(), strict=True))) == used
 
 
-def on_two(
-    source,
-    kind,
-    epoch,
-    first,
-    **more,
-):
+def on_two(source, kind, epoch, first, **more):
     """Return an epoch's batches from one on as one process sees them, and as two do together."""
     whole = list(loader(source, kind, 8, **more).batches(epoch))
     of_rank = []
@@ -224,13 +207,7 @@ def test_sizes_are_ffcvs():
         ("device", 3, 4, 2),
     ],
 )
-def test_evaluation_shows_every_image_once(
-    sources,
-    kind,
-    images,
-    world_size,
-    batch_size,
-):
+def test_evaluation_shows_every_image_once(sources, kind, images, world_size, batch_size):
     ids = []
     counts = set()
     for rank in range(world_size):
@@ -291,12 +268,7 @@ def test_unreadable_images_are_named_and_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["files", "eval", pytest.param("stored", marks=needs_ffcv)])
-def test_what_workers_get_can_be_pickled(
-    sources,
-    photos,
-    tmp_path,
-    kind,
-):
+def test_what_workers_get_can_be_pickled(sources, photos, tmp_path, kind):
     """So they may start by spawn; a .beton file goes by its name."""
     if kind == "stored":
         stored = Evaluated(16, 20, "bilinear")
@@ -332,12 +304,7 @@ def test_alternating_flips_follow_each_image_through_the_epochs():
     augmentation = Augmentation(flip="alternate", crop_padding=0)
     split.images[:] = torch.tensor([0, 255])
 
-    def flipped(
-        epoch,
-        rank=0,
-        world_size=1,
-        first=0,
-    ):
+    def flipped(epoch, rank=0, world_size=1, first=0):
         there = {"rank": rank, "world_size": world_size}
         share = loader(split, "device", 8 // world_size, augmentation=augmentation, **there)
         flips = {}

@@ -15,12 +15,7 @@ def hub(tmp_path):
     """Write a data set of two splits, as Parquet, and return its name."""
     datasets = pytest.importorskip("datasets", reason="needs datasets: pip install datasets")
 
-    def write(
-        image="image",
-        label="label",
-        kind=None,
-        **more,
-    ):
+    def write(image="image", label="label", kind=None, **more):
         kind = kind or datasets.ClassLabel(names=["cat", "dog", "ship"])
         features = datasets.Features({image: datasets.Image(), label: kind, **more})
         for split, count in (("train", 6), ("test", 3)):
@@ -40,11 +35,7 @@ def hub(tmp_path):
     return write
 
 
-def check(
-    images,
-    count,
-    classes,
-):
+def check(images, count, classes):
     assert len(images) == count
     assert images.classes == classes
     for index in range(count):
@@ -113,11 +104,7 @@ def test_texts_are_classes(hub):
         ({"num_classes": 4}, "must have 4 classes"),
     ],
 )
-def test_other_columns_and_splits_are_one_line(
-    hub,
-    given,
-    message,
-):
+def test_other_columns_and_splits_are_one_line(hub, given, message):
     name = hub()
     with pytest.raises(UsageError, match=message) as error:
         open_dataset(name, hub.cache, "train", **given)
@@ -148,12 +135,7 @@ def test_splits_of_one_length_have_fingerprints_of_their_own(hub):
 
 
 def test_torchvisions_are_read(tmp_path, monkeypatch):
-    def cifar(
-        self,
-        root,
-        train=True,
-        **_,
-    ):
+    def cifar(self, root, train=True, **_):
         self.data = np.full((5 if train else 2, 32, 32, 3), 9, np.uint8)
         self.targets = [0, 1, 2, 3, 4][: len(self.data)]
         self.class_to_idx = {f"class {n}": n for n in range(10)}
@@ -179,11 +161,7 @@ def test_torchvisions_are_read(tmp_path, monkeypatch):
         ("torch/nonsense", "no images in torch/nonsense train: Unknown torchvision dataset"),
     ],
 )
-def test_other_names_are_one_line(
-    tmp_path,
-    name,
-    message,
-):
+def test_other_names_are_one_line(tmp_path, name, message):
     with pytest.raises(UsageError, match=message):
         open_dataset(name, str(tmp_path), "train")
 

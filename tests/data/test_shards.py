@@ -57,11 +57,7 @@ def test_labels_beside_the_images_count(tmp_path, label):
     ],
     ids=["one missing", "empty", "no text", "long", "captions alone"],
 )
-def test_shards_that_are_refused(
-    tmp_path,
-    change,
-    message,
-):
+def test_shards_that_are_refused(tmp_path, change, message):
     files = samples(range(9)) | change
     shard(tmp_path / "train" / "0.tar", {k: v for k, v in files.items() if v is not None})
     with pytest.raises(UsageError, match=message):

@@ -24,11 +24,7 @@ def folder(tmp_path):
     return make_folder(tmp_path / "data", train=12, test=6)
 
 
-def pack(
-    folder,
-    split,
-    name,
-):
+def pack(folder, split, name):
     """Replace a split's folder by a tar."""
     with tarfile.open(folder / f"{name}.tar", "w") as tar:
         for path in sorted((folder / split).rglob("*.png"), reverse=True):
@@ -132,11 +128,7 @@ def test_hold_out_is_decided_by_the_seed():
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100"])
-def test_torchvisions_files(
-    tmp_path,
-    monkeypatch,
-    name,
-):
+def test_torchvisions_files(tmp_path, monkeypatch, name):
     """What torchvision reads is what is loaded; where it finds nothing that is one clear error."""
     with pytest.raises(UsageError, match=f"{name} cannot be read from {tmp_path}.*--download"):
         load_dataset(name, str(tmp_path))
@@ -147,12 +139,7 @@ def test_torchvisions_files(
         dtype=np.uint8,
     )
 
-    def read(
-        self,
-        root,
-        train,
-        download,
-    ):
+    def read(self, root, train, download):
         self.data = pixels[int(train)]
         self.targets = [0, 1, 2, 3]
         self.classes = [name]

@@ -35,11 +35,7 @@ def photos(tmp_path):
     )
 
 
-def pack(
-    folder,
-    tar,
-    *more,
-):
+def pack(folder, tar, *more):
     subprocess.run(["tar", "--sort=name", *more, "-f", tar, "-C", folder, "."], check=True)
     return tar
 
@@ -109,11 +105,7 @@ def a_folder_in_itself(root):
     ],
     ids=lambda change: change.__name__,
 )
-def test_links_lead_to_their_files(
-    photos,
-    tmp_path,
-    change,
-):
+def test_links_lead_to_their_files(photos, tmp_path, change):
     change(photos)
     same(photos, pack(photos, tmp_path / "x.tar", "-c"))
 
@@ -132,11 +124,7 @@ def test_the_later_of_two_entries_counts(photos, tmp_path):
 
 
 @pytest.mark.parametrize("padding", [0, 3 * 512, 2**20 + 512])
-def test_tars_behind_each_other_are_read(
-    photos,
-    tmp_path,
-    padding,
-):
+def test_tars_behind_each_other_are_read(photos, tmp_path, padding):
     parts = []
     for name in sorted(os.listdir(photos)):
         part = tmp_path / f"{name}.tar"
@@ -186,12 +174,7 @@ def test_a_tar_in_a_tar_ends_where_its_bytes_end(photos, tmp_path):
         ("class_3", "nowhere"),
     ],
 )
-def test_links_to_nowhere_are_refused_by_name(
-    photos,
-    tmp_path,
-    name,
-    target,
-):
+def test_links_to_nowhere_are_refused_by_name(photos, tmp_path, name, target):
     (photos / name).symlink_to(target)
     tar = pack(photos, tmp_path / "x.tar", "-c")
     with pytest.raises(UsageError, match=f"'{name}' is a link to '{target}', which .* not hold"):

@@ -37,13 +37,7 @@ GN_MODEL = "--model test_efficientnet_gn --model-kwargs drop_rate=0".split()  # 
 SECONDS = 900  # that a run may take on a busy machine
 
 
-def make_folder(
-    root,
-    train=40,
-    test=13,
-    classes=3,
-    side=32,
-):
+def make_folder(root, train=40, test=13, classes=3, side=32):
     """Write PNG images of `classes` colours in noise: root/{train,test}/class_i/name.png."""
     rng = np.random.default_rng(0)
     for split, count in (("train", train), ("test", test)):
@@ -94,11 +88,7 @@ def words(*texts):
     return parts
 
 
-def arguments(
-    data,
-    output,
-    *more,
-):
+def arguments(data, output, *more):
     """A run of two epochs of five updates of eight images, a checkpoint every second update."""
     return words(
         BN_MODEL,
@@ -129,13 +119,7 @@ def _child(
     sys.exit(code)
 
 
-def start(
-    argv,
-    log,
-    sabotage=None,
-    main=train_cifar.main,
-    **environment,
-):
+def start(argv, log, sabotage=None, main=train_cifar.main, **environment):
     """Start `train_cifar.py ARGV`, or another trainer, as a process; stdout and stderr go to `log`."""
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
@@ -147,14 +131,7 @@ def start(
     return process
 
 
-def train(
-    argv,
-    sabotage=None,
-    *,
-    code=0,
-    size=1,
-    main=train_cifar.main,
-):
+def train(argv, sabotage=None, *, code=0, size=1, main=train_cifar.main):
     """Train in `size` processes, which must all end with `code`; return what they, and those before them in the same
     run folder, have said."""
     output = Path(argv[argv.index("--output") + 1])
@@ -165,11 +142,7 @@ def train(
     return said
 
 
-def failure(
-    argv,
-    sabotage,
-    main=train_cifar.main,
-):
+def failure(argv, sabotage, main=train_cifar.main):
     """Train until an error ends the run; return its line, the last."""
     return train(argv, sabotage, code=1, main=main).splitlines()[-1]
 
@@ -198,11 +171,7 @@ def weights_of(folder):
     return read_weights(folder / run_folder.WEIGHTS)
 
 
-def error_of(
-    main,
-    argv,
-    capsys,
-):
+def error_of(main, argv, capsys):
     """Run a command in this process; return its error, which must be one line."""
     assert exit_code(lambda: main(argv)) == 2
     said = capsys.readouterr().err.strip()
@@ -211,13 +180,7 @@ def error_of(
     return said.removeprefix("error: ")
 
 
-def run_world(
-    size,
-    argv,
-    log,
-    sabotage=None,
-    main=train_cifar.main,
-):
+def run_world(size, argv, log, sabotage=None, main=train_cifar.main):
     """Run `size` processes with the environment that torchrun gives them; return their exit codes, negative for a
     signal."""
     processes = start_world(size, argv, log, sabotage, main)
@@ -230,13 +193,7 @@ def run_world(
     return [process.exitcode for process in processes]
 
 
-def start_world(
-    size,
-    argv,
-    log,
-    sabotage=None,
-    main=train_cifar.main,
-):
+def start_world(size, argv, log, sabotage=None, main=train_cifar.main):
     """Start `size` processes with the environment that torchrun gives them."""
     log.touch()
     port = str(free_port())
@@ -272,11 +229,7 @@ def end_of(folder):
     return end
 
 
-def assert_equal(
-    a,
-    b,
-    where="",
-):
+def assert_equal(a, b, where=""):
     """Assert that two nested states are equal, types too, tensors bit for bit."""
     first = leaves_of(a)
     second = leaves_of(b)
@@ -319,11 +272,7 @@ def nothing_truncated(folder):
 # ---- ways to hurt a run: called in the trainer's process before it starts --------------------------------------------
 
 
-def around(
-    owner,
-    name,
-    hurt,
-):
+def around(owner, name, hurt):
     """Let `hurt(original, ...)` take the place of a function of a class or module; it gets the same arguments."""
     original = getattr(owner, name)
 
@@ -338,11 +287,7 @@ def around(
 def after_update(number, act):
     """Let `act` follow update `number` of the run."""
 
-    def hurt(
-        update,
-        trainer,
-        batches,
-    ):
+    def hurt(update, trainer, batches):
         update(trainer, batches)
         if trainer.progress.updates == number:
             act(trainer)
@@ -361,11 +306,7 @@ class SignalAfterUpdate:
     def __call__(self):
         seen = []
 
-        def hurt(
-            update,
-            trainer,
-            batches,
-        ):
+        def hurt(update, trainer, batches):
             seen.append(1)
             if len(seen) == self.number and self.rank in (None, trainer.world.rank):
                 os.kill(os.getpid(), self.signal_number)
@@ -377,11 +318,7 @@ class SignalAfterUpdate:
 def signal_in_evaluation():
     """Send this process SIGTERM at the beginning of its first evaluation."""
 
-    def hurt(
-        evaluate,
-        *given,
-        **more,
-    ):
+    def hurt(evaluate, *given, **more):
         os.kill(os.getpid(), signal.SIGTERM)
         return evaluate(*given, **more)
 
@@ -421,12 +358,7 @@ class HurtWrite:
         def now(stage):
             return len(writes) == self.nth and self.stage == stage
 
-        def hurt_open(
-            real,
-            path,
-            *given,
-            **more,
-        ):
+        def hurt_open(real, path, *given, **more):
             if fnmatch(Path(path).name, f".{self.name}.*.tmp"):
                 writes.append(path)
                 if now("half"):
@@ -442,11 +374,7 @@ class HurtWrite:
             if now("synced"):
                 die()
 
-        def hurt_replace(
-            real,
-            source,
-            target,
-        ):
+        def hurt_replace(real, source, target):
             real(source, target)
             if now("between") and Path(target).name == checkpoint.PREVIOUS:
                 die()
@@ -462,12 +390,7 @@ class HurtWrite:
 def spoil_loss(number, rank):
     """Make the loss of update `number` of the run non-finite on `rank`."""
 
-    def hurt(
-        batch_loss,
-        trainer,
-        images,
-        targets,
-    ):
+    def hurt(batch_loss, trainer, images, targets):
         if (trainer.progress.updates + 1, trainer.world.rank) == (number, rank):
             images = images * float("nan")
         return batch_loss(trainer, images, targets)

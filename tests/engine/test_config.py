@@ -52,11 +52,7 @@ def test_fewer_epochs_than_the_recipes_warmup_shorten_it():
         ("--data-dir {root}", ""),
     ],
 )
-def test_a_wrong_folder_is_told_before_a_job_begins(
-    photos,
-    argv,
-    message,
-):
+def test_a_wrong_folder_is_told_before_a_job_begins(photos, argv, message):
     """By --check-options, so by slurm/imagenet.sbatch, not by each restart of torchrun."""
     words = ["--check-options", *argv.replace("{root}", str(photos)).split()]
     if not message:
@@ -143,11 +139,7 @@ def test_bad_options_of_the_imagenet_trainer_are_named(line, message):
         ("compile: maybe", "compile must be of type bool"),
     ],
 )
-def test_bad_recipes_are_named(
-    recipe,
-    text,
-    message,
-):
+def test_bad_recipes_are_named(recipe, text, message):
     with pytest.raises(UsageError, match=message):
         parsed(f"--recipe {recipe(text)}")
 

@@ -26,21 +26,13 @@ def eager_compile(monkeypatch):
     """Let torch.compile split networks as always, without compiling kernels."""
     by_torch = torch.compile
 
-    def compile(
-        model,
-        mode,
-        dynamic,
-    ):
+    def compile(model, mode, dynamic):
         return by_torch(model, backend="aot_eager", dynamic=dynamic)
 
     monkeypatch.setattr(torch, "compile", compile)
 
 
-def two(
-    folder,
-    model,
-    **given,
-):
+def two(folder, model, **given):
     """Return the training loop of the first of two processes."""
     return make_trainer(folder, model, classes=4, world=World(0, 2, CPU), batch_size=4, **given)
 
@@ -58,10 +50,7 @@ def compiled_parts(node):
 
 
 def test_compiled_gradients_are_averaged_while_backward_goes_on(
-    group,
-    _warn_always,
-    tmp_path,
-    eager_compile,
+    group, _warn_always, tmp_path, eager_compile
 ):
     """torch splits what it compiles inside DDP at the borders of the buckets: one goes out between two parts."""
     hidden = [nn.Linear(512, 512) for _ in range(4)]
@@ -92,11 +81,7 @@ def test_compiled_gradients_are_averaged_while_backward_goes_on(
     assert "bucket" in events
 
 
-def test_gradients_lie_in_the_buckets_as_their_weights_do(
-    group,
-    _warn_always,
-    tmp_path,
-):
+def test_gradients_lie_in_the_buckets_as_their_weights_do(group, _warn_always, tmp_path):
     """Also those of map convolutions, channels-last: no copy to and from the buckets, and no warning of DDP's."""
     model = timm.create_model("ea_conv_transformer_cifar", num_classes=4, widths=[8, 8, 8, 8])
     trainer = two(tmp_path, model, channels_last=True)

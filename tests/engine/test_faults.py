@@ -126,13 +126,7 @@ NOWHERE = "/nowhere.safetensors"
         ("--device cuda", "--device cuda needs a CUDA device*"),
     ],
 )
-def test_refusals(
-    data,
-    tmp_path,
-    refusal,
-    more,
-    message,
-):
+def test_refusals(data, tmp_path, refusal, more, message):
     if "cuda" in more and torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
     folder = tmp_path / "run"
@@ -181,13 +175,7 @@ IMAGENET = (
         ),
     ],
 )
-def test_refusals_of_the_imagenet_trainer(
-    photos,
-    tmp_path,
-    capsys,
-    more,
-    message,
-):
+def test_refusals_of_the_imagenet_trainer(photos, tmp_path, capsys, more, message):
     folder = tmp_path / "run"
     argv = words(IMAGENET, f"--data-dir {photos} --output {folder}", more)
     error = error_of(train_imagenet.main, argv, capsys)
@@ -230,12 +218,7 @@ def test_a_killed_worker_names_the_last_good_checkpoint(photos, tmp_path):
 def kill_worker_in_evaluation():
     """Kill the processes that decode images once the second batch to evaluate on is there."""
 
-    def hurt(
-        decoded,
-        loader,
-        batches,
-        img_size,
-    ):
+    def hurt(decoded, loader, batches, img_size):
         for number, batch in enumerate(decoded(loader, batches, img_size)):
             if number == 1 and not loader.training:
                 kill_children()
@@ -298,11 +281,7 @@ def test_a_signal_that_comes_while_an_error_is_on_its_way_out():
 def fail_to_append():
     """Let every row of speed.csv meet a full disk."""
 
-    def hurt(
-        append,
-        log,
-        row,
-    ):
+    def hurt(append, log, row):
         raise OSError(28, "No space left on device")
 
     around(StepLog, "_append", hurt)
@@ -317,11 +296,7 @@ def test_a_log_that_cannot_be_written_does_not_end_a_run(data, tmp_path):
 
 
 @pytest.mark.parametrize("part", ["progress", "random", "model"])
-def test_a_checkpoint_without_a_part(
-    old_run,
-    refusal,
-    part,
-):
+def test_a_checkpoint_without_a_part(old_run, refusal, part):
     """Named, it is refused in one line; found in the run folder, it is put aside."""
     path = old_run / "last.ckpt"
     state = checkpoint.read_checkpoint(path)
@@ -353,14 +328,7 @@ def test_a_checkpoint_without_a_part(
     ],
     ids=str,
 )
-def test_an_environment_that_makes_no_world(
-    data,
-    tmp_path,
-    refusal,
-    monkeypatch,
-    world,
-    message,
-):
+def test_an_environment_that_makes_no_world(data, tmp_path, refusal, monkeypatch, world, message):
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in world.items():
@@ -405,11 +373,7 @@ def test_one_class(tmp_path, refusal):
     assert not (tmp_path / "run").exists()
 
 
-def test_the_same_images_for_training_and_evaluation(
-    tmp_path,
-    capsys,
-    refusal,
-):
+def test_the_same_images_for_training_and_evaluation(tmp_path, capsys, refusal):
     root = make_folder(tmp_path / "data")
     shutil.rmtree(root / "test")
     (root / "test").symlink_to(root / "train")
@@ -425,12 +389,7 @@ def test_the_same_images_for_training_and_evaluation(
     assert error_of(train_imagenet.main, argv, capsys) == message, "a copy is no other data"
 
 
-def test_a_complete_run_of_other_data(
-    data,
-    tmp_path,
-    capsys,
-    refusal,
-):
+def test_a_complete_run_of_other_data(data, tmp_path, capsys, refusal):
     folder = tmp_path / "run"
     argv = arguments(data, folder, "--epochs 1")
     train(argv)
@@ -461,12 +420,7 @@ def test_evaluating_a_run_as_another_model(old_run, refusal):
 @pytest.mark.parametrize(
     "name, value", [("stem.bn.running_mean", math.nan), ("head.fc.weight", math.inf)]
 )
-def test_weights_and_statistics_that_are_not_finite(
-    old_run,
-    refusal,
-    name,
-    value,
-):
+def test_weights_and_statistics_that_are_not_finite(old_run, refusal, name, value):
     weights = weights_of(old_run)
     weights[name].view(-1)[0] = value
     safetensors.torch.save_file(weights, old_run / "model.safetensors")
@@ -510,13 +464,7 @@ def test_an_evaluation_that_fails_ends_a_run(data, tmp_path):
         ("ema", {}, "has the averaged weights of --model-ema-decay, got 0"),
     ],
 )
-def test_checkpoints_of_another_run(
-    old_run,
-    refusal,
-    key,
-    value,
-    message,
-):
+def test_checkpoints_of_another_run(old_run, refusal, key, value, message):
     """What is refused is the content, in one line, and the file stays as it is."""
     path, other = old_run / "last.ckpt", Path(f"{old_run}2")
     path.write_bytes(checkpoint.encode({**checkpoint.read_checkpoint(path), key: value}))
@@ -530,11 +478,7 @@ def test_checkpoints_of_another_run(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there may a name be no UTF-8")
-def test_a_run_whose_name_is_no_utf8(
-    old_run,
-    tmp_path,
-    capsys,
-):
+def test_a_run_whose_name_is_no_utf8(old_run, tmp_path, capsys):
     """Figures show such a byte as \\xff."""
     run = old_run.rename(tmp_path / os.fsdecode(b"run\xff"))
     curves = str(tmp_path / "curves.png")

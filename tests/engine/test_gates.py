@@ -27,12 +27,7 @@ def network(name="ea_vit_tiny_patch16_224", **options):
     return timm.create_model(name, **{**SMALL, **options})
 
 
-def arguments(
-    data,
-    output,
-    *more,
-    model="ea_vit_tiny_patch16_224",
-):
+def arguments(data, output, *more, model="ea_vit_tiny_patch16_224"):
     """Two epochs of five updates of eight images."""
     return runner.words(
         f"--recipe none --model {model} --model-kwargs {KWARGS}",
@@ -89,12 +84,7 @@ def test_layer_decay_is_timms_and_multiplies_the_rate_of_the_shares():
         assert optimizer.param_groups[0]["lr_scale"] == 1
 
 
-def test_pretrained_path_is_the_start_of_a_run(
-    data,
-    tmp_path,
-    capsys,
-    refusal,
-):
+def test_pretrained_path_is_the_start_of_a_run(data, tmp_path, capsys, refusal):
     """A plain network's weights, from a run folder, in an evolving one; other classes, files and models."""
     plain = tmp_path / "plain"
     assert train_cifar.main(arguments(data, plain, model="vit_tiny_patch16_224")) == 0
@@ -136,12 +126,7 @@ def test_pretrained_path_is_the_start_of_a_run(
 
 
 @pytest.mark.parametrize("recipe", ["finetune_vit", "finetune_ea_vit"])
-def test_fine_tuning_by_recipe_from_pretrained_weights(
-    data,
-    recipe,
-    tmp_path,
-    monkeypatch,
-):
+def test_fine_tuning_by_recipe_from_pretrained_weights(data, recipe, tmp_path, monkeypatch):
     """As from timm's weights: a file of 1000 classes stands in for the hub."""
     model = "vit_tiny_patch16_224" if recipe == "finetune_vit" else "ea_vit_tiny_patch16_224"
     file = tmp_path / "hub.safetensors"
@@ -150,11 +135,7 @@ def test_fine_tuning_by_recipe_from_pretrained_weights(
     create = timm.create_model
     overlay = {"file": str(file), "custom_load": False}
 
-    def from_file(
-        name,
-        pretrained=False,
-        **kwargs,
-    ):
+    def from_file(name, pretrained=False, **kwargs):
         assert pretrained
         return create(name, pretrained=True, pretrained_cfg_overlay=overlay, **kwargs)
 
@@ -171,11 +152,7 @@ def test_fine_tuning_by_recipe_from_pretrained_weights(
     torch.testing.assert_close(begun[name], state[name], atol=1e-4, rtol=0)
 
 
-def test_fine_tuning_a_resnet_by_recipe_begins_as_the_plain_one(
-    data,
-    tmp_path,
-    monkeypatch,
-):
+def test_fine_tuning_a_resnet_by_recipe_begins_as_the_plain_one(data, tmp_path, monkeypatch):
     plain = timm.create_model("resnet34", **NARROW)
     calls = []
 
@@ -209,12 +186,7 @@ def test_fine_tuning_a_resnet_by_recipe_begins_as_the_plain_one(
         ("--freeze conv1,bn1,layer1", {"layer4.0.conv1.weight", "layer4.0.bn1.running_mean"}),
     ],
 )
-def test_frozen_parts_stay_as_they_began_statistics_included(
-    data,
-    tmp_path,
-    more,
-    trained,
-):
+def test_frozen_parts_stay_as_they_began_statistics_included(data, tmp_path, more, trained):
     first = tmp_path / "first"
     second = tmp_path / "second"
     statistics = "--mean 0.1 0.2 0.3 --std 0.4 0.5 0.6"

@@ -63,11 +63,7 @@ def folder(tmp_path):
     return tmp_path / "run"
 
 
-def continued(
-    argv,
-    folder,
-    uninterrupted,
-):
+def continued(argv, folder, uninterrupted):
     """Continue the run in `folder` with the same command, and hold it to the uninterrupted one."""
     nothing_truncated(folder)
     said = train(argv)
@@ -78,12 +74,7 @@ def continued(
     return said
 
 
-def killed(
-    argv,
-    folder,
-    uninterrupted,
-    *sabotages,
-):
+def killed(argv, folder, uninterrupted, *sabotages):
     """Start the same command again and again, each time killed in another way, and then once more."""
     for sabotage in sabotages:
         train(argv, sabotage, code=KILLED)
@@ -98,11 +89,7 @@ def progress(folder, name=checkpoint.LAST):
 
 # Updates 1 to 5 are the first epoch; checkpoints lie before 1 and after 2, 4, 5, 7, 9 and 10. Each start counts its own
 # updates: killed in update 1, 4, 7, 6 and 10 of the run, of which those since the last checkpoint are made again.
-def test_sigkill_during_training(
-    argv,
-    folder,
-    uninterrupted,
-):
+def test_sigkill_during_training(argv, folder, uninterrupted):
     killed(
         argv,
         folder,
@@ -112,12 +99,7 @@ def test_sigkill_during_training(
 
 
 @pytest.mark.parametrize("first", [1, 2, 3])
-def test_sigkill_during_checkpoint_writes(
-    argv,
-    folder,
-    uninterrupted,
-    first,
-):
+def test_sigkill_during_checkpoint_writes(argv, folder, uninterrupted, first):
     """At every stage of a write: of the run's first, one inside an epoch, one at its end."""
     stages = [
         stage for stage in STAGES if (first, stage) != (1, "between")
@@ -133,23 +115,14 @@ def test_sigkill_during_checkpoint_writes(
         (run_folder.WEIGHTS, "epoch_0002.safetensors", run_folder.RESULTS),
     ],
 )
-def test_sigkill_during_other_writes(
-    argv,
-    folder,
-    uninterrupted,
-    names,
-):
+def test_sigkill_during_other_writes(argv, folder, uninterrupted, names):
     writes = []
     for name in names:
         writes += [HurtWrite("half", 1, name), HurtWrite("renamed", 1, name)]
     killed(argv, folder, uninterrupted, *writes)
 
 
-def test_sigkill_between_the_last_epochs_best_and_last_checkpoint(
-    argv,
-    folder,
-    uninterrupted,
-):
+def test_sigkill_between_the_last_epochs_best_and_last_checkpoint(argv, folder, uninterrupted):
     """best.ckpt alone says that the epochs are done: the run that continues writes last.ckpt."""
     assert progress(uninterrupted, checkpoint.BEST)["epoch"] == 2, "or it says nothing"
     train(argv, HurtWrite("renamed", 2, checkpoint.BEST), code=KILLED)
@@ -157,11 +130,7 @@ def test_sigkill_between_the_last_epochs_best_and_last_checkpoint(
     continued(argv, folder, uninterrupted)
 
 
-def test_signals_finish_the_update_save_and_leave(
-    argv,
-    folder,
-    uninterrupted,
-):
+def test_signals_finish_the_update_save_and_leave(argv, folder, uninterrupted):
     """TERM inside the first epoch, Ctrl-C inside the second, and TERM in an evaluation, which is made again."""
     for sabotage, number, wanted in (
         (SignalAfterUpdate(signal.SIGTERM, 3), signal.SIGTERM, (0, 3, 3)),
@@ -198,11 +167,7 @@ def test_a_second_run_that_is_refused_leaves_the_folder_of_one_that_has_only_jus
     assert not (folder / "empty").exists(), "its own empty folder a run takes away"
 
 
-def test_kill_at_any_time_and_twice(
-    argv,
-    folder,
-    uninterrupted,
-):
+def test_kill_at_any_time_and_twice(argv, folder, uninterrupted):
     """Kill from outside, whenever it hits, as often as it takes."""
     for seconds in (0.4, 0.6, 0.8):
         process = start(argv, folder.with_suffix(".log"))
@@ -213,9 +178,7 @@ def test_kill_at_any_time_and_twice(
 
 
 def test_resume_goes_on_from_an_older_checkpoint_when_the_newest_is_damaged(
-    argv,
-    folder,
-    uninterrupted,
+    argv, folder, uninterrupted
 ):
     stopped(argv, 8, signal.SIGKILL)
     path = folder / checkpoint.LAST
@@ -253,11 +216,7 @@ def test_a_start_without_updates_is_not_kept():
         )
 
 
-def test_disk_full(
-    argv,
-    folder,
-    uninterrupted,
-):
+def test_disk_full(argv, folder, uninterrupted):
     for name, nth in ((checkpoint.LAST, 3), (checkpoint.BEST, 1), (run_folder.WEIGHTS, 1)):
         said = train(argv, HurtWrite("full", nth, name), code=1)
         error = said.splitlines()[-1]
@@ -269,11 +228,7 @@ def test_disk_full(
     continued(argv, folder, uninterrupted)
 
 
-def test_non_finite_loss_stops_and_says_where(
-    argv,
-    folder,
-    uninterrupted,
-):
+def test_non_finite_loss_stops_and_says_where(argv, folder, uninterrupted):
     error = failure(argv, partial(spoil_loss, 4, 0))
     assert "update 4 of epoch 1" in error
     assert str(folder / checkpoint.LAST) in error
@@ -286,11 +241,7 @@ def test_non_finite_loss_stops_and_says_where(
 
 
 @pytest.mark.parametrize("spoilt", ["conv1.0.weight", "bn1.running_var"])
-def test_weights_and_statistics_that_are_not_finite_are_never_saved(
-    data,
-    folder,
-    spoilt,
-):
+def test_weights_and_statistics_that_are_not_finite_are_never_saved(data, folder, spoilt):
     said = train(arguments(data, folder), partial(spoil_tensor, 4, spoilt), code=1)
     assert f"a weight is not finite after update 4 of epoch 1 ({spoilt})" in said
     model = saved(folder)["model"]
@@ -336,12 +287,7 @@ ATTENTION = "--model ea_conv_transformer_cifar --model-kwargs widths=[16,16,16,1
     ],
 )
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(
-    data,
-    folder,
-    tmp_path,
-    size,
-    options,
-    stops,
+    data, folder, tmp_path, size, options, stops
 ):
     argv = arguments(data, folder, options)
     train(arguments(data, tmp_path / "whole", options), size=size)

@@ -21,11 +21,7 @@ def network(request):
     return model.to(memory_format=request.param)
 
 
-def muon(
-    model,
-    batched,
-    **options,
-):
+def muon(model, batched, **options):
     options = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.01} | options
     optimizer = timm.optim.create_optimizer_v2(model, options.pop("opt", "muon"), **options)
     if batched:
@@ -34,11 +30,7 @@ def muon(
     return optimizer
 
 
-def take_step(
-    model,
-    optimizer,
-    seed,
-):
+def take_step(model, optimizer, seed):
     """Take a step with gradients drawn by the seed."""
     generator = torch.Generator().manual_seed(seed)
     for param in model.parameters():
@@ -47,12 +39,7 @@ def take_step(
     optimizer.step()
 
 
-def trained(
-    model,
-    batched,
-    steps=STEPS,
-    **options,
-):
+def trained(model, batched, steps=STEPS, **options):
     """Return a copy of the network after some steps, and its optimiser."""
     model = copy.deepcopy(model)
     optimizer = muon(model, batched, **options)
@@ -95,13 +82,7 @@ def test_a_run_goes_on_with_either(network):
 class Counter(TorchDispatchMode):
     calls = 0
 
-    def __torch_dispatch__(
-        self,
-        function,
-        types,
-        args=(),
-        kwargs=None,
-    ):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.calls += 1
         return function(*args, **kwargs or {})
 

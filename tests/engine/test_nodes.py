@@ -28,11 +28,7 @@ SCRIPT = ROOT / "train_imagenet.py"
 JOIN_SECONDS = 20  # that an agent waits for the other one, which torchrun takes for 600 otherwise
 
 
-def arguments(
-    photos,
-    output,
-    *more,
-):
+def arguments(photos, output, *more):
     """Ten epochs of five updates of four times two images, a checkpoint in every update."""
     return runner.words(
         f"--data-dir {photos} --recipe none --model test_resnet --model-kwargs drop_rate=0.2 --img-size 16",
@@ -45,11 +41,7 @@ def arguments(
 # ---- in every run of the tests: what processes of different nodes say of themselves ----------------------------------
 
 
-def of_the_second(
-    argv,
-    what,
-    empty,
-):
+def of_the_second(argv, what, empty):
     """Give the second process this command line and, by `what`, another commit, or a run folder that is empty."""
     if os.environ["RANK"] == "1":
         around(command, "parse", lambda parse, parser, _: parse(parser, argv))
@@ -62,11 +54,7 @@ def of_the_second(
 
 
 @pytest.mark.parametrize("what", ["commit", "data", "lr", "folder"])
-def test_nodes_that_differ_are_refused(
-    photos,
-    tmp_path,
-    what,
-):
+def test_nodes_that_differ_are_refused(photos, tmp_path, what):
     folder, other = tmp_path / "run", tmp_path / "other"
     argv = second = arguments(photos, folder, "--epochs 2")
     message = f"all processes must have the same {what}: process 1 on"
@@ -126,12 +114,7 @@ def nodes():
 class Agents:
     """Two agents of torchrun, each with two processes; `start(n)` may be called again once node n is dead."""
 
-    def __init__(
-        self,
-        nodes,
-        photos,
-        place,
-    ):
+    def __init__(self, nodes, photos, place):
         self.nodes, self.folder, self.log = nodes, place / "run", place / "log"
         self.argv = arguments(photos, self.folder)
         self.running = {}
@@ -209,21 +192,13 @@ class Agents:
 
 
 @pytest.fixture
-def agents(
-    nodes,
-    photos,
-    tmp_path,
-):
+def agents(nodes, photos, tmp_path):
     with closing(Agents(nodes, photos, tmp_path)) as agents:
         yield agents
 
 
 @pytest.fixture(scope="module")
-def whole(
-    nodes,
-    photos,
-    tmp_path_factory,
-):
+def whole(nodes, photos, tmp_path_factory):
     """The run that nothing disturbed, and its seconds."""
     begun = time.monotonic()
     with closing(Agents(nodes, photos, tmp_path_factory.mktemp("whole"))) as agents:
@@ -236,11 +211,7 @@ def whole(
 
 @pytest.mark.slow  # 20 s each
 @pytest.mark.parametrize("fault", ["process", "second node", "first node", "TERM to all"])
-def test_what_dies_and_comes_back_changes_nothing(
-    whole,
-    agents,
-    fault,
-):
+def test_what_dies_and_comes_back_changes_nothing(whole, agents, fault):
     begun = time.monotonic()
     agents.start_and_wait()
     if fault == "process":

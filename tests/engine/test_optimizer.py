@@ -24,11 +24,7 @@ def network():
     return timm.create_model("ea_conv_transformer_cifar", widths=(8, 8, 8, 8), depth=1, img_size=8)
 
 
-def moved(
-    model,
-    optimizer,
-    rate=None,
-):
+def moved(model, optimizer, rate=None):
     """Return how far each parameter moves in a step of random gradients, at this rate of all groups if one is given."""
     before = {}
     for name, parameter in model.named_parameters():
@@ -146,11 +142,7 @@ def test_attention_lr_scales_the_update(opt):
     "opt, kwargs, share",
     [("muon", {"fallback_lr_scale": 0.25}, 0.25), ("lookahead_muon", {"adamw_lr": 0.01}, 0.1)],
 )
-def test_schedules_reach_all_parameters_of_muon(
-    opt,
-    kwargs,
-    share,
-):
+def test_schedules_reach_all_parameters_of_muon(opt, kwargs, share):
     """Its AdamW's as well, of which timm's older releases keep the rate as it was at the start; a rate that is given
     for it is a multiple of lr."""
     model = network()

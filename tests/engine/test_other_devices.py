@@ -14,13 +14,7 @@ NAME = "standin"
 class InMainMemory(TorchFunctionMode):
     """Lets torch's functions that are asked for the stand-in use main memory."""
 
-    def __torch_function__(
-        self,
-        func,
-        types,
-        args=(),
-        kwargs=None,
-    ):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         args = [on_cpu(value) for value in args]
         kwargs = {name: on_cpu(value) for name, value in (kwargs or {}).items()}
         return func(*args, **kwargs)

@@ -51,12 +51,7 @@ def assert_close(a, b):
 def keep_start():
     """Keep a copy of the first checkpoint, which has the initial weights."""
 
-    def keep(
-        save,
-        trainer,
-        *given,
-        **more,
-    ):
+    def keep(save, trainer, *given, **more):
         save(trainer, *given, **more)
         if trainer.progress.updates == 0 and trainer.world.is_main:
             shutil.copy(trainer.folder / checkpoint.LAST, trainer.folder / "start.ckpt")
@@ -94,11 +89,7 @@ def test_non_finite_loss_on_one_process_stops_all(data, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hung", [1, 0])
-def test_a_process_that_hangs_ends_the_run_in_one_line(
-    data,
-    tmp_path,
-    hung,
-):
+def test_a_process_that_hangs_ends_the_run_in_one_line(data, tmp_path, hung):
     folder, log = tmp_path / "run", tmp_path / "log"
     argv = arguments(data, folder, "--dist-timeout", "0.1", "--batch-size", "4")
     processes = start_world(
@@ -126,12 +117,7 @@ def test_a_process_that_hangs_ends_the_run_in_one_line(
 def rank_statistics(folder):
     """Write each process's own statistics of BatchNorm just before they become one."""
 
-    def watched(
-        distribute,
-        model,
-        *given,
-        **more,
-    ):
+    def watched(distribute, model, *given, **more):
         torch.save(model.bn1.running_mean.clone(), folder / f"rank{os.environ['RANK']}.pt")
         distribute(model, *given, **more)
 
@@ -139,11 +125,7 @@ def rank_statistics(folder):
 
 
 @pytest.mark.parametrize("how", ["reduce", "broadcast"])
-def test_statistics_of_unlike_shards(
-    data,
-    tmp_path,
-    how,
-):
+def test_statistics_of_unlike_shards(data, tmp_path, how):
     """reduce: the mean of what each process has seen; broadcast: the first one's."""
     folder = tmp_path / "run"
     train(
@@ -161,11 +143,7 @@ def log_ids(folder, stop_after=0):
     """Write the ids of every update to a file of its process; perhaps end in the middle."""
     folder.mkdir(exist_ok=True)
 
-    def watched(
-        update,
-        trainer,
-        batches,
-    ):
+    def watched(update, trainer, batches):
         with open(folder / f"{trainer.world.rank}-of-{trainer.world.size}", "a") as file:
             file.write(
                 json.dumps(

@@ -211,12 +211,7 @@ def test_a_batch_size_that_is_given_stays_a_process_and_the_run_says_what_the_re
     [("test_vit", "bfloat16", 1), ("test_vit", "none", 0), ("test_resnet", "bfloat16", 0)],
 )
 def test_fused_attention_in_bfloat16_on_a_cpu_is_warned_of(
-    name,
-    amp,
-    lines,
-    tmp_path,
-    caplog,
-    monkeypatch,
+    name, amp, lines, tmp_path, caplog, monkeypatch
 ):
     monkeypatch.setattr("ea_vision.engine.preflight.trial_step", lambda trainer: 0.1)
     model = timm.create_model(name, num_classes=3)

@@ -41,11 +41,7 @@ def best_is_not_reached(run, epoch):
     return states[checkpoint.BEST]["model"]
 
 
-def test_a_run_that_goes_on_elsewhere_takes_its_best_weights_along(
-    run,
-    data,
-    tmp_path,
-):
+def test_a_run_that_goes_on_elsewhere_takes_its_best_weights_along(run, data, tmp_path):
     weights = best_is_not_reached(run, 1)
     output = tmp_path / "more"
     argv = arguments(data, output, "--epochs 3 --resume", str(run))
@@ -58,10 +54,7 @@ def test_a_run_that_goes_on_elsewhere_takes_its_best_weights_along(
 
 
 def test_where_the_best_weights_are_not_at_hand_the_best_epoch_is_chosen_anew(
-    run,
-    data,
-    tmp_path,
-    capsys,
+    run, data, tmp_path, capsys
 ):
     best_is_not_reached(run, 1)
     (run / checkpoint.BEST).unlink()
@@ -75,12 +68,7 @@ def test_where_the_best_weights_are_not_at_hand_the_best_epoch_is_chosen_anew(
 
 @pytest.mark.parametrize("elsewhere", [True, False])
 def test_the_same_command_continues_the_run_that_went_on(
-    run,
-    data,
-    tmp_path,
-    monkeypatch,
-    capsys,
-    elsewhere,
+    run, data, tmp_path, monkeypatch, capsys, elsewhere
 ):
     """It is stopped after its first epoch of two; so is a run that went back to the first epoch in its own folder."""
     output = tmp_path / "more" if elsewhere else run
@@ -115,11 +103,7 @@ def test_a_run_that_went_back_is_continued_from_where_it_went(tmp_path):
     assert checkpoint.newest_checkpoint(tmp_path)[0].name == checkpoint.LAST
 
 
-def test_the_learning_rate_of_another_batch_size_is_that_of_the_epoch(
-    run,
-    data,
-    tmp_path,
-):
+def test_the_learning_rate_of_another_batch_size_is_that_of_the_epoch(run, data, tmp_path):
     """Two epochs of five updates, then two of two: the rates of a run that made two in each."""
     more = "--epochs 4 --batch-size 16"
     assert train_cifar.main(arguments(data, tmp_path / "whole", more)) == 0
@@ -128,12 +112,7 @@ def test_the_learning_rate_of_another_batch_size_is_that_of_the_epoch(
     assert run_folder.read_metrics(tmp_path / "more")["lr"][2:] == expected[2:]
 
 
-def test_another_optimiser_is_refused_and_another_precision_is_not(
-    run,
-    data,
-    tmp_path,
-    refusal,
-):
+def test_another_optimiser_is_refused_and_another_precision_is_not(run, data, tmp_path, refusal):
     path = run / checkpoint.LAST
     argv = arguments(data, tmp_path / "more", "--epochs 3 --opt adamw --resume", str(path))
     error = refusal(argv)
@@ -146,11 +125,7 @@ def test_another_optimiser_is_refused_and_another_precision_is_not(
 
 
 def test_an_evaluated_file_has_the_classes_the_mean_and_the_size_of_its_run(
-    begun,
-    data,
-    tmp_path,
-    capsys,
-    refusal,
+    begun, data, tmp_path, capsys, refusal
 ):
     statistics = "--mean 0.9 0.8 0.7 --std 0.5 0.6 0.7"
     folder = tmp_path / "run"
@@ -189,12 +164,7 @@ def test_a_file_without_a_note_takes_the_models_mean(tmp_path, data):
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", "null", "{"])
-def test_results_that_are_none_are_refused_in_one_line(
-    run,
-    data,
-    refusal,
-    content,
-):
+def test_results_that_are_none_are_refused_in_one_line(run, data, refusal, content):
     path = run / run_folder.RESULTS
     path.write_text(content, encoding="utf-8")
     error = refusal(arguments(data, run))

@@ -10,11 +10,7 @@ from ea_vision.engine.optimizer import build_schedule
 from tests.engine.recipes import resolved
 
 
-def rates(
-    updates_per_epoch,
-    recipe="none",
-    **options,
-):
+def rates(updates_per_epoch, recipe="none", **options):
     """The rate of every update of a run."""
     config = resolved(recipe, **options)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.lr)
@@ -29,12 +25,7 @@ def rates(
 @pytest.mark.parametrize(
     "recipe, first, cycles, epochs", [("pa_cifar10", 10, 6, 630), ("pa_cifar100", 20, 5, 620)]
 )
-def test_cosine_restarts_are_the_papers(
-    recipe,
-    first,
-    cycles,
-    epochs,
-):
+def test_cosine_restarts_are_the_papers(recipe, first, cycles, epochs):
     """Equation 7, at every update."""
     wanted = []
     for number in range(cycles):
@@ -74,11 +65,7 @@ CIFAR[51187] = 0.1 * (1 + math.cos(math.pi * (51187 - 4875) / (97500 - 4875)))
     ],
     ids=["linear", "cosine", "step", "multistep"],
 )
-def test_rates_are_the_formulas(
-    per_epoch,
-    options,
-    wanted,
-):
+def test_rates_are_the_formulas(per_epoch, options, wanted):
     lr = rates(per_epoch, **options)
     assert {update: lr[update] for update in wanted} == pytest.approx(wanted, rel=1e-9, abs=1e-8)
     if options is LINEAR:

@@ -34,11 +34,7 @@ def begun(monkeypatch):
     return runs
 
 
-def log(
-    folder,
-    project="p",
-    step=3,
-):
+def log(folder, project="p", step=3):
     folder.mkdir(parents=True, exist_ok=True)
     config = resolve(CifarConfig, {"recipe": "none", "wandb": project, "lr": 1})
     step_log = StepLog(folder, config, 0)

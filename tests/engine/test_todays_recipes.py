@@ -39,13 +39,7 @@ def photos(tmp_path_factory):
     return root
 
 
-def arguments(
-    photos,
-    kind,
-    recipe,
-    output,
-    *more,
-):
+def arguments(photos, kind, recipe, output, *more):
     """Two epochs of five updates of eight images. Where a recipe's images grow, they do so in the second epoch."""
     data = f"--data-dir {photos}"
     if kind == "ffcv":
@@ -73,21 +67,11 @@ def arguments(
         pytest.param("ffcv", "ffcv_16", marks=needs_ffcv),
     ],
 )
-def test_each_recipe_trains_through_all_loaders(
-    photos,
-    tmp_path,
-    monkeypatch,
-    kind,
-    recipe,
-):
+def test_each_recipe_trains_through_all_loaders(photos, tmp_path, monkeypatch, kind, recipe):
     seen = set()
     batch_loss = ClassificationTrainer._batch_loss
 
-    def watched(
-        trainer,
-        images,
-        targets,
-    ):
+    def watched(trainer, images, targets):
         seen.add((trainer.progress.epoch, tuple(images.shape[-2:])))
         return batch_loss(trainer, images, targets)
 
@@ -145,11 +129,7 @@ def test_position_tables_follow_the_images(tmp_path):
 
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("threshold", [0.0, 0.2])
-def test_binary_cross_entropy(
-    tmp_path,
-    mixed,
-    threshold,
-):
+def test_binary_cross_entropy(tmp_path, mixed, threshold):
     """The mean, over images and classes, of the yes-or-no entropies of smoothed, mixed, thresholded targets."""
     model = timm.create_model("test_resnet", num_classes=3).eval()
     options = {"bce_loss": True, "bce_target_thresh": threshold, "smoothing": 0.1}
@@ -168,9 +148,7 @@ def test_binary_cross_entropy(
 
 
 def test_a_model_that_does_not_take_the_sizes_is_refused_before_anything_is_written(
-    photos,
-    tmp_path,
-    capsys,
+    photos, tmp_path, capsys
 ):
     argv = runner.words(
         f"--data-dir {photos} --recipe none --model test_vit --img-size 64 --first-img-size 32",

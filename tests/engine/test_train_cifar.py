@@ -55,12 +55,7 @@ def test_run_folder(finished):
     assert about["eval_split"] == "held_out"
 
 
-def test_epochs_may_end_inside_one(
-    data,
-    tmp_path,
-    capsys,
-    refusal,
-):
+def test_epochs_may_end_inside_one(data, tmp_path, capsys, refusal):
     """2.6 epochs of 8 updates are 21 updates; the rate falls to the end of these."""
     folder = tmp_path / "run"
     options = "--epochs 2.6 --opt sgd --lr 0.4 --recipe fast_sgd --cutout 0"
@@ -101,13 +96,7 @@ def test_evaluate_a_run(finished, capsys):
     assert f"top1 {numbers['top1']:.2f}%" in capsys.readouterr().out
 
 
-def test_evaluate_a_model_with_weights(
-    finished,
-    data,
-    tmp_path,
-    capsys,
-    refusal,
-):
+def test_evaluate_a_model_with_weights(finished, data, tmp_path, capsys, refusal):
     def command(weights):
         evaluated = f"--evaluate test_resnet --dataset folder --data-dir {data}"
         return words(evaluated, f"--output {tmp_path}/e --pretrained-path {weights}")
@@ -131,21 +120,12 @@ def test_evaluate_a_model_with_weights(
         ("--learning-curves {run} --output a.gif", "must end in .png"),
     ],
 )
-def test_what_a_run_is_not_used_for(
-    finished,
-    line,
-    message,
-    refusal,
-):
+def test_what_a_run_is_not_used_for(finished, line, message, refusal):
     (finished / "evaluation").mkdir(exist_ok=True)
     assert message in refusal(line.format(run=finished).split())
 
 
-def test_a_run_folder_is_not_overwritten_nor_continued_with_other_options(
-    finished,
-    data,
-    refusal,
-):
+def test_a_run_folder_is_not_overwritten_nor_continued_with_other_options(finished, data, refusal):
     for more, message in (
         ("--resume none", "holds a run"),
         ("--weight-decay 0.3", "weight_decay was 0.1, got 0.3"),
@@ -154,11 +134,7 @@ def test_a_run_folder_is_not_overwritten_nor_continued_with_other_options(
         assert message in refusal(argv)
 
 
-def test_epochs_left_out_of_evaluation_train_the_same(
-    data,
-    tmp_path,
-    refusal,
-):
+def test_epochs_left_out_of_evaluation_train_the_same(data, tmp_path, refusal):
     """--eval-epochs 2 of 3: epoch 1 is not evaluated, the last is; killed and continued, it ends like one that was.
 
     Where one epoch alone is evaluated nothing is chosen by it.
@@ -191,11 +167,7 @@ def test_epochs_left_out_of_evaluation_train_the_same(
     assert Image.open(picture).size[0] > 1000
 
 
-def test_resume_from_a_named_run(
-    finished,
-    data,
-    tmp_path,
-):
+def test_resume_from_a_named_run(finished, data, tmp_path):
     """Another folder continues from a run's checkpoint, here for one more epoch, with a changed option named."""
     output = tmp_path / "more"
     argv = arguments(data, output, SWITCHES, "--lr 0.0005 --epochs 4 --resume", str(finished))
@@ -205,11 +177,7 @@ def test_resume_from_a_named_run(
     assert run_folder.read_metrics(output)["epoch"] == [1, 2, 3, 4]
 
 
-def test_recipe_keywords_a_model_lacks_are_left_out_with_a_notice(
-    data,
-    tmp_path,
-    recipe,
-):
+def test_recipe_keywords_a_model_lacks_are_left_out_with_a_notice(data, tmp_path, recipe):
     folder = tmp_path / "run"
     path = recipe("model_kwargs: {attn_drop_rate: 0.3, drop_rate: 0.1}\n")
     argv = words(
@@ -222,11 +190,7 @@ def test_recipe_keywords_a_model_lacks_are_left_out_with_a_notice(
     assert "is complete" in train(argv), "the same command continues, or finds it done"
 
 
-def test_without_a_test_the_test_images_change_nothing(
-    data,
-    tmp_path,
-    capsys,
-):
+def test_without_a_test_the_test_images_change_nothing(data, tmp_path, capsys):
     """--no-test: other test images, the same results, and no figure of theirs anywhere; the test can be made up for."""
     other = tmp_path / "data"
     shutil.copytree(data, other)

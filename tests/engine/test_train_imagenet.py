@@ -33,11 +33,7 @@ def finished(photos, tmp_path_factory):
     return folder
 
 
-def arguments(
-    photos,
-    output,
-    *more,
-):
+def arguments(photos, output, *more):
     """Two epochs of five updates of eight images, a checkpoint every second update."""
     return runner.words(TINY, f"--data-dir {photos} --output {output} --checkpoint-steps 2", *more)
 

@@ -43,12 +43,7 @@ class Loader:
             yield Batch(images, targets, torch.arange(8) + 8 * number)
 
 
-def trainer_of(
-    folder,
-    loader,
-    device=CPU,
-    **options,
-):
+def trainer_of(folder, loader, device=CPU, **options):
     torch.manual_seed(0)
     model = timm.create_model("test_resnet", num_classes=3)
     # timm's average cannot be made on the meta device
@@ -105,13 +100,7 @@ def test_a_gradient_that_overflows_while_the_loss_does_not(tmp_path):
 class NoCopies(TorchFunctionMode):
     """Refuses copies between main memory and the device, for which the host waits if it is not told otherwise."""
 
-    def __torch_function__(
-        self,
-        func,
-        types,
-        args=(),
-        kwargs=None,
-    ):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         assert func is not torch.Tensor.to or result.device == args[0].device
         return result
@@ -135,11 +124,7 @@ MIXED["channels_last"] = True
     ],
     ids=str,
 )
-def test_an_update_asks_nothing_of_the_device(
-    tmp_path,
-    monkeypatch,
-    options,
-):
+def test_an_update_asks_nothing_of_the_device(tmp_path, monkeypatch, options):
     """On the meta device whatever would wait for the device (item, tolist, bool, cpu) is an error."""
     meta = torch.device("meta")
     monkeypatch.setattr(classification, "autocast", lambda amp, device: nullcontext())

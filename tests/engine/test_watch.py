@@ -58,11 +58,7 @@ def test_a_network_without_attention_has_no_columns():
     assert MapsWatch()(model, IMAGES) == {}
 
 
-def test_a_run_has_the_columns_and_is_otherwise_as_without(
-    data,
-    tmp_path,
-    monkeypatch,
-):
+def test_a_run_has_the_columns_and_is_otherwise_as_without(data, tmp_path, monkeypatch):
     def run(watches):
         monkeypatch.setattr(ClassificationTrainer, "watches", watches)
         folder = tmp_path / str(watches)

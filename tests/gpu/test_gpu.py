@@ -123,12 +123,7 @@ def images(tmp_path_factory):
     return make_folder(tmp_path_factory.mktemp("images"), train, val, classes=4)
 
 
-def trainer(
-    data,
-    output,
-    options,
-    processes=0,
-):
+def trainer(data, output, options, processes=0):
     """Return the command of a training run."""
     python = [sys.executable, "-m"]
     if processes:
@@ -163,12 +158,7 @@ ALL_GPUS = max(1, min(torch.cuda.device_count(), 8))
         ("--amp bfloat16", ALL_GPUS),
     ],
 )
-def test_the_trainer_in_each_precision_and_on_several_gpus(
-    images,
-    tmp_path,
-    options,
-    processes,
-):
+def test_the_trainer_in_each_precision_and_on_several_gpus(images, tmp_path, options, processes):
     output = tmp_path / "run"
     run(trainer(images, output, f"--epochs 1 {options}", processes))
     assert (output / "results.json").is_file()

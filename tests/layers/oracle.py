@@ -1,6 +1,7 @@
-"""An independent attention branch, written from DESIGN's equations alone, head by head, its positions by sums over
-offsets; and the comparison of outputs and gradients."""
+"""An independent attention branch, written from DESIGN's equations alone, by sums over offsets and shifted maps; and
+the comparison of outputs and gradients."""
 
+import itertools
 import math
 
 import torch
@@ -15,13 +16,7 @@ def offsets(size):
     return row - row.unsqueeze(1), col - col.unsqueeze(1)
 
 
-def own_logits(
-    q,
-    k,
-    height_rel,
-    width_rel,
-    size,
-):
+def own_logits(q, k, height_rel, width_rel, size):
     """q, k (B, N, D), q scaled -> (B, N, N); in the middle of a table is offset 0."""
     logits = q @ k.transpose(1, 2)
     for table, offset in zip((height_rel, width_rel), offsets(size), strict=True):
@@ -32,9 +27,20 @@ def own_logits(
     return logits
 
 
+def neighbours(x, height, width):
+    """Of each tap of a centred kernel, its place in it and x (..., H, W) as that tap sees it, zeros around."""
+    H, W = x.shape[-2:]
+    padded = F.pad(x, [width // 2, width // 2, height // 2, height // 2])
+    for u, w in itertools.product(range(height), range(width)):
+        yield u, w, padded[..., u : u + H, w : w + W]
+
+
 def map_conv(maps, conv):
-    """(B, K, N, N) -> the same: a same-padded convolution and ReLU."""
-    return F.conv2d(maps, conv.weight, conv.bias, padding="same").relu()
+    """(B, K, N, N) -> the same: a same-padded convolution and ReLU, tap by tap."""
+    total = conv.bias.view(-1, 1, 1)
+    for u, w, seen in neighbours(maps, *conv.weight.shape[2:]):
+        total = total + torch.einsum("oc,bcij->boij", conv.weight[..., u, w], seen)
+    return total.clamp(min=0)
 
 
 def by_head(gate):
@@ -42,11 +48,7 @@ def by_head(gate):
     return torch.as_tensor(gate, dtype=torch.float64).view(-1, 1, 1)
 
 
-def evolved_maps(
-    evolution,
-    logits,
-    prev,
-):
+def evolved_maps(evolution, logits, prev):
     """The equations of EA and PA with an evolution's gates and convolutions."""
     alpha = by_head(evolution.alpha)
     mixed = alpha * prev + (1 - alpha) * logits
@@ -66,32 +68,22 @@ def normalised(head, gain):
     return gain * head / (mean_square + 1e-6).sqrt()
 
 
-def fused(
-    layer,
-    x,
-    attention,
-):
+def fused(layer, x, attention):
     """The layer's output from its attention branch (B, C, H, W), which is resized to the convolution's result."""
     size = [(side + layer.stride - 1) // layer.stride for side in x.shape[2:]]
     if list(attention.shape[2:]) != size:
         attention = F.interpolate(attention, size=size, mode="bilinear", align_corners=False)
     if layer.conv is None:
         return attention
-    conv = layer.conv
-    how = (conv.stride, conv.padding, conv.dilation, conv.groups)
-    convolved = F.conv2d(x, conv.weight, None, *how)
+    convolved = convolved_pixels(layer.conv, x)
     return convolved + attention if layer.fusion == "add" else torch.cat([convolved, attention], 1)
 
 
-def attention_branch(
-    layer,
-    x,
-    prev_logits=None,
-):
+def attention_branch(layer, x, prev_logits=None):
     """The whole layer, head by head, from its parameters; -> y, logits."""
     pooled = x
     for _ in range(layer.num_pools):
-        pooled = F.avg_pool2d(pooled, 3, stride=2, padding=1, count_include_pad=False)
+        pooled = pooled_pixels(pooled)
     size = pooled.shape[2:]
     K = layer.num_heads
     D = layer.dim_head_qk
@@ -109,11 +101,50 @@ def attention_branch(
     logits = torch.stack(by_head, 1)
     if prev_logits is not None:
         logits = evolved_maps(layer.evolution, logits, prev_logits)
-    attn = logits.softmax(-1)
+    attn = logits.exp() / logits.exp().sum(-1, keepdim=True)
     heads = [attn[:, head] @ v for head, v in enumerate(values.chunk(K, 2))]
     out = F.linear(torch.cat(heads, 2), layer.proj.weight.flatten(1), layer.proj.bias)
     attention = out.transpose(1, 2).unflatten(2, size)
     return fused(layer, x, attention), logits
+
+
+def pooled_pixels(x):
+    """(B, C, H, W): the mean of each 3x3 neighbourhood at stride 2, of the pixels that the image has."""
+    H, W = x.shape[2:]
+    rows = []
+    for row in range(0, H, 2):
+        top = max(row - 1, 0)
+        row_of_means = []
+        for col in range(0, W, 2):
+            left = max(col - 1, 0)
+            row_of_means.append(x[:, :, top : row + 2, left : col + 2].mean((2, 3)))
+        rows.append(torch.stack(row_of_means, -1))
+    return torch.stack(rows, -2)
+
+
+def convolved_pixels(conv, x):
+    """(B, C, H', W'): a convolution's sum over the taps of each output pixel, group by group."""
+    stride = conv.stride[0]
+    dilation = conv.dilation[0]
+    padded = F.pad(x, [conv.padding[0]] * 4)
+    reach = dilation * (conv.kernel_size[0] - 1)
+    taps = list(itertools.product(range(conv.kernel_size[0]), repeat=2))
+    images = padded.chunk(conv.groups, 1)
+    weights = conv.weight.chunk(conv.groups)
+    parts = []
+    for image, weight in zip(images, weights, strict=True):
+        rows = []
+        for row in range(0, padded.shape[2] - reach, stride):
+            pixels = []
+            for col in range(0, padded.shape[3] - reach, stride):
+                total = 0
+                for u, w in taps:
+                    seen = image[:, :, row + dilation * u, col + dilation * w]
+                    total = total + seen @ weight[:, :, u, w].t()
+                pixels.append(total)
+            rows.append(torch.stack(pixels, -1))
+        parts.append(torch.stack(rows, -2))
+    return torch.cat(parts, 1)
 
 
 def gradients(outputs, inputs):
@@ -126,12 +157,7 @@ def gradients(outputs, inputs):
     return torch.autograd.grad(total, inputs, retain_graph=True)
 
 
-def assert_same(
-    actual,
-    expected,
-    inputs,
-    **near,
-):
+def assert_same(actual, expected, inputs, **near):
     """Outputs, a tensor or several, and their gradients for the inputs."""
     if isinstance(actual, torch.Tensor):
         actual = [actual]

@@ -7,18 +7,14 @@ import torch
 import torch.nn.functional as F
 
 from ea_vision.layers import MRLALight, TokenConv, ValueResidual, create_evolution
-from tests.layers.oracle import assert_same, by_head
+from tests.layers.oracle import assert_same, neighbours
 
 K = 3
 SIZE = (2, 3)
 N = SIZE[0] * SIZE[1]
 
 
-def maps(
-    seed,
-    *shape,
-    side=N,
-):
+def maps(seed, *shape, side=N):
     generator = torch.Generator().manual_seed(seed)
     shape = shape or (2, K, side, side)
     drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -35,32 +31,36 @@ def new(kind, **options):
     return mechanism
 
 
-def run(
-    mechanism,
-    logits,
-    prev,
-):
+def run(mechanism, logits, prev):
     """Return the maps that weigh the values."""
     attn = mechanism(logits, prev).softmax(-1)
     return mechanism.mix_attn(attn)
 
 
-def assert_equation(
-    module,
-    actual,
-    expected,
-    *inputs,
-):
+def assert_equation(module, actual, expected, *inputs):
     """Assert that outputs and the gradients of inputs and parameters equal those of the equation."""
     assert_same(actual, expected, [*inputs, *module.parameters()], atol=1e-10, rtol=1e-10)
 
 
-# ---- the equations
+# ---- the equations, by sums over shifted maps
 
 
 def mix_heads(weight, maps):
     """out[a] = sum_b weight[a, b] maps[b]"""
-    return torch.einsum("ab,nbij->naij", weight, maps)
+    mixed = []
+    for row in weight:
+        terms = [row[b] * maps[:, b] for b in range(maps.shape[1])]
+        mixed.append(sum(terms))
+    return torch.stack(mixed, 1)
+
+
+def by_head(numbers):
+    """Return numbers, one per head, so that they multiply maps (B, K, N, N)."""
+    return numbers.view(-1, 1, 1)
+
+
+def logistic(x):
+    return 1 / (1 + (-x).exp())
 
 
 def batch_norm(norm, x):
@@ -68,7 +68,9 @@ def batch_norm(norm, x):
 
 
 def depthwise(weight, x):
-    return F.conv2d(x, weight, padding="same", groups=len(weight))
+    height, width = weight.shape[2:]
+    taps = [by_head(weight[:, 0, u, w]) * seen for u, w, seen in neighbours(x, height, width)]
+    return sum(taps)
 
 
 def pointwise(conv, x):
@@ -76,32 +78,20 @@ def pointwise(conv, x):
     return mix_heads(conv.weight[:, :, 0, 0], x)
 
 
-def talking_heads(
-    m,
-    logits,
-    prev,
-):
+def talking_heads(m, logits, prev):
     mixed = mix_heads(m.proj_l.weight, logits) + by_head(m.proj_l.bias)
     attn = mixed.softmax(-1)
     return mix_heads(m.proj_w.weight, attn) + by_head(m.proj_w.bias)
 
 
-def reattention(
-    m,
-    logits,
-    prev,
-):
+def reattention(m, logits, prev):
     attn = logits.softmax(-1)
     conv = m.reatten_matrix
     refined = 0.5 * batch_norm(m.var_norm, pointwise(conv, attn) + by_head(conv.bias))
     return refined if m.gain is None else attn + m.gain * refined
 
 
-def refiner(
-    m,
-    logits,
-    prev,
-):
+def refiner(m, logits, prev):
     attn = logits.softmax(-1)
     x = batch_norm(m.bn1, pointwise(m.conv_exp, attn)).clamp(0, 6)
     x = batch_norm(m.bn2, depthwise(m.depth_sep_conv.weight, x)).clamp(0, 6)
@@ -110,22 +100,14 @@ def refiner(
     return refined if m.gain is None else attn + m.gain * refined
 
 
-def multi_token(
-    m,
-    logits,
-    prev,
-):
+def multi_token(m, logits, prev):
     mixed = mix_heads(m.heads_before, depthwise(m.conv_before, logits))
     attn = mixed.softmax(-1)
     return by_head(m.heads_after[:, 0, 0]) * depthwise(m.conv_after, attn)
 
 
-def residual(
-    m,
-    logits,
-    prev,
-):
-    alpha = by_head(m.alpha)
+def residual(m, logits, prev):
+    alpha = torch.as_tensor(m.alpha).view(-1, 1, 1)
     own = 1 - alpha if m.mixture else 1.0
     return (own * logits + alpha * prev).softmax(-1)
 
@@ -146,11 +128,7 @@ def residual(
         (multi_token, "mta", {"map_kernel": (3, 5), "head_kernel": 1}),
     ],
 )
-def test_a_mechanism_is_its_equation(
-    equation,
-    kind,
-    options,
-):
+def test_a_mechanism_is_its_equation(equation, kind, options):
     m = new(kind, **options)
     logits = maps(1)
     prev = maps(2)
@@ -164,10 +142,11 @@ def test_residual_begins_as_the_papers():
 
 
 def convolved(weight, x):
-    """Return the convolution over the last two sides of x (B, K, P, Q, H, W)."""
-    images = x.permute(0, 2, 3, 1, 4, 5)
-    made = F.conv2d(images.flatten(0, 2), weight, padding="same")
-    return made.view(images.shape).permute(0, 3, 1, 2, 4, 5)
+    """Return the convolution over the last two sides of x (B, K, ..., H, W), tap by tap."""
+    taps = []
+    for u, w, seen in neighbours(x, 3, 3):
+        taps.append(torch.einsum("ab,nb...->na...", weight[:, :, u, w], seen))
+    return sum(taps)
 
 
 @pytest.mark.parametrize("prefix", [0, 2])
@@ -210,8 +189,11 @@ def test_gated_attention_is_its_equation(identity):
     out = maps(1, 2, K, N, 4)
     x = maps(2, 2, N, 5)
     largest = 2.0 if identity else 1.0
-    gate = largest * (x @ m.gate.weight.mT + m.gate.bias).sigmoid()  # (B, N, K)
-    assert_equation(m, m.mix_output(out, None, x), gate.mT.unsqueeze(-1) * out, out, x)
+    heads = []
+    for k in range(K):
+        gate = largest * logistic(x @ m.gate.weight[k] + m.gate.bias[k])
+        heads.append(gate.unsqueeze(-1) * out[:, k])
+    assert_equation(m, m.mix_output(out, None, x), torch.stack(heads, 1), out, x)
 
 
 def test_value_residual_is_its_equation():
@@ -229,11 +211,16 @@ def test_mrla_is_its_equation():
     m = MRLALight(8, dim_group=4, identity=False, dtype=torch.float64)
     x = maps(1, 2, 8, 2, 3)
     shortcut = maps(2, 2, 8, 2, 3)
-    channels = x.mean((2, 3)).unsqueeze(1)
-    q = F.conv1d(channels, m.query.weight, padding=1)
-    k = F.conv1d(channels, m.key.weight, padding=1)
-    product = (q * k).view(2, 2, 4).sum(2)  # of each group
-    share = (product / 2).sigmoid().repeat_interleave(4, 1)[..., None, None]
+    padded = F.pad(x.mean((2, 3)), [1, 1])
+    seen = torch.stack([padded[:, i : i + 8] for i in range(3)], -1)
+    q = seen @ m.query.weight[0, 0]
+    k = seen @ m.key.weight[0, 0]
+    shares = []
+    for channel in range(8):
+        first = channel // 4 * 4  # of the channel's group
+        product = (q * k)[:, first : first + 4].sum(1)
+        shares.append(logistic(product / 2))
+    share = torch.stack(shares, 1)[..., None, None]
     total = share * depthwise(m.value.weight, x) + m.shortcut_scale * shortcut
     assert_equation(m, m(x, shortcut), batch_norm(m.bn, total), x, shortcut)
 
@@ -268,11 +255,7 @@ def test_token_conv_sees_the_patches_neighbours_in_the_image():
         (None, {"alpha": 0.5}, "alpha"),
     ],
 )
-def test_bad_starts_and_options_are_named(
-    kind,
-    options,
-    message,
-):
+def test_bad_starts_and_options_are_named(kind, options, message):
     with pytest.raises(ValueError, match=message):
         create_evolution(kind, K, **options)
 

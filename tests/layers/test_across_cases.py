@@ -42,12 +42,7 @@ class Case:
         chosen = beginning(self.tensors, prefix)
         return {key.removeprefix(prefix): value for key, value in chosen.items()}
 
-    def heads(
-        self,
-        x,
-        *weights,
-        heads=None,
-    ):
+    def heads(self, x, *weights, heads=None):
         """Return the parts of one projection, (parts, B, K, N, D)."""
         K = heads or self.meta["heads"]
         projected = F.linear(x, *weights)
@@ -59,11 +54,7 @@ def beginning(tensors, *prefixes):
     return {key: value for key, value in tensors.items() if key.startswith(prefixes)}
 
 
-def assert_close(
-    actual,
-    expected,
-    rounding=1.0,
-):
+def assert_close(actual, expected, rounding=1.0):
     """Compare to 1e-5 of the largest entry; in float64 to 1e-5."""
     scale = 1.0
     if actual.dtype != torch.float64:
@@ -71,12 +62,7 @@ def assert_close(
     torch.testing.assert_close(actual, expected, atol=1e-5 * scale, rtol=1e-5)
 
 
-def assert_statistics(
-    case,
-    module,
-    name,
-    rounding=1.0,
-):
+def assert_statistics(case, module, name, rounding=1.0):
     """Compare a batch norm's running statistics after one forward, if that was in training."""
     if not case.meta["train"]:
         return

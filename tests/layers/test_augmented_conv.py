@@ -17,14 +17,7 @@ from tests.layers.oracle import (
 D64 = torch.float64
 
 
-def make(
-    in_channels=3,
-    out_channels=10,
-    stride=1,
-    feat_size=(3, 4),
-    num_heads=2,
-    **kwargs,
-):
+def make(in_channels=3, out_channels=10, stride=1, feat_size=(3, 4), num_heads=2, **kwargs):
     kwargs = {"dim_qk": 4, "dim_v": 6, **kwargs}
     layer = AugmentedConv2d(
         in_channels, out_channels, 3, stride, num_heads=num_heads, feat_size=feat_size, **kwargs
@@ -35,11 +28,7 @@ def make(
     return layer.double()
 
 
-def assert_defined(
-    layer,
-    x,
-    prev=None,
-):
+def assert_defined(layer, x, prev=None):
     """Compare outputs and gradients with those of the definition."""
     inputs = [x.requires_grad_(), *layer.parameters()]
     if prev is not None:
@@ -69,12 +58,7 @@ ALONE = [  # attention in place of the whole convolution
 @pytest.mark.parametrize("fusion", ["concat", "add"])
 @pytest.mark.parametrize("position", ["relative", "none"])
 @pytest.mark.parametrize("size,options", SIZES)
-def test_output_and_gradients_equal_the_definition(
-    size,
-    options,
-    position,
-    fusion,
-):
+def test_output_and_gradients_equal_the_definition(size, options, position, fusion):
     layer = make(position=position, fusion=fusion, **options)
     assert layer.conv is not None
     assert_defined(layer, torch.randn(2, 3, *size, dtype=D64))
@@ -126,11 +110,7 @@ NORM = {"dim_qk": 6, "qk_norm": True}
 @pytest.mark.parametrize("options", [{}, NORM, {**NORM, "position": "none"}])
 @pytest.mark.parametrize("gates", [(0.5, 1.0, 3), (0.7, 0.3, 1), (0.3, 0.6, 5), (0.0, 0.0, 3)])
 @pytest.mark.parametrize("fusion", ["concat", "add"])
-def test_evolving_and_normalised_layers_equal_the_definition(
-    fusion,
-    gates,
-    options,
-):
+def test_evolving_and_normalised_layers_equal_the_definition(fusion, gates, options):
     x = torch.randn(2, 3, 3, 4, dtype=D64)
     assert_defined(make(fusion=fusion, **options), x)
     layer = make(evolution=EvolvingAttention(2, *gates), fusion=fusion, **options)

@@ -71,12 +71,7 @@ class TokenLayer(EvolvingVitAttention):
         self.need_logits = True
         self.value_residual = None
 
-    def forward(
-        self,
-        x,
-        prev_logits=None,
-        feat_size=None,
-    ):
+    def forward(self, x, prev_logits=None, feat_size=None):
         q, k, v = by_heads(self, self.qkv(x))
         out, logits, _ = self.attend(x, q, k, v, prev_logits, feat_size, None)
         return self.finish(out, x), logits
@@ -105,12 +100,7 @@ def parametrised():
         ("parametrised", "the others take the weights of a Conv2d; got ParametrizedConv2d"),
     ],
 )
-def test_a_forced_implementation_never_gives_way_to_modules(
-    how,
-    reason,
-    over_tokens,
-    caplog,
-):
+def test_a_forced_implementation_never_gives_way_to_modules(how, reason, over_tokens, caplog):
     """Where the choice is free the modules run, as in the reference, and the log gives the reason."""
     torch.manual_seed(0)
     evolution = parametrised() if how == "parametrised" else create_evolution(how, 2)

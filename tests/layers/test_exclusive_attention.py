@@ -30,12 +30,7 @@ def applied(m):
     return lambda out, values: m.mix_output(out, values, None)
 
 
-def results(
-    function,
-    out,
-    values,
-    parameters,
-):
+def results(function, out, values, parameters):
     """Return the output and the gradients of a weighted sum of it."""
     made = function(out, values)
     weights = torch.linspace(-1, 1, made.numel()).to(made.dtype)
@@ -53,11 +48,7 @@ def results(
         (torch.float16, 2e-3),
     ],
 )
-def test_every_precision_is_the_readable_form(
-    gain,
-    dtype,
-    tolerance,
-):
+def test_every_precision_is_the_readable_form(gain, dtype, tolerance):
     m = mechanism(gain, dtype)
     out, values = inputs(dtype)
     have = results(applied(m), out, values, m.parameters())
@@ -96,11 +87,7 @@ def test_a_black_image_in_float16():
 def test_second_derivatives(gain):
     m = mechanism(gain)
 
-    def mixed(
-        out,
-        values,
-        *_,
-    ):
+    def mixed(out, values, *_):
         return m.mix_output(out, values, None)
 
     assert torch.autograd.gradgradcheck(mixed, (*inputs(tokens=2), *m.parameters()))

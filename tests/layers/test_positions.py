@@ -57,11 +57,7 @@ def test_they_equal_timms_and_the_loop(size):
     "size,options",
     [((3, 5), {}), ((4, 2), {}), ((7, 6), {"stride": 2}), ((6, 9), {"pool_attention": True})],
 )
-def test_the_branch_reads_them_at_the_maps_size(
-    position,
-    size,
-    options,
-):
+def test_the_branch_reads_them_at_the_maps_size(position, size, options):
     """The layer equals one without positions whose input, at the map's size, already has them."""
     common = dict(dim_qk=4, dim_v=6, num_heads=2, feat_size=(3, 5))
     layer = AugmentedConv2d(4, 10, position=position, **common, **options).double()

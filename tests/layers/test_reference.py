@@ -19,11 +19,7 @@ from ea_vision.ops.triton_attention import INTERPRETING
 CASES = ["aa_norel", "aa_rect", "aa_square", "ea_chain2", "ea_chain_a50_b100", "ea_chain_a70_b30"]
 
 
-def from_tensorflow(
-    case,
-    layer,
-    meta,
-):
+def from_tensorflow(case, layer, meta):
     """Return the state dict of a layer from the authors' variables.
 
     The authors' kernels are HWIO, and their projection has the order k, q, v.
@@ -97,11 +93,7 @@ def cases_and_ways():
 
 @pytest.mark.parametrize("name,implementation", cases_and_ways())
 @torch.no_grad()
-def test_matches_the_authors_layer(
-    shared,
-    name,
-    implementation,
-):
+def test_matches_the_authors_layer(shared, name, implementation):
     case = np.load(shared / "reference" / f"{name}.npz")
     layers = build_chain(case, ast.literal_eval(str(case["meta"])))
     need_logits = implementation != "sdpa"
@@ -125,11 +117,7 @@ def test_the_readable_path_is_short():
     prev = torch.randn(2, 2, 16, 16)
     called = []
 
-    def note(
-        frame,
-        event,
-        _,
-    ):
+    def note(frame, event, _):
         file = Path(frame.f_code.co_filename)
         if event == "call" and "ea_vision" in file.parts:
             called.append(file.name)

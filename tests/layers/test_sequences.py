@@ -11,12 +11,7 @@ from ea_vision.ops.reference import attention_of, mask_logits
 D64 = torch.float64
 
 
-def evolution(
-    causal,
-    kernel_size=3,
-    beta=0.6,
-    **options,
-):
+def evolution(causal, kernel_size=3, beta=0.6, **options):
     torch.manual_seed(0)
     options.update(beta=beta, kernel_size=kernel_size, causal=causal)
     module = EvolvingAttention(2, **options).double()
@@ -30,11 +25,7 @@ def masked_attention(module, logits):
     return attention_of(mask_logits(module(logits), module.causal))
 
 
-def attends_to(
-    module,
-    queries,
-    keys,
-):
+def attends_to(module, queries, keys):
     """Return whether the probabilities of row i depend on the logit (r, c), (queries, queries, keys)."""
     logits = 0.1 * torch.randn(1, 2, queries, keys, dtype=D64)
 
@@ -89,11 +80,7 @@ def test_a_sequence_shorter_than_the_kernel_reads_nothing_later(causal, N):
 @pytest.mark.parametrize(
     "row,column,count", [(5, 5, 6), (5, 4, 8), (6, 3, 9), (0, 0, 0), (1, 1, 3)]
 )
-def test_a_decoder_entry_reads_six_eight_or_nine_entries(
-    row,
-    column,
-    count,
-):
+def test_a_decoder_entry_reads_six_eight_or_nine_entries(row, column, count):
     """Rows i-2..i and columns j-2..j, of these the columns up to the row: the paper's 6 on the diagonal."""
     module = evolution("self", beta=1.0)
     nn.init.constant_(module.convs[0].weight, 0.1)
@@ -127,12 +114,7 @@ def test_step_by_step_equals_at_once(causal):
 @pytest.mark.parametrize("kernel_size", [3, 5])
 @pytest.mark.parametrize("kind", ["ea", "pa", "self", "cross"])
 @pytest.mark.parametrize("left,right", [(1, 0), (0, 3), (2, 1), (5, 0)])
-def test_a_padded_sequence_is_the_sequence_without_padding(
-    kind,
-    left,
-    right,
-    kernel_size,
-):
+def test_a_padded_sequence_is_the_sequence_without_padding(kind, left, right, kernel_size):
     """The convolution's values at the padding do not reach the sequence."""
     if kind == "pa":
         module = PredictiveAttention(2, 0.4, num_layers=2, kernel_size=kernel_size).double()
@@ -147,11 +129,7 @@ def test_a_padded_sequence_is_the_sequence_without_padding(
     padding = torch.ones(1, length, dtype=torch.bool)
     padding[:, inside] = False
 
-    def attention(
-        logits,
-        prev_logits,
-        padding,
-    ):
+    def attention(logits, prev_logits, padding):
         evolved = module(logits, prev_logits, padding, padding)
         return attention_of(mask_logits(evolved, module.causal, padding))
 

@@ -26,17 +26,7 @@ def within(size, window):
     return (down.abs() <= window[0] // 2) & (right.abs() <= window[1] // 2)
 
 
-def defined(
-    q,
-    k,
-    v,
-    height_rel,
-    width_rel,
-    size,
-    window,
-    head_window,
-    head_border,
-):
+def defined(q, k, v, height_rel, width_rel, size, window, head_window, head_border):
     """Attention by the definition, head by head: (B, K, N, D) each; tables in the middle of which is offset 0."""
     K = q.shape[1]
     q = q * q.shape[3] ** -0.5
@@ -56,13 +46,7 @@ def defined(
     return torch.stack(heads, 1)
 
 
-def problem(
-    size,
-    window,
-    dim_qk=3,
-    dim_v=2,
-    relative=True,
-):
+def problem(size, window, dim_qk=3, dim_v=2, relative=True):
     shapes = [(2, 4, size[0] * size[1], width) for width in (dim_qk, dim_qk, dim_v)]
     if relative:
         for side, most in zip(size, window or (99, 99), strict=True):
@@ -86,12 +70,7 @@ def problem(
     ],
 )
 def test_windows_are_their_definition_with_their_gradients(
-    monkeypatch,
-    size,
-    window,
-    head_window,
-    head_border,
-    relative,
+    monkeypatch, size, window, head_window, head_border, relative
 ):
     """By the reference, and by FlexAttention, which refuses to learn on a CPU, though its unfused form does."""
     tensors = problem(size, window, relative=relative)

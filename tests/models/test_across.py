@@ -122,11 +122,7 @@ RESNET = dict(layers=(1, 1, 1, 1), channels=(8, 8, 16, 16), num_heads=2, img_siz
     "name,options",
     [("aa_resnet34", RESNET), ("conv_transformer_cifar", dict(widths=(8, 8, 16, 16), depth=2))],
 )
-def test_convolutional_networks_by_keyword(
-    name,
-    options,
-    kind,
-):
+def test_convolutional_networks_by_keyword(name, options, kind):
     torch.manual_seed(0)
     model = timm.create_model(name, evolution=kind, num_classes=5, start="identity", **options)
     first, *others = layers_of(model)
@@ -156,11 +152,7 @@ def test_values_are_mixed_with_the_first_blocks():
     values = []
     mixed = []
 
-    def keep_values(
-        module,
-        args,
-        output,
-    ):
+    def keep_values(module, args, output):
         parts = output.unflatten(2, (3, 4, -1))
         values.append(parts[:, :, 2].transpose(1, 2))
 

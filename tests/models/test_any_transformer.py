@@ -85,12 +85,7 @@ def assert_near(actual, expected):
     assert differ(actual, expected) < 1e-5
 
 
-def assert_begins_as_plain_and_goes_back(
-    model,
-    kind,
-    x,
-    exact,
-):
+def assert_begins_as_plain_and_goes_back(model, kind, x, exact):
     """Assert that the evolved model equals the model, shares its parameters and becomes it again, unless moved."""
     expected = model(x)
     evolved = evolve(model, kind, token_conv=True, value_residual=True)
@@ -254,11 +249,7 @@ def quantised():
         ),
     ],
 )
-def test_timms_networks_that_cannot_evolve_are_refused_with_the_reason(
-    name,
-    options,
-    message,
-):
+def test_timms_networks_that_cannot_evolve_are_refused_with_the_reason(name, options, message):
     with torch.device("meta"):
         model = timm.create_model(name, **options)
     with pytest.raises(ValueError, match=message):
@@ -292,11 +283,7 @@ def test_what_else_cannot_evolve_is_refused_with_the_reason():
         ("torchvision", {"kind": "conv2d", "layers": [3]}, "the class token's row is read there"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(
-    name,
-    options,
-    message,
-):
+def test_options_that_do_not_fit_are_refused(name, options, message):
     with pytest.raises(ValueError, match=message):
         evolve(create(name), **options)
 
@@ -455,11 +442,7 @@ def test_transforms_of_torch_func_go_through_every_kind(kind):
     assert_close(along, (gradient * tangent).sum())
 
 
-def hidden_keys(
-    module,
-    args,
-    kwargs,
-):
+def hidden_keys(module, args, kwargs):
     mask = torch.zeros(17, 17, dtype=torch.bool)
     mask[:, 9:] = True
     return args, {**kwargs, "attn_mask": mask}

@@ -92,11 +92,7 @@ def test_intermediates_are_those_of_the_whole_network(model, image):
 
 
 @torch.no_grad()
-def test_features_only_are_the_intermediates(
-    name,
-    model,
-    image,
-):
+def test_features_only_are_the_intermediates(name, model, image):
     features = lively(name, features_only=True, out_indices=(0, -2)).eval()
     inner = getattr(features, "model", features)  # timm's ResNet is unwrapped
     assert len(inner.state_dict()) < len(model.state_dict())  # what no wanted feature needs is gone
@@ -111,11 +107,7 @@ def test_features_only_are_the_intermediates(
 
 
 @torch.no_grad()
-def test_head_in_timms_ways(
-    name,
-    model,
-    image,
-):
+def test_head_in_timms_ways(name, model, image):
     model = copy.deepcopy(model)
     features = model.forward_features(image)
     assert_close(model.forward_head(features), model(image))
@@ -171,11 +163,7 @@ def test_other_sizes_work_without_being_told(name, model):
 
 @torch.no_grad()
 @pytest.mark.parametrize("channels", [1, 4])
-def test_other_channels(
-    name,
-    model,
-    channels,
-):
+def test_other_channels(name, model, channels):
     other = lively(name, num_classes=5, in_chans=channels).eval()
     assert other.get_submodule(model.default_cfg["first_conv"]).in_channels == channels
     y = other(torch.randn(1, channels, side(name), side(name)))

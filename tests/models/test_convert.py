@@ -26,13 +26,7 @@ from tests.models.zoo import OUTLINES
         ("ea_aa_mnasnet_075", "semnasnet_075", {}),
     ],
 )
-def test_a_timm_network_fills_what_fits(
-    name,
-    plain,
-    options,
-    tmp_path,
-    caplog,
-):
+def test_a_timm_network_fills_what_fits(name, plain, options, tmp_path, caplog):
     source = timm.create_model(plain, **options)
     path = tmp_path / "resnet.safetensors"
     safetensors.torch.save_file(source.state_dict(), path)
@@ -108,11 +102,7 @@ def test_timms_hub_cache_and_configuration_are_used(tag, monkeypatch):
     plain = timm.create_model("resnet50", **NARROW)
     calls = []
 
-    def from_hub(
-        model_id,
-        cache_dir=None,
-        **_,
-    ):
+    def from_hub(model_id, cache_dir=None, **_):
         calls.append((model_id, cache_dir))
         return plain.state_dict()
 

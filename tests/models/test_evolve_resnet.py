@@ -248,11 +248,7 @@ class OwnForward(timm.models.ResNet):
         ("resnet18", {"num_layers": 2}, "num_layers"),
     ],
 )
-def test_networks_and_options_that_do_not_fit_are_named(
-    name,
-    options,
-    message,
-):
+def test_networks_and_options_that_do_not_fit_are_named(name, options, message):
     with torch.device("meta"):
         model = timm.create_model(name)
     with pytest.raises(ValueError, match=message):

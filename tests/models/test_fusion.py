@@ -119,12 +119,7 @@ def test_a_detector_stands_on_it():
 
 @pytest.mark.parametrize("mine, theirs", [("add", "concat"), ("concat", "add")])
 @pytest.mark.parametrize("name", FEW)
-def test_weights_of_the_other_fusion_are_refused(
-    name,
-    mine,
-    theirs,
-    tmp_path,
-):
+def test_weights_of_the_other_fusion_are_refused(name, mine, theirs, tmp_path):
     options = shrunk(name)
     model = timm.create_model(name, fusion=theirs, **options)
     path = tmp_path / "weights.pth"

@@ -177,13 +177,7 @@ class OwnLoop:
     real: (B, T), True where a token is no padding.
     """
 
-    def __init__(
-        self,
-        evolved,
-        plain,
-        real,
-        form,
-    ):
+    def __init__(self, evolved, plain, real, form):
         layers = dict(evolved.named_modules())
         self.evolutions = {}
         for name, module in plain.named_modules():
@@ -193,17 +187,7 @@ class OwnLoop:
         self.form = form
         self.previous = None
 
-    def __call__(
-        self,
-        module,
-        query,
-        key,
-        value,
-        mask,
-        scaling=None,
-        position_bias=None,
-        **_,
-    ):
+    def __call__(self, module, query, key, value, mask, scaling=None, position_bias=None, **_):
         groups = query.shape[1] // key.shape[1]
         key = key.repeat_interleave(groups, 1)
         value = value.repeat_interleave(groups, 1)
@@ -273,16 +257,7 @@ class TalkingLoop:
         layers = dict(evolved.named_modules())
         self.evolutions = {module: layers[name] for name, module in plain.named_modules()}
 
-    def __call__(
-        self,
-        module,
-        query,
-        key,
-        value,
-        mask,
-        scaling,
-        **_,
-    ):
+    def __call__(self, module, query, key, value, mask, scaling, **_):
         groups = query.shape[1] // key.shape[1]
         keys = key.repeat_interleave(groups, 1)
         values = value.repeat_interleave(groups, 1)
@@ -501,11 +476,7 @@ def test_grids_are_found_behind_prefix_tokens(name, prefix):
     "name, layers, evolving", [("vit", 3, 2), ("bert", 3, 2), ("llama", 3, 2), ("t5", 9, 6)]
 )
 @torch.no_grad()
-def test_its_maps_are_recorded_with_their_parts(
-    name,
-    layers,
-    evolving,
-):
+def test_its_maps_are_recorded_with_their_parts(name, layers, evolving):
     model = lively(evolve(create(name), "ea"))
     parts = ("attn", "logits", "self_logits", "prev_logits")
     with record_attention(model, parts=parts) as maps:
@@ -724,11 +695,7 @@ def test_everything_else_works_without_transformers():
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_the_page_s_snippets_run(
-    which,
-    tmp_path,
-    monkeypatch,
-):
+def test_the_page_s_snippets_run(which, tmp_path, monkeypatch):
     """docs/transformers.md; weights, which are not at hand, are random."""
 
     class Tokenizer:

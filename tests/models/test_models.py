@@ -59,11 +59,7 @@ def test_sizes_are_the_published_ones(name):
         ("aa_resnet50", "resnet50", {"layers": (1, 1, 1, 1)}),
     ],
 )
-def test_a_network_without_attention_is_timms(
-    name,
-    plain,
-    options,
-):
+def test_a_network_without_attention_is_timms(name, plain, options):
     model = timm.create_model(name, attn_stages=(), **options).eval()
     plain = timm.create_model(plain, **options).eval()
     assert list(model.state_dict()) == list(plain.state_dict())
@@ -111,11 +107,7 @@ def test_the_aa_papers_resnet34_has_13_layers():
 @pytest.mark.parametrize(
     "name, layers, starts", [("ea_aa_resnet34", 23, [0, 18]), ("ea_aa_resnet50", 10, [0, 8])]
 )
-def test_convolutions_with_a_stride_can_stay_plain(
-    name,
-    layers,
-    starts,
-):
+def test_convolutions_with_a_stride_can_stay_plain(name, layers, starts):
     with torch.device("meta"):
         model = timm.create_model(name, augment_strided=False)
     assert len(layers_of(model)) == layers
@@ -217,11 +209,7 @@ def test_pretrained_without_weights_says_so():
     ],
 )
 def test_where_attention_stands_is_one_keyword_in_every_family(
-    name,
-    usual,
-    possible,
-    options,
-    place,
+    name, usual, possible, options, place
 ):
     keyword = "attn_layers" if "vit" in name else "attn_stages"
 
@@ -312,11 +300,7 @@ def test_chains_pass_plain_stages():
         ),
     ],
 )
-def test_bad_options_are_named(
-    name,
-    options,
-    message,
-):
+def test_bad_options_are_named(name, options, message):
     if name == VIT:
         options = {"depth": 3, **options}
     with pytest.raises(ValueError, match=message):
@@ -343,12 +327,7 @@ SMALL_STEM = {"stem_stride": 2, "img_size": 64, "map_reduction": 4}
         ("ea_aa_resnet50", SMALL_STEM, 64, [2, 2, 4, 8, 16]),
     ],
 )
-def test_stems_for_small_images(
-    name,
-    keywords,
-    side,
-    reductions,
-):
+def test_stems_for_small_images(name, keywords, side, reductions):
     with torch.device("meta"):
         model = timm.create_model(name, in_chans=1, **keywords).eval()
         features = model.forward_intermediates(

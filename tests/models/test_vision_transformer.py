@@ -66,11 +66,7 @@ def fused(model, on):
 
 
 @torch.no_grad()
-def assert_same_function(
-    evolving,
-    timms,
-    x,
-):
+def assert_same_function(evolving, timms, x):
     """Compare bit for bit without fused attention; with it, as near as timm's fused attention is to its plain one."""
     fused(timms, False)
     fused(evolving, False)
@@ -141,11 +137,7 @@ EXACT = [  # timm's names of many families, made small where the names allow it
 @pytest.mark.parametrize(
     "kind, name, options", [*[("ea", *each) for each in EXACT], ("pa", *EXACT[0])]
 )
-def test_evolve_is_exact_in_many_families(
-    kind,
-    name,
-    options,
-):
+def test_evolve_is_exact_in_many_families(kind, name, options):
     timms = tiny(name, **options)
     if name == "vit_base_patch16_rpn_224":
         for block in timms.blocks:
@@ -218,11 +210,7 @@ def test_a_network_made_on_the_meta_device_is_initialised():
         ("ea", dict(learnable="per_head"), (0.0, 0.0)),
     ],
 )
-def test_gates_are_what_the_keywords_say(
-    name,
-    options,
-    expected,
-):
+def test_gates_are_what_the_keywords_say(name, options, expected):
     model = tiny(f"{name}_vit_tiny_patch16_224", **options)
     first, *others = [block.attn.evolution for block in model.blocks]
     assert first is None
@@ -291,11 +279,7 @@ def test_prefix_tokens_pass_the_convolution(options):
     assert_close(by_operator, evolution(q @ k.transpose(-2, -1) / 2, prev))
 
 
-def chosen(
-    caplog,
-    monkeypatch,
-    model,
-):
+def chosen(caplog, monkeypatch, model):
     """Return what the log says about the implementations that a forward used."""
     monkeypatch.setattr(ops, "_logged", set())
     caplog.clear()
@@ -314,11 +298,7 @@ def chosen(
         dict(prefix="pass"),
     ],
 )
-def test_the_kernel_takes_every_form_and_the_log_says_so(
-    options,
-    caplog,
-    monkeypatch,
-):
+def test_the_kernel_takes_every_form_and_the_log_says_so(options, caplog, monkeypatch):
     model = tiny(**options)
     assert chosen(caplog, monkeypatch, model) == ["'cpu'"]
     with torch.no_grad():
@@ -357,11 +337,7 @@ def test_masks_are_refused():
             model(images(), is_causal=True)
 
 
-def pretrained(
-    path,
-    name="ea_vit_tiny_patch16_224",
-    **options,
-):
+def pretrained(path, name="ea_vit_tiny_patch16_224", **options):
     overlay = dict(file=str(path), num_classes=TINY["num_classes"], custom_load=False)
     options = {**TINY, **options}
     model = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **options)

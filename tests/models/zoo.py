@@ -37,11 +37,7 @@ def count(model):
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _undrawn(
-    tensor,
-    *_,
-    **__,
-):
+def _undrawn(tensor, *_, **__):
     return tensor
 
 
@@ -94,11 +90,7 @@ if not ALL:
     FAMILIES = [name for name in TESTED if get_network(name).kwargs.get("evolution") == "ea"]
 
 
-def images(
-    height=32,
-    width=32,
-    batch=2,
-):
+def images(height=32, width=32, batch=2):
     """The same at every call."""
     return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(1))
 
@@ -145,12 +137,7 @@ def layers_of(model):
     return [m for m in model.modules() if isinstance(m, AugmentedConv2d)]
 
 
-def assert_checkpointing_changes_nothing(
-    model,
-    x,
-    statistics=True,
-    **near,
-):
+def assert_checkpointing_changes_nothing(model, x, statistics=True, **near):
     """Compare outputs, gradients and, with `statistics`, running statistics, which move once."""
 
     def results(enable):
@@ -180,11 +167,7 @@ def assert_fx_agrees(model, x):
 
 
 @torch.no_grad()
-def assert_compiles_and_exports(
-    model,
-    x,
-    **near,
-):
+def assert_compiles_and_exports(model, x, **near):
     """Compile once, in one graph; export for any batch size."""
     counter = CompileCounter()
     compiled = torch.compile(model, fullgraph=True, backend=counter)
@@ -199,11 +182,7 @@ def assert_compiles_and_exports(
 
 
 @torch.no_grad()
-def assert_onnx_agrees(
-    model,
-    x,
-    folder,
-):
+def assert_onnx_agrees(model, x, folder):
     """Compare with torch.export's program, and ONNX Runtime's run of it."""
     import onnxruntime
 

@@ -38,11 +38,7 @@ def problem(
     N = H * W
     C = K * (2 * D + E)
 
-    def new(
-        *shape,
-        std=1.0,
-        cast=torch.float32,
-    ):
+    def new(*shape, std=1.0, cast=torch.float32):
         drawn = torch.randn(shape, generator=generator) * std
         return drawn.to(device, cast)
 
@@ -77,13 +73,7 @@ def problem(
     return tensors
 
 
-def outputs_and_gradients(
-    tensors,
-    *,
-    double=False,
-    uses=("out", "logits"),
-    **options,
-):
+def outputs_and_gradients(tensors, *, double=False, uses=("out", "logits"), **options):
     """out, logits, and the gradient of a fixed random projection of those in `uses` for each tensor."""
     inputs = {}
     for name, tensor in tensors.items():
@@ -106,11 +96,7 @@ def outputs_and_gradients(
     return detached | dict(zip(inputs, gradients, strict=True))
 
 
-def rounding(
-    name,
-    tensors,
-    slow,
-):
+def rounding(name, tensors, slow):
     """The norm below which a result is nothing but rounding."""
     B, _, N, _ = tensors["q"].shape
     if name in ("alpha", "beta"):  # a sum of all entries, most of which cancels
@@ -124,11 +110,7 @@ def rounding(
 
 
 def assert_as_reference(
-    tensors,
-    implementation="cpu",
-    seed=123456789123456789,
-    tolerance=None,
-    **options,
+    tensors, implementation="cpu", seed=123456789123456789, tolerance=None, **options
 ):
     """Compare outputs and all gradients with float64, and with the same entries dropped; return them."""
     q = tensors["q"]
@@ -165,16 +147,7 @@ SHAPE = dict(
 )
 
 
-def check(
-    implementation,
-    kind,
-    size,
-    *,
-    bias=0.0,
-    prefix=0,
-    alpha=0.5,
-    **options,
-):
+def check(implementation, kind, size, *, bias=0.0, prefix=0, alpha=0.5, **options):
     """Compare an implementation with the reference on a problem of `SHAPE`, whose values may be given.
 
     `bias` is added to the convolution's, if any.
@@ -242,13 +215,7 @@ for name, case in CASES.items():
     case["kind"] = {"EA": "ea", "PA": "pa", "fi": "aa"}[name[:2]]
 
 
-def random_case(
-    data,
-    most_side,
-    heads,
-    kernels,
-    most_width,
-):
+def random_case(data, most_side, heads, kernels, most_width):
     """Draw what `check` takes."""
 
     def among(*values):
@@ -303,13 +270,7 @@ def times(x, factor):
     return (x * (factor & 0xFFFF) + ((x * (factor >> 16) & 0xFFFF) << 16)) & MASK
 
 
-def kept_entries(
-    seed,
-    B,
-    K,
-    N,
-    p,
-):
+def kept_entries(seed, B, K, N, p):
     """(B, K, N, N), True where the probability is kept."""
     query = torch.arange(B * K * N).view(B, K, N, 1)
     key = torch.arange(N)

@@ -54,22 +54,14 @@ DERIVATIVES = {
 
 
 @pytest.mark.parametrize("name", DERIVATIVES)
-def test_derivatives_are_the_references(
-    layer,
-    x,
-    name,
-):
+def test_derivatives_are_the_references(layer, x, name):
     have = DERIVATIVES[name](layer, x)
     with use_implementation("reference"):
         assert_close(have, DERIVATIVES[name](layer, x))
 
 
 @pytest.mark.parametrize("name", ["qk_gain", "qkv.weight"])
-def test_second_derivatives_where_one_of_them_learns(
-    layer,
-    x,
-    name,
-):
+def test_second_derivatives_where_one_of_them_learns(layer, x, name):
     layer.requires_grad_(False)
     learns = layer.get_parameter(name).requires_grad_()
 
@@ -93,11 +85,7 @@ def test_float32_on_the_kernel_refuses_second_derivatives(layer, x):
 
 @pytest.mark.parametrize("form", [head_norm.by_parts, head_norm.by_rms_norm])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.bfloat16, 1e-2)])
-def test_every_form_is_the_readable_one(
-    form,
-    dtype,
-    tolerance,
-):
+def test_every_form_is_the_readable_one(form, dtype, tolerance):
     qk = 3 * torch.randn(3, 4, 5, 6)
     qk = qk.to(dtype).requires_grad_()
     gain = torch.tensor([0.5, 2.0], dtype=dtype, requires_grad=True)

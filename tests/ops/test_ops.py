@@ -148,14 +148,7 @@ def test_cpu_kernel_on_random_shapes(data):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("relative", [True, False])
 @pytest.mark.parametrize("size,K,D,E", [((5, 7), 8, 20, 3), ((1, 5), 3, 4, 6), ((7, 6), 4, 64, 64)])
-def test_folded_position_is_the_reference(
-    size,
-    K,
-    D,
-    E,
-    relative,
-    device,
-):
+def test_folded_position_is_the_reference(size, K, D, E, relative, device):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU")
     shape = dict(K=K, D=D, E=E, B=2, relative=relative, device=device)
@@ -172,10 +165,7 @@ def some_images(tensors, count):
     "gates,dropout_p,prefix", [(None, 0.0, 0), ("one", 0.0, 0), (None, 0.2, 0), ("one", 0.0, 3)]
 )
 def test_cpu_kernel_gives_the_same_bits_however_the_work_is_cut(
-    gates,
-    dropout_p,
-    prefix,
-    monkeypatch,
+    gates, dropout_p, prefix, monkeypatch
 ):
     tensors = problem("ea", (9, 7), B=3, gates=gates, channels_last=dropout_p > 0)
     options = dict(
@@ -334,10 +324,7 @@ BROKEN = {  # compilers by name: commands of a shell, if any, and what the log s
 
 @pytest.mark.parametrize("cc", BROKEN)
 def test_whatever_goes_wrong_with_the_library_the_reference_runs_and_the_log_says_why(
-    use_compiler,
-    tmp_path,
-    caplog,
-    cc,
+    use_compiler, tmp_path, caplog, cc
 ):
     commands, reason = BROKEN[cc]
     use_compiler(compiler(tmp_path, commands) if commands else cc)
@@ -351,11 +338,7 @@ def test_whatever_goes_wrong_with_the_library_the_reference_runs_and_the_log_say
     assert torch.equal(out[0], expected[0])
 
 
-def test_clang_builds_a_kernel_of_one_thread(
-    use_compiler,
-    tmp_path,
-    caplog,
-):
+def test_clang_builds_a_kernel_of_one_thread(use_compiler, tmp_path, caplog):
     """Apple's refuses OpenMP, others need another library of it than torch's."""
     version = 'if [ "$1" = --version ]; then echo Apple clang version 17; exit; fi'
     refuses = 'case "$*" in *-fopenmp*|*gomp*) echo unsupported >&2; exit 1;; esac'
@@ -373,11 +356,7 @@ def test_microsofts_compiler_is_refused_in_a_line(use_compiler, tmp_path):
 
 
 @pytest.mark.parametrize("flag", ["-mno-avx512f", "-mno-avx"])
-def test_narrower_vectors(
-    use_compiler,
-    tmp_path,
-    flag,
-):
+def test_narrower_vectors(use_compiler, tmp_path, flag):
     use_compiler(compiler_with(tmp_path, "-O1", flag))
     if isinstance(cpu_library.load(), str):
         pytest.skip(cpu_library.load())
@@ -403,11 +382,7 @@ def test_the_library_is_another_after_any_change(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("home", ["a file", "none"])
 def test_where_nothing_can_be_kept_each_process_builds_the_library(
-    use_compiler,
-    tmp_path,
-    monkeypatch,
-    caplog,
-    home,
+    use_compiler, tmp_path, monkeypatch, caplog, home
 ):
     use_compiler(compiler_with(tmp_path, "-O0"))
     if home == "none":
@@ -559,11 +534,7 @@ WRONG_SHAPES = [
         (EA_PROBLEM, {"feat_size": (3, 5)}, r"N = 3\*5 required, got \[2, 8, 12, 20\]"),
     ],
 )
-def test_what_cannot_be_had_is_an_error(
-    tensors,
-    options,
-    message,
-):
+def test_what_cannot_be_had_is_an_error(tensors, options, message):
     with pytest.raises(ValueError, match=message):
         evolving_attention(**{**tensors, "feat_size": (3, 4), **options})
 
@@ -585,10 +556,7 @@ def test_an_unknown_implementation_is_named():
     [("aa", False, "sdpa"), ("aa", True, "reference"), ("ea", False, "reference")],
 )
 def test_devices_without_kernels_take_torchs_fused_attention_where_it_suffices(
-    kind,
-    need_logits,
-    name,
-    caplog,
+    kind, need_logits, name, caplog
 ):
     """Here the meta device; that `sdpa` and the reference agree is tested on the CPU."""
     caplog.set_level("INFO", logger="ea_vision.ops")

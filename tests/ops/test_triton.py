@@ -41,14 +41,7 @@ def test_in_interpreter(tests):
     assert "passed" in done.stdout
 
 
-def new(
-    kind,
-    size,
-    K=8,
-    D=4,
-    E=1,
-    **shape,
-):
+def new(kind, size, K=8, D=4, E=1, **shape):
     """A problem of one image, as a channels-last projection leaves it."""
     return problem(kind, size, K, D, E, B=1, device=DEVICE, channels_last=True, **shape)
 
@@ -236,12 +229,7 @@ def test_reason_on_the_cpu():
     ],
 )
 def test_a_gpu_that_falls_back_to_the_reference_warns_with_the_memory(
-    capability,
-    dtype,
-    feat_size,
-    runs,
-    monkeypatch,
-    caplog,
+    capability, dtype, feat_size, runs, monkeypatch, caplog
 ):
     monkeypatch.setattr(ours, "_capability", lambda device: capability)
     monkeypatch.setattr(ours, "INTERPRETING", False)

@@ -13,25 +13,14 @@ class ResidualMaps(Evolution):
     part_names = ("shared_logits",)  # further maps that can be recorded
     identity_start = {"start": 0.0}  # the options with which it begins as the plain network
 
-    def __init__(
-        self,
-        num_heads: int,
-        start: float = 0.5,
-        device=None,
-        dtype=None,
-    ) -> None:
+    def __init__(self, num_heads: int, start: float = 0.5, device=None, dtype=None) -> None:
         super().__init__()
         self.share = nn.Parameter(torch.full((num_heads, 1, 1), start, device=device, dtype=dtype))
 
     def forward(self, logits: Tensor, prev_logits: Tensor) -> Tensor:
         return logits + self.share * prev_logits
 
-    def parts(
-        self,
-        logits: Tensor,
-        prev_logits: Tensor,
-        evolved: Tensor,
-    ) -> dict[str, Tensor]:
+    def parts(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
         return {"shared_logits": evolved - logits}
 
     def gates(self) -> dict[str, Tensor]:

@@ -171,11 +171,7 @@ def test_vmap_over_an_ensemble(name, layout):
     parameters, buffers = torch.func.stack_module_state(models)
     base = copy.deepcopy(models[0]).to("meta")
 
-    def call(
-        parameters,
-        buffers,
-        x,
-    ):
+    def call(parameters, buffers, x):
         return torch.func.functional_call(base, (parameters, buffers), (x,))
 
     outputs = torch.vmap(call, in_dims=(0, 0, None))(parameters, buffers, x)

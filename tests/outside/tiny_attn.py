@@ -24,13 +24,7 @@ from ea_vision.models import (
 class TinyBlock(nn.Module):
     """Augmented convolution with a residual: (x, prev_logits) -> (x, logits)."""
 
-    def __init__(
-        self,
-        conv: nn.Module,
-        channels: int,
-        drop_path: float,
-        **dd,
-    ) -> None:
+    def __init__(self, conv: nn.Module, channels: int, drop_path: float, **dd) -> None:
         super().__init__()
         self.conv = conv
         self.bn = nn.BatchNorm2d(channels, **dd)

@@ -60,11 +60,7 @@ def timms(name, **options):
     return lively(timm.create_model(name, **{"num_classes": 3, **options}))
 
 
-def tiny(
-    name=NAME,
-    seed=0,
-    **options,
-):
+def tiny(name=NAME, seed=0, **options):
     """A convolutional network of ours: maps of 4x4 and 2x2, two chains of three layers."""
     torch.manual_seed(seed)
     return timm.create_model(name, **{**KWARGS, **options}).eval()
@@ -127,12 +123,7 @@ def bottleneck():
     return lively(nn.Sequential(nn.Conv2d(3, 8, 8, 8), attention))
 
 
-def windows_of(
-    grid,
-    side,
-    shift,
-    pad_first,
-):
+def windows_of(grid, side, shift, pad_first):
     """Return the cells (row, column) of each window, row by row, None for padding: shifted up and to the left, padded
     below and at the right."""
     H, W = grid
@@ -167,12 +158,7 @@ class Place(NamedTuple):
     alone: str = ""
 
 
-def within(
-    grid,
-    side,
-    shift=0,
-    pad_first=True,
-):
+def within(grid, side, shift=0, pad_first=True):
     return Place(grid, windows=windows_of(grid, side, shift, pad_first))
 
 
@@ -235,21 +221,11 @@ class Network(NamedTuple):
     side: tuple[int, int] = (32, 32)
 
 
-def of_timm(
-    name,
-    places,
-    side,
-    **options,
-):
+def of_timm(name, places, side, **options):
     return Network(partial(timms, name, **options), places, side)
 
 
-def of_transformers(
-    name,
-    places,
-    side=(32, 32),
-    **options,
-):
+def of_transformers(name, places, side=(32, 32), **options):
     return Network(partial(transformers_model, name, **options), places, side)
 
 
@@ -391,14 +367,7 @@ def first(output):
 
 
 @torch.no_grad()
-def recorded(
-    model,
-    x,
-    parts="attn",
-    layers=None,
-    heads=None,
-    **kwargs,
-):
+def recorded(model, x, parts="attn", layers=None, heads=None, **kwargs):
     """Return the maps; outputs are bit-identical, to 1e-6 with nn.MultiheadAttention, whose fast path is left."""
     before = hooks_of(model)
     expected = first(model(x, **kwargs))
@@ -412,11 +381,7 @@ def recorded(
 
 
 @torch.no_grad()
-def unfused(
-    model,
-    *args,
-    **kwargs,
-):
+def unfused(model, *args, **kwargs):
     """Return what a network's own unfused attention forms in a forward: its softmaxes of three dimensions or more."""
     formed = []
     softmax = torch.Tensor.softmax
@@ -427,11 +392,7 @@ def unfused(
             formed.append(result)
         return result
 
-    def ask(
-        _,
-        args,
-        kwargs,
-    ):
+    def ask(_, args, kwargs):
         return args, {**kwargs, "need_weights": True, "average_attn_weights": False}
 
     if hasattr(model, "set_attn_implementation"):

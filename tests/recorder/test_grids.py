@@ -64,11 +64,7 @@ def test_the_grid_before_pruning_stays():
         ("naflexvit_base_patch16_gap", (48, 80), {(3, 5)}),
     ],
 )
-def test_grids_that_follow_no_stride_or_no_convolution(
-    name,
-    size,
-    grids,
-):
+def test_grids_that_follow_no_stride_or_no_convolution(name, size, grids):
     """Overlapping patches, strides without a module, and patches embedded by a linear layer."""
     if not timm.is_model(name):
         pytest.skip("this timm lacks it")
@@ -109,13 +105,7 @@ class Sequence(nn.Module):
         super().__init__()
         self.attn = nn.MultiheadAttention(8, 2, batch_first=True)
 
-    def forward(
-        self,
-        x,
-        mask=None,
-        padding=None,
-        need_weights=False,
-    ):
+    def forward(self, x, mask=None, padding=None, need_weights=False):
         if mask is not None:
             mask = mask[0, 0]
         masks = {"attn_mask": mask, "key_padding_mask": padding}
@@ -192,11 +182,7 @@ def layer():
     "pixel, cell",
     [((0, 0), (0, 0)), ((15, 16), (0, 1)), ((16, 15), (1, 0)), ((31, 47), (1, 2))],
 )
-def test_queries_are_pixels_of_the_input(
-    layer,
-    pixel,
-    cell,
-):
+def test_queries_are_pixels_of_the_input(layer, pixel, cell):
     assert layer.feat_size == (2, 3)
     row, column = cell
     prefix, patches = layer.of_query(pixel)

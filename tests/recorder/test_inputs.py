@@ -58,14 +58,7 @@ def test_a_pattern_stands_for_its_files_as_windows_shells_hand_it_on(tmp_path):
         ("LA", (0, 0), (76, 255), (255,) * 3, (76,) * 3),
     ],
 )
-def test_transparent_pixels_are_white(
-    tmp_path,
-    mode,
-    clear,
-    opaque,
-    left,
-    right,
-):
+def test_transparent_pixels_are_white(tmp_path, mode, clear, opaque, left, right):
     image = Image.new(mode, (8, 4), clear)
     image.paste(opaque, (4, 0, 8, 4))
     if mode == "P":

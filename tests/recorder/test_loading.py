@@ -30,13 +30,7 @@ def run(tmp_path):
         ("last.ckpt", 2, "small, epoch 2", 2),
     ],
 )
-def test_a_run_folder_its_weights_and_its_checkpoint(
-    run,
-    path,
-    seed,
-    label,
-    epoch,
-):
+def test_a_run_folder_its_weights_and_its_checkpoint(run, path, seed, label, epoch):
     loaded = load_model(str(run / path))
     assert loaded.label == f"{NAME}, {label}"
     assert loaded.epoch == epoch
@@ -57,9 +51,7 @@ def test_a_run_with_random_weights(run):
 
 
 def test_targets_are_separated_by_commas_and_a_name_that_has_some_is_one(
-    run,
-    tmp_path,
-    monkeypatch,
+    run, tmp_path, monkeypatch
 ):
     """Runs of a sweep are named `model=a,seed=0`."""
     monkeypatch.chdir(tmp_path)
@@ -128,11 +120,7 @@ def test_what_cannot_be_loaded(run, tmp_path):
         (lambda data: data[:-9] + b"x" + data[-8:], "checksum does not match"),
     ],
 )
-def test_damaged_shipped_weights_are_one_line(
-    tmp_path,
-    damage,
-    message,
-):
+def test_damaged_shipped_weights_are_one_line(tmp_path, damage, message):
     """timm itself reads a flipped bit in silence."""
     name = "aa_resnet34_050.scenes"
     path = tmp_path / "weights.safetensors"
@@ -161,10 +149,7 @@ def test_layers_by_number_range_and_name():
 
 @pytest.mark.parametrize("asked, side, resize", [(None, 48, 52), ((40, 40), 40, None)])
 def test_runs_of_train_imagenet_are_shown_images_as_they_were_evaluated(
-    tmp_path,
-    asked,
-    side,
-    resize,
+    tmp_path, asked, side, resize
 ):
     """Short side to eval_resize, middle of eval_img_size, with the run's interpolation."""
     kwargs = {"num_classes": 3}

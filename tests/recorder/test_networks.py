@@ -1,5 +1,7 @@
 """Maps of networks of every architecture are those of their own unfused attention, in the image's coordinates."""
 
+from itertools import product
+
 import pytest
 import timm
 import torch
@@ -28,11 +30,7 @@ from tests.recorder.networks import (
 )
 
 
-def check(
-    layer,
-    attn,
-    place,
-):
+def check(layer, attn, place):
     """Compare a layer with what was formed (B, K, T, T), (B * K, T, T), or in windows (B * W, K, n, n)."""
     if attn.ndim == 3:
         attn = attn.unflatten(0, (-1, layer.attn.shape[1]))
@@ -123,11 +121,7 @@ def test_differential_attention(dual_lambda):
     maps = recorded(model, x, parts)
     seen = {}
 
-    def keep_values(
-        _,
-        args,
-        output,
-    ):
+    def keep_values(_, args, output):
         seen["values"] = output[..., 96:].reshape(2, 17, 3, 16).transpose(1, 2)
 
     def keep_result(_, args):
@@ -258,8 +252,8 @@ MASKS = {  # and what is added to the logits
 @pytest.mark.parametrize("key_heads", [4, 2])
 @pytest.mark.parametrize("masked", MASKS)
 def test_masks_and_grouped_queries(masked, key_heads):
-    """A query whose keys are all masked has a row of zeros, as torch computes it. A sequence without an image is a map
-    of height 1."""
+    """Query by query; one whose keys are all masked has a row of zeros, as torch computes it. A sequence without an
+    image is a map of height 1."""
     layer = lively(Fused(key_heads))
     x = torch.randn(2, 6, 16)
     masks, bias = MASKS[masked]
@@ -269,9 +263,11 @@ def test_masks_and_grouped_queries(masked, key_heads):
     assert maps[1].feat_size == (1, 6)
     with torch.no_grad():
         q, k, _ = layer.heads(x)
-    logits = 0.7 * q @ k.repeat_interleave(4 // key_heads, 1).mT + bias
-    expected = logits.softmax(-1).nan_to_num(0)
-    assert gap(maps[1].attn, expected) <= LIMIT
+    bias = bias.expand(2, 1, 6, 6)
+    for b, head, i in product(range(2), range(4), range(6)):
+        logits = 0.7 * k[b, head * key_heads // 4] @ q[b, head, i] + bias[b, 0, i]
+        expected = logits.softmax(-1).nan_to_num(0)
+        assert gap(maps[1].attn[b, head, i], expected) <= LIMIT
 
 
 @pytest.mark.parametrize(

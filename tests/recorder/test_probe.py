@@ -57,14 +57,7 @@ def test_the_network_has_12_layers_and_the_papers_poolings():
         ("ea_vit_tiny_patch16_224", TINY_VIT, "2", "cls", "cls", 0),
     ],
 )
-def test_maps_are_those_of_the_query(
-    name,
-    options,
-    layers,
-    text,
-    query,
-    row,
-):
+def test_maps_are_those_of_the_query(name, options, layers, text, query, row):
     """Of the middle, of a pixel and of a class token, towards the pixels."""
     model = small_model(name, **options)
     pixels = torch.randint(0, 256, (10, 3, 16, 16), dtype=torch.uint8)
@@ -101,11 +94,7 @@ def test_the_probe_learns_what_is_in_the_maps_and_shuffling_takes_it_away():
     maps[torch.arange(260), :, targets] *= 3
     maps = maps.half()
 
-    def top1(
-        maps,
-        train,
-        epochs,
-    ):
+    def top1(maps, train, epochs):
         recipe = ProbeRecipe(epochs=epochs, batch_size=20, width=8)
         return train_probe(maps[:train], targets[:train], maps[-100:], targets[-100:], 4, recipe)
 
@@ -153,18 +142,12 @@ def test_the_command_ends_with_a_table(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_seeds_draw_everything_but_the_images_and_unseen_takes_test_images(
-    tmp_path,
-    capsys,
-    monkeypatch,
+    tmp_path, capsys, monkeypatch
 ):
     seen = []
     networks = set()
 
-    def extract(
-        model,
-        images,
-        *_,
-    ):
+    def extract(model, images, *_):
         seen.append(images)
         networks.add(next(model.model.parameters()).sum().item())
         return [torch.zeros(len(images), 2, 4, 4)]
@@ -219,12 +202,7 @@ def test_a_34_layer_network_is_probed_in_the_papers_layers(tmp_path):
         ("--seeds=1,x", "invalid seeds value: '1,x'"),
     ],
 )
-def test_bad_options(
-    options,
-    message,
-    tmp_path,
-    capsys,
-):
+def test_bad_options(options, message, tmp_path, capsys):
     output = tmp_path / "out"
     with pytest.raises((UsageError, SystemExit)) as error:
         probe.main(f"{SHORT} -o {output} {options}".split())

@@ -95,11 +95,7 @@ def swin():
     ids=["all", "window 3x3", "window 1x5", "vit", "swin"],
 )
 def test_references_are_those_of_uniform_attention_also_in_windows(
-    make,
-    grid,
-    side,
-    window,
-    prefix,
+    make, grid, side, window, prefix
 ):
     """A network whose logits are 0: what `measure` finds is what uniform attention has, by hand."""
     height, width = grid

@@ -32,11 +32,7 @@ PA = "pa_conv_transformer_cifar"
 VIT = "ea_vit_tiny_patch16_224"
 
 
-def small(
-    batch=2,
-    height=16,
-    width=16,
-):
+def small(batch=2, height=16, width=16):
     return images(height, width, batch)
 
 

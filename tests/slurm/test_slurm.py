@@ -53,13 +53,7 @@ def cluster(tmp_path):
     return tmp_path
 
 
-def sbatch(
-    cluster,
-    script,
-    *arguments,
-    until=None,
-    **more,
-):
+def sbatch(cluster, script, *arguments, until=None, **more):
     """Run a batch script as SLURM does; its exit code and output.
 
     until: TERM is sent to the script once this file exists.
@@ -147,12 +141,7 @@ def test_without_sbatch_one_line_says_how_to_start_it(script, cluster):
 @pytest.mark.parametrize(
     "script, before", [("imagenet.sbatch", ()), ("seeds.sbatch", ("sweep", "0", "a=", "--"))]
 )
-def test_a_typo_is_told_once_before_the_training_starts(
-    cluster,
-    capsys,
-    script,
-    before,
-):
+def test_a_typo_is_told_once_before_the_training_starts(cluster, capsys, script, before):
     """The script asks by a command that a stand-in notes and refuses, and which says this where it is run."""
     (cluster / "bin" / "ea-vision").write_text('#!/bin/bash\necho "$@" > "$PLACE/asked"; exit 2\n')
     assert (
@@ -180,12 +169,7 @@ def test_a_typo_is_told_once_before_the_training_starts(
         ("train-cifar", "--data-dir /nowhere", "--data-dir /nowhere does not exist"),
     ],
 )
-def test_a_wrong_place_or_name_is_told_before_the_training_starts(
-    capsys,
-    command,
-    line,
-    message,
-):
+def test_a_wrong_place_or_name_is_told_before_the_training_starts(capsys, command, line, message):
     argv = [command, "--check-options", *line.split()]
     assert message in error_of(main, argv, capsys)
 
@@ -193,12 +177,7 @@ def test_a_wrong_place_or_name_is_told_before_the_training_starts(
 def term_twice():
     """Send this process TERM in update 8 and again while it saves, as scancel and torchrun do, 0.2 seconds apart."""
 
-    def slow(
-        save,
-        trainer,
-        *given,
-        **more,
-    ):
+    def slow(save, trainer, *given, **more):
         if trainer.stop.signal:
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
             time.sleep(0.5)

@@ -36,20 +36,11 @@ def asked_by_ea_vision() -> bool:
     return frame is not None and str(frame.f_globals.get("__name__")).startswith("ea_vision")
 
 
-def hide(
-    owner,
-    name: str,
-    error: type[OSError],
-    hidden,
-) -> None:
+def hide(owner, name: str, error: type[OSError], hidden) -> None:
     """Let a function of `owner` fail, when ea_vision calls it, on the paths that `hidden` says."""
     original = getattr(owner, name)
 
-    def function(
-        path,
-        *args,
-        **kwargs,
-    ):
+    def function(path, *args, **kwargs):
         if (
             isinstance(path, (str, os.PathLike))
             and hidden(os.fspath(path))
