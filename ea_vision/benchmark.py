@@ -33,7 +33,7 @@ from torch import Tensor, nn
 import ea_vision
 from ea_vision.base import devices
 from ea_vision.base.devices import choose_device
-from ea_vision.base.errors import RunError, UsageError
+from ea_vision.base.errors import CommandParser, RunError, UsageError
 from ea_vision.base.files import atomic_write, check_output, csv_text
 from ea_vision.base.networks import DATA_KEYWORDS, create_classifier, lay_out
 from ea_vision.base.provenance import hardware
@@ -357,10 +357,9 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[dict]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         description=__doc__,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument

@@ -8,7 +8,6 @@ size and any batch, and returns `logits` (batch, classes). Its metadata hold cla
 have opset 20. The command then runs file and network on the same images and prints their largest difference.
 """
 
-import argparse
 import importlib.util
 import math
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ea_vision.base.errors import RunError, UsageError
+from ea_vision.base.errors import CommandParser, RunError, UsageError
 from ea_vision.base.files import check_output
 from ea_vision.deployment.files import (
     OPSET,
@@ -78,9 +77,7 @@ def compare(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Export a network as the arguments say."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     parser.add_argument(
         "model", metavar="MODEL", help=WEIGHTS_HELP.replace("else random", "or --random")
     )

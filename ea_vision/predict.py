@@ -24,7 +24,7 @@ from torchvision.io import encode_png
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ea_vision.base.devices import choose_device
-from ea_vision.base.errors import UsageError
+from ea_vision.base.errors import CommandParser, UsageError
 from ea_vision.base.files import atomic_write, check_output, create, write_json
 from ea_vision.detection.coco import results_of
 from ea_vision.recorder.inputs import ImageSource, as_image, find_images, read_image
@@ -158,9 +158,7 @@ def find_objects(
 
 def main(argv: list[str] | None = None) -> int:
     """Predict as the arguments say."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     parser.add_argument(
         "model", metavar="MODEL", help=WEIGHTS_HELP.replace("else random", "which it must have")
     )

@@ -22,7 +22,6 @@ The operations for one image are counted in three ways:
 the biases of the projections, and FLOPs in the profiler's counting. AA paper: https://arxiv.org/abs/1904.09925
 """
 
-import argparse
 import os
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -39,7 +38,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from ea_vision.base.errors import UsageError, near_matches
+from ea_vision.base.errors import CommandParser, UsageError, near_matches
 from ea_vision.base.files import atomic_write, check_output, csv_text
 from ea_vision.base.networks import evaluating, hub_source
 from ea_vision.base.tables import markdown
@@ -351,9 +350,7 @@ def _shown(column: str, value: Any) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what the arguments ask of the networks."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     parser.add_argument(
         "models", nargs="*", metavar="NAME", help="names or patterns (default: all of ours)"
     )

@@ -72,6 +72,13 @@ def test_a_wrong_command(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["ea-vision", "heatmaps", "photo.jpg"])
     assert main() == 2
     assert capsys.readouterr().err == "error: unknown command 'heatmaps'; did you mean heatmap?\n"
+    for command, flag, meant in (
+        ("heatmap a.png --laeyrs=1", "--laeyrs=1", "--layers"),
+        ("predict resnet18 a.png --tpo 3", "--tpo", "--top"),
+    ):
+        assert main(command.split()) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: unknown argument '{flag}'; did you mean {meant}")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

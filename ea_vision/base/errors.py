@@ -1,5 +1,6 @@
 """The two errors that a command reports in one line instead of a traceback, and the exit codes that go with them."""
 
+import argparse
 import io
 import os
 import sys
@@ -32,6 +33,22 @@ def near_matches(
     if len(known) <= 20:
         return f"known {kind}: {', '.join(sorted(known))}"
     return f"none of the {len(known)} known {kind} is close"
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser of a command's arguments. Its description keeps its lines; what it does not know is a UsageError that
+    names what was near."""
+
+    def __init__(self, **keywords):
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **keywords)
+
+    def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
+        known, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            near = near_matches(flag, self._option_string_actions, "flags")
+            raise UsageError(f"unknown argument {unknown[0]!r}; {near}")
+        return known
 
 
 def exit_code(main: Callable[[], int]) -> int:

@@ -5,7 +5,6 @@ shows them to evaluate on: the folder's pixels, bit for bit. FFCV stores and des
 were stored are written beside the file as FILE.json. The file appears under its name when it is whole.
 """
 
-import argparse
 import math
 import os
 import socket
@@ -18,7 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 from psutil import pid_exists
 
-from ea_vision.base.errors import RunError, UsageError
+from ea_vision.base.errors import CommandParser, RunError, UsageError
 from ea_vision.base.files import check_output
 from ea_vision.data.beton import Evaluated, read_tables, require_ffcv, sidecar, write_about
 from ea_vision.data.image_files import BrokenImage, ImageFiles
@@ -188,10 +187,9 @@ def _write(
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         description=__doc__,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument

@@ -30,7 +30,7 @@ from torch.optim.swa_utils import update_bn
 from tqdm import tqdm
 
 from ea_vision.base.devices import choose_device
-from ea_vision.base.errors import UsageError
+from ea_vision.base.errors import CommandParser, UsageError
 from ea_vision.base.files import atomic_write, check_output, csv_text, write_json
 from ea_vision.base.provenance import hardware, provenance
 from ea_vision.base.tables import markdown
@@ -233,10 +233,9 @@ def seeds(text: str) -> tuple[int, ...]:
 
 def make_parser() -> argparse.ArgumentParser:
     recipe = ProbeRecipe()
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         description=__doc__.split("\n")[0],
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add(

@@ -40,7 +40,7 @@ from tqdm import tqdm
 
 from ea_vision.base import files
 from ea_vision.base.devices import choose_device
-from ea_vision.base.errors import UsageError
+from ea_vision.base.errors import CommandParser, UsageError
 from ea_vision.base.figures import FORMATS as PICTURES
 from ea_vision.base.figures import check_width, figure_bytes
 from ea_vision.engine import run_folder
@@ -98,10 +98,9 @@ def make_parser(
         queries, style: whether the figure has query points, and maps over photos.
         suffixes: of the files that can be written; a page has no width and no dots per inch.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         description=description,
         epilog="examples:\n" + examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--model",
