@@ -277,7 +277,9 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
     """Return the cases that the options name, each once; a network without attention of ours has one implementation."""
     cases = []
     for name in names_of(args.models):
-        implementations = args.implementation if has_attention(name) else [CHOSEN]
+        implementations = args.implementation
+        if implementations != [CHOSEN] and not has_attention(name):
+            implementations = [CHOSEN]
         for implementation in implementations:
             for mode in (EAGER, *args.compile_mode):
                 cases.append(Case(name, implementation, mode))

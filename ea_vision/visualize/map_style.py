@@ -45,7 +45,7 @@ class MapStyle:
     opacity: of cells over the photo, 0 to 1.
 
     Raises:
-        UsageError: unknown style, scale or colour map, or an opacity outside 0..1.
+        UsageError: unknown style, scale or colour map, an opacity outside 0..1, or light without the photo.
     """
 
     overlay: bool = True
@@ -57,6 +57,10 @@ class MapStyle:
     def __post_init__(self) -> None:
         if self.style not in STYLES:
             raise UsageError(f"style must be {' or '.join(STYLES)}, got {self.style!r}")
+        if self.style == "light" and not self.overlay:
+            raise UsageError(
+                "style light lights the photo, which overlay=False (--bare) leaves out"
+            )
         if self.scale not in SCALES:
             raise UsageError(f"scale must be {', '.join(SCALES)}, got {self.scale!r}")
         if not 0 <= self.opacity <= 1:
@@ -69,7 +73,7 @@ class MapStyle:
 
     def lights(self, part: str) -> bool:
         """Return whether maps of a part are drawn as light on the photo."""
-        return self.style == "light" and self.overlay and part.startswith("attn")
+        return self.style == "light" and part.startswith("attn")
 
     def colormap(self, part: str = "attn") -> Colormap:
         """Return the colours of a part: sequential for attention and what else has no sign, diverging for logits."""

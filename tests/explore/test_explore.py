@@ -8,6 +8,7 @@ import zlib
 
 import numpy as np
 import pytest
+import timm
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,9 +19,12 @@ from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.recording import recordable_layers
 from ea_vision.visualize import explore, show_page
 from ea_vision.visualize.explore import build_page, pack, quantise
+from ea_vision.visualize.image_maps import as_model
 from ea_vision.visualize.tiles import OWN_ALONE
 from tests.data.photos import picture
 from tests.detection.tiny import tiny_run
+from tests.models.zoo import TINY
+from tests.recorder.networks import timms
 
 
 def entries_of(text, what='class="image"'):
@@ -86,6 +90,23 @@ def test_entries_hold_the_recorded_maps(explorer, entries, recordings, index):
     top = view["predictions"][0]
     assert top["probability"] == pytest.approx(probabilities.max().item(), abs=1e-5)
     assert top["name"] == (f"class {likeliest}" if index == 0 else f"kind <{likeliest}>")
+
+
+def keys_of(model, image_size=(32, 32)):
+    """Return the keys of the page's first layer, by query, or alike for all."""
+    loaded = as_model(model)
+    loaded.img_size = image_size
+    [entry] = entries_of(show_page(loaded, picture(0), layers=[1]).text)
+    return entry["models"][0]["keys"]["1"]
+
+
+def test_how_many_keys_each_query_sees():
+    """Of windows those within the map; of reduced keys the cells that they are spread over; of tokens these, too."""
+    windows = np.array(keys_of(timm.create_model("csan_conv_transformer_cifar"))).reshape(8, 8)
+    seen = np.array([3, 4, 5, 5, 5, 5, 4, 3])
+    assert np.array_equal(windows, np.outer(seen, seen))
+    assert keys_of(timms("pvt_v2_b0"), (64, 64)) == [16 * 16]
+    assert keys_of(timm.create_model("vit_tiny_patch16_224", **TINY)) == [4 * 4 + 1]
 
 
 def test_a_map_that_occurs_twice_is_stored_once():

@@ -83,6 +83,13 @@ MODEL = small()
         (plot_heatmap, [MODEL] * 2, [PHOTO] * 2, {}, "models need one image"),
         (plot_heatmap, MODEL, [PHOTO], {"queries": [(1, 1), (2, 2)]}, "one query"),
         (plot_heatmap, MODEL, PHOTO, {"style": "dark"}, "must be cells or light, got 'dark'"),
+        (
+            plot_heatmap,
+            MODEL,
+            PHOTO,
+            {"style": "light", "overlay": False},
+            "light lights the photo",
+        ),
         (plot_heatmap, MODEL, torch.rand(16, 16), {}, r"tensor \(3, H, W\), got \(16, 16\)"),
         (plot_heatmap, MODEL, Image.new("RGB", (1, 1_000_000)), {}, "at most 100 megapixels"),
         (
