@@ -185,11 +185,12 @@ def live_network(name: str, images: Tensor) -> nn.Module:
     Raises:
         UsageError: the network is unknown or refuses these images.
     """
+    origin = find_origin(name)
+    origin.check_classifies()
     torch.manual_seed(0)
     is_channels_last = images.is_contiguous(memory_format=torch.channels_last)
     layout = torch.channels_last if is_channels_last else torch.contiguous_format
     try:
-        origin = find_origin(name)
         kwargs = {key: value for key, value in origin.kwargs.items() if key not in DATA_KEYWORDS}
         side = images.shape[-1]
         model, _ = create_classifier(origin.name, kwargs, num_classes=1000, img_size=side)

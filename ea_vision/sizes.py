@@ -225,8 +225,7 @@ def count_network(name: str) -> tuple[tuple[int, int, int], Counts]:
         UsageError: no such model, or a detector.
     """
     origin = find_origin(name)
-    if origin.create is not timm.create_model:
-        raise UsageError(f"a network that classifies is required, and {origin.label} is a detector")
+    origin.check_classifies()
     with torch.device("meta"):
         model = origin.build()
     size = model.default_cfg["input_size"]

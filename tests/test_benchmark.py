@@ -16,6 +16,7 @@ from ea_vision.benchmark import (
     main,
     make_parser,
 )
+from tests.detection.tiny import tiny_run
 
 TINY = "--device cpu --batch-size 2 --img-size 32 --repeats 1 --threads 1"
 
@@ -123,11 +124,14 @@ def test_memory_is_that_of_the_steps_alone(tmp_path):
     [
         ("--models ea_resnet5O", "no network fits 'ea_resnet5O'; did you mean"),
         ("--opt muonn", "unknown optimiser 'muonn'; did you mean"),
+        ("--models {run}", "classifies is required, and ea_aa_resnet34, detector is a detector"),
         ("--models halonet50ts", "halonet50ts cannot run 2 images of 32 pixels: AssertionError"),
     ],
 )
-def test_bad_input(more, message, capsys):
-    assert exit_code(lambda: main(f"{TINY} {more}".split())) == 2
+def test_bad_input(more, message, capsys, tmp_path):
+    run = tmp_path / "detector"
+    tiny_run(run)
+    assert exit_code(lambda: main(f"{TINY} {more.format(run=run)}".split())) == 2
     said = capsys.readouterr().err
     assert message in said.splitlines()[-1]
 

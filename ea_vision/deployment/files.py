@@ -184,7 +184,7 @@ def _open_onnx(path: Path) -> tuple[dict[str, str], Callable[[Tensor], Tensor]]:
     session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
 
     def run(images: Tensor) -> Tensor:
-        [logits] = session.run(["logits"], {"images": images.numpy()})
+        [logits] = session.run(["logits"], {"images": images.detach().numpy()})
         return torch.from_numpy(logits)
 
     return session.get_modelmeta().custom_metadata_map, run

@@ -20,7 +20,7 @@ from torch import nn
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.processes import World
 from ea_vision.detection.coco import results_of
-from ea_vision.detection.transforms import boxes_to_original
+from ea_vision.detection.transforms import found_in_original
 from ea_vision.engine.config import TrainConfig
 from ea_vision.engine.evaluate import autocast
 
@@ -168,9 +168,7 @@ def evaluate(
             with autocast(config.amp, world.device):
                 detected = model(pixels)
             for target, one in zip(targets, detected, strict=True):
-                boxes = one["boxes"].float().cpu()
-                boxes = boxes_to_original(boxes, target["size"], pixels.shape[-1])
-                one = {**one, "boxes": boxes}
+                one = found_in_original(one, target["size"], pixels.shape[-1])
                 found += results_of(target["image_id"], one, source.category_ids)
     ids = sorted(_joined(world.gather(ids)))
     truth = source.ground_truth(ids)

@@ -7,7 +7,7 @@ from PIL import Image
 from torch import Tensor
 
 from ea_vision.detection.model import Detector
-from ea_vision.detection.transforms import boxes_to_original, fit_image
+from ea_vision.detection.transforms import fit_image, found_in_original
 
 
 def detect(
@@ -19,7 +19,7 @@ def detect(
     boxes (n, 4), x1 y1 x2 y2 in pixels of the image, scores (n,) and labels (n,), the surest first, on the CPU.
 
     An image is fitted into the detector's square as in evaluation; what the detector itself leaves out (score_thresh,
-    at most detections_per_img) is not here either.
+    at most detections_per_img) is not here either, nor is what lies beside the image.
 
     Raises:
         FloatingPointError: the network's outputs are not finite.
@@ -41,7 +41,4 @@ def detect(
         with torch.inference_mode(), detector.head.register_forward_hook(check):
             detected = detector(fitted.to(device))
         for image, one in zip(chunk, detected, strict=True):
-            found = {name: value.cpu() for name, value in one.items()}
-            size = (image.height, image.width)
-            boxes = boxes_to_original(found["boxes"].float(), size, detector.img_size)
-            yield {**found, "boxes": boxes}
+            yield found_in_original(one, (image.height, image.width), detector.img_size)

@@ -4,6 +4,7 @@ Both give a float32 image (3, S, S) in 0..1, not normalised, and a target whose 
 positions has tables for one size of map, so every image of a detector has the same.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -102,6 +103,19 @@ def fitted_size(size: tuple[int, int], img_size: int) -> tuple[int, int]:
     height, width = size
     longer = max(size)
     return max(1, round(height * img_size / longer)), max(1, round(width * img_size / longer))
+
+
+def found_in_original(
+    found: Mapping[str, Tensor],
+    size: tuple[int, int],
+    img_size: int,
+) -> dict[str, Tensor]:
+    """Return a detector's boxes, scores and labels on the CPU, the boxes by `boxes_to_original`, without those that lie
+    beside the image, in the padding."""
+    boxes = boxes_to_original(found["boxes"].float().cpu(), size, img_size)
+    inside = (boxes[:, 2:] > boxes[:, :2]).all(1)
+    moved = {name: value.cpu() for name, value in found.items()} | {"boxes": boxes}
+    return {name: value[inside] for name, value in moved.items()}
 
 
 def boxes_to_original(

@@ -253,6 +253,13 @@ class Origin:
     options: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
 
+    def check_classifies(self) -> None:
+        """Raise UsageError for a detector, where a network that classifies is asked for."""
+        if self.create is not timm.create_model:
+            raise UsageError(
+                f"a network that classifies is required, and {self.label} is a detector"
+            )
+
     def build(self, seed: int = 0) -> nn.Module:
         """Return the network with random weights of a seed; torch's generator stays as it is.
 

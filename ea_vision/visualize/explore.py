@@ -342,7 +342,7 @@ def _objects(
     columns = [found[key].tolist() for key in ("boxes", "scores", "labels")]
     objects = []
     for box, score, label in zip(*columns, strict=True):
-        if score >= LEAST_SCORE:
+        if score >= LEAST_SCORE and box[2] > box[0] and box[3] > box[1]:
             sides = [round(side, 2) for side in box]
             name = model.classes[label]
             objects.append({"name": name, "probability": round(score, 6), "box": sides})

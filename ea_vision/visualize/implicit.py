@@ -49,15 +49,19 @@ def input_jacobian(
         (H, W), and the class.
 
     Raises:
-        UsageError: a class that the model does not have, or a model that does not classify.
+        UsageError: a class that the model does not have, a model that does not classify or has no gradients (ONNX).
     """
-    x = batch.detach().clone().requires_grad_()
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
+        x = batch.detach().clone().requires_grad_()
         output = model(x)
         logits = getattr(output, "logits", output)  # transformers' models have them
         if not isinstance(logits, Tensor) or logits.ndim != 2:
             raise UsageError(
                 f"a network that gives logits (1, classes) is required, got {type(model).__name__}"
+            )
+        if not logits.requires_grad:
+            raise UsageError(
+                f"a network with gradients is required, which {type(model).__name__} does not compute"
             )
         chosen = int(logits[0].argmax()) if target is None else target
         if not 0 <= chosen < logits.shape[1]:

@@ -18,6 +18,13 @@ def digits():
     return torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
 
+class NoGradients(torch.nn.Module):
+    """As a network that an ONNX file holds."""
+
+    def forward(self, images):
+        return images.detach().flatten(1)
+
+
 def test_the_quadrilateral_is_drawn_and_what_it_holds(digits):
     model = timm.create_model("stn_digits")
     half_the_side_right_and_up = torch.tensor([0.5, 0, 0.25, 0, 0.5, -0.25])
@@ -65,6 +72,11 @@ def test_the_jacobian_is_the_differences_quotient(digits):
         steps[channel, channel, row, column] = 1e-6
     slopes = (model(x + steps) - model(x - steps))[:, chosen] / 2e-6
     assert slopes.abs().max().item() == pytest.approx(jacobian.max().item(), rel=1e-4)
+    with torch.inference_mode():  # of a caller
+        again, _ = input_jacobian(model, x)
+    torch.testing.assert_close(again, jacobian)
+    with pytest.raises(UsageError, match="with gradients is required, which NoGradients does not"):
+        input_jacobian(NoGradients(), x)
     with pytest.raises(UsageError, match="a class from 0 to 2, got 3"):
         input_jacobian(model, x, 3)
 
