@@ -295,7 +295,7 @@ def find_origin(target: str, **kwargs: Any) -> Origin:
     if not (folder / run_folder.CONFIG).is_file():
         if path.is_dir() and (path / "config.json").is_file():
             return find_origin(f"local-dir:{target}", **kwargs)
-        if path.is_file() and path.suffix.lower() == ".safetensors":
+        if path.is_file():
             return _origin_of_file(path)
     options, about = run_folder.read_config(folder)
     label = f"{options['model']}, {folder.resolve().name}"
@@ -322,6 +322,11 @@ def _origin_of_file(path: Path) -> Origin:
     Raises:
         UsageError: neither names a network.
     """
+    if path.suffix.lower() != ".safetensors":
+        raise UsageError(
+            f"a file of weights must be a .safetensors file or lie in a run folder, beside its "
+            f"{run_folder.CONFIG}, got {path}"
+        )
     about = read_made_with(path)
     if about is not None:
         name = about["model"]
