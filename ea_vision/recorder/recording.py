@@ -302,7 +302,7 @@ def _is_attention(module: nn.Module) -> bool:
     return not POSITIONS.search(name)
 
 
-def _unwrap(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> nn.Module:
     """Return the network inside DistributedDataParallel and torch.compile, in any order."""
     while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
         model = getattr(model, "_orig_mod", None) or model.module
@@ -331,7 +331,7 @@ def _find(model: nn.Module) -> dict[AttentionLayer, nn.Module]:
 
 def recordable_layers(model: nn.Module) -> list[AttentionLayer]:
     """Return the layers that can be recorded, in the papers' numbering."""
-    return list(_find(_unwrap(model)))
+    return list(_find(unwrap(model)))
 
 
 def _chosen(
@@ -411,7 +411,7 @@ def record_attention(
         RuntimeError: the block ended and none of the chosen layers had formed a map; or it ended before a block that
             began after it, or in another thread.
     """
-    model = _unwrap(model)
+    model = unwrap(model)
     heads = _several(heads)
     parts = _several(parts)
     found = _find(model)

@@ -357,7 +357,8 @@ class Asked:
     ):
         self.style = MapStyle(**style)
         self.width = check_width(width)
-        self.queries = [queries] if isinstance(queries, str) else queries or []
+        several = () if queries is None else queries
+        self.queries = [queries] if isinstance(queries, str) else list(several)
         self.some = some
         self.by_default = layers is None
         self.models = as_models(models, processor=processor, mean=mean, std=std)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 import ea_vision
@@ -20,7 +21,7 @@ from ea_vision.recorder.loading import (
     set_preprocessing,
 )
 from ea_vision.recorder.quantities import own_alone
-from ea_vision.recorder.recording import AttentionLayer, AttentionMaps, LayerMaps
+from ea_vision.recorder.recording import AttentionLayer, AttentionMaps, LayerMaps, unwrap
 from ea_vision.visualize.tiles import OWN_ALONE, Recording
 
 AnyImage = ImageSource | Tensor  # see `ea_vision.recorder.loading.LoadedModel.input_of`
@@ -32,6 +33,7 @@ def as_model(model: nn.Module | LoadedModel | str | Path, **images) -> LoadedMod
     **images: processor, mean, std, see `ea_vision.recorder.loading.set_preprocessing`.
     """
     if isinstance(model, nn.Module):
+        model = unwrap(model)
         config = getattr(model, "pretrained_cfg", None) or {}
         evolved_from = getattr(model, "_model_args", {}).get("base")
         label = evolved_from or config.get("architecture") or type(model).__name__
@@ -114,7 +116,7 @@ def record(
         raise UsageError(
             f"{model.label} on a {prepared.shape[1]}x{prepared.shape[2]} input: {error}"
         ) from error
-    photo = None if isinstance(image, Tensor) else model.photo(image)
+    photo = model.photo(image) if isinstance(image, Image.Image) else None
     return Recording(model, prepared, maps, photo, output)
 
 

@@ -126,11 +126,17 @@ def norm_of(
 
     Args:
         part: one of PARTS, or another quantity's name.
+
+    Raises:
+        UsageError: values that are not numbers, as of a network that has diverged.
     """
-    if style.lights(part):
-        return LogNorm(1 / FULL_LIGHT, FULL_LIGHT, clip=True)
     values = np.concatenate([values.ravel() for values in maps])
     values = values.astype(np.float64)
+    wrong = np.count_nonzero(np.isnan(values))
+    if wrong:
+        raise UsageError(f"maps must be finite, got {wrong} values that are not")
+    if style.lights(part):
+        return LogNorm(1 / FULL_LIGHT, FULL_LIGHT, clip=True)
     if part.startswith("attn"):
         lowest = 1.05 if style.scale == "tile" else 2.0  # what is nearly uniform looks so
         top = 8.0 if style.scale == "uniform" else max(lowest, values.max())

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
+from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import PAGE, check_width, color_cycle
 from ea_vision.base.files import atomic_write
 from ea_vision.base.networks import evaluating
@@ -129,8 +130,16 @@ def draw_statistics(
     Args:
         measured: by label; from `ea_vision.recorder.quantities.measure`.
         width: inches.
+
+    Raises:
+        UsageError: no quantity is a number: of one image and layer, or of maps that have negative entries or are no
+            numbers themselves.
     """
     panels = [panel for panel in PANELS if panel.is_known(measured)]
+    if not panels:
+        raise UsageError(
+            f"maps whose entries are numbers of at least 0 are required, got none of {', '.join(measured)}"
+        )
     width = check_width(width) or PAGE
     layers = list(chain.from_iterable(measured.values()))
     numbers = [layer.number for layer in layers]

@@ -58,9 +58,29 @@ def test_the_networks_own_precision(name, dtype):
 
 
 def test_paths_and_numbers_of_numpy_are_taken(run):
-    figure = plot_heatmap(run, PHOTO, np.int64(1), np.int64(2), [np.array([5, 9])])
-    assert len(overlaid(figure)) == 1
-    assert "head 2; query y 5, x 9" in texts_of(figure)
+    for queries in ([np.array([5, 9])], np.array([[5, 9]])):
+        figure = plot_heatmap(run, PHOTO, np.int64(1), np.int64(2), queries)
+        assert len(overlaid(figure)) == 1
+        assert "head 2; query y 5, x 9" in texts_of(figure)
+    assert len(overlaid(plot_heatmap(run, PHOTO, 1, 2, np.array([[5, 9], [1, 1]])))) == 2
+
+
+def test_a_compiled_network_is_drawn_as_it_is():
+    model = small()
+    one = plot_strip(model, PHOTO, layers=[2])
+    other = plot_strip(torch.compile(model), PHOTO, layers=[2])
+    assert texts_of(other) == texts_of(one)
+    for a, b in zip(overlaid(other), overlaid(one), strict=True):
+        np.testing.assert_array_equal(a.get_array(), b.get_array())
+
+
+def test_what_an_image_processor_gives_is_drawn():
+    model = small(num_classes=3)
+    image = torch.rand(3, 16, 16)
+    given = {"pixel_values": normalised(model, [image])}
+    [one] = overlaid(plot_heatmap(model, image, 1, 0, [(1, 1)]))
+    [other] = overlaid(plot_heatmap(model, given, 1, 0, [(1, 1)]))
+    np.testing.assert_allclose(other.get_array(), one.get_array(), rtol=1e-4)
 
 
 def test_titles_say_model_weights_layer_head_and_query():

@@ -73,6 +73,8 @@ def test_refused_at_once_in_one_line(command, message, run, photo, monkeypatch, 
 
 
 MODEL = small()
+DIVERGED = small()
+torch.nn.init.constant_(next(DIVERGED.parameters()), torch.nan)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +101,9 @@ MODEL = small()
             {},
             "must have one size, got 16x16 and 16x20",
         ),
+        (plot_heatmap, DIVERGED, PHOTO, {}, "maps must be finite, got 240 values that are not"),
+        (plot_heatmap, DIVERGED, PHOTO, {"style": "light"}, "maps must be finite"),
+        (plot_statistics, DIVERGED, PHOTO, {}, "maps whose entries are numbers of at least 0"),
         (plot_strip, MODEL, PHOTO, {"through": "checkpoints"}, "run folder.*got ConvTransformer"),
         (plot_matrix, [MODEL] * 2, PHOTO, {}, "this figure shows one model; got 2"),
         (
