@@ -1,5 +1,6 @@
 """Networks and their recordings: an image as a network saw it, with the maps of its layers."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -23,6 +24,8 @@ from ea_vision.recorder.loading import (
 from ea_vision.recorder.quantities import own_alone
 from ea_vision.recorder.recording import AttentionLayer, AttentionMaps, LayerMaps, unwrap
 from ea_vision.visualize.tiles import OWN_ALONE, Recording
+
+log = logging.getLogger(__name__)
 
 AnyImage = ImageSource | Tensor  # see `ea_vision.recorder.loading.LoadedModel.input_of`
 
@@ -116,6 +119,17 @@ def record(
         raise UsageError(
             f"{model.label} on a {prepared.shape[1]}x{prepared.shape[2]} input: {error}"
         ) from error
+    size = tuple(prepared.shape[1:])
+    for layer in maps.values():
+        covered = layer.layout.covered or size
+        if covered != size:
+            log.warning(
+                "patches of %s cover %dx%d of %dx%d pixels: maps are drawn a little out of place",
+                model.label,
+                *covered,
+                *size,
+            )
+            break
     photo = model.photo(image) if isinstance(image, Image.Image) else None
     return Recording(model, prepared, maps, photo, output)
 
