@@ -51,16 +51,22 @@ def folder(
 )
 def test_boxes_labels_and_an_image_without_boxes(tmp_path, places):
     data = folder(tmp_path, CONTENT, *places)
-    assert data.classes == ["ship", "dog", "cat"] and data.category_ids == [1, 13, 90]
+    assert data.classes == ["ship", "dog", "cat"]
+    assert data.category_ids == [1, 13, 90]
     image, target = data[0]
-    assert image.shape == (3, 20, 30) and image.dtype == torch.uint8 and target["size"] == (20, 30)
+    assert image.shape == (3, 20, 30)
+    assert image.dtype == torch.uint8
+    assert target["size"] == (20, 30)
     assert target["boxes"].tolist() == [
         [2, 3, 12.5, 11],
         [0, 0, 30, 20],
     ]  # the crowd is not among them
-    assert target["labels"].tolist() == [2, 1] and target["image_id"] == 7
+    assert target["labels"].tolist() == [2, 1]
+    assert target["image_id"] == 7
     empty = data[1][1]
-    assert len(data) == 2 and empty["boxes"].shape == (0, 4) and empty["labels"].shape == (0,)
+    assert len(data) == 2
+    assert empty["boxes"].shape == (0, 4)
+    assert empty["labels"].shape == (0,)
     rows = results_of(7, {**target, "scores": torch.tensor([0.9, 0.5])}, data.category_ids)
     assert rows == [
         {"image_id": 7, "category_id": 90, "bbox": [2, 3, 10.5, 8], "score": 0.9},
@@ -126,7 +132,8 @@ def with_last(part: str, **values) -> dict:
 def test_damaged_json_is_one_clear_line(tmp_path, content, message):
     with pytest.raises(UsageError) as error:
         folder(tmp_path, content)
-    assert message in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_missing_folders_and_images_of_another_size_or_that_are_broken(tmp_path):
@@ -146,7 +153,8 @@ def test_some_images_and_fingerprint(tmp_path):
     data = folder(tmp_path / "one")
     other = folder(tmp_path / "two")
     truth = data.ground_truth([1])
-    assert [image["id"] for image in truth["images"]] == [3] and not truth["annotations"]
+    assert [image["id"] for image in truth["images"]] == [3]
+    assert not truth["annotations"]
     assert data.fingerprint() == other.fingerprint()
     third = folder(tmp_path / "three", with_last("annotations", iscrowd=0))
     assert data.fingerprint() != third.fingerprint()

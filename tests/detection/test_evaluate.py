@@ -81,10 +81,13 @@ def test_no_detection_scores_nothing_and_what_is_not_there_is_nan():
     small = {**TRUTH, "annotations": TRUTH["annotations"][:1]}
     measures, per_class = coco_metrics(small, [])
     assert measures["AP"] == measures["AP50"] == measures["APs"] == 0
-    assert math.isnan(measures["APm"]) and math.isnan(measures["APl"])
-    assert per_class[0]["AP"] == 0 and math.isnan(per_class[1]["AP"])
+    assert math.isnan(measures["APm"])
+    assert math.isnan(measures["APl"])
+    assert per_class[0]["AP"] == 0
+    assert math.isnan(per_class[1]["AP"])
     result = DetectionResult(3, measures, per_class, [])
-    assert result.numbers()["APl"] is None and "APl" not in result.line()
+    assert result.numbers()["APl"] is None
+    assert "APl" not in result.line()
 
 
 def test_what_is_in_a_crowd_counts_for_nothing():
@@ -135,7 +138,8 @@ def test_boxes_of_images_that_cannot_be_read_are_left_out(tmp_path, broken):
         return
     result = evaluate(*given)
     lost = sum(len(data.annotations[index]) for index in broken)
-    assert result.measures["AP"] == pytest.approx(100) and result.images == 7 - len(broken)
+    assert result.measures["AP"] == pytest.approx(100)
+    assert result.images == 7 - len(broken)
     assert sum(row["objects"] for row in result.per_class) == sum(map(len, data.annotations)) - lost
     assert result.line().endswith(
         "5 images without 2 that cannot be read" if broken else " 7 images"

@@ -40,10 +40,12 @@ def test_an_epoch_is_the_same_from_wherever_it_is_entered_by_any_workers_and_wit
     loader = train(data)
     whole = list(loader.batches(4))
     assert torch.equal(state, torch.get_rng_state()), "the trainer's own random state"
-    assert len(whole) == 3 and all(batch.images.shape == (3, 3, 32, 32) for batch in whole)
+    assert len(whole) == 3
+    assert all(batch.images.shape == (3, 3, 32, 32) for batch in whole)
     for batch in whole:
         assert batch.images.dtype == torch.float32
-        assert 0 <= batch.images.min() and batch.images.max() <= 1
+        assert 0 <= batch.images.min()
+        assert batch.images.max() <= 1
         assert [t["image_id"] for t in batch.targets] == (batch.ids + 1).tolist()
     ids = torch.cat([batch.ids for batch in whole])
     assert set(ids.tolist()) == set(range(9)) - {5}
@@ -68,5 +70,6 @@ def test_what_workers_get_can_be_pickled(data):
     keys = np.array([[7, 3], [8, 5]])
     images, targets, bad = decoder.__getitems__(keys)
     same_images, same_targets, same_bad = again.__getitems__(keys)
-    assert torch.equal(images, same_images) and bad.keys() == same_bad.keys() == {1}
+    assert torch.equal(images, same_images)
+    assert bad.keys() == same_bad.keys() == {1}
     assert np.array_equal(targets[0]["boxes"], same_targets[0]["boxes"])

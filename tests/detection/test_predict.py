@@ -54,8 +54,10 @@ def test_boxes_are_in_pixels_of_the_image(model, photos):
     )
     for one, (H, W) in zip(found, SIZES.values(), strict=True):
         boxes = one["boxes"]
-        assert len(boxes) and boxes.min() >= 0
-        assert boxes[:, ::2].max() <= W and boxes[:, 1::2].max() <= H
+        assert len(boxes)
+        assert boxes.min() >= 0
+        assert boxes[:, ::2].max() <= W
+        assert boxes[:, 1::2].max() <= H
         assert one["scores"].tolist() == sorted(one["scores"].tolist(), reverse=True)
     with torch.inference_mode():
         own = model.model([pil_to_tensor(images[0]) / 255])[0]
@@ -98,7 +100,8 @@ def test_drawn_boxes_lie_where_they_were_found():
 def test_maps_of_the_backbone_lie_over_the_padded_photo(model, photos):
     layers = parse_layers("all", model)
     image = Image.open(photos / "wide.png")
-    assert len(layers) == 6 and all(layer.name.startswith("backbone.body.") for layer in layers)
+    assert len(layers) == 6
+    assert all(layer.name.startswith("backbone.body.") for layer in layers)
     recording = record(model, image, layers)
     for layer in recording.maps.values():
         H, W = layer.feat_size
@@ -108,7 +111,8 @@ def test_maps_of_the_backbone_lie_over_the_padded_photo(model, photos):
             shown = recording.query_map(layer.number, (y, x), 0)
             np.testing.assert_allclose(shown, row, rtol=1e-5)
     photo = model.photo(image)
-    assert photo.shape == (90, 90, 3) and (photo[60:] == (124, 116, 104)).all()
+    assert photo.shape == (90, 90, 3)
+    assert (photo[60:] == (124, 116, 104)).all()
     np.testing.assert_array_equal(photo[:60], np.asarray(image))
 
 
@@ -122,7 +126,8 @@ def test_the_command_writes_results_and_pictures(run, model, photos, tmp_path, c
     words = f"predict {run} {folder} --json {results} -o {drawn} --min-score 0.5 --device cpu"
     assert commands.main(words.split()) == 1
     said = capsys.readouterr()
-    assert said.err.count("error: ") == 1 and "broken.png cannot be read" in said.err
+    assert said.err.count("error: ") == 1
+    assert "broken.png cannot be read" in said.err
     for name in ("2-same", "3-tall", "4-wide"):
         assert Image.open(drawn / f"{name}.png").width >= 373
     rows = json.loads(results.read_text())
@@ -145,7 +150,8 @@ def test_outputs_that_are_not_finite_are_an_error_of_the_image(
     monkeypatch.setattr("ea_vision.predict.load_model", lambda *_, **__: broken)
     assert commands.main(["predict", str(run), str(photos / "wide.png"), "--json", "-"]) == 1
     said = capsys.readouterr()
-    assert json.loads(said.out) == [] and "gives no finite number for" in said.err
+    assert json.loads(said.out) == []
+    assert "gives no finite number for" in said.err
 
 
 NO_CLASSES = "a network that classifies images is required, and ea_aa_resnet34, mine finds"

@@ -117,7 +117,8 @@ def test_two_processes_killed_and_resumed_are_undisturbed(data, tmp_path):
 
 def test_the_run_folder_has_what_the_other_trainers_write(uninterrupted):
     about = run_folder.read_config(uninterrupted)[1]
-    assert about["task"] == "detection" and about["measures"] == [
+    assert about["task"] == "detection"
+    assert about["measures"] == [
         "AP",
         "AP50",
         "AP75",
@@ -125,13 +126,14 @@ def test_the_run_folder_has_what_the_other_trainers_write(uninterrupted):
         "APm",
         "APl",
     ]
-    assert about["category_ids"] == [3, 7, 90] and about["classes"] == ["red", "green", "blue"]
+    assert about["category_ids"] == [3, 7, 90]
+    assert about["classes"] == ["red", "green", "blue"]
     metrics = run_folder.read_metrics(uninterrupted)
-    assert metrics["epoch"] == [1, 2] and metrics["train_loss"][1] < metrics["train_loss"][0]
+    assert metrics["epoch"] == [1, 2]
+    assert metrics["train_loss"][1] < metrics["train_loss"][0]
     results = run_folder.read_results(uninterrupted)
-    assert results["test_images"] == 6 and results["test_last"]["APl"] is None, (
-        "no object has 96 pixels"
-    )
+    assert results["test_images"] == 6
+    assert results["test_last"]["APl"] is None, "no object has 96 pixels"
     with pytest.raises(UsageError, match="must be a run of classification, got one of detection"):
         run_folder.load_run(uninterrupted)
 
@@ -148,8 +150,10 @@ def test_the_best_weights_are_evaluated_and_gaps_in_category_ids_map_back(
         json.loads(path.read_text())
         for path in (tmp_path / "detections.json", tmp_path / "evaluation.json", data / "val.json")
     )
-    assert found and {row["category_id"] for row in found} <= {3, 7, 90}
-    assert {row["image_id"] for row in found} <= {1, 2, 3, 4, 5, 6} and numbers["images"] == 6
+    assert found
+    assert {row["category_id"] for row in found} <= {3, 7, 90}
+    assert {row["image_id"] for row in found} <= {1, 2, 3, 4, 5, 6}
+    assert numbers["images"] == 6
     best = run_folder.read_results(uninterrupted)["test_best"]
     assert numbers["AP"] == pytest.approx(best["AP"], abs=1e-3)
     rows = list(csv.DictReader((tmp_path / "per_class.csv").open()))
@@ -162,10 +166,8 @@ def test_bfloat16_trains_and_the_curves_are_drawn(data, tmp_path):
     picture = tmp_path / "curves.png"
     more = "--epochs 1 --amp bfloat16 --channels-last --model-ema-decay 0"
     assert train.main(arguments(data, folder, more)) == 0
-    assert (
-        train.main(["--learning-curves", str(folder), "--output", str(picture)]) == 0
-        and picture.stat().st_size
-    )
+    assert train.main(["--learning-curves", str(folder), "--output", str(picture)]) == 0
+    assert picture.stat().st_size
 
 
 def made(data, **options):

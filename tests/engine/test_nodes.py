@@ -165,7 +165,8 @@ class Agents:
         deadline = time.monotonic() + 300
         while self.updates() < 12:
             running = any(process.poll() is None for process in self.running.values())
-            assert running and time.monotonic() < deadline, self.log.read_text()
+            assert running, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.05)
 
     def kill(self, *numbers):

@@ -69,4 +69,5 @@ def test_a_part_that_fails_is_a_row_and_stops_no_other(tmp_path):
 
     rows = gpu_day.run_parts(gpu_day.Day(tmp_path, dry=True), (fails, works))
     assert [row["result"] for row in rows] == ["ValueError: no such kernel", "done"]
-    assert (tmp_path / "rows.csv").exists() and (tmp_path / "fails.error").exists()
+    assert (tmp_path / "rows.csv").exists()
+    assert (tmp_path / "fails.error").exists()

@@ -39,7 +39,8 @@ def test_the_card_of_exported_weights_has_the_figures_of_the_file(tmp_path, monk
         card = out.with_suffix(".md").read_text()
         front = yaml.safe_load(card.split("---\n")[1])
         metric = front["model-index"][0]["results"][0]["metrics"][0]
-        assert front["library_name"] == "timm" and metric["value"] == round(top1, 2)
+        assert front["library_name"] == "timm"
+        assert metric["value"] == round(top1, 2)
         assert safetensors.torch.load_file(out)["conv1.0.weight"].dtype == getattr(torch, dtype)
         for said in (
             f"| stored as | {dtype} |",

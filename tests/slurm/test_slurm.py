@@ -229,7 +229,8 @@ def test_an_array_trains_what_evidence_reads_and_continues_after_its_limit(clust
     )
     first = cluster / "sweep" / "variant=none,seed=0"
     code, out = array(0, until=first / checkpoint.LAST)
-    assert code == 143 and noted(cluster, "requeue") == ["7"], out
+    assert code == 143, out
+    assert noted(cluster, "requeue") == ["7"], out
     assert run_folder.read_results(first) is None
     command.write_text('#!/bin/bash\nprintf \'%s\\0\' "$@" > "$PLACE/words"\n')
     for task in range(4):
