@@ -229,7 +229,7 @@ def draw_strip(
     note += f", {query}"
     text = equation(model, maps)
     if text:
-        note += f"\n{text}; previous: the logits of the layer before"
+        note += f"\n{text}; previous: from the layer before"
     if OWN_ALONE in columns:
         changes = _changes(recording, maps, head, point)
         note += f"; own alone: attention by own logits, at the same scale; differs by {changes}"
