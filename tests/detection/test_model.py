@@ -11,6 +11,13 @@ from tests.detection.tiny import small_detector
 
 # its features have their channels last
 SWIN = {"window_size": 4, "embed_dim": 12, "depths": [1, 1, 1, 1], "num_heads": [1, 1, 2, 2]}
+# its features are taken by hooks
+HIERA = {
+    "embed_dim": 16,
+    "stages": [1, 1, 1, 1],
+    "mask_unit_attn": [False] * 4,
+    "grad_checkpointing": True,
+}
 
 
 def boxes(*corners) -> dict[str, torch.Tensor]:
@@ -62,6 +69,7 @@ def test_sizes_are_the_published_ones(backbone, kwargs, params, profiler_gflops)
         ("aa_resnet34", {"augment_strided": False, "box_loss": "huber"}),
         ("test_convnext", {}),
         ("swin_tiny_patch4_window7_224", SWIN),
+        ("hiera_tiny_224", HIERA),
         ("ea_aa_resnet34", {"grad_checkpointing": True, "box_loss": "smooth_l1"}),
     ],
 )
