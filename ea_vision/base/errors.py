@@ -39,15 +39,18 @@ class CommandParser(argparse.ArgumentParser):
     """A parser of a command's arguments. Its description keeps its lines; what it does not know is a UsageError that
     names what was near."""
 
-    def __init__(self, **keywords):
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **keywords)
+    def __init__(self, *, formatter_class=argparse.RawDescriptionHelpFormatter, **keywords):
+        super().__init__(formatter_class=formatter_class, **keywords)
+
+    def meant(self, word: str) -> str:
+        """Return the end of a message: what an unknown word of the command line may have meant."""
+        flag = word.partition("=")[0]
+        return near_matches(flag, self._option_string_actions, "flags")
 
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
         known, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            flag = unknown[0].partition("=")[0]
-            near = near_matches(flag, self._option_string_actions, "flags")
-            raise UsageError(f"unknown argument {unknown[0]!r}; {near}")
+            raise UsageError(f"unknown argument {unknown[0]!r}; {self.meant(unknown[0])}")
         return known
 
 

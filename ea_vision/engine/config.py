@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from ea_vision.base import devices
-from ea_vision.base.errors import UsageError, near_matches
+from ea_vision.base.errors import CommandParser, UsageError, near_matches
 from ea_vision.base.processes import MOST_WORKERS
 
 log = logging.getLogger(__name__)
@@ -694,8 +694,19 @@ USED_FIRST = (
 )
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse with one-line errors. `rare` has the help texts of the options that --help leaves out."""
+# What others call our flags, where the names are not alike.
+OTHERS = {
+    "--learning-rate": "--lr",
+    "--optimizer": "--opt",
+    "--scheduler": "--sched",
+    "--gpu": "--device",
+    "--wd": "--weight-decay",
+    "--bs": "--batch-size",
+}
+
+
+class _Parser(CommandParser):
+    """A trainer's arguments, with one-line errors. `rare` has the help texts of the options that --help leaves out."""
 
     def __init__(self, **keywords):
         super().__init__(**keywords)
@@ -706,6 +717,14 @@ class _Parser(argparse.ArgumentParser):
         """Leave an option out of --help."""
         self.rare[action] = action.help
         action.help = argparse.SUPPRESS
+
+    def meant(self, word: str) -> str:
+        flag = word.partition("=")[0]
+        if flag in OTHERS:
+            return f"did you mean {OTHERS[flag]}?"
+        if not word.startswith("-") and Path(word).exists():
+            return f"did you mean --data-dir {word}?"
+        return super().meant(word)
 
     def error(self, message: str):
         raise UsageError(f"{message} (see {self.prog} --help-all)")
@@ -759,38 +778,14 @@ def make_parser(cls: type[TrainConfig], description: str, examples: str) -> argp
     return parser
 
 
-# What others call our flags, where the names are not alike.
-OTHERS = {
-    "--learning-rate": "--lr",
-    "--optimizer": "--opt",
-    "--scheduler": "--sched",
-    "--gpu": "--device",
-    "--wd": "--weight-decay",
-    "--bs": "--batch-size",
-}
-
-
 def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> dict:
     """Return the options that the command line gives, and only those.
 
     Raises:
         UsageError: unknown flag (naming near matches), an argument that is no option, or a missing value.
     """
-    namespace, unknown = parser.parse_known_args(argv)
-    if unknown:
-        raise UsageError(f"unknown argument {unknown[0]!r}; {_meant(unknown[0], parser)}")
-    given = vars(namespace)
+    given = vars(parser.parse_args(argv))
     for key, value in given.items():
         if key.endswith("_kwargs"):
             given[key] = dict(value)
     return given
-
-
-def _meant(word: str, parser: argparse.ArgumentParser) -> str:
-    """Return the end of a message: what an unknown word of the command line may have meant."""
-    flag = word.partition("=")[0]
-    if flag in OTHERS:
-        return f"did you mean {OTHERS[flag]}?"
-    if not word.startswith("-") and Path(word).exists():
-        return f"did you mean --data-dir {word}?"
-    return near_matches(flag, parser._option_string_actions, "flags")
