@@ -44,7 +44,7 @@ from ea_vision.base.networks import evaluating, hub_source
 from ea_vision.base.tables import markdown
 from ea_vision.layers import AugmentedConv2d, MapsAttention
 from ea_vision.models import get_network, list_networks
-from ea_vision.ops import use_implementation
+from ea_vision.ops import Size, use_implementation
 from ea_vision.recorder.loading import find_origin, input_size
 
 BFLOAT16 = 2  # bytes of a number
@@ -63,7 +63,7 @@ class BranchCount:
 
     layer: str
     num_heads: int
-    feat_size: tuple[int, int]
+    feat_size: Size
     evolves: bool
     map_bytes: int
     params: int

@@ -19,7 +19,7 @@ from ea_vision.deployment.evolution import fold_evolution
 from ea_vision.layers import AugmentedConv2d, MapsAttention, fit_rel_table
 from ea_vision.layers.augmented_conv import Projection
 from ea_vision.models.any_transformer import EvolvingVitAttention
-from ea_vision.ops import exporting
+from ea_vision.ops import Size, exporting
 from ea_vision.ops.rel_pos import by_position
 
 
@@ -47,7 +47,7 @@ class _Deployed:
         k: Tensor,
         v: Tensor,
         prev_logits: Tensor | None,
-        feat_size: tuple[int, int] | None,
+        feat_size: Size | None,
         *more,
     ) -> tuple[Tensor, Tensor | None]:
         over_pixels = isinstance(self, AugmentedConv2d)
@@ -64,7 +64,7 @@ class _Deployed:
             logits = self.folded(logits, prev_logits)
         return logits.softmax(-1) @ v, logits
 
-    def _with_positions(self, q: Tensor, feat_size: tuple[int, int]) -> Tensor:
+    def _with_positions(self, q: Tensor, feat_size: Size) -> Tensor:
         """Return queries (B, K, N, D) with what they give to each row and column: (B, K, N, D + H + W)."""
         B, K, N, D = q.shape
         H, W = feat_size

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
 from ea_vision.deployment.fold import deploy, example_images
+from ea_vision.ops import Size
 
 SUFFIXES = (".onnx", ".pt2")
 OPSET = 20
@@ -38,7 +39,7 @@ class About:
     """
 
     name: str
-    size: tuple[int, int]
+    size: Size
     mean: tuple[float, ...]
     std: tuple[float, ...]
     crop_pct: float
@@ -59,7 +60,7 @@ def check_packages(path: Path, *names: str) -> None:
         )
 
 
-def export_program(model: nn.Module, size: tuple[int, int]) -> torch.export.ExportedProgram:
+def export_program(model: nn.Module, size: Size) -> torch.export.ExportedProgram:
     """Return the program of a network's deployed copy, for images (B, 3, H, W) of one size and any batch size."""
     model = deploy(model)
     images = example_images(model, size).expand(2, -1, -1, -1).contiguous()

@@ -19,6 +19,7 @@ from ea_vision.deployment.evolution import exact
 from ea_vision.deployment.pairs import ATTENTION, Findings, look, parts_of, watched
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.models.any_transformer import evolves, keep_logits_that_are_read
+from ea_vision.ops import Size
 
 MOST_CHANNELS = 4  # of an image
 USUAL_SIDES = (224, 32, 64, 128, 256, 384)
@@ -81,7 +82,7 @@ def input_channels(model: nn.Module) -> int:
     )
 
 
-def own_size(model: nn.Module) -> tuple[int, int] | None:
+def own_size(model: nn.Module) -> Size | None:
     """Return (height, width) in pixels of the images that a network is built for, or None where it does not say."""
     owners = [*model.modules(), getattr(model, "config", None)]
     for name in ("img_size", "image_size"):  # timm's; torchvision's and transformers'
@@ -93,7 +94,7 @@ def own_size(model: nn.Module) -> tuple[int, int] | None:
     return None
 
 
-def example_images(model: nn.Module, size: tuple[int, int]) -> Tensor:
+def example_images(model: nn.Module, size: Size) -> Tensor:
     """Return noise (1, C, height, width), of the type and on the device of a network's weights."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(1, input_channels(model), *size, generator=generator)

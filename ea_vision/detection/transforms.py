@@ -14,6 +14,8 @@ from torchvision import tv_tensors
 from torchvision.ops import clip_boxes_to_image
 from torchvision.transforms import v2
 
+from ea_vision.ops import Size
+
 FILL = (124, 116, 104)  # ImageNet's mean colour, 0..255: what lies beside an image
 
 
@@ -98,7 +100,7 @@ def fit_image(image: Image.Image, img_size: int) -> Tensor:
     return v2.Compose([v2.PILToTensor(), Fit(img_size), to_float])(image)
 
 
-def fitted_size(size: tuple[int, int], img_size: int) -> tuple[int, int]:
+def fitted_size(size: Size, img_size: int) -> Size:
     """Return (H, W) of an image of `size` (H, W) once its longer side has `img_size` pixels; at least 1."""
     height, width = size
     longer = max(size)
@@ -107,7 +109,7 @@ def fitted_size(size: tuple[int, int], img_size: int) -> tuple[int, int]:
 
 def found_in_original(
     found: Mapping[str, Tensor],
-    size: tuple[int, int],
+    size: Size,
     img_size: int,
 ) -> dict[str, Tensor]:
     """Return a detector's boxes, scores and labels on the CPU, the boxes by `boxes_to_original`, without those that lie
@@ -120,7 +122,7 @@ def found_in_original(
 
 def boxes_to_original(
     boxes: Tensor,
-    size: tuple[int, int],
+    size: Size,
     img_size: int,
 ) -> Tensor:
     """Move boxes (n, 4) x1 y1 x2 y2 from the square of `eval_transform` to the image of `size` (H, W), cut at its

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ea_vision.base.files import csv_text
+from ea_vision.ops import Size
 from ea_vision.recorder.maps import AttentionMaps, LayerMaps
 from ea_vision.recorder.recording import record_attention
 
@@ -69,7 +70,7 @@ def attention_distance(attn: Tensor, cell: tuple[float, float] = (1.0, 1.0)) -> 
 
 
 def _middles(
-    grid: tuple[int, int],
+    grid: Size,
     cell: tuple[float, float],
     device: torch.device,
 ) -> Tensor:
@@ -192,7 +193,7 @@ class LayerQuantities:
 
     number: int
     name: str
-    feat_size: tuple[int, int]
+    feat_size: Size
     uniform_entropy: float
     uniform_distance: float
     entropies: Tensor

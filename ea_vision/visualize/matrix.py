@@ -11,6 +11,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from ea_vision.base.errors import UsageError
+from ea_vision.ops import Size
 from ea_vision.recorder.recording import PARTS, LayerMaps
 from ea_vision.visualize.figure_options import (
     Asked,
@@ -133,7 +134,7 @@ def _tile(
     return Tile(paint, head_name(head), values=values, part=part)
 
 
-def _row_starts(size: tuple[int, int], prefix: int) -> np.ndarray:
+def _row_starts(size: Size, prefix: int) -> np.ndarray:
     """Return where rows of the image begin among the tokens, at most TICKS of them."""
     rows, columns = size
     step = max(1, -(-rows // TICKS))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from torch import nn
 
+from ea_vision.ops import Size
 from ea_vision.recorder.quantities import attention_rollout
 from ea_vision.recorder.recording import LayerMaps
 from ea_vision.visualize.figure_options import (
@@ -103,7 +104,7 @@ def _asking(recording: Recording) -> list[LayerMaps]:
 
 def _block(
     recording: Recording,
-    img_size: tuple[int, int],
+    img_size: Size,
     points: Sequence[Query],
     style: MapStyle,
 ) -> Block:

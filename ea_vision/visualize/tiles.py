@@ -21,6 +21,7 @@ from torch.nn.functional import interpolate
 
 from ea_vision.base.figures import COLORS as QUERY_COLORS
 from ea_vision.base.print import points
+from ea_vision.ops import Size
 from ea_vision.recorder.loading import LoadedModel
 from ea_vision.recorder.maps import PARTS, AttentionMaps, LayerMaps
 from ea_vision.visualize.map_style import DARKEST, TIMES, MapStyle, short
@@ -39,8 +40,8 @@ THIN_RIM = patheffects.withStroke(linewidth=1.5, foreground="white")
 
 def cell_of(
     query: Query,
-    img_size: tuple[int, int],
-    feat_size: tuple[int, int],
+    img_size: Size,
+    feat_size: Size,
 ) -> Query:
     """Return (row, column) of the map's cell that a pixel (y, x) of the input lies in, which is also its place in an
     input of another size; a token by name as it is."""
@@ -182,7 +183,7 @@ def layers_name(numbers: Sequence[int]) -> str:
 def photo_of(
     recording: Recording,
     queries: Sequence[Query] = (),
-    feat_size: tuple[int, int] | None = None,
+    feat_size: Size | None = None,
     title: str = "",
 ) -> Tile:
     """Return the photo with numbered query points, framed as cells of maps of `feat_size`; default: of the largest."""
@@ -211,7 +212,7 @@ def mark_query(
     axes: Axes,
     recording: Recording,
     query: Query,
-    feat_size: tuple[int, int],
+    feat_size: Size,
     number: int,
     numbered: bool = False,
 ) -> None:
@@ -297,7 +298,7 @@ def map_of(
     *,
     point: Query = ALL,
     number: int = 1,
-    cells: tuple[int, int] | None = None,
+    cells: Size | None = None,
     part: str = "attn",
 ) -> Tile:
     """Return a tile of a map (H', W') over the input's area, its query's cell framed.

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from ea_vision.layers.evolution import all_zero
+from ea_vision.ops import Size
 
 
 class TokenConv(nn.Module):
@@ -40,7 +41,7 @@ class TokenConv(nn.Module):
         """Return whether the convolution is 0."""
         return all_zero(self.conv)
 
-    def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
+    def forward(self, x: Tensor, feat_size: Size) -> Tensor:
         """Return tokens (B, P + H*W, C) with convolved patches: P prefix tokens, then H*W patches."""
         prefix = x[:, : self.num_prefix_tokens]
         patches = x[:, self.num_prefix_tokens :]
