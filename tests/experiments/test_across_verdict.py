@@ -14,12 +14,14 @@ from experiments.across.plan import (
     EPOCHS,
     EVEN,
     LONG_CONV2D,
+    LONG_PLAIN,
     LONG_TOKEN_CONV,
     NETWORKS,
     PARTS,
     RESULTS,
     RIVAL,
     VIT,
+    ZERO_TOKEN_CONV,
     mechanism,
     step_times,
 )
@@ -89,6 +91,33 @@ def test_the_analysis_gives_the_kept_verdict_and_the_tables_of_the_pages(tmp_pat
     assert len(tables) >= 20
     on_pages = [*section(PAGE).splitlines(), *section(PROTOCOL).splitlines()]
     assert [line for line in tables if line not in on_pages] == []
+
+
+def test_one_seed_gives_a_difference_alone_and_rows_that_only_other_parts_read_are_kept(tmp_path):
+    """Made-up rows of the third verdict, whose parts are of all three kinds."""
+    second = read_runs(RESULTS / "second-long.csv")
+    of_plain = second[second["variant"] == LONG_TOKEN_CONV].iloc[[0] * 5]
+    of_plain = of_plain.assign(variant=LONG_PLAIN, seed=range(200, 205))
+    of_plain["top1"] -= [1.0, 1.5, 2.0, 2.5, 3.0]
+    made = {
+        "second-long": second,
+        "third-long": of_plain,
+        "third-zeros": of_plain[:1].assign(variant=ZERO_TOKEN_CONV, top1=80.0),
+        "third-more": of_plain[3:].assign(variant=LONG_TOKEN_CONV, top1=81.0),
+    }
+    for name, rows in made.items():
+        write_runs(rows, tmp_path / f"{name}.csv")
+    out = tmp_path / "out"
+    assert analyse.main([str(tmp_path), "-o", str(out)]) == 0
+    rows = pd.read_csv(out / "verdict.csv").set_index("part")
+    assert list(rows.index) == ["second-long", "third-long", "third-zeros"]
+    assert rows["seeds"].tolist() == [3, 5, 1]
+    zeros = rows.loc["third-zeros"]
+    assert zeros["difference"] == 80.0 - of_plain["top1"].iloc[0]
+    assert zeros[["low", "high", "p", "p_holm", "found_at_80_percent"]].isna().all()
+    assert rows.loc["third-long", ["p", "p_holm", "found_at_80_percent"]].notna().all()
+    for name, runs in made.items():
+        assert len(read_runs(out / f"{name}.csv")) == len(runs)
 
 
 def mean_of(part, variant):
