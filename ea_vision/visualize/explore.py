@@ -29,6 +29,7 @@ from tqdm import tqdm
 import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
+from ea_vision.ops import Size
 from ea_vision.recorder.inputs import ImageSource, find_images, names_of, read_image
 from ea_vision.recorder.loading import DetectorModel, LoadedModel, positive
 from ea_vision.recorder.quantities import total_variation
@@ -191,10 +192,11 @@ class Explorer:
     heads: Sequence[int] = ()
     parts: Sequence[str] = STORED_PARTS
 
-    def describe(self) -> list[dict]:
-        """Return one entry per model: its label, input size and layers."""
+    def describe(self, entry: dict) -> list[dict]:
+        """Return what the page knows of each model: its label, the size of its images (one of them is `entry`, from
+        `view`) and its layers."""
         described = []
-        for model, chosen in zip(self.models, self.layers, strict=True):
+        for model, chosen, view in zip(self.models, self.layers, entry["models"], strict=True):
             layers = []
             for layer in chosen:
                 heads = list(self.heads or range(layer.num_heads))
@@ -202,7 +204,7 @@ class Explorer:
                 layers.append({"number": layer.number, "heads": heads, "evolves": evolves})
             known = {
                 "label": model.label,
-                "imgSize": model.img_size,
+                "imgSize": view["imgSize"],
                 "prefix": prefix_names(model.model),
                 "mixes": _mixes_own(model.model, chosen),
                 "layers": layers,
@@ -247,7 +249,7 @@ class Explorer:
         for layer in layers:
             if CHANGE in maps[layer.number]:
                 changes = maps[layer.number][CHANGE][:-1, prefix:-1]
-                largest[layer.number] = self._largest(model, layer, changes)
+                largest[layer.number] = self._largest(seen.img_size, layer, changes)
         streams, places = pack(maps, prefix)
         if isinstance(model, DetectorModel):
             predictions = _objects(seen.output, model, image)
@@ -256,6 +258,7 @@ class Explorer:
         photo = (seen.pixels() * 255).round().astype(np.uint8)
         return {
             "photo": data_url(photo),
+            "imgSize": seen.img_size,
             "equation": equation(model.model, chosen),
             "predictions": predictions,
             "featSizes": {layer.number: layer.feat_size for layer in layers},
@@ -268,18 +271,22 @@ class Explorer:
 
     def _largest(
         self,
-        model: LoadedModel,
+        img_size: Size,
         layer: LayerMaps,
         changes: np.ndarray,
     ) -> list[int]:
-        """Return the head and the pixel (y, x) of the input, in the middle of its cell, that the previous map changes
-        most, by the changes (K, N) of the pixels' queries."""
+        """Return the head and the pixel (y, x), in the middle of its cell, that the previous map changes most.
+
+        Args:
+            img_size: (height, width) of the image, in whose pixels it is told.
+            changes: (K, N), of the pixels' queries.
+        """
         index, cell = np.unravel_index(changes.argmax(), changes.shape)
         head = (self.heads or layer.heads)[index]
         H, W = layer.feat_size
         row, col = divmod(int(cell), W)
-        y = (row + 0.5) * (model.img_size[0] / H)
-        x = (col + 0.5) * (model.img_size[1] / W)
+        y = (row + 0.5) * (img_size[0] / H)
+        x = (col + 0.5) * (img_size[1] / W)
         return [head, int(y), int(x)]
 
     def _arrays(self, layer: LayerMaps, prefix: int) -> dict[str, np.ndarray]:
@@ -378,7 +385,7 @@ def build_page(
     """
     title = "Attention of " + ", ".join(model.label for model in explorer.models)
     about = {
-        "models": explorer.describe(),
+        "models": explorer.describe(entries[0]),
         "colours": table_of("viridis"),
         "signed": table_of(SIGNED_MAP),
         "epochs": epochs,

@@ -1,6 +1,5 @@
 """Networks and their recordings: an image as a network saw it, with the maps of its layers."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -24,8 +23,6 @@ from ea_vision.recorder.loading import (
 from ea_vision.recorder.quantities import own_alone
 from ea_vision.recorder.recording import AttentionLayer, AttentionMaps, LayerMaps, unwrap
 from ea_vision.visualize.tiles import OWN_ALONE, Recording
-
-log = logging.getLogger(__name__)
 
 AnyImage = ImageSource | Tensor  # see `ea_vision.recorder.loading.LoadedModel.input_of`
 
@@ -119,19 +116,28 @@ def record(
         raise UsageError(
             f"{model.label} on a {prepared.shape[1]}x{prepared.shape[2]} input: {error}"
         ) from error
-    size = tuple(prepared.shape[1:])
-    for layer in maps.values():
-        covered = layer.layout.covered or size
-        if covered != size:
-            log.warning(
-                "patches of %s cover %dx%d of %dx%d pixels: maps are drawn a little out of place",
-                model.label,
-                *covered,
-                *size,
-            )
-            break
     photo = model.photo(image) if isinstance(image, Image.Image) else None
+    for layer in maps.values():
+        if layer.layout.covered:
+            height, width = layer.layout.covered
+            if photo is not None:
+                finer_height = round(height * photo.shape[0] / prepared.shape[1])
+                finer_width = round(width * photo.shape[1] / prepared.shape[2])
+                channels_first = torch.from_numpy(photo).movedim(2, 0)
+                photo = fit(channels_first, finer_height, finer_width).movedim(0, 2).numpy()
+            prepared = fit(prepared, height, width)
+            break
     return Recording(model, prepared, maps, photo, output)
+
+
+def fit(
+    pixels: Tensor,
+    height: int,
+    width: int,
+) -> Tensor:
+    """Return pixels (..., H, W), cut or filled up with zeros at the bottom and at the right, (..., height, width)."""
+    H, W = pixels.shape[-2:]
+    return nn.functional.pad(pixels, (0, width - W, 0, height - H))
 
 
 def add_own_alone(recording: Recording) -> None:

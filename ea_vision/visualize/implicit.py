@@ -25,6 +25,7 @@ from ea_vision.visualize.image_maps import (
     AnyImage,
     as_images,
     as_model,
+    fit,
     record,
     title_of,
 )
@@ -102,7 +103,7 @@ def plot_jacobian(
     else:
         recorded = chosen_layers(layers, loaded)
     recording = record(loaded, image, recorded)
-    batch = loaded.batch_of([recording.image])
+    batch = loaded.batch_of([loaded.input_of(as_image(image))])
     with evaluating(loaded.model):
         jacobian, chosen = input_jacobian(loaded.model, batch, target)
     name = f"class {chosen}"
@@ -111,7 +112,7 @@ def plot_jacobian(
         name = loaded.classes[chosen]
         note += f" ({name})"
     note += ": how much each pixel moves its logit"
-    values = jacobian.float().cpu().numpy()
+    values = fit(jacobian.float(), *recording.img_size).cpu().numpy()
     subject = map_of(
         values,
         recording,

@@ -62,7 +62,8 @@ def of_head(maps: Tensor, head: Head) -> Tensor:
 class Recording:
     """An image as a network saw it, and the maps of its layers.
 
-    image: (3, H, W) in 0..1. img_size: (H, W). aspect: H over W. extent: where `Axes.imshow` draws what covers it.
+    image: (3, H, W) in 0..1, what the network's patches cover: a rest that they leave is cut off, their padding is 0.
+    img_size: (H, W). aspect: H over W. extent: where `Axes.imshow` draws what covers it.
     photo: (height, width, 3) uint8, the same part of the image at its own resolution; None where there is only `image`.
     output: what the network gave.
     """

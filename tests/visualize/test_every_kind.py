@@ -110,14 +110,6 @@ def test_a_querys_map_covers_its_window_alone(layer, side):
     assert window.mean() == pytest.approx(1, rel=1e-4)
 
 
-def test_patches_that_do_not_cover_the_image_are_told(caplog):
-    dynamic = {"dynamic_img_size": True, "dynamic_img_pad": True}
-    model = timm.create_model("vit_tiny_patch16_224", **TINY, **dynamic).eval()
-    for side, count in ((32, 0), (36, 1)):
-        plot_heads(model, torch.rand(3, side, side), 1)
-        assert caplog.text.count("cover 40x40 of 36x36 pixels") == count
-
-
 def test_heads_that_not_every_layer_has_are_told(caplog):
     """Of layers with 2 and 3 heads; where no heads are chosen, nothing is said."""
     told = "layers have 2 to 3 heads, and heads 0 to 1 of each are drawn"

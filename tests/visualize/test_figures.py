@@ -282,6 +282,43 @@ def test_the_photo_lies_under_the_maps_as_the_network_saw_it_but_finer():
         assert axes.images[0].get_array().shape[:2] == (160, 160)
 
 
+@pytest.mark.parametrize("pads", [False, True], ids=["left out", "padded"])
+def test_maps_lie_on_what_the_patches_cover(pads):
+    """Patches of 8 pixels on 30x39: transformers leaves out a rest of the image, timm fills up its last patches."""
+    if pads:
+        options = {"img_size": 32, "dynamic_img_size": True, "dynamic_img_pad": True}
+        plain = networks.timms("vit_tiny_patch16_224", patch_size=8, depth=1, **options)
+        covered = (32, 40)
+    else:
+        plain = networks.transformers_model("Dinov2", image_size=32, patch_size=8)
+        covered = (24, 32)
+    model = image_maps.as_model(plain)
+    model.img_size = (30, 39)
+    photo = networks.photo((400, 310))
+    recording = image_maps.record(model, photo, recordable_layers(model.model)[:1])
+    height, width = covered
+    assert recording.img_size == covered
+    for pixel in ((0, 0), (7, 8), (22, 31)):
+        assert recording.cell(1, pixel) == (pixel[0] // 8, pixel[1] // 8)
+    whole = model.prepare(photo)[:, :height, :width]
+    shown = recording.image[:, :30, :39]
+    assert torch.equal(shown, whole)
+    assert not recording.image[:, 30:].any()
+    assert not recording.image[:, :, 39:].any()
+    finer = model.photo(photo)
+    times = finer.shape[0] / 30
+    rows, columns = (min(len(finer), round(height * times)), round(min(39, width) * times))
+    assert np.array_equal(recording.photo[:rows, :columns], finer[:rows, :columns])
+    assert recording.photo.shape[:2] == (round(height * times), round(width * times))
+    figure = draw_heatmap(recording, [1], [0], [(22, 31)])
+    for axes in tiles_of(figure):
+        assert axes.images[-1].get_extent() == [0, width, height, 0]
+    explorer = explore.Explorer([model], [recordable_layers(model.model)[:1]], parts=("attn",))
+    entry = explorer.view("photo", photo)
+    [known] = explorer.describe(entry)
+    assert known["imgSize"] == covered
+
+
 # ---- light, all queries, what is passed over ------------------------------------------------------------------------
 
 

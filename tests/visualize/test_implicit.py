@@ -8,9 +8,9 @@ import torch
 from ea_vision.base.errors import UsageError
 from ea_vision.visualize import input_jacobian, plot_jacobian, plot_sampling
 from ea_vision.visualize.image_maps import as_model
-from tests.recorder.networks import transformers_model
+from tests.recorder.networks import lively, transformers_model
 
-from .conftest import PHOTO, small, texts_of
+from .conftest import PHOTO, maps_of, small, texts_of
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +79,20 @@ def test_the_jacobian_is_the_differences_quotient(digits):
         input_jacobian(NoGradients(), x)
     with pytest.raises(UsageError, match="a class from 0 to 2, got 3"):
         input_jacobian(model, x, 3)
+
+
+def test_the_jacobian_lies_on_what_the_patches_cover():
+    """Patches of 8 pixels leave out what is left of 30x39; the network still takes the whole image."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers_model("Dinov2", image_size=32, patch_size=8).config
+    model = as_model(lively(transformers.Dinov2ForImageClassification(config)))
+    model.img_size = (30, 39)
+    batch = model.batch_of([model.prepare(PHOTO)])
+    jacobian, _ = input_jacobian(model.model, batch)
+    figure = plot_jacobian(model, PHOTO)
+    drawn = [values for values in maps_of(figure) if values.shape == (24, 32)]
+    np.testing.assert_allclose(drawn[0], jacobian[:24, :32], rtol=1e-5)
+    assert not jacobian[24:].any()
 
 
 @pytest.mark.parametrize("name, panels", [("csan_conv_transformer_cifar", 8), ("cnn_cifar", 2)])
