@@ -222,6 +222,20 @@ def reading_of(
     return Reading(bias, allowed, keys, keys[:, -Q:])
 
 
+def check_grid(
+    feat_size: Size,
+    prefix_tokens: int,
+    tokens: int,
+) -> None:
+    """Refuse other tokens beside the patches (YOLOS has them), and patches that are left out (ViTMAE)."""
+    H, W = feat_size
+    if H * W + prefix_tokens != tokens:
+        raise ValueError(
+            f"{prefix_tokens} prefix tokens and a grid of {H}x{W} patches required, "
+            f"got {tokens} tokens"
+        )
+
+
 class SequenceMaps(MapsAttention, nn.Module):
     """The mechanisms of one attention layer, its module `maps`.
 
@@ -367,15 +381,11 @@ class SequenceMaps(MapsAttention, nn.Module):
             )
 
     def checked_size(self, feat_size: Size | None, tokens: int) -> Size:
-        """Return (H, W) of the patches among as many tokens, (1, T) of a sequence."""
-        if feat_size is None:
+        """Return (H, W) of the patches among as many tokens; (1, T) of a sequence, or for kinds to which places are
+        nothing."""
+        if feat_size is None or self.chain.kind is None or self.chain.kind in POINTWISE:
             return 1, tokens
-        H, W = feat_size
-        if H * W + self.prefix_tokens != tokens:
-            raise ValueError(
-                f"{self.prefix_tokens} prefix tokens and a grid of {H}x{W} patches required, "
-                f"got {tokens} tokens"
-            )
+        check_grid(feat_size, self.prefix_tokens, tokens)
         return feat_size
 
     def forward(

@@ -84,6 +84,8 @@ class CarryingBlock:
         sequences.carry(tokens, self.chains)
         if self.token_conv is not None:
             handed = self.chains[0].handed[sequences.thread_of_forward()]
+            prefix_tokens = self.token_conv.num_prefix_tokens
+            sequences.check_grid(handed.feat_size, prefix_tokens, tokens.shape[1])
             tokens = self.token_conv(tokens, handed.feat_size)
         with frozen_in_backward(self):
             return super().forward(tokens, *args[1:], **kwargs)

@@ -624,6 +624,27 @@ def test_masks_hide_padding_by_any_number(kind, number):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("class_name, size", [("YolosModel", [32, 32]), ("ViTMAEModel", 32)])
+def test_tokens_that_form_no_grid_are_for_kinds_that_need_none(class_name, size):
+    """YOLOS has tokens of detections after its patches; ViTMAE leaves out patches, by noise."""
+    torch.manual_seed(0)
+    model_class = getattr(transformers, class_name)
+    config = model_class.config_class(**{**VISION, "image_size": size})
+    model = model_class(config).eval()
+    inputs = {"pixel_values": torch.randn(2, 3, 32, 32)}
+    if class_name == "ViTMAEModel":
+        inputs["noise"] = torch.rand(2, 16)
+    expected = model(**inputs).last_hidden_state
+    for kind in (None, "residual", "talking_heads", "xsa", "gated"):
+        evolved = evolve(model, kind, value_residual=True)
+        assert_close(evolved(**inputs).last_hidden_state, expected, rtol=0, atol=1e-5)
+        assert not torch.equal(lively(evolved)(**inputs).last_hidden_state, expected)
+    for kind, token_conv in (("ea", False), ("conv2d", False), (None, True)):
+        with pytest.raises(ValueError, match="a grid of 4x4 patches required, got"):
+            evolve(model, kind, token_conv=token_conv)(**inputs)
+
+
+@torch.no_grad()
 def test_a_chain_begins_anew_where_there_are_other_heads():
     torch.manual_seed(0)
     config = transformers.SegformerConfig(
