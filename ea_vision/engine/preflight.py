@@ -68,8 +68,9 @@ def trial_step(trainer: Trainer) -> float:
         of_size = "" if size is None else f" ({memory_size(size)})"
         raise UsageError(
             f"a batch of {count} images of {side} pixels does not fit into the memory of "
-            f"{device}{of_size}: lower --batch-size (with --total-batch more batches are added "
-            "up), or set --grad-checkpointing or --amp"
+            f"{device}{of_size}: lower --batch-size (with --total-batch "
+            f"{trainer.images_of_update} more batches are added up), or set --grad-checkpointing "
+            "or --amp"
         ) from error
     except REFUSALS as error:
         if isinstance(error, UsageError):

@@ -637,8 +637,9 @@ class Trainer:
                 raise RunError(
                     f"out of memory in update {self.progress.step + 1} of epoch "
                     f"{self.progress.epoch + 1} ({what}): a smaller --batch-size with "
-                    "--total-batch as it is adds up more batches, --grad-checkpointing and --amp "
-                    f"need less; last good checkpoint: {self.last_good}"
+                    f"--total-batch {self.images_of_update} adds up more batches, "
+                    "--grad-checkpointing and --amp need less; last good checkpoint: "
+                    f"{self.last_good}"
                 ) from error
             except RuntimeError as error:
                 lost = worker_lost(error)

@@ -353,7 +353,7 @@ def test_out_of_memory_advises(data, tmp_path):
     assert error.startswith(
         "error: out of memory in update 3 of epoch 1 (tried to allocate 2.00 GiB): a smaller"
     )
-    assert "--grad-checkpointing" in error
+    assert "--total-batch 8 adds up more batches, --grad-checkpointing" in error
     assert str(folder / checkpoint.LAST) in error
 
 
