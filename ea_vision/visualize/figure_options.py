@@ -317,6 +317,22 @@ def run_label(model: LoadedModel) -> str:
 # ---- what a figure is drawn of --------------------------------------------------------------------------------------
 
 
+def refuse_arguments(
+    figure: str,
+    how: Mapping[str, Any],
+    **reasons: str,
+) -> None:
+    """Raise UsageError if `how` has an argument that a figure lacks.
+
+    Args:
+        figure: name of its function.
+        reasons: by argument, why the figure lacks it.
+    """
+    for name, reason in reasons.items():
+        if name in how:
+            raise UsageError(f"{figure} has no {name}: {reason}")
+
+
 def chosen_layers(
     layers: Layers,
     model: LoadedModel,

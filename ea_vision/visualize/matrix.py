@@ -20,6 +20,7 @@ from ea_vision.visualize.figure_options import (
     Models,
     make_parser,
     only,
+    refuse_arguments,
     run_figure,
 )
 from ea_vision.visualize.image_maps import AnyImage, record, title_of
@@ -44,6 +45,7 @@ def plot_matrix(
 ) -> Figure:
     """Draw whole maps, queries by keys: one row per layer, one tile per head. `part`: one of PARTS. See
     `ea_vision.visualize.figure_options` for the other arguments."""
+    refuse_arguments("plot_matrix", how, queries="it draws all")
     asked = Asked(
         model,
         layers,

@@ -17,6 +17,7 @@ from ea_vision.visualize.figure_options import (
     Models,
     Queries,
     make_parser,
+    refuse_arguments,
     run_figure,
 )
 from ea_vision.visualize.image_maps import AnyImage, record, title_of
@@ -48,6 +49,7 @@ def plot_rollout(
 ) -> Figure:
     """Draw where pixels of the last map come from, through all `layers`: one row per model, one column per query. See
     `ea_vision.visualize.figure_options` for the arguments."""
+    refuse_arguments("plot_rollout", how, heads="it averages them")
     asked = Asked(models, layers, queries=queries, **how)
     recordings = []
     for model, chosen in zip(asked.models, asked.layers, strict=True):

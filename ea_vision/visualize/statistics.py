@@ -29,6 +29,7 @@ from ea_vision.visualize.figure_options import (
     check_output,
     loader,
     make_parser,
+    refuse_arguments,
     save,
 )
 from ea_vision.visualize.image_maps import AnyImage, as_batch, as_images, title_of
@@ -52,6 +53,7 @@ def plot_statistics(
     Raises:
         UsageError: no image.
     """
+    refuse_arguments("plot_statistics", how, heads="it draws all", queries="it averages them")
     asked = Asked(models, layers, **how)
     return draw_statistics(_measured(asked, as_images(images)), width=asked.width)
 

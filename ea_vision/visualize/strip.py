@@ -24,6 +24,7 @@ from ea_vision.visualize.figure_options import (
     epochs_of,
     make_parser,
     only,
+    refuse_arguments,
     run_figure,
     run_label,
     save_film,
@@ -85,6 +86,7 @@ def plot_strip(
     """
     if through not in ("layers", "checkpoints"):
         raise UsageError(f"through must be layers or checkpoints, got {through!r}")
+    refuse_arguments("plot_strip", how, heads="it takes one head", queries="it takes one query")
     queries = None if query is None else [query]
     if through == "checkpoints":
         return _through_training(

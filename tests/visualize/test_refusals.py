@@ -9,7 +9,14 @@ from PIL import Image
 
 from ea_vision.__main__ import run as run_command
 from ea_vision.base.errors import UsageError
-from ea_vision.visualize import plot_heatmap, plot_matrix, plot_statistics, plot_strip, show_page
+from ea_vision.visualize import (
+    plot_heatmap,
+    plot_matrix,
+    plot_rollout,
+    plot_statistics,
+    plot_strip,
+    show_page,
+)
 
 from .conftest import PHOTO, small
 
@@ -116,6 +123,12 @@ torch.nn.init.constant_(next(DIVERGED.parameters()), torch.nan)
         (plot_strip, [MODEL] * 2, PHOTO, {}, "this figure shows one model; got 2"),
         (plot_strip, MODEL, PHOTO, {"through": "time"}, "layers or checkpoints"),
         (plot_strip, ".", PHOTO, {"through": "checkpoints"}, "nor snapshots/"),
+        (plot_strip, MODEL, PHOTO, {"heads": [0]}, "plot_strip has no heads: it takes one head"),
+        (plot_strip, MODEL, PHOTO, {"queries": [(1, 1)]}, "plot_strip has no queries"),
+        (plot_matrix, MODEL, PHOTO, {"queries": [(1, 1)]}, "plot_matrix has no queries"),
+        (plot_rollout, MODEL, PHOTO, {"heads": [0]}, "plot_rollout has no heads"),
+        (plot_statistics, MODEL, PHOTO, {"heads": [0]}, "plot_statistics has no heads"),
+        (plot_statistics, MODEL, PHOTO, {"queries": ["all"]}, "plot_statistics has no queries"),
     ],
 )
 def test_functions_refuse_alike(plot, models, images, options, message):
