@@ -588,12 +588,12 @@ def the_long_runs():
     for name, run in ((EA, "ea_long"), (AA, "none_long")):
         last = pd.read_csv(HEALTHY_RUNS / f"{run}.csv").iloc[-1]
         yield recipe, "", f"{last['top1']:.2f} ({name})"
-        yield "README.md", "", f"CIFAR-10 {last['top1']:.2f} ({last['epoch']:.0f})"
+        yield "README.md", "", f"CIFAR-10 | {last['top1']:.2f} ({last['epoch']:.0f})"
     hundred = pd.read_csv(HEALTHY_RUNS / "ea_long_cifar100.csv").iloc[-1]
     top1 = f"{hundred['top1']:.2f}"
     epochs = f"{hundred['epoch']:.0f}"
     yield recipe, "", f"--epochs {epochs}: {top1}"
-    yield "README.md", "", f"CIFAR-100 {top1} ({epochs})"
+    yield "README.md", "", f"CIFAR-100 | {top1} ({epochs})"
     yield HEALTHY, LONG, f"{top1}%", f"training loss {hundred['train_loss']:.4f}"
 
 
