@@ -1,5 +1,6 @@
 """Which names are images', and which are left by other programs: one rule for folders, tars and predictions."""
 
+import unicodedata
 from collections.abc import Iterable
 
 from timm.utils.misc import natural_key
@@ -56,10 +57,12 @@ def said_of_hidden(source: object, hidden: Iterable[str]) -> str:
 
 
 def displayable(name: str) -> str:
-    """Return a name whose bytes that are no UTF-8 are written as \\xff, so that tables and figures can have it."""
+    """Return a name as tables and figures can have it, the same on every system: letters with accents are composed
+    (macOS may store them in parts), and bytes that are no UTF-8 are written as \\xff."""
     if name.isascii():
         return name
-    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    valid = name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    return unicodedata.normalize("NFC", valid)
 
 
 def in_order(name: str) -> tuple:

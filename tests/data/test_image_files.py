@@ -52,6 +52,23 @@ NO_IMAGES = (
 )
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["folder", "tar"])
+def test_a_class_has_one_name_however_its_letters_are_stored(photos, packed):
+    """macOS may store an umlaut as two signs; the validation images come from elsewhere."""
+    in_parts = "Ba\N{COMBINING DIAERESIS}r"
+    (photos / "train" / "class_1").rename(photos / "train" / in_parts)
+    (photos / "val" / "class_1").rename(photos / "val" / "B\xe4r")
+    train = photos / "train"
+    if packed:
+        pack(train, photos / "train.tar")
+        train = photos / "train.tar"
+    files = ImageFiles(train)
+    assert files.classes == ["B\xe4r", "class_0", "class_2"]
+    assert files.classes == ImageFiles(photos / "val").classes
+    for name, target in zip(files.names, files.targets, strict=True):
+        assert (in_parts in name) == (target == 0)
+
+
 @pytest.mark.parametrize(
     "suffix, more, message",
     [
