@@ -92,10 +92,7 @@ def load_dataset(
     if name in ("cifar10", "cifar100"):
         root = Path(data_dir) if data_dir else cache_root() / "torchvision"
         return _load_torchvision(name, root, img_size, download)
-    if not data_dir:
-        raise UsageError("--dataset folder needs --data-dir: a folder with train and test (or val)")
-    train = ImageFiles(find_split(Path(data_dir), "train"))
-    test = ImageFiles(find_split(Path(data_dir), "test"))
+    train, test = [ImageFiles(place) for place in places_of(data_dir)]
     check_same_classes(
         train.name,
         train.classes,
@@ -104,6 +101,17 @@ def load_dataset(
     )
     decoded = [_decoded(files, img_size, workers) for files in (train, test)]
     return DataSet(*decoded, train.classes)
+
+
+def places_of(data_dir: str) -> tuple[Path, Path]:
+    """Return the folder or tar of the training images, and that of the test images.
+
+    Raises:
+        UsageError: a data folder that is not given, not there, or lacks one of them.
+    """
+    if not data_dir:
+        raise UsageError("--dataset folder needs --data-dir: a folder with train and test (or val)")
+    return find_split(Path(data_dir), "train"), find_split(Path(data_dir), "test")
 
 
 def _load_digits(img_size: int) -> DataSet:

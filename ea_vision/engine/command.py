@@ -90,7 +90,7 @@ def main(module: type[DataModule], argv: list[str] | None = None) -> int:
         return 0
     config = resolve(module.options, given)
     if only_checked:
-        check_model_name(config.model)
+        check_network(module, config)
         module.check_places(config)
     else:
         with workers_watched(RuntimeError):
@@ -105,9 +105,7 @@ def train(module: type[DataModule], config: TrainConfig) -> None:
         UsageError: something the user can mend; nothing was written.
         RunError: the run had to stop.
     """
-    check_model_name(config.model)
-    if module.trainer.watches and config.model_kwargs:  # a classifier
-        check_keywords(config)
+    check_network(module, config)
     folder = Path(config.output or module.default_output.format(**vars(config)))
     with join_world(config.device, config.dist_timeout) as world, StopRequest() as stop:
         log_to_stdout(world.rank)
@@ -271,6 +269,13 @@ def log_to_stdout(rank: int) -> None:
     logger = logging.getLogger("ea_vision")
     logger.handlers = [handler]
     logger.setLevel(logging.INFO if rank == 0 else logging.CRITICAL)
+
+
+def check_network(module: type[DataModule], config: TrainConfig) -> None:
+    """Raise UsageError for a model that is not there, or for a keyword that a classifier lacks."""
+    check_model_name(config.model)
+    if module.trainer.watches and config.model_kwargs:  # a classifier
+        check_keywords(config)
 
 
 def check_keywords(config: TrainConfig) -> None:

@@ -9,7 +9,7 @@ from ea_vision.base.errors import UsageError
 from ea_vision.base.processes import World
 from ea_vision.data.augment import PADDING_MODES, Augmentation
 from ea_vision.data.on_device import EvalLoader, TrainLoader
-from ea_vision.data.small_images import DATASETS, hold_out, load_dataset
+from ea_vision.data.small_images import DATASETS, hold_out, load_dataset, places_of
 from ea_vision.engine import command
 from ea_vision.engine.classification import ClassificationConfig, ClassificationTrainer
 from ea_vision.engine.config import AUGMENT, DATA, EVALUATION, option, setting
@@ -118,7 +118,9 @@ class SmallImages(DataModule):
 
     @classmethod
     def check_places(cls, config: CifarConfig) -> None:
-        if not config.download:
+        if config.dataset == "folder":
+            places_of(config.data_dir)
+        elif not config.download:
             super().check_places(config)
 
     def train_loader(self, **keywords) -> TrainLoader:

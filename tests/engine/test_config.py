@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ea_vision.__main__ import main
 from ea_vision.base.errors import UsageError
-from ea_vision.engine import train_imagenet
+from ea_vision.engine import train_cifar, train_imagenet
 from ea_vision.engine.config import load_recipe, make_parser, parse, resolve
 from ea_vision.engine.train_cifar import EXAMPLES, CifarConfig
 from ea_vision.engine.train_imagenet import ImageNetConfig
@@ -60,6 +60,21 @@ def test_a_wrong_folder_is_told_before_a_job_begins(photos, argv, message):
         return
     with pytest.raises(UsageError, match=message.replace("{root}", str(photos))):
         train_imagenet.main(words)
+
+
+@pytest.mark.parametrize(
+    "place, message",
+    [
+        ("{root}/no", "data folder {root}/no must have train/ .*; it does not exist"),
+        ("{root}/train", "data folder {root}/train must have train/ .*; {root} has it"),
+        ("", "--dataset folder needs --data-dir"),
+    ],
+)
+def test_a_wrong_folder_of_small_images_is_told_before_a_job_begins(photos, place, message):
+    words = ["--check-options", "--dataset", "folder", "--data-dir"]
+    assert train_cifar.main([*words, str(photos)]) == 0
+    with pytest.raises(UsageError, match=message.replace("{root}", str(photos))):
+        train_cifar.main([*words, place.replace("{root}", str(photos))])
 
 
 @pytest.mark.parametrize(
