@@ -25,6 +25,9 @@ from typing import Any
 import pandas as pd
 
 from ea_vision.base.errors import RunError, UsageError, exit_code
+from ea_vision.data.image_files import ImageFiles
+from ea_vision.data.small_images import places_of
+from ea_vision.engine import train_cifar
 from experiments.evidence import read_run, write_runs
 
 
@@ -58,6 +61,22 @@ def with_settings(variants: dict[str, list[str]], words: Sequence[str]) -> dict[
         keywords = ["--model-kwargs", *setting] if setting else []
         combined[" ".join(filter(None, [name, *setting]))] = [*arguments, *keywords]
     return combined
+
+
+def check(name: str, arguments: Sequence[str]) -> None:
+    """Raise UsageError, which names the variant, for trainer's arguments, a network or data that would not do."""
+    try:
+        train_cifar.main([*arguments, "--check-options"])
+    except UsageError as error:
+        raise UsageError(f"variant {name}: {error}") from error
+
+
+def check_images(folder: Path, classes: int) -> None:
+    """Raise UsageError unless a data folder has training and test images of so many classes."""
+    for place in places_of(str(folder)):
+        found = len(ImageFiles(place).classes)
+        if found != classes:
+            raise UsageError(f"{place} must have {classes} classes, got {found}")
 
 
 def train(
@@ -134,13 +153,16 @@ def main(argv: list[str] | None = None) -> int:
     if not (args.variants or args.keywords):
         raise UsageError("--variant or --set is required, got neither")
     variants = with_settings(parse_variants(args.variants), args.keywords)
+    tested = "--test" if args.test else "--no-test"
+    common = [*args.arguments, tested]
+    for name, arguments in variants.items():  # before hours of the first one's runs
+        check(name, [*common, *arguments])
     signal.signal(signal.SIGTERM, stop)
     args.output.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     for (name, arguments), seed in itertools.product(variants.items(), args.seeds):
-        tested = "--test" if args.test else "--no-test"
         run = train(
-            ["-m", "ea_vision", "train-cifar", *args.arguments, tested, *arguments],
+            ["-m", "ea_vision", "train-cifar", *common, *arguments],
             args.output / f"variant={name},seed={seed}",
             seed,
         )

@@ -113,6 +113,10 @@ class Part:
         return NETWORKS[self.network].data
 
     @property
+    def classes(self) -> int:
+        return NETWORKS[self.network].classes
+
+    @property
     def own(self) -> tuple[str, ...]:
         """The variants whose runs are this part's."""
         others = {variant for name in self.beside for variant in RUNS[name].variants}

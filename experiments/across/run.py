@@ -112,6 +112,8 @@ def main(argv: list[str] | None = None) -> int:
     for part in {part.name: part for part, _, _ in wanted}.values():
         if data[part.data] is None:
             raise UsageError(f"part {part.name} needs --{part.data} DIR, got none")
+    for name, classes in sorted({(part.data, part.classes) for part, _, _ in wanted}):
+        sweep.check_images(data[name], classes)
     signal.signal(signal.SIGTERM, sweep.stop)
     args.runs.mkdir(parents=True, exist_ok=True)
     args.output.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from ea_vision.base.errors import exit_code
 from ea_vision.base.files import atomic_write, csv_text
 from ea_vision.engine import run_folder, train_imagenet
-from experiments.finetune_scenes.run import pick, row_of, test
+from experiments.finetune_scenes.run import pick, test, tested_runs
 
 SEEDS = range(5)
 PHOTOS = 500  # training photos per class
@@ -46,17 +46,6 @@ def train(
         sys.exit(code)
 
 
-def tested_runs(runs: Path, data: Path) -> list[dict[str, str | int | float]]:
-    """Return the runs that are tested as rows of the file that experiments.evidence reads."""
-    rows = []
-    for seed in SEEDS:
-        for way in WAYS:
-            output = runs / f"{way}-{seed}"
-            if (output / "test" / "evaluation.json").exists():
-                rows.append(row_of(way, seed, output, test(output, data)))
-    return rows
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -69,17 +58,17 @@ def main(argv: list[str] | None = None) -> int:
         "--ways", nargs="+", choices=WAYS, default=list(WAYS), help="(default: all)"
     )
     args, more = parser.parse_known_args(argv)
+    data = args.runs / "data"
+    pick(args.scenes, data, PHOTOS)  # before hours of pretraining: SCENES may be wrong
     pretrained = args.runs / "pretrained"
     train(f"--model resnet34_050 {PRETRAINING}", args.tiny_imagenet, pretrained, more)
-    data = args.runs / "data"
-    pick(args.scenes, data, PHOTOS)
     for seed in args.seeds:
         for way in args.ways:
             output = args.runs / f"{way}-{seed}"
             start = f"--seed {seed} --pretrained-path {pretrained / run_folder.WEIGHTS}"
             train(f"{TUNING} {WAYS[way]} {start}", data, output, more)
             test(output, data)
-            rows = tested_runs(args.runs, data)
+            rows = tested_runs(args.runs, WAYS, data)
             atomic_write(args.runs / "evidence-runs.csv", csv_text(rows).encode())
     return 0
 

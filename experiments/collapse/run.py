@@ -22,6 +22,7 @@ from experiments import sweep
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "collapse.csv"
 SEEDS = range(5, 15)
+CLASSES = {"cifar10": 10, "cifar100": 100}
 WIDTHS = "widths=[16,32,64,64]"
 NETWORKS = {
     "cnn": ["--model", "cnn_cifar", "--model-kwargs", WIDTHS],
@@ -81,6 +82,8 @@ def main(argv: list[str] | None = None) -> int:
     folders = {data: folder for data, folder in folders.items() if folder}
     if not folders:
         parser.error("--cifar10, --cifar100 or both are required")
+    for data, folder in folders.items():
+        sweep.check_images(folder, CLASSES[data])
     for seed in args.seeds:
         for data, data_dir in folders.items():
             for network in args.networks:

@@ -10,6 +10,8 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -140,6 +142,25 @@ def row_of(
     }
 
 
+def tested_runs(
+    runs: Path,
+    ways: Iterable[str],
+    data: Path,
+) -> list[dict[str, str | int | float]]:
+    """Return the tested runs of a folder, seed by seed, as rows of the file that experiments.evidence reads."""
+    found = {}
+    for report in runs.glob("*/test/evaluation.json"):
+        output = report.parents[1]
+        way, _, seed = output.name.rpartition("-")
+        found[int(seed), way] = output
+    rows = []
+    for seed, way in product(sorted({seed for seed, _ in found}), ways):
+        if (seed, way) in found:
+            output = found[seed, way]
+            rows.append(row_of(way, seed, output, test(output, data)))
+    return rows
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -179,14 +200,14 @@ def main(argv: list[str] | None = None) -> int:
             "head.bias": torch.zeros(classes),
         }
         save_file({**weights, **head}, start)
-    rows = []
     for seed in range(args.seeds):
         for way in ways:
             output = args.runs / f"{way}-{seed}"
             code = train_imagenet.main(arguments(way, seed, data, start, output, args.epochs, more))
             if code:
                 return code
-            rows.append(row_of(way, seed, output, test(output, data)))
+            test(output, data)
+            rows = tested_runs(args.runs, WAYS, data)
             atomic_write(args.runs / "evidence-runs.csv", csv_text(rows).encode())
     return 0
 

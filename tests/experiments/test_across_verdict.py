@@ -26,7 +26,9 @@ from experiments.across.plan import (
     step_times,
 )
 from experiments.across.sequences import recall
+from experiments.collapse import run as collapse
 from experiments.evidence import read_runs, write_runs
+from tests.engine.runner import make_folder
 from tests.experiments.pages import page_says, points, rows_of, section, span, table, top1_of
 
 PAGE = "docs/across-layers.md"
@@ -51,7 +53,9 @@ def test_runs_with_a_row_are_not_made_again_and_seeds_come_one_after_another(tmp
     monkeypatch.setattr(sweep, "train", train)
     out.mkdir()
     write_runs(kept, file)
-    command = [str(tmp_path / "runs"), "--cifar10", "ten", "-o", str(out)]
+    ten = make_folder(tmp_path / "ten", train=10, test=10, classes=10, side=8)
+    nine = make_folder(tmp_path / "nine", train=9, test=9, classes=9, side=8)
+    command = [str(tmp_path / "runs"), "--cifar10", str(ten), "-o", str(out)]
     assert run.main([*command, "--parts", "vit-alone"]) == 0
     wanted = [f"vit-alone,{variant},{seed}" for seed in part.seeds for variant in part.own]
     has_row = "vit-alone," + kept["variant"] + "," + kept["seed"].astype(str)
@@ -66,6 +70,14 @@ def test_runs_with_a_row_are_not_made_again_and_seeds_come_one_after_another(tmp
         run.main([*command, "--only", "vit-dear", "conv2d", "100"])
     with pytest.raises(UsageError, match="cifar100 needs --cifar100 DIR"):
         run.main([*command, "--parts", "cifar100"])
+    del made[:]
+    with pytest.raises(UsageError, match="ten/train must have 100 classes, got 10"):
+        run.main([*command, "--cifar100", str(ten)])
+    with pytest.raises(UsageError, match="nine/train must have 10 classes, got 9"):
+        run.main([*command, "--cifar10", str(nine), "--parts", "vit-alone"])
+    with pytest.raises(UsageError, match="nine/train must have 10 classes, got 9"):
+        collapse.main([str(tmp_path / "c"), "--cifar100", str(ten), "--cifar10", str(nine)])
+    assert made == [], "nothing is trained where one of the folders is wrong"
 
 
 def test_equal_operations_are_those_that_are_counted():

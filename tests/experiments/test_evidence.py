@@ -150,11 +150,26 @@ def test_a_sweep_trains_its_variants_and_goes_on(tmp_path, monkeypatch, capsys):
         poll = wait
 
     monkeypatch.setattr(sweep.subprocess, "Popen", Process)
-    variants = ["--variant", "none=--model a", "--variant", "EA=--model b", "--set", "alpha=0,0.5"]
-    argv = [*variants, "--test", "--output", str(tmp_path / "s"), "--", "--epochs", "3"]
+    pa = "none=--model pa_conv_transformer_cifar"
+    ea = "EA=--model ea_conv_transformer_cifar"
+    variants = ["--variant", pa, "--variant", ea, "--set", "alpha=0,0.5"]
+    rest = ["--test", "--output", str(tmp_path / "s"), "--", "--epochs", "3"]
+    argv = [*variants, *rest]
+    for typo, message in (
+        ("--lrr 1", "unknown argument '--lrr'"),
+        ("--model b", "unknown model 'b'"),
+        ("--model-kwargs alhpa=1", "has no keyword .*alhpa"),
+        (f"--data-dir {tmp_path}", f"data folder {tmp_path} must have train/"),
+    ):
+        with pytest.raises(UsageError, match=f"variant EA: .*{message}"):
+            sweep.main(["--variant", pa, "--variant", f"{ea} {typo}", *rest])
+    assert commands == [], "nothing is trained before all variants are checked"
     assert sweep.main(argv) == 0
     folder = tmp_path / "s" / "variant=none alpha=0.5,seed=0"
-    trainer = "-m ea_vision train-cifar --epochs 3 --test --model a --model-kwargs alpha=0.5"
+    trainer = (
+        "-m ea_vision train-cifar --epochs 3 --test --model pa_conv_transformer_cifar "
+        "--model-kwargs alpha=0.5"
+    )
     assert commands[1] == [*trainer.split(), "--output", str(folder), "--seed", "0"]
     rows = pd.read_csv(tmp_path / "s" / "sweep.csv")
     assert list(rows["variant"]) == ["none alpha=0", "none alpha=0.5", "EA alpha=0", "EA alpha=0.5"]

@@ -3,10 +3,13 @@
 import shutil
 
 import pandas as pd
+import pytest
 import timm
 import torch
 from safetensors.torch import save_file
 
+from ea_vision.base.errors import UsageError
+from experiments.added_attention import run as added_attention
 from experiments.finetune_scenes import run as study
 from tests.data.photos import make_photos
 
@@ -36,6 +39,18 @@ def test_the_table_comes_and_a_second_start_trains_nothing(tmp_path, monkeypatch
     assert study.main(command) == 0
     assert len(made) == 2
     assert {path: path.stat().st_mtime_ns for path in made} == made
+    table = (runs / "evidence-runs.csv").read_text()
+    assert study.main([*command, "--ways", "gates"]) == 0
+    assert (runs / "evidence-runs.csv").read_text() == table, "the other way's row stays"
+
+
+def test_wrong_scenes_are_found_before_the_pretraining(tmp_path, monkeypatch):
+    trained = []
+    monkeypatch.setattr(added_attention, "train", lambda *run: trained.append(run))
+    folders = [str(tmp_path / name) for name in ("tiny", "scenes", "runs")]
+    with pytest.raises(UsageError, match="scenes/train must have one folder per class"):
+        added_attention.main(folders)
+    assert trained == []
 
 
 def test_position_tables_keep_the_class_token_and_a_table_of_the_same_size():
