@@ -233,7 +233,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--updates", type=int, help=f"default: {UPDATES}")
     args = parser.parse_args(argv)
     alone = ("none", *MECHANISMS[args.task])
-    kinds = args.kinds or [*alone, "token_conv", *(f"{kind}+token_conv" for kind in alone[1:])]
+    all_kinds = [*alone, "token_conv", *(f"{kind}+token_conv" for kind in alone[1:])]
+    kinds = args.kinds or all_kinds
+    if not set(kinds) <= set(all_kinds):  # others would read what the mask hides
+        parser.error(f"{args.task} takes the kinds {', '.join(all_kinds)}, got {' '.join(kinds)}")
     rows = list(csv.DictReader(args.csv.open(encoding="utf-8"))) if args.csv.exists() else []
     known = {(row["task"], row["variant"], int(row["seed"]), int(row["updates"])) for row in rows}
     for seed in args.seeds:

@@ -5,8 +5,11 @@
 Prints one table per data set and writes experiments/results/collapse-effects.csv.
 """
 
+import sys
+
 import pandas as pd
 
+from ea_vision.base.errors import UsageError, exit_code
 from experiments.collapse.run import NETWORKS, RESULTS
 from experiments.evidence import effects_table, holm, paired
 
@@ -34,12 +37,16 @@ def effects_of(runs: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
 
 
-def main() -> None:
+def main() -> int:
     effects = effects_of(pd.read_csv(RESULTS))
+    if effects.empty:
+        raise UsageError(f"two seeds of all four networks are required in {RESULTS}")
     effects.to_csv(RESULTS.with_name("collapse-effects.csv"), index=False)
     for data, table in effects.groupby("data"):
-        print(data, "", *effects_table(table.reset_index(drop=True)), "", sep="\n")
+        seeds = f"{data}, {table['seeds'].iloc[0]} complete seeds"
+        print(seeds, "", *effects_table(table.reset_index(drop=True)), "", sep="\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -78,6 +78,14 @@ def analysed(sources: dict[str, pd.DataFrame]) -> pd.DataFrame:
     return table
 
 
+def data_of(source: Path) -> str:
+    """Return the data set that a source's name begins with; raise UsageError for another name."""
+    for data in ("cifar100", "cifar10"):
+        if source.name.startswith(data):
+            return data
+    raise UsageError(f"a source's name must begin with cifar10 or cifar100, got {source}")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -89,10 +97,7 @@ def main(argv: list[str] | None = None) -> int:
         "-o", "--output", type=Path, default=HERE, help="where the files are written"
     )
     args = parser.parse_args(argv)
-    sources = {
-        "cifar100" if path.name.startswith("cifar100") else "cifar10": read_fresh(path)
-        for path in args.sources
-    }
+    sources = {data_of(path): read_fresh(path) for path in args.sources}
     if len(sources) < len(args.sources):
         raise UsageError(
             f"one folder or file of each data set is required, got {' '.join(map(str, args.sources))}"

@@ -2,9 +2,9 @@
 
     python -m experiments.healthy_maps.analyse SWEEP [SWEEP ...]
 
-SWEEP: folders of the page's command, of CIFAR-10, CIFAR-100 or both; runs that are not complete are left out. Written
-beside this file: norm-runs.csv, each run with the norm and beside it the accuracy of the same network and seed
-without it (of ../factorial), and norm-effects.csv. Holm's correction counts the protocol's four hypotheses.
+SWEEP: folders of the page's command, of CIFAR-10, CIFAR-100 or both; runs that are not complete are named and left
+out. Written beside this file: norm-runs.csv, each run with the norm and beside it the accuracy of the same network and
+seed without it (of ../factorial), and norm-effects.csv. Holm's correction counts the protocol's four hypotheses.
 """
 
 import argparse
@@ -63,7 +63,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     folders = []
     for sweep in args.sweeps:
-        folders += [path.parent for path in sorted(sweep.glob("variant=*/results.json"))]
+        for folder in sorted(sweep.glob("variant=*")):
+            if (folder / "results.json").is_file():
+                folders.append(folder)
+            else:
+                print(f"left out: {folder} is not complete")
     if not folders:
         raise UsageError(
             f"complete runs are required, got none in {', '.join(map(str, args.sweeps))}"

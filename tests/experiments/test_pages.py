@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from ea_vision.base.errors import UsageError
 from experiments import published, sensitivity
 from experiments.collapse import analyse as collapse
 from experiments.evidence import by_variant, holm, paired, read_runs, shown_p
@@ -171,6 +172,9 @@ def test_the_factorial(tmp_path):
     (tmp_path / "few.csv").write_text("".join(kept.splitlines(True)[:2]))
     with pytest.raises(ValueError, match="seeds 5 to 9, no others|no runs of"):
         analyse.read_fresh(tmp_path / "few.csv")
+    (tmp_path / "fresh-cifar100.csv").write_text(kept)
+    with pytest.raises(UsageError, match="must begin with cifar10 or cifar100, got .*fresh"):
+        analyse.main([str(tmp_path / "fresh-cifar100.csv"), "-o", str(tmp_path)])
 
 
 def the_factorial():
@@ -481,6 +485,14 @@ def attention_added_to_a_trained_resnet():
         yield ADDED, "Results", cells(f"`{way}` - `plain-18`", points(loss))
         yield PAGE, "", points(loss)
         yield "docs/fine-tune.md", "", -loss["difference"]
+
+
+def test_a_table_without_complete_seeds_is_no_result(tmp_path, monkeypatch):
+    monkeypatch.setattr(collapse, "RESULTS", tmp_path / "collapse.csv")
+    table("collapse.csv").query("network != 'none'").to_csv(collapse.RESULTS)
+    with pytest.raises(UsageError, match="two seeds of all four networks are required"):
+        collapse.main()
+    assert list(tmp_path.iterdir()) == [collapse.RESULTS]
 
 
 def was_the_deficit_the_collapse():

@@ -46,6 +46,13 @@ def test_no_character_reads_a_later_one(kind):
         assert not torch.equal(changed[:, t + 1 :], whole[:, t + 1 :])
 
 
+def test_a_kind_that_reads_what_the_mask_hides_is_refused(tmp_path):
+    command = ["characters", str(tmp_path / "characters.csv"), "--updates", "1", "--kinds"]
+    with pytest.raises(SystemExit):
+        sequences.main([*command, "none", "conv2d"])
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_table_goes_on(tmp_path):
     table = tmp_path / "recall.csv"
     command = ["recall", str(table), "--kinds", "ea", "--updates", "4", "--seeds", "0"]
