@@ -15,7 +15,7 @@ import argparse
 import io
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -37,11 +37,14 @@ from ea_vision.recorder.loading import (
     positive,
 )
 
+TOP = 5  # classes of an image
+MIN_SCORE = 0.4  # of an object
+
 
 def predict(
     loaded: LoadedModel,
     images: Sequence[ImageSource | Tensor],
-    top: int = 5,
+    top: int = TOP,
     batch_size: int = 16,
 ) -> Iterator[dict]:
     """Classify images, in their order.
@@ -94,6 +97,13 @@ def _likeliest(
     return classes
 
 
+def refuse(given: Mapping[str, object], reason: str) -> None:
+    """Raise UsageError for an option that networks of the other kind read; None is one that was not given."""
+    for option, value in given.items():
+        if value is not None:
+            raise UsageError(f"{option} {reason}")
+
+
 def classify(
     loaded: LoadedModel,
     images: Sequence[str],
@@ -106,11 +116,11 @@ def classify(
             "a run folder or a model with trained weights and a classifier is required (`ea-vision models "
             f"--weights` lists ours), and {args.model} has no {lacking}"
         )
-    if args.output:
-        raise UsageError(
-            f"--output draws boxes, and {args.model} finds none: a run of train-detection is required"
-        )
-    for entry in predict(loaded, images, args.top, args.batch_size):
+    refuse(
+        {"--output": args.output, "--min-score": args.min_score},
+        f"is for objects, and {args.model} finds none: a run of train-detection is required",
+    )
+    for entry in predict(loaded, images, args.top or TOP, args.batch_size):
         likely = ", ".join(
             f"{one['name']} {100 * one['probability']:.1f}%" for one in entry["classes"]
         )
@@ -123,8 +133,13 @@ def find_objects(
     args: argparse.Namespace,
 ) -> Iterator[tuple[str, str, list]]:
     """Yield for each image what is wrong with it, what is found as text, and COCO's results; draw it by --output."""
-    if not 0 <= args.min_score <= 1:
-        raise UsageError(f"--min-score must be a number from 0 to 1, got {args.min_score}")
+    refuse(
+        {"--top": args.top},
+        f"is for classes of images, and {args.model} finds objects (--min-score chooses among them)",
+    )
+    least = MIN_SCORE if args.min_score is None else args.min_score
+    if not 0 <= least <= 1:
+        raise UsageError(f"--min-score must be a number from 0 to 1, got {least}")
     if args.output:
         from ea_vision.detection.draw import draw_detections  # it needs matplotlib's fonts
 
@@ -138,7 +153,7 @@ def find_objects(
         except FloatingPointError as error:
             yield f"{loaded.label} {error} for {path}", "", []
         else:
-            sure = found["scores"] >= args.min_score
+            sure = found["scores"] >= least
             found = {name: value[sure] for name, value in found.items()}
             if args.output:
                 name = f"{number}-{Path(path).stem}.png"
@@ -172,9 +187,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--top",
         type=positive,
-        default=5,
         metavar="K",
-        help="number of classes per image (default: 5)",
+        help=f"number of classes per image (default: {TOP})",
     )
     parser.add_argument(
         "--json",
@@ -188,9 +202,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--min-score",
         type=float,
-        default=0.4,
         metavar="0..1",
-        help="lowest score of the objects shown (default: 0.4)",
+        help=f"lowest score of the objects shown (default: {MIN_SCORE})",
     )
     parser.add_argument(
         "-o",

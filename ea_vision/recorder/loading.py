@@ -51,6 +51,9 @@ TOKEN = r"cls|dist|mean|pool|(?:reg|pool)[1-9]\d*"
 NUMBER = "[0-9]{1,9}"
 ROUNDING = 1e-3  # of values that a processor normalised, in 0..1
 PHOTO_SIDE = 512  # pixels of an image that is shown beside its maps
+FINDS_OBJECTS = (
+    "a network that classifies images is required, and {} finds objects in them (ea-vision predict)"
+)
 WEIGHTS_HELP = (
     "NAME of a timm model (pretrained where it has weights, else random), RUN folder, a file of weights or a "
     "checkpoint in one, hf-hub:OWNER/NAME or local-dir:FOLDER"
@@ -256,9 +259,7 @@ class Origin:
     def check_classifies(self) -> None:
         """Raise UsageError for a detector, where a network that classifies is asked for."""
         if self.create is not timm.create_model:
-            raise UsageError(
-                f"a network that classifies is required, and {self.label} is a detector"
-            )
+            raise UsageError(FINDS_OBJECTS.format(self.label))
 
     def build(self, seed: int = 0) -> nn.Module:
         """Return the network with random weights of a seed; torch's generator stays as it is.
@@ -548,10 +549,7 @@ def _set_size(loaded: LoadedModel, img_size: Size) -> None:
 def check_classifies(model: LoadedModel) -> None:
     """Raise UsageError for a detector, where classes of whole images are asked for."""
     if isinstance(model, DetectorModel):
-        raise UsageError(
-            f"a network that classifies images is required, and {model.label} finds objects in them "
-            "(ea-vision predict)"
-        )
+        raise UsageError(FINDS_OBJECTS.format(model.label))
 
 
 def input_size(model: nn.Module, config: dict) -> Size:
