@@ -68,7 +68,7 @@ $(OLDEST)/.ready: $(READY) pyproject.toml
 test-oldest: $(OLDEST)/.ready
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest tests/models tests/layers tests/engine tests/data -n 2 --dist worksteal
 
-# What runs on a GPU, at most 25 minutes, with the Python at hand (torch, timm, numpy, pytest); without a GPU exit code 77.
+# What runs on a GPU, at most 25 minutes, with the Python at hand (this package, hypothesis, pytest); without a GPU make stops with "Error 77".
 test-gpu:
 	@$(PYTHON) -c "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 77)" || { echo "no CUDA device found, nothing was run"; exit 77; }
 	$(PYTHON) -m pytest tests/gpu tests/ops -m "slow or not slow" -rP

@@ -439,8 +439,8 @@ def _faithfulness_row(faithful, ranking, scores, models):
 
 def fine_tuning_of_a_pretrained_transformer_on_scenes():
     ways = {
-        "plain": "Plain it has",
-        "gates": "EA whose gates learn from 0",
+        "plain": "The plain ViT has",
+        "gates": "EA (gates from 0)",
         "residual": "residual maps",
         "conv2d": "conv2d",
     }

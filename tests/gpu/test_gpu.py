@@ -1,7 +1,7 @@
 """A GPU's paths against the reference, whole networks, the trainers, and speed: `make test-gpu`, at most 25 minutes.
 
-torch, timm, numpy, hypothesis and pytest are all that is needed: images are made. Without a GPU the same tests run on a
-CPU with tiny networks, as far as a CPU has the path, so that they are known to work; that says nothing about a GPU.
+This package, hypothesis and pytest are all that is needed: images are made. Without a GPU the same tests run on a CPU
+with tiny networks, as far as a CPU has the path, so that they are known to work; that says nothing about a GPU.
 Figures are printed (`-rP`) and, with EA_VISION_GPU_REPORT=FOLDER, kept there.
 """
 
