@@ -72,7 +72,7 @@ def predict(
             except UsageError as error:
                 entry["error"] = str(error)
         if inputs:
-            with torch.inference_mode():
+            with torch.no_grad():
                 logits = loaded.model(loaded.batch_of([x for _, x in inputs]))
                 likely = logits.float().softmax(-1).cpu()
             for (entry, _), shares in zip(inputs, likely, strict=True):

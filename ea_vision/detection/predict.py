@@ -38,7 +38,7 @@ def detect(
     for start in range(0, len(images), batch_size):
         chunk = images[start : start + batch_size]
         fitted = torch.stack([fit_image(image, detector.img_size) for image in chunk])
-        with torch.inference_mode(), detector.head.register_forward_hook(check):
+        with torch.no_grad(), detector.head.register_forward_hook(check):
             detected = detector(fitted.to(device))
         for image, one in zip(chunk, detected, strict=True):
             yield found_in_original(one, (image.height, image.width), detector.img_size)

@@ -138,7 +138,7 @@ def own_alone(layer: LayerMaps, module: nn.Module) -> Tensor | None:
         logits = evolution(own, previous, *size)
         return module.attention_of(logits, layer.feat_size)
 
-    with torch.inference_mode():
+    with torch.no_grad():
         again = attention()
         with _alpha_of_zero(evolution):
             alone = attention()
@@ -222,7 +222,7 @@ def measure(
     found = defaultdict(list)  # the values of each batch, by layer
     totals = defaultdict(float)
     for images in batches:
-        with torch.inference_mode(), record_attention(model, layers) as maps:
+        with torch.no_grad(), record_attention(model, layers) as maps:
             model(images)
         previous = None
         for number, layer in maps.items():

@@ -92,6 +92,8 @@ def record(
 ) -> Recording:
     """Run a network on an image, in evaluation mode; see `as_model` and `AnyImage`.
 
+    Not in torch.inference_mode: what a network keeps of a forward (ConViT its distances) must stay usable in training.
+
     Args:
         layers: those to record, if any.
         parts: some of `ea_vision.recorder.recording.PARTS`; those that none of the layers has are left out.
@@ -110,7 +112,7 @@ def record(
         numbers = [layer.number for layer in layers]
         watch = ea_vision.record_attention(model.model, numbers, parts=present)
     try:
-        with evaluating(model.model), torch.inference_mode(), watch as maps:
+        with evaluating(model.model), torch.no_grad(), watch as maps:
             output = model.model(batch)
     except (ValueError, AssertionError) as error:
         raise UsageError(

@@ -4,6 +4,7 @@ beside the maps, and where a spatial transformer looks.
 The Jacobian of the outputs says what a network attends to; where it has attention, the two need not agree.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import evaluating
 from ea_vision.layers import SpatialTransformer, quadrilateral, sample_affine
 from ea_vision.recorder.inputs import as_image
-from ea_vision.recorder.loading import check_classifies
+from ea_vision.recorder.loading import LoadedModel, check_classifies
 from ea_vision.recorder.recording import recordable_layers
 from ea_vision.visualize.figure_options import Layers, Model, chosen_layers, spread
 from ea_vision.visualize.image_maps import (
@@ -31,7 +32,9 @@ from ea_vision.visualize.image_maps import (
 )
 from ea_vision.visualize.map_style import MapStyle, scaled
 from ea_vision.visualize.sheet import Block, Row, Tile, sheet
-from ea_vision.visualize.tiles import QUERY_COLORS, map_of, photo_of, tile_of
+from ea_vision.visualize.tiles import QUERY_COLORS, Recording, map_of, photo_of, tile_of
+
+log = logging.getLogger(__name__)
 
 
 def input_jacobian(
@@ -99,10 +102,9 @@ def plot_jacobian(
     look = MapStyle(**style)
     check_classifies(loaded)
     if layers is None:
-        recorded = spread(recordable_layers(loaded.model))
+        recording = _with_maps_if_any(loaded, image)
     else:
-        recorded = chosen_layers(layers, loaded)
-    recording = record(loaded, image, recorded)
+        recording = record(loaded, image, chosen_layers(layers, loaded))
     batch = loaded.batch_of([loaded.input_of(as_image(image))])
     with evaluating(loaded.model):
         jacobian, chosen = input_jacobian(loaded.model, batch, target)
@@ -136,6 +138,16 @@ def plot_jacobian(
     return sheet(title_of(loaded), blocks, width=width, note=note)
 
 
+def _with_maps_if_any(model: LoadedModel, image: AnyImage) -> Recording:
+    """Record some layers; none, and log why, where they have no maps that can be recorded (ConViT)."""
+    try:
+        return record(model, image, spread(recordable_layers(model.model)))
+    except UsageError as error:
+        recording = record(model, image, [])  # an error where the image is at fault
+        log.warning("the Jacobian is drawn without attention maps: %s", error)
+        return recording
+
+
 def plot_sampling(
     model: Model,
     images: AnyImage | Sequence[AnyImage],
@@ -164,7 +176,7 @@ def plot_sampling(
     for number, image in enumerate(images, start=1):
         x = loaded.input_of(as_image(image))
         size = tuple(x.shape[1:])
-        with evaluating(loaded.model), torch.inference_mode():
+        with evaluating(loaded.model), torch.no_grad():
             theta = transformer.theta(loaded.batch_of([x]))
             image_there = x[None].to(theta.device)
             [seen] = sample_affine(image_there, theta, transformer.out_size or size)

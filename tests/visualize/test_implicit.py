@@ -6,7 +6,14 @@ import timm
 import torch
 
 from ea_vision.base.errors import UsageError
-from ea_vision.visualize import input_jacobian, plot_jacobian, plot_sampling
+from ea_vision.predict import predict
+from ea_vision.visualize import (
+    input_jacobian,
+    plot_heads,
+    plot_jacobian,
+    plot_sampling,
+    plot_statistics,
+)
 from ea_vision.visualize.image_maps import as_model
 from tests.recorder.networks import lively, transformers_model
 
@@ -79,6 +86,39 @@ def test_the_jacobian_is_the_differences_quotient(digits):
         input_jacobian(NoGradients(), x)
     with pytest.raises(UsageError, match="a class from 0 to 2, got 3"):
         input_jacobian(model, x, 3)
+
+
+def convit():
+    """Its first layer forms several maps, of which none is the layer's, and keeps the distances of its patches."""
+    options = {"embed_dim": 12, "depth": 2, "local_up_to_layer": 1}
+    return timm.create_model("convit_tiny", num_classes=3, **options)
+
+
+def test_the_jacobian_needs_no_maps(caplog):
+    model = convit()
+    figure = plot_jacobian(model, torch.rand(3, 224, 224))
+    assert "how much each pixel moves its logit" in texts_of(figure)
+    assert "attention that every pixel gets" not in texts_of(figure)
+    assert "without attention maps: convit_tiny" in caplog.text
+    with pytest.raises(UsageError, match="forms several"):
+        plot_jacobian(model, torch.rand(3, 224, 224), layers=1)
+
+
+LOOKS = {
+    "heads": lambda model, image: plot_heads(model, image, 2),
+    "jacobian": plot_jacobian,
+    "statistics": lambda model, image: plot_statistics(model, [image], 2),
+    "predictions": lambda model, image: list(predict(as_model(model), [image])),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_network_that_was_looked_at_trains_on(look):
+    model = convit()
+    image = torch.rand(3, 224, 224)
+    LOOKS[look](model, image)
+    model(image[None]).sum().backward()
+    assert all(weight.grad is not None for weight in model.parameters())
 
 
 def test_the_jacobian_lies_on_what_the_patches_cover():
