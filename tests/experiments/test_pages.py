@@ -762,6 +762,14 @@ def resnets_on_a_gpu():
     plain = rows.train_ms["resnet50", "chosen"]
     faster = plain["eager"] / plain["default"]
     yield "docs/kernels.md", "Speed on a GPU", f"resnet50 {faster:.2f} times"
+    images = 256
+    rate = images / (rows.train_ms["ea_aa_resnet50", "chosen", "default"] / 1000)
+    hours = 100 * 1_281_167 / (8 * rate) / 3600
+    memory = rows.peak_gib[:, "chosen", "eager"] * 1024 / images
+    costs = "What a training costs"
+    yield "docs/imagenet.md", costs, f"{rate:,.0f} images per second", f"{hours:.1f} hours"
+    of_networks = f"{memory['ea_aa_resnet50']:.0f} MiB per image ({memory['resnet50']:.0f} for"
+    yield "docs/imagenet.md", costs, of_networks
 
 
 def kernels_on_a_gpu():
