@@ -1,5 +1,6 @@
 """The verdict on attention across layers: its analysis, the pages with its figures, and the script of its runs."""
 
+import numpy as np
 import pandas as pd
 import pytest
 import timm
@@ -10,12 +11,15 @@ from ea_vision.sizes import count
 from experiments import sweep
 from experiments.across import analyse, power, run
 from experiments.across.plan import (
+    AS_GATED,
     AS_TOKEN_CONV,
+    AS_XSA,
     EPOCHS,
     EVEN,
     LONG_CONV2D,
     LONG_PLAIN,
     LONG_TOKEN_CONV,
+    LONGER,
     NETWORKS,
     PARTS,
     RESULTS,
@@ -151,6 +155,10 @@ def test_the_pages_say_what_the_kept_runs_say():
     page_says(PROTOCOL, "", f"{token_conv:.2f} against {as_long:.2f}%")
     page_says(PAGE, WHICH, points(equal_time, "+").replace(" ", "** ", 1))
     page_says("docs/experiments.md", "", points(equal_time))
+    loses = {"difference": -longer["difference"], "low": -longer["high"], "high": -longer["low"]}
+    gains = f"gains {points(conv2d)} at equal updates and loses {points(loses)} at equal time"
+    page_says("docs/experiments.md", "", gains)
+    page_says(PAGE, WHICH, f"corrected p = {rows.loc[('second-updates', 'gated'), 'p_holm']:.3f}")
     for name in ("xsa", "gated"):
         for part in ("second-updates", f"second-{name}"):
             gain = points(rows.loc[part, name], "+")
@@ -204,6 +212,19 @@ def test_what_mechanisms_cost():
     times = step_times()
     page_says(PAGE, WHICH, "takes 1.04 to 1.10 times as long")
     assert 1.04 <= times[RIVAL, "plain"] / times[VIT, "plain"] <= 1.10
+    lengths = {name: EPOCHS[name] for name in (LONGER, AS_XSA, AS_GATED)}
+    ratios = [f"{epochs / 8:.2f}" for epochs in lengths.values()]
+    page_says(PAGE, WHICH, *[f"steps {ratio} times as long" for ratio in ratios])
+    page_says(PAGE, WHICH, f"{EPOCHS[AS_TOKEN_CONV]} epochs for 8")
+    page_says(PROTOCOL, "", f"{lengths[AS_XSA]} and {lengths[AS_GATED]} epochs")
+    today = [times[RIVAL, kind] / times[RIVAL, "plain"] for kind in ("xsa", "gated")]
+    page_says(PAGE, "Which there are", f"take {today[0]:.2f} and {today[1]:.2f} times as long")
+    page_says(PAGE, WHICH, f"({today[0]:.2f} today")
+    curve = {8: "second-updates", lengths[AS_GATED]: "second-gated", lengths[AS_XSA]: "second-xsa"}
+    top1 = [top1_of(f"across/{part}.csv").iloc[:, 0].mean() for part in curve.values()]
+    line = np.polyfit(np.log(list(curve)), top1, 1)
+    of_xsa = mean_of("second-updates", "xsa") - np.polyval(line, np.log(8 * today[0]))
+    page_says(PAGE, WHICH, f"gives {of_xsa:.2f}")
     (first, second, third), share = power.worth_in_updates()
     page_says(PAGE, WHICH, f"{100 * share:.0f}% more updates")
     page_says(PAGE, WHICH, f"{first:.2f}, {second:.2f} and {third:.2f}%")

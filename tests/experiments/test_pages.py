@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 
 from ea_vision.base.errors import UsageError
+from ea_vision.engine.config import load_recipe
 from experiments import published, sensitivity
 from experiments.collapse import analyse as collapse
 from experiments.evidence import by_variant, holm, paired, read_runs, shown_p
@@ -110,6 +111,41 @@ def the_tables_by_seed():
         yield EVOLUTION, "", f"and puts it {above:.2f} above EA ("
 
 
+def sentences_below_the_tables_by_seed():
+    """Intervals, and p corrected for the 20 pairs that are no question."""
+    pairs = {}
+    for data in SETS:
+        top1 = top1_of(f"evidence/{data}-runs.csv")
+        corrected = table(f"evidence/{data}-pairs.csv").set_index(["first", "second"])["p_holm"]
+        assert corrected.count() == 20
+        fifth = paired(top1["none 5 epochs"] - top1["none"])
+        ahead = paired(top1["none 5 epochs"] - top1["EA"])
+        p = f"p = {ahead['p']:.3f}; {corrected['EA', 'none 5 epochs']:.3f} corrected"
+        yield EVOLUTION, "", f"brings none {points(fifth).replace('(', 'points (interval ')}"
+        yield EVOLUTION, "", f"puts it {open_points(ahead).replace('(', 'above EA (')}, {p}"
+        worth = [fifth["difference"] * np.log(epochs / 4) / np.log(5 / 4) for epochs in (4.1, 4.5)]
+        yield EVOLUTION, "", f"worth {span(worth, 1)} points"
+        pairs[data] = top1, corrected
+    top1, corrected = pairs["cifar10"]
+    early = paired((top1["EA"] - top1["none"])[:3])
+    yield EVOLUTION, "", f"it had been {early['difference']:.2f} with p = {early['p']:.3f}"
+    unconvolved = open_points(paired(top1["EA without convolution"] - top1["none"]))
+    yield EVOLUTION, "", unconvolved.replace(" (", ", interval ")
+    behind = open_points(paired(top1["cnn"] - top1["EA"]))
+    corrected_p = f"p = {corrected['EA', 'cnn']:.3f} after correction for 20 pairs"
+    yield EVOLUTION, "", behind.replace("(", "points above EA (interval ") + f", {corrected_p}"
+    halves = ("EA without convolution", "EA without skip")
+    yield EVOLUTION, "", f"{points(paired(top1[halves[0]] - top1[halves[1]]))} on CIFAR-10"
+    top1, corrected = pairs["cifar100"]
+    gain = open_points(paired(top1[halves[0]] - top1[halves[1]]))
+    said = gain.replace("(", "points above EA without skip (interval ")
+    yield EVOLUTION, "", f"{said}, p = {corrected[halves]:.3f} corrected for 20 pairs"
+    level = paired(top1["EA"] - top1["cnn"])
+    interval = span([level["low"], level["high"]])
+    below = f"{level['difference']:.2f} below it, interval of EA - cnn {interval}"
+    yield EVOLUTION, "", below, f"differ by {np.ptp(top1['none']):.1f} points"
+
+
 def attention_against_convolution():
     """The plain convolution beside none and EA; EA beside none with the norm, and all pairs of CIFAR-10 pooled."""
     first = {data: top1_of(f"evidence/{data}-runs.csv") for data in SETS}
@@ -132,6 +168,9 @@ def attention_against_convolution():
     pooled = pd.concat([of["EA"] - of["none"] for of in (first["cifar10"], fresh, norm)])
     assert len(pooled) == 15
     yield PAGE, HELP, points(evolved), points(paired(pooled), "+")
+    gain = published.figures(PA)["top1"]["CIFAR-10"] - published.figures(AA)["top1"]["CIFAR-10"]
+    assert paired(pooled)["high"] < gain
+    yield PAGE, HELP, f"gains: {gain:+.2f} of PA"
     cnn = first["cifar10"]["cnn"].mean()
     yield COLLAPSED, "", f"none has {norm['none'].mean():.2f}% on CIFAR-10 where cnn has {cnn:.2f}"
 
@@ -152,8 +191,14 @@ def settings_compared_on_held_out_images():
     slower = paired(top1["EA slower attention"] - top1["none slower attention"])
     gates = table("evidence/learned-gates.csv")
     heading = "Other settings of evolution"
-    yield EVOLUTION, heading, points(slower)
+    yield EVOLUTION, heading, points(slower), f"uncorrected (p = {slower['p']:.3f})"
     yield EVOLUTION, heading, span(gates["alpha"]), span(gates["beta"]).replace("to", "and")
+    deeper = {name: paired(top1[f"{name} more blocks"] - top1[name]) for name in ("EA", "none")}
+    of_ea = points(deeper["EA"]).replace("(", "points (95% interval ")
+    yield EVOLUTION, heading, f"bring EA {of_ea} and none {points(deeper['none'])}"
+    seconds = runs.groupby("variant")["seconds"].mean()
+    ratios = [seconds[f"{name} more blocks"] / seconds[name] for name in ("EA", "none")]
+    yield EVOLUTION, heading, f"For {span(sorted(ratios), 1)} times the seconds"
 
 
 def test_the_factorial(tmp_path):
@@ -195,6 +240,16 @@ def the_factorial():
     highest = [f"{rows[data, 'convolution', '0 to 9']['high']:.2f}" for data in SETS]
     yield PAGE, HELP, " and ".join(highest)
     earlier = {data: table(f"evidence/{data}-factors.csv").set_index("name") for data in SETS}
+    skips = [f"{points(earlier[data].loc['skip'], '+')}" for data in SETS]
+    flat = [f"{earlier[data].loc['convolution', 'difference']:.2f}" for data in SETS]
+    fresh = [rows[data, "skip", "5 to 9"] for data in SETS]
+    p = f"p = {fresh[1]['p']:.3f}, corrected for four tests {fresh[1]['p_holm']:.3f}"
+    yield EVOLUTION, "", f"the skip connection {skips[1]} here and {skips[0]} on CIFAR-10"
+    yield EVOLUTION, "", f"the convolution {flat[1]} and {flat[0]}"
+    yield EVOLUTION, "", f"{open_points(fresh[1], '+')}; {p}) here and {points(fresh[0], '+')}"
+    before = [f"{earlier[data].loc['skip', 'difference']:+.2f}" for data in SETS]
+    yield CELL, "", f"skip {before[0]} points", f"{before[1]} on CIFAR-100"
+    yield CELL, "", f"convolution {flat[0]} and {flat[1]}"
     titles = {
         "skip": "skip connection",
         "convolution": "convolution",
@@ -224,8 +279,9 @@ def what_each_study_could_have_found():
         yield EVOLUTION, heading, " | ".join(found[i : i + 2])
     yield EVOLUTION, heading, *found[6:]
     yield PAGE, "", f"{min(found[:6])} to {max(found[:6])} points"
-    verdict = table("across/verdict.csv").query("part == 'vit-rival'")
-    yield PAGE, heading, span(verdict["found_at_80_percent"])
+    yield PAGE, heading, f"SST {found[-2]} and {found[-1]}"
+    verdict = table("across/verdict.csv").query("part in ('vit-rival', 'second-updates')")
+    yield PAGE, heading, f"small ViT {span(verdict['found_at_80_percent'])}"
 
 
 def equal_time():
@@ -237,7 +293,8 @@ def equal_time():
     assert updates == round(390 * 4.256)
     each = ", ".join(map(str, ratios))
     yield CELL, "Equal time", each, f"{updates:,} updates", "`--epochs 4.256`"
-    yield PAGE, HELP, f"{ratio} times", f"{updates:,} updates"
+    yield PAGE, HELP, f"{ratio} times", f"{updates:,} updates and EA 1,560"
+    yield EVOLUTION, "", f"{ratio} times", span(ratios, 3)
 
 
 # ---- maps, and recipes of CIFAR-10 -----------------------------------------------------------------------------------
@@ -255,6 +312,15 @@ def replaced_maps():
     lost = means["trained"] - means["none"]
     narrow = lost[["none", "PA", "EA", "EA without skip", "EA without convolution"]]
     yield PAGE, "", f"{lost[EA]:.1f}", f"{span(narrow, 0)} points"
+    rest, quarter = slower[:6].tolist(), slower[6:].tolist()
+    yield MAPS, "", f"loses {quarter[0] - quarter[4]:.1f} points without any map"
+    yield MAPS, "", f"{quarter[0] - quarter[5]:.1f} with its own logits alone"
+    assert rest[0] - rest[4] < 1.1
+    own = means["trained"] - means["own"]
+    full = table("replaced-maps/full-logits.csv")
+    evolved = full.query("model.str.startswith('ea') and correlation < 1")["correlation"]
+    yield MAPS, "", span(evolved), f"the narrow one loses {own['EA']:.1f} points"
+    yield MAPS, "", f"{means.trained['EA'] - means.trained['none']:.1f} points on these images"
     healed = _replaced("pa-norm")
     yield PAGE, "", f"{healed['trained'] - healed['none']:.2f} (PA)"
     yield HEALTHY, HEALED, *healed, healed["trained"] - healed["none"], lost[PA]
@@ -305,6 +371,11 @@ def slower_attention():
             end = re.escape(cells("", *of_name["top1"])[3:])
             assert rows_of(MAPS, rf"{start} [\d.]+ {end}.*")
             yield MAPS, "", f"{last['train_loss']:.4f}"
+            if rate == "a quarter of it":
+                maps = of_name.set_index("maps")["top1"]
+                back = maps["mean"] - maps["none"]
+                lost = maps["trained"] - maps["none"]
+                yield MAPS, "", f"{back + 1e-9:.1f} of the {lost + 1e-9:.1f}"
 
 
 def the_recipes_of_ten_epochs():
@@ -346,7 +417,13 @@ def cifar10():
     for name in ("t1-base", "t2-tables-classifier"):
         of_seeds = last[[name, f"{name}-seed1"]]
         yield CIFAR, "CIFAR-10", " and ".join(of_seeds)
-    wide = table("wrn16-4-short.csv").groupby("model")["held_out_top1"].mean()
+    by_model = table("wrn16-4-short.csv").groupby("model")["held_out_top1"]
+    for name, title in (("wrn28_10_cifar", "plain"), ("aa_wrn28_10_cifar", "AA")):
+        runs = by_model.get_group(name)
+        yield CIFAR, "", cells(title, ", ".join(shown(runs)), runs.mean())
+    wide = by_model.mean()
+    longer = table("ablation/share-longer.csv")["held_out_top1"]
+    yield CIFAR, "", " and ".join(shown(longer))
     yield CIFAR, "", f"{wide['wrn28_10_cifar'] - wide['aa_wrn28_10_cifar']:.1f} points"
 
 
@@ -400,8 +477,13 @@ def quarter_width_networks_and_tuning_on_scenes():
     assert holm([plain["p"], aa["p"]]).tolist() == [1.0, 1.0]
     for variant, values in top1.items():
         yield SCENES, "", cells(variant, *values, values.mean())
-    for gain in (plain, aa, taught):
-        yield SCENES, "", f"({gain['low']:.2f} to {gain['high']:.2f}"
+    said = open_points(taught).replace("(", "points (")
+    yield SCENES, "", points(plain).replace("(", "points ("), f"EA - AA {points(aa)}"
+    yield SCENES, "", f"{said}, p = {taught['p']:.3f}"
+    seconds = table("scenes/quarter-width-runs.csv").groupby("variant")["seconds"]
+    yield SCENES, "", f"{span(seconds.get_group('plain'), 0)} seconds of training"
+    for name in ("AA", "EA"):
+        yield SCENES, "", f"{span(seconds.get_group(name), 0)} for {name}"
     means = top1.mean()
     for name in ("plain", "AA", "EA"):
         yield PAGE, "Scenes", f"{name} {means[name]:.2f}"
@@ -412,7 +494,8 @@ def quarter_width_networks_and_tuning_on_scenes():
     tuned = tuning["fine-tuned"]
     scratch = tuning["from scratch"]
     gain = open_points(paired(tuned - scratch)).replace(" ", " points ", 1)
-    yield SCENES, "", f"mean {tuned.mean():.2f}", scratch[0], gain
+    each = ", ".join(shown(tuned))
+    yield SCENES, "", f"{each} (mean {tuned.mean():.2f})", scratch[0], gain
     yield "docs/fine-tune.md", "", tuned.mean(), scratch[0]
 
 
@@ -437,6 +520,32 @@ def _faithfulness_row(faithful, ranking, scores, models):
     return cells(ranking, *figures)
 
 
+def captions_of_pictures():
+    """A scene's houses and road, and the cat's eyes in the maps of a pretrained transformer."""
+    maps = np.load(RESULTS / "scenes" / "scene.npz")["attn"].reshape(8, 2, 14, 14)
+    houses = 100 * maps[7, :, 2:6].sum((1, 2))
+    road = 100 * maps[5, :, 7:].sum((1, 2))
+    yield PAGE, "Scenes", f"{span(houses, 0)}% of its attention on the lit houses"
+    yield PAGE, "Scenes", f"{span(road, 0)}% on the road"
+    with np.load(RESULTS / "pretrained-maps.npz") as file:
+        kept = {name: file[name].astype(float) for name in file.files}
+    left_eye = kept["cls"][..., 9:16, 6:14].mean((-2, -1))
+    right_eye = kept["cls"][..., 11:18, 24:30].mean((-2, -1))
+    eyes = (left_eye + right_eye) / 2
+    yield TUNING, "", f"{eyes[5]:.1f} times", span(np.delete(eyes, 5), 1) + " times"
+    to_plain = _moved(kept["before"], kept["plain"])
+    to_gates = _moved(kept["before"], kept["gates"])
+    yield TUNING, "", span([*to_plain, *to_gates], 0) + "%"
+    yield TUNING, "", span(_moved(kept["plain"], kept["gates"]), 0) + "%"
+
+
+def _moved(maps, others):
+    """Return by map which percentage of attention lies elsewhere in the other."""
+    shares = maps / maps.sum((1, 2), keepdims=True)
+    other_shares = others / others.sum((1, 2), keepdims=True)
+    return 50 * np.abs(shares - other_shares).sum((1, 2))
+
+
 def fine_tuning_of_a_pretrained_transformer_on_scenes():
     ways = {
         "plain": "The plain ViT has",
@@ -449,8 +558,9 @@ def fine_tuning_of_a_pretrained_transformer_on_scenes():
     for way, name in ways.items():
         yield TUNING, "", cells(f"`{way}`", *top1[way], top1[way].mean())
         yield PAGE, "Tuning a vision transformer", f"{name} {spread(top1[way])}"
-    for gain in gains.values():
-        yield TUNING, "", f"({gain['low']:.2f} to {gain['high']:.2f})"
+    for way, gain in gains.items():
+        more = " points" if way == "gates" else ""
+        yield TUNING, "", points(gain).replace(" (", f"{more} (", 1)
     p = holm([gain["p"] for gain in gains.values()])
     yield TUNING, "", f"{p[0]:.2f}, {p[1]:.2f} and {p[2]:.2f}"
     last_layer = table("finetune-scenes-maps.csv").query("layer == 12").groupby("model")
@@ -463,6 +573,8 @@ def fine_tuning_of_a_pretrained_transformer_on_scenes():
     yield PAGE, "Tuning a vision transformer", points(gains["conv2d"])
     yield PAGE, "Tuning a vision transformer", f"within {largest:.2f} of 0"
     yield PAGE, "", points(gains["gates"])
+    means = f"{top1['plain'].mean():.2f}% plain and {top1['gates'].mean():.2f}%"
+    yield "docs/fine-tune.md", "What to expect", means
 
 
 def attention_added_to_a_trained_resnet():
@@ -535,6 +647,7 @@ def what_the_norm_costs():
     pd.testing.assert_frame_equal(effects_of(runs), effects)
     for row in effects.to_dict("records"):
         yield HEALTHY, heading, points(row, "+")
+    yield HEALTHY, heading, " and ".join(f"{p:.3f}" for p in effects["p_holm"])
     repeats = pd.read_csv(HEALTHY_RUNS / "norm-repeats.csv").set_index("seed")["top1"]
     none = runs.query("network == 'none'").set_index("seed")
     recorded = none["without_norm"]
@@ -595,6 +708,48 @@ def the_shipped_networks():
         yield HEALTHY, heading, ", ".join(shown(shares[:5]))
 
 
+def rows_of_readme():
+    """The short runs' rows, what the papers have, and the six views that turn the first two round."""
+    views = []
+    for name in (EA, AA):
+        card = section(f"weights/{name}.long_c10.md")
+        views += re.findall(r"`--tta six`\): (\d\d\.\d\d)%", card)
+    yield "README.md", "", f"({' and '.join(views)})"
+    assert views == sorted(views)
+    first = last_row("fast-cifar10/cnn_cifar.csv")
+    second = pd.read_csv(HEALTHY_RUNS / f"{PA}.csv").iloc[-1]
+    yield "README.md", "", f"CIFAR-10 | {first['top1']:.1f} ({first['epoch']:.0f})"
+    epochs = first["epoch"] + second["epoch"]
+    yield "README.md", "", f"CIFAR-10 | {second['top1']:.1f} ({epochs:.0f})"
+    epochs = load_recipe("pa_cifar10")["epochs"]
+    for name in ("cnn_cifar", AA, PA):
+        paper = published.figures(name)["top1"]
+        yield "README.md", "", f"{paper['CIFAR-10']:.2f} ({epochs})"
+        yield HEALTHY, LONG, paper["CIFAR-100"]
+    yield PAGE, "CIFAR-10", f"the paper's AA {published.figures(AA)['top1']['CIFAR-100']:.2f}"
+
+
+def curves_of_top1_by_epochs():
+    """Of EA with six views: what a doubling brings, and the exponent that joins three recipes."""
+    figures = pd.read_csv(HEALTHY_RUNS / "former-accuracy.csv").set_index("run")["six_views"]
+    cards = []
+    for card in (f"{EA}.long_c10", f"{PA}.fast_norm_c10"):
+        cards += re.findall(r"`--tta six`\): (\d\d\.\d\d)%", section(f"weights/{card}.md"))
+    views = np.array([figures[EA], figures["ea_second_cycle"], float(cards[0])])
+    exponent = np.polyfit(np.log([10, 16, 60]), np.log(100 - views), 1)[0]
+    yield HEALTHY, LONG, f"{views[0]:.2f}, {views[1]:.2f} and {views[2]:.2f}"
+    yield HEALTHY, LONG, f"to the power {exponent:.2f}"
+    slower = (views[1] - views[0]) / np.log2(1.6)
+    before = 94.02  # PA's former weights, of commit 3fcdab3
+    faster = (float(cards[1]) - before) / np.log2(1.5)
+    yield HEALTHY, SECOND_CYCLE, f"{slower:.2f} to {faster:.2f} points a doubling"
+    missing = 96 - views[1]
+    doublings = (missing / faster, missing / slower)
+    epochs = [16 * 2**number for number in doublings]
+    yield HEALTHY, SECOND_CYCLE, f"{missing:.2f} points away: {doublings[0]:.1f} doublings"
+    yield HEALTHY, SECOND_CYCLE, f"{epochs[0]:.0f} epochs in all, {doublings[1]:.1f} at the slower"
+
+
 def the_long_runs():
     recipe = "ea_vision/recipes/cifar_long.yaml"
     for name, run in ((EA, "ea_long"), (AA, "none_long")):
@@ -607,6 +762,7 @@ def the_long_runs():
     yield recipe, "", f"--epochs {epochs}: {top1}"
     yield "README.md", "", f"CIFAR-100 | {top1} ({epochs})"
     yield HEALTHY, LONG, f"{top1}%", f"training loss {hundred['train_loss']:.4f}"
+    yield PAGE, "CIFAR-10", f"{top1} after {epochs} epochs"
 
 
 # ---- the probe, faithfulness, detection, speed -----------------------------------------------------------------------
@@ -668,8 +824,25 @@ def smaller_experiments():
     yield page, "", f"AA {tiny['aa_resnet34']:.1f}"
     yield page, "", f"PA {tiny['pa_aa_resnet34']:.1f}"
     yield page, "", f"EA {tiny['ea_aa_resnet34']:.1f}"
-    for top1 in table("moved-digits.csv").groupby("transform")["top1"].mean():
+    short = table("tiny-imagenet/attention.csv").query("images == 80")
+    for name, runs in attention.groupby("run"):
+        line = [", ".join(f"{x:.1f}" for x in runs["top1"]), f"{tiny[name]:.1f}"]
+        line.append(", ".join(f"{x:.3f}" for x in runs["train_loss"]))
+        line.append(", ".join(f"{x:.0f}" for x in runs["processor_seconds"]))
+        mean = short[short["run"] == name]["top1"].mean()
+        yield page, "", cells("", *line, f"{mean + 1e-9:.1f}")[2:]
+    digits = table("moved-digits.csv").pivot(index="seed", columns="transform", values="top1")
+    for seed, of_seed in digits.iterrows():
+        yield page, "", cells(str(seed), of_seed[True], of_seed[False])
+    for top1 in digits.mean():
         yield page, "", f"{top1:.2f}%"
+    beside = table("tiny-imagenet/beside-timm.csv").sort_values("seed")
+    for name, title in (("ours", "ours"), ("timm", "timm's")):
+        of = beside[beside["run"] == name]
+        line = [", ".join(shown(of["top1"])), f"{of['top1'].mean() + 1e-9:.2f}"]
+        line.append(", ".join(f"{x:.3f}" for x in of["train_loss"]))
+        line.append(", ".join(f"{x:.0f}" for x in of["processor_seconds"]))
+        yield page, "", cells(title, *line, ", ".join(f"{x:,.0f}" for x in of["memory_mib"]))
     kept = table("widths/misses.csv")
     best = kept.groupby("kind")["largest_miss_percent"].min()
     yield CIFAR, "", f"{best['doubled']:.0f}%"
@@ -685,6 +858,11 @@ def speed():
             yield PAGE, SPEED, f"{row.memory_mib:.0f}"
         else:
             yield PAGE, SPEED, cells(row.model, row.train_ratio, row.infer_ratio, row.memory_ratio)
+    ratios = benchmark.set_index("model")["train_ratio"]
+    yield PAGE, "", f"EA-50 trains at {ratios['ea_aa_resnet50']:.2f} of ResNet-50's rate"
+    yield PAGE, "", f"AA-50 at {ratios['aa_resnet50']:.2f}"
+    for row in table("large-maps-added.csv").itertuples(index=False):
+        yield "docs/fine-tune.md", "", f"| {row[2]:.3f} | {row[3]:.3f} |"
     for row in table("recording-cost.csv").itertuples():
         seconds = (row.plain_s + 1e-6, row.recorded_s + 1e-6)
         figures = cells(f"`{row.network}`", *seconds, f"{row.maps_mib:.1f}")
@@ -732,7 +910,7 @@ def sentences():
     for name, effect, p in zip(("PA", "EA"), effects, corrected, strict=True):
         values = (spread(rows[name]), points(effect), f"{p:.3f}")
         yield readme, "The results", cells(name, *values)
-        assert effect["high"] < 0.96
+        assert effect["high"] < 48.60 - 47.64  # the paper's PA and Transformer
         yield PAGE, "", f"{name} - none {points(effect)}"
     yield "docs/transformers.md", "", rows["none"].mean(), rows["PA"].mean()
 
@@ -845,6 +1023,7 @@ def the_profile_of_deployed_networks():
 CLAIMS = [
     the_question_by_seeds,
     the_tables_by_seed,
+    sentences_below_the_tables_by_seed,
     attention_against_convolution,
     settings_compared_on_held_out_images,
     the_factorial,
@@ -858,6 +1037,7 @@ CLAIMS = [
     scenes,
     quarter_width_networks_and_tuning_on_scenes,
     what_maps_of_scenes_tell,
+    captions_of_pictures,
     fine_tuning_of_a_pretrained_transformer_on_scenes,
     attention_added_to_a_trained_resnet,
     was_the_deficit_the_collapse,
@@ -866,6 +1046,8 @@ CLAIMS = [
     the_runs_with_the_norm,
     entropies_of_the_runs_with_the_norm,
     the_shipped_networks,
+    rows_of_readme,
+    curves_of_top1_by_epochs,
     the_long_runs,
     the_probe,
     faithfulness,
