@@ -96,7 +96,7 @@ def effects_of(
 
     found_at_80_percent: the gain, in points, that the seeds find at 80% power; for a hypothesis at Holm's first level.
     run_ratio: mean time of the runs over that of the baseline's. time_ratio: processor time of a run over the
-    baseline's, from the training steps of today's code.
+    baseline's, from the training steps of verdict-times.csv.
     """
     top1 = by_variant(runs)
     seconds = runs.groupby("variant")["seconds"].mean()
