@@ -75,11 +75,17 @@ def register() -> None:
 class CarryingBlock:
     """A block of a model, beside its own class: its tokens carry what it needs to run again in the backward pass.
 
-    chains: those that pass through it. token_conv: runs before it, or None.
+    chains: those that pass through it. token_conv: runs before it, or None. attention_config: of its attention.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block's own forward on (B, T, C) tokens, its first argument or `hidden_states`."""
+        implementation = self.attention_config._attn_implementation
+        if implementation != NAME:
+            raise ValueError(
+                f"an evolved model needs attn_implementation {NAME!r}, got {implementation!r}, by which its maps "
+                "would not evolve: ea_vision.record_attention gives the maps, ea_vision.unevolve the plain model"
+            )
         tokens = args[0] if args else kwargs.pop("hidden_states")
         sequences.carry(tokens, self.chains)
         if self.token_conv is not None:
@@ -176,6 +182,7 @@ def _give_chain(
         if not isinstance(block, CarryingBlock):
             block.__class__ = carrying_class(type(block))
             block.chains = []
+            block.attention_config = layers[0].config
         block.chains.append(chain)
 
 
@@ -244,7 +251,7 @@ def unevolve_huggingface(model: nn.Module) -> nn.Module:
         if isinstance(getattr(module, "maps", None), sequences.SequenceMaps):
             del module.maps
         if isinstance(module, CarryingBlock):
-            del module.token_conv, module.chains
+            del module.token_conv, module.chains, module.attention_config
             module.__class__ = type(module).__mro__[2]
     plain.set_attn_implementation(getattr(plain.config, NAME)["attn_implementation"])
     delattr(plain.config, NAME)

@@ -135,6 +135,26 @@ def test_begins_as_the_plain_model_by_every_kind_and_goes_back(name):
     assert torch.equal(output(model, name), expected)
 
 
+@pytest.mark.parametrize("name", ["vit", "bart", "llama"])
+def test_another_implementation_of_attention_is_refused(name):
+    """transformers advises "eager" for output_attentions: the maps would silently be those of the plain model."""
+    model = evolve(create(name), "talking_heads")
+    expected = output(model, name)
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        with pytest.raises(
+            ValueError, match=f"needs attn_implementation 'ea_vision', got '{implementation}'"
+        ):
+            output(model, name)
+    model.set_attn_implementation("ea_vision")
+    assert torch.equal(output(model, name), expected)
+    copied = copy.deepcopy(model)
+    copied.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="got 'eager'"):
+        output(copied, name)
+    assert torch.equal(output(model, name), expected)
+
+
 @torch.no_grad()
 def test_layers_without_an_evolution_keep_the_scale_of_their_model():
     model = create("vit")
