@@ -1,6 +1,6 @@
 """The options that the figures' commands share, their values, and how figures are written to files.
 
-What the functions `plot_*` take alike:
+What the functions `plot_*` take, as far as their figures have it:
 
     model      a timm network (an nn.Module, which runs in evaluation mode), or the name of one, a run folder or a
                checkpoint. Several: a list of these, or a mapping from labels to them.
