@@ -31,7 +31,8 @@ unix_only()
 
 SECONDS = 240  # that a job may take on a busy machine
 COMMANDS = {
-    "srun": 'echo $$ > "$PLACE/step"; echo "$@" >> "$PLACE/srun"; exec "$@"',
+    "srun": 'echo $$ > "$PLACE/step"; echo "$@" >> "$PLACE/srun"; echo "$SRUN_CPUS_PER_TASK" >> "$PLACE/cpus"; '
+    'exec "$@"',
     "scancel": 'echo "$@" >> "$PLACE/scancel"; kill -TERM "$(cat "$PLACE/step")"; sleep 0.2; '
     'kill -TERM "$(cat "$PLACE/step")" 2>/dev/null || true',
     "scontrol": 'case "$1" in show) printf "node1\\nnode2\\n";; requeue) echo "$2" >> "$PLACE/requeue";; esac',
@@ -68,6 +69,7 @@ def sbatch(cluster, script, *arguments, until=None, **more):
         "SLURM_NNODES": "2",
         "SLURM_JOB_NODELIST": "node[1-2]",
         "SLURM_GPUS_ON_NODE": "4",
+        "SLURM_CPUS_PER_TASK": "48",
         **more,
     }
     job = subprocess.Popen(
@@ -100,6 +102,7 @@ def test_the_job_ends_as_the_training_does(cluster, code):
     assert "--rdzv-id 7-0 " in line
     assert "--rdzv-endpoint node1:29400" in line
     assert line.endswith("-m ea_vision train-imagenet --data-dir a b")
+    assert noted(cluster, "cpus") == ["48"], "srun is told of the job's CPUs"
     assert not noted(cluster, "requeue")
     assert not noted(cluster, "scancel")
 
@@ -166,7 +169,12 @@ def test_a_typo_is_told_once_before_the_training_starts(cluster, capsys, script,
         ("train-imagenet", "--model resnet51", "unknown model 'resnet51'; did you mean "),
         ("train-detection", "--data-dir /nowhere", "data folder /nowhere must have train/"),
         ("train-detection", "", "no images: --data-dir is required"),
-        ("train-cifar", "--data-dir /nowhere", "--data-dir /nowhere does not exist"),
+        ("train-cifar", "--data-dir /nowhere", "data folder /nowhere must have train/"),
+        (
+            "train-cifar",
+            "--dataset cifar10 --data-dir /nowhere",
+            "--data-dir /nowhere does not exist",
+        ),
     ],
 )
 def test_a_wrong_place_or_name_is_told_before_the_training_starts(capsys, command, line, message):
@@ -243,6 +251,7 @@ def test_an_array_trains_what_evidence_reads_and_continues_after_its_limit(clust
     said = capsys.readouterr().out
     assert "EA" in said
     assert "none" in said
+    assert set(noted(cluster, "cpus")) == {"48"}
     code, out = array(4)
     assert code == 2
     assert "error: there is no run for task 4" in out
