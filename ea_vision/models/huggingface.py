@@ -8,6 +8,8 @@ The models stay what they are. Each attention layer gets a module `maps` with it
 `ALL_ATTENTION_FUNCTIONS["ea_vision"]`; each block gets a class of its own, which runs the block's forward.
 """
 
+import functools
+import logging
 import sys
 from dataclasses import replace
 from typing import Any
@@ -21,6 +23,7 @@ from ea_vision.models._chain import frozen_in_backward
 from ea_vision.models._mechanisms import Mechanisms, check_idle, refuse
 from ea_vision.models.any_transformer import shared_copy
 
+log = logging.getLogger(__name__)
 NAME = "ea_vision"  # of the attention function, and of the evolution in a model's configuration
 UNKNOWN_KEYWORDS = ("softcap", "s_aux", "sinks", "cache", "indices", "block_indices")
 
@@ -50,6 +53,8 @@ def attention(
     for name in UNKNOWN_KEYWORDS:
         if kwargs.get(name) is not None:
             raise ValueError(f"evolving maps know no {name!r}, which {type(module).__name__} has")
+    if kwargs.get("output_attentions"):
+        _say_how_to_record()
     groups = query.shape[1] // key.shape[1]  # of heads that share keys and values
     written = maps.chain.written(module, key.shape[2])
     key = repeat_kv(key[:, :, :written], groups)
@@ -61,6 +66,14 @@ def attention(
     reading = sequences.reading_of(attention_mask, bias, causal, query.shape[2], key)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return maps(query, key, value, reading, scale, dropout), None
+
+
+@functools.cache
+def _say_how_to_record() -> None:
+    """Log, once, that output_attentions gives nothing, as by sdpa."""
+    log.warning(
+        "an evolved model gives no output_attentions: ea_vision.record_attention has its maps"
+    )
 
 
 def register() -> None:

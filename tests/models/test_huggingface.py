@@ -15,6 +15,7 @@ import ea_vision
 from ea_vision import evolve, record_attention, unevolve
 from ea_vision.layers import Evolution, TokenConv
 from ea_vision.layers.sequence_attention import Chain
+from ea_vision.models import huggingface
 from tests.layers.oracle import map_conv
 from tests.models.test_across import KINDS
 from tests.models.zoo import idle
@@ -153,6 +154,14 @@ def test_another_implementation_of_attention_is_refused(name):
     with pytest.raises(ValueError, match="got 'eager'"):
         output(copied, name)
     assert torch.equal(output(model, name), expected)
+
+
+def test_who_asks_for_attentions_learns_what_records_them(caplog):
+    huggingface._say_how_to_record.cache_clear()
+    model = evolve(create("vit"))
+    for _ in range(2):
+        model(**inputs_of("vit"), output_attentions=True)
+    assert caplog.text.count("ea_vision.record_attention has its maps") == 1
 
 
 @torch.no_grad()
