@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ea_vision.base.devices import choose_device
-from ea_vision.base.errors import exit_code
+from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.base.provenance import hardware
 from ea_vision.layers import create_evolution
 from ea_vision.ops.reference import attention_of, mask_logits
@@ -257,6 +257,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if args.sst is None:
         parser.error("SST, the folder of the sentences, is required")
+    source = fingerprint(args.sst)
+    if not args.trial and not set(rows.get("data", ())) <= {source}:
+        raise UsageError(f"{args.rows} has rows of other sentences than those in {args.sst}")
     made = set(zip(rows["network"], rows["seed"], strict=True))
     data, words = read(args.sst, 200 if args.trial else None)
     epochs = 1 if args.trial else EPOCHS
@@ -267,7 +270,6 @@ def main(argv: list[str] | None = None) -> int:
         for network in NETWORKS
         if args.trial or (network, seed) not in made
     ]
-    source = fingerprint(args.sst)
     with get_context("spawn").Pool(args.jobs) as pool:
         for row in pool.imap_unordered(make, tasks):
             print(row, flush=True)

@@ -347,6 +347,10 @@ def replaced_maps_of_networks_with_the_norm():
     without = _replaced("none-norm")
     yield HEALTHY, COLLAPSE, *healthy, *(healthy["trained"] - healthy[["none", "own"]])
     yield HEALTHY, COLLAPSE, *without, without["trained"] - without["none"]
+    lost = [of["trained"] - of["none"] for of in (without, healthy)]
+    both = " and ".join(shown(lost))
+    yield MAPS, "", f"lost {both} after 10 epochs with the norm"
+    yield HEALTHY, HEALED, f"lose {both}"
     for name, short in ((AA, "AA"), (EA, "EA")):
         top1 = _replaced("long", f"{name}.long_c10")
         yield PAGE, OWE, *top1[["trained", "other", "none"]]

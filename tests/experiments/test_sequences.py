@@ -1,9 +1,11 @@
-"""The two tasks without images of experiments/across: labels, no look at later characters, and tables that grow."""
+"""The tasks without images, of experiments/across and text: labels, no look at later characters, tables that grow."""
 
 import pytest
 import torch
 
+from ea_vision.base.errors import UsageError
 from experiments.across import sequences
+from experiments.text import run as sentences
 
 
 def test_the_answer_is_the_value_beside_the_key():
@@ -62,3 +64,10 @@ def test_a_table_goes_on(tmp_path):
     grown = table.read_text()
     assert grown.startswith(kept)
     assert len(grown.splitlines()) == 1 + 2
+
+
+def test_rows_of_other_sentences_are_not_continued(tmp_path):
+    for split in ("train", "dev", "test"):
+        (tmp_path / f"sst_{split}.txt").write_text("__label__1 a dull film\n")
+    with pytest.raises(UsageError, match="sst.csv has rows of other sentences than those in"):
+        sentences.main([str(tmp_path)])
