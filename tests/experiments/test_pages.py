@@ -875,6 +875,7 @@ def speed():
 
 BY_SIZE = "Networks by image size"
 RATIOS = ["inference, ratio", "training, ratio"]
+SECONDS = ["inference, s", "training, s"]
 
 
 def test_the_table_of_large_images():
@@ -893,6 +894,11 @@ def networks_by_image_size():
         for *_, infer, train, mib in kept[kept["network"] != "resnet50"].itertuples(index=False):
             memory = "" if np.isnan(mib) else f"; {mib:,.0f}"
             yield KERNELS, BY_SIZE, f"| {infer:.2f}, {train:.2f}{memory} |"
+    large = table("large-maps.csv").set_index("network")
+    for network in ("aa", "pa", "ea"):
+        ratios = large.loc["resnet50", SECONDS] / large.loc[network, SECONDS]
+        mib = large.loc[network, "peak, MiB"]
+        yield KERNELS, BY_SIZE, f"| {', '.join(shown(ratios))}; {mib:,.0f} |"
     ea = sizes[sizes["network"] == "ea"]["training, ratio"]
     yield KERNELS, BY_SIZE, ea["as it is", "before"].item()
     yield KERNELS, BY_SIZE, ea["kept by environment", "after, in place"].item()
@@ -1006,6 +1012,22 @@ def parts_of_a_layer():
             sign = "-" if backward < 0 else "+"
             columns.append(f"{forward:.1f} {sign} {abs(backward):.1f}")
         yield KERNELS, "Parts of a layer on a CPU", f"| {part} | " + " | ".join(columns)
+    whole = parts.sum()
+    columns = []
+    for pixels in (196, 400, 784):
+        columns.append(f"{whole[pixels, 'forward']:.1f} + {whole[pixels, 'backward']:.1f}")
+    yield KERNELS, "Parts of a layer on a CPU", cells("all", *columns)
+
+
+def the_compilers_figures():
+    kernels = table("kernel-figures.csv")
+    yield KERNELS, "The compiler's figures", f"all {len(kernels):,} kernels"
+    shown_kernels = kernels.query("layer == 'ea50' and GPU == 9.0 and dtype == 'bf16'")
+    assert (shown_kernels["spilled"] == 0).all()
+    for row in shown_kernels.to_dict("records"):
+        loop = f"{row['instructions']}, {row['barriers']}"
+        figures = [str(row["registers"]), f"{row['shared KiB']:.1f}", str(row["blocks"]), loop]
+        yield KERNELS, "The compiler's figures", cells(f"`{row['kernel']}`", *figures)
 
 
 def the_profile_of_deployed_networks():
@@ -1064,6 +1086,7 @@ CLAIMS = [
     kernels_on_a_gpu,
     cifar_steps_on_a_gpu,
     parts_of_a_layer,
+    the_compilers_figures,
     the_profile_of_deployed_networks,
 ]
 
