@@ -74,8 +74,8 @@ def read_run(folder: Path) -> dict[str, Any]:
     """
     if not (folder / "results.json").is_file():
         raise UsageError(f"{folder} is not complete: the sweep's own command continues it")
-    results = json.loads((folder / "results.json").read_text())
-    config = yaml.safe_load((folder / "config.yaml").read_text())
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     metrics = pd.read_csv(folder / "metrics.csv")
     split = "test" if "test_last" in results else results["eval_split"]
     return {
@@ -464,7 +464,7 @@ def main(argv: list[str] | None = None) -> int:
     write_runs(runs, folder / "evidence-runs.csv")
     table.to_csv(folder / "evidence.csv", index=False)
     text = study(runs, table)
-    (folder / "evidence.md").write_text(text)
+    (folder / "evidence.md").write_text(text, encoding="utf-8")
     plot_evidence(top1, table, split).savefig(folder / "evidence.png", dpi=200)
     print(text, f"written: {folder}", sep="")
     return 0

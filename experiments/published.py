@@ -63,7 +63,7 @@ def tables() -> dict[str, dict[str, Any]]:
     """Return the tables of published.yaml by name. Each row has a label, keywords, its source, recipes by data set, and
     its top1 and top5 in percent by data set."""
     by_name = {}
-    for table in yaml.safe_load((HERE / "published.yaml").read_text()):
+    for table in yaml.safe_load((HERE / "published.yaml").read_text(encoding="utf-8")):
         table["rows"] = [_row(table, row) for row in table["rows"]]
         by_name[table["name"]] = table
     return by_name
@@ -113,7 +113,7 @@ def figures(model: str) -> Row | None:
 def runs() -> pd.DataFrame:
     """Return the runs of results/runs.yaml: model, data, recipe, epochs, top1."""
     rows = []
-    for about in yaml.safe_load((HERE / "results" / "runs.yaml").read_text()):
+    for about in yaml.safe_load((HERE / "results" / "runs.yaml").read_text(encoding="utf-8")):
         last = pd.read_csv(HERE / "results" / about["metrics"]).iloc[-1]
         rows.append({**about, "epochs": int(last["epoch"]), "top1": float(last["top1"])})
     return pd.DataFrame(rows)
@@ -431,7 +431,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(chosen(names), end="")
     else:
         for path, text in pages().items():
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
     return 0
 
 

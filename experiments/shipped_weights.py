@@ -28,7 +28,7 @@ def collect(folder: Path) -> list[dict]:
         cfg = timm.get_pretrained_cfg(name)
         if name.split(".")[0] not in list_networks() or not cfg.file or cfg.num_classes != 10:
             continue
-        card = (folder / f"{name}.md").read_text()
+        card = (folder / f"{name}.md").read_text(encoding="utf-8")
         top1, top5 = map(float, ACCURACY.search(card).groups())
         params = sum(parameter.numel() for parameter in timm.create_model(name).parameters())
         row = {

@@ -46,12 +46,13 @@ def rows_of(
 
 
 def _tab_separated(path: Path) -> list[list[str]]:
-    return [line.split("\t") for line in path.read_text().split("\n") if line]
+    return [line.split("\t") for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def categories_of(tiny: Path, classes: Sequence[str]) -> list[dict]:
     """Return one category per class, named by its first word, with the class where several have this word."""
-    words = dict(line.split("\t", 1) for line in (tiny / "words.txt").read_text().splitlines())
+    text = (tiny / "words.txt").read_text(encoding="utf-8")
+    words = dict(line.split("\t", 1) for line in text.splitlines())
     names = [words[label].split(",")[0] for label in classes]
     uses = Counter(names)
     categories = []

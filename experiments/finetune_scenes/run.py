@@ -117,7 +117,7 @@ def test(output: Path, data: Path) -> float:
     if not path.exists():
         paths = ["--evaluate", output, "--data-dir", data / "test", "--output", folder]
         train_imagenet.main([*map(str, paths), "--device", "cpu"])
-    return json.loads(path.read_text())["top1"]
+    return json.loads(path.read_text(encoding="utf-8"))["top1"]
 
 
 def row_of(

@@ -29,7 +29,7 @@ def top1_of(name, *variants):
 
 def section(page, heading=""):
     """Return a page's text under a heading of any level, up to the next one of that level; "": the whole page."""
-    text = (ROOT / page).read_text()
+    text = (ROOT / page).read_text(encoding="utf-8")
     if not heading:
         return text
     for level in ("## ", "### "):

@@ -31,7 +31,8 @@ def lines_of_pages():
         for block in blocks(page, "sh"):
             lines += block.replace("\\\n", " ").splitlines()
     for script in sorted(FOLDER.rglob("*.py")):
-        lines += (ast.get_docstring(ast.parse(script.read_text())) or "").splitlines()
+        module = ast.parse(script.read_text(encoding="utf-8"))
+        lines += (ast.get_docstring(module) or "").splitlines()
     return lines
 
 
@@ -60,7 +61,7 @@ def parsed_by_its_own_parser(words, monkeypatch):
     is_module = words[0] == "-m"
     name = words[1] if is_module else words[0]
     script = ROOT / (f"{name.replace('.', '/')}.py" if is_module else name)
-    if "Parser(" not in script.read_text():
+    if "Parser(" not in script.read_text(encoding="utf-8"):
         return None
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", stop)
     monkeypatch.setattr(sys, "argv", words[is_module:])

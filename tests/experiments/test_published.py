@@ -26,7 +26,7 @@ SMALL = ("wide-resnet", "conv-transformer", "attention-cost", "probe")
 def test_the_pages_are_what_the_script_writes(name):
     on_results = name in published.MAIN
     [path] = [path for path in published.TEXT if (path.name == "results.md") == on_results]
-    page = path.read_text()
+    page = path.read_text(encoding="utf-8")
     table = TABLES[name]
     sections = page.split("\n## ")
     [shown] = [part.rstrip() for part in sections if part.startswith(f"{table['title']}:")]
@@ -99,7 +99,7 @@ def figures_of(row):
 
 def test_every_published_figure_is_in_the_papers_tables(shared):
     """Where the transcription of the papers' tables is present, it has the figures that we name as theirs."""
-    of_papers = tables_of_papers((shared / "PAPERS.md").read_text())
+    of_papers = tables_of_papers((shared / "PAPERS.md").read_text(encoding="utf-8"))
     others = [row["source"] for row in rows_of_tables() if row["source"] not in of_papers]
     assert {source.partition(",")[0] for source in others} == {"AA paper"}
     rows = [row for row in rows_of_tables() if row["source"] in of_papers]
@@ -142,7 +142,7 @@ RECIPES = sorted(Path(resources.files("ea_vision.recipes")).glob("imagenet_*"))
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda file: file.name)
 def test_recipes_say_what_is_published(recipe):
-    text = recipe.read_text()
+    text = recipe.read_text(encoding="utf-8")
     row = figures(yaml.safe_load(text)["model"])
     assert float(re.search(r"(\d+\.\d+)M parameters", text)[1]) == row["params_m"]
     if row["gflops"] is not None:
