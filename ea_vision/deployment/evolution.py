@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ea_vision.layers import Evolution, EvolvingAttention, PredictiveAttention
+from ea_vision.layers.evolution import reason_against_conv
 from ea_vision.ops.reference import among_patches, with_prefix
 
 SMALLEST = 0.05  # where all |alpha| are larger, the mixture is divided by alpha
@@ -132,13 +133,13 @@ class FoldedEvolution(nn.Module):
 def fold_evolution(evolution: Evolution | None, num_heads: int) -> FoldedEvolution | None:
     """Return the folded form of an evolution of an image's maps, or None for one that is not known here.
 
-    EA and PA are known, no subclasses of them, with torch's own convolutions.
+    EA and PA are known, no subclasses of them, with convolutions as they make them.
     """
     if type(evolution) not in (EvolvingAttention, PredictiveAttention):
         return None
     if evolution.causal != "none":
         return None
     for conv in evolution.convs:
-        if type(conv) is not nn.Conv2d or conv.bias is None:
+        if reason_against_conv(conv) is not None:
             return None
     return FoldedEvolution(evolution, num_heads)

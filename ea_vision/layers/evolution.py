@@ -369,6 +369,28 @@ def check_kernel_size(kernel_size: int) -> None:
         )
 
 
+def reason_against_conv(conv: nn.Module) -> str | None:
+    """Return why the operator, which knows weight and bias alone, cannot convolve maps as a module does, or None."""
+    if type(conv) is not nn.Conv2d:
+        return f"the others take the weights of a Conv2d; got {type(conv).__name__}"
+    side = conv.kernel_size[0]
+    known = ((side, side), (1, 1), (side // 2, side // 2), (1, 1), 1, "zeros")
+    given = (
+        conv.kernel_size,
+        conv.stride,
+        conv.padding,
+        conv.dilation,
+        conv.groups,
+        conv.padding_mode,
+    )
+    if conv.bias is None or given != known:
+        return (
+            "the others take a Conv2d with a bias and zeros around the maps, without stride, dilation and "
+            f"groups; got {given}{'' if conv.bias is not None else ' without a bias'}"
+        )
+    return None
+
+
 class _ConvolvedEvolution(Evolution):
     """The common part of EA and PA: convolutions over the maps, each followed by a ReLU, and the gates alpha and beta.
 
@@ -478,8 +500,9 @@ class _ConvolvedEvolution(Evolution):
         if self.causal != "none":
             return f"the others have no causal form; got causal={self.causal!r}"
         for conv in self.convs:
-            if type(conv) is not nn.Conv2d:
-                return f"the others take the weights of a Conv2d; got {type(conv).__name__}"
+            reason = reason_against_conv(conv)
+            if reason is not None:
+                return reason
         *first, last = self.convs or [None]
         if first:
             patches = among_patches(prev_logits, self.num_prefix_tokens)

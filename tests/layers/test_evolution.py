@@ -8,6 +8,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from ea_vision import ops
+from ea_vision.deployment.evolution import fold_evolution
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention, create_evolution
 from ea_vision.models.any_transformer import EvolvingVitAttention, by_heads
 from ea_vision.ops import evolving_attention, use_implementation
@@ -121,6 +122,36 @@ def test_a_forced_implementation_never_gives_way_to_modules(how, reason, over_to
     layer.attn_drop.register_forward_hook(lambda *_: None)  # asks for the modules themselves
     with torch.no_grad(), use_implementation("cpu"):
         assert_close(layer(*args), chosen, rtol=0, atol=0)
+
+
+OTHER_CONVOLUTIONS = (
+    dict(padding=2, dilation=2),
+    dict(padding=1, padding_mode="circular"),
+    dict(padding=1, groups=2),
+    dict(padding=1, bias=False),
+)
+
+
+@pytest.mark.parametrize("over_tokens", [False, True])
+@pytest.mark.parametrize("options", OTHER_CONVOLUTIONS, ids=str)
+@pytest.mark.parametrize("kind", ["ea", "pa"])
+def test_another_convolution_in_place_of_ours_runs_as_itself(kind, options, over_tokens):
+    evolution = create_evolution(kind, 2)
+    evolution.convs[0] = nn.Conv2d(2, 2, 3, **options)
+    layer, x = layer_and_input(evolution, over_tokens)
+    args = [x, torch.randn(2, 2, 12, 12)]
+    if over_tokens:
+        args.append((4, 3))
+    with torch.no_grad():
+        chosen = layer(*args)
+        with use_implementation("reference"):
+            assert_close(layer(*args), chosen, rtol=0, atol=0)
+    with (
+        use_implementation("cpu"),
+        pytest.raises(ValueError, match="a Conv2d with a bias and zero"),
+    ):
+        layer(*args)
+    assert fold_evolution(evolution, 2) is None
 
 
 @pytest.mark.parametrize(
