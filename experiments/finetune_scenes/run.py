@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 import ea_vision  # noqa: F401  (registers the models)
@@ -51,6 +51,14 @@ def resized(weights: dict[str, Tensor], patches: int) -> dict[str, Tensor]:
     grid = F.interpolate(grid, size=(patches, patches), mode="bicubic", align_corners=False)
     of_patches = grid.flatten(2).transpose(1, 2)
     return {**weights, "pos_embed": torch.cat([table[:, :1], of_patches], 1).contiguous()}
+
+
+def start_of(weights: Path, classes: int) -> dict[str, Tensor]:
+    """Return the weights that all ways begin with: the position table resized, a classifier of zeros."""
+    loaded = resized(load_file(weights), SIDE // PATCH)
+    width = loaded["pos_embed"].shape[-1]
+    head = {"head.weight": torch.zeros(classes, width), "head.bias": torch.zeros(classes)}
+    return {**loaded, **head}
 
 
 def pick(
@@ -191,15 +199,11 @@ def main(argv: list[str] | None = None) -> int:
     data = args.runs / "data"
     start = args.runs / "start.safetensors"
     pick(args.scenes, data, args.photos)
+    first = save(start_of(args.weights, len(list((data / "train").iterdir()))))
     if not start.exists():
-        weights = resized(load_file(args.weights), SIDE // PATCH)
-        classes = len(list((data / "train").iterdir()))
-        width = weights["pos_embed"].shape[-1]
-        head = {
-            "head.weight": torch.zeros(classes, width),
-            "head.bias": torch.zeros(classes),
-        }
-        save_file({**weights, **head}, start)
+        atomic_write(start, first)
+    elif start.read_bytes() != first:
+        raise UsageError(f"the runs in {args.runs} began with other weights than {args.weights}")
     for seed in range(args.seeds):
         for way in ways:
             output = args.runs / f"{way}-{seed}"

@@ -42,6 +42,11 @@ def test_the_table_comes_and_a_second_start_trains_nothing(tmp_path, monkeypatch
     table = (runs / "evidence-runs.csv").read_text()
     assert study.main([*command, "--ways", "gates"]) == 0
     assert (runs / "evidence-runs.csv").read_text() == table, "the other way's row stays"
+    with torch.no_grad():
+        model.cls_token += 1
+    save_file(model.state_dict(), weights)
+    with pytest.raises(UsageError, match="began with other weights than .*weights.safetensors"):
+        study.main(command)
 
 
 def test_wrong_scenes_are_found_before_the_pretraining(tmp_path, monkeypatch):
