@@ -88,7 +88,7 @@ size:
 # The site, in build/site: README as the front page, docs/, experiments/, the notebook, and a reference from the docstrings.
 docs: $(READY)
 	VIRTUAL_ENV=$(VENV) $(VENV)/bin/uv pip install --quiet --constraint constraints.txt --editable ".[docs]"
-	cd docs/site && NO_MKDOCS_2_WARNING=1 ../../$(RUN) -m mkdocs build --strict --quiet
+	bin="$$(cd $(VENV)/bin && pwd)" && cd docs/site && NO_MKDOCS_2_WARNING=1 "$$bin/python" -m mkdocs build --strict --quiet
 	@echo "The site: build/site/index.html"
 
 # What a release needs, checked: version, changelog, tag, wheel and sdist.
