@@ -208,8 +208,8 @@ def evolving_attention(
 
     Args:
         q: (B, K, N, D), not scaled.
-        k: (B, K, M, D). M keys for N queries, as where a network reduces its keys, run on the reference, without
-            position tables, windows and prefix tokens.
+        k: (B, K, M, D). M keys for N queries, as where a network reduces its keys, run on the reference, or by `sdpa`
+            where nothing evolves and no logits are needed; without position tables, windows and prefix tokens.
         v: (B, K, M, E).
         height_rel: (2H-1, D), row 0 = offset -(H-1), or None for no position terms; other odd lengths are fitted to H.
             In a window: the h rows from offset -(h-1)/2 on, where h < 2H-1.
