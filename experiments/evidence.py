@@ -146,9 +146,15 @@ def _shown_options(options: Mapping[str, Any], named: set[str]) -> str:
 
 
 def _of_file(path: Path) -> pd.DataFrame:
-    """Return the runs of a file that `write_runs` wrote."""
+    """Return the runs of a file that `write_runs` wrote; raise UsageError for another table."""
     rows = pd.read_csv(path, keep_default_na=False, na_values={"images": "", "updates": ""})
-    [top1] = [name for name in rows if name.endswith("_top1")]
+    accuracies = [name for name in rows if name.endswith("_top1")]
+    if len(accuracies) != 1 or not {"variant", "seed"} <= set(rows):
+        raise UsageError(
+            f"{path} must have the columns variant, seed and one of top-1, such as test_top1; it has "
+            f"{', '.join(rows)}"
+        )
+    [top1] = accuracies
     return rows.rename(columns={top1: "top1"}).assign(split=top1.removesuffix("_top1"))
 
 
