@@ -414,6 +414,7 @@ def cifar10():
     yield PAGE, "", span(top1.values(), 1) + "%"
     figures = table("shipped-entropy.csv")
     yield PAGE, "CIFAR-10", span(figures["entropy_share"]), span(figures["largest"])
+    yield "docs/train.md", "The run folder", span(figures["entropy_share"])
     muon, adamw = table("muon-parameters.csv")[["muon_tensors", "adamw_tensors"]].sum()
     yield CIFAR, "CIFAR-10", f"{muon} of the EA network's {muon + adamw} parameters"
     by_epoch = table("recipe-search/trials.csv").set_index("trial")["held_out_top1_by_epoch"]
