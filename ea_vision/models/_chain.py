@@ -41,6 +41,8 @@ except ImportError:
 # (x, prev_logits) -> (x, logits)
 Step = Callable[[Tensor, "Tensor | None"], "tuple[Tensor, Tensor | None]"]
 
+CARRIED = "_ea_vision_logits"  # attribute of what a stage returns
+
 
 def to_size(img_size: int | Size, least: int = 1) -> Size:
     """Return an img_size of one number or two as (height, width) in pixels.
@@ -323,16 +325,40 @@ def checkpoint(block: nn.Module, *args: Any) -> Any:
 
 
 def hand_on(x: Tensor, logits: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-    """Return what a block or a stage returns: (x, logits), or x alone where no layer reads logits.
+    """Return what a block returns: (x, logits), or x alone where no layer reads logits.
 
     Tools that hook a module, such as Grad-CAM, expect a tensor.
     """
     return x if logits is None else (x, logits)
 
 
+def carrying(x: Tensor, logits: Tensor | None) -> Tensor:
+    """Return what a stage returns: x, which carries the logits as an attribute where the next stage reads them."""
+    if logits is not None:
+        setattr(x, CARRIED, (logits, torch.is_grad_enabled()))
+    return x
+
+
+def carried_by(x: Tensor) -> Tensor | None:
+    """Return the logits that a stage's output carries, or None.
+
+    Raises:
+        ValueError: gradients would not reach them, since a reentrant checkpoint made them.
+    """
+    if isinstance(x, torch.fx.Proxy):  # it has every attribute
+        return vars(x).get(CARRIED, (None, True))[0]
+    logits, with_gradients = getattr(x, CARRIED, (None, True))
+    if x.requires_grad and not with_gradients:
+        raise ValueError(
+            "a stage's logits must have gradients where its output has: gradient checkpointing with "
+            "use_reentrant=False required"
+        )
+    return logits
+
+
 def received(output: Tensor | tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
     """Return (x, logits) of what a block or a stage returned; logits are None where it handed none on."""
-    return output if isinstance(output, tuple) else (output, None)
+    return output if isinstance(output, tuple) else (output, carried_by(output))
 
 
 def run_conv(
@@ -370,13 +396,16 @@ class AttnStage(nn.Sequential):
         return x, logits
 
 
-class HookableStage(AttnStage):
-    """An `AttnStage` that returns x alone where the next stage reads no logits: (x, prev_logits) -> (x, logits) | x."""
+class TensorStage(AttnStage):
+    """An `AttnStage` that takes and returns a tensor, which carries the logits: x -> x.
 
-    def forward(
-        self, x: Tensor, prev_logits: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        return hand_on(*super().forward(x, prev_logits))
+    So a network can be taken apart as a plain one: by nn.Sequential, torchvision's IntermediateLayerGetter, hooks.
+    """
+
+    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> Tensor:
+        if prev_logits is None:
+            prev_logits = carried_by(x)
+        return carrying(*super().forward(x, prev_logits))
 
 
 class ChainedNetwork:

@@ -35,9 +35,11 @@ from ea_vision.models._chain import (
     AttentionConfig,
     ChainBuilder,
     ChainedNetwork,
-    HookableStage,
     Size,
     Step,
+    TensorStage,
+    carried_by,
+    carrying,
     checkpoint,
     hand_on,
     received,
@@ -82,15 +84,14 @@ class AttnInvertedResidual(nn.Module):
         return hand_on(y, logits)
 
 
-class PlainStage(HookableStage):
-    """A stage of timm's blocks, which passes the logits by: (x, prev_logits) -> (x, prev_logits)."""
+class PlainStage(TensorStage):
+    """A stage of timm's blocks, which passes the logits by: x -> x."""
 
-    def forward(
-        self, x: Tensor, prev_logits: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> Tensor:
+        logits = carried_by(x) if prev_logits is None else prev_logits
         for block in self:
             x = checkpoint(block, x) if self.grad_checkpointing else block(x)
-        return hand_on(x, prev_logits)
+        return carrying(x, logits)
 
 
 class AttnMnasNet(ChainedNetwork, EfficientNet):
@@ -145,7 +146,7 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
                 # the stride follows the first expansion
                 seen = before if number == 0 else reduction
                 links.append(AttnInvertedResidual(block, self._augment(block, chains, index, seen)))
-            stages.append(HookableStage(*links))
+            stages.append(TensorStage(*links))
         self.blocks = nn.ModuleList(stages)
 
     @staticmethod

@@ -47,9 +47,9 @@ from ea_vision.models._chain import (
     AttentionConfig,
     ChainBuilder,
     ChainedNetwork,
-    HookableStage,
     Size,
     Step,
+    TensorStage,
     check_numbers,
     hand_on,
     received,
@@ -209,7 +209,7 @@ class Placement:
                 make = partial(self._layer, chains, stage, reduction)
                 for block in blocks:
                     block.augment(make, self.augment, self.augment_strided)
-            setattr(network, name, HookableStage(*blocks))
+            setattr(network, name, TensorStage(*blocks))
 
     def _layer(
         self,

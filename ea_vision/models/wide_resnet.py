@@ -33,9 +33,9 @@ from ea_vision.models._chain import (
     AttentionConfig,
     ChainBuilder,
     HeadedNetwork,
-    HookableStage,
     Size,
     Step,
+    TensorStage,
     growing_rates,
     hand_on,
     received,
@@ -217,7 +217,7 @@ class WideResNet(HeadedNetwork, nn.Module):
                 blocks.append(block)
                 in_channels = channels
             name = f"group{group}"
-            setattr(self, name, HookableStage(*blocks))
+            setattr(self, name, TensorStage(*blocks))
             self.feature_info.append(dict(num_chs=channels, reduction=reduction, module=name))
         self.feature_info[-1]["end"] = ("norm",)  # goes with the last group
         self.norm = BatchNormAct2d(self.num_features, **dd)

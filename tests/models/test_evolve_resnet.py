@@ -6,7 +6,13 @@ import torch
 import torchvision
 from timm.layers import BlurPool2d
 from timm.models import save_for_hf
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 from torch.testing import assert_close
+from torchvision.models._utils import IntermediateLayerGetter
+from torchvision.models.feature_extraction import create_feature_extractor
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
 import ea_vision
@@ -164,6 +170,38 @@ def test_an_evolved_network_is_traced_checkpointed_deployed_and_recorded(name):
         assert feature.shape[2] == 64 // info["reduction"]
     model.set_input_size((96, 64))
     assert model(images(96, 64)).shape == (2, 5)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_an_evolved_network_is_taken_apart_as_a_plain_one(name):
+    """Its stages return tensors; what the next one reads goes along, with its gradients."""
+    model = woken(evolve(plain_network(name), "ea"))
+    x = images(64, 64)
+    expected = model.forward_features(x)
+    *body, _, _ = model.children()  # without pooling and classifier
+    apart = torch.nn.Sequential(*body)
+    getter = IntermediateLayerGetter(model, {"layer2": "2", "layer4": "4"})
+    traced = create_feature_extractor(model, {"layer2": "2", "layer4": "4"})
+    loss = expected.square().sum()
+    gradients = torch.autograd.grad(loss, layers_of(model)[0].qkv.parameters())
+    assert all(gradient.any() for gradient in gradients)
+    for run in (apart, lambda x: getter(x)["4"], lambda x: traced(x)["4"]):
+        got = run(x)
+        assert torch.equal(got, expected)
+        again = torch.autograd.grad(got.square().sum(), layers_of(model)[0].qkv.parameters())
+        for gradient, own in zip(again, gradients, strict=True):
+            assert_close(gradient, own)
+    assert torch.equal(getter(x)["2"], traced(x)["2"])
+
+
+def test_reentrant_checkpoints_around_a_stage_are_refused():
+    """The logits that they make have no gradients, and a part of the network's gradients would silently be missing."""
+    model = woken(evolve(plain_network("resnet18d"), "ea"))
+    model.layer2 = checkpoint_wrapper(model.layer2, checkpoint_impl=CheckpointImpl.REENTRANT)
+    with torch.no_grad():
+        model(images(64, 64))
+    with pytest.raises(ValueError, match="use_reentrant=False required"):
+        model(images(64, 64).requires_grad_())
 
 
 class LoRA(Projection):
