@@ -252,7 +252,8 @@ SECOND = {
 # README.md, "The third verdict"
 LONG_PLAIN = "plain 69 epochs"
 ZERO_TOKEN_CONV = "token_conv from zeros 64 epochs"
-EPOCHS |= {LONG_PLAIN: 69, ZERO_TOKEN_CONV: 64}
+AS_ONE_FUNCTION = "token_conv as long as xsa in one function"
+EPOCHS |= {LONG_PLAIN: 69, ZERO_TOKEN_CONV: 64, AS_ONE_FUNCTION: 9.86}
 THIRD = {
     "third-long": Part(
         "third-long",
@@ -273,6 +274,16 @@ THIRD = {
         range(200, 201),
         VIT,
         beside=("third-long",),
+    ),
+    "third-xsa": Part(
+        "third-xsa",
+        "XSA in one function at equal time",
+        AS_ONE_FUNCTION,
+        (),
+        ("xsa",),
+        range(200, 208),
+        RIVAL,
+        beside=("second-updates",),
     ),
     "third-more": Part(
         "third-more",
