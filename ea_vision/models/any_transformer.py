@@ -495,8 +495,8 @@ def reason_against(model: nn.Module) -> str | None:
             break
     known = ", ".join(cls.__name__ for cls in [*ARCHITECTURES][:-1])
     return (
-        f"timm's {known} or torchvision's VisionTransformer required, got {type(model).__name__} "
-        f"({attention})"
+        f"timm's {known} or ResNet, torchvision's VisionTransformer or ResNet, or a model of transformers "
+        f"required, got {type(model).__name__} ({attention})"
     )
 
 

@@ -264,7 +264,7 @@ def test_what_else_cannot_evolve_is_refused_with_the_reason():
     not_own = r"blocks\.2 must have an attention layer of its own, got that of blocks\.0"
     for model, message in (
         (None, "a network is required, .* got None"),
-        (torchvision.models.swin_t(), "torchvision's VisionTransformer required, got SwinTransf"),
+        (torchvision.models.swin_t(), "or a model of transformers required, got SwinTransf"),
         (evolve(create("torchvision")), evolving),
         (evolve(plain()), "got one whose maps evolve already"),
         (shared, not_own),
