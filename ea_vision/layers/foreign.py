@@ -57,14 +57,19 @@ def calls_attention(module: nn.Module) -> bool:
     return "scaled_dot_product_attention" in names_called(module) or uses_interface(module)
 
 
-def prefix_names(model: nn.Module) -> tuple[str, ...]:
+def prefix_names(model: nn.Module, part: str = "") -> tuple[str, ...]:
     """Return the tokens before a vision transformer's patches, in order: "cls", "dist" (distillation), "reg1", "reg2".
 
     () of networks that have none.
+
+    Args:
+        part: the name of a module in it: tokens of other modules do not count; "": all do.
     """
     counts = {}
     for path, parameter in model.named_parameters():
-        name = path.rpartition(".")[2]
+        *modules, name = path.split(".")
+        if part and modules and modules[0] != part:
+            continue
         if name in PREFIX_PARAMETERS and parameter.numel():
             counts[PREFIX_PARAMETERS[name]] = parameter.shape[-2] if parameter.ndim > 1 else 1
     names = [kind for kind in ("cls", "dist") if kind in counts]
@@ -90,9 +95,11 @@ def embedding_of(model: nn.Module, name: str) -> tuple[nn.Conv2d | None, tuple[s
     if not hasattr(getattr(first, "config", model.config), "patch_size"):
         return None, ()
     for owner in around:
-        for module in owner.modules():
+        for path, module in owner.named_modules():
             if isinstance(module, nn.Conv2d):
-                return module, prefix_names(owner)
+                # a token elsewhere, such as that of AIMv2's pooling, is none of the sequence's
+                part = path.partition(".")[0]
+                return module, prefix_names(owner, part)
     return None, ()
 
 

@@ -480,6 +480,19 @@ def test_compiles_in_one_graph(name):
 # ---- vision: the grid behind the prefix tokens -----------------------------------------------------------------------
 
 
+@torch.no_grad()
+def test_a_token_of_the_pooling_is_none_of_the_sequence_s():
+    """AIMv2 has a cls_token in its head alone."""
+    torch.manual_seed(0)
+    model = transformers.Aimv2VisionModel(transformers.Aimv2VisionConfig(**VISION)).eval()
+    inputs = {"pixel_values": torch.randn(2, 3, 32, 32)}
+    expected = model(**inputs).last_hidden_state
+    for kind in ("ea", "conv2d"):
+        evolved = evolve(model, kind)
+        assert_close(evolved(**inputs).last_hidden_state, expected, rtol=0, atol=1e-5)
+        assert not torch.equal(lively(evolved)(**inputs).last_hidden_state, expected)
+
+
 @pytest.mark.parametrize(
     "name, prefix", [("vit", 1), ("dinov2", 1), ("dinov3", 3), ("siglip", 0), ("clip vision", 1)]
 )
