@@ -50,6 +50,7 @@ from ea_vision.recorder.loading import find_origin, input_size
 BFLOAT16 = 2  # bytes of a number
 MAP_OPERATIONS = 6  # the profiler's, for an element of the maps
 BMM = torch.ops.aten.bmm
+SHIPPED = "comes with ea_vision"  # of weights
 
 
 @dataclass(frozen=True)
@@ -255,7 +256,8 @@ def names_of(words: Sequence[str]) -> list[str]:
 
 
 def list_models(names: Sequence[str], weights: bool = False) -> list[dict[str, str]]:
-    """Return a row for each network, or for each file of weights, with where it is from.
+    """Return a row for each network, or for each file of weights, with where it is from: first those that come with
+    the package.
 
     Raises:
         UsageError: no such weights; a run, a file or a hub's model, which --sizes and --layers alone take.
@@ -277,19 +279,24 @@ def list_models(names: Sequence[str], weights: bool = False) -> list[dict[str, s
         for full in tagged if weights else [name]:
             cfg = timm.get_pretrained_cfg(full)
             _, height, width = cfg.input_size
+            about = get_network(plain).about if plain in list_networks() else "of timm"
+            if (
+                weights and plain in list_networks()
+            ):  # a plain network's weights say how they are used
+                about = cfg.description or about
             row = {
                 "model": full,
                 "input": f"{height}x{width}",
                 "weights": _source_of(cfg) if weights else _first_of(tagged),
-                "what it is": get_network(plain).about if plain in list_networks() else "of timm",
+                "what it is": about,
             }
             rows.append(row)
-    return rows
+    return sorted(rows, key=lambda row: row["weights"] != SHIPPED)
 
 
 def _source_of(cfg: PretrainedCfg) -> str:
     """Return where weights are from."""
-    return "comes with ea_vision" if cfg.file else f"hub: {cfg.hf_hub_id or cfg.url}"
+    return SHIPPED if cfg.file else f"hub: {cfg.hf_hub_id or cfg.url}"
 
 
 def _first_of(tagged: Sequence[str]) -> str:
