@@ -626,6 +626,10 @@ def was_the_deficit_the_collapse():
         yield COLLAPSED, "Results", cells(row["name"], effect, *p)
     tested = effects.dropna()
     assert (tested["p_holm"] > 0.05).all()
+    known = top1_of("../factorial/cifar10-runs.csv")["none"]
+    repeats = table("../healthy_maps/norm-repeats.csv").query("network == 'none'")
+    assert top1["none"].loc[6:9].tolist() == known.loc[6:9].tolist()
+    assert top1["none"].loc[5:6].tolist() == repeats["top1"].tolist()
     against = effects.set_index("name").loc[["cnn - none", "cnn - none + norm"]]
     for effect in against.to_dict("records"):
         yield PAGE, "", points(effect, "+")
