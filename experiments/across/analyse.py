@@ -137,7 +137,7 @@ def draw(found: Mapping[Part, pd.DataFrame]) -> Figure:
             f"{part.title}: minus {part.baseline}, {len(part.seeds)} seeds", fontsize=8, loc="left"
         )
     panels[-1, 0].set_xlabel(
-        "difference, points of top-1, 95% interval (in brackets: time of a run)"
+        "difference, points of top-1, 95% interval\n(in brackets: time of a run)"
     )
     return figure
 
@@ -230,8 +230,6 @@ def main(argv: list[str] | None = None) -> int:
             if not before & confirmed:
                 part = replace(part, tested=(), described=part.tested)
         write_runs(runs[runs["variant"].isin(part.own)], args.output / f"{part.name}.csv")
-        if part.variants == (part.baseline,):  # another part compares its runs
-            continue
         effects = effects_of(part, runs, times)
         found[part] = effects
         gains = effects["difference"].gt(0) & effects["p_holm"].lt(0.05)

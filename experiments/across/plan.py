@@ -261,9 +261,9 @@ THIRD = {
         LONG_PLAIN,
         (LONG_TOKEN_CONV,),
         (),
-        range(200, 205),
+        range(200, 203),
         VIT,
-        beside=("second-long", "third-more"),
+        beside=("second-long",),
     ),
     "third-zeros": Part(
         "third-zeros",
@@ -284,15 +284,6 @@ THIRD = {
         range(200, 208),
         RIVAL,
         beside=("second-updates",),
-    ),
-    "third-more": Part(
-        "third-more",
-        "more seeds of token_conv, long training",
-        LONG_TOKEN_CONV,
-        (),
-        (),
-        range(203, 205),
-        RIVAL,
     ),
 }
 RUNS = PARTS | SECOND | THIRD
