@@ -265,6 +265,7 @@ def list_models(names: Sequence[str], weights: bool = False) -> list[dict[str, s
     by_name = defaultdict(list)
     for full in timm.list_pretrained():
         by_name[full.partition(".")[0]].append(full)
+    ours = list_networks()
     rows = []
     for name in names:
         if not timm.is_model(name):
@@ -279,11 +280,10 @@ def list_models(names: Sequence[str], weights: bool = False) -> list[dict[str, s
         for full in tagged if weights else [name]:
             cfg = timm.get_pretrained_cfg(full)
             _, height, width = cfg.input_size
-            about = get_network(plain).about if plain in list_networks() else "of timm"
-            if (
-                weights and plain in list_networks()
-            ):  # a plain network's weights say how they are used
-                about = cfg.description or about
+            about = "of timm"
+            if plain in ours:
+                of_weights = cfg.description if weights else None  # how a plain network's are used
+                about = of_weights or get_network(plain).about
             row = {
                 "model": full,
                 "input": f"{height}x{width}",
