@@ -5,13 +5,16 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torchvision.transforms.v2.functional import crop
 
 import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import evaluating
+from ea_vision.ops import Size
 from ea_vision.recorder.inputs import ImageSource, as_image
 from ea_vision.recorder.loading import (
     LoadedModel,
@@ -118,28 +121,26 @@ def record(
         raise UsageError(
             f"{model.label} on a {prepared.shape[1]}x{prepared.shape[2]} input: {error}"
         ) from error
+    size = tuple(prepared.shape[1:])
+    covered = [layer.layout.covered for layer in maps.values() if layer.layout.covered]
+    shown = covered[0] if covered else size
     photo = model.photo(image) if isinstance(image, Image.Image) else None
-    for layer in maps.values():
-        if layer.layout.covered:
-            height, width = layer.layout.covered
-            if photo is not None:
-                finer_height = round(height * photo.shape[0] / prepared.shape[1])
-                finer_width = round(width * photo.shape[1] / prepared.shape[2])
-                channels_first = torch.from_numpy(photo).movedim(2, 0)
-                photo = fit(channels_first, finer_height, finer_width).movedim(0, 2).numpy()
-            prepared = fit(prepared, height, width)
-            break
-    return Recording(model, prepared, maps, photo, output)
+    if photo is not None and shown != size:
+        photo = _part_of_photo(photo, size, shown)
+    return Recording(model, crop(prepared, 0, 0, *shown), maps, photo, output)
 
 
-def fit(
-    pixels: Tensor,
-    height: int,
-    width: int,
-) -> Tensor:
-    """Return pixels (..., H, W), cut or filled up with zeros at the bottom and at the right, (..., height, width)."""
-    H, W = pixels.shape[-2:]
-    return nn.functional.pad(pixels, (0, width - W, 0, height - H))
+def _part_of_photo(
+    photo: np.ndarray,
+    size: Size,
+    shown: Size,
+) -> np.ndarray:
+    """Return what of a photo (height, width, 3) lies in `shown` of an input of `size`, both from the top left; beyond
+    the photo it is black."""
+    height = round(shown[0] * photo.shape[0] / size[0])
+    width = round(shown[1] * photo.shape[1] / size[1])
+    channels_first = torch.from_numpy(photo).movedim(2, 0)
+    return crop(channels_first, 0, 0, height, width).movedim(0, 2).numpy()
 
 
 def add_own_alone(recording: Recording) -> None:

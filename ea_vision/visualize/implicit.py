@@ -14,6 +14,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor, nn
+from torchvision.transforms.v2.functional import crop
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import evaluating
@@ -26,7 +27,6 @@ from ea_vision.visualize.image_maps import (
     AnyImage,
     as_images,
     as_model,
-    fit,
     record,
     title_of,
 )
@@ -101,11 +101,12 @@ def plot_jacobian(
     loaded = as_model(model, mean=mean, std=std, processor=processor)
     look = MapStyle(**style)
     check_classifies(loaded)
+    image = as_image(image)
     if layers is None:
         recording = _with_maps_if_any(loaded, image)
     else:
         recording = record(loaded, image, chosen_layers(layers, loaded))
-    batch = loaded.batch_of([loaded.input_of(as_image(image))])
+    batch = loaded.batch_of([loaded.input_of(image)])
     with evaluating(loaded.model):
         jacobian, chosen = input_jacobian(loaded.model, batch, target)
     name = f"class {chosen}"
@@ -114,7 +115,8 @@ def plot_jacobian(
         name = loaded.classes[chosen]
         note += f" ({name})"
     note += ": how much each pixel moves its logit"
-    values = fit(jacobian.float(), *recording.img_size).cpu().numpy()
+    [shown] = crop(jacobian[None].float(), 0, 0, *recording.img_size)
+    values = shown.cpu().numpy()
     subject = map_of(
         values,
         recording,
