@@ -24,6 +24,7 @@ Invalid arguments raise UsageError (a ValueError), which names what was required
 import argparse
 import io
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -475,6 +476,20 @@ def check_output(
     return files.check_output(output)
 
 
+def check_keeps_images(outputs: Iterable[Path], images: Sequence[str]) -> None:
+    """Check that no file to be written is one of the images.
+
+    Raises:
+        UsageError: it is one, and the picture would replace the image.
+    """
+    for output in outputs:
+        if not output.exists():
+            continue
+        for image in images:
+            if os.path.exists(image) and output.samefile(image):
+                raise UsageError(f"--output must be another file than the images, got {output}")
+
+
 def save(
     figure: Figure,
     output: Path,
@@ -533,13 +548,14 @@ def run_figure(
     images = find_images(options.images)
     output = check_output(Path(options.output), options.suffixes)
     models = _models_of(options)
+    together = together and len(models) == 1 and len(images) > 1
+    jobs = [images] if together else images
+    outputs = _outputs(output, jobs)
+    check_keeps_images(outputs, images)
     keywords = {name: getattr(options, name) for name in SHARED if name in options}
     Asked(models, **keywords).points()  # refuses what is wrong before any work
     for path in images:  # a broken one ends the command before the first picture
         read_image(path)
-    together = together and len(models) == 1 and len(images) > 1
-    jobs = [images] if together else images
-    outputs = _outputs(output, jobs)
     progress = tqdm(jobs, unit="image", disable=len(jobs) == 1 or None)
     for job, path in zip(progress, outputs, strict=True):
         write(plot(models, job, **keywords), path, options.dpi)

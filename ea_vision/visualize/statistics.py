@@ -26,6 +26,7 @@ from ea_vision.visualize.figure_options import (
     Asked,
     Layers,
     Models,
+    check_keeps_images,
     check_output,
     loader,
     make_parser,
@@ -249,6 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     load = loader(options)
     asked = Asked([load(target) for target in options.model or DEMO], options.layers)
     images = find_images(options.images)[: options.limit]
+    check_keeps_images(written, images)
     for path in images:  # a broken one ends the command before any work
         read_image(path)
     measured = _measured(asked, images, options.batch_size)

@@ -79,6 +79,32 @@ def test_refused_at_once_in_one_line(command, message, run, photo, monkeypatch, 
     assert list(photo.parent.iterdir()) == [photo]
 
 
+@pytest.mark.parametrize("name", ["heatmap", "strip", "statistics"])
+@pytest.mark.parametrize("directly", [True, False])
+def test_a_picture_does_not_replace_an_image_that_it_shows(
+    name, directly, run, photo, tmp_path, capsys
+):
+    output = photo
+    if not directly:
+        output = tmp_path / "other" / "name.png"
+        output.parent.mkdir()
+        output.symlink_to(photo)
+    before = photo.read_bytes()
+    assert run_command(name, ["--model", str(run), str(photo), "-o", str(output)]) == 2
+    assert f"another file than the images, got {output}" in capsys.readouterr().err
+    assert photo.read_bytes() == before
+
+
+def test_pictures_of_several_images_do_not_replace_one_of_them(run, photo, capsys):
+    clash = photo.with_name("maps-photo.png")
+    clash.write_bytes(photo.read_bytes())
+    before = clash.read_bytes()
+    command = ["--model", str(run), str(photo), str(clash), "-o", str(photo.with_name("maps.png"))]
+    assert run_command("strip", command) == 2
+    assert f"another file than the images, got {clash}" in capsys.readouterr().err
+    assert clash.read_bytes() == before
+
+
 MODEL = small()
 DIVERGED = small()
 torch.nn.init.constant_(next(DIVERGED.parameters()), torch.nan)
