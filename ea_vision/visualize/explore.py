@@ -485,7 +485,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         output="attention.html",
         heads="all",
         queries=False,
-        style=False,
+        style=(),
         suffixes=(".html", ".htm"),
     )
     parser.add_argument(

@@ -26,7 +26,7 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from numbers import Integral
@@ -73,7 +73,8 @@ DEMO = ["ea_conv_transformer_cifar"]  # the model unless one is named
 SOME_LAYERS = 6  # that are drawn unless others are asked for
 CHECKPOINTS = ("*.ckpt", f"{run_folder.SNAPSHOTS}/*.safetensors")  # in a run folder
 NEED_RUNS = "checkpoints need a run folder, its *.ckpt files or its snapshots"
-SHARED = ("layers", "heads", "queries", "width", *MapStyle.__dataclass_fields__)
+STYLE_FIELDS = tuple(MapStyle.__dataclass_fields__)
+SHARED = ("layers", "heads", "queries", "width", *STYLE_FIELDS)
 FILM = ".gif"
 DIAGONAL = ((0.25, 0.25), (0.5, 0.5), (0.75, 0.75))  # queries, in shares of the sides
 MIDDLE = ((0.5, 0.5),)
@@ -87,7 +88,7 @@ def make_parser(
     some: bool = False,
     heads: str | None = "",
     queries: bool = True,
-    style: bool = True,
+    style: Collection[str] = STYLE_FIELDS,
     suffixes: Sequence[str] = PICTURES,
 ) -> argparse.ArgumentParser:
     """Return a parser of the options that the figures and the page share.
@@ -96,7 +97,8 @@ def make_parser(
         description, examples: the beginning and the end of --help.
         output, heads: default values; heads "" means those of `Asked`, and None leaves --heads out.
         some: whether few of many layers are drawn by default.
-        queries, style: whether the figure has query points, and maps over photos.
+        queries: whether the figure has query points.
+        style: the fields of `MapStyle` that the figure has.
         suffixes: of the files that can be written; a page has no width and no dots per inch.
     """
     parser = CommandParser(
@@ -158,7 +160,7 @@ def make_parser(
             default=150,
             help="dots per inch of PNG pictures (default: %(default)s)",
         )
-    if style:
+    if "style" in style:
         parser.add_argument(
             "--style",
             default=STYLE.style,
@@ -166,12 +168,14 @@ def make_parser(
             help="cells: attention in colours over the grey photo; light: the photo lit by attention, "
             "dark at half of uniform attention and full at twice (default: %(default)s)",
         )
+    if "overlay" in style:
         parser.add_argument(
             "--bare",
             dest="overlay",
             action="store_false",
             help="draw the maps without the photo",
         )
+    if "scale" in style:
         parser.add_argument(
             "--scale",
             default=STYLE.scale,
@@ -180,11 +184,13 @@ def make_parser(
             "map has its own, with its maximum written on it; all: the figure has one; uniform: 1/8 "
             "to 8 times uniform attention in every figure (default: %(default)s)",
         )
+    if "cmap" in style:
         parser.add_argument(
             "--cmap",
             metavar="NAME",
             help="a colour map of matplotlib's (default: viridis for attention, coolwarm for logits)",
         )
+    if "opacity" in style:
         parser.add_argument(
             "--opacity",
             type=float,

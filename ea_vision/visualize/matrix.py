@@ -45,7 +45,15 @@ def plot_matrix(
 ) -> Figure:
     """Draw whole maps, queries by keys: one row per layer, one tile per head. `part`: one of PARTS. See
     `ea_vision.visualize.figure_options` for the other arguments."""
-    refuse_arguments("plot_matrix", how, queries="it draws all")
+    no_photo = "it draws no photo"
+    refuse_arguments(
+        "plot_matrix",
+        how,
+        queries="it draws all",
+        style=no_photo,
+        overlay=no_photo,
+        opacity=no_photo,
+    )
     asked = Asked(
         model,
         layers,
@@ -149,6 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         EXAMPLES,
         output="matrix.png",
         queries=False,
+        style=("scale", "cmap"),
         some=True,
     )
     parser.add_argument(

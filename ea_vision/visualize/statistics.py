@@ -23,6 +23,7 @@ from ea_vision.recorder.loading import LoadedModel, positive
 from ea_vision.recorder.quantities import LayerQuantities, measure, quantities_csv
 from ea_vision.visualize.figure_options import (
     DEMO,
+    STYLE_FIELDS,
     Asked,
     Layers,
     Models,
@@ -55,6 +56,7 @@ def plot_statistics(
         UsageError: no image.
     """
     refuse_arguments("plot_statistics", how, heads="it draws all", queries="it averages them")
+    refuse_arguments("plot_statistics", how, **dict.fromkeys(STYLE_FIELDS, "it draws numbers"))
     asked = Asked(models, layers, **how)
     return draw_statistics(_measured(asked, as_images(images)), width=asked.width)
 
@@ -234,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         output="statistics.png",
         heads=None,
         queries=False,
-        style=False,
+        style=(),
     )
     parser.add_argument(
         "--csv", metavar="FILE", help="write the numbers too, one row per model, layer and head"

@@ -54,6 +54,7 @@ from .conftest import PHOTO, small
         ("strip -o a.webm", "--output must end in .png or .svg or .pdf or .gif"),
         ("statistics --csv a.txt", "--csv must end in .csv, got a.txt"),
         (f"statistics {__file__}", "test_refusals.py cannot be read: UnidentifiedImageError"),
+        ("matrix --style light", "unknown argument '--style'"),
         ("explore --heads mean", "the page adds the mean"),
         ("explore -o page.png", "must end in .html"),
         ("explore --parts attn,maps", "--parts must be .* got 'attn,maps'"),
@@ -155,6 +156,11 @@ torch.nn.init.constant_(next(DIVERGED.parameters()), torch.nan)
         (plot_rollout, MODEL, PHOTO, {"heads": [0]}, "plot_rollout has no heads"),
         (plot_statistics, MODEL, PHOTO, {"heads": [0]}, "plot_statistics has no heads"),
         (plot_statistics, MODEL, PHOTO, {"queries": ["all"]}, "plot_statistics has no queries"),
+        (plot_statistics, MODEL, PHOTO, {"style": "light"}, "no style: it draws numbers"),
+        (plot_statistics, MODEL, PHOTO, {"cmap": "gray"}, "no cmap: it draws numbers"),
+        (plot_matrix, MODEL, PHOTO, {"style": "light"}, "no style: it draws no photo"),
+        (plot_matrix, MODEL, PHOTO, {"overlay": False}, "no overlay: it draws no photo"),
+        (plot_matrix, MODEL, PHOTO, {"opacity": 0.5}, "no opacity: it draws no photo"),
     ],
 )
 def test_functions_refuse_alike(plot, models, images, options, message):
