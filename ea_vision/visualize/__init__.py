@@ -11,13 +11,14 @@ plot_strip       one query through the layers of a chain, part by part, or throu
 plot_frames      the pictures of a film (`ea-vision strip -o FILE.gif`)
 plot_matrix      whole maps, queries by keys (`ea-vision matrix`)
 plot_rollout     attention over several layers together (`ea-vision rollout`)
-plot_statistics  entropy, distance, likeness and share of position alone, by layer and head (`ea-vision statistics`)
-plot_jacobian    what moves the logit of a class, beside the attention that every pixel gets
-plot_sampling    where a spatial transformer looks, and what it hands on
+plot_statistics  entropy, distance, correlation with the previous layer's map and share of position alone, by layer and
+                 head (`ea-vision statistics`)
+plot_jacobian    how much each pixel moves the logit of a class, beside the attention that each pixel receives
+plot_sampling    the area that a spatial transformer samples, and its output
 show_page        the page of `ea-vision explore`, inside a notebook
 
-`ea_vision.visualize.figure_options` says what they take. Where one forward is to serve several figures, `record` makes
-the recording, and the modules' draw_* functions draw it. Heads are counted from 0, layers from 1, query points are
+`ea_vision.visualize.figure_options` explains the arguments. To draw several figures from one forward, call `record`
+once and pass the recording to the modules' draw_* functions. Heads are counted from 0, layers from 1, query points are
 (y, x) in pixels of the input.
 """
 

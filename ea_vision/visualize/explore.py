@@ -58,12 +58,12 @@ EXAMPLES = """\
 """
 MAX_MODELS = 3
 SOURCE = Path(__file__).with_name("page_source")
-# the modules in order of need
+# each module stands after those that it imports
 FILES = ("page.html", "page.css", "maps.js", "state.js", "draw.js", "panel.js", "main.js")
 STORED_PARTS = (*PARTS, OWN_ALONE)
-CHANGE = "change"  # by which attention differs from that of the own logits alone
+CHANGE = "change"  # total variation between attention and the attention of the own logits alone
 MEGABYTE = 1_000_000
-MOST_OBJECTS = 9  # of a detector's
+MOST_OBJECTS = 9  # of a detector, shown per image
 LEAST_SCORE = 0.3
 
 
@@ -71,7 +71,7 @@ LEAST_SCORE = 0.3
 
 
 def data_url(pixels: np.ndarray) -> str:
-    """Return (H, W, 3) uint8 as a data: address, PNG where it is small, JPEG otherwise."""
+    """Return (H, W, 3) uint8 as a data: URL, small images as PNG, others as JPEG."""
     data = io.BytesIO()
     kind = "png" if pixels.size <= 3 * 128 * 128 else "jpeg"
     Image.fromarray(pixels).save(data, kind, quality=90, optimize=True)
@@ -109,18 +109,18 @@ def quantise(maps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def pack(
     maps: dict[int, dict[str, np.ndarray]], prefix: int = 0
 ) -> tuple[dict[str, str], dict[int, dict[str, list]]]:
-    """Return streams by part, and where each layer's maps are.
+    """Compress maps into one stream per part; return the streams, and the offsets of each layer's maps.
 
     Args:
-        maps: layer number -> part -> float32 (K, T, N), T >= N queries; the part CHANGE, which `changes_of` gives, is
-            kept as it is.
-        prefix: number of the queries before the pixels.
+        maps: layer number -> part -> float32 (K, T, N), T >= N queries; the part CHANGE (from `changes_of`) is stored
+            without rounding.
+        prefix: number of queries before those of the pixels.
 
     Returns:
-        part -> base64 of a zlib stream; layer number -> part -> [part of the stream, offset in it in bytes], where low,
-        step, the mean over the pixels' queries and codes follow each other, filled up to a multiple of 4 bytes. A map
-        that equals one of an earlier part or layer refers to it: EA's convolved logits are its logits where beta is
-        1, and a layer's previous logits are those of the layer before.
+        part -> base64 of a zlib stream; layer number -> part -> [part of the stream, offset in bytes]. At the offset
+        stand low, step, the mean over the pixels' queries and the codes, padded to a multiple of 4 bytes. A map that
+        equals one of an earlier part or layer refers to that one: EA's convolved logits are its logits where beta is
+        1, and a layer's previous logits are the logits of the layer before.
     """
     streams = {}
     places = {number: {} for number in maps}
@@ -156,11 +156,11 @@ def changes_of(
     heads: Sequence[int],
     prefix: int,
 ) -> np.ndarray:
-    """Return how far attention is from the attention of the own logits alone: total variations, float32
-    (K + 1, T + 1), of each head and the mean of heads, and of each query and the mean of the pixels' queries.
+    """Return the total variation between attention and the attention of the own logits alone, float32 (K + 1, T + 1).
+    The last row is of the heads' mean maps, the last column of the mean over the pixels' queries.
 
     Args:
-        prefix: tokens before the pixels that the page has; 0 for those that the layer lacks.
+        prefix: number of tokens before the pixels on the page; the layer may lack some, which get 0.
     """
     both = []
     for part in ("attn", OWN_ALONE):
@@ -179,12 +179,12 @@ def changes_of(
 
 @dataclass
 class Explorer:
-    """Models, and the layers and heads of them that a page shows.
+    """The models that a page shows, with their layers and heads.
 
     models: one to three.
-    layers: of each model; see `recorder.loading.parse_layers`.
-    heads: counted from 0; () is all.
-    parts: some of STORED_PARTS; a layer gives those that it has.
+    layers: one list per model; see `recorder.loading.parse_layers`.
+    heads: counted from 0; () means all.
+    parts: some of STORED_PARTS; each layer shows those that it has.
     """
 
     models: Sequence[LoadedModel]
@@ -193,8 +193,8 @@ class Explorer:
     parts: Sequence[str] = STORED_PARTS
 
     def describe(self, entry: dict) -> list[dict]:
-        """Return what the page knows of each model: its label, the size of its images (one of them is `entry`, from
-        `view`) and its layers."""
+        """Return one description per model: label, image size (from `entry`, a result of `view`), prefix tokens, kind
+        of evolution and layers."""
         described = []
         for model, chosen, view in zip(self.models, self.layers, entry["models"], strict=True):
             layers = []
@@ -218,14 +218,14 @@ class Explorer:
         image: Image.Image,
         models: Sequence[LoadedModel] | None = None,
     ) -> dict:
-        """Return an image's entry: its name, and for each model photo, equation, predictions, streams and where the
-        maps are.
+        """Return an image's entry: its name, and for each model the photo, equation, predictions, streams and offsets
+        of the maps.
 
         Args:
-            models: those of another epoch.
+            models: the same models at another epoch; default: those of the explorer.
 
         Raises:
-            UsageError: layers of a model that have none of the parts.
+            UsageError: none of a model's layers has any of the parts.
         """
         views = []
         for model, chosen in zip(models or self.models, self.layers, strict=True):
@@ -275,11 +275,12 @@ class Explorer:
         layer: LayerMaps,
         changes: np.ndarray,
     ) -> list[int]:
-        """Return the head and the pixel (y, x), in the middle of its cell, that the previous map changes most.
+        """Return [head, y, x]: the head and the cell whose attention the previous map changes most. (y, x) is the
+        middle of the cell in pixels of the image.
 
         Args:
-            img_size: (height, width) of the image, in whose pixels it is told.
-            changes: (K, N), of the pixels' queries.
+            img_size: (height, width) of the image.
+            changes: (K, N), by head and pixel's query.
         """
         index, cell = np.unravel_index(changes.argmax(), changes.shape)
         head = (self.heads or layer.heads)[index]
@@ -290,8 +291,8 @@ class Explorer:
         return [head, int(y), int(x)]
 
     def _arrays(self, layer: LayerMaps, prefix: int) -> dict[str, np.ndarray]:
-        """Return (K, T, N) of each recorded part: rows of all tokens, those before the patches first, over N pixels.
-        A layer that runs before a prefix token comes in has zeros there."""
+        """Return each recorded part as (K, T, N): one row per token, prefix tokens first, over N pixels. A layer that
+        runs before a prefix token is added has zeros in the row of that token."""
         missing = prefix - layer.num_prefix_tokens
         heads = list(self.heads or layer.heads)
         arrays = {}
@@ -306,8 +307,8 @@ class Explorer:
 
 
 def _keys_of(layer: LayerMaps) -> list[int]:
-    """Return how many keys each pixel's query sees; [n] where all see n. Reduced keys count as the cells that they are
-    spread over."""
+    """Return how many keys each pixel's query sees; [n] if all see n. A reduced key counts once per cell that it
+    covers."""
     P = layer.num_prefix_tokens
     cells = math.prod(layer.feat_size) // math.prod(layer.key_size)
     keys = (layer.num_keys().ravel() - P) * cells + P
@@ -315,14 +316,15 @@ def _keys_of(layer: LayerMaps) -> list[int]:
 
 
 def _mixes_own(model: nn.Module, layers: Sequence[AttentionLayer]) -> bool:
-    """Return whether the convolution's input holds a layer's own logits (EA), or the previous ones alone (PA)."""
+    """Return whether the convolution's input includes the layer's own logits (EA), or only the previous ones (PA). True
+    if no layer convolves."""
     shares = [before_shares(model, layer.name) for layer in layers]
     return any("self_logits" in share for share in shares) or not any(shares)
 
 
 def _likeliest(output: Any, names: Sequence[str] | None) -> list[dict]:
-    """Return the three likeliest classes: of logits (1, C), or of an output that has them, as transformers' models
-    have; [] of another one."""
+    """Return the three likeliest classes. `output`: logits (1, C), or an object with `.logits`, as transformers' models
+    return; any other output gives []."""
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor) or logits.ndim != 2:
         return []
@@ -340,8 +342,8 @@ def _objects(
     model: DetectorModel,
     image: Image.Image,
 ) -> list[dict]:
-    """Return the surest objects of a detector: name, probability, and box, x1 y1 x2 y2 in pixels of the input, inside
-    the part of it that the image fills."""
+    """Return the objects with the highest scores: name, probability, and box (x1, y1, x2, y2) in pixels of the input,
+    clipped to the area that the image fills."""
     [found] = output
     scale = max(model.img_size) / max(image.size)
     corner = torch.tensor([image.width * scale, image.height * scale] * 2)
@@ -360,7 +362,7 @@ def _objects(
 
 
 def json_script(value: Any, attributes: str) -> str:
-    """Return a script element that holds data; nothing in it can end the element."""
+    """Return a script element that holds `value` as JSON; < is escaped, so the data cannot close the element."""
     text = json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
     return f'<script type="application/json" {attributes}>{text}</script>'
 
@@ -381,7 +383,7 @@ def build_page(
     Args:
         explorer: the models.
         entries: images, from `Explorer.view`.
-        epochs: whether they are one image at the epochs of a run.
+        epochs: whether the entries show one image at several epochs of a run.
     """
     title = "Attention of " + ", ".join(model.label for model in explorer.models)
     about = {
@@ -395,7 +397,7 @@ def build_page(
     scripts += [json_script(entry, 'class="image"') for entry in entries]
     texts = [(SOURCE / name).read_text(encoding="utf-8") for name in FILES]
     template, style, *modules = texts
-    # in one program, what the modules import from each other comes before
+    # the modules become one program: imports between them are removed
     imports_and_exports = r'^(import [^;]*? from "\./[a-z]+\.js";\n|export )'
     program = re.sub(imports_and_exports, "", "\n".join(modules), flags=re.MULTILINE)
     fields = {
@@ -418,9 +420,9 @@ def make_explorer(
     parts: str = "all",
     **preprocessing,
 ) -> Explorer:
-    """Return an explorer of the layers, heads and parts asked for; by default of layers that have queries of pixels.
+    """Return an explorer of the given layers, heads and parts.
 
-    image: one of the page's, which shows the layers that have them.
+    image: an image of the page; without `layers` the models run on it, to find the layers whose queries are pixels.
     """
     asked = Asked(models, layers, heads, **preprocessing)
     if len(asked.models) > MAX_MODELS:
@@ -438,7 +440,7 @@ def make_explorer(
 
 @dataclass
 class PageInNotebook:
-    """A page that notebooks display. text: of the HTML file; height: in pixels."""
+    """A page that notebooks display. text: the HTML; height: in pixels."""
 
     text: str = field(repr=False)
     height: int

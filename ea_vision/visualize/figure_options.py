@@ -1,20 +1,19 @@
 """The options that the figures' commands share, their values, and how figures are written to files.
 
-What the functions `plot_*` take, as far as their figures have it:
+Arguments of the functions `plot_*` (each takes those that its figure needs):
 
     model      a timm network (an nn.Module, which runs in evaluation mode), or the name of one, a run folder or a
                checkpoint. Several: a list of these, or a mapping from labels to them.
-    image      the path of a file, a PIL image or an array (H, W, 3), resized and cut as the model wants it, or a tensor
-               (3, H, W) as the network is to see it: uint8, or floating point in 0..1 before normalisation.
+    image      a file's path, a PIL image or an array (H, W, 3), which is resized and cropped for the model; or a tensor
+               (3, H, W) that is not resized: uint8, or floating point in 0..1 before normalisation.
     layers     numbers from 1 in forward order, module names, or a text such as "1,3-5"; None: all that have the
-               queries, or in plot_heatmap and plot_matrix at most 6 of them over the depth of the network.
+               queries; in plot_heatmap and plot_matrix at most 6 of these, evenly spaced.
     heads      numbers from 0, "mean", or a text such as "0,2,mean"; None: all and their mean.
-    queries    points (y, x) in pixels of the input as the network sees it, of a vision transformer tokens before its
-               patches by name, such as "cls", or "all", the mean of all pixels' queries; None: three points on the
-               diagonal.
+    queries    points (y, x) in pixels of the network's input; names of tokens before a vision transformer's patches,
+               such as "cls"; or "all": the mean of all pixels' queries. None: three points on the diagonal.
     width      of the figure in inches, 3.3 for a paper's column, 6.75 for its page; None: as wide as it needs to be, at
                most 6.75.
-    mean, std  three numbers each, of images in 0..1; None: the model's.
+    mean, std  three numbers each, for images in 0..1; None: the model's.
     processor  an image processor of transformers, its path or name, for mean, std, size and resampling.
     **style    how maps are drawn, the fields of `MapStyle`: style ("cells" or "light"), overlay, scale, cmap, opacity.
 
@@ -69,14 +68,14 @@ Models = Model | Sequence[Model] | Mapping[str, Model]
 Layers = str | int | Sequence[int | str] | None
 Heads = str | int | Sequence[int | str] | None
 Queries = Sequence[Query] | str | None
-DEMO = ["ea_conv_transformer_cifar"]  # the model unless one is named
-SOME_LAYERS = 6  # that are drawn unless others are asked for
+DEMO = ["ea_conv_transformer_cifar"]  # the default model
+SOME_LAYERS = 6  # how many are drawn at most by default
 CHECKPOINTS = ("*.ckpt", f"{run_folder.SNAPSHOTS}/*.safetensors")  # in a run folder
 NEED_RUNS = "checkpoints need a run folder, its *.ckpt files or its snapshots"
 STYLE_FIELDS = tuple(MapStyle.__dataclass_fields__)
 SHARED = ("layers", "heads", "queries", "width", *STYLE_FIELDS)
 FILM = ".gif"
-DIAGONAL = ((0.25, 0.25), (0.5, 0.5), (0.75, 0.75))  # queries, in shares of the sides
+DIAGONAL = ((0.25, 0.25), (0.5, 0.5), (0.75, 0.75))  # queries, as fractions of height and width
 MIDDLE = ((0.5, 0.5),)
 
 
@@ -95,11 +94,11 @@ def make_parser(
 
     Args:
         description, examples: the beginning and the end of --help.
-        output, heads: default values; heads "" means those of `Asked`, and None leaves --heads out.
-        some: whether few of many layers are drawn by default.
+        output, heads: default values; heads "" means the default of `Asked`, and None leaves --heads out.
+        some: whether only some layers are drawn by default.
         queries: whether the figure has query points.
         style: the fields of `MapStyle` that the figure has.
-        suffixes: of the files that can be written; a page has no width and no dots per inch.
+        suffixes: allowed suffixes of the file; without PNG (a page) --width and --dpi are left out.
     """
     parser = CommandParser(
         description=description,
@@ -209,7 +208,7 @@ def make_parser(
 
 
 def _query_text(text: str) -> str:
-    """Return the text of a query; for argparse, which takes all words that follow --queries."""
+    """Return a query's text. Image files are refused, because argparse takes all words after --queries."""
     if any(letter in text for letter in "./#"):
         raise argparse.ArgumentTypeError(f"images stand before --queries, got {text!r} as a query")
     return text
@@ -219,7 +218,7 @@ def only(values: Sequence, kind: str):
     """Return the one value of an option that allows one.
 
     Raises:
-        UsageError: several.
+        UsageError: there is not exactly one.
     """
     if len(values) != 1:
         raise UsageError(
@@ -229,7 +228,7 @@ def only(values: Sequence, kind: str):
 
 
 def parse_heads(text: str, layers: Sequence[AttentionLayer]) -> list[Head]:
-    """Return the heads of `all`, numbers and `mean`, separated by commas.
+    """Parse heads: `all`, numbers and `mean`, separated by commas.
 
     Raises:
         UsageError: a head that a layer does not have.
@@ -256,7 +255,7 @@ def spread(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
 
 
 def loader(options: argparse.Namespace) -> Callable[[str], LoadedModel]:
-    """Check that the images exist; return a function that loads a model as the options say."""
+    """Check that the images exist; return a function that loads a model with these options."""
     find_images(options.images)
     return partial(
         load_model,
@@ -269,10 +268,10 @@ def loader(options: argparse.Namespace) -> Callable[[str], LoadedModel]:
 def epochs_of(
     targets: Models, load: Callable[[str], LoadedModel] = load_model
 ) -> list[LoadedModel]:
-    """Return the models of run folders' *.ckpt files and snapshots, or of such files, in the order of runs and epochs;
-    of several files of one epoch the last one. Models that are loaded already are returned as they are.
+    """Load the *.ckpt files and snapshots of run folders, or such files, ordered by run and epoch. If several files
+    have the same epoch, the last one is returned. Models that are loaded already are returned unchanged.
 
-    Runs whose folders have one name are numbered.
+    Runs whose folders have the same name are numbered.
 
     Raises:
         UsageError: a run folder without such files, or a model without an epoch.
@@ -299,7 +298,7 @@ def epochs_of(
 
 
 def _checkpoints(target: str) -> list[str]:
-    """Return the checkpoints and snapshots of a run folder; a file alone."""
+    """Return the checkpoints and snapshots of a run folder, or [target] if it is a file."""
     if not Path(target).is_dir():
         return [target]
     paths = []
@@ -321,7 +320,7 @@ def run_label(model: LoadedModel) -> str:
     return model.label.removesuffix(f", epoch {model.epoch}")
 
 
-# ---- what a figure is drawn of --------------------------------------------------------------------------------------
+# ---- models, layers, heads and queries of a figure ------------------------------------------------------------------
 
 
 def refuse_arguments(
@@ -357,8 +356,8 @@ class Asked:
 
     Args:
         models, layers, heads, queries, width, mean, std, processor, **style: see above; heads None: all and their mean,
-            of several models the mean alone.
-        some: without `layers` those of `spread`, not all.
+            or with several models the mean alone.
+        some: by default take the layers that `spread` chooses, not all.
 
     Raises:
         UsageError: layers or heads that a model lacks, or an unknown style.
@@ -401,8 +400,8 @@ class Asked:
         return numbers
 
     def record(self, image: AnyImage, parts: Sequence[str] = ("attn",)) -> list[Recording]:
-        """Run each model on an image; see `ea_vision.visualize.image_maps.record`. Layers that are not named, and lack
-        the queries (class attention has none of pixels), are passed over."""
+        """Run each model on an image; see `ea_vision.visualize.image_maps.record`. If no layers were named, those that
+        lack the queries are skipped (class attention has no queries of pixels)."""
         recordings = []
         for index, model in enumerate(self.models):
             recording = record(model, image, self.layers[index], parts)
@@ -427,18 +426,18 @@ class Asked:
         model: LoadedModel,
         maps: AttentionMaps,
     ) -> list[AttentionLayer]:
-        """Return the layers whose `maps` have the queries; all if none has: drawing them raises the error."""
+        """Return the layers whose `maps` have the queries. If none has, return all: drawing them raises the error."""
         every = chosen_layers(None, model)
         able = [layer for layer in every if self._has_queries(maps[layer.number])]
         return spread(able or every) if self.some else able or every
 
     def warn_of_heads_left_out(self) -> None:
-        """Say that `all` is the heads that every layer has, where layers have different numbers of heads."""
+        """If layers have different numbers of heads, warn that `all` means the heads that every layer has."""
         counts = {layer.num_heads for layer in chain.from_iterable(self.layers)}
         if self.asks_all_heads and len(counts) > 1:
             log.warning(
-                "layers have %d to %d heads, and heads 0 to %d of each are drawn: --layers (layers=) "
-                "chooses layers of as many heads",
+                "layers have %d to %d heads, so only heads 0 to %d of each are drawn: --layers (layers=) "
+                "chooses layers with equally many heads",
                 min(counts),
                 max(counts),
                 min(counts) - 1,
@@ -447,8 +446,8 @@ class Asked:
     def points(
         self, default: Sequence[tuple[float, float]] = DIAGONAL, seen: Sequence[Recording] = ()
     ) -> list[Query]:
-        """Return the query points in the first model's input, or in what is `seen`; by default those in shares of its
-        sides."""
+        """Return the query points in pixels of the first recording in `seen`, or without one of the first model's
+        input. default: points as fractions of height and width."""
         size = (seen or self.models)[0].img_size
         if not self.queries:
             return parse_queries([], size, default)
@@ -459,12 +458,12 @@ class Asked:
 
 
 def _text(value: str | int | Sequence[int | str]) -> str:
-    """Return what the commands take: items separated by commas."""
+    """Write items as the commands take them, separated by commas."""
     items = [value] if isinstance(value, (str, Integral)) else value
     return ",".join(map(str, items))
 
 
-# ---- files: checked before any work, one per image, written whole or not at all -------------------------------------
+# ---- files: checked before any work, one per image, written atomically ----------------------------------------------
 
 
 def check_output(
@@ -501,7 +500,7 @@ def save(
     output: Path,
     dpi: int,
 ) -> None:
-    """Write a figure, all or nothing, in the format of the file's suffix."""
+    """Write a figure atomically, in the format of the file's suffix."""
     files.atomic_write(output, figure_bytes(figure, output.suffix.lower(), dpi))
 
 
@@ -510,7 +509,7 @@ def save_film(
     output: Path,
     dpi: int,
 ) -> None:
-    """Write figures into a GIF that runs for ever."""
+    """Write figures into a GIF that loops forever."""
     drawn = []
     for figure in figures:
         with Image.open(io.BytesIO(figure_bytes(figure, ".png", dpi))) as picture:
@@ -518,7 +517,7 @@ def save_film(
     width = max(picture.width for picture in drawn)
     height = max(picture.height for picture in drawn)
     frames = []
-    for picture in drawn:  # titles may differ in lines
+    for picture in drawn:  # heights differ where titles have more lines
         right = width - picture.width
         below = height - picture.height
         whole = ImageOps.expand(picture, (0, 0, right, below), "white")
@@ -547,9 +546,10 @@ def run_figure(
     """Draw and write a command's figures, one per image, with a progress bar; print their names at the end.
 
     Args:
-        options: from `make_parser`. Those that the figures share are passed to `plot`.
-        plot: a function `plot_*` of models and an image; with `together`, of one model and several images in a list.
-        write: writes what `plot` returns into a file, at --dpi.
+        options: from `make_parser`. Those named in SHARED are passed to `plot`.
+        plot: a function `plot_*`, called with the models and one image.
+        write: writes the result of `plot` to a file, at --dpi.
+        together: with one model, call `plot` once with the list of all images.
     """
     images = find_images(options.images)
     output = check_output(Path(options.output), options.suffixes)
@@ -559,8 +559,8 @@ def run_figure(
     outputs = _outputs(output, jobs)
     check_keeps_images(outputs, images)
     keywords = {name: getattr(options, name) for name in SHARED if name in options}
-    Asked(models, **keywords).points()  # refuses what is wrong before any work
-    for path in images:  # a broken one ends the command before the first picture
+    Asked(models, **keywords).points()  # refuses invalid options before any work
+    for path in images:  # a broken image ends the command before the first picture
         read_image(path)
     progress = tqdm(jobs, unit="image", disable=len(jobs) == 1 or None)
     for job, path in zip(progress, outputs, strict=True):
@@ -570,7 +570,7 @@ def run_figure(
 
 
 def _models_of(options: argparse.Namespace) -> list[LoadedModel]:
-    """Load the models of a command. If only some layers are drawn by default, a line says so."""
+    """Load the models of a command. Print a line if only some layers are drawn by default."""
     targets = options.model or DEMO
     load = loader(options)
     if getattr(options, "through", "") == "checkpoints":
@@ -588,8 +588,8 @@ def _models_of(options: argparse.Namespace) -> list[LoadedModel]:
 
 
 def _outputs(output: Path, jobs: Sequence) -> list[Path]:
-    """Return a file for each job; of several, named after their images, no two alike where capitals count for
-    nothing."""
+    """Return one file per job. Several files are named after their images; names differ in more than upper and lower
+    case."""
     if len(jobs) == 1:
         return [output]
     paths = {}

@@ -53,9 +53,9 @@ def plot_heatmap(
 ) -> Figure:
     """Draw what query points attend to. See `ea_vision.visualize.figure_options` for the arguments.
 
-    One model and image: for each layer one row per query, one column per head; of one query, or one head, one row per
-    layer. Several models, or several images of one model: for each layer one row per query and head, one column per
-    model or image. By default models show the mean of heads, and several images the mean of all queries.
+    With one model and image, each layer has one row per query and one column per head; with one query or one head, one
+    row. With several models, or several images of one model, each layer has one row per query and head, and one column
+    per model or image. By default several models show the mean of heads, several images the mean of all queries.
     """
     several = isinstance(images, (list, tuple))
     if several and queries is None:
@@ -165,8 +165,8 @@ def draw_heatmap(
     Args:
         recording: with the "attn" of `layers` (numbers).
         heads: counted from 0, or "mean".
-        points: queries, (y, x) in pixels of the input, tokens by name, or "all". Of a transformer each map says what
-            share of attention goes to the tokens before the patches.
+        points: queries, (y, x) in pixels of the input, tokens by name, or "all". Below a transformer's maps stands the
+            share of attention that goes to the tokens before the patches.
         style: how maps are drawn; the maps of a layer share a scale.
         width: inches.
     """
@@ -199,19 +199,19 @@ def draw_columns(
     what: str = "",
     photos: str = "",
 ) -> Figure:
-    """Draw for each layer one row per query and head, and one column per recording; of one query and head one row per
-    layer.
+    """Draw for each layer one row per query and head, and one column per recording. With one query and one head, each
+    layer is one row.
 
     Args:
         recordings: one per column, with the "attn" of its `layers`; names: one per column.
-        layers: numbers, by column; as many for each.
+        layers: one list of numbers per column, all of the same length.
         heads: counted from 0, or "mean".
         points: queries, (y, x) in pixels of the first recording's input, scaled to the others', tokens by name, or
             "all".
         style: how maps are drawn; the maps of a layer share a scale.
         width: inches.
-        title: of the figure; what: of the attention is drawn.
-        photos: "each": a row of the columns' photos; "first": the first one's beside the title; "": none.
+        title: of the figure; what: text that follows the word attention in the note.
+        photos: "each": a row with every column's photo; "first": the first photo, beside the title; "": none.
 
     Raises:
         UsageError: columns with different numbers of layers.

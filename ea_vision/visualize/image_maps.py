@@ -31,7 +31,7 @@ AnyImage = ImageSource | Tensor  # see `ea_vision.recorder.loading.LoadedModel.i
 
 
 def as_model(model: nn.Module | LoadedModel | str | Path, **images) -> LoadedModel:
-    """Return a network with what is known of its images: a timm model, or one by name, run folder or checkpoint.
+    """Return a model with its preprocessing. `model`: a timm model, a name, a run folder or a checkpoint.
 
     **images: processor, mean, std, see `ea_vision.recorder.loading.set_preprocessing`.
     """
@@ -55,8 +55,8 @@ def title_of(model: LoadedModel) -> str:
 
 
 def as_models(models, **images) -> list[LoadedModel]:
-    """Return a list of one model, of several, or of a mapping from labels to models, with unique labels. **images: see
-    `as_model`."""
+    """Load one model, several, or a mapping from labels to models; return a list of models with unique labels.
+    **images: see `as_model`."""
     if isinstance(models, Mapping):
         loaded = [as_model(model, **images) for model in models.values()]
         labels = list(models)
@@ -74,7 +74,7 @@ def as_images(images: AnyImage | Sequence[AnyImage]) -> list[AnyImage]:
     """Return a list of one image or several.
 
     Raises:
-        UsageError: none.
+        UsageError: the list is empty.
     """
     several = list(images) if isinstance(images, (list, tuple)) else [images]
     if not several:
@@ -83,7 +83,7 @@ def as_images(images: AnyImage | Sequence[AnyImage]) -> list[AnyImage]:
 
 
 def as_batch(model: LoadedModel, images: Sequence[AnyImage]) -> Tensor:
-    """Return (B, 3, H, W) as the network takes it; see `LoadedModel.batch_of`."""
+    """Return the network's input for these images, (B, 3, H, W); see `LoadedModel.batch_of`."""
     return model.batch_of([model.input_of(as_image(image)) for image in images])
 
 
@@ -95,14 +95,15 @@ def record(
 ) -> Recording:
     """Run a network on an image, in evaluation mode; see `as_model` and `AnyImage`.
 
-    Not in torch.inference_mode: what a network keeps of a forward (ConViT its distances) must stay usable in training.
+    It does not use torch.inference_mode: tensors that a network caches in a forward (ConViT its distances) must stay
+    usable in training.
 
     Args:
-        layers: those to record, if any.
+        layers: to record; may be empty.
         parts: some of `ea_vision.recorder.recording.PARTS`; those that none of the layers has are left out.
 
     Raises:
-        UsageError: layers with none of the parts, or an input size that the network refuses.
+        UsageError: none of the layers has any of the parts, or the network refuses the input's size.
     """
     model = as_model(model)
     image = as_image(image)
@@ -135,8 +136,8 @@ def _part_of_photo(
     size: Size,
     shown: Size,
 ) -> np.ndarray:
-    """Return what of a photo (height, width, 3) lies in `shown` of an input of `size`, both from the top left; beyond
-    the photo it is black."""
+    """Crop a photo (height, width, 3) from the top left, as cropping an input of `size` to `shown` would; where `shown`
+    is larger than `size`, pad it with black."""
     height = round(shown[0] * photo.shape[0] / size[0])
     width = round(shown[1] * photo.shape[1] / size[1])
     channels_first = torch.from_numpy(photo).movedim(2, 0)
@@ -144,7 +145,7 @@ def _part_of_photo(
 
 
 def add_own_alone(recording: Recording) -> None:
-    """Add to the maps of evolving layers their attention without the previous map, the part OWN_ALONE; see
+    """Add the part OWN_ALONE to the maps of evolving layers: their attention without the previous map; see
     `ea_vision.recorder.quantities.own_alone`. The recording must have all parts and all heads."""
     for layer in recording.maps.values():
         module = recording.model.model.get_submodule(layer.name)
@@ -155,13 +156,13 @@ def add_own_alone(recording: Recording) -> None:
 
 
 def before_shares(model: nn.Module, name: str) -> dict[str, float]:
-    """Return the weights of the recorded parts in the convolution's input of a layer; {} where it convolves no maps."""
+    """Return the weights of the recorded parts in the input of a layer's convolution; {} if it convolves no maps."""
     evolution = getattr(model.get_submodule(name), "evolution", None)
     return evolution.before_shares() if evolution else {}
 
 
 def _sum(*terms: tuple[float, str]) -> str:
-    """Write a weighted sum: without terms of weight 0, without a weight of 1."""
+    """Write a weighted sum, without terms of weight 0; a weight of 1 is not written."""
     written = []
     for weight, term in terms:
         if weight == 1:

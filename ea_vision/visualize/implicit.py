@@ -1,7 +1,7 @@
-"""Attention of networks whether or not they have maps: how much each pixel of the input moves the logit of a class,
-beside the maps, and where a spatial transformer looks.
+"""Attention of networks with or without maps: how much each pixel of the input moves the logit of a class, and where a
+spatial transformer looks.
 
-The Jacobian of the outputs says what a network attends to; where it has attention, the two need not agree.
+The Jacobian of the outputs shows what a network attends to; attention maps, if it has them, need not agree with it.
 """
 
 import logging
@@ -42,12 +42,12 @@ def input_jacobian(
     batch: Tensor,
     target: int | None = None,
 ) -> tuple[Tensor, int]:
-    """Return |d logit of a class / d pixel|, the largest of the channels.
+    """Return |d logit of a class / d pixel|, the maximum over the channels.
 
     Args:
         model: in evaluation mode.
         batch: (1, C, H, W), as the model takes it.
-        target: class; the model's own first choice unless given.
+        target: class; default: the model's prediction.
 
     Returns:
         (H, W), and the class.
@@ -58,7 +58,7 @@ def input_jacobian(
     with torch.inference_mode(False), torch.enable_grad():
         x = batch.detach().clone().requires_grad_()
         output = model(x)
-        logits = getattr(output, "logits", output)  # transformers' models have them
+        logits = getattr(output, "logits", output)  # transformers' models have them inside
         if not isinstance(logits, Tensor) or logits.ndim != 2:
             raise UsageError(
                 f"a network that gives logits (1, classes) is required, got {type(model).__name__}"
@@ -88,12 +88,12 @@ def plot_jacobian(
     processor: Any = None,
     **style,
 ) -> Figure:
-    """Draw the Jacobian of a class, and of attention layers what every pixel gets, mean of heads and queries.
+    """Draw the Jacobian of a class, and per layer the attention that each pixel receives, mean of heads and queries.
 
     Args:
-        model, image, layers, width, mean, std, processor, **style: see `ea_vision.visualize.figure_options`; a model
-            may also have no attention.
-        target: class; the model's own first choice unless given.
+        model, image, layers, width, mean, std, processor, **style: see `ea_vision.visualize.figure_options`; the model
+            need not have attention.
+        target: class; default: the model's prediction.
 
     Raises:
         UsageError: a class or a layer that the model does not have.
@@ -141,11 +141,11 @@ def plot_jacobian(
 
 
 def _with_maps_if_any(model: LoadedModel, image: AnyImage) -> Recording:
-    """Record some layers; none, and log why, where they have no maps that can be recorded (ConViT)."""
+    """Record some of the layers. If they have no maps that can be recorded (ConViT), record none and log why."""
     try:
         return record(model, image, spread(recordable_layers(model.model)))
     except UsageError as error:
-        recording = record(model, image, [])  # an error where the image is at fault
+        recording = record(model, image, [])  # raises if the image is the cause
         log.warning("the Jacobian is drawn without attention maps: %s", error)
         return recording
 
@@ -156,14 +156,14 @@ def plot_sampling(
     *,
     width: float | None = None,
 ) -> Figure:
-    """Draw one column per image: above the input with the quadrilateral that the model's first spatial transformer
-    samples, its left upper corner marked; below what it hands on.
+    """Draw one column per image: above, the input with the quadrilateral that the model's first spatial transformer
+    samples (upper left corner marked); below, the sampled image. That transformer must read the model's input.
 
     Args:
         model, images, width: see `ea_vision.visualize.figure_options`.
 
     Raises:
-        UsageError: no image, or a model without a `SpatialTransformer` that reads the input.
+        UsageError: no image, or a model without a `SpatialTransformer`.
     """
     loaded = as_model(model)
     images = as_images(images)
@@ -198,7 +198,7 @@ def _tile(
     title: str,
     corners: np.ndarray | None = None,
 ) -> Tile:
-    """Return an image (3, H, W), with the quadrilateral of these corners (4, 2), x and y."""
+    """Return a tile of an image (3, H, W), with the quadrilateral of `corners` (4, 2), x and y, if given."""
     H, W = image.shape[1:]
     pixels = image.permute(1, 2, 0).cpu().numpy()
 

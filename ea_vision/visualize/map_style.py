@@ -1,9 +1,9 @@
 """How maps are drawn: scales, colours and colour bars, and the sheets of maps that are compared.
 
-Attention is drawn in units of uniform attention: a probability times the N keys that its query sees, so that 1 is what
-a query gives to every key when it looks nowhere in particular. Its scale is logarithmic, reaches as far below 1 as
-above, and has 1 in the middle, so uniform attention has the same colour in every figure and on the page; 0 has the
-lowest colour. Logits and other signed parts have a diverging scale with 0 in its middle.
+Attention is drawn in units of uniform attention: a probability times the number N of keys that its query sees, so 1 is
+the attention of a query that weights all keys equally. The scale is logarithmic with 1 in its middle, so uniform
+attention has the same colour in every figure and on the page; 0 has the lowest colour. Logits and other signed parts
+have a diverging scale with 0 in its middle.
 
 Lines, fonts and colours that are not data follow matplotlib's rcParams.
 """
@@ -24,7 +24,7 @@ from ea_vision.visualize.sheet import Bar, Block, Row, Tile, sheet
 
 SCALES = ("layer", "tile", "all", "uniform")
 STYLES = ("cells", "light")
-# Moreland's: even steps in CIELAB, both ends as dark, apart for the colour-blind
+# Moreland's map: even steps in CIELAB, both ends equally dark, distinguishable for the colour-blind
 SIGNED_MAP = "coolwarm"
 DARKEST = 0.1  # factor of a photo's colours in the style "light"
 FULL_LIGHT = 2.0  # times uniform attention
@@ -35,12 +35,12 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 class MapStyle:
     """How maps are drawn.
 
-    style: of attention over a photo. "cells": its cells in colours over the grey photo; "light": the photo in colour,
-        lit where attention is above uniform and dark where it is below.
-    overlay: over the photo, or alone.
-    scale: of the colours. "layer": one for the maps that are compared, which are those of a layer, and in figures of
-        several layers or models those of a block; "tile": each map its own, its maximum written on it; "all": one for
-        the figure; "uniform": from an eighth of uniform attention to eight times it, the same in every figure.
+    style: how attention is drawn over a photo. "cells": coloured cells over the grey photo; "light": the photo in
+        colour, lit where attention is above uniform and dark where it is below.
+    overlay: whether maps are drawn over the photo.
+    scale: of the colours. "layer": the maps of a layer (of a block, if a block compares several layers or models) share
+        one; "tile": each map has its own, with its maximum written on it; "all": the figure has one; "uniform": 1/8 to
+        8 times uniform attention, the same in every figure.
     cmap: a matplotlib colour map by name; by default rcParams["image.cmap"] for attention, "coolwarm" for logits.
     opacity: of cells over the photo, 0 to 1.
 
@@ -76,7 +76,7 @@ class MapStyle:
         return self.style == "light" and part.startswith("attn")
 
     def colormap(self, part: str = "attn") -> Colormap:
-        """Return the colours of a part: sequential for attention and what else has no sign, diverging for logits."""
+        """Return the colours of a part: diverging for logits, sequential for other quantities."""
         if self.lights(part):
             ends = [(DARKEST,) * 3, (1.0,) * 3]
             return LinearSegmentedColormap.from_list("light", ends)
@@ -95,8 +95,8 @@ def scaled(
     style: MapStyle,
     label: str = "",
 ) -> list[Bar]:
-    """Set the scale of the tiles of each group, whose maps are compared; return one colour bar per group. All tiles
-    show attention, or all the same other part."""
+    """Set the scale of each group of compared tiles; return one colour bar per group. All tiles must show attention, or
+    all logits, or all the same other quantity."""
     every = list(chain.from_iterable(groups))
     if style.scale == "tile":
         sharing = [[tile] for tile in every]
@@ -120,15 +120,15 @@ def norm_of(
 ) -> Normalize:
     """Return the scale of maps that are compared with each other.
 
-    Attention, in units of uniform attention, has a logarithmic one, as far down as up, so that uniform attention is in
-    the middle; light reaches from half to twice. Logits: the middle 99% of their values, as far down as up. Other
-    quantities: from 0.
+    Attention, in units of uniform attention, has a logarithmic scale with 1 in its middle; in the style "light" it
+    reaches from 1/2 to 2. Logits have a linear scale with 0 in its middle, which covers the middle 99% of their values.
+    Other quantities have a linear scale from 0.
 
     Args:
         part: one of PARTS, or another quantity's name.
 
     Raises:
-        UsageError: values that are not numbers, as of a network that has diverged.
+        UsageError: NaN among the values, as in a network that has diverged.
     """
     values = np.concatenate([values.ravel() for values in maps])
     values = values.astype(np.float64)
@@ -138,7 +138,7 @@ def norm_of(
     if style.lights(part):
         return LogNorm(1 / FULL_LIGHT, FULL_LIGHT, clip=True)
     if part.startswith("attn"):
-        lowest = 1.05 if style.scale == "tile" else 2.0  # what is nearly uniform looks so
+        lowest = 1.05 if style.scale == "tile" else 2.0  # nearly uniform maps look nearly uniform
         top = 8.0 if style.scale == "uniform" else max(lowest, values.max())
         return LogNorm(1 / top, top, clip=True)  # clipped: 0 has the lowest colour
     low, high = np.quantile(values, (0.005, 0.995))
@@ -152,15 +152,15 @@ def bar_of(
     part: str = "attn",
     label: str = "",
 ) -> Bar:
-    """Return the colour bar of maps that are compared: of attention in units of uniform attention, which is marked; of
-    other parts or quantities as they are. label: default: attention's, or logits'."""
+    """Return the colour bar of compared maps. Attention's bar is in units of uniform attention and marks 1; other bars
+    show plain values. label: default: attention's or logits'."""
     attention = part.startswith("attn")
     if not label:
         label = f"attention {TIMES} N keys (1: uniform)" if attention else "logit"
     if style.lights(part):
         texts = ["1/2", "", "1", "", "2"]
     elif style.scale == "tile":
-        label += f"; {TIMES}: a map's highest" if attention else ", of each map its own"
+        label += f"; {TIMES}: a map's highest" if attention else ", each map at its own scale"
         texts = ["lowest", "", "1" if attention else "0", "", "highest"]
     elif attention:
         half = short(norm.vmax**0.5)
@@ -197,8 +197,8 @@ def map_sheet(
 
     Args:
         photo: see `photo_of`.
-        label: of the colour bars, unless it is attention's.
-        bars: of the blocks, where their tiles have their scale already.
+        label: of the colour bars; default: attention's or logits'.
+        bars: of the blocks, if their tiles have a scale already.
     """
     compared = [block for block in blocks if block.maps()]
     maps = [block.maps() for block in compared]

@@ -1,7 +1,8 @@
 """Attention rollout (Abnar and Zuidema 2020): where a pixel of the last map comes from, through all layers before it.
 
-Heads are averaged, and the residual counts as identity. Convolutions move information too: in a network that has them
-rollout is an approximation, as the figure says. Layers whose only query is the class token are left out."""
+Heads are averaged, and the residual counts as identity. Convolutions also move information, so rollout is an
+approximation in networks that have them, and the figure says so. Layers whose only query is the class token are left
+out."""
 
 from collections.abc import Sequence
 
@@ -74,7 +75,7 @@ def draw_rollout(
         width: inches.
     """
     first = recordings[0]
-    points = [point for point in points if point != ALL]  # which is always drawn
+    points = [point for point in points if point != ALL]  # their mean is always drawn
     blocks = [_block(recording, first.img_size, points, style) for recording in recordings]
     asked = f"{queries_name(points)}; " if points else ""
     last = _asking(first)[-1]
@@ -93,7 +94,7 @@ def _asking(recording: Recording) -> list[LayerMaps]:
     """Return the layers whose queries are pixels.
 
     Raises:
-        UsageError: there are none, or a layer whose rows and columns are channels.
+        UsageError: no layer has pixels as queries, or the rows and columns of a layer's maps are channels.
     """
     every = list(recording.maps.values())
     for layer in every:
@@ -110,8 +111,8 @@ def _block(
     points: Sequence[Query],
     style: MapStyle,
 ) -> Block:
-    """Return a model's name and row: of queries, in an input of `img_size`, and of all pixels, in units of uniform
-    attention."""
+    """Return a block with the model's name and one row in units of uniform attention: one tile per query, in pixels of
+    an input of `img_size`, and one tile of the mean over all pixels."""
     layers = _asking(recording)
     by_number = {layer.number: layer for layer in layers}
     first = layers[0]
@@ -144,7 +145,7 @@ def _block(
 
 
 def _has_convolutions(model: nn.Module) -> bool:
-    """Return whether a network moves information by convolutions, beside those of its patches and its maps."""
+    """Return whether a network has spatial convolutions, other than those of its patch embedding and its maps."""
     for name, module in model.named_modules():
         if not isinstance(module, nn.Conv2d) or module.kernel_size == module.stride:
             continue  # each pixel of the input goes to one patch

@@ -1,8 +1,8 @@
 """Tiles on a sheet of fixed width: text keeps its size, tiles shrink.
 
 A figure is a list of blocks, a block a grid of tiles with its colour bars. The width in inches is that of a paper's
-column (3.3) or page (6.75). Text has 7 to 9 points (in proportion larger or smaller where rcParams["font.size"] is not
-matplotlib's); every text is measured, so that none meets another one. Lengths here are points, 72 an inch.
+column (3.3) or page (6.75). Text has 7 to 9 points, scaled in proportion to rcParams["font.size"]; every text is
+measured, so that texts do not overlap. Lengths here are in points, 72 per inch.
 """
 
 import logging
@@ -31,8 +31,8 @@ SMALLEST_TILE = 16.0
 PHOTO = 72.0
 BAR = 5.0  # height of a colour bar
 BAR_LENGTH = 100.0
-LEADING = 1.25  # height of a line of text over its size
-HIGHEST = 7.0  # inches of a figure's tiles, where their size can be chosen
+LEADING = 1.25  # line height divided by font size
+HIGHEST = 7.0  # inches that the blocks of a figure may be high, if their tiles can shrink so far
 PAGE_HEIGHT = 9.0  # inches
 SLACK = 1.05  # how much higher than the lowest layout a figure may be for larger tiles
 
@@ -41,11 +41,11 @@ SLACK = 1.05  # how much higher than the lowest layout a figure may be for large
 class Tile:
     """A picture of a block.
 
-    paint: draws it into axes, by `norm`; None leaves its place empty.
-    title, note: above and below it.
-    aspect: its height over its width.
+    paint: function of axes and `norm` that draws it; None leaves its place empty.
+    title, note: texts above and below it.
+    aspect: its height divided by its width.
     values: the numbers that are drawn; None for a photo. part: "attn", "logits" or another quantity.
-    norm: the scale of the values, set when the maps that are compared are known.
+    norm: the scale of the values, which `map_style.scaled` sets.
     """
 
     paint: Callable[[Axes, Normalize | None], object] | None
@@ -64,7 +64,7 @@ class Tile:
 
 @dataclass
 class Bar:
-    """A colour bar: five texts at even places, from its lower to its upper end; `mark`: whether a line crosses its
+    """A colour bar. texts: five, evenly spaced from its lower to its upper end; mark: whether a line crosses its
     middle."""
 
     norm: Normalize
@@ -77,7 +77,7 @@ class Bar:
         return max(text_width(text, points()) for text in self.texts) + 2
 
     def draw(self, axes: Axes) -> None:
-        """Draw it with five texts, or with three where five have no room."""
+        """Draw it with five texts, or with three if five do not fit."""
         places = self.norm.inverse(np.linspace(0, 1, 5))
         mappable = ScalarMappable(self.norm, self.cmap)
         drawn = axes.figure.colorbar(mappable, cax=axes, orientation="horizontal")
@@ -97,7 +97,7 @@ class Bar:
 
 @dataclass
 class Row:
-    """Tiles side by side, of one aspect. label: left of them."""
+    """Tiles side by side, all of the same aspect. label: text to their left."""
 
     tiles: Sequence[Tile]
     label: str = ""
@@ -105,7 +105,7 @@ class Row:
 
 @dataclass
 class Block:
-    """Rows of tiles. bars: below all; enlarged: width of a tile over that of other blocks."""
+    """Rows of tiles. bars: colour bars below them; enlarged: width of a tile relative to those of other blocks."""
 
     rows: Sequence[Row]
     title: str = ""
@@ -120,7 +120,7 @@ class Block:
 
 @dataclass
 class _Box:
-    """Axes on the sheet: place and size from the upper left corner, the drawing, and its title and labels."""
+    """Axes on the sheet: position (from the upper left corner), size, drawing, and the drawing's title and labels."""
 
     x: float
     y: float
@@ -145,7 +145,7 @@ def _height(text: str, size: float) -> float:
 
 @dataclass
 class _Laid:
-    """Boxes and texts with their places; more is added at the lower end. whole: no grid is broken into lines."""
+    """Boxes and texts with their positions; new ones are added at the bottom. whole: no grid is broken into lines."""
 
     width: float = 0.0
     height: float = 0.0
@@ -159,7 +159,7 @@ class _Laid:
         x: float,
         y: float,
     ) -> None:
-        """Add another one's contents, its corner at (x, y)."""
+        """Add the contents of `other`, with its upper left corner at (x, y)."""
         for box in other.boxes:
             moved = replace(box, x=x + box.x, y=y + box.y)
             self.boxes.append(moved)
@@ -183,7 +183,7 @@ class _Laid:
         self.height += _height(lines, size)
 
     def bars(self, bars: Sequence[Bar]) -> None:
-        """Add colour bars side by side, as many in a line as have room for three numbers each."""
+        """Add colour bars side by side. A line holds as many as leave room for three numbers on each."""
         if not bars:
             return
         widest = max(bar.widest_text() for bar in bars)
@@ -239,7 +239,7 @@ def _lay_block(
     room: float,
     alone: bool,
 ) -> _Laid:
-    """Lay a block with tiles of this width. Rows break into lines where `room` forces it."""
+    """Lay a block with tiles of width `side`. Rows wider than `room` break into lines."""
     small = points()
     side = side * block.enlarged
     labels = []
@@ -293,7 +293,7 @@ def _lay_all(
 
 
 def _smallest_tile(blocks: Sequence[Block]) -> float:
-    """Return the width of a tile that holds every word of the titles, within bounds."""
+    """Return the smallest width of a tile, within bounds, that holds every word of the titles."""
     small = points()
     widest = SMALLEST_TILE
     for block in blocks:
@@ -308,8 +308,9 @@ def _best_layout(
     room: float,
     highest: float,
 ) -> _Laid:
-    """Return the layout with the largest tiles that is whole and no higher than `highest`. Without one: the largest
-    tiles whose layout is at most SLACK times as high as the lowest, whole if one is."""
+    """Return the layout with the largest tiles that is whole and no higher than `highest`. If there is none, take the
+    whole layouts (or all, if none is whole): of those at most SLACK times as high as the lowest, return the one with
+    the largest tiles."""
     smallest = _smallest_tile(blocks)
     layouts = []
     for side in np.arange(max(LARGEST_TILE, smallest), smallest - 2, -2):
@@ -332,15 +333,14 @@ def sheet(
     bars: Sequence[Bar] = (),
     foot: str = "",
 ) -> Figure:
-    """Draw a figure: photo, title and note above, then the blocks. Tiles are as large as
-    possible while grids stay whole, single rows have at most two lines, words of titles stay whole, and the height
-    stays below a limit.
+    """Draw a figure: photo, title and note above, then the blocks. Tiles are as large as possible while grids stay
+    whole, single rows have at most two lines, words of titles stay whole, and the height stays below a limit.
 
     Args:
         width: inches; None: as wide as the blocks need, at most PAGE.
         photo: left of the title.
         note: below the title, in small text.
-        bars, foot: of the whole figure, and small text, below.
+        bars, foot: below the blocks: colour bars of the whole figure, then small text.
 
     Raises:
         UsageError: a width that no text fits into.
@@ -357,7 +357,7 @@ def sheet(
         left = picture.width + 2 * GAP
     whole.text(left, title, "title")
     whole.text(left, note)
-    picture.height -= GAP  # which ends a row
+    picture.height -= GAP  # the gap below its row
     whole.place(picture, 0.0, 0.0)
     whole.place(body, 0.0, whole.height + 2 * GAP)
     whole.bars(bars)

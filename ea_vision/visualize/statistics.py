@@ -49,8 +49,8 @@ def plot_statistics(
     layers: Layers = None,
     **how,
 ) -> Figure:
-    """Draw entropy, distance, likeness to the previous layer's map and share of position alone by layer and head, means
-    over images. See `ea_vision.visualize.figure_options` for the arguments.
+    """Draw entropy, distance, correlation with the previous layer's map and share of position alone by layer and head,
+    as means over images. See `ea_vision.visualize.figure_options` for the arguments.
 
     Raises:
         UsageError: no image.
@@ -66,7 +66,7 @@ def _measured(
     images: Sequence[AnyImage],
     batch_size: int = 16,
 ) -> dict[str, list[LayerQuantities]]:
-    """Return quantities by title of the model, with a progress bar in a terminal."""
+    """Measure each model, with a progress bar in a terminal; return its quantities by its title."""
     asked.record(images[0])  # finds the layers that have queries of pixels
     measured = {}
     for model, numbers in zip(asked.models, asked.numbers, strict=True):
@@ -98,8 +98,8 @@ def _correlation(layer: LayerQuantities) -> Tensor:
 
 @dataclass
 class Panel:
-    """values: of a layer, (images, K), not a number where it has none. uniform: their value for uniform attention. top:
-    how far the axis reaches at least."""
+    """values: of a layer, (images, K), NaN if it has none. uniform: the value for uniform attention. top: the axis
+    reaches at least this far."""
 
     title: str
     values: Callable[[LayerQuantities], Tensor]
@@ -130,15 +130,14 @@ def draw_statistics(
     measured: Mapping[str, Sequence[LayerQuantities]], *, width: float | None = None
 ) -> Figure:
     """Draw one panel per quantity over the layers: dots are heads, lines their means, colours models. Bars are standard
-    deviations of that mean over images; lines break where maps have another size; dotted is uniform attention.
+    deviations of that mean over images, dotted lines uniform attention. Lines break where maps change size.
 
     Args:
-        measured: by label; from `ea_vision.recorder.quantities.measure`.
+        measured: results of `ea_vision.recorder.quantities.measure`, by label.
         width: inches.
 
     Raises:
-        UsageError: no quantity is a number: of one image and layer, or of maps that have negative entries or are no
-            numbers themselves.
+        UsageError: no quantity is finite: maps contain NaN, or have negative entries and belong to one image and layer.
     """
     panels = [panel for panel in PANELS if panel.is_known(measured)]
     if not panels:

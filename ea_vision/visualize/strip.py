@@ -143,7 +143,7 @@ def _through_training(asked: Asked, image: AnyImage) -> Figure:
 
 
 def chains_of(maps: Sequence[LayerMaps]) -> list[list[LayerMaps]]:
-    """Group layers by chain; without evolution by the size of their maps, neighbouring layers together."""
+    """Group layers by chain; without evolution, group consecutive layers whose maps have the same size."""
     evolving = any(layer.prev_logits is not None for layer in maps)
     chains = []
     for layer in maps:
@@ -155,10 +155,10 @@ def chains_of(maps: Sequence[LayerMaps]) -> list[list[LayerMaps]]:
 
 
 def columns_of(model: nn.Module, maps: Sequence[LayerMaps]) -> dict[str, str]:
-    """Return the parts to draw, with their names, in the order in which a layer computes them; no two columns alike.
+    """Return the parts to draw and their headings, in the order in which a layer computes them, without duplicates.
 
-    EA convolves the mixture of the previous and the layer's own logits, PA the previous ones alone. Logits that are the
-    convolved ones (EA's beta = 1) have no column of their own, nor have own logits where nothing evolves.
+    EA convolves the mixture of the previous and the layer's own logits, PA the previous ones alone. Logits that equal
+    the convolved ones (EA with beta = 1) get no column; nor do own logits if nothing evolves.
     """
     evolved = [layer for layer in maps if layer.prev_logits is not None]
     if not evolved:
@@ -192,17 +192,18 @@ def draw_strip(
     *,
     width: float | None = None,
 ) -> Figure:
-    """Draw for each chain among `layers` a block: one row per layer, and along it what the layer computes, from the
-    previous logits to the attention; then the attention of the layer's own logits alone, at the same scale.
+    """Draw one block for each chain among `layers`, with one row per layer: its parts from the previous logits to the
+    attention, then the attention of its own logits alone, at the same scale.
 
-    A chain's first layer has no previous map; its logits are its own. Where there is attention alone, as of a plain
-    vision transformer, the layers stand in a row.
+    A chain's first layer has no previous map; its logits are its own. If there is only attention, as in a plain vision
+    transformer, the layers stand in one row.
 
     Args:
         recording: with all parts of `layers` (numbers).
         head: counted from 0, or "mean".
         point: the query, (y, x) in pixels of the input, a token by name, or "all".
-        style: how maps are drawn; the logits of a chain share one scale, its attention another. Logits are bare.
+        style: how maps are drawn; the logits of a chain share one scale, its attention another. Logits are drawn
+            without the photo.
         width: inches.
     """
     add_own_alone(recording)
@@ -253,7 +254,7 @@ def _blocks(
     point: Query,
     style: MapStyle,
 ) -> list[Block]:
-    """Return a block for each chain: one row per layer, one column per part; of attention alone a single row."""
+    """Return one block per chain: one row per layer, one column per part; with attention alone a single row."""
     chains = chains_of(maps)
     blocks = []
     for chain in chains:
@@ -287,8 +288,8 @@ def _part(
     point: Query,
     style: MapStyle,
 ) -> Tile:
-    """Return a part's tile; an empty place where the layer lacks it. The logits of a chain's first layer are its own:
-    they stand in the column of its own logits."""
+    """Return a part's tile, or an empty one if the layer lacks the part. The logits of a chain's first layer are its
+    own: they stand in the column of own logits only."""
     repeated = part == "logits" and layer.prev_logits is None and "self_logits" in columns
     if repeated or part not in layer.recorded():
         return Tile(None, aspect=recording.aspect)
@@ -348,7 +349,7 @@ def plot_frames(
     through: str = "layers",
     **how,
 ) -> Iterator[Figure]:
-    """Draw the pictures of a film, of one scale: for each model (such as the snapshots of a run) each layer in turn.
+    """Draw the pictures of a film, all at one scale: each layer of each model (such as the snapshots of a run) in turn.
     See `ea_vision.visualize.figure_options` for the arguments, `plot_strip` for `through`."""
     if through == "checkpoints":
         models = epochs_of(models)

@@ -1,7 +1,7 @@
 """Tiles of a figure: the maps of a recording, and the photo with its query points; and the names beside them.
 
-In the style "light" attention lights the photo: its colours are multiplied by 0.1 at half of uniform attention and by 1
-at twice, linearly in the logarithm between, interpolated bilinearly from the map's cells.
+In the style "light" attention lights the photo. Its colours are multiplied by a factor: 0.1 at half of uniform
+attention, 1 at twice, linear in the logarithm of attention between. Factors are interpolated bilinearly between cells.
 """
 
 import math
@@ -33,7 +33,7 @@ OWN_ALONE = "attn_own_alone"  # the part of `add_own_alone`
 # (y, x) in pixels of the input, a token before a transformer's patches (cls, reg1, ...), or ALL
 Query = tuple[int, int] | str
 Head = int | str  # a number, or MEAN
-LIGHT_SIDE = 192  # pixels of a lit photo's longer side, at least
+LIGHT_SIDE = 192  # minimum number of pixels along a lit photo's longer side
 WHITE_RIM = patheffects.withStroke(linewidth=1.8, foreground="white")
 THIN_RIM = patheffects.withStroke(linewidth=1.5, foreground="white")
 
@@ -43,8 +43,8 @@ def cell_of(
     img_size: Size,
     feat_size: Size,
 ) -> Query:
-    """Return (row, column) of the map's cell that a pixel (y, x) of the input lies in, which is also its place in an
-    input of another size; a token by name as it is."""
+    """Return the cell (row, column) of a map of `feat_size` that contains a pixel (y, x) of an input of `img_size`.
+    With another input's size as `feat_size`, this is the pixel of that input. A token's name is returned unchanged."""
     if isinstance(query, str):
         return query
     y, x = query
@@ -62,10 +62,10 @@ def of_head(maps: Tensor, head: Head) -> Tensor:
 class Recording:
     """An image as a network saw it, and the maps of its layers.
 
-    image: (3, H, W) in 0..1, what the network's patches cover: a rest that they leave is cut off, their padding is 0.
-    img_size: (H, W). aspect: H over W. extent: where `Axes.imshow` draws what covers it.
-    photo: (height, width, 3) uint8, the same part of the image at its own resolution; None where there is only `image`.
-    output: what the network gave.
+    image: (3, H, W) in 0..1, the area that the network's patches cover: pixels outside it are cut off, padding is 0.
+    img_size: (H, W). aspect: H / W. extent: of the area, for `Axes.imshow`.
+    photo: (height, width, 3) uint8, the same area at a higher resolution; None if there is only `image`.
+    output: of the network.
     """
 
     model: LoadedModel
@@ -79,7 +79,7 @@ class Recording:
     extent = property(lambda self: (0, self.img_size[1], self.img_size[0], 0))
 
     def pixels(self) -> np.ndarray:
-        """Return the photo, or where there is none (the network sees no less) the image: (height, width, 3) in 0..1."""
+        """Return the photo, or the image if there is no photo of higher resolution: (height, width, 3) in 0..1."""
         if self.photo is not None:
             return self.photo / 255
         return self.image.permute(1, 2, 0).cpu().numpy()
@@ -95,8 +95,8 @@ class Recording:
         head: Head,
         part: str = "attn",
     ) -> np.ndarray:
-        """Return (H', W'): a query's row of a part, among the map's pixels, by one head or on average; of ALL the mean
-        over the queries of all pixels. Attention, that of OWN_ALONE too, is in units of uniform attention."""
+        """Return a query's row of a part over the map's pixels, (H', W'), for one head or the mean of heads. ALL gives
+        the mean over all pixels' queries. Attention (OWN_ALONE too) is in units of uniform attention."""
         maps = self.maps[layer]
         if query == ALL:
             rows = maps.spatial(part)  # (B, K, H, W, H', W')
@@ -158,7 +158,7 @@ def queries_name(queries: Sequence[Query]) -> str:
 
 
 def map_name(layer: LayerMaps, short: bool = False) -> str:
-    """Name a layer and the size of its map, beside a row of a grid in two lines."""
+    """Name a layer and the size of its map; `short`: in two lines, for a row of a grid."""
     size = "channels" if layer.channels else "x".join(map(str, layer.feat_size))
     if short:
         return f"layer {layer.number}\n{size}"
@@ -187,7 +187,8 @@ def photo_of(
     feat_size: Size | None = None,
     title: str = "",
 ) -> Tile:
-    """Return the photo with numbered query points, framed as cells of maps of `feat_size`; default: of the largest."""
+    """Return the photo with numbered query points, each framed as a cell of a map of `feat_size` (default: the size of
+    the largest map)."""
     sizes = [layer.feat_size for layer in recording.maps.values()]
     cells = feat_size or max(sizes, key=math.prod, default=(1, 1))
     asked = [query for query in queries if query != ALL]
@@ -217,8 +218,8 @@ def mark_query(
     number: int,
     numbered: bool = False,
 ) -> None:
-    """Draw the frame of the map's cell that a query lies in, and its number in a disc. White around both shows on any
-    ground. A token that is no patch has no cell: its disc is above the image."""
+    """Frame the map's cell that contains a query; if `numbered`, draw its number in a disc. A white rim makes both
+    visible on any background. A token that is not a patch has no cell: its disc is above the image."""
     color = QUERY_COLORS[(number - 1) % len(QUERY_COLORS)]
     H, W = recording.img_size
     if isinstance(query, str):
@@ -265,14 +266,14 @@ def tile_of(
     title: str = "",
     number: int = 1,
 ) -> Tile:
-    """Return the tile of where a query of a head of a layer looks, or of another part of the layer's map; below a
-    transformer's attention what goes to the tokens before its patches.
+    """Return a tile of one query's attention in one head of a layer, or of another part. Below a transformer's
+    attention it gives the shares of the tokens before the patches.
 
     Args:
         layer: number. head: counted from 0, or "mean".
         query: (y, x) in pixels of the input, a token by name, or "all".
         title: above the tile.
-        number: which of the figure's queries it is, for the colour of its frame.
+        number: of the query in the figure, from 1; it chooses the colour of its frame.
     """
     values = recording.query_map(layer, query, head, part)
     note = ""
@@ -302,13 +303,13 @@ def map_of(
     cells: Size | None = None,
     part: str = "attn",
 ) -> Tile:
-    """Return a tile of a map (H', W') over the input's area, its query's cell framed.
+    """Return a tile of a map (H', W') over the input's area, with its query's cell framed.
 
     Args:
-        values: of a part, as `Recording.query_map` gives it; logits are never drawn over the photo.
+        values: of a part, as `Recording.query_map` returns them; logits are never drawn over the photo.
         title, note: above and below it.
-        point: the query, in pixels of the input, a token by name or "all"; number: which of the queries.
-        cells: (height, width) of the map that the query's cell is of; default: this one.
+        point: the query, in pixels of the input, a token by name or "all"; number: of the query in the figure.
+        cells: (height, width) of the map whose cell frames the query; default: this map.
     """
 
     def paint(axes: Axes, norm: Normalize) -> None:

@@ -112,7 +112,7 @@ def test_a_querys_map_covers_its_window_alone(layer, side):
 
 def test_heads_that_not_every_layer_has_are_told(caplog):
     """Of layers with 2 and 3 heads; where no heads are chosen, nothing is said."""
-    told = "layers have 2 to 3 heads, and heads 0 to 1 of each are drawn"
+    told = "layers have 2 to 3 heads, so only heads 0 to 1 of each are drawn"
     for plot in (plot_heads, plot_matrix):
         caplog.clear()
         plot(swin(), IMAGE, [1, 3], [0])
