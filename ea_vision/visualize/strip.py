@@ -57,6 +57,7 @@ from ea_vision.visualize.tiles import (
 )
 
 ARROW = "\N{RIGHTWARDS ARROW}"
+THROUGH = ("layers", "checkpoints")
 EXAMPLES = """\
   ea-vision strip --model ea_conv_transformer_cifar --queries 16,16 --heads 1 -o strip.png photo.jpg
   ea-vision strip --model pa_aa_resnet50 --layers 5-10 --heads 3 --width 3.3 -o strip.pdf photo.jpg
@@ -64,6 +65,11 @@ EXAMPLES = """\
   ea-vision strip --model ea_aa_resnet34 --layers 1-20 --heads mean -o layers.gif photo.jpg
   ea-vision strip --model runs/ea --through checkpoints --layers 3 -o training.gif photo.jpg
 """
+
+
+def _check_through(through: str) -> None:
+    if through not in THROUGH:
+        raise UsageError(f"through must be {' or '.join(THROUGH)}, got {through!r}")
 
 
 def plot_strip(
@@ -84,8 +90,7 @@ def plot_strip(
         query: default: the middle.
         through: "layers", or "checkpoints": attention only, by epoch of the checkpoints and snapshots of run folders.
     """
-    if through not in ("layers", "checkpoints"):
-        raise UsageError(f"through must be layers or checkpoints, got {through!r}")
+    _check_through(through)
     refuse_arguments("plot_strip", how, heads="it takes one head", queries="it takes one query")
     queries = None if query is None else [query]
     if through == "checkpoints":
@@ -351,6 +356,7 @@ def plot_frames(
 ) -> Iterator[Figure]:
     """Draw the pictures of a film, all at one scale: each layer of each model (such as the snapshots of a run) in turn.
     See `ea_vision.visualize.figure_options` for the arguments, `plot_strip` for `through`."""
+    _check_through(through)
     if through == "checkpoints":
         models = epochs_of(models)
     asked = Asked(
@@ -398,7 +404,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--through",
         default="layers",
-        choices=("layers", "checkpoints"),
+        choices=THROUGH,
         help="layers: of one model, part by part (a film: attention); checkpoints: attention through "
         "the *.ckpt and snapshots (the trainers' --snapshot-epochs) of the run folders or files "
         "of --model, by epoch (default: %(default)s)",

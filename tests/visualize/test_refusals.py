@@ -10,6 +10,7 @@ from PIL import Image
 from ea_vision.__main__ import run as run_command
 from ea_vision.base.errors import UsageError
 from ea_vision.visualize import (
+    plot_frames,
     plot_heatmap,
     plot_matrix,
     plot_rollout,
@@ -166,6 +167,11 @@ torch.nn.init.constant_(next(DIVERGED.parameters()), torch.nan)
 def test_functions_refuse_alike(plot, models, images, options, message):
     with pytest.raises(UsageError, match=message):
         plot(models, images, **options)
+
+
+def test_frames_go_through_layers_or_checkpoints():
+    with pytest.raises(UsageError, match="through must be layers or checkpoints, got 'time'"):
+        next(plot_frames(MODEL, PHOTO, through="time"))
 
 
 def test_figures_and_pages_of_a_snapshot_and_a_page_of_the_epochs_of_a_run(run, photo, tmp_path):
