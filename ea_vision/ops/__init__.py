@@ -7,13 +7,13 @@
 | -------------- | ------------------------------------------------ | ------------------------------ |
 | cpu            | on a CPU, a C kernel compiled on first use       | anything N x N but the logits  |
 | triton         | chained attention (EA, PA), small maps, on CUDA  | anything N x N but the logits  |
-| sdpa           | unchained attention (AA): on CUDA of large maps, | anything N x N                 |
-|                | on mps, xpu, ... where no logits are wanted      |                                |
+| sdpa           | unchained attention (AA) if its logits are not   | anything N x N                 |
+|                | needed: on CUDA for large maps, on mps, xpu, ... |                                |
 | flex           | windows of pixels and heads on CUDA              | anything N x N                 |
 | reference      | everywhere, readable torch                       |                                |
 
-The choice can be forced: by argument, by `with use_implementation("reference")`, or by the environment variable
-EA_VISION_IMPLEMENTATION, in this order. Why an implementation was taken is logged once, at level INFO.
+The choice can be forced by argument, by `with use_implementation("reference")`, or by the environment variable
+EA_VISION_IMPLEMENTATION; the first of these counts. The reasons for a choice are logged once, at level INFO.
 
 Shape letters: B batch, K heads, H x W the map, N = H*W its pixels (row-major), M keys (N unless keys are reduced),
 D width of a query's head, E a value's.
@@ -48,11 +48,12 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         reference.Reference(),
     )
 }
-BY_DEVICE = {"cpu": ("cpu",), "cuda": ("sdpa", "triton", "flex")}  # in this order
+BY_DEVICE = {"cpu": ("cpu",), "cuda": ("sdpa", "triton", "flex")}  # tried in this order
 OTHER_DEVICES = ("sdpa", "triton")  # mps, xpu, ...
-# AA with position tables on maps of at most so many pixels: `triton` makes half of the calls of `sdpa`, which builds
-# wider queries and keys, and needs no more memory. Of larger maps the logits that it keeps count. Under torch.compile
-# inductor fuses what `sdpa` builds: a step of AA-50 takes 65.6 ms by `sdpa` and 75.4 by `triton` on an H200.
+# AA with position tables prefers `triton` on maps of at most this many pixels: it makes half as many calls as `sdpa`,
+# which builds wider queries and keys, and needs no more memory. On larger maps the logits that `triton` keeps need too
+# much. Under torch.compile, inductor fuses what `sdpa` builds: a step of AA-50 takes 65.6 ms with `sdpa` and 75.4 with
+# `triton` on an H200.
 FEW_PIXELS = 256
 FEW_CALLS = ("triton", "sdpa")
 LARGE_MAP = 2500  # pixels
@@ -76,10 +77,10 @@ if os.environ.get("EA_VISION_IMPLEMENTATION"):
 def use_implementation(name: str) -> Iterator[None]:
     """Force an implementation inside the `with` block, in the whole process.
 
-    "reference" in a layer is the layer's own modules, one after another.
+    In a layer, "reference" runs the layer's own modules one after another.
 
     Raises:
-        ValueError: no implementation of this name; inside the block, one that cannot run what it is given.
+        ValueError: the name is unknown; inside the block, the implementation cannot run a call.
     """
     forced.append(_check_name(name, "implementation"))
     try:
@@ -89,7 +90,7 @@ def use_implementation(name: str) -> Iterator[None]:
 
 
 def exporting() -> bool:
-    """Return whether torch.export or a tracer runs, whose programs must run where ea_vision is not."""
+    """Return whether torch.export or a tracer is running: its program must run without ea_vision."""
     if torch.jit.is_tracing():
         return True
     # torch.compile answers True to is_exporting
@@ -97,7 +98,7 @@ def exporting() -> bool:
 
 
 def _as_number(gate: float | Tensor) -> float | Tensor:
-    """Return a gate as a number, for which kernels have shortcuts, if it is on the CPU and needs no gradient."""
+    """Return the gate as a number if it is on the CPU and needs no gradient: kernels have shortcuts for numbers."""
     if not isinstance(gate, Tensor):
         return float(gate)
     learns = torch.is_grad_enabled() and gate.requires_grad
@@ -109,7 +110,7 @@ def _as_number(gate: float | Tensor) -> float | Tensor:
 
 
 def _choose(problem: Problem) -> Implementation:
-    """Return the device's first implementation that can solve this; the log says why not those before it."""
+    """Return the first of the device's implementations that can solve the problem; log why the ones before cannot."""
     device = problem.q.device.type
     against = []
     names = BY_DEVICE.get(device, OTHER_DEVICES)
@@ -133,7 +134,7 @@ def _choose(problem: Problem) -> Implementation:
 
 
 def _map_megabytes(problem: Problem) -> float:
-    """Return the memory of one (B, K, N, M) tensor in the problem's type."""
+    """Return the memory of one (B, K, N, M) tensor in the problem's dtype."""
     B, K, N, _ = problem.q.shape
     M = problem.k.shape[2]
     return B * K * N * M * problem.q.element_size() / 1e6
@@ -196,46 +197,46 @@ def evolving_attention(
         PA (predict)  logits = alpha * relu(conv(prev)) + (1 - alpha) * own
         out = softmax_j(logits) @ v
 
-    AA paper, equation 4; EA paper, equations 3 and 4. Without `weight`, m and prev take the place of relu(conv(.)).
+    AA paper, equation 4; EA paper, equations 3 and 4. Without `weight`, relu(conv(.)) is replaced by the identity.
 
-    With windows (CSAN paper, over an image's two axes) a query of head h sees the keys within h/2 rows and w/2 columns
-    of its own pixel and of the heads within head_window/2 of its own, all under one softmax:
+    With windows (CSAN paper, here over both axes of an image), a query sees keys at most height // 2 rows and
+    width // 2 columns from its own pixel, in heads at most head_window // 2 from its own. One softmax covers them all:
 
         out_i = sum_s sum_j softmax_{s,j}(logits[h, i, s, j]) v_j of head s
 
-    What lies outside the map does not take part (the paper pads with zeros, its authors' code excludes). An evolution
-    mixes the whole maps; the window comes after it.
+    Pixels outside the map are excluded, as in the authors' code (their paper pads with zeros). An evolution mixes
+    whole maps; the window is applied afterwards.
 
     Args:
         q: (B, K, N, D), not scaled.
-        k: (B, K, M, D). M keys for N queries, as where a network reduces its keys, run on the reference, or by `sdpa`
-            where nothing evolves and no logits are needed; without position tables, windows and prefix tokens.
+        k: (B, K, M, D). If M != N (the network reduces its keys), the reference runs, or `sdpa` if nothing evolves and
+            no logits are needed; position tables, windows and prefix tokens are then errors.
         v: (B, K, M, E).
         height_rel: (2H-1, D), row 0 = offset -(H-1), or None for no position terms; other odd lengths are fitted to H.
-            In a window: the h rows from offset -(h-1)/2 on, where h < 2H-1.
+            With a window of height h < 2H-1: (h, D), row 0 = offset -(h-1)/2.
         width_rel: (2W-1, D), likewise.
         prev_logits: (B, K, N, M), or None for attention that does not evolve.
         weight, bias: (K, K, kernel, kernel) and (K) of the convolution over the maps, kernel odd.
-        alpha: gate of the previous layer's maps: a number, or where it learns a tensor, () or (K) by heads.
-        beta: EA: gate of the convolved maps, likewise.
-        feat_size: (H, W); needed with tables only.
-        predict: PA in place of EA.
-        num_prefix_tokens: how many tokens come before those of the map; their rows and columns stay out of the
-            convolution: there m and prev take the place of relu(conv(.)).
-        scale: of q; D**-0.5 unless given.
-        dropout_p: dropout on the attention probabilities, a probability.
-        need_logits: whether the logits are wanted; where not, they need no memory.
+        alpha: gate of the previous layer's maps: a number, or a tensor, () or (K) with one value per head.
+        beta: EA's gate of the convolved maps, likewise.
+        feat_size: (H, W); required only with tables.
+        predict: PA instead of EA.
+        num_prefix_tokens: number of tokens before those of the map. The convolution skips their rows and columns, where
+            relu(conv(.)) is replaced by the identity.
+        scale: factor of q; default D**-0.5.
+        dropout_p: probability of dropping an attention probability.
+        need_logits: whether to return the logits; otherwise they need not be stored.
         window: odd (height, width) in pixels, one number for both, or None for the whole map.
-        head_window: odd number of neighbouring heads, the own one in their middle; not together with prev_logits.
+        head_window: odd number of neighbouring heads, centred on the query's own; not together with prev_logits.
         head_border: "clip": the first and last heads have fewer neighbours; "wrap": the heads are a ring.
-        implementation: one of `IMPLEMENTATIONS`; chosen unless given.
+        implementation: one of `IMPLEMENTATIONS`; chosen automatically by default.
 
     Returns:
-        out (B, K, N, E) and the logits (B, K, N, M) that entered the softmax, before a window; or None where not
-        needed, and with head_window > 1.
+        out (B, K, N, E), and the logits (B, K, N, M) that entered the softmax, before a window hides any. The logits
+        are None if not needed, or if head_window > 1.
 
     Raises:
-        ValueError: shapes that do not fit, or an implementation that cannot run this.
+        ValueError: the shapes do not fit, or the implementation cannot run the call.
     """
     problem = Problem(
         q,
@@ -275,25 +276,25 @@ def evolving_attention(
 
 
 def by_torch() -> bool:
-    """Return whether torch's own operations must do what a C kernel could: the reference is forced, or an export."""
+    """Return whether torch's own operations must replace C kernels: if the reference is forced, or in an export."""
     return forced[-1:] == ["reference"] or exporting()
 
 
 def needs_readable() -> bool:
-    """Return whether readable torch must do what an autograd function could: for a compiler, which fuses it, where the
-    reference is forced, in an export, in forward-mode derivatives and in transforms of torch.func."""
+    """Return whether readable torch must replace hand-written autograd functions: under torch.compile (which fuses it),
+    if the reference is forced, in an export, in forward-mode derivatives and in transforms of torch.func."""
     return torch.compiler.is_compiling() or by_torch() or reason_against_kernels() is not None
 
 
 def halve(x: Tensor) -> Tensor:
-    """Pool the average, 3x3, stride 2, padding 1 not counted: (B, C, H, W) -> (B, C, ceil(H/2), ceil(W/2))."""
+    """Average-pool 3x3 with stride 2, padding 1 not counted: (B, C, H, W) -> (B, C, ceil(H/2), ceil(W/2))."""
     if by_torch() or cpu.reason_against_pooling(x) is not None:
         return F.avg_pool2d(x, 3, stride=2, padding=1, count_include_pad=False)
     return cpu.pool(x)
 
 
 def normalise_heads(qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
-    """Normalise queries and keys (B, 2K, D, N), the queries times gain (K): (B, K, N, D) each; see `head_norm`."""
+    """Normalise queries and keys (B, 2K, D, N), multiply queries by gain (K): (B, K, N, D) each; see `head_norm`."""
     if needs_readable():
         return head_norm.readable(qk, gain)
     if qk.device.type == "cpu":

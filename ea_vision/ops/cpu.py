@@ -1,9 +1,9 @@
 """Evolving attention on a CPU, and pooling, by the C kernels of `cpu_library`.
 
-An image's maps are made, mixed, convolved, normalised and multiplied with the values row by row while they lie in the
-cache: main memory sees the previous logits once and this layer's once. The backward pass keeps only these (and one
-number per row) and computes the rest again. Arguments of exp stay above the threshold of subnormal numbers, so the
-speed does not depend on torch.set_flush_denormal.
+An image's maps are computed, mixed, convolved, normalised and multiplied by the values row by row while they are in the
+cache: the previous logits are read from main memory once, and this layer's are written once. For the backward pass only
+the logits and two numbers per row are kept; the rest is recomputed. Arguments of exp stay above the threshold of
+subnormal numbers, so the speed does not depend on torch.set_flush_denormal.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ NONE = 0
 MIX = 1
 PREDICT = 2
 SIZES = "kind prefix H W window_height window_width".split()  # of AttentionStruct
-# what has a gradient, in the operator's order
+# the inputs that have a gradient, in the operator's order
 INPUTS = "q k v height_rel width_rel prev weight bias gates".split()
 BY_IMAGES = ("q", "k", "v", "prev")  # the others are parameters
 
@@ -40,7 +40,7 @@ operator = functools.partial(torch.library.custom_op, mutates_args=(), device_ty
 
 
 def _in_order(x: Tensor) -> Tensor:
-    """Return (B, K, N, D) as (B, K, D, N), each image contiguous; a view of a part of a (B, C, H, W) tensor."""
+    """Return (B, K, N, D) as (B, K, D, N), each image contiguous; no copy if x is a slice of a (B, C, H, W) tensor."""
     x = x.transpose(2, 3)
     return x if x[0].is_contiguous() else x.contiguous()
 
@@ -56,7 +56,7 @@ def _run(
     sizes: list[int],
     **tensors: Tensor | None,
 ) -> None:
-    """Run the kernel on the operator's tensors and others, which are contiguous."""
+    """Run the kernel on the operator's inputs and on further `tensors`, which must be contiguous."""
     *others, seed = inputs[3:]
     q, k, v = (_in_order(x) for x in inputs[:3])
     named = dict(zip(INPUTS, (q, k, v, *others), strict=True))
@@ -86,7 +86,7 @@ def _outputs(
     v: Tensor,
     need_logits: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return room for out (B, K, E, N), logits (B, K, N, N) or none, norm (B, K, N, 2): see problem.h."""
+    """Return empty out (B, K, E, N), logits (B, K, N, N), or (0,) if unneeded, and norm (B, K, N, 2): see problem.h."""
     B, K, N, E = v.shape
     return (
         v.new_empty(B, K, E, N),
@@ -112,9 +112,9 @@ def _forward(
     sizes: list[int],
     need_logits: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `_outputs`, filled.
+    """Compute and return `_outputs`.
 
-    gates: alpha and beta by heads, (2, K); seed: of the dropout, one integer; sizes: of SIZES.
+    gates: alpha and beta per head, (2, K); seed: one integer for the dropout; sizes: the values named by SIZES.
     """
     out, logits, norm = _outputs(q, v, need_logits)
     _run(
@@ -139,7 +139,7 @@ def _gradients(
     gates_learn: bool,
     *each: int,
 ) -> dict[str, Tensor]:
-    """Return empty gradients by the inputs' names: of q, k and v (B, K, D, N), of parameters stacks of `each`."""
+    """Return empty gradients by input name: (B, K, D, N) for q, k and v, and (*each, *shape) for parameters."""
     made = {}
     for name, x in zip(INPUTS, inputs, strict=False):
         if x is None or (name == "gates" and not gates_learn):
@@ -163,7 +163,7 @@ def _backward(
     sizes: list[int],
     gates_learn: bool,
 ) -> list[Tensor]:
-    """Return the gradients of the forward operator's tensors, of which there are some: see `_gradients`."""
+    """Return the gradients of those inputs of the forward operator that `_gradients` lists, in its order."""
     gradients = _gradients(inputs, gates_learn, len(d_out))
     _run(
         inputs,
@@ -188,7 +188,7 @@ def _(d_out, d_logits, inputs, *rest):
 def _save(ctx, inputs, output) -> None:
     tensors = inputs[:10]
     *options, need_logits = inputs[10:]
-    ctx.set_materialize_grads(False)  # of unused logits: a map of zeros
+    ctx.set_materialize_grads(False)  # else unused logits would get a map of zeros as gradient
     ctx.save_for_backward(*tensors, output[1] if need_logits else None, output[2])
     ctx.options = options
 
@@ -214,7 +214,7 @@ refuse_second_derivatives(_backward)
 
 @register_flop_formula(torch.ops.ea_vision.cpu_attention)
 def _flops(q, k, v, height_rel, width_rel, prev, weight, *_, out_shape=None, **__) -> int:
-    """Count operations by shapes, two for a multiply-add, as torch counts them in the reference."""
+    """Count operations from shapes, two per multiply-add, as torch counts them in the reference."""
     B, K, N, D = q
     multiplications = B * K * N * N * (D + v[3])
     if height_rel is not None:
@@ -227,7 +227,7 @@ def _flops(q, k, v, height_rel, width_rel, prev, weight, *_, out_shape=None, **_
 
 
 def _parameter(x: Tensor | None) -> Tensor | None:
-    """Return a parameter as the kernel reads it."""
+    """Return a parameter as the kernel reads it: contiguous, in float32."""
     return None if x is None else x.float().contiguous()
 
 
@@ -290,7 +290,7 @@ def _reason_against(*tensors: Tensor) -> str | None:
 
 
 def reason_against_pooling(x: Tensor) -> str | None:
-    """Return why the kernel cannot halve x (B, C, H, W), or None."""
+    """Return why the kernel cannot pool x (B, C, H, W), or None."""
     if x.dtype != torch.float32 or not x.is_contiguous():
         return f"it needs a contiguous tensor in float32, got {x.dtype}, strides {x.stride()}"
     return _reason_against(x)
@@ -302,7 +302,7 @@ def _pool_sizes(x: Tensor) -> tuple[int, int, int, int]:
 
 @operator("ea_vision::cpu_pool")
 def pool(x: Tensor) -> Tensor:
-    """Pool 3x3 averages with stride 2, padding 1 not counted: float32 (B, C, H, W) -> (B, C, ceil(H/2), ceil(W/2))."""
+    """Average-pool 3x3 with stride 2, padding 1 not counted: float32 (B, C, H, W) -> (B, C, ceil(H/2), ceil(W/2))."""
     x = x.contiguous()
     out = x.new_empty(_pool_sizes(x))
     run(

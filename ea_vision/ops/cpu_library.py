@@ -1,7 +1,7 @@
-"""The library of C kernels, `cpu_kernel/kernel.c`, compiled on first use for the machine at hand, and its structs.
+"""The library of C kernels (`cpu_kernel/kernel.c`), compiled on first use for this machine, and its structs.
 
-The compiler is $CC or cc; the library is kept in ~/.cache/ea_vision ($XDG_CACHE_HOME/ea_vision), or where that cannot
-be written built in a temporary folder by each process.
+The compiler is $CC, by default cc. The library is cached in ~/.cache/ea_vision ($XDG_CACHE_HOME/ea_vision). If that
+folder cannot be written, each process builds the library in a temporary folder.
 """
 
 import ctypes
@@ -23,9 +23,9 @@ from ea_vision.base.files import atomic_write, cache_root
 _logger = logging.getLogger(__name__)
 CPU_INFO = Path("/proc/cpuinfo")
 MICROSOFTS = ("cl", "clang-cl")
-SOURCES = Path(__file__).with_name("cpu_kernel")  # kernel.c takes in the other files
-# Not -ffast-math: linked with it, a library switches subnormal numbers off in the whole process, and reordered sums
-# would undo the rounding in the kernel's exp.
+SOURCES = Path(__file__).with_name("cpu_kernel")  # kernel.c includes the other files
+# Not -ffast-math: a library linked with it turns off subnormal numbers in the whole process, and reordered sums would
+# undo the rounding in the kernel's exp.
 FLAGS = (
     "-O3",
     "-march=native",
@@ -41,7 +41,7 @@ _POOLING = [*[ctypes.c_void_p] * 2, ctypes.c_long, *[ctypes.c_int] * 3]
 
 
 def _fields(**names: str) -> list[tuple[str, type]]:
-    """Return a struct's fields: names by their type in ctypes."""
+    """Return a struct's fields from their names, grouped by ctypes type."""
     fields = []
     for kind, several in names.items():
         for name in several.split():
@@ -50,7 +50,7 @@ def _fields(**names: str) -> list[tuple[str, type]]:
 
 
 class AttentionStruct(ctypes.Structure):
-    """`problem` of problem.h."""
+    """The struct `problem` of problem.h."""
 
     _fields_ = _fields(
         c_int32="K H W D E kernel kind prefix B dtype threads window_height window_width",
@@ -62,7 +62,7 @@ class AttentionStruct(ctypes.Structure):
 
 
 def _machine() -> str:
-    """Return what -march=native depends on; a cache on a shared disk serves machines of several kinds."""
+    """Return the CPU features that -march=native depends on: machines of several kinds may share one cache."""
     if CPU_INFO.exists():
         for line in CPU_INFO.read_text().splitlines():
             if line.startswith(("flags", "Features")):
@@ -71,9 +71,9 @@ def _machine() -> str:
 
 
 def _openmp(compiler: list[str]) -> list[str]:
-    """Return arguments that link with the OpenMP library torch has loaded: two of them would fight for the cores.
+    """Return arguments that link the OpenMP library that torch has loaded: two libraries would compete for the cores.
 
-    None for clang, whose code needs another library than GCC's.
+    The list is empty for clang, whose code needs a different library from GCC's.
     """
     if "clang" in _output_of(*compiler, "--version"):
         return []
@@ -95,7 +95,7 @@ def _output_of(*command: str) -> str:
 
 
 def library_name(compiler: list[str]) -> str:
-    """Return the compiled library's file name, another one for everything that would make it another."""
+    """Return the compiled library's file name: a digest of everything that affects what is compiled."""
     parts = []
     for file in sorted(SOURCES.glob("*.[ch]")):
         parts += [file.name, file.read_text(encoding="utf-8")]
@@ -120,7 +120,10 @@ def _built(compiler: list[str], folder: str) -> Path:
 
 
 def _is_whole(library: Path) -> bool:
-    """Return whether the file ends with its digest, which loaders do not read. Loading a damaged one may be fatal."""
+    """Return whether the file ends with the digest of its content (which loaders ignore).
+
+    Loading a damaged library may crash the process.
+    """
     try:
         content = library.read_bytes()
     except FileNotFoundError:
@@ -130,7 +133,7 @@ def _is_whole(library: Path) -> bool:
 
 
 def _opened(compiler: list[str]) -> ctypes.CDLL:
-    """Return the library, built first where the cache has no whole one."""
+    """Return the library; build it first if the cache has no intact one."""
     name = library_name(compiler)
     # a folder that cannot be written, a full disk: OSError; a user without a home: RuntimeError
     try:
@@ -140,7 +143,7 @@ def _opened(compiler: list[str]) -> ctypes.CDLL:
             with tempfile.TemporaryDirectory(dir=library.parent) as folder:
                 content = _built(compiler, folder).read_bytes()
             digest = hashlib.sha256(content).digest()
-            atomic_write(library, content + digest)  # other processes build it, too
+            atomic_write(library, content + digest)  # other processes may build it at the same time
         return ctypes.CDLL(str(library))
     except (OSError, RuntimeError) as error:
         _logger.warning("the C kernel is built for this process alone: %s", error)
@@ -149,10 +152,10 @@ def _opened(compiler: list[str]) -> ctypes.CDLL:
 
 
 def _compiler() -> list[str]:
-    """Return the compiler's command, of $CC or cc.
+    """Return the compiler's command: $CC, or cc.
 
     Raises:
-        ValueError: $CC is no command line, or the compiler is missing or Microsoft's.
+        ValueError: $CC cannot be parsed, or the compiler is missing or Microsoft's.
     """
     is_posix = os.name == "posix"  # elsewhere a backslash is part of a path
     compiler = shlex.split(os.environ.get("CC", ""), posix=is_posix) or ["cc"]
@@ -165,7 +168,7 @@ def _compiler() -> list[str]:
 
 @functools.cache
 def load() -> ctypes.CDLL | str:
-    """Return the compiled library, or why there is none."""
+    """Return the compiled library, or a string saying why there is none."""
     attention = [ctypes.POINTER(AttentionStruct)]
     # ValueError: see `_compiler`; AttributeError: a function is missing
     try:
@@ -187,7 +190,7 @@ def run(function: str, *args) -> None:
     """Call a function of the library.
 
     Raises:
-        RuntimeError: a thread could not get the memory that it needs.
+        RuntimeError: a thread could not allocate the memory that it needs.
     """
     missing = getattr(load(), function)(*args)
     if missing:
@@ -197,7 +200,7 @@ def run(function: str, *args) -> None:
         )
 
 
-@torch.compiler.assume_constant_result  # else torch.compile would trace the compiler's call
+@torch.compiler.assume_constant_result  # else torch.compile would trace the call of the C compiler
 def reason_against_library() -> str | None:
     """Return why there is no library, or None."""
     loaded = load()

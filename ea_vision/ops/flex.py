@@ -1,15 +1,15 @@
-"""Attention in windows of pixels and of heads by torch's FlexAttention: on CUDA a kernel compiled for the mask.
+"""Attention in windows of pixels and of heads by torch's FlexAttention: on CUDA, a kernel compiled for the mask.
 
-A kernel of FlexAttention passes over the blocks of keys that the mask hides, and has no N x N tensor. What it is given:
+A FlexAttention kernel skips the blocks of keys that the mask hides, and stores no N x N tensor. Its inputs:
 
-* position: folded into q and k, as `ea_vision.ops.sdpa` does. (As a score_mod the terms could be looked up, but then
-  the gradients of q and of the tables would be collected by atomic additions.)
-* neighbouring heads: FlexAttention's softmax is over one head's keys, so the neighbours' keys and values are laid one
-  after another, S * N of them for S neighbours, and the mask says which of these heads there are.
+* position terms are folded into q and k, as in `ea_vision.ops.sdpa`. (A score_mod could look them up, but then the
+  gradients of q and of the tables would be summed by atomic additions.)
+* neighbouring heads: FlexAttention's softmax covers one head's keys. So the keys and values of S neighbours are
+  concatenated to S * N, and the mask hides neighbours beyond the first and last head.
 
-The reference does what it cannot: maps that evolve (an N x N tensor of their own), logits that are wanted, dropout on
-the probabilities, float64 on CUDA, a trace by torch.compile (it compiles by itself), and on a CPU a backward pass.
-Tests compare its mask and the folding with the reference on a CPU.
+The reference runs the rest: evolving maps (N x N tensors themselves), calls that need the logits, dropout on the
+probabilities, float64 on CUDA, calls inside torch.compile (FlexAttention compiles its own kernel), and backward passes
+on a CPU. Tests compare the mask and the folding with the reference on a CPU.
 
 Paper: `Flex Attention` - https://arxiv.org/abs/2412.05496
 """
@@ -28,7 +28,7 @@ from ea_vision.ops.triton_attention import INSTALLED
 LEAST_WIDTH = 16  # of a head, in torch's kernels
 MOST_WIDTH = 256
 CAPABILITY = (8, 0)
-SIZES = 64  # of maps, batches, ... for which it is compiled, at most
+SIZES = 64  # at most so many shapes (of maps, batches, ...) are compiled
 
 
 @cache
@@ -45,7 +45,7 @@ def block_mask(
     wrap: bool,
     device: torch.device,
 ) -> BlockMask:
-    """Return which of the S * N keys a query sees, S = head_window heads one after another; see `within_windows`."""
+    """Return which of S * N keys a query sees: the N keys of S = head_window heads in turn; see `within_windows`."""
     H, W = feat_size
     N = H * W
     high = H if window is None else window[0] // 2
@@ -82,7 +82,7 @@ class Flex(Implementation):
         q = problem.q
         v = problem.v
         if not problem.local:
-            return "it is for windows"
+            return "it runs attention in windows only"
         if torch.compiler.is_compiling():
             return "it compiles its own kernel, outside of other compiled code"
         width = q.shape[-1] + (0 if problem.height_rel is None else sum(problem.feat_size))

@@ -1,4 +1,4 @@
-"""What hand-written autograd functions share: work in parts, second derivatives, and when readable torch must do."""
+"""Helpers of hand-written autograd functions: work in parts that fit the cache, and second derivatives."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -9,7 +9,7 @@ CACHED_NUMBERS = 2**17  # half a megabyte in float32
 
 
 def in_parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split tensors (B, ...) into some images at a time: as many as a CPU's cache holds, on other devices all."""
+    """Split tensors (B, ...) along the batch: on a CPU into parts that fit its cache, elsewhere into one part."""
     first = tensors[0]
     images = max(1, len(first))
     if first.device.type == "cpu":
@@ -23,14 +23,14 @@ def differentiable_gradients(
     needed: Sequence[bool],
     grad_outputs: Tensor | Sequence[Tensor],
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of a readable function, with a graph of their own.
+    """Return the gradients of a readable function so that they can be differentiated again.
 
-    A backward pass that is written by hand returns them where gradients are enabled in it (`create_graph=True`): second
-    derivatives pass through what torch records there.
+    A hand-written backward pass returns them if gradients are enabled inside it (`create_graph=True`). Second
+    derivatives then follow the graph that torch records here.
 
     Args:
-        function: of the inputs; its outputs are those that `grad_outputs` belong to.
-        needed: by input, whether its gradient is wanted; `ctx.needs_input_grad`.
+        function: maps the inputs to the outputs whose gradients are `grad_outputs`.
+        needed: for each input, whether its gradient is needed (`ctx.needs_input_grad`).
     """
     learns = [x for x, wanted in zip(inputs, needed, strict=True) if wanted]
     gradients = torch.autograd.grad(function(*inputs), learns, grad_outputs, create_graph=True)

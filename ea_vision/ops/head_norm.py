@@ -3,7 +3,7 @@
     q_i <- gain * q_i / rms(q_i),   k_j <- k_j / rms(k_j),   rms(x) = sqrt(mean(x**2) + 1e-6)
 
 One equation in three forms. `readable` is the reference, has derivatives of every order and is what a compiler fuses;
-`by_parts` saves memory traffic on a CPU; `by_rms_norm` makes few calls, which is what counts on a GPU.
+`by_parts` saves memory traffic on a CPU; `by_rms_norm` makes few calls, which matters most on a GPU.
 
 Shape letters: B batch, K heads, D width of a head, N pixels.
 """
@@ -18,7 +18,7 @@ EPSILON = 1e-6
 
 
 def _gains(gain: Tensor) -> Tensor:
-    """Return the gain (K) of queries and the 1 of keys, (2K, 1, 1)."""
+    """Return the factors of all heads, (2K, 1, 1): the gain (K) for queries, then 1 for keys."""
     return torch.cat([gain, torch.ones_like(gain)]).view(-1, 1, 1)
 
 
@@ -44,7 +44,7 @@ def readable(qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def by_rms_norm(qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
-    """Do as `readable`, by torch's fused norm."""
+    """Compute `readable` with torch's fused norm."""
     width = qk.shape[2]
     normalised = F.rms_norm(qk.transpose(2, 3), (width,), eps=EPSILON).to(qk.dtype)
     q, k = normalised.chunk(2, dim=1)
@@ -52,13 +52,13 @@ def by_rms_norm(qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def by_parts(qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
-    """Do as `readable`, some images at a time, so that what is computed in between stays in the cache."""
+    """Compute `readable` for a few images at a time, so that intermediate results stay in the cache."""
     q, k, _ = _ByParts.apply(qk, gain)
     return q, k
 
 
 class _ByParts(torch.autograd.Function):
-    """`by_parts`, which also returns the rates."""
+    """The autograd function of `by_parts`; it also returns the rates."""
 
     @staticmethod
     def forward(qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -86,7 +86,7 @@ class _ByParts(torch.autograd.Function):
         grad_k: Tensor,
         _,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return gradients: y = rate * gain * x, d rate / dx = -rate**3 x / D."""
+        """Return gradients, from y = rate * gain * x and d rate / dx = -rate**3 x / D."""
         qk, gain, rate = ctx.saved_tensors
         if torch.is_grad_enabled():
             grads = (grad_q, grad_k)

@@ -16,8 +16,8 @@ Size = tuple[int, int]  # (height, width)
 class Problem:
     """The arguments of `ea_vision.ops.evolving_attention`, which describes them.
 
-    Once `checked`, tables fit the map or the window, feat_size and scale are set, and window has two sides. Where
-    nothing evolves alpha and beta are 1, and weight and bias are None; without weight num_prefix_tokens is 0.
+    After `checked`, tables fit the map or the window, feat_size and scale are set, and window is (height, width) or
+    None. If nothing evolves, alpha and beta are 1, weight and bias None; without weight, num_prefix_tokens is 0.
     """
 
     q: Tensor
@@ -44,7 +44,7 @@ class Problem:
         """Check and complete the problem, in place, and return it.
 
         Raises:
-            ValueError: shapes that do not fit, or options that contradict each other.
+            ValueError: the shapes do not fit, or options contradict each other.
         """
         p = self
         B, K, N, D = p.q.shape
@@ -104,24 +104,24 @@ class Problem:
         return self.window is not None or self.head_window > 1
 
     def tables(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return height_rel and width_rel with a row for every offset on the map, or None twice."""
+        """Return height_rel and width_rel with a row for every offset on the map, or (None, None)."""
         if self.height_rel is None:
             return None, None
         H, W = self.feat_size
         return cover_offsets(self.height_rel, H), cover_offsets(self.width_rel, W)
 
     def gates(self) -> Tensor | None:
-        """Return alpha and beta by heads, (2, K) in float32, or None where both are numbers.
+        """Return alpha and beta per head, (2, K) in float32, or None if both are numbers.
 
         Raises:
-            ValueError: a gate with neither 1 nor K numbers.
+            ValueError: a gate has neither 1 nor K values.
         """
         if not isinstance(self.alpha, Tensor) and not isinstance(self.beta, Tensor):
             return None
         return torch.stack([self._by_head(self.alpha), self._by_head(self.beta)])
 
     def _by_head(self, gate: float | Tensor) -> Tensor:
-        """Return a gate by heads, (K) in float32."""
+        """Return a gate per head, (K) in float32."""
         K = self.q.shape[1]
         if not isinstance(gate, Tensor):
             return self.q.new_full((K,), gate, dtype=torch.float32)
@@ -134,21 +134,21 @@ class Problem:
     def dropout_seed(self) -> Tensor | None:
         """Draw the dropout's seed, (1), from torch's generator; None without dropout.
 
-        Drawn outside the operators, so that what is recomputed for backward under checkpointing draws the same again.
+        It is drawn outside the operators, so that a forward pass repeated by checkpointing draws the same seed again.
         """
         return torch.randint(2**62, (1,), device=self.q.device) if self.dropout_p > 0 else None
 
 
-@torch.compiler.assume_constant_result  # torch.compile enters the transforms as it traces
+@torch.compiler.assume_constant_result  # torch.compile itself enters such transforms while it traces
 def reason_against_kernels() -> str | None:
-    """Return why no kernel may run at the moment, or None. A kernel would lose a tangent."""
+    """Return why no kernel may run now, or None. Kernels would lose forward-mode tangents."""
     if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
         return "forward-mode derivatives and transforms of torch.func (jvp, vmap, grad, ...) need readable torch"
     return None
 
 
 def refuse_second_derivatives(backward: Callable) -> None:
-    """Make the derivative of a kernel's backward operator an error that names the reference."""
+    """Make differentiating a kernel's backward operator an error that names the reference."""
 
     def refuse(ctx, *_):
         raise RuntimeError(
@@ -160,7 +160,7 @@ def refuse_second_derivatives(backward: Callable) -> None:
 
 
 class Implementation:
-    """One way to solve a `Problem`. A subclass states what it supports, and has `forward`."""
+    """One way to solve a `Problem`. A subclass states what it supports and implements `forward`."""
 
     name = ""
     maps = True  # takes previous logits, and can return its own
@@ -184,7 +184,7 @@ class Implementation:
                 f"it needs as many keys as queries, got {keys} and {queries}",
             ),
             (p.prev_logits is not None and not self.maps, "it has no place for previous logits"),
-            (p.need_logits and not self.maps, "it never has the logits that are wanted"),
+            (p.need_logits and not self.maps, "it does not return logits"),
             (
                 not p.q.dtype == p.k.dtype == p.v.dtype,
                 f"it needs q, k and v of one dtype, got {p.q.dtype}, {p.k.dtype} and {p.v.dtype}",
@@ -201,7 +201,7 @@ class Implementation:
         return None
 
     def forward(self, problem: Problem) -> tuple[Tensor, Tensor | None]:
-        """Return out (B, K, N, E) and the logits (B, K, N, M), or None where they are not needed."""
+        """Return out (B, K, N, E) and the logits (B, K, N, M), or None if they are not needed."""
         raise NotImplementedError
 
 
@@ -214,7 +214,7 @@ def check_windows(
     """Return the window's (height, width), or None.
 
     Raises:
-        ValueError: a window that is not odd, another head_border, or more neighbours than a ring of heads has.
+        ValueError: a window is not odd, head_border is unknown, or head_window exceeds the heads of a ring.
     """
     sides = (window, window) if isinstance(window, int) else window
     if sides is not None and [_is_odd(side) for side in sides] != [True, True]:
@@ -234,7 +234,7 @@ def check_windows(
 
 
 def _is_odd(number: int) -> bool:
-    """Return whether a number is whole, positive and odd."""
+    """Return whether a number is a positive odd integer."""
     return isinstance(number, int) and number > 0 and number % 2 == 1
 
 
@@ -245,7 +245,7 @@ def check_prev_logits(
     N: int,
     M: int | None = None,
 ) -> Tensor:
-    """Return the previous layer's logits, if they are (B, K, N, M); M is N unless given.
+    """Return the previous layer's logits if their shape is (B, K, N, M); M defaults to N.
 
     Raises:
         ValueError: they are missing or of another shape.
@@ -267,7 +267,7 @@ def _check_shape(
     tensor: Tensor | None,
     shape: tuple[int, ...],
 ) -> None:
-    """Check the shape by which a kernel reads memory."""
+    """Check a shape that kernels rely on when they read memory."""
     if tensor is None or tensor.shape != shape:
         received = None if tensor is None else list(tensor.shape)
         raise ValueError(f"{name} of shape {list(shape)} required, got {received}")

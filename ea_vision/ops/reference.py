@@ -1,8 +1,8 @@
-"""Evolving attention in readable torch: what every faster implementation is held to, outputs and gradients.
+"""Evolving attention in readable torch: tests compare outputs and gradients of all faster implementations with it.
 
-`StepByStep` is the one reference: the layers of `ea_vision.layers` are such steps, with modules in them, and so is a
-problem of the operator. Layers take it where the reference is forced, where a hook wants to see the maps, and for
-evolutions that have only `forward`.
+`StepByStep` is the one reference. Layers of `ea_vision.layers` define its steps by their modules, and the operator by
+its arguments. Layers run it if the reference is forced, if a hook needs the maps, and for evolutions that have only
+`forward`.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ def own_logits(
 ) -> Tensor:
     """Return dot products and position terms (AA paper, equation 4): q (B, K, N, D), k (B, K, M, D) -> (B, K, N, M).
 
-    Without tables feat_size is not looked at; with them M is N.
+    With tables M must be N; without them feat_size is not used.
     """
     B, K, N, D = q.shape
     H, W = feat_size
@@ -78,11 +78,11 @@ def mixed(
 ) -> Tensor:
     """Return gate * one + (1 - gate) * other of maps (B, K, N, M).
 
-    gate: a number, or a tensor () or (K) by heads.
+    gate: a number, or a tensor, () or (K) with one value per head.
     """
     if isinstance(gate, Tensor):
         gate = gate.view(-1, 1, 1)
-    # a gate that learns is float32: half maps keep their own type
+    # a gate that learns is float32: maps in half precision keep their dtype
     return (gate * one + (1.0 - gate) * other).to(other.dtype)
 
 
@@ -102,14 +102,14 @@ def evolve_logits(
     EA paper, equations 3 and 4; PA paper, section 3.
 
     Args:
-        alpha, beta: gates, a number or a tensor () or (K) by heads; PA has no beta.
+        alpha, beta: gates: a number, or a tensor, () or (K) with one value per head. PA does not use beta.
         convolve: relu(conv(.)) of maps, or the identity.
     """
     if isinstance(alpha, Tensor):
         alpha = alpha.view(-1, 1, 1)
     if isinstance(beta, Tensor):
         beta = beta.view(-1, 1, 1)
-    # a gate that learns is float32: half maps keep their own type
+    # a gate that learns is float32: maps in half precision keep their dtype
     if predict:
         return (alpha * convolve(prev_logits) + (1.0 - alpha) * logits).to(logits.dtype)
     mixture = (alpha * prev_logits + (1.0 - alpha) * logits).to(logits.dtype)
@@ -128,7 +128,7 @@ def with_prefix(
     patches: Tensor,
     num_prefix_tokens: int,
 ) -> Tensor:
-    """Join the rows and columns of the first tokens of `maps` and the others of `patches`; see `among_patches`."""
+    """Return `patches` with the first tokens' rows and columns of `maps` put back: the inverse of `among_patches`."""
     if num_prefix_tokens == 0:
         return patches
     rows = torch.cat([maps[:, :, num_prefix_tokens:, :num_prefix_tokens], patches], dim=-1)
@@ -136,8 +136,8 @@ def with_prefix(
 
 
 def neighbours(x: Tensor, head_window: int) -> list[Tensor]:
-    """Return keys or values (B, K, N, D) of the heads around each: of head h - S//2 first, of h + S//2 last, S =
-    head_window; the heads are a ring."""
+    """Return S = head_window tensors (B, K, N, D): for each head h, the keys or values of heads h - S//2 to h + S//2.
+    The heads form a ring."""
     return [x.roll(-offset, 1) for offset in range(-(head_window // 2), head_window // 2 + 1)]
 
 
@@ -164,8 +164,8 @@ def within_windows(
     head_window: int,
     wrap: bool,
 ) -> Tensor:
-    """Put -inf on the keys outside a query's window of pixels and, unless the heads are a ring (`wrap`), on those of
-    heads beyond the first and last: (B, K, N, S*N) -> the same."""
+    """Set logits (B, K, N, S*N) to -inf for keys outside a query's window of pixels and, unless the heads form a ring
+    (`wrap`), for neighbours beyond the first and last head."""
     B, K, N, M = logits.shape
     logits = logits.view(B, K, N, head_window, N)
     if window is not None:
@@ -199,9 +199,9 @@ def readable(
 
     Args:
         logits: (B, K, Q, N), Q queries and N keys.
-        causal: "self": no key after its query, the queries being the last Q of the N; "none", "cross": any.
+        causal: "self": a query reads no later key, the queries being the last Q of N tokens; "none", "cross": any key.
         key_padding: (B, N), True where a key is padding, or None.
-        query_padding: (B, Q) likewise; in self-attention the same.
+        query_padding: (B, Q), True where a query is padding, or None; in self-attention the same as key_padding.
     """
     allowed: Tensor | None = None
     if causal == "self":
@@ -221,9 +221,9 @@ def mask_logits(
     causal: str = "none",
     key_padding: Tensor | None = None,
 ) -> Tensor:
-    """Put -inf on the keys that a query may not read, for the softmax; see `readable`. (B, K, Q, N) -> (B, K, Q, N).
+    """Set logits (B, K, Q, N) to -inf for keys that a query may not read; see `readable`.
 
-    What one layer hands to the next is not masked: 0 * -inf is not a number.
+    Only the softmax takes masked logits. The next layer gets them unmasked, since 0 * -inf is NaN.
     """
     allowed = readable(logits, causal, key_padding)
     return logits if allowed is None else logits.masked_fill(~allowed, float("-inf"))
@@ -235,12 +235,12 @@ def attention_of(logits: Tensor) -> Tensor:
 
 
 class StepByStep:
-    """Attention in readable torch, one step after another. A layer, or a problem, says what each step does.
+    """Attention in readable torch, one step after another. Subclasses (layers, or a problem) define the steps.
 
-    evolution: (logits, prev_logits) -> logits, with an attribute `spatial`: whether it takes feat_size, too; or None.
+    evolution: (logits, prev_logits) -> logits, or None. If its attribute `spatial` is true, it also takes feat_size.
     attn_drop: dropout on the probabilities.
-    head_window: how many neighbouring heads a query sees.
-    evolved: (logits, prev_logits, feat_size) -> logits, in place of `evolution`, of layers whose maps have padding.
+    head_window: number of neighbouring heads that a query sees.
+    evolved: (logits, prev_logits, feat_size) -> logits, replaces `evolution` in layers whose maps have padding.
     """
 
     head_window = 1
@@ -257,7 +257,7 @@ class StepByStep:
         raise NotImplementedError
 
     def attention_of(self, logits: Tensor, feat_size: Size) -> Tensor:
-        """Return the probabilities of (evolved) logits; the shape stays."""
+        """Return the probabilities of (evolved) logits, of the same shape."""
         raise NotImplementedError
 
     def attend_step_by_step(
@@ -346,7 +346,7 @@ class _ProblemSteps(StepByStep):
 
 
 class Reference(Implementation):
-    """Readable torch, which computes every problem."""
+    """Readable torch, which solves every problem."""
 
     name = "reference"
 

@@ -35,7 +35,7 @@ def fit_rel_table(table: Tensor, size: int) -> Tensor:
 
 
 def reach(size: int, window: int | None) -> int:
-    """Return how many pixels of an axis attention sees to one side at most, the query's own included.
+    """Return the most pixels that attention sees to one side along an axis, including the query's own.
 
     Tables have 2 * reach - 1 rows, one per offset. `window` is the window's odd side, or None.
     """

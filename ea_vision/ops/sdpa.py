@@ -1,11 +1,11 @@
 """Unchained attention (AA) without an N x N tensor: torch's scaled_dot_product_attention with position folded in.
 
-The position terms are part of the dot product once q has its products with the tables by absolute row and column, and k
-has one-hot rows and columns beside its own entries:
+The position terms become part of the dot product: append to q its products with the tables, by absolute key row and
+column, and to k a one-hot encoding of its row and of its column:
 
     [q, q.height_rel(row(i), .), q.width_rel(col(i), .)] . [k, onehot(row(j)), onehot(col(j))]
 
-which is the AA paper's equation 4, so any fused kernel can run it. D grows by H + W.
+This is the AA paper's equation 4, so any fused kernel can compute it. D grows by H + W.
 """
 
 import torch
@@ -17,7 +17,7 @@ from ea_vision.ops.reference import relative_logits
 
 
 def folded(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Return q, scaled, and k as (B, K, N, D + H + W) each, whose dot product has the position terms.
+    """Return scaled q, and k, (B, K, N, D + H + W) each. Their dot product includes the position terms.
 
     Without position terms they are (B, K, N, D).
     """
@@ -40,7 +40,7 @@ def folded(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def widened(x: Tensor, width: int) -> Tensor:
-    """Return x (B, K, N, D) with zeros beside it, (B, K, N, width)."""
+    """Return x (B, K, N, D) padded with zeros to (B, K, N, width)."""
     return F.pad(x, (0, width - x.shape[-1]))
 
 

@@ -1,17 +1,17 @@
 """Evolving attention of chained layers (EA, PA) on CUDA, in Triton, forward and backward.
 
-Every kind of layer is one formula with three constants, of which a kernel drops the terms that are zero:
+Every kind of layer uses one formula with three factors; a kernel drops the terms whose factor is zero:
 
     logits = conv_share * relu(conv(maps)) + maps_share * maps + own_share * own
     own = scale * (q.k + q.height_rel + q.width_rel)
 
 * first layer of a chain: logits = own;
 * PA, or no convolution: maps = prev_logits, one kernel;
-* EA: m = alpha * prev + (1 - alpha) * own in a first kernel, which stores m; logits from maps = m in a second. The
-  convolution needs its neighbours' m, and Triton cannot shift a tile that lies in registers: fusing the two would mean
-  to compute own nine times, or to keep a halo in scratch memory behind barriers. m costs one write and one read.
+* EA: a first kernel stores m = alpha * prev + (1 - alpha) * own; a second computes the logits from maps = m. The
+  convolution needs m of neighbouring pixels, and Triton cannot shift a tile in registers: a fused kernel would compute
+  own nine times, or keep a halo in scratch memory behind barriers. Storing m costs one write and one read.
 
-The work is memory traffic: bytes that move per entry (one number of the B x K x N x N) in bfloat16, in training:
+Memory traffic dominates. Bytes per entry (one of the B x K x N x N numbers) in bfloat16, in training:
 
 | | forward | backward |
 | --- | --- | --- |
@@ -19,29 +19,30 @@ The work is memory traffic: bytes that move per entry (one number of the B x K x
 | PA | 4: prev read; logits | 20: logits, gradient; d_conv, g; prev, d_conv; d_conv, g; d_prev; g once more |
 | EA, beta = 1 | 8: prev; m; m; logits | 16: logits, gradient; d_conv; prev, d_conv; d_conv; d_prev; d_prev once more |
 
-Less 2 backward where the logits have no gradient (the last layer). g is the logits' gradient, d_conv what of it enters
-the convolution. Queries, keys and values are small beside the maps (a tenth each at N = 196, D = 20) and are read
-through the L2 cache, once for each block of 16 or 32 pixels. Of N x N size a layer keeps for backward its logits, which
-the next layer has as prev_logits, and no other map: m is computed again, tile by tile, where the weight's gradient
-needs it. Where the ReLU passed its gradient is read off the logits, or, where these are a sum (PA, beta < 1, gates,
-prefix tokens), off a bit an entry. Two scratch maps live as long as backward runs, three where beta < 1.
+Backward takes 2 bytes less where the logits have no gradient (the last layer). g is the gradient of the logits, d_conv
+the part of it that enters the convolution. Queries, keys and values are small beside the maps (a tenth each at N = 196,
+D = 20) and are read through the L2 cache, once for each block of 16 or 32 pixels. The only N x N map that a layer keeps
+for backward is its logits, which the next layer holds as prev_logits anyway; m is recomputed, tile by tile, for the
+weight's gradient. Backward finds out where the ReLU passed from the logits or, if these are a sum (PA, beta < 1, gates,
+prefix tokens), from one stored bit per entry. Backward needs two scratch maps, three if beta < 1.
 
 Choices:
-* Maps lie in memory as (B, N, N, K), torch's channels_last of (B, K, N, N): see `triton_kernels`. A map that comes in
-  another layout is copied once.
-* Tensor cores for all products, operands in the maps' dtype, sums in float32 (for float32 three tf32 products, which
-  keep its accuracy). The convolution of 8 heads is 3 products (pixels, 24 of 32) x (24 of 32, 8).
-* The softmax is of the stored, rounded logits, so that backward, which reads or recomputes them, sees the same.
-* Gates that learn cost no map, since what they stand before is linear in something: the sum of g * relu(conv) is the
-  weight times its gradient (and the bias), that of g * own is q times its gradient, both before their shares, which
-  may be 0. So d_m is stored whole, and multiplied by alpha in place by the kernel that reads it last.
-* Dropout is drawn by counter (seed, query, key), in forward and again in backward, as the C kernel draws it.
-* Gradients of weight, bias, gates and tables are summed per program, each into a slot of its own, then by torch: no
-  atomics, the same bits on every run.
-* Backward of the softmax has no convolution in it, and the weight's gradient has a kernel of its own: together they
-  need 254 registers a thread, apart two blocks of 256 threads fit on a multiprocessor.
-* torch.library.custom_op, not triton_op: nothing beside the kernels is left for inductor to fuse, and the opaque
-  operator runs in Triton's interpreter too.
+* Maps lie in memory as (B, N, N, K), torch's channels_last of (B, K, N, N): see `triton_kernels`. A map in another
+  layout is copied once.
+* All products run on tensor cores: operands in the maps' dtype, sums in float32 (three tf32 products for float32, which
+  keep its accuracy). The 3x3 convolution of 8 heads takes 3 products (pixels, 24) x (24, 8), with 24 padded to 32.
+* The softmax takes the stored, rounded logits, so that backward, which reads or recomputes them, sees the same values.
+* Gates that learn need no further map, because their terms are linear. The sum of g * relu(conv) is the weight times
+  its gradient plus the bias times its gradient; the sum of g * own is q times its gradient. These gradients are taken
+  before the shares, which may be 0, are applied. So d_m is stored unscaled, and the kernel that reads it last
+  multiplies it by alpha in place.
+* Dropout is a function of (seed, query, key), evaluated in forward and again in backward, as in the C kernel.
+* Each program sums its part of the gradients of weight, bias, gates and tables into its own slot, and torch adds the
+  slots: no atomics, the same bits on every run.
+* The backward of the softmax contains no convolution, and the weight's gradient has its own kernel: together they would
+  need 254 registers per thread; apart, two blocks of 256 threads fit on a multiprocessor.
+* torch.library.custom_op, not triton_op: there is nothing beside the kernels for inductor to fuse, and the opaque
+  operator also runs in Triton's interpreter.
 """
 
 import functools
@@ -59,16 +60,14 @@ from ea_vision.ops.triton_tiles import BY_KEYS, SMALL_MEMORY, Tile, default_tile
 MAX_HEADS = 16
 MAX_DIM_HEAD = 64
 MAX_PIXELS = 4096
-MAX_SIDES = (
-    80  # rows and columns together, with position tables: what the kernels' shared memory holds
-)
-MAX_SIDES_WIDE = 64  # of heads that are more than 256 channels wide together
+MAX_SIDES = 80  # H + W with position tables: what the kernels' shared memory holds
+MAX_SIDES_WIDE = 64  # for heads more than 256 channels wide together
 MAX_SIDES_FLOAT32 = 64
 MAX_SIDES_FLOAT32_SMALL = 32  # where a block has 99 KiB, see SMALL_MEMORY
 LEAST_CAPABILITY = (8, 0)
-LEAST_VERSION = (3, 5)  # before, products need 16 columns, and there may be 8 heads
+LEAST_VERSION = (3, 5)  # older ones need 16 columns per product; 8 heads give 8
 INSTALLED = importlib.util.find_spec("triton") is not None
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"  # Triton, too, reads it once
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it once, too
 
 
 @torch.compiler.assume_constant_result
@@ -85,7 +84,7 @@ def _version() -> tuple[int, ...]:
 
 
 class Shape(NamedTuple):
-    """What a kernel is compiled for; `triton_kernels` explains the letters. A P: rounded up to a power of two."""
+    """Compile-time constants of a kernel; `triton_kernels` explains the letters. P: rounded up to a power of two."""
 
     H: int  # rows and columns of the map, and their product
     W: int
@@ -101,20 +100,20 @@ class Shape(NamedTuple):
     LINE: int  # rows that a warp loads together
     PREFIX: int  # tokens before those of the map
     RELATIVE: bool  # position tables
-    # On 10.x products of 64 rows and more go to tensor memory, where Triton before its pull request 10988 sums chained
-    # products wrongly (triton-lang/triton issue 10821); they are done by 32.
+    # On compute capability 10.x, products of 64 rows or more use tensor memory, where Triton before its pull request
+    # 10988 sums chained products wrongly (triton-lang/triton issue 10821). They are split into groups of 32 rows.
     SPLIT: bool
-    SMALL: bool  # of SMALL_MEMORY
+    SMALL: bool  # one of SMALL_MEMORY
     DTYPE: str
-    GATED: bool  # gates by heads
+    GATED: bool  # gates are tensors, per head
 
 
-# by which a term of a sum is multiplied: a number, or with gates (K) numbers by heads; None drops the term
+# the factor of a term in a sum: a number, or with gates a tensor (K), per head; None drops the term
 Share = float | Tensor | None
 
 
 class Rows(NamedTuple):
-    """A tensor (B, K, N, D) with its strides, all but the last by UNITs of numbers: how wide the compiler may load."""
+    """A tensor (B, K, N, D) with its strides. All but the last count UNITs, so the compiler knows how wide to load."""
 
     data: Tensor
     image: int
@@ -138,7 +137,7 @@ class Weight(NamedTuple):
 
 
 class Dropout(NamedTuple):
-    """The seed, how many values of 24 random bits drop, and the gain of what is kept."""
+    """The seed, the threshold below which 24 random bits drop a probability, and the factor of those kept."""
 
     seed: Tensor
     threshold: int
@@ -155,7 +154,7 @@ def _shares(
 ):
     """Return the (conv, kept, own) shares of the logits, and those of EA's m, or None without an m.
 
-    A share is a number, or with gates (K) numbers by heads, or None: the term is dropped.
+    A share is a number, or with gates a tensor (K), per head, or None if the term is dropped.
     """
     if not has_prev:
         return (None, None, 1.0), None
@@ -175,7 +174,7 @@ def _shares(
 
 
 def _heads_last(maps: Tensor | None) -> Tensor | None:
-    """Return (B, K, N, N) in any layout as the (B, N, N, K) that the kernels read, copied where it lies otherwise."""
+    """Return maps (B, K, N, N) as the contiguous (B, N, N, K) that kernels read; copy them if the layout differs."""
     return None if maps is None else maps.permute(0, 2, 3, 1).contiguous()
 
 
@@ -197,8 +196,8 @@ def _outputs(
     prefix: int,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return room for out, logits (empty unless `save`), the rows' log-sum-exp, base 2, and where the ReLU passed its
-    gradient, (B, N, N), a bit a head (empty unless `save`, and where the logits, which backward reads, tell)."""
+    """Return uninitialised out, logits, the rows' log-sum-exp (base 2), and signs (B, N, N), one bit per head where the
+    ReLU passes its gradient. Logits and signs have no elements unless `save`, nor signs if the logits tell as much."""
     B, K, N, _ = q.shape
     conv, kept, own = shares
     alone = isinstance(conv, float) and conv > 0 and kept is None and own is None and prefix == 0
@@ -216,7 +215,7 @@ def _given(x: Tensor) -> Tensor | None:
 
 
 def _count(*tensors: Tensor | None) -> int:
-    """Return how many numbers there are in all."""
+    """Return the total number of elements."""
     return sum(x.numel() for x in tensors if x is not None)
 
 
@@ -226,7 +225,7 @@ def _power(n: int, least: int = 16) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _row_layout(D: int, strides: tuple[int, ...]) -> tuple:
-    """Return what `Rows` has beside the tensor."""
+    """Return the fields of `Rows` after the tensor."""
     from triton.language import constexpr
 
     image, head, pixel, width = strides
@@ -242,7 +241,7 @@ def _rows(x: Tensor) -> Rows:
 
 
 def _dense(x: Tensor | None) -> Tensor | None:
-    """Return the tensor, copied only if its numbers do not fill its memory in some order."""
+    """Return the tensor; copy it only if it is not dense (in any order of its axes)."""
     if x is None or x.stride() == torch.empty_like(x).stride():
         return x
     return x.contiguous()
@@ -266,7 +265,7 @@ def _shape(
     dtype: torch.dtype,
     chip: tuple[int, int] | None,
 ) -> Shape:
-    """Return what the kernels of a layer are compiled for; chip: the GPU's compute capability."""
+    """Return the compile-time constants of a layer's kernels; chip: the GPU's compute capability."""
     tap_row = _power(kernel_size * K)
     aligned_heads = min(K & -K, 16 // dtype.itemsize)
     return Shape(
@@ -309,7 +308,7 @@ def _prepared(
     W: int,
     prefix: int,
 ):
-    """Return the shares of the logits and of EA's m, see `_shares`, and the inputs by their names in the kernels."""
+    """Return the shares of the logits and of EA's m (see `_shares`), and the kernels' arguments by name."""
     q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, seed = inputs
     shares, mixing = _shares(
         prev_logits is not None, weight is not None, alpha, beta, predict, gates
@@ -384,7 +383,7 @@ def _run_forward(
     prefix: int,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return `_outputs`, filled."""
+    """Compute and return `_outputs`."""
     from ea_vision.ops import triton_kernels
 
     inputs = q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, seed
@@ -421,7 +420,7 @@ def _run_forward(
             evolve(maps, *mixing, logits=mixed)
             maps = mixed
         out, logits, lse, signs = _outputs(q, v, shares, prefix, save)
-        # convolution and softmax of so many heads do not fit into one kernel
+        # convolution and softmax of more than 8 heads do not fit into one kernel
         if S.KP > 8 and shares[0] is not None:
             evolved = logits if save else _new_maps(q)
             evolve(maps, *shares, logits=evolved, signs=_given(signs))
@@ -467,11 +466,11 @@ def _softmax_backward(
     d_logits: Tensor | None,
     stores_g: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
-    """Go back through softmax and ReLU.
+    """Backpropagate through softmax and ReLU.
 
     Returns:
-        g, the logits' gradient, (B, N, N, K), or None unless stored; d_conv, what of it enters the convolution,
-        likewise, or None without one; d_v; d_bias (K).
+        g, the gradient of the logits (B, N, N, K), or None unless `stores_g`; d_conv, the part of it that enters the
+        convolution, of the same shape, or None without a convolution; d_v; d_bias (K).
     """
     from ea_vision.ops import triton_kernels
 
@@ -508,11 +507,11 @@ def _queries_backward(
     n_tables: int,
     n_gates: int,
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
-    """Go back through convolution and mixing, and the query's side of the dot product.
+    """Backpropagate through convolution, mixing and the query's side of the dot product.
 
     Args:
         kept, own: the shares of the maps in the logits, and of the own logits in the maps or the logits.
-        stored: what d_prev is multiplied by as it is stored.
+        stored: the factor by which d_prev is multiplied when it is stored.
 
     Returns:
         d_prev (B, N, N, K), or None without previous maps; d_q; d_tables, flat; d_alpha (K), or empty.
@@ -550,8 +549,8 @@ def _weight_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return d_weight, flat in the weight's memory order, and d_beta (K), or empty.
 
-    prev, own: the shares of the previous maps and of the own logits in what the convolution took; own is None where it
-        took the previous maps alone.
+    prev, own: the shares of the previous maps and of the own logits in the convolution's input; own is None if the
+        input is the previous maps alone.
     """
     from ea_vision.ops import triton_kernels
 
@@ -595,7 +594,7 @@ def _run_backward(
     width: int,
     prefix: int,
 ) -> list[Tensor]:
-    """Return gradients of the `inputs` but the seed; both tables' are one tensor, those of missing inputs are empty."""
+    """Return gradients of all `inputs` except the seed: one tensor for both tables, empty ones for missing inputs."""
     from ea_vision.ops import triton_kernels
 
     q, _, _, height_rel, width_rel, _, weight, bias, gates, _ = inputs
@@ -607,7 +606,7 @@ def _run_backward(
     prev_share = 0.0 if prev_share is None else prev_share
     own_share = 0.0 if own_share is None else own_share
     by_number = isinstance(own_share, float)
-    # d_k comes from the stored d_prev = alpha * a; with alpha 0 that would be lost, so a is stored, d_prev cleared
+    # d_k comes from the stored d_prev = alpha * a; alpha 0 would lose it, so a is stored and d_prev cleared later
     stored = prev_share if by_number and prev_share else 1.0
     n_tables = _count(height_rel, width_rel)
     n_gates = 0 if gates is None else q.shape[1]
@@ -665,7 +664,7 @@ def _through_convolution(
     d_bias: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return (K), the sum of g * relu(conv) by heads: the parameters, rounded as they were used, times gradients."""
+    """Return the sum of g * relu(conv) per head, (K): the parameters, rounded as used, times their gradients."""
     used_weight = weight.to(dtype).float()
     used_bias = bias.to(dtype).float()
     return (used_weight * d_weight).sum((1, 2, 3)) + used_bias * d_bias
@@ -755,7 +754,7 @@ class Triton(Implementation):
                 return f"Triton {LEAST_VERSION} or later is required, got {_version()}"
         if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"float32, bfloat16 or float16 is required, got {q.dtype}"
-        # by the shared memory there is
+        # limited by shared memory
         most_heads = 8 if q.dtype == torch.float32 and not INTERPRETING else MAX_HEADS
         if q.shape[1] > most_heads:
             return (
@@ -777,7 +776,7 @@ class Triton(Implementation):
         return None
 
     def forward(self, problem: Problem) -> tuple[Tensor, Tensor | None]:
-        """As `Implementation.forward`: out lies as (B, N, K, E), logits as (B, N, N, K) in q's dtype."""
+        """See `Implementation.forward`; in memory out is (B, N, K, E) and logits (B, N, N, K), in q's dtype."""
         p = problem
         prev = gates = None
         if p.prev_logits is not None:

@@ -1,15 +1,15 @@
-"""The Triton kernels of `ea_vision.ops.triton_attention`, which says how they are put together and why.
+"""The Triton kernels of `ea_vision.ops.triton_attention`, which explains how they are combined, and why.
 
 Shape letters: K heads, H x W the attention map, N = H*W, D and E widths of q/k and of v, I x J a tile of query and key
-pixels; a P after a letter: rounded up to a power of two (at least 16 where a dot product sums over it). Capitals are
-known when a kernel is compiled; S are the problem's, a `triton_attention.Shape`.
+pixels; a P after a letter: rounded up to a power of two (at least 16 where a dot product sums over it). Names in
+capitals are compile-time constants; S holds the problem's, a `triton_attention.Shape`.
 
 Maps lie in memory as (B, N, N, K), heads innermost: the K heads of a pixel are one aligned vector whatever N is, the
 three neighbours of a tap row are one run of 3K numbers, and the head convolution is a matrix product over such runs.
-Products are 3-D (heads, ., .) where they are per head. STORE is the maps' dtype, taken from a pointer.
+Products per head are 3-D, (heads, ., .). STORE is the maps' dtype, taken from a pointer.
 
-What there is not is None: a tensor that is not read or stored, the share of a term that is dropped. A share, by which
-a term of a sum is multiplied, is a number, or where the problem is GATED the address of K numbers by heads.
+None stands for a tensor that is not read or stored, and for the share of a term that is dropped. A share is the factor
+of a term in a sum: a number, or if the problem is GATED the address of K numbers, one per head.
 """
 
 import os
@@ -29,7 +29,7 @@ def _zeros(X, Y, Z):
 
 @triton.jit
 def _block(SIDE, S):
-    """Return image and first pixel of a program, of which there is one for SIDE of the N pixels of an image."""
+    """Return the image and the first pixel of a program; each program takes SIDE of an image's N pixels."""
     BLOCKS: constexpr = (S.N + SIDE - 1) // SIDE
     image = tl.program_id(0) // BLOCKS
     block = tl.program_id(0) % BLOCKS
@@ -38,14 +38,14 @@ def _block(SIDE, S):
 
 @triton.jit
 def _operand(x, STORE):
-    """Return x as products take it: in the maps' dtype, of which Triton's interpreter computes in float32."""
+    """Return x as an operand of products: in the maps' dtype; in Triton's interpreter rounded to it, but float32."""
     x = x.to(STORE)
     return x.to(tl.float32) if INTERPRETING else x
 
 
 @triton.jit
 def _load_rows(x, image, head, pixel, d, S):
-    """Load heads, pixels and numbers, which broadcast, of one image's (K, N, D) tensor x, zeros outside."""
+    """Load entries (head, pixel, d) of one image's (K, N, D) tensor x; the indices broadcast; zeros outside."""
     first = x.data + image * x.image * x.UNIT
     at = (head * x.head + pixel * x.pixel) * x.UNIT + d * x.width
     inside = (head < S.K) & (pixel < S.N) & (d < x.D)
@@ -61,10 +61,10 @@ def _rows(x, image, n, S):
     return _operand(rows, x.data.dtype.element_ty)
 
 
-# What one warp loads and another needs goes through shared memory, behind two barriers. A load of rows gives a LINE of
-# C rows to a warp, C to the next, and so on, and a product has its heads, or groups of pixels, lie by warps. So
-# rows are loaded in the order in which each warp gets its own, and put into theirs in registers. Any C gives one
-# result.
+# Data that one warp loads and another needs goes through shared memory, behind two barriers. A load assigns C rows (a
+# LINE) to a warp, the next C rows to the next warp, and so on; a product assigns heads, or groups of pixels, to warps.
+# So rows are loaded in an order in which each warp gets the rows it needs, and reordered in registers. The result does
+# not depend on C.
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def _rows_by_warps(x, image, n0, I, S):
 
 @triton.jit
 def _store_rows(ptr, image, n, x, D, S):
-    """Store what `_rows` loads, in a tensor laid out as (B, N, K, D)."""
+    """Store x, shaped as `_rows` loads it, in a tensor laid out as (B, N, K, D)."""
     head = tl.arange(0, S.KP)[:, None, None]
     pixel = n[None, :, None]
     d = tl.arange(0, x.shape[2])[None, None, :]
@@ -121,7 +121,7 @@ def _load_map(maps, image, at, inside, S):
 
 @triton.jit
 def _store_map(maps, image, at, x, inside, S):
-    """Store a tile, if there is a map for it."""
+    """Store a tile, unless `maps` is None."""
     if maps is not None:
         first = maps + image * (S.N * S.N * S.K)
         tl.store(first + at, x.to(maps.dtype.element_ty), mask=inside)
@@ -136,9 +136,9 @@ def _signs(signs, image, i, j, S):
 
 @triton.jit
 def _tap_row(maps, image, pixel, i0, j0, dy, J, NEAR, S):
-    """Load what the convolution's tap row dy sees at pixels (X, 1) of a tile: (X, RP), the columns (dx, head) flat.
+    """Load the input of the convolution's tap row dy at pixels (X, 1) of a tile: (X, RP), columns are (dx, head), flat.
 
-    NEAR: all tap rows share their addresses, from which they are a number away that the compiler knows.
+    NEAR: all tap rows share one set of addresses, plus an offset that is known at compile time.
     """
     maps += image * (S.N * S.N * S.K)
     r = tl.arange(0, S.RP)[None, :]
@@ -159,14 +159,14 @@ def _tap_row(maps, image, pixel, i0, j0, dy, J, NEAR, S):
 
 @triton.jit
 def _among_patches(i, j, S):
-    """Return where the convolution runs, (I, J, 1)."""
+    """Return a mask of where the convolution runs, (I, J, 1)."""
     return (i >= S.PREFIX)[:, None, None] & (j >= S.PREFIX)[None, :, None]
 
 
 @triton.jit
 def _taps(weight, head, r, dy, ADJOINT, S):
-    """Return offsets in the (K, K, KS, KS) weight of its tap row dy, r = (dx, the head that it takes) flat; ADJOINT: of
-    the convolution's adjoint."""
+    """Return the offsets of tap row dy in the (K, K, KS, KS) weight; r = (dx, input head), flat. ADJOINT: those of the
+    convolution's adjoint."""
     other = r % S.K
     dx = r // S.K
     if ADJOINT:
@@ -179,7 +179,7 @@ def _taps(weight, head, r, dy, ADJOINT, S):
 
 @triton.jit
 def _weight_row(weight, share, dy, ADJOINT, STORE, S):
-    """Load the weight as the matrix for `_tap_row`'s columns, these times a share by heads: (RP, KP)."""
+    """Load the matrix (RP, KP) that multiplies `_tap_row`'s result; if ADJOINT and GATED, its rows times a share."""
     r = tl.arange(0, S.RP)[:, None]
     head = tl.arange(0, S.KP)[None, :]
     at = weight.data + _taps(weight, head, r, dy, ADJOINT, S)
@@ -192,8 +192,8 @@ def _weight_row(weight, share, dy, ADJOINT, STORE, S):
 
 @triton.jit
 def _convolve(maps, image, weight, share, i0, j0, I, J, ADJOINT, S):
-    """Convolve a tile of maps, KS x KS, same-padded, heads -> heads, or by the adjoint, for which the maps are first
-    multiplied by a share that is by heads: (I*J, KP) float32."""
+    """Convolve a tile of maps, KS x KS, same padding, heads -> heads: (I*J, KP) float32. ADJOINT: apply the adjoint; if
+    GATED, to the maps times a share per head."""
     KS: constexpr = S.KS
     STORE: constexpr = maps.dtype.element_ty
     out = tl.full((I * J, S.KP), 0.0, tl.float32)
@@ -207,7 +207,7 @@ def _convolve(maps, image, weight, share, i0, j0, I, J, ADJOINT, S):
 
 @triton.jit
 def _share(share, S):
-    """Return a share's number, or its numbers by heads, (1, 1, KP); 0 for none."""
+    """Return a share as a number or, if GATED, as numbers per head, (1, 1, KP); 0 for None."""
     if share is None:
         return 0.0
     elif S.GATED:
@@ -227,7 +227,7 @@ def _dot(a, b, c):
 
 @triton.jit
 def _product(a, b, S):
-    """Return a (M, X) @ b (X, N) in float32. SPLIT: by groups of 32 rows, see `triton_attention.Shape`."""
+    """Return a (M, X) @ b (X, N) in float32. SPLIT: in groups of 32 rows, see `triton_attention.Shape`."""
     M: constexpr = a.shape[0]
     X: constexpr = a.shape[1]
     Y: constexpr = b.shape[1]
@@ -241,7 +241,7 @@ def _product(a, b, S):
         return _dot(a, b, None)
 
 
-# Dropout: what is kept is a function of seed, query and key, the one of cpu_kernel/dropout.h.
+# Dropout: whether a probability is kept is a function of seed, query and key, the same as in cpu_kernel/dropout.h.
 
 
 @triton.jit
@@ -267,7 +267,7 @@ def _draws(seed, image, i, S):
 
 @triton.jit
 def _kept(key, salt, j, threshold):
-    """Return True where draws and keys j, which broadcast to (KP, I, J) in any order, keep the probability."""
+    """Return where probabilities are kept: draws (key, salt) and keys j broadcast to (KP, I, J) in any order."""
     x = key + j.to(tl.uint32)
     x = (x ^ (x >> 16)) * 0x7FEB352D + salt
     x = (x ^ (x >> 15)) * 0x846CA68B
@@ -275,8 +275,8 @@ def _kept(key, salt, j, threshold):
     return (x >> 8).to(tl.int32) >= threshold
 
 
-# Positions of a pixel: its row in 0..H-1 and H plus its column in H..H+W-1, so that both axes are one matrix product.
-# The tables lie one after the other: offset o of rows at o + H-1, of columns at (2H-1) + o + W-1.
+# A pixel has two positions: its row, in 0..H-1, and H plus its column, in H..H+W-1. So one matrix product serves both
+# axes. The tables are concatenated: offset o of rows is at o + H-1, offset o of columns at (2H-1) + o + W-1.
 
 
 @triton.jit
@@ -305,7 +305,7 @@ def _for_each_head(x, S):
 def _queries(q, height_rel, width_rel, image, i, S):
     """Load q of pixels i, (KP, I, DP), and multiply it by the embedding of each position s as seen from i, (KP, I, SP).
 
-    Positions from H+W on hold numbers that nothing uses; without tables q is returned twice.
+    Entries of positions from H+W on are not used; without tables q is returned twice.
     """
     KP: constexpr = S.KP
     SP: constexpr = S.SP
@@ -329,7 +329,7 @@ def _queries(q, height_rel, width_rel, image, i, S):
 
 @triton.jit
 def _by_offset(d_products, i, STORE, S):
-    """Undo the reordering of `_queries`, by its adjoint: (KP, I, SP) by position -> (KP*I, TP) by offset."""
+    """Apply the adjoint of `_queries`' reordering: (KP, I, SP) by position -> (KP*I, TP) by offset."""
     I: constexpr = i.shape[0]
     t = tl.arange(0, S.TP)[None, :]
     query = i[:, None]
@@ -348,7 +348,7 @@ def _by_offset(d_products, i, STORE, S):
 
 @triton.jit
 def _positions(j0, J, DTYPE, S):
-    """Return one at both positions of each pixel from j0 on, zero elsewhere, the same for each head: (KP, SP, J)."""
+    """Return ones at both positions of each pixel from j0 on, else zeros, the same for each head: (KP, SP, J)."""
     s = tl.arange(0, S.SP)[None, :, None]
     j = j0 + tl.arange(0, J)[None, None, :]
     hot = (j // S.W == s) | (j % S.W + S.H == s)
@@ -357,7 +357,7 @@ def _positions(j0, J, DTYPE, S):
 
 @triton.jit
 def _own(qi, by_position, k, image, j0, J, S):
-    """Return q times keys and, RELATIVE, positions, without the scale: (I, J, KP)."""
+    """Return q times keys, plus position terms if RELATIVE, without the scale: (I, J, KP)."""
     keys = _rows_by_warps(k, image, j0, J, S)
     own = _dot(qi, tl.permute(keys, (0, 2, 1)), None)
     if S.RELATIVE:
@@ -388,11 +388,11 @@ def evolve(
     I: constexpr,
     J: constexpr,
 ):
-    """Form conv * relu(conv(maps)) + kept * maps + own * own logits; `logits` stores them, `out` attends.
+    """Compute logits = conv * relu(conv(maps)) + kept * maps + own * own logits, and attend.
 
-    In rows and columns of the first PREFIX tokens maps take the place of relu(conv(maps)), and the convolution does
-    not see them. `signs` stores a bit a head where the gradient passes. A program: I queries of an image, all heads,
-    all keys by blocks of J. `lse` is the rows' log2 of sum of exp.
+    A program takes I queries of an image, all heads, and all keys in blocks of J. It stores the logits, the attention's
+    output in `out`, log2 of each row's sum of exp in `lse`, and in `signs` one bit per head where the gradient passes.
+    In rows and columns of the first PREFIX tokens, maps replace relu(conv(maps)); the convolution does not read them.
     """
     STORE: constexpr = q.data.dtype.element_ty
     image, i0 = _block(I, S)
@@ -437,7 +437,7 @@ def evolve(
             s += kept_gate * here
         if own is not None:
             s += own_gate * _own(qi, by_position, k, image, j0, J, S)
-        s = s.to(STORE)  # what backward will read: the softmax is of the rounded logits
+        s = s.to(STORE)  # what backward will read: the softmax takes the rounded logits
         _store_map(logits, image, at, s, inside, S)
         if out is not None:
             t = tl.permute(s, (2, 0, 1)).to(tl.float32) * LOG2E
@@ -470,7 +470,7 @@ def row_products(
     S: constexpr,
     I: constexpr,
 ):
-    """Store delta (B, K, N), the sum over E of out * d_out. A program: I pixels of an image, all heads."""
+    """Store delta (B, K, N), the sum over E of out * d_out. A program takes I pixels of an image, and all heads."""
     image, i0 = _block(I, S)
     i = i0 + tl.arange(0, I)
     o = _rows(out, image, i, S).to(tl.float32)
@@ -498,12 +498,12 @@ def logits_backward(
     I: constexpr,
     J: constexpr,
 ):
-    """Go back through softmax and ReLU. A program: J keys of an image, all heads, all queries by blocks of I.
+    """Backpropagate through softmax and ReLU. A program takes J keys of an image, all heads, queries in blocks of I.
 
-    With g the gradient of the logits, of the output's and (`d_logits`) of the next layer's making, it writes d_v, for
-    `d_conv` conv * g where the ReLU passes it (without a share by heads, which may be 0), a slot a program of that's
-    sum, d_bias, and g itself to `d_maps`. The ReLU passes where `signs` has a bit, or without these where the logits,
-    which then are the ReLU's, are positive.
+    g is the gradient of the logits: the part from the output plus the part from the next layer (`d_logits`). The kernel
+    stores d_v; in `d_conv` conv * g where the ReLU passes it (if GATED without conv, which may be 0); in d_bias the sum
+    of d_conv, one slot per program; and g in `d_maps`. The ReLU passes where `signs` has a bit. Without `signs` the
+    logits are the ReLU's output, and it passes where they are positive.
     """
     STORE: constexpr = v.data.dtype.element_ty
     image, j0 = _block(J, S)
@@ -522,11 +522,11 @@ def logits_backward(
         row_lse = tl.load(lse + row, mask=row_mask, other=float("inf"))  # so that p is 0 there
         row_delta = tl.load(delta + row, mask=row_mask, other=0.0)
         do = _rows(d_out, image, i, S)
-        # Keys before queries: what leaves one product enters the other as it lies in registers
+        # keys before queries: one product's result is the next one's operand without moving between registers
         by_key = tl.permute(s, (2, 1, 0)).to(tl.float32)  # (KP, J, I)
         p = tl.exp2(by_key * LOG2E - row_lse[:, None, :])
         dp = _dot(vj, tl.permute(do, (0, 2, 1)), None)
-        seen = p  # by the values
+        seen = p  # by which the values were multiplied
         if dropout is not None:
             key, salt = _draws(dropout.seed, image, i, S)
             kept = _kept(key[:, None, :], salt[:, None, :], j[None, :, None], dropout.threshold)
@@ -561,9 +561,9 @@ def logits_backward(
 
 @triton.jit
 def _add_weight_part(dw, d_conv, image, i0, j0, dy, m, I, J, S):
-    """Add to dw (GROUPS, RP, KP) what the adjoint's tap row dy sees at each pixel, times m (GROUPS, pixels, KP)."""
+    """Add to dw (GROUPS, RP, KP) the input of the adjoint's tap row dy at each pixel, times m (GROUPS, pixels, KP)."""
     GROUPS: constexpr = m.shape[0]
-    # Rows are dealt out to the groups' warps as in _rows_by_warps
+    # rows are assigned to the groups' warps as in _rows_by_warps
     C: constexpr = S.LINE if S.LINE < m.shape[1] else m.shape[1]
     RUNS: constexpr = m.shape[1] // C
     row = tl.arange(0, I * J)[:, None]
@@ -596,11 +596,11 @@ def weight_backward(
     J: constexpr,
     GROUPS: constexpr = 8,
 ):
-    """Store the gradient of the convolution's weight, a slot a program, of which there are as many as of `evolve`.
+    """Store the gradient of the convolution's weight, one slot per program; programs are as in `evolve`.
 
-    What the convolution took is kept * maps + own * own logits, computed again, or where there is no own share the
-    maps. `d_beta`: also, a slot a program, what 1 - beta before the maps gives to beta's gradient, which are those that
-    the convolution took. GROUPS of pixels are summed by warps of their own.
+    The convolution's input is kept * maps + own * own logits, recomputed; without an own share it is the maps. If not
+    None, `d_beta` gets, one slot per program, the part of beta's gradient from the input's other factor, 1 - beta.
+    Each of GROUPS groups of pixels is summed by its own warps.
     """
     KS: constexpr = S.KS
     STORE: constexpr = q.data.dtype.element_ty
@@ -612,7 +612,7 @@ def weight_backward(
         own_gate = _share(own, S) * scale
         kept_gate = tl.reshape(_share(kept, S), (1, S.KP)) if S.GATED else kept
     db = tl.full((I * J, S.KP), 0.0, tl.float32)
-    dw = (_zeros(GROUPS, S.RP, S.KP),) * KS  # a tap row each
+    dw = (_zeros(GROUPS, S.RP, S.KP),) * KS  # one per tap row
 
     for j0 in range(0, S.N, J):
         if own is not None:
@@ -674,13 +674,14 @@ def queries_backward(
     J: constexpr,
     OWN_FROM_MAPS: constexpr,
 ):
-    """Go back through the convolution and the query's side of the dot product. A program: as `evolve`'s.
+    """Backpropagate through the convolution and the query's side of the dot product; programs are as in `evolve`.
 
-    With a = conv * adjoint conv(d_conv) + kept * d_logits (with a number for conv without it, which d_conv has), it
-    writes d_maps = maps_share * a, and the gradients of q and of both tables (a slot a program) from own * a, or, where
-    not OWN_FROM_MAPS, from own * d_logits. `d_alpha`, where the shares are by heads, also gets, a slot a program, what
-    alpha's gradient has beside the convolution's part: what 1 - alpha before the own logits gives (which are q times
-    their gradient by q), and alpha before the previous maps where these are not convolved.
+    With a = conv * adjoint conv(d_conv) + kept * d_logits (without the factor conv if it is a number, which d_conv then
+    includes), the kernel stores d_maps = maps_share * a, and the gradients of q and of both tables (one slot per
+    program) from own * a if OWN_FROM_MAPS, else from own * d_logits. If GATED, it also stores alpha's gradient in
+    `d_alpha` (one slot per program), except for the part through the convolution: the part from 1 - alpha, the factor
+    of the own logits (q times their gradient with respect to q), and the part from alpha where it multiplies previous
+    maps that are not convolved.
     """
     STORE: constexpr = q.data.dtype.element_ty
     image, i0 = _block(I, S)
@@ -713,7 +714,7 @@ def queries_backward(
         else:
             d_own = g
         if d_alpha is None:
-            d_own = own * d_own  # else it comes last, since it may be 0
+            d_own = own * d_own  # a share per head is applied last, since it may be 0
         elif OWN_FROM_MAPS or conv is None or S.PREFIX > 0:
             previous = _load_map(maps, image, at, inside, S)
             earlier = d_own * previous.to(tl.float32)
@@ -721,7 +722,7 @@ def queries_backward(
                 earlier = tl.where(_among_patches(i, j, S), 0.0, earlier)
             da += earlier
         d_own = tl.permute(_operand(d_own, STORE), (2, 0, 1))  # (KP, I, J)
-        if S.SMALL:  # there the shorter way costs more registers than there are
+        if S.SMALL:  # _rows_by_warps would need too many registers there
             kj = _rows(k, image, j, S)
         else:
             kj = _rows_by_warps(k, image, j0, J, S)
@@ -768,10 +769,10 @@ def keys_backward(
     I: constexpr,
     J: constexpr,
 ):
-    """Store d_k = share * transposed(maps) @ q. A program: J keys of an image, all heads, all queries by blocks of I.
+    """Store d_k = share * transposed(maps) @ q. A program takes J keys of an image, all heads, queries in blocks of I.
 
-    An `own` share is by heads, and share is times that; one that is `stored`, by which the maps are multiplied, in
-    place, when read.
+    `own`, if not None, is a share per head that multiplies d_k as well. `stored`, if not None, is a share per head by
+    which the maps are multiplied in place after they are read.
     """
     image, j0 = _block(J, S)
     j = j0 + tl.arange(0, J)

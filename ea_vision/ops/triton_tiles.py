@@ -1,22 +1,22 @@
-"""How the Triton kernels go over the maps: a tile for each kernel and shape.
+"""Tiles of the Triton kernels, one for each kernel and shape.
 
-Tiles are chosen by what they compile to (experiments/kernel_figures.py): no spilled registers, and as many blocks of a
-multiprocessor as fit. Timing others at first use gained nothing on an H200 (experiments/kernels.md).
+Tiles are chosen by the code they compile to (experiments/kernel_figures.py): no spilled registers, and as many blocks
+per multiprocessor as fit. Timing other tiles at first use gained nothing on an H200 (experiments/kernels.md).
 """
 
 from typing import Any, NamedTuple
 
-# compute capabilities with 100 KiB of shared memory in a multiprocessor, 99 KiB for a block
+# compute capabilities with 100 KiB of shared memory per multiprocessor, 99 KiB per block
 SMALL_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
-BY_KEYS = ("logits_backward", "keys_backward")  # their programs keep keys, the others' queries
+BY_KEYS = ("logits_backward", "keys_backward")  # a program keeps keys, in other kernels queries
 BY_QUERIES = ("evolve", "queries_backward", "weight_backward")
-LONG_SIDES = 32  # rows and columns together, from which position tables need many registers
+LONG_SIDES = 32  # H + W above this: position tables need many registers
 
 
 class Tile(NamedTuple):
-    """How a kernel goes over the maps: a program keeps a block of one side's pixels and steps over the other's.
+    """Block sizes of a kernel: a program keeps a block of queries (or keys) and loops over blocks of the other side.
 
-    warps: of a program; stages: blocks that are loaded at a time; registers: the most of a thread, 0 for any number.
+    warps: per program; stages: blocks that are loaded at a time; registers: limit per thread, 0 for none.
     """
 
     queries: int = 16
@@ -35,10 +35,10 @@ def default_tile(
     """Return the tile of a shape.
 
     Args:
-        name: the kernel's.
+        name: of the kernel.
         S: a `triton_attention.Shape`.
-        conv: whether the kernel convolves; of `weight_backward`, whether it mixes.
-        attends: whether `evolve` also makes the softmax and the output.
+        conv: whether the kernel convolves; for `weight_backward`, whether it mixes.
+        attends: whether `evolve` also computes the softmax and the output.
     """
     many_heads = S.KP > 8
     if S.RELATIVE and S.H + S.W > LONG_SIDES and not many_heads and name in BY_QUERIES:
@@ -59,12 +59,12 @@ def _is_half(S: Any) -> bool:
 
 
 def _width(S: Any) -> int:
-    """Return the width of all heads."""
+    """Return the width of all heads together, padded."""
     return S.KP * max(S.DP, S.EP)
 
 
 def _is_roomy(S: Any) -> bool:
-    """Return whether a tile leaves room for larger ones, or for two at a time."""
+    """Return whether there is room for larger tiles, or for two stages."""
     return _is_half(S) and S.KP <= 8 and _width(S) <= 512
 
 
@@ -73,12 +73,12 @@ def _stages(S: Any) -> int:
 
 
 def _register_limit(S: Any) -> int:
-    """Return 128 where two blocks of 256 threads shall share a multiprocessor's registers, else 0."""
+    """Return 128 if two blocks of 256 threads should share a multiprocessor's registers, else 0."""
     return 128 if _is_half(S) and _width(S) <= 256 else 0
 
 
 def _has_few_wide_heads(S: Any, conv: bool) -> bool:
-    """Return whether eight warps would do four heads in part twice, and spill."""
+    """Return whether eight warps would compute parts of four heads twice, and spill registers."""
     return _is_half(S) and conv and S.KP <= 4 and _width(S) >= 256
 
 
@@ -97,8 +97,8 @@ def _evolve_tile(
     if _width(S) > 512:
         return Tile(16, 16, 8, 1)
     if conv and S.KS == 5:
-        return Tile(16, 16, 8, 1)  # with a limit of registers it spills
-    # twice the queries halve the reads of k; a convolution and float32 need the room themselves
+        return Tile(16, 16, 8, 1)  # with a register limit it spills
+    # twice the queries halve the reads of k; a convolution or float32 leaves no room for them
     queries = 16 if conv or not _is_half(S) else 32
     return Tile(queries, 16, 8, _stages(S), _register_limit(S))
 
@@ -113,7 +113,7 @@ def _weight_backward_tile(S: Any, mixes: bool) -> Tile:
     queries = 8 if S.KP > 8 else 16
     if S.KS == 5:
         return Tile(queries, 16, 8, 1)
-    two_stages = _is_roomy(S) and mixes and S.N > 64  # of 7x7 they spill
+    two_stages = _is_roomy(S) and mixes and S.N > 64  # on 7x7 maps they spill
     return Tile(queries, 16, 8, 2 if two_stages else 1, _register_limit(S))
 
 

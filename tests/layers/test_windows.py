@@ -99,9 +99,9 @@ def test_what_an_implementation_cannot_do_is_named():
     prev = torch.zeros(2, 4, 20, 20, dtype=D64)
     form = {"feat_size": (4, 5), "window": 3, "need_logits": False}
     for by, reason, options in (
-        ("flex", "it is for windows", {"window": None}),
+        ("flex", "it runs attention in windows only", {"window": None}),
         ("flex", "it has no place for previous logits", {"prev_logits": prev}),
-        ("flex", "it never has the logits that are wanted", {"need_logits": True}),
+        ("flex", "it does not return logits", {"need_logits": True}),
         ("sdpa", "it has no windows", {}),
         ("cpu", "it has no windows of heads", {"head_window": 3}),
     ):
