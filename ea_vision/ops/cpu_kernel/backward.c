@@ -1,5 +1,5 @@
-/* Backward: from the stored logits (or, in the last layer, logits made again) through softmax and convolution to the
- * gradients of everything. What was made forward and not stored is made again, block by block. */
+/* Backward: from the stored logits (in the last layer, recomputed ones) through softmax and convolution to all
+ * gradients. Results of forward that were not stored are recomputed, block by block. */
 #include "logits.h"
 #include "softmax.h"
 
@@ -7,9 +7,9 @@ static float *own_row(const image *g, const workspace *w, int head, int row) {
     return w->d_own + ((long)head * w->own_size + row - w->own_base) * g->P + MARGIN;
 }
 
-/* A row through values and softmax. In: l (N) its logits, norm (2), d_out (E, Np) the gradient of its query's values
- * and v (E, Np), or E = 0 and in `d` the gradient of attn. Out: attn, and in `d` attn times its gradient, to N's next
- * multiple of VL. Returns the sum of the latter. With `drop` the values see the attn that is kept. */
+/* Backward of one row's values and softmax. In: its logits l (N), norm (2), and d_out (E, Np), the gradient of its
+ * query's output, with v (E, Np); or E = 0 and the gradient of attn in `d`. Out: attn, and attn times its gradient in
+ * `d`, both up to Np. Returns the sum of `d`. With `drop` only the attn that is kept multiplies the values. */
 INLINE float value_gradient(const image *g, float *attn, float *d, const float *l, const float *norm,
                             const float *d_out, const float *v, const int E, const dropout *drop, draws of) {
     const int n = g->N;
@@ -36,14 +36,14 @@ static float some_value_gradient(const image *g, float *attn, float *d, const fl
     RETURN_BY_WIDTH(VALUE_GRADIENT)
 }
 
-/* The gradient of queries begin..end's logits into d_own (of gain * own, or of the mixture where nothing is convolved)
- * and d_conv; adds to d_v, and to the gates' gradients what the values of the convolution have in them. */
+/* Backward from the outputs of queries begin..end to their logits. Gradients go into d_own (unless only_convolved),
+ * and, where the ReLU passes it, into d_conv. Adds to d_v, d_bias, and the gates' gradients (from the convolution). */
 static void softmax_gradients(const image *g, workspace *w, int begin, int end) {
     const problem *p = g->p;
     const int r = g->conv.r;
     const long map_row = (long)p->K * g->P;
-    float *made[BLOCK]; /* the logits of a query that are not stored */
-    /* where nothing else is in the logits, they show what passed the ReLU */
+    float *made[BLOCK]; /* logits of queries, recomputed if they are not stored */
+    /* stored logits that are the ReLU's output show where it passed */
     const int convolve_again = p->weight && !(p->logits && g->only_convolved);
     const int gated = p->d_gates && (p->weight || p->kind == PREDICT);
     if (convolve_again) convolve_block(g, w, begin, end);
@@ -89,11 +89,11 @@ static void softmax_gradients(const image *g, workspace *w, int begin, int end) 
                     bias += x;
                 }
             }
-            if (drop) /* what the values saw */
+            if (drop) /* the attn that multiplied the values */
                 for (int j = 0; j < g->Np; j += VL)
                     STORE(attn + j, drop->gain * (vec)((ivec)LOAD(attn + j) & kept(drop, of, j)));
             if (gate) STORE(w->d_bias + head * VL, LOAD(w->d_bias + head * VL) + bias);
-            if (gated) { /* beta's: convolved - mixture; alpha's of PA: convolved, and less the own logits later */
+            if (gated) { /* beta: convolved - mixture; PA's alpha: convolved (less the own logits, later) */
                 const float *m = row_of(g, w->around.maps, i - w->around.base + r, head), *high = p->weight ? passed : m;
                 vec sum = {};
                 for (int j = 0; j < g->Np; j += VL)
@@ -106,8 +106,8 @@ static void softmax_gradients(const image *g, workspace *w, int begin, int end) 
     }
 }
 
-/* Through the convolution, queries begin..end: d_own becomes the gradient of gain * own logits; d_prev and their share
- * of the gradients of the weight and, but for the own logits, of EA's alpha are done. */
+/* Backward through the convolution for queries begin..end: turns d_own into the gradient of gain * own logits, writes
+ * d_prev, and adds to the gradients of the weight and of EA's alpha (`own_gradients` subtracts the own logits). */
 static void convolution_gradients(const image *g, workspace *w, int begin, int end) {
     const problem *p = g->p;
     const long map_row = (long)p->K * g->P;
@@ -125,7 +125,7 @@ static void convolution_gradients(const image *g, workspace *w, int begin, int e
             for (int i = first; i < first + rows; i++) {
                 float *d = own_row(g, w, head, i);
                 float *d_maps = w->d_maps + ((long)head * GROUP + i - first) * g->P + MARGIN;
-                if (p->prefix) /* past the convolution, in its share */
+                if (p->prefix) /* the prefix bypasses the convolution, with the same factor */
                     for (int j = 0; j < (i < p->prefix ? g->N : p->prefix); j++)
                         d_maps[j] = (p->kind == MIX ? 1 - kept : alpha) * d[j];
                 if (p->kind == MIX && p->weight && !direct)
@@ -147,7 +147,7 @@ static void convolution_gradients(const image *g, workspace *w, int begin, int e
     }
 }
 
-/* The position terms' part in a head's d_q (rows, Dp) of queries begin..end, and theirs in the tables' gradients. */
+/* Adds the position terms' part to a head's d_q (rows, Dp) of queries begin..end, and to the tables' gradients. */
 static void position_gradients(const image *g, workspace *w, int head, int begin, int end) {
     const problem *p = g->p;
     const int H = p->H, W = p->W, Dp = g->Dp, Hp = round_up(H);
@@ -159,7 +159,7 @@ static void position_gradients(const image *g, workspace *w, int head, int begin
         float *by_row = w->position + (i - begin) * ld, *by_col = by_row + Hp;
         memset(by_row, 0, ld * sizeof(float));
         for (int y = 0; y < H; y++)
-            for (int x = 0; x < W; x += VL) { /* what lies beyond W is not read again */
+            for (int x = 0; x < W; x += VL) { /* entries beyond W are not read again */
                 const vec part = LOAD(row + y * W + x);
                 STORE(by_col + x, LOAD(by_col + x) + part);
                 by_row[y] += sum_of(W - x < VL ? (vec)((ivec)part & inside) : part);
@@ -173,7 +173,7 @@ static void position_gradients(const image *g, workspace *w, int head, int begin
         gemm(ADD, stop - i, Dp, H, terms, ld, 1, w->height_rows + first, Dp, NULL, w->d_q + query, Dp);
         gemm(ADD, H, Dp, stop - i, terms, 1, ld, w->q_rows + query, Dp, NULL, w->d_heights + first, Dp);
     }
-    for (int i = begin; i < end && i < begin + W; i++) { /* likewise those of one column */
+    for (int i = begin; i < end && i < begin + W; i++) { /* likewise the queries of one column */
         const int count = (end - i + W - 1) / W;
         const float *terms = w->position + (i - begin) * ld + Hp;
         const long first = (long)(W - 1 - i % W) * Dp, query = (long)(i - begin) * Dp;
@@ -182,7 +182,7 @@ static void position_gradients(const image *g, workspace *w, int head, int begin
     }
 }
 
-/* From d_own of queries begin..end: their gradient, and their part in those of k and of the position tables. */
+/* From d_own of queries begin..end: writes d_q, and adds to the gradients of k, the position tables and alpha. */
 static void own_gradients(const image *g, workspace *w, int begin, int end) {
     const problem *p = g->p;
     const int D = p->D, Dp = g->Dp;
@@ -196,7 +196,7 @@ static void own_gradients(const image *g, workspace *w, int begin, int end) {
         transpose(w->d_q_columns, w->own_size, FLOAT32, w->d_q, Dp, end - begin, D);
         for (int c = 0; c < D; c++) {
             const float *row = w->d_q_columns + (long)c * w->own_size;
-            if (p->d_gates) { /* alpha's: less the own logits, which are q times their gradient by q */
+            if (p->d_gates) { /* alpha: subtract the own logits' part, which is q times their gradient by q */
                 const long channel = g->b * p->q_step + ((long)head * D + c) * g->N + begin;
                 double sum = 0;
                 read_floats(w->scratch, at(p->q, channel, p->dtype), end - begin, p->dtype);
@@ -209,7 +209,7 @@ static void own_gradients(const image *g, workspace *w, int begin, int end) {
     }
 }
 
-/* Rows of n floats -> `to`, one after another. */
+/* Writes rows of n floats to `to`, one after another. */
 static void write_matrix(void *to, const float *from, long rows, long n, long ld, int dtype) {
     for (long r = 0; r < rows; r++) write_floats(at(to, r * n, dtype), from + r * ld, n, dtype);
 }
@@ -222,8 +222,8 @@ static void backward_image(const image *g, workspace *w) {
     const long keys = (long)p->K * p->D, heights = 2L * p->H - 1, widths = 2L * p->W - 1;
     read_matrix(w->d_out, g->Np, at(p->d_out, b * values * N, p->dtype), values, N, p->dtype, NULL);
     memset(w->d_v, 0, values * g->Np * sizeof(float));
-    /* A block of queries after the other, each step just far enough behind the one before that its neighbours are
-     * there: what they hand on is still in the cache. */
+    /* One block of queries after another. Each step trails the one before by just enough rows that the neighbours it
+     * needs are computed, and still in the cache. */
     int convolved = 0;
     w->own_base = w->around.mapped = 0;
     for (int head = 0; head < p->K; head++)
@@ -235,7 +235,7 @@ static void backward_image(const image *g, workspace *w) {
             move_window(g, &w->around, convolved, begin);
             fill_window(g, &w->around, end + r < N ? end + r : N);
         }
-        if (p->kind != MIX && !p->logits) own_logits(g, w->own, 0, begin, end, 0); /* else those stored are enough */
+        if (p->kind != MIX && !p->logits) own_logits(g, w->own, 0, begin, end, 0); /* else stored logits are enough */
         softmax_gradients(g, w, begin, end);
         if (p->kind != NONE && convolved < through) convolution_gradients(g, w, convolved, through);
         convolved = p->kind == NONE ? end : through > convolved ? through : convolved;

@@ -1,31 +1,30 @@
 /* Convolutions of the maps, heads as channels, and the gradients of their weights.
  *
- * A map lies in a buffer as [row][head][P]: P floats hold a margin of zeros, the N columns, and zeros again, so that a
- * convolution may read beyond both ends. A row of it is the map's row of all heads.
+ * A buffer holds a map as [row][head][P]: P floats are a margin of zeros, the N columns, and zeros again, so that a
+ * convolution may read beyond both ends. One row of a buffer is the map's row of all heads.
  */
 #pragma once
 
 #include "gemm.h"
 
 #define MARGIN VL /* zeros before a buffered row */
-#define GROUP 4   /* rows of a convolution made together, from a multiple of GROUP on */
+#define GROUP 4   /* rows of a convolution computed together, starting at a multiple of GROUP */
 
 /* Floats of a buffered row of one head. */
 static int row_length(int N) { return MARGIN + round_up(N) + VL; }
 
 typedef struct {
     int K, size;                 /* heads; the kernel's side */
-    int N, Np, P;                /* columns, padded, with the margins */
-    int r;                       /* the kernel's radius; 0 without a convolution, when all below is empty */
-    int planes, taps;            /* the weight as it is used here is (planes, K, taps) */
-    long *offsets;               /* of the rows that its taps read, from the first one */
+    int N, Np, P;                /* columns; padded; with the margins */
+    int r;                       /* the kernel's radius; without a convolution, it and all fields below are 0 */
+    int planes, taps;            /* the weight is used here as (planes, K, taps) */
+    long *offsets;               /* of the rows that its taps read, relative to the first one */
     float *inputs, *products;    /* (planes, K, P): Winograd's */
 } convolution;
 
-/* A 3x3 convolution is done by Winograd's F(4, 3) along the queries (Lavin and Gray 2016,
- * https://arxiv.org/abs/1509.09308): four of its rows are six sums of products over heads and columns where twelve
- * were. Columns stay as they are, so that every step works on whole rows. Other kernels are one sum over all their
- * taps. */
+/* A 3x3 convolution uses Winograd's F(4, 3) along the queries (Lavin and Gray 2016,
+ * https://arxiv.org/abs/1509.09308): four rows take six sums of products over heads and columns instead of twelve.
+ * Columns are not transformed, so every step works on whole rows. Other kernels take one sum over all taps. */
 static void allocate_convolution(convolution *g, buffers *m, int K, int N, int size) {
     const int fast = size == 3, rows = fast ? 1 : size;
     *g = (convolution){.K = K, .size = size, .N = N, .Np = round_up(N), .P = row_length(N), .r = size / 2,
@@ -60,7 +59,7 @@ static void read_weight(const convolution *g, float *to, const float *from) {
         }
 }
 
-/* Six rows of n floats -> what the six products take. */
+/* Six rows of n floats -> the inputs of the six products. */
 static void winograd_input(float *restrict to, const float *restrict from, long n) {
     for (long j = 0; j < n; j += VL) {
         vec x[6];
@@ -77,8 +76,8 @@ static void winograd_input(float *restrict to, const float *restrict from, long 
 
 INLINE vec relu(vec x) { return (vec)((ivec)x & ~(x <= 0)); } /* NaN stays NaN */
 
-/* `rows` <= GROUP rows of a convolution for all heads, with its bias and ReLU unless `bias` is NULL: to (rows, K, P),
- * `row_ld` from row to row and `head_ld` from head to head. `maps` row `top` is the topmost that they read. */
+/* Computes `rows` <= GROUP rows of a convolution for all heads, with bias and ReLU unless `bias` is NULL, into `to`
+ * (rows, K, P) with strides row_ld and head_ld. They read `maps` from row `top` on. */
 static void convolve(const convolution *g, float *to, long row_ld, long head_ld, const float *maps, int top,
                      int rows, const float *weight, const float *bias) {
     const int K = g->K;
@@ -116,7 +115,7 @@ static void convolve(const convolution *g, float *to, long row_ld, long head_ld,
     }
 }
 
-/* The share of `count` taps from t on in the gradient of `heads` heads' weights from o on, of `rows` rows. */
+/* Adds the weight gradient from `rows` rows for `count` taps from t on and `heads` output heads from o on. */
 INLINE void taps_gradient(const convolution *g, float *sums, const float *d_conv, const float *base, int rows, int t,
                           int o, const int heads, const int count) {
     vec acc[MR][3] = {};
@@ -141,7 +140,7 @@ INLINE void taps_gradient(const convolution *g, float *sums, const float *d_conv
         }
 }
 
-/* sums (K, taps, VL) += rows of d_conv (rows, K, P) times what each tap reads from `base` on */
+/* sums (K, taps, VL) += rows of d_conv (rows, K, P) times the input of each tap, from `base` on */
 static void plane_gradient(const convolution *g, float *sums, const float *d_conv, const float *base, int rows) {
     const int K = g->K, taps = g->taps;
     int t = 0;
@@ -155,9 +154,9 @@ static void plane_gradient(const convolution *g, float *sums, const float *d_con
         for (int o = 0; o < K; o++) taps_gradient(g, sums, d_conv, base, rows, t, o, 1, 1);
 }
 
-/* sums (planes, K, taps, VL) += gradient of the weight from `rows` <= GROUP rows of d_conv; maps row `top` is the
- * topmost that they read. Winograd's products, transposed: of the rows that entered and of the gradient's, four to
- * six. */
+/* sums (planes, K, taps, VL) += gradient of the weight from `rows` <= GROUP rows of d_conv, whose convolution read the
+ * maps from row `top` on. Winograd's products, transposed: of the transformed input rows and of the gradient's rows,
+ * transformed from four to six. */
 static void weight_gradient(const convolution *g, float *sums, const float *d_conv, const float *maps, int top,
                             int rows) {
     const long n = (long)g->K * g->P, plane = (long)g->K * g->taps * VL;
@@ -182,7 +181,7 @@ static void weight_gradient(const convolution *g, float *sums, const float *d_co
         plane_gradient(g, sums + t * plane, g->products + t * n, g->inputs + t * n + MARGIN - g->r, 1);
 }
 
-/* sums (planes, K, taps, VL) -> (K, K, kernel, kernel), and empty the sums */
+/* sums (planes, K, taps, VL) -> (K, K, kernel, kernel); resets the sums to 0 */
 static void write_weight_gradient(const convolution *g, float *to, float *sums) {
     const long K = g->K, plane = K * g->taps;
     if (g->planes == 1) {

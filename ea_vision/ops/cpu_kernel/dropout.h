@@ -1,5 +1,5 @@
-/* Dropout on the probabilities. What is kept is a function of seed, query and key: backward draws what forward drew,
- * however the work is cut, and nothing is stored. */
+/* Dropout on the probabilities. Seed, query and key determine whether one is kept: backward repeats forward's draws
+ * however the work is split, and nothing is stored. */
 #pragma once
 
 #include "vectors.h"
@@ -7,8 +7,8 @@
 typedef uint32_t uvec __attribute__((vector_size(4 * VL), aligned(4)));
 
 typedef struct {
-    int32_t threshold; /* of 24 random bits: less is dropped; 0 without dropout */
-    float gain;        /* of what is kept */
+    int32_t threshold; /* 24 random bits below it drop a probability; 0 without dropout */
+    float gain;        /* factor of those kept */
     uint32_t low, high;
 } dropout;
 
@@ -35,7 +35,7 @@ static draws draws_of(const dropout *d, long query) {
     return (draws){key, scramble(key ^ d->high)};
 }
 
-/* All bits set for those of the keys j, j + 1, ... that are kept. */
+/* All bits set where the keys j, j + 1, ... are kept. */
 INLINE ivec kept(const dropout *d, draws of, int j) {
     uvec x;
     for (int i = 0; i < VL; i++) x[i] = i;

@@ -1,9 +1,9 @@
-/* Forward: logits, softmax and values, a piece of some rows at a time. */
+/* Forward: logits, softmax and values, a block of rows at a time. */
 #include "logits.h"
 #include "softmax.h"
 
-/* Of one row: the sum of exp(l - shift), and in `total` the `count` sums of it times rows of v; or, where `attn` is not
- * NULL, the exponentials there. With `drop`, of those that are kept; the sum is of all. */
+/* For one row: returns the sum of exp(l - shift); `total` gets its `count` products with rows of v; or `attn`, if not
+ * NULL, gets the exponentials. With `drop`, both get only those that are kept, and the sum is of all. */
 INLINE float weigh(const image *g, const float *l, float shift, const float *v, const int count, float *total,
                    float *attn, const dropout *drop, draws of, const char *logits) {
     const int n = g->N;
@@ -24,7 +24,7 @@ INLINE float weigh(const image *g, const float *l, float shift, const float *v, 
 
 #define WEIGH(count) weigh(g, l, shift, v, count, total, count ? NULL : attn, drop, of, logits)
 
-/* logits: a row that is written soon. */
+/* logits: a row that is written soon, to be prefetched. */
 static float weigh_row(const image *g, int head, int row, const float *l, float shift, float *total, float *attn,
                        const char *logits) {
     const float *v = g->v + (long)head * g->p->E * g->Np;
@@ -34,7 +34,7 @@ static float weigh_row(const image *g, int head, int row, const float *l, float 
     RETURN_BY_WIDTH(WEIGH)
 }
 
-/* The values of queries begin..end of a head from what `attend_row` left in g->attn. */
+/* The outputs of queries begin..end of a head, from the exponentials that `attend_row` left in g->attn. */
 static void sum_values(const image *g, int head, int begin, int end) {
     const problem *p = g->p;
     const int rows = end - begin;

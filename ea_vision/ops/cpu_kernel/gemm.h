@@ -1,4 +1,4 @@
-/* The one matrix product: a tile of C at a time, whose sums stay in registers. */
+/* The one matrix product: computes a tile of C at a time, with its sums in registers. */
 #pragma once
 
 #include "vectors.h"
@@ -13,7 +13,7 @@
 
 enum { ADD, FRESH };
 
-/* One tile of C += A B, or of C = A B where `fresh`. Row t of B begins at b + (offsets ? offsets[t] : t * ldb). */
+/* One tile of C += A B, or of C = A B if `fresh`. Row t of B begins at b + (offsets ? offsets[t] : t * ldb). */
 INLINE void tile(const int rows, const int vecs, int fresh, int depth, const float *a, long a_row, long a_col,
                  const float *b, long ldb, const long *offsets, float *c, long ldc) {
     vec acc[MR][NR] = {};
@@ -45,8 +45,8 @@ INLINE void tile(const int rows, const int vecs, int fresh, int depth, const flo
 #define TILES(rows) \
     case rows: if (vecs == NR) TILE(rows, NR); else if (vecs == 2) TILE(rows, 2); else TILE(rows, 1); break;
 
-/* C (m, n) += A (m, depth) B (depth, n), or C = A B where `fresh`; n a multiple of VL, A with any strides. Each element
- * is summed in the order of `depth` whatever the tile, so results do not depend on how the work is cut. */
+/* C (m, n) += A (m, depth) B (depth, n), or C = A B if `fresh`; n is a multiple of VL, A has any strides. Each element
+ * is summed in the order of `depth` in every tile, so results do not depend on how the work is split. */
 static void gemm(int fresh, int m, int n, int depth, const float *a, long a_row, long a_col, const float *b, long ldb,
                  const long *offsets, float *c, long ldc) {
     for (int j = 0, vecs; j < n; j += vecs * VL) {

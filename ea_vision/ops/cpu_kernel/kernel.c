@@ -1,30 +1,30 @@
-/* Evolving attention on a CPU, forward and backward, an image after the other so that its maps stay in the cache; the
- * pooling before it.
+/* Evolving attention on a CPU, forward and backward, one image after another so that its maps stay in the cache; and
+ * the pooling before it.
  *
- * Plain C with GNU vector extensions: `cpu_library.py` compiles this file, which takes in the others, for the machine it
- * runs on. All arithmetic is float32; q, k, v, prev, logits and out may be stored as float32 or bfloat16.
+ * Plain C with GNU vector extensions: `cpu_library.py` compiles this file, which includes the others, for its machine.
+ * All arithmetic is float32; q, k, v, prev, logits and out may be stored as float32 or bfloat16.
  *
  * Shape letters: B batch, K heads, H x W the map's pixels, N = H*W, D width of a query's head, E of a value's. q, k, v
- * and out are stored as (K, D, N). "Own" logits are dot product and position; one row of a map is one query.
+ * and out are stored as (K, D, N). "Own" logits are dot products plus position terms; one row of a map is one query.
  *
  *     none (AA)     logits = own
  *     mix (EA)      m = alpha*prev + (1-alpha)*own;  logits = beta*relu(conv(m)) + (1-beta)*m   (EA paper, eq. 3 and 4)
  *     predict (PA)  logits = alpha*relu(conv(prev)) + (1-alpha)*own;  without a convolution alpha*prev + (1-alpha)*own
  *
- * A window hides keys from the softmax; the maps are made, mixed and stored whole. alpha and beta are given by heads.
- * Their gradients, where wanted, need no further map: sum dm*own is sum q*dq, as own is linear in q.
+ * A window hides keys from the softmax; maps are computed, mixed and stored whole. alpha and beta are given per head.
+ * Their gradients, if wanted, need no further map: sum dm*own is sum q*dq, since own is linear in q.
  */
 #include "backward.c"
 #include "forward.c"
 #include "pooling.c"
 
-/* Forward, or backward where p->d_out is given: sums over images are left to the caller, in their order. Returns 0, or
- * where a thread cannot get its memory the bytes that it needs; then nothing is done. */
+/* Forward, or backward if p->d_out is given; the caller sums gradients over images, in their order. Returns 0, or if a
+ * thread cannot allocate its memory the bytes that it needs; then nothing is computed. */
 int64_t evolving_attention(const problem *p) {
     const int N = p->H * p->W, backward = p->d_out != NULL;
     int64_t missing = 0;
     use_large_pages(backward ? p->d_prev : p->logits, (long)p->B * p->K * N * N * size_of(p->dtype));
-    /* forward, an image is cut where there are fewer images than threads; pieces make neighbouring rows again */
+    /* forward splits images if there are fewer images than threads; pieces recompute the rows of their neighbours */
     const int wanted = backward || p->B >= p->threads ? 1 : (p->threads + p->B - 1) / p->B;
     const int rows = ((N + wanted - 1) / wanted + BLOCK - 1) / BLOCK * BLOCK, pieces = (N + rows - 1) / rows;
 #pragma omp parallel num_threads(p->threads < p->B * pieces ? p->threads : p->B * pieces)
@@ -58,7 +58,7 @@ int64_t evolving_attention(const problem *p) {
             }
         } else {
             free_all(&kept->memory);
-            kept->sizes.K = 0; /* of no problem */
+            kept->sizes.K = 0; /* equal to no problem's */
         }
     }
     return missing;

@@ -1,4 +1,4 @@
-/* The logits of an image: its own, the previous layer's, and what becomes of the two. */
+/* The logits of an image: its own, the previous layer's, and the two combined. */
 #pragma once
 
 #include "problem.h"
@@ -26,8 +26,8 @@ static void position_terms(const image *g, int begin) {
     g->terms[1] = end;
 }
 
-/* A row of prev, logits or d_logits beyond whose end a vector may read that begins inside; in `scratch` (Np, and the
- * room behind it) if it must be copied. */
+/* A row of prev, logits or d_logits that vectors may read slightly beyond its end: in place, or if that is not possible
+ * copied to `scratch` (Np). */
 static const float *stored_row(const image *g, const void *maps, int head, int row, float *scratch) {
     const problem *p = g->p;
     const long element = map_element(g, head, row), end = (long)p->B * p->K * g->N * g->N;
@@ -37,12 +37,12 @@ static const float *stored_row(const image *g, const void *maps, int head, int r
     return scratch;
 }
 
-/* Where such a row is that is needed soon, or `otherwise`, which is at hand. */
+/* The address of such a row for prefetching, or `otherwise` if there is none. */
 static const char *soon(const image *g, const void *maps, int head, int row, const void *otherwise) {
     return maps && row < g->N ? at(maps, map_element(g, head, row), g->p->dtype) : otherwise;
 }
 
-/* Asks for the line of the row's element j. Loops do so between their arithmetic: of many requests at once most wait. */
+/* Prefetches the cache line of the row's element j. Loops call it between arithmetic: many requests at once wait. */
 INLINE void fetch(const image *g, const char *row, int j, const int to_write) {
     __builtin_prefetch(row + (long)j * size_of(g->p->dtype), to_write, 2);
 }
@@ -77,7 +77,7 @@ static void own_logits(const image *g, float *maps, int first, int begin, int en
     }
 }
 
-/* Rows from..to of the maps as the convolution sees them; row `first` of the buffers is that of query 0. */
+/* Copies rows from..to of the maps, with zeros for the prefix, to `patches`; row `first` of both is that of query 0. */
 static void without_prefix(const image *g, float *patches, const float *maps, long first, int from, int to) {
     const problem *p = g->p;
     for (int i = from; i < to; i++)
@@ -91,15 +91,15 @@ static void without_prefix(const image *g, float *patches, const float *maps, lo
 
 /* The rows of the maps around a block of queries: row i lies at i - base + r; rows beyond the map are zero. */
 typedef struct {
-    int base, mapped; /* mapped: rows of `maps` before this one are there */
+    int base, mapped; /* mapped: rows of `maps` before this one are computed */
     float *maps;      /* (WINDOW + 2r, K, P): the maps before the convolution */
-    float *patches;   /* likewise, what the convolution reads of them; `maps` itself without a prefix */
-    float *d_conv;    /* likewise, gradient of its output; NULL forward */
+    float *patches;   /* likewise, the convolution's input; the same as `maps` without a prefix */
+    float *d_conv;    /* likewise, the gradient of its output; NULL in forward */
 } window;
 
-#define WINDOW (BLOCK + 3 * GROUP) /* a block's rows, and those before whose gradient still waits (r < GROUP) */
+#define WINDOW (BLOCK + 3 * GROUP) /* a block's rows, and earlier ones whose gradient is not finished (r < GROUP) */
 
-/* Let the window begin at map row `base`; of d_conv the rows before `made` are there. */
+/* Moves the window to begin at map row `base`; rows of d_conv before `made` are computed. */
 static void move_window(const image *g, window *w, int base, int made) {
     const int r = g->conv.r;
     const long map_row = (long)g->p->K * g->P, size = WINDOW + 2 * r;
@@ -116,7 +116,7 @@ static void move_window(const image *g, window *w, int base, int made) {
     w->base = base;
 }
 
-/* Make the maps' rows before `to` that are not there. */
+/* Computes the missing rows of the maps before `to`. */
 static void fill_window(const image *g, window *w, int to) {
     const problem *p = g->p;
     const long row = g->conv.r - w->base;
@@ -129,15 +129,15 @@ static void fill_window(const image *g, window *w, int to) {
     w->mapped = to;
 }
 
-/* What an image's rows are made in. */
+/* Buffers for the rows of an image. */
 typedef struct {
     window around;
-    float *own, *conv, *logits; /* (BLOCK, K, P): own logits, the convolution, what becomes of them */
+    float *own, *conv, *logits; /* (BLOCK, K, P): own logits, the convolution's output, the combined logits */
     /* backward only */
-    int own_base, own_rows, own_size; /* of d_own: its first query; so many before they are used; its rows */
-    float *d_own; /* (K, own_size, P): gradient of gain * own logits; a head's rows together, for their products */
-    float *d_maps;            /* (K, GROUP, P): gradient of rows that the convolution read */
-    float *exchanged, *turned; /* the convolution's weight for that: heads exchanged, turned by 180 degrees */
+    int own_base, own_rows, own_size; /* of d_own: its first query; rows to collect before they are used; its size */
+    float *d_own; /* (K, own_size, P): gradient of gain * own logits; a head's rows together, for matrix products */
+    float *d_maps;            /* (K, GROUP, P): gradient of the convolution's input */
+    float *exchanged, *turned; /* the convolution's weight for d_maps: heads exchanged, rotated by 180 degrees */
     float *attn, *d_attn;     /* (BLOCK, Np) */
     float *scratch;           /* (2, Np), and Dp */
     float *q_rows, *k_rows;   /* (own_size, Dp), (K, N, Dp) */
@@ -149,8 +149,8 @@ typedef struct {
     double *d_gates;          /* (2, K) */
 } workspace;
 
-#define L2_FLOATS (1L << 18) /* half of what a second-level cache has, at least */
-#define AHEAD 512 /* floats: so far ahead the backward pass asks for stored rows; the processor does to a page's end */
+#define L2_FLOATS (1L << 18) /* half of the smallest second-level cache */
+#define AHEAD 512 /* floats: how far ahead backward prefetches stored rows; the processor stops at a page's end */
 
 static void allocate_workspace(workspace *w, buffers *m, const image *g, const problem *p) {
     const long map_row = (long)p->K * g->P, weights = (long)g->conv.planes * p->K * g->conv.taps;
@@ -211,7 +211,7 @@ static void read_more_parameters(workspace *w, const image *g) {
     }
 }
 
-/* The convolution of queries begin..end; what it does not see is as it was in the maps. */
+/* The convolution of queries begin..end; rows and columns of the prefix are copied from the maps. */
 static void convolve_block(const image *g, workspace *w, int begin, int end) {
     const problem *p = g->p;
     const long n = (long)p->K * g->P;
@@ -224,8 +224,8 @@ static void convolve_block(const image *g, workspace *w, int begin, int end) {
                    (i < p->prefix ? g->N : p->prefix) * sizeof(float));
 }
 
-/* The logits of query i, the block's `place`-th, of all heads, (K, P): where they lie, or made in w->logits. The window
- * holds what the convolution reads (mix: the mixture, predict: prev), w->own (none, predict) gain * own logits. */
+/* The logits of query i, at `place` in its block, of all heads, (K, P): where they are, or computed in w->logits. The
+ * window holds the convolution's input (mix: the mixture, predict: prev), w->own (none, predict) gain * own logits. */
 static float *finish_logits(const image *g, const workspace *w, int i, int place) {
     const problem *p = g->p;
     const long n = (long)p->K * g->P;
@@ -244,7 +244,7 @@ static float *finish_logits(const image *g, const workspace *w, int i, int place
     return row;
 }
 
-/* Hide from query i's softmax what lies outside its window. */
+/* Hides keys outside query i's window from its softmax. */
 static void hide(const image *g, float *l, int i) {
     const problem *p = g->p;
     const int y = i / p->W, x = i % p->W, high = p->window_height / 2, wide = p->window_width / 2;
@@ -256,7 +256,7 @@ static void hide(const image *g, float *l, int i) {
     }
 }
 
-/* What enters the softmax is what is (or would be) stored. */
+/* Rounds logits to the dtype in which they are (or would be) stored: the softmax takes these. */
 static void round_row(const image *g, float *l) {
     if (g->p->dtype == FLOAT32) return;
     write_floats(g->previous, l, g->N, g->p->dtype);

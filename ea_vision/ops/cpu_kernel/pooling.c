@@ -1,7 +1,7 @@
-/* 3x3 average pooling, forward and backward; alone, it needs nothing of the other files. */
+/* 3x3 average pooling, forward and backward; it needs none of the other files. */
 #include <string.h>
 
-/* Of each of n outputs along a side of `length`: 1 / the number of pixels it averages. */
+/* For each of n outputs along a side of `length`: 1 / the number of pixels that it averages. */
 static void pool_shares(float *shares, int n, int length) {
     for (int i = 0; i < n; i++) shares[i] = 1.0f / (3 - (i == 0) - (2 * i + 1 >= length));
 }
@@ -36,7 +36,7 @@ void pool_backward(float *d_from, const float *d_to, long planes, int H, int W, 
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long plane = 0; plane < planes; plane++) {
         const float *dy = d_to + plane * h * w;
-        float *dx = d_from + plane * H * W, row[2 * w + 1]; /* what an output's row gives each of its three rows */
+        float *dx = d_from + plane * H * W, row[2 * w + 1]; /* what an output row adds to each of its 3 input rows */
         for (int r = 0; r < h; r++, dy += w) {
             float last = 0;
             for (int c = 0; c < w; c++) {
@@ -45,7 +45,7 @@ void pool_backward(float *d_from, const float *d_to, long planes, int H, int W, 
                 row[2 * c + 1] = last = share;
             }
             row[2 * w] = last;
-            for (int y = r ? 2 * r - 1 : 0; y < H && y <= 2 * r + 1; y++) /* the first is the last of those before */
+            for (int y = r ? 2 * r - 1 : 0; y < H && y <= 2 * r + 1; y++) /* row 2r-1 also belongs to output row r-1 */
                 for (int c = 0; c < W; c++) dx[y * W + c] = row[c + 1] + (y < 2 * r ? dx[y * W + c] : 0);
         }
     }

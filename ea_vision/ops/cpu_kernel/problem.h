@@ -1,5 +1,5 @@
-/* A problem as cpu.py hands it over (AttentionStruct of cpu_library.py), and what a thread keeps while it works on an
- * image of it. */
+/* A problem as cpu.py passes it (AttentionStruct of cpu_library.py), and what a thread holds while it works on one of
+ * its images. */
 #pragma once
 
 #include "convolution.h"
@@ -12,36 +12,36 @@ typedef struct {
     int32_t K, H, W, D, E, kernel, kind;
     int32_t prefix;                                     /* tokens whose rows and columns no convolution sees */
     int32_t B, dtype, threads;
-    int32_t window_height, window_width;                /* odd: what a query sees around its pixel; 0 both for all */
+    int32_t window_height, window_width;                /* odd: what a query sees around its pixel; both 0: the map */
     float scale, dropout;                               /* dropout: a probability */
     int64_t q_step, k_step, v_step;                     /* elements from one image to the next */
     int64_t seed;                                       /* of the dropout */
     const void *q, *k, *v, *prev;                       /* (B, K, D, N), likewise, (B, K, E, N); (B, K, N, N) or NULL */
-    const float *height_rel, *width_rel;                /* (2H-1, D), (2W-1, D), or NULL both */
-    const float *weight, *bias;                         /* (K, K, kernel, kernel), (K), or NULL both */
+    const float *height_rel, *width_rel;                /* (2H-1, D), (2W-1, D), or both NULL */
+    const float *weight, *bias;                         /* (K, K, kernel, kernel), (K), or both NULL */
     const float *gates;                                 /* (2, K): alpha and beta of each head */
     void *out, *logits;                                 /* logits (B, K, N, N) or NULL */
     float *norm;                                        /* (B, K, N, 2): c and 1 / sum of exp(logits - c) */
     /* backward only */
     const void *d_out, *d_logits;                       /* d_logits or NULL */
     void *d_q, *d_k, *d_v, *d_prev;                     /* d_prev (B, K, N, N) or NULL */
-    float *d_height_rel, *d_width_rel, *d_weight, *d_bias; /* of each image: (B, ...) */
-    float *d_gates;                                     /* likewise, or NULL where not wanted */
+    float *d_height_rel, *d_width_rel, *d_weight, *d_bias; /* per image: (B, ...) */
+    float *d_gates;                                     /* likewise, or NULL if not wanted */
 } problem;
 
 static float alpha_of(const problem *p, int head) { return p->gates[head]; }
 
 static float beta_of(const problem *p, int head) { return p->gates[p->K + head]; }
 
-/* Of the own logits in the result. */
+/* The factor of the own logits in the result. */
 static float gain_of(const problem *p, int head) { return p->kind == NONE ? 1.0f : 1.0f - alpha_of(p, head); }
 
 #define BLOCK (2 * GROUP) /* rows whose values are summed, or whose softmax is differentiated, together */
 #define TERMS (5 * BLOCK) /* queries whose position terms are kept */
-#define FEW 4             /* values of a head that are summed while its softmax is made; more are a matrix product */
-#define EIGHT 8           /* forward, so many are summed so, too */
+#define FEW 4             /* heads with up to FEW values sum them during the softmax; wider ones by a matrix product */
+#define EIGHT 8           /* in forward, heads with exactly EIGHT values, too, sum them during the softmax */
 
-/* Returns ROW(E), compiled for the width of a head's values, 0 where it is above FEW. */
+/* Returns ROW(E), compiled for each width E of a head's values; ROW(0) if E is above FEW. */
 #define RETURN_BY_WIDTH(ROW) \
     switch (g->p->E) { \
         case 1: return ROW(1); \
@@ -51,28 +51,28 @@ static float gain_of(const problem *p, int head) { return p->kind == NONE ? 1.0f
         default: return ROW(0); \
     }
 
-/* What all rows of an image share. */
+/* Data that all rows of an image share. */
 typedef struct {
     const problem *p;
     int b, N, Np, Dp, Ep, P;     /* padded N, D and E; floats of a buffered row of one head */
     dropout drop;
     int only_convolved;          /* the logits are the convolved mixture and nothing else, and no gate learns */
-    float *q, *k, *v;            /* (K*D, Np) scaled, times gain; (K*D, Np); (K*E, Np) */
-    float *q_factors;            /* (K*D): that scale and gain */
+    float *q, *k, *v;            /* (K*D, Np) times scale and gain; (K*D, Np); (K*E, Np) */
+    float *q_factors;            /* (K*D): scale times gain */
     float *heights, *widths;     /* (D, 2H-1 + VL padded), (D, ...): the tables transposed */
     long height_ld, width_ld;
-    float *position;             /* (K, TERMS, Hp + Wp): position terms of some queries by row and column */
-    long position_ld, *terms;    /* of the queries terms[0]..terms[1] */
+    float *position;             /* (K, TERMS, Hp + Wp): position terms by row and column, */
+    long position_ld, *terms;    /* for the queries terms[0]..terms[1] */
     convolution conv;
     float *weight;               /* (planes, K, taps) */
-    float *v_rows;               /* (K, N, Ep) where a matrix product sums them: the values transposed */
-    float *attn;                 /* (K, BLOCK, Np) there: exp(logits - c) of rows whose values are still to come */
-    float *sums;                 /* (BLOCK, Ep) there: their values */
-    float *previous;             /* (Np), a row of prev, or for passing use */
+    float *v_rows;               /* (K, N, Ep): the values transposed, if a matrix product sums them; then also: */
+    float *attn;                 /* (K, BLOCK, Np): exp(logits - c) of rows whose outputs are not computed yet */
+    float *sums;                 /* (BLOCK, Ep): their outputs */
+    float *previous;             /* (Np): a row of prev, or scratch */
 } image;
 
-/* Buffers are kept by their thread for the next problem of the same sizes: getting them anew from the system costs as
- * much as the arithmetic. What must be zero in them (margins, rows beyond the map, sums) is left so. */
+/* A thread keeps its buffers for the next problem of the same sizes: allocating them anew costs as much as the
+ * arithmetic. Parts that must be zero (margins, rows beyond the map, sums) are left zero. */
 static int same_sizes(const problem *a, const problem *b) {
     return !memcmp(&a->K, &b->K, offsetof(problem, B) - offsetof(problem, K)) && !a->height_rel == !b->height_rel &&
            !a->weight == !b->weight;
@@ -132,7 +132,7 @@ static void read_image(image *g, int b) {
                   p->E, g->N);
 }
 
-/* The element of out, or of the gradient of q, at which a query's channel lies. */
+/* The index in out, or in the gradient of q, of one channel of a query. */
 static long channel_of(const image *g, int width, int head, int channel, int row) {
     return (((long)g->b * g->p->K + head) * width + channel) * g->N + row;
 }
@@ -142,7 +142,7 @@ INLINE float *row_of(const image *g, float *maps, int row, int head) {
     return maps + ((long)row * g->p->K + head) * g->P + MARGIN;
 }
 
-/* A head's query among those of all images; times N: the element at which its row of a stored map begins. */
+/* The index of a head's query among those of all images; times N, the index where its row of a stored map begins. */
 static long query_of(const image *g, int head, int row) { return ((long)g->b * g->p->K + head) * g->N + row; }
 
 static long map_element(const image *g, int head, int row) { return query_of(g, head, row) * g->N; }

@@ -1,9 +1,9 @@
-/* What a softmax is made of: exp, and the largest of a row. */
+/* Parts of a softmax: exp, and the maximum of a row. */
 #pragma once
 
 #include "vectors.h"
 
-#define CUTOFF -64.0f /* exp of less is 0 here: invisible in a sum, and no subnormal number comes of it */
+#define CUTOFF -64.0f /* exp of less is 0 here: it would not change a sum, and subnormal numbers are avoided */
 
 INLINE vec near_zero_exp(vec x) { /* |x| <= log(2) / 2; minimax, relative error 1.3e-7 */
     vec y = x * 8.290315047e-3f + 4.189793020e-2f;

@@ -1,4 +1,4 @@
-/* Vectors of floats, as wide as the machine's, and the buffers they lie in. */
+/* Vectors of floats, as wide as the machine's, and buffers for them. */
 #pragma once
 
 #include <math.h>
@@ -45,11 +45,11 @@ INLINE ivec before(int n) {
 
 typedef struct {
     void *all[64];
-    int count, failed; /* failed: there was no memory for one of them */
-    int64_t bytes;     /* of all, those included that there was no memory for */
-} buffers;             /* what a thread frees together */
+    int count, failed; /* failed: an allocation failed */
+    int64_t bytes;     /* requested in all, including failed allocations */
+} buffers;             /* a thread frees them together */
 
-/* Lets the system back new memory of many megabytes by large pages: to clear small ones takes as long as the work. */
+/* Asks for large pages for new memory of many megabytes: clearing small pages takes as long as the work. */
 static void use_large_pages(void *memory, long bytes) {
 #ifdef MADV_HUGEPAGE
     const long page = 1 << 16, first = ((intptr_t)memory + page - 1) & -page; /* no system's pages are larger */
@@ -57,7 +57,7 @@ static void use_large_pages(void *memory, long bytes) {
 #endif
 }
 
-/* n zeros, and room for vectors that are read or written beyond them; NULL where there is no memory. */
+/* n zeros, and space for vectors that are read or written beyond them; NULL if there is no memory. */
 static float *new_floats(buffers *m, long n) {
     const long bytes = (n + 2 * VL) * sizeof(float);
     void *memory = NULL;
@@ -76,7 +76,7 @@ static void free_all(buffers *m) {
     m->failed = m->bytes = 0;
 }
 
-/* Whether no thread of a team lacks memory; all of them ask. In `missing`: the bytes that one of those needs that do. */
+/* Whether all threads of a team have memory; every thread must call it. `missing`: bytes that one without it needs. */
 static int all_have_memory(const buffers *m, int64_t *missing) {
     if (m->failed)
 #pragma omp atomic write
@@ -93,7 +93,7 @@ INLINE vec interleaved(vec a, vec b, const int from) {
     return made;
 }
 
-/* VL vectors become the VL columns of their square: both halves of them shuffled into each other log2(VL) times. */
+/* Transposes a square of VL vectors: interleaves its two halves log2(VL) times. */
 INLINE void transpose_square(vec x[VL]) {
 #pragma GCC unroll 4
     for (int step = 1; step < VL; step *= 2) {
