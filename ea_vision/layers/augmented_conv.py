@@ -6,7 +6,7 @@ Papers:
 * AA: `Attention Augmented Convolutional Networks` - https://arxiv.org/abs/1904.09925
 * EA: `Evolving Attention with Residual Convolutions` - https://arxiv.org/abs/2102.12895
 * PA: `Predictive Attention Transformer` (2020) - https://openreview.net/forum?id=YQVjbJPnPc9
-* CSAN: `Convolutional Self-Attention Networks` - https://arxiv.org/abs/1904.03107 (windows; of text in the paper)
+* CSAN: `Convolutional Self-Attention Networks` - https://arxiv.org/abs/1904.03107 (windows, in the paper for text)
 
 Shape letters: B batch, C channels, H x W the attention map, N = H*W its pixels (row-major), K heads, D width of a
 head.
@@ -40,22 +40,22 @@ def check_fusion(fusion: str) -> None:
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """Return whether x (B, C, H, W) lies in memory channel by channel within a pixel, and in no other order.
+    """Return whether x (B, C, H, W) is laid out channels last, and in no other way.
 
-    By strides, since torch.vmap knows no memory formats.
+    It compares strides, since torch.vmap does not support memory formats.
     """
     B, C, H, W = x.shape
     return C > 1 and H * W > 1 and x.stride()[1:] == (1, W * C, C)
 
 
 class Projection(nn.Conv2d):
-    """A 1x1 convolution. On a CPU it is a matrix product wherever that is no slower: a product needs no other layout
-    of its input, and its gradients cost a fraction of the convolution's where channels are few.
+    """A 1x1 convolution, on a CPU computed as a matrix product where that is not slower. A product needs no other
+    layout of its input and, with few channels, computes gradients in a fraction of the convolution's time.
 
-    It takes Conv2d's arguments, since tools such as PEFT make new layers of an old one's class.
+    It takes Conv2d's arguments, since tools such as PEFT create new layers from an old one's class.
 
     Raises:
-        ValueError: a kernel, stride, padding or groups other than those of a plain 1x1 convolution.
+        ValueError: kernel, stride, padding or groups are not those of a plain 1x1 convolution.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Projection(nn.Conv2d):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Turn (B, in_channels, H, W) into (B, out_channels, H, W) in the layout of x."""
+        """Convolve x (B, in_channels, H, W) -> (B, out_channels, H, W), in the layout of x."""
         if x.device.type == "cpu" and x.is_contiguous():
             B, C, H, W = x.shape
             pixels = x.view(B, C, H * W)
@@ -92,7 +92,7 @@ class Projection(nn.Conv2d):
 
 
 def _check_widths(num_heads: int, **widths: int) -> None:
-    """Raise ValueError unless the heads share each width out evenly."""
+    """Raise ValueError unless num_heads divides each width."""
     for name, width in widths.items():
         if num_heads < 1 or width < num_heads or width % num_heads:
             raise ValueError(
@@ -107,7 +107,7 @@ def _check_sizes(
     kernel_size: int,
     feat_size: Size,
 ) -> None:
-    """Raise ValueError unless `AugmentedConv2d` can have these."""
+    """Raise ValueError unless `AugmentedConv2d` supports these values."""
     if not 0 < attn_channels <= out_channels:
         raise ValueError(
             f"attn_channels must be 1 to out_channels={out_channels}, got {attn_channels}"
@@ -125,18 +125,18 @@ def _check_windows_of_evolving_maps(
     window: int | Size | None,
     head_window: int,
 ) -> None:
-    """Raise ValueError for windows that maps with this evolution cannot have."""
+    """Raise ValueError for windows that this evolution does not support."""
     if head_window > 1:
         raise ValueError(f"head_window must be 1 where maps evolve, got {head_window}")
     if window is not None and evolution.mixes_attn:
         raise ValueError(
-            f"window must be None where maps are mixed after the softmax, by "
-            f"{type(evolution).__name__}: it would reach beyond; got {window}"
+            f"window must be None with {type(evolution).__name__}, which mixes maps after the "
+            f"softmax and would reach beyond the window; got {window}"
         )
 
 
 def _count_pairs(size: int, most: int) -> int:
-    """Count the ordered pairs of `size` places that lie less than `most` apart."""
+    """Count the ordered pairs among `size` positions that are less than `most` apart."""
     return sum(size - abs(offset) for offset in range(1 - most, most))
 
 
@@ -153,40 +153,39 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         dim_qk: width of queries and of keys, all heads together.
         dim_v: width of values, all heads together.
         num_heads: K.
-        feat_size: (height, width) of the attention map, which sizes the position tables. Other sizes run too: a
-            smaller map uses the middle of the tables, a larger one a resized copy.
+        feat_size: (height, width) of the attention map; it determines the size of the position tables. The layer also
+            runs on other sizes: a smaller map uses the middle of the tables, a larger one a resized copy.
         position: how attention knows positions. "relative": terms of the logits by offset, with learned tables;
             "none"; "sine": sines and cosines added to the branch's input; "coord": coordinates appended to it (both
             after pooling, see `ea_vision.layers.positions`).
         qk_norm: whether each head's queries and keys are divided by the root of their mean square, in float32, before
             scale and position terms. The parameter `qk_gain` (K), which begins at 1, multiplies the queries. None:
-            they are not, unless a checkpoint that is loaded has `qk_gain`; False refuses such a checkpoint.
-        pool_attention: how many further poolings precede the attention (True is one); the branch's result is then
+            only if a loaded checkpoint has `qk_gain`. False: never; loading such a checkpoint is an error.
+        pool_attention: number of further poolings before the attention (True is one); the branch's result is then
             resized bilinearly to the convolution's size.
         evolution: `Evolution` of a layer that has a predecessor in its chain, or None.
-        fusion: "concat": each branch has its share of the output channels. "add": the convolution has all of them, and
-            the attention's result, projected to as many, is added; this projection begins at zero, so that the layer
-            begins as its convolution.
-        conv: with fusion="add", the convolution of a plain network, which the layer keeps as it is (of any groups or
-            dilation); by default the layer makes its own.
-        attn_channels: with fusion="concat", output channels of the attention branch (default `dim_v`). Where they are
-            all of out_channels, there is no convolution.
-        dilation: of the convolution that the layer makes.
-        conv_drop: dropout on the convolution branch's output, a probability.
-        attn_drop: dropout on the attention probabilities, a probability.
-        window: odd side in pixels, or (height, width), of what a query sees of the map around it, or None for all of
-            it; the position tables have the offsets within. With `evolution` the maps evolve whole and are handed on
-            whole; the window comes after.
-        head_window: odd number of neighbouring heads, the own one in their middle, whose keys a query sees under one
-            softmax with its own (CSAN).
-        head_border: "clip": the first and the last heads have fewer neighbours; "wrap": the heads are a ring.
+        fusion: "concat": each branch computes a part of the output channels. "add": the convolution computes all of
+            them, and the attention's result, projected to the same number, is added. The projection begins at zero, so
+            the layer begins as its convolution.
+        conv: with fusion="add", the convolution of a plain network, which the layer uses unchanged (with any groups or
+            dilation); by default the layer creates its own.
+        attn_channels: with fusion="concat", output channels of the attention branch (default `dim_v`). If they equal
+            out_channels, there is no convolution.
+        dilation: of the convolution that the layer creates.
+        conv_drop: dropout probability of the convolution branch's output.
+        attn_drop: dropout probability of the attention probabilities.
+        window: odd side in pixels, or (height, width), of the area around its pixel that a query sees, or None for the
+            whole map; position tables cover the offsets inside. With `evolution`, whole maps evolve and are handed on;
+            the window is applied afterwards.
+        head_window: odd number of neighbouring heads, centred on the query's own, whose keys a query sees under one
+            softmax (CSAN).
+        head_border: "clip": the first and the last heads have fewer neighbours; "wrap": the heads form a ring.
 
     Raises:
-        ValueError: a width that num_heads does not divide, more attn_channels than out_channels, an unknown fusion, a
-            conv of other channels or stride, or a fusion that has no use for conv or attn_channels, a stride other
-            than 1 and 2, an even kernel_size, a feat_size that is not two positive numbers, an unknown
-            position, in_channels that "sine" cannot share out, windows that are not odd, a ring with fewer heads than
-            head_window, or head_window beside an evolution.
+        ValueError: num_heads does not divide a width; attn_channels exceeds out_channels; fusion is unknown, or does
+            not use conv or attn_channels; conv has other channels or stride; stride is not 1 or 2; kernel_size is even;
+            feat_size is not two positive numbers; position is unknown; 4 does not divide in_channels for "sine"; a
+            window is even; a ring has fewer heads than head_window; or head_window > 1 with an evolution.
     """
 
     def __init__(
@@ -303,8 +302,8 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         self.reset_attention()
 
     def reset_attention(self) -> None:
-        """Initialise projections by Glorot, tables normal with std dim_head_qk**-0.5 (AA code), the gains of queries
-        1; with fusion="add" the last projection is zero."""
+        """Initialise projections by Glorot, tables normal with std dim_head_qk**-0.5 (AA code), the queries' gains with
+        1, and with fusion="add" the last projection with 0."""
         for projection in (self.qkv, self.proj):
             nn.init.xavier_uniform_(projection.weight)
             nn.init.zeros_(projection.bias)
@@ -316,7 +315,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
             nn.init.ones_(self.qk_gain)
 
     def reaches(self, feat_size: Size) -> Size:
-        """Return how many rows and columns a query sees to one side, with its own, on a map of (height, width)."""
+        """Return how many rows and columns, its own included, a query sees to one side on a map of (height, width)."""
         window = self.window
         if window is None:
             return feat_size
@@ -341,7 +340,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         return heads * rows * columns
 
     def set_feat_size(self, feat_size: Size) -> None:
-        """Fit the position tables to another (height, width) of the map, for good."""
+        """Fit the position tables to another (height, width) of the map, permanently."""
         self.feat_size = (int(feat_size[0]), int(feat_size[1]))
         if self.evolution is not None:
             log_large_map(self.num_heads, self.feat_size)
@@ -352,9 +351,9 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
 
     @torch.no_grad()
     def fill_offsets_beyond(self, feat_size: Size) -> None:
-        """Copy the values of the farthest offsets on a map of (height, width) to all offsets beyond, in place.
+        """Copy the table rows of the farthest offsets on a map of (height, width) to all larger offsets, in place.
 
-        Such maps have not trained the offsets beyond. A larger map then begins with the nearest trained values.
+        Maps of this size have not trained larger offsets. A larger map then begins with the nearest trained values.
         """
         for name, size in self.table_sizes(feat_size):
             table = getattr(self, name)
@@ -364,8 +363,8 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
                 table[-beyond:] = table[-beyond - 1]
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
-        """Fit position tables of a checkpoint that was made for another map size, take over its `qk_gain`, and refuse
-        weights of another fusion."""
+        """Fit position tables of a checkpoint for another map size, take over its `qk_gain`, and refuse weights of
+        another fusion."""
         conv_weight = state_dict.get(f"{prefix}conv.weight")
         proj_weight = state_dict.get(f"{prefix}proj.weight")
         fusion = self.fusion_of(conv_weight, proj_weight)
@@ -386,7 +385,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def fusion_of(self, conv_weight: Tensor | None, proj_weight: Tensor | None) -> str | None:
-        """Return the fusion of a layer with these weights and as many output channels as this one, or None."""
+        """Return the fusion of a layer with these weights and this layer's number of output channels, or None."""
         if proj_weight is None:
             return None
         conv_channels = 0 if conv_weight is None else len(conv_weight)
@@ -397,8 +396,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         return None
 
     def branch_input(self, x: Tensor) -> Tensor:
-        """Return the input of the projection to queries, keys and values: x (B, C, H', W') pooled, with absolute
-        positions."""
+        """Return the input of the projection `qkv`: x (B, C, H', W') pooled, with absolute positions."""
         for _ in range(self.num_pools):
             x = halve(x)
         if self.position == "sine":
@@ -414,7 +412,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
             projected: (B, 2 * dim_qk + dim_v, H, W), the output of `qkv`.
 
         Returns:
-            q (B, K, N, D), normalised with qk_norm, not scaled, k (B, K, N, D) likewise, v (B, K, N, Dv), [H, W].
+            q and k (B, K, N, D), normalised with qk_norm, q not scaled; v (B, K, N, Dv); (H, W).
         """
         B, _, H, W = projected.shape
         qk, v = projected.split([2 * self.dim_qk, self.dim_v], dim=1)
@@ -508,19 +506,18 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         """
         Args:
             x: (B, in_channels, H', W').
-            prev_logits: (B, K, N, N), the previous attention layer's logits; a layer without `evolution` does not
-                look at them.
-            need_logits: whether the logits are wanted (default: the layer's `need_logits`, which is True unless the
-                network says that no layer reads them or the layer has a window and no evolution). Where not, faster
-                implementations do without them, and return None unless a hook on the layer looks at its output (which
-                changes nothing for a window without evolution).
+            prev_logits: (B, K, N, N), the previous attention layer's logits; a layer without `evolution` ignores them.
+            need_logits: whether to return the logits. Default: the layer's `need_logits`, which is True unless the
+                network says that no layer reads them, or the layer has a window and no evolution. If False, faster
+                implementations return None instead, unless the layer has a forward hook (which makes no difference in a
+                layer with a window and no evolution).
 
         Returns:
-            y (B, out_channels, H'/stride, W'/stride) and the logits (B, K, N, N) that entered the softmax,
-            before a window; None with head_window > 1, whose maps no layer evolves from.
+            y (B, out_channels, H'/stride, W'/stride), and the logits (B, K, N, N) that entered the softmax, before a
+            window hides any. With head_window > 1 they are None, since no layer evolves from such maps.
 
         Raises:
-            ValueError: prev_logits missing or of another shape, in a layer with `evolution`.
+            ValueError: the layer has an `evolution`, and prev_logits are missing or have another shape.
         """
         if isinstance(x, fx.Proxy):
             return record_whole(self, x, prev_logits, need_logits)

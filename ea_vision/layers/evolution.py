@@ -7,8 +7,8 @@ Papers:
 The N x N logits of all heads are an image with K (heads) channels. alpha and beta are the papers'; the EA authors'
 TensorFlow code swaps their names.
 
-A new evolution is a subclass of `Evolution` under `@register_evolution("name")`: networks take it by
-`evolution="name"`, and the keywords of its constructor as theirs.
+To add an evolution, decorate a subclass of `Evolution` with `@register_evolution("name")`. Networks then take
+`evolution="name"` and the keywords of its constructor.
 """
 
 import inspect
@@ -42,21 +42,21 @@ _EVOLUTIONS: dict[str, type["Evolution"]] = {}
 class Evolution(nn.Module):
     """A mechanism over a layer's maps: before the softmax (`forward`), after it (`mix_attn`), or both.
 
-    A subclass has `__init__(self, num_heads, *, its options, device=None, dtype=None)` and one of these methods. All
-    other methods have defaults: nothing to record beside prev_logits, nothing before or after the softmax, and no
-    faster form than `forward`, so that its layers run by the reference and the log says so.
+    A subclass defines `__init__(self, num_heads, *, its options, device=None, dtype=None)` and at least one of these
+    methods. All other methods have defaults: no maps to record beside prev_logits, no change before or after the
+    softmax, and no faster form than `forward`; its layers then run the reference, and the log says so.
 
     Class attributes:
         reads_previous: whether `forward` needs the previous layer's logits. If not, the first layer of a chain has the
-            mechanism, too, and `forward` gets the layer's own logits as prev_logits where there are no others.
-        spatial: whether `forward` takes the map's (H, W) as a third argument; in a vision transformer such a mechanism
-            has `num_prefix_tokens`, which the network sets.
-        mixes_attn: whether there is a `mix_attn`.
-        mixes_output: whether there is a `mix_output`.
-        identity_start: the options with which it begins as the plain network and learns from there.
-        gate_names: its gates (alpha, beta, ...): numbers, or parameters where they are learnable.
-        part_names: names of further maps that `parts` returns. The default `parts` knows "softmax", the probabilities
-            before `mix_attn`.
+            mechanism, too, and `forward` gets the layer's own logits as prev_logits if there are no previous ones.
+        spatial: whether `forward` takes the map's (H, W) as a third argument. In a vision transformer, the network then
+            sets the mechanism's `num_prefix_tokens`.
+        mixes_attn: whether the class defines `mix_attn`.
+        mixes_output: whether the class defines `mix_output`.
+        identity_start: options with which the network begins as the plain one and can learn from there.
+        gate_names: names of its gates (alpha, beta, ...): numbers, or parameters if learnable.
+        part_names: names of further maps that `parts` returns. The default `parts` returns "softmax", the probabilities
+            before `mix_attn`, if it is named.
     """
 
     reads_previous = True
@@ -93,7 +93,7 @@ class Evolution(nn.Module):
 
         The keyword own_scale multiplies the layer's own logits.
         """
-        return f"{type(self).__name__} has only its forward, which the others do not know"
+        return f"{type(self).__name__} defines only forward, which the others cannot run"
 
     def parts(
         self,
@@ -116,7 +116,7 @@ class Evolution(nn.Module):
     def changes_nothing(self) -> bool:
         """Return whether the mechanism leaves the layer as it is.
 
-        By default: whether it has gates alone, and they stand at `identity_start`.
+        By default: whether it has gates, and they have the values of `identity_start`, which names no other options.
         """
         gates = self.gates()
         start = dict(self.identity_start)
@@ -137,7 +137,7 @@ class EvolvingMaps(StepByStep):
     need_logits: whether another layer reads its logits.
     """
 
-    local = False  # whether a query sees a part of the map alone, or other heads
+    local = False  # whether a query sees only a part of the map, or other heads
     window: Size | None = None
     head_window = 1
     head_border = "clip"
@@ -152,7 +152,7 @@ class EvolvingMaps(StepByStep):
         return own_logits(q, k, None, None, self.scale, feat_size)
 
     def attention_of(self, logits: Tensor, feat_size: Size) -> Tensor:
-        """Return the probabilities of (evolved) logits, within the windows; the shape stays."""
+        """Return the probabilities of (evolved) logits, within the windows, of the same shape."""
         if self.local:
             wrap = self.head_border == "wrap"
             logits = within_windows(logits, feat_size, self.window, self.head_window, wrap)
@@ -167,7 +167,7 @@ class EvolvingMaps(StepByStep):
         prev_logits: Tensor,
         evolved: Tensor,
     ) -> dict[str, Tensor]:
-        """Return the evolution's further maps of the call that runs, for a recorder; see `Evolution.parts`."""
+        """Return the evolution's further maps of the running call, for a recorder; see `Evolution.parts`."""
         return self.evolution.parts(logits, prev_logits, evolved)
 
     def attend_heads(
@@ -189,7 +189,7 @@ class EvolvingMaps(StepByStep):
             prev_logits, feat_size, need_logits, bias: see `attend` of the layers.
 
         Returns:
-            the heads' outputs (B, K, N, D), and the logits (B, K, N, N), or None where no layer reads them.
+            the heads' outputs (B, K, N, D), and the logits (B, K, N, N), or None if no layer reads them.
         """
         if self.evolution is not None and self.evolution.reads_previous:
             B, K, N, _ = q.shape
@@ -202,12 +202,12 @@ class EvolvingMaps(StepByStep):
         return out, logits
 
     def _operands(self, prev_logits: Tensor | None) -> dict | None:
-        """Return what `evolving_attention` needs to know of the evolution.
+        """Return the keywords with which `evolving_attention` computes the evolution.
 
-        None where it cannot do as the modules do, or where a hook wants to see the maps in them.
+        None if it cannot compute what the modules compute, or if a hook on one of them needs the maps.
 
         Raises:
-            ValueError: an implementation is forced that cannot do as the modules do.
+            ValueError: an implementation is forced, and cannot compute what the modules compute.
         """
         evolving = [] if self.evolution is None else self.evolution.modules()
         watched = [self.attn_drop, *evolving]
@@ -223,7 +223,7 @@ class EvolvingMaps(StepByStep):
 
 
 def register_evolution(name: str) -> Callable[[type[Evolution]], type[Evolution]]:
-    """Register a class, as its decorator: networks and `create_evolution` know it by this name from now on.
+    """Return a decorator that registers a class: networks and `create_evolution` then find it by this name.
 
     Raises:
         ValueError: the name is taken.
@@ -255,14 +255,14 @@ def evolution_class(kind: str) -> type[Evolution]:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Return whether a hook sees or changes what a module takes or gives."""
+    """Return whether a hook may read or change the inputs or outputs of a module."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def all_zero(layer: nn.Module) -> bool:
     """Return whether all parameters of a layer, and of adapters (LoRA) around or in it, are 0.
 
-    False of a layer without parameters, such as a quantised one.
+    False for a layer without parameters, such as a quantised one.
     """
     parameters = list(layer.parameters())
     return bool(parameters) and not any(parameter.any() for parameter in parameters)
@@ -300,13 +300,13 @@ def create_evolution(
     Args:
         kind: a registered name ("ea", "pa", "conv2d", ...), or None for attention that does not evolve.
         num_heads: K, channels of the attention maps.
-        start: "identity": options that are not set begin as the plain network; "paper" or None: as the paper has them.
-            A kind that has an option `start` gets any other value.
-        channels: C of the layer's input, for the kinds that read it.
-        **options: the evolution's, such as alpha, beta, num_layers, kernel_size; None means its default.
+        start: "identity": the network begins as the plain one, unless options say otherwise; "paper" or None: as in the
+            paper. Any other value is passed to a kind that has an option `start`.
+        channels: C of the layer's input, for kinds that read it.
+        **options: of the evolution, such as alpha, beta, num_layers, kernel_size; None means its default.
 
     Raises:
-        ValueError: unknown kind or start, or an option that this kind does not have.
+        ValueError: kind or start is unknown, or this kind does not have an option.
     """
     cls = None if kind is None else evolution_class(kind)
     known = () if cls is None else evolution_options(kind)
@@ -370,7 +370,7 @@ def check_kernel_size(kernel_size: int) -> None:
 
 
 def reason_against_conv(conv: nn.Module) -> str | None:
-    """Return why the operator, which knows weight and bias alone, cannot convolve maps as a module does, or None."""
+    """Return why the operator, which takes only a weight and a bias, cannot compute a module's convolution, or None."""
     if type(conv) is not nn.Conv2d:
         return f"the others take the weights of a Conv2d; got {type(conv).__name__}"
     side = conv.kernel_size[0]
@@ -394,8 +394,8 @@ def reason_against_conv(conv: nn.Module) -> str | None:
 class _ConvolvedEvolution(Evolution):
     """The common part of EA and PA: convolutions over the maps, each followed by a ReLU, and the gates alpha and beta.
 
-    num_prefix_tokens: tokens before the map's pixels (a class token), which its network sets: their rows and columns
-        pass the convolutions as they are. 0: the convolutions take whole maps.
+    num_prefix_tokens: number of tokens before the map's pixels (a class token), set by the network. Their rows and
+        columns bypass the convolutions. 0: the convolutions take whole maps.
     """
 
     part_names = ("conv_logits",)
@@ -418,7 +418,7 @@ class _ConvolvedEvolution(Evolution):
         self.num_prefix_tokens = 0
         self.causal = causal
         self.reach = kernel_size // 2
-        mixes = learnable if causal == "none" else False  # else alpha is 0 for good
+        mixes = learnable if causal == "none" else False  # causal forms keep alpha at 0
         self.alpha = new_gate("alpha", alpha, mixes, num_heads, **dd)
         self.beta = 1.0 if predict else new_gate("beta", beta, learnable, num_heads, **dd)
         self.starts = {"alpha": float(alpha), "beta": float(beta)}
@@ -429,7 +429,7 @@ class _ConvolvedEvolution(Evolution):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise the convolutions by He, and learnable gates with the values that they begin at."""
+        """Initialise the convolutions by He, and learnable gates with their start values."""
         for conv in self.convs:
             nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
         self.restore_start()
@@ -450,15 +450,15 @@ class _ConvolvedEvolution(Evolution):
     ) -> Tensor:
         """
         Args:
-            logits, prev_logits: (B, K, N, N), or in sequences (B, K, Q, N) for Q queries; causal forms do not look at
+            logits, prev_logits: (B, K, N, N), or in sequences (B, K, Q, N) for Q queries; causal forms ignore
                 prev_logits.
-            key_padding: of sequences: (B, N), True where a token is padding. The result for the other tokens does not
+            key_padding: for sequences: (B, N), True where a token is padding. The result for other tokens does not
                 depend on the amount of padding; `mask_logits` hides the result for the padding itself.
-            query_padding: (B, Q) likewise; unless given, key_padding where queries and keys are the same tokens.
+            query_padding: (B, Q) likewise; by default key_padding, if queries and keys are the same tokens.
         """
         alpha = self.alpha
         if self.causal != "none":
-            # No skip connection: the own logits alone are convolved.
+            # No skip connection: only the own logits are convolved.
             prev_logits = logits
             alpha = 0.0
         elif prev_logits is None:
@@ -479,7 +479,7 @@ class _ConvolvedEvolution(Evolution):
         return evolve_logits(logits, prev_logits, alpha, self.beta, self.predict, convolve)
 
     def convolve(self, maps: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """Convolve maps (B, K, Q, N). Entries that are not `allowed` are 0 and enter no convolution and no shift."""
+        """Convolve maps (B, K, Q, N). Entries that are not `allowed` are 0 before each convolution and the shift."""
         patches = maps
         if self.num_prefix_tokens > 0:
             patches = among_patches(maps, self.num_prefix_tokens)
@@ -487,7 +487,8 @@ class _ConvolvedEvolution(Evolution):
             patches = F.relu(conv(patches))
             if allowed is not None:
                 patches = patches.masked_fill(~allowed, 0.0)
-        if self.causal != "none":  # the kernel's last row, and column, is to be the entry's own
+        # shifted so that the kernel's last row (and column) falls on the entry itself
+        if self.causal != "none":
             down = min(self.reach, patches.shape[2])
             right = min(self.reach, patches.shape[3]) if self.causal == "self" else 0
             patches = F.pad(patches, [right, -right, down, -down])
@@ -528,7 +529,7 @@ class _ConvolvedEvolution(Evolution):
         key_padding: Tensor | None = None,
         query_padding: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Return conv_logits: what the convolutions give, after the last activation. Padding: see `forward`."""
+        """Return conv_logits: the convolutions' output, after the last activation. Padding: see `forward`."""
         if isinstance(self.beta, float) and self.beta == 1.0 and not self.predict:
             return {"conv_logits": evolved}
         before = prev_logits if self.predict else mixed(self.alpha, prev_logits, logits)
@@ -561,24 +562,24 @@ class EvolvingAttention(_ConvolvedEvolution):
 
     Args:
         num_heads: K, channels of the attention maps.
-        alpha: gate of the previous layer's maps, 0 to 1 (0: no skip connection); 0.5, or 0 where causal, unless given.
+        alpha: gate of the previous layer's maps, 0 to 1 (0: no skip connection). Default: 0.5; 0 in causal forms.
         beta: gate of the convolved maps, 0 to 1 (0: no convolution).
         kernel_size: odd side of the convolution's kernel.
-        learnable: whether alpha and beta are unbounded parameters that start at the values given: True for one number
+        learnable: whether alpha and beta are unbounded parameters that start at the given values: True for one number
             per layer, "per_head" for one per head. At alpha = beta = 0 the layer equals one without evolution.
-        causal: of sequences (EA paper, section 3.5; `forward` alone, not the operator, computes these forms): "self"
-            for a decoder's self-attention, whose convolved map is moved one down and one right and reads no key after
-            its query; "cross" for its attention to the source, moved one down, along the target, so that it reads no
-            later target; both without skip connection. "none" for an encoder, and for images.
+        causal: for sequences (EA paper, section 3.5). "self": a decoder's self-attention; the convolved map is shifted
+            by kernel_size // 2 down and right, so that it reads no key after its query. "cross": a decoder's attention
+            to the source; it is shifted down, along the target, so that it reads no later target. Both have no skip
+            connection, and only `forward` computes them, not the operator. "none": an encoder, or images.
 
-    Of sequences the logits are handed on as `forward` gives them, and masked for the softmax alone:
+    In sequences, logits are handed on as `forward` returns them, and masked only for the softmax:
 
         logits = evolution(scale * q @ k.transpose(-2, -1), prev_logits, key_padding)
         attn = attention_of(mask_logits(logits, evolution.causal, key_padding))
 
     Raises:
         ValueError: a fixed alpha or beta outside 0..1, a learnable one that is not finite, an even kernel_size, or
-            an alpha where causal has no place for it.
+            an alpha other than 0 in a causal form.
     """
 
     identity_start = {"alpha": 0.0, "beta": 0.0, "learnable": True}
@@ -625,7 +626,7 @@ class PredictiveAttention(_ConvolvedEvolution):
     Args:
         num_heads: K, channels of the attention maps.
         alpha: gate of the predicted maps, 0 to 1.
-        num_layers: convolutions that predict; 0 takes the previous maps as they are.
+        num_layers: number of convolutions; 0 uses the previous maps unchanged.
         kernel_size: odd side of the convolutions' kernels.
         learnable: whether alpha is a parameter; see `EvolvingAttention`.
 

@@ -1,5 +1,5 @@
-"""What the networks of other packages say of their attention: heads, tokens before the patches, layers that follow
-one another, what these may read."""
+"""Facts about the attention of other packages' networks: heads, tokens before the patches, chains of layers, and which
+tokens a layer's queries read."""
 
 import inspect
 import re
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-# what modules call their number of heads
+# names by which modules store their number of heads
 HEAD_COUNTS = (
     "num_heads",
     "num_attention_heads",
@@ -30,7 +30,7 @@ CROSS_ATTENTION = re.compile("cross|encoder_attn|encdec|encoder_decoder", re.IGN
 
 
 def heads_of(module: nn.Module) -> int | None:
-    """Return the number of heads that a module says it has; Llama's and its kin leave it to their configuration."""
+    """Return a module's number of heads, or None. Modules of Llama and its kin store it in their configuration."""
     owner = module
     if hasattr(module, "num_key_value_groups") and hasattr(module, "config"):
         owner = module.config
@@ -60,10 +60,10 @@ def calls_attention(module: nn.Module) -> bool:
 def prefix_names(model: nn.Module, part: str = "") -> tuple[str, ...]:
     """Return the tokens before a vision transformer's patches, in order: "cls", "dist" (distillation), "reg1", "reg2".
 
-    () of networks that have none.
+    () for networks without such tokens.
 
     Args:
-        part: the name of a module in it: tokens of other modules do not count; "": all do.
+        part: name of a submodule: tokens of other submodules do not count. "": all tokens count.
     """
     counts = {}
     for path, parameter in model.named_parameters():
@@ -73,23 +73,23 @@ def prefix_names(model: nn.Module, part: str = "") -> tuple[str, ...]:
         if name in PREFIX_PARAMETERS and parameter.numel():
             counts[PREFIX_PARAMETERS[name]] = parameter.shape[-2] if parameter.ndim > 1 else 1
     names = [kind for kind in ("cls", "dist") if kind in counts]
-    # timm's word, where there is one
+    # timm's networks state the number
     known = getattr(model, "num_prefix_tokens", len(names) + counts.get("reg", 0))
     registers = [f"reg{number}" for number in range(1, known - len(names) + 1)]
     return (*names[:known], *registers)
 
 
 def owners(model: nn.Module, name: str) -> list[nn.Module]:
-    """Return the module of a name, then the modules around it, the model last."""
+    """Return the module with this name, then the modules that contain it, innermost first, the model last."""
     parts = name.split(".")
     depths = range(len(parts), -1, -1)
     return [model.get_submodule(".".join(parts[:depth])) for depth in depths]
 
 
 def embedding_of(model: nn.Module, name: str) -> tuple[nn.Conv2d | None, tuple[str, ...]]:
-    """Return the convolution that makes the patches of a layer's tokens, and the `prefix_names` before these.
+    """Return the convolution that embeds the patches of a layer's tokens, and the `prefix_names` before the patches.
 
-    (None, ()) where the tokens are no patches of an image.
+    (None, ()) if the tokens are not patches of an image.
     """
     first, *around = owners(model, name)
     if not hasattr(getattr(first, "config", model.config), "patch_size"):
@@ -97,14 +97,14 @@ def embedding_of(model: nn.Module, name: str) -> tuple[nn.Conv2d | None, tuple[s
     for owner in around:
         for path, module in owner.named_modules():
             if isinstance(module, nn.Conv2d):
-                # a token elsewhere, such as that of AIMv2's pooling, is none of the sequence's
+                # tokens of other modules, such as AIMv2's pooling, are not in the sequence
                 part = path.partition(".")[0]
                 return module, prefix_names(owner, part)
     return None, ()
 
 
 def is_causal(model: nn.Module, name: str) -> bool:
-    """Return whether no query of a layer reads a later token: it says so, or the masks made around it are causal."""
+    """Return whether a layer's queries read no later token: it `is_causal`, or modules around it make causal masks."""
     if getattr(model.get_submodule(name), "is_causal", False):
         return True
     for owner in owners(model, name):
@@ -117,11 +117,11 @@ def is_causal(model: nn.Module, name: str) -> bool:
 
 @dataclass(frozen=True)
 class LayerChain:
-    """Attention layers of a model that follow one another, by their names.
+    """The names of consecutive attention layers of a model.
 
-    blocks: the names of the blocks around them.
+    blocks: names of the blocks that contain them.
     across: whether they attend to another sequence.
-    causal: "self": no query reads a later token; "cross": queries of a decoder read the source; "none": all is read.
+    causal: "self": a query reads no later token; "cross": a decoder's queries read the source; "none": all is read.
     """
 
     layers: tuple[str, ...]
@@ -131,7 +131,10 @@ class LayerChain:
 
 
 def layer_chains(model: nn.Module) -> list[LayerChain]:
-    """Return the layers that `uses_interface` by chain: of as many heads, and whose names differ in numbers alone."""
+    """Return the chains of layers that `uses_interface` finds.
+
+    Layers of a chain have equally many heads, and their names differ only in numbers.
+    """
     rows = defaultdict(list)
     for name, module in model.named_modules():
         if uses_interface(module):
@@ -154,7 +157,7 @@ def layer_chains(model: nn.Module) -> list[LayerChain]:
 
 
 def block_names(layers: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the blocks around a chain's layers: up to the last number by which these differ."""
+    """Return the names of the blocks around a chain's layers: each name up to the last number that differs."""
     names = [name.split(".") for name in layers]
     numbers = [place for place, part in enumerate(names[0]) if part.isdigit()]
     columns = list(zip(*names, strict=True))

@@ -1,7 +1,7 @@
 """Attention over sequences with masks, caches and several chains, whose maps may evolve from layer to layer.
 
-A chain is a row of layers of one kind (an encoder's self-attention, a decoder's, its cross-attention), counted from 1.
-Entries of padding enter no convolution, and the masks are applied for the softmax alone.
+A chain is a sequence of layers of one kind (an encoder's self-attention, a decoder's self-attention, or its
+cross-attention), counted from 1. Padding enters no convolution, and masks are applied only for the softmax.
 
 Shape letters: B batch, C channels, K heads, Q queries, N keys, D width of a head.
 """
@@ -20,13 +20,13 @@ from ea_vision.layers.token_attention import MapsAttention
 from ea_vision.ops.problem import Size, check_prev_logits
 from ea_vision.ops.reference import attention_of, readable
 
-# No entry reads another's place.
+# An entry of a map depends on no entry at another place.
 POINTWISE = ("residual", "talking_heads", "xsa", "gated", "uniform")
-CONVOLVING = ("ea", "pa", "mta", "conv2d")  # entries of padding are 0 in what these convolve
+CONVOLVING = ("ea", "pa", "mta", "conv2d")  # padding is set to 0 before these convolve
 CAUSAL = ("ea", *POINTWISE)  # kinds with a form for decoders
-# Masks hide keys by -10000, -1e9, the smallest number or -inf: the softmax makes 0 of each.
+# Masks hide keys by -10000, -1e9, the smallest finite number or -inf: the softmax turns each into 0.
 HIDES = -9000.0
-CARRIED = "_ea_vision_carried"  # attribute of a block's tokens, for its recomputation
+CARRIED = "_ea_vision_carried"  # attribute of a block's input tokens, for its recomputation
 
 
 def check_kind(
@@ -35,7 +35,7 @@ def check_kind(
     across: bool,
     name: str,
 ) -> None:
-    """Raise UsageError if a kind would read what the layer `name` must not, or what it has not."""
+    """Raise UsageError if a kind would read entries that the layer `name` must not read, or does not have."""
     refused = kind is not None and kind not in CAUSAL and causal != "none"
     if across and kind in ("xsa", "conv2d"):
         refused = True
@@ -49,12 +49,12 @@ def check_kind(
 
 
 def thread_of_forward() -> int:
-    """Return which thread's forward runs: state of a forward is kept by thread."""
+    """Return the running thread's id (0 under torch.compile): the state of a forward is kept per thread."""
     return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
 def recomputes() -> bool:
-    """Return whether the backward pass runs a block again (gradient checkpointing)."""
+    """Return whether the backward pass is recomputing a block (gradient checkpointing)."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
@@ -62,7 +62,7 @@ def recomputes() -> bool:
 class Handed:
     """What layer `number` of a chain hands to the next; number 0 is the patch embedding.
 
-    feat_size: (H, W) of the patches; None of a sequence.
+    feat_size: (H, W) of the patches; None for a sequence.
     logits: (B, K, Q, N).
     first_values: (B, K, N, D) of the first layer.
     """
@@ -74,11 +74,11 @@ class Handed:
 
 
 class Chain:
-    """Layers that hand on to one another, and what a forward keeps for them, by thread.
+    """Layers that hand maps to one another, and the state of a forward for them, per thread.
 
-    kind: of their evolution. cross: whether they attend to another sequence. depth: their number. decoder: of
-    cross-attention, the chain of the queries' self-attention, which runs before it. padding: (B, Q), of the queries.
-    inputs: of the layer that runs, (B, Q, C), and its cache.
+    kind: their evolution. cross: whether they attend to another sequence. depth: number of layers. decoder: for
+    cross-attention, the chain of the queries' self-attention, which runs before it. padding: of the queries, (B, Q).
+    inputs: the running layer's input (B, Q, C) and its cache.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Chain:
         self.inputs: dict[int, tuple[Tensor, Any]] = {}
 
     def __deepcopy__(self, memo: dict) -> "Chain":
-        """Return the chain itself: copies of a model run one after the other in a thread."""
+        """Return the chain itself: copies of a model may share it, since in a thread they run one after another."""
         return self
 
     def __reduce__(self):
@@ -118,7 +118,7 @@ class Chain:
         args: tuple,
         kwargs: dict,
     ) -> None:
-        """Keep a layer's input (B, Q, C), and its cache, until its maps are formed."""
+        """Keep a layer's input (B, Q, C), and its cache, until its maps are computed."""
         values = [*args, *kwargs.values()]
         sequences = (x for x in values if isinstance(x, Tensor) and x.ndim == 3)
         # models call it past_key_values, or layer_past
@@ -126,17 +126,17 @@ class Chain:
         self.inputs[thread_of_forward()] = (next(sequences, None), next(caches, None))
 
     def written(self, layer: nn.Module, N: int) -> int:
-        """Return how many of N keys of a layer's self-attention are tokens: a static cache has places to come."""
+        """Return how many of N keys of a layer's self-attention are tokens: a static cache also has empty places."""
         _, cache = self.inputs.get(thread_of_forward(), (None, None))
         if self.cross or cache is None:
             return N
         tokens = int(cache.get_seq_length(getattr(layer, "layer_idx", 0)))
-        # a layer that reads another one's keys (Gemma 3n) has none of its own
+        # a layer that reads another layer's keys (Gemma 3n) has none in the cache
         tokens = tokens or int(cache.get_seq_length())
         return min(N, tokens) if tokens else N
 
     def before(self, number: int) -> Handed:
-        """Return what the layer before `number` has handed on."""
+        """Return what the layer before `number` handed on."""
         handed = self.handed.pop(thread_of_forward(), Handed())
         if number == 1:
             return Handed(feat_size=handed.feat_size if handed.number == 0 else None)
@@ -155,7 +155,7 @@ class Chain:
 
 
 def carry(tokens: Tensor, chains: Sequence[Chain]) -> None:
-    """Let a block's tokens carry what its chains have handed on, or restore it where the block is recomputed."""
+    """Attach what the chains have handed on to a block's input tokens, or restore it if the block is recomputed."""
     thread = thread_of_forward()
     if recomputes():
         if not hasattr(tokens, CARRIED):
@@ -170,9 +170,9 @@ def carry(tokens: Tensor, chains: Sequence[Chain]) -> None:
 class Reading:
     """What the queries of a call may read.
 
-    bias: added to the logits, as T5's positions are; broadcasts to (B, K, Q, N).
-    allowed: (B, 1, Q, N), for the softmax; None is all.
-    keys, queries: (B, N) and (B, Q), True where a token is padding; None where nobody says so.
+    bias: added to the logits, such as T5's positions; broadcasts to (B, K, Q, N).
+    allowed: (B, 1, Q, N), True where the softmax may read; None: everywhere.
+    keys, queries: (B, N) and (B, Q), True where a token is padding; None if no padding is known.
     """
 
     bias: Tensor | None = None
@@ -181,7 +181,7 @@ class Reading:
     queries: Tensor | None = None
 
     def of_queries(self, queries: Tensor | None, N: int) -> "Reading":
-        """Return the reading of queries that are no keys, with their padding (B, Q)."""
+        """Return the reading of queries from another sequence than the keys, with the queries' padding (B, Q)."""
         if queries is None or self.keys is not None:
             return replace(self, queries=queries)
         B, Q = queries.shape
@@ -189,7 +189,7 @@ class Reading:
         return Reading(self.bias, queries.new_ones(B, 1, Q, N), keys, queries)
 
     def padding(self) -> Tensor:
-        """Return what broadcasts to (B, 1, Q, N), True where the key or the query is padding."""
+        """Return a mask that broadcasts to (B, 1, Q, N), True where the key or the query is padding."""
         keys = self.keys[:, None, None, :]
         return keys if self.queries is None else keys | self.queries[:, None, :, None]
 
@@ -201,10 +201,10 @@ def reading_of(
     Q: int,
     k: Tensor,
 ) -> Reading:
-    """Return what a mask of transformers says of Q queries and the keys (B, K, N, D), which include the queries.
+    """Return the reading by a mask of transformers, of Q queries and keys (B, K, N, D) that include the same tokens.
 
-    mask: (B, 1, Q, N or more), boolean or added to the logits; None: all is read, or, where `causal`, no later key.
-    Numbers of HIDES and below hide a key.
+    mask: (B, 1, Q, N or more), boolean, or added to the logits, where numbers of HIDES and below hide a key. None: a
+    query reads all keys, or if `causal` no later key.
     """
     N = k.shape[2]
     if mask is None and causal and Q > 1:
@@ -227,7 +227,7 @@ def check_grid(
     prefix_tokens: int,
     tokens: int,
 ) -> None:
-    """Refuse other tokens beside the patches (YOLOS has them), and patches that are left out (ViTMAE)."""
+    """Raise ValueError if there are other tokens beside the patches (YOLOS), or patches are left out (ViTMAE)."""
     H, W = feat_size
     if H * W + prefix_tokens != tokens:
         raise ValueError(
@@ -237,9 +237,9 @@ def check_grid(
 
 
 class SequenceMaps(MapsAttention, nn.Module):
-    """The mechanisms of one attention layer, its module `maps`.
+    """The mechanisms of one attention layer, which has them as its submodule `maps`.
 
-    number: in its chain, counted from 1. num_heads: K. prefix_tokens: before the patches.
+    number: position in the chain, counted from 1. num_heads: K. prefix_tokens: number of tokens before the patches.
     """
 
     fused_attn = True
@@ -256,18 +256,18 @@ class SequenceMaps(MapsAttention, nn.Module):
         self.chain = chain
         self.number = number
         self.num_heads = num_heads
-        self.scale = 1.0  # of the call, like the rate of the dropout
+        self.scale = 1.0  # set by each call, like the dropout probability
         self.attn_drop = nn.Dropout(0.0)
         self.readings: dict[int, Reading] = {}
 
     @property
     def reading(self) -> Reading:
-        """What the call that runs in this thread may read; all where none runs."""
+        """The reading of the call that runs in this thread; everything if none runs."""
         return self.readings.get(thread_of_forward(), Reading())
 
     @property
     def causal(self) -> str:
-        """Which form of the EA paper's section 3.5 the evolution has, "none" without one."""
+        """The evolution's causal form (EA paper, section 3.5), or "none"."""
         return getattr(self.evolution, "causal", "none")
 
     @property
@@ -278,7 +278,7 @@ class SequenceMaps(MapsAttention, nn.Module):
 
     @property
     def knows_padding(self) -> bool:
-        """Whether the evolution takes the padding itself."""
+        """Whether the evolution's forward takes the padding."""
         return isinstance(self.evolution, (EvolvingAttention, PredictiveAttention))
 
     def _operands(self, prev_logits: Tensor | None) -> dict | None:
@@ -302,7 +302,7 @@ class SequenceMaps(MapsAttention, nn.Module):
         prev_logits: Tensor,
         feat_size: Size,
     ) -> Tensor:
-        """Return the evolved logits, where entries of padding enter no convolution and stay the layer's own."""
+        """Return the evolved logits. Padding enters no convolution, and keeps the layer's own logits."""
         kind = self.chain.kind
         reading = self.reading
         if reading.allowed is None or kind in POINTWISE:
@@ -347,7 +347,7 @@ class SequenceMaps(MapsAttention, nn.Module):
         return parts
 
     def check_reading(self, logits: Tensor) -> None:
-        """Refuse masks that hide other entries than padding and, of a decoder, the future."""
+        """Raise ValueError if a mask hides other entries than padding and, in a decoder, later keys."""
         reading = self.reading
         differs = reading.allowed != readable(logits, self.causal, reading.keys)
         if reading.queries is not None:
@@ -367,7 +367,7 @@ class SequenceMaps(MapsAttention, nn.Module):
         keys: int,
         cache: Any,
     ) -> None:
-        """Refuse a cache where the evolution reads rows of queries that are no longer there."""
+        """Raise ValueError if the evolution reads rows of earlier queries, which a cache does not keep."""
         rows = queries
         if self.causal == "self":
             rows = keys
@@ -381,8 +381,8 @@ class SequenceMaps(MapsAttention, nn.Module):
             )
 
     def checked_size(self, feat_size: Size | None, tokens: int) -> Size:
-        """Return (H, W) of the patches among as many tokens; (1, T) of a sequence, or for kinds to which places are
-        nothing."""
+        """Return (H, W) of the patches, checked against the number of tokens, or (1, tokens) for a sequence, and for
+        kinds that do not depend on places."""
         if feat_size is None or self.chain.kind is None or self.chain.kind in POINTWISE:
             return 1, tokens
         check_grid(feat_size, self.prefix_tokens, tokens)

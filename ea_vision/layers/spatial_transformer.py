@@ -1,7 +1,7 @@
 """Spatial transformer: a small network says where to look, and a sampler looks there.
 
-Paper: `Spatial Transformer Networks` - https://arxiv.org/abs/1506.02025. This kind of attention moves the image; it
-weighs nothing.
+Paper: `Spatial Transformer Networks` - https://arxiv.org/abs/1506.02025. This kind of attention transforms the image;
+it has no attention weights.
 
 Shape letters: B batch, C channels, H x W the input, h x w the output.
 """
@@ -21,7 +21,7 @@ def sample_affine(
     theta: Tensor,
     out_size: Size,
 ) -> Tensor:
-    """Sample images on an affine grid, bilinearly, with zeros outside them, each channel alike (paper, equation 5).
+    """Sample images bilinearly on an affine grid, the same for all channels, zeros outside (paper, equation 5).
 
     Args:
         x: (B, C, H, W).
@@ -51,14 +51,14 @@ def quadrilateral(theta: Tensor, in_size: Size) -> Tensor:
 
 @keep_whole  # the grid needs sizes at run time, so FX keeps the layer whole
 class SpatialTransformer(nn.Module):
-    """Samples its input where its localisation network says. At the start the output is the input.
+    """Sample the input where a localisation network says. At the start the output is the input.
 
-    The localisation network has two strided convolutions, a mean over a 4x4 grid, and two linear layers (the paper
-    leaves it open). The last layer begins with zero weights and the identity as bias.
+    The localisation network has two strided convolutions, a mean over a 4x4 grid, and two linear layers (the paper does
+    not prescribe them). The last layer begins with zero weights and the identity as bias.
 
     Args:
         in_channels: C.
-        hidden: channels of the second convolution and width of the hidden linear layer; the first has half.
+        hidden: channels of the second convolution and width of the hidden linear layer; the first convolution has half.
         out_size: (height, width) of the output in pixels, or None for the input's.
 
     Raises:
@@ -92,7 +92,7 @@ class SpatialTransformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise the localisation network by He, and its answer as the identity."""
+        """Initialise the localisation network by He, and its output as the identity."""
         for module in self.localise:
             if isinstance(module, (nn.Conv2d, nn.Linear)):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
@@ -102,10 +102,10 @@ class SpatialTransformer(nn.Module):
             self.fc.bias.copy_(torch.tensor(IDENTITY))
 
     def theta(self, x: Tensor) -> Tensor:
-        """Return where to look: (B, C, H, W) -> (B, 2, 3), see `sample_affine`."""
+        """Return the affine transformation: (B, C, H, W) -> (B, 2, 3), see `sample_affine`."""
         return self.fc(self.localise(x)).view(-1, 2, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Turn (B, C, H, W) into (B, C, h, w)."""
+        """Return the sampled input: (B, C, H, W) -> (B, C, h, w)."""
         size = x.shape[2:] if self.out_size is None else self.out_size
         return sample_affine(x, self.theta(x), size)

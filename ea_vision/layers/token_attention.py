@@ -13,9 +13,9 @@ from ea_vision.ops.problem import reason_against_kernels
 
 
 class MapsAttention(EvolvingMaps):
-    """The maps of an attention layer over tokens, beside a class with `num_heads`, `scale`, `fused_attn`, `attn_drop`.
+    """The maps of a layer over tokens; a mixin for a class with `num_heads`, `scale`, `fused_attn` and `attn_drop`.
 
-    value_residual: mixes the first layer's values in, or None.
+    value_residual: a module that mixes in the first layer's values, or None.
     """
 
     def _attend(
@@ -28,7 +28,7 @@ class MapsAttention(EvolvingMaps):
         bias: Tensor | None,
         need_logits: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the heads' outputs and, where somebody reads them, the logits. A recorder follows this method."""
+        """Return the heads' outputs, and the logits if they are needed, else None. Recorders follow this method."""
         # torch's fused attention has no forward-mode derivatives
         if forced[-1:] == ["reference"] or reason_against_kernels() is not None:
             return self.attend_step_by_step(q, k, v, prev_logits, feat_size, bias)
@@ -67,17 +67,17 @@ class MapsAttention(EvolvingMaps):
         Args:
             x: (B, T, C), the layer's input.
             q, k, v: (B, K, T, D), q not scaled.
-            prev_logits: (B, K, T, T), the previous layer's logits; a layer without `evolution` does not look at them.
+            prev_logits: (B, K, T, T), the previous layer's logits; a layer without `evolution` ignores them.
             feat_size: (H, W) of the patches, for a `spatial` evolution.
             first_values: (B, K, T, D) of the first layer, for `value_residual`.
-            bias: added to the logits, or a mask for mechanisms that leave the maps alone.
+            bias: added to the logits; it may be a mask only if the mechanisms do not change the maps.
 
         Returns:
-            (B, T, K*D), heads concatenated; the logits (B, K, T, T) that entered the softmax, or None where nobody
-            reads them; the values (B, K, T, D) that were weighed.
+            (B, T, K*D), heads concatenated; the logits (B, K, T, T) that entered the softmax, or None if not needed;
+            the values (B, K, T, D) that were averaged.
 
         Raises:
-            ValueError: something missing or of another shape that the mechanisms read of other blocks.
+            ValueError: an input from another block is missing or has the wrong shape.
         """
         is_spatial = self.evolution is not None and self.evolution.spatial
         if is_spatial and feat_size is None:
@@ -94,7 +94,7 @@ class MapsAttention(EvolvingMaps):
         return out.transpose(1, 2).flatten(2), logits, v
 
     def finish(self, out: Tensor, x: Tensor) -> Tensor:
-        """Take timm's steps behind attention, norm, gate and projection: out (B, T, K*D), the layer's input x (B, T, C)
+        """Apply timm's steps after attention (norm, gate, projection): out (B, T, K*D), the layer's input x (B, T, C)
         -> (B, T, C)."""
         out = self.norm(out)
         if self.gate is not None:

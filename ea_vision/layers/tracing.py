@@ -12,7 +12,7 @@ def record_whole(
     *args,
     **kwargs,
 ) -> fx.Proxy:
-    """Record the call of a module whose forward a tracer has entered."""
+    """Record a call of the module from inside its forward, which a tracer has entered."""
     path = x.tracer.path_of_module(module)
     return x.tracer.create_proxy("call_module", path, (x, *args), kwargs)
 
@@ -20,8 +20,8 @@ def record_whole(
 def keep_whole(module_class: type[nn.Module]) -> type[nn.Module]:
     """Make every tracer of torch.fx record a module of this class as one call, as a class decorator.
 
-    For forwards whose steps depend on sizes or hooks. timm's tracer learns of the class by
-    `register_notrace_module`; torch's own and torchvision's enter the forward, which then records the call itself.
+    Use it for forwards whose steps depend on sizes or hooks. `register_notrace_module` tells timm's tracer. The tracers
+    of torch and torchvision enter the forward, which then records the call itself.
     """
     forward = module_class.forward
 

@@ -96,8 +96,8 @@ def parametrised():
 @pytest.mark.parametrize(
     "how, reason",
     [
-        ("conv2d", "FourDimensionalConvolution has only its forward, which the others do not know"),
-        ("talking_heads", "TalkingHeads has only its forward, which the others do not know"),
+        ("conv2d", "FourDimensionalConvolution defines only forward, which the others cannot run"),
+        ("talking_heads", "TalkingHeads defines only forward, which the others cannot run"),
         ("parametrised", "the others take the weights of a Conv2d; got ParametrizedConv2d"),
     ],
 )

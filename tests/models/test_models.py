@@ -283,7 +283,7 @@ def test_chains_pass_plain_stages():
         (
             "conv_transformer_cifar",
             {"evolution": "talking_heads", "window": 3},
-            "window must be None where maps are mixed after the softmax, by TalkingHeads",
+            "window must be None with TalkingHeads, which mixes maps after the softmax",
         ),
         ("cnn_cifar", {"position": "polar"}, "position must be one of .*got 'polar'"),
         (

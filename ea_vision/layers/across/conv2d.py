@@ -74,7 +74,7 @@ class FourDimensionalConvolution(Evolution):
         weight: Tensor,
         feat_size: Size,
     ) -> Tensor:
-        """Convolve maps (B, N, H*W, K) over their plane of (H, W); the shape stays."""
+        """Convolve maps (B, N, H*W, K) over their plane of (H, W); return the same shape."""
         B, N, _, K = maps.shape
         H, W = feat_size
         planes = maps.reshape(B * N, H, W, K).permute(0, 3, 1, 2)

@@ -13,8 +13,8 @@ class MRLALight(nn.Module):
         BatchNorm(sigmoid(Q_g . K_g / sqrt(D)) V_g + lambda * shortcut),   g: groups of D channels
 
     Paper: `Cross-Layer Retrospective Retrieving via Layer Attention` - https://arxiv.org/abs/2302.03985. As in the
-    authors' code, the block's shortcut stands for the equation's output of the layer before. The authors' stochastic
-    depth is left to the network.
+    authors' code, the block's shortcut replaces the previous layer's output in the equation. The network may add the
+    authors' stochastic depth.
 
     Args:
         channels: C of the block's output, which dim_group divides.

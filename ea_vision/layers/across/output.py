@@ -1,6 +1,6 @@
 """Mechanisms that change the output of each attention head: exclusive self-attention and gated attention.
 
-The maps stay as they are, so every implementation computes them.
+They do not change the maps, so every implementation can compute these.
 """
 
 import torch
@@ -10,11 +10,11 @@ from ea_vision.layers.evolution import Evolution, all_zero, register_evolution
 from ea_vision.ops import needs_readable
 from ea_vision.ops.functions import differentiable_gradients, in_parts
 
-LEAST_SQUARE = 1e-24  # of a value's length
+LEAST_SQUARE = 1e-24  # lower bound of a value's squared length
 
 
 class OutputMechanism(Evolution):
-    """Base of mechanisms that leave the maps alone and have `mix_output`."""
+    """Base of mechanisms that do not change the maps and define `mix_output`."""
 
     reads_previous = False
     mixes_output = True
@@ -28,14 +28,14 @@ def exclude_own_values(
     values: Tensor,
     gain: Tensor | None,
 ) -> Tensor:
-    """Take from each output its component along the token's own value.
+    """Subtract from each output its component along the token's own value.
 
-    A value of 0 has no direction, and takes nothing.
+    A value of 0 has no direction, and nothing is subtracted.
 
     Args:
         out: (B, K, T, D).
         values: (B, K, T, D).
-        gain: (K), how much of the component, or None for all of it.
+        gain: (K), factor of the subtracted component, or None for 1.
 
     Returns:
         (B, K, T, D), computed in float32 at least.
@@ -51,7 +51,7 @@ def exclude_own_values(
 
 
 class _ExcludeOwnValues(torch.autograd.Function):
-    """`exclude_own_values`, some images at a time, in few passes over memory.
+    """The autograd function of `exclude_own_values`: a few images at a time, in few passes over memory.
 
     With n = V . V, s = (O . V) / n and t = g (G . V) / n, G the gradient of Y = O - g s V:
 
@@ -125,7 +125,7 @@ def _times(gain: Tensor | None, numbers: Tensor) -> Tensor:
 
 @register_evolution("xsa")
 class ExclusiveAttention(OutputMechanism):
-    """XSA: take from each output its component along the token's own value.
+    """XSA: subtract from each output its component along the token's own value.
 
         Y_i = O_i - g (O_i . u_i) u_i,   u_i = V_i / |V_i|,   O = A V
 
@@ -179,8 +179,8 @@ class GatedAttention(OutputMechanism):
 
     Args:
         num_heads: K.
-        channels: C of the layer's input, which the network knows.
-        identity: begin at the identity.
+        channels: C of the layer's input, set by the network.
+        identity: whether to begin at the identity.
     """
 
     identity_start = {"identity": True}

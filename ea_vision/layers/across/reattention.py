@@ -58,7 +58,7 @@ class ReAttention(Gained):
 
     Args:
         num_heads: K.
-        scale: factor of R. The authors' `transform_scale` is head_dim ** -0.5, in DeepViT's smallest network alone.
+        scale: factor of R. The authors' `transform_scale` is head_dim ** -0.5, only in DeepViT's smallest network.
         gain: start of the learned gain; None for the paper's form.
     """
 

@@ -1,4 +1,4 @@
-"""Linear maps over the heads before and after the softmax: talking heads, as CaiT has them."""
+"""Linear maps over the heads before and after the softmax: talking heads, as in CaiT."""
 
 import torch
 from torch import Tensor, nn
@@ -62,14 +62,14 @@ class TalkingHeads(Evolution):
 
 
 def mix_heads(maps: Tensor, proj: nn.Linear) -> Tensor:
-    """Return maps (B, K, N, M) whose heads a layer over K features has mixed."""
+    """Mix the heads of maps (B, K, N, M) by a linear layer over K features."""
     if not _is_plain(proj):
         return proj(maps.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-    # the layer itself, and a 1x1 convolution, take longer on a CPU
+    # calling the layer, or a 1x1 convolution, takes longer on a CPU
     mixed = torch.einsum("ab,nbij->naij", proj.weight, maps)
     return mixed + proj.bias.to(mixed.dtype)[:, None, None]
 
 
 def _is_plain(proj: nn.Module) -> bool:
-    """Return whether a layer does what its weight and bias say: no adapter (LoRA), no hook."""
+    """Return whether a layer computes just its weight and bias, without adapter (LoRA) or hook."""
     return type(proj) is nn.Linear and not is_hooked(proj)

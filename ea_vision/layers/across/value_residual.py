@@ -25,7 +25,7 @@ class ValueResidual(nn.Module):
         self.lambdas = nn.Parameter(torch.tensor(start, device=device, dtype=dtype))
 
     def changes_nothing(self) -> bool:
-        """Return whether the values stay as they are."""
+        """Return whether the values stay unchanged."""
         return self.lambdas.tolist() == [0.0, 1.0]
 
     def forward(self, values: Tensor, first_values: Tensor) -> Tensor:
