@@ -1,7 +1,7 @@
-"""Checkpoints: torch.save's files, read without running what is in them and only where their checksums are right.
+"""Checkpoints: files of torch.save, read without executing pickled code and only if their checksums match.
 
-Files are written beside their place, synced and renamed: a reader, or a machine that loses power, finds the old file or
-the new one, never half of one.
+Files are written atomically (a temporary file is synced and renamed): after a kill or a power loss there is the old
+file or the new one, never half of one.
 """
 
 import io
@@ -21,7 +21,7 @@ FORMAT = "ea_vision-checkpoint-3"
 LAST = "last.ckpt"
 PREVIOUS = "last.prev.ckpt"
 BEST = "best.ckpt"
-# What every checkpoint of a run holds; `buffers`, of several processes with statistics of their own, may be missing.
+# Parts of every checkpoint of a run. `buffers`, for processes with batch statistics of their own, may be missing.
 PARTS = (
     "config",
     "data_fingerprint",
@@ -36,26 +36,26 @@ PARTS = (
 
 
 class DamagedCheckpoint(UsageError):
-    """A file that is no checkpoint of ours, or not the one that was written."""
+    """A file that is not a checkpoint of this trainer, or has changed since it was written."""
 
 
 def encode(state: dict) -> bytes:
-    """Return the bytes of a checkpoint file: tensors, dicts, lists, tuples, numbers, text and None."""
+    """Return the bytes of a checkpoint file. `state` may hold tensors, dicts, lists, tuples, numbers, text and None."""
     file = io.BytesIO()
     torch.save({"format": FORMAT, **state}, file)
     return file.getvalue()
 
 
 def read_checkpoint(path: Path) -> dict:
-    """Read and verify a checkpoint, its tensors into main memory.
+    """Read a checkpoint, with its tensors in main memory, and verify it.
 
     Raises:
-        DamagedCheckpoint: unreadable, foreign, or not what was written.
+        DamagedCheckpoint: the file cannot be read, is not a checkpoint of this trainer, or fails its checksum.
     """
     if path.exists() and not path.is_file():
         raise DamagedCheckpoint(f"{path} is not a file")
     try:
-        with zipfile.ZipFile(path) as file:  # torch.load alone takes flipped bits for numbers
+        with zipfile.ZipFile(path) as file:  # torch.load alone does not notice flipped bits
             wrong = file.testzip()
         state = None if wrong else torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # the readers of zip and pickle raise many kinds
@@ -89,13 +89,13 @@ def read_run_state(path: Path) -> dict:
 def newest_checkpoint(
     folder: Path, notice: Callable[[str], None] | None = None
 ) -> tuple[Path, dict] | None:
-    """Return the checkpoint that a run folder's run continues from, as its path and state, or None.
+    """Return path and state of the checkpoint from which a run folder's run continues, or None.
 
-    That is last.ckpt; where it is missing or damaged, of the others the one with the most updates. (A run that went
-    back, by --resume best.ckpt, has fewer updates in last.ckpt than in what it left behind.)
+    This is last.ckpt or, if that is missing or damaged, the one of the others with the most updates. (After going back
+    by --resume best.ckpt, last.ckpt has fewer updates than the files that were left behind.)
 
-    notice: where it is given, damaged and foreign files are renamed to NAME.damaged, so that none pushes out a good one
-        later, and it is called with a line for each.
+    notice: if given, damaged and foreign files are renamed to NAME.damaged, so that none replaces a good one later, and
+        `notice` is called with a line for each.
     """
     newest = None
     most = -1
@@ -120,7 +120,7 @@ def newest_checkpoint(
 
 
 def random_state(device: torch.device) -> dict:
-    """Return the state of every generator a step may draw from: torch's, the device's, NumPy's and Python's."""
+    """Return the state of every random generator that a step may use: torch's, the device's, NumPy's and Python's."""
     name, keys, *rest = np.random.get_state()
     state = {
         "torch": torch.get_rng_state(),
@@ -134,7 +134,7 @@ def random_state(device: torch.device) -> dict:
 
 
 def set_random_state(state: dict, device: torch.device) -> None:
-    """Put back what `random_state` returned."""
+    """Restore what `random_state` returned."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])

@@ -28,12 +28,12 @@ class ClassificationConfig(TrainConfig):
     """The options of trainers of classifiers."""
 
     linear_probe: bool = option(
-        False, "train the classifier alone, on the features of the network as it begins", OPTIMISER
+        False, "train the classifier alone; the rest of the network stays as it begins", OPTIMISER
     )
     layer_decay: float = option(
         1.0,
-        "rate of a layer over that of the one above it (timm's layer-wise decay, 0.65 to "
-        "0.9 in fine-tuning); 1: one rate",
+        "timm's layer-wise decay: a layer's learning rate divided by that of the layer above it "
+        "(0.65 to 0.9 in fine-tuning); 1: all have the same",
         OPTIMISER,
         above=0.0,
         maximum=1.0,
@@ -43,7 +43,7 @@ class ClassificationConfig(TrainConfig):
     )
     bce_loss: bool = option(
         False,
-        "binary cross-entropy, a yes or no for each class, in place of softmax and cross-entropy",
+        "binary cross-entropy for each class, instead of softmax cross-entropy",
         LOSS,
     )
     bce_target_thresh: float = option(
@@ -61,12 +61,12 @@ class ClassificationConfig(TrainConfig):
     )
     mixup_mode: str = option(
         "batch",
-        "what one strength of mixing is drawn for",
+        "draw the mixing ratio once per batch, per pair of images or per image (elem)",
         AUGMENT,
         choices=("batch", "pair", "elem"),
     )
     mixup_off_epoch: int = option(
-        0, "epoch, counted from 0, from which on mixup and cutmix are off; 0: never", AUGMENT
+        0, "mixup and cutmix are off from this epoch on, counted from 0; 0: never", AUGMENT
     )
     reprob: float = option(
         0.0,
@@ -76,14 +76,14 @@ class ClassificationConfig(TrainConfig):
     )
     remode: str = option(
         "pixel",
-        "by what; pixel: noise, rand: noise of one colour, const: the mean",
+        "random erasing: fill; pixel: noise, rand: one random colour, const: the mean",
         AUGMENT,
         choices=("pixel", "rand", "const"),
         goes_with="reprob",
     )
     tta: str = setting(
         "none",
-        "evaluate: views of an image whose logits are averaged; six: mirrored and shifted by a "
+        "evaluation: average the logits of these views of an image; six: mirrored and shifted by a "
         "pixel (timm's --tta is a number)",
         EVALUATION,
         choices=VIEWS,

@@ -1,7 +1,7 @@
 """The command of a trainer: from its options and data module to a complete run folder, or to an evaluation.
 
-A run is put together once, in `put_together`, for all trainers alike: model, loaders, training loop, checks before the
-first step. Then it begins or resumes, trains, and is tested.
+`put_together` builds a run in the same way for all trainers: model, loaders, training loop, checks before the first
+step. Then the run begins or resumes, trains, and is tested.
 """
 
 import logging
@@ -39,7 +39,7 @@ from ea_vision.engine.step_log import StepLog
 from ea_vision.engine.train import Trainer
 
 log = logging.getLogger(__name__)
-# Options that may differ from node to node: where things lie, and how many hands a node has.
+# Options that may differ between nodes: paths, and the number of workers.
 OWN_OF_A_NODE = (
     "data_dir",
     "train_beton",
@@ -70,7 +70,7 @@ def main(module: type[DataModule], argv: list[str] | None = None) -> int:
     only_check = modes.add_argument(
         "--check-options",
         action="store_true",
-        help="say whether the options hold together and the data is there, and end",
+        help="check that the options fit together and the data exists, and end",
     )
     parser.hide(only_check)
     given = parse(parser, argv)
@@ -99,10 +99,10 @@ def main(module: type[DataModule], argv: list[str] | None = None) -> int:
 
 
 def train(module: type[DataModule], config: TrainConfig) -> None:
-    """Train to the end of the run that `config` describes, from where it stands.
+    """Begin or continue the run that `config` describes, and train it to its end.
 
     Raises:
-        UsageError: something the user can mend; nothing was written.
+        UsageError: something that the user can correct; nothing was written.
         RunError: the run had to stop.
     """
     check_network(module, config)
@@ -134,7 +134,7 @@ def put_together(
     """Return the training loop of a run, and the `about` section of its config.yaml.
 
     Raises:
-        UsageError: options, data, model and machine that do not go together.
+        UsageError: options, data, model and machine do not fit together.
     """
     config = data.config
     world = data.world
@@ -215,16 +215,16 @@ def resolve_target(
     target: str,
     given: dict,
 ) -> tuple[Any, Path | None]:
-    """Return the options of an evaluation, and the run folder where `target` is one rather than a model's name.
+    """Return the options of an evaluation, and the run folder if `target` is one, else None.
 
     Args:
         schema: the trainer's config class.
-        target: a run folder, whose options are the defaults, the name of a model, or a file of weights that says
-            of which network it is.
+        target: a run folder, whose options are the defaults; a model's name; or a file of weights that names its
+            network.
         given: options of the command line.
 
     Raises:
-        UsageError: neither a run folder nor a model, or options that do not fit.
+        UsageError: `target` is neither a run folder nor a model, or the options do not fit it.
     """
     path = Path(target) / run_folder.CONFIG
     if path.is_file():
@@ -254,7 +254,7 @@ def resolve_target(
 
 
 def run_of_file(path: Path) -> Path | None:
-    """Return the run folder that holds a file of weights, or a snapshot, or None."""
+    """Return the run folder that holds a file of weights or a snapshot, else None."""
     folder = path.parent.parent if path.parent.name == run_folder.SNAPSHOTS else path.parent
     return folder if (folder / run_folder.CONFIG).is_file() else None
 
@@ -272,7 +272,7 @@ def log_to_stdout(rank: int) -> None:
 
 
 def check_network(module: type[DataModule], config: TrainConfig) -> None:
-    """Raise UsageError for a model that is not there, or for a keyword that a classifier lacks."""
+    """Raise UsageError for an unknown model, or for a keyword that a classifier lacks."""
     check_model_name(config.model)
     if module.trainer.watches and config.model_kwargs:  # a classifier
         check_keywords(config)
@@ -291,26 +291,26 @@ def check_keywords(config: TrainConfig) -> None:
                 notice=lambda line: None,
             )
     except UsageError as error:
-        # values are refused when the classes are known, and not on this device
+        # refused values are reported later, when the classes are known, and from the real device
         if "has no keyword" in str(error):
             raise
 
 
 def enable_checkpointing(model: nn.Module, name: str) -> None:
-    """Let a model compute activations again in backward; raise UsageError where it cannot."""
+    """Turn on gradient checkpointing; raise UsageError if the model does not support it."""
     try:
         model.set_grad_checkpointing(True)
     except (AttributeError, AssertionError, NotImplementedError) as error:
         raise UsageError(
-            f"--grad-checkpointing needs a model that has it, {name} has not"
+            f"--grad-checkpointing needs a model that supports it, {name} does not"
         ) from error
 
 
 def freeze(model: nn.Module, config: TrainConfig) -> None:
-    """Freeze the modules and parameters whose names begin as --freeze says; with --linear-probe all but the classifier.
+    """Freeze the modules and parameters that --freeze names; with --linear-probe freeze all but the classifier.
 
     Raises:
-        UsageError: a name that none has.
+        UsageError: the model has no module or parameter of a name.
     """
     for name in filter(None, config.freeze.split(",")):
         known = False
@@ -327,7 +327,7 @@ def freeze(model: nn.Module, config: TrainConfig) -> None:
 
 
 def check_same_everywhere(world: World, own: dict) -> None:
-    """Raise UsageError, on every process, unless all processes of a run, on any node, have the same values.
+    """Raise UsageError on every process if the values of any two processes of the run differ.
 
     own: the values of this process by name, as text or numbers.
     """
@@ -346,10 +346,10 @@ def check_same_everywhere(world: World, own: dict) -> None:
 
 
 def is_complete(folder: Path, data: DataModule) -> bool:
-    """Return whether `folder` holds this run, complete, and --resume is auto.
+    """Return whether --resume is auto and `folder` holds this run, complete.
 
     Raises:
-        UsageError: the folder holds a run of other options or data, or --resume none asks for a new one.
+        UsageError: the folder holds a run with other options or data, or it holds a run and --resume is none.
     """
     config = data.config
     begun = (folder / run_folder.CONFIG).exists() or (folder / checkpoint.LAST).exists()
@@ -381,7 +381,7 @@ def begin_or_resume(trainer: Trainer, about: dict) -> None:
     """Load the checkpoint that --resume names or finds, write config.yaml.
 
     Raises:
-        UsageError: a checkpoint that does not fit, or a log that cannot be kept; the folder is as it was.
+        UsageError: the checkpoint does not fit, or a log cannot be opened; the folder is unchanged.
     """
     config = trainer.config
     folder = trainer.folder
@@ -412,10 +412,10 @@ def checkpoint_to_resume(
 ) -> tuple[Path, dict] | None:
     """Return the path and state of the checkpoint that --resume names or finds.
 
-    A run that has begun from the named one by the same command continues from its own.
+    If the same command has begun a run from the named checkpoint before, that run continues from its own.
 
     Raises:
-        UsageError: the named one cannot be read, or processes find different ones.
+        UsageError: the named checkpoint cannot be read, or processes find different ones.
     """
     if config.resume == "none":
         return None
@@ -439,7 +439,7 @@ def _same_command(
     world: World,
     state: dict,
 ) -> bool:
-    """Return whether a checkpoint is of a run with these options, the same --resume and --epochs among them."""
+    """Return whether a checkpoint's run has the same options, including --resume and --epochs."""
     saved = state["config"]
     same = config.resume == saved.get("resume") and config.epochs == saved["epochs"]
     return same and not config.differences(saved, world.size, state["world_size"])
@@ -464,11 +464,11 @@ def take_best(
     path: Path,
     state: dict,
 ) -> None:
-    """Put the best weights so far of a run that continues from the checkpoint `path` into its folder. All processes
+    """Write the best weights so far into the folder of a run that continues from the checkpoint `path`. All processes
     must call this.
 
-    They lie in best.ckpt beside it, or are its own. Where they are not at hand, the best epoch is chosen among those
-    that follow.
+    They are the checkpoint's own or those of best.ckpt beside it. If neither has them, the best epoch is chosen among
+    those that follow.
     """
     progress = trainer.progress
     if trainer.world.is_main and progress.best_epoch:
@@ -489,7 +489,7 @@ def take_best(
 
 
 def _best_state(path: Path, state: dict) -> dict | None:
-    """Return the state of the best epoch so far of a checkpoint's run, which it is itself or best.ckpt beside it, or
+    """Return the state of the best epoch so far of a checkpoint's run: the checkpoint itself, best.ckpt beside it, or
     None."""
     wanted = state["progress"]
     best = path.with_name(checkpoint.BEST)
@@ -513,7 +513,8 @@ def resume(
     """Continue from a checkpoint.
 
     Raises:
-        UsageError: one of other options (under --resume auto), other data, or from where --epochs cannot be reached.
+        UsageError: the checkpoint has other options (with --resume auto) or other data, or --epochs cannot be reached
+            from it.
     """
     config = trainer.config
     changes = config.differences(state["config"], trainer.world.size, state["world_size"])
@@ -556,7 +557,7 @@ def resume(
 def finish(trainer: Trainer, about: dict) -> None:
     """Test the best and the last weights, each image once; write results.json, which marks the run complete.
 
-    With --no-test the test images are left alone, and the results are those on the images held out.
+    With --no-test the test images are not used, and the results are those on the images held out.
     """
     config = trainer.config
     progress = trainer.progress
@@ -606,7 +607,8 @@ def _final_figures(
     row: dict[str, float],
     tested: bool,
 ) -> dict[str, float]:
-    """Return an epoch's measures; with images held out also those of its weights, which are loaded, in a test."""
+    """Return an epoch's measures. If `tested`, return the loaded weights' measures on the test images instead, and the
+    first measure on the images held out."""
     figures = {"epoch": row["epoch"]}
     for measure in trainer.measures:
         figures[measure] = row[measure]

@@ -64,53 +64,52 @@ def option(
     """Return a field of an options dataclass that is part of the experiment: it must not change on resume.
 
     Args:
-        default: its value where nothing else is said.
+        default: its value if neither recipe nor command line sets it.
         help: for --help; states the unit.
         group: title of the options among which --help lists it.
-        choices, minimum, maximum, above: the values it allows; the last is not allowed itself.
-        not_with: an option that excludes this one: while that has a value, this must keep its default.
-        goes_with: an option that this one needs: while that has no value, this must keep its default.
-        bare: the value of the flag without a value.
+        choices, minimum, maximum, above: the values it allows; `above` is an exclusive minimum.
+        not_with: an option that excludes this one: while that has a value, this one must keep its default.
+        goes_with: an option that this one needs: while that has no value, this one must keep its default.
+        bare: the option's value if its flag is given without one.
         resume: whether it may change when a run is resumed.
     """
     rules = SimpleNamespace(**locals())
     return dataclasses.field(default_factory=lambda: copy.copy(default), metadata={"rules": rules})
 
 
-# no part of the experiment: it may change when a run is resumed
+# an option that is not part of the experiment: it may change when a run is resumed
 setting = partial(option, resume=True)
 
 
 @dataclass
 class TrainConfig:
-    """The options of all trainers; a trainer adds those of its data and of what it learns in a subclass."""
+    """The options of all trainers; a trainer's subclass adds those of its data and its task."""
 
     model: str = option("ea_conv_transformer_cifar", "registered timm model, ours or timm's", MODEL)
     model_kwargs: dict = option({}, "further keywords of the model, as key=value ...", MODEL)
     pretrained: bool = option(
         False,
-        "begin with timm's weights of the model; their classifier goes where the data has "
+        "begin with timm's weights of the model; the classifier is a new one if the data has "
         "another number of classes",
         MODEL,
     )
     pretrained_path: str = setting(
         "",
-        "begin with the weights of a file or run folder instead: the model's own, or "
-        "those of the plain transformer for one whose maps evolve",
+        "begin with the weights of a file or run folder instead; a transformer with evolving "
+        "maps also takes those of the plain one",
         MODEL,
     )
     mean: list[float] = option(
         [],
         "mean of images in 0..1, by channel; empty: that of the run in pretrained_path, "
-        "else as the model's name says",
+        "else the model's",
         MODEL,
         goes_with="std",
     )
     std: list[float] = option([], "their standard deviation, likewise", MODEL, goes_with="mean")
     freeze: str = option(
         "",
-        "modules and parameters that are not trained, by the beginnings of their names, such as "
-        "patch_embed,blocks.0,blocks.1",
+        "names of modules and parameters that are not trained, such as patch_embed,blocks.0,blocks.1",
         MODEL,
     )
     recipe: str = setting("fast", "name in ea_vision/recipes, a YAML file, or none", RUN)
@@ -131,29 +130,29 @@ class TrainConfig:
     device: str = setting("auto", f"{devices.HELP}; auto: torch's accelerator if there is one", RUN)
 
     epochs: float = setting(10, "passes over the training images, such as 4.3", LENGTH, above=0)
-    # Of these three their product with the processes must not change, which `differences` compares.
+    # On resume only the images of an update must stay the same, which `differences` compares.
     batch_size: int = setting(128, "images per process and step", LENGTH, minimum=1)
     grad_accum_steps: int = setting(
         1, "batches added up for one update of the weights", LENGTH, minimum=1
     )
     total_batch: int = setting(
         0,
-        "images of an update over all processes: they share it, in batches of at most "
-        "batch_size, which are added up; 0, and where batch_size or grad_accum_steps is "
-        "given alone: batch_size x grad_accum_steps x processes",
+        "images of an update over all processes, split into batches of at most batch_size "
+        "whose gradients are added up; 0, or if the command line sets only batch_size or "
+        "grad_accum_steps: batch_size x grad_accum_steps x processes",
         LENGTH,
     )
 
     opt: str = option(
         "sgd",
-        "timm optimiser, lookahead_NAME too (sgd is Nesterov's, momentum the plain one; muon: "
-        "AdamW for what is no matrix)",
+        "timm optimiser, also lookahead_NAME (sgd: with Nesterov momentum; momentum: with plain "
+        "momentum; muon: AdamW for parameters that are not matrices)",
         OPTIMISER,
     )
     opt_kwargs: dict = option(
         {},
         "further keywords of the optimiser, as key=value ..., such as muon's "
-        "fallback_lr_scale=0.5 (rate of its AdamW, times lr)",
+        "fallback_lr_scale=0.5 (learning rate of its AdamW as a multiple of lr)",
         OPTIMISER,
     )
     momentum: float = option(0.9, "momentum of the optimiser", OPTIMISER, maximum=1.0)
@@ -163,8 +162,8 @@ class TrainConfig:
     clip_grad: float = option(0.0, "largest norm of the gradient; 0: no limit", OPTIMISER)
     clip_mode: str = option(
         "norm",
-        "how it is clipped; agc: each parameter's by the parameter's own norm, timm's "
-        "adaptive clipping, by a factor of clip_grad",
+        "how the gradient is clipped; agc: timm's adaptive clipping, which limits each "
+        "parameter's gradient to clip_grad times the parameter's norm",
         OPTIMISER,
         choices=("norm", "agc"),
         goes_with="clip_grad",
@@ -190,11 +189,11 @@ class TrainConfig:
 
     lr: float = option(
         0.2,
-        "peak learning rate, per update; with lr_base_size that of so many images (timm: lr_base)",
+        "peak learning rate; with lr_base_size that of updates of so many images (timm: lr_base)",
         RATE,
     )
     lr_base_size: int = option(
-        0, "if not 0, lr is per this many images and scaled to those of an update", RATE
+        0, "if not 0, lr is for updates of this many images and is scaled to the actual ones", RATE
     )
     sched: str = option(
         "linear",
@@ -209,9 +208,8 @@ class TrainConfig:
     )
     lr_base_scale: str = option(
         "auto",
-        "how lr grows with the images of an update, where lr_base_size says of how "
-        "many it is; auto, as in timm: sqrt for LAMB and the optimisers with ada in "
-        "their name, linear for others",
+        "with lr_base_size: how lr grows with the images of an update; auto, as in timm: sqrt for "
+        "LAMB and the optimisers with ada in their name, linear for others",
         RATE,
         choices=("auto", "linear", "sqrt"),
     )
@@ -253,8 +251,8 @@ class TrainConfig:
     sync_bn: bool = option(False, "batch statistics over all processes (CUDA only)", SPEED)
     dist_bn: str = option(
         "broadcast",
-        "statistics of BatchNorm that are evaluated; broadcast: the first process's; "
-        "reduce: the mean of all",
+        "statistics of BatchNorm in evaluation; broadcast: the first process's; reduce: the mean "
+        "of all",
         SPEED,
         choices=("broadcast", "reduce"),
     )
@@ -267,7 +265,7 @@ class TrainConfig:
     grad_checkpointing: bool = setting(
         False,
         "compute activations again in the backward pass: less memory, about a "
-        "third more time; of models that have it",
+        "third more time; not all models support it",
         SPEED,
     )
     dist_timeout: float = setting(
@@ -282,7 +280,7 @@ class TrainConfig:
     )
     test: bool = setting(
         True,
-        "test a finished run on the test images; --no-test, with images held out: leave them alone",
+        "test a finished run on the test images; --no-test: do not, which needs images held out",
         EVALUATION,
     )
 
@@ -290,7 +288,7 @@ class TrainConfig:
         0, "updates between checkpoints inside an epoch; 0: at its end only", KEPT
     )
     snapshot_epochs: int = setting(
-        0, "keep the weights of every so many epochs in RUN/snapshots; 0: none", KEPT
+        0, "epochs between snapshots of the weights, kept in RUN/snapshots; 0: none", KEPT
     )
     log_steps: int = setting(
         50, "updates between rows of speed.csv and lines of the log; 0: none", KEPT
@@ -301,7 +299,7 @@ class TrainConfig:
         "", "tags of the run on Weights & Biases, separated by commas", KEPT, goes_with="wandb"
     )
 
-    # No options: model keywords of the recipe alone, which a model may lack, and a line for the log.
+    # Not options: names of the model keywords that only the recipe sets, which a model may lack; a line for the log.
     optional_kwargs = frozenset()
     notice = ""
 
@@ -316,8 +314,8 @@ class TrainConfig:
             raise UsageError(f"min_lr must be at most lr ({self.lr:g}), got {self.min_lr:g}")
         if self.cuda_graphs and self.grad_accum_steps > 1:
             raise UsageError(
-                f"compile_mode {self.compile_mode} needs grad_accum_steps 1, for the next replay "
-                f"of a CUDA graph takes the gradients of the one before, got {self.grad_accum_steps}"
+                f"compile_mode {self.compile_mode} needs grad_accum_steps 1, because each replay of a "
+                f"CUDA graph overwrites the gradients of the last one, got {self.grad_accum_steps}"
             )
 
     def _check_pairs(self) -> None:
@@ -327,9 +325,9 @@ class TrainConfig:
             if value == rules.default:
                 continue
             if rules.not_with and getattr(self, rules.not_with):
-                raise UsageError(f"{name} goes without {rules.not_with}, got {value} beside it")
+                raise UsageError(f"{name} excludes {rules.not_with}, got {value} beside it")
             if rules.goes_with and not getattr(self, rules.goes_with):
-                raise UsageError(f"{name} goes with {rules.goes_with}, got {value} without it")
+                raise UsageError(f"{name} needs {rules.goes_with}, got {value} without it")
 
     @classmethod
     def rules(cls) -> dict[str, SimpleNamespace]:
@@ -345,7 +343,7 @@ class TrainConfig:
 
     @property
     def cuda_graphs(self) -> bool:
-        """Whether the compiled model is replayed as CUDA graphs, where there is CUDA."""
+        """Whether the compiled model is replayed as CUDA graphs, if the device is CUDA."""
         return self.compile and self.compile_mode in CUDA_GRAPHS
 
     @property
@@ -354,13 +352,13 @@ class TrainConfig:
         return False
 
     def for_processes(self, processes: int) -> "TrainConfig":
-        """Return these options with the batch and accumulation by which so many processes make `total_batch`.
+        """Return these options with the batch_size and grad_accum_steps that make `total_batch` on so many processes.
 
-        The fewest batches of at most `batch_size` images that divide a process's images are added up; a warning says
-        where they are far smaller. Without `total_batch` the options are returned as they are.
+        A process adds up the fewest equal batches of at most `batch_size` images; a warning says if they are far
+        smaller. Without `total_batch` the options are returned unchanged.
 
         Raises:
-            UsageError: the processes cannot share it; names the nearest numbers that they can.
+            UsageError: the processes cannot share `total_batch` equally; names the nearest numbers that they can.
         """
         total = self.total_batch
         if not total:
@@ -386,8 +384,8 @@ class TrainConfig:
             of_full = processes * self.batch_size
             full = total - total % of_full
             log.warning(
-                "total_batch %d on %d processes is made of batches of %d, far below batch_size "
-                "%d: %d or %d is made of full ones",
+                "total_batch %d on %d processes needs batches of %d, far below batch_size %d: "
+                "%d or %d can use full ones",
                 total,
                 processes,
                 shared.batch_size,
@@ -398,7 +396,7 @@ class TrainConfig:
         return shared
 
     def images_of_update(self, processes: int) -> int:
-        """Return the images of an update of so many processes, of options that are for them."""
+        """Return the images of an update on so many processes; for options with `total_batch` see `for_processes`."""
         return self.batch_size * self.grad_accum_steps * processes
 
     def peak_lr(self, images: int) -> float:
@@ -418,10 +416,10 @@ class TrainConfig:
         processes: int = 1,
         saved_processes: int = 1,
     ) -> dict[str, str]:
-        """Return the options that differ from the saved ones and may not change on resume, with what differs as text.
+        """Return, by name, a message for each option that differs from the saved one and may not change on resume.
 
-        An option that is missing there is younger than what was saved, which was made with its default. How
-        processes share the images of an update may change, their number (total_batch) may not.
+        An option missing from `saved` is newer than the run, which was made with its default. How processes share
+        the images of an update may change; the number of images (total_batch) may not.
         """
         changed = {}
         for name, rules in self.rules().items():
@@ -440,7 +438,7 @@ class TrainConfig:
 
 
 def _whole(value: Any) -> int:
-    """Return a whole number, of which 1e3 and 10.0 are ones too."""
+    """Return a whole number; 1e3 and 10.0 are whole, too."""
     number = float(value)
     if number % 1:
         raise ValueError
@@ -457,7 +455,7 @@ def _percentage(value: Any) -> float | str:
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` where it is what checkpoints and YAML can hold, else raise TypeError or ValueError."""
+    """Return `value` if checkpoints and YAML can hold it, else raise TypeError or ValueError."""
     return json.loads(json.dumps(value))
 
 
@@ -495,10 +493,10 @@ def _checked(
     kind: Any,
     rules: SimpleNamespace,
 ) -> Any:
-    """Return `value` as `kind`. YAML reads 1e-4 as text, and 1 for a float as an integer: both are taken as meant.
+    """Return `value` as `kind`. YAML reads 1e-4 as text and 1 as an integer; both are accepted as floats.
 
     Raises:
-        UsageError: another type, or a value, or one of a list, that `rules` do not allow.
+        UsageError: `value` has another type, or `rules` do not allow it or one of its elements.
     """
     read, _ = KINDS[kind]
     try:
@@ -540,7 +538,7 @@ def _check_number(
 # ---- recipes ----------------------------------------------------------------------------------------------------
 
 RECIPES = resources.files("ea_vision.recipes")
-# The networks of the papers' ImageNet tables, and the recipe that a recipe imagenet_MODEL differs from.
+# The networks of the papers' ImageNet tables, each with the base of its recipe imagenet_MODEL.
 PUBLISHED = {
     "resnet34": "imagenet",
     "resnet50": "imagenet",
@@ -578,8 +576,8 @@ def recipe_names() -> list[str]:
 
 
 def lay_over(options: dict, above: dict) -> None:
-    """Set options to those `above` them. Keywords of the model are merged key by key; so are those of the optimiser,
-    unless it becomes another one."""
+    """Update options by those `above` them. model_kwargs are merged key by key; so are opt_kwargs, unless the optimiser
+    changes."""
     if above.get("opt", options.get("opt")) != options.get("opt"):
         options["opt_kwargs"] = {}
     merged = {}
@@ -590,7 +588,7 @@ def lay_over(options: dict, above: dict) -> None:
 
 
 def load_recipe(name: str) -> dict:
-    """Read a recipe by name or path, over the one that it names as its `base`. A run folder's config.yaml is one too.
+    """Read a recipe by name or path, laid over its `base` if it names one. A run folder's config.yaml is a recipe, too.
 
     Raises:
         UsageError: no such recipe, not a YAML mapping, or a recipe that is its own base.
@@ -608,7 +606,7 @@ def load_recipe(name: str) -> dict:
 
 
 def _read_recipe(name: str) -> dict:
-    """Return what one recipe says, `base` included."""
+    """Return the entries of one recipe, with the name of its `base`."""
     path = Path(name)
     if name in recipe_names():
         path = RECIPES / f"{name}.yaml"
@@ -628,8 +626,8 @@ def _read_recipe(name: str) -> dict:
 
 
 def resolve(cls: type[TrainConfig], given: dict) -> Any:
-    """Build the config: defaults < recipe < `given` (the command line). Its `optional_kwargs` are the keywords of the
-    model that only the recipe asks for: a model that lacks them goes without.
+    """Build the config: defaults < recipe < `given` (the command line). Its `optional_kwargs` name the model keywords
+    that only the recipe sets: they are dropped for a model that lacks them.
 
     Raises:
         UsageError: unknown key (naming near matches), wrong type or range.
@@ -637,7 +635,7 @@ def resolve(cls: type[TrainConfig], given: dict) -> Any:
     names = cls.rules()
     recipe_name = given.get("recipe", names["recipe"].default)
     options = load_recipe(recipe_name)
-    if "about" in options:  # a run folder's, perhaps another trainer's
+    if "about" in options:  # the config.yaml of a run, perhaps another trainer's
         for key in options.keys() - names.keys() | {"output", "resume"}:
             options.pop(key, None)
     for key in options:
@@ -657,7 +655,7 @@ def resolve(cls: type[TrainConfig], given: dict) -> Any:
 
 
 def _warmup_of_fewer_epochs(recipe: dict, given: dict) -> tuple[dict, str]:
-    """Return the warm-up for a run that is given fewer epochs than the recipe's warm-up has, and a line for the log."""
+    """If `given` has fewer epochs than the recipe's warm-up, return a shorter warm-up and a line for the log."""
     warmup = recipe.get("warmup_epochs", "0%")
     all_epochs = recipe.get("epochs")
     if "warmup_epochs" in given or isinstance(warmup, str) or not all_epochs:
@@ -694,7 +692,7 @@ USED_FIRST = (
 )
 
 
-# What others call our flags, where the names are not alike.
+# Names that other trainers have for our flags.
 OTHERS = {
     "--learning-rate": "--lr",
     "--optimizer": "--opt",
@@ -706,7 +704,7 @@ OTHERS = {
 
 
 class _Parser(CommandParser):
-    """A trainer's arguments, with one-line errors. `rare` has the help texts of the options that --help leaves out."""
+    """A parser of a trainer's options, with one-line errors. rare: help texts of the options that --help leaves out."""
 
     def __init__(self, **keywords):
         super().__init__(**keywords)

@@ -1,4 +1,4 @@
-"""The data of a trainer: its options, how its images are opened and loaded, how a result of it is written."""
+"""The data of a trainer: its options, how its images are opened and loaded, and how a result is written."""
 
 import math
 import re
@@ -25,38 +25,38 @@ from ea_vision.engine.config import TrainConfig
 
 
 def said_by_weights(path: str) -> dict:
-    """Return what a file of weights says of the run that made it (classes, mean, std); {} where it says nothing, and of
-    no file ("")."""
+    """Return what a file of weights says about the run that made it (classes, mean, std); {} if it says nothing, or if
+    `path` is ""."""
     return read_made_with(Path(path)) or {}
 
 
 class DataModule:
     """A trainer's data module: the class names its options, an instance holds the data of one run.
 
-    An `__init__` opens the data by the options and sets the attributes below; loaders are made later, when the model
-    has said how it wants its images. `keywords` has those that all loaders take: mean and std of images in 0..1,
-    device, rank and world_size.
+    A subclass's `__init__` opens the data and sets the attributes below. Loaders are made later, when the model's mean
+    and std are known. `keywords` are those that all loaders take: mean and std of images in 0..1, device, rank and
+    world_size.
 
-    A subclass has besides: `train_loader(**keywords)`; `eval_loader(**keywords)` of the images that are evaluated on
-    after each epoch and by --evaluate; `test_loader(**keywords)` of the test images where eval_split is held_out;
-    `describe(index)`, the name of a training image.
+    A subclass also has `train_loader(**keywords)`; `eval_loader(**keywords)`, for the evaluation after each epoch and
+    by --evaluate; `test_loader(**keywords)`, for the test images if eval_split is held_out; and `describe(index)`, the
+    name of a training image.
 
     Class attributes:
         description, examples: for --help.
         options: the dataclass of its options.
         trainer: the training loop; a subclass may have another loss.
-        default_output: the run folder where --output names none, with options in braces.
-        least_classes: how many there must be.
+        default_output: the run folder if --output is empty, with options in braces.
+        least_classes: minimum number of classes.
 
     Attributes:
         classes: names, in the order of the targets.
-        train, evaluated, test: the images to train on (None for an evaluation), those to evaluate on and, where
-            eval_split is held_out, those to test on; `len()` says how many.
-        eval_split: what is evaluated on: "test", or "held_out" where the test images are kept for the end.
+        train, evaluated, test: the images to train on (None for an evaluation), those to evaluate on and, if eval_split
+            is held_out, those to test on; `len()` gives their number.
+        eval_split: the images to evaluate on: "test", or "held_out" if the test images are kept for the end.
         fingerprint: the same for the same data; goes into checkpoints.
-        same_images: the training images are those that are evaluated on, which `check` refuses.
-        about: what config.yaml and evaluation.json say of the data besides.
-        bad_images: where the loaders put what they cannot read.
+        same_images: whether the images to train on are those to evaluate on, which `check` refuses.
+        about: further entries about the data in config.yaml and evaluation.json.
+        bad_images: collects the images that the loaders cannot read.
     """
 
     least_classes = 2
@@ -77,12 +77,12 @@ class DataModule:
 
     @classmethod
     def check_places(cls, config: TrainConfig) -> None:
-        """Raise UsageError where --data-dir is not there; nothing is read yet."""
+        """Raise UsageError if --data-dir does not exist; nothing is read yet."""
         if config.data_dir and not Path(config.data_dir).exists():
             raise UsageError(f"--data-dir {config.data_dir} does not exist")
 
     def create_model(self) -> tuple[nn.Module, dict]:
-        """Return the network with its initial weights, and the keywords that make it again by `timm.create_model`."""
+        """Return the network with its initial weights, and the keywords with which `timm.create_model` builds it."""
         config = self.config
         weights = config.pretrained_path
         run = Path(weights) if weights and Path(weights).is_dir() else None
@@ -100,7 +100,8 @@ class DataModule:
         return model, kwargs
 
     def check(self) -> None:
-        """Raise UsageError for data that nothing can be learnt from or evaluated on, or too few images."""
+        """Raise UsageError for too few classes or images, for equal images to train and to evaluate on, and for
+        --no-test without images held out."""
         config = self.config
         processes = self.world.size
         if len(self.classes) < self.least_classes:
@@ -126,7 +127,7 @@ class DataModule:
             )
 
     def check_fingerprint(self, saved: str, source: Path) -> None:
-        """Raise UsageError unless a run's fingerprint is that of this data."""
+        """Raise UsageError if a run's fingerprint differs from that of this data."""
         if saved != self.fingerprint:
             raise UsageError(
                 f"{source} was trained on other data: fingerprint {saved[:12]}, got "
@@ -151,11 +152,11 @@ class DataModule:
         """Return the model that `target` names, for this data, and the folder for its results.
 
         Args:
-            run: the run folder, where it names one; else the model has the weights of --pretrained-path, or its own
-                pretrained ones.
+            run: the run folder, if `target` is one; otherwise the model has the weights of --pretrained-path, or its
+                own pretrained ones.
 
         Raises:
-            UsageError: weights that are missing or do not fit, or other classes than those of the data.
+            UsageError: weights are missing or do not fit, or the model's classes are not those of the data.
         """
         config = self.config
         expected = None
@@ -189,8 +190,8 @@ class DataModule:
         result,
         about: dict,
     ) -> list[Path]:
-        """Write evaluation.json, per_class.csv and confusion.png, both of the images as they are, of a result of the
-        trainer's `evaluate`; return their paths."""
+        """Write a result of the trainer's `evaluate` to evaluation.json, per_class.csv and confusion.png; return their
+        paths."""
         # matplotlib, which training does without
         from ea_vision.engine.pictures import confusion_png
 

@@ -16,8 +16,8 @@ from ea_vision.engine.config import TrainConfig
 
 # Views of an image whose logits are averaged: test-time augmentation.
 #     mirror  the image and its mirror image, half each
-#     six     these two with one half of the weight; with the other, both shifted by one pixel up and left and by one
-#             pixel down and right, a quarter each pair, what comes in from outside reflected (Keller Jordan's airbench,
+#     six     these two, with half of the weight; both shifted by one pixel up and left, and both shifted by one pixel
+#             down and right, with a quarter each. Borders are reflected (Keller Jordan's airbench,
 #             https://arxiv.org/abs/2404.00498, section 3.5)
 VIEWS = ("none", "mirror", "six")
 
@@ -61,8 +61,8 @@ class NonFiniteLoss(RunError):
 
 @dataclass
 class Evaluation:
-    """Result over all images. top1 and top5 in percent; confusion[i, j]: images of class i taken for class j; sample:
-    the first images of this process, at most 32."""
+    """Result over all images. top1 and top5 in percent; confusion[i, j]: number of images of class i predicted as class
+    j; sample: the first images of this process, at most 32."""
 
     images: int
     top1: float
@@ -76,7 +76,7 @@ class Evaluation:
         return {"top1": self.top1, "top5": self.top5}
 
     def numbers(self) -> dict:
-        """Return what evaluation.json says."""
+        """Return the entries of evaluation.json."""
         return {
             "images": self.images,
             "top1": round(self.top1, 4),
@@ -89,7 +89,7 @@ class Evaluation:
         return f"top1 {self.top1:.2f}%  top5 {self.top5:.2f}%  loss {self.loss:.4f}  {self.images} images"
 
 
-@torch.no_grad()  # not inference_mode: a tensor that a layer keeps from here must stay usable in training
+@torch.no_grad()  # not inference_mode: a tensor that a layer caches here must stay usable in training
 def evaluate(
     model: nn.Module,
     loader,
@@ -100,15 +100,15 @@ def evaluate(
     should_stop: Callable[[], bool] | None = None,
     tta: str = "none",
 ) -> Evaluation | None:
-    """Evaluate in eval mode (left so) over `loader.batches()`, of which each process sees its own share.
+    """Evaluate over `loader.batches()`, of which each process sees its own share. The model is left in eval mode.
 
-    The loader gives every process the same number of batches, empty ones if need be. Returns None if `should_stop`,
-    asked before each batch, said so. `tta`: the VIEWS whose mean logits count. `config` says the precision and the
-    memory format; None: float32 as it is.
+    The loader gives every process the same number of batches; some may be empty. Returns None if `should_stop`, called
+    before each batch, returns True. `tta`: the VIEWS whose logits are averaged. `config` sets precision and memory
+    format; None: float32 in the images' own format.
 
     Raises:
-        NonFiniteLoss: on every process, where the loss is NaN or infinite: the ranks of such logits mean nothing.
-        RunError: there was no image that could be read.
+        NonFiniteLoss: on every process, if the loss is NaN or infinite: such logits have no meaningful order.
+        RunError: no image could be read.
     """
     model.eval()
     config = config or TrainConfig()

@@ -1,8 +1,8 @@
 """timm's Muon with fewer calls: matrices of one shape are orthogonalised together.
 
 Muon replaces each matrix's update by its nearest orthogonal matrix, in five Newton-Schulz steps of three products
-(https://kellerjordan.github.io/posts/muon/). The products are small, so a GPU waits for the calls. Here the matrices of
-a shape are one batch. On a CPU the updates equal timm's to the bit; state and state dicts are timm's.
+(https://kellerjordan.github.io/posts/muon/). The products are small, so a GPU waits for the calls. Here all matrices of
+one shape form one batch. On a CPU the updates are bit-identical to timm's; state and state dicts are timm's.
 """
 
 from collections import defaultdict
@@ -13,15 +13,15 @@ import torch
 from timm.optim import muon as timms
 from torch import Tensor
 
-# a CPU's products of smaller matrices round otherwise in a batch, now and then
+# on a CPU, batched products of smaller matrices sometimes round differently
 LEAST_SIDE_ON_CPU = 32
 
 
 class BatchedMuon(timm.optim.Muon):
-    """timm's `Muon`; what cannot be batched runs as timm runs it.
+    """timm's `Muon` with batched matrices.
 
-    That is: the first step of a parameter, AdamW's parameters, AdaMuon, and the options conv_mode="batched", scale_eps
-    and capturable.
+    timm's own code still runs the first step of a parameter, AdamW's parameters, AdaMuon, and the options
+    conv_mode="batched", scale_eps and capturable.
     """
 
     @torch.no_grad()

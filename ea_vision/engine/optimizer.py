@@ -1,4 +1,4 @@
-"""The optimiser of a run, timm's by name with its groups of parameters, and the learning rate of each update.
+"""The optimiser of a run (one of timm's, by name) with its parameter groups, and the learning rate of each update.
 
 Schedules are timm's; update u of an epoch of U updates is at epoch u / U.
 
@@ -7,9 +7,9 @@ Schedules are timm's; update u of an epoch of U updates is at epoch u / U.
                 2017, https://arxiv.org/abs/1608.03983; equation 7 of the PA paper): cycle i lasts
                 T_i = cycle_epochs * lr_cycle_mul**i epochs and
                 lr = min_lr + (lr_max - min_lr) (1 + cos(pi t / T_i)) / 2
-    multistep   linear warm-up, then times decay_rate from each of decay_milestones on
-    step        linear warm-up over the first updates of a staircase that falls from epoch 0 on: times decay_rate every
-                decay_epochs epochs, which may be a fraction (tensorflow/tpu, mnasnet_utils.py)
+    multistep   linear warm-up, then multiplied by decay_rate at each of decay_milestones
+    step        multiplied by decay_rate every decay_epochs epochs, counted from epoch 0, which may be a fraction; the
+                first updates are a linear warm-up instead (tensorflow/tpu, mnasnet_utils.py)
     constant    lr, after the warm-up
 """
 
@@ -27,13 +27,13 @@ from ea_vision.layers import attention_layers, learnable_gates
 from ea_vision.layers.across.token_conv import TokenConv
 
 LOOKAHEAD = "lookahead_"  # before the name of the optimiser that it wraps
-# A keyword of Muon, which older releases of timm lack: the rate of its AdamW over that of the matrices.
+# A keyword of Muon that older releases of timm lack: the rate of its AdamW divided by that of the matrices.
 FALLBACK_SCALE = "fallback_lr_scale"
 MUON_SCALES_FALLBACK = FALLBACK_SCALE in inspect.signature(timm.optim.Muon).parameters
 
 
 def check_optimizer_name(name: str) -> None:
-    """Raise UsageError, with near matches, unless --opt takes this name: one of timm's, alone or in Lookahead."""
+    """Raise UsageError, with near matches, if this is not a name for --opt: one of timm's, or lookahead_ and one."""
     known = timm.optim.list_optimizers()
     if name.removeprefix(LOOKAHEAD) not in known:
         known += [LOOKAHEAD + other for other in known]
@@ -47,14 +47,14 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the timm optimiser of the config.
 
-    There is no weight decay on norms, biases and what `model.no_weight_decay()` names, and frozen parameters are in no
-    group. timm's schedulers multiply the rate by a group's `lr_scale`: with `config.layer_decay` each layer has one.
-    With `config.attention_lr` those of attention maps, and with `config.gate_lr` the learnable gates (alpha, beta) of
-    evolutions are groups of their own, the last ones, whose scales are multiplied by it.
+    Norms, biases and the parameters that `model.no_weight_decay()` names have no weight decay; frozen parameters are in
+    no group. timm's schedulers multiply the rate by a group's `lr_scale`; `config.layer_decay` gives each layer one.
+    The parameters of attention maps and the learnable gates (alpha, beta) of evolutions form the last groups, whose
+    scales are multiplied by `config.attention_lr` and `config.gate_lr`.
 
     Raises:
         UsageError: unknown optimiser (naming near matches), a keyword or value it refuses, attention_lr for a model
-            without attention layers of ours, or gate_lr for one without learnable gates.
+            without attention layers of ea_vision, or gate_lr for one without learnable gates.
     """
     check_optimizer_name(config.opt)
     lr = config.peak_lr(images_per_update)
@@ -81,7 +81,7 @@ def build_optimizer(
         ) from error
     for group in optimizer.param_groups:
         group.setdefault("lr_scale", 1.0)
-    # The first group's rate, which is logged, is lr.
+    # The log shows the first group's rate, so the groups whose rate is lr come first.
     optimizer.param_groups.sort(key=lambda group: -group["lr_scale"])
     _scale_rates(optimizer, model, config)
     inner = getattr(optimizer, "_base_optimizer", optimizer)  # what Lookahead wraps
@@ -91,10 +91,10 @@ def build_optimizer(
 
 
 def _schedule_fallback(optimizer: torch.optim.Optimizer, scale: float) -> None:
-    """Let the AdamW within an older timm's Muon follow the groups' rates, times `scale`, as newer ones do.
+    """Let the AdamW within an older timm's Muon follow the groups' rates, times `scale`, as in newer releases.
 
-    There it has a rate of its own, `adamw_lr`, which neither schedules nor groups change. Newer ones take an `adamw_lr`
-    that is given as a multiple of `lr`, too.
+    In older releases it has a rate of its own, `adamw_lr`, which neither schedules nor groups change. Newer ones also
+    turn a given `adamw_lr` into a multiple of `lr`.
     """
     if "adamw_lr" not in optimizer.defaults:
         return
@@ -129,13 +129,13 @@ def _scale_rates(
     model: nn.Module,
     config: TrainConfig,
 ) -> None:
-    """Give the parameters of attention maps (queries, keys and, of the same matrix, values, position tables, map
-    convolutions, and what is added to tokens and values) and the learnable gates groups of their own, behind the
-    others, at their multiples of the rate."""
-    maps = []  # gates too, which come last
+    """Move the parameters of attention maps and the learnable gates to groups of their own, behind the others, with
+    their multiples of the rate. Parameters of maps are queries, keys, values in the same matrix, position tables, map
+    convolutions, token_conv and value_residual."""
+    maps = []  # includes gates, whose scale is set last
     for layer in attention_layers(model):
         names = MAP_PARAMETERS
-        # Beside a trained convolution all attention is new.
+        # Attention that is added to a trained convolution is new as a whole.
         if getattr(layer, "fusion", "") == "add":
             names = MAP_PARAMETERS | {"proj"}
         for name, parameter in layer.named_parameters():
@@ -172,14 +172,15 @@ def load_optimizer(
     source: str,
     saved: dict,
 ) -> None:
-    """Load an optimiser's state, counters and averages, from `source`; the values that options set are this run's.
+    """Load an optimiser's state (counters and averages) from `source`.
 
-    Some optimisers count in their groups (Lookahead its steps, Prodigy its estimates), so other values are the saved.
+    Values of the groups that options set remain this run's. All others are loaded, since some optimisers count in their
+    groups (Lookahead its steps, Prodigy its estimates).
 
     saved: the options that the state was made with.
 
     Raises:
-        UsageError: the state of another optimiser, or of other parameters.
+        UsageError: the state is of another optimiser, or of other parameters.
     """
     if saved["opt"] != config.opt:
         raise UsageError(

@@ -17,14 +17,14 @@ from ea_vision.data.image_names import displayable
 from ea_vision.engine.evaluate import Evaluation
 from ea_vision.engine.run_folder import read_config, read_metrics
 
-# Names of classes and folders may have dollar signs, between which matplotlib reads formulas.
+# Names of classes and folders may have dollar signs, and matplotlib would read the text between two as a formula.
 AS_WRITTEN = {"text.parse_math": False}
-MOST_NAMED = 40  # classes whose names and numbers have room
+MOST_NAMED = 40  # the names and numbers of more classes do not fit
 
 
 @rc_context(AS_WRITTEN)
 def write_learning_curves(folders: list[Path], output: Path) -> None:
-    """Draw losses and top-1 (of a detector AP) of run folders over their epochs, into a PNG, SVG or PDF.
+    """Draw losses and top-1 (AP for a detector) of run folders over their epochs, into a PNG, SVG or PDF.
 
     Raises:
         UsageError: not a run folder, a run without a complete epoch, or another suffix.
@@ -69,8 +69,8 @@ def confusion_png(
     classes: list[str],
     name: str,
 ) -> bytes:
-    """Draw the confusion matrix, each row as percent of its class, with the names and numbers of few classes; return a
-    PNG file."""
+    """Draw the confusion matrix, each row in percent of its class; up to MOST_NAMED classes have names and numbers.
+    Return a PNG file."""
     percent = 100 * result.confusion / result.confusion.sum(1, keepdim=True).clamp(min=1)
     few = len(classes) <= MOST_NAMED
     side = min(5 + 0.4 * len(classes), 17)

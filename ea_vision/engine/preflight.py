@@ -1,4 +1,4 @@
-"""What can be known before the first step: memory and pace. Problems are errors, the rest a few lines to read."""
+"""Checks before the first step: memory and speed. Problems raise errors, the rest are a few lines of the log."""
 
 import copy
 import logging
@@ -25,8 +25,8 @@ def describe_update(
     processes: int,
     has_norms: bool = False,
 ) -> str:
-    """Describe an update of so many processes for the log: its images, its peak learning rate, and where the recipe has
-    another number of images or, with BatchNorm (`has_norms`), other batches."""
+    """Describe an update for the log: its images, its peak learning rate, and how the recipe differs in the number of
+    images or, with BatchNorm (`has_norms`), in the batch size."""
     images = config.images_of_update(processes)
     accum = config.grad_accum_steps
     batches = f" x {accum} batches" if accum > 1 else ""
@@ -46,7 +46,7 @@ def describe_update(
 
 
 def trial_step(trainer: Trainer) -> float:
-    """Make training steps on noise with a copy of the model; the run stays as it is.
+    """Make training steps on noise with a copy of the model; the run does not change.
 
     Returns:
         Seconds per batch, computation alone.
@@ -108,7 +108,7 @@ def _timed_steps(
 
 
 def describe_device(device: torch.device) -> str:
-    """Return the device's name, and the most memory that a training step took of it."""
+    """Return the device's name, and the peak memory of a training step on it."""
     if device.type == "cpu":
         return "CPU"
     peak = devices.peak_memory(device)
@@ -117,7 +117,7 @@ def describe_device(device: torch.device) -> str:
 
 
 def preflight(trainer: Trainer) -> None:
-    """Check memory and pace, and log what the run is going to be.
+    """Check memory and speed, and log a description of the run.
 
     Raises:
         UsageError: something does not fit.
@@ -151,5 +151,5 @@ def preflight(trainer: Trainer) -> None:
 
 
 def has_fused_attention(model: nn.Module) -> bool:
-    """Return whether a layer of timm's calls torch's fused attention."""
+    """Return whether one of timm's layers calls torch's fused attention."""
     return any(getattr(module, "fused_attn", False) for module in model.modules())

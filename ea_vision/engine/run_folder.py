@@ -1,6 +1,4 @@
-"""What a run leaves on disk: config.yaml, metrics.csv, checkpoints, model.safetensors, snapshots,
-results.json.
-"""
+"""The files of a run: config.yaml, metrics.csv, checkpoints, model.safetensors, snapshots, results.json."""
 
 import csv
 import json
@@ -38,7 +36,7 @@ CONFIG = "config.yaml"
 METRICS = "metrics.csv"
 WEIGHTS = "model.safetensors"
 RESULTS = "results.json"
-# of a run's `about` section, in the metadata of its weights
+# entries of a run's `about` section that the metadata of its weights repeat
 SAID_BY_WEIGHTS = ("model_kwargs", "task", "classes", "category_ids", "mean", "std")
 LOCK = ".lock"
 OWNER = ".owner"  # which process holds the lock
@@ -49,9 +47,9 @@ CLASSIFICATION = "classification"  # what a run learns, unless `about` has anoth
 
 @contextmanager
 def locked(folder: Path, world: World) -> Iterator[None]:
-    """Make the run folder and keep it for this run: two runs that write into one folder would spoil both.
+    """Make the run folder and lock it, since two runs that write into one folder would spoil both.
 
-    Files that an interrupted write left behind are deleted; so is, at the end, a folder in which nothing was written.
+    Temporary files of interrupted writes are deleted. If nothing was written, the folder is deleted at the end.
 
     Raises:
         UsageError: the folder cannot be made or written to, or another process holds it.
@@ -81,14 +79,14 @@ def locked(folder: Path, world: World) -> Iterator[None]:
 
 
 def check_free(folder: Path, world: World) -> None:
-    """Raise UsageError if another process holds the run folder: asked before data and networks are loaded."""
+    """Raise UsageError if another process holds the run folder. Call this before data and networks are loaded."""
     if world.is_main and (folder / LOCK).exists():
         lock, _ = _acquired(folder)
         lock.release()
 
 
 def _acquired(folder: Path) -> tuple[FileLock, Exception | None]:
-    """Return the run folder's lock, and why it could not be taken: some network file systems have no locks.
+    """Return the run folder's lock, and the error if it could not be taken: some network file systems have no locks.
 
     Raises:
         UsageError: another process holds it.
@@ -107,7 +105,7 @@ def _acquired(folder: Path) -> tuple[FileLock, Exception | None]:
 
 
 def _named(owner: Path) -> str:
-    """Return which process holds a run folder, for the end of an error message; "" where that is unknown."""
+    """Return the end of an error message that names the process that holds a run folder; "" if it is unknown."""
     try:
         return f": {owner.read_text(encoding='utf-8')}"
     except (OSError, ValueError):
@@ -124,8 +122,8 @@ def write_config(
 ) -> None:
     """Write the resolved options and, under `about`, what is needed to judge and repeat the run.
 
-    The section speaks of the last start; its `starts` say from which update on each start, under another commit, other
-    versions or other hardware, has made the run.
+    The section describes the last start. Its `starts` list every start with another command, commit, versions or
+    hardware, and the first update that it made.
     """
     content = {**config, "about": {"format": FORMAT, **about}}
     atomic_write(folder / CONFIG, yaml.safe_dump(content, sort_keys=False, width=120).encode())
@@ -158,8 +156,8 @@ def write_metrics(
     rows: list[dict[str, float]],
     measures: Sequence[str] = MEASURES,
 ) -> None:
-    """Write metrics.csv: one row per epoch; measures are nan where an epoch was not evaluated. Columns that rows have
-    besides, of attention layers and learnable gates, follow."""
+    """Write metrics.csv: one row per epoch, with nan as measures if the epoch was not evaluated. The rows' further
+    columns, of attention layers and learnable gates, come last."""
     names = ["epoch", "step", "lr", "train_loss", "eval_loss", *measures, "images_per_s", "seconds"]
     for row in rows:
         names.extend(row)
@@ -188,7 +186,7 @@ def read_metrics(folder: Path) -> dict[str, list[float]]:
 
 
 def made_with(folder: Path) -> dict[str, Any] | None:
-    """Return which network a run's weights are of, and how it sees its images; None without a config.yaml."""
+    """Return the model's name and the SAID_BY_WEIGHTS entries of a run's config.yaml; None without that file."""
     if not (folder / CONFIG).is_file():
         return None
     config, about = read_config(folder)
@@ -201,7 +199,7 @@ def _encode(
     weights: dict[str, Tensor],
     about: dict[str, str],
 ) -> bytes:
-    """Return a file of a run's weights; those of a network of ours carry the note that it checks."""
+    """Return a file of a run's weights. Those of ea_vision's classifiers include the note that these networks check."""
     said = made_with(folder)
     if said is None:
         return encode_weights(weights, about)
@@ -222,7 +220,7 @@ def write_snapshot(
     weights: dict[str, Tensor],
     epoch: int,
 ) -> None:
-    """Write snapshots/epoch_NNNN.safetensors, weights like model.safetensors' that say their epoch."""
+    """Write snapshots/epoch_NNNN.safetensors: weights as in model.safetensors, with the epoch in their metadata."""
     create(folder / SNAPSHOTS)
     atomic_write(
         folder / SNAPSHOTS / f"epoch_{epoch:04d}.safetensors",
@@ -259,7 +257,7 @@ def load_run(
     """Build the model of a run with its best weights, in eval mode; return it with the run's options and `about`.
 
     Args:
-        task: what the run must have learnt. create: what makes a model from the run's name and keywords of one.
+        task: that the run must have. create: function that makes a model from its name and keywords.
 
     Raises:
         UsageError: not a run folder, a run of another task, or weights that do not fit the model.

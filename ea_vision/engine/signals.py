@@ -1,10 +1,10 @@
-"""SIGTERM and Ctrl-C as a wish to stop, which the training loop fulfils after the step it is in."""
+"""SIGTERM and Ctrl-C as a request to stop, which the training loop meets after an update."""
 
 import signal
 
 
 class StopRequest:
-    """While active, remembers the first SIGTERM or SIGINT, and ignores a further SIGTERM: schedulers signal every
+    """While active, remembers the first SIGTERM or SIGINT and ignores further SIGTERMs, because schedulers signal every
     process of a job, and torchrun forwards its own to them. A second Ctrl-C acts at once."""
 
     signal: int | None = None

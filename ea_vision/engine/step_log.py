@@ -1,5 +1,5 @@
-"""The progress of a run between its epochs: speed.csv in the run folder, a line in the log where no progress bar is
-seen and, if asked for, TensorBoard and Weights & Biases.
+"""The progress of a run within its epochs: speed.csv in the run folder, a line in the log if there is no progress bar
+and, if asked for, TensorBoard and Weights & Biases.
 """
 
 import logging
@@ -32,7 +32,7 @@ def memory_mib(device: torch.device) -> float:
 
 
 def rounded(row: dict) -> dict:
-    """Return a row of numbers with fractions of six digits."""
+    """Return a row with its floats rounded to six significant digits."""
     short = dict(row)
     for name, value in row.items():
         if isinstance(value, float):
@@ -41,15 +41,15 @@ def rounded(row: dict) -> dict:
 
 
 class StepLog:
-    """Writes speed.csv and the boards, for the first process alone.
+    """Writes speed.csv, TensorBoard and Weights & Biases, on the first process alone.
 
     Columns: step (updates so far), epoch (with its fraction), lr (per update), train_loss, images_per_s
     (all processes) and data_wait_percent (share of the time spent waiting for images) since the row before, memory_mib.
 
-    updates: those of the run until here; rows beyond them were written by a run that was killed later.
+    updates: of the run so far; later rows of a run that was killed after them are dropped.
 
     Raises:
-        UsageError: TensorBoard or Weights & Biases is not installed, or the latter refuses, for want of a login.
+        UsageError: TensorBoard or Weights & Biases is not installed, or the latter refuses, for lack of a login.
     """
 
     def __init__(
@@ -78,19 +78,19 @@ class StepLog:
             self._drop_rows_beyond(updates)
 
     def _drop_rows_beyond(self, updates: int) -> None:
-        """Begin speed.csv, or keep its rows up to so many updates."""
+        """Create speed.csv, or keep only its rows up to so many updates."""
         lines = [",".join(COLUMNS)]
         rows = []
         if self.path.exists():
             rows = self.path.read_text(encoding="utf-8").splitlines()[1:]
         for row in rows:
-            whole = row.count(",") == len(COLUMNS) - 1  # a kill may have cut one
+            whole = row.count(",") == len(COLUMNS) - 1  # a kill may have cut a row short
             if whole and int(row.partition(",")[0]) <= updates:
                 lines.append(row)
         atomic_write(self.path, ("\n".join(lines) + "\n").encode())
 
     def _board(self, config: TrainConfig):
-        """Return the run of Weights & Biases that shows this folder; one that continues keeps its id."""
+        """Return the run of Weights & Biases that shows this folder; a resumed run keeps its id."""
         import wandb
 
         folder = self.path.parent.resolve()
@@ -114,8 +114,8 @@ class StepLog:
         return board
 
     def add(self, row: dict, seconds_left: float | None = None) -> None:
-        """Add a row of speed.csv; with the seconds that the run will take, also a line to the log where no progress bar
-        is seen."""
+        """Add a row to speed.csv. Given the seconds that the run will still take, also log a line if there is no
+        progress bar."""
         row = rounded(row)
         self._try("speed.csv", self._append, row)
         if seconds_left is not None and not sys.stderr.isatty():
@@ -128,7 +128,7 @@ class StepLog:
         self.send("train", row)
 
     def send(self, group: str, row: dict) -> None:
-        """Show the numbers of a row, which has the updates as `step`, on the boards."""
+        """Send the numbers of a row to TensorBoard and Weights & Biases; its `step` is the number of updates."""
         step = row["step"]
         values = {}
         for name, value in row.items():
@@ -160,7 +160,7 @@ class StepLog:
         *args,
         **kwargs,
     ) -> None:
-        """Call `write`; where that fails, warn once: training does not end because its log cannot be written."""
+        """Call `write`. If it fails, warn once per `where`: training goes on when its log cannot be written."""
         try:
             write(*args, **kwargs)
         except Exception as error:  # the boards' clients raise classes of their own

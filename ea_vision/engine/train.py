@@ -4,9 +4,9 @@ Counting: an update is one change of the weights, from `grad_accum_steps` batche
 counts the updates within the epoch. A run that was killed and continued makes the same updates as one that was not:
 order and augmentation are functions of seed and epoch, and all random states are in the checkpoint.
 
-An update asks nothing of the device. Its loss, and whether a loss or gradient was not finite or a process was asked to
-stop, are added up there and read every `Trainer.check_every` updates, with each row of the log, and before each
-checkpoint and evaluation: weights that such a loss spoilt are never saved or evaluated.
+An update does not wait for the device. Its results (loss, norm of the gradient, requests to stop, unreadable images)
+stay there and are read every `Trainer.check_every` updates, with each row of the log, and before each checkpoint and
+evaluation. So weights that a non-finite loss spoilt are never saved or evaluated.
 """
 
 import copy
@@ -41,22 +41,22 @@ from ea_vision.layers import learnable_gates
 
 log = logging.getLogger(__name__)
 LEAST_SCALE = 1e-4  # of float16 gradients, as fairseq's --min-loss-scale
-LOOK_EVERY = 10  # updates between looks at their results on an accelerator
+LOOK_EVERY = 10  # updates between two readings of their results, on an accelerator
 STARTED_BY = ("command", "hardware", "versions", "git_commit")
 SIGTERM = 15
 
 
 @dataclass
 class Update:
-    """An update of the weights whose results may still lie on the device.
+    """An update of the weights whose results may still be on the device.
 
-    values: (4,): mean loss, norm of the gradient, processes that were asked to stop, images that could not be read.
+    values: (4,): mean loss, norm of the gradient, number of processes asked to stop, number of unreadable images.
     """
 
     step: int  # within the epoch
     rate: float  # learning rate
     ids: list[Tensor]  # this process's samples, by batch
-    strict: bool  # whether an infinite gradient is a fault
+    strict: bool  # whether an infinite gradient is an error
     values: Tensor
 
 
@@ -70,16 +70,16 @@ class Progress:
     loss_sum: float = 0.0  # of the updates' mean losses
     seconds: float = 0.0
     data_seconds: float = 0.0  # of these, waiting for images
-    best_top1: float = -1.0  # of the trainer's first measure, top-1 or another
+    best_top1: float = -1.0  # best value of the trainer's first measure, top-1 or another
     best_epoch: int = 0
     rows: list[dict[str, float]] = field(default_factory=list)  # of metrics.csv
-    # From which update on, under which commit and hardware.
+    # Of each start the first update, the command, hardware, versions and commit.
     starts: list[dict] = field(default_factory=list)
 
     def begin(self, about: dict) -> None:
-        """Note who makes the updates from here on: the command, hardware, versions and commit of an `about` section."""
+        """Record the command, hardware, versions and commit (of an `about` section) that make the next updates."""
         who = {name: copy.copy(about[name]) for name in STARTED_BY}
-        # The updates of other starts are lost.
+        # The updates of later starts are lost.
         self.starts = [start for start in self.starts if start["update"] <= self.updates]
         if not self.starts or self.starts[-1] | who != self.starts[-1]:
             self.starts.append({"update": self.updates + 1, **who})
@@ -114,26 +114,26 @@ class Trainer:
 
     Args:
         data: the data module of the run, with its options and processes.
-        model: on the device of these, with its initial weights.
+        model: with its initial weights, on the device of the processes.
         train_loader: `batches(epoch, first)` yields this process's (images, targets, ids) from batch `first` on;
-            `len()` is the batches of an epoch, the same for all processes.
-        eval_loader: same, all batches, every image once over all processes.
+            `len()` is the number of batches in an epoch, the same for all processes.
+        eval_loader: `batches()` yields the same of all batches, every image once over all processes.
 
     A subclass has:
         _batch_loss(images, targets): the mean loss of one batch, images (B, 3, H, W).
         loss_on_noise(model, images), static: a loss on images of noise, for the trial step before the run.
         evaluate(model, loader, num_classes, world, config, should_stop=None, tta="none"), static: a result over
-            `loader.batches()`, which has `figures()`; None where `should_stop` said so.
+            `loader.batches()` that has `figures()`; None if `should_stop` returned True.
 
     Class attributes:
-        measures: what `evaluate`'s results give by `figures()`, in percent: columns of metrics.csv. The best epoch is
-            that with the highest first one.
+        measures: names in the results' `figures()`, in percent: columns of metrics.csv. The best epoch is the one with
+            the highest first measure.
         quality: what they measure, for messages.
-        watches: whether its networks take images alone, so that their attention maps are watched: further columns of
-            metrics.csv.
+        watches: whether its networks take images alone, so that their attention maps can be watched and give further
+            columns of metrics.csv.
 
-    `check_every` is the number of updates between looks at their results, 1 on a CPU, where no look has to wait;
-    `best_model` is evaluated and exported: the averaged weights where they are on.
+    `check_every` is the number of updates between two readings of their results; it is 1 on a CPU, where reading never
+    waits. `best_model` is evaluated and exported: the averaged weights if there are any, else the model.
     """
 
     measures = run_folder.MEASURES
@@ -172,7 +172,7 @@ class Trainer:
                 model, decay=config.model_ema_decay, use_warmup=config.model_ema_warmup
             )
             self.best_model = self.eval_net = self.ema.module
-        # Statistics that are averaged must be each process's own: broadcast, the first one's replace them all.
+        # Statistics that are averaged must be each process's own; a broadcast would replace them by the first one's.
         self.own_statistics = config.dist_bn == "reduce" or not config.ddp_bb
         if world.size > 1:
             self.net = self._parallel(self.net)
@@ -184,10 +184,10 @@ class Trainer:
         self.step_log = None  # a StepLog, once the run begins
         self.last_good = None  # path of a checkpoint, likewise
         self.check_every = 1 if world.device.type == "cpu" else LOOK_EVERY
-        self.unchecked: list[Update] = []  # since the last look
+        self.unchecked: list[Update] = []  # updates since the last `check`
 
     def _count_updates(self) -> None:
-        """Set the updates of an epoch and of the run; raise UsageError where there is none."""
+        """Set the numbers of updates of an epoch and of the run; raise UsageError if there is none."""
         config = self.config
         self.updates_per_epoch = len(self.train_loader) // config.grad_accum_steps
         self.total_updates = round(config.epochs * self.updates_per_epoch)
@@ -196,7 +196,7 @@ class Trainer:
                 f"epochs must cover at least one of the {self.updates_per_epoch} updates of an epoch, "
                 f"got {config.epochs:g}"
             )
-        # The last epoch may be a part of one.
+        # The last epoch may be incomplete.
         self.total_epochs = math.ceil(self.total_updates / self.updates_per_epoch)
         if config.warmup_updates(self.updates_per_epoch) > self.total_updates:
             raise UsageError(
@@ -205,11 +205,11 @@ class Trainer:
             )
 
     def _parallel(self, net: nn.Module) -> DistributedDataParallel:
-        """Return the network with gradients that are averaged over the processes.
+        """Return the network wrapped in DistributedDataParallel, which averages gradients over the processes.
 
-        Not with static_graph: it fails where the first backward is in no_sync, and brings nothing measurable.
-        Around the compiled model: torch splits what is compiled inside DDP's forward at the borders of its buckets, so
-        that each is averaged while backward goes on with the next (dynamo's optimize_ddp).
+        static_graph is off: it fails if the first backward is in no_sync, and has no measurable benefit.
+        DDP wraps the compiled model: torch then splits the graph at the boundaries of DDP's buckets, so that one bucket
+        is averaged while backward computes the next (dynamo's optimize_ddp).
         """
         device = self.world.device
         parallel = DistributedDataParallel(
@@ -218,7 +218,7 @@ class Trainer:
             gradient_as_bucket_view=True,
             broadcast_buffers=not self.own_statistics,
         )
-        # Of two processes the order of adding does not matter.
+        # With two processes the order of summation does not matter.
         if self.world.size > 2 and device.type == "cpu":
             parallel.register_comm_hook(None, mean_in_order)
         return parallel
@@ -249,11 +249,11 @@ class Trainer:
             self._load_own(state)
         self.progress = Progress(**state["progress"])
         self.last_good = source
-        # The rate that the epoch's row names.
+        # Restores the rate that the epoch's row reports.
         self.scheduler.step_update(max(self._place() - 1, 0))
 
     def _load_own(self, state: dict) -> None:
-        """Load this process's own part of a state: generators and, where they differ, batch statistics."""
+        """Load this process's own part of a state: random generators and, if processes differ, batch statistics."""
         rank = self.world.rank
         checkpoint.set_random_state(state["random"][rank], self.world.device)
         of_ranks = state.get("buffers")  # release 1.0 had none
@@ -265,10 +265,10 @@ class Trainer:
     def save(self, best: bool = False, snapshot: bool = False) -> None:
         """Write the checkpoint; the one it replaces is kept. All processes must call this.
 
-        best, snapshot: write the weights as such, too.
+        best, snapshot: also write the weights as the best ones, as a snapshot.
 
-        The order matters: the checkpoints come after everything that belongs to them, so that whatever a kill leaves
-        undone is done again by the run that continues.
+        The order matters: checkpoints are written after all files that belong to them, so that a resumed run repeats
+        whatever a kill left undone.
         """
         random_states = self.world.gather(checkpoint.random_state(self.world.device))
         buffers = self._buffers_of_ranks()
@@ -299,7 +299,7 @@ class Trainer:
         atomic_write(self.last_good, data, keep_previous_as=self.folder / checkpoint.PREVIOUS)
 
     def _buffers_of_ranks(self) -> list[dict] | None:
-        """Return the buffers of every process, in order of rank, or None where a run needs none but the first one's."""
+        """Return the buffers of every process, in order of rank, or None if a run needs only the first one's."""
         if self.world.size == 1 or not self.own_statistics:
             return None
         own = {"model": buffers_of(self.model), "best_model": buffers_of(self.best_model)}
@@ -308,16 +308,16 @@ class Trainer:
     # ---- what differs between tasks ----------------------------------------------------------------------------------
 
     def text_of(self, figures: dict[str, float]) -> str:
-        """Return the measures among `figures` that are numbers, for a line of the log."""
+        """Write the measures among `figures` that are not nan, for a line of the log."""
         known = [name for name in self.measures if not math.isnan(figures[name])]
         return "  ".join(f"{name} {figures[name]:.2f}%" for name in known)
 
     def _compiled(self, model: nn.Module) -> nn.Module:
-        """Return what runs the model in training."""
+        """Return the model, compiled if the options say so."""
         config = self.config
         if not config.compile:
             return model
-        # A CUDA graph is of one shape: each is compiled by itself.
+        # A CUDA graph has one shape, so each shape is compiled separately.
         dynamic = False if config.cuda_graphs else None
         return self._compile(model, mode=config.compile_mode, dynamic=dynamic)
 
@@ -345,9 +345,9 @@ class Trainer:
             self.ema.update(self.model, step=progress.updates)
         ends_epoch = progress.step == self.updates_in(progress.epoch)
         if ends_epoch and hasattr(self.optimizer, "sync_lookahead"):
-            # The slow weights are those that are evaluated; here, as gradients exist.
+            # Lookahead's slow weights are evaluated; this needs gradients, so it is done here.
             self.optimizer.sync_lookahead()
-        # An overflow in float16 is no fault: the scaler lowers its scale.
+        # An overflow in float16 is not an error: the scaler lowers its scale.
         strict = not self.scaler.is_enabled() or self.scaler.get_scale() < LEAST_SCALE
         rate = self.optimizer.param_groups[0]["lr"]
         ids = [batch_ids for _, _, batch_ids in batches]
@@ -361,7 +361,7 @@ class Trainer:
             # Gradients are averaged over the processes with the last batch.
             waits = self.world.size > 1 and number < len(batches)
             if self.config.cuda_graphs:
-                # What the last replay left is not needed any more.
+                # The outputs of the last replay are no longer needed.
                 torch.compiler.cudagraph_mark_step_begin()
             with self.net.no_sync() if waits else nullcontext():
                 loss = self._batch_loss(images, targets) / len(batches)
@@ -370,7 +370,7 @@ class Trainer:
         return total
 
     def _step(self) -> Tensor:
-        """Change the weights by their gradients; return the norm of these, before it is clipped, on the device."""
+        """Change the weights by their gradients; return the gradients' norm before clipping, on the device."""
         self.scaler.unscale_(self.optimizer)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
@@ -378,22 +378,22 @@ class Trainer:
             dispatch_clip_grad(
                 self.model.parameters(), self.config.clip_grad, self.config.clip_mode
             )
-        self.scaler.step(self.optimizer)  # of float16 alone it waits for the device
+        self.scaler.step(self.optimizer)  # waits for the device in float16 only
         self.scaler.update()
         return norm
 
     # ---- results of updates ----------------------------------------------------------------------------------------
 
     def check(self, weights: bool = False) -> bool:
-        """Read the results of the updates since the last look; return whether a process was asked to stop. All
+        """Read the results of the updates since the last call; return whether a process was asked to stop. All
         processes must call this after the same update.
 
-        weights: also look, as where a process was asked to stop, for weights and buffers (batch statistics) that no
-            checkpoint should hold: steps and statistics can overflow where losses and gradients do not.
+        weights: also check that weights and buffers (batch statistics) are finite: steps and statistics can overflow
+            while losses and gradients do not. This is always checked if a process was asked to stop.
 
         Raises:
-            NonFiniteLoss: a loss or gradient, or a weight, was not finite.
-            RunError: more images than are allowed cannot be read.
+            NonFiniteLoss: a loss, a gradient or a weight is not finite.
+            RunError: more images cannot be read than are allowed.
         """
         unchecked = self.unchecked
         self.unchecked = []
@@ -413,12 +413,12 @@ class Trainer:
         return stops
 
     def _check_weights(self, update: Update) -> None:
-        """Raise NonFiniteLoss on every process where a weight or statistic of any is not finite after an update."""
+        """Raise NonFiniteLoss on every process if any of them has a weight or statistic that is not finite."""
         spoilt = non_finite(self.model.state_dict())
         if self.ema is not None:
             averaged = non_finite(self.best_model.state_dict())
             spoilt += [f"averaged {name}" for name in averaged]
-        everywhere = sum(self.world.gather(spoilt), [])  # statistics differ
+        everywhere = sum(self.world.gather(spoilt), [])  # statistics differ between processes
         if everywhere:
             raise self._reported("a weight is not finite after", f"({everywhere[0]})", update)
 
@@ -428,7 +428,7 @@ class Trainer:
         after: str,
         update: Update,
     ) -> NonFiniteLoss:
-        """Write which samples every process had in an update of the epoch; return the error that names it."""
+        """Write a file with the samples that every process had in an update; return the error that names the file."""
         everywhere = self.world.gather(torch.cat(update.ids).tolist())
         epoch = self.progress.epoch + 1
         path = self.folder / f"nonfinite-epoch{epoch:03d}-update{update.step:05d}.json"
@@ -447,23 +447,23 @@ class Trainer:
                 "samples": names,
             }
             write_json(path, report)
-        self.world.barrier()  # nobody leaves, and has the others ended, before the report is written
+        self.world.barrier()  # a process that leaves ends the others, so all wait until the report is written
         return error
 
     # ---- epochs ---------------------------------------------------------------------------------------------------
 
     def updates_in(self, epoch: int) -> int:
-        """Return the updates of an epoch, counted from 0; a fraction in --epochs makes the last one shorter."""
+        """Return the number of updates in `epoch`, counted from 0; a fraction in --epochs shortens the last one."""
         left = self.total_updates - epoch * self.updates_per_epoch
         return min(self.updates_per_epoch, max(left, 0))
 
     def _place(self) -> int:
-        """Return the updates that lead here in a run of this batch size, by which the learning rate goes: other ones
-        than were made where the run began with another."""
+        """Return how many updates of this run's batch size lead here, which sets the learning rate. If the run began
+        with another batch size, this differs from the updates that were made."""
         return self.progress.epoch * self.updates_per_epoch + self.progress.step
 
     def train_epoch(self) -> None:
-        """Make the updates of the current epoch that are still to make."""
+        """Make the remaining updates of the current epoch."""
         config = self.config
         progress = self.progress
         self._train_mode()
@@ -488,7 +488,7 @@ class Trainer:
                 due = done or is_multiple(progress.step, config.checkpoint_steps)
                 logged = is_multiple(progress.step, config.log_steps)
                 logged |= done and config.log_steps > 0
-                # Several processes hear of a signal together, from `check`.
+                # Several processes learn of a signal together, from `check`.
                 stop = self.world.size == 1 and self.stop.signal is not None
                 if stop or due or logged or is_multiple(progress.step, self.check_every):
                     stop |= self.check(weights=due or stop)
@@ -503,7 +503,7 @@ class Trainer:
                     self.save()
 
     def _train_mode(self) -> None:
-        """Set the network to training, but for frozen modules, which keep their statistics, too."""
+        """Set the network to training mode, except for frozen modules, so that their statistics stay the same, too."""
         self.net.train()
         for module in self.model.modules():
             trained = [parameter.requires_grad for parameter in module.parameters()]
@@ -511,7 +511,7 @@ class Trainer:
                 module.eval()
 
     def _log_step(self, done: bool) -> None:
-        """Add a row to the step log; where the epoch is `done`, its own line tells of it."""
+        """Add a row to the step log. If the epoch is `done`, no line is logged, since the epoch has its own."""
         if self.step_log is None:
             return
         progress = self.progress
@@ -533,7 +533,7 @@ class Trainer:
         self.step_log.add(row, None if done else left)
 
     def finish_epoch(self) -> None:
-        """Evaluate where that is due, add the epoch's row, save."""
+        """Evaluate if that is due, add the epoch's row, save."""
         progress = self.progress
         start = time.perf_counter()
         number = progress.epoch + 1
@@ -568,10 +568,10 @@ class Trainer:
         self._log_epoch(row)
 
     def _evaluated(self, number: int) -> tuple[dict[str, float], dict[str, float]]:
-        """Evaluate after epoch `number` where that is due.
+        """Evaluate after epoch `number` if that is due.
 
         Returns:
-            The loss and the measures (nan where the epoch is not evaluated), and the columns of attention maps.
+            The loss and the measures (nan if the epoch is not evaluated), and the columns of attention maps.
         """
         figures = dict.fromkeys(("eval_loss", *self.measures), math.nan)
         if number % self.config.eval_epochs and number != self.total_epochs:
@@ -621,8 +621,8 @@ class Trainer:
         """Train until `config.epochs` epochs are complete.
 
         Raises:
-            RunError: stopped by a signal (code 128 + signal), a non-finite loss, a full disk, memory that ran out, or a
-                process that decodes images and has ended.
+            RunError: stopped by a signal (code 128 + signal), a non-finite loss, a full disk, lack of memory, or the
+                end of a process that decodes images.
         """
         if self.last_good != self.folder / checkpoint.LAST:
             self.save()  # finds out now whether the folder can be written
@@ -653,9 +653,9 @@ class Trainer:
         return self.world.sum(wanted).item() > 0
 
     def _leave(self) -> None:
-        """Save and end the run, as a signal asked."""
+        """Save, and end the run because of a signal."""
         self.save()
-        self.world.barrier()  # nobody leaves, and has the others ended, before the checkpoint is written
+        self.world.barrier()  # a process that leaves ends the others, so all wait until the checkpoint is written
         number = self.stop.signal or SIGTERM
         raise RunError(
             f"stopped by signal {number} after update {self.progress.step} of epoch "

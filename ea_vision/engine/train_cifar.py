@@ -35,7 +35,7 @@ class CifarConfig(ClassificationConfig):
     dataset: str = option(
         "auto",
         "digits (scikit-learn's), cifar10, cifar100 (torchvision's files), folder; auto: "
-        "folder where data_dir names one, else digits",
+        "folder if data_dir is given, else digits",
         DATA,
         choices=("auto", *DATASETS),
     )
@@ -50,8 +50,8 @@ class CifarConfig(ClassificationConfig):
     )
     flip: str = option(
         "auto",
-        "mirror half of the training images; auto: on; alternate: by chance in the first "
-        "epoch, then each every other epoch; these two never mirror digits",
+        "mirror half of the training images; auto: on; alternate: at random in the first epoch, "
+        "then each image in every other epoch; auto and alternate never mirror digits",
         AUGMENT,
         choices=("auto", "on", "off", "alternate"),
     )

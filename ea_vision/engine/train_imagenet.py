@@ -69,10 +69,10 @@ class ImageNetConfig(ClassificationConfig):
         DATA,
     )
     input_key: str = option(
-        "", "hfds/NAME: column of the images; empty: the one there is", DATA, goes_with="dataset"
+        "", "hfds/NAME: column of the images; empty: the only one", DATA, goes_with="dataset"
     )
     target_key: str = option(
-        "", "hfds/NAME: column of the classes; empty: the one there is", DATA, goes_with="dataset"
+        "", "hfds/NAME: column of the classes; empty: the only one", DATA, goes_with="dataset"
     )
     train_beton: str = setting(
         "", "FFCV file of the training images; empty: data_dir is read", DATA
@@ -89,14 +89,14 @@ class ImageNetConfig(ClassificationConfig):
     )
     train_split: str = setting(
         "",
-        "folder or tar of data_dir (of --dataset: split) with the training images; empty: "
+        "folder or tar in data_dir (split of --dataset) with the training images; empty: "
         "train, ILSVRC2012_img_train or that of ILSVRC/Data/CLS-LOC",
         DATA,
         not_with="train_beton",
     )
     val_split: str = setting(
         "",
-        "the same of the images to evaluate on; empty: val, validation, valid, "
+        "the same for the images to evaluate on; empty: val, validation, valid, "
         "ILSVRC2012_img_val, test",
         DATA,
         not_with="val_beton",
@@ -104,37 +104,36 @@ class ImageNetConfig(ClassificationConfig):
     num_classes: int = option(0, "classes the data must have; 0: those it has", DATA)
     img_size: int = option(
         224,
-        "side of the training images in pixels; of those to evaluate on, unless "
-        "eval_img_size says otherwise",
+        "side of the training images in pixels, and of those to evaluate on if eval_img_size is 0",
         DATA,
         minimum=8,
     )
     first_img_size: int = option(
         0,
-        "side of the training images at first, from which they grow to img_size; 0: one size",
+        "side of the training images at the start, from which it grows to img_size; 0: one size",
         AUGMENT,
         goes_with="grow_epochs",
     )
     grow_epochs: list[float] = option(
         [],
-        "the epochs up to which they have first_img_size and from which on "
-        "img_size, counted from 0; between them multiples of 32 pixels",
+        "two epochs, counted from 0: first_img_size up to the first, img_size from the second on; "
+        "between them multiples of 32 pixels",
         AUGMENT,
         goes_with="first_img_size",
     )
     eval_img_size: int = option(
-        0, "evaluation: side in pixels of the middle that is cut out; 0: img_size", EVALUATION
+        0, "evaluation: side in pixels of the center crop; 0: img_size", EVALUATION
     )
     eval_resize: int = option(
         256,
-        "evaluation: the short side in pixels, before the middle is cut out",
+        "evaluation: the short side in pixels, before the center crop",
         EVALUATION,
         minimum=8,
     )
     aug_repeats: int = option(
         1,
-        "repeated augmentation: an epoch has each of its images this many times, and so "
-        "many times fewer images",
+        "repeated augmentation: an epoch has each of its images this many times, and so many "
+        "times fewer different images",
         AUGMENT,
         minimum=1,
     )
@@ -158,8 +157,8 @@ class ImageNetConfig(ClassificationConfig):
     )
     train_crop_mode: str = option(
         "rrc",
-        "timm's crop of training images: rrc a part that is resized, rkrc resized with its ratio "
-        "kept and cut at random, rkrr by random factors besides (not FFCV)",
+        "timm's crop of training images; rrc: random resized crop; rkrc: the whole image, resized "
+        "with a random change of scale and ratio, then center crop; rkrr: then random crop (not FFCV)",
         AUGMENT,
         choices=("rrc", "rkrc", "rkrr"),
         not_with="train_beton",
@@ -215,15 +214,15 @@ class ImageNetConfig(ClassificationConfig):
 
     @property
     def size_of(self) -> GrowingSize | None:
-        """Side in pixels of the training images by epoch; None where it is always img_size."""
+        """Side in pixels of the training images by epoch; None if it is always img_size."""
         if not self.first_img_size:
             return None
         return GrowingSize(self.first_img_size, self.img_size, *self.grow_epochs)
 
 
 class GrowingTrainer(ClassificationTrainer):
-    """A trainer whose images may grow: what smaller images leave untrained of position tables is filled after each
-    epoch, so that evaluation, checkpoints and larger images begin with it."""
+    """A trainer whose images may grow. Entries of position tables that smaller images leave untrained are filled after
+    each epoch, for evaluation, checkpoints and larger images."""
 
     def finish_epoch(self) -> None:
         size_of = self.config.size_of
@@ -281,8 +280,9 @@ class ClassFolders(DataModule):
         training: bool = True,
         evaluated: Evaluated | None = None,
     ):
-        """Return the images of "train" or "validation": an FFCV file where one is given, of images as they are
-        `evaluated`, else what --data-dir holds; without training that may be class folders alone."""
+        """Return the images of "train" or "validation": those of an FFCV file if `beton` names one (stored as they are
+        `evaluated`), else those of --dataset or --data-dir. Without `training`, --data-dir may itself hold the class
+        folders."""
         config = self.config
         if beton:
             return Beton(Path(beton), config.num_classes, evaluated)
@@ -390,7 +390,8 @@ def check_sizes(
     sizes: set[int],
     config: ImageNetConfig,
 ) -> None:
-    """Raise UsageError unless the model, left in eval mode, takes square images of all these sides, in pixels."""
+    """Raise UsageError if the model refuses square images of one of these sides, in pixels. It may be left in eval
+    mode."""
     device = next(model.parameters()).device
     try:
         for size in sorted(sizes - {config.img_size}):
@@ -404,7 +405,7 @@ def check_sizes(
 
 
 def as_stored(_img_size: int) -> Callable[[Tensor], Tensor]:
-    """Return the transform of images that lie in a file as they are evaluated: none."""
+    """Return the transform of images that are stored as they are evaluated: the identity."""
     return _same
 
 
@@ -413,7 +414,7 @@ def _same(pixels: Tensor) -> Tensor:
 
 
 def checked_train_transform(config: ImageNetConfig, img_size: int):
-    """Return what is done to training images of a side in pixels.
+    """Return the transform of training images of side `img_size` in pixels.
 
     Raises:
         UsageError: timm knows no such policy.

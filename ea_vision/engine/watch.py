@@ -1,5 +1,5 @@
 """Attention maps of a few images after each epoch: entropy and largest probability by layer, columns of metrics.csv.
-The recorder lives on a floor above and is loaded by its name."""
+The recorder is a higher package, so it is imported by name."""
 
 import importlib
 import logging
@@ -20,11 +20,11 @@ class MapsWatch:
 
     @torch.no_grad()
     def __call__(self, network: nn.Module, images: torch.Tensor) -> dict[str, float]:
-        """Return entropy_N and largest_N of each layer N: the mean entropy of its maps' rows over that of uniform
-        attention (nan for maps with negative entries), and their mean largest probability; {} of a network without
+        """Return entropy_N and largest_N of each layer N: the mean entropy of its maps' rows divided by that of uniform
+        attention (nan for maps with negative entries), and their mean largest probability; {} if the network has no
         attention that can be recorded. The network is left in eval mode.
 
-        Only the first images (B, 3, S, S) are taken: about as many pixels as 32 of 32 x 32 have.
+        Only the first images (B, 3, S, S) are used: about as many pixels as 32 images of 32 x 32, at least 4 images.
         """
         recorder = importlib.import_module("ea_vision.recorder.recording")
         quantities = importlib.import_module("ea_vision.recorder.quantities")

@@ -99,9 +99,9 @@ def test_a_wrong_folder_of_small_images_is_told_before_a_job_begins(photos, plac
             "--dataset digits --data-dir photos",
             "data_dir must be empty, got photos (--dataset folder reads it)",
         ),
-        ("--remode const", "remode goes with reprob, got const without it"),
-        ("--clip-mode agc", "clip_mode goes with clip_grad, got agc without it"),
-        ("--mean 0.5 0.5 0.5", "mean goes with std"),
+        ("--remode const", "remode needs reprob, got const without it"),
+        ("--clip-mode agc", "clip_mode needs clip_grad, got agc without it"),
+        ("--mean 0.5 0.5 0.5", "mean needs std"),
         (
             "--crop-padding 32 --crop-padding-mode reflect",
             "crop_padding must be less than img_size",
@@ -114,7 +114,7 @@ def test_a_wrong_folder_of_small_images_is_told_before_a_job_begins(photos, plac
         (
             "--compile --compile-mode reduce-overhead --grad-accum-steps 2",
             "compile_mode reduce-overhead needs grad_accum_steps 1, "
-            "for the next replay of a CUDA graph takes the",
+            "because each replay of a CUDA graph overwrites the",
         ),
     ],
 )
@@ -126,9 +126,9 @@ def test_bad_options_are_named(line, message):
 @pytest.mark.parametrize(
     "line, message",
     [
-        ("--bce-target-thresh 0.2", "bce_target_thresh goes with bce_loss"),
-        ("--first-img-size 160", "first_img_size goes with grow_epochs"),
-        ("--grow-epochs 1 2", "grow_epochs goes with first_img_size"),
+        ("--bce-target-thresh 0.2", "bce_target_thresh needs bce_loss"),
+        ("--first-img-size 160", "first_img_size needs grow_epochs"),
+        ("--grow-epochs 1 2", "grow_epochs needs first_img_size"),
         (
             "--first-img-size 256 --grow-epochs 1 2",
             "first_img_size must be 8 to img_size (224), got 256",

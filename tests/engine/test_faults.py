@@ -163,7 +163,7 @@ IMAGENET = (
         ),
         (
             "--val-beton a.beton --val-split dev",
-            "val_split goes without val_beton, got dev beside it",
+            "val_split excludes val_beton, got dev beside it",
         ),
         (
             "--no-test",
@@ -359,7 +359,7 @@ def test_out_of_memory_advises(data, tmp_path):
 
 def test_a_model_without_checkpointing_is_named():
     with pytest.raises(
-        UsageError, match="--grad-checkpointing needs a model that has it, linear has not"
+        UsageError, match="--grad-checkpointing needs a model that supports it, linear does not"
     ):
         enable_checkpointing(torch.nn.Linear(2, 2), "linear")
 

@@ -188,8 +188,8 @@ def test_mixed_batches_are_even_and_small_ones_are_warned_of(caplog):
     assert odd.batch_size == 1
     assert odd.grad_accum_steps == 257
     assert caplog.messages[-1] == (
-        "total_batch 514 on 2 processes is made of batches of 1, far below batch_size 128: "
-        "512 or 768 is made of full ones"
+        "total_batch 514 on 2 processes needs batches of 1, far below batch_size 128: "
+        "512 or 768 can use full ones"
     )
 
 
