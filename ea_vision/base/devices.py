@@ -1,7 +1,7 @@
 """torch's devices: choose one by name; read its random state, its memory and its name.
 
-torch keeps the functions of a kind of device in a module of its name: torch.cuda, torch.mps, torch.xpu, and that of a
-backend which registered itself. They differ in what they have, so each function here says what it does without.
+torch has one module of functions for each kind of device: torch.cuda, torch.mps, torch.xpu, and those of registered
+backends. Not every module has every function, so each function here documents its fallback.
 """
 
 from types import ModuleType
@@ -11,7 +11,7 @@ import torch
 from ea_vision.base.errors import UsageError
 
 HELP = "where to compute: auto, cpu, cuda, cuda:1, mps, xpu or another device of torch's"
-# kinds to which copies from pinned memory go while the CPU does other work
+# kinds of device to which copies from pinned memory are asynchronous
 PINNED = ("cuda", "xpu")
 
 
@@ -23,12 +23,12 @@ def choose_device(
     """Return the device of this process.
 
     Args:
-        name: auto (torch's accelerator where there is one, else the CPU) or a name of torch's.
+        name: auto (torch's accelerator if there is one, else the CPU) or a name of torch's.
         local_rank: number of this process on its machine; each takes a device of its own.
-        processes: of the run; of several none can ask for one device by its number.
+        processes: number of processes of the run; if there are several, `name` must not have a device number.
 
     Raises:
-        UsageError: no such device, or one that is not there.
+        UsageError: unknown device, or one that is not available.
     """
     if name == "auto":
         name = "cpu"
@@ -67,7 +67,7 @@ def choose_device(
 
 
 def functions_of(device: torch.device) -> ModuleType | None:
-    """Return torch's module of the functions of this kind of device; None where torch has none, as for meta."""
+    """Return torch's module of functions for this kind of device; None if there is none (cpu, meta)."""
     if device.type == "cpu":
         return None
     try:
@@ -81,8 +81,8 @@ def _call(
     name: str,
     default=None,
 ):
-    """Call a function of the device's module; return `default` where it has none. mps has one device, and its functions
-    take none."""
+    """Call a function of the device's module with the device; return `default` if the module lacks it. Functions of mps
+    take no device."""
     function = getattr(functions_of(device), name, None)
     if function is None:
         return default
@@ -90,12 +90,12 @@ def _call(
 
 
 def random_state(device: torch.device) -> torch.Tensor | None:
-    """Return the state of the device's generator, or None where it has none."""
+    """Return the state of the device's random generator, or None if it has none."""
     return _call(device, "get_rng_state")
 
 
 def set_random_state(state: torch.Tensor, device: torch.device) -> None:
-    """Set the state of the device's generator, where it has one."""
+    """Set the state of the device's random generator, if it has one."""
     function = getattr(functions_of(device), "set_rng_state", None)
     if function is None:
         return
@@ -106,24 +106,24 @@ def set_random_state(state: torch.Tensor, device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Return the peak bytes of tensors on the device, or the current bytes where it keeps no peak, or None."""
+    """Return the peak bytes of tensors on the device; the current bytes if it keeps no peak, else None."""
     current = _call(device, "current_allocated_memory")
     return _call(device, "max_memory_allocated", current)
 
 
 def used_memory(device: torch.device) -> int:
-    """Return the bytes of tensors on the device, 0 where it does not say."""
+    """Return the bytes of tensors on the device, 0 if unknown."""
     current = _call(device, "current_allocated_memory", 0)
     return _call(device, "memory_allocated", current)
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Forget the peak so far, where the device keeps one."""
+    """Reset the peak of memory, if the device keeps one."""
     _call(device, "reset_peak_memory_stats")
 
 
 def total_memory(device: torch.device) -> int | None:
-    """Return the bytes of memory of the device, or None where it does not say."""
+    """Return the bytes of memory of the device, or None if unknown."""
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
     return getattr(_call(device, "get_device_properties"), "total_memory", None)
@@ -135,15 +135,15 @@ def device_name(device: torch.device) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all it was asked to do."""
+    """Wait until the device has finished all its work."""
     _call(device, "synchronize")
 
 
 def pins_memory(device: torch.device) -> bool:
-    """Return whether batches for this device should lie in pinned memory."""
+    """Return whether batches for this device should be in pinned memory."""
     return device.type in PINNED
 
 
 def sum_type(device: torch.device) -> torch.dtype:
-    """Return the type in which sums over all images are kept: float64, which mps does not have."""
+    """Return the dtype of sums over all images: float64, or float32 on mps, which lacks float64."""
     return torch.float32 if device.type == "mps" else torch.float64

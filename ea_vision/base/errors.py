@@ -9,7 +9,7 @@ from difflib import get_close_matches
 
 
 class UsageError(ValueError):
-    """Something the user can mend: an option, a path, a broken image. Exit code 2."""
+    """Something that the user can correct: an option, a path, a broken image. Exit code 2."""
 
 
 class RunError(RuntimeError):
@@ -36,8 +36,8 @@ def near_matches(
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser of a command's arguments. Its description keeps its lines; what it does not know is a UsageError that
-    names what was near."""
+    """A parser of a command's arguments. The description keeps its line breaks. An unknown argument raises UsageError
+    with near matches."""
 
     def __init__(self, *, formatter_class=argparse.RawDescriptionHelpFormatter, **keywords):
         super().__init__(formatter_class=formatter_class, **keywords)
@@ -57,9 +57,9 @@ class CommandParser(argparse.ArgumentParser):
 def exit_code(main: Callable[[], int]) -> int:
     """Run `main`; turn the errors above into one line on stderr and an exit code.
 
-    torchrun gets every error in the file that it names, and shows the one that came first. What standard output cannot
-    write, such as a file name that is not UTF-8, is printed with backslashes; a reader that has gone (`| head -1`) ends
-    the command as it ends other programs, a full disk is an error.
+    Under torchrun every error is recorded in the file that torchrun names, and torchrun shows the first one. Text that
+    standard output cannot encode, such as a file name that is not UTF-8, is printed with backslashes. A closed pipe
+    (`| head -1`) ends the command as it ends other programs; a full disk is an error.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -84,7 +84,7 @@ def exit_code(main: Callable[[], int]) -> int:
         if refusal is None:
             raise
         if isinstance(refusal, BrokenPipeError):
-            return 141  # of a shell, for SIGPIPE
+            return 141  # a shell's exit code for SIGPIPE
         print(f"error: standard output cannot be written: {refusal.strerror}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -93,9 +93,9 @@ def exit_code(main: Callable[[], int]) -> int:
 
 
 def _refusal_of_stdout() -> OSError | None:
-    """Return why standard output cannot be written any more, or None; what is left for it is thrown away then."""
+    """Return the error of writing to standard output, or None. After an error further output is discarded."""
     try:
-        print(flush=True)  # a flush alone writes nothing where Python does not buffer
+        print(flush=True)  # a flush alone writes nothing if Python does not buffer
     except OSError as error:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
         return error

@@ -9,13 +9,13 @@ from ea_vision.base.errors import UsageError
 COLORS = ("#D55E00", "#0072B2", "#E69F00", "#CC79A7", "#56B4E9", "#009E73", "#F0E442")
 FORMATS = (".png", ".svg", ".pdf")
 MOST_PIXELS = 250_000_000
-PAGE = 6.75  # inches: the width of a figure that is not asked for another one, if it has enough to show
+PAGE = 6.75  # inches: the default width of a figure that has enough to show
 NARROWEST = 2.5  # inches
 WIDEST = 40.0
 
 
 def check_width(width: float | None) -> float | None:
-    """Raise UsageError for a width that no text fits into."""
+    """Return a width in inches, or None; raise UsageError if it is narrower than NARROWEST or wider than WIDEST."""
     if width is not None and not NARROWEST <= width <= WIDEST:
         raise UsageError(f"width must lie between {NARROWEST} and {WIDEST:g} inches, got {width:g}")
     return width
@@ -29,7 +29,7 @@ def figure_bytes(
     """Return the figure in the format of one of FORMATS.
 
     Raises:
-        UsageError: more than MOST_PIXELS; those that SVG and PDF have inside, too.
+        UsageError: more than MOST_PIXELS; also for SVG and PDF, which may contain pixels.
     """
     width, height = figure.get_size_inches() * dpi
     if width * height > MOST_PIXELS or max(width, height) >= 2**16:
@@ -43,7 +43,8 @@ def figure_bytes(
 
 
 def color_cycle() -> Sequence[str]:
-    """Return colours of lines: the user's, and where rcParams has matplotlib's, those for the colour-blind."""
+    """Return colours of lines: those of the user's rcParams or, if these are matplotlib's defaults, COLORS, which the
+    colour-blind can distinguish."""
     import matplotlib
 
     cycle = matplotlib.rcParams["axes.prop_cycle"]

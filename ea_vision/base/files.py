@@ -1,6 +1,6 @@
-"""Files that are written whole or not at all, and the folders they go to.
+"""Atomic writing of files, and their folders.
 
-Every writer of this package writes by `atomic_write`; commands ask `check_output` before they begin to work.
+Files of this package are written by `atomic_write`; commands call `check_output` before they begin to work.
 """
 
 import csv
@@ -18,7 +18,7 @@ from typing import Any
 
 from ea_vision.base.errors import RunError, UsageError
 
-# Seconds between attempts to replace a file that another process has open, which Windows alone refuses.
+# Seconds between attempts to replace a file that another process has open. Only Windows refuses this.
 WAITS = (0.05, 0.1, 0.2, 0.4, 0.8) if os.name == "nt" else ()
 
 
@@ -44,7 +44,7 @@ def create(folder: Path) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """See whether files can be written into a folder or, where it is not there yet, into the one above it.
+    """Check that files can be written into a folder or, if it does not exist yet, into the nearest folder above it.
 
     Raises:
         UsageError: they cannot.
@@ -54,17 +54,17 @@ def check_writable(folder: Path) -> None:
             folder = folder.parent
         probe = folder / f".{uuid.uuid4().hex}.tmp"
         probe.touch()
-        # another run that begins in the same folder clears such files away
+        # another run that begins in the same folder may have deleted it
         probe.unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(f"cannot write into the folder {folder}: {error.strerror}") from error
 
 
 def check_output(path: Path) -> Path:
-    """Make the folder of a file that is to be written and see that it can be written; return `path`.
+    """Make the folder of an output file and check that the file can be written; return `path`.
 
     Raises:
-        UsageError: it is a folder or a device, has no possible name, or its folder cannot be made or written into.
+        UsageError: it is a folder or a device, its name is too long, or its folder cannot be made or written into.
     """
     try:
         if path.exists() and not path.is_file():
@@ -81,7 +81,7 @@ def check_output(path: Path) -> Path:
 
 @contextmanager
 def _before_a_signal_ends_it() -> Iterator[None]:
-    """Let a SIGTERM that would end the process do so after the block, in which a temporary file may lie about."""
+    """Delay a SIGTERM that would end the process until the block is left, so that no temporary file stays behind."""
     came = []
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
@@ -111,11 +111,11 @@ def atomic_write(
     data: bytes,
     keep_previous_as: Path | None = None,
 ) -> None:
-    """Replace `path` by `data`, all or nothing. Of a link, its file is replaced. A process that SIGTERM ends in the
-    middle writes it whole first.
+    """Replace the content of `path` by `data`, atomically. If `path` is a link, the file that it points to is replaced.
+    A SIGTERM in the middle ends the process only after the write.
 
     Args:
-        keep_previous_as: a name for the file that was there before (default: it is gone).
+        keep_previous_as: new name of the previous file (default: it is deleted).
 
     Raises:
         RunError: the file could not be written (a folder, disk full, no permission); the old one is untouched.
@@ -142,12 +142,12 @@ def atomic_write(
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as JSON, all or nothing."""
+    """Write a value as JSON, atomically."""
     atomic_write(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 def csv_text(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> str:
-    """Return rows with the same keys as comma-separated values; `columns` is the header where there may be no row."""
+    """Return rows with the same keys as comma-separated values. `columns`: the header, required if there is no row."""
     text = io.StringIO()
     writer = csv.DictWriter(text, columns or list(rows[0]), lineterminator="\n")
     writer.writeheader()

@@ -1,4 +1,4 @@
-"""Models by name and their weights, with errors that name what was near."""
+"""Models by name and their weights, with errors that name near matches."""
 
 import hashlib
 import json
@@ -22,14 +22,14 @@ from ea_vision.base.errors import UsageError, near_matches
 
 # CIFAR-10's classes in its order, as timm's `label_names` and our folders have them.
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-# of experiments/scenes, likewise
+# The classes of experiments/scenes, in their order.
 SCENES = ("buildings", "forest", "glacier", "mountain", "sea", "street")
 
-# what weights were made with: an entry of a file's metadata, and the name of the note
+# name of the metadata entry, and of the note, that say what weights were made with
 MADE_WITH = "made_with"
 DATA_KEYWORDS = ("num_classes", "in_chans", "img_size")  # of a model, fixed by data and options
 
-# What constructors raise on keywords that make no sense to them.
+# Exceptions that constructors raise for keywords that they refuse.
 REFUSALS = (
     ValueError,
     TypeError,
@@ -43,7 +43,7 @@ REFUSALS = (
 
 
 def hub_source(name: str) -> tuple[str, str]:
-    """Return timm's ("hf-hub", OWNER/NAME) or ("local-dir", FOLDER) of a name that begins so; ("", name) of others."""
+    """Return ("hf-hub", OWNER/NAME) or ("local-dir", FOLDER) for names of timm's that begin so, else ("", name)."""
     source, colon, place = name.partition(":")
     if colon and source in ("hf-hub", "local-dir"):
         return source, place
@@ -56,7 +56,7 @@ def check_model_name(name: str, alternative: str = "") -> None:
     A name may also be hf-hub:OWNER/NAME, which is not looked up here, or local-dir:FOLDER.
 
     Args:
-        alternative: what else it might be, "or run folder "; then the folders beside a path are near matches, too.
+        alternative: what else the name might be, such as "or run folder "; then folders beside it are matches, too.
     """
     source, place = hub_source(name)
     if source == "local-dir" and not Path(place, "config.json").is_file():
@@ -94,9 +94,9 @@ def create_classifier(
     """Create a registered timm model for square RGB images.
 
     Args:
-        kwargs: further keywords of the model; those in `optional` are left out, with a notice, where it lacks them.
+        kwargs: further keywords of the model; those in `optional` are left out, with a notice, if it lacks them.
         img_size: side of the images in pixels; passed on to models that take an image size.
-        pretrained: with its pretrained weights; where they have other classes, but for the classifier.
+        pretrained: load its pretrained weights; those of the classifier only for the same number of classes.
         weights: a file to take as its pretrained weights.
 
     Returns:
@@ -148,7 +148,7 @@ def create_by_keywords(
     wanted = fixed | kwargs
     try:
         model, taken = create_leaving_out(create, wanted, optional | {"img_size"})
-    except UsageError:  # of weights
+    except UsageError:  # from loading weights
         raise
     except REFUSALS as error:
         unknown = _unknown_keyword(error)
@@ -189,7 +189,7 @@ def create_leaving_out(
 
 
 def _unknown_keyword(error: Exception) -> str | None:
-    """Return the keyword that Python says is unknown, or the first of those that timm does."""
+    """Return the keyword that an error of Python's or timm's calls unexpected (the first of several), or None."""
     found = re.search(r"unexpected keyword argument(?:\(s\): \[| )'(\w+)'", str(error))
     return found[1] if found else None
 
@@ -215,7 +215,7 @@ def pretrained_model(
         model = timm.create_model(name, pretrained=True, **(kwargs or {}), **more)
         shipped = str(model.pretrained_cfg.get("file") or "")
         if shipped.endswith(".safetensors"):
-            read_weights(Path(shipped))  # for its checksum, which timm does not ask for
+            read_weights(Path(shipped))  # verifies the checksum, which timm does not
         return model
     except (TypeError, UsageError):
         raise
@@ -232,11 +232,11 @@ def _with_weights(
     path: str,
     notice,
 ) -> nn.Module:
-    """Create a model with the weights of a file, as timm would load its pretrained ones; of a classifier for other
-    classes it keeps its own.
+    """Create a model with the weights of a file, as timm would load its pretrained ones. If the file's classifier has
+    another number of classes, the model keeps its own.
 
     Raises:
-        UsageError: a file that cannot be read, or that is not this model's.
+        UsageError: the file cannot be read, or does not fit the model.
     """
     model = timm.create_model(name, **kwargs)
     try:
@@ -254,7 +254,7 @@ def _with_weights(
             notice(f"{key} of {path} is {list(state[key].shape)}: not taken for {list(own.shape)}")
             state[key] = own
     given = {
-        "file": path,  # whose metadata names the keywords; the tensors are these
+        "file": path,  # its metadata names the keywords; the tensors are those of state_dict
         "state_dict": state,
         "num_classes": model.num_classes,
         "label_offset": 0,
@@ -285,7 +285,7 @@ def _digest_of(tensors: dict[str, Tensor]) -> str:
 def encode_weights(state: dict[str, Tensor], about: dict[str, str] | None = None) -> bytes:
     """Return a safetensors file for `timm.create_model(..., checkpoint_path=...)`, with a checksum.
 
-    about: what else the file's metadata says.
+    about: further metadata of the file.
     """
     tensors = {}
     for name, value in state.items():
@@ -295,10 +295,10 @@ def encode_weights(state: dict[str, Tensor], about: dict[str, str] | None = None
 
 
 def with_note(state: dict[str, Tensor], note: str) -> dict[str, Tensor]:
-    """Return weights with a tensor of the bytes of `note`, what they were made with.
+    """Return weights with `note`, which says what they were made with, as a tensor of bytes.
 
-    timm's `checkpoint_path=` hands a network the tensors of a file without its metadata. Networks of ours take the
-    note out and check it; `read_weights` takes it out.
+    timm's `checkpoint_path=` passes the tensors of a file to a network, but not its metadata. Networks of ea_vision
+    remove the note and check it; `read_weights` removes it.
     """
     return {**state, MADE_WITH: torch.frombuffer(bytearray(note, "utf-8"), dtype=torch.uint8)}
 
@@ -307,7 +307,7 @@ def read_metadata(path: Path) -> dict[str, str]:
     """Return the metadata in a safetensors file's header.
 
     Raises:
-        OSError, ValueError: it cannot be read, or is no such file.
+        OSError, ValueError: it cannot be read, or is not a safetensors file.
     """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -318,7 +318,7 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def read_made_with(path: Path) -> dict[str, Any] | None:
-    """Return what a weights file says of the network that it was made with, or None where it says nothing.
+    """Return what a weights file says about the network that it was made with, or None if it says nothing.
 
     Returns:
         model, its registered name; model_kwargs; and for a run of ours also task, classes, mean, std.
@@ -327,7 +327,7 @@ def read_made_with(path: Path) -> dict[str, Any] | None:
         return None
     try:
         said = read_metadata(path).get(MADE_WITH)
-    except (OSError, ValueError, AttributeError):  # reading the weights says what is wrong
+    except (OSError, ValueError, AttributeError):  # reading the weights reports the error
         return None
     return json.loads(said) if said else None
 
@@ -336,7 +336,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     """Read safetensors weights. Those that `encode_weights` made carry a checksum.
 
     Raises:
-        UsageError: no such file, not safetensors, or not what was written.
+        UsageError: no such file, not safetensors, or another checksum than was written.
     """
     try:
         # safetensors cannot open a name that is not UTF-8
@@ -402,7 +402,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def lay_out(model: nn.Module, memory_format: torch.memory_format) -> nn.Module:
-    """Lay out the tensors of 4 dimensions of a model, the weights of its 2-D convolutions, in place; return it.
+    """Give a model's 4-D tensors (the weights of 2-D convolutions) this memory format, in place; return the model.
 
     `model.to(memory_format=torch.channels_last)` refuses networks with weights of 5 dimensions, as timm's lambda
     networks have.
@@ -419,7 +419,7 @@ def check_classes(
     expected: list[str] | None,
     source: str,
 ) -> None:
-    """Raise UsageError unless a model's classes are those of the data, in number and, where known, in name."""
+    """Raise UsageError if a model's classes differ from those of the data in number or, if they are known, in name."""
     if model.num_classes != len(classes):
         raise UsageError(f"{source} has {model.num_classes} classes, the data {len(classes)}")
     if expected is not None and expected != classes:
@@ -430,10 +430,10 @@ def check_classes(
 
 
 def pretrained_classes(model: nn.Module, classes: list[str]) -> list[str] | None:
-    """Return the classes that a model's pretrained weights know, to compare with the data's, where they can be told.
+    """Return the class names of a model's pretrained weights, to compare with the data's, or None if they are unknown.
 
-    They are the `label_names` of its configuration; where it has none, and the data's 1000 are named by WordNet IDs,
-    they are ImageNet's.
+    They are the `label_names` of its configuration. Without these they are ImageNet's, if the model has 1000 classes
+    and the data's are WordNet IDs.
     """
     if model.pretrained_cfg.get("label_names"):
         return list(model.pretrained_cfg["label_names"])
@@ -449,9 +449,9 @@ def image_statistics(model: nn.Module) -> tuple[tuple[float, ...], tuple[float, 
 
 
 def set_image_statistics(model: nn.Module, about: Mapping[str, Any]) -> None:
-    """Let a model's configuration ask for images in 0..1 that are normalised as those of a run were.
+    """Set mean and std of images in 0..1 in a model's configuration to those of a run.
 
-    about: what the run says, with mean and std per channel; the configuration stays where it says none.
+    about: section of the run, with mean and std per channel; without them the configuration does not change.
     """
     if "mean" in about:
         statistics = {"mean": tuple(about["mean"]), "std": tuple(about["std"])}

@@ -1,5 +1,5 @@
-"""Figures for print: text of 7 to 9 points whatever the width (in proportion larger or smaller where
-rcParams["font.size"] is not matplotlib's), and how wide it is."""
+"""Figures for print: text of 7 to 9 points at any width (scaled in proportion to rcParams["font.size"]), and the width
+of texts."""
 
 import re
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from matplotlib.textpath import text_to_path
 
 from ea_vision.base.figures import figure_bytes
 
-# Of a text: words, parts that end in punctuation, letters.
+# Patterns for the pieces of a text: words, parts that end in punctuation, letters.
 PIECES = (r"[^ \n]*[ \n]?", r"[^_\-./,]*[_\-./,]?", ".")
 POINTS = {"title": 9.0, "medium": 8.0, "small": 7.0}
 
@@ -38,7 +38,7 @@ def _width(
 
 
 def text_width(text: str, size: float) -> float:
-    """Return the width of text's longest line in points, as letters of `size` points have it."""
+    """Return the width in points of the longest line of a text with letters of `size` points."""
     family = tuple(matplotlib.rcParams["font.family"])
     return max(_width(line, size, family) for line in text.split("\n"))
 
@@ -61,8 +61,8 @@ def wrapped(
 
 
 class Picture(Figure):
-    """A figure that belongs to no window; notebooks show it whether or not pyplot is loaded. Files keep text as text:
-    TrueType fonts in PDF, which venues ask for, and letters in SVG."""
+    """A figure that belongs to no window; notebooks show it whether or not pyplot is loaded. Its files keep text as
+    text: TrueType fonts in PDF, which venues ask for, and letters in SVG."""
 
     def savefig(self, fname, **kwargs) -> None:
         with matplotlib.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42, "ps.fonttype": 42}):
@@ -82,8 +82,8 @@ def new_figure(
 
 
 def print_style() -> AbstractContextManager[None]:
-    """Draw axes, lines and markers in the sizes of print while this lasts, and no text as mathematics; for ticks see
-    `small_ticks`, other text gets its `points`."""
+    """Return a context in which axes, lines and markers have sizes for print, and no text is read as mathematics. For
+    ticks see `small_ticks`; other text gets its size from `points`."""
     small = points()
     medium = points("medium")
     return matplotlib.rc_context(
@@ -105,7 +105,7 @@ def print_style() -> AbstractContextManager[None]:
 
 
 def small_ticks(axes: Axes) -> None:
-    """Write the numbers of ticks, which matplotlib makes when it draws, in small letters."""
+    """Write the numbers of ticks in small letters; matplotlib makes them later, when it draws."""
     axes.tick_params(labelsize=points(), width=0.6, length=2.5, pad=2)
 
 
@@ -114,8 +114,8 @@ def legend_below(
     lines: Sequence[Artist],
     names: Sequence[str],
 ) -> None:
-    """Draw a legend below all, in `print_style`, in as many columns as the width has room for; the figure grows by its
-    lines."""
+    """Draw a legend below all axes, in `print_style`, in as many columns as fit; the figure grows by its lines beyond
+    three."""
     small = points()
     width, height = figure.get_size_inches()
     names = [wrapped(name, 72 * width - 50, small) for name in names]

@@ -22,12 +22,12 @@ from ea_vision.base.devices import choose_device
 from ea_vision.base.errors import RunError, UsageError
 
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
-# What torch says of a collective that another process did not join.
+# What torch says about a collective that another process did not join.
 WAITED_IN_VAIN = re.compile(
     r"tim(ed )?(e)?out|connection (reset|closed|refused)|peer", re.IGNORECASE
 )
-# What torch and Python raise when a worker has ended: the signal handler's and the queue's own errors, and those of the
-# sockets by which tensors come, which may find out first.
+# What torch and Python raise when a worker has ended: errors of the signal handler, of the queue, and of the sockets
+# that transfer tensors, which may notice first.
 WORKER_ENDED = re.compile(r"DataLoader worker \(pid|Pin memory thread exited|DataLoader timed out")
 WORKER_ENDS = (RuntimeError, ConnectionError, EOFError, FileNotFoundError, queue.Empty)
 # Processes or threads that decode images: more would only get into each other's way, and 100,000 bring a machine down.
@@ -39,10 +39,10 @@ class WorkerLost(RunError):
 
 
 def worker_lost(error: Exception) -> WorkerLost | None:
-    """Return the error to raise where this one says that a worker process has ended, else None.
+    """Return the error to raise if `error` means that a worker process has ended, else None.
 
-    torch says so in a RuntimeError, from its signal handler anywhere or from its queue; an error that a worker met and
-    handed on says "Caught ... in DataLoader worker process".
+    torch reports this in a RuntimeError, from its signal handler at any place or from its queue. An error that a worker
+    raised and passed on says "Caught ... in DataLoader worker process" and does not count.
     """
     text = " ".join(str(error).split())
     if not isinstance(error, WORKER_ENDS) or isinstance(error, RunError):
@@ -59,11 +59,11 @@ def worker_lost(error: Exception) -> WorkerLost | None:
 
 @contextmanager
 def workers_watched(kinds: type | tuple[type, ...] = WORKER_ENDS) -> Iterator[None]:
-    """Turn each way in which a dead worker process shows while a batch is fetched into a WorkerLost.
+    """Turn every error that a dead worker process causes while a batch is fetched into a WorkerLost.
 
-    torch's signal handler may speak once more while an error of ours is on its way out: then that one counts.
+    torch's signal handler may raise again while a RunError is being handled; then that RunError is raised.
 
-    kinds: the errors to look at; where more is done than fetching, RuntimeError, torch's own, alone.
+    kinds: the errors to look at; if the block does more than fetch batches, RuntimeError (torch's own) alone.
     """
     try:
         yield
@@ -78,7 +78,7 @@ def workers_watched(kinds: type | tuple[type, ...] = WORKER_ENDS) -> Iterator[No
 
 
 def usable_cpus() -> int:
-    """Return the processors that this process may use; where the system does not say, those of the machine."""
+    """Return the number of CPUs that this process may use or, if the system does not say, of the machine."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -90,7 +90,7 @@ def start_method() -> str:
 
 
 def end_with_parent(signal_name: str) -> None:
-    """Let the system send this process a signal when its parent has ended, where it can: on Linux."""
+    """On Linux, let the system send this process a signal when its parent has ended."""
     number = getattr(signal, signal_name, None)
     if sys.platform == "linux" and number is not None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
@@ -115,7 +115,7 @@ class World:
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value of every process, in order of rank, in all of them."""
+        """Return the values of all processes, in order of rank, on every process."""
         if self.size == 1:
             return [value]
         values = [None] * self.size
@@ -129,7 +129,7 @@ class World:
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Let rank 0 do the block first: what it leaves in a cache, the others find."""
+        """Let rank 0 run the block first, so that the others find what it cached."""
         if not self.is_main:
             self.barrier()
         yield
@@ -140,8 +140,9 @@ class World:
 def mean_in_order(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Return a bucket of gradients, averaged over the processes in the order of ranks, for DDP's register_comm_hook.
 
-    In which order gloo adds three processes or more depends on a gradient's place in its bucket, and DDP lays its
-    buckets anew after the first update: a run that was resumed would end with other last bits than an undisturbed one.
+    The order in which gloo adds three or more processes depends on a gradient's place in its bucket, and DDP rebuilds
+    its buckets after the first update. Without this hook the last bits of a resumed run would differ from those of an
+    uninterrupted one.
     """
     parts = [torch.empty_like(bucket.buffer()) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, bucket.buffer())
@@ -151,7 +152,7 @@ def mean_in_order(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Te
 
 
 def _of_environment(name: str, default: int) -> int:
-    """Return a whole number from the environment; raise UsageError where it is none."""
+    """Return a whole number from the environment; raise UsageError for other text."""
     text = os.environ.get(name, "")
     if not text:
         return default
@@ -188,7 +189,7 @@ def _rendezvous(
 ) -> dist.Store:
     """Return the store by which the processes find each other."""
     store, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timeout)))
-    # The agent's store keeps the addresses of processes that were replaced.
+    # The agent's store keeps the addresses of processes that were replaced, so each attempt has its own prefix.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
         store = dist.PrefixStore(f"attempt {attempt}", store)
@@ -200,11 +201,11 @@ def join_world(device_name: str, timeout_minutes: float = 10.0) -> Iterator[Worl
     """Join the processes that torchrun started (it sets RANK, LOCAL_RANK and WORLD_SIZE), and leave them at the end.
 
     Args:
-        timeout_minutes: that processes wait for one that does not answer.
+        timeout_minutes: how long processes wait for one that does not answer.
 
     Raises:
-        UsageError: a device that is not there, or variables of the environment that make no world.
-        RunError: of gloo's processes one has ended or does not answer (NCCL's watchdog ends the process).
+        UsageError: the device is not available, or the environment's variables are missing or contradict each other.
+        RunError: a process has ended or does not answer, with gloo (with NCCL its watchdog ends the process).
     """
     size, rank, local_rank = _place_in_world()
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -231,7 +232,7 @@ def join_world(device_name: str, timeout_minutes: float = 10.0) -> Iterator[Worl
             f"{timeout_minutes:g} min"
         ) from error
     finally:
-        # gloo's threads need the interpreter's lock to drop the tensors of the last collective; the destructor of the
-        # process group waits for them while it holds that lock, and so for ever, unless they are done before it runs.
+        # gloo's threads need the interpreter's lock to drop the tensors of the last collective. The destructor of the
+        # process group holds that lock while it waits for them: for ever, unless they are done before it runs.
         time.sleep(0.1)
         dist.destroy_process_group()

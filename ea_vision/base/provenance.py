@@ -1,4 +1,4 @@
-"""Versions, git commit and hardware, which results are stored with."""
+"""Versions, git commit and hardware, which are stored with results."""
 
 import platform
 import re
@@ -26,7 +26,7 @@ def provenance() -> dict:
     """Return versions, hardware and, in a checkout, the git commit (with `+changes` where files differ from it)."""
     commit = None
     try:
-        # An environment may lie in a repository of the user's, which is not the package's.
+        # The environment may be inside a git repository of the user's that is not the package's.
         _git("ls-files", "--error-unmatch", "__init__.py")
         changes = _git("status", "--porcelain", "-uno", "--", ".")
         commit = _git("rev-parse", "HEAD").strip() + ("+changes" if changes else "")
@@ -45,7 +45,7 @@ def provenance() -> dict:
 
 
 def hardware(device: torch.device, processes: int) -> str:
-    """Return one line: the device, how many of them, and threads on a CPU."""
+    """Return one line: the device, the number of processes and, on a CPU, of threads."""
     if device.type != "cpu":
         return f"{processes} x {device_name(device)}"
     model = platform.processor() or platform.machine()

@@ -6,7 +6,7 @@ UNITS = (("s", 1.0, 100), ("min", 60.0, 100), ("hours", 3600.0, 48))  # name, se
 
 
 def duration(seconds: float) -> str:
-    """Return seconds below 100, minutes below 100, hours below 48, days above."""
+    """Write a duration in seconds up to 100 s, minutes up to 100 min, hours up to 48 hours, else in days."""
     for unit, length, limit in UNITS:
         if seconds / length < limit:
             return f"{seconds / length:.2g} {unit}"
@@ -14,7 +14,7 @@ def duration(seconds: float) -> str:
 
 
 def memory_size(count: float) -> str:
-    """Return bytes in MiB, or in GiB from one on."""
+    """Write a number of bytes in MiB, or in GiB from 1 GiB on."""
     if count >= GIB:
         return f"{count / GIB:.2f} GiB"
     return f"{count / MIB:.1f} MiB"
