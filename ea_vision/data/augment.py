@@ -1,7 +1,7 @@
 """Augmentation of whole batches on their device, one random draw per image, no loop over images.
 
-The draws for an epoch are made at once, on the CPU, from seed and epoch: what happens to an image depends neither on
-the device nor on the number of processes, and a run that continues inside an epoch sees the same images.
+All draws of an epoch are made together, on the CPU, from seed and epoch. So the augmentation of an image depends
+neither on the device nor on the number of processes, and a run that resumes inside an epoch sees the same images.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torchvision.transforms.v2 import functional as F
 
 from ea_vision.data.batches import epoch_generator
 
-# --padding-mode: torchvision's name of it
+# --crop-padding-mode: torchvision's name of it
 PADDING_MODES = {"zeros": "constant", "reflect": "reflect"}
 
 
@@ -23,9 +23,9 @@ class Augmentation:
     Attributes:
         flip: left-right; on: half of the time; off; alternate: in the first epoch half of the images, then each image
             every other epoch (Keller Jordan, https://arxiv.org/abs/2404.00498, section 3.6).
-        crop_padding: pad by this much and cut the original size out anywhere.
+        crop_padding: pad by this much, then crop the original size at a random position.
         padding_mode: zeros: black; reflect: mirrored at the border, whose pixels are not repeated.
-        cutout: side of the square that is set to the mean colour; its centre lies anywhere (DeVries 2017).
+        cutout: side of the square that is set to the mean colour; its centre is random (DeVries 2017).
     """
 
     flip: str = "on"
@@ -55,8 +55,8 @@ class Augmentation:
         epoch: int,
         seed: int,
     ) -> Tensor:
-        """Return integers (count,): 1 for the images that are flipped in an epoch, by number."""
-        generator = epoch_generator(seed, -1)  # no epoch's own
+        """Return integers (count,), by number of the image: 1 for those that are flipped in an epoch."""
+        generator = epoch_generator(seed, -1)  # a generator that no epoch uses
         first = torch.randint(2, (count,), generator=generator)
         return first ^ (epoch % 2)
 

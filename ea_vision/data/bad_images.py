@@ -1,4 +1,4 @@
-"""Images that cannot be read: counted over all processes, listed with their path, a run stopped when they are many."""
+"""Images that cannot be read: they are counted over all processes and listed; a run with too many stops."""
 
 import logging
 from pathlib import Path
@@ -12,7 +12,7 @@ FILE = "bad_images.csv"
 
 
 class BadImages:
-    """The unreadable images of a run. `collect` brings those that the processes meet together.
+    """The unreadable images of a run. `collect` merges those that the processes have met.
 
     Args:
         limit: the run stops when there are more.
@@ -20,9 +20,9 @@ class BadImages:
 
     def __init__(self, limit: int):
         self.limit = limit
-        # path -> what is wrong with it, over all processes
+        # path -> error, over all processes
         self.known: dict[str, str] = {}
-        # whether the last list was written; on the main process
+        # on the main process: whether the last list was written
         self.listed = True
         # what this process's loaders have met since the last `collect`
         self.new: dict[str, str] = {}
@@ -53,9 +53,9 @@ class BadImages:
             )
 
     def _write(self, file: Path) -> None:
-        """Write the list; where that fails, as on a full disk, warn once, for the run can go on without."""
+        """Write the list. If that fails, as on a full disk, warn once: the run can go on without it."""
         rows = [{"path": path, "error": error} for path, error in sorted(self.known.items())]
-        # names of files may be no UTF-8
+        # names of files may not be UTF-8
         content = csv_text(rows).encode("utf-8", "surrogateescape")
         try:
             atomic_write(file, content)

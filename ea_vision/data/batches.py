@@ -1,7 +1,7 @@
 """Common to all loaders: the batch, the order of an epoch, and each process's share of the images.
 
-A loader has `len(loader)` batches and yields them from `loader.batches(...)`. Those of training take an epoch and the
-number of its first batch, and are shuffled; those of evaluation take nothing.
+A loader has `len(loader)` batches and yields them from `loader.batches(...)`. In training this takes an epoch and the
+number of the first batch, and shuffles; in evaluation it takes no arguments.
 """
 
 import math
@@ -22,8 +22,8 @@ class Batch(NamedTuple):
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """Send a tensor of main memory to the device; on a GPU by pinned memory, or the host might wait until the
-    device has done all that it was given before."""
+    """Copy a tensor from main memory to the device. For a GPU it is pinned first, since the host might otherwise wait
+    until the device has finished all earlier work."""
     if pins_memory(device):
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -31,7 +31,7 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
 
 def epoch_generator(seed: int, epoch: int) -> torch.Generator:
     """Return the generator of an epoch's random numbers, on the CPU; the order is drawn first."""
-    # an odd factor keeps the pairs apart
+    # an odd factor keeps the pairs of seed and epoch apart
     return torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
 
 
@@ -57,12 +57,12 @@ class GrowingSize:
 
 
 class Loader:
-    """Common to all loaders: which of a split's `count` images process `rank` of `world_size` gets, and when.
+    """Base of all loaders: which of a split's `count` images process `rank` of `world_size` gets, and when.
 
-    Training: batch b of rank r takes the places [(b R + r) B, (b R + r + 1) B) of the epoch's order, R processes of B
-    images, so two processes see, together, what one process with twice the batch size sees; what is left over after the
-    last full batch of all processes is not used. Evaluation: every image once over all processes, rank r those of
-    number r, r + R, ...; all processes get the same number of batches, of which the last may be short or empty.
+    Training: with R processes and batches of B images, batch b of rank r has places [(b R + r) B, (b R + r + 1) B) of
+    the epoch's order. So two processes together see what one process with twice the batch size sees. Images after
+    the last full batch of all processes are not used. Evaluation: every image once over all processes; rank r gets
+    those of number r, r + R, ... All processes get the same number of batches; the last ones may be short or empty.
 
     Args: mean and std of images in 0..1, per channel; batch_size: images per process; seed: of order and augmentation.
     """
@@ -104,7 +104,7 @@ class Loader:
         return math.ceil(math.ceil(self.count / self.world_size) / self.batch_size)
 
     def train_places(self, first: int = 0) -> list[slice]:
-        """Return places in the epoch's order of the batches from number `first` on."""
+        """Return the places in the epoch's order of each batch from number `first` on."""
         places = []
         for number in range(first, len(self)):
             start = (number * self.world_size + self.rank) * self.batch_size
@@ -112,16 +112,16 @@ class Loader:
         return places
 
     def eval_images(self) -> list[range]:
-        """Return indices of the images of each batch."""
+        """Return the indices of the images of each batch."""
         of_rank = range(self.rank, self.count, self.world_size)
         starts = range(0, len(self) * self.batch_size, self.batch_size)
         return [of_rank[start : start + self.batch_size] for start in starts]
 
     def repeated(self, order: Tensor, times: int) -> Tensor:
-        """Return an epoch that has each of its images `times` times (repeated augmentation, Hoffer et al. 2019), so as
-        many times fewer of them.
+        """Return an epoch that has each of its images `times` times (repeated augmentation, Hoffer et al. 2019), and so
+        many times fewer different images.
 
-        The copies of an image are in one update, of different processes as far as there are: timm's RepeatAugSampler
+        The copies of an image are in one update, on different processes if there are enough. timm's RepeatAugSampler
         gives process r the same images.
 
         Args:

@@ -1,8 +1,8 @@
-"""A .beton file, the format of FFCV (https://ffcv.io), its tables checked, and FILE.json beside it.
+"""A .beton file (FFCV's format, https://ffcv.io) with its tables checked, and FILE.json beside it.
 
-write-ffcv writes both. FILE.json has the classes, how images were stored, and a fingerprint of all in the .beton that
-is not an image's bytes; it is compared when the file is opened. FFCV's format has no checksum of the images' bytes:
-an image that is stored as pixels is read as it is, damaged or not.
+write-ffcv writes both. FILE.json has the classes, how images were stored, and a fingerprint of everything in the .beton
+except the images' bytes, which is compared when the file is opened. FFCV's format has no checksum of the images' bytes,
+so damage to an image that is stored as pixels is not noticed.
 """
 
 import importlib
@@ -27,7 +27,7 @@ KEYS = ("source", "classes", "evaluated", "fingerprint")  # of FILE.json
 
 
 class Evaluated(NamedTuple):
-    """How images are scaled and cut before evaluation: the trainer's options of these names."""
+    """How images are scaled and cropped before evaluation: the trainer's options of these names."""
 
     eval_img_size: int
     eval_resize: int
@@ -35,12 +35,12 @@ class Evaluated(NamedTuple):
 
 
 def require_ffcv(module: str):
-    """Import a module of FFCV. Raises UsageError, with the lines that install it, where that fails."""
+    """Import a module of FFCV. If that fails, raise UsageError with the lines that install it."""
     try:
         config = importlib.import_module("numba").config
         if config.THREADING_LAYER == "default":
-            # FFCV starts numba's threads when it is imported. Where numba takes TBB for them and there is one core, a
-            # process that has forked since waits for ever at its end. Nothing here computes in those threads.
+            # FFCV starts numba's threads when it is imported. If they are TBB's and there is one core, a process that
+            # forks afterwards waits for ever at its end. Nothing here computes in those threads.
             config.THREADING_LAYER = "workqueue"
         return importlib.import_module(module)
     except ImportError as error:
@@ -48,7 +48,7 @@ def require_ffcv(module: str):
 
 
 class Tables(NamedTuple):
-    """What a .beton file says of its images."""
+    """What a .beton file says about its images."""
 
     rows: np.ndarray  # int64 (N, 5): place in the file, bytes, height, width, whether it is JPEG
     labels: np.ndarray  # int (N,)
@@ -66,16 +66,16 @@ def read_tables(path: Path) -> Tables:
     """Read the header and tables of a .beton file of RGB images and integer labels.
 
     Raises:
-        UsageError: FFCV is not installed, or it is no such file, or not a whole one.
+        UsageError: FFCV is not installed, or the file is missing, of another kind or incomplete.
     """
     reader_module = require_ffcv("ffcv.reader")
     try:
         reader = reader_module.Reader(str(path))
         kinds = [type(field).__name__ for field in reader.handlers.values()]
-    except Exception as error:  # whatever other bytes lead it to
+    except Exception as error:  # the reader raises many kinds on other bytes
         raise UsageError(f"{path} is not a whole .beton file: {error}") from error
     sizes = np.sort(reader.alloc_table, order="sample_id")["size"]
-    # The sizes are the end of the file.
+    # The sizes come last in the file.
     if kinds != FIELDS or len(sizes) != reader.num_samples:
         raise UsageError(
             f"{path} is not a whole .beton file of {reader.num_samples} RGB images and integer labels: "
@@ -120,7 +120,7 @@ def read_about(path: Path, tables: Tables) -> dict[str, Any]:
     """Return what FILE.json beside a .beton file says: classes, and evaluated (None: whole images); {} without one.
 
     Raises:
-        UsageError: it is not what write-ffcv writes, or of another file than these tables, or either is damaged.
+        UsageError: write-ffcv did not write it, it belongs to other tables than these, or one of the files is damaged.
     """
     file = sidecar(path)
     if not file.exists():
@@ -166,16 +166,17 @@ def _is_about(about: Any) -> bool:
 class Beton:
     """The images and classes of a .beton file: fields `image` (RGB) and `label` (int), in this order.
 
-    classes: from the file that write-ffcv leaves beside it; numbers where there is none. table: int64 (N, 5), of each
-    image its place in the file, bytes, height, width and whether it is JPEG. evaluated: how images were scaled and cut
-    to be stored, None: not.
+    classes: from FILE.json, or numbers if there is none. table: int64 (N, 5), for each image its place in the file,
+    bytes, height, width and whether it is JPEG. evaluated: how images were scaled and cropped before they were stored;
+    None: not at all.
 
     Args:
         num_classes: that it must have; 0: any.
-        evaluated: how its images must have been scaled and cut; None, to train on: not.
+        evaluated: how its images must have been scaled and cropped; None (for training): not at all.
 
     Raises:
-        UsageError: FFCV is not installed, or the file is missing, cut off, of other classes, or written otherwise.
+        UsageError: FFCV is not installed, or the file is missing, cut off, has other classes, or stores images
+            differently.
     """
 
     def __init__(
@@ -211,7 +212,7 @@ class Beton:
         return len(self.labels)
 
     def __getstate__(self) -> dict:
-        """Return what goes to another process, which maps the file again."""
+        """Return the state for another process, which maps the file again."""
         return {**self.__dict__, "data": None}
 
     def __setstate__(self, state: dict) -> None:
@@ -226,7 +227,7 @@ class Beton:
         """Return an image that is stored as pixels, uint8 (H, W, 3), and its target.
 
         Raises:
-            BrokenImage: it has other bytes than its size in pixels says.
+            BrokenImage: its place or number of bytes is impossible.
         """
         if self.impossible(self.table[[index]])[0]:
             raise BrokenImage(IMPOSSIBLE)
@@ -235,7 +236,7 @@ class Beton:
         return torch.tensor(pixels), int(self.labels[index])
 
     def impossible(self, rows: np.ndarray) -> np.ndarray:
-        """Return, for rows (B, 5) of `table`, which of them no image can have: bool (B,)."""
+        """Return which rows (B, 5) of `table` are impossible for an image: bool (B,)."""
         start, size, height, width, is_jpeg = rows.T
         pixels = height * width
         outside = (start < 0) | (size < 0) | (start + size > len(self.data))
@@ -257,7 +258,7 @@ IMPOSSIBLE = "the file's table has a size or place that it cannot have"
 
 def _mapped(path: str) -> np.ndarray:
     """Map a file into memory: uint8 (bytes,)."""
-    # Linux refuses mode "c" beyond the memory's size.
+    # Linux refuses mode "c" for files larger than its memory.
     mapped = np.memmap(
         path,
         np.uint8,

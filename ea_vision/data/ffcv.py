@@ -1,8 +1,8 @@
-"""Training images from .beton files, the format of FFCV (https://ffcv.io), behind the interface of the other loaders.
+"""Training images from .beton files (FFCV's format, https://ffcv.io), with the interface of the other loaders.
 
 FFCV reads the tables, draws the crops, decodes and scales; threads of this process call its C library. Its own Loader
-reached 0.2 to 0.7 of the images per second on a CPU, does not notice a damaged JPEG and draws other crops in every run.
-Here order, crops and flips are functions of seed, epoch and image.
+reached 0.2 to 0.7 times as many images per second on a CPU, does not notice damaged JPEGs, and draws other crops in
+every run. Here order, crops and flips are functions of seed, epoch and image.
 """
 
 import functools
@@ -21,8 +21,8 @@ from ea_vision.data.imagenet import AHEAD, ImageTrainLoader
 
 # os_cache off: images are shuffled within this many pages (of 8 MiB, as FFCV writes them)
 PAGES_TOGETHER = 16
-RATIO = np.array([3 / 4, 4 / 3])  # least and greatest width of a training crop to its height
-Decoded = tuple[Tensor, list[int], dict[int, str]]  # images, targets, what is wrong by place
+RATIO = np.array([3 / 4, 4 / 3])  # smallest and largest ratio of width to height of a training crop
+Decoded = tuple[Tensor, list[int], dict[int, str]]  # images, targets, errors by place in the batch
 
 
 def quasi_random_order(
@@ -30,8 +30,8 @@ def quasi_random_order(
     seed: int,
     epoch: int,
 ) -> Tensor:
-    """Return an order that reads the file in large pieces: images by their pages (N,), PAGES_TOGETHER shuffled pages at
-    a time."""
+    """Return an order that reads the file in large pieces: images are shuffled within groups of PAGES_TOGETHER random
+    pages. pages: (N,), by image."""
     rng = np.random.default_rng((seed, epoch, 1))
     _, page = np.unique(pages, return_inverse=True)
     group = rng.permutation(page.max() + 1)[page] // PAGES_TOGETHER
@@ -40,7 +40,7 @@ def quasi_random_order(
 
 @functools.cache
 def _compiled() -> Callable[..., None]:
-    """Compile `show`, which holds no interpreter lock, around FFCV's decoder, its scaling by areas and its crops."""
+    """Compile `show`, which runs without the interpreter lock, from FFCV's decoder, area scaling and crops."""
     njit = require_ffcv("numba").njit
     lib = require_ffcv("ffcv.libffcv")
     imdecode = njit(lib.imdecode)
@@ -64,9 +64,9 @@ def _compiled() -> Callable[..., None]:
         out,
         bad,
     ):
-        """Show crops of the images that `table` (B, 5) places in `data`: out (B, 3, S, S) are the values of their bytes
-        in `levels` (3, 256). bad (B,) says which are not to be decoded; damaged JPEGs are added to it. decoded: memory
-        for the largest image."""
+        """Write crops of the images in `data` that `table` (B, 5) describes to `out` (B, 3, S, S), each byte as its
+        value in `levels` (3, 256). bad (B,): images to leave out, to which damaged JPEGs are added. decoded: memory for
+        the largest image."""
         side = out.shape[2]
         scaled = np.empty((side, side, 3), np.uint8)
         for n in range(len(table)):
@@ -77,7 +77,7 @@ def _compiled() -> Callable[..., None]:
             if is_jpeg:
                 pixels = decoded[: height * width * 3]
                 bad[n] = decode(data[start : start + size], pixels, height, width) != 0
-            np.random.seed(seeds[n])  # of this thread's generator in compiled code
+            np.random.seed(seeds[n])  # seeds this thread's generator in compiled code
             top, left, crop_height, crop_width = choose_crop(height, width, scale, ratio)
             image = pixels.reshape(height, width, 3)
             resize_crop(
@@ -98,8 +98,8 @@ def _compiled() -> Callable[..., None]:
 
 
 def _reused(free: list[np.ndarray], shape: tuple[int, ...]) -> Tensor:
-    """Return an uninitialised float32 tensor on the CPU in memory of `free`, to which it returns once no tensor shares
-    it: new memory costs as much as the pixels."""
+    """Return an uninitialised float32 tensor on the CPU, in memory from `free`. Once no tensor shares the memory it
+    goes back to `free`: new memory costs as much time as the pixels."""
     try:
         array = free.pop()
     except IndexError:
@@ -182,14 +182,14 @@ class BetonTrainLoader(ImageTrainLoader):
 
     @functools.cached_property
     def _levels(self) -> np.ndarray:
-        """What each byte of a channel becomes: (3, 256)."""
+        """The value of each byte of each channel: (3, 256)."""
         levels = torch.arange(256, dtype=torch.uint8).expand(3, 1, 256)
         if self.on_cpu:
             levels = normalize(levels, self.mean, self.std)
         return levels[:, 0].numpy()
 
     def _memory(self, shape: tuple[int, ...]) -> Tensor:
-        """Return memory for a batch: float32, or, for a GPU, bytes that are pinned."""
+        """Return memory for a batch: float32 or, for a GPU, pinned bytes."""
         if self.on_cpu:
             return _reused(self._free[shape], shape)
         return torch.empty(

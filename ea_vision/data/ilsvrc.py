@@ -1,8 +1,8 @@
-"""Labels of ILSVRC's validation images, which come in one flat folder or tar, from the files that come beside them.
+"""Labels of ILSVRC's validation images (one flat folder or tar) from the label files that come with them.
 
 LOC_val_solution.csv                            Kaggle's: ImageId,PredictionString, which begins with a WordNet ID
 ILSVRC2012_devkit_t12.tar.gz                    numbers of classes, and their names in a file that scipy reads
-*validation_synset_labels.txt                   a WordNet ID a line, in the order of the images' names
+*validation_synset_labels.txt                   one WordNet ID per line, in the order of the images' names
 """
 
 import csv
@@ -51,7 +51,7 @@ def labels_of(source: Path, names: list[str]) -> list[str]:
         by_number = read(path)
         numbers = [int(NAME.fullmatch(name)[2]) for name in names]
         return [by_number[number] for number in numbers]
-    except Exception as error:  # csv, scipy, tarfile and what they meet have theirs
+    except Exception as error:  # csv, scipy and tarfile raise many kinds on damaged files
         raise UsageError(
             f"{path} cannot be read as labels of the {len(names)} images of {source}: "
             f"{type(error).__name__} {error}"

@@ -1,11 +1,11 @@
-"""Image files in class folders and tars: which there are, whose class they are of, and what decodes them.
+"""Image files in class folders and tars: finding them, their classes, and decoding.
 
-The class is the first folder of a name, so class/images/x.jpg is of `class`; a folder that holds all the others is
-passed over (train.tar with train/class/x.jpg). Links are followed. A tar of tars has a class in each (ImageNet's own
-ILSVRC2012_img_train.tar), and so has a folder of tars. ILSVRC's flat validation images have the classes of the files
-that come with them (`ilsvrc`), the images of WebDataset's shards those of the .cls beside them. Hidden files are
-passed over (`image_names`). timm's readers, which would do most of this, read a tar from end to end to list it and
-take `images` for the class of class/images/x.jpg.
+The class is the first folder of a name, so class/images/x.jpg belongs to `class`; a folder that holds all the others
+does not count (train.tar with train/class/x.jpg). Links are followed. In a tar of tars (ImageNet's own
+ILSVRC2012_img_train.tar) and in a folder of tars each tar is a class. ILSVRC's flat validation images get their classes
+from the files that come with them (`ilsvrc`), those of WebDataset's shards from the .cls beside them. Hidden files are
+skipped (`image_names`). timm's readers, which could do most of this, read a tar from end to end to list it and take
+`images` as the class of class/images/x.jpg.
 """
 
 import contextlib
@@ -38,10 +38,10 @@ from ea_vision.data.shards import shard_labels
 from ea_vision.data.tars import list_tar, read_span
 
 log = logging.getLogger(__name__)
-# Pillow's names; nothing else is decoded anywhere.
+# Pillow's names; no other format is ever decoded.
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM", "TIFF")
 MAX_PIXELS = 100_000_000  # of an image
-TWELVE_BITS = 4096  # more than the greatest value of cameras and scanners with 12 bits
+TWELVE_BITS = 4096  # one more than the largest value of 12 bits
 
 
 class BrokenImage(ValueError):
@@ -53,15 +53,15 @@ def decode_image(
     over_white: bool = False,
     name: str = "",
 ) -> Image.Image:
-    """Decode a file to 8-bit RGB; its size is looked at before its pixels are decoded, and it is not turned as its EXIF
-    data says, as in timm and torchvision, whose published accuracies are without it.
+    """Decode a file to 8-bit RGB. The size is checked before pixels are decoded. EXIF orientation is ignored, as in
+    timm and torchvision, whose published accuracies are without it.
 
     Args:
         over_white: put transparent pixels on white. Off by default, as in timm and torchvision, which drop alpha.
-        name: of the image in what is said of it; default: the path.
+        name: of the image in messages; default: the path.
 
     Raises:
-        BrokenImage: it has more than MAX_PIXELS, cannot be decoded, or is of none of IMAGE_FORMATS.
+        BrokenImage: it has more than MAX_PIXELS, cannot be decoded, or has none of IMAGE_FORMATS.
     """
     limit = f"must have at most {MAX_PIXELS / 1e6:g} megapixels"
     try:
@@ -73,7 +73,7 @@ def decode_image(
         raise
     except Image.DecompressionBombError as error:
         raise BrokenImage(f"{limit}: {error}") from error
-    except Exception as error:  # Pillow's readers raise whatever damaged bytes lead them to
+    except Exception as error:  # Pillow's readers raise many kinds on damaged bytes
         raise BrokenImage(f"{type(error).__name__}: {error}") from error
 
 
@@ -82,10 +82,10 @@ def to_rgb(
     over_white: bool = False,
     name: str = "",
 ) -> Image.Image:
-    """Decode and convert to 8-bit RGB. 16-bit grey keeps its upper 8 bits (Pillow alone would cut it off at 255).
+    """Decode and convert to 8-bit RGB. 16-bit grey keeps its upper 8 bits (Pillow alone would clip it at 255).
 
     Raises:
-        BrokenImage: 32-bit integers or floating-point numbers, of which no file says what white is.
+        BrokenImage: 32-bit integers or floating-point numbers, since no file says which value is white.
     """
     if over_white and _has_alpha(image):
         image = image.convert("RGBA")
@@ -105,10 +105,10 @@ def to_rgb(
 
 
 def check_scaled(image: Image.Image, short_side: int) -> Image.Image:
-    """Return an image whose short side is going to be scaled to so many pixels.
+    """Return the image, unless it is too narrow to scale its short side to `short_side` pixels.
 
     Raises:
-        BrokenImage: it is so narrow that it has more than MAX_PIXELS then.
+        BrokenImage: it would have more than MAX_PIXELS then.
     """
     long_side = short_side * max(image.size) // min(image.size)
     if short_side * long_side > MAX_PIXELS:
@@ -125,7 +125,7 @@ def _has_alpha(image: Image.Image) -> bool:
 
 @functools.cache
 def _say_dark(name: str) -> None:
-    """Log, once per file, that an image has fewer bits than its file."""
+    """Log, once per file, that an image may use only 12 of its 16 bits."""
     log.warning(
         f"image {name or 'without a name'} has 16 bits per channel and no value of {TWELVE_BITS} or more: if "
         "it was taken with 12 bits, it will look much too dark; multiply its values by 16"
@@ -139,11 +139,11 @@ class Entry(NamedTuple):
     tar: Path | None  # that holds it; None: a file of its own
     start: int  # place of its first byte
     size: int  # bytes
-    label: str  # that its shard gives; "": the folder says it
+    label: str  # from its shard; "": the folder is its class
 
 
 class ImageFiles:
-    """The images of a folder or .tar of class/name.jpg, in the natural order of their names, as timm has it.
+    """The images of a folder or .tar of class/name.jpg, in the natural order of their names, as in timm.
 
     Attributes:
         name: the source. names: relative to it. classes: their names. targets: int64 (N,), numbers of `classes`.
@@ -173,8 +173,8 @@ class ImageFiles:
         number = {name: target for target, name in enumerate(self.classes)}
         self.targets = np.array([number[label] for label in labels], np.int64)
         check_classes(self.name, self.classes, num_classes)
-        with contextlib.suppress(BrokenImage):  # said when it is trained on
-            self.read(0)  # says whether it has 12 bits, which worker processes do not
+        with contextlib.suppress(BrokenImage):  # reported when it is trained on
+            self.read(0)  # logs if it seems to have 12 bits, which worker processes do not log
 
     def __len__(self) -> int:
         return len(self.names)
@@ -204,7 +204,7 @@ class ImageFiles:
         if beside_others or not first:
             stray = self.names[folders.index(first)]
             raise UsageError(f"images of {self.source} must lie in class folders, got {stray}")
-        # Where all lie in one folder, that is their class.
+        # If all lie in one folder, that is their class.
         depth = shared if shared < len(first) else shared - 1
         labels = [displayable(parts[depth]) for parts in folders]
         if self.source.is_dir():
@@ -212,7 +212,7 @@ class ImageFiles:
         return labels
 
     def _refuse_empty(self, root: Path, classes: set[str]) -> None:
-        """Raise UsageError for class folders without images, and for links to folders that are not there."""
+        """Raise UsageError for class folders without images, and for links to folders that do not exist."""
         empty = []
         for entry in os.scandir(root):
             nowhere = entry.is_symlink() and not os.path.exists(entry.path)
@@ -245,13 +245,13 @@ class ImageFiles:
         return image, int(self.targets[index])
 
     def fingerprint(self) -> str:
-        """Return SHA-256 over the classes, names and sizes of the images: the same wherever they lie."""
+        """Return SHA-256 over the classes, names and sizes of the images: the same wherever they are stored."""
         return fingerprint([*self.classes, "", *self.names], self._spans[:, 1], self.targets)
 
 
 def fingerprint(lines: Iterable[str], *arrays) -> str:
     """Return SHA-256 over lines of text and the values of arrays or tensors on the CPU."""
-    # names of files may be no UTF-8
+    # names of files may not be UTF-8
     digest = hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape"))
     for array in arrays:
         digest.update(np.ascontiguousarray(array))
@@ -310,7 +310,7 @@ def list_images(folder: str | Path) -> list[str]:
 
 
 def _walk(root: Path, hidden: set[str]) -> Iterator[Entry]:
-    """Yield the images below a folder; a link to nowhere has no bytes. Adds what is passed over to `hidden`.
+    """Yield the images below a folder; a broken link has 0 bytes. Skipped names are added to `hidden`.
 
     Raises:
         OSError: a folder cannot be read.
@@ -342,7 +342,7 @@ def _raise(error: OSError) -> None:
 
 
 def _leads_back(folder: str, name: str) -> bool:
-    """Return whether a folder is a link to one that holds it: its images would count again and again."""
+    """Return whether a folder is a link to one that contains it, so that its images would be listed without end."""
     path = os.path.join(folder, name)
     if not os.path.islink(path):
         return False
@@ -351,10 +351,10 @@ def _leads_back(folder: str, name: str) -> bool:
 
 
 def _size_of(path: str) -> int:
-    """Return the bytes of a file, 0 of a link to nowhere, -1 of a pipe or device, which would be waited for."""
+    """Return the bytes of a file; 0 for a broken link; -1 for a pipe or device, since reading it could block."""
     try:
         about = os.stat(path)
-    except OSError:  # found out, and said, when the image is read
+    except OSError:  # reported when the image is read
         return 0
     return about.st_size if stat.S_ISREG(about.st_mode) else -1
 
@@ -364,7 +364,7 @@ def _entries_of_tar(
     prefix: str,
     hidden: set[str],
 ) -> list[Entry]:
-    """Return the images of a tar, each with what a .cls beside it says. Adds what is passed over to `hidden`.
+    """Return the images of a tar, each with the label of the .cls beside it. Skipped names are added to `hidden`.
 
     Raises:
         UsageError: a shard of WebDataset's without labels, a damaged tar.

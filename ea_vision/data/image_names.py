@@ -1,4 +1,4 @@
-"""Which names are images', and which are left by other programs: one rule for folders, tars and predictions."""
+"""Names of images, and of files that other programs leave: one rule for folders, tars and predictions."""
 
 import unicodedata
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ IMAGE_SUFFIXES = (
 )
 # Folders that Synology, macOS and Windows leave. Those that begin with a dot need no list.
 FOREIGN_FOLDERS = ("@eaDir", "__MACOSX", "$RECYCLE.BIN", "System Volume Information")
-NAMED = 3  # of the hidden files that a message names
+NAMED = 3  # how many hidden files a message names
 
 
 def is_image_name(name: str) -> bool:
@@ -47,7 +47,7 @@ def may_be_folder(name: str) -> bool:
 
 
 def said_of_hidden(source: object, hidden: Iterable[str]) -> str:
-    """Return a line that says how many hidden files and folders of a source are passed over, and the first of them."""
+    """Return a line with the number of hidden files and folders of a source that are skipped, and the first of them."""
     names = sorted(hidden, key=in_order)
     first = ", ".join(ascii(name) for name in names[:NAMED])
     more = ", ..." if len(names) > NAMED else ""
@@ -57,8 +57,8 @@ def said_of_hidden(source: object, hidden: Iterable[str]) -> str:
 
 
 def displayable(name: str) -> str:
-    """Return a name as tables and figures can have it, the same on every system: letters with accents are composed
-    (macOS may store them in parts), and bytes that are no UTF-8 are written as \\xff."""
+    """Return a name for tables and figures that is the same on every system: letters with accents are composed (macOS
+    may store them in parts), and bytes that are not UTF-8 are written as \\xff."""
     if name.isascii():
         return name
     valid = name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
@@ -66,5 +66,5 @@ def displayable(name: str) -> str:
 
 
 def in_order(name: str) -> tuple:
-    """Return the key of natural order; names that it takes for equal (a1, a01) have an order, too."""
+    """Return the sort key of natural order; names that it takes for equal (a1, a01) are ordered, too."""
     return natural_key(name), name

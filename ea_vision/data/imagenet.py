@@ -1,8 +1,8 @@
 """Images of folders, tars and named data sets, decoded as they are needed.
 
-Processes of their own read, decode and augment (0 workers: this process); pixels are normalised on the device. What
-happens to an image is a function of seed, epoch and index, whatever the number of workers and wherever an epoch is
-entered.
+Worker processes read, decode and augment (0 workers: this process); pixels are normalised on the device. The
+augmentation of an image is a function of seed, epoch and index. It depends neither on the number of workers nor on the
+place in the epoch at which a run resumes.
 """
 
 import random
@@ -31,15 +31,15 @@ from ea_vision.data.batches import Batch, Loader, epoch_generator, sent
 from ea_vision.data.image_files import BrokenImage, check_scaled
 
 AHEAD = 2  # batches that each worker prepares
-GLOO_SECONDS = 0.3  # that gloo's threads have to end a collective in
-# Without a batch from a worker for so long, the process ends with an error, and torchrun restarts it.
+GLOO_SECONDS = 0.3  # in which gloo's threads must end a collective
+# If a worker sends no batch for so long, the process ends with an error, and torchrun restarts it.
 STUCK_SECONDS = 900
-TRIVIAL = "ta_wide"  # torchvision's name of a policy that timm has not
-Decoded = tuple[Tensor, list[Any], dict[int, str]]  # images, targets, what is wrong by place
+TRIVIAL = "ta_wide"  # torchvision's name of a policy that timm lacks
+Decoded = tuple[Tensor, list[Any], dict[int, str]]  # images, targets, errors by place in the batch
 
 
 def _pixels(image: Image.Image) -> Tensor:
-    """Return uint8 (H, W, 3): the channels come first on the device, where that costs less."""
+    """Return uint8 (H, W, 3); the channels are moved to the front on the device, where that costs less."""
     return torch.from_numpy(np.array(image))
 
 
@@ -88,7 +88,7 @@ def eval_transform(
     resize: int,
     interpolation: str = "bilinear",
 ):
-    """Scale the short side to `resize`, cut the middle `img_size` x `img_size`."""
+    """Return the transform that scales the short side to `resize` and crops the center `img_size` x `img_size`."""
     mode = transforms.InterpolationMode(interpolation)
     check = partial(check_scaled, short_side=resize)
     scale = transforms.Resize(resize, mode)
@@ -98,7 +98,7 @@ def eval_transform(
 class Decoder(Dataset):
     """Turns rows of (seed, index) into a batch, in the worker processes.
 
-    read: from an index to uint8 pixels of `shape` and a target; it may raise BrokenImage.
+    read: takes an index, returns uint8 pixels of `shape` and a target; it may raise BrokenImage.
     """
 
     def __init__(self, read: Callable[[int], tuple[Tensor, Any]], shape: tuple[int, ...]):
@@ -106,7 +106,7 @@ class Decoder(Dataset):
         self.shape = shape
 
     def __getitems__(self, keys: np.ndarray) -> Decoded:
-        """Return uint8 (B, *shape), targets, and what is wrong with bad ones, by place; their pixels are 0."""
+        """Return uint8 (B, *shape), targets, and the errors of broken images by place; their pixels are 0."""
         images = torch.zeros(
             len(keys),
             *self.shape,
@@ -128,7 +128,7 @@ class Decoder(Dataset):
 
 @contextmanager
 def _own_random_state() -> Iterator[None]:
-    """Leave the random state, which is part of the trainer's checkpoints, as it is before the block."""
+    """Restore the random state, which is part of the trainer's checkpoints, after the block."""
     of_python = random.getstate()
     of_numpy = np.random.get_state()
     with torch.random.fork_rng(devices=[]):
@@ -139,7 +139,7 @@ def _own_random_state() -> Iterator[None]:
 
 @dataclass
 class TransformedImages:
-    """Reads image number `index` of a source and transforms it; worker processes get it, so it can be pickled."""
+    """Reads image number `index` of a source and transforms it; can be pickled, for worker processes."""
 
     source: Any
     transform: Callable[[Image.Image], Tensor]
@@ -154,19 +154,21 @@ def _as_decoded(batch):
 
 
 def _begin_worker(_number: int) -> None:
-    """Leave signals to the trainer, which finishes its update first. A killed trainer's workers go at once (on Linux):
-    they hold the lock of its run folder too, and torchrun starts the next trainer before torch would notice."""
+    """Leave signals to the trainer, which finishes its update first. The workers of a killed trainer end at once (on
+    Linux), because they also hold the lock of its run folder, and torchrun starts the next trainer before torch would
+    notice."""
     end_with_parent("SIGKILL")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class DecodingLoader(Loader):
-    """Common to all loaders that decode images as they are needed. Other images, or other ways to decode them, are
-    subclasses with another `_decoder`, `_decoded`, `_pixels` or `_batch`.
+    """Base of all loaders that decode images as they are needed. For other images, or other ways to decode them, a
+    subclass overrides `_decoder`, `_decoded`, `_pixels` or `_batch`.
 
-    Args: transform: from a side in pixels to what is done to images (`train_transform`, `eval_transform`); workers:
-    processes that decode for this one, 0: none; bad_images: gets the unreadable ones; common: see `Loader`.
+    Args: transform: takes a side in pixels, returns the transform of images (`train_transform`, `eval_transform`);
+    workers: number of processes that decode for this one, 0: none; bad_images: collects the unreadable ones; common:
+    see `Loader`.
     """
 
     def __init__(
@@ -191,15 +193,15 @@ class DecodingLoader(Loader):
         return Decoder(read, (img_size, img_size, 3))
 
     def _decoded(self, batches: list[np.ndarray], img_size: int) -> Iterator[Decoded]:
-        """Yield what the decoder makes of each batch's rows of (seed, index), in order."""
+        """Yield the decoder's result for each batch of rows (seed, index), in order."""
         of_workers = {}
         if self.workers:
             of_workers["prefetch_factor"] = AHEAD
             of_workers["multiprocessing_context"] = start_method()
             of_workers["timeout"] = STUCK_SECONDS
         if self.workers and self.world_size > 1 and self.device.type == "cpu":
-            # A fork while one of gloo's threads enters the interpreter, as they do after a collective to drop its
-            # tensors, leaves a worker that waits for ever for the interpreter's list of threads.
+            # After a collective gloo's threads enter the interpreter to drop its tensors. A worker that is forked at
+            # that moment waits for ever for the interpreter's list of threads.
             time.sleep(GLOO_SECONDS)
         loader = DataLoader(
             self._decoder(img_size),
@@ -208,7 +210,7 @@ class DecodingLoader(Loader):
             collate_fn=_as_decoded,
             pin_memory=pins_memory(self.device),
             worker_init_fn=_begin_worker,
-            # Its own: the trainer's random state is part of its checkpoints.
+            # A generator of its own, since the trainer's random state is part of its checkpoints.
             generator=torch.Generator(),
             **of_workers,
         )
@@ -228,11 +230,11 @@ class DecodingLoader(Loader):
             yield self._batch(images, targets, ids)
 
     def _places(self, ids: Tensor, bad: dict[int, str]) -> list[int]:
-        """Return the places of a batch that are shown: in training good ones in place of the bad ones, else without
-        them. The bad ones are noted.
+        """Return the places of the images of a batch to show: in training good images replace the bad ones, in
+        evaluation the bad ones are left out. Bad ones are added to `bad_images`.
 
         Raises:
-            RunError: there is no good one to train on.
+            RunError: there is no good image to train on.
         """
         broken = {self.source.describe(int(ids[place])): bad[place] for place in bad}
         self.bad_images.new |= broken

@@ -1,4 +1,4 @@
-"""Data sets that a name stands for: hfds/NAME of Hugging Face's datasets, and torch/NAME of torchvision's, by timm."""
+"""Data sets by name: hfds/NAME from Hugging Face's datasets, and torch/NAME from torchvision, through timm."""
 
 import io
 from collections.abc import Sequence
@@ -39,9 +39,9 @@ def open_dataset(
 
     Args:
         dataset: hfds/NAME | torch/NAME.
-        root: folder of the data; of hfds "" is Hugging Face's own cache.
-        split: train | validation. named: the split's name in the data set, where it is another.
-        num_classes: that it must have; 0: any. input_key, target_key: columns of hfds; "": found by what they hold.
+        root: folder of the data; for hfds "" means Hugging Face's own cache.
+        split: train | validation. named: the split's name in the data set, if it is another.
+        num_classes: that it must have; 0: any. input_key, target_key: columns of hfds; "": found by their type.
 
     Raises:
         UsageError: no such data set, split or column, other than `num_classes` classes, or no known classes.
@@ -75,10 +75,10 @@ def open_dataset(
 
 
 class NamedImages:
-    """A split of a named data set: its classes and, by number, its images.
+    """A split of a named data set: its classes and its images.
 
     Attributes:
-        items: (image, target, ...) by number; an image is Pillow's, or a file.
+        items: sequence of (image, target, ...); an image is a PIL image or a file.
     """
 
     def __init__(
@@ -112,20 +112,20 @@ class NamedImages:
         return image, int(target)
 
     def fingerprint(self) -> str:
-        """Return SHA-256 over the classes, the labels where they are at hand, the number of images, and the first and
-        the last of them."""
+        """Return SHA-256 over the classes, the labels if they are available, the number of images, and the first and
+        the last image."""
         labels = getattr(self.items, "targets", None)
         pixels = [] if labels is None else [np.asarray(labels)]
         for index in {0, len(self) - 1}:
             try:
                 pixels.append(np.asarray(self.read(index)[0]))
-            except BrokenImage:  # said when it is trained on
+            except BrokenImage:  # reported when it is trained on
                 pixels.append(np.zeros(1, np.uint8))
         return fingerprint([*self.classes, str(len(self))], *pixels)
 
 
 class TorchImages(NamedImages):
-    """A split of one of torchvision's data sets, by timm's name of it."""
+    """A split of one of torchvision's data sets, by its name in timm."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class HubImages(NamedImages):
 
 
 class _Rows:
-    """Images, as files that are not decoded, and targets of a table."""
+    """The images of a table, as files that are not decoded, and their targets."""
 
     def __init__(
         self,
@@ -253,7 +253,7 @@ def _loaded(
         except ValueError as error:
             if not str(error).startswith("Unknown split") or split == splits[-1]:
                 raise UsageError(f"no images in hfds/{name} {split}: {error}") from error
-        except Exception as error:  # its library's, pyarrow's, the network's
+        except Exception as error:  # of its library, of pyarrow, of the network
             text = " ".join(str(error).split())
             raise UsageError(f"hfds/{name} cannot be loaded: {text}") from error
     raise AssertionError("no split was asked for")
@@ -266,7 +266,7 @@ def _column(
     wanted: str,
     kind: type,
 ) -> str:
-    """Return the column that is wanted or, by default, the only one that holds what it must."""
+    """Return the column `wanted` or, by default, the only one of type `kind`."""
     columns = ", ".join(f"{column} ({feature})" for column, feature in table.features.items())
     if wanted:
         if wanted not in table.features:
@@ -288,7 +288,7 @@ def _check_targets(
     values: np.ndarray,
     classes: int,
 ) -> None:
-    """Raise UsageError unless the targets are whole numbers of classes."""
+    """Raise UsageError unless the targets are integers in the range of the classes."""
     if values.dtype.kind not in "iu" or values.ndim != 1:
         raise UsageError(
             f"column {column} of {name} must hold class labels, whole numbers or texts, got "

@@ -48,7 +48,7 @@ class TrainLoader(_OnDevice):
         order = torch.randperm(count, generator=generator)
         draws = self.augmentation.draw(count, tuple(self.images.shape[-2:]), generator)
         if self.augmentation.flip == "alternate":
-            # by the image, wherever the epoch's order has it
+            # depends on the image, not on its place in the epoch's order
             flips = self.augmentation.alternating_flips(count, epoch, self.seed)
             draws[:, 2] = flips[order]
         # sent once, so that no batch has to wait

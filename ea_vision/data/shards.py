@@ -11,18 +11,19 @@ from ea_vision.data.image_names import is_image_name
 from ea_vision.data.tars import Span
 
 LABEL_SUFFIX = ".cls"
-OTHER_SUFFIXES = (".json", ".txt")  # what img2dataset and others put beside an image: no labels
+# of files that img2dataset and others put beside an image, and that are not labels
+OTHER_SUFFIXES = (".json", ".txt")
 LONGEST = 200  # bytes of a label
 
 
 def shard_labels(path: Path, files: Mapping[str, Span]) -> dict[str, str]:
-    """Return the labels of a tar's images by name; {} if it is no shard.
+    """Return the labels of a tar's images by name; {} if it is not a shard.
 
     Args:
         files: those of the tar, by name.
 
     Raises:
-        UsageError: a shard without labels, an image without a label, or a label that is no text.
+        UsageError: a shard without labels, an image without a label, or a label that is not text.
     """
     images = [name for name in files if is_image_name(name)]
     labels = {_key(name): span for name, span in files.items() if name.endswith(LABEL_SUFFIX)}

@@ -19,7 +19,7 @@ DATASETS = ("digits", "cifar10", "cifar100", "folder")
 
 @dataclass
 class Images:
-    """One split. `names` are paths where the images have them."""
+    """One split. `names` are paths if the images have them."""
 
     images: Tensor  # uint8 (N, 3, H, W)
     targets: Tensor  # int64 (N,)
@@ -43,7 +43,7 @@ class DataSet:
     classes: list[str]
 
     def fingerprint(self) -> str:
-        """Return SHA-256 over pixels, targets and class names: the same for the same data, wherever it lay."""
+        """Return SHA-256 over pixels, targets and class names: the same for the same data, wherever it is stored."""
         train = self.train.images, self.train.targets
         test = self.test.images, self.test.targets
         return fingerprint(self.classes, *train, *test)
@@ -85,7 +85,7 @@ def load_dataset(
         workers: decoding threads.
 
     Raises:
-        UsageError: missing data, broken images (all of them are found, the first named), classes that differ.
+        UsageError: missing data, broken images (all are counted, the first five named), classes that differ.
     """
     if name == "digits":
         return _load_digits(img_size)
@@ -107,7 +107,7 @@ def places_of(data_dir: str) -> tuple[Path, Path]:
     """Return the folder or tar of the training images, and that of the test images.
 
     Raises:
-        UsageError: a data folder that is not given, not there, or lacks one of them.
+        UsageError: the data folder is not given, does not exist, or lacks one of them.
     """
     if not data_dir:
         raise UsageError("--dataset folder needs --data-dir: a folder with train and test (or val)")
@@ -181,7 +181,7 @@ def _resized(pixels: np.ndarray, img_size: int) -> Tensor:
 
 
 def _fit(image: Image.Image, img_size: int) -> np.ndarray:
-    """Return RGB uint8 (img_size, img_size, 3): another size is scaled by its short side and cut in the middle.
+    """Return RGB uint8 (img_size, img_size, 3). Another size is scaled by its short side and center-cropped.
 
     Raises:
         BrokenImage: see `check_scaled`.

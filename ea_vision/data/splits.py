@@ -23,7 +23,7 @@ def find_split(
 
     Args:
         split: train | validation (val before test) | test (test before val).
-        or_root: a data folder without any split, so of class folders, is taken itself.
+        or_root: return the data folder itself if it has no splits, so that it holds class folders.
 
     Raises:
         UsageError: the data folder or the split does not exist.
@@ -49,8 +49,8 @@ def _split_in(root: Path, split: str) -> Path | None:
 
 
 def _what_was_meant(root: Path) -> str:
-    """Return the end of a message for a data folder without a split: the folder above or below that has it, or that
-    this one holds class folders itself."""
+    """Return the end of a message for a data folder without a split: it names a folder above or below that has the
+    split, or says that this one holds class folders itself."""
     if not root.exists():
         return "; it does not exist"
     below = []

@@ -1,7 +1,7 @@
-"""Which files a tar holds and where their bytes lie, as if it were unpacked: of two entries of one name the later one
-counts, links lead to their files, and tars that were appended by `cat` are read, too.
+"""The files of a tar and the places of their bytes, as if it were unpacked: the later of two entries with one name
+counts, links are resolved, and tars that were appended by `cat` are read, too.
 
-Python's tarfile reads the headers. It takes damage for the end, and unpacking is what resolves its links.
+Python's tarfile reads the headers. But it takes damage for the end of the tar, and resolves links only when it unpacks.
 """
 
 import os
@@ -76,7 +76,7 @@ def _list_archive(
     start: int,
     end: int,
 ) -> dict[str, Span]:
-    """Return the files of the tar, or of the tars behind each other, in bytes `start` to `end` of a file."""
+    """Return the files of the tar, or of concatenated tars, in bytes `start` to `end` of a file."""
     listing = _Listing(path)
     begin: int | None = start
     while begin is not None:
@@ -98,7 +98,7 @@ def _read_members(
     end: int,
     first: bool,
 ) -> int:
-    """Add the members of one archive to a listing; return the place of the mark at its end."""
+    """Add the members of one archive to a listing; return the place of its end mark."""
     path = listing.path
     file.seek(start)
     try:
@@ -129,7 +129,7 @@ def _next_archive(
     mark: int,
     end: int,
 ) -> int | None:
-    """Return the place of the first block behind the mark that is not zero; None if there is none."""
+    """Return the place of the first nonzero block after the mark; None if there is none."""
     place = mark
     file.seek(place)
     while place < end:
@@ -154,7 +154,7 @@ class _Listing:
         self.links: dict[str, str] = {}
 
     def add(self, member: tarfile.TarInfo) -> None:
-        """Add an entry; an earlier one of its name is replaced."""
+        """Add an entry; it replaces an earlier one of the same name."""
         name = _clean(member.name)
         if member.type in NO_FILES:
             return
@@ -173,7 +173,7 @@ class _Listing:
             )
 
     def _add_hard_link(self, name: str, target: str) -> None:
-        """Add a hard link: the file that its target is at this place of the archive."""
+        """Add a hard link as the file that its target is at this point of the archive."""
         if target in self.files:
             self.files[name] = self.files[target]
         elif target in self.links:
@@ -184,7 +184,7 @@ class _Listing:
             self._refuse(name, target)
 
     def resolved(self) -> dict[str, Span]:
-        """Return the files, and those that symbolic links lead to."""
+        """Return the files, with those that symbolic links lead to under the links' names."""
         found = dict(self.files)
         others: dict[str, str] = {}  # links that lead to no file: to folders, or nowhere
         for name in self.links:
@@ -224,7 +224,7 @@ class _Listing:
         name: str,
         target: str,
     ) -> None:
-        """Add the files below a link to a folder. A folder in itself, of which there is no end, is passed over."""
+        """Add the files below a link to a folder. A link to a folder that contains it, which has no end, is skipped."""
         in_itself = target in ("", ".") or f"{name}/".startswith(f"{target}/")
         if in_itself and not is_image_name(name):
             return

@@ -1,8 +1,8 @@
 """Write a split of an image data set as one FFCV file (.beton), which trains several times faster than image files.
 
-Every image is decoded and converted to 8-bit RGB. Training images are stored whole, validation images as the trainer
-shows them to evaluate on: the folder's pixels, bit for bit. FFCV stores and describes them; the classes and how images
-were stored are written beside the file as FILE.json. The file appears under its name when it is whole.
+Every image is decoded and converted to 8-bit RGB. Training images are stored whole. Validation images are stored as the
+trainer evaluates them; their pixels are bit-identical to those read from the folder. The classes, and how images were
+stored, are written beside the file as FILE.json. The file appears under its name when it is complete.
 """
 
 import math
@@ -48,9 +48,10 @@ def write_beton(
 
     Args:
         max_size: longest side in pixels that is kept; larger images are scaled down.
-        jpeg_share: share of the images that is stored as JPEG; the others as pixels: larger, and faster to read.
+        jpeg_share: share of the images that are stored as JPEG; the others are stored as pixels, which are larger and
+            faster to read.
         workers: threads.
-        evaluated: store what `eval_transform` makes of each image, as pixels; None: the image.
+        evaluated: store each image after `eval_transform`, as pixels; None: store the whole image.
 
     Raises:
         UsageError: FFCV is not installed, or images cannot be decoded.
@@ -67,7 +68,7 @@ def write_beton(
         0.0 if evaluated else jpeg_share,
         evaluated,
     )
-    # FFCV's: an image's mode, width, height and place; its label
+    # FFCV's rows: an image's mode, width, height and place; its label
     rows = np.zeros(len(source), writer.metadata_type)
 
     def encode(index: int) -> np.ndarray | bytes:
@@ -81,7 +82,7 @@ def write_beton(
                 + "; ".join(sorted(encoder.broken))
             )
         tables = read_tables(temporary)
-        sidecar(out).unlink(missing_ok=True)  # never the old one beside the new file
+        sidecar(out).unlink(missing_ok=True)  # the old one must never be beside the new file
         os.replace(temporary, out)
     except OSError as error:
         raise RunError(f"cannot write {out}: {error.strerror or error}") from error
@@ -99,7 +100,7 @@ def write_beton(
 def _temporary(out: Path) -> Path:
     """Return the name under which this process writes `out`; another process may write the same file.
 
-    What writers of this machine left that were killed is removed.
+    Files that killed writers left on this machine are removed.
     """
     prefix = f".{out.name}.{socket.gethostname()[:24]}-"
     for path in out.parent.iterdir():
@@ -110,8 +111,8 @@ def _temporary(out: Path) -> Path:
 
 
 class _Encoder:
-    """What is stored of each image. Which ones are stored as JPEG depends on their number alone, so that the same
-    images and options make the same file.
+    """Encodes the images. Which ones are stored as JPEG depends on their number alone, so that the same images and
+    options make the same file.
 
     Attributes:
         broken: the images that cannot be decoded, and why.
@@ -134,7 +135,7 @@ class _Encoder:
         self.broken: list[str] = []
 
     def encode(self, index: int, row: np.ndarray) -> np.ndarray | bytes:
-        """Return the bytes to store of an image, none of a broken one, and fill its row (1,) but for the place."""
+        """Return the bytes to store for an image (none for a broken one), and fill its row (1,) except the place."""
         stored: list[np.ndarray] = []
 
         def reserve(size: int) -> tuple[int, np.ndarray]:
@@ -161,8 +162,8 @@ def _write(
     encode: Callable[[int], np.ndarray | bytes],
     workers: int,
 ) -> None:
-    """Write what threads `encode`, in order, no image across the border of a page, with FFCV's header and tables. (The
-    processes of FFCV's writer would wait for ever when one of them fails.)"""
+    """Write the images that threads `encode`, in order, with FFCV's header and tables. No image crosses the border of a
+    page. (The processes of FFCV's own writer would wait for ever if one of them fails.)"""
     writer.num_samples = len(rows)
     writer.prepare()
     writer.metadata_sm.unlink()  # threads need no shared memory
@@ -231,14 +232,14 @@ def main(argv: list[str] | None = None) -> int:
         type=int,
         default=224,
         metavar="SIDE",
-        help="validation: side in pixels of the middle that "
-        "is cut out; the trainer needs the same three options (default: %(default)s)",
+        help="validation: side in pixels of the center crop; "
+        "the trainer needs the same three options (default: %(default)s)",
     )
     add(
         "--eval-resize",
         type=int,
         default=256,
-        help="validation: what the short side is scaled to before (default: %(default)s)",
+        help="validation: short side in pixels before the crop (default: %(default)s)",
     )
     add(
         "--interpolation",
