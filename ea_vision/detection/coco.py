@@ -27,19 +27,19 @@ class CocoFolder(Dataset):
     """One split of a data folder, images by index with their boxes.
 
     The folder holds `train/`, `val/`, `train.json` and `val.json`, or COCO's own `train2017/` and
-    `annotations/instances_train2017.json` (2014 too). Images without boxes are kept; crowds (iscrowd) are for the
-    metric alone. Boxes are cut at their image's border; those of which less than a pixel lies in it are left out, for
-    training and for the metric, and a line says how many. (torchvision's CocoDetection would read the JSON once more,
-    and fail on damage without a place.)
+    `annotations/instances_train2017.json` (2014 too). Images without boxes are kept; crowds (iscrowd) count only in
+    the metric. Boxes are clipped to their image. Those that cover less than a pixel of it are left out of training and
+    of the metric, and a line says how many. (torchvision's CocoDetection would read the JSON once more, and its errors
+    would not say where the JSON is damaged.)
 
     Attributes:
         images: the JSON's entries (id, file_name, width, height in pixels), in its order.
         categories: the JSON's entries, in the order of their ids, which may have gaps; classes, category_ids: their
-            names and ids. A box's label is the place here, 0 to C-1.
+            names and ids. A box's label is its category's place in these lists, 0 to C-1.
         annotations: by image: image_id, category_id, bbox (x, y, width, height), area, iscrowd.
 
     Raises:
-        UsageError: no such files, damaged JSON, images that are listed but not there, no box that can be seen.
+        UsageError: no such files, damaged JSON, images that are listed but missing, or no visible box.
     """
 
     def __init__(self, root: str | Path, split: str):
@@ -70,7 +70,7 @@ class CocoFolder(Dataset):
         return sizes
 
     def _by_image(self, rows: list[dict]) -> list[list[dict]]:
-        """Return the annotations of each image, without the boxes that cannot be seen, which are logged."""
+        """Return the annotations of each image, without invisible boxes, which are logged."""
         images = {image["id"]: image for image in self.images}
         kept: dict[int, list[dict]] = {number: [] for number in images}
         problems: Counter[str] = Counter()
@@ -117,10 +117,10 @@ class CocoFolder(Dataset):
         """Return (image, target).
 
         The image is uint8 (3, H, W). The target has boxes: float32 (n, 4), x1 y1 x2 y2 in pixels, n may be 0; labels:
-        int64 (n,), 0 to C-1; image_id: the JSON's; size: (H, W) of the image as it lies in its file.
+        int64 (n,), 0 to C-1; image_id: the JSON's; size: (H, W) of the image in its file.
 
         Raises:
-            BrokenImage: it cannot be decoded, or has not the size that the JSON says.
+            BrokenImage: it cannot be decoded, or its size is not the JSON's.
         """
         about = self.images[index]
         image = decode_image(self.describe(index))
@@ -159,14 +159,14 @@ class CocoFolder(Dataset):
         }
 
     def fingerprint(self) -> str:
-        """Return SHA-256 over classes, boxes, and the names and sizes of the images: the same wherever they lie."""
+        """Return SHA-256 over classes, boxes, and the names and sizes of the images: the same on any disk."""
         content = json.dumps([self.ground_truth(), self._bytes], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
 
 def why_unseen(bbox: Sequence[float], image: Mapping[str, int]) -> str:
-    """Return why nothing of a box can be seen, "" if at least a pixel can, as torchvision's SanitizeBoundingBoxes
-    requires of training images.
+    """Return why a box is not visible, "" if at least a pixel of it is. SanitizeBoundingBoxes of torchvision requires
+    the same of training images.
 
     Args:
         bbox: x, y, width, height in pixels. image: has width and height.
@@ -184,7 +184,7 @@ def why_unseen(bbox: Sequence[float], image: Mapping[str, int]) -> str:
 
 
 def cut_at_border(bbox: Sequence[float], image: Mapping[str, int]) -> Sequence[float]:
-    """Return the part of a box (x, y, width, height) that lies in its image: a detector finds no more of it."""
+    """Clip a box (x, y, width, height) to its image: a detector cannot find the rest."""
     x, y, width, height = bbox
     inside = x >= 0 and y >= 0 and x + width <= image["width"] and y + height <= image["height"]
     if inside:
@@ -223,7 +223,7 @@ def find_coco(root: Path, split: str) -> tuple[Path, Path]:
     """Return (folder of images, JSON) of a split; see `CocoFolder`.
 
     Raises:
-        UsageError: they are not there.
+        UsageError: they do not exist.
     """
     places = [(root / split, root / f"{split}.json")]
     for year in COCO_YEARS:

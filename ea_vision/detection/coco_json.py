@@ -1,4 +1,4 @@
-"""What a COCO JSON must be: it is read and checked as a whole before work starts."""
+"""The format of a COCO JSON, which is read and checked as a whole before work starts."""
 
 import json
 from collections.abc import Callable
@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 from ea_vision.base.errors import UsageError
 
-MOST = 2**53  # of numbers: what every reader of JSON has exactly
+MOST = 2**53  # the largest number that every JSON reader represents exactly
 ABSENT = ...  # stands for a field that an entry lacks
 
 
 class Field(NamedTuple):
-    """What a field must be, in words and as a function that says whether a value is that."""
+    """What a field must be: in words, and as a function that checks a value."""
 
     required: str
     fits: Callable[[Any], bool]
@@ -66,7 +66,7 @@ FIELDS = {
 
 
 def read_coco(path: Path) -> dict[str, list[dict]]:
-    """Return images, categories and annotations of a COCO JSON, the fields of each that are in FIELDS.
+    """Return images, categories and annotations of a COCO JSON, each with only the fields in FIELDS.
 
     Raises:
         UsageError: it cannot be read or is damaged; the message says where.
@@ -93,7 +93,7 @@ def _checked(
     entry: Any,
     ids: dict[str, set[int]],
 ) -> dict:
-    """Return the fields of an entry that are read, and add its id to those of its part."""
+    """Return the fields in FIELDS of an entry, and add its id to those of its part."""
     if not isinstance(entry, dict):
         _refuse(path, f"{part}[{number}]", "a mapping", entry)
     kept = {}
@@ -108,7 +108,7 @@ def _checked(
         if owner and value not in ids[owner]:
             _refuse(path, where, f"the id of one of its {owner}", value)
         if name == "id" and value in ids[part]:
-            _refuse(path, where, "there once", value)
+            _refuse(path, where, "unique", value)
         kept[name] = value
     ids[part].add(kept.get("id"))
     return kept

@@ -10,7 +10,7 @@ from torchvision.utils import draw_bounding_boxes
 from ea_vision.base.figures import COLORS
 from ea_vision.detection.transforms import fitted_size
 
-SIDE = 640  # pixels: a smaller image is scaled up before it is drawn upon
+SIDE = 640  # pixels: a smaller image is scaled up before boxes are drawn
 
 
 def draw_detections(
@@ -18,7 +18,7 @@ def draw_detections(
     found: Mapping[str, Tensor],
     classes: Sequence[str],
 ) -> Tensor:
-    """Draw boxes, names and scores on an image, the surest on top.
+    """Draw boxes, names and scores on an image, those with the highest score on top.
 
     Args:
         image: uint8 (3, H, W).

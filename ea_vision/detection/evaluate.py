@@ -1,8 +1,8 @@
-"""COCO's metrics of a detector, by pycocotools: AP, AP50, AP75, APs, APm, APl, and each class's.
+"""COCO's metrics of a detector, by pycocotools: AP, AP50, AP75, APs, APm, APl, and AP and AP50 of each class.
 
-All are in percent. AP is the mean over the thresholds 0.50 to 0.95 of the overlap; AP50 and AP75 are at one; APs, APm
-and APl are AP of objects of less than 32^2, of 32^2 to 96^2, and of more than 96^2 pixels. At most 100 detections an
-image count. What there is no object for is nan.
+All are in percent. AP is the mean over overlap (IoU) thresholds from 0.50 to 0.95; AP50 and AP75 use one threshold;
+APs, APm and APl are AP of objects of less than 32^2, of 32^2 to 96^2, and of more than 96^2 pixels. At most 100
+detections per image count. A measure without any object is nan.
 """
 
 import copy
@@ -98,7 +98,7 @@ def coco_metrics(
     """
     COCO, COCOeval = require_pycocotools()
     truth = COCO()
-    truth.dataset = copy.deepcopy(ground_truth)  # it adds fields to what it is given
+    truth.dataset = copy.deepcopy(ground_truth)  # pycocotools adds fields to it
     with redirect_stdout(io.StringIO()):  # it prints its steps
         truth.createIndex()
         # loadRes takes no empty list
@@ -131,7 +131,7 @@ def _per_class(ground_truth: dict, evaluation) -> list[dict]:
 
 
 def _percent(value: float) -> float:
-    """Return percent; COCOeval's -1, of what there is no object for, as nan."""
+    """Return percent; nan for COCOeval's -1, which means that there is no object."""
     return 100 * float(value) if value >= 0 else math.nan
 
 
@@ -146,10 +146,10 @@ def evaluate(
     should_stop: Callable[[], bool] | None = None,
     tta: str = "none",
 ) -> DetectionResult | None:
-    """Evaluate a detector in eval mode (left so) over `loader.batches()`, each process its share.
+    """Evaluate a detector over `loader.batches()`, each process its share. The detector is left in eval mode.
 
-    loader: a `BoxEvalLoader`. Returns None if `should_stop`, asked before each batch, said so. The classes are those of
-    the loader's images, which have one view each, whatever `num_classes` and `tta` say.
+    loader: a `BoxEvalLoader`. Returns None if `should_stop`, called before each batch, returns True. `num_classes` and
+    `tta` are not used: the classes are those of the loader's data, and each image has one view.
 
     Raises:
         RunError: no image that can be read has a box.

@@ -1,7 +1,7 @@
-"""Batches of images with boxes, decoded as they are needed: the loaders of `ea_vision.data.imagenet`, other targets.
+"""Batches of images with boxes, decoded as they are needed: loaders of `ea_vision.data.imagenet` with other targets.
 
-A batch's images are float32 (B, 3, S, S) in 0..1, not normalised, which the detector does. Its targets are a list:
-boxes (n, 4), labels (n,), image_id and size, as `CocoFolder` has them.
+A batch's images are float32 (B, 3, S, S) in 0..1; the detector normalises them. Its targets are a list of dicts with
+boxes (n, 4), labels (n,), image_id and size, as in `CocoFolder`.
 """
 
 from collections.abc import Callable
@@ -18,20 +18,20 @@ ARRAYS = ("boxes", "labels")  # of a target
 
 @dataclass
 class TransformedBoxes:
-    """Reads image number `index` with its boxes and transforms both; worker processes get it, so it can be pickled."""
+    """Reads image number `index` with its boxes and transforms both; can be pickled, for worker processes."""
 
     source: CocoFolder
     transform: Callable
 
     def __call__(self, index: int) -> tuple[torch.Tensor, dict]:
-        """Boxes travel as NumPy arrays: every tensor would take a file descriptor on its way."""
+        """Return image and target, with boxes as NumPy arrays: each tensor sent by a worker needs a file descriptor."""
         image, target = self.transform(*self.source[index])
         arrays = {name: target[name].numpy() for name in ARRAYS}
         return image.mul(255).round_(), {**target, **arrays}
 
 
 class _Boxes(DecodingLoader):
-    """Beside a loader of images: its source is a `CocoFolder`."""
+    """Mixed into a loader of images: its source is a `CocoFolder`."""
 
     def _decoder(self, img_size: int) -> Decoder:
         read = TransformedBoxes(self.source, self.transform(img_size))

@@ -1,4 +1,4 @@
-"""RetinaNet over any network of ours or timm's that gives features.
+"""RetinaNet over any network of ours or timm's that returns features.
 
 torchvision's RetinaNet (its losses, matching, decoding and non-maximum suppression), configured as the AA paper's
 detector: feature pyramid P3 to P7, 6 anchors per location and focal loss with gamma 1.5. Keywords choose BatchNorm in
@@ -32,11 +32,11 @@ from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 from ea_vision.base.networks import create_leaving_out, image_statistics
 
 STRIDES = (8, 16, 32)  # of the features that the pyramid is made from, in pixels
-LEVELS = (3, 4, 5, 6, 7)  # of the pyramid: level n has one place to 2^n x 2^n pixels
-# anchors per location: log2 of their sizes over the level's
+LEVELS = (3, 4, 5, 6, 7)  # of the pyramid: level n has one location per 2^n x 2^n pixels
+# anchors per location: log2 of their sizes relative to the level's
 OCTAVE_SCALES = {6: (0, 1 / 2), 9: (0, 1 / 3, 2 / 3)}
-RATIOS = (0.5, 1.0, 2.0)  # height over width
-HUBER_DELTA = 0.1  # this and the next: of the AA paper's code
+RATIOS = (0.5, 1.0, 2.0)  # height / width
+HUBER_DELTA = 0.1  # this and HUBER_WEIGHT are from the AA paper's code
 HUBER_WEIGHT = 50.0
 # Keywords of torchvision's RetinaNet that `create_detector` passes on.
 _RETINANET = (
@@ -50,8 +50,8 @@ _RETINANET = (
 
 
 class CoarseLevels(LastLevelP6P7):
-    """torchvision's P6 and P7 from P5, on a CPU in the weights' own precision: of a 1x1 map with stride 2 the bfloat16
-    weight gradients are wrong there (torch 2.11)."""
+    """torchvision's P6 and P7 from P5. On a CPU they are computed in the weights' precision, because bfloat16 weight
+    gradients of a 1x1 map with stride 2 are wrong there (torch 2.11)."""
 
     def forward(
         self,
@@ -74,7 +74,7 @@ class Pyramid(nn.Module):
         norm: a BatchNorm after each map.
 
     Raises:
-        ValueError: a network without features at these strides.
+        ValueError: the network has no features at these strides.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Pyramid(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """Turn (B, 3, H, W) into the maps "p3" to "p7", (B, channels, H / 2^n, W / 2^n) each."""
         features = self.body(x)
-        if getattr(self.body, "output_fmt", None) == Format.NHWC:  # as Swin's
+        if getattr(self.body, "output_fmt", None) == Format.NHWC:  # such as Swin's
             features = [nhwc_to(x, Format.NCHW) for x in features]
         fine = {}
         for level, position in zip(LEVELS, self.positions, strict=False):
@@ -153,8 +153,8 @@ class _Tower(nn.Module):
         last: nn.Conv2d,
         numbers: int,
     ) -> Tensor:
-        """Turn the pyramid's maps, by way of a head's last convolution, into float32 (B, places * A, numbers): losses
-        and boxes need its precision."""
+        """Turn the pyramid's maps, by a head's `last` convolution, into (B, locations * A, numbers), in float32 because
+        losses and boxes need its precision."""
         outputs = []
         for x, norms in zip(maps, self.norms, strict=True):
             for conv, norm in zip(self.convs, norms, strict=True):
@@ -166,7 +166,7 @@ class _Tower(nn.Module):
 
 
 class ClassHead(RetinaNetClassificationHead):
-    """torchvision's head for classes, with the focal loss's alpha and gamma, and towers as `_Tower` has them."""
+    """torchvision's head for classes, with a `_Tower` and with alpha and gamma of the focal loss."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class ClassHead(RetinaNetClassificationHead):
         self.gamma = gamma
 
     def forward(self, maps: list[Tensor]) -> Tensor:
-        """Turn the pyramid's maps into logits (B, places * A, C)."""
+        """Turn the pyramid's maps into logits (B, locations * A, C)."""
         return self.conv(maps, self.cls_logits, self.num_classes)
 
     def compute_loss(
@@ -194,7 +194,7 @@ class ClassHead(RetinaNetClassificationHead):
         outputs: dict[str, Tensor],
         matched: list[Tensor],
     ) -> Tensor:
-        """Return the focal loss of matched and background anchors over the matched ones, the images' mean."""
+        """Return the mean over images of: focal loss of matched and background anchors / number of matched anchors."""
         losses = []
         for target, logits, match in zip(targets, outputs["cls_logits"], matched, strict=True):
             of_object = match >= 0
@@ -210,7 +210,7 @@ class ClassHead(RetinaNetClassificationHead):
 
 
 class BoxHead(RetinaNetRegressionHead):
-    """torchvision's head for boxes, with the Huber loss as a choice, and towers as `_Tower` has them."""
+    """torchvision's head for boxes, with a `_Tower` and with the Huber loss as an option."""
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ class BoxHead(RetinaNetRegressionHead):
             self.box_coder.weights = (self.stretch,) * 4
 
     def forward(self, maps: list[Tensor]) -> Tensor:
-        """Turn the pyramid's maps into offsets (B, places * A, 4)."""
+        """Turn the pyramid's maps into offsets (B, locations * A, 4)."""
         return self.conv(maps, self.bbox_reg, 4)
 
     def compute_loss(
@@ -244,13 +244,13 @@ class BoxHead(RetinaNetRegressionHead):
         anchors: list[Tensor],
         matched: list[Tensor],
     ) -> Tensor:
-        """Return torchvision's, or `HUBER_WEIGHT` times the mean Huber loss of the matched anchors' offsets."""
+        """Return torchvision's loss, or `HUBER_WEIGHT` times the mean Huber loss of the matched anchors' offsets."""
         stretched = {"bbox_regression": self.stretch * outputs["bbox_regression"]}
         return self.weight * super().compute_loss(targets, stretched, anchors, matched)
 
 
 class Anchors(AnchorGenerator):
-    """torchvision's anchors, in float32 whatever precision the maps have."""
+    """torchvision's anchors, in float32 for maps of any precision."""
 
     def forward(self, image_list, feature_maps: list[Tensor]) -> list[Tensor]:
         shapes = [torch.empty((), device=x.device).expand(x.shape) for x in feature_maps]
@@ -258,18 +258,18 @@ class Anchors(AnchorGenerator):
 
 
 class Detector(RetinaNet):
-    """torchvision's RetinaNet as `create_detector` makes it.
+    """torchvision's RetinaNet as `create_detector` builds it.
 
     In training: (images, targets) -> {"classification": loss, "bbox_regression": loss}. In eval mode: images -> a list
-    of {"boxes": (n, 4), "scores": (n,), "labels": (n,)}, boxes in pixels of the image given, x1 y1 x2 y2.
+    of {"boxes": (n, 4), "scores": (n,), "labels": (n,)}, boxes x1 y1 x2 y2 in pixels of the input image.
 
-    images: a list of (3, H, W), or (B, 3, H, W), floats in 0..1; they are normalised here, scaled to fit into
-    img_size x img_size with their aspect kept, and padded to it below and to the right.
-    targets: of each image, "boxes" (n, 4) float, x1 y1 x2 y2 in pixels, and "labels" (n,) int64, 0 to num_classes - 1:
-    there is no background class. An image may have no box (shapes (0, 4) and (0,)).
+    images: a list of (3, H, W), or (B, 3, H, W), floats in 0..1. They are normalised, scaled to fit into
+    img_size x img_size without changing their aspect, and padded to it below and to the right.
+    targets: one dict per image with "boxes" (n, 4) float, x1 y1 x2 y2 in pixels, and "labels" (n,) int64, 0 to
+    num_classes - 1: there is no background class. An image may have no box (shapes (0, 4) and (0,)).
 
     Attributes:
-        num_classes, img_size: as given.
+        num_classes, img_size: the arguments of `create_detector`.
     """
 
     num_classes: int
@@ -298,27 +298,27 @@ def create_detector(
     grad_checkpointing: bool = False,
     **backbone_kwargs: Any,
 ) -> Detector:
-    """Create a RetinaNet over a network of ours or timm's, with initial weights but for a `pretrained` backbone.
+    """Create a RetinaNet over a network of ours or timm's. Only the backbone can be `pretrained`.
 
     Args:
         backbone: a registered timm model with features at strides 8, 16 and 32.
-        num_classes: C, of objects; labels are 0 to C - 1.
+        num_classes: C, number of object classes; labels are 0 to C - 1.
         img_size: side in pixels of the square that images are scaled into, a multiple of 32.
-        anchors: at each place of the pyramid: 6 (the AA paper's) or 9 (torchvision's), in ratios 1/2, 1 and 2.
+        anchors: per location of the pyramid: 6 (the AA paper's) or 9 (torchvision's), in ratios 1/2, 1 and 2.
         gamma, focal_alpha: of the focal loss; torchvision's gamma is 2.
-        box_loss: one of torchvision's ("l1", "smooth_l1", "giou", ...) or "huber" (the AA paper's code's, weighted 50).
+        box_loss: one of torchvision's ("l1", "smooth_l1", "giou", ...) or "huber" (as the AA paper's code, times 50).
         head_norm: "batch" puts BatchNorms after the pyramid's maps and, for each of them, into the heads.
-        fpn_channels, head_convs: width of pyramid and heads, and 3x3 convolutions of a head before its last.
-        min_head_qk: least width of a head's queries in the backbone's attention. 0 gives the published detector's
-            size; weights of classification, which have 20, need 20.
+        fpn_channels, head_convs: width of pyramid and heads; number of a head's 3x3 convolutions before its last.
+        min_head_qk: minimum width of a head's queries in the backbone's attention. 0 gives the published detector's
+            size; classification weights were made with 20 and need 20.
         augment_strided: whether convolutions with stride 2 are augmented too.
-        frozen_norm: keep the backbone's BatchNorms as they are, statistics and weights, as with small batches.
-        grad_checkpointing: compute the backbone's inner values again in the backward pass, for memory.
+        frozen_norm: freeze statistics and weights of the backbone's BatchNorms, as for small batches.
+        grad_checkpointing: compute the backbone's activations again in the backward pass, to save memory.
         **backbone_kwargs: of torchvision's RetinaNet: score_thresh, nms_thresh, detections_per_img, topk_candidates,
-            fg_iou_thresh, bg_iou_thresh; else of the backbone: pretrained, layers, num_heads, alpha, ...
+            fg_iou_thresh, bg_iou_thresh; all others of the backbone: pretrained, layers, num_heads, alpha, ...
 
     Raises:
-        ValueError: a value that is none of the above, or a backbone without such features.
+        ValueError: a value that is not allowed, or a backbone without such features.
         TypeError, RuntimeError: what timm raises for keywords that the backbone lacks, and for unknown backbones.
     """
     _check(anchors, head_norm, img_size)
@@ -340,7 +340,7 @@ def create_detector(
         network = body if hasattr(body, "set_grad_checkpointing") else body.model
         network.set_grad_checkpointing(True)
     with torch.device("meta"):
-        heads = RetinaNetHead(1, 1, 1)  # torchvision's two, which are replaced
+        heads = RetinaNetHead(1, 1, 1)  # torchvision's two heads, which are replaced
     heads.classification_head = ClassHead(
         fpn_channels,
         anchors,
@@ -377,7 +377,7 @@ def _check(
     head_norm: str | None,
     img_size: int,
 ) -> None:
-    """Raise ValueError for values that no detector takes."""
+    """Raise ValueError for values that `create_detector` does not allow."""
     if anchors not in OCTAVE_SCALES:
         raise ValueError(f"anchors must be 6 or 9, got {anchors!r}")
     if head_norm not in (None, "none", "batch"):
@@ -391,7 +391,7 @@ def _create_body(
     img_size: int,
     kwargs: dict,
 ) -> nn.Module:
-    """Create a network for features; a plain one has no keywords of attention, which must have their defaults then."""
+    """Create a network that returns features. Keywords that it lacks are dropped if they have their defaults."""
     defaults = {"img_size": img_size, "min_head_qk": 0, "augment_strided": True}
     optional = {key for key, value in defaults.items() if kwargs[key] == value}
     create = partial(timm.create_model, backbone, features_only=True)

@@ -16,10 +16,10 @@ def detect(
     batch_size: int = 8,
 ) -> Iterator[dict[str, Tensor]]:
     """Run a detector, in evaluation mode, on RGB images of any size; yield for each, in their order, torchvision's
-    boxes (n, 4), x1 y1 x2 y2 in pixels of the image, scores (n,) and labels (n,), the surest first, on the CPU.
+    boxes (n, 4), x1 y1 x2 y2 in pixels of the image, scores (n,) and labels (n,), highest score first, on the CPU.
 
-    An image is fitted into the detector's square as in evaluation; what the detector itself leaves out (score_thresh,
-    at most detections_per_img) is not here either, nor is what lies beside the image.
+    An image is fitted into the detector's square as in evaluation. Objects outside the image are left out, as are those
+    that the detector itself leaves out (score_thresh, detections_per_img).
 
     Raises:
         FloatingPointError: the network's outputs are not finite.

@@ -53,7 +53,7 @@ EXAMPLES = """\
       --model-kwargs fpn_channels=64 head_convs=2 --head-norm batch
   ea-vision train-detection --evaluate runs/detection-aa_resnet50 --data-dir COCO
 """
-TASK = "detection"  # of the `run` section of config.yaml
+TASK = "detection"  # in the `about` section of config.yaml
 log = logging.getLogger("ea_vision.detection.train")
 
 
@@ -97,7 +97,8 @@ class DetectionConfig(TrainConfig):
     )
     opt: str = option(
         "momentum",
-        "timm optimiser, lookahead_NAME too (sgd is Nesterov's, momentum the plain one)",
+        "timm optimiser, also lookahead_NAME (sgd: with Nesterov momentum; momentum: with plain "
+        "momentum)",
         OPTIMISER,
     )
     lr: float = option(0.01, "peak learning rate, per update", RATE)
@@ -111,7 +112,7 @@ class DetectionConfig(TrainConfig):
         minimum=32,
     )
     anchors: int = option(
-        6, "boxes at each place that objects are told from, 6 or 9", MODEL, minimum=6, maximum=9
+        6, "anchor boxes per location of the pyramid, 6 or 9", MODEL, minimum=6, maximum=9
     )
     gamma: float = option(1.5, "of the focal loss", LOSS)
     box_loss: str = option(
@@ -124,9 +125,9 @@ class DetectionConfig(TrainConfig):
         "none", "norms in pyramid and heads, one for each level", MODEL, choices=("none", "batch")
     )
     scale_min: float = option(
-        0.8, "training: least longer side of an image, in units of img_size", AUGMENT, above=0.0
+        0.8, "training: smallest longer side of an image, in units of img_size", AUGMENT, above=0.0
     )
-    scale_max: float = option(1.2, "training: its greatest longer side", AUGMENT, above=0.0)
+    scale_max: float = option(1.2, "training: its largest longer side", AUGMENT, above=0.0)
     hflip: float = option(0.5, "probability of a left-right flip", AUGMENT, maximum=1.0)
     max_bad_images: int = setting(10, "the run stops when more images cannot be read", DATA)
 
@@ -143,7 +144,7 @@ class DetectionConfig(TrainConfig):
 
 
 class DetectionTrainer(Trainer):
-    """The training loop with the detector's own losses, judged by COCO's metrics."""
+    """The training loop with the detector's own losses, evaluated by COCO's metrics."""
 
     measures = MEASURES
     quality = "precision"
@@ -151,7 +152,7 @@ class DetectionTrainer(Trainer):
 
     @staticmethod
     def _compile(model: Detector, **options: Any) -> Detector:
-        """Compile backbone, pyramid and heads, whose shapes are fixed; boxes and losses run as they are."""
+        """Compile backbone, pyramid and heads, whose shapes are fixed; boxes and losses are not compiled."""
         model.backbone.compile(**options)
         model.head.compile(**options)
         return model
@@ -175,7 +176,7 @@ class DetectionTrainer(Trainer):
 
 
 def require_folder(config: DetectionConfig) -> None:
-    """Raise UsageError where no data folder is named."""
+    """Raise UsageError if --data-dir is empty."""
     if not config.data_dir:
         raise UsageError(
             "no images: --data-dir is required, a folder with train/, val/, train.json and val.json"
@@ -233,7 +234,7 @@ class CocoDetection(DataModule):
             find_coco(Path(config.data_dir), split)
 
     def create_model(self) -> tuple[nn.Module, dict]:
-        """Return the detector, and the keywords that `create_detector` needs to make it again."""
+        """Return the detector, and the keywords with which `create_detector` builds it."""
         config = self.config
         overlay = self._overlay()
         make = partial(
@@ -261,7 +262,7 @@ class CocoDetection(DataModule):
             raise UsageError(f"weights {config.pretrained_path} cannot be read: {error}") from error
 
     def _overlay(self) -> dict | None:
-        """Return timm's configuration of the backbone's weights, where --pretrained-path names them."""
+        """Return timm's configuration of the backbone's weights if --pretrained-path names them, else None."""
         given = self.config.pretrained_path
         if not given:
             return None
@@ -306,7 +307,7 @@ class CocoDetection(DataModule):
         """Return a run folder's detector, and the folder for results.
 
         Raises:
-            UsageError: a name, or classes that do not fit.
+            UsageError: `target` is not a run folder, or its classes do not fit the data.
         """
         if run is None:
             raise UsageError(

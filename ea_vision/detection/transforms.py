@@ -1,7 +1,7 @@
 """Transforms of images of any size, with their boxes, into a detector's square: for training and for evaluation.
 
-Both give a float32 image (3, S, S) in 0..1, not normalised, and a target whose boxes lie on it. Attention with relative
-positions has tables for one size of map, so every image of a detector has the same.
+Both return a float32 image (3, S, S) in 0..1, not normalised, and a target with boxes in its pixels. Attention with
+relative positions has tables for one size of map, so all images of a detector have the same size.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from torchvision.transforms import v2
 
 from ea_vision.ops import Size
 
-FILL = (124, 116, 104)  # ImageNet's mean colour, 0..255: what lies beside an image
+FILL = (124, 116, 104)  # colour of the padding: ImageNet's mean, 0..255
 
 
 def train_transform(
@@ -24,8 +24,8 @@ def train_transform(
     scale: tuple[float, float] = (0.8, 1.2),
     flip: float = 0.5,
 ) -> v2.Transform:
-    """Return scale jitter, crop or pad to a square at a random place, and flip. Boxes are cut at the image's
-    border; those below one pixel are left out.
+    """Return the transform: scale jitter, random crop or padding to a square, and flip. Boxes are clipped to the image;
+    those below one pixel are left out.
 
     Args:
         img_size: S, the side in pixels.
@@ -51,8 +51,8 @@ def train_transform(
 
 
 def eval_transform(img_size: int) -> v2.Transform:
-    """Return the transform that scales the longer side to S pixels and pads at the right and below. `boxes_to_original`
-    undoes it for boxes."""
+    """Return the transform that scales the longer side to `img_size` pixels and pads at the right and below.
+    `boxes_to_original` undoes it for boxes."""
     return v2.Compose([v2.ClampBoundingBoxes(), Fit(img_size), *_end()])
 
 
@@ -65,7 +65,7 @@ def _end() -> list[v2.Transform]:
 
 
 class ScaleJitter(v2.ScaleJitter):
-    """torchvision's, of narrow images too, of whose short side at least a pixel is left."""
+    """torchvision's ScaleJitter, which keeps at least one pixel of the short side of narrow images."""
 
     def make_params(self, flat_inputs: list[Any]) -> dict:
         height, width = super().make_params(flat_inputs)["size"]
@@ -101,7 +101,7 @@ def fit_image(image: Image.Image, img_size: int) -> Tensor:
 
 
 def fitted_size(size: Size, img_size: int) -> Size:
-    """Return (H, W) of an image of `size` (H, W) once its longer side has `img_size` pixels; at least 1."""
+    """Return (H, W), each at least 1, of an image of `size` (H, W) scaled to a longer side of `img_size` pixels."""
     height, width = size
     longer = max(size)
     return max(1, round(height * img_size / longer)), max(1, round(width * img_size / longer))
@@ -112,8 +112,8 @@ def found_in_original(
     size: Size,
     img_size: int,
 ) -> dict[str, Tensor]:
-    """Return a detector's boxes, scores and labels on the CPU, the boxes by `boxes_to_original`, without those that lie
-    beside the image, in the padding."""
+    """Return a detector's boxes (moved by `boxes_to_original`), scores and labels on the CPU, without those that lie in
+    the padding."""
     boxes = boxes_to_original(found["boxes"].float().cpu(), size, img_size)
     inside = (boxes[:, 2:] > boxes[:, :2]).all(1)
     moved = {name: value.cpu() for name, value in found.items()} | {"boxes": boxes}
@@ -125,8 +125,8 @@ def boxes_to_original(
     size: Size,
     img_size: int,
 ) -> Tensor:
-    """Move boxes (n, 4) x1 y1 x2 y2 from the square of `eval_transform` to the image of `size` (H, W), cut at its
-    border."""
+    """Move boxes (n, 4) x1 y1 x2 y2 from the square of `eval_transform` to the image of `size` (H, W), and clip them to
+    it."""
     height, width = fitted_size(size, img_size)
     across = size[1] / width
     down = size[0] / height

@@ -101,7 +101,7 @@ def with_last(part: str, **values) -> dict:
             "images[1].width must be a positive whole number of pixels, got 1000",
         ),
         (with_last("images", id="7"), "images[1].id must be a whole number, got '7'"),
-        (with_last("images", id=7), "images[1].id must be there once, got 7"),
+        (with_last("images", id=7), "images[1].id must be unique, got 7"),
         (with_last("images", file_name="\ud800\0"), "1 of the 2 images of"),
         (with_last("categories", name=3), "categories[2].name must be a text, got 3"),
         (
