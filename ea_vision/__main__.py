@@ -6,7 +6,7 @@ import sys
 from ea_vision import __version__
 from ea_vision.base.errors import UsageError, exit_code, near_matches
 
-COMMANDS = {  # name: (module whose main(argv) runs it, what it does); another command is a line here and that module
+COMMANDS = {  # name: (module whose main(argv) runs it, what it does); a new command needs a line here and a module
     "train-cifar": (
         "ea_vision.engine.train_cifar",
         "train on small images: digits, CIFAR, your own folders",
@@ -65,7 +65,7 @@ commands:"""
 def run(command: str, argv: list[str] | None = None) -> int:
     """Run a command with these arguments (default: the process's own); return its exit code.
 
-    What the user can mend becomes one line on stderr and exit code 2.
+    Errors that the user can correct become one line on stderr and exit code 2.
     """
 
     def of_command() -> int:

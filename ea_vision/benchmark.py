@@ -1,11 +1,11 @@
-"""Speed and memory of networks in training and inference, in one run, on the device at hand, as ratios to a ResNet.
+"""Speed and memory of networks in training and inference, in one run on one device, with ratios to a ResNet.
 
 The command measures images per second of a training step (forward, backward, optimiser) and of inference, and the peak
 memory of a training step. Rounds are interleaved, one step of each network in turn, and the table shows medians, so
 other work on the machine affects all networks alike. Weights are random; norms that start at zero are set to 0.2, so
-that every branch computes. Ratios are to timm's ResNet of the same depth, or of an evolving vision transformer to
-timm's plain one, where that is measured too. On a CPU memory is the resident memory of three training steps in a
-separate process; on a GPU it is what torch allocates, including weights and optimiser state.
+that every branch computes. Ratios are to timm's ResNet of the same depth or, for an evolving vision transformer, to
+timm's plain one, if that is measured too. On a CPU memory is the resident memory of three training steps in a separate
+process; on a GPU it is what torch allocates, including weights and optimiser state.
 """
 
 import argparse
@@ -56,7 +56,7 @@ DEFAULT = ("resnet50", "aa_resnet50", "pa_aa_resnet50", "ea_aa_resnet50")
 CHOSEN = "chosen"  # by the operator itself
 EAGER = "eager"
 STATUS = Path("/proc/self/status")
-# Options of glibc's mallopt. Where times are measured, freed memory is kept: else each step gets new pages, zeroed.
+# Options of glibc's mallopt. While times are measured, freed memory is kept; else each step gets new, zeroed pages.
 TRIM = -1
 TOP_PAD = -2
 MMAP_THRESHOLD = -3
@@ -71,7 +71,7 @@ MEASURED = {
 
 
 def baseline_of(name: str) -> str | None:
-    """Return the name of timm's resnet of the same depth, of timm's plain vision transformer, or None."""
+    """Return the name of timm's resnet of the same depth, or of timm's plain vision transformer, or None."""
     transformer = re.fullmatch(r"(?:[ep]a_)?((?:vit|deit)_.*)", name)
     if transformer:
         return transformer[1]
@@ -87,7 +87,7 @@ def interleaved(
 ) -> dict[Hashable, float]:
     """Return the median seconds of each call.
 
-    A round runs each call once, in random order, so that none always finds the caches of the same other one. The first
+    A round runs each call once, in random order, so that no call always runs after the same other one. The first
     `warm_up` rounds do not count.
     """
     seconds = {key: [] for key in calls}
@@ -180,7 +180,7 @@ class Steps:
 
 
 def live_network(name: str, images: Tensor) -> nn.Module:
-    """Return a network with random weights, always the same ones, none of whose branches is multiplied by zero.
+    """Return a network with random weights (always the same ones) in which no branch is multiplied by zero.
 
     Raises:
         UsageError: the network is unknown or refuses these images.
@@ -211,7 +211,7 @@ def live_network(name: str, images: Tensor) -> nn.Module:
 
 
 def noise(args: argparse.Namespace, device: torch.device) -> Tensor:
-    """Return the images of all networks, (B, 3, H, W)."""
+    """Return the images on which all networks run, (B, 3, H, W)."""
     torch.manual_seed(0)
     images = torch.randn(args.batch_size, 3, args.img_size, args.img_size, device=device)
     layout = torch.channels_last if args.channels_last else torch.contiguous_format
@@ -219,7 +219,7 @@ def noise(args: argparse.Namespace, device: torch.device) -> Tensor:
 
 
 def set_malloc(options: dict[int, int]) -> None:
-    """Set options of glibc's allocator, where it is the C library."""
+    """Set options of glibc's allocator, if glibc is the C library."""
     if not sys.platform.startswith("linux"):
         return
     library = ctypes.CDLL(None)
@@ -229,7 +229,7 @@ def set_malloc(options: dict[int, int]) -> None:
 
 
 def peak_of_process() -> int | None:
-    """Return the most bytes of main memory that this process has had, or None where the system does not tell."""
+    """Return the peak of this process's main memory in bytes, or None if the system does not report it."""
     if STATUS.exists():
         # getrusage's maximum begins with the parent's
         peak = re.search(r"^VmHWM:\s*(\d+) kB$", STATUS.read_text(), re.MULTILINE)
@@ -238,7 +238,7 @@ def peak_of_process() -> int | None:
 
 
 def peak_resident(name: str, args: argparse.Namespace) -> int | None:
-    """Return the most bytes of main memory that three training steps take, in a process in which nothing else ran."""
+    """Return the peak bytes of main memory of three training steps. Call this in a process that ran nothing else."""
     set_malloc(RETURN_MEMORY)
     torch.set_num_threads(args.threads)
     images = noise(args, torch.device("cpu"))
@@ -255,7 +255,7 @@ def peak_memory(
     before: int,
     args: argparse.Namespace,
 ) -> float | None:
-    """Return the peak of a training step in MiB, or None where it cannot be told.
+    """Return the peak memory of a training step in MiB, or None if it is unknown.
 
     Args:
         before: bytes that were allocated on the device before the network was built.

@@ -37,7 +37,7 @@ from ea_vision.recorder.loading import (
     load_model,
 )
 
-# of About, in a network's data configuration
+# fields of About that a network's data configuration has
 PREPARATION = ("mean", "std", "crop_pct", "interpolation", "crop_mode")
 
 
@@ -46,10 +46,11 @@ def compare(
     images: Sequence[Tensor],
     output: Path,
 ) -> str:
-    """Return how often a written file agrees with its network on images (3, H, W) in 0..1, and how far they differ.
+    """Compare a written file with its network on images (3, H, W) in 0..1; return how often their classes agree and how
+    far their outputs differ.
 
     Raises:
-        RunError: it computes something else.
+        RunError: the outputs differ by LARGEST or more, relative to the largest logit.
     """
     if output.suffix.lower() == ".onnx" and importlib.util.find_spec("onnxruntime") is None:
         return "not compared, since onnxruntime is not installed"
@@ -76,7 +77,7 @@ def compare(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Export a network as the arguments say."""
+    """Export the network that the arguments name."""
     parser = CommandParser(description=__doc__)
     parser.add_argument(
         "model", metavar="MODEL", help=WEIGHTS_HELP.replace("else random", "or --random")

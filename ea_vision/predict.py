@@ -47,7 +47,7 @@ def predict(
     top: int = TOP,
     batch_size: int = 16,
 ) -> Iterator[dict]:
-    """Classify images, in their order.
+    """Classify images; the results come in the order of the images.
 
     Args:
         images: paths, PIL images, arrays or tensors; see `LoadedModel.input_of`.
@@ -55,8 +55,8 @@ def predict(
         batch_size: images that go through the network together.
 
     Yields:
-        `image`, its path, or its number from "image 1" on; `classes`, from the likeliest on, with `name`, `index` and
-        `probability` each; and `error`, why there are none, of an image that cannot be read or has no finite result.
+        For each image `image`, its path or "image 1", "image 2", ...; `classes`, the likeliest first, each with `name`,
+        `index` and `probability`; and `error`, if the image cannot be read or the network's outputs are not finite.
     """
     for start in range(0, len(images), batch_size):
         entries = []
@@ -98,7 +98,7 @@ def _likeliest(
 
 
 def refuse(given: Mapping[str, object], reason: str) -> None:
-    """Raise UsageError for an option that networks of the other kind read; None is one that was not given."""
+    """Raise UsageError if an option is given (not None) that only networks of the other kind use."""
     for option, value in given.items():
         if value is not None:
             raise UsageError(f"{option} {reason}")
@@ -109,7 +109,7 @@ def classify(
     images: Sequence[str],
     args: argparse.Namespace,
 ) -> Iterator[tuple[str, str, list]]:
-    """Yield for each image what is wrong with it, its likeliest classes as text, and its entries of the JSON."""
+    """Yield for each image its error or "", its likeliest classes as text, and its entries of the JSON."""
     if not loaded.trained or not loaded.model.num_classes:
         lacking = "weights" if not loaded.trained else "classifier"
         raise UsageError(
@@ -132,7 +132,8 @@ def find_objects(
     images: Sequence[str],
     args: argparse.Namespace,
 ) -> Iterator[tuple[str, str, list]]:
-    """Yield for each image what is wrong with it, what is found as text, and COCO's results; draw it by --output."""
+    """Yield for each image its error or "", its objects as text, and COCO's results. Draw the objects if --output is
+    given."""
     refuse(
         {"--top": args.top},
         f"is for classes of images, and {args.model} finds objects (--min-score chooses among them)",
@@ -172,7 +173,7 @@ def find_objects(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Predict as the arguments say."""
+    """Predict for the images that the arguments name."""
     parser = CommandParser(description=__doc__)
     parser.add_argument(
         "model", metavar="MODEL", help=WEIGHTS_HELP.replace("else random", "which it must have")
@@ -214,7 +215,7 @@ def main(argv: list[str] | None = None) -> int:
     add_options(parser, "--img-size", "--device")
     args = parser.parse_args(argv)
     if isinstance(sys.stdin, io.TextIOWrapper):
-        # names that are not UTF-8 are names of files, too
+        # names of files may not be UTF-8
         sys.stdin.reconfigure(errors="surrogateescape")
     paths: list[str] = []
     for word in args.images:

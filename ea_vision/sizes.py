@@ -48,18 +48,18 @@ from ea_vision.ops import Size, use_implementation
 from ea_vision.recorder.loading import find_origin, input_size
 
 BFLOAT16 = 2  # bytes of a number
-MAP_OPERATIONS = 6  # the profiler's, for an element of the maps
+MAP_OPERATIONS = 6  # the profiler's, per element of the maps
 BMM = torch.ops.aten.bmm
 SHIPPED = "comes with ea_vision"  # of weights
 
 
 @dataclass(frozen=True)
 class BranchCount:
-    """An attention branch: all of an augmented convolution but its convolution, or a vision transformer's attention.
+    """An attention branch: an augmented convolution without its convolution, or a vision transformer's attention.
 
-    layer: name of the module. num_heads: K. feat_size: (H, W) of the map, of a transformer's (1, tokens). evolves:
-    whether it takes up the previous layer's maps. map_bytes: of K maps of N x N numbers in bfloat16, or what a window
-    has of them. params: weights, of the evolution too. flops_profiler: in the AA paper's counting.
+    layer: name of the module. num_heads: K. feat_size: (H, W) of the map; (1, tokens) in a transformer. evolves:
+    whether it uses the previous layer's maps. map_bytes: of K maps of N x N numbers in bfloat16, or of the part of them
+    in a window. params: weights, including the evolution's. flops_profiler: in the AA paper's counting.
     """
 
     layer: str
@@ -88,12 +88,12 @@ class Counts:
 
 
 def count(model: nn.Module, input_size: tuple[int, int, int]) -> Counts:
-    """Run the model on one image of (C, H, W), the size that it is built for, in readable torch, and count.
+    """Run the model on one image of (C, H, W), the size that it is built for, in reference code, and count.
 
-    On the meta device nothing is computed but shapes, and the counts are the same.
+    On the meta device only shapes are computed, and the counts are the same.
 
-    Attention that is not ours has no branch here; its batched products count as attention products.
-    Readable torch multiplies whole maps where a window would not: there the products are those of the window.
+    Attention of other packages has no branch here; its batched products count as attention products.
+    The reference multiplies whole maps even for windows; the products of windows are counted instead.
     """
     flops, tokens = _measure(model, input_size)
     whole = flops["Global"]
@@ -143,7 +143,7 @@ def count(model: nn.Module, input_size: tuple[int, int, int]) -> Counts:
 
 
 def _measure(model: nn.Module, input_size: tuple[int, int, int]) -> tuple[dict, dict[str, int]]:
-    """Run a model on one image; return operations by module and kind, and the tokens of its layers over tokens."""
+    """Run a model on one image; return operations by module and kind, and token counts of its MapsAttention layers."""
     tokens: dict[str, int] = {}
     hooks = []
     for name, layer in model.named_modules():
@@ -152,8 +152,8 @@ def _measure(model: nn.Module, input_size: tuple[int, int, int]) -> tuple[dict, 
             hooks.append(layer.register_forward_pre_hook(note))
     image = next(model.parameters()).new_zeros(1, *input_size)
     counter = FlopCounterMode(display=False)
-    # Fused attention is no operation that the counter knows, on a CPU or, without gradients, of nn.MultiheadAttention;
-    # the products of the plain form are.
+    # The counter does not know fused attention on a CPU nor, without gradients, that of nn.MultiheadAttention. It knows
+    # the products of the plain form.
     plain = sdpa_kernel(SDPBackend.MATH)
     try:
         with (
@@ -204,12 +204,12 @@ def _missed_operations(
     positions: int,
     counted: dict,
 ) -> int:
-    """Return the operations of attention products that torch counts too few, or (negative) too many."""
+    """Return how many operations of attention products torch does not count; negative if it counts too many."""
     H, W = layer.feat_size
     if layer.local and layer.evolution is None and not layer.need_logits:  # the window alone
         products = 2 * elements * (layer.dim_head_qk + layer.dim_head_v)
         return positions + products - counted.get(BMM, 0)
-    # torch multiplies heads one wide by elements, and counts no product
+    # torch multiplies heads of width 1 elementwise, which does not count as a product
     if layer.height_rel is not None and layer.dim_head_qk == 1:
         return 2 * H * W * (H + W) * layer.dim_qk
     return 0
@@ -256,8 +256,8 @@ def names_of(words: Sequence[str]) -> list[str]:
 
 
 def list_models(names: Sequence[str], weights: bool = False) -> list[dict[str, str]]:
-    """Return a row for each network, or for each file of weights, with where it is from: first those that come with
-    the package.
+    """Return one row per network or, with `weights`, per file of weights with its origin. Rows of weights that come
+    with the package are first.
 
     Raises:
         UsageError: no such weights; a run, a file or a hub's model, which --sizes and --layers alone take.
@@ -282,7 +282,7 @@ def list_models(names: Sequence[str], weights: bool = False) -> list[dict[str, s
             _, height, width = cfg.input_size
             about = "of timm"
             if plain in ours:
-                of_weights = cfg.description if weights else None  # how a plain network's are used
+                of_weights = cfg.description if weights else None  # how to use a plain network's
                 about = of_weights or get_network(plain).about
             row = {
                 "model": full,
@@ -295,7 +295,7 @@ def list_models(names: Sequence[str], weights: bool = False) -> list[dict[str, s
 
 
 def _source_of(cfg: PretrainedCfg) -> str:
-    """Return where weights are from."""
+    """Return the origin of weights."""
     return SHIPPED if cfg.file else f"hub: {cfg.hf_hub_id or cfg.url}"
 
 
@@ -355,17 +355,17 @@ def _shown(column: str, value: Any) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what the arguments ask of the networks."""
+    """Print the table of networks that the arguments ask for."""
     parser = CommandParser(description=__doc__)
     parser.add_argument(
         "models", nargs="*", metavar="NAME", help="names or patterns (default: all of ours)"
     )
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--weights", action="store_true", help="a row for each file of weights")
+    kind.add_argument("--weights", action="store_true", help="one row per file of weights")
     kind.add_argument(
         "--sizes", action="store_true", help="parameters, arithmetic and attention maps"
     )
-    kind.add_argument("--layers", action="store_true", help="a row for each attention branch")
+    kind.add_argument("--layers", action="store_true", help="one row per attention branch")
     parser.add_argument(
         "--csv",
         metavar="FILE",

@@ -17,7 +17,7 @@ from ea_vision.base.errors import UsageError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the script that is named first with the arguments that follow, as Python would."""
+    """Run the script that the first argument names with the other arguments, as Python would."""
     script, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if script in ("-h", "--help"):
         print(__doc__.strip())
