@@ -25,6 +25,8 @@ from ea_vision.models.any_transformer import shared_copy
 
 log = logging.getLogger(__name__)
 NAME = "ea_vision"  # of the attention function, and of the evolution in a model's configuration
+# attributes by which layers change their logits or maps in a way unknown here
+UNKNOWN_ATTRIBUTES = ("attn_logit_softcapping", "sinks")
 UNKNOWN_KEYWORDS = ("softcap", "s_aux", "sinks", "cache", "indices", "block_indices")
 
 
@@ -134,6 +136,10 @@ def reason_against(model: nn.Module) -> str | None:
             "its configuration names an evolution whose weights it lacks: load both by "
             f"ea_vision.from_pretrained, or begin anew after `del model.config.{NAME}`"
         )
+    for layer in layers:
+        for attribute in UNKNOWN_ATTRIBUTES:
+            if getattr(layer, attribute, None) is not None:
+                return f"evolving maps know no {attribute!r}, which {type(layer).__name__} has"
     for name, module in model.named_modules():
         for attribute in ("window_size", "layerdrop"):
             value = getattr(module, attribute, None)

@@ -719,6 +719,23 @@ def test_a_folder_is_read_with_the_keywords_of_transformers(tmp_path):
     assert_close(output(loaded, "vit"), output(model.double(), "vit"))
 
 
+def test_layers_that_change_their_logits_or_maps_on_their_own_are_refused():
+    capped = dict(TEXT, num_key_value_heads=2, head_dim=8, attn_logit_softcapping=50.0)
+    gemma = transformers.Gemma2Model(transformers.Gemma2Config(**capped))
+    with pytest.raises(ValueError, match="no 'attn_logit_softcapping', which Gemma2Attention has"):
+        evolve(gemma, "residual")
+    experts = dict(TEXT, num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1)
+    sunk = transformers.GptOssModel(transformers.GptOssConfig(**experts, head_dim=8))
+    with pytest.raises(ValueError, match="know no 'sinks', which GptOssAttention has"):
+        evolve(sunk, "residual")
+    capped["attn_logit_softcapping"] = None
+    plain = transformers.Gemma2Model(transformers.Gemma2Config(**capped)).eval()
+    words = torch.arange(1, 9)[None]
+    expected = plain(words, use_cache=False).last_hidden_state
+    got = evolve(plain, "residual")(words, use_cache=False).last_hidden_state
+    assert_close(got, expected)
+
+
 def test_what_cannot_evolve_is_refused(tmp_path):
     deberta = transformers.DebertaV2Config(**TEXT)
     swin = transformers.SwinConfig(
