@@ -1,4 +1,4 @@
-"""The networks; importing this package registers them with timm. A family's file needs nothing but these names."""
+"""The networks; importing this package registers them with timm. The file of a new family needs only these names."""
 
 from ea_vision.models._build import (
     Network,

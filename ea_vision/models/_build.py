@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 class Network:
     """A registered network.
 
-    about: a sentence about it. kwargs: its keywords. trained: by tag of weights, the keywords they were trained with.
-    plain: timm's network without attention, with whose weights fusion="add" begins; see `with_plain_weights`.
+    about: one sentence. kwargs: its keywords. trained: for each tag of weights, the keywords they were trained with.
+    plain: timm's network without attention; fusion="add" begins with its weights, see `with_plain_weights`.
     """
 
     about: str
@@ -42,7 +42,7 @@ class Network:
     plain: str | None = None
 
 
-# by name: module of the family and network, in order of registration
+# by name: (module of the family, network), in order of registration
 _NETWORKS: dict[str, tuple[str, Network]] = {}
 
 
@@ -54,7 +54,7 @@ def register_networks(
     """Register a family's networks with timm, each as a function of the family's module.
 
     Args:
-        module: `__name__` of the family's file, which has `default_cfgs` for the names.
+        module: `__name__` of the family's file, which defines `default_cfgs` for the names.
         model_cls: the class, built with a network's keywords and those of `timm.create_model`.
         networks: by name.
     """
@@ -73,7 +73,7 @@ def register_networks(
                 kwargs = _choose_plain_weights(name, network, kwargs)
             wanted = {**network.kwargs, **trained, **kwargs}
             model = build_network(model_cls, name, pretrained, **wanted)
-            # what building it again needs; timm's configuration has no place for it
+            # needed to build it again; timm's configuration has no field for it
             model.trained_with = trained
             model._model_args = dict(trained)  # timm's save_for_hf writes these
             refuse_other_weights(model, partial(_check_note, module, model_cls, wanted))
@@ -93,10 +93,10 @@ def _trained_with(
     model_cls: type[nn.Module],
     kwargs: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the keywords of the weights that timm will load, as far as neither network nor caller names them.
+    """Return the keywords of the weights that timm will load, except those that the network or the caller sets.
 
     Raises:
-        UsageError: the network or the caller's keywords contradict them.
+        UsageError: the network's or the caller's keywords contradict them.
     """
     made = _made_with(name, kwargs)
     if made is None:
@@ -107,15 +107,16 @@ def _trained_with(
 
 
 def _made_with(name: str, kwargs: Mapping[str, Any]) -> MadeWith | None:
-    """Return what the weights that timm will load were made with, or None where nothing says it.
+    """Return what the weights that timm will load were made with, or None if that is not known.
 
-    A network of another family is None, too: its weights are converted or do not fit.
+    None also for weights of another family's network: they are converted, or do not fit.
     """
     cfg = resolve_pretrained_cfg(
         name, kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay")
     )
     family, network = _NETWORKS[name]
-    saved = kwargs.get("pretrained_model_args")  # timm's, of a hub's or folder's config.json
+    # timm reads these from the config.json of the hub or a folder
+    saved = kwargs.get("pretrained_model_args")
     if saved:
         return MadeWith(cfg.hf_hub_id or cfg.file or name, {**network.kwargs, **saved})
     if not cfg.file:
@@ -140,7 +141,7 @@ def _check_note(
     said: Mapping[str, Any],
     model: nn.Module,
 ) -> None:
-    """Raise UsageError unless a network of these keywords is the one that weights say they were made with."""
+    """Raise UsageError if a network's keywords contradict those with which weights say they were made."""
     home, network = _NETWORKS.get(said["model"], ("", None))
     if home != family:
         return  # names or shapes differ
@@ -160,10 +161,10 @@ def with_plain_weights(
     plain: str,
     cfg: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return entries of `default_cfgs` for a network that begins, with fusion="add", with weights of timm's `plain`.
+    """Return entries of `default_cfgs` for a network that, with fusion="add", begins with weights of timm's `plain`.
 
-    There is an entry for each tag of timm's weights, such as ea_aa_resnet50.a1_in1k. The network's own configuration
-    stays its default.
+    There is one entry per tag of timm's weights, such as ea_aa_resnet50.a1_in1k. The network's own configuration stays
+    its default.
     """
     entries: dict[str, Any] = {}
     for full in _weights_of(plain):
@@ -184,7 +185,7 @@ def _choose_plain_weights(
     """Return the keywords of a pretrained network; with fusion="add" they name the plain network's weights.
 
     Raises:
-        UsageError: the plain network's weights for a network without fusion="add".
+        UsageError: weights are wanted without fusion="add", and only the plain network has some.
     """
     tag = kwargs.get("pretrained_cfg")
     if network.plain is None or not isinstance(tag, (str, type(None))):
@@ -204,7 +205,7 @@ def _choose_plain_weights(
 
 
 def name_plain(plain: nn.Module) -> None:
-    """Give an unevolved network of a name of ours the name of timm's network that it is now, and its keywords."""
+    """If an unevolved network has a name of this package, rename it to timm's network that it is now, with keywords."""
     cfg = getattr(plain, "pretrained_cfg", None) or {}
     name = cfg.get("architecture")
     if name not in _NETWORKS:
@@ -218,7 +219,7 @@ def name_plain(plain: nn.Module) -> None:
 
 
 def list_networks(module: str | None = None) -> list[str]:
-    """Return the names of our networks, of one family's file ("attn_resnet") or all, in order of registration."""
+    """Return the names of our networks, from one family's file ("attn_resnet") or all, in order of registration."""
     names = []
     for name, (home, _) in _NETWORKS.items():
         if module is None or home.split(".")[-1] == module:
@@ -230,13 +231,13 @@ def get_network(name: str) -> Network:
     """Return the network registered under a name of ours, with or without the tag of weights.
 
     Raises:
-        KeyError: no network of ours.
+        KeyError: the name is not one of ours.
     """
     return _NETWORKS[name.split(".")[0]][1]
 
 
 def _has_own_weights(full: str) -> bool:
-    """Return whether pretrained weights of this name are of a network of ours, not those of its plain network."""
+    """Return whether pretrained weights of this name belong to a network of ours, not to its plain network."""
     name = full.split(".")[0]
     return name in _NETWORKS and get_network(name).plain is None
 
@@ -300,14 +301,14 @@ def build_network(
     pretrained: bool,
     **kwargs: Any,
 ) -> nn.Module:
-    """Build by timm's build_model_with_cfg, features by forward_intermediates where the class has `feature_indices`.
+    """Build a network by timm's build_model_with_cfg.
 
-    Stages that hand attention logits on cannot be run one by one, as timm does by default. Checkpoints pass through the
-    class's `checkpoint_filter_fn`, where it has one of its own.
-    Notes of the weights' configuration are logged.
+    If the class has `feature_indices`, features come from forward_intermediates: timm's default runs stages one by one,
+    which is impossible if they hand attention logits on. Checkpoints pass through the class's `checkpoint_filter_fn`,
+    if it has one, else through that of `_convert`. Notes in the weights' configuration are logged.
 
     Raises:
-        RuntimeError: pretrained weights wanted where there are none, or whose file is missing.
+        RuntimeError: pretrained weights are wanted, and there are none or their file is missing.
     """
     if pretrained:
         cfg = resolve_pretrained_cfg(
@@ -321,7 +322,7 @@ def build_network(
             )
         if cfg.file and not Path(cfg.file).exists():
             raise RuntimeError(
-                f"the weights of {variant} are missing: {Path(cfg.file).name} belongs into the folder weights/ of a "
+                f"the weights of {variant} are missing: {Path(cfg.file).name} belongs in the folder weights/ of a "
                 f"checkout, or comes with the wheel; got neither"
             )
         if cfg.notes:
@@ -340,7 +341,7 @@ def build_network(
     net = build_model_with_cfg(
         model_cls, variant, pretrained, pretrained_filter_fn=filter_weights, **kwargs
     )
-    net.pretrained_cfg.pop("state_dict", None)  # loaded, and timm would keep it
+    net.pretrained_cfg.pop("state_dict", None)  # already loaded; timm would keep it
     inner = getattr(net, "model", None)
     if hasattr(inner, "feature_indices"):  # timm's feature getter lacks the method
         net.set_grad_checkpointing = inner.set_grad_checkpointing

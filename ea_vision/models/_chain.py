@@ -1,7 +1,7 @@
 """The parts of every family with chained attention: configuration, chains, stages, and timm's interface.
 
-A family's file has its blocks, a network of `ChainedNetwork`, its variants with `register_networks`, and the figures
-that papers print of them. A file outside this package can do the same with the names of `ea_vision.models`.
+A family's file defines its blocks, a subclass of `ChainedNetwork`, and its variants (by `register_networks`), and
+quotes the papers' figures for them. A file outside this package can do the same with the names of `ea_vision.models`.
 
 Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map, K heads.
 """
@@ -41,14 +41,14 @@ except ImportError:
 # (x, prev_logits) -> (x, logits)
 Step = Callable[[Tensor, "Tensor | None"], "tuple[Tensor, Tensor | None]"]
 
-CARRIED = "_ea_vision_logits"  # attribute of what a stage returns
+CARRIED = "_ea_vision_logits"  # attribute of a stage's output
 
 
 def to_size(img_size: int | Size, least: int = 1) -> Size:
     """Return an img_size of one number or two as (height, width) in pixels.
 
     Raises:
-        ValueError: not one or two whole numbers, or a side below `least`.
+        ValueError: img_size is not one or two whole numbers, or a side is below `least`.
     """
     size = to_2tuple(img_size)
     if len(size) != 2 or any(not isinstance(side, int) or side < 1 for side in size):
@@ -65,7 +65,7 @@ def check_numbers(
     value: Any,
     count: int | None = None,
 ) -> None:
-    """Raise ValueError unless a network's keyword `name` is several whole numbers, `count` of them where given."""
+    """Raise ValueError unless a network's keyword `name` is a collection of whole numbers, `count` of them if given."""
     wanted = "whole numbers, such as (2, 3)" if count is None else f"{count} whole numbers"
     several = isinstance(value, Collection)
     if several and count is not None:
@@ -75,29 +75,30 @@ def check_numbers(
 
 
 def take_evolution_options(kwargs: dict) -> dict:
-    """Return the options of evolutions among a network's keywords, and take these out of `kwargs`."""
+    """Remove the options of evolutions from a network's keywords, and return them."""
     return {name: kwargs.pop(name) for name in evolution_options() if name in kwargs}
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """The attention of a network, as its keywords describe it.
+    """The attention of a network, from its keywords.
 
     num_heads: K.
-    qk_ratio: dim_qk as a share of the replaced convolution's width (the AA paper's kappa); None is the AA paper's
+    qk_ratio: dim_qk as a share of the replaced convolution's width (the AA paper's kappa). None: the AA paper's
         ImageNet rule, 0.2 and at least 20 per head.
     v_ratio: dim_v likewise (upsilon).
-    min_head_qk: least width of a head's queries; None is 20 with the paper's rule, else no limit.
+    min_head_qk: minimum width of a head's queries. None: 20 with the paper's rule, else no limit.
     position: "relative", "none", "sine" or "coord", see `AugmentedConv2d`.
-    qk_norm: whether each head's queries and keys are normalised; None: if loaded weights are, see `AugmentedConv2d`.
-    window, head_window, head_border: of pixels and of neighbouring heads, see `AugmentedConv2d`.
-    window_stages: the stages whose layers have these windows, by their numbers counted from 1; None is all.
-    attn_stages: the stages, counted from 1, that have attention; None is the family's choice, () is none.
+    qk_norm: whether each head's queries and keys are normalised. None: if they are in loaded weights, see
+        `AugmentedConv2d`.
+    window, head_window, head_border: windows of pixels and of neighbouring heads, see `AugmentedConv2d`.
+    window_stages: the stages, counted from 1, whose layers have these windows. None: all.
+    attn_stages: the stages, counted from 1, that have attention. None: the family's default; (): none.
     evolution: a registered name ("ea", "pa", "conv2d", ...), or None for maps that do not evolve (AA).
-    fusion: "concat" shares the output channels out between convolution and attention; "add" adds the attention to the
+    fusion: "concat" divides the output channels between convolution and attention; "add" adds the attention to the
         whole convolution and begins as the plain network, see `AugmentedConv2d`.
-    attn_drop_rate: dropout on the attention probabilities.
-    options: the evolution's: alpha, beta, kernel_size, num_layers, ...; None is its default.
+    attn_drop_rate: dropout probability of the attention probabilities.
+    options: of the evolution: alpha, beta, kernel_size, num_layers, ... None: the option's default.
     """
 
     num_heads: int = 8
@@ -127,14 +128,14 @@ class AttentionConfig:
                 f"head_window must be 1 where maps evolve (evolution={self.evolution!r}), "
                 f"got {self.head_window}"
             )
-        self.new_evolution(device="meta")  # an option that fits no layer is an error at any depth
+        self.new_evolution(device="meta")  # raises for wrong options, even if no layer evolves
         for name in ("window_stages", "attn_stages"):
             if getattr(self, name) is not None:
                 check_numbers(name, getattr(self, name))
 
     @classmethod
     def take(cls, kwargs: dict, **defaults: Any) -> "AttentionConfig":
-        """Return the configuration that a network's keywords ask for, and take these out of `kwargs`."""
+        """Return the configuration given by a network's keywords, and remove these from `kwargs`."""
         chosen = dict(defaults)
         for field_ in fields(cls):
             if field_.name in kwargs:
@@ -160,7 +161,7 @@ class AttentionConfig:
         """Return the keywords of windows for `AugmentedConv2d` in a stage, counted from 1.
 
         Raises:
-            ValueError: window_stages of a network that does not number its stages.
+            ValueError: window_stages are given, and the network does not number its stages.
         """
         if self.window_stages is not None:
             if stage is None:
@@ -176,10 +177,10 @@ class AttentionConfig:
         }
 
     def stages(self, possible: Collection[int], default: Collection[int]) -> tuple[int, ...]:
-        """Return the stages with attention, of those `possible` in a family, where `default` is the family's choice.
+        """Return the stages with attention; `possible` and `default` are those of the family.
 
         Raises:
-            ValueError: another stage, window_stages without attention, or an evolution without any attention.
+            ValueError: a stage is not possible, window_stages have no attention, or an evolution has no attention.
         """
         chosen = default if self.attn_stages is None else self.attn_stages
         stages = tuple(sorted(set(chosen)))
@@ -214,14 +215,14 @@ class AttentionConfig:
 
 
 class ChainBuilder:
-    """Makes a network's attention layers, in forward order, and decides where chains begin.
+    """Create a network's attention layers, in forward order, and decide where chains begin.
 
-    A chain runs while the map keeps its shape, that is, its reduction. The first layer of a chain has no evolution that
-    reads previous logits; a layer hands its logits on only where the next one evolves from them.
+    A chain continues while the map keeps its shape, that is, its reduction. The first layer of a chain has no evolution
+    that reads previous logits; a layer hands its logits on only if the next one evolves from them.
 
     Args:
         config: the attention.
-        network: a `ChainedNetwork`, whose `img_size` is set.
+        network: a `ChainedNetwork`; its `img_size` must be set.
     """
 
     def __init__(
@@ -250,10 +251,10 @@ class ChainBuilder:
         """Return the next attention layer.
 
         Args:
-            reduction: pixels of the image to a pixel of the attention map, along a side.
+            reduction: image pixels per pixel of the attention map, along a side.
             stage: number of the layer's stage, counted from 1, for `window_stages`.
-            **options: further ones of `AugmentedConv2d`. `conv`, the plain network's convolution, is used with
-                fusion="add" alone, `attn_channels` with "concat" alone.
+            **options: further options of `AugmentedConv2d`. `conv`, the plain network's convolution, is used only with
+                fusion="add", `attn_channels` only with "concat".
         """
         config = self.config
         previous = self.previous
@@ -295,7 +296,7 @@ def growing_rates(last: float, count: int) -> Iterator[float]:
 
 @contextmanager
 def frozen_statistics(block: nn.Module) -> Iterator[None]:
-    """Leave the running statistics of a block's batch norms alone, which still normalise by the batch in training."""
+    """Freeze the running statistics of a block's batch norms, which in training still normalise by the batch."""
     before = {}
     for module in block.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -311,13 +312,13 @@ def frozen_statistics(block: nn.Module) -> Iterator[None]:
 
 
 def frozen_in_backward(block: nn.Module) -> AbstractContextManager:
-    """Return `frozen_statistics` where the backward pass runs a block again, else a context that does nothing."""
+    """Return `frozen_statistics` if the backward pass is recomputing the block, else a context that does nothing."""
     again = block.training and recomputes()
     return frozen_statistics(block) if again else nullcontext()
 
 
 def checkpoint(block: nn.Module, *args: Any) -> Any:
-    """Run block(*args), recomputed in the backward pass, which moves no running statistics a second time."""
+    """Run block(*args) with gradient checkpointing; its recomputation does not update running statistics again."""
     options = {}
     if not torch.compiler.is_compiling():
         options["context_fn"] = lambda: (nullcontext(), frozen_statistics(block))
@@ -325,7 +326,7 @@ def checkpoint(block: nn.Module, *args: Any) -> Any:
 
 
 def hand_on(x: Tensor, logits: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-    """Return what a block returns: (x, logits), or x alone where no layer reads logits.
+    """Return a block's output: (x, logits), or only x if no layer reads the logits.
 
     Tools that hook a module, such as Grad-CAM, expect a tensor.
     """
@@ -333,7 +334,7 @@ def hand_on(x: Tensor, logits: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
 
 
 def carrying(x: Tensor, logits: Tensor | None) -> Tensor:
-    """Return what a stage returns: x, which carries the logits as an attribute where the next stage reads them."""
+    """Return a stage's output: x, with the logits as an attribute if the next stage reads them."""
     if logits is not None:
         setattr(x, CARRIED, (logits, torch.is_grad_enabled()))
     return x
@@ -345,7 +346,7 @@ def carried_by(x: Tensor) -> Tensor | None:
     Raises:
         ValueError: gradients would not reach them, since a reentrant checkpoint made them.
     """
-    if isinstance(x, torch.fx.Proxy):  # it has every attribute
+    if isinstance(x, torch.fx.Proxy):  # getattr on it never fails
         return vars(x).get(CARRIED, (None, True))[0]
     logits, with_gradients = getattr(x, CARRIED, (None, True))
     if x.requires_grad and not with_gradients:
@@ -357,7 +358,7 @@ def carried_by(x: Tensor) -> Tensor | None:
 
 
 def received(output: Tensor | tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
-    """Return (x, logits) of what a block or a stage returned; logits are None where it handed none on."""
+    """Return (x, logits) from the output of a block or a stage; logits are None if it handed none on."""
     return output if isinstance(output, tuple) else (output, carried_by(output))
 
 
@@ -399,7 +400,7 @@ class AttnStage(nn.Sequential):
 class TensorStage(AttnStage):
     """An `AttnStage` that takes and returns a tensor, which carries the logits: x -> x.
 
-    So a network can be taken apart as a plain one: by nn.Sequential, torchvision's IntermediateLayerGetter, hooks.
+    So tools can take the network apart like a plain one: nn.Sequential, torchvision's IntermediateLayerGetter, hooks.
     """
 
     def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> Tensor:
@@ -409,13 +410,13 @@ class TensorStage(AttnStage):
 
 
 class ChainedNetwork:
-    """timm's interface for a network with chained attention, beside `nn.Module` or a network of timm's.
+    """timm's interface for a network with chained attention: a mixin for `nn.Module` or a network of timm's.
 
-    The network has `img_size`; `feature_info`, one entry for each of `feature_steps()`, whose "end" names modules that
-    follow its "module"; and `reset_classifier`.
+    The network defines `img_size`, `reset_classifier`, and `feature_info`, one entry for each of `feature_steps()`. An
+    entry's "end" names modules that follow its "module".
     """
 
-    feature_indices: tuple[int, ...] = (0, 1, 2, 3, 4)  # what features_only returns unless asked
+    feature_indices: tuple[int, ...] = (0, 1, 2, 3, 4)  # default of features_only
     min_img_size = 1  # pixels
 
     def feature_steps(self) -> list[Step]:
@@ -424,12 +425,12 @@ class ChainedNetwork:
         raise NotImplementedError
 
     def forward_end(self, x: Tensor) -> Tensor:
-        """Continue from the last feature to what `forward_features` returns; by default that is the feature."""
+        """Compute the output of `forward_features` from the last feature; by default it is that feature."""
         return x
 
     @staticmethod
     def map_size(img_size: Size, reduction: int) -> Size:
-        """Return (height, width) of a map. Every halving rounds up, so together they do."""
+        """Return (height, width) of a map, rounded up, since every halving rounds up."""
         return -(-img_size[0] // reduction), -(-img_size[1] // reduction)
 
     def set_input_size(self, img_size: int | Size) -> None:
@@ -511,7 +512,7 @@ class ChainedNetwork:
         prune_norm: bool = False,
         prune_head: bool = True,
     ) -> list[int]:
-        """Drop the stages after the last one wanted, the modules behind them, and the head."""
+        """Remove the stages after the last wanted one, the modules behind them, and the head."""
         take_indices, max_index = feature_take_indices(len(self.feature_info), indices)
         unused = []
         for info in self.feature_info[max_index + 1 :]:
@@ -532,7 +533,7 @@ class HeadedNetwork(ChainedNetwork):
     """
 
     def init_weights(self) -> None:
-        """Initialise convolutions by He, then attention layers and evolutions as each begins."""
+        """Initialise convolutions by He, then attention layers and evolutions by their own methods."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -549,13 +550,13 @@ class HeadedNetwork(ChainedNetwork):
         self.num_classes = num_classes
         self.head.in_features = self.num_features
         self.head.reset(num_classes, global_pool)
-        # a head without classifier does not know where the network lives
+        # a head without a classifier does not know the network's device and dtype
         weight = next(self.parameters())
         self.head.to(weight.device, weight.dtype).train(self.training)
         self.head_hidden_size = self.num_features * self.head.global_pool.feat_mult()
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Turn (B, num_features, H, W) into (B, num_classes), or the pooled features where `pre_logits`."""
+        """Turn (B, num_features, H, W) into (B, num_classes), or with `pre_logits` into pooled features."""
         return self.head(x, pre_logits=pre_logits)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Weights of timm's ResNets, turned into ours."""
+"""Conversion of weights of timm's ResNets into weights of our networks."""
 
 import logging
 
@@ -11,21 +11,21 @@ _logger = logging.getLogger(__name__)
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Make a checkpoint fit `model`; ours come back unchanged (position tables are fitted when they are loaded).
+    """Make a checkpoint fit `model`; our own checkpoints stay unchanged (loading fits their position tables).
 
-    Where `model` augments a convolution of a plain ResNet's checkpoint, the augmented one takes it: all of it with
-    fusion="add"; with "concat" the first output channels, which keep their place in the concatenation. Attention keeps
-    the model's own initial values. Each is reported by a line of the log (level info).
+    Where `model` augments a convolution of a plain ResNet, the augmented layer takes the checkpoint's convolution: all
+    of it with fusion="add"; with "concat" the first output channels, which keep their place in the concatenation.
+    Attention keeps the model's initial values. The log reports each layer in a line (level info).
 
     Args:
         state_dict: parameters by name, of our network or of timm's ResNet of the same depth.
-        model: the network that is to load them.
+        model: the network that will load them.
 
     Returns:
         parameters by our names.
 
     Raises:
-        ValueError: a convolution of other input channels or kernel than the model's.
+        ValueError: the shape of a convolution does not fit the model's.
     """
     own = model.state_dict()
     converted = dict(state_dict)
@@ -76,7 +76,7 @@ def _check_shape(
     wanted: torch.Size,
     exactly: bool,
 ) -> None:
-    """Raise ValueError unless a plain weight has as many output channels as wanted, or at least as many."""
+    """Raise ValueError unless a plain weight has the wanted shape, or unless `exactly` more output channels."""
     enough = len(weight) == wanted[0] if exactly else len(weight) >= wanted[0]
     if weight.shape[1:] == wanted[1:] and enough:
         return

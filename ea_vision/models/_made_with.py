@@ -15,7 +15,7 @@ from ea_vision.base.networks import MADE_WITH
 from ea_vision.layers import evolution_options, learnable_gates
 from ea_vision.models._chain import AttentionConfig
 
-# Keywords that change what is trained, read or returned, and leave the trained function alone.
+# Keywords that change training, input or output, but not the trained function.
 FREE = {
     "num_classes",
     "in_chans",
@@ -46,7 +46,10 @@ def is_free(key: str) -> bool:
 
 @dataclass(frozen=True)
 class MadeWith:
-    """source: name or path of weights, for messages. kwargs: all keywords of the network that they were made with."""
+    """What weights were made with.
+
+    source: name or path of the weights, for messages. kwargs: all keywords of their network.
+    """
 
     source: str
     kwargs: Mapping[str, Any]
@@ -60,7 +63,7 @@ class MadeWith:
         }
 
     def defaults(self, kwargs: Mapping[str, Any], model_cls: type[nn.Module]) -> dict[str, Any]:
-        """Return the values that a network of `kwargs` has for the keywords that it is `missing`."""
+        """Return the default values that a network built with `kwargs` has for the `missing` keywords."""
         return {name: _default(model_cls, name) for name in self.missing(kwargs)}
 
 
@@ -68,9 +71,9 @@ Check = Callable[[Mapping[str, Any], nn.Module], None]
 
 
 def refuse_other_weights(model: nn.Module, check: Check) -> None:
-    """Let `model.load_state_dict` take the note out of weights (`with_note`).
+    """Let `model.load_state_dict` remove the note from weights (see `with_note`), and check it.
 
-    check: called with what the note says, and the model; raises UsageError for another network's.
+    check: called with the note's content and the model; raises UsageError if the weights are another network's.
     """
     model.register_load_state_dict_pre_hook(partial(_read_note, check))
 
@@ -88,7 +91,7 @@ def _read_note(
 
 
 def fixed(kwargs: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return the keywords without the gates that the model learns, which the weights hold."""
+    """Return the keywords without learned gates: the weights contain these."""
     learned = {name.rpartition(".")[2] for name in learnable_gates(model)}
     return {key: value for key, value in kwargs.items() if key not in learned}
 
@@ -101,8 +104,8 @@ def check_agreement(
     """Raise UsageError if a network's keywords contradict those that its weights were made with.
 
     Args:
-        kwargs: of the network; a keyword that is missing takes the weights' value.
-        model_cls: the network's class, whose defaults complete the weights' keywords.
+        kwargs: of the network; a missing keyword takes the weights' value.
+        model_cls: the network's class; its defaults complete the weights' keywords.
     """
     for key, value in kwargs.items():
         if is_free(key):
@@ -121,7 +124,7 @@ def check_agreement(
 
 
 def _default(model_cls: type[nn.Module], key: str) -> Any:
-    """Return the value of a keyword that a network is built with unless it is named; None where none is known."""
+    """Return the default value of a network's keyword, or None if it is not known."""
     defaults = {field.name: field.default for field in fields(AttentionConfig)}
     for name, parameter in inspect.signature(model_cls).parameters.items():
         if parameter.default is not parameter.empty:
@@ -130,7 +133,7 @@ def _default(model_cls: type[nn.Module], key: str) -> Any:
 
 
 def _same_evolution(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether the evolutions of two networks' keywords have the same modules and gates."""
+    """Return whether the keywords of two networks create evolutions with the same modules and gates."""
     first = AttentionConfig.take(dict(one)).new_evolution()
     second = AttentionConfig.take(dict(other)).new_evolution()
     if first is None or second is None:
@@ -145,7 +148,7 @@ def _same_evolution(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _comparable(value: Any) -> Any:
-    """Return a value whose tuples are lists, as JSON and YAML keep them."""
+    """Return a value with its tuples turned into lists, as JSON and YAML store them."""
     if isinstance(value, (list, tuple)):
         return [_comparable(item) for item in value]
     return value
@@ -159,7 +162,9 @@ EVOLVED = (
 
 
 def remember_evolution(evolving: nn.Module, evolution: Mapping[str, Any]) -> None:
-    """Let timm's `save_for_hf` write how an evolved network is built again; torchvision's networks stay unnamed.
+    """Let timm's `save_for_hf` save how to build an evolved network again, and let loading check its weights.
+
+    Only timm's networks can be saved so: torchvision's have no name.
 
     Args:
         evolution: the keywords of `ea_vision.evolve`.
@@ -179,7 +184,7 @@ def _check_evolution(
     said: Mapping[str, Any],
     model: nn.Module,
 ) -> None:
-    """Raise UsageError where the evolution that weights say they were trained with contradicts a network's."""
+    """Raise UsageError if weights say that they were trained with another evolution than the network's."""
     if said["model"] != EVOLVED:
         return
     made = {"kind": "ea", **(said["model_kwargs"].get("evolution") or {})}

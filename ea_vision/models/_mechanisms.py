@@ -1,4 +1,4 @@
-"""Which mechanisms the blocks of a vision transformer get."""
+"""The mechanisms of a transformer's blocks, from keywords."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,8 +16,8 @@ class Mechanisms:
     """Mechanisms across layers, as `evolve` and `timm.create_model` take them; see `evolve` for the errors.
 
     kind: a registered evolution, or None.
-    attn_layers: the blocks that evolve, counted from 1; None is all that can.
-    options: the evolution's.
+    attn_layers: the blocks that evolve, counted from 1; None: all that can.
+    options: of the evolution.
     """
 
     kind: str | None
@@ -50,10 +50,10 @@ class Mechanisms:
         value_residual: bool | str = False,
         **options: Any,
     ) -> "Mechanisms":
-        """Return the mechanisms that the arguments of `ea_vision.evolve` ask for, in vision transformers and sequences.
+        """Return the mechanisms given by the arguments of `ea_vision.evolve` for vision transformers and sequences.
 
         Raises:
-            ValueError: nothing to add, or an invalid value.
+            ValueError: there is nothing to add, or a value is invalid.
         """
         if kind is None and not (token_conv or value_residual):
             raise UsageError("a kind, token_conv or value_residual required, got none of them")
@@ -63,7 +63,7 @@ class Mechanisms:
         return cls(kind, chosen, prefix, token_conv, value_residual, options)
 
     def keywords(self) -> dict[str, Any]:
-        """Return the keywords with which `ea_vision.evolve` adds these mechanisms, as JSON can hold them."""
+        """Return the keywords with which `ea_vision.evolve` adds these mechanisms, in types that JSON has."""
         return {
             "kind": self.kind,
             "attn_layers": None if self.attn_layers is None else list(self.attn_layers),
@@ -75,7 +75,7 @@ class Mechanisms:
 
     @property
     def reads_previous(self) -> bool:
-        """Return whether a layer reads what the layer before has handed on."""
+        """Return whether a layer reads what the previous layer handed on."""
         return self.kind is None or evolution_class(self.kind).reads_previous
 
     def give(
@@ -130,12 +130,12 @@ class Mechanisms:
         return evolution
 
     def _evolving(self, depth: int, class_token_alone: bool) -> list[int]:
-        """Return the blocks, counted from 1, that are to evolve."""
+        """Return the blocks, counted from 1, that will evolve."""
         if self.kind is None:
             create_evolution(None, 1, **self.options)  # refuses options
             return []
         kind = evolution_class(self.kind)
-        # Of the last map only the class token's row is read, and that row would pass the convolution.
+        # Only the class token's row of the last map is read, and that row would bypass the convolution.
         idle_last = (self.prefix == "pass" or kind.spatial) and class_token_alone
         possible = range(1 + kind.reads_previous, depth + (not idle_last))
         chosen = list(possible) if self.attn_layers is None else sorted(set(self.attn_layers))
@@ -156,7 +156,7 @@ class Mechanisms:
 
 
 def check_idle(model: nn.Module) -> None:
-    """Raise UsageError, naming the first, unless all mechanisms of a network leave it as it is."""
+    """Raise UsageError if a mechanism of a network changes anything; the message names the first."""
     active = []
     for name, module in model.named_modules():
         if hasattr(module, "changes_nothing") and not module.changes_nothing():
@@ -169,6 +169,6 @@ def check_idle(model: nn.Module) -> None:
 
 
 def refuse(model: nn.Module, reason: str | None) -> None:
-    """Raise UsageError where there is a reason why a network cannot evolve."""
+    """Raise UsageError if there is a reason why a network cannot evolve."""
     if reason is not None:
         raise UsageError(f"this {type(model).__name__} cannot evolve: {reason}")

@@ -13,8 +13,8 @@ def put_small_stem(
 ) -> None:
     """Give a ResNet of timm a 3x3 convolution of `stride` for a stem, and no max-pooling.
 
-    Its stages then have maps of 1/stride, 1/2 stride, 1/4 stride and 1/8 stride of the image's side, where timm's have
-    1/4 to 1/32; `feature_info` says so.
+    The sides of its stages' maps are then the image's over stride, 2 * stride, 4 * stride and 8 * stride, where timm's
+    are the image's over 4 to 32; `feature_info` is updated.
 
     Raises:
         ValueError: a stride other than 1, 2 or 4.

@@ -4,9 +4,9 @@
     model = ea_vision.evolve(torchvision.models.vit_b_16(), kind=None, token_conv=True, value_residual=True)
     plain = ea_vision.unevolve(model)                               # an error once the gates have moved
 
-The network keeps its class. Its blocks and their attention layers get, in place, a class of this file beside their
-own: a block runs its own forward, in which the attention layer applies the mechanisms. Tokens carry, as an attribute,
-what the next block reads, so gradient checkpointing, torch.compile and torch.export see nothing unusual.
+The network keeps its class. The classes of its blocks and their attention layers are replaced, in place, by subclasses
+from this file: a block runs its own forward, in which the attention layer applies the mechanisms. Tokens carry what the
+next block reads as an attribute, so gradient checkpointing, torch.compile and torch.export work as usual.
 
 Shape letters: B batch, C channels, K heads, T tokens, P prefix tokens, D width of a head.
 """
@@ -44,8 +44,8 @@ CARRIED = "_ea_vision_carried"  # attribute of the tokens between blocks
 class Carried:
     """What a block hands on to the next.
 
-    feat_size: (H, W) of the patches, or None where images are packed.
-    logits: of the block's attention, (B, K, T, T), where the next block reads them.
+    feat_size: (H, W) of the patches, or None if images are packed.
+    logits: of the block's attention, (B, K, T, T), if the next block reads them.
     first_values: the first block's values, (B, K, T, D).
     """
 
@@ -55,7 +55,7 @@ class Carried:
 
 
 class PatchGrid:
-    """A hook before the patch embedding: it keeps (H, W) of the patches, by thread, until the first block takes it."""
+    """A hook before the patch embedding: it keeps (H, W) of the patches, per thread, until the first block takes it."""
 
     def __init__(self):
         self.sizes: dict[int, Size | None] = {}
@@ -70,7 +70,7 @@ class PatchGrid:
         self.sizes[thread_of_forward()] = size
 
     def take(self) -> Size | None:
-        """Return the size that this thread's forward has noted, once."""
+        """Return the size that this thread's forward has noted, and forget it."""
         return self.sizes.pop(thread_of_forward(), None)
 
 
@@ -93,7 +93,7 @@ class WholePatchEmbed(PatchEmbed):
 
 
 class CarryingBlock:
-    """A block, beside its own class, that reads and hands on `Carried`.
+    """A mixin for a block's class: the block reads `Carried` and hands it on.
 
     attention: the name of its attention layer.
     """
@@ -109,7 +109,7 @@ class CarryingBlock:
         """Run the block's own forward on tokens (B, T, C)."""
         carried = getattr(x, CARRIED, None)
         if carried is None:
-            # The first block. A recomputation finds the size on its input, perhaps in another thread.
+            # The first block. A recomputation, perhaps in another thread, finds the size on its input.
             carried = Carried(self.grid.take())
             setattr(x, CARRIED, carried)
         if self.token_conv is not None:
@@ -130,7 +130,7 @@ class CarryingBlock:
 
 
 class CarryingAttention(MapsAttention):
-    """An attention layer, beside its own class, whose forward calls `attended`."""
+    """A mixin for an attention layer's class, whose forward calls `attended`."""
 
     fused_attn = True
 
@@ -147,7 +147,7 @@ class CarryingAttention(MapsAttention):
         Args:
             x: (B, T, C), the layer's input.
             q, k, v: (B, K, T, D), q not scaled.
-            bias: added to the logits, or a mask for mechanisms that leave the maps alone.
+            bias: added to the logits; it may be a mask only if the mechanisms do not change the maps.
 
         Returns:
             (B, T, K*D), heads concatenated.
@@ -170,7 +170,7 @@ class CarryingAttention(MapsAttention):
         """Return the mask as a bias of the logits.
 
         Raises:
-            ValueError: a mask where maps evolve, or a causal one.
+            ValueError: a mask although maps evolve, or a causal mask.
         """
         evolves = self.evolution is not None and not self.evolution.mixes_output
         reads_maps = self.need_logits or evolves
@@ -185,7 +185,7 @@ class CarryingAttention(MapsAttention):
         return bias.masked_fill(~attn_mask, float("-inf"))
 
     def dtype_of_weights(self) -> torch.dtype:
-        """Return the type of the layer's parameters."""
+        """Return the dtype of the layer's parameters."""
         return next(self.parameters()).dtype
 
 
@@ -241,7 +241,7 @@ class _Rotary(CarryingAttention):
         rope: Tensor | None,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Return queries or keys (B, K, T, D) with the positions of the patches, in timm's way."""
+        """Return queries or keys (B, K, T, D) with rotary positions on the patches, as timm computes them."""
         if rope is None:
             return heads
         prefix = heads[:, :, : self.num_prefix_tokens]
@@ -260,7 +260,7 @@ class EvolvingAttentionRope(_Rotary, AttentionRope):
 
 
 def with_separate_biases(attn: nn.Module, x: Tensor) -> Tensor:
-    """Return the projection (B, T, 3*K*D) of a layer that may keep biases of queries and values as parameters."""
+    """Return the projection (B, T, 3*K*D) of a layer that may have its biases as separate parameters."""
     biases = [getattr(attn, name, None) for name in ("q_bias", "k_bias", "v_bias")]
     if biases[0] is None:
         return attn.qkv(x)
@@ -329,7 +329,8 @@ class EvolvingMultiheadAttention(CarryingAttention, nn.MultiheadAttention):
         """Attend within query (B, T, C); attn_mask (T, T) or (B*K, T, T) is True where a key is hidden, or added.
 
         Raises:
-            ValueError: another key or value, a padding mask, need_weights=True, or a mask where maps evolve.
+            ValueError: key or value differs from query, a padding mask, need_weights=True, or a mask although maps
+                evolve.
         """
         if key is not query or value is not query:
             raise ValueError("self-attention required: key and value must be the query itself")
@@ -340,7 +341,7 @@ class EvolvingMultiheadAttention(CarryingAttention, nn.MultiheadAttention):
                 f"maps), got key_padding_mask {padding} and need_weights={need_weights}"
             )
         if attn_mask is not None and attn_mask.dtype == torch.bool:
-            # torch's layer marks the keys that are hidden, its functions those that stay
+            # True marks hidden keys in torch's layer, and visible keys in its functions
             attn_mask = ~attn_mask
         if attn_mask is not None and attn_mask.ndim == 3:
             attn_mask = attn_mask.unflatten(0, (-1, self.num_heads))
@@ -383,7 +384,7 @@ class EvolvingEncoderBlock(CarryingBlock, torchvision.models.vision_transformer.
 
 
 def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of timm, torch or torchvision that a class of ours extends; any other class itself."""
+    """Return the class of timm, torch or torchvision that a class of ours extends; other classes unchanged."""
     for base in cls.__mro__:
         if issubclass(base, nn.Module) and not base.__module__.startswith("ea_vision"):
             return base
@@ -413,9 +414,9 @@ BLOCKS = {plain_class(cls): cls for cls in _BLOCKS}
 
 @dataclass(frozen=True)
 class Architecture:
-    """Where a network has its blocks and its patch embedding, and how many tokens stand before the patches.
+    """The names of a network's blocks and patch embedding, and its number of tokens before the patches.
 
-    num_prefix_tokens: None for the network's own number.
+    num_prefix_tokens: None: the network's attribute of this name.
     """
 
     blocks: str = "blocks"
@@ -504,7 +505,7 @@ def evolve_blocks(model: nn.Module, mechanisms: Mechanisms) -> None:
     """Turn the blocks of a network of `ARCHITECTURES`, in place, into evolving ones.
 
     Raises:
-        ValueError: blocks, attention or a patch dropout that do not allow it.
+        ValueError: its blocks, attention or patch dropout do not allow it.
     """
     refuse(model, reason_against(model))
     architecture = _architecture_of(model)
@@ -552,8 +553,8 @@ def evolve_transformer(
         kind, *args, **options: see `ea_vision.evolve`.
 
     Raises:
-        ValueError: a model that cannot evolve, naming the module at fault, layers that cannot, an option that the
-            evolution does not have, or nothing to add.
+        ValueError: the model cannot evolve (the message names the module at fault), layers cannot evolve, the evolution
+            does not have an option, or there is nothing to add.
     """
     refuse(model, reason_against(model))
     mechanisms = Mechanisms.of_evolve(kind, *args, **options)
@@ -576,7 +577,7 @@ def evolves(model: nn.Module) -> bool:
 
 
 def keep_logits_that_are_read(model: nn.Module) -> None:
-    """Let each block of an evolving network hand its logits on only where the next block's evolution reads them."""
+    """Let each block of an evolving network hand its logits on only if the next block's evolution reads them."""
     blocks = model.get_submodule(_architecture_of(model).blocks)
     reads_previous = False
     for block in reversed(list(blocks)):
@@ -586,10 +587,10 @@ def keep_logits_that_are_read(model: nn.Module) -> None:
 
 
 def unevolve_transformer(model: nn.Module) -> nn.Module:
-    """Return the plain network from an evolving one that computes the same: a new model, which shares the weights.
+    """Return the plain network that computes the same as an evolving one: a new model that shares the weights.
 
     Raises:
-        ValueError: a network that does not evolve, or a mechanism that changes something.
+        ValueError: the network does not evolve, or a mechanism changes something.
     """
     if not evolves(model):
         raise ValueError(f"an evolving vision transformer required, got {type(model).__name__}")

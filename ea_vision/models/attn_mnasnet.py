@@ -1,9 +1,10 @@
 """MnasNets with attention-augmented convolutions whose attention maps may evolve: AA-, PA- and EA-MnasNets.
 
 timm's EfficientNet in the form of MnasNet-A1 (timm's `semnasnet_*`). The expanding 1x1 convolutions of the last 13
-inverted residuals are augmented, with 4 heads, dim_qk = 0.1 and dim_v = 0.05 of their width and no least width: so the
-parameters are the AA paper's in all four widths. Stage 2 attends at 14x14, as the paper's ResNets do; stage 3 begins at
-28x28. The chains of maps of one shape, 3, 1, 6 and 3 layers, are ours: no paper has evolving maps in MnasNet.
+inverted residuals are augmented, with 4 heads, dim_qk = 0.1 and dim_v = 0.05 of their width and no minimum width: so
+the number of parameters is the AA paper's at all four widths. Stage 2 attends at 14x14, as the paper's ResNets do;
+stage 3 begins at 28x28. The chains, 3, 1, 6 and 3 layers with maps of one shape, are ours: no paper has evolving maps
+in MnasNet.
 
 Papers:
 * MnasNet: `Platform-Aware Neural Architecture Search for Mobile` - https://arxiv.org/abs/1807.11626
@@ -62,7 +63,7 @@ class AttnInvertedResidual(nn.Module):
     """timm's InvertedResidual with its expanding convolution augmented: (x, prev_logits) -> (x, logits) | x.
 
     Args:
-        block: timm's, whose modules this one takes over.
+        block: timm's block; this one takes over its modules.
         conv_pw: the augmented convolution.
     """
 
@@ -85,7 +86,7 @@ class AttnInvertedResidual(nn.Module):
 
 
 class PlainStage(TensorStage):
-    """A stage of timm's blocks, which passes the logits by: x -> x."""
+    """A stage of timm's blocks, which hands the logits on unchanged: x -> x."""
 
     def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> Tensor:
         logits = carried_by(x) if prev_logits is None else prev_logits
@@ -98,13 +99,13 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
     """MnasNet-A1 with augmented convolutions in its last five stages.
 
     Args:
-        multiplier: of the channels.
-        img_size: input size in pixels, one number or (height, width); it sizes the position tables. Other input sizes
-            run too.
-        **kwargs: those of `AttentionConfig` (attn_stages, of 2 to 6 and all of them unless given, () for timm's
-            semnasnet; num_heads, qk_ratio, v_ratio, min_head_qk, position, evolution, attn_drop_rate), of the evolution
-            (alpha, beta, kernel_size, num_layers, ...) and of timm's EfficientNet (num_classes, in_chans,
-            output_stride, global_pool, drop_rate, drop_path_rate, norm_layer, ...).
+        multiplier: factor of the channels.
+        img_size: input size in pixels, one number or (height, width), for which position tables are made. Other input
+            sizes run, too.
+        **kwargs: those of `AttentionConfig` (attn_stages, by default all of 2 to 6, () for timm's semnasnet; num_heads,
+            qk_ratio, v_ratio, min_head_qk, position, evolution, attn_drop_rate), of the evolution (alpha, beta,
+            kernel_size, num_layers, ...) and of timm's EfficientNet (num_classes, in_chans, output_stride, global_pool,
+            drop_rate, drop_path_rate, norm_layer, ...).
 
     Raises:
         ValueError: an option that the evolution does not have, unknown attn_stages, or an evolution without attention.
@@ -143,7 +144,7 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
                 continue
             links = []
             for number, block in enumerate(blocks):
-                # the stride follows the first expansion
+                # the first block's stride comes after its expansion
                 seen = before if number == 0 else reduction
                 links.append(AttnInvertedResidual(block, self._augment(block, chains, index, seen)))
             stages.append(TensorStage(*links))
@@ -159,7 +160,7 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
         """Return the attention layer of a block's expanding convolution.
 
         Args:
-            reduction: pixels of the image to a pixel of the block's input, along a side. Stage 2 attends at 1/16.
+            reduction: image pixels per pixel of the block's input, along a side. Stage 2 attends at 1/16.
         """
         map_reduction = max(16, reduction) if stage == 2 else reduction
         return chains.layer(
@@ -177,7 +178,7 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
         return self.bn1(self.conv_stem(x))
 
     def forward_end(self, x: Tensor) -> Tensor:
-        """Run the last convolution, which is no part of the last feature."""
+        """Run the last convolution, which is not part of the last feature."""
         return self.bn2(self.conv_head(x))
 
     def forward_features(self, x: Tensor) -> Tensor:
@@ -189,7 +190,7 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
         return self.forward_end(x)
 
     def feature_steps(self) -> list[Step]:
-        """Return the stages in five groups, each up to the next stride; the stem with the first."""
+        """Return the stages in five groups, each up to the next stride; the first group includes the stem."""
 
         def run(
             begin: int,

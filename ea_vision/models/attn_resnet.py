@@ -12,15 +12,15 @@ Papers:
 The widths are the papers': dim_qk = max(0.2 planes, 20 per head), dim_v = 0.1 planes; ResNet-34 planes/4 and planes/8.
 Other published widths are keywords:
 * the EA authors' public TensorFlow ResNet-50: qk_ratio=0.25, v_ratio=0.125;
-* the AA paper's shares of attention: qk_ratio=v_ratio=0.25|0.5|0.75|1 with min_head_qk=20; at 1 attention takes the
-  place of the whole convolution in the last three stages (the paper does not say whether also in the first: the sizes
-  print the same, and here it stays convolutional);
+* the AA paper's shares of attention: qk_ratio=v_ratio=0.25|0.5|0.75|1 with min_head_qk=20. At 1, attention replaces the
+  whole convolution in the last three stages (the paper does not say whether also in the first: the printed sizes would
+  be the same; here the first stays convolutional);
 * the AA paper's ResNet-34: augment="first", v_ratio=0.25, min_head_qk=20;
-* near stand-alone self-attention, 7x7 windows in place of all 3x3 convolutions of the last three stages:
-  aa_resnet50 with qk_ratio=v_ratio=1, window=7, map_reduction=8 (that paper's embeddings are half of a row, half of a
-  column; ours are the AA paper's sum).
-No paper has CSAN's windows on images: csan_resnet50 carries the paper's setting for text over, windows in the lower
-layers and global attention above.
+* similar to stand-alone self-attention, 7x7 windows instead of all 3x3 convolutions of the last three stages:
+  aa_resnet50 with qk_ratio=v_ratio=1, window=7, map_reduction=8 (in that paper, half of an embedding is the row's and
+  half the column's; here the two are added, as in the AA paper).
+No paper has CSAN's windows on images: csan_resnet50 applies the paper's setting for text, windows in the lower layers
+and global attention above.
 
 Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map, K heads.
 """
@@ -63,7 +63,7 @@ MakeLayer = Callable[[nn.Conv2d, int], AugmentedConv2d]
 
 
 class AttendsInBasicBlock:
-    """Beside timm's or torchvision's BasicBlock: both 3x3 convolutions augmented, or the first."""
+    """A mixin for timm's or torchvision's BasicBlock: augments both 3x3 convolutions, or the first."""
 
     def augment(
         self,
@@ -71,11 +71,11 @@ class AttendsInBasicBlock:
         which: str,
         strided: bool,
     ) -> None:
-        """Replace 3x3 convolutions by `make(convolution, stride of the block where it stands)`.
+        """Replace 3x3 convolutions by `make(convolution, the block's stride at it)`.
 
         Args:
             which: "all" or "first".
-            strided: whether a convolution with a stride is replaced, too.
+            strided: whether to replace a convolution with a stride, too.
         """
         if strided or self.stride == 1:
             self.conv1 = make(self.conv1, self.stride)
@@ -84,7 +84,7 @@ class AttendsInBasicBlock:
 
 
 class AttendsInBottleneck:
-    """Beside timm's or torchvision's Bottleneck: its 3x3 convolution augmented."""
+    """A mixin for timm's or torchvision's Bottleneck: augments its 3x3 convolution."""
 
     def augment(
         self,
@@ -98,13 +98,13 @@ class AttendsInBottleneck:
 
 
 class _TimmBlock:
-    """The common part of both blocks of timm's.
+    """The common part of timm's two blocks.
 
-    mrla: attention to the block's shortcut, added to its output, where the network gives it one.
+    mrla: attention to the block's shortcut, added to its output; only networks with MRLA set it.
     """
 
     def add_shortcut(self, x: Tensor, shortcut: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the branch's output plus the block's input, and this input as it was added."""
+        """Return the branch's output plus the shortcut, and the shortcut as it was added."""
         if self.se is not None:
             x = self.se(x)
 
@@ -117,7 +117,7 @@ class _TimmBlock:
         return x, shortcut
 
     def attend_to_shortcut(self, x: Tensor, shortcut: Tensor) -> Tensor:
-        """Return the block's output, with MRLA's attention to its shortcut where there is one."""
+        """Return the block's output, with attention to its shortcut if it has `mrla`."""
         if not hasattr(self, "mrla"):
             return x
         retrieved = self.mrla(x, shortcut)
@@ -197,7 +197,7 @@ class Placement:
         """Augment the 3x3 convolutions of a ResNet, and let its stages hand the logits on.
 
         Args:
-            network: whose blocks have `augment`, whose `img_size` and `feature_info` are set.
+            network: its blocks have `augment`, and its `img_size` and `feature_info` are set.
         """
         attending = attention.stages(STAGES, default=(2, 3, 4))
         chains = ChainBuilder(attention, network, device, dtype)
@@ -219,12 +219,12 @@ class Placement:
         conv: nn.Conv2d,
         stride: int,
     ) -> AugmentedConv2d:
-        """Return the attention layer in place of a convolution, or around it with fusion="add".
+        """Return the attention layer that replaces a convolution or, with fusion="add", contains it.
 
         Args:
-            reduction: pixels of the image to a pixel of the stage's output, along a side.
-            stride: of the block where the convolution stands. An anti-aliased block strides after the convolution, so
-                the attention pools in its stead.
+            reduction: image pixels per pixel of the stage's output, along a side.
+            stride: the block's stride at the convolution. An anti-aliased block strides after the convolution, so the
+                attention pools instead.
         """
         pools = (max(self.map_reduction, reduction) // reduction).bit_length() - 1
         return chains.layer(
@@ -241,14 +241,14 @@ class Placement:
 
 
 class ResNetStages(ChainedNetwork):
-    """The stem, which the network has, and the four stages of timm's or torchvision's ResNet with attention."""
+    """The forward of timm's or torchvision's ResNet with attention: the network's stem and four stages."""
 
     def forward_stem(self, x: Tensor) -> Tensor:
-        """Turn (B, in_chans, H, W) into (B, 64, H/2, W/2); with a stem_stride the sides over that."""
+        """Turn (B, in_chans, H, W) into (B, 64, H/2, W/2); stem_stride replaces the 2."""
         raise NotImplementedError
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Turn (B, in_chans, H, W) into (B, num_features, H/32, W/32); with stem_stride the sides over 8 times that."""
+        """Turn (B, in_chans, H, W) into (B, num_features, H/32, W/32); 8 * stem_stride replaces the 32."""
         x = self.maxpool(self.forward_stem(x))
         logits = None
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
@@ -272,26 +272,26 @@ class AttnResNet(ResNetStages, ResNet):
     Args:
         block: AttnBasicBlock or AttnBottleneck.
         layers: blocks by stage, four numbers.
-        img_size: input size in pixels, one number or (height, width); it sizes the position tables. Other input sizes
-            run too.
-        augment: which 3x3 convolutions of a block are augmented, "all" or the "first". A bottleneck has one; the
-            ResNet-34 of the EA paper has all 26, that of the AA paper 13 (augment="first", v_ratio=0.25,
-            min_head_qk=20: 20.75M parameters).
-        augment_strided: whether those with stride 2, one at the beginning of each stage, are augmented too.
-        map_reduction: pixels of the image to a pixel of the finest attention map, along a side: 16, as in the papers,
-            pools the 28x28 stage to 14x14; 8 lets it attend at 28x28.
-        mrla: MRLA's light attention of each block of all four stages to its shortcut (`MRLALight`; no chain of maps is
-            needed for it): True begins as the network without, "paper" with its norm's scale at 1.
-        stem_stride: for small images, a 3x3 stem of this stride (1, 2 or 4) without max-pooling; None is timm's, of 4
-            altogether. At 64 pixels stem_stride=2 with map_reduction=4 attends at 16x16, 8x8 and 4x4.
-        **kwargs: those of `AttentionConfig` (attn_stages, of 1 to 4 and (2, 3, 4) unless given, num_heads, qk_ratio,
+        img_size: input size in pixels, one number or (height, width), for which position tables are made. Other input
+            sizes run, too.
+        augment: which 3x3 convolutions of a block are augmented, "all" or the "first". A bottleneck has one. In a
+            ResNet-34 the EA paper augments all 26, the AA paper 13 (augment="first", v_ratio=0.25, min_head_qk=20:
+            20.75M parameters).
+        augment_strided: whether convolutions with stride 2, one at the beginning of each stage, are augmented, too.
+        map_reduction: image pixels per pixel of the finest attention map, along a side: 16, as in the papers, pools the
+            28x28 stage to 14x14; with 8 it attends at 28x28.
+        mrla: whether each block of all four stages attends to its shortcut (`MRLALight`, which needs no attention
+            maps). True: the network begins as without it; "paper": the scale of its norm begins at 1.
+        stem_stride: for small images, a 3x3 stem of this stride (1, 2 or 4) without max-pooling; None: timm's stem,
+            with a total stride of 4. At 64 pixels stem_stride=2 with map_reduction=4 attends at 16x16, 8x8 and 4x4.
+        **kwargs: those of `AttentionConfig` (attn_stages, from 1 to 4, by default (2, 3, 4); num_heads, qk_ratio,
             v_ratio, position, window, ...), of the evolution (evolution, alpha, beta, kernel_size, num_layers, ...) and
             of timm's ResNet (num_classes, in_chans, output_stride, global_pool, drop_rate, drop_path_rate, ...).
 
     Raises:
-        ValueError: an option that the evolution does not have, widths that the heads do not divide, another `augment`
-            or `stem_stride`, a map_reduction that is no power of two, layers or channels that are not four numbers,
-            unknown attn_stages, window_stages without attention.
+        ValueError: the evolution does not have an option; num_heads does not divide a width; `augment`, `stem_stride`
+            or attn_stages are unknown; map_reduction is not a power of two; layers or channels are not four numbers; or
+            window_stages have no attention.
     """
 
     def __init__(
@@ -324,7 +324,7 @@ class AttnResNet(ResNetStages, ResNet):
             self._add_mrla(identity=mrla != "paper", device=device, dtype=dtype)
 
     def _add_mrla(self, **options: Any) -> None:
-        """Give each block of all stages attention to its shortcut."""
+        """Add to each block of all stages attention to its shortcut."""
         for stage in STAGES:
             channels = self.feature_info[stage]["num_chs"]
             for block in getattr(self, f"layer{stage}"):

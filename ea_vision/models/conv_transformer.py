@@ -133,13 +133,13 @@ class DenseStage(nn.Module):
 
 
 class ConvTransformer(HeadedNetwork, nn.Module):
-    """Four densely connected stages; the last two attend unless others are named, each a chain of its own.
+    """Four densely connected stages; by default the last two attend. Each stage is a chain of its own.
 
     Args:
         num_classes: classes; 0 for no classifier.
         in_chans: channels of the input.
-        img_size: input size in pixels, one number or (height, width), at least 8; it sizes the position tables. Other
-            input sizes run too.
+        img_size: input size in pixels, one number or (height, width), at least 8, for which position tables are made.
+            Other input sizes run, too.
         global_pool: pooling of the head, timm's names.
         widths: channels by stage.
         depth: blocks in a stage.
@@ -148,9 +148,9 @@ class ConvTransformer(HeadedNetwork, nn.Module):
         ff_drop_rate: dropout between the two feed-forward layers.
         drop_path_rate: stochastic depth at the last block, growing linearly from 0 at the first.
         zero_init_last: whether every residual branch begins at zero, as in timm's ResNet.
-        **kwargs: those of `AttentionConfig` (attn_stages, such as (2, 3, 4) for maps of 16x16, 8x8 and 4x4, the last
-            two unless given; num_heads, 4 unless given, qk_ratio and v_ratio, 1 unless given, position, window,
-            evolution, attn_drop_rate, ...) and of the evolution (alpha, beta, kernel_size, num_layers, ...).
+        **kwargs: those of `AttentionConfig` (attn_stages, such as (2, 3, 4) for maps of 16x16, 8x8 and 4x4, by default
+            the last two; num_heads, by default 4; qk_ratio and v_ratio, by default 1; position, window, evolution,
+            attn_drop_rate, ...) and of the evolution (alpha, beta, kernel_size, num_layers, ...).
 
     Raises:
         ValueError: an option that the evolution does not have, widths that the heads do not divide, an img_size below
@@ -179,7 +179,7 @@ class ConvTransformer(HeadedNetwork, nn.Module):
     ):
         dd = {"device": device, "dtype": dtype}
         config = AttentionConfig.take(kwargs, num_heads=4, qk_ratio=1.0, v_ratio=1.0)
-        super().__init__(**kwargs)  # refuses what is left
+        super().__init__(**kwargs)  # raises for unknown keywords
         check_numbers("widths", widths)
         self.img_size = to_size(img_size, self.min_img_size)
         self.num_classes = num_classes
@@ -227,7 +227,7 @@ class ConvTransformer(HeadedNetwork, nn.Module):
         self.init_weights(zero_init_last)
 
     def init_weights(self, zero_init_last: bool = True) -> None:
-        """As `HeadedNetwork`; then zero for the last norm of each branch."""
+        """Initialise as `HeadedNetwork` does; with `zero_init_last`, set the last norm of each branch to zero."""
         super().init_weights()
         if not zero_init_last:
             return
@@ -252,7 +252,7 @@ class ConvTransformer(HeadedNetwork, nn.Module):
         return self.stages(self.stem(x))
 
     def feature_steps(self) -> list[Step]:
-        """Return the stages, the stem with the first. A chain does not leave its stage."""
+        """Return the stages, the first with the stem. A chain does not leave its stage."""
 
         def run(
             index: int,
@@ -267,12 +267,12 @@ class ConvTransformer(HeadedNetwork, nn.Module):
 
     @staticmethod
     def map_size(img_size: Size, reduction: int) -> Size:
-        """Return (height, width) of a map. Every pooling rounds down, so together they do."""
+        """Return (height, width) of a map, rounded down, since every pooling rounds down."""
         return img_size[0] // reduction, img_size[1] // reduction
 
 
 _cfg = partial(cifar_cfg, "stem.conv", "head.fc")
-SHIPPED = (  # of a model's weights the first are the default
+SHIPPED = (  # a model's first weights are its default
     "conv_transformer_cifar.long_c10",
     "pa_conv_transformer_cifar.fast_norm_c10",
     "ea_conv_transformer_cifar.long_c10",

@@ -1,4 +1,4 @@
-"""`evolve` and `unevolve`: a network gets mechanisms across its layers, and goes back to what it was.
+"""`evolve` adds mechanisms across layers to a network; `unevolve` removes them again.
 
     model = ea_vision.evolve(timm.create_model("vit_small_patch16_dinov3", pretrained=True), "ea")
     plain = ea_vision.unevolve(model)                               # an error once the gates have moved
@@ -18,12 +18,12 @@ from ea_vision.models._build import name_plain
 
 @dataclass(frozen=True)
 class Family:
-    """Networks that evolve alike.
+    """Networks that evolve in the same way.
 
     accepts: whether a plain network is of this family.
-    evolves: whether a network is one of this family's that evolves.
+    evolves: whether a network is an evolving one of this family.
     evolve: (model, kind, **options) -> the evolving network, which shares the weights.
-    unevolve: the way back.
+    unevolve: the inverse of evolve.
     """
 
     accepts: Callable[[nn.Module], bool]
@@ -32,7 +32,7 @@ class Family:
     unevolve: Callable[[nn.Module], nn.Module]
 
 
-# The last one accepts what no other does, and refuses what it does not know with the reason.
+# The last one accepts all other networks; for unknown ones it raises an error with the reason.
 FAMILIES = [
     Family(
         accepts=evolve_resnet.is_resnet,
@@ -67,22 +67,22 @@ def evolve(
         model: timm's or torchvision's vision transformer, or ResNet, which gets attention beside its convolutions; or a
             model of Hugging Face's transformers.
         kind: a registered evolution: "ea", "pa", "residual", "talking_heads", "reattention", "refiner", "mta",
-            "conv2d", "xsa", "gated", or one from outside; None for maps that do not evolve.
-        layers: the blocks that evolve, counted from 1 (in models of transformers, in each chain of layers). None means
-            all that can: the first block has no predecessor, so it cannot where the kind reads the predecessor's maps.
+            "conv2d", "xsa", "gated", or one registered by other code; None for maps that do not evolve.
+        layers: the blocks that evolve, counted from 1 (in models of transformers, in each chain of layers). None: all
+            that can. The first block cannot if the kind reads the previous block's maps.
         prefix: "convolve" or "pass"; see `EvolvingVisionTransformer`.
-        start: "identity": the new model computes what the old one does (bit for bit where timm's fused attention is
-            off) and learns from there; "paper": it begins as its paper does.
-        attn_layers: `layers` by its name in `timm.create_model`.
-        token_conv, value_residual: see `EvolvingVisionTransformer`; also without a kind.
-        **options: the evolution's. alpha, beta: gates of the kinds that have them; 0 at the identity start. learnable:
+        start: "identity": the new model computes what the old one does (bit for bit if timm's fused attention is off)
+            and learns from there; "paper": it begins as in the kind's paper.
+        attn_layers: the name of `layers` in `timm.create_model`.
+        token_conv, value_residual: see `EvolvingVisionTransformer`; also possible without a kind.
+        **options: of the evolution. alpha, beta: gates of the kinds that have them; 0 at the identity start. learnable:
             whether they are parameters, as at the identity start; "per_head" for one per head. kernel_size, ...
 
     ResNets take other options: see `ea_vision.models.evolve_resnet.evolve_resnet`.
 
     Raises:
-        ValueError: a model that cannot evolve, naming the module at fault, layers that cannot, an option that the
-            evolution does not have, or nothing to add.
+        ValueError: the model cannot evolve (the message names the module at fault), layers cannot evolve, the evolution
+            does not have an option, or there is nothing to add.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(
@@ -93,10 +93,10 @@ def evolve(
 
 
 def unevolve(model: nn.Module) -> nn.Module:
-    """Return the plain network from an evolving one that computes the same: a new model, which shares the weights.
+    """Return the plain network that computes the same as an evolving one: a new model that shares the weights.
 
     Raises:
-        ValueError: a network that does not evolve, or a mechanism that changes something.
+        ValueError: the network does not evolve, or a mechanism changes something.
     """
     for family in FAMILIES:
         if family.evolves(model):

@@ -1,12 +1,12 @@
-"""Attention beside the 3x3 convolutions of a trained ResNet: timm's family, and torchvision's.
+"""Attention beside the 3x3 convolutions of trained ResNets of timm and torchvision.
 
     model = ea_vision.evolve(timm.create_model("resnet50d", pretrained=True), "ea")
     model = ea_vision.evolve(torchvision.models.resnext50_32x4d(weights="DEFAULT"), kind=None)     # AA
     plain = ea_vision.unevolve(model)                               # an error once the attention has learned
 
-The plain network's modules stay: each 3x3 convolution, with its groups and dilation, becomes that of an
+The plain network's modules stay. Each augmented 3x3 convolution, with its groups and dilation, becomes the `conv` of an
 `AugmentedConv2d` with fusion="add", whose attention begins at zero. Blocks and network change their class; norms,
-anti-aliasing, squeeze-excite, stem and head are the plain network's.
+anti-aliasing, squeeze-excite, stem and head are not changed.
 
 Shape letters: B batch, C channels, H x W image or map.
 """
@@ -76,8 +76,8 @@ class AttnTorchvisionBottleneck(AttendsInBottleneck, torchvision_resnet.Bottlene
 class AttnTorchvisionResNet(ResNetStages, torchvision_resnet.ResNet):
     """torchvision's ResNet with attention beside its 3x3 convolutions, as `evolve_resnet` makes it.
 
-    img_size: (height, width) in pixels, for which the position tables are made.
-    feature_info: channels, reduction and module of each feature, as timm's networks have it.
+    img_size: (height, width) in pixels, for which position tables are made.
+    feature_info: channels, reduction and module of each feature, as in timm's networks.
     """
 
     def forward_stem(self, x: Tensor) -> Tensor:
@@ -121,26 +121,27 @@ def evolve_resnet(
     map_reduction: int = 16,
     **options: Any,
 ) -> nn.Module:
-    """Put attention beside the 3x3 convolutions of a ResNet: return a new model, which shares the weights.
+    """Put attention beside the 3x3 convolutions of a ResNet: return a new model that shares the weights.
 
-    It computes what the plain network does, and learns from there: first the last projections of the attention, which
-    begin at zero, then the rest.
+    It computes what the plain network does, and learns from there: first the attention's last projections, which begin
+    at zero, then the rest.
 
     Args:
         model: timm's or torchvision's ResNet with basic or bottleneck blocks.
         kind: a registered evolution ("ea", "pa", ...), which begins as in its paper unless `start` says otherwise; None
             for attention whose maps do not evolve (AA).
-        img_size: input size in pixels, one number or (height, width), which sizes the position tables. Default: that
+        img_size: input size in pixels, one number or (height, width), for which position tables are made. Default: that
             of the network's configuration, or 224 without one.
         augment: which convolutions of a block get attention; see `AttnResNet`.
         augment_strided: see `AttnResNet`.
         map_reduction: see `AttnResNet`.
-        **options: those of `AttentionConfig` (attn_stages, (2, 3, 4) unless given, num_heads, qk_ratio, v_ratio,
-            position, window, ...; as published, the ratios of basic blocks are 0.25 and 0.125) and of the evolution
-            (start, alpha, beta, kernel_size, ...).
+        **options: those of `AttentionConfig` (attn_stages, by default (2, 3, 4), num_heads, qk_ratio, v_ratio,
+            position, window, ...; with basic blocks the ratios are by default 0.25 and 0.125, as published) and of the
+            evolution (start, alpha, beta, kernel_size, ...).
 
     Raises:
-        ValueError: a network that cannot have attention, naming the module at fault, or an unknown or unfitting option.
+        ValueError: the network cannot have attention (the message names the module at fault), or an option is unknown
+            or does not fit.
     """
     refuse(model, reason_against(model))
     chosen = {
@@ -170,10 +171,10 @@ def evolve_resnet(
 
 
 def unevolve_resnet(model: nn.Module) -> nn.Module:
-    """Return the plain ResNet from one whose attention adds nothing: a new model, which shares the weights.
+    """Return the plain ResNet of one whose attention adds nothing: a new model that shares the weights.
 
     Raises:
-        ValueError: attention that adds something, or that has a share of the convolutions' channels.
+        ValueError: the attention adds something or replaces channels of a convolution, or a block has mrla.
     """
     reason = _reason_against_plain(model)
     if reason is not None:
@@ -243,10 +244,10 @@ def _attention_of(
     kind: str | None,
     options: dict[str, Any],
 ) -> AttentionConfig:
-    """Return the attention that the options ask for.
+    """Return the configuration of the attention from the options.
 
     Raises:
-        ValueError: an option that there is not.
+        ValueError: an unknown option.
     """
     ratios = {}
     if not hasattr(model.layer1[0], "conv3"):  # of basic blocks, as published
@@ -275,7 +276,7 @@ def _blocks_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _input_size(model: nn.Module) -> Size:
-    """Return the (height, width) in pixels that a network's configuration says, or 224x224."""
+    """Return the input's (height, width) in pixels from a network's configuration, or 224x224 without one."""
     config = getattr(model, "pretrained_cfg", None)
     return tuple(config["input_size"][1:]) if config else (224, 224)
 
@@ -294,7 +295,7 @@ def _feature_info(model: nn.Module) -> list[dict]:
 
 
 def _take_modes(model: nn.Module, source: nn.Module) -> None:
-    """Put each module into training or evaluation mode as in `source`; one that is new, as its parent there."""
+    """Put each module into training or evaluation mode as in `source`; new modules take the mode of their parent."""
     modes = {name: module.training for name, module in source.named_modules()}
     for name, module in model.named_modules():
         place = name

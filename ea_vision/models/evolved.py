@@ -1,4 +1,4 @@
-"""One registered name for every network that `ea_vision.evolve` made of timm's, so that a saved one can be loaded.
+"""One registered name for all networks of timm that `ea_vision.evolve` has evolved, so that saved ones can be loaded.
 
 model = ea_vision.evolve(timm.create_model("vit_small_patch16_224", pretrained=True), "ea")
 timm.models.save_for_hf(model, "folder", safe_serialization=True)       # or push_to_hf_hub
@@ -35,7 +35,7 @@ def evolved_transformer(
         **kwargs: of the plain network.
 
     Raises:
-        ValueError: no base, as in a folder that timm older than 1.0.30 saved without `model_args=model._model_args`.
+        ValueError: base is missing, as in folders saved by timm before 1.0.30 without `model_args=model._model_args`.
     """
     if not base:
         raise ValueError(

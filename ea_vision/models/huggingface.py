@@ -4,8 +4,8 @@
     model.save_pretrained("folder")
     model = ea_vision.from_pretrained("folder")
 
-The models stay what they are. Each attention layer gets a module `maps` with its mechanisms, and calls it through
-`ALL_ATTENTION_FUNCTIONS["ea_vision"]`; each block gets a class of its own, which runs the block's forward.
+Models keep their class. Each attention layer gets a module `maps` with its mechanisms, and calls it through
+`ALL_ATTENTION_FUNCTIONS["ea_vision"]`. The class of each block is replaced by a subclass that runs the block's forward.
 """
 
 import functools
@@ -24,8 +24,8 @@ from ea_vision.models._mechanisms import Mechanisms, check_idle, refuse
 from ea_vision.models.any_transformer import shared_copy
 
 log = logging.getLogger(__name__)
-NAME = "ea_vision"  # of the attention function, and of the evolution in a model's configuration
-# attributes by which layers change their logits or maps in a way unknown here
+NAME = "ea_vision"  # key of the attention function, and of the evolution in a model's configuration
+# layers with these attributes change their logits or maps in unsupported ways
 UNKNOWN_ATTRIBUTES = ("attn_logit_softcapping", "sinks")
 UNKNOWN_KEYWORDS = ("softcap", "s_aux", "sinks", "cache", "indices", "block_indices")
 
@@ -40,10 +40,12 @@ def attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers' attention functions do: (B, K, Q, D), twice (B, heads of keys, N, D) -> (B, Q, K, D).
+    """Attend as transformers' attention functions do.
+
+    query (B, K, Q, D), key and value (B, heads of keys, N, D) -> (B, Q, K, D).
 
     Raises:
-        ValueError: a keyword that changes what is computed in a way unknown here.
+        ValueError: a keyword changes the computation in an unsupported way.
     """
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
@@ -72,14 +74,14 @@ def attention(
 
 @functools.cache
 def _say_how_to_record() -> None:
-    """Log, once, that output_attentions gives nothing, as by sdpa."""
+    """Warn once that output_attentions returns nothing, as with sdpa."""
     log.warning(
         "an evolved model gives no output_attentions: ea_vision.record_attention has its maps"
     )
 
 
 def register() -> None:
-    """Make `attention` known to transformers, which it leaves whole masks."""
+    """Register `attention` with transformers, with the whole masks that "eager" attention gets."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -88,9 +90,10 @@ def register() -> None:
 
 
 class CarryingBlock:
-    """A block of a model, beside its own class: its tokens carry what it needs to run again in the backward pass.
+    """A mixin for a block's class: the block's tokens carry what it needs to be recomputed in the backward pass.
 
-    chains: those that pass through it. token_conv: runs before it, or None. attention_config: of its attention.
+    chains: those with a layer in the block. token_conv: runs before the block, or None. attention_config: the
+    configuration of its attention.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +119,7 @@ class CarryingBlock:
 
 
 def carrying_class(plain: type[nn.Module]) -> type[nn.Module]:
-    """Return the block's class beside `CarryingBlock`, under the same name, by which others know it."""
+    """Return a subclass of `CarryingBlock` and the block's class, with the name by which other code finds blocks."""
     return type(plain.__name__, (CarryingBlock, plain), {"__module__": plain.__module__})
 
 
@@ -151,7 +154,7 @@ def reason_against(model: nn.Module) -> str | None:
 
 
 def give(model: nn.Module, mechanisms: Mechanisms) -> None:
-    """Give a model its mechanisms, in place."""
+    """Add mechanisms to a model, in place."""
     register()
     chains = foreign.layer_chains(model)
     if mechanisms.reads_previous:
@@ -172,7 +175,7 @@ def _give_chain(
     names: foreign.LayerChain,
     mechanisms: Mechanisms,
 ) -> None:
-    """Give the layers of a chain their mechanisms, and the blocks around them their class."""
+    """Add mechanisms to the layers of a chain, and replace the class of the blocks around them."""
     first = names.layers[0]
     sequences.check_kind(mechanisms.kind, names.causal, names.across, first)
     if mechanisms.kind == "ea" and names.causal != "none":
@@ -206,9 +209,9 @@ def _give_chain(
 
 
 def _width_of(layer: nn.Module) -> int:
-    """Return the channels of an attention layer's tokens: those that its queries are made of.
+    """Return the channels of an attention layer's tokens: the input width of its query projection.
 
-    Cross-attention may make its keys of others. GPT-2's Conv1D has its weight the other way round.
+    In cross-attention, keys may come from tokens of another width. GPT-2's Conv1D stores its weight transposed.
     """
     widths = {}
     for name, module in layer.named_modules():
@@ -239,16 +242,16 @@ def evolve_huggingface(
     *args: Any,
     **options: Any,
 ) -> nn.Module:
-    """Let the attention maps of a model of transformers evolve: a new model, which shares the weights.
+    """Let the attention maps of a model of transformers evolve: return a new model that shares the weights.
 
     Args:
-        model: any whose attention goes through `ALL_ATTENTION_FUNCTIONS`: ViT, DINOv2, DINOv3, SigLIP, CLIP, BERT,
-            RoBERTa, DistilBERT, T5, BART, Llama, ...
+        model: any model whose attention goes through `ALL_ATTENTION_FUNCTIONS`: ViT, DINOv2, DINOv3, SigLIP, CLIP,
+            BERT, RoBERTa, DistilBERT, T5, BART, Llama, ...
         kind, *args, **options: see `ea_vision.evolve`. In decoders "ea" takes its causal form, without a cache; other
-            kinds that convolve are refused there.
+            kinds that convolve raise an error there.
 
     Raises:
-        ValueError: a model that cannot evolve, or a mechanism that has no place in it, with the reason.
+        ValueError: the model cannot evolve, or does not support a mechanism; the message gives the reason.
     """
     refuse(model, reason_against(model))
     mechanisms = Mechanisms.of_evolve(kind, *args, **options)
@@ -258,10 +261,10 @@ def evolve_huggingface(
 
 
 def unevolve_huggingface(model: nn.Module) -> nn.Module:
-    """Return the plain model from an evolving one that computes the same: a new model, which shares the weights.
+    """Return the plain model that computes the same as an evolving one: a new model that shares the weights.
 
     Raises:
-        ValueError: a mechanism that changes something.
+        ValueError: a mechanism changes something.
     """
     check_idle(model)
     plain = shared_copy(model)
@@ -278,7 +281,7 @@ def unevolve_huggingface(model: nn.Module) -> nn.Module:
 
 
 def _remove_hooks(module: nn.Module) -> None:
-    """Remove the hooks of `give`."""
+    """Remove the hooks that `give` has registered."""
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
         for key, hook in list(hooks.items()):
             if isinstance(getattr(hook, "__self__", None), sequences.Chain):
@@ -290,10 +293,11 @@ def from_pretrained(folder: str, **kwargs: Any) -> nn.Module:
     """Load a model that `save_pretrained` wrote, with its evolution.
 
     Args:
-        folder: or a name on the hub, as transformers' `from_pretrained` takes it, with its keywords.
+        folder: a folder, or a name on the hub.
+        **kwargs: those of transformers' `from_pretrained`.
 
     Raises:
-        ValueError: a configuration that names no evolution.
+        ValueError: the configuration names no evolution.
     """
     import transformers
 

@@ -1,7 +1,7 @@
 """timm's ResNets in further sizes: the plain networks that tables compare with those with attention.
 
-`resnet18_cifar`, for 32x32 images, has a 3x3 stem of stride 1 without max-pooling, as `Deep Residual Learning for Image
-Recognition` (section 4.2, https://arxiv.org/abs/1512.03385) has it for CIFAR; the rest is timm's. `stem_stride=2` is
+`resnet18_cifar`, for 32x32 images, has a 3x3 stem of stride 1 without max-pooling, as in `Deep Residual Learning for
+Image Recognition` (section 4.2, https://arxiv.org/abs/1512.03385) for CIFAR; the rest is timm's. Use `stem_stride=2`
 for images of 64 pixels; `layers=[3,4,6,3]` makes it a ResNet-34. `resnet34_050` is timm's ResNet-34 at half its width.
 """
 
@@ -15,7 +15,7 @@ from ea_vision.models._stem import put_small_stem
 
 
 class ResNetCifar(ResNet):
-    """timm's ResNet with a 3x3 stem of stride `stem_stride` and no max-pooling; the other keywords as there."""
+    """timm's ResNet with a 3x3 stem of stride `stem_stride` and no max-pooling; other keywords are timm's."""
 
     def __init__(
         self,

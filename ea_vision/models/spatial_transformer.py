@@ -1,9 +1,9 @@
 """A small network for digits that first turns, shifts and scales its input: a spatial transformer before a ResNet.
 
-The ResNet is timm's with basic blocks, the stem of small images and a quarter of its width. `transform=False` is the
-same network without the transformer, to compare with.
+The ResNet is timm's with basic blocks, the stem for small images and a quarter of its width. `transform=False` is the
+same network without the transformer, for comparison.
 
-Paper: `Spatial Transformer Networks` - https://arxiv.org/abs/1506.02025 (its networks for MNIST are others)
+Paper: `Spatial Transformer Networks` - https://arxiv.org/abs/1506.02025 (its networks for MNIST differ)
 """
 
 from collections import OrderedDict
@@ -22,9 +22,9 @@ class SpatialTransformerNet(ResNetCifar):
     """ResNet for small images with a spatial transformer before its stem.
 
     Args:
-        transform: whether there is one.
-        hidden: width of its localisation network, see `SpatialTransformer`.
-        **kwargs: timm's ResNet's.
+        transform: whether it has one.
+        hidden: width of the localisation network, see `SpatialTransformer`.
+        **kwargs: those of timm's ResNet.
     """
 
     def __init__(

@@ -5,11 +5,11 @@
     model = ea_vision.evolve(timm.create_model("vit_base_patch16_224.augreg2_in21k_ft_in1k", pretrained=True))
     plain = ea_vision.unevolve(model)                                           # an error once the gates have moved
 
-No paper has these networks: PA and EA report BERT, whose maps are convolved whole, the class token's row and column
-among them, as here unless prefix="pass". A network with alpha = beta = 0 computes what timm's plain one does, so with
-learnable gates the fine-tuning of a pretrained transformer begins where its training ended. State dicts have timm's
-names, and besides `blocks.{i}.attn.evolution.*` from the second block on. The maps are T x T a head and layer, which
-timm's fused attention never keeps: for images of 224 pixels and up to about 600 tokens.
+No paper has these networks: PA and EA report BERT, whose maps are convolved whole, including the class token's row and
+column, as here unless prefix="pass". With alpha = beta = 0 a network computes what timm's plain one does. So with
+learnable gates, fine-tuning a pretrained transformer begins where its training ended. State dicts have timm's names,
+and `blocks.{i}.attn.evolution.*` from the second block on. Each head and layer needs a T x T map, which timm's fused
+attention never stores: use these networks for images of 224 pixels and up to about 600 tokens.
 
 Papers:
 * ViT: `An Image is Worth 16x16 Words` - https://arxiv.org/abs/2010.11929
@@ -43,9 +43,9 @@ _logger = logging.getLogger(__name__)
 
 
 class _Evolves:
-    """The common part of the evolving networks, beside timm's class."""
+    """The common part of the evolving networks: a mixin for timm's class."""
 
-    feature_indices = 3  # features_only returns the last three unless asked, as in timm
+    feature_indices = 3  # by default features_only returns the last three, as in timm
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class _Evolves:
     def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
         """Make a checkpoint of timm's network, or of an evolving one, fit `model`.
 
-        Where the checkpoint has no evolution at all, the model's stays at its start. An attention pooling that the
-        model lacks is left out (SigLIP's checkpoints have one).
+        If the checkpoint has no evolution at all, the model's stays at its start. An attention pooling that the model
+        does not have is dropped (SigLIP's checkpoints have one).
         """
         converted = checkpoint_filter_fn(state_dict, model)
         state = timm_filter(converted, model, adapt_layer_scale=True)
@@ -96,21 +96,22 @@ class EvolvingVisionTransformer(_Evolves, VisionTransformer):
 
     Args:
         evolution: a registered kind, "ea", "pa", "conv2d", ...; None for maps that do not evolve.
-        attn_layers: the blocks that evolve, counted from 1 as `record_attention` does; None is all, without the first
-            where the kind reads the predecessor's maps.
-        prefix: "convolve": the maps' convolutions run over all T x T (the papers' way); "pass": over the patches, and
-            the prefix tokens' rows and columns pass them by.
-        value_residual: mix the first block's values into the others' (ResFormer): True begins as the plain network,
-            "paper" at halves.
-        token_conv: a depthwise 3x3 convolution over the patches before each block but the first: True begins as the
-            plain network, "paper" with random kernels.
-        alpha, beta, learnable, kernel_size, ...: the evolution's. Unless one is set on which its identity start depends
-            (alpha, beta), it begins there, as timm's plain network, and learns; start="paper" begins as its paper does.
+        attn_layers: the blocks that evolve, counted from 1 as in `record_attention`. None: all, except the first if the
+            kind reads the previous block's maps.
+        prefix: "convolve": the maps' convolutions run over all T x T (as in the papers); "pass": over the patches only,
+            and the prefix tokens' rows and columns bypass them.
+        value_residual: whether to mix the first block's values into those of the others (ResFormer). True begins as the
+            plain network, "paper" with 0.5 of each.
+        token_conv: whether each block except the first begins with a depthwise 3x3 convolution over the patches. True
+            begins as the plain network, "paper" with random kernels.
+        alpha, beta, learnable, kernel_size, ...: options of the evolution. By default it begins as timm's plain network
+            and learns from there. It begins as in its paper with start="paper" or learnable=False, or if an option that
+            defines the identity start (alpha, beta) is set and learnable is not.
         **kwargs: those of timm's VisionTransformer.
 
     Raises:
-        ValueError: an option that the evolution does not have, layers that cannot evolve, or blocks, attention or a
-            patch dropout that do not allow it.
+        ValueError: the evolution does not have an option, or layers, blocks, attention or a patch dropout do not allow
+            evolution.
     """
 
 
@@ -125,14 +126,14 @@ _ADDED = (".attn.evolution.", ".attn.value_residual.", ".token_conv.")
 
 
 def _is_added(name: str) -> bool:
-    """Return whether timm's plain network has no tensor of this name."""
+    """Return whether a tensor of this name is one that timm's plain network does not have."""
     return any(part in name for part in _ADDED)
 
 
 def _with_start(kind: str | None, options: dict) -> dict:
     """Return an evolution's options with a `start`.
 
-    It is the identity, unless the options set one on which that start depends and no learnable gates.
+    It is the identity if gates learn: by default, unless the options set one that defines the identity start.
     """
     given = {name: value for name, value in options.items() if value is not None}
     if kind is None or "start" in given:
@@ -156,7 +157,7 @@ def _network(
 ) -> Network:
     """Return an evolving network of timm's plain one."""
     about = (
-        f"{kind.upper()} in timm's {plain}: learnable gates that begin at 0, where it computes what that does; "
+        f"{kind.upper()} in timm's {plain}: learnable gates begin at 0, so that it begins as the plain network; "
         "pretrained weights are timm's, not fine-tuned."
     )
     return Network(about, {**options, "evolution": kind})
@@ -185,7 +186,7 @@ _NETWORKS = {
 
 
 def _cfgs(name: str) -> dict:
-    """Return timm's own weights of the plain network of an evolving one, its default first."""
+    """Return the configurations of timm's weights for an evolving network's plain one, timm's default first."""
     kind, _, plain = name.partition("_")
     first = f"{plain}.{timm.get_pretrained_cfg(plain).tag}"
     cfgs = {}

@@ -1,9 +1,9 @@
 """Wide-ResNets for 32x32 images: plain, with squeeze-excite or gather-excite, and with augmented convolutions.
 
-The network is the one of the AutoAugment code (tensorflow/models, research/autoaugment/wrn.py), whose size and
-arithmetic the AA paper's Wide-ResNet-28-10 has: pre-activation blocks of two 3x3 convolutions in three groups, and
-shortcuts without parameters. That code adds further sums around the groups and the network, which this one lacks;
-whether the AA paper had them is not known.
+The network is that of the AutoAugment code (tensorflow/models, research/autoaugment/wrn.py): pre-activation blocks of
+two 3x3 convolutions in three groups, and shortcuts without parameters. The AA paper's Wide-ResNet-28-10 has the same
+size and number of operations. That code also has shortcuts around the groups and the network, which are left out here;
+it is not known whether the AA paper had them.
 
 In AA-Wide-ResNet the first 3x3 convolution of every block is augmented, at full resolution: its maps have 32x32, 16x16
 and 8x8 pixels. The widths are the paper's rule read literally, dim_qk = 0.2 and at least 20 per head, dim_v = 0.1; that
@@ -45,7 +45,7 @@ from ea_vision.models._chain import (
 
 
 class Shortcut(nn.Module):
-    """To another shape without parameters: average pooling of side = stride, zero channels before and behind."""
+    """A change of shape without parameters: average pooling with kernel = stride, zero channels before and after."""
 
     def __init__(
         self,
@@ -135,18 +135,18 @@ class WideResNet(HeadedNetwork, nn.Module):
     Args:
         num_classes: classes; 0 for no classifier.
         in_chans: channels of the input.
-        img_size: input size in pixels, one number or (height, width); it sizes the position tables. Other input sizes
-            run too.
+        img_size: input size in pixels, one number or (height, width), for which position tables are made. Other input
+            sizes run, too.
         global_pool: pooling of the head, timm's names.
-        depth: layers, 6 n + 4 for n blocks per group.
-        width: the groups have 16, 32 and 64 times as many channels.
-        gate: "se" (squeeze-excite, a sixteenth of the channels and at least 8, no biases) or "ge" (gather-excite
-            without parameters) on every block's branch, or None.
+        depth: number of layers, 6 n + 4 for n blocks per group.
+        width: the groups have 16, 32 and 64 times this number of channels.
+        gate: module on every block's branch: "se" (squeeze-excite, a sixteenth of the channels and at least 8, no
+            biases), "ge" (gather-excite without parameters), or None.
         drop_rate: dropout before the classifier.
         drop_path_rate: stochastic depth at the last block, growing linearly from 0 at the first.
-        **kwargs: those of `AttentionConfig` (attn_stages, the groups whose blocks' first convolutions are augmented, of
-            1 to 3 and none unless given, num_heads, qk_ratio, v_ratio, min_head_qk, position, evolution, ...) and
-            of the evolution (alpha, beta, kernel_size, num_layers, ...).
+        **kwargs: those of `AttentionConfig` (attn_stages, the groups, from 1 to 3, whose blocks' first convolutions are
+            augmented, by default none; num_heads, qk_ratio, v_ratio, min_head_qk, position, evolution, ...) and of the
+            evolution (alpha, beta, kernel_size, num_layers, ...).
 
     Raises:
         ValueError: a depth that is not 6 n + 4, an unknown gate, an evolution without attention, or an option that the
@@ -172,7 +172,7 @@ class WideResNet(HeadedNetwork, nn.Module):
     ):
         dd = {"device": device, "dtype": dtype}
         config = AttentionConfig.take(kwargs)
-        super().__init__(**kwargs)  # refuses what is left
+        super().__init__(**kwargs)  # raises for unknown keywords
         if depth < 10 or (depth - 4) % 6:
             raise ValueError(
                 f"depth must be 6 n + 4 with n blocks per group, n at least 1, got {depth}"
@@ -219,7 +219,7 @@ class WideResNet(HeadedNetwork, nn.Module):
             name = f"group{group}"
             setattr(self, name, TensorStage(*blocks))
             self.feature_info.append(dict(num_chs=channels, reduction=reduction, module=name))
-        self.feature_info[-1]["end"] = ("norm",)  # goes with the last group
+        self.feature_info[-1]["end"] = ("norm",)  # removed with the last group
         self.norm = BatchNormAct2d(self.num_features, **dd)
         self.head = ClassifierHead(
             self.num_features, num_classes, pool_type=global_pool, drop_rate=drop_rate, **dd
@@ -238,7 +238,7 @@ class WideResNet(HeadedNetwork, nn.Module):
         return self.norm(x)
 
     def feature_steps(self) -> list[Step]:
-        """Return the stem and the groups, the last one with the norm and ReLU behind it."""
+        """Return the stem and the groups, the last one with the norm and ReLU after it."""
 
         def last(x: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor | None]:
             x, logits = received(self.group3(x, logits))
