@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = load_model(args.model, random=args.random, img_size=args.img_size)
     check_classifies(model)
     if isinstance(model.model, ExportedNetwork):
-        raise UsageError(f"a model or run is required, and {args.model} is exported")
+        raise UsageError(f"a model or run is required, and {args.model} is an exported file")
     if not model.trained and not args.random:
         raise UsageError(f"{args.model} has no weights: --random exports it with random ones")
     noise = torch.rand(2, 3, *model.img_size, generator=torch.Generator().manual_seed(0))

@@ -118,7 +118,7 @@ def classify(
         )
     refuse(
         {"--output": args.output, "--min-score": args.min_score},
-        f"is for objects, and {args.model} finds none: a run of train-detection is required",
+        f"applies to objects, and {args.model} finds none: a run of train-detection is required",
     )
     for entry in predict(loaded, images, args.top or TOP, args.batch_size):
         likely = ", ".join(
@@ -136,7 +136,7 @@ def find_objects(
     given."""
     refuse(
         {"--top": args.top},
-        f"is for classes of images, and {args.model} finds objects (--min-score chooses among them)",
+        f"applies to classes of images, and {args.model} finds objects (--min-score chooses among them)",
     )
     least = MIN_SCORE if args.min_score is None else args.min_score
     if not 0 <= least <= 1:

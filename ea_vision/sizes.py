@@ -269,7 +269,7 @@ def list_models(names: Sequence[str], weights: bool = False) -> list[dict[str, s
     rows = []
     for name in names:
         if not timm.is_model(name):
-            raise UsageError(f"the list has names of networks; {name} needs --sizes or --layers")
+            raise UsageError(f"the list is of networks by name; {name} needs --sizes or --layers")
         plain, _, tag = name.partition(".")
         tagged = by_name[plain]
         if tag:

@@ -251,7 +251,9 @@ def _with_weights(
     for key, own in model.state_dict().items():
         of_classifier = key.rpartition(".")[0] in classifiers
         if of_classifier and key in state and state[key].shape != own.shape:
-            notice(f"{key} of {path} is {list(state[key].shape)}: not taken for {list(own.shape)}")
+            notice(
+                f"{key} of {path} is left out: its shape {list(state[key].shape)} is not {list(own.shape)}"
+            )
             state[key] = own
     given = {
         "file": path,  # its metadata names the keywords; the tensors are those of state_dict

@@ -253,7 +253,7 @@ class Beton:
         return fingerprint(self.classes, self.labels, self.table[:, 1:])
 
 
-IMPOSSIBLE = "the file's table has a size or place that it cannot have"
+IMPOSSIBLE = "the file's table gives it an impossible size or place"
 
 
 def _mapped(path: str) -> np.ndarray:
@@ -268,4 +268,4 @@ def _mapped(path: str) -> np.ndarray:
 
 
 def _how(evaluated: Evaluated | None) -> str:
-    return f"those of validation for {evaluated}" if evaluated else "whole images, to train on"
+    return f"validation images for {evaluated}" if evaluated else "whole images, for training"

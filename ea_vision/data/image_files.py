@@ -188,7 +188,7 @@ class ImageFiles:
             without = next(entry for entry in entries if not entry.label)
             raise UsageError(
                 f"{self.source} has WebDataset's shards (.cls beside the images) and other images, "
-                f"such as {ascii(without.name)}: one of them is required"
+                f"such as {ascii(without.name)}: only one kind is allowed"
             )
         if ilsvrc.is_flat(self.names):
             return ilsvrc.labels_of(self.source, self.names)
@@ -280,7 +280,7 @@ def _entries_of(source: Path) -> list[Entry]:
         tars = sorted(tar for tar in source.glob("*.tar") if not hidden_part(tar.name))
         if entries and tars:
             log.warning(
-                f"{source}: {len(tars)} tars beside the folders of images are passed over, such as {tars[0].name!a}"
+                f"{source}: {len(tars)} tars beside the folders of images are skipped, such as {tars[0].name!a}"
             )
             tars = []
         for tar in tars:

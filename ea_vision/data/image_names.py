@@ -51,9 +51,7 @@ def said_of_hidden(source: object, hidden: Iterable[str]) -> str:
     names = sorted(hidden, key=in_order)
     first = ", ".join(ascii(name) for name in names[:NAMED])
     more = ", ..." if len(names) > NAMED else ""
-    return (
-        f"{source}: {len(names)} hidden or special files and folders are passed over: {first}{more}"
-    )
+    return f"{source}: {len(names)} hidden or special files and folders are skipped: {first}{more}"
 
 
 def displayable(name: str) -> str:

@@ -109,16 +109,14 @@ def _read_members(
                 listing.add(member)
                 member = tar.next()
     except tarfile.TarError as error:
-        raise UsageError(
-            f"{path} is not a readable tar (nor may it be compressed): {error}"
-        ) from error
+        raise UsageError(f"{path} is not a readable, uncompressed tar: {error}") from error
     mark = tar.offset
     file.seek(mark)
     if mark < end and file.read(BLOCK) == bytes(BLOCK):
         return mark
     if mark == start and not first:
         raise UsageError(
-            f"{path} is not a readable tar: behind its end, at byte {mark}, there is no other tar"
+            f"{path} is not a readable tar: what follows its end, at byte {mark}, is not another tar"
         )
     # tarfile takes a damaged header for the end
     raise UsageError(f"{path} is not a readable tar: it is damaged or cut off at byte {mark}")

@@ -78,7 +78,7 @@ def write_beton(
         _write(writer, rows, encode, workers)
         if encoder.broken:
             raise UsageError(
-                f"{len(encoder.broken)} of {len(source)} images cannot be decoded, mend or remove them: "
+                f"{len(encoder.broken)} of {len(source)} images cannot be decoded, repair or remove them: "
                 + "; ".join(sorted(encoder.broken))
             )
         tables = read_tables(temporary)

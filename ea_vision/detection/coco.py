@@ -95,8 +95,8 @@ class CocoFolder(Dataset):
         lost = problems.total()
         if lost == objects:
             raise UsageError(
-                f"boxes of {self.json} must be x, y, width, height in pixels, got {lost} boxes of which "
-                f"none can be seen in its image, such as {first}: fractions of the image are not pixels"
+                f"boxes of {self.json} must be x, y, width, height in pixels, got {lost} boxes and "
+                f"none is visible in its image, such as {first}: fractions of the image are not pixels"
             )
         if lost:
             reasons = ", ".join(f"{count} {problem}" for problem, count in problems.items())

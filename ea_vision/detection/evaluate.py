@@ -174,8 +174,8 @@ def evaluate(
     truth = source.ground_truth(ids)
     if all(row["iscrowd"] for row in truth["annotations"]):
         raise RunError(
-            f"there must be boxes on images that can be read, got {len(ids)} of {len(source)} images and "
-            "none"
+            f"readable images with boxes are required, got {len(ids)} readable of {len(source)} images and "
+            "no box"
         )
     # the same order on any number of processes
     found = sorted(_joined(world.gather(found)), key=lambda row: str(row["image_id"]))

@@ -253,9 +253,9 @@ class CocoDetection(DataModule):
         except UsageError as error:
             if "size mismatch" in str(error):
                 raise UsageError(
-                    f"weights {config.pretrained_path or 'of timm'} do not fit {config.model}: those of a "
-                    "network that classifies have queries of at least 20 channels per head, which "
-                    "--model-kwargs min_head_qk=20 gives a detector"
+                    f"weights {config.pretrained_path or 'of timm'} do not fit {config.model}: "
+                    "classification weights have queries of at least 20 channels per head; "
+                    "--model-kwargs min_head_qk=20 gives a detector the same"
                 ) from error
             raise
         except (SafetensorError, UnpicklingError) as error:

@@ -533,7 +533,7 @@ def resume(
     epochs = state["config"]["epochs"]
     if epochs < progress.epoch < epochs + 1 and config.epochs > epochs:
         raise UsageError(
-            f"{path} stands at the end of a run of {epochs:g} epochs, inside an epoch, from where "
+            f"{path} stands at the end of a run of {epochs:g} epochs, inside an epoch, so "
             f"more cannot be added: epochs must be {epochs:g}, got {config.epochs:g}"
         )
     evaluated = not progress.rows or not math.isnan(progress.rows[-1][trainer.measures[0]])

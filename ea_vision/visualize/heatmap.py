@@ -218,7 +218,7 @@ def draw_columns(
     """
     if len({len(chosen) for chosen in layers}) > 1:
         counts = [f"{len(chosen)} of {name}" for chosen, name in zip(layers, names, strict=True)]
-        raise UsageError(f"models side by side need as many layers each, got {', '.join(counts)}")
+        raise UsageError(f"models side by side need equally many layers, got {', '.join(counts)}")
     names, meaning = _short_names(names)
     first = recordings[0]
     one_row = len(points) == len(heads) == 1

@@ -65,7 +65,7 @@ def input_jacobian(
             )
         if not logits.requires_grad:
             raise UsageError(
-                f"a network with gradients is required, which {type(model).__name__} does not compute"
+                f"a network with gradients is required, and {type(model).__name__} computes none"
             )
         chosen = int(logits[0].argmax()) if target is None else target
         if not 0 <= chosen < logits.shape[1]:

@@ -159,7 +159,7 @@ def test_validation_images_are_the_folders_bit_for_bit(tmp_path, interpolation):
         pixels, label = beton.read(index)
         assert torch.equal(pixels, transform(image))
         assert target == label
-    message = "must have (those|whole images).*, got those of validation for .*=37"
+    message = "must have (validation|whole) images.*, got validation images for .*=37"
     for other in (stored._replace(eval_img_size=24), stored._replace(eval_resize=36), None):
         with pytest.raises(UsageError, match=message):
             Beton(out, evaluated=other)

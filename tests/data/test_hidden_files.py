@@ -1,4 +1,4 @@
-"""Hidden folders and files are no classes and no photos, in every walk; one line says how many were passed over."""
+"""Hidden folders and files are no classes and no photos, in every walk; one line says how many were skipped."""
 
 import os
 import shutil
@@ -55,7 +55,7 @@ def test_hidden_names_are_passed_over_and_counted(folder, tmp_path, caplog, name
         assert files.classes == ["a", "b"]
         assert files.names == ["a/0.png", "b/0.png"]
         [line] = lines(caplog)
-        assert line.startswith(f"{source}: 1 hidden or special files and folders are passed over: ")
+        assert line.startswith(f"{source}: 1 hidden or special files and folders are skipped: ")
     assert find_images([str(folder)]) == [str(folder / path) for path in ("a/0.png", "b/0.png")]
     assert len(lines(caplog)) == 1
     if "/" not in name:
@@ -66,7 +66,7 @@ def test_tars_beside_class_folders_are_said(folder, caplog):
     subprocess.run(["tar", "-cf", folder / "c.tar", "-C", folder, "a"], check=True)
     assert ImageFiles(folder).classes == ["a", "b"]
     [line] = lines(caplog)
-    assert line == f"{folder}: 1 tars beside the folders of images are passed over, such as 'c.tar'"
+    assert line == f"{folder}: 1 tars beside the folders of images are skipped, such as 'c.tar'"
 
 
 def test_a_hidden_folder_that_is_named_is_read(folder):

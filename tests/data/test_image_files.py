@@ -102,7 +102,7 @@ def last_member_end(data):
         (lambda data: data[: data.index(b"./class_1") + 100], "damaged or cut off at byte"),
         (lambda data: data[: last_member_end(data)], "damaged or cut off at byte"),
         (lambda data: data.replace(b"./class_1/", b"./klass_1/", 2), "damaged or cut off at byte"),
-        (lambda data: b"\x1f\x8b" + data, "nor may it be compressed"),
+        (lambda data: b"\x1f\x8b" + data, "not a readable, uncompressed tar"),
         (lambda data: bytes(10240), "has no images: class/name"),
     ],
     ids=[

@@ -143,11 +143,11 @@ def test_bytes_behind_the_end_are_refused(photos, tmp_path):
     whole = tar.read_bytes()
     for more in (b"x", bytes(700) + b"some text", os.urandom(2000)):
         tar.write_bytes(whole + more)
-        with pytest.raises(UsageError, match="behind its end, at byte [0-9]+, there is no other"):
+        with pytest.raises(UsageError, match="follows its end, at byte [0-9]+, is not another"):
             ImageFiles(tar)
     start = whole.index(b"./class_1/001.jpg")
     tar.write_bytes(whole[:start] + bytes(1024) + whole[start + 512 :])
-    with pytest.raises(UsageError, match="behind its end, at byte"):
+    with pytest.raises(UsageError, match="follows its end, at byte"):
         ImageFiles(tar)
 
 

@@ -133,7 +133,9 @@ def test_boxes_of_images_that_cannot_be_read_are_left_out(tmp_path, broken):
     for index in broken:
         (data.folder / f"{index}.png").write_bytes(b"no image")
     if len(broken) == 7:
-        with pytest.raises(RunError, match="boxes on images that can be read, got 0 of 7 images"):
+        with pytest.raises(
+            RunError, match="images with boxes are required, got 0 readable of 7 images"
+        ):
             evaluate(*given)
         return
     result = evaluate(*given)

@@ -162,13 +162,13 @@ NO_CLASSES = "a network that classifies images is required, and ea_aa_resnet34, 
     [
         (
             "predict ea_conv_transformer_cifar {photo} -o a",
-            "--output is for objects, and ea_conv_transformer_cifar finds none",
+            "--output applies to objects, and ea_conv_transformer_cifar finds none",
         ),
         (
             "predict ea_conv_transformer_cifar {photo} --min-score 0.1",
-            "--min-score is for objects, and ea_conv_transformer_cifar finds none",
+            "--min-score applies to objects, and ea_conv_transformer_cifar finds none",
         ),
-        ("predict {run} {photo} --top 3", "--top is for classes of images, and"),
+        ("predict {run} {photo} --top 3", "--top applies to classes of images, and"),
         (
             "predict {run} {photo} --min-score nan",
             "--min-score must be a number from 0 to 1, got nan",

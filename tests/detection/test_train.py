@@ -204,7 +204,7 @@ def test_backbones_begin_with_weights_of_classification(data, tmp_path):
     own = model.backbone.body.model.layer4[0].conv1
     assert torch.equal(own.conv.weight, classifier.layer4[0].conv1.conv.weight)
     with pytest.raises(
-        UsageError, match="do not fit aa_resnet34: .* min_head_qk=20 gives a detector$"
+        UsageError, match="do not fit aa_resnet34: .* min_head_qk=20 gives a detector the same$"
     ):
         begin(model="aa_resnet34", model_kwargs=layers)
     path.write_bytes(b"nothing of the kind")

@@ -99,7 +99,7 @@ def test_ffcv_files_train_and_resume_as_images_do(photos, tmp_path):
     said = train([*other, "--eval-resize", "24"], code=2)
     assert "eval_resize=24" in said
     assert "eval_resize=20" in said
-    assert "must have whole images, to train on, got" in train(
+    assert "must have whole images, for training, got" in train(
         [*other, "--train-beton", str(files["validation"])], code=2
     )
     assert not (tmp_path / "other").exists()

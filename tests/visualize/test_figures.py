@@ -98,7 +98,7 @@ def test_models_side_by_side_share_one_scale_and_place_the_query(wide):
         expected = height * width * maps.attn[0, 0, row * width + column].view(height, width)
         np.testing.assert_allclose(artist.get_array(), expected, rtol=1e-4)
     assert len({artist.get_clim() for artist in shown}) == 1
-    with pytest.raises(UsageError, match="as many layers each, got 1 of one, 2 of other"):
+    with pytest.raises(UsageError, match="equally many layers, got 1 of one, 2 of other"):
         draw([[1], [1, 1]])
 
 
