@@ -146,7 +146,7 @@ class CocoFolder(Dataset):
         }
 
     def ground_truth(self, indices: Iterable[int] | None = None) -> dict:
-        """Return the content of a COCO JSON of the images at these places (None: of all), for the metric."""
+        """Return the content of a COCO JSON for the images of these indices (None: all), for the metric."""
         indices = list(range(len(self)) if indices is None else indices)
         annotations = []
         for index in indices:

@@ -137,7 +137,7 @@ def evaluate(
     confusion = world.sum(confusion).cpu().double().view(num_classes, num_classes)
     count = int(confusion.sum())
     if not count:
-        raise RunError("there is no image to evaluate on that can be read")
+        raise RunError("none of the images to evaluate on can be read")
     if not math.isfinite(loss):
         raise NonFiniteLoss(f"the loss of the evaluation on {count} images is {loss / count}")
     right = confusion.diagonal().sum().item()

@@ -73,7 +73,7 @@ class Progress:
     best_top1: float = -1.0  # best value of the trainer's first measure, top-1 or another
     best_epoch: int = 0
     rows: list[dict[str, float]] = field(default_factory=list)  # of metrics.csv
-    # Of each start the first update, the command, hardware, versions and commit.
+    # For each start: its first update, command, hardware, versions and commit.
     starts: list[dict] = field(default_factory=list)
 
     def begin(self, about: dict) -> None:

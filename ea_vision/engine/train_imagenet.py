@@ -157,8 +157,8 @@ class ImageNetConfig(ClassificationConfig):
     )
     train_crop_mode: str = option(
         "rrc",
-        "timm's crop of training images; rrc: random resized crop; rkrc: the whole image, resized "
-        "with a random change of scale and ratio, then center crop; rkrr: then random crop (not FFCV)",
+        "timm's crop of training images; rrc: random resized crop; rkrc: resize at a random scale and "
+        "ratio, then center crop; rkrr: the same, then random crop (not FFCV)",
         AUGMENT,
         choices=("rrc", "rkrc", "rkrr"),
         not_with="train_beton",

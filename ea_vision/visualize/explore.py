@@ -500,7 +500,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--max-mb",
         type=positive,
         default=10,
-        help="millions of bytes above which a warning says what makes the page smaller (default: "
+        help="megabytes above which a warning says how to make the page smaller (default: "
         "%(default)s)",
     )
     parser.add_argument(

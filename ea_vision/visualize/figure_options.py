@@ -125,7 +125,7 @@ def make_parser(
             default=heads or None,
             metavar="0,1|all|mean",
             help="heads, counted from 0; mean: their average (default: "
-            f"{heads or 'all,mean; of several models mean'})",
+            f"{heads or 'all,mean; with several models mean'})",
         )
     if queries:
         parser.add_argument(

@@ -189,7 +189,7 @@ def plot_sampling(
         title_of(loaded),
         [Block([Row(above), Row(below)])],
         width=width,
-        note="what the first spatial transformer samples of each input, its left upper corner marked",
+        note="the area that the first spatial transformer samples of each input, upper left corner marked",
     )
 
 

@@ -111,7 +111,7 @@ def draw_matrix(
         bare,
         width=width,
         note="one row per query, one column per key, both row by row over the image; ticks: where a row "
-        "of it begins",
+        "of the image begins",
     )
 
 
