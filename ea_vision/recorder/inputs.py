@@ -1,6 +1,6 @@
-"""Read the images of users for figures, the page and predict: files, folders, PIL images, arrays, tensors.
+"""Read users' images for figures, the page and predict: files, folders, PIL images, arrays, tensors.
 
-Whatever has transparent pixels is put on white. Files of 16 bits per channel keep the upper 8 bits.
+Images with transparent pixels are put on white. Files with 16 bits per channel keep the upper 8 bits.
 """
 
 import glob
@@ -27,16 +27,16 @@ from ea_vision.data.image_names import displayable
 from ea_vision.data.small_images import load_dataset
 
 ImageSource = str | Path | Image.Image | np.ndarray
-DIGITS = "digits#"  # and a number: a test image of the digits
+DIGITS = "digits#"  # followed by a number: a test image of the digits
 
 
 def find_images(paths: Iterable[str]) -> list[str]:
     """List image files, the images of folders (recursively, in order), and `digits#N`, the Nth test image of digits.
 
-    A pattern with * or ?, which the shells of Windows hand on as it is, stands for the paths that fit.
+    A pattern with * or ? is replaced by the paths that match it, since the shells of Windows do not do this.
 
     Raises:
-        UsageError: a path that does not exist, or a folder without images.
+        UsageError: a path does not exist, or a folder has no images.
     """
     images = []
     for text in chain.from_iterable(map(_fitting, paths)):
@@ -54,22 +54,22 @@ def find_images(paths: Iterable[str]) -> list[str]:
 
 
 def _fitting(pattern: str) -> list[str]:
-    """Return the paths that fit a pattern, in the order of their names; the text itself if it is none, or none fits."""
+    """Return the sorted paths that match a pattern; the text itself if it is not a pattern, or no path matches."""
     if os.path.exists(pattern) or not set(pattern) & set("*?"):
         return [pattern]
     return sorted(glob.glob(pattern.replace("[", "[[]"))) or [pattern]
 
 
 def read_image(source: ImageSource) -> Image.Image:
-    """Return an 8-bit RGB image. The size of a file is looked at before its pixels are decoded, and it is not turned as
-    its EXIF data says, as networks are trained and evaluated.
+    """Return an 8-bit RGB image. The size of a file is checked before its pixels are decoded. Its EXIF rotation is
+    ignored, as when networks are trained and evaluated.
 
     Args:
         source: a path, `digits#N` (the Nth test image of the digits), a PIL image, or an array (H, W), (H, W, 1),
             (H, W, 3) or (H, W, 4): uint8, or floating point in 0..1.
 
     Raises:
-        UsageError: no image that can be decoded, one that is too large, a folder, or another array.
+        UsageError: the source cannot be decoded, is too large, or is a folder or another array.
     """
     if isinstance(source, (str, Path)):
         if str(source).startswith(DIGITS) and not os.path.exists(source):
@@ -96,7 +96,7 @@ def read_image(source: ImageSource) -> Image.Image:
 
 
 def names_of(images: Sequence[ImageSource | Tensor]) -> list[str]:
-    """Return the file names of paths; of others "image 1", "image 2", ..."""
+    """Return file names for paths, and "image 1", "image 2", ... for other images."""
     names = []
     for number, image in enumerate(images, start=1):
         is_path = isinstance(image, (str, Path))
@@ -105,7 +105,7 @@ def names_of(images: Sequence[ImageSource | Tensor]) -> list[str]:
 
 
 def as_image(image: ImageSource | Tensor | Mapping) -> Image.Image | Tensor | Mapping:
-    """Return a tensor or the mapping of an image processor as it is; read anything else by `read_image`."""
+    """Return a tensor or the mapping of an image processor unchanged; read anything else by `read_image`."""
     return image if isinstance(image, (Tensor, Mapping)) else read_image(image)
 
 
@@ -124,13 +124,13 @@ def in_unit_range(values: Tensor, rounding: float = 0.0) -> Tensor:
 
 def _check_is_file(path: str | Path) -> None:
     _check_exists(path)
-    if not os.path.isfile(path):  # a named pipe would be waited for
+    if not os.path.isfile(path):  # reading a named pipe would wait forever
         kind = "a folder" if os.path.isdir(path) else "not a regular file"
         raise UsageError(f"one image file is required, and {path} is {kind}")
 
 
 def _check_exists(path: str | Path) -> None:
-    """Raise UsageError for a path that does not exist."""
+    """Raise UsageError if a path does not exist."""
     if not os.path.exists(path):
         raise UsageError(f"image {path} does not exist (addresses are not fetched: download first)")
 

@@ -1,7 +1,7 @@
 """Watch the functions that form attention maps: softmax, scaled_dot_product_attention, nn.MultiheadAttention.
 
-A `TorchFunctionMode` sees every call of a torch function in its thread, whichever module makes it. The functions run
-as they are; fused ones, which never form the map, are followed by its computation from queries and keys.
+A `TorchFunctionMode` sees every call of a torch function in its thread, from any module. The functions run unchanged.
+After a fused one, which never forms the map, the map is computed from queries and keys.
 """
 
 import threading
@@ -22,7 +22,7 @@ def _softmax(
     *_,
     **__,
 ) -> Tensor | None:
-    """Return the result of a softmax over the last of at least three dimensions."""
+    """Return the result of a softmax over the last of at least three dimensions; None for other softmaxes."""
     over_last = dim in (-1, input.ndim - 1)
     return result if over_last and input.ndim > 2 else None
 
@@ -37,8 +37,8 @@ def _scaled_dot_product(
     is_causal: bool = False,
     **how: Any,
 ) -> Tensor:
-    """Compute the map of torch.nn.functional.scaled_dot_product_attention, as torch's unfused form does, in float32;
-    0 for a query whose keys are all masked."""
+    """Compute the map of torch.nn.functional.scaled_dot_product_attention in float32, by torch's unfused form. A query
+    whose keys are all masked has a row of 0."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         allowed = attn_mask
         attn_mask = torch.zeros_like(allowed, dtype=torch.float32)
@@ -62,10 +62,10 @@ def _multi_head(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Ask nn.MultiheadAttention's function for its maps, in a call of its own.
+    """Call nn.MultiheadAttention's function once more, for its maps.
 
-    That call gives NaN for a query whose keys are all masked; where the output is finite, its row is 0, as in
-    scaled_dot_product_attention.
+    This call returns NaN for a query whose keys are all masked. If the first call's output was finite, the row becomes
+    0, as in scaled_dot_product_attention.
     """
     asked = {**kwargs, "need_weights": True, "average_attn_weights": False, "training": False}
     attn = F.multi_head_attention_forward(*args, **asked)[1]
@@ -75,7 +75,7 @@ def _multi_head(
     return attn
 
 
-# from a function's result and arguments: (..., queries, keys)
+# from a function's result and arguments to its map (..., queries, keys), or None
 FORMS: dict[Callable, Callable[..., Tensor | None]] = {
     torch.softmax: _softmax,
     torch.special.softmax: _softmax,
@@ -89,7 +89,7 @@ Take = Callable[[Tensor], None]
 
 
 class Interception(TorchFunctionMode):
-    """Hands each map that a thread forms to its recorders, each to the innermost of the watched layers that run."""
+    """Pass each map that a thread forms to all its recorders: in each to the innermost watched layer that runs."""
 
     def __init__(self):
         super().__init__()
@@ -112,13 +112,13 @@ _this_thread = threading.local()  # mode: its Interception, while it records
 
 @contextmanager
 def intercepted() -> Iterator[list[Take]]:
-    """Watch the functions in this thread; yield a recorder's list of what takes the running layers' maps, the innermost
-    last.
+    """Watch the functions in this thread; yield a list in which the recorder keeps the running layers' functions that
+    take their maps, the innermost last.
 
-    The recorders of a thread share one mode, so that none ends with another.
+    The recorders of a thread share one mode, so that closing one does not end another.
 
     Raises:
-        RuntimeError: it ends before a recorder that began after it, or in another thread. All is in order then.
+        RuntimeError: it is closed before a recorder that was opened after it, or in another thread. It has ended then.
     """
     if not hasattr(_this_thread, "mode"):
         _this_thread.mode = Interception().__enter__()
@@ -142,13 +142,13 @@ def intercepted() -> Iterator[list[Take]]:
             )
 
 
-_lock = threading.RLock()  # torch numbers hooks without one
-_stances: list = []  # of those who asked for eager code: the first one's gives back the stance from before
+_lock = threading.RLock()  # torch's numbering of hooks is not thread-safe
+_stances: list = []  # the first block's stance, once per open block; closing it restores the stance from before
 
 
 @contextmanager
 def compiled_code_runs_eagerly() -> Iterator[None]:
-    """Run compiled code eagerly in all threads, until the last block that asked for it has ended."""
+    """Run compiled code eagerly in all threads, until the last of these blocks has ended."""
     with _lock:
         _stances.append(_stances[0] if _stances else torch.compiler.set_stance("force_eager"))
     try:
@@ -161,8 +161,8 @@ def compiled_code_runs_eagerly() -> Iterator[None]:
 
 
 class Hooks(ExitStack):
-    """Hooks, until it closes, that heed only the thread that made this: the other threads' forwards of the same modules
-    pass by."""
+    """Hooks that are removed when it closes. They run only in the thread that created it: forwards of the same modules
+    in other threads are ignored."""
 
     def __init__(self):
         super().__init__()
@@ -174,8 +174,8 @@ class Hooks(ExitStack):
         hook: Callable[..., None],
         **how: bool,
     ) -> None:
-        """Call hook(module, args, kwargs[, output]) where a module's own method has it called, such as
-        `module.register_forward_hook`; how: further keywords of that method. What the hook returns is not heeded."""
+        """Register hook(module, args, kwargs[, output]) by a method such as `module.register_forward_hook`; how: more
+        keywords of that method. The hook's return value is ignored."""
 
         def own(*given: Any) -> None:
             if threading.get_ident() == self.thread:
@@ -190,8 +190,8 @@ class Hooks(ExitStack):
         method: str,
         hook: Callable[..., None],
     ) -> None:
-        """Call hook(_, args, kwargs, results) after each call of a module's method. The method is a module of its own
-        meanwhile, so that the hooks of all recorders follow it, in whatever order they end."""
+        """Call hook(_, args, kwargs, results) after each call of a module's method. Meanwhile a module replaces the
+        method, so that several recorders can hook it and end in any order."""
 
         def end() -> None:
             with _lock:

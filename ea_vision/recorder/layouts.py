@@ -1,8 +1,8 @@
 """Find where the queries and keys of an attention map lie in the image.
 
-Most transformers need no word of their own: of T tokens those that a parameter names (class token, registers) come
-first, the others are the patches, row by row. Layers that attend inside windows, or among channels, are in a table at
-the end, by the name of their class.
+Most transformers need no special case: tokens that are parameters (class token, registers) come first, then the
+patches, row by row. Layers that attend inside windows, or among channels, are in a table at the end, by the name of
+their class.
 
 Shape letters: B images, K heads, H x W a layer's grid, N = H*W, P prefix tokens, W windows of n tokens each.
 """
@@ -30,18 +30,18 @@ MOST_CHANNELS = 4  # of an image
 class Windows:
     """Groups of tokens that attend among themselves.
 
-    tokens: (W, n) of the grid, row-major; -1 is padding. regions: (W, n), numbers of the parts of a window that see one
-    another (a shifted window at the border holds up to four parts of the image).
+    tokens: (W, n), indices in the grid, row-major; -1 is padding. regions: (W, n): tokens of a window see one another
+    if they have the same number (a shifted window at the border has up to four regions of the image).
     """
 
     tokens: Tensor
     regions: Tensor
 
     def dense(self, maps: Tensor, count: int) -> Tensor:
-        """Put maps (B, W, K, n, n) in the image's coordinates: (B, K, N, N), 0 outside of a query's window."""
+        """Convert maps (B, W, K, n, n) to the image's coordinates: (B, K, N, N), 0 outside of a query's window."""
         B, _, K = maps.shape[:3]
         tokens = self.tokens.to(maps.device)
-        # padding is token N, counted from the end
+        # padding has index -1: the additional token N
         image = maps.new_zeros(B, K, count + 1, count + 1)
         queries = tokens[:, :, None]
         keys = tokens[:, None, :]
@@ -54,7 +54,7 @@ class Windows:
         count: int,
         token: int,
     ) -> Tensor:
-        """Return `dense(maps, count)[:, :, token]`, (B, K, N), without the rest."""
+        """Return `dense(maps, count)[:, :, token]`, (B, K, N), without computing the rest."""
         B, _, K = maps.shape[:3]
         places = (self.tokens == token).nonzero()
         window, place = places[0].tolist()
@@ -74,17 +74,17 @@ class Windows:
 class Layout:
     """Where queries and keys lie.
 
-    feat_size: (H, W) of the queries' grid; of a layer that only prefix tokens ask, of the keys'.
-    key_size: (H, W) of the keys' grid; None: as the queries'.
-    prefix_names: of the tokens before the grid.
-    query_names: of queries that are no tokens (pooling by learned ones); (): the queries are tokens.
+    feat_size: (H, W) of the queries' grid; if all queries are prefix tokens, of the keys' grid.
+    key_size: (H, W) of the keys' grid; None: the same as feat_size.
+    prefix_names: names of the tokens before the grid.
+    query_names: names of queries that are not tokens (learned ones that pool); (): the queries are tokens.
     window: (height, width) of the pixels around a query that it sees; None: all.
     windows: groups of tokens that see one another; None: every query sees all keys.
-    channels: rows and columns are channels of a head, and have no place in the image.
-    placeless: rows and columns are tokens of an image whose places are not known: some were dropped or pruned.
+    channels: whether rows and columns are channels of a head, which have no place in the image.
+    placeless: whether rows and columns are tokens whose places in the image are unknown: some were dropped or pruned.
     image: (height, width) in pixels of the network's input; None: there is no image.
-    covered: (height, width) in pixels of what the queries' grid covers, from the top left: patches leave a rest of the
-        image out, or go beyond it. None: the image.
+    covered: (height, width) in pixels of the area, from the top left, that the queries' grid covers: patches may leave
+        out a rest of the image, or go beyond it. None: the image.
     """
 
     feat_size: Size = (0, 0)
@@ -100,10 +100,10 @@ class Layout:
 
 
 class Sight:
-    """What a forward shows of an image: its shape, and the grids of the features that its convolutions made of it.
+    """What a forward reveals about its images: their shape, and the grids of the features computed from them.
 
-    image: (B, C, H, W); None: the network has seen none. grids: (H, W) by the number of cells. covered: by the (H, W)
-    of patches, (height, width) in pixels of all of them.
+    image: (B, C, H, W); None: the network has seen none. grids: (H, W) by the number of cells. covered: the (height,
+    width) in pixels of all patches together, by the (H, W) of the patches.
     """
 
     def __init__(self):
@@ -124,7 +124,7 @@ class Sight:
         args: tuple,
         kwargs: dict,
     ) -> None:
-        """Forget the last forward. The network's first argument, where it has 4 dimensions, is an image."""
+        """Forget the last forward. The network's first argument is taken as images if it has their shape."""
         self._forget()
         names = list(inspect.signature(model.forward).parameters)
         first = names[0] if names else ""
@@ -138,7 +138,7 @@ class Sight:
         args: tuple,
         kwargs: dict,
     ) -> None:
-        """See the image that a convolution takes. A second call belongs to the next forward, by a network's method."""
+        """Note the images that a convolution takes. A second call belongs to the next forward (a call of a method)."""
         if stem in self._called:
             self._forget()
         self._called.add(stem)
@@ -155,7 +155,7 @@ class Sight:
         kwargs: dict,
         output: Any,
     ) -> None:
-        """Note the grid of features (B, C, H, W), and what it covers where they are patches of the image."""
+        """Note the grid of features (B, C, H, W), and the area that it covers if they are patches of the image."""
         if not isinstance(output, Tensor) or output.ndim != 4:
             return
         grid = tuple(output.shape[2:])
@@ -210,7 +210,7 @@ def _takes_images(module: nn.Module) -> bool:
 
 
 def _embeds_apart(module: nn.Module) -> bool:
-    """Return whether a module is a convolution that may make patches of images, each of its own pixels."""
+    """Return whether a module is a convolution that may embed patches of images that do not overlap."""
     if not _takes_images(module) or module.padding not in ((0, 0), "valid"):
         return False
     return module.kernel_size == module.stride
@@ -236,7 +236,7 @@ def image_seen(model: nn.Module, hooks: Hooks) -> Sight:
     """Hook the network; return the Sight that its forwards fill while the hooks stay."""
     sight = Sight()
     hooks.add(model.register_forward_pre_hook, sight.begin)
-    # the convolutions of evolving maps see maps
+    # the convolutions of evolutions take maps
     modules = [module for name, module in model.named_modules() if ".evolution." not in name]
     has_stem = False
     for module in modules:
@@ -254,8 +254,8 @@ def image_seen(model: nn.Module, hooks: Hooks) -> Sight:
 
 
 def learned_queries(model: nn.Module, name: str) -> tuple[str, ...]:
-    """Return names for the queries that a layer, or what it is a part of, has learned ("pool", or "pool1", "pool2"):
-    timm's AttentionPoolLatent, SigLIP's head in transformers; () of layers whose queries are tokens."""
+    """Return the names ("pool", or "pool1", "pool2") of the learned queries of a layer or a module around it, such as
+    timm's AttentionPoolLatent, and SigLIP's head in transformers; () if the queries are tokens."""
     for owner in owners(model, name):
         queries = getattr(owner, "latent", getattr(owner, "probe", None))
         if not isinstance(queries, nn.Parameter) or (name and owner is model):
@@ -276,20 +276,21 @@ def token_layout(
 ) -> Layout:
     """Return where the rows and columns of maps (B, K, queries, keys) lie, prefix tokens first.
 
-    Numbers of tokens that are no grid of the image's features have no places: tokens were dropped, pruned or added.
+    If the number of tokens fits no grid of the image's features, the tokens have no places: some were dropped, pruned
+    or added.
 
     Args:
-        names: of the prefix tokens that the network has; a layer may leave them out, among keys or queries.
-        taken: shape of what the layer takes; the grid, where that is (B, C, H, W) or (B, H, W, C).
+        names: of the network's prefix tokens; a layer may leave them out of its keys or queries.
+        taken: shape of the layer's input; it gives the grid if it is (B, C, H, W) or (B, H, W, C).
         query_names: of learned queries.
 
     Raises:
-        ValueError: maps of another number of images, such as of windows in an unknown order.
+        ValueError: the number of maps is not that of the images, as for windows in an unknown order.
     """
     queries, keys = shape[-2:]
     image = sight.image
     size = sight.size()
-    whole = image is None or shape[0] == image[0]  # no windows as a part of the batch
+    whole = image is None or shape[0] == image[0]  # the batch does not contain windows
     if whole and len(taken) == 4 and taken[0] == shape[0]:
         for grid in (taken[2:], taken[1:3]):
             if math.prod(grid) == queries == keys:
@@ -331,11 +332,11 @@ def _grouped(
     pad_first: bool = True,
     **__,
 ) -> Layout:
-    """Lay out a grid in the windows of a block: it is shifted up and to the left (cyclically), where the block says so,
-    and padded below and at the right; SAM's window_size is 0 where there are none.
+    """Return the layout of a block's windows. The grid is shifted up and to the left (cyclically) if the block says so,
+    and padded below and at the right. SAM's window_size is 0 in blocks without windows.
 
-    The grid is `size`, where a block is told it (transformers' Swin), else the input's sides from dimension `first` on.
-    A side that one window covers does not shift. pad_first: whether the grid is padded before it is shifted.
+    The grid is `size` if the block gets it (transformers' Swin), else the input's sides from dimension `first` on. A
+    side that one window covers is not shifted. pad_first: whether the grid is padded before it is shifted.
     """
     grid = tuple(x.shape[first : first + 2])
     if isinstance(size, (tuple, list)):
@@ -367,7 +368,7 @@ def _grouped(
 
 
 def _mobilevit(block: nn.Module, x: Tensor) -> Layout:
-    """Lay out MobileViT: a pixel sees the pixels at its own place in all patches, on a grid of whole patches."""
+    """Return MobileViT's layout: a pixel sees the pixels at its own place in all patches; patches are whole."""
     h, w = block.patch_size
     H, W = x.shape[-2:]
     rows = math.ceil(H / h)
@@ -384,7 +385,7 @@ def _pool2d(
     *_,
     **__,
 ) -> Layout:
-    """Lay out pooling: the pixels' mean, or a class token, comes before the pixels."""
+    """Return the layout of pooling: the pixels' mean, or a class token, comes before the pixels."""
     first = "mean" if getattr(pool, "cls_token", None) is None else "cls"
     return Layout(tuple(x.shape[-2:]), prefix_names=(first,))
 
@@ -393,7 +394,7 @@ def _channels(*_) -> Layout:
     return Layout(channels=True)
 
 
-# by the layer's class, or that of the block around it
+# by the class of the layer, or of a block around it
 SPECIAL: dict[str, Callable[..., Layout]] = {
     "timm.models.swin_transformer.SwinTransformerBlock": partial(_grouped, pad_first=False),
     "timm.models.swin_transformer_v2.SwinTransformerV2Block": partial(_grouped, pad_first=False),
@@ -421,8 +422,8 @@ def layout_finder(
     sight: Sight,
     hooks: Hooks,
 ) -> Callable[[Tensor], Layout]:
-    """Return a function from maps to a layer's layout: that of its windows or channels, which the input of the layer or
-    of a block around it tells, or that of tokens over the image."""
+    """Return a function from maps to a layer's layout: of its windows or channels, by the input of the layer or of a
+    block around it, or else of tokens over the image."""
     owner = model.get_submodule(name)
     read = None
     for module in owners(model, name):
@@ -434,7 +435,7 @@ def layout_finder(
             break
     names = prefix_names(model)
     learned = learned_queries(model, name)
-    found: list[Any] = []  # the layout that the owner's input tells, or the shape of the layer's
+    found: list[Any] = []  # the layout by the owner's input, or the shape of the layer's input
 
     def look(
         module: nn.Module,

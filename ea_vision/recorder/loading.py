@@ -46,7 +46,7 @@ from ea_vision.recorder.recording import AttentionLayer, recordable_layers
 
 log = logging.getLogger(__name__)
 
-# as `recorder.recording.prefix_names` calls them
+# names as in `recorder.recording.prefix_names`
 TOKEN = r"cls|dist|mean|pool|(?:reg|pool)[1-9]\d*"
 NUMBER = "[0-9]{1,9}"
 ROUNDING = 1e-3  # of values that a processor normalised, in 0..1
@@ -55,19 +55,19 @@ FINDS_OBJECTS = (
     "a network that classifies images is required, and {} finds objects in them (ea-vision predict)"
 )
 WEIGHTS_HELP = (
-    "NAME of a timm model (pretrained where it has weights, else random), RUN folder, a file of weights or a "
-    "checkpoint in one, hf-hub:OWNER/NAME or local-dir:FOLDER"
+    "NAME of a timm model (pretrained where it has weights, else random), RUN folder or a checkpoint in one, a file "
+    "of weights, hf-hub:OWNER/NAME or local-dir:FOLDER"
 )
 
 
 @dataclass
 class LoadedModel:
-    """A network in eval mode, and how it wants its images.
+    """A network in evaluation mode, and the preprocessing of its images.
 
     label: short, for titles. config: timm's data configuration (mean, std, crop_pct, interpolation).
-    img_size: (height, width) of the input in pixels. epoch: of the checkpoint, where it is one.
-    trained: whether the weights are those of a training rather than random. weights: their name, where they have one.
-    classes: names of the classes, where they are known.
+    img_size: (height, width) of the input in pixels. epoch: of the checkpoint, if it is one.
+    trained: whether the weights are trained, not random. weights: their name, if they have one.
+    classes: names of the classes, if known.
     """
 
     model: nn.Module
@@ -81,20 +81,20 @@ class LoadedModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the network lies; an exported one computes on the CPU."""
+        """The network's device; an exported network runs on the CPU."""
         weights = list(self.model.parameters())
         return weights[0].device if weights else torch.device("cpu")
 
     def input_of(self, image: Image.Image | Tensor | Mapping) -> Tensor:
-        """Return (3, H, W) in 0..1, as the network is to see it: a tensor as it is, a PIL image resized and cut.
+        """Return the network's input (3, H, W) in 0..1: a tensor unchanged, a PIL image resized and cropped.
 
         Args:
             image: as `ea_vision.recorder.inputs.as_image` returns it. A tensor has (3, H, W) or (1, 3, H, W): uint8;
-                floating point in 0..1; or normalised by the network's mean and std, as an image processor gives it,
-                whose mapping with "pixel_values" may be given, too.
+                floating point in 0..1; or normalised by the network's mean and std. An image processor's mapping with
+                "pixel_values" is normalised, too.
 
         Raises:
-            UsageError: a tensor of another shape or range, or an image that is too narrow.
+            UsageError: a tensor has another shape or range, or an image is too narrow.
         """
         if isinstance(image, Image.Image):
             return self.prepare(image)
@@ -115,18 +115,18 @@ class LoadedModel:
         return in_unit_range(image, rounding)
 
     def _is_normalised(self, image: Tensor) -> bool:
-        """Return whether values beyond 0..1 are in 0..1 before the network's normalisation."""
+        """Return whether values exceed 0..1, and lie in it once the network's normalisation is undone."""
         if not image.is_floating_point() or (image.min() >= 0 and image.max() <= 1):
             return False
         low, high = self.denormalize(image.float()).aminmax()
         return bool(low >= -ROUNDING and high <= 1 + ROUNDING)
 
     def batch_of(self, inputs: Sequence[Tensor]) -> Tensor:
-        """Return what the network takes, (B, 3, H, W), normalised, on the device and of the type of its weights, of
-        what `input_of` returns.
+        """Return the network's batch (B, 3, H, W) from results of `input_of`: normalised, with the device and dtype of
+        its weights.
 
         Raises:
-            UsageError: inputs of different sizes.
+            UsageError: the inputs have different sizes.
         """
         sizes = {f"{image.shape[1]}x{image.shape[2]}" for image in inputs}
         if len(sizes) > 1:
@@ -138,11 +138,11 @@ class LoadedModel:
         return batch.to(weights[0].dtype) if weights else batch
 
     def prepare(self, image: Image.Image, finer: float = 1.0) -> Tensor:
-        """Return (3, H, W) in 0..1: resized and cut around its middle, as in evaluation; what queries are counted on.
-        `finer`: of how many pixels each pixel of the input is made.
+        """Return (3, H, W) in 0..1: the image resized and centre-cropped, as in evaluation. Queries count these pixels.
+        `finer`: factor by which H and W exceed those of the input.
 
         Raises:
-            UsageError: so narrow that it has more than MAX_PIXELS once its short side fits.
+            UsageError: the image is so narrow that it has more than MAX_PIXELS once its short side fits.
         """
         H, W = (round(side * finer) for side in self.img_size)
         height, width = self._scaled_size(image, H, W)
@@ -164,12 +164,12 @@ class LoadedModel:
         H: int,
         W: int,
     ) -> Size:
-        """Return (height, width) to which evaluation scales an image before it cuts (H, W): timm's and our trainers'
-        steps, of which torchvision's drop what is left of a pixel."""
+        """Return (height, width) to which evaluation scales an image before it crops (H, W), by the steps of timm and
+        our trainers; torchvision's steps round down to whole pixels."""
         crop_pct = self.config["crop_pct"]
         high = math.floor(H / crop_pct + 1e-9)
         wide = math.floor(W / crop_pct + 1e-9)
-        if self.config.get("crop_mode") == "squash":  # which changes the aspect
+        if self.config.get("crop_mode") == "squash":  # changes the aspect ratio
             return high, wide
         if high != wide:
             ratio = min(image.height / high, image.width / wide)
@@ -179,14 +179,14 @@ class LoadedModel:
         return high, int(high * image.width / image.height)
 
     def shrinks(self, image: Image.Image) -> float:
-        """Return how many pixels of an image a pixel of the input stands for, along a side."""
+        """Return the number of image pixels per pixel of the input, along a side."""
         H, W = self.img_size
         shrinks = min(image.height / H, image.width / W)
         return shrinks * self.config["crop_pct"]
 
     def photo(self, image: Image.Image) -> np.ndarray | None:
-        """Return (height, width, 3) uint8: what `prepare` makes, at the image's own resolution or, where that is finer,
-        with PHOTO_SIDE pixels along the longer side. None where the network sees it no smaller."""
+        """Return (height, width, 3) uint8: the result of `prepare` at the image's own resolution, but at most
+        PHOTO_SIDE pixels along the longer side. None if that is no finer than the network's input."""
         finer = min(self.shrinks(image), PHOTO_SIDE / max(self.img_size))
         if finer <= 1:
             return None
@@ -218,9 +218,9 @@ def _pixel_values(image: Mapping) -> Tensor:
 
 @dataclass
 class DetectorModel(LoadedModel):
-    """A detector, which has its images fitted into a square and padded at the right and below, and normalises them.
+    """A detector. Its images are fitted into a square and padded at the right and below; it normalises them itself.
 
-    category_ids: of the classes, in COCO's results.
+    category_ids: ids of the classes in COCO's results.
     """
 
     category_ids: Sequence[int] = ()
@@ -230,7 +230,7 @@ class DetectorModel(LoadedModel):
         return fit_image(image.convert("RGB"), round(self.img_size[0] * finer))
 
     def shrinks(self, image: Image.Image) -> float:
-        """Return how many pixels of an image a pixel of the input stands for, along a side."""
+        """Return the number of image pixels per pixel of the input, along a side."""
         return max(image.size) / self.img_size[0]
 
     def detect(
@@ -242,10 +242,10 @@ class DetectorModel(LoadedModel):
 
 @dataclass
 class Origin:
-    """How a network is built, and where its weights are.
+    """How to build a network, and where its weights are.
 
-    name, kwargs: for `create`. create: timm's create_model, or ours of a detector. weights: a file, or None for those
-    that its name stands for. label: for titles. options, about: of a run, where it is one.
+    name, kwargs: arguments of `create`. create: timm's create_model, or create_detector. weights: a file, or None for
+    the pretrained weights of the name. label: for titles. options, about: of a run, if it is one.
     """
 
     name: str
@@ -257,15 +257,15 @@ class Origin:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def check_classifies(self) -> None:
-        """Raise UsageError for a detector, where a network that classifies is asked for."""
+        """Raise UsageError for a detector: a network that classifies is required."""
         if self.create is not timm.create_model:
             raise UsageError(FINDS_OBJECTS.format(self.label))
 
     def build(self, seed: int = 0) -> nn.Module:
-        """Return the network with random weights of a seed; torch's generator stays as it is.
+        """Return the network with random weights from a seed; torch's generator is not changed.
 
         Raises:
-            UsageError: it refuses its keywords.
+            UsageError: the network does not accept its keywords.
         """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -282,7 +282,7 @@ def find_origin(target: str, **kwargs: Any) -> Origin:
         kwargs: further keywords of a model that is given by its name.
 
     Raises:
-        UsageError: no such model, run or file, or a file that does not name its network.
+        UsageError: there is no such model, run or file, or a file does not name its network.
     """
     path = Path(target)
     if not os.path.exists(path):
@@ -313,7 +313,7 @@ def find_origin(target: str, **kwargs: Any) -> Origin:
 
 
 def _create_of(about: Mapping[str, Any]) -> Callable[..., nn.Module]:
-    """Return what builds the network of a run or of a weights file: a detector has category ids."""
+    """Return the function that builds the network of a run or of a weights file: detectors have category ids."""
     return create_detector if "category_ids" in about else timm.create_model
 
 
@@ -356,13 +356,14 @@ def load_model(
 
     Args:
         target: a registered name, a path, hf-hub:OWNER/NAME or local-dir:FOLDER.
-        random: random weights, whatever there is.
+        random: whether to use random weights even if there are trained ones.
         img_size: (height, width) of the input in pixels; default: the model's own.
         seed: of random weights.
         **kwargs: further keywords of a model given by its name.
 
     Raises:
-        UsageError: no such model or run, unreadable or unfitting weights, a size that the model cannot take.
+        UsageError: there is no such model or run, weights cannot be read or do not fit, or the model cannot take images
+            of this size.
     """
     path = Path(target)
     if os.path.isfile(path) and path.suffix.lower() in SUFFIXES:
@@ -397,7 +398,7 @@ def _load_by_name(
     random: bool,
     seed: int,
 ) -> LoadedModel:
-    """Load a model with the weights that its name stands for, where there are any; else with random ones."""
+    """Load a model with the pretrained weights of its name, or with random ones if there are none."""
     source, _ = hub_source(origin.name)
     has_weights = bool(source) or is_model_pretrained(origin.name)
     if origin.kwargs.get("fusion") == "add":  # begins with the weights of the plain network
@@ -419,7 +420,7 @@ def _load_from_file(
     random: bool,
     seed: int,
 ) -> LoadedModel:
-    """Load a network with the weights of a run or a file, for images of the kind that it was evaluated on."""
+    """Load a network with the weights of a run or a file, and with the preprocessing of its evaluation."""
     model = origin.build(seed)
     label = f"{origin.label} (untrained)" if random else origin.label
     epoch = None
@@ -448,7 +449,7 @@ def _load_from_file(
         if key in about:
             loaded.config[key] = tuple(about[key])
     options = origin.options
-    if options:  # our trainers keep the aspect
+    if options:  # our trainers keep the aspect ratio
         loaded.config["crop_mode"] = "center"
     if "eval_resize" in options:  # of train-imagenet
         side = options.get("eval_img_size") or options["img_size"]
@@ -469,8 +470,8 @@ def as_loaded(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
 ) -> LoadedModel:
-    """Return a network with what is known of its images: by its own configuration, or by the image processor beside the
-    weights of a model of transformers. The log says where mean and std are guessed.
+    """Return a network with its preprocessing: from its own configuration, or from the image processor saved with the
+    weights of a model of transformers. The log says when mean and std are guessed.
 
     Args:
         processor, mean, std: see `set_preprocessing`.
@@ -504,14 +505,14 @@ def set_preprocessing(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
 ) -> None:
-    """Let a network have its images as an image processor, or a mean and std, make them.
+    """Set a network's preprocessing to that of an image processor, or set its mean and std.
 
     Args:
         processor: of transformers, or its path or name: mean, std, size, crop and resampling are taken from it.
-        mean, std: per channel, of images in 0..1; they precede the processor's.
+        mean, std: per channel, for images in 0..1; they take precedence over the processor's.
 
     Raises:
-        UsageError: an unknown processor, or a mean or std that is not of three numbers.
+        UsageError: the processor is unknown, or mean or std is not three numbers.
     """
     if processor is not None:
         config = processor_config(processor)
@@ -547,13 +548,13 @@ def _set_size(loaded: LoadedModel, img_size: Size) -> None:
 
 
 def check_classifies(model: LoadedModel) -> None:
-    """Raise UsageError for a detector, where classes of whole images are asked for."""
+    """Raise UsageError for a detector: a network that classifies whole images is required."""
     if isinstance(model, DetectorModel):
         raise UsageError(FINDS_OBJECTS.format(model.label))
 
 
 def input_size(model: nn.Module, config: dict) -> Size:
-    """Return (height, width) in pixels that a network is built for, or that its configuration says."""
+    """Return the (height, width) in pixels that a network is built for, or that its configuration states."""
     return own_size(model) or tuple(config["input_size"][1:])
 
 
@@ -569,7 +570,7 @@ def known_classes(model: nn.Module) -> list[str] | None:
 
 
 def _load_file(model: nn.Module, path: Path) -> int | None:
-    """Load a checkpoint or a weights file; return its epoch, where it says it."""
+    """Load a checkpoint or a weights file; return its epoch, or None if the file does not state it."""
     if path.suffix.lower() == ".safetensors":
         load_weights(model, path)
         epoch = read_metadata(path).get("epoch")
@@ -580,7 +581,7 @@ def _load_file(model: nn.Module, path: Path) -> int | None:
 
 
 def numbered(names: Sequence[str]) -> list[str]:
-    """Return the names, equal ones numbered."""
+    """Return the names; equal ones get numbers."""
     labels = []
     for place, name in enumerate(names):
         number = names[:place].count(name) + 1
@@ -589,16 +590,16 @@ def numbered(names: Sequence[str]) -> list[str]:
 
 
 def parse_targets(text: str) -> list[str]:
-    """Return what `load_model` takes, several separated by commas; a file or folder of that whole name is one, such as
-    a sweep's run `model=a,seed=0`."""
+    """Return the targets of `load_model` that commas separate. If the whole text names a file or folder, such as a
+    sweep's run `model=a,seed=0`, it is one target."""
     return [text] if os.path.exists(text) else text.split(",")
 
 
 def parse_layers(text: str, model: LoadedModel) -> list[AttentionLayer]:
-    """Return the layers that are named: `all` (but pooling), numbers, ranges and module names, separated by commas.
+    """Return the layers that a text names: `all` (except pooling), numbers, ranges and module names, with commas.
 
     Raises:
-        UsageError: a layer there is not, or a model without attention.
+        UsageError: a layer does not exist, or the model has no attention.
     """
     available = recordable_layers(model.model)
     if not available:
@@ -611,7 +612,7 @@ def parse_layers(text: str, model: LoadedModel) -> list[AttentionLayer]:
     for item in text.split(","):
         ends = re.fullmatch(f"({NUMBER})-({NUMBER})", item)
         numbers = range(int(ends[1]), int(ends[2]) + 1) if ends else ()
-        for key in map(str, numbers or [item]):  # up to the first that there is not
+        for key in map(str, numbers or [item]):  # up to the first that does not exist
             if key not in by_key:
                 having = ", ".join(map(str, available))
                 raise UsageError(f"{model.label} has no attention layer {key!r}; it has {having}")
@@ -624,10 +625,10 @@ def parse_queries(
     img_size: Size,
     default: Sequence[tuple[float, float]] = (),
 ) -> list[Query]:
-    """Return points of `y,x` texts, and names of tokens as they are; of no text the default, in shares of the sides.
+    """Return points from `y,x` texts, and names of tokens unchanged; without texts the default, in shares of the sides.
 
     Raises:
-        UsageError: neither y,x nor such a name, or outside the image.
+        UsageError: a text is neither y,x nor such a name, or a point lies outside the image.
     """
     H, W = img_size
     if not texts:
@@ -652,7 +653,7 @@ def parse_queries(
 
 
 def image_size(text: str) -> Size:
-    """Return (H, W) of N or H,W: positive, their product at most MAX_PIXELS; for argparse."""
+    """Parse N or H,W for argparse; return (H, W): both positive, their product at most MAX_PIXELS."""
     sides = re.fullmatch(f"({NUMBER})(?:,({NUMBER}))?", text)
     H = int(sides[1]) if sides else 0
     W = int(sides[2] or sides[1]) if sides else 0

@@ -30,30 +30,31 @@ def _part(name: str) -> property:
 
 
 class LayerMaps:
-    """The maps of one layer in the last forward. A part that was not asked for, or that the layer lacks, is None.
+    """The maps of one layer in the last forward. A part that was not requested, or that the layer lacks, is None.
 
     Rows are queries, columns keys, both row by row over the image, prefix tokens (a ViT's class token) first. T below
-    is N and the prefix tokens; keys are fewer where a network reduces them, and class attention has one query, "cls".
+    is N plus the prefix tokens; there are fewer keys if a network reduces them, and class attention has one query,
+    "cls".
 
     number, name: the layer's, as in `AttentionLayer`.
-    heads: which heads the tensors hold, counted from 0; the K below.
+    heads: the heads in the tensors, counted from 0; the K below.
     feat_size: (H, W) of the queries. key_size: (H, W) of the keys.
-    num_prefix_tokens: tokens before the map's pixels; our ResNets have none.
-    prefix_names: what they are, as `prefix_names` calls them.
-    query_names: what the queries before the pixels are: these tokens or, of a layer that pools by learned queries
-        (SigLIP's), "pool".
-    channels: rows and columns are channels of a head (XCiT): the matrix has a meaning, places in the image have none.
-    attn: (B, K, T, T), the probabilities, before dropout; rows sum to 1. Of a window over heads the sum over the heads
-        that were seen; where windows are padded (Swin) the padding's share is left out.
-    logits: (B, K, T, T), what entered the softmax, also outside of a window of pixels, which hides that from it. A
-        layer with a window over heads has none.
+    num_prefix_tokens: number of tokens before the map's pixels; our ResNets have none.
+    prefix_names: names of these tokens, see the function `prefix_names`.
+    query_names: names of the queries before the pixels: these tokens, or "pool" in a layer that pools by learned
+        queries (SigLIP's).
+    channels: whether rows and columns are channels of a head (XCiT), which have no places in the image.
+    attn: (B, K, T, T), the probabilities, before dropout; rows sum to 1. With a window over heads: the sum over the
+        heads in it. If windows are padded (Swin): without the padding's share.
+    logits: (B, K, T, T), the input of the softmax, including entries that a window of pixels then hides. A layer with a
+        window over heads has none.
     self_logits: (B, K, T, T), this layer's dot products and position terms.
     conv_logits: (B, K, T, T), the evolution's convolution (EA: of the mixed maps, PA: of prev_logits), after its ReLU.
     prev_logits: (B, K, T, T), the previous layer's logits, as mixed in.
 
-    Further parts are there by name, `layer["mixed_attn"]`, (B, K, T, T) each: those that an evolution adds;
+    Get further parts by name, such as `layer["mixed_attn"]`, (B, K, T, T) each: those that an evolution adds;
     "mixed_attn", the probabilities after talking heads (CaiT) have mixed them; "first_attn" and "second_attn", the two
-    maps of differential attention, whose attn is their difference as it weighs the values.
+    maps of differential attention. Its attn is their difference, by which the values are averaged.
     """
 
     def __init__(
@@ -74,13 +75,13 @@ class LayerMaps:
         self.key_size = layout.key_size or layout.feat_size
         self.query_names = layout.query_names or layout.prefix_names
         self.num_prefix_tokens = len(layout.prefix_names)
-        self._parts = parts  # of windows (B, W, K, n, n)
+        self._parts = parts  # in windows (B, W, K, n, n)
 
     attn, logits, self_logits, conv_logits, prev_logits = map(_part, PARTS)
 
     @property
     def pixels_ask(self) -> bool:
-        """Tell whether there are queries of pixels, and not of prefix tokens alone (class attention)."""
+        """Whether there are queries of pixels, and not only of prefix tokens (class attention)."""
         if self.channels or self.layout.placeless or self.layout.query_names:
             return False
         [maps, *_] = self._parts.values()
@@ -92,7 +93,7 @@ class LayerMaps:
         return tuple(self._parts)
 
     def save(self, part: str, maps: Tensor) -> None:
-        """Set a part, of windows (B, W, K, n, n)."""
+        """Set a part; in windows it is (B, W, K, n, n)."""
         self._parts[part] = maps
 
     def __getitem__(self, part: str) -> Tensor:
@@ -113,7 +114,7 @@ class LayerMaps:
         return f"layer {self}, map {self.feat_size}, heads {self.heads}: {parts or 'nothing'}"
 
     def check_places(self) -> None:
-        """Raise UsageError for a layer whose rows and columns have no places in the image."""
+        """Raise UsageError if the layer's rows and columns have no places in the image."""
         if not self.channels and not self.layout.placeless:
             return
         how = "attends from channel to channel of a head"
@@ -128,7 +129,7 @@ class LayerMaps:
         )
 
     def check_pixels_ask(self) -> None:
-        """Raise UsageError for a layer without queries of pixels."""
+        """Raise UsageError if the layer has no queries of pixels."""
         self.check_places()
         if not self.pixels_ask:
             kind = "pooling" if self.layout.query_names else "class"
@@ -151,7 +152,7 @@ class LayerMaps:
         return seen.view(*self.feat_size, *self.key_size)
 
     def num_keys(self) -> np.ndarray:
-        """Return (H, W): how many keys the query at a pixel of the map sees. One over it is uniform attention."""
+        """Return (H, W): how many keys the query at a pixel of the map sees. Uniform attention is 1 over this."""
         counts = self.sees().sum((-2, -1))
         return counts.numpy() + self.num_prefix_tokens
 
@@ -175,10 +176,10 @@ class LayerMaps:
         return by_key.unflatten(2, self.feat_size)
 
     def on_queries_grid(self, part: str = "attn") -> Tensor:
-        """Return a part with keys as cells of the queries' grid: what goes to a reduced key goes to its cells alike.
+        """Return a part with keys on the queries' grid: attention to a reduced key is divided equally among its cells.
 
         Raises:
-            UsageError: keys that are not reduced by whole numbers; a layer without queries of pixels.
+            UsageError: keys are not reduced by whole numbers, or the layer has no queries of pixels.
         """
         self.check_pixels_ask()
         P = self.num_prefix_tokens
@@ -222,12 +223,12 @@ class LayerMaps:
         return self.query_names.index(cell)
 
     def cell_of(self, query: Query) -> Cell:
-        """Return the cell of the map that holds a pixel (y, x) of the input; a token's name as it is.
+        """Return the cell of the map that contains a pixel (y, x) of the input; a token's name unchanged.
 
-        Where there is no image, as in a sequence, the map itself is the input.
+        If there is no image, as in a sequence, the map itself is the input.
 
         Raises:
-            UsageError: a pixel outside of the input, or of its patches.
+            UsageError: the pixel is outside of the input, or of its patches.
         """
         if isinstance(query, str):
             return query
@@ -256,7 +257,7 @@ class LayerMaps:
             towards the prefix tokens (B, K, P), and towards the map's pixels (B, K, H, W).
 
         Raises:
-            UsageError: a pixel outside of the input, or a query that this layer lacks.
+            UsageError: the pixel is outside of the input, or the layer lacks the query.
         """
         return self.of_cell(self.cell_of(query), part)
 
@@ -278,7 +279,7 @@ class AttentionMaps(Mapping[int, LayerMaps]):
 
     def __init__(self):
         self._layers: dict[int, LayerMaps] = {}
-        # a call of the network runs; none of its layers has run yet
+        # whether a call of the network is running; whether none of its layers has run yet
         self._in_call = self._is_first = False
 
     def __getitem__(self, key: int | str) -> LayerMaps:
@@ -300,7 +301,7 @@ class AttentionMaps(Mapping[int, LayerMaps]):
         return "\n".join(lines)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the maps by layer and part, float32 (B, K, N, N) under "layer2.attn", and beside them "layer2.name",
+        """Return the maps by layer and part, such as "layer2.attn", float32 (B, K, N, N), and "layer2.name",
         "layer2.heads", "layer2.feat_size" and "layer2.key_size" (H, W), "layer2.prefix_names" and
         "layer2.query_names"."""
         arrays = {}
@@ -323,10 +324,10 @@ class AttentionMaps(Mapping[int, LayerMaps]):
         atomic_write(Path(path), data.getvalue())
 
     def _begin(self, layer: LayerMaps) -> None:
-        """Take a layer whose forward begins; the first of another forward of the network drops the last one's layers.
+        """Add a layer whose forward begins; the first layer of a new forward drops the layers of the last forward.
 
-        In a call of the network a layer may run again (shared blocks). In its methods (`forward_intermediates`), whose
-        begin is not seen, a layer's second run belongs to the next one.
+        Within a call of the network a layer may run again (shared blocks). The begin of its methods, such as
+        `forward_intermediates`, cannot be seen: there a layer's second run belongs to the next call.
         """
         begins = self._is_first if self._in_call else layer.number in self._layers
         if begins:

@@ -1,16 +1,16 @@
-"""Measure what attention maps tell of images: classify these by the maps of a frozen network (EA paper, table 7).
+"""Measure what attention maps reveal about images: classify images by a frozen network's maps (EA paper, table 7).
 
-The maps of one query, a pixel or a vision transformer's class token, (K, H, W) for an image and a layer, go into a
-small DenseNet of their own. Controls:
+A probe, a small DenseNet, takes the maps of one layer for one query (a pixel, or a vision transformer's class token),
+(K, H, W) per image. Controls:
 
-* `untrained`: the same network as it begins training, its batch statistics measured on images drawn from all
-  that the probe learns from (without those its logits have no bound and every row is one pixel).
-* `shuffled`: the trained network's maps, the pixels of every map in a random order of its own. What is left is how
-  often a value occurs in each map; that two heads look at one place is knowledge of space too, and goes.
+* `untrained`: the same network before training, with batch statistics measured on images drawn from those that the
+  probe learns from (without them the logits grow without bound, and each row attends to one pixel).
+* `shuffled`: the trained network's maps, with the pixels of each map in its own random order. This leaves only how
+  often each value occurs in a map. That two heads attend to the same place is spatial information, too, and is lost.
 
 The network may know the images that the probe learns from, since it was trained on them, and its maps of them may
-differ from those of others. With `--unseen` the probe learns and is measured on images that the network was not trained
-on: four fifths and one fifth of the test images.
+differ from those of other images. With `--unseen` the probe learns and is measured on images that the network was not
+trained on: four fifths and one fifth of the test images.
 
 Paper: `Evolving Attention with Residual Convolutions` (ICML 2021) - https://arxiv.org/abs/2102.12895
 Shape letters: M images, B a batch of them, K heads, H x W the map.
@@ -92,7 +92,7 @@ def extract_maps(
 
 
 def shuffled_in_space(maps: Tensor, seed: int) -> Tensor:
-    """Return (M, K, H, W), the pixels of every map in a random order of its own."""
+    """Return maps (M, K, H, W) with the pixels of each map in its own random order."""
     flat = maps.flatten(2)
     generator = torch.Generator().manual_seed(seed)
     order = torch.rand(flat.shape, generator=generator).argsort(-1)
@@ -107,8 +107,8 @@ def untrained_network(
     count: int = 512,
     batch_size: int = 64,
 ) -> LoadedModel:
-    """Return the network of `target` as it begins training, for images of the size that `model` takes; its batch
-    statistics are those of `count` images of uint8 (M, 3, H, W), drawn by `seed`: folders lie class by class."""
+    """Return the network of `target` before training, for images of `model`'s size. Its batch statistics are those of
+    `count` of the uint8 images (M, 3, H, W), drawn by `seed`, since folders are read class by class."""
     network = load_model(
         target,
         random=True,
@@ -128,7 +128,7 @@ def untrained_network(
 
 
 def layers_and_query(options: argparse.Namespace, model: LoadedModel) -> tuple[list[int], Query]:
-    """Return the layers and the query that are asked for, by default the middle.
+    """Return the layers and the query from the options; the default query is the middle.
 
     Raises:
         UsageError: the model lacks a layer, or the query is outside the input.
@@ -158,7 +158,7 @@ def probe(
     """Probe each layer on the maps of a network and on its controls; yield the rows of results.csv, top1 in percent.
 
     Args:
-        target: what `load_model` made the network from.
+        target: the argument from which `load_model` made the network.
         splits: the images to learn from and to measure on.
     """
     layers, query = layers_and_query(options, model)
@@ -203,7 +203,8 @@ def probe(
 
 
 def results_table(results: Sequence[dict]) -> str:
-    """Return rows model and maps, columns layers: top-1 in percent, of several seeds the mean ± the deviation."""
+    """Return a table with one row per model and kind of maps, one column per layer: top-1 in percent, or if there are
+    several seeds mean ± standard deviation."""
     found = defaultdict(lambda: defaultdict(list))
     layers = sorted({one["layer"] for one in results})
     for one in results:
@@ -330,12 +331,12 @@ def _limited(
     count: int,
     seed: int,
 ) -> Images:
-    """Return some of a split's images, drawn by a seed, or all where it has no more."""
+    """Return `count` of a split's images, drawn by a seed, or all if it has no more."""
     return hold_out(split, count, seed)[1] if count < len(split) else split
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Probe the models as the arguments say."""
+    """Run the command: probe models."""
     options = make_parser().parse_args(argv)
     options.controls = [] if options.controls == "none" else options.controls.split(",")
     if set(options.controls) - set(CONTROLS):
@@ -350,7 +351,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         target: load_model(target, img_size=size, device=device)
         for target in parse_targets(options.model)
     }
-    # runs may lie in folders of one name
+    # folders of runs may have equal names
     labels = numbered([model.label for model in models.values()])
     for model, label in zip(models.values(), labels, strict=True):
         layers_and_query(options, model)

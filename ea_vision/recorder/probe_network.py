@@ -1,4 +1,4 @@
-"""Train the probe: a DenseNet that classifies images by attention maps alone (EA paper, table 7).
+"""Train the probe: a DenseNet that classifies images from attention maps alone (EA paper, table 7).
 
 Shape letters: B a batch of M images, K heads, H x W the map.
 """
@@ -87,7 +87,7 @@ def train_probe(
     """Train a ProbeNet on maps (M, K, H, W); return its top-1 in percent on the test maps after the last epoch.
 
     Raises:
-        RunError: the loss is no finite number.
+        RunError: the loss is not finite.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)

@@ -1,4 +1,4 @@
-"""What an image processor of Hugging Face's does to images, as timm's data configuration says it."""
+"""The preprocessing of Hugging Face's image processors, as timm's data configuration."""
 
 import sys
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ from ea_vision.base.errors import UsageError
 
 
 def processor_of(model: nn.Module) -> Any | None:
-    """Return the image processor beside the weights of a model of transformers, or None where there is none.
+    """Return the image processor saved with the weights of a model of transformers, or None.
 
-    Its weights' folder, or their name on the hub, is where `from_pretrained` had them from.
+    It is looked up in the folder, or by the name on the hub, from which `from_pretrained` loaded the weights.
     """
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
@@ -28,13 +28,13 @@ def processor_of(model: nn.Module) -> Any | None:
 
 
 def processor_config(processor: Any) -> dict[str, Any]:
-    """Return what an image processor does: timm's mean, std, input_size, crop_pct, crop_mode and interpolation.
+    """Return an image processor's preprocessing: timm's mean, std, input_size, crop_pct, crop_mode and interpolation.
 
     Args:
-        processor: an image processor, one with text beside it (CLIP's), or its path or name on the hub.
+        processor: an image processor, a processor of images and text (CLIP's), or its path or name on the hub.
 
     Raises:
-        UsageError: none there, or one that does not say what it does.
+        UsageError: there is no image processor, or it does not resize to one size.
     """
     if isinstance(processor, str):
         processor = _load(processor)
@@ -50,7 +50,7 @@ def processor_config(processor: Any) -> dict[str, Any]:
         mean = processor.image_mean
         std = processor.image_std
     factor = processor.rescale_factor if getattr(processor, "do_rescale", True) else 1.0
-    largest = 255 * factor  # what white is before it is normalised
+    largest = 255 * factor  # the value of white before it is normalised
     resampling = Image.Resampling(int(processor.resample))
     config = _sizes(processor)
     config["mean"] = tuple(value / largest for value in mean)
@@ -60,7 +60,7 @@ def processor_config(processor: Any) -> dict[str, Any]:
 
 
 def _load(source: str) -> Any:
-    """Return the image processor of a path or a name on the hub."""
+    """Return the image processor at a path, or by a name on the hub."""
     try:
         import transformers
     except ImportError as error:
@@ -93,7 +93,7 @@ def _sizes(processor: Any) -> dict[str, Any]:
 
 
 def _as_mapping(size: Any) -> Mapping[str, int]:
-    """Return a processor's size by name, without what is None."""
+    """Return a processor's size as a mapping, without None values."""
     if isinstance(size, int):
         return {"height": size, "width": size}
     items = size.items() if hasattr(size, "items") else vars(size).items()

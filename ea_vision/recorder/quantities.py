@@ -1,4 +1,4 @@
-"""Describe attention maps by numbers: entropy, distance, likeness to the previous layer's map, rollout.
+"""Describe attention maps by numbers: entropy, distance, correlation with the previous layer's map, rollout.
 
 Shape letters: B batch, K heads, H x W the attention map, N = H*W its pixels (row-major).
 """
@@ -22,8 +22,10 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 def as_distributions(attn: Tensor) -> Tensor:
-    """Return maps (B, K, queries, keys) in float32 with each row divided by its sum, rows of zeros as they are; not a
-    number where a head's map has negative entries: a difference of maps, or a mixture by weights of both signs."""
+    """Return maps (B, K, queries, keys) in float32 with each row divided by its sum; rows of zeros stay zero.
+
+    A head's map with negative entries (a difference of maps, or a mixture with negative weights) becomes NaN.
+    """
     attn = attn.float()
     sums = attn.sum(-1, keepdim=True)
     smallest = attn.amin((-2, -1), keepdim=True)
@@ -32,7 +34,7 @@ def as_distributions(attn: Tensor) -> Tensor:
 
 
 def attention_entropy(attn: Tensor) -> Tensor:
-    """Return the mean entropy of the rows, in nats: 0 where a query looks at one pixel, log(N) where at all alike.
+    """Return the mean entropy of the rows, in nats: 0 if queries attend to one pixel, log(N) if to all equally.
 
     Args:
         attn: (B, K, queries, keys); see `as_distributions`.
@@ -49,10 +51,10 @@ def _entropy(rows: Tensor) -> Tensor:
 
 
 def attention_distance(attn: Tensor, cell: tuple[float, float] = (1.0, 1.0)) -> Tensor:
-    """Return the mean distance between a query and what it attends to (Dosovitskiy et al. 2021, figure 7).
+    """Return the mean distance between a query and the keys it attends to (Dosovitskiy et al. 2021, figure 7).
 
     Args:
-        attn: (B, K, H, W, H', W'), from query to key; see `as_distributions`. Keys of another size cover the same area.
+        attn: (B, K, H, W, H', W'), from query to key; see `as_distributions`. Both grids cover the same area.
         cell: (height, width) of a query's cell; pixels of the input give a distance in pixels.
 
     Returns:
@@ -74,7 +76,7 @@ def _middles(
     cell: tuple[float, float],
     device: torch.device,
 ) -> Tensor:
-    """Return the middles of a grid's cells of this size, row by row, (cells, 2)."""
+    """Return the centres of a grid's cells, row by row, (cells, 2); cell: (height, width) of each."""
     along = []
     for count, side in zip(grid, cell, strict=True):
         numbers = torch.arange(count, device=device) + 0.5
@@ -89,7 +91,7 @@ def map_correlation(attn: Tensor, previous: Tensor) -> Tensor:
         attn, previous: (B, K, N, N).
 
     Returns:
-        (B, K); not a number where a map is constant.
+        (B, K); NaN where a map is constant.
     """
     a = attn.float().flatten(2)
     b = previous.float().flatten(2)
@@ -99,7 +101,7 @@ def map_correlation(attn: Tensor, previous: Tensor) -> Tensor:
 
 
 def total_variation(attn: Tensor, other: Tensor) -> Tensor:
-    """Return half the sum of |attn - other| over the keys, query by query: 0 for equal rows, 1 for disjoint ones.
+    """Return half the sum of |attn - other| over the keys, for each query: 0 for equal rows, 1 for disjoint ones.
 
     Args:
         attn, other: (..., queries, keys), each row a distribution.
@@ -112,18 +114,18 @@ def total_variation(attn: Tensor, other: Tensor) -> Tensor:
 
 
 def own_alone(layer: LayerMaps, module: nn.Module) -> Tensor | None:
-    """Return the attention of an evolving layer whose mixture is its own logits alone.
+    """Return the attention of an evolving layer if its mixture were its own logits alone.
 
     The gate alpha is 0 while this is computed, so the layer's own logits keep their scale; they are convolved and
-    normalised as trained. (Previous logits of 0 would be no fair comparison: they halve what the convolution reads.)
+    normalised as trained. (Previous logits of 0 would not be a fair comparison: they reduce the convolution's input.)
 
     Args:
         layer: with all parts and all heads.
         module: the attention layer, in evaluation mode.
 
     Returns:
-        (B, K, T, T), or None for a layer without a previous map or a gate alpha, or one whose attention is more than
-        the softmax of what its evolution returns.
+        (B, K, T, T), or None if the layer has no previous map or no gate alpha, or if its attention is not just the
+        softmax of its evolution's result.
     """
     own = layer.self_logits
     previous = layer.prev_logits
@@ -162,16 +164,16 @@ def _alpha_of_zero(evolution: nn.Module) -> Iterator[None]:
 
 
 def position_share(total: Tensor, energies: Tensor) -> Tensor:
-    """Return how much of a layer's energy (the sum of squares of its maps) is the same on every image, and so depends
-    on positions alone: 1 where maps do not depend on the image, about 0 where those of different images have nothing in
-    common. It is the mean inner product of two images' maps over their mean energy, which is without bias.
+    """Return the share of a layer's energy (the sum of squares of its maps) that is the same on every image, and so
+    depends only on positions: 1 if maps do not depend on the image, about 0 if maps of different images have nothing in
+    common. It is the mean inner product of two images' maps, divided by the mean energy; this has no bias.
 
     Args:
         total: (K, N, N), the sum of the images' maps.
         energies: (images, K).
 
     Returns:
-        (1, K); not a number for a single image.
+        (1, K); NaN for a single image.
     """
     energy = energies.sum(0)
     others = len(energies) - 1 or torch.nan
@@ -182,12 +184,12 @@ def position_share(total: Tensor, energies: Tensor) -> Tensor:
 
 @dataclass
 class LayerQuantities:
-    """Quantities of a layer's maps, by image and head: (images, K) each, but positions.
+    """Quantities of a layer's maps per image and head: (images, K) each, except positions.
 
-    entropies: in nats, over all tokens. distances: in pixels of the input, of what the patches attend to among the
-    patches. prefixes: share of attention, of all queries, that goes to the tokens before a transformer's patches.
-    These three are not a number where a map has negative entries: see `as_distributions`.
-    correlations: with the previous layer's map, None where that has another shape. uniform_entropy, uniform_distance:
+    entropies: in nats, over all tokens. distances: in pixels of the input, from patches to the patches they attend to.
+    prefixes: the share of all queries' attention that goes to the tokens before a transformer's patches. These three
+    are NaN where a map has negative entries: see `as_distributions`.
+    correlations: with the previous layer's map; None if that has another shape. uniform_entropy, uniform_distance:
     those of uniform attention over the keys that queries see. positions: (1, K), over all images; see `position_share`.
     """
 
@@ -214,10 +216,10 @@ def measure(
 
     Args:
         batches: (B, 3, H, W), normalised, all of one size, on the model's device.
-        layers: one or several numbers; the previous layer is the one before in this list. None is all that do not pool.
+        layers: one or several numbers; the previous layer is the one before in this list. None: all that do not pool.
 
     Raises:
-        ValueError: no batch; a layer that there is not.
+        ValueError: there is no batch, or a layer does not exist.
     """
     found = defaultdict(list)  # the values of each batch, by layer
     totals = defaultdict(float)
@@ -312,12 +314,12 @@ def quantities_csv(measured: dict[str, list[LayerQuantities]]) -> str:
 def attention_rollout(maps: AttentionMaps) -> Tensor:
     """Return where each pixel of the last map comes from, through all recorded layers (Abnar and Zuidema 2020).
 
-    Heads are averaged, and half of each layer is the identity, for the residual. Where the map's size changes, cells
-    are averaged into the new ones, and tokens before them stay; reduced keys are spread over the cells that they cover.
-    Convolutions beside or between the attention are left out: for our networks an approximation.
+    Heads are averaged, and half of each layer is the identity, for the residual. If the map's size changes, cells are
+    averaged into the new ones, and tokens before them stay; reduced keys are spread over the cells that they cover.
+    Convolutions beside or between the attention are left out, so for our networks it is an approximation.
 
     Args:
-        maps: with "attn", at least one layer, no heads left out.
+        maps: with "attn", at least one layer, and all heads.
 
     Returns:
         (B, T', T), T' the last layer's tokens, T the first's; rows sum to 1.

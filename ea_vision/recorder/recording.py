@@ -4,10 +4,10 @@
         model(images)
     maps[16].attn       # (B, K, N, N), rows are queries, columns keys, both row-major over maps[16].feat_size
 
-Recording only watches: the functions that form maps are called as they are, with fused attention where the model has
-it, and outputs stay the same bit for bit (nn.MultiheadAttention's, whose fast path is left, to the last bits).
+Recording only watches: functions that form maps run unchanged, also fused attention, and outputs stay the same bit for
+bit (except the last bits of nn.MultiheadAttention's, whose fast path is not used).
 
-`ea_vision.recorder.maps` has the maps, `.layouts` their places in the image, `.interception` the functions watched.
+`ea_vision.recorder.maps` has the maps, `.layouts` their places in the image, `.interception` the watched functions.
 Shape letters: B batch, K heads, H x W the attention map, N = H*W its pixels, T tokens (N and a class token, ...).
 """
 
@@ -48,8 +48,8 @@ __all__ = [
 ]
 
 OURS = (AugmentedConv2d, MapsAttention)
-ALONE = (*OURS, nn.MultiheadAttention)  # what attends itself, whatever is in it
-# names of modules that have heads, and do not attend
+ALONE = (*OURS, nn.MultiheadAttention)  # layers that attend, whatever modules they contain
+# names of modules that have heads, but do not attend
 POSITIONS = re.compile(r"^(?!.*Att).*(Pos|Bias|Rope|Rotary)")
 
 
@@ -59,9 +59,9 @@ class AttentionLayer:
 
     number: counted from 1 over all attention layers of the network, in forward order.
     name: of the module.
-    num_heads: K; 1 where the module does not say.
+    num_heads: K; 1 if the module does not state it.
     parts: those of PARTS that the layer has, and those that its evolution adds.
-    pools: whether its queries are learned, and no tokens.
+    pools: whether its queries are learned, not tokens.
     """
 
     number: int
@@ -76,13 +76,13 @@ class AttentionLayer:
 
 @dataclass
 class _Watch:
-    """Collects the chosen parts and heads of one layer, as they are formed.
+    """Collect the chosen parts and heads of one layer when they are formed.
 
-    heads: None is all. parts: those of the chosen ones that the layer has. find: from maps to their layout.
-    sight: what the forward shows of the image.
-    ran: whether a forward of it began. records: whether one is under way that is to be recorded. current: its maps,
-    once they are formed. formed: of a differential layer's two maps. mixed: the maps that weigh the values, where a
-    mechanism of ours mixes them after the softmax: not computed again, since it may have running statistics.
+    heads: None: all. parts: the chosen parts that the layer has. find: a function from maps to their layout. sight:
+    what the forward reveals about its images. ran: whether a forward of the layer has begun. records: whether a forward
+    that counts is running. current: its maps, once formed. formed: the maps of a differential layer that are formed so
+    far. mixed: the maps by which values are averaged, if one of our mechanisms mixes them after the softmax. They are
+    not computed again, since the mechanism may have running statistics.
     """
 
     layer: AttentionLayer
@@ -99,7 +99,7 @@ class _Watch:
     mixed: Tensor | None = None
 
     def begin(self, *_) -> None:
-        """Begin the layer's forward; a recomputation in the backward pass (gradient checkpointing) is not one."""
+        """Begin a forward of the layer; a recomputation in the backward pass (checkpointing) is not recorded."""
         self.ran = True
         self.records = torch._C._current_graph_task_id() == -1
         self.current = None
@@ -107,7 +107,7 @@ class _Watch:
         self.mixed = None
 
     def place(self, maps: Tensor, layout: Layout | None = None) -> Layout:
-        """Say where maps (B, K, queries, keys) lie; None: find it. The layer counts as recorded from now on."""
+        """Set the layout of maps (B, K, queries, keys), found if None. From now on the layer counts as recorded."""
         try:
             layout = layout or self.find(maps)
         except ValueError as error:
@@ -122,7 +122,7 @@ class _Watch:
         return layout
 
     def save(self, part: str, maps: Tensor) -> None:
-        """Keep the chosen heads of maps (B, all heads, T, T), or (B, W, all heads, n, n) of windows."""
+        """Keep the chosen heads of maps (B, all heads, T, T), or in windows (B, W, all heads, n, n)."""
         if part in self.parts and self.current is not None:
             maps = maps.detach()
             if self.heads is None:
@@ -132,7 +132,7 @@ class _Watch:
             self.current.save(part, maps)
 
     def take(self, attn: Tensor) -> None:
-        """Save what a function formed, (B, K, T, T) or (B*K, T, T), windows as a part of the batch."""
+        """Save a map that a function formed, (B, K, T, T) or (B*K, T, T); the batch may contain windows."""
         if not self.records:
             return
         if "first_attn" in self.layer.parts:
@@ -159,7 +159,7 @@ class _Watch:
         self.save("attn", attn)
 
     def _take_differential(self, attn: Tensor) -> None:
-        """Save two maps (B, K, T, T), formed one by one or as (B, 2 K, T, T), and the difference that weighs values."""
+        """Save two maps (B, K, T, T), formed one by one or as (B, 2 K, T, T), and the difference used as weights."""
         if attn.shape[1] == self.layer.num_heads:
             self.formed += (attn,)
         else:
@@ -183,8 +183,8 @@ class _Watch:
     ) -> None:
         """Save the parts of a layer of ours after its `_attend`.
 
-        It goes on by its fast path and hands out the logits, or None. What only a slow path would form, and all maps
-        of a window, are computed here from queries, keys and the previous logits.
+        The layer keeps its fast path, which returns the logits or None. Parts that only a slow path would form, and all
+        maps of a window, are computed here from queries, keys and the previous logits.
         """
         if not self.records:
             return
@@ -234,7 +234,7 @@ class _Watch:
         args: tuple,
         kwargs: dict,
     ) -> None:
-        """Keep what a layer of ours weighs its values with, the input of its dropout."""
+        """Keep the maps by which a layer of ours averages its values: the input of its dropout."""
         self.mixed = args[0].detach()
 
     def follow(self, hooks: Hooks, running: list[Take]) -> None:
@@ -268,7 +268,7 @@ class _Watch:
 
 
 def _parts_of(module: nn.Module) -> tuple[str, ...]:
-    """Return the parts that can be recorded of an attention layer."""
+    """Return the parts of an attention layer that can be recorded."""
     if isinstance(module, OURS):
         if module.head_window > 1:
             return ("attn",)
@@ -286,8 +286,8 @@ def _parts_of(module: nn.Module) -> tuple[str, ...]:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    """Return whether a module says how many heads it has, or calls torch's attention; not other differences of maps
-    than timm's, nor pooling of unknown packages, nor deformable attention, which samples points and forms no map."""
+    """Return whether a module states its number of heads, or calls torch's attention. Excluded: differential attention
+    other than timm's, pooling of other packages, and deformable attention, which samples points and forms no map."""
     if isinstance(module, ALONE):
         return True
     if heads_of(module) is None and not calls_attention(module):
@@ -310,7 +310,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def _find(model: nn.Module) -> dict[AttentionLayer, nn.Module]:
-    """Return the innermost modules that attend, in the order in which they stand in the network."""
+    """Return the innermost modules that attend, in the network's order."""
     found: dict[AttentionLayer, nn.Module] = {}
     for name, module in model.named_modules():
         if not _is_attention(module):
@@ -343,7 +343,7 @@ def _chosen(
     """Return the layers asked for, in forward order.
 
     Raises:
-        ValueError: a layer that the network lacks; heads or parts that the layers lack.
+        ValueError: the network lacks a layer, or the layers lack heads or parts.
     """
     keys = {layer.number for layer in found} | {layer.name for layer in found}
     if layers is not None and not (layers and keys.issuperset(layers)):
@@ -384,32 +384,32 @@ def record_attention(
     heads: int | Sequence[int] | None = None,
     parts: str | Sequence[str] = ("attn",),
 ) -> Iterator[AttentionMaps]:
-    """Record attention maps of the forwards made inside the `with` block; of several, the last one's are kept, and of a
-    layer that a forward runs several times (shared blocks) the last run's.
+    """Record attention maps of forwards inside the `with` block. The maps of the last forward are kept; if it runs a
+    layer several times (shared blocks), those of the last run.
 
     Works in training and evaluation, under autocast, gradient checkpointing (a recomputation is not recorded) and
-    DistributedDataParallel. Only the forwards of the thread that entered the block are recorded, and other threads may
-    use, and record, the same model meanwhile. Compiled code runs eagerly inside the block, in the whole process. Only
-    the chosen layers, heads and parts take memory; windows (Swin's) take theirs alone until a map is asked for. Leaving
-    the block restores the model; the maps stay.
+    DistributedDataParallel. Only forwards of the thread that entered the block are recorded; other threads may use, and
+    record, the same model meanwhile. Compiled code runs eagerly inside the block, in the whole process. Only the chosen
+    layers, heads and parts take memory; maps in windows (Swin's) are stored as windows until they are read. Leaving the
+    block restores the model; the maps stay.
 
     Args:
         model: any network whose attention goes through softmax, scaled_dot_product_attention or nn.MultiheadAttention:
             ours, timm's, torchvision's, transformers'; DistributedDataParallel and torch.compile may wrap it.
-        layers: numbers counted from 1, or module names, one or several; None is all.
-        heads: counted from 0, one or several; None is all.
-        parts: one or some of "attn" and, of layers of ours, "logits", "self_logits", "conv_logits", "prev_logits"; see
-            `LayerMaps`. A layer without evolution has neither conv_logits nor prev_logits, and its self_logits are its
+        layers: numbers counted from 1, or module names, one or several; None: all.
+        heads: counted from 0, one or several; None: all.
+        parts: one or several of "attn" and, for our layers, "logits", "self_logits", "conv_logits", "prev_logits"; see
+            `LayerMaps`. A layer without evolution has no conv_logits and no prev_logits, and its self_logits are its
             logits.
 
     Yields:
         AttentionMaps: `maps[16]` or `maps["layer3.0.conv2"]` is a `LayerMaps`.
 
     Raises:
-        ValueError: a part, layer or head that there is not, or a model without attention layers; during a forward, a
-            layer whose maps are not of tokens over the image.
+        ValueError: a part, layer or head does not exist, or the model has no attention layers; during a forward, a
+            layer's maps are not of tokens over the image.
         RuntimeError: the block ended and none of the chosen layers had formed a map; or it ended before a block that
-            began after it, or in another thread.
+            was entered after it, or in another thread.
     """
     model = unwrap(model)
     heads = _several(heads)
