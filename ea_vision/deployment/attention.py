@@ -5,7 +5,7 @@ An exported layer has one matrix product for dot products and positions together
     logits[i, j] = [q_i, q_i . height_rel[* - row(i)], q_i . width_rel[* - col(i)]]
                    . [k_j, row(j) one-hot, col(j) one-hot]
 
-so that no position term is repeated to the size of a map; the scale and the evolution's factor multiply the queries.
+so no position term is repeated to the size of a map. The scale and the evolution's factor multiply the queries.
 
 Shape letters: B batch, H x W the attention map, N = H*W its pixels, K heads, D width of a head.
 """
@@ -33,12 +33,12 @@ class DeployedProjection(Projection):
 
 
 class _Deployed:
-    """Beside the class of a layer: its attention for inference, made by `make_portable`.
+    """A mixin for a layer's class: its attention for inference, see `make_portable`.
 
-    gain: (K, 1, 1), what multiplies the queries.
-    folded: the evolution, or None.
-    rows, cols: (S, D, S), of an augmented convolution: of each query's row or column what every key's gives.
-    places: (H + W, N), of each pixel its row and its column, one-hot.
+    gain: (K, 1, 1), factor of the queries.
+    folded: the folded evolution, or None.
+    rows, cols: (S, D, S), in an augmented convolution: the position table by the query's and the key's row (column).
+    places: (H + W, N), the row and the column of each pixel, one-hot.
     """
 
     def _attend(
@@ -65,7 +65,7 @@ class _Deployed:
         return logits.softmax(-1) @ v, logits
 
     def _with_positions(self, q: Tensor, feat_size: Size) -> Tensor:
-        """Return queries (B, K, N, D) with what they give to each row and column: (B, K, N, D + H + W)."""
+        """Append to queries (B, K, N, D) their position terms for each row and column: (B, K, N, D + H + W)."""
         B, K, N, D = q.shape
         H, W = feat_size
         q = q.transpose(1, 2)  # (B, N, K, D)
@@ -90,10 +90,10 @@ class DeployedVitAttention(_Deployed, EvolvingVitAttention):
 
 
 def make_portable(layer: AugmentedConv2d | MapsAttention) -> None:
-    """Turn a layer, in place, into its form for inference.
+    """Convert a layer, in place, to its form for inference.
 
-    A layer with windows, with an evolution that cannot be folded, of another class, or without need of its maps stays:
-    torch's fused attention is best then.
+    Layers with windows, with an evolution that cannot be folded, or of another class stay unchanged; so do layers whose
+    maps nobody needs, for which torch's fused attention is best.
     """
     if type(layer) is EvolvingVitAttention:
         deployed = DeployedVitAttention
@@ -115,7 +115,7 @@ def make_portable(layer: AugmentedConv2d | MapsAttention) -> None:
     tables = {"gain": gain}
     if deployed is DeployedConv2d:
         for projection in (layer.qkv, layer.proj):
-            if type(projection) is Projection:  # an adapter (LoRA) stays what it is
+            if type(projection) is Projection:  # an adapter (LoRA) stays unchanged
                 projection.__class__ = DeployedProjection
         if layer.relative:
             H, W = layer.feat_size
@@ -129,6 +129,6 @@ def make_portable(layer: AugmentedConv2d | MapsAttention) -> None:
 
 
 def _table_by_query(table: Tensor, size: int) -> Tensor:
-    """Return (size, D, size) of a position table: of each query's row or column what every key's gives."""
+    """Return a position table by the query's and the key's row (or column): (query, D, key), `size` of each."""
     fitted = fit_rel_table(table.detach(), size)
     return by_position(fitted, size).transpose(1, 2).contiguous()

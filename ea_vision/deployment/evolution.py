@@ -1,4 +1,4 @@
-"""EA and PA in an exported program: their gates are in the weights around them.
+"""EA and PA in an exported program: their gates are folded into the weights around them.
 
 Shape letters: B batch, K heads, N pixels or tokens of a map.
 """
@@ -11,12 +11,12 @@ from ea_vision.layers import Evolution, EvolvingAttention, PredictiveAttention
 from ea_vision.layers.evolution import reason_against_conv
 from ea_vision.ops.reference import among_patches, with_prefix
 
-SMALLEST = 0.05  # where all |alpha| are larger, the mixture is divided by alpha
+SMALLEST = 0.05  # if no |alpha| is smaller, the mixture is divided by alpha
 BLOCK = 16  # output channels that ONNX Runtime computes together, with AVX-512 and on ARM
 
 
 def in_phases(weight: Tensor, phases: int) -> Tensor:
-    """Lay out (L, K, R, S) as (L*phases, K, R + phases - 1, S), which with a stride of `phases` gives as many rows."""
+    """Expand a kernel (L, K, R, S) to (L*phases, K, R + phases - 1, S): with stride `phases` it gives as many rows."""
     placed = []
     for above in range(phases):
         below = phases - 1 - above
@@ -36,13 +36,13 @@ def exact(values: Tensor) -> Tensor:
 
 
 class FoldedEvolution(nn.Module):
-    """Mixes maps as `EvolvingAttention` and `PredictiveAttention` do, with as few passes over them as they allow.
+    """Mix maps as `EvolvingAttention` and `PredictiveAttention` do, with as few passes over them as possible.
 
-        EA   alpha * prev + (1 - alpha) * own = alpha * (prev + own * (1 - alpha) / alpha): alpha and |beta| go into the
-             convolution, which ReLU lets them pass, and the factor of own into the queries
-        PA   |alpha| goes into the last convolution, 1 - alpha into the queries
+        EA   alpha * prev + (1 - alpha) * own = alpha * (prev + own * (1 - alpha) / alpha): alpha and |beta| are folded
+             into the convolution (a factor >= 0 passes through ReLU), and the factor of own into the queries
+        PA   |alpha| is folded into the last convolution, 1 - alpha into the queries
 
-    own_gain: (K, 1, 1) in float64, the factor that the queries take.
+    own_gain: (K, 1, 1) in float64, the factor of the queries.
     """
 
     def __init__(self, evolution: EvolvingAttention | PredictiveAttention, num_heads: int):
@@ -51,9 +51,9 @@ class FoldedEvolution(nn.Module):
         self.num_prefix_tokens = evolution.num_prefix_tokens
         alpha = _by_head(evolution.alpha, num_heads)
         beta = _by_head(evolution.beta, num_heads)
-        share = alpha if self.predict else beta  # of what the convolution gives
+        share = alpha if self.predict else beta  # factor of the convolution's output
         divides = not self.predict and bool((alpha.abs() >= SMALLEST).all())
-        # the convolution takes this times what `forward` mixes
+        # the convolution's input is this times the mixture of `forward`
         unit = alpha if divides else torch.ones_like(alpha)
         self.own_gain = (1 - alpha) / unit
         convs = evolution.convs
@@ -90,17 +90,17 @@ class FoldedEvolution(nn.Module):
         idle: float | None,
         dtype: torch.dtype,
     ) -> None:
-        """Keep a factor as a buffer; None where it is `idle` for all heads and does nothing."""
+        """Keep a factor as a buffer, or None if it is `idle` for all heads, which changes nothing."""
         if idle is not None and bool((gain == idle).all()):
             self._buffer(name, None)
         else:
             self._buffer(name, gain.to(dtype))
 
     def _convolve(self, maps: Tensor) -> Tensor:
-        """Convolve (B, K, N, N), each convolution with its activation.
+        """Apply all convolutions to maps (B, K, N, N), each with its activation.
 
-        Few heads leave a block of output channels half empty, so a convolution gives several rows at once, as phases:
-        for two of them 12 products an output that is kept, where an empty half costs 18.
+        With few heads a block of output channels would be half empty. So a convolution computes several rows at once,
+        as phases: two of them take 12 products per output, a half-empty block 18.
         """
         B, K, rows, cols = maps.shape
         phases = next(phases for phases in self.phases if rows % phases == 0)
@@ -115,7 +115,7 @@ class FoldedEvolution(nn.Module):
         return maps if self.sign is None else self.sign * maps
 
     def forward(self, own: Tensor, prev: Tensor) -> Tensor:
-        """Mix own (B, K, N, N), of queries times `own_gain`, and the previous layer's logits -> this layer's."""
+        """Return this layer's logits from own (B, K, N, N), by queries times `own_gain`, and the previous layer's."""
         mixed = prev
         if not self.predict:
             mixed = own + (prev if self.prev is None else self.prev * prev)
@@ -131,9 +131,9 @@ class FoldedEvolution(nn.Module):
 
 
 def fold_evolution(evolution: Evolution | None, num_heads: int) -> FoldedEvolution | None:
-    """Return the folded form of an evolution of an image's maps, or None for one that is not known here.
+    """Return the folded form of an evolution of an image's maps, or None if it cannot be folded.
 
-    EA and PA are known, no subclasses of them, with convolutions as they make them.
+    Only EA and PA can (not their subclasses), with convolutions as they create them.
     """
     if type(evolution) not in (EvolvingAttention, PredictiveAttention):
         return None

@@ -1,8 +1,8 @@
-"""Deployed networks as files: ONNX (.onnx) and torch.export (.pt2), with all that classifying a photo needs in them.
+"""Deployed networks as files: ONNX (.onnx) and torch.export (.pt2), with everything needed to classify a photo.
 
-A file takes `images`, float32 (batch, 3, H, W), normalised by the mean and std in its metadata, and gives `logits`,
-float32 (batch, classes). The metadata of both kinds are the fields of `About`, as JSON; an ONNX file ends in one more
-entry of them, the SHA-256 of what stands before it.
+The network takes `images`, float32 (batch, 3, H, W), normalised by the mean and std in the metadata, and returns
+`logits`, float32 (batch, classes). The metadata of both kinds are the fields of `About`, as JSON. An ONNX file ends
+with one more entry, the SHA-256 of all bytes before it.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ _SEAL = b"\x72\x4a\x0a\x06sha256\x12\x40"  # protobuf: an entry of metadata_prop
 
 @dataclass(frozen=True)
 class About:
-    """What a file says of its network: how to prepare an image (timm's words), and the names of the classes or None.
+    """The metadata of a file: how to prepare an image (timm's terms), and the names of the classes or None.
 
     size: (height, width) in pixels.
     """
@@ -50,7 +50,7 @@ class About:
 
 
 def check_packages(path: Path, *names: str) -> None:
-    """Raise UsageError unless `path` has a suffix that can be written, and the packages for it are installed."""
+    """Raise UsageError if `path` has an unknown suffix, or packages for it are missing."""
     if path.suffix.lower() not in SUFFIXES:
         raise UsageError(f"the file must end in {' or '.join(SUFFIXES)}, got {path}")
     missing = [name for name in names if importlib.util.find_spec(name) is None]
@@ -94,9 +94,9 @@ def _onnx_model(program: torch.export.ExportedProgram):
             input_names=["images"],
             output_names=["logits"],
         )
-    proto = onnx.model_proto  # made anew at each look
+    proto = onnx.model_proto  # created anew on each access
     graph = proto.graph
-    for node in graph.node:  # where in torch's code it was traced
+    for node in graph.node:  # these say where in torch's code it was traced
         del node.metadata_props[:]
     symbol = _dims(graph.input[0])[0].dim_param
     for value in (*graph.input, *graph.output, *graph.value_info):
@@ -117,9 +117,9 @@ def _digest(data: bytes) -> bytes:
 
 
 def sealed(proto, **said: str) -> bytes:
-    """Return the file of an onnx.ModelProto: what it is, `said` added to its metadata, then the SHA-256 of that.
+    """Return the file of an onnx.ModelProto with `said` added to its metadata, and then the SHA-256 of these bytes.
 
-    What onnxruntime's tools make of a file (float16, 8 bits) is sealed anew by this.
+    After onnxruntime's tools have converted a file (to float16 or 8 bits), this seals it again.
     """
     from onnx.helper import set_model_props
 
@@ -134,10 +134,10 @@ def write(
     path: Path,
     about: About,
 ) -> None:
-    """Write a program of `export_program` to FILE.onnx or FILE.pt2, in float32, all or nothing.
+    """Write a program of `export_program` to FILE.onnx or FILE.pt2, in float32, atomically.
 
     Raises:
-        UsageError: another suffix, or packages missing.
+        UsageError: the suffix is unknown, or packages are missing.
     """
     check_packages(path, "onnx", "onnxscript")
     said = {key: json.dumps(value) for key, value in asdict(about).items()}
@@ -151,7 +151,7 @@ def write(
 
 
 def _open_program(path: Path) -> tuple[dict[str, str], Callable[[Tensor], Tensor]]:
-    """Open a program of torch.export; return its metadata, and what runs it."""
+    """Open a program of torch.export; return its metadata, and a function that runs it."""
     with zipfile.ZipFile(path) as archive:
         if damaged := archive.testzip():
             raise UsageError(f"{path} is damaged: {damaged} in it does not match its checksum")
@@ -168,7 +168,7 @@ def _open_program(path: Path) -> tuple[dict[str, str], Callable[[Tensor], Tensor
 
 
 def _open_onnx(path: Path) -> tuple[dict[str, str], Callable[[Tensor], Tensor]]:
-    """Open an ONNX file; return its metadata, and what runs it."""
+    """Open an ONNX file; return its metadata, and a function that runs it."""
     import onnxruntime
 
     data = path.read_bytes()
@@ -207,8 +207,8 @@ class ExportedNetwork(nn.Module):
     """A file of `write` as a network: (B, 3, H, W) -> (B, num_classes), on a CPU.
 
     Raises:
-        UsageError: a file that cannot be read, is damaged or has no metadata of ours, a network that refuses images of
-            the size that they say (it is run once), or onnxruntime is missing.
+        UsageError: the file cannot be read, is damaged or lacks our metadata, its network fails on images of the size
+            that they state (it is run once), or onnxruntime is missing.
     """
 
     def __init__(self, path: Path):
@@ -218,7 +218,7 @@ class ExportedNetwork(nn.Module):
             open_file = _open_program if path.suffix.lower() == ".pt2" else _open_onnx
             said, self.run = open_file(path)
         with _named(f"{path} must be a network that ea-vision export wrote; its metadata lack"):
-            said = {"crop_mode": json.dumps("center"), **said}  # of files of before
+            said = {"crop_mode": json.dumps("center"), **said}  # older files lack it
             values = {field.name: json.loads(said[field.name]) for field in fields(About)}
             about = About(**values)
             about = replace(about, size=tuple(about.size))

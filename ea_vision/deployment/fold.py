@@ -23,7 +23,7 @@ from ea_vision.ops import Size
 
 MOST_CHANNELS = 4  # of an image
 USUAL_SIDES = (224, 32, 64, 128, 256, 384)
-LARGEST = 1e-3  # difference of a deployed network's outputs, in parts of the largest
+LARGEST = 1e-3  # difference of a deployed network's outputs, relative to the largest
 
 
 def _fold_pair(maker: nn.Module, norm: nn.Module) -> None:
@@ -36,7 +36,7 @@ def _fold_pair(maker: nn.Module, norm: nn.Module) -> None:
         var = _part_of(norm.running_var, channels)
         scale = _part_of(norm.weight, channels)
         shift = _part_of(norm.bias, channels)
-        if added and conv is maker.proj:  # the convolution has the mean and the shift of the sum
+        if added and conv is maker.proj:  # the convolution takes the mean and the shift of the sum
             mean = torch.zeros_like(mean)
             shift = torch.zeros_like(mean)
         if not added:
@@ -48,26 +48,26 @@ def _fold_pair(maker: nn.Module, norm: nn.Module) -> None:
         weight, bias = fuse_conv_bn_weights(weight, bias, mean, var, norm.eps, scale, shift)
         conv.weight = nn.Parameter(weight.to(device, dtype))
         conv.bias = nn.Parameter(bias.to(device, dtype))
-    # of timm's activation in it, or of nothing; by every name that it has
+    # only timm's activation remains in it, or nothing; changed in place, since it may have several names
     norm.__class__ = nn.Sequential
     norm._parameters = {}
     norm._buffers = {}
 
 
 def _part_of(tensor: Tensor | None, channels: slice = slice(None)) -> Tensor | None:
-    """Return some channels of a weight; see `exact`."""
+    """Return some channels of a weight in float64; see `exact`."""
     return None if tensor is None else exact(tensor)[channels]
 
 
 def input_channels(model: nn.Module) -> int:
-    """Return how many channels a network's images have: as its first convolution takes, or its configuration says.
+    """Return the number of channels of a network's images, from its first convolution or its configuration.
 
     Raises:
-        UsageError: neither does.
+        UsageError: it has neither.
     """
     convolutions = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.Conv2d) and ".evolution." not in name:  # which takes maps
+        if isinstance(module, nn.Conv2d) and ".evolution." not in name:  # evolutions take maps
             convolutions.append(module.in_channels)
     of_images = [channels for channels in convolutions if channels <= MOST_CHANNELS]
     if of_images:
@@ -83,7 +83,7 @@ def input_channels(model: nn.Module) -> int:
 
 
 def own_size(model: nn.Module) -> Size | None:
-    """Return (height, width) in pixels of the images that a network is built for, or None where it does not say."""
+    """Return (height, width) in pixels of the images that a network is built for, or None if it does not state it."""
     owners = [*model.modules(), getattr(model, "config", None)]
     for name in ("img_size", "image_size"):  # timm's; torchvision's and transformers'
         for owner in owners:
@@ -95,7 +95,7 @@ def own_size(model: nn.Module) -> Size | None:
 
 
 def example_images(model: nn.Module, size: Size) -> Tensor:
-    """Return noise (1, C, height, width), of the type and on the device of a network's weights."""
+    """Return noise (1, C, height, width) with the dtype and device of a network's weights."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(1, input_channels(model), *size, generator=generator)
     weights = [weight for weight in model.parameters() if weight.is_floating_point()]
@@ -105,11 +105,11 @@ def example_images(model: nn.Module, size: Size) -> Tensor:
 def _outputs_by_images(model: nn.Module) -> list[tuple[Tensor, list[Tensor]]]:
     """Run a network on noise of two sizes; return images and outputs.
 
-    The first size is its own or, where it does not say one, the first square of USUAL_SIDES that it takes; the second
-    is a smaller one of another aspect, where it takes that.
+    The first size is the network's own or, if it states none, the first square of USUAL_SIDES that it takes. The second
+    is smaller, with another aspect ratio, and left out if the network does not take it.
 
     Raises:
-        UsageError: it takes none, or gives no tensors.
+        UsageError: the network takes no size, or does not return tensors.
     """
     config = getattr(model, "pretrained_cfg", None) or {}
     own = own_size(model) or (config.get("input_size") or ())[-2:]
@@ -135,7 +135,7 @@ def _outputs_by_images(model: nn.Module) -> list[tuple[Tensor, list[Tensor]]]:
         return results
     try:
         outputs = _tensors(model(smaller))
-    except Exception:  # it takes its own size alone
+    except Exception:  # it takes only its own size
         return results
     if all(output.isfinite().all() for output in outputs):
         results.append((smaller, outputs))
@@ -143,7 +143,7 @@ def _outputs_by_images(model: nn.Module) -> list[tuple[Tensor, list[Tensor]]]:
 
 
 def _reduced(side: int, share: float) -> int:
-    """Return about a share of a side in pixels, a multiple of 32 or, of small or odd sides, of 8 or 1."""
+    """Return about a share of a side in pixels: a multiple of 32, or for small or odd sides of 8 or 1."""
     step = 1
     if side % 8 == 0:
         step = 32 if side >= 64 and side % 32 == 0 else 8
@@ -151,10 +151,10 @@ def _reduced(side: int, share: float) -> int:
 
 
 def _tensors(outputs: Any) -> list[Tensor]:
-    """Return the tensors of a network's outputs, to compare.
+    """Return the tensors of a network's outputs, for comparison.
 
     Raises:
-        UsageError: it gives something that is neither a tensor nor a constant nor a container of such.
+        UsageError: an output is not a tensor, a constant or a container of these.
     """
     leaves = tree_leaves(outputs)
     for leaf in leaves:
@@ -166,7 +166,7 @@ def _tensors(outputs: Any) -> list[Tensor]:
 
 
 def _difference(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> float:
-    """Return the largest difference of two networks' outputs, in parts of an output's largest number."""
+    """Return the largest difference of two networks' outputs, relative to the largest number of each output."""
     if [tensor.shape for tensor in wanted] != [tensor.shape for tensor in got]:
         return math.inf
     parts = [torch.zeros((), dtype=torch.float64)]
@@ -176,7 +176,7 @@ def _difference(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> float:
             gap = (exact(other) - own).abs().max()
             largest = own.abs().max().clamp(min=1e-6)
             parts.append(gap / largest)
-    return float(torch.stack(parts).max())  # NaN where one is
+    return float(torch.stack(parts).max())  # NaN if one of them is
 
 
 def _check_same(
@@ -184,7 +184,7 @@ def _check_same(
     copied: nn.Module,
     wanted: Sequence[tuple[Tensor, list[Tensor]]],
 ) -> None:
-    """Raise RunError where a copy's outputs differ by more than 1e-3 of the largest number from those wanted."""
+    """Raise RunError if a copy's outputs differ from those wanted by more than 1e-3 of the largest number."""
     for images, outputs in wanted:
         difference = _difference(outputs, _tensors(copied(images)))
         most = max(LARGEST, 16 * torch.finfo(images.dtype).eps)
@@ -199,7 +199,7 @@ def _check_same(
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """Return a deep copy of a network, also of one with pruned weights, which deepcopy refuses."""
+    """Return a deep copy of a network, even if it has pruned weights, which deepcopy refuses."""
     computed = {}
     for module in model.modules():
         for value in vars(module).values():
@@ -209,7 +209,7 @@ def _copy(model: nn.Module) -> nn.Module:
 
 
 def _fold_norms(model: nn.Module, findings: Findings) -> None:
-    """Fold the BatchNorms that can surely be folded; warn of the others."""
+    """Fold the BatchNorms that can surely be folded; warn about the others."""
     for maker, norm in findings.pairs:
         _fold_pair(maker, norm)
     if findings.left:
@@ -236,19 +236,20 @@ def _prepare_attention(model: nn.Module, findings: Findings) -> None:
 
 @torch.no_grad()
 def deploy(model: nn.Module) -> nn.Module:
-    """Return a copy of a network for inference: the same outputs (to 1e-5 in float32) by fewer operations.
+    """Return a copy of a network for inference: the same outputs (to 1e-5 in float32) with fewer operations.
 
-    BatchNorms are folded into the convolutions before them, those behind an augmented convolution into both of its
-    branches; evolutions that change nothing fall away; scales and gates go into the weights of what is exported.
-    Evolutions that are not known here, windows, and norms of which something is unsure (see `look`), stay as they are;
-    a warning names those. Copy and network are run on noise of the network's own size, or a usual one, and of a second
-    size where it takes one, and compared. The copy's weights are fixed: load weights and choose the input size before.
+    BatchNorms are folded into the convolutions before them (after an augmented convolution, into both of its branches).
+    Evolutions that change nothing are removed. In exported programs, scales and gates are folded into weights. Unknown
+    evolutions, windows, and norms that cannot surely be folded (see `look`) stay unchanged; a warning names these
+    norms. The outputs of copy and network are compared on noise of the network's own size, or a usual one, and of a
+    second size if it takes one. The copy's weights are fixed: load weights and set the input size before.
 
     Args:
         model: ours or any other, in evaluation mode.
 
     Raises:
-        UsageError: no nn.Module, one that is (in part) in training mode, or none that gives tensors for an image.
+        UsageError: model is not an nn.Module, a module of it is in training mode, or it does not return tensors for an
+            image.
         RunError: the copy's outputs differ by more than 1e-3 of the largest number.
     """
     if not isinstance(model, nn.Module):

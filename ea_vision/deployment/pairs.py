@@ -1,5 +1,5 @@
 """Read the graph of torch.fx: which BatchNorms can be folded into which convolutions, and which attention layers read
-the logits of which."""
+the logits of which others."""
 
 import operator
 from collections import Counter
@@ -16,13 +16,13 @@ from ea_vision.layers.evolution import is_hooked
 ATTENTION = (AugmentedConv2d, MapsAttention)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, BatchNormAct2d)
-KNOWN = (*CONVOLUTIONS, AugmentedConv2d, Projection)  # makers, and their parts
-# in evaluation mode
+KNOWN = (*CONVOLUTIONS, AugmentedConv2d, Projection)  # layers before a norm, and their parts
+# modules that do nothing in evaluation mode
 NOTHING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
 class _Tracer(fx.Tracer):
-    """Traces down to the layers that count here; reads of weights are nodes."""
+    """Trace down to the layers that matter here; reads of weights are nodes."""
 
     proxy_buffer_attributes = True
 
@@ -32,21 +32,21 @@ class _Tracer(fx.Tracer):
 
 
 def watched(module: nn.Module) -> bool:
-    """Return whether a module's call does more than its `forward`: hooks (pruning and weight_norm are such), another
-    `forward` of this object, parametrisations."""
+    """Return whether a call of a module does more than its class's `forward`: by hooks (such as those of pruning and
+    weight_norm), an own `forward` of the object, or parametrisations."""
     has_own_forward = "forward" in module.__dict__
     return is_hooked(module) or has_own_forward or nn.utils.parametrize.is_parametrized(module)
 
 
 def parts_of(maker: nn.Module) -> list[nn.Module]:
-    """Return the modules whose weights a norm goes into, in the order of their channels."""
+    """Return the modules into whose weights a norm is folded, in the order of their channels."""
     if not isinstance(maker, AugmentedConv2d):
         return [maker]
     return [part for part in (maker.conv, maker.proj) if part is not None]
 
 
 def _foldable(maker: nn.Module | None, norm: nn.Module) -> bool:
-    """Return whether these are a convolution, augmented or not, and a norm of kinds that are known here."""
+    """Return whether these are a convolution, augmented or not, and a norm, both of known classes."""
     if type(norm) not in NORMS or norm.running_mean is None:
         return False
     if not isinstance(maker, (*CONVOLUTIONS, AugmentedConv2d)):
@@ -60,11 +60,11 @@ def _foldable(maker: nn.Module | None, norm: nn.Module) -> bool:
 
 @dataclass
 class Findings:
-    """What the graph of a network in evaluation mode shows.
+    """Facts from the graph of a network in evaluation mode.
 
-    pairs: (convolution or augmented convolution, BatchNorm) to fold. left: names of BatchNorms behind convolutions that
-    are left alone, and why. readers: by an attention layer whose logits nothing else reads, the attention layers that
-    do.
+    pairs: (convolution or augmented convolution, BatchNorm) to fold. left: names of BatchNorms after convolutions that
+    are not folded, and why. readers: for an attention layer whose logits are read only by attention layers, those
+    layers.
     """
 
     pairs: list[tuple[nn.Module, nn.Module]] = field(default_factory=list)
@@ -73,10 +73,10 @@ class Findings:
 
 
 class _Graph:
-    """The graph of a network, without what does nothing in evaluation mode.
+    """The graph of a network, without modules that do nothing in evaluation mode.
 
-    calls: the modules that run, by node. runs: how often each does. names: how many names each has. reads: by id, how
-    many names and nodes of the graph a weight or buffer has.
+    calls: the module that a node runs. runs: how often each module runs. names: how many names each has. reads: by the
+    id of a weight or buffer, the number of its names, and one more if a node of the graph reads it.
     """
 
     def __init__(self, model: nn.Module):
@@ -108,7 +108,7 @@ class _Graph:
         return isinstance(self.calls.get(node), AugmentedConv2d)
 
     def maker_of(self, norm: fx.Node) -> fx.Node | None:
-        """Return the node whose output a norm takes: of an augmented convolution's (output, logits) the first."""
+        """Return the node whose output a norm takes; from an augmented convolution it takes (output, logits)[0]."""
         between = norm.args[0] if norm.args else None
         if _is_item(between, 0):
             maker = between.args[0]
@@ -116,7 +116,7 @@ class _Graph:
         return None if self._is_augmented(between) else between
 
     def reason_against(self, maker_node: fx.Node, norm_node: fx.Node) -> str | None:
-        """Return why a norm cannot be folded into what makes its input, or None."""
+        """Return why a norm cannot be folded into the layer before it, or None."""
         maker = self.calls[maker_node]
         norm = self.calls[norm_node]
         parts = {maker, norm, *parts_of(maker)}
@@ -135,11 +135,11 @@ class _Graph:
         takers = [user for user in maker_node.users if _takes(user, 0)]
         between = norm_node.args[0]
         if len(takers) > 1 or len(between.users) > 1:
-            return "read past"
+            return "an input that others read"
         return None
 
     def readers_of(self, node: fx.Node) -> list[nn.Module | None]:
-        """Return the layers that read the logits of an attention layer; None for readers that are no layer."""
+        """Return the layers that read the logits of an attention layer; None for other readers."""
         readers = []
         for user in node.users:
             if not _takes(user, 1):
@@ -152,15 +152,15 @@ class _Graph:
 
 
 def look(model: nn.Module) -> Findings:
-    """Return what the graph of a network in evaluation mode shows.
+    """Return facts from the graph of a network in evaluation mode.
 
-    A pair is folded where all is sure: each of the two has one name, runs once and does nothing but its `forward`,
-    and nothing else reads their weights or what is between them.
+    A pair is folded only if each of the two has one name, runs once and does nothing but its `forward`, and nothing
+    else reads their weights or the tensor between them.
     """
     findings = Findings()
     try:
         graph = _Graph(model)
-    # of any kind: the network's own code meets a tracer where it expects tensors
+    # any error is possible: the network's own code gets a tracer where it expects tensors
     except Exception as error:
         if any(isinstance(module, NORMS) for module in model.modules()):
             first_line = str(error).partition("\n")[0]
@@ -183,10 +183,10 @@ def look(model: nn.Module) -> Findings:
 
 
 def _is_item(node: object, index: int) -> bool:
-    """Return whether a node takes one item of another's output, that of this index."""
+    """Return whether a node takes the item at this index of another node's output."""
     return getattr(node, "target", None) is operator.getitem and node.args[1] == index
 
 
 def _takes(user: fx.Node, index: int) -> bool:
-    """Return whether a node that reads a layer's (output, logits) takes the one of this index, or both."""
+    """Return whether a node that reads a layer's (output, logits) takes the item at this index, or both."""
     return user.target is not operator.getitem or user.args[1] == index

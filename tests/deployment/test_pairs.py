@@ -149,7 +149,7 @@ CASES = {  # what a warning says, "" where the norm is folded: steps, and decora
     "more than once": ["pair, pair"],
     "read elsewhere": ("tied", "weight"),
     "cannot trace": ("unlisted", *(step for step in STEPS if step.startswith("chosen"))),
-    "read past": ("skip", "data", "transposed", "detached", "in place", "later"),
+    "an input that others read": ("skip", "data", "transposed", "detached", "in place", "later"),
     "a second name": ("two names of both", "two names"),
     "pruning": ["pruned"],
     "a parametrisation": ["parametrised"],
