@@ -111,7 +111,7 @@ class Case:
     mode: str = EAGER
 
     def baseline(self) -> "Case":
-        """Return the plain network in the same mode, which has no attention of ours."""
+        """Return the plain network, which has no attention of ea_vision, in the same mode."""
         return Case(baseline_of(self.name) or "", CHOSEN, self.mode)
 
     def forced(self) -> AbstractContextManager:
@@ -275,7 +275,8 @@ def peak_memory(
 
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
-    """Return the cases that the options name, each once; a network without attention of ours has one implementation."""
+    """Return the cases that the options name, each once; networks without attention of ea_vision have one
+    implementation."""
     cases = []
     for name in names_of(args.models):
         implementations = args.implementation
@@ -288,13 +289,13 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
 
 
 def has_attention(name: str) -> bool:
-    """Return whether a network has attention of ours."""
+    """Return whether a network has attention of ea_vision."""
     with torch.device("meta"):
         return bool(attention_layers(find_origin(name).build()))
 
 
 def built_steps(args: argparse.Namespace, images: Tensor) -> tuple[dict[Case, Steps], list[dict]]:
-    """Build the networks and run each once; return their steps, and the beginnings of their rows.
+    """Build the networks and run each once; return their steps, and their rows without times of steps.
 
     Raises:
         UsageError: a network that is asked for by name refuses the setting.

@@ -236,10 +236,10 @@ def count_network(name: str) -> tuple[tuple[int, int, int], Counts]:
 
 
 def names_of(words: Sequence[str]) -> list[str]:
-    """Return the networks that patterns, parts of names, names or paths stand for; all of ours without any.
+    """Return the networks that match patterns, parts of names, names or paths; without any of these, all of ours.
 
     Raises:
-        UsageError: a word that fits none.
+        UsageError: a word that matches none.
     """
     names = []
     for word in words or ["*"]:

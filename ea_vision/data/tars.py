@@ -32,8 +32,8 @@ def list_tar(path: Path) -> dict[str, Span]:
     """Return the files of a tar by name, and those of the tars in it (ILSVRC2012_img_train.tar), NAME.tar as NAME/.
 
     Raises:
-        UsageError: the tar is damaged, cut off or compressed, bytes that are no tar follow its end, or it has an image
-            that cannot be resolved: a link out of the tar, or a file that is stored sparse or in parts.
+        UsageError: the tar is damaged, cut off or compressed, other bytes than a tar follow its end, or it has an image
+            that cannot be read: a link out of the tar, or a file that is stored sparse or in parts.
         OSError: it cannot be read.
     """
     found: dict[str, Span] = {}

@@ -291,7 +291,7 @@ class CocoDetection(DataModule):
         )
 
     def loader_keywords(self, model: Detector) -> dict:
-        """Return the loaders' keywords; mean and std are for config.yaml alone, the detector normalises by itself."""
+        """Return the loaders' keywords. mean and std only go into config.yaml: the detector normalises by itself."""
         return {
             "mean": model.transform.image_mean,
             "std": model.transform.image_std,

@@ -624,7 +624,7 @@ def _final_figures(
 
 
 def _without_nan(figures: dict[str, float]) -> dict[str, float | None]:
-    """Return figures for JSON, which has no nan: AP where no object is large becomes None."""
+    """Return rounded figures for JSON, which has no nan: AP of large objects becomes None if there are none."""
     shown = {}
     for name, value in figures.items():
         shown[name] = None if math.isnan(value) else round(value, 4)

@@ -319,7 +319,7 @@ class TrainConfig:
             )
 
     def _check_pairs(self) -> None:
-        """Raise UsageError for options that exclude each other, and for one without the option that it needs."""
+        """Raise UsageError for options that exclude each other, and for an option without one that it needs."""
         for name, rules in self.rules().items():
             value = getattr(self, name)
             if value == rules.default:
@@ -348,7 +348,7 @@ class TrainConfig:
 
     @property
     def mixes(self) -> bool:
-        """Whether pairs of images of a batch are mixed, so that it must be even."""
+        """Whether pairs of images of a batch are mixed, so that the batch size must be even."""
         return False
 
     def for_processes(self, processes: int) -> "TrainConfig":
@@ -780,7 +780,7 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> dict:
     """Return the options that the command line gives, and only those.
 
     Raises:
-        UsageError: unknown flag (naming near matches), an argument that is no option, or a missing value.
+        UsageError: unknown flag (naming near matches), an argument that is not an option, or a missing value.
     """
     given = vars(parser.parse_args(argv))
     for key, value in given.items():

@@ -89,8 +89,8 @@ def _timed_steps(
     count: int,
     steps: int,
 ) -> float:
-    """Return the seconds of the last of some steps on `count` images of noise; the first ones build kernels and choose
-    algorithms."""
+    """Make `steps` steps on `count` images of noise; return the seconds of the last one, since the first ones build
+    kernels and choose algorithms."""
     config = trainer.config
     device = trainer.world.device
     model = copy.deepcopy(trainer.model).train()

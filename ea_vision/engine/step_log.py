@@ -163,7 +163,7 @@ class StepLog:
         """Call `write`. If it fails, warn once per `where`: training goes on when its log cannot be written."""
         try:
             write(*args, **kwargs)
-        except Exception as error:  # the boards' clients raise classes of their own
+        except Exception as error:  # TensorBoard and Weights & Biases raise classes of their own
             if where not in self.warned:
                 log.warning("%s cannot be written, training goes on without: %s", where, error)
             self.warned.add(where)

@@ -62,7 +62,7 @@ class Update:
 
 @dataclass
 class Progress:
-    """Where a run stands. Sums are over the current epoch and all processes."""
+    """The progress of a run. Sums are over the current epoch and all processes."""
 
     epoch: int = 0  # complete epochs
     step: int = 0  # updates within the epoch
@@ -229,7 +229,7 @@ class Trainer:
         """Continue from a checkpoint's state.
 
         Raises:
-            UsageError: its weights, or those of the optimiser, are another model's.
+            UsageError: its weights or its optimiser's state belong to another model.
         """
         averaged = state["ema"]
         if (averaged is None) != (self.ema is None):
@@ -625,7 +625,7 @@ class Trainer:
                 end of a process that decodes images.
         """
         if self.last_good != self.folder / checkpoint.LAST:
-            self.save()  # finds out now whether the folder can be written
+            self.save()  # fails now if the folder cannot be written
         while self.progress.epoch < self.total_epochs:
             try:
                 self.train_epoch()

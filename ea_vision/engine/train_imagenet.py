@@ -1,4 +1,4 @@
-"""Train a network on ImageNet, or on any images in class folders, tars or FFCV files, to the papers' recipe.
+"""Train a network on ImageNet, or on any images in class folders, tars or FFCV files, by the papers' recipe.
 
 The data folder has train and val (or validation, test), each a folder or a .tar of class/name.jpg. Images are read by
 processes that decode them, or from .beton files that `ea-vision write-ffcv` wrote (much faster).

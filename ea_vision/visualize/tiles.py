@@ -122,7 +122,7 @@ class Recording:
         head: Head,
     ) -> str:
         """Say how much of a query's attention goes to the tokens before the patches: "cls 12%, reg 30%" (all registers
-        together); "" where there are none."""
+        together); "" if there are none."""
         maps = self.maps[layer]
         shares = Counter()
         row = maps.of_cell(self.cell(layer, query))[0][0]  # (K, P)
