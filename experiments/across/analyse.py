@@ -128,14 +128,14 @@ def draw(found: Mapping[Part, pd.DataFrame]) -> Figure:
     """Draw differences with 95% intervals, one panel per part; tested ones are blue."""
     heights = [len(effects) + 1 for effects in found.values()]
     rows = sum(heights) - len(found)
-    figure = Figure(figsize=(6.75, 0.5 * len(found) + 0.2 * rows), layout="constrained")
+    figure = Figure(figsize=(6.75, 0.65 * len(found) + 0.2 * rows), layout="constrained")
     panels = figure.subplots(len(found), 1, sharex=True, squeeze=False, height_ratios=heights)
     for panel, (part, effects) in zip(panels[:, 0], found.items(), strict=True):
         names = [f"{row.name} ({row.time_ratio:.2f})" for row in effects.itertuples(index=False)]
         draw_differences(panel, effects, names, effects["p"].notna())
-        panel.set_title(
-            f"{part.title}: minus {part.baseline}, {len(part.seeds)} seeds", fontsize=8, loc="left"
-        )
+        seeds = "1 seed" if len(part.seeds) == 1 else f"{len(part.seeds)} seeds"
+        title = f"{part.title}\nminus {part.baseline}, {seeds}"
+        panel.set_title(title, fontsize=8, loc="left")
     panels[-1, 0].set_xlabel(
         "difference, points of top-1, 95% interval\n(in brackets: time of a run)"
     )

@@ -97,8 +97,18 @@ def test_equal_operations_are_those_that_are_counted():
     assert EPOCHS[EVEN] == round(8 * ratio, 2)
 
 
-def test_the_analysis_gives_the_kept_verdict_and_the_tables_of_the_pages(tmp_path, capsys):
-    """A part that is not complete is left out."""
+def test_the_analysis_gives_the_kept_verdict_and_the_tables_of_the_pages(
+    tmp_path, capsys, monkeypatch
+):
+    """A part that is not complete is left out. Titles fit into the picture."""
+    pictures = []
+    draw = analyse.draw
+
+    def keep_the_picture(found):
+        pictures.append(draw(found))
+        return pictures[0]
+
+    monkeypatch.setattr(analyse, "draw", keep_the_picture)
     assert analyse.main([str(RESULTS), "-o", str(tmp_path)]) == 0
     made = pd.read_csv(tmp_path / "verdict.csv")
     pd.testing.assert_frame_equal(made, table("across/verdict.csv"), rtol=1e-9)
@@ -108,6 +118,11 @@ def test_the_analysis_gives_the_kept_verdict_and_the_tables_of_the_pages(tmp_pat
     assert len(tables) >= 20
     on_pages = [*section(PAGE).splitlines(), *section(PROTOCOL).splitlines()]
     assert [line for line in tables if line not in on_pages] == []
+    [picture] = pictures
+    picture.draw_without_rendering()
+    for panel in picture.axes:
+        title = panel._left_title.get_window_extent()
+        assert title.x1 <= picture.bbox.x1, panel.get_title(loc="left")
 
 
 def test_one_seed_gives_a_difference_alone(tmp_path):
@@ -184,6 +199,14 @@ def test_the_pages_say_what_the_kept_runs_say():
     page_says(PAGE, WHICH, points(lasting, "+").replace(" ", "** ", 1))
     page_says("docs/experiments.md", "", f"{points(lasting)} in 64 epochs")
     page_says("README.md", "", f"{lasting['difference']:.2f} in 64")
+    zeros = rows.loc["third-zeros", ZERO_TOKEN_CONV]
+    [from_zeros] = top1_of("across/third-zeros.csv")[ZERO_TOKEN_CONV]
+    plain_of_200 = top1_of("across/third-long.csv")[LONG_PLAIN][200]
+    random_kernels = top1_of("across/second-long.csv")[LONG_TOKEN_CONV][200] - plain_of_200
+    gain = f"{zeros['difference']:.2f} points"
+    page_says(PROTOCOL, "", f"{gain} ({from_zeros:.2f} against {plain_of_200:.2f}%)")
+    page_says(PROTOCOL, "", f"where random kernels gain {random_kernels:.2f}")
+    page_says(PAGE, WHICH, f"{gain} in 64 epochs, random kernels {random_kernels:.2f} (one seed)")
     one_function = rows.loc["third-xsa", "xsa"]
     of_xsa = mean_of("second-updates", "xsa")
     as_long_as_xsa = mean_of("third-xsa", AS_ONE_FUNCTION)
