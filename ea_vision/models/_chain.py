@@ -41,7 +41,9 @@ except ImportError:
 # (x, prev_logits) -> (x, logits)
 Step = Callable[[Tensor, "Tensor | None"], "tuple[Tensor, Tensor | None]"]
 
-CARRIED = "_ea_vision_logits"  # attribute of a stage's output
+# attribute of a stage's output: logits, and whether they have gradients
+CARRIED = "_ea_vision_logits"
+NOTHING = (None, True)
 
 
 def to_size(img_size: int | Size, least: int = 1) -> Size:
@@ -347,14 +349,30 @@ def carried_by(x: Tensor) -> Tensor | None:
         ValueError: gradients would not reach them, since a reentrant checkpoint made them.
     """
     if isinstance(x, torch.fx.Proxy):  # getattr on it never fails
-        return vars(x).get(CARRIED, (None, True))[0]
-    logits, with_gradients = getattr(x, CARRIED, (None, True))
-    if x.requires_grad and not with_gradients:
+        return vars(x).get(CARRIED, NOTHING)[0]
+    carrier = x if hasattr(x, CARRIED) else _whole(x)
+    logits, with_gradients = getattr(carrier, CARRIED, NOTHING)
+    if not with_gradients and x.requires_grad and not x.is_leaf:
         raise ValueError(
             "a stage's logits must have gradients where its output has: gradient checkpointing with "
             "use_reentrant=False required"
         )
     return logits
+
+
+def _whole(x: Tensor) -> Tensor:
+    """Return the base of a view of all of it, else x: a full backward hook makes such a view of a module's output."""
+    base = None if torch.compiler.is_compiling() else x._base
+    if base is None or base.shape != x.shape or base.stride() != x.stride():
+        return x
+    return base
+
+
+def without_logits(x: Tensor) -> Tensor:
+    """Return x without its logits, which whoever keeps a feature would keep as well."""
+    if carried_by(x) is not None:
+        setattr(x, CARRIED, NOTHING)
+    return x
 
 
 def received(output: Tensor | tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
@@ -401,6 +419,7 @@ class TensorStage(AttnStage):
     """An `AttnStage` that takes and returns a tensor, which carries the logits: x -> x.
 
     So tools can take the network apart like a plain one: nn.Sequential, torchvision's IntermediateLayerGetter, hooks.
+    A copy of a stage's output carries nothing, and the next stage refuses it if it reads logits.
     """
 
     def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> Tensor:
@@ -499,7 +518,7 @@ class ChainedNetwork:
         for index, step in enumerate(steps[: last + 1]):
             x, logits = received(step(x, logits))
             if index in take_indices:
-                intermediates.append(x)
+                intermediates.append(without_logits(x))
         if intermediates_only:
             return intermediates
         if last == len(steps) - 1:
@@ -518,8 +537,11 @@ class ChainedNetwork:
         for info in self.feature_info[max_index + 1 :]:
             unused += [info["module"], *info.get("end", ())]
         for name in unused:
-            chained = isinstance(self.get_submodule(name), AttnStage)
-            self.set_submodule(name, AttnStage() if chained else nn.Identity())
+            module = self.get_submodule(name)
+            nothing = nn.Identity()
+            if isinstance(module, AttnStage):
+                nothing = TensorStage() if isinstance(module, TensorStage) else AttnStage()
+            self.set_submodule(name, nothing)
         if prune_head or unused:
             self.num_features = self.feature_info[max_index]["num_chs"]
             self.reset_classifier(0, "")

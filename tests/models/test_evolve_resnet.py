@@ -204,6 +204,35 @@ def test_reentrant_checkpoints_around_a_stage_are_refused():
         model(images(64, 64).requires_grad_())
 
 
+def test_stages_without_gradients_hand_features_on_that_have_them():
+    """A trunk that is only looked through is no reentrant checkpoint."""
+    model = woken(evolve(plain_network("resnet18d"), "ea"))
+    with torch.no_grad():
+        features = model.layer2(model.layer1(model.maxpool(model.forward_stem(images(64, 64)))))
+    model.layer3(features.requires_grad_()).sum().backward()
+    assert features.grad.any()
+
+
+@pytest.mark.parametrize("hook", ["full_backward_hook", "full_backward_pre_hook"])
+def test_hooks_of_the_backward_pass_on_stages_change_nothing(hook):
+    """They make a view of a stage's output, which the next stage takes."""
+    model = woken(evolve(plain_network("resnet18d"), "ea"))
+    x = images(64, 64)
+    parameters = layers_of(model)[0].qkv.parameters
+    expected = torch.autograd.grad(model(x).square().sum(), parameters())
+    seen = []
+    for stage in (model.layer1, model.layer2, model.layer3):
+        register = getattr(stage, f"register_{hook}")
+        register(lambda module, *gradients: seen.append(module))
+    *body, _, _ = model.children()
+    apart = model.forward_head(torch.nn.Sequential(*body)(x))
+    for output in (model(x), apart):
+        gradients = torch.autograd.grad(output.square().sum(), parameters())
+        for gradient, own in zip(gradients, expected, strict=True):
+            assert_close(gradient, own)
+    assert model.layer3 in seen
+
+
 class LoRA(Projection):
     """A projection with a low-rank part, in loralib's way."""
 

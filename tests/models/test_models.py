@@ -242,6 +242,8 @@ def test_chains_pass_plain_stages():
     assert second.evolution is not None
     assert model.prune_intermediate_layers([2]) == [2]
     assert model(x).shape == (1, 512, 8, 8)
+    *body, _, _ = model.children()  # without pooling and classifier
+    assert torch.equal(torch.nn.Sequential(*body)(x), model(x))
 
 
 @pytest.mark.parametrize(
