@@ -136,6 +136,16 @@ def test_a_mechanism_is_its_equation(equation, kind, options):
     assert_equation(m, run(m, logits, prev), equation(m, logits, prev), *inputs)
 
 
+def test_layers_without_bias_in_place_of_talking_heads_own_mix_as_they_are():
+    m = new("talking_heads")
+    for name in ("proj_l", "proj_w"):
+        setattr(m, name, torch.nn.Linear(K, K, bias=False, dtype=torch.float64))
+    logits = maps(1)
+    attn = mix_heads(m.proj_l.weight, logits).softmax(-1)
+    assert_equation(m, run(m, logits, None), mix_heads(m.proj_w.weight, attn), logits)
+    assert not m.changes_nothing()
+
+
 def test_residual_begins_as_the_papers():
     assert create_evolution("residual", K).alpha == 1.0
     assert create_evolution("residual", K, mixture=True).alpha == 0.5

@@ -72,4 +72,4 @@ def mix_heads(maps: Tensor, proj: nn.Linear) -> Tensor:
 
 def _is_plain(proj: nn.Module) -> bool:
     """Return whether a layer computes just its weight and bias, without adapter (LoRA) or hook."""
-    return type(proj) is nn.Linear and not is_hooked(proj)
+    return type(proj) is nn.Linear and proj.bias is not None and not is_hooked(proj)
