@@ -647,7 +647,7 @@ def parse_queries(
         y = int(found[1])
         x = int(found[2])
         if y >= H or x >= W:
-            raise UsageError(f"query y,x must lie within the {H}x{W} input, got {text!r}")
+            raise UsageError(f"query y,x must lie within {H}x{W} pixels, got {text!r}")
         points.append((y, x))
     return points
 

@@ -22,7 +22,13 @@ from ea_vision.layers import SpatialTransformer, quadrilateral, sample_affine
 from ea_vision.recorder.inputs import as_image
 from ea_vision.recorder.loading import LoadedModel, check_classifies
 from ea_vision.recorder.recording import recordable_layers
-from ea_vision.visualize.figure_options import Layers, Model, chosen_layers, spread
+from ea_vision.visualize.figure_options import (
+    Layers,
+    Model,
+    chosen_layers,
+    refuse_arguments,
+    spread,
+)
 from ea_vision.visualize.image_maps import (
     AnyImage,
     as_images,
@@ -98,6 +104,8 @@ def plot_jacobian(
     Raises:
         UsageError: a class or a layer that the model does not have.
     """
+    why = "it averages them"
+    refuse_arguments("plot_jacobian", style, heads=why, queries=why)
     loaded = as_model(model, mean=mean, std=std, processor=processor)
     look = MapStyle(**style)
     check_classifies(loaded)

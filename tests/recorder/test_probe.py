@@ -197,7 +197,7 @@ def test_a_34_layer_network_is_probed_in_the_papers_layers(tmp_path):
     [
         ("--model cnn_cifar", "has no attention layer"),
         ("--controls x", "--controls must be"),
-        ("--query 3,99", "query y,x must lie within the 16x16 input"),
+        ("--query 3,99", "query y,x must lie within 16x16 pixels"),
         ("-o /proc/nowhere", "cannot make the folder /proc/nowhere"),
         ("--seeds=1,x", "invalid seeds value: '1,x'"),
     ],

@@ -12,6 +12,7 @@ from ea_vision.base.errors import UsageError
 from ea_vision.visualize import (
     plot_frames,
     plot_heatmap,
+    plot_jacobian,
     plot_matrix,
     plot_rollout,
     plot_statistics,
@@ -26,7 +27,7 @@ from .conftest import PHOTO, small
     "command, message",
     [
         ("heatmap --layers 1-99999999999", "no attention layer '1-99999999999'; it has 1"),
-        ("heatmap --queries 16,0", "query y,x must lie within the 16x16 input, got '16,0'"),
+        ("heatmap --queries 16,0", "query y,x must lie within 16x16 pixels, got '16,0'"),
         ("heatmap --queries cls a.jpg", "images stand before --queries, got 'a.jpg' as a query"),
         ("heatmap --queries 1,1 digits#0", "images stand before --queries, got 'digits#0'"),
         ("heatmap --model cnn_cifar", "no attention layer that can be recorded"),
@@ -155,6 +156,7 @@ torch.nn.init.constant_(next(DIVERGED.parameters()), torch.nan)
         (plot_strip, MODEL, PHOTO, {"queries": [(1, 1)]}, "plot_strip has no queries"),
         (plot_matrix, MODEL, PHOTO, {"queries": [(1, 1)]}, "plot_matrix has no queries"),
         (plot_rollout, MODEL, PHOTO, {"heads": [0]}, "plot_rollout has no heads"),
+        (plot_jacobian, MODEL, PHOTO, {"heads": [0]}, "plot_jacobian has no heads: it averages"),
         (plot_statistics, MODEL, PHOTO, {"heads": [0]}, "plot_statistics has no heads"),
         (plot_statistics, MODEL, PHOTO, {"queries": ["all"]}, "plot_statistics has no queries"),
         (plot_statistics, MODEL, PHOTO, {"style": "light"}, "no style: it draws numbers"),
