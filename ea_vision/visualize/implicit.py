@@ -171,7 +171,7 @@ def plot_sampling(
         model, images, width: see `ea_vision.visualize.figure_options`.
 
     Raises:
-        UsageError: no image, or a model without a `SpatialTransformer`.
+        UsageError: no image, or a model without a `SpatialTransformer` that reads it.
     """
     loaded = as_model(model)
     images = as_images(images)
@@ -181,6 +181,12 @@ def plot_sampling(
             f"plot_sampling needs a model with a SpatialTransformer, got {loaded.label} with 0 of them"
         )
     transformer = transformers[0]
+    channels = transformer.localise[0].in_channels
+    if channels != 3:
+        raise UsageError(
+            "plot_sampling needs a first SpatialTransformer that reads the image (3 channels), got one that "
+            f"reads {channels}"
+        )
     above = []
     below = []
     for number, image in enumerate(images, start=1):

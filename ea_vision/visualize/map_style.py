@@ -122,26 +122,28 @@ def norm_of(
 
     Attention, in units of uniform attention, has a logarithmic scale with 1 in its middle; in the style "light" it
     reaches from 1/2 to 2. Logits have a linear scale with 0 in its middle, which covers the middle 99% of their values.
-    Other quantities have a linear scale from 0.
+    Other quantities have a linear scale from 0. Values of -inf, as a mask gives to logits, do not count.
 
     Args:
         part: one of PARTS, or another quantity's name.
 
     Raises:
-        UsageError: NaN among the values, as in a network that has diverged.
+        UsageError: NaN or inf among the values, as in a network that has diverged, or no finite value.
     """
     values = np.concatenate([values.ravel() for values in maps])
     values = values.astype(np.float64)
-    wrong = np.count_nonzero(np.isnan(values))
-    if wrong:
-        raise UsageError(f"maps must be finite, got {wrong} values that are not")
+    finite = values[np.isfinite(values)]
+    masked = np.count_nonzero(np.isneginf(values))
+    wrong = len(values) - len(finite) - masked
+    if wrong or not len(finite):
+        raise UsageError(f"maps must be finite, got {wrong or masked} values that are not")
     if style.lights(part):
         return LogNorm(1 / FULL_LIGHT, FULL_LIGHT, clip=True)
     if part.startswith("attn"):
         lowest = 1.05 if style.scale == "tile" else 2.0  # nearly uniform maps look nearly uniform
-        top = 8.0 if style.scale == "uniform" else max(lowest, values.max())
+        top = 8.0 if style.scale == "uniform" else max(lowest, finite.max())
         return LogNorm(1 / top, top, clip=True)  # clipped: 0 has the lowest colour
-    low, high = np.quantile(values, (0.005, 0.995))
+    low, high = np.quantile(finite, (0.005, 0.995))
     reach = max(abs(low), abs(high), 1e-12)
     return Normalize(-reach if part in PARTS else 0.0, reach)
 

@@ -250,6 +250,16 @@ def test_a_map_with_zeros_has_no_transparent_cell(wide, scale, overlay):
     assert artist.get_alpha() == (0.7 if overlay else None)
 
 
+def test_masked_logits_do_not_count_in_the_scale_and_other_infinities_are_refused():
+    values = np.array([1.0, -2.0, 0.5])
+    masked = np.append(values, -np.inf)
+    reach = norm_of([values], MapStyle(), "logits").vmax
+    assert norm_of([masked], MapStyle(), "logits").vmax == reach
+    for part, wrong in (("logits", [np.inf, 1.0]), ("attn", [np.inf, 1.0]), ("logits", [-np.inf])):
+        with pytest.raises(UsageError, match="maps must be finite, got 1 values that are not"):
+            norm_of([np.array([wrong])], MapStyle(), part)
+
+
 def test_logits_are_diverging_around_0_and_probabilities_sequential(wide):
     [logits] = tiles_of(draw_matrix(wide, [1], [0], "logits"))
     [attention] = tiles_of(draw_matrix(wide, [1], [0], "attn"))
