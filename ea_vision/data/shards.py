@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ea_vision.base.errors import UsageError
-from ea_vision.data.image_names import is_image_name
+from ea_vision.data.image_names import displayable, is_image_name
 from ea_vision.data.tars import Span
 
 LABEL_SUFFIX = ".cls"
@@ -61,7 +61,7 @@ def _text(
         raise UsageError(
             f"{path}: the {LABEL_SUFFIX} beside {ascii(name)} must be a number or a name, got {content!r:.60}"
         )
-    return text
+    return displayable(text)
 
 
 def _refuse_unlabelled(

@@ -2,6 +2,7 @@
 
 import io
 import tarfile
+import unicodedata
 
 import pytest
 
@@ -29,13 +30,21 @@ def samples(numbers, label="{}\n".format):
     return files
 
 
-@pytest.mark.parametrize("label", ["{}\n".format, "class {}".format], ids=["numbers", "names"])
+def in_parts(number):
+    """A name whose umlaut is two signs, as macOS may store it."""
+    return f"Ba\N{COMBINING DIAERESIS}r {number}"
+
+
+@pytest.mark.parametrize(
+    "label", ["{}\n".format, "class {}".format, in_parts], ids=["numbers", "names", "decomposed"]
+)
 def test_labels_beside_the_images_count(tmp_path, label):
     folder = tmp_path / "train"
     shard(folder / "000.tar", samples(range(9), label))
     shard(folder / "001.tar", samples(range(9, 24), label))
     files = ImageFiles(folder)
-    assert files.classes == [label(number).strip() for number in range(12)]
+    names = [label(number).strip() for number in range(12)]
+    assert files.classes == [unicodedata.normalize("NFC", name) for name in names]
     assert len(files) == 24
     for index, name in enumerate(files.names):
         image, target = files.read(index)
