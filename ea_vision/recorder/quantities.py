@@ -231,7 +231,7 @@ def measure(
             if layers is None and layer.layout.query_names:
                 continue
             attn = layer.attn.float()
-            cell = np.divide(images.shape[-2:], layer.feat_size)  # in pixels
+            cell = _cell_in_pixels(layer, images)
             rows = as_distributions(attn)
             to_prefix = rows[..., : layer.num_prefix_tokens].sum(-1)
             values = {
@@ -255,7 +255,7 @@ def measure(
             by_batch = [part[name] for part in parts]
             values[name] = torch.cat(by_batch).cpu()
         energies = values.pop("energies")
-        cell = np.divide(images.shape[-2:], layer.feat_size)
+        cell = _cell_in_pixels(layer, images)
         uniform = layer.sees().float()[None, None]
         of_layer = LayerQuantities(
             number,
@@ -268,6 +268,11 @@ def measure(
         )
         measured.append(of_layer)
     return measured
+
+
+def _cell_in_pixels(layer: LayerMaps, images: Tensor) -> np.ndarray:
+    """Return (height, width) of a cell of a layer's map: its patches may leave a rest of the images, or go beyond."""
+    return np.divide(layer.layout.covered or images.shape[-2:], layer.feat_size)
 
 
 WRITTEN = {  # fields of LayerQuantities: their names in files

@@ -23,7 +23,7 @@ from ea_vision.recorder.quantities import (
 )
 from ea_vision.recorder.recording import LayerMaps
 from tests.models.test_vision_transformer import needs_attn_layer
-from tests.recorder.networks import SWIN, TINY, made, recorded, timms, tiny
+from tests.recorder.networks import SWIN, TINY, made, recorded, timms, tiny, transformers_model
 
 
 def test_entropy_of_one_pixel_and_of_all_pixels():
@@ -81,6 +81,16 @@ def vit():
 
 def swin():
     return timms("swin_tiny_patch4_window7_224", **SWIN, img_size=(36, 28))
+
+
+def test_distances_are_in_pixels_of_the_input_where_patches_leave_a_rest():
+    """Patches of 8 pixels, of which 3 x 4 fit into 30x39."""
+    model = transformers_model("Dinov2", image_size=32, patch_size=8)
+    by_size = []
+    for size in ((24, 32), (30, 39)):
+        layer = measure(model, [torch.zeros(1, 3, *size)])[0]
+        by_size.append((layer.uniform_distance, layer.distances))
+    assert_close(by_size[1], by_size[0])
 
 
 @pytest.mark.parametrize(
