@@ -371,7 +371,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         if fusion not in (None, self.fusion):
             error_messages = args[-1]
             error_messages.append(
-                f"the weights of {prefix}conv and {prefix}proj are of fusion={fusion!r}, and the network "
+                f"the weights of {prefix}conv and {prefix}proj have fusion={fusion!r}, but the network "
                 f"has fusion={self.fusion!r}: create it with fusion={fusion!r}"
             )
             return

@@ -309,7 +309,7 @@ class SequenceMaps(MapsAttention, nn.Module):
             return self._evolve(logits, prev_logits, feat_size)
         if kind not in CONVOLVING:
             raise ValueError(
-                f"evolution {kind!r} knows no mask: sequences without padding required"
+                f"evolution {kind!r} does not support masks: sequences without padding required"
             )
         self.check_reading(logits)
         padding = reading.padding()
@@ -353,8 +353,8 @@ class SequenceMaps(MapsAttention, nn.Module):
         if reading.queries is not None:
             differs = differs & ~reading.queries[:, None, :, None]
         message = (
-            f"evolution {self.chain.kind!r} (causal={self.causal!r}) needs a mask of padding and of "
-            "the future alone: a decoder, windows or packed sequences have others"
+            f"evolution {self.chain.kind!r} (causal={self.causal!r}) needs a mask that hides only padding "
+            "and, if causal, later keys: decoders, windows and packed sequences have other masks"
         )
         if torch.compiler.is_compiling():
             torch._assert_async(~differs.any(), message)

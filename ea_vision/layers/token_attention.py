@@ -87,7 +87,7 @@ class MapsAttention(EvolvingMaps):
         if self.value_residual is not None:
             if first_values is None:
                 raise ValueError(
-                    "the first block's values required, got tokens that no block has made"
+                    "the first block's values required, got tokens that passed through no block"
                 )
             v = self.value_residual(v, first_values)
         out, logits = self.attend_heads(x, q, k, v, prev_logits, feat_size, self.need_logits, bias)

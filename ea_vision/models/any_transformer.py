@@ -155,7 +155,7 @@ class CarryingAttention(MapsAttention):
         carried = self.carried.get(thread_of_forward())
         if carried is None:
             raise ValueError(
-                f"{type(self).__name__} must run inside its block, which hands it the maps before"
+                f"{type(self).__name__} must run inside its block, which passes it the previous maps"
             )
         out, logits, v = self.attend(
             x, q, k, v, carried.logits, carried.feat_size, carried.first_values, bias

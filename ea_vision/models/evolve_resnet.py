@@ -178,7 +178,7 @@ def unevolve_resnet(model: nn.Module) -> nn.Module:
     """
     reason = _reason_against_plain(model)
     if reason is not None:
-        raise ValueError(f"this {type(model).__name__} computes no plain network: {reason}")
+        raise ValueError(f"this {type(model).__name__} does not compute a plain network: {reason}")
     plain = shared_copy(model)
     for block in _blocks_of(plain).values():
         for name in ("conv1", "conv2"):
@@ -255,9 +255,9 @@ def _attention_of(
     left = dict(options)
     attention = AttentionConfig.take(left, **ratios, evolution=kind, fusion="add")
     if attention.evolution != kind or attention.fusion != "add":
-        raise ValueError("a ResNet evolves by its kind, with fusion='add'; got evolution or fusion")
+        raise ValueError("evolve sets evolution (by kind) and fusion='add' itself; got one of them")
     if left:
-        raise ValueError(f"a ResNet evolves without {', '.join(sorted(left))}")
+        raise ValueError(f"evolve has no option {', '.join(sorted(left))} for a ResNet")
     return attention
 
 

@@ -56,7 +56,9 @@ def attention(
         )
     for name in UNKNOWN_KEYWORDS:
         if kwargs.get(name) is not None:
-            raise ValueError(f"evolving maps know no {name!r}, which {type(module).__name__} has")
+            raise ValueError(
+                f"evolving maps do not support {name!r}, which {type(module).__name__} has"
+            )
     if kwargs.get("output_attentions"):
         _say_how_to_record()
     groups = query.shape[1] // key.shape[1]  # of heads that share keys and values
@@ -76,7 +78,7 @@ def attention(
 def _say_how_to_record() -> None:
     """Warn once that output_attentions returns nothing, as with sdpa."""
     log.warning(
-        "an evolved model gives no output_attentions: ea_vision.record_attention has its maps"
+        "an evolved model returns no output_attentions: ea_vision.record_attention gives its maps"
     )
 
 
@@ -101,8 +103,8 @@ class CarryingBlock:
         implementation = self.attention_config._attn_implementation
         if implementation != NAME:
             raise ValueError(
-                f"an evolved model needs attn_implementation {NAME!r}, got {implementation!r}, by which its maps "
-                "would not evolve: ea_vision.record_attention gives the maps, ea_vision.unevolve the plain model"
+                f"an evolved model needs attn_implementation {NAME!r}, got {implementation!r}: its maps would not "
+                "evolve (ea_vision.record_attention gives the maps, ea_vision.unevolve the plain model)"
             )
         tokens = args[0] if args else kwargs.pop("hidden_states")
         sequences.carry(tokens, self.chains)
@@ -142,7 +144,9 @@ def reason_against(model: nn.Module) -> str | None:
     for layer in layers:
         for attribute in UNKNOWN_ATTRIBUTES:
             if getattr(layer, attribute, None) is not None:
-                return f"evolving maps know no {attribute!r}, which {type(layer).__name__} has"
+                return (
+                    f"evolving maps do not support {attribute!r}, which {type(layer).__name__} has"
+                )
     for name, module in model.named_modules():
         for attribute in ("window_size", "layerdrop"):
             value = getattr(module, attribute, None)

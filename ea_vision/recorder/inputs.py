@@ -80,7 +80,7 @@ def read_image(source: ImageSource) -> Image.Image:
     elif isinstance(source, Tensor):
         raise UsageError(
             "an image must be a path, a PIL image or an array (H, W, 3) here, got a tensor: plot_heatmap "
-            "and the other figures take it"
+            "and the other figures take tensors"
         )
     elif not isinstance(source, Image.Image):
         raise UsageError(
@@ -117,7 +117,7 @@ def in_unit_range(values: Tensor, rounding: float = 0.0) -> Tensor:
     if values.is_floating_point() and -rounding <= low and high <= 1 + rounding:
         return values.float().clamp(0, 1)
     raise UsageError(
-        "an image's values must lie in 0..1 or be uint8, a tensor's also normalised by the model's mean and std, got "
+        "an image's values must be uint8 or lie in 0..1; a tensor may be normalised by the model's mean and std, got "
         f"{values.dtype} from {low:g} to {high:g}"
     )
 

@@ -52,7 +52,7 @@ NUMBER = "[0-9]{1,9}"
 ROUNDING = 1e-3  # of values that a processor normalised, in 0..1
 PHOTO_SIDE = 512  # pixels of an image that is shown beside its maps
 FINDS_OBJECTS = (
-    "a network that classifies images is required, and {} finds objects in them (ea-vision predict)"
+    "a network that classifies images is required, but {} detects objects (use ea-vision predict)"
 )
 WEIGHTS_HELP = (
     "NAME of a timm model (pretrained where it has weights, else random), RUN folder or a checkpoint in one, a file "
@@ -338,8 +338,8 @@ def _origin_of_file(path: Path) -> Origin:
         kwargs = {"pretrained_cfg_overlay": {"file": str(path)}}
         return Origin(path.stem, path.stem, kwargs)
     raise UsageError(
-        f"{path} does not name its network, and no run folder holds it: "
-        f"timm.create_model(NAME, checkpoint_path={str(path)!r}) required"
+        f"{path} does not name its network, and is not in a run folder: "
+        f"load it by timm.create_model(NAME, checkpoint_path={str(path)!r})"
     )
 
 
@@ -491,8 +491,8 @@ def as_loaded(
     known = processor is not None or (mean is not None and std is not None)
     if not known and not getattr(model, "pretrained_cfg", None):
         log.warning(
-            "%s does not say how its images are normalised: ImageNet's mean and std are taken "
-            "(mean=, std= or processor= names others), at %dx%d pixels (set model.img_size to change this)",
+            "%s does not say how its images are normalised: ImageNet's mean and std are used "
+            "(mean=, std= or processor= sets others), at %dx%d pixels (set model.img_size to change this)",
             label,
             *loaded.img_size,
         )

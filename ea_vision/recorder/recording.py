@@ -418,7 +418,7 @@ def record_attention(
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no attention layer that can be recorded: AugmentedConv2d, "
-            "nn.MultiheadAttention or a module that says how many heads it has is required (a TorchScript model hides "
+            "nn.MultiheadAttention or a module that states its number of heads is required (a TorchScript model hides "
             "its layers: record the model it was made from)"
         )
     chosen = _chosen(found, _several(layers), heads, parts)

@@ -99,7 +99,7 @@ def test_mean_and_std_by_hand():
 
 
 def test_a_guessed_mean_is_said_once(tmp_path, caplog):
-    guessed = "vit does not say how its images are normalised: ImageNet's mean and std are taken"
+    guessed = "vit does not say how its images are normalised: ImageNet's mean and std are used"
     with caplog.at_level(logging.WARNING):
         loaded = as_loaded(torchvision_vit(), "vit")
     assert caplog.text.count(guessed) == 1
