@@ -72,7 +72,7 @@ class Evolution(nn.Module):
         return logits
 
     def mix_attn(self, attn: Tensor) -> Tensor:
-        """Return the maps that weigh the values, computed from the probabilities, (B, K, N, N) each."""
+        """Return the maps by which values are averaged, computed from the probabilities, (B, K, N, N) each."""
         return attn
 
     def mix_output(
@@ -114,7 +114,7 @@ class Evolution(nn.Module):
         return {name: gate for name, gate in gates.items() if gate is not None}
 
     def changes_nothing(self) -> bool:
-        """Return whether the mechanism leaves the layer as it is.
+        """Return whether the mechanism leaves the layer's result unchanged.
 
         By default: whether it has gates, and they have the values of `identity_start`, which names no other options.
         """

@@ -76,7 +76,7 @@ def _check_shape(
     wanted: torch.Size,
     exactly: bool,
 ) -> None:
-    """Raise ValueError unless a plain weight has the wanted shape, or unless `exactly` more output channels."""
+    """Raise ValueError if a plain weight lacks the wanted shape; it may have more output channels, unless `exactly`."""
     enough = len(weight) == wanted[0] if exactly else len(weight) >= wanted[0]
     if weight.shape[1:] == wanted[1:] and enough:
         return

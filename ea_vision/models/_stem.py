@@ -13,8 +13,8 @@ def put_small_stem(
 ) -> None:
     """Give a ResNet of timm a 3x3 convolution of `stride` for a stem, and no max-pooling.
 
-    The sides of its stages' maps are then the image's over stride, 2 * stride, 4 * stride and 8 * stride, where timm's
-    are the image's over 4 to 32; `feature_info` is updated.
+    Its stages then reduce the image's sides by stride, 2 * stride, 4 * stride and 8 * stride; timm's reduce them by 4
+    to 32. `feature_info` is updated.
 
     Raises:
         ValueError: a stride other than 1, 2 or 4.

@@ -13,7 +13,8 @@
 | reference      | everywhere, readable torch                       |                                |
 
 The choice can be forced by argument, by `with use_implementation("reference")`, or by the environment variable
-EA_VISION_IMPLEMENTATION; the first of these counts. The reasons for a choice are logged once, at level INFO.
+EA_VISION_IMPLEMENTATION; the first of these counts. The reasons for a choice are logged once, at level INFO (WARNING if
+the reference runs on CUDA).
 
 Shape letters: B batch, K heads, H x W the map, N = H*W its pixels (row-major), M keys (N unless keys are reduced),
 D width of a query's head, E a value's.

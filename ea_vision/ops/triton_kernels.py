@@ -599,7 +599,7 @@ def weight_backward(
     """Store the gradient of the convolution's weight, one slot per program; programs are as in `evolve`.
 
     The convolution's input is kept * maps + own * own logits, recomputed; without an own share it is the maps. If not
-    None, `d_beta` gets, one slot per program, the part of beta's gradient from the input's other factor, 1 - beta.
+    None, `d_beta` gets, one slot per program, the part of beta's gradient from (1 - beta) * input in the logits.
     Each of GROUPS groups of pixels is summed by its own warps.
     """
     KS: constexpr = S.KS
