@@ -255,7 +255,9 @@ def _attention_of(
     left = dict(options)
     attention = AttentionConfig.take(left, **ratios, evolution=kind, fusion="add")
     if attention.evolution != kind or attention.fusion != "add":
-        raise ValueError("evolve sets evolution (by kind) and fusion='add' itself; got one of them")
+        raise ValueError(
+            "evolve itself sets evolution (by kind) and fusion='add'; got evolution or fusion"
+        )
     if left:
         raise ValueError(f"evolve has no option {', '.join(sorted(left))} for a ResNet")
     return attention

@@ -310,7 +310,7 @@ class OwnForward(timm.models.ResNet):
         ("aa_resnet34", {}, "got AttnResNet, which has attention already"),
         ("resnet18", {"attn_stages": (5,)}, "attn_stages must be of"),
         ("resnet18", {"alhpa": 0.5}, "evolve has no option alhpa for a ResNet"),
-        ("resnet18", {"token_conv": True}, "without token_conv"),
+        ("resnet18", {"token_conv": True}, "evolve has no option token_conv for a ResNet"),
         ("resnet18", {"fusion": "concat"}, "got evolution or fusion"),
         ("resnet18", {"num_layers": 2}, "num_layers"),
     ],

@@ -722,7 +722,9 @@ def test_a_folder_is_read_with_the_keywords_of_transformers(tmp_path):
 def test_layers_that_change_their_logits_or_maps_on_their_own_are_refused():
     capped = dict(TEXT, num_key_value_heads=2, head_dim=8, attn_logit_softcapping=50.0)
     gemma = transformers.Gemma2Model(transformers.Gemma2Config(**capped))
-    with pytest.raises(ValueError, match="not support 'attn_logit_softcapping', which Gemma2Attention"):
+    with pytest.raises(
+        ValueError, match="not support 'attn_logit_softcapping', which Gemma2Attention"
+    ):
         evolve(gemma, "residual")
     experts = dict(TEXT, num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1)
     sunk = transformers.GptOssModel(transformers.GptOssConfig(**experts, head_dim=8))
