@@ -161,7 +161,7 @@ def test_who_asks_for_attentions_learns_what_records_them(caplog):
     model = evolve(create("vit"))
     for _ in range(2):
         model(**inputs_of("vit"), output_attentions=True)
-    assert caplog.text.count("ea_vision.record_attention has its maps") == 1
+    assert caplog.text.count("ea_vision.record_attention gives its maps") == 1
 
 
 @torch.no_grad()
