@@ -65,6 +65,10 @@ def input_channels(model: nn.Module) -> int:
     Raises:
         UsageError: it has neither.
     """
+    config = getattr(model, "pretrained_cfg", None) or {}
+    first = dict(model.named_modules()).get(str(config.get("first_conv")))  # as timm names it
+    if isinstance(first, nn.Conv2d):
+        return first.in_channels
     convolutions = []
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv2d) and ".evolution." not in name:  # evolutions take maps
@@ -72,7 +76,6 @@ def input_channels(model: nn.Module) -> int:
     of_images = [channels for channels in convolutions if channels <= MOST_CHANNELS]
     if of_images:
         return of_images[0]
-    config = getattr(model, "pretrained_cfg", None) or {}
     if config.get("input_size"):
         return config["input_size"][0]
     if convolutions:
