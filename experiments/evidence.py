@@ -1,14 +1,15 @@
-"""Whether variants of a sweep differ: paired differences over seeds, with intervals and a picture.
+"""Test whether the variants of a sweep differ: paired differences over seeds, with intervals and a picture.
 
     python -m experiments.evidence sweeps/ea --question EA,none
     python -m experiments.evidence experiments/results/evidence/cifar10-runs.csv --question EA,none -o evidence
 
 Top-1 is measured with the last epoch's weights, on the test images if the runs were tested. Differences are taken seed
-by seed; intervals (95%) and p values (two-sided) come from Student's paired t test. `--question A,B` is asked before
-the runs: is A better than B? Its p is not corrected; those of all other pairs are corrected for their number (Holm).
+by seed; intervals (95%) and p values (two-sided) come from Student's paired t test. `--question A,B` is the question
+asked before the runs: is A better than B? Its p is not corrected; the p of all other pairs are corrected together
+(Holm).
 
 Sources are folders of sweeps or files of runs; several are read as one. The command writes evidence-runs.csv (one row
-per run), which it also reads in place of the folder, evidence.csv, evidence.md and evidence.png.
+per run; a later call can read it in place of the folder), evidence.csv, evidence.md and evidence.png.
 """
 
 import argparse
@@ -40,7 +41,7 @@ COLUMNS = [
     "data",
     "options",
 ]
-# Options that do not belong to the experiment: where and how fast it runs, and its further output.
+# Options that do not change the experiment: where and how fast it runs, and what else it writes.
 IGNORED = {
     "about",
     "data_dir",
@@ -92,7 +93,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def _of_folder(folder: Path, variants: Sequence[str] | None) -> pd.DataFrame:
-    """Return the runs of a sweep's folder; their options are the model and those in which the variants differ.
+    """Return the runs of a sweep's folder, each with its model and the options in which the variants differ.
 
     Raises:
         UsageError: no runs, an incomplete run, or runs of one variant with different options.
@@ -162,8 +163,8 @@ def read_runs(*sources: Path, variants: Sequence[str] | None = None) -> pd.DataF
     """Return the runs of sweeps: COLUMNS and split, in the order of `variants` (None: all, as they are read).
 
     Raises:
-        UsageError: a source without runs, a missing variant, a repeated run, or runs that cannot be compared: they have
-            different data, evaluation images, or, within a variant, numbers of updates.
+        UsageError: a source without runs, a missing variant, a repeated run, or runs that cannot be compared because
+            their data or evaluation images differ, or the numbers of updates within a variant.
     """
     parts = []
     for source in sources:
@@ -179,7 +180,7 @@ def read_runs(*sources: Path, variants: Sequence[str] | None = None) -> pd.DataF
 
 
 def _in_order(runs: pd.DataFrame, variants: list[str]) -> pd.DataFrame:
-    """Return the runs of the variants, in their order.
+    """Return the runs in the order of the variants.
 
     Raises:
         UsageError: a variant has no runs.
@@ -225,7 +226,7 @@ def by_variant(runs: pd.DataFrame) -> pd.DataFrame:
     """Return top-1 in percent, one row per seed and one column per variant.
 
     Raises:
-        UsageError: a seed that one variant has and another lacks.
+        UsageError: one variant lacks a seed that another one has.
     """
     table = runs.pivot(index="seed", columns="variant", values="top1")
     table = table[list(runs["variant"].unique())]
@@ -246,7 +247,7 @@ def paired(differences: Sequence[float], resolution: float = 0.0) -> dict[str, f
 
     Args:
         differences: one per seed, at least two.
-        resolution: the worth of one image, in points. Where differences spread by less, interval and p are NaN.
+        resolution: the top-1 points of one image. If the differences spread by less, interval and p are NaN.
     """
     values = np.asarray(differences, float)
     if len(values) < 2:
@@ -266,7 +267,7 @@ def paired(differences: Sequence[float], resolution: float = 0.0) -> dict[str, f
 
 
 def holm(p_values: Sequence[float], hypotheses: int = 0) -> np.ndarray:
-    """Return p values corrected for their number, or for that of `hypotheses`; NaN counts as a test without result."""
+    """Return p values corrected for their number, or for `hypotheses` if that is larger; NaN counts as a test."""
     p_values = np.asarray(p_values, float)
     count = max(len(p_values), hypotheses)
     order = np.argsort(p_values)  # NaN comes last
@@ -291,7 +292,7 @@ def smallest_shown(
 
 
 def mean_correlation(top1: pd.DataFrame) -> float:
-    """Return the mean over pairs of variants of the correlation of their seeds; NaN where a variant has no spread."""
+    """Return the correlation over seeds of two variants, averaged over all pairs; NaN if a variant has no spread."""
     correlations = top1.corr().to_numpy()
     pairs = np.triu_indices(top1.shape[1], 1)
     return correlations[pairs].mean()
@@ -302,10 +303,10 @@ def compare(
     question: Sequence[str],
     resolution: float = 0.0,
 ) -> pd.DataFrame:
-    """Return the question, then all other pairs of variants, with their p corrected.
+    """Return one row for the question, then one for each other pair of variants, with the p of these corrected.
 
     Raises:
-        UsageError: not two variants that were run.
+        UsageError: the question does not name two variants that were run.
     """
     if len(set(question)) != 2 or not set(question) <= set(top1):
         raise UsageError(
@@ -328,8 +329,9 @@ def factorial(
 ) -> pd.DataFrame:
     """Return the effects of K factors in 2^K variants: main effects with their p corrected, then interactions of two.
 
-    A main effect is the mean over the others' settings, an interaction the effect of one factor with the other minus
-    that without it, which is not tested. factors: by name and variant, -1 without the factor and 1 with it.
+    A main effect is the mean over the settings of the other factors. An interaction is one factor's effect with the
+    other factor minus its effect without it; interactions are not tested.
+    factors: factor name -> variant -> 1 with the factor or -1 without it.
     """
     signs = pd.DataFrame(factors)
     cells = top1[list(signs.index)]
@@ -388,7 +390,7 @@ def variants_table(runs: pd.DataFrame) -> list[str]:
 
 
 def study(runs: pd.DataFrame, table: pd.DataFrame) -> str:
-    """Return the runs by variant, the table of pairs, and the smallest difference that the runs could have found."""
+    """Return Markdown: the runs by variant, the pairs, and the smallest difference that the seeds can find."""
     top1 = by_variant(runs)
     seeds = len(top1)
     spread = (top1[table["first"][0]] - top1[table["second"][0]]).std()

@@ -1,12 +1,12 @@
-"""A picture of evolution at work: the query and the head of a photo whose attention changes most by the previous map.
+"""Draw evolution at work: the query and head of a photo whose attention the previous map changes most.
 
     python -m experiments.evolution_at_work docs/cat.jpg -o visualize/evolution.png
     python -m experiments.evolution_at_work docs/cat.jpg --typical cifar10/test/
 
 A change is the total variation between a layer's attention and the attention of its own logits alone, at the same scale
-(`ea_vision.recorder.quantities.own_alone`): 0 for the same map, 1 for maps with nothing in common. The query and the
-head are chosen whose smallest change over the evolving layers is the largest of the photo. The script prints the
-caption. Typical changes are means over heads, queries and the images of --typical, at most 200 at even distances.
+(`ea_vision.recorder.quantities.own_alone`): 0 for equal maps, 1 for maps without overlap. The script chooses the query
+and head for which the smallest change over the evolving layers is largest, and prints the caption. Typical changes are
+means over heads, queries and the images of --typical (at most 200, evenly spaced).
 """
 
 import argparse
@@ -31,10 +31,10 @@ PHOTOS = 200  # of --typical, at most
 
 
 def changes(recording: Recording) -> dict[int, Tensor]:
-    """Return the change of each evolving layer by number, (K, H, W) of heads and queries.
+    """Return the change in each evolving layer: layer number -> (K, H, W), heads and queries.
 
     Raises:
-        UsageError: no layer has a previous map that can be taken away.
+        UsageError: no recorded layer evolves from a previous map.
     """
     add_own_alone(recording)
     changed = {}
@@ -51,7 +51,7 @@ def changes(recording: Recording) -> dict[int, Tensor]:
 
 
 def choose(changed: Mapping[int, Tensor], img_size: tuple[int, int]) -> tuple[int, tuple[int, int]]:
-    """Return the head and the query (y, x in pixels, the middle of its cell) of the largest change in all layers."""
+    """Return the head and query whose smallest change over the layers is largest; query: (y, x), the cell's middle."""
     least = torch.stack(list(changed.values())).amin(0)  # (K, H, W)
     head, row, col = (int(place) for place in torch.unravel_index(least.argmax(), least.shape))
     height = img_size[0] / least.shape[1]
@@ -65,7 +65,7 @@ def largest_cell(
     head: int,
     cell: tuple[int, int],
 ) -> str:
-    """Name the key with the largest attention of a query: "row 6, column 1", counted from 0."""
+    """Return the key with the largest attention for a query, as "row 6, column 1", counted from 0."""
     row = layer.spatial(part)[0, head][cell]
     y, x = divmod(int(row.argmax()), row.shape[1])
     return f"row {y}, column {x}"
@@ -79,11 +79,12 @@ def caption(
     typical: Mapping[int, float],
     what: str,
 ) -> str:
-    """Return the picture's caption; every claim is a number of the maps.
+    """Return the picture's caption; every number in it is computed from the maps.
 
     Args:
-        changed: from `changes`, of the photo.
-        typical: mean change by layer; what: of which images.
+        changed: the photo's `changes`.
+        typical: mean change by layer.
+        what: the images of `typical`, in words.
     """
     sentences = [f"Head {head}, query y {query[0]}, x {query[1]}, of {recording.model.label}."]
     for number, change in changed.items():
@@ -114,7 +115,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--model", default="ea_conv_transformer_cifar", help="name or run folder (%(default)s)"
     )
-    parser.add_argument("--layers", default="1-3", help="of one chain (default: %(default)s)")
+    parser.add_argument(
+        "--layers", default="1-3", help="layers of one chain (default: %(default)s)"
+    )
     parser.add_argument("-o", "--output", help="draw the strip of the chosen query and head")
     args = parser.parse_args(argv)
     output = check_output(Path(args.output)) if args.output else None

@@ -3,16 +3,16 @@
     python -m experiments.faithfulness --model runs/aa,runs/ea --dataset cifar10 --data-dir DIR -o faithfulness
     python -m experiments.faithfulness --limit 50                            # on digits, a minute
 
-An image is cut into a grid of N patches. x is the whole image, p(.) the probability of the class that the network
-predicts on x, and a ranking an order of the patches, such as an attention map's. A share r of the patches are
-max(1, round(r N)) of them; a removed patch shows the training images' mean colour.
+An image is cut into a grid of N patches. x is the whole image, and p(.) the probability of the class that the network
+predicts for x. A ranking is an order of the patches, for example by attention. A share r of the patches means
+max(1, round(r N)) patches; a removed patch shows the training images' mean colour.
 
     comprehensiveness   p(x) - p(x without the first r), mean over the shares 1, 5, 10, 20, 50%: high is faithful
     sufficiency         p(x) - p(the first r alone), mean over the same shares: low is faithful
     deletion            area under p as patches are removed in order, over the share removed: low is faithful
     insertion           area under p as patches are put into an image of that colour: high is faithful
 
-Patches of equal rank stand in a random order, drawn once by a seed for each image: a uniform map is the random ranking.
+Patches of equal rank are in a random order, drawn once per image by a seed, so a uniform map is a random ranking.
 The command writes results.csv (means over images and their standard errors), curves.csv and results.png.
 
 * Comprehensiveness, sufficiency: `ERASER` (DeYoung et al. 2020) - https://arxiv.org/abs/1911.03429; EA paper, table 8
@@ -63,11 +63,11 @@ Source = Callable[[Tensor, Tensor], Mapping[str, Tensor]]
 
 @dataclass
 class Curves:
-    """Probabilities of the class that the network predicts on the whole image, as ranked patches are removed or kept.
+    """Probabilities of the class that the network predicts for the whole image, as ranked patches are removed or kept.
 
-    counts: numbers of patches, rising. patches: N. bins: the count of each of SHARES, with repetitions. whole, empty:
-    (M,), on the whole image, and with all patches removed. removed, kept: (M, S), without the first patches, and with
-    these alone.
+    counts: ascending numbers of patches. patches: N. bins: the number of patches for each of SHARES, maybe repeated.
+    whole, empty: (M,), for the whole image, and with all patches removed.
+    removed, kept: (M, S), without the first `counts` patches, and with only these.
     """
 
     ranking: str
@@ -80,7 +80,7 @@ class Curves:
     kept: Tensor
 
     def scores(self) -> dict[str, Tensor]:
-        """Return each of SCORES by image, (M,)."""
+        """Return each score of SCORES per image, (M,)."""
         bins = [self.counts.index(count) for count in self.bins]
         shares = torch.tensor(self.shares())
         return {
@@ -114,11 +114,11 @@ def order_of(
     grid: tuple[int, int],
     ties: Tensor,
 ) -> Tensor:
-    """Return the patches by falling score, (B, N).
+    """Return the patches in order of descending score, (B, N).
 
     Args:
-        scores: (B, h', w'), of any size: resized to the grid, bilinearly.
-        ties: (B, N), a random order of the patches, in which those of the same score stay.
+        scores: (B, h', w') of any size, resized bilinearly to the grid.
+        ties: (B, N), a random order of the patches, used among patches with equal scores.
     """
     if scores.shape[1:] != grid:
         scores = F.interpolate(scores[:, None].float(), grid, mode="bilinear", antialias=True)[:, 0]
@@ -128,7 +128,7 @@ def order_of(
 
 
 def patch_of_pixels(size: tuple[int, int], grid: tuple[int, int]) -> Tensor:
-    """Return the number of each pixel's patch, (H, W)."""
+    """Return each pixel's patch number, (H, W)."""
     rows = torch.arange(size[0]) * grid[0] // size[0]
     columns = torch.arange(size[1]) * grid[1] // size[1]
     return rows[:, None] * grid[1] + columns
@@ -146,15 +146,15 @@ def measure(
     batch_size: int = 64,
     seed: int = 0,
 ) -> list[Curves]:
-    """Remove patches in the order of rankings, and ask the network about the rest.
+    """Remove and keep patches in the order of rankings; return the network's probabilities, one Curves per ranking.
 
     Args:
         images: uint8 (M, 3, H, W).
         sources: sources of rankings.
         grid: (h, w) of the patches, at most one per pixel.
         mean: the colour of removed patches.
-        steps: equal steps of the curves of deletion and insertion, to which SHARES add theirs.
-        seed: of the order of patches of equal rank.
+        steps: number of equal steps of the deletion and insertion curves; SHARES are added as further points.
+        seed: seed of the order of patches of equal rank.
     """
     N = grid[0] * grid[1]
     patch_of = patch_of_pixels(images.shape[-2:], grid)
@@ -214,14 +214,14 @@ def attention_source(
 ) -> Source:
     """Return a source of rankings by attention maps.
 
-    A map ranks the patches by the class token's attention where the classifier reads the class token, else by the mean
+    A map ranks the patches by the class token's attention if the classifier reads the class token, else by the mean
     attention of all patches.
 
     Args:
-        model: the network with the maps; another network may be asked for probabilities.
+        model: the network with the maps; the probabilities may come from another network.
         layers: numbers of the layers that rank patches; a rollout goes through all layers of the model.
         kinds: "layers" (each layer's mean over heads, named "layer 3") and "rollout".
-        note: an addition to the rankings' names.
+        note: suffix of the rankings' names.
     """
     cls = "cls" in prefix_names(model.model) and getattr(model.model, "global_pool", "") == "token"
 
@@ -230,10 +230,10 @@ def attention_source(
         queries,
         keys,
     ) -> Tensor:
-        """Return the patches' share of attention: (B, T', T) -> (B, h, w)."""
+        """Return the attention to each patch: (B, T', T) -> (B, h, w)."""
         if cls and "cls" in queries.prefix_names:
             seen = maps[:, queries.token("cls")]
-        else:  # also for a network whose class token comes in later (CaiT)
+        else:  # also for layers before the class token is added (CaiT)
             queries.check_pixels_ask()
             seen = maps[:, queries.num_prefix_tokens :].mean(1)
         pooled = maps.shape[-1] == keys.num_prefix_tokens + math.prod(keys.key_size)
@@ -259,7 +259,7 @@ def attention_source(
 
 
 def random_source(images: Tensor, classes: Tensor) -> Mapping[str, Tensor]:
-    """Rank all patches equally, which leaves them in their random order."""
+    """Rank all patches equally, so that their order is random."""
     return {"random": torch.zeros(len(images), 1, 1)}
 
 
@@ -282,8 +282,8 @@ def gradient_source(
     images: Tensor,
     classes: Tensor,
 ) -> Mapping[str, Tensor]:
-    """Rank by the loss of the class's log-probability without a patch, to first order: gradient times (image - mean
-    colour), summed over the patch. This ranking knows the network, not only its maps; others are compared with it."""
+    """Rank by the decrease of the class's log-probability without a patch, to first order: gradient times (image - mean
+    colour), averaged over the patch. This ranking uses the network, not only its maps, and serves as a comparison."""
     images = images.detach().requires_grad_()
     with torch.enable_grad():
         log_probabilities = predict(images).float().log_softmax(-1)
@@ -324,7 +324,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--layers",
         default="all",
         metavar="1,2|all",
-        help="attention layers whose maps rank (default: all)",
+        help="attention layers whose maps rank patches (default: all)",
     )
     add(
         "--rankings",
@@ -342,7 +342,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--seed",
         type=int,
         default=0,
-        help="of the drawn images, the ties and the untrained network (default: 0)",
+        help="seed of the drawn images, the ties and the untrained network (default: 0)",
     )
     add(
         "-o",
@@ -359,7 +359,7 @@ def drawn_images(
     limit: int | None,
     seed: int,
 ) -> Tensor:
-    """Return `limit` of the images (None: all), drawn by the seed, in their order."""
+    """Return `limit` random images (None: all), drawn by the seed, in their original order."""
     if not limit:
         return images
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))

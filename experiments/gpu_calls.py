@@ -1,10 +1,11 @@
-"""Count the calls that a host makes for a training step on a GPU, without one: fake CUDA tensors, nothing is computed.
+"""Count the host's calls in a training step on a GPU, without a GPU: CUDA tensors are fake, nothing is computed.
 
     python -m experiments.gpu_calls                              # experiments/results/gpu-calls.csv
     python -m experiments.gpu_calls --networks ea_aa_resnet50 --by-operator
 
-A call is what reaches PyTorch's dispatcher below autograd: kernels, views and new tensors. Forward pass with the loss,
-and backward pass, in bfloat16 autocast and channels-last. Our Triton operators count as one call each.
+Every operation that reaches PyTorch's dispatcher below autograd counts as one call: kernels, views and new tensors, and
+each of our Triton operators. Counted are the forward pass with the loss and the backward pass, in bfloat16 autocast and
+channels-last.
 """
 
 import argparse
@@ -38,7 +39,7 @@ NETWORKS = {
 
 @contextmanager
 def pretended_gpu():
-    """Let autocast and the Triton kernels believe in a GPU."""
+    """Let autocast and the Triton kernels believe that there is a GPU."""
     with (
         mock.patch.object(triton_attention, "_capability", lambda device: CAPABILITY),
         mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
@@ -48,7 +49,7 @@ def pretended_gpu():
 
 
 class CountCalls(TorchDispatchMode):
-    """Counts calls by operator while it is entered."""
+    """Counts calls by operator while the mode is active."""
 
     def __init__(self):
         super().__init__()
@@ -67,7 +68,7 @@ def walk_backward(loss: torch.Tensor) -> None:
     The engine itself asks the driver for streams, which a machine without a GPU does not have.
     """
     root = loss.grad_fn
-    waiting = Counter()  # of each node, how many gradients are still to come
+    waiting = Counter()  # node -> number of gradients that have not arrived yet
     seen = {root}
     stack = [root]
     while stack:
@@ -95,10 +96,10 @@ def walk_backward(loss: torch.Tensor) -> None:
 
 
 def run_node(node, inputs: dict[int, torch.Tensor]) -> list:
-    """Return the gradients that a node passes on to other nodes; those of parameters stay."""
+    """Return the gradients that a node passes to other nodes; a parameter's gradient ends here."""
     if not node.next_functions:
         for gradient in inputs.values():
-            gradient.detach()  # as a parameter's gradient is kept
+            gradient.detach()  # as autograd does when it stores a parameter's gradient
         return []
     if not inputs:
         return [None for child, _ in node.next_functions if child is not None]
@@ -106,7 +107,7 @@ def run_node(node, inputs: dict[int, torch.Tensor]) -> list:
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         returned = node.apply(*gradients)
         returned = returned if isinstance(returned, tuple) else (returned,)
-        wanted = node.needs_input_grad  # one for each argument, which may be no tensor
+        wanted = node.needs_input_grad  # one per argument, also for arguments that are not tensors
         return [x for x, needed in zip(returned, wanted, strict=True) if needed]
     returned = node(*gradients)
     returned = returned if isinstance(returned, tuple) else (returned,)
@@ -134,7 +135,7 @@ def fake_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def count(name: str, batch: int = 8) -> tuple[Counter, Counter]:
-    """Return the calls of a forward and of a backward pass, by operator."""
+    """Return the calls by operator in the forward pass and in the backward pass."""
     size = 32 if "cifar" in name else 224
     with pretended_gpu(), FakeTensorMode(), torch.device("cuda"):
         model = fake_network(name)

@@ -1,11 +1,11 @@
-"""Everything to measure on a GPU, in twelve minutes: parts, each of which writes its rows as it ends.
+"""Run all measurements that need a GPU, in twelve minutes: each part writes its rows when it ends.
 
     python -m experiments.gpu_day --output "$OUT"                 # on a GPU
     python -m experiments.gpu_day --output /tmp/day --dry-run     # tiny, on a CPU: do all parts run?
     python -m experiments.gpu_day --output "$OUT" --parts accuracy --cifar10 DIR
 
-A part that fails or takes longer than its share is a row of parts.csv, and the next one begins. What takes long is to
-compile, so the networks of the table are compiled beside each other, one per process, and are timed one at a time.
+If a part fails or takes longer than its share of the time, parts.csv says so, and the next part begins. Compilation
+takes most of the time, so the networks of the table are compiled in parallel, one per process, and timed one at a time.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from ea_vision.ops import evolving_attention, triton_attention, triton_tiles
 
 COMPILED = "default"
 GRAPHS = "reduce-overhead"
-TABLE = {  # network and implementation: how it runs; CUDA graphs of all five would not fit into the memory
+TABLE = {  # (network, implementation) -> modes; CUDA graphs of all five would not fit into memory
     ("resnet50", "chosen"): (EAGER, COMPILED, GRAPHS),
     ("aa_resnet50", "chosen"): (EAGER, COMPILED),
     ("aa_resnet50", "sdpa"): (EAGER, COMPILED),
@@ -53,10 +53,10 @@ OPTIMIZERS = ("muon", "batched muon", "sgd")
 TINY = {"widths": [8, 8, 16, 16], "depth": 1}
 COMPILATION = 240  # seconds that the processes of the table wait for each other
 ROUNDS = 6
-STEPS = 3  # of a network, one after another
-# names of ranges of the profiler, which are no kernels
+STEPS = 3  # consecutive steps of one network
+# prefixes of profiler ranges, which are not kernels
 RANGES = ("CompiledFxGraph", "Optimizer.", "Torch-Compiled")
-ATTENTION = (  # kernels
+ATTENTION = (  # names of our kernels
     "evolve",
     "row_products",
     "logits_backward",
@@ -64,7 +64,7 @@ ATTENTION = (  # kernels
     "queries_backward",
     "keys_backward",
 )
-KINDS = {  # words of kernels' names, the first that fits
+KINDS = {  # kind -> substrings of kernel names; the first match counts
     "norms, sums, pooling, fused": ("triton_",),
     "convolutions": ("implicit", "fprop", "dgrad", "wgrad", "cudnn", "conv"),
     "products": ("nvjet", "gemm", "cublas", "cutlass", "splitk"),
@@ -77,7 +77,7 @@ FAILED_LAST_TIME = "heads or half_precision or 577 or chain or memory_errors"
 
 @dataclass
 class Day:
-    """Where the parts run, and where they write."""
+    """The settings of all parts: output folder, dry run or not, data, epochs."""
 
     output: Path
     dry: bool
@@ -92,7 +92,7 @@ class Day:
         pd.DataFrame(rows).to_csv(self.output / f"{name}.csv", index=False)
 
     def command(self, seconds: float, *argv: str) -> int:
-        """Run `python -m ...` for at most so many seconds; its output goes to a log; return its exit code."""
+        """Run `python -m ...` with a time limit and its output in a log file; return its exit code."""
         log = self.output / f"{argv[0]}-{time.monotonic_ns()}.log"
         with log.open("w") as file:
             process = subprocess.Popen(
@@ -108,7 +108,7 @@ class Day:
                 raise
 
     def ea_vision(self, seconds: float, *argv: str) -> int:
-        """Run a command of ea-vision, in a dry run in this process."""
+        """Run a command of ea-vision; in a dry run, run it in this process."""
         if not self.dry:
             return self.command(seconds, "ea_vision", *argv)
         before = sys.argv
@@ -133,20 +133,20 @@ class Day:
         return time.perf_counter()
 
     def times(self, calls: dict, repeats: int) -> dict:
-        """Return the median milliseconds of calls in turns."""
+        """Return the median milliseconds of each call, measured in interleaved rounds."""
         repeats = 1 if self.dry else repeats
         seconds = interleaved(calls, repeats, warm_up=1 if self.dry else 3, clock=self.clock)
         return {key: 1e3 * value for key, value in seconds.items()}
 
 
 def check_exit(code: int | str, what: str) -> None:
-    """Raise RuntimeError unless a command ended well; its rows are kept all the same."""
+    """Raise RuntimeError if a command failed; rows that it wrote are kept."""
     if code != 0:
         raise RuntimeError(f"{what} ended with {code}")
 
 
 def machine(day: Day) -> None:
-    """Versions, and the rates of copying and of a large product in bfloat16."""
+    """Write versions, and the rates of a copy and of a large matrix product in bfloat16."""
     side = 64 if day.dry else 8192
     a = torch.randn(side, side, device=day.device, dtype=torch.bfloat16)
     b = torch.empty_like(a)
@@ -163,7 +163,7 @@ def machine(day: Day) -> None:
 
 
 def tests(day: Day) -> None:
-    """The tests of the operators, those that failed last time first; `-v` logs each as it ends.
+    """Run the operators' tests, beginning with those that failed last time; `-v` logs each test when it ends.
 
     Raises:
         RuntimeError: a test failed or did not end in time.
@@ -194,9 +194,9 @@ def tests(day: Day) -> None:
 
 @dataclass
 class Turns:
-    """How processes share a GPU: they wait until all have compiled, and then one at a time is timed.
+    """Lets processes share a GPU: they wait until all have compiled, and are then timed one at a time.
 
-    ready: a Barrier, of threading or multiprocessing. gpu: a Lock.
+    ready: a Barrier (of threading or multiprocessing). gpu: a Lock.
     """
 
     ready: Any
@@ -204,7 +204,7 @@ class Turns:
     waited: bool = False
 
     def wait(self) -> None:
-        """Wait for the other processes, unless one takes too long."""
+        """Wait for the other processes, at most COMPILATION seconds."""
         self.waited = True
         try:
             self.ready.wait(COMPILATION)
@@ -212,12 +212,12 @@ class Turns:
             pass
 
     def times(self, day: Day, steps: dict[str, Callable[[], Any]]) -> dict[str, float]:
-        """Return the median milliseconds of a step of each; other processes' turns come between the rounds."""
+        """Return the median milliseconds per step of each entry; other processes may be timed between the rounds."""
         seconds = {name: [] for name in steps}
         for _ in range(1 if day.dry else ROUNDS):
             for name, step in steps.items():
                 with self.gpu:
-                    step()  # what another process left in the caches is replaced
+                    step()  # refill the caches after another process's turn
                     start = day.clock()
                     for _ in range(STEPS):
                         step()
@@ -230,9 +230,9 @@ def peak_gib(
     steps: Steps,
     before: int,
 ) -> float | None:
-    """Return what a training step allocates at most beyond `before` bytes, in GiB.
+    """Return a training step's peak allocated memory minus `before` bytes, in GiB.
 
-    None on a CPU, and where a CUDA graph is replayed, which allocates nothing then.
+    None on a CPU and with CUDA graphs, whose replay allocates nothing.
     """
     if day.dry or steps.case.mode == GRAPHS:
         return None
@@ -255,7 +255,7 @@ def time_network(
     name: str,
     implementation: str,
 ) -> None:
-    """Compile a ResNet in its modes; time steps of training and inference, profile one of EA-50."""
+    """Compile a ResNet in its modes; time training and inference steps; for EA-50 profile one training step."""
     batch, side = (2, 32) if day.dry else (256, 224)
     images = day.images(batch, side)
     amp = "none" if day.dry else "bfloat16"
@@ -290,7 +290,7 @@ def time_network(
 
 
 def profiled(day: Day, steps: Steps) -> list[dict]:
-    """Return the milliseconds and calls of each kernel of a training step; on a CPU of each operator."""
+    """Return milliseconds and calls of each kernel in a training step; on a CPU, of each operator."""
     activities = [ProfilerActivity.CPU]
     if not day.dry:
         activities.append(ProfilerActivity.CUDA)
@@ -303,7 +303,7 @@ def profiled(day: Day, steps: Steps) -> list[dict]:
         milliseconds = (event.self_device_time_total or event.self_cpu_time_total) / 1e3
         row = {"kind": kind_of(event.key), "kernel": event.key[:100]}
         row |= {"calls": event.count, "ms": milliseconds}
-        # an operator's time is its kernels', and a range of the profiler's has theirs again
+        # count kernels only: operators and profiler ranges contain the same time again
         is_kernel = not event.self_cpu_time_total and not any(word in event.key for word in RANGES)
         if day.dry or is_kernel and milliseconds:
             rows.append(row)
@@ -325,7 +325,7 @@ def time_cifar(
     turns: Turns,
     batch: int,
 ) -> None:
-    """Time steps of the CIFAR network in each mode with each optimiser; profile one of them."""
+    """Time training steps of the CIFAR network in each mode with each optimiser; profile one of them."""
     images = day.images(batch, 32)
     amp = "none" if day.dry else "bfloat16"
     steps = {}
@@ -370,19 +370,19 @@ def worker(
     turns: Turns,
     *what: Any,
 ) -> None:
-    """Do a job in a process of its own; what it raises is kept in a file."""
+    """Run a job in this process; if it raises, write the traceback to a file."""
     try:
         job(day, turns, *what)
     except BaseException:
         if not turns.waited:
-            turns.wait()  # the others count on this process
+            turns.wait()  # the other processes wait for this one
         words = "-".join(str(word) for word in what)
         (day.output / f"{job.__name__}-{words}.error").write_text(traceback.format_exc())
         raise
 
 
 def table(day: Day) -> None:
-    """The rates: ResNets and the CIFAR network, eager, compiled and with CUDA graphs."""
+    """Write the rates of ResNets and the CIFAR network: eager, compiled and with CUDA graphs."""
     jobs = [(time_network, *case) for case in TABLE]
     jobs += [(time_cifar, batch) for batch in CIFAR_BATCHES]
     if day.dry:
@@ -400,7 +400,7 @@ def table(day: Day) -> None:
 
 
 def table_by_processes(day: Day, jobs: list[tuple]) -> None:
-    """Do each job in a process of its own."""
+    """Run each job in a separate process."""
     context = get_context("spawn")
     turns = Turns(context.Barrier(len(jobs)), context.Lock())
     settings = {"TORCHINDUCTOR_COMPILE_THREADS": "3"}
@@ -417,11 +417,12 @@ def table_by_processes(day: Day, jobs: list[tuple]) -> None:
             process.kill()
     failed = [job[1:] for job, process in zip(jobs, processes, strict=True) if process.exitcode]
     if failed:
-        print(f"ended with an error: {failed}", file=sys.stderr)  # the others' rows are there
+        # the other jobs' rows are complete
+        print(f"ended with an error: {failed}", file=sys.stderr)
 
 
 def with_ratios(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows with rates and memory beside resnet50's in the same mode."""
+    """Return the rows with the ratios of their rates and memory to those of resnet50 in the same mode."""
     base = rows[rows["network"] == "resnet50"].set_index("mode")
     rows = rows.copy()
     for column in ("train_ms", "infer_ms"):
@@ -436,7 +437,7 @@ def layer_inputs(
     side: int,
     evolves: bool,
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of a layer of EA-50, or of AA-50, that learn."""
+    """Return tensors with gradients in the sizes of a layer of EA-50 (evolves=True) or AA-50."""
     N = side * side
     K = 2 if day.dry else 8
     B = 1 if day.dry else 256 * 196 // N
@@ -463,13 +464,13 @@ def layer_inputs(
 
 @contextmanager
 def tiles_of(tile: triton_tiles.Tile) -> Iterator[None]:
-    """Let all kernels take one tile."""
+    """Let all kernels use this tile."""
     with mock.patch.object(triton_attention, "default_tile", lambda *_: tile):
         yield
 
 
 def layer_cases(day: Day, side: int) -> dict[str, Callable[[], None]]:
-    """Return calls of EA's layer with several tiles, and of AA's by several implementations."""
+    """Return calls of EA's layer with several tiles, and of AA's layer with several implementations."""
     evolving = layer_inputs(day, side, evolves=True)
     plain = layer_inputs(day, side, evolves=False)
     by_reference = {"implementation": "reference", "need_logits": False}
@@ -521,7 +522,7 @@ def layer_call(
 
 
 def layers(day: Day) -> None:
-    """One layer at 14x14 and 28x28: tiles of EA; AA by Triton, by each of sdpa's kernels, and the reference."""
+    """Time one layer at 14x14 and 28x28: EA with several tiles; AA with Triton, each sdpa kernel and the reference."""
     rows = []
     for side in (3,) if day.dry else (14, 28):
         for name, call in layer_cases(day, side).items():
@@ -535,9 +536,9 @@ def layers(day: Day) -> None:
 
 
 def accuracy(day: Day) -> None:
-    """Train the CIFAR network by `cifar_long` in fewer epochs; rows of the seconds to 94, 95 and 96%.
+    """Train the CIFAR network by `cifar_long` in fewer epochs; write the seconds to 94, 95 and 96%.
 
-    Compiled in the mode in which the table's step is fastest, where the table is at hand.
+    It uses the mode with the fastest step in the table, eager without a table.
 
     Raises:
         RuntimeError: the trainer failed.
@@ -562,7 +563,7 @@ def accuracy(day: Day) -> None:
 
 
 def fastest_mode(day: Day) -> str:
-    """Return the mode of the fastest step with Muon at the larger batch; eager without a table."""
+    """Return the mode with the fastest step (Muon, larger batch); eager without a table."""
     table = day.output / f"cifar-{CIFAR_BATCHES[-1]}.csv"
     if not table.exists():
         return EAGER
@@ -572,7 +573,7 @@ def fastest_mode(day: Day) -> str:
 
 
 def seconds_to(epochs: pd.DataFrame, goals: tuple[int, ...]) -> list[dict]:
-    """Return the epochs and seconds after which a run first had each top-1; None for one it never had."""
+    """Return the epochs and seconds after which a run first reached each top-1; None if it never did."""
     seconds = epochs["seconds"].cumsum()
     rows = []
     for goal in goals:
@@ -582,7 +583,7 @@ def seconds_to(epochs: pd.DataFrame, goals: tuple[int, ...]) -> list[dict]:
             first = reached[0]
             row["epochs"] = int(epochs["epoch"][first])
             row["seconds"] = seconds[first]
-            # the first epoch compiles; an average epoch stands for it
+            # the first epoch includes compilation, so the median of the others replaces it
             row["without_first_epoch"] = (
                 seconds[first] - seconds[0] + epochs["seconds"][1:].median()
             )
@@ -619,7 +620,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("gpu-day"))
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on a CPU")
     parser.add_argument("--cifar10", type=Path, metavar="DIR", help="folder of CIFAR-10")
-    parser.add_argument("--epochs", type=int, default=25, help="of the run on CIFAR-10")
+    parser.add_argument("--epochs", type=int, default=25, help="epochs on CIFAR-10")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     args = parser.parse_args(argv)
     day = Day(args.output, args.dry_run, args.cifar10, args.epochs)

@@ -1,11 +1,11 @@
-"""Compile the Triton kernels of some layers for each kind of GPU, without one, and tabulate what the compiler says.
+"""Compile the Triton kernels of some layers for each kind of GPU, without a GPU, and tabulate the compiler's figures.
 
     python -m experiments.kernel_figures experiments/results/kernel-figures.csv          # an hour on one core
     python -m experiments.kernel_figures FILE.csv --layers ea50_28x28 --targets 8.0 9.0 --dtypes bf16
 
 results/kernel-figures-large-maps.csv has the layers of large maps.
 
-Per kernel: threads, registers and spilled bytes of a thread, shared memory of a block.
+Per kernel: threads, registers and spilled bytes per thread, shared memory per block.
 """
 
 import argparse
@@ -47,7 +47,7 @@ LAYERS = {
 
 
 class Driver:
-    """Triton's driver of a GPU that is not there."""
+    """A Triton driver for a GPU that the machine does not have."""
 
     def __init__(self, capability: int):
         self.capability = capability
@@ -56,7 +56,7 @@ class Driver:
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return self.capability  # kernels are kept by device
+        return self.capability  # Triton caches kernels by device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -64,7 +64,7 @@ class Driver:
 
 @contextmanager
 def pretended_gpu(capability: tuple[int, int]):
-    """Let the kernels' Python believe in a GPU, and collect their launches."""
+    """Let the kernels' Python code believe that there is a GPU, and collect the launches."""
     launches = []
 
     def launch(kernel, tile, **arguments):
@@ -129,7 +129,7 @@ def compilations_at_first_use(network: str) -> Counter:
 
 
 def mocked(x):
-    """Replace tensors, also those in tuples, by Triton's stand-ins."""
+    """Replace tensors, also in named tuples, by Triton's MockTensor."""
     if isinstance(x, Tensor):
         return MockTensor(x.dtype, tuple(x.shape))
     if isinstance(x, tuple) and hasattr(x, "_fields"):

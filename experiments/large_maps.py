@@ -4,13 +4,13 @@
     OMP_WAIT_POLICY=passive python -m experiments.large_maps networks experiments/results/large-maps.csv
 
 parts: one layer of ea_aa_resnet50 (8 heads, 20 wide, values 3 wide, one image, float32, one thread) in the C kernel.
-A part's time is the layer's time with the part less the time without it, the median of repeats in processor time. The
-file also has least times, by this script at commit 7bb541b.
+A part's time is the layer's time with the part minus the time without it (medians of processor time). The file also
+has minimum times, from this script at commit 7bb541b.
 
 networks: seconds of processor time per image, in inference and in a training step, medians of interleaved rounds. The
-peak is the largest resident memory of a separate process in training steps, less its memory before the network was
-made. malloc keeps freed memory while times are measured (otherwise each page is cleared again) and returns it while the
-peak is measured.
+peak is the largest resident memory of a separate process during training steps, minus its memory before the network was
+created. malloc keeps freed memory while times are measured (otherwise each page is cleared again) and returns it while
+the peak is measured.
 """
 
 import argparse
@@ -39,7 +39,7 @@ KEEP = {
     "MALLOC_TRIM_THRESHOLD_": "20000000000",
 }
 RETURN = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-LADDER = (  # each adds a part to the one before
+LADDER = (  # each entry adds one part to the previous one
     ("softmax, values", {"dim": 4}),
     ("products of q and k", {}),
     ("position", {"relative": True}),
@@ -131,7 +131,7 @@ NETWORKS = {
 
 
 def create(name: str, size: int) -> tuple[torch.nn.Module, Callable[[torch.Tensor], torch.Tensor]]:
-    """Return a network and a function that computes its loss from images, or in evaluation its result."""
+    """Return a network and a function of images that computes its loss, or its output in evaluation mode."""
     model, options = NETWORKS[name]
     if options is None:
         from ea_vision.detection.model import create_detector
@@ -171,7 +171,7 @@ def step(
 
 
 def resident(field: str) -> float:
-    """Return resident memory in MiB: VmRSS is the present one, VmHWM the largest so far (getrusage's includes the
+    """Return resident memory in MiB: VmRSS is the current value, VmHWM the peak (getrusage's peak would include the
     parent's)."""
     status = Path("/proc/self/status").read_text()
     kilobytes = re.search(rf"^{field}:\s*(\d+) kB$", status, re.MULTILINE)[1]
@@ -231,7 +231,7 @@ def seconds_of(
     batch: int,
     rounds: int,
 ) -> dict[tuple[str, bool], list[float]]:
-    """Return seconds per image by network and whether it trains, one for each round of networks in turns."""
+    """Return seconds per image by (network, training or not), one value per interleaved round."""
     created = {name: create(name, size) for name in names}
     images = torch.randn(batch, 3, size, size)
     seconds: dict[tuple[str, bool], list[float]] = {}

@@ -1,15 +1,15 @@
-"""Images per second of every loader on the same images, and the share of time that a training step waits for images.
+"""Measure images per second of every loader on the same images, and the share of time that a step waits for images.
 
     python -m experiments.loaders --data-dir DIR --workers 8 --rounds 5
 
-Training batches (random crop, flip, normalised) come from timm's loader, as its train script makes it without colour
-jitter, from image files by ea_vision, and from FFCV files of the same images: all as JPEG, half as JPEG, and all as
-pixels. Each loader runs in a separate process with the same number of workers. A few images are repeated to make a long
-epoch, and its start is not timed. The loaders take turns in every round, while the others stand still; the table shows
-medians.
+Training batches (random crop, flip, normalised) come from timm's loader (set up as in its train script, but without
+colour jitter), from ea_vision's loader of image files, and from FFCV files of the same images: all as JPEG, half as
+JPEG, and all as pixels. Each loader runs in a separate process with the same number of workers. A few images are
+repeated to make a long epoch, whose start is not timed. In every round the loaders run one after another; the table
+shows medians.
 
 The step stands for an accelerator that takes `--rate` images per second: it sleeps, so that the loader has the cores.
-For image files it also waits for their normalisation, which a GPU would do.
+With image files it also waits for their normalisation, which a GPU would do.
 """
 
 import argparse
@@ -41,7 +41,7 @@ STD = timm.data.IMAGENET_DEFAULT_STD
 
 
 class Repeated:
-    """The items of a timm reader or an image source, over and over."""
+    """A timm reader or an image source, repeated to `length` items."""
 
     def __init__(self, items, length: int = EPOCH):
         self.items = items
@@ -103,8 +103,8 @@ def batches(
 
 
 def measure(loader, given: argparse.Namespace) -> dict[str, float]:
-    """Draw batches for some seconds as fast as they come, then for the same time with a step between them."""
-    for _ in range(3 + 2 * given.workers):  # batches that were ready before
+    """Draw batches as fast as possible for `seconds`, then for the same time with a step between them."""
+    for _ in range(3 + 2 * given.workers):  # skip batches that were prefetched
         next(loader)
     images = 0
     start = time.perf_counter()
@@ -127,7 +127,7 @@ def serve(
     path: str,
     given: argparse.Namespace,
 ) -> None:
-    """Measure one loader, in a separate process, each time something is received; None ends it."""
+    """Measure one loader in this separate process whenever a message arrives; None ends it."""
     torch.set_num_threads(1)
     loader = batches(kind, path, given)
     next(loader)
@@ -154,7 +154,7 @@ def main() -> None:
         "--rate", type=float, default=1000.0, help="images per second that the step takes"
     )
     parser.add_argument(
-        "--seconds", type=float, default=1.5, help="of each of the two measurements"
+        "--seconds", type=float, default=1.5, help="duration of each of the two measurements"
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu")
@@ -177,7 +177,7 @@ def main() -> None:
         for name, kind, path in targets:
             served[name], theirs = context.Pipe()
             context.Process(target=serve, args=(theirs, kind, path, given)).start()
-            theirs.close()  # so that the end of the process is an error here
+            theirs.close()  # else recv would wait for ever once the process has ended
             served[name].recv()
         for _ in range(given.rounds):
             for name, connection in served.items():

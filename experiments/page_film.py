@@ -1,4 +1,4 @@
-"""Record a film of the attention page in a browser: the pointer asks, and the maps follow.
+"""Record a film of the attention page in a browser: the pointer moves over a photo, and the maps follow.
 
     python -m experiments.page_film docs/photos/macaw.jpg docs/cat.jpg
 
@@ -32,7 +32,7 @@ MOST_BYTES = 1_500_000
 
 
 def path_of_pointer() -> Iterator[tuple[float, float]]:
-    """Yield places on the photo, in shares of its sides: once around its middle."""
+    """Yield the pointer's places on the photo, as fractions of its sides: once around the middle."""
     moving = FRAMES - 2 * STILL
     for step in range(moving):
         angle = 2 * math.pi * step / moving
@@ -40,7 +40,7 @@ def path_of_pointer() -> Iterator[tuple[float, float]]:
 
 
 def take(page) -> Image.Image:
-    """Return what the browser shows, when all is drawn."""
+    """Return a screenshot once everything is drawn."""
     page.evaluate("explorer.ready()")
     with Image.open(io.BytesIO(page.screenshot())) as picture:
         return picture.convert("RGB")
@@ -58,7 +58,7 @@ def record_film(page) -> list[Image.Image]:
 
 
 def webp_bytes(frames: Sequence[Image.Image]) -> bytes:
-    """Return the frames as a WebP that runs for ever, in the best quality that is small enough."""
+    """Return the frames as an endless WebP, in the best quality that stays within MOST_BYTES."""
     for quality in (70, 55, 40):
         data = io.BytesIO()
         first, *others = frames

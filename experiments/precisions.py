@@ -36,7 +36,10 @@ def to_float16(path: Path) -> bytes:
 
 
 def to_int8(path: Path, photos: list[torch.Tensor]) -> bytes:
-    """Return an ONNX file with convolutions and products with weights in 8 bits, calibrated on normalised photos."""
+    """Return an ONNX file whose convolutions and matrix products with weights run in 8 bits, calibrated on photos.
+
+    photos: normalised, (1, 3, H, W) each.
+    """
 
     class Reader(CalibrationDataReader):
         left = iter(photos)
@@ -49,7 +52,7 @@ def to_int8(path: Path, photos: list[torch.Tensor]) -> bytes:
     small = path.with_name("int8.onnx")
     quant_pre_process(path, plain)
     graph = onnx.load(plain).graph
-    # 8 bits by column need two axes
+    # per-channel quantization needs weights with two axes
     weights = {tensor.name for tensor in graph.initializer if len(tensor.dims) == 2}
     products = [node for node in graph.node if node.op_type == "MatMul"]
     maps = [node.name for node in products if node.input[1] not in weights]

@@ -1,10 +1,10 @@
-"""The papers' tables of images, published beside ours: docs/results.md, and the rest in experiments/published.md.
+"""Write the papers' image tables, published figures beside ours: docs/results.md and experiments/published.md.
 
     python -m experiments.published                   # writes both pages
     python -m experiments.published ea_aa_resnet50    # prints rows of networks or tables, and their commands
 
-Published figures are those of published.yaml. Parameters and GFLOPs are counted on the networks as this package builds
-them. Accuracies are those of the last epoch, on the test images, of the runs in results/runs.yaml.
+Published figures come from published.yaml. Parameters and GFLOPs are counted on this package's networks. Our accuracies
+come from the runs in results/runs.yaml: last epoch, test images.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from ea_vision.sizes import Counts, count
 from experiments.evidence import by_variant, markdown, paired, read_runs
 
 HERE = Path(__file__).resolve().parent
-TEXT = {  # the pages, and what stands above their tables
+TEXT = {  # page -> text above its tables
     HERE.parent / "docs" / "results.md": """\
 # Results: published beside ours
 
@@ -145,7 +145,7 @@ def counted(row: Row, data: str) -> Counts:
 
 
 def command(row: Row, data: str) -> str:
-    """Return the command that trains a row's network: the recipe, and options that the recipe does not have."""
+    """Return the command that trains a row's network: its recipe, and the options that differ from the recipe."""
     start = "ea-vision"
     if row["processes"] > 1:
         start = f"torchrun --nproc-per-node {row['processes']} -m ea_vision"
@@ -160,7 +160,7 @@ def command(row: Row, data: str) -> str:
 
 
 def cost(row: Row, data: str) -> tuple[int, float]:
-    """Return the epochs of a row's training, and its arithmetic in exaFLOPs."""
+    """Return the epochs of a row's training, and its cost in exaFLOPs."""
     recipe = load_recipe(row["recipes"][data])
     epochs = recipe["epochs"]
     images = DATA[data][2] - recipe.get("holdout", 0)
@@ -181,7 +181,7 @@ def ours(row: Row, data: str) -> str:
 
 
 def digits(values: Iterable[float | None]) -> int:
-    """Return the number of decimals in a column of a paper; 1 for an empty column."""
+    """Return the number of decimals in a column of a paper's table; 1 for an empty column."""
     decimals = [len(f"{value:g}".partition(".")[2]) for value in values if value is not None]
     return max(decimals, default=1)
 
@@ -192,7 +192,7 @@ def cell(value: float | None, decimals: int) -> str:
 
 
 def classifiers(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
-    """Return the lines of a table of networks that are trained to classify, without columns that have no figure."""
+    """Return the lines of a table of classification networks, without empty columns."""
     decimals = _decimals(table)
     lines = []
     for row in rows:
@@ -256,7 +256,7 @@ def detectors(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
 
 @cache
 def seeds_of(data: str) -> dict[str, pd.DataFrame]:
-    """Return top-1 by seed and variant of the narrow networks: the first five seeds, five fresh ones, and all ten."""
+    """Return top-1 of the narrow networks by seed and variant, for seeds 0 to 4, seeds 5 to 9, and all ten."""
     first = by_variant(read_runs(HERE / "results" / "evidence" / f"{data}-runs.csv"))
     fresh = by_variant(read_runs(HERE / "factorial" / f"{data}-runs.csv"))
     return {
@@ -294,8 +294,10 @@ def _gain(top1: pd.DataFrame, variant: str) -> str:
 
 
 def _cost_of(name: str, branches: Sequence[Any]) -> tuple[str, int, int | None, float | None]:
-    """Return label, bytes of maps, parameters and FLOPs of one layer of a stage, of all layers in training, or of all
-    layers in inference."""
+    """Return label, bytes of maps, parameters and FLOPs.
+
+    name: a stage (one of its layers is counted), "training" or "inference" (all layers are counted).
+    """
     stage = [branch for branch in branches if branch.layer.startswith(f"{name}.")]
     if stage:
         label = f"{name}, one of {len(stage)} layers"
@@ -305,13 +307,13 @@ def _cost_of(name: str, branches: Sequence[Any]) -> tuple[str, int, int | None, 
         params = sum(branch.params for branch in branches)
         flops = sum(branch.flops_profiler for branch in branches)
         return "all, training", maps, params, flops
-    # at the same time: a layer's maps and, where they evolve, the previous layer's
+    # at the same time in memory: a layer's maps and, if they evolve, the previous layer's maps
     maps = max(branch.map_bytes * (1 + branch.evolves) for branch in branches)
     return "all, inference", maps, None, None
 
 
 def attention_cost(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
-    """Return the lines of the AA paper's table of the costs of attention, by stage and in all."""
+    """Return the lines of the AA paper's table of attention costs, per stage and in total."""
     lines = []
     for row in rows:
         label, maps, params, flops = _cost_of(row["name"], counted(row, "ImageNet").branches)
@@ -336,7 +338,7 @@ def attention_cost(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
 
 
 def probes(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
-    """Return the lines of the EA paper's table of networks that see one map alone."""
+    """Return the lines of the EA paper's table of probes that classify by the maps of one layer."""
     layers = list(rows[0]["layers"])
     heads = ["network", *[f"layer {layer}, published" for layer in layers]]
     lines = []
@@ -394,7 +396,7 @@ def chosen(names: Sequence[str]) -> str:
     """Return the rows of some networks or tables, and the commands that would train them.
 
     Raises:
-        UsageError: a name of no network and no table.
+        UsageError: a name that is neither a network nor a table.
     """
     known = {*tables(), *[row["model"] for row in _rows()]}
     for name in set(names) - known:

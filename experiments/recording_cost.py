@@ -1,4 +1,4 @@
-"""Time of recording attention maps beside the plain forward, and the memory of the maps that are kept.
+"""Measure the time of a forward pass with and without recording, and the memory of the recorded maps.
 
     OMP_NUM_THREADS=1 python -m experiments.recording_cost experiments/results/recording-cost.csv
 
@@ -32,7 +32,7 @@ def measure(
     images: int,
     repeats: int,
 ) -> dict[str, str | float]:
-    """Return the row of a network."""
+    """Return the table row of one network."""
     torch.manual_seed(0)
     model = timm.create_model(name).eval()
     batch = torch.rand(images, *timm.data.resolve_model_data_config(model)["input_size"])
@@ -63,7 +63,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("csv", type=Path)
-    parser.add_argument("--images", type=int, default=8, help="in a batch (default: %(default)s)")
+    parser.add_argument("--images", type=int, default=8, help="per batch (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=11, help="rounds (default: %(default)s)")
     args = parser.parse_args()
     rows = [measure(name, args.images, args.repeats) for name in MODELS]

@@ -1,21 +1,21 @@
-"""How much of a trained network's accuracy depends on its attention maps, and of its logits on evolution.
+"""Measure how much a trained network's accuracy depends on its attention maps, and its logits on evolution.
 
     python experiments/replaced_maps.py FOLDER --model NAME|RUN[,..] --dataset folder --data-dir DIR
 
 writes, in 2 minutes per network,
 
-FOLDER/replaced.csv: top-1 in percent on test images (with --holdout N on the training images that a run with this
-option and seed 0 left out), as trained, and with the maps of all layers replaced. Nothing is trained again.
+FOLDER/replaced.csv: top-1 in percent on test images, as trained, and with the maps of all layers replaced. With
+--holdout N the images are the training images that a run with this option and seed 0 holds out. Nothing is retrained.
 
 * uniform: every query looks at all keys equally.
 * mean: the layer's mean map over these images, so that the map does not depend on the image.
 * other: the maps of another of these images.
 * none: no map at all; the attention branch returns its projection's bias alone.
-* own: the evolving layers' own logits, neither mixed with the previous layer's nor convolved (of networks that evolve).
+* own: the layer's own logits, neither mixed with the previous layer's nor convolved (only in networks that evolve).
 
-FOLDER/logits.csv, by layer, means over the images and heads: the standard deviation over keys (the part that the
-softmax does not cancel) of the layer's own logits and of those that enter the softmax, and the correlation of the two
-over the map, after each query's mean is subtracted (0 where a map is constant).
+FOLDER/logits.csv, per layer, means over images and heads: the standard deviation over keys (the part that the softmax
+does not cancel) of the layer's own logits and of the logits that enter the softmax, and the correlation of these two
+over the map, after each query's mean is subtracted (0 if a map is constant).
 """
 
 import argparse
@@ -55,7 +55,7 @@ def mean_maps(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
     return [total / images for total in sums.values()]
 
 
-CHANGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of maps (B, K, N, N) and the mean map
+CHANGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # (maps (B, K, N, N), mean map) -> maps
     "uniform": lambda maps, mean: torch.full_like(maps, 1 / maps.shape[-1]),
     "mean": lambda maps, mean: mean.expand_as(maps),
     "other": lambda maps, mean: maps.roll(1, 0),
@@ -68,7 +68,7 @@ def replace_maps(
     kind: str,
     means: list[Tensor],
 ) -> ExitStack:
-    """Replace the maps of all layers, as described above, until the result is closed."""
+    """Replace the maps of all layers (see the top of this file) until the returned ExitStack is closed."""
     hooks = ExitStack()
     for layer, mean in zip(attention_modules(model), means, strict=True):
         if kind in CHANGES:
@@ -134,7 +134,7 @@ def logits(
 
 
 def deviation(centred: Tensor) -> Tensor:
-    """Return the standard deviation over keys, mean over queries, of centred logits: (B, K, N, N) -> (B, K)."""
+    """Return the standard deviation of centred logits over keys, averaged over queries: (B, K, N, N) -> (B, K)."""
     return centred.square().mean(-1).sqrt().mean(-1)
 
 
@@ -142,7 +142,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="of the tables to write")
+    parser.add_argument("folder", type=Path, help="where the tables are written")
     parser.add_argument("--model", required=True, help="names or run folders, separated by commas")
     parser.add_argument(
         "--dataset", default="cifar10", help="see train_cifar.py --help (default: %(default)s)"
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
         "--holdout",
         type=positive,
         default=None,
-        help="take training images, as many as the runs held out, in place of test images",
+        help="use the N training images that the runs held out instead of the test images",
     )
     parser.add_argument(
         "--limit",
@@ -165,7 +165,7 @@ def main(argv: list[str] | None = None) -> int:
     targets = parse_targets(options.model)
     data = load_dataset(options.dataset, options.data_dir)
     test = hold_out(data.train, options.holdout, seed=0)[1] if options.holdout else data.test
-    # In random order: in the folder's, an image's neighbour, whose map `other` takes, is mostly of the same class.
+    # In random order, because `other` takes the map of the next image, and neighbours in a folder mostly share a class.
     order = torch.randperm(len(test), generator=torch.Generator().manual_seed(0))
     images = test.select(order[: options.limit])
     tables: dict[str, list[tuple]] = {

@@ -1,10 +1,10 @@
-"""Inference of deployed networks in several runtimes, interleaved, as ratios to timm's plain network in the same one.
+"""Time inference of deployed networks in several runtimes, interleaved, with ratios to timm's plain network.
 
     python -m experiments.runtimes resnet50 aa_resnet50 ea_aa_resnet50 --repeats 5
 
 Every network goes through `ea_vision.deploy`, timm's plain ones too. "eager" is PyTorch, "compiled" torch.compile with
-frozen weights, both channels-last; "onnx" is ONNX Runtime on a CPU. Gates that learn are at the papers' values. Peak
-memory is that of a process which runs the ONNX file alone, beyond onnxruntime itself.
+frozen weights, both channels-last; "onnx" is ONNX Runtime on a CPU. Learnable gates are set to the papers' values. Peak
+memory is measured in a process that runs the ONNX file alone, and excludes onnxruntime itself.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         for name in args.models:
             model = live_network(name, images).eval()
             for gate_name, gate in learnable_gates(model).items():
-                gate.fill_(1.0 if gate_name.endswith("beta") else 0.5)  # at 0 nothing would evolve
+                gate.fill_(1.0 if gate_name.endswith("beta") else 0.5)  # 0 turns evolution off
             deployed = ea_vision.deploy(model)
             if "onnx" in args.runtimes:
                 path = Path(folder) / f"{name}.onnx"

@@ -1,9 +1,9 @@
-"""What each study could have found: the true difference that its seeds find at 80% power, from its own spread.
+"""Compute what each study could have found: the true difference that its seeds find at 80% power, from its own spread.
 
     python -m experiments.sensitivity experiments/results/sensitivity.csv
 
-A two-sided paired t test at 0.05, or at Holm's first level where a study has several hypotheses. mean_correlation: of
-the variants over seeds; near 0, pairing gains nothing.
+A two-sided paired t test at 0.05, or at Holm's first level if a study has several hypotheses. mean_correlation: the
+correlation of variants over seeds; near 0, pairing gains nothing.
 """
 
 import sys
@@ -45,7 +45,7 @@ def top1_of(path: Path) -> pd.DataFrame:
 
 
 def table() -> pd.DataFrame:
-    """Return a row for each study: seeds, spread of the differences and what they find, in points."""
+    """Return one row per study: seeds, spread of the differences, and the difference that they find, in points."""
     rows = []
     for study, (file, first, second, hypotheses) in STUDIES.items():
         top1 = top1_of(HERE / file)

@@ -1,9 +1,9 @@
-"""Collect the accuracies of the shipped CIFAR-10 weights in the columns of timm's results files.
+"""Collect the accuracies of the shipped CIFAR-10 weights, with the columns of timm's results files.
 
     python experiments/shipped_weights.py
 
-writes experiments/results/results-cifar10.csv, best first: of every CIFAR-10 weights file that can be loaded by name,
-what its card says. `ea-vision export` measured the cards' figures on the test images, with the weights as stored.
+writes experiments/results/results-cifar10.csv, best first: the card's figures for every CIFAR-10 weights file that can
+be loaded by name. `experiments.weights_card` measured them on the test images, with the stored weights.
 """
 
 import argparse
@@ -22,7 +22,7 @@ ACCURACY = re.compile(r"(\d+\.\d+)% top-1, (\d+\.\d+)% top-5 on the test images"
 
 
 def collect(folder: Path) -> list[dict]:
-    """Return a row for each weights file of ten classes that has a name, the best first."""
+    """Return one row per weights file with ten classes that can be loaded by name, the best first."""
     rows = []
     for name in timm.list_pretrained():
         cfg = timm.get_pretrained_cfg(name)

@@ -6,10 +6,10 @@
     python -m experiments.sweep --set alpha=0.1,0.5,0.9 --output sweeps/alpha \\
         -- --model ea_conv_transformer_cifar --dataset cifar10 --data-dir DIR --holdout 5000
 
-Runs are trained by train-cifar, so the same sweep started again continues where it was. A sweep compares on images held
-out (--holdout) and leaves the test images alone; with --test, for settings that are fixed, each run is tested, once.
-Top-1 is that of the last epoch's weights. Written is sweep.csv; `python -m experiments.evidence` reads the folder,
-tests whether variants differ and draws them.
+Runs are trained by train-cifar, so the same sweep started again continues where it stopped. A sweep compares variants
+on held-out images (--holdout) and does not touch the test images. With --test, for settings that are already fixed,
+each run is tested once. Top-1 is that of the last epoch's weights. The sweep writes sweep.csv;
+`python -m experiments.evidence` reads the folder, tests whether variants differ, and draws them.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from experiments.evidence import read_run, write_runs
 
 
 def parse_variants(words: Sequence[str]) -> dict[str, list[str]]:
-    """Read NAME=ARGUMENTS words; raise UsageError for a name that is missing, twice, or no folder's."""
+    """Read NAME=ARGUMENTS words; raise UsageError if a name is missing, repeated or not usable as a folder name."""
     variants: dict[str, list[str]] = {}
     for word in words:
         name, _, arguments = word.partition("=")
@@ -47,7 +47,7 @@ def parse_variants(words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def with_settings(variants: dict[str, list[str]], words: Sequence[str]) -> dict[str, list[str]]:
-    """Return each variant with each combination of KEY=V1,V2,... model keywords; raise UsageError for another word."""
+    """Return each variant with each combination of KEY=V1,V2,... model keywords; raise UsageError for other words."""
     grid = []
     for word in words:
         key, _, values = word.partition("=")
@@ -64,7 +64,7 @@ def with_settings(variants: dict[str, list[str]], words: Sequence[str]) -> dict[
 
 
 def check(name: str, arguments: Sequence[str]) -> None:
-    """Raise UsageError, which names the variant, for trainer's arguments, a network or data that would not do."""
+    """Raise a UsageError that names the variant if its arguments, network or data are invalid."""
     try:
         train_cifar.main([*arguments, "--check-options"])
     except UsageError as error:
@@ -72,7 +72,7 @@ def check(name: str, arguments: Sequence[str]) -> None:
 
 
 def check_images(folder: Path, classes: int) -> None:
-    """Raise UsageError unless a data folder has training and test images of so many classes."""
+    """Raise UsageError unless a data folder has training and test images of this many classes."""
     for place in places_of(str(folder)):
         found = len(ImageFiles(place).classes)
         if found != classes:
@@ -84,7 +84,7 @@ def train(
     folder: Path,
     seed: int,
 ) -> dict[str, Any]:
-    """Train one run in its own process, which saves when this one is stopped; return it as `read_run` does.
+    """Train one run in its own process, which saves if this one is stopped; return the result of `read_run`.
 
     Raises:
         RunError: the trainer failed.
@@ -110,7 +110,7 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def stop(number: int, _frame) -> None:
-    """Handle a signal: end the sweep, and so let the run in progress save."""
+    """Handle a signal: end the sweep, so that the current run saves."""
     raise RunError("stopped by a signal; the same command continues", 128 + number)
 
 
@@ -132,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
         default=[],
         metavar="KEY=V1,V2,...",
         dest="keywords",
-        help="a model keyword and its values; given again, all combinations are run",
+        help="a model keyword and its values; several --set run all combinations",
     )
     parser.add_argument(
         "--test", action="store_true", help="test each run, once: for settings that are fixed"
@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
         "--seeds",
         type=parse_seeds,
         default=[0],
-        help="seeds, each of which runs every variant (default: 0)",
+        help="seeds; every variant runs with each of them (default: 0)",
     )
     parser.add_argument(
         "--output", required=True, type=Path, help="folder of the runs and sweep.csv"

@@ -1,9 +1,10 @@
-"""Set the options of timm's train.py beside those of train-imagenet: timm_options.md.
+"""Compare the options of timm's train.py with those of train-imagenet, for timm_options.md.
 
     python experiments/timm_options.py pytorch-image-models/train.py
 
-prints the page's tables: options of one name, those that are called otherwise here, and those that there are not. The
-parser is timm's own; an option that timm adds stands among the last until it is named here.
+prints the page's tables: options with the same name, options with another name or meaning here, and options that
+train-imagenet does not have. It reads timm's own parser, so an option that timm adds is listed as missing until it is
+named here.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from ea_vision.base.errors import exit_code
 from ea_vision.engine.config import make_parser
 from ea_vision.engine.train_imagenet import ImageNetConfig
 
-# Of one name and another meaning or default.
+# Options with the same name but another meaning or default.
 UNLIKE = {
     "lr": "per `--lr-base-size` images (timm's `--lr-base`), 0: as it is",
     "output": "the run folder itself",
@@ -65,7 +66,7 @@ OTHERWISE = {
 
 
 def names_of(parser: argparse.ArgumentParser) -> list[str]:
-    """Return the longest name of each option of a parser but --help, without its dashes."""
+    """Return the longest name of each option of a parser, without dashes and without --help."""
     names = []
     for action in parser._actions:
         if action.dest != "help":
@@ -75,7 +76,7 @@ def names_of(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def section(timms: argparse.ArgumentParser) -> str:
-    """Return what timm_options.md says of the options of timm's parser."""
+    """Return the tables of timm_options.md for timm's parser."""
     parser = make_parser(ImageNetConfig, "", "")
     ours = {flag.lstrip("-") for flag in parser._option_string_actions}
     names = names_of(timms)
@@ -103,7 +104,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("script", type=Path, metavar="TRAIN.PY", help="of a checkout of timm")
+    parser.add_argument(
+        "script", type=Path, metavar="TRAIN.PY", help="train.py in a checkout of timm"
+    )
     spec = importlib.util.spec_from_file_location("timms_train", parser.parse_args(argv).script)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)

@@ -4,9 +4,9 @@
     python experiments/tiny_boxes.py tiny-imagenet-200 tiny-one --classes 20 --as-one object --per-class 250 --mean-box
 
 TINY/train/CLASS/CLASS_boxes.txt and TINY/val/val_annotations.txt become FOLDER/train.json and val.json; the images stay
-where they are, FOLDER/train and FOLDER/val are links to them. Corners in Tiny-ImageNet's files are pixels of the box,
-so a box from 0 to 63 is 64 pixels wide. --mean-box evaluates a guess that looks at no image, every class's mean
-training box, which a detector must beat.
+where they are, and FOLDER/train and FOLDER/val are links to them. Corners in Tiny-ImageNet's files are pixels inside
+the box, so a box from 0 to 63 is 64 pixels wide. --mean-box evaluates the mean training box of every class, predicted
+without looking at the image: a detector must beat it.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def _tab_separated(path: Path) -> list[list[str]]:
 
 
 def categories_of(tiny: Path, classes: Sequence[str]) -> list[dict]:
-    """Return one category per class, named by its first word, with the class where several have this word."""
+    """Return one category per class, named by its first word, and by its WordNet ID if several share this word."""
     text = (tiny / "words.txt").read_text(encoding="utf-8")
     words = dict(line.split("\t", 1) for line in text.splitlines())
     names = [words[label].split(",")[0] for label in classes]
@@ -73,7 +73,7 @@ def convert(
 
     Args:
         classes: WordNet IDs.
-        as_one: the name of one category for all of them; "": one category per class, named by its first word.
+        as_one: the name of a single category for all classes; "": one category per class, named by its first word.
     """
     if as_one:
         categories = [{"id": 1, "name": as_one}]
@@ -109,8 +109,8 @@ def convert(
 
 
 def mean_box_metrics(root: Path) -> dict[str, float]:
-    """Return COCO's metrics, in percent, of a guess that looks at no image: every class's mean training box, scored by
-    the class's frequency."""
+    """Return COCO's metrics, in percent, of a baseline that does not look at the image: it predicts every class's mean
+    training box, with the class's frequency as its score."""
     train = CocoFolder(root, "train")
     val = CocoFolder(root, "val")
     boxes = defaultdict(list)
@@ -138,13 +138,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--classes", default="200", metavar="N|ID,ID,..", help="the first N classes, or these"
     )
     parser.add_argument(
-        "--as-one", default="", metavar="NAME", help="all classes become one category of this name"
+        "--as-one",
+        default="",
+        metavar="NAME",
+        help="merge all classes into one category of this name",
     )
     parser.add_argument(
         "--per-class", type=int, default=0, metavar="N", help="training images per class (0: all)"
     )
     parser.add_argument(
-        "--mean-box", action="store_true", help="print what the mean training box reaches"
+        "--mean-box", action="store_true", help="print the metrics of the mean training box"
     )
     args = parser.parse_args(argv)
     folders = sorted(path.name for path in args.tiny.glob("train/*") if path.is_dir())

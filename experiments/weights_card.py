@@ -1,12 +1,12 @@
-"""Write the weights of a complete run of train_cifar.py or train_imagenet.py with their card.
+"""Write the weights of a complete run of train_cifar.py or train_imagenet.py, and a model card beside them.
 
     python -m experiments.weights_card RUN -o weights/MODEL.TAG.safetensors --data-dir DIR
 
-The weights are stored in float16 where that keeps the top-1 on the test images within 0.1 point of the run's, else in
-float32. A run of train_cifar.py has test images; for one of train_imagenet.py they are a split that it has not seen.
-Where a run was tested with several views of an image (--tta), the card has their figure, too. To be loaded by name, the
-tag must stand in the `default_cfgs` of the model's file, and keywords of the run that are not the network's own in its
-`Network(..., trained={TAG: keywords})`; then `python experiments/shipped_weights.py` renews the table of results.
+The weights are stored in float16 if their top-1 on the test images then stays within 0.1 point of the run's, else in
+float32. A run of train_cifar.py has test images; a run of train_imagenet.py needs a split that it has not seen. If the
+run was tested with several views of an image (--tta), the card has this result, too. For weights that load by name, add
+the tag to `default_cfgs` in the model's file, and the run's model keywords that differ from the network's defaults to
+its `Network(..., trained={TAG: keywords})`; then renew the table of results by `python experiments/shipped_weights.py`.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def front_matter(
     top1: float,
     dataset: str,
 ) -> list[str]:
-    """Return the lines by which Hugging Face's hub reads a model card."""
+    """Return the YAML front matter that Hugging Face's hub reads from a model card."""
     return [
         "---",
         "license: apache-2.0",
@@ -78,7 +78,7 @@ def front_matter(
 
 
 def by_update(starts: list[dict], describe: Callable[[dict], str]) -> str:
-    """Describe a run's last start and, in brackets, the updates made by starts described otherwise."""
+    """Describe the run's last start and, in brackets, the updates of earlier starts with another description."""
     said = [(start["update"], describe(start)) for start in starts]
     if said[0][0] > 1:
         said.insert(0, (1, "not recorded"))
@@ -105,14 +105,14 @@ def evaluated_on(split: str, metrics: dict) -> str:
 
 
 def interval(percent: float, images: int) -> str:
-    """Return Wilson's 95% interval of a share of so many images, in percent."""
+    """Return Wilson's 95% interval of an accuracy in percent on this many images."""
     low, high = proportion_confint(percent / 100 * images, images, method="wilson")
     return f"{100 * low:.2f} to {100 * high:.2f}"
 
 
 @dataclass
 class FinishedRun:
-    """A complete run: its options, `about` section and metrics; of which images it was evaluated on, best weights."""
+    """A complete run: options, `about` section, metrics, the split of its evaluations, and its best weights' result."""
 
     config: dict
     about: dict
@@ -122,7 +122,7 @@ class FinishedRun:
 
 
 def read_finished(folder: Path) -> FinishedRun:
-    """Return a run; raise UsageError where it is not complete or was not tested."""
+    """Return a run; raise UsageError if it is not complete or was not tested."""
     results = run_folder.read_results(folder)
     if results is None:
         raise UsageError(
@@ -178,11 +178,11 @@ def facts(
     dtype: str,
     split: str,
 ) -> dict[str, str]:
-    """Return what a card's table says of a run: its left column and its right one."""
+    """Return the rows of a card's table: left column -> right column."""
     config = finished.config
     run = finished.about
     starts = run["starts"]
-    # Runs from before an option was there lack it.
+    # A run that is older than an option does not have it.
     options = [f"{name} {config[name]}" for name in SHOWN_OPTIONS if name in config]
     seen = evaluated_on(finished.eval_split, finished.metrics)
     if split:
@@ -217,9 +217,9 @@ def card(
     tta: str,
     split: str,
 ) -> str:
-    """Return Markdown: what the weights are, how they were made, and the command that checks them.
+    """Return Markdown: what the weights are, how they were trained, and the command that checks them.
 
-    by_views: the result by views of the kind `tta`, where the run asks for them. split: of `write_weights`.
+    by_views: the result with several views of the kind `tta`, if the run uses them. split: as in `write_weights`.
     """
     config = finished.config
     dataset = config["dataset"] if not split else config["recipe"]
@@ -257,10 +257,10 @@ def test_images(
     split: str,
     world: World,
 ):
-    """Return the loader of the images that a run's weights are tested on, and the views that it asks for.
+    """Return the loader of the test images of a run, and the kind of views (`tta`) that the run uses.
 
     Raises:
-        UsageError: other data than the run's, or a split that the run has seen.
+        UsageError: the data are not the run's, or the run has seen the split.
     """
     run = finished.about
     common = {
@@ -278,7 +278,7 @@ def test_images(
         )
         data = ClassFolders(options, world, training=False)
         check_classes(model, data.classes, run["classes"], str(folder))
-        # The run's fingerprint is that of the training images, then that of the others.
+        # The run's fingerprint is the training images' one, followed by the validation images' one.
         if data.fingerprint in run["data_fingerprint"]:
             raise UsageError(f"--split must name images that {folder} has not seen, got {split}")
         return data.eval_loader(**common), options.tta
@@ -301,16 +301,16 @@ def write_weights(
     """Write the best weights of a complete run to MODEL.TAG.safetensors and its card beside it, MODEL.TAG.md.
 
     Args:
-        folder: of the run.
-        data_dir: the data set of the run, for the accuracy of what is exported.
-        split: of a run of train_imagenet.py, the folder or tar of data_dir with the test images.
+        folder: the run folder.
+        data_dir: the data set of the run, to measure the accuracy of the stored weights.
+        split: for a run of train_imagenet.py, the folder or tar of data_dir with the test images.
 
     Returns:
-        a line that says the accuracy in float32 and float16, and which was written.
+        a line with the accuracy in float32 and in float16, and the dtype that was written.
 
     Raises:
-        UsageError: a run that is damaged, not complete or not tested, other data, or a file that is not named
-            MODEL.TAG.
+        UsageError: the run is damaged, not complete or not tested, the data are not the run's, or the file is not
+            named MODEL.TAG.
     """
     finished = read_finished(folder)
     model, config, run = run_folder.load_run(folder)

@@ -1,4 +1,4 @@
-"""The analysis that README.md of this folder fixed before the runs: the gain of each mechanism, by part of the verdict.
+"""The analysis that README.md of this folder fixed before the runs: the gain of each mechanism in each part.
 
     python -m experiments.across.analyse sweeps/across                               # from the root of a checkout
 
@@ -49,10 +49,10 @@ AFTER = {
 
 
 def read_part(part: Part, folder: Path) -> pd.DataFrame:
-    """Return a part's runs, and those of the parts beside it.
+    """Return the runs of a part's variants, also those that belong to the parts named in `beside`.
 
     Raises:
-        UsageError: runs that are missing, damaged, not complete or not tested.
+        UsageError: runs are missing, damaged, not complete or not tested.
     """
     names = [part.name, *part.beside]
     sources = []
@@ -76,9 +76,9 @@ def read_part(part: Part, folder: Path) -> pd.DataFrame:
 
 
 def compared(differences: pd.Series, level: float) -> dict[str, float]:
-    """Return `paired` and the gain that the seeds find at 80% power; of a single seed the difference alone.
+    """Return the result of `paired` and the gain that the seeds find at 80% power; for one seed the difference alone.
 
-    level: of the test.
+    level: significance level of the test.
     """
     if len(differences) == 1:
         unknown = dict.fromkeys(("low", "high", "p", "found_at_80_percent"), np.nan)
@@ -92,11 +92,11 @@ def effects_of(
     runs: pd.DataFrame,
     times: Mapping[tuple[str, str], float],
 ) -> pd.DataFrame:
-    """Return each variant minus the baseline, with Holm's p of those that are tested.
+    """Return each variant minus the baseline, with Holm's p for the tested variants.
 
-    found_at_80_percent: the gain, in points, that the seeds find at 80% power; for a hypothesis at Holm's first level.
-    run_ratio: mean time of the runs over that of the baseline's. time_ratio: processor time of a run over the
-    baseline's, from the training steps of verdict-times.csv.
+    found_at_80_percent: the gain, in points, that the seeds find at 80% power; for hypotheses at Holm's first level.
+    run_ratio: mean seconds of a variant's runs / those of the baseline. time_ratio: the same ratio of processor time,
+    computed from the training steps in verdict-times.csv.
     """
     top1 = by_variant(runs)
     seconds = runs.groupby("variant")["seconds"].mean()
@@ -143,9 +143,10 @@ def draw(found: Mapping[Part, pd.DataFrame]) -> Figure:
 
 
 def verdict_table(found: Mapping[Part, pd.DataFrame]) -> list[str]:
-    """Return the lines of mechanisms by networks: difference (95% interval), bold if it is significant; times."""
-    titles: dict[str, str] = {}  # by network, of its first part
-    cells: dict[str, dict[str, list[str]]] = {}  # by row and network
+    """Return the table's lines, one row per mechanism: per network the difference (95% interval), bold if significant,
+    and the time ratios."""
+    titles: dict[str, str] = {}  # network -> title of its first part
+    cells: dict[str, dict[str, list[str]]] = {}  # row -> network -> cells
     for part, effects in found.items():
         titles.setdefault(part.network, f"{part.title}, {len(part.seeds)} seeds")
         for row in effects.itertuples(index=False):
@@ -217,7 +218,7 @@ def main(argv: list[str] | None = None) -> int:
     args.output.mkdir(parents=True, exist_ok=True)
     found: dict[Part, pd.DataFrame] = {}
     times = step_times()
-    # (part, variant) with a significant gain; some questions at equal time are asked only after one
+    # (part, variant) with a significant gain; the parts in AFTER are tested only after such a gain
     confirmed: set[tuple[str, str]] = set()
     for part in RUNS.values():
         try:
@@ -239,7 +240,7 @@ def main(argv: list[str] | None = None) -> int:
         raise UsageError(f"no part of the verdict is complete in {args.sweeps}")
     pd.concat(found.values()).to_csv(args.output / "verdict.csv", index=False)
     draw(found).savefig(args.output / "verdict.png", dpi=200)
-    # these are told in words, not in the table
+    # the pages give these parts in words, not in the table
     in_words = {"vit-alone", "vit-dear", *SECOND, *THIRD} - {"second-updates"}
     main_parts = {part: effects for part, effects in found.items() if part.name not in in_words}
     print(*verdict_table(main_parts), "", sep="\n")

@@ -1,12 +1,12 @@
-"""Times of every mechanism beside timm's plain network, forward and training step, interleaved.
+"""Time every mechanism beside timm's plain network: forward pass and training step, interleaved.
 
     python -m experiments.across.benchmark experiments/results/across/benchmark.csv      # 10 minutes on a free core
     python -m experiments.across.benchmark experiments/results/across/verdict-times.csv --verdict
 
 Medians of processor time over the repeats, one thread, float32, AdamW; the networks of a block run in turns.
-vit_small_patch16_224 is timm's network and `ea_vision.evolve` of it at the identity start; the small ViT is the
-verdict's. --verdict times the verdict's own networks in bfloat16, all in one block, each by its fastest code. For
-timm's own attention that is the unfused one: torch's fused attention takes twice as long in bfloat16 on a CPU.
+For vit_small_patch16_224 the networks are timm's and `ea_vision.evolve` of it at the identity start; the small ViT is
+the verdict's. --verdict times the verdict's own networks in bfloat16, all in one block, each by its fastest code. For
+timm's own attention this is the unfused code: torch's fused attention takes twice as long in bfloat16 on a CPU.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def rows_of(
     """Time a training step and a forward pass of all networks in turns.
 
     Args:
-        made: networks by (name, kind); the kind "plain" of each name is there.
+        made: networks by (name, kind); each name has the kind "plain".
         images: the batch, (B, 3, H, W).
 
     Returns:
@@ -94,7 +94,7 @@ def main() -> None:
     )
     parser.add_argument("csv", type=Path)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--verdict", action="store_true", help="the verdict's setting")
+    parser.add_argument("--verdict", action="store_true", help="time the verdict's networks")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.verdict:

@@ -1,4 +1,4 @@
-"""The parts of the verdict, as README.md of this folder fixes them; run, benchmark, power and analyse read them."""
+"""The parts of the verdict as fixed in README.md of this folder; run, benchmark, power and analyse import them."""
 
 import csv
 import json
@@ -12,16 +12,16 @@ VIT, RIVAL, NARROW = "small ViT", "small ViT, token_conv", "narrow Conv-Transfor
 LONGER, EVEN = (
     "token_conv longer",
     "token_conv same operations",
-)  # as long as conv2d, in time and in multiply-adds
+)  # trained as long as conv2d, in time and in multiply-adds
 EPOCHS = {
     LONGER: 11.92,
     EVEN: 10.02,
-}  # in place of 8; 11.92 is 8r of README.md, fixed before the runs
+}  # instead of 8; 11.92 is 8r in README.md, fixed before the runs
 UNFUSED = (
     "plain",
     "xsa",
     "gated",
-)  # kinds that leave the maps to timm's attention, slow in bfloat16 where it is fused
+)  # kinds that use timm's attention, whose fused form is slow in bfloat16
 _ALL = "--eval-epochs 100 --amp bfloat16 --channels-last --workers 0 --device cpu --test".split()
 _VIT = (
     "--recipe none --opt adamw --lr 2e-3 --sched linear --weight-decay 0.05 --smoothing 0.1 --clip-grad 1 "
@@ -32,7 +32,7 @@ _NARROW = "--recipe fast --epochs 4 --holdout 5000".split()
 
 @dataclass(frozen=True)
 class Network:
-    """A network without mechanism, its keywords, its data set and the options that train it."""
+    """A network without mechanism, its keywords, its data set and its training options."""
 
     model: str
     keywords: Mapping[str, Any]
@@ -51,7 +51,7 @@ NETWORKS = {
 
 
 def mechanism(network: str, variant: str) -> dict[str, Any]:
-    """Return the keywords that give the network the mechanism of a variant, from its identity start."""
+    """Return the keywords that give the network a variant's mechanism, beginning with the identity."""
     kind = variant.partition(" ")[0]
     if variant == ZERO_TOKEN_CONV:
         return {"token_conv": True}
@@ -67,8 +67,9 @@ def mechanism(network: str, variant: str) -> dict[str, Any]:
 class Part:
     """A sweep of the verdict: its variants over its seeds, each compared with the baseline.
 
-    tested: the variants that are hypotheses, corrected together (Holm); the others are described.
-    network: of verdict-times.csv. beside: the parts that have the runs of some of the variants.
+    tested: the variants that are hypotheses, corrected together (Holm). described: variants without a test.
+    network: a key of NETWORKS and its name in verdict-times.csv.
+    beside: other parts to which the runs of some of the variants belong.
     """
 
     name: str
@@ -96,7 +97,7 @@ class Part:
         ]
 
     def options(self, variant: str) -> list[str]:
-        """Return train-cifar's options of a variant, but for its data, seed and folder."""
+        """Return train-cifar's options for a variant, without data, seed and folder."""
         network, keywords = NETWORKS[self.network], self.keywords(variant)
         length = ["--epochs", str(EPOCHS[variant])] if variant in EPOCHS else []
         return [
@@ -118,7 +119,7 @@ class Part:
 
     @property
     def own(self) -> tuple[str, ...]:
-        """The variants whose runs are this part's."""
+        """The variants whose runs belong to this part."""
         others = {variant for name in self.beside for variant in RUNS[name].variants}
         return tuple(variant for variant in self.variants if variant not in others)
 
@@ -311,7 +312,7 @@ def run_time(
     part: Part,
     variant: str,
 ) -> float:
-    """Return what a run of a part takes: ms of a training step, times its epochs over 8."""
+    """Return the relative processor time of a run: ms per training step, times its epochs / 8."""
     kind = "plain" if variant == part.baseline else variant.partition(" ")[0]
     step = times[RIVAL, "plain"] if kind == "token_conv" else times[part.network, kind]
     return step * EPOCHS.get(variant, 8) / 8

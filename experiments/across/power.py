@@ -1,10 +1,10 @@
-"""What the seeds of the small ViT could find: experiments/results/across/power.csv.
+"""Compute which gains the seeds of the small ViT could find: experiments/results/across/power.csv.
 
     python -m experiments.across.power                                               # from the root of a checkout
 
-From the spreads of the runs: the chance that a paired t test, at Holm's first level, finds the planned gain, and by how
-much a significant result overstates it (the mean of significant estimates over the true gain, in 200,000 draws). This
-file at commit 7bb541b planned the seeds before the runs.
+From the spreads of the runs it computes the probability that a paired t test, at Holm's first level, finds the planned
+gain, and the factor by which a significant result overstates it (mean significant estimate / true gain, in 200,000
+draws). This file at commit 7bb541b planned the seeds before the runs.
 """
 
 import numpy as np
@@ -34,7 +34,10 @@ def overstated(
     seeds: int,
     hypotheses: int,
 ) -> float:
-    """Return the mean of the significant estimates of a true gain, over the gain. spread: of the differences."""
+    """Return the mean of the significant estimates of a true gain, divided by the gain.
+
+    spread: standard deviation of the differences.
+    """
     drawn = np.random.default_rng(0).normal(gain, spread, (200_000, seeds))
     means = np.abs(drawn.mean(1))
     errors = drawn.std(1, ddof=1) / seeds**0.5
@@ -67,8 +70,8 @@ def achieved() -> pd.DataFrame:
 
 
 def worth_in_updates() -> tuple[list[float], float]:
-    """Return top-1 of token_conv alone after 8, 10.02 and 11.92 epochs, and the share of further updates that brings as
-    much as conv2d, on the line of top-1 over the logarithm of the epochs."""
+    """Return top-1 of token_conv alone after 8, 10.02 and 11.92 epochs, and the share of additional updates that gains
+    as much as conv2d, by a linear fit of top-1 to the logarithm of the epochs."""
     rival = by_variant(read_runs(RESULTS / "vit-rival.csv"))
     even = by_variant(read_runs(RESULTS / "equal-operations.csv"))[EVEN]
     longer = by_variant(read_runs(RESULTS / "equal-time.csv"))[LONGER]

@@ -1,11 +1,11 @@
-"""Make the runs of the verdict that have no row yet, part by part and seed by seed.
+"""Train the runs of the verdict that have no row yet, part by part and seed by seed.
 
     OMP_NUM_THREADS=1 python -m experiments.across.run sweeps/across --cifar10 DIR --cifar100 DIR   # root of a checkout
     ... --only vit-rival conv2d 100                                       # one run again, for a cell of the table
 
 DIR has train and test, folders or tars of class/name.png. A finished run is a row of PART.csv in
-experiments/results/across, so another machine goes on where this one ends; one that was interrupted goes on, too. On
-several cores give each its own --parts. --only makes its run whether it has a row or not.
+experiments/results/across, so another machine can do the remaining runs; an interrupted run is continued, too. To use
+several cores, start one process per core, each with its own --parts. --only trains its run even if it has a row.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def train(
     runs: Path,
     data: dict[str, Path],
 ) -> pd.DataFrame:
-    """Make a run in its own process and return it, a table of one row."""
+    """Train a run in its own process and return it as a table of one row."""
     kind = "plain"
     if variant != part.baseline:
         kind = mechanism(part.network, variant).get("evolution", "plain")
@@ -89,10 +89,10 @@ def main(argv: list[str] | None = None) -> int:
         choices=RUNS,
         default=list(RUNS),
         metavar="PART",
-        help=f"in this order (default: {' '.join(RUNS)})",
+        help=f"parts, in this order (default: {' '.join(RUNS)})",
     )
     parser.add_argument(
-        "--only", nargs=3, metavar=("PART", "VARIANT", "SEED"), help="this run alone"
+        "--only", nargs=3, metavar=("PART", "VARIANT", "SEED"), help="train this run alone"
     )
     parser.add_argument("-o", "--output", type=Path, default=RESULTS, help="folder of the rows")
     args = parser.parse_args(argv)

@@ -3,16 +3,16 @@
     python -m experiments.across.sequences recall recall.csv                       # from the root of a checkout
     python -m experiments.across.sequences characters characters.csv --seeds 0 1 2 --kinds none residual token_conv
 
-recall: eight pairs of a key and a value and then one of the keys, 17 tokens, (k1 v1 ... k8 v8 k); the answer is the
-    value of that key. 16 keys, 16 values, drawn anew for each sequence. An encoder without a mask: every mechanism runs
-    unchanged, `conv2d` on a map of 1 x 17. Accuracy on 4,096 sequences.
+recall: eight pairs of a key and a value, followed by one of the keys: 17 tokens, (k1 v1 ... k8 v8 k). The answer is the
+    value of that key. 16 keys and 16 values, drawn anew for each sequence. The encoder has no mask, so every mechanism
+    runs unchanged, `conv2d` on a map of 1 x 17. Accuracy on 4,096 sequences.
 characters: CPython's documentation (`pydoc_data.topics`), every fifth topic held out; windows of 64 under a causal
     mask. Only mechanisms that read nothing behind the mask take part: residual, talking_heads, and EA in its causal
-    form. Bits per character, held out.
+    form. Bits per character on the held-out topics.
 
 Two blocks, 64 wide, 4 heads; AdamW, one-cycle rate up to 0.002, weight decay 0.01, clipped at 1. Each mechanism begins
-as the plain network. KIND+token_conv has a depthwise convolution over 3 tokens (of the past, under the mask) before
-the second block, too. Rows are written one by one, and those of a table that is there are not computed again.
+as the plain network. KIND+token_conv also has a depthwise convolution over 3 tokens (past tokens only, under the mask)
+before the second block. Rows are written one by one; rows that the table already has are not computed again.
 """
 
 import argparse
@@ -45,7 +45,7 @@ MECHANISMS = {
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward part, each normalised before: (x, prev_logits) -> (x, logits)."""
+    """Attention and a feed-forward part, each after a norm (pre-norm): (x, prev_logits) -> (x, logits)."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Sequences(nn.Module):
 
 
 def recall(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return sequences (count, 17), keys below 16 and values from 16 on, and the answers, (count)."""
+    """Return sequences (count, 17), with keys 0 to 15 and values 16 to 31, and the answers, (count)."""
     keys = torch.rand(count, SYMBOLS, generator=generator).argsort(1)[:, :PAIRS]
     values = SYMBOLS + torch.randint(SYMBOLS, (count, PAIRS), generator=generator)
     asked = torch.randint(PAIRS, (count, 1), generator=generator)
@@ -145,8 +145,8 @@ def batches(
 
 
 def load_text() -> tuple[Tensor, list[Tensor], int]:
-    """Return the training topics as one text, the topics held out, and the number of characters; 0 stands for all that
-    training lacks."""
+    """Return the training topics as one text, the held-out topics, and the number of symbols; symbol 0 stands for all
+    characters that do not occur in training."""
     names = sorted(topics)
     training_names = [name for number, name in enumerate(names) if number % 5 != 4]
     training = "\n".join(topics[name] for name in training_names)
@@ -173,7 +173,7 @@ def evaluate(
     task: str,
     held_out: list[Tensor],
 ) -> float:
-    """Return recall's accuracy in percent, or bits per character over whole windows of the texts held out."""
+    """Return recall's accuracy in percent, or bits per character over whole windows of the held-out texts."""
     model.eval()
     if task == "recall":
         symbols, wanted = recall(4096, torch.Generator().manual_seed(2**31))
@@ -227,7 +227,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("task", choices=LENGTH)
     parser.add_argument("csv", type=Path, help="the table to write, or to continue")
     parser.add_argument(
-        "--kinds", nargs="+", help="default: all of the task, each with and without token_conv"
+        "--kinds",
+        nargs="+",
+        help="default: all kinds of the task, each with and without token_conv",
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--updates", type=int, help=f"default: {UPDATES}")
@@ -235,7 +237,7 @@ def main(argv: list[str] | None = None) -> None:
     alone = ("none", *MECHANISMS[args.task])
     all_kinds = [*alone, "token_conv", *(f"{kind}+token_conv" for kind in alone[1:])]
     kinds = args.kinds or all_kinds
-    if not set(kinds) <= set(all_kinds):  # others would read what the mask hides
+    if not set(kinds) <= set(all_kinds):  # other kinds would read masked tokens
         parser.error(f"{args.task} takes the kinds {', '.join(all_kinds)}, got {' '.join(kinds)}")
     rows = list(csv.DictReader(args.csv.open(encoding="utf-8"))) if args.csv.exists() else []
     known = {(row["task"], row["variant"], int(row["seed"]), int(row["updates"])) for row in rows}

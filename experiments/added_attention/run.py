@@ -1,4 +1,4 @@
-"""Pretrain a plain ResNet on small photos; fine-tune it on scenes plain, with AA and with EA added. See README.md.
+"""Pretrain a plain ResNet on small photos; fine-tune it on scenes as it is, with AA and with EA added. See README.md.
 
     python -m experiments.added_attention.run TINY-IMAGENET SCENES RUNS
 
@@ -24,7 +24,7 @@ WAYS = {
     "plain": "--model resnet34_050 --attention-lr 1",
     "aa": "--model aa_resnet34_050 --model-kwargs fusion=add",
     "ea": "--model ea_aa_resnet34_050 --model-kwargs fusion=add",
-    # the plain network for as long as AA takes
+    # the plain network, trained as long as AA takes
     "plain-18": "--model resnet34_050 --attention-lr 1 --epochs 18",
 }
 
@@ -35,10 +35,10 @@ def train(
     output: Path,
     more: list[str],
 ) -> None:
-    """Train a run, or go on with it.
+    """Train a run, or continue it.
 
     Raises:
-        SystemExit: it was interrupted.
+        SystemExit: the run was interrupted.
     """
     folders = ["--data-dir", str(data), "--output", str(output)]
     code = train_imagenet.main([*options.split(), *COMMON.split(), *folders, *more])

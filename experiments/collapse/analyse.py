@@ -18,7 +18,7 @@ DESCRIBED = (("cnn", "none"),)
 
 
 def effects_of(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return one row per data set and pair; seeds that lack a network are left out."""
+    """Return one row per data set and pair, without seeds for which a network is missing."""
     tables = []
     for data, of_data in runs.groupby("data"):
         top1 = of_data.pivot(index="seed", columns="network", values="top1")

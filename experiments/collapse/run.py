@@ -1,10 +1,10 @@
-"""Make the runs of README.md that have no row yet, seed by seed, both data sets in turns.
+"""Train the runs of README.md that have no row yet, seed by seed, alternating between the two data sets.
 
     OMP_NUM_THREADS=1 python -m experiments.collapse.run sweeps/collapse --cifar10 DIR --cifar100 DIR
     python -m experiments.collapse.run sweeps/collapse --cifar10 DIR --device cuda --seeds 5 6 --rows ROWS.csv
 
-DIR has train and test, folders or tars of class/name.png. A finished run is a row of experiments/results/collapse.csv,
-or of another file where several processes share the seeds.
+DIR has train and test, folders or tars of class/name.png. A finished run is a row of experiments/results/collapse.csv.
+If several processes share the seeds, give each its own --rows file.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def make(
     data_dir: Path,
     device: torch.device,
 ) -> dict:
-    """Train one network, or go on with its run, and return its row."""
+    """Train one network, or continue its run, and return its row."""
     command = ["-m", "ea_vision", "train-cifar", *OPTIONS, *NETWORKS[network]]
     where = ["--data-dir", str(data_dir), "--device", device.type]
     run = sweep.train([*command, *where], folder, seed)

@@ -2,11 +2,11 @@
 
     python -m experiments.factorial.analyse RUNS/cifar10 RUNS/cifar100
 
-Each argument is a sweep's folder, or the file that an earlier call kept; a data set whose 20 runs are not complete is
-left out by naming the other one alone, and Holm's correction then still counts four hypotheses. Where the sweep has
-`none equal time`, too, EA minus that is tested, over two hypotheses. Written beside this file: cifar10-runs.csv and
-cifar100-runs.csv (the runs), effects.csv (fresh seeds, and all ten where the earlier runs are at hand, which is partly
-after the fact) and, by data set, a picture.
+Each argument is a sweep's folder, or the file of runs that an earlier call wrote. To leave out a data set whose 20 runs
+are not complete, name the other one alone; Holm's correction still counts four hypotheses. If the sweep also has the
+variant `none equal time`, EA minus this variant is tested, with Holm's correction for two hypotheses. The command
+writes beside this file cifar10-runs.csv and cifar100-runs.csv (the runs), effects.csv (effects over the fresh seeds,
+and over all ten seeds, which is partly after the fact) and one picture per data set.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def read_fresh(source: Path) -> pd.DataFrame:
 
 
 def analysed(sources: dict[str, pd.DataFrame]) -> pd.DataFrame:
-    """Return effects by data set: of the fresh seeds, corrected together, and of all ten seeds."""
+    """Return effects per data set: over the fresh seeds, with p corrected together, and over all ten seeds."""
     fresh = []
     both = []
     for data, runs in sources.items():

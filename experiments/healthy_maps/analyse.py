@@ -1,10 +1,11 @@
-"""The analysis of question 1, which README.md of this folder fixed before the runs: what query-key norm costs.
+"""The analysis of question 1, fixed in README.md of this folder before the runs: what does query-key norm cost?
 
     python -m experiments.healthy_maps.analyse SWEEP [SWEEP ...]
 
-SWEEP: folders of the page's command, of CIFAR-10, CIFAR-100 or both; runs that are not complete are named and left
-out. Written beside this file: norm-runs.csv, each run with the norm and beside it the accuracy of the same network and
-seed without it (of ../factorial), and norm-effects.csv. Holm's correction counts the protocol's four hypotheses.
+SWEEP: folders written by the command in README.md, for CIFAR-10, CIFAR-100 or both; runs that are not complete are
+named and left out. The command writes beside this file norm-runs.csv (each run with the norm, and the accuracy of the
+same network and seed without it, from ../factorial) and norm-effects.csv. Holm's correction counts the protocol's four
+hypotheses.
 """
 
 import argparse
@@ -23,7 +24,7 @@ HYPOTHESES = 4  # two networks on two data sets
 
 
 def run_of(folder: Path, without: dict[str, pd.DataFrame]) -> dict:
-    """Return a run's row; `without` are the runs without the norm, by data set."""
+    """Return a run's row. without: the runs without the norm, by data set."""
     run = read_run(folder)
     last = pd.read_csv(folder / "metrics.csv").iloc[-1]
     of_maps = [name for name in last.index if name.startswith(("entropy", "largest"))]
@@ -45,7 +46,7 @@ def run_of(folder: Path, without: dict[str, pd.DataFrame]) -> dict:
 
 
 def effects_of(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return, for each data set and network with two seeds or more, the differences with - without the norm."""
+    """Return the effect of the norm (with minus without) for each data set and network with two seeds or more."""
     rows = []
     for (data, network), group in runs.groupby(["data", "network"]):
         if len(group) > 1:

@@ -1,10 +1,10 @@
-"""Split the labelled scenes into class folders: 13,000 photos to train on, 1,500 to choose by, 2,534 to test once.
+"""Split the labelled scenes into class folders: 13,000 photos for training, 1,500 for validation, 2,534 for the test.
 
     python experiments/scenes/split.py FOLDER OUT
 
 FOLDER is "train-scene classification" of github.com/ndb796/Scene-Classification-Dataset (CC0): train.csv and the folder
 train of photos, most of them 150 x 150 pixels. OUT gets train, validation and test, each with one folder per class. The
-split depends on train.csv alone, so that every run everywhere has the same. Photos are linked where the disk can, else
+split depends on train.csv alone, so it is the same on every machine. Photos are linked where the disk allows it, else
 copied.
 """
 

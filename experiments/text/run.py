@@ -5,7 +5,7 @@
     python -m experiments.text.run --compare
 
 SST is a folder with sst_train.txt, sst_dev.txt and sst_test.txt, whose lines are "__label__N sentence", N from 1 to 5.
-A finished run is a row of experiments/results/sst.csv; the next call makes those that are missing.
+A finished run is a row of experiments/results/sst.csv; the next call makes the missing runs.
 """
 
 import argparse
@@ -84,7 +84,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each with its sum and its norm behind it."""
+    """Attention and a feed-forward layer, each followed by its residual sum and a norm (post-norm)."""
 
     def __init__(self):
         super().__init__()
@@ -115,7 +115,7 @@ class Classifier(nn.Module):
         self.embedding_dropout = nn.Dropout(0.4)
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
         self.head = nn.Linear(WIDTH, 5)
-        # Made last, so that a seed gives all networks the same first weights.
+        # Created last, so that a seed gives all networks the same initial weights.
         kind, options = NETWORKS[network]
         for block in self.blocks[1:]:
             block.attention.evolution = create_evolution(kind, HEADS, **options)
@@ -133,7 +133,7 @@ class Classifier(nn.Module):
 def read(folder: Path, limit: int | None) -> tuple[dict[str, list[Sentence]], int]:
     """Return the sentences of train, dev and test as numbers of words, and the size of the vocabulary.
 
-    limit: sentences per file; None is all. Words that the training sentences have once are unknown.
+    limit: sentences per file; None is all. Words that occur only once in the training sentences count as unknown.
     """
     texts = {}
     for split in ("train", "dev", "test"):
@@ -152,7 +152,7 @@ def read(folder: Path, limit: int | None) -> tuple[dict[str, list[Sentence]], in
 
 
 def batches(sentences: list[Sentence], generator: torch.Generator | None) -> list:
-    """Return (ids (B, T), classes (B)) of sentences of like length; a generator shuffles them."""
+    """Return batches (ids (B, T), classes (B)) of sentences of similar length; a generator shuffles them."""
     order = list(range(len(sentences)))
     if generator is not None:
         order = torch.randperm(len(sentences), generator=generator).tolist()
@@ -188,10 +188,10 @@ def train(
     epochs: int,
     device: torch.device,
 ) -> dict:
-    """Train one network, and return its row's figures: of the last weights, chosen by nothing."""
+    """Train one network; return the figures of its row, measured with the last weights."""
     torch.manual_seed(seed)
     model = Classifier(words, network).to(device)
-    torch.manual_seed(seed)  # for the dropout; the batches have a generator of their own
+    torch.manual_seed(seed)  # for dropout; the batches have a separate generator
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=FIRST_LR)
     steps = epochs * math.ceil(len(data["train"]) / BATCH)
@@ -231,7 +231,7 @@ def make(task: tuple) -> dict:
 
 
 def fingerprint(sst: Path) -> str:
-    """Return the first digits of the digest of the three files."""
+    """Return the first digits of the three files' digest."""
     digest = hashlib.sha256()
     for split in ("train", "dev", "test"):
         digest.update((sst / f"sst_{split}.txt").read_bytes())
@@ -243,7 +243,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("sst", type=Path, nargs="?", help="folder of the sentences")
-    parser.add_argument("--compare", action="store_true", help="compare the rows at hand")
+    parser.add_argument("--compare", action="store_true", help="compare the finished runs")
     parser.add_argument("--trial", action="store_true", help="200 sentences, one epoch, no rows")
     parser.add_argument("--device", default="cpu", help="(default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: %(default)s)")

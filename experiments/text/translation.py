@@ -1,10 +1,10 @@
-"""Train T5, plain and evolving, to write numbers in words: a smoke run of an encoder and a decoder, no claim.
+"""Train T5, plain and evolving, to write numbers in words: a smoke test of encoder and decoder, not evidence.
 
     OMP_NUM_THREADS=1 python -m experiments.text.translation
 
-Each network (T5's layers, 2 + 2 of width 64, random weights) trains on 9,500 of the numbers below 10,000 and writes the
-other 500, of which it has seen none, word by word. A network needs about 75 seconds of processor time (Xeon). Results:
-experiments/results/translation.csv, whose seconds are by the clock of a machine that did other work, too.
+Each network (T5 with 2 + 2 layers of width 64, random weights) trains on 9,500 of the numbers below 10,000 and is
+tested on the other 500, which it writes word by word. One network needs about 75 seconds of processor time (Xeon).
+Results: experiments/results/translation.csv; its seconds are wall-clock times on a machine that also did other work.
 """
 
 import argparse
@@ -70,14 +70,14 @@ def words_of(number: int) -> Tensor:
 
 
 def batch_of(numbers: Sequence[int]) -> dict[str, Tensor]:
-    """Return digits and words of numbers as T5 reads them, (B, T) each."""
+    """Return digits and words of numbers as a batch for T5, (B, T) each."""
     ids = pad_sequence(list(map(digits_of, numbers)), True, PAD)
     labels = pad_sequence(list(map(words_of, numbers)), True, IGNORED)
     return {"input_ids": ids, "attention_mask": (ids != PAD).long(), "labels": labels}
 
 
 def create(network: str) -> nn.Module:
-    """Return T5 with random weights, the same for all networks: EA evolves everywhere, PA in the encoder."""
+    """Return T5, with the same random weights for every network. EA evolves everywhere, PA in the encoder."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(SEED)
@@ -129,7 +129,7 @@ def translate(
     numbers: Sequence[int],
     use_cache: bool,
 ) -> list[list[str]]:
-    """Return the words that a model writes for numbers, each the likeliest after those before."""
+    """Return the words that a model writes for numbers, by greedy decoding."""
     batch = batch_of(numbers)
     del batch["labels"]
     model.eval()
