@@ -34,8 +34,7 @@ class _Tracer(fx.Tracer):
 def watched(module: nn.Module) -> bool:
     """Return whether a call of a module does more than its class's `forward`: by hooks (such as those of pruning and
     weight_norm), an own `forward` of the object, or parametrisations."""
-    has_own_forward = "forward" in module.__dict__
-    return is_hooked(module) or has_own_forward or nn.utils.parametrize.is_parametrized(module)
+    return is_hooked(module) or nn.utils.parametrize.is_parametrized(module)
 
 
 def parts_of(maker: nn.Module) -> list[nn.Module]:

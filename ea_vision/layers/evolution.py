@@ -255,8 +255,11 @@ def evolution_class(kind: str) -> type[Evolution]:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Return whether a hook may read or change the inputs or outputs of a module."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    """Return whether a hook may read or change the inputs, outputs or gradients of a module, or an own `forward` of the
+    object replaces its class's."""
+    forward_hooks = module._forward_hooks or module._forward_pre_hooks
+    backward_hooks = module._backward_hooks or module._backward_pre_hooks
+    return bool(forward_hooks or backward_hooks) or "forward" in module.__dict__
 
 
 def all_zero(layer: nn.Module) -> bool:

@@ -154,6 +154,27 @@ def test_another_convolution_in_place_of_ours_runs_as_itself(kind, options, over
     assert fold_evolution(evolution, 2) is None
 
 
+@pytest.mark.parametrize("kind", ["ea", "pa"])
+def test_a_map_convolution_with_its_own_forward_or_backward_hook_runs_as_itself(kind):
+    """Kernels read its weight alone; tools that offload weights replace the forward of an object."""
+    evolution = create_evolution(kind, 2)
+    conv = evolution.convs[0]
+    layer, x = layer_and_input(evolution, over_tokens=False)
+    args = [x, torch.randn(2, 2, 12, 12).requires_grad_()]
+    seen = []
+    hook = conv.register_full_backward_hook(lambda module, *gradients: seen.append(module))
+    layer(*args)[0].sum().backward()
+    assert seen == [conv]
+    hook.remove()
+    plain = layer(*args)[0]
+    own = conv.forward
+    conv.forward = lambda maps: 2 * own(maps)
+    with use_implementation("reference"):
+        expected = layer(*args)[0]
+    assert_close(layer(*args)[0], expected)
+    assert not torch.allclose(plain, expected)
+
+
 @pytest.mark.parametrize(
     "options",
     [
