@@ -1,4 +1,4 @@
-"""`make release` checks here that a release is whole: one version everywhere, its changelog, its tag, wheel and sdist.
+"""Check for `make release` that a release is complete: the same version everywhere, changelog, tag, wheel and sdist.
 
 python -m tests.release            # after `python -m build`; exit code 1 names what is missing
 """

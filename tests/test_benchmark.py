@@ -145,7 +145,7 @@ def test_bad_input(more, message, capsys, tmp_path):
         ("csan_resnet50", ["reference", "chosen"]),
     ],
 )
-def test_whose_attention_is_ours_has_a_row_per_implementation(name, ways):
+def test_networks_with_our_attention_have_a_row_per_implementation(name, ways):
     """A plain network has the one that ratios are to; what is named twice is measured once."""
     args = make_parser().parse_args(
         ["--models", name, "--implementation", *"reference chosen".split()]

@@ -10,12 +10,12 @@ FLOORS = "base ops layers models deployment data engine detection recorder visua
 
 
 def floor_of(parts):
-    """How high a module lives; the commands are above all rooms."""
+    """Return the floor of a module; commands are above all rooms."""
     return FLOORS.index(parts[1]) if parts[1] in FLOORS else len(FLOORS)
 
 
 def imports_of(path, inside=True):
-    """The modules of ours that a file imports, at its top or also inside functions; of `from a import b` a.b, too."""
+    """Return our modules that a file imports (`from a import b` gives a and a.b). inside: also imports in functions."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     found = []
     for node in ast.walk(tree) if inside else tree.body:

@@ -1,4 +1,4 @@
-"""The quick start: the notebook is what its script writes, and its cells run."""
+"""The quick start: the notebook equals what its script writes, and its cells run."""
 
 import base64
 import io
@@ -22,7 +22,7 @@ def script():
 
 
 def outputs(book):
-    """Return what the cells printed, one text per cell, their pictures, and their pages."""
+    """Return the cells' printed texts (one per cell), pictures and HTML pages."""
     texts = []
     pictures = []
     pages = []

@@ -1,4 +1,4 @@
-"""What `make release` refuses: another version, no changelog, no tag, no built files."""
+"""`make release` refuses other versions and a missing changelog, tag or built file."""
 
 import tarfile
 import zipfile

@@ -1,4 +1,4 @@
-"""`ea-vision timm` runs scripts with our models, here some that do as timm's train.py and validate.py."""
+"""`ea-vision timm` runs scripts with our models; the scripts here work like timm's train.py and validate.py."""
 
 import re
 import sys
@@ -87,7 +87,7 @@ OPTIONS = (
 
 @pytest.fixture(autouse=True)
 def _own_interpreter(monkeypatch):
-    """Each script gets anew what runs it."""
+    """Undo a script's changes of sys.path and sys.argv."""
     for name in ("path", "argv"):
         monkeypatch.setattr(sys, name, [*getattr(sys, name)])
 

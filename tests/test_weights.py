@@ -1,5 +1,5 @@
-"""The shipped weights load by name, without a network, and have a card that says what they reach. Weights know what
-they were made with, and go round in timm's usual ways."""
+"""The shipped weights load by name, without internet access, and have a card with their accuracy. Weights know the
+keywords they were trained with, and load and save in timm's usual ways."""
 
 import inspect
 import re
@@ -31,7 +31,9 @@ PRETRAINED = [name for name in timm.list_pretrained() if name.split(".")[0] in O
 SHIPPED = [name for name in PRETRAINED if timm.get_pretrained_cfg(name).file]
 DEFAULT = "ea_conv_transformer_cifar.long_c10"
 CIFAR10 = [name for name in SHIPPED if name.endswith("_c10")]
-NAME, TAG = DEFAULT.split(".")  # its weights need qk_norm=True, which the network itself has not
+NAME, TAG = DEFAULT.split(
+    "."
+)  # these weights need qk_norm=True, which is not the network's default
 
 
 def card_of(name):
@@ -166,7 +168,7 @@ def test_shipped_weights_refuse_another_network(options, message):
 
 @pytest.mark.parametrize("shipped_file", [True, False])
 def test_a_file_of_weights_refuses_another_network(run, shipped_file):
-    """By a file's path, of the package or of a run; PA's fit EA's names and shapes."""
+    """By the path of a file, shipped or from a run; PA's weights have the names and shapes of EA's."""
     folder, _ = run
     path = folder / "model.safetensors"
     if shipped_file:
@@ -219,7 +221,7 @@ BASE = {"base": "test_vit", "num_classes": 3}
 def test_a_checkpoint_path_refuses_weights_of_another_network(
     trained, kwargs, name, options, message, tmp_path
 ):
-    """timm hands the tensors alone to the network: names and shapes are the same."""
+    """timm passes only the tensors to the network, and their names and shapes are the same."""
     path = run_of(tmp_path / "run", trained, kwargs)
     with pytest.raises(UsageError, match=f"trained with .*{message}"):
         timm.create_model(name, checkpoint_path=path, **options)
@@ -229,7 +231,7 @@ def test_a_checkpoint_path_refuses_weights_of_another_network(
 
 
 def test_a_checkpoint_path_takes_what_is_no_contradiction(tmp_path):
-    """Gates that learn are in the weights, wherever they began; an evolved network is made in either way."""
+    """Learned gates are stored in the weights, so their start does not matter; nor does how a network was evolved."""
     path = run_of(tmp_path / "gates", NAME, {"alpha": 0.3, "learnable": True})
     loaded = timm.create_model(NAME, learnable=True, checkpoint_path=path)
     gates = ea_vision.layers.learnable_gates(loaded)
@@ -267,7 +269,7 @@ def test_a_fine_tuned_run_loads_as_docs_train_says(run):
     ],
 )
 def test_an_unevolved_network_is_saved_as_the_plain_one(name, options, plain, tmp_path):
-    """Not by the name of the evolving network, which would build that again."""
+    """The saved name is not the evolving network's, which would build the evolving network again."""
     model = timm.create_model(name, num_classes=3, **options)
     back = ea_vision.unevolve(model)
     assert back.pretrained_cfg["architecture"] == back.default_cfg["architecture"] == plain
@@ -280,7 +282,7 @@ def test_an_unevolved_network_is_saved_as_the_plain_one(name, options, plain, tm
 
 @pytest.mark.parametrize("safe", [False, True])
 def test_a_network_saved_for_the_hub_loads_as_docs_faq_says(tmp_path, run, safe, monkeypatch):
-    """From a folder, and from the hub, here its cache."""
+    """From a folder, and from the hub (here from its cache)."""
     _, model = run
     save_for_hf(model, tmp_path / "saved", safe_serialization=safe)
     name = f"local-dir:{tmp_path / 'saved'}"

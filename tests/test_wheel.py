@@ -1,4 +1,4 @@
-"""The built wheel is enough: what it holds, and its commands, run outside the checkout on nothing but the wheel."""
+"""The built wheel is self-contained: its files, and its commands, which run outside the checkout with it alone."""
 
 import os
 import subprocess

@@ -33,7 +33,7 @@ def test_an_error_is_one_line_and_torchrun_gets_it(tmp_path, monkeypatch, capsys
     assert "such" in report["message"]["message"]
 
 
-def test_other_errors_and_ends_stay_what_they_are(capsys):
+def test_other_errors_and_exits_are_raised_and_ctrl_c_is_130(capsys):
     def fail():
         raise error
 

@@ -101,14 +101,14 @@ def test_every_flipped_bit_of_the_file_beside_it_is_noticed(beton):
 @pytest.mark.parametrize(
     "text", ["", "[]", "null", "5", '{"evaluated": 5}', '{"classes": []}', "{" * 10_000, "\xff"]
 )
-def test_a_file_beside_it_that_is_none_is_one_line(beton, text):
+def test_a_damaged_file_beside_it_is_refused_in_one_line(beton, text):
     sidecar(beton).write_bytes(text.encode("latin1"))
     with pytest.raises(UsageError, match="train.beton.json .*write both anew") as error:
         Beton(beton)
     assert "\n" not in str(error.value)
 
 
-def test_files_of_before_have_no_fingerprint_and_are_read(beton):
+def test_files_of_older_releases_without_a_fingerprint_are_read(beton):
     about = json.loads(sidecar(beton).read_text(encoding="utf-8"))
     del about["fingerprint"]
     sidecar(beton).write_text(json.dumps(about), encoding="utf-8")

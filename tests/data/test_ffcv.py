@@ -225,7 +225,7 @@ def test_broken_images_stop_the_writing_and_are_all_named(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_writing_that_fails_leaves_what_was_there(photos, betons, tmp_path, monkeypatch, capsys):
+def test_a_failed_write_keeps_the_previous_file(photos, betons, tmp_path, monkeypatch, capsys):
     out = tmp_path / "train.beton"
     shutil.copy(betons["raw"], out)
 

@@ -153,7 +153,7 @@ def distinct(images):
 
 
 @pytest.mark.parametrize("kind", DECODED)
-def test_each_image_is_shown_so_many_times_each_time_otherwise(sources, kind):
+def test_repeated_images_are_augmented_differently_each_time(sources, kind):
     batches = list(loader(sources[kind], kind, 10, repeats=4).batches(3))
     ids = torch.cat([batch.ids for batch in batches])
     images = torch.cat([batch.images for batch in batches])

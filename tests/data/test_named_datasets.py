@@ -166,7 +166,7 @@ def test_other_names_are_one_line(tmp_path, name, message):
         open_dataset(name, str(tmp_path), "train")
 
 
-def test_what_goes_with_others_is_said(tmp_path):
+def test_options_that_need_other_options_say_so(tmp_path):
     with pytest.raises(UsageError, match="--target-key names a column of --dataset hfds/NAME, got"):
         open_dataset("torch/cifar10", str(tmp_path), "train", target_key="label")
     with pytest.raises(UsageError, match="--dataset torch/cifar10 needs --data-dir"):

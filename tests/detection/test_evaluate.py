@@ -77,7 +77,7 @@ def test_ground_truth_scores_all():
     ]
 
 
-def test_no_detection_scores_nothing_and_what_is_not_there_is_nan():
+def test_no_detections_score_0_and_measures_without_objects_are_nan():
     small = {**TRUTH, "annotations": TRUTH["annotations"][:1]}
     measures, per_class = coco_metrics(small, [])
     assert measures["AP"] == measures["AP50"] == measures["APs"] == 0
@@ -90,7 +90,7 @@ def test_no_detection_scores_nothing_and_what_is_not_there_is_nan():
     assert "APl" not in result.line()
 
 
-def test_what_is_in_a_crowd_counts_for_nothing():
+def test_detections_in_a_crowd_do_not_count():
     found = as_detections(TRUTH["annotations"][:3])
     inside = {"image_id": 2, "category_id": 3, "bbox": [155, 155, 30, 30], "score": 0.95}
     assert coco_metrics(TRUTH, [*found, inside])[0]["AP"] == pytest.approx(100)

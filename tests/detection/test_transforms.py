@@ -93,7 +93,7 @@ def test_evaluation_fits_pads_and_leads_back(size):
     assert beyond.tolist() == [[0, 0, size[1], size[0]]]
 
 
-def test_what_is_found_beside_an_image_is_left_out():
+def test_detections_outside_the_image_are_left_out():
     """An image of 20 x 40 pixels in the upper half of a square of 80."""
     boxes = torch.tensor([[0.0, 41, 80, 80], [10, 20, 30, 60], [4, 40, 8, 44]])
     found = {"boxes": boxes, "scores": torch.tensor([0.9, 0.8, 0.7]), "labels": torch.arange(3)}

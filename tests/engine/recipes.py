@@ -1,4 +1,4 @@
-"""Which trainer's options a recipe sets, by its name."""
+"""The options of the trainer that a recipe belongs to."""
 
 from ea_vision.detection.train import DetectionConfig
 from ea_vision.engine.config import resolve

@@ -1,4 +1,4 @@
-"""Trainers in processes of their own, started quickly from one that has torch loaded, and means to hurt them."""
+"""Run trainers in separate processes, forked quickly from one that has torch loaded, and inject faults into them."""
 
 import csv
 import gc
@@ -105,7 +105,7 @@ def _child(
     environment,
     log,
 ):
-    gc.freeze()  # what is imported is no garbage, and to look at it copies it from the parent's memory
+    gc.freeze()  # a collection would touch, and so copy, the parent's memory pages
     torch.set_num_threads(1)
     os.environ.clear()  # of the test that was the first to start a process
     os.environ.update(environment)
@@ -132,8 +132,8 @@ def start(argv, log, sabotage=None, main=train_cifar.main, **environment):
 
 
 def train(argv, sabotage=None, *, code=0, size=1, main=train_cifar.main):
-    """Train in `size` processes, which must all end with `code`; return what they, and those before them in the same
-    run folder, have said."""
+    """Train in `size` processes, which must all end with `code`; return their output, after that of earlier processes
+    in the same run folder."""
     output = Path(argv[argv.index("--output") + 1])
     log = output.with_suffix(".log")
     codes = run_world(size, argv, log, sabotage, main)
@@ -143,7 +143,7 @@ def train(argv, sabotage=None, *, code=0, size=1, main=train_cifar.main):
 
 
 def failure(argv, sabotage, main=train_cifar.main):
-    """Train until an error ends the run; return its line, the last."""
+    """Train until an error ends the run; return the error, which is the last line."""
     return train(argv, sabotage, code=1, main=main).splitlines()[-1]
 
 
@@ -156,7 +156,7 @@ def stopped(
     size=1,
     main=train_cifar.main,
 ):
-    """Train until a signal comes in this update, of one process or of all; they must all end as it asks."""
+    """Train and send a signal in this update, to one process or to all; all must end with the signal's exit code."""
     code = -number if number == signal.SIGKILL else 128 + number
     return train(argv, SignalAfterUpdate(number, update, rank), code=code, size=size, main=main)
 
@@ -211,12 +211,12 @@ def free_port():
 
 
 def same_result(a, b):
-    """Assert that two run folders ended alike, bit for bit, times apart."""
+    """Assert that two runs ended with bit-identical results, except for times."""
     assert_equal(end_of(a), end_of(b), "")
 
 
 def end_of(folder):
-    """Return all that a complete run ended with, but for times."""
+    """Return the results of a complete run without times."""
     state = saved(folder)
     results = run_folder.read_results(folder)
     metrics = run_folder.read_metrics(folder)
@@ -269,11 +269,11 @@ def nothing_truncated(folder):
             read(path)
 
 
-# ---- ways to hurt a run: called in the trainer's process before it starts --------------------------------------------
+# ---- faults to inject: called in the trainer's process before it starts ----------------------------------------------
 
 
 def around(owner, name, hurt):
-    """Let `hurt(original, ...)` take the place of a function of a class or module; it gets the same arguments."""
+    """Replace a function of a class or module by `hurt(original, ...)`, which gets the same arguments."""
     original = getattr(owner, name)
 
     def function(*args, **kwargs):
@@ -285,7 +285,7 @@ def around(owner, name, hurt):
 
 
 def after_update(number, act):
-    """Let `act` follow update `number` of the run."""
+    """Call `act` after update `number` of the run."""
 
     def hurt(update, trainer, batches):
         update(trainer, batches)
@@ -330,7 +330,7 @@ def die():
 
 
 class HalfFile(io.FileIO):
-    """A file of which half of the first write gets out before the process is killed."""
+    """A file that writes half of the first write and then kills the process."""
 
     def write(self, data):
         super().write(data[: len(data) // 2])
@@ -338,7 +338,7 @@ class HalfFile(io.FileIO):
 
 
 def limit_files():
-    """Let the kernel refuse what lies beyond a size: EFBIG, a real failed write."""
+    """Limit the size of files, so that the kernel fails larger writes with EFBIG."""
     import resource  # of Unix alone
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
@@ -346,7 +346,7 @@ def limit_files():
 
 @dataclass
 class HurtWrite:
-    """SIGKILL this process in the `nth` write of `name`, at one stage of it; or "full": the disk is, half-way."""
+    """SIGKILL this process at a stage of the `nth` write of `name`; with "full" the disk is full half-way instead."""
 
     stage: str
     nth: int

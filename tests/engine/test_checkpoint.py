@@ -1,4 +1,4 @@
-"""Checkpoint files: what goes in comes out, damage is seen, nothing is executed, nothing is half-written."""
+"""Checkpoint files: states are restored exactly, damage is detected, no code is executed, writes are atomic."""
 
 import os
 import pickle
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def state():
-    """What a checkpoint may hold."""
+    """A state with every type that a checkpoint may hold."""
     weight = torch.randn(4, 3, 3, 3).contiguous(memory_format=torch.channels_last)
     groups = [{"lr": 0.1, "params": [0]}]
     progress = {"updates": 3, "rows": [{"lr": 0.1}], "best": None, "text": "ä"}
@@ -48,8 +48,8 @@ def test_random_states_come_back():
 
 
 def test_damage_anywhere_is_seen(tmp_path):
-    """A flipped bit in any part of the file, or a cut anywhere, is an error of the right kind, or changes nothing: as
-    in the padding of a zip file. An undamaged file comes out as it went in."""
+    """A flipped bit or a cut anywhere in the file is an error of the right kind, or changes nothing (for example in the
+    padding of the zip file). An undamaged file is read back unchanged."""
     saved = state()
     path = tmp_path / "a.ckpt"
     seen = 0

@@ -33,7 +33,7 @@ def test_command_line_over_recipe_over_defaults(recipe):
 
 
 def test_fewer_epochs_than_the_recipes_warmup_shorten_it():
-    """In proportion, and said; a warm-up that is given stays."""
+    """The warm-up shrinks in proportion, with a notice; a warm-up given on the command line stays."""
     config = parsed("--epochs 1", ImageNetConfig)
     assert config.warmup_epochs == "5%"
     assert config.warmup_updates(100) == 5
@@ -53,7 +53,7 @@ def test_fewer_epochs_than_the_recipes_warmup_shorten_it():
     ],
 )
 def test_a_wrong_folder_is_told_before_a_job_begins(photos, argv, message):
-    """By --check-options, so by slurm/imagenet.sbatch, not by each restart of torchrun."""
+    """--check-options reports it, so slurm/imagenet.sbatch does, and not each restart of torchrun."""
     words = ["--check-options", *argv.replace("{root}", str(photos)).split()]
     if not message:
         assert train_imagenet.main(words) == 0
@@ -186,7 +186,7 @@ def test_a_recipe_says_what_differs_from_its_base(recipe):
 
 @pytest.mark.parametrize("command", ["train-cifar", "train-imagenet", "train-detection"])
 def test_help_fits_one_screen(command, capsys):
-    """Its ten options come first in --help-all too, which lists every option."""
+    """--help-all lists every option, and begins with the ten options of --help."""
 
     def help_by(flag):
         with pytest.raises(SystemExit):
@@ -252,7 +252,7 @@ def test_recipes_of_any_text(recipe, text):
 
 
 def test_the_table_of_timms_options_says_what_there_is():
-    """What experiments/timm_options.py printed into the page: names that are ours, and names that are not."""
+    """The table printed by experiments/timm_options.py: which of timm's options we have, and which we do not."""
     path = ROOT / "experiments" / "timm_options.md"
     page = path.read_text(encoding="utf-8")
     ours = set(make_parser(ImageNetConfig, "", "")._option_string_actions)

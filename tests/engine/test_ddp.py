@@ -1,4 +1,4 @@
-"""Gradients among processes: buckets that are averaged while backward goes on, compiled too, and their layout."""
+"""Gradients of several processes: buckets are averaged during backward, also when compiled, and their memory layout."""
 
 import warnings
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def _warn_always():
-    """What torch warns of, it does every time."""
+    """Let torch repeat each warning every time."""
     torch.set_warn_always(True)
     yield
     torch.set_warn_always(False)
@@ -38,7 +38,7 @@ def two(folder, model, **given):
 
 
 def compiled_parts(node):
-    """The nodes of an autograd graph that are compiled backwards."""
+    """Return the nodes of an autograd graph that are compiled backward passes."""
     seen = set()
     left = [node]
     while left:
@@ -52,7 +52,7 @@ def compiled_parts(node):
 def test_compiled_gradients_are_averaged_while_backward_goes_on(
     group, _warn_always, tmp_path, eager_compile
 ):
-    """torch splits what it compiles inside DDP at the borders of the buckets: one goes out between two parts."""
+    """Inside DDP, torch splits the compiled graph at bucket borders, so a bucket is sent between two parts."""
     hidden = [nn.Linear(512, 512) for _ in range(4)]
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 512), *hidden, nn.Linear(512, 4))
     trainer = two(tmp_path, model, compile=True)
@@ -82,7 +82,7 @@ def test_compiled_gradients_are_averaged_while_backward_goes_on(
 
 
 def test_gradients_lie_in_the_buckets_as_their_weights_do(group, _warn_always, tmp_path):
-    """Also those of map convolutions, channels-last: no copy to and from the buckets, and no warning of DDP's."""
+    """Also gradients of channels-last map convolutions: no copies to and from the buckets, and no warning from DDP."""
     model = timm.create_model("ea_conv_transformer_cifar", num_classes=4, widths=[8, 8, 8, 8])
     trainer = two(tmp_path, model, channels_last=True)
     with warnings.catch_warnings():
@@ -103,7 +103,7 @@ def test_gradients_lie_in_the_buckets_as_their_weights_do(group, _warn_always, t
 
 
 def test_cuda_graphs_that_torch_leaves_out_train_all_the_same(tmp_path, eager_compile):
-    """On a CPU torch makes none: the mode goes through the trainer's update, marked steps included."""
+    """On a CPU torch makes no CUDA graphs: the mode still runs through the trainer's update, with its step marks."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.BatchNorm1d(4))
     options = {"compile": True, "compile_mode": "reduce-overhead"}
     trainer = make_trainer(tmp_path, model, classes=4, batch_size=4, **options)

@@ -1,4 +1,4 @@
-"""One row per fault: what a user can get wrong, or a disk do to files, and the one line that says so."""
+"""One row per fault, by the user or in files on disk, with the one-line error that reports it."""
 
 import math
 import multiprocessing
@@ -60,7 +60,7 @@ def half_done(tmp_path_factory):
 
 @pytest.fixture
 def old_run(half_done, tmp_path):
-    """A copy of it, which a test may spoil."""
+    """A copy of the run, which a test may damage."""
     return Path(shutil.copytree(half_done, tmp_path / "run"))
 
 
@@ -216,7 +216,7 @@ def test_a_killed_worker_names_the_last_good_checkpoint(photos, tmp_path):
 
 
 def kill_worker_in_evaluation():
-    """Kill the processes that decode images once the second batch to evaluate on is there."""
+    """Kill the processes that decode images once the second evaluation batch has arrived."""
 
     def hurt(decoded, loader, batches, img_size):
         for number, batch in enumerate(decoded(loader, batches, img_size)):
@@ -228,7 +228,7 @@ def kill_worker_in_evaluation():
 
 
 def test_a_worker_killed_in_an_evaluation(photos, tmp_path):
-    """Of a run, and of --evaluate."""
+    """In the evaluation of a run, and in --evaluate."""
     folder = tmp_path / "run"
     options = f"--eval-batch-size 1 --epochs 1 --data-dir {photos} --output {folder}"
     argv = words(IMAGENET, options)
@@ -270,7 +270,7 @@ def test_each_way_in_which_a_dead_worker_shows(error, lost):
 
 
 def test_a_signal_that_comes_while_an_error_is_on_its_way_out():
-    """torch's handler speaks at any time, as in a `finally`: the first error counts."""
+    """torch's signal handler may raise at any time, also in a `finally`: the first error counts."""
     with pytest.raises(RunError, match="last good checkpoint: here"), workers_watched():
         try:
             raise RunError("last good checkpoint: here")
@@ -279,7 +279,7 @@ def test_a_signal_that_comes_while_an_error_is_on_its_way_out():
 
 
 def fail_to_append():
-    """Let every row of speed.csv meet a full disk."""
+    """Let every write to speed.csv fail with a full disk."""
 
     def hurt(append, log, row):
         raise OSError(28, "No space left on device")
@@ -297,7 +297,7 @@ def test_a_log_that_cannot_be_written_does_not_end_a_run(data, tmp_path):
 
 @pytest.mark.parametrize("part", ["progress", "random", "model"])
 def test_a_checkpoint_without_a_part(old_run, refusal, part):
-    """Named, it is refused in one line; found in the run folder, it is put aside."""
+    """Given by --resume it is refused in one line; found in the run folder it is moved aside."""
     path = old_run / "last.ckpt"
     state = checkpoint.read_checkpoint(path)
     del state[part]
@@ -328,7 +328,9 @@ def test_a_checkpoint_without_a_part(old_run, refusal, part):
     ],
     ids=str,
 )
-def test_an_environment_that_makes_no_world(data, tmp_path, refusal, monkeypatch, world, message):
+def test_invalid_variables_of_torchrun_are_refused(
+    data, tmp_path, refusal, monkeypatch, world, message
+):
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in world.items():
@@ -465,7 +467,7 @@ def test_an_evaluation_that_fails_ends_a_run(data, tmp_path):
     ],
 )
 def test_checkpoints_of_another_run(old_run, refusal, key, value, message):
-    """What is refused is the content, in one line, and the file stays as it is."""
+    """The content is refused in one line, and the file is not changed."""
     path, other = old_run / "last.ckpt", Path(f"{old_run}2")
     path.write_bytes(checkpoint.encode({**checkpoint.read_checkpoint(path), key: value}))
     before = path.read_bytes()
@@ -491,7 +493,7 @@ def test_a_run_whose_name_is_no_utf8(old_run, tmp_path, capsys):
 
 
 def test_a_run_folder_of_another_format_is_one_line(old_run, refusal):
-    """As release 0.3 wrote them, and what is no config.yaml at all."""
+    """A config.yaml as release 0.3 wrote it, and files that are not a config.yaml."""
     path = old_run / "config.yaml"
     for content in (
         path.read_text().replace("about:", "run:"),

@@ -209,6 +209,6 @@ def test_frozen_parts_stay_as_they_began_statistics_included(data, tmp_path, mor
     assert train_cifar.main(argv) == 0, "the same command finds it complete"
 
 
-def test_names_that_no_part_has():
+def test_unknown_names_of_parts_are_refused():
     with pytest.raises(UsageError, match="freeze: the model has no 'layer9'; did you mean layer"):
         freeze(timm.create_model("test_resnet"), ClassificationConfig(freeze="layer9"))

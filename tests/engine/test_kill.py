@@ -1,4 +1,4 @@
-"""The kill matrix: a run that was killed, anywhere, and continued by the same command ends as one that was not."""
+"""The kill matrix: a run killed anywhere and continued by the same command ends like an uninterrupted run."""
 
 import json
 import os
@@ -45,7 +45,7 @@ STAGES = (
 
 @pytest.fixture(scope="module")
 def uninterrupted(data, tmp_path_factory):
-    """The run that all others are held to, with everything on that has a state."""
+    """The run that all others are compared with; every option that has a state is on."""
     folder = tmp_path_factory.mktemp("runs") / "uninterrupted"
     train(arguments(data, folder, EXTRAS))
     assert os.listdir(folder / run_folder.SNAPSHOTS) == ["epoch_0002.safetensors"]
@@ -64,7 +64,7 @@ def folder(tmp_path):
 
 
 def continued(argv, folder, uninterrupted):
-    """Continue the run in `folder` with the same command, and hold it to the uninterrupted one."""
+    """Continue the run in `folder` with the same command, and compare it with the uninterrupted one."""
     nothing_truncated(folder)
     said = train(argv)
     nothing_truncated(folder)
@@ -83,7 +83,7 @@ def killed(argv, folder, uninterrupted, *sabotages):
 
 
 def progress(folder, name=checkpoint.LAST):
-    """How far the run had come by a checkpoint."""
+    """Return the progress stored in a checkpoint."""
     return saved(folder, name)["progress"]
 
 
@@ -100,7 +100,7 @@ def test_sigkill_during_training(argv, folder, uninterrupted):
 
 @pytest.mark.parametrize("first", [1, 2, 3])
 def test_sigkill_during_checkpoint_writes(argv, folder, uninterrupted, first):
-    """At every stage of a write: of the run's first, one inside an epoch, one at its end."""
+    """At every stage of three writes: the run's first, one inside an epoch, one at an epoch's end."""
     stages = [
         stage for stage in STAGES if (first, stage) != (1, "between")
     ]  # the first replaces none
@@ -131,7 +131,7 @@ def test_sigkill_between_the_last_epochs_best_and_last_checkpoint(argv, folder, 
 
 
 def test_signals_finish_the_update_save_and_leave(argv, folder, uninterrupted):
-    """TERM inside the first epoch, Ctrl-C inside the second, and TERM in an evaluation, which is made again."""
+    """TERM in the first epoch, Ctrl-C in the second, and TERM in an evaluation, which then runs again."""
     for sabotage, number, wanted in (
         (SignalAfterUpdate(signal.SIGTERM, 3), signal.SIGTERM, (0, 3, 3)),
         (signal_in_evaluation, signal.SIGTERM, (0, 5, 5)),
@@ -148,7 +148,7 @@ def test_signals_finish_the_update_save_and_leave(argv, folder, uninterrupted):
 
 
 def test_a_second_run_that_is_refused_leaves_the_folder_of_one_that_has_only_just_begun(folder):
-    """Nothing is in it yet, so it looks like one to clear away."""
+    """The folder is still empty, so the second run might mistake it for its own and delete it."""
     with run_folder.locked(folder, CPU):
         with (
             pytest.raises(
@@ -167,8 +167,8 @@ def test_a_second_run_that_is_refused_leaves_the_folder_of_one_that_has_only_jus
     assert not (folder / "empty").exists(), "its own empty folder a run takes away"
 
 
-def test_kill_at_any_time_and_twice(argv, folder, uninterrupted):
-    """Kill from outside, whenever it hits, as often as it takes."""
+def test_kill_at_any_time_and_repeatedly(argv, folder, uninterrupted):
+    """Kill from outside after 0.4, 0.6 and 0.8 seconds, then let the run complete."""
     for seconds in (0.4, 0.6, 0.8):
         process = start(argv, folder.with_suffix(".log"))
         process.join(seconds)

@@ -1,4 +1,4 @@
-"""Muon by equal shapes against timm's: equal to the bit, fewer calls, the same state."""
+"""Muon batched over equal shapes against timm's: bit-identical, fewer calls, the same state."""
 
 import copy
 
@@ -88,7 +88,7 @@ class Counter(TorchDispatchMode):
 
 
 def test_a_step_makes_at_most_1000_calls_for_the_matrices(monkeypatch):
-    """As on a GPU, where small matrices are batched, too."""
+    """Small matrices are batched, too, as on a GPU."""
     monkeypatch.setattr(muon_module, "LEAST_SIDE_ON_CPU", 0)
     network = timm.create_model("ea_conv_transformer_cifar")
     counts = []

@@ -1,6 +1,5 @@
-"""Two nodes: two agents of torchrun with their own addresses, in two network namespaces where this process may make
-them. Faults and what comes of them: `pytest -s -m slow` of this file prints the table that
-experiments/others.md has.
+"""Two nodes: two torchrun agents with separate addresses, in two network namespaces if this process may create them.
+`pytest -s -m slow` of this file prints the table of faults and their outcomes in experiments/others.md.
 """
 
 import os
@@ -42,7 +41,7 @@ def arguments(photos, output, *more):
 
 
 def of_the_second(argv, what, empty):
-    """Give the second process this command line and, by `what`, another commit, or a run folder that is empty."""
+    """Give the second process this command line and, depending on `what`, another commit or an empty run folder."""
     if os.environ["RANK"] == "1":
         around(command, "parse", lambda parse, parser, _: parse(parser, argv))
         if what == "commit":
@@ -79,7 +78,7 @@ def test_nodes_that_differ_are_refused(photos, tmp_path, what):
 
 @pytest.fixture(scope="module")
 def nodes():
-    """By node: what its commands begin with, its address, and its environment."""
+    """For each node: the prefix of its commands, its address, and its environment."""
     if os.geteuid() == 0 and shutil.which("ip"):
         names = [f"ea{os.getpid()}a", f"ea{os.getpid()}b"]
         commands = [f"netns add {name}" for name in names]
@@ -112,7 +111,7 @@ def nodes():
 
 
 class Agents:
-    """Two agents of torchrun, each with two processes; `start(n)` may be called again once node n is dead."""
+    """Two torchrun agents with two processes each; `start(n)` may be called again after node n has died."""
 
     def __init__(self, nodes, photos, place):
         self.nodes, self.folder, self.log = nodes, place / "run", place / "log"
@@ -200,7 +199,7 @@ def agents(nodes, photos, tmp_path):
 
 @pytest.fixture(scope="module")
 def whole(nodes, photos, tmp_path_factory):
-    """The run that nothing disturbed, and its seconds."""
+    """The undisturbed run and its seconds."""
     begun = time.monotonic()
     with closing(Agents(nodes, photos, tmp_path_factory.mktemp("whole"))) as agents:
         agents.start(0, 1)
@@ -212,7 +211,7 @@ def whole(nodes, photos, tmp_path_factory):
 
 @pytest.mark.slow  # 20 s each
 @pytest.mark.parametrize("fault", ["process", "second node", "first node", "TERM to all"])
-def test_what_dies_and_comes_back_changes_nothing(whole, agents, fault):
+def test_processes_and_nodes_that_die_and_return_change_nothing(whole, agents, fault):
     begun = time.monotonic()
     agents.start_and_wait()
     if fault == "process":

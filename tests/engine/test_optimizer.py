@@ -1,4 +1,4 @@
-"""Optimisers: whatever timm builds by name, groups and their rates, and states that survive."""
+"""Optimisers: all that timm builds by name, parameter groups and their rates, and restored states."""
 
 import warnings
 
@@ -25,7 +25,7 @@ def network():
 
 
 def moved(model, optimizer, rate=None):
-    """Return how far each parameter moves in a step of random gradients, at this rate of all groups if one is given."""
+    """Return how far each parameter moves in a step with random gradients; rate, if given, replaces all groups' lr."""
     before = {}
     for name, parameter in model.named_parameters():
         before[name] = parameter.detach().clone()
@@ -121,8 +121,8 @@ def test_attention_lr_has_all_of_attention_that_is_new(fusion):
 
 @pytest.mark.parametrize("opt", ["sgd", "lookahead_muon"])
 def test_attention_lr_scales_the_update(opt):
-    """From the same weights and gradients: the maps' parameters move by that share, the others as without, at every
-    rate of a schedule."""
+    """From the same weights and gradients, the attention parameters move by this factor and the others as without it,
+    at every rate of a schedule."""
     ways = []
     for scale in (1, 0.25):
         model = network()
@@ -143,8 +143,8 @@ def test_attention_lr_scales_the_update(opt):
     [("muon", {"fallback_lr_scale": 0.25}, 0.25), ("lookahead_muon", {"adamw_lr": 0.01}, 0.1)],
 )
 def test_schedules_reach_all_parameters_of_muon(opt, kwargs, share):
-    """Its AdamW's as well, of which timm's older releases keep the rate as it was at the start; a rate that is given
-    for it is a multiple of lr."""
+    """Also the parameters of its AdamW, whose rate older releases of timm kept constant; a rate given for AdamW is a
+    multiple of lr."""
     model = network()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # newer releases of timm warn of adamw_lr

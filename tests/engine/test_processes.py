@@ -1,5 +1,5 @@
-"""Several gloo processes: the same weights as one process with the same images, every test image once, and a run that
-goes on with another number of them."""
+"""Several gloo processes get the same weights as one process with the same images and see every test image once; a run
+can continue with another number of processes."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def all_weights(state):
 
 
 def assert_close(a, b):
-    """Assert that two runs reached the same weights, up to the order of sums, and that they went some way to them."""
+    """Assert that two runs reached the same weights, up to the order of sums, and that training changed the weights."""
     first = all_weights(saved(a))
     second = all_weights(saved(b))
     start = all_weights(saved(a, "start.ckpt"))
@@ -60,8 +60,8 @@ def keep_start():
 
 
 def test_two_processes_or_two_batches_equal_one_with_twice_the_batch(data, tmp_path):
-    """Group norm, no dropout: with batch norm each process would take the statistics of its own half. Flips follow the
-    image, Lookahead's weights meet at the same updates."""
+    """Group norm, no dropout: with batch norm each process would use the statistics of its own half. Flips depend on
+    the image, and Lookahead synchronises at the same updates."""
     one, two, parts = tmp_path / "one", tmp_path / "two", tmp_path / "parts"
     more = [*GN_MODEL, "--lr 0.02 --clip-grad 1 --opt lookahead_sgd --flip alternate"]
     train(arguments(data, one, *more), keep_start)
@@ -114,7 +114,7 @@ def test_a_process_that_hangs_ends_the_run_in_one_line(data, tmp_path, hung):
 
 
 def rank_statistics(folder):
-    """Write each process's own statistics of BatchNorm just before they become one."""
+    """Write each process's own BatchNorm statistics just before they are combined."""
 
     def watched(distribute, model, *given, **more):
         torch.save(model.bn1.running_mean.clone(), folder / f"rank{os.environ['RANK']}.pt")
@@ -125,7 +125,7 @@ def rank_statistics(folder):
 
 @pytest.mark.parametrize("how", ["reduce", "broadcast"])
 def test_statistics_of_unlike_shards(data, tmp_path, how):
-    """reduce: the mean of what each process has seen; broadcast: the first one's."""
+    """reduce: the mean of all processes' statistics; broadcast: the first process's statistics."""
     folder = tmp_path / "run"
     train(
         arguments(data, folder, f"--batch-size 4 --epochs 1 --dist-bn {how}"),
@@ -139,7 +139,7 @@ def test_statistics_of_unlike_shards(data, tmp_path, how):
 
 
 def log_ids(folder, stop_after=0):
-    """Write the ids of every update to a file of its process; perhaps end in the middle."""
+    """Write the ids of every update to one file per process; send SIGTERM in update `stop_after` if it is not 0."""
     folder.mkdir(exist_ok=True)
 
     def watched(update, trainer, batches):
@@ -162,9 +162,9 @@ STOPPED = 128 + signal.SIGTERM
 
 
 def test_stopped_on_two_continued_on_one_and_back_inside_an_epoch(data, tmp_path):
-    """Five updates per epoch: two on two processes, two on one, the rest on two; each image once in an epoch, and the
-    weights of one process alone, four batches an update. Without BatchNorm, whose statistics are of a batch of two
-    either way, but of other pairs."""
+    """Five updates per epoch: two on two processes, two on one, the rest on two. Each image is seen once per epoch, and
+    the weights equal those of one process with four batches per update. Without BatchNorm, whose batches of two would
+    pair other images."""
     alone, folder, ids = tmp_path / "alone", tmp_path / "run", tmp_path / "ids"
     assert "8 images = 2 x 1 processes x 4 batches" in train(arguments(data, alone, *SHARED))
     argv = arguments(data, folder, *SHARED, "--checkpoint-steps 1")
@@ -203,7 +203,7 @@ time.sleep(600)
     sys.platform != "linux", reason="only Linux tells a process of its parent's end"
 )
 def test_a_trainer_ends_with_a_killed_torchrun(data, tmp_path):
-    """As its workers do: it saves, and lets go of the run folder."""
+    """The trainer notices it, saves, and releases the run folder."""
     folder = tmp_path / "run"
     argv = [
         sys.executable,

@@ -167,7 +167,7 @@ def test_a_recipe_means_the_same_on_any_number_of_processes(name, processes):
     assert "recipe" not in said
 
 
-def test_who_can_share_is_named():
+def test_numbers_of_processes_that_divide_the_batch_are_named():
     config = resolved("imagenet")
     with pytest.raises(UsageError, match="256 cannot be shared by 3 processes: 255 or 258 can"):
         config.for_processes(3)

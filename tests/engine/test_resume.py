@@ -164,7 +164,7 @@ def test_a_file_without_a_note_takes_the_models_mean(tmp_path, data):
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", "null", "{"])
-def test_results_that_are_none_are_refused_in_one_line(run, data, refusal, content):
+def test_a_damaged_results_file_is_refused_in_one_line(run, data, refusal, content):
     path = run / run_folder.RESULTS
     path.write_text(content, encoding="utf-8")
     error = refusal(arguments(data, run))

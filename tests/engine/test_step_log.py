@@ -1,4 +1,4 @@
-"""What a run tells Weights & Biases, which a stand-in plays here: tried once with the real one, offline."""
+"""What a run logs to Weights & Biases, replaced by a fake here; it was tried once with the real one, offline."""
 
 import sys
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from ea_vision.engine.train_cifar import CifarConfig
 
 @pytest.fixture
 def begun(monkeypatch):
-    """The arguments of every `wandb.init`, with what was logged; a project named `refused` is."""
+    """The arguments of every `wandb.init` call and what was logged; the fake refuses a project named `refused`."""
     runs = []
 
     class Error(Exception):

@@ -1,4 +1,4 @@
-"""ImageNet as it is trained today: every recipe in small, through both loaders, and what the recipes are made of."""
+"""Modern ImageNet training: every recipe at a small scale with both loaders, and the parts of the recipes."""
 
 import random
 import signal
@@ -109,7 +109,7 @@ def test_growing_images_and_what_follows_them_survive_a_kill(photos, tmp_path):
 
 
 def test_position_tables_follow_the_images(tmp_path):
-    """What no map has reached yet is what the farthest offset is that one has."""
+    """Offsets that no map has reached yet are copies of the farthest offset that one has reached."""
     narrow = {"layers": [1, 1, 1, 1], "channels": [8, 16, 16, 16], "img_size": 96}
     model = timm.create_model("ea_aa_resnet34", zero_init_last=False, **narrow)
     table = model.layer2[0].conv1.height_rel

@@ -1,4 +1,4 @@
-"""The command, as users meet it: a run folder that others can read, modes, and bad input in one clear line."""
+"""The command as users see it: a run folder that other tools can read, its modes, and one clear line for bad input."""
 
 import json
 import math
@@ -56,7 +56,7 @@ def test_run_folder(finished):
 
 
 def test_epochs_may_end_inside_one(data, tmp_path, capsys, refusal):
-    """2.6 epochs of 8 updates are 21 updates; the rate falls to the end of these."""
+    """2.6 epochs of 8 updates are 21 updates; the learning rate reaches its end with the last of them."""
     folder = tmp_path / "run"
     options = "--epochs 2.6 --opt sgd --lr 0.4 --recipe fast_sgd --cutout 0"
     argv = arguments(data, folder, options)
@@ -120,7 +120,7 @@ def test_evaluate_a_model_with_weights(finished, data, tmp_path, capsys, refusal
         ("--learning-curves {run} --output a.gif", "must end in .png"),
     ],
 )
-def test_what_a_run_is_not_used_for(finished, line, message, refusal):
+def test_invalid_uses_of_a_run_are_refused(finished, line, message, refusal):
     (finished / "evaluation").mkdir(exist_ok=True)
     assert message in refusal(line.format(run=finished).split())
 
@@ -135,9 +135,8 @@ def test_a_run_folder_is_not_overwritten_nor_continued_with_other_options(finish
 
 
 def test_epochs_left_out_of_evaluation_train_the_same(data, tmp_path, refusal):
-    """--eval-epochs 2 of 3: epoch 1 is not evaluated, the last is; killed and continued, it ends like one that was.
-
-    Where one epoch alone is evaluated nothing is chosen by it.
+    """With --eval-epochs 2 of 3, epoch 1 is not evaluated and the last one is. A run that was killed and continued ends
+    like one that evaluated every epoch. If only one epoch is evaluated, no weights are chosen by it.
     """
     every = tmp_path / "every"
     second = tmp_path / "second"
@@ -168,7 +167,7 @@ def test_epochs_left_out_of_evaluation_train_the_same(data, tmp_path, refusal):
 
 
 def test_resume_from_a_named_run(finished, data, tmp_path):
-    """Another folder continues from a run's checkpoint, here for one more epoch, with a changed option named."""
+    """A run in another folder continues from a run's checkpoint, here for one more epoch, and names changed options."""
     output = tmp_path / "more"
     argv = arguments(data, output, SWITCHES, "--lr 0.0005 --epochs 4 --resume", str(finished))
     said = train(argv)
@@ -191,7 +190,7 @@ def test_recipe_keywords_a_model_lacks_are_left_out_with_a_notice(data, tmp_path
 
 
 def test_without_a_test_the_test_images_change_nothing(data, tmp_path, capsys):
-    """--no-test: other test images, the same results, and no figure of theirs anywhere; the test can be made up for."""
+    """With --no-test, other test images give the same results, and no test figure is written; a later call can test."""
     other = tmp_path / "data"
     shutil.copytree(data, other)
     for path in (other / "test" / "class_0").iterdir():  # where a test would show it

@@ -69,7 +69,7 @@ def test_run_folder(finished):
 @pytest.mark.slow
 @needs_ffcv
 def test_ffcv_files_train_and_resume_as_images_do(photos, tmp_path):
-    """Two processes on .beton files, one killed. Images stored as evaluated: the folder's figures are the same."""
+    """Two processes on .beton files, one killed. Images are stored as evaluated: the folder gives the same results."""
     files = {}
     for split in ("train", "validation"):
         files[split] = tmp_path / f"{split}.beton"
@@ -107,7 +107,7 @@ def test_ffcv_files_train_and_resume_as_images_do(photos, tmp_path):
 
 @pytest.mark.slow
 def test_a_small_evolving_network_learns_its_images_by_heart(tmp_path):
-    """The whole of it, layers to loop: ea_aa_resnet34, narrow and with few blocks, at 64 pixels, on 16 images."""
+    """From layers to training loop: ea_aa_resnet34, narrow and with few blocks, at 64 pixels, on 16 images."""
     data = make_photos(tmp_path / "photos", train=16, val=0, side=64)
     shutil.copytree(
         data / "train", data / "val", dirs_exist_ok=True
@@ -153,7 +153,7 @@ def test_a_trial_step_changes_nothing_and_does_not_take_the_building_of_kernels_
     before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
 
     def loss_on_noise(model, images):
-        time.sleep(0 if steps else 1)  # what the first step of a fresh installation builds
+        time.sleep(0 if steps else 1)  # the first step after an installation builds kernels
         steps.append(len(images))
         return model(images).square().mean()
 

@@ -1,4 +1,4 @@
-"""No update waits for the device; a loss that is not finite never reaches what is saved; with skip no weight at all."""
+"""No update waits for the device; a non-finite loss never reaches a saved file and, with skip, never any weight."""
 
 import copy
 import json
@@ -74,7 +74,7 @@ def overflow_once(trainer):
 
 
 def test_an_overflow_in_float16_is_left_out_and_lowers_the_scale(tmp_path, monkeypatch):
-    """The gradient scaler's own business: no fault. Statistics of finite losses may change."""
+    """The gradient scaler handles it, so it is not a fault. Statistics of finite losses may change."""
     monkeypatch.setattr(classification, "autocast", lambda amp, device: nullcontext())
     trainer = trainer_of(tmp_path, Loader(3), amp="float16")
     before = copy.deepcopy(dict(trainer.model.named_parameters()))
@@ -125,7 +125,7 @@ MIXED["channels_last"] = True
     ids=str,
 )
 def test_an_update_asks_nothing_of_the_device(tmp_path, monkeypatch, options):
-    """On the meta device whatever would wait for the device (item, tolist, bool, cpu) is an error."""
+    """On the meta device every call that would wait for the device (item, tolist, bool, cpu) is an error."""
     meta = torch.device("meta")
     monkeypatch.setattr(classification, "autocast", lambda amp, device: nullcontext())
     pixels = torch.zeros(32, 3, 16, 16, dtype=torch.uint8)
@@ -175,7 +175,7 @@ def test_a_look_at_several_updates_names_the_first_bad_one_and_its_samples(tmp_p
 
 
 def test_a_gradient_in_float16_that_no_scale_makes_finite_is_a_fault(tmp_path, monkeypatch):
-    """The scaler leaves out overflows until its scale fits; a gradient of NaN it would leave out for ever."""
+    """The scaler skips overflows until its scale fits; it would skip a NaN gradient for ever."""
     monkeypatch.setattr(classification, "autocast", lambda amp, device: nullcontext())
     trainer = trainer_of(tmp_path, Loader(40), amp="float16")
     trainer.last_good = tmp_path / checkpoint.LAST

@@ -127,7 +127,7 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path, made, message):
 
 
 @pytest.mark.parametrize("data", ["cifar10", "cifar100"])
-def test_what_is_kept_is_what_the_runs_give(data, tmp_path):
+def test_the_kept_files_follow_from_the_runs(data, tmp_path):
     runs = read_runs(STORED / f"{data}-runs.csv")
     write_runs(runs, tmp_path / "runs.csv")
     assert (tmp_path / "runs.csv").read_text() == (STORED / f"{data}-runs.csv").read_text()

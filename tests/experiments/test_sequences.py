@@ -55,7 +55,7 @@ def test_a_kind_that_reads_what_the_mask_hides_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_table_goes_on(tmp_path):
+def test_a_table_is_continued(tmp_path):
     table = tmp_path / "recall.csv"
     command = ["recall", str(table), "--kinds", "ea", "--updates", "4", "--seeds", "0"]
     sequences.main(command)

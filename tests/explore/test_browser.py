@@ -395,7 +395,7 @@ def test_the_fragment_reproduces_the_view(open_page):
     assert tile(again, 0, 21, 5) == tile(page, 0, 21, 5)
 
 
-def test_a_link_to_what_there_is_not_is_told_so(open_page):
+def test_a_link_with_unknown_values_says_what_there_is(open_page):
     page = open_page("#layer=99&head=7&image=5&style=nope&query=64,0;3,3")
     message = page.locator("#message")
     assert message.inner_text().startswith(

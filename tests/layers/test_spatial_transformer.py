@@ -20,7 +20,7 @@ def theta(*rows):
     return torch.tensor([rows], dtype=D64)
 
 
-def test_it_samples_where_theta_says():
+def test_it_samples_where_theta_points():
     image = torch.randn(1, 2, 6, 8, dtype=D64)
     for rows, expected in (
         (STAYS, image),

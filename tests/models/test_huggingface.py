@@ -156,7 +156,7 @@ def test_another_implementation_of_attention_is_refused(name):
     assert torch.equal(output(model, name), expected)
 
 
-def test_who_asks_for_attentions_learns_what_records_them(caplog):
+def test_output_attentions_logs_how_to_record_maps(caplog):
     huggingface._say_how_to_record.cache_clear()
     model = evolve(create("vit"))
     for _ in range(2):
@@ -459,7 +459,7 @@ def test_checkpointing_that_loses_the_chain_is_refused():
 
 
 @torch.no_grad()
-def test_threads_do_not_meet():
+def test_threads_do_not_share_state():
     model = lively(evolve(create("bart"), "ea"))
     batches = [torch.randint(3, 50, (2, length)) for length in (5, 9, 12, 7)]
     expected = [model(input_ids=ids).last_hidden_state for ids in batches]

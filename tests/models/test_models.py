@@ -350,7 +350,7 @@ def test_stems_for_small_images(name, keywords, side, reductions):
         ("ea_aa_wrn28_10_cifar", {"width": 1, "depth": 10, "qk_norm": True}),
     ],
 )
-def test_initialised_anew_a_network_begins_as_one_that_was_created(name, options):
+def test_reset_attention_weights_are_random_or_constant_as_in_a_new_network(name, options):
     """Every weight of attention and of what evolves its maps: none keeps what training left."""
     network = timm.create_model(name, **options)
     created = timm.create_model(name, **options)

@@ -1,4 +1,4 @@
-"""Problems for every implementation, their comparison with the reference in float64, and what dropout keeps."""
+"""Problems for every implementation, their comparison with the float64 reference, and the entries dropout keeps."""
 
 from unittest import mock
 
@@ -74,7 +74,7 @@ def problem(
 
 
 def outputs_and_gradients(tensors, *, double=False, uses=("out", "logits"), **options):
-    """out, logits, and the gradient of a fixed random projection of those in `uses` for each tensor."""
+    """Return out, logits, and for each tensor the gradient of a fixed random projection of the outputs in `uses`."""
     inputs = {}
     for name, tensor in tensors.items():
         tensor = tensor.double() if double else tensor.detach()
@@ -97,7 +97,7 @@ def outputs_and_gradients(tensors, *, double=False, uses=("out", "logits"), **op
 
 
 def rounding(name, tensors, slow):
-    """The norm below which a result is nothing but rounding."""
+    """Return the norm below which a result is only rounding error."""
     B, _, N, _ = tensors["q"].shape
     if name in ("alpha", "beta"):  # a sum of all entries, most of which cancels
         return (tensors["prev_logits"].numel() / slow[name].numel()) ** 0.5
@@ -112,7 +112,7 @@ def rounding(name, tensors, slow):
 def assert_as_reference(
     tensors, implementation="cpu", seed=123456789123456789, tolerance=None, **options
 ):
-    """Compare outputs and all gradients with float64, and with the same entries dropped; return them."""
+    """Compare outputs and all gradients with float64, with the same entries dropped; return outputs and gradients."""
     q = tensors["q"]
     B, K, N, _ = q.shape
     p = options.get("dropout_p", 0.0)
@@ -148,7 +148,7 @@ SHAPE = dict(
 
 
 def check(implementation, kind, size, *, bias=0.0, prefix=0, alpha=0.5, **options):
-    """Compare an implementation with the reference on a problem of `SHAPE`, whose values may be given.
+    """Compare an implementation with the reference on a problem; options replace values of `SHAPE`.
 
     `bias` is added to the convolution's, if any.
     """
@@ -216,7 +216,7 @@ for name, case in CASES.items():
 
 
 def random_case(data, most_side, heads, kernels, most_width):
-    """Draw what `check` takes."""
+    """Draw random arguments of `check`."""
 
     def among(*values):
         return data.draw(st.sampled_from(values))
@@ -242,7 +242,7 @@ def random_case(data, most_side, heads, kernels, most_width):
 
 
 def same_bits(compute):
-    """Check that a function's tensors do not depend on how many threads there are; return them."""
+    """Check that a function's tensors do not depend on the number of threads; return them."""
     whole = compute()
     threads = torch.get_num_threads()
     try:

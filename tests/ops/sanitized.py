@@ -1,6 +1,6 @@
-"""Runs the C kernel as each argument, a compiler, compiles it; then reads beyond a tensor.
+"""For each argument, a compiler command: compile the C kernel with it and run it. At the end, read beyond a tensor.
 
-For a process that has the address sanitizer loaded.
+Runs in a process that has the address sanitizer loaded.
 """
 
 import math
@@ -18,7 +18,7 @@ from tests.ops.oracle import check, random_case
 @settings(max_examples=100, derandomize=True, deadline=None, database=None)
 @given(st.data())
 def attend(data):
-    """Forward and backward of a random shape."""
+    """Run forward and backward on a random shape."""
 
     def among(*values):
         return data.draw(st.sampled_from(values))

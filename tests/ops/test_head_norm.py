@@ -1,4 +1,4 @@
-"""The norm of queries and keys: its derivatives of every order and every way, beside readable torch's."""
+"""The norm of queries and keys: derivatives of every order and mode against plain torch operations."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from ea_vision.ops import head_norm, use_implementation
 
 @pytest.fixture
 def layer():
-    """A layer in float64, whose maps readable torch computes, and whose norm counts."""
+    """A layer in float64 that uses the reference, with a norm that affects its output."""
     torch.manual_seed(0)
     sizes = dict(dim_qk=8, dim_v=4, num_heads=2, feat_size=(2, 3))
     return AugmentedConv2d(3, 10, **sizes, qk_norm=True, dtype=torch.float64)
@@ -75,7 +75,7 @@ def test_second_derivatives_where_one_of_them_learns(layer, x, name):
 
 
 def test_float32_on_the_kernel_refuses_second_derivatives(layer, x):
-    """The attention kernel's own second derivatives are an error, with and without the norm."""
+    """The attention kernel has no second derivatives and raises an error, with and without the norm."""
     x = x.float().requires_grad_()
     loss = loss_of(layer.float())(x)
     (first,) = torch.autograd.grad(loss, x, create_graph=True)

@@ -1,4 +1,4 @@
-"""Every implementation against the reference in float64, outputs and all gradients; and the choice between them."""
+"""Every implementation against the float64 reference: outputs and all gradients; which implementation is chosen."""
 
 import logging
 import os
@@ -45,7 +45,7 @@ ROWS = dict(WINDOW, channels_last=False)
 PREFIX = dict(size=(1, 38), B=2, K=3, D=8, E=6, beta=0.6)
 BLOCKS = dict(D=8)
 PAIR = dict(BLOCKS, K=2, channels_last=False)
-FURTHER = [  # what the C kernel has beside `CASES`, and maps of many of its blocks
+FURTHER = [  # forms that only the C kernel has, and maps that need many of its blocks
     dict(HALF, kind="aa"),
     dict(kind="ea", size=(1, 2), prefix=2),
     dict(POSITIVE, kind="ea"),
@@ -79,7 +79,7 @@ FURTHER = [  # what the C kernel has beside `CASES`, and maps of many of its blo
 
 @pytest.mark.parametrize("case", [*CASES.values(), *FURTHER], ids=str)
 def test_cpu_kernel(case):
-    """The C kernel is the reference, whether logits are wanted or not."""
+    """The C kernel equals the reference, with and without returned logits."""
     for need_logits in (True,) if "uses" in case else (True, False):
         check("cpu", **case | {"need_logits": need_logits})
 
@@ -156,7 +156,7 @@ def test_folded_position_is_the_reference(size, K, D, E, relative, device):
 
 
 def some_images(tensors, count):
-    """The problem of the first images alone."""
+    """Return the problem with only its first `count` images."""
     of_images = ("q", "k", "v", "prev_logits")
     return {name: x[:count] if name in of_images else x for name, x in tensors.items()}
 
@@ -248,7 +248,7 @@ def test_halving_is_average_pooling(size):
 
 @pytest.fixture
 def use_compiler(monkeypatch, tmp_path):
-    """Called with a compiler, it has the kernel compiled anew by it, for this test."""
+    """A function that makes this test compile the kernel anew with the given compiler."""
 
     def use(compiler):
         monkeypatch.setenv("CC", compiler)
@@ -262,7 +262,7 @@ def use_compiler(monkeypatch, tmp_path):
 
 
 def compiler(folder, commands):
-    """Make a compiler of the commands of a shell."""
+    """Write a shell script that acts as a compiler; return its path."""
     number = len(list(folder.glob("cc*")))
     path = folder / f"cc{number}"
     path.write_text(f"#!/bin/sh\ncd {folder}\n{commands}\n")
@@ -271,13 +271,13 @@ def compiler(folder, commands):
 
 
 def compiler_with(folder, *flags):
-    """Make a compiler that adds flags to whatever it is told."""
+    """Write a compiler script that adds flags to its arguments; return its path."""
     cc = os.environ.get("CC") or "cc"
     return compiler(folder, f'exec {cc} "$@" {shlex.join(flags)}')
 
 
 def reason_against(**other):
-    """Why the C kernel cannot solve the problem of a map of 3x4 with these tensors."""
+    """Return the reason why the C kernel cannot run a 3x4 problem with these tensors; None if it can."""
     tensors = {**problem("ea", (3, 4)), **other}
     return cpu.Cpu().reason_against(Problem(**tensors, feat_size=(3, 4)).checked())
 
@@ -288,7 +288,7 @@ def load_library(_):
 
 
 def test_a_damaged_library_is_built_again(use_compiler, tmp_path):
-    """Two processes load the cut library, which would kill them, and build it at once."""
+    """Two processes find a truncated library, which would crash them if loaded, and both rebuild it."""
     use_compiler(compiler_with(tmp_path, "-O0"))
     assert reason_against() is None
     (library,) = (tmp_path / "cache").rglob("cpu_kernel-*.so")
@@ -339,7 +339,7 @@ def test_whatever_goes_wrong_with_the_library_the_reference_runs_and_the_log_say
 
 
 def test_clang_builds_a_kernel_of_one_thread(use_compiler, tmp_path, caplog):
-    """Apple's refuses OpenMP, others need another library of it than torch's."""
+    """Apple's clang refuses OpenMP; other clangs link another OpenMP library than torch's."""
     version = 'if [ "$1" = --version ]; then echo Apple clang version 17; exit; fi'
     refuses = 'case "$*" in *-fopenmp*|*gomp*) echo unsupported >&2; exit 1;; esac'
     use_compiler(compiler(tmp_path, f'{version}\n{refuses}\nexec cc -O1 "$@"'))
@@ -381,7 +381,7 @@ def test_the_library_is_another_after_any_change(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("home", ["a file", "none"])
-def test_where_nothing_can_be_kept_each_process_builds_the_library(
+def test_without_a_writable_cache_each_process_builds_the_library(
     use_compiler, tmp_path, monkeypatch, caplog, home
 ):
     use_compiler(compiler_with(tmp_path, "-O0"))
@@ -400,7 +400,7 @@ def test_where_nothing_can_be_kept_each_process_builds_the_library(
 
 
 def without_memory(_):
-    """Ask for more than there is, then for less."""
+    """Request more memory than there is, then less."""
     x = torch.zeros(1, 64, 16, 4000).transpose(2, 3)
     torch.set_num_threads(2)
     few = torch.zeros(1, 64, 50, 16, requires_grad=True)
@@ -417,14 +417,14 @@ def without_memory(_):
     return 0 if few.grad.isfinite().all() else 1
 
 
-def test_memory_that_cannot_be_had_is_an_error_that_says_how_much(tmp_path):
+def test_a_failed_allocation_says_how_much_was_needed(tmp_path):
     log = tmp_path / "log"
     assert runner.run_world(1, [], log, main=without_memory) == [0], log.read_text()
 
 
 @pytest.mark.slow
 def test_memory_errors_and_undefined_behaviour(tmp_path):
-    """The kernel under the address and undefined-behaviour sanitizers, with the widest and the narrowest vectors."""
+    """The kernel runs under the address and undefined-behaviour sanitizers, with the widest and narrowest vectors."""
     sanitize = ("-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     plain = compiler_with(tmp_path, *sanitize)
     (tmp_path / "main.c").write_text("int main(void) { return 0; }")
@@ -450,7 +450,7 @@ def test_memory_errors_and_undefined_behaviour(tmp_path):
         UBSAN_OPTIONS="print_stacktrace=1",
     )
     assert done.stdout.splitlines() == ["clean"] * len(compilers), done.stderr[-4000:]
-    # and last, on purpose, a read beyond the end: were it not found, nothing above would have been
+    # the process ends with a deliberate read beyond the end, which proves that the sanitizer works
     assert done.returncode
     assert "heap-buffer-overflow" in done.stderr
     assert "in pool_forward" in done.stderr
@@ -534,7 +534,7 @@ WRONG_SHAPES = [
         (EA_PROBLEM, {"feat_size": (3, 5)}, r"N = 3\*5 required, got \[2, 8, 12, 20\]"),
     ],
 )
-def test_what_cannot_be_had_is_an_error(tensors, options, message):
+def test_invalid_arguments_are_refused(tensors, options, message):
     with pytest.raises(ValueError, match=message):
         evolving_attention(**{**tensors, "feat_size": (3, 4), **options})
 
@@ -558,7 +558,7 @@ def test_an_unknown_implementation_is_named():
 def test_devices_without_kernels_take_torchs_fused_attention_where_it_suffices(
     kind, need_logits, name, caplog
 ):
-    """Here the meta device; that `sdpa` and the reference agree is tested on the CPU."""
+    """Uses the meta device; the CPU tests check that `sdpa` equals the reference."""
     caplog.set_level("INFO", logger="ea_vision.ops")
     ops._logged.clear()
     tensors = problem(kind, (3, 4), device="meta")
@@ -690,7 +690,7 @@ def test_forward_derivatives_and_transforms_are_the_references(name):
 
 @pytest.mark.parametrize("kind", ["aa", "ea", "pa"])
 def test_fewer_keys_than_queries(kind):
-    """Keys and values that a network has reduced: maps (B, K, N, M)."""
+    """Keys and values that the network has pooled: maps (B, K, N, M)."""
     shapes = [(2, 3, 6, 5), (2, 3, 4, 5), (2, 3, 4, 2), (2, 3, 6, 4), (3, 3, 3, 3), (3,)]
     q, k, v, prev, weight, bias = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     logits = q @ k.mT / 5**0.5
@@ -780,7 +780,7 @@ def test_compiles_whole_and_once(learnable, dropout_p):
     assert graph.code.count("ea_vision.cpu_attention") == 3
 
 
-def test_what_is_computed_again_for_backward_drops_the_same():
+def test_recomputation_for_backward_uses_the_same_dropout():
     layers = chain(0.3, learnable=True)
     x = torch.randn(2, 8, 6, 5)
 

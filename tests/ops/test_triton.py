@@ -1,6 +1,6 @@
 """The Triton kernels against the readable torch in float64: on a CUDA device, else in Triton's interpreter.
 
-The interpreter must be asked for before Triton is imported, so this file runs itself again in a process of its own.
+The interpreter must be chosen before Triton is imported, so this file runs itself again in a separate process.
 """
 
 import importlib.util
@@ -42,7 +42,7 @@ def test_in_interpreter(tests):
 
 
 def new(kind, size, K=8, D=4, E=1, **shape):
-    """A problem of one image, as a channels-last projection leaves it."""
+    """A problem of one image, in the memory layout of a channels-last projection."""
     return problem(kind, size, K, D, E, B=1, device=DEVICE, channels_last=True, **shape)
 
 
@@ -110,7 +110,7 @@ def test_maps_of_the_networks(side, monkeypatch):
 
 @kernels
 def test_chain():
-    """Three layers that hand on their logits, in the layout they are made in, as the reference hands on its own."""
+    """Three layers that pass their logits on in the layout of the kernel, compared with three reference layers."""
     size = (2, 5)
     layers = [new("ea" if i else "aa", size, 4, 8, 3, seed=i) for i in range(3)]
     tolerance = 1e-6 if DEVICE == "cpu" else TOLERANCE[torch.float32]
@@ -138,7 +138,7 @@ def test_chain():
 
 @kernels
 def test_gradient_of_the_weight_lies_as_the_weight():
-    """Channels-last weights get channels-last gradients, which the buckets of DDP take as they are."""
+    """Channels-last weights get channels-last gradients, which DDP's buckets take without a copy."""
     tensors = new("ea", (2, 2), 3, 4, 2)
     options = dict(feat_size=(2, 2), need_logits=False, implementation="triton")
     grads = []

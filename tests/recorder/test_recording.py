@@ -262,7 +262,7 @@ class Linear(nn.Module):
         ({"model": nn.Linear(1, 1)}, "Linear has no attention layer that can be"),
     ],
 )
-def test_what_there_is_not_is_refused(options, message):
+def test_invalid_options_are_refused(options, message):
     options = {"model": tiny("conv_transformer_cifar"), **options}
     with pytest.raises(ValueError, match=message), record_attention(**options):
         pass

@@ -1,4 +1,4 @@
-"""slurm/*.sbatch with stand-ins for SLURM's commands: success, failure, TERM and requeue, resume, arrays."""
+"""slurm/*.sbatch with fake SLURM commands: success, failure, TERM and requeue, resume, arrays."""
 
 import os
 import signal
@@ -45,7 +45,7 @@ REAL = f'#!/bin/bash\nexec {sys.executable} -m ea_vision "$@"\n'
 
 @pytest.fixture
 def cluster(tmp_path):
-    """A folder whose bin/ has the stand-ins; what they were called with is noted in it."""
+    """A folder whose bin/ has fake commands, which write their arguments into files of the folder."""
     for name, body in COMMANDS.items():
         file = tmp_path / "bin" / name
         file.parent.mkdir(exist_ok=True)
@@ -55,7 +55,7 @@ def cluster(tmp_path):
 
 
 def sbatch(cluster, script, *arguments, until=None, **more):
-    """Run a batch script as SLURM does; its exit code and output.
+    """Run a batch script as SLURM does; return its exit code and output.
 
     until: TERM is sent to the script once this file exists.
     """
@@ -145,7 +145,7 @@ def test_without_sbatch_one_line_says_how_to_start_it(script, cluster):
     "script, before", [("imagenet.sbatch", ()), ("seeds.sbatch", ("sweep", "0", "a=", "--"))]
 )
 def test_a_typo_is_told_once_before_the_training_starts(cluster, capsys, script, before):
-    """The script asks by a command that a stand-in notes and refuses, and which says this where it is run."""
+    """The script calls ea-vision with --check-options: the fake command fails, and the real one prints the message."""
     (cluster / "bin" / "ea-vision").write_text('#!/bin/bash\necho "$@" > "$PLACE/asked"; exit 2\n')
     assert (
         sbatch(cluster, script, *before, "--epoch", "3", TRAINER="0", SLURM_ARRAY_TASK_ID="0")[0]
@@ -209,9 +209,9 @@ VARIANTS = (
 
 @pytest.mark.slow
 def test_an_array_trains_what_evidence_reads_and_continues_after_its_limit(cluster, capsys):
-    """Two variants and two seeds; the first task is told to stop in its first epoch, and runs again.
+    """Two variants and two seeds; the first task gets TERM in its first epoch and runs again.
 
-    From then on the script notes the command, which a process that has torch loaded runs.
+    After that a fake ea-vision writes down the command, and a process that has torch loaded runs it.
     """
     make_folder(cluster / "data", train=24, test=6, side=8)
     command = cluster / "bin" / "ea-vision"

@@ -90,7 +90,7 @@ def problems(figure):
     return wrong
 
 
-def test_what_is_looked_for_is_found():
+def test_the_checks_find_a_bad_layout():
     figure = matplotlib.figure.Figure(figsize=(2, 2), layout="constrained")
     figure.subplots().imshow([[0, 1]], aspect="auto")
     for place, text in ((0.5, "one"), (0.52, "other"), (0.99, "beyond")):
