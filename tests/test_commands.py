@@ -23,7 +23,7 @@ SCRIPTS = [path.relative_to(ROOT) for path in SCRIPTS]
 
 @pytest.fixture
 def helped(monkeypatch, capsys):
-    """Return the --help of what `call` runs, under a name on the command line; it must end well and print no errors."""
+    """Return the --help of the command that `call` runs under a given name; it must exit with 0 and print no errors."""
 
     def of(name, call):
         monkeypatch.setattr(sys, "argv", [name, "--help"])
@@ -55,7 +55,7 @@ def test_the_overview_has_a_line_for_each_command(helped):
     ],
 )
 def test_the_overview_and_the_version_need_no_torch(words, shown, tmp_path):
-    """Nor anything else that takes long to import; by `python -m` as by the script that pip writes."""
+    """Nor other slow imports; both with `python -m` and with the script that pip installs."""
     script = tmp_path / "ea-vision"
     code = "import sys\nfrom ea_vision.__main__ import main\nsys.exit(main())\n"
     script.write_text(code, encoding="utf-8")
@@ -91,7 +91,7 @@ def test_each_command_names_itself(command, helped):
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=str)
 def test_scripts_of_a_checkout_take_the_commands_options(script, helped):
-    """They show their own name, and otherwise what the command shows, where there is one."""
+    """Their help shows the script's name, and otherwise equals the command's help, if there is such a command."""
 
     def options(text):
         return re.findall(r"^  (-.*?)(?:  |$)", text, re.MULTILINE)
@@ -162,6 +162,6 @@ def draw_at_last(_):
 
 
 def test_figures_are_a_name_of_the_package_that_loads_matplotlib_at_its_first_use(tmp_path):
-    """In a process that has all that trains."""
+    """In a process that has imported the trainers."""
     log = tmp_path / "log"
     assert run_world(1, [], log, main=draw_at_last) == [0], log.read_text(encoding="utf-8")

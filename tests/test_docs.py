@@ -42,7 +42,7 @@ def blocks(page, language):
 
 
 def commands(page):
-    """The words of every command of ours in the page's shell blocks: its name first."""
+    """Return the words of each of our commands in the page's shell blocks, beginning with its name."""
     found = []
     for block in blocks(page, "sh"):
         for line in block.replace("\\\n", " ").splitlines():
@@ -111,7 +111,7 @@ def run_block(number, space):
 
 
 def test_readme_records_and_draws(tmp_path, monkeypatch):
-    """The first block of README; transformers' weights, which are not at hand, are random."""
+    """The first block of README, with random weights in place of a download from transformers."""
     small = transformers.ViTConfig(hidden_size=24, num_attention_heads=6, intermediate_size=32)
     monkeypatch.setattr(
         transformers.ViTModel, "from_pretrained", lambda name: transformers.ViTModel(small)
@@ -125,7 +125,7 @@ def test_readme_records_and_draws(tmp_path, monkeypatch):
 
 
 def test_readme_creates(monkeypatch):
-    """The second block of README; timm's weights, which are not at hand, are random."""
+    """The second block of README, with random weights in place of timm's download."""
     create = timm.create_model
 
     def create_offline(name, pretrained=False, **keywords):

@@ -1,4 +1,4 @@
-"""`ea-vision predict`: the classes that timm's own transform gives, from files, folders and standard input."""
+"""`ea-vision predict` on files, folders and standard input gives the same classes as timm's own transform."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Images that the tests of the trainers share; who spoils them makes its own."""
+"""Images shared by the trainers' tests; a test that changes images makes its own."""
 
 import pytest
 

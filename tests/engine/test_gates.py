@@ -1,4 +1,4 @@
-"""Learnable gates in a run; fine-tuning from other weights, and parts of a network that are not trained."""
+"""Learnable gates in a run, fine-tuning from other weights, and frozen parts of a network."""
 
 import pytest
 import safetensors.torch
@@ -38,7 +38,7 @@ def arguments(data, output, *more, model="ea_vit_tiny_patch16_224"):
 
 
 def gates_of(folder):
-    """The columns of learnable gates, which are named as in the state dict."""
+    """Return the columns of learnable gates, named as in the state dict."""
     return {name: column for name, column in run_folder.read_metrics(folder).items() if "." in name}
 
 
@@ -127,7 +127,7 @@ def test_pretrained_path_is_the_start_of_a_run(data, tmp_path, capsys, refusal):
 
 @pytest.mark.parametrize("recipe", ["finetune_vit", "finetune_ea_vit"])
 def test_fine_tuning_by_recipe_from_pretrained_weights(data, recipe, tmp_path, monkeypatch):
-    """As from timm's weights: a file of 1000 classes stands in for the hub."""
+    """Uses a file with 1000 classes in place of timm's weights on the hub."""
     model = "vit_tiny_patch16_224" if recipe == "finetune_vit" else "ea_vit_tiny_patch16_224"
     file = tmp_path / "hub.safetensors"
     state = network("vit_tiny_patch16_224", num_classes=1000).state_dict()

@@ -1,5 +1,5 @@
-"""A run on a device that is neither a CPU nor CUDA: a stand-in that torch's privateuse1 names, whose tensors lie in
-main memory. No such device is at hand: that kernels of mps or xpu give these results is not shown here."""
+"""A run on a device that is neither a CPU nor CUDA: a fake device, registered as torch's privateuse1, whose tensors are
+in main memory. It does not show that the kernels of mps or xpu give these results, since no such device is at hand."""
 
 from types import ModuleType
 
@@ -12,7 +12,7 @@ NAME = "standin"
 
 
 class InMainMemory(TorchFunctionMode):
-    """Lets torch's functions that are asked for the stand-in use main memory."""
+    """Lets torch's functions use main memory when they are called with the fake device."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         args = [on_cpu(value) for value in args]

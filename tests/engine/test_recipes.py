@@ -1,4 +1,4 @@
-"""Recipes say what the papers do, and mean the same update on any number of processes."""
+"""Recipes have the papers' values, and give the same update on any number of processes."""
 
 from dataclasses import asdict
 
@@ -144,7 +144,7 @@ def test_the_recipe_of_each_published_row_is_the_papers(name):
 @pytest.mark.parametrize("processes", [1, 4, 8, 64])
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_recipe_means_the_same_on_any_number_of_processes(name, processes):
-    """Images of an update, rate, warm-up and updates of an epoch; or one line that names who can share them."""
+    """Images per update, rate, warm-up and updates per epoch are equal; else one line says who can share the batch."""
     images = 1_281_167
     recipe = load_recipe(name)
     config = resolved(name)

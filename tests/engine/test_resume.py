@@ -70,7 +70,7 @@ def test_where_the_best_weights_are_not_at_hand_the_best_epoch_is_chosen_anew(
 def test_the_same_command_continues_the_run_that_went_on(
     run, data, tmp_path, monkeypatch, capsys, elsewhere
 ):
-    """It is stopped after its first epoch of two; so is a run that went back to the first epoch in its own folder."""
+    """The run is stopped after the first of two epochs; so is a run that went back to epoch 1 in its own folder."""
     output = tmp_path / "more" if elsewhere else run
     first = run / "first.ckpt"
     state = saved(run)
@@ -96,7 +96,7 @@ def test_the_same_command_continues_the_run_that_went_on(
 
 
 def test_a_run_that_went_back_is_continued_from_where_it_went(tmp_path):
-    """Though what it left behind has more updates."""
+    """Even though checkpoints that it left behind have more updates."""
     for name, updates in ((checkpoint.LAST, 5), (checkpoint.PREVIOUS, 9), (checkpoint.BEST, 8)):
         content = dict.fromkeys(checkpoint.PARTS) | {"progress": {"updates": updates}}
         (tmp_path / name).write_bytes(checkpoint.encode(content))

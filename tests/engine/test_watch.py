@@ -42,7 +42,7 @@ def test_a_collapse_is_said_once(caplog):
 
 
 def test_maps_with_negative_entries_have_no_entropy_and_have_not_collapsed(caplog):
-    """A mixture of the heads' probabilities by weights of both signs, after the softmax."""
+    """After the softmax, the heads' probabilities are mixed with positive and negative weights."""
     model = timm.create_model("ea_vit_tiny_patch16_224", **VIT, evolution="talking_heads")
     with torch.no_grad():
         for parameter in model.blocks[1].attn.evolution.parameters():

@@ -1,4 +1,4 @@
-"""Checks of pages: the numbers that a section must contain, whatever words stand around them."""
+"""Checks of pages: a section must contain certain numbers, in any wording."""
 
 import re
 from pathlib import Path
@@ -63,7 +63,7 @@ def hyphened(text):
 
 
 def points(of, plus=""):
-    """Return a difference with its interval, of a row or dict with difference, low and high: "0.35 (-0.01 to 0.71)"."""
+    """Return a difference and its interval from keys difference, low and high: "0.35 (-0.01 to 0.71)"."""
     return f"{of['difference']:{plus}.2f} ({of['low']:.2f} to {of['high']:.2f})"
 
 

@@ -1,4 +1,4 @@
-"""The verdict on attention across layers: its analysis, the pages with its figures, and the script of its runs."""
+"""The verdict on attention across layers: its analysis, the figures on the pages, and the script of its runs."""
 
 import numpy as np
 import pandas as pd

@@ -1,4 +1,4 @@
-"""The commands on the pages of experiments/ and in its docstrings: their options, networks and keywords are there."""
+"""Commands on the pages and in the docstrings of experiments/ name options, networks and keywords that exist."""
 
 import argparse
 import ast
@@ -21,7 +21,7 @@ TRAINERS = {
     "train_cifar.py": train_cifar.SmallImages,
     "train_imagenet.py": train_imagenet.ClassFolders,
 }
-GONE = "--teacher"  # its command says of which commit it is
+GONE = "--teacher"  # the command with it names the commit that had this option
 pytestmark = pytest.mark.slow
 
 
@@ -37,7 +37,7 @@ def lines_of_pages():
 
 
 def commands():
-    """Return what stands after python in each command, once; what is optional on the page is given."""
+    """Return the words after python of each command, without repetitions; options in brackets are included."""
     found = {}
     for line in lines_of_pages():
         words = re.match(r" *(?:\w+=\S+ )*python (?!-c)(.*)", line)
@@ -48,11 +48,11 @@ def commands():
 
 
 class Parsed(BaseException):
-    """What a parser made of a command, in place of what the command does."""
+    """Raised with the parsed arguments in place of running the command."""
 
 
 def parsed_by_its_own_parser(words, monkeypatch):
-    """Return the arguments as the script's own parser reads them, None where it has none."""
+    """Return the arguments as parsed by the script's own parser, None if it has no parser."""
     parse_known = argparse.ArgumentParser.parse_known_args
 
     def stop(self, args=None, namespace=None):

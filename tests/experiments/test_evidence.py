@@ -1,4 +1,4 @@
-"""Runs of a sweep and the paired tests between its variants, by hand and as they are kept."""
+"""Runs of a sweep and the paired tests between its variants, compared with hand computation and with the kept files."""
 
 import math
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_differences_without_spread_are_no_proof():
 
 
 def test_the_command_and_its_file_of_runs(tmp_path, capsys):
-    """The question is not corrected, the other pairs are; the file and the folder give the same tables."""
+    """The p of the question is not corrected, those of other pairs are; file and folder give the same tables."""
     runs = tmp_path / "runs"
     question = ["--question", "EA without skip,none"]
     for name, figures in (("none", NONE), ("PA", PA), ("EA without skip", EA)):

@@ -17,7 +17,7 @@ from experiments.faithfulness import centre_source, gradient_source, main, measu
 
 
 def test_patches_by_hand():
-    """On a 2x2 grid with a known probability: the class's logit is the sum of the weights of the patches shown."""
+    """On a 2x2 grid with known probabilities: the class's logit is the sum of the weights of the visible patches."""
     weights = torch.tensor([[3.0, -1.0], [0.5, 2.0]])
 
     def predict(batch):

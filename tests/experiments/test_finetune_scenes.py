@@ -1,4 +1,4 @@
-"""Fine-tuning on scenes: the script runs to its table, goes on where it stopped, and changes nothing in the weights."""
+"""Fine-tuning on scenes: the script writes its table, continues where it stopped, and does not change the weights."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""The day on a GPU, tried in tiny sizes on a CPU: every part runs and writes its rows; none stops the next."""
+"""experiments/gpu_day.py in tiny sizes on a CPU: every part runs and writes its rows; a failed part stops no other."""
 
 import pandas as pd
 import pytest
@@ -28,7 +28,7 @@ FILES = {
 
 
 def test_a_dry_run(tmp_path, cifar_folder):
-    """Without what takes a process of its own, the tests."""
+    """All parts but the tests, which need a separate process."""
     parts = [name for name in gpu_day.PARTS if name != "tests"]
     output = tmp_path / "day"
     command = ["--dry-run", "--output", str(output), "--cifar10", str(cifar_folder), "--parts"]

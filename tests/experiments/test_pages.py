@@ -1,7 +1,7 @@
-"""The pages of experiments agree with the files: each figure that has a file is computed from it and looked for in its
-section, whatever words stand around it.
+"""The pages of experiments agree with the files: each figure is computed from its file and must occur in its section,
+in any wording.
 
-A function of the list `CLAIMS` yields (page, heading, figures ...); it compares tables of a page itself.
+Each function of the list `CLAIMS` yields (page, heading, figures ...), or compares the tables of a page itself.
 """
 
 import re

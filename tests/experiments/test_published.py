@@ -1,4 +1,4 @@
-"""The pages are as experiments/published.py writes them, and the papers' figures are those in the papers."""
+"""The pages equal what experiments/published.py writes, and their published figures equal those in the papers."""
 
 import re
 from importlib import resources
@@ -79,7 +79,7 @@ def test_rows_of_a_network_and_a_wrong_name(capsys):
 
 
 def tables_of_papers(text):
-    """Return the papers' tables by their names in our rows."""
+    """Return the papers' tables, under the names that our rows use."""
     pa, ea = text.split("## EA paper")
     found = {}
     for paper, part in (("PA", pa), ("EA", ea)):
@@ -91,14 +91,14 @@ def tables_of_papers(text):
 
 
 def figures_of(row):
-    """Return the figures of a row that a paper must have."""
+    """Return the figures of a row that its paper must contain."""
     typed = [*row["top1"].values(), *row["top5"].values(), *row.get("layers", {}).values()]
     sizes = [row["params_m"], row["gflops"]]
     return {float(figure) for figure in [*typed, *sizes] if figure is not None}
 
 
 def test_every_published_figure_is_in_the_papers_tables(shared):
-    """Where the transcription of the papers' tables is present, it has the figures that we name as theirs."""
+    """If the transcription of the papers' tables is present, it must contain every figure that we attribute to them."""
     of_papers = tables_of_papers((shared / "PAPERS.md").read_text(encoding="utf-8"))
     others = [row["source"] for row in rows_of_tables() if row["source"] not in of_papers]
     assert {source.partition(",")[0] for source in others} == {"AA paper"}

@@ -26,7 +26,7 @@ def network(state=None, **keywords):
 
 @torch.no_grad()
 def test_each_kind_of_replaced_maps():
-    """The mean map of one image is its own map; uniform maps and maps of zeros are means, too."""
+    """The mean map of one image is its own map; uniform and zero maps are compared by passing them as mean maps."""
     model = network()
     x = torch.randn(3, 3, 32, 32)
     zeros = [torch.zeros(1)] * 6

@@ -1,4 +1,4 @@
-"""The scenes' split: the same everywhere, every labelled photo once, clear words for a damaged list."""
+"""The scenes' split is the same on every machine and has every labelled photo once; a damaged list is an error."""
 
 from experiments.scenes import split as scenes
 
@@ -13,7 +13,7 @@ def test_every_photo_is_in_one_part_and_the_order_of_the_list_does_not_matter():
         "4725.jpg",
         "5872.jpg",
         "14996.jpg",
-    ]  # pinned: a run of another day has the same
+    ]  # pinned, so that later runs get the same split
 
 
 def test_photos_land_in_folders_of_their_classes(tmp_path, monkeypatch, capsys):

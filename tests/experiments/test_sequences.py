@@ -1,4 +1,4 @@
-"""The tasks without images, of experiments/across and text: labels, no look at later characters, tables that grow."""
+"""The tasks without images in experiments/across and text: labels, causality, and tables that are continued."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The smoke run of translation: numbers in words, and the page's sentence beside the rows."""
+"""The smoke test of translation: numbers in words, and the page has the figures of the rows."""
 
 import pytest
 import torch

@@ -19,8 +19,8 @@ def top1_of(logits, targets):
 
 
 def test_the_card_of_exported_weights_has_the_figures_of_the_file(tmp_path, monkeypatch):
-    """The test counts them, plain and with views, from the written file. The run looked at the test images once, at its
-    end, and chose nothing by them."""
+    """The test computes them from the written file, plain and with views. The run evaluated on the test images once, at
+    its end, so nothing was chosen by them."""
     folder = tmp_path / "run"
     out = tmp_path / "test_resnet.t.safetensors"
     data = make_folder(tmp_path / "data", train=48)

@@ -1,5 +1,5 @@
-"""An independent attention branch, written from DESIGN's equations alone, by sums over offsets and shifted maps; and
-the comparison of outputs and gradients."""
+"""An independent implementation of the attention branch, written only from DESIGN's equations, by sums over offsets and
+shifted maps; and the comparison of outputs and gradients."""
 
 import itertools
 import math
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 
 def offsets(size):
-    """Rows and columns from each query to each key, (N, N) each."""
+    """Return the row and column offsets from each query to each key, (N, N) each."""
     H, W = size
     row = torch.arange(H).repeat_interleave(W)
     col = torch.arange(W).repeat(H)
@@ -17,7 +17,7 @@ def offsets(size):
 
 
 def own_logits(q, k, height_rel, width_rel, size):
-    """q, k (B, N, D), q scaled -> (B, N, N); in the middle of a table is offset 0."""
+    """q, k (B, N, D), q scaled -> (B, N, N); the middle row of a table is offset 0."""
     logits = q @ k.transpose(1, 2)
     for table, offset in zip((height_rel, width_rel), offsets(size), strict=True):
         if table is not None:
@@ -28,7 +28,7 @@ def own_logits(q, k, height_rel, width_rel, size):
 
 
 def neighbours(x, height, width):
-    """Of each tap of a centred kernel, its place in it and x (..., H, W) as that tap sees it, zeros around."""
+    """Yield for each tap of a centred kernel its position and x (..., H, W) shifted to that tap, padded with zeros."""
     H, W = x.shape[-2:]
     padded = F.pad(x, [width // 2, width // 2, height // 2, height // 2])
     for u, w in itertools.product(range(height), range(width)):
@@ -44,7 +44,7 @@ def map_conv(maps, conv):
 
 
 def by_head(gate):
-    """One gate, or one for each head, so that it multiplies maps (B, K, N, N)."""
+    """Return a gate, a single one or one per head, in a shape that multiplies maps (B, K, N, N)."""
     return torch.as_tensor(gate, dtype=torch.float64).view(-1, 1, 1)
 
 
@@ -109,7 +109,7 @@ def attention_branch(layer, x, prev_logits=None):
 
 
 def pooled_pixels(x):
-    """(B, C, H, W): the mean of each 3x3 neighbourhood at stride 2, of the pixels that the image has."""
+    """(B, C, H, W): the mean over each 3x3 neighbourhood at stride 2, counting only pixels inside the image."""
     H, W = x.shape[2:]
     rows = []
     for row in range(0, H, 2):
@@ -148,7 +148,7 @@ def convolved_pixels(conv, x):
 
 
 def gradients(outputs, inputs):
-    """Of a fixed random projection of the outputs, so that every element counts differently."""
+    """Return the gradients of a fixed random projection of the outputs, so that every element counts differently."""
     generator = torch.Generator().manual_seed(1)
     total = 0
     for y in outputs:
@@ -158,7 +158,7 @@ def gradients(outputs, inputs):
 
 
 def assert_same(actual, expected, inputs, **near):
-    """Outputs, a tensor or several, and their gradients for the inputs."""
+    """Compare outputs (one tensor or several) and their gradients with respect to the inputs."""
     if isinstance(actual, torch.Tensor):
         actual = [actual]
         expected = [expected]

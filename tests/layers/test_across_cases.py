@@ -63,7 +63,7 @@ def assert_close(actual, expected, rounding=1.0):
 
 
 def assert_statistics(case, module, name, rounding=1.0):
-    """Compare a batch norm's running statistics after one forward, if that was in training."""
+    """Compare a batch norm's running statistics after one forward, if the case is in training mode."""
     if not case.meta["train"]:
         return
     for statistic in ("running_mean", "running_var"):
@@ -139,7 +139,7 @@ def test_refiner(name):
 
 
 def _centred(weight):
-    """Return the kernel with zeros appended, so that the authors' last query row, the present one, is in the middle."""
+    """Return the kernel with zeros appended, so that the authors' last row, the current query, is in the middle."""
     return F.pad(weight, (0, 0, 0, weight.shape[2] - 1))
 
 

@@ -86,7 +86,7 @@ def layer_and_input(evolution, over_tokens):
 
 
 def parametrised():
-    """Return an evolution whose convolution is of another class than Conv2d, with weights of the same meaning."""
+    """Return an evolution whose convolution is not a plain Conv2d but has equivalent weights."""
     evolution = create_evolution("ea", 2)
     nn.utils.parametrizations.weight_norm(evolution.convs[0])
     return evolution
@@ -102,7 +102,7 @@ def parametrised():
     ],
 )
 def test_a_forced_implementation_never_gives_way_to_modules(how, reason, over_tokens, caplog):
-    """Where the choice is free the modules run, as in the reference, and the log gives the reason."""
+    """Without a forced implementation the modules run, as in the reference, and the log gives the reason."""
     torch.manual_seed(0)
     evolution = parametrised() if how == "parametrised" else create_evolution(how, 2)
     layer, x = layer_and_input(evolution, over_tokens)

@@ -1,4 +1,4 @@
-"""Exclusive self-attention as one autograd function: precisions, values of 0, derivatives of every order and way."""
+"""Exclusive self-attention as one autograd function: precisions, zero values, derivatives of every order and mode."""
 
 from functools import partial
 
@@ -31,7 +31,7 @@ def applied(m):
 
 
 def results(function, out, values, parameters):
-    """Return the output and the gradients of a weighted sum of it."""
+    """Return the output and the gradients of its weighted sum."""
     made = function(out, values)
     weights = torch.linspace(-1, 1, made.numel()).to(made.dtype)
     total = (made.flatten() * weights).sum()

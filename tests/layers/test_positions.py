@@ -37,7 +37,7 @@ def loop_coordinates(H, W):
 
 
 def placed(x, position):
-    """Return x (B, C, H, W) with the positions in it."""
+    """Return x (B, C, H, W) with positions added or concatenated."""
     size = x.shape[2:]
     if position == "sine":
         return x + sine(x.shape[1], size)

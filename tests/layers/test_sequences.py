@@ -38,7 +38,7 @@ def attends_to(module, queries, keys):
 
 
 def assert_reads_near_rows_alone(reads, kernel_size):
-    """Assert that a row of the convolution reads itself and at most kernel_size - 1 rows before it."""
+    """Assert that each row of the convolution reads only itself and the kernel_size - 1 rows before it."""
     for row in range(len(reads)):
         first = max(0, row - kernel_size + 1)
         assert not reads[row, row + 1 :].any()  # a later query
@@ -70,7 +70,7 @@ def test_across_a_decoder_and_its_source_every_key_is_read_and_no_later_row(kern
 @pytest.mark.parametrize("N", [1, 2])
 @pytest.mark.parametrize("causal", ["self", "cross"])
 def test_a_sequence_shorter_than_the_kernel_reads_nothing_later(causal, N):
-    """Zeros stand before the sequence, and the convolution's part is zero."""
+    """Zeros are padded before the sequence, and the convolution's result is zero."""
     module = evolution(causal, kernel_size=5)
     logits = torch.randn(1, 2, N, N, dtype=D64)
     seen = logits.tril() if causal == "self" else logits
@@ -81,7 +81,7 @@ def test_a_sequence_shorter_than_the_kernel_reads_nothing_later(causal, N):
     "row,column,count", [(5, 5, 6), (5, 4, 8), (6, 3, 9), (0, 0, 0), (1, 1, 3)]
 )
 def test_a_decoder_entry_reads_six_eight_or_nine_entries(row, column, count):
-    """Rows i-2..i and columns j-2..j, of these the columns up to the row: the paper's 6 on the diagonal."""
+    """Rows i-2..i and columns j-2..j, without columns after the row: 6 entries on the diagonal, as in the paper."""
     module = evolution("self", beta=1.0)
     nn.init.constant_(module.convs[0].weight, 0.1)
     logits = torch.rand(1, 2, 8, 8, dtype=D64)
@@ -98,7 +98,7 @@ def test_a_decoder_entry_reads_six_eight_or_nine_entries(row, column, count):
 
 @pytest.mark.parametrize("causal", ["self", "cross"])
 def test_step_by_step_equals_at_once(causal):
-    """A step that keeps the two rows of logits before it is a map of three rows."""
+    """A step with the two previous rows of logits is a map of three rows."""
     module = evolution(causal)
     logits = torch.randn(2, 2, 8, 8, dtype=D64)
     whole = masked_attention(module, logits)

@@ -1,4 +1,4 @@
-"""Spatial transformer: given thetas do as they should, gradients, and the identity at the start."""
+"""Spatial transformer: sampling for given thetas, gradients, and the identity at the start."""
 
 import pytest
 import timm

@@ -19,7 +19,7 @@ UNFUSED = pytest.mark.filterwarnings("ignore:flex_attention called without torch
 
 
 def within(size, window):
-    """(N, N): whether a key lies in a query's window of (height, width), or in None, which is all."""
+    """Return (N, N): whether a key lies in a query's window (height, width); None is a window of the whole map."""
     down, right = offsets(size)
     if window is None:
         return torch.ones_like(down, dtype=torch.bool)
@@ -27,7 +27,7 @@ def within(size, window):
 
 
 def defined(q, k, v, height_rel, width_rel, size, window, head_window, head_border):
-    """Attention by the definition, head by head: (B, K, N, D) each; tables in the middle of which is offset 0."""
+    """Attention by the definition, head by head: (B, K, N, D) each; the middle row of a table is offset 0."""
     K = q.shape[1]
     q = q * q.shape[3] ** -0.5
     near = within(size, window)
@@ -72,7 +72,7 @@ def problem(size, window, dim_qk=3, dim_v=2, relative=True):
 def test_windows_are_their_definition_with_their_gradients(
     monkeypatch, size, window, head_window, head_border, relative
 ):
-    """By the reference, and by FlexAttention, which refuses to learn on a CPU, though its unfused form does."""
+    """By the reference and by FlexAttention, which has no backward on a CPU; its unfused form has one."""
     tensors = problem(size, window, relative=relative)
     form = dict(window=window, head_window=head_window, head_border=head_border)
     options = dict(form, feat_size=size, need_logits=False)
@@ -117,7 +117,7 @@ def test_what_an_implementation_cannot_do_is_named():
 
 @UNFUSED
 def test_flex_attention_is_taken_where_it_can_and_the_log_says_so(monkeypatch, caplog):
-    """The order of CUDA, here on a CPU: there it is refused for what it cannot do, and the reference runs."""
+    """CUDA's order of implementations, on a CPU: if FlexAttention cannot run, the reference does; the log says why."""
     monkeypatch.setitem(ops.BY_DEVICE, "cpu", ops.BY_DEVICE["cuda"])
     ops._logged.clear()
     layer = make(window=3, head_window=3)

@@ -1,4 +1,5 @@
-"""Mechanisms across layers in networks: equal to the plain one where they begin, alive one step on, in timm's ways."""
+"""Mechanisms across layers in networks: equal to the plain network at the start, learning after one step, and with
+timm's interfaces."""
 
 import copy
 
@@ -63,7 +64,7 @@ def test_gradient_checkpointing_changes_nothing(kind):
 @kinds
 @torch.no_grad()
 def test_timms_ways(kind):
-    """Intermediates, features_only, other sizes, FX, a trace, pruning, for a name with each kind."""
+    """Intermediates, features_only, other sizes, FX, a trace and pruning, with each kind."""
     options = dict(evolution=kind, value_residual="paper", token_conv="paper", start="paper")
     model = mini(**options)
     final, taken = model.forward_intermediates(images())

@@ -1,4 +1,4 @@
-"""`evolve` on every block type it knows: equal to the plain network at the start, alive one step on, and back again."""
+"""`evolve` on every block type it knows: equal to the plain network at the start, learning after one step, reverted."""
 
 import inspect
 import json
@@ -77,7 +77,7 @@ def size_of(name):
 
 
 def differ(actual, expected):
-    """Largest difference, as a share of the largest entry."""
+    """Return the largest difference relative to the largest entry."""
     return (actual - expected).abs().max() / expected.abs().max()
 
 
@@ -86,7 +86,8 @@ def assert_near(actual, expected):
 
 
 def assert_begins_as_plain_and_goes_back(model, kind, x, exact):
-    """Assert that the evolved model equals the model, shares its parameters and becomes it again, unless moved."""
+    """Assert that the evolved model equals the model and shares its parameters, and that `unevolve` restores the model
+    but refuses if the evolution has learned."""
     expected = model(x)
     evolved = evolve(model, kind, token_conv=True, value_residual=True)
     assert_near(evolved(x), expected)
@@ -323,7 +324,7 @@ def test_masks_are_refused_where_maps_evolve():
 @pytest.mark.parametrize("kind", ["ea", "talking_heads"])
 @torch.no_grad()
 def test_recorded_maps_weigh_the_values(name, kind):
-    """The recorded map times the values is what attention puts out."""
+    """The recorded map times the values is the output of attention."""
     evolved = stirred(evolve(create(name), kind))
     x = images(*size_of(name))
     seen = []
@@ -406,13 +407,13 @@ def test_an_adapter_of_token_conv_counts():
     conv.register_forward_hook(lambda module, args, result: result + module.adapter)
     with pytest.raises(ValueError, match="gates must be 0"):
         unevolve(evolved)
-    evolved.blocks[1].token_conv.conv = nn.Identity()  # as what is quantised, without parameters
+    evolved.blocks[1].token_conv.conv = nn.Identity()  # without parameters, like a quantised module
     with pytest.raises(ValueError, match="gates must be 0"):
         unevolve(evolved)
 
 
 def test_evolves_anew_in_another_way():
-    """Weights say what they were trained with: the last evolution counts."""
+    """Weights name the evolution that they were trained with: the last one counts."""
     first = evolve(plain(), "ea")
     second = evolve(unevolve(first), "pa", alpha=0.3)
     about = {"model": "evolved_transformer", "model_kwargs": {"evolution": {"kind": "pa"}}}

@@ -1,4 +1,4 @@
-"""What timm expects of a model: after timm's own model tests, with values where those look at shapes."""
+"""What timm expects of a model, following timm's own model tests, but comparing values where those compare shapes."""
 
 import copy
 from functools import partial
@@ -36,7 +36,7 @@ def name(request):
 
 @pytest.fixture(scope="module")
 def model(name):
-    """One network a name, which the tests leave as they find it."""
+    """One network per name, which the tests must not change."""
     torch.manual_seed(0)
     return lively(name, num_classes=5).eval()
 

@@ -1,4 +1,4 @@
-"""Weights of runs and of timm's ResNets in our networks."""
+"""Weights of runs and of timm's ResNets are loaded into our networks."""
 
 import logging
 from dataclasses import replace
@@ -145,7 +145,7 @@ def test_another_depth_is_named():
 
 
 def test_pretrained_weights_name_the_keywords_they_were_trained_with(tmp_path, monkeypatch):
-    """As if the file of the default weights were of a network with `qk_norm`: each way by name builds that network."""
+    """The default weights are replaced by a file of a network with `qk_norm`: loading by name builds that network."""
     name = "ea_conv_transformer_cifar"
     expected = timm.create_model(name, qk_norm=True).state_dict()
     path = tmp_path / "weights.safetensors"

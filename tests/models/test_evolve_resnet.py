@@ -1,4 +1,4 @@
-"""Attention beside the convolutions of plain ResNets, timm's and torchvision's: the start, the way there and back."""
+"""`evolve` adds attention beside the convolutions of plain ResNets, timm's and torchvision's; `unevolve` removes it."""
 
 import pytest
 import timm
@@ -60,7 +60,7 @@ FEW = ["resnet18d", "torchvision ResNeXt"]  # where the library and the kind of 
 
 
 def plain_network(name):
-    """In evaluation mode, narrow, with statistics and weights of which all count."""
+    """A narrow network in evaluation mode, whose statistics and weights all affect the output."""
     torch.manual_seed(5)
     if name in TORCHVISION:
         block, options = TORCHVISION[name]
@@ -174,7 +174,7 @@ def test_an_evolved_network_is_traced_checkpointed_deployed_and_recorded(name):
 
 @pytest.mark.parametrize("name", FEW)
 def test_an_evolved_network_is_taken_apart_as_a_plain_one(name):
-    """Its stages return tensors; what the next one reads goes along, with its gradients."""
+    """Its stages return tensors; these carry the logits for the next stage, with their gradients."""
     model = woken(evolve(plain_network(name), "ea"))
     x = images(64, 64)
     expected = model.forward_features(x)
@@ -195,7 +195,7 @@ def test_an_evolved_network_is_taken_apart_as_a_plain_one(name):
 
 
 def test_reentrant_checkpoints_around_a_stage_are_refused():
-    """The logits that they make have no gradients, and a part of the network's gradients would silently be missing."""
+    """Logits computed inside it have no gradients, so part of the network's gradients would silently be missing."""
     model = woken(evolve(plain_network("resnet18d"), "ea"))
     model.layer2 = checkpoint_wrapper(model.layer2, checkpoint_impl=CheckpointImpl.REENTRANT)
     with torch.no_grad():
@@ -205,7 +205,7 @@ def test_reentrant_checkpoints_around_a_stage_are_refused():
 
 
 def test_stages_without_gradients_hand_features_on_that_have_them():
-    """A trunk that is only looked through is no reentrant checkpoint."""
+    """A frozen trunk must not be mistaken for a reentrant checkpoint."""
     model = woken(evolve(plain_network("resnet18d"), "ea"))
     with torch.no_grad():
         features = model.layer2(model.layer1(model.maxpool(model.forward_stem(images(64, 64)))))
@@ -215,7 +215,7 @@ def test_stages_without_gradients_hand_features_on_that_have_them():
 
 @pytest.mark.parametrize("hook", ["full_backward_hook", "full_backward_pre_hook"])
 def test_hooks_of_the_backward_pass_on_stages_change_nothing(hook):
-    """They make a view of a stage's output, which the next stage takes."""
+    """The hooks make a view of a stage's output, and the next stage accepts it."""
     model = woken(evolve(plain_network("resnet18d"), "ea"))
     x = images(64, 64)
     parameters = layers_of(model)[0].qkv.parameters
@@ -247,7 +247,7 @@ class LoRA(Projection):
 
 @torch.no_grad()
 def test_adapters_of_the_attention_count():
-    """The projections behind the attention are zero, and what is beside them is not."""
+    """The projections after the attention are zero, but the adapters beside them are not."""
     model = evolve(plain_network("resnet18d"), "ea", img_size=64)
     for layer in layers_of(model):
         layer.qkv = LoRA(layer.qkv)

@@ -1,5 +1,5 @@
-"""fusion="add" in every convolutional family: it begins as the plain network, and does what the networks with
-concatenated attention do."""
+"""fusion="add" in every convolutional family: the network begins as the plain one, and supports all that networks with
+concatenated attention support."""
 
 import pytest
 import timm
@@ -35,7 +35,7 @@ FEW = ["ea_aa_resnet34", "ea_aa_mnasnet_075"]  # of the layers and blocks that d
 
 
 def added(name, **options):
-    """A network in evaluation mode, without initial zeros."""
+    """A network in evaluation mode, whose initial zeros are replaced."""
     return lively(name, num_classes=5, fusion="add", **options).eval()
 
 

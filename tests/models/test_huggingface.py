@@ -1,4 +1,4 @@
-"""Models of Hugging Face's transformers evolve: equal at the start, alive one step on, back again, saved and loaded."""
+"""Models of Hugging Face's transformers evolve: equal at the start, learn after one step, are reverted and saved."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -74,7 +74,7 @@ every = pytest.mark.parametrize("name", ARCHITECTURES)
 
 
 def create(name, **options):
-    """A small network whose parameters all matter."""
+    """A small network whose parameters all affect the output."""
     torch.manual_seed(0)
     class_name, small = ARCHITECTURES[name]
     model_class = getattr(transformers, class_name)
@@ -198,7 +198,7 @@ def test_is_saved_with_its_evolution_and_loaded(name, tmp_path):
         assert torch.equal(output(copied, name), output(model, name))
 
 
-# ---- against a loop of its own ---------------------------------------------------------------------------------------
+# ---- against an independent loop over the layers ---------------------------------------------------------------------
 
 
 class OwnLoop:
@@ -281,7 +281,7 @@ def test_agrees_with_a_loop_over_unfused_attention(name):
 
 
 class TalkingLoop:
-    """Talking heads in transformers' unfused attention, for queries that are the last of the keys."""
+    """Talking heads in transformers' unfused attention, where the queries are the last tokens of the keys."""
 
     def __init__(self, evolved, plain):
         layers = dict(evolved.named_modules())
@@ -397,7 +397,7 @@ def test_generates_with_a_cache_what_it_generates_without(name, kind):
 @pytest.mark.parametrize("name", ["llama", "gpt neox"])
 @torch.no_grad()
 def test_a_cache_of_fixed_size_changes_nothing(name, kind):
-    """Its keys and values have places for tokens to come."""
+    """A static cache has room for future tokens in its keys and values."""
     model = lively(evolve(language_model(name), kind, value_residual=True))
     ids = inputs_of("llama")["input_ids"]
     expected = model(ids, use_cache=False).logits
@@ -410,7 +410,7 @@ def test_a_cache_of_fixed_size_changes_nothing(name, kind):
 
 
 def test_layers_that_read_another_s_keys_see_all_that_are_written():
-    """As in Gemma 3n: the cache has no entry of their own."""
+    """As in Gemma 3n, where such layers have no cache entry."""
     config = transformers.LlamaConfig(**{**ARCHITECTURES["llama"][1], "num_hidden_layers": 1})
     chain = Chain("residual", cross=False, depth=3)
     layer = nn.Module()
@@ -482,7 +482,7 @@ def test_compiles_in_one_graph(name):
 
 @torch.no_grad()
 def test_a_token_of_the_pooling_is_none_of_the_sequence_s():
-    """AIMv2 has a cls_token in its head alone."""
+    """AIMv2 has a cls_token only in its head."""
     torch.manual_seed(0)
     model = transformers.Aimv2VisionModel(transformers.Aimv2VisionConfig(**VISION)).eval()
     inputs = {"pixel_values": torch.randn(2, 3, 32, 32)}
@@ -669,7 +669,7 @@ def test_masks_hide_padding_by_any_number(kind, number):
 @torch.no_grad()
 @pytest.mark.parametrize("class_name, size", [("YolosModel", [32, 32]), ("ViTMAEModel", 32)])
 def test_tokens_that_form_no_grid_are_for_kinds_that_need_none(class_name, size):
-    """YOLOS has tokens of detections after its patches; ViTMAE leaves out patches, by noise."""
+    """YOLOS has detection tokens after its patches; ViTMAE drops random patches."""
     torch.manual_seed(0)
     model_class = getattr(transformers, class_name)
     config = model_class.config_class(**{**VISION, "image_size": size})
@@ -779,7 +779,7 @@ def test_everything_else_works_without_transformers():
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_the_page_s_snippets_run(which, tmp_path, monkeypatch):
-    """docs/transformers.md; weights, which are not at hand, are random."""
+    """The snippets of docs/transformers.md, with random weights in place of downloads."""
 
     class Tokenizer:
         def __call__(self, sentences, **_):

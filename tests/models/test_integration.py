@@ -1,4 +1,4 @@
-"""What others do with a timm model: compile, export, save and load, detect objects."""
+"""What users do with a timm model: compile, export, save and load, run in half precision."""
 
 import pytest
 import timm

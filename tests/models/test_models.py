@@ -40,7 +40,7 @@ NOT_AS_PRINTED = {"aa_wrn28_10_cifar": 36.1}  # and said to be
 
 @pytest.mark.parametrize("name", [name for name in OUTLINES if figures(SAME_SIZE.get(name, name))])
 def test_sizes_are_the_published_ones(name):
-    """To the digit, rounded, or cut off as EA-152's of 61.657M; the reconstructions for CIFAR within two percent."""
+    """To the last published digit, rounded or truncated (EA-152's 61.657M); the CIFAR reconstructions within 2%."""
     millions = count(OUTLINES[name]) / 1e6
     published = NOT_AS_PRINTED.get(name, figures(SAME_SIZE.get(name, name))["params_m"])
     if name in CIFAR:
@@ -351,7 +351,7 @@ def test_stems_for_small_images(name, keywords, side, reductions):
     ],
 )
 def test_reset_attention_weights_are_random_or_constant_as_in_a_new_network(name, options):
-    """Every weight of attention and of what evolves its maps: none keeps what training left."""
+    """`init_weights` resets every weight of attention and of evolution."""
     network = timm.create_model(name, **options)
     created = timm.create_model(name, **options)
     weights = {}

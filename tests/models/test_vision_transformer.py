@@ -1,4 +1,4 @@
-"""Evolving vision transformers: equal to timm's where they begin, alive one step later, in timm's ways throughout."""
+"""Evolving vision transformers: equal to timm's at the start, learning after one step, with timm's interfaces."""
 
 import copy
 import inspect
@@ -31,7 +31,7 @@ needs_attn_layer = pytest.mark.skipif(
 
 
 def lively(model):
-    """Draw weights with which maps are not uniform and every block differs from its neighbours."""
+    """Draw weights that make maps non-uniform and all blocks different."""
     for number, module in enumerate(model.modules()):
         if isinstance(module, nn.Linear):
             generator = torch.Generator().manual_seed(number)
@@ -50,7 +50,7 @@ def plain(**options):
 
 
 def active(model):
-    """Set all learned gates away from their start, in each block to another value."""
+    """Move all learned gates away from their start, to a different value in each block."""
     with torch.no_grad():
         for number, block in enumerate(model.blocks, start=1):
             for gate in learnable_gates(block).values():
@@ -67,7 +67,7 @@ def fused(model, on):
 
 @torch.no_grad()
 def assert_same_function(evolving, timms, x):
-    """Compare bit for bit without fused attention; with it, as near as timm's fused attention is to its plain one."""
+    """Compare bit for bit without fused attention; with it, within the difference of timm's fused and plain forms."""
     fused(timms, False)
     fused(evolving, False)
     expected = timms.forward_features(x)
@@ -236,7 +236,7 @@ def test_evolve_takes_gates_and_layers(keyword):
 
 @torch.no_grad()
 def test_by_hand():
-    """Two blocks' maps from timm's own layers, evolved by the papers' equations."""
+    """The maps of two blocks, computed with timm's own layers and evolved by the papers' equations."""
     model = tiny(alpha=0.3, beta=0.6, attn_layers=[2], depth=2)
     x = images()
     first, second = model.blocks

@@ -1,4 +1,4 @@
-"""The names the model tests run over: the smallest of each kind, or every one where EA_VISION_TEST_ALL is set."""
+"""The networks that the model tests use: the smallest of each kind, or all if EA_VISION_TEST_ALL is set."""
 
 import copy
 import os
@@ -57,7 +57,7 @@ def _smallest_of_each(kinds):
     return list(smallest.values())
 
 
-# where width and depth add nothing: of each family one of each evolution and gate, and one of each block
+# for tests that do not depend on width and depth: per family one network of each evolution, gate and block
 SMALL = list(dict.fromkeys([*_smallest_of_each((str, bool)), *_smallest_of_each((type,))]))
 TESTED = EVERY if ALL else SMALL
 
@@ -68,7 +68,7 @@ def shrunk(name):
 
 
 def lively(name, **options):
-    """A new model without initial zeros."""
+    """A new model whose initial zeros are replaced."""
     return woken(timm.create_model(name, **{**shrunk(name), **options}))
 
 
@@ -102,7 +102,7 @@ def give_gradients(model, x):
 
 
 def stepped(model, x=None):
-    """The model one step of SGD later, with the gradients of the next."""
+    """Return the model after one step of SGD, with the gradients of the next step."""
     model.train()
     x = images() if x is None else x
     for rate in (0.05, 0.0):

@@ -1,4 +1,4 @@
-"""Small networks of every architecture whose maps are recorded, where their layers look, and their own attention.
+"""Small networks of every recorded architecture, the positions of their queries and keys, and their own attention.
 
 Shape letters: B images, K heads, W windows of n cells each, H x W a layer's grid.
 """
@@ -39,7 +39,7 @@ def photo(size=(80, 60)):
 
 
 def lively(model):
-    """Weights large enough that maps are far from uniform, in evaluation mode."""
+    """Return the model in evaluation mode, with weights so large that maps are far from uniform."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -61,13 +61,13 @@ def timms(name, **options):
 
 
 def tiny(name=NAME, seed=0, **options):
-    """A convolutional network of ours: maps of 4x4 and 2x2, two chains of three layers."""
+    """One of our convolutional networks: maps of 4x4 and 2x2, two chains of three layers."""
     torch.manual_seed(seed)
     return timm.create_model(name, **{**KWARGS, **options}).eval()
 
 
 def write_run(folder):
-    """Write a run folder of it: checkpoints of epochs 1 and 2, snapshots of 2 and 4, each of its epoch's seed."""
+    """Write a run folder of `tiny`: checkpoints of epochs 1 and 2, snapshots of 2 and 4; the epoch is the seed."""
     folder.mkdir(parents=True)
     about = {"model_kwargs": KWARGS, "classes": ["ant", "bee", "cow"]}
     about |= {"mean": [0.5] * 3, "std": [0.2] * 3}
@@ -89,7 +89,7 @@ def torchvision_vit(num_layers=2, **kwargs):
 
 
 def torchvision_swin():
-    """The second version: its layers are the first's with other logits."""
+    """Swin V2, whose layers are those of V1 with other logits."""
     sizes = {"patch_size": [2, 2], "window_size": [4, 4], "embed_dim": 12}
     counts = {"depths": [2, 2], "num_heads": [2, 3], "num_classes": 3}
     network = swin_transformer.SwinTransformer(
@@ -144,10 +144,10 @@ def windows_of(grid, side, shift, pad_first):
 
 
 class Place(NamedTuple):
-    """Where a layer's queries and keys lie.
+    """The positions of a layer's queries and keys.
 
-    names: of prefix tokens. keys: the keys' grid where it is another. windows: their cells, see `windows_of`.
-    queries: names of queries that are no pixels; alone: what a layer says that has no others.
+    names: prefix tokens. keys: the keys' grid if it differs from the queries'. windows: their cells, see `windows_of`.
+    queries: names of queries that are not pixels. alone: error message of a layer that has only such queries.
     """
 
     grid: tuple[int, int]
@@ -172,7 +172,7 @@ def sam(side):
 
 
 def same_places(H, W):
-    """MobileViT: a cell sees those at its own place in all patches of 2x2."""
+    """MobileViT: a cell attends to the cells at the same position in all 2x2 patches."""
     cells = []
     for i, j in product((0, 1), (0, 1)):
         cells.append(list(product(range(i, H, 2), range(j, W, 2))))
@@ -214,7 +214,7 @@ def pvt(*grids):
 
 
 class Network(NamedTuple):
-    """How a network is made, the size of its images, and where its layers look."""
+    """How a network is created, the size of its images, and its layers' positions."""
 
     make: Callable[[], nn.Module]
     places: list[Place]
@@ -368,7 +368,7 @@ def first(output):
 
 @torch.no_grad()
 def recorded(model, x, parts="attn", layers=None, heads=None, **kwargs):
-    """Return the maps; outputs are bit-identical, to 1e-6 with nn.MultiheadAttention, whose fast path is left."""
+    """Return the maps; outputs must be bit-identical (1e-6 with nn.MultiheadAttention, which leaves its fast path)."""
     before = hooks_of(model)
     expected = first(model(x, **kwargs))
     with ea_vision.record_attention(model, layers, heads, parts) as maps:
@@ -382,7 +382,7 @@ def recorded(model, x, parts="attn", layers=None, heads=None, **kwargs):
 
 @torch.no_grad()
 def unfused(model, *args, **kwargs):
-    """Return what a network's own unfused attention forms in a forward: its softmaxes of three dimensions or more."""
+    """Run the network with its unfused attention; return all softmax results with three or more dimensions."""
     formed = []
     softmax = torch.Tensor.softmax
 

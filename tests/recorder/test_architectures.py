@@ -1,7 +1,7 @@
-"""The table of docs/record.md: what the recorder and `evolve` make of each architecture in timm, one name each.
+"""The table of docs/record.md: whether the recorder and `evolve` take each architecture of timm, one network each.
 
-`python -m tests.recorder.test_architectures` prints the table anew, names of architectures that it lacks included.
-Networks lie on the device "meta": shapes say all that is asked here, and no weight takes memory.
+`python -m tests.recorder.test_architectures` prints the table anew, with architectures that it lacks.
+Networks are on the device "meta": shapes are sufficient here, and weights take no memory.
 """
 
 import re
@@ -18,7 +18,7 @@ from tests.process import ROOT
 
 PAGE = ROOT / "docs" / "record.md"
 ROW = re.compile(r"^\| ([^|]+) \| (yes|no) \| (`[^|]+`) \|$", re.MULTILINE)
-REASONS = {  # what the error says: what the table says
+REASONS = {  # part of the error message -> text in the table
     "and forms several": "refused: a layer forms several maps",
     "must attend over": "refused: its tokens form no grid over the image",
     "must form maps of": "refused: its maps are not (images, heads, queries, keys)",
@@ -31,7 +31,7 @@ def of_class(layer):
 
 
 def verdict(name):
-    """Record a network; return what its maps are, or why it is refused; "" for one without attention layers."""
+    """Record a network; return a description of its maps, or why it is refused; "" without attention layers."""
     with torch.device("meta"):
         model = timm.create_model(name).eval()
     found = recordable_layers(model)
@@ -89,12 +89,12 @@ def on_page():
 
 
 def known(table):
-    """Return the names that this timm has."""
+    """Return the table's names that the installed timm has."""
     return [name for name in table if timm.is_model(name)]
 
 
 def lacking():
-    """Return a name of each architecture that the table lacks."""
+    """Return one name for each architecture that the table lacks."""
     modules = [timm.model_entrypoint(name).__module__ for name in known(on_page())]
     listed = {module.rpartition(".")[2] for module in modules}
     return [name for module, name in architectures().items() if module not in listed]

@@ -1,5 +1,5 @@
-"""A map's grid is what the network's stem made of the image; other numbers of tokens have no places in it. Queries are
-pixels of the input."""
+"""A map's grid is the grid of patches made by the network's stem; if the number of tokens differs, tokens have no
+position in the image. Queries are pixels of the input."""
 
 import pytest
 import timm
@@ -13,14 +13,14 @@ from tests.recorder.networks import TINY, images, recorded, timms, transformers_
 
 
 def dropping():
-    """A quarter of the patches is kept: 4 of 4x4, beside the class token."""
+    """A network that keeps a quarter of the patches, 4 of 4x4, and the class token."""
     network = timms("vit_tiny_patch16_224", patch_drop_rate=0.75, **TINY)
     network.patch_drop.train()
     return network
 
 
 def pruning():
-    """9 of 4x4 patches are left after the first block."""
+    """A network that keeps 9 of 4x4 patches after the first block."""
     network = timms("vit_tiny_patch16_224", **TINY)
     kept = [0, 3, 1, 4, 2, 5, 9, 7, 16, 11]
     network.blocks[0].register_forward_hook(lambda _, args, output: output[:, kept])
@@ -144,7 +144,7 @@ class Either(nn.Module):
 
 @torch.no_grad()
 def test_an_image_does_not_outlive_its_forward():
-    """The text's tokens are no grid of the image before."""
+    """The tokens of a text do not get the grid of an earlier image."""
     model = Either().eval()
     with record_attention(model) as maps:
         model(images(32, 32))
@@ -198,7 +198,7 @@ def test_queries_outside_of_the_input_are_refused(layer, pixel):
 
 
 def test_queries_are_pixels_of_the_patches_that_hold_them():
-    """Patches of 8 pixels: transformers leaves out what is left of 30x39, timm adds what is missing."""
+    """Patches of 8 pixels on 30x39: transformers drops the remaining pixels, timm pads the image."""
     dinov2 = transformers_model("Dinov2", image_size=32, patch_size=8)
     left_out = recorded(dinov2, images(30, 39))[1]
     any_size = {"dynamic_img_size": True, "dynamic_img_pad": True}

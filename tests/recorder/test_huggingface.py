@@ -1,4 +1,4 @@
-"""Detection and segmentation models of transformers are recorded: the maps are those that the models themselves give.
+"""Recorded maps of transformers' detection and segmentation models equal the attentions that the models return.
 
 `python -m tests.recorder.test_huggingface` prints the table of docs/record.md.
 """
@@ -104,7 +104,7 @@ def inputs_of(name):
 
 
 def given_maps(output):
-    """Return the maps (B, K, queries, keys) among a model's own results."""
+    """Return the maps (B, K, queries, keys) in a model's output."""
     names = [name for name in output if name.endswith("attentions") and output[name]]
     maps = [attn for name in names for attn in output[name]]
     return [attn for attn in maps if attn is not None and attn.ndim == 4 and attn.shape[1] == 4]
@@ -146,7 +146,7 @@ def test_object_queries_look_at_places_of_the_image():
 
 
 def table():
-    """Return the lines of docs/record.md's table: each model's layers that are recorded."""
+    """Return the lines of the table in docs/record.md: the recorded layers of each model."""
     lines = ["| transformers' model | recorded layers |", "| --- | --- |"]
     for name in NETWORKS:
         model = create(name)

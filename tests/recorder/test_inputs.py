@@ -119,7 +119,7 @@ def test_what_is_no_image_is_refused_with_one_line(source, message):
 
 
 def test_predict_takes_the_same_images(tmp_path):
-    """A path has its name, all else its number; one that cannot be read is named, and the others are classified."""
+    """Paths are listed by name, other images by number; an unreadable one is named, and the others are classified."""
     path = tmp_path / "cat.png"
     cat = photo()
     cat.save(path)

@@ -53,7 +53,7 @@ def test_a_run_with_random_weights(run):
 def test_targets_are_separated_by_commas_and_a_name_that_has_some_is_one(
     run, tmp_path, monkeypatch
 ):
-    """Runs of a sweep are named `model=a,seed=0`."""
+    """Run folders of a sweep have commas in their names: `model=a,seed=0`."""
     monkeypatch.chdir(tmp_path)
     name = "alpha=0.5,seed=0"
     run.rename(tmp_path / name)
@@ -77,7 +77,7 @@ def test_random_weights_are_the_same_every_time_and_leave_the_generator_alone():
 @pytest.mark.parametrize("crop_pct", [0.8, 0.875, 0.95, 1.0])
 @pytest.mark.parametrize("size", [(80, 60), (500, 300), (427, 640), (33, 33)])
 def test_images_are_prepared_as_evaluation_does(size, crop_pct):
-    """To the pixel: timm's, of squares and rectangles, and our trainers'."""
+    """Pixels equal those of timm's evaluation (squares and rectangles) and of our trainers' evaluation."""
     loaded = load_model("cnn_cifar", img_size=(32, 32))
     loaded.config["crop_pct"] = crop_pct
     of_timm = {name: loaded.config[name] for name in ("interpolation", "crop_pct", "mean", "std")}
@@ -169,7 +169,7 @@ def test_runs_of_train_imagenet_are_shown_images_as_they_were_evaluated(
 
 
 def test_names_that_are_no_utf8_are_names(tmp_path):
-    """Of a run, and of its files; safetensors and torch.export open none themselves."""
+    """Of a run and of its files; safetensors and torch.export cannot open such names themselves."""
     folder = write_run(tmp_path / os.fsdecode(b"r\xff"))
     for part in ("", "model.safetensors", "snapshots/epoch_0004.safetensors", "last.ckpt"):
         assert load_model(str(folder / part)).trained

@@ -31,7 +31,7 @@ from tests.recorder.networks import (
 
 
 def check(layer, attn, place):
-    """Compare a layer with what was formed (B, K, T, T), (B * K, T, T), or in windows (B * W, K, n, n)."""
+    """Compare a recorded layer with the network's attn: (B, K, T, T), (B * K, T, T), or windows (B * W, K, n, n)."""
     if attn.ndim == 3:
         attn = attn.unflatten(0, (-1, layer.attn.shape[1]))
     if place.windows is not None:
@@ -67,7 +67,7 @@ def check(layer, attn, place):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_maps_are_those_of_the_networks_own_unfused_attention(name):
-    """And with its fused attention off."""
+    """Also with fused attention off."""
     model, x = made(name)
     places = NETWORKS[name].places
     maps = recorded(model, x).values()
@@ -103,7 +103,8 @@ def test_talking_heads_mix_the_recorded_probabilities():
 @needs_attn_layer
 @pytest.mark.parametrize("dual_lambda", [False, True])
 def test_differential_attention(dual_lambda):
-    """Both maps, and what weighs the values: their difference times the values, normed, is the layer's output."""
+    """Both maps are recorded, and the map that weighs the values: their difference, times the values, normed, gives the
+    layer's output."""
     from timm.layers import DiffAttention
 
     model = timm.create_model("vit_tiny_patch16_224", attn_layer="diff", **TINY)
@@ -147,7 +148,7 @@ def test_differential_attention(dual_lambda):
 @pytest.mark.parametrize("name", ["Llama", "Qwen2"])
 @torch.no_grad()
 def test_language_models_of_transformers(name, queries):
-    """Whole sequences, padded on the left, and a token after the kept keys of the others."""
+    """Whole left-padded sequences, and a single token after the cached keys of the others."""
     heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 4}
     model = transformers_model(name, vocab_size=30, max_position_embeddings=16, **heads)
     tokens = torch.randint(1, 30, (2, 7))
@@ -166,7 +167,7 @@ def test_language_models_of_transformers(name, queries):
         forward()
     model.set_attn_implementation("eager")
     by_hand = forward(output_attentions=True).attentions
-    real = padded[:, -queries:].bool()  # what padding attends to is nobody's matter
+    real = padded[:, -queries:].bool()  # rows of padding are not compared
     for number, (layer, attn) in enumerate(zip(maps.values(), by_hand, strict=True)):
         assert layer.name == f"layers.{number}.self_attn"
         assert layer.attn.shape == (2, 6, queries, 7)
@@ -194,7 +195,7 @@ def test_a_layer_of_one_tower():
 
 @torch.no_grad()
 def test_windows_that_are_not_known():
-    """MaxViT's would pass for the grid of a small image, were it not for their number."""
+    """MaxViT's windows look like the grid of a small image; only their number tells them apart."""
     maxvit = timm.create_model("maxvit_rmlp_pico_rw_256", num_classes=3).eval()
     message = r"attention layer 1 \(.*\) must attend over .*got maps of"
     with pytest.raises(ValueError, match=message), record_attention(maxvit):
@@ -205,7 +206,7 @@ def test_windows_that_are_not_known():
 
 
 class Fused(nn.Module):
-    """Attention of 4 heads of queries, and as many or fewer of keys and values, by torch's function."""
+    """Attention with 4 query heads and at most as many key and value heads, by torch's fused function."""
 
     def __init__(self, key_heads):
         super().__init__()
@@ -252,8 +253,8 @@ MASKS = {  # and what is added to the logits
 @pytest.mark.parametrize("key_heads", [4, 2])
 @pytest.mark.parametrize("masked", MASKS)
 def test_masks_and_grouped_queries(masked, key_heads):
-    """Query by query; one whose keys are all masked has a row of zeros, as torch computes it. A sequence without an
-    image is a map of height 1."""
+    """Maps are compared query by query; a query whose keys are all masked has a row of zeros, as in torch. A sequence
+    without an image is a map of height 1."""
     layer = lively(Fused(key_heads))
     x = torch.randn(2, 6, 16)
     masks, bias = MASKS[masked]
@@ -292,7 +293,7 @@ def test_softmax_however_it_is_written(softmax):
 )
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_multihead_attention_alone(kwargs, need_weights):
-    """Self and cross attention, with keys of another number than the queries."""
+    """Self and cross attention, with different numbers of keys and queries."""
     layer = lively(nn.MultiheadAttention(8, 2, **kwargs))
     queries = torch.randn(3, 6, 8)
     keys = torch.randn(3, 4, kwargs.get("kdim", 8))

@@ -58,7 +58,7 @@ def test_the_network_has_12_layers_and_the_papers_poolings():
     ],
 )
 def test_maps_are_those_of_the_query(name, options, layers, text, query, row):
-    """Of the middle, of a pixel and of a class token, towards the pixels."""
+    """The query is the middle, a pixel or a class token; its map covers the pixels."""
     model = small_model(name, **options)
     pixels = torch.randint(0, 256, (10, 3, 16, 16), dtype=torch.uint8)
     asked = argparse.Namespace(layers=layers, query=text)
@@ -88,7 +88,7 @@ def test_shuffling_moves_the_pixels_of_each_map():
 
 
 def test_the_probe_learns_what_is_in_the_maps_and_shuffling_takes_it_away():
-    """The class is where the maps' spot lies; the same seed gives the same result."""
+    """The class is the position of a spot in the maps; the same seed gives the same result."""
     targets = torch.randint(4, (260,))
     maps = 0.01 * torch.rand(260, 2, 4, 4)
     maps[torch.arange(260), :, targets] *= 3
@@ -104,7 +104,7 @@ def test_the_probe_learns_what_is_in_the_maps_and_shuffling_takes_it_away():
 
 
 def test_untrained_networks_get_the_statistics_of_images_in_whatever_order_they_lie(monkeypatch):
-    """Folders lie class by class: the first images of one are all of a kind."""
+    """Images in folders are sorted by class, so the first ones are all of one class."""
     kinds = torch.tensor([0, 100, 200], dtype=torch.uint8).repeat_interleave(200)
     pixels = kinds.view(600, 1, 1, 1).expand(600, 3, 16, 16)
     fresh = small_model()

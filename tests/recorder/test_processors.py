@@ -1,4 +1,4 @@
-"""Images are prepared as a model's image processor prepares them."""
+"""Images are prepared like a model's image processor does it."""
 
 import logging
 
@@ -36,7 +36,7 @@ PROCESSORS = {
 
 
 def smooth_photo():
-    """A photo of 60x90 pixels without fine structure, which resamplings of two libraries show alike."""
+    """A photo of 60x90 pixels without fine structure, so that two libraries resample it nearly alike."""
     rows = np.linspace(0, 255, 60)[:, None, None]
     columns = np.linspace(0, 1, 90)[None, :, None]
     colours = np.array([0.3, 0.6, 1.0])
@@ -44,7 +44,7 @@ def smooth_photo():
 
 
 def saved(tmp_path, processor):
-    """A model in a folder with its processor, loaded from there."""
+    """Save a model and its processor in a folder; return the model loaded from there."""
     transformers_model("ViT").save_pretrained(tmp_path)
     processor.save_pretrained(tmp_path)
     return transformers.ViTModel.from_pretrained(tmp_path).eval()

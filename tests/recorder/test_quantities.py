@@ -1,4 +1,4 @@
-"""Quantities of maps whose values are known by hand."""
+"""Quantities of maps, compared with values computed by hand."""
 
 import csv
 import io
@@ -107,7 +107,7 @@ def test_distances_are_in_pixels_of_the_input_where_patches_leave_a_rest():
 def test_references_are_those_of_uniform_attention_also_in_windows(
     make, grid, side, window, prefix
 ):
-    """A network whose logits are 0: what `measure` finds is what uniform attention has, by hand."""
+    """The logits of the network are 0, so `measure` must return the values of uniform attention, computed by hand."""
     height, width = grid
     model = make().eval()
     with torch.no_grad():
@@ -172,7 +172,7 @@ def test_rollout_through_a_pooling_keeps_the_class_token():
 
 
 def test_rollout_multiplies_later_layers_from_the_left():
-    """Of all tokens."""
+    """The rollout includes all tokens."""
     maps = recorded(*made("dinov2"))
     expected = torch.eye(21)
     for layer in maps.values():
@@ -181,7 +181,7 @@ def test_rollout_multiplies_later_layers_from_the_left():
 
 
 def test_rollout_of_reduced_keys():
-    """They go to their cells alike, and rows sum to 1."""
+    """A reduced key's attention is spread evenly over its cells, and rows sum to 1."""
     rollout = attention_rollout(recorded(*made("pvt")))
     assert rollout.shape == (2, 6, 16 * 24)
     assert_close(rollout.sum(-1), torch.ones(2, 6))

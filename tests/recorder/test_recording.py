@@ -1,4 +1,4 @@
-"""The recorder: what it holds is what the network computed, and the network does not notice."""
+"""The recorder holds what the network computed, and does not change what the network computes."""
 
 import gc
 import threading
@@ -113,7 +113,7 @@ def test_recorded_parts_satisfy_the_equations_of_the_evolution(name, options):
 
 @torch.no_grad()
 def test_attention_times_values_is_the_attention_branch():
-    """So rows are queries, row by row over the image, and maps are not transposed."""
+    """This shows that rows are queries in row-major order, and that maps are not transposed."""
     layer = AugmentedConv2d(6, 10, dim_qk=8, dim_v=4, num_heads=2, feat_size=(3, 5)).eval()
     x = torch.randn(2, 6, 3, 5)
     v = layer.heads_of(layer.qkv(layer.branch_input(x)))[2]
@@ -125,7 +125,7 @@ def test_attention_times_values_is_the_attention_branch():
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("make", [ours, theirs])
 def test_outputs_gradients_and_random_numbers_stay_and_maps_are_those_before_dropout(make, train):
-    """Outputs are bit-identical, to the last bits with nn.MultiheadAttention, whose fast path is left."""
+    """Outputs are bit-identical; with nn.MultiheadAttention, which leaves its fast path, up to the last bits."""
 
     def step(record):
         torch.manual_seed(0)
