@@ -21,14 +21,14 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Keep the garbage collector from going through the modules of torch and others again and again."""
+    """Keep the garbage collector from scanning the objects of imported modules again and again."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    """Write names that are no UTF-8 with backslashes in what a test has logged: xdist sends UTF-8 alone."""
+    """Escape names that are not UTF-8 in a test's log with backslashes, because xdist sends only UTF-8."""
     report = yield
     sections = []
     for title, text in report.sections:
@@ -56,7 +56,7 @@ def group():
 
 @pytest.fixture(autouse=True)
 def _seed():
-    """Seed torch, and handle SIGTERM afterwards as before, whatever a trainer has made of it."""
+    """Seed torch, and restore the SIGTERM handler after the test, since trainers replace it."""
     torch.manual_seed(0)
     kept = signal.getsignal(signal.SIGTERM)
     yield

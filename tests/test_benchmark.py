@@ -1,4 +1,4 @@
-"""The benchmark: fair turns, figures that follow from the times, the steps' own memory, errors in one line."""
+"""The benchmark: interleaved runs, figures that follow from the times, the steps' own memory, errors in one line."""
 
 import csv
 
@@ -146,7 +146,7 @@ def test_bad_input(more, message, capsys, tmp_path):
     ],
 )
 def test_networks_with_our_attention_have_a_row_per_implementation(name, ways):
-    """A plain network has the one that ratios are to; what is named twice is measured once."""
+    """A plain network has only the row that ratios refer to; implementations named twice are measured once."""
     args = make_parser().parse_args(
         ["--models", name, "--implementation", *"reference chosen".split()]
     )
@@ -156,7 +156,7 @@ def test_networks_with_our_attention_have_a_row_per_implementation(name, ways):
 
 
 def test_a_row_per_implementation_and_mode(tmp_path, monkeypatch):
-    """A compiled row tells the seconds of its first use; a plain network has no implementation to choose."""
+    """A compiled row has the seconds of its first use; a plain network has no choice of implementations."""
     compiled = []
 
     def compile(model, **options):

@@ -1,7 +1,7 @@
 """Every command and snippet of README and docs runs, shortened: small data, small networks, an epoch, one process.
 
-A command that is too long or needs what is not here is in ELSEWHERE, beside the test that runs it; what shortens the
-others is in SHORTER. Multi-GPU commands run as one process.
+A command that takes too long or needs missing data is in ELSEWHERE, beside the test that runs it; SHORTER has the
+options that shorten the others. Multi-GPU commands run as one process.
 """
 
 import re
@@ -77,7 +77,7 @@ SNIPPETS_ELSEWHERE = {  # first line of a Python block, and the test that runs i
 
 
 def lines_of(pages):
-    """Return each command line that is run here, once."""
+    """Return the command lines that are run here, without repetitions."""
     lines = {}
     for page in pages:
         if page.name != "published.md":  # experiments/test_published.py
@@ -116,7 +116,7 @@ def place(tmp_path_factory):
 
 
 def shorten(line):
-    """Return the words of a command line and options that make it short. Of options given twice the last one counts."""
+    """Return a command line's words and options that shorten it; if an option occurs twice, the last one counts."""
     command, *words = shlex.split(line)
     here = [PLACES.get(word, word) for word in words]
     if command == "heatmap" and {"runs/vit", "runs/photos"} & {*here}:

@@ -1,6 +1,6 @@
-"""Commands in trouble, a row each: one line says what is wrong, the exit code is not 0, nothing half written stays.
+"""Failing commands, one per row: one line names the fault, the exit code is not 0, no partly written file remains.
 
-Other faults of this kind are tested where they belong: deploy in deployment/test_pairs.py, exported files and signals
+Other faults of this kind are tested elsewhere: deploy in deployment/test_pairs.py, exported files and signals
 in deployment/test_files.py, token_conv's start and statistics under checkpointing in models/test_across.py, tangents
 and memory of the kernels in ops/test_ops.py, threads in recorder/test_recording.py, unlike shards in
 engine/test_processes.py, odd parts of a batch in engine/test_recipes.py, a second TERM in slurm/test_slurm.py.
@@ -32,7 +32,7 @@ MODEL = "ea_conv_transformer_cifar"
     ids=lambda line: line.split()[0],
 )
 def test_a_full_disk(line, tmp_path, capsys):
-    """No file may become longer than 64 bytes, which the system answers as a full disk."""
+    """Files are limited to 64 bytes, so that writes fail as on a full disk."""
     resource = pytest.importorskip("resource", reason="needs limits of Unix")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))

@@ -104,7 +104,7 @@ def published():
 
 @pytest.mark.parametrize("row", published(), ids=lambda row: row["model"])
 def test_arithmetic_is_the_papers_within_two_percent(row):
-    """The EA paper's ResNets in both countings; the AA paper's other families in that of the profiler."""
+    """The EA paper's ResNets by both ways of counting; the AA paper's other families by the profiler's."""
     found = sizes_of(row["model"])
     assert found["profiler"] == pytest.approx(row["gflops"], rel=0.02)
     assert found["params M"] == pytest.approx(figures(row["model"])["params_m"], abs=0.15)

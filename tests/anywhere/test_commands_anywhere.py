@@ -36,7 +36,7 @@ def place(tmp_path_factory):
 
 
 def started(*words, place):
-    """Start a command in `place`, in a Python from which the stub has taken what only some systems have."""
+    """Start a command in `place`, with a Python from which the stub has removed what only some systems have."""
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join((str(STUB), str(ROOT))),
@@ -63,7 +63,7 @@ def run(*words, place, code=0):
 
 
 def test_the_stub_takes_things_away(place):
-    """Or the tests below show nothing."""
+    """Otherwise the tests below would prove nothing."""
     lines = (
         "import importlib.util, multiprocessing.context, os, signal",
         "assert not hasattr(os, 'fork') and not hasattr(signal, 'SIGKILL')",

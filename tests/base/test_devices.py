@@ -1,4 +1,4 @@
-"""Devices by torch's names, and what their functions do where a device lacks them."""
+"""Devices by torch's names, and the results of functions that a device lacks."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_a_device_without_functions_has_none_of_their_results():
 
 
 def test_mps_has_one_device_and_no_float64(monkeypatch):
-    """Its functions take no device."""
+    """The functions of torch.mps take no device argument."""
     states = []
     monkeypatch.setattr(torch.mps, "get_rng_state", lambda: torch.arange(3))
     monkeypatch.setattr(torch.mps, "set_rng_state", states.append)

@@ -1,4 +1,4 @@
-"""Errors become one line and an exit code, also among several processes; torchrun gets them, too."""
+"""Errors become one line and an exit code, also with several processes; torchrun receives them, too."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Outputs: written whole or not at all, through links, never in place of a folder or a device."""
+"""Output files are written atomically and through links, and never replace a folder or a device."""
 
 import multiprocessing
 import os
@@ -82,7 +82,7 @@ def test_the_longest_name_is_written(tmp_path):
 
 
 def test_a_file_that_another_program_has_open_is_replaced_a_little_later(tmp_path, monkeypatch):
-    """As Windows has it: PermissionError until the other program closes the file."""
+    """As on Windows: PermissionError until the other program closes the file."""
     path = tmp_path / "file"
     path.write_bytes(b"old")
     replace = os.replace

@@ -1,4 +1,4 @@
-"""The commit is that of the package's own repository."""
+"""The recorded commit is that of the package's own repository."""
 
 import shutil
 import subprocess

@@ -1,5 +1,5 @@
-"""What is changed in a .beton file's tables or in FILE.json is noticed when it is opened; two writers at once are in
-each other's way no more."""
+"""Any change in a .beton file's tables or in FILE.json is noticed when the file is opened; two writers at once do not
+disturb each other."""
 
 import json
 import shutil
@@ -66,7 +66,7 @@ def test_every_flipped_bit_of_the_tables_is_noticed(beton):
     before = 8 * (header.nbytes + descriptors.nbytes + metadata.nbytes)
     after = 8 * (len(whole) - sizes.nbytes)
     rng = np.random.default_rng(0)
-    # Most bits before the images are the fields' unused arguments: the header and the rows are tried more often.
+    # Most bits before the images are unused arguments of the fields, so the header and the rows are tried more often.
     bits = [
         *rng.integers(0, 8 * header.nbytes, 40),
         *rng.integers(0, before, 40),

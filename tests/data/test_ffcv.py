@@ -1,4 +1,4 @@
-"""FFCV files: what was written is read back, as the image loader shows it or near; damage and other files are named."""
+"""FFCV files: images are read back as the image loader shows them, exactly or nearly; damaged files are named."""
 
 import os
 import shutil
@@ -50,7 +50,7 @@ def test_without_ffcv_the_error_says_how_to_install_it(tmp_path, monkeypatch, ca
 
 
 def test_what_a_killed_writer_left_is_removed_at_the_next_start(tmp_path):
-    """Writers that live, and those of other machines, keep their files."""
+    """Files of running writers and of other machines are kept."""
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     out = tmp_path / "train.beton"
@@ -71,7 +71,7 @@ def write(data, out, more=""):
 
 
 def shown(beton, **more):
-    """Return an epoch's batches as one."""
+    """Return an epoch's batches, joined into one."""
     batches = BetonTrainLoader(beton, **{**COMMON, **more}).batches(0)
     return Batch(*[torch.cat(parts) for parts in zip(*batches, strict=True)])
 
@@ -93,7 +93,7 @@ def betons(photos, tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["raw", "jpeg", "half"])
 def test_whole_images_are_shown_as_they_are(photos, betons, kind):
-    """Crops of all of it, squeezed: JPEG written anew at quality 90 and scaling by areas change little."""
+    """Crops of the whole image, resized: re-encoding as JPEG at quality 90 and area scaling change little."""
     files = ImageFiles(photos / "train")
     beton = Beton(betons[kind], num_classes=3)
     assert set(beton.table[:, 4].tolist()) == {"raw": {0}, "jpeg": {1}, "half": {0, 1}}[kind]
@@ -109,7 +109,7 @@ def test_whole_images_are_shown_as_they_are(photos, betons, kind):
 
 
 def test_training_crops_are_of_all_sizes_flipped_half_of_the_time_and_kept(tmp_path):
-    """400 times an image of two ramps, which show where a crop lies; a batch that is kept is not written over."""
+    """400 copies of an image with two ramps, which show the position of a crop; kept batches are not overwritten."""
     pytest.importorskip("ffcv")
     pixels = np.zeros((200, 250, 3), np.uint8)
     pixels[..., 0] = np.arange(250)
@@ -139,7 +139,7 @@ def test_training_crops_are_of_all_sizes_flipped_half_of_the_time_and_kept(tmp_p
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_validation_images_are_the_folders_bit_for_bit(tmp_path, interpolation):
-    """Photos of odd sizes, smaller and larger than what they are scaled to, upright and wide, grey and lossless."""
+    """Photos of odd sizes, smaller and larger than the target, portrait and landscape, grey and lossless."""
     pytest.importorskip("ffcv")
     root = make_photos(tmp_path, train=0, val=4, side=64)
     for number, size in enumerate([(37, 53), (33, 33), (61, 301), (97, 45), (36, 36), (20, 15)]):
@@ -176,7 +176,7 @@ def test_quasi_random_order_reads_few_pages_at_a_time():
 
 
 def test_a_file_larger_than_the_memory_is_read_as_any_other(betons, tmp_path):
-    """Its size is that of a hole between images and tables."""
+    """The file is large because of a hole (sparse file) between images and tables."""
     from ffcv.types import ALLOC_TABLE_TYPE, HeaderType
 
     path = tmp_path / "large.beton"
@@ -290,7 +290,7 @@ def test_a_damaged_jpeg_is_counted_named_and_replaced(betons, tmp_path, left):
 
 @pytest.mark.parametrize("label, got", [(3, "0..3"), (-1, "-1..2")])
 def test_labels_beyond_the_classes_are_refused(photos, tmp_path, label, got):
-    """Classes are named beside the file, counted, or, without either, those of the labels."""
+    """Classes come from names beside the file, from a given number, or else from the labels."""
     path = tmp_path / "train.beton"
     files = ImageFiles(photos / "train")
     files.targets[1] = label

@@ -113,7 +113,7 @@ def test_names_that_are_no_utf8_are_read_and_have_a_fingerprint(folder):
 
 
 def test_a_list_of_bad_images_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, caplog):
-    """Each of four updates meets one on a full disk: one warning, and the limit still counts them."""
+    """Each of four updates meets a bad image on a full disk: there is one warning, and the limit still counts them."""
 
     def full(*_):
         raise RunError("cannot write bad_images.csv: No space left on device")

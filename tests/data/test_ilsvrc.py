@@ -1,4 +1,4 @@
-"""ImageNet as it comes: flat validation images with three kinds of label files, tars, Kaggle's archive."""
+"""ImageNet as distributed: flat validation images with three kinds of label files, tars, Kaggle's archive."""
 
 import tarfile
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Folders, tars and image files: what is refused and in which words, what is read; damage is never silent."""
+"""Folders, tars and image files: which are read, which are refused and with which message; damage is never silent."""
 
 import io
 import re
@@ -36,7 +36,7 @@ def pack(folder, path):
 
 
 def png_of(width, height):
-    """Return the bytes of a PNG that says it has this size; its pixels are cut off."""
+    """Return the bytes of a PNG whose header has this size and whose pixels are cut off."""
     file = io.BytesIO()
     Image.new("L", (1, 1)).save(file, "PNG")
     data = bytearray(file.getvalue())
@@ -54,7 +54,7 @@ NO_IMAGES = (
 
 @pytest.mark.parametrize("packed", [False, True], ids=["folder", "tar"])
 def test_a_class_has_one_name_however_its_letters_are_stored(photos, packed):
-    """macOS may store an umlaut as two signs; the validation images come from elsewhere."""
+    """macOS may store an umlaut as two characters, while validation images from another system have one."""
     in_parts = "Ba\N{COMBINING DIAERESIS}r"
     (photos / "train" / "class_1").rename(photos / "train" / in_parts)
     (photos / "val" / "class_1").rename(photos / "val" / "B\xe4r")
@@ -177,7 +177,7 @@ def test_layouts(photos, tmp_path, layout):
 
 
 def test_a_tar_of_tars_and_a_folder_of_tars_have_a_class_in_each(photos, tmp_path):
-    """As ILSVRC2012_img_train.tar, packed and unpacked."""
+    """Like ILSVRC2012_img_train.tar, packed and unpacked."""
     (tmp_path / "tars").mkdir()
     with tarfile.open(tmp_path / "train.tar", "w") as outer:
         for number in range(3):
@@ -254,7 +254,7 @@ def test_images_that_are_refused(tmp_path, monkeypatch, content, message):
 
 
 def test_kinds_of_pixels(tmp_path):
-    """CMYK, grey, palettes, transparency and 16 bits show the same picture; numbers without a white are refused."""
+    """CMYK, grey, palettes, transparency and 16 bits give the same picture; modes without a known white are errors."""
     pixels = np.tile(
         np.arange(
             0,
@@ -295,7 +295,7 @@ def test_kinds_of_pixels(tmp_path):
 
 
 def test_twelve_bits_in_a_file_of_sixteen_are_said(tmp_path, caplog):
-    """Once per file: by the trainers for the first image, by predict for each."""
+    """The trainers warn once, for the first image; predict warns once per image."""
     for bits, lines in ((12, 1), (16, 0), (8, 0)):
         folder = tmp_path / str(bits) / "class"
         folder.mkdir(parents=True)
@@ -317,7 +317,7 @@ PHOTO = picture(0, (40, 30))
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM", "TIFF"])
 def test_damaged_images(kind):
-    """Bytes are changed, or missing from one on: the same picture, perhaps with other pixels, or one error."""
+    """A file with changed bytes or a cut end gives the same picture, perhaps with other pixels, or one error."""
     options = {"compression": "tiff_lzw"} if kind == "TIFF" else {}
     saved = io.BytesIO()
     PHOTO.save(saved, kind, **options)

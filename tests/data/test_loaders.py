@@ -1,5 +1,5 @@
-"""Loaders of images that are decoded as they are needed, files and FFCV's, or lie on the device: what is shown is a
-function of seed, epoch and image alone, evaluation shows every image once, damage is named and replaced."""
+"""Loaders of images decoded on demand (files and FFCV) or stored on the device: each augmented image is a function of
+seed, epoch and image alone, evaluation shows every image once, damaged images are named and replaced."""
 
 import pickle
 from collections import Counter
@@ -66,7 +66,7 @@ def small_images(count, side=8):
 
 
 def loader(source, kind, batch_size, bad=None, **more):
-    """Return a loader of images of 16 pixels; of those on the device, with their own augmentation where it is given."""
+    """Return a loader of 16-pixel images; images on the device may get their own augmentation."""
     usual = {"mean": MEAN, "std": STD, "device": torch.device("cpu"), "seed": 1}
     more = {**usual, "batch_size": batch_size, **more}
     if kind == "device":
@@ -108,7 +108,7 @@ def test_repeated_augmentation_is_timms(images, batch_size, processes, times):
 
 
 def on_two(source, kind, epoch, first, **more):
-    """Return an epoch's batches from one on as one process sees them, and as two do together."""
+    """Return an epoch's batches from batch `first` on, as seen by one process and by two processes together."""
     whole = list(loader(source, kind, 8, **more).batches(epoch))
     of_rank = []
     for rank in (0, 1):
@@ -123,7 +123,7 @@ def on_two(source, kind, epoch, first, **more):
 
 @pytest.mark.parametrize("kind", [*DECODED, "device"])
 def test_images_depend_on_seed_and_epoch_only(sources, kind):
-    """Not on the number of workers or processes, on where the epoch is entered, nor on loaders used before."""
+    """Not on the number of workers or processes, the batch at which the epoch is entered, or loaders used before."""
     source = sources[kind]
     of_torch = torch.get_rng_state()
     _, of_numpy, *_ = np.random.get_state()
@@ -269,7 +269,7 @@ def test_unreadable_images_are_named_and_replaced(tmp_path):
 
 @pytest.mark.parametrize("kind", ["files", "eval", pytest.param("stored", marks=needs_ffcv)])
 def test_what_workers_get_can_be_pickled(sources, photos, tmp_path, kind):
-    """So they may start by spawn; a .beton file goes by its name."""
+    """So workers can be spawned; a .beton file is pickled as its path."""
     if kind == "stored":
         stored = Evaluated(16, 20, "bilinear")
         path = tmp_path / "val.beton"

@@ -1,4 +1,4 @@
-"""Named data sets: columns of Hugging Face's by what they hold or by name, torchvision's, and names that are none."""
+"""Named data sets: Hugging Face's, with columns found by content or name, torchvision's, and invalid names."""
 
 import numpy as np
 import pytest

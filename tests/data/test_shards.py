@@ -1,4 +1,4 @@
-"""WebDataset's shards: the label beside an image counts, the shards of a folder are one split, others are refused."""
+"""WebDataset shards: the label beside an image gives its class, a folder's shards are one split, others are refused."""
 
 import io
 import tarfile
@@ -21,7 +21,7 @@ def shard(path, files):
 
 
 def samples(numbers, label="{}\n".format):
-    """Return samples, each of the class of its number modulo 12."""
+    """Return samples whose class is their number modulo 12."""
     files = {}
     for number in numbers:
         files[f"{number:04d}.jpg"] = grey_jpeg(10 * (number % 12))

@@ -129,7 +129,7 @@ def test_hold_out_is_decided_by_the_seed():
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100"])
 def test_torchvisions_files(tmp_path, monkeypatch, name):
-    """What torchvision reads is what is loaded; where it finds nothing that is one clear error."""
+    """The loaded images are those that torchvision reads; if it finds nothing, that is one clear error."""
     with pytest.raises(UsageError, match=f"{name} cannot be read from {tmp_path}.*--download"):
         load_dataset(name, str(tmp_path))
     pixels = np.random.default_rng(0).integers(

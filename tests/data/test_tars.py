@@ -1,4 +1,4 @@
-"""Tars hold what they would unpack to: links, repeated names, tars behind each other; the rest is refused by name."""
+"""Reading a tar gives what unpacking it would give: links, repeated names, concatenated tars; the rest is refused."""
 
 import io
 import os
@@ -41,7 +41,7 @@ def pack(folder, tar, *more):
 
 
 def same(folder, tar):
-    """The folder and its tar have the same images."""
+    """Assert that the folder and its tar have the same images."""
     files = ImageFiles(folder)
     packed = ImageFiles(tar)
     assert packed.names == files.names
@@ -152,7 +152,7 @@ def test_bytes_behind_the_end_are_refused(photos, tmp_path):
 
 
 def test_a_tar_in_a_tar_ends_where_its_bytes_end(photos, tmp_path):
-    """Without a mark at its end, the next member of the outer tar would be taken for one of its own."""
+    """The inner tar has no end mark, so the next member of the outer tar could be mistaken for one of its own."""
     inner = pack(photos, tmp_path / "x.tar", "-c")
     content = inner.read_bytes().rstrip(b"\0")
     inner.write_bytes(content + bytes(-len(content) % 512))

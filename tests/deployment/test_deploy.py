@@ -1,4 +1,4 @@
-"""A deployed network computes what the network computes, in PyTorch and in the form that is exported."""
+"""A deployed network computes the same as the network, in PyTorch and as an exported program."""
 
 import copy
 
@@ -31,7 +31,7 @@ NORMS = nn.modules.batchnorm._BatchNorm
 
 
 def small(name, **options):
-    """A network, in evaluation mode, of which all counts: statistics, biases and gates are not those of the start."""
+    """A network in evaluation mode whose statistics, biases and gates differ from their initial values."""
     torch.manual_seed(3)
     of_family = SMALL.get(zoo.family(name), {})
     model = zoo.lively(name, **{**of_family, **options}).eval()
@@ -46,7 +46,7 @@ def small(name, **options):
 
 
 class NoFloat64(TorchFunctionMode):
-    """Lets every tensor be on a device without float64, as mps is, but those that `cpu` returned."""
+    """Treats every tensor as on a device without float64, like mps, except tensors that `cpu` returned."""
 
     def __init__(self):
         super().__init__()
@@ -87,7 +87,7 @@ def test_what_is_folded_lies_on_the_layers_device():
 
 
 def sizes_of(name):
-    """(batch, height, width) of what a small network is tried on: the size it was made for, and others."""
+    """Return (batch, height, width) of test images for a small network: its own size, and others."""
     if zoo.family(name) == "vision_transformer":
         return [(1, 32, 48), (3, 32, 48)]
     if zoo.input_side(name) == 32:
@@ -103,8 +103,8 @@ def difference(model, other, images):
 
 
 def check(model, name, monkeypatch):
-    """Deploy a network and compare: outputs of float32 to 1e-5 or, where the network's own rounding is as large, twice
-    that, and of float64 to 1e-6."""
+    """Deploy a network and compare outputs: in float32 to 1e-5, or to twice the network's own rounding error if that is
+    larger; in float64 to 1e-6."""
     deployed = ea_vision.deploy(model)
     for batch, height, width in sizes_of(name):
         images = torch.randn(batch, 3, height, width)
@@ -276,7 +276,7 @@ def test_compares_at_the_networks_own_size_or_a_usual_one_and_at_another(model, 
 
 def test_a_difference_at_the_second_size_is_an_error():
     class Changed(Unsized):
-        """Its copy gives another result for images that are not square."""
+        """A network whose copy gives another result for images that are not square."""
 
         copied = False
 

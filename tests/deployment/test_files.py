@@ -1,4 +1,4 @@
-"""Exported files compute what the network computes, and classify photos without anything else."""
+"""Exported files compute what the network computes, and are sufficient to classify photos."""
 
 import json
 import logging
@@ -83,7 +83,7 @@ def written(model, path, size):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TESTED)
 def test_onnx_computes_what_the_network_computes(name, tmp_path):
-    """Of the shipped network, see below."""
+    """The shipped network is tested below."""
     size = FAMILIES[name]
     options = {"num_classes": 5}
     if not re.search("vit|deit|stn", name):
@@ -133,7 +133,7 @@ def shipped(tmp_path_factory):
     "photos_of", ["the docs", pytest.param("CIFAR-10", marks=pytest.mark.slow)]
 )
 def test_photos_get_the_same_classes(photos_of, shipped, request):
-    """And, nearly, the logits."""
+    """And nearly the same logits."""
     if photos_of == "the docs":
         photo = Image.open(ROOT / "docs" / "cat.jpg")
         photos = [photo, photo.transpose(Image.Transpose.FLIP_LEFT_RIGHT)]
@@ -162,7 +162,7 @@ def test_a_file_that_computes_something_else_is_told(tmp_path, photos, monkeypat
 
 
 def test_outputs_that_are_all_zero_agree(tmp_path):
-    """As those of timm's mixers with random weights."""
+    """As with timm's mixers with random weights."""
     linear = nn.Linear(48, 10)
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)
@@ -262,7 +262,7 @@ def emptied(proto):
     ],
 )
 def test_metadata_are_compared_with_the_network(change, message, tiny, tmp_path):
-    """Also of a file whose checksum is right."""
+    """Also in a file whose checksum is right."""
     path = tmp_path / "net.onnx"
     proto = onnx.load(tiny[1] / "NET.ONNX")
     change(proto)
@@ -288,7 +288,7 @@ def test_an_onnx_file_is_one_that_others_read(tiny):
 
 
 def test_what_onnxruntimes_tools_make_is_sealed_anew(tiny, tmp_path, monkeypatch):
-    """The calls of docs/deploy.md."""
+    """Runs the calls of docs/deploy.md."""
 
     class Photos(CalibrationDataReader):
         left = iter([{"images": photo.numpy()} for photo in torch.randn(16, 1, 3, 8, 8)])

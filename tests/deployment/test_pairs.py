@@ -1,4 +1,4 @@
-"""`deploy` folds where it is sure, leaves alone or refuses where it is not, and never changes an output."""
+"""`deploy` folds a norm only if that is safe, otherwise it keeps the norm or refuses; it never changes an output."""
 
 import copy
 
@@ -20,7 +20,7 @@ CHANNELS = 3
 
 
 def scramble(model):
-    """Give norms statistics that count, and the network a size; in evaluation mode."""
+    """Return the model in evaluation mode, with random statistics in its norms and an input size."""
     for module in model.modules():
         if isinstance(module, NORMS):
             nn.init.uniform_(module.running_mean, -1, 2)
@@ -48,7 +48,7 @@ def same(model, deployed):
 
 
 class Net(nn.Module):
-    """A network of steps, each of which takes a tensor of CHANNELS, and what a convolution makes of it, and gives one.
+    """A network of steps. Each step gets x (CHANNELS channels) and a convolution's output for x, and returns a tensor.
 
     steps: name in STEPS, number of the convolution, number of the norm.
     decorated: name in DECORATIONS, number of the convolution or norm.
@@ -159,7 +159,7 @@ STEPS |= OTHER_STEPS
 
 
 def cases():
-    """Return steps, the norm that takes what a convolution makes, and the reason for leaving it alone."""
+    """Return steps, the norm that reads a convolution's output, and the reason for not folding it."""
     found = [("pair", 1, "")]
     for reason, names in CASES.items():
         found += [(name, 0, reason) for name in names]

@@ -1,4 +1,4 @@
-"""A made data set: rectangles of three colours on noise, with exact boxes, as folders and COCO JSON."""
+"""A synthetic data set: rectangles of three colours on noise, with exact boxes, as folders and COCO JSON."""
 
 import json
 from pathlib import Path

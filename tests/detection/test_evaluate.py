@@ -1,4 +1,4 @@
-"""COCO's metrics: ground truth scores 100, misses and wrong classes do not, and what there is no object for is nan."""
+"""COCO's metrics: ground truth scores 100, misses and wrong classes less, and a measure without objects is nan."""
 
 import math
 
@@ -99,7 +99,7 @@ def test_detections_in_a_crowd_do_not_count():
 
 
 class Perfect(torch.nn.Module):
-    """Finds the boxes that are there, in the order of a data set, whose images numbered `broken` it never sees."""
+    """Returns the true boxes in the order of a data set, without the images numbered `broken`, which it never sees."""
 
     def __init__(self, source, broken):
         super().__init__()

@@ -88,7 +88,7 @@ def test_every_weight_learns_though_one_image_has_no_box(backbone, kwargs):
 @pytest.mark.parametrize("backbone", ["aa_mnasnet_075", "ese_vovnet19b_slim_dw"])
 @torch.no_grad()
 def test_backbones_of_other_kinds(backbone):
-    """Features of a class of their own, and timm's own words for keywords that a network lacks."""
+    """Backbones with another feature class, and timm's own message for keywords that a network lacks."""
     detector = create_detector(backbone, num_classes=3, img_size=64, fpn_channels=8, head_convs=1)
     [found] = detector.eval()(torch.rand(1, 3, 64, 64))
     assert set(found) == {"boxes", "scores", "labels"}

@@ -43,7 +43,7 @@ def model(run) -> DetectorModel:
 
 
 def test_boxes_are_in_pixels_of_the_image(model, photos):
-    """Against the detector's own way to fit an image, which pads the same and, where nothing is scaled, is exact."""
+    """Compared with the detector's own resizing, which pads in the same way and is exact if nothing is scaled."""
     images = [Image.open(photos / name) for name in SIZES]
     found = list(
         detect(
@@ -117,7 +117,7 @@ def test_maps_of_the_backbone_lie_over_the_padded_photo(model, photos):
 
 
 def test_the_command_writes_results_and_pictures(run, model, photos, tmp_path, capsys):
-    """A broken image is named, the others are gone through."""
+    """A broken image is named, and the others are processed."""
     folder = tmp_path / "photos"
     results = tmp_path / "new" / "results.json"
     drawn = tmp_path / "pictures"

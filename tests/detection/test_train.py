@@ -56,7 +56,7 @@ def uninterrupted(data, tmp_path_factory):
 
 
 def test_compile_is_of_backbone_and_heads(monkeypatch):
-    """Here without kernels; boxes and losses run as they are."""
+    """torch.compile is replaced here, without kernels; boxes and losses stay eager."""
     compile_ = torch.compile
     compiled = []
 
@@ -181,7 +181,7 @@ def made(data, **options):
 
 
 def test_backbones_begin_with_weights_of_classification(data, tmp_path):
-    """Those of attention at its least width alone."""
+    """Attention's weights fit only at its minimum width."""
     layers = {"layers": [1, 1, 1, 1]}
     path = tmp_path / "weights.safetensors"
     begin = partial(

@@ -34,7 +34,7 @@ def picture(size: tuple[int, int], *boxes: tuple[int, int, int, int]):
 
 
 def red_box(image: torch.Tensor) -> list[int]:
-    """x1 y1 x2 y2 of what is rather red than blue or ground; zeros where nothing is."""
+    """Return x1 y1 x2 y2 around the red pixels; zeros if there are none."""
     red = (image[0] > 0.6) & (image[1] < 0.35) & (image[2] < 0.35)
     if not red.any():
         return [0, 0, 0, 0]

@@ -1,4 +1,4 @@
-"""Boxes that cannot be seen in their image are counted, said, and left out of training and of the metric."""
+"""Boxes that are not visible in their image are counted, logged, and left out of training and of the metric."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Small detectors, and a run folder of one with attention, for the tests of what uses one."""
+"""Small detectors, and a run folder of one with attention, for tests that need them."""
 
 from pathlib import Path
 
@@ -21,8 +21,8 @@ def small_detector(backbone: str = "aa_resnet34", **kwargs) -> Detector:
 
 
 def tiny_run(folder: Path) -> None:
-    """Write what `load_model` reads of a detection run. Random weights find objects of differing scores: none is sure,
-    where many would be equally so."""
+    """Write the files of a detection run that `load_model` reads. Its random weights give objects with different
+    scores."""
     torch.manual_seed(0)
     detector = small_detector("ea_aa_resnet34")
     head = detector.head.classification_head.cls_logits

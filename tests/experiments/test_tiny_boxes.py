@@ -54,7 +54,7 @@ def test_boxes_and_names(tiny, tmp_path):
 
 
 def test_a_subset_as_one_class_and_its_mean_box_by_hand(tiny, capsys):
-    """The mean of (0, 0, 64, 64) and (3, 4, 8, 17) overlaps half with n01's true box of 1,500 pixels."""
+    """The mean of (0, 0, 64, 64) and (3, 4, 8, 17) has an IoU of 0.96 with n01's true box, 37 x 41 pixels."""
     options = ["--classes", "n03,n01", "--as-one", "object", "--per-class", "1"]
     assert main([str(tiny), str(tiny), *options]) == 0
     train = CocoFolder(tiny, "train")

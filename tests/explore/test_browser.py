@@ -1,6 +1,6 @@
 """The page in a real browser: Debian's chromium, driven by Playwright.
 
-Skipped where either is absent; with EA_VISION_REQUIRE_BROWSER=1 (`make test-browser`) that is a failure instead.
+Skipped if either is missing; with EA_VISION_REQUIRE_BROWSER=1 (`make test-browser`) this is a failure instead.
 EA_VISION_CHROMIUM names another chromium.
 """
 
@@ -78,7 +78,7 @@ def write_page(text, folder):
 
 @pytest.fixture
 def open_page(browser, address):
-    """Opens a page. At the end of the test none may have asked the network, complained, or written to its console."""
+    """Opens pages. At the test's end no page may have used the network, raised an error or written to its console."""
     contexts = []
     wrong = []
 
@@ -119,13 +119,13 @@ def check_chosen(page, layer, head):
 
 
 def tile(page, *place):
-    """What the tile of (model, layer, head) shows, or of (model, layer, head, part)."""
+    """Return what the tile of (model, layer, head) or (model, layer, head, part) shows."""
     settle(page)
     return page.evaluate("place => explorer.tile(...place)", place)
 
 
 def canvas_pixels(page, label, feat_size):
-    """(N, 3): colours in the middle of the cells of the tile with this label."""
+    """Return (N, 3): the colours in the middle of the cells of the tile with this label."""
     pixels = page.evaluate(
         """([label, [H, W]]) => {
       const canvas = document.querySelector(`[aria-label="${label}"] canvas`);
@@ -156,7 +156,7 @@ def cell_of(query, img_size, maps):
 
 
 def check_row(shown, maps, img_size, part, head, query):
-    """A tile is, by numpy from a recording, the map of a query, rounded to 8 bits."""
+    """Check that a tile is the recorded map of a query, rounded to 8 bits."""
     rows = rows_of(maps, part, head)[:, cell_of(query, img_size, maps)]
     rounding = np.ptp(rows, -1) / 255 * 0.501 + 1e-5 * np.abs(rows).max(-1)
     difference = np.array(shown["values"]) - rows.mean(0)
@@ -196,7 +196,7 @@ def places_of(explorer):
 
 
 def shown_by(page, fragment, places):
-    """What the tiles of these places show at an address."""
+    """Return what the tiles at these places show for an address fragment."""
     page.evaluate("hash => { location.hash = hash }", fragment)
     page.wait_for_function(
         "hash => ['image', 'part'].every((name) => "
@@ -252,7 +252,7 @@ def test_entropy_and_distance_equal_numpy(open_page, explorer, recordings):
 
 @pytest.mark.parametrize("part", ["logits", "attn"])
 def test_drawn_cells_are_the_values_in_the_colour_map(open_page, part):
-    """By the scales and colours of the figures: attention's logarithms around uniform attention, logits around 0."""
+    """With the scales and colours of the figures: log attention around uniform attention, logits around 0."""
     page = open_page(f"#query=20,30&layer=9&head=2&opacity=1&part={part}&scale=tile&style=cells")
     shown = tile(page, 0, 9, 2)
     values = np.array(shown["values"])
@@ -269,7 +269,7 @@ def test_drawn_cells_are_the_values_in_the_colour_map(open_page, part):
 
 
 def test_light_multiplies_the_photo(open_page, tmp_path):
-    """By 0.1 at half of uniform attention and by 1 at twice, linearly in the logarithm: here of a white photo."""
+    """The factor is 0.1 at half of uniform attention and 1 at twice, linear in the logarithm; the photo is white."""
     model = load_model("ea_conv_transformer_cifar")
     white = Image.new("RGB", (64, 64), "white")
     white.putpixel((0, 0), (0, 0, 0))
@@ -421,7 +421,7 @@ def test_a_link_with_unknown_values_says_what_there_is(open_page):
 
 
 def how(page, index):
-    """Return the names of the tiles that show how a model's layer came by its map."""
+    """Return the names of the tiles that show how a model's layer computes its map."""
     buttons = page.locator(".how").nth(index).locator("button")
     return buttons.evaluate_all("all => all.map(b => b.ariaLabel)")
 
@@ -501,7 +501,7 @@ def test_a_page_inside_a_notebook_works(browser, tmp_path):
 
 
 def test_attention_that_is_everywhere_alike_does_not_look_strong(open_page):
-    """Colours reach to twice 1/N at least, each tile its own or not."""
+    """The colour scale reaches at least 2/N, with a scale per tile and with a common one."""
     page = open_page("#opacity=1&layer=8&head=0&style=cells&query=32,48")
 
     def highest(head):
@@ -518,7 +518,7 @@ def test_attention_that_is_everywhere_alike_does_not_look_strong(open_page):
 
 
 def test_uniform_attention_is_that_of_the_keys_that_a_query_sees(open_page, tmp_path):
-    """Of windows (Swin) fewer than the map's cells; at a shifted window's border fewer yet."""
+    """In windows (Swin) a query sees fewer keys than the map's cells; at a shifted window's border even fewer."""
     model = timms("swin_tiny_patch4_window7_224", img_size=32, **SWIN)
     url = write_page(show_page(model, picture(0), layers=[1, 2]).text, tmp_path)
     page = open_page("#style=cells&scale=tile&head=0&layer=2&query=0,0", url=url)
@@ -558,7 +558,7 @@ def test_the_view_is_saved_as_png(open_page, tmp_path):
 
 @pytest.mark.parametrize("width, theme", [(1400, "light"), (400, "dark")])
 def test_looks(open_page, width, theme):
-    """Nothing sticks out to the side; the ground follows the system's theme; text stands out from it."""
+    """Nothing overflows horizontally; the background follows the system's theme; text has contrast."""
     page = open_page(width=width, color_scheme=theme)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     style = "getComputedStyle(document.body)"
@@ -576,7 +576,7 @@ def brightness(colour):
 
 
 def test_class_tokens_and_registers_are_queries(open_page, tmp_path):
-    """Values by numpy, of a button and of an address; a linked network without such a token stays where it was."""
+    """Values equal numpy's, by a button and by an address; a linked network without such a token keeps its query."""
     options = {"img_size": (32, 32), "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
     transformer = load_model(
         "ea_vit_tiny_patch16_224", random=True, reg_tokens=2, alpha=0.3, **options
@@ -611,7 +611,7 @@ def test_class_tokens_and_registers_are_queries(open_page, tmp_path):
 def test_a_vision_transformer_begins_with_its_class_token_at_its_last_layer(
     open_page, tmp_path, name, options, layer, query
 ):
-    """And class attention, which has no queries of pixels, is passed over (CaiT)."""
+    """Class attention, which has no queries of pixels, is skipped (CaiT)."""
     model = timm.create_model(name, **options)
     page = open_page(url=write_page(show_page(model, picture(0)).text, tmp_path))
     check_chosen(page, layer, "mean")

@@ -1,4 +1,4 @@
-"""What the page holds equals what was recorded, and what the command cannot do it says in one line."""
+"""The page's data equals what was recorded; the command refuses impossible requests in one line."""
 
 import base64
 import html
@@ -93,7 +93,7 @@ def test_entries_hold_the_recorded_maps(explorer, entries, recordings, index):
 
 
 def keys_of(model, image_size=(32, 32)):
-    """Return the keys of the page's first layer, by query, or alike for all."""
+    """Return the number of keys in the page's first layer, per query or one number for all."""
     loaded = as_model(model)
     loaded.img_size = image_size
     [entry] = entries_of(show_page(loaded, picture(0), layers=[1]).text)
@@ -101,7 +101,7 @@ def keys_of(model, image_size=(32, 32)):
 
 
 def test_how_many_keys_each_query_sees():
-    """Of windows those within the map; of reduced keys the cells that they are spread over; of tokens these, too."""
+    """In windows, the cells within the map; with reduced keys, the cells that they cover; prefix tokens count, too."""
     windows = np.array(keys_of(timm.create_model("csan_conv_transformer_cifar"))).reshape(8, 8)
     seen = np.array([3, 4, 5, 5, 5, 5, 4, 3])
     assert np.array_equal(windows, np.outer(seen, seen))
@@ -120,7 +120,7 @@ def test_a_map_that_occurs_twice_is_stored_once():
 
 
 def test_entries_hold_the_surest_objects_of_a_detector(tmp_path):
-    """With their boxes in pixels of the input, 64 along the longer side."""
+    """With their boxes in pixels of the input, whose longer side has 64."""
     tiny_run(tmp_path / "run")
     model = load_model(str(tmp_path / "run"))
     page = explore.Explorer([model], [recordable_layers(model.model)[-2:]], parts=("attn",))

@@ -1,8 +1,8 @@
 """A GPU's paths against the reference, whole networks, the trainers, and speed: `make test-gpu`, at most 25 minutes.
 
-This package, hypothesis and pytest are all that is needed: images are made. Without a GPU the same tests run on a CPU
-with tiny networks, as far as a CPU has the path, so that they are known to work; that says nothing about a GPU.
-Figures are printed (`-rP`) and, with EA_VISION_GPU_REPORT=FOLDER, kept there.
+They need only this package, hypothesis and pytest: images are generated. Without a GPU the same tests run on a CPU with
+tiny networks, if a CPU has the code path, which checks the tests but says nothing about a GPU. Figures are printed
+(`-rP`) and, with EA_VISION_GPU_REPORT=FOLDER, kept there.
 """
 
 import os
@@ -54,9 +54,9 @@ CASES = {  # tests/ops has more, of smaller maps
 @pytest.mark.parametrize("dtype", DTYPES if ON_GPU else ["float32"])
 @pytest.mark.parametrize("name", CASES)
 def test_operators_are_the_reference_in_float64(name, dtype):
-    """Outputs and every gradient, relative to their norms; on a CPU small maps by its own path.
+    """Compare outputs and every gradient, relative to their norms; on a CPU small maps with the CPU's own path.
 
-    Where rounding decides what passes the ReLU (float16, larger cases of float32), its argument is positive on a GPU.
+    Where rounding would decide the ReLU's sign (float16, larger cases of float32), its argument is positive on a GPU.
     """
     case = {"implementation": "triton", "K": 8, **CASES[name]}
     if not ON_GPU:
@@ -137,7 +137,7 @@ def trainer(data, output, options, processes=0):
 
 
 def run(command):
-    """Run a command to its good end; return what it printed."""
+    """Run a command, which must succeed; return its output."""
     words = [str(word) for word in command]
     done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout[-3000:]

@@ -1,4 +1,4 @@
-"""What a family and an evolution from outside the package get without a line in it; run by test_outside.py."""
+"""Features that a family and an evolution from outside get without a change in the package; run by test_outside.py."""
 
 import json
 import re

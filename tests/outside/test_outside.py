@@ -1,5 +1,5 @@
-"""A family in one outside file and an evolution in another get everything; in a process of their own, for they stay
-registered."""
+"""A family in one outside file and an evolution in another get all features. The tests run in a separate process,
+because both stay registered."""
 
 from pathlib import Path
 

@@ -59,7 +59,7 @@ def test_every_kind_of_evolution(kind, transformer):
 
 
 def test_transformers_of_hugging_face():
-    """Their outputs are no tensors; a page says their likeliest classes, where they have some."""
+    """Their outputs are not tensors; a page shows the likeliest classes of models that have classes."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     backbone = transformers_model("ViT")
     classifier = lively(transformers.ViTForImageClassification(backbone.config))
@@ -111,7 +111,7 @@ def test_a_querys_map_covers_its_window_alone(layer, side):
 
 
 def test_heads_that_not_every_layer_has_are_told(caplog):
-    """Of layers with 2 and 3 heads; where no heads are chosen, nothing is said."""
+    """With layers of 2 and 3 heads; if no heads are chosen, nothing is logged."""
     told = "layers have 2 to 3 heads, so only heads 0 to 1 of each are drawn"
     for plot in (plot_heads, plot_matrix):
         caplog.clear()

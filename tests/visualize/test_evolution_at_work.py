@@ -1,4 +1,4 @@
-"""The first pictures: their commands draw them anew, and what the docs say of them is counted."""
+"""The first pictures: their commands reproduce them, and the claims of the docs about them are measured."""
 
 import re
 import tarfile
@@ -46,7 +46,7 @@ def check_picture(path):
 
 
 def test_each_claim_of_the_caption_is_a_number_of_the_maps(model):
-    """Recomputed by the paper's equation: alpha 0, the own logits convolved at their scale."""
+    """Recomputed by the paper's equation, with alpha 0 and the own logits convolved at the same scale."""
     recording = record(model, Image.open(CAT), recordable_layers(model.model)[:3], PARTS)
     changed = changes(recording)
     head, (y, x) = choose(changed, recording.img_size)
@@ -86,7 +86,7 @@ def test_the_script_draws_the_picture_and_prints_its_caption(tmp_path, capsys):
 
 
 def test_the_command_draws_the_first_picture(tmp_path, monkeypatch):
-    """The command of the Makefile."""
+    """Runs the command in the Makefile."""
     monkeypatch.chdir(ROOT)
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", "")
     options = re.search(r"heatmap\.py (.*--style light.*)", makefile)[1].split()
@@ -98,14 +98,14 @@ def test_the_command_draws_the_first_picture(tmp_path, monkeypatch):
 
 
 def light_maps(model, images):
-    """Return head 0 of layer 3, mean of all queries, (images, 8, 8)."""
+    """Return the maps of head 0 of layer 3, averaged over all queries, (images, 8, 8)."""
     with torch.inference_mode(), ea_vision.record_attention(model.model, [3]) as maps:
         model.model(model.normalize(images))
     return maps[3].attn[:, 0].mean(1).unflatten(1, (8, 8)).numpy()
 
 
 def likeness(maps, others):
-    """Return the mean correlation of maps with others."""
+    """Return the mean correlation of corresponding maps."""
     others = np.broadcast_to(others, maps.shape)
     found = []
     for one, other in zip(maps, others, strict=True):

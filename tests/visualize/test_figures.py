@@ -1,4 +1,4 @@
-"""The figures: what is drawn where, what is written, and what bad input leaves behind."""
+"""The figures: what is drawn where, their texts, and the files that they write."""
 
 import csv
 import io
@@ -82,7 +82,7 @@ def test_the_querys_cell_is_framed(wide):
 
 
 def test_models_side_by_side_share_one_scale_and_place_the_query(wide):
-    """Models with inputs of different sizes: the query is at the same place of each."""
+    """With models of different input sizes, the query is at the same relative position in each."""
     recordings = [wide, record(small(img_size=(32, 64), seed=1), layers=1)]
 
     def draw(layers):
@@ -114,7 +114,7 @@ def test_a_film_of_several_models_places_the_query_in_each_ones_input():
 
 
 def test_rollout_says_where_it_is_an_approximation(wide):
-    """Patches that do not overlap, whatever their module's name, are none."""
+    """Patches that do not overlap are no approximation, whatever their module is called."""
     approximation = "approximation: convolutions left out"
     assert approximation in texts_of(draw_rollout([wide], [(5, 5)]))
     assert approximation not in texts_of(plot_rollout(networks.torchvision_vit(), PHOTO))
@@ -172,7 +172,7 @@ def test_strips_say_what_they_show_in_the_order_in_which_it_is_computed(
     ],
 )
 def test_own_alone_equals_a_recomputation_by_hand(name, alpha, kwargs):
-    """By the papers' equations with alpha 0: EA convolves the own logits at their scale, PA is the own logits."""
+    """By the papers' equations with alpha 0: EA convolves the own logits at the same scale, PA keeps the own logits."""
     model = small(name, alpha=alpha, **kwargs)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     recording = record(model, PARTS, 3)
@@ -201,7 +201,7 @@ def test_own_alone_equals_a_recomputation_by_hand(name, alpha, kwargs):
 
 
 def test_a_part_that_cannot_be_taken_away_is_left_out():
-    """Of a layer whose attention is not what its evolution makes of the recorded parts."""
+    """This holds for a layer whose attention cannot be recomputed from the recorded parts."""
     recording = record(small(), PARTS, 2)
     maps = recording.maps[2]
     maps.save("attn", torch.rand_like(maps.attn))
@@ -222,7 +222,7 @@ def test_a_part_that_cannot_be_taken_away_is_left_out():
     ],
 )
 def test_scales_of_attention(scale, highest):
-    """In units of uniform attention: as far down as up, and never nearly-uniform maps as if they were strong."""
+    """In units of uniform attention: symmetric around it, and nearly uniform maps never look strong."""
     weak = np.array([[0.9, 1.1]])
     strong = np.array([[0.2, 8.0]])
     tiles = [Tile(None, values=values) for values in (weak, weak, weak, strong)]
@@ -279,7 +279,7 @@ def test_every_bar_of_attention_marks_uniform_attention(wide, scale):
 
 
 def test_the_photo_lies_under_the_maps_as_the_network_saw_it_but_finer():
-    """The same part of the image: the network's 16x16 pixels are the means of the photo's."""
+    """Both show the same part of the image: the network's 16x16 pixels are means of the photo's pixels."""
     model = image_maps.as_model(small())
     coarse = np.random.default_rng(0).integers(0, 256, (8, 12, 3), dtype=np.uint8)
     image = Image.fromarray(coarse.repeat(20, 0).repeat(20, 1))
@@ -294,7 +294,7 @@ def test_the_photo_lies_under_the_maps_as_the_network_saw_it_but_finer():
 
 @pytest.mark.parametrize("pads", [False, True], ids=["left out", "padded"])
 def test_maps_lie_on_what_the_patches_cover(pads):
-    """Patches of 8 pixels on 30x39: transformers leaves out a rest of the image, timm fills up its last patches."""
+    """Patches of 8 pixels on 30x39: transformers drops the remaining pixels, timm pads the last patches."""
     if pads:
         options = {"img_size": 32, "dynamic_img_size": True, "dynamic_img_pad": True}
         plain = networks.timms("vit_tiny_patch16_224", patch_size=8, depth=1, **options)
@@ -333,7 +333,7 @@ def test_maps_lie_on_what_the_patches_cover(pads):
 
 
 def test_light_multiplies_the_photo_and_all_is_the_mean_of_the_queries(wide):
-    """By 0.1 at half of uniform attention and by 1 at twice, linear in the logarithm, bilinear from cell to cell."""
+    """The factor is 0.1 at half of uniform attention, 1 at twice, linear in the logarithm, bilinear between cells."""
     figure = draw_heatmap(wide, [1], [2], ["all"], MapStyle(style="light"))
     [axes] = tiles_of(figure)
     shown = np.asarray(axes.images[0].get_array())
@@ -365,7 +365,7 @@ def test_every_colour_bar_has_three_numbers(scale):
 
 
 def test_layers_without_queries_of_pixels_are_passed_over_unless_they_are_named():
-    """CaiT's last two layers are class attention; asked for cls they are those that have it."""
+    """CaiT's last two layers are class attention; a query cls draws only these two."""
     cait = timm.create_model("cait_xxs24_224", **networks.CAIT)
     image = torch.rand(3, 32, 32)
     for queries, numbers in ((None, {"1", "2"}), ("cls", {"3", "4"})):
@@ -435,7 +435,7 @@ def test_normalisation_by_keyword():
 def test_every_script_writes_its_figure(
     script, options, suffix, held, run, photo, tmp_path, capsys
 ):
-    """In SVG and PDF text stays text, in TrueType: some journals refuse Type 3."""
+    """SVG and PDF keep text as text, in TrueType fonts: some journals refuse Type 3."""
     output = tmp_path / "out" / f"figure{suffix}"
     assert script.main(f"--model {run} {options} -o {output} {photo}".split()) == 0
     content = output.read_bytes()
@@ -473,7 +473,7 @@ def test_names_that_are_not_utf8_are_written_with_their_bytes(photo, tmp_path):
 
 
 def test_the_numbers_of_statistics(run, photo, tmp_path):
-    """By head, as they are averaged in the figure."""
+    """The CSV has the numbers by head; the figure shows their averages."""
     second = tmp_path / "second.png"
     PHOTO.rotate(90).save(second)
     output = tmp_path / "out"

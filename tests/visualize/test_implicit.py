@@ -27,7 +27,7 @@ def digits():
 
 
 class NoGradients(torch.nn.Module):
-    """As a network that an ONNX file holds."""
+    """Like a network in an ONNX file."""
 
     def forward(self, images):
         return images.detach().flatten(1)
@@ -93,7 +93,7 @@ def test_the_jacobian_is_the_differences_quotient(digits):
 
 
 def convit():
-    """Its first layer forms several maps, of which none is the layer's, and keeps the distances of its patches."""
+    """Its first layer forms several maps, none of which is the layer's attention, and caches the patches' distances."""
     options = {"embed_dim": 12, "depth": 2, "local_up_to_layer": 1}
     return timm.create_model("convit_tiny", num_classes=3, **options)
 
@@ -126,7 +126,7 @@ def test_a_network_that_was_looked_at_trains_on(look):
 
 
 def test_the_jacobian_lies_on_what_the_patches_cover():
-    """Patches of 8 pixels leave out what is left of 30x39; the network still takes the whole image."""
+    """Patches of 8 pixels do not cover all of 30x39 pixels; the network still takes the whole image."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     config = transformers_model("Dinov2", image_size=32, patch_size=8).config
     model = as_model(lively(transformers.Dinov2ForImageClassification(config)))
@@ -141,7 +141,7 @@ def test_the_jacobian_lies_on_what_the_patches_cover():
 
 @pytest.mark.parametrize("name, panels", [("csan_conv_transformer_cifar", 8), ("cnn_cifar", 2)])
 def test_the_jacobian_stands_beside_the_maps(digits, name, panels):
-    """For a class of one's choice, of the image that the network sees, in evaluation mode."""
+    """For a chosen class, on the image that the network sees, in evaluation mode."""
     model = timm.create_model(name, widths=(8, 8, 16, 16), num_classes=4)
     figure = plot_jacobian(model, digits[0], target=2)
     shown = [axes for axes in figure.axes if axes.get_label() != "<colorbar>"]

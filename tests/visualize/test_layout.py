@@ -1,6 +1,6 @@
-"""In print: no text is smaller than 6.5 points, lies on another text, on a picture that it does not belong to, or
-beyond the figure's edge, and every colour bar is labelled. By matplotlib's bounding boxes, of small networks, for every
-kind of figure at the widths of a paper's column and page, few and many models, layers and heads, and long names."""
+"""In print, no text is smaller than 6.5 points, overlaps another text or a foreign picture, or leaves the figure, and
+every colour bar has a label. This is checked by matplotlib's bounding boxes, with small networks, for every kind of
+figure at a paper's column and page width, with few and many models, layers and heads, and with long names."""
 
 import itertools
 from dataclasses import replace
@@ -38,7 +38,7 @@ def recording(heads=2, label="a model", img_size=(32, 32)):
 
 
 def free_texts(figure):
-    """Return the texts that may lie anywhere: numbers of queries, a tile's maximum, labels outside of an axis."""
+    """Return the texts that may be anywhere: numbers of queries, a tile's maximum, labels outside an axis."""
     free = set()
     for axes in figure.axes:
         free.update(text for text in axes.texts if not isinstance(text, Annotation))
@@ -51,13 +51,13 @@ def free_texts(figure):
 
 
 def meet(a, b):
-    """Whether two boxes have more in common than a line of a pixel."""
+    """Return whether two boxes overlap by more than one pixel."""
     common = Bbox.intersection(a, b)
     return common is not None and min(common.size) > 1
 
 
 def problems(figure):
-    """Return what is wrong with the places of a figure's texts."""
+    """Return the faults in the sizes and positions of a figure's texts."""
     renderer = FigureCanvasAgg(figure).get_renderer()
     if figure.get_layout_engine():
         # savefig has two passes, too: places are settled in the second
@@ -102,7 +102,7 @@ def test_the_checks_find_a_bad_layout():
 
 
 def quantities(layers, heads):
-    """Of maps that shrink after the first half of the layers."""
+    """Return quantities of maps that shrink after the first half of the layers."""
     torch.manual_seed(0)
     measured = []
     for number in range(1, layers + 1):
@@ -163,7 +163,7 @@ SIZES = [(6.75, 1, 3, 2), (3.3, 6, 8, 3)]  # inches, layers, heads, models
 @pytest.mark.parametrize("width, layers, heads, models", SIZES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_figure_in_print(kind, width, layers, heads, models):
-    """Nothing lies on anything else, text has 7 to 9 points, and there are at most as many photos as images."""
+    """Nothing overlaps, text has 7 to 9 points, and there are at most as many photos as images."""
     made = [recording(heads, f"{LONG} [{number}]") for number in range(models)]
     figure = KINDS[kind](made, list(range(1, layers + 1)), [*range(heads), "mean"], width)
     assert figure.get_size_inches()[0] == pytest.approx(width)

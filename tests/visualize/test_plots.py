@@ -15,7 +15,7 @@ from tests.recorder.networks import recorded
 
 from .conftest import PHOTO, overlaid, small, texts_of
 
-FIGURES = {  # whatever runs a network in a way of its own
+FIGURES = {  # the figures that run a network in different ways
     "heatmap": lambda model: plot_heatmap([model, model], PHOTO, layers=[2]),
     "strip": lambda model: plot_strip(model, PHOTO, layers="1-3"),
     "statistics": lambda model: plot_statistics(model, PHOTO, layers="1,2"),
@@ -99,7 +99,7 @@ def test_titles_say_model_weights_layer_head_and_query():
 
 
 def test_a_tile_is_its_images_map():
-    """Of an image by head; of several images what every pixel gets, or of one query."""
+    """One image by head; several images with the attention that each pixel gets, or with one query's map."""
     model = small(img_size=(16, 32))
     query = (5, 9)
     token = 1 * 8 + 2  # on a map of 4x8

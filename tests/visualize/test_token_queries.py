@@ -24,7 +24,7 @@ from .conftest import texts_of
 
 @pytest.fixture(scope="module")
 def seen():
-    """An evolving transformer with a class token and two registers, an image, and the maps of it."""
+    """An evolving transformer with a class token and two registers, an image, and the image's maps."""
     model = active(tiny(reg_tokens=2))
     image = torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(0))
     return model, image, recorded(model, (image[None] - 0.5) / 0.5)

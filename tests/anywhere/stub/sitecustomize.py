@@ -1,5 +1,5 @@
-"""Take away what Windows or macOS lack: Python reads this file at the start of each process that has its folder in
-PYTHONPATH, worker processes included. Paths are hidden from ea_vision alone, for psutil reads /proc, too."""
+"""Remove what Windows or macOS lack: Python runs this file at the start of each process that has its folder in
+PYTHONPATH, also of worker processes. Paths are hidden only from ea_vision, because psutil needs /proc."""
 
 import builtins
 import importlib.util
@@ -37,7 +37,7 @@ def asked_by_ea_vision() -> bool:
 
 
 def hide(owner, name: str, error: type[OSError], hidden) -> None:
-    """Let a function of `owner` fail, when ea_vision calls it, on the paths that `hidden` says."""
+    """Let a function of `owner` raise `error` when ea_vision calls it with a path for which `hidden(path)` is true."""
     original = getattr(owner, name)
 
     def function(path, *args, **kwargs):
@@ -70,7 +70,7 @@ hide(os, "open", PermissionError, os.path.isdir)
 multiprocessing.context._concrete_contexts = {"spawn": multiprocessing.get_context("spawn")}
 multiprocessing.set_start_method("spawn")
 
-# Text files whose encoding hangs on the locale; that others have such files is not ours to judge.
+# Opening a text file without an encoding is an error in ea_vision; other packages may do it.
 assert sys.flags.warn_default_encoding, "the test needs PYTHONWARNDEFAULTENCODING=1"
 warnings.simplefilter("ignore", EncodingWarning)
 warnings.filterwarnings("error", category=EncodingWarning, module="ea_vision")
