@@ -1,4 +1,4 @@
-# Two commands for users: `make demo` (train a small network, draw its attention) and `make test`.
+# Most users need two targets: `make demo` (train a small network, draw its attention) and `make test`.
 PYTHON ?= python3
 VENV   ?= .venv
 RUN    := $(VENV)/bin/python
@@ -30,7 +30,9 @@ demo: $(READY)
 	@echo "  $(VENV)/bin/ea-vision explore --model $(DEMO) -o $(DEMO)/page.html digits#5"
 	@echo "  $(VENV)/bin/ea-vision predict ea_conv_transformer_cifar docs/cat.jpg"
 
-# README's pictures and a page to try, docs/attention.html, from the weights in weights/; the docs' pictures of what is not shipped. The photos are free (docs/photos/README.md); the page's film needs chromium and playwright.
+# README's pictures and a page to try, docs/attention.html, from the weights in weights/; with VIT_WEIGHTS and SCENES also
+# the docs' pictures from weights and photos that are not shipped. The other photos are free (docs/photos/README.md); the
+# page's film needs chromium and playwright.
 pictures: $(READY)
 	$(RUN) visualize/heatmap.py --model ea_conv_transformer_cifar --layers 1-3 --heads 0 --style light --width 6.75 --dpi 110 \
 		-o visualize/light.png docs/cat.jpg docs/photos/*.jpg
@@ -44,21 +46,21 @@ pictures: $(READY)
 		--queries 30,56 80,56 --width 3.3 -o visualize/scene.png "$(SCENES)/test/street/1011.jpg"; \
 	else echo "left out: visualize/scene.png, which needs SCENES=FOLDER, as experiments/scenes/split.py writes it"; fi
 
-# Two workers of one thread each: threads that wait for each other on 2 cores take several times as long. Each worker
-# takes whole files as far as it can, so that their runs are trained once.
+# Two workers of one thread each: threads that wait for each other on 2 cores take several times as long. A worker takes
+# whole files if possible, so that the runs that a file's tests share are trained once.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest tests -rs --durations 15 --ignore tests/explore/test_browser.py -n 2 --dist worksteal
 test: $(READY)
 	$(PYTEST)
 
-# What `make test` leaves out because it takes long; CI runs both.
+# The slow tests, which `make test` leaves out; CI runs both.
 test-slow: $(READY)
 	$(PYTEST) -m slow
 
-# Both, the model tests over every network and at its full width, where `make test` takes the smallest of each kind.
+# Fast and slow tests, with the model tests over every network at full width; `make test` takes the smallest of each kind.
 test-all: export EA_VISION_TEST_ALL = 1
 test-all: test
 
-# Models, layers, engine and data with the oldest versions that pyproject.toml promises, in an environment of their own.
+# Tests of models, layers, engine and data with the oldest versions that pyproject.toml allows, in a separate environment.
 OLDEST := .venv-oldest
 $(OLDEST)/.ready: $(READY) pyproject.toml
 	$(VENV)/bin/uv venv --quiet --clear --python $(RUN) $(OLDEST)
@@ -68,7 +70,8 @@ $(OLDEST)/.ready: $(READY) pyproject.toml
 test-oldest: $(OLDEST)/.ready
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest tests/models tests/layers tests/engine tests/data -n 2 --dist worksteal
 
-# What runs on a GPU, at most 25 minutes, with the Python at hand (this package, hypothesis, pytest); without a GPU make stops with "Error 77".
+# The GPU tests, at most 25 minutes, with $(PYTHON), which needs this package, hypothesis and pytest; without a GPU make
+# stops with "Error 77".
 test-gpu:
 	@$(PYTHON) -c "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 77)" || { echo "no CUDA device found, nothing was run"; exit 77; }
 	$(PYTHON) -m pytest tests/gpu tests/ops -m "slow or not slow" -rP
@@ -91,7 +94,7 @@ docs: $(READY)
 	bin="$$(cd $(VENV)/bin && pwd)" && cd docs/site && NO_MKDOCS_2_WARNING=1 "$$bin/python" -m mkdocs build --strict --quiet
 	@echo "The site: build/site/index.html"
 
-# What a release needs, checked: version, changelog, tag, wheel and sdist.
+# Check that a release is complete: version, changelog, tag, wheel and sdist.
 release: $(READY)
 	rm -rf dist
 	VIRTUAL_ENV=$(VENV) $(VENV)/bin/uv pip install --quiet --constraint constraints.txt twine
