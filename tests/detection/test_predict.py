@@ -154,7 +154,7 @@ def test_outputs_that_are_not_finite_are_an_error_of_the_image(
     assert "gives no finite number for" in said.err
 
 
-NO_CLASSES = "a network that classifies images is required, and ea_aa_resnet34, mine finds"
+NO_CLASSES = "a network that classifies images is required, but ea_aa_resnet34, mine detects"
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_arrays_files_and_pil_images_are_one_image(tmp_path):
         ("digits#100000", r"must have N in 0\.\.\d+, got digits#100000"),
         (np.zeros((3, 8, 9), np.uint8), r"got \(3, 8, 9\)"),
         (np.zeros((0, 8, 3), np.uint8), r"got \(0, 8, 3\)"),
-        (np.full((8, 8, 3), 2.0), "0..1 .* got torch.float64 from 2 to 2"),
+        (np.full((8, 8, 3), 2.0), "lie in 0..1; .* got torch.float64 from 2 to 2"),
         (np.full((8, 8, 3), np.nan), "from nan"),
         (np.zeros((8, 8, 3), np.uint16), "got torch.uint16"),
     ],

@@ -86,7 +86,9 @@ def test_the_jacobian_is_the_differences_quotient(digits):
     with torch.inference_mode():  # of a caller
         again, _ = input_jacobian(model, x)
     torch.testing.assert_close(again, jacobian)
-    with pytest.raises(UsageError, match="with gradients is required, which NoGradients does not"):
+    with pytest.raises(
+        UsageError, match="with gradients is required, and NoGradients computes none"
+    ):
         input_jacobian(NoGradients(), x)
     with pytest.raises(UsageError, match="a class from 0 to 2, got 3"):
         input_jacobian(model, x, 3)
