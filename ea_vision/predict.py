@@ -25,7 +25,8 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ea_vision.base.devices import choose_device
 from ea_vision.base.errors import CommandParser, UsageError
-from ea_vision.base.files import atomic_write, check_output, create, write_json
+from ea_vision.base.files import atomic_write, check_keeps_images, check_output, create, write_json
+from ea_vision.data.image_files import IMAGE_SUFFIXES
 from ea_vision.detection.coco import results_of
 from ea_vision.recorder.inputs import ImageSource, as_image, find_images, read_image
 from ea_vision.recorder.loading import (
@@ -145,7 +146,9 @@ def find_objects(
         from ea_vision.detection.draw import draw_detections  # it needs matplotlib's fonts
 
         create(Path(args.output))
-    for number, path in enumerate(images, start=1):
+        check_keeps_images(_pictures(args.output, images), images)
+    pictures = _pictures(args.output or "", images)
+    for path, picture in zip(images, pictures, strict=True):
         try:
             image = read_image(path)
             [found] = loaded.detect([image])
@@ -157,10 +160,8 @@ def find_objects(
             sure = found["scores"] >= least
             found = {name: value[sure] for name, value in found.items()}
             if args.output:
-                name = f"{number}-{Path(path).stem}.png"
-                file = Path(args.output) / name.replace(":", "-")
                 drawn = draw_detections(pil_to_tensor(image), found, loaded.classes)
-                atomic_write(file, encode_png(drawn).numpy().tobytes())
+                atomic_write(picture, encode_png(drawn).numpy().tobytes())
             named = ", ".join(
                 f"{loaded.classes[label]} {score:.2f}"
                 for label, score in zip(found["labels"], found["scores"], strict=True)
@@ -170,6 +171,15 @@ def find_objects(
                 f"{path}: {named or 'nothing found'}",
                 results_of(path, found, loaded.category_ids),
             )
+
+
+def _pictures(folder: str, images: Sequence[str]) -> list[Path]:
+    """Return the file in a folder where each image's objects are drawn."""
+    files = []
+    for number, path in enumerate(images, start=1):
+        name = f"{number}-{Path(path).stem}.png"
+        files.append(Path(folder) / name.replace(":", "-"))
+    return files
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -225,6 +235,8 @@ def main(argv: list[str] | None = None) -> int:
             paths.append(word)
     images = find_images(paths)
     if args.json not in (None, "-"):
+        if Path(args.json).suffix.lower() in IMAGE_SUFFIXES:
+            raise UsageError(f"--json must be a file of JSON, got the image {args.json}")
         check_output(Path(args.json))
     loaded = load_model(args.model, img_size=args.img_size, device=choose_device(args.device))
     rows = []

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,20 @@ def check_output(path: Path) -> Path:
     create(path.parent)
     check_writable(Path(os.path.realpath(path)).parent)
     return path
+
+
+def check_keeps_images(outputs: Iterable[Path], images: Sequence[str]) -> None:
+    """Check that no file to be written is one of the images.
+
+    Raises:
+        UsageError: it is one, and the picture would replace the image.
+    """
+    for output in outputs:
+        if not output.exists():
+            continue
+        for image in images:
+            if os.path.exists(image) and output.samefile(image):
+                raise UsageError(f"--output must be another file than the images, got {output}")
 
 
 @contextmanager

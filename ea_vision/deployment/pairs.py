@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from ea_vision.layers import AugmentedConv2d, MapsAttention
 from ea_vision.layers.augmented_conv import Projection
-from ea_vision.layers.evolution import is_hooked
+from ea_vision.layers.evolution import is_altered
 
 ATTENTION = (AugmentedConv2d, MapsAttention)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -33,8 +33,8 @@ class _Tracer(fx.Tracer):
 
 def watched(module: nn.Module) -> bool:
     """Return whether a call of a module does more than its class's `forward`: by hooks (such as those of pruning and
-    weight_norm), an own `forward` of the object, or parametrisations."""
-    return is_hooked(module) or nn.utils.parametrize.is_parametrized(module)
+    weight_norm), a `forward` of its own, or parametrisations."""
+    return is_altered(module) or nn.utils.parametrize.is_parametrized(module)
 
 
 def parts_of(maker: nn.Module) -> list[nn.Module]:

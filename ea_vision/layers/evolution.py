@@ -211,7 +211,7 @@ class EvolvingMaps(StepByStep):
         """
         evolving = [] if self.evolution is None else self.evolution.modules()
         watched = [self.attn_drop, *evolving]
-        if any(map(is_hooked, watched)):
+        if any(map(is_altered, watched)):
             return None
         operands = {} if self.evolution is None else self.evolution.operands(prev_logits)
         if not isinstance(operands, str):
@@ -254,9 +254,9 @@ def evolution_class(kind: str) -> type[Evolution]:
     return _EVOLUTIONS[kind]
 
 
-def is_hooked(module: nn.Module) -> bool:
-    """Return whether a hook may read or change the inputs, outputs or gradients of a module, or an own `forward` of the
-    object replaces its class's."""
+def is_altered(module: nn.Module) -> bool:
+    """Return whether a call of a module may do more than its class's `forward`: a hook reads or changes its inputs,
+    outputs or gradients, or the object has a `forward` of its own."""
     forward_hooks = module._forward_hooks or module._forward_pre_hooks
     backward_hooks = module._backward_hooks or module._backward_pre_hooks
     return bool(forward_hooks or backward_hooks) or "forward" in module.__dict__

@@ -98,6 +98,11 @@ class Layout:
     image: Size | None = None
     covered: Size | None = None
 
+    @property
+    def area(self) -> Size | None:
+        """(height, width) in pixels of what the queries' grid stands for; None: there is no image."""
+        return self.covered or self.image
+
 
 class Sight:
     """What a forward reveals about its images: their shape, and the grids of the features computed from them.

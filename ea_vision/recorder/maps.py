@@ -239,7 +239,7 @@ class LayerMaps:
                 f"a query (y, x) must lie within the input of {height}x{width} pixels, got {query}"
             )
         rows, columns = self.feat_size
-        high, wide = self.layout.covered or (height, width)
+        high, wide = self.layout.area or (height, width)
         if y >= high or x >= wide:
             raise UsageError(
                 f"a query (y, x) must lie within the patches of layer {self}, which cover {high}x{wide} of "

@@ -272,7 +272,7 @@ def measure(
 
 def _cell_in_pixels(layer: LayerMaps, images: Tensor) -> np.ndarray:
     """Return (height, width) of a cell of a layer's map: its patches may leave a rest of the images, or go beyond."""
-    return np.divide(layer.layout.covered or images.shape[-2:], layer.feat_size)
+    return np.divide(layer.layout.area or images.shape[-2:], layer.feat_size)
 
 
 WRITTEN = {  # fields of LayerQuantities: their names in files

@@ -23,7 +23,6 @@ Invalid arguments raise UsageError (a ValueError), which names what was required
 import argparse
 import io
 import logging
-import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -43,6 +42,7 @@ from ea_vision.base.devices import choose_device
 from ea_vision.base.errors import CommandParser, UsageError
 from ea_vision.base.figures import FORMATS as PICTURES
 from ea_vision.base.figures import check_width, figure_bytes
+from ea_vision.base.files import check_keeps_images
 from ea_vision.engine import run_folder
 from ea_vision.recorder.inputs import find_images, read_image
 from ea_vision.recorder.loading import (
@@ -479,20 +479,6 @@ def check_output(
     if output.suffix.lower() not in suffixes:
         raise UsageError(f"{option} must end in {' or '.join(suffixes)}, got {output}")
     return files.check_output(output)
-
-
-def check_keeps_images(outputs: Iterable[Path], images: Sequence[str]) -> None:
-    """Check that no file to be written is one of the images.
-
-    Raises:
-        UsageError: it is one, and the picture would replace the image.
-    """
-    for output in outputs:
-        if not output.exists():
-            continue
-        for image in images:
-            if os.path.exists(image) and output.samefile(image):
-                raise UsageError(f"--output must be another file than the images, got {output}")
 
 
 def save(

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import PAGE, check_width, color_cycle
-from ea_vision.base.files import atomic_write
+from ea_vision.base.files import atomic_write, check_keeps_images
 from ea_vision.base.networks import evaluating
 from ea_vision.base.print import legend_below, new_figure, points, print_style, small_ticks, wrapped
 from ea_vision.recorder.inputs import find_images, read_image
@@ -27,7 +27,6 @@ from ea_vision.visualize.figure_options import (
     Asked,
     Layers,
     Models,
-    check_keeps_images,
     check_output,
     loader,
     make_parser,

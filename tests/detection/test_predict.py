@@ -11,6 +11,7 @@ from torchvision.ops import box_convert
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ea_vision import __main__ as commands
+from ea_vision.base.errors import exit_code
 from ea_vision.detection.draw import draw_detections
 from ea_vision.detection.predict import detect
 from ea_vision.recorder.loading import DetectorModel, load_model, parse_layers
@@ -139,6 +140,20 @@ def test_the_command_writes_results_and_pictures(run, model, photos, tmp_path, c
     first, *_ = [row for row in rows if "wide" in row["image_id"]]
     assert first["bbox"] == pytest.approx(bbox, abs=1e-3)
     assert f"wide.png: {CLASSES[found['labels'][0]]} {found['scores'][0]:.2f}" in said.out
+
+
+@pytest.mark.parametrize("option", ["-o {folder}", "--json {image}"])
+def test_predict_does_not_replace_an_image(option, run, tmp_path, capsys):
+    image = tmp_path / "1-photo.png"  # named as the first picture of photo.png is
+    first = tmp_path / "photo.png"
+    for path in (image, first):
+        picture(0, (90, 60)).save(path)
+    before = image.read_bytes()
+    words = option.format(folder=tmp_path, image=image)
+    command = f"predict {run} {first} {image} {words} --min-score 0 --device cpu"
+    assert exit_code(lambda: commands.main(command.split())) == 2
+    assert str(image) in capsys.readouterr().err
+    assert image.read_bytes() == before
 
 
 def test_outputs_that_are_not_finite_are_an_error_of_the_image(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from ea_vision.layers.evolution import Evolution, is_hooked, register_evolution
+from ea_vision.layers.evolution import Evolution, is_altered, register_evolution
 
 
 @register_evolution("talking_heads")
@@ -72,4 +72,4 @@ def mix_heads(maps: Tensor, proj: nn.Linear) -> Tensor:
 
 def _is_plain(proj: nn.Module) -> bool:
     """Return whether a layer computes just its weight and bias, without adapter (LoRA) or hook."""
-    return type(proj) is nn.Linear and proj.bias is not None and not is_hooked(proj)
+    return type(proj) is nn.Linear and proj.bias is not None and not is_altered(proj)
