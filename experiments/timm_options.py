@@ -18,15 +18,15 @@ from ea_vision.engine.train_imagenet import ImageNetConfig
 
 # Options with the same name but another meaning or default.
 UNLIKE = {
-    "lr": "per `--lr-base-size` images (timm's `--lr-base`), 0: as it is",
+    "lr": "rate for `--lr-base-size` images (timm's `--lr-base`); not scaled if that is 0",
     "output": "the run folder itself",
-    "amp": "bfloat16, timm's is float16",
-    "dist-bn": "`broadcast`, timm's is `reduce`",
+    "amp": "bfloat16; in timm float16",
+    "dist-bn": "`broadcast`; in timm `reduce`",
     "resume": "`auto` continues, a path names a checkpoint",
     "sched": "linear, cosine, multistep, step, constant; by update",
     "tta": "`mirror` or `six`",
-    "decay-epochs": "30, timm's is 90",
-    "interpolation": "of training, too",
+    "decay-epochs": "30; in timm 90",
+    "interpolation": "also used in training",
 }
 OTHERWISE = {
     "data": "--data-dir",
@@ -58,10 +58,10 @@ OTHERWISE = {
     "wandb-project": "--wandb PROJECT",
     "train-img-sizes": "--first-img-size, --grow-epochs",
     "config": "--recipe FILE",
-    "sched-on-updates": "always so",
+    "sched-on-updates": "always",
     "wandb-resume-id": "kept in the run folder",
-    "warmup-prefix": "`cosine` and `linear` always",
-    "pin-mem": "always so on CUDA",
+    "warmup-prefix": "always, for `cosine` and `linear`",
+    "pin-mem": "always on CUDA",
 }
 
 
