@@ -105,15 +105,16 @@ def the_tables_by_seed():
         brings = longer - top1["none"].mean()
         yield EVOLUTION, "", *by_seed(top1)
         above = longer - top1["EA"].mean()
-        ahead = f"EA is {gain['difference']:.2f} points above none (95% interval {interval}"
+        ahead = f"EA is {gain['difference']:.2f} points above `none` (95% interval {interval}"
         yield EVOLUTION, "", ahead
-        yield EVOLUTION, "", f"A fifth epoch brings none {brings:.2f} points (interval"
-        yield EVOLUTION, "", f"and puts it {above:.2f} above EA ("
+        yield EVOLUTION, "", f"A fifth epoch raises `none` by {brings:.2f} points (interval"
+        yield EVOLUTION, "", f"to {above:.2f} points above EA ("
 
 
 def sentences_below_the_tables_by_seed():
     """Intervals, and p corrected for the 20 pairs that are no question."""
     pairs = {}
+    ratios = table("evidence/time-ratio.csv")["ratio"]
     for data in SETS:
         top1 = top1_of(f"evidence/{data}-runs.csv")
         corrected = table(f"evidence/{data}-pairs.csv").set_index(["first", "second"])["p_holm"]
@@ -121,14 +122,15 @@ def sentences_below_the_tables_by_seed():
         fifth = paired(top1["none 5 epochs"] - top1["none"])
         ahead = paired(top1["none 5 epochs"] - top1["EA"])
         p = f"p = {ahead['p']:.3f}; {corrected['EA', 'none 5 epochs']:.3f} corrected"
-        yield EVOLUTION, "", f"brings none {points(fifth).replace('(', 'points (interval ')}"
-        yield EVOLUTION, "", f"puts it {open_points(ahead).replace('(', 'above EA (')}, {p}"
-        worth = [fifth["difference"] * np.log(epochs / 4) / np.log(5 / 4) for epochs in (4.1, 4.5)]
+        raised = points(fifth).replace("(", "points (interval ")
+        yield EVOLUTION, "", f"raises `none` by {raised}"
+        yield EVOLUTION, "", f"to {open_points(ahead).replace('(', 'points above EA (')}, {p}"
+        worth = fifth["difference"] * np.log(ratios) / np.log(5 / 4)
         yield EVOLUTION, "", f"worth {span(worth, 1)} points"
         pairs[data] = top1, corrected
     top1, corrected = pairs["cifar10"]
     early = paired((top1["EA"] - top1["none"])[:3])
-    yield EVOLUTION, "", f"it had been {early['difference']:.2f} with p = {early['p']:.3f}"
+    yield EVOLUTION, "", f"the difference was {early['difference']:.2f} with p = {early['p']:.3f}"
     unconvolved = open_points(paired(top1["EA without convolution"] - top1["none"]))
     yield EVOLUTION, "", unconvolved.replace(" (", ", interval ")
     behind = open_points(paired(top1["cnn"] - top1["EA"]))
@@ -187,7 +189,7 @@ def settings_compared_on_held_out_images():
         assert f"{difference} ({interval})" == points(paired(top1[first] - top1[second]))
     ea = " and ".join(shown(fine["EA 16x16 too"]))
     none = " and ".join(shown(fine["none 16x16 too"]))
-    yield EVOLUTION, "", *by_seed(top1), f"EA {ea}, none {none}."
+    yield EVOLUTION, "", *by_seed(top1), f"EA {ea}, `none` {none}."
     slower = paired(top1["EA slower attention"] - top1["none slower attention"])
     gates = table("evidence/learned-gates.csv")
     heading = "Other settings of evolution"
@@ -195,7 +197,7 @@ def settings_compared_on_held_out_images():
     yield EVOLUTION, heading, span(gates["alpha"]), span(gates["beta"]).replace("to", "and")
     deeper = {name: paired(top1[f"{name} more blocks"] - top1[name]) for name in ("EA", "none")}
     of_ea = points(deeper["EA"]).replace("(", "points (95% interval ")
-    yield EVOLUTION, heading, f"bring EA {of_ea} and none {points(deeper['none'])}"
+    yield EVOLUTION, heading, f"bring EA {of_ea} and `none` {points(deeper['none'])}"
     seconds = runs.groupby("variant")["seconds"].mean()
     ratios = [seconds[f"{name} more blocks"] / seconds[name] for name in ("EA", "none")]
     yield EVOLUTION, heading, f"For {span(sorted(ratios), 1)} times the seconds"
@@ -229,7 +231,8 @@ def the_factorial():
     for data in SETS:
         yield PAGE, "", points(rows[data, "convolution", "0 to 9"], "+")
         yield PAGE, "", points(rows[data, "skip", "0 to 9"], "+")
-        yield PAGE, "", points(rows[data, "EA - none equal time", "5 to 9"], "+")
+        for page in (PAGE, EVOLUTION):
+            yield page, "", points(rows[data, "EA - none equal time", "5 to 9"], "+")
         yield PAGE, HELP, points(rows[data, "skip", "5 to 9"], "+")
     of_paper = published.tables()["evolution"]["rows"]
     paper = {row["label"]: row["top1"]["ImageNet"] for row in of_paper}
@@ -312,6 +315,8 @@ def replaced_maps():
     lost = means["trained"] - means["none"]
     narrow = lost[["none", "PA", "EA", "EA without skip", "EA without convolution"]]
     yield PAGE, "", f"{lost[EA]:.1f}", f"{span(narrow, 0)} points"
+    with_others = (means["trained"] - means["other"])[narrow.index]
+    yield MAPS, "", f"{span(with_others, 0)} points with another image's maps"
     rest, quarter = slower[:6].tolist(), slower[6:].tolist()
     yield MAPS, "", f"loses {quarter[0] - quarter[4]:.1f} points without any map"
     yield MAPS, "", f"{quarter[0] - quarter[5]:.1f} with its own logits alone"
@@ -759,12 +764,13 @@ def curves_of_top1_by_epochs():
     slower = (views[1] - views[0]) / np.log2(1.6)
     before = 94.02  # PA's former weights, of commit 3fcdab3
     faster = (float(cards[1]) - before) / np.log2(1.5)
-    yield HEALTHY, SECOND_CYCLE, f"{slower:.2f} to {faster:.2f} points a doubling"
+    yield HEALTHY, SECOND_CYCLE, f"{slower:.2f} to {faster:.2f} points per doubling"
     missing = 96 - views[1]
     doublings = (missing / faster, missing / slower)
     epochs = [16 * 2**number for number in doublings]
     yield HEALTHY, SECOND_CYCLE, f"{missing:.2f} points away: {doublings[0]:.1f} doublings"
-    yield HEALTHY, SECOND_CYCLE, f"{epochs[0]:.0f} epochs in all, {doublings[1]:.1f} at the slower"
+    at_the_slower = f"{doublings[1]:.1f} at the slower rate"
+    yield HEALTHY, SECOND_CYCLE, f"{epochs[0]:.0f} epochs in all, or {at_the_slower}"
 
 
 def the_long_runs():
@@ -1002,7 +1008,7 @@ def cifar_steps_on_a_gpu():
         yield KERNELS, heading, cells(f"{batch}, {names[optimizer]}", *ms)
     slow = steps.loc[512, "muon"]["eager"]
     fast = steps.loc[512, "batched muon"]
-    yield KERNELS, heading, f"{fast['reduce-overhead']:.2f} ms", f"took {slow:.2f}"
+    yield KERNELS, heading, f"takes {fast['reduce-overhead']:.2f} ms", f"took {slow:.2f}"
     yield "docs/kernels.md", "Speed on a GPU", fast["reduce-overhead"], fast["eager"]
     epochs = table("h200/cifar-epochs.csv")
     later = epochs["seconds"][1:].median()
