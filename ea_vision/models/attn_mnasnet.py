@@ -148,7 +148,7 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
                 seen = before if number == 0 else reduction
                 links.append(AttnInvertedResidual(block, self._augment(block, chains, index, seen)))
             stages.append(TensorStage(*links))
-        self.blocks = nn.ModuleList(stages)
+        self.blocks = nn.Sequential(*stages)
 
     @staticmethod
     def _augment(
@@ -200,7 +200,7 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
         ) -> tuple[Tensor, Tensor | None]:
             if begin == 0:
                 x = self.forward_stem(x)
-            for stage in self.blocks[begin:end]:
+            for stage in list(self.blocks)[begin:end]:
                 x, logits = received(stage(x, logits))
             return x, logits
 

@@ -246,6 +246,16 @@ def test_chains_pass_plain_stages():
     assert torch.equal(torch.nn.Sequential(*body)(x), model(x))
 
 
+@torch.no_grad()
+def test_a_mnasnet_is_taken_apart_as_timms():
+    """Its stages, too, are called with a tensor alone, by nn.Sequential and by timm's as_sequential."""
+    model = lively("ea_aa_mnasnet_075", num_classes=5).eval()
+    x = torch.randn(1, 3, 64, 64)
+    expected = model(x)
+    assert torch.equal(torch.nn.Sequential(*model.children())(x), expected)
+    assert torch.equal(model.as_sequential()(x), expected)
+
+
 @pytest.mark.parametrize(
     "name,options,message",
     [
