@@ -8,7 +8,7 @@ from numbers import Number
 from typing import Any
 
 import torch
-from timm.layers import to_2tuple
+from timm.layers import SpaceToDepth, to_2tuple
 from torch import Tensor, nn
 from torch.nn.utils import fuse_conv_bn_weights
 from torch.utils._pytree import tree_leaves
@@ -68,7 +68,8 @@ def input_channels(model: nn.Module) -> int:
     config = getattr(model, "pretrained_cfg", None) or {}
     first = dict(model.named_modules()).get(str(config.get("first_conv")))  # as timm names it
     if isinstance(first, nn.Conv2d):
-        return first.in_channels
+        moved = [module.bs**2 for module in model.modules() if isinstance(module, SpaceToDepth)]
+        return first.in_channels // math.prod(moved)  # TResNet moves pixels into channels before it
     convolutions = []
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv2d) and ".evolution." not in name:  # evolutions take maps

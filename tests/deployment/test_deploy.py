@@ -294,10 +294,11 @@ def test_a_difference_at_the_second_size_is_an_error():
         ea_vision.deploy(Changed().eval())
 
 
-@pytest.mark.parametrize("name", [CIFAR, "vit_mini_patch4_32", "resnet18"])
+@pytest.mark.parametrize("name", [CIFAR, "vit_mini_patch4_32", "resnet18", "tresnet_m"])
 def test_takes_networks_of_images_with_13_channels(name):
     torch.manual_seed(0)
-    model = timm.create_model(name, in_chans=13).eval()
+    small = {"layers": (1, 1, 1, 1), "width_factor": 0.25} if name == "tresnet_m" else {}
+    model = timm.create_model(name, in_chans=13, **small).eval()
     images = torch.randn(2, 13, 32, 32)
     torch.testing.assert_close(ea_vision.deploy(model)(images), model(images), atol=1e-4, rtol=1e-4)
 
