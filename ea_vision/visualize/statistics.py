@@ -249,8 +249,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         written.append(check_output(Path(options.csv), (".csv",), "--csv"))
     load = loader(options)
     asked = Asked([load(target) for target in options.model or DEMO], options.layers)
-    images = find_images(options.images)[: options.limit]
+    images = find_images(options.images)
     check_keeps_images(written, images)
+    images = images[: options.limit]
     for path in images:  # a broken one ends the command before any work
         read_image(path)
     measured = _measured(asked, images, options.batch_size)

@@ -108,6 +108,16 @@ def test_pictures_of_several_images_do_not_replace_one_of_them(run, photo, capsy
     assert clash.read_bytes() == before
 
 
+def test_statistics_do_not_replace_an_image_beyond_the_limit(run, photo, capsys):
+    other = photo.with_name("other.png")
+    other.write_bytes(photo.read_bytes())
+    before = other.read_bytes()
+    command = ["--model", str(run), str(photo), str(other), "--limit", "1", "-o", str(other)]
+    assert run_command("statistics", command) == 2
+    assert f"another file than the images, got {other}" in capsys.readouterr().err
+    assert other.read_bytes() == before
+
+
 MODEL = small()
 DIVERGED = small()
 torch.nn.init.constant_(next(DIVERGED.parameters()), torch.nan)
