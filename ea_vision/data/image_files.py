@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from ea_vision.base.errors import UsageError
 from ea_vision.data import ilsvrc
@@ -73,6 +73,11 @@ def decode_image(
         raise
     except Image.DecompressionBombError as error:
         raise BrokenImage(f"{limit}: {error}") from error
+    except UnidentifiedImageError as error:  # whose own text may name an object in memory
+        raise BrokenImage(
+            "UnidentifiedImageError: cannot identify image file, which must be one of "
+            f"{', '.join(IMAGE_FORMATS)}"
+        ) from error
     except Exception as error:  # Pillow's readers raise many kinds on damaged bytes
         raise BrokenImage(f"{type(error).__name__}: {error}") from error
 
@@ -97,8 +102,8 @@ def to_rgb(
         )
     if image.mode == "I" or image.mode.startswith("I;16"):
         values = np.asarray(image).astype(np.int64)
-        if 255 < values.max() < TWELVE_BITS and multiprocessing.parent_process() is None:
-            _say_dark(str(name))
+        if 0 < values.max() < TWELVE_BITS and multiprocessing.parent_process() is None:
+            _say_dark(str(name), all_black=values.max() <= 255)
         upper = (values >> 8).clip(0, 255)
         image = Image.fromarray(upper.astype(np.uint8))
     return image.convert("RGB")
@@ -124,12 +129,16 @@ def _has_alpha(image: Image.Image) -> bool:
 
 
 @functools.cache
-def _say_dark(name: str) -> None:
-    """Log, once per file, that an image may use only 12 of its 16 bits."""
-    log.warning(
-        f"image {name or 'without a name'} has 16 bits per channel and no value of {TWELVE_BITS} or more: if "
-        "it was taken with 12 bits, it will look much too dark; multiply its values by 16"
-    )
+def _say_dark(name: str, all_black: bool) -> None:
+    """Log, once per file, that an image may use only 12 or 8 of its 16 bits."""
+    if all_black:
+        seen = "above 255: if its values are of 8 bits, it will be black; save it with 8 bits"
+    else:
+        seen = (
+            f"of {TWELVE_BITS} or more: if it was taken with 12 bits, it will look much too dark; "
+            "multiply its values by 16"
+        )
+    log.warning("image %s has 16 bits per channel and no value %s", name or "without a name", seen)
 
 
 class Entry(NamedTuple):

@@ -53,6 +53,8 @@ def _what_was_meant(root: Path) -> str:
     split, or says that this one holds class folders itself."""
     if not root.exists():
         return "; it does not exist"
+    if root.is_file():
+        return "; it is a file"
     below = []
     for path in sorted(root.glob("*")):
         if path.is_dir() and not hidden_part(path.name):

@@ -207,6 +207,9 @@ def test_splits_are_found_or_named(photos, tmp_path):
     ), "a folder without splits"
     with pytest.raises(UsageError, match="must have train/ or train.tar; it does not exist"):
         find_split(photos / "nowhere", "train", or_root=True)
+    (tmp_path / "photos.zip").touch()
+    with pytest.raises(UsageError, match="must have train/ or train.tar; it is a file"):
+        find_split(tmp_path / "photos.zip", "train")
     (tmp_path / "half/train").mkdir(parents=True)
     with pytest.raises(UsageError, match="must have val/ or val.tar or validation/"):
         find_split(tmp_path / "half", "validation", or_root=True)
@@ -229,13 +232,14 @@ def test_a_fingerprint_is_of_names_classes_and_sizes_wherever_they_lie(photos, t
 # ---- images ----------------------------------------------------------------------------------------------------------
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n0 0 9 9 rectfill\nshowpage\n%%EOF\n"
+UNKNOWN = "UnidentifiedImageError: cannot identify image file, which must be one of JPEG, PNG, WEBP"
 
 
 @pytest.mark.parametrize(
     "content, message",
     [
-        (b"", "UnidentifiedImageError: cannot identify image file"),
-        (EPS, "UnidentifiedImageError: cannot identify image file"),  # Ghostscript would draw it
+        (b"", UNKNOWN),
+        (EPS, UNKNOWN),  # Ghostscript would draw it
         (
             png_of(20_000, 10_000),
             "must have at most 100 megapixels: Image size (200000000 pixels) exceeds limit",
@@ -249,8 +253,9 @@ def test_images_that_are_refused(tmp_path, monkeypatch, content, message):
         "PIL.EpsImagePlugin.Ghostscript", lambda *_: pytest.fail("reached Ghostscript")
     )
     (tmp_path / "x.jpg").write_bytes(content)
-    with pytest.raises(BrokenImage, match=re.escape(message)):
-        decode_image(tmp_path / "x.jpg")
+    for file in (tmp_path / "x.jpg", io.BytesIO(content)):
+        with pytest.raises(BrokenImage, match=re.escape(message)):
+            decode_image(file)
 
 
 def test_kinds_of_pixels(tmp_path):
@@ -307,7 +312,14 @@ def test_twelve_bits_in_a_file_of_sixteen_are_said(tmp_path, caplog):
             caplog.text.count("if it was taken with 12 bits, it will look much too dark") == lines
         )
         assert not lines or f"image {folder / 'x.png'} has 16 bits per channel" in caplog.text
+        if bits == 8:
+            said = (
+                f"image {folder / 'x.png'} has 16 bits per channel and no value above 255: if its"
+            )
+            assert caplog.text.count(said) == 1
         caplog.clear()
+    to_rgb(Image.new("I;16", (4, 4)))
+    assert not caplog.text, "a black image is no mistake"
 
 
 # ---- damaged bytes: one error, or what was there ---------------------------------------------------------------------
