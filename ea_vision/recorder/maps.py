@@ -5,6 +5,7 @@ Shape letters: B batch, K heads, H x W the attention map, N = H*W its pixels, T 
 
 import io
 import math
+import operator
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -20,6 +21,17 @@ from ea_vision.recorder.layouts import Layout
 PARTS = ("attn", "logits", "self_logits", "conv_logits", "prev_logits")
 Cell = tuple[int, int] | str  # (row, column) of the map, or a prefix token by name
 Query = tuple[int, int] | str  # (y, x) in pixels of the input, or a prefix token by name
+
+
+def _two_whole_numbers(place: tuple[int, int], name: str) -> tuple[int, int]:
+    """Return a place; raise UsageError unless it is two whole numbers."""
+    try:
+        first, second = map(operator.index, place)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"{name} must be two whole numbers, or a token's name, such as 'cls', got {place!r}"
+        ) from error
+    return first, second
 
 
 def _part(name: str) -> property:
@@ -207,7 +219,7 @@ class LayerMaps:
         """
         if not isinstance(cell, str):
             self.check_pixels_ask()
-            row, column = cell
+            row, column = _two_whole_numbers(cell, "a cell (row, column)")
             height, width = self.feat_size
             if not (0 <= row < height and 0 <= column < width):
                 raise UsageError(
@@ -232,7 +244,7 @@ class LayerMaps:
         """
         if isinstance(query, str):
             return query
-        y, x = query
+        y, x = _two_whole_numbers(query, "a query (y, x)")
         height, width = self.layout.image or self.feat_size
         if not (0 <= y < height and 0 <= x < width):
             raise UsageError(

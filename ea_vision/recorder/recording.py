@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any
 
 import torch
@@ -355,7 +356,7 @@ def _chosen(
         if layers is None or layer.number in layers or layer.name in layers:
             chosen.append(layer)
     for layer in chosen if heads is not None else ():
-        outside = [head for head in heads if not 0 <= head < layer.num_heads]
+        outside = [head for head in heads if head not in range(layer.num_heads)]
         if outside or not heads:
             raise ValueError(
                 f"heads of layer {layer} are 0 to {layer.num_heads - 1}; got {outside or 'none'}"
@@ -374,7 +375,7 @@ def _several(given: Any) -> tuple | None:
     """Return a tuple of one value (parts="attn", layers=2) or several."""
     if given is None:
         return None
-    return (given,) if isinstance(given, (int, str)) else tuple(given)
+    return (given,) if isinstance(given, (Number, str)) else tuple(given)
 
 
 @contextmanager
@@ -411,6 +412,10 @@ def record_attention(
         RuntimeError: the block ended and none of the chosen layers had formed a map; or it ended before a block that
             was entered after it, or in another thread.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"a network is required, such as ea_vision.load('ea_conv_transformer_cifar'), got {model!r}"
+        )
     model = unwrap(model)
     heads = _several(heads)
     parts = _several(parts)

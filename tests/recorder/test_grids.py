@@ -1,6 +1,8 @@
 """A map's grid is the grid of patches made by the network's stem; if the number of tokens differs, tokens have no
 position in the image. Queries are pixels of the input."""
 
+import re
+
 import pytest
 import timm
 import torch
@@ -195,6 +197,17 @@ def test_queries_are_pixels_of_the_input(layer, pixel, cell):
 def test_queries_outside_of_the_input_are_refused(layer, pixel):
     with pytest.raises(UsageError, match=r"within the input of 32x48 pixels, got \("):
         layer.of_query(pixel)
+
+
+@pytest.mark.parametrize("place", [5, (1.5, 2), (1, 2, 3), (1,), None])
+def test_places_that_are_not_two_whole_numbers_are_refused(layer, place):
+    required = "must be two whole numbers, or a token's name, such as 'cls', got "
+    for of_place, name in (
+        (layer.of_query, "a query (y, x) "),
+        (layer.of_cell, "a cell (row, column) "),
+    ):
+        with pytest.raises(UsageError, match=re.escape(f"{name}{required}{place!r}")):
+            of_place(place)
 
 
 def test_queries_are_pixels_of_the_patches_that_hold_them():

@@ -257,9 +257,12 @@ class Linear(nn.Module):
             r"parts must be some of .*, got \['maps'\]: 1 .* has attn, logits",
         ),
         ({"layers": []}, "got none"),
+        ({"heads": "mean"}, r"heads of layer 1 .* are 0 to 3; got \['mean'\]"),
+        ({"layers": 1.5}, r"2 .*; got \[1.5\]"),
         ({"heads": []}, "got none"),
         ({"parts": []}, "got none"),
         ({"model": nn.Linear(1, 1)}, "Linear has no attention layer that can be"),
+        ({"model": "ea_conv_transformer_cifar"}, "a network is required, .* got 'ea_conv"),
     ],
 )
 def test_invalid_options_are_refused(options, message):
