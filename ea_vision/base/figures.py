@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Sequence
+from numbers import Real
 
 from ea_vision.base.errors import UsageError
 
@@ -16,9 +17,9 @@ WIDEST = 40.0
 
 def check_width(width: float | None) -> float | None:
     """Return a width in inches, or None; raise UsageError if it is narrower than NARROWEST or wider than WIDEST."""
-    if width is not None and not NARROWEST <= width <= WIDEST:
-        raise UsageError(f"width must lie between {NARROWEST} and {WIDEST:g} inches, got {width:g}")
-    return width
+    if width is None or isinstance(width, Real) and NARROWEST <= width <= WIDEST:
+        return width
+    raise UsageError(f"width must lie between {NARROWEST} and {WIDEST:g} inches, got {width!r}")
 
 
 def figure_bytes(

@@ -88,6 +88,8 @@ def read_image(source: ImageSource) -> Image.Image:
             f"{type(source).__name__}"
         )
     if isinstance(source, Image.Image):
+        if not source.width or not source.height:
+            raise UsageError(f"an image must have pixels, got {source.width}x{source.height}")
         return to_rgb(source, over_white=True)
     try:
         return decode_image(source, over_white=True)
@@ -117,8 +119,8 @@ def in_unit_range(values: Tensor, rounding: float = 0.0) -> Tensor:
     if values.is_floating_point() and -rounding <= low and high <= 1 + rounding:
         return values.float().clamp(0, 1)
     raise UsageError(
-        "an image's values must be uint8 or lie in 0..1; a tensor may be normalised by the model's mean and std, got "
-        f"{values.dtype} from {low:g} to {high:g}"
+        "an image's values must be uint8, or floating point and lie in 0..1; a tensor may be normalised by the "
+        f"model's mean and std, got {values.dtype} from {low:g} to {high:g}"
     )
 
 
@@ -142,6 +144,8 @@ def _from_array(array: np.ndarray) -> Image.Image:
         raise UsageError(
             f"an image array must have (H, W), (H, W, 1), (H, W, 3) or (H, W, 4), got {array.shape}"
         )
+    if array.dtype.kind not in "biuf":
+        raise UsageError(f"an image array must be of numbers, got {array.dtype}")
     values = in_unit_range(torch.from_numpy(array.copy()))
     levels = (values * 255).round().byte()
     return to_pil_image(levels.numpy())

@@ -101,9 +101,10 @@ class LoadedModel:
         normalised = isinstance(image, Mapping)
         if normalised:
             image = _pixel_values(image)
+        image = image.detach()
         if image.ndim == 4 and image.shape[0] == 1:
             image = image[0]
-        if image.ndim != 3 or image.shape[0] != 3:
+        if image.ndim != 3 or image.shape[0] != 3 or not image.numel():
             raise UsageError(
                 "an image must be a path, a PIL image, an array (H, W, 3) or a tensor (3, H, W), got "
                 f"{tuple(image.shape)}"
@@ -521,11 +522,14 @@ def set_preprocessing(
     for name, values in (("mean", mean), ("std", std)):
         if values is None:
             continue
-        values = tuple(map(float, values))
-        finite = all(map(math.isfinite, values))
-        if len(values) != 3 or not finite or (name == "std" and min(values) <= 0):
-            raise UsageError(f"{name} must be three numbers, one per channel, got {values}")
-        loaded.config = {**loaded.config, name: values}
+        try:
+            numbers = tuple(map(float, values))
+        except (TypeError, ValueError):
+            numbers = ()
+        finite = all(map(math.isfinite, numbers))
+        if len(numbers) != 3 or not finite or (name == "std" and min(numbers) <= 0):
+            raise UsageError(f"{name} must be three numbers, one per channel, got {values!r}")
+        loaded.config = {**loaded.config, name: numbers}
 
 
 def _set_size(loaded: LoadedModel, img_size: Size) -> None:

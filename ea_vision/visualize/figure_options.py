@@ -27,7 +27,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from numbers import Integral
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ from ea_vision.recorder.loading import (
 )
 from ea_vision.recorder.recording import AttentionLayer, AttentionMaps, LayerMaps
 from ea_vision.visualize.image_maps import AnyImage, as_models, record
-from ea_vision.visualize.map_style import SCALES, STYLE, STYLES, MapStyle
+from ea_vision.visualize.map_style import SCALES, STYLE, STYLES, MapStyle, style_of
 from ea_vision.visualize.tiles import ALL, MEAN, Head, Query, Recording
 
 log = logging.getLogger(__name__)
@@ -377,10 +377,10 @@ class Asked:
         processor: Any = None,
         **style,
     ):
-        self.style = MapStyle(**style)
+        self.style = style_of(style)
         self.width = check_width(width)
         several = () if queries is None else queries
-        self.queries = [queries] if isinstance(queries, str) else list(several)
+        self.queries = [queries] if isinstance(queries, (str, Number)) else list(several)
         self.some = some
         self.by_default = layers is None
         self.models = as_models(models, processor=processor, mean=mean, std=std)
@@ -459,7 +459,7 @@ class Asked:
 
 def _text(value: str | int | Sequence[int | str]) -> str:
     """Write items as the commands take them, separated by commas."""
-    items = [value] if isinstance(value, (str, Integral)) else value
+    items = [value] if isinstance(value, (str, Number)) else value
     return ",".join(map(str, items))
 
 

@@ -36,7 +36,7 @@ from ea_vision.visualize.image_maps import (
     record,
     title_of,
 )
-from ea_vision.visualize.map_style import MapStyle, scaled
+from ea_vision.visualize.map_style import scaled, style_of
 from ea_vision.visualize.sheet import Block, Row, Tile, sheet
 from ea_vision.visualize.tiles import QUERY_COLORS, Recording, map_of, photo_of, tile_of
 
@@ -107,7 +107,7 @@ def plot_jacobian(
     why = "it averages them"
     refuse_arguments("plot_jacobian", style, heads=why, queries=why)
     loaded = as_model(model, mean=mean, std=std, processor=processor)
-    look = MapStyle(**style)
+    look = style_of(style)
     check_classifies(loaded)
     image = as_image(image)
     if layers is None:

@@ -8,9 +8,11 @@ have a diverging scale with 0 in its middle.
 Lines, fonts and colours that are not data follow matplotlib's rcParams.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from numbers import Real
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -63,11 +65,11 @@ class MapStyle:
             )
         if self.scale not in SCALES:
             raise UsageError(f"scale must be {', '.join(SCALES)}, got {self.scale!r}")
-        if not 0 <= self.opacity <= 1:
-            raise UsageError(f"opacity must lie between 0 and 1, got {self.opacity}")
-        if self.cmap is not None and self.cmap not in matplotlib.colormaps:
+        if not isinstance(self.opacity, Real) or not 0 <= self.opacity <= 1:
+            raise UsageError(f"opacity must lie between 0 and 1, got {self.opacity!r}")
+        if self.cmap is not None and self.cmap not in list(matplotlib.colormaps):
             raise UsageError(
-                f"cmap must be one of matplotlib's colour maps, such as viridis, plasma or gray, got "
+                f"cmap must be one of matplotlib's colour maps, such as viridis, plasma or gray, by name, got "
                 f"{self.cmap!r}"
             )
 
@@ -85,6 +87,21 @@ class MapStyle:
 
 
 STYLE = MapStyle()
+
+
+def style_of(keywords: Mapping[str, Any]) -> MapStyle:
+    """Return the style that a figure's keywords set.
+
+    Raises:
+        UsageError: a keyword that is none of the style's, or an invalid value.
+    """
+    fields = MapStyle.__dataclass_fields__
+    unknown = [name for name in keywords if name not in fields]
+    if unknown:
+        raise UsageError(
+            f"figures have no keyword {unknown[0]}; those of the style are {', '.join(fields)}"
+        )
+    return MapStyle(**keywords)
 
 
 # ---- scales ---------------------------------------------------------------------------------------------------------

@@ -92,6 +92,11 @@ def test_arrays_files_and_pil_images_are_one_image(tmp_path):
     assert torch.equal(model.input_of(as_image(grey)), model.input_of(with_axis))
     ones = torch.ones(1, 3, 5, 6, dtype=torch.uint8)
     assert torch.equal(model.input_of(ones), torch.full((3, 5, 6), 1 / 255))
+    followed = expected.clone().requires_grad_()  # whose gradient is wanted elsewhere
+    assert torch.equal(model.input_of(followed), expected)
+    assert not model.input_of(followed).requires_grad
+    with pytest.raises(UsageError, match=r"a tensor \(3, H, W\), got \(3, 0, 4\)"):
+        model.input_of(torch.rand(3, 0, 4))
 
 
 @pytest.mark.parametrize(
@@ -110,6 +115,12 @@ def test_arrays_files_and_pil_images_are_one_image(tmp_path):
         (np.full((8, 8, 3), 2.0), "lie in 0..1; .* got torch.float64 from 2 to 2"),
         (np.full((8, 8, 3), np.nan), "from nan"),
         (np.zeros((8, 8, 3), np.uint16), "got torch.uint16"),
+        (
+            np.zeros((8, 8, 3), bool),
+            "or floating point and lie in 0..1; .* got torch.bool from 0 to 0",
+        ),
+        (np.array([[None, "a"]]), "an image array must be of numbers, got object"),
+        (Image.new("RGB", (0, 5)), "an image must have pixels, got 0x5"),
     ],
 )
 def test_what_is_no_image_is_refused_with_one_line(source, message):

@@ -3,6 +3,7 @@
 import re
 import time
 
+import matplotlib
 import pytest
 import torch
 from PIL import Image
@@ -131,6 +132,24 @@ torch.nn.init.constant_(next(DIVERGED.parameters()), torch.nan)
         (plot_heatmap, [MODEL] * 2, [PHOTO] * 2, {}, "models need one image"),
         (plot_heatmap, MODEL, [PHOTO], {"queries": [(1, 1), (2, 2)]}, "one query"),
         (plot_heatmap, MODEL, PHOTO, {"style": "dark"}, "must be cells or light, got 'dark'"),
+        (
+            plot_heatmap,
+            MODEL,
+            PHOTO,
+            {"bare": True},
+            "no keyword bare; those of the style are overlay, scale, cmap, opacity, style",
+        ),
+        (
+            plot_heatmap,
+            MODEL,
+            PHOTO,
+            {"cmap": matplotlib.colormaps["gray"]},
+            "such as viridis, plasma or gray, by name, got <matplotlib",
+        ),
+        (plot_heatmap, MODEL, PHOTO, {"opacity": "1"}, "between 0 and 1, got '1'"),
+        (plot_heatmap, MODEL, PHOTO, {"width": "3.3"}, "between 2.5 and 40 inches, got '3.3'"),
+        (plot_heatmap, MODEL, PHOTO, {"queries": 5}, "must be y,x in pixels, .* got '5'"),
+        (plot_heatmap, MODEL, PHOTO, {"layers": 1.5}, "no attention layer '1.5'; it has 1"),
         (
             plot_heatmap,
             MODEL,
