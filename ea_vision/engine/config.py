@@ -308,6 +308,7 @@ class TrainConfig:
         for name, rules in self.rules().items():
             setattr(self, name, _checked(name, getattr(self, name), hints[name], rules))
         self._check_pairs()
+        self._check_statistics()
         if self.epochs == int(self.epochs):
             self.epochs = int(self.epochs)
         if self.min_lr > self.lr:
@@ -328,6 +329,15 @@ class TrainConfig:
                 raise UsageError(f"{name} excludes {rules.not_with}, got {value} beside it")
             if rules.goes_with and not getattr(self, rules.goes_with):
                 raise UsageError(f"{name} needs {rules.goes_with}, got {value} without it")
+
+    def _check_statistics(self) -> None:
+        """Raise UsageError unless mean and std are empty, or three numbers each."""
+        for name, least in (("mean", ""), ("std", ", above 0")):
+            numbers = getattr(self, name)
+            if numbers and (len(numbers) != 3 or least and 0 in numbers):
+                raise UsageError(
+                    f"{name} must be three numbers, one per channel{least}, got {numbers}"
+                )
 
     @classmethod
     def rules(cls) -> dict[str, SimpleNamespace]:
@@ -454,6 +464,13 @@ def _percentage(value: Any) -> float | str:
     return value
 
 
+def _numbers(value: Any) -> list[float]:
+    """Return a list of numbers. A text is refused: its digits are no list."""
+    if isinstance(value, (str, dict)):
+        raise TypeError
+    return [float(number) for number in value or []]
+
+
 def _plain(value: Any) -> Any:
     """Return `value` if checkpoints and YAML can hold it, else raise TypeError or ValueError."""
     return json.loads(json.dumps(value))
@@ -482,7 +499,7 @@ KINDS = {
         lambda value: _plain(dict(value or {})),
         {"nargs": "+", "action": "extend", "type": _key_value, "metavar": "KEY=VALUE"},
     ),
-    list[float]: (lambda value: [float(v) for v in value or []], {"nargs": "*", "metavar": "X"}),
+    list[float]: (_numbers, {"nargs": "*", "metavar": "X"}),
     str: (lambda value: "none" if value is None else str(value), {}),
 }
 
@@ -493,12 +510,15 @@ def _checked(
     kind: Any,
     rules: SimpleNamespace,
 ) -> Any:
-    """Return `value` as `kind`. YAML reads 1e-4 as text and 1 as an integer; both are accepted as floats.
+    """Return `value` as `kind`. YAML reads 1e-4 as text and 1 as an integer; both are accepted as floats. A key without
+    a value (None) is empty, if that is the option's default.
 
     Raises:
         UsageError: `value` has another type, or `rules` do not allow it or one of its elements.
     """
     read, _ = KINDS[kind]
+    if value is None and rules.default == "":
+        return ""
     try:
         if isinstance(value, bool) != (kind is bool):
             raise TypeError
@@ -507,6 +527,8 @@ def _checked(
         wanted = f"of type {getattr(kind, '__name__', kind)}"
         if kind == float | str:
             wanted = "a number, or a percentage up to 100%"
+        if rules.choices:  # YAML reads off as false
+            wanted = f"one of {', '.join(rules.choices)}"
         raise UsageError(f"{name} must be {wanted}, got {value!r}") from error
     if rules.choices and value not in rules.choices:
         raise UsageError(f"{name} must be one of {', '.join(rules.choices)}, got {value!r}")
@@ -622,6 +644,11 @@ def _read_recipe(name: str) -> dict:
         raise UsageError(f"recipe {name} cannot be read, or is not valid YAML: {error}") from error
     if not isinstance(recipe, dict):
         raise UsageError(f"recipe {name} must be a YAML mapping, got {type(recipe).__name__}")
+    if not isinstance(recipe.get("base", "none"), str):
+        raise UsageError(f"recipe {name}: base must be a recipe, got {recipe['base']!r}")
+    for key in ("model_kwargs", "opt_kwargs"):
+        if not isinstance(recipe.get(key) or {}, dict):
+            raise UsageError(f"recipe {name}: {key} must be a mapping, got {recipe[key]!r}")
     return recipe
 
 
@@ -640,7 +667,8 @@ def resolve(cls: type[TrainConfig], given: dict) -> Any:
             options.pop(key, None)
     for key in options:
         if key not in names:
-            near = near_matches(key, names, "options")
+            other = OTHERS.get(f"--{key}".replace("_", "-"), "").removeprefix("--")
+            near = near_matches(other.replace("-", "_") or str(key), names, "options")
             raise UsageError(f"recipe {recipe_name}: unknown option {key!r}; {near}")
     optional = set(options.get("model_kwargs", ())) - set(given.get("model_kwargs", ()))
     warmup, notice = _warmup_of_fewer_epochs(options, given)
@@ -656,9 +684,12 @@ def resolve(cls: type[TrainConfig], given: dict) -> Any:
 
 def _warmup_of_fewer_epochs(recipe: dict, given: dict) -> tuple[dict, str]:
     """If `given` has fewer epochs than the recipe's warm-up, return a shorter warm-up and a line for the log."""
-    warmup = recipe.get("warmup_epochs", "0%")
-    all_epochs = recipe.get("epochs")
-    if "warmup_epochs" in given or isinstance(warmup, str) or not all_epochs:
+    if "warmup_epochs" in given or not {"warmup_epochs", "epochs"} <= recipe.keys():
+        return {}, ""
+    rules = TrainConfig.rules()
+    warmup = _checked("warmup_epochs", recipe["warmup_epochs"], float | str, rules["warmup_epochs"])
+    all_epochs = _checked("epochs", recipe["epochs"], float, rules["epochs"])
+    if isinstance(warmup, str):
         return {}, ""
     try:
         epochs = float(given.get("epochs", math.inf))

@@ -102,6 +102,11 @@ def test_a_wrong_folder_of_small_images_is_told_before_a_job_begins(photos, plac
         ("--remode const", "remode needs reprob, got const without it"),
         ("--clip-mode agc", "clip_mode needs clip_grad, got agc without it"),
         ("--mean 0.5 0.5 0.5", "mean needs std"),
+        ("--mean 0.5 --std 0.5", "mean must be three numbers, one per channel, got [0.5]"),
+        (
+            "--mean 0.5 0.5 0.5 --std 1 0 1",
+            "std must be three numbers, one per channel, above 0, got [1.0, 0.0, 1.0]",
+        ),
         (
             "--crop-padding 32 --crop-padding-mode reflect",
             "crop_padding must be less than img_size",
@@ -152,11 +157,37 @@ def test_bad_options_of_the_imagenet_trainer_are_named(line, message):
         ("- 1", "must be a YAML mapping"),
         ("a: [", "not valid YAML"),
         ("compile: maybe", "compile must be of type bool"),
+        ("amp: off", "amp must be one of none, bfloat16, float16, got False"),
+        ("learning_rate: 0.1", "unknown option 'learning_rate'; did you mean lr"),
+        ("base: 3", "base must be a recipe, got 3"),
+        ("base:", "base must be a recipe, got None"),
+        ("base: [fast]", r"base must be a recipe, got \['fast'\]"),
+        ("on: 1", "unknown option True"),
+        ("3: 1", "unknown option 3"),
+        ("model_kwargs: [alpha]", r"model_kwargs must be a mapping, got \['alpha'\]"),
+        ("opt_kwargs: nesterov", "opt_kwargs must be a mapping, got 'nesterov'"),
+        ("epochs: ten\nwarmup_epochs: 5", "epochs must be of type float, got 'ten'"),
+        ("epochs: 10\nwarmup_epochs: [5]", "warmup_epochs must be a number, or a percentage"),
+        ("epochs: 10\nwarmup_epochs:", "warmup_epochs must be a number, or a percentage"),
+        (
+            "sched: multistep\ndecay_milestones: '30'",
+            "decay_milestones must be of type list, got '30'",
+        ),
+        ("mean: '123'\nstd: '123'", "mean must be of type list, got '123'"),
     ],
 )
 def test_bad_recipes_are_named(recipe, text, message):
     with pytest.raises(UsageError, match=message):
-        parsed(f"--recipe {recipe(text)}")
+        parsed(f"--recipe {recipe(text)} --epochs 3")
+
+
+def test_a_key_of_a_recipe_without_a_value_is_empty(recipe):
+    """And not the text none: a folder of this name, or a project of Weights & Biases."""
+    names = ("output", "data_dir", "pretrained_path", "wandb", "freeze")
+    path = recipe("\n".join(f"{name}:" for name in names))
+    config = parsed(f"--recipe {path}")
+    assert {getattr(config, name) for name in names} == {""}
+    assert parsed(f"--recipe {recipe('amp:')}").amp == "none"
 
 
 def test_a_runs_config_is_a_recipe(recipe):
