@@ -15,6 +15,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
@@ -247,7 +248,7 @@ def evolution_class(kind: str) -> type[Evolution]:
     Raises:
         ValueError: unknown kind.
     """
-    if kind not in _EVOLUTIONS:
+    if not isinstance(kind, str) or kind not in _EVOLUTIONS:
         raise ValueError(
             f"evolution must be one of {', '.join(map(repr, _EVOLUTIONS))} or None, got {kind!r}"
         )
@@ -353,13 +354,13 @@ def new_gate(
     """Return a gate: a number from 0 to 1, or a parameter of shape () or (K) that begins at any finite number."""
     if learnable not in (False, True, "per_head"):
         raise ValueError(f"learnable must be False, True or 'per_head', got {learnable!r}")
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    is_number = isinstance(value, Real) and not isinstance(value, bool)  # also one of NumPy's
     if not learnable:
         if not is_number or not 0.0 <= value <= 1.0:
-            raise ValueError(f"{name} must lie between 0 and 1, got {value}")
+            raise ValueError(f"{name} must lie between 0 and 1, got {value!r}")
         return float(value)
     if not is_number or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, got {value}")
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
     shape = (num_heads,) if learnable == "per_head" else ()
     return nn.Parameter(torch.full(shape, float(value), **dd))
 

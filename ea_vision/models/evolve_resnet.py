@@ -259,7 +259,9 @@ def _attention_of(
             "evolve itself sets evolution (by kind) and fusion='add'; got evolution or fusion"
         )
     if left:
-        raise ValueError(f"evolve has no option {', '.join(sorted(left))} for a ResNet")
+        raise ValueError(
+            f"evolve has no option {', '.join(sorted(left))} for a ResNet (attn_stages chooses where it attends)"
+        )
     return attention
 
 

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -250,9 +251,10 @@ def test_token_conv_sees_the_patches_neighbours_in_the_image():
     [
         ("conv2d", {"start": "zero"}, "start must be 'identity' or 'paper', got 'zero'"),
         ("ea", {"alpha": 1.5}, "alpha must lie between 0 and 1, got 1.5"),
-        ("ea", {"alpha": "x"}, "alpha must lie between 0 and 1, got x"),
+        ("ea", {"alpha": "0.5"}, "alpha must lie between 0 and 1, got '0.5'"),
         ("ea", {"beta": -1}, "beta must lie between 0 and 1, got -1"),
         ("ea", {"alpha": math.inf, "learnable": True}, "alpha must be a finite number, got inf"),
+        ("ea", {"alpha": "0.5", "learnable": True}, "alpha must be a finite number, got '0.5'"),
         ("ea", {"learnable": 2}, "False, True or 'per_head', got 2"),
         ("ea", {"kernel_size": 4}, "odd and positive, got 4"),
         ("pa", {"num_layers": -1}, "num_layers must be 0 or more, got -1"),
@@ -263,11 +265,18 @@ def test_token_conv_sees_the_patches_neighbours_in_the_image():
         ("xa", {}, "one of 'ea', 'pa', .* or None, got 'xa'"),
         ("pa", {"beta": 0.5}, "beta"),
         (None, {"alpha": 0.5}, "alpha"),
+        (["ea", "pa"], {}, "one of 'ea', 'pa', .* or None, got .'ea', 'pa'."),
     ],
 )
 def test_bad_starts_and_options_are_named(kind, options, message):
     with pytest.raises(ValueError, match=message):
         create_evolution(kind, K, **options)
+
+
+def test_gates_may_be_numbers_of_numpy():
+    for learnable in (False, True):
+        evolution = create_evolution("ea", K, alpha=np.float32(0.5), learnable=learnable)
+        assert evolution.gates()["alpha"] == 0.5
 
 
 def test_groups_that_do_not_divide_the_channels():
