@@ -58,6 +58,15 @@ def recomputes() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
+def whole(x: Tensor) -> Tensor:
+    """Return the base of a view of all of it, else x: a full backward hook makes such views of a module's input and
+    output, and an attribute of the base is not one of the view."""
+    base = None if torch.compiler.is_compiling() else x._base
+    if base is None or base.shape != x.shape or base.stride() != x.stride():
+        return x
+    return base
+
+
 @dataclass(frozen=True)
 class Handed:
     """What layer `number` of a chain hands to the next; number 0 is the patch embedding.
@@ -157,6 +166,7 @@ class Chain:
 def carry(tokens: Tensor, chains: Sequence[Chain]) -> None:
     """Attach what the chains have handed on to a block's input tokens, or restore it if the block is recomputed."""
     thread = thread_of_forward()
+    tokens = whole(tokens)
     if recomputes():
         if not hasattr(tokens, CARRIED):
             raise ValueError("gradient checkpointing with use_reentrant=False required")

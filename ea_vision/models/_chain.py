@@ -27,7 +27,7 @@ from ea_vision.layers import (
     evolution_class,
     evolution_options,
 )
-from ea_vision.layers.sequence_attention import recomputes
+from ea_vision.layers.sequence_attention import recomputes, whole
 from ea_vision.ops import Size, check_windows
 
 try:
@@ -350,7 +350,7 @@ def carried_by(x: Tensor) -> Tensor | None:
     """
     if isinstance(x, torch.fx.Proxy):  # getattr on it never fails
         return vars(x).get(CARRIED, NOTHING)[0]
-    carrier = x if hasattr(x, CARRIED) else _whole(x)
+    carrier = x if hasattr(x, CARRIED) else whole(x)
     logits, with_gradients = getattr(carrier, CARRIED, NOTHING)
     if not with_gradients and x.requires_grad and not x.is_leaf:
         raise ValueError(
@@ -358,14 +358,6 @@ def carried_by(x: Tensor) -> Tensor | None:
             "use_reentrant=False required"
         )
     return logits
-
-
-def _whole(x: Tensor) -> Tensor:
-    """Return the base of a view of all of it, else x: a full backward hook makes such a view of a module's output."""
-    base = None if torch.compiler.is_compiling() else x._base
-    if base is None or base.shape != x.shape or base.stride() != x.stride():
-        return x
-    return base
 
 
 def without_logits(x: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from timm.models import (
 from torch import Tensor, nn
 
 from ea_vision.layers import MapsAttention
-from ea_vision.layers.sequence_attention import thread_of_forward
+from ea_vision.layers.sequence_attention import thread_of_forward, whole
 from ea_vision.layers.tracing import keep_whole
 from ea_vision.models._chain import Size, frozen_in_backward
 from ea_vision.models._made_with import forget_evolution, remember_evolution
@@ -107,11 +107,12 @@ class CarryingBlock:
         **kwargs: Any,
     ) -> Tensor:
         """Run the block's own forward on tokens (B, T, C)."""
-        carried = getattr(x, CARRIED, None)
+        carrier = x if hasattr(x, CARRIED) else whole(x)
+        carried = getattr(carrier, CARRIED, None)
         if carried is None:
             # The first block. A recomputation, perhaps in another thread, finds the size on its input.
             carried = Carried(self.grid.take())
-            setattr(x, CARRIED, carried)
+            setattr(carrier, CARRIED, carried)
         if self.token_conv is not None:
             if carried.feat_size is None:
                 raise ValueError(
@@ -332,7 +333,7 @@ class EvolvingMultiheadAttention(CarryingAttention, nn.MultiheadAttention):
             ValueError: key or value differs from query, a padding mask, need_weights=True, or a mask although maps
                 evolve.
         """
-        if key is not query or value is not query:
+        if whole(key) is not whole(query) or whole(value) is not whole(query):
             raise ValueError("self-attention required: key and value must be the query itself")
         if key_padding_mask is not None or need_weights:
             padding = "None" if key_padding_mask is None else "set"
