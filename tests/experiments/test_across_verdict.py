@@ -269,7 +269,7 @@ def test_what_mechanisms_cost():
     top1 = [top1_of(f"across/{part}.csv").iloc[:, 0].mean() for part in curve.values()]
     line = np.polyfit(np.log(list(curve)), top1, 1)
     of_xsa = mean_of("second-updates", "xsa") - np.polyval(line, np.log(8 * today[0]))
-    page_says(PROTOCOL, "", f"had given {of_xsa:.2f}")
+    page_says(PROTOCOL, "", f"had predicted {of_xsa:.2f}")
     (first, second, third), share = power.worth_in_updates()
     page_says(PAGE, WHICH, f"{100 * share:.0f}% more updates")
     page_says(PAGE, WHICH, f"{first:.2f}, {second:.2f} and {third:.2f}%")
