@@ -31,7 +31,7 @@ from ea_vision.base.processes import World, join_world, workers_watched
 from ea_vision.base.provenance import hardware, provenance
 from ea_vision.base.units import duration
 from ea_vision.engine import checkpoint, run_folder
-from ea_vision.engine.config import TrainConfig, make_parser, parse, resolve
+from ea_vision.engine.config import TrainConfig, make_parser, parse, resolve, trainer_of
 from ea_vision.engine.data_module import DataModule
 from ea_vision.engine.preflight import preflight
 from ea_vision.engine.signals import StopRequest
@@ -229,6 +229,7 @@ def resolve_target(
     path = Path(target) / run_folder.CONFIG
     if path.is_file():
         saved, _ = run_folder.read_config(path.parent)
+        _check_trainer(schema, saved, target)
         for key in ("model", "model_kwargs"):
             if key in given and given[key] != saved.get(key):
                 raise UsageError(
@@ -243,6 +244,7 @@ def resolve_target(
         of_file = {"model": made["model"], "model_kwargs": kwargs, "pretrained_path": target}
         run = run_of_file(Path(target))
         if run is not None:
+            _check_trainer(schema, run_folder.read_config(run)[0], target)
             of_file["recipe"] = str(run / run_folder.CONFIG)
         elif "img_size" in made["model_kwargs"]:
             of_file["img_size"] = made["model_kwargs"]["img_size"]
@@ -251,6 +253,19 @@ def resolve_target(
     if given.get("model", target) != target:
         raise UsageError(f"--evaluate {target} names the model, got --model {given['model']}")
     return resolve(schema, {**given, "model": target}), None
+
+
+def _check_trainer(
+    schema: type,
+    saved: dict,
+    target: str,
+) -> None:
+    """Raise UsageError if the options `saved` of a run are those of another trainer than the one with `schema`."""
+    made_by = trainer_of(saved)
+    if made_by and made_by != trainer_of(schema.rules()):
+        raise UsageError(
+            f"--evaluate {target} needs the trainer of this run: ea-vision {made_by} --evaluate {target}"
+        )
 
 
 def run_of_file(path: Path) -> Path | None:

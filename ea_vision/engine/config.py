@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import typing
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
@@ -44,6 +45,12 @@ COMPILE_MODES = (  # torch.compile's
     "max-autotune-no-cudagraphs",
 )
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+# an option of each trainer that the others lack
+TRAINERS = {
+    "crop_padding": "train-cifar",
+    "eval_resize": "train-imagenet",
+    "anchors": "train-detection",
+}
 RUN, MODEL, DATA, AUGMENT, LOSS, LENGTH, OPTIMISER, RATE, SPEED, EVALUATION, KEPT = GROUPS
 
 
@@ -652,6 +659,12 @@ def _read_recipe(name: str) -> dict:
     return recipe
 
 
+def trainer_of(options: Collection[str]) -> str:
+    """Return the trainer that has these options; "" if it is none of ours."""
+    found = [trainer for name, trainer in TRAINERS.items() if name in options]
+    return found[0] if found else ""
+
+
 def resolve(cls: type[TrainConfig], given: dict) -> Any:
     """Build the config: defaults < recipe < `given` (the command line). Its `optional_kwargs` name the model keywords
     that only the recipe sets: they are dropped for a model that lacks them.
@@ -663,7 +676,10 @@ def resolve(cls: type[TrainConfig], given: dict) -> Any:
     recipe_name = given.get("recipe", names["recipe"].default)
     options = load_recipe(recipe_name)
     if "about" in options:  # the config.yaml of a run, perhaps another trainer's
-        for key in options.keys() - names.keys() | {"output", "resume"}:
+        own = {"output", "resume"}
+        if trainer_of(options) != trainer_of(names):
+            own.add("dataset")  # trainers read different ones
+        for key in options.keys() - names.keys() | own:
             options.pop(key, None)
     for key in options:
         if key not in names:

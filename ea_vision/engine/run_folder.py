@@ -170,15 +170,17 @@ def read_metrics(folder: Path) -> dict[str, list[float]]:
     """Return the columns of metrics.csv as lists of numbers.
 
     Raises:
-        UsageError: no metrics.
+        UsageError: no metrics, or they are damaged.
     """
+    columns = {}
     try:
         rows = csv.reader((folder / METRICS).read_text(encoding="utf-8").splitlines())
-    except OSError as error:
+        for name, *column in zip(*rows, strict=True):
+            columns[name] = [float(value) for value in column]
+        if "epoch" not in columns:
+            raise ValueError("no column epoch")
+    except (OSError, ValueError, csv.Error) as error:
         raise UsageError(f"{folder} is not a run folder: it has no readable {METRICS}") from error
-    columns = {}
-    for name, *column in zip(*rows, strict=True):
-        columns[name] = [float(value) for value in column]
     return columns
 
 

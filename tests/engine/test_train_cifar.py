@@ -9,10 +9,13 @@ import safetensors.torch
 import timm
 from PIL import Image
 
-from ea_vision.engine import run_folder, train_cifar
+from ea_vision.base.errors import UsageError
+from ea_vision.detection import train as detection
+from ea_vision.engine import run_folder, train_cifar, train_imagenet
 from tests.engine.runner import (
     arguments,
     assert_equal,
+    error_of,
     make_folder,
     rows_of,
     saved,
@@ -96,6 +99,16 @@ def test_evaluate_a_run(finished, capsys):
     assert f"top1 {numbers['top1']:.2f}%" in capsys.readouterr().out
 
 
+def test_a_run_is_evaluated_by_its_own_trainer(finished, data, capsys):
+    for target in (finished, finished / "model.safetensors"):
+        for other in (train_imagenet, detection):
+            error = error_of(other.main, ["--evaluate", str(target)], capsys)
+            command = f"ea-vision train-cifar --evaluate {target}"
+            assert error == f"--evaluate {target} needs the trainer of this run: {command}"
+    as_recipe = f"--check-options --recipe {finished}/config.yaml --data-dir {data}"
+    assert train_imagenet.main(as_recipe.split()) == 0
+
+
 def test_evaluate_a_model_with_weights(finished, data, tmp_path, capsys, refusal):
     def command(weights):
         evaluated = f"--evaluate test_resnet --dataset folder --data-dir {data}"
@@ -110,6 +123,13 @@ def test_evaluate_a_model_with_weights(finished, data, tmp_path, capsys, refusal
     error = refusal(command(seven))
     for text in ("do not fit the model: ", "size mismatch for fc.weight", "[7, "):
         assert text in error
+
+
+@pytest.mark.parametrize("text", ["", "epoch,top1\n1,", "epoch,top1\n1", "epoch;top1\n1;2\n"])
+def test_damaged_metrics_are_named(tmp_path, text):
+    (tmp_path / "metrics.csv").write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match="it has no readable metrics.csv"):
+        run_folder.read_metrics(tmp_path)
 
 
 @pytest.mark.parametrize(
