@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from tqdm import tqdm
 
-from ea_vision.base.errors import RunError
+from ea_vision.base.errors import RunError, UsageError
 
 GROWTH = 32  # channels that a layer adds
 
@@ -84,11 +84,15 @@ def train_probe(
     device: str = "cpu",
     label: str = "probe",
 ) -> float:
-    """Train a ProbeNet on maps (M, K, H, W); return its top-1 in percent on the test maps after the last epoch.
+    """Train a ProbeNet on maps (M, K, H, W); return its top-1 in percent on the test maps after the last epoch. A
+    single map that is left over joins the last batch, because batch statistics need several.
 
     Raises:
+        UsageError: fewer than 2 maps.
         RunError: the loss is not finite.
     """
+    if len(maps) < 2:
+        raise UsageError(f"the probe needs at least 2 images to learn from, got {len(maps)}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         net = ProbeNet(maps.shape[1], num_classes, recipe.width)
@@ -106,12 +110,13 @@ def train_probe(
     optimizer = torch.optim.SGD(
         net.parameters(), recipe.lr, recipe.momentum, weight_decay=recipe.weight_decay
     )
-    steps = math.ceil(len(maps) / recipe.batch_size)
+    ends = list(range(recipe.batch_size, len(maps) - 1, recipe.batch_size))
+    steps = len(ends) + 1
     scheduler = CosineAnnealingLR(optimizer, recipe.epochs * steps, recipe.lr_min)
     epochs = tqdm(range(1, recipe.epochs + 1), desc=label, unit="epoch", disable=None)
     for epoch in epochs:
         shuffled = torch.randperm(len(maps), generator=order)
-        for index in shuffled.split(recipe.batch_size):
+        for index in shuffled.tensor_split(ends):
             logits = net(seen(maps, index))
             loss = F.cross_entropy(logits, targets[index].to(device))
             if not math.isfinite(loss.item()):

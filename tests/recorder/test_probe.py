@@ -103,6 +103,16 @@ def test_the_probe_learns_what_is_in_the_maps_and_shuffling_takes_it_away():
     assert top1(maps, 40, 1) == top1(maps, 40, 1)
 
 
+def test_a_single_image_that_is_left_over_joins_the_last_batch():
+    """Its maps of 4x4 become a single pixel, of which alone there are no batch statistics."""
+    maps = torch.rand(9, 2, 4, 4)
+    targets = torch.arange(9) % 3
+    recipe = ProbeRecipe(epochs=1, batch_size=4, width=8)
+    assert 0 <= train_probe(maps, targets, maps, targets, 3, recipe) <= 100
+    with pytest.raises(UsageError, match="at least 2 images to learn from, got 1"):
+        train_probe(maps[:1], targets[:1], maps, targets, 3, recipe)
+
+
 def test_untrained_networks_get_the_statistics_of_images_in_whatever_order_they_lie(monkeypatch):
     """Images in folders are sorted by class, so the first ones are all of one class."""
     kinds = torch.tensor([0, 100, 200], dtype=torch.uint8).repeat_interleave(200)
