@@ -426,6 +426,10 @@ def _load_from_file(
     label = f"{origin.label} (untrained)" if random else origin.label
     epoch = None
     if not random:
+        if origin.options and not origin.weights.exists():
+            raise UsageError(
+                f"run {path} has no {origin.weights.name} yet: it appears with the first evaluated epoch"
+            )
         epoch = _load_file(model, origin.weights)
         if epoch is not None:
             label += f", epoch {epoch}"

@@ -113,6 +113,10 @@ def test_what_cannot_be_loaded(run, tmp_path):
     ):
         with pytest.raises(UsageError, match=message):
             load_model(str(target))
+    (run / "model.safetensors").unlink()
+    with pytest.raises(UsageError, match="small has no model.safetensors yet: it appears with"):
+        load_model(str(run))
+    assert not load_model(str(run), random=True).trained
 
 
 @pytest.mark.parametrize(
