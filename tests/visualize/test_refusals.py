@@ -20,6 +20,7 @@ from ea_vision.visualize import (
     plot_strip,
     show_page,
 )
+from tests.recorder.networks import timms
 
 from .conftest import PHOTO, small
 
@@ -120,6 +121,7 @@ def test_statistics_do_not_replace_an_image_beyond_the_limit(run, photo, capsys)
 
 
 MODEL = small()
+GREY = timms("vit_tiny_patch16_224", in_chans=1, img_size=32, depth=1)
 DIVERGED = small()
 torch.nn.init.constant_(next(DIVERGED.parameters()), torch.nan)
 
@@ -157,6 +159,8 @@ torch.nn.init.constant_(next(DIVERGED.parameters()), torch.nan)
             {"style": "light", "overlay": False},
             "light lights the photo",
         ),
+        (plot_heatmap, GREY, PHOTO, {}, "with 3 channels, and vit_tiny_patch16_224 takes 1 "),
+        (plot_statistics, GREY, PHOTO, {}, "with 3 channels, and vit_tiny_patch16_224 takes 1 "),
         (plot_heatmap, MODEL, torch.rand(16, 16), {}, r"tensor \(3, H, W\), got \(16, 16\)"),
         (plot_heatmap, MODEL, Image.new("RGB", (1, 1_000_000)), {}, "at most 100 megapixels"),
         (
