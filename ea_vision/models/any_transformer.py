@@ -30,7 +30,7 @@ from timm.models import (
 )
 from torch import Tensor, nn
 
-from ea_vision.layers import MapsAttention
+from ea_vision.layers import AugmentedConv2d, MapsAttention
 from ea_vision.layers.sequence_attention import thread_of_forward, whole
 from ea_vision.layers.tracing import keep_whole
 from ea_vision.models._chain import Size, frozen_in_backward
@@ -492,6 +492,11 @@ def reason_against(model: nn.Module) -> str | None:
         return _reason_against_blocks(model)
     attention = "no attention layer found"
     for name, module in model.named_modules():
+        if isinstance(module, AugmentedConv2d):
+            return (
+                f"{name} is a convolution with attention: timm.create_model takes the kind of such a network "
+                "as evolution="
+            )
         if name and "attn" in name.split(".")[-1]:
             attention = f"{name} is {type(module).__name__}"
             break

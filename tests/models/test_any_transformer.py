@@ -256,6 +256,11 @@ def quantised():
     "name, options, message",
     [
         ("convnext_atto", {}, "required, got ConvNeXt .no attention layer found"),
+        (
+            "conv_transformer_cifar",
+            {},
+            "cannot evolve: stages.2.blocks.0.conv is a convolution with attention: .* as evolution=",
+        ),
         ("vit_relpos_small_patch16_224", {}, "required, got VisionTransformerRelPos"),
         ("vit_tiny_patch16_224", {"depth": 1}, r"that can evolve are \[\] of 1"),
         (
