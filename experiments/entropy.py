@@ -1,14 +1,15 @@
 """How sharp the maps of the shipped CIFAR networks are, by layer: entropy over log N, and the largest probability.
 
-    python -m experiments.entropy test.tar experiments/results/shipped-entropy.csv
+    python -m experiments.entropy TAR experiments/results/shipped-entropy.csv
 
 TAR holds CIFAR-10's test images as class/name.png; the script reads every tenth. Entropy is 1 where a query looks at
 all N pixels equally, 0 where it looks at one. The figures are means over images, heads and queries.
 """
 
+import argparse
 import math
-import sys
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -54,7 +55,13 @@ def rows(name: str, images: torch.Tensor) -> pd.DataFrame:
 
 
 if __name__ == "__main__":
-    images = photos(sys.argv[1])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("images", metavar="TAR")
+    parser.add_argument("output", type=Path, help="CSV file of the table")
+    args = parser.parse_args()
+    images = photos(args.images)
     table = pd.concat([rows(name, images) for name in SHIPPED])
-    table.to_csv(sys.argv[2], index=False)
+    table.to_csv(args.output, index=False)
     print(table.to_string(index=False))

@@ -6,7 +6,7 @@ A two-sided paired t test at 0.05, or at Holm's first level if a study has sever
 correlation of variants over seeds; near 0, pairing gains nothing.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import pandas as pd
@@ -65,5 +65,11 @@ def table() -> pd.DataFrame:
 
 
 if __name__ == "__main__":
-    table().to_csv(sys.argv[1], index=False)
-    print(table().to_string(index=False))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("output", type=Path, help="CSV file of the table")
+    output = parser.parse_args().output
+    studies = table()
+    studies.to_csv(output, index=False)
+    print(studies.to_string(index=False))
