@@ -8,6 +8,7 @@ all N pixels equally, 0 where it looks at one. The figures are means over images
 
 import argparse
 import math
+import sys
 import tarfile
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import torch
 from PIL import Image
 
 import ea_vision
+from ea_vision.base.errors import exit_code
 from ea_vision.models.conv_transformer import SHIPPED
 
 
@@ -54,14 +56,19 @@ def rows(name: str, images: torch.Tensor) -> pd.DataFrame:
     return means
 
 
-if __name__ == "__main__":
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("images", metavar="TAR")
     parser.add_argument("output", type=Path, help="CSV file of the table")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     images = photos(args.images)
     table = pd.concat([rows(name, images) for name in SHIPPED])
     table.to_csv(args.output, index=False)
     print(table.to_string(index=False))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

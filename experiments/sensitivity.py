@@ -7,10 +7,12 @@ correlation of variants over seeds; near 0, pairing gains nothing.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import pandas as pd
 
+from ea_vision.base.errors import exit_code
 from experiments.evidence import by_variant, mean_correlation, read_runs, smallest_shown
 
 HERE = Path(__file__).resolve().parent
@@ -64,12 +66,17 @@ def table() -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-if __name__ == "__main__":
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("output", type=Path, help="CSV file of the table")
-    output = parser.parse_args().output
+    output = parser.parse_args(argv).output
     studies = table()
     studies.to_csv(output, index=False)
     print(studies.to_string(index=False))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
