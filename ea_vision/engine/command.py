@@ -84,7 +84,9 @@ def main(module: type[DataModule], argv: list[str] | None = None) -> int:
         output = Path(given.get("output", "learning_curves.png"))
         write_learning_curves(list(map(Path, runs)), output)
         return 0
-    if target:
+    if target is not None:
+        if not target:  # a shell's variable without a value
+            raise UsageError("--evaluate needs a run folder or a model, got an empty text")
         with workers_watched(RuntimeError):
             evaluate_target(module, target, given)
         return 0

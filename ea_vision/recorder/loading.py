@@ -285,6 +285,8 @@ def find_origin(target: str, **kwargs: Any) -> Origin:
     Raises:
         UsageError: there is no such model, run or file, or a file does not name its network.
     """
+    if not target:  # a shell's variable without a value, not the working directory
+        raise UsageError("a model's name, a run folder or a file is required, got an empty text")
     path = Path(target)
     if not os.path.exists(path):
         check_model_name(target, "or run folder ")

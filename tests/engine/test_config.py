@@ -14,6 +14,7 @@ from ea_vision.engine import train_cifar, train_imagenet
 from ea_vision.engine.config import load_recipe, make_parser, parse, resolve
 from ea_vision.engine.train_cifar import EXAMPLES, CifarConfig
 from ea_vision.engine.train_imagenet import ImageNetConfig
+from ea_vision.recorder.loading import load_model
 from tests.process import ROOT
 
 
@@ -252,6 +253,13 @@ def test_a_folder_that_is_given_is_read():
     assert parsed("--data-dir photos").dataset == "folder"
     assert parsed().dataset == "digits"
     assert parsed("--data-dir d --dataset cifar10").dataset == "cifar10"
+
+
+def test_an_empty_name_is_neither_a_training_nor_the_working_directory():
+    with pytest.raises(UsageError, match="--evaluate needs a run folder or a model, got an empty"):
+        train_cifar.main(["--evaluate", ""])
+    with pytest.raises(UsageError, match="run folder or a file is required, got an empty text"):
+        load_model("")
 
 
 def test_amp_alone_is_bfloat16():
