@@ -449,10 +449,12 @@ class ChainedNetwork:
         self.img_size = to_size(img_size, self.min_img_size)
         if timm_input is not None:
             timm_input.update_model_input_size(self, self.img_size)
-        saved = getattr(self, "_model_args", {})
-        if "base" in saved and "img_size" in saved:  # evolved: the plain network knows no img_size
+        saved = {**getattr(self, "_model_args", {}), "img_size": self.img_size}
+        if "base" in saved:  # evolved: the plain network knows no img_size
             saved["evolution"] = {**saved["evolution"], "img_size": saved.pop("img_size")}
-            self._traits.pop("img_size")
+            if timm_input is not None:
+                self._traits.pop("img_size")
+        self._model_args = saved
         for module in self.modules():
             if isinstance(module, AugmentedConv2d):
                 module.set_feat_size(self.map_size(self.img_size, module.map_reduction))

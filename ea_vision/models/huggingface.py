@@ -133,7 +133,11 @@ def reason_against(model: nn.Module) -> str | None:
     """Return why a model of transformers cannot evolve, or None."""
     layers = [module for module in model.modules() if foreign.uses_interface(module)]
     if not layers or not model._can_set_attn_implementation():
-        return "no attention layer of it goes through transformers' ALL_ATTENTION_FUNCTIONS"
+        version = sys.modules["transformers"].__version__
+        return (
+            f"no attention layer of it goes through ALL_ATTENTION_FUNCTIONS of transformers {version}; "
+            "in later versions those of more models do"
+        )
     if any(hasattr(layer, "maps") for layer in layers):
         return "a plain model required, its maps evolve already"
     if hasattr(model.config, NAME):
