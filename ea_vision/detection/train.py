@@ -133,13 +133,16 @@ class DetectionConfig(TrainConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.mean:
-            raise UsageError(
-                f"mean and std must be empty: a detector takes its backbone's, got {self.mean}"
-            )
         if self.scale_min > self.scale_max:
             raise UsageError(
                 f"scale_min must be at most scale_max ({self.scale_max:g}), got {self.scale_min:g}"
+            )
+
+    def _check_statistics(self) -> None:
+        """Raise UsageError unless mean and std are empty."""
+        if self.mean:
+            raise UsageError(
+                f"mean and std must be empty: a detector takes its backbone's, got {self.mean}"
             )
 
 
