@@ -621,6 +621,8 @@ def was_the_deficit_the_collapse():
     runs = table("collapse.csv")
     effects = collapse.effects_of(runs)
     pd.testing.assert_frame_equal(effects, table("collapse-effects.csv"))
+    on_cifar100 = runs[runs["data"] == "cifar100"]
+    assert on_cifar100["network"].tolist() == [*collapse.NETWORKS], "one seed"
     runs = runs[runs["data"] == "cifar10"]
     effects = effects[effects["data"] == "cifar10"]
     top1 = runs.pivot(index="seed", columns="network", values="top1").dropna()
