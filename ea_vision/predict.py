@@ -142,12 +142,12 @@ def find_objects(
     least = MIN_SCORE if args.min_score is None else args.min_score
     if not 0 <= least <= 1:
         raise UsageError(f"--min-score must be a number from 0 to 1, got {least}")
+    pictures = _pictures(args.output or "", images)
     if args.output:
         from ea_vision.detection.draw import draw_detections  # it needs matplotlib's fonts
 
         create(Path(args.output))
-        check_keeps_images(_pictures(args.output, images), images)
-    pictures = _pictures(args.output or "", images)
+        check_keeps_images(pictures, images)
     for path, picture in zip(images, pictures, strict=True):
         try:
             image = read_image(path)

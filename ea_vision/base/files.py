@@ -85,12 +85,16 @@ def check_keeps_images(outputs: Iterable[Path], images: Sequence[str]) -> None:
     Raises:
         UsageError: it is one, and the picture would replace the image.
     """
+    read = {_identity(image) for image in images if os.path.exists(image)}
     for output in outputs:
-        if not output.exists():
-            continue
-        for image in images:
-            if os.path.exists(image) and output.samefile(image):
-                raise UsageError(f"--output must be another file than the images, got {output}")
+        if output.exists() and _identity(output) in read:
+            raise UsageError(f"--output must be another file than the images, got {output}")
+
+
+def _identity(path: Path | str) -> tuple[int, int]:
+    """Return what tells a file from all others, however its path is written."""
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
 
 
 @contextmanager
