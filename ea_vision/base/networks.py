@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import pickle
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -40,6 +41,29 @@ REFUSALS = (
     ArithmeticError,
     OSError,
 )
+
+
+def channel_statistics(name: str, values: Any) -> tuple[float, ...]:
+    """Return the mean or standard deviation of images' three channels as floats.
+
+    Args:
+        name: "mean" or "std".
+
+    Raises:
+        UsageError: it is not three finite numbers, or one of "std" is not above 0.
+    """
+    try:
+        numbers = tuple(map(float, values))
+    except (TypeError, ValueError):
+        numbers = ()
+    usable = len(numbers) == 3 and all(map(math.isfinite, numbers))
+    above = ""
+    if name == "std":
+        above = ", above 0"
+        usable = usable and min(numbers) > 0
+    if not usable:
+        raise UsageError(f"{name} must be three numbers, one per channel{above}, got {values!r}")
+    return numbers
 
 
 def hub_source(name: str) -> tuple[str, str]:

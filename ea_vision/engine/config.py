@@ -22,6 +22,7 @@ import yaml
 
 from ea_vision.base import devices
 from ea_vision.base.errors import CommandParser, UsageError, near_matches
+from ea_vision.base.networks import channel_statistics
 from ea_vision.base.processes import MOST_WORKERS
 
 log = logging.getLogger(__name__)
@@ -339,12 +340,10 @@ class TrainConfig:
 
     def _check_statistics(self) -> None:
         """Raise UsageError unless mean and std are empty, or three numbers each."""
-        for name, least in (("mean", ""), ("std", ", above 0")):
+        for name in ("mean", "std"):
             numbers = getattr(self, name)
-            if numbers and (len(numbers) != 3 or least and 0 in numbers):
-                raise UsageError(
-                    f"{name} must be three numbers, one per channel{least}, got {numbers}"
-                )
+            if numbers:
+                channel_statistics(name, numbers)
 
     @classmethod
     def rules(cls) -> dict[str, SimpleNamespace]:
@@ -683,8 +682,9 @@ def resolve(cls: type[TrainConfig], given: dict) -> Any:
             options.pop(key, None)
     for key in options:
         if key not in names:
-            other = OTHERS.get(f"--{key}".replace("_", "-"), "").removeprefix("--")
-            near = near_matches(other.replace("-", "_") or str(key), names, "options")
+            flag = f"--{key}".replace("_", "-")
+            meant = OTHERS.get(flag, flag).removeprefix("--").replace("-", "_")
+            near = near_matches(meant, names, "options")
             raise UsageError(f"recipe {recipe_name}: unknown option {key!r}; {near}")
     optional = set(options.get("model_kwargs", ())) - set(given.get("model_kwargs", ()))
     warmup, notice = _warmup_of_fewer_epochs(options, given)

@@ -22,6 +22,7 @@ from torchvision.transforms.v2.functional import normalize, pil_to_tensor
 from ea_vision.base import devices
 from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import (
+    channel_statistics,
     check_model_name,
     hub_source,
     load_state,
@@ -526,16 +527,8 @@ def set_preprocessing(
         loaded.config = {**loaded.config, **config}
         loaded.img_size = config["input_size"][1:]
     for name, values in (("mean", mean), ("std", std)):
-        if values is None:
-            continue
-        try:
-            numbers = tuple(map(float, values))
-        except (TypeError, ValueError):
-            numbers = ()
-        finite = all(map(math.isfinite, numbers))
-        if len(numbers) != 3 or not finite or (name == "std" and min(numbers) <= 0):
-            raise UsageError(f"{name} must be three numbers, one per channel, got {values!r}")
-        loaded.config = {**loaded.config, name: numbers}
+        if values is not None:
+            loaded.config = {**loaded.config, name: channel_statistics(name, values)}
 
 
 def _set_size(loaded: LoadedModel, img_size: Size) -> None:
