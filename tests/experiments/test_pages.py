@@ -651,8 +651,8 @@ def was_the_deficit_the_collapse():
     yield COLLAPSED, "Results", f"gains at most {gained:.2f}"
     for last in (8, 10, 13):
         looked_at = top1.loc[5:last]
-        effect = points(paired(looked_at["cnn"] - looked_at["none"]), "+")
-        yield COLLAPSED, "Results", effect.replace(" (", ", ").rstrip(")")
+        effect = open_points(paired(looked_at["cnn"] - looked_at["none"]), "+")
+        yield COLLAPSED, "Results", effect.replace(" (", ", ")
     for effect in against.to_dict("records"):
         yield PAGE, "", points(effect, "+")
         yield PAGE, "Attention against convolution", points(effect, "+")
@@ -950,7 +950,7 @@ def sentences():
         yield readme, "The results", cells(name, *values)
         assert effect["high"] < 48.60 - 47.64  # the paper's PA and Transformer
         first_six = paired((rows[name] - rows["none"])[:6], 0.01)
-        looked_at = points(first_six).replace(" (", ", ").rstrip(")")
+        looked_at = open_points(first_six).replace(" (", ", ")
         yield readme, "The results", f"{name} - none {looked_at}"
         yield PAGE, "", f"{name} - none {points(effect)}"
     yield "docs/transformers.md", "", rows["none"].mean(), rows["PA"].mean()
