@@ -6,6 +6,7 @@ step. Then the run begins or resumes, trains, and is tested.
 
 import logging
 import math
+import os
 import socket
 import sys
 from contextlib import suppress
@@ -33,6 +34,7 @@ from ea_vision.base.units import duration
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.config import TrainConfig, make_parser, parse, resolve, trainer_of
 from ea_vision.engine.data_module import DataModule
+from ea_vision.engine.optimizer import check_optimizer_name
 from ea_vision.engine.preflight import preflight
 from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.step_log import StepLog
@@ -92,7 +94,7 @@ def main(module: type[DataModule], argv: list[str] | None = None) -> int:
         return 0
     config = resolve(module.options, given)
     if only_checked:
-        check_network(module, config)
+        check_names(module, config)
         module.check_places(config)
     else:
         with workers_watched(RuntimeError):
@@ -107,7 +109,7 @@ def train(module: type[DataModule], config: TrainConfig) -> None:
         UsageError: something that the user can correct; nothing was written.
         RunError: the run had to stop.
     """
-    check_network(module, config)
+    check_names(module, config)
     folder = Path(config.output or module.default_output.format(**vars(config)))
     with join_world(config.device, config.dist_timeout) as world, StopRequest() as stop:
         log_to_stdout(world.rank)
@@ -288,9 +290,17 @@ def log_to_stdout(rank: int) -> None:
     logger.setLevel(logging.INFO if rank == 0 else logging.CRITICAL)
 
 
-def check_network(module: type[DataModule], config: TrainConfig) -> None:
-    """Raise UsageError for an unknown model, or for a keyword that a classifier lacks."""
+def check_names(module: type[DataModule], config: TrainConfig) -> None:
+    """Raise UsageError for an unknown model or optimiser, a path that does not exist, or a keyword that a classifier
+    lacks."""
     check_model_name(config.model)
+    check_optimizer_name(config.opt)
+    if config.pretrained_path and not os.path.exists(config.pretrained_path):
+        raise UsageError(f"--pretrained-path {config.pretrained_path} does not exist")
+    if config.resume not in ("auto", "none") and not os.path.exists(config.resume):
+        raise UsageError(
+            f"--resume must be auto, none or a path, and {config.resume} does not exist"
+        )
     if module.trainer.watches and config.model_kwargs:  # a classifier
         check_keywords(config)
 

@@ -633,6 +633,17 @@ def load_recipe(name: str) -> dict:
     return recipe
 
 
+class _RecipeLoader(yaml.SafeLoader):
+    """YAML's loader, which refuses a key that stands twice in a mapping; YAML's own keeps the last."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [key.value for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.YAMLError(f"{key} stands twice")
+        return super().construct_mapping(node, deep)
+
+
 def _read_recipe(name: str) -> dict:
     """Return the entries of one recipe, with the name of its `base`."""
     path = Path(name)
@@ -645,7 +656,7 @@ def _read_recipe(name: str) -> dict:
         near = near_matches(name, [*recipe_names(), "none"], "recipes")
         raise UsageError(f"no recipe {name!r}: {near}")
     try:
-        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+        recipe = yaml.load(path.read_text(encoding="utf-8"), _RecipeLoader)
     except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         raise UsageError(f"recipe {name} cannot be read, or is not valid YAML: {error}") from error
     if not isinstance(recipe, dict):

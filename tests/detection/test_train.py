@@ -225,12 +225,13 @@ World = None  # what only loaders ask
         ("--model-kwargs anchors=9", "model keyword anchors must be 6"),
         ("--model-kwargs nonsense=9", "no keyword 'nonsense'"),
         ("--data-dir /nowhere", "/nowhere must have"),
-        ("--pretrained-path /nowhere", "must be a weights file or a run folder"),
+        ("--pretrained-path /nowhere", "--pretrained-path /nowhere does not exist"),
+        ("--pretrained-path {data}", "must be a weights file or a run folder"),
         ("--evaluate resnet18", "--evaluate needs a run folder, got resnet18"),
     ],
 )
 def test_errors_are_one_line(data, tmp_path, more, message):
-    given = arguments(data, tmp_path / "run", more)
+    given = arguments(data, tmp_path / "run", more.replace("{data}", str(data)))
     with pytest.raises(UsageError, match=message):
         train.main(given[given.index("--recipe") :] if "--evaluate" in more else given)
     assert not os.path.exists(tmp_path / "run")

@@ -81,6 +81,23 @@ def test_a_wrong_folder_of_small_images_is_told_before_a_job_begins(photos, plac
 @pytest.mark.parametrize(
     "line, message",
     [
+        ("--model ea_vit", "unknown model 'ea_vit'"),
+        ("--opt sdg", "unknown optimiser 'sdg'; did you mean sgd"),
+        ("--pretrained-path best.safetensors", "--pretrained-path best.safetensors does not exist"),
+        ("--resume runs/last", "--resume must be auto, none or a path, and runs/last does not"),
+    ],
+)
+def test_a_wrong_name_is_told_before_data_is_read(tmp_path, monkeypatch, line, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train_imagenet.ClassFolders, "__init__", None)
+    for check in ([], ["--check-options"]):
+        with pytest.raises(UsageError, match=re.escape(message)):
+            train_imagenet.main([*line.split(), *check])
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
         ("--lrr 1", "--lr"),
         ("--recipe pa_cifar1", "pa_cifar10"),
         ("--epochs ten", "epochs must be of type float, got 'ten'"),
@@ -157,6 +174,8 @@ def test_bad_options_of_the_imagenet_trainer_are_named(line, message):
         ("epoch: 3", "unknown option 'epoch'; did you mean epochs"),
         ("- 1", "must be a YAML mapping"),
         ("a: [", "not valid YAML"),
+        ("lr: 0.1\nepochs: 3\nlr: 0.2", "not valid YAML: lr stands twice"),
+        ("model_kwargs: {alpha: 0.1, alpha: 0.2}", "not valid YAML: alpha stands twice"),
         ("compile: maybe", "compile must be of type bool"),
         ("amp: off", "amp must be one of none, bfloat16, float16, got False"),
         ("learning_rate: 0.1", "unknown option 'learning_rate'; did you mean lr"),

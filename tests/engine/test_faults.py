@@ -99,7 +99,7 @@ NOWHERE = "/nowhere.safetensors"
             "warmup_epochs must be at most the 0.4 epochs of the run, got 1; --warmup-epochs 20% is a fifth of them",
         ),
         ("--epochs 0.01", "epochs must cover at least one of the 5 updates of an epoch, got 0.01"),
-        (f"--pretrained-path {NOWHERE}", f"weights {NOWHERE} cannot be read: *No such file*"),
+        (f"--pretrained-path {NOWHERE}", f"--pretrained-path {NOWHERE} does not exist"),
         (
             "--model aa_mnasnet_075 --pretrained",
             "aa_mnasnet_075 has no pretrained weights of its own. It can begin as timm's semnasnet_075*",
@@ -122,7 +122,7 @@ NOWHERE = "/nowhere.safetensors"
             "the data set has fewer, 40: --batch-size 32",
         ),
         ("--holdout 64", "holdout must lie between 1 and 39*"),
-        ("--resume /nowhere.ckpt", "/nowhere.ckpt cannot be read as a checkpoint: *No such file*"),
+        ("--resume yes", "--resume must be auto, none or a path, and yes does not exist"),
         ("--device cuda", "--device cuda needs a CUDA device*"),
     ],
 )

@@ -81,7 +81,7 @@ def check_trainer(module, words):
         place = words.index("--evaluate")
         words = words[:place] + words[place + 2 :]
     config = resolve(module.options, parse(make_parser(module.options, "", ""), words))
-    command.check_network(module, config)
+    command.check_names(module, config)
 
 
 @pytest.mark.parametrize("line", commands())
