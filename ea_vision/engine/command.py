@@ -95,6 +95,7 @@ def main(module: type[DataModule], argv: list[str] | None = None) -> int:
     config = resolve(module.options, given)
     if only_checked:
         check_names(module, config)
+        check_beginning(config, folder_of(module, config))
         module.check_places(config)
     else:
         with workers_watched(RuntimeError):
@@ -110,7 +111,8 @@ def train(module: type[DataModule], config: TrainConfig) -> None:
         RunError: the run had to stop.
     """
     check_names(module, config)
-    folder = Path(config.output or module.default_output.format(**vars(config)))
+    folder = folder_of(module, config)
+    check_beginning(config, folder)
     with join_world(config.device, config.dist_timeout) as world, StopRequest() as stop:
         log_to_stdout(world.rank)
         check_writable(folder)
@@ -281,6 +283,11 @@ def run_of_file(path: Path) -> Path | None:
 # ---- before a run -----------------------------------------------------------------------------------------------
 
 
+def folder_of(module: type[DataModule], config: TrainConfig) -> Path:
+    """Return the run folder of these options."""
+    return Path(config.output or module.default_output.format(**vars(config)))
+
+
 def log_to_stdout(rank: int) -> None:
     """Show the package's messages on stdout, those of rank 0 only."""
     handler = logging.StreamHandler(sys.stdout)
@@ -291,18 +298,23 @@ def log_to_stdout(rank: int) -> None:
 
 
 def check_names(module: type[DataModule], config: TrainConfig) -> None:
-    """Raise UsageError for an unknown model or optimiser, a path that does not exist, or a keyword that a classifier
-    lacks."""
+    """Raise UsageError for an unknown model or optimiser, or for a keyword that a classifier lacks."""
     check_model_name(config.model)
     check_optimizer_name(config.opt)
-    if config.pretrained_path and not os.path.exists(config.pretrained_path):
-        raise UsageError(f"--pretrained-path {config.pretrained_path} does not exist")
-    if config.resume not in ("auto", "none") and not os.path.exists(config.resume):
-        raise UsageError(
-            f"--resume must be auto, none or a path, and {config.resume} does not exist"
-        )
     if module.trainer.watches and config.model_kwargs:  # a classifier
         check_keywords(config)
+
+
+def check_beginning(config: TrainConfig, folder: Path) -> None:
+    """Raise UsageError if the weights or the checkpoint with which a new run begins do not exist."""
+    if os.path.exists(folder / run_folder.CONFIG):  # this run has begun
+        return
+    weights = config.pretrained_path
+    if weights and not os.path.exists(weights):
+        raise UsageError(f"--pretrained-path {weights} does not exist")
+    source = config.resume
+    if source not in ("auto", "none") and not os.path.exists(source):
+        raise UsageError(f"--resume must be auto, none or a path, and {source} does not exist")
 
 
 def check_keywords(config: TrainConfig) -> None:

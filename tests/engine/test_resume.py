@@ -70,7 +70,8 @@ def test_where_the_best_weights_are_not_at_hand_the_best_epoch_is_chosen_anew(
 def test_the_same_command_continues_the_run_that_went_on(
     run, data, tmp_path, monkeypatch, capsys, elsewhere
 ):
-    """The run is stopped after the first of two epochs; so is a run that went back to epoch 1 in its own folder."""
+    """The run is stopped after the first of two epochs; so is a run that went back to epoch 1 in its own folder. It
+    does not need the first checkpoint any more."""
     output = tmp_path / "more" if elsewhere else run
     first = run / "first.ckpt"
     state = saved(run)
@@ -88,6 +89,7 @@ def test_the_same_command_continues_the_run_that_went_on(
         train_cifar.main(argv)
     monkeypatch.setattr(Trainer, "finish_epoch", finish_epoch)
     assert f"resumed from {first}: epoch 1, update 5" in capsys.readouterr().out
+    first.unlink()
     assert train_cifar.main(argv) == 0
     last = output / checkpoint.LAST
     assert f"resumed from {last}: epoch 2, update 10" in capsys.readouterr().out
