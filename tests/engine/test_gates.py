@@ -119,7 +119,7 @@ def test_pretrained_path_is_the_start_of_a_run(data, tmp_path, capsys, refusal):
         ("lacking", "blocks.1.mlp.fc1.weight"),
         ("spoilt", "must be finite"),
         ("text", "cannot be read"),
-        ("missing", "cannot be read"),
+        ("missing", "missing.safetensors does not exist"),
     ):
         argv = arguments(data, tmp_path / "bad", f"--pretrained-path {tmp_path}/{name}.safetensors")
         assert message in refusal(argv)
