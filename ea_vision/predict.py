@@ -20,8 +20,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torchvision.io import encode_png
-from torchvision.transforms.v2.functional import pil_to_tensor
+from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 
 from ea_vision.base.devices import choose_device
 from ea_vision.base.errors import CommandParser, UsageError
@@ -161,7 +160,9 @@ def find_objects(
             found = {name: value[sure] for name, value in found.items()}
             if args.output:
                 drawn = draw_detections(pil_to_tensor(image), found, loaded.classes)
-                atomic_write(picture, encode_png(drawn).numpy().tobytes())
+                data = io.BytesIO()
+                to_pil_image(drawn).save(data, "PNG")
+                atomic_write(picture, data.getvalue())
             named = ", ".join(
                 f"{loaded.classes[label]} {score:.2f}"
                 for label, score in zip(found["labels"], found["scores"], strict=True)

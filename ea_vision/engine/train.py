@@ -216,8 +216,9 @@ class Trainer:
             net,
             None if device.index is None else [device],
             gradient_as_bucket_view=True,
-            broadcast_buffers=not self.own_statistics,
         )
+        # the argument of this name is deprecated from torch 2.15 on, and older releases lack its successor
+        parallel.broadcast_buffers = not self.own_statistics
         # With two processes the order of summation does not matter.
         if self.world.size > 2 and device.type == "cpu":
             parallel.register_comm_hook(None, mean_in_order)

@@ -130,7 +130,7 @@ class Chain:
         """Keep a layer's input (B, Q, C), and its cache, until its maps are computed."""
         values = [*args, *kwargs.values()]
         sequences = (x for x in values if isinstance(x, Tensor) and x.ndim == 3)
-        # models call it past_key_values, or layer_past
+        # models call it cache, past_key_values or layer_past
         caches = (x for x in values if hasattr(x, "get_seq_length"))
         self.inputs[thread_of_forward()] = (next(sequences, None), next(caches, None))
 
