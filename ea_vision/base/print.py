@@ -1,16 +1,16 @@
-"""Figures for print: text of 7 to 9 points at any width (scaled in proportion to rcParams["font.size"]), and the width
-of texts."""
+"""Figures for print: text of 7 to 9 points at any width (scaled in proportion to rcParams["font.size"]), the width of
+texts, and fonts that have their letters."""
 
 import re
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache, lru_cache
 
 import matplotlib
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
+from matplotlib.font_manager import FontProperties, findfont, get_font, get_font_names
 from matplotlib.textpath import text_to_path
 
 from ea_vision.base.figures import figure_bytes
@@ -18,6 +18,55 @@ from ea_vision.base.figures import figure_bytes
 # Patterns for the pieces of a text: words, parts that end in punctuation, letters.
 PIECES = (r"[^ \n]*[ \n]?", r"[^_\-./,]*[_\-./,]?", ".")
 POINTS = {"title": 9.0, "medium": 8.0, "small": 7.0}
+# Fonts of Linux, Windows and macOS with Chinese, Japanese or Korean letters, which matplotlib's own fonts lack.
+CJK_FONTS = (
+    "Noto Sans CJK SC",
+    "Noto Sans CJK JP",
+    "Noto Sans SC",
+    "Noto Sans JP",
+    "Noto Sans KR",
+    "WenQuanYi Zen Hei",
+    "WenQuanYi Micro Hei",
+    "IPAexGothic",
+    "NanumGothic",
+    "Droid Sans Fallback",
+    "Microsoft YaHei",
+    "Yu Gothic",
+    "Malgun Gothic",
+    "PingFang SC",
+    "Hiragino Sans GB",
+    "Apple SD Gothic Neo",
+    "Arial Unicode MS",
+)
+
+
+@cache
+def _installed() -> tuple[str, ...]:
+    known = set(get_font_names())
+    return tuple(name for name in CJK_FONTS if name in known)
+
+
+def fonts() -> list[str]:
+    """Return rcParams["font.family"] and the installed CJK_FONTS: a letter is drawn in the first that has it."""
+    return list(dict.fromkeys([*matplotlib.rcParams["font.family"], *_installed()]))
+
+
+def font_file(text: str) -> str:
+    """Return the path of the first bold font that has all letters of a text; DejaVu Sans if none has."""
+    letters = set(map(ord, text))
+    for family in ("DejaVu Sans", *_installed()):
+        path = findfont(FontProperties(family=family, weight="bold"))
+        if letters <= get_font(path).get_charmap().keys():
+            return path
+    return findfont("DejaVu Sans:bold")
+
+
+@contextmanager
+def as_written() -> Iterator[None]:
+    """Draw texts as they are written: names may have dollar signs, between which matplotlib would read a formula, and
+    letters that its own fonts lack."""
+    with matplotlib.rc_context({"text.parse_math": False, "font.family": fonts()}):
+        yield
 
 
 def points(kind: str = "small") -> float:
@@ -39,7 +88,7 @@ def _width(
 
 def text_width(text: str, size: float) -> float:
     """Return the width in points of the longest line of a text with letters of `size` points."""
-    family = tuple(matplotlib.rcParams["font.family"])
+    family = tuple(fonts())
     return max(_width(line, size, family) for line in text.split("\n"))
 
 
@@ -100,6 +149,7 @@ def print_style() -> AbstractContextManager[None]:
             "legend.handlelength": 1.8,
             "grid.linewidth": 0.5,
             "text.parse_math": False,
+            "font.family": fonts(),
         }
     )
 

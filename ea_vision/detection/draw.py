@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
-from matplotlib.font_manager import findfont
 from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 from torchvision.utils import draw_bounding_boxes
 
 from ea_vision.base.figures import COLORS
+from ea_vision.base.print import font_file
 from ea_vision.detection.transforms import fitted_size
 
 SIDE = 640  # pixels: a smaller image is scaled up before boxes are drawn
@@ -46,7 +46,7 @@ def draw_detections(
         names,
         [COLORS[label % len(COLORS)] for label in labels],
         width=max(2, side // 250),
-        font=findfont("DejaVu Sans:bold"),
+        font=font_file("".join(names)),
         font_size=6 + side // 60,
         label_colors="white",
         fill_labels=True,

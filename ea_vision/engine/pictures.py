@@ -6,23 +6,21 @@ Importing this imports matplotlib, which training does without.
 from pathlib import Path
 
 import numpy as np
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 from sklearn.metrics import ConfusionMatrixDisplay
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import FORMATS, figure_bytes
 from ea_vision.base.files import atomic_write, check_output
+from ea_vision.base.print import as_written
 from ea_vision.data.image_names import displayable
 from ea_vision.engine.evaluate import Evaluation
 from ea_vision.engine.run_folder import read_config, read_metrics
 
-# Names of classes and folders may have dollar signs, and matplotlib would read the text between two as a formula.
-AS_WRITTEN = {"text.parse_math": False}
 MOST_NAMED = 40  # the names and numbers of more classes do not fit
 
 
-@rc_context(AS_WRITTEN)
+@as_written()
 def write_learning_curves(folders: list[Path], output: Path) -> None:
     """Draw losses and top-1 (AP for a detector) of run folders over their epochs, into a PNG, SVG or PDF.
 
@@ -63,7 +61,7 @@ def write_learning_curves(folders: list[Path], output: Path) -> None:
     print(f"written: {output}")
 
 
-@rc_context(AS_WRITTEN)
+@as_written()
 def confusion_png(
     result: Evaluation,
     classes: list[str],
