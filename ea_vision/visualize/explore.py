@@ -2,7 +2,8 @@
 
 The page contains images, maps and program (page_source/), so it needs no server and no network. For every map row (one
 query) it stores the smallest value, a step, and 8-bit codes: value = low + step * code, which is off by at most half a
-step, (largest - smallest of the row) / 510. The mean over all queries is exact. Each image, model and part has one zlib
+step, (largest - smallest of the row) / 510. In maps with values of -inf, as a mask gives to logits, code HIDDEN stands
+for these, and steps are 255 / 254 as large. The mean over all queries is exact. Each image, model and part has one zlib
 stream in base64; equal maps are stored once.
 """
 
@@ -63,6 +64,7 @@ FILES = ("page.html", "page.css", "maps.js", "state.js", "draw.js", "panel.js", 
 STORED_PARTS = (*PARTS, OWN_ALONE)
 CHANGE = "change"  # total variation between attention and the attention of the own logits alone
 MEGABYTE = 1_000_000
+HIDDEN = 255  # the code of -inf
 MOST_OBJECTS = 9  # of a detector, shown per image
 LEAST_SCORE = 0.3
 
@@ -86,23 +88,28 @@ def _text_of(data: bytes) -> str:
 
 
 def quantise(maps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Round (K, T, N) to 256 even steps from the smallest to the largest value of each row.
+    """Round (K, T, N) to 256 even steps (255 beside -inf) from the smallest to the largest finite value of each row.
 
     Returns:
-        low, step, float32 (K, T), and codes, uint8 (K, T, N): value = low + step * code, off by at most step / 2.
+        low, step, float32 (K, T), and codes, uint8 (K, T, N): value = low + step * code, off by at most step / 2. In
+        maps with -inf, code HIDDEN stands for it.
 
     Raises:
-        UsageError: values that are not finite.
+        UsageError: NaN or inf among the values.
     """
-    wrong = np.count_nonzero(~np.isfinite(maps))
+    hidden = np.isneginf(maps)
+    wrong = np.count_nonzero(~np.isfinite(maps) & ~hidden)
     if wrong:
         raise UsageError(f"maps must be finite, got {wrong} values that are not")
-    low = maps.min(-1)
-    reach = maps.max(-1).astype(np.float64) - low
-    step = (reach / 255).astype(np.float32)
+    high = np.where(hidden.all(-1), np.float32(0), maps.max(-1))
+    low = np.where(hidden, high[..., None], maps).min(-1)
+    reach = high.astype(np.float64) - low
+    steps = HIDDEN - 1 if hidden.any() else 255
+    step = (reach / steps).astype(np.float32)
     divisor = np.where(step > 0, step, 1)
     codes = (maps - low[..., None]) / divisor[..., None]
-    codes = codes.round().clip(0, 255)
+    codes = codes.round().clip(0, steps)
+    codes[hidden] = HIDDEN
     return low, step, codes.astype(np.uint8)
 
 
@@ -117,10 +124,11 @@ def pack(
         prefix: number of queries before those of the pixels.
 
     Returns:
-        part -> base64 of a zlib stream; layer number -> part -> [part of the stream, offset in bytes]. At the offset
-        stand low, step, the mean over the pixels' queries and the codes, padded to a multiple of 4 bytes. A map that
-        equals one of an earlier part or layer refers to that one: EA's convolved logits are its logits where beta is
-        1, and a layer's previous logits are the logits of the layer before.
+        part -> base64 of a zlib stream; layer number -> part -> [part of the stream, offset in bytes], with HIDDEN if
+        the map has values of -inf. At the offset stand low, step, the mean over the pixels' queries and the codes,
+        padded to a multiple of 4 bytes. A map that equals one of an earlier part or layer refers to that one: EA's
+        convolved logits are its logits where beta is 1, and a layer's previous logits are the logits of the layer
+        before.
     """
     streams = {}
     places = {number: {} for number in maps}
@@ -136,6 +144,8 @@ def pack(
                 data = _packed(parts[part], prefix)
             if data not in known:
                 known[data] = [part, len(stream)]
+                if np.isneginf(parts[part]).any():
+                    known[data].append(HIDDEN)
                 stream += data
             places[number][part] = known[data]
         if stream:

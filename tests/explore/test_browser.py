@@ -13,11 +13,13 @@ import matplotlib
 import numpy as np
 import pytest
 import timm
+import torch
 from PIL import Image
 
+from ea_vision import evolve
 from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.recording import recordable_layers
-from ea_vision.visualize import show_page
+from ea_vision.visualize import plot_strip, show_page
 from ea_vision.visualize.explore import STORED_PARTS, Explorer, build_page
 from ea_vision.visualize.image_maps import record
 from ea_vision.visualize.map_style import MapStyle, norm_of
@@ -617,3 +619,32 @@ def test_a_vision_transformer_begins_with_its_class_token_at_its_last_layer(
     check_chosen(page, layer, "mean")
     assert state(page)["queries"] == [query]
     assert page.locator("#asked button", has_text="cls").count() == (query == "cls")
+    said = page.locator("#numbers").text_content()
+    assert ("% of it to cls" in said) == (query == "cls")
+
+
+def test_masked_logits_are_left_blank(open_page, tmp_path):
+    """A causal mask; the strip leaves them blank, too."""
+    model = timm.create_model("vit_tiny_patch16_224", **TINY)
+    model = evolve(model, None, value_residual=True)
+    causal = torch.ones(17, 17, dtype=torch.bool).tril()
+
+    def add_mask(module, args, kwargs):
+        return args, {**kwargs, "attn_mask": causal}
+
+    for block in model.blocks:
+        block.attn.register_forward_pre_hook(add_mask, with_kwargs=True)
+    url = write_page(show_page(model, picture(0)).text, tmp_path)
+    fragment = "#query=9,17&layer=2&head=0&opacity=1&part=logits&scale=tile&style=cells"
+    page = open_page(fragment, url=url)
+    shown = tile(page, 0, 2, 0)
+    values = np.array(shown["values"])
+    assert shown["cell"] == 6
+    assert np.isneginf(values[7:]).all()
+    assert shown["range"][1] == pytest.approx(np.abs(values[:7]).max())
+    drawn = canvas_pixels(page, "layer 2, large", shown["featSize"])
+    assert not drawn[7:].any()
+    assert drawn[:6].any(-1).all()
+    figure = plot_strip(model, picture(0), layers=[2], head=0, query=(9, 17))
+    [logits, _] = [axes.images[-1].get_array() for axes in figure.axes if axes.get_title()]
+    assert logits.mask.ravel().tolist() == [cell > 6 for cell in range(16)]

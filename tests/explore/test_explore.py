@@ -48,6 +48,21 @@ def test_quantised_values_are_off_by_at_most_half_a_step(maps):
         quantise(with_nan)
 
 
+def test_masked_logits_have_a_code_of_their_own():
+    """The figures leave -inf out of their scale, too. A row may be masked as a whole."""
+    maps = np.random.default_rng(0).normal(size=(2, 4, 5)).astype(np.float32)
+    masked = np.triu(np.ones((4, 5), bool), 1)
+    masked[3] = True
+    low, step, codes = quantise(np.where(masked, -np.inf, maps))
+    assert low.dtype == step.dtype == np.float32
+    assert np.array_equal(codes == explore.HIDDEN, np.broadcast_to(masked, codes.shape))
+    values = low[..., None] + step[..., None] * codes
+    assert np.abs(values - maps)[:, ~masked].max() <= step.max() / 2 * 1.001 + 1e-6
+    assert np.array_equal(low[:, 0], maps[:, 0, 0])
+    _, places = pack({1: {"logits": np.where(masked, -np.inf, maps), "attn": maps}})
+    assert places[1] == {"attn": ["attn", 0], "logits": ["logits", 0, explore.HIDDEN]}
+
+
 def check_rounded(values, maps):
     """Values are off by at most half a step of 1/255 of their row's range."""
     step = (maps.max(-1) - maps.min(-1)) / 255

@@ -25,7 +25,7 @@ export function lightTable() {
 
 /**
  * Colour a map into pixels: values from low to high become entries of the table. Of attention, whose low is above 0,
- * their logarithms; 0 has the lowest colour.
+ * their logarithms; 0 has the lowest colour. What a mask hides from logits (-Infinity) stays transparent.
  */
 function colourMap({ values, range: [low, high], table }, pixels) {
   const log = low > 0, from = log ? Math.log(low) : low;
@@ -33,7 +33,7 @@ function colourMap({ values, range: [low, high], table }, pixels) {
   for (let j = 0; j < values.length; j++) {
     const value = log ? Math.log(Math.max(values[j], low)) : values[j];
     const index = (value - from) * factor + 0.5;
-    pixels[j] = table[index < 0 ? 0 : index > 255 ? 255 : index | 0];
+    pixels[j] = values[j] === -Infinity ? 0 : table[index < 0 ? 0 : index > 255 ? 255 : index | 0];
   }
 }
 

@@ -1,4 +1,4 @@
-// The maps of one model on one image, as explore.py packed them: value = low + step * code.
+// The maps of one model on one image, as explore.py packed them: value = low + step * code, -Infinity where a mask hides it.
 
 export const MEAN = "mean"; // of heads
 export const ALL = "all"; // the mean of all pixels' queries
@@ -100,7 +100,7 @@ export class Maps {
    */
   row(layer, head, part, query, out) {
     out.fill(0);
-    const { low, step, mean, codes } = this.array(layer, part), heads = head === MEAN ? layer.heads : [head];
+    const { low, step, mean, codes, hidden } = this.array(layer, part), heads = head === MEAN ? layer.heads : [head];
     const cell = this.cellOf(layer, query);
     for (const one of heads) {
       if (query === ALL) {
@@ -111,17 +111,18 @@ export class Maps {
       const index = layer.heads.indexOf(one) * this.rowsAHead(layer)
         + (cell < 0 ? -1 - cell : this.model.prefix.length + cell);
       const base = low[index] / heads.length, slope = step[index] / heads.length, start = index * out.length;
-      for (let j = 0; j < out.length; j++) out[j] += base + slope * codes[start + j];
+      for (let j = 0; j < out.length; j++) out[j] += codes[start + j] === hidden ? -Infinity : base + slope * codes[start + j];
     }
     return out;
   }
 
   /** Views into an inflated stream: low, step (K * T), mean (K * N, over the pixels' queries) and codes (K * T * N); T: with
-   * the tokens before the patches. */
+   * the tokens before the patches. hidden: the code of -Infinity; undefined where no value is. */
   array(layer, part) {
-    const [stream, offset] = this.entry.places[layer.number][part], [H, W] = this.featSize(layer);
+    const [stream, offset, hidden] = this.entry.places[layer.number][part], [H, W] = this.featSize(layer);
     const rows = layer.heads.length * this.rowsAHead(layer), buffer = this.buffers[stream];
     return {
+      hidden,
       low: new Float32Array(buffer, offset, rows),
       step: new Float32Array(buffer, offset + 4 * rows, rows),
       mean: new Float32Array(buffer, offset + 8 * rows, layer.heads.length * H * W),
