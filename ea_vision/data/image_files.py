@@ -92,10 +92,8 @@ def to_rgb(
     Raises:
         BrokenImage: 32-bit integers or floating-point numbers, since no file says which value is white.
     """
-    if over_white and _has_alpha(image):
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, "white")
-        return Image.alpha_composite(white, image).convert("RGB")
+    if image.mode == "La":  # Pillow converts it to nothing else
+        image = image.convert("LA")
     if image.mode == "F" or (image.mode == "I" and image.format == "TIFF"):
         raise BrokenImage(
             f"must have 8 or 16 bits per channel, got pixels of Pillow's mode {image.mode}"
@@ -105,7 +103,13 @@ def to_rgb(
         if 0 < values.max() < TWELVE_BITS and multiprocessing.parent_process() is None:
             _say_dark(str(name), all_black=values.max() <= 255)
         upper = (values >> 8).clip(0, 255)
+        if over_white and "transparency" in image.info:
+            upper[values == image.info["transparency"]] = 255
         image = Image.fromarray(upper.astype(np.uint8))
+    if over_white and _has_alpha(image):
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image)
     return image.convert("RGB")
 
 
@@ -125,7 +129,10 @@ def check_scaled(image: Image.Image, short_side: int) -> Image.Image:
 
 
 def _has_alpha(image: Image.Image) -> bool:
-    return image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info
+    palette = image.palette
+    if image.mode == "P" and palette is not None and palette.mode.endswith("A"):
+        return True  # as quantised from RGBA
+    return image.mode in ("RGBA", "LA", "PA", "RGBa") or "transparency" in image.info
 
 
 @functools.cache

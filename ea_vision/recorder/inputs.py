@@ -90,8 +90,9 @@ def read_image(source: ImageSource) -> Image.Image:
     if isinstance(source, Image.Image):
         if not source.width or not source.height:
             raise UsageError(f"an image must have pixels, got {source.width}x{source.height}")
-        return to_rgb(source, over_white=True)
     try:
+        if isinstance(source, Image.Image):
+            return to_rgb(source, over_white=True)
         return decode_image(source, over_white=True)
     except BrokenImage as error:
         raise UsageError(f"image {source} cannot be read: {error}") from error

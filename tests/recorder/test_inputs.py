@@ -75,6 +75,21 @@ def test_transparent_pixels_are_white(tmp_path, mode, clear, opaque, left, right
         assert (read[:, 4:] == right).all()
 
 
+def test_rare_modes_of_pillow_are_read(tmp_path):
+    clear = Image.new("RGBA", (4, 4), (0, 0, 0, 0))
+    clear.paste((200, 200, 200, 255), (0, 0, 2, 4))
+    values = np.full((4, 4), 200 << 8, np.uint16)
+    values[:, 2:] = 7
+    Image.fromarray(values).save(tmp_path / "16 bits.png", transparency=7)
+    sources = [clear.convert("LA").convert("La"), clear.convert("RGBa"), clear.quantize(4)]
+    for source in (*sources, tmp_path / "16 bits.png"):
+        read = np.asarray(read_image(source))
+        assert (read[:, :2] == 200).all(), source
+        assert (read[:, 2:] == 255).all(), source
+    with pytest.raises(UsageError, match="cannot be read: must have 8 or 16 bits per channel"):
+        read_image(Image.new("F", (4, 4)))
+
+
 def test_arrays_files_and_pil_images_are_one_image(tmp_path):
     model = load_model("conv_transformer_cifar", random=True)
     image = photo()
