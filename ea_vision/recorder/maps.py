@@ -3,7 +3,9 @@
 Shape letters: B batch, K heads, H x W the attention map, N = H*W its pixels, T tokens (N and a class token, ...).
 """
 
+import functools
 import io
+import logging
 import math
 import operator
 from collections.abc import Iterator, Mapping
@@ -18,6 +20,7 @@ from ea_vision.base.files import atomic_write
 from ea_vision.ops.reference import within_windows
 from ea_vision.recorder.layouts import Layout
 
+log = logging.getLogger(__name__)
 PARTS = ("attn", "logits", "self_logits", "conv_logits", "prev_logits")
 Cell = tuple[int, int] | str  # (row, column) of the map, or a prefix token by name
 Query = tuple[int, int] | str  # (y, x) in pixels of the input, or a prefix token by name
@@ -56,8 +59,9 @@ class LayerMaps:
     query_names: names of the queries before the pixels: these tokens, or "pool" in a layer that pools by learned
         queries (SigLIP's).
     channels: whether rows and columns are channels of a head (XCiT), which have no places in the image.
-    attn: (B, K, T, T), the probabilities, before dropout; rows sum to 1. With a window over heads: the sum over the
-        heads in it. If windows are padded (Swin): without the padding's share.
+    attn: (B, K, T, T), the probabilities by which values are averaged, before dropout. Rows sum to 1, except where an
+        evolution mixes the probabilities (talking heads), where all keys of a query are masked (0), with a window over
+        heads (the sum over the heads in it), and if windows are padded (Swin: without the padding's share).
     logits: (B, K, T, T), the input of the softmax, including entries that a window of pixels then hides. A layer with a
         window over heads has none.
     self_logits: (B, K, T, T), this layer's dot products and position terms.
@@ -286,13 +290,23 @@ class LayerMaps:
         return row[..., :first], pixels
 
 
+@functools.cache
+def _say_last_run(layer: str) -> None:
+    """Log, once per layer, that it runs again in one forward."""
+    log.warning(
+        "attention layer %s runs several times in one forward (blocks share it, or the network calls it again): "
+        "only the maps of the last run are kept",
+        layer,
+    )
+
+
 class AttentionMaps(Mapping[int, LayerMaps]):
     """The recorded layers by number; `maps["layer3.0.conv2"]` finds one by its module's name."""
 
     def __init__(self):
         self._layers: dict[int, LayerMaps] = {}
-        # whether a call of the network is running; whether none of its layers has run yet
-        self._in_call = self._is_first = False
+        # whether a call of the network is running; whether none of its layers has run yet; whether one has run again
+        self._in_call = self._is_first = self._repeats = False
 
     def __getitem__(self, key: int | str) -> LayerMaps:
         for layer in self._layers.values():
@@ -344,6 +358,9 @@ class AttentionMaps(Mapping[int, LayerMaps]):
         begins = self._is_first if self._in_call else layer.number in self._layers
         if begins:
             self._layers.clear()
+        elif layer.number in self._layers and not self._repeats:
+            self._repeats = True
+            _say_last_run(str(layer))
         self._is_first = False
         self._layers[layer.number] = layer
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from ea_vision.layers import AugmentedConv2d
+from ea_vision.recorder.maps import _say_last_run
 from ea_vision.recorder.recording import PARTS, record_attention, recordable_layers
 from tests.models.test_vision_transformer import active
 from tests.models.test_vision_transformer import tiny as tiny_vit
@@ -188,7 +189,8 @@ def test_layers_are_numbered_as_the_forward_runs_and_maps_may_be_rectangular(nam
         assert names == ["layer3.3.conv2", "layer3.4.conv1", "layer3.4.conv2"]
 
 
-def test_of_several_forwards_and_of_several_runs_of_a_block_the_last_is_kept():
+def test_of_several_forwards_and_of_several_runs_of_a_block_the_last_is_kept(caplog):
+    _say_last_run.cache_clear()
     model = tiny()
     with torch.no_grad(), record_attention(model) as maps:
         model(small())
@@ -201,8 +203,11 @@ def test_of_several_forwards_and_of_several_runs_of_a_block_the_last_is_kept():
     x = images(32, 32)
     model.blocks[-1].load_state_dict(model.blocks[0].state_dict())
     own = recorded(model, x)
+    assert not caplog.messages
     model.blocks[-1] = model.blocks[0]
     shared = recorded(model, x)
+    [said] = caplog.messages
+    assert "attention layer 1 (blocks.0.attn) runs several times in one forward" in said
     assert len(shared) == len(own) - 1
     assert torch.equal(shared[1].attn, own[len(own)].attn)
     assert not torch.equal(shared[1].attn, own[1].attn)
