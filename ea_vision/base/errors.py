@@ -3,6 +3,7 @@
 import argparse
 import io
 import os
+import re
 import sys
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -41,6 +42,8 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, *, formatter_class=argparse.RawDescriptionHelpFormatter, **keywords):
         super().__init__(formatter_class=formatter_class, **keywords)
+        # also lists, such as -1,3: argparse takes them for flags, and says that the flag before lacks its value
+        self._negative_number_matcher = re.compile(r"-[\d.][\d.,eE+-]*$")
 
     def meant(self, word: str) -> str:
         """Return the end of a message: what an unknown word of the command line may have meant."""

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from ea_vision import __main__ as commands
-from ea_vision.base.errors import RunError, UsageError, exit_code
+from ea_vision.base.errors import CommandParser, RunError, UsageError, exit_code
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,18 @@ def test_an_error_is_one_line_and_torchrun_gets_it(tmp_path, monkeypatch, capsys
     check("")
     report = json.loads(path.read_text(encoding="utf-8"))
     assert "such" in report["message"]["message"]
+
+
+def test_a_list_of_negative_numbers_is_a_value():
+    """The command then says what is wrong with the value, not that it lacks."""
+    parser = CommandParser()
+    parser.add_argument("--queries", nargs="+")
+    parser.add_argument("--lr", type=float)
+    options = parser.parse_args(["--queries", "-1,3", "-2", "--lr", "-1e-3"])
+    assert options.queries == ["-1,3", "-2"]
+    assert options.lr == -1e-3
+    with pytest.raises(UsageError, match="unknown argument '-q'"):
+        parser.parse_args(["-q"])
 
 
 def test_other_errors_and_exits_are_raised_and_ctrl_c_is_130(capsys):
