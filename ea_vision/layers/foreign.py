@@ -103,6 +103,12 @@ def embedding_of(model: nn.Module, name: str) -> tuple[nn.Conv2d | None, tuple[s
     return None, ()
 
 
+def window_of(layer: nn.Module) -> int | None:
+    """Return how far a layer's queries see, in tokens, if the layer or its configuration has a sliding window."""
+    config = getattr(layer, "config", None)
+    return getattr(layer, "sliding_window", getattr(config, "sliding_window", None))
+
+
 def is_causal(model: nn.Module, name: str) -> bool:
     """Return whether a layer's queries read no later token: it `is_causal`, or modules around it make causal masks."""
     if getattr(model.get_submodule(name), "is_causal", False):
@@ -133,27 +139,39 @@ class LayerChain:
 def layer_chains(model: nn.Module) -> list[LayerChain]:
     """Return the chains of layers that `uses_interface` finds.
 
-    Layers of a chain have equally many heads, and their names differ only in numbers.
+    Layers of a chain have equally many heads, their names differ only in numbers, and their blocks are in one list: the
+    stages of a hierarchical network (SegFormer) have maps of different sizes.
     """
     rows = defaultdict(list)
     for name, module in model.named_modules():
         if uses_interface(module):
             pattern = re.sub(r"\b\d+\b", "*", name)
             rows[pattern, heads_of(module)].append(name)
-    blocks = {names[0]: block_names(names) for names in rows.values()}
+    stages = []
+    for names in rows.values():
+        stages += _by_stage(names)
+    blocks = {names[0]: block_names(names) for names in stages}
     across = {name: CROSS_ATTENTION.search(name) is not None for name in blocks}
     decoders = set()
     for name in blocks:
         if not across[name] and is_causal(model, name):
             decoders.update(blocks[name])
     chains = []
-    for names in rows.values():
+    for names in stages:
         name = names[0]
         causal = "none"
         if blocks[name][0] in decoders:
             causal = "cross" if across[name] else "self"
         chains.append(LayerChain(tuple(names), blocks[name], across[name], causal))
     return chains
+
+
+def _by_stage(layers: Sequence[str]) -> list[list[str]]:
+    """Group the names of layers by the list that contains their blocks."""
+    stages = defaultdict(list)
+    for name, block in zip(layers, block_names(layers), strict=True):
+        stages[block.rpartition(".")[0]].append(name)
+    return list(stages.values())
 
 
 def block_names(layers: Sequence[str]) -> tuple[str, ...]:

@@ -190,6 +190,14 @@ def _give_chain(
         options = {"causal": names.causal, **mechanisms.options}
         mechanisms = replace(mechanisms, options=options)
     layers = [model.get_submodule(name) for name in names.layers]
+    windows = [window for window in map(foreign.window_of, layers) if window]
+    if windows and mechanisms.kind not in (None, *sequences.POINTWISE):
+        log.warning(
+            "layers of %s have a sliding window: evolution %r refuses sequences that are longer than it, %d tokens",
+            type(model).__name__,
+            mechanisms.kind,
+            min(windows),
+        )
     blocks = [model.get_submodule(name) for name in names.blocks]
     decodes = names.across and isinstance(blocks[0], CarryingBlock)
     decoder = blocks[0].chains[0] if decodes else None

@@ -706,11 +706,13 @@ def test_tokens_that_form_no_grid_are_for_kinds_that_need_none(class_name, size)
             evolve(model, kind, token_conv=token_conv)(**inputs)
 
 
+@pytest.mark.parametrize("heads", [[1, 2, 4, 8], [2, 2, 4, 8]])
 @torch.no_grad()
-def test_a_chain_begins_anew_where_there_are_other_heads():
+def test_a_chain_begins_anew_where_there_are_other_heads_or_another_stage(heads):
+    """Stages have maps of different sizes, also those with equally many heads."""
     torch.manual_seed(0)
     config = transformers.SegformerConfig(
-        depths=[2, 2, 1, 1], hidden_sizes=[8, 16, 16, 32], num_attention_heads=[1, 2, 4, 8]
+        depths=[2, 2, 1, 1], hidden_sizes=[8, 16, 16, 32], num_attention_heads=heads
     )
     model = transformers.SegformerModel(config).eval()
     evolved = evolve(model, "ea")
@@ -718,7 +720,7 @@ def test_a_chain_begins_anew_where_there_are_other_heads():
     expected = model(images).last_hidden_state
     assert_close(evolved(images).last_hidden_state, expected, rtol=0, atol=1e-5)
     evolutions = [each for each in evolved.modules() if isinstance(each, Evolution)]
-    assert [each.convs[0].in_channels for each in evolutions] == [1, 2]
+    assert [each.convs[0].in_channels for each in evolutions] == heads[:2]
     assert not torch.equal(lively(evolved)(images).last_hidden_state, expected)
     assert torch.equal(unevolve(evolve(model))(images).last_hidden_state, expected)
 
@@ -755,6 +757,19 @@ def test_layers_that_change_their_logits_or_maps_on_their_own_are_refused():
     expected = plain(words, use_cache=False).last_hidden_state
     got = evolve(plain, "residual")(words, use_cache=False).last_hidden_state
     assert_close(got, expected)
+
+
+@torch.no_grad()
+def test_a_sliding_window_is_said_when_the_model_evolves(caplog):
+    config = transformers.ModernBertConfig(**TEXT, pad_token_id=0, local_attention=8)
+    model = transformers.ModernBertModel(config).eval()
+    evolve(model, "residual")
+    assert "sliding window" not in caplog.text
+    evolved = evolve(model, "ea")
+    assert "evolution 'ea' refuses sequences that are longer than it, 5 tokens" in caplog.text
+    evolved(torch.full((1, 5), 7))
+    with pytest.raises(ValueError, match="windows and packed sequences have other masks"):
+        evolved(torch.full((1, 6), 7))
 
 
 def test_what_cannot_evolve_is_refused(tmp_path):
