@@ -44,18 +44,21 @@ REFUSALS = (
 
 
 def channel_statistics(name: str, values: Any) -> tuple[float, ...]:
-    """Return the mean or standard deviation of images' three channels as floats.
+    """Return the mean or standard deviation of images' three channels as floats. A single value is that of each
+    channel, as in timm.
 
     Args:
         name: "mean" or "std".
 
     Raises:
-        UsageError: it is not three finite numbers, or one of "std" is not above 0.
+        UsageError: it is not one or three finite numbers, or one of "std" is not above 0.
     """
     try:
         numbers = tuple(map(float, values))
     except (TypeError, ValueError):
         numbers = ()
+    if len(numbers) == 1:
+        numbers *= 3
     usable = len(numbers) == 3 and all(map(math.isfinite, numbers))
     above = ""
     if name == "std":

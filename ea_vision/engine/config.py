@@ -339,7 +339,7 @@ class TrainConfig:
                 raise UsageError(f"{name} needs {rules.goes_with}, got {value} without it")
 
     def _check_statistics(self) -> None:
-        """Raise UsageError unless mean and std are empty, or three numbers each."""
+        """Raise UsageError unless mean and std are empty, or one or three numbers each."""
         for name in ("mean", "std"):
             numbers = getattr(self, name)
             if numbers:
@@ -474,7 +474,7 @@ def _numbers(value: Any) -> list[float]:
     """Return a list of numbers. A text is refused: its digits are no list."""
     if isinstance(value, (str, dict)):
         raise TypeError
-    return [float(number) for number in value or []]
+    return [] if value is None else [float(number) for number in value]
 
 
 def _plain(value: Any) -> Any:

@@ -120,7 +120,11 @@ def test_a_wrong_name_is_told_before_data_is_read(tmp_path, monkeypatch, line, m
         ("--remode const", "remode needs reprob, got const without it"),
         ("--clip-mode agc", "clip_mode needs clip_grad, got agc without it"),
         ("--mean 0.5 0.5 0.5", "mean needs std"),
-        ("--mean 0.5 --std 0.5", "mean must be three numbers, one per channel, got [0.5]"),
+        (
+            "--mean 0.5 0.5 --std 0.5 0.5",
+            "mean must be three numbers, one per channel, got [0.5, 0.5]",
+        ),
+        ("--mean 0.5 --std 0", "std must be three numbers, one per channel, above 0, got [0.0]"),
         (
             "--mean 0.5 0.5 0.5 --std 1 0 1",
             "std must be three numbers, one per channel, above 0, got [1.0, 0.0, 1.0]",
@@ -194,6 +198,7 @@ def test_bad_options_of_the_imagenet_trainer_are_named(line, message):
             "decay_milestones must be of type list, got '30'",
         ),
         ("mean: '123'\nstd: '123'", "mean must be of type list, got '123'"),
+        ("decay_milestones: 0", "decay_milestones must be of type list, got 0"),
     ],
 )
 def test_bad_recipes_are_named(recipe, text, message):

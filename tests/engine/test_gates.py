@@ -180,16 +180,21 @@ def test_fine_tuning_a_resnet_by_recipe_begins_as_the_plain_one(data, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    "more, trained",
+    "more, trained, std",
     [
-        ("--linear-probe", {"fc.weight", "fc.bias"}),
-        ("--freeze conv1,bn1,layer1", {"layer4.0.conv1.weight", "layer4.0.bn1.running_mean"}),
+        ("--linear-probe", {"fc.weight", "fc.bias"}, "0.4 0.5 0.6"),
+        (
+            "--freeze conv1,bn1,layer1",
+            {"layer4.0.conv1.weight", "layer4.0.bn1.running_mean"},
+            "0.5",  # of each channel
+        ),
     ],
 )
-def test_frozen_parts_stay_as_they_began_statistics_included(data, tmp_path, more, trained):
+def test_frozen_parts_stay_as_they_began_statistics_included(data, tmp_path, more, trained, std):
     first = tmp_path / "first"
     second = tmp_path / "second"
-    statistics = "--mean 0.1 0.2 0.3 --std 0.4 0.5 0.6"
+    statistics = f"--mean 0.1 0.2 0.3 --std {std}"
+    std_of_channels = {"0.5": (0.5, 0.5, 0.5), "0.4 0.5 0.6": (0.4, 0.5, 0.6)}[std]
     assert train_cifar.main(runner.arguments(data, first, ONCE, statistics)) == 0
     argv = runner.arguments(data, second, ONCE, f"--pretrained-path {first}", more)
     assert train_cifar.main(argv) == 0
@@ -204,8 +209,8 @@ def test_frozen_parts_stay_as_they_began_statistics_included(data, tmp_path, mor
     _, about = run_folder.read_config(second)
     # of the first run
     assert about["mean"] == [0.1, 0.2, 0.3]
-    assert about["std"] == [0.4, 0.5, 0.6]
-    assert image_statistics(run_folder.load_run(second)[0]) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    assert about["std"] == [*std_of_channels]
+    assert image_statistics(run_folder.load_run(second)[0]) == ((0.1, 0.2, 0.3), std_of_channels)
     assert train_cifar.main(argv) == 0, "the same command finds it complete"
 
 
