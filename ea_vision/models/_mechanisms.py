@@ -64,9 +64,10 @@ class Mechanisms:
 
     def keywords(self) -> dict[str, Any]:
         """Return the keywords with which `ea_vision.evolve` adds these mechanisms, in types that JSON has."""
+        layers = self.attn_layers
         return {
             "kind": self.kind,
-            "attn_layers": None if self.attn_layers is None else list(self.attn_layers),
+            "attn_layers": None if layers is None else [int(number) for number in layers],
             "prefix": self.prefix,
             "token_conv": self.token_conv,
             "value_residual": self.value_residual,

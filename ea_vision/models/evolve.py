@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from ea_vision.models import any_transformer, evolve_resnet, huggingface
@@ -88,6 +89,9 @@ def evolve(
         raise ValueError(
             f"a network is required, such as timm.create_model('vit_small_patch16_224'), got {model!r}"
         )
+    for name, value in options.items():
+        if isinstance(value, np.generic):  # which no configuration could store
+            options[name] = value.item()
     family = next(family for family in FAMILIES if family.accepts(model))
     return family.evolve(model, kind, *args, **options)
 

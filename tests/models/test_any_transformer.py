@@ -4,6 +4,7 @@ import inspect
 import json
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -437,6 +438,19 @@ def test_an_adapter_of_token_conv_counts():
     evolved.blocks[1].token_conv.conv = nn.Identity()  # without parameters, like a quantised module
     with pytest.raises(ValueError, match="gates must be 0"):
         unevolve(evolved)
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet18"])
+def test_options_of_numpy_are_saved_as_numbers(name):
+    """JSON, in which timm and transformers save options, has none of NumPy's."""
+    if name == "resnet18":
+        model = evolve(timm.create_model(name), "ea", alpha=np.float32(0.5))
+    else:
+        plain = timm.create_model(name, depth=3)
+        model = evolve(plain, "ea", layers=np.arange(2, 4), alpha=np.float32(0.5))
+    evolution = json.loads(json.dumps(model._model_args))["evolution"]
+    assert evolution["alpha"] == 0.5
+    assert evolution.get("attn_layers", [2, 3]) == [2, 3]
 
 
 def test_evolves_anew_in_another_way():
