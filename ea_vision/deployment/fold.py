@@ -66,10 +66,11 @@ def input_channels(model: nn.Module) -> int:
         UsageError: it has neither.
     """
     config = getattr(model, "pretrained_cfg", None) or {}
+    # TResNet moves pixels into channels before its first convolution
+    moved = [module.bs**2 for module in model.modules() if isinstance(module, SpaceToDepth)]
     first = dict(model.named_modules()).get(str(config.get("first_conv")))  # as timm names it
     if isinstance(first, nn.Conv2d):
-        moved = [module.bs**2 for module in model.modules() if isinstance(module, SpaceToDepth)]
-        return first.in_channels // math.prod(moved)  # TResNet moves pixels into channels before it
+        return first.in_channels // math.prod(moved)
     convolutions = []
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv2d) and ".evolution." not in name:  # evolutions take maps
@@ -80,7 +81,7 @@ def input_channels(model: nn.Module) -> int:
     if config.get("input_size"):
         return config["input_size"][0]
     if convolutions:
-        return convolutions[0]
+        return convolutions[0] // math.prod(moved)
     raise UsageError(
         f"a network that begins with a convolution is required, got {type(model).__name__}"
     )

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 import ea_vision
 from ea_vision.base.errors import RunError
 from ea_vision.deployment import attention
+from ea_vision.deployment.fold import input_channels
 from ea_vision.layers import AugmentedConv2d, MapsAttention
 from ea_vision.layers.evolution import _EVOLUTIONS, Evolution, EvolvingAttention
 from ea_vision.models import list_networks
@@ -301,6 +302,7 @@ def test_takes_networks_of_images_with_13_channels(name):
     model = timm.create_model(name, in_chans=13, **small).eval()
     images = torch.randn(2, 13, 32, 32)
     torch.testing.assert_close(ea_vision.deploy(model)(images), model(images), atol=1e-4, rtol=1e-4)
+    assert input_channels(nn.Sequential(model)) == 13, "without a configuration"
 
 
 @pytest.mark.parametrize("evolved", [False, True])
