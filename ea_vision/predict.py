@@ -73,7 +73,11 @@ def predict(
                 entry["error"] = str(error)
         if inputs:
             with torch.no_grad():
-                logits = loaded.model(loaded.batch_of([x for _, x in inputs]))
+                try:
+                    logits = loaded.model(loaded.batch_of([x for _, x in inputs]))
+                except RuntimeError as error:
+                    loaded.check_channels(error)
+                    raise
                 likely = logits.float().softmax(-1).cpu()
             for (entry, _), shares in zip(inputs, likely, strict=True):
                 if shares.isfinite().all():

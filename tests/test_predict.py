@@ -12,8 +12,9 @@ import torch
 from PIL import Image
 
 import ea_vision  # noqa: F401  (registers the models)
-from ea_vision.base.errors import exit_code
-from ea_vision.predict import main
+from ea_vision.base.errors import UsageError, exit_code
+from ea_vision.predict import main, predict
+from ea_vision.recorder.loading import as_loaded
 from tests.data.photos import picture
 from tests.engine.runner import error_of
 
@@ -112,3 +113,9 @@ def test_names_that_are_not_utf8_stop_nothing(photos, tmp_path, monkeypatch, cap
 def test_bad_input_is_one_line(words, message, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert message in error_of(main, words, capsys)
+
+
+def test_a_network_of_grey_images_is_refused_in_words(photos):
+    grey = timm.create_model("resnet18", in_chans=1)
+    with pytest.raises(UsageError, match="with 3 channels, and grey takes 1 "):
+        list(predict(as_loaded(grey.eval(), "grey"), [photos / "a.png"]))

@@ -34,7 +34,7 @@ from ea_vision.base.networks import (
 from ea_vision.data.image_files import MAX_PIXELS
 from ea_vision.data.image_names import displayable
 from ea_vision.deployment.files import SUFFIXES, ExportedNetwork
-from ea_vision.deployment.fold import own_size
+from ea_vision.deployment.fold import input_channels, own_size
 from ea_vision.detection.model import Detector, create_detector
 from ea_vision.detection.predict import detect
 from ea_vision.detection.transforms import fit_image
@@ -138,6 +138,17 @@ class LoadedModel:
         batch = self.normalize(torch.stack(list(inputs)).to(self.device))
         weights = [weight for weight in self.model.parameters() if weight.is_floating_point()]
         return batch.to(weights[0].dtype) if weights else batch
+
+    def check_channels(self, refusal: RuntimeError) -> None:
+        """Raise UsageError if a forward's error says that the network takes images of another number of channels."""
+        if "channels" not in str(refusal):  # as a convolution says it
+            return
+        channels = input_channels(self.model)
+        if channels != 3:
+            raise UsageError(
+                f"a network is required that takes images with 3 channels, and {self.label} takes {channels} "
+                "(ea_vision.record_attention takes any)"
+            ) from refusal
 
     def prepare(self, image: Image.Image, finer: float = 1.0) -> Tensor:
         """Return (3, H, W) in 0..1: the image resized and centre-cropped, as in evaluation. Queries count these pixels.

@@ -14,7 +14,6 @@ from torchvision.transforms.v2.functional import crop
 import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import evaluating
-from ea_vision.deployment.fold import input_channels
 from ea_vision.ops import Size
 from ea_vision.recorder.inputs import ImageSource, as_image
 from ea_vision.recorder.loading import (
@@ -124,15 +123,8 @@ def record(
             f"{model.label} on a {prepared.shape[1]}x{prepared.shape[2]} input: {error}"
         ) from error
     except RuntimeError as error:
-        if "channels" not in str(error):  # a convolution's refusal
-            raise
-        channels = input_channels(model.model)
-        if channels == len(prepared):
-            raise
-        raise UsageError(
-            f"figures need a network of images with 3 channels, and {model.label} takes {channels} "
-            "(ea_vision.record_attention takes any)"
-        ) from error
+        model.check_channels(error)
+        raise
     size = tuple(prepared.shape[1:])
     covered = [layer.layout.covered for layer in maps.values() if layer.layout.covered]
     shown = covered[0] if covered else size
