@@ -87,7 +87,7 @@ def check_keeps_images(outputs: Iterable[Path], images: Sequence[str]) -> None:
     """
     read = {_identity(image) for image in images if os.path.exists(image)}
     for output in outputs:
-        if output.exists() and _identity(output) in read:
+        if os.path.exists(output) and _identity(output) in read:
             raise UsageError(f"--output must be another file than the images, got {output}")
 
 

@@ -9,7 +9,12 @@ import pytest
 
 from ea_vision.base import files
 from ea_vision.base.errors import RunError, UsageError
-from ea_vision.base.files import atomic_write, check_output, check_writable
+from ea_vision.base.files import (
+    atomic_write,
+    check_keeps_images,
+    check_output,
+    check_writable,
+)
 
 
 def test_a_link_stays_and_its_file_is_replaced(tmp_path):
@@ -52,6 +57,15 @@ def test_what_cannot_be_written_is_said_before_work_and_nothing_is_replaced(tmp_
         check_writable(tmp_path / ("n" * 256))
     assert sorted(os.listdir(tmp_path)) == ["file", "folder", "link"]
     assert not os.listdir(folder)
+
+
+def test_an_output_with_too_long_a_name_is_none_of_the_images(tmp_path):
+    image = tmp_path / "photo.png"
+    image.touch()
+    outputs = [tmp_path / ("n" * 256), tmp_path / "other.png"]
+    check_keeps_images(outputs, [str(image)])
+    with pytest.raises(UsageError, match="another file than the images, got .*photo.png"):
+        check_keeps_images([*outputs, image], [str(image)])
 
 
 def test_a_signal_in_the_middle_of_a_write_ends_the_process_after_it(tmp_path):
