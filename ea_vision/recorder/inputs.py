@@ -147,7 +147,8 @@ def _from_array(array: np.ndarray) -> Image.Image:
         )
     if array.dtype.kind not in "biuf":
         raise UsageError(f"an image array must be of numbers, got {array.dtype}")
-    values = in_unit_range(torch.from_numpy(array.copy()))
+    native = array.astype(array.dtype.newbyteorder("="))  # FITS files are big-endian
+    values = in_unit_range(torch.from_numpy(native))
     levels = (values * 255).round().byte()
     return to_pil_image(levels.numpy())
 

@@ -100,7 +100,8 @@ def test_arrays_files_and_pil_images_are_one_image(tmp_path):
     float64 = array.astype(np.float64) / 255
     with_alpha = np.asarray(image.convert("RGBA"))
     expected = model.prepare(image)
-    for source in (image, array, float32, float64, str(path), path, with_alpha):
+    of_fits = float32.astype(">f4")
+    for source in (image, array, float32, float64, of_fits, str(path), path, with_alpha):
         assert torch.equal(model.input_of(as_image(source)), expected)
     grey = np.asarray(image.convert("L"))
     with_axis = as_image(grey[:, :, None])
