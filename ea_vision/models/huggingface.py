@@ -135,8 +135,8 @@ def reason_against(model: nn.Module) -> str | None:
     if not layers or not model._can_set_attn_implementation():
         version = sys.modules["transformers"].__version__
         return (
-            f"no attention layer of it goes through ALL_ATTENTION_FUNCTIONS of transformers {version}; "
-            "in later versions those of more models do"
+            f"no attention layer of it goes through ALL_ATTENTION_FUNCTIONS of transformers {version} "
+            "(tested with 5.20 and later)"
         )
     if any(hasattr(layer, "maps") for layer in layers):
         return "a plain model required, its maps evolve already"

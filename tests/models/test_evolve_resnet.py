@@ -20,6 +20,7 @@ from ea_vision import evolve, unevolve
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.layers.augmented_conv import Projection
 from ea_vision.models import get_network
+from ea_vision.models._chain import timm_input
 from tests.models.test_convert import NARROW, RESNETS
 from tests.models.zoo import (
     assert_checkpointing_changes_nothing,
@@ -273,7 +274,8 @@ def test_a_saved_network_loads_again(tmp_path):
     model = woken(evolve(plain, "pa", img_size=64, alpha=0.3))
     for size in (64, 96):
         model.set_input_size(size)
-        save_for_hf(model, tmp_path, model_args=NARROW | model._model_args)
+        by_hand = {"model_args": NARROW | model._model_args}  # timm before 1.0.30 saves none
+        save_for_hf(model, tmp_path, **(by_hand if timm_input is None else {}))
         loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
         assert loaded.img_size == (size, size)
         assert torch.equal(loaded(images(size, size)), model(images(size, size)))
