@@ -49,7 +49,7 @@ from ea_vision.recorder.loading import (
     positive,
 )
 from ea_vision.recorder.maps import Query
-from ea_vision.recorder.probe_network import ProbeRecipe, train_probe
+from ea_vision.recorder.probe_network import ProbeRecipe, in_batches, train_probe
 from ea_vision.recorder.recording import record_attention, recordable_layers
 
 CONTROLS = ("untrained", "shuffled")
@@ -118,7 +118,7 @@ def untrained_network(
     )
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(images), generator=generator)
-    drawn = images[order[:count]].split(batch_size)
+    drawn = in_batches(images[order[:count]], batch_size)
     inputs = (network.normalize(batch.to(model.device) / 255) for batch in drawn)
     update_bn(inputs, network.model)
     return network

@@ -74,6 +74,12 @@ class ProbeRecipe:
     seed: int = 0
 
 
+def in_batches(values: Tensor, size: int) -> tuple[Tensor, ...]:
+    """Split values into batches of `size`. A single value that is left over joins the last batch, because batch
+    statistics need several."""
+    return values.tensor_split(list(range(size, len(values) - 1, size)))
+
+
 def train_probe(
     maps: Tensor,
     targets: Tensor,
@@ -84,8 +90,7 @@ def train_probe(
     device: str = "cpu",
     label: str = "probe",
 ) -> float:
-    """Train a ProbeNet on maps (M, K, H, W); return its top-1 in percent on the test maps after the last epoch. A
-    single map that is left over joins the last batch, because batch statistics need several.
+    """Train a ProbeNet on maps (M, K, H, W); return its top-1 in percent on the test maps after the last epoch.
 
     Raises:
         UsageError: fewer than 2 maps.
@@ -110,13 +115,12 @@ def train_probe(
     optimizer = torch.optim.SGD(
         net.parameters(), recipe.lr, recipe.momentum, weight_decay=recipe.weight_decay
     )
-    ends = list(range(recipe.batch_size, len(maps) - 1, recipe.batch_size))
-    steps = len(ends) + 1
+    steps = len(in_batches(targets, recipe.batch_size))
     scheduler = CosineAnnealingLR(optimizer, recipe.epochs * steps, recipe.lr_min)
     epochs = tqdm(range(1, recipe.epochs + 1), desc=label, unit="epoch", disable=None)
     for epoch in epochs:
         shuffled = torch.randperm(len(maps), generator=order)
-        for index in shuffled.tensor_split(ends):
+        for index in in_batches(shuffled, recipe.batch_size):
             logits = net(seen(maps, index))
             loss = F.cross_entropy(logits, targets[index].to(device))
             if not math.isfinite(loss.item()):

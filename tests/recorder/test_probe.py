@@ -134,6 +134,9 @@ def test_untrained_networks_get_the_statistics_of_images_in_whatever_order_they_
         _, counts = batch[:, 0, 0, 0].unique(return_counts=True)
         assert len(counts) == 3
         assert counts.min() > 0.15 * 50
+    inputs.clear()
+    untrained_network(NAME, small_model(), pixels, seed=0, count=101, batch_size=50)
+    assert [len(batch) for batch in inputs] == [50, 51], "one image alone may be one pixel"
 
 
 def test_the_command_ends_with_a_table(tmp_path, capsys):
