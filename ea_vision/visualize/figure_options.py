@@ -58,7 +58,7 @@ from ea_vision.recorder.loading import (
 )
 from ea_vision.recorder.recording import AttentionLayer, AttentionMaps, LayerMaps
 from ea_vision.visualize.image_maps import AnyImage, as_models, record
-from ea_vision.visualize.map_style import SCALES, STYLE, STYLES, MapStyle, style_of
+from ea_vision.visualize.map_style import SCALES, STYLE, STYLE_FIELDS, STYLES, style_of
 from ea_vision.visualize.tiles import ALL, MEAN, Head, Query, Recording
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,6 @@ DEMO = ["ea_conv_transformer_cifar"]  # the default model
 SOME_LAYERS = 6  # how many are drawn at most by default
 CHECKPOINTS = ("*.ckpt", f"{run_folder.SNAPSHOTS}/*.safetensors")  # in a run folder
 NEED_RUNS = "checkpoints need a run folder, its *.ckpt files or its snapshots"
-STYLE_FIELDS = tuple(MapStyle.__dataclass_fields__)
 SHARED = ("layers", "heads", "queries", "width", *STYLE_FIELDS)
 FILM = ".gif"
 DIAGONAL = ((0.25, 0.25), (0.5, 0.5), (0.75, 0.75))  # queries, as fractions of height and width

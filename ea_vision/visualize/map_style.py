@@ -87,6 +87,7 @@ class MapStyle:
 
 
 STYLE = MapStyle()
+STYLE_FIELDS = tuple(MapStyle.__dataclass_fields__)
 
 
 def style_of(keywords: Mapping[str, Any]) -> MapStyle:
@@ -95,11 +96,10 @@ def style_of(keywords: Mapping[str, Any]) -> MapStyle:
     Raises:
         UsageError: a keyword that is none of the style's, or an invalid value.
     """
-    fields = MapStyle.__dataclass_fields__
-    unknown = [name for name in keywords if name not in fields]
+    unknown = [name for name in keywords if name not in STYLE_FIELDS]
     if unknown:
         raise UsageError(
-            f"figures have no keyword {unknown[0]}; those of the style are {', '.join(fields)}"
+            f"figures have no keyword {unknown[0]}; those of the style are {', '.join(STYLE_FIELDS)}"
         )
     return MapStyle(**keywords)
 

@@ -23,7 +23,6 @@ from ea_vision.recorder.loading import LoadedModel, positive
 from ea_vision.recorder.quantities import LayerQuantities, measure, quantities_csv
 from ea_vision.visualize.figure_options import (
     DEMO,
-    STYLE_FIELDS,
     Asked,
     Layers,
     Models,
@@ -34,6 +33,7 @@ from ea_vision.visualize.figure_options import (
     save,
 )
 from ea_vision.visualize.image_maps import AnyImage, as_batch, as_images, title_of
+from ea_vision.visualize.map_style import STYLE_FIELDS
 
 EXAMPLES = """\
   ea-vision statistics --model aa_resnet34,pa_aa_resnet34,ea_aa_resnet34 -o statistics.png images/
