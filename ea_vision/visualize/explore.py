@@ -273,6 +273,7 @@ class Explorer:
             "predictions": predictions,
             "featSizes": {layer.number: layer.feat_size for layer in layers},
             "prefixes": {layer.number: layer.num_prefix_tokens for layer in layers},
+            "shares": {layer.number: _sums_to_one(layer) for layer in layers},
             "keys": {layer.number: _keys_of(layer) for layer in layers},
             "largest": largest,
             "places": places,
@@ -314,6 +315,14 @@ class Explorer:
         if OWN_ALONE in arrays:
             arrays[CHANGE] = changes_of(layer, heads, prefix)
         return arrays
+
+
+def _sums_to_one(layer: LayerMaps) -> bool:
+    """Return whether each query's attention sums to 1: what is missing among the pixels is then the tokens' share."""
+    if layer.attn is None:
+        return False
+    sums = layer.attn.float().sum(-1)
+    return bool((sums - 1).abs().max() < 0.01)
 
 
 def _keys_of(layer: LayerMaps) -> list[int]:

@@ -623,6 +623,20 @@ def test_a_vision_transformer_begins_with_its_class_token_at_its_last_layer(
     assert ("% of it to cls" in said) == (query == "cls")
 
 
+def test_the_share_of_tokens_is_left_out_where_rows_do_not_sum_to_1(open_page, tmp_path):
+    """Talking heads mix the probabilities: what the pixels lack is not what the class token gets."""
+    model = evolve(timm.create_model("vit_tiny_patch16_224", **TINY), "talking_heads")
+    for block in model.blocks:
+        for parameter in block.attn.evolution.parameters():
+            torch.nn.init.normal_(parameter)
+    page = open_page(
+        "#query=cls&layer=2", url=write_page(show_page(model, picture(0)).text, tmp_path)
+    )
+    said = page.locator("#numbers").text_content()
+    assert "entropy of its attention" in said
+    assert "of it to cls" not in said
+
+
 def test_masked_logits_are_left_blank(open_page, tmp_path):
     """A causal mask; the strip leaves them blank, too."""
     model = timm.create_model("vit_tiny_patch16_224", **TINY)

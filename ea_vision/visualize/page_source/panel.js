@@ -226,8 +226,8 @@ export class Panel {
     const { values, featSize, entropy, distance, outside } = numbers, largest = Math.max(...values), lines = [`${title} · ${featSize.join("x")} map`];
     if (isAttention(part)) lines.push(`largest ${(100 * largest).toFixed(1)}%, ${shortNumber(largest * this.numKeys(numbers))} times uniform`);
     if (entropy === undefined) return lines;
-    const tokens = this.model.prefix.slice(0, this.maps.entry.prefixes[layer.number]); // the layer may have none of them
-    if (tokens.length) lines.push(`${(100 * outside).toFixed(0)}% of it to ${tokens.join(", ")}`);
+    const { prefixes, shares } = this.maps.entry, tokens = this.model.prefix.slice(0, prefixes[layer.number]); // or none
+    if (tokens.length && shares[layer.number]) lines.push(`${(100 * outside).toFixed(0)}% of it to ${tokens.join(", ")}`);
     const most = Math.log(Math.min(values.length, this.numKeys(numbers)));
     lines.push(`entropy of its attention ${entropy.toFixed(2)} of at most ${most.toFixed(2)} nats`);
     return distance === undefined ? lines : [...lines, `mean distance ${distance.toFixed(1)} px`];
