@@ -56,6 +56,7 @@ HEALED = "Question 6: does a network that looks at single pixels recover without
 SECOND_CYCLE = "Question 7: what does a second cycle bring the EA network?"
 LONG = "Question 8: 60 epochs on a GPU"
 SETS = ("cifar10", "cifar100")
+SETS_NAMED = ("CIFAR-10", "CIFAR-100")
 KINDS = ("trained", "untrained", "shuffled")
 AA = "conv_transformer_cifar"
 PA = "pa_conv_transformer_cifar"
@@ -309,9 +310,7 @@ def replaced_maps():
         yield MAPS, "", cells(network, *row).replace(" nan |", " |")
     slower = table("replaced-maps/attention-lr-replaced.csv")["top1"]
     yield MAPS, "", cells("that of the rest", *slower[:6]), cells("a quarter of it", *slower[6:])
-    for network in (EA, "EA"):
-        yield PAGE, OWE, *means.loc[network, ["trained", "other", "none"]]
-    yield PAGE, OWE, means.own["EA"]
+    yield PAGE, OWE, *means.loc[EA, ["trained", "other", "none"]]
     lost = means["trained"] - means["none"]
     narrow = lost[["none", "PA", "EA", "EA without skip", "EA without convolution"]]
     yield PAGE, "", f"{lost[EA]:.1f}", f"{span(narrow, 0)} points"
@@ -419,7 +418,6 @@ def cifar10():
     yield PAGE, "", span(top1.values(), 1) + "%"
     figures = table("shipped-entropy.csv")
     yield PAGE, "CIFAR-10", span(figures["entropy_share"]), span(figures["largest"])
-    yield "docs/train.md", "The run folder", span(figures["entropy_share"])
     muon, adamw = table("muon-parameters.csv")[["muon_tensors", "adamw_tensors"]].sum()
     yield CIFAR, "CIFAR-10", f"{muon} of the EA network's {muon + adamw} parameters"
     by_epoch = table("recipe-search/trials.csv").set_index("trial")["held_out_top1_by_epoch"]
@@ -499,7 +497,6 @@ def quarter_width_networks_and_tuning_on_scenes():
         yield PAGE, "Scenes", f"{name} {means[name]:.2f}"
     yield PAGE, "Scenes", points(aa, "+"), f"{means['taught']:.2f}, p = {taught['p']:.3f}"
     yield PAGE, "", points(plain), points(taught)
-    yield "docs/imagenet.md", "", f"{taught['difference']:+.2f} points"
     tuning = top1_of("scenes/fine-tuning-runs.csv")
     tuned = tuning["fine-tuned"]
     scratch = tuning["from scratch"]
@@ -617,46 +614,78 @@ def test_a_table_without_complete_seeds_is_no_result(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [collapse.RESULTS]
 
 
-def was_the_deficit_the_collapse():
-    runs = table("collapse.csv")
-    effects = collapse.effects_of(runs)
-    pd.testing.assert_frame_equal(effects, table("collapse-effects.csv"))
-    on_cifar100 = runs[runs["data"] == "cifar100"]
-    assert on_cifar100["network"].tolist() == [*collapse.NETWORKS], "one seed"
-    runs = runs[runs["data"] == "cifar10"]
-    effects = effects[effects["data"] == "cifar10"]
+def of_the_collapse(data):
+    """Return top-1 by seed and network of the complete seeds of a data set, and the effects by name."""
+    runs = table("collapse.csv").query("data == @data")
     top1 = runs.pivot(index="seed", columns="network", values="top1").dropna()
+    effects = table("collapse-effects.csv").query("data == @data")
+    return top1, effects.set_index("name")
+
+
+def the_tables_of_the_collapse():
+    computed = collapse.effects_of(table("collapse.csv"))
+    pd.testing.assert_frame_equal(computed, table("collapse-effects.csv"))
+    for data, heading in zip(SETS, SETS_NAMED, strict=True):
+        top1, effects = of_the_collapse(data)
+        for network in collapse.NETWORKS:
+            yield COLLAPSED, heading, cells(network, *top1[network], top1[network].mean())
+        for name, row in effects.iterrows():
+            better, worse = name.split(" - ")
+            effect = points(paired(top1[better] - top1[worse]), "+")
+            p = [] if np.isnan(row["p"]) else [shown_p(row["p_holm"])]
+            yield COLLAPSED, heading, cells(name, effect, *p)
+        yield PAGE, "", points(effects.loc["EA + norm - none + norm"], "+")
+        yield PAGE, "", points(effects.loc["none + norm - none"], "+")
+        against = effects.loc[["cnn - none", "cnn - none + norm"]]
+        for effect in against.to_dict("records"):
+            yield PAGE, "", points(effect, "+")
+            yield PAGE, "Attention against convolution", points(effect, "+")
+
+
+def was_the_deficit_the_collapse_on_cifar10():
+    top1, effects = of_the_collapse("cifar10")
     assert top1.index.tolist() == [*range(5, 15)]
-    for network in collapse.NETWORKS:
-        yield COLLAPSED, "Results", cells(network, *top1[network], top1[network].mean())
-    for row in effects.to_dict("records"):
-        better, worse = row["name"].split(" - ")
-        effect = points(paired(top1[better] - top1[worse]), "+")
-        p = [] if np.isnan(row["p"]) else [shown_p(row["p_holm"])]
-        yield COLLAPSED, "Results", cells(row["name"], effect, *p)
-    tested = effects.dropna()
-    assert (tested["p_holm"] > 0.05).all()
+    assert (effects["p_holm"].dropna() > 0.05).all()
     known = top1_of("../factorial/cifar10-runs.csv")["none"]
     repeats = table("../healthy_maps/norm-repeats.csv").query("network == 'none'")
     assert top1["none"].loc[6:9].tolist() == known.loc[6:9].tolist()
     assert top1["none"].loc[5:6].tolist() == repeats["top1"].tolist()
-    against = effects.set_index("name").loc[["cnn - none", "cnn - none + norm"]]
     former = top1_of("evidence/cifar10-runs.csv")
     deficit = former["cnn"].mean() - former["none"].mean()
-    assert against.loc["cnn - none", "low"] < 0 < against.loc["cnn - none", "high"] < deficit
-    yield COLLAPSED, "Results", f"leaves out the {deficit:.2f}"
-    without, behind = against["high"]
-    yield COLLAPSED, "Results", f"at most {behind:.2f} points", f"at most {without:.2f}. The norm"
-    gained = effects.set_index("name").loc["none + norm - none", "high"]
-    yield COLLAPSED, "Results", f"gains at most {gained:.2f}"
+    of_cnn = effects.loc["cnn - none"]
+    assert of_cnn["low"] < 0 < of_cnn["high"] < deficit
+    yield COLLAPSED, "CIFAR-10", f"leaves out the {deficit:.2f}"
+    behind = effects.loc["cnn - none + norm", "high"]
+    gained = effects.loc["none + norm - none", "high"]
+    most = f"at most {behind:.2f} points", f"at most {of_cnn['high']:.2f}. The norm"
+    yield COLLAPSED, "CIFAR-10", *most, f"gains at most {gained:.2f}"
     for last in (8, 10, 13):
         looked_at = top1.loc[5:last]
         effect = open_points(paired(looked_at["cnn"] - looked_at["none"]), "+")
-        yield COLLAPSED, "Results", effect.replace(" (", ", ")
-    for effect in against.to_dict("records"):
-        yield PAGE, "", points(effect, "+")
-        yield PAGE, "Attention against convolution", points(effect, "+")
-    yield "README.md", "", points(against.loc["cnn - none"], "+")
+        yield COLLAPSED, "CIFAR-10", effect.replace(" (", ", ")
+    yield "README.md", "", points(of_cnn, "+")
+
+
+def was_the_deficit_the_collapse_on_cifar100():
+    top1, effects = of_the_collapse("cifar100")
+    assert top1.index.tolist() == [*range(5, 10)]
+    norm = effects.loc["none + norm - none"]
+    assert norm["p_holm"] < 0.05
+    for page in (COLLAPSED, PAGE, "README.md"):
+        yield page, "", points(norm, "+")
+    others = effects.loc[["cnn - none + norm", "EA + norm - none + norm"], "p_holm"]
+    assert (others > 0.05).all()
+    behind = effects.loc["cnn - none + norm", "high"]
+    yield COLLAPSED, "CIFAR-100", f"at most {behind:.2f} points ahead"
+    former = top1_of("evidence/cifar100-runs.csv")
+    deficit = former["cnn"].mean() - former["none"].mean()
+    of_cnn = effects.loc["cnn - none"]
+    assert of_cnn["low"] < 0 < deficit < of_cnn["high"]
+    yield COLLAPSED, "CIFAR-100", f"the {deficit:.2f} of seeds 0 to 4"
+    for last in (7, 8):
+        looked_at = top1.loc[5:last]
+        effect = open_points(paired(looked_at["none + norm"] - looked_at["none"]), "+")
+        yield COLLAPSED, "CIFAR-100", effect.replace(" (", ", ")
 
 
 # ---- healthy maps ----------------------------------------------------------------------------------------------------
@@ -1097,7 +1126,9 @@ CLAIMS = [
     captions_of_pictures,
     fine_tuning_of_a_pretrained_transformer_on_scenes,
     attention_added_to_a_trained_resnet,
-    was_the_deficit_the_collapse,
+    the_tables_of_the_collapse,
+    was_the_deficit_the_collapse_on_cifar10,
+    was_the_deficit_the_collapse_on_cifar100,
     the_trials_of_healthy_maps,
     what_the_norm_costs,
     the_runs_with_the_norm,
