@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, lru_cache
+from typing import Any
 
 import matplotlib
 from matplotlib.artist import Artist
@@ -61,11 +62,16 @@ def font_file(text: str) -> str:
     return findfont("DejaVu Sans:bold")
 
 
+def text_settings() -> dict[str, Any]:
+    """Return the rcParams that draw texts as they are written: names may have dollar signs, between which matplotlib
+    would read a formula, and letters that its own fonts lack."""
+    return {"text.parse_math": False, "font.family": fonts()}
+
+
 @contextmanager
 def as_written() -> Iterator[None]:
-    """Draw texts as they are written: names may have dollar signs, between which matplotlib would read a formula, and
-    letters that its own fonts lack."""
-    with matplotlib.rc_context({"text.parse_math": False, "font.family": fonts()}):
+    """Draw texts as they are written."""
+    with matplotlib.rc_context(text_settings()):
         yield
 
 
@@ -148,8 +154,7 @@ def print_style() -> AbstractContextManager[None]:
             "legend.columnspacing": 1.0,
             "legend.handlelength": 1.8,
             "grid.linewidth": 0.5,
-            "text.parse_math": False,
-            "font.family": fonts(),
+            **text_settings(),
         }
     )
 

@@ -20,7 +20,7 @@ from matplotlib.colors import Colormap, Normalize
 from matplotlib.figure import Figure
 
 from ea_vision.base.figures import PAGE, check_width
-from ea_vision.base.print import fonts, new_figure, points, text_width, wrapped
+from ea_vision.base.print import new_figure, points, text_settings, text_width, wrapped
 
 log = logging.getLogger(__name__)
 
@@ -378,8 +378,7 @@ def _draw(laid: _Laid) -> Figure:
         )
     figure = new_figure(width / 72, height / 72)
     style = {
-        "text.parse_math": False,
-        "font.family": fonts(),
+        **text_settings(),
         "axes.titlesize": points(),
         "axes.labelsize": points(),
         "axes.titlepad": 0.3 * points(),
