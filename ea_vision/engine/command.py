@@ -93,9 +93,9 @@ def main(module: type[DataModule], argv: list[str] | None = None) -> int:
             evaluate_target(module, target, given)
         return 0
     config = resolve(module.options, given)
+    check_names(module, config)
+    check_beginning(config, folder_of(module, config))
     if only_checked:
-        check_names(module, config)
-        check_beginning(config, folder_of(module, config))
         module.check_places(config)
     else:
         with workers_watched(RuntimeError):
@@ -110,9 +110,7 @@ def train(module: type[DataModule], config: TrainConfig) -> None:
         UsageError: something that the user can correct; nothing was written.
         RunError: the run had to stop.
     """
-    check_names(module, config)
     folder = folder_of(module, config)
-    check_beginning(config, folder)
     with join_world(config.device, config.dist_timeout) as world, StopRequest() as stop:
         log_to_stdout(world.rank)
         check_writable(folder)
