@@ -138,7 +138,7 @@ class DetectionConfig(TrainConfig):
                 f"scale_min must be at most scale_max ({self.scale_max:g}), got {self.scale_min:g}"
             )
 
-    def _check_statistics(self) -> None:
+    def _take_statistics(self) -> None:
         """Raise UsageError unless mean and std are empty."""
         if self.mean:
             raise UsageError(

@@ -316,7 +316,7 @@ class TrainConfig:
         for name, rules in self.rules().items():
             setattr(self, name, _checked(name, getattr(self, name), hints[name], rules))
         self._check_pairs()
-        self._check_statistics()
+        self._take_statistics()
         if self.epochs == int(self.epochs):
             self.epochs = int(self.epochs)
         if self.min_lr > self.lr:
@@ -338,12 +338,13 @@ class TrainConfig:
             if rules.goes_with and not getattr(self, rules.goes_with):
                 raise UsageError(f"{name} needs {rules.goes_with}, got {value} without it")
 
-    def _check_statistics(self) -> None:
-        """Raise UsageError unless mean and std are empty, or one or three numbers each."""
+    def _take_statistics(self) -> None:
+        """Give mean and std a number for each channel if they have one for all; raise UsageError unless they are empty,
+        or one or three numbers each."""
         for name in ("mean", "std"):
             numbers = getattr(self, name)
             if numbers:
-                channel_statistics(name, numbers)
+                setattr(self, name, list(channel_statistics(name, numbers)))
 
     @classmethod
     def rules(cls) -> dict[str, SimpleNamespace]:

@@ -9,7 +9,6 @@ from torch import nn
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write, create, csv_text, write_json
 from ea_vision.base.networks import (
-    channel_statistics,
     check_classes,
     create_classifier,
     image_statistics,
@@ -139,8 +138,8 @@ class DataModule:
         """Return the keywords of all loaders for this model."""
         mean, std = image_statistics(model)
         if self.config.mean:
-            mean = channel_statistics("mean", self.config.mean)
-            std = channel_statistics("std", self.config.std)
+            mean = self.config.mean
+            std = self.config.std
         return {
             "mean": tuple(mean),
             "std": tuple(std),
