@@ -1,12 +1,12 @@
 """Measure images per second of every loader on the same images, and the share of time that a step waits for images.
 
-    python -m experiments.loaders --data-dir DIR --workers 8 --rounds 5
+    python -m experiments.loaders loaders.csv --data-dir DIR --workers 8 --rounds 5
 
 Training batches (random crop, flip, normalised) come from timm's loader (set up as in its train script, but without
 colour jitter), from ea_vision's loader of image files, and from FFCV files of the same images: all as JPEG, half as
 JPEG, and all as pixels. Each loader runs in a separate process with the same number of workers. A few images are
-repeated to make a long epoch, whose start is not timed. In every round the loaders run one after another; the table
-shows medians.
+repeated to make a long epoch, whose start is not timed. In every round the loaders run one after another; the CSV
+has medians.
 
 The step stands for an accelerator that takes `--rate` images per second: it sleeps, so that the loader has the cores.
 With image files it also waits for their normalisation, which a GPU would do.
@@ -15,17 +15,20 @@ With image files it also waits for their normalisation, which a GPU would do.
 import argparse
 import multiprocessing
 import os
-import platform
-import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
+import timm
 import timm.data
 import torch
 
+from ea_vision.base.provenance import hardware
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.beton import Beton
 from ea_vision.data.ffcv import BetonTrainLoader
@@ -34,10 +37,19 @@ from ea_vision.data.imagenet import ImageTrainLoader, train_transform
 from ea_vision.data.splits import find_split
 from ea_vision.data.write_ffcv import write_beton
 
-SHARES = {"FFCV, JPEG": 1.0, "FFCV, half JPEG": 0.5, "FFCV, pixels": 0.0}
+JPEG_SHARES = (1.0, 0.5, 0.0)  # of FFCV files
 EPOCH = 200_000  # images at least
 MEAN = timm.data.IMAGENET_DEFAULT_MEAN
 STD = timm.data.IMAGENET_DEFAULT_STD
+
+
+class Target(NamedTuple):
+    """A loader to measure: its name in the table, its kind, what it reads, and the size of that."""
+
+    name: str
+    kind: str
+    path: str
+    mib: float
 
 
 class Repeated:
@@ -137,10 +149,59 @@ def serve(
     os._exit(0)  # without waiting for timm's workers
 
 
+def targets_of(folder: Path, given: argparse.Namespace) -> Iterator[Target]:
+    """Write the FFCV files into a folder, and yield what is measured."""
+    images = find_split(Path(given.data_dir), "train", or_root=True)
+    source = ImageFiles(images)
+    size = sum(file.stat().st_size for file in images.rglob("*") if file.is_file()) / 2**20
+    yield Target("timm's, files", "timm", given.data_dir, size)
+    yield Target("ours, files", "files", given.data_dir, size)
+    for share in JPEG_SHARES:
+        out = folder / f"{share}.beton"
+        write_beton(source, out, jpeg_share=share, max_size=given.max_size, workers=given.workers)
+        name = f"FFCV, `--jpeg-share {share:g}`"
+        yield Target(name, "ffcv", str(out), out.stat().st_size / 2**20)
+
+
+def measure_in_turns(targets: list[Target], given: argparse.Namespace) -> pd.DataFrame:
+    """Return one row per loader: medians over rounds in which the loaders run one after another."""
+    served: dict[str, Connection] = {}
+    context = multiprocessing.get_context("spawn")
+    for target in targets:
+        served[target.name], theirs = context.Pipe()
+        arguments = (theirs, target.kind, target.path, given)
+        context.Process(target=serve, args=arguments).start()
+        theirs.close()  # else recv would wait for ever once the process has ended
+        served[target.name].recv()
+    found = []
+    for _ in range(given.rounds):
+        for name, connection in served.items():
+            connection.send(True)
+            found.append({"loader": name, **connection.recv()})
+    for connection in served.values():
+        connection.send(None)
+    by_loader = pd.DataFrame(found).groupby("loader")
+    rates = by_loader["rate"]
+    rows = []
+    for target in targets:
+        rows.append(
+            {
+                "loader": target.name,
+                "mib": round(target.mib),
+                "images_per_s": round(rates.median()[target.name]),
+                "least": round(rates.min()[target.name]),
+                "most": round(rates.max()[target.name]),
+                "waits_percent": round(100 * by_loader["waits"].median()[target.name]),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("csv", type=Path)
     parser.add_argument("--data-dir", required=True, help="folder with train, or of class folders")
     parser.add_argument(
         "--workers", type=int, default=os.cpu_count(), help="processes or threads that decode"
@@ -159,45 +220,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
-    targets = [
-        ("timm's loader, files", "timm", given.data_dir),
-        ("image files", "files", given.data_dir),
-    ]
     with tempfile.TemporaryDirectory() as folder:
-        source = ImageFiles(find_split(Path(given.data_dir), "train", or_root=True))
-        for name, share in SHARES.items():
-            out = Path(folder) / f"{share}.beton"
-            write_beton(
-                source, out, jpeg_share=share, max_size=given.max_size, workers=given.workers
-            )
-            targets.append((f"{name}, {out.stat().st_size / 2**20:.0f} MiB", "ffcv", str(out)))
-        found: dict[str, list[dict[str, float]]] = {name: [] for name, *_ in targets}
-        served: dict[str, Connection] = {}
-        context = multiprocessing.get_context("spawn")
-        for name, kind, path in targets:
-            served[name], theirs = context.Pipe()
-            context.Process(target=serve, args=(theirs, kind, path, given)).start()
-            theirs.close()  # else recv would wait for ever once the process has ended
-            served[name].recv()
-        for _ in range(given.rounds):
-            for name, connection in served.items():
-                connection.send(True)
-                found[name].append(connection.recv())
-        for connection in served.values():
-            connection.send(None)
-    print(
-        f"{len(source)} images, {given.img_size} pixels, batch {given.batch_size}, {given.workers} workers, "
-        f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}; medians of {given.rounds}\n"
-    )
-    print(
-        f"| loader | images/s | least, most | a step of {given.rate:g} images/s waits |\n| --- | --- | --- | --- |"
-    )
-    for name, rows in found.items():
-        rates = sorted(row["rate"] for row in rows)
-        print(
-            f"| {name} | {statistics.median(rates):,.0f} | {rates[0]:,.0f}, {rates[-1]:,.0f} | "
-            f"{statistics.median(row['waits'] for row in rows):.0%} |"
-        )
+        rows = measure_in_turns(list(targets_of(Path(folder), given)), given)
+    under = {
+        "rate": given.rate,
+        "workers": given.workers,
+        "batch_size": given.batch_size,
+        "img_size": given.img_size,
+        "rounds": given.rounds,
+        "torch": torch.__version__,
+        "timm": timm.__version__,
+        "hardware": hardware(torch.device(given.device), 1),
+    }
+    rows.assign(**under).to_csv(given.csv, index=False)
+    print(rows.to_string(index=False))
 
 
 if __name__ == "__main__":
