@@ -19,10 +19,10 @@ from ea_vision.base.figures import figure_bytes
 # Patterns for the pieces of a text: words, parts that end in punctuation, letters.
 PIECES = (r"[^ \n]*[ \n]?", r"[^_\-./,]*[_\-./,]?", ".")
 POINTS = {"title": 9.0, "medium": 8.0, "small": 7.0}
-# Fonts of Linux, Windows and macOS with Chinese, Japanese or Korean letters, which matplotlib's own fonts lack.
+OWN_FONT = "DejaVu Sans"  # which matplotlib brings
+# Fonts of Linux, Windows and macOS with Chinese, Japanese or Korean letters, which matplotlib's own fonts lack. Those
+# with outlines of CFF, which matplotlib does not convert to TrueType in a PDF, are last.
 CJK_FONTS = (
-    "Noto Sans CJK SC",
-    "Noto Sans CJK JP",
     "Noto Sans SC",
     "Noto Sans JP",
     "Noto Sans KR",
@@ -38,6 +38,8 @@ CJK_FONTS = (
     "Hiragino Sans GB",
     "Apple SD Gothic Neo",
     "Arial Unicode MS",
+    "Noto Sans CJK SC",
+    "Noto Sans CJK JP",
 )
 
 
@@ -48,18 +50,19 @@ def _installed() -> tuple[str, ...]:
 
 
 def fonts() -> list[str]:
-    """Return rcParams["font.family"] and the installed CJK_FONTS: a letter is drawn in the first that has it."""
-    return list(dict.fromkeys([*matplotlib.rcParams["font.family"], *_installed()]))
+    """Return rcParams["font.family"], matplotlib's own font, which has the letters if that family is not installed, and
+    the installed CJK_FONTS: a letter is drawn in the first that has it."""
+    return list(dict.fromkeys([*matplotlib.rcParams["font.family"], OWN_FONT, *_installed()]))
 
 
 def font_file(text: str) -> str:
-    """Return the path of the first bold font that has all letters of a text; DejaVu Sans if none has."""
+    """Return the path of the first bold font that has all letters of a text; OWN_FONT's if none has."""
     letters = set(map(ord, text))
-    for family in ("DejaVu Sans", *_installed()):
+    for family in (OWN_FONT, *_installed()):
         path = findfont(FontProperties(family=family, weight="bold"))
         if letters <= get_font(path).get_charmap().keys():
             return path
-    return findfont("DejaVu Sans:bold")
+    return findfont(f"{OWN_FONT}:bold")
 
 
 def text_settings() -> dict[str, Any]:

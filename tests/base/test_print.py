@@ -2,10 +2,12 @@
 
 import warnings
 
+import matplotlib
 import pytest
 import torch
 from fontTools.fontBuilder import FontBuilder
 from fontTools.pens.ttGlyphPen import TTGlyphPen
+from matplotlib.figure import Figure
 from matplotlib.font_manager import fontManager
 
 from ea_vision.base import print as texts
@@ -58,6 +60,19 @@ def test_pictures_draw_names_in_chinese(font):
         figure = plot_heatmap({CAT: tiny()}, images(32, 32, 1)[0].clamp(0, 1), layers=[1])
         for suffix in (".png", ".pdf"):
             figure_bytes(figure, suffix)
+
+
+def test_without_the_users_font_matplotlibs_own_draws_what_it_can(font):
+    """The font of Chinese letters, which is installed, has no Latin ones."""
+    with (
+        matplotlib.rc_context({"font.family": "not installed"}),
+        texts.as_written(),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error")
+        figure = Figure()
+        figure.text(0.5, 0.5, f"cat {CAT}")
+        assert figure_bytes(figure, ".png").startswith(b"\x89PNG")
 
 
 def test_names_of_detections_are_in_a_font_that_has_their_letters(font):
