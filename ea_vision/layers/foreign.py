@@ -4,7 +4,7 @@ tokens a layer's queries read."""
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -142,15 +142,17 @@ def layer_chains(model: nn.Module) -> list[LayerChain]:
     Layers of a chain have equally many heads, their names differ only in numbers, and their blocks are in one list: the
     stages of a hierarchical network (SegFormer) have maps of different sizes.
     """
-    rows = defaultdict(list)
+    rows = defaultdict(dict)
     for name, module in model.named_modules():
         if uses_interface(module):
             pattern = re.sub(r"\b\d+\b", "*", name)
-            rows[pattern, heads_of(module)].append(name)
+            rows[pattern][name] = heads_of(module)
     stages = []
-    for names in rows.values():
-        stages += _by_stage(names)
-    blocks = {names[0]: block_names(names) for names in stages}
+    blocks = {}
+    for heads in rows.values():
+        for names, of_names in _by_stage(heads):
+            stages.append(names)
+            blocks[names[0]] = of_names
     across = {name: CROSS_ATTENTION.search(name) is not None for name in blocks}
     decoders = set()
     for name in blocks:
@@ -166,16 +168,24 @@ def layer_chains(model: nn.Module) -> list[LayerChain]:
     return chains
 
 
-def _by_stage(layers: Sequence[str]) -> list[list[str]]:
-    """Group the names of layers by the list that contains their blocks."""
+def _by_stage(heads: Mapping[str, int]) -> list[tuple[list[str], tuple[str, ...]]]:
+    """Return the chains among layers whose names differ only in numbers: the names of their layers and blocks.
+
+    Args:
+        heads: name of a layer -> its number of heads.
+    """
     stages = defaultdict(list)
-    for name, block in zip(layers, block_names(layers), strict=True):
-        stages[block.rpartition(".")[0]].append(name)
-    return list(stages.values())
+    for name, block in zip(heads, block_names(list(heads)), strict=True):
+        stages[heads[name], block.rpartition(".")[0]].append((name, block))
+    chains = []
+    for stage in stages.values():
+        names, blocks = zip(*stage, strict=True)
+        chains.append((list(names), blocks))
+    return chains
 
 
 def block_names(layers: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the blocks around a chain's layers: each name up to the last number that differs."""
+    """Return the names of the blocks around layers: each name up to the last number that differs."""
     names = [name.split(".") for name in layers]
     numbers = [place for place, part in enumerate(names[0]) if part.isdigit()]
     columns = list(zip(*names, strict=True))

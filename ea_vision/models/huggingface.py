@@ -11,6 +11,7 @@ Models keep their class. Each attention layer gets a module `maps` with its mech
 import functools
 import logging
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -190,14 +191,6 @@ def _give_chain(
         options = {"causal": names.causal, **mechanisms.options}
         mechanisms = replace(mechanisms, options=options)
     layers = [model.get_submodule(name) for name in names.layers]
-    windows = [window for window in map(foreign.window_of, layers) if window]
-    if windows and mechanisms.kind not in (None, *sequences.POINTWISE):
-        log.warning(
-            "layers of %s have a sliding window: evolution %r refuses sequences that are longer than it, %d tokens",
-            type(model).__name__,
-            mechanisms.kind,
-            min(windows),
-        )
     blocks = [model.get_submodule(name) for name in names.blocks]
     decodes = names.across and isinstance(blocks[0], CarryingBlock)
     decoder = blocks[0].chains[0] if decodes else None
@@ -213,6 +206,7 @@ def _give_chain(
         layer.maps.train(layer.training)
     maps = [layer.maps for layer in layers]
     mechanisms.give(blocks, maps, _width_of(layers[0]), len(prefix), False)
+    _say_windows(model, layers, mechanisms.kind)
     for layer in layers:
         if layer.maps.reads_input or names.causal == "self":
             layer.register_forward_pre_hook(chain.note_input, with_kwargs=True)
@@ -222,6 +216,23 @@ def _give_chain(
             block.chains = []
             block.attention_config = layers[0].config
         block.chains.append(chain)
+
+
+def _say_windows(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    kind: str | None,
+) -> None:
+    """Warn if layers that evolve have a sliding window: kinds that mix maps take no longer sequences."""
+    evolving = [layer for layer in layers if layer.maps.evolution is not None]
+    windows = [window for window in map(foreign.window_of, evolving) if window]
+    if windows and kind not in sequences.POINTWISE:
+        log.warning(
+            "layers of %s have a sliding window: evolution %r refuses sequences that are longer than it, %d tokens",
+            type(model).__name__,
+            kind,
+            min(windows),
+        )
 
 
 def _width_of(layer: nn.Module) -> int:

@@ -706,7 +706,7 @@ def test_tokens_that_form_no_grid_are_for_kinds_that_need_none(class_name, size)
             evolve(model, kind, token_conv=token_conv)(**inputs)
 
 
-@pytest.mark.parametrize("heads", [[1, 2, 4, 8], [2, 2, 4, 8]])
+@pytest.mark.parametrize("heads", [[1, 2, 4, 8], [2, 2, 4, 8], [1, 2, 4, 4]])
 @torch.no_grad()
 def test_a_chain_begins_anew_where_there_are_other_heads_or_another_stage(heads):
     """Stages have maps of different sizes, also those with equally many heads."""
@@ -761,10 +761,13 @@ def test_layers_that_change_their_logits_or_maps_on_their_own_are_refused():
 
 @torch.no_grad()
 def test_a_sliding_window_is_said_when_the_model_evolves(caplog):
-    config = transformers.ModernBertConfig(**TEXT, pad_token_id=0, local_attention=8)
+    four_layers = {**TEXT, "num_hidden_layers": 4}  # the first and the last see all tokens
+    config = transformers.ModernBertConfig(**four_layers, pad_token_id=0, local_attention=8)
     model = transformers.ModernBertModel(config).eval()
     evolve(model, "residual")
+    global_alone = evolve(model, "ea", layers=[4])
     assert "sliding window" not in caplog.text
+    global_alone(torch.full((1, 6), 7))
     evolved = evolve(model, "ea")
     assert "evolution 'ea' refuses sequences that are longer than it, 5 tokens" in caplog.text
     evolved(torch.full((1, 5), 7))
