@@ -89,11 +89,19 @@ def evolve(
         raise ValueError(
             f"a network is required, such as timm.create_model('vit_small_patch16_224'), got {model!r}"
         )
-    for name, value in options.items():
-        if isinstance(value, np.generic):  # which no configuration could store
-            options[name] = value.item()
+    args = map(_without_numpy, args)
+    options = {name: _without_numpy(value) for name, value in options.items()}
     family = next(family for family in FAMILIES if family.accepts(model))
     return family.evolve(model, kind, *args, **options)
+
+
+def _without_numpy(value: Any) -> Any:
+    """Return a value of an option with Python's numbers in place of NumPy's, which no configuration could store."""
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_without_numpy, value))
+    return value
 
 
 def unevolve(model: nn.Module) -> nn.Module:

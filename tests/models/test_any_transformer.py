@@ -444,13 +444,15 @@ def test_an_adapter_of_token_conv_counts():
 def test_options_of_numpy_are_saved_as_numbers(name):
     """JSON, in which timm and transformers save options, has none of NumPy's."""
     if name == "resnet18":
-        model = evolve(timm.create_model(name), "ea", alpha=np.float32(0.5))
+        stages = (np.int64(3), np.int64(4))
+        model = evolve(timm.create_model(name), "ea", attn_stages=stages, alpha=np.float32(0.5))
     else:
         plain = timm.create_model(name, depth=3)
         model = evolve(plain, "ea", layers=np.arange(2, 4), alpha=np.float32(0.5))
     evolution = json.loads(json.dumps(model._model_args))["evolution"]
     assert evolution["alpha"] == 0.5
     assert evolution.get("attn_layers", [2, 3]) == [2, 3]
+    assert evolution.get("attn_stages", [3, 4]) == [3, 4]
 
 
 def test_evolves_anew_in_another_way():
