@@ -304,14 +304,15 @@ def check_names(module: type[DataModule], config: TrainConfig) -> None:
 
 
 def check_beginning(config: TrainConfig, folder: Path) -> None:
-    """Raise UsageError if the weights or the checkpoint with which a new run begins do not exist."""
-    if os.path.exists(folder / run_folder.CONFIG):  # this run has begun
-        return
+    """Raise UsageError if the weights or the checkpoint with which a run begins do not exist. A stopped run creates its
+    network with these weights again; a complete run needs neither."""
     weights = config.pretrained_path
-    if weights and not os.path.exists(weights):
+    complete = os.path.exists(folder / run_folder.RESULTS)
+    if weights and not complete and not os.path.exists(weights):
         raise UsageError(f"--pretrained-path {weights} does not exist")
     source = config.resume
-    if source not in ("auto", "none") and not os.path.exists(source):
+    begun = os.path.exists(folder / run_folder.CONFIG)
+    if source not in ("auto", "none") and not begun and not os.path.exists(source):
         raise UsageError(f"--resume must be auto, none or a path, and {source} does not exist")
 
 
