@@ -54,7 +54,7 @@ def channel_statistics(name: str, values: Any) -> tuple[float, ...]:
         UsageError: it is not one or three finite numbers, or one of "std" is not above 0.
     """
     try:
-        numbers = tuple(map(float, values))
+        numbers = () if isinstance(values, (str, Mapping)) else tuple(map(float, values))
     except (TypeError, ValueError):
         numbers = ()
     if len(numbers) == 1:

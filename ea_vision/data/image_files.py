@@ -103,8 +103,9 @@ def to_rgb(
         if 0 < values.max() < TWELVE_BITS and multiprocessing.parent_process() is None:
             _say_dark(str(name), all_black=values.max() <= 255)
         upper = (values >> 8).clip(0, 255)
-        if over_white and "transparency" in image.info:
-            upper[values == image.info["transparency"]] = 255
+        clear = image.info.get("transparency")
+        if over_white and isinstance(clear, int):
+            upper[values == clear] = 255
         image = Image.fromarray(upper.astype(np.uint8))
     if over_white and _has_alpha(image):
         image = image.convert("RGBA")

@@ -634,14 +634,18 @@ def load_recipe(name: str) -> dict:
     return recipe
 
 
+MERGE = "tag:yaml.org,2002:merge"  # of <<, which lays another mapping under its own
+
+
 class _RecipeLoader(yaml.SafeLoader):
     """YAML's loader, which refuses a key that stands twice in a mapping; YAML's own keeps the last."""
 
     def construct_mapping(self, node, deep=False):
-        keys = [key.value for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.YAMLError(f"{key} stands twice")
+        if isinstance(node, yaml.MappingNode):
+            keys = [(key.tag, str(key.value)) for key, _ in node.value]
+            for tag, key in keys:
+                if tag != MERGE and keys.count((tag, key)) > 1:
+                    raise yaml.YAMLError(f"{key} stands twice")
         return super().construct_mapping(node, deep)
 
 

@@ -386,7 +386,7 @@ def record_attention(
     parts: str | Sequence[str] = ("attn",),
 ) -> Iterator[AttentionMaps]:
     """Record attention maps of forwards inside the `with` block. The maps of the last forward are kept; if it runs a
-    layer several times (shared blocks), those of the last run, which a warning says.
+    layer several times (shared blocks), those of the last run, which a warning says once per layer.
 
     Works in training and evaluation, under autocast, gradient checkpointing (a recomputation is not recorded) and
     DistributedDataParallel. Only forwards of the thread that entered the block are recorded; other threads may use, and

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ea_vision.__main__ import main
 from ea_vision.base.errors import UsageError
-from ea_vision.engine import train_cifar, train_imagenet
+from ea_vision.engine import run_folder, train_cifar, train_imagenet
 from ea_vision.engine.config import load_recipe, make_parser, parse, resolve
 from ea_vision.engine.train_cifar import EXAMPLES, CifarConfig
 from ea_vision.engine.train_imagenet import ImageNetConfig
@@ -93,6 +93,16 @@ def test_a_wrong_name_is_told_before_data_is_read(tmp_path, monkeypatch, line, m
     for check in ([], ["--check-options"]):
         with pytest.raises(UsageError, match=re.escape(message)):
             train_imagenet.main([*line.split(), *check])
+
+
+def test_a_run_needs_its_weights_until_it_is_complete(tmp_path):
+    line = f"--check-options --dataset digits --output {tmp_path} --pretrained-path {tmp_path}/gone.pth"
+    for file in ("", run_folder.CONFIG):
+        (tmp_path / file).touch()
+        with pytest.raises(UsageError, match=r"gone\.pth does not exist"):
+            train_cifar.main(line.split())
+    (tmp_path / run_folder.RESULTS).touch()
+    assert train_cifar.main(line.split()) == 0
 
 
 @pytest.mark.parametrize(
@@ -180,6 +190,8 @@ def test_bad_options_of_the_imagenet_trainer_are_named(line, message):
         ("a: [", "not valid YAML"),
         ("lr: 0.1\nepochs: 3\nlr: 0.2", "not valid YAML: lr stands twice"),
         ("model_kwargs: {alpha: 0.1, alpha: 0.2}", "not valid YAML: alpha stands twice"),
+        ("model_kwargs: !!map [1]", "not valid YAML: expected a mapping"),
+        ("on: {1: 2, '1': 3}", "unknown option True"),
         ("compile: maybe", "compile must be of type bool"),
         ("amp: off", "amp must be one of none, bfloat16, float16, got False"),
         ("learning_rate: 0.1", "unknown option 'learning_rate'; did you mean lr"),

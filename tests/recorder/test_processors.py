@@ -90,7 +90,7 @@ def test_mean_and_std_by_hand():
     alike = as_loaded(torchvision_vit(), "vit", mean=[0.5], std=[0.25])  # as timm takes them
     assert alike.config["mean"] == (0.5, 0.5, 0.5)
     assert alike.config["std"] == (0.25, 0.25, 0.25)
-    for wrong in ({"mean": (0.1, 0.2)}, {"mean": 0.5}, {"mean": "mean"}, {"std": (0.0, 1.0, 1.0)}):
+    for wrong in ({"mean": (0.1, 0.2)}, {"mean": 0.5}, {"mean": "5"}, {"std": (0.0, 1.0, 1.0)}):
         with pytest.raises(UsageError, match="must be three numbers, one per channel"):
             as_loaded(torchvision_vit(), "vit", **wrong)
     with pytest.raises(
