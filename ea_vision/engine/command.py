@@ -246,7 +246,7 @@ def resolve_target(
         kwargs = made["model_kwargs"].items()
         kwargs = {key: value for key, value in kwargs if key not in DATA_KEYWORDS}
         of_file = {"model": made["model"], "model_kwargs": kwargs, "pretrained_path": target}
-        run = run_of_file(Path(target))
+        run = run_folder.run_of_file(Path(target))
         if run is not None:
             _check_trainer(schema, run_folder.read_config(run)[0], target)
             of_file["recipe"] = str(run / run_folder.CONFIG)
@@ -270,12 +270,6 @@ def _check_trainer(
         raise UsageError(
             f"--evaluate {target} needs the trainer of this run: ea-vision {made_by} --evaluate {target}"
         )
-
-
-def run_of_file(path: Path) -> Path | None:
-    """Return the run folder that holds a file of weights or a snapshot, else None."""
-    folder = path.parent.parent if path.parent.name == run_folder.SNAPSHOTS else path.parent
-    return folder if (folder / run_folder.CONFIG).is_file() else None
 
 
 # ---- before a run -----------------------------------------------------------------------------------------------

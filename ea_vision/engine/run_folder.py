@@ -148,6 +148,17 @@ def read_config(folder: Path) -> tuple[dict, dict]:
     return config, about
 
 
+def run_of_file(path: Path) -> Path | None:
+    """Return the run folder that holds a checkpoint, weights or a snapshot. None if there is none: the config.yaml
+    beside the file may be another program's."""
+    folder = path.parent.parent if path.parent.name == SNAPSHOTS else path.parent
+    try:
+        config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+        return folder if "format" in config["about"] else None
+    except (OSError, yaml.YAMLError, ValueError, TypeError, LookupError):
+        return None
+
+
 # ---- metrics.csv ----------------------------------------------------------------------------------------------------
 
 

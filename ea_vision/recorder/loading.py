@@ -305,14 +305,14 @@ def find_origin(target: str, **kwargs: Any) -> Origin:
         source, place = hub_source(target)
         label = f"{source}:{Path(place).name}" if source == "local-dir" else target
         return Origin(target, label, kwargs)
-    folder = path if path.is_dir() else path.parent
-    if folder.name == run_folder.SNAPSHOTS:
-        folder = folder.parent
-    if not (folder / run_folder.CONFIG).is_file():
-        if path.is_dir() and (path / "config.json").is_file():
-            return find_origin(f"local-dir:{target}", **kwargs)
-        if path.is_file():
+    if path.is_file():
+        folder = run_folder.run_of_file(path)
+        if folder is None:
             return _origin_of_file(path)
+    else:
+        folder = path.parent if path.name == run_folder.SNAPSHOTS else path
+        if not (folder / run_folder.CONFIG).is_file() and (path / "config.json").is_file():
+            return find_origin(f"local-dir:{target}", **kwargs)
     options, about = run_folder.read_config(folder)
     label = f"{options['model']}, {folder.resolve().name}"
     weights = folder / run_folder.WEIGHTS if path.is_dir() else path

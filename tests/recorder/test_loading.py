@@ -44,6 +44,18 @@ def test_a_run_folder_its_weights_and_its_checkpoint(run, path, seed, label, epo
         assert torch.equal(parameter, expected)
 
 
+@pytest.mark.parametrize("config", ["defaults: [db]", "about: a demo", "about: 3", "- 1", "a: ["])
+def test_weights_that_name_their_network_load_beside_another_programs_config(run, config):
+    folder = run / "elsewhere"
+    folder.mkdir()
+    weights = shutil.copy(run / "model.safetensors", folder)
+    (folder / "config.yaml").write_text(config)
+    loaded = load_model(weights)
+    state = loaded.model.state_dict()
+    for name, value in tiny().state_dict().items():
+        assert torch.equal(state[name], value)
+
+
 def test_a_run_with_random_weights(run):
     untrained = load_model(str(run), random=True)
     assert untrained.label.endswith("(untrained)")
