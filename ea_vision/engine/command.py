@@ -18,6 +18,7 @@ import torch
 from timm.utils import random_seed
 from torch import nn
 
+from ea_vision.base.devices import device_named
 from ea_vision.base.errors import UsageError, near_matches
 from ea_vision.base.files import atomic_write, check_writable, write_json
 from ea_vision.base.networks import (
@@ -290,7 +291,8 @@ def log_to_stdout(rank: int) -> None:
 
 
 def check_names(module: type[DataModule], config: TrainConfig) -> None:
-    """Raise UsageError for an unknown model or optimiser, or for a keyword that a classifier lacks."""
+    """Raise UsageError for an unknown device, model or optimiser, or for a keyword that a classifier lacks."""
+    device_named(config.device)
     check_model_name(config.model)
     check_optimizer_name(config.opt)
     if module.trainer.watches and config.model_kwargs:  # a classifier

@@ -83,6 +83,7 @@ def test_a_wrong_folder_of_small_images_is_told_before_a_job_begins(photos, plac
     [
         ("--model ea_vit", "unknown model 'ea_vit'"),
         ("--opt sdg", "unknown optimiser 'sdg'; did you mean sgd"),
+        ("--device gpu", "--device must be auto, cpu, cuda"),
         ("--pretrained-path best.safetensors", "--pretrained-path best.safetensors does not exist"),
         ("--resume runs/last", "--resume must be auto, none or a path, and runs/last does not"),
     ],
