@@ -73,6 +73,10 @@ class ProbeRecipe:
     width: int = 256
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if self.batch_size < 2:  # batch statistics need several
+            raise UsageError(f"batch_size of the probe must be at least 2, got {self.batch_size}")
+
 
 def in_batches(values: Tensor, size: int) -> tuple[Tensor, ...]:
     """Split values into batches of `size`. A single value that is left over joins the last batch, because batch

@@ -111,6 +111,8 @@ def test_a_single_image_that_is_left_over_joins_the_last_batch():
     assert 0 <= train_probe(maps, targets, maps, targets, 3, recipe) <= 100
     with pytest.raises(UsageError, match="at least 2 images to learn from, got 1"):
         train_probe(maps[:1], targets[:1], maps, targets, 3, recipe)
+    with pytest.raises(UsageError, match="batch_size of the probe must be at least 2, got 1"):
+        ProbeRecipe(batch_size=1)
 
 
 def test_untrained_networks_get_the_statistics_of_images_in_whatever_order_they_lie(monkeypatch):
