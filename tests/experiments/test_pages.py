@@ -173,7 +173,11 @@ def attention_against_convolution():
     yield PAGE, HELP, points(evolved), points(paired(pooled), "+")
     gain = published.figures(PA)["top1"]["CIFAR-10"] - published.figures(AA)["top1"]["CIFAR-10"]
     assert paired(pooled)["high"] < gain
-    yield PAGE, HELP, f"gains: {gain:+.2f} of PA"
+    of_paper = published.tables()["evolution"]["rows"]
+    paper = {row["label"]: row["top1"]["ImageNet"] for row in of_paper}
+    of_ea = paper["ea_aa_resnet34"] - paper["aa_resnet34"]
+    assert paired(pooled)["high"] < of_ea
+    yield PAGE, HELP, f"gains: {gain:+.2f} of PA, {of_ea:+.2f} of EA"
     cnn = first["cifar10"]["cnn"].mean()
     yield COLLAPSED, "", f"none has {norm['none'].mean():.2f}% on CIFAR-10 where cnn has {cnn:.2f}"
 
@@ -846,6 +850,13 @@ def the_probe():
         yield MAPS, "", f"| {name} | {maps} | " + " | ".join(columns)
     for model, maps, layer in product(SHIPPED.values(), KINDS[:2], (3, 6)):
         yield MAPS, "The probe", means[model, maps, layer]
+    by_maps = means.unstack("maps").loc[list(SHIPPED.values())]
+    first = by_maps.xs(3, level="layer")
+    last = by_maps.xs(6, level="layer")
+    trained = span(first["trained"], 0)
+    yield MAPS, "The probe", f"give {trained}% and untrained ones {span(first['untrained'], 0)};"
+    meaningless = last[["untrained", "shuffled"]].to_numpy().ravel()
+    yield MAPS, "The probe", f"give only {span(meaningless, 0)}."
 
 
 def faithfulness():
@@ -860,6 +871,12 @@ def faithfulness():
     for ranking in ("centre", "random"):
         by_model = [f"{score[ranking, model]:.3f}" for model in models]
         yield MAPS, "Faithfulness", ", ".join(by_model)
+    former = table("faithfulness/former.csv").set_index(["ranking", "model"])["comprehensiveness"]
+    of_layers = []
+    for layer in ("layer 3", "layer 6"):
+        values = [former[layer, f"{model}.fast_c10"] for model in (EA, AA)]
+        of_layers.append(" against ".join(f"{value:.3f}" for value in values))
+    yield MAPS, "Faithfulness", " and ".join(of_layers)
 
 
 def detectors():
@@ -876,6 +893,7 @@ def detectors():
             figures.append(f"{runs[measure].mean():.1f}")
         figures.append(f"{runs['AP75'].mean():.1f}")
         yield "experiments/detection.md", "", cells(label, *figures)
+        yield "docs/detection.md", "Training", f"{runs['AP'].mean():.1f}"
 
 
 def smaller_experiments():
@@ -960,6 +978,21 @@ def networks_by_image_size():
     ea = sizes[sizes["network"] == "ea"]["training, ratio"]
     yield KERNELS, BY_SIZE, ea["as it is", "before"].item()
     yield KERNELS, BY_SIZE, ea["kept by environment", "after, in place"].item()
+    asked_again = ea["as it is", "after, in place"].item()
+    kept = ea["kept by environment", "after, in place"].item()
+    again = f"at {asked_again:.2f} of ResNet-50's rate instead of {kept:.2f}"
+    yield "docs/kernels.md", "Large images", again
+    windows = table("large-maps-windows.csv").set_index("network")["training, s"]
+    assert windows["aa, window=7"] >= windows["aa"]
+    limit = sizes.loc[("kept", "limit")].set_index("network")
+    bare = limit.loc["aa without attention"]
+    aa = limit.loc["aa"]
+    yield KERNELS, BY_SIZE, " and ".join(shown(bare[RATIOS])), " and ".join(shown(aa[RATIOS]))
+    of_the_kernel = 2000 * (aa[SECONDS] - bare[SECONDS])  # ms of two images
+    left = 2000 * (limit.loc["resnet50", SECONDS[0]] / 0.89 - bare[SECONDS[0]])
+    yield KERNELS, BY_SIZE, f"leaves attention {left:.0f} ms"
+    yield KERNELS, BY_SIZE, f"the kernel takes {of_the_kernel.iloc[0]:.0f}"
+    yield KERNELS, BY_SIZE, f"the kernel {of_the_kernel.iloc[1]:.0f}"
     levels = sizes.loc["kept"].loc[["second level", "first level"]]
     for network, name in (("aa", "aa"), ("pa", "pa_aa"), ("ea", "ea_aa")):
         rows = levels[levels["network"] == network].sort_values("size", kind="stable")
@@ -1057,7 +1090,9 @@ def cifar_steps_on_a_gpu():
     whole = (epochs["seconds"][0] + 59 * later) / 60
     yield KERNELS, heading, f"took {epochs['seconds'][0]:.0f} seconds", f"{later:.2f} seconds"
     yield KERNELS, heading, f"{epochs['top1'].iloc[-1]:.2f}%", f"{whole:.1f} minutes"
-    yield "docs/faq.md", "", f"about {whole:.0f} minutes on an H200"
+    yield "docs/faq.md", "", f"by estimate {whole:.0f} minutes on an H200"
+    compiles = f"first epoch takes {epochs['seconds'][0]:.0f} seconds"
+    yield "docs/kernels.md", "Speed on a GPU", compiles
     recipe = "ea_vision/recipes/cifar_long.yaml"
     yield recipe, "", f"{later:.1f} seconds per epoch", f"{epochs['seconds'][0]:.0f} for the first"
 
@@ -1078,6 +1113,15 @@ def parts_of_a_layer():
     for pixels in (196, 400, 784):
         columns.append(f"{whole[pixels, 'forward']:.1f} + {whole[pixels, 'backward']:.1f}")
     yield KERNELS, "Parts of a layer on a CPU", cells("all", *columns)
+
+
+def calls_of_the_host():
+    calls = table("gpu-calls.csv").set_index("network")
+    names = {name: name for name in ("resnet50", "aa_resnet50", "ea_aa_resnet50", EA)}
+    for network, name in {**names, f"{EA} with qk_norm": "the same with `qk_norm`"}.items():
+        row = calls.loc[network]
+        before = f"{row.forward_before:,} + {row.backward_before:,}"
+        yield KERNELS, "Calls of the host", cells(name, before, f"{row.forward} + {row.backward}")
 
 
 def the_compilers_figures():
@@ -1149,6 +1193,7 @@ CLAIMS = [
     kernels_on_a_gpu,
     cifar_steps_on_a_gpu,
     parts_of_a_layer,
+    calls_of_the_host,
     the_compilers_figures,
     the_profile_of_deployed_networks,
 ]
