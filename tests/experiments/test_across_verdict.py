@@ -34,7 +34,7 @@ from experiments.across.sequences import recall
 from experiments.collapse import run as collapse
 from experiments.evidence import read_runs, write_runs
 from tests.engine.runner import make_folder
-from tests.experiments.pages import page_says, points, rows_of, section, span, table, top1_of
+from tests.experiments.pages import page_says, points, rows_of, section, shown, span, table, top1_of
 
 PAGE = "docs/across-layers.md"
 WHICH = "Which to use"
@@ -195,7 +195,15 @@ def test_the_pages_say_what_the_kept_runs_say():
     )
     page_says(PROTOCOL, "", f"{of_token_conv:.2f} against {of_plain:.2f}%")
     page_says(PROTOCOL, "", f"find {lasting['found_at_80_percent']} points at 80% power")
-    page_says(PROTOCOL, "", f"take {100 * (64 * 1.093 / 69 - 1):.1f}% longer")
+    times = table("across/verdict-times.csv").set_index(["network", "kind"])["train_ms"]
+    step = times["small ViT, token_conv", "plain"] / times["small ViT", "plain"]
+    page_says(PROTOCOL, "", f"takes {step:.3f} times", f"plain ViT {8 * step:.2f} epochs")
+    page_says(PROTOCOL, "", f"take {100 * (64 * step / 69 - 1):.1f}% longer")
+    refiner = points(rows.loc["vit-dear", "refiner"], "+")
+    mta = points(rows.loc["vit-dear", "mta"], "+")
+    page_says(PROTOCOL, "The table", f"`refiner` {refiner} and `mta` {mta}")
+    longer_steps = rows.loc["vit-dear", "time_ratio"]
+    page_says(PROTOCOL, "The table", " and ".join(shown(longer_steps)))
     page_says(PAGE, WHICH, points(lasting, "+").replace(" ", "** ", 1))
     page_says("docs/experiments.md", "", f"{points(lasting)} in 64 epochs")
     page_says("README.md", "", f"{lasting['difference']:.2f} in 64")
@@ -215,6 +223,8 @@ def test_the_pages_say_what_the_kept_runs_say():
     )
     page_says(PAGE, WHICH, f"times, {points(one_function, '+')}")
     page_says(PAGE, WHICH, f"{points(conv2d, '+')}, corrected p = {conv2d['p_holm']:.3f}")
+    of_gated = rows.loc[("second-updates", "gated"), "high"]
+    page_says(PAGE, WHICH, f"a gain of up to {of_gated:.1f} points is not excluded")
     page_says(PAGE, WHICH, points(longer), points(long, "+"))
     page_says(PAGE, WHICH, f"{100 * (conv2d['time_ratio'] - 1):.0f}% more time")
     tested = rows[rows["p"].notna()]

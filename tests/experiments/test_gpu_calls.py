@@ -8,6 +8,7 @@ from torch._subclasses import FakeTensorMode
 
 from ea_vision import ops
 from experiments.gpu_calls import CountCalls, count, pretended_gpu, walk_backward
+from tests.experiments.pages import page_says
 
 pytest.importorskip("triton")
 
@@ -41,7 +42,8 @@ def test_the_walk_makes_the_calls_of_the_engine():
 
 def test_tiles_compiled_at_first_use():
     figures = pytest.importorskip("experiments.kernel_figures")
-    assert 10 < figures.compilations_at_first_use("ea_aa_resnet50").total() <= 30
+    compiled = figures.compilations_at_first_use("ea_aa_resnet50").total()
+    page_says("experiments/kernels.md", "The compiler's figures", f"compiles {compiled} kernels")
 
 
 @pytest.mark.parametrize("compiles, expected", [(False, "triton"), (True, "sdpa")])

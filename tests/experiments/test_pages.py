@@ -831,6 +831,23 @@ def the_long_runs():
     yield PAGE, "CIFAR-10", f"{top1} after {epochs} epochs"
 
 
+def seconds_of_runs():
+    long = pd.read_csv(HEALTHY_RUNS / "ea_long.csv")["seconds"].sum()
+    yield PAGE, "CIFAR-10", f"{long / 60:.0f} minutes on an H200"
+    yield HEALTHY, LONG, f"{long / 60:.0f} minutes of the H200"
+    of_pa = pd.read_csv(HEALTHY_RUNS / f"{PA}.csv")["seconds"].sum()
+    yield HEALTHY, HEALED, f"{of_pa / 60:.0f} minutes of a core"
+    second = pd.read_csv(HEALTHY_RUNS / "ea_second_cycle.csv")["seconds"].sum()
+    yield HEALTHY, SECOND_CYCLE, f"{second / 3600:.1f} hours of a shared core"
+    epochs = [table(f"fast-cifar10/{name}.csv")["seconds"].mean() for name in ("cnn_cifar", AA, PA)]
+    epochs.append(table(f"fast-cifar10/{EA}.csv")["seconds"].mean())
+    yield CIFAR, "CIFAR-10", f"{span(epochs, 0)} seconds on average"
+    tuned = table("finetune-scenes-runs.csv")["seconds"]
+    yield TUNING, "", f"{span(tuned / 60, 0)} minutes", f"{tuned.sum() / 3600:.1f} hours"
+    plain = table("across/third-long.csv").query("variant == 'plain 69 epochs'")["seconds"]
+    yield "experiments/across/README.md", "", f"{plain.sum() / 3600:.1f} hours by the seconds"
+
+
 # ---- the probe, faithfulness, detection, speed -----------------------------------------------------------------------
 
 
@@ -1112,7 +1129,10 @@ def parts_of_a_layer():
     columns = []
     for pixels in (196, 400, 784):
         columns.append(f"{whole[pixels, 'forward']:.1f} + {whole[pixels, 'backward']:.1f}")
+    columns.append(f"{whole[2500, 'forward']:.0f} + {whole[2500, 'backward']:.0f}")
     yield KERNELS, "Parts of a layer on a CPU", cells("all", *columns)
+    of_evolution = parts.loc[["convolution", "previous maps"], 784].sum().sum() / whole[784].sum()
+    yield KERNELS, "Parts of a layer on a CPU", f"take {of_evolution:.0%} of the time"
 
 
 def calls_of_the_host():
@@ -1182,6 +1202,7 @@ CLAIMS = [
     rows_of_readme,
     curves_of_top1_by_epochs,
     the_long_runs,
+    seconds_of_runs,
     the_probe,
     faithfulness,
     detectors,
