@@ -1,9 +1,12 @@
-"""How sharp the maps of the shipped CIFAR networks are, by layer: entropy over log N, and the largest probability.
+"""How sharp the maps of CIFAR networks are, by layer: entropy over log N, and the largest probability.
 
     python -m experiments.entropy TAR experiments/results/shipped-entropy.csv
+    git show 3fcdab3:weights/pa_conv_transformer_cifar.fast_c10.safetensors > pa_conv_transformer_cifar.safetensors
+    python -m experiments.entropy TAR collapsed-entropy.csv --weights pa_conv_transformer_cifar.safetensors
 
-TAR holds CIFAR-10's test images as class/name.png; the script reads every tenth. Entropy is 1 where a query looks at
-all N pixels equally, 0 where it looks at one. The figures are means over images, heads and queries.
+Without --weights, the networks are the shipped ones. TAR holds CIFAR-10's test images as class/name.png; the script
+reads every tenth. Entropy is 1 where a query looks at all N pixels equally, 0 where it looks at one. The figures are
+means over images, heads and queries.
 """
 
 import argparse
@@ -17,6 +20,7 @@ import pandas as pd
 import timm
 import torch
 from PIL import Image
+from torch import nn
 
 import ea_vision
 from ea_vision.base.errors import exit_code
@@ -35,9 +39,13 @@ def photos(tar: str, step: int = 10) -> torch.Tensor:
 
 
 @torch.no_grad()
-def rows(name: str, images: torch.Tensor) -> pd.DataFrame:
+def rows(
+    model: nn.Module,
+    name: str,
+    images: torch.Tensor,
+) -> pd.DataFrame:
     """Return one row per attention layer of a network."""
-    model = timm.create_model(name, pretrained=True).eval()
+    model.eval()
     mean = torch.tensor(model.pretrained_cfg["mean"]).view(-1, 1, 1)
     std = torch.tensor(model.pretrained_cfg["std"]).view(-1, 1, 1)
     figures = []
@@ -56,15 +64,27 @@ def rows(name: str, images: torch.Tensor) -> pd.DataFrame:
     return means
 
 
+def _of_file(path: Path) -> nn.Module:
+    name, _, _ = path.name.partition(".")
+    return timm.create_model(name, checkpoint_path=str(path))
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("images", metavar="TAR")
     parser.add_argument("output", type=Path, help="CSV file of the table")
+    parser.add_argument(
+        "--weights", nargs="+", type=Path, metavar="NAME.safetensors", help="files of weights"
+    )
     args = parser.parse_args(argv)
     images = photos(args.images)
-    table = pd.concat([rows(name, images) for name in SHIPPED])
+    if args.weights:
+        networks = {path.stem: _of_file(path) for path in args.weights}
+    else:
+        networks = {name: timm.create_model(name, pretrained=True) for name in SHIPPED}
+    table = pd.concat([rows(model, name, images) for name, model in networks.items()])
     table.to_csv(args.output, index=False)
     print(table.to_string(index=False))
     return 0

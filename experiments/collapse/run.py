@@ -60,7 +60,13 @@ def make(
         row[key] = run[key]
     row["fingerprint"] = run["data"]
     row["hardware"] = hardware(device, 1)
-    return row
+    return row | maps_of(folder)
+
+
+def maps_of(folder: Path) -> dict[str, float]:
+    """Return the entropy of a run's maps over log N and their largest probability, by layer, after its last epoch."""
+    last = pd.read_csv(folder / "metrics.csv").iloc[-1]
+    return {name: last[name] for name in last.index if name.startswith(("entropy_", "largest_"))}
 
 
 def main(argv: list[str] | None = None) -> int:

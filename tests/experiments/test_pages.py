@@ -753,6 +753,14 @@ def entropies_of_the_runs_with_the_norm():
         yield HEALTHY, heading, ", ".join(shown(shares[:5]))
 
 
+def entropies_of_collapsed_maps():
+    entropies = pd.read_csv(HEALTHY_RUNS / "collapsed-entropy.csv").set_index("model")
+    shares = entropies["entropy_share"]
+    yield HEALTHY, "", f"entropy over log N {span(shares)} by layer"
+    for name, heading in ((EA, COLLAPSE), (AA, COLLAPSE), (PA, HEALED)):
+        yield HEALTHY, heading, ", ".join(shown(shares[f"{name}.fast_c10"][:5]))
+
+
 def the_shipped_networks():
     """Those of the long runs and PA's: bfloat16, as stored, six views, entropies, and the rule that they met."""
     entropies = table("shipped-entropy.csv")
@@ -1198,6 +1206,7 @@ CLAIMS = [
     what_the_norm_costs,
     the_runs_with_the_norm,
     entropies_of_the_runs_with_the_norm,
+    entropies_of_collapsed_maps,
     the_shipped_networks,
     rows_of_readme,
     curves_of_top1_by_epochs,
