@@ -348,7 +348,7 @@ def probes(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
         *markdown(heads, lines),
         "",
         "- Top-1 in percent. The command needs both networks trained on ImageNet; "
-        "[ours](maps.md#the-probe) are of CIFAR-10.",
+        "ours are of [CIFAR-10](maps.md#the-probe) and of [scenes](scenes/README.md#what-the-maps-tell).",
         "",
         "```sh",
         f"ea-vision probe --model RUN_OF_AA,RUN_OF_EA --layers "
