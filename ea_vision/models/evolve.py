@@ -99,8 +99,10 @@ def _without_numpy(value: Any) -> Any:
     """Return a value of an option with Python's numbers in place of NumPy's, which no configuration could store."""
     if isinstance(value, (np.generic, np.ndarray)):
         return value.tolist()
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_without_numpy, value))
+    if isinstance(value, tuple):
+        return tuple(map(_without_numpy, value))
+    if isinstance(value, list):
+        return [_without_numpy(item) for item in value]
     return value
 
 
