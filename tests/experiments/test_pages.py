@@ -995,11 +995,6 @@ def speed():
     yield PAGE, "", f"AA-50 at {ratios['aa_resnet50']:.2f}"
     for row in table("large-maps-added.csv").itertuples(index=False):
         yield "docs/fine-tune.md", "", f"| {row[2]:.3f} | {row[3]:.3f} |"
-    for name, ratios in table("runtimes.csv").groupby("network", sort=False):
-        if name not in ("resnet50", "vit_small_patch16_224"):  # the plain networks
-            of_runtimes = ratios.set_index("runtime")["ratio"]
-            row = cells(name, *of_runtimes[["eager", "compiled", "onnx"]])
-            yield "docs/deploy.md", "Speed", row
     for loader in table("loaders.csv").itertuples():
         rates = (str(loader.mib), f"{loader.images_per_s:,}", f"{loader.waits_percent}%")
         yield "docs/imagenet.md", "Faster reading", cells(loader.loader, *rates)
