@@ -136,10 +136,10 @@ def read_config(folder: Path) -> tuple[dict, dict]:
         UsageError: not a run folder, or one of another format.
     """
     try:
-        config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-        about = config.pop("about")
-    except (OSError, yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError) as error:
+        config = _read_config(folder)
+    except (OSError, yaml.YAMLError, ValueError, TypeError, LookupError) as error:
         raise UsageError(f"{folder} is not a run folder: it has no readable {CONFIG}") from error
+    about = config.pop("about")
     if about.get("format") != FORMAT:
         raise UsageError(
             f"{folder} must be a run folder of format {FORMAT}, got {about.get('format')}: another "
@@ -148,13 +148,25 @@ def read_config(folder: Path) -> tuple[dict, dict]:
     return config, about
 
 
+def _read_config(folder: Path) -> dict:
+    """Return the content of config.yaml, which has a mapping `about`."""
+    config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+    if not isinstance(config["about"], dict):
+        raise ValueError("a run's about is a mapping")
+    return config
+
+
+def folder_of_file(path: Path) -> Path:
+    """Return the folder in which a checkpoint, weights or a snapshot of a run lie."""
+    return path.parent.parent if path.parent.name == SNAPSHOTS else path.parent
+
+
 def run_of_file(path: Path) -> Path | None:
     """Return the run folder that holds a checkpoint, weights or a snapshot. None if there is none: the config.yaml
     beside the file may be another program's."""
-    folder = path.parent.parent if path.parent.name == SNAPSHOTS else path.parent
+    folder = folder_of_file(path)
     try:
-        config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-        return folder if "format" in config["about"] else None
+        return folder if "format" in _read_config(folder)["about"] else None
     except (OSError, yaml.YAMLError, ValueError, TypeError, LookupError):
         return None
 

@@ -148,27 +148,23 @@ def layer_chains(model: nn.Module) -> list[LayerChain]:
             pattern = re.sub(r"\b\d+\b", "*", name)
             rows[pattern][name] = heads_of(module)
     stages = []
-    blocks = {}
     for heads in rows.values():
-        for names, of_names in _by_stage(heads):
-            stages.append(names)
-            blocks[names[0]] = of_names
-    across = {name: CROSS_ATTENTION.search(name) is not None for name in blocks}
+        stages += _by_stage(heads)
     decoders = set()
-    for name in blocks:
-        if not across[name] and is_causal(model, name):
-            decoders.update(blocks[name])
+    for names, blocks in stages:
+        if not CROSS_ATTENTION.search(names[0]) and is_causal(model, names[0]):
+            decoders.update(blocks)
     chains = []
-    for names in stages:
-        name = names[0]
+    for names, blocks in stages:
+        across = CROSS_ATTENTION.search(names[0]) is not None
         causal = "none"
-        if blocks[name][0] in decoders:
-            causal = "cross" if across[name] else "self"
-        chains.append(LayerChain(tuple(names), blocks[name], across[name], causal))
+        if blocks[0] in decoders:
+            causal = "cross" if across else "self"
+        chains.append(LayerChain(names, blocks, across, causal))
     return chains
 
 
-def _by_stage(heads: Mapping[str, int]) -> list[tuple[list[str], tuple[str, ...]]]:
+def _by_stage(heads: Mapping[str, int]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
     """Return the chains among layers whose names differ only in numbers: the names of their layers and blocks.
 
     Args:
@@ -177,11 +173,7 @@ def _by_stage(heads: Mapping[str, int]) -> list[tuple[list[str], tuple[str, ...]
     stages = defaultdict(list)
     for name, block in zip(heads, block_names(list(heads)), strict=True):
         stages[heads[name], block.rpartition(".")[0]].append((name, block))
-    chains = []
-    for stage in stages.values():
-        names, blocks = zip(*stage, strict=True)
-        chains.append((list(names), blocks))
-    return chains
+    return [tuple(zip(*stage, strict=True)) for stage in stages.values()]
 
 
 def block_names(layers: Sequence[str]) -> tuple[str, ...]:

@@ -286,7 +286,8 @@ def epochs_of(
             model = load(path)
             if model.epoch is None:
                 raise UsageError(f"{NEED_RUNS}, got {model.label}")
-            runs.setdefault(_run_of(path), {})[model.epoch] = model
+            run = run_folder.folder_of_file(Path(path).resolve())
+            runs.setdefault(run, {})[model.epoch] = model
     labels = numbered([run_label(next(iter(epochs.values()))) for epochs in runs.values()])
     models = []
     for label, epochs in zip(labels, runs.values(), strict=True):
@@ -306,12 +307,6 @@ def _checkpoints(target: str) -> list[str]:
     if not paths:
         raise UsageError(f"run {target} has no {' nor '.join(CHECKPOINTS)}")
     return paths
-
-
-def _run_of(path: str) -> Path:
-    """Return the run folder of a checkpoint or a snapshot."""
-    folder = Path(path).resolve().parent
-    return folder.parent if folder.name == run_folder.SNAPSHOTS else folder
 
 
 def run_label(model: LoadedModel) -> str:
