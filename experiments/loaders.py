@@ -130,7 +130,7 @@ def measure(loader, given: argparse.Namespace) -> dict[str, float]:
         next(loader)
         waited += time.perf_counter() - asked
         time.sleep(given.batch_size / given.rate)
-    return {"rate": rate, "waits": waited / (time.perf_counter() - start)}
+    return {"rate": rate, "waits_percent": 100 * waited / (time.perf_counter() - start)}
 
 
 def serve(
@@ -180,21 +180,18 @@ def measure_in_turns(targets: list[Target], given: argparse.Namespace) -> pd.Dat
             found.append({"loader": name, **connection.recv()})
     for connection in served.values():
         connection.send(None)
-    by_loader = pd.DataFrame(found).groupby("loader")
-    rates = by_loader["rate"]
-    rows = []
-    for target in targets:
-        rows.append(
-            {
-                "loader": target.name,
-                "mib": round(target.mib),
-                "images_per_s": round(rates.median()[target.name]),
-                "least": round(rates.min()[target.name]),
-                "most": round(rates.max()[target.name]),
-                "waits_percent": round(100 * by_loader["waits"].median()[target.name]),
-            }
+    measured = (
+        pd.DataFrame(found)
+        .groupby("loader", sort=False)
+        .agg(
+            images_per_s=("rate", "median"),
+            least=("rate", "min"),
+            most=("rate", "max"),
+            waits_percent=("waits_percent", "median"),
         )
-    return pd.DataFrame(rows)
+    )
+    measured.insert(0, "mib", [target.mib for target in targets])
+    return measured.round().astype(int).reset_index()
 
 
 def main() -> None:

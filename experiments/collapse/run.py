@@ -18,6 +18,7 @@ import torch
 from ea_vision.base.devices import choose_device
 from ea_vision.base.errors import exit_code
 from ea_vision.base.provenance import hardware
+from ea_vision.engine import run_folder
 from experiments import sweep
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "collapse.csv"
@@ -65,8 +66,10 @@ def make(
 
 def maps_of(folder: Path) -> dict[str, float]:
     """Return the entropy of a run's maps over log N and their largest probability, by layer, after its last epoch."""
-    last = pd.read_csv(folder / "metrics.csv").iloc[-1]
-    return {name: last[name] for name in last.index if name.startswith(("entropy_", "largest_"))}
+    columns = run_folder.read_metrics(folder)
+    return {
+        name: columns[name][-1] for name in columns if name.startswith(("entropy_", "largest_"))
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
