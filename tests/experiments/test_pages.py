@@ -149,6 +149,12 @@ def sentences_below_the_tables_by_seed():
     yield EVOLUTION, "", below, f"differ by {np.ptp(top1['none']):.1f} points"
 
 
+def top1_of_the_ea_paper():
+    """Return top-1 on ImageNet by network."""
+    rows = published.tables()["evolution"]["rows"]
+    return {row["label"]: row["top1"]["ImageNet"] for row in rows}
+
+
 def attention_against_convolution():
     """The plain convolution beside none and EA; EA beside none with the norm, and all pairs of CIFAR-10 pooled."""
     first = {data: top1_of(f"evidence/{data}-runs.csv") for data in SETS}
@@ -173,8 +179,7 @@ def attention_against_convolution():
     yield PAGE, HELP, points(evolved), points(paired(pooled), "+")
     gain = published.figures(PA)["top1"]["CIFAR-10"] - published.figures(AA)["top1"]["CIFAR-10"]
     assert paired(pooled)["high"] < gain
-    of_paper = published.tables()["evolution"]["rows"]
-    paper = {row["label"]: row["top1"]["ImageNet"] for row in of_paper}
+    paper = top1_of_the_ea_paper()
     of_ea = paper["ea_aa_resnet34"] - paper["aa_resnet34"]
     assert paired(pooled)["high"] < of_ea
     yield PAGE, HELP, f"gains: {gain:+.2f} of PA, {of_ea:+.2f} of EA"
@@ -239,8 +244,7 @@ def the_factorial():
         for page in (PAGE, EVOLUTION):
             yield page, "", points(rows[data, "EA - none equal time", "5 to 9"], "+")
         yield PAGE, HELP, points(rows[data, "skip", "5 to 9"], "+")
-    of_paper = published.tables()["evolution"]["rows"]
-    paper = {row["label"]: row["top1"]["ImageNet"] for row in of_paper}
+    paper = top1_of_the_ea_paper()
     gain = paper["ea_aa_resnet34"] - paper["ea_aa_resnet34, without convolution"]
     yield PAGE, HELP, f"{gain:+.2f}"
     p = [f"{rows[data, 'skip', '5 to 9']['p_holm']:.3f}" for data in SETS]
@@ -862,8 +866,9 @@ def seconds_of_runs():
     yield HEALTHY, HEALED, f"{of_pa / 60:.0f} minutes of a core"
     second = pd.read_csv(HEALTHY_RUNS / "ea_second_cycle.csv")["seconds"].sum()
     yield HEALTHY, SECOND_CYCLE, f"{second / 3600:.1f} hours of a shared core"
-    epochs = [table(f"fast-cifar10/{name}.csv")["seconds"].mean() for name in ("cnn_cifar", AA, PA)]
-    epochs.append(table(f"fast-cifar10/{EA}.csv")["seconds"].mean())
+    epochs = []
+    for name in ("cnn_cifar", AA, PA, EA):
+        epochs.append(table(f"fast-cifar10/{name}.csv")["seconds"].mean())
     yield CIFAR, "CIFAR-10", f"{span(epochs, 0)} seconds on average"
     tuned = table("finetune-scenes-runs.csv")["seconds"]
     yield TUNING, "", f"{span(tuned / 60, 0)} minutes", f"{tuned.sum() / 3600:.1f} hours"
@@ -1032,9 +1037,9 @@ def networks_by_image_size():
         yield KERNELS, BY_SIZE, f"| {', '.join(shown(ratios))}; {mib:,.0f} |"
     ea = sizes[sizes["network"] == "ea"]["training, ratio"]
     yield KERNELS, BY_SIZE, ea["as it is", "before"].item()
-    yield KERNELS, BY_SIZE, ea["kept by environment", "after, in place"].item()
     asked_again = ea["as it is", "after, in place"].item()
     kept = ea["kept by environment", "after, in place"].item()
+    yield KERNELS, BY_SIZE, kept
     again = f"at {asked_again:.2f} of ResNet-50's rate instead of {kept:.2f}"
     yield "docs/kernels.md", "Large images", again
     windows = table("large-maps-windows.csv").set_index("network")["training, s"]

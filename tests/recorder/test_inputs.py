@@ -89,11 +89,7 @@ def test_rare_modes_of_pillow_are_read(tmp_path):
     with pytest.raises(UsageError, match="cannot be read: must have 8 or 16 bits per channel"):
         read_image(Image.new("F", (4, 4)))
     of_colours = Image.new("I", (4, 4), 200 << 8)
-    of_colours.info["transparency"] = (
-        200,
-        200,
-        200,
-    )  # as Pillow leaves it when it converts RGB to I
+    of_colours.info["transparency"] = (200, 200, 200)  # as of an RGB image that became I
     assert (np.asarray(read_image(of_colours)) == 200).all()
 
 

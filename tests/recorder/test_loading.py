@@ -50,6 +50,8 @@ def test_weights_that_name_their_network_load_beside_another_programs_config(run
     folder.mkdir()
     weights = shutil.copy(run / "model.safetensors", folder)
     (folder / "config.yaml").write_text(config)
+    with pytest.raises(UsageError, match="is not a run folder"):
+        load_model(str(folder))
     loaded = load_model(weights)
     state = loaded.model.state_dict()
     for name, value in tiny().state_dict().items():

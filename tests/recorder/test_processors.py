@@ -90,7 +90,8 @@ def test_mean_and_std_by_hand():
     alike = as_loaded(torchvision_vit(), "vit", mean=[0.5], std=[0.25])  # as timm takes them
     assert alike.config["mean"] == (0.5, 0.5, 0.5)
     assert alike.config["std"] == (0.25, 0.25, 0.25)
-    for wrong in ({"mean": (0.1, 0.2)}, {"mean": 0.5}, {"mean": "5"}, {"std": (0.0, 1.0, 1.0)}):
+    of_texts = ({"mean": "mean"}, {"mean": "5"})
+    for wrong in ({"mean": (0.1, 0.2)}, {"mean": 0.5}, *of_texts, {"std": (0.0, 1.0, 1.0)}):
         with pytest.raises(UsageError, match="must be three numbers, one per channel"):
             as_loaded(torchvision_vit(), "vit", **wrong)
     with pytest.raises(
