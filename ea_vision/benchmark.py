@@ -250,11 +250,7 @@ def peak_resident(name: str, args: argparse.Namespace) -> int | None:
     return None if peak is None else peak - before
 
 
-def peak_memory(
-    steps: Steps,
-    before: int,
-    args: argparse.Namespace,
-) -> float | None:
+def peak_memory(steps: Steps, before: int, args: argparse.Namespace) -> float | None:
     """Return the peak memory of a training step in MiB, or None if it is unknown.
 
     Args:
@@ -361,11 +357,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[dict]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        description=__doc__,
-        epilog=EXAMPLES,
-        allow_abbrev=False,
-    )
+    parser = CommandParser(description=__doc__, epilog=EXAMPLES, allow_abbrev=False)
     add = parser.add_argument
     add(
         "--models",

@@ -41,11 +41,7 @@ from ea_vision.recorder.loading import (
 PREPARATION = ("mean", "std", "crop_pct", "interpolation", "crop_mode")
 
 
-def compare(
-    model: LoadedModel,
-    images: Sequence[Tensor],
-    output: Path,
-) -> str:
+def compare(model: LoadedModel, images: Sequence[Tensor], output: Path) -> str:
     """Compare a written file with its network on images (3, H, W) in 0..1; return how often their classes agree and how
     far their outputs differ.
 

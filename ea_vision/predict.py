@@ -87,11 +87,7 @@ def predict(
         yield from entries
 
 
-def _likeliest(
-    shares: Tensor,
-    top: int,
-    names: Sequence[str] | None,
-) -> list[dict]:
+def _likeliest(shares: Tensor, top: int, names: Sequence[str] | None) -> list[dict]:
     """Return the `top` classes of an image, the likeliest first."""
     values, indices = shares.topk(min(top, len(shares)))
     classes = []
@@ -109,9 +105,7 @@ def refuse(given: Mapping[str, object], reason: str) -> None:
 
 
 def classify(
-    loaded: LoadedModel,
-    images: Sequence[str],
-    args: argparse.Namespace,
+    loaded: LoadedModel, images: Sequence[str], args: argparse.Namespace
 ) -> Iterator[tuple[str, str, list]]:
     """Yield for each image its error or "", its likeliest classes as text, and its entries of the JSON."""
     if not loaded.trained or not loaded.model.num_classes:
@@ -132,9 +126,7 @@ def classify(
 
 
 def find_objects(
-    loaded: DetectorModel,
-    images: Sequence[str],
-    args: argparse.Namespace,
+    loaded: DetectorModel, images: Sequence[str], args: argparse.Namespace
 ) -> Iterator[tuple[str, str, list]]:
     """Yield for each image its error or "", its objects as text, and COCO's results. Draw the objects if --output is
     given."""
@@ -201,10 +193,7 @@ def main(argv: list[str] | None = None) -> int:
         "of the digits), or - for paths on standard input, one per line",
     )
     parser.add_argument(
-        "--top",
-        type=positive,
-        metavar="K",
-        help=f"number of classes per image (default: {TOP})",
+        "--top", type=positive, metavar="K", help=f"number of classes per image (default: {TOP})"
     )
     parser.add_argument(
         "--json",

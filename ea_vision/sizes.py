@@ -170,12 +170,7 @@ def _measure(model: nn.Module, input_size: tuple[int, int, int]) -> tuple[dict, 
     return counter.get_flop_counts(), tokens  # Global: all modules
 
 
-def _note_tokens(
-    tokens: dict[str, int],
-    name: str,
-    layer: nn.Module,
-    args: tuple,
-) -> None:
+def _note_tokens(tokens: dict[str, int], name: str, layer: nn.Module, args: tuple) -> None:
     tokens[name] = args[0].shape[1]
 
 
@@ -198,12 +193,7 @@ def _position_operations(layer: AugmentedConv2d) -> int:
     return 2 * H * W * offsets * layer.dim_qk
 
 
-def _missed_operations(
-    layer: AugmentedConv2d,
-    elements: int,
-    positions: int,
-    counted: dict,
-) -> int:
+def _missed_operations(layer: AugmentedConv2d, elements: int, positions: int, counted: dict) -> int:
     """Return how many operations of attention products torch does not count; negative if it counts too many."""
     H, W = layer.feat_size
     if layer.local and layer.evolution is None and not layer.need_logits:  # the window alone

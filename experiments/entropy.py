@@ -39,11 +39,7 @@ def photos(tar: str, step: int = 10) -> torch.Tensor:
 
 
 @torch.no_grad()
-def rows(
-    model: nn.Module,
-    name: str,
-    images: torch.Tensor,
-) -> pd.DataFrame:
+def rows(model: nn.Module, name: str, images: torch.Tensor) -> pd.DataFrame:
     """Return one row per attention layer of a network."""
     model.eval()
     mean = torch.tensor(model.pretrained_cfg["mean"]).view(-1, 1, 1)

@@ -278,11 +278,7 @@ def holm(p_values: Sequence[float], hypotheses: int = 0) -> np.ndarray:
     return corrected
 
 
-def smallest_shown(
-    spread: float,
-    seeds: int,
-    level: float = 0.05,
-) -> float:
+def smallest_shown(spread: float, seeds: int, level: float = 0.05) -> float:
     """Return the true difference, in points, that a paired t test finds with 80% power.
 
     spread: standard deviation of the seeds' differences.
@@ -298,11 +294,7 @@ def mean_correlation(top1: pd.DataFrame) -> float:
     return correlations[pairs].mean()
 
 
-def compare(
-    top1: pd.DataFrame,
-    question: Sequence[str],
-    resolution: float = 0.0,
-) -> pd.DataFrame:
+def compare(top1: pd.DataFrame, question: Sequence[str], resolution: float = 0.0) -> pd.DataFrame:
     """Return one row for the question, then one for each other pair of variants, with the p of these corrected.
 
     Raises:
@@ -323,9 +315,7 @@ def compare(
 
 
 def factorial(
-    top1: pd.DataFrame,
-    factors: Mapping[str, Mapping[str, int]],
-    resolution: float = 0.0,
+    top1: pd.DataFrame, factors: Mapping[str, Mapping[str, int]], resolution: float = 0.0
 ) -> pd.DataFrame:
     """Return the effects of K factors in 2^K variants: main effects with their p corrected, then interactions of two.
 
@@ -409,10 +399,7 @@ def study(runs: pd.DataFrame, table: pd.DataFrame) -> str:
 
 
 def draw_differences(
-    axes: Axes,
-    table: pd.DataFrame,
-    names: Sequence[str],
-    blue: Sequence[bool],
+    axes: Axes, table: pd.DataFrame, names: Sequence[str], blue: Sequence[bool]
 ) -> None:
     """Draw differences with 95% intervals, the first row on top, tested ones in blue."""
     for place, (row, tested) in enumerate(zip(table.itertuples(), blue, strict=True)):
@@ -425,11 +412,7 @@ def draw_differences(
     axes.grid(axis="x", alpha=0.3)
 
 
-def plot_evidence(
-    top1: pd.DataFrame,
-    table: pd.DataFrame,
-    split: str,
-) -> Figure:
+def plot_evidence(top1: pd.DataFrame, table: pd.DataFrame, split: str) -> Figure:
     """Draw every run, one line per seed, with the means (left), and differences with 95% intervals (right)."""
     figure = Figure(figsize=(9, max(3.6, 0.25 * len(table) + 1)), layout="constrained")
     left, right = figure.subplots(1, 2)

@@ -59,12 +59,7 @@ def choose(changed: Mapping[int, Tensor], img_size: tuple[int, int]) -> tuple[in
     return head, (int((row + 0.5) * height), int((col + 0.5) * width))
 
 
-def largest_cell(
-    layer: LayerMaps,
-    part: str,
-    head: int,
-    cell: tuple[int, int],
-) -> str:
+def largest_cell(layer: LayerMaps, part: str, head: int, cell: tuple[int, int]) -> str:
     """Return the key with the largest attention for a query, as "row 6, column 1", counted from 0."""
     row = layer.spatial(part)[0, head][cell]
     y, x = divmod(int(row.argmax()), row.shape[1])

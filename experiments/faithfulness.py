@@ -109,11 +109,7 @@ class Curves:
         return {**row, "images": len(self.whole)}
 
 
-def order_of(
-    scores: Tensor,
-    grid: tuple[int, int],
-    ties: Tensor,
-) -> Tensor:
+def order_of(scores: Tensor, grid: tuple[int, int], ties: Tensor) -> Tensor:
     """Return the patches in order of descending score, (B, N).
 
     Args:
@@ -225,11 +221,7 @@ def attention_source(
     """
     cls = "cls" in prefix_names(model.model) and getattr(model.model, "global_pool", "") == "token"
 
-    def looked_at(
-        maps: Tensor,
-        queries,
-        keys,
-    ) -> Tensor:
+    def looked_at(maps: Tensor, queries, keys) -> Tensor:
         """Return the attention to each patch: (B, T', T) -> (B, h, w)."""
         if cls and "cls" in queries.prefix_names:
             seen = maps[:, queries.token("cls")]
@@ -263,11 +255,7 @@ def random_source(images: Tensor, classes: Tensor) -> Mapping[str, Tensor]:
     return {"random": torch.zeros(len(images), 1, 1)}
 
 
-def centre_source(
-    grid: tuple[int, int],
-    images: Tensor,
-    classes: Tensor,
-) -> Mapping[str, Tensor]:
+def centre_source(grid: tuple[int, int], images: Tensor, classes: Tensor) -> Mapping[str, Tensor]:
     """Rank the patches nearer to the middle of the image first: a ranking that a map should beat."""
     rows = (torch.arange(grid[0]) + 0.5) / grid[0] - 0.5
     columns = (torch.arange(grid[1]) + 0.5) / grid[1] - 0.5
@@ -276,11 +264,7 @@ def centre_source(
 
 
 def gradient_source(
-    predict: Predict,
-    mean: Sequence[float],
-    grid: tuple[int, int],
-    images: Tensor,
-    classes: Tensor,
+    predict: Predict, mean: Sequence[float], grid: tuple[int, int], images: Tensor, classes: Tensor
 ) -> Mapping[str, Tensor]:
     """Rank by the decrease of the class's log-probability without a patch, to first order: gradient times (image - mean
     colour), averaged over the patch. This ranking uses the network, not only its maps, and serves as a comparison."""
@@ -354,11 +338,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def drawn_images(
-    images: Tensor,
-    limit: int | None,
-    seed: int,
-) -> Tensor:
+def drawn_images(images: Tensor, limit: int | None, seed: int) -> Tensor:
     """Return `limit` random images (None: all), drawn by the seed, in their original order."""
     if not limit:
         return images
@@ -366,11 +346,7 @@ def drawn_images(
     return images[order[:limit].sort().values]
 
 
-def curves_of(
-    target: str,
-    wanted: Sequence[str],
-    args: argparse.Namespace,
-) -> tuple[str, list]:
+def curves_of(target: str, wanted: Sequence[str], args: argparse.Namespace) -> tuple[str, list]:
     """Return a model's label and its curves, one for each ranking."""
     size = (args.img_size, args.img_size) if args.img_size else None
     model = load_model(target, img_size=size)

@@ -96,9 +96,7 @@ class Day:
         log = self.output / f"{argv[0]}-{time.monotonic_ns()}.log"
         with log.open("w") as file:
             process = subprocess.Popen(
-                [sys.executable, "-m", *argv],
-                stdout=file,
-                stderr=subprocess.STDOUT,
+                [sys.executable, "-m", *argv], stdout=file, stderr=subprocess.STDOUT
             )
             try:
                 return process.wait(seconds)
@@ -225,11 +223,7 @@ class Turns:
         return {name: 1e3 * median(values) for name, values in seconds.items()}
 
 
-def peak_gib(
-    day: Day,
-    steps: Steps,
-    before: int,
-) -> float | None:
+def peak_gib(day: Day, steps: Steps, before: int) -> float | None:
     """Return a training step's peak allocated memory minus `before` bytes, in GiB.
 
     None on a CPU and with CUDA graphs, whose replay allocates nothing.
@@ -249,12 +243,7 @@ def seconds_of(day: Day, call: Callable[[], Any]) -> float:
     return day.clock() - start
 
 
-def time_network(
-    day: Day,
-    turns: Turns,
-    name: str,
-    implementation: str,
-) -> None:
+def time_network(day: Day, turns: Turns, name: str, implementation: str) -> None:
     """Compile a ResNet in its modes; time training and inference steps; for EA-50 profile one training step."""
     batch, side = (2, 32) if day.dry else (256, 224)
     images = day.images(batch, side)
@@ -320,11 +309,7 @@ def kind_of(kernel: str) -> str:
     return "others"
 
 
-def time_cifar(
-    day: Day,
-    turns: Turns,
-    batch: int,
-) -> None:
+def time_cifar(day: Day, turns: Turns, batch: int) -> None:
     """Time training steps of the CIFAR network in each mode with each optimiser; profile one of them."""
     images = day.images(batch, 32)
     amp = "none" if day.dry else "bfloat16"
@@ -364,12 +349,7 @@ def time_cifar(
             day.save(f"profile-cifar-{batch}-{mode}", profiled(day, steps[mode, "batched muon"]))
 
 
-def worker(
-    job: Callable,
-    day: Day,
-    turns: Turns,
-    *what: Any,
-) -> None:
+def worker(job: Callable, day: Day, turns: Turns, *what: Any) -> None:
     """Run a job in this process; if it raises, write the traceback to a file."""
     try:
         job(day, turns, *what)
@@ -432,11 +412,7 @@ def with_ratios(rows: pd.DataFrame) -> pd.DataFrame:
     return rows
 
 
-def layer_inputs(
-    day: Day,
-    side: int,
-    evolves: bool,
-) -> dict[str, torch.Tensor]:
+def layer_inputs(day: Day, side: int, evolves: bool) -> dict[str, torch.Tensor]:
     """Return tensors with gradients in the sizes of a layer of EA-50 (evolves=True) or AA-50."""
     N = side * side
     K = 2 if day.dry else 8
@@ -493,11 +469,7 @@ def layer_cases(day: Day, side: int) -> dict[str, Callable[[], None]]:
     return calls
 
 
-def within(
-    context: Callable,
-    call: Callable[[], None],
-    *arguments: Any,
-) -> Callable[[], None]:
+def within(context: Callable, call: Callable[[], None], *arguments: Any) -> Callable[[], None]:
     """Return the call inside `with context(*arguments)`."""
 
     def inside():
@@ -507,11 +479,7 @@ def within(
     return inside
 
 
-def layer_call(
-    inputs: dict[str, torch.Tensor],
-    side: int,
-    **options,
-) -> Callable[[], None]:
+def layer_call(inputs: dict[str, torch.Tensor], side: int, **options) -> Callable[[], None]:
     """Return a call of a layer's forward and backward pass."""
 
     def call():

@@ -80,11 +80,7 @@ def pretended_gpu(capability: tuple[int, int]):
         yield launches
 
 
-def launches_of(
-    layer: str,
-    dtype: torch.dtype,
-    capability: tuple[int, int],
-) -> list[tuple]:
+def launches_of(layer: str, dtype: torch.dtype, capability: tuple[int, int]) -> list[tuple]:
     """Return kernel, tile and arguments of each launch of a layer's forward and backward pass."""
     K, (H, W), D, E, relative = LAYERS[layer]
     N = H * W
@@ -137,12 +133,7 @@ def mocked(x):
     return x
 
 
-def compiled(
-    kernel,
-    tile,
-    arguments: dict,
-    capability: int,
-) -> dict:
+def compiled(kernel, tile, arguments: dict, capability: int) -> dict:
     """Compile a launch; return the row of its figures."""
     triton.runtime.driver.set_active(Driver(capability))
     arguments = arguments | {"I": tile.queries, "J": tile.keys}
@@ -174,11 +165,7 @@ def usage(cubin: bytes) -> dict[str, int]:
     return {"registers": int(registers), "spilled": int(stack)}
 
 
-def rows_of(
-    layer: str,
-    dtype: str,
-    target: str,
-) -> list[dict]:
+def rows_of(layer: str, dtype: str, target: str) -> list[dict]:
     """Return a row for each kernel of a layer."""
     major, minor = (int(number) for number in target.split("."))
     rows = []

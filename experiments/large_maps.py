@@ -151,12 +151,7 @@ def create(name: str, size: int) -> tuple[torch.nn.Module, Callable[[torch.Tenso
     return network, lambda x: network(x).square().mean()
 
 
-def step(
-    network: torch.nn.Module,
-    loss: Callable,
-    images: torch.Tensor,
-    train: bool,
-) -> float:
+def step(network: torch.nn.Module, loss: Callable, images: torch.Tensor, train: bool) -> float:
     """Return the seconds of processor time per image."""
     network.train(train)
     start = time.process_time()
@@ -178,12 +173,7 @@ def resident(field: str) -> float:
     return int(kilobytes) / 1024
 
 
-def peak(
-    name: str,
-    size: int,
-    batch: int,
-    threads: int,
-) -> float:
+def peak(name: str, size: int, batch: int, threads: int) -> float:
     """Return the MiB that training steps need, in a separate process."""
     torch.set_num_threads(threads)
     before = resident("VmRSS")
@@ -193,12 +183,7 @@ def peak(
     return resident("VmHWM") - before
 
 
-def networks(
-    sizes: list[int],
-    names: list[str],
-    batch: int,
-    rounds: int,
-) -> pd.DataFrame:
+def networks(sizes: list[int], names: list[str], batch: int, rounds: int) -> pd.DataFrame:
     """Return seconds per image, and peak memory, of networks by image size."""
     rows = []
     for size in sizes:
@@ -226,10 +211,7 @@ def networks(
 
 
 def seconds_of(
-    size: int,
-    names: list[str],
-    batch: int,
-    rounds: int,
+    size: int, names: list[str], batch: int, rounds: int
 ) -> dict[tuple[str, bool], list[float]]:
     """Return seconds per image by (network, training or not), one value per interleaved round."""
     created = {name: create(name, size) for name in names}

@@ -69,11 +69,7 @@ class Repeated:
         return self.items.read(index % len(self.items))
 
 
-def batches(
-    kind: str,
-    path: str,
-    given: argparse.Namespace,
-):
+def batches(kind: str, path: str, given: argparse.Namespace):
     """Yield training batches of one loader."""
     common = {
         "batch_size": given.batch_size,
@@ -133,12 +129,7 @@ def measure(loader, given: argparse.Namespace) -> dict[str, float]:
     return {"rate": rate, "waits_percent": 100 * waited / (time.perf_counter() - start)}
 
 
-def serve(
-    connection: Connection,
-    kind: str,
-    path: str,
-    given: argparse.Namespace,
-) -> None:
+def serve(connection: Connection, kind: str, path: str, given: argparse.Namespace) -> None:
     """Measure one loader in this separate process whenever a message arrives; None ends it."""
     torch.set_num_threads(1)
     loader = batches(kind, path, given)

@@ -120,11 +120,7 @@ def runs() -> pd.DataFrame:
 
 
 @cache
-def _counted(
-    model: str,
-    kwargs: tuple[tuple[str, Any], ...],
-    data: str,
-) -> Counts:
+def _counted(model: str, kwargs: tuple[tuple[str, Any], ...], data: str) -> Counts:
     classes = DATA[data][1]
     with torch.device("meta"):
         if data == "COCO":

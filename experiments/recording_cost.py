@@ -27,11 +27,7 @@ MODELS = (
 
 
 @torch.no_grad()
-def measure(
-    name: str,
-    images: int,
-    repeats: int,
-) -> dict[str, str | float]:
+def measure(name: str, images: int, repeats: int) -> dict[str, str | float]:
     """Return the table row of one network."""
     torch.manual_seed(0)
     model = timm.create_model(name).eval()

@@ -63,11 +63,7 @@ CHANGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # (maps (B, K, N, N)
 }
 
 
-def replace_maps(
-    model: nn.Module,
-    kind: str,
-    means: list[Tensor],
-) -> ExitStack:
+def replace_maps(model: nn.Module, kind: str, means: list[Tensor]) -> ExitStack:
     """Replace the maps of all layers (see the top of this file) until the returned ExitStack is closed."""
     hooks = ExitStack()
     for layer, mean in zip(attention_modules(model), means, strict=True):
@@ -83,11 +79,7 @@ def replace_maps(
     return hooks
 
 
-def top1(
-    model: nn.Module,
-    batches: list[Tensor],
-    targets: Tensor,
-) -> float:
+def top1(model: nn.Module, batches: list[Tensor], targets: Tensor) -> float:
     """Return the accuracy in percent."""
     predicted = torch.cat([model(batch).argmax(1) for batch in batches])
     right = predicted == targets
@@ -95,9 +87,7 @@ def top1(
 
 
 def replaced(
-    network: LoadedModel,
-    batches: list[Tensor],
-    targets: Tensor,
+    network: LoadedModel, batches: list[Tensor], targets: Tensor
 ) -> list[tuple[str, str, float, int]]:
     """Return the rows of replaced.csv."""
     means = mean_maps(network.model, batches)

@@ -37,11 +37,7 @@ print(int(re.search(r"VmHWM:\\s*(\\d+) kB", open("/proc/self/status").read())[1]
 """
 
 
-def peak_mib(
-    path: Path,
-    batch: int,
-    side: int,
-) -> int:
+def peak_mib(path: Path, batch: int, side: int) -> int:
     """Return the peak memory of an ONNX file on images (batch, 3, side, side), weights included."""
     argv = [sys.executable, "-c", PEAK, str(path), str(batch), str(side)]
     kib = int(subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True).stdout)
@@ -57,19 +53,12 @@ def deployed(name: str, images: torch.Tensor) -> torch.nn.Module:
 
 
 def export(
-    model: torch.nn.Module,
-    images: torch.Tensor,
-    path: Path,
+    model: torch.nn.Module, images: torch.Tensor, path: Path
 ) -> onnxruntime.InferenceSession:
     """Write an ONNX file for any number of images, and open it."""
     batch = torch.export.Dim("batch", min=1, max=1024)
     torch.onnx.export(
-        model,
-        (images,),
-        path,
-        input_names=["images"],
-        dynamic_shapes=({0: batch},),
-        dynamo=True,
+        model, (images,), path, input_names=["images"], dynamic_shapes=({0: batch},), dynamo=True
     )
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
@@ -77,10 +66,7 @@ def export(
 
 
 def measure(
-    models: Sequence[str],
-    runtimes: Sequence[str],
-    images: torch.Tensor,
-    repeats: int,
+    models: Sequence[str], runtimes: Sequence[str], images: torch.Tensor, repeats: int
 ) -> pd.DataFrame:
     """Return one row per network and runtime. `images` has (B, 3, side, side)."""
     calls = {}

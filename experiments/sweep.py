@@ -79,11 +79,7 @@ def check_images(folder: Path, classes: int) -> None:
             raise UsageError(f"{place} must have {classes} classes, got {found}")
 
 
-def train(
-    command: Sequence[str],
-    folder: Path,
-    seed: int,
-) -> dict[str, Any]:
+def train(command: Sequence[str], folder: Path, seed: int) -> dict[str, Any]:
     """Train one run in its own process, which saves if this one is stopped; return the result of `read_run`.
 
     Raises:

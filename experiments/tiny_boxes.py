@@ -27,11 +27,7 @@ from ea_vision.detection.evaluate import coco_metrics
 Row = tuple[str, str, list[int]]  # name below the split's folder, class, [left, top, right, bottom]
 
 
-def rows_of(
-    tiny: Path,
-    classes: Sequence[str],
-    per_class: int,
-) -> Iterator[tuple[str, list[Row]]]:
+def rows_of(tiny: Path, classes: Sequence[str], per_class: int) -> Iterator[tuple[str, list[Row]]]:
     """Yield the rows of each split: the first `per_class` training images of each class (0: all), then validation."""
     train = []
     for label in classes:
@@ -64,11 +60,7 @@ def categories_of(tiny: Path, classes: Sequence[str]) -> list[dict]:
 
 
 def convert(
-    tiny: Path,
-    out: Path,
-    classes: Sequence[str],
-    as_one: str = "",
-    per_class: int = 0,
+    tiny: Path, out: Path, classes: Sequence[str], as_one: str = "", per_class: int = 0
 ) -> None:
     """Write `out`/{train,val}.json and the links beside them.
 

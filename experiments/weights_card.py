@@ -54,11 +54,7 @@ def half(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return halved
 
 
-def front_matter(
-    name: str,
-    top1: float,
-    dataset: str,
-) -> list[str]:
+def front_matter(name: str, top1: float, dataset: str) -> list[str]:
     """Return the YAML front matter that Hugging Face's hub reads from a model card."""
     return [
         "---",
@@ -149,12 +145,7 @@ def log_table(metrics: dict[str, list[float]]) -> list[str]:
     return lines
 
 
-def check_command(
-    name: str,
-    config: dict,
-    dataset: str,
-    split: str,
-) -> str:
+def check_command(name: str, config: dict, dataset: str, split: str) -> str:
     """Return the command that evaluates the weights as their run did."""
     if not split:
         return f"python train_cifar.py --evaluate {name} --dataset {dataset} --data-dir DIR"
@@ -173,11 +164,7 @@ def described_versions(start: dict) -> str:
     return ", ".join(f"{package} {version}" for package, version in start["versions"].items())
 
 
-def facts(
-    finished: FinishedRun,
-    dtype: str,
-    split: str,
-) -> dict[str, str]:
+def facts(finished: FinishedRun, dtype: str, split: str) -> dict[str, str]:
     """Return the rows of a card's table: left column -> right column."""
     config = finished.config
     run = finished.about
@@ -292,12 +279,7 @@ def test_images(
     return EvalLoader(data.test, batch_size=100, **common), options.tta
 
 
-def write_weights(
-    folder: Path,
-    output: Path,
-    data_dir: str,
-    split: str = "",
-) -> str:
+def write_weights(folder: Path, output: Path, data_dir: str, split: str = "") -> str:
     """Write the best weights of a complete run to MODEL.TAG.safetensors and its card beside it, MODEL.TAG.md.
 
     Args:

@@ -34,11 +34,7 @@ def device_named(name: str) -> torch.device:
         ) from error
 
 
-def choose_device(
-    name: str,
-    local_rank: int = 0,
-    processes: int = 1,
-) -> torch.device:
+def choose_device(name: str, local_rank: int = 0, processes: int = 1) -> torch.device:
     """Return the device of this process.
 
     Args:
@@ -85,11 +81,7 @@ def functions_of(device: torch.device) -> ModuleType | None:
         return None
 
 
-def _call(
-    device: torch.device,
-    name: str,
-    default=None,
-):
+def _call(device: torch.device, name: str, default=None):
     """Call a function of the device's module with the device; return `default` if the module lacks it. Functions of mps
     take no device."""
     function = getattr(functions_of(device), name, None)

@@ -21,11 +21,7 @@ class RunError(RuntimeError):
         self.code = code
 
 
-def near_matches(
-    wrong: str,
-    known,
-    kind: str,
-) -> str:
+def near_matches(wrong: str, known, kind: str) -> str:
     """Return the end of an error message: the nearest of the `known` names, or how many there are."""
     known = list(known)
     near = get_close_matches(wrong, known, n=4, cutoff=0.5)

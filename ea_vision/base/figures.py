@@ -22,11 +22,7 @@ def check_width(width: float | None) -> float | None:
     raise UsageError(f"width must lie between {NARROWEST} and {WIDEST:g} inches, got {width!r}")
 
 
-def figure_bytes(
-    figure,
-    suffix: str = ".png",
-    dpi: int = 200,
-) -> bytes:
+def figure_bytes(figure, suffix: str = ".png", dpi: int = 200) -> bytes:
     """Return the figure in the format of one of FORMATS.
 
     Raises:

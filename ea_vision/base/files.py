@@ -124,11 +124,7 @@ def _replace(source: Path, target: Path) -> None:
     return os.replace(source, target)
 
 
-def atomic_write(
-    path: Path,
-    data: bytes,
-    keep_previous_as: Path | None = None,
-) -> None:
+def atomic_write(path: Path, data: bytes, keep_previous_as: Path | None = None) -> None:
     """Replace the content of `path` by `data`, atomically. If `path` is a link, the file that it points to is replaced.
     A SIGTERM in the middle ends the process only after the write.
 

@@ -192,9 +192,7 @@ def create_by_keywords(
 
 
 def create_leaving_out(
-    create: Callable[..., nn.Module],
-    wanted: dict,
-    optional: Collection[str],
+    create: Callable[..., nn.Module], wanted: dict, optional: Collection[str]
 ) -> tuple[nn.Module, dict]:
     """Call create(**wanted), dropping `optional` keywords that it does not accept; return the model and the keywords.
 
@@ -221,11 +219,7 @@ def _unknown_keyword(error: Exception) -> str | None:
     return found[1] if found else None
 
 
-def pretrained_model(
-    name: str,
-    kwargs: dict | None = None,
-    **more: Any,
-) -> nn.Module:
+def pretrained_model(name: str, kwargs: dict | None = None, **more: Any) -> nn.Module:
     """Create a model with its pretrained weights, by a registered name, hf-hub:OWNER/NAME or local-dir:FOLDER.
 
     Raises:
@@ -253,12 +247,7 @@ def pretrained_model(
         ) from error
 
 
-def _with_weights(
-    name: str,
-    kwargs: dict,
-    path: str,
-    notice,
-) -> nn.Module:
+def _with_weights(name: str, kwargs: dict, path: str, notice) -> nn.Module:
     """Create a model with the weights of a file, as timm would load its pretrained ones. If the file's classifier has
     another number of classes, the model keeps its own.
 
@@ -384,11 +373,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
     load_state(model, read_weights(path), str(path))
 
 
-def load_state(
-    model: nn.Module,
-    state: dict[str, Tensor],
-    source: str,
-) -> None:
+def load_state(model: nn.Module, state: dict[str, Tensor], source: str) -> None:
     """Load weights and buffers strictly.
 
     Raises:
@@ -443,10 +428,7 @@ def lay_out(model: nn.Module, memory_format: torch.memory_format) -> nn.Module:
 
 
 def check_classes(
-    model: nn.Module,
-    classes: list[str],
-    expected: list[str] | None,
-    source: str,
+    model: nn.Module, classes: list[str], expected: list[str] | None, source: str
 ) -> None:
     """Raise UsageError if a model's classes differ from those of the data in number or, if they are known, in name."""
     if model.num_classes != len(classes):

@@ -85,11 +85,7 @@ def points(kind: str = "small") -> float:
 
 
 @lru_cache(4096)
-def _width(
-    line: str,
-    size: float,
-    family: tuple[str, ...],
-) -> float:
+def _width(line: str, size: float, family: tuple[str, ...]) -> float:
     font = FontProperties(family=list(family), size=size)
     width, _, _ = text_to_path.get_text_width_height_descent(line or " ", font, ismath=False)
     return 1.06 * width
@@ -101,12 +97,7 @@ def text_width(text: str, size: float) -> float:
     return max(_width(line, size, family) for line in text.split("\n"))
 
 
-def wrapped(
-    text: str,
-    width: float,
-    size: float,
-    pieces: Sequence[str] = PIECES,
-) -> str:
+def wrapped(text: str, width: float, size: float, pieces: Sequence[str] = PIECES) -> str:
     """Break text into lines no wider than `width`: between words, else after _ - . / , and last anywhere."""
     done = ""
     for piece in re.findall(pieces[0], text):
@@ -130,11 +121,7 @@ class Picture(Figure):
         return figure_bytes(self, dpi=150)
 
 
-def new_figure(
-    width: float,
-    height: float,
-    **kwargs,
-) -> Figure:
+def new_figure(width: float, height: float, **kwargs) -> Figure:
     """Return a figure of width x height inches that belongs to no window."""
     return Picture(figsize=(width, height), dpi=150, **kwargs)
 
@@ -167,11 +154,7 @@ def small_ticks(axes: Axes) -> None:
     axes.tick_params(labelsize=points(), width=0.6, length=2.5, pad=2)
 
 
-def legend_below(
-    figure: Figure,
-    lines: Sequence[Artist],
-    names: Sequence[str],
-) -> None:
+def legend_below(figure: Figure, lines: Sequence[Artist], names: Sequence[str]) -> None:
     """Draw a legend below all axes, in `print_style`, in as many columns as fit; the figure grows by its lines beyond
     three."""
     small = points()

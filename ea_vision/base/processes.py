@@ -182,11 +182,7 @@ def _place_in_world() -> tuple[int, int, int]:
     return size, rank, local_rank
 
 
-def _rendezvous(
-    rank: int,
-    size: int,
-    timeout: timedelta,
-) -> dist.Store:
+def _rendezvous(rank: int, size: int, timeout: timedelta) -> dist.Store:
     """Return the store by which the processes find each other."""
     store, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timeout)))
     # The agent's store keeps the addresses of processes that were replaced, so each attempt has its own prefix.

@@ -33,12 +33,7 @@ class Augmentation:
     padding_mode: str = "zeros"
     cutout: int = 0
 
-    def draw(
-        self,
-        count: int,
-        size: tuple[int, int],
-        generator: torch.Generator,
-    ) -> Tensor:
+    def draw(self, count: int, size: tuple[int, int], generator: torch.Generator) -> Tensor:
         """Draw for `count` images of `size` (H, W): integers (count, 5), columns top, left, flip, cutout y and x.
 
         The flips are those of `flip="on"`; see `alternating_flips` for the others.
@@ -49,24 +44,13 @@ class Augmentation:
         draws = [torch.randint(limit, (count,), generator=generator) for limit in limits]
         return torch.stack(draws, dim=1)
 
-    def alternating_flips(
-        self,
-        count: int,
-        epoch: int,
-        seed: int,
-    ) -> Tensor:
+    def alternating_flips(self, count: int, epoch: int, seed: int) -> Tensor:
         """Return integers (count,), by number of the image: 1 for those that are flipped in an epoch."""
         generator = epoch_generator(seed, -1)  # a generator that no epoch uses
         first = torch.randint(2, (count,), generator=generator)
         return first ^ (epoch % 2)
 
-    def apply(
-        self,
-        images: Tensor,
-        draws: Tensor,
-        mean: Tensor,
-        std: Tensor,
-    ) -> Tensor:
+    def apply(self, images: Tensor, draws: Tensor, mean: Tensor, std: Tensor) -> Tensor:
         """Augment and normalise.
 
         Args:
@@ -80,11 +64,7 @@ class Augmentation:
         rows = torch.arange(height, device=images.device)
         columns = torch.arange(width, device=images.device)
         mode = PADDING_MODES[self.padding_mode]
-        padded = F.pad(
-            images,
-            [self.crop_padding],
-            padding_mode=mode,
-        )
+        padded = F.pad(images, [self.crop_padding], padding_mode=mode)
         mirrored = columns
         if self.flip != "off":
             mirrored = torch.where(flip.bool(), columns.flip(0), columns)  # (B, W)
@@ -107,11 +87,7 @@ class Augmentation:
         return (0 <= inside) & (inside < self.cutout)
 
 
-def normalize(
-    images: Tensor,
-    mean: Tensor,
-    std: Tensor,
-) -> Tensor:
+def normalize(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """Normalise uint8 (B, C, H, W) by mean and std (C,) of images in 0..1: float32, contiguous."""
     scale = (1 / (255 * std)).view(-1, 1, 1)
     shift = (mean / std).view(-1, 1, 1)

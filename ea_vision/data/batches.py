@@ -81,16 +81,8 @@ class Loader:
         world_size: int = 1,
         seed: int = 0,
     ):
-        self.mean = torch.tensor(
-            mean,
-            dtype=torch.float32,
-            device=device,
-        )
-        self.std = torch.tensor(
-            std,
-            dtype=torch.float32,
-            device=device,
-        )
+        self.mean = torch.tensor(mean, dtype=torch.float32, device=device)
+        self.std = torch.tensor(std, dtype=torch.float32, device=device)
         self.count = count
         self.batch_size = batch_size
         self.rank = rank

@@ -84,19 +84,9 @@ def read_tables(path: Path) -> Tables:
     images, labels = (reader.metadata[name] for name in reader.metadata.dtype.names)
     is_jpeg = images["mode"] != RAW
     columns = [images["data_ptr"], sizes, images["height"], images["width"], is_jpeg]
-    rows = np.stack(
-        columns,
-        axis=1,
-        dtype=np.int64,
-        casting="unsafe",
-    )
+    rows = np.stack(columns, axis=1, dtype=np.int64, casting="unsafe")
     stored = [reader.header, reader.field_descriptors, reader.metadata, reader.alloc_table]
-    return Tables(
-        rows,
-        labels,
-        int(reader.page_size),
-        stored,
-    )
+    return Tables(rows, labels, int(reader.page_size), stored)
 
 
 def sidecar(path: Path) -> Path:
@@ -105,11 +95,7 @@ def sidecar(path: Path) -> Path:
 
 
 def write_about(
-    path: Path,
-    tables: Tables,
-    source: str,
-    classes: list[str],
-    evaluated: Evaluated | None,
+    path: Path, tables: Tables, source: str, classes: list[str], evaluated: Evaluated | None
 ) -> None:
     """Write FILE.json beside a .beton file with these tables."""
     about = {"source": source, "classes": classes, "evaluated": evaluated}
@@ -179,12 +165,7 @@ class Beton:
             differently.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        num_classes: int = 0,
-        evaluated: Evaluated | None = None,
-    ):
+    def __init__(self, path: Path, num_classes: int = 0, evaluated: Evaluated | None = None):
         self.name = str(path)
         tables = read_tables(path)
         about = read_about(path, tables)
@@ -259,11 +240,7 @@ IMPOSSIBLE = "the file's table gives it an impossible size or place"
 def _mapped(path: str) -> np.ndarray:
     """Map a file into memory: uint8 (bytes,)."""
     # Linux refuses mode "c" for files larger than its memory.
-    mapped = np.memmap(
-        path,
-        np.uint8,
-        mode="r",
-    )
+    mapped = np.memmap(path, np.uint8, mode="r")
     return mapped.view(np.ndarray)
 
 

@@ -25,11 +25,7 @@ RATIO = np.array([3 / 4, 4 / 3])  # smallest and largest ratio of width to heigh
 Decoded = tuple[Tensor, list[int], dict[int, str]]  # images, targets, errors by place in the batch
 
 
-def quasi_random_order(
-    pages: np.ndarray,
-    seed: int,
-    epoch: int,
-) -> Tensor:
+def quasi_random_order(pages: np.ndarray, seed: int, epoch: int) -> Tensor:
     """Return an order that reads the file in large pieces: images are shuffled within groups of PAGES_TOGETHER random
     pages. pages: (N,), by image."""
     rng = np.random.default_rng((seed, epoch, 1))
@@ -52,18 +48,7 @@ def _compiled() -> Callable[..., None]:
         return imdecode(jpeg, pixels, height, width, height, width, 0, 0, 1, 1, False, False)
 
     @njit(nogil=True)
-    def show(
-        data,
-        table,
-        seeds,
-        scale,
-        ratio,
-        hflip,
-        levels,
-        decoded,
-        out,
-        bad,
-    ):
+    def show(data, table, seeds, scale, ratio, hflip, levels, decoded, out, bad):
         """Write crops of the images in `data` that `table` (B, 5) describes to `out` (B, 3, S, S), each byte as its
         value in `levels` (3, 256). bad (B,): images to leave out, to which damaged JPEGs are added. decoded: memory for
         the largest image."""
@@ -80,14 +65,7 @@ def _compiled() -> Callable[..., None]:
             np.random.seed(seeds[n])  # seeds this thread's generator in compiled code
             top, left, crop_height, crop_width = choose_crop(height, width, scale, ratio)
             image = pixels.reshape(height, width, 3)
-            resize_crop(
-                image,
-                top,
-                top + crop_height,
-                left,
-                left + crop_width,
-                scaled,
-            )
+            resize_crop(image, top, top + crop_height, left, left + crop_width, scaled)
             shown = scaled[:, ::-1] if np.random.random() < hflip else scaled[:, ::1]
             for y in range(side):
                 for x in range(side):
@@ -127,11 +105,7 @@ class BetonTrainLoader(ImageTrainLoader):
         hflip: float,
         **common,
     ):
-        super().__init__(
-            source,
-            transform=None,
-            **common,
-        )
+        super().__init__(source, transform=None, **common)
         self.os_cache = os_cache
         self.scale = np.array(scale, float)
         self.hflip = hflip
@@ -192,11 +166,7 @@ class BetonTrainLoader(ImageTrainLoader):
         """Return memory for a batch: float32 or, for a GPU, pinned bytes."""
         if self.on_cpu:
             return _reused(self._free[shape], shape)
-        return torch.empty(
-            shape,
-            dtype=torch.uint8,
-            pin_memory=True,
-        )
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
 
     def _pixels(self, images: Tensor) -> Tensor:
         if self.on_cpu:

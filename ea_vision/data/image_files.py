@@ -49,9 +49,7 @@ class BrokenImage(ValueError):
 
 
 def decode_image(
-    file: str | Path | BinaryIO,
-    over_white: bool = False,
-    name: str = "",
+    file: str | Path | BinaryIO, over_white: bool = False, name: str = ""
 ) -> Image.Image:
     """Decode a file to 8-bit RGB. The size is checked before pixels are decoded. EXIF orientation is ignored, as in
     timm and torchvision, whose published accuracies are without it.
@@ -82,11 +80,7 @@ def decode_image(
         raise BrokenImage(f"{type(error).__name__}: {error}") from error
 
 
-def to_rgb(
-    image: Image.Image,
-    over_white: bool = False,
-    name: str = "",
-) -> Image.Image:
+def to_rgb(image: Image.Image, over_white: bool = False, name: str = "") -> Image.Image:
     """Decode and convert to 8-bit RGB. 16-bit grey keeps its upper 8 bits (Pillow alone would clip it at 255).
 
     Raises:
@@ -275,11 +269,7 @@ def fingerprint(lines: Iterable[str], *arrays) -> str:
     return digest.hexdigest()
 
 
-def check_classes(
-    name: str,
-    classes: list[str],
-    required: int,
-) -> None:
+def check_classes(name: str, classes: list[str], required: int) -> None:
     """Raise UsageError unless there are `required` classes (0: any number)."""
     if required and required != len(classes):
         raise UsageError(f"{name} must have {required} classes (--num-classes), got {len(classes)}")
@@ -332,11 +322,7 @@ def _walk(root: Path, hidden: set[str]) -> Iterator[Entry]:
     Raises:
         OSError: a folder cannot be read.
     """
-    for folder, folders, files in os.walk(
-        root,
-        followlinks=True,
-        onerror=_raise,
-    ):
+    for folder, folders, files in os.walk(root, followlinks=True, onerror=_raise):
         inside = os.path.relpath(folder, root).replace(os.sep, "/")
         prefix = "" if inside == "." else f"{inside}/"
         visible = []
@@ -376,11 +362,7 @@ def _size_of(path: str) -> int:
     return about.st_size if stat.S_ISREG(about.st_mode) else -1
 
 
-def _entries_of_tar(
-    path: Path,
-    prefix: str,
-    hidden: set[str],
-) -> list[Entry]:
+def _entries_of_tar(path: Path, prefix: str, hidden: set[str]) -> list[Entry]:
     """Return the images of a tar, each with the label of the .cls beside it. Skipped names are added to `hidden`.
 
     Raises:

@@ -83,11 +83,7 @@ def train_transform(
     return transforms.Compose(steps)
 
 
-def eval_transform(
-    img_size: int,
-    resize: int,
-    interpolation: str = "bilinear",
-):
+def eval_transform(img_size: int, resize: int, interpolation: str = "bilinear"):
     """Return the transform that scales the short side to `resize` and crops the center `img_size` x `img_size`."""
     mode = transforms.InterpolationMode(interpolation)
     check = partial(check_scaled, short_side=resize)
@@ -107,11 +103,7 @@ class Decoder(Dataset):
 
     def __getitems__(self, keys: np.ndarray) -> Decoded:
         """Return uint8 (B, *shape), targets, and the errors of broken images by place; their pixels are 0."""
-        images = torch.zeros(
-            len(keys),
-            *self.shape,
-            dtype=torch.uint8,
-        )
+        images = torch.zeros(len(keys), *self.shape, dtype=torch.uint8)
         targets: list[Any] = [0] * len(keys)
         bad = {}
         with _own_random_state():
@@ -251,12 +243,7 @@ class DecodingLoader(Loader):
             places[place] = good[place % len(good)]
         return places
 
-    def _batch(
-        self,
-        images: Tensor,
-        targets: list[int],
-        ids: Tensor,
-    ) -> Batch:
+    def _batch(self, images: Tensor, targets: list[int], ids: Tensor) -> Batch:
         labels = torch.tensor(targets, dtype=torch.int64)
         return Batch(self._pixels(images), sent(labels, self.device), ids)
 
@@ -277,12 +264,7 @@ class ImageTrainLoader(DecodingLoader):
     training = True
 
     def __init__(
-        self,
-        source,
-        *,
-        size_of: Callable[[int], int] | None = None,
-        repeats: int = 1,
-        **common,
+        self, source, *, size_of: Callable[[int], int] | None = None, repeats: int = 1, **common
     ):
         super().__init__(source, **common)
         self.size_of = size_of

@@ -9,19 +9,10 @@ import timm.data
 from PIL import Image
 
 from ea_vision.base.errors import UsageError
-from ea_vision.data.image_files import (
-    BrokenImage,
-    check_classes,
-    decode_image,
-    fingerprint,
-    to_rgb,
-)
+from ea_vision.data.image_files import BrokenImage, check_classes, decode_image, fingerprint, to_rgb
 
 # Names of a split on the hub; the first that exists counts.
-HUB_SPLITS = {
-    "train": ("train",),
-    "validation": ("validation", "valid", "val", "dev", "test"),
-}
+HUB_SPLITS = {"train": ("train",), "validation": ("validation", "valid", "val", "dev", "test")}
 STREAMS = ("hfids", "tfds", "wds")  # timm's prefixes of data sets that cannot be indexed
 FOLDERS = ("torch/image_folder", "torch/folder")
 
@@ -81,13 +72,7 @@ class NamedImages:
         items: sequence of (image, target, ...); an image is a PIL image or a file.
     """
 
-    def __init__(
-        self,
-        name: str,
-        items: Sequence[Any],
-        classes: list[str],
-        num_classes: int,
-    ):
+    def __init__(self, name: str, items: Sequence[Any], classes: list[str], num_classes: int):
         self.name = name
         self.items = items
         self.classes = classes or [str(label) for label in range(num_classes)]
@@ -127,30 +112,14 @@ class NamedImages:
 class TorchImages(NamedImages):
     """A split of one of torchvision's data sets, by its name in timm."""
 
-    def __init__(
-        self,
-        dataset: str,
-        root: str,
-        split: str,
-        num_classes: int = 0,
-    ):
+    def __init__(self, dataset: str, root: str, split: str, num_classes: int = 0):
         name = f"{dataset} {split}"
         try:
-            items = timm.data.create_dataset(
-                dataset,
-                root,
-                split=split,
-                search_split=False,
-            )
+            items = timm.data.create_dataset(dataset, root, split=split, search_split=False)
         except (RuntimeError, AssertionError, OSError, ImportError, ValueError) as error:
             raise UsageError(f"no images in {name}: {error}") from error
         number = getattr(items, "class_to_idx", {})
-        super().__init__(
-            name,
-            items,
-            sorted(number, key=number.get),
-            num_classes,
-        )
+        super().__init__(name, items, sorted(number, key=number.get), num_classes)
 
 
 class HubImages(NamedImages):
@@ -176,20 +145,8 @@ class HubImages(NamedImages):
         splits = (named,) if named else HUB_SPLITS[split]
         table, split = _loaded(datasets, dataset, root, splits)
         name = f"hfds/{dataset} {split}"
-        input_key = _column(
-            table,
-            name,
-            "--input-key",
-            input_key,
-            datasets.Image,
-        )
-        target_key = _column(
-            table,
-            name,
-            "--target-key",
-            target_key,
-            datasets.ClassLabel,
-        )
+        input_key = _column(table, name, "--input-key", input_key, datasets.Image)
+        target_key = _column(table, name, "--target-key", target_key, datasets.ClassLabel)
         if not isinstance(table.features[input_key], datasets.Image):
             raise UsageError(
                 f"--input-key must name a column of images of {name}, got {input_key}: "
@@ -200,12 +157,7 @@ class HubImages(NamedImages):
         if values.dtype.kind == "U" and not classes:
             classes = sorted(set(values.tolist()))
             values = np.searchsorted(classes, values)
-        _check_targets(
-            name,
-            target_key,
-            values,
-            len(classes) or num_classes,
-        )
+        _check_targets(name, target_key, values, len(classes) or num_classes)
         images = table.cast_column(input_key, datasets.Image(decode=False))
         items = _Rows(images.select_columns([input_key]), input_key, values)
         super().__init__(name, items, classes, num_classes)
@@ -214,12 +166,7 @@ class HubImages(NamedImages):
 class _Rows:
     """The images of a table, as files that are not decoded, and their targets."""
 
-    def __init__(
-        self,
-        table,
-        input_key: str,
-        targets: np.ndarray,
-    ):
+    def __init__(self, table, input_key: str, targets: np.ndarray):
         self.table = table
         self.input_key = input_key
         self.targets = targets
@@ -235,20 +182,11 @@ class _Rows:
         return file, int(self.targets[index])
 
 
-def _loaded(
-    datasets,
-    name: str,
-    root: str,
-    splits: Sequence[str],
-):
+def _loaded(datasets, name: str, root: str, splits: Sequence[str]):
     """Return the first of these splits that a data set has, and its name."""
     for split in splits:
         try:
-            table = datasets.load_dataset(
-                name,
-                split=split,
-                cache_dir=root or None,
-            )
+            table = datasets.load_dataset(name, split=split, cache_dir=root or None)
             return table, split
         except ValueError as error:
             if not str(error).startswith("Unknown split") or split == splits[-1]:
@@ -259,13 +197,7 @@ def _loaded(
     raise AssertionError("no split was asked for")
 
 
-def _column(
-    table,
-    name: str,
-    option: str,
-    wanted: str,
-    kind: type,
-) -> str:
+def _column(table, name: str, option: str, wanted: str, kind: type) -> str:
     """Return the column `wanted` or, by default, the only one of type `kind`."""
     columns = ", ".join(f"{column} ({feature})" for column, feature in table.features.items())
     if wanted:
@@ -282,12 +214,7 @@ def _column(
     )
 
 
-def _check_targets(
-    name: str,
-    column: str,
-    values: np.ndarray,
-    classes: int,
-) -> None:
+def _check_targets(name: str, column: str, values: np.ndarray, classes: int) -> None:
     """Raise UsageError unless the targets are integers in the range of the classes."""
     if values.dtype.kind not in "iu" or values.ndim != 1:
         raise UsageError(

@@ -10,18 +10,8 @@ from ea_vision.data.small_images import Images
 
 
 class _OnDevice(Loader):
-    def __init__(
-        self,
-        split: Images,
-        *,
-        device: torch.device,
-        **common,
-    ):
-        super().__init__(
-            len(split),
-            device=device,
-            **common,
-        )
+    def __init__(self, split: Images, *, device: torch.device, **common):
+        super().__init__(len(split), device=device, **common)
         self.images = split.images.to(device)
         self.targets = split.targets.to(device)
 
@@ -31,13 +21,7 @@ class TrainLoader(_OnDevice):
 
     training = True
 
-    def __init__(
-        self,
-        split: Images,
-        *,
-        augmentation: Augmentation,
-        **common,
-    ):
+    def __init__(self, split: Images, *, augmentation: Augmentation, **common):
         super().__init__(split, **common)
         self.augmentation = augmentation
 
@@ -57,12 +41,7 @@ class TrainLoader(_OnDevice):
         for places in self.train_places(first):
             chosen = order_there[places]
             images = self.images[chosen]
-            images = self.augmentation.apply(
-                images,
-                draws[places],
-                self.mean,
-                self.std,
-            )
+            images = self.augmentation.apply(images, draws[places], self.mean, self.std)
             yield Batch(images, self.targets[chosen], order[places])
 
 

@@ -51,11 +51,7 @@ def _key(name: str) -> str:
     return folder + slash + file.partition(".")[0]
 
 
-def _text(
-    path: Path,
-    name: str,
-    content: bytes,
-) -> str:
+def _text(path: Path, name: str, content: bytes) -> str:
     text = content.decode("utf-8", errors="replace").strip()
     if not text or len(content) > LONGEST or not text.isprintable() or "\ufffd" in text:
         raise UsageError(
@@ -64,11 +60,7 @@ def _text(
     return displayable(text)
 
 
-def _refuse_unlabelled(
-    path: Path,
-    files: Iterable[str],
-    images: list[str],
-) -> None:
+def _refuse_unlabelled(path: Path, files: Iterable[str], images: list[str]) -> None:
     """Raise UsageError if the images of a tar have captions or the like beside them, but no label and no folder."""
     flat = {_key(name) for name in images if "/" not in name}
     for name in files:

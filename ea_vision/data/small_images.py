@@ -49,11 +49,7 @@ class DataSet:
         return fingerprint(self.classes, *train, *test)
 
 
-def hold_out(
-    images: Images,
-    count: int,
-    seed: int,
-) -> tuple[Images, Images]:
+def hold_out(images: Images, count: int, seed: int) -> tuple[Images, Images]:
     """Split off `count` images, chosen by `seed`; return (kept, held out), both in their old order.
 
     Raises:
@@ -71,11 +67,7 @@ def hold_out(
 
 
 def load_dataset(
-    name: str,
-    data_dir: str = "",
-    img_size: int = 32,
-    download: bool = False,
-    workers: int = 2,
+    name: str, data_dir: str = "", img_size: int = 32, download: bool = False, workers: int = 2
 ) -> DataSet:
     """Load a data set as uint8 tensors of `img_size` x `img_size` RGB pixels.
 
@@ -93,12 +85,7 @@ def load_dataset(
         root = Path(data_dir) if data_dir else cache_root() / "torchvision"
         return _load_torchvision(name, root, img_size, download)
     train, test = [ImageFiles(place) for place in places_of(data_dir)]
-    check_same_classes(
-        train.name,
-        train.classes,
-        test.name,
-        test.classes,
-    )
+    check_same_classes(train.name, train.classes, test.name, test.classes)
     decoded = [_decoded(files, img_size, workers) for files in (train, test)]
     return DataSet(*decoded, train.classes)
 
@@ -131,27 +118,14 @@ def _load_digits(img_size: int) -> DataSet:
     return DataSet(train, test, [str(digit) for digit in range(10)])
 
 
-def _load_torchvision(
-    name: str,
-    root: Path,
-    img_size: int,
-    download: bool,
-) -> DataSet:
+def _load_torchvision(name: str, root: Path, img_size: int, download: bool) -> DataSet:
     """Load CIFAR-10 or -100 in torchvision's layout under `root`."""
     from torchvision import datasets
 
     read = getattr(datasets, name.upper())
     try:
-        train = read(
-            str(root),
-            train=True,
-            download=download,
-        )
-        test = read(
-            str(root),
-            train=False,
-            download=download,
-        )
+        train = read(str(root), train=True, download=download)
+        test = read(str(root), train=False, download=download)
     except (RuntimeError, OSError) as error:
         raise UsageError(
             f"{name} cannot be read from {root}: {error} (--download fetches it; --dataset folder reads "
@@ -164,11 +138,7 @@ def _load_torchvision(
     )
 
 
-def _of_torchvision(
-    found,
-    name: str,
-    img_size: int,
-) -> Images:
+def _of_torchvision(found, name: str, img_size: int) -> Images:
     names = [f"{name} {i}" for i in range(len(found))]
     return Images(_resized(found.data, img_size), torch.tensor(found.targets), names)
 
@@ -198,10 +168,7 @@ def _fit(image: Image.Image, img_size: int) -> np.ndarray:
 
 
 def check_same_classes(
-    train: object,
-    classes: list[str],
-    test: object,
-    test_classes: list[str],
+    train: object, classes: list[str], test: object, test_classes: list[str]
 ) -> None:
     """Raise UsageError, naming the two sources, unless both have the same classes in the same order."""
     if classes != test_classes:
@@ -212,11 +179,7 @@ def check_same_classes(
         )
 
 
-def _decoded(
-    files: ImageFiles,
-    img_size: int,
-    workers: int,
-) -> Images:
+def _decoded(files: ImageFiles, img_size: int, workers: int) -> Images:
     """Decode all images on `workers` threads.
 
     Raises:

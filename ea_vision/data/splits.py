@@ -14,11 +14,7 @@ NAMES = {
 KAGGLE = "ILSVRC/Data/CLS-LOC"  # of Kaggle's archive of ImageNet, below the data folder
 
 
-def find_split(
-    root: Path,
-    split: str,
-    or_root: bool = False,
-) -> Path:
+def find_split(root: Path, split: str, or_root: bool = False) -> Path:
     """Return the folder, else the tar, of a split in a data folder.
 
     Args:

@@ -38,66 +38,35 @@ def list_tar(path: Path) -> dict[str, Span]:
     """
     found: dict[str, Span] = {}
     with open(path, "rb") as file:
-        files = _list_archive(
-            path,
-            file,
-            0,
-            os.path.getsize(path),
-        )
+        files = _list_archive(path, file, 0, os.path.getsize(path))
         for name, span in files.items():
             if not name.lower().endswith(".tar") or hidden_part(name):
                 found[name] = span
                 continue
-            inner = _list_archive(
-                path,
-                file,
-                span.start,
-                span.start + span.size,
-            )
+            inner = _list_archive(path, file, span.start, span.start + span.size)
             for inner_name, inner_span in inner.items():
                 found[f"{name[:-4]}/{inner_name}"] = inner_span
     return found
 
 
-def read_span(
-    path: str | Path,
-    start: int,
-    size: int,
-) -> bytes:
+def read_span(path: str | Path, start: int, size: int) -> bytes:
     """Return bytes of a file."""
     with open(path, "rb") as file:
         file.seek(start)
         return file.read(size)
 
 
-def _list_archive(
-    path: Path,
-    file: BinaryIO,
-    start: int,
-    end: int,
-) -> dict[str, Span]:
+def _list_archive(path: Path, file: BinaryIO, start: int, end: int) -> dict[str, Span]:
     """Return the files of the tar, or of concatenated tars, in bytes `start` to `end` of a file."""
     listing = _Listing(path)
     begin: int | None = start
     while begin is not None:
-        mark = _read_members(
-            listing,
-            file,
-            begin,
-            end,
-            first=begin == start,
-        )
+        mark = _read_members(listing, file, begin, end, first=begin == start)
         begin = _next_archive(file, mark, end)
     return listing.resolved()
 
 
-def _read_members(
-    listing: "_Listing",
-    file: BinaryIO,
-    start: int,
-    end: int,
-    first: bool,
-) -> int:
+def _read_members(listing: "_Listing", file: BinaryIO, start: int, end: int, first: bool) -> int:
     """Add the members of one archive to a listing; return the place of its end mark."""
     path = listing.path
     file.seek(start)
@@ -122,11 +91,7 @@ def _read_members(
     raise UsageError(f"{path} is not a readable tar: it is damaged or cut off at byte {mark}")
 
 
-def _next_archive(
-    file: BinaryIO,
-    mark: int,
-    end: int,
-) -> int | None:
+def _next_archive(file: BinaryIO, mark: int, end: int) -> int | None:
     """Return the place of the first nonzero block after the mark; None if there is none."""
     place = mark
     file.seek(place)
@@ -216,11 +181,7 @@ class _Listing:
         return next((start for start in starts if start in self.links), "")
 
     def _add_folder(
-        self,
-        found: dict[str, Span],
-        below: dict[str, list[str]],
-        name: str,
-        target: str,
+        self, found: dict[str, Span], below: dict[str, list[str]], name: str, target: str
     ) -> None:
         """Add the files below a link to a folder. A link to a folder that contains it, which has no end, is skipped."""
         in_itself = target in ("", ".") or f"{name}/".startswith(f"{target}/")

@@ -62,12 +62,7 @@ def write_beton(
     fields = require_ffcv("ffcv.fields")
     columns = {"image": fields.RGBImageField(), "label": fields.IntField()}
     writer = require_ffcv("ffcv.writer").DatasetWriter(str(temporary), columns)
-    encoder = _Encoder(
-        source,
-        max_size,
-        0.0 if evaluated else jpeg_share,
-        evaluated,
-    )
+    encoder = _Encoder(source, max_size, 0.0 if evaluated else jpeg_share, evaluated)
     # FFCV's rows: an image's mode, width, height and place; its label
     rows = np.zeros(len(source), writer.metadata_type)
 
@@ -88,13 +83,7 @@ def write_beton(
         raise RunError(f"cannot write {out}: {error.strerror or error}") from error
     finally:
         temporary.unlink(missing_ok=True)
-    write_about(
-        out,
-        tables,
-        source.name,
-        source.classes,
-        evaluated,
-    )
+    write_about(out, tables, source.name, source.classes, evaluated)
 
 
 def _temporary(out: Path) -> Path:
@@ -119,11 +108,7 @@ class _Encoder:
     """
 
     def __init__(
-        self,
-        source: ImageFiles,
-        max_size: int,
-        jpeg_share: float,
-        evaluated: Evaluated | None,
+        self, source: ImageFiles, max_size: int, jpeg_share: float, evaluated: Evaluated | None
     ):
         fields = require_ffcv("ffcv.fields")
         self.source = source
@@ -157,10 +142,7 @@ class _Encoder:
 
 
 def _write(
-    writer,
-    rows: np.ndarray,
-    encode: Callable[[int], np.ndarray | bytes],
-    workers: int,
+    writer, rows: np.ndarray, encode: Callable[[int], np.ndarray | bytes], workers: int
 ) -> None:
     """Write the images that threads `encode`, in order, with FFCV's header and tables. No image crosses the border of a
     page. (The processes of FFCV's own writer would wait for ever if one of them fails.)"""
@@ -188,11 +170,7 @@ def _write(
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = CommandParser(
-        description=__doc__,
-        epilog=EXAMPLES,
-        allow_abbrev=False,
-    )
+    parser = CommandParser(description=__doc__, epilog=EXAMPLES, allow_abbrev=False)
     add = parser.add_argument
     add(
         "--data-dir",
@@ -201,19 +179,8 @@ def main(argv: list[str] | None = None) -> int:
         help="folder with train and val, each a folder or .tar of "
         "class/name.jpg, or such a folder itself",
     )
-    add(
-        "--split",
-        choices=("train", "validation"),
-        default="train",
-        help="(default: %(default)s)",
-    )
-    add(
-        "--out",
-        required=True,
-        type=Path,
-        metavar="FILE.beton",
-        help="the file to write",
-    )
+    add("--split", choices=("train", "validation"), default="train", help="(default: %(default)s)")
+    add("--out", required=True, type=Path, metavar="FILE.beton", help="the file to write")
     add(
         "--max-size",
         type=int,
@@ -247,12 +214,7 @@ def main(argv: list[str] | None = None) -> int:
         default="bilinear",
         help="validation (default: %(default)s)",
     )
-    add(
-        "--workers",
-        type=int,
-        default=os.cpu_count(),
-        help="threads (default: one per core)",
-    )
+    add("--workers", type=int, default=os.cpu_count(), help="threads (default: one per core)")
     given = parser.parse_args(argv)
     _check_range("--eval-resize", given.eval_resize, 8, LARGEST)
     _check_range("--eval-img-size", given.eval_img_size, 8, given.eval_resize)
@@ -260,13 +222,7 @@ def main(argv: list[str] | None = None) -> int:
     _check_range("--jpeg-share", given.jpeg_share, 0, 1)
     _check_range("--workers", given.workers, 1, 1024)
     require_ffcv("ffcv")
-    source = ImageFiles(
-        find_split(
-            given.data_dir,
-            given.split,
-            or_root=True,
-        )
-    )
+    source = ImageFiles(find_split(given.data_dir, given.split, or_root=True))
     evaluated = Evaluated(given.eval_img_size, given.eval_resize, given.interpolation)
     write_beton(
         source,
@@ -281,11 +237,6 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _check_range(
-    option: str,
-    value: float,
-    low: float,
-    high: float,
-) -> None:
+def _check_range(option: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
         raise UsageError(f"{option} must lie in {low}..{high}, got {value}")

@@ -83,13 +83,7 @@ class FoldedEvolution(nn.Module):
     def _buffer(self, name: str, value: Tensor | None) -> None:
         self.register_buffer(name, value, persistent=False)
 
-    def _keep(
-        self,
-        name: str,
-        gain: Tensor,
-        idle: float | None,
-        dtype: torch.dtype,
-    ) -> None:
+    def _keep(self, name: str, gain: Tensor, idle: float | None, dtype: torch.dtype) -> None:
         """Keep a factor as a buffer, or None if it is `idle` for all heads, which changes nothing."""
         if idle is not None and bool((gain == idle).all()):
             self._buffer(name, None)

@@ -129,11 +129,7 @@ def sealed(proto, **said: str) -> bytes:
     return data + _SEAL + _digest(data)
 
 
-def write(
-    program: torch.export.ExportedProgram,
-    path: Path,
-    about: About,
-) -> None:
+def write(program: torch.export.ExportedProgram, path: Path, about: About) -> None:
     """Write a program of `export_program` to FILE.onnx or FILE.pt2, in float32, atomically.
 
     Raises:

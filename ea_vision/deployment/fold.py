@@ -185,9 +185,7 @@ def _difference(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> float:
 
 
 def _check_same(
-    original: nn.Module,
-    copied: nn.Module,
-    wanted: Sequence[tuple[Tensor, list[Tensor]]],
+    original: nn.Module, copied: nn.Module, wanted: Sequence[tuple[Tensor, list[Tensor]]]
 ) -> None:
     """Raise RunError if a copy's outputs differ from those wanted by more than 1e-3 of the largest number."""
     for images, outputs in wanted:

@@ -135,11 +135,7 @@ class CocoFolder(Dataset):
         size = (image.height, image.width)
         boxes = box_convert(sides, "xywh", "xyxy")
         return tv_tensors.Image(image), {
-            "boxes": tv_tensors.BoundingBoxes(
-                boxes,
-                format="XYXY",
-                canvas_size=size,
-            ),
+            "boxes": tv_tensors.BoundingBoxes(boxes, format="XYXY", canvas_size=size),
             "labels": torch.tensor(labels, dtype=torch.int64),
             "image_id": about["id"],
             "size": size,
@@ -197,9 +193,7 @@ def cut_at_border(bbox: Sequence[float], image: Mapping[str, int]) -> Sequence[f
 
 
 def results_of(
-    image_id: int | str,
-    detected: Mapping[str, Tensor],
-    category_ids: Sequence[int],
+    image_id: int | str, detected: Mapping[str, Tensor], category_ids: Sequence[int]
 ) -> list[dict]:
     """Return COCO's results of an image: image_id, category_id, bbox (x, y, width, height) in pixels, score.
 

@@ -86,13 +86,7 @@ def read_coco(path: Path) -> dict[str, list[dict]]:
     return found
 
 
-def _checked(
-    path: Path,
-    part: str,
-    number: int,
-    entry: Any,
-    ids: dict[str, set[int]],
-) -> dict:
+def _checked(path: Path, part: str, number: int, entry: Any, ids: dict[str, set[int]]) -> dict:
     """Return the fields in FIELDS of an entry, and add its id to those of its part."""
     if not isinstance(entry, dict):
         _refuse(path, f"{part}[{number}]", "a mapping", entry)
@@ -114,11 +108,6 @@ def _checked(
     return kept
 
 
-def _refuse(
-    path: Path,
-    where: str,
-    required: str,
-    received: Any,
-) -> None:
+def _refuse(path: Path, where: str, required: str, received: Any) -> None:
     got = "nothing" if received is ABSENT else f"{received!r:.60}"
     raise UsageError(f"{path} is damaged: {where} must be {required}, got {got}")

@@ -13,11 +13,7 @@ from ea_vision.detection.transforms import fitted_size
 SIDE = 640  # pixels: a smaller image is scaled up before boxes are drawn
 
 
-def draw_detections(
-    image: Tensor,
-    found: Mapping[str, Tensor],
-    classes: Sequence[str],
-) -> Tensor:
+def draw_detections(image: Tensor, found: Mapping[str, Tensor], classes: Sequence[str]) -> Tensor:
     """Draw boxes, names and scores on an image, those with the highest score on top.
 
     Args:
@@ -29,11 +25,7 @@ def draw_detections(
     """
     longer = max(image.shape[1:])
     side = max(SIDE, longer)
-    drawn = F.resize(
-        image,
-        list(fitted_size(image.shape[1:], side)),
-        antialias=True,
-    )
+    drawn = F.resize(image, list(fitted_size(image.shape[1:], side)), antialias=True)
     order = found["scores"].argsort()
     if not len(order):
         return drawn

@@ -180,13 +180,7 @@ def evaluate(
     # the same order on any number of processes
     found = sorted(_joined(world.gather(found)), key=lambda row: str(row["image_id"]))
     measures, per_class = coco_metrics(truth, found)
-    return DetectionResult(
-        len(ids),
-        measures,
-        per_class,
-        found,
-        len(source) - len(ids),
-    )
+    return DetectionResult(len(ids), measures, per_class, found, len(source) - len(ids))
 
 
 def _joined(lists: list[list]) -> list:

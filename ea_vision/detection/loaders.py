@@ -37,12 +37,7 @@ class _Boxes(DecodingLoader):
         read = TransformedBoxes(self.source, self.transform(img_size))
         return Decoder(read, (3, img_size, img_size))
 
-    def _batch(
-        self,
-        images: torch.Tensor,
-        targets: list[dict],
-        ids: torch.Tensor,
-    ) -> Batch:
+    def _batch(self, images: torch.Tensor, targets: list[dict], ids: torch.Tensor) -> Batch:
         images = images.to(self.device, non_blocking=True).float().div_(255)
         return Batch(images, [self._sent(target) for target in targets], ids)
 

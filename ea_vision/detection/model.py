@@ -54,10 +54,7 @@ class CoarseLevels(LastLevelP6P7):
     gradients of a 1x1 map with stride 2 are wrong there (torch 2.11)."""
 
     def forward(
-        self,
-        p: list[Tensor],
-        c: list[Tensor],
-        names: list[str],
+        self, p: list[Tensor], c: list[Tensor], names: list[str]
     ) -> tuple[list[Tensor], list[str]]:
         last = p[-1].to(self.p6.weight.dtype)
         with torch.autocast("cpu", enabled=False):
@@ -77,12 +74,7 @@ class Pyramid(nn.Module):
         ValueError: the network has no features at these strides.
     """
 
-    def __init__(
-        self,
-        body: nn.Module,
-        channels: int = 256,
-        norm: bool = False,
-    ):
+    def __init__(self, body: nn.Module, channels: int = 256, norm: bool = False):
         super().__init__()
         strides = body.feature_info.reduction()
         last = {stride: position for position, stride in enumerate(strides)}
@@ -123,23 +115,11 @@ class _Tower(nn.Module):
     """The 3x3 convolutions of a head, shared by the levels of the pyramid; with `norm`, every level has its own
     BatchNorms after them."""
 
-    def __init__(
-        self,
-        channels: int,
-        convs: int,
-        norm: bool,
-    ):
+    def __init__(self, channels: int, convs: int, norm: bool):
         super().__init__()
         self.convs = nn.ModuleList()
         for _ in range(convs):
-            self.convs.append(
-                nn.Conv2d(
-                    channels,
-                    channels,
-                    3,
-                    padding=1,
-                )
-            )
+            self.convs.append(nn.Conv2d(channels, channels, 3, padding=1))
         for conv in self.convs:
             nn.init.normal_(conv.weight, std=0.01)
             nn.init.zeros_(conv.bias)
@@ -147,12 +127,7 @@ class _Tower(nn.Module):
         for _ in LEVELS:
             self.norms.append(nn.ModuleList(_norm(channels, norm) for _ in range(convs)))
 
-    def forward(
-        self,
-        maps: list[Tensor],
-        last: nn.Conv2d,
-        numbers: int,
-    ) -> Tensor:
+    def forward(self, maps: list[Tensor], last: nn.Conv2d, numbers: int) -> Tensor:
         """Turn the pyramid's maps, by a head's `last` convolution, into (B, locations * A, numbers), in float32 because
         losses and boxes need its precision."""
         outputs = []
@@ -189,10 +164,7 @@ class ClassHead(RetinaNetClassificationHead):
         return self.conv(maps, self.cls_logits, self.num_classes)
 
     def compute_loss(
-        self,
-        targets: list[dict[str, Tensor]],
-        outputs: dict[str, Tensor],
-        matched: list[Tensor],
+        self, targets: list[dict[str, Tensor]], outputs: dict[str, Tensor], matched: list[Tensor]
     ) -> Tensor:
         """Return the mean over images of: focal loss of matched and background anchors / number of matched anchors."""
         losses = []
@@ -212,15 +184,7 @@ class ClassHead(RetinaNetClassificationHead):
 class BoxHead(RetinaNetRegressionHead):
     """torchvision's head for boxes, with a `_Tower` and with the Huber loss as an option."""
 
-    def __init__(
-        self,
-        channels: int,
-        anchors: int,
-        *,
-        convs: int,
-        norm: bool,
-        loss: str,
-    ):
+    def __init__(self, channels: int, anchors: int, *, convs: int, norm: bool, loss: str):
         super().__init__(channels, anchors)
         self.conv = _Tower(channels, convs, norm)
         self._loss_type = loss
@@ -372,11 +336,7 @@ def create_detector(
     return detector
 
 
-def _check(
-    anchors: int,
-    head_norm: str | None,
-    img_size: int,
-) -> None:
+def _check(anchors: int, head_norm: str | None, img_size: int) -> None:
     """Raise ValueError for values that `create_detector` does not allow."""
     if anchors not in OCTAVE_SCALES:
         raise ValueError(f"anchors must be 6 or 9, got {anchors!r}")
@@ -386,11 +346,7 @@ def _check(
         raise ValueError(f"img_size must be a multiple of 32 pixels, got {img_size!r}")
 
 
-def _create_body(
-    backbone: str,
-    img_size: int,
-    kwargs: dict,
-) -> nn.Module:
+def _create_body(backbone: str, img_size: int, kwargs: dict) -> nn.Module:
     """Create a network that returns features. Keywords that it lacks are dropped if they have their defaults."""
     defaults = {"img_size": img_size, "min_head_qk": 0, "augment_strided": True}
     optional = {key for key, value in defaults.items() if kwargs[key] == value}

@@ -11,9 +11,7 @@ from ea_vision.detection.transforms import fit_image, found_in_original
 
 
 def detect(
-    detector: Detector,
-    images: Sequence[Image.Image],
-    batch_size: int = 8,
+    detector: Detector, images: Sequence[Image.Image], batch_size: int = 8
 ) -> Iterator[dict[str, Tensor]]:
     """Run a detector, in evaluation mode, on RGB images of any size; yield for each, in their order, torchvision's
     boxes (n, 4), x1 y1 x2 y2 in pixels of the image, scores (n,) and labels (n,), highest score first, on the CPU.
@@ -25,11 +23,7 @@ def detect(
         FloatingPointError: the network's outputs are not finite.
     """
 
-    def check(
-        _,
-        args: tuple,
-        outputs: dict[str, Tensor],
-    ) -> None:
+    def check(_, args: tuple, outputs: dict[str, Tensor]) -> None:
         for output in outputs.values():
             if not output.isfinite().all():
                 raise FloatingPointError("gives no finite number")

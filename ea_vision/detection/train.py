@@ -169,11 +169,7 @@ class DetectionTrainer(Trainer):
     @staticmethod
     def loss_on_noise(model: Detector, images: torch.Tensor) -> torch.Tensor:
         boxes = images.shape[-1] * images.new_tensor([[0.1, 0.1, 0.6, 0.7]])
-        labels = torch.zeros(
-            1,
-            dtype=torch.int64,
-            device=images.device,
-        )
+        labels = torch.zeros(1, dtype=torch.int64, device=images.device)
         targets = [{"boxes": boxes, "labels": labels}] * len(images)
         return sum(model(images, targets).values())
 
@@ -196,12 +192,7 @@ class CocoDetection(DataModule):
     default_output = "runs/detection-{model}"
     least_classes = 1
 
-    def __init__(
-        self,
-        config: DetectionConfig,
-        world: World,
-        training: bool,
-    ):
+    def __init__(self, config: DetectionConfig, world: World, training: bool):
         super().__init__(config, world, training)
         require_pycocotools()
         require_folder(config)
@@ -219,12 +210,7 @@ class CocoDetection(DataModule):
             self.train = CocoFolder(config.data_dir, "train")
             categories = [str(category) for category in self.train.categories]
             others = [str(category) for category in self.test.categories]
-            check_same_classes(
-                self.train.json,
-                categories,
-                self.test.json,
-                others,
-            )
+            check_same_classes(self.train.json, categories, self.test.json, others)
             self.same_images = self.train.fingerprint() == self.fingerprint
             self.fingerprint = self.train.fingerprint() + self.fingerprint
             self.about["train_data"] = str(self.train.json)
@@ -316,23 +302,14 @@ class CocoDetection(DataModule):
             raise UsageError(
                 f"there are no pretrained detectors: --evaluate needs a run folder, got {target}"
             )
-        model, _, about = run_folder.load_run(
-            run,
-            task=TASK,
-            create=create_detector,
-        )
+        model, _, about = run_folder.load_run(run, task=TASK, create=create_detector)
         if (about["classes"], about["category_ids"]) != (self.classes, self.test.category_ids):
             raise UsageError(
                 f"{run} was trained on other categories than those of {self.test.json}"
             )
         return model, Path(self.config.output or run / "evaluation")
 
-    def write_evaluation(
-        self,
-        folder: Path,
-        result: DetectionResult,
-        about: dict,
-    ) -> list[Path]:
+    def write_evaluation(self, folder: Path, result: DetectionResult, about: dict) -> list[Path]:
         """Write evaluation.json, per_class.csv and detections.json (COCO's results); return their paths."""
         create(folder)
         evaluation = folder / "evaluation.json"

@@ -20,9 +20,7 @@ FILL = (124, 116, 104)  # colour of the padding: ImageNet's mean, 0..255
 
 
 def train_transform(
-    img_size: int,
-    scale: tuple[float, float] = (0.8, 1.2),
-    flip: float = 0.5,
+    img_size: int, scale: tuple[float, float] = (0.8, 1.2), flip: float = 0.5
 ) -> v2.Transform:
     """Return the transform: scale jitter, random crop or padding to a square, and flip. Boxes are clipped to the image;
     those below one pixel are left out.
@@ -35,16 +33,8 @@ def train_transform(
     fill = {tv_tensors.Image: FILL, "others": 0}
     steps = [
         v2.ClampBoundingBoxes(),
-        ScaleJitter(
-            (img_size, img_size),
-            scale,
-            antialias=True,
-        ),
-        v2.RandomCrop(
-            (img_size, img_size),
-            pad_if_needed=True,
-            fill=fill,
-        ),
+        ScaleJitter((img_size, img_size), scale, antialias=True),
+        v2.RandomCrop((img_size, img_size), pad_if_needed=True, fill=fill),
         v2.RandomHorizontalFlip(flip),
     ]
     return v2.Compose(steps + _end())
@@ -84,11 +74,7 @@ class Fit(v2.Transform):
 
     def transform(self, inpt: Any, params: dict) -> Any:
         height, width = params["size"]
-        inpt = v2.functional.resize(
-            inpt,
-            [height, width],
-            antialias=True,
-        )
+        inpt = v2.functional.resize(inpt, [height, width], antialias=True)
         padding = [0, 0, self.img_size - width, self.img_size - height]
         fill = 0 if isinstance(inpt, tv_tensors.BoundingBoxes) else list(FILL)
         return v2.functional.pad(inpt, padding, fill=fill)
@@ -107,11 +93,7 @@ def fitted_size(size: Size, img_size: int) -> Size:
     return max(1, round(height * img_size / longer)), max(1, round(width * img_size / longer))
 
 
-def found_in_original(
-    found: Mapping[str, Tensor],
-    size: Size,
-    img_size: int,
-) -> dict[str, Tensor]:
+def found_in_original(found: Mapping[str, Tensor], size: Size, img_size: int) -> dict[str, Tensor]:
     """Return a detector's boxes (moved by `boxes_to_original`), scores and labels on the CPU, without those that lie in
     the padding."""
     boxes = boxes_to_original(found["boxes"].float().cpu(), size, img_size)
@@ -120,11 +102,7 @@ def found_in_original(
     return {name: value[inside] for name, value in moved.items()}
 
 
-def boxes_to_original(
-    boxes: Tensor,
-    size: Size,
-    img_size: int,
-) -> Tensor:
+def boxes_to_original(boxes: Tensor, size: Size, img_size: int) -> Tensor:
     """Move boxes (n, 4) x1 y1 x2 y2 from the square of `eval_transform` to the image of `size` (H, W), and clip them to
     it."""
     height, width = fitted_size(size, img_size)

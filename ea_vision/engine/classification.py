@@ -42,9 +42,7 @@ class ClassificationConfig(TrainConfig):
         0.1, "label smoothing: part of the target spread over all classes", LOSS, maximum=1.0
     )
     bce_loss: bool = option(
-        False,
-        "binary cross-entropy for each class, instead of softmax cross-entropy",
-        LOSS,
+        False, "binary cross-entropy for each class, instead of softmax cross-entropy", LOSS
     )
     bce_target_thresh: float = option(
         0.0,

@@ -131,11 +131,7 @@ def train(module: type[DataModule], config: TrainConfig) -> None:
             finish(trainer, about)
 
 
-def put_together(
-    data: DataModule,
-    folder: Path,
-    stop: StopRequest,
-) -> tuple[Trainer, dict]:
+def put_together(data: DataModule, folder: Path, stop: StopRequest) -> tuple[Trainer, dict]:
     """Return the training loop of a run, and the `about` section of its config.yaml.
 
     Raises:
@@ -180,11 +176,7 @@ def put_together(
 # ---- evaluation -------------------------------------------------------------------------------------------------
 
 
-def evaluate_target(
-    module: type[DataModule],
-    target: str,
-    given: dict,
-) -> None:
+def evaluate_target(module: type[DataModule], target: str, given: dict) -> None:
     """Evaluate a run folder, or a model by name, on the test images; `given` are options of the command line."""
     config, run = resolve_target(module.options, target, given)
     with join_world(config.device, config.dist_timeout) as world:
@@ -215,11 +207,7 @@ def evaluate_target(
         data.bad_images.collect(world, output)
 
 
-def resolve_target(
-    schema: type,
-    target: str,
-    given: dict,
-) -> tuple[Any, Path | None]:
+def resolve_target(schema: type, target: str, given: dict) -> tuple[Any, Path | None]:
     """Return the options of an evaluation, and the run folder if `target` is one, else None.
 
     Args:
@@ -260,11 +248,7 @@ def resolve_target(
     return resolve(schema, {**given, "model": target}), None
 
 
-def _check_trainer(
-    schema: type,
-    saved: dict,
-    target: str,
-) -> None:
+def _check_trainer(schema: type, saved: dict, target: str) -> None:
     """Raise UsageError if the options `saved` of a run are those of another trainer than the one with `schema`."""
     made_by = trainer_of(saved)
     if made_by and made_by != trainer_of(schema.rules()):
@@ -440,9 +424,7 @@ def begin_or_resume(trainer: Trainer, about: dict) -> None:
 
 
 def checkpoint_to_resume(
-    config: TrainConfig,
-    folder: Path,
-    world: World,
+    config: TrainConfig, folder: Path, world: World
 ) -> tuple[Path, dict] | None:
     """Return the path and state of the checkpoint that --resume names or finds.
 
@@ -468,11 +450,7 @@ def checkpoint_to_resume(
     return _named_checkpoint(Path(config.resume)) if named and found is None else found
 
 
-def _same_command(
-    config: TrainConfig,
-    world: World,
-    state: dict,
-) -> bool:
+def _same_command(config: TrainConfig, world: World, state: dict) -> bool:
     """Return whether a checkpoint's run has the same options, including --resume and --epochs."""
     saved = state["config"]
     same = config.resume == saved.get("resume") and config.epochs == saved["epochs"]
@@ -493,11 +471,7 @@ def _named_checkpoint(path: Path) -> tuple[Path, dict]:
     return found
 
 
-def take_best(
-    trainer: Trainer,
-    path: Path,
-    state: dict,
-) -> None:
+def take_best(trainer: Trainer, path: Path, state: dict) -> None:
     """Write the best weights so far into the folder of a run that continues from the checkpoint `path`. All processes
     must call this.
 
@@ -539,11 +513,7 @@ def _best_state(path: Path, state: dict) -> dict | None:
     return None
 
 
-def resume(
-    trainer: Trainer,
-    path: Path,
-    state: dict,
-) -> None:
+def resume(trainer: Trainer, path: Path, state: dict) -> None:
     """Continue from a checkpoint.
 
     Raises:
@@ -636,11 +606,7 @@ def finish(trainer: Trainer, about: dict) -> None:
     log.info("run folder: %s, %d updates in %s", folder, progress.updates, duration(seconds))
 
 
-def _final_figures(
-    trainer: Trainer,
-    row: dict[str, float],
-    tested: bool,
-) -> dict[str, float]:
+def _final_figures(trainer: Trainer, row: dict[str, float], tested: bool) -> dict[str, float]:
     """Return an epoch's measures. If `tested`, return the loaded weights' measures on the test images instead, and the
     first measure on the images held out."""
     figures = {"epoch": row["epoch"]}

@@ -428,10 +428,7 @@ class TrainConfig:
         return self.lr * (ratio**0.5 if scale == "sqrt" else ratio)
 
     def differences(
-        self,
-        saved: dict,
-        processes: int = 1,
-        saved_processes: int = 1,
+        self, saved: dict, processes: int = 1, saved_processes: int = 1
     ) -> dict[str, str]:
         """Return, by name, a message for each option that differs from the saved one and may not change on resume.
 
@@ -511,12 +508,7 @@ KINDS = {
 }
 
 
-def _checked(
-    name: str,
-    value: Any,
-    kind: Any,
-    rules: SimpleNamespace,
-) -> Any:
+def _checked(name: str, value: Any, kind: Any, rules: SimpleNamespace) -> Any:
     """Return `value` as `kind`. YAML reads 1e-4 as text and 1 as an integer; both are accepted as floats. A key without
     a value (None) is empty, if that is the option's default.
 
@@ -545,11 +537,7 @@ def _checked(
     return value
 
 
-def _check_number(
-    name: str,
-    number: float,
-    rules: SimpleNamespace,
-) -> None:
+def _check_number(name: str, number: float, rules: SimpleNamespace) -> None:
     """Raise UsageError for a number that the rules do not allow."""
     wanted = ""
     if not math.isfinite(number):

@@ -64,12 +64,7 @@ class DataModule:
     train = None
     eval_split = "test"
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        world: World,
-        training: bool,
-    ):
+    def __init__(self, config: TrainConfig, world: World, training: bool):
         self.config = config
         self.world = world
         self.about = {}
@@ -184,12 +179,7 @@ class DataModule:
         check_classes(model, self.classes, expected, target)
         return model, Path(config.output or output)
 
-    def write_evaluation(
-        self,
-        folder: Path,
-        result,
-        about: dict,
-    ) -> list[Path]:
+    def write_evaluation(self, folder: Path, result, about: dict) -> list[Path]:
         """Write a result of the trainer's `evaluate` to evaluation.json, per_class.csv and confusion.png; return their
         paths."""
         # matplotlib, which training does without

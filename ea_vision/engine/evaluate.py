@@ -22,11 +22,7 @@ from ea_vision.engine.config import TrainConfig
 VIEWS = ("none", "mirror", "six")
 
 
-def logits_by_views(
-    model: Callable[[Tensor], Tensor],
-    images: Tensor,
-    kind: str,
-) -> Tensor:
+def logits_by_views(model: Callable[[Tensor], Tensor], images: Tensor, kind: str) -> Tensor:
     """Return the weighted mean of the logits of the VIEWS of images (B, C, H, W), float32 (B, classes)."""
     views = [(1.0, images)]
     if kind == "six":

@@ -41,9 +41,7 @@ def check_optimizer_name(name: str) -> None:
 
 
 def build_optimizer(
-    config: TrainConfig,
-    model: nn.Module,
-    images_per_update: int,
+    config: TrainConfig, model: nn.Module, images_per_update: int
 ) -> torch.optim.Optimizer:
     """Return the timm optimiser of the config.
 
@@ -124,11 +122,7 @@ MAP_PARAMETERS = {
 }
 
 
-def _scale_rates(
-    optimizer: torch.optim.Optimizer,
-    model: nn.Module,
-    config: TrainConfig,
-) -> None:
+def _scale_rates(optimizer: torch.optim.Optimizer, model: nn.Module, config: TrainConfig) -> None:
     """Move the parameters of attention maps and the learnable gates to groups of their own, behind the others, with
     their multiples of the rate. Parameters of maps are queries, keys, values in the same matrix, position tables, map
     convolutions, token_conv and value_residual."""
@@ -166,11 +160,7 @@ def _scale_rates(
 
 
 def load_optimizer(
-    optimizer: torch.optim.Optimizer,
-    state: dict,
-    config: TrainConfig,
-    source: str,
-    saved: dict,
+    optimizer: torch.optim.Optimizer, state: dict, config: TrainConfig, source: str, saved: dict
 ) -> None:
     """Load an optimiser's state (counters and averages) from `source`.
 
@@ -202,11 +192,7 @@ def load_optimizer(
         group.update(ours)
 
 
-def build_schedule(
-    config: TrainConfig,
-    optimizer: torch.optim.Optimizer,
-    updates_per_epoch: int,
-):
+def build_schedule(config: TrainConfig, optimizer: torch.optim.Optimizer, updates_per_epoch: int):
     """Return a timm scheduler; call `step_update(n)` after n updates, n = 0 included."""
     total = round(config.epochs * updates_per_epoch)
     warmup = config.warmup_updates(updates_per_epoch)

@@ -62,11 +62,7 @@ def write_learning_curves(folders: list[Path], output: Path) -> None:
 
 
 @as_written()
-def confusion_png(
-    result: Evaluation,
-    classes: list[str],
-    name: str,
-) -> bytes:
+def confusion_png(result: Evaluation, classes: list[str], name: str) -> bytes:
     """Draw the confusion matrix, each row in percent of its class; up to MOST_NAMED classes have names and numbers.
     Return a PNG file."""
     percent = 100 * result.confusion / result.confusion.sum(1, keepdim=True).clamp(min=1)

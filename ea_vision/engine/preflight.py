@@ -20,11 +20,7 @@ log = logging.getLogger(__name__)
 TRIAL_IMAGES_ON_CPU = 8
 
 
-def describe_update(
-    config: TrainConfig,
-    processes: int,
-    has_norms: bool = False,
-) -> str:
+def describe_update(config: TrainConfig, processes: int, has_norms: bool = False) -> str:
     """Describe an update for the log: its images, its peak learning rate, and how the recipe differs in the number of
     images or, with BatchNorm (`has_norms`), in the batch size."""
     images = config.images_of_update(processes)
@@ -84,11 +80,7 @@ def trial_step(trainer: Trainer) -> float:
     return seconds * config.batch_size / count
 
 
-def _timed_steps(
-    trainer: Trainer,
-    count: int,
-    steps: int,
-) -> float:
+def _timed_steps(trainer: Trainer, count: int, steps: int) -> float:
     """Make `steps` steps on `count` images of noise; return the seconds of the last one, since the first ones build
     kernels and choose algorithms."""
     config = trainer.config

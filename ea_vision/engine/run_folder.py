@@ -115,11 +115,7 @@ def _named(owner: Path) -> str:
 # ---- config.yaml ----------------------------------------------------------------------------------------------------
 
 
-def write_config(
-    folder: Path,
-    config: dict,
-    about: dict,
-) -> None:
+def write_config(folder: Path, config: dict, about: dict) -> None:
     """Write the resolved options and, under `about`, what is needed to judge and repeat the run.
 
     The section describes the last start. Its `starts` list every start with another command, commit, versions or
@@ -175,9 +171,7 @@ def run_of_file(path: Path) -> Path | None:
 
 
 def write_metrics(
-    folder: Path,
-    rows: list[dict[str, float]],
-    measures: Sequence[str] = MEASURES,
+    folder: Path, rows: list[dict[str, float]], measures: Sequence[str] = MEASURES
 ) -> None:
     """Write metrics.csv: one row per epoch, with nan as measures if the epoch was not evaluated. The rows' further
     columns, of attention layers and learnable gates, come last."""
@@ -219,11 +213,7 @@ def made_with(folder: Path) -> dict[str, Any] | None:
     return {"model": config.get("model"), **said}
 
 
-def _encode(
-    folder: Path,
-    weights: dict[str, Tensor],
-    about: dict[str, str],
-) -> bytes:
+def _encode(folder: Path, weights: dict[str, Tensor], about: dict[str, str]) -> bytes:
     """Return a file of a run's weights. Those of ea_vision's classifiers include the note that these networks check."""
     said = made_with(folder)
     if said is None:
@@ -240,11 +230,7 @@ def write_weights(folder: Path, weights: dict[str, Tensor]) -> None:
     atomic_write(folder / WEIGHTS, _encode(folder, weights, {}))
 
 
-def write_snapshot(
-    folder: Path,
-    weights: dict[str, Tensor],
-    epoch: int,
-) -> None:
+def write_snapshot(folder: Path, weights: dict[str, Tensor], epoch: int) -> None:
     """Write snapshots/epoch_NNNN.safetensors: weights as in model.safetensors, with the epoch in their metadata."""
     create(folder / SNAPSHOTS)
     atomic_write(

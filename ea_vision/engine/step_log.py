@@ -52,12 +52,7 @@ class StepLog:
         UsageError: TensorBoard or Weights & Biases is not installed, or the latter refuses, for lack of a login.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        config: TrainConfig,
-        updates: int,
-    ):
+    def __init__(self, folder: Path, config: TrainConfig, updates: int):
         self.path = folder / "speed.csv"
         self.writer = None
         self.board = None
@@ -153,13 +148,7 @@ class StepLog:
             self.writer.add_scalar(name, value, step)
         self.writer.flush()
 
-    def _try(
-        self,
-        where: str,
-        write: Callable,
-        *args,
-        **kwargs,
-    ) -> None:
+    def _try(self, where: str, write: Callable, *args, **kwargs) -> None:
         """Call `write`. If it fails, warn once per `where`: training goes on when its log cannot be written."""
         try:
             write(*args, **kwargs)

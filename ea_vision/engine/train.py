@@ -213,9 +213,7 @@ class Trainer:
         """
         device = self.world.device
         parallel = DistributedDataParallel(
-            net,
-            None if device.index is None else [device],
-            gradient_as_bucket_view=True,
+            net, None if device.index is None else [device], gradient_as_bucket_view=True
         )
         # the argument of this name is deprecated from torch 2.15 on, and older releases lack its successor
         parallel.broadcast_buffers = not self.own_statistics
@@ -423,12 +421,7 @@ class Trainer:
         if everywhere:
             raise self._reported("a weight is not finite after", f"({everywhere[0]})", update)
 
-    def _reported(
-        self,
-        before: str,
-        after: str,
-        update: Update,
-    ) -> NonFiniteLoss:
+    def _reported(self, before: str, after: str, update: Update) -> NonFiniteLoss:
         """Write a file with the samples that every process had in an update; return the error that names the file."""
         everywhere = self.world.gather(torch.cat(update.ids).tolist())
         epoch = self.progress.epoch + 1

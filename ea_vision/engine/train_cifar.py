@@ -93,12 +93,7 @@ class SmallImages(DataModule):
     trainer = ClassificationTrainer
     default_output = "runs/{dataset}-{model}"
 
-    def __init__(
-        self,
-        config: CifarConfig,
-        world: World,
-        training: bool,
-    ):
+    def __init__(self, config: CifarConfig, world: World, training: bool):
         super().__init__(config, world, training)
         with world.main_first():
             data = load_dataset(

@@ -125,10 +125,7 @@ class ImageNetConfig(ClassificationConfig):
         0, "evaluation: side in pixels of the center crop; 0: img_size", EVALUATION
     )
     eval_resize: int = option(
-        256,
-        "evaluation: the short side in pixels, before the center crop",
-        EVALUATION,
-        minimum=8,
+        256, "evaluation: the short side in pixels, before the center crop", EVALUATION, minimum=8
     )
     aug_repeats: int = option(
         1,
@@ -241,12 +238,7 @@ class ClassFolders(DataModule):
     trainer = GrowingTrainer
     default_output = "runs/imagenet-{model}"
 
-    def __init__(
-        self,
-        config: ImageNetConfig,
-        world: World,
-        training: bool,
-    ):
+    def __init__(self, config: ImageNetConfig, world: World, training: bool):
         super().__init__(config, world, training)
         self.bad_images = BadImages(config.max_bad_images)
         if training:
@@ -299,12 +291,7 @@ class ClassFolders(DataModule):
         return ImageFiles(self._place_of(config, split, named, training), config.num_classes)
 
     @staticmethod
-    def _place_of(
-        config: ImageNetConfig,
-        split: str,
-        named: str,
-        training: bool,
-    ) -> Path:
+    def _place_of(config: ImageNetConfig, split: str, named: str, training: bool) -> Path:
         """Return the folder or tar of "train" or "validation"."""
         if not config.data_dir:
             raise UsageError(
@@ -385,11 +372,7 @@ class ClassFolders(DataModule):
         return super().loader_keywords(model)
 
 
-def check_sizes(
-    model: nn.Module,
-    sizes: set[int],
-    config: ImageNetConfig,
-) -> None:
+def check_sizes(model: nn.Module, sizes: set[int], config: ImageNetConfig) -> None:
     """Raise UsageError if the model refuses square images of one of these sides, in pixels. It may be left in eval
     mode."""
     device = next(model.parameters()).device

@@ -58,14 +58,7 @@ class Projection(nn.Conv2d):
         ValueError: kernel, stride, padding or groups are not those of a plain 1x1 convolution.
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size=1,
-        *args,
-        **kwargs,
-    ):
+    def __init__(self, in_channels: int, out_channels: int, kernel_size=1, *args, **kwargs):
         super().__init__(in_channels, out_channels, kernel_size, *args, **kwargs)
         shape = (self.kernel_size, self.stride, self.padding, self.groups)
         if shape != ((1, 1), (1, 1), (0, 0), 1):
@@ -101,11 +94,7 @@ def _check_widths(num_heads: int, **widths: int) -> None:
 
 
 def _check_sizes(
-    out_channels: int,
-    attn_channels: int,
-    stride: int,
-    kernel_size: int,
-    feat_size: Size,
+    out_channels: int, attn_channels: int, stride: int, kernel_size: int, feat_size: Size
 ) -> None:
     """Raise ValueError unless `AugmentedConv2d` supports these values."""
     if not 0 < attn_channels <= out_channels:
@@ -121,9 +110,7 @@ def _check_sizes(
 
 
 def _check_windows_of_evolving_maps(
-    evolution: nn.Module,
-    window: int | Size | None,
-    head_window: int,
+    evolution: nn.Module, window: int | Size | None, head_window: int
 ) -> None:
     """Raise ValueError for windows that this evolution does not support."""
     if head_window > 1:
@@ -424,12 +411,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         v = v.reshape(B, self.num_heads, self.dim_head_v, H * W).transpose(-2, -1)
         return q, k, v, (H, W)
 
-    def logits_of(
-        self,
-        q: Tensor,
-        k: Tensor,
-        feat_size: Size,
-    ) -> Tensor:
+    def logits_of(self, q: Tensor, k: Tensor, feat_size: Size) -> Tensor:
         """Return the layer's logits before any evolution; see `EvolvingMaps`."""
         H, W = feat_size
         height_rel = self.height_rel
@@ -479,10 +461,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         )
 
     def attend(
-        self,
-        x: Tensor,
-        prev_logits: Tensor | None,
-        need_logits: bool = True,
+        self, x: Tensor, prev_logits: Tensor | None, need_logits: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         """Return the attention branch before its resizing, (B, attn_channels, H, W), and the logits (B, K, N, N),
         or None as in `forward`."""
@@ -498,10 +477,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         return self.proj(out), logits
 
     def forward(
-        self,
-        x: Tensor,
-        prev_logits: Tensor | None = None,
-        need_logits: bool | None = None,
+        self, x: Tensor, prev_logits: Tensor | None = None, need_logits: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """
         Args:

@@ -76,12 +76,7 @@ class Evolution(nn.Module):
         """Return the maps by which values are averaged, computed from the probabilities, (B, K, N, N) each."""
         return attn
 
-    def mix_output(
-        self,
-        out: Tensor,
-        values: Tensor,
-        x: Tensor,
-    ) -> Tensor:
+    def mix_output(self, out: Tensor, values: Tensor, x: Tensor) -> Tensor:
         """Return the heads' outputs (B, K, N, D), computed from those of attention, the values (B, K, N, D) and the
         layer's input (B, N, C)."""
         return out
@@ -96,12 +91,7 @@ class Evolution(nn.Module):
         """
         return f"{type(self).__name__} defines only forward, which the others cannot run"
 
-    def parts(
-        self,
-        logits: Tensor,
-        prev_logits: Tensor,
-        evolved: Tensor,
-    ) -> dict[str, Tensor]:
+    def parts(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
         """Return the maps of `part_names`, (B, K, N, N) each, from the arguments and the result of `forward`."""
         return {"softmax": evolved.softmax(-1)} if "softmax" in self.part_names else {}
 
@@ -143,12 +133,7 @@ class EvolvingMaps(StepByStep):
     head_window = 1
     head_border = "clip"
 
-    def logits_of(
-        self,
-        q: Tensor,
-        k: Tensor,
-        feat_size: Size,
-    ) -> Tensor:
+    def logits_of(self, q: Tensor, k: Tensor, feat_size: Size) -> Tensor:
         """Return the layer's logits before any evolution; see `StepByStep`."""
         return own_logits(q, k, None, None, self.scale, feat_size)
 
@@ -162,12 +147,7 @@ class EvolvingMaps(StepByStep):
             attn = self.evolution.mix_attn(attn.to(logits.dtype))
         return attn
 
-    def parts_of(
-        self,
-        logits: Tensor,
-        prev_logits: Tensor,
-        evolved: Tensor,
-    ) -> dict[str, Tensor]:
+    def parts_of(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
         """Return the evolution's further maps of the running call, for a recorder; see `Evolution.parts`."""
         return self.evolution.parts(logits, prev_logits, evolved)
 
@@ -345,11 +325,7 @@ def learnable_gates(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def new_gate(
-    name: str,
-    value: float,
-    learnable: bool | str,
-    num_heads: int,
-    **dd,
+    name: str, value: float, learnable: bool | str, num_heads: int, **dd
 ) -> float | nn.Parameter:
     """Return a gate: a number from 0 to 1, or a parameter of shape () or (K) that begins at any finite number."""
     if learnable not in (False, True, "per_head"):

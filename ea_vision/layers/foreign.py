@@ -10,13 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 # names by which modules store their number of heads
-HEAD_COUNTS = (
-    "num_heads",
-    "num_attention_heads",
-    "n_heads",
-    "nhead",
-    "heads",
-)
+HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "nhead", "heads")
 PREFIX_PARAMETERS = {
     "cls_token": "cls",
     "class_token": "cls",

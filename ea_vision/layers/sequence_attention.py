@@ -29,12 +29,7 @@ HIDES = -9000.0
 CARRIED = "_ea_vision_carried"  # attribute of a block's input tokens, for its recomputation
 
 
-def check_kind(
-    kind: str | None,
-    causal: str,
-    across: bool,
-    name: str,
-) -> None:
+def check_kind(kind: str | None, causal: str, across: bool, name: str) -> None:
     """Raise UsageError if a kind would read entries that the layer `name` must not read, or does not have."""
     refused = kind is not None and kind not in CAUSAL and causal != "none"
     if across and kind in ("xsa", "conv2d"):
@@ -90,13 +85,7 @@ class Chain:
     inputs: the running layer's input (B, Q, C) and its cache.
     """
 
-    def __init__(
-        self,
-        kind: str | None,
-        cross: bool,
-        depth: int,
-        decoder: "Chain | None" = None,
-    ):
+    def __init__(self, kind: str | None, cross: bool, depth: int, decoder: "Chain | None" = None):
         self.kind = kind
         self.cross = cross
         self.depth = depth
@@ -112,21 +101,11 @@ class Chain:
     def __reduce__(self):
         return Chain, (self.kind, self.cross, self.depth, self.decoder)
 
-    def note_grid(
-        self,
-        embedding: nn.Module,
-        args: tuple,
-        patches: Tensor,
-    ) -> None:
+    def note_grid(self, embedding: nn.Module, args: tuple, patches: Tensor) -> None:
         """Begin the chain with the (H, W) of the patch embedding's result (B, C, H, W)."""
         self.handed[thread_of_forward()] = Handed(feat_size=tuple(patches.shape[-2:]))
 
-    def note_input(
-        self,
-        layer: nn.Module,
-        args: tuple,
-        kwargs: dict,
-    ) -> None:
+    def note_input(self, layer: nn.Module, args: tuple, kwargs: dict) -> None:
         """Keep a layer's input (B, Q, C), and its cache, until its maps are computed."""
         values = [*args, *kwargs.values()]
         sequences = (x for x in values if isinstance(x, Tensor) and x.ndim == 3)
@@ -205,11 +184,7 @@ class Reading:
 
 
 def reading_of(
-    mask: Tensor | None,
-    bias: Tensor | None,
-    causal: bool,
-    Q: int,
-    k: Tensor,
+    mask: Tensor | None, bias: Tensor | None, causal: bool, Q: int, k: Tensor
 ) -> Reading:
     """Return the reading by a mask of transformers, of Q queries and keys (B, K, N, D) that include the same tokens.
 
@@ -232,11 +207,7 @@ def reading_of(
     return Reading(bias, allowed, keys, keys[:, -Q:])
 
 
-def check_grid(
-    feat_size: Size,
-    prefix_tokens: int,
-    tokens: int,
-) -> None:
+def check_grid(feat_size: Size, prefix_tokens: int, tokens: int) -> None:
     """Raise ValueError if there are other tokens beside the patches (YOLOS), or patches are left out (ViTMAE)."""
     H, W = feat_size
     if H * W + prefix_tokens != tokens:
@@ -254,13 +225,7 @@ class SequenceMaps(MapsAttention, nn.Module):
 
     fused_attn = True
 
-    def __init__(
-        self,
-        chain: Chain,
-        number: int,
-        num_heads: int,
-        prefix_tokens: int = 0,
-    ):
+    def __init__(self, chain: Chain, number: int, num_heads: int, prefix_tokens: int = 0):
         super().__init__()
         self.prefix_tokens = prefix_tokens
         self.chain = chain
@@ -306,12 +271,7 @@ class SequenceMaps(MapsAttention, nn.Module):
         mixed = self.evolution.mix_attn(real).masked_fill(hidden, 0.0)
         return torch.where(hidden.all(-1, keepdim=True), attn, mixed.to(attn.dtype))
 
-    def evolved(
-        self,
-        logits: Tensor,
-        prev_logits: Tensor,
-        feat_size: Size,
-    ) -> Tensor:
+    def evolved(self, logits: Tensor, prev_logits: Tensor, feat_size: Size) -> Tensor:
         """Return the evolved logits. Padding enters no convolution, and keeps the layer's own logits."""
         kind = self.chain.kind
         reading = self.reading
@@ -331,21 +291,11 @@ class SequenceMaps(MapsAttention, nn.Module):
             evolved = self._evolve(real, real_before, feat_size)
         return torch.where(padding, logits, evolved)
 
-    def _evolve(
-        self,
-        logits: Tensor,
-        prev_logits: Tensor,
-        feat_size: Size,
-    ) -> Tensor:
+    def _evolve(self, logits: Tensor, prev_logits: Tensor, feat_size: Size) -> Tensor:
         size = (feat_size,) if self.evolution.spatial else ()
         return self.evolution(logits, prev_logits, *size)
 
-    def parts_of(
-        self,
-        logits: Tensor,
-        prev_logits: Tensor,
-        evolved: Tensor,
-    ) -> dict[str, Tensor]:
+    def parts_of(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
         reading = self.reading
         maps = (logits, prev_logits, evolved)
         if self.knows_padding:
@@ -371,12 +321,7 @@ class SequenceMaps(MapsAttention, nn.Module):
         elif differs.any():
             raise ValueError(message)
 
-    def check_rows(
-        self,
-        queries: int,
-        keys: int,
-        cache: Any,
-    ) -> None:
+    def check_rows(self, queries: int, keys: int, cache: Any) -> None:
         """Raise ValueError if the evolution reads rows of earlier queries, which a cache does not keep."""
         rows = queries
         if self.causal == "self":
@@ -399,13 +344,7 @@ class SequenceMaps(MapsAttention, nn.Module):
         return feat_size
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        reading: Reading,
-        scale: float,
-        dropout: float,
+        self, q: Tensor, k: Tensor, v: Tensor, reading: Reading, scale: float, dropout: float
     ) -> Tensor:
         """Attend: q (B, K, Q, D), k, v (B, K, N, D) -> (B, Q, K, D)."""
         self.scale = scale

@@ -16,11 +16,7 @@ from ea_vision.ops import Size
 IDENTITY = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
 
 
-def sample_affine(
-    x: Tensor,
-    theta: Tensor,
-    out_size: Size,
-) -> Tensor:
+def sample_affine(x: Tensor, theta: Tensor, out_size: Size) -> Tensor:
     """Sample images bilinearly on an affine grid, the same for all channels, zeros outside (paper, equation 5).
 
     Args:

@@ -6,12 +6,7 @@ from timm.models import register_notrace_module
 from torch import fx, nn
 
 
-def record_whole(
-    module: nn.Module,
-    x: fx.Proxy,
-    *args,
-    **kwargs,
-) -> fx.Proxy:
+def record_whole(module: nn.Module, x: fx.Proxy, *args, **kwargs) -> fx.Proxy:
     """Record a call of the module from inside its forward, which a tracer has entered."""
     path = x.tracer.path_of_module(module)
     return x.tracer.create_proxy("call_module", path, (x, *args), kwargs)

@@ -47,9 +47,7 @@ _NETWORKS: dict[str, tuple[str, Network]] = {}
 
 
 def register_networks(
-    module: str,
-    model_cls: type[nn.Module],
-    networks: Mapping[str, Network],
+    module: str, model_cls: type[nn.Module], networks: Mapping[str, Network]
 ) -> None:
     """Register a family's networks with timm, each as a function of the family's module.
 
@@ -61,11 +59,7 @@ def register_networks(
     for name, network in networks.items():
 
         def entry(
-            pretrained: bool = False,
-            *,
-            name: str = name,
-            network: Network = network,
-            **kwargs: Any,
+            pretrained: bool = False, *, name: str = name, network: Network = network, **kwargs: Any
         ):
             trained = {}
             if pretrained:
@@ -88,10 +82,7 @@ def register_networks(
 
 
 def _trained_with(
-    name: str,
-    network: Network,
-    model_cls: type[nn.Module],
-    kwargs: Mapping[str, Any],
+    name: str, network: Network, model_cls: type[nn.Module], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the keywords of the weights that timm will load, except those that the network or the caller sets.
 
@@ -156,11 +147,7 @@ def _weights_of(plain: str) -> list[str]:
     return list_pretrained(f"{plain}.*")
 
 
-def with_plain_weights(
-    name: str,
-    plain: str,
-    cfg: Mapping[str, Any],
-) -> dict[str, Any]:
+def with_plain_weights(name: str, plain: str, cfg: Mapping[str, Any]) -> dict[str, Any]:
     """Return entries of `default_cfgs` for a network that, with fusion="add", begins with weights of timm's `plain`.
 
     There is one entry per tag of timm's weights, such as ea_aa_resnet50.a1_in1k. The network's own configuration stays
@@ -177,11 +164,7 @@ def with_plain_weights(
     return entries
 
 
-def _choose_plain_weights(
-    name: str,
-    network: Network,
-    kwargs: dict[str, Any],
-) -> dict[str, Any]:
+def _choose_plain_weights(name: str, network: Network, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the keywords of a pretrained network; with fusion="add" they name the plain network's weights.
 
     Raises:
@@ -242,11 +225,7 @@ def _has_own_weights(full: str) -> bool:
     return name in _NETWORKS and get_network(name).plain is None
 
 
-def imagenet_cfg(
-    first_conv: str,
-    classifier: str,
-    **kwargs: Any,
-) -> dict:
+def imagenet_cfg(first_conv: str, classifier: str, **kwargs: Any) -> dict:
     """Return timm's default configuration of a network for ImageNet; keywords replace its entries."""
     return {
         "url": "",
@@ -296,10 +275,7 @@ def shipped_weights(name: str) -> str:
 
 
 def build_network(
-    model_cls: type[nn.Module],
-    variant: str,
-    pretrained: bool,
-    **kwargs: Any,
+    model_cls: type[nn.Module], variant: str, pretrained: bool, **kwargs: Any
 ) -> nn.Module:
     """Build a network by timm's build_model_with_cfg.
 

@@ -62,11 +62,7 @@ def to_size(img_size: int | Size, least: int = 1) -> Size:
     return size
 
 
-def check_numbers(
-    name: str,
-    value: Any,
-    count: int | None = None,
-) -> None:
+def check_numbers(name: str, value: Any, count: int | None = None) -> None:
     """Raise ValueError unless a network's keyword `name` is a collection of whole numbers, `count` of them if given."""
     wanted = "whole numbers, such as (2, 3)" if count is None else f"{count} whole numbers"
     several = isinstance(value, Collection)
@@ -199,12 +195,7 @@ class AttentionConfig:
             )
         return stages
 
-    def new_evolution(
-        self,
-        in_channels: int = 1,
-        device=None,
-        dtype=None,
-    ) -> Evolution | None:
+    def new_evolution(self, in_channels: int = 1, device=None, dtype=None) -> Evolution | None:
         """Return the evolution module of a layer of `in_channels`, or None; see `create_evolution` for the errors."""
         return create_evolution(
             self.evolution,
@@ -227,13 +218,7 @@ class ChainBuilder:
         network: a `ChainedNetwork`; its `img_size` must be set.
     """
 
-    def __init__(
-        self,
-        config: AttentionConfig,
-        network: "ChainedNetwork",
-        device=None,
-        dtype=None,
-    ):
+    def __init__(self, config: AttentionConfig, network: "ChainedNetwork", device=None, dtype=None):
         self.config = config
         self.network = network
         self.dd = {"device": device, "dtype": dtype}
@@ -372,11 +357,7 @@ def received(output: Tensor | tuple[Tensor, Tensor | None]) -> tuple[Tensor, Ten
     return output if isinstance(output, tuple) else (output, carried_by(output))
 
 
-def run_conv(
-    conv: nn.Module,
-    x: Tensor,
-    logits: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
+def run_conv(conv: nn.Module, x: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Run a convolution, augmented or not; return its output and the logits for the next layer that reads them."""
     if not isinstance(conv, AugmentedConv2d):
         return conv(x), logits
@@ -385,10 +366,7 @@ def run_conv(
 
 
 def run_block(
-    block: nn.Module,
-    x: Tensor,
-    logits: Tensor | None,
-    recompute: bool,
+    block: nn.Module, x: Tensor, logits: Tensor | None, recompute: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Run a block; return its output and logits. With `recompute` the backward pass runs it again."""
     output = checkpoint(block, x, logits) if recompute else block(x, logits)
@@ -520,10 +498,7 @@ class ChainedNetwork:
         return x, intermediates
 
     def prune_intermediate_layers(
-        self,
-        indices: int | list[int] = 1,
-        prune_norm: bool = False,
-        prune_head: bool = True,
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
         """Remove the stages after the last wanted one, the modules behind them, and the head."""
         take_indices, max_index = feature_take_indices(len(self.feature_info), indices)

@@ -42,10 +42,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
 
 
 def _convert_conv(
-    name: str,
-    layer: AugmentedConv2d,
-    own: dict[str, Tensor],
-    converted: dict[str, Tensor],
+    name: str, layer: AugmentedConv2d, own: dict[str, Tensor], converted: dict[str, Tensor]
 ) -> None:
     """Replace the weight of a plain convolution in `converted` by the tensors of the augmented one.
 
@@ -70,12 +67,7 @@ def _convert_conv(
     _logger.info("%s: fresh %s", name, ", ".join(key.removeprefix(prefix) for key in fresh))
 
 
-def _check_shape(
-    name: str,
-    weight: Tensor,
-    wanted: torch.Size,
-    exactly: bool,
-) -> None:
+def _check_shape(name: str, weight: Tensor, wanted: torch.Size, exactly: bool) -> None:
     """Raise ValueError if a plain weight lacks the wanted shape; it may have more output channels, unless `exactly`."""
     enough = len(weight) == wanted[0] if exactly else len(weight) >= wanted[0]
     if weight.shape[1:] == wanted[1:] and enough:

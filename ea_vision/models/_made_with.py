@@ -79,11 +79,7 @@ def refuse_other_weights(model: nn.Module, check: Check) -> None:
 
 
 def _read_note(
-    check: Check,
-    model: nn.Module,
-    state: dict[str, torch.Tensor],
-    prefix: str,
-    *_: Any,
+    check: Check, model: nn.Module, state: dict[str, torch.Tensor], prefix: str, *_: Any
 ) -> None:
     note = state.pop(prefix + MADE_WITH, None)
     if note is not None:
@@ -96,11 +92,7 @@ def fixed(kwargs: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     return {key: value for key, value in kwargs.items() if key not in learned}
 
 
-def check_agreement(
-    made: MadeWith,
-    kwargs: Mapping[str, Any],
-    model_cls: type[nn.Module],
-) -> None:
+def check_agreement(made: MadeWith, kwargs: Mapping[str, Any], model_cls: type[nn.Module]) -> None:
     """Raise UsageError if a network's keywords contradict those that its weights were made with.
 
     Args:
@@ -180,9 +172,7 @@ def remember_evolution(evolving: nn.Module, evolution: Mapping[str, Any]) -> Non
 
 
 def _check_evolution(
-    evolution: Mapping[str, Any],
-    said: Mapping[str, Any],
-    model: nn.Module,
+    evolution: Mapping[str, Any], said: Mapping[str, Any], model: nn.Module
 ) -> None:
     """Raise UsageError if weights say that they were trained with another evolution than the network's."""
     if said["model"] != EVOLVED:

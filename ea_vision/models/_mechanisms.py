@@ -114,11 +114,7 @@ class Mechanisms:
                     module.train(block.training)
 
     def _new_evolution(
-        self,
-        num_heads: int,
-        channels: int,
-        num_prefix_tokens: int,
-        **dd,
+        self, num_heads: int, channels: int, num_prefix_tokens: int, **dd
     ) -> nn.Module:
         evolution = create_evolution(self.kind, num_heads, channels=channels, **dd, **self.options)
         if hasattr(evolution, "num_prefix_tokens"):

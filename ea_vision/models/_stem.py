@@ -4,13 +4,7 @@ from timm.models.resnet import ResNet
 from torch import nn
 
 
-def put_small_stem(
-    network: ResNet,
-    in_chans: int,
-    stride: int,
-    device=None,
-    dtype=None,
-) -> None:
+def put_small_stem(network: ResNet, in_chans: int, stride: int, device=None, dtype=None) -> None:
     """Give a ResNet of timm a 3x3 convolution of `stride` for a stem, and no max-pooling.
 
     Its stages then reduce the image's sides by stride, 2 * stride, 4 * stride and 8 * stride; timm's reduce them by 4

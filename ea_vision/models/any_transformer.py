@@ -20,14 +20,7 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from timm.layers import Attention, AttentionRope, PatchEmbed, apply_rot_embed_cat, to_2tuple
-from timm.models import (
-    beit,
-    cait,
-    deit,
-    eva,
-    naflexvit,
-    vision_transformer,
-)
+from timm.models import beit, cait, deit, eva, naflexvit, vision_transformer
 from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d, MapsAttention
@@ -74,11 +67,7 @@ class PatchGrid:
         return self.sizes.pop(thread_of_forward(), None)
 
 
-def _patches_of(
-    embedding: nn.Module,
-    height: int,
-    width: int,
-) -> Size:
+def _patches_of(embedding: nn.Module, height: int, width: int) -> Size:
     """Return how many patches (down, across) an embedding makes of an image."""
     if hasattr(embedding, "dynamic_feat_size"):
         return embedding.dynamic_feat_size((height, width))
@@ -100,12 +89,7 @@ class CarryingBlock:
 
     attention = "attn"
 
-    def forward(
-        self,
-        x: Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the block's own forward on tokens (B, T, C)."""
         carrier = x if hasattr(x, CARRIED) else whole(x)
         carried = getattr(carrier, CARRIED, None)
@@ -136,12 +120,7 @@ class CarryingAttention(MapsAttention):
     fused_attn = True
 
     def attended(
-        self,
-        x: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None = None,
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None
     ) -> Tensor:
         """Attend, with the layer's mechanisms.
 
@@ -200,10 +179,7 @@ class EvolvingVitAttention(CarryingAttention, Attention):
     """timm's Attention. With `fused_attn` off it computes timm's operations in timm's order, one by one."""
 
     def forward(
-        self,
-        x: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         q, k, v = by_heads(self, self.qkv(x))
         bias = self.checked(attn_mask, is_causal)
@@ -236,12 +212,7 @@ class _Rotary(CarryingAttention):
         out = self.attended(x, q, k, v, self.checked(attn_mask, is_causal))
         return self.finish(out, x)
 
-    def rotated(
-        self,
-        heads: Tensor,
-        rope: Tensor | None,
-        dtype: torch.dtype,
-    ) -> Tensor:
+    def rotated(self, heads: Tensor, rope: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return queries or keys (B, K, T, D) with rotary positions on the patches, as timm computes them."""
         if rope is None:
             return heads
@@ -288,12 +259,7 @@ class EvolvingTalkingHeadAttn(CarryingAttention, cait.TalkingHeadAttn):
 
     fused_attn = False
 
-    def logits_of(
-        self,
-        q: Tensor,
-        k: Tensor,
-        feat_size: Size,
-    ) -> Tensor:
+    def logits_of(self, q: Tensor, k: Tensor, feat_size: Size) -> Tensor:
         logits = super().logits_of(q, k, feat_size)
         return self.proj_l(logits.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
@@ -445,12 +411,7 @@ def _attention_of(block: nn.Module) -> nn.Module | None:
     return getattr(block, EvolvingEncoderBlock.attention, attn)
 
 
-def _reason_against_type(
-    path: str,
-    what: str,
-    module: nn.Module,
-    known: dict,
-) -> str | None:
+def _reason_against_type(path: str, what: str, module: nn.Module, known: dict) -> str | None:
     if type(module) in known:
         return None
     names = " or ".join(sorted({cls.__name__ for cls in known}))
@@ -546,10 +507,7 @@ def shared_copy(model: nn.Module) -> nn.Module:
 
 
 def evolve_transformer(
-    model: nn.Module,
-    kind: str | None = "ea",
-    *args: Any,
-    **options: Any,
+    model: nn.Module, kind: str | None = "ea", *args: Any, **options: Any
 ) -> nn.Module:
     """Return an evolving copy of a vision transformer of timm's or torchvision's, which shares the weights.
 

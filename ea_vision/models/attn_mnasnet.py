@@ -26,12 +26,7 @@ from timm.models.efficientnet import EfficientNet
 from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d
-from ea_vision.models._build import (
-    Network,
-    imagenet_cfg,
-    register_networks,
-    with_plain_weights,
-)
+from ea_vision.models._build import Network, imagenet_cfg, register_networks, with_plain_weights
 from ea_vision.models._chain import (
     AttentionConfig,
     ChainBuilder,
@@ -152,10 +147,7 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
 
     @staticmethod
     def _augment(
-        block: nn.Module,
-        chains: ChainBuilder,
-        stage: int,
-        reduction: int,
+        block: nn.Module, chains: ChainBuilder, stage: int, reduction: int
     ) -> AugmentedConv2d:
         """Return the attention layer of a block's expanding convolution.
 
@@ -193,10 +185,7 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
         """Return the stages in five groups, each up to the next stride; the first group includes the stem."""
 
         def run(
-            begin: int,
-            end: int,
-            x: Tensor,
-            logits: Tensor | None,
+            begin: int, end: int, x: Tensor, logits: Tensor | None
         ) -> tuple[Tensor, Tensor | None]:
             if begin == 0:
                 x = self.forward_stem(x)
@@ -209,12 +198,7 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
     prune_intermediate_layers = EfficientNet.prune_intermediate_layers
 
 
-def _mnasnet(
-    multiplier: float,
-    about: str,
-    plain: str | None,
-    **kwargs: Any,
-) -> Network:
+def _mnasnet(multiplier: float, about: str, plain: str | None, **kwargs: Any) -> Network:
     return Network(about, {"multiplier": multiplier, **kwargs}, plain=plain)
 
 

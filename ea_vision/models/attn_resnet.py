@@ -65,12 +65,7 @@ MakeLayer = Callable[[nn.Conv2d, int], AugmentedConv2d]
 class AttendsInBasicBlock:
     """A mixin for timm's or torchvision's BasicBlock: augments both 3x3 convolutions, or the first."""
 
-    def augment(
-        self,
-        make: MakeLayer,
-        which: str,
-        strided: bool,
-    ) -> None:
+    def augment(self, make: MakeLayer, which: str, strided: bool) -> None:
         """Replace 3x3 convolutions by `make(convolution, the block's stride at it)`.
 
         Args:
@@ -86,12 +81,7 @@ class AttendsInBasicBlock:
 class AttendsInBottleneck:
     """A mixin for timm's or torchvision's Bottleneck: augments its 3x3 convolution."""
 
-    def augment(
-        self,
-        make: MakeLayer,
-        which: str,
-        strided: bool,
-    ) -> None:
+    def augment(self, make: MakeLayer, which: str, strided: bool) -> None:
         """Replace the 3x3 convolution by `make(convolution, stride)`, unless it has a stride and `strided` is false."""
         if strided or self.stride == 1:
             self.conv2 = make(self.conv2, self.stride)
@@ -187,13 +177,7 @@ class Placement:
         if not isinstance(reduction, int) or reduction.bit_count() != 1:
             raise ValueError(f"map_reduction must be a power of two, got {reduction!r}")
 
-    def put(
-        self,
-        network: ChainedNetwork,
-        attention: AttentionConfig,
-        device,
-        dtype,
-    ) -> None:
+    def put(self, network: ChainedNetwork, attention: AttentionConfig, device, dtype) -> None:
         """Augment the 3x3 convolutions of a ResNet, and let its stages hand the logits on.
 
         Args:
@@ -212,12 +196,7 @@ class Placement:
             setattr(network, name, TensorStage(*blocks))
 
     def _layer(
-        self,
-        chains: ChainBuilder,
-        stage: int,
-        reduction: int,
-        conv: nn.Conv2d,
-        stride: int,
+        self, chains: ChainBuilder, stage: int, reduction: int, conv: nn.Conv2d, stride: int
     ) -> AugmentedConv2d:
         """Return the attention layer that replaces a convolution or, with fusion="add", contains it.
 
@@ -342,22 +321,13 @@ _DEPTHS = {
 }
 
 
-def _resnet(
-    depth: str,
-    about: str,
-    **kwargs: Any,
-) -> Network:
+def _resnet(depth: str, about: str, **kwargs: Any) -> Network:
     return Network(about, {**_DEPTHS[depth], **kwargs}, plain=f"resnet{depth}")
 
 
 def _half_resnet34(about: str, **kwargs: Any) -> Network:
     """A ResNet-34 of half the width, for photos of 112 pixels: stage 2 attends at 14x14, as stage 3 of 224 pixels."""
-    half = {
-        "channels": (32, 64, 128, 256),
-        "img_size": 112,
-        "map_reduction": 8,
-        "num_classes": 6,
-    }
+    half = {"channels": (32, 64, 128, 256), "img_size": 112, "map_reduction": 8, "num_classes": 6}
     return Network(about, {**_DEPTHS["34"], **half, **kwargs})
 
 
@@ -392,9 +362,7 @@ _NETWORKS = {
         window_stages=(2, 3),
         map_reduction=8,
     ),
-    "aa_resnet34_050": _half_resnet34(
-        "AA-ResNet-34 of half the width, for photos of 112 pixels.",
-    ),
+    "aa_resnet34_050": _half_resnet34("AA-ResNet-34 of half the width, for photos of 112 pixels."),
     "pa_aa_resnet34_050": _half_resnet34(
         "PA-AA-ResNet-34 of half the width, for photos of 112 pixels.", evolution="pa"
     ),

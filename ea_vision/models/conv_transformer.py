@@ -43,11 +43,7 @@ from ea_vision.models._chain import (
 )
 
 
-def feed_forward(
-    channels: int,
-    drop: float,
-    **dd: Any,
-) -> nn.Sequential:
+def feed_forward(channels: int, drop: float, **dd: Any) -> nn.Sequential:
     """Make a bottleneck C -> C/2 -> C of 1x1 convolutions, each with BatchNorm."""
     return nn.Sequential(
         OrderedDict(
@@ -254,11 +250,7 @@ class ConvTransformer(HeadedNetwork, nn.Module):
     def feature_steps(self) -> list[Step]:
         """Return the stages, the first with the stem. A chain does not leave its stage."""
 
-        def run(
-            index: int,
-            x: Tensor,
-            logits: Tensor | None,
-        ) -> tuple[Tensor, None]:
+        def run(index: int, x: Tensor, logits: Tensor | None) -> tuple[Tensor, None]:
             if index == 0:
                 x = self.stem(x)
             return self.stages[index](x), None

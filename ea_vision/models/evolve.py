@@ -56,12 +56,7 @@ FAMILIES = [
 ]
 
 
-def evolve(
-    model: nn.Module,
-    kind: str | None = "ea",
-    *args: Any,
-    **options: Any,
-) -> nn.Module:
+def evolve(model: nn.Module, kind: str | None = "ea", *args: Any, **options: Any) -> nn.Module:
     """Let the attention maps of a network evolve: return a new model, which shares the weights.
 
     Args:

@@ -21,13 +21,7 @@ from torchvision.models import resnet as torchvision_resnet
 
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.layers.evolution import all_zero
-from ea_vision.models._chain import (
-    AttentionConfig,
-    Size,
-    hand_on,
-    run_conv,
-    to_size,
-)
+from ea_vision.models._chain import AttentionConfig, Size, hand_on, run_conv, to_size
 from ea_vision.models._made_with import forget_evolution, remember_evolution
 from ea_vision.models._mechanisms import refuse
 from ea_vision.models.any_transformer import shared_copy
@@ -88,10 +82,7 @@ class AttnTorchvisionResNet(ResNetStages, torchvision_resnet.ResNet):
         return self.fc(torch.flatten(pooled, 1))
 
 
-NETWORKS = {
-    timm_resnet.ResNet: AttnResNet,
-    torchvision_resnet.ResNet: AttnTorchvisionResNet,
-}
+NETWORKS = {timm_resnet.ResNet: AttnResNet, torchvision_resnet.ResNet: AttnTorchvisionResNet}
 BLOCKS = {
     timm_resnet.BasicBlock: AttnBasicBlock,
     timm_resnet.Bottleneck: AttnBottleneck,
@@ -239,11 +230,7 @@ def _reason_against_plain(model: nn.Module) -> str | None:
     return None
 
 
-def _attention_of(
-    model: nn.Module,
-    kind: str | None,
-    options: dict[str, Any],
-) -> AttentionConfig:
+def _attention_of(model: nn.Module, kind: str | None, options: dict[str, Any]) -> AttentionConfig:
     """Return the configuration of the attention from the options.
 
     Raises:

@@ -179,11 +179,7 @@ def give(model: nn.Module, mechanisms: Mechanisms) -> None:
     model.set_attn_implementation(NAME)
 
 
-def _give_chain(
-    model: nn.Module,
-    names: foreign.LayerChain,
-    mechanisms: Mechanisms,
-) -> None:
+def _give_chain(model: nn.Module, names: foreign.LayerChain, mechanisms: Mechanisms) -> None:
     """Add mechanisms to the layers of a chain, and replace the class of the blocks around them."""
     first = names.layers[0]
     sequences.check_kind(mechanisms.kind, names.causal, names.across, first)
@@ -218,11 +214,7 @@ def _give_chain(
         block.chains.append(chain)
 
 
-def _say_windows(
-    model: nn.Module,
-    layers: Sequence[nn.Module],
-    kind: str | None,
-) -> None:
+def _say_windows(model: nn.Module, layers: Sequence[nn.Module], kind: str | None) -> None:
     """Warn if layers that evolve have a sliding window: kinds that mix maps take no longer sequences."""
     evolving = [layer for layer in layers if layer.maps.evolution is not None]
     windows = [window for window in map(foreign.window_of, evolving) if window]
@@ -264,10 +256,7 @@ def evolves(model: nn.Module) -> bool:
 
 
 def evolve_huggingface(
-    model: nn.Module,
-    kind: str | None = "ea",
-    *args: Any,
-    **options: Any,
+    model: nn.Module, kind: str | None = "ea", *args: Any, **options: Any
 ) -> nn.Module:
     """Let the attention maps of a model of transformers evolve: return a new model that shares the weights.
 

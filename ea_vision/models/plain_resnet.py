@@ -41,7 +41,7 @@ register_networks(
         "resnet18_cifar": Network(
             "timm's ResNet-18 with the 3x3 stem of 32x32 images.",
             {"block": BasicBlock, "layers": (2, 2, 2, 2), "num_classes": 10},
-        ),
+        )
     },
 )
 register_networks(
@@ -56,6 +56,6 @@ register_networks(
                 "channels": (32, 64, 128, 256),
                 "num_classes": 6,
             },
-        ),
+        )
     },
 )

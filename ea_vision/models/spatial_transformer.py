@@ -59,6 +59,6 @@ register_networks(
                 "channels": (16, 32, 64, 128),
                 "num_classes": 10,
             },
-        ),
+        )
     },
 )

@@ -150,11 +150,7 @@ _BASE = dict(patch_size=16, embed_dim=768, depth=12, num_heads=12)
 _SIGLIP = dict(**_BASE, class_token=False, global_pool="avg", fc_norm=False)
 
 
-def _network(
-    kind: str,
-    plain: str,
-    options: dict,
-) -> Network:
+def _network(kind: str, plain: str, options: dict) -> Network:
     """Return an evolving network of timm's plain one."""
     about = (
         f"{kind.upper()} in timm's {plain}: learnable gates begin at 0, so that it begins as the plain network; "

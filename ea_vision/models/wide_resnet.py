@@ -47,12 +47,7 @@ from ea_vision.models._chain import (
 class Shortcut(nn.Module):
     """A change of shape without parameters: average pooling with kernel = stride, zero channels before and after."""
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        stride: int,
-    ):
+    def __init__(self, in_channels: int, out_channels: int, stride: int):
         super().__init__()
         self.stride = stride
         self.before = (out_channels - in_channels) // 2
@@ -115,11 +110,7 @@ class GatherExcite(nn.Module):
         return x * x.mean((2, 3), keepdim=True).sigmoid()
 
 
-def _gate(
-    kind: str | None,
-    channels: int,
-    **dd: Any,
-) -> nn.Module:
+def _gate(kind: str | None, channels: int, **dd: Any) -> nn.Module:
     if kind == "se":
         return SEModule(channels, rd_channels=max(8, channels // 16), bias=False, **dd)
     if kind == "ge":

@@ -142,11 +142,7 @@ def _map_megabytes(problem: Problem) -> float:
 
 
 @torch.compiler.assume_constant_result  # torch.compile calls it as it traces
-def log_once(
-    key: tuple[str, ...],
-    line: str,
-    level: int = logging.INFO,
-) -> None:
+def log_once(key: tuple[str, ...], line: str, level: int = logging.INFO) -> None:
     """Log which implementation runs, and why, once for each key."""
     if key not in _logged:
         _logged.add(key)

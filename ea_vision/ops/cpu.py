@@ -14,12 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ea_vision.ops.cpu_library import (
-    DTYPES,
-    AttentionStruct,
-    reason_against_library,
-    run,
-)
+from ea_vision.ops.cpu_library import DTYPES, AttentionStruct, reason_against_library, run
 from ea_vision.ops.problem import (
     Implementation,
     Problem,
@@ -81,11 +76,7 @@ def _run(
     run("evolving_attention", ctypes.byref(problem))
 
 
-def _outputs(
-    q: Tensor,
-    v: Tensor,
-    need_logits: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _outputs(q: Tensor, v: Tensor, need_logits: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return empty out (B, K, E, N), logits (B, K, N, N), or (0,) if unneeded, and norm (B, K, N, 2): see problem.h."""
     B, K, N, E = v.shape
     return (
@@ -134,11 +125,7 @@ def _(q, k, v, *rest):
     return _outputs(q, v, rest[-1])
 
 
-def _gradients(
-    inputs: list[Tensor | None],
-    gates_learn: bool,
-    *each: int,
-) -> dict[str, Tensor]:
+def _gradients(inputs: list[Tensor | None], gates_learn: bool, *each: int) -> dict[str, Tensor]:
     """Return empty gradients by input name: (B, K, D, N) for q, k and v, and (*each, *shape) for parameters."""
     made = {}
     for name, x in zip(INPUTS, inputs, strict=False):
@@ -317,11 +304,7 @@ def pool(x: Tensor) -> Tensor:
 
 
 @operator("ea_vision::cpu_pool_backward")
-def _pool_backward(
-    d_out: Tensor,
-    height: int,
-    width: int,
-) -> Tensor:
+def _pool_backward(d_out: Tensor, height: int, width: int) -> Tensor:
     d_out = d_out.contiguous()
     B, C = d_out.shape[:2]
     d_x = d_out.new_empty(B, C, height, width)

@@ -52,12 +52,7 @@ def block_mask(
     wide = W if window is None else window[1] // 2
     by_head = head_window > 1 and not wrap
 
-    def seen(
-        b: Tensor,
-        h: Tensor,
-        query: Tensor,
-        key: Tensor,
-    ) -> Tensor:
+    def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         pixel = key % N
         near = ((query // W - pixel // W).abs() <= high) & ((query % W - pixel % W).abs() <= wide)
         if not by_head:

@@ -80,12 +80,7 @@ class _ByParts(torch.autograd.Function):
         ctx.save_for_backward(*inputs, rate)
 
     @staticmethod
-    def backward(
-        ctx,
-        grad_q: Tensor,
-        grad_k: Tensor,
-        _,
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx, grad_q: Tensor, grad_k: Tensor, _) -> tuple[Tensor | None, Tensor | None]:
         """Return gradients, from y = rate * gain * x and d rate / dx = -rate**3 x / D."""
         qk, gain, rate = ctx.saved_tensors
         if torch.is_grad_enabled():

@@ -206,10 +206,7 @@ class Implementation:
 
 
 def check_windows(
-    window: int | Size | None,
-    head_window: int,
-    head_border: str,
-    num_heads: int,
+    window: int | Size | None, head_window: int, head_border: str, num_heads: int
 ) -> Size | None:
     """Return the window's (height, width), or None.
 
@@ -239,11 +236,7 @@ def _is_odd(number: int) -> bool:
 
 
 def check_prev_logits(
-    prev_logits: Tensor | None,
-    B: int,
-    K: int,
-    N: int,
-    M: int | None = None,
+    prev_logits: Tensor | None, B: int, K: int, N: int, M: int | None = None
 ) -> Tensor:
     """Return the previous layer's logits if their shape is (B, K, N, M); M defaults to N.
 
@@ -262,11 +255,7 @@ def check_prev_logits(
     return prev_logits
 
 
-def _check_shape(
-    name: str,
-    tensor: Tensor | None,
-    shape: tuple[int, ...],
-) -> None:
+def _check_shape(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
     """Check a shape that kernels rely on when they read memory."""
     if tensor is None or tensor.shape != shape:
         received = None if tensor is None else list(tensor.shape)

@@ -15,11 +15,7 @@ from ea_vision.ops.problem import Implementation, Problem, Size
 from ea_vision.ops.rel_pos import fit_rel_table
 
 
-def relative_logits(
-    q: Tensor,
-    height_rel: Tensor,
-    width_rel: Tensor,
-) -> tuple[Tensor, Tensor]:
+def relative_logits(q: Tensor, height_rel: Tensor, width_rel: Tensor) -> tuple[Tensor, Tensor]:
     """Return the position terms of the attention logits, one per axis (AA paper, equation 4).
 
     Neither is repeated to N x N: the caller broadcasts them over the other axis of the keys.
@@ -71,11 +67,7 @@ def own_logits(
     return by_pixel.view(B, K, N, N)
 
 
-def mixed(
-    gate: float | Tensor,
-    one: Tensor,
-    other: Tensor,
-) -> Tensor:
+def mixed(gate: float | Tensor, one: Tensor, other: Tensor) -> Tensor:
     """Return gate * one + (1 - gate) * other of maps (B, K, N, M).
 
     gate: a number, or a tensor, () or (K) with one value per head.
@@ -123,11 +115,7 @@ def among_patches(maps: Tensor, num_prefix_tokens: int) -> Tensor:
     return maps[:, :, num_prefix_tokens:, num_prefix_tokens:]
 
 
-def with_prefix(
-    maps: Tensor,
-    patches: Tensor,
-    num_prefix_tokens: int,
-) -> Tensor:
+def with_prefix(maps: Tensor, patches: Tensor, num_prefix_tokens: int) -> Tensor:
     """Return `patches` with the first tokens' rows and columns of `maps` put back: the inverse of `among_patches`."""
     if num_prefix_tokens == 0:
         return patches
@@ -158,11 +146,7 @@ def neighbours_logits(
 
 
 def within_windows(
-    logits: Tensor,
-    feat_size: Size,
-    window: Size | None,
-    head_window: int,
-    wrap: bool,
+    logits: Tensor, feat_size: Size, window: Size | None, head_window: int, wrap: bool
 ) -> Tensor:
     """Set logits (B, K, N, S*N) to -inf for keys outside a query's window of pixels and, unless the heads form a ring
     (`wrap`), for neighbours beyond the first and last head."""
@@ -216,11 +200,7 @@ def readable(
     return allowed
 
 
-def mask_logits(
-    logits: Tensor,
-    causal: str = "none",
-    key_padding: Tensor | None = None,
-) -> Tensor:
+def mask_logits(logits: Tensor, causal: str = "none", key_padding: Tensor | None = None) -> Tensor:
     """Set logits (B, K, Q, N) to -inf for keys that a query may not read; see `readable`.
 
     Only the softmax takes masked logits. The next layer gets them unmasked, since 0 * -inf is NaN.
@@ -246,12 +226,7 @@ class StepByStep:
     head_window = 1
     evolved: Callable[[Tensor, Tensor, Size], Tensor] | None = None
 
-    def logits_of(
-        self,
-        q: Tensor,
-        k: Tensor,
-        feat_size: Size,
-    ) -> Tensor:
+    def logits_of(self, q: Tensor, k: Tensor, feat_size: Size) -> Tensor:
         """Return the logits before any evolution: q, k (B, K, N, D), q not scaled -> (B, K, N, N), or
         (B, K, N, head_window * N) with the neighbouring heads' keys."""
         raise NotImplementedError
@@ -326,12 +301,7 @@ class _ProblemSteps(StepByStep):
     def attn_drop(self, attn: Tensor) -> Tensor:
         return F.dropout(attn, self.problem.dropout_p)
 
-    def logits_of(
-        self,
-        q: Tensor,
-        k: Tensor,
-        feat_size: Size,
-    ) -> Tensor:
+    def logits_of(self, q: Tensor, k: Tensor, feat_size: Size) -> Tensor:
         p = self.problem
         if p.head_window > 1:
             return neighbours_logits(q, k, *p.tables(), p.scale, feat_size, p.head_window)

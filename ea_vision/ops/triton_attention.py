@@ -145,12 +145,7 @@ class Dropout(NamedTuple):
 
 
 def _shares(
-    has_prev: bool,
-    has_weight: bool,
-    alpha: float,
-    beta: float,
-    predict: bool,
-    gates: Tensor | None,
+    has_prev: bool, has_weight: bool, alpha: float, beta: float, predict: bool, gates: Tensor | None
 ):
     """Return the (conv, kept, own) shares of the logits, and those of EA's m, or None without an m.
 
@@ -190,11 +185,7 @@ def _new_rows(q: Tensor, width: int) -> Tensor:
 
 
 def _outputs(
-    q: Tensor,
-    v: Tensor,
-    shares,
-    prefix: int,
-    save: bool,
+    q: Tensor, v: Tensor, shares, prefix: int, save: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return uninitialised out, logits, the rows' log-sum-exp (base 2), and signs (B, N, N), one bit per head where the
     ReLU passes its gradient. Logits and signs have no elements unless `save`, nor signs if the logits tell as much."""
@@ -347,11 +338,7 @@ def _programs(q: Tensor, pixels: int) -> int:
     return q.shape[0] * -(-q.shape[2] // pixels)
 
 
-def _launch(
-    kernel,
-    tile: Tile,
-    **arguments,
-) -> None:
+def _launch(kernel, tile: Tile, **arguments) -> None:
     """Run one program for each image and block of pixels, with the arguments that the kernel takes."""
     q = arguments["q"].data
     by_keys = kernel.__name__ in BY_KEYS
@@ -541,12 +528,7 @@ def _queries_backward(
     return d_prev, d_q, d_tables, d_alpha
 
 
-def _weight_backward(
-    common: dict,
-    prev: Share,
-    own: Share,
-    n_gates: int,
-) -> tuple[Tensor, Tensor]:
+def _weight_backward(common: dict, prev: Share, own: Share, n_gates: int) -> tuple[Tensor, Tensor]:
     """Return d_weight, flat in the weight's memory order, and d_beta (K), or empty.
 
     prev, own: the shares of the previous maps and of the own logits in the convolution's input; own is None if the
@@ -658,11 +640,7 @@ def _run_backward(
 
 
 def _through_convolution(
-    weight: Tensor,
-    bias: Tensor,
-    d_weight: Tensor,
-    d_bias: Tensor,
-    dtype: torch.dtype,
+    weight: Tensor, bias: Tensor, d_weight: Tensor, d_bias: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Return the sum of g * relu(conv) per head, (K): the parameters, rounded as used, times their gradients."""
     used_weight = weight.to(dtype).float()

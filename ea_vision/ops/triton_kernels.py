@@ -463,13 +463,7 @@ def evolve(
 
 
 @triton.jit
-def row_products(
-    out,
-    d_out,
-    delta,
-    S: constexpr,
-    I: constexpr,
-):
+def row_products(out, d_out, delta, S: constexpr, I: constexpr):
     """Store delta (B, K, N), the sum over E of out * d_out. A program takes I pixels of an image, and all heads."""
     image, i0 = _block(I, S)
     i = i0 + tl.arange(0, I)
@@ -758,17 +752,7 @@ def queries_backward(
 
 
 @triton.jit
-def keys_backward(
-    q,
-    maps,
-    d_k,
-    share,
-    own,
-    stored,
-    S: constexpr,
-    I: constexpr,
-    J: constexpr,
-):
+def keys_backward(q, maps, d_k, share, own, stored, S: constexpr, I: constexpr, J: constexpr):
     """Store d_k = share * transposed(maps) @ q. A program takes J keys of an image, all heads, queries in blocks of I.
 
     `own`, if not None, is a share per head that multiplies d_k as well. `stored`, if not None, is a share per head by

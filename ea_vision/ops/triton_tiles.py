@@ -26,12 +26,7 @@ class Tile(NamedTuple):
     registers: int = 0
 
 
-def default_tile(
-    name: str,
-    S: Any,
-    conv: bool,
-    attends: bool = True,
-) -> Tile:
+def default_tile(name: str, S: Any, conv: bool, attends: bool = True) -> Tile:
     """Return the tile of a shape.
 
     Args:
@@ -82,11 +77,7 @@ def _has_few_wide_heads(S: Any, conv: bool) -> bool:
     return _is_half(S) and conv and S.KP <= 4 and _width(S) >= 256
 
 
-def _evolve_tile(
-    S: Any,
-    conv: bool,
-    attends: bool,
-) -> Tile:
+def _evolve_tile(S: Any, conv: bool, attends: bool) -> Tile:
     many_heads = S.KP > 8
     if _has_few_wide_heads(S, conv):
         # five rows of taps: two stages take more shared memory than there is

@@ -15,13 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 
-def _softmax(
-    result: Tensor,
-    input: Tensor,
-    dim: int | None = None,
-    *_,
-    **__,
-) -> Tensor | None:
+def _softmax(result: Tensor, input: Tensor, dim: int | None = None, *_, **__) -> Tensor | None:
     """Return the result of a softmax over the last of at least three dimensions; None for other softmaxes."""
     over_last = dim in (-1, input.ndim - 1)
     return result if over_last and input.ndim > 2 else None
@@ -47,21 +41,12 @@ def _scaled_dot_product(
     narrow = value[..., :1].float()
     with torch._C._DisableAutocast():
         _, attn = by_torch(
-            query.float(),
-            key.float(),
-            narrow,
-            attn_mask,
-            is_causal=is_causal,
-            **how,
+            query.float(), key.float(), narrow, attn_mask, is_causal=is_causal, **how
         )
     return attn
 
 
-def _multi_head(
-    result: tuple[Tensor, Tensor | None],
-    *args: Any,
-    **kwargs: Any,
-) -> Tensor:
+def _multi_head(result: tuple[Tensor, Tensor | None], *args: Any, **kwargs: Any) -> Tensor:
     """Call nn.MultiheadAttention's function once more, for its maps.
 
     This call returns NaN for a query whose keys are all masked. If the first call's output was finite, the row becomes
@@ -168,12 +153,7 @@ class Hooks(ExitStack):
         super().__init__()
         self.thread = threading.get_ident()
 
-    def add(
-        self,
-        register: Callable,
-        hook: Callable[..., None],
-        **how: bool,
-    ) -> None:
+    def add(self, register: Callable, hook: Callable[..., None], **how: bool) -> None:
         """Register hook(module, args, kwargs[, output]) by a method such as `module.register_forward_hook`; how: more
         keywords of that method. The hook's return value is ignored."""
 
@@ -184,12 +164,7 @@ class Hooks(ExitStack):
         with _lock:
             self.callback(register(own, with_kwargs=True, **how).remove)
 
-    def after(
-        self,
-        module: nn.Module,
-        method: str,
-        hook: Callable[..., None],
-    ) -> None:
+    def after(self, module: nn.Module, method: str, hook: Callable[..., None]) -> None:
         """Call hook(_, args, kwargs, results) after each call of a module's method. Meanwhile a module replaces the
         method, so that several recorders can hook it and end in any order."""
 

@@ -48,12 +48,7 @@ class Windows:
         image[:, :, queries, keys] = maps.transpose(1, 2)
         return image[:, :, :count, :count]
 
-    def row(
-        self,
-        maps: Tensor,
-        count: int,
-        token: int,
-    ) -> Tensor:
+    def row(self, maps: Tensor, count: int, token: int) -> Tensor:
         """Return `dense(maps, count)[:, :, token]`, (B, K, N), without computing the rest."""
         B, _, K = maps.shape[:3]
         places = (self.tokens == token).nonzero()
@@ -123,12 +118,7 @@ class Sight:
         self.covered.clear()
         self._called.clear()
 
-    def begin(
-        self,
-        model: nn.Module,
-        args: tuple,
-        kwargs: dict,
-    ) -> None:
+    def begin(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         """Forget the last forward. The network's first argument is taken as images if it has their shape."""
         self._forget()
         names = list(inspect.signature(model.forward).parameters)
@@ -137,12 +127,7 @@ class Sight:
         if _is_image(value):
             self.image = value.shape
 
-    def look_through(
-        self,
-        stem: nn.Module,
-        args: tuple,
-        kwargs: dict,
-    ) -> None:
+    def look_through(self, stem: nn.Module, args: tuple, kwargs: dict) -> None:
         """Note the images that a convolution takes. A second call belongs to the next forward (a call of a method)."""
         if stem in self._called:
             self._forget()
@@ -153,13 +138,7 @@ class Sight:
     def _note(self, height: int, width: int) -> None:
         self.grids[height * width] = (height, width)
 
-    def note_grid(
-        self,
-        module: nn.Module,
-        args: tuple,
-        kwargs: dict,
-        output: Any,
-    ) -> None:
+    def note_grid(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """Note the grid of features (B, C, H, W), and the area that it covers if they are patches of the image."""
         if not isinstance(output, Tensor) or output.ndim != 4:
             return
@@ -172,22 +151,12 @@ class Sight:
             height, width = module.stride
             self.covered[grid] = (grid[0] * height, grid[1] * width)
 
-    def note_subsampled(
-        self,
-        module: nn.Module,
-        args: tuple,
-        kwargs: dict,
-    ) -> None:
+    def note_subsampled(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Note the grid that a layer of LeViT keeps: every `stride`-th token of its resolution."""
         height, width = to_2tuple(module.resolution)
         self._note(-(-height // module.stride), -(-width // module.stride))
 
-    def note_patches(
-        self,
-        embedding: nn.Linear,
-        args: tuple,
-        kwargs: dict,
-    ) -> None:
+    def note_patches(self, embedding: nn.Linear, args: tuple, kwargs: dict) -> None:
         """Note the grid of square patches (B, T, pixels of all channels) that a linear layer embeds."""
         if self.image is None or not args or args[0].ndim != 3:
             return
@@ -329,13 +298,7 @@ def token_layout(
 
 
 def _grouped(
-    block: nn.Module,
-    x: Tensor,
-    size: Any = None,
-    *_,
-    first: int = 1,
-    pad_first: bool = True,
-    **__,
+    block: nn.Module, x: Tensor, size: Any = None, *_, first: int = 1, pad_first: bool = True, **__
 ) -> Layout:
     """Return the layout of a block's windows. The grid is shifted up and to the left (cyclically) if the block says so,
     and padded below and at the right. SAM's window_size is 0 in blocks without windows.
@@ -384,12 +347,7 @@ def _mobilevit(block: nn.Module, x: Tensor) -> Layout:
     return Layout((rows * h, cols * w), windows=windows)
 
 
-def _pool2d(
-    pool: nn.Module,
-    x: Tensor,
-    *_,
-    **__,
-) -> Layout:
+def _pool2d(pool: nn.Module, x: Tensor, *_, **__) -> Layout:
     """Return the layout of pooling: the pixels' mean, or a class token, comes before the pixels."""
     first = "mean" if getattr(pool, "cls_token", None) is None else "cls"
     return Layout(tuple(x.shape[-2:]), prefix_names=(first,))
@@ -422,10 +380,7 @@ SPECIAL: dict[str, Callable[..., Layout]] = {
 
 
 def layout_finder(
-    model: nn.Module,
-    name: str,
-    sight: Sight,
-    hooks: Hooks,
+    model: nn.Module, name: str, sight: Sight, hooks: Hooks
 ) -> Callable[[Tensor], Layout]:
     """Return a function from maps to a layer's layout: of its windows or channels, by the input of the layer or of a
     block around it, or else of tokens over the image."""
@@ -442,11 +397,7 @@ def layout_finder(
     learned = learned_queries(model, name)
     found: list[Any] = []  # the layout by the owner's input, or the shape of the layer's input
 
-    def look(
-        module: nn.Module,
-        args: tuple,
-        kwargs: dict,
-    ) -> None:
+    def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
         found.clear()
         if read is not None:
             found.append(read(module, *args, **kwargs))

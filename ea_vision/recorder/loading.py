@@ -171,12 +171,7 @@ class LoadedModel:
         cut = resized.crop((left, top, left + W, top + H))
         return pil_to_tensor(cut) / 255
 
-    def _scaled_size(
-        self,
-        image: Image.Image,
-        H: int,
-        W: int,
-    ) -> Size:
+    def _scaled_size(self, image: Image.Image, H: int, W: int) -> Size:
         """Return (height, width) to which evaluation scales an image before it crops (H, W), by the steps of timm and
         our trainers; torchvision's steps round down to whole pixels."""
         crop_pct = self.config["crop_pct"]
@@ -317,13 +312,7 @@ def find_origin(target: str, **kwargs: Any) -> Origin:
     label = f"{options['model']}, {folder.resolve().name}"
     weights = folder / run_folder.WEIGHTS if path.is_dir() else path
     return Origin(
-        options["model"],
-        label,
-        about["model_kwargs"],
-        _create_of(about),
-        weights,
-        options,
-        about,
+        options["model"], label, about["model_kwargs"], _create_of(about), weights, options, about
     )
 
 
@@ -399,20 +388,10 @@ def _load_exported(path: Path) -> LoadedModel:
     network = ExportedNetwork(path)
     about = network.about
     config = {"input_size": (3, *about.size), **asdict(about)}
-    return LoadedModel(
-        network,
-        about.name,
-        about.size,
-        config,
-        classes=about.classes,
-    )
+    return LoadedModel(network, about.name, about.size, config, classes=about.classes)
 
 
-def _load_by_name(
-    origin: Origin,
-    random: bool,
-    seed: int,
-) -> LoadedModel:
+def _load_by_name(origin: Origin, random: bool, seed: int) -> LoadedModel:
     """Load a model with the pretrained weights of its name, or with random ones if there are none."""
     source, _ = hub_source(origin.name)
     has_weights = bool(source) or is_model_pretrained(origin.name)
@@ -429,12 +408,7 @@ def _load_by_name(
     return loaded
 
 
-def _load_from_file(
-    origin: Origin,
-    path: Path,
-    random: bool,
-    seed: int,
-) -> LoadedModel:
+def _load_from_file(origin: Origin, path: Path, random: bool, seed: int) -> LoadedModel:
     """Load a network with the weights of a run or a file, and with the preprocessing of its evaluation."""
     model = origin.build(seed)
     label = f"{origin.label} (untrained)" if random else origin.label
@@ -635,9 +609,7 @@ def parse_layers(text: str, model: LoadedModel) -> list[AttentionLayer]:
 
 
 def parse_queries(
-    texts: Sequence[str],
-    img_size: Size,
-    default: Sequence[tuple[float, float]] = (),
+    texts: Sequence[str], img_size: Size, default: Sequence[tuple[float, float]] = ()
 ) -> list[Query]:
     """Return points from `y,x` texts, and names of tokens unchanged; without texts the default, in shares of the sides.
 
@@ -690,10 +662,7 @@ def add_options(parser: argparse.ArgumentParser, *names: str) -> None:
             metavar="N|H,W",
             help="size of the input in pixels (default: the model's)",
         ),
-        "--device": dict(
-            default="auto",
-            help=f"{devices.HELP} (default: %(default)s)",
-        ),
+        "--device": dict(default="auto", help=f"{devices.HELP} (default: %(default)s)"),
     }
     for name in names:
         parser.add_argument(name, **options[name])

@@ -67,11 +67,7 @@ examples:
 
 
 def extract_maps(
-    model: LoadedModel,
-    images: Tensor,
-    layers: Sequence[int],
-    query: Query,
-    batch_size: int = 64,
+    model: LoadedModel, images: Tensor, layers: Sequence[int], query: Query, batch_size: int = 64
 ) -> list[Tensor]:
     """Return the maps of one query, float16 (M, K, H, W) on the CPU, for each layer.
 
@@ -110,11 +106,7 @@ def untrained_network(
     """Return the network of `target` before training, for images of `model`'s size. Its batch statistics are those of
     `count` of the uint8 images (M, 3, H, W), drawn by `seed`, since folders are read class by class."""
     network = load_model(
-        target,
-        random=True,
-        img_size=model.img_size,
-        seed=seed,
-        device=model.device,
+        target, random=True, img_size=model.img_size, seed=seed, device=model.device
     )
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(images), generator=generator)
@@ -234,10 +226,7 @@ def seeds(text: str) -> tuple[int, ...]:
 
 def make_parser() -> argparse.ArgumentParser:
     recipe = ProbeRecipe()
-    parser = CommandParser(
-        description=__doc__.split("\n")[0],
-        epilog=EXAMPLES,
-    )
+    parser = CommandParser(description=__doc__.split("\n")[0], epilog=EXAMPLES)
     add = parser.add_argument
     add(
         "--model",
@@ -326,11 +315,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _limited(
-    split: Images,
-    count: int,
-    seed: int,
-) -> Images:
+def _limited(split: Images, count: int, seed: int) -> Images:
     """Return `count` of a split's images, drawn by a seed, or all if it has no more."""
     return hold_out(split, count, seed)[1] if count < len(split) else split
 

@@ -31,12 +31,7 @@ class ProbeNet(nn.Module):
         width: channels, 256 in the paper.
     """
 
-    def __init__(
-        self,
-        num_heads: int,
-        num_classes: int,
-        width: int = 256,
-    ):
+    def __init__(self, num_heads: int, num_classes: int, width: int = 256):
         super().__init__()
         layers = [nn.Conv2d(num_heads, width, 3, padding=1, bias=False)]
         for depth, block_width in ((4, width), (3, 2 * width), (5, 4 * width)):

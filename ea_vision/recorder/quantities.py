@@ -71,11 +71,7 @@ def attention_distance(attn: Tensor, cell: tuple[float, float] = (1.0, 1.0)) -> 
     return by_query.mean(-1)
 
 
-def _middles(
-    grid: Size,
-    cell: tuple[float, float],
-    device: torch.device,
-) -> Tensor:
+def _middles(grid: Size, cell: tuple[float, float], device: torch.device) -> Tensor:
     """Return the centres of a grid's cells, row by row, (cells, 2); cell: (height, width) of each."""
     along = []
     for count, side in zip(grid, cell, strict=True):
@@ -208,9 +204,7 @@ class LayerQuantities:
 
 
 def measure(
-    model: nn.Module,
-    batches: Iterable[Tensor],
-    layers: Sequence[int] | None = None,
+    model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] | None = None
 ) -> list[LayerQuantities]:
     """Measure entropy, distance and correlation with the previous layer's map over a data set.
 

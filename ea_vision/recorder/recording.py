@@ -23,19 +23,8 @@ from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d, MapsAttention
 from ea_vision.layers.foreign import calls_attention, heads_of, prefix_names
-from ea_vision.recorder.interception import (
-    Hooks,
-    Take,
-    compiled_code_runs_eagerly,
-    intercepted,
-)
-from ea_vision.recorder.layouts import (
-    Layout,
-    Sight,
-    image_seen,
-    layout_finder,
-    learned_queries,
-)
+from ea_vision.recorder.interception import Hooks, Take, compiled_code_runs_eagerly, intercepted
+from ea_vision.recorder.layouts import Layout, Sight, image_seen, layout_finder, learned_queries
 from ea_vision.recorder.maps import PARTS, AttentionMaps, LayerMaps
 
 __all__ = [
@@ -176,11 +165,7 @@ class _Watch:
 
     @torch.no_grad()
     def take_ours(
-        self,
-        _,
-        args: tuple,
-        kwargs: dict,
-        results: tuple[Tensor, Tensor | None],
+        self, _, args: tuple, kwargs: dict, results: tuple[Tensor, Tensor | None]
     ) -> None:
         """Save the parts of a layer of ours after its `_attend`.
 
@@ -229,12 +214,7 @@ class _Watch:
         if evolution.reads_previous:
             self.save("prev_logits", prev_logits)
 
-    def take_mixed(
-        self,
-        _,
-        args: tuple,
-        kwargs: dict,
-    ) -> None:
+    def take_mixed(self, _, args: tuple, kwargs: dict) -> None:
         """Keep the maps by which a layer of ours averages its values: the input of its dropout."""
         self.mixed = args[0].detach()
 
@@ -257,13 +237,7 @@ class _Watch:
         if "mixed_attn" in self.layer.parts:
             hooks.add(module.proj_w.register_forward_hook, self.take_talked)
 
-    def take_talked(
-        self,
-        _,
-        args: tuple,
-        kwargs: dict,
-        output: Tensor,
-    ) -> None:
+    def take_talked(self, _, args: tuple, kwargs: dict, output: Tensor) -> None:
         """Save the probabilities (B, T, T, K) that timm's CaiT has mixed once more."""
         self.save("mixed_attn", output.permute(0, 3, 1, 2))
 

@@ -161,11 +161,7 @@ def _packed(maps: np.ndarray, prefix: int) -> bytes:
     return data + bytes(-len(data) % 4)
 
 
-def changes_of(
-    layer: LayerMaps,
-    heads: Sequence[int],
-    prefix: int,
-) -> np.ndarray:
+def changes_of(layer: LayerMaps, heads: Sequence[int], prefix: int) -> np.ndarray:
     """Return the total variation between attention and the attention of the own logits alone, float32 (K + 1, T + 1).
     The last row is of the heads' mean maps, the last column of the mean over the pixels' queries.
 
@@ -223,10 +219,7 @@ class Explorer:
         return described
 
     def view(
-        self,
-        name: str,
-        image: Image.Image,
-        models: Sequence[LoadedModel] | None = None,
+        self, name: str, image: Image.Image, models: Sequence[LoadedModel] | None = None
     ) -> dict:
         """Return an image's entry: its name, and for each model the photo, equation, predictions, streams and offsets
         of the maps.
@@ -243,10 +236,7 @@ class Explorer:
         return {"name": name, "models": views}
 
     def _view(
-        self,
-        image: Image.Image,
-        model: LoadedModel,
-        chosen: Sequence[AttentionLayer],
+        self, image: Image.Image, model: LoadedModel, chosen: Sequence[AttentionLayer]
     ) -> dict:
         alone = OWN_ALONE in self.parts  # computed from all others
         seen = record(model, image, chosen, PARTS if alone else self.parts)
@@ -280,12 +270,7 @@ class Explorer:
             "streams": streams,
         }
 
-    def _largest(
-        self,
-        img_size: Size,
-        layer: LayerMaps,
-        changes: np.ndarray,
-    ) -> list[int]:
+    def _largest(self, img_size: Size, layer: LayerMaps, changes: np.ndarray) -> list[int]:
         """Return [head, y, x]: the head and the cell whose attention the previous map changes most. (y, x) is the
         middle of the cell in pixels of the image.
 
@@ -357,9 +342,7 @@ def _likeliest(output: Any, names: Sequence[str] | None) -> list[dict]:
 
 
 def _objects(
-    output: Sequence[dict[str, Tensor]],
-    model: DetectorModel,
-    image: Image.Image,
+    output: Sequence[dict[str, Tensor]], model: DetectorModel, image: Image.Image
 ) -> list[dict]:
     """Return the objects with the highest scores: name, probability, and box (x1, y1, x2, y2) in pixels of the input,
     clipped to the area that the image fills."""
@@ -392,11 +375,7 @@ def table_of(name: str) -> str:
     return _text_of(colours[:, :3].tobytes())
 
 
-def build_page(
-    explorer: Explorer,
-    entries: Sequence[dict],
-    epochs: bool = False,
-) -> str:
+def build_page(explorer: Explorer, entries: Sequence[dict], epochs: bool = False) -> str:
     """Return the whole page as text.
 
     Args:

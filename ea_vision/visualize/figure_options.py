@@ -99,10 +99,7 @@ def make_parser(
         style: the fields of `MapStyle` that the figure has.
         suffixes: allowed suffixes of the file; without PNG (a page) --width and --dpi are left out.
     """
-    parser = CommandParser(
-        description=description,
-        epilog="examples:\n" + examples,
-    )
+    parser = CommandParser(description=description, epilog="examples:\n" + examples)
     parser.add_argument(
         "--model",
         action="extend",
@@ -168,10 +165,7 @@ def make_parser(
         )
     if "overlay" in style:
         parser.add_argument(
-            "--bare",
-            dest="overlay",
-            action="store_false",
-            help="draw the maps without the photo",
+            "--bare", dest="overlay", action="store_false", help="draw the maps without the photo"
         )
     if "scale" in style:
         parser.add_argument(
@@ -317,11 +311,7 @@ def run_label(model: LoadedModel) -> str:
 # ---- models, layers, heads and queries of a figure ------------------------------------------------------------------
 
 
-def refuse_arguments(
-    figure: str,
-    how: Mapping[str, Any],
-    **reasons: str,
-) -> None:
+def refuse_arguments(figure: str, how: Mapping[str, Any], **reasons: str) -> None:
     """Raise UsageError if `how` has an argument that a figure lacks.
 
     Args:
@@ -333,11 +323,7 @@ def refuse_arguments(
             raise UsageError(f"{figure} has no {name}: {reason}")
 
 
-def chosen_layers(
-    layers: Layers,
-    model: LoadedModel,
-    some: bool = False,
-) -> list[AttentionLayer]:
+def chosen_layers(layers: Layers, model: LoadedModel, some: bool = False) -> list[AttentionLayer]:
     """Return the layers asked for; by default all of them, or with `some` at most SOME_LAYERS."""
     if layers is not None:
         return parse_layers(_text(layers), model)
@@ -415,11 +401,7 @@ class Asked:
             return False
         return set(tokens) <= set(layer.query_names)
 
-    def _layers_with_queries(
-        self,
-        model: LoadedModel,
-        maps: AttentionMaps,
-    ) -> list[AttentionLayer]:
+    def _layers_with_queries(self, model: LoadedModel, maps: AttentionMaps) -> list[AttentionLayer]:
         """Return the layers whose `maps` have the queries. If none has, return all: drawing them raises the error."""
         every = chosen_layers(None, model)
         able = [layer for layer in every if self._has_queries(maps[layer.number])]
@@ -461,9 +443,7 @@ def _text(value: str | int | Sequence[int | str]) -> str:
 
 
 def check_output(
-    output: Path,
-    suffixes: Sequence[str] = PICTURES,
-    option: str = "--output",
+    output: Path, suffixes: Sequence[str] = PICTURES, option: str = "--output"
 ) -> Path:
     """Check that a file can be written, before any work; return it.
 
@@ -475,20 +455,12 @@ def check_output(
     return files.check_output(output)
 
 
-def save(
-    figure: Figure,
-    output: Path,
-    dpi: int,
-) -> None:
+def save(figure: Figure, output: Path, dpi: int) -> None:
     """Write a figure atomically, in the format of the file's suffix."""
     files.atomic_write(output, figure_bytes(figure, output.suffix.lower(), dpi))
 
 
-def save_film(
-    figures: Iterable[Figure],
-    output: Path,
-    dpi: int,
-) -> None:
+def save_film(figures: Iterable[Figure], output: Path, dpi: int) -> None:
     """Write figures into a GIF that loops forever."""
     drawn = []
     for figure in figures:
@@ -506,14 +478,7 @@ def save_film(
     first, *others = frames
     data = io.BytesIO()
     milliseconds = 600
-    first.save(
-        data,
-        "GIF",
-        save_all=True,
-        append_images=others,
-        duration=milliseconds,
-        loop=0,
-    )
+    first.save(data, "GIF", save_all=True, append_images=others, duration=milliseconds, loop=0)
     files.atomic_write(output, data.getvalue())
 
 

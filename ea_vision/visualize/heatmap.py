@@ -60,14 +60,7 @@ def plot_heatmap(
     several = isinstance(images, (list, tuple))
     if several and queries is None:
         queries = [ALL]
-    asked = Asked(
-        models,
-        layers,
-        heads,
-        queries,
-        some=True,
-        **how,
-    )
+    asked = Asked(models, layers, heads, queries, some=True, **how)
     if several and len(asked.models) > 1:
         raise UsageError(
             f"several models need one image, got {len(asked.models)} models and a list of {len(images)}"
@@ -95,14 +88,7 @@ def plot_heatmap(
     if len(asked.models) == 1:
         [recording] = recordings
         numbers = asked.numbers[0]
-        return draw_heatmap(
-            recording,
-            numbers,
-            asked.heads,
-            points,
-            asked.style,
-            width=asked.width,
-        )
+        return draw_heatmap(recording, numbers, asked.heads, points, asked.style, width=asked.width)
     return draw_columns(
         recordings,
         [title_of(model) for model in asked.models],
@@ -131,15 +117,7 @@ def head_rows(
         tiles = []
         for head in heads:
             title = query if in_a_row else head_name(head)
-            tile = tile_of(
-                recording,
-                layer,
-                style,
-                head,
-                point,
-                title=title,
-                number=number,
-            )
+            tile = tile_of(recording, layer, style, head, point, title=title, number=number)
             tiles.append(tile)
         rows.append(Row(tiles, query if len(points) > 1 else ""))
     if in_a_row:
@@ -237,16 +215,7 @@ def draw_columns(
                 tiles = []
                 for recording, layer in columns:
                     place = cell_of(point, first.img_size, recording.img_size)
-                    tiles.append(
-                        tile_of(
-                            recording,
-                            layer,
-                            style,
-                            head,
-                            place,
-                            number=number,
-                        )
-                    )
+                    tiles.append(tile_of(recording, layer, style, head, place, number=number))
                 label = []
                 if len(points) > 1:
                     label.append(f"query {number}")

@@ -134,11 +134,7 @@ def record(
     return Recording(model, crop(prepared, 0, 0, *shown), maps, photo, output)
 
 
-def _part_of_photo(
-    photo: np.ndarray,
-    size: Size,
-    shown: Size,
-) -> np.ndarray:
+def _part_of_photo(photo: np.ndarray, size: Size, shown: Size) -> np.ndarray:
     """Crop a photo (height, width, 3) from the top left, as cropping an input of `size` to `shown` would; where `shown`
     is larger than `size`, pad it with black."""
     height = round(shown[0] * photo.shape[0] / size[0])

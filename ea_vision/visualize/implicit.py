@@ -29,13 +29,7 @@ from ea_vision.visualize.figure_options import (
     refuse_arguments,
     spread,
 )
-from ea_vision.visualize.image_maps import (
-    AnyImage,
-    as_images,
-    as_model,
-    record,
-    title_of,
-)
+from ea_vision.visualize.image_maps import AnyImage, as_images, as_model, record, title_of
 from ea_vision.visualize.map_style import scaled, style_of
 from ea_vision.visualize.sheet import Block, Row, Tile, sheet
 from ea_vision.visualize.tiles import QUERY_COLORS, Recording, map_of, photo_of, tile_of
@@ -44,9 +38,7 @@ log = logging.getLogger(__name__)
 
 
 def input_jacobian(
-    model: nn.Module,
-    batch: Tensor,
-    target: int | None = None,
+    model: nn.Module, batch: Tensor, target: int | None = None
 ) -> tuple[Tensor, int]:
     """Return |d logit of a class / d pixel|, the maximum over the channels.
 
@@ -125,13 +117,7 @@ def plot_jacobian(
     note += ": how much each pixel moves its logit"
     [shown] = crop(jacobian[None].float(), 0, 0, *recording.img_size)
     values = shown.cpu().numpy()
-    subject = map_of(
-        values,
-        recording,
-        look,
-        f"|d {name} / d input|",
-        part="jacobian",
-    )
+    subject = map_of(values, recording, look, f"|d {name} / d input|", part="jacobian")
     one_scale = replace(look, scale="all")
     bars = scaled([[subject]], one_scale, "|d logit / d pixel|")
     photo = photo_of(recording, title="photo")
@@ -159,10 +145,7 @@ def _with_maps_if_any(model: LoadedModel, image: AnyImage) -> Recording:
 
 
 def plot_sampling(
-    model: Model,
-    images: AnyImage | Sequence[AnyImage],
-    *,
-    width: float | None = None,
+    model: Model, images: AnyImage | Sequence[AnyImage], *, width: float | None = None
 ) -> Figure:
     """Draw one column per image: above, the input with the quadrilateral that the model's first spatial transformer
     samples (upper left corner marked); below, the sampled image. That transformer must read the model's input.
@@ -207,11 +190,7 @@ def plot_sampling(
     )
 
 
-def _tile(
-    image: Tensor,
-    title: str,
-    corners: np.ndarray | None = None,
-) -> Tile:
+def _tile(image: Tensor, title: str, corners: np.ndarray | None = None) -> Tile:
     """Return a tile of an image (3, H, W), with the quadrilateral of `corners` (4, 2), x and y, if given."""
     H, W = image.shape[1:]
     pixels = image.permute(1, 2, 0).cpu().numpy()
@@ -223,14 +202,7 @@ def _tile(
         look = {"color": QUERY_COLORS[0], "clip_on": False}
         x, y = corners[[0, 1, 2, 3, 0]].T
         axes.plot(x, y, linewidth=1.2, **look)
-        axes.plot(
-            x[0],
-            y[0],
-            "o",
-            markersize=4,
-            markeredgecolor="white",
-            **look,
-        )
+        axes.plot(x[0], y[0], "o", markersize=4, markeredgecolor="white", **look)
         axes.set_xlim(min(*x, 0), max(*x, W))
         axes.set_ylim(max(*y, H), min(*y, 0))
 

@@ -107,11 +107,7 @@ def style_of(keywords: Mapping[str, Any]) -> MapStyle:
 # ---- scales ---------------------------------------------------------------------------------------------------------
 
 
-def scaled(
-    groups: Sequence[Sequence[Tile]],
-    style: MapStyle,
-    label: str = "",
-) -> list[Bar]:
+def scaled(groups: Sequence[Sequence[Tile]], style: MapStyle, label: str = "") -> list[Bar]:
     """Set the scale of each group of compared tiles; return one colour bar per group. All tiles must show attention, or
     all logits, or all the same other quantity."""
     every = list(chain.from_iterable(groups))
@@ -130,11 +126,7 @@ def scaled(
     return [bar_of(first.norm, style, first.part, label) for first in firsts]
 
 
-def norm_of(
-    maps: Sequence[np.ndarray],
-    style: MapStyle,
-    part: str = "attn",
-) -> Normalize:
+def norm_of(maps: Sequence[np.ndarray], style: MapStyle, part: str = "attn") -> Normalize:
     """Return the scale of maps that are compared with each other.
 
     Attention, in units of uniform attention, has a logarithmic scale with 1 in its middle; in the style "light" it
@@ -165,12 +157,7 @@ def norm_of(
     return Normalize(-reach if part in PARTS else 0.0, reach)
 
 
-def bar_of(
-    norm: Normalize,
-    style: MapStyle,
-    part: str = "attn",
-    label: str = "",
-) -> Bar:
+def bar_of(norm: Normalize, style: MapStyle, part: str = "attn", label: str = "") -> Bar:
     """Return the colour bar of compared maps. Attention's bar is in units of uniform attention and marks 1; other bars
     show plain values. label: default: attention's or logits'."""
     attention = part.startswith("attn")
@@ -239,15 +226,7 @@ def map_sheet(
                 grid.bars.append(replace(block.bars[0], label=name))
         blocks = [grid]
     shared = [] if each_its_own else bars[:1]
-    return sheet(
-        title,
-        blocks,
-        width=width,
-        note=note,
-        photo=photo,
-        bars=shared,
-        foot=foot,
-    )
+    return sheet(title, blocks, width=width, note=note, photo=photo, bars=shared, foot=foot)
 
 
 def _light_note(maps: Sequence[Sequence[Tile]]) -> str:

@@ -54,13 +54,7 @@ def plot_matrix(
         overlay=no_photo,
         opacity=no_photo,
     )
-    asked = Asked(
-        model,
-        layers,
-        heads,
-        some=True,
-        **how,
-    )
+    asked = Asked(model, layers, heads, some=True, **how)
     loaded = only(asked.models, "model")
     [chosen] = asked.layers
     lacking = [str(layer.number) for layer in chosen if part not in layer.parts]
@@ -71,12 +65,7 @@ def plot_matrix(
     asked.warn_of_heads_left_out()
     recording = record(loaded, image, chosen, (part,))
     return draw_matrix(
-        recording,
-        asked.numbers[0],
-        asked.heads,
-        part,
-        asked.style,
-        width=asked.width,
+        recording, asked.numbers[0], asked.heads, part, asked.style, width=asked.width
     )
 
 
@@ -115,12 +104,7 @@ def draw_matrix(
     )
 
 
-def _tile(
-    layer: LayerMaps,
-    head: Head,
-    part: str,
-    style: MapStyle,
-) -> Tile:
+def _tile(layer: LayerMaps, head: Head, part: str, style: MapStyle) -> Tile:
     """Return a head's (T, T) map; attention in units of uniform attention."""
     maps = layer.relative() if part == "attn" else layer[part]  # (B, K, T, T)
     values = of_head(maps[0].float(), head).cpu().numpy()
@@ -153,12 +137,7 @@ def _row_starts(size: Size, prefix: int) -> np.ndarray:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(
-        __doc__,
-        EXAMPLES,
-        output="matrix.png",
-        queries=False,
-        style=("scale", "cmap"),
-        some=True,
+        __doc__, EXAMPLES, output="matrix.png", queries=False, style=("scale", "cmap"), some=True
     )
     parser.add_argument(
         "--part", default="attn", choices=PARTS, help="what to draw (default: %(default)s)"

@@ -42,11 +42,7 @@ EXAMPLES = """\
 
 
 def plot_rollout(
-    models: Models,
-    image: AnyImage,
-    layers: Layers = None,
-    queries: Queries = None,
-    **how,
+    models: Models, image: AnyImage, layers: Layers = None, queries: Queries = None, **how
 ) -> Figure:
     """Draw where pixels of the last map come from, through all `layers`: one row per model, one column per query. See
     `ea_vision.visualize.figure_options` for the arguments."""
@@ -105,12 +101,7 @@ def _asking(recording: Recording) -> list[LayerMaps]:
     return layers
 
 
-def _block(
-    recording: Recording,
-    img_size: Size,
-    points: Sequence[Query],
-    style: MapStyle,
-) -> Block:
+def _block(recording: Recording, img_size: Size, points: Sequence[Query], style: MapStyle) -> Block:
     """Return a block with the model's name and one row in units of uniform attention: one tile per query, in pixels of
     an input of `img_size`, and one tile of the mean over all pixels."""
     layers = _asking(recording)

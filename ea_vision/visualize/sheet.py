@@ -153,12 +153,7 @@ class _Laid:
     boxes: list[_Box] = field(default_factory=list)
     texts: list[_Text] = field(default_factory=list)
 
-    def place(
-        self,
-        other: "_Laid",
-        x: float,
-        y: float,
-    ) -> None:
+    def place(self, other: "_Laid", x: float, y: float) -> None:
         """Add the contents of `other`, with its upper left corner at (x, y)."""
         for box in other.boxes:
             moved = replace(box, x=x + box.x, y=y + box.y)
@@ -170,12 +165,7 @@ class _Laid:
         self.height = max(self.height, y + other.height)
         self.whole &= other.whole
 
-    def text(
-        self,
-        x: float,
-        text: str,
-        kind: str = "small",
-    ) -> None:
+    def text(self, x: float, text: str, kind: str = "small") -> None:
         """Add text, broken into lines."""
         size = points(kind)
         lines = wrapped(text, self.width - x, size)
@@ -204,13 +194,7 @@ class _Laid:
             self.boxes.append(box)
         self.height += BAR + 7 + LEADING * small + highest
 
-    def row(
-        self,
-        tiles: Sequence[Tile],
-        side: float,
-        left: float,
-        label: str,
-    ) -> None:
+    def row(self, tiles: Sequence[Tile], side: float, left: float, label: str) -> None:
         """Add a line of tiles, with the label of their row."""
         small = points()
         high = side * tiles[0].aspect
@@ -233,12 +217,7 @@ class _Laid:
             self.height += below + 2.0
 
 
-def _lay_block(
-    block: Block,
-    side: float,
-    room: float,
-    alone: bool,
-) -> _Laid:
+def _lay_block(block: Block, side: float, room: float, alone: bool) -> _Laid:
     """Lay a block with tiles of width `side`. Rows wider than `room` break into lines."""
     small = points()
     side = side * block.enlarged
@@ -273,11 +252,7 @@ def _lay_block(
     return laid
 
 
-def _lay_all(
-    blocks: Sequence[Block],
-    side: float,
-    room: float,
-) -> _Laid:
+def _lay_all(blocks: Sequence[Block], side: float, room: float) -> _Laid:
     """Lay blocks side by side where they fit, else below."""
     laid = _Laid()
     x = 0.0
@@ -303,11 +278,7 @@ def _smallest_tile(blocks: Sequence[Block]) -> float:
     return min(46.0 * small / 7, widest)
 
 
-def _best_layout(
-    blocks: Sequence[Block],
-    room: float,
-    highest: float,
-) -> _Laid:
+def _best_layout(blocks: Sequence[Block], room: float, highest: float) -> _Laid:
     """Return the layout with the largest tiles that is whole and no higher than `highest`. If there is none, take the
     whole layouts (or all, if none is whole): of those at most SLACK times as high as the lowest, return the one with
     the largest tiles."""
@@ -395,11 +366,5 @@ def _draw(laid: _Laid) -> Figure:
         for text in laid.texts:
             x = (MARGIN + text.x) / width
             y = 1 - (MARGIN + text.y) / height
-            figure.text(
-                x,
-                y,
-                text.text,
-                fontsize=text.size,
-                va="top",
-            )
+            figure.text(x, y, text.text, fontsize=text.size, va="top")
     return figure

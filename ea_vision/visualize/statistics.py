@@ -43,10 +43,7 @@ MARKERS = "osD^vP*"
 
 
 def plot_statistics(
-    models: Models,
-    images: AnyImage | Sequence[AnyImage],
-    layers: Layers = None,
-    **how,
+    models: Models, images: AnyImage | Sequence[AnyImage], layers: Layers = None, **how
 ) -> Figure:
     """Draw entropy, distance, correlation with the previous layer's map and share of position alone by layer and head,
     as means over images. See `ea_vision.visualize.figure_options` for the arguments.
@@ -61,9 +58,7 @@ def plot_statistics(
 
 
 def _measured(
-    asked: Asked,
-    images: Sequence[AnyImage],
-    batch_size: int = 16,
+    asked: Asked, images: Sequence[AnyImage], batch_size: int = 16
 ) -> dict[str, list[LayerQuantities]]:
     """Measure each model, with a progress bar in a terminal; return its quantities by its title."""
     asked.record(images[0])  # finds the layers that have queries of pixels
@@ -75,11 +70,7 @@ def _measured(
     return measured
 
 
-def _batches(
-    model: LoadedModel,
-    images: Sequence[AnyImage],
-    size: int,
-) -> Iterator[Tensor]:
+def _batches(model: LoadedModel, images: Sequence[AnyImage], size: int) -> Iterator[Tensor]:
     starts = range(0, len(images), size)
     for first in tqdm(starts, unit="batch", desc=model.label, disable=None):
         yield as_batch(model, images[first : first + size])
@@ -175,9 +166,7 @@ def _title(images: int) -> str:
 
 
 def _draw_panel(
-    axes: Axes,
-    panel: Panel,
-    measured: Mapping[str, Sequence[LayerQuantities]],
+    axes: Axes, panel: Panel, measured: Mapping[str, Sequence[LayerQuantities]]
 ) -> None:
     for number, (label, layers) in enumerate(measured.items()):
         shift = (number - (len(measured) - 1) / 2) * 0.16  # models do not hide each other
@@ -229,12 +218,7 @@ def _draw_model(
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(
-        __doc__,
-        EXAMPLES,
-        output="statistics.png",
-        heads=None,
-        queries=False,
-        style=(),
+        __doc__, EXAMPLES, output="statistics.png", heads=None, queries=False, style=()
     )
     parser.add_argument(
         "--csv", metavar="FILE", help="write the numbers too, one row per model, layer and head"

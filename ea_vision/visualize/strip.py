@@ -94,35 +94,13 @@ def plot_strip(
     refuse_arguments("plot_strip", how, heads="it takes one head", queries="it takes one query")
     queries = None if query is None else [query]
     if through == "checkpoints":
-        return _through_training(
-            Asked(
-                epochs_of(model),
-                layers,
-                [head],
-                queries,
-                **how,
-            ),
-            image,
-        )
-    asked = Asked(
-        model,
-        layers,
-        [head],
-        queries,
-        **how,
-    )
+        return _through_training(Asked(epochs_of(model), layers, [head], queries, **how), image)
+    asked = Asked(model, layers, [head], queries, **how)
     only(asked.models, "model")
     [recording] = asked.record(image, PARTS)
     [point] = asked.points(MIDDLE, [recording])
     head = only(asked.heads, "head")
-    return draw_strip(
-        recording,
-        asked.numbers[0],
-        head,
-        point,
-        asked.style,
-        width=asked.width,
-    )
+    return draw_strip(recording, asked.numbers[0], head, point, asked.style, width=asked.width)
 
 
 def _through_training(asked: Asked, image: AnyImage) -> Figure:
@@ -222,14 +200,7 @@ def draw_strip(
     if len(columns) == 1:
         photo = photo_of(recording, [point])
         note += f", {query}"
-        return map_sheet(
-            title,
-            blocks,
-            style,
-            width=width,
-            note=note,
-            photo=photo,
-        )
+        return map_sheet(title, blocks, style, width=width, note=note, photo=photo)
     add_bars(blocks, style, attention=False)
     add_bars(blocks, style, attention=True)
     if head == MEAN:
@@ -242,13 +213,7 @@ def draw_strip(
         changes = _changes(recording, maps, head, point)
         note += f"; own alone: attention by own logits, at the same scale; differs by {changes}"
     photo = photo_of(recording, [point], maps[0].feat_size)
-    return sheet(
-        title,
-        blocks,
-        width=width,
-        note=note,
-        photo=photo,
-    )
+    return sheet(title, blocks, width=width, note=note, photo=photo)
 
 
 def _blocks(
@@ -304,11 +269,7 @@ def _part(
     return tile
 
 
-def add_bars(
-    blocks: Sequence[Block],
-    style: MapStyle,
-    attention: bool,
-) -> None:
+def add_bars(blocks: Sequence[Block], style: MapStyle, attention: bool) -> None:
     """Scale the attention maps of each block together, or its other maps, and add their colour bar to the block."""
     compared = []
     owners = []
@@ -321,12 +282,7 @@ def add_bars(
         block.bars.append(bar)
 
 
-def _changes(
-    recording: Recording,
-    maps: Sequence[LayerMaps],
-    head: Head,
-    point: Query,
-) -> str:
+def _changes(recording: Recording, maps: Sequence[LayerMaps], head: Head, point: Query) -> str:
     """Write how far attention is from the attention of the own logits alone: "0.53 in layer 2, 0.54 in layer 3"."""
     changes = []
     for layer in maps:
@@ -359,13 +315,7 @@ def plot_frames(
     _check_through(through)
     if through == "checkpoints":
         models = epochs_of(models)
-    asked = Asked(
-        models,
-        layers,
-        heads,
-        queries,
-        **how,
-    )
+    asked = Asked(models, layers, heads, queries, **how)
     if through == "checkpoints":
         only(asked.layers[0], "layer")
     recordings = asked.record(image)
@@ -394,13 +344,7 @@ def plot_frames(
 
 def main(argv: Sequence[str] | None = None) -> int:
     suffixes = (*PICTURES, FILM)
-    parser = make_parser(
-        __doc__,
-        EXAMPLES,
-        output="evolution.png",
-        heads="0",
-        suffixes=suffixes,
-    )
+    parser = make_parser(__doc__, EXAMPLES, output="evolution.png", heads="0", suffixes=suffixes)
     parser.add_argument(
         "--through",
         default="layers",
@@ -414,21 +358,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         frames = partial(plot_frames, through=options.through)
         return run_figure(options, frames, write=save_film)
 
-    def plot(
-        models: Models,
-        image: AnyImage,
-        heads: str,
-        queries: Queries,
-        **how,
-    ) -> Figure:
+    def plot(models: Models, image: AnyImage, heads: str, queries: Queries, **how) -> Figure:
         query = only(queries, "query") if queries else None
-        return plot_strip(
-            models,
-            image,
-            head=heads,
-            query=query,
-            through=options.through,
-            **how,
-        )
+        return plot_strip(models, image, head=heads, query=query, through=options.through, **how)
 
     return run_figure(options, plot)

@@ -38,11 +38,7 @@ WHITE_RIM = patheffects.withStroke(linewidth=1.8, foreground="white")
 THIN_RIM = patheffects.withStroke(linewidth=1.5, foreground="white")
 
 
-def cell_of(
-    query: Query,
-    img_size: Size,
-    feat_size: Size,
-) -> Query:
+def cell_of(query: Query, img_size: Size, feat_size: Size) -> Query:
     """Return the cell (row, column) of a map of `feat_size` that contains a pixel (y, x) of an input of `img_size`.
     With another input's size as `feat_size`, this is the pixel of that input. A token's name is returned unchanged."""
     if isinstance(query, str):
@@ -88,13 +84,7 @@ class Recording:
         """Return `cell_of` a query in a layer's map."""
         return cell_of(query, self.img_size, self.maps[layer].feat_size)
 
-    def query_map(
-        self,
-        layer: int,
-        query: Query,
-        head: Head,
-        part: str = "attn",
-    ) -> np.ndarray:
+    def query_map(self, layer: int, query: Query, head: Head, part: str = "attn") -> np.ndarray:
         """Return a query's row of a part over the map's pixels, (H', W'), for one head or the mean of heads. ALL gives
         the mean over all pixels' queries. Attention (OWN_ALONE too) is in units of uniform attention."""
         maps = self.maps[layer]
@@ -115,12 +105,7 @@ class Recording:
             values = values * keys
         return values.mean((0, 1)) if query == ALL else values
 
-    def beside_patches(
-        self,
-        layer: int,
-        query: Query,
-        head: Head,
-    ) -> str:
+    def beside_patches(self, layer: int, query: Query, head: Head) -> str:
         """Say how much of a query's attention goes to the tokens before the patches: "cls 12%, reg 30%" (all registers
         together); "" if there are none."""
         maps = self.maps[layer]
@@ -197,14 +182,7 @@ def photo_of(
         axes.set_label("photo")
         axes.imshow(recording.pixels(), extent=recording.extent)
         for number, query in enumerate(asked, start=1):
-            mark_query(
-                axes,
-                recording,
-                query,
-                cells,
-                number,
-                numbered=True,
-            )
+            mark_query(axes, recording, query, cells, number, numbered=True)
 
     tokens = any(isinstance(query, str) for query in asked)
     return Tile(paint, title or (" " if tokens else ""), aspect=recording.aspect)
@@ -231,25 +209,12 @@ def mark_query(
         width = W / feat_size[1]
         y = (row + 0.5) * height
         x = (col + 0.5) * width
-        frame = Rectangle(
-            (col * width, row * height),
-            width,
-            height,
-            fill=False,
-            clip_on=False,
-        )
+        frame = Rectangle((col * width, row * height), width, height, fill=False, clip_on=False)
         frame.set(edgecolor=color, linewidth=0.9, path_effects=[WHITE_RIM])
         axes.add_patch(frame)
     if numbered:
         disc = dict(boxstyle="circle,pad=0.15", facecolor=color, edgecolor="white", linewidth=0.7)
-        text = axes.text(
-            x,
-            y,
-            str(number),
-            color="white",
-            fontweight="bold",
-            bbox=disc,
-        )
+        text = axes.text(x, y, str(number), color="white", fontweight="bold", bbox=disc)
         text.set(fontsize=points(), ha="center", va="center_baseline")
 
 
@@ -279,16 +244,7 @@ def tile_of(
     note = ""
     if part == "attn" and query != ALL:
         note = recording.beside_patches(layer, query, head)
-    return map_of(
-        values,
-        recording,
-        style,
-        title,
-        note,
-        point=query,
-        number=number,
-        part=part,
-    )
+    return map_of(values, recording, style, title, note, point=query, number=number, part=part)
 
 
 def map_of(
@@ -325,11 +281,7 @@ def map_of(
     return Tile(paint, title, note, recording.aspect, values, part)
 
 
-def lit(
-    pixels: np.ndarray,
-    values: np.ndarray,
-    norm: Normalize,
-) -> np.ndarray:
+def lit(pixels: np.ndarray, values: np.ndarray, norm: Normalize) -> np.ndarray:
     """Return a photo (H, W, 3) in 0..1, lit by attention in units of uniform attention: multiplied by DARKEST where the
     norm gives 0 and by 1 where it gives 1. The factors are interpolated bilinearly from the map's cells."""
     repeats = math.ceil(LIGHT_SIDE / max(pixels.shape[:2]))
@@ -351,13 +303,7 @@ def _paint_cells(
     over_photo = style.overlay and part not in PARTS[1:]
     if over_photo:
         grey = recording.pixels() @ (0.299, 0.587, 0.114)
-        axes.imshow(
-            grey,
-            "gray",
-            vmin=0,
-            vmax=1,
-            extent=recording.extent,
-        )
+        axes.imshow(grey, "gray", vmin=0, vmax=1, extent=recording.extent)
     drawn = axes.imshow(values, style.colormap(part), norm, extent=recording.extent)
     drawn.set_interpolation("nearest")
     drawn.set_alpha(style.opacity if over_photo else None)
@@ -365,10 +311,4 @@ def _paint_cells(
 
 def _write_maximum(axes: Axes, values: np.ndarray) -> None:
     text = axes.text(0.97, 0.03, f"{TIMES}{short(values.max())}", transform=axes.transAxes)
-    text.set(
-        ha="right",
-        va="bottom",
-        fontsize=points(),
-        color="black",
-        path_effects=[THIN_RIM],
-    )
+    text.set(ha="right", va="bottom", fontsize=points(), color="black", path_effects=[THIN_RIM])

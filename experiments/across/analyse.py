@@ -88,9 +88,7 @@ def compared(differences: pd.Series, level: float) -> dict[str, float]:
 
 
 def effects_of(
-    part: Part,
-    runs: pd.DataFrame,
-    times: Mapping[tuple[str, str], float],
+    part: Part, runs: pd.DataFrame, times: Mapping[tuple[str, str], float]
 ) -> pd.DataFrame:
     """Return each variant minus the baseline, with Holm's p for the tested variants.
 

@@ -56,10 +56,7 @@ def verdict_networks(name: str) -> dict[str, nn.Module]:
 
 
 def rows_of(
-    made: dict[tuple[str, str], nn.Module],
-    images: torch.Tensor,
-    amp: str,
-    repeats: int,
+    made: dict[tuple[str, str], nn.Module], images: torch.Tensor, amp: str, repeats: int
 ) -> list[dict]:
     """Time a training step and a forward pass of all networks in turns.
 

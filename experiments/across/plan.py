@@ -307,11 +307,7 @@ def step_times() -> Mapping[tuple[str, str], float]:
     return {(row["network"], row["kind"]): float(row["train_ms"]) for row in rows}
 
 
-def run_time(
-    times: Mapping[tuple[str, str], float],
-    part: Part,
-    variant: str,
-) -> float:
+def run_time(times: Mapping[tuple[str, str], float], part: Part, variant: str) -> float:
     """Return the relative processor time of a run: ms per training step, times its epochs / 8."""
     kind = "plain" if variant == part.baseline else variant.partition(" ")[0]
     step = times[RIVAL, "plain"] if kind == "token_conv" else times[part.network, kind]

@@ -18,22 +18,12 @@ from experiments.evidence import by_variant, read_runs
 PLANNED = 1.0  # points: the gain that the seeds of the small ViT were chosen for
 
 
-def power(
-    gain: float,
-    deviation: float,
-    seeds: int,
-    hypotheses: int,
-) -> float:
+def power(gain: float, deviation: float, seeds: int, hypotheses: int) -> float:
     """Return the probability that a true gain is significant."""
     return float(TTestPower().power(gain / (2**0.5 * deviation), seeds, 0.05 / hypotheses))
 
 
-def overstated(
-    gain: float,
-    spread: float,
-    seeds: int,
-    hypotheses: int,
-) -> float:
+def overstated(gain: float, spread: float, seeds: int, hypotheses: int) -> float:
     """Return the mean of the significant estimates of a true gain, divided by the gain.
 
     spread: standard deviation of the differences.

@@ -29,12 +29,7 @@ def rows_of(part: Part, results: Path) -> list[pd.DataFrame]:
     return [read_runs(path)] if path.exists() else []
 
 
-def has_row(
-    part: Part,
-    variant: str,
-    seed: int,
-    results: Path,
-) -> bool:
+def has_row(part: Part, variant: str, seed: int, results: Path) -> bool:
     """Return whether the part's file has the run."""
     for rows in rows_of(part, results):
         if ((rows["variant"] == variant) & (rows["seed"] == seed)).any():
@@ -42,11 +37,7 @@ def has_row(
     return False
 
 
-def keep(
-    part: Part,
-    run: pd.DataFrame,
-    results: Path,
-) -> None:
+def keep(part: Part, run: pd.DataFrame, results: Path) -> None:
     """Add a run's row to the part's file."""
     rows = pd.concat([*rows_of(part, results), run])
     order = pd.Categorical(rows["variant"], part.own)
@@ -55,13 +46,7 @@ def keep(
     )
 
 
-def train(
-    part: Part,
-    variant: str,
-    seed: int,
-    runs: Path,
-    data: dict[str, Path],
-) -> pd.DataFrame:
+def train(part: Part, variant: str, seed: int, runs: Path, data: dict[str, Path]) -> pd.DataFrame:
     """Train a run in its own process and return it as a table of one row."""
     kind = "plain"
     if variant != part.baseline:

@@ -47,13 +47,7 @@ MECHANISMS = {
 class Block(nn.Module):
     """Attention and a feed-forward part, each after a norm (pre-norm): (x, prev_logits) -> (x, logits)."""
 
-    def __init__(
-        self,
-        kind: str | None,
-        first: bool,
-        token_conv: bool,
-        causal: bool,
-    ) -> None:
+    def __init__(self, kind: str | None, first: bool, token_conv: bool, causal: bool) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(WIDTH)
         self.norm2 = nn.LayerNorm(WIDTH)
@@ -95,12 +89,7 @@ class Block(nn.Module):
 class Sequences(nn.Module):
     """Symbols (B, N) -> logits (B, N, symbols)."""
 
-    def __init__(
-        self,
-        symbols: int,
-        variant: str,
-        task: str,
-    ) -> None:
+    def __init__(self, symbols: int, variant: str, task: str) -> None:
         super().__init__()
         parts = variant.split("+")
         kind = parts[0] if parts[0] not in ("none", "token_conv") else None
@@ -129,11 +118,7 @@ def recall(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return torch.cat([pairs, keys.gather(1, asked)], dim=1), values.gather(1, asked)[:, 0]
 
 
-def batches(
-    task: str,
-    seed: int,
-    text: Tensor | None,
-) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(task: str, seed: int, text: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     while True:
         if task == "recall":
@@ -157,22 +142,13 @@ def load_text() -> tuple[Tensor, list[Tensor], int]:
     return torch.tensor([code[c] for c in training]), held_out, len(code) + 1
 
 
-def loss_of(
-    model: Sequences,
-    task: str,
-    symbols: Tensor,
-    wanted: Tensor,
-) -> Tensor:
+def loss_of(model: Sequences, task: str, symbols: Tensor, wanted: Tensor) -> Tensor:
     logits = model(symbols)
     return F.cross_entropy(logits[:, -1] if task == "recall" else logits.transpose(1, 2), wanted)
 
 
 @torch.no_grad()
-def evaluate(
-    model: Sequences,
-    task: str,
-    held_out: list[Tensor],
-) -> float:
+def evaluate(model: Sequences, task: str, held_out: list[Tensor]) -> float:
     """Return recall's accuracy in percent, or bits per character over whole windows of the held-out texts."""
     model.eval()
     if task == "recall":
@@ -189,10 +165,7 @@ def evaluate(
 
 
 def train(
-    task: str,
-    variant: str,
-    seed: int,
-    updates: int | None = None,
+    task: str, variant: str, seed: int, updates: int | None = None
 ) -> dict[str, str | int | float]:
     """Train one network and return its row of the table."""
     updates = UPDATES[task] if updates is None else updates

@@ -29,12 +29,7 @@ WAYS = {
 }
 
 
-def train(
-    options: str,
-    data: Path,
-    output: Path,
-    more: list[str],
-) -> None:
+def train(options: str, data: Path, output: Path, more: list[str]) -> None:
     """Train a run, or continue it.
 
     Raises:

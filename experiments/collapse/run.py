@@ -45,12 +45,7 @@ def rows(path: Path = RESULTS) -> pd.DataFrame:
 
 
 def make(
-    data: str,
-    network: str,
-    seed: int,
-    folder: Path,
-    data_dir: Path,
-    device: torch.device,
+    data: str, network: str, seed: int, folder: Path, data_dir: Path, device: torch.device
 ) -> dict:
     """Train one network, or continue its run, and return its row."""
     command = ["-m", "ea_vision", "train-cifar", *OPTIONS, *NETWORKS[network]]

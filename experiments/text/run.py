@@ -63,12 +63,7 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(0.2)
         self.evolution: nn.Module | None = None
 
-    def forward(
-        self,
-        x: Tensor,
-        padding: Tensor,
-        previous: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, padding: Tensor, previous: Tensor | None) -> tuple[Tensor, Tensor]:
         """Attend over (B, T, C) tokens; return them and the logits (B, K, T, T), which the next block reads."""
         q, k, v = self.project(x).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         places = torch.arange(x.shape[1], device=x.device)
@@ -94,12 +89,7 @@ class Block(nn.Module):
         self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
         self.dropout = nn.Dropout(0.2)
 
-    def forward(
-        self,
-        x: Tensor,
-        padding: Tensor,
-        previous: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, padding: Tensor, previous: Tensor | None) -> tuple[Tensor, Tensor]:
         attended, logits = self.attention(x, padding, previous)
         x = self.norms[0](x + self.dropout(attended))
         hidden = self.dropout(F.relu(self.wide(x)))

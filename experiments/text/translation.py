@@ -101,11 +101,7 @@ def create(network: str) -> nn.Module:
     return model
 
 
-def train(
-    model: nn.Module,
-    numbers: Tensor,
-    steps: int,
-) -> list[float]:
+def train(model: nn.Module, numbers: Tensor, steps: int) -> list[float]:
     """Train on numbers, and return the loss of each step."""
     generator = torch.Generator().manual_seed(SEED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
@@ -124,11 +120,7 @@ def train(
 
 
 @torch.no_grad()
-def translate(
-    model: nn.Module,
-    numbers: Sequence[int],
-    use_cache: bool,
-) -> list[list[str]]:
+def translate(model: nn.Module, numbers: Sequence[int], use_cache: bool) -> list[list[str]]:
     """Return the words that a model writes for numbers, by greedy decoding."""
     batch = batch_of(numbers)
     del batch["labels"]

@@ -62,11 +62,7 @@ FULL = "error: standard output cannot be written: No space left on device\n"
 
 @pytest.mark.parametrize(
     "output, buffered, code, said",
-    [
-        ("pipe", True, 141, ""),
-        ("pipe", False, 141, ""),
-        ("/dev/full", True, 1, FULL),
-    ],
+    [("pipe", True, 141, ""), ("pipe", False, 141, ""), ("/dev/full", True, 1, FULL)],
 )
 def test_a_reader_that_goes_ends_a_command_quietly_and_a_full_disk_does_not(
     tmp_path, output, buffered, code, said

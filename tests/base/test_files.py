@@ -9,12 +9,7 @@ import pytest
 
 from ea_vision.base import files
 from ea_vision.base.errors import RunError, UsageError
-from ea_vision.base.files import (
-    atomic_write,
-    check_keeps_images,
-    check_output,
-    check_writable,
-)
+from ea_vision.base.files import atomic_write, check_keeps_images, check_output, check_writable
 
 
 def test_a_link_stays_and_its_file_is_replaced(tmp_path):

@@ -25,12 +25,7 @@ def test_durations(seconds, text):
 
 @pytest.mark.parametrize(
     "count, text",
-    [
-        (0, "0.0 MiB"),
-        (5 * 2**20, "5.0 MiB"),
-        (2**30 - 1, "1024.0 MiB"),
-        (3.5 * 2**30, "3.50 GiB"),
-    ],
+    [(0, "0.0 MiB"), (5 * 2**20, "5.0 MiB"), (2**30 - 1, "1024.0 MiB"), (3.5 * 2**30, "3.50 GiB")],
 )
 def test_sizes_of_memory(count, text):
     assert memory_size(count) == text

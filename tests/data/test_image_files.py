@@ -26,11 +26,7 @@ def photos(tmp_path):
 
 
 def pack(folder, path):
-    with tarfile.open(
-        path,
-        "w",
-        format=tarfile.USTAR_FORMAT,
-    ) as tar:
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
         tar.add(folder, ".")
     return path.read_bytes()
 
@@ -197,14 +193,9 @@ def test_a_tar_of_tars_and_a_folder_of_tars_have_a_class_in_each(photos, tmp_pat
 def test_splits_are_found_or_named(photos, tmp_path):
     assert find_split(photos, "validation") == photos / "val"
     assert find_split(photos, "train") == photos / "train"
-    assert (
-        find_split(
-            photos / "train",
-            "test",
-            or_root=True,
-        )
-        == photos / "train"
-    ), "a folder without splits"
+    assert find_split(photos / "train", "test", or_root=True) == photos / "train", (
+        "a folder without splits"
+    )
     with pytest.raises(UsageError, match="must have train/ or train.tar; it does not exist"):
         find_split(photos / "nowhere", "train", or_root=True)
     (tmp_path / "photos.zip").touch()
@@ -260,15 +251,7 @@ def test_images_that_are_refused(tmp_path, monkeypatch, content, message):
 
 def test_kinds_of_pixels(tmp_path):
     """CMYK, grey, palettes, transparency and 16 bits give the same picture; modes without a known white are errors."""
-    pixels = np.tile(
-        np.arange(
-            0,
-            240,
-            4,
-            dtype=np.uint8,
-        )[None, :, None],
-        (20, 1, 3),
-    )  # (20, 60, 3)
+    pixels = np.tile(np.arange(0, 240, 4, dtype=np.uint8)[None, :, None], (20, 1, 3))  # (20, 60, 3)
     image = Image.fromarray(pixels)
     wide = pixels[..., 0].astype(np.uint16) * 256
     sixteen = Image.fromarray(wide)
@@ -343,12 +326,7 @@ def test_damaged_images(kind):
         end = len(content) if changed else rng.integers(len(content))
         data = content[:end].copy()
         if changed:
-            data[rng.integers(len(data), size=changed)] ^= rng.integers(
-                1,
-                256,
-                changed,
-                np.uint8,
-            )
+            data[rng.integers(len(data), size=changed)] ^= rng.integers(1, 256, changed, np.uint8)
         try:
             image = decode_image(io.BytesIO(data.tobytes()))
         except BrokenImage as error:

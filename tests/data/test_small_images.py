@@ -132,12 +132,7 @@ def test_torchvisions_files(tmp_path, monkeypatch, name):
     """The loaded images are those that torchvision reads; if it finds nothing, that is one clear error."""
     with pytest.raises(UsageError, match=f"{name} cannot be read from {tmp_path}.*--download"):
         load_dataset(name, str(tmp_path))
-    pixels = np.random.default_rng(0).integers(
-        0,
-        256,
-        (2, 4, 32, 32, 3),
-        dtype=np.uint8,
-    )
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 4, 32, 32, 3), dtype=np.uint8)
 
     def read(self, root, train, download):
         self.data = pixels[int(train)]

@@ -25,14 +25,7 @@ def png(image=GREY):
 @pytest.fixture
 def photos(tmp_path):
     """Six images in 3 classes."""
-    return (
-        make_photos(
-            tmp_path / "photos",
-            train=6,
-            val=0,
-        )
-        / "train"
-    )
+    return make_photos(tmp_path / "photos", train=6, val=0) / "train"
 
 
 def pack(folder, tar, *more):
@@ -82,11 +75,7 @@ def a_hard_link_to_a_link(root):
     symbolic_links(root)
     [first, *_] = root.glob("class_9/*")
     (root / "class_8").mkdir()
-    os.link(
-        first,
-        root / "class_8" / first.name,
-        follow_symlinks=False,
-    )
+    os.link(first, root / "class_8" / first.name, follow_symlinks=False)
 
 
 def a_folder_in_itself(root):

@@ -58,11 +58,7 @@ class Net(nn.Module):
         super().__init__()
         self.convs = nn.ModuleList()
         self.norms = nn.ModuleList()
-        for bias, norm in (
-            (False, nn.BatchNorm2d),
-            (True, BatchNormAct2d),
-            (True, nn.BatchNorm2d),
-        ):
+        for bias, norm in ((False, nn.BatchNorm2d), (True, BatchNormAct2d), (True, nn.BatchNorm2d)):
             self.convs.append(nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=bias))
             self.norms.append(norm(CHANNELS))
         self.listed = [self.norms[0], scramble(nn.BatchNorm2d(CHANNELS))]

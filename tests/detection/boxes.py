@@ -12,12 +12,7 @@ from ea_vision.data.bad_images import BadImages
 CATEGORIES = [{"id": 3, "name": "red"}, {"id": 7, "name": "green"}, {"id": 90, "name": "blue"}]
 
 
-def make_boxes(
-    out: Path,
-    train: int = 1,
-    val: int = 1,
-    empty: int | None = None,
-) -> None:
+def make_boxes(out: Path, train: int = 1, val: int = 1, empty: int | None = None) -> None:
     """Write `out`/{train,val}/ and {train,val}.json. Each image of 64 pixels has a rectangle of 16 to 32 pixels per
     side in its left half, or one in each half. The image at place `empty` of each split has no annotation."""
     for split, count in (("train", train), ("val", val)):
@@ -26,12 +21,7 @@ def make_boxes(
         images = []
         annotations = []
         for index in range(count):
-            pixels = rng.integers(
-                0,
-                120,
-                (64, 64, 3),
-                dtype=np.uint8,
-            )
+            pixels = rng.integers(0, 120, (64, 64, 3), dtype=np.uint8)
             for left in (0, 32)[: rng.integers(1, 3)]:
                 label, width, height = rng.integers((0, 16, 16), (3, 33, 33)).tolist()
                 x, y = (rng.integers((33 - width, 65 - height)) + (left, 0)).tolist()

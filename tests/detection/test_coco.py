@@ -31,12 +31,7 @@ CONTENT = {  # two images; three categories whose ids have gaps and no order
 }
 
 
-def folder(
-    root,
-    content=CONTENT,
-    images="val",
-    file="val.json",
-) -> CocoFolder:
+def folder(root, content=CONTENT, images="val", file="val.json") -> CocoFolder:
     for name, size in (("a.png", (30, 20)), ("deep/b.png", (16, 24))):
         path = root / images / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -115,11 +115,7 @@ class Perfect(torch.nn.Module):
         return found
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [(), (2, 5), range(7)],
-    ids=len,
-)
+@pytest.mark.parametrize("broken", [(), (2, 5), range(7)], ids=len)
 def test_boxes_of_images_that_cannot_be_read_are_left_out(tmp_path, broken):
     make_boxes(tmp_path / "data", val=7)
     data = CocoFolder(tmp_path / "data", "val")

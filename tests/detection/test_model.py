@@ -31,13 +31,7 @@ def boxes(*corners) -> dict[str, torch.Tensor]:
     "backbone, kwargs, params, profiler_gflops",
     [
         ("resnet50", {}, 33_397_364, 182.3),  # published: 33.4, 182
-        pytest.param(
-            "resnet101",
-            {},
-            52_389_492,
-            242.9,
-            marks=pytest.mark.slow,
-        ),  # 52.4, 243
+        pytest.param("resnet101", {}, 52_389_492, 242.9, marks=pytest.mark.slow),  # 52.4, 243
         ("aa_resnet50", {}, 32_969_804, 182.7),  # the paper prints 33.1, 182
         ("aa_resnet101", {}, 51_572_496, 244.5),  # 51.7, 245
         ("aa_resnet50", {"augment_strided": False}, 33_088_934, 182.7),
@@ -109,18 +103,7 @@ def test_a_detection_does_not_depend_on_the_other_images():
 def test_anchors_are_exact_in_bfloat16():
     anchors = Anchors(((32.0,),), ((1.0,),))
     images = ImageList(torch.zeros(1, 3, 640, 640), [(640, 640)])
-    places = anchors(
-        images,
-        [
-            torch.zeros(
-                1,
-                4,
-                80,
-                80,
-                dtype=torch.bfloat16,
-            )
-        ],
-    )[0]
+    places = anchors(images, [torch.zeros(1, 4, 80, 80, dtype=torch.bfloat16)])[0]
     assert places.dtype == torch.float32
     assert places[-1].tolist() == [632 - 16, 632 - 16, 632 + 16, 632 + 16]
 
@@ -136,12 +119,7 @@ def test_gamma_and_the_huber_loss_are_the_formulas():
     share[0, 0] = 0.3
     losses = -share * (1 - right) ** 1.2 * right.log()
     expected = losses[match > -2].sum()
-    head = small_detector(
-        "resnet18",
-        gamma=1.2,
-        focal_alpha=0.3,
-        box_loss="huber",
-    ).head
+    head = small_detector("resnet18", gamma=1.2, focal_alpha=0.3, box_loss="huber").head
     found = head.classification_head.compute_loss([target], {"cls_logits": logits[None]}, [match])
     assert_close(found, expected)
     offsets[0] = torch.tensor([0.05, 0.3, 0, 0])
@@ -196,9 +174,4 @@ def test_bfloat16_has_the_gradients_of_float32_on_a_map_of_one_pixel():
         gradients.append(p7.weight.grad.clone())
     largest = gradients[0].abs().max().item()
     assert largest > 0
-    assert_close(
-        gradients[1],
-        gradients[0],
-        rtol=0,
-        atol=0.1 * largest,
-    )
+    assert_close(gradients[1], gradients[0], rtol=0, atol=0.1 * largest)

@@ -45,13 +45,7 @@ def model(run) -> DetectorModel:
 def test_boxes_are_in_pixels_of_the_image(model, photos):
     """Compared with the detector's own resizing, which pads in the same way and is exact if nothing is scaled."""
     images = [Image.open(photos / name) for name in SIZES]
-    found = list(
-        detect(
-            model.model,
-            images,
-            batch_size=2,
-        )
-    )
+    found = list(detect(model.model, images, batch_size=2))
     for one, (H, W) in zip(found, SIZES.values(), strict=True):
         boxes = one["boxes"]
         assert len(boxes)
@@ -61,12 +55,7 @@ def test_boxes_are_in_pixels_of_the_image(model, photos):
         assert one["scores"].tolist() == sorted(one["scores"].tolist(), reverse=True)
     with torch.inference_mode():
         own = model.model([pil_to_tensor(images[0]) / 255])[0]
-    torch.testing.assert_close(
-        found[0],
-        own,
-        atol=1e-4,
-        rtol=0,
-    )
+    torch.testing.assert_close(found[0], own, atol=1e-4, rtol=0)
     [double] = model.detect([images[0].resize((128, 128), Image.Resampling.NEAREST)])
     distances = double["boxes"][:20] - 2 * found[0]["boxes"][0]
     assert distances.abs().amax(1).min() < 1.5
@@ -78,15 +67,7 @@ def test_drawn_boxes_lie_where_they_were_found():
         "scores": torch.tensor([0.9, 0.6]),
         "labels": torch.tensor([1, 0]),
     }
-    drawn = draw_detections(
-        torch.full(
-            (3, 80, 120),
-            90,
-            dtype=torch.uint8,
-        ),
-        found,
-        CLASSES,
-    )
+    drawn = draw_detections(torch.full((3, 80, 120), 90, dtype=torch.uint8), found, CLASSES)
     assert drawn.shape == (3, 427, 640)
     for color, x1, x2, y in (((0, 114, 178), 10, 50, 66), ((213, 94, 0), 60, 100, 55)):
         row = drawn[:, y * 640 // 120]  # (3, W)
@@ -192,15 +173,7 @@ NO_CLASSES = "a network that classifies images is required, but ea_aa_resnet34, 
         ("probe --model {run} --layers 6", NO_CLASSES),
     ],
 )
-def test_bad_input_is_one_line(
-    run,
-    photos,
-    command,
-    message,
-    tmp_path,
-    monkeypatch,
-    capsys,
-):
+def test_bad_input_is_one_line(run, photos, command, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     argv = command.format(run=run, photo=photos / "wide.png").split()
     assert message in error_of(commands.main, argv, capsys)

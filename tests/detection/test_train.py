@@ -85,12 +85,7 @@ def test_compile_is_of_backbone_and_heads(monkeypatch):
 )
 def test_killed_and_resumed_is_undisturbed(data, uninterrupted, tmp_path, number, update):
     folder = tmp_path / "run"
-    stopped(
-        arguments(data, folder, "--workers 1"),
-        update,
-        number,
-        main=train.main,
-    )
+    stopped(arguments(data, folder, "--workers 1"), update, number, main=train.main)
     nothing_truncated(folder)
     finish(arguments(data, folder))
     nothing_truncated(folder)
@@ -103,13 +98,7 @@ def test_two_processes_killed_and_resumed_are_undisturbed(data, tmp_path):
         arguments(data, tmp_path / name, "--batch-size 2 --checkpoint-steps 3") for name in "ab"
     )
     finish(whole, size=2)
-    stopped(
-        broken,
-        2,
-        rank=1,
-        size=2,
-        main=train.main,
-    )
+    stopped(broken, 2, rank=1, size=2, main=train.main)
     assert saved(tmp_path / "b")["progress"]["updates"] == 2, "in the same update"
     finish(broken, size=2)
     same_result(tmp_path / "a", tmp_path / "b")
@@ -118,14 +107,7 @@ def test_two_processes_killed_and_resumed_are_undisturbed(data, tmp_path):
 def test_the_run_folder_has_what_the_other_trainers_write(uninterrupted):
     about = run_folder.read_config(uninterrupted)[1]
     assert about["task"] == "detection"
-    assert about["measures"] == [
-        "AP",
-        "AP50",
-        "AP75",
-        "APs",
-        "APm",
-        "APl",
-    ]
+    assert about["measures"] == ["AP", "AP50", "AP75", "APs", "APm", "APl"]
     assert about["category_ids"] == [3, 7, 90]
     assert about["classes"] == ["red", "green", "blue"]
     metrics = run_folder.read_metrics(uninterrupted)
@@ -173,24 +155,14 @@ def test_bfloat16_trains_and_the_curves_are_drawn(data, tmp_path):
 def made(data, **options):
     """Return the model of a run of these options, and its keywords."""
     config = resolve(train.DetectionConfig, {"data_dir": str(data), **options})
-    return train.CocoDetection(
-        config,
-        World,
-        training=False,
-    ).create_model()
+    return train.CocoDetection(config, World, training=False).create_model()
 
 
 def test_backbones_begin_with_weights_of_classification(data, tmp_path):
     """Attention's weights fit only at its minimum width."""
     layers = {"layers": [1, 1, 1, 1]}
     path = tmp_path / "weights.safetensors"
-    begin = partial(
-        made,
-        data,
-        recipe="none",
-        img_size=64,
-        pretrained_path=str(path),
-    )
+    begin = partial(made, data, recipe="none", img_size=64, pretrained_path=str(path))
     classifier = timm.create_model("test_resnet", num_classes=7)
     path.write_bytes(encode_weights(classifier.state_dict()))
     model, kwargs = begin(model="test_resnet")

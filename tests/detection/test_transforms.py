@@ -15,11 +15,7 @@ from ea_vision.detection.transforms import (
 
 def picture(size: tuple[int, int], *boxes: tuple[int, int, int, int]):
     """A blue image (H, W) with a red rectangle x1 y1 x2 y2, the first box, and its target."""
-    image = torch.zeros(
-        3,
-        *size,
-        dtype=torch.uint8,
-    )
+    image = torch.zeros(3, *size, dtype=torch.uint8)
     image[2] = 255
     x1, y1, x2, y2 = boxes[0]
     image[:, y1:y2, x1:x2] = torch.tensor([250, 5, 5])[:, None, None]
@@ -104,21 +100,7 @@ def test_detections_outside_the_image_are_left_out():
 
 
 def test_boxes_are_cut_at_the_border_of_their_image_and_those_without_area_left_out():
-    for transform in (
-        train_transform(
-            40,
-            (1, 1),
-            flip=0,
-        ),
-        eval_transform(40),
-    ):
-        _, found = transform(
-            *picture(
-                (40, 40),
-                (-5, 2, 5, 50),
-                (40, 2, 44, 6),
-                (4, 4, 4, 7),
-            )
-        )
+    for transform in (train_transform(40, (1, 1), flip=0), eval_transform(40)):
+        _, found = transform(*picture((40, 40), (-5, 2, 5, 50), (40, 2, 44, 6), (4, 4, 4, 7)))
         assert found["boxes"].tolist() == [[0, 2, 5, 40]]
         assert found["labels"].tolist() == [4]

@@ -21,11 +21,7 @@ for _problem, _boxes in UNSEEN.items():
     ALL_UNSEEN += [(box, _problem) for box in _boxes]
 
 
-def folder(
-    root: Path,
-    boxes: list,
-    file_name: str = "a.png",
-) -> CocoFolder:
+def folder(root: Path, boxes: list, file_name: str = "a.png") -> CocoFolder:
     (root / "val").mkdir(exist_ok=True)
     Image.new("RGB", (40, 30)).save(root / "val" / "a.png")
     content = {
@@ -97,9 +93,5 @@ def test_many_are_counted_by_what_is_wrong(tmp_path, caplog):
 
 
 def test_a_file_name_may_be_a_path_of_its_own(tmp_path):
-    data = folder(
-        tmp_path,
-        [SEEN],
-        file_name=str(tmp_path / "val" / "a.png"),
-    )
+    data = folder(tmp_path, [SEEN], file_name=str(tmp_path / "val" / "a.png"))
     assert data[0][0].shape == (3, 30, 40)

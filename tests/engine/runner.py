@@ -98,13 +98,7 @@ def arguments(data, output, *more):
     )
 
 
-def _child(
-    main,
-    argv,
-    sabotage,
-    environment,
-    log,
-):
+def _child(main, argv, sabotage, environment, log):
     gc.freeze()  # a collection would touch, and so copy, the parent's memory pages
     torch.set_num_threads(1)
     os.environ.clear()  # of the test that was the first to start a process
@@ -147,15 +141,7 @@ def failure(argv, sabotage, main=train_cifar.main):
     return train(argv, sabotage, code=1, main=main).splitlines()[-1]
 
 
-def stopped(
-    argv,
-    update,
-    number=signal.SIGTERM,
-    *,
-    rank=None,
-    size=1,
-    main=train_cifar.main,
-):
+def stopped(argv, update, number=signal.SIGTERM, *, rank=None, size=1, main=train_cifar.main):
     """Train and send a signal in this update, to one process or to all; all must end with the signal's exit code."""
     code = -number if number == signal.SIGKILL else 128 + number
     return train(argv, SignalAfterUpdate(number, update, rank), code=code, size=size, main=main)

@@ -161,10 +161,7 @@ IMAGENET = (
             "--train-beton a.beton --val-beton b.beton",
             "data_dir must be empty with --train-beton and *",
         ),
-        (
-            "--val-beton a.beton --val-split dev",
-            "val_split excludes val_beton, got dev beside it",
-        ),
+        ("--val-beton a.beton --val-split dev", "val_split excludes val_beton, got dev beside it"),
         (
             "--no-test",
             "--no-test needs training images held out (--holdout) to evaluate on, got none",

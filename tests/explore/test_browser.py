@@ -605,10 +605,7 @@ def test_class_tokens_and_registers_are_queries(open_page, tmp_path):
 
 @pytest.mark.parametrize(
     "name, options, layer, query",
-    [
-        ("vit_tiny_patch16_224", TINY, TINY["depth"], "cls"),
-        ("cait_xxs24_224", CAIT, 2, "all"),
-    ],
+    [("vit_tiny_patch16_224", TINY, TINY["depth"], "cls"), ("cait_xxs24_224", CAIT, 2, "all")],
 )
 def test_a_vision_transformer_begins_with_its_class_token_at_its_last_layer(
     open_page, tmp_path, name, options, layer, query

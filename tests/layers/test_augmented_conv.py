@@ -8,11 +8,7 @@ from torch.testing import assert_close
 from ea_vision.layers import AugmentedConv2d, Evolution, EvolvingAttention, PredictiveAttention
 from ea_vision.layers.augmented_conv import Projection
 from ea_vision.ops import use_implementation
-from tests.layers.oracle import (
-    assert_same,
-    attention_branch,
-    gradients,
-)
+from tests.layers.oracle import assert_same, attention_branch, gradients
 
 D64 = torch.float64
 

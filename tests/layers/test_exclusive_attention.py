@@ -41,12 +41,7 @@ def results(function, out, values, parameters):
 @pytest.mark.parametrize("gain", GAINS)
 @pytest.mark.parametrize(
     "dtype, tolerance",
-    [
-        (torch.float64, 1e-13),
-        (torch.float32, 1e-6),
-        (torch.bfloat16, 1e-2),
-        (torch.float16, 2e-3),
-    ],
+    [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)],
 )
 def test_every_precision_is_the_readable_form(gain, dtype, tolerance):
     m = mechanism(gain, dtype)

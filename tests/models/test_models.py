@@ -8,24 +8,10 @@ import torch
 from timm.layers import GatherExcite
 from torch.testing import assert_close
 
-from ea_vision.layers import (
-    AugmentedConv2d,
-    Evolution,
-    EvolvingAttention,
-    PredictiveAttention,
-)
+from ea_vision.layers import AugmentedConv2d, Evolution, EvolvingAttention, PredictiveAttention
 from ea_vision.models._convert import checkpoint_filter_fn
 from experiments.published import figures
-from tests.models.zoo import (
-    CIFAR,
-    OUTLINES,
-    count,
-    give_gradients,
-    idle,
-    layers_of,
-    lively,
-    shrunk,
-)
+from tests.models.zoo import CIFAR, OUTLINES, count, give_gradients, idle, layers_of, lively, shrunk
 
 VIT = "ea_vit_tiny_patch16_224"
 

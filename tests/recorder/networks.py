@@ -259,11 +259,7 @@ NETWORKS = {
         "vit_small_patch14_reg4_dinov2", [REG4] * 3, (32, 32), init_values=0.5, **TINY
     ),
     "vit, wide": of_timm(
-        "vit_tiny_patch16_224",
-        [Place((2, 3), ("cls",))] * 2,
-        (32, 48),
-        img_size=(32, 48),
-        depth=2,
+        "vit_tiny_patch16_224", [Place((2, 3), ("cls",))] * 2, (32, 48), img_size=(32, 48), depth=2
     ),
     "swin": of_timm(
         "swin_tiny_patch4_window7_224",

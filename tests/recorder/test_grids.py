@@ -181,8 +181,7 @@ def layer():
 
 
 @pytest.mark.parametrize(
-    "pixel, cell",
-    [((0, 0), (0, 0)), ((15, 16), (0, 1)), ((16, 15), (1, 0)), ((31, 47), (1, 2))],
+    "pixel, cell", [((0, 0), (0, 0)), ((15, 16), (0, 1)), ((16, 15), (1, 0)), ((31, 47), (1, 2))]
 )
 def test_queries_are_pixels_of_the_input(layer, pixel, cell):
     assert layer.feat_size == (2, 3)

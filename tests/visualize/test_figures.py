@@ -165,11 +165,7 @@ def test_strips_say_what_they_show_in_the_order_in_which_it_is_computed(
 
 @pytest.mark.parametrize(
     "name, alpha, kwargs",
-    [
-        (EA, 0.3, {"beta": 0.6}),
-        (EA, 0.3, {"beta": 0.6, "learnable": "per_head"}),
-        (PA, 0.4, {}),
-    ],
+    [(EA, 0.3, {"beta": 0.6}), (EA, 0.3, {"beta": 0.6, "learnable": "per_head"}), (PA, 0.4, {})],
 )
 def test_own_alone_equals_a_recomputation_by_hand(name, alpha, kwargs):
     """By the papers' equations with alpha 0: EA convolves the own logits at the same scale, PA keeps the own logits."""

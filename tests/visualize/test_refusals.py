@@ -216,10 +216,7 @@ def test_figures_and_pages_of_a_snapshot_and_a_page_of_the_epochs_of_a_run(run, 
         assert show_page(snapshot, image).text
     output = tmp_path / "a.html"
     through = f"{run} --through checkpoints --layers 1,2"
-    for options, names in (
-        (snapshot, ["photo.png"]),
-        (through, ["epoch 1", "epoch 2", "epoch 4"]),
-    ):
+    for options, names in ((snapshot, ["photo.png"]), (through, ["epoch 1", "epoch 2", "epoch 4"])):
         assert run_command("explore", f"--model {options} -o {output} {photo}".split()) == 0
         page = output.read_text(encoding="utf-8")
         assert re.findall(r'class="image">{"name":"(.*?)"', page) == names

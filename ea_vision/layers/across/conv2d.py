@@ -69,11 +69,7 @@ class FourDimensionalConvolution(Evolution):
         return total.permute(0, 3, 1, 2)
 
     @staticmethod
-    def _over_plane(
-        maps: Tensor,
-        weight: Tensor,
-        feat_size: Size,
-    ) -> Tensor:
+    def _over_plane(maps: Tensor, weight: Tensor, feat_size: Size) -> Tensor:
         """Convolve maps (B, N, H*W, K) over their plane of (H, W); return the same shape."""
         B, N, _, K = maps.shape
         H, W = feat_size
@@ -81,23 +77,13 @@ class FourDimensionalConvolution(Evolution):
         convolved = F.conv2d(planes, weight, padding="same")
         return convolved.permute(0, 2, 3, 1).reshape(B, N, N, K)
 
-    def forward(
-        self,
-        logits: Tensor,
-        prev_logits: Tensor,
-        feat_size: Size,
-    ) -> Tensor:
+    def forward(self, logits: Tensor, prev_logits: Tensor, feat_size: Size) -> Tensor:
         mixed = (logits + self.alpha * prev_logits).to(logits.dtype)
         patches = among_patches(mixed, self.num_prefix_tokens)
         convolved = patches + self.convolve(patches, feat_size)
         return with_prefix(mixed, convolved, self.num_prefix_tokens)
 
-    def parts(
-        self,
-        logits: Tensor,
-        prev_logits: Tensor,
-        evolved: Tensor,
-    ) -> dict[str, Tensor]:
+    def parts(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
         """Return conv_logits: the sum of both convolutions, 0 where prefix tokens pass."""
         return {"conv_logits": evolved - (logits + self.alpha * prev_logits)}
 

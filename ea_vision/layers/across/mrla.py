@@ -27,12 +27,7 @@ class MRLALight(nn.Module):
     """
 
     def __init__(
-        self,
-        channels: int,
-        dim_group: int = 32,
-        identity: bool = True,
-        device=None,
-        dtype=None,
+        self, channels: int, dim_group: int = 32, identity: bool = True, device=None, dtype=None
     ):
         super().__init__()
         if channels % dim_group:

@@ -23,11 +23,7 @@ class OutputMechanism(Evolution):
         return {}
 
 
-def exclude_own_values(
-    out: Tensor,
-    values: Tensor,
-    gain: Tensor | None,
-) -> Tensor:
+def exclude_own_values(out: Tensor, values: Tensor, gain: Tensor | None) -> Tensor:
     """Subtract from each output its component along the token's own value.
 
     A value of 0 has no direction, and nothing is subtracted.
@@ -59,11 +55,7 @@ class _ExcludeOwnValues(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        out: Tensor,
-        values: Tensor,
-        gain: Tensor | None,
-    ):
+    def forward(out: Tensor, values: Tensor, gain: Tensor | None):
         B, K, T, D = out.shape
         made = out.new_empty(B, T, K, D).transpose(1, 2)  # heads concatenate without a copy
         wide_dtype = torch.promote_types(out.dtype, torch.float32)
@@ -86,11 +78,7 @@ class _ExcludeOwnValues(torch.autograd.Function):
         ctx.save_for_backward(*inputs, square, share)
 
     @staticmethod
-    def backward(
-        ctx,
-        grad: Tensor,
-        *_,
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad: Tensor, *_) -> tuple[Tensor | None, ...]:
         out, values, gain, square, share = ctx.saved_tensors
         if torch.is_grad_enabled():
             inputs = (out, values, gain)
@@ -141,25 +129,14 @@ class ExclusiveAttention(OutputMechanism):
     identity_start = {"gain": 0.0}
     gate_names = ("gain",)
 
-    def __init__(
-        self,
-        num_heads: int,
-        gain: float | None = None,
-        device=None,
-        dtype=None,
-    ):
+    def __init__(self, num_heads: int, gain: float | None = None, device=None, dtype=None):
         super().__init__()
         self.gain = None
         if gain is not None:
             start = torch.full((num_heads,), float(gain), device=device, dtype=dtype)
             self.gain = nn.Parameter(start)
 
-    def mix_output(
-        self,
-        out: Tensor,
-        values: Tensor,
-        x: Tensor,
-    ) -> Tensor:
+    def mix_output(self, out: Tensor, values: Tensor, x: Tensor) -> Tensor:
         if needs_readable():
             return exclude_own_values(out, values, self.gain)
         mixed, _, _ = _ExcludeOwnValues.apply(out, values, self.gain)
@@ -186,12 +163,7 @@ class GatedAttention(OutputMechanism):
     identity_start = {"identity": True}
 
     def __init__(
-        self,
-        num_heads: int,
-        channels: int = 1,
-        identity: bool = False,
-        device=None,
-        dtype=None,
+        self, num_heads: int, channels: int = 1, identity: bool = False, device=None, dtype=None
     ):
         super().__init__()
         self.scale = 2.0 if identity else 1.0
@@ -200,12 +172,7 @@ class GatedAttention(OutputMechanism):
         if identity:
             nn.init.zeros_(self.gate.weight)
 
-    def mix_output(
-        self,
-        out: Tensor,
-        values: Tensor,
-        x: Tensor,
-    ) -> Tensor:
+    def mix_output(self, out: Tensor, values: Tensor, x: Tensor) -> Tensor:
         gate = self.scale * self.gate(x).sigmoid()  # (B, N, K)
         by_head = gate.transpose(1, 2).unsqueeze(-1)
         return (out * by_head).to(out.dtype)

@@ -19,12 +19,7 @@ class Gained(Evolution):
     gate_names = ("gain",)
     part_names = ("softmax",)
 
-    def __init__(
-        self,
-        gain: float | None,
-        device=None,
-        dtype=None,
-    ):
+    def __init__(self, gain: float | None, device=None, dtype=None):
         super().__init__()
         self.gain = None
         if gain is not None:
@@ -63,12 +58,7 @@ class ReAttention(Gained):
     """
 
     def __init__(
-        self,
-        num_heads: int,
-        scale: float = 1.0,
-        gain: float | None = None,
-        device=None,
-        dtype=None,
+        self, num_heads: int, scale: float = 1.0, gain: float | None = None, device=None, dtype=None
     ):
         dd = {"device": device, "dtype": dtype}
         super().__init__(gain, **dd)

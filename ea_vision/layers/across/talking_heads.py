@@ -30,13 +30,7 @@ class TalkingHeads(Evolution):
     identity_start = {"identity": True}
     part_names = ("softmax",)
 
-    def __init__(
-        self,
-        num_heads: int,
-        identity: bool = False,
-        device=None,
-        dtype=None,
-    ):
+    def __init__(self, num_heads: int, identity: bool = False, device=None, dtype=None):
         super().__init__()
         dd = {"device": device, "dtype": dtype}
         self.proj_l = nn.Linear(num_heads, num_heads, **dd)

@@ -16,12 +16,7 @@ class UniformMaps(Evolution):
 
     reads_previous = False
 
-    def __init__(
-        self,
-        num_heads: int,
-        device=None,
-        dtype=None,
-    ):
+    def __init__(self, num_heads: int, device=None, dtype=None):
         super().__init__()
 
     def forward(self, logits: Tensor, prev_logits: Tensor) -> Tensor:

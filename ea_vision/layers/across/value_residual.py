@@ -14,12 +14,7 @@ class ValueResidual(nn.Module):
             (0.5, 0.5).
     """
 
-    def __init__(
-        self,
-        identity: bool = True,
-        device=None,
-        dtype=None,
-    ):
+    def __init__(self, identity: bool = True, device=None, dtype=None):
         super().__init__()
         start = (0.0, 1.0) if identity else (0.5, 0.5)
         self.lambdas = nn.Parameter(torch.tensor(start, device=device, dtype=dtype))

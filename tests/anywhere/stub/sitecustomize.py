@@ -15,15 +15,7 @@ import psutil  # noqa: F401  (loaded first: on Linux it needs `resource`)
 
 MODULES = ("fcntl", "resource", "termios", "ffcv")
 SIGNALS = ("SIGKILL", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGPIPE")
-FUNCTIONS = (
-    "fork",
-    "forkpty",
-    "pread",
-    "sysconf",
-    "sched_getaffinity",
-    "statvfs",
-    "nice",
-)
+FUNCTIONS = ("fork", "forkpty", "pread", "sysconf", "sched_getaffinity", "statvfs", "nice")
 
 PASSED_OVER = ("pathlib", "pathlib._local", "io", "genericpath", __name__)
 
