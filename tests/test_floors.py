@@ -6,7 +6,7 @@ from pathlib import Path
 import ea_vision
 
 ROOT = Path(ea_vision.__file__).parent
-FLOORS = "base ops layers models deployment data engine detection recorder visualize".split()
+FLOORS = "base ops layers models data zoo deployment engine detection recorder visualize".split()
 
 
 def floor_of(parts):
