@@ -324,24 +324,19 @@ def layers_of(name: str) -> list[dict]:
     return rows
 
 
-def table(rows: Sequence[dict], headings: dict[str, str] | None = None) -> str:
-    """Return a Markdown table of some of the rows' columns, by their headings, or of all of them. Numbers have two
-    decimals, ratios three; None becomes -."""
-
-    headings = headings or {key: key for key in rows[0]}
-    lines = [list(headings.values())]
+def table(rows: Sequence[dict]) -> str:
+    """Return rows as a Markdown table; floats have two decimals, and None becomes -."""
+    lines = [list(rows[0])]
     for row in rows:
-        lines.append([_shown(key, row[key]) for key in headings])
+        lines.append([_shown(value) for value in row.values()])
     return markdown(lines)
 
 
-def _shown(column: str, value: Any) -> str:
+def _shown(value: Any) -> str:
     """Return the text of a cell."""
     if value is None:
         return "-"
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:.3f}" if column.endswith("ratio") else f"{value:.2f}"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -34,9 +34,9 @@ from torch.profiler import ProfilerActivity, profile
 import ea_vision
 from ea_vision.__main__ import main as ea_vision_main
 from ea_vision.base import devices
-from ea_vision.benchmark import EAGER, Case, Steps, interleaved, live_network
 from ea_vision.engine.muon import batch_muon
 from ea_vision.ops import evolving_attention, triton_attention, triton_tiles
+from experiments.benchmark import EAGER, Case, Steps, interleaved, live_network
 
 COMPILED = "default"
 GRAPHS = "reduce-overhead"

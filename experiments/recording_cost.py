@@ -16,7 +16,7 @@ import torch
 
 import ea_vision
 from ea_vision.base.provenance import hardware
-from ea_vision.benchmark import interleaved
+from experiments.benchmark import interleaved
 
 MODELS = (
     "vit_small_patch16_224",

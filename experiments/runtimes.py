@@ -23,8 +23,8 @@ import torch
 
 import ea_vision
 from ea_vision.base.provenance import hardware
-from ea_vision.benchmark import baseline_of, interleaved, live_network
 from ea_vision.layers import learnable_gates
+from experiments.benchmark import baseline_of, interleaved, live_network
 
 RUNTIMES = ("eager", "compiled", "onnx")
 PEAK = """

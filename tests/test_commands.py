@@ -14,7 +14,7 @@ from tests.process import ROOT, python
 from tests.slow import slow_but
 
 CONTRACT = set(  # of release 1.0
-    "train-cifar train-imagenet train-detection timm write-ffcv predict export models benchmark "
+    "train-cifar train-imagenet train-detection timm write-ffcv predict export models "
     "probe heatmap strip statistics explore".split()
 )
 SCRIPTS = sorted([*ROOT.glob("*.py"), *ROOT.glob("visualize/*.py")])

@@ -54,7 +54,6 @@ SHORTER = {  # options that end a command, over those that it has
     "matrix": "--dpi 30",
     "rollout": "--dpi 30",
     "probe": "--limit 12 --epochs 1 --width 8 --controls none --layers 1",
-    "benchmark": "--models resnet18 --img-size 64 --batch-size 2 --repeats 1 --threads 1 --no-memory",
     "predict": "",
     "explore": "",
     "write-ffcv": "--workers 1",

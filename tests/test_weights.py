@@ -19,10 +19,11 @@ from torch.testing import assert_close
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 import ea_vision
-from ea_vision import benchmark, predict, sizes
+from ea_vision import predict, sizes
 from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import create_classifier
 from ea_vision.engine import run_folder
+from experiments.benchmark import live_network
 from tests.process import ROOT
 from tests.slow import slow_but
 
@@ -382,7 +383,7 @@ def test_commands_take_the_same_names(tmp_path, run, capsys):
         assert sizes.main(["--sizes", target, "--csv", "-"]) == 0
         lines = capsys.readouterr().out.splitlines()
         printed.add(lines[-1].removeprefix(target))
-        measured = benchmark.live_network(target, torch.randn(2, 3, 32, 32))
+        measured = live_network(target, torch.randn(2, 3, 32, 32))
         assert measured.num_classes == 1000
         assert "stages.2.blocks.0.conv.qk_gain" in measured.state_dict()
     assert len(printed) == 1

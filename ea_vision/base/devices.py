@@ -112,12 +112,6 @@ def peak_memory(device: torch.device) -> int | None:
     return _call(device, "max_memory_allocated", current)
 
 
-def used_memory(device: torch.device) -> int:
-    """Return the bytes of tensors on the device, 0 if unknown."""
-    current = _call(device, "current_allocated_memory", 0)
-    return _call(device, "memory_allocated", current)
-
-
 def reset_peak_memory(device: torch.device) -> None:
     """Reset the peak of memory, if the device keeps one."""
     _call(device, "reset_peak_memory_stats")

@@ -22,8 +22,8 @@ from torch import nn
 import ea_vision
 from ea_vision.base.networks import lay_out
 from ea_vision.base.provenance import hardware
-from ea_vision.benchmark import Steps, interleaved
 from experiments.across.plan import NETWORKS, UNFUSED, kinds_of, mechanism
+from experiments.benchmark import Steps, interleaved
 
 KINDS = ("residual", "ea", "pa", "talking_heads", "reattention", "refiner", "mta", "conv2d")
 SETTINGS = {"vit_small_patch16_224": (224, 2), "vit_mini_patch4_32": (32, 128)}  # pixels, images

@@ -124,7 +124,6 @@ def test_training_on_a_folder_with_two_workers(place):
         (f"explore --model {MODEL} --layers 1 PHOTO -o", "page.html"),
         ("export cnn_cifar --random -o", "net.pt2"),
         (f"models {MODEL} --sizes --csv", "models.csv"),
-        ("benchmark --models cnn_cifar --repeats 2 --batch-size 2 --csv", "benchmark.csv"),
     ],
 )
 def test_commands(place, command, output):

@@ -188,5 +188,5 @@ def test_speed_and_memory_of_the_50_layer_networks(tmp_path):
     """The table of ratios: training, inference and memory in bfloat16, eager and compiled."""
     folder = Path(os.environ.get("EA_VISION_GPU_REPORT", tmp_path))
     options = "--amp bfloat16 --channels-last --compile-mode default reduce-overhead --repeats 15"
-    benchmark = [sys.executable, "-m", "ea_vision", "benchmark", *options.split()]
+    benchmark = [sys.executable, "-m", "experiments.benchmark", *options.split()]
     print(run([*benchmark, "--csv", folder / "benchmark.csv"]))

@@ -8,7 +8,14 @@ import torch
 
 from ea_vision.base.errors import exit_code
 from ea_vision.base.networks import lay_out
-from ea_vision.benchmark import baseline_of, cases_of, interleaved, live_network, main, make_parser
+from experiments.benchmark import (
+    baseline_of,
+    cases_of,
+    interleaved,
+    live_network,
+    main,
+    make_parser,
+)
 from tests.detection.tiny import tiny_run
 
 TINY = "--device cpu --batch-size 2 --img-size 32 --repeats 1 --threads 1"

@@ -1,6 +1,6 @@
 """Speed and memory of networks in training and inference, in one run on one device, with ratios to a ResNet.
 
-The command measures images per second of a training step (forward, backward, optimiser) and of inference, and the peak
+The script measures images per second of a training step (forward, backward, optimiser) and of inference, and the peak
 memory of a training step. Rounds are interleaved, one step of each network in turn, and the table shows medians, so
 other work on the machine affects all networks alike. Weights are random; norms that start at zero are set to 0.2, so
 that every branch computes. Ratios are to timm's ResNet of the same depth or, for an evolving vision transformer, to
@@ -33,24 +33,25 @@ from torch import Tensor, nn
 import ea_vision
 from ea_vision.base import devices
 from ea_vision.base.devices import choose_device
-from ea_vision.base.errors import CommandParser, RunError, UsageError
+from ea_vision.base.errors import CommandParser, RunError, UsageError, exit_code
 from ea_vision.base.files import atomic_write, check_output, csv_text
 from ea_vision.base.networks import DATA_KEYWORDS, create_classifier, lay_out
 from ea_vision.base.provenance import hardware
+from ea_vision.base.tables import markdown
 from ea_vision.engine.config import COMPILE_MODES
 from ea_vision.engine.evaluate import autocast
 from ea_vision.engine.optimizer import check_optimizer_name
 from ea_vision.layers import attention_layers
 from ea_vision.ops import IMPLEMENTATIONS, use_implementation
 from ea_vision.recorder.loading import add_options, find_origin, positive
-from ea_vision.sizes import names_of, table
+from ea_vision.sizes import names_of
 
 EXAMPLES = """\
 examples:
-  ea-vision benchmark                                                  # the 50-layer networks
-  ea-vision benchmark --models 'ea_*resnet50' resnet50 --csv speed.csv
-  ea-vision benchmark --amp bfloat16 --channels-last --compile-mode default reduce-overhead
-  ea-vision benchmark --models resnet50 aa_resnet50 --implementation chosen reference --repeats 15
+  python -m experiments.benchmark                                                  # the 50-layer networks
+  python -m experiments.benchmark --models 'ea_*resnet50' resnet50 --csv speed.csv
+  python -m experiments.benchmark --amp bfloat16 --channels-last --compile-mode default reduce-overhead
+  python -m experiments.benchmark --models resnet50 aa_resnet50 --implementation chosen reference --repeats 15
 """
 DEFAULT = ("resnet50", "aa_resnet50", "pa_aa_resnet50", "ea_aa_resnet50")
 CHOSEN = "chosen"  # by the operator itself
@@ -300,7 +301,8 @@ def built_steps(args: argparse.Namespace, images: Tensor) -> tuple[dict[Case, St
     rows = []
     for case in cases_of(args):
         print(case.name, case.implementation, case.mode, file=sys.stderr)
-        before = devices.used_memory(images.device)
+        devices.reset_peak_memory(images.device)
+        before = devices.peak_memory(images.device) or 0  # what is allocated now
         try:
             model = live_network(case.name, images)
         except UsageError as error:
@@ -354,6 +356,15 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[dict]:
             known = row[key] and base.get(key)
             row[f"{key}_ratio"] = row[key] / base[key] if known else None
     return rows
+
+
+def _shown(column: str, value: str | float | None) -> str:
+    """Return the text of a cell: ratios have three decimals, other numbers two; None becomes -."""
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return value
+    return f"{value:.3f}" if column.endswith("ratio") else f"{value:.2f}"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -450,8 +461,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         headings["first_use_s"] = "first use, s"
     for key, heading in MEASURED.items():
         headings |= {key: heading, f"{key}_ratio": "ratio"}
-    print(table(rows, headings))
+    lines = [list(headings.values())]
+    for row in rows:
+        lines.append([_shown(key, row[key]) for key in headings])
+    print(markdown(lines))
     if args.csv:
         text = csv_text([row | under for row in rows])
         atomic_write(args.csv, text.encode())
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
