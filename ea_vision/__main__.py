@@ -26,7 +26,7 @@ COMMANDS = {  # name: (module whose main(argv) runs it, what it does); a new com
     ),
     "predict": ("ea_vision.predict", "the likeliest classes of images, as text or JSON"),
     "export": ("ea_vision.export", "write a network as ONNX or torch.export"),
-    "models": ("ea_vision.sizes", "names, weights and (--sizes) parameters and GFLOPs of networks"),
+    "models": ("ea_vision.sizes", "names, weights and (--sizes) parameters and GMACs of networks"),
     "probe": (
         "ea_vision.recorder.probe",
         "classify images from their attention maps (EA paper, table 7)",

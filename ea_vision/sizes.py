@@ -2,24 +2,15 @@
 
     ea-vision models                                # our networks: name, input, weights, description
     ea-vision models 'ea_*' --weights               # by pattern; one row per file of weights, with its origin
-    ea-vision models --sizes ea_aa_resnet50 resnet50 --csv sizes.csv      # parameters, GFLOPs, maps; timm's too
+    ea-vision models --sizes ea_aa_resnet50 resnet50 --csv sizes.csv      # parameters, GMACs, maps; timm's too
     ea-vision models --layers aa_resnet50           # every attention branch (the AA paper's table 9)
 
 A pattern has *, ? or [...]; a plain word is a network's name or any part of one of our names. Weights from a hub are
 timm's: the network starts with the outputs of timm's network and has not been fine-tuned.
 
-The operations for one image are counted in three ways:
-
-* GMACs: multiply-adds, each once.
-* GFLOPs, the EA paper's: 2 for a multiply-add of a convolution or linear layer, 1 for one of the attention products
-  (queries with keys, queries with positions, maps with values).
-* profiler, TensorFlow's in the AA paper: 2 for a multiply-add of a convolution or linear layer and of the two relative
-  position products, 6 for an element of the maps (sums, scale, softmax), and nothing for the products of queries with
-  keys and of maps with values. We infer that the profiler leaves those out, because this reproduces the paper's table 9
-  and its AA-MnasNets.
-
---layers lists the maps of an image in bfloat16 as dense attention keeps them (our kernels keep fewer), parameters with
-the biases of the projections, and FLOPs in the profiler's counting. AA paper: https://arxiv.org/abs/1904.09925
+GMACs are the multiply-adds for one image, each counted once. --layers lists the maps of an image in bfloat16 as dense
+attention keeps them (our kernels keep fewer), and parameters with the biases of the projections. The papers' ways of
+counting FLOPs are in experiments/counting.py.
 """
 
 import os
@@ -48,7 +39,6 @@ from ea_vision.ops import Size, use_implementation
 from ea_vision.recorder.loading import find_origin, input_size
 
 BFLOAT16 = 2  # bytes of a number
-MAP_OPERATIONS = 6  # the profiler's, per element of the maps
 BMM = torch.ops.aten.bmm
 SHIPPED = "comes with ea_vision"  # of weights
 
@@ -57,9 +47,13 @@ SHIPPED = "comes with ea_vision"  # of weights
 class BranchCount:
     """An attention branch: an augmented convolution without its convolution, or a vision transformer's attention.
 
-    layer: name of the module. num_heads: K. feat_size: (H, W) of the map; (1, tokens) in a transformer. evolves:
-    whether it uses the previous layer's maps. map_bytes: of K maps of N x N numbers in bfloat16, or of the part of them
-    in a window. params: weights, including the evolution's. flops_profiler: in the AA paper's counting.
+    Attributes:
+        layer: name of the module.
+        num_heads: K.
+        feat_size: (H, W) of the map; (1, tokens) in a transformer.
+        evolves: whether it uses the previous layer's maps.
+        map_bytes: of K maps of N x N numbers in bfloat16, or of the part of them in a window.
+        params: weights, including the evolution's.
     """
 
     layer: str
@@ -68,23 +62,36 @@ class BranchCount:
     evolves: bool
     map_bytes: int
     params: int
-    flops_profiler: int
 
 
 @dataclass(frozen=True)
 class Counts:
-    """params: of the network. macs: all multiply-adds. attention_macs: those of the attention products."""
+    """What a network has and computes for one image.
+
+    Attributes:
+        params: of the network.
+        macs: all multiply-adds.
+        attention_macs: those of the attention products.
+        branches: the attention branches, in order.
+    """
 
     params: int
     macs: int
     attention_macs: int
-    flops_profiler: int
     branches: tuple[BranchCount, ...]
 
-    @property
-    def flops_paper(self) -> int:
-        """Return the operations in the EA paper's counting."""
-        return 2 * self.macs - self.attention_macs
+
+@dataclass(frozen=True)
+class Operations:
+    """The operations of a network in reference code, 2 for a multiply-add, as torch counts them.
+
+    Attributes:
+        modules: module, with its class's name in front -> kind of operation -> number; "Global" has all.
+        tokens: number of tokens by name of a vision transformer's attention.
+    """
+
+    modules: dict[str, dict]
+    tokens: dict[str, int]
 
 
 def count(model: nn.Module, input_size: tuple[int, int, int]) -> Counts:
@@ -95,55 +102,41 @@ def count(model: nn.Module, input_size: tuple[int, int, int]) -> Counts:
     Attention of other packages has no branch here; its batched products count as attention products.
     The reference multiplies whole maps even for windows; the products of windows are counted instead.
     """
-    flops, tokens = _measure(model, input_size)
-    whole = flops["Global"]
-    missed = 0
-    by_hand = 0
+    return summarise(model, count_operations(model, input_size))
+
+
+def summarise(model: nn.Module, operations: Operations) -> Counts:
+    """Return the counts of a model with these operations."""
     branches = []
+    missed = 0
     for name, layer in model.named_modules():
-        if not isinstance(layer, (AugmentedConv2d, MapsAttention)):
-            continue
-        path = f"{type(model).__name__}.{name}"
-        counted = flops[path]
-        positions = 0
-        params = count_weights(layer)
-        operations = _without_products(counted)
         if isinstance(layer, AugmentedConv2d):
             size = layer.feat_size
             elements = layer.map_elements(size)
-            positions = _position_operations(layer)
-            missed += _missed_operations(layer, elements, positions, counted)
+            params = count_weights(layer)
             if layer.conv is not None:
                 params -= layer.conv.weight.numel()
-                operations -= sum(flops[f"{path}.conv"].values())
+            missed += missed_operations(layer, operations.modules[f"{type(model).__name__}.{name}"])
+        elif isinstance(layer, MapsAttention):
+            size = (1, operations.tokens[name])
+            elements = layer.num_heads * size[1] ** 2
+            params = count_weights(layer)
         else:
-            size = (1, tokens[name])
-            elements = layer.num_heads * tokens[name] ** 2
-        added = positions + MAP_OPERATIONS * elements
-        by_hand += added
-        branch = BranchCount(
-            layer=name,
-            num_heads=layer.num_heads,
-            feat_size=size,
-            evolves=layer.evolution is not None,
-            map_bytes=BFLOAT16 * elements,
-            params=params,
-            flops_profiler=operations + added,
-        )
+            continue
+        evolves = layer.evolution is not None
+        branch = BranchCount(name, layer.num_heads, size, evolves, BFLOAT16 * elements, params)
         branches.append(branch)
-    operations = sum(whole.values()) + missed
-    products = whole.get(BMM, 0) + missed
+    whole = operations.modules["Global"]
     return Counts(
         params=count_weights(model),
-        macs=operations // 2,
-        attention_macs=products // 2,
-        flops_profiler=_without_products(whole) + by_hand,
+        macs=(sum(whole.values()) + missed) // 2,
+        attention_macs=(whole.get(BMM, 0) + missed) // 2,
         branches=tuple(branches),
     )
 
 
-def _measure(model: nn.Module, input_size: tuple[int, int, int]) -> tuple[dict, dict[str, int]]:
-    """Run a model on one image; return operations by module and kind, and token counts of its MapsAttention layers."""
+def count_operations(model: nn.Module, input_size: tuple[int, int, int]) -> Operations:
+    """Run a model on one image of (C, H, W) in reference code; return its operations."""
     tokens: dict[str, int] = {}
     hooks = []
     for name, layer in model.named_modules():
@@ -155,19 +148,14 @@ def _measure(model: nn.Module, input_size: tuple[int, int, int]) -> tuple[dict, 
     # The counter does not know fused attention on a CPU nor, without gradients, that of nn.MultiheadAttention. It knows
     # the products of the plain form.
     plain = sdpa_kernel(SDPBackend.MATH)
+    reference = use_implementation("reference")
     try:
-        with (
-            use_implementation("reference"),
-            plain,
-            torch.enable_grad(),
-            evaluating(model),
-            counter,
-        ):
+        with reference, plain, torch.enable_grad(), evaluating(model), counter:
             model(image)
     finally:
         for hook in hooks:
             hook.remove()
-    return counter.get_flop_counts(), tokens  # Global: all modules
+    return Operations(counter.get_flop_counts(), tokens)
 
 
 def _note_tokens(tokens: dict[str, int], name: str, layer: nn.Module, args: tuple) -> None:
@@ -179,13 +167,8 @@ def count_weights(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _without_products(operations: dict) -> int:
-    """Return a module's operations without the attention products; projections are baddbmm, linear layers addmm."""
-    return sum(operations.values()) - operations.get(BMM, 0)
-
-
-def _position_operations(layer: AugmentedConv2d) -> int:
-    """Return the profiler's operations of the relative position products."""
+def position_operations(layer: AugmentedConv2d) -> int:
+    """Return the operations of the relative position products, 2 for a multiply-add."""
     if layer.height_rel is None:
         return 0
     H, W = layer.feat_size
@@ -193,12 +176,13 @@ def _position_operations(layer: AugmentedConv2d) -> int:
     return 2 * H * W * offsets * layer.dim_qk
 
 
-def _missed_operations(layer: AugmentedConv2d, elements: int, positions: int, counted: dict) -> int:
+def missed_operations(layer: AugmentedConv2d, counted: dict) -> int:
     """Return how many operations of attention products torch does not count; negative if it counts too many."""
     H, W = layer.feat_size
     if layer.local and layer.evolution is None and not layer.need_logits:  # the window alone
+        elements = layer.map_elements((H, W))
         products = 2 * elements * (layer.dim_head_qk + layer.dim_head_v)
-        return positions + products - counted.get(BMM, 0)
+        return position_operations(layer) + products - counted.get(BMM, 0)
     # torch multiplies heads of width 1 elementwise, which does not count as a product
     if layer.height_rel is not None and layer.dim_head_qk == 1:
         return 2 * H * W * (H + W) * layer.dim_qk
@@ -307,8 +291,6 @@ def sizes_of(name: str) -> dict:
         "input": f"{height}x{width}",
         "params M": round(counts.params / 1e6, 4),
         "GMACs": round(counts.macs / 1e9, 4),
-        "GFLOPs": round(counts.flops_paper / 1e9, 4),
-        "profiler": round(counts.flops_profiler / 1e9, 4),
         "layers": len(counts.branches),
         "maps": " + ".join(maps),
     }

@@ -23,7 +23,7 @@ import ea_vision  # noqa: F401  (registers the models)
 from ea_vision.base.errors import UsageError, exit_code, near_matches
 from ea_vision.detection.model import create_detector
 from ea_vision.engine.config import load_recipe
-from ea_vision.sizes import Counts, count
+from experiments.counting import PaperCounts, count_as_papers
 from experiments.evidence import by_variant, markdown, paired, read_runs
 
 HERE = Path(__file__).resolve().parent
@@ -120,7 +120,7 @@ def runs() -> pd.DataFrame:
 
 
 @cache
-def _counted(model: str, kwargs: tuple[tuple[str, Any], ...], data: str) -> Counts:
+def _counted(model: str, kwargs: tuple[tuple[str, Any], ...], data: str) -> PaperCounts:
     classes = DATA[data][1]
     with torch.device("meta"):
         if data == "COCO":
@@ -130,12 +130,12 @@ def _counted(model: str, kwargs: tuple[tuple[str, Any], ...], data: str) -> Coun
                 return detector.head(list(detector.backbone(images).values()))
 
             detector.forward = without_decoding
-            return count(detector, (3, 640, 640))
+            return count_as_papers(detector, (3, 640, 640))
         network = timm.create_model(model, num_classes=classes, **dict(kwargs))
-        return count(network, network.pretrained_cfg["input_size"])
+        return count_as_papers(network, network.pretrained_cfg["input_size"])
 
 
-def counted(row: Row, data: str) -> Counts:
+def counted(row: Row, data: str) -> PaperCounts:
     """Return parameters and arithmetic of a row's network or detector."""
     return _counted(row["model"], tuple(row["kwargs"].items()), data)
 
@@ -160,7 +160,9 @@ def cost(row: Row, data: str) -> tuple[int, float]:
     recipe = load_recipe(row["recipes"][data])
     epochs = recipe["epochs"]
     images = DATA[data][2] - recipe.get("holdout", 0)
-    flops_per_image = 3 * 2 * counted(row, data).macs  # the backward pass costs twice the forward
+    flops_per_image = (
+        3 * 2 * counted(row, data).counts.macs
+    )  # the backward pass costs twice the forward
     return epochs, flops_per_image * images * epochs / 1e18
 
 
@@ -196,13 +198,13 @@ def classifiers(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
             said = ours(row, data)
             if data != table["data"][0] and data not in row["top1"] and said == "not run":
                 continue  # the first line says the same
-            counts = counted(row, data)
-            flops = counts.flops_paper if table["counting"] == "paper" else counts.flops_profiler
+            count = counted(row, data)
+            flops = count.paper if table["counting"] == "paper" else count.profiler
             lines.append(
                 {
                     "network": row["label"],
                     "data": data if len(table["data"]) > 1 else "",
-                    "params M": cell(counts.params / 1e6, decimals["params_m"] + 1),
+                    "params M": cell(count.counts.params / 1e6, decimals["params_m"] + 1),
                     "params M, published": cell(row["params_m"], decimals["params_m"]),
                     "GFLOPs": cell(flops / 1e9, decimals["gflops"] + 1),
                     "GFLOPs, published": cell(row["gflops"], decimals["gflops"]),
@@ -234,13 +236,13 @@ def detectors(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
     """Return the lines of the table of detectors."""
     lines = []
     for row in rows:
-        counts = counted(row, "COCO")
+        count = counted(row, "COCO")
         lines.append(
             [
                 row["label"],
-                cell(counts.params / 1e6, 2),
+                cell(count.counts.params / 1e6, 2),
                 cell(row["params_m"], 1),
-                cell(counts.flops_profiler / 1e9, 1),
+                cell(count.profiler / 1e9, 1),
                 cell(row["gflops"], 0),
                 *[cell(ap, 1) for ap in row["ap"]],
             ]
@@ -289,19 +291,20 @@ def _gain(top1: pd.DataFrame, variant: str) -> str:
     return f"{gain['difference']:+.2f} ({gain['low']:.2f} to {gain['high']:.2f})"
 
 
-def _cost_of(name: str, branches: Sequence[Any]) -> tuple[str, int, int | None, float | None]:
+def _cost_of(name: str, count: PaperCounts) -> tuple[str, int, int | None, float | None]:
     """Return label, bytes of maps, parameters and FLOPs.
 
     name: a stage (one of its layers is counted), "training" or "inference" (all layers are counted).
     """
+    branches = count.counts.branches
     stage = [branch for branch in branches if branch.layer.startswith(f"{name}.")]
     if stage:
         label = f"{name}, one of {len(stage)} layers"
-        return label, stage[0].map_bytes, stage[0].params, stage[0].flops_profiler
+        return label, stage[0].map_bytes, stage[0].params, count.by_branch[stage[0].layer]
     if name == "training":
         maps = sum(branch.map_bytes for branch in branches)
         params = sum(branch.params for branch in branches)
-        flops = sum(branch.flops_profiler for branch in branches)
+        flops = sum(count.by_branch.values())
         return "all, training", maps, params, flops
     # at the same time in memory: a layer's maps and, if they evolve, the previous layer's maps
     maps = max(branch.map_bytes * (1 + branch.evolves) for branch in branches)
@@ -312,7 +315,7 @@ def attention_cost(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
     """Return the lines of the AA paper's table of attention costs, per stage and in total."""
     lines = []
     for row in rows:
-        label, maps, params, flops = _cost_of(row["name"], counted(row, "ImageNet").branches)
+        label, maps, params, flops = _cost_of(row["name"], counted(row, "ImageNet"))
         lines.append(
             [
                 label,
@@ -329,7 +332,7 @@ def attention_cost(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
         *markdown(heads, lines),
         "",
         "- Maps are those of dense attention in bfloat16; our kernels keep fewer.",
-        "- `ea-vision models aa_resnet50 --layers` gives every branch.",
+        "- `ea-vision models aa_resnet50 --layers` gives the maps and parameters of every branch.",
     ]
 
 

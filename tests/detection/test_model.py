@@ -6,7 +6,7 @@ from torch.testing import assert_close
 from torchvision.models.detection.image_list import ImageList
 
 from ea_vision.detection.model import Anchors, create_detector
-from ea_vision.sizes import count
+from experiments.counting import count_as_papers
 from tests.detection.tiny import small_detector
 
 # its features have their channels last
@@ -49,9 +49,9 @@ def test_sizes_are_the_published_ones(backbone, kwargs, params, profiler_gflops)
     detector.forward = lambda images: detector.head(
         list(detector.backbone(images).values())
     )  # without decoding
-    counts = count(detector, (3, 640, 640))
-    assert counts.params == params
-    assert counts.flops_profiler / 1e9 == pytest.approx(profiler_gflops, abs=0.05)
+    count = count_as_papers(detector, (3, 640, 640))
+    assert count.counts.params == params
+    assert count.profiler / 1e9 == pytest.approx(profiler_gflops, abs=0.05)
 
 
 @pytest.mark.parametrize(

@@ -127,10 +127,10 @@ def test_published_positions_and_shares_are_built_as_the_paper_says(name):
     params = []
     for row in rows:
         count = counted(row, "ImageNet")
-        params.append(count.params)
+        params.append(count.counts.params)
         if row["params_m"]:
-            assert count.params / 1e6 == pytest.approx(row["params_m"], abs=0.06)
-            assert count.flops_profiler / 1e9 == pytest.approx(row["gflops"], rel=0.02)
+            assert count.counts.params / 1e6 == pytest.approx(row["params_m"], abs=0.06)
+            assert count.profiler / 1e9 == pytest.approx(row["gflops"], rel=0.02)
     if name == "position":
         none, sine, coord, relative = params[-4:]
         assert none == sine < relative
