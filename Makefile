@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 
 DEMO   := runs/demo
 
-.PHONY: demo pictures test test-slow test-all test-oldest test-gpu test-browser lint size wheel docs release clean
+.PHONY: demo pictures test test-slow test-all test-oldest test-gpu test-browser lint pages size wheel docs release clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -83,6 +83,11 @@ test-browser: $(READY)
 lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(RUN) -m experiments.pages --check
+
+# The tables on the pages of experiments, from the rows of the runs.
+pages: $(READY)
+	$(RUN) -m experiments.pages
 
 # Tokens and statements by room, without docstrings and comments.
 size:

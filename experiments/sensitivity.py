@@ -21,7 +21,8 @@ NARROW_10 = "results/evidence/cifar10-runs.csv"
 NARROW_100 = "results/evidence/cifar100-runs.csv"
 FRESH_10 = "factorial/cifar10-runs.csv"
 FRESH_100 = "factorial/cifar100-runs.csv"
-STUDIES = {  # study: (file of runs, first, second, hypotheses)
+RUN_B = "results/collapse.csv"
+STUDIES = {  # study: (file of runs, first, second, hypotheses, data set if the file has several)
     "narrow networks, CIFAR-10, seeds 0 to 4": (NARROW_10, "EA", "none", 1),
     "narrow networks, CIFAR-100, seeds 0 to 4": (NARROW_100, "EA", "none", 1),
     "narrow networks, CIFAR-10, seeds 5 to 9": (FRESH_10, "EA", "none", 1),
@@ -34,12 +35,21 @@ STUDIES = {  # study: (file of runs, first, second, hypotheses)
     "attention added to a ResNet": ("results/added-attention-runs.csv", "ea", "aa", 3),
     "SST, PA": ("results/sst.csv", "PA", "none", 2),
     "SST, EA": ("results/sst.csv", "EA", "none", 2),
+    "query-key norm, CIFAR-10": (RUN_B, "none + norm", "none", 3, "cifar10"),
+    "query-key norm, CIFAR-100": (RUN_B, "none + norm", "none", 3, "cifar100"),
+    "convolution and the norm, CIFAR-10": (RUN_B, "cnn", "none + norm", 3, "cifar10"),
+    "convolution and the norm, CIFAR-100": (RUN_B, "cnn", "none + norm", 3, "cifar100"),
 }
 
 
-def top1_of(path: Path) -> pd.DataFrame:
-    """Return accuracy in percent, one row per complete seed and one column per network or variant."""
+def top1_of(path: Path, data: str | None = None) -> pd.DataFrame:
+    """Return accuracy in percent, one row per complete seed and one column per network or variant.
+
+    data: the data set, where a file has the runs of several.
+    """
     rows = pd.read_csv(path)
+    if data is not None:
+        rows = rows[rows["data"] == data]
     if "network" not in rows:
         return by_variant(read_runs(path))
     accuracy = "test" if "test" in rows else "top1"
@@ -49,8 +59,8 @@ def top1_of(path: Path) -> pd.DataFrame:
 def table() -> pd.DataFrame:
     """Return one row per study: seeds, spread of the differences, and the difference that they find, in points."""
     rows = []
-    for study, (file, first, second, hypotheses) in STUDIES.items():
-        top1 = top1_of(HERE / file)
+    for study, (file, first, second, hypotheses, *data) in STUDIES.items():
+        top1 = top1_of(HERE / file, *data)
         spread = (top1[first] - top1[second]).std()
         found = smallest_shown(spread, len(top1), 0.05 / hypotheses)
         rows.append(

@@ -105,13 +105,13 @@ def test_they_are_short(name, words):
     assert len(text.split()) <= words
 
 
-def run_block(number, space):
-    block = blocks(ROOT / "README.md", "python")[number]
+def run_block(call, space):
+    [block] = [text for text in blocks(ROOT / "README.md", "python") if call in text]
     exec(compile(block, "README.md", "exec"), space)
 
 
 def test_readme_records_and_draws(tmp_path, monkeypatch):
-    """The first block of README, with random weights in place of a download from transformers."""
+    """README records, with random weights in place of a download from transformers."""
     small = transformers.ViTConfig(hidden_size=24, num_attention_heads=6, intermediate_size=32)
     monkeypatch.setattr(
         transformers.ViTModel, "from_pretrained", lambda name: transformers.ViTModel(small)
@@ -119,13 +119,13 @@ def test_readme_records_and_draws(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (60, 40), (90, 140, 220)).save("photo.jpg")
     space = {}
-    run_block(0, space)
+    run_block("record_attention", space)
     assert space["maps"][12].attn.shape == (2, 6, 197, 197)
     assert Path("maps.pdf").read_bytes().startswith(b"%PDF")
 
 
 def test_readme_creates(monkeypatch):
-    """The second block of README, with random weights in place of timm's download."""
+    """README creates, with random weights in place of timm's download."""
     create = timm.create_model
 
     def create_offline(name, pretrained=False, **keywords):
@@ -134,7 +134,7 @@ def test_readme_creates(monkeypatch):
 
     monkeypatch.setattr(timm, "create_model", create_offline)
     space = {}
-    run_block(1, space)
+    run_block("create_model", space)
     assert space["model"].eval()(torch.randn(1, 3, 224, 224)).shape == (1, 1000)
     assert len(space["backbone"](torch.randn(1, 3, 64, 64))) == 5
 

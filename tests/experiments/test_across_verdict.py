@@ -206,7 +206,6 @@ def test_the_pages_say_what_the_kept_runs_say():
     page_says(PROTOCOL, "The table", " and ".join(shown(longer_steps)))
     page_says(PAGE, WHICH, points(lasting, "+").replace(" ", "** ", 1))
     page_says("docs/experiments.md", "", f"{points(lasting)} in 64 epochs")
-    page_says("README.md", "", f"{lasting['difference']:.2f} in 64")
     zeros = rows.loc["third-zeros", ZERO_TOKEN_CONV]
     [from_zeros] = top1_of("across/third-zeros.csv")[ZERO_TOKEN_CONV]
     plain_of_200 = top1_of("across/third-long.csv")[LONG_PLAIN][200]
@@ -239,12 +238,9 @@ def test_the_pages_say_what_the_kept_runs_say():
     effects = table("../factorial/effects.csv")
     of_time = effects.query("name == 'EA - none equal time' and data == 'cifar100'")
     page_says(PAGE, WHICH, points(of_time.iloc[0]))
-    page_says("README.md", "", f"{conv2d['difference']:.2f} points")
-    page_says("README.md", "", f"{-longer['difference']:.2f} behind")
+    page_says("README.md", "Results", points(equal_time))
     assert long["low"] < 0 < long["high"]
-    page_says("README.md", "", "(not shown where training is long")
-    page_says("README.md", "", points(beside.loc["conv2d"]))
-    page_says("README.md", "", f"{equal_time['difference']:.2f} points")
+    page_says(PAGE, WHICH, f"without it `conv2d` makes {64 / without:.0f}")
     page_says(PAGE, "The verdict", points(even))
     for name in ("conv2d", "residual", "uniform"):
         page_says(PAGE, "The verdict", points(rows.loc["vit-alone", name], "+"))

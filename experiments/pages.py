@@ -1,0 +1,223 @@
+"""Write the tables on the pages of experiments from the rows of the runs.
+
+    python -m experiments.pages            # `make pages`
+    python -m experiments.pages --check    # in `make lint`: a page whose tables differ from the rows is an error
+
+A page has a table between two comments; the text around it is written by hand:
+
+    <!-- table: NAME -->
+    <!-- end -->
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import pandas as pd
+
+from ea_vision.base.errors import UsageError, exit_code
+from experiments import break_even, sensitivity
+from experiments.evidence import holm, markdown, paired, shown_p
+from experiments.sensitivity import HERE, top1_of
+
+RESULTS = HERE / "results"
+MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+MINUS = "\N{MINUS SIGN}"
+
+
+def signed(number: float, plus: str = "+") -> str:
+    """Return a number with two digits and its sign."""
+    return f"{number:{plus}.2f}".replace("-", MINUS)
+
+
+def points(effect: dict) -> str:
+    """Return a difference and its interval: "+0.35 (−0.01 to 0.71)"."""
+    interval = f"{signed(effect['low'], '')} to {signed(effect['high'], '')}"
+    return f"{signed(effect['difference'])} ({interval})"
+
+
+def by_seed(top1: pd.DataFrame, names: Sequence[str]) -> list[str]:
+    """Return a table of top-1 by network and seed, and the means."""
+    rows = []
+    for name in names:
+        values = [*top1[name], top1[name].mean()]
+        rows.append([name, *(f"{value:.2f}" for value in values)])
+    heads = ["top-1, %, by seed", *map(str, top1.index), "mean"]
+    return markdown(heads, rows)
+
+
+def differences(
+    top1: pd.DataFrame,
+    tested: Sequence[tuple[str, str]],
+    described: Sequence[tuple[str, str]] = (),
+    resolution: float = 0.0,
+) -> list[str]:
+    """Return a table of paired differences, the p of the tested ones corrected together (Holm)."""
+    effects = [paired(top1[a] - top1[b], resolution) for a, b in (*tested, *described)]
+    corrected = [
+        *holm([effect["p"] for effect in effects[: len(tested)]]),
+        *len(described) * [np.nan],
+    ]
+    rows = []
+    for (a, b), effect, p in zip((*tested, *described), effects, corrected, strict=True):
+        rows.append([f"{a} {MINUS} {b}", points(effect), shown_p(p)])
+    return markdown(["difference", "points (95% interval)", "p, corrected"], rows)
+
+
+def looks(top1: pd.DataFrame, better: str, worse: str, seeds: Iterable[int]) -> list[str]:
+    """Return a table of a difference as it stood when we looked, after each of these numbers of seeds."""
+    gains = top1[better] - top1[worse]
+    rows = [[str(number), points(paired(gains[:number], 0.01))] for number in seeds]
+    return markdown(["seeds", f"{better} {MINUS} {worse}"], rows)
+
+
+def plain_table(table: pd.DataFrame, heads: Sequence[str]) -> list[str]:
+    """Return a table of the columns of a data frame; a missing number is an empty cell."""
+    rows = []
+    for values in table.itertuples(index=False):
+        rows.append(
+            [
+                "" if pd.isna(value) else f"{value:.2f}" if isinstance(value, float) else str(value)
+                for value in values
+            ]
+        )
+    return markdown(heads, rows)
+
+
+# ---- the pages -------------------------------------------------------------------------------------------------------
+
+NETWORKS = ("cnn", "none", "none + norm", "EA + norm")
+HYPOTHESES = (("none + norm", "none"), ("cnn", "none + norm"), ("EA + norm", "none + norm"))
+
+
+def collapse_top1(data: str) -> pd.DataFrame:
+    return top1_of(RESULTS / "collapse.csv", data)
+
+
+def collapse_differences(data: str) -> list[str]:
+    return differences(collapse_top1(data), HYPOTHESES, [("cnn", "none")], 0.01)
+
+
+def controls() -> list[str]:
+    """Return what longer training and maps that look at nothing bring on CIFAR-100, beside the norm."""
+    ten = collapse_top1("cifar100")
+    five = top1_of(HERE / "factorial" / "cifar100-runs.csv")
+    uniform = pd.read_csv(RESULTS / "across" / "cifar100.csv")
+    uniform = uniform.pivot(index="seed", columns="variant", values="test_top1")
+    longer = five["none equal time"]
+    effects = {
+        "the norm, ten seeds": ten["none + norm"] - ten["none"],
+        "6.4% more updates (1,660 for 1,560), seeds 5 to 9": longer - five["none"],
+        "the norm over 6.4% more updates, seeds 5 to 9": ten["none + norm"].loc[5:9] - longer,
+        "uniform maps, six other seeds, 45,000 images": uniform["uniform"] - uniform["none"],
+    }
+    rows = [[name, points(paired(gains.dropna(), 0.01))] for name, gains in effects.items()]
+    return markdown([f"CIFAR-100, {MINUS} none", "points (95% interval)"], rows)
+
+
+def break_evens(better: Sequence[str]) -> list[str]:
+    """Return how much longer a training may take and takes; the last column is an estimate."""
+    table = break_even.table()
+    table = table[table["comparison"].isin(better)]
+    rows = []
+    for row in table.itertuples():
+        interval = "" if np.isnan(row.low) else f" ({row.low:.2f} to {row.high:.2f})"
+        rows.append(
+            [
+                row.comparison.replace("-", MINUS),
+                signed(row.gain),
+                f"{row.break_even:.2f}{interval}",
+                f"{row.time_ratio:.2f}",
+                signed(row.at_equal_time),
+            ]
+        )
+    heads = [
+        "difference",
+        "at equal updates",
+        "break-even, times",
+        "takes, times",
+        "at equal time, estimated",
+    ]
+    return markdown(heads, rows)
+
+
+def power(starts: tuple[str, ...]) -> list[str]:
+    """Return what the studies whose names begin so could have found."""
+    table = sensitivity.table()
+    table = table[table["study"].str.startswith(starts)]
+    columns = ["study", "comparison", "seeds", "spread", "found_at_80_percent"]
+    return plain_table(table[columns], ["study", "difference", "seeds", "spread", "finds at 80%"])
+
+
+ADDED = ("plain", "aa", "ea", "plain-18")
+ADDED_QUESTIONS = (("aa", "plain"), ("ea", "plain"), ("ea", "aa"))
+ADDED_AFTERWARDS = (("aa", "plain-18"), ("ea", "plain-18"))
+
+
+def added_top1() -> pd.DataFrame:
+    return top1_of(RESULTS / "added-attention-runs.csv")
+
+
+TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
+    "experiments/collapse/README.md": {
+        "cifar10 by seed": lambda: by_seed(collapse_top1("cifar10"), NETWORKS),
+        "cifar10 differences": lambda: collapse_differences("cifar10"),
+        "cifar10 looks": lambda: looks(collapse_top1("cifar10"), "cnn", "none", (4, 6, 9, 10)),
+        "cifar100 by seed": lambda: by_seed(collapse_top1("cifar100"), NETWORKS),
+        "cifar100 differences": lambda: collapse_differences("cifar100"),
+        "cifar100 looks": lambda: looks(
+            collapse_top1("cifar100"), "none + norm", "none", (3, 4, 5, 9, 10)
+        ),
+        "controls": controls,
+        "break-even": lambda: break_evens(("none + norm - cnn", "none + norm - none")),
+        "power": lambda: power(("query-key norm", "convolution and the norm")),
+    },
+    "experiments/added_attention/README.md": {
+        "by seed": lambda: by_seed(added_top1(), ADDED),
+        "differences": lambda: differences(added_top1(), ADDED_QUESTIONS, ADDED_AFTERWARDS),
+        "break-even": lambda: break_evens(("aa - plain", "ea - plain")),
+    },
+}
+
+
+def written(page: str, text: str) -> str:
+    """Return a page's text with its tables written anew.
+
+    Raises:
+        UsageError: a marked table that TABLES lacks, or one of TABLES that the page lacks.
+    """
+    tables = TABLES[page]
+    names = [name for _, name in MARKED.findall(text)]
+    if sorted(names) != sorted(tables):
+        raise UsageError(f"{page} must mark the tables {sorted(tables)}, it marks {sorted(names)}")
+    return MARKED.sub(lambda match: match[1] + "\n".join(tables[match[2]]()) + "\n", text)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail if a page differs"
+    )
+    check = parser.parse_args(argv).check
+    stale = []
+    for page in TABLES:
+        path = HERE.parent / page
+        before = path.read_text(encoding="utf-8")
+        after = written(page, before)
+        if after != before:
+            stale.append(page)
+            if not check:
+                path.write_text(after, encoding="utf-8")
+    if check and stale:
+        raise UsageError(
+            f"tables differ from the rows, `make pages` writes them: {', '.join(stale)}"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
