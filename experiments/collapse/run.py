@@ -31,6 +31,11 @@ NETWORKS = {
     "none + norm": ["--model", "conv_transformer_cifar", "--model-kwargs", WIDTHS, "qk_norm=true"],
     "EA + norm": ["--model", "ea_conv_transformer_cifar", "--model-kwargs", WIDTHS, "qk_norm=true"],
 }
+CONTROLS = {  # of controls.md; the later --epochs counts
+    "cnn, equal time": [*NETWORKS["cnn"], "--epochs", "5.61", "--eval-epochs", "100"],
+    "none, equal time": [*NETWORKS["none"], "--epochs", "4.24", "--eval-epochs", "100"],
+    "uniform": [*NETWORKS["none"], "evolution=uniform"],
+}
 OPTIONS = (
     "--recipe fast --dataset folder --epochs 4 --eval-epochs 4 --amp bfloat16 --channels-last "
     "--workers 0 --test"
@@ -48,7 +53,7 @@ def make(
     data: str, network: str, seed: int, folder: Path, data_dir: Path, device: torch.device
 ) -> dict:
     """Train one network, or continue its run, and return its row."""
-    command = ["-m", "ea_vision", "train-cifar", *OPTIONS, *NETWORKS[network]]
+    command = ["-m", "ea_vision", "train-cifar", *OPTIONS, *(NETWORKS | CONTROLS)[network]]
     where = ["--data-dir", str(data_dir), "--device", device.type]
     run = sweep.train([*command, *where], folder, seed)
     row = {"data": data, "network": network, "seed": seed}
@@ -76,7 +81,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cifar100", type=Path, metavar="DIR")
     parser.add_argument("--device", default="cpu", help="(default: %(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="(default: 5 to 14)")
-    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument(
+        "--networks", nargs="+", choices=NETWORKS | CONTROLS, default=list(NETWORKS)
+    )
     parser.add_argument("--rows", type=Path, default=RESULTS, help="(default: %(default)s)")
     args = parser.parse_args(argv)
     device = choose_device(args.device)
