@@ -1,7 +1,7 @@
 """Image files in class folders and tars: finding them, their classes, and decoding.
 
 The class is the first folder of a name, so class/images/x.jpg belongs to `class`; a folder that holds all the others
-does not count (train.tar with train/class/x.jpg). Links are followed. In a tar of tars (ImageNet's own
+does not count (train.tar with train/class/x.jpg). Links in folders are followed. In a tar of tars (ImageNet's own
 ILSVRC2012_img_train.tar) and in a folder of tars each tar is a class. ILSVRC's flat validation images get their classes
 from the files that come with them (`ilsvrc`), those of WebDataset's shards from the .cls beside them. Hidden files are
 skipped (`image_names`). timm's readers, which could do most of this, read a tar from end to end to list it and take
