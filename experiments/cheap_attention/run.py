@@ -1,0 +1,213 @@
+"""Attention in few places of a trained ResNet, against the plain network at equal time. See README.md of this folder.
+
+    python -m experiments.cheap_attention.run times
+    python -m experiments.cheap_attention.run pilot TINY-IMAGENET SCENES RUNS
+    python -m experiments.cheap_attention.run lengths TINY-IMAGENET SCENES RUNS
+    python -m experiments.cheap_attention.run study TINY-IMAGENET SCENES RUNS --placement late --long 24
+    python -m experiments.cheap_attention.run analyse
+
+The same command continues an incomplete run and skips complete ones. Only `study` sees the test photos.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pandas as pd
+import timm
+import torch
+
+from ea_vision.base.errors import UsageError, exit_code
+from ea_vision.base.files import atomic_write, csv_text
+from ea_vision.base.networks import lay_out
+from ea_vision.base.provenance import hardware
+from ea_vision.engine import run_folder
+from experiments.added_attention.run import PHOTOS, PRETRAINING, TUNING, train
+from experiments.benchmark import Steps, interleaved
+from experiments.evidence import by_variant, read_runs
+from experiments.finetune_scenes.run import pick, test, tested_runs
+from experiments.pages import by_seed, differences
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+TIMES = RESULTS / "cheap-attention-times.csv"
+PILOT = RESULTS / "cheap-attention-pilot.csv"
+RUNS = RESULTS / "cheap-attention-runs.csv"
+PILOT_SEEDS = range(100, 103)
+SEEDS = range(110, 118)
+SHORT = 6  # epochs
+LENGTHS = (24, 36)  # epochs, and 1.25 times as many
+SIDE = 112
+BATCH = 50
+PLACEMENTS = {
+    "late": {"fusion": "add", "attn_stages": (3, 4)},
+    "last": {"fusion": "add", "attn_stages": (4,)},
+    "instead": {"fusion": "concat", "attn_stages": (4,), "qk_ratio": 1.0, "v_ratio": 1.0},
+}
+
+
+def keywords_of(way: str) -> dict:
+    """Return the keywords of `aa_resnet34_050` for a placement, "late", or its control, "late uniform".
+
+    "late long" is "late", trained for longer.
+    """
+    placement, _, control = way.partition(" ")
+    return PLACEMENTS[placement] | ({"evolution": "uniform"} if control == "uniform" else {})
+
+
+def measure() -> int:
+    """Time a training step of every network in turns and write TIMES."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    images = torch.randn(BATCH, 3, SIDE, SIDE).contiguous(memory_format=torch.channels_last)
+    calls = {}
+    for way in ("plain", *PLACEMENTS, *(f"{name} uniform" for name in PLACEMENTS)):
+        name, keywords = (
+            ("resnet34_050", {}) if way == "plain" else ("aa_resnet34_050", keywords_of(way))
+        )
+        model = timm.create_model(name, num_classes=6, **keywords)
+        calls[way] = Steps(lay_out(model, torch.channels_last), images, "bfloat16", "adamw").train
+    seconds = interleaved(calls, 15, clock=time.process_time)
+    rows = []
+    for way, value in seconds.items():
+        ratio = round(value / seconds["plain"], 3)
+        rows.append({"way": way, "train_ms": round(1e3 * value, 1), "ratio": ratio})
+    table = pd.DataFrame(rows).assign(hardware=hardware(images.device, 1), torch=torch.__version__)
+    table.to_csv(TIMES, index=False)
+    print(table.to_string(index=False))
+    return 0
+
+
+def plain_as_long_as(placement: str, epochs: float) -> tuple[str, float]:
+    """Return the name and the epochs of the plain network that trains as long as a placement's epochs."""
+    if not TIMES.exists():
+        raise UsageError(
+            f"the ratios of steps must be measured first: run `times`, {TIMES} is missing"
+        )
+    ratio = pd.read_csv(TIMES).set_index("way")["ratio"][placement]
+    return f"plain as long as {placement} {epochs:g}", round(epochs * ratio, 2)
+
+
+def options_of(way: str, epochs: float) -> str:
+    """Return the trainer's options for a way: a placement, its control, or "plain ..."."""
+    length = f"{TUNING} --epochs {epochs:g}"
+    if way.startswith("plain"):
+        return f"{length} --model resnet34_050 --attention-lr 1"
+    pairs = []
+    for name, value in keywords_of(way).items():
+        shown = str(list(value)).replace(" ", "") if isinstance(value, tuple) else value
+        pairs.append(f"{name}={shown}")
+    return f"{length} --model aa_resnet34_050 --model-kwargs {' '.join(pairs)}"
+
+
+def run_all(
+    args: argparse.Namespace, more: list[str], lengths: dict[str, float], seeds: Sequence[int]
+) -> Iterator[tuple[str, int, Path]]:
+    """Train each way for its epochs with each seed, seed by seed; yield way, seed and folder of each run."""
+    data = args.runs / "data"
+    pick(args.scenes, data, PHOTOS)
+    pretrained = args.runs / "pretrained"
+    train(f"--model resnet34_050 {PRETRAINING}", args.tiny_imagenet, pretrained, more)
+    start = pretrained / run_folder.WEIGHTS
+    for seed in seeds:
+        for way, epochs in lengths.items():
+            output = args.runs / f"{way}-{seed}"
+            options = f"{options_of(way, epochs)} --seed {seed} --pretrained-path {start}"
+            train(options, data, output, more)
+            yield way, seed, output
+
+
+def validate(args: argparse.Namespace, more: list[str], lengths: dict[str, float]) -> int:
+    """Train the ways with the pilot's seeds and keep their best top-1 on the validation photos in PILOT."""
+    rows = pd.read_csv(PILOT).to_dict("records") if PILOT.exists() else []
+    for way, seed, output in run_all(args, more, lengths, PILOT_SEEDS):
+        results = run_folder.read_results(output)
+        top1 = results[f"{results['eval_split']}_best"]["top1"]
+        rows = [row for row in rows if (row["way"], row["seed"]) != (way, seed)]
+        rows.append({"way": way, "seed": seed, "epochs": lengths[way], "validation_top1": top1})
+        atomic_write(PILOT, csv_text(rows).encode())
+        print(rows[-1], flush=True)
+    return 0
+
+
+def pilot(args: argparse.Namespace, more: list[str]) -> int:
+    """Make the runs that choose the placement."""
+    lengths = {}
+    for placement in PLACEMENTS:
+        lengths[placement] = SHORT
+        name, epochs = plain_as_long_as(placement, SHORT)
+        lengths[name] = epochs
+    return validate(args, more, lengths)
+
+
+def choose_lengths(args: argparse.Namespace, more: list[str]) -> int:
+    """Make the runs of the plain network that choose the length of "converged"."""
+    lengths = {}
+    for epochs in LENGTHS:
+        lengths[f"plain {epochs}"] = epochs
+        lengths[f"plain {1.25 * epochs:g}"] = 1.25 * epochs
+    return validate(args, more, lengths)
+
+
+def study(args: argparse.Namespace, more: list[str]) -> int:
+    """Make the runs of the chosen placement, test each once, and keep their rows in RUNS."""
+    placement = args.placement
+    lengths = {placement: SHORT, f"{placement} uniform": SHORT}
+    lengths |= dict([plain_as_long_as(placement, SHORT)])
+    if args.long:
+        lengths[f"{placement} long"] = args.long
+        lengths |= dict([plain_as_long_as(placement, args.long)])
+    for _, _, output in run_all(args, more, lengths, args.seeds):
+        test(output, args.runs / "data")
+        rows = tested_runs(args.runs, lengths, args.runs / "data")
+        atomic_write(RUNS, csv_text(rows).encode())
+    return 0
+
+
+def analyse() -> int:
+    """Print the table of the three questions, of the seeds whose runs are complete."""
+    if not RUNS.exists():
+        raise UsageError(f"no runs to analyse: {RUNS} is missing")
+    top1 = by_variant(read_runs(RUNS))
+    [placement] = [name for name in top1 if name in PLACEMENTS]
+    short, _ = plain_as_long_as(placement, SHORT)
+    questions = [(placement, short), (placement, f"{placement} uniform")]
+    for name in top1:
+        if name.startswith(f"plain as long as {placement} ") and name != short:
+            questions.insert(1, (f"{placement} long", name))
+    print(*by_seed(top1, list(top1)), "", *differences(top1, questions), sep="\n")
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parts = parser.add_subparsers(dest="part", required=True)
+    parts.add_parser("times", help="time the steps")
+    parts.add_parser("analyse", help="print the answers")
+    runs = {"pilot": pilot, "lengths": choose_lengths, "study": study}
+    for name, make in runs.items():
+        part = parts.add_parser(name, help=str(make.__doc__).splitlines()[0])
+        part.add_argument("tiny_imagenet", type=Path)
+        part.add_argument("scenes", type=Path)
+        part.add_argument("runs", type=Path)
+        if name == "study":
+            part.add_argument("--placement", choices=PLACEMENTS, required=True)
+            part.add_argument(
+                "--long", type=int, metavar="EPOCHS", help="length of the converged pair"
+            )
+            part.add_argument(
+                "--seeds", type=int, nargs="+", default=SEEDS, help="(default: 110 to 117)"
+            )
+    args, more = parser.parse_known_args(argv)
+    if args.part == "times":
+        return measure()
+    if args.part == "analyse":
+        return analyse()
+    return runs[args.part](args, more)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
