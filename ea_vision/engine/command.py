@@ -117,8 +117,6 @@ def train(module: type[DataModule], config: TrainConfig) -> None:
         check_writable(folder)
         run_folder.check_free(folder, world)
         log.info("recipe      %s", config.recipe)
-        if config.notice:
-            log.warning("%s", config.notice)
         data = module(config.for_processes(world.size), world, training=True)
         data.check()
         if is_complete(folder, data):

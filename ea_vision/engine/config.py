@@ -307,9 +307,8 @@ class TrainConfig:
         "", "tags of the run on Weights & Biases, separated by commas", KEPT, goes_with="wandb"
     )
 
-    # Not options: names of the model keywords that only the recipe sets, which a model may lack; a line for the log.
+    # Not an option: names of the model keywords that only the recipe sets, which a model may lack.
     optional_kwargs = frozenset()
-    notice = ""
 
     def __post_init__(self):
         hints = typing.get_type_hints(type(self))
@@ -319,6 +318,11 @@ class TrainConfig:
         self._take_statistics()
         if self.epochs == int(self.epochs):
             self.epochs = int(self.epochs)
+        if isinstance(self.warmup_epochs, float) and self.warmup_epochs > self.epochs:
+            raise UsageError(
+                f"warmup_epochs must be at most the {self.epochs:g} epochs of the run, got "
+                f"{self.warmup_epochs:g}; --warmup-epochs 20% is a fifth of them"
+            )
         if self.min_lr > self.lr:
             raise UsageError(f"min_lr must be at most lr ({self.lr:g}), got {self.min_lr:g}")
         if self.cuda_graphs and self.grad_accum_steps > 1:
@@ -691,37 +695,12 @@ def resolve(cls: type[TrainConfig], given: dict) -> Any:
             near = near_matches(meant, names, "options")
             raise UsageError(f"recipe {recipe_name}: unknown option {key!r}; {near}")
     optional = set(options.get("model_kwargs", ())) - set(given.get("model_kwargs", ()))
-    warmup, notice = _warmup_of_fewer_epochs(options, given)
-    options.update(warmup)
     if "batch_size" in given or "grad_accum_steps" in given:
         options["total_batch"] = 0
     lay_over(options, {**given, "recipe": recipe_name})
     config = cls(**options)
     config.optional_kwargs = frozenset(optional)
-    config.notice = notice
     return config
-
-
-def _warmup_of_fewer_epochs(recipe: dict, given: dict) -> tuple[dict, str]:
-    """If `given` has fewer epochs than the recipe's warm-up, return a shorter warm-up and a line for the log."""
-    if "warmup_epochs" in given or not {"warmup_epochs", "epochs"} <= recipe.keys():
-        return {}, ""
-    rules = TrainConfig.rules()
-    warmup = _checked("warmup_epochs", recipe["warmup_epochs"], float | str, rules["warmup_epochs"])
-    all_epochs = _checked("epochs", recipe["epochs"], float, rules["epochs"])
-    if isinstance(warmup, str):
-        return {}, ""
-    try:
-        epochs = float(given.get("epochs", math.inf))
-    except ValueError:  # `_checked` says so
-        return {}, ""
-    if warmup <= epochs:
-        return {}, ""
-    share = f"{100 * warmup / all_epochs:g}%"
-    line = (
-        f"the recipe's warm-up, {warmup:g} of {all_epochs:g} epochs, becomes {share} of {epochs:g}"
-    )
-    return {"warmup_epochs": share}, line
 
 
 # ---- the command line -------------------------------------------------------------------------------------------

@@ -198,11 +198,6 @@ class Trainer:
             )
         # The last epoch may be incomplete.
         self.total_epochs = math.ceil(self.total_updates / self.updates_per_epoch)
-        if config.warmup_updates(self.updates_per_epoch) > self.total_updates:
-            raise UsageError(
-                f"warmup_epochs must be at most the {config.epochs:g} epochs of the run, got "
-                f"{config.warmup_epochs:g}; --warmup-epochs 20% is a fifth of them"
-            )
 
     def _parallel(self, net: nn.Module) -> DistributedDataParallel:
         """Return the network wrapped in DistributedDataParallel, which averages gradients over the processes.

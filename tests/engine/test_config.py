@@ -33,16 +33,15 @@ def test_command_line_over_recipe_over_defaults(recipe):
     assert config.optional_kwargs == {"drop_rate"}
 
 
-def test_fewer_epochs_than_the_recipes_warmup_shorten_it():
-    """The warm-up shrinks in proportion, with a notice; a warm-up given on the command line stays."""
-    config = parsed("--epochs 1", ImageNetConfig)
-    assert config.warmup_epochs == "5%"
-    assert config.warmup_updates(100) == 5
-    assert config.notice == "the recipe's warm-up, 5 of 100 epochs, becomes 5% of 1"
+def test_a_warmup_longer_than_the_run_is_refused():
+    """Also that of the recipe, here 5 epochs; the error names the option that sets it."""
+    for argv in ("--epochs 1", "--epochs 1 --warmup-epochs 5", "--epochs 4.9"):
+        with pytest.raises(
+            UsageError, match="at most the [0-9.]+ epochs .* got 5; --warmup-epochs"
+        ):
+            parsed(argv, ImageNetConfig)
     assert parsed("--epochs 5", ImageNetConfig).warmup_epochs == 5
-    stays = parsed("--epochs 1 --warmup-epochs 5", ImageNetConfig)
-    assert stays.warmup_epochs == 5
-    assert not stays.notice
+    assert parsed("--epochs 1 --warmup-epochs 20%", ImageNetConfig).warmup_updates(100) == 20
 
 
 @pytest.mark.parametrize(
@@ -216,7 +215,7 @@ def test_bad_options_of_the_imagenet_trainer_are_named(line, message):
 )
 def test_bad_recipes_are_named(recipe, text, message):
     with pytest.raises(UsageError, match=message):
-        parsed(f"--recipe {recipe(text)} --epochs 3")
+        parsed(f"--recipe {recipe(text)}")
 
 
 def test_a_key_of_a_recipe_without_a_value_is_empty(recipe):
