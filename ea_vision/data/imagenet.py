@@ -47,18 +47,19 @@ def train_transform(
     img_size: int,
     *,
     scale: Sequence[float] = (0.08, 1.0),
+    ratio: Sequence[float] = (0.75, 4 / 3),
     hflip: float = 0.5,
     color_jitter: float = 0.0,
     auto_augment: str = "",
     interpolation: str = "bilinear",
-    **more,
 ):
     """Return timm's transform: crop of random area and aspect ratio (Szegedy et al. 2015), flip, and further ones.
 
     Args:
-        img_size: side of the result in pixels. scale: least and largest share of the image's area in the crop.
+        img_size: side of the result in pixels.
+        scale: least and largest share of the image's area in the crop.
+        ratio: least and greatest ratio of width to height of the crop.
         auto_augment: timm's policy, or ta_wide, torchvision's TrivialAugmentWide.
-        more: other keywords of timm's `create_transform`: vflip, ratio, train_crop_mode.
     """
     trivial = auto_augment == TRIVIAL
     policy = None if trivial else auto_augment or None
@@ -66,6 +67,7 @@ def train_transform(
         img_size,
         is_training=True,
         scale=tuple(scale),
+        ratio=tuple(ratio),
         hflip=hflip,
         normalize=False,
         separate=True,
@@ -73,7 +75,6 @@ def train_transform(
         auto_augment=policy,
         interpolation=interpolation,
         use_prefetcher=True,
-        **more,
     )
     steps = list(parts[:2])  # the third converts to tensors
     if trivial:

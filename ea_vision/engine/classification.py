@@ -53,16 +53,6 @@ class ClassificationConfig(TrainConfig):
     )
     mixup: float = option(0.0, "alpha of mixup; 0: off", AUGMENT)
     cutmix: float = option(0.0, "alpha of cutmix; 0: off", AUGMENT)
-    mixup_prob: float = option(1.0, "probability that a batch is mixed", AUGMENT, maximum=1.0)
-    mixup_switch_prob: float = option(
-        0.5, "probability of cutmix in place of mixup, where both are on", AUGMENT, maximum=1.0
-    )
-    mixup_mode: str = option(
-        "batch",
-        "draw the mixing ratio once per batch, per pair of images or per image (elem)",
-        AUGMENT,
-        choices=("batch", "pair", "elem"),
-    )
     mixup_off_epoch: int = option(
         0, "mixup and cutmix are off from this epoch on, counted from 0; 0: never", AUGMENT
     )
@@ -115,9 +105,6 @@ class ClassificationTrainer(Trainer):
             self.mix = Mixup(
                 config.mixup,
                 config.cutmix,
-                prob=config.mixup_prob,
-                switch_prob=config.mixup_switch_prob,
-                mode=config.mixup_mode,
                 label_smoothing=config.smoothing,
                 num_classes=len(data.classes),
             )

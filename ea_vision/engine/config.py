@@ -264,12 +264,6 @@ class TrainConfig:
         SPEED,
         choices=("broadcast", "reduce"),
     )
-    ddp_bb: bool = setting(
-        True,
-        "broadcast the first process's statistics of BatchNorm before each forward; never "
-        "with dist_bn reduce, which averages each process's own",
-        SPEED,
-    )
     grad_checkpointing: bool = setting(
         False,
         "compute activations again in the backward pass: less memory, about a "
@@ -303,9 +297,6 @@ class TrainConfig:
     )
     tensorboard: bool = setting(False, "write TensorBoard events into the run folder", KEPT)
     wandb: str = setting("", "Weights & Biases project; empty: none", KEPT)
-    wandb_tags: str = setting(
-        "", "tags of the run on Weights & Biases, separated by commas", KEPT, goes_with="wandb"
-    )
 
     # Not an option: names of the model keywords that only the recipe sets, which a model may lack.
     optional_kwargs = frozenset()

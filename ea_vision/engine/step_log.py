@@ -99,7 +99,6 @@ class StepLog:
                 name=folder.name,
                 dir=str(folder),
                 config=asdict(config),
-                tags=list(filter(None, config.wandb_tags.split(","))),
             )
         except wandb.Error as error:
             raise UsageError(

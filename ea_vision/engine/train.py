@@ -173,7 +173,7 @@ class Trainer:
             )
             self.best_model = self.eval_net = self.ema.module
         # Statistics that are averaged must be each process's own; a broadcast would replace them by the first one's.
-        self.own_statistics = config.dist_bn == "reduce" or not config.ddp_bb
+        self.own_statistics = config.dist_bn == "reduce"
         if world.size > 1:
             self.net = self._parallel(self.net)
         self.images_of_update = config.images_of_update(world.size)

@@ -138,26 +138,11 @@ class ImageNetConfig(ClassificationConfig):
         0.08, "least share of an image's area in a training crop", AUGMENT, above=0.0, maximum=1.0
     )
     hflip: float = option(0.5, "probability of a left-right flip", AUGMENT, maximum=1.0)
-    vflip: float = option(
-        0.0,
-        "probability of an upside-down flip (not FFCV)",
-        AUGMENT,
-        maximum=1.0,
-        not_with="train_beton",
-    )
     ratio: list[float] = option(
         [0.75, 4 / 3],
         "least and greatest ratio of width to height of a training crop (not FFCV)",
         AUGMENT,
         above=0.0,
-        not_with="train_beton",
-    )
-    train_crop_mode: str = option(
-        "rrc",
-        "timm's crop of training images; rrc: random resized crop; rkrc: resize at a random scale and "
-        "ratio, then center crop; rkrr: the same, then random crop (not FFCV)",
-        AUGMENT,
-        choices=("rrc", "rkrc", "rkrr"),
         not_with="train_beton",
     )
     color_jitter: float = option(
@@ -407,9 +392,7 @@ def checked_train_transform(config: ImageNetConfig, img_size: int):
             img_size,
             scale=(config.crop_scale, 1.0),
             hflip=config.hflip,
-            vflip=config.vflip,
             ratio=tuple(config.ratio),
-            train_crop_mode=config.train_crop_mode,
             color_jitter=config.color_jitter,
             auto_augment=config.aa,
             interpolation=config.interpolation,
