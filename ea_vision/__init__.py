@@ -70,6 +70,25 @@ def load(target: str, **kwargs):
     return loaded.model
 
 
+def preprocess(model, image, processor=None, mean=None, std=None):
+    """Return a network's input (1, 3, H, W) for an image: that of its evaluation, predict, the probe and the figures.
+
+    Args:
+        model: a network of timm's, torchvision's or transformers'; or a target as `load` takes it.
+        image: a file, a PIL image or an array (H, W, 3).
+        processor: an image processor of transformers, its path or name; default: the one saved with the weights.
+        mean, std: three numbers each, for images in 0..1; default: the network's.
+
+    Raises:
+        UsageError: no such model, no image, or a processor that does not make one image of three channels.
+    """
+    from ea_vision.recorder.inputs import as_image
+    from ea_vision.recorder.loading import as_model
+
+    loaded = as_model(model, processor=processor, mean=mean, std=std)
+    return loaded.input_of(as_image(image))[None]
+
+
 def from_pretrained(folder: str, **kwargs):
     """Load an evolving model of transformers; see `ea_vision.models.huggingface.from_pretrained`."""
     from ea_vision.models import huggingface

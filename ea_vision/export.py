@@ -11,6 +11,7 @@ have opset 20. The command then runs file and network on the same images and pri
 import importlib.util
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -37,12 +38,9 @@ from ea_vision.recorder.loading import (
     load_model,
 )
 
-# fields of About that a network's data configuration has
-PREPARATION = ("mean", "std", "crop_pct", "interpolation", "crop_mode")
-
 
 def compare(model: LoadedModel, images: Sequence[Tensor], output: Path) -> str:
-    """Compare a written file with its network on images (3, H, W) in 0..1; return how often their classes agree and how
+    """Compare a written file with its network on inputs (3, H, W); return how often their classes agree and how
     far their outputs differ.
 
     Raises:
@@ -54,7 +52,7 @@ def compare(model: LoadedModel, images: Sequence[Tensor], output: Path) -> str:
     agreeing = 0
     largest = 0.0
     for image in images:
-        x = model.normalize(image)[None]
+        x = image[None]
         with torch.inference_mode():
             own = model.model(x)
             got = network(x)
@@ -105,12 +103,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not model.trained and not args.random:
         raise UsageError(f"{args.model} has no weights: --random exports it with random ones")
     noise = torch.rand(2, 3, *model.img_size, generator=torch.Generator().manual_seed(0))
-    images = [model.prepare(read_image(path)) for path in paths] or list(noise)
-    preparation = {key: model.config[key] for key in PREPARATION}
+    images = [model.input_of(read_image(path)) for path in paths]
+    images = images or list(model.preparation.normalize(noise))
     about = About(
         model.label,
-        model.img_size,
-        **preparation,
+        **asdict(model.preparation),
         num_classes=model.model.num_classes,
         classes=model.classes,
     )

@@ -36,7 +36,8 @@ from ea_vision.base.tables import markdown
 from ea_vision.layers import AugmentedConv2d, MapsAttention
 from ea_vision.models import get_network, list_networks
 from ea_vision.ops import Size, use_implementation
-from ea_vision.recorder.loading import find_origin, input_size
+from ea_vision.recorder.loading import find_origin
+from ea_vision.zoo.preparation import built_size
 
 BFLOAT16 = 2  # bytes of a number
 BMM = torch.ops.aten.bmm
@@ -205,7 +206,7 @@ def count_network(name: str) -> tuple[tuple[int, int, int], Counts]:
         model = origin.build()
     size = model.default_cfg["input_size"]
     if origin.kwargs:
-        size = (size[0], *input_size(model, {"input_size": size}))
+        size = (size[0], *(built_size(model) or size[1:]))
     return size, count(model, size)
 
 

@@ -236,7 +236,7 @@ def attention_source(
     def source(images: Tensor, classes: Tensor) -> Mapping[str, Tensor]:
         recorded = None if "rollout" in kinds else list(layers)
         with torch.no_grad(), ea_vision.record_attention(model.model, recorded) as maps:
-            model.model(model.normalize(images))
+            model.model(model.preparation.normalize(images))
         scores = {}
         if "layers" in kinds:
             for number in layers:
@@ -350,13 +350,13 @@ def curves_of(target: str, wanted: Sequence[str], args: argparse.Namespace) -> t
     """Return a model's label and its curves, one for each ranking."""
     size = (args.img_size, args.img_size) if args.img_size else None
     model = load_model(target, img_size=size)
-    mean = model.config["mean"]
+    mean = model.preparation.mean
 
     def predict(images: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=args.amp == "bfloat16"):
-            return model.model(model.normalize(images))
+            return model.model(model.preparation.normalize(images))
 
-    data = load_dataset(args.dataset, args.data_dir, model.img_size[0], False, 2)
+    data = load_dataset(args.dataset, args.data_dir, model.preparation)
     with torch.no_grad(), ea_vision.record_attention(model.model) as maps:
         model.model(torch.zeros(1, 3, *model.img_size))
     layers = list(maps)

@@ -169,7 +169,7 @@ def main(argv: list[str] | None = None) -> int:
                 raise UsageError(
                     f"networks with layers of AugmentedConv2d are required, and {network.label} has none"
                 )
-            batches = list(network.normalize(images.images / 255).split(BATCH))
+            batches = list(network.preparation.normalize(images.images).split(BATCH))
             tables["replaced.csv"] += replaced(network, batches, images.targets)
             tables["logits.csv"] += logits(network, batches)
     for name, rows in tables.items():

@@ -27,6 +27,7 @@ from ea_vision.base.files import atomic_write
 from ea_vision.base.networks import CIFAR10, check_classes, encode_weights
 from ea_vision.base.processes import World, join_world
 from ea_vision.data.on_device import EvalLoader
+from ea_vision.data.scaling import Scaling
 from ea_vision.data.small_images import load_dataset
 from ea_vision.engine import run_folder
 from ea_vision.engine.command import resolve_target
@@ -270,7 +271,7 @@ def test_images(
             raise UsageError(f"--split must name images that {folder} has not seen, got {split}")
         return data.eval_loader(**common), options.tta
     options, _ = resolve_target(CifarConfig, str(folder), {})
-    data = load_dataset(options.dataset, data_dir, img_size=options.img_size)
+    data = load_dataset(options.dataset, data_dir, Scaling.filled(options.img_size))
     if data.fingerprint() != run["data_fingerprint"]:
         raise UsageError(
             f"{data_dir} is not the data of the run: fingerprint {run['data_fingerprint']} required, "

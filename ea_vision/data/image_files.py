@@ -48,15 +48,11 @@ class BrokenImage(ValueError):
     """An image that cannot be decoded, or is too large; the message says why."""
 
 
-def decode_image(
-    file: str | Path | BinaryIO, over_white: bool = False, name: str = ""
-) -> Image.Image:
-    """Decode a file to 8-bit RGB. The size is checked before pixels are decoded. EXIF orientation is ignored, as in
-    timm and torchvision, whose published accuracies are without it.
+def decode_image(file: str | Path | BinaryIO, name: str = "") -> Image.Image:
+    """Decode a file to 8-bit RGB. The size is checked before pixels are decoded. Alpha is dropped and EXIF orientation
+    ignored, as in timm and torchvision, whose published accuracies are without them.
 
-    Args:
-        over_white: put transparent pixels on white. Off by default, as in timm and torchvision, which drop alpha.
-        name: of the image in messages; default: the path.
+    name: of the image in messages; default: the path.
 
     Raises:
         BrokenImage: it has more than MAX_PIXELS, cannot be decoded, or has none of IMAGE_FORMATS.
@@ -66,7 +62,7 @@ def decode_image(
         with Image.open(file, formats=IMAGE_FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise BrokenImage(f"{limit}, got {image.width}x{image.height}")
-            return to_rgb(image, over_white, name or image.filename)
+            return to_rgb(image, name or image.filename)
     except BrokenImage:
         raise
     except Image.DecompressionBombError as error:
@@ -80,8 +76,8 @@ def decode_image(
         raise BrokenImage(f"{type(error).__name__}: {error}") from error
 
 
-def to_rgb(image: Image.Image, over_white: bool = False, name: str = "") -> Image.Image:
-    """Decode and convert to 8-bit RGB. 16-bit grey keeps its upper 8 bits (Pillow alone would clip it at 255).
+def to_rgb(image: Image.Image, name: str = "") -> Image.Image:
+    """Decode and convert to 8-bit RGB, without alpha. 16-bit grey keeps its upper 8 bits (Pillow would clip it at 255).
 
     Raises:
         BrokenImage: 32-bit integers or floating-point numbers, since no file says which value is white.
@@ -96,38 +92,8 @@ def to_rgb(image: Image.Image, over_white: bool = False, name: str = "") -> Imag
         values = np.asarray(image).astype(np.int64)
         if 0 < values.max() < TWELVE_BITS and multiprocessing.parent_process() is None:
             _say_dark(str(name), all_black=values.max() <= 255)
-        upper = (values >> 8).clip(0, 255)
-        clear = image.info.get("transparency")
-        if over_white and isinstance(clear, int):
-            upper[values == clear] = 255
-        image = Image.fromarray(upper.astype(np.uint8))
-    if over_white and _has_alpha(image):
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, "white")
-        image = Image.alpha_composite(white, image)
+        image = Image.fromarray((values >> 8).clip(0, 255).astype(np.uint8))
     return image.convert("RGB")
-
-
-def check_scaled(image: Image.Image, short_side: int) -> Image.Image:
-    """Return the image, unless it is too narrow to scale its short side to `short_side` pixels.
-
-    Raises:
-        BrokenImage: it would have more than MAX_PIXELS then.
-    """
-    long_side = short_side * max(image.size) // min(image.size)
-    if short_side * long_side > MAX_PIXELS:
-        raise BrokenImage(
-            f"must have at most {MAX_PIXELS / 1e6:g} megapixels once its short side has {short_side} "
-            f"pixels, got {image.width}x{image.height}"
-        )
-    return image
-
-
-def _has_alpha(image: Image.Image) -> bool:
-    palette = image.palette
-    if image.mode == "P" and palette is not None and palette.mode.endswith("A"):
-        return True  # as quantised from RGBA
-    return image.mode in ("RGBA", "LA", "PA", "RGBa") or "transparency" in image.info
 
 
 @functools.cache

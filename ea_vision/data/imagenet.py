@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import timm.data
 import torch
 from PIL import Image
+from timm.layers import to_2tuple
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
@@ -28,7 +28,8 @@ from ea_vision.base.processes import end_with_parent, start_method, workers_watc
 from ea_vision.data.augment import normalize
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.batches import Batch, Loader, epoch_generator, sent
-from ea_vision.data.image_files import BrokenImage, check_scaled
+from ea_vision.data.image_files import BrokenImage
+from ea_vision.data.scaling import Size, pixels_of
 
 AHEAD = 2  # batches that each worker prepares
 GLOO_SECONDS = 0.3  # in which gloo's threads must end a collective
@@ -36,11 +37,6 @@ GLOO_SECONDS = 0.3  # in which gloo's threads must end a collective
 STUCK_SECONDS = 900
 TRIVIAL = "ta_wide"  # torchvision's name of a policy that timm lacks
 Decoded = tuple[Tensor, list[Any], dict[int, str]]  # images, targets, errors by place in the batch
-
-
-def _pixels(image: Image.Image) -> Tensor:
-    """Return uint8 (H, W, 3); the channels are moved to the front on the device, where that costs less."""
-    return torch.from_numpy(np.array(image))
 
 
 def train_transform(
@@ -80,16 +76,8 @@ def train_transform(
     if trivial:
         mode = transforms.InterpolationMode(interpolation)
         steps.append(transforms.TrivialAugmentWide(interpolation=mode))
-    steps.append(_pixels)
+    steps.append(pixels_of)
     return transforms.Compose(steps)
-
-
-def eval_transform(img_size: int, resize: int, interpolation: str = "bilinear"):
-    """Return the transform that scales the short side to `resize` and crops the center `img_size` x `img_size`."""
-    mode = transforms.InterpolationMode(interpolation)
-    check = partial(check_scaled, short_side=resize)
-    scale = transforms.Resize(resize, mode)
-    return transforms.Compose([check, scale, transforms.CenterCrop(img_size), _pixels])
 
 
 class Decoder(Dataset):
@@ -159,7 +147,7 @@ class DecodingLoader(Loader):
     """Base of all loaders that decode images as they are needed. For other images, or other ways to decode them, a
     subclass overrides `_decoder`, `_decoded`, `_pixels` or `_batch`.
 
-    Args: transform: takes a side in pixels, returns the transform of images (`train_transform`, `eval_transform`);
+    Args: transform: takes a size in pixels, returns the function that makes an image's pixels (H, W, 3) of that size;
     workers: number of processes that decode for this one, 0: none; bad_images: collects the unreadable ones; common:
     see `Loader`.
     """
@@ -169,7 +157,7 @@ class DecodingLoader(Loader):
         source,
         *,
         transform: Callable[[int], Callable],
-        img_size: int,
+        img_size: int | Size,
         workers: int,
         bad_images: BadImages,
         **common,
@@ -181,9 +169,9 @@ class DecodingLoader(Loader):
         self.workers = workers
         self.bad_images = bad_images
 
-    def _decoder(self, img_size: int) -> Decoder:
+    def _decoder(self, img_size: int | Size) -> Decoder:
         read = TransformedImages(self.source, self.transform(img_size))
-        return Decoder(read, (img_size, img_size, 3))
+        return Decoder(read, (*to_2tuple(img_size), 3))
 
     def _decoded(self, batches: list[np.ndarray], img_size: int) -> Iterator[Decoded]:
         """Yield the decoder's result for each batch of rows (seed, index), in order."""

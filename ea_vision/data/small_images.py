@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import cache_root
-from ea_vision.data.image_files import BrokenImage, ImageFiles, check_scaled, fingerprint
+from ea_vision.data.image_files import BrokenImage, ImageFiles, fingerprint
+from ea_vision.data.scaling import Scaling
 from ea_vision.data.splits import find_split
 
 DATASETS = ("digits", "cifar10", "cifar100", "folder")
@@ -67,26 +68,31 @@ def hold_out(images: Images, count: int, seed: int) -> tuple[Images, Images]:
 
 
 def load_dataset(
-    name: str, data_dir: str = "", img_size: int = 32, download: bool = False, workers: int = 2
+    name: str,
+    data_dir: str = "",
+    scaling: Scaling = Scaling.filled(32),
+    download: bool = False,
+    workers: int = 2,
 ) -> DataSet:
-    """Load a data set as uint8 tensors of `img_size` x `img_size` RGB pixels.
+    """Load a data set as tensors of RGB pixels.
 
     Args:
         name: digits | cifar10 | cifar100 (torchvision's files in `data_dir`) | folder (`data_dir` has train and test,
             or val, each a folder or a .tar of class/name.png).
+        scaling: its `pixels` scales the images; a network's preparation may be given.
         workers: decoding threads.
 
     Raises:
         UsageError: missing data, broken images (all are counted, the first five named), classes that differ.
     """
     if name == "digits":
-        return _load_digits(img_size)
+        return _load_digits(scaling)
     if name in ("cifar10", "cifar100"):
         root = Path(data_dir) if data_dir else cache_root() / "torchvision"
-        return _load_torchvision(name, root, img_size, download)
+        return _load_torchvision(name, root, scaling, download)
     train, test = [ImageFiles(place) for place in places_of(data_dir)]
     check_same_classes(train.name, train.classes, test.name, test.classes)
-    decoded = [_decoded(files, img_size, workers) for files in (train, test)]
+    decoded = [_decoded(files, scaling, workers) for files in (train, test)]
     return DataSet(*decoded, train.classes)
 
 
@@ -101,13 +107,13 @@ def places_of(data_dir: str) -> tuple[Path, Path]:
     return find_split(Path(data_dir), "train"), find_split(Path(data_dir), "test")
 
 
-def _load_digits(img_size: int) -> DataSet:
+def _load_digits(scaling: Scaling) -> DataSet:
     """Load scikit-learn's 1,797 digits of 8x8 pixels, enlarged; every fifth image of a class is for testing."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
     grey = np.rint(digits.images * (255 / 16)).astype(np.uint8)  # (1797, 8, 8), values were 0..16
-    pixels = _resized(grey[..., None].repeat(3, axis=-1), img_size)
+    pixels = _resized(grey[..., None].repeat(3, axis=-1), scaling)
     targets = torch.from_numpy(digits.target.astype(np.int64))
     same_class = targets[:, None] == targets
     number = same_class.tril(-1).sum(1)  # of each image in its class
@@ -118,7 +124,7 @@ def _load_digits(img_size: int) -> DataSet:
     return DataSet(train, test, [str(digit) for digit in range(10)])
 
 
-def _load_torchvision(name: str, root: Path, img_size: int, download: bool) -> DataSet:
+def _load_torchvision(name: str, root: Path, scaling: Scaling, download: bool) -> DataSet:
     """Load CIFAR-10 or -100 in torchvision's layout under `root`."""
     from torchvision import datasets
 
@@ -132,39 +138,24 @@ def _load_torchvision(name: str, root: Path, img_size: int, download: bool) -> D
             "tars and folders)"
         ) from error
     return DataSet(
-        _of_torchvision(train, f"{name} train", img_size),
-        _of_torchvision(test, f"{name} test", img_size),
+        _of_torchvision(train, f"{name} train", scaling),
+        _of_torchvision(test, f"{name} test", scaling),
         train.classes,
     )
 
 
-def _of_torchvision(found, name: str, img_size: int) -> Images:
+def _of_torchvision(found, name: str, scaling: Scaling) -> Images:
     names = [f"{name} {i}" for i in range(len(found))]
-    return Images(_resized(found.data, img_size), torch.tensor(found.targets), names)
+    return Images(_resized(found.data, scaling), torch.tensor(found.targets), names)
 
 
-def _resized(pixels: np.ndarray, img_size: int) -> Tensor:
-    """Turn uint8 (N, H, W, 3) into (N, 3, img_size, img_size), bicubic where the size differs."""
-    if pixels.shape[1:3] != (img_size, img_size):
-        pixels = np.stack([_fit(Image.fromarray(image), img_size) for image in pixels])
-    return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
-
-
-def _fit(image: Image.Image, img_size: int) -> np.ndarray:
-    """Return RGB uint8 (img_size, img_size, 3). Another size is scaled by its short side and center-cropped.
-
-    Raises:
-        BrokenImage: see `check_scaled`.
-    """
-    if image.size != (img_size, img_size):
-        check_scaled(image, img_size)
-        scale = img_size / min(image.size)
-        size = [max(img_size, round(side * scale)) for side in image.size]
-        image = image.resize(size, Image.Resampling.BICUBIC)
-        left = (image.width - img_size) // 2
-        top = (image.height - img_size) // 2
-        image = image.crop((left, top, left + img_size, top + img_size))
-    return np.asarray(image)
+def _resized(pixels: np.ndarray, scaling: Scaling) -> Tensor:
+    """Scale uint8 (N, H, W, 3) images; return (N, 3, *scaling.size)."""
+    if pixels.shape[1:3] == scaling.size and scaling.crop_pct == 1:
+        scaled = torch.from_numpy(pixels)
+    else:
+        scaled = torch.stack([scaling.pixels(Image.fromarray(image)) for image in pixels])
+    return scaled.permute(0, 3, 1, 2).contiguous()
 
 
 def check_same_classes(
@@ -179,16 +170,16 @@ def check_same_classes(
         )
 
 
-def _decoded(files: ImageFiles, img_size: int, workers: int) -> Images:
+def _decoded(files: ImageFiles, scaling: Scaling, workers: int) -> Images:
     """Decode all images on `workers` threads.
 
     Raises:
         UsageError: broken images, by path.
     """
 
-    def decode(index: int) -> np.ndarray | str:
+    def decode(index: int) -> Tensor | str:
         try:
-            return _fit(files.read(index)[0], img_size)
+            return scaling.pixels(files.read(index)[0])
         except BrokenImage as error:
             return f"{files.describe(index)} ({error})"
 
@@ -199,6 +190,6 @@ def _decoded(files: ImageFiles, img_size: int, workers: int) -> Images:
         raise UsageError(
             f"{len(broken)} of {len(decoded)} images cannot be decoded: {'; '.join(broken[:5])}"
         )
-    pixels = _resized(np.stack(decoded), img_size)
+    pixels = torch.stack(decoded).permute(0, 3, 1, 2).contiguous()
     names = [files.describe(index) for index in range(len(files))]
     return Images(pixels, torch.from_numpy(files.targets), names)

@@ -21,7 +21,7 @@ from ea_vision.base.errors import CommandParser, RunError, UsageError
 from ea_vision.base.files import check_output
 from ea_vision.data.beton import Evaluated, read_tables, require_ffcv, sidecar, write_about
 from ea_vision.data.image_files import BrokenImage, ImageFiles
-from ea_vision.data.imagenet import eval_transform
+from ea_vision.data.scaling import Scaling
 from ea_vision.data.splits import find_split
 
 EXAMPLES = """\
@@ -51,7 +51,7 @@ def write_beton(
         jpeg_share: share of the images that are stored as JPEG; the others are stored as pixels, which are larger and
             faster to read.
         workers: threads.
-        evaluated: store each image after `eval_transform`, as pixels; None: store the whole image.
+        evaluated: store each image as it is evaluated, as pixels; None: store the whole image.
 
     Raises:
         UsageError: FFCV is not installed, or images cannot be decoded.
@@ -116,7 +116,7 @@ class _Encoder:
         self.as_jpeg = np.random.default_rng(0).random(len(source)) < jpeg_share
         self.jpeg_field = fields.RGBImageField("jpg")
         self.raw_field = fields.RGBImageField("raw")
-        self.transform = eval_transform(*evaluated) if evaluated else None
+        self.scaling = Scaling.cropped(*evaluated) if evaluated else None
         self.broken: list[str] = []
 
     def encode(self, index: int, row: np.ndarray) -> np.ndarray | bytes:
@@ -129,8 +129,8 @@ class _Encoder:
 
         try:
             image, row["f1"][0] = self.source.read(index)
-            if self.transform:
-                image = self.transform(image).numpy()
+            if self.scaling:
+                image = self.scaling.pixels(image).numpy()
             else:
                 image.thumbnail((self.max_size, self.max_size))
         except BrokenImage as error:

@@ -15,6 +15,7 @@ from torchvision.ops import clip_boxes_to_image
 from torchvision.transforms import v2
 
 from ea_vision.ops import Size
+from ea_vision.zoo.preparation import Preparation
 
 FILL = (124, 116, 104)  # colour of the padding: ImageNet's mean, 0..255
 
@@ -84,6 +85,22 @@ def fit_image(image: Image.Image, img_size: int) -> Tensor:
     """Apply `eval_transform` to an image without boxes."""
     to_float = v2.ToDtype(torch.float32, scale=True)
     return v2.Compose([v2.PILToTensor(), Fit(img_size), to_float])(image)
+
+
+class Fitted(Preparation):
+    """A detector's preparation: its images are fitted into a square, and it normalises them itself."""
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        """Return (3, S, S) in 0..1; see `fit_image`."""
+        return fit_image(image, self.size[0])
+
+    def pixels(self, image: Image.Image) -> Tensor:
+        """Return uint8 (S, S, 3)."""
+        return (self(image) * 255).round().byte().permute(1, 2, 0)
+
+    def shrinks(self, image: Image.Image) -> float:
+        """Return the number of image pixels per pixel of the input, along a side."""
+        return max(image.size) / self.size[0]
 
 
 def fitted_size(size: Size, img_size: int) -> Size:

@@ -22,6 +22,7 @@ from ea_vision.base.processes import World
 from ea_vision.data.bad_images import BadImages
 from ea_vision.engine import run_folder
 from ea_vision.engine.config import TrainConfig
+from ea_vision.zoo.preparation import preparation_of_run
 
 
 def said_by_weights(path: str) -> dict:
@@ -55,6 +56,7 @@ class DataModule:
         eval_split: the images to evaluate on: "test", or "held_out" if the test images are kept for the end.
         fingerprint: the same for the same data; goes into checkpoints.
         same_images: whether the images to train on are those to evaluate on, which `check` refuses.
+        preparation: how the images to evaluate on are scaled and cropped; None in detection.
         about: further entries about the data in config.yaml and evaluation.json.
         bad_images: collects the images that the loaders cannot read.
     """
@@ -68,6 +70,7 @@ class DataModule:
         self.config = config
         self.world = world
         self.about = {}
+        self.preparation = preparation_of_run(vars(config))
         self.bad_images = BadImages(limit=0)
 
     @classmethod

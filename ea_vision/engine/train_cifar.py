@@ -97,7 +97,7 @@ class SmallImages(DataModule):
         super().__init__(config, world, training)
         with world.main_first():
             data = load_dataset(
-                config.dataset, config.data_dir, config.img_size, config.download, config.workers
+                config.dataset, config.data_dir, self.preparation, config.download, config.workers
             )
         self.classes = data.classes
         self.fingerprint = data.fingerprint()

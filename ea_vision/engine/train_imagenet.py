@@ -6,7 +6,6 @@ Started by torchrun it runs on several GPUs or machines; the same command contin
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,12 +21,7 @@ from ea_vision.data.batches import GrowingSize
 from ea_vision.data.beton import Beton, Evaluated
 from ea_vision.data.ffcv import BetonTrainLoader
 from ea_vision.data.image_files import ImageFiles
-from ea_vision.data.imagenet import (
-    ImageEvalLoader,
-    ImageTrainLoader,
-    eval_transform,
-    train_transform,
-)
+from ea_vision.data.imagenet import ImageEvalLoader, ImageTrainLoader, train_transform
 from ea_vision.data.named_datasets import open_dataset
 from ea_vision.data.small_images import check_same_classes
 from ea_vision.data.splits import find_split
@@ -332,15 +326,11 @@ class ClassFolders(DataModule):
 
     def eval_loader(self, **keywords) -> ImageEvalLoader:
         config = self.config
-        transform = partial(
-            eval_transform, resize=config.eval_resize, interpolation=config.interpolation
-        )
-        if config.val_beton:
-            transform = as_stored
+        pixels = _as_stored if config.val_beton else self.preparation.pixels
         return ImageEvalLoader(
             self.evaluated,
-            transform=transform,
-            img_size=config.side_to_evaluate,
+            transform=lambda _: pixels,
+            img_size=self.preparation.size,
             batch_size=config.eval_batch_size,
             workers=config.workers,
             bad_images=self.bad_images,
@@ -372,12 +362,8 @@ def check_sizes(model: nn.Module, sizes: set[int], config: ImageNetConfig) -> No
         ) from error
 
 
-def as_stored(_img_size: int) -> Callable[[Tensor], Tensor]:
-    """Return the transform of images that are stored as they are evaluated: the identity."""
-    return _same
-
-
-def _same(pixels: Tensor) -> Tensor:
+def _as_stored(pixels: Tensor) -> Tensor:
+    """Return the pixels of an FFCV file, which are stored as they are evaluated."""
     return pixels
 
 

@@ -1,6 +1,6 @@
 """Read users' images for figures, the page and predict: files, folders, PIL images, arrays, tensors.
 
-Images with transparent pixels are put on white. Files with 16 bits per channel keep the upper 8 bits.
+They become RGB as the trainers read them: see `ea_vision.data.image_files.decode_image`.
 """
 
 import glob
@@ -24,9 +24,11 @@ from ea_vision.data.image_files import (
     to_rgb,
 )
 from ea_vision.data.image_names import displayable
+from ea_vision.data.scaling import Scaling
 from ea_vision.data.small_images import load_dataset
 
 ImageSource = str | Path | Image.Image | np.ndarray
+DIGIT_SIZE = (8, 8)
 DIGITS = "digits#"  # followed by a number: a test image of the digits
 
 
@@ -92,8 +94,8 @@ def read_image(source: ImageSource) -> Image.Image:
             raise UsageError(f"an image must have pixels, got {source.width}x{source.height}")
     try:
         if isinstance(source, Image.Image):
-            return to_rgb(source, over_white=True)
-        return decode_image(source, over_white=True)
+            return to_rgb(source)
+        return decode_image(source)
     except BrokenImage as error:
         raise UsageError(f"image {source} cannot be read: {error}") from error
 
@@ -154,7 +156,7 @@ def _from_array(array: np.ndarray) -> Image.Image:
 
 
 def _digit(text: str) -> Image.Image:
-    images = load_dataset("digits").test.images
+    images = load_dataset("digits", scaling=Scaling(DIGIT_SIZE)).test.images  # as they are
     number = text.removeprefix(DIGITS)
     if not number.isdecimal() or int(number) >= len(images):
         raise UsageError(f"digits#N must have N in 0..{len(images) - 1}, got {text}")

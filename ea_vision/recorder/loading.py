@@ -2,11 +2,10 @@
 
 import argparse
 import logging
-import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,10 @@ from PIL import Image
 from timm.data import ImageNetInfo
 from timm.models import is_model, is_model_pretrained, list_pretrained
 from torch import Tensor, nn
-from torchvision.transforms.v2.functional import normalize, pil_to_tensor
 
 from ea_vision.base import devices
 from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import (
-    channel_statistics,
     check_model_name,
     hub_source,
     load_state,
@@ -31,19 +28,26 @@ from ea_vision.base.networks import (
     read_made_with,
     read_metadata,
 )
-from ea_vision.data.image_files import MAX_PIXELS
+from ea_vision.data.image_files import MAX_PIXELS, BrokenImage
 from ea_vision.data.image_names import displayable
 from ea_vision.deployment.files import SUFFIXES, ExportedNetwork
-from ea_vision.deployment.fold import input_channels, own_size
+from ea_vision.deployment.fold import input_channels
 from ea_vision.detection.model import Detector, create_detector
 from ea_vision.detection.predict import detect
-from ea_vision.detection.transforms import fit_image
+from ea_vision.detection.transforms import Fitted
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.ops import Size
 from ea_vision.recorder.inputs import in_unit_range
 from ea_vision.recorder.maps import Query
-from ea_vision.recorder.processors import processor_config, processor_of
-from ea_vision.recorder.recording import AttentionLayer, recordable_layers
+from ea_vision.recorder.recording import AttentionLayer, recordable_layers, unwrap
+from ea_vision.zoo.preparation import (
+    Preparation,
+    Processed,
+    built_size,
+    changed,
+    preparation_of,
+    preparation_of_run,
+)
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +55,6 @@ log = logging.getLogger(__name__)
 TOKEN = r"cls|dist|mean|pool|(?:reg|pool)[1-9]\d*"
 NUMBER = "[0-9]{1,9}"
 ROUNDING = 1e-3  # of values that a processor normalised, in 0..1
-PHOTO_SIDE = 512  # pixels of an image that is shown beside its maps
 FINDS_OBJECTS = (
     "a network that classifies images is required, but {} detects objects (use ea-vision predict)"
 )
@@ -63,22 +66,25 @@ WEIGHTS_HELP = (
 
 @dataclass
 class LoadedModel:
-    """A network in evaluation mode, and the preprocessing of its images.
+    """A network in evaluation mode, and the preparation of its images.
 
-    label: short, for titles. config: timm's data configuration (mean, std, crop_pct, interpolation).
-    img_size: (height, width) of the input in pixels. epoch: of the checkpoint, if it is one.
+    label: short, for titles. epoch: of the checkpoint, if it is one.
     trained: whether the weights are trained, not random. weights: their name, if they have one.
     classes: names of the classes, if known.
     """
 
     model: nn.Module
     label: str
-    img_size: Size
-    config: dict
+    preparation: Preparation | Processed
     epoch: int | None = None
     trained: bool = True
     weights: str = ""
     classes: Sequence[str] | None = None
+
+    @property
+    def img_size(self) -> Size:
+        """(height, width) of the input in pixels."""
+        return self.preparation.size
 
     @property
     def device(self) -> torch.device:
@@ -87,7 +93,8 @@ class LoadedModel:
         return weights[0].device if weights else torch.device("cpu")
 
     def input_of(self, image: Image.Image | Tensor | Mapping) -> Tensor:
-        """Return the network's input (3, H, W) in 0..1: a tensor unchanged, a PIL image resized and cropped.
+        """Return the network's input (3, H, W), normalised: of a PIL image by the network's preparation; a tensor is
+        not resized.
 
         Args:
             image: as `ea_vision.recorder.inputs.as_image` returns it. A tensor has (3, H, W) or (1, 3, H, W): uint8;
@@ -98,7 +105,10 @@ class LoadedModel:
             UsageError: a tensor has another shape or range, or an image is too narrow.
         """
         if isinstance(image, Image.Image):
-            return self.prepare(image)
+            try:
+                return self.preparation(image)
+            except BrokenImage as error:
+                raise UsageError(f"an image {error}") from error
         normalised = isinstance(image, Mapping)
         if normalised:
             image = _pixel_values(image)
@@ -110,22 +120,22 @@ class LoadedModel:
                 "an image must be a path, a PIL image, an array (H, W, 3) or a tensor (3, H, W), got "
                 f"{tuple(image.shape)}"
             )
-        rounding = 0.0
-        if normalised or self._is_normalised(image):
-            image = self.denormalize(image.float())
-            rounding = ROUNDING
-        return in_unit_range(image, rounding)
+        if image.is_floating_point():
+            x = image.float()
+            shown = self.preparation.unnormalize(x)
+            low, high = shown.aminmax()
+            fits = -ROUNDING <= low and high <= 1 + ROUNDING
+            if normalised or (fits and not (image.min() >= 0 and image.max() <= 1)):
+                in_unit_range(shown, ROUNDING)
+                return x
+        return self.preparation.normalize(in_unit_range(image))
 
-    def _is_normalised(self, image: Tensor) -> bool:
-        """Return whether values exceed 0..1, and lie in it once the network's normalisation is undone."""
-        if not image.is_floating_point() or (image.min() >= 0 and image.max() <= 1):
-            return False
-        low, high = self.denormalize(image.float()).aminmax()
-        return bool(low >= -ROUNDING and high <= 1 + ROUNDING)
+    def shown(self, x: Tensor) -> Tensor:
+        """Return the image in 0..1 of an input (3, H, W)."""
+        return self.preparation.unnormalize(x).clamp(0, 1)
 
     def batch_of(self, inputs: Sequence[Tensor]) -> Tensor:
-        """Return the network's batch (B, 3, H, W) from results of `input_of`: normalised, with the device and dtype of
-        its weights.
+        """Return the network's batch (B, 3, H, W) from results of `input_of`, with the device and dtype of its weights.
 
         Raises:
             UsageError: the inputs have different sizes.
@@ -135,7 +145,7 @@ class LoadedModel:
             raise UsageError(
                 f"images that run together must have one size, got {' and '.join(sorted(sizes))}"
             )
-        batch = self.normalize(torch.stack(list(inputs)).to(self.device))
+        batch = torch.stack(list(inputs)).to(self.device)
         weights = [weight for weight in self.model.parameters() if weight.is_floating_point()]
         return batch.to(weights[0].dtype) if weights else batch
 
@@ -149,69 +159,6 @@ class LoadedModel:
                 f"a network is required that takes images with 3 channels, and {self.label} takes {channels} "
                 "(ea_vision.record_attention takes any)"
             ) from refusal
-
-    def prepare(self, image: Image.Image, finer: float = 1.0) -> Tensor:
-        """Return (3, H, W) in 0..1: the image resized and centre-cropped, as in evaluation. Queries count these pixels.
-        `finer`: factor by which H and W exceed those of the input.
-
-        Raises:
-            UsageError: the image is so narrow that it has more than MAX_PIXELS once its short side fits.
-        """
-        H, W = (round(side * finer) for side in self.img_size)
-        height, width = self._scaled_size(image, H, W)
-        if width * height > MAX_PIXELS:
-            raise UsageError(
-                f"an image must have at most {MAX_PIXELS / 1e6:g} megapixels once it is scaled to "
-                f"{W}x{H} pixels, got {width}x{height} from {image.width}x{image.height}"
-            )
-        left = round((width - W) / 2)
-        top = round((height - H) / 2)
-        resampling = Image.Resampling[self.config["interpolation"].upper()]
-        resized = image.convert("RGB").resize((width, height), resampling)
-        cut = resized.crop((left, top, left + W, top + H))
-        return pil_to_tensor(cut) / 255
-
-    def _scaled_size(self, image: Image.Image, H: int, W: int) -> Size:
-        """Return (height, width) to which evaluation scales an image before it crops (H, W), by the steps of timm and
-        our trainers; torchvision's steps round down to whole pixels."""
-        crop_pct = self.config["crop_pct"]
-        high = math.floor(H / crop_pct + 1e-9)
-        wide = math.floor(W / crop_pct + 1e-9)
-        if self.config.get("crop_mode") == "squash":  # changes the aspect ratio
-            return high, wide
-        if high != wide:
-            ratio = min(image.height / high, image.width / wide)
-            return max(H, round(image.height / ratio)), max(W, round(image.width / ratio))
-        if image.width <= image.height:
-            return int(wide * image.height / image.width), wide
-        return high, int(high * image.width / image.height)
-
-    def shrinks(self, image: Image.Image) -> float:
-        """Return the number of image pixels per pixel of the input, along a side."""
-        H, W = self.img_size
-        shrinks = min(image.height / H, image.width / W)
-        return shrinks * self.config["crop_pct"]
-
-    def photo(self, image: Image.Image) -> np.ndarray | None:
-        """Return (height, width, 3) uint8: the result of `prepare` at the image's own resolution, but at most
-        PHOTO_SIDE pixels along the longer side. None if that is no finer than the network's input."""
-        finer = min(self.shrinks(image), PHOTO_SIDE / max(self.img_size))
-        if finer <= 1:
-            return None
-        levels = self.prepare(image, finer) * 255
-        return levels.round().byte().permute(1, 2, 0).numpy()
-
-    def normalize(self, images: Tensor) -> Tensor:
-        """Normalise images (..., 3, H, W) in 0..1 as the network takes them."""
-        mean = list(self.config["mean"])
-        std = list(self.config["std"])
-        return normalize(images, mean, std)
-
-    def denormalize(self, images: Tensor) -> Tensor:
-        """Undo `normalize`: return images (..., 3, H, W) in 0..1."""
-        mean = images.new_tensor(self.config["mean"]).view(3, 1, 1)
-        std = images.new_tensor(self.config["std"]).view(3, 1, 1)
-        return images * std + mean
 
 
 def _pixel_values(image: Mapping) -> Tensor:
@@ -232,14 +179,6 @@ class DetectorModel(LoadedModel):
     """
 
     category_ids: Sequence[int] = ()
-
-    def prepare(self, image: Image.Image, finer: float = 1.0) -> Tensor:
-        """Return (3, S, S) in 0..1; see `ea_vision.detection.transforms.fit_image`."""
-        return fit_image(image.convert("RGB"), round(self.img_size[0] * finer))
-
-    def shrinks(self, image: Image.Image) -> float:
-        """Return the number of image pixels per pixel of the input, along a side."""
-        return max(image.size) / self.img_size[0]
 
     def detect(
         self, images: Sequence[Image.Image], batch_size: int = 8
@@ -387,8 +326,10 @@ def _load_exported(path: Path) -> LoadedModel:
     """Load an ONNX or torch.export file."""
     network = ExportedNetwork(path)
     about = network.about
-    config = {"input_size": (3, *about.size), **asdict(about)}
-    return LoadedModel(network, about.name, about.size, config, classes=about.classes)
+    preparation = Preparation(
+        **{field.name: getattr(about, field.name) for field in fields(Preparation)}
+    )
+    return LoadedModel(network, about.name, preparation, classes=about.classes)
 
 
 def _load_by_name(origin: Origin, random: bool, seed: int) -> LoadedModel:
@@ -428,8 +369,7 @@ def _load_from_file(origin: Origin, path: Path, random: bool, seed: int) -> Load
         return DetectorModel(
             model,
             label,
-            img_size=(model.img_size, model.img_size),
-            config={"mean": (0.0,) * 3, "std": (1.0,) * 3},
+            Fitted((model.img_size, model.img_size)),
             epoch=epoch,
             trained=not random,
             classes=about["classes"],
@@ -438,82 +378,35 @@ def _load_from_file(origin: Origin, path: Path, random: bool, seed: int) -> Load
     loaded = as_loaded(model, label, not random)
     loaded.epoch = epoch
     loaded.classes = about.get("classes")
-    for key in ("mean", "std"):
-        if key in about:
-            loaded.config[key] = tuple(about[key])
-    options = origin.options
-    if options:  # our trainers keep the aspect ratio
-        loaded.config["crop_mode"] = "center"
-    if "eval_resize" in options:  # of train-imagenet
-        side = options.get("eval_img_size") or options["img_size"]
-        loaded.img_size = (side, side)
-        loaded.config["crop_pct"] = side / options["eval_resize"]
-        loaded.config["interpolation"] = options["interpolation"]
-    elif "dataset" in options:  # train-cifar shows the whole image
-        loaded.config["crop_pct"] = 1.0
+    own = loaded.preparation
+    statistics = {key: tuple(about.get(key, getattr(own, key))) for key in ("mean", "std")}
+    of_run = preparation_of_run(origin.options, **statistics)
+    loaded.preparation = of_run or replace(own, **statistics)
     return loaded
 
 
-def as_loaded(
-    model: nn.Module,
-    label: str,
-    trained: bool = True,
-    *,
-    processor: Any = None,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-) -> LoadedModel:
-    """Return a network with its preprocessing: from its own configuration, or from the image processor saved with the
-    weights of a model of transformers. The log says when mean and std are guessed.
+def as_loaded(model: nn.Module, label: str, trained: bool = True, **images) -> LoadedModel:
+    """Return a network with its preparation. images: processor, mean, std; see `preparation_of`."""
+    preparation = preparation_of(model, label=label, **images)
+    classes = known_classes(model)
+    return LoadedModel(model, displayable(label), preparation, trained=trained, classes=classes)
 
-    Args:
-        processor, mean, std: see `set_preprocessing`.
+
+def as_model(model: nn.Module | LoadedModel | str | Path, **images) -> LoadedModel:
+    """Return a model with its preprocessing. `model`: a timm model, a name, a run folder or a checkpoint.
+
+    **images: processor, mean, std, see `ea_vision.zoo.preparation.preparation_of`.
     """
-    config = timm.data.resolve_model_data_config(model)
-    loaded = LoadedModel(
-        model,
-        displayable(label),
-        input_size(model, config),
-        config,
-        trained=trained,
-        classes=known_classes(model),
-    )
-    if processor is None:
-        processor = processor_of(model)
-    set_preprocessing(loaded, processor, mean, std)
-    known = processor is not None or (mean is not None and std is not None)
-    if not known and not getattr(model, "pretrained_cfg", None):
-        log.warning(
-            "%s does not say how its images are normalised: ImageNet's mean and std are used "
-            "(mean=, std= or processor= sets others), at %dx%d pixels (set model.img_size to change this)",
-            label,
-            *loaded.img_size,
-        )
+    if isinstance(model, nn.Module):
+        model = unwrap(model)
+        config = getattr(model, "pretrained_cfg", None) or {}
+        evolved_from = getattr(model, "_model_args", {}).get("base")
+        label = evolved_from or config.get("architecture") or type(model).__name__
+        return as_loaded(model, label, **images)
+    is_name = isinstance(model, (str, Path))
+    loaded = load_model(str(model)) if is_name else replace(model)
+    loaded.preparation = changed(loaded.preparation, **images)
     return loaded
-
-
-def set_preprocessing(
-    loaded: LoadedModel,
-    processor: Any = None,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-) -> None:
-    """Set a network's preprocessing to that of an image processor, or set its mean and std.
-
-    Args:
-        processor: of transformers, or its path or name: mean, std, size, crop and resampling are taken from it.
-        mean, std: per channel, for images in 0..1; they take precedence over the processor's.
-
-    Raises:
-        UsageError: the processor is unknown, or mean or std is not three numbers.
-    """
-    if processor is not None:
-        config = processor_config(processor)
-        loaded.config = {**loaded.config, **config}
-        loaded.img_size = config["input_size"][1:]
-    for name, values in (("mean", mean), ("std", std)):
-        if values is not None:
-            loaded.config = {**loaded.config, name: channel_statistics(name, values)}
 
 
 def _set_size(loaded: LoadedModel, img_size: Size) -> None:
@@ -522,7 +415,7 @@ def _set_size(loaded: LoadedModel, img_size: Size) -> None:
     Raises:
         UsageError: it cannot take such images.
     """
-    own = input_size(loaded.model, loaded.config)
+    own = built_size(loaded.model) or loaded.img_size
     wanted = f"{img_size[0]}x{img_size[1]} pixels"
     if img_size != own and isinstance(loaded.model, (ExportedNetwork, Detector)):
         raise UsageError(f"{loaded.label} takes images of {own[0]}x{own[1]} pixels, got {wanted}")
@@ -532,18 +425,14 @@ def _set_size(loaded: LoadedModel, img_size: Size) -> None:
             loaded.model.set_input_size(img_size=img_size)
         except (ValueError, AssertionError, RuntimeError) as error:
             raise UsageError(f"{loaded.label} cannot take images of {wanted}: {error}") from error
-    loaded.img_size = img_size
+    if img_size != loaded.img_size:
+        loaded.preparation = replace(loaded.preparation, size=img_size)
 
 
 def check_classifies(model: LoadedModel) -> None:
     """Raise UsageError for a detector: a network that classifies whole images is required."""
     if isinstance(model, DetectorModel):
         raise UsageError(FINDS_OBJECTS.format(model.label))
-
-
-def input_size(model: nn.Module, config: dict) -> Size:
-    """Return the (height, width) in pixels that a network is built for, or that its configuration states."""
-    return own_size(model) or tuple(config["input_size"][1:])
 
 
 def known_classes(model: nn.Module) -> list[str] | None:

@@ -72,13 +72,13 @@ def extract_maps(
     """Return the maps of one query, float16 (M, K, H, W) on the CPU, for each layer.
 
     Args:
-        images: uint8 (M, 3, H, W) of the model's input size.
+        images: (M, 3, H, W) of the model's input size, uint8 or in 0..1.
         query: y,x in pixels of the input, or a token before a transformer's patches.
     """
     found: list[list[Tensor]] = [[] for _ in layers]
     batches = images.split(batch_size)
     for batch in tqdm(batches, desc=f"maps of {model.label}", unit="batch", disable=None):
-        inputs = model.normalize(batch.to(model.device) / 255)
+        inputs = model.preparation.normalize(batch.to(model.device))
         with torch.no_grad(), record_attention(model.model, layers) as maps:
             model.model(inputs)
         for kept, number in zip(found, layers, strict=True):
@@ -111,7 +111,7 @@ def untrained_network(
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(images), generator=generator)
     drawn = in_batches(images[order[:count]], batch_size)
-    inputs = (network.normalize(batch.to(model.device) / 255) for batch in drawn)
+    inputs = (network.preparation.normalize(batch.to(model.device)) for batch in drawn)
     update_bn(inputs, network.model)
     return network
 
@@ -346,7 +346,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = []
     fingerprints = {}
     for target, model in models.items():
-        data = load_dataset(options.dataset, options.data_dir, model.img_size[0])
+        data = load_dataset(options.dataset, options.data_dir, model.preparation)
         fingerprints[model.label] = data.fingerprint()
         splits = [data.train, data.test]
         if options.unseen:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,35 +15,12 @@ from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import evaluating
 from ea_vision.ops import Size
 from ea_vision.recorder.inputs import ImageSource, as_image
-from ea_vision.recorder.loading import (
-    LoadedModel,
-    as_loaded,
-    load_model,
-    numbered,
-    set_preprocessing,
-)
+from ea_vision.recorder.loading import LoadedModel, as_model, numbered
 from ea_vision.recorder.quantities import own_alone
-from ea_vision.recorder.recording import AttentionLayer, AttentionMaps, LayerMaps, unwrap
+from ea_vision.recorder.recording import AttentionLayer, AttentionMaps, LayerMaps
 from ea_vision.visualize.tiles import OWN_ALONE, Recording
 
 AnyImage = ImageSource | Tensor  # see `ea_vision.recorder.loading.LoadedModel.input_of`
-
-
-def as_model(model: nn.Module | LoadedModel | str | Path, **images) -> LoadedModel:
-    """Return a model with its preprocessing. `model`: a timm model, a name, a run folder or a checkpoint.
-
-    **images: processor, mean, std, see `ea_vision.recorder.loading.set_preprocessing`.
-    """
-    if isinstance(model, nn.Module):
-        model = unwrap(model)
-        config = getattr(model, "pretrained_cfg", None) or {}
-        evolved_from = getattr(model, "_model_args", {}).get("base")
-        label = evolved_from or config.get("architecture") or type(model).__name__
-        return as_loaded(model, label, **images)
-    is_name = isinstance(model, (str, Path))
-    loaded = load_model(str(model)) if is_name else replace(model)
-    set_preprocessing(loaded, **images)
-    return loaded
 
 
 def title_of(model: LoadedModel) -> str:
@@ -107,8 +83,8 @@ def record(
     """
     model = as_model(model)
     image = as_image(image)
-    prepared = model.input_of(image)
-    batch = model.batch_of([prepared])
+    x = model.input_of(image)
+    batch = model.batch_of([x])
     watch = nullcontext(AttentionMaps())
     if layers:
         known = set().union(*(layer.parts for layer in layers))
@@ -119,19 +95,17 @@ def record(
         with evaluating(model.model), torch.no_grad(), watch as maps:
             output = model.model(batch)
     except (ValueError, AssertionError) as error:
-        raise UsageError(
-            f"{model.label} on a {prepared.shape[1]}x{prepared.shape[2]} input: {error}"
-        ) from error
+        raise UsageError(f"{model.label} on a {x.shape[1]}x{x.shape[2]} input: {error}") from error
     except RuntimeError as error:
         model.check_channels(error)
         raise
-    size = tuple(prepared.shape[1:])
+    size = tuple(x.shape[1:])
     covered = [layer.layout.covered for layer in maps.values() if layer.layout.covered]
     shown = covered[0] if covered else size
-    photo = model.photo(image) if isinstance(image, Image.Image) else None
+    photo = model.preparation.photo(image) if isinstance(image, Image.Image) else None
     if photo is not None and shown != size:
         photo = _part_of_photo(photo, size, shown)
-    return Recording(model, crop(prepared, 0, 0, *shown), maps, photo, output)
+    return Recording(model, crop(model.shown(x), 0, 0, *shown), maps, photo, output)
 
 
 def _part_of_photo(photo: np.ndarray, size: Size, shown: Size) -> np.ndarray:

@@ -174,13 +174,14 @@ def plot_sampling(
     below = []
     for number, image in enumerate(images, start=1):
         x = loaded.input_of(as_image(image))
+        shown = loaded.shown(x)
         size = tuple(x.shape[1:])
         with evaluating(loaded.model), torch.no_grad():
             theta = transformer.theta(loaded.batch_of([x]))
-            image_there = x[None].to(theta.device)
+            image_there = shown[None].to(theta.device)
             [seen] = sample_affine(image_there, theta, transformer.out_size or size)
         [corners] = quadrilateral(theta.float(), size)
-        above.append(_tile(x, f"input {number}", corners.cpu().numpy()))
+        above.append(_tile(shown, f"input {number}", corners.cpu().numpy()))
         below.append(_tile(seen.clamp(0, 1), f"sampled {number}"))
     return sheet(
         title_of(loaded),

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import timm
-import timm.data
 import torch
 from matplotlib.figure import Figure
 from PIL import Image
@@ -27,7 +26,7 @@ from safetensors.torch import load_file
 import ea_vision  # noqa: F401  (registers the models)
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.base.files import atomic_write
-from ea_vision.recorder.loading import LoadedModel
+from ea_vision.recorder.loading import LoadedModel, as_loaded
 from ea_vision.recorder.quantities import LayerQuantities, measure, quantities_csv
 from ea_vision.recorder.recording import recordable_layers
 from ea_vision.visualize.heatmap import draw_heatmap
@@ -63,7 +62,7 @@ def load(
         model.load_state_dict(state)
     except (OSError, KeyError, RuntimeError) as error:
         raise UsageError(f"{weights} must hold weights of {name}: {error}") from error
-    return LoadedModel(model, label, (side, side), timm.data.resolve_model_data_config(model))
+    return as_loaded(model, label)
 
 
 def networks(weights: Path, runs: Path | None, side: int = SIDE) -> dict[str, LoadedModel]:
@@ -81,8 +80,7 @@ def statistics(network: LoadedModel, photos: list[Path]) -> list[LayerQuantities
     """Return each layer's entropy and distance, measured over the photos."""
     images = []
     for photo in photos:
-        prepared = network.prepare(Image.open(photo).convert("RGB"))
-        images.append(network.normalize(prepared))
+        images.append(network.input_of(Image.open(photo).convert("RGB")))
     return measure(network.model, torch.stack(images).split(20))
 
 

@@ -20,7 +20,7 @@ from ea_vision.data.batches import Batch
 from ea_vision.data.beton import Beton, Evaluated, sidecar
 from ea_vision.data.ffcv import BetonTrainLoader, quasi_random_order
 from ea_vision.data.image_files import ImageFiles
-from ea_vision.data.imagenet import eval_transform
+from ea_vision.data.scaling import Scaling
 from tests.data.photos import make_photos
 from tests.data.test_image_files import png_of
 
@@ -153,11 +153,11 @@ def test_validation_images_are_the_folders_bit_for_bit(tmp_path, interpolation):
     assert write(root, out, options + interpolation) == 0
     beton = Beton(out, evaluated=stored)
     files = ImageFiles(root / "val")
-    transform = eval_transform(*stored)
+    scaling = Scaling.cropped(*stored)
     for index in range(10):
         image, target = files.read(index)
         pixels, label = beton.read(index)
-        assert torch.equal(pixels, transform(image))
+        assert torch.equal(pixels, scaling.pixels(image))
         assert target == label
     message = "must have (validation|whole) images.*, got validation images for .*=37"
     for other in (stored._replace(eval_img_size=24), stored._replace(eval_resize=36), None):

@@ -25,12 +25,11 @@ from ea_vision.data.imagenet import (
     ImageEvalLoader,
     ImageTrainLoader,
     TransformedImages,
-    eval_transform,
     train_transform,
 )
 from ea_vision.data.on_device import EvalLoader, TrainLoader
+from ea_vision.data.scaling import Scaling
 from ea_vision.data.small_images import Images
-from ea_vision.engine.train_imagenet import as_stored
 from tests.data.photos import make_photos
 from tests.data.test_image_files import png_of
 from tests.slow import FFCV, needs_ffcv
@@ -76,8 +75,8 @@ def loader(source, kind, batch_size, bad=None, **more):
     if kind == "ffcv":
         return BetonTrainLoader(source, os_cache=True, scale=(0.3, 1), hflip=0.5, **more)
     if kind == "eval":
-        transform = partial(eval_transform, resize=20)
-        return ImageEvalLoader(source, transform=transform, **more)
+        scaling = Scaling.cropped(more["img_size"], 20)
+        return ImageEvalLoader(source, transform=lambda _: scaling.pixels, **more)
     augmented = {"color_jitter": 0.4, "auto_augment": "rand-m7-mstd0.5-inc1"}
     transform = partial(train_transform, scale=(0.3, 1), **augmented)
     return ImageTrainLoader(source, transform=transform, **more)
@@ -275,7 +274,7 @@ def test_what_workers_get_can_be_pickled(sources, photos, tmp_path, kind):
         path = tmp_path / "val.beton"
         write_ffcv.write_beton(sources["eval"], path, evaluated=stored)
         source = Beton(path, evaluated=stored)
-        decoder = Decoder(TransformedImages(source, as_stored(16)), (16, 16, 3))
+        decoder = Decoder(TransformedImages(source, torch.clone), (16, 16, 3))
     else:
         source = sources["eval" if kind == "eval" else "files"]
         decoder = loader(source, kind, 8)._decoder(16)

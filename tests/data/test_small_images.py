@@ -12,7 +12,7 @@ from torchvision import datasets
 
 from ea_vision.base.errors import UsageError
 from ea_vision.data.image_files import BrokenImage
-from ea_vision.data.imagenet import eval_transform
+from ea_vision.data.scaling import Scaling
 from ea_vision.data.small_images import hold_out, load_dataset
 from tests.engine.runner import make_folder
 
@@ -57,7 +57,7 @@ def test_other_sizes_are_scaled_by_the_short_side_and_cut(folder):
     pixels = load(folder).train.images[4]
     assert (pixels[2] == 255).all()
     assert (pixels[0] == 0).all(), "the middle 32 x 32"
-    small = load(folder, img_size=16).train
+    small = load(folder, Scaling.filled(16)).train
     assert small.images.shape[-2:] == (16, 16)
 
 
@@ -68,10 +68,10 @@ def test_images_too_narrow_to_be_scaled_are_named(folder):
     message = r"narrow.png \(must have at most 100 megapixels once its short side has 32 pixels"
     with pytest.raises(UsageError, match=message):
         load(folder)
-    transform = eval_transform(224, 256)
+    scaling = Scaling.cropped(224, 256)
     with pytest.raises(BrokenImage, match="got 2x4000"):
-        transform(Image.new("RGB", (2, 4000)))
-    assert transform(Image.new("RGB", (2, 400))).shape == (224, 224, 3)
+        scaling.pixels(Image.new("RGB", (2, 4000)))
+    assert scaling.pixels(Image.new("RGB", (2, 400))).shape == (224, 224, 3)
 
 
 def test_broken_images_are_named(folder):
@@ -114,7 +114,7 @@ def test_digits():
 
 
 def test_hold_out_is_decided_by_the_seed():
-    train = load_dataset("digits", img_size=8).train
+    train = load_dataset("digits", scaling=Scaling.filled(8)).train
     kept, held_out = hold_out(train, 100, 3)
     _, again = hold_out(train, 100, 3)
     _, other = hold_out(train, 100, 4)

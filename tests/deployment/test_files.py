@@ -22,6 +22,7 @@ from ea_vision import export, predict
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.deployment.files import About, ExportedNetwork, export_program, sealed, write
 from ea_vision.recorder.loading import LoadedModel, load_model
+from ea_vision.zoo.preparation import Preparation
 from tests.data.photos import picture
 from tests.deployment.test_deploy import difference, small
 from tests.engine.runner import error_of
@@ -105,7 +106,7 @@ def test_predict_needs_the_file_alone(suffix, kind, tmp_path, photos, capsys):
     model = load_model(SHIPPED)
     loaded = load_model(str(path))
     assert loaded.img_size == (32, 32)
-    assert loaded.config["mean"] == list(model.config["mean"])
+    assert list(loaded.preparation.mean) == list(model.preparation.mean)
     assert difference(model.model, loaded.model, torch.randn(2, 3, 32, 32)) < 1e-5
 
     def classes(target):
@@ -146,7 +147,7 @@ def test_photos_get_the_same_classes(photos_of, shipped, request):
                 photos.append(Image.open(tar.extractfile(member)).convert("RGB"))
         assert len(photos) > 100
     model, network = shipped
-    images = torch.stack([model.normalize(model.prepare(photo)) for photo in photos])
+    images = torch.stack([model.input_of(photo) for photo in photos])
     with torch.no_grad():
         expected = model.model(images)
         logits = network(images)
@@ -171,8 +172,7 @@ def test_outputs_that_are_all_zero_agree(tmp_path):
     model.num_classes = 10
     path = tmp_path / "net.pt2"
     write(export_program(model, (4, 4)), path, about(model, (4, 4)))
-    config = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
-    loaded = LoadedModel(model, "zeros", (4, 4), config)
+    loaded = LoadedModel(model, "zeros", Preparation((4, 4)))
     said = export.compare(loaded, [torch.rand(3, 4, 4)], path)
     assert said.startswith("same class on 1 of 1 image(s), largest difference 0.0e+00")
 

@@ -5,6 +5,7 @@ import html
 import json
 import re
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -110,7 +111,7 @@ def test_entries_hold_the_recorded_maps(explorer, entries, recordings, index):
 def keys_of(model, image_size=(32, 32)):
     """Return the number of keys in the page's first layer, per query or one number for all."""
     loaded = as_model(model)
-    loaded.img_size = image_size
+    loaded.preparation = replace(loaded.preparation, size=image_size)
     [entry] = entries_of(show_page(loaded, picture(0), layers=[1]).text)
     return entry["models"][0]["keys"]["1"]
 

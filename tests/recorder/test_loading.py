@@ -2,14 +2,17 @@
 
 import os
 import shutil
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import timm
 import torch
 from timm.data import create_transform
+from torchvision import transforms
 
 from ea_vision.base.errors import UsageError
-from ea_vision.data import imagenet
+from ea_vision.data.scaling import Scaling
 from ea_vision.deployment.files import About, export_program, write
 from ea_vision.engine import run_folder
 from ea_vision.recorder.loading import load_model, parse_layers, parse_targets
@@ -36,7 +39,7 @@ def test_a_run_folder_its_weights_and_its_checkpoint(run, path, seed, label, epo
     assert loaded.epoch == epoch
     assert loaded.img_size == (16, 16)
     assert loaded.classes == ["ant", "bee", "cow"]
-    assert loaded.config["std"] == (0.2,) * 3
+    assert loaded.preparation.std == (0.2,) * 3
     assert not loaded.model.training
     for parameter, expected in zip(
         loaded.model.parameters(), tiny(seed=seed).parameters(), strict=True
@@ -88,27 +91,29 @@ def test_random_weights_are_the_same_every_time_and_leave_the_generator_alone():
     assert not torch.equal(weights[0], weights[2])
 
 
+def evaluated(image, side, resize, interpolation="bilinear"):
+    """Scale and crop by torchvision, as train-imagenet evaluates."""
+    scale = transforms.Resize(resize, transforms.InterpolationMode(interpolation))
+    cropped = transforms.CenterCrop(side)(scale(image))
+    return torch.from_numpy(np.array(cropped))
+
+
 @pytest.mark.parametrize("crop_pct", [0.8, 0.875, 0.95, 1.0])
 @pytest.mark.parametrize("size", [(80, 60), (500, 300), (427, 640), (33, 33)])
 def test_images_are_prepared_as_evaluation_does(size, crop_pct):
-    """Pixels equal those of timm's evaluation (squares and rectangles) and of our trainers' evaluation."""
-    loaded = load_model("cnn_cifar", img_size=(32, 32))
-    loaded.config["crop_pct"] = crop_pct
-    of_timm = {name: loaded.config[name] for name in ("interpolation", "crop_pct", "mean", "std")}
+    """Pixels equal those of timm's evaluation (squares and rectangles) and of torchvision's."""
+    own = load_model("cnn_cifar").preparation
+    config = {"crop_pct": crop_pct, "interpolation": "bilinear"}
     for img_size in ((32, 32), (32, 64), (64, 32)):
-        loaded.img_size = img_size
-        for mode in ("center", "squash"):
-            loaded.config["crop_mode"] = mode
-            transform = create_transform((3, *img_size), **of_timm, crop_mode=mode)
-            prepared = loaded.normalize(loaded.prepare(photo(size)))
-            torch.testing.assert_close(prepared, transform(photo(size)))
-    loaded.config |= {"crop_mode": "center", "interpolation": "bilinear"}
+        for mode in ("center", "squash", "border"):
+            prepare = replace(own, size=img_size, crop_mode=mode, **config)
+            transform = create_transform(
+                (3, *img_size), **config, crop_mode=mode, mean=own.mean, std=own.std
+            )
+            torch.testing.assert_close(prepare(photo(size)), transform(photo(size)))
     for side, resize in ((32, 36), (29, 37), (49, 57)):
-        loaded.img_size = (side, side)
-        loaded.config["crop_pct"] = side / resize
-        levels = (loaded.prepare(photo(size)) * 255).round().byte()
-        expected = imagenet.eval_transform(side, resize)(photo(size))
-        assert torch.equal(levels.permute(1, 2, 0), expected)
+        expected = evaluated(photo(size), side, resize)
+        assert torch.equal(Scaling.cropped(side, resize).pixels(photo(size)), expected)
 
 
 def test_what_cannot_be_loaded(run, tmp_path):
@@ -181,9 +186,8 @@ def test_runs_of_train_imagenet_are_shown_images_as_they_were_evaluated(
     assert loaded.img_size == (side, side)
     if resize:
         image = photo((105, 70))
-        evaluated = imagenet.eval_transform(side, resize, "bicubic")(image)
-        expected = evaluated.permute(2, 0, 1) / 255
-        assert (loaded.prepare(image) - expected).abs().max() <= 1 / 255
+        expected = evaluated(image, side, resize, "bicubic")
+        assert torch.equal(loaded.preparation.pixels(image), expected)
 
 
 def test_names_that_are_no_utf8_are_names(tmp_path):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ea_vision.base.errors import UsageError
+from ea_vision.data.scaling import Scaling
 from ea_vision.data.small_images import load_dataset
 from ea_vision.engine import run_folder
 from ea_vision.recorder import probe
@@ -68,7 +69,7 @@ def test_maps_are_those_of_the_query(name, options, layers, text, query, row):
     with pytest.raises(UsageError, match="--query must be y,x.*, got 'reg1'"):
         probe.layers_and_query(asked, model)
     maps = extract_maps(model, pixels, numbers, query, batch_size=4)
-    attn = recorded(model.model, model.normalize(pixels / 255))[numbers[0]].attn
+    attn = recorded(model.model, model.preparation.normalize(pixels))[numbers[0]].attn
     assert [len(of_layer) for of_layer in maps] == [10] * len(numbers)
     assert maps[0].dtype == torch.float16
     np.testing.assert_allclose(maps[0].flatten(2), attn[:, :, row, -16:], atol=1e-3)
@@ -170,7 +171,7 @@ def test_seeds_draw_everything_but_the_images_and_unseen_takes_test_images(
     monkeypatch.setattr(probe, "extract_maps", extract)
     monkeypatch.setattr(probe, "train_probe", lambda *args: 10.0 * args[5].seed)
     rows = run("--unseen --seeds 1,2,4 --controls untrained", tmp_path)
-    digits = load_dataset("digits", img_size=16).test
+    digits = load_dataset("digits", scaling=Scaling.filled(16)).test
     train, test = seen[:2]
     assert len(train) == len(digits) - len(digits) // 5
     assert len(test) == len(digits) // 5

@@ -17,6 +17,7 @@ from ea_vision.visualize import (
     plot_strip,
     show_page,
 )
+from ea_vision.zoo.preparation import Preparation
 from tests.recorder.networks import (
     CAIT,
     SWIN,
@@ -30,7 +31,7 @@ from tests.recorder.networks import (
 
 from .conftest import PHOTO, maps_of, small, texts_of
 
-CONFIG = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "crop_pct": 1.0, "interpolation": "bilinear"}
+PREPARATION = Preparation((32, 32), mean=(0.5,) * 3, std=(0.5,) * 3)
 IMAGE = torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(0))
 
 
@@ -93,7 +94,7 @@ def test_figures_of_any_transformer(name):
     assert plot_strip(model, IMAGE, layers=[1, 2]).axes
     assert plot_rollout(model, IMAGE, queries=query).axes
     assert plot_statistics(model, [IMAGE]).axes
-    assert show_page(LoadedModel(model, "network", (32, 32), CONFIG), PHOTO, layers=[1, 2]).text
+    assert show_page(LoadedModel(model, "network", PREPARATION), PHOTO, layers=[1, 2]).text
 
 
 @pytest.mark.parametrize("layer, side", [(1, 4), (2, 2)])

@@ -100,7 +100,7 @@ def test_the_command_draws_the_first_picture(tmp_path, monkeypatch):
 def light_maps(model, images):
     """Return the maps of head 0 of layer 3, averaged over all queries, (images, 8, 8)."""
     with torch.inference_mode(), ea_vision.record_attention(model.model, [3]) as maps:
-        model.model(model.normalize(images))
+        model.model(images)
     return maps[3].attn[:, 0].mean(1).unflatten(1, (8, 8)).numpy()
 
 
@@ -115,7 +115,7 @@ def likeness(maps, others):
 
 def maps_and_mirror(model, paths):
     """Return the maps of images, and their likeness with the mirrored maps of the mirrored images."""
-    images = torch.stack([model.prepare(read_image(path)) for path in paths])
+    images = torch.stack([model.input_of(read_image(path)) for path in paths])
     maps = light_maps(model, images)
     mirrored = light_maps(model, images.flip(-1))[..., ::-1]
     return maps, likeness(maps, mirrored)

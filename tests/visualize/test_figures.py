@@ -5,6 +5,7 @@ import io
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -299,19 +300,19 @@ def test_maps_lie_on_what_the_patches_cover(pads):
         plain = networks.transformers_model("Dinov2", image_size=32, patch_size=8)
         covered = (24, 32)
     model = image_maps.as_model(plain)
-    model.img_size = (30, 39)
+    model.preparation = replace(model.preparation, size=(30, 39))
     photo = networks.photo((400, 310))
     recording = image_maps.record(model, photo, recordable_layers(model.model)[:1])
     height, width = covered
     assert recording.img_size == covered
     for pixel in ((0, 0), (7, 8), (22, 31)):
         assert recording.cell(1, pixel) == (pixel[0] // 8, pixel[1] // 8)
-    whole = model.prepare(photo)[:, :height, :width]
+    whole = model.shown(model.input_of(photo))[:, :height, :width]
     shown = recording.image[:, :30, :39]
     assert torch.equal(shown, whole)
     assert not recording.image[:, 30:].any()
     assert not recording.image[:, :, 39:].any()
-    finer = model.photo(photo)
+    finer = model.preparation.photo(photo)
     times = finer.shape[0] / 30
     rows, columns = (min(len(finer), round(height * times)), round(min(39, width) * times))
     assert np.array_equal(recording.photo[:rows, :columns], finer[:rows, :columns])

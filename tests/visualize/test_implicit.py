@@ -1,5 +1,7 @@
 """The figures of a spatial transformer's sampling and of the input Jacobian."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import timm
@@ -132,8 +134,8 @@ def test_the_jacobian_lies_on_what_the_patches_cover():
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     config = transformers_model("Dinov2", image_size=32, patch_size=8).config
     model = as_model(lively(transformers.Dinov2ForImageClassification(config)))
-    model.img_size = (30, 39)
-    batch = model.batch_of([model.prepare(PHOTO)])
+    model.preparation = replace(model.preparation, size=(30, 39))
+    batch = model.batch_of([model.input_of(PHOTO)])
     jacobian, _ = input_jacobian(model.model, batch)
     figure = plot_jacobian(model, PHOTO)
     drawn = [values for values in maps_of(figure) if values.shape == (24, 32)]
@@ -151,6 +153,6 @@ def test_the_jacobian_stands_beside_the_maps(digits, name, panels):
     assert shown[1].get_title() == "|d class 2 / d input|"
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
-    x = as_model(model).normalize(digits[:1])
+    x = as_model(model).preparation.normalize(digits[:1])
     expected, _ = input_jacobian(model.eval(), x, 2)
     np.testing.assert_allclose(shown[1].images[-1].get_array(), expected, rtol=1e-5, atol=1e-7)

@@ -1,0 +1,277 @@
+"""How an image becomes a network's input: the same for evaluation, predict, the probe, figures, the page and exports.
+
+Files are decoded by `ea_vision.data.image_files.decode_image` to 8-bit RGB: alpha is dropped, grey is repeated, 16 bits
+keep their upper 8, EXIF's orientation is ignored. Then a `Preparation` scales, crops and normalises. A model of Hugging
+Face's has a `Processed` instead, which calls its image processor.
+"""
+
+import logging
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import timm
+import torch
+from PIL import Image
+from timm.layers import to_2tuple
+from torch import Tensor, nn
+
+from ea_vision.base.errors import UsageError
+from ea_vision.base.networks import channel_statistics
+from ea_vision.data.augment import normalize
+from ea_vision.data.scaling import Scaling, Size
+
+log = logging.getLogger(__name__)
+PHOTO_SIDE = 512  # pixels of an image that is shown beside its maps
+SOLID_SIDE = 224  # pixels of the images of one colour on which a processor is measured
+COLOURS = ("black", "red", "lime", "blue")
+Statistics = Sequence[float] | None
+
+
+@dataclass(frozen=True)
+class Preparation(Scaling):
+    """Scale, crop and normalise an image. std: per channel, of images in 0..1; see `Scaling`."""
+
+    std: tuple[float, ...] = (1.0, 1.0, 1.0)
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        """Return the network's input, float32 (3, H, W), of an RGB image.
+
+        Raises:
+            BrokenImage: see `Scaling.pixels`.
+        """
+        return self.normalize(self.pixels(image).permute(2, 0, 1))
+
+    def normalize(self, images: Tensor) -> Tensor:
+        """Return images (..., 3, H, W), uint8 or floating point in 0..1, as the network takes them."""
+        levels = images * 255 if images.is_floating_point() else images
+        mean = torch.tensor(self.mean, device=images.device)
+        std = torch.tensor(self.std, device=images.device)
+        return normalize(levels, mean, std)
+
+    def unnormalize(self, x: Tensor) -> Tensor:
+        """Return the images in 0..1 of inputs (..., 3, H, W)."""
+        mean = x.new_tensor(self.mean).view(3, 1, 1)
+        std = x.new_tensor(self.std).view(3, 1, 1)
+        return x * std + mean
+
+    def shrinks(self, image: Image.Image) -> float:
+        """Return the number of image pixels per pixel of the input, along a side."""
+        H, W = self.size
+        return min(image.height / H, image.width / W) * self.crop_pct
+
+    def photo(self, image: Image.Image) -> np.ndarray | None:
+        """Return (height, width, 3) uint8: the input's part of an image at the image's own resolution, but at most
+        PHOTO_SIDE pixels along the longer side. None if that is no finer than the input."""
+        finer = min(self.shrinks(image), PHOTO_SIDE / max(self.size))
+        if finer <= 1:
+            return None
+        H, W = (round(side * finer) for side in self.size)
+        return replace(self, size=(H, W)).pixels(image).numpy()
+
+
+class Processed:
+    """The image processor of a model of transformers. It is called; what a colour becomes (MobileViT takes blue first)
+    is measured on images of one colour.
+
+    Args:
+        processor: an image processor, one of images and text (CLIP's), its path or its name on the hub.
+        mean, std: per channel, of images in 0..1; they replace the processor's.
+
+    Attributes:
+        size: (H, W) of the input that it makes of a square image.
+
+    Raises:
+        UsageError: there is no image processor, or it does not make one image of three channels.
+    """
+
+    def __init__(self, processor: Any, mean: Statistics = None, std: Statistics = None):
+        self.processor = _image_processor(processor)
+        square = (SOLID_SIDE, SOLID_SIDE)
+        solid = [self._pixel_values(Image.new("RGB", square, colour)) for colour in COLOURS]
+        self.size = tuple(solid[0].shape[1:])
+        middle = (slice(None), self.size[0] // 2, self.size[1] // 2)
+        black, *primaries = (x[middle] for x in solid)
+        colours = torch.stack(primaries, dim=1) - black[:, None]  # (3, 3): a column per colour
+        white = colours.sum(1)
+        own_mean = -black / white
+        own_std = 1 / white
+        mean = own_mean if mean is None else torch.tensor(channel_statistics("mean", mean))
+        std = own_std if std is None else torch.tensor(channel_statistics("std", std))
+        # of the processor's values: 1 and 0 without mean and std
+        self._factor = (own_std / std).view(3, 1, 1)
+        self._shift = ((own_mean - mean) / std).view(3, 1, 1)
+        self._black = -mean / std
+        self._colours = colours / white[:, None] / std[:, None]
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        """Return the network's input, float32 (3, H, W), of an RGB image."""
+        return self._pixel_values(image) * self._factor + self._shift
+
+    def _pixel_values(self, image: Image.Image) -> Tensor:
+        """Return (3, H, W), as the processor makes it."""
+        name = type(self.processor).__name__
+        try:
+            values = self.processor(image, return_tensors="pt").get("pixel_values")
+        except Exception as error:  # of many kinds: what some processors need is no image alone
+            raise UsageError(f"processor {name} must take an image alone: {error}") from error
+        shape = tuple(getattr(values, "shape", ()))
+        if len(shape) < 4 or shape[-3] != 3 or math.prod(shape[:-3]) != 1:
+            raise UsageError(
+                f"processor must make one image of three channels, {name} makes pixel_values of {shape}"
+            )
+        return values.reshape(shape[-3:]).float()
+
+    def normalize(self, images: Tensor) -> Tensor:
+        """Return images (..., 3, H, W), uint8 or floating point in 0..1, as the network takes them."""
+        levels = images if images.is_floating_point() else images / 255
+        colours = self._colours.to(images.device)
+        black = self._black.to(images.device)
+        return torch.einsum("oc,...chw->...ohw", colours, levels.float()) + black.view(3, 1, 1)
+
+    def unnormalize(self, x: Tensor) -> Tensor:
+        """Return the images in 0..1 of inputs (..., 3, H, W)."""
+        inverse = torch.linalg.pinv(self._colours).to(
+            x.device
+        )  # a processor may make all colours grey
+        levels = x - self._black.to(x.device).view(3, 1, 1)
+        return torch.einsum("oc,...chw->...ohw", inverse, levels)
+
+    def pixels(self, image: Image.Image) -> Tensor:
+        """Return the input in 0..1, float32 (H, W, 3)."""
+        return self.unnormalize(self(image)).permute(1, 2, 0)
+
+    def photo(self, image: Image.Image) -> None:
+        """Return None: what is shown is what the network saw."""
+
+
+def _image_processor(processor: Any) -> Any:
+    """Return an image processor of transformers: itself, that of a processor of images and text, or the one at a path
+    or of a name on the hub."""
+    try:
+        import transformers
+
+        if isinstance(processor, str):
+            processor = transformers.AutoImageProcessor.from_pretrained(processor)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"there is no image processor at {processor!r}: {error}") from error
+    except ImportError as error:
+        raise UsageError(
+            f"processor={processor!r} needs transformers: pip install transformers"
+        ) from error
+    processor = getattr(processor, "image_processor", processor)
+    if not isinstance(processor, transformers.ImageProcessingMixin):
+        raise UsageError(
+            "processor must be an image processor of transformers, its path or its name, got "
+            f"{type(processor).__name__}"
+        )
+    return processor
+
+
+def _saved_processor(model: nn.Module) -> Any | None:
+    """Return the image processor in the folder, or of the name on the hub, from which `from_pretrained` loaded the
+    weights of a model of transformers, or None."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return None
+    if not model.name_or_path:  # a model that was built from a configuration
+        return None
+    try:
+        return transformers.AutoImageProcessor.from_pretrained(model.name_or_path)
+    except (OSError, ValueError, ImportError):  # none there, or no connection
+        return None
+
+
+def built_size(model: nn.Module) -> Size | None:
+    """Return (height, width) in pixels of the images that a network is built for, or None if it does not state it."""
+    owners = [*model.modules(), getattr(model, "config", None)]
+    for name in ("img_size", "image_size"):  # timm's; torchvision's and transformers'
+        for owner in owners:
+            size = getattr(owner, name, None)
+            if size:
+                height, width = to_2tuple(size)
+                return int(height), int(width)
+    return None
+
+
+def preparation_of(
+    model: nn.Module,
+    processor: Any = None,
+    mean: Statistics = None,
+    std: Statistics = None,
+    label: str = "",
+) -> Preparation | Processed:
+    """Return the preparation of a network's images: of an image processor, by default the one saved with the weights of
+    a model of transformers; else of the network's timm configuration. The log says when mean and std are guessed.
+
+    Args:
+        processor: see `Processed`.
+        mean, std: three numbers each, for images in 0..1; they take precedence.
+        label: of the network, for the log.
+
+    Raises:
+        UsageError: the processor makes no image of three channels, or mean or std is not three numbers.
+    """
+    if processor is None:
+        processor = _saved_processor(model)
+    if processor is not None:
+        return Processed(processor, mean, std)
+    config = timm.data.resolve_model_data_config(model)
+    size = built_size(model) or config["input_size"][1:]
+    if (mean is None or std is None) and not getattr(model, "pretrained_cfg", None):
+        log.warning(
+            "%s does not say how its images are normalised: ImageNet's mean and std are used "
+            "(mean=, std= or processor= sets others), at %dx%d pixels (set model.img_size to change this)",
+            label or type(model).__name__,
+            *size,
+        )
+    preparation = Preparation(
+        size=tuple(size),
+        crop_pct=config["crop_pct"],
+        crop_mode=config["crop_mode"],
+        interpolation=config["interpolation"],
+        mean=channel_statistics("mean", config["mean"]),
+        std=channel_statistics("std", config["std"]),
+    )
+    return changed(preparation, mean=mean, std=std)
+
+
+def changed(
+    preparation: Preparation | Processed,
+    processor: Any = None,
+    mean: Statistics = None,
+    std: Statistics = None,
+) -> Preparation | Processed:
+    """Return the preparation of a processor instead, if one is given, and with another mean or std.
+
+    Raises:
+        UsageError: see `preparation_of`.
+    """
+    if processor is mean is std is None:
+        return preparation
+    if processor is None and isinstance(preparation, Processed):
+        processor = preparation.processor
+    if processor is not None:
+        return Processed(processor, mean, std)
+    statistics = {"mean": mean, "std": std}
+    statistics = {
+        name: channel_statistics(name, values)
+        for name, values in statistics.items()
+        if values is not None
+    }
+    return replace(preparation, **statistics)
+
+
+def preparation_of_run(options: Mapping[str, Any], **statistics) -> Preparation | None:
+    """Return the preparation of the images on which a trainer evaluates, from its options; None if they are of neither
+    train-imagenet nor train-cifar. statistics: mean and std."""
+    if "eval_resize" in options:
+        side = options["eval_img_size"] or options["img_size"]
+        interpolation = options["interpolation"]
+        return Preparation.cropped(side, options["eval_resize"], interpolation, **statistics)
+    if "crop_padding" in options:
+        return Preparation.filled(options["img_size"], **statistics)
+    return None
