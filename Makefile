@@ -34,8 +34,8 @@ demo: $(READY)
 # the docs' pictures from weights and photos that are not shipped. The other photos are free (docs/photos/README.md); the
 # page's film needs chromium and playwright.
 pictures: $(READY)
-	$(RUN) visualize/heatmap.py --model ea_conv_transformer_cifar --layers 1-3 --heads 0 --style light --width 6.75 --dpi 110 \
-		-o visualize/light.png docs/cat.jpg docs/photos/*.jpg
+	$(RUN) visualize/heatmap.py --model ea_conv_transformer_cifar --layers 1-3 --heads 0 --style fog --width 6.75 --dpi 110 \
+		-o visualize/fog.png docs/cat.jpg docs/photos/*.jpg
 	$(RUN) -m experiments.evolution_at_work docs/cat.jpg -o visualize/evolution.png
 	$(RUN) -m experiments.page_film docs/photos/macaw.jpg docs/cat.jpg docs/photos/dog.jpg docs/photos/moose.jpg
 	$(RUN) visualize/explore.py --model ea_conv_transformer_cifar --model conv_transformer_cifar \

@@ -37,7 +37,7 @@ COMMANDS = {  # name: (module whose main(argv) runs it, what it does); a new com
     ),
     "strip": (
         "ea_vision.visualize.strip",
-        "a map from layer to layer, part by part, or as a film (.gif)",
+        "a map from layer to layer, part by part, or what evolution changed",
     ),
     "matrix": ("ea_vision.visualize.matrix", "whole maps of a layer's heads, queries by keys"),
     "rollout": (

@@ -21,10 +21,11 @@ from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.recorder.inputs import find_images, read_image
 from ea_vision.recorder.loading import load_model, parse_layers
 from ea_vision.recorder.quantities import total_variation
-from ea_vision.recorder.recording import PARTS, LayerMaps
+from ea_vision.recorder.recording import PARTS
+from ea_vision.visualize.change import draw_change
 from ea_vision.visualize.figure_options import check_output, save
 from ea_vision.visualize.image_maps import add_own_alone, record
-from ea_vision.visualize.strip import draw_strip
+from ea_vision.visualize.map_style import MapStyle
 from ea_vision.visualize.tiles import OWN_ALONE, Recording, cell_of
 
 PHOTOS = 200  # of --typical, at most
@@ -59,13 +60,6 @@ def choose(changed: Mapping[int, Tensor], img_size: tuple[int, int]) -> tuple[in
     return head, (int((row + 0.5) * height), int((col + 0.5) * width))
 
 
-def largest_cell(layer: LayerMaps, part: str, head: int, cell: tuple[int, int]) -> str:
-    """Return the key with the largest attention for a query, as "row 6, column 1", counted from 0."""
-    row = layer.spatial(part)[0, head][cell]
-    y, x = divmod(int(row.argmax()), row.shape[1])
-    return f"row {y}, column {x}"
-
-
 def caption(
     recording: Recording,
     changed: Mapping[int, Tensor],
@@ -81,18 +75,16 @@ def caption(
         typical: mean change by layer.
         what: the images of `typical`, in words.
     """
-    sentences = [f"Head {head}, query y {query[0]}, x {query[1]}, of {recording.model.label}."]
+    differences = []
     for number, change in changed.items():
-        layer = recording.maps[number]
-        cell = cell_of(query, recording.img_size, layer.feat_size)
-        sentences.append(
-            f"In layer {number} attention and that of the layer's own logits alone differ "
-            f"by {change[head][cell]:.2f} of at most 1; their largest cells are "
-            f"{largest_cell(layer, 'attn', head, cell)} and "
-            f"{largest_cell(layer, OWN_ALONE, head, cell)}."
-        )
+        cell = cell_of(query, recording.img_size, recording.maps[number].feat_size)
+        differences.append(f"{change[head][cell]:.2f} in layer {number}")
     means = " and ".join(f"{mean:.2f} in layer {number}" for number, mean in typical.items())
-    return " ".join([*sentences, f"Mean difference over heads and queries of {what}: {means}."])
+    return (
+        f"Head {head}, query y {query[0]}, x {query[1]}, of {recording.model.label}. Attention and that of the "
+        f"layer's own logits alone differ by {' and '.join(differences)}, of at most 1; mean difference over heads "
+        f"and queries of {what}: {means}."
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -113,7 +105,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--layers", default="1-3", help="layers of one chain (default: %(default)s)"
     )
-    parser.add_argument("-o", "--output", help="draw the strip of the chosen query and head")
+    parser.add_argument(
+        "-o", "--output", help="draw what the previous maps changed for the chosen query and head"
+    )
     args = parser.parse_args(argv)
     output = check_output(Path(args.output)) if args.output else None
     model = load_model(args.model)
@@ -131,7 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(caption(recording, changed, head, query, typical, what))
     if output:
         numbers = [layer.number for layer in layers]
-        save(draw_strip(recording, numbers, head, query, width=6.75), output, 150)
+        style = MapStyle(style="fog")
+        save(draw_change(recording, numbers, head, query, style, width=6.75), output, 150)
         print("written:", output)
     return 0
 

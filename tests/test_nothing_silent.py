@@ -23,7 +23,7 @@ MODEL = "ea_conv_transformer_cifar"
         f"predict {MODEL} digits#0 --json FILE.json",
         f"explore --model {MODEL} --layers 1 -o FILE.html digits#0",
         f"heatmap --model {MODEL} --layers 1 -o FILE.png digits#0",
-        f"strip --model {MODEL} --layers 1-3 -o FILE.gif digits#0",
+        f"strip --model {MODEL} --layers 1-3 --change -o FILE.png digits#0",
         f"statistics --model {MODEL} --layers 1 -o FILE.pdf digits#0",
         "export cnn_cifar --random -o FILE.pt2",
         f"models {MODEL} --csv FILE.csv",

@@ -7,8 +7,8 @@
     plot_heatmap(model, "cat.jpg", layers=[1, 3], queries=[(16, 16)], width=3.3).savefig("heads.pdf")
 
 plot_heatmap     what query points attend to, by head, model or image (`ea-vision heatmap`); plot_heads is the same
-plot_strip       one query through the layers of a chain, part by part, or through training (`ea-vision strip`)
-plot_frames      the pictures of a film (`ea-vision strip -o FILE.gif`)
+plot_strip       one query through the layers of a chain, part by part, what the previous maps changed, or attention
+                 through training (`ea-vision strip`)
 plot_matrix      whole maps, queries by keys (`ea-vision matrix`)
 plot_rollout     attention over several layers together (`ea-vision rollout`)
 plot_statistics  entropy, distance, correlation with the previous layer's map and share of position alone, by layer and
@@ -17,7 +17,7 @@ plot_jacobian    how much each pixel moves the logit of a class, beside the atte
 plot_sampling    the area that a spatial transformer samples, and its output
 show_page        the page of `ea-vision explore`, inside a notebook
 
-`ea_vision.visualize.figure_options` explains the arguments. To draw several figures from one forward, call `record`
+`ea_vision.visualize.figure_request` explains the arguments. To draw several figures from one forward, call `record`
 once and pass the recording to the modules' draw_* functions. Heads are counted from 0, layers from 1, query points are
 (y, x) in pixels of the input.
 """
@@ -30,7 +30,7 @@ from ea_vision.visualize.map_style import MapStyle
 from ea_vision.visualize.matrix import plot_matrix
 from ea_vision.visualize.rollout import plot_rollout
 from ea_vision.visualize.statistics import plot_statistics
-from ea_vision.visualize.strip import plot_frames, plot_strip
+from ea_vision.visualize.strip import plot_strip
 from ea_vision.visualize.tiles import Recording
 
 plot_heads = plot_heatmap

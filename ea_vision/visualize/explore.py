@@ -35,20 +35,11 @@ from ea_vision.recorder.inputs import ImageSource, find_images, names_of, read_i
 from ea_vision.recorder.loading import DetectorModel, LoadedModel, positive
 from ea_vision.recorder.quantities import total_variation
 from ea_vision.recorder.recording import PARTS, AttentionLayer, LayerMaps, prefix_names
-from ea_vision.visualize.figure_options import (
-    DEMO,
-    Asked,
-    Layers,
-    Models,
-    check_output,
-    epochs_of,
-    loader,
-    make_parser,
-    only,
-    run_label,
-)
+from ea_vision.visualize.figure_options import DEMO, check_output, loader, make_parser
+from ea_vision.visualize.figure_request import FigureRequest, Layers, Models, only
 from ea_vision.visualize.image_maps import add_own_alone, as_images, before_shares, equation, record
 from ea_vision.visualize.map_style import SIGNED_MAP
+from ea_vision.visualize.run_epochs import epochs_of, run_label
 from ea_vision.visualize.tiles import MEAN, OWN_ALONE
 
 EXAMPLES = """\
@@ -422,18 +413,18 @@ def make_explorer(
 
     image: an image of the page; without `layers` the models run on it, to find the layers whose queries are pixels.
     """
-    asked = Asked(models, layers, heads, **preprocessing)
-    if len(asked.models) > MAX_MODELS:
-        raise UsageError(f"a page takes at most {MAX_MODELS} models, got {len(asked.models)}")
-    if MEAN in asked.heads:
+    request = FigureRequest(models, layers, heads, **preprocessing)
+    if len(request.models) > MAX_MODELS:
+        raise UsageError(f"a page takes at most {MAX_MODELS} models, got {len(request.models)}")
+    if MEAN in request.heads:
         raise UsageError(f"--heads must be numbers or all (the page adds the mean), got {heads!r}")
     chosen = STORED_PARTS if parts == "all" else parts.split(",")
     if not set(chosen) <= set(STORED_PARTS):
         raise UsageError(f"--parts must be all or some of {', '.join(STORED_PARTS)}; got {parts!r}")
     if layers is None:
-        asked.record(image)
-    numbers = () if heads == "all" else asked.heads
-    return Explorer(asked.models, asked.layers, numbers, chosen)
+        request.record(image)
+    numbers = () if heads == "all" else request.heads
+    return Explorer(request.models, request.layers, numbers, chosen)
 
 
 @dataclass
@@ -461,10 +452,10 @@ def show_page(
     """Return the page of models and images, which a notebook displays inline.
 
     Args:
-        models, layers: see `ea_vision.visualize.figure_options`.
+        models, layers: see `ea_vision.visualize.figure_request`.
         images: one or several: paths, PIL images or arrays.
         height: of the page in the notebook, in pixels.
-        **preprocessing: mean, std, processor; see `ea_vision.visualize.figure_options`.
+        **preprocessing: mean, std, processor; see `ea_vision.visualize.figure_request`.
 
     Raises:
         UsageError: more than three models, or no image.

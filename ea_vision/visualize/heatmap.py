@@ -1,22 +1,17 @@
 """Attention of query points by head (AA paper, figure 10), of several models side by side (EA paper, figure 4), or of
 several images."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from string import ascii_uppercase
+from typing import Any
 
 from matplotlib.figure import Figure
 
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.inputs import names_of
-from ea_vision.visualize.figure_options import (
-    Asked,
-    Heads,
-    Layers,
-    Models,
-    Queries,
-    make_parser,
-    run_figure,
-)
+from ea_vision.visualize.figure_options import make_parser, run_figure
+from ea_vision.visualize.figure_request import FigureRequest, Heads, Layers, Models, Queries
 from ea_vision.visualize.image_maps import AnyImage, as_images, title_of
 from ea_vision.visualize.map_style import STYLE, MapStyle, map_sheet
 from ea_vision.visualize.sheet import Block, Row, Tile
@@ -39,7 +34,7 @@ EXAMPLES = """\
   ea-vision heatmap --model ea_aa_resnet50 --layers 8 --queries 40,40 --bare --width 3.3 -o a.pdf photo.jpg
   ea-vision heatmap --model vit_small_patch16_224.dino --layers 12 --queries cls -o class_token.png photo.jpg
   ea-vision heatmap --model aa_resnet34,ea_aa_resnet34 --layers 16,17,18 -o both.png photo.jpg
-  ea-vision heatmap --model ea_conv_transformer_cifar --layers 1-3 --heads 0 --style light -o light.png images/
+  ea-vision heatmap --model ea_conv_transformer_cifar --layers 1-3 --heads 0 --style fog -o fog.png images/
 """
 
 
@@ -51,55 +46,48 @@ def plot_heatmap(
     queries: Queries = None,
     **how,
 ) -> Figure:
-    """Draw what query points attend to. See `ea_vision.visualize.figure_options` for the arguments.
+    """Draw what query points attend to. See `ea_vision.visualize.figure_request` for the arguments.
 
     With one model and image, each layer has one row per query and one column per head; with one query or one head, one
     row. With several models, or several images of one model, each layer has one row per query and head, and one column
     per model or image. By default several models show the mean of heads, several images the mean of all queries.
     """
-    several = isinstance(images, (list, tuple))
-    if several and queries is None:
-        queries = [ALL]
-    asked = Asked(models, layers, heads, queries, some=True, **how)
-    if several and len(asked.models) > 1:
+    if isinstance(images, (list, tuple)):
+        return _plot_images(models, images, layers, heads, queries, how)
+    request = FigureRequest(models, layers, heads, queries, some=True, **how)
+    recordings = request.record(images)
+    request.warn_of_heads_left_out()
+    points = request.points(seen=recordings)
+    if len(recordings) > 1:
+        draw = partial(draw_models, recordings)
+    else:
+        draw = partial(draw_heatmap, recordings[0])
+    return request.fit_page(draw, heads=request.heads, points=points)
+
+
+def _plot_images(
+    models: Models,
+    images: Sequence[AnyImage],
+    layers: Layers,
+    heads: Heads,
+    queries: Queries,
+    how: Mapping[str, Any],
+) -> Figure:
+    queries = [ALL] if queries is None else queries
+    request = FigureRequest(models, layers, heads, queries, some=True, **how)
+    if len(request.models) > 1:
         raise UsageError(
-            f"several models need one image, got {len(asked.models)} models and a list of {len(images)}"
+            f"several models need one image, got {len(request.models)} models and a list of {len(images)}"
         )
-    if several and len(asked.queries) != 1:
-        raise UsageError(f"several images take one query, got {len(asked.queries)}")
+    if len(request.queries) != 1:
+        raise UsageError(f"several images take one query, got {len(request.queries)}")
     recordings = []
     for image in as_images(images):
-        recordings += asked.record(image)
-    asked.warn_of_heads_left_out()
-    points = asked.points(seen=recordings)
-    if several:
-        return draw_columns(
-            recordings,
-            names_of(images),
-            asked.numbers * len(images),
-            asked.heads,
-            points,
-            asked.style,
-            width=asked.width,
-            title=title_of(asked.models[0]),
-            what=f" on {len(images)} images",
-            photos="each",
-        )
-    if len(asked.models) == 1:
-        [recording] = recordings
-        numbers = asked.numbers[0]
-        return draw_heatmap(recording, numbers, asked.heads, points, asked.style, width=asked.width)
-    return draw_columns(
-        recordings,
-        [title_of(model) for model in asked.models],
-        asked.numbers,
-        asked.heads,
-        points,
-        asked.style,
-        width=asked.width,
-        title=f"{len(asked.models)} models",
-        photos="first",
-    )
+        recordings += request.record(image)
+    request.warn_of_heads_left_out()
+    [point] = request.points(seen=recordings)
+    draw = partial(draw_images, recordings, names_of(images))
+    return request.fit_page(draw, heads=request.heads, point=point)
 
 
 def head_rows(
@@ -136,6 +124,7 @@ def draw_heatmap(
     style: MapStyle = STYLE,
     *,
     width: float | None = None,
+    left_out: str | None = None,
 ) -> Figure:
     """Draw the photo with numbered query points and, below it, one row per query and one column per head per layer.
     With one query or one head each layer is one row.
@@ -145,8 +134,9 @@ def draw_heatmap(
         heads: counted from 0, or "mean".
         points: queries, (y, x) in pixels of the input, tokens by name, or "all". Below a transformer's maps stands the
             share of attention that goes to the tokens before the patches.
-        style: how maps are drawn; the maps of a layer share a scale.
+        style: how maps are drawn.
         width: inches.
+        left_out: see `ea_vision.visualize.sheet.sheet`.
     """
     grid = len(layers) > 1 and 1 in (len(points), len(heads))
     blocks = []
@@ -161,80 +151,128 @@ def draw_heatmap(
         width=width,
         photo=photo_of(recording, points),
         note=f"attention{which}; {queries_name(points)}",
+        left_out=left_out,
     )
 
 
-def draw_columns(
+def draw_models(
     recordings: Sequence[Recording],
-    names: Sequence[str],
     layers: Sequence[Sequence[int]],
     heads: Sequence[Head],
     points: Sequence[Query],
     style: MapStyle = STYLE,
     *,
+    names: Sequence[str] = (),
+    title: str = "",
     width: float | None = None,
-    title: str,
-    what: str = "",
-    photos: str = "",
+    left_out: str | None = None,
 ) -> Figure:
-    """Draw for each layer one row per query and head, and one column per recording. With one query and one head, each
-    layer is one row.
+    """Draw several models side by side: for each layer one row per query and head, and one column per model. With one
+    query and one head, each layer is one row.
 
     Args:
-        recordings: one per column, with the "attn" of its `layers`; names: one per column.
-        layers: one list of numbers per column, all of the same length.
+        recordings: of one image, one per model, with the "attn" of its `layers`.
+        layers: one list of numbers per model, all of the same length.
         heads: counted from 0, or "mean".
         points: queries, (y, x) in pixels of the first recording's input, scaled to the others', tokens by name, or
             "all".
-        style: how maps are drawn; the maps of a layer share a scale.
-        width: inches.
-        title: of the figure; what: text that follows the word attention in the note.
-        photos: "each": a row with every column's photo; "first": the first photo, beside the title; "": none.
+        style: how maps are drawn.
+        names: of the columns; default: the models' titles.
+        title: of the figure; default: the number of models.
+        width, left_out: see `draw_heatmap`.
 
     Raises:
-        UsageError: columns with different numbers of layers.
+        UsageError: models with different numbers of layers.
     """
-    if len({len(chosen) for chosen in layers}) > 1:
-        counts = [f"{len(chosen)} of {name}" for chosen, name in zip(layers, names, strict=True)]
+    names = names or [title_of(recording.model) for recording in recordings]
+    if len({len(numbers) for numbers in layers}) > 1:
+        counts = [f"{len(numbers)} of {name}" for numbers, name in zip(layers, names, strict=True)]
         raise UsageError(f"models side by side need equally many layers, got {', '.join(counts)}")
     names, meaning = _short_names(names)
-    first = recordings[0]
-    one_row = len(points) == len(heads) == 1
-    grid = len(layers[0]) > 1 and one_row
-    blocks = []
-    if photos == "each":
-        pictures = [photo_of(recording, points) for recording in recordings]
-        _write_titles(pictures, names)
-        name = "photo" if grid or len(layers[0]) == 1 else ""
-        blocks.append(Block([Row(pictures)], name))
-    for of_layer in zip(*layers, strict=True):
-        columns = list(zip(recordings, of_layer, strict=True))
-        rows = []
-        for number, point in enumerate(points, start=1):
-            for head in heads:
-                tiles = []
-                for recording, layer in columns:
-                    place = cell_of(point, first.img_size, recording.img_size)
-                    tiles.append(tile_of(recording, layer, style, head, place, number=number))
-                label = []
-                if len(points) > 1:
-                    label.append(f"query {number}")
-                if len(heads) > 1:
-                    label.append(head_name(head))
-                rows.append(Row(tiles, "\n".join(label)))
-        if photos == "first" or not blocks:
-            _write_titles(rows[0].tiles, names)
-        maps = [map_name(recording.maps[layer], grid) for recording, layer in columns]
-        blocks.append(Block(rows, "\n".join(dict.fromkeys(maps))))
+    blocks = _columns(recordings, layers, heads, points, style)
+    for block in blocks:
+        _write_titles(block.rows[0].tiles, names)
     which = f", {head_name(heads[0])}" if len(heads) == 1 else ""
     return map_sheet(
-        title,
+        title or f"{len(recordings)} models",
         blocks,
         style,
         width=width,
-        note=f"attention{what}: {queries_name(points)}{which}{meaning}",
-        photo=photo_of(first, points) if photos == "first" else None,
+        note=f"attention: {queries_name(points)}{which}{meaning}",
+        photo=photo_of(recordings[0], points),
+        left_out=left_out,
     )
+
+
+def draw_images(
+    recordings: Sequence[Recording],
+    names: Sequence[str],
+    layers: Sequence[int],
+    heads: Sequence[Head],
+    point: Query,
+    style: MapStyle = STYLE,
+    *,
+    width: float | None = None,
+    left_out: str | None = None,
+) -> Figure:
+    """Draw several images of one model side by side, one column each: the photos, and for each layer one row per head.
+
+    Args:
+        recordings: one per image, with the "attn" of `layers` (numbers).
+        names: of the images.
+        heads: counted from 0, or "mean".
+        point: the query, (y, x) in pixels of the first recording's input, scaled to the others', a token by name, or
+            "all".
+        style: how maps are drawn.
+        width, left_out: see `draw_heatmap`.
+    """
+    names, meaning = _short_names(names)
+    photos = [photo_of(recording, [point]) for recording in recordings]
+    _write_titles(photos, names)
+    blocks = _columns(recordings, [layers] * len(recordings), heads, [point], style)
+    photo_name = "photo" if len(heads) == 1 or len(layers) == 1 else ""
+    which = f", {head_name(heads[0])}" if len(heads) == 1 else ""
+    return map_sheet(
+        title_of(recordings[0].model),
+        [Block([Row(photos)], photo_name), *blocks],
+        style,
+        width=width,
+        note=f"attention on {len(recordings)} images: {queries_name([point])}{which}{meaning}",
+        left_out=left_out,
+    )
+
+
+def _columns(
+    recordings: Sequence[Recording],
+    layers: Sequence[Sequence[int]],
+    heads: Sequence[Head],
+    points: Sequence[Query],
+    style: MapStyle,
+) -> list[Block]:
+    """Return one block per layer: one row per query and head, one column per recording. The points are in pixels of the
+    first recording's input."""
+    img_size = recordings[0].img_size
+    grid = len(layers[0]) > 1 and len(points) == len(heads) == 1
+    blocks = []
+    for numbers in zip(*layers, strict=True):
+        rows = []
+        for index, point in enumerate(points, start=1):
+            for head in heads:
+                tiles = []
+                for recording, number in zip(recordings, numbers, strict=True):
+                    place = cell_of(point, img_size, recording.img_size)
+                    tiles.append(tile_of(recording, number, style, head, place, number=index))
+                label = []
+                if len(points) > 1:
+                    label.append(f"query {index}")
+                if len(heads) > 1:
+                    label.append(head_name(head))
+                rows.append(Row(tiles, "\n".join(label)))
+        names = []
+        for recording, number in zip(recordings, numbers, strict=True):
+            names.append(map_name(recording.maps[number], grid))
+        blocks.append(Block(rows, "\n".join(dict.fromkeys(names))))
+    return blocks
 
 
 def _short_names(names: Sequence[str]) -> tuple[Sequence[str], str]:

@@ -22,11 +22,11 @@ from ea_vision.layers import SpatialTransformer, quadrilateral, sample_affine
 from ea_vision.recorder.inputs import as_image
 from ea_vision.recorder.loading import LoadedModel, check_classifies
 from ea_vision.recorder.recording import recordable_layers
-from ea_vision.visualize.figure_options import (
+from ea_vision.visualize.figure_request import (
     Layers,
     Model,
-    chosen_layers,
     refuse_arguments,
+    select_layers,
     spread,
 )
 from ea_vision.visualize.image_maps import AnyImage, as_images, as_model, record, title_of
@@ -65,13 +65,13 @@ def input_jacobian(
             raise UsageError(
                 f"a network with gradients is required, and {type(model).__name__} computes none"
             )
-        chosen = int(logits[0].argmax()) if target is None else target
-        if not 0 <= chosen < logits.shape[1]:
+        index = int(logits[0].argmax()) if target is None else target
+        if not 0 <= index < logits.shape[1]:
             raise UsageError(
                 f"target must be a class from 0 to {logits.shape[1] - 1}, got {target}"
             )
-        (gradient,) = torch.autograd.grad(logits[0, chosen], x)
-    return gradient[0].abs().amax(0), chosen
+        (gradient,) = torch.autograd.grad(logits[0, index], x)
+    return gradient[0].abs().amax(0), index
 
 
 def plot_jacobian(
@@ -89,7 +89,7 @@ def plot_jacobian(
     """Draw the Jacobian of a class, and per layer the attention that each pixel receives, mean of heads and queries.
 
     Args:
-        model, image, layers, width, mean, std, processor, **style: see `ea_vision.visualize.figure_options`; the model
+        model, image, layers, width, mean, std, processor, **style: see `ea_vision.visualize.figure_request`; the model
             need not have attention.
         target: class; default: the model's prediction.
 
@@ -105,14 +105,14 @@ def plot_jacobian(
     if layers is None:
         recording = _with_maps_if_any(loaded, image)
     else:
-        recording = record(loaded, image, chosen_layers(layers, loaded))
+        recording = record(loaded, image, select_layers(layers, loaded))
     batch = loaded.batch_of([loaded.input_of(image)])
     with evaluating(loaded.model):
-        jacobian, chosen = input_jacobian(loaded.model, batch, target)
-    name = f"class {chosen}"
+        jacobian, index = input_jacobian(loaded.model, batch, target)
+    name = f"class {index}"
     note = name
     if loaded.classes:
-        name = loaded.classes[chosen]
+        name = loaded.classes[index]
         note += f" ({name})"
     note += ": how much each pixel moves its logit"
     [shown] = crop(jacobian[None].float(), 0, 0, *recording.img_size)
@@ -128,7 +128,7 @@ def plot_jacobian(
         if maps.pixels_ask or layers is not None:
             tiles.append(tile_of(recording, layer, look, title=f"layer {layer}"))
     if tiles:
-        bars = scaled([tiles], look)
+        bars = [] if look.has_fog("attn") else scaled([tiles], look)
         blocks.append(Block([Row(tiles)], "attention that every pixel gets", bars))
         note += "; attention: mean of heads and queries"
     return sheet(title_of(loaded), blocks, width=width, note=note)
@@ -151,7 +151,7 @@ def plot_sampling(
     samples (upper left corner marked); below, the sampled image. That transformer must read the model's input.
 
     Args:
-        model, images, width: see `ea_vision.visualize.figure_options`.
+        model, images, width: see `ea_vision.visualize.figure_request`.
 
     Raises:
         UsageError: no image, or a model without a `SpatialTransformer` that reads it.

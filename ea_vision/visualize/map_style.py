@@ -16,7 +16,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib.colors import Colormap, LinearSegmentedColormap, LogNorm, Normalize
+from matplotlib.colors import Colormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 
 from ea_vision.base.errors import UsageError
@@ -24,12 +24,13 @@ from ea_vision.base.figures import PAGE
 from ea_vision.recorder.recording import PARTS
 from ea_vision.visualize.sheet import Bar, Block, Row, Tile, sheet
 
-SCALES = ("layer", "tile", "all", "uniform")
-STYLES = ("cells", "light")
+SCALES = ("uniform", "layer", "tile", "all")
+STYLES = ("cells", "fog")
 # Moreland's map: even steps in CIELAB, both ends equally dark, distinguishable for the colour-blind
 SIGNED_MAP = "coolwarm"
-DARKEST = 0.1  # factor of a photo's colours in the style "light"
-FULL_LIGHT = 2.0  # times uniform attention
+CHANGE_MAP = "PuOr_r"  # of what evolution changed: both ends dark, so their signs are marked
+CLEAR = 2.0  # times uniform attention, from which on fog is clear; at 1 / CLEAR it is full
+WIDEST_SCALE = 8.0  # times uniform attention, of the scale "uniform"
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 
@@ -37,21 +38,22 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 class MapStyle:
     """How maps are drawn.
 
-    style: how attention is drawn over a photo. "cells": coloured cells over the grey photo; "light": the photo in
-        colour, lit where attention is above uniform and dark where it is below.
-    overlay: whether maps are drawn over the photo.
-    scale: of the colours. "layer": the maps of a layer (of a block, if a block compares several layers or models) share
-        one; "tile": each map has its own, with its maximum written on it; "all": the figure has one; "uniform": 1/8 to
-        8 times uniform attention, the same in every figure.
-    cmap: a matplotlib colour map by name; by default rcParams["image.cmap"] for attention, "coolwarm" for logits.
-    opacity: of cells over the photo, 0 to 1.
+    Attributes:
+        style: how attention is drawn over a photo. "cells": coloured cells over the grey photo; "fog": the photo in
+            colour, in fog where attention is below uniform, with a line at uniform attention.
+        overlay: whether maps are drawn over the photo.
+        scale: of the colours. "uniform": 1/8 to 8 times uniform attention, the same in every figure; logits are scaled
+            as with "layer". "layer": the maps of a layer (of a block, if a block compares several layers or models)
+            share one; "tile": each map has its own, with its maximum written on it; "all": the figure has one.
+        cmap: a matplotlib colour map by name; by default rcParams["image.cmap"] for attention, "coolwarm" for logits.
+        opacity: of cells over the photo, 0 to 1.
 
     Raises:
-        UsageError: unknown style, scale or colour map, an opacity outside 0..1, or light without the photo.
+        UsageError: unknown style, scale or colour map, an opacity outside 0..1, or fog without the photo.
     """
 
     overlay: bool = True
-    scale: str = "layer"
+    scale: str = "uniform"
     cmap: str | None = None
     opacity: float = 0.8
     style: str = "cells"
@@ -59,10 +61,8 @@ class MapStyle:
     def __post_init__(self) -> None:
         if self.style not in STYLES:
             raise UsageError(f"style must be {' or '.join(STYLES)}, got {self.style!r}")
-        if self.style == "light" and not self.overlay:
-            raise UsageError(
-                "style light lights the photo, which overlay=False (--bare) leaves out"
-            )
+        if self.style == "fog" and not self.overlay:
+            raise UsageError("style fog covers the photo, which overlay=False (--bare) leaves out")
         if self.scale not in SCALES:
             raise UsageError(f"scale must be {', '.join(SCALES)}, got {self.scale!r}")
         if not isinstance(self.opacity, Real) or not 0 <= self.opacity <= 1:
@@ -73,21 +73,25 @@ class MapStyle:
                 f"{self.cmap!r}"
             )
 
-    def lights(self, part: str) -> bool:
-        """Return whether maps of a part are drawn as light on the photo."""
-        return self.style == "light" and part.startswith("attn")
+    def has_fog(self, part: str) -> bool:
+        """Return whether maps of a part are drawn as fog on the photo."""
+        return self.style == "fog" and is_attention(part)
 
     def colormap(self, part: str = "attn") -> Colormap:
         """Return the colours of a part: diverging for logits, sequential for other quantities."""
-        if self.lights(part):
-            ends = [(DARKEST,) * 3, (1.0,) * 3]
-            return LinearSegmentedColormap.from_list("light", ends)
-        own = SIGNED_MAP if part in PARTS[1:] else matplotlib.rcParams["image.cmap"]
-        return matplotlib.colormaps[self.cmap or own]
+        if part == "change":
+            return matplotlib.colormaps[CHANGE_MAP]
+        default = SIGNED_MAP if part in PARTS[1:] else matplotlib.rcParams["image.cmap"]
+        return matplotlib.colormaps[self.cmap or default]
 
 
 STYLE = MapStyle()
 STYLE_FIELDS = tuple(MapStyle.__dataclass_fields__)
+
+
+def is_attention(part: str) -> bool:
+    """Return whether a part has probabilities."""
+    return part.startswith("attn")
 
 
 def style_of(keywords: Mapping[str, Any]) -> MapStyle:
@@ -108,28 +112,29 @@ def style_of(keywords: Mapping[str, Any]) -> MapStyle:
 
 
 def scaled(groups: Sequence[Sequence[Tile]], style: MapStyle, label: str = "") -> list[Bar]:
-    """Set the scale of each group of compared tiles; return one colour bar per group. All tiles must show attention, or
-    all logits, or all the same other quantity."""
-    every = list(chain.from_iterable(groups))
+    """Set the scale of each group of compared tiles; return one colour bar per group, or a single one for all if they
+    share their scale. All tiles must show attention, or all logits, or all the same other quantity."""
+    tiles = list(chain.from_iterable(groups))
+    part = tiles[0].part
+    one_for_all = style.scale == "all" or (style.scale == "uniform" and is_attention(part))
     if style.scale == "tile":
-        sharing = [[tile] for tile in every]
-    elif style.scale == "layer":
-        sharing = groups
+        sharing = [[tile] for tile in tiles]
     else:
-        sharing = [every]
-    for tiles in sharing:
-        maps = [tile.values for tile in tiles]
-        norm = norm_of(maps, style, tiles[0].part)
-        for tile in tiles:
+        sharing = [tiles] if one_for_all else groups
+    for group in sharing:
+        norm = norm_of([tile.values for tile in group], style, part)
+        for tile in group:
             tile.norm = norm
     firsts = [group[0] for group in groups]
-    return [bar_of(first.norm, style, first.part, label) for first in firsts]
+    if one_for_all or style.scale == "tile":
+        firsts = firsts[:1]
+    return [bar_of(first.norm, style, part, label) for first in firsts]
 
 
 def norm_of(maps: Sequence[np.ndarray], style: MapStyle, part: str = "attn") -> Normalize:
     """Return the scale of maps that are compared with each other.
 
-    Attention, in units of uniform attention, has a logarithmic scale with 1 in its middle; in the style "light" it
+    Attention, in units of uniform attention, has a logarithmic scale with 1 in its middle; in the style "fog" it
     reaches from 1/2 to 2. Logits have a linear scale with 0 in its middle, which covers the middle 99% of their values.
     Other quantities have a linear scale from 0. Values of -inf, as a mask gives to logits, do not count.
 
@@ -146,11 +151,16 @@ def norm_of(maps: Sequence[np.ndarray], style: MapStyle, part: str = "attn") -> 
     wrong = len(values) - len(finite) - masked
     if wrong or not len(finite):
         raise UsageError(f"maps must be finite, got {wrong or masked} values that are not")
-    if style.lights(part):
-        return LogNorm(1 / FULL_LIGHT, FULL_LIGHT, clip=True)
-    if part.startswith("attn"):
-        lowest = 1.05 if style.scale == "tile" else 2.0  # nearly uniform maps look nearly uniform
-        top = 8.0 if style.scale == "uniform" else max(lowest, finite.max())
+    if is_attention(part):
+        if style.has_fog(part):
+            top = CLEAR
+        elif style.scale == "uniform":
+            top = WIDEST_SCALE
+        else:
+            lowest = (
+                1.05 if style.scale == "tile" else 2.0
+            )  # nearly uniform maps look nearly uniform
+            top = max(lowest, finite.max())
         return LogNorm(1 / top, top, clip=True)  # clipped: 0 has the lowest colour
     low, high = np.quantile(finite, (0.005, 0.995))
     reach = max(abs(low), abs(high), 1e-12)
@@ -160,23 +170,22 @@ def norm_of(maps: Sequence[np.ndarray], style: MapStyle, part: str = "attn") -> 
 def bar_of(norm: Normalize, style: MapStyle, part: str = "attn", label: str = "") -> Bar:
     """Return the colour bar of compared maps. Attention's bar is in units of uniform attention and marks 1; other bars
     show plain values. label: default: attention's or logits'."""
-    attention = part.startswith("attn")
+    attention = is_attention(part)
     if not label:
         label = f"attention {TIMES} N keys (1: uniform)" if attention else "logit"
-    if style.lights(part):
-        texts = ["1/2", "", "1", "", "2"]
-    elif style.scale == "tile":
+    if style.scale == "tile":
         label += f"; {TIMES}: a map's highest" if attention else ", each map at its own scale"
         texts = ["lowest", "", "1" if attention else "0", "", "highest"]
     elif attention:
         half = short(norm.vmax**0.5)
         top = short(norm.vmax)
         texts = [f"1/{top}", f"1/{half}", "1", half, top]
+        if style.scale == "uniform":
+            texts[0] = f"\u2264{texts[0]}"
+            texts[-1] = f"\u2265{texts[-1]}"
     else:
-        values = np.linspace(norm.vmin, norm.vmax, 5)
-        texts = [short(value) for value in values]
-    mark = attention and not style.lights(part)
-    return Bar(norm, style.colormap(part), label, texts, mark)
+        texts = [short(value) for value in np.linspace(norm.vmin, norm.vmax, 5)]
+    return Bar(norm, style.colormap(part), label, texts, mark=attention)
 
 
 def short(value: float) -> str:
@@ -196,7 +205,7 @@ def map_sheet(
     note: str,
     photo: Tile | None = None,
     label: str = "",
-    bars: Sequence[Bar] = (),
+    left_out: str | None = None,
 ) -> Figure:
     """Draw a figure of maps: the photo with its query points, and one block per group of compared maps. Blocks of one
     row with short titles become a grid.
@@ -204,36 +213,50 @@ def map_sheet(
     Args:
         photo: see `photo_of`.
         label: of the colour bars; default: attention's or logits'.
-        bars: of the blocks, if their tiles have a scale already.
+        left_out: see `sheet`.
     """
     compared = [block for block in blocks if block.maps()]
     maps = [block.maps() for block in compared]
-    bars = bars or scaled(maps, style, label)
-    light = style.lights(maps[0][0].part)
-    if light:
-        note += f"; light: {_light_note(maps)}"
-    each_its_own = style.scale == "layer" and len(compared) > 1 and not light
+    bars = scaled(maps, style, label)
+    if style.has_fog(maps[0][0].part):
+        note += f"; {fog_note(compared)}"
+        bars = []
     foot = ""
-    if each_its_own:
+    own_bars = len(bars) > 1
+    if own_bars:
         for block, bar in zip(compared, bars, strict=True):
             block.bars = [bar]
     if _fits_grid(blocks):
         grid = _grid(blocks, narrow=(width or PAGE) < 5)
-        if each_its_own:
+        if own_bars:
             foot = f"colours: {bars[0].label}"
             for block in compared:
                 name = block.title.split("\n")[0]
                 grid.bars.append(replace(block.bars[0], label=name))
         blocks = [grid]
-    shared = [] if each_its_own else bars[:1]
-    return sheet(title, blocks, width=width, note=note, photo=photo, bars=shared, foot=foot)
+    shared = [] if own_bars else bars
+    return sheet(
+        title,
+        blocks,
+        width=width,
+        note=note,
+        photo=photo,
+        bars=shared,
+        foot=foot,
+        left_out=left_out,
+    )
 
 
-def _light_note(maps: Sequence[Sequence[Tile]]) -> str:
-    """Explain the light and the number of its cells."""
-    shapes = {tile.values.shape for tile in chain.from_iterable(maps)}
+def fog_note(blocks: Sequence[Block]) -> str:
+    """Explain the fog, and the number of its cells."""
+    shapes = set()
+    for block in blocks:
+        shapes |= {tile.values.shape for tile in block.maps()}
     sizes = " and ".join(f"{height} x {width}" for height, width in sorted(shapes, reverse=True))
-    return f"dark at half of uniform attention, full at twice, interpolated from {sizes} cells"
+    return (
+        "full fog: at most half of uniform attention; clear: at least twice; line: uniform; interpolated "
+        f"from {sizes} cells"
+    )
 
 
 def _fits_grid(blocks: Sequence[Block]) -> bool:
@@ -248,10 +271,16 @@ def _titles(tiles: Sequence[Tile]) -> list[str]:
 
 
 def _grid(blocks: Sequence[Block], narrow: bool) -> Block:
-    """Return a grid with one row per block; transposed where that fits better. Equal titles are drawn once."""
+    """Return a grid with one row per block; transposed where that fits better. Equal titles are drawn once. Blocks of
+    one tile each become a single row."""
     names = [block.title for block in blocks]
     lines = [block.rows[0].tiles for block in blocks]
     titles = _titles(lines[0])
+    if all(len(line) == 1 for line in lines):
+        tiles = [tile for [tile] in lines]
+        for tile, name in zip(tiles, names, strict=True):
+            tile.title = name
+        return Block([Row(tiles)], bars=[])
     wide = len(titles) > len(lines)
     if all(_titles(line) == titles for line in lines):
         if wide == narrow and len(titles) != len(lines):

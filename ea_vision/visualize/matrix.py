@@ -13,15 +13,14 @@ from matplotlib.figure import Figure
 from ea_vision.base.errors import UsageError
 from ea_vision.ops import Size
 from ea_vision.recorder.recording import PARTS, LayerMaps
-from ea_vision.visualize.figure_options import (
-    Asked,
+from ea_vision.visualize.figure_options import make_parser, run_figure
+from ea_vision.visualize.figure_request import (
+    FigureRequest,
     Heads,
     Layers,
     Models,
-    make_parser,
     only,
     refuse_arguments,
-    run_figure,
 )
 from ea_vision.visualize.image_maps import AnyImage, record, title_of
 from ea_vision.visualize.map_style import STYLE, MapStyle, map_sheet
@@ -44,7 +43,7 @@ def plot_matrix(
     **how,
 ) -> Figure:
     """Draw whole maps, queries by keys: one row per layer, one tile per head. `part`: one of PARTS. See
-    `ea_vision.visualize.figure_options` for the other arguments."""
+    `ea_vision.visualize.figure_request` for the other arguments."""
     no_photo = "it draws no photo"
     refuse_arguments(
         "plot_matrix",
@@ -54,19 +53,17 @@ def plot_matrix(
         overlay=no_photo,
         opacity=no_photo,
     )
-    asked = Asked(model, layers, heads, some=True, **how)
-    loaded = only(asked.models, "model")
-    [chosen] = asked.layers
-    lacking = [str(layer.number) for layer in chosen if part not in layer.parts]
-    if lacking:
+    request = FigureRequest(model, layers, heads, some=True, **how)
+    loaded = only(request.models, "model")
+    [layers] = request.layers
+    without = [str(layer.number) for layer in layers if part not in layer.parts]
+    if without:
         raise UsageError(
-            f"{loaded.label} has no {part} in layer {', '.join(lacking)}: choose --layers"
+            f"{loaded.label} has no {part} in layer {', '.join(without)}: choose --layers"
         )
-    asked.warn_of_heads_left_out()
-    recording = record(loaded, image, chosen, (part,))
-    return draw_matrix(
-        recording, asked.numbers[0], asked.heads, part, asked.style, width=asked.width
-    )
+    request.warn_of_heads_left_out()
+    recording = record(loaded, image, layers, (part,))
+    return request.fit_page(partial(draw_matrix, recording), heads=request.heads, part=part)
 
 
 def draw_matrix(
@@ -77,6 +74,7 @@ def draw_matrix(
     style: MapStyle = STYLE,
     *,
     width: float | None = None,
+    left_out: str | None = None,
 ) -> Figure:
     """Draw one row per layer, one tile per head. Ticks stand where a row of the image begins.
 
@@ -84,8 +82,9 @@ def draw_matrix(
         recording: with `part` of `layers` (numbers).
         heads: counted from 0, or "mean".
         part: one of `ea_vision.recorder.recording.PARTS`.
-        style: scale and cmap of the maps; the maps of a layer share a scale.
+        style: scale and cmap of the maps.
         width: inches.
+        left_out: see `ea_vision.visualize.sheet.sheet`.
     """
     bare = MapStyle(scale=style.scale, cmap=style.cmap)
     blocks = []
@@ -101,6 +100,7 @@ def draw_matrix(
         width=width,
         note="one row per query, one column per key, both row by row over the image; ticks: where a row "
         "of the image begins",
+        left_out=left_out,
     )
 
 

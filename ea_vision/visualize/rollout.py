@@ -12,14 +12,13 @@ from torch import nn
 from ea_vision.ops import Size
 from ea_vision.recorder.quantities import attention_rollout
 from ea_vision.recorder.recording import LayerMaps
-from ea_vision.visualize.figure_options import (
-    Asked,
+from ea_vision.visualize.figure_options import make_parser, run_figure
+from ea_vision.visualize.figure_request import (
+    FigureRequest,
     Layers,
     Models,
     Queries,
-    make_parser,
     refuse_arguments,
-    run_figure,
 )
 from ea_vision.visualize.image_maps import AnyImage, record, title_of
 from ea_vision.visualize.map_style import STYLE, MapStyle, map_sheet
@@ -45,14 +44,14 @@ def plot_rollout(
     models: Models, image: AnyImage, layers: Layers = None, queries: Queries = None, **how
 ) -> Figure:
     """Draw where pixels of the last map come from, through all `layers`: one row per model, one column per query. See
-    `ea_vision.visualize.figure_options` for the arguments."""
+    `ea_vision.visualize.figure_request` for the arguments."""
     refuse_arguments("plot_rollout", how, heads="it averages them")
-    asked = Asked(models, layers, queries=queries, **how)
+    request = FigureRequest(models, layers, queries=queries, **how)
     recordings = []
-    for model, chosen in zip(asked.models, asked.layers, strict=True):
-        recordings.append(record(model, image, chosen))
-    points = asked.points(seen=recordings)
-    return draw_rollout(recordings, points, asked.style, width=asked.width)
+    for model, its_layers in zip(request.models, request.layers, strict=True):
+        recordings.append(record(model, image, its_layers))
+    points = request.points(seen=recordings)
+    return draw_rollout(recordings, points, request.style, width=request.width)
 
 
 def draw_rollout(
@@ -67,13 +66,13 @@ def draw_rollout(
     Args:
         recordings: of the same image, one per model, with the "attn" of the layers to go through.
         points: queries, (y, x) in pixels of the first model's input, scaled to the others', or tokens by name.
-        style: how maps are drawn; a row's maps share a scale.
+        style: how maps are drawn.
         width: inches.
     """
     first = recordings[0]
     points = [point for point in points if point != ALL]  # their mean is always drawn
     blocks = [_block(recording, first.img_size, points, style) for recording in recordings]
-    asked = f"{queries_name(points)}; " if points else ""
+    queries = f"{queries_name(points)}; " if points else ""
     last = _asking(first)[-1]
     return map_sheet(
         "attention rollout",
@@ -82,7 +81,7 @@ def draw_rollout(
         width=width,
         photo=photo_of(first, points, last.feat_size),
         label="share of the last map's pixel \N{MULTIPLICATION SIGN} N (1: uniform)",
-        note=f"where the last map's pixels come from, through all layers; {asked}all pixels: their mean",
+        note=f"where the last map's pixels come from, through all layers; {queries}all pixels: their mean",
     )
 
 
@@ -92,13 +91,13 @@ def _asking(recording: Recording) -> list[LayerMaps]:
     Raises:
         UsageError: no layer has pixels as queries, or the rows and columns of a layer's maps are channels.
     """
-    every = list(recording.maps.values())
-    for layer in every:
+    layers = list(recording.maps.values())
+    for layer in layers:
         layer.check_places()
-    layers = [layer for layer in every if layer.pixels_ask]
-    if not layers:
-        every[0].check_pixels_ask()
-    return layers
+    with_pixels = [layer for layer in layers if layer.pixels_ask]
+    if not with_pixels:
+        layers[0].check_pixels_ask()
+    return with_pixels
 
 
 def _block(recording: Recording, img_size: Size, points: Sequence[Query], style: MapStyle) -> Block:

@@ -37,15 +37,22 @@ PAGE_HEIGHT = 9.0  # inches
 SLACK = 1.05  # how much higher than the lowest layout a figure may be for larger tiles
 
 
+class TooHigh(Exception):
+    """A figure that must fit a page does not."""
+
+
 @dataclass
 class Tile:
     """A picture of a block.
 
-    paint: function of axes and `norm` that draws it; None leaves its place empty.
-    title, note: texts above and below it.
-    aspect: its height divided by its width.
-    values: the numbers that are drawn; None for a photo. part: "attn", "logits" or another quantity.
-    norm: the scale of the values, which `map_style.scaled` sets.
+    Attributes:
+        paint: function of axes and `norm` that draws it; None leaves its place empty.
+        title: text above it.
+        note: text below it.
+        aspect: its height divided by its width.
+        values: the numbers that are drawn; None for a photo.
+        part: "attn", "logits" or another quantity.
+        norm: the scale of the values, which `map_style.scaled` sets.
     """
 
     paint: Callable[[Axes, Normalize | None], object] | None
@@ -64,8 +71,14 @@ class Tile:
 
 @dataclass
 class Bar:
-    """A colour bar. texts: five, evenly spaced from its lower to its upper end; mark: whether a line crosses its
-    middle."""
+    """A colour bar.
+
+    Attributes:
+        norm, cmap: its scale and colours.
+        label: text below it.
+        texts: five, evenly spaced from its lower to its upper end.
+        mark: whether a line crosses its middle.
+    """
 
     norm: Normalize
     cmap: Colormap
@@ -105,7 +118,14 @@ class Row:
 
 @dataclass
 class Block:
-    """Rows of tiles. bars: colour bars below them; enlarged: width of a tile relative to those of other blocks."""
+    """Rows of tiles.
+
+    Attributes:
+        rows: from top to bottom.
+        title: text above them.
+        bars: colour bars below them.
+        enlarged: width of a tile relative to those of other blocks.
+    """
 
     rows: Sequence[Row]
     title: str = ""
@@ -303,6 +323,7 @@ def sheet(
     note: str = "",
     bars: Sequence[Bar] = (),
     foot: str = "",
+    left_out: str | None = None,
 ) -> Figure:
     """Draw a figure: photo, title and note above, then the blocks. Tiles are as large as possible while grids stay
     whole, single rows have at most two lines, words of titles stay whole, and the height stays below a limit.
@@ -312,9 +333,11 @@ def sheet(
         photo: left of the title.
         note: below the title, in small text.
         bars, foot: below the blocks: colour bars of the whole figure, then small text.
+        left_out: end of the note: what a figure that must fit a page leaves out; None: it may be higher.
 
     Raises:
         UsageError: a width that no text fits into.
+        TooHigh: a figure with `left_out` does not fit a page.
     """
     room = 72 * (check_width(width) or PAGE) - 2 * MARGIN
     highest = min(HIGHEST, 1.75 * (width or PAGE))
@@ -327,26 +350,29 @@ def sheet(
         picture = _lay_block(Block([Row([photo])]), side, room, False)
         left = picture.width + 2 * GAP
     whole.text(left, title, "title")
-    whole.text(left, note)
+    whole.text(left, note + (left_out or ""))
     picture.height -= GAP  # the gap below its row
     whole.place(picture, 0.0, 0.0)
     whole.place(body, 0.0, whole.height + 2 * GAP)
     whole.bars(bars)
     whole.text(0, foot)
+    height = (whole.height + 2 * MARGIN) / 72
+    if height > PAGE_HEIGHT and left_out is not None:
+        raise TooHigh
+    if height > PAGE_HEIGHT:
+        log.warning(
+            "a figure of %d tiles is %.1f inches high, more than a page (%g): draw fewer layers, heads, "
+            "queries or models, or a wider figure",
+            len(whole.boxes),
+            height,
+            PAGE_HEIGHT,
+        )
     return _draw(whole)
 
 
 def _draw(laid: _Laid) -> Figure:
     width = laid.width + 2 * MARGIN
     height = laid.height + 2 * MARGIN
-    if height > 72 * PAGE_HEIGHT:
-        log.warning(
-            "a figure of %d tiles is %.1f inches high, more than a page (%g): draw fewer layers, heads, "
-            "queries or models, or a wider figure",
-            len(laid.boxes),
-            height / 72,
-            PAGE_HEIGHT,
-        )
     figure = new_figure(width / 72, height / 72)
     style = {
         **text_settings(),

@@ -21,17 +21,8 @@ from ea_vision.base.print import legend_below, new_figure, points, print_style, 
 from ea_vision.recorder.inputs import find_images, read_image
 from ea_vision.recorder.loading import LoadedModel, positive
 from ea_vision.recorder.quantities import LayerQuantities, measure, quantities_csv
-from ea_vision.visualize.figure_options import (
-    DEMO,
-    Asked,
-    Layers,
-    Models,
-    check_output,
-    loader,
-    make_parser,
-    refuse_arguments,
-    save,
-)
+from ea_vision.visualize.figure_options import DEMO, check_output, loader, make_parser, save
+from ea_vision.visualize.figure_request import FigureRequest, Layers, Models, refuse_arguments
 from ea_vision.visualize.image_maps import AnyImage, as_batch, as_images, title_of
 from ea_vision.visualize.map_style import STYLE_FIELDS
 
@@ -46,24 +37,24 @@ def plot_statistics(
     models: Models, images: AnyImage | Sequence[AnyImage], layers: Layers = None, **how
 ) -> Figure:
     """Draw entropy, distance, correlation with the previous layer's map and share of position alone by layer and head,
-    as means over images. See `ea_vision.visualize.figure_options` for the arguments.
+    as means over images. See `ea_vision.visualize.figure_request` for the arguments.
 
     Raises:
         UsageError: no image.
     """
     refuse_arguments("plot_statistics", how, heads="it draws all", queries="it averages them")
     refuse_arguments("plot_statistics", how, **dict.fromkeys(STYLE_FIELDS, "it draws numbers"))
-    asked = Asked(models, layers, **how)
-    return draw_statistics(_measured(asked, as_images(images)), width=asked.width)
+    request = FigureRequest(models, layers, **how)
+    return draw_statistics(_measured(request, as_images(images)), width=request.width)
 
 
 def _measured(
-    asked: Asked, images: Sequence[AnyImage], batch_size: int = 16
+    request: FigureRequest, images: Sequence[AnyImage], batch_size: int = 16
 ) -> dict[str, list[LayerQuantities]]:
     """Measure each model, with a progress bar in a terminal; return its quantities by its title."""
-    asked.record(images[0])  # finds the layers that have queries of pixels
+    request.record(images[0])  # finds the layers that have queries of pixels
     measured = {}
-    for model, numbers in zip(asked.models, asked.numbers, strict=True):
+    for model, numbers in zip(request.models, request.numbers, strict=True):
         with evaluating(model.model):
             batches = _batches(model, images, batch_size)
             measured[title_of(model)] = measure(model.model, batches, numbers)
@@ -88,8 +79,14 @@ def _correlation(layer: LayerQuantities) -> Tensor:
 
 @dataclass
 class Panel:
-    """values: of a layer, (images, K), NaN if it has none. uniform: the value for uniform attention. top: the axis
-    reaches at least this far."""
+    """A panel of the figure.
+
+    Attributes:
+        title: of the quantity.
+        values: its function of a layer, (images, K), NaN if it has none.
+        uniform: its function of a layer for uniform attention.
+        top: the axis reaches at least this far.
+    """
 
     title: str
     values: Callable[[LayerQuantities], Tensor]
@@ -232,13 +229,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.csv:
         written.append(check_output(Path(options.csv), (".csv",), "--csv"))
     load = loader(options)
-    asked = Asked([load(target) for target in options.model or DEMO], options.layers)
+    request = FigureRequest([load(target) for target in options.model or DEMO], options.layers)
     images = find_images(options.images)
     check_keeps_images(written, images)
     images = images[: options.limit]
     for path in images:  # a broken one ends the command before any work
         read_image(path)
-    measured = _measured(asked, images, options.batch_size)
+    measured = _measured(request, images, options.batch_size)
     save(draw_statistics(measured, width=options.width), written[0], options.dpi)
     if options.csv:
         atomic_write(written[1], quantities_csv(measured).encode())

@@ -1,7 +1,8 @@
 """One query through the layers of a chain: previous, own and convolved logits, their attention, and the attention of
-the own logits alone (PA paper, figure 8; EA paper, figure 11). The suffix .gif makes a film of the attention."""
+the own logits alone (PA paper, figure 8; EA paper, figure 11); or what the previous maps changed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain as chained
 
@@ -10,26 +11,19 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from ea_vision.base.errors import UsageError
-from ea_vision.recorder.quantities import total_variation
 from ea_vision.recorder.recording import PARTS, LayerMaps
-from ea_vision.visualize.figure_options import (
-    FILM,
+from ea_vision.visualize.change import draw_change
+from ea_vision.visualize.figure_options import make_parser, run_figure
+from ea_vision.visualize.figure_request import (
     MIDDLE,
-    PICTURES,
-    Asked,
-    Heads,
+    FigureRequest,
     Layers,
     Models,
     Queries,
-    epochs_of,
-    make_parser,
     only,
     refuse_arguments,
-    run_figure,
-    run_label,
-    save_film,
 )
-from ea_vision.visualize.heatmap import draw_columns, head_rows
+from ea_vision.visualize.heatmap import draw_models
 from ea_vision.visualize.image_maps import (
     AnyImage,
     add_own_alone,
@@ -37,20 +31,25 @@ from ea_vision.visualize.image_maps import (
     equation,
     title_of,
 )
-from ea_vision.visualize.map_style import STYLE, MapStyle, map_sheet, scaled
-from ea_vision.visualize.sheet import Block, Row, Tile, sheet
+from ea_vision.visualize.map_style import (
+    STYLE,
+    MapStyle,
+    fog_note,
+    is_attention,
+    map_sheet,
+    scaled,
+    short,
+)
+from ea_vision.visualize.run_epochs import epochs_of, run_label
+from ea_vision.visualize.sheet import Bar, Block, Row, Tile, sheet
 from ea_vision.visualize.tiles import (
-    ALL,
     MEAN,
     OWN_ALONE,
     Head,
     Query,
     Recording,
-    cell_of,
     head_name,
     layers_name,
-    map_name,
-    of_head,
     photo_of,
     queries_name,
     tile_of,
@@ -60,16 +59,10 @@ ARROW = "\N{RIGHTWARDS ARROW}"
 THROUGH = ("layers", "checkpoints")
 EXAMPLES = """\
   ea-vision strip --model ea_conv_transformer_cifar --queries 16,16 --heads 1 -o strip.png photo.jpg
+  ea-vision strip --model ea_conv_transformer_cifar --change --style fog -o change.png photo.jpg
   ea-vision strip --model pa_aa_resnet50 --layers 5-10 --heads 3 --width 3.3 -o strip.pdf photo.jpg
   ea-vision strip --model runs/ea --through checkpoints --layers 1-3 -o training.png photo.jpg
-  ea-vision strip --model ea_aa_resnet34 --layers 1-20 --heads mean -o layers.gif photo.jpg
-  ea-vision strip --model runs/ea --through checkpoints --layers 3 -o training.gif photo.jpg
 """
-
-
-def _check_through(through: str) -> None:
-    if through not in THROUGH:
-        raise UsageError(f"through must be {' or '.join(THROUGH)}, got {through!r}")
 
 
 def plot_strip(
@@ -80,48 +73,56 @@ def plot_strip(
     query: Query | None = None,
     *,
     through: str = "layers",
+    change: bool = False,
     **how,
 ) -> Figure:
     """Draw one query of one head through the layers of each chain, one row per layer, or through training.
 
     Args:
-        model, image, layers, **how: see `ea_vision.visualize.figure_options`.
+        model, image, layers, **how: see `ea_vision.visualize.figure_request`.
         head: counted from 0, or "mean".
         query: default: the middle.
         through: "layers", or "checkpoints": attention only, by epoch of the checkpoints and snapshots of run folders.
+        change: draw what the previous layer's map changed in each layer, see `ea_vision.visualize.change`.
+
+    Raises:
+        UsageError: a layer, head or query that the model does not have, or `change` of a network that does not evolve.
     """
-    _check_through(through)
+    if through not in THROUGH:
+        raise UsageError(f"through must be {' or '.join(THROUGH)}, got {through!r}")
     refuse_arguments("plot_strip", how, heads="it takes one head", queries="it takes one query")
     queries = None if query is None else [query]
     if through == "checkpoints":
-        return _through_training(Asked(epochs_of(model), layers, [head], queries, **how), image)
-    asked = Asked(model, layers, [head], queries, **how)
-    only(asked.models, "model")
-    [recording] = asked.record(image, PARTS)
-    [point] = asked.points(MIDDLE, [recording])
-    head = only(asked.heads, "head")
-    return draw_strip(recording, asked.numbers[0], head, point, asked.style, width=asked.width)
+        if change:
+            raise UsageError("change is drawn through layers, got through='checkpoints'")
+        return _through_training(
+            FigureRequest(epochs_of(model), layers, [head], queries, **how), image
+        )
+    request = FigureRequest(model, layers, [head], queries, some=True, **how)
+    only(request.models, "model")
+    [recording] = request.record(image, PARTS)
+    [point] = request.points(MIDDLE, [recording])
+    draw = partial(draw_change if change else draw_strip, recording)
+    return request.fit_page(draw, head=only(request.heads, "head"), point=point)
 
 
-def _through_training(asked: Asked, image: AnyImage) -> Figure:
+def _through_training(request: FigureRequest, image: AnyImage) -> Figure:
     """Draw attention through training: one row per layer, one column per epoch of each run."""
-    recordings = asked.record(image)
-    only(asked.heads, "head")
-    runs = {run_label(model): None for model in asked.models}
-    names = [f"epoch {model.epoch}" for model in asked.models]
+    recordings = request.record(image)
+    only(request.heads, "head")
+    runs = {run_label(model): None for model in request.models}
+    names = [f"epoch {model.epoch}" for model in request.models]
     if len(runs) > 1:
-        names = [model.label for model in asked.models]
-    return draw_columns(
+        names = [model.label for model in request.models]
+    return draw_models(
         recordings,
-        names,
-        asked.numbers,
-        asked.heads,
-        asked.points(MIDDLE, recordings),
-        asked.style,
-        width=asked.width,
-        photos="first",
-        title=" and ".join(runs),
-        what=" through training",
+        request.numbers,
+        request.heads,
+        request.points(MIDDLE, recordings),
+        request.style,
+        names=names,
+        title=f"{' and '.join(runs)} through training",
+        width=request.width,
     )
 
 
@@ -174,9 +175,10 @@ def draw_strip(
     style: MapStyle = STYLE,
     *,
     width: float | None = None,
+    left_out: str | None = None,
 ) -> Figure:
     """Draw one block for each chain among `layers`, with one row per layer: its parts from the previous logits to the
-    attention, then the attention of its own logits alone, at the same scale.
+    attention, then the attention of its own logits alone, at the same scale, and by how much the two differ.
 
     A chain's first layer has no previous map; its logits are its own. If there is only attention, as in a plain vision
     transformer, the layers stand in one row.
@@ -185,9 +187,10 @@ def draw_strip(
         recording: with all parts of `layers` (numbers).
         head: counted from 0, or "mean".
         point: the query, (y, x) in pixels of the input, a token by name, or "all".
-        style: how maps are drawn; the logits of a chain share one scale, its attention another. Logits are drawn
-            without the photo.
+        style: how maps are drawn. The logits of a row share a scale, unless its `scale` is "tile" or "all"; they are
+            drawn without the photo.
         width: inches.
+        left_out: see `ea_vision.visualize.sheet.sheet`.
     """
     add_own_alone(recording)
     model = recording.model.model
@@ -200,9 +203,10 @@ def draw_strip(
     if len(columns) == 1:
         photo = photo_of(recording, [point])
         note += f", {query}"
-        return map_sheet(title, blocks, style, width=width, note=note, photo=photo)
-    add_bars(blocks, style, attention=False)
-    add_bars(blocks, style, attention=True)
+        return map_sheet(
+            title, blocks, style, width=width, note=note, photo=photo, left_out=left_out
+        )
+    bars = _bars(blocks, style)
     if head == MEAN:
         note += " (of their logits, and of their attention)"
     note += f", {query}"
@@ -210,10 +214,14 @@ def draw_strip(
     if text:
         note += f"\n{text}; previous: from the layer before"
     if OWN_ALONE in columns:
-        changes = _changes(recording, maps, head, point)
-        note += f"; own alone: attention by own logits, at the same scale; differs by {changes}"
+        note += (
+            "; own alone: attention by own logits, at the same scale; differs by: half the sum of absolute "
+            "differences, 0 to 1"
+        )
+    if style.style == "fog":
+        note += f"; {fog_note(blocks)}"
     photo = photo_of(recording, [point], maps[0].feat_size)
-    return sheet(title, blocks, width=width, note=note, photo=photo)
+    return sheet(title, blocks, width=width, note=note, photo=photo, bars=bars, left_out=left_out)
 
 
 def _blocks(
@@ -264,102 +272,55 @@ def _part(
     if repeated or part not in layer.recorded():
         return Tile(None, aspect=recording.aspect)
     tile = tile_of(recording, layer.number, style, head, point, part)
-    if len(columns) > 1:
+    if part == OWN_ALONE:
+        tile.note = f"differs by {recording.change(layer.number, point, head):.2f}"
+    elif len(columns) > 1:
         tile.note = ""
     return tile
 
 
-def add_bars(blocks: Sequence[Block], style: MapStyle, attention: bool) -> None:
-    """Scale the attention maps of each block together, or its other maps, and add their colour bar to the block."""
-    compared = []
-    owners = []
-    for block in blocks:
-        chosen = [tile for tile in block.maps() if tile.part.startswith("attn") == attention]
-        if chosen:
-            compared.append(chosen)
-            owners.append(block)
-    for block, bar in zip(owners, scaled(compared, style), strict=True):
-        block.bars.append(bar)
+def _bars(blocks: Sequence[Block], style: MapStyle) -> list[Bar]:
+    """Scale the logits of each row together, and the attention of each block; return their colour bars."""
+    rows = list(chained.from_iterable(block.rows for block in blocks))
+    logits = [[tile for tile in _maps(row) if not is_attention(tile.part)] for row in rows]
+    bars = scaled([tiles for tiles in logits if tiles], style)
+    if len(bars) > 1:
+        for row, tiles in zip(rows, logits, strict=True):
+            if tiles:
+                row.label += f"\n\N{PLUS-MINUS SIGN}{short(tiles[0].norm.vmax)}"
+        ends = ["lowest", "", "0", "", "highest"]
+        bars = [replace(bars[0], label="logit; ends: beside each row", texts=ends)]
+    attention = [[tile for tile in block.maps() if is_attention(tile.part)] for block in blocks]
+    attention_bars = scaled(attention, style)
+    if len(attention_bars) > 1:
+        for block, bar in zip(blocks, attention_bars, strict=True):
+            bar.label += f", {block.title}"
+    return bars if style.style == "fog" else bars + attention_bars
 
 
-def _changes(recording: Recording, maps: Sequence[LayerMaps], head: Head, point: Query) -> str:
-    """Write how far attention is from the attention of the own logits alone: "0.53 in layer 2, 0.54 in layer 3"."""
-    changes = []
-    for layer in maps:
-        if OWN_ALONE not in layer.recorded():
-            continue
-        both = []
-        for part in ("attn", OWN_ALONE):
-            rows = of_head(layer[part][0], head)
-            if point == ALL:
-                both.append(rows[layer.num_prefix_tokens :].mean(0))
-            else:
-                both.append(rows[layer.token(recording.cell(layer.number, point))])
-        change = float(total_variation(*both))
-        changes.append(f"{change:.2f} in layer {layer.number}")
-    return ", ".join(changes)
-
-
-def plot_frames(
-    models: Models,
-    image: AnyImage,
-    layers: Layers = None,
-    heads: Heads = MEAN,
-    queries: Queries = None,
-    *,
-    through: str = "layers",
-    **how,
-) -> Iterator[Figure]:
-    """Draw the pictures of a film, all at one scale: each layer of each model (such as the snapshots of a run) in turn.
-    See `ea_vision.visualize.figure_options` for the arguments, `plot_strip` for `through`."""
-    _check_through(through)
-    if through == "checkpoints":
-        models = epochs_of(models)
-    asked = Asked(models, layers, heads, queries, **how)
-    if through == "checkpoints":
-        only(asked.layers[0], "layer")
-    recordings = asked.record(image)
-    asked.warn_of_heads_left_out()
-    points = asked.points(seen=recordings)
-    size = recordings[0].img_size
-    frames = []
-    for recording in recordings:
-        own_points = [cell_of(point, size, recording.img_size) for point in points]
-        for layer, maps in recording.maps.items():
-            rows = head_rows(recording, layer, asked.heads, own_points, asked.style)
-            frames.append((recording, own_points, Block(rows, map_name(maps))))
-    tiles = chained.from_iterable(block.maps() for *_, block in frames)
-    bars = scaled([list(tiles)], asked.style)
-    for recording, own_points, block in frames:
-        yield map_sheet(
-            title_of(recording.model),
-            [block],
-            asked.style,
-            width=asked.width,
-            bars=bars,
-            photo=photo_of(recording, own_points),
-            note=f"attention; {queries_name(own_points)}",
-        )
+def _maps(row: Row) -> list[Tile]:
+    return [tile for tile in row.tiles if tile.values is not None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    suffixes = (*PICTURES, FILM)
-    parser = make_parser(__doc__, EXAMPLES, output="evolution.png", heads="0", suffixes=suffixes)
+    parser = make_parser(__doc__, EXAMPLES, output="evolution.png", heads="0", some=True)
+    parser.add_argument(
+        "--change",
+        action="store_true",
+        help="what the previous layer's map changed: attention without it, with it, and the difference",
+    )
     parser.add_argument(
         "--through",
         default="layers",
         choices=THROUGH,
-        help="layers: of one model, part by part (a film: attention); checkpoints: attention through "
-        "the *.ckpt and snapshots (the trainers' --snapshot-epochs) of the run folders or files "
-        "of --model, by epoch (default: %(default)s)",
+        help="layers: of one model, part by part; checkpoints: attention through the *.ckpt and snapshots (the "
+        "trainers' --snapshot-epochs) of the run folders or files of --model, by epoch (default: %(default)s)",
     )
     options = parser.parse_args(argv)
-    if options.output.lower().endswith(FILM):
-        frames = partial(plot_frames, through=options.through)
-        return run_figure(options, frames, write=save_film)
 
     def plot(models: Models, image: AnyImage, heads: str, queries: Queries, **how) -> Figure:
         query = only(queries, "query") if queries else None
-        return plot_strip(models, image, head=heads, query=query, through=options.through, **how)
+        how |= {"through": options.through, "change": options.change}
+        return plot_strip(models, image, head=heads, query=query, **how)
 
     return run_figure(options, plot)

@@ -1,7 +1,10 @@
 """Tiles of a figure: the maps of a recording, and the photo with its query points; and the names beside them.
 
-In the style "light" attention lights the photo. Its colours are multiplied by a factor: 0.1 at half of uniform
-attention, 1 at twice, linear in the logarithm of attention between. Factors are interpolated bilinearly between cells.
+In the style "fog" the photo is blended with light grey: none of the photo is left where attention is at most half of
+uniform attention, all of it where attention is at least twice, and between its share is linear in the logarithm of
+attention. Shares are interpolated bilinearly between cells. The line runs where half of the photo is left, so it passes
+between cells where attention crosses uniform attention. The text below gives the share of attention on the eighth of
+the cells that has most.
 """
 
 import math
@@ -19,12 +22,13 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from ea_vision.base.figures import COLORS as QUERY_COLORS
+from ea_vision.base.figures import COLORS
 from ea_vision.base.print import points
 from ea_vision.ops import Size
 from ea_vision.recorder.loading import LoadedModel
 from ea_vision.recorder.maps import PARTS, AttentionMaps, LayerMaps
-from ea_vision.visualize.map_style import DARKEST, TIMES, MapStyle, short
+from ea_vision.recorder.quantities import total_variation
+from ea_vision.visualize.map_style import TIMES, MapStyle, is_attention, short
 from ea_vision.visualize.sheet import Tile
 
 MEAN = "mean"  # of heads
@@ -33,7 +37,9 @@ OWN_ALONE = "attn_own_alone"  # the part of `add_own_alone`
 # (y, x) in pixels of the input, a token before a transformer's patches (cls, reg1, ...), or ALL
 Query = tuple[int, int] | str
 Head = int | str  # a number, or MEAN
-LIGHT_SIDE = 192  # minimum number of pixels along a lit photo's longer side
+LINE_COLOR, *QUERY_COLORS = COLORS
+FOG = 0.83  # grey
+FOG_SIDE = 192  # minimum number of pixels along the longer side of a photo in fog
 WHITE_RIM = patheffects.withStroke(linewidth=1.8, foreground="white")
 THIN_RIM = patheffects.withStroke(linewidth=1.5, foreground="white")
 
@@ -58,10 +64,15 @@ def of_head(maps: Tensor, head: Head) -> Tensor:
 class Recording:
     """An image as a network saw it, and the maps of its layers.
 
-    image: (3, H, W) in 0..1, the area that the network's patches cover: pixels outside it are cut off, padding is 0.
-    img_size: (H, W). aspect: H / W. extent: of the area, for `Axes.imshow`.
-    photo: (height, width, 3) uint8, the same area at a higher resolution; None if there is only `image`.
-    output: of the network.
+    Attributes:
+        model: the network.
+        image: (3, H, W) in 0..1, the area that the network's patches cover; pixels outside are cut off, padding is 0.
+        maps: of its layers.
+        photo: (height, width, 3) uint8, the same area at a higher resolution; None if there is only `image`.
+        output: of the network.
+        img_size: (H, W).
+        aspect: H / W.
+        extent: of the area, for `Axes.imshow`.
     """
 
     model: LoadedModel
@@ -94,7 +105,7 @@ class Recording:
             cell = self.cell(layer, query)
             _, rows = maps.of_cell(cell, part)  # (B, K, H', W')
         values = of_head(rows[0], head).float().cpu().numpy()
-        if part.startswith("attn"):
+        if is_attention(part):
             keys = maps.num_keys()
             if query == ALL:
                 keys = keys[:, :, None, None]
@@ -105,16 +116,26 @@ class Recording:
             values = values * keys
         return values.mean((0, 1)) if query == ALL else values
 
+    def change(self, layer: int, query: Query, head: Head) -> float:
+        """Return how far a query's attention is from OWN_ALONE, 0 to 1; of the mean of heads, or of all queries, the
+        mean of their differences."""
+        maps = self.maps[layer]
+        differences = of_head(total_variation(maps.attn[0], maps[OWN_ALONE][0]), head)  # (T,)
+        if query == ALL:
+            return differences[maps.num_prefix_tokens :].mean().item()
+        return differences[maps.token(self.cell(layer, query))].item()
+
     def beside_patches(self, layer: int, query: Query, head: Head) -> str:
         """Say how much of a query's attention goes to the tokens before the patches: "cls 12%, reg 30%" (all registers
-        together); "" if there are none."""
+        together); "" if there are none or their shares round to 0%."""
         maps = self.maps[layer]
         shares = Counter()
         row = maps.of_cell(self.cell(layer, query))[0][0]  # (K, P)
         values = of_head(row, head).tolist()
         for name, share in zip(maps.prefix_names, values, strict=True):
             shares[name.rstrip("0123456789")] += share
-        return ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items())
+        texts = [f"{kind} {share:.0%}" for kind, share in shares.items()]
+        return ", ".join(text for text in texts if not text.endswith(" 0%"))
 
 
 # ---- names ----------------------------------------------------------------------------------------------------------
@@ -176,15 +197,15 @@ def photo_of(
     the largest map)."""
     sizes = [layer.feat_size for layer in recording.maps.values()]
     cells = feat_size or max(sizes, key=math.prod, default=(1, 1))
-    asked = [query for query in queries if query != ALL]
+    marked = [query for query in queries if query != ALL]
 
     def paint(axes: Axes, _) -> None:
         axes.set_label("photo")
         axes.imshow(recording.pixels(), extent=recording.extent)
-        for number, query in enumerate(asked, start=1):
+        for number, query in enumerate(marked, start=1):
             mark_query(axes, recording, query, cells, number, numbered=True)
 
-    tokens = any(isinstance(query, str) for query in asked)
+    tokens = any(isinstance(query, str) for query in marked)
     return Tile(paint, title or (" " if tokens else ""), aspect=recording.aspect)
 
 
@@ -214,7 +235,7 @@ def mark_query(
         axes.add_patch(frame)
     if numbered:
         disc = dict(boxstyle="circle,pad=0.15", facecolor=color, edgecolor="white", linewidth=0.7)
-        text = axes.text(x, y, str(number), color="white", fontweight="bold", bbox=disc)
+        text = axes.text(x, y, str(number), color="white", bbox=disc)
         text.set(fontsize=points(), ha="center", va="center_baseline")
 
 
@@ -268,28 +289,56 @@ def map_of(
         cells: (height, width) of the map whose cell frames the query; default: this map.
     """
 
+    fog = style.has_fog(part)
+    if fog:
+        note = "; ".join(filter(None, (concentration(values), note)))
+
     def paint(axes: Axes, norm: Normalize) -> None:
-        if style.lights(part):
-            axes.imshow(lit(recording.pixels(), values, norm), extent=recording.extent)
+        if fog:
+            _paint_fog(axes, values, recording, norm)
         else:
             _paint_cells(axes, values, recording, style, norm, part)
         if point != ALL:
             mark_query(axes, recording, point, cells or values.shape, number)
-        if style.scale == "tile" and part.startswith("attn") and not style.lights(part):
+        if style.scale == "tile" and is_attention(part) and not fog:
             _write_maximum(axes, values)
 
     return Tile(paint, title, note, recording.aspect, values, part)
 
 
-def lit(pixels: np.ndarray, values: np.ndarray, norm: Normalize) -> np.ndarray:
-    """Return a photo (H, W, 3) in 0..1, lit by attention in units of uniform attention: multiplied by DARKEST where the
-    norm gives 0 and by 1 where it gives 1. The factors are interpolated bilinearly from the map's cells."""
-    repeats = math.ceil(LIGHT_SIDE / max(pixels.shape[:2]))
+def concentration(values: np.ndarray) -> str:
+    """Say how concentrated a map (H, W) is: "8 of 64 cells hold 83%", the eighth of the cells that has most."""
+    cells = np.sort(values.ravel())[::-1]
+    count = math.ceil(len(cells) / 8)
+    share = cells[:count].sum() / max(cells.sum(), 1e-30)
+    return f"{count} of {len(cells)} cells hold {share:.0%}"
+
+
+def in_fog(
+    pixels: np.ndarray, values: np.ndarray, norm: Normalize
+) -> tuple[np.ndarray, np.ndarray]:
+    """Blend a photo (H, W, 3) in 0..1 with FOG by a map (H', W') of attention in units of uniform attention.
+
+    Returns:
+        the photo in fog; the share of the photo that is left, which is what the norm gives, interpolated bilinearly.
+    """
+    repeats = math.ceil(FOG_SIDE / max(pixels.shape[:2]))
     photo = pixels.repeat(repeats, 0).repeat(repeats, 1)
-    light = np.asarray(norm(values), dtype=np.float32)
-    cells = torch.from_numpy(DARKEST + (1 - DARKEST) * light)
-    factors = interpolate(cells[None, None], photo.shape[:2], mode="bilinear")
-    return photo * factors[0, 0, :, :, None].numpy()
+    cells = torch.from_numpy(np.asarray(norm(values), dtype=np.float32))
+    clear = interpolate(cells[None, None], photo.shape[:2], mode="bilinear")[0, 0].numpy()
+    return FOG + (photo - FOG) * clear[..., None], clear
+
+
+def _paint_fog(axes: Axes, values: np.ndarray, recording: Recording, norm: Normalize) -> None:
+    photo, clear = in_fog(recording.pixels(), values, norm)
+    axes.imshow(photo, extent=recording.extent)
+    if clear.min() < 0.5 < clear.max():
+        rows, columns = clear.shape
+        H, W = recording.img_size
+        x = (np.arange(columns) + 0.5) * W / columns
+        y = (np.arange(rows) + 0.5) * H / rows
+        line = axes.contour(x, y, clear, [0.5], colors=[LINE_COLOR], linewidths=[1.1])
+        line.set_path_effects([patheffects.withStroke(linewidth=1.9, foreground="white")])
 
 
 def _paint_cells(

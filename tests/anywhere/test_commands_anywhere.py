@@ -119,7 +119,7 @@ def test_training_on_a_folder_with_two_workers(place):
     [
         (f"predict {MODEL} PHOTO --json", "predict.json"),
         (f"heatmap --model {MODEL} --layers 1 PHOTO -o", "heatmap.png"),
-        (f"strip --model {MODEL} --layers 1-3 PHOTO -o", "strip.gif"),
+        (f"strip --model {MODEL} --layers 1-3 --change PHOTO -o", "strip.png"),
         (f"statistics --model {MODEL} --layers 1 PHOTO -o", "statistics.pdf"),
         (f"explore --model {MODEL} --layers 1 PHOTO -o", "page.html"),
         ("export cnn_cifar --random -o", "net.pt2"),

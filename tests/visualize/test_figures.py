@@ -17,6 +17,7 @@ from PIL import Image
 import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.base.print import new_figure
+from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.recording import PARTS, recordable_layers
 from ea_vision.visualize import (
     MapStyle,
@@ -24,8 +25,8 @@ from ea_vision.visualize import (
     heatmap,
     image_maps,
     matrix,
-    plot_frames,
     plot_heatmap,
+    plot_matrix,
     plot_rollout,
     plot_statistics,
     plot_strip,
@@ -33,12 +34,14 @@ from ea_vision.visualize import (
     statistics,
     strip,
 )
-from ea_vision.visualize.figure_options import _outputs, epochs_of
-from ea_vision.visualize.heatmap import draw_columns, draw_heatmap
+from ea_vision.visualize.change import draw_change
+from ea_vision.visualize.figure_options import _outputs
+from ea_vision.visualize.heatmap import draw_heatmap, draw_models
 from ea_vision.visualize.image_maps import equation
 from ea_vision.visualize.map_style import SCALES, norm_of, scaled
 from ea_vision.visualize.matrix import draw_matrix
 from ea_vision.visualize.rollout import draw_rollout
+from ea_vision.visualize.run_epochs import epochs_of
 from ea_vision.visualize.sheet import Tile
 from ea_vision.visualize.strip import draw_strip
 from ea_vision.visualize.tiles import map_of
@@ -87,8 +90,7 @@ def test_models_side_by_side_share_one_scale_and_place_the_query(wide):
     recordings = [wide, record(small(img_size=(32, 64), seed=1), layers=1)]
 
     def draw(layers):
-        names = ["one", "other"]
-        return draw_columns(recordings, names, layers, [0], [(5, 20)], title="models")
+        return draw_models(recordings, layers, [0], [(5, 20)], names=["one", "other"])
 
     shown = overlaid(draw([[1], [1]]))
     for artist, recording in zip(shown, recordings, strict=True):
@@ -101,17 +103,6 @@ def test_models_side_by_side_share_one_scale_and_place_the_query(wide):
     assert len({artist.get_clim() for artist in shown}) == 1
     with pytest.raises(UsageError, match="equally many layers, got 1 of one, 2 of other"):
         draw([[1], [1, 1]])
-
-
-def test_a_film_of_several_models_places_the_query_in_each_ones_input():
-    models = {"small": small(img_size=(16, 16)), "large": small(img_size=(32, 32))}
-    small_one, large_one = plot_frames(models, PHOTO, 1, "mean", [(5, 13)])
-    for figure, frame in ((small_one, (12, 4, 4, 4)), (large_one, (24, 8, 4, 4))):
-        for axes in (*labelled(figure, "photo"), *tiles_of(figure)):
-            [patch] = axes.patches
-            assert (*patch.get_xy(), patch.get_width(), patch.get_height()) == frame
-    assert "query y 5, x 13" in texts_of(small_one)
-    assert "query y 10, x 26" in texts_of(large_one)
 
 
 def test_rollout_says_where_it_is_an_approximation(wide):
@@ -156,7 +147,7 @@ def test_strips_say_what_they_show_in_the_order_in_which_it_is_computed(
     assert [text for text in texts if re.match("layers? [0-9, to]*, [0-9]x", text)] == blocks
     places = [axes for axes in figure.axes if not axes.get_label()]
     labels = [axes.get_ylabel() for axes in places if axes.get_ylabel()]
-    assert labels == [f"layer {layer}" for layer in layers]
+    assert [label.split("\n")[0] for label in labels] == [f"layer {layer}" for layer in layers]
     assert [axes.get_title() for axes in places if axes.get_title()] == columns
     if "alpha" in kwargs:
         mixed = "0.25 previous + 0.75 own"
@@ -186,7 +177,10 @@ def test_own_alone_equals_a_recomputation_by_hand(name, alpha, kwargs):
         alone = maps[image_maps.OWN_ALONE]
         torch.testing.assert_close(alone, logits.softmax(-1))
         change = 1 - torch.minimum(maps.attn[0, 2, token], alone[0, 2, token]).sum()
-        assert f"{change:.2f} in layer {number}" in texts_of(figure)
+        assert f"differs by {change:.2f}" in texts_of(figure)
+        assert f"{change:.0%} of this query's attention moves" in texts_of(
+            draw_change(recording, [number], 2, (5, 9))
+        )
     shown = [values for values in maps_of(figure) if values.shape == (4, 4)]
     for part, scale in (("conv_logits", 1), (image_maps.OWN_ALONE, 16)):
         expected = scale * maps[part][0, 2, token].view(4, 4).numpy()
@@ -212,16 +206,16 @@ def test_a_part_that_cannot_be_taken_away_is_left_out():
 @pytest.mark.parametrize(
     "scale, highest",
     [
-        ("layer", [2, 2, 8, 8]),
-        ("all", [8, 8, 8, 8]),
+        ("layer", [2, 2, 9, 9]),
+        ("all", [9, 9, 9, 9]),
         ("uniform", [8, 8, 8, 8]),
-        ("tile", [1.1, 1.1, 1.1, 8]),
+        ("tile", [1.1, 1.1, 1.1, 9]),
     ],
 )
 def test_scales_of_attention(scale, highest):
     """In units of uniform attention: symmetric around it, and nearly uniform maps never look strong."""
     weak = np.array([[0.9, 1.1]])
-    strong = np.array([[0.2, 8.0]])
+    strong = np.array([[0.2, 9.0]])
     tiles = [Tile(None, values=values) for values in (weak, weak, weak, strong)]
     scaled([tiles[:2], tiles[2:]], MapStyle(scale=scale))
     assert [tile.norm.vmax for tile in tiles] == highest
@@ -326,28 +320,114 @@ def test_maps_lie_on_what_the_patches_cover(pads):
     assert known["imgSize"] == covered
 
 
-# ---- light, all queries, what is passed over ------------------------------------------------------------------------
+# ---- fog, all queries, what is passed over --------------------------------------------------------------------------
 
 
-def test_light_multiplies_the_photo_and_all_is_the_mean_of_the_queries(wide):
-    """The factor is 0.1 at half of uniform attention, 1 at twice, linear in the logarithm, bilinear between cells."""
-    figure = draw_heatmap(wide, [1], [2], ["all"], MapStyle(style="light"))
+def left_of_photo(cells, y, x):
+    """Return the share of the photo that is left at (y, x), in cells: bilinear between the middles of cells."""
+    share = np.clip((np.log2(cells) + 1) / 2, 0, 1)
+    H, W = cells.shape
+    y = min(max(y - 0.5, 0), H - 1)
+    x = min(max(x - 0.5, 0), W - 1)
+    row, col = int(y), int(x)
+    below, right = min(row + 1, H - 1), min(col + 1, W - 1)
+    dy, dx = y - row, x - col
+    upper = (1 - dx) * share[row, col] + dx * share[row, right]
+    lower = (1 - dx) * share[below, col] + dx * share[below, right]
+    return (1 - dy) * upper + dy * lower
+
+
+def test_fog_is_as_the_docs_define_it(wide):
+    """A loop over pixels: no photo is left at half of uniform attention, all of it at twice; the line is where half is
+    left, and the text counts the eighth of the cells that has most."""
+    figure = draw_heatmap(wide, [1], [2], ["all"], MapStyle(style="fog"))
     [axes] = tiles_of(figure)
     shown = np.asarray(axes.images[0].get_array())
-    mean = 32 * wide.maps[1].attn[0, 2].mean(0).view(1, 1, 4, 8)
-    factors = 0.1 + 0.9 * ((mean.log2() + 1) / 2).clamp(0, 1)
-    size = shown.shape[:2]
-    bilinear = torch.nn.functional.interpolate(factors, size, mode="bilinear")[0, 0]
-    repeats = size[0] // wide.pixels().shape[0]
-    photo = wide.pixels().repeat(repeats, 0).repeat(repeats, 1)
-    np.testing.assert_allclose(shown, photo * bilinear.numpy()[..., None], atol=1e-5)
+    mean = 32 * wide.maps[1].attn[0, 2].mean(0).view(4, 8).double().numpy()
+    height, width = shown.shape[:2]
+    times = height // wide.pixels().shape[0]
+    for row in range(0, height, 7):
+        for col in range(0, width, 5):
+            pixel = wide.pixels()[row // times, col // times]
+            share = left_of_photo(mean, (row + 0.5) * 4 / height, (col + 0.5) * 8 / width)
+            np.testing.assert_allclose(shown[row, col], 0.83 + share * (pixel - 0.83), atol=1e-5)
+    [line] = axes.collections
+    for x, y in np.concatenate(line.get_paths()[0].to_polygons(closed_only=False)):
+        assert left_of_photo(mean, y / 4, x / 4) == pytest.approx(0.5, abs=0.01)
+    cells = sorted(mean.ravel(), reverse=True)
+    assert axes.get_xlabel().replace("\n", " ") == (
+        f"4 of 32 cells hold {sum(cells[:4]) / sum(cells):.0%}"
+    )
     texts = texts_of(figure)
     assert "mean of all queries" in texts
     assert "interpolated from 4 x 8 cells" in texts
+    assert not labelled(figure, "<colorbar>")
+
+
+@pytest.mark.parametrize("attention", [0.0, 1.0, 3.0])
+def test_fog_without_a_line(wide, attention):
+    """Attention that is nowhere uniform, or everywhere."""
+    axes = new_figure(1, 1).subplots()
+    tile = map_of(np.full((4, 8), attention), wide, MapStyle(style="fog"))
+    tile.paint(axes, norm_of([tile.values], MapStyle(style="fog")))
+    assert not axes.collections
+
+
+def test_what_the_previous_map_changed():
+    """The third tile is attention minus own alone in units of uniform attention, with a sign where it is more than 1;
+    of several heads the differences are averaged, not the maps."""
+    recording = record(load_model(EA), PARTS, 3)  # trained: changes are more than uniform attention
+    figure = draw_change(recording, [1, 2, 3], 1, (5, 9))
+    tiles = tiles_of(figure)
+    assert len(tiles) == 6
+    token = 1 * 8 + 2
+    for number, axes in zip((2, 3), tiles[2::3], strict=True):
+        maps = recording.maps[number]
+        expected = 64 * (maps.attn - maps[image_maps.OWN_ALONE])[0, 1, token].view(8, 8).numpy()
+        np.testing.assert_allclose(axes.images[-1].get_array(), expected, atol=1e-4)
+        assert np.abs(expected).max() > 1
+        signs = {"+": set(), "_": set()}
+        for line in axes.lines:
+            for x, y in line.get_xydata():
+                signs[line.get_marker()].add((int(y // 4), int(x // 4)))
+        for marker, sign in (("+", 1), ("_", -1)):
+            assert signs[marker] == set(
+                zip(*map(list, np.nonzero(sign * expected > 1)), strict=True)
+            )
+    differences = []
+    for head in range(4):
+        pair = recording.maps[3].attn[0, head], recording.maps[3][image_maps.OWN_ALONE][0, head]
+        for row, other in zip(*pair, strict=True):
+            differences.append(sum(abs(float(a - b)) for a, b in zip(row, other, strict=True)) / 2)
+    average = f"on average {np.mean(differences):.0%} of a query's attention moves"
+    assert average in texts_of(draw_change(recording, [3], "mean", "all"))
+    with pytest.raises(UsageError, match="layers that evolve .* required"):
+        plot_strip(small(CONV), PHOTO, change=True)
+
+
+def test_default_figures_fit_a_page_and_say_what_they_leave_out():
+    model = small(EA, num_heads=12, widths=[24] * 4)
+    for plot in (plot_heatmap, plot_strip, plot_matrix):
+        figure = plot(model, PHOTO, width=3.3)
+        assert figure.get_size_inches()[1] <= 9
+    assert re.search(
+        r"[1-5] of 6 layers: --layers", texts_of(plot_heatmap(model, PHOTO, width=3.3))
+    )
+    assert "of 6 layers" not in texts_of(plot_heatmap(small(EA), PHOTO, heads=0))
+    assert "of 6 layers" not in texts_of(plot_heatmap(model, PHOTO, layers="1-6", heads=0))
+
+
+def test_logits_are_scaled_by_row(wide):
+    recording = record(small(EA, alpha=0.5), PARTS, 3)
+    figure = draw_strip(recording, [2, 3], 1, (5, 9))
+    logits = [axes for axes in tiles_of(figure) if len(axes.images) == 1]
+    limits = [axes.images[0].get_clim() for axes in logits]
+    assert len(set(limits[:3])) == len(set(limits[3:])) == 1
+    assert limits[0] != limits[3]
 
 
 def test_several_photos_stand_in_a_row_of_their_own():
-    figure = plot_heatmap(small(), [PHOTO, PHOTO.rotate(90)], "1-3", 0, style="light")
+    figure = plot_heatmap(small(), [PHOTO, PHOTO.rotate(90)], "1-3", 0, style="fog")
     photos = labelled(figure, "photo")
     assert [axes.get_title() for axes in photos] == ["image 1", "image 2"]
     [height] = {round(axes.get_position().y0, 6) for axes in photos}
@@ -426,7 +506,6 @@ def test_normalisation_by_keyword():
         (strip, "--heads 1 --layers 2,3", ".pdf", b"/CIDFontType2"),
         (matrix, "--part conv_logits --layers 2,3", ".png", b"\x89PNG"),
         (rollout, "--layers 2,3", ".png", b"\x89PNG"),
-        (strip, "--layers 2,3 --dpi 40", ".gif", b"GIF8"),
     ],
 )
 def test_every_script_writes_its_figure(
@@ -487,14 +566,9 @@ def test_the_numbers_of_statistics(run, photo, tmp_path):
 
 
 def test_training_goes_through_the_epochs_in_order(run, photo, tmp_path):
-    """Checkpoints of epochs 1 and 2, snapshots of 2 and 4: one column, or one picture of a film, per epoch."""
+    """Checkpoints of epochs 1 and 2, snapshots of 2 and 4: one column per epoch."""
     figure = plot_strip(str(run), PHOTO, layers="1,2", head=0, query=(5, 9), through="checkpoints")
     assert titles_of(figure) == ["epoch 1", "epoch 2", "epoch 4"]
     first, _, later, *_ = overlaid(figure)
     assert not np.allclose(first.get_array(), later.get_array())
     assert [model.epoch for model in epochs_of([str(run)])] == [1, 2, 4]
-    options = f"--model {run} --layers 2 --through checkpoints --dpi 40 -o {tmp_path}/a.gif {photo}"
-    assert strip.main(options.split()) == 0
-    with Image.open(tmp_path / "a.gif") as film:
-        assert film.n_frames == 3
-        assert film.info["duration"] == 600

@@ -17,7 +17,8 @@ from ea_vision.base.print import text_width, wrapped
 from ea_vision.recorder.quantities import LayerQuantities
 from ea_vision.recorder.recording import PARTS
 from ea_vision.visualize import MapStyle, plot_jacobian
-from ea_vision.visualize.heatmap import draw_columns, draw_heatmap
+from ea_vision.visualize.change import draw_change
+from ea_vision.visualize.heatmap import draw_heatmap, draw_images, draw_models
 from ea_vision.visualize.image_maps import as_model
 from ea_vision.visualize.matrix import draw_matrix
 from ea_vision.visualize.rollout import draw_rollout
@@ -118,15 +119,11 @@ def quantities(layers, heads):
 def images_side_by_side(made, layers, heads, width):
     made = made * 3
     names = [f"{number}.jpg" for number in range(len(made))]
-    layers = [layers[:2]] * len(made)
-    how = {"width": width, "title": LONG, "photos": "each"}
-    return draw_columns(made, names, layers, heads[:3], ["all"], **how)
+    return draw_images(made, names, layers[:2], heads[:3], "all", width=width)
 
 
 def models_side_by_side(made, layers, heads=(0,), width=None):
-    names = [one.model.label for one in made]
-    how = {"width": width, "title": "models", "photos": "first"}
-    return draw_columns(made, names, [layers] * len(made), heads[:1], [QUERY], **how)
+    return draw_models(made, [layers] * len(made), heads[:1], [QUERY], width=width)
 
 
 def statistics(made, layers, heads, width):
@@ -145,6 +142,12 @@ KINDS = {  # of recordings (one per model, all alike), their layers' numbers, th
     "images": images_side_by_side,
     "strip": lambda made, layers, heads, width: draw_strip(
         made[0], layers, heads[0], (16, 16), width=width
+    ),
+    "change": lambda made, layers, heads, width: draw_change(
+        made[0], [*layers, 2], heads[0], (16, 16), width=width
+    ),
+    "fog": lambda made, layers, heads, width: draw_heatmap(
+        made[0], layers, heads[:3], [QUERY], MapStyle(style="fog"), width=width
     ),
     "matrix": lambda made, layers, heads, width: draw_matrix(
         made[0], layers, heads, "logits", width=width

@@ -7,14 +7,7 @@ import torch
 
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.quantities import attention_rollout
-from ea_vision.visualize import (
-    plot_frames,
-    plot_heads,
-    plot_heatmap,
-    plot_matrix,
-    plot_rollout,
-    plot_strip,
-)
+from ea_vision.visualize import plot_heads, plot_heatmap, plot_matrix, plot_rollout, plot_strip
 from tests.models.test_vision_transformer import active, lively, tiny
 from tests.models.zoo import TINY
 from tests.recorder.networks import recorded
@@ -88,7 +81,6 @@ def test_other_figures_take_a_class_token(seen):
     figure = plot_heatmap({"one": model, "other": model}, image, layers=[3], queries=["cls"])
     assert "query class token, mean of heads" in texts_of(figure)
     assert len(drawn(figure, "cls ")) == 2
-    assert len(list(plot_frames(model, image, layers=[2, 3], queries=["cls", (1, 1)]))) == 2
 
 
 def test_strip_of_a_network_without_evolution_has_its_layers_in_a_row(seen):

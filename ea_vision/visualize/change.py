@@ -1,0 +1,143 @@
+"""What evolution changed: a layer's attention without the previous layer's map, with it, and the difference.
+
+Without means own alone: the layer's mixture is its own logits (alpha 0), convolved and normalised as in training. The
+difference of two rows of attention is half the sum of their absolute differences, 0 to 1: the share of a query's
+attention that moves. Over queries or heads it is the mean of their differences,
+not the difference of their means.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+
+from ea_vision.base.errors import UsageError
+from ea_vision.visualize.image_maps import add_own_alone, title_of
+from ea_vision.visualize.map_style import STYLE, TIMES, MapStyle, bar_of, fog_note, scaled
+from ea_vision.visualize.sheet import Bar, Block, Row, Tile, sheet
+from ea_vision.visualize.tiles import (
+    ALL,
+    MEAN,
+    OWN_ALONE,
+    Head,
+    Query,
+    Recording,
+    head_name,
+    map_of,
+    photo_of,
+    queries_name,
+    tile_of,
+)
+
+CHANGE = "change"  # the part: attention minus own alone, in units of uniform attention
+FULL_COLOUR = 4.0  # times uniform attention
+
+
+def draw_change(
+    recording: Recording,
+    layers: Sequence[int],
+    head: Head,
+    point: Query,
+    style: MapStyle = STYLE,
+    *,
+    width: float | None = None,
+    left_out: str | None = None,
+) -> Figure:
+    """Draw one row for each of `layers` that evolves: its attention without the previous map, with it, and what the map
+    changed. Cells whose change is more than uniform attention are marked with + or -.
+
+    Args:
+        recording: with all parts of `layers` (numbers).
+        head: counted from 0, or "mean".
+        point: the query, (y, x) in pixels of the input, a token by name, or "all".
+        style: how maps are drawn.
+        width: inches.
+        left_out: see `ea_vision.visualize.sheet.sheet`.
+
+    Raises:
+        UsageError: none of the layers evolves from a previous map.
+    """
+    add_own_alone(recording)
+    evolving = [layer for layer in layers if OWN_ALONE in recording.maps[layer].recorded()]
+    if not evolving:
+        raise UsageError(
+            f"layers that evolve from a previous map are required, and {recording.model.label} has none of these "
+            f"among {', '.join(map(str, layers))}"
+        )
+    blocks = [_block(recording, layer, head, point, style) for layer in evolving]
+    attention = [block.rows[0].tiles[:2] for block in blocks]
+    bars = scaled(attention, style)
+    norm = Normalize(-FULL_COLOUR, FULL_COLOUR, clip=True)
+    for block in blocks:
+        block.rows[0].tiles[2].norm = norm
+    note = (
+        f"{head_name(head)}, {queries_name([point])}; without: own logits alone, at the same scale"
+    )
+    if style.style == "fog":
+        note += f"; {fog_note(blocks)}"
+        bars = []
+    elif len(bars) > 1:
+        for block, bar in zip(blocks, bars, strict=True):
+            block.bars = [bar]
+        bars = []
+    label = f"change of attention {TIMES} N keys; + and \N{MINUS SIGN}: more than uniform attention"
+    bar = bar_of(norm, style, CHANGE, label)
+    ends = [f"\u2264{bar.texts[0]}", *bar.texts[1:-1], f"\u2265{bar.texts[-1]}"]
+    bars.append(Bar(norm, bar.cmap, label, ends, mark=False))
+    return sheet(
+        title_of(recording.model),
+        blocks,
+        width=width,
+        note=note,
+        photo=photo_of(recording, [point], recording.maps[evolving[0]].feat_size),
+        bars=bars,
+        left_out=left_out,
+    )
+
+
+def _block(recording: Recording, layer: int, head: Head, point: Query, style: MapStyle) -> Block:
+    """Return a layer's row under a sentence that says how much the previous map changed."""
+    previous = f"layer {layer - 1}"
+    tiles = []
+    for part, title in (
+        (OWN_ALONE, f"without {previous}'s map"),
+        ("attn", f"with {previous}'s map"),
+    ):
+        tiles.append(tile_of(recording, layer, style, head, point, part, title))
+    values = recording.query_map(layer, point, head) - recording.query_map(
+        layer, point, head, OWN_ALONE
+    )
+    tiles.append(_change_tile(values, recording, style, point, f"what {previous}'s map changed"))
+    share = f"{recording.change(layer, point, head):.0%}"
+    if point == ALL or head == MEAN:
+        sentence = f"on average {share} of a query's attention moves"
+    else:
+        sentence = f"{share} of this query's attention moves"
+    title = f"Layer {layer}, {head_name(head)}: {sentence} because of {previous}"
+    return Block([Row(tiles)], title, enlarged=1.6)
+
+
+def _change_tile(
+    values: np.ndarray, recording: Recording, style: MapStyle, point: Query, title: str
+) -> Tile:
+    """Return a tile of a change (H, W) in units of uniform attention, with its signs."""
+    tile = map_of(values, recording, style, title, point=point, part=CHANGE)
+    paint_cells = tile.paint
+    H, W = values.shape
+
+    def paint(axes: Axes, norm: Normalize) -> None:
+        paint_cells(axes, norm)
+        points_per_cell = 72 / axes.figure.dpi * axes.bbox.width / W
+        for marker, change in (("+", values), ("_", -values)):
+            for color, shown in (("black", change <= 2), ("white", change > 2)):
+                rows, columns = np.nonzero((change > 1) & shown)
+                x = (columns + 0.5) * recording.img_size[1] / W
+                y = (rows + 0.5) * recording.img_size[0] / H
+                size = min(6.0, 0.6 * points_per_cell)
+                axes.plot(x, y, marker, color=color, markersize=size, markeredgewidth=size / 5)
+        axes.set(xlim=recording.extent[:2], ylim=recording.extent[2:])
+
+    tile.paint = paint
+    return tile
