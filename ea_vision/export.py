@@ -3,7 +3,7 @@
     ea-vision export ea_conv_transformer_cifar -o net.onnx --check photos/   # ea-vision predict net.onnx photo.jpg
     ea-vision export ea_aa_resnet50 -o net.onnx --random                     # a network without weights
 
-The network is first folded by `ea_vision.deploy`. The file takes `images`, normalised float32 (batch, 3, H, W) of one
+The network is first prepared by `ea_vision.deploy`. The file takes `images`, normalised float32 (batch, 3, H, W) of one
 size and any batch, and returns `logits` (batch, classes). Its metadata hold class names, mean, std and size. ONNX files
 have opset 20. The command then runs file and network on the same images and prints their largest difference.
 """

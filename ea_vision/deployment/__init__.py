@@ -1,6 +1,6 @@
-"""Networks for inference: `deploy` folds constants into weights, and arranges the attention for ONNX Runtime.
+"""Networks for inference: `deploy` arranges the attention for export, and folds its scales and gates into weights.
 
-    small = ea_vision.deploy(model.eval())                       # the same outputs, fewer operations
+    small = ea_vision.deploy(model.eval())                       # the same outputs
     torch.onnx.export(small, (images,), "model.onnx", dynamo=True)
 
 In eager PyTorch and under torch.compile the kernels of `ea_vision.ops` still compute the attention. An exported program

@@ -81,7 +81,7 @@ class _Deployed:
 
 @register_notrace_module
 class DeployedConv2d(_Deployed, AugmentedConv2d):
-    """An `AugmentedConv2d` for inference; its convolution may have a bias."""
+    """An `AugmentedConv2d` for inference."""
 
 
 @register_notrace_module

@@ -1,8 +1,7 @@
-"""`deploy`: a network for inference, its BatchNorms folded and its attention layers made ready for export."""
+"""`deploy`: a network for inference, whose attention layers are ready for export."""
 
 import copy
 import math
-import warnings
 from collections.abc import Sequence
 from numbers import Number
 from typing import Any
@@ -10,53 +9,19 @@ from typing import Any
 import torch
 from timm.layers import SpaceToDepth, to_2tuple
 from torch import Tensor, nn
-from torch.nn.utils import fuse_conv_bn_weights
 from torch.utils._pytree import tree_leaves
 
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.deployment.attention import make_portable
 from ea_vision.deployment.evolution import exact
-from ea_vision.deployment.pairs import ATTENTION, Findings, look, parts_of, watched
-from ea_vision.layers import AugmentedConv2d
+from ea_vision.layers import AugmentedConv2d, MapsAttention
+from ea_vision.layers.evolution import is_altered
 from ea_vision.models.any_transformer import evolves, keep_logits_that_are_read
 from ea_vision.ops import Size
 
 MOST_CHANNELS = 4  # of an image
 USUAL_SIDES = (224, 32, 64, 128, 256, 384)
 LARGEST = 1e-3  # difference of a deployed network's outputs, relative to the largest
-
-
-def _fold_pair(maker: nn.Module, norm: nn.Module) -> None:
-    """Fold a BatchNorm into a convolution, or into both branches of an augmented one, in float64."""
-    first = 0
-    added = isinstance(maker, AugmentedConv2d) and maker.fusion == "add"
-    for conv in parts_of(maker):
-        channels = slice(first, first + conv.out_channels)
-        mean = _part_of(norm.running_mean, channels)
-        var = _part_of(norm.running_var, channels)
-        scale = _part_of(norm.weight, channels)
-        shift = _part_of(norm.bias, channels)
-        if added and conv is maker.proj:  # the convolution takes the mean and the shift of the sum
-            mean = torch.zeros_like(mean)
-            shift = torch.zeros_like(mean)
-        if not added:
-            first += conv.out_channels
-        dtype = conv.weight.dtype
-        device = conv.weight.device
-        weight = _part_of(conv.weight)
-        bias = _part_of(conv.bias)
-        weight, bias = fuse_conv_bn_weights(weight, bias, mean, var, norm.eps, scale, shift)
-        conv.weight = nn.Parameter(weight.to(device, dtype))
-        conv.bias = nn.Parameter(bias.to(device, dtype))
-    # only timm's activation remains in it, or nothing; changed in place, since it may have several names
-    norm.__class__ = nn.Sequential
-    norm._parameters = {}
-    norm._buffers = {}
-
-
-def _part_of(tensor: Tensor | None, channels: slice = slice(None)) -> Tensor | None:
-    """Return some channels of a weight in float64; see `exact`."""
-    return None if tensor is None else exact(tensor)[channels]
 
 
 def input_channels(model: nn.Module) -> int:
@@ -211,41 +176,36 @@ def _copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, computed)
 
 
-def _fold_norms(model: nn.Module, findings: Findings) -> None:
-    """Fold the BatchNorms that can surely be folded; warn about the others."""
-    for maker, norm in findings.pairs:
-        _fold_pair(maker, norm)
-    if findings.left:
-        named = [f"{name} ({reason})" for name, reason in findings.left.items()]
-        warnings.warn(f"deploy leaves BatchNorms as they are: {', '.join(named)}", stacklevel=4)
+def _is_watched(module: nn.Module) -> bool:
+    """Return whether a call of a module does more than its class's `forward`: by hooks (such as those of pruning and
+    weight_norm), a `forward` of its own, or parametrisations."""
+    return is_altered(module) or nn.utils.parametrize.is_parametrized(module)
 
 
-def _prepare_attention(model: nn.Module, findings: Findings) -> None:
-    """Drop evolutions that change nothing and logits that nobody reads; make the layers ready for export."""
+def _prepare_attention(model: nn.Module) -> None:
+    """Drop evolutions that change nothing and logits that no block reads; make the layers ready for export."""
     modules = list(model.modules())
-    layers = [module for module in modules if isinstance(module, ATTENTION)]
+    layers = [module for module in modules if isinstance(module, (AugmentedConv2d, MapsAttention))]
     for layer in layers:
         if layer.evolution is not None and layer.evolution.changes_nothing():
             layer.evolution = None
-    for layer, readers in findings.readers.items():
-        layer.need_logits = any(reader.evolution is not None for reader in readers)
     for module in modules:
         if evolves(module):
             keep_logits_that_are_read(module)
     for layer in layers:
-        if not any(map(watched, layer.modules())):
+        if not any(map(_is_watched, layer.modules())):
             make_portable(layer)
 
 
 @torch.no_grad()
 def deploy(model: nn.Module) -> nn.Module:
-    """Return a copy of a network for inference: the same outputs (to 1e-5 in float32) with fewer operations.
+    """Return a copy of a network for inference: the same outputs (exported, to 2e-5 in float32).
 
-    BatchNorms are folded into the convolutions before them (after an augmented convolution, into both of its branches).
-    Evolutions that change nothing are removed. In exported programs, scales and gates are folded into weights. Unknown
-    evolutions, windows, and norms that cannot surely be folded (see `look`) stay unchanged; a warning names these
-    norms. The outputs of copy and network are compared on noise of the network's own size, or a usual one, and of a
-    second size if it takes one. The copy's weights are fixed: load weights and set the input size before.
+    Evolutions that change nothing are removed. In exported programs attention is computed by plain operations, and its
+    scales and gates are folded into weights. Unknown evolutions, windows and layers with hooks or parametrisations stay
+    unchanged. BatchNorms stay; ONNX Runtime and a frozen compiled network fold them. The outputs of copy and network
+    are compared on noise of the network's own size, or a usual one, and of a second size if it takes one. The copy's
+    weights are fixed: load weights and set the input size before.
 
     Args:
         model: ours or any other, in evaluation mode.
@@ -265,9 +225,7 @@ def deploy(model: nn.Module) -> nn.Module:
             )
     wanted = _outputs_by_images(model)
     deployed = _copy(model)
-    findings = look(deployed)
-    _fold_norms(deployed, findings)
-    _prepare_attention(deployed, findings)
+    _prepare_attention(deployed)
     deployed.requires_grad_(False).eval()
     _check_same(model, deployed, wanted)
     return deployed
