@@ -13,7 +13,7 @@ from tests.engine.runner import run_world
 from tests.process import ROOT, python
 from tests.slow import slow_but
 
-CONTRACT = set(  # of release 1.0
+CONTRACT = set(  # what scripts of others may call
     "train-cifar train-imagenet train-detection timm write-ffcv predict export models "
     "probe heatmap strip statistics explore".split()
 )

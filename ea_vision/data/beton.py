@@ -120,7 +120,6 @@ def read_about(path: Path, tables: Tables) -> dict[str, Any]:
             f"{file} must have {', '.join(KEYS)}, as ea-vision write-ffcv writes it, got {about!r:.80}: "
             f"{_ADVICE}"
         )
-    # Files that were written before release 1.0 have no fingerprint.
     if "fingerprint" in about and about["fingerprint"] != tables.fingerprint(about):
         raise UsageError(
             f"{path} and {file.name} do not belong together, or one of them is damaged (the fingerprint "

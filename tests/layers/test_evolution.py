@@ -1,4 +1,4 @@
-"""The evolution modules against DESIGN's equations, and what they refuse."""
+"""The evolution modules against the papers' equations (docs/how-it-works.md), and what they refuse."""
 
 import logging
 
