@@ -71,7 +71,7 @@ SNIPPETS_ELSEWHERE = {  # first line of a Python block, and the test that runs i
     '@register_evolution("shared")': "outside/residual_maps.py",
     "detector = create_detector(": "detection/test_model.py",
     "half = convert_float_to_float16(": "deployment/test_files.py",
-    'model = load_model("runs/mine")': "detection/test_predict.py",
+    'detector = ea_vision.load("runs/mine")': "detection/test_predict.py",
 }
 
 

@@ -18,8 +18,8 @@ from ea_vision.base.errors import UsageError
 from ea_vision.base.files import write_json
 from ea_vision.data.image_files import MAX_PIXELS, BrokenImage, check_classes, fingerprint
 
-HELP = """Debian, Ubuntu: apt-get install libturbojpeg0-dev libopencv-dev pkg-config && pip install 'ea_vision[ffcv]'; \
-conda: conda install -c conda-forge opencv libjpeg-turbo pkg-config compilers && pip install 'ea_vision[ffcv]'; or \
+HELP = """Debian, Ubuntu: apt-get install libturbojpeg0-dev libopencv-dev pkg-config && pip install ffcv; \
+conda: conda install -c conda-forge opencv libjpeg-turbo pkg-config compilers && pip install ffcv; or \
 leave .beton files out and give --data-dir"""
 RAW = 1  # FFCV's mode of an image that is stored as pixels; 0: as JPEG
 FIELDS = ["RGBImageField", "IntField"]

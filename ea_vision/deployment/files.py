@@ -56,7 +56,7 @@ def check_packages(path: Path, *names: str) -> None:
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if path.suffix.lower() == ".onnx" and missing:
         raise UsageError(
-            f"{path.name} needs {' and '.join(missing)}: pip install 'ea_vision[export]'"
+            f"{path.name} needs {' and '.join(missing)}: pip install {' '.join(missing)}"
         )
 
 

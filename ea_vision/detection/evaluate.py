@@ -38,8 +38,7 @@ def require_pycocotools():
         from pycocotools.cocoeval import COCOeval
     except ImportError as error:
         raise UsageError(
-            f"COCO's metrics need pycocotools, not installed ({error}): pip install "
-            "'ea_vision[detection]'"
+            f"COCO's metrics need pycocotools, not installed ({error}): pip install pycocotools"
         ) from error
     return COCO, COCOeval
 

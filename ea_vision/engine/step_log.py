@@ -67,7 +67,7 @@ class StepLog:
         except ImportError as error:
             raise UsageError(
                 f"--tensorboard and --wandb need packages that are not installed ({error}): "
-                "pip install 'ea_vision[logging]'"
+                "pip install tensorboard wandb"
             ) from error
         if config.log_steps:
             self._drop_rows_beyond(updates)

@@ -1,5 +1,6 @@
 """An independent implementation of the attention branch, written only from the papers' equations (AA paper, section
-3.2; EA paper, equations 3 and 4; docs/how-it-works.md has them all), by sums over offsets and shifted maps; and the comparison of outputs and gradients."""
+3.2; EA paper, equations 3 and 4; docs/how-it-works.md has them all), by sums over offsets and shifted maps; and the
+comparison of outputs and gradients."""
 
 import itertools
 import math
